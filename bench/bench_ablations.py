@@ -19,17 +19,18 @@ The phases of the whole call are measured by a kernel whose blocks keep time
 (`bench/attention_phases.py`). `tools/gpu_check/held_back.py` draws the conclusion.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
-from specops import attention
+from specops import attention, sampling
 from specops.sampling import VerifyStrategy
 from torch import Tensor
 
-from bench.attention_phases import add_phases
+from bench.attention_phases import MOST_BLOCKS, add_phases
 from bench.bench_sampling import TOP_P, top_drafts
 from bench.bench_sampling_cuda import BATCH, ONE_HOT, random_logits, verify_calls
 from bench.bench_sampling_cuda import ROWS as VERIFY_ROWS
+from bench.common import Figure
 from bench.cuda import Call, CudaBench, time_figure
 from bench.cuda_caches import TOKEN_BYTES, Cache, loads
 from bench.variants import build, using
@@ -65,7 +66,7 @@ def run_ablations_cuda(bench: CudaBench) -> None:
     module = attention._C
     if not bench.rehearsal:
         variants = {"no_mma": NO_MMA}
-        module = build(variants, "common/ptx.cuh", "attention/append_attention.cu")["no_mma"]
+        module = build(variants, "common/ptx.cuh", "attention/append_attention/append_attention.cu")["no_mma"]
     for id, what, cache, q, qo_indptr, _ in _calls(bench):
         whole = cache.ours(q, qo_indptr)
         cases = {"whole": whole, "no_mma": [using(module, call) for call in whole]}
@@ -93,6 +94,28 @@ def _verify(bench: CudaBench) -> None:
         id, text = f"ablations.verify.{case}", f"verify bf16, rejection, {WHAT_OF_VERIFY[case]}"
         over = ("whole", "the whole call")
         bench.add(time_figure(timings, case, id, text, over=over))
+    _verify_phases(bench, cases["whole"], batch)
+
+
+def _verify_phases(bench: CudaBench, calls: Sequence[Call], batch: int) -> None:
+    """The shares of its blocks' time that `verify` scans, chooses and walks, of one cold call."""
+    words = 3 + len(sampling.VERIFY_PHASES)
+    blocks = max(batch * VERIFY_ROWS, MOST_BLOCKS)
+    stamps = torch.zeros(blocks, words, dtype=torch.int64, device=bench.device)
+    if not bench.runs("ablations.verify.phases", lambda: sampling.set_verify_stamps(stamps)):
+        return
+    try:
+        calls[-1]()
+        bench.synchronize()
+    finally:
+        sampling.set_verify_stamps(None)
+    rows = stamps[stamps[:, 0] != 0].cpu().double()
+    us = float(rows[:, 1].max() - rows[:, 0].min()) * 1e-3
+    cycles = rows[:, 2:-1].sum(dim=0)
+    for phase, share in zip(sampling.VERIFY_PHASES, (cycles / cycles.sum()).tolist(), strict=True):
+        text = f"verify bf16, rejection: its blocks {phase}"
+        id = f"ablations.verify.blocks.{phase}"
+        bench.add(Figure(id, text, share * us, "us", "the stamped call", us, share, us=share * us))
 
 
 def _calls(bench: CudaBench) -> Iterator[tuple[str, str, Cache, Tensor, Tensor, int]]:

@@ -82,10 +82,10 @@ def test_what_it_says() -> None:
 @pytest.mark.parametrize(
     ("sizes", "kind", "header", "constant", "unit"),
     [
-        (LEAF_TOKENS, "cpu", "attention/append_attention.h", "kAttentionLeaf", 1),
-        (LEAF_TOKENS, "cuda", "attention/attention_plan.cuh", "kLeafTokens", 1),
-        (_SAMPLING_LEAF_TOKENS, "cpu", "sampling/leaf_cpu.h", "kLeaf", 1),
-        (_SAMPLING_LEAF_TOKENS, "cuda", "sampling/row_logits.cuh", "kLeafBytes", 4),
+        (LEAF_TOKENS, "cpu", "attention/append_attention/append_attention.h", "kAttentionLeaf", 1),
+        (LEAF_TOKENS, "cuda", "attention/append_attention/cuda/plan.cuh", "kLeafTokens", 1),
+        (_SAMPLING_LEAF_TOKENS, "cpu", "sampling/row/cpu/leaf.h", "kLeaf", 1),
+        (_SAMPLING_LEAF_TOKENS, "cuda", "sampling/row/cuda/row_logits.cuh", "kLeafBytes", 4),
     ],
 )
 def test_leaves_are_those_of_the_kernels(

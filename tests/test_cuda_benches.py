@@ -209,6 +209,7 @@ def test_phases_are_stamped(monkeypatch: pytest.MonkeyPatch) -> None:
     id = "ablations.b1.4k.g4.q1"
     without = rehearsed("ablations")
     assert "stamps must be on cuda, got a tensor on cpu" in without.notes[f"{id}.phases"]
+    assert "stamps must be on cuda, got" in without.notes["ablations.verify.phases"]
     of_verify = {f"ablations.verify.{case}" for case in bench_ablations.WHAT_OF_VERIFY}
     assert {figure.id.removeprefix(f"{id}.") for figure in without.figures} - of_verify == set(
         bench_ablations.WHAT
@@ -216,8 +217,12 @@ def test_phases_are_stamped(monkeypatch: pytest.MonkeyPatch) -> None:
     module = simt.load()
     module.set_regions([])
     monkeypatch.setattr(attention, "_C", module)
+    monkeypatch.setattr(sampling, "_C", module)
     bench = rehearsed("ablations")
     assert not bench.notes
+    blocks = {f"ablations.verify.blocks.{phase}" for phase in held_back.PHASES_OF_VERIFY}
+    assert sum(f.ratio for f in bench.figures if f.id in blocks) == pytest.approx(1.0)
+    of_verify |= blocks
     found = {figure.id.removeprefix(f"{id}."): figure for figure in bench.figures}
     assert set(found) - of_verify == {*bench_ablations.WHAT, *attention_phases.SHARES}
     assert set(attention_phases.SHARES) == set(held_back.PHASES)

@@ -137,9 +137,9 @@ def test_known_spills_are_bounded() -> None:
 
 # What the rows of append_attention and of linear say, as the sources compute it.
 SIZES = """
-#include "attention/attention_shape.cuh"
+#include "attention/append_attention/cuda/block.cuh"
 #include "dense/linear.cuh"
-#include "sampling/row.cuh"
+#include "sampling/row/cuda/row_plan.cuh"
 using namespace specops;
 """
 
@@ -163,7 +163,7 @@ def test_shared_memory_of_budgets_is_what_is_asked_for(tmp_path: Path) -> None:
         size = budget_of(f"linear_tile_kernel<*, {tiles}, {rows}, *>").smem_bytes
         lines.append(f"static_assert(TileShape<{tiles}, {rows}>::kSmemBytes == {size});")
     size = budget_of("verify_kernel<*, false, *>").smem_bytes
-    lines.append(f"static_assert(sizeof(RowShared) <= {size});")
+    lines.append(f"static_assert(scan_bytes(kFewRowWarps, kScanDepth<false>) == {size});")
     assert len(lines) > 50
     source = tmp_path / "sizes.cpp"
     source.write_text("\n".join(lines))

@@ -546,6 +546,10 @@ def test_what_holds_rejection_back(scan: float, leaf: float, said: str) -> None:
     told = held_back.of_figure(rows, "recorded.verify.bf16.rejection")
     assert told == f"{said}, launch, choice and walk {leaf / 100:.2f} of the time"
     assert held_back.of_figure({}, "recorded.verify.bf16.rejection") == ""
+    shares = {"scan": 0.3, "choose": 0.66, "walk": 0.04}
+    stamped = [figure(f"ablations.verify.blocks.{phase}", ratio=x) for phase, x in shares.items()]
+    full = held_back.of_figure({**rows, **by_id(*stamped)}, "recorded.verify.bf16.rejection")
+    assert full == f"{told}; its blocks' time: choose 0.66, scan 0.30"
     for row in rows.values():
         row["ratio"] = row["us"] / 100
     text = "\n".join(report.lines({"figures": list(rows.values())}, []))

@@ -911,6 +911,38 @@ def test_verify_does_not_read_the_drafts_of_other_rows(device: str) -> None:
     assert got["num_accepted_tokens"].tolist() == [1]
 
 
+@pytest.mark.parametrize("strategy", [VerifyStrategy.GREEDY, VerifyStrategy.REJECTION])
+def test_verify_phase_stamps(device: str, on_cuda: bool, strategy: VerifyStrategy) -> None:
+    """The kernel that keeps time gives the same bits; its blocks account for all of their time."""
+    stamps = torch.zeros(1024, 6, dtype=torch.int64, device=device)
+    if not on_cuda:
+        with pytest.raises(ValueError, match="set_verify_stamps: stamps must be on cuda"):
+            sampling.set_verify_stamps(stamps)
+        return
+    if simt.BUILD == "race":
+        pytest.skip("the detector knows the tensors of the call, and stamps are none")
+    step = ragged_step(3, 2, 3000)
+    step["logits"] = step["logits"].bfloat16()
+    step["strategy"] = strategy
+    plain = run_verify(step, device)
+    sampling.set_verify_stamps(stamps)
+    try:
+        got = run_verify(step, device)
+        with pytest.raises(ValueError, match="logits must be bfloat16, without processors, while"):
+            run_verify({**step, "logits": step["logits"].float()}, device)
+        sampling.set_verify_stamps(stamps[:1])
+        with pytest.raises(ValueError, match=r"phase stamps must have a row for each of .* got 1"):
+            run_verify(step, device)
+    finally:
+        sampling.set_verify_stamps(None)
+    assert same(got, plain)
+    rows = stamps[stamps[:, 0] != 0].cpu()
+    begin, end, cycles = rows[:, 0], rows[:, 1], rows[:, 2:5]
+    assert (end >= begin).all() and (cycles >= 0).all()
+    scan, choose, walk = cycles.unbind(1)
+    assert (scan > 0).any() and (choose > 0).any() and (walk > 0).all()
+
+
 def test_verify_without_parameters_is_greedy(device: str, isa: str) -> None:
     step = ragged_step(20, 3, 90)
     bare = {

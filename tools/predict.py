@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """`python -m tools.predict`: renews docs/predictions.md from the meter's results in build/gates.
 
-    time = launches x launch_us + waves x unit_us + bytes / min(read, cap x slots used) + folds
+    time = launch_us + code_us + unit_us x (1 + other waves x exposed)
+         + bytes / min(read, cap x slots used) + folds
 
 Caps are the meter's (docs/meter.md), in bytes that an SM streams in a cycle; a card is its read
 bandwidth, its SMs and their clock. Everything else that is assumed stands in the document, with
@@ -124,13 +125,27 @@ class Model:
         parts, waves, used = self.cut(batch * KV_HEADS * chunks, rows)
         # Chunks are folded side by side, the first part of each as one state; then the sequence.
         leaves = CHUNK_LEAVES - CHUNK_LEAVES // parts + 1 if parts > 1 else 0
+        cap = self.cap_of_rows(rows)
+        # Two chunks that are cut throughout meet once, and are folded by one block.
+        meets_once = parts > 1 and waves == 1 and chunks == 2
         return (
             self.assumed["launch_us"]
-            + waves * self.assumed["unit_us"]
-            + self.streaming(batch * kv_len * TOKEN_BYTES, self.cap_of_rows(rows) * used)
+            + self.assumed["code_us"]
+            + self.assumed["unit_us"] * (1 + (waves - 1) * self.exposed(cap, rows))
+            + self.streaming(batch * kv_len * TOKEN_BYTES, cap * used)
             + self.fold(leaves, rows)
             + self.fold(chunks if chunks > 1 else 0, rows)
+            - (self.assumed["arrival_us"] if meets_once else 0.0)
         )
+
+    def exposed(self, cap: float, rows: int = TILE_ROWS) -> float:
+        """The share of a slot's time without a stream in which the SM's other blocks, which go on
+        meanwhile, do not stream for it.
+        """
+        blocks = self.slots(rows) // self.card.sms
+        cap_tb_s = cap * self.card.sms * self.card.ghz / 1000
+        wanted = min(cap_tb_s, self.card.read_tb_s)
+        return max(0.0, 1.0 - (blocks - 1) / blocks * cap_tb_s / wanted)
 
     def fold(self, states: int, rows: int) -> float:
         """Of states in the workspace, by one block: eight at a time, 256 quads of each at once."""
@@ -175,10 +190,11 @@ class Model:
     def verify(self, sums: int) -> float:
         """1,280 rows of 128,256 logits in bf16."""
         waves = math.ceil(VERIFY_ROWS / self.slots())
+        cap = self.caps[f"verify {sums} sums"]
         return (
             self.assumed["launch_us"]
-            + waves * self.assumed["row_us"]
-            + self.streaming(2 * VERIFY_ROWS * VOCAB, self.caps[f"verify {sums} sums"])
+            + self.assumed["row_us"] * (1 + (waves - 1) * self.exposed(cap))
+            + self.streaming(2 * VERIFY_ROWS * VOCAB, cap)
         )
 
 

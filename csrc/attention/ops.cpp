@@ -4,14 +4,14 @@
 
 #include <algorithm>
 #include <cmath>
-#include <mutex>
 #include <utility>
 
-#include "attention/append_attention.h"
-#include "attention/compact_kv.h"
-#include "attention/copy_kv.h"
-#include "attention/merge_states.h"
-#include "attention/rope_append_kv.h"
+#include "attention/append_attention/append_attention.h"
+#include "attention/compact_kv/compact_kv.h"
+#include "attention/copy_kv/copy_kv.h"
+#include "attention/merge_states/merge_states.h"
+#include "attention/rope_append_kv/rope_append_kv.h"
+#include "common/stamps_checks.h"
 #include "common/tensor_view.h"
 
 namespace specops {
@@ -309,26 +309,10 @@ void check_aligned(Checker& check, const char* name, const TensorView& view) {
 }
 
 // Where append_attention on CUDA keeps time.
-struct PhaseStamps {
-  int64_t* words = nullptr;
-  int64_t blocks = 0;
-};
-
-std::mutex phase_stamps_mutex;
-PhaseStamps given_phase_stamps;
-
-PhaseStamps phase_stamps() {
-  std::lock_guard<std::mutex> lock(phase_stamps_mutex);
-  return given_phase_stamps;
-}
+GivenPhaseStamps given_phase_stamps;
 
 void set_phase_stamps(const TensorView& stamps) {
-  Checker check("set_phase_stamps");
-  Dim blocks{"blocks"}, words{"words", kAttentionStampWords};
-  check.optional("stamps", stamps, {DType::kInt64}, {&blocks, &words});
-  if (stamps.defined() && !check.on_cuda()) check.fail("stamps", "on cuda", "a tensor on cpu");
-  std::lock_guard<std::mutex> lock(phase_stamps_mutex);
-  given_phase_stamps = {stamps.data<int64_t>(), stamps.defined() ? blocks.value : 0};
+  given_phase_stamps.set("set_phase_stamps", stamps, kAttentionStampWords);
 }
 
 void append_attention(const TensorView& q,
@@ -439,7 +423,7 @@ void append_attention(const TensorView& q,
       .stamped_blocks = 0,
   };
   if (check.on_cuda()) {
-    PhaseStamps to = phase_stamps();
+    PhaseStamps to = given_phase_stamps.get();
     params.stamps = to.words;
     params.stamped_blocks = to.blocks;
     check.that(to.words == nullptr || has_stamped_kernel(params),

@@ -46,12 +46,13 @@ __device__ inline void report_error(ErrorFlag flag, ErrorCode code) {
 }
 
 // Counts an arrival, and says whether it is the last one; the counter is then zero again. One that
-// has counted too many was not zero before, or serves two launches at once: that is a fault.
+// has counted too many was not zero before, or serves two launches at once: that is a fault. What the
+// block wrote before a barrier is published, and the last one sees what all have written.
 __device__ inline bool count_arrival(int32_t* counter,
                                      int arrivals,
                                      ErrorFlag flag,
                                      ErrorCode code) {
-  int before = atomicAdd(counter, 1);
+  int before = ptx::add_acq_rel(counter, 1);
   if (before < 0 || before >= arrivals) report_error(flag, code);
   bool is_last = before == arrivals - 1;
   if (is_last) *counter = 0;

@@ -102,6 +102,10 @@ class KernelStates {
     cudaError_t error = cudaFuncSetAttribute(
         kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(bytes));
     check_cuda(error, "cudaFuncSetAttribute");
+    // All that an SM can give, not what one block needs: as many blocks as fit then run at once.
+    error = cudaFuncSetAttribute(
+        kernel, cudaFuncAttributePreferredSharedMemoryCarveout, cudaSharedmemCarveoutMaxShared);
+    check_cuda(error, "cudaFuncSetAttribute");
     raised = bytes;
   }
 

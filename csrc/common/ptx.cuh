@@ -144,6 +144,13 @@ __device__ inline uint32_t fma_bf16x2(uint32_t a, uint32_t b, uint32_t c) {
   return out;
 }
 
+// (a & mask) | (b & ~mask), in one instruction: nvcc makes two of it where mask or b is a constant.
+__device__ inline uint32_t merge_bits(uint32_t a, uint32_t b, uint32_t mask) {
+  uint32_t out;
+  asm("lop3.b32 %0, %1, %2, %3, 0xe4;" : "=r"(out) : "r"(a), "r"(b), "r"(mask));
+  return out;
+}
+
 // Approximate functions: the same bits for the same argument on one device, nothing more.
 __device__ inline float exp2_approx(float x) {
   float out;
@@ -198,6 +205,29 @@ __device__ inline void prefetch_l2(const void* global, uint32_t bytes) {
 #if __CUDA_ARCH__ >= 900
   asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(global), "r"(bytes));
 #endif
+}
+
+// Arrivals: an atomic that publishes what the thread knows of, other threads' writes before a barrier
+// too, and sees what those published who came before. Cheaper than fences around a plain atomic.
+
+// Adds `value`; returns what was there.
+__device__ inline int32_t add_acq_rel(int32_t* global, int32_t value) {
+  int32_t before;
+  asm volatile("atom.acq_rel.gpu.global.add.s32 %0, [%1], %2;"
+               : "=r"(before)
+               : "l"(global), "r"(value)
+               : "memory");
+  return before;
+}
+
+// Adds one, back to zero after `limit`; returns what was there.
+__device__ inline uint32_t increment_acq_rel(uint32_t* global, uint32_t limit) {
+  uint32_t before;
+  asm volatile("atom.acq_rel.gpu.global.inc.u32 %0, [%1], %2;"
+               : "=r"(before)
+               : "l"(global), "r"(limit)
+               : "memory");
+  return before;
 }
 
 // Kernels that overlap (common/launch.cuh). Before sm_90 nothing happens: there they never do.

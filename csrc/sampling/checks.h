@@ -6,8 +6,8 @@
 #include <optional>
 
 #include "common/tensor_view.h"
-#include "sampling/filters.h"
-#include "sampling/logits_processors.h"
+#include "sampling/row/filters.h"
+#include "sampling/row/logits_processors.h"
 
 namespace specops {
 

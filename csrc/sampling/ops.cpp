@@ -6,8 +6,8 @@
 
 #include "common/philox.h"
 #include "sampling/checks.h"
-#include "sampling/sample.h"
-#include "sampling/value_rule.h"
+#include "sampling/row/value_rule.h"
+#include "sampling/sample/sample.h"
 
 namespace specops {
 

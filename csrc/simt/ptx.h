@@ -9,6 +9,7 @@
 #include <type_traits>
 
 #include "common/dtype.h"
+#include "simt/builtins.h"
 #include "simt/machine.h"
 
 namespace specops::simt {
@@ -116,6 +117,10 @@ float2 unpack2(uint32_t word) {
   return {to_float(T{static_cast<uint16_t>(word)}), to_float(T{static_cast<uint16_t>(word >> 16)})};
 }
 
+inline uint32_t merge_bits(uint32_t a, uint32_t b, uint32_t mask) {
+  return (a & mask) | (b & ~mask);
+}
+
 inline uint32_t max_bf16x2(uint32_t a, uint32_t b) {
   uint32_t out = 0;
   for (int half = 0; half < 2; ++half) {
@@ -206,6 +211,17 @@ inline void barrier_sync(int id, int threads, Site site = Site::current()) {
 }
 inline void barrier_arrive(int id, int threads, Site site = Site::current()) {
   simt::named_barrier(id, threads, false, site);
+}
+
+// An atomic between two fences.
+inline int32_t add_acq_rel(int32_t* global, int32_t value, Site site = Site::current()) {
+  simt::on_fence();
+  return simt::exchange(global, site, [=](int32_t old) { return old + value; });
+}
+
+inline uint32_t increment_acq_rel(uint32_t* global, uint32_t limit, Site site = Site::current()) {
+  simt::on_fence();
+  return simt::exchange(global, site, [=](uint32_t old) { return old >= limit ? 0u : old + 1u; });
 }
 
 }  // namespace specops::ptx

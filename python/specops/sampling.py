@@ -504,6 +504,31 @@ def top_logprobs(
     return token_ids, logprobs, lse
 
 
+# Where a block of `verify` on CUDA spends its time; see `set_verify_stamps`.
+VERIFY_PHASES = ("scan", "choose", "walk")
+
+
+def set_verify_stamps(stamps: Tensor | None) -> None:
+    """Has `verify` on CUDA note how long each of its blocks spends on what (benches).
+
+    Calls then run another build of the kernel, which keeps time, and gives the same bits more
+    slowly; the usual one has no trace of it. It exists for bfloat16 without processors; other calls
+    on CUDA are refused meanwhile. A captured graph keeps what was set at its capture.
+
+    Args:
+        stamps: [blocks, 6], int64, on CUDA; a row for each block of the grid: one for each of the
+            k + 1 rows of a request, or more where rows are few, at most two for each SM then. It
+            must live until the last such call has ended, which leaves in row b, of its block b:
+            when it began and ended, in nanoseconds by one clock for all blocks; the cycles of its
+            SM that each of `VERIFY_PHASES` took; and the low 32 bits of that SM's clock at the end.
+            None: no more stamps, the default.
+
+    Raises:
+        ValueError: a shape, dtype, layout or device differs from the above.
+    """
+    _C.set_verify_stamps(stamps)
+
+
 def sampling_workspace(logits: Tensor, batch: int = 0) -> Tensor | None:
     """Makes the memory that blocks of a GPU share in `sample`, `verify` and `top_logprobs`.
 

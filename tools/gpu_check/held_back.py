@@ -16,6 +16,7 @@ NO_GAIN = 0.97  # of the whole call: unsplit it is faster than split
 BUSY = 0.90  # of the whole call, when nothing comes from memory
 FIXED = 0.25  # of the whole call, when there is nothing to stream
 PHASES = ("plan", "unit", "load", "stream", "merge", "idle")
+PHASES_OF_VERIFY = ("scan", "choose", "walk")
 TOLD = 0.05  # of the call: blocks spend at least so much on a phase that is worth a word
 
 
@@ -51,7 +52,7 @@ def _concluded(shares: Mapping[str, float]) -> str:
 
 def _phases(figures: Figures, prefix: str) -> str:
     """What blocks spend their time on, the most first; empty where they were not stamped."""
-    ids = {phase: f"{prefix}{phase}" for phase in PHASES}
+    ids = {phase: f"{prefix}{phase}" for phase in (*PHASES, *PHASES_OF_VERIFY)}
     shares = {phase: float(figures[id]["ratio"]) for phase, id in ids.items() if id in figures}
     most = sorted(shares, key=lambda phase: shares[phase], reverse=True)
     told = [f"{phase} {shares[phase]:.2f}" for phase in most if shares[phase] >= TOLD]
@@ -89,9 +90,8 @@ def of_rejection(figures: Figures) -> str:
     parts = {"the scan": scan - leaf, "choosing over the whole row": 1.0 - scan}
     parts["launch, choice and walk"] = leaf
     most = max(parts, key=lambda part: parts[part])
-    return (
-        f"{most}: {', '.join(f'{part} {share:.2f}' for part, share in parts.items())} of the time"
-    )
+    told = ", ".join(f"{part} {share:.2f}" for part, share in parts.items())
+    return f"{most}: {told} of the time" + _phases(figures, "ablations.verify.blocks.")
 
 
 def of_figure(figures: Figures, id: str) -> str:

@@ -27,7 +27,11 @@ enum cudaError_t {
   cudaErrorStreamCaptureUnsupported = 900,
 };
 enum cudaStreamCaptureMode { cudaStreamCaptureModeGlobal = 0, cudaStreamCaptureModeRelaxed = 2 };
-enum cudaFuncAttribute { cudaFuncAttributeMaxDynamicSharedMemorySize = 8 };
+enum cudaFuncAttribute {
+  cudaFuncAttributeMaxDynamicSharedMemorySize = 8,
+  cudaFuncAttributePreferredSharedMemoryCarveout = 9,
+};
+constexpr int cudaSharedmemCarveoutMaxShared = 100;
 enum cudaDeviceAttr {
   cudaDevAttrMultiProcessorCount = 16,
   cudaDevAttrMaxSharedMemoryPerMultiprocessor = 81,
@@ -131,7 +135,12 @@ inline cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, 
   return cudaSuccess;
 }
 
-inline cudaError_t cudaFuncSetAttribute(const void* kernel, cudaFuncAttribute, int value) {
+inline cudaError_t cudaFuncSetAttribute(const void* kernel,
+                                        cudaFuncAttribute attribute,
+                                        int value) {
+  if (attribute == cudaFuncAttributePreferredSharedMemoryCarveout) {
+    return value == cudaSharedmemCarveoutMaxShared ? cudaSuccess : cudaErrorInvalidValue;
+  }
   if (static_cast<size_t>(value) > fake_cuda::kMostBytes) return cudaErrorInvalidValue;
   std::this_thread::yield();  // whoever decided without a lock is overtaken here
   fake_cuda::Driver& driver = fake_cuda::driver;

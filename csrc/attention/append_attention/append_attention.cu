@@ -1,0 +1,256 @@
+// SPDX-License-Identifier: Apache-2.0
+#include <stdexcept>
+#include <string>
+#include <type_traits>
+
+#include "attention/append_attention/append_attention.cuh"
+#include "attention/append_attention/cuda/plan.cuh"
+#include "common/launch.cuh"
+
+namespace specops {
+namespace {
+
+// Workspace of chunk states: what requests of equal rows need, and within these bounds.
+constexpr int64_t kMinStateFloats = int64_t{256} << 10;
+constexpr int64_t kMaxStateFloats = int64_t{16} << 20;
+
+constexpr int64_t kGroupFloats = sizeof(Group) / sizeof(float);
+constexpr int64_t kListFloats = sizeof(GroupList) / sizeof(float);
+
+// A batch of more than about 3,000 requests shares nothing.
+constexpr int64_t kMostPlanBytes = 96 << 10;
+
+int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+// How the workspace is used: counters, running totals, leaf states, chunk states.
+struct Sizes {
+  int64_t totals;        // floats
+  int64_t leaf;          // floats of one leaf's state
+  int64_t tail_units;    // chunks that may be cut
+  int leaf_cost;         // of one with a state
+  int64_t chunk_states;  // floats
+};
+
+// Blocks that an SM has for a kernel, at most: of two row tiles and fewer, and of more.
+constexpr int kMostBlocksPerSm = 3, kBlocksOfHighTiles = 2;
+
+// head_dim <= 128 has tiles of at most 64 rows, others of 32, latents of 16; the sizes hold for all,
+// and for tiles of fewer rows.
+Sizes workspace_sizes(const AttentionWorkspaceParams& shape, int sms) {
+  int64_t most_rows = shape.head_dim <= 128 ? 64 : shape.head_dim <= 256 ? 32 : 16;
+  int64_t value_dim = value_dim_of(shape.head_dim);
+  int64_t group = shape.num_qo_heads / shape.num_kv_heads;
+  Sizes sizes;
+  int64_t row_tiles = kBlocksOfHighTiles * most_rows / 16;
+  row_tiles = row_tiles > kMostBlocksPerSm ? row_tiles : kMostBlocksPerSm;
+  sizes.totals = int64_t{sms} * kAttentionThreads * row_tiles * (value_dim / 8 + 4);
+  int64_t rows = ceil_div(shape.rows, shape.batch < 1 ? 1 : shape.batch) * group;
+  int64_t tile_rows = rows <= 16 ? 16 : rows <= 32 ? 32 : 64;
+  tile_rows = tile_rows < most_rows ? tile_rows : most_rows;
+  rows = rows < tile_rows ? rows : tile_rows;
+  // The fewer rows, the cheaper a state beside the leaf's K and V, and the sooner a cut pays.
+  sizes.leaf_cost = kLeafCost + static_cast<int>(kLeafCost / 4 * rows / 64);
+  // As if every wave took as long as a whole one; chunks beyond that many stay whole.
+  int blocks = sms * (tile_rows <= 32 ? kMostBlocksPerSm : kBlocksOfHighTiles), tail = blocks - 1;
+  while (tail > 0 && parts_of_tail(tail, blocks, sizes.leaf_cost, kWholeWave) == 1) --tail;
+  sizes.tail_units = tail < kCounters / 2 ? tail : kCounters / 2;
+  int64_t most = shape.rows * group < tile_rows ? shape.rows * group : tile_rows;
+  sizes.leaf = ceil_div(most, 2) * 2 * (value_dim + 2);
+  int64_t chunks = ceil_div(shape.tokens, kChunkTokens) + shape.batch;
+  int64_t row_heads = ceil_div(shape.rows, shape.batch < 1 ? 1 : shape.batch) * shape.num_qo_heads;
+  // Twice: shared prefixes have theirs as well. A double, since shapes need not be those of a batch.
+  double floats = 2.0 * chunks * (row_heads + shape.num_kv_heads) * (value_dim + 2) +
+                  4.0 * shape.batch * kGroupFloats + kListFloats;
+  floats = floats > kMinStateFloats ? floats : kMinStateFloats;
+  sizes.chunk_states = static_cast<int64_t>(floats < kMaxStateFloats ? floats : kMaxStateFloats);
+  return sizes;
+}
+
+// Shared memory of plan_groups_kernel.
+int64_t plan_bytes(int64_t batch) { return (kScanInts + kGroupSums * batch) * sizeof(int); }
+
+// A kernel for tiles of kTiles times 16 rows, of caches of elements `Cache`.
+template <typename T, typename Cache, int kHeadDim, int kTiles>
+auto* kernel_of([[maybe_unused]] const AppendAttentionParams& params) {
+  if constexpr (kIsScaled<Cache>) {
+    return append_8bit_attention_kernel<T, Cache, kHeadDim, kTiles>;
+  } else {
+    if constexpr (std::is_same_v<T, bfloat16> && kHeadDim == 128) {
+      if (params.stamps != nullptr) return append_attention_stamped_kernel<T, kHeadDim, kTiles>;
+    }
+    return append_attention_kernel<T, kHeadDim, kTiles>;
+  }
+}
+
+// How a form of the kernel is launched.
+struct Form {
+  void (*kernel)(AttentionLaunch);
+  int rows;  // of a tile
+  int blocks_per_sm;
+  int shared_bytes;
+  int total_bytes;  // on top, where totals have no workspace
+};
+
+// The form with the lowest tiles that hold `rows` packed rows, or the highest.
+template <typename T, typename Cache, int kHeadDim, int kTiles = 1>
+Form form_of(const AppendAttentionParams& params, int64_t rows) {
+  if constexpr (kTiles < kMostRowTiles<T, kHeadDim>) {
+    if (rows > 16 * kTiles) return form_of<T, Cache, kHeadDim, 2 * kTiles>(params, rows);
+  }
+  using Shape = AttentionShape<T, kHeadDim, kTiles, Cache>;
+  static_assert(Shape::kBlocksPerSm <= (kTiles <= 2 ? kMostBlocksPerSm : kBlocksOfHighTiles));
+  return {kernel_of<T, Cache, kHeadDim, kTiles>(params),
+          Shape::kRows,
+          Shape::kBlocksPerSm,
+          Shape::kSharedBytes,
+          Shape::kTotalFloats * static_cast<int>(sizeof(float))};
+}
+
+// Blocks that run at once: as many as an SM of this device has the shared memory for. A grid of more
+// would take two waves where the plan counts on one.
+int blocks_of(const Form& form, size_t bytes, int sms, CudaStream stream) {
+  int fit = sm_shared_bytes(stream) / (static_cast<int>(bytes) + kBlockSharedBytes);
+  return sms * (fit < 1 ? 1 : fit < form.blocks_per_sm ? fit : form.blocks_per_sm);
+}
+
+void start(const Form& form,
+           const AttentionLaunch& launch_params,
+           size_t bytes,
+           int blocks,
+           CudaStream stream) {
+  const AppendAttentionParams& params = launch_params.params;
+  if (params.stamps != nullptr && params.stamped_blocks < blocks) {
+    throw std::invalid_argument("append_attention: phase stamps must have a row for each of " +
+                                std::to_string(blocks) + " blocks, got " +
+                                std::to_string(params.stamped_blocks));
+  }
+  launch(form.kernel, blocks, kAttentionThreads, bytes, stream, launch_params);
+}
+
+template <typename T, typename Cache, int kHeadDim>
+void run(AttentionLaunch launch_params, const Sizes& sizes, int sms, CudaStream stream) {
+  const AppendAttentionParams& params = launch_params.params;
+  int64_t rows = params.rows * launch_params.group;
+  // Requests mostly have equally many rows; where one has more, it has more tiles.
+  int64_t batch = params.batch < 1 ? 1 : params.batch;
+  Form form =
+      form_of<T, Cache, kHeadDim>(params, ceil_div(params.rows, batch) * launch_params.group);
+  size_t bytes = form.shared_bytes + (launch_params.totals == nullptr ? form.total_bytes : 0);
+  if (bytes > static_cast<size_t>(max_shared_bytes(stream))) {
+    throw std::invalid_argument("append_attention: workspace must have at least " +
+                                std::to_string(kCounters + sizes.totals) +
+                                " elements on this device, got " +
+                                std::to_string(params.workspace_size));
+  }
+  launch_params.tile_rows = form.rows;
+  launch_params.least_share = least_share_of_wave(form.blocks_per_sm);
+  if (launch_params.groups != nullptr) {
+    Form shared = form_of<T, Cache, kHeadDim>(params, rows);
+    launch_params.group_rows = shared.rows;
+    int blocks = blocks_of(shared, shared.shared_bytes, sms, stream);
+    launch(plan_groups_kernel,
+           1,
+           kAttentionThreads,
+           plan_bytes(params.batch),
+           stream,
+           launch_params,
+           blocks);
+    launch_params.is_shared_launch = true;
+    start(shared, launch_params, shared.shared_bytes, blocks, stream);
+    launch_params.is_shared_launch = false;
+  }
+  start(form, launch_params, bytes, blocks_of(form, bytes, sms, stream), stream);
+}
+
+template <typename T, typename Cache = T>
+void run(const AttentionLaunch& launch_params, const Sizes& sizes, int sms, CudaStream stream) {
+  switch (launch_params.params.head_dim) {
+    case 64:
+      return run<T, Cache, 64>(launch_params, sizes, sms, stream);
+    case 96:
+      return run<T, Cache, 96>(launch_params, sizes, sms, stream);
+    case 128:
+      return run<T, Cache, 128>(launch_params, sizes, sms, stream);
+    case kLatentKeyDim:
+      if constexpr (sizeof(Cache) == 2) {
+        return run<T, Cache, kLatentKeyDim>(launch_params, sizes, sms, stream);
+      }
+      throw std::invalid_argument("append_attention: latents must be bfloat16 or float16 on cuda");
+    default:
+      return run<T, Cache, 256>(launch_params, sizes, sms, stream);
+  }
+}
+
+}  // namespace
+
+void attention_workspace_size_cuda(const AttentionWorkspaceParams& params, CudaStream stream) {
+  Sizes sizes = workspace_sizes(params, num_sms(stream));
+  *params.floats =
+      kCounters + sizes.totals + sizes.tail_units * kChunkLeaves * sizes.leaf + sizes.chunk_states;
+  *params.zeros = kCounters;
+}
+
+void append_attention_cuda(const AppendAttentionParams& params, CudaStream stream) {
+  int sms = num_sms(stream);
+  Sizes sizes = workspace_sizes({.rows = params.rows,
+                                 .batch = params.batch,
+                                 .num_qo_heads = params.num_qo_heads,
+                                 .num_kv_heads = params.num_kv_heads,
+                                 .head_dim = params.head_dim,
+                                 .tokens = params.num_indices * params.page_size,
+                                 .floats = nullptr,
+                                 .zeros = nullptr},
+                                sms);
+  // What is missing is not split; the totals then live in shared memory.
+  AttentionLaunch launch_params{};
+  launch_params.params = params;
+  launch_params.group = static_cast<int>(params.num_qo_heads / params.num_kv_heads);
+  launch_params.leaf_floats = sizes.leaf;
+  launch_params.leaf_cost = sizes.leaf_cost;
+  float* next = params.workspace;
+  int64_t left = params.workspace == nullptr ? 0 : params.workspace_size;
+  if (left >= kCounters) {
+    launch_params.counters = reinterpret_cast<int32_t*>(next);
+    launch_params.num_counters = static_cast<int>(kCounters - sizes.tail_units);
+    next += kCounters;
+    left -= kCounters;
+    if (left >= sizes.totals) {
+      launch_params.totals = next;
+      next += sizes.totals;
+      left -= sizes.totals;
+    }
+    int64_t tail_units = left / (kChunkLeaves * sizes.leaf);
+    tail_units = tail_units < sizes.tail_units ? tail_units : sizes.tail_units;
+    launch_params.tail_units = static_cast<int>(tail_units);
+    launch_params.leaf_states = next;
+    next += tail_units * kChunkLeaves * sizes.leaf;
+    left -= tail_units * kChunkLeaves * sizes.leaf;
+    left = left < kMaxStateFloats ? left : kMaxStateFloats;
+    int64_t table = params.num_prefix_levels * params.batch * kGroupFloats;
+    if (table > 0 && left > table + kListFloats && plan_bytes(params.batch) <= kMostPlanBytes) {
+      launch_params.groups = reinterpret_cast<Group*>(next);
+      launch_params.group_list = reinterpret_cast<GroupList*>(next + table);
+      next += table + kListFloats;
+      left -= table + kListFloats;
+      launch_params.shared_states = next;
+      launch_params.shared_capacity = static_cast<int>(left / 2 / 4);
+      next += int64_t{4} * launch_params.shared_capacity;
+      left -= int64_t{4} * launch_params.shared_capacity;
+    }
+    launch_params.chunk_states = next;
+    launch_params.chunk_capacity = static_cast<int>(left / 4);
+  }
+  if (params.cache_dtype == DType::kInt8) {
+    run<bfloat16, KvInt8>(launch_params, sizes, sms, stream);
+  } else if (params.cache_dtype == DType::kFloat8E4M3) {
+    run<bfloat16, KvE4M3>(launch_params, sizes, sms, stream);
+  } else if (params.dtype == DType::kBFloat16) {
+    run<bfloat16>(launch_params, sizes, sms, stream);
+  } else if (params.dtype == DType::kFloat16) {
+    run<float16>(launch_params, sizes, sms, stream);
+  } else {
+    run<float>(launch_params, sizes, sms, stream);
+  }
+}
+
+}  // namespace specops

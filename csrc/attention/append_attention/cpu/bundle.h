@@ -1,0 +1,128 @@
+// SPDX-License-Identifier: Apache-2.0
+// Which requests of append_attention on the CPU are bundled: where reading what they share once saves
+// more than it costs. Nothing here reaches a bit of the result.
+#pragma once
+
+#include "attention/append_attention/cpu/plan.h"
+
+namespace specops::SPECOPS_ISA {
+namespace {
+
+// Leading leaves that two requests have in common: those of the narrowest group with both.
+inline int64_t shared_leaves(const AppendAttentionParams& params, int64_t a, int64_t b) {
+  int64_t tokens = 0;
+  for (int64_t level = 0; level < params.num_prefix_levels; ++level) {
+    const int32_t* leaders = params.prefix_leaders + level * params.batch;
+    if (leaders[a] != leaders[b]) break;
+    tokens = params.prefix_lens[level * params.batch + b];
+  }
+  return tokens / kLeafTokens;
+}
+
+// Cycles of one KV head, about. Of a leaf that is not read again, which mostly lies in a cache; of a
+// row's state that goes through the workspace.
+template <typename T, int D>
+constexpr int64_t kLeafSaving = 8 * D * static_cast<int64_t>(sizeof(T));
+template <int D>
+constexpr int64_t kStateCost = 2 * D;
+// Of a request's leaf: reading it (8 bytes a cycle), and a quarter of a multiplied vector.
+template <typename T, int D>
+int64_t leaf_cost(int64_t rows) {
+  return 16 * D * static_cast<int64_t>(sizeof(T)) + 4 * D * rows;
+}
+// Units of bundles are waited for before the others begin: less than this part of the work is not
+// worth that.
+constexpr int64_t kLeastPart = 32;
+
+// What bundling a request costs when it shares so many leading leaves: the states of their chunks.
+template <int D>
+int64_t bundling_cost(const Request& r, int64_t shared) {
+  int64_t slots = (shared - 1) / kChunkLeaves - r.first_leaf / kChunkLeaves + 1;
+  return r.rows * slots * kStateCost<D>;
+}
+
+// Dissolves a bundle: its members read all of their leaves alone.
+inline void dissolve(Plan& plan, const Bundle& bundle) {
+  int64_t left = bundle.members;
+  for (int64_t i = bundle.first; left > 0; ++i) {
+    Request& r = plan.requests[i];
+    if (!r.is_bundled) continue;
+    r.is_bundled = false;
+    r.own_leaf = r.first_leaf;
+    r.shared = 0;
+    r.partial = -1;
+    --left;
+  }
+}
+
+// Gives the members of a bundle their places in the workspace; false where these do not fit.
+inline bool place_states(const AppendAttentionParams& params, Plan& plan, const Bundle& bundle) {
+  int64_t used = plan.used_floats, left = bundle.members;
+  for (int64_t i = bundle.first; left > 0; ++i) {
+    Request& r = plan.requests[i];
+    if (!r.is_bundled) continue;
+    r.partial = used;
+    used += chunks_of(r) * state_floats(params, r);
+    --left;
+  }
+  if (used > params.workspace_size) return false;
+  plan.used_floats = used;
+  return true;
+}
+
+// Joins neighbours to bundles, as far as that pays.
+template <typename T, int D>
+void find_bundles(const AppendAttentionParams& params, Plan& plan) {
+  constexpr int64_t kMostRows = kStateFloats / D < kMaxBundle ? kStateFloats / D : kMaxBundle;
+  Bundle* bundle = nullptr;  // that may go on
+  Request* before = nullptr;
+  int64_t saved = 0, whole = 0;
+  for (int64_t i = 0; i < plan.count; ++i) {
+    Request& r = plan.requests[i];
+    if (r.qo_len == 0) continue;
+    whole += (r.last_leaf - r.first_leaf + 1) * leaf_cost<T, D>(r.rows);
+    if (r.tiles > 1) continue;
+    int64_t gain = 0, shared = 0;
+    int64_t rows = before == nullptr ? 0 : bundle == nullptr ? before->rows : bundle->rows;
+    if (before != nullptr && rows + r.rows <= kMostRows) {
+      shared = shared_leaves(params, before->batch_idx, r.batch_idx);
+      if (shared > r.first_leaf && shared > before->first_leaf) {
+        gain = (shared - r.first_leaf) * kLeafSaving<T, D> - bundling_cost<D>(r, shared);
+        if (bundle == nullptr) gain -= bundling_cost<D>(*before, shared);
+      }
+    }
+    if (gain > 0) {
+      saved += gain;
+      if (bundle == nullptr) {
+        bundle = &plan.bundles[plan.num_bundles++];
+        *bundle = {before - plan.requests, 1, before->rows, before->first_leaf, 0, 0, 0, 0};
+        before->is_bundled = true;
+      }
+      r.is_bundled = true;
+      r.shared = shared;
+      ++bundle->members;
+      bundle->rows += r.rows;
+      if (r.first_leaf < bundle->first_leaf) bundle->first_leaf = r.first_leaf;
+      if (shared > bundle->end_leaf) bundle->end_leaf = shared;
+      if (shared > before->own_leaf) before->own_leaf = shared;
+      r.own_leaf = shared;
+    } else {
+      bundle = nullptr;
+    }
+    before = &r;
+  }
+  bool pays = saved * kLeastPart > whole &&
+              (num_threads() == 1 || saved * params.num_kv_heads > kSmallCost);
+  int64_t kept = 0;
+  for (int64_t i = 0; i < plan.num_bundles; ++i) {
+    if (pays && place_states(params, plan, plan.bundles[i])) {
+      plan.bundles[kept++] = plan.bundles[i];
+    } else {
+      dissolve(plan, plan.bundles[i]);
+    }
+  }
+  plan.num_bundles = kept;
+}
+
+}  // namespace
+}  // namespace specops::SPECOPS_ISA

@@ -1,0 +1,116 @@
+// SPDX-License-Identifier: Apache-2.0
+// Into which units of work the requests and bundles of append_attention on the CPU are cut. Nothing
+// here reaches a bit of the result.
+#pragma once
+
+#include "attention/append_attention/cpu/bundle.h"
+
+namespace specops::SPECOPS_ISA {
+namespace {
+
+// Loads the requests and says what they cost.
+template <typename T, int D>
+void plan_requests(const AppendAttentionParams& params, int64_t first_request, Plan& plan) {
+  plan.used_floats = plan.num_bundles = plan.bundle_cost = plan.total_cost = 0;
+  for (int64_t i = 0; i < plan.count; ++i) {
+    load_request(params, first_request + i, plan.requests[i]);
+  }
+  if (params.num_prefix_levels > 0) find_bundles<T, D>(params, plan);
+  int64_t kv_leaves = 0;
+  for (int64_t i = 0; i < plan.num_bundles; ++i) {
+    const Bundle& bundle = plan.bundles[i];
+    int64_t leaves = bundle.end_leaf - bundle.first_leaf;
+    plan.bundle_cost += params.num_kv_heads * leaves * leaf_cost<T, D>(bundle.rows);
+    kv_leaves += leaves;
+  }
+  for (int64_t i = 0; i < plan.count; ++i) {
+    const Request& r = plan.requests[i];
+    plan.costs[i] = 0;
+    if (r.qo_len == 0) continue;
+    int64_t leaves = r.last_leaf - r.own_leaf + 1;
+    plan.costs[i] = params.num_kv_heads * leaves * leaf_cost<T, D>(r.rows);
+    plan.total_cost += plan.costs[i];
+    kv_leaves += leaves;
+  }
+  constexpr int64_t kLeafBytes = 2 * kLeafTokens * D * static_cast<int64_t>(sizeof(T));
+  plan.small = num_threads() == 1 || plan.bundle_cost + plan.total_cost < kSmallCost;
+  plan.cold = kv_leaves * params.num_kv_heads * kLeafBytes > kColdBytes;
+}
+
+// Cuts requests of much work into their chunks, and returns how many pieces there are then.
+inline int64_t cut_chunks(const AppendAttentionParams& params, Plan& plan) {
+  int64_t pieces = 0;
+  for (int64_t i = 0; i < plan.count; ++i) {
+    Request& r = plan.requests[i];
+    if (r.qo_len == 0) continue;
+    r.chunks = 1;
+    int64_t chunks = r.last_leaf / kChunkLeaves - r.own_leaf / kChunkLeaves + 1;
+    bool much = plan.costs[i] > plan.total_cost / (4 * num_threads());
+    if (!plan.small && r.tiles == 1 && chunks > 1 && much) {
+      int64_t floats = r.is_bundled ? 0 : chunks * state_floats(params, r);
+      if (plan.used_floats + floats <= params.workspace_size) {
+        if (!r.is_bundled) r.partial = plan.used_floats;
+        plan.used_floats += floats;
+        r.chunks = chunks;
+      }
+    }
+    pieces += r.tiles * r.chunks;
+  }
+  return pieces;
+}
+
+// How many KV heads a unit of so many rows takes, if the heads are cut into `groups` at least.
+template <typename T, int D>
+int64_t heads_of_unit(const AppendAttentionParams& params, int64_t rows, int64_t groups) {
+  constexpr int64_t kLeafBytes = 2 * kLeafTokens * D * static_cast<int64_t>(sizeof(T));
+  int64_t heads = kAheadBytes / kLeafBytes;
+  int64_t share = (params.num_kv_heads + groups - 1) / groups;
+  if (heads > kStateFloats / (rows * D)) heads = kStateFloats / (rows * D);
+  if (heads > share) heads = share;
+  return heads < 1 ? 1 : heads;
+}
+
+// Groups of heads, so that so many pieces occupy the threads.
+inline int64_t groups_for(const Plan& plan, int64_t pieces) {
+  return plan.small || pieces == 0 ? 1 : (2 * num_threads() + pieces - 1) / pieces;
+}
+
+inline int64_t chunks_of(const Bundle& bundle) {
+  return (bundle.end_leaf - 1) / kChunkLeaves - bundle.first_leaf / kChunkLeaves + 1;
+}
+
+// Cuts the requests into units. Only the cutting knows of threads: it decides where states live,
+// never the order in which they are folded.
+template <typename T, int D>
+void make_plan(const AppendAttentionParams& params, int64_t first_request, Plan& plan) {
+  int64_t left = params.batch - first_request;
+  plan.count = left < kPlanned ? left : kPlanned;
+  plan_requests<T, D>(params, first_request, plan);
+  int64_t pieces = 0;
+  for (int64_t i = 0; i < plan.num_bundles; ++i) pieces += chunks_of(plan.bundles[i]);
+  int64_t groups = groups_for(plan, pieces);
+  plan.bundle_units = 0;
+  for (int64_t i = 0; i < plan.num_bundles; ++i) {
+    Bundle& bundle = plan.bundles[i];
+    bundle.first_unit = plan.bundle_units;
+    bundle.heads_per_unit = heads_of_unit<T, D>(params, bundle.rows, groups);
+    bundle.head_groups = (params.num_kv_heads + bundle.heads_per_unit - 1) / bundle.heads_per_unit;
+    plan.bundle_units += chunks_of(bundle) * bundle.head_groups;
+  }
+  groups = groups_for(plan, cut_chunks(params, plan));
+  plan.units = 0;
+  for (int64_t i = 0; i < plan.count; ++i) {
+    Request& r = plan.requests[i];
+    r.first_unit = plan.units;
+    if (r.qo_len == 0) continue;
+    int64_t group = params.num_qo_heads / params.num_kv_heads;
+    r.heads_per_unit = r.tiles > 1
+                           ? heads_of_unit<T, D>(params, r.tile_rows * group, params.num_kv_heads)
+                           : heads_of_unit<T, D>(params, r.rows, groups);
+    r.head_groups = (params.num_kv_heads + r.heads_per_unit - 1) / r.heads_per_unit;
+    plan.units += r.tiles * r.chunks * r.head_groups;
+  }
+}
+
+}  // namespace
+}  // namespace specops::SPECOPS_ISA

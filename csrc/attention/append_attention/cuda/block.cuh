@@ -1,0 +1,330 @@
+// SPDX-License-Identifier: Apache-2.0
+// Where a block of append_attention on CUDA has what in shared memory, and how the rows of a tile
+// lie there.
+#pragma once
+
+#include "attention/append_attention/append_attention.h"
+#include "attention/append_attention/cuda/plan.cuh"
+#include "attention/kv_element.h"
+#include "common/device.cuh"
+#include "common/stamps.cuh"
+
+namespace specops {
+
+// Tiles of 16 rows at once: as many as let all fit 99 KiB, and no more than the bandwidth of memory
+// needs. Kernels for fewer rows have half as many, down to one.
+template <typename T, int kHeadDim>
+constexpr int kMostRowTiles = kHeadDim * sizeof(T) > 512                     ? 1
+                              : sizeof(T) == 4 || kHeadDim * sizeof(T) > 256 ? 2
+                                                                             : 4;
+
+// What an SM has for blocks, each of which takes 1 KiB beside what it asks for (sm_90, sm_100).
+constexpr int kSmSharedBytes = 228 << 10, kBlockSharedBytes = 1 << 10;
+
+// Sizes that follow from the element type, that of the caches, and head_dim. A tile lies in shared
+// memory as it does in the cache; elements of 8-bit caches are widened to T in registers.
+template <typename T, int kHeadDim, int kTiles, typename Cache = T>
+struct AttentionShape {
+  static constexpr bool kScaled = kIsScaled<Cache>;
+  static constexpr bool kIsLatent = kHeadDim == kLatentKeyDim;  // a tile of K is that of V as well
+  static constexpr int kValueDim = static_cast<int>(value_dim_of(kHeadDim));
+  static constexpr int kQueryBytes = kHeadDim * static_cast<int>(sizeof(T));  // of a row
+  static constexpr int kQueryVectors = kQueryBytes / 16;
+  static constexpr int kTile = kQueryBytes <= 256 ? 64 : 32;  // tokens
+  static constexpr int kRowTiles = kTiles;
+  static constexpr int kRows = 16 * kRowTiles;
+  // Whether the loop over tiles of KV has registers for its addresses beside the states.
+  static constexpr bool kSparesRegisters = kRowTiles == 1 && kHeadDim != 256;
+  static constexpr int kScoreTiles = kTile / kAttentionWarps / 8;    // of 8 tokens, per warp
+  static constexpr int kOutTiles = kValueDim / kAttentionWarps / 8;  // of 8 columns, per warp
+  // A token of a tile: vectors of 16 bytes that it fills, and places that it has for them.
+  static constexpr int kCacheBytes = kHeadDim * static_cast<int>(sizeof(Cache));
+  static constexpr int kFilled = kCacheBytes / 16;
+  static constexpr int kVectors = (kFilled + 3) / 4 * 4;
+  static constexpr int kRowBytes = kVectors * 16;
+  static constexpr int kTileBytes = kTile * kRowBytes;
+  // Threads that copy one row of a tile, and rows that all copy at once.
+  static constexpr int kCopyLanes = kVectors % 16 == 0 ? 16 : kVectors % 8 == 0 ? 8 : 4;
+  static constexpr int kCopyRows = kAttentionThreads / kCopyLanes;
+  static constexpr int kProbVectors = kTile * static_cast<int>(sizeof(T)) / 16;
+  static constexpr int kTilesPerChunk = kChunkTokens / kTile;
+
+  // Shared memory.
+  static constexpr int kQueries = 0;
+  static constexpr int kProbs = kQueries + kRows * kQueryBytes;
+  static constexpr int kMaxima = kProbs + kRows * kProbVectors * 16;  // float [kRows, warps]
+  static constexpr int kSums = kMaxima + kRows * kAttentionWarps * 4;
+  static constexpr int kRunning = kSums + kRows * kAttentionWarps * 4;  // float [2, kRows]
+  static constexpr int kLaneSums = kRunning + 2 * kRows * 4;
+  static constexpr int kChunkSums = kLaneSums + 2 * kRowTiles * kAttentionThreads * 4;
+  // float2 [2, kRows]
+  static constexpr int kSeen = kChunkSums + 2 * kRows * 8;     // int2 [kRows]
+  static constexpr int kTable = kSeen + kRows * 8;             // int [2, kChunkBlocks]
+  static constexpr int kPlan = kTable + 2 * kChunkBlocks * 4;  // int [3, kPlanned]
+  static constexpr int kScan = kPlan + 3 * kPlanned * 4;       // int [8]
+  static constexpr int kUnit = kScan + 32;
+  static constexpr int kTurns = kUnit + 256;
+  static constexpr int kStamps = kTurns + 48;  // of the stamped kernel, where others have a gap
+  static constexpr int kRing = (kStamps + 32 + 127) / 128 * 128;  // tiles of K and V
+
+  // Whether an SM has the shared memory for three blocks with so many tiles in their rings.
+  static constexpr bool fits_three(int tiles) {
+    return 3 * (kRing + tiles * kTileBytes + kBlockSharedBytes) <= kSmSharedBytes;
+  }
+  // Three blocks hide more latency than two, where there are registers for three.
+  static constexpr bool kWantsThree =
+      kRowTiles == 1 || (kRowTiles == 2 && sizeof(T) == 2 && kHeadDim <= 128);
+  // The ring has kStages tiles of K, then as many of V; where that is too much for three blocks, half
+  // as many, or three slots that K and V take in turns. Latents take two in turns.
+  static constexpr int kMostStages = kTileBytes <= 8 << 10 ? 4 : kTileBytes <= 16 << 10 ? 2 : 1;
+  static constexpr bool kHalves =
+      kWantsThree && !fits_three(2 * kMostStages) && kMostStages == 4 && fits_three(4);
+  static constexpr bool kThreeSlots =
+      kWantsThree && !fits_three(2 * kMostStages) && kMostStages == 2 && fits_three(3);
+  static constexpr int kStages = kThreeSlots ? 1 : kHalves ? kMostStages / 2 : kMostStages;
+  static constexpr int kSlots = kThreeSlots ? 3 : 2 * kStages;
+  static constexpr int kSharedBytes = kRing + kSlots * kTileBytes;  // then totals
+  static constexpr int kBlocksPerSm = kWantsThree && fits_three(kSlots) ? 3 : 2;
+
+  // The running total of a sequence that one block owns: thread-private float4, thread innermost.
+  static constexpr int kTotalFloats = kAttentionThreads * 4 * kRowTiles * (kOutTiles + 1);
+};
+
+// Rows of a tile in shared memory are rotated by XOR, so that eight rows read at one vector of 16
+// bytes hit all banks: vector v of a row lies at v ^ twist(row).
+template <int kVectors>
+__device__ __forceinline__ int twist(int row) {
+  static_assert(kVectors % 4 == 0);
+  return kVectors % 8 == 0 ? row & 7 : (row >> 1) & 3;
+}
+// Its offset in bytes.
+template <int kVectors>
+__device__ __forceinline__ int place_of(int row, int vector) {
+  return (row * kVectors + (vector ^ twist<kVectors>(row))) * 16;
+}
+
+// `x`, of which the compiler then knows nothing: it would else keep every address that follows from
+// a thread's index in registers all along, and spill the states.
+__device__ __forceinline__ int opaque(int x) {
+  uint32_t word = x;
+  ptx::forget(word);
+  return static_cast<int>(word);
+}
+__device__ __forceinline__ unsigned thread_index() { return opaque(threadIdx.x); }
+
+// The same in the loop over the tiles of KV, where a form has no registers to spare.
+template <typename Block>
+__device__ __forceinline__ int opaque_in_loop(int x) {
+  return Block::Shape::kSparesRegisters ? x : opaque(x);
+}
+template <typename Block>
+__device__ __forceinline__ unsigned thread_index_in_loop() {
+  return opaque_in_loop<Block>(threadIdx.x);
+}
+
+// The place of a lane's row, from which the vectors 2, 4, .. after its own are one XOR away: lanes
+// begin at vector 0 or 1.
+template <int kVectors>
+struct LanePlace {
+  static constexpr bool kPowerOfTwo = (kVectors & (kVectors - 1)) == 0;
+  int row, vector;
+
+  __device__ __forceinline__ LanePlace(int at_row, int at_vector)
+      : row(at_row * kVectors * 16),
+        vector(opaque((at_vector ^ twist<kVectors>(at_row)) * 16 + (kPowerOfTwo ? row : 0))) {}
+
+  __device__ __forceinline__ int after(int vectors) const {
+    return kPowerOfTwo ? vector ^ vectors * 16 : row + (vector ^ vectors * 16);
+  }
+};
+
+// ---- a block ----
+
+// What a block of append_attention on CUDA works with: its unit of work, its turns, its shared
+// memory. The functions of the other files take it as `block`.
+
+// A tile of rows and the tokens one block reduces for it; what becomes of its state. In shared
+// memory: as registers its fields would not leave room for the state of 64 rows.
+struct Unit {
+  Request request;
+  int first_row;  // of the tile, packed: query row * group + query head of the KV head
+  int rows;
+  int head;                  // KV head
+  int low, high;             // tokens that any row of the tile sees
+  int begin, end;            // those of this unit, whole leaves cut to [low, high)
+  int load_begin, load_end;  // those that are read
+  // Tiles of KV that end after seen_end or begin before seen_begin have tokens some row of the tile
+  // does not see.
+  int seen_begin, seen_end;
+  bool many_queries;
+  bool valid;  // else there is nothing to do
+  // A state in the workspace: [state_rows, value_dim] outputs, then [state_rows] of (m, l). The tile
+  // begins at state_row.
+  int state_row, state_rows;
+  int tile_rows;        // rows before the unit was narrowed
+  float* state;         // nullptr: the unit finishes the sequence and writes to out
+  int64_t leaf_stride;  // not 0: every leaf has a state of its own, so many floats apart
+  // How the sequence of this tile and head is split: chunks before first_cut are one unit each, the
+  // others are cut into parts; first_tail is the number of chunk first_cut among the chunks so cut.
+  int parts;     // of the unit's chunk that are not empty
+  int arrivals;  // chunks of the sequence; 0: nobody waits for the state
+  // Instead the parts of all its chunks, which are few and cut throughout, arrive at the sequence.
+  bool meets_once;
+  int first_cut, first_tail;
+  int64_t batch_idx;
+  int shared, first_chunk;  // of the request
+  int sequences, sequence;  // of the request; this one
+  int counter;
+  int chunk_quad, state_quads;  // where the request's chunk states begin, and their size
+};
+
+// A block's way through the units of a plan, in shared memory too.
+struct Turns {
+  int64_t first_request;
+  int now, end;               // turns; from tail_begin on they are parts of chunks
+  int tail_begin;             // units
+  int part_leaves;            // of a part of a chunk that is cut
+  int counters, quads, base;  // for the next plan
+  int row_end;                // of all requests
+};
+
+// kExact = false is for a bench to price exactness: a chunk runs from end to end in one state,
+// without the folds of its leaves. Launch it with tail_units = 0 and no prefixes; the product has
+// no instance. kIsStamped keeps time (common/stamps.cuh).
+template <typename T,
+          int kDim,
+          int kTiles,
+          bool kExact = true,
+          bool kIsStamped = false,
+          typename KvElement = T>
+struct AttentionBlock {
+  using Element = T;
+  using Cache = KvElement;
+  using Shape = AttentionShape<T, kDim, kTiles, KvElement>;
+  static constexpr int kHeadDim = kDim;
+  static constexpr int kValueDim = Shape::kValueDim;
+  static constexpr int kRowTiles = Shape::kRowTiles;
+  static constexpr int kTile = Shape::kTile;
+  static constexpr int kOutTiles = Shape::kOutTiles;
+  static constexpr int kScoreTiles = Shape::kScoreTiles;
+  static constexpr int kStages = Shape::kStages;
+  static constexpr int kLeaf = kExact ? kLeafTokens : kChunkTokens;
+  static constexpr bool kStamped = kIsStamped;
+
+  const AttentionLaunch& launch;
+  const AppendAttentionParams& params;
+  unsigned char* smem;
+  Plan plan;
+  Unit& unit;
+  Turns& turns;
+
+  static_assert(sizeof(Unit) <= 256 && sizeof(Turns) <= 48);
+
+  __device__ __forceinline__ AttentionBlock(const AttentionLaunch& given)
+      : launch(given),
+        params(given.params),
+        smem(shared_memory()),
+        unit(*reinterpret_cast<Unit*>(smem + Shape::kUnit)),
+        turns(*reinterpret_cast<Turns*>(smem + Shape::kTurns)) {
+    int* ints = reinterpret_cast<int*>(smem + Shape::kPlan);
+    plan = {
+        ints, ints + kPlanned, ints + 2 * kPlanned, reinterpret_cast<int*>(smem + Shape::kScan)};
+  }
+
+  __device__ __forceinline__ int group() const { return launch.group; }
+  __device__ __forceinline__ static int leaf_of(int tile) {
+    return static_cast<int>(static_cast<unsigned>(tile) * kTile / kLeaf);
+  }
+  // The first tile of the unit, and its last.
+  __device__ __forceinline__ int first_tile() const {
+    return static_cast<int>(static_cast<unsigned>(unit.begin) / kTile);
+  }
+  __device__ __forceinline__ int last_tile() const {
+    return static_cast<int>(static_cast<unsigned>(unit.end - 1) / kTile);
+  }
+
+  // Packed row -> row of q and out, query head of the KV head.
+  __device__ __forceinline__ int64_t item_of(int row) const {
+    int packed = unit.first_row + row;
+    int query = packed / group(), head = packed % group();
+    return (int64_t{unit.request.qo_begin} + query) * params.num_qo_heads + unit.head * group() +
+           head;
+  }
+
+  // Whether some row of the tile does not see some token of this tile of KV.
+  __device__ __forceinline__ bool partly_seen(int tile) const {
+    return (tile + 1) * kTile > unit.seen_end || tile * kTile < unit.seen_begin;
+  }
+
+  // ---- shared memory ----
+
+  __device__ __forceinline__ unsigned char* k_slot(int tile) const {
+    int slot = tile & (kStages - 1);
+    if constexpr (Shape::kIsLatent) slot = tile & 1;
+    if constexpr (Shape::kThreeSlots) slot = static_cast<int>(2u * tile % 3);
+    return smem + Shape::kRing + slot * Shape::kTileBytes;
+  }
+  __device__ __forceinline__ unsigned char* v_slot(int tile) const {
+    if constexpr (Shape::kIsLatent) return k_slot(tile);
+    int slot = kStages + (tile & (kStages - 1));
+    if constexpr (Shape::kThreeSlots) slot = static_cast<int>((2u * tile + 1) % 3);
+    return smem + Shape::kRing + slot * Shape::kTileBytes;
+  }
+
+  // The running maximum of a leaf after a tile, by row, in turns like chunk_sums.
+  __device__ __forceinline__ float* running(int tile) const {
+    return reinterpret_cast<float*>(smem + Shape::kRunning) + (tile & 1) * Shape::kRows;
+  }
+
+  // Each lane's share of the sums of weights of a leaf: [2 * row tiles, threads].
+  __device__ __forceinline__ float* lane_sums() const {
+    return reinterpret_cast<float*>(smem + Shape::kLaneSums);
+  }
+
+  // m and l of the chunk before leaf `leaf`, by row: in shared memory, as every thread of a row
+  // needs the same and registers are short. In turns, so that a thread may read while another
+  // writes.
+  __device__ __forceinline__ float2* chunk_sums(int leaf) const {
+    return reinterpret_cast<float2*>(smem + Shape::kChunkSums) + (leaf & 1) * Shape::kRows;
+  }
+
+  __device__ __forceinline__ float4* total_of_block(int thread) const {
+    float* base = launch.totals == nullptr
+                      ? reinterpret_cast<float*>(smem + Shape::kSharedBytes)
+                      : launch.totals + int64_t{blockIdx.x} * Shape::kTotalFloats;
+    return reinterpret_cast<float4*>(base) + thread;
+  }
+};
+
+// ---- its stamps ----
+
+// The stamps of the kernel of append_attention on CUDA that keeps time.
+
+using AttentionStamps = Stamps<AttentionPhase, kAttentionPhases>;
+static_assert(AttentionStamps::kWords == kAttentionStampWords && sizeof(AttentionStamps) <= 32);
+
+template <typename Block>
+__device__ __forceinline__ AttentionStamps& stamps_of(const Block& block) {
+  return *reinterpret_cast<AttentionStamps*>(block.smem + Block::Shape::kStamps);
+}
+
+template <typename Block>
+__device__ __forceinline__ void begin_stamps(const Block& block) {
+  if constexpr (Block::kStamped) stamps_of(block).begin(block.params.stamps);
+}
+
+// What has passed since the last stamp was the phase's.
+template <typename Block>
+__device__ __forceinline__ void stamp(const Block& block, AttentionPhase phase) {
+  if constexpr (Block::kStamped) stamps_of(block).mark(phase);
+}
+
+template <typename Block>
+__device__ __forceinline__ void end_stamps(const Block& block) {
+  if constexpr (Block::kStamped) {
+    stamp(block, AttentionPhase::kUnit);
+    stamps_of(block).end(block.params.stamps);
+  }
+}
+
+}  // namespace specops

@@ -1,0 +1,543 @@
+// SPDX-License-Identifier: Apache-2.0
+// What append_attention on CUDA writes: rows of out and lse, states for a later fold, and zeros
+// where nothing is seen.
+#pragma once
+
+#include "attention/append_attention/cuda/block.cuh"
+#include "attention/append_attention/cuda/state.cuh"
+#include "attention/append_attention/cuda/tile.cuh"
+#include "common/device.cuh"
+
+namespace specops {
+
+constexpr float kLn2 = 0.6931471805599453f;
+
+template <typename T>
+__device__ __forceinline__ void store_pair(T* out, float x, float y) {
+  if constexpr (sizeof(T) == 2) {
+    *reinterpret_cast<uint32_t*>(out) = ptx::pack2<T>(x, y);
+  } else {
+    *reinterpret_cast<float2*>(out) = make_float2(x, y);
+  }
+}
+
+template <typename T>
+__device__ __forceinline__ void store_one(T* out, float x) {
+  if constexpr (sizeof(T) == 2) {
+    *reinterpret_cast<uint16_t*>(out) = static_cast<uint16_t>(ptx::pack2<T>(x, 0.0f));
+  } else {
+    *out = x;
+  }
+}
+
+template <typename Block>
+__device__ __forceinline__ void write_lse(const Block& block, int64_t item, float m, float l) {
+  if (block.params.lse == nullptr) return;
+  block.params.lse[item] = l == 0.0f ? -INFINITY : __fmul_rn(__fadd_rn(m, log2f(l)), kLn2);
+}
+
+// The thread's share `o` of a row, to the row at `out`: `map` is what becomes of a value.
+template <typename Block, typename Out, typename Map>
+__device__ __forceinline__ void store_share(Out* out,
+                                            const float (&o)[Block::kOutTiles][4],
+                                            int half,
+                                            Map map) {
+  unsigned thread = thread_index();
+  int lane = thread % kWarpSize, warp = thread / kWarpSize;
+#pragma unroll
+  for (int n = 0; n < Block::kOutTiles; ++n) {
+    float x = map(o[n][2 * half]), y = map(o[n][2 * half + 1]);
+    if constexpr (Block::Shape::kScaled) {
+      store_one(out + column_of_byte<Block>(warp, lane, n, 0), x);
+      store_one(out + column_of_byte<Block>(warp, lane, n, 1), y);
+    } else {
+      store_pair(out + (warp * Block::kOutTiles + n) * 8 + 2 * (lane % 4), x, y);
+    }
+  }
+}
+
+// What outputs are multiplied with at the end. The sink of the row's head, if there is one, joins its
+// sums first, after all tokens; one of -inf changes nothing.
+template <typename Block>
+__device__ __forceinline__ float finish_sums(const Block& block, int row, float& m, float& l) {
+  if (block.params.sinks == nullptr) return inverse(l);
+  int head = block.unit.head * block.group() + (block.unit.first_row + row) % block.group();
+  Fold fold = fold_sums(m, l, __fdiv_rn(block.params.sinks[head], kLn2), 1.0f);
+  m = fold.m;
+  l = fold.l;
+  return __fmul_rn(fold.a_scale, inverse(l));
+}
+
+template <typename Block>
+__device__ __forceinline__ void write_rows(const Block& block,
+                                           int tile,
+                                           const Outputs<Block>& sum) {
+  using T = typename Block::Element;
+  Unit& unit = block.unit;
+  const float2* sums = block.chunk_sums(block.leaf_of(tile) + 1);
+  float* state = unit.state;
+  if (unit.leaf_stride != 0) {
+    state += (block.leaf_of(tile) - unit.begin / Block::kLeaf) * unit.leaf_stride;
+  }
+  unsigned thread = thread_index();
+  int lane = thread % kWarpSize, warp = thread / kWarpSize;
+#pragma unroll
+  for (int i = 0; i < Block::kRowTiles; ++i) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      int row = 16 * i + lane / 4 + 8 * half;
+      if (row >= unit.rows) continue;
+      float m = sums[row].x, l = sums[row].y;
+      bool writes_sums = warp == 0 && lane % 4 == 0;
+      if (state != nullptr) {
+        int place = unit.state_row + row;
+        store_share<Block>(
+            state + place * Block::kValueDim, sum.o[i], half, [](float x) { return x; });
+        if (writes_sums) {
+          reinterpret_cast<float2*>(state + unit.state_rows * Block::kValueDim)[place] =
+              make_float2(m, l);
+        }
+        continue;
+      }
+      int64_t item = block.item_of(row);
+      T* out = static_cast<T*>(block.params.out) + item * Block::kValueDim;
+      float scale = finish_sums(block, row, m, l);
+      store_share<Block>(out, sum.o[i], half, [scale](float x) { return finished(x, scale); });
+      if (writes_sums) write_lse(block, item, m, l);
+    }
+  }
+}
+
+template <typename Block>
+__device__ __forceinline__ void write_part(const Block& block,
+                                           int row,
+                                           int quad,
+                                           const StatePart& total) {
+  using T = typename Block::Element;
+  int64_t item = block.item_of(row);
+  float m = total.m, l = total.l;
+  float scale = finish_sums(block, row, m, l);
+  T* out = static_cast<T*>(block.params.out) + item * Block::kValueDim + 4 * quad;
+  store_pair(out, finished(total.o.x, scale), finished(total.o.y, scale));
+  store_pair(out + 2, finished(total.o.z, scale), finished(total.o.w, scale));
+  if (quad == 0) write_lse(block, item, m, l);
+}
+
+// A request that contradicts itself: zeros and -inf.
+template <typename Block>
+__device__ __forceinline__ void write_zeros(const Block& block) {
+  using T = typename Block::Element;
+#pragma unroll 1
+  for (int i = threadIdx.x; i < block.unit.rows * (Block::kValueDim / 2); i += kAttentionThreads) {
+    int64_t item = block.item_of(i / (Block::kValueDim / 2));
+    int column = i % (Block::kValueDim / 2) * 2;
+    store_pair(static_cast<T*>(block.params.out) + item * Block::kValueDim + column, 0.0f, 0.0f);
+    if (column == 0) write_lse(block, item, 0.0f, 0.0f);
+  }
+}
+
+// Rows that belong to no request.
+template <typename Block>
+__device__ __forceinline__ void zero_padding(const Block& block) {
+  using T = typename Block::Element;
+  int64_t used = block.turns.row_end;
+  int64_t first = used * block.params.num_qo_heads * (Block::kValueDim / 2);
+  int64_t last = block.params.rows * block.params.num_qo_heads * (Block::kValueDim / 2);
+  int64_t step = int64_t{gridDim.x} * kAttentionThreads;
+#pragma unroll 1
+  for (int64_t i = first + int64_t{blockIdx.x} * kAttentionThreads + threadIdx.x; i < last;
+       i += step) {
+    store_pair(static_cast<T*>(block.params.out) + 2 * i, 0.0f, 0.0f);
+    if (i % (Block::kValueDim / 2) == 0) write_lse(block, i / (Block::kValueDim / 2), 0.0f, 0.0f);
+  }
+}
+
+// ---- states in the workspace ----
+
+// Sequences that several blocks of append_attention on CUDA reduce: where their states lie in the
+// workspace, those of shared prefixes too.
+
+// One row of a state: its outputs, and its (m, l). Without outputs there is no such state.
+struct StateRow {
+  const float* outs = nullptr;
+  const float2* sums = nullptr;
+};
+
+template <typename Block>
+__device__ __forceinline__ StateRow row_of_state(const float* state, int rows, int row) {
+  return {state + row * Block::kValueDim,
+          reinterpret_cast<const float2*>(state + rows * Block::kValueDim) + row};
+}
+
+// ---- the sequence's own states: of a chunk, and of a leaf of a chunk that was cut ----
+
+template <typename Block>
+__device__ __forceinline__ float* slot_state(const Block& block, int slot) {
+  Unit& unit = block.unit;
+  int64_t index = int64_t{slot} * unit.sequences + unit.sequence;
+  return block.launch.chunk_states + 4 * (unit.chunk_quad + index * unit.state_quads);
+}
+
+// A chunk that begins with shared leaves has a slot for each of its own; its state takes the last.
+template <typename Block>
+__device__ __forceinline__ bool is_boundary(const Block& block, int chunk) {
+  return block.unit.shared % kChunkLeaves != 0 && chunk == block.unit.first_chunk;
+}
+
+template <typename Block>
+__device__ __forceinline__ float* chunk_state(const Block& block, int chunk) {
+  int slot = chunk - block.unit.first_chunk;
+  if (block.unit.shared % kChunkLeaves != 0)
+    slot += kChunkLeaves - 1 - block.unit.shared % kChunkLeaves;
+  return slot_state(block, slot);
+}
+
+template <typename Block>
+__device__ __forceinline__ float* leaf_state(const Block& block, int leaf) {
+  Unit& unit = block.unit;
+  if (is_boundary(block, leaf / kChunkLeaves)) return slot_state(block, leaf - unit.shared);
+  int64_t tail = unit.first_tail + int64_t{leaf / kChunkLeaves - unit.first_cut} * unit.sequences;
+  return block.launch.leaf_states +
+         (tail * kChunkLeaves + leaf % kChunkLeaves) * block.launch.leaf_floats;
+}
+
+// Into how many parts that are not empty a chunk of the sequence is cut.
+template <typename Block>
+__device__ __forceinline__ int parts_of_chunk(const Block& block, int chunk, int part_leaves) {
+  Unit& unit = block.unit;
+  int first = max(max(unit.low / kLeafTokens, unit.shared), chunk * kChunkLeaves);
+  int last = min((unit.high - 1) / kLeafTokens, chunk * kChunkLeaves + kChunkLeaves - 1);
+  return last / part_leaves - first / part_leaves + 1;
+}
+
+// Whether a leaf of the unit's chunk has a state: the part of the chunk with its first leaf has one
+// for all of its leaves, there.
+template <typename Block>
+__device__ __forceinline__ bool has_leaf_state(const Block& block, int leaf) {
+  Unit& unit = block.unit;
+  if (leaf > (unit.high - 1) / kLeafTokens) return false;
+  if (is_boundary(block, leaf / kChunkLeaves)) return leaf >= unit.shared;
+  int first = max(unit.low / kLeafTokens, leaf / kChunkLeaves * kChunkLeaves);
+  int part_leaves = block.turns.part_leaves;
+  return leaf == first || (leaf > first && leaf / part_leaves != first / part_leaves);
+}
+
+// Whether the unit's chunk is all there is of its sequence.
+template <typename Block>
+__device__ __forceinline__ bool is_only_chunk(const Block& block) {
+  return block.unit.arrivals == 1 && block.unit.shared == 0;
+}
+
+// ---- those of groups ----
+
+template <typename Block>
+__device__ __forceinline__ int group_tiles(const Block& block, const Group& group) {
+  int64_t packed = int64_t{group.rows} * block.group();
+  return static_cast<int>((packed + block.launch.group_rows - 1) / block.launch.group_rows);
+}
+
+template <typename Block>
+__device__ __forceinline__ int group_state_rows(const Block& block, const Group& group) {
+  int64_t packed = int64_t{group.rows} * block.group();
+  int most = block.launch.group_rows;
+  return packed < most ? static_cast<int>(packed + 1) / 2 * 2 : most;
+}
+
+// Floats between slots of a group.
+template <typename Block>
+__device__ __forceinline__ int64_t group_stride(const Block& block, const Group& group) {
+  return int64_t{group_tiles(block, group)} * block.params.num_kv_heads *
+         group_state_rows(block, group) * (Block::kValueDim + 2);
+}
+
+template <typename Block>
+__device__ __forceinline__ float* group_state(
+    const Block& block, const Group& group, int slot, int head, int tile) {
+  return block.launch.shared_states + int64_t{4} * group.state + slot * group_stride(block, group) +
+         (int64_t{head} * group_tiles(block, group) + tile) * group_state_rows(block, group) *
+             (Block::kValueDim + 2);
+}
+
+template <typename Block>
+__device__ __forceinline__ const Group& group_at(const Block& block, int64_t level) {
+  return block.launch
+      .groups[level * block.params.batch + leader_of(block.params, level, block.unit.batch_idx)];
+}
+
+// The group that has reduced a leaf of the unit's request.
+template <typename Block>
+__device__ __forceinline__ const Group& group_of(const Block& block, int leaf) {
+  int64_t level = block.params.num_prefix_levels - 1;
+  for (; level > 0; --level) {
+    const Group& group = group_at(block, level);
+    if (leaf >= group.begin) return group;
+  }
+  return group_at(block, 0);
+}
+
+// Whether one state holds the chunk of the unit's request: of the request, or of a group.
+template <typename Block>
+__device__ __forceinline__ bool has_state(const Block& block, int chunk) {
+  if ((chunk + 1) * kChunkLeaves > block.unit.shared) return true;
+  return group_of(block, chunk * kChunkLeaves).holds_chunk(chunk);
+}
+
+// A row of the unit in the state that a group has for the leaf, or for its chunk.
+template <typename Block>
+__device__ __forceinline__ StateRow shared_row(const Block& block, int leaf, int row) {
+  const Group& group = group_of(block, leaf);
+  int most = block.launch.group_rows;
+  int chunk = leaf / kChunkLeaves;
+  int slot = group.holds_chunk(chunk) ? group.slot_of_chunk(chunk) : group.slot_of_leaf(leaf);
+  int packed = block.unit.first_row + row;
+  packed += (block.unit.request.qo_begin - group.first_row) * block.group();
+  const float* state = group_state(block, group, slot, block.unit.head, packed / most);
+  return row_of_state<Block>(state, group_state_rows(block, group), packed % most);
+}
+
+// ---- their fold ----
+
+// The fold of states that several blocks of append_attention on CUDA have left in the workspace: of
+// the leaves of a chunk, and of the chunks of a sequence, by the last block to arrive.
+
+// The running fold of a tile of rows. How two states combine depends on their (m, l) alone, so a
+// step finds the factors of all its states once a row, one thread a row, and all threads then apply
+// them to the outputs.
+template <typename Block>
+struct Merge {
+  using Shape = typename Block::Shape;
+  static constexpr int kQuads = Block::kValueDim / 4;
+  static constexpr int kItems = Shape::kRows * kQuads / kAttentionThreads;  // quads of a thread
+  static constexpr int kItemsAtOnce = kItems % 2 == 0 ? 2 : 1;
+  static_assert(Shape::kRows * kQuads % kAttentionThreads == 0);
+
+  // In the ring, which is idle.
+  struct Shared {
+    const float* outs[kChunkLeaves][Shape::kRows];
+    float2 sums[kChunkLeaves][Shape::kRows];
+    float2 scales[kChunkLeaves + 1][Shape::kRows];  // (a_scale, b_scale); last: of their sum
+    float2 result[Shape::kRows];
+  };
+  static_assert(sizeof(Shared) <= Shape::kSharedBytes - Shape::kRing);
+
+  Shared& shared;
+  int rows;
+  float m, l;  // of row threadIdx.x
+  float4 outs[kItems];
+
+  __device__ __forceinline__ explicit Merge(const Block& block)
+      : shared(*reinterpret_cast<Shared*>(block.smem + Shape::kRing)),
+        rows(block.unit.rows),
+        m(-INFINITY),
+        l(0.0f) {
+#pragma unroll
+    for (float4& out : outs) out = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+  }
+
+  // Appends `count` states, at most kChunkLeaves; locate(j, row) says where row `row` of the j-th
+  // is. As one: they are folded from an empty state first, and their sum is appended.
+  template <typename Locate>
+  __device__ __forceinline__ void append(int count, bool as_one, const Locate& locate) {
+    __syncthreads();  // the step before has been applied
+#pragma unroll 1
+    for (int i = threadIdx.x; i < kChunkLeaves * rows; i += kAttentionThreads) {
+      int row = i / kChunkLeaves, j = i % kChunkLeaves;
+      StateRow state;
+      if (j < count) state = locate(j, row);
+      shared.outs[j][row] = state.outs;
+      shared.sums[j][row] = state.outs == nullptr ? make_float2(-INFINITY, 0.0f) : *state.sums;
+    }
+    __syncthreads();
+#pragma unroll
+    for (int first = 0; first < kItems; first += kItemsAtOnce) {
+      if (first * kAttentionThreads >= rows * kQuads) break;
+      float4 x[kItemsAtOnce][kChunkLeaves];
+#pragma unroll
+      for (int i = 0; i < kItemsAtOnce; ++i) load(first + i, x[i]);
+      if (first == 0) {
+        if (static_cast<int>(threadIdx.x) < rows) find_scales(as_one);
+        __syncthreads();
+      }
+#pragma unroll
+      for (int i = 0; i < kItemsAtOnce; ++i) apply(first + i, as_one, x[i]);
+    }
+  }
+
+  // For write(row, quad, part) to write the fold.
+  template <typename Write>
+  __device__ __forceinline__ void finish(const Write& write) {
+    if (static_cast<int>(threadIdx.x) < rows) shared.result[threadIdx.x] = make_float2(m, l);
+    __syncthreads();
+#pragma unroll
+    for (int item = 0; item < kItems; ++item) {
+      int index = item * kAttentionThreads + threadIdx.x;
+      if (index >= rows * kQuads) break;
+      StatePart part;
+      part.m = shared.result[index / kQuads].x;
+      part.l = shared.result[index / kQuads].y;
+      part.o = outs[item];
+      write(index / kQuads, index % kQuads, part);
+    }
+  }
+
+ private:
+  __device__ __forceinline__ void load(int item, float4 (&x)[kChunkLeaves]) const {
+    int index = item * kAttentionThreads + threadIdx.x;
+    bool mine = index < rows * kQuads;
+#pragma unroll
+    for (int j = 0; j < kChunkLeaves; ++j) {
+      const float* from = mine ? shared.outs[j][index / kQuads] : nullptr;
+      x[j] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+      if (from != nullptr) x[j] = reinterpret_cast<const float4*>(from)[index % kQuads];
+    }
+  }
+
+  __device__ __forceinline__ void find_scales(bool as_one) {
+    int row = threadIdx.x;
+    float top = as_one ? -INFINITY : m, sum = as_one ? 0.0f : l;
+#pragma unroll
+    for (int j = 0; j < kChunkLeaves; ++j) {
+      float2 sums = shared.sums[j][row];
+      Fold fold = fold_sums(top, sum, sums.x, sums.y);
+      top = fold.m;
+      sum = fold.l;
+      shared.scales[j][row] = make_float2(fold.a_scale, fold.b_scale);
+    }
+    if (as_one) {
+      Fold fold = fold_sums(m, l, top, sum);
+      shared.scales[kChunkLeaves][row] = make_float2(fold.a_scale, fold.b_scale);
+      top = fold.m;
+      sum = fold.l;
+    }
+    m = top;
+    l = sum;
+  }
+
+  __device__ __forceinline__ void apply(int item, bool as_one, const float4 (&x)[kChunkLeaves]) {
+    int index = item * kAttentionThreads + threadIdx.x;
+    if (index >= rows * kQuads) return;
+    int row = index / kQuads;
+    float4 sum = as_one ? make_float4(0.0f, 0.0f, 0.0f, 0.0f) : outs[item];
+#pragma unroll
+    for (int j = 0; j < kChunkLeaves; ++j) sum = scaled_sum(sum, x[j], shared.scales[j][row]);
+    outs[item] = as_one ? scaled_sum(outs[item], sum, shared.scales[kChunkLeaves][row]) : sum;
+  }
+
+  __device__ __forceinline__ static float4 scaled_sum(float4 a, float4 b, float2 scales) {
+    Fold fold;
+    fold.a_scale = scales.x;
+    fold.b_scale = scales.y;
+    return make_float4(fold_value(fold, a.x, b.x),
+                       fold_value(fold, a.y, b.y),
+                       fold_value(fold, a.z, b.z),
+                       fold_value(fold, a.w, b.w));
+  }
+};
+
+// A state to be appended next, and what comes with it.
+struct MergeStep {
+  int count;    // states: of chunks from `chunk` on, or of the leaves of that one
+  bool leaves;  // which of the two
+  bool as_one;
+};
+
+// What finish() appends next, from `chunk` to `last`.
+template <typename Block>
+__device__ __forceinline__ MergeStep
+next_step(const Block& block, bool of_chunk, int chunk, int last) {
+  if (of_chunk) return {kChunkLeaves, true, false};
+  if (block.unit.meets_once) {
+    bool is_cut = parts_of_chunk(block, chunk, block.turns.part_leaves) > 1;
+    return {is_cut ? kChunkLeaves : 1, is_cut, is_cut};
+  }
+  if (block.unit.shared == 0) return {min(last + 1 - chunk, kChunkLeaves), false, false};
+  // Each lane looks at one of the next chunks.
+  int lane = threadIdx.x % kWarpSize;
+  bool held = lane < kChunkLeaves && chunk + lane <= last && has_state(block, chunk + lane);
+  int count = __ffs(~__ballot_sync(kFullMask, held)) - 1;
+  if (count > 0) return {count, false, false};
+  return {kChunkLeaves, true, true};
+}
+
+// Folds what lies in the workspace: the leaves of the unit's chunk, or the chunks of its sequence,
+// those first that groups have reduced. The result is the chunk's state, or the sequence's rows.
+template <typename Block>
+__device__ __forceinline__ void finish(const Block& block, bool of_chunk) {
+  Unit& unit = block.unit;
+  int own = unit.begin / kChunkTokens;
+  int chunk = of_chunk ? own : unit.shared > 0 ? 0 : unit.low / kChunkTokens;
+  int last = of_chunk ? own : (unit.high - 1) / kChunkTokens;
+  Merge<Block> merge(block);
+  while (chunk <= last) {
+    MergeStep step = next_step(block, of_chunk, chunk, last);
+    merge.append(step.count, step.as_one, [&](int j, int row) -> StateRow {
+      int leaf = step.leaves ? chunk * kChunkLeaves + j : (chunk + j) * kChunkLeaves;
+      int end = step.leaves ? leaf + 1 : leaf + kChunkLeaves;
+      if (end <= unit.shared) return shared_row(block, leaf, row);
+      if (step.leaves && !has_leaf_state(block, leaf)) return {};
+      const float* state = step.leaves ? leaf_state(block, leaf) : chunk_state(block, chunk + j);
+      return row_of_state<Block>(state, unit.state_rows, row);
+    });
+    chunk += step.leaves ? 1 : step.count;
+  }
+  bool is_all = !of_chunk || is_only_chunk(block);
+  merge.finish([&](int row, int quad, const StatePart& part) {
+    if (is_all) return write_part(block, row, quad, part);
+    float* state = chunk_state(block, own);
+    reinterpret_cast<float4*>(state)[row * Merge<Block>::kQuads + quad] = part.o;
+    if (quad == 0) {
+      float2* sums = reinterpret_cast<float2*>(state + unit.state_rows * Block::kValueDim);
+      sums[row] = make_float2(part.m, part.l);
+    }
+  });
+}
+
+// Whether all of `arrivals` blocks have written what the caller's has; by every thread.
+template <typename Block>
+__device__ __forceinline__ bool is_last_to_arrive(const Block& block,
+                                                  int32_t* counter,
+                                                  int arrivals) {
+  __syncthreads();
+  if (threadIdx.x == 0) {
+    *block.plan.scan =
+        count_arrival(counter, arrivals, block.params.error, ErrorCode::kAttentionWorkspace);
+  }
+  __syncthreads();
+  return *block.plan.scan != 0;
+}
+
+// The unit's state is written. The last block to arrive at a chunk that was cut folds its leaves,
+// and the last to arrive at a sequence its chunks; or all of it, where parts meet once.
+template <typename Block>
+__device__ __forceinline__ void arrive(const Block& block) {
+  Unit& unit = block.unit;
+  __syncthreads();
+  if (threadIdx.x == 0) {
+    unit.first_row -= unit.state_row;  // the whole tile again
+    unit.rows = unit.tile_rows;
+  }
+  __syncthreads();
+#pragma unroll 1
+  for (int of_chunk = 1; of_chunk >= 0; --of_chunk) {
+    int chunk = unit.begin / kChunkTokens;
+    int32_t* counter = block.launch.counters + unit.counter;
+    int arrivals = unit.arrivals;
+    if (of_chunk) {
+      if (unit.meets_once || (unit.parts == 1 && !is_boundary(block, chunk))) continue;
+      int tail = unit.first_tail + (chunk - unit.first_cut) * unit.sequences;
+      counter = block.launch.counters + block.launch.num_counters + tail;
+      arrivals = unit.parts;
+    }
+    if (arrivals > 1 && !is_last_to_arrive(block, counter, arrivals)) return;
+    finish(block, of_chunk);
+    if (of_chunk && is_only_chunk(block)) return;
+  }
+}
+
+// As a call: inlined, what a fold needs would take registers of the loop over the tiles.
+template <typename Block>
+__device__ __noinline__ void call_arrive(const AttentionLaunch* launch) {
+  arrive(Block(*launch));
+}
+
+}  // namespace specops

@@ -1,0 +1,176 @@
+// SPDX-License-Identifier: Apache-2.0
+// The states of append_attention on CUDA (maximum of the scores, sum of weights, weighted sum of V)
+// and how two of them combine.
+#pragma once
+
+#include "attention/append_attention/cuda/block.cuh"
+#include "common/device.cuh"
+
+namespace specops {
+
+// How two states combine: b after a. The weights of an empty one are zeros, its outputs too, and
+// the other's scale is 1.
+struct Fold {
+  float m, l, a_scale, b_scale;
+};
+
+__device__ __forceinline__ Fold fold_sums(float a_m, float a_l, float b_m, float b_l) {
+  Fold fold;
+  fold.m = fmaxf(a_m, b_m);
+  float origin = fold.m == -INFINITY ? 0.0f : fold.m;
+  fold.a_scale = ptx::exp2_approx(__fsub_rn(a_m, origin));
+  fold.b_scale = ptx::exp2_approx(__fsub_rn(b_m, origin));
+  fold.l = __fmaf_rn(b_l, fold.b_scale, __fmul_rn(a_l, fold.a_scale));
+  return fold;
+}
+
+__device__ __forceinline__ float fold_value(const Fold& fold, float a, float b) {
+  return __fmaf_rn(b, fold.b_scale, __fmul_rn(a, fold.a_scale));
+}
+
+// The end of it. Adding zero makes one zero of two: a fold with an empty state may turn -0 into 0.
+__device__ __forceinline__ float finished(float o, float scale) {
+  return __fmaf_rn(o, scale, 0.0f);
+}
+__device__ __forceinline__ float inverse(float l) { return l == 0.0f ? 0.0f : __fdiv_rn(1.0f, l); }
+
+// The share of one lane in outputs of a tile of rows, in the fragment layout of mma: o[i][n][2 *
+// half + e] belongs to row 16 * i + lane / 4 + 8 * half and column (warp * kOutTiles + n) * 8 + 2 *
+// (lane % 4) + e.
+template <typename Block>
+struct Outputs {
+  float o[Block::kRowTiles][Block::kOutTiles][4];
+
+  __device__ __forceinline__ void clear() {
+#pragma unroll
+    for (int i = 0; i < Block::kRowTiles; ++i) {
+#pragma unroll
+      for (int n = 0; n < Block::kOutTiles; ++n) {
+#pragma unroll
+        for (int e = 0; e < 4; ++e) o[i][n][e] = 0.0f;
+      }
+    }
+  }
+};
+
+// Four columns of a row's state.
+struct StatePart {
+  float m = -INFINITY, l = 0.0f;
+  float4 o = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+
+  __device__ __forceinline__ void append(float2 sums, float4 x) {
+    Fold fold = fold_sums(m, l, sums.x, sums.y);
+    m = fold.m;
+    l = fold.l;
+    o.x = fold_value(fold, o.x, x.x);
+    o.y = fold_value(fold, o.y, x.y);
+    o.z = fold_value(fold, o.z, x.z);
+    o.w = fold_value(fold, o.w, x.w);
+  }
+  // Row `row` of a state of `rows` rows.
+  template <int kHeadDim>
+  __device__ __forceinline__ void append_state(const float* state, int rows, int row, int quad) {
+    append(reinterpret_cast<const float2*>(state + rows * kHeadDim)[row],
+           reinterpret_cast<const float4*>(state)[row * (kHeadDim / 4) + quad]);
+  }
+};
+
+// ---- the ends of leaves and chunks ----
+
+// What happens at the end of a leaf and of a chunk in append_attention on CUDA: folds of states, in
+// the one order there is.
+
+// chunk = chunk, then the leaf that ends with the tile. The leaf's sums of weights are added up
+// first: the four lanes of a quad, then the warps in order.
+template <typename Block>
+__device__ __forceinline__ void fold_leaf(const Block& block,
+                                          int tile,
+                                          const Outputs<Block>& leaf,
+                                          Outputs<Block>& chunk) {
+  using Shape = typename Block::Shape;
+  unsigned thread = thread_index();
+  int lane = thread % kWarpSize, warp = thread / kWarpSize;
+  float* sums = reinterpret_cast<float*>(block.smem + Shape::kSums);
+#pragma unroll
+  for (int i = 0; i < Block::kRowTiles; ++i) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      float sum = block.lane_sums()[(2 * i + half) * kAttentionThreads + thread];
+      sum = __fadd_rn(sum, __shfl_xor_sync(kFullMask, sum, 1));
+      sum = __fadd_rn(sum, __shfl_xor_sync(kFullMask, sum, 2));
+      if (lane % 4 == 0) sums[(16 * i + lane / 4 + 8 * half) * kAttentionWarps + warp] = sum;
+    }
+  }
+  __syncthreads();
+#pragma unroll
+  for (int i = 0; i < Block::kRowTiles; ++i) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      int row = 16 * i + lane / 4 + 8 * half;
+      float4 x = reinterpret_cast<const float4*>(sums)[row];
+      float l = __fadd_rn(__fadd_rn(__fadd_rn(x.x, x.y), x.z), x.w);
+      float2 before = block.chunk_sums(block.leaf_of(tile))[row];
+      Fold fold = fold_sums(before.x, before.y, block.running(tile)[row], l);
+      if (thread < kWarpSize && lane % 4 == 0) {
+        block.chunk_sums(block.leaf_of(tile) + 1)[row] = make_float2(fold.m, fold.l);
+      }
+#pragma unroll
+      for (int n = 0; n < Block::kOutTiles; ++n) {
+#pragma unroll
+        for (int e = 2 * half; e < 2 * half + 2; ++e) {
+          chunk.o[i][n][e] = fold_value(fold, chunk.o[i][n][e], leaf.o[i][n][e]);
+        }
+      }
+    }
+  }
+}
+
+// The chunks of a sequence that one block owns: `total`, thread-private memory, becomes total, then
+// the chunk, which takes the result as well.
+template <typename Block>
+__device__ __forceinline__ void fold_chunk(
+    const Block& block, int leaf, bool has_total, bool is_last, Outputs<Block>& chunk) {
+  unsigned thread = thread_index();
+  int lane = thread % kWarpSize;
+  float4* total = block.total_of_block(thread);
+#pragma unroll
+  for (int i = 0; i < Block::kRowTiles; ++i) {
+    float2* place[2] = {block.chunk_sums(leaf) + 16 * i + lane / 4,
+                        block.chunk_sums(leaf) + 16 * i + lane / 4 + 8};
+    float2 sums[2] = {*place[0], *place[1]};
+    Fold fold[2] = {fold_sums(-INFINITY, 0.0f, sums[0].x, sums[0].y),
+                    fold_sums(-INFINITY, 0.0f, sums[1].x, sums[1].y)};
+    if (has_total) {
+      float4 before = total[i * (Block::kOutTiles + 1) * kAttentionThreads];
+      fold[0] = fold_sums(before.x, before.y, sums[0].x, sums[0].y);
+      fold[1] = fold_sums(before.z, before.w, sums[1].x, sums[1].y);
+    }
+    total[i * (Block::kOutTiles + 1) * kAttentionThreads] =
+        make_float4(fold[0].m, fold[0].l, fold[1].m, fold[1].l);
+#pragma unroll
+    for (int n = 0; n < Block::kOutTiles; ++n) {
+      float4* at = total + (i * (Block::kOutTiles + 1) + n + 1) * kAttentionThreads;
+      float* o = chunk.o[i][n];
+      if (has_total) {
+        float4 before = *at;
+        o[0] = fold_value(fold[0], before.x, o[0]);
+        o[1] = fold_value(fold[0], before.y, o[1]);
+        o[2] = fold_value(fold[1], before.z, o[2]);
+        o[3] = fold_value(fold[1], before.w, o[3]);
+      }
+      if (!is_last) *at = make_float4(o[0], o[1], o[2], o[3]);
+    }
+  }
+  __syncthreads();  // every thread has read the sums
+  if (thread >= kWarpSize || lane % 4 != 0) return;
+#pragma unroll
+  for (int i = 0; i < Block::kRowTiles; ++i) {
+    float4 sums = total[i * (Block::kOutTiles + 1) * kAttentionThreads];
+    block.chunk_sums(leaf)[16 * i + lane / 4] =
+        is_last ? make_float2(sums.x, sums.y) : make_float2(-INFINITY, 0.0f);
+    block.chunk_sums(leaf)[16 * i + lane / 4 + 8] =
+        is_last ? make_float2(sums.z, sums.w) : make_float2(-INFINITY, 0.0f);
+  }
+}
+
+}  // namespace specops

@@ -1,0 +1,727 @@
+// SPDX-License-Identifier: Apache-2.0
+// 8-bit caches in append_attention on CUDA. A tile lies in shared memory as it does in the cache;
+// ldmatrix, which moves pairs of bytes, brings a lane four elements, and the lane widens them to
+// bf16, which is exact. Of 16 columns the even ones come first then: queries are stored in this
+// order, and results leave in it.
+#pragma once
+
+#include <type_traits>
+
+#include "attention/append_attention/cuda/block.cuh"
+#include "attention/append_attention/cuda/state.cuh"
+#include "attention/kv_element.h"
+#include "common/device.cuh"
+
+namespace specops {
+
+// Four elements as bf16: bytes 0 and 2 in x, 1 and 3 in y.
+template <typename Cache>
+__device__ __forceinline__ uint2 widen(uint32_t word) {
+  if constexpr (std::is_same_v<Cache, KvInt8>) {
+    // 128 + (its low bits) - (128 or, of a negative one, 256): three numbers that bf16 has.
+    constexpr uint32_t kBase = 0x43004300u, kMinusOne = 0xbf80bf80u;
+    auto two = [](uint32_t bytes) {
+      uint32_t low = ptx::merge_bits(bytes, kBase, 0x007f007fu);
+      uint32_t origin = ptx::merge_bits(bytes, kBase, 0x00800080u);
+      return ptx::fma_bf16x2(origin, kMinusOne, low);
+    };
+    return {two(word), two(word >> 8)};
+  } else {
+    static_assert(std::is_same_v<Cache, KvE4M3>);
+    // With the bits of exponent and mantissa in place it is 2^-120 times the value, subnormal ones
+    // too. Adding -0 keeps the sign of a zero.
+    constexpr uint32_t kUnit = 0x7b807b80u, kMinusZero = 0x80008000u;
+    auto two = [](uint32_t magnitude, uint32_t sign) {
+      return ptx::fma_bf16x2(ptx::merge_bits(magnitude, sign, 0x07f007f0u), kUnit, kMinusZero);
+    };
+    uint32_t signs = word & 0x80808080u;
+    ptx::forget(signs);  // else nvcc shifts first and masks twice
+    return {two(word << 4, signs << 8), two(word >> 4, signs)};
+  }
+}
+
+// Two vectors of 8 elements of a query to the place of the first, even columns first.
+template <typename Shape>
+__device__ __forceinline__ void store_query(
+    unsigned char* queries, int row, int vector, uint4 first, uint4 second) {
+  auto evens = [](uint32_t a, uint32_t b) { return (a & 0xffffu) | b << 16; };
+  auto odds = [](uint32_t a, uint32_t b) { return a >> 16 | (b & 0xffff0000u); };
+  *reinterpret_cast<uint4*>(queries + place_of<Shape::kQueryVectors>(row, vector)) = {
+      evens(first.x, first.y),
+      evens(first.z, first.w),
+      evens(second.x, second.y),
+      evens(second.z, second.w)};
+  *reinterpret_cast<uint4*>(queries + place_of<Shape::kQueryVectors>(row, vector + 1)) = {
+      odds(first.x, first.y),
+      odds(first.z, first.w),
+      odds(second.x, second.y),
+      odds(second.z, second.w)};
+}
+
+// The column of o[n][e] of a warp (Outputs): tile 2 g has the even columns of group g of 16, tile
+// 2 g + 1 the odd ones.
+template <typename Block>
+__device__ __forceinline__ int column_of_byte(int warp, int lane, int n, int e) {
+  int tile = warp * Block::kOutTiles + n;
+  return tile / 2 * 16 + 4 * (lane % 4) + 2 * e + tile % 2;
+}
+
+// The scale a lane holds of a tile: lanes 0 to 15 of the warp's tokens for K, 16 to 31 for V. 0: not
+// to be read.
+template <typename Block>
+__device__ __forceinline__ float load_scale(const Block& block, int tile) {
+  using Shape = typename Block::Shape;
+  constexpr int kTokens = 8 * Block::kScoreTiles, kBlocks = Shape::kTile / kPageBlock;
+  if (tile > block.last_tile()) return 0.0f;
+  unsigned thread = thread_index_in_loop<Block>();
+  int lane = thread % kWarpSize, row = thread / kWarpSize * kTokens + lane % 16;
+  const int* table = reinterpret_cast<const int*>(block.smem + Shape::kTable) +
+                     static_cast<unsigned>(tile) * kBlocks % (2 * kChunkBlocks);
+  int token = tile * Block::kTile + row;
+  if (lane % 16 >= kTokens || token < block.unit.load_begin || token >= block.unit.load_end) {
+    return 0.0f;
+  }
+  int place = table[row / kPageBlock];
+  if (place < 0) return 0.0f;
+  int64_t slot = int64_t{place} * kPageBlock + row % kPageBlock;
+  const float* scales = lane < 16 ? block.params.k_scales : block.params.v_scales;
+  return scales[slot * block.params.num_kv_heads + block.unit.head];
+}
+
+// That of the warp's token 8 * n + 2 * (lane % 4) + e, for K (0) or V (1).
+template <typename Block>
+__device__ __forceinline__ float scale_of_token(float scale, int which, int n, int e) {
+  int lane = static_cast<int>(thread_index_in_loop<Block>()) % kWarpSize;
+  return __shfl_sync(kFullMask, scale, 16 * which + 8 * n + 2 * (lane % 4) + e);
+}
+
+// s += q k of the warp's tokens.
+template <typename Block>
+__device__ __forceinline__ void multiply_byte_keys(
+    const Block& block,
+    const unsigned char* keys,
+    float (&s)[Block::kRowTiles][Block::kScoreTiles][4]) {
+  using Shape = typename Block::Shape;
+  constexpr int kScoreTiles = Block::kScoreTiles;
+  unsigned thread = thread_index_in_loop<Block>();
+  int lane = thread % kWarpSize, warp = thread / kWarpSize;
+  // B: lanes 0-7 the first 8 tokens at vector 2 k, 8-15 at 2 k + 1, 16-31 the next 8 tokens.
+  int token = warp * (8 * kScoreTiles) + lane % 8 + (kScoreTiles == 2 ? lane / 16 * 8 : 0);
+  LanePlace<Shape::kVectors> b_place(token, lane / 8 % 2);
+  LanePlace<Shape::kQueryVectors> a_place(lane % 16, lane / 16);
+  const unsigned char* queries = block.smem + Shape::kQueries;
+#pragma unroll
+  for (int k = 0; k < Block::kHeadDim / 32; ++k) {
+    uint32_t words[kScoreTiles][2];
+    if constexpr (kScoreTiles == 2) {
+      uint32_t r[4];
+      ptx::ldmatrix_x4(r, keys + b_place.after(2 * k));
+      words[0][0] = r[0];
+      words[0][1] = r[1];
+      words[1][0] = r[2];
+      words[1][1] = r[3];
+    } else {
+      ptx::ldmatrix_x2(words[0], keys + b_place.after(2 * k));
+    }
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      uint32_t b[kScoreTiles][2];
+#pragma unroll
+      for (int n = 0; n < kScoreTiles; ++n) {
+        uint2 wide = widen<typename Block::Cache>(words[n][half]);
+        b[n][0] = wide.x;
+        b[n][1] = wide.y;
+      }
+#pragma unroll
+      for (int i = 0; i < Block::kRowTiles; ++i) {
+        uint32_t a[4];
+        ptx::ldmatrix_x4(a,
+                         queries + i * 16 * Shape::kQueryBytes + a_place.after(2 * (2 * k + half)));
+#pragma unroll
+        for (int n = 0; n < kScoreTiles; ++n) {
+          ptx::mma_m16n8k16<typename Block::Element>(s[i][n], a, b[n]);
+        }
+      }
+    }
+  }
+}
+
+// leaf.o += P V.
+template <typename Block>
+__device__ __forceinline__ void add_byte_values(const Block& block,
+                                                const unsigned char* values,
+                                                Outputs<Block>& leaf) {
+  using Shape = typename Block::Shape;
+  constexpr int kOutTiles = Block::kOutTiles;
+  constexpr int kGroups = (kOutTiles + 1) / 2;  // of 16 columns
+  static_assert(kGroups == 1 || kGroups % 2 == 0);
+  unsigned thread = thread_index_in_loop<Block>();
+  int lane = thread % kWarpSize, warp = thread / kWarpSize;
+  // Where a warp has an odd number of tiles, every other warp begins with odd columns.
+  bool begins_odd = kOutTiles % 2 != 0 && warp % 2 != 0;
+  const unsigned char* probs = block.smem + Shape::kProbs;
+  LanePlace<Shape::kProbVectors> a_place(lane % 16, lane / 16);
+  // B: lanes 0-15 the tokens at a group, 16-31 at the next.
+  int group = warp * kOutTiles / 2 + (kGroups > 1 ? lane / 16 : 0);
+  int b_row = opaque_in_loop<Block>(lane % 16 * Shape::kRowBytes);
+  int b_vector = opaque_in_loop<Block>(group ^ twist<Shape::kVectors>(lane % 16));
+#pragma unroll
+  for (int k = 0; k < Block::kTile / 16; ++k) {
+    uint32_t b[2 * kGroups][2];
+#pragma unroll
+    for (int g = 0; g < kGroups; g += 2) {
+      const unsigned char* place = values + k * 16 * Shape::kRowBytes + b_row + (b_vector ^ g) * 16;
+      uint32_t r[kGroups > 1 ? 4 : 2];
+      if constexpr (kGroups > 1) {
+        ptx::ldmatrix_x4_trans(r, place);
+      } else {
+        ptx::ldmatrix_x2_trans(r, place);
+      }
+#pragma unroll
+      for (int i = 0; i < (kGroups > 1 ? 4 : 2); ++i) {
+        uint2 wide = widen<typename Block::Cache>(r[i]);
+        b[2 * (g + i / 2)][i % 2] = wide.x;
+        b[2 * (g + i / 2) + 1][i % 2] = wide.y;
+      }
+    }
+#pragma unroll
+    for (int i = 0; i < Block::kRowTiles; ++i) {
+      uint32_t a[4];
+      ptx::ldmatrix_x4(a, probs + i * 16 * Shape::kProbVectors * 16 + a_place.after(2 * k));
+#pragma unroll
+      for (int n = 0; n < kOutTiles; ++n) {
+        constexpr int kMore = kOutTiles % 2;
+        uint32_t column[2] = {begins_odd ? b[n + kMore][0] : b[n][0],
+                              begins_odd ? b[n + kMore][1] : b[n][1]};
+        ptx::mma_m16n8k16<typename Block::Element>(leaf.o[i][n], a, column);
+      }
+    }
+  }
+}
+
+// ---- masks ----
+
+// Masks of append_attention on CUDA: which tokens a row's bits hide from it.
+
+// Whether the mask, if there is one, hides a token from a row of the tile.
+template <typename Block>
+__device__ __forceinline__ bool is_masked(const Block& block, int row, int token) {
+  if (block.params.mask == nullptr) return false;
+  Unit& unit = block.unit;
+  // Asked for many tokens in a row: what follows from one must not wait in a register for the next.
+  row = opaque(row);
+  token = opaque(token);
+  int packed = unit.first_row + min(row, unit.rows - 1);
+  int query = unit.request.qo_begin + packed / block.group();
+  int position = unit.request.kv_len - unit.request.qo_len;
+  int64_t place = token - mask_begin(block.params, unit.batch_idx, position);
+  return !mask_allows(block.params, query, place);
+}
+
+// ---- from global to shared memory ----
+
+// From global to shared memory in append_attention on CUDA: the page table, tiles of K and V, and
+// the queries of a unit.
+
+// Where each 16 tokens of a chunk lie in the caches, in blocks of 16 tokens; -1: not to be read.
+template <typename Block>
+__device__ __forceinline__ void load_table(const Block& block, int chunk) {
+  using Shape = typename Block::Shape;
+  int* table = reinterpret_cast<int*>(block.smem + Shape::kTable) + (chunk & 1) * kChunkBlocks;
+#pragma unroll 1
+  for (int i = thread_index(); i < kChunkBlocks; i += kAttentionThreads) {
+    int token = chunk * kChunkTokens + i * kPageBlock;
+    int place = -1;
+    if (token < block.unit.load_end && token + kPageBlock > block.unit.load_begin) {
+      int page_size = static_cast<int>(block.params.page_size);
+      int entry = block.unit.request.kv_begin + token / page_size;
+      int page = block.params.kv_indices[entry];
+      Fault fault = fault_of_page(block.params, entry, page);
+      if (fault.found()) {
+        report_error(block.params.error, fault.code);
+      } else {
+        place = page * (page_size / kPageBlock) + token % page_size / kPageBlock;
+      }
+    }
+    table[i] = place;
+  }
+}
+
+// A thread's part of the copy of a tile: from row `row` every kCopyRows-th row, and of these from
+// vector `vector` on every kCopyLanes-th vector. Both steps keep the turn of a row in shared memory,
+// so that all of a thread's places follow from the first by constants.
+template <typename Shape>
+struct CopyShare {
+  static constexpr int kPasses = Shape::kTile / Shape::kCopyRows;
+  static constexpr int kSteps = Shape::kVectors / Shape::kCopyLanes;
+  int row, vector;
+
+  __device__ __forceinline__ explicit CopyShare(unsigned thread)
+      : row(thread / Shape::kCopyLanes), vector(thread % Shape::kCopyLanes) {}
+
+  // In bytes, from the begin of the tile.
+  __device__ __forceinline__ int place() const { return place_of<Shape::kVectors>(row, vector); }
+  __device__ __forceinline__ static constexpr int more(int pass, int step) {
+    return (pass * Shape::kCopyRows * Shape::kVectors + step * Shape::kCopyLanes) * 16;
+  }
+};
+
+// The page blocks of a tile, from the table.
+template <int kBlocks>
+struct TileBlocks {
+  int place[kBlocks];
+
+  __device__ __forceinline__ explicit TileBlocks(const int* table) {
+    static_assert(kBlocks == 2 || kBlocks == 4);
+    if constexpr (kBlocks == 4) {
+      int4 found = *reinterpret_cast<const int4*>(table);
+      place[0] = found.x;
+      place[1] = found.y;
+      place[2] = found.z;
+      place[3] = found.w;
+    } else {
+      int2 found = *reinterpret_cast<const int2*>(table);
+      place[0] = found.x;
+      place[1] = found.y;
+    }
+  }
+  __device__ __forceinline__ bool all_there() const {
+    int every = place[0];
+#pragma unroll
+    for (int i = 1; i < kBlocks; ++i) every |= place[i];
+    return every >= 0;
+  }
+};
+
+// Starts the copy of one tile of K or V; tokens out of range become zeros.
+template <typename Block>
+__device__ __forceinline__ void load_tile(const Block& block,
+                                          const void* cache,
+                                          unsigned char* slot,
+                                          int tile) {
+  using Shape = typename Block::Shape;
+  using Share = CopyShare<Shape>;
+  constexpr int kRowsAtOnce = Shape::kCopyRows;
+  constexpr int kBlocks = Shape::kTile / kPageBlock;
+  Share share(thread_index_in_loop<Block>());
+  if (Shape::kFilled < Shape::kVectors && share.vector >= Shape::kFilled) return;
+  unsigned token_bytes = static_cast<unsigned>(block.params.num_kv_heads) * Shape::kCacheBytes;
+  unsigned block_bytes = kPageBlock * token_bytes;
+  unsigned first_byte = block.unit.head * Shape::kCacheBytes + share.vector * 16 +
+                        share.row % kPageBlock * token_bytes;
+  const unsigned char* source = static_cast<const unsigned char*>(cache) + first_byte;
+  unsigned char* target = slot + share.place();
+  const int* table = reinterpret_cast<const int*>(block.smem + Shape::kTable) +
+                     static_cast<unsigned>(tile) * kBlocks % (2 * kChunkBlocks);
+  int begin = block.unit.load_begin - tile * Block::kTile;
+  int end = block.unit.load_end - tile * Block::kTile;
+  TileBlocks<kBlocks> blocks(table);
+  if (begin <= 0 && end >= Block::kTile && blocks.all_there()) {
+    // The rows at once are half a page block, one, or two.
+    const unsigned char* second = source + kPageBlock / 2 * token_bytes;
+#pragma unroll
+    for (int pass = 0; pass < Share::kPasses; ++pass) {
+      int first = pass * kRowsAtOnce / kPageBlock;
+      int place = blocks.place[first];
+      if (kRowsAtOnce > kPageBlock && share.row >= kPageBlock) place = blocks.place[first + 1];
+      bool is_second = pass * kRowsAtOnce % kPageBlock != 0;
+      const unsigned char* from = ptx::advance(is_second ? second : source, place, block_bytes);
+#pragma unroll
+      for (int step = 0; step < Share::kSteps; ++step) {
+        ptx::cp_async_16(target + Share::more(pass, step), from + step * Shape::kCopyLanes * 16);
+      }
+    }
+    return;
+  }
+#pragma unroll 1
+  for (int pass = 0; pass < Share::kPasses; ++pass) {
+    int row = pass * kRowsAtOnce + share.row;
+    int place = table[row / kPageBlock];
+    bool valid = place >= 0 && row >= begin && row < end;
+    const unsigned char* from = source;
+    if (valid) {
+      from =
+          ptx::advance(source + pass * kRowsAtOnce % kPageBlock * token_bytes, place, block_bytes);
+    }
+#pragma unroll
+    for (int step = 0; step < Share::kSteps; ++step) {
+      ptx::cp_async_16(target + Share::more(0, step) + pass * Share::more(1, 0),
+                       from + step * Shape::kCopyLanes * 16,
+                       valid);
+    }
+  }
+}
+
+template <typename Block>
+__device__ __forceinline__ void load_queries(const Block& block) {
+  using Shape = typename Block::Shape;
+  using T = typename Block::Element;
+  Unit& unit = block.unit;
+  unsigned thread = thread_index();
+  int2* seen = reinterpret_cast<int2*>(block.smem + Shape::kSeen);
+  static_assert(16 * Block::kRowTiles <= kAttentionThreads);
+  if (thread < 16 * Block::kRowTiles) {
+    int row = thread;
+    int packed = unit.first_row + min(row, unit.rows - 1);
+    int position = unit.request.kv_len - unit.request.qo_len + packed / block.group();
+    seen[row] = make_int2(window_begin(block.params, position),
+                          seen_end(block.params, position, unit.request.kv_len));
+  }
+  // 8-bit caches: two vectors at once, whose columns change places.
+  constexpr int kAtOnce = Shape::kScaled ? 2 : 1, kShares = Shape::kQueryVectors / kAtOnce;
+#pragma unroll 1
+  for (unsigned index = thread; index < 16 * Block::kRowTiles * kShares;
+       index += kAttentionThreads) {
+    int row = index / kShares, vector = index % kShares * kAtOnce;
+    bool valid = row < unit.rows;
+    int packed = unit.first_row + (valid ? row : 0);
+    int64_t query = int64_t{unit.request.qo_begin} + packed / block.group();
+    int head = unit.head * block.group() + packed % block.group();
+    const T* source = static_cast<const T*>(block.params.q) + query * block.params.q_stride +
+                      head * Block::kHeadDim + vector * (16 / sizeof(T));
+    unsigned char* queries = block.smem + Shape::kQueries;
+    if constexpr (Shape::kScaled) {
+      const uint4* from = reinterpret_cast<const uint4*>(source);
+      uint4 first{}, second{};
+      if (valid) {
+        first = from[0];
+        second = from[1];
+      }
+      store_query<Shape>(queries, row, vector, first, second);
+    } else {
+      ptx::cp_async_16(queries + place_of<Shape::kQueryVectors>(row, vector), source, valid);
+    }
+  }
+}
+
+// ---- arithmetic ----
+
+// The arithmetic of one tile of KV in append_attention on CUDA: scores, their weights, and the sums
+// of V under these.
+
+constexpr float kLog2E = 1.4426950408889634f;
+
+// s = scaled scores of the warp's tokens, -inf where a row does not see the token; each row's
+// maximum over them goes to shared memory. token_scale: what load_scale found, of 8-bit caches.
+template <typename Block>
+__device__ __forceinline__ void score(const Block& block,
+                                      int tile,
+                                      float token_scale,
+                                      float (&s)[Block::kRowTiles][Block::kScoreTiles][4]) {
+  using Shape = typename Block::Shape;
+  using T = typename Block::Element;
+  unsigned thread = thread_index();
+  int lane = thread % kWarpSize, warp = thread / kWarpSize;
+  const unsigned char* queries = block.smem + Shape::kQueries;
+  const unsigned char* keys = block.k_slot(tile);
+#pragma unroll
+  for (int i = 0; i < Block::kRowTiles; ++i) {
+#pragma unroll
+    for (int n = 0; n < Block::kScoreTiles; ++n) {
+#pragma unroll
+      for (int e = 0; e < 4; ++e) s[i][n][e] = 0.0f;
+    }
+  }
+  int first = warp * (8 * Block::kScoreTiles);  // token of the warp in the tile
+  if constexpr (Shape::kScaled) {
+    multiply_byte_keys(block, keys, s);
+  } else if constexpr (sizeof(T) == 2) {
+    // B: lanes 0-7 the first 8 tokens at vector 2 k, 8-15 at 2 k + 1, 16-31 the next 8 tokens.
+    int token = first + lane % 8 + (Block::kScoreTiles == 2 ? lane / 16 * 8 : 0);
+    LanePlace<Shape::kVectors> b_place(token, lane / 8 % 2);
+    // A: lanes 0-15 the rows at vector 2 k, 16-31 at 2 k + 1.
+    LanePlace<Shape::kQueryVectors> a_place(lane % 16, lane / 16);
+#pragma unroll
+    for (int k = 0; k < Block::kHeadDim / 16; ++k) {
+      uint32_t b[Block::kScoreTiles][2];
+      if constexpr (Block::kScoreTiles == 2) {
+        uint32_t r[4];
+        ptx::ldmatrix_x4(r, keys + b_place.after(2 * k));
+        b[0][0] = r[0];
+        b[0][1] = r[1];
+        b[1][0] = r[2];
+        b[1][1] = r[3];
+      } else {
+        ptx::ldmatrix_x2(b[0], keys + b_place.after(2 * k));
+      }
+#pragma unroll
+      for (int i = 0; i < Block::kRowTiles; ++i) {
+        uint32_t a[4];
+        ptx::ldmatrix_x4(a, queries + i * 16 * Shape::kQueryBytes + a_place.after(2 * k));
+#pragma unroll
+        for (int n = 0; n < Block::kScoreTiles; ++n) ptx::mma_m16n8k16<T>(s[i][n], a, b[n]);
+      }
+    }
+  } else {
+    auto at = [](const unsigned char* base, int row, int vector) {
+      return *reinterpret_cast<const float4*>(base + place_of<Shape::kVectors>(row, vector));
+    };
+    auto dot = [](float sum, float4 a, float4 b) {
+      sum = __fmaf_rn(a.x, b.x, sum);
+      sum = __fmaf_rn(a.y, b.y, sum);
+      sum = __fmaf_rn(a.z, b.z, sum);
+      return __fmaf_rn(a.w, b.w, sum);
+    };
+#pragma unroll 1
+    for (int vector = 0; vector < Shape::kVectors; ++vector) {
+      float4 b[Block::kScoreTiles][2];
+#pragma unroll
+      for (int n = 0; n < Block::kScoreTiles; ++n) {
+        b[n][0] = at(keys, first + 8 * n + 2 * (lane % 4), vector);
+        b[n][1] = at(keys, first + 8 * n + 2 * (lane % 4) + 1, vector);
+      }
+#pragma unroll
+      for (int i = 0; i < Block::kRowTiles; ++i) {
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+          float4 a = at(queries, 16 * i + lane / 4 + 8 * half, vector);
+#pragma unroll
+          for (int n = 0; n < Block::kScoreTiles; ++n) {
+            s[i][n][2 * half] = dot(s[i][n][2 * half], a, b[n][0]);
+            s[i][n][2 * half + 1] = dot(s[i][n][2 * half + 1], a, b[n][1]);
+          }
+        }
+      }
+    }
+  }
+  float scale = __fmul_rn(block.params.sm_scale, kLog2E);
+#pragma unroll
+  for (int n = 0; n < Block::kScoreTiles; ++n) {
+#pragma unroll
+    for (int e = 0; e < 2; ++e) {
+      float factor = scale;
+      if constexpr (Shape::kScaled)
+        factor = __fmul_rn(scale, scale_of_token<Block>(token_scale, 0, n, e));
+#pragma unroll
+      for (int i = 0; i < Block::kRowTiles; ++i) {
+        s[i][n][e] = __fmul_rn(s[i][n][e], factor);
+        s[i][n][2 + e] = __fmul_rn(s[i][n][2 + e], factor);
+      }
+    }
+  }
+  if (block.partly_seen(tile)) {
+    const int2* rows = reinterpret_cast<const int2*>(block.smem + Shape::kSeen);
+#pragma unroll
+    for (int i = 0; i < Block::kRowTiles; ++i) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        int row = 16 * i + lane / 4 + 8 * half;
+        int2 seen = rows[row];
+#pragma unroll
+        for (int n = 0; n < Block::kScoreTiles; ++n) {
+#pragma unroll
+          for (int e = 0; e < 2; ++e) {
+            int token = tile * Block::kTile + first + 8 * n + 2 * (lane % 4) + e;
+            bool hidden = token < seen.x || token >= seen.y || is_masked(block, row, token);
+            if (hidden) s[i][n][2 * half + e] = -INFINITY;
+          }
+        }
+      }
+    }
+  }
+  float* maxima = reinterpret_cast<float*>(block.smem + Shape::kMaxima);
+#pragma unroll
+  for (int i = 0; i < Block::kRowTiles; ++i) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      int row = 16 * i + lane / 4 + 8 * half;
+      float top = fmaxf(s[i][0][2 * half], s[i][0][2 * half + 1]);
+      if (Block::kScoreTiles == 2) {
+        constexpr int kLast = Block::kScoreTiles - 1;
+        top = fmaxf(top, fmaxf(s[i][kLast][2 * half], s[i][kLast][2 * half + 1]));
+      }
+      top = fmaxf(top, __shfl_xor_sync(kFullMask, top, 1));
+      top = fmaxf(top, __shfl_xor_sync(kFullMask, top, 2));
+      if (lane % 4 == 0) maxima[row * kAttentionWarps + warp] = top;
+    }
+  }
+}
+
+// Weights of the tile's tokens under the running maximum, to shared memory; rescales the state.
+template <typename Block>
+__device__ __forceinline__ void weigh(const Block& block,
+                                      int tile,
+                                      float token_scale,
+                                      float (&s)[Block::kRowTiles][Block::kScoreTiles][4],
+                                      Outputs<Block>& leaf) {
+  using Shape = typename Block::Shape;
+  using T = typename Block::Element;
+  constexpr int kPerVector = 16 / sizeof(T);
+  bool begins = tile * Block::kTile % Block::kLeaf == 0;
+  unsigned thread = thread_index_in_loop<Block>();
+  int lane = thread % kWarpSize, warp = thread / kWarpSize;
+  // A lane has every eighth row; all of them are turned alike in shared memory.
+  const float4* maxima = reinterpret_cast<const float4*>(block.smem + Shape::kMaxima) + lane / 4;
+  const float* before = block.running(tile - 1) + lane / 4;
+  float* after = block.running(tile) + lane / 4;
+  float* shares = block.lane_sums() + thread;
+  unsigned char* probs[Block::kScoreTiles];
+#pragma unroll
+  for (int n = 0; n < Block::kScoreTiles; ++n) {
+    int element = warp * (8 * Block::kScoreTiles) + 8 * n + 2 * (lane % 4);
+    probs[n] = block.smem + Shape::kProbs +
+               place_of<Shape::kProbVectors>(lane / 4, element / kPerVector) +
+               element % kPerVector * sizeof(T);
+  }
+  [[maybe_unused]] float scales[Block::kScoreTiles][2];
+  if constexpr (Shape::kScaled) {
+#pragma unroll
+    for (int n = 0; n < Block::kScoreTiles; ++n) {
+#pragma unroll
+      for (int e = 0; e < 2; ++e) scales[n][e] = scale_of_token<Block>(token_scale, 1, n, e);
+    }
+  }
+  bool writes = thread < kWarpSize && lane % 4 == 0;
+  // What is read of other warps comes first, so that these loads overlap; for 64 rows of 8-bit
+  // caches in two rounds, since registers are short.
+  constexpr int kRounds = Shape::kScaled && Block::kRowTiles == 4 ? 2 : 1;
+  constexpr int kAtOnce = 2 * Block::kRowTiles / kRounds;
+#pragma unroll
+  for (int round = 0; round < kRounds; ++round) {
+    float old[kAtOnce], top[kAtOnce], share[kAtOnce];
+#pragma unroll
+    for (int at = 0; at < kAtOnce; ++at) {
+      int r = round * kAtOnce + at;
+      float4 tops = maxima[8 * r];
+      old[at] = begins ? -INFINITY : before[8 * r];
+      share[at] = begins ? 0.0f : shares[r * kAttentionThreads];
+      top[at] = fmaxf(old[at], fmaxf(fmaxf(tops.x, tops.y), fmaxf(tops.z, tops.w)));
+    }
+#pragma unroll
+    for (int at = 0; at < kAtOnce; ++at) {
+      int r = round * kAtOnce + at, i = r / 2, half = r % 2;
+      if (writes) after[8 * r] = top[at];
+      float origin = top[at] == -INFINITY ? 0.0f : top[at];
+      float rescale = ptx::exp2_approx(__fsub_rn(old[at], origin));
+      float sum = 0.0f;
+#pragma unroll
+      for (int n = 0; n < Block::kScoreTiles; ++n) {
+        float p0 = ptx::exp2_approx(__fsub_rn(s[i][n][2 * half], origin));
+        float p1 = ptx::exp2_approx(__fsub_rn(s[i][n][2 * half + 1], origin));
+        sum = __fadd_rn(sum, __fadd_rn(p0, p1));
+        if constexpr (Shape::kScaled) {
+          // A scale may be NaN, and a token that the row does not see has a weight of zero.
+          p0 = p0 == 0.0f ? 0.0f : __fmul_rn(p0, scales[n][0]);
+          p1 = p1 == 0.0f ? 0.0f : __fmul_rn(p1, scales[n][1]);
+        }
+        unsigned char* place = probs[n] + 8 * r * Shape::kProbVectors * 16;
+        if constexpr (sizeof(T) == 2) {
+          *reinterpret_cast<uint32_t*>(place) = ptx::pack2<T>(p0, p1);
+        } else {
+          *reinterpret_cast<float2*>(place) = make_float2(p0, p1);
+        }
+      }
+      shares[r * kAttentionThreads] = begins ? sum : __fmaf_rn(share[at], rescale, sum);
+#pragma unroll
+      for (int n = 0; n < Block::kOutTiles; ++n) {
+        leaf.o[i][n][2 * half] = __fmul_rn(leaf.o[i][n][2 * half], rescale);
+        leaf.o[i][n][2 * half + 1] = __fmul_rn(leaf.o[i][n][2 * half + 1], rescale);
+      }
+    }
+  }
+}
+
+// leaf.o += P V.
+template <typename Block>
+__device__ __forceinline__ void accumulate(const Block& block, int tile, Outputs<Block>& leaf) {
+  using Shape = typename Block::Shape;
+  using T = typename Block::Element;
+  unsigned thread = thread_index_in_loop<Block>();
+  int lane = thread % kWarpSize, warp = thread / kWarpSize;
+  const unsigned char* probs = block.smem + Shape::kProbs;
+  const unsigned char* values = block.v_slot(tile);
+  if constexpr (Shape::kScaled) {
+    add_byte_values(block, values, leaf);
+  } else if constexpr (sizeof(T) == 4) {
+    const float* p = reinterpret_cast<const float*>(probs);
+#pragma unroll 1
+    for (int token = 0; token < Block::kTile; ++token) {
+      float2 v[Block::kOutTiles];
+#pragma unroll
+      for (int n = 0; n < Block::kOutTiles; ++n) {
+        int column = (warp * Block::kOutTiles + n) * 8 + 2 * (lane % 4);
+        int place = place_of<Shape::kVectors>(token, column / 4) / 4 + column % 4;
+        v[n] = *reinterpret_cast<const float2*>(reinterpret_cast<const float*>(values) + place);
+      }
+#pragma unroll
+      for (int i = 0; i < Block::kRowTiles; ++i) {
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+          int row = 16 * i + lane / 4 + 8 * half;
+          float weight = p[place_of<Shape::kProbVectors>(row, token / 4) / 4 + token % 4];
+#pragma unroll
+          for (int n = 0; n < Block::kOutTiles; ++n) {
+            float* o = leaf.o[i][n] + 2 * half;
+            o[0] = __fmaf_rn(weight, v[n].x, o[0]);
+            o[1] = __fmaf_rn(weight, v[n].y, o[1]);
+          }
+        }
+      }
+    }
+  } else {
+    LanePlace<Shape::kProbVectors> a_place(lane % 16, lane / 16);
+    // B: lanes 0-15 the tokens at a column tile, 16-31 at the next. Pairs of column tiles.
+    int b_row = opaque_in_loop<Block>(lane % 16 * Shape::kRowBytes);
+    int b_turn = twist<Shape::kVectors>(lane % 16);
+    int b_vector = opaque_in_loop<Block>(Block::kOutTiles % 2 == 0
+                                             ? (warp * Block::kOutTiles + lane / 16) ^ b_turn
+                                             : warp * Block::kOutTiles + lane / 16);
+#pragma unroll
+    for (int k = 0; k < Block::kTile / 16; ++k) {
+      uint32_t b[(Block::kOutTiles + 1) / 2][4];
+#pragma unroll
+      for (int n = 0; n < Block::kOutTiles; n += 2) {
+        int vector = Block::kOutTiles % 2 == 0 ? b_vector ^ n : (b_vector + n) ^ b_turn;
+        const unsigned char* place = values + k * 16 * Shape::kRowBytes + b_row + vector * 16;
+        if (n + 1 < Block::kOutTiles) {
+          ptx::ldmatrix_x4_trans(b[n / 2], place);
+        } else {
+          uint32_t one[2];
+          ptx::ldmatrix_x2_trans(one, place);
+          b[n / 2][0] = one[0];
+          b[n / 2][1] = one[1];
+        }
+      }
+#pragma unroll
+      for (int i = 0; i < Block::kRowTiles; ++i) {
+        uint32_t a[4];
+        ptx::ldmatrix_x4(a, probs + i * 16 * Shape::kProbVectors * 16 + a_place.after(2 * k));
+#pragma unroll
+        for (int n = 0; n < Block::kOutTiles; ++n) {
+          uint32_t column[2] = {b[n / 2][n % 2 * 2], b[n / 2][n % 2 * 2 + 1]};
+          ptx::mma_m16n8k16<T>(leaf.o[i][n], a, column);
+        }
+      }
+    }
+  }
+}
+
+// Whether the thread's own part of a landed tile of V holds an infinity or a NaN.
+template <typename Block>
+__device__ __forceinline__ bool has_nonfinite(const Block& block, int tile) {
+  using Shape = typename Block::Shape;
+  using T = typename Block::Element;
+  constexpr uint32_t kExponent = sizeof(T) == 4                ? 0x7f800000u
+                                 : std::is_same_v<T, bfloat16> ? 0x7f80u
+                                                               : 0x7c00u;
+  CopyShare<Shape> share(thread_index());
+  const unsigned char* own = block.v_slot(tile) + share.place();
+  bool found = false;
+#pragma unroll 1
+  for (int pass = 0; pass < share.kPasses; ++pass) {
+#pragma unroll
+    for (int step = 0; step < share.kSteps; ++step) {
+      uint4 vector =
+          *reinterpret_cast<const uint4*>(own + pass * share.more(1, 0) + share.more(0, step));
+      const uint32_t words[4] = {vector.x, vector.y, vector.z, vector.w};
+#pragma unroll
+      for (uint32_t word : words) {
+        found = found || (word & kExponent) == kExponent;
+        if constexpr (sizeof(T) == 2) found = found || (word >> 16 & kExponent) == kExponent;
+      }
+    }
+  }
+  return found;
+}
+
+}  // namespace specops

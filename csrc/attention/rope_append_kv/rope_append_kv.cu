@@ -1,0 +1,57 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "attention/rope_append_kv/rope_append_kv.cuh"
+#include "common/launch.cuh"
+
+namespace specops {
+namespace {
+
+bool on_16_bytes(const void* pointer) { return reinterpret_cast<uintptr_t>(pointer) % 16 == 0; }
+
+// Whether every chunk of 8 elements is whole, lies on 16 bytes and is turned with a whole chunk.
+bool in_vectors(const RopeAppendKvParams& p) {
+  int64_t bytes = dtype_bytes(p.dtype);
+  bool strides =
+      p.q_stride * bytes % 16 == 0 && p.k_stride * bytes % 16 == 0 && p.v_stride * bytes % 16 == 0;
+  bool pointers = on_16_bytes(p.q) && on_16_bytes(p.k) && on_16_bytes(p.v) &&
+                  on_16_bytes(p.q_out) && on_16_bytes(p.k_cache) && on_16_bytes(p.v_cache) &&
+                  on_16_bytes(p.cos_sin) && on_16_bytes(p.q_norm_weight) &&
+                  on_16_bytes(p.k_norm_weight);
+  bool chunks = p.head_dim % kRopeChunk == 0 && p.rotary_dim % (2 * kRopeChunk) == 0;
+  return chunks && strides && pointers;
+}
+
+}  // namespace
+
+void rope_append_kv_cuda(const RopeAppendKvParams& params, CudaStream stream) {
+  int64_t heads = params.num_qo_heads + 2 * params.num_kv_heads;
+  RopeAppendKvGrid cut{.lanes = 1, .groups_per_row = static_cast<int>(heads)};
+  while (cut.lanes * kRopeChunk < params.head_dim) cut.lanes *= 2;
+  // Several heads to a group, once the rows fill the machine without it.
+  constexpr int64_t kResidentThreads = 2048, kMostHeads = 8;
+  int64_t enough = 2 * num_sms(stream) * kResidentThreads;
+  for (int64_t of_group = 2; of_group <= kMostHeads; of_group *= 2) {
+    int64_t groups = (heads + of_group - 1) / of_group;
+    if (params.rows * groups * cut.lanes < enough) break;
+    cut.groups_per_row = static_cast<int>(groups);
+  }
+  int64_t groups_per_block = kRopeThreads / cut.lanes;
+  int64_t blocks = (params.rows * cut.groups_per_row + groups_per_block - 1) / groups_per_block;
+  auto run = [&](auto kernel) {
+    launch(kernel, dim3(static_cast<unsigned>(blocks)), kRopeThreads, 0, stream, params, cut);
+  };
+  bool vectors = in_vectors(params);
+  auto pick = [&]<typename T>() {
+    run(vectors ? rope_append_kv_kernel<T, true> : rope_append_kv_kernel<T, false>);
+  };
+  auto pick_8bit = [&]<typename Cache>() {
+    run(vectors ? rope_append_kv_kernel<bfloat16, true, Cache>
+                : rope_append_kv_kernel<bfloat16, false, Cache>);
+  };
+  if (params.cache_dtype == DType::kInt8) return pick_8bit.operator()<KvInt8>();
+  if (params.cache_dtype == DType::kFloat8E4M3) return pick_8bit.operator()<KvE4M3>();
+  if (params.dtype == DType::kBFloat16) return pick.operator()<bfloat16>();
+  if (params.dtype == DType::kFloat16) return pick.operator()<float16>();
+  pick.operator()<float>();
+}
+
+}  // namespace specops

@@ -1,0 +1,39 @@
+// SPDX-License-Identifier: Apache-2.0
+// Where an op's stamped kernel leaves its times: an array that a call of its own sets (benches).
+#pragma once
+
+#include <cstdint>
+#include <mutex>
+
+#include "common/tensor_view.h"
+
+namespace specops {
+
+struct PhaseStamps {
+  int64_t* words = nullptr;  // [blocks, words of a block]; nullptr: nothing is stamped
+  int64_t blocks = 0;
+};
+
+class GivenPhaseStamps {
+ public:
+  PhaseStamps get() {
+    std::lock_guard<std::mutex> lock(mutex_);
+    return given_;
+  }
+
+  // `op`: the name of the call, in its errors.
+  void set(const char* op, const TensorView& stamps, int64_t words_of_block) {
+    Checker check(op);
+    Dim blocks{"blocks"}, words{"words", words_of_block};
+    check.optional("stamps", stamps, {DType::kInt64}, {&blocks, &words});
+    if (stamps.defined() && !check.on_cuda()) check.fail("stamps", "on cuda", "a tensor on cpu");
+    std::lock_guard<std::mutex> lock(mutex_);
+    given_ = {stamps.data<int64_t>(), stamps.defined() ? blocks.value : 0};
+  }
+
+ private:
+  std::mutex mutex_;
+  PhaseStamps given_;
+};
+
+}  // namespace specops

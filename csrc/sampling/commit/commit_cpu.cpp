@@ -1,0 +1,54 @@
+// SPDX-License-Identifier: Apache-2.0
+#include <cstring>
+
+#include "sampling/commit/commit_walk.h"
+
+namespace specops::SPECOPS_ISA {
+namespace {
+
+// One more of the token in a row of the table: 2, since the lowest bit says whether it is prompt.
+void count_token(int32_t* ids, int32_t* counts, int64_t capacity, int32_t token_id) {
+  int64_t place = counted_place(ids, capacity, token_id);
+  if (ids[place] != token_id) {
+    int64_t used = counted_place(ids, capacity, -1);
+    size_t num_bytes = (used - place) * sizeof(int32_t);
+    std::memmove(ids + place + 1, ids + place, num_bytes);
+    std::memmove(counts + place + 1, counts + place, num_bytes);
+    ids[place] = token_id;
+    counts[place] = 0;
+  }
+  counts[place] += 2;
+}
+
+}  // namespace
+
+// For each request: output_token_ids cut and changed by the rule of commit_walk.h, then appended.
+// Cost:    batch * max_tokens ids read and written, the tables of stops per token; per new token
+//          the part of its counted row that stands behind it.
+// Assumes: ops.cpp has found room for every token; two requests never share a slot.
+// Threads: the caller; a request is a few stores.
+void commit_cpu(const CommitParams& params) {
+  for (int64_t batch_idx = 0; batch_idx < params.batch; ++batch_idx) {
+    int32_t slot = params.slots[batch_idx];
+    if (slot < 0) {
+      if (params.num_committed_tokens != nullptr) params.num_committed_tokens[batch_idx] = 0;
+      continue;
+    }
+    CommitWalk walk = commit_walk(params, batch_idx, slot);
+    CommitTokens tokens = committed_tokens(params, batch_idx, slot, walk);
+    int32_t* row = params.token_ids + slot * params.token_ids_stride + tokens.len;
+    int64_t table = slot * params.num_counted;
+    for (int64_t i = 0; i < walk.count; ++i) {
+      row[i] = taken_token(tokens, i);
+      if (params.counted_token_ids == nullptr) continue;
+      count_token(params.counted_token_ids + table,
+                  params.token_counts + table,
+                  params.num_counted,
+                  row[i]);
+    }
+    for (int64_t i = 0; i < params.max_tokens; ++i) store_output(params, batch_idx, walk, i);
+    store_walk(params, batch_idx, slot, walk);
+  }
+}
+
+}  // namespace specops::SPECOPS_ISA

@@ -1,0 +1,236 @@
+// SPDX-License-Identifier: Apache-2.0
+// The serial part of commit: how much of what a step emitted a request takes, and how it ends.
+// Nothing here writes: an injected token is always the last one taken, so that count and last token
+// say it all, and a caller may look before anything is written.
+#pragma once
+
+#include <cstdint>
+
+#include "common/host_device.h"
+#include "sampling/commit/commit.h"
+
+namespace specops {
+
+// Values of specops.sampling.FinishReason.
+enum class FinishReason : int32_t { kRunning = 0, kStopToken = 1, kStopSequence = 2, kLength = 3 };
+
+struct CommitWalk {
+  int32_t count;          // tokens taken
+  int32_t last_token_id;  // the last of them; an injected one stands in for the emitted one
+  int32_t thinking_state;
+  int32_t finish_reason;
+  int32_t stop_index;
+  bool is_injected;
+};
+
+// An argument per slot, or what holds without it.
+SPECOPS_HOST_DEVICE int32_t of_slot(const int32_t* values, int32_t slot, int32_t absent) {
+  return values != nullptr ? values[slot] : absent;
+}
+
+// How many of `capacity` ids stand before the first -1.
+SPECOPS_HOST_DEVICE int64_t count_ids(const int32_t* ids, int64_t capacity) {
+  int64_t count = 0;
+  while (count < capacity && ids[count] >= 0) ++count;
+  return count;
+}
+
+// The first place of an id among those before the first -1, or -1.
+SPECOPS_HOST_DEVICE int32_t find_id(const int32_t* ids, int64_t capacity, int32_t token_id) {
+  for (int64_t i = 0; i < capacity && ids[i] >= 0; ++i) {
+    if (ids[i] == token_id) return static_cast<int32_t>(i);
+  }
+  return -1;
+}
+
+// The tokens a request would have if it took `count` of the emitted ones, the last as given.
+struct CommitTokens {
+  const int32_t* row;      // of token_ids
+  const int32_t* emitted;  // of output_token_ids
+  int64_t len;
+  int32_t last_token_id;
+  int64_t count;
+};
+
+// Token `idx` of those taken in this step.
+SPECOPS_HOST_DEVICE int32_t taken_token(const CommitTokens& tokens, int64_t idx) {
+  return idx + 1 == tokens.count ? tokens.last_token_id : tokens.emitted[idx];
+}
+
+SPECOPS_HOST_DEVICE int32_t token_at(const CommitTokens& tokens, int64_t position) {
+  return position < tokens.len ? tokens.row[position] : taken_token(tokens, position - tokens.len);
+}
+
+// The first of a slot's stop sequences that the tokens end with, not reaching into the prompt.
+SPECOPS_HOST_DEVICE int32_t find_stop_sequence(const CommitParams& params,
+                                               int32_t slot,
+                                               const CommitTokens& tokens,
+                                               int64_t num_output_tokens) {
+  if (params.stop_sequences == nullptr) return -1;
+  const int32_t* sequence =
+      params.stop_sequences + slot * params.num_stop_sequences * params.stop_sequence_len;
+  int64_t end = tokens.len + tokens.count;
+  for (int64_t i = 0; i < params.num_stop_sequences; ++i, sequence += params.stop_sequence_len) {
+    int64_t length = count_ids(sequence, params.stop_sequence_len);
+    if (length == 0 || length > num_output_tokens) continue;
+    int64_t matched = 0;  // from the end
+    while (matched < length &&
+           sequence[length - 1 - matched] == token_at(tokens, end - 1 - matched)) {
+      ++matched;
+    }
+    if (matched == length) return static_cast<int32_t>(i);
+  }
+  return -1;
+}
+
+// The rule of one request that has a slot, and there between 0 and max_len tokens.
+SPECOPS_HOST_DEVICE CommitWalk commit_walk(const CommitParams& params,
+                                           int64_t batch_idx,
+                                           int32_t slot) {
+  CommitWalk walk{.count = 0,
+                  .last_token_id = -1,
+                  .thinking_state = of_slot(params.thinking_state, slot, -1),
+                  .finish_reason = of_slot(params.finish_reasons, slot, 0),
+                  .stop_index = -1,
+                  .is_injected = false};
+  if (walk.finish_reason != 0) {
+    walk.stop_index = of_slot(params.stop_indices, slot, -1);
+    return walk;
+  }
+  CommitTokens tokens{.row = params.token_ids + slot * params.token_ids_stride,
+                      .emitted = params.output_token_ids + batch_idx * params.max_tokens,
+                      .len = params.lens[slot],
+                      .last_token_id = -1,
+                      .count = 0};
+  int32_t prompt_len = of_slot(params.prompt_lens, slot, 0);
+  int32_t max_len = of_slot(params.max_lens, slot, -1);
+  int32_t min_tokens = of_slot(params.min_tokens, slot, 0);
+  const int32_t* stop_token_ids = params.stop_token_ids != nullptr
+                                      ? params.stop_token_ids + slot * params.num_stop_tokens
+                                      : nullptr;
+  int64_t num_stop_tokens = stop_token_ids != nullptr ? params.num_stop_tokens : 0;
+
+  bool thinks = walk.thinking_state >= 0;
+  int32_t think_end = of_slot(params.think_end_token_id, slot, -1);
+  int32_t thinking_budget = thinks ? of_slot(params.thinking_budget, slot, -1) : -1;
+  int32_t reply_budget = thinks ? of_slot(params.reply_budget, slot, -1) : -1;
+  const int32_t* inject = nullptr;
+  int64_t num_inject = 0;
+  if (thinks && params.inject_token_ids != nullptr) {
+    inject = params.inject_token_ids + slot * params.num_inject;
+    num_inject = count_ids(inject, params.num_inject);
+  }
+  int64_t state = walk.thinking_state;
+
+  while (tokens.count < params.max_tokens && tokens.emitted[tokens.count] >= 0) {
+    int32_t token_id = tokens.emitted[tokens.count++];
+    int64_t num_output_tokens = tokens.len + tokens.count - (prompt_len > 0 ? prompt_len : 0);
+    bool may_stop = num_output_tokens >= min_tokens;
+
+    if (state == 0 && token_id == think_end) {
+      state = num_inject + 1;
+    } else if (thinks) {
+      bool over = thinking_budget >= 0 && num_output_tokens > thinking_budget;
+      if (state == 0 && (over || (num_inject > 0 && may_stop &&
+                                  find_id(stop_token_ids, num_stop_tokens, token_id) >= 0))) {
+        state = 1;
+      }
+      if (state >= 1 && state <= num_inject) {
+        token_id = inject[state - 1];
+        walk.is_injected = true;
+      }
+      if (state >= 1 && state < INT32_MAX) ++state;  // one injected, or one of the reply
+    }
+    tokens.last_token_id = token_id;
+
+    if (may_stop) {
+      walk.stop_index = find_id(stop_token_ids, num_stop_tokens, token_id);
+      if (walk.stop_index >= 0) {
+        walk.finish_reason = static_cast<int32_t>(FinishReason::kStopToken);
+        break;
+      }
+      walk.stop_index = find_stop_sequence(params, slot, tokens, num_output_tokens);
+      if (walk.stop_index >= 0) {
+        walk.finish_reason = static_cast<int32_t>(FinishReason::kStopSequence);
+        break;
+      }
+    }
+    bool is_full = max_len >= 0 && tokens.len + tokens.count >= max_len;
+    if (is_full || (reply_budget >= 0 && state > num_inject + reply_budget)) {
+      walk.finish_reason = static_cast<int32_t>(FinishReason::kLength);
+      break;
+    }
+    if (walk.is_injected) break;  // what follows was drafted from another token
+  }
+  walk.count = static_cast<int32_t>(tokens.count);
+  walk.last_token_id = tokens.last_token_id;
+  walk.thinking_state = static_cast<int32_t>(state);
+  return walk;
+}
+
+// The tokens of a finished walk.
+SPECOPS_HOST_DEVICE CommitTokens committed_tokens(const CommitParams& params,
+                                                  int64_t batch_idx,
+                                                  int32_t slot,
+                                                  const CommitWalk& walk) {
+  return {.row = params.token_ids + slot * params.token_ids_stride,
+          .emitted = params.output_token_ids + batch_idx * params.max_tokens,
+          .len = params.lens[slot],
+          .last_token_id = walk.last_token_id,
+          .count = walk.count};
+}
+
+// What a walk leaves of its slot, tokens and tables aside.
+SPECOPS_HOST_DEVICE void store_walk(const CommitParams& params,
+                                    int64_t batch_idx,
+                                    int32_t slot,
+                                    const CommitWalk& walk) {
+  params.lens[slot] += walk.count;
+  if (params.thinking_state != nullptr) params.thinking_state[slot] = walk.thinking_state;
+  if (params.finish_reasons != nullptr) params.finish_reasons[slot] = walk.finish_reason;
+  if (params.stop_indices != nullptr) params.stop_indices[slot] = walk.stop_index;
+  if (params.num_committed_tokens != nullptr) params.num_committed_tokens[batch_idx] = walk.count;
+}
+
+// What belongs at place `idx` of the request's outputs after the walk.
+SPECOPS_HOST_DEVICE void store_output(const CommitParams& params,
+                                      int64_t batch_idx,
+                                      const CommitWalk& walk,
+                                      int64_t idx) {
+  bool is_cut = idx >= walk.count;
+  bool is_last = idx + 1 == walk.count;
+  if (!is_cut && !(is_last && walk.is_injected)) return;
+  int64_t place = batch_idx * params.max_tokens + idx;
+  params.output_token_ids[place] = is_cut ? -1 : walk.last_token_id;
+  if (params.logprobs != nullptr) params.logprobs[place] = 0.0f;
+  if (params.ranks != nullptr) params.ranks[place] = is_cut ? 0 : 1;
+}
+
+// Where an id stands or would be put in a row of counted_token_ids: -1 is the largest of all.
+SPECOPS_HOST_DEVICE int64_t counted_place(const int32_t* ids, int64_t capacity, int32_t token_id) {
+  int64_t begin = 0, end = capacity;
+  while (begin < end) {
+    int64_t middle = (begin + end) / 2;
+    if (static_cast<uint32_t>(ids[middle]) < static_cast<uint32_t>(token_id)) {
+      begin = middle + 1;
+    } else {
+      end = middle;
+    }
+  }
+  return begin;
+}
+
+// Whether the token is new to the request: not in the table, and not taken earlier in the step.
+SPECOPS_HOST_DEVICE bool is_new_token(const int32_t* ids,
+                                      int64_t capacity,
+                                      const CommitTokens& tokens,
+                                      int64_t idx) {
+  int32_t token_id = taken_token(tokens, idx);
+  for (int64_t i = 0; i < idx; ++i) {
+    if (taken_token(tokens, i) == token_id) return false;
+  }
+  int64_t place = counted_place(ids, capacity, token_id);
+  return place == capacity || ids[place] != token_id;
+}
+
+}  // namespace specops

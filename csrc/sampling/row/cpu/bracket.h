@@ -1,0 +1,58 @@
+// SPDX-License-Identifier: Apache-2.0
+// A bracket around where the ranking is to be cut, and the thresholds that shrink it.
+#pragma once
+
+#include <cfloat>
+#include <cstdint>
+
+#include "sampling/row/cpu/ranking.h"
+
+namespace specops::SPECOPS_ISA {
+namespace {
+
+// Thresholds strictly inside a bracket, highest first. Even in value for a few rounds, which suits
+// logits; then even in representation, which ends in a bracket of one float.
+template <int count>
+inline void spread(uint32_t low, uint32_t high, int round, float* thresholds) {
+  float low_value = from_ordered_bits(low), high_value = from_ordered_bits(high);
+  bool by_value = round < 4 && low_value > -FLT_MAX && high_value < FLT_MAX;
+  for (int j = 0; j < count; ++j) {
+    int part = count - j;
+    if (by_value) {
+      double width = static_cast<double>(high_value) - low_value;
+      thresholds[j] = static_cast<float>(low_value + width * part / (count + 1));
+    } else {
+      uint64_t width = uint64_t{high} - low;
+      thresholds[j] = from_ordered_bits(low + static_cast<uint32_t>(width * part / (count + 1)));
+    }
+  }
+}
+
+// The ranking's prefix that reaches a target: at `low` it does, at `high` it does not.
+struct Bracket {
+  uint32_t low, high;  // ordered bits
+  double above;        // mass from high upwards
+
+  bool single() const { return high - low <= 1; }
+
+  // thresholds descend, masses (from each threshold upwards) ascend. Returns which threshold is the
+  // new high, -1 for none.
+  int narrow(const float* thresholds, const double* masses, int count, double target) {
+    int moved = -1;
+    for (int j = 0; j < count; ++j) {
+      uint32_t bits = ordered_bits(thresholds[j]);
+      if (bits <= low || bits >= high) continue;
+      if (masses[j] >= target) {
+        low = bits;
+        break;
+      }
+      high = bits;
+      above = masses[j];
+      moved = j;
+    }
+    return moved;
+  }
+};
+
+}  // namespace
+}  // namespace specops::SPECOPS_ISA

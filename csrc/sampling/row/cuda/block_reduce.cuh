@@ -1,0 +1,72 @@
+// SPDX-License-Identifier: Apache-2.0
+// What the threads of a block find together: sums, maxima, running sums.
+#pragma once
+
+#include "sampling/row/cuda/row_shared.cuh"
+#include "sampling/row/cuda/warp.cuh"
+
+namespace specops {
+
+struct Add {
+  template <typename V>
+  __device__ V operator()(V a, V b) const {
+    return a + b;
+  }
+};
+struct Max {
+  template <typename V>
+  __device__ V operator()(V a, V b) const {
+    return a > b ? a : b;
+  }
+};
+struct Min {
+  template <typename V>
+  __device__ V operator()(V a, V b) const {
+    return a < b ? a : b;
+  }
+};
+
+// Of integers and maxima only: the order is nobody's business. Every thread gets the result; what
+// the block wrote before is visible after.
+template <typename Op, typename V>
+__device__ inline V block_reduce(RowShared& shared, V value) {
+#pragma unroll
+  for (int offset = kWarpSize / 2; offset > 0; offset /= 2) {
+    value = Op()(value, __shfl_xor_sync(kFullMask, value, offset));
+  }
+  V* scratch = reinterpret_cast<V*>(shared.scratch);
+  __syncthreads();
+  if (lane_id() == 0) scratch[fresh_warp_id()] = value;
+  __syncthreads();
+  value = scratch[0];
+#pragma unroll 1
+  for (int warp = 1; warp < num_warps(); ++warp) value = Op()(value, scratch[warp]);
+  return value;
+}
+
+__device__ inline Mass warp_inclusive(Mass value) {
+#pragma unroll
+  for (int offset = 1; offset < kWarpSize; offset *= 2) {
+    Mass before = __shfl_up_sync(kFullMask, value, offset);
+    if (lane_id() >= offset) value += before;
+  }
+  return value;
+}
+
+// The sum over the threads up to this one; *total is the block's.
+__device__ inline Mass block_inclusive(RowShared& shared, Mass value, Mass* total) {
+  value = warp_inclusive(value);
+  __syncthreads();
+  if (lane_id() == kWarpSize - 1) shared.scratch[warp_id()] = value;
+  __syncthreads();
+  Mass sum = 0;
+#pragma unroll 1
+  for (int warp = 0; warp < num_warps(); ++warp) {
+    if (warp == warp_id()) value += sum;
+    sum += shared.scratch[warp];
+  }
+  *total = sum;
+  return value;
+}
+
+}  // namespace specops

@@ -1,0 +1,222 @@
+// SPDX-License-Identifier: Apache-2.0
+// One row of logits in the hands of one block, once one or several blocks have scanned it: its
+// maximum and sums, the scores of its tokens, and their weights. The functions of the other files
+// take it as `row`; sample, verify and top_logprobs are loops around them.
+//
+// Order: a leaf's sum is fp32 in a fixed tree (leaf.cuh). From there on masses are integers, 2^-39
+// of the row's heaviest token: sums of those do not depend on an order, so leaves may be folded by
+// any threads, and lists filled in any order. NaN counts as -inf and +inf as the largest finite
+// float. Tokens are ordered by (logit descending, id ascending).
+#pragma once
+
+#include <cfloat>
+
+#include "sampling/row/cuda/block_reduce.cuh"
+#include "sampling/row/cuda/leaf.cuh"
+#include "sampling/row/cuda/row_shared.cuh"
+#include "sampling/row/filters.h"
+
+namespace specops {
+
+struct RowToken {
+  int32_t id;
+  float logit;
+};
+
+// Within the finite floats, so that 0 times it is 0 and -inf stays -inf.
+__device__ inline float inverse_temperature(float temperature) {
+  float inverse = temperature > 0.0f ? 1.0f / temperature : 1.0f;
+  return fminf(fmaxf(inverse, FLT_MIN), FLT_MAX / 2);
+}
+
+template <typename T, bool kProcessed = false>
+struct Row {
+  RowShared& shared;
+  const RowLogits<T, kProcessed>& logits;
+  int32_t num_leaves;
+  float max = -INFINITY;
+
+  // What every thread would keep in registers, most of them for later, waits in shared memory.
+  __device__ Row(RowShared& of_block,
+                 const RowLogits<T, kProcessed>& row,
+                 const SamplingParams& filters,
+                 LeafStats* stats,
+                 Mass* masses)
+      : shared(of_block), logits(row), num_leaves(row.num_leaves()) {
+    if (thread() == 0) {
+      shared.row_stats = stats;
+      shared.row_masses = masses;
+      shared.filters = filters;
+      shared.inverse = inverse_temperature(filters.temperature);
+      shared.typical = {0.0f, INFINITY, INT32_MAX};
+    }
+    __syncthreads();
+  }
+
+  __device__ static int thread() { return static_cast<int>(threadIdx.x); }
+  __device__ static int threads() { return static_cast<int>(blockDim.x); }
+
+  __device__ const LeafStats& stats(int32_t leaf) const { return shared.row_stats[leaf]; }
+  __device__ Mass* masses() const { return shared.row_masses; }
+
+  // Puts the leaves together: the row's maximum and, when wanted, the sum of its raw logits, whose
+  // logarithm it leaves in shared.log_sum.
+  __device__ void fold(bool want_raw) {
+    float top = -INFINITY;
+#pragma unroll 1
+    for (int32_t leaf = thread(); leaf < num_leaves; leaf += threads()) {
+      top = fmaxf(top, stats(leaf).max);
+    }
+    max = block_reduce<Max>(shared, top) + 0.0f;  // the sum makes +0 of -0
+    if (!want_raw) return;
+    float raw_max = max;
+    if constexpr (kProcessed) {
+      top = -INFINITY;
+#pragma unroll 1
+      for (int32_t leaf = thread(); leaf < num_leaves; leaf += threads()) {
+        top = fmaxf(top, stats(leaf).raw_max);
+      }
+      raw_max = block_reduce<Max>(shared, top) + 0.0f;
+      if (thread() == 0) shared.raw_max = raw_max;
+    }
+    if (raw_max == -INFINITY) return;
+    Mass total = 0;
+#pragma unroll 1
+    for (int32_t leaf = thread(); leaf < num_leaves; leaf += threads()) {
+      float leaf_max = kProcessed ? stats(leaf).raw_max : stats(leaf).max;
+      if (leaf_max == -INFINITY) continue;
+      total += mass(stats(leaf).raw * ptx::exp2_approx((leaf_max - raw_max) * kLog2e));
+    }
+    keep_sum(block_reduce<Add>(shared, total));
+  }
+
+  // For the rest of the row, in the place of the sum that was there.
+  __device__ void keep_sum(Mass total) const {
+    if (thread() == 0) shared.log_sum = log_of(total);
+    __syncthreads();
+  }
+
+  // Of the raw logits, after fold(true).
+  __device__ float lse() const {
+    return raw_max() == -INFINITY ? -INFINITY : raw_max() + shared.log_sum;
+  }
+
+  // The raw log-softmax of a token with that logit, after fold(true).
+  __device__ float logprob(RowToken token) const {
+    float x = token.logit;
+    if constexpr (kProcessed) x = to_float(logits.data[token.id]);
+    return raw_max() == -INFINITY ? -INFINITY : (clean(x) - raw_max()) - shared.log_sum;
+  }
+
+  __device__ float logit(int32_t id) const { return clean(logits.logit(id)); }
+
+  // 1 + the number of tokens with a greater logit, of the raw ones or those under the overlay. Every
+  // thread names the token.
+  __device__ int32_t rank(RowToken token, bool raw) const {
+    if constexpr (kProcessed) {
+      if (raw) {
+        float x = clean(to_float(logits.data[token.id]));
+        return rank_in(logits.raw(), x, [&](int32_t leaf) { return stats(leaf).raw_max; });
+      }
+    }
+    return rank_in(logits, clean(token.logit), [&](int32_t leaf) { return stats(leaf).max; });
+  }
+
+  // The first warp's token, for every thread.
+  __device__ RowToken broadcast(RowToken token) const {
+    __syncthreads();
+    if (thread() == 0) {
+      shared.rest_id = token.id;
+      shared.rest_logit = token.logit;
+    }
+    __syncthreads();
+    return {shared.rest_id, shared.rest_logit};
+  }
+
+  // ---- weights and masses ----
+
+  // e^((x - max) / temperature) for a clean x: the first token's is 1.
+  __device__ float weight(float x) const { return ptx::exp2_approx((x - max) * scale()); }
+
+  __device__ float scale() const { return shared.inverse * kLog2e; }
+
+  // The mass of a weight: an integer, so that sums of masses do not depend on an order.
+  __device__ Mass mass(float weight) const { return static_cast<Mass>(weight * unit()); }
+
+  // The heaviest token's mass: a row's masses fit 64 bits.
+  __device__ float unit() const { return logits.size <= 1 << 24 ? 0x1p39f : 0x1p32f; }
+
+  __device__ float log_of(Mass total) const { return logf(static_cast<float>(total) / unit()); }
+
+  __device__ Mass scanned_mass(int32_t leaf) const {
+    LeafStats leaf_stats = stats(leaf);
+    if (leaf_stats.max == -INFINITY) return 0;
+    return mass(leaf_stats.warm * ptx::exp2_approx((leaf_stats.max - max) * scale()));
+  }
+
+  __device__ Mass scanned_total() const {
+    Mass total = 0;
+#pragma unroll 1
+    for (int32_t leaf = thread(); leaf < num_leaves; leaf += threads()) {
+      total += scanned_mass(leaf);
+    }
+    return block_reduce<Add>(shared, total);
+  }
+
+  // ---- what filter() has kept ----
+
+  // Whether the distribution that is drawn from is one token's.
+  __device__ bool one_hot() const { return max == -INFINITY || is_greedy(shared.filters); }
+
+  // Whether the filters keep a token with that clean logit.
+  __device__ bool keeps(float x, int32_t id) const {
+    return shared.kept.keeps(x, id) && is_typical(x, id);
+  }
+
+  // How far a token's surprise is from the mean.
+  __device__ float distance(float x) const {
+    return fabsf((max - x) * shared.inverse - shared.typical.mean);
+  }
+
+  __device__ bool is_typical(float x, int32_t id) const {
+    if (!(shared.filters.typical_p < 1.0f)) return true;
+    TypicalCut cut = shared.typical;
+    float own = distance(x);
+    return own < cut.distance || (own == cut.distance && id <= cut.last_id);
+  }
+
+  __device__ Mass leaf_mass(int32_t leaf) const {
+    return shared.weighed != 0 ? masses()[leaf] : scanned_mass(leaf);
+  }
+
+  // Of all kept tokens, from the masses of their leaves; for every thread.
+  __device__ Mass kept_mass() const {
+    if (one_hot()) return mass(1.0f);
+    Mass total = 0;
+#pragma unroll 1
+    for (int32_t leaf = thread(); leaf < num_leaves; leaf += threads()) total += leaf_mass(leaf);
+    return block_reduce<Add>(shared, total);
+  }
+
+ private:
+  __device__ float raw_max() const {
+    if constexpr (kProcessed) return shared.raw_max;
+    return max;
+  }
+
+  template <typename OneRow, typename LeafMax>
+  __device__ int32_t rank_in(const OneRow& row, float value, LeafMax leaf_max) const {
+    int number = 0;
+#pragma unroll 1
+    for (int32_t leaf = warp_id(); leaf < num_leaves; leaf += num_warps()) {
+      if (leaf_max(leaf) <= value) continue;
+      Leaf<T> x;
+      x.load(row, leaf);
+#pragma unroll
+      for (int i = 0; i < Leaf<T>::kOwn; ++i) number += clean(x[i]) > value;
+    }
+    return 1 + block_reduce<Add>(shared, number);
+  }
+};
+
+}  // namespace specops

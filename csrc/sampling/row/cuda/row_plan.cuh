@@ -1,0 +1,212 @@
+// SPDX-License-Identifier: Apache-2.0
+// How rows are dealt to blocks, and where their leaves and overlays are kept. A schedule: it changes
+// no bit.
+#pragma once
+
+#include <algorithm>
+#include <cstddef>
+
+#include "common/launch.cuh"
+#include "sampling/row/cuda/leaf.cuh"
+#include "sampling/row/cuda/overlay.cuh"
+#include "sampling/row/cuda/row_shared.cuh"
+#include "sampling/row/cuda/scan.cuh"
+
+namespace specops {
+
+// What a plan must know of a device.
+struct DeviceLimits {
+  int num_sms;
+  int64_t shared_bytes;     // that a block may have
+  int64_t sm_shared_bytes;  // that an SM has
+};
+
+inline DeviceLimits device_limits(CudaStream stream) {
+  return {num_sms(stream), max_shared_bytes(stream), sm_shared_bytes(stream)};
+}
+
+struct RowPlan {
+  int32_t num_leaves;  // of a row
+  int32_t splits;      // blocks that share a row
+  int32_t run;         // leaves of one block
+  int32_t threads;     // of a block
+  int32_t depth;       // leaves on their way to a warp in the scan
+  bool shared_leaves;  // statistics and masses fit a block's shared memory
+  OverlayPlan overlay;
+
+  static constexpr int64_t kAlignment = 16;
+
+  // Counters stand at the workspace's start and leaves at its end, so that a workspace that is large
+  // enough serves calls of any shape: its start stays zero.
+  static int64_t counter_bytes(int64_t counters) {
+    return (counters * int64_t{sizeof(int32_t)} + kAlignment - 1) / kAlignment * kAlignment;
+  }
+  // Of one row's leaves: statistics, then masses.
+  __host__ __device__ int64_t leaves_bytes() const {
+    int64_t bytes = num_leaves * static_cast<int64_t>(sizeof(LeafStats) + sizeof(Mass));
+    return (bytes + kAlignment - 1) / kAlignment * kAlignment;
+  }
+  // Of one row in the workspace: its leaves, then the bits of its overlay where they are there.
+  __host__ __device__ int64_t row_bytes() const {
+    return leaves_bytes() +
+           (overlay.is_shared ? 0 : overlay.num_words * static_cast<int64_t>(sizeof(OverlayBits)));
+  }
+
+  // The leaves that a block scans of its row: [begin, end).
+  __device__ int32_t begin_leaf(bool all) const {
+    return all ? 0 : static_cast<int32_t>(blockIdx.x) % splits * run;
+  }
+  __device__ int32_t end_leaf(bool all) const {
+    return all ? num_leaves : min(begin_leaf(false) + run, num_leaves);
+  }
+};
+
+constexpr int64_t kRowWarps = 8;          // of a block
+constexpr int64_t kFewRowWarps = 16;      // where rows are very few
+constexpr int64_t kBlockBytes = 1 << 10;  // of shared memory that a block takes beside its own
+
+// Shared memory that a scan takes with so many leaves on their way to each of a block's warps.
+constexpr int64_t scan_bytes(int64_t warps, int64_t depth) {
+  return int64_t{offsetof(RowShared, masses)} + warps * depth * kSlotVectors * 16;
+}
+
+// How many leaves are on their way to a warp: the more, the more of the latency of memory they hide.
+// Under processors what an overlay leaves idle is all there is.
+inline int32_t scan_depth(int64_t warps,
+                          int64_t blocks_per_sm,
+                          bool processed,
+                          const DeviceLimits& device) {
+  int64_t room =
+      std::min(device.shared_bytes, device.sm_shared_bytes / blocks_per_sm - kBlockBytes);
+  int32_t most = kScanDepth<false>;
+  if (processed) {
+    room = sizeof(RowShared);
+    most = kScanDepth<true>;
+  }
+  return scan_bytes(warps, most) <= room ? most : most / 2;
+}
+
+// Many rows: a block each, two to an SM. Fewer: several blocks share a row, and the last of them
+// ends it. Very few: blocks of twice the warps, since what filters read again is one block's work.
+inline RowPlan plan_rows(int64_t rows,
+                         int64_t vocab_size,
+                         int64_t element_bytes,
+                         bool processed,
+                         const DeviceLimits& device) {
+  int64_t leaf_size = kLeafBytes / element_bytes;
+  int64_t num_leaves = (vocab_size - 1) / leaf_size + 1;
+  rows = std::max(rows, int64_t{1});
+  int num_sms = device.num_sms;
+  bool few = 4 * rows <= num_sms;
+  int64_t warps = std::min(num_leaves, few ? kFewRowWarps : kRowWarps);
+  int64_t blocks = few ? num_sms : 2 * int64_t{num_sms};  // that run at once
+  int64_t splits = std::min((num_leaves - 1) / warps + 1, std::max(blocks / rows, int64_t{1}));
+  int64_t run = (num_leaves - 1) / splits + 1;
+  splits = (num_leaves - 1) / run + 1;
+  return {.num_leaves = static_cast<int32_t>(num_leaves),
+          .splits = static_cast<int32_t>(splits),
+          .run = static_cast<int32_t>(run),
+          .threads = static_cast<int32_t>(warps) * kWarpSize,
+          .depth = scan_depth(warps, few || processed ? 1 : 2, processed, device),
+          .shared_leaves = splits == 1 && num_leaves <= kSharedLeaves,
+          .overlay = plan_overlay(num_leaves * leaf_size, device.shared_bytes)};
+}
+
+// Shared memory of a block.
+inline size_t row_smem_bytes(const RowPlan& plan, bool processed) {
+  if (!processed) {
+    int64_t scan = scan_bytes(plan.threads / kWarpSize, plan.depth);
+    return static_cast<size_t>(std::max(scan, int64_t{sizeof(RowShared)}));
+  }
+  return static_cast<size_t>(kRowSharedBytes + plan.overlay.smem_bytes());
+}
+
+// What a call needs, and every call of no more rows and requests: fewer rows may be shared by blocks
+// where more are not, and counters must never come to stand where another call has left leaves.
+inline int64_t workspace_bytes(int64_t rows,
+                               int64_t vocab_size,
+                               int64_t element_bytes,
+                               int64_t batch,
+                               const DeviceLimits& device) {
+  RowPlan plan = plan_rows(rows, vocab_size, element_bytes, false, device);
+  int64_t split_rows = plan.num_leaves > kRowWarps ? std::min(rows, int64_t{device.num_sms}) : 0;
+  bool all_kept = plan.num_leaves > kSharedLeaves || !plan.overlay.is_shared;
+  int64_t kept_rows = all_kept ? rows : split_rows;
+  return RowPlan::counter_bytes(batch + split_rows) + kept_rows * plan.row_bytes();
+}
+
+static_assert(sizeof(RowShared) <= kRowSharedBytes, "the overlay begins there");
+
+// One block's view of the workspace.
+struct RowSlots {
+  LeafStats* stats;  // [num_leaves] of its row
+  Mass* masses;
+
+  // `item`: the row's number among all that the workspace has room for.
+  __device__ RowSlots(const RowPlan& plan,
+                      RowShared& shared,
+                      unsigned char* workspace_end,
+                      int64_t item)
+      : stats(shared.stats), masses(shared.masses) {
+    if (plan.shared_leaves) return;
+    stats = reinterpret_cast<LeafStats*>(workspace_end - plan.row_bytes() * (item + 1));
+    masses = reinterpret_cast<Mass*>(stats + plan.num_leaves);
+  }
+};
+
+// Of the row that the workspace keeps as number `item`. all: of its bits, not the block's share.
+__device__ inline OverlayPart overlay_part(const RowPlan& plan,
+                                           unsigned char* workspace_end,
+                                           int64_t item,
+                                           bool all = false) {
+  if (plan.overlay.is_shared) {
+    return {shared_overlay_bits(plan.overlay), 0, plan.overlay.num_words};
+  }
+  unsigned char* row = workspace_end - plan.row_bytes() * (item + 1);
+  int32_t leaf_words = plan.overlay.num_words / plan.num_leaves;
+  return {reinterpret_cast<OverlayBits*>(row + plan.leaves_bytes()),
+          plan.begin_leaf(all) * leaf_words,
+          plan.end_leaf(all) * leaf_words};
+}
+
+// Whether this block is the last of `expected` that count themselves here. What they wrote before is
+// then visible to it, and the counter is zero again.
+__device__ inline bool last_to_arrive(RowShared& shared, int32_t* counter, int expected) {
+  __syncthreads();
+  if (threadIdx.x == 0) {
+    // Back to zero in one piece: requests at fault may claim the same rows, whose counters then see
+    // more arrivals, some between a look and a store.
+    unsigned limit = static_cast<unsigned>(expected) - 1;
+    shared.is_last = ptx::increment_acq_rel(reinterpret_cast<unsigned*>(counter), limit) == limit;
+  }
+  __syncthreads();
+  return shared.is_last != 0;
+}
+
+// The block's share of a row, or all of it. Returns whether it is the block that ends the row: all
+// leaves are then there. counter() is the row's, asked for after the scan: registers less during it.
+template <typename T, bool kProcessed, typename Counter>
+__device__ inline bool scan_row(const RowPlan& plan,
+                                RowShared& shared,
+                                const RowLogits<T, kProcessed>& row,
+                                const RowSlots& slots,
+                                bool all,
+                                bool want_raw,
+                                bool want_warm,
+                                float scale,
+                                Counter counter) {
+  scan_leaves(shared,
+              row,
+              plan.depth,
+              plan.begin_leaf(all),
+              plan.end_leaf(all),
+              want_raw,
+              want_warm,
+              scale,
+              slots.stats);
+  if (plan.splits > 1 && !all) return last_to_arrive(shared, counter(), plan.splits);
+  __syncthreads();
+  return true;
+}
+
+}  // namespace specops

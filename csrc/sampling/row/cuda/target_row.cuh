@@ -1,0 +1,56 @@
+// SPDX-License-Identifier: Apache-2.0
+// One output row as the ops see it: the filters, a token, and the distribution it is drawn from.
+#pragma once
+
+#include "sampling/row/cuda/draw.cuh"
+#include "sampling/row/cuda/filtered_row.cuh"
+#include "sampling/row/cuda/row.cuh"
+
+namespace specops {
+
+// What sample chooses. uniform() is called where it matters.
+template <typename T, bool kProcessed, typename Uniform>
+__device__ __forceinline__ RowToken choose(const Row<T, kProcessed>& row, Uniform uniform) {
+  filter(row);
+  return draw(row, row.one_hot() ? 0.0f : uniform());
+}
+
+// The distribution that is drawn from, given row.kept_mass().
+template <typename T, bool kProcessed>
+__device__ inline float target_prob(const Row<T, kProcessed>& row,
+                                    float x,
+                                    int32_t id,
+                                    Mass kept_mass) {
+  if (!row.keeps(x, id)) return 0.0f;
+  return row.one_hot() ? 1.0f : row.weight(x) * (row.unit() / static_cast<float>(kept_mass));
+}
+
+// After filter(), for processed_logprob: the sum of what is kept, or of everything at temperature
+// 0, for which the scan must have been asked. It takes the place of the raw logits' sum.
+template <typename T, bool kProcessed>
+__device__ inline void fold_kept(Row<T, kProcessed>& row) {
+  bool everything = row.shared.filters.temperature == 0.0f;
+  if (row.max == -INFINITY) return;
+  row.keep_sum(everything ? row.scanned_total() : row.kept_mass());
+}
+
+// The logarithm of target_prob; at temperature 0 the log-softmax under the overlay.
+template <typename T, bool kProcessed>
+__device__ inline float processed_logprob(const Row<T, kProcessed>& row, RowToken token) {
+  float x = clean(token.logit);
+  bool dropped = row.shared.filters.temperature > 0.0f && !row.keeps(x, token.id);
+  if (row.max == -INFINITY || dropped) return -INFINITY;
+  return (x - row.max) * row.shared.inverse - row.shared.log_sum;
+}
+
+// Writes target_prob of every token.
+template <typename T, bool kProcessed>
+__device__ inline void write_target_probs(const Row<T, kProcessed>& row, float* probs) {
+  Mass total = row.kept_mass();
+#pragma unroll 1
+  for (int32_t id = row.thread(); id < row.logits.size; id += row.threads()) {
+    probs[id] = target_prob(row, row.logit(id), id, total);
+  }
+}
+
+}  // namespace specops

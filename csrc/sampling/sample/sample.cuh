@@ -1,0 +1,93 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include "sampling/row/cuda/filters.cuh"
+#include "sampling/row/cuda/row_plan.cuh"
+#include "sampling/row/cuda/target_row.cuh"
+#include "sampling/sample/sample.h"
+
+namespace specops {
+
+// token = inverse CDF of filtered softmax(processed logits / temperature) at the row's own uniform.
+// Grid:    rows * splits, on x.
+// Block:   32 to 512 threads; a warp takes leaves of 2 KB, the last block of a row ends it.
+// Smem:    sizeof(RowShared), 40 KB: the row's leaves and a list of 3,072 tokens, before which leaves
+//          on their way to the scan lie there: up to 137 KB where the device has them. Under processors
+//          41 KB more at 151,936 tokens, a quarter byte each, or in the workspace where that is more
+//          than a block may have.
+// Cost:    one read of rows * vocab_size logits from memory, 3 (6 with a sum) instructions a logit;
+//          top-p reads the row once more, top-k and min-p the leaves that reach their bound, typical-p
+//          three times what the others keep. Processors: the tables' entries of the request.
+// Assumes: rows contiguous, positions >= 0.
+// Order:   row.cuh; a row depends on nothing but itself.
+// Source:  inverse transform sampling; filters in the order of transformers' logits warpers.
+template <typename T, bool kProcessed>
+__global__ void __launch_bounds__(kMaxRowThreads, 1)
+    sample_kernel(SampleParams params, RowPlan plan) {
+  wait_for_previous_kernel();
+  RowShared& shared = *reinterpret_cast<RowShared*>(shared_memory());
+  int64_t idx = static_cast<int32_t>(blockIdx.x) / plan.splits;
+  RowLogits<T, kProcessed> row(params.logits, idx, params.logits_stride, params.vocab_size);
+  SamplingParams filters = filters_of(params.filters, idx);
+  ErrorCode fault = fault_of<kProcessed>(params, idx).code;
+  bool writes = threadIdx.x == 0;
+  if (fault != ErrorCode::kNone) {
+    if (static_cast<int32_t>(blockIdx.x) % plan.splits != 0) return;
+    if (params.probs) {
+      float* probs = params.probs + idx * params.probs_stride;
+      for (int64_t id = threadIdx.x; id < params.vocab_size; id += blockDim.x) probs[id] = 0.0f;
+    }
+    if (!writes) return;
+    report_error(params.error, fault);
+    params.token_ids[idx] = -1;
+    if (params.logprobs) params.logprobs[idx] = 0.0f;
+    if (params.ranks) params.ranks[idx] = 0;
+    return;
+  }
+  auto* workspace_end = static_cast<unsigned char*>(params.workspace) + params.workspace_bytes;
+  if constexpr (kProcessed) {
+    build_overlay(params.processors,
+                  idx,
+                  idx,
+                  params.positions[idx],
+                  {},
+                  row.size,
+                  plan.overlay,
+                  overlay_part(plan, workspace_end, idx));
+  }
+  WantedSums wanted(filters, row.size, params.logprobs != nullptr, params.processed_logprobs);
+  RowSlots slots(plan, shared, workspace_end, idx);
+  if (!scan_row(plan,
+                shared,
+                row,
+                slots,
+                false,
+                wanted.raw,
+                wanted.warm,
+                inverse_temperature(filters.temperature) * kLog2e,
+                [&] { return static_cast<int32_t*>(params.workspace) + idx; })) {
+    return;
+  }
+  // read again, and not kept over the scan
+  Row<T, kProcessed> block(shared, row, filters_of(params.filters, idx), slots.stats, slots.masses);
+  block.fold(params.logprobs != nullptr && !params.processed_logprobs);
+  RowToken token = choose(block, [&] {
+    uint32_t anchor = params.anchors ? static_cast<uint32_t>(params.anchors[idx]) : 0u;
+    return uniform_source(params.filters, idx, params.positions[idx], anchor)(params.purpose, 0);
+  });
+  if (writes) {
+    params.token_ids[idx] = token.id;
+    if (params.logprobs && !params.processed_logprobs) params.logprobs[idx] = block.logprob(token);
+  }
+  if (params.logprobs && params.processed_logprobs) {
+    fold_kept(block);
+    if (writes) params.logprobs[idx] = processed_logprob(block, token);
+  }
+  if (params.ranks) {
+    int32_t rank = block.rank(block.broadcast(token), !params.processed_logprobs);
+    if (writes) params.ranks[idx] = rank;
+  }
+  if (params.probs) write_target_probs(block, params.probs + idx * params.probs_stride);
+}
+
+}  // namespace specops

@@ -1,0 +1,68 @@
+// SPDX-License-Identifier: Apache-2.0
+// sample: one token per row of logits.
+#pragma once
+
+#include <cstdint>
+
+#include "common/cuda_stream.h"
+#include "common/dtype.h"
+#include "common/error_flag.h"
+#include "common/isa.h"
+#include "sampling/row/filters.h"
+#include "sampling/row/logits_processors.h"
+#include "sampling/row/value_rule.h"
+
+namespace specops {
+
+struct SampleParams {
+  const void* logits;        // [rows, vocab_size], rows logits_stride apart
+  const int32_t* positions;  // [rows], absolute position of the token being chosen
+  const int32_t* anchors;    // [rows], of the random numbers; may be nullptr (all 0)
+  FilterArrays filters;      // [rows]
+  LogitsProcessors processors;
+  Purpose purpose;  // kTarget, or kDraft for a drafter
+  float* logprobs;  // [rows], may be nullptr
+  int32_t* ranks;   // [rows], may be nullptr
+  float* probs;     // [rows, vocab_size], probs_stride apart: what was drawn from; may be nullptr
+  int32_t* token_ids;       // [rows]
+  bool processed_logprobs;  // logprobs and ranks after processors and filters
+  int64_t rows;
+  int64_t vocab_size;
+  int64_t probs_stride;   // elements between rows
+  int64_t logits_stride;  // elements between rows
+  DType dtype;            // of logits: float32 or bfloat16
+  void* workspace;        // CUDA only; its start is zero, and is left so
+  int64_t workspace_bytes;
+  ErrorFlag error;
+};
+
+// kProcessed: whether there may be processors.
+template <bool kProcessed>
+SPECOPS_HOST_DEVICE Fault fault_of(const SampleParams& params, int64_t row) {
+  constexpr SamplingOp kOp = SamplingOp::kSample;
+  SamplingParams filters = filters_of(params.filters, row);
+  Fault fault = fault_of_filters(kOp, params.filters, filters, row);
+  if (!fault.found() && filters.temperature > 0.0f && params.filters.seeds == nullptr) {
+    fault.code = code_of(kOp, SamplingRule::kSeeds);
+  }
+  if (!kProcessed) return fault;
+  if (!fault.found()) {
+    fault = fault_of_processors(kOp, params.processors, row, params.positions[row]);
+  }
+  return fault.found() ? fault : fault_of_mask(kOp, params.processors, row);
+}
+
+SPECOPS_DECLARE_CPU(sample_cpu, SampleParams);
+SPECOPS_DECLARE_CUDA(sample_cuda, SampleParams);
+
+struct SamplingWorkspaceParams {
+  int64_t* num_bytes;  // receives what sample, verify or top_logprobs needs
+  int64_t rows;
+  int64_t vocab_size;
+  int64_t element_bytes;  // of logits
+  int64_t batch;          // of verify, else 0
+};
+
+SPECOPS_DECLARE_CUDA(sampling_workspace_cuda, SamplingWorkspaceParams);
+
+}  // namespace specops

@@ -1,0 +1,89 @@
+// SPDX-License-Identifier: Apache-2.0
+// top_logprobs: the n most probable tokens of each row, with their log-probabilities.
+#pragma once
+
+#include <cstdint>
+
+#include "common/cuda_stream.h"
+#include "common/dtype.h"
+#include "common/error_flag.h"
+#include "common/isa.h"
+#include "sampling/row/filters.h"
+#include "sampling/row/logits_processors.h"
+#include "sampling/row/value_rule.h"
+
+namespace specops {
+
+struct TopLogprobsParams {
+  const void* logits;  // [rows, vocab_size], rows logits_stride apart
+  // What makes processed logprobs of the raw ones; requests own rows as in verify, or one each where
+  // output_indptr is nullptr.
+  bool processed_logprobs;
+  const int32_t* output_indptr;    // [batch + 1]
+  const int32_t* draft_token_ids;  // [batch, max_draft_tokens]; nullptr: no drafts
+  const int32_t* parents;          // [batch, max_draft_tokens]; nullptr: chains
+  const int32_t* positions;        // [batch]; nullptr where processors are off
+  FilterArrays filters;            // [batch]
+  LogitsProcessors processors;
+  int32_t* token_ids;  // [rows, n], most probable first
+  float* logprobs;     // [rows, n]
+  int32_t* ranks;      // [rows, n], may be nullptr
+  float* lse;          // [rows], natural log, of the raw logits
+  int64_t rows;
+  int64_t batch;
+  int64_t max_draft_tokens;
+  int64_t vocab_size;
+  int64_t n;
+  int64_t logits_stride;  // elements between rows
+  DType dtype;            // of logits: float32 or bfloat16
+  void* workspace;        // CUDA only; its start is zero, and is left so
+  int64_t workspace_bytes;
+  ErrorFlag error;
+};
+
+// What processed logprobs rest on, of a request whose first row is `first`.
+struct TopLogprobsValues {
+  int32_t begin, end;  // its rows
+  SamplingParams filters;
+};
+
+SPECOPS_HOST_DEVICE TopLogprobsValues values_of(const TopLogprobsParams& params,
+                                                int64_t batch_idx,
+                                                int32_t first) {
+  bool ragged = params.output_indptr != nullptr;
+  return {ragged ? params.output_indptr[batch_idx] : first,
+          ragged ? params.output_indptr[batch_idx + 1] : first + 1,
+          filters_of(params.filters, batch_idx)};
+}
+
+// None of a request without rows.
+SPECOPS_HOST_DEVICE Fault fault_of(const TopLogprobsParams& params,
+                                   const TopLogprobsValues& values,
+                                   int64_t batch_idx) {
+  constexpr SamplingOp kOp = SamplingOp::kTopLogprobs;
+  Fault fault;
+  if (params.output_indptr != nullptr) {
+    fault = fault_of_indptr(
+        kOp, values.begin, values.end, batch_idx, params.max_draft_tokens + 1, params.rows);
+  }
+  if (fault.found() || values.begin == values.end) return fault;
+  fault = fault_of_filters(kOp, params.filters, values.filters, batch_idx);
+  if (fault.found() || !has_processors(params.processors)) return fault;
+  return fault_of_processors(kOp, params.processors, batch_idx, params.positions[batch_idx]);
+}
+
+// Of row i of a request with processors, and of the draft after it.
+SPECOPS_HOST_DEVICE Fault fault_of_row(const TopLogprobsParams& params,
+                                       const TopLogprobsValues& values,
+                                       int64_t batch_idx,
+                                       int32_t i) {
+  constexpr SamplingOp kOp = SamplingOp::kTopLogprobs;
+  Fault fault = fault_of_mask(kOp, params.processors, int64_t{values.begin} + i);
+  if (fault.found() || i + 1 == values.end - values.begin) return fault;
+  return fault_of_parent(kOp, params.parents, params.max_draft_tokens, batch_idx, i);
+}
+
+SPECOPS_DECLARE_CPU(top_logprobs_cpu, TopLogprobsParams);
+SPECOPS_DECLARE_CUDA(top_logprobs_cuda, TopLogprobsParams);
+
+}  // namespace specops

@@ -1,0 +1,99 @@
+// SPDX-License-Identifier: Apache-2.0
+// The serial part of verification: how far a request's drafts agree with its rows' choices, and which
+// drafts of a chain block verification accepts together. Plain C++ and CUDA.
+#pragma once
+
+#include <cstdint>
+
+#include "sampling/row/row_rule.h"
+
+namespace specops {
+
+// The choice of a row at which the path ends, even if a draft is the same token.
+SPECOPS_HOST_DEVICE int32_t ends_with(int32_t token_id) { return ~token_id; }
+
+SPECOPS_HOST_DEVICE int32_t token_of(int32_t choice) { return choice < 0 ? ~choice : choice; }
+
+// What a request emits; one entry per row and, of a path, per token on it.
+struct Emitted {
+  int32_t* token_ids;       // [capacity]
+  float* logprobs;          // [capacity], may be nullptr
+  int32_t* ranks;           // [capacity], may be nullptr
+  int32_t* accepted_nodes;  // [capacity - 1], may be nullptr
+};
+
+// On entry emitted.token_ids[0, num_rows) holds each row's choice, and logprobs and ranks what belongs
+// to it; only rows on the path are looked at. On return they hold what the request emits, then -1,
+// 0 and 0; accepted_nodes are the drafts among it, then -1. From the root the path goes to the first
+// child whose token is the choice, and ends with a choice that no child is. Returns the number of
+// accepted drafts: one less than the emitted tokens, 0 for an idle request (num_rows = 0), which
+// emits nothing.
+SPECOPS_HOST_DEVICE int32_t accept_walk(const Drafts& drafts,
+                                        int32_t num_rows,
+                                        int32_t capacity,
+                                        const Emitted& emitted) {
+  int32_t row = 0, depth = 0;
+  // A path's token number `depth` comes from a row not before it, so it may take its place.
+  auto emit = [&](int32_t choice) {
+    emitted.token_ids[depth] = token_of(choice);
+    if (emitted.logprobs != nullptr) emitted.logprobs[depth] = emitted.logprobs[row];
+    if (emitted.ranks != nullptr) emitted.ranks[depth] = emitted.ranks[row];
+  };
+  while (num_rows > 0) {
+    int32_t choice = emitted.token_ids[row];
+    int32_t node = next_child(drafts, row);
+    while (node >= 0 && drafts.token_ids[node] != choice) node = next_child(drafts, row, node);
+    emit(choice);
+    if (node < 0) break;
+    if (emitted.accepted_nodes != nullptr) emitted.accepted_nodes[depth] = node;
+    ++depth;
+    row = node + 1;
+  }
+  for (int32_t i = num_rows > 0 ? depth + 1 : 0; i < capacity; ++i) {
+    emitted.token_ids[i] = -1;
+    if (emitted.logprobs != nullptr) emitted.logprobs[i] = 0.0f;
+    if (emitted.ranks != nullptr) emitted.ranks[i] = 0;
+  }
+  for (int32_t i = depth; emitted.accepted_nodes != nullptr && i + 1 < capacity; ++i) {
+    emitted.accepted_nodes[i] = -1;
+  }
+  return depth;
+}
+
+// Block verification of a chain of n drafts: weight i says how well the first i of them follow the
+// target, weight 0 is 1.
+//
+//     weight[i] = min(weight[i - 1] * target_prob[i - 1] / draft_prob[i - 1], 1)
+//
+// with the probabilities of draft i - 1. One that was drawn with probability 0 counts as accepted
+// where the target has it. Source: Sun et al. 2024, algorithm 2.
+SPECOPS_HOST_DEVICE double next_block_weight(double weight, double target_prob, double draft_prob) {
+  if (draft_prob > 0.0) {
+    double next = weight * target_prob / draft_prob;
+    return next < 1.0 ? next : 1.0;
+  }
+  return weight > 0.0 && target_prob > 0.0 ? 1.0 : 0.0;
+}
+
+// The chance of ending no earlier than after draft i, with the mass of what the row after it leaves
+// (block_residual); after the last draft the chance is its weight.
+SPECOPS_HOST_DEVICE double block_chance(double weight, double mass) {
+  double all = mass + (1.0 - weight);
+  return all > 0.0 ? mass / all : 1.0;
+}
+
+// How many drafts are accepted. weights: [n + 1], masses: [n], of which the first is not read;
+// uniform(i): the coin of the row that draft i follows.
+template <typename Uniform>
+SPECOPS_HOST_DEVICE int32_t block_accepted(const double* weights,
+                                           const double* masses,
+                                           int32_t num_drafts,
+                                           const Uniform& uniform) {
+  for (int32_t i = num_drafts; i > 0; --i) {
+    double chance = i < num_drafts ? block_chance(weights[i], masses[i]) : weights[i];
+    if (uniform(i - 1) < chance) return i;
+  }
+  return 0;
+}
+
+}  // namespace specops

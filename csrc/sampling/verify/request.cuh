@@ -1,0 +1,135 @@
+// SPDX-License-Identifier: Apache-2.0
+// One request of verify on CUDA: its rows, its drafts, what they were drawn from, and its coins.
+#pragma once
+
+#include "sampling/row/cuda/drafted_row.cuh"
+#include "sampling/row/cuda/filters.cuh"
+#include "sampling/row/cuda/row_shared.cuh"
+#include "sampling/verify/verify.h"
+
+namespace specops {
+
+// One request's part of a step.
+struct VerifyRequest {
+  int32_t first;         // of its rows
+  int32_t num_rows;      // 0: idle, or at fault
+  int32_t num_read;      // rows that are chosen from
+  int32_t num_together;  // drafts that block verification judges together; else 0
+  VerifyStrategy strategy;
+  AcceptPolicy policy;
+  SamplingParams filters;  // as the strategy has them
+  ErrorCode fault;         // of a request that is not idle
+
+  // All loads before all looks: they take as long as one.
+  __device__ VerifyRequest(const VerifyParams& params, int64_t batch_idx) {
+    VerifyValues values = values_of(params, batch_idx);
+    first = values.begin;
+    strategy = static_cast<VerifyStrategy>(values.strategy);
+    policy = static_cast<AcceptPolicy>(values.policy);
+    filters = values.filters;
+    fault = fault_of(params, values, batch_idx).code;
+    num_rows = fault == ErrorCode::kNone ? values.end - values.begin : 0;
+    num_read = policy == AcceptPolicy::kRejectAll && num_rows > 0 ? 1 : num_rows;
+    num_together = 0;
+    if (strategy == VerifyStrategy::kGreedy) filters = {};
+    if (strategy != VerifyStrategy::kBlock || num_rows == 0) return;
+    Drafts drafts = drafts_of(params, batch_idx, num_rows);
+    if (!is_block_step(strategy, policy, drafts, is_greedy(filters))) return;
+    num_together = chain_len(drafts);
+    num_read = num_together + 1;
+  }
+
+  __device__ static Drafts drafts_of(const VerifyParams& params,
+                                     int64_t batch_idx,
+                                     int32_t num_rows) {
+    int64_t node = batch_idx * params.max_draft_tokens;
+    return {params.draft_token_ids + node,
+            params.parents ? params.parents + node : nullptr,
+            num_rows - 1};
+  }
+};
+
+// The drafts before row `idx` of a request; none where a parent is not below its node, which the walk
+// reports.
+__device__ inline DraftPath draft_path(const VerifyParams& params, int64_t batch_idx, int32_t idx) {
+  int64_t first = batch_idx * params.max_draft_tokens;
+  DraftPath path{params.draft_token_ids + first, nullptr, idx - 1};
+  if (params.parents == nullptr) return path;
+  path.parents = params.parents + first;
+#pragma unroll 1
+  for (int32_t node = idx - 1; node >= 0;) {
+    int32_t parent = path.parents[node];
+    if (!is_parent(parent, node)) {
+      path.node = -1;
+      break;
+    }
+    node = parent;
+  }
+  return path;
+}
+
+// Where a request's rows leave their choices.
+__device__ inline int32_t* slots_of(const VerifyParams& params, int64_t batch_idx) {
+  return params.output_token_ids + batch_idx * (params.max_draft_tokens + 1);
+}
+
+// A coin of a row, `depth` tokens past the request's position. `together`: of block verification.
+__device__ inline float coin_of(const VerifyParams& params,
+                                int64_t batch_idx,
+                                int32_t depth,
+                                bool together,
+                                Purpose purpose,
+                                uint32_t sub_index = 0) {
+  if (params.filters.seeds == nullptr) return 0.0f;  // greedy
+  int32_t position = params.positions[batch_idx];
+  uint32_t anchor = together ? block_anchor(position) : 0;
+  return uniform_source(params.filters, batch_idx, position + depth, anchor)(purpose, sub_index);
+}
+
+// What the children of a request's row were drawn from.
+__device__ inline DraftRow draft_row(const VerifyParams& params, int64_t batch_idx, int32_t row) {
+  int64_t first = draft_probs_begin(params, batch_idx, row);
+  if (first < 0) return {nullptr, nullptr, 0};
+  return {params.draft_probs + first,
+          params.draft_prob_token_ids ? params.draft_prob_token_ids + first : nullptr,
+          static_cast<int32_t>(params.num_draft_probs)};
+}
+
+// Leaves a request in the shared memory of a row's block. By one thread.
+__device__ inline void enter_request(const VerifyParams& params,
+                                     RowShared& shared,
+                                     const VerifyRequest& request,
+                                     int64_t batch_idx,
+                                     int32_t row) {
+  Drafts drafts = VerifyRequest::drafts_of(params, batch_idx, request.num_rows);
+  // No load where drafts have no say; and a tree's children are looked for once they are needed.
+  bool have_say =
+      request.policy == AcceptPolicy::kAcceptAll || request.policy == AcceptPolicy::kSynthetic ||
+      request.strategy == VerifyStrategy::kRejection || request.strategy == VerifyStrategy::kTopP;
+  int32_t child = !have_say ? -1 : drafts.parents ? 0 : next_child(drafts, row);
+  int32_t draft = child >= 0 && drafts.parents == nullptr ? drafts.token_ids[child] : child;
+  float rate = 0.0f;
+  if (request.policy == AcceptPolicy::kSynthetic && child >= 0) {
+    rate = params.accept_rates[batch_idx * params.max_draft_tokens + child];
+  }
+  RowRule rule = row_rule(
+      request.strategy,
+      request.policy,
+      draft,
+      params.vocab_size,
+      rate,
+      is_greedy(request.filters),
+      [&](Purpose purpose, uint32_t) { return coin_of(params, batch_idx, row, false, purpose); });
+  shared.batch_idx = static_cast<int32_t>(batch_idx);
+  shared.row_of_request = row;
+  shared.again = 0;
+  shared.first_row = request.first;
+  shared.num_rows = request.num_rows;
+  shared.num_read = request.num_read;
+  shared.num_together = request.num_together;
+  shared.filters = request.filters;
+  shared.rule = static_cast<int32_t>(rule);
+  shared.given_id = rule == RowRule::kDraft ? draft : -1;
+}
+
+}  // namespace specops

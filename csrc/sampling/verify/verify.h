@@ -1,0 +1,182 @@
+// SPDX-License-Identifier: Apache-2.0
+// verify: the tokens a step emits, given the target's logits for every draft and the bonus.
+#pragma once
+
+#include <cstdint>
+
+#include "common/cuda_stream.h"
+#include "common/dtype.h"
+#include "common/error_flag.h"
+#include "common/host_device.h"
+#include "common/isa.h"
+#include "common/per_row.h"
+#include "sampling/row/filters.h"
+#include "sampling/row/logits_processors.h"
+#include "sampling/row/row_rule.h"
+#include "sampling/row/value_rule.h"
+
+namespace specops {
+
+constexpr int64_t kMaxTreeDrafts = 3072;  // of a request: siblings fit a CUDA block's list
+
+// Where a block on CUDA spends its time, when asked to keep it.
+enum class VerifyPhase {
+  kScan,    // the read of its share of a row, until all of the row is there
+  kChoose,  // what the filters keep, the token, its logprob and rank
+  kWalk,    // the request once all of its rows are chosen, and the ends of the kernel
+};
+constexpr int kVerifyPhases = 3;
+
+// Of each block: begin and end in ns by one clock for all blocks, cycles of its SM in each phase, and
+// its clock at the end.
+constexpr int64_t kVerifyStampWords = 3 + kVerifyPhases;
+
+struct VerifyParams {
+  const void* logits;              // [num_output_rows, vocab_size], rows logits_stride apart
+  const int32_t* output_indptr;    // [batch + 1], the rows of each request
+  const int32_t* draft_token_ids;  // [batch, max_draft_tokens], -1 padded
+  const int32_t* parents;          // [batch, max_draft_tokens], -1 = the root; nullptr: chains
+  const int32_t* positions;        // [batch], position of the first token chosen
+  PerRow<int32_t> strategy;        // [batch], VerifyStrategy
+  PerRow<int32_t> policy;          // [batch], AcceptPolicy
+  FilterArrays filters;            // [batch]
+  LogitsProcessors processors;
+  // [num_draft_prob_rows, max_drawn_drafts, num_draft_probs]; nullptr: one-hot drafts
+  const float* draft_probs;
+  const int32_t* draft_prob_token_ids;  // the same shape, -1 padded; nullptr: every id in turn
+  const int32_t* draft_prob_rows;       // [batch], -1 = one-hot drafts; nullptr: row b
+  const float* accept_rates;     // [batch, max_draft_tokens]; nullptr where none is kSynthetic
+  int32_t* output_token_ids;     // [batch, max_draft_tokens + 1]
+  int32_t* num_accepted_tokens;  // [batch], the bonus not counted
+  int32_t* accepted_nodes;       // [batch, max_draft_tokens], may be nullptr
+  float* logprobs;               // [batch, max_draft_tokens + 1], may be nullptr
+  int32_t* ranks;                // [batch, max_draft_tokens + 1], may be nullptr
+  bool processed_logprobs;       // logprobs and ranks after processors and filters
+  int64_t rows;                  // of logits
+  int64_t batch;
+  int64_t max_draft_tokens;
+  int64_t num_draft_prob_rows;
+  int64_t max_drawn_drafts;  // at most max_draft_tokens; the drafts behind them are one-hot
+  int64_t num_draft_probs;
+  int64_t vocab_size;
+  int64_t logits_stride;  // elements between rows
+  DType dtype;            // of logits: float32 or bfloat16
+  void* workspace;        // CUDA only; its start is zero, and is left so
+  int64_t workspace_bytes;
+  ErrorFlag error;
+  int64_t* stamps;         // CUDA: [stamped_blocks, kVerifyStampWords]; may be nullptr
+  int64_t stamped_blocks;  // at least those of the grid
+};
+
+// The stamped kernel has one form.
+inline bool has_stamped_kernel(const VerifyParams& params) {
+  return params.dtype == DType::kBFloat16 && !has_processors(params.processors);
+}
+
+// Where in draft_probs the distribution begins that the drafts after row `row` of a request were
+// drawn from; -1: they were chosen.
+SPECOPS_HOST_DEVICE int64_t draft_probs_begin(const VerifyParams& params,
+                                              int64_t batch_idx,
+                                              int64_t row) {
+  if (params.draft_probs == nullptr || row >= params.max_drawn_drafts) return -1;
+  int64_t source = params.draft_prob_rows ? params.draft_prob_rows[batch_idx] : batch_idx;
+  if (source < 0) return -1;
+  return (source * params.max_drawn_drafts + row) * params.num_draft_probs;
+}
+
+// What is known of a request before its rows are looked at.
+struct VerifyValues {
+  int32_t begin, end;  // its rows
+  int32_t strategy, policy;
+  int32_t draft_prob_row;
+  SamplingParams filters;
+};
+
+SPECOPS_HOST_DEVICE VerifyValues values_of(const VerifyParams& params, int64_t batch_idx) {
+  return {params.output_indptr[batch_idx],
+          params.output_indptr[batch_idx + 1],
+          params.strategy[batch_idx],
+          params.policy[batch_idx],
+          params.draft_prob_rows ? params.draft_prob_rows[batch_idx] : -1,
+          filters_of(params.filters, batch_idx)};
+}
+
+SPECOPS_HOST_DEVICE Fault fault_of_rules(const VerifyParams& params,
+                                         int32_t strategy,
+                                         int32_t policy,
+                                         int64_t batch_idx) {
+  bool tree = params.parents != nullptr;
+  if (!is_strategy(strategy, tree)) {
+    auto rule = tree ? SamplingRule::kTreeStrategy : SamplingRule::kStrategy;
+    return fault_at(code_of(SamplingOp::kVerify, rule), params.strategy, batch_idx, strategy);
+  }
+  if (!is_policy(policy, tree)) {
+    auto rule = tree ? SamplingRule::kTreePolicy : SamplingRule::kPolicy;
+    return fault_at(code_of(SamplingOp::kVerify, rule), params.policy, batch_idx, policy);
+  }
+  return {};
+}
+
+// Of the request's acceptance rates, under kSynthetic.
+SPECOPS_HOST_DEVICE Fault fault_of_rates(const VerifyParams& params,
+                                         int64_t batch_idx,
+                                         int64_t num_drafts) {
+  constexpr SamplingOp kOp = SamplingOp::kVerify;
+  if (params.max_draft_tokens == 0) return {};
+  if (params.accept_rates == nullptr) return {code_of(kOp, SamplingRule::kNoAcceptRates)};
+  const float* rates = params.accept_rates + batch_idx * params.max_draft_tokens;
+  for (int64_t i = 0; i < num_drafts; ++i) {
+    if (rates[i] >= 0.0f && rates[i] <= 1.0f) continue;
+    return fault_at(code_of(kOp, SamplingRule::kAcceptRates), rates[i], batch_idx, i);
+  }
+  return {};
+}
+
+// Of a request; none of an idle one, which may hold anything. Its rows and drafts have rules of their
+// own: fault_of_mask, fault_of_parent, fault_of_listed.
+SPECOPS_HOST_DEVICE Fault fault_of(const VerifyParams& params,
+                                   const VerifyValues& values,
+                                   int64_t batch_idx) {
+  constexpr SamplingOp kOp = SamplingOp::kVerify;
+  Fault fault = fault_of_indptr(
+      kOp, values.begin, values.end, batch_idx, params.max_draft_tokens + 1, params.rows);
+  if (fault.found() || values.begin == values.end) return fault;
+  fault = fault_of_rules(params, values.strategy, values.policy, batch_idx);
+  if (fault.found()) return fault;
+  if (values.draft_prob_row < -1 || values.draft_prob_row >= params.num_draft_prob_rows) {
+    ErrorCode code = code_of(kOp, SamplingRule::kDraftProbRows);
+    return fault_at(code, values.draft_prob_row, batch_idx).with(params.num_draft_prob_rows);
+  }
+  fault = fault_of_filters(kOp, params.filters, values.filters, batch_idx);
+  if (fault.found()) return fault;
+  auto policy = static_cast<AcceptPolicy>(values.policy);
+  if (params.filters.seeds == nullptr &&
+      draws(static_cast<VerifyStrategy>(values.strategy), policy, values.filters.temperature)) {
+    return {code_of(kOp, SamplingRule::kSeeds)};
+  }
+  if (has_processors(params.processors)) {
+    fault = fault_of_processors(kOp, params.processors, batch_idx, params.positions[batch_idx]);
+    if (fault.found()) return fault;
+  }
+  if (policy != AcceptPolicy::kSynthetic) return {};
+  return fault_of_rates(params, batch_idx, int64_t{values.end} - values.begin - 1);
+}
+
+// Of a token that draft_prob_token_ids names.
+SPECOPS_HOST_DEVICE bool is_listed_token(int32_t token_id, int64_t vocab_size) {
+  return token_id >= -1 && token_id < vocab_size;
+}
+
+SPECOPS_HOST_DEVICE Fault fault_of_listed(const VerifyParams& params,
+                                          int64_t batch_idx,
+                                          int64_t row,
+                                          int32_t token_id) {
+  if (is_listed_token(token_id, params.vocab_size)) return {};
+  ErrorCode code = code_of(SamplingOp::kVerify, SamplingRule::kDraftProbTokenIds);
+  return fault_at(code, token_id, batch_idx, row).with(params.vocab_size);
+}
+
+SPECOPS_DECLARE_CPU(verify_cpu, VerifyParams);
+SPECOPS_DECLARE_CUDA(verify_cuda, VerifyParams);
+
+}  // namespace specops

@@ -1,0 +1,269 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "common/parallel.h"
+#include "sampling/row/cpu/drafted_row.h"
+#include "sampling/row/cpu/target_row.h"
+#include "sampling/row/row_rule.h"
+#include "sampling/row/uniform_source.h"
+#include "sampling/verify/accept_walk.h"
+#include "sampling/verify/verify.h"
+
+namespace specops::SPECOPS_ISA {
+namespace {
+
+// One request's part of a step.
+struct VerifyRequest {
+  int64_t batch_idx;
+  int64_t first;     // of its rows
+  int32_t num_rows;  // 0: idle
+  Drafts drafts;
+  VerifyStrategy strategy = VerifyStrategy::kTargetMatch;
+  AcceptPolicy policy = AcceptPolicy::kNormal;
+  SamplingParams filters;    // as the strategy has them
+  int32_t num_together = 0;  // drafts that are decided together; 0: every row by itself
+
+  VerifyRequest(const VerifyParams& params, int64_t index) : batch_idx(index) {
+    first = params.output_indptr[index];
+    num_rows = static_cast<int32_t>(params.output_indptr[index + 1] - first);
+    if (num_rows == 0) return;  // an idle slot may hold anything
+    int64_t node = index * params.max_draft_tokens;
+    drafts = {params.draft_token_ids + node,
+              params.parents ? params.parents + node : nullptr,
+              num_rows - 1};
+    strategy = static_cast<VerifyStrategy>(params.strategy[index]);
+    policy = static_cast<AcceptPolicy>(params.policy[index]);
+    filters = filters_of(params.filters, index);
+    if (strategy == VerifyStrategy::kGreedy) filters.temperature = 0.0f;
+    if (is_block_step(strategy, policy, drafts, is_greedy(filters)))
+      num_together = chain_len(drafts);
+  }
+
+  // Whether the path may lead to a row.
+  bool reaches(int32_t row) const {
+    if (row == 0) return num_rows > 0;
+    if (row >= num_rows || policy == AcceptPolicy::kRejectAll) return false;
+    return num_together > 0 ? row <= num_together : drafts.token_ids[row - 1] >= 0;
+  }
+
+  PhiloxSource uniform(const VerifyParams& params, int32_t row) const {
+    int32_t start = params.positions[batch_idx];
+    uint32_t anchor = num_together > 0 ? block_anchor(start) : 0u;
+    return {uniform_key_of(params.filters, batch_idx, start + row_depth(drafts, row), anchor)};
+  }
+
+  DraftProbs draft_probs(const VerifyParams& params, int32_t row) const {
+    int64_t begin = draft_probs_begin(params, batch_idx, row);
+    if (begin < 0) return {};
+    return {params.draft_probs + begin,
+            params.draft_prob_token_ids ? params.draft_prob_token_ids + begin : nullptr,
+            static_cast<int32_t>(params.num_draft_probs)};
+  }
+};
+
+// What the rows of block steps tell each other; entry [b, i] is about row i and the draft after it.
+struct BlockScratch {
+  GrowingArray<double> target_probs;  // of the draft
+  GrowingArray<double> draft_probs;   // of the draft
+  GrowingArray<double> weights;       // of the drafts before the row
+  GrowingArray<double> masses;        // of what is left when the two are compared
+};
+thread_local BlockScratch tls_block;
+
+// Every row's choice, then the walk along the drafts.
+// Cost:    one read of num_output_rows * vocab_size logits; with top-p a few passes in L2. A rejected
+//          row is read a second time where draft_probs are given, a block step's rows as well.
+// Assumes: output_indptr ascending within the rows, at most max_draft_tokens + 1 rows a request.
+// Order:   row/cpu/row.h; a row depends on its request's parameters and position alone.
+// Source:  Leviathan et al. 2023; Miao et al. 2024 (siblings); Sun et al. 2024 (block).
+// Threads: output rows, then the walk on the caller. A block step's rows meet twice.
+template <typename T>
+class Verifier {
+ public:
+  explicit Verifier(const VerifyParams& params)
+      : params_(params),
+        logits_(static_cast<const T*>(params.logits)),
+        capacity_(params.max_draft_tokens + 1) {}
+
+  void run() {
+    // The walk's arrays hold the choices meanwhile: request b's row i is at [b, i].
+    bool blocks = false;
+    bool may_block = params_.strategy.values != nullptr ||
+                     params_.strategy.value == static_cast<int32_t>(VerifyStrategy::kBlock);
+    for (int64_t batch_idx = 0; may_block && batch_idx < params_.batch; ++batch_idx) {
+      blocks |= VerifyRequest(params_, batch_idx).num_together > 0;
+    }
+    if (blocks) {
+      int64_t size = params_.batch * capacity_;
+      target_probs_ = tls_block.target_probs.reserve(size);
+      draft_probs_ = tls_block.draft_probs.reserve(size);
+      weights_ = tls_block.weights.reserve(size);
+      masses_ = tls_block.masses.reserve(size);
+    }
+    for_each_row([&](const VerifyRequest& request, int32_t row) { decide(request, row); });
+    if (blocks) {
+      for (int64_t batch_idx = 0; batch_idx < params_.batch; ++batch_idx) {
+        weigh_drafts(VerifyRequest(params_, batch_idx));
+      }
+      for_each_row([&](const VerifyRequest& request, int32_t row) { compare(request, row); });
+      parallel_for(params_.batch, row_grain(params_.vocab_size), [&](int64_t begin, int64_t end) {
+        for (; begin < end; ++begin) end_block(VerifyRequest(params_, begin));
+      });
+    }
+    for (int64_t batch_idx = 0; batch_idx < params_.batch; ++batch_idx) {
+      walk(VerifyRequest(params_, batch_idx));
+    }
+  }
+
+ private:
+  template <typename Visit>
+  void for_each_row(Visit&& visit) {
+    parallel_for(
+        params_.batch * capacity_, row_grain(params_.vocab_size), [&](int64_t begin, int64_t end) {
+          for (int64_t item = begin; item < end; ++item) {
+            VerifyRequest request(params_, item / capacity_);
+            int32_t row = static_cast<int32_t>(item % capacity_);
+            if (request.reaches(row)) visit(request, row);
+          }
+        });
+  }
+
+  int64_t item(const VerifyRequest& request, int32_t row) const {
+    return request.batch_idx * capacity_ + row;
+  }
+
+  bool wants_scores() const { return params_.logprobs || params_.ranks; }
+
+  TargetRow<T> target_row(const VerifyRequest& request, int32_t row_idx) const {
+    int64_t output_row = request.first + row_idx;
+    RowProcessors processors;
+    bool any = has_processors(params_.processors);
+    if (any) {
+      processors = row_processors(params_.processors,
+                                  request.batch_idx,
+                                  output_row,
+                                  params_.positions[request.batch_idx],
+                                  {request.drafts.token_ids, request.drafts.parents, row_idx - 1});
+    }
+    return TargetRow<T>(logits_ + output_row * params_.logits_stride,
+                        params_.vocab_size,
+                        request.filters,
+                        any ? &processors : nullptr,
+                        {.logprob = params_.logprobs != nullptr,
+                         .rank = params_.ranks != nullptr,
+                         .processed = params_.processed_logprobs});
+  }
+
+  void set_choice(const VerifyRequest& request,
+                  int32_t row_idx,
+                  TargetRow<T>& row,
+                  int32_t choice) {
+    int64_t at = item(request, row_idx);
+    params_.output_token_ids[at] = choice;
+    if (params_.logprobs) params_.logprobs[at] = row.logprob(token_of(choice));
+    if (params_.ranks) params_.ranks[at] = row.rank(token_of(choice));
+  }
+
+  void decide(const VerifyRequest& request, int32_t row_idx) {
+    PhiloxSource uniform = request.uniform(params_, row_idx);
+    int32_t child = next_child(request.drafts, row_idx);
+    if (row_idx < request.num_together) {
+      TargetRow<T> row = target_row(request, row_idx);
+      return meet_draft(request, row_idx, row);
+    }
+    float rate = 0.0f;
+    if (request.policy == AcceptPolicy::kSynthetic && child >= 0) {
+      rate = params_.accept_rates[request.batch_idx * params_.max_draft_tokens + child];
+    }
+    bool certain = is_greedy(request.filters);
+    int32_t draft = child >= 0 ? request.drafts.token_ids[child] : -1;
+    RowRule rule = row_rule(
+        request.strategy, request.policy, draft, params_.vocab_size, rate, certain, uniform);
+    if (rule == RowRule::kDraft && !wants_scores()) {
+      params_.output_token_ids[item(request, row_idx)] = draft;
+      return;
+    }
+    TargetRow<T> row = target_row(request, row_idx);
+    int32_t choice = choose_by_rule(
+        row, rule, request.drafts, row_idx, request.draft_probs(params_, row_idx), uniform);
+    set_choice(request, row_idx, row, rule == RowRule::kEnd ? ends_with(choice) : choice);
+  }
+
+  // Block steps: what a row says of the draft after it, as if the draft were accepted.
+  void meet_draft(const VerifyRequest& request, int32_t row_idx, TargetRow<T>& row) {
+    int64_t at = item(request, row_idx);
+    int32_t draft = request.drafts.token_ids[row_idx];
+    DraftProbs draft_probs = request.draft_probs(params_, row_idx);
+    DraftedRow<T> drafted(row.kept(), draft_probs, 1);
+    target_probs_[at] = drafted.target_prob(draft);
+    draft_probs_[at] = draft_probs.of(draft);
+    // a chosen draft leaves all other tokens, whatever the weight
+    if (draft_probs.probs == nullptr) masses_[at] = drafted.compare(1.0, draft);
+    // one past the vocabulary has no scores, and is never on the path
+    if (draft < params_.vocab_size) set_choice(request, row_idx, row, draft);
+  }
+
+  void weigh_drafts(const VerifyRequest& request) {
+    int64_t first = item(request, 0);
+    weights_[first] = 1.0;
+    for (int32_t i = 0; i < request.num_together; ++i) {
+      weights_[first + i + 1] =
+          next_block_weight(weights_[first + i], target_probs_[first + i], draft_probs_[first + i]);
+    }
+  }
+
+  void compare(const VerifyRequest& request, int32_t row_idx) {
+    if (row_idx == 0 || row_idx >= request.num_together) return;
+    int64_t at = item(request, row_idx);
+    DraftProbs draft_probs = request.draft_probs(params_, row_idx);
+    if (draft_probs.probs == nullptr) {
+      masses_[at] *= weights_[at];
+      return;
+    }
+    TargetRow<T> row = target_row(request, row_idx);
+    DraftedRow<T> drafted(row.kept(), draft_probs, 1);
+    masses_[at] = drafted.compare(weights_[at], request.drafts.token_ids[row_idx]);
+  }
+
+  // The token after the accepted drafts; after all of them the last row has chosen it.
+  void end_block(const VerifyRequest& request) {
+    if (request.num_together == 0) return;
+    int64_t first = item(request, 0);
+    auto coin = [&](int32_t i) { return request.uniform(params_, i)(Purpose::kAccept, 0); };
+    int32_t accepted =
+        block_accepted(weights_ + first, masses_ + first, request.num_together, coin);
+    if (accepted == request.num_together) return;
+    TargetRow<T> row = target_row(request, accepted);
+    DraftedRow<T> drafted(row.kept(), request.draft_probs(params_, accepted), 1);
+    drafted.compare(weights_[first + accepted], request.drafts.token_ids[accepted]);
+    int32_t token_id = drafted.draw(request.uniform(params_, accepted)(Purpose::kResidual, 0));
+    set_choice(request, accepted, row, ends_with(token_id));
+  }
+
+  void walk(const VerifyRequest& request) {
+    int64_t first = item(request, 0), node = request.batch_idx * params_.max_draft_tokens;
+    params_.num_accepted_tokens[request.batch_idx] =
+        accept_walk(request.drafts,
+                    request.num_rows,
+                    static_cast<int32_t>(capacity_),
+                    {params_.output_token_ids + first,
+                     params_.logprobs ? params_.logprobs + first : nullptr,
+                     params_.ranks ? params_.ranks + first : nullptr,
+                     params_.accepted_nodes ? params_.accepted_nodes + node : nullptr});
+  }
+
+  VerifyParams params_;
+  const T* logits_;
+  int64_t capacity_;
+  double* target_probs_ = nullptr;
+  double* draft_probs_ = nullptr;
+  double* weights_ = nullptr;
+  double* masses_ = nullptr;
+};
+
+}  // namespace
+
+void verify_cpu(const VerifyParams& params) {
+  return params.dtype == DType::kBFloat16 ? Verifier<bfloat16>(params).run()
+                                          : Verifier<float>(params).run();
+}
+
+}  // namespace specops::SPECOPS_ISA
