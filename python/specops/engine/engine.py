@@ -29,6 +29,7 @@ from specops.engine.plan import Part, Plan, described
 from specops.engine.request import Request
 from specops.engine.sampling_params import SamplingParams
 from specops.engine.scheduling.scheduler import Scheduler
+from specops.engine.speculative_config import SpeculativeConfig
 from specops.engine.steps.runner import Runner
 from specops.engine.structured import Grammar, StructuredOutput
 from specops.engine.tokenizer import Tokenizer
@@ -178,7 +179,7 @@ class Engine:
         *,
         request_id: str | None = None,
         choice_index: int = 0,
-        speculative_config: Mapping[str, object] | None = None,
+        speculative_config: Mapping[str, object] | SpeculativeConfig | None = None,
         owners: Sequence[str] = (),
     ) -> str:
         """Queues one choice of one prompt.
@@ -188,7 +189,8 @@ class Engine:
             params: its sampling parameters; `n` is the caller's affair (one call per choice).
             request_id: a name for it; made up when absent.
             choice_index: which of `n` choices this is; part of the key of its random numbers.
-            speculative_config: the request's own method, k, steps, strategy or policy.
+            speculative_config: the request's own method, k, steps, strategy or policy; or what
+                `EngineConfig.speculative_for` has made of it.
             owners: whom it belongs to, the widest first, such as a client and one of its calls.
                 Where slots are short, each owner gets an equal share of them, and of a share the
                 owners within it. Requests without owners are served in the order of arrival.

@@ -107,13 +107,18 @@ class RequestOutput:
     @property
     def sources(self) -> list[str]:
         """Who proposed each token: a drafter's name, or TARGET. Needs `drafts`."""
-        sources = [TARGET] * len(self.token_ids)
-        if self.drafts is not None:
-            for place, node in enumerate(self.drafts.accepted[: len(sources)]):
-                # A limit on the thinking may put another token in the place of an accepted draft.
-                if self.drafts.token_ids[node] == self.token_ids[place]:
-                    sources[place] = self.drafts.sources[node]
-        return sources
+        return sources_of(self.token_ids, self.drafts)
+
+
+def sources_of(token_ids: Sequence[int], drafts: StepDrafts | None) -> list[str]:
+    """Who proposed each token of a step: a drafter's name, or TARGET."""
+    sources = [TARGET] * len(token_ids)
+    if drafts is not None:
+        for place, node in enumerate(drafts.accepted[: len(sources)]):
+            # A limit on the thinking may put another token in the place of an accepted draft.
+            if drafts.token_ids[node] == token_ids[place]:
+                sources[place] = drafts.sources[node]
+    return sources
 
 
 @dataclass(frozen=True)

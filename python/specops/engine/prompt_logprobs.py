@@ -66,6 +66,28 @@ class PromptLogprobs(Sequence["TokenLogprob | None"]):
         self._tops[0][new], self._tops[1][new] = top_ids[:, :width], top_logprobs[:, :width]
         self.num_scored += len(logprobs)
 
+    def packed(self) -> tuple[int, list[bytes]]:
+        """All of it as plain data, for `unpacked`."""
+        arrays = [self.token_ids, *(self._scores or ()), *(self._tops or ())]
+        return self.num_alternatives, [one.tobytes() for one in arrays]
+
+    @classmethod
+    def unpacked(cls, packed: tuple[int, list[bytes]]) -> "PromptLogprobs":
+        """The same again, of a prompt whose tokens all have one, or none."""
+        num_alternatives, arrays = packed
+        made = cls((), num_alternatives)
+        made.token_ids = np.frombuffer(arrays[0], np.int32)
+        if len(arrays) > 1:
+            made.num_scored = count = len(made.token_ids) - 1
+            shape = count, num_alternatives
+            made._scores = np.frombuffer(arrays[1], np.float32), np.frombuffer(arrays[2], np.int32)
+            ids, logprobs = arrays[3:]
+            made._tops = (
+                np.frombuffer(ids, np.int32).reshape(shape),
+                np.frombuffer(logprobs, np.float32).reshape(shape),
+            )
+        return made
+
     def __len__(self) -> int:
         return len(self.token_ids)
 
