@@ -24,8 +24,8 @@ from specops.engine.machine import (
 )
 from specops.engine.memory.kv_cache import PagePool
 from specops.engine.models import load_model
-from specops.engine.outputs import Completion, Emitted, EngineStats, RequestOutput
-from specops.engine.plan import Part, Plan, described
+from specops.engine.outputs import Completion, EngineStats, RequestOutput
+from specops.engine.plan import Emitted, Part, Plan, described
 from specops.engine.request import Request
 from specops.engine.sampling_params import SamplingParams
 from specops.engine.scheduling.scheduler import Scheduler

@@ -8,12 +8,12 @@ from dataclasses import dataclass, field
 from specops.engine.memory.kv_cache import DraftKv
 from specops.engine.outputs import (
     Completion,
-    Emitted,
+    PromptLogprobs,
     RequestOutput,
     SpeculativeStats,
     TokenLogprob,
 )
-from specops.engine.prompt_logprobs import PromptLogprobs
+from specops.engine.plan import Emitted
 from specops.engine.sampling_params import SamplingParams
 from specops.engine.speculative_config import SpeculativeConfig
 from specops.engine.structured import GrammarState
