@@ -42,7 +42,7 @@ ENGINE_GROUPS = (
     {"draft_selection"},
     {"config"},
     {"models"},
-    {"prompt_logprobs"},
+    {"emitted", "prompt_logprobs"},
     {"plan"},
     {"sampling_params", "structured"},
     {"request"},

@@ -40,7 +40,7 @@ class PromptLogprobs(Sequence["TokenLogprob | None"]):
         num_alternatives: kept beside each token, the likeliest ones.
     """
 
-    def __init__(self, token_ids: Sequence[int], num_alternatives: int) -> None:
+    def __init__(self, token_ids: Sequence[int] | NDArray[np.int32], num_alternatives: int) -> None:
         self.token_ids: NDArray[np.int32] = np.array(token_ids, dtype=np.int32)
         self.num_alternatives = num_alternatives
         self.num_scored = 0  # tokens that have one, without the first
@@ -73,8 +73,7 @@ class PromptLogprobs(Sequence["TokenLogprob | None"]):
     def unpacked(cls, packed: tuple[int, list[bytes]]) -> "PromptLogprobs":
         """The same again, of a prompt whose tokens all have one, or none."""
         num_alternatives, arrays = packed
-        made = cls((), num_alternatives)
-        made.token_ids = np.frombuffer(arrays[0], np.int32)
+        made = cls(np.frombuffer(arrays[0], np.int32), num_alternatives)
         if len(arrays) > 1:
             made.num_scored = count = len(made.token_ids) - 1
             shape = count, num_alternatives

@@ -1,20 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A step as ids and numbers: what the scheduler has it compute, and what the runner says of it."""
+"""What a step is to compute, as ids and numbers: the scheduler's answer, which the runner takes."""
 
 import logging
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from specops.engine.draft_trees import num_chains
 from specops.engine.errors import EngineError
-from specops.engine.outputs import StepDrafts, TokenLogprob
 from specops.engine.prompt_logprobs import PromptRows
-from specops.sampling import FinishReason
 
 logger = logging.getLogger(__name__)
 
@@ -98,20 +95,6 @@ class Plan:
         if self.failed:
             self.parts[:] = [part for part in self.parts if part.request_id not in self.failed]
             self.prefixes = None  # they are of all the parts; without them, nothing is shared
-
-
-@dataclass(slots=True)
-class Emitted:
-    """What a step committed for one request; stop strings are yet to be looked for."""
-
-    token_ids: Sequence[int] = ()
-    accepted: Sequence[int] = ()  # which of its drafts
-    logprobs: list[TokenLogprob] = field(default_factory=list)  # if the request asks for them
-    drafts: StepDrafts | None = None  # likewise
-    finish_reason: FinishReason = FinishReason.RUNNING
-    stop_index: int = -1  # of the stop token or sequence that ended it
-    thinking_state: int | None = None  # as `sampling.commit` left it; None: as it was
-    prompt_scores: Sequence[Any] = ()  # of tokens of its prompt, as `PromptLogprobs.add` has them
 
 
 def described(error: BaseException) -> str:

@@ -5,6 +5,7 @@ from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from specops.engine.emitted import Emitted
 from specops.engine.memory.kv_cache import DraftKv
 from specops.engine.outputs import (
     Completion,
@@ -13,7 +14,6 @@ from specops.engine.outputs import (
     SpeculativeStats,
     TokenLogprob,
 )
-from specops.engine.plan import Emitted
 from specops.engine.sampling_params import SamplingParams
 from specops.engine.speculative_config import SpeculativeConfig
 from specops.engine.structured import GrammarState

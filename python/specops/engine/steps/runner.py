@@ -13,12 +13,13 @@ import specops
 from specops.batching import OutputMode
 from specops.engine.drafters import Proposals
 from specops.engine.drafting import Drafting
+from specops.engine.emitted import Emitted
 from specops.engine.memory.device import Device
 from specops.engine.memory.step_memory import StepMemory
 from specops.engine.memory.step_shape import StepShape, page_capacity, rounded, rung
 from specops.engine.models import Transformer
 from specops.engine.outputs import PromptScores, StepDrafts, TokenLogprob
-from specops.engine.plan import Emitted, Part, Plan, PrefixGroups
+from specops.engine.plan import Part, Plan, PrefixGroups
 from specops.engine.prompt_logprobs import PromptScorer
 from specops.engine.request import Feature, Request
 from specops.engine.steps.slot_tables import SlotTables
