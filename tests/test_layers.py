@@ -62,7 +62,7 @@ ENGINE_GROUPS = (
 # number in a commit that says for what.
 LOOP = ("engine.py", "plan.py", "request.py", "scheduling", "steps", "memory")
 APART = ("models", "drafters", "structured", "methods")
-BUDGETS = {"the loop": (3460, 16), "the engine without models, drafters and grammars": (7700, 50)}
+BUDGETS = {"the loop": (3460, 16), "the engine without models, drafters and grammars": (7750, 50)}
 
 
 def includes(path: Path) -> list[str]:
