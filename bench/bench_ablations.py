@@ -66,7 +66,9 @@ def run_ablations_cuda(bench: CudaBench) -> None:
     module = attention._C
     if not bench.rehearsal:
         variants = {"no_mma": NO_MMA}
-        module = build(variants, "common/ptx.cuh", "attention/append_attention/append_attention.cu")["no_mma"]
+        module = build(
+            variants, "common/ptx.cuh", "attention/append_attention/append_attention.cu"
+        )["no_mma"]
     for id, what, cache, q, qo_indptr, _ in _calls(bench):
         whole = cache.ours(q, qo_indptr)
         cases = {"whole": whole, "no_mma": [using(module, call) for call in whole]}

@@ -86,7 +86,10 @@ def run_attention_8bit_cuda(bench: CudaBench) -> None:
 
 # Leaves and chunks of other sizes. The product's never depend on the load; a schedule that is free
 # to choose would take the fastest of these, so that is what exactness is priced against.
-SPLITS_HEADER, SPLITS_SOURCE = "attention/append_attention/cuda/plan.cuh", "attention/append_attention/append_attention.cu"
+SPLITS_HEADER, SPLITS_SOURCE = (
+    "attention/append_attention/cuda/plan.cuh",
+    "attention/append_attention/append_attention.cu",
+)
 FREE_SPLITS = {
     "leaf512": constants(kLeafTokens=512, kChunkLeaves=4),
     "leaf2048": constants(kLeafTokens=2048, kChunkLeaves=1),

@@ -134,7 +134,7 @@ class FakeEngine:
         *,
         request_id: str | None = None,
         choice_index: int = 0,
-        speculative_config: Mapping[str, object] | None = None,
+        speculative_config: Mapping[str, object] | SpeculativeConfig | None = None,
         owners: Sequence[str] = (),
     ) -> str:
         self._check_thread()
@@ -151,7 +151,7 @@ class FakeEngine:
         self.owners.add(tuple(owners))
         config = self.config.speculative_config
         if speculative_config is not None:
-            config = config.override(speculative_config)
+            config = self.config.speculative_for(speculative_config, self.runnable_methods)
         self._waiting.append(
             _Request(
                 id=request_id,

@@ -85,10 +85,10 @@ class Server:
         return {re.sub(r'model_name="[^"]*",?', "", name): float(value) for name, value in pairs}
 
     def megabytes(self) -> float:
-        status = Path(f"/proc/{self.process.pid}/status").read_text()
-        found = re.search(r"VmRSS:\s+(\d+)", status)
-        assert found is not None
-        return int(found[1]) / 1024
+        """Of the server and its engine."""
+        own = ("process_resident_memory_bytes", "engine_process_resident_memory_bytes")
+        found = self.metrics()
+        return sum(found.get(name, 0.0) for name in own) / 2**20
 
     def settle(self) -> None:
         """Waits until nothing runs and no page is held."""

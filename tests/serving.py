@@ -41,14 +41,23 @@ def serving(engine: Any, *, drain_timeout: int = 5, **options: Any) -> Iterator[
     """Serves `engine` in a thread until the block ends; what then runs gets `drain_timeout` s."""
     for name in STACK:
         pytest.importorskip(name)
-    import uvicorn
     from specops.server import make_app
     from specops.server.chat import ChatFormat
-    from specops.server.connections import bounded_protocol
+    from specops.service.thread import ThreadClient
 
     if isinstance(engine, FakeEngine):
         options.setdefault("chat_format", ChatFormat(CHAT))
-    app = make_app(engine, **options)
+    app = make_app(ThreadClient(engine), engine.tokenizer, **options)
+    with serving_app(app, drain_timeout=drain_timeout) as url:
+        yield Served(engine, url)
+
+
+@contextlib.contextmanager
+def serving_app(app: Any, *, drain_timeout: int = 5) -> Iterator[str]:
+    """Serves an application in a thread until the block ends; yields where."""
+    import uvicorn
+    from specops.server.connections import bounded_protocol
+
     config = uvicorn.Config(
         app,
         port=0,
@@ -65,7 +74,7 @@ def serving(engine: Any, *, drain_timeout: int = 5, **options: Any) -> Iterator[
     try:
         wait_for(lambda: server.started)
         port = server.servers[0].sockets[0].getsockname()[1]
-        yield Served(engine, f"http://127.0.0.1:{port}")
+        yield f"http://127.0.0.1:{port}"
     finally:
         server.should_exit = True
         thread.join(timeout=10)

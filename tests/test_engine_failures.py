@@ -31,7 +31,8 @@ from specops.engine.drafters.ngram import _NgramStep
 from specops.engine.drafters.recurrent import RecurrentStep
 from specops.engine.drafters.suffix import SuffixDrafter
 from specops.engine.models import Transformer
-from specops.engine.prompt_logprobs import PromptLogprobs, PromptScorer
+from specops.engine.outputs import PromptLogprobs
+from specops.engine.prompt_logprobs import PromptScorer
 from specops.engine.request import Request
 from specops.engine.scheduling.scheduler import Scheduler
 from specops.engine.steps.runner import Runner

@@ -556,7 +556,7 @@ def test_the_server_saves_when_it_ends_and_when_it_is_idle(
         cold = ask(served.url)
         assert not file.exists()
     assert file.exists()
-    monkeypatch.setattr("specops.server.engine_thread._SAVE_SECONDS", 0.01)
+    monkeypatch.setattr("specops.service.loop._SAVE_SECONDS", 0.01)
     with serving(make(model_dir, suffix_cache=str(file))) as served:
         warm = ask(served.url)
         wait_for(lambda: not served.engine.has_unsaved_drafters)
@@ -586,4 +586,5 @@ def test_a_server_that_cannot_save_goes_on(
 
 def test_gauges_of_an_engine_without_suffix_decoding() -> None:
     metrics = pytest.importorskip("specops.server.metrics")
-    assert b"specops:suffix_cache_tokens" in metrics.Metrics(FakeEngine()).render()
+    client = pytest.importorskip("specops.service.thread").ThreadClient(FakeEngine())
+    assert b"specops:suffix_cache_tokens" in metrics.Metrics(client).render()

@@ -21,6 +21,16 @@ FAMILIES = ("batching", "attention", "dense", "sampling", "suffix_tree")
 SHARED = {"gemm": ("dense",)}
 SERVER_STACK = ("fastapi", "uvicorn", "pydantic", "prometheus_client", "starlette", "jinja2")
 OPTIONAL = ("llguidance",)
+# All that a server imports of the engine: the door, and data that has no engine in it.
+DOOR = (
+    *("specops.service.client.", "specops.service.messages."),
+    *(
+        f"specops.engine.{name}."
+        for name in ("errors", "outputs", "sampling_params", "structured", "tokenizer")
+    ),
+)
+UNSAFE = {"pickle", "marshal", "shelve", "dill", "cloudpickle", "multiprocessing"}
+
 # The other commands' modules import without torch.
 CLI_WITH_ENGINE = {
     *("comparison.py", "complete.py", "exactness.py", "options.py", "serve.py"),
@@ -34,7 +44,7 @@ ENGINE_GROUPS = (
     {"draft_selection"},
     {"config"},
     {"models"},
-    {"prompt_logprobs"},
+    {"emitted", "prompt_logprobs"},
     {"plan"},
     {"sampling_params", "structured"},
     {"request"},
@@ -271,12 +281,23 @@ def test_imports(path: Path) -> None:
         return
     assert not any(name.startswith("specops.cli") for name in ours), "the command stands above all"
     assert "vllm" not in top and not any(name.startswith("specops.vllm") for name in ours)
-    if inside.parts[0] in ("engine", "server"):
+    if inside.parts[0] in ("engine", "server", "service"):
         assert not any(name.startswith("specops._C") for name in ours), "only ops touch _C"
         assert inside.parts[0] == "server" or not any(
             name.startswith("specops.server") or name.split(".")[0] in SERVER_STACK
             for name in names
         ), "the engine runs without a server"
+        above = any(name.startswith("specops.service") for name in ours) or "msgspec" in top
+        assert inside.parts[0] != "engine" or not above, "the engine knows no door"
+        assert not top & UNSAFE, "what crosses the door is data"
+        if inside.parts[0] == "server":
+            beyond = {
+                name
+                for name in ours
+                if name.startswith(("specops.engine", "specops.service"))
+                and not name.startswith(DOOR)
+            }
+            assert not beyond, "a server knows its engine by a client, and plain data"
         return
     assert not any(name.startswith("specops.engine") for name in ours), "ops do not know the engine"
     assert not top & {"numpy", *SERVER_STACK}
@@ -335,7 +356,7 @@ def test_the_engine_imports_in_no_circle() -> None:
     "path",
     [
         path
-        for folder in ("cli", "engine", "server", "vllm")
+        for folder in ("cli", "engine", "server", "service", "vllm")
         for path in sources(PACKAGE / folder, ".py")
     ],
     ids=relative,
@@ -552,6 +573,18 @@ import specops.engine
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
+
+
+def test_a_server_reads_nothing_of_an_engine() -> None:
+    """No name in server/ stands for one; and its process need not load torch."""
+    for path in sources(PACKAGE / "server", ".py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            name = getattr(node, "id", getattr(node, "attr", getattr(node, "arg", None)))
+            assert name not in ("engine", "_engine", "Engine"), path
+    code = "import sys; sys.modules['torch'] = None; import specops.server, specops.cli.serve"
+    code += "; import specops.service.process"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0 or "No module named 'fastapi'" in done.stderr, done.stderr
 
 
 def circles(modules: dict[str, set[str]]) -> list[str]:

@@ -23,7 +23,7 @@ MOST = {name: 3 for name in MAX_LISTS}
 
 def outcome(body: bytes) -> Any:
     """What becomes of a body: the refusal, or the request and its prompts."""
-    engine: Any = SimpleNamespace(_engine=SimpleNamespace(max_model_len=MAX_IDS))
+    engine: Any = SimpleNamespace(_capabilities=SimpleNamespace(max_model_len=MAX_IDS))
     try:
         request = parse(CompletionRequest, body, MAX_IDS)
         Generation._check_lengths(engine, request)

@@ -402,7 +402,8 @@ def test_bytes_are_those_of_layers_that_see_all(tmp_path: Path) -> None:
     token_bytes = 2 * BASE["num_key_value_heads"] * BASE["head_dim"] * 2
     num_bytes = saved * token_bytes * BASE["num_hidden_layers"]
     assert watched.engine.stats.cascade_saved_bytes == num_bytes > 0
-    text = metrics.Metrics(watched.engine).render().decode()
+    client = pytest.importorskip("specops.service.thread").ThreadClient(watched.engine)
+    text = metrics.Metrics(client).render().decode()
     (line,) = [one for one in text.splitlines() if one.startswith("specops:cascade_saved_bytes_t")]
     assert float(line.split()[-1]) == num_bytes
 

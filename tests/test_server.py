@@ -50,10 +50,11 @@ from specops.engine.models import Transformer
 from specops.server import Access
 from specops.server.answers import TextAnswer
 from specops.server.chat import ChatFormat
-from specops.server.engine_thread import EngineThread
+from specops.server.dispatch import Dispatch
 from specops.server.jobs import Job
 from specops.server.metrics import Metrics
 from specops.server.protocol import ChatCompletionRequest, CompletionRequest, parse
+from specops.service.thread import ThreadClient
 
 TESTS = Path(__file__).parent
 HTTP = httpx.Client(timeout=30)
@@ -1225,7 +1226,7 @@ def test_metrics_are_not_spelt_more_often_than_ten_times_a_second(
 ) -> None:
     now = 1000.0
     monkeypatch.setattr("time.monotonic", lambda: now)
-    metrics = Metrics(FakeEngine())  # type: ignore[arg-type]
+    metrics = Metrics(ThreadClient(FakeEngine()))  # type: ignore[arg-type]
     texts = []
     for _ in range(12):
         metrics.answer("GET", "/", 200)
@@ -1591,9 +1592,9 @@ def test_a_call_with_many_choices_lets_others_in(
         alone = post(served, "completions", many).json()["choices"]
         before = engine.stats.num_preemptions
         arrived, ended = threading.Event(), []
-        submit, step, completion = EngineThread.submit, engine.step, engine.completion
+        submit, step, completion = Dispatch.submit, engine.step, engine.completion
 
-        async def submitting(self: EngineThread, job: Job) -> None:
+        async def submitting(self: Dispatch, job: Job) -> None:
             if job.params.n == 1:
                 asyncio.get_running_loop().call_soon(arrived.set)  # once it is on its way
             await submit(self, job)
@@ -1607,7 +1608,7 @@ def test_a_call_with_many_choices_lets_others_in(
             ended.append(completion(request_id))
             return ended[-1]
 
-        monkeypatch.setattr(EngineThread, "submit", submitting)
+        monkeypatch.setattr(Dispatch, "submit", submitting)
         monkeypatch.setattr(engine, "step", stepping)
         monkeypatch.setattr(engine, "completion", completing)
         with concurrent.futures.ThreadPoolExecutor(1) as pool:
@@ -1633,10 +1634,13 @@ import sys
 from fake_engine import FakeEngine
 from specops.server import listen, make_app, serve
 from specops.server.hosts import Access
+from specops.service.thread import ThreadClient
 listener = listen("127.0.0.1", int(sys.argv[1]))
 apart = listen("127.0.0.1", int(sys.argv[2])) if sys.argv[2:] else None
 access = Access(allowed_hosts=["127.0.0.1", "x", "somebody"])
-app = make_app(FakeEngine(step_seconds=0.02), metrics_apart=apart is not None, access=access)
+engine = FakeEngine(step_seconds=0.02)
+client = ThreadClient(engine)
+app = make_app(client, engine.tokenizer, metrics_apart=apart is not None, access=access)
 limits = {"header_timeout": 2, "max_connections": 40}
 serve(app, listener, drain_timeout=20, log_level="warning", metrics_listener=apart, **limits)
 """

@@ -2,11 +2,10 @@
 # ruff: noqa: E402  (where the server's packages are missing, nothing else is imported)
 """Constrained output over HTTP: OpenAI's field and vLLM's, refusals, and who waits for whom."""
 
-import asyncio
+import concurrent.futures
 import json
 import re
 import threading
-import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -22,10 +21,8 @@ import openai
 from schemas import BY_HAND, bounded, record
 from serving import Served, serving, wait_for
 from specops.engine import Engine, EngineConfig, SpeculativeConfig, StructuredOutput
-from specops.engine.sampling_params import SamplingParams
-from specops.server import structured
-from specops.server.api_error import ApiError
-from specops.server.structured import Compiling
+from specops.server import generation
+from specops.service import loop
 
 # What the prompt asks for begins with the trigger.
 TAGS = {
@@ -280,7 +277,7 @@ def test_a_grammar_that_takes_long_holds_up_nobody(
         return compile_it(wanted)
 
     monkeypatch.setattr(served.engine, "compile_structured_output", slowly)
-    monkeypatch.setattr(structured, "_MAX_SECONDS", 1.0)
+    monkeypatch.setattr(generation, "_COMPILE_SECONDS", 1.0)
     answers: list[httpx.Response] = []
     slow = threading.Thread(
         target=lambda: answers.append(complete(served, structured_outputs={"regex": "slow"}))
@@ -303,27 +300,31 @@ def test_a_grammar_that_takes_long_holds_up_nobody(
     wait_for(lambda: complete(served, structured_outputs={"regex": "slow"}).status_code == 200)
 
 
-def test_too_many_grammars_that_wait_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Slow:
-        def compile_structured_output(self, wanted: StructuredOutput) -> None:
-            time.sleep(0.2)
+def test_too_many_grammars_that_wait_are_refused(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compile_it, may_end = served.engine.compile_structured_output, threading.Event()
 
-    async def ask() -> list[Any]:
-        compiling = Compiling(Slow())  # type: ignore[arg-type]
-        params = [
-            SamplingParams(structured_output=StructuredOutput(regex=f"a{i}")) for i in range(5)
-        ]
-        first = [asyncio.ensure_future(compiling.compile(one, "it")) for one in params[:3]]
-        await asyncio.sleep(0.01)
-        more = await asyncio.gather(compiling.compile(params[3], "it"), return_exceptions=True)
-        await asyncio.gather(*first)
-        assert await compiling.compile(SamplingParams(), "it") is None
-        await compiling.compile(params[4], "it")
-        return more
+    def slowly(wanted: StructuredOutput) -> Any:
+        assert may_end.wait(30)
+        return compile_it(wanted)
 
-    monkeypatch.setattr(structured, "_MAX_WAITING", 3)
-    (refused,) = asyncio.run(ask())
-    assert isinstance(refused, ApiError) and refused.status == 429
+    def ask(number: int) -> int:
+        form = {"regex": f"a{{{number + 1}}}"}
+        return complete(served, structured_outputs=form, max_tokens=8).status_code
+
+    monkeypatch.setattr(served.engine, "compile_structured_output", slowly)
+    monkeypatch.setattr(loop, "_MAX_COMPILING", 3)
+    with concurrent.futures.ThreadPoolExecutor(4) as pool:
+        asked = [pool.submit(ask, number) for number in range(4)]
+        done, waiting = concurrent.futures.wait(
+            asked, 10, return_when=concurrent.futures.FIRST_COMPLETED
+        )
+        assert [one.result() for one in done] == [429] and len(waiting) == 3
+        assert complete(served, max_tokens=4).status_code == 200, "it is nobody else's affair"
+        may_end.set()
+        assert [one.result() for one in waiting] == [200] * 3
+    assert ask(9) == 200
 
 
 def test_many_schemas_at_once(served: Served) -> None:

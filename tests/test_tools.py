@@ -37,6 +37,7 @@ from specops.server.call_forms import (
 )
 from specops.server.chat import ChatFormat
 from specops.server.tools import Tool, calls_wanted
+from specops.service.thread import ThreadClient
 from tokenizers import AddedToken
 
 # As Qwen's: tools in the system's message, calls between tags, answers as the user's.
@@ -168,7 +169,8 @@ def test_templates_tell_how_calls_are_written(source: str, form: CallForm | None
 
 def test_the_flag_goes_before_the_template(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="tool_call_parser must be one of hermes, llama3_json, mi"):
-        make_app(FakeEngine(), tool_call_parser="pythonic")
+        engine = FakeEngine()
+        make_app(ThreadClient(engine), engine.tokenizer, tool_call_parser="pythonic")  # type: ignore[arg-type]
     (tmp_path / "chat_template.jinja").write_text("{{ tools }}")
     chat = ChatFormat.from_dir(tmp_path, {}, call_form=MISTRAL)
     assert chat.call_form is MISTRAL

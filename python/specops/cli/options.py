@@ -135,6 +135,19 @@ def _add_sizes(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def plain_settings(args: argparse.Namespace) -> dict[str, Any]:
+    """The options that were given, as `EngineConfig.from_plain` takes them.
+
+    Args:
+        args: as a parser with these options, or some of them, reads them.
+    """
+    return {
+        field.name: getattr(args, field.name)
+        for field in fields(EngineConfig)
+        if getattr(args, field.name, None) is not None
+    }
+
+
 def engine_settings(args: argparse.Namespace) -> dict[str, Any]:
     """The arguments of EngineConfig: the options that were given.
 
@@ -144,11 +157,7 @@ def engine_settings(args: argparse.Namespace) -> dict[str, Any]:
     Raises:
         ValueError: the speculative configuration is none.
     """
-    settings: dict[str, Any] = {
-        field.name: getattr(args, field.name)
-        for field in fields(EngineConfig)
-        if getattr(args, field.name, None) is not None
-    }
+    settings = plain_settings(args)
     if settings.get("speculative_config") is not None:
         settings["speculative_config"] = SpeculativeConfig.from_json(args.speculative_config)
     return settings

@@ -5,20 +5,27 @@
 """
 
 import argparse
+import contextlib
 import json
 import logging
 import os
 import socket
 import sys
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-from specops.cli import exactness
 from specops.cli.config_file import arguments_of
-from specops.cli.options import add_engine_options, engine_settings
+from specops.cli.options import add_engine_options, engine_settings, plain_settings
 from specops.engine.config import EngineConfig
-from specops.engine.contract import OPTIONS, contract_of
-from specops.engine.engine import Engine
+from specops.engine.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from fastapi import FastAPI
+
+    from specops.service.client import EngineClient
+    from specops.service.process import EngineProcess
 
 _PROGRAM = "python -m specops.engine"
 
@@ -49,6 +56,8 @@ def _parser(program: str = _PROGRAM) -> argparse.ArgumentParser:
 
 def _contract_parser(program: str) -> argparse.ArgumentParser:
     """The server's, so that its command line can be given as it is; help tells what matters."""
+    from specops.engine.contract import OPTIONS
+
     parser = _parser(program)
     parser.description = (
         "Prints what the bits of a server with these options depend on, and a digest of it."
@@ -108,6 +117,12 @@ def _add_server_options(parser: argparse.ArgumentParser) -> None:
         "several times for several, * for any (default: none)",
     )
     _add_limits(parser)
+    add(
+        "--in-process",
+        action="store_true",
+        help="run the engine in a thread of the server rather than in a process of its own, for "
+        "debugging: nothing starts it again when it dies (default: a process)",
+    )
     add(
         "--log-level",
         choices=("debug", "info", "warning", "error"),
@@ -171,54 +186,97 @@ def serve(given: Sequence[str], program: str) -> int:
     except ValueError as error:
         return _fail(str(error))
     logging.basicConfig(level=args.log_level.upper(), format="%(levelname)s %(name)s: %(message)s")
-    try:
+    with contextlib.ExitStack() as stack:
+        try:
+            settings = plain_settings(args)
+            config = EngineConfig.from_plain(settings)
+            process = None
+            if not args.in_process:  # it loads while everything else is made ready
+                process = _process(settings, args.log_level)
+                stack.callback(process.kill)
+            app, options = _app(args, config, process)
+        except ModuleNotFoundError as error:
+            return _fail(
+                f"the server needs {error.name}, which is not installed: "
+                "pip install 'specops[server]'"
+            )
+        except ValueError as error:
+            return _fail(str(error))
         from specops import server
-    except ModuleNotFoundError as error:
-        return _fail(
-            f"the server needs {error.name}, which is not installed: pip install 'specops[server]'"
-        )
-    try:
-        settings = engine_settings(args)
-        _check_limits(args)
-        api_keys = _api_keys(args.api_key, args.api_key_file)
-        listener, metrics_listener = _listeners(args)  # before the model, which takes longer
-        own = server.default_hosts(listener.getsockname()[0], has_keys=bool(api_keys))
-        access = server.Access(
-            args.allowed_hosts or own, args.allowed_origins, args.forwarded_allow_ips
-        )
-        engine = Engine(EngineConfig(**settings))
-        app = server.make_app(
-            engine,
-            api_keys=api_keys,
-            max_body_bytes=args.max_body_bytes,
-            body_timeout=args.body_timeout,
-            metrics_apart=metrics_listener is not None,
-            tool_call_parser=args.tool_call_parser,
-            access=access,
-        )
-    except ValueError as error:
-        return _fail(str(error))
-    _say_where(engine, args.host, listener.getsockname()[1])
-    server.serve(
-        app,
-        listener,
-        drain_timeout=args.drain_timeout,
-        log_level=args.log_level,
-        max_connections=args.max_connections,
-        header_timeout=args.header_timeout,
-        metrics_listener=metrics_listener,
-    )
+
+        server.serve(app, **options)
     return 0
 
 
-def _say_where(engine: Engine, host: str, port: int) -> None:
-    speculative = engine.config.speculative_config
+def _process(settings: dict[str, Any], log_level: str) -> "EngineProcess":
+    from specops.service.process import EngineProcess
+    from specops.service.wire import Setup
+
+    return EngineProcess(Setup(settings, log_level))
+
+
+def _app(
+    args: argparse.Namespace, config: EngineConfig, process: "EngineProcess | None"
+) -> "tuple[FastAPI, dict[str, Any]]":
+    """What is served, and how.
+
+    Raises:
+        ModuleNotFoundError: a package that the server needs is not installed.
+        ValueError: an option is invalid, or the engine cannot be made.
+    """
+    from specops import server
+
+    _check_limits(args)
+    api_keys = _api_keys(args.api_key, args.api_key_file)
+    listener, metrics_listener = _listeners(args)  # before the model, which takes longer
+    own = server.default_hosts(listener.getsockname()[0], has_keys=bool(api_keys))
+    access = server.Access(
+        args.allowed_hosts or own, args.allowed_origins, args.forwarded_allow_ips
+    )
+    with ThreadPoolExecutor(1) as pool:
+        tokenizer = pool.submit(Tokenizer.from_dir, config.model_dir)  # while the engine loads
+        client = _client(config, process)  # whose mistakes are told first
+    app = server.make_app(
+        client,
+        tokenizer.result(),
+        api_keys=api_keys,
+        max_body_bytes=args.max_body_bytes,
+        body_timeout=args.body_timeout,
+        metrics_apart=metrics_listener is not None,
+        tool_call_parser=args.tool_call_parser,
+        access=access,
+    )
+    _say_where(client, args.host, listener.getsockname()[1])
+    return app, {
+        "listener": listener,
+        "drain_timeout": args.drain_timeout,
+        "log_level": args.log_level,
+        "max_connections": args.max_connections,
+        "header_timeout": args.header_timeout,
+        "metrics_listener": metrics_listener,
+    }
+
+
+def _client(config: EngineConfig, process: "EngineProcess | None") -> "EngineClient":
+    """The engine, in the process or in this one."""
+    if process is not None:
+        from specops.service.process import ProcessClient
+
+        return ProcessClient(process)
+    from specops.engine.engine import Engine
+    from specops.service.thread import ThreadClient
+
+    return ThreadClient(Engine(config))
+
+
+def _say_where(client: "EngineClient", host: str, port: int) -> None:
+    capabilities = client.capabilities
     logging.getLogger(__name__).info(
         "%s on %s with method %s, k = %d; the page is at http://%s:%d/",
-        engine.model_name,
-        engine.device,
-        speculative.method,
-        speculative.num_speculative_tokens,
+        capabilities.model_name,
+        capabilities.device,
+        capabilities.speculative_config["method"],
+        capabilities.speculative_config["num_speculative_tokens"],
         host,
         port,
     )
@@ -256,6 +314,9 @@ def _listeners(args: argparse.Namespace) -> tuple[socket.socket, socket.socket |
 
 def contract(given: Sequence[str], program: str) -> int:
     """Prints what the bits of an engine with these options depend on; returns the exit code."""
+    from specops.engine.contract import contract_of
+    from specops.engine.engine import Engine
+
     try:
         args = _read(_contract_parser(program), given)
         engine = Engine(EngineConfig(**engine_settings(args)))
@@ -301,9 +362,15 @@ def _api_keys(given: Sequence[str], file: str | None) -> list[str]:
     return [key.strip() for _, key in keys]
 
 
+def _verify_exactness(given: Sequence[str], program: str) -> int:
+    from specops.cli import exactness  # which loads torch: a server's own process does not
+
+    return exactness.main(given, program)
+
+
 def _fail(message: str) -> int:
     print(f"specops: {message}", file=sys.stderr)
     return 2
 
 
-_COMMANDS = {"verify-exactness": exactness.main, "contract": contract}
+_COMMANDS = {"verify-exactness": _verify_exactness, "contract": contract}

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """A minimal decoding engine composed of the specops ops; `python -m specops.engine` serves it."""
 
+from typing import TYPE_CHECKING, Any
+
 from specops.engine.config import EngineConfig
-from specops.engine.engine import Engine
 from specops.engine.errors import ContextOverflow, EngineError, ModelError, QueueFull
 from specops.engine.outputs import (
     Completion,
@@ -14,6 +15,9 @@ from specops.engine.outputs import (
 from specops.engine.sampling_params import SamplingParams
 from specops.engine.speculative_config import SpeculativeConfig
 from specops.engine.structured import StructuredOutput
+
+if TYPE_CHECKING:
+    from specops.engine.engine import Engine
 
 __all__ = [
     "Completion",
@@ -31,3 +35,13 @@ __all__ = [
     "StructuredOutput",
     "TokenLogprob",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """Imports the engine when it is asked for: a server has no use for torch, which takes long."""
+    if name != "Engine":
+        raise AttributeError(f"module 'specops.engine' has no attribute {name!r}")
+    from specops.engine.engine import Engine
+
+    globals()[name] = Engine
+    return Engine

@@ -52,7 +52,7 @@ class Admission:
         *,
         request_id: str | None,
         choice_index: int,
-        speculative_config: Mapping[str, object] | None,
+        speculative_config: Mapping[str, object] | SpeculativeConfig | None,
         owners: Sequence[str],
         taken: Collection[str],
     ) -> Request:

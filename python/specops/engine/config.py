@@ -4,6 +4,7 @@
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 from specops.engine.methods import METHODS, NAIVE, Method, checks, default_method
 from specops.engine.speculative_config import SpeculativeConfig
@@ -112,6 +113,18 @@ class EngineConfig:
     suffix_corpus: str | None = None
     suffix_cache: str | None = None
 
+    @classmethod
+    def from_plain(cls, settings: Mapping[str, Any]) -> "EngineConfig":
+        """Makes one of plain data, as on a command line: speculative_config is JSON.
+
+        Raises:
+            ValueError: a value is invalid.
+        """
+        given = dict(settings)
+        if "speculative_config" in given:
+            given["speculative_config"] = SpeculativeConfig.from_json(given["speculative_config"])
+        return cls(**given)
+
     def __post_init__(self) -> None:
         if not isinstance(self.speculative_config, SpeculativeConfig):
             raise ValueError(
@@ -185,14 +198,15 @@ class EngineConfig:
 
     def speculative_for(
         self,
-        override: Mapping[str, object] | None,
+        override: Mapping[str, object] | SpeculativeConfig | None,
         methods: Collection[str],
         missing: Mapping[str, str] | None = None,
     ) -> SpeculativeConfig:
         """Returns what a request with this `speculative_config` of its own runs with.
 
         Args:
-            override: the request's own choices; None for the engine's configuration.
+            override: the request's own choices; None for the engine's configuration; or what this
+                has returned before.
             methods: the methods the engine can run.
             missing: why it cannot run others, by method, in words for whoever sent the request.
 
@@ -200,6 +214,8 @@ class EngineConfig:
             ValueError: the object has a key a request may not set, a value is invalid, or the
                 engine cannot run it.
         """
+        if isinstance(override, SpeculativeConfig):
+            return override
         chosen = self.speculative_config
         if override is not None:
             chosen = chosen.override(

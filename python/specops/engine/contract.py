@@ -52,7 +52,7 @@ def contract_of(engine: Engine) -> dict[str, Any]:
     facts: dict[str, Any] = {
         "specops": specops.__version__,
         "kernels": specops.runtime.build_facts(),
-        "torch": torch.__version__,
+        "torch": str(torch.__version__),  # a plain text, not torch's kind of one
         "device": _device(engine.device),
         "model": {
             "digest": _model_digest(Path(config.model_dir), config.load_format),

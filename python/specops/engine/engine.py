@@ -13,6 +13,7 @@ from specops.engine.admission import Admission
 from specops.engine.config import EngineConfig
 from specops.engine.drafters import Drafter, DrafterContext
 from specops.engine.drafting import Drafting
+from specops.engine.emitted import Emitted
 from specops.engine.errors import EngineError, ModelError, QueueFull
 from specops.engine.machine import (
     FREE_ROWS,
@@ -22,11 +23,12 @@ from specops.engine.machine import (
 )
 from specops.engine.memory.kv_cache import PagePool
 from specops.engine.models import load_model
-from specops.engine.outputs import Completion, Emitted, EngineStats, RequestOutput
+from specops.engine.outputs import Completion, EngineStats, RequestOutput
 from specops.engine.plan import Part, Plan, described
 from specops.engine.request import Request
 from specops.engine.sampling_params import SamplingParams
 from specops.engine.scheduling.scheduler import Scheduler
+from specops.engine.speculative_config import SpeculativeConfig
 from specops.engine.step_costs import measure_steps
 from specops.engine.steps.runner import Runner
 from specops.engine.structured import Grammar, StructuredOutput
@@ -195,7 +197,7 @@ class Engine:
         *,
         request_id: str | None = None,
         choice_index: int = 0,
-        speculative_config: Mapping[str, object] | None = None,
+        speculative_config: Mapping[str, object] | SpeculativeConfig | None = None,
         owners: Sequence[str] = (),
     ) -> str:
         """Queues one choice of one prompt.
@@ -205,7 +207,7 @@ class Engine:
             params: its sampling parameters; `n` is the caller's affair (one call per choice).
             request_id: a name for it; made up when absent.
             choice_index: which of `n` choices this is; part of the key of its random numbers.
-            speculative_config: the request's own method, k, steps, strategy or policy.
+            speculative_config: the request's own choices, or what `speculative_for` made of them.
             owners: whom it belongs to, the widest first, such as a client and one of its calls.
                 Where slots are short, each owner gets an equal share of them, and of a share the
                 owners within it. Requests without owners are served in the order of arrival.

@@ -3,9 +3,10 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeAlias, overload
 
-from specops.sampling import FinishReason
+import numpy as np
+from numpy.typing import NDArray
 
 TARGET = "target"  # proposed by nobody: the model's own token. No drafter has this name
 
@@ -21,6 +22,94 @@ class TokenLogprob:
     logprob: float
     alternatives: tuple[tuple[int, float], ...] = ()  # (token id, logprob), likeliest first
     rank: int = 0  # 1 + how many tokens had a greater logit of the same kind
+
+
+# Of the next tokens of a prompt: logprobs [tokens]; ranks [tokens], 1 + how many logits were
+# greater; ids of the likeliest tokens [tokens, at least as many as are kept], and their logprobs.
+PromptScores: TypeAlias = Sequence[NDArray[Any]]
+
+
+class PromptLogprobs(Sequence["TokenLogprob | None"]):
+    """What the model made of each token of a prompt, given those before it.
+
+    The first entry is None: nothing stands before the first token. An entry takes 8 bytes and 8
+    for each alternative, since prompts are long.
+
+    Args:
+        token_ids: the prompt.
+        num_alternatives: kept beside each token, the likeliest ones.
+    """
+
+    def __init__(self, token_ids: Sequence[int] | NDArray[np.int32], num_alternatives: int) -> None:
+        self.token_ids: NDArray[np.int32] = np.array(token_ids, dtype=np.int32)
+        self.num_alternatives = num_alternatives
+        self.num_scored = 0  # tokens that have one, without the first
+        self._scores: tuple[NDArray[np.float32], NDArray[np.int32]] | None = None
+        self._tops: tuple[NDArray[np.int32], NDArray[np.float32]] | None = None
+
+    @property
+    def num_missing(self) -> int:
+        """Tokens that have none yet, without the first."""
+        return len(self.token_ids) - 1 - self.num_scored
+
+    def add(self, scores: PromptScores) -> None:
+        """Adds those of the next tokens."""
+        logprobs, ranks, top_ids, top_logprobs = scores
+        count, width = len(self.token_ids) - 1, self.num_alternatives
+        if self._scores is None or self._tops is None:  # not before the prompt's turn has come
+            self._scores = np.empty(count, np.float32), np.empty(count, np.int32)
+            self._tops = np.empty((count, width), np.int32), np.empty((count, width), np.float32)
+        new = slice(self.num_scored, self.num_scored + len(logprobs))
+        self._scores[0][new], self._scores[1][new] = logprobs, ranks
+        self._tops[0][new], self._tops[1][new] = top_ids[:, :width], top_logprobs[:, :width]
+        self.num_scored += len(logprobs)
+
+    def packed(self) -> tuple[int, list[bytes]]:
+        """All of it as plain data, for `unpacked`."""
+        arrays = [self.token_ids, *(self._scores or ()), *(self._tops or ())]
+        return self.num_alternatives, [one.tobytes() for one in arrays]
+
+    @classmethod
+    def unpacked(cls, packed: tuple[int, list[bytes]]) -> "PromptLogprobs":
+        """The same again, of a prompt whose tokens all have one, or none."""
+        num_alternatives, arrays = packed
+        made = cls(np.frombuffer(arrays[0], np.int32), num_alternatives)
+        if len(arrays) > 1:
+            made.num_scored = count = len(made.token_ids) - 1
+            shape = count, num_alternatives
+            made._scores = np.frombuffer(arrays[1], np.float32), np.frombuffer(arrays[2], np.int32)
+            ids, logprobs = arrays[3:]
+            made._tops = (
+                np.frombuffer(ids, np.int32).reshape(shape),
+                np.frombuffer(logprobs, np.float32).reshape(shape),
+            )
+        return made
+
+    def __len__(self) -> int:
+        return len(self.token_ids)
+
+    @overload
+    def __getitem__(self, index: int) -> TokenLogprob | None: ...
+    @overload
+    def __getitem__(self, index: slice) -> "list[TokenLogprob | None]": ...
+
+    def __getitem__(self, index: int | slice) -> "TokenLogprob | list[TokenLogprob | None] | None":
+        """The entry of a token, or those of several."""
+        if isinstance(index, slice):
+            return [self[one] for one in range(*index.indices(len(self)))]
+        if not -len(self) <= index < len(self):
+            raise IndexError(index)
+        row = index % len(self) - 1
+        if row < 0 or self._scores is None or self._tops is None:
+            return None
+        logprobs, ranks = self._scores
+        ids, values = (one[row].tolist() for one in self._tops)
+        return TokenLogprob(
+            int(self.token_ids[row + 1]),
+            float(logprobs[row]),
+            tuple(zip(ids, values, strict=True)),
+            int(ranks[row]),
+        )
 
 
 @dataclass
@@ -75,20 +164,6 @@ class StepDrafts:
     accepted: list[int]
 
 
-@dataclass(slots=True)
-class Emitted:
-    """What a step committed for one request; stop strings are yet to be looked for."""
-
-    token_ids: Sequence[int] = ()
-    accepted: Sequence[int] = ()  # which of its drafts
-    logprobs: list[TokenLogprob] = field(default_factory=list)  # if the request asks for them
-    drafts: StepDrafts | None = None  # likewise
-    finish_reason: FinishReason = FinishReason.RUNNING
-    stop_index: int = -1  # of the stop token or sequence that ended it
-    thinking_state: int | None = None  # as `sampling.commit` left it; None: as it was
-    prompt_scores: Sequence[Any] = ()  # of tokens of its prompt, as `PromptLogprobs.add` has them
-
-
 @dataclass(frozen=True)
 class RequestOutput:
     """What one step added to one request."""
@@ -107,13 +182,18 @@ class RequestOutput:
     @property
     def sources(self) -> list[str]:
         """Who proposed each token: a drafter's name, or TARGET. Needs `drafts`."""
-        sources = [TARGET] * len(self.token_ids)
-        if self.drafts is not None:
-            for place, node in enumerate(self.drafts.accepted[: len(sources)]):
-                # A limit on the thinking may put another token in the place of an accepted draft.
-                if self.drafts.token_ids[node] == self.token_ids[place]:
-                    sources[place] = self.drafts.sources[node]
-        return sources
+        return sources_of(self.token_ids, self.drafts)
+
+
+def sources_of(token_ids: Sequence[int], drafts: StepDrafts | None) -> list[str]:
+    """Who proposed each token of a step: a drafter's name, or TARGET."""
+    sources = [TARGET] * len(token_ids)
+    if drafts is not None:
+        for place, node in enumerate(drafts.accepted[: len(sources)]):
+            # A limit on the thinking may put another token in the place of an accepted draft.
+            if drafts.token_ids[node] == token_ids[place]:
+                sources[place] = drafts.sources[node]
+    return sources
 
 
 @dataclass(frozen=True)

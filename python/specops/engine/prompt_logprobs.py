@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The log-probabilities of a prompt's tokens, and how a step's rows give them, chunk by chunk.
+"""How a step's rows give the log-probabilities of a prompt's tokens, chunk by chunk.
 
 A row of a prefill chunk says what the model makes of the token after it. Its logits come from the
 same head as a decode row's, and its log-probability from the same op, `verify`: the prompt's tokens
@@ -8,7 +8,7 @@ are its drafts, all accepted. So the bits are those that plain decoding reports 
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, TypeAlias, overload
+from typing import Any
 
 import numpy as np
 import torch
@@ -19,78 +19,12 @@ import specops
 from specops import batching, sampling
 from specops.engine.memory.device import Device, raise_reported
 from specops.engine.models import Transformer
-from specops.engine.outputs import TokenLogprob
+from specops.engine.outputs import PromptScores
 from specops.sampling import AcceptPolicy, VerifyStrategy
 
 # Of logits at a time. It bounds the memory, and changes no bit.
 _MAX_LOGITS_BYTES = 32 << 20
 _MAX_ROWS = 1024
-
-# Of the next tokens of a prompt: logprobs [tokens]; ranks [tokens], 1 + how many logits were
-# greater; ids of the likeliest tokens [tokens, at least as many as are kept], and their logprobs.
-PromptScores: TypeAlias = Sequence[NDArray[Any]]
-
-
-class PromptLogprobs(Sequence["TokenLogprob | None"]):
-    """What the model made of each token of a prompt, given those before it.
-
-    The first entry is None: nothing stands before the first token. An entry takes 8 bytes and 8
-    for each alternative, since prompts are long.
-
-    Args:
-        token_ids: the prompt.
-        num_alternatives: kept beside each token, the likeliest ones.
-    """
-
-    def __init__(self, token_ids: Sequence[int], num_alternatives: int) -> None:
-        self.token_ids: NDArray[np.int32] = np.array(token_ids, dtype=np.int32)
-        self.num_alternatives = num_alternatives
-        self.num_scored = 0  # tokens that have one, without the first
-        self._scores: tuple[NDArray[np.float32], NDArray[np.int32]] | None = None
-        self._tops: tuple[NDArray[np.int32], NDArray[np.float32]] | None = None
-
-    @property
-    def num_missing(self) -> int:
-        """Tokens that have none yet, without the first."""
-        return len(self.token_ids) - 1 - self.num_scored
-
-    def add(self, scores: PromptScores) -> None:
-        """Adds those of the next tokens."""
-        logprobs, ranks, top_ids, top_logprobs = scores
-        count, width = len(self.token_ids) - 1, self.num_alternatives
-        if self._scores is None or self._tops is None:  # not before the prompt's turn has come
-            self._scores = np.empty(count, np.float32), np.empty(count, np.int32)
-            self._tops = np.empty((count, width), np.int32), np.empty((count, width), np.float32)
-        new = slice(self.num_scored, self.num_scored + len(logprobs))
-        self._scores[0][new], self._scores[1][new] = logprobs, ranks
-        self._tops[0][new], self._tops[1][new] = top_ids[:, :width], top_logprobs[:, :width]
-        self.num_scored += len(logprobs)
-
-    def __len__(self) -> int:
-        return len(self.token_ids)
-
-    @overload
-    def __getitem__(self, index: int) -> TokenLogprob | None: ...
-    @overload
-    def __getitem__(self, index: slice) -> "list[TokenLogprob | None]": ...
-
-    def __getitem__(self, index: int | slice) -> "TokenLogprob | list[TokenLogprob | None] | None":
-        """The entry of a token, or those of several."""
-        if isinstance(index, slice):
-            return [self[one] for one in range(*index.indices(len(self)))]
-        if not -len(self) <= index < len(self):
-            raise IndexError(index)
-        row = index % len(self) - 1
-        if row < 0 or self._scores is None or self._tops is None:
-            return None
-        logprobs, ranks = self._scores
-        ids, values = (one[row].tolist() for one in self._tops)
-        return TokenLogprob(
-            int(self.token_ids[row + 1]),
-            float(logprobs[row]),
-            tuple(zip(ids, values, strict=True)),
-            int(ranks[row]),
-        )
 
 
 @dataclass(frozen=True, slots=True)

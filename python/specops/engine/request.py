@@ -5,15 +5,15 @@ from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from specops.engine.emitted import Emitted
 from specops.engine.memory.kv_cache import DraftKv
 from specops.engine.outputs import (
     Completion,
-    Emitted,
+    PromptLogprobs,
     RequestOutput,
     SpeculativeStats,
     TokenLogprob,
 )
-from specops.engine.prompt_logprobs import PromptLogprobs
 from specops.engine.sampling_params import SamplingParams
 from specops.engine.speculative_config import SpeculativeConfig
 from specops.engine.structured import GrammarState

@@ -14,7 +14,7 @@ _MAX_INT = 2**31 - 1
 
 # Whole numbers with their ranges, and those that may be None.
 WHOLE_RANGES: dict[str, tuple[int, int | None]] = {
-    "max_tokens": (0, None),
+    "max_tokens": (0, 2**63 - 1),
     "top_k": (0, _MAX_INT),
     "n": (1, 128),
     "seed": (-(2**63), 2**64 - 1),

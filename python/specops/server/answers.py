@@ -10,7 +10,7 @@ import time
 from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Any, Generic, TypeVar
 
-from specops.engine.outputs import Completion, SpeculativeStats, TokenLogprob
+from specops.engine.outputs import SpeculativeStats, TokenLogprob
 from specops.engine.tokenizer import Tokenizer
 from specops.server.api_error import server_error
 from specops.server.call_forms import CallForm, CallReader
@@ -32,6 +32,7 @@ from specops.server.steps import step_report
 from specops.server.streaming import dumped, event, with_members
 from specops.server.tools import NamedTool
 from specops.server.usage import add_stats, metrics, timings, usage
+from specops.service.messages import End, Output
 
 R = TypeVar("R", CompletionRequest, ChatCompletionRequest)
 
@@ -53,21 +54,19 @@ class Answer(Generic[R]):
         tokenizer: Tokenizer,
         model_name: str,
         fingerprint: str,
-        num_speculative_tokens: int,
         call_form: CallForm,
     ) -> None:
         self.request: R = request
         self.job = job
         self.tokenizer = tokenizer
         self._call_form = call_form
-        self._num_speculative_tokens = num_speculative_tokens
         self._frame = {
             "id": self.id_prefix + secrets.token_hex(12),
             "created": int(time.time()),
             "model": model_name,
             "system_fingerprint": fingerprint,
         }
-        self._completions: dict[int, Completion] = {}
+        self._ends: dict[int, End] = {}
         # By prompt; they come with the first output of its first choice, before the others'.
         self._prompt_logprobs: dict[int, Sequence[TokenLogprob | None]] = {}
         self._spans: list[Span] = []
@@ -82,9 +81,8 @@ class Answer(Generic[R]):
         outputs: dict[int, ChoiceOutput] = {}
         while self.job.num_unfinished:
             for output in await self.job.next_outputs():
-                if output.completion is not None:
-                    self._note(output, output.completion)
-                    outputs[output.index] = output
+                self._note(output)
+                outputs[output.output.index] = output
         if self._num_logprobs() < _MANY_LOGPROBS:
             return self._render(outputs)
         await turn.begin()
@@ -96,9 +94,7 @@ class Answer(Generic[R]):
     def _render(self, outputs: Mapping[int, ChoiceOutput]) -> bytes:
         choices = []
         for index in sorted(outputs):
-            completion = outputs[index].completion
-            assert completion is not None
-            choice = dumped(self.choice(outputs[index], completion))
+            choice = dumped(self.choice(outputs[index].output, self._ends[index]))
             choices.append(with_members(choice, self.choice_extras(index)))
         body = {**self._frame, "object": self.object_name, **self._totals()}
         members = {"choices": b"[%b]" % b",".join(choices), **self.extras()}
@@ -108,7 +104,7 @@ class Answer(Generic[R]):
         """How many numbers the answer has beside its text, with the alternatives'."""
         params, count = self.job.params, 0
         if params.logprobs is not None:
-            num_tokens = sum(len(one.token_ids) for one in self._completions.values())
+            num_tokens = sum(one.num_tokens for one in self._ends.values())
             count = num_tokens * (1 + params.logprobs)
         return count + num_prompt_logprobs(self.job.prompts, params)
 
@@ -138,22 +134,22 @@ class Answer(Generic[R]):
                     yield chunk([first])
             while self.job.num_unfinished:
                 for output in await self.job.next_outputs():
-                    self._note_prompt(output)
-                    num_tokens += len(output.output.token_ids)
-                    for late in self.late_first(output.index):
+                    step = output.output
+                    self._note(output)
+                    num_tokens += len(step.token_ids)
+                    for late in self.late_first(step.index):
                         yield chunk([late])
                     if options.include_steps:
-                        step = step_report(self.tokenizer, output)
-                        yield chunk([{**self.delta(output), "step": step}])
-                    elif output.output.text or output.output.logprobs:
-                        yield chunk([self.delta(output)])
-                    if output.completion is None:
+                        report = step_report(self.tokenizer, output)
+                        yield chunk([{**self.delta(step), "step": report}])
+                    elif step.text or step.logprobs:
+                        yield chunk([self.delta(step)])
+                    if step.end is None:
                         continue
-                    self._note(output, output.completion)
-                    last = len(self._completions) == len(self.job.prompts) * self.job.params.n
+                    last = len(self._ends) == len(self.job.times)
                     # With include_usage the counts come in a chunk of their own.
                     more = {} if options.include_usage or not last else self._metrics()
-                    yield chunk([self.last(output, output.completion)], **more)
+                    yield chunk([self.last(step.index, step.end)], **more)
             if options.include_usage:
                 yield chunk([], **self._totals())
         except JobFailed as error:
@@ -168,15 +164,15 @@ class Answer(Generic[R]):
         """What a choice's stream begins with, once its first output is there."""
         return []
 
-    def delta(self, output: ChoiceOutput) -> dict[str, Any]:
+    def delta(self, step: Output) -> dict[str, Any]:
         """What a step added to a choice."""
         raise NotImplementedError
 
-    def last(self, output: ChoiceOutput, completion: Completion) -> dict[str, Any]:
+    def last(self, index: int, end: End) -> dict[str, Any]:
         """What a choice's stream ends with."""
         raise NotImplementedError
 
-    def choice(self, output: ChoiceOutput, completion: Completion) -> dict[str, Any]:
+    def choice(self, whole: Output, end: End) -> dict[str, Any]:
         """A finished choice as a whole."""
         raise NotImplementedError
 
@@ -200,43 +196,36 @@ class Answer(Generic[R]):
         found = vllm_prompt_logprobs(self.tokenizer, self._prompt_logprobs[prompt], wanted)
         return {"prompt_logprobs": found}
 
-    def _note_prompt(self, output: ChoiceOutput) -> None:
-        found = output.output.prompt_logprobs
-        if found is None and output.completion is not None:
-            found = output.completion.prompt_logprobs
-        if found is not None:
-            self._prompt_logprobs[self.prompt_of(output.index)] = found
-
     def _totals(self) -> dict[str, Any]:
         n = self.job.params.n
-        completions = self._completions
+        ends = self._ends
         return {
             "usage": usage(
                 prompt_tokens=sum(map(len, self.job.prompts)),
-                completion_tokens=sum(len(one.token_ids) for one in completions.values()),
+                completion_tokens=sum(one.num_tokens for one in ends.values()),
                 # A prompt counts once, so its hits do, too: those of its first choice.
-                cached_tokens=sum(
-                    completions[index].num_cached_tokens for index in sorted(completions)[::n]
-                ),
+                cached_tokens=sum(ends[index].num_cached_tokens for index in sorted(ends)[::n]),
                 stats=self._stats(),
             ),
             **self._metrics(),
         }
 
-    def _note(self, output: ChoiceOutput, completion: Completion) -> None:
-        """Keeps what the totals need of a finished choice."""
-        self._completions[output.index] = completion
-        self._note_prompt(output)
-        if output.span is not None:
+    def _note(self, output: ChoiceOutput) -> None:
+        """Keeps what the totals need of a finished choice, and what is told of its prompt."""
+        step = output.output
+        if step.prompt_logprobs is not None:
+            self._prompt_logprobs[self.prompt_of(step.index)] = step.prompt_logprobs
+        if step.end is not None and output.span is not None:
+            self._ends[step.index] = step.end
             self._spans.append(output.span)
 
     def _stats(self) -> SpeculativeStats:
-        return add_stats(list(self._completions.values()))
+        return add_stats([end.stats for end in self._ends.values()])
 
     def _metrics(self) -> dict[str, Any]:
-        num_tokens = sum(len(one.token_ids) for one in self._completions.values())
+        num_tokens = sum(one.num_tokens for one in self._ends.values())
         return {
-            "metrics": metrics(self._stats(), self._num_speculative_tokens),
+            "metrics": metrics(self._stats(), self.job.num_speculative_tokens),
             "timings": timings(self._spans, num_tokens),
         }
 
@@ -254,18 +243,18 @@ class ChatAnswer(Answer[ChatCompletionRequest]):
         delta = {"role": "assistant", "content": ""}
         return [{"index": index, "delta": delta, "logprobs": None, "finish_reason": None}]
 
-    def delta(self, output: ChoiceOutput) -> dict[str, Any]:
+    def delta(self, step: Output) -> dict[str, Any]:
         logprobs = None
         if self.request.logprobs:
-            logprobs = chat_logprobs(self.tokenizer, output.output.logprobs)
-        delta: dict[str, Any] = {"content": output.output.text}
+            logprobs = chat_logprobs(self.tokenizer, step.logprobs)
+        delta: dict[str, Any] = {"content": step.text}
         if self.request.may_call:
-            content, calls = self._reader(output.index).feed(output.output.text)
+            content, calls = self._reader(step.index).feed(step.text)
             delta = {"content": content} if content else {}
             if calls:
                 delta["tool_calls"] = calls
         return {
-            "index": output.index,
+            "index": step.index,
             "delta": delta,
             "logprobs": logprobs,
             "finish_reason": None,
@@ -274,41 +263,41 @@ class ChatAnswer(Answer[ChatCompletionRequest]):
     def _reader(self, index: int) -> CallReader:
         return self._readers.setdefault(index, CallReader(self._call_form))
 
-    def _reason(self, completion: Completion, num_calls: int) -> str:
+    def _reason(self, end: End, num_calls: int) -> str:
         """Why a choice ended, as OpenAI says it: calls that were demanded by name are no reason."""
         is_named = isinstance(self.request.tool_choice, NamedTool)
-        if num_calls and completion.finish_reason == "stop" and not is_named:
+        if num_calls and end.finish_reason == "stop" and not is_named:
             return "tool_calls"
-        return completion.finish_reason
+        return end.finish_reason
 
     def extras(self) -> dict[str, bytes]:
         return self.vllm_prompt_logprobs(0)
 
-    def last(self, output: ChoiceOutput, completion: Completion) -> dict[str, Any]:
+    def last(self, index: int, end: End) -> dict[str, Any]:
         delta, num_calls = {}, 0
         if self.request.may_call:
-            reader = self._reader(output.index)
+            reader = self._reader(index)
             num_calls = reader.num_calls
             if left := reader.finish():
                 delta["content"] = left
         return {
-            "index": output.index,
+            "index": index,
             "delta": delta,
             "logprobs": None,
-            "finish_reason": self._reason(completion, num_calls),
-            "stop_reason": completion.stop_reason,
-            "seed": output.seed,
+            "finish_reason": self._reason(end, num_calls),
+            "stop_reason": end.stop_reason,
+            "seed": end.seed,
         }
 
-    def choice(self, output: ChoiceOutput, completion: Completion) -> dict[str, Any]:
+    def choice(self, whole: Output, end: End) -> dict[str, Any]:
         logprobs = None
         if self.request.logprobs:
-            logprobs = chat_logprobs(self.tokenizer, completion.logprobs)
-        message: dict[str, Any] = {"role": "assistant", "content": completion.text, "refusal": None}
+            logprobs = chat_logprobs(self.tokenizer, whole.logprobs)
+        message: dict[str, Any] = {"role": "assistant", "content": whole.text, "refusal": None}
         num_calls = 0
         if self.request.may_call:
             reader = CallReader(self._call_form)
-            content, calls = reader.feed(completion.text)
+            content, calls = reader.feed(whole.text)
             message["content"] = content + reader.finish()
             if calls:
                 num_calls = len(calls)
@@ -318,12 +307,12 @@ class ChatAnswer(Answer[ChatCompletionRequest]):
                     for call in calls
                 ]
         return {
-            "index": output.index,
+            "index": whole.index,
             "message": message,
             "logprobs": logprobs,
-            "finish_reason": self._reason(completion, num_calls),
-            "stop_reason": completion.stop_reason,
-            "seed": output.seed,
+            "finish_reason": self._reason(end, num_calls),
+            "stop_reason": end.stop_reason,
+            "seed": end.seed,
         }
 
 
@@ -348,27 +337,27 @@ class TextAnswer(Answer[CompletionRequest]):
         logprobs = self._echoed_logprobs(index, self._builder(index))
         return [self._spell(index, self._echo(index), logprobs, None)]
 
-    def delta(self, output: ChoiceOutput) -> dict[str, Any]:
+    def delta(self, step: Output) -> dict[str, Any]:
         logprobs = None
         if self.request.logprobs is not None:
-            logprobs = self._builder(output.index).build(output.output.logprobs)
-        return self._spell(output.index, output.output.text, logprobs, None)
+            logprobs = self._builder(step.index).build(step.logprobs)
+        return self._spell(step.index, step.text, logprobs, None)
 
-    def last(self, output: ChoiceOutput, completion: Completion) -> dict[str, Any]:
-        choice = self._spell(output.index, "", None, completion.finish_reason)
-        return {**choice, "stop_reason": completion.stop_reason, "seed": output.seed}
+    def last(self, index: int, end: End) -> dict[str, Any]:
+        choice = self._spell(index, "", None, end.finish_reason)
+        return {**choice, "stop_reason": end.stop_reason, "seed": end.seed}
 
-    def choice(self, output: ChoiceOutput, completion: Completion) -> dict[str, Any]:
+    def choice(self, whole: Output, end: End) -> dict[str, Any]:
         logprobs = None
         if self.request.logprobs is not None:
             builder = LegacyLogprobs(self.tokenizer)
             echoed = None
             if self.request.echo:
-                echoed = self._echoed_logprobs(output.index, builder)
-            logprobs = joined(echoed, builder.build(completion.logprobs))
-        text = self._echo(output.index) + completion.text
-        choice = self._spell(output.index, text, logprobs, completion.finish_reason)
-        return {**choice, "stop_reason": completion.stop_reason, "seed": output.seed}
+                echoed = self._echoed_logprobs(whole.index, builder)
+            logprobs = joined(echoed, builder.build(whole.logprobs))
+        text = self._echo(whole.index) + whole.text
+        choice = self._spell(whole.index, text, logprobs, end.finish_reason)
+        return {**choice, "stop_reason": end.stop_reason, "seed": end.seed}
 
     def choice_extras(self, index: int) -> dict[str, bytes]:
         return self.vllm_prompt_logprobs(self.prompt_of(index))

@@ -52,6 +52,17 @@ def shutting_down() -> ApiError:
     return ApiError(503, message, type="service_unavailable", code="shutting_down")
 
 
+def restarting(message: str) -> ApiError:
+    """There is no engine at the moment."""
+    return ApiError(
+        503,
+        message,
+        type="service_unavailable",
+        code="engine_restarting",
+        headers={"Retry-After": "1"},
+    )
+
+
 def server_error(message: str) -> ApiError:
     """Something failed that is not the client's fault."""
     return ApiError(500, message, type="server_error", code="internal_error")

@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """An OpenAI-compatible HTTP server over the engine: its routes, and how it runs.
 
-Handlers run on the event loop and never touch the engine: they give jobs to `EngineThread` and
+Handlers run on the event loop. They give jobs to `Dispatch`, which hands them to the engine, and
 answer with what comes back. A client that goes away, at whatever point, takes its job with it.
 """
 
 import contextlib
+import functools
 import gc
 import json
 import signal
@@ -23,14 +24,14 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect
 
 import specops
-from specops.engine.engine import Engine
+from specops.engine.tokenizer import Tokenizer
 from specops.server.answers import ChatAnswer, TextAnswer
 from specops.server.api_error import ApiError, server_error
 from specops.server.call_forms import CALL_FORMS
 from specops.server.chat import ChatFormat
 from specops.server.clients import Clients
 from specops.server.connections import bounded_protocol
-from specops.server.engine_thread import EngineThread
+from specops.server.dispatch import Dispatch
 from specops.server.generation import Generation
 from specops.server.hosts import Access, AllowedHosts, Forwarded
 from specops.server.intake import Intake, Turns
@@ -54,6 +55,7 @@ from specops.server.request_counts import RequestCounts
 from specops.server.request_ids import RequestIds
 from specops.server.streaming import dumped
 from specops.server.tokens import DetokenizeRequest, TokenizeRequest
+from specops.service.client import EngineClient
 
 # After so long a thread that has Python's lock gives way, so that the event loop, which has little
 # to do, need not wait for the engine's. Python's own value is ten times that.
@@ -75,7 +77,8 @@ _HEALTH["responses"][503] = {"model": Health, "description": "the engine fails, 
 
 
 def make_app(
-    engine: Engine,
+    client: EngineClient,
+    tokenizer: Tokenizer,
     *,
     chat_format: ChatFormat | None = None,
     api_keys: Sequence[str] = (),
@@ -85,10 +88,11 @@ def make_app(
     tool_call_parser: str | None = None,
     access: Access | None = None,
 ) -> FastAPI:
-    """The application that serves an engine. The engine is the application's from now on.
+    """The application that serves an engine.
 
     Args:
-        engine: an engine that nobody else uses.
+        client: of an engine that nobody else uses; started and stopped with the application.
+        tokenizer: of the engine's model.
         chat_format: how the messages of a chat become a prompt; by default as the directory of the
             engine's model says.
         api_keys: clients must send one of them as bearer token to everything below /v1; none:
@@ -107,26 +111,23 @@ def make_app(
     """
     if not all(key.strip() for key in api_keys):
         raise ValueError("api_keys must hold keys of at least one character, got an empty one")
-    if chat_format is None:
-        chat_format = _chat_format(engine, tool_call_parser)
-    metrics = Metrics(engine)
-    thread = EngineThread(engine, metrics, num_clients=max(len(set(api_keys)), 1))
-    metrics.count_waiting(lambda: thread.num_waiting)
-
-    @contextlib.asynccontextmanager
-    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-        thread.start()
-        yield
-        thread.stop()
-
+    chat_format = chat_format or _chat_format(client, tokenizer, tool_call_parser)
+    metrics = Metrics(client)
+    dispatch = Dispatch(client, metrics, num_clients=len(set(api_keys)))
+    lifespan = functools.partial(_running, dispatch)
     app = FastAPI(lifespan=lifespan, openapi_url=None, generate_unique_id_function=operation_id)
     access = access or Access()
     app.state.metrics, app.state.allowed_hosts = metrics, access.allowed_hosts
-    _add_own_routes(app, thread)
+    _add_own_routes(app, client)
     if not metrics_apart:
         add_metrics(app, metrics)
     generation = Generation(
-        engine, thread, chat_format, max_body_bytes=max_body_bytes, body_timeout=body_timeout
+        client.capabilities,
+        dispatch,
+        tokenizer,
+        chat_format,
+        max_body_bytes=max_body_bytes,
+        body_timeout=body_timeout,
     )
     api = _openai_routes(generation)
     app.include_router(api)
@@ -134,6 +135,13 @@ def make_app(
     _add_error_handlers(app)
     _add_middleware(app, access, metrics, Clients(api_keys))
     return app
+
+
+@contextlib.asynccontextmanager
+async def _running(dispatch: Dispatch, app: FastAPI) -> AsyncIterator[None]:
+    await dispatch.start()
+    yield
+    await dispatch.stop()
 
 
 def _add_middleware(app: FastAPI, access: Access, metrics: Metrics, clients: Clients) -> None:
@@ -155,25 +163,27 @@ def _add_middleware(app: FastAPI, access: Access, metrics: Metrics, clients: Cli
         app.add_middleware(Forwarded, proxies=access.forwarded_allow_ips)
 
 
-def _chat_format(engine: Engine, tool_call_parser: str | None) -> ChatFormat:
-    """What the directory of the engine's model says of chats."""
+def _chat_format(
+    client: EngineClient, tokenizer: Tokenizer, tool_call_parser: str | None
+) -> ChatFormat:
+    """What a model's directory says of chats."""
     if tool_call_parser not in (None, *CALL_FORMS):
         names = ", ".join(CALL_FORMS)
         raise ValueError(f"tool_call_parser must be one of {names}, got {tool_call_parser!r}")
     return ChatFormat.from_dir(
-        engine.config.model_dir,
-        engine.tokenizer.special_tokens,
+        client.capabilities.model_dir,
+        tokenizer.special_tokens,
         call_form=None if tool_call_parser is None else CALL_FORMS[tool_call_parser],
     )
 
 
-def _add_own_routes(app: FastAPI, thread: EngineThread) -> None:
+def _add_own_routes(app: FastAPI, client: EngineClient) -> None:
     """The page, and what operators look at."""
     add_page(app)
 
     @app.api_route("/health", methods=_READ, **_HEALTH)
     async def health() -> Response:
-        status = thread.health
+        status = client.health
         return JSONResponse({"status": status}, 200 if status == "ok" else 503)
 
     @app.api_route("/version", methods=_READ, **reads(Version))

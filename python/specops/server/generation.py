@@ -2,6 +2,7 @@
 """The two endpoints that generate: from a request's body to its answer."""
 
 import asyncio
+import json
 import time
 from typing import Any, TypeVar
 
@@ -9,25 +10,23 @@ from fastapi import Request, Response
 from fastapi.responses import JSONResponse
 from starlette.requests import ClientDisconnect
 
-from specops.engine.contract import contract_of
-from specops.engine.engine import Engine
 from specops.engine.errors import ContextOverflow, QueueFull
-from specops.engine.methods import methods
 from specops.engine.sampling_params import SamplingParams
-from specops.engine.speculative_config import SpeculativeConfig
+from specops.engine.tokenizer import Tokenizer
 from specops.server.answers import Answer
 from specops.server.api_error import (
     ApiError,
     bad_value,
+    restarting,
     server_error,
     shutting_down,
     too_long,
 )
 from specops.server.call_forms import HERMES
 from specops.server.chat import ChatFormat
-from specops.server.engine_thread import EngineThread
+from specops.server.dispatch import Dispatch
 from specops.server.intake import Turn, Turns
-from specops.server.jobs import Job, JobFailed
+from specops.server.jobs import BadSpeculation, EngineAway, Job, JobFailed
 from specops.server.logprobs import check_prompt_logprobs
 from specops.server.protocol import (
     MAX_PROMPTS,
@@ -37,13 +36,15 @@ from specops.server.protocol import (
 )
 from specops.server.streaming import ClientGone, EventStream, until_gone
 from specops.server.strict import Strict
-from specops.server.structured import Compiling
+from specops.server.structured import refusal
 from specops.server.tokens import (
     DetokenizeRequest,
     TokenizeRequest,
+    checked_ids,
     detokenized,
     tokenized,
 )
+from specops.service.messages import Capabilities
 
 R = TypeVar("R", CompletionRequest, ChatCompletionRequest)
 B = TypeVar("B", bound=Strict)
@@ -58,6 +59,9 @@ _READ_ON = 16
 # Jobs of one client that the engine's thread may not have looked at yet.
 _SUBMITTED = 8
 
+# In which a grammar is to be compiled, and its job taken.
+_COMPILE_SECONDS = 10.0
+
 # Texts shorter than this are tokenised on the event loop: a thread would cost more.
 _SHORT_TEXT = 4096
 
@@ -67,53 +71,50 @@ class Generation:
 
     def __init__(
         self,
-        engine: Engine,
-        thread: EngineThread,
+        capabilities: Capabilities,
+        dispatch: Dispatch,
+        tokenizer: Tokenizer,
         chat_format: ChatFormat,
         *,
         max_body_bytes: int,
         body_timeout: float,
     ) -> None:
-        # Only what never changes is read from the engine here; the rest is its thread's.
-        self.tokenizer = engine.tokenizer
-        self.model_name = engine.model_name
-        self.contract = contract_of(engine)
-        self._fingerprint = f"specops-{self.contract['specops']}-{self.contract['digest']}"
-        self._engine = engine
-        self._thread = thread
+        self._capabilities = capabilities
+        self.contract = contract = capabilities.contract
+        self._fingerprint = f"specops-{contract['specops']}-{contract['digest']}"
+        self._dispatch = dispatch
+        self._tokenizer = tokenizer
         self._chat_format = chat_format
         self._call_form = chat_format.call_form or HERMES  # for a grammar that is refused later
-        self._compiling = Compiling(engine)
         self._submitting = Turns(_SUBMITTED)
         self._max_body_bytes = max_body_bytes
         self._body_timeout = body_timeout
         self._created = int(time.time())
         # A longer text cannot fit the context, and tokenising it would take seconds. The factor
         # of 4 allows for tokenizers that shorten a text first.
-        self._max_characters = 4 * engine.max_model_len * engine.tokenizer.longest_token()
+        self._max_characters = 4 * capabilities.max_model_len * tokenizer.longest_token()
 
     def model_card(self) -> dict[str, Any]:
         """The model as /v1/models lists it, with what a client may choose."""
         return {
-            "id": self.model_name,
+            "id": self._capabilities.model_name,
             "object": "model",
             "created": self._created,
             "owned_by": "specops",
-            "max_model_len": self._engine.max_model_len,
+            "max_model_len": self._capabilities.max_model_len,
             "has_chat_template": self._chat_format.has_template,
-            "methods": list(self._engine.runnable_methods),
-            "drafters": [one.facts() for one in methods()],
-            "speculative_config": self._engine.config.speculative_config.as_dict(
-                without_files=True
-            ),
+            "methods": self._capabilities.methods,
+            "drafters": self._capabilities.drafters,
+            "speculative_config": self._capabilities.speculative_config,
         }
 
     def check_model(self, name: str | None) -> None:
         """Refuses a model that is not the one served."""
-        if name is not None and name != self.model_name:
+        served = self._capabilities.model_name
+        if name is not None and name != served:
             raise ApiError(
                 404,
-                f"the model {name!r} does not exist; this server has {self.model_name!r}",
+                f"the model {name!r} does not exist; this server has {served!r}",
                 param="model",
                 code="model_not_found",
             )
@@ -123,64 +124,64 @@ class Generation:
     ) -> Response:
         """Serves one request, from its body to its answer or the stream of it."""
         try:
-            self._thread.require_room(http.state.client)
+            self._dispatch.require_room(http.state.client)
         except QueueFull as error:  # before anything is done for it
-            raise _refusal(error, body_type) from None
+            raise _busy(error) from None
         request: Any = await self.read(http, body_type)
         self.check_model(request.model)
         self._check_lengths(request)
         params = await self._sampling_params(http, request)
-        speculative = self._speculative_config(request)
         prompts = await self._tokenize(request)
         check_prompt_logprobs(prompts, params)
-        grammar = None
-        if params.structured_output is not None:
-            http.state.turn.end()
-            compiling = self._compiling.compile(params, request.form_field)
-            try:
-                grammar = await until_gone(compiling, http.receive)
-            except ClientGone:
-                return Response(status_code=499)  # for the access log: nobody reads it
         if http.state.is_gone():  # before the engine has work with it
             raise ClientDisconnect
+        speculative = request.speculative_config
         job = Job(
             prompts,
             params,
-            request.speculative_config,
-            grammar=grammar,
+            None if speculative is None else json.dumps(speculative),
             client=http.state.client,
             streaming=request.stream,
         )
         answer = answer_type(
             request,
             job,
-            self.tokenizer,
-            self.model_name,
+            self._tokenizer,
+            self._capabilities.model_name,
             self._fingerprint,
-            speculative.num_speculative_tokens,
             self._call_form,
         )
         try:
-            await until_gone(self._submit(job, http.state.turn), http.receive)
+            await until_gone(self._submit(job, http.state.turn, request), http.receive)
             if request.stream:
-                return EventStream(answer.chunks(), lambda: self._thread.abort(job))
+                return EventStream(answer.chunks(), lambda: self._dispatch.abort(job))
             whole = await until_gone(answer.whole(http.state.turn), http.receive)
             return Response(whole, media_type="application/json")
         except ClientGone:
             return Response(status_code=499)  # for the access log: nobody reads it
         except (ValueError, QueueFull, JobFailed, asyncio.CancelledError) as error:
-            raise _refusal(error, body_type) from None
+            raise _refusal(error, request) from None
         finally:
             if not request.stream:
-                self._thread.abort(job)  # nothing to do if it is finished
+                self._dispatch.abort(job)  # nothing to do if it is finished
 
-    async def _submit(self, job: Job, turn: Turn) -> None:
+    async def _submit(
+        self, job: Job, turn: Turn, request: CompletionRequest | ChatCompletionRequest
+    ) -> None:
         """Gives a job to the engine; the client's next request may be prepared meanwhile."""
+        if job.params.structured_output is not None:  # the engine compiles its grammar first
+            turn.end()
+            try:
+                return await asyncio.wait_for(self._dispatch.submit(job), _COMPILE_SECONDS)
+            except asyncio.TimeoutError:  # another class than TimeoutError until Python 3.11
+                param = request.form_field
+                message = f"{param} takes longer than {_COMPILE_SECONDS:g} seconds to compile"
+                raise ApiError(400, message, param=param, code="invalid_value") from None
         place = Turn(self._submitting, job.client)
         await place.begin()
         turn.end()
         try:
-            await self._thread.submit(job)
+            await self._dispatch.submit(job)
         finally:
             place.end()
 
@@ -203,8 +204,8 @@ class Generation:
             ) from None
         await http.state.turn.begin()
         if len(body) < _SHORT_BODY:
-            return parse(body_type, body, self._engine.max_model_len)
-        return await asyncio.to_thread(parse, body_type, body, self._engine.max_model_len)
+            return parse(body_type, body, self._capabilities.max_model_len)
+        return await asyncio.to_thread(parse, body_type, body, self._capabilities.max_model_len)
 
     async def tokenize(self, http: Request) -> Response:
         """Serves /tokenize."""
@@ -226,10 +227,10 @@ class Generation:
         try:
             answer = await asyncio.to_thread(
                 tokenized,
-                self.tokenizer,
+                self._tokenizer,
                 text,
                 add_special_tokens=with_special,
-                max_model_len=self._engine.max_model_len,
+                max_model_len=self._capabilities.max_model_len,
                 strings=request.return_token_strs,
             )
         except ValueError as error:
@@ -242,24 +243,11 @@ class Generation:
         self.check_model(request.model)
         try:
             answer = await asyncio.to_thread(
-                detokenized, self.tokenizer, request.tokens, self._engine.vocab_size
+                detokenized, self._tokenizer, request.tokens, self._capabilities.vocab_size
             )
         except ValueError as error:
             raise bad_value(error, DetokenizeRequest) from None
         return JSONResponse(answer)
-
-    def _speculative_config(
-        self, request: CompletionRequest | ChatCompletionRequest
-    ) -> SpeculativeConfig:
-        """What the request runs with."""
-        engine = self._engine
-        try:
-            return engine.config.speculative_for(
-                request.speculative_config, engine.runnable_methods, engine.missing_methods
-            )
-        except ValueError as error:
-            message, param = str(error), "speculative_config"
-            raise ApiError(400, message, param=param, code="invalid_value") from None
 
     async def _read_body(self, http: Request) -> bytes:
         """The body, up to the limit."""
@@ -308,10 +296,10 @@ class Generation:
             return
         for one in [given, *given[:MAX_PROMPTS]]:
             is_ids = isinstance(one, list) and bool(one) and type(one[0]) is int
-            if is_ids and len(one) > self._engine.max_model_len:
+            if is_ids and len(one) > self._capabilities.max_model_len:
                 raise too_long(
                     f"a prompt of {len(one)} tokens exceeds the context of "
-                    f"{self._engine.max_model_len} tokens",
+                    f"{self._capabilities.max_model_len} tokens",
                     request.prompt_field,
                 )
 
@@ -346,16 +334,16 @@ class Generation:
             if isinstance(prompt, str) and len(prompt) > self._max_characters:
                 raise too_long(
                     f"a prompt of {len(prompt)} characters exceeds the context of "
-                    f"{self._engine.max_model_len} tokens",
+                    f"{self._capabilities.max_model_len} tokens",
                     request.prompt_field,
                 )
         is_plain = isinstance(request, CompletionRequest)  # a template writes special tokens itself
 
         def encode() -> list[list[int]]:
             return [
-                self.tokenizer.encode(prompt, add_special_tokens=is_plain)
+                self._tokenizer.encode(prompt, add_special_tokens=is_plain)
                 if isinstance(prompt, str)
-                else prompt
+                else checked_ids(prompt, self._capabilities.vocab_size)
                 for prompt in prompts
             ]
 
@@ -369,22 +357,30 @@ class Generation:
             ) from None
 
 
-def _refusal(
-    error: BaseException, body_type: type[CompletionRequest] | type[ChatCompletionRequest]
-) -> ApiError:
+def _refusal(error: BaseException, request: CompletionRequest | ChatCompletionRequest) -> ApiError:
     """What a client is told when its job is refused, or ends before it is complete."""
     if isinstance(error, ContextOverflow):
-        return too_long(str(error), body_type.prompt_field)
+        return too_long(str(error), request.prompt_field)
     if isinstance(error, QueueFull):
-        return ApiError(
-            429,
-            f"the server is busy: {error}",
-            type="rate_limit_error",
-            code="queue_full",
-            headers={"Retry-After": "1"},
-        )
+        return _busy(error)
+    if isinstance(error, BadSpeculation):
+        return ApiError(400, str(error), param="speculative_config", code="invalid_value")
     if isinstance(error, ValueError):
-        return bad_value(error, body_type)
+        if str(error).startswith(("structured_output:", "structured_output needs the package")):
+            return refusal(error, request.form_field)
+        return bad_value(error, type(request))
     if isinstance(error, asyncio.CancelledError):  # the time for draining is over
         return shutting_down()
+    if isinstance(error, EngineAway):
+        return restarting(str(error))
     return server_error(str(error))
+
+
+def _busy(error: QueueFull) -> ApiError:
+    return ApiError(
+        429,
+        f"the server is busy: {error}",
+        type="rate_limit_error",
+        code="queue_full",
+        headers={"Retry-After": "1"},
+    )

@@ -2,14 +2,16 @@
 """A job: what one HTTP request wants of the engine, and the outputs that come back for it."""
 
 import asyncio
+import itertools
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from specops.engine.outputs import Completion, RequestOutput
 from specops.engine.sampling_params import SamplingParams
-from specops.engine.structured import Grammar
+from specops.service.messages import Accepted, Output
+
+_numbers = itertools.count()
 
 
 class StepSeconds(NamedTuple):
@@ -41,14 +43,11 @@ class Span:
     steps_at_last: StepSeconds | None
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class ChoiceOutput:
-    """What one step added to one choice of a job."""
+    """What one step added to one choice of a job that streams; else the whole choice."""
 
-    index: int  # over all prompts: prompt index * n + choice index
-    output: RequestOutput
-    completion: Completion | None  # once the choice is finished
-    seed: int  # as the client sent it or as it was drawn
+    output: Output
     seconds: float  # from its job's arrival to the end of the step
     span: Span | None = None  # once the choice is finished
 
@@ -57,36 +56,61 @@ class JobFailed(Exception):
     """The engine could not finish a job; the reason is in the log."""
 
 
+class EngineAway(JobFailed):
+    """There is no engine at the moment, but there will be."""
+
+
+class BadSpeculation(ValueError):
+    """The engine does not run a job's `speculative_config`."""
+
+
+@dataclass(slots=True)
+class Times:
+    """When tokens of a choice arrived; 0 before."""
+
+    first: float = 0.0
+    num_first: int = 0  # tokens of the first step that had any
+    last: float = 0.0
+    steps_at_first: StepSeconds | None = None
+
+
 class Job:
     """One HTTP request: some prompts, `n` choices of each. Lives on the event loop.
 
     Args:
         prompts: token ids.
         params: for all of them.
-        speculative_config: the request's own, or None.
-        grammar: what constrains the output, compiled; held, so that the engine finds it.
+        speculative_config: the request's own, as JSON, or None.
         client: who asks, as slots are shared among clients.
         streaming: hand out every step's output, rather than finished choices only.
+
+    Attributes:
+        number: of no other job.
+        times: of each choice.
+        num_running: choices of which the last output has not come yet.
+        num_unfinished: choices of which nobody has taken the last output.
+        num_speculative_tokens: drafts of its steps, once it is accepted.
     """
 
     def __init__(
         self,
         prompts: Sequence[list[int]],
         params: SamplingParams,
-        speculative_config: Mapping[str, object] | None,
+        speculative_config: str | None,
         *,
-        grammar: Grammar | None = None,
         client: str,
         streaming: bool,
     ) -> None:
+        self.number = next(_numbers)
         self.client = client
-        self.prompts = prompts
+        self.prompts = list(prompts)
         self.params = params
         self.speculative_config = speculative_config
-        self.grammar = grammar
         self.streaming = streaming
         self.arrival = time.perf_counter()
-        self.num_unfinished = len(prompts) * params.n
+        self.num_running = self.num_unfinished = len(prompts) * params.n
+        self.times = [Times() for _ in range(self.num_running)]
+        self.num_speculative_tokens = 0
         self._loop = asyncio.get_running_loop()
         self.accepted: asyncio.Future[None] = self._loop.create_future()
         self._events: list[ChoiceOutput | Exception] = []
@@ -107,17 +131,19 @@ class Job:
             if isinstance(event, Exception):
                 raise event
             outputs.append(event)
-            self.num_unfinished -= event.completion is not None
+            self.num_unfinished -= event.output.end is not None
         return outputs
 
-    def put(self, event: ChoiceOutput | Exception | None) -> None:
-        """Called on the event loop: an output, a failure, or None for "accepted"."""
-        if self.accepted.done():
-            if event is not None:
-                self._events.append(event)
-                if self._arrival is not None and not self._arrival.done():
-                    self._arrival.set_result(None)
-        elif isinstance(event, Exception):
+    def put(self, event: ChoiceOutput | Accepted | Exception) -> None:
+        """Called on the event loop: it is accepted, an output, or a refusal or failure."""
+        if isinstance(event, Accepted):
+            self.num_speculative_tokens = event.num_speculative_tokens
+            if not self.accepted.done():
+                self.accepted.set_result(None)
+        elif not self.accepted.done():
+            assert isinstance(event, Exception)
             self.accepted.set_exception(event)
         else:
-            self.accepted.set_result(None)
+            self._events.append(event)
+            if self._arrival is not None and not self._arrival.done():
+                self._arrival.set_result(None)

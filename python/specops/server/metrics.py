@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Prometheus metrics: vLLM's names and meanings under the prefix `specops:`.
 
-Counters are read from the engine's own at every scrape, so that there is one truth; only what a
-scrape cannot read back, the distributions of times and lengths, is observed as it happens.
+Counters are the engine's own, as it told them last, so that there is one truth; only what a scrape
+cannot read back, the distributions of times and lengths, is observed as it happens.
 """
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 from prometheus_client import (
     CollectorRegistry,
@@ -25,10 +25,8 @@ from prometheus_client.metrics_core import (
 )
 from prometheus_client.registry import Collector
 
-from specops.engine.engine import Engine
-from specops.engine.methods import methods
-from specops.engine.outputs import Completion
 from specops.server.jobs import Span
+from specops.service.client import EngineClient
 
 _SECONDS = (
     0.001,
@@ -57,18 +55,19 @@ class Metrics:
     """The metrics of one engine.
 
     Args:
-        engine: whose counters are read. Its numbers may be read from any thread.
+        client: of the engine whose counters are told.
     """
 
-    def __init__(self, engine: Engine) -> None:
-        self._model = engine.model_name
+    def __init__(self, client: EngineClient) -> None:
+        self._model = client.capabilities.model_name
         self._text = b""  # as it was spelt last
         self._rendered: deque[float] = deque(maxlen=_MAX_RENDERED)  # when, the oldest first
         self._registry = CollectorRegistry()
         ProcessCollector(registry=self._registry)
         PlatformCollector(registry=self._registry)
-        self._engine_collector = _EngineCollector(engine)
-        self._registry.register(self._engine_collector)
+        if client.pid is not None:
+            ProcessCollector("engine", pid=lambda: client.pid or 0, registry=self._registry)
+        self._registry.register(_EngineCollector(client))
         self._success = Counter(
             "specops:request_success",
             "Finished choices by the reason they ended",
@@ -127,40 +126,33 @@ class Metrics:
         labelled: Histogram = histogram.labels(self._model)
         return labelled
 
-    def count_waiting(self, num_waiting: Callable[[], int]) -> None:
-        """Lets the server say how many wait, when it holds some back itself."""
-        self._engine_collector.num_waiting = num_waiting
-
-    def tokens(self, count: int, now: float, before: float, *, first: bool) -> None:
-        """A choice got `count` tokens in one step; `before` is when it got its last, or arrived."""
+    def tokens(self, count: int, seconds: float, *, first: bool) -> None:
+        """A choice got `count` tokens in one step, so long after its last ones or its arrival."""
         if first:
-            self._first_token.observe(now - before)
+            self._first_token.observe(seconds)
             # What came with the first token took no time of its own, as a client sees it.
             for _ in range(count - 1):
                 self._between_tokens.observe(0.0)
         else:
             for _ in range(count):
-                self._between_tokens.observe((now - before) / count)
+                self._between_tokens.observe(seconds / count)
 
-    def finished(
-        self,
-        reason: str,
-        completion: Completion | None = None,
-        span: Span | None = None,
-    ) -> None:
-        """A choice ended, and when it was worked on, unless it did not come to its end."""
+    def dropped(self, reason: str, count: int) -> None:
+        """So many choices did not come to their end."""
+        self._success.labels(self._model, reason).inc(count)
+
+    def finished(self, reason: str, num_prompt: int, num_tokens: int, span: Span) -> None:
+        """A choice of so many tokens ended, and when it was worked on."""
         self._success.labels(self._model, reason).inc()
-        if completion is None or span is None:
-            return
         self._whole.observe(span.last)
         self._queued.observe(span.begin)
         self._prefilled.observe(span.first - span.begin)
         self._decoded.observe(span.last - span.first)
-        num_later = len(completion.token_ids) - span.num_first
+        num_later = num_tokens - span.num_first
         if num_later > 0:
             self._per_token.observe((span.last - span.first) / num_later)
-        self._prompt.observe(len(completion.prompt_token_ids))
-        self._generated.observe(len(completion.token_ids))
+        self._prompt.observe(num_prompt)
+        self._generated.observe(num_tokens)
 
     def step(self, num_rows: int) -> None:
         """The engine may have made a step, of so many rows."""
@@ -185,11 +177,11 @@ class Metrics:
 
 
 class _EngineCollector(Collector):
-    """Reads the engine's counters when Prometheus asks."""
+    """Tells the engine's counters when Prometheus asks."""
 
-    def __init__(self, engine: Engine) -> None:
-        self._engine = engine
-        self.num_waiting: Callable[[], int] = lambda: engine.num_waiting
+    def __init__(self, client: EngineClient) -> None:
+        self._client = client
+        self._model = client.capabilities.model_name
 
     def collect(self) -> Iterator[Metric]:
         yield from self._gauges()
@@ -200,28 +192,23 @@ class _EngineCollector(Collector):
 
     def _gauges(self) -> Iterator[Metric]:
         """What there is at the moment."""
-        engine = self._engine
-        gauges = engine.drafter_gauges
-        used = 1 - engine.num_free_pages / engine.num_pages
+        status, capabilities = self._client.status, self._client.capabilities
+        used = 1 - status.num_free_pages / capabilities.num_pages
+        sizes, texts = status.drafter_gauges, capabilities.drafter_gauges
         for name, text, value in (
-            ("num_requests_running", "Choices that run", engine.num_running),
-            ("num_requests_waiting", "Choices that wait", self.num_waiting()),
+            ("num_requests_running", "Choices that run", status.num_running),
+            ("num_requests_waiting", "Choices that wait", status.num_waiting),
             ("kv_cache_usage_perc", "Share of the KV pages in use, 0 to 1", used),
-            *(
-                (name, text, gauges[name])
-                for method in methods()
-                for name, text in method.gauges
-                if name in gauges
-            ),
+            *((name, texts[name], value) for name, value in sizes.items()),
         ):
             gauge = GaugeMetricFamily(f"specops:{name}", text, labels=_LABELS)
-            gauge.add_metric([engine.model_name], value)
+            gauge.add_metric([self._model], value)
             yield gauge
 
     def _counters(self) -> Iterator[Metric]:
         """What has been counted since the start."""
-        engine = self._engine
-        stats, speculative = engine.stats, engine.stats.speculative
+        stats = self._client.status.stats
+        speculative = stats.speculative
         for name, text, count in (
             ("num_steps", "Engine steps", stats.num_steps),
             (
@@ -258,26 +245,26 @@ class _EngineCollector(Collector):
             ),
         ):
             counter = CounterMetricFamily(f"specops:{name}", text, labels=_LABELS)
-            counter.add_metric([engine.model_name], count)
+            counter.add_metric([self._model], count)
             yield counter
 
     def _cache_config(self) -> Metric:
         """Of the KV cache, as labels of a gauge that is 1."""
-        engine = self._engine
+        capabilities = self._client.capabilities
         facts = {
-            "block_size": str(engine.config.page_size),
-            "num_blocks": str(engine.num_pages),
-            "enable_prefix_caching": str(engine.config.enable_prefix_caching),
+            "block_size": str(capabilities.page_size),
+            "num_blocks": str(capabilities.num_pages),
+            "enable_prefix_caching": str(capabilities.enable_prefix_caching),
         }
         info = GaugeMetricFamily(
             "specops:cache_config_info", "The KV cache's settings", labels=(*_LABELS, *facts)
         )
-        info.add_metric([engine.model_name, *facts.values()], 1)
+        info.add_metric([self._model, *facts.values()], 1)
         return info
 
     def _positions(self) -> Iterator[Metric]:
         """Drafts and accepted drafts by their place in a draft."""
-        speculative = self._engine.stats.speculative
+        speculative = self._client.status.stats.speculative
         for name, text, counts in (
             (
                 "spec_decode_num_draft_tokens_per_pos",
@@ -292,12 +279,12 @@ class _EngineCollector(Collector):
         ):
             per_pos = CounterMetricFamily(f"specops:{name}", text, labels=(*_LABELS, "position"))
             for position, count in enumerate(counts):
-                per_pos.add_metric([self._engine.model_name, str(position)], count)
+                per_pos.add_metric([self._model, str(position)], count)
             yield per_pos
 
     def _draft_lengths(self) -> Metric:
         """How many drafts were verified, over all steps of all choices."""
-        speculative = self._engine.stats.speculative
+        speculative = self._client.status.stats.speculative
         counts = [speculative.num_steps - speculative.num_drafts]
         counts += speculative.num_drafts_per_length[1:]
         counts += [0] * (_LENGTHS[-1] + 1 - len(counts))
@@ -313,5 +300,5 @@ class _EngineCollector(Collector):
             labels=_LABELS,
         )
         weighed = sum(length * count for length, count in enumerate(counts))
-        histogram.add_metric([self._engine.model_name], buckets, weighed)
+        histogram.add_metric([self._model], buckets, weighed)
         return histogram

@@ -10,8 +10,9 @@ from collections import deque
 from collections.abc import Iterable
 
 from specops.server.jobs import ChoiceOutput, Job
+from specops.service.messages import Accepted
 
-Event = tuple[Job, "ChoiceOutput | Exception | None"]
+Event = tuple[Job, ChoiceOutput | Accepted | Exception]
 
 # Of each client, before the event loop looks for other work. To look costs about as much as to wake
 # a task, so that with many clients or few it is a small part.

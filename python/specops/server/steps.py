@@ -4,6 +4,7 @@
 from collections.abc import Sequence
 from typing import Any
 
+from specops.engine.outputs import sources_of
 from specops.engine.tokenizer import Tokenizer
 from specops.server.jobs import ChoiceOutput
 
@@ -26,7 +27,7 @@ def step_report(tokenizer: Tokenizer, output: ChoiceOutput) -> dict[str, Any]:
         "seconds": output.seconds,
         "token_ids": step.token_ids,
         "bytes": _bytes_of(tokenizer, step.token_ids),
-        "sources": step.sources,
+        "sources": sources_of(step.token_ids, step.drafts),
         "drafts": None,
     }
     if step.drafts is not None:

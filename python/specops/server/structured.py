@@ -1,22 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The fields that constrain an output's form, OpenAI's and vLLM's, and their compilation."""
+"""The fields that constrain an output's form, OpenAI's and vLLM's."""
 
-import asyncio
 import re
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Literal
 
 from pydantic import Field
 
-from specops.engine.engine import Engine
-from specops.engine.sampling_params import SamplingParams
-from specops.engine.structured import Grammar, StructuredOutput
+from specops.engine.structured import StructuredOutput
 from specops.server.api_error import ApiError
 from specops.server.strict import Strict
 
-_NUM_THREADS = 2  # that compile; the others of a server have more urgent work
-_MAX_SECONDS = 10.0
-_MAX_WAITING = 64  # grammars that are not compiled yet
 # Where the engine names the schema, which vLLM's clients know as json.
 _SCHEMA = re.compile(r"^(structured_output: (?:\w+ needs )?)json_schema")
 
@@ -142,56 +135,3 @@ def refusal(error: ValueError, param: str) -> ApiError:
         message = _SCHEMA.sub(r"\1json", message)
     message = message.replace("structured_output", param, 1)
     return ApiError(400, message, param=param, code="invalid_value")
-
-
-class Compiling:
-    """Compiles what requests ask for, beside the event loop and the engine's thread."""
-
-    def __init__(self, engine: Engine) -> None:
-        self._engine = engine
-        self._threads = ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="specops-grammars")
-        self._num_waiting = 0
-
-    async def compile(self, params: SamplingParams, param: str) -> Grammar | None:
-        """The grammar of a request, for as long as the request holds it; None: it has none.
-
-        Args:
-            params: of the request.
-            param: the field that it comes from.
-
-        Raises:
-            ApiError: it cannot be used, takes too long, or too many others are not compiled yet.
-        """
-        wanted = params.structured_output
-        if wanted is None:
-            return None
-        if self._num_waiting >= _MAX_WAITING:
-            raise ApiError(
-                429,
-                f"the server is busy: {self._num_waiting} grammars wait to be compiled",
-                type="rate_limit_error",
-                code="queue_full",
-                headers={"Retry-After": "1"},
-            )
-        compiling = asyncio.get_running_loop().run_in_executor(
-            self._threads, self._engine.compile_structured_output, wanted
-        )
-        self._num_waiting += 1
-        compiling.add_done_callback(self._note_end)
-        try:
-            # Shielded: what is begun cannot be cancelled, and goes on counting until it ends.
-            return await asyncio.wait_for(asyncio.shield(compiling), _MAX_SECONDS)
-        except asyncio.TimeoutError:  # another class than TimeoutError until Python 3.11
-            raise ApiError(
-                400,
-                f"{param} takes longer than {_MAX_SECONDS:g} seconds to compile",
-                param=param,
-                code="invalid_value",
-            ) from None
-        except ValueError as error:
-            raise refusal(error, param) from None
-
-    def _note_end(self, compiled: "asyncio.Future[Grammar]") -> None:
-        self._num_waiting -= 1
-        if not compiled.cancelled():
-            compiled.exception()  # somebody may have given up before it

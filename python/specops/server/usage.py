@@ -4,7 +4,7 @@
 from collections.abc import Sequence
 from typing import Any
 
-from specops.engine.outputs import Completion, SpeculativeStats
+from specops.engine.outputs import SpeculativeStats
 from specops.server.jobs import Span
 
 
@@ -72,11 +72,10 @@ def timings(spans: Sequence[Span], num_tokens: int) -> dict[str, Any]:
     }
 
 
-def add_stats(completions: Sequence[Completion]) -> SpeculativeStats:
+def add_stats(each: Sequence[SpeculativeStats]) -> SpeculativeStats:
     """The counts of all choices together."""
     total = SpeculativeStats()
-    for completion in completions:
-        stats = completion.stats
+    for stats in each:
         total.num_steps += stats.num_steps
         total.num_drafts += stats.num_drafts
         total.num_draft_tokens += stats.num_draft_tokens

@@ -13,13 +13,14 @@ import specops
 from specops.batching import OutputMode
 from specops.engine.drafters import Proposals
 from specops.engine.drafting import Drafting
+from specops.engine.emitted import Emitted
 from specops.engine.memory.device import Device
 from specops.engine.memory.step_memory import StepMemory
 from specops.engine.memory.step_shape import StepShape, page_capacity, rounded, rung
 from specops.engine.models import Transformer
-from specops.engine.outputs import Emitted, StepDrafts, TokenLogprob
+from specops.engine.outputs import PromptScores, StepDrafts, TokenLogprob
 from specops.engine.plan import Part, Plan, PrefixGroups
-from specops.engine.prompt_logprobs import PromptScorer, PromptScores
+from specops.engine.prompt_logprobs import PromptScorer
 from specops.engine.request import Feature, Request
 from specops.engine.steps.slot_tables import SlotTables
 from specops.engine.steps.step import (
@@ -37,7 +38,7 @@ from specops.engine.steps.step import (
     Step,
 )
 from specops.engine.steps.step_trees import tree_shape
-from specops.engine.structured import StepMasks, TokenRule
+from specops.engine.structured.step_masks import StepMasks, TokenRule
 from specops.sampling import AcceptPolicy, FinishReason, VerifyStrategy
 
 _STRATEGIES = {strategy.name.lower(): int(strategy) for strategy in VerifyStrategy}

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from specops.engine.request import Request
-from specops.engine.structured import token_mask
+from specops.engine.structured.step_masks import token_mask
 from specops.sampling import LogitsProcessors, count_tokens
 
 # By table: what a row holds that asks for nothing.

@@ -4,7 +4,6 @@
 from specops.engine.structured.compiler import GrammarCompiler
 from specops.engine.structured.masks import MaskFiller, MaskRows
 from specops.engine.structured.matching import Grammar, GrammarState
-from specops.engine.structured.step_masks import StepMasks, TokenRule, token_mask
 from specops.engine.structured.wanted import StructuredOutput
 
 __all__ = [
@@ -13,8 +12,5 @@ __all__ = [
     "GrammarState",
     "MaskFiller",
     "MaskRows",
-    "StepMasks",
     "StructuredOutput",
-    "TokenRule",
-    "token_mask",
 ]

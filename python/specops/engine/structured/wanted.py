@@ -71,6 +71,11 @@ class StructuredOutput:
         else:
             name, most = ("regex", MAX_REGEX) if self.regex is not None else ("grammar", MAX_TEXT)
             _check_text(name, getattr(self, name), most)
+        try:
+            "".join(self.choice or (getattr(self, self.kind),)).encode()
+        except UnicodeEncodeError:
+            message = f"structured_output: {self.kind} must be valid Unicode, got half a pair"
+            raise ValueError(message) from None
 
     def _check_whitespace(self) -> None:
         disable, pattern = self.disable_any_whitespace, self.whitespace_pattern

@@ -1,0 +1,171 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Between jobs and the engine: hands jobs over, and what comes back to those who wait for it.
+
+Everything here belongs to the event loop.
+"""
+
+import asyncio
+
+from specops.engine.errors import ContextOverflow, QueueFull
+from specops.server.jobs import (
+    BadSpeculation,
+    ChoiceOutput,
+    EngineAway,
+    Job,
+    JobFailed,
+    Span,
+    StepSeconds,
+)
+from specops.server.metrics import Metrics
+from specops.server.outbox import Event, Outbox
+from specops.service.client import EngineClient
+from specops.service.messages import Accepted, Batch, Failed, Output, Progress, Refused, Submit
+
+_REFUSALS: dict[str, type[Exception]] = {
+    "context": ContextOverflow,
+    "full": QueueFull,
+    "speculative_config": BadSpeculation,
+    "value": ValueError,
+}
+
+
+class Dispatch:
+    """The jobs that an engine has.
+
+    Args:
+        client: of the engine.
+        metrics: of the server.
+        num_clients: that have keys; at most 1 where there are no keys.
+    """
+
+    def __init__(self, client: EngineClient, metrics: Metrics, num_clients: int = 1) -> None:
+        self._client, self._metrics, self._num_clients = client, metrics, num_clients
+        self._jobs: dict[int, Job] = {}  # with choices of which the last output has not come
+        self._outbox: Outbox | None = None
+        self._num_rows = client.status.stats.num_rows
+
+    async def start(self) -> None:
+        """Begins, on the event loop that jobs live on."""
+        self._outbox = Outbox(asyncio.get_running_loop())
+        await self._client.start(self._receive, self._lose, self._num_clients)
+
+    async def stop(self) -> None:
+        """Drops what is left, and waits for the engine to end."""
+        await self._client.stop()
+
+    def require_room(self, client: str) -> None:
+        """Refuses a client whose share of the room to wait is known to be full.
+
+        Raises:
+            QueueFull: it is.
+        """
+        if (reason := self._client.full.get(client)) is not None:
+            raise QueueFull(reason)
+
+    async def submit(self, job: Job) -> None:
+        """Hands over a job, and waits until the engine has taken it.
+
+        Raises:
+            QueueFull, ValueError: the engine refuses it, wholly.
+            JobFailed: the engine has failed.
+        """
+        if self._client.health == "failed":
+            raise JobFailed("the engine has stopped")
+        if self._client.health == "restarting":
+            raise EngineAway("the engine is being restarted")
+        self._client.submit(
+            Submit(
+                *(job.number, job.client, job.prompts, job.params),
+                *(job.speculative_config, job.streaming),
+            )
+        )
+        self._jobs[job.number] = job
+        try:
+            await job.accepted
+        except asyncio.CancelledError:
+            self.abort(job)
+            raise
+
+    def abort(self, job: Job) -> None:
+        """Drops what is unfinished of a job and frees its pages; harmless for a finished one."""
+        if self._jobs.pop(job.number, None) is not None:
+            self._client.abort(job.number)
+
+    def _receive(self, batch: Batch) -> None:
+        stats = batch.status.stats
+        self._metrics.step(stats.num_rows - self._num_rows)
+        self._num_rows = stats.num_rows
+        for reason, count in batch.dropped.items():
+            self._metrics.dropped(reason, count)
+        steps = None
+        if self._client.capabilities.times_drafting:
+            steps = StepSeconds(stats.verify_seconds, stats.draft_seconds)
+        events: list[Event] = []
+        for event in batch.events:
+            job = self._jobs.get(event.job)
+            if job is None:
+                continue
+            if isinstance(event, Progress):
+                self._note_tokens(job, event.index, event.num_tokens, batch.now, steps)
+            elif isinstance(event, Output):
+                events.append((job, self._output(job, event, batch.now, steps)))
+            elif isinstance(event, Accepted):
+                events.append((job, event))
+            else:
+                del self._jobs[job.number]
+                events.append((job, _error(event)))
+        self._hand_out(events)
+
+    def _hand_out(self, events: list[Event]) -> None:
+        assert self._outbox is not None, "it has been started"
+        self._outbox.add(events)
+
+    def _note_tokens(
+        self, job: Job, index: int, count: int, now: float, steps: StepSeconds | None
+    ) -> None:
+        times = job.times[index]
+        before = times.last or job.arrival
+        self._metrics.tokens(count, now - before, first=not times.last)
+        times.last = now
+        if not times.num_first:
+            times.first, times.num_first, times.steps_at_first = now, count, steps
+
+    def _output(
+        self, job: Job, output: Output, now: float, steps: StepSeconds | None
+    ) -> ChoiceOutput:
+        if job.streaming and output.token_ids:
+            self._note_tokens(job, output.index, len(output.token_ids), now, steps)
+        seconds, end = now - job.arrival, output.end
+        if end is None:
+            return ChoiceOutput(output, seconds)
+        times = job.times[output.index]
+        if not times.num_first:
+            times.first, times.steps_at_first = now, steps
+        span = Span(
+            begin=end.begun - job.arrival,
+            first=times.first - job.arrival,
+            last=seconds,
+            num_first=times.num_first,
+            steps_at_first=times.steps_at_first,
+            steps_at_last=steps,
+        )
+        num_prompt = len(job.prompts[output.index // job.params.n])
+        self._metrics.finished(end.finish_reason, num_prompt, end.num_tokens, span)
+        job.num_running -= 1
+        if not job.num_running:
+            del self._jobs[job.number]
+        return ChoiceOutput(output, seconds, span)
+
+    def _lose(self, message: str) -> None:
+        """Ends every job: the engine is gone."""
+        jobs, self._jobs = self._jobs, {}
+        self._num_rows = 0  # another engine counts anew
+        for job in jobs.values():
+            self._metrics.dropped("error", job.num_running)
+        self._hand_out([(job, JobFailed(message)) for job in jobs.values()])
+
+
+def _error(event: Refused | Failed) -> Exception:
+    if isinstance(event, Failed):
+        return JobFailed(event.message)
+    return _REFUSALS[event.kind](event.message)

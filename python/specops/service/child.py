@@ -1,0 +1,117 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The process that an engine has to itself; `process.py` starts it.
+
+It ends when it is told to, and when the other end of its socket is closed: it outlives nobody.
+"""
+
+import contextlib
+import gc
+import logging
+import os
+import select
+import signal
+import socket
+import sys
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+from specops.service.messages import Batch, Command, Hello, NoEngine, Stop
+from specops.service.wire import Frames, Setup, encoded, receive, to_process
+
+if TYPE_CHECKING:
+    from specops.engine.engine import Engine
+    from specops.service.loop import Compiled
+
+# After so long a thread that has Python's lock gives way: those that compile grammars, to the loop.
+_SWITCH_SECONDS = 0.0005
+
+
+class SocketInbox:
+    """Commands of a socket, and of threads of this process."""
+
+    def __init__(self, connection: socket.socket, frames: Frames) -> None:
+        self._connection, self._frames = connection, frames
+        self._own: deque[Compiled] = deque()
+        self._waker, self._wake = socket.socketpair()
+        self._poll = select.poll()
+        self._poll.register(connection, select.POLLIN)
+        self._poll.register(self._waker, select.POLLIN)
+
+    def put(self, command: "Compiled") -> None:
+        """Adds one, from any thread."""
+        self._own.append(command)
+        self._wake.send(b"x")
+
+    def take(self, seconds: float | None) -> "Sequence[Command | Compiled]":
+        """Returns those that are there, waiting for one at most so long; None: without end."""
+        if seconds != 0.0:
+            ready = self._poll.poll(None if seconds is None else 1e3 * seconds)
+            if any(number == self._waker.fileno() for number, _ in ready):
+                self._waker.recv(1 << 12)
+        commands: list[Command | Compiled] = []
+        while self._own:
+            commands.append(self._own.popleft())
+        try:
+            while True:
+                bodies = receive(self._connection, self._frames, socket.MSG_DONTWAIT)
+                commands += map(to_process, bodies)
+        except BlockingIOError:
+            pass
+        except (EOFError, ConnectionError):
+            commands.append(Stop())
+        return commands
+
+
+def run(connection: socket.socket, make: "Callable[[Setup], Engine]") -> int:
+    """Makes an engine as the first message says, and runs it until the end.
+
+    Args:
+        connection: to the process that has started this one.
+        make: makes the engine; ValueError says why it cannot be made.
+
+    Returns:
+        The exit code.
+    """
+    # A terminal and a supervisor tell all processes to end; this one ends when its parent says so.
+    for one in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(one, signal.SIG_IGN)
+    frames = Frames()
+    try:
+        (setup,) = map(to_process, receive(connection, frames))
+    except (EOFError, ConnectionError):
+        return 1
+    logging.basicConfig(level=setup.log_level.upper(), format="%(levelname)s %(name)s: %(message)s")
+    from specops.service.loop import EngineLoop
+    from specops.service.snapshot import capabilities_of, status_of
+
+    def send(message: Hello | NoEngine | Batch) -> None:
+        with contextlib.suppress(ConnectionError):  # the inbox tells
+            connection.sendall(encoded(message))
+
+    try:
+        engine = make(setup)
+        hello = Hello(capabilities_of(engine), status_of(engine))
+    except ValueError as error:
+        send(NoEngine(str(error)))
+        return 1
+    gc.collect()
+    gc.freeze()  # what is there by now stays
+    sys.setswitchinterval(_SWITCH_SECONDS)
+    send(hello)
+    EngineLoop(engine, SocketInbox(connection, frames), send).run()
+    return 0
+
+
+def main() -> None:
+    """Runs an engine behind the socket whose number is the last argument; does not return."""
+
+    def make(setup: Setup) -> "Engine":
+        from specops.engine.config import EngineConfig
+        from specops.engine.engine import Engine
+
+        return Engine(EngineConfig.from_plain(setup.settings))
+
+    code = run(socket.socket(fileno=int(sys.argv[-1])), make)
+    logging.shutdown()
+    os._exit(code)  # a grammar that is still being compiled is nobody's any more

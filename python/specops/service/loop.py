@@ -1,0 +1,476 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The loop that owns an engine: takes commands between two steps, and sends what each step brought.
+
+It knows of no event loop, thread or socket: an inbox gives it commands, and it hands out batches.
+"""
+
+import json
+import logging
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+from specops.engine.engine import Engine
+from specops.engine.errors import ContextOverflow, EngineError, QueueFull
+from specops.engine.outputs import RequestOutput
+from specops.engine.sampling_params import SamplingParams
+from specops.engine.speculative_config import SpeculativeConfig
+from specops.engine.structured import Grammar
+from specops.service.messages import (
+    Abort,
+    Accepted,
+    Batch,
+    Begin,
+    Command,
+    End,
+    Event,
+    Failed,
+    Health,
+    Output,
+    Progress,
+    Refused,
+    Stop,
+    Submit,
+)
+from specops.service.snapshot import status_of
+
+logger = logging.getLogger(__name__)
+
+# Drawn seeds stay exact in JavaScript, so that a browser can send back the one it was told.
+_SEED_BITS = 53
+# Failed steps in a row after which the engine counts as failing. One alone may be the fault of a
+# single request.
+_FAILING = 3
+_STEP_FAILED = "a step of the engine failed; the server's log says why"
+_REQUEST_FAILED = "the request failed within the engine; the server's log says why"
+_NOT_ADDED = "the engine could not take the request; the server's log says why"
+# Between two saves of the suffix cache, which wait for a moment without requests.
+_SAVE_SECONDS = 300.0
+_COMPILING_THREADS = 2  # of grammars; the loop itself has more urgent work
+_MAX_COMPILING = 64  # grammars that are not compiled yet
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """A grammar that a job waited for."""
+
+    job: int
+    grammar: "Future[Grammar]"
+
+
+class Inbox(Protocol):
+    """Where commands come in."""
+
+    def take(self, seconds: float | None) -> Sequence[Command | Compiled]:
+        """Returns those that are there, waiting for one at most so long; None: without end."""
+
+    def put(self, command: Compiled) -> None:
+        """Adds one, from any thread."""
+
+
+@dataclass(eq=False)
+class _Choice:
+    """A choice of a job."""
+
+    job: Submit
+    index: int
+    prompt: list[int]
+    params: SamplingParams
+    seed: int
+    speculative: SpeculativeConfig
+    # Choices that wait for this one's prefill, to find its pages in the prefix cache.
+    siblings: "list[_Choice]"
+    added_at: float = 0.0  # when the engine got it
+    has_tokens: bool = False
+
+
+class EngineLoop:
+    """Runs an engine until it is told to stop.
+
+    What fails in the engine ends the jobs that it says; the loop goes on with the others. Where it
+    says nothing, every job ends, and the loop goes on unless the engine keeps a request or a page.
+
+    Args:
+        engine: the loop's from now on.
+        inbox: where commands come in; `Begin` is the first.
+        send: called with every batch.
+    """
+
+    def __init__(self, engine: Engine, inbox: Inbox, send: Callable[[Batch], None]) -> None:
+        self._engine = engine
+        self._inbox = inbox
+        self._send = send
+        self._num_clients = 1  # that have keys
+        self._choices: dict[str, _Choice] = {}  # in the engine, by request id
+        self._held: list[_Choice] = []  # ready to be added, but the engine's queue is full
+        self._compiling: dict[int, Submit] = {}  # jobs whose grammars are not compiled yet
+        self._num_compiling = 0  # grammars, of jobs that were dropped, too
+        self._threads = ThreadPoolExecutor(_COMPILING_THREADS, "specops-grammars")
+        self._seen: set[str] = set()  # clients, two at most: then room to wait is shared
+        # Clients whose share of the room to wait is full, and what they are told.
+        self._full: dict[str, str] = {}
+        self._told_full: dict[str, str] = {}
+        self._events: list[Event] = []
+        self._dropped: Counter[str] = Counter()
+        self._has_news = False  # beside events: something was dropped, or health has changed
+        self._num_requests = 0
+        self._num_failures = 0  # steps that failed since the last one that succeeded
+        self._saved_at = time.monotonic()  # the suffix cache, the last time
+
+    def run(self) -> None:
+        """Works until it is told to stop, or the engine does not recover."""
+        health: Health = "ok"
+        while True:
+            try:
+                if not self._take_commands():
+                    break
+                if self._engine.has_unfinished():
+                    self._step()
+            except Exception:
+                self._num_failures += 1
+                logger.exception("a step failed; every request ends with an error")
+                self._give_up("error", _STEP_FAILED)
+                if not self._is_empty():
+                    logger.critical("the engine does not recover; it ends")
+                    health = "failed"
+                    break
+            self._look_for_room()
+            self._deliver("ok" if self._num_failures < _FAILING else "failing")
+        self._give_up("abort", "the engine has stopped")
+        self._deliver(health)
+        self._threads.shutdown(wait=False, cancel_futures=True)
+        if self._engine.has_unsaved_drafters:
+            self._save_drafters()
+
+    # ---- commands ----
+
+    def _take_commands(self) -> bool:
+        """Carries out what has come, waiting for it when there is nothing else to do."""
+        is_idle = not self._engine.has_unfinished() and not self._held
+        seconds = self._seconds_to_save() if is_idle else 0.0
+        commands = self._inbox.take(seconds)
+        while is_idle and not commands:
+            self._save_drafters()
+            commands = self._inbox.take(self._seconds_to_save())
+        for command in commands:
+            if isinstance(command, Submit):
+                self._take_job(command)
+            elif isinstance(command, Abort):
+                self._abort_job(command.job)
+            elif isinstance(command, Compiled):
+                self._take_compiled(command)
+            elif isinstance(command, Begin):
+                self._num_clients = command.num_clients
+            elif isinstance(command, Stop):
+                return False
+        if self._held:
+            self._add_held()
+        return True
+
+    def _seconds_to_save(self) -> float | None:
+        """How long a loop with nothing to do waits before it saves; None if there is no need."""
+        if not self._engine.has_unsaved_drafters:
+            return None
+        return max(self._saved_at + _SAVE_SECONDS - time.monotonic(), 0.0)
+
+    def _save_drafters(self) -> None:
+        self._saved_at = time.monotonic()
+        try:
+            self._engine.save_drafters()
+        except ValueError as error:
+            logger.error("%s", error)
+        except Exception:
+            logger.exception("the suffix cache could not be saved")
+
+    def _take_job(self, job: Submit) -> None:
+        """Adds a job, once its grammar is compiled if it has one."""
+        wanted = job.params.structured_output
+        if wanted is None:
+            return self._add_job(job)
+        if self._num_compiling >= _MAX_COMPILING:
+            reason = f"{self._num_compiling} grammars wait to be compiled"
+            self._events.append(Refused(job.job, "full", reason))
+            return
+        self._num_compiling += 1
+        self._compiling[job.job] = job
+        compiling = self._threads.submit(self._engine.compile_structured_output, wanted)
+        compiling.add_done_callback(lambda done: self._inbox.put(Compiled(job.job, done)))
+
+    def _take_compiled(self, compiled: Compiled) -> None:
+        """Adds a job whose grammar is there; the engine finds it as long as it is held here."""
+        self._num_compiling -= 1
+        job = self._compiling.pop(compiled.job, None)
+        if job is None or compiled.grammar.cancelled():
+            return
+        error = compiled.grammar.exception()
+        if error is None:
+            self._add_job(job)
+        else:
+            self._events.append(self._why_not(job, error))
+
+    def _why_not(self, job: Submit, error: BaseException) -> Refused | Failed:
+        """What is said of a job that is not added."""
+        if isinstance(error, ContextOverflow):
+            return Refused(job.job, "context", str(error))
+        if isinstance(error, QueueFull):
+            return Refused(job.job, "full", str(error))
+        if isinstance(error, ValueError):
+            return Refused(job.job, "value", str(error))
+        logger.error("a request could not be added", exc_info=error)
+        return Failed(job.job, _NOT_ADDED)
+
+    def _add_job(self, job: Submit) -> None:
+        engine = self._engine
+        try:
+            speculative = engine.config.speculative_for(
+                None if job.speculative_config is None else json.loads(job.speculative_config),
+                engine.runnable_methods,
+                engine.missing_methods,
+            )
+        except ValueError as error:
+            self._events.append(Refused(job.job, "speculative_config", str(error)))
+            return
+        added: list[str] = []
+        try:
+            self._require_room(job)
+            for position, prompt in enumerate(job.prompts):
+                first = self._first_choice(job, position, prompt, speculative)
+                added.append(self._add_choice(first))
+                # Nothing is shared without a full page, but what is told of the prompt.
+                shares = engine.config.enable_prefix_caching
+                shares = shares and len(prompt) > engine.config.page_size
+                if not shares and job.params.prompt_logprobs is None:
+                    added += [self._add_choice(sibling) for sibling in first.siblings]
+                    first.siblings.clear()
+        except Exception as error:
+            for request_id in added:
+                engine.abort(request_id)
+                del self._choices[request_id]
+            self._events.append(self._why_not(job, error))
+        else:
+            self._events.append(Accepted(job.job, speculative.num_speculative_tokens))
+
+    def _first_choice(
+        self, job: Submit, position: int, prompt: list[int], speculative: SpeculativeConfig
+    ) -> _Choice:
+        """The first choice of a prompt, with the others as its siblings."""
+        params = job.params
+        seed = self._engine.draw_seed(_SEED_BITS) if params.seed is None else params.seed
+        # The choices of a prompt share the seed: their index tells their random numbers apart.
+        params = replace(params, seed=seed)
+        first = _Choice(job, position * params.n, prompt, params, seed, speculative, siblings=[])
+        others = replace(params, prompt_logprobs=None)  # the first one's are all choices'
+        first.siblings = [
+            _Choice(job, first.index + i, prompt, others, seed, speculative, siblings=[])
+            for i in range(1, params.n)
+        ]
+        return first
+
+    def _add_choice(self, choice: _Choice) -> str:
+        request_id = self._engine.add_request(
+            choice.prompt,
+            choice.params,
+            request_id=f"http-{self._num_requests}",
+            choice_index=choice.index % choice.params.n,
+            speculative_config=choice.speculative,
+            owners=(choice.job.client, f"call-{choice.job.job}"),
+        )
+        choice.added_at = time.perf_counter()
+        self._num_requests += 1
+        self._choices[request_id] = choice
+        return request_id
+
+    def _add_held(self) -> None:
+        while self._held:
+            try:
+                self._add_choice(self._held[0])
+            except QueueFull:  # its place was taken by preempted requests: try after the next step
+                return
+            except Exception:
+                logger.exception("a choice could not be added")
+                self._fail_job(self._held[0].job.job, _NOT_ADDED)
+                return
+            self._held.pop(0)
+
+    # ---- room to wait ----
+
+    def _require_room(self, job: Submit) -> None:
+        """Refuses a job that would have to wait where there is no room for it.
+
+        Raises:
+            QueueFull: too many wait.
+            ValueError: it has more choices than ever find room.
+        """
+        total = len(job.prompts) * job.params.n
+        limit = self._engine.config.max_waiting
+        if len(self._seen) < 2:
+            self._seen.add(job.client)
+        if self._has_several_clients:
+            limit = max(limit // 2, 1)
+        if total > limit:
+            raise ValueError(
+                f"n and the number of prompts make {total} choices, more than the {limit} that "
+                "may wait"
+            )
+        self._engine.require_room(total + self._num_outside)
+        self._require_share(job.client, total)
+
+    def _require_share(self, client: str, total: int) -> None:
+        """Leaves room for those who come later: a client gets half of what others leave free.
+
+        Raises:
+            QueueFull: it has too many waiting already.
+        """
+        if not self._has_several_clients:
+            return
+        own, most = self._waiting_of(client, self._count_waiting())
+        if own + total > most:
+            whose = "API key" if self._num_clients > 1 else "address"
+            reason = f"{own} requests of this {whose} are waiting already"
+            if own >= most:  # one more would be too many, whatever it asks for
+                self._full[client] = reason
+            raise QueueFull(reason)
+
+    def _count_waiting(self) -> Counter[str]:
+        """How many choices of each client have no tokens yet."""
+        waiting: Counter[str] = Counter(choice.job.client for choice in self._held)
+        for choice in self._choices.values():
+            waiting[choice.job.client] += (not choice.has_tokens) + len(choice.siblings)
+        return waiting
+
+    def _waiting_of(self, client: str, waiting: Counter[str]) -> tuple[int, int]:
+        """How many choices of a client wait, and how many may."""
+        own = waiting[client]
+        most = (self._engine.config.max_waiting - waiting.total() + own) // 2
+        return own, max(most, 1)
+
+    def _look_for_room(self) -> None:
+        """Finds out who has room to wait again."""
+        if self._full:
+            waiting = self._count_waiting()
+            for client in list(self._full):
+                own, most = self._waiting_of(client, waiting)
+                if own < most:
+                    del self._full[client]
+
+    @property
+    def _has_several_clients(self) -> bool:
+        """Whether room is to be left: for other keys, or for addresses, of which two have come."""
+        return self._num_clients > 1 or len(self._seen) > 1
+
+    @property
+    def _num_outside(self) -> int:
+        """Choices that the engine does not have yet: they wait for a sibling, or for room."""
+        return len(self._held) + sum(len(choice.siblings) for choice in self._choices.values())
+
+    # ---- steps ----
+
+    def _step(self) -> None:
+        outputs: Sequence[RequestOutput]
+        reason = _REQUEST_FAILED
+        try:
+            outputs = self._engine.step()
+            self._num_failures = 0
+        except EngineError as error:
+            if not error.outputs:
+                raise
+            self._num_failures += 1
+            logger.exception("a step failed; its requests end with an error")
+            outputs, reason = error.outputs, _STEP_FAILED
+        self._has_news = True
+        for output in outputs:
+            choice = self._choices.get(output.request_id)
+            if choice is None:
+                continue
+            if output.finish_reason == "error":
+                self._fail_job(choice.job.job, reason)
+                continue
+            if choice.siblings:
+                self._held += choice.siblings
+                choice.siblings = []
+            self._note(choice, output)
+        if self._num_failures and not self._engine.has_unfinished() and not self._is_empty():
+            raise RuntimeError("a step that failed has left the engine fewer pages than it had")
+
+    def _note(self, choice: _Choice, output: RequestOutput) -> None:
+        """Notes what a step brought a choice, as its job wants to be told."""
+        job, index = choice.job, choice.index
+        if output.token_ids:
+            choice.has_tokens = True
+            if not job.streaming:
+                self._events.append(Progress(job.job, index, len(output.token_ids)))
+        if output.finish_reason is None and not job.streaming:
+            return
+        told = Output(
+            *(job.job, index, output.token_ids, output.text, output.logprobs),
+            drafts=output.drafts,
+            prompt_logprobs=output.prompt_logprobs,  # type: ignore[arg-type]
+        )
+        if output.finish_reason is not None:
+            del self._choices[output.request_id]
+            whole = self._engine.completion(output.request_id)
+            if not job.streaming:
+                told.token_ids, told.text = whole.token_ids, whole.text
+                told.logprobs = whole.logprobs
+                told.prompt_logprobs = whole.prompt_logprobs  # type: ignore[assignment]
+            told.end = End(
+                finish_reason=whole.finish_reason,
+                stop_reason=whole.stop_reason,
+                seed=choice.seed,
+                num_tokens=len(whole.token_ids),
+                num_cached_tokens=whole.num_cached_tokens,
+                begun=choice.added_at + whole.queue_seconds,
+                stats=whole.stats,
+            )
+        self._events.append(told)
+
+    # ---- ends ----
+
+    def _abort_job(self, job: int, reason: str = "abort") -> None:
+        self._compiling.pop(job, None)
+        self._held = [choice for choice in self._held if choice.job.job != job]
+        for request_id in [name for name, one in self._choices.items() if one.job.job == job]:
+            self._engine.abort(request_id)
+            del self._choices[request_id]
+            self._dropped[reason] += 1
+            self._has_news = True
+
+    def _fail_job(self, job: int, message: str) -> None:
+        """Ends a job with an error: all of its choices, since an answer has all or none."""
+        self._abort_job(job, "error")
+        self._events.append(Failed(job, message))
+
+    def _give_up(self, reason: str, message: str) -> None:
+        """Fails every job, and drops what the engine still knows of it."""
+        for request_id in self._choices:
+            try:
+                self._engine.abort(request_id)
+            except Exception:
+                logger.exception("request %s could not be dropped", request_id)
+            self._dropped[reason] += 1
+        jobs = {one.job.job for one in (*self._choices.values(), *self._held)} | {*self._compiling}
+        self._events += [Failed(job, message) for job in sorted(jobs)]
+        self._choices.clear()
+        self._held.clear()
+        self._compiling.clear()
+        self._has_news = True
+
+    def _is_empty(self) -> bool:
+        """Whether the engine has nothing left, neither a request nor a page that one held."""
+        engine = self._engine
+        return not engine.has_unfinished() and engine.num_free_pages == engine.num_pages
+
+    def _deliver(self, health: Health) -> None:
+        if not self._events and not self._has_news:
+            return
+        full = None
+        if self._full != self._told_full:
+            full = self._told_full = dict(self._full)
+        status = status_of(self._engine, num_outside=self._num_outside)
+        now = time.perf_counter()
+        self._send(Batch(now, health, status, full, dict(self._dropped), self._events))
+        self._events, self._has_news = [], False
+        self._dropped.clear()

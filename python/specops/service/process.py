@@ -1,0 +1,220 @@
+# SPDX-License-Identifier: Apache-2.0
+"""An engine in a process of its own, which is started again when it dies."""
+
+import asyncio
+import logging
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+
+from specops.service.client import EngineClient
+from specops.service.messages import Batch, Begin, Command, Hello, NoEngine, Stop
+from specops.service.wire import Frames, Setup, encoded, from_process, receive
+
+logger = logging.getLogger(__name__)
+
+# What the process runs. It looks for modules where this one does.
+_CODE = "import sys; sys.path[:] = {path!r}; from specops.service.child import main; main()"
+
+# Before a process that has died is started again, for the first time and once more, ...
+_PAUSES = (0.0, 2.0, 8.0)
+_WELL_SECONDS = 60.0  # after which one that dies counts as the first
+_END_SECONDS = 60.0  # that one may take to end, for it may have to save what its drafters learnt
+_REAP_SECONDS = 2.0  # that one may take to end once its socket is closed
+_LOST = "the engine's process has ended; the server's log says more"
+
+
+class EngineProcess:
+    """A process with an engine in it, which begins to load at once.
+
+    Args:
+        setup: what the engine is made of.
+        code: what the process runs; by default specops' own.
+    """
+
+    def __init__(self, setup: Setup, code: str | None = None) -> None:
+        self._setup, self._code = setup, code
+        self.connection, theirs = socket.socketpair()
+        program = code or _CODE.format(path=sys.path)
+        with theirs:
+            self._process = subprocess.Popen(
+                [sys.executable, "-c", program, "specops-engine", str(theirs.fileno())],
+                pass_fds=[theirs.fileno()],
+                stdin=subprocess.DEVNULL,
+            )
+        self.pid = self._process.pid
+        self.connection.sendall(encoded(setup))
+
+    def again(self) -> "EngineProcess":
+        """Starts another one like it."""
+        return EngineProcess(self._setup, self._code)
+
+    def hello(self) -> Hello:
+        """Waits until the engine is there; asked once, before anything is sent.
+
+        Raises:
+            ValueError: its configuration or its model cannot be used, or the process has ended.
+        """
+        frames, messages = Frames(), list[object]()
+        try:
+            while not messages:
+                messages += map(from_process, receive(self.connection, frames))
+        except (EOFError, ConnectionError):
+            raise ValueError(
+                f"the engine's process ended ({self.end()}) before its engine was there"
+            ) from None
+        (message,) = messages
+        if isinstance(message, NoEngine):
+            raise ValueError(message.message)
+        assert isinstance(message, Hello)
+        return message
+
+    def kill(self) -> None:
+        """Ends it at once, unless it has ended."""
+        self._process.kill()
+        self.end()
+
+    def end(self, seconds: float = _END_SECONDS) -> str:
+        """Waits for the end, which comes by force after so long; returns how it ended."""
+        self.connection.close()
+        try:
+            code = self._process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            code = self._process.wait()
+        return f"exit status {code}" if code >= 0 else signal.Signals(-code).name
+
+
+class _Link(asyncio.Protocol):
+    """The socket to one process."""
+
+    def __init__(self, client: "ProcessClient") -> None:
+        self._client, self._frames = client, Frames()
+
+    def data_received(self, data: bytes) -> None:
+        for body in self._frames.feed(data):
+            self._client.received(from_process(body))
+
+    def connection_lost(self, error: Exception | None) -> None:
+        self._client.disconnected()
+
+
+class ProcessClient(EngineClient):
+    """Talks to an engine in a process, and starts it again when it dies.
+
+    Jobs that it had are lost then. After a few deaths in a row it stays dead.
+
+    Args:
+        process: waited for until its engine is there.
+
+    Raises:
+        ValueError: the engine's configuration or its model cannot be used, or the process ended.
+    """
+
+    def __init__(self, process: EngineProcess) -> None:
+        hello = process.hello()
+        super().__init__(hello.capabilities, hello.status)
+        self.pid = process.pid
+        self._process = process
+        self._num_clients = 1
+        self._transport: asyncio.WriteTransport | None = None
+        self._outgoing: list[bytes] = []
+        self._is_stopping = False
+        self._is_gone = asyncio.Event()
+        self._restarting: asyncio.Task[None] | None = None
+        self._num_deaths = 0  # in a row
+        self._begun_at: float | None = None  # the engine of now; None: it has not
+
+    async def start(
+        self, receive: Callable[[Batch], None], lost: Callable[[str], None], num_clients: int
+    ) -> None:
+        """Begins; called once, on the event loop."""
+        await super().start(receive, lost, num_clients)
+        self._num_clients = num_clients
+        await self._connect()
+        self._begin()
+
+    async def stop(self) -> None:
+        """Drops what is left, and waits for the process to end."""
+        self._is_stopping = True
+        if self._restarting is not None:
+            self._restarting.cancel()
+        if self._transport is not None:
+            self._send(Stop())
+            try:
+                await asyncio.wait_for(self._is_gone.wait(), _END_SECONDS)
+            except asyncio.TimeoutError:  # another class than TimeoutError until Python 3.11
+                logger.error("the engine's process does not end, and is killed")
+                self._transport.abort()
+        await asyncio.to_thread(self._process.end, _REAP_SECONDS)
+
+    def received(self, message: Hello | NoEngine | Batch) -> None:
+        """Called with every message of the process."""
+        if isinstance(message, Batch):
+            self._take(message)
+        elif isinstance(message, NoEngine):
+            logger.critical("the engine cannot be started again: %s", message.message)
+        elif message.capabilities.contract != self.capabilities.contract:
+            logger.critical("the engine would give other bits than before: its model has changed")
+            self._num_deaths = len(_PAUSES)
+            self._close()
+        else:
+            self.capabilities, self.status, self.health = message.capabilities, message.status, "ok"
+            self._begin()
+
+    def disconnected(self) -> None:
+        """Called when the process is gone."""
+        self._transport = None
+        self._outgoing.clear()
+        self._is_gone.set()
+        if self._is_stopping:
+            return
+        self.health, self.full = "restarting", {}
+        self._lost(_LOST)
+        self._restarting = asyncio.ensure_future(self._restart())
+
+    async def _restart(self) -> None:
+        how = await asyncio.to_thread(self._process.end)
+        begun_at, self._begun_at = self._begun_at, None
+        if begun_at is not None and time.monotonic() - begun_at > _WELL_SECONDS:
+            self._num_deaths = 0
+        if self._num_deaths == len(_PAUSES):
+            logger.critical("the engine's process ended (%s), and stays so", how)
+            self.health = "failed"
+            return
+        pause = _PAUSES[self._num_deaths]
+        self._num_deaths += 1
+        logger.critical("the engine's process ended (%s); another starts in %g s", how, pause)
+        await asyncio.sleep(pause)
+        self._process = self._process.again()
+        self.pid = self._process.pid
+        await self._connect()
+
+    async def _connect(self) -> None:
+        loop = asyncio.get_running_loop()
+        self._is_gone.clear()
+        connected = loop.create_unix_connection(lambda: _Link(self), sock=self._process.connection)
+        self._transport, _ = await connected
+
+    def _begin(self) -> None:
+        self._begun_at = time.monotonic()
+        self._send(Begin(self._num_clients))
+
+    def _send(self, command: Command) -> None:
+        data = encoded(command)
+        if not self._outgoing:
+            asyncio.get_running_loop().call_soon(self._flush)
+        self._outgoing.append(data)
+
+    def _flush(self) -> None:
+        """Writes all that one round of the event loop has to say."""
+        if self._transport is not None and self._outgoing:
+            self._transport.write(b"".join(self._outgoing))
+        self._outgoing.clear()
+
+    def _close(self) -> None:
+        if self._transport is not None:
+            self._transport.close()

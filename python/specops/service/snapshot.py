@@ -1,0 +1,46 @@
+# SPDX-License-Identifier: Apache-2.0
+"""An engine as plain data: what never changes about it, and what it does at the moment."""
+
+import copy
+
+from specops.engine.contract import contract_of
+from specops.engine.engine import Engine
+from specops.engine.methods import methods
+from specops.service.messages import Capabilities, Status
+
+
+def capabilities_of(engine: Engine) -> Capabilities:
+    """What never changes about an engine, whose model's files are read once for it."""
+    config = engine.config
+    return Capabilities(
+        model_name=engine.model_name,
+        model_dir=str(config.model_dir),
+        device=engine.device,
+        max_model_len=engine.max_model_len,
+        vocab_size=engine.vocab_size,
+        num_pages=engine.num_pages,
+        page_size=config.page_size,
+        enable_prefix_caching=config.enable_prefix_caching,
+        times_drafting=engine.times_drafting,
+        methods=list(engine.runnable_methods),
+        drafters=[one.facts() for one in methods()],
+        drafter_gauges={name: text for one in methods() for name, text in one.gauges},
+        speculative_config=config.speculative_config.as_dict(without_files=True),
+        contract=contract_of(engine),
+    )
+
+
+def status_of(engine: Engine, *, num_outside: int = 0) -> Status:
+    """What an engine does.
+
+    Args:
+        engine: asked by the thread that owns it.
+        num_outside: choices that wait outside of it.
+    """
+    return Status(
+        num_running=engine.num_running,
+        num_waiting=engine.num_waiting + num_outside,
+        num_free_pages=engine.num_free_pages,
+        stats=copy.copy(engine.stats),  # the engine goes on counting
+        drafter_gauges=engine.drafter_gauges,
+    )

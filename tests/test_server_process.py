@@ -1,0 +1,389 @@
+# SPDX-License-Identifier: Apache-2.0
+# ruff: noqa: E402  (where the server's packages are missing, nothing else is imported)
+"""The engine in a process of its own: the same answers, and what happens when a process dies."""
+
+import asyncio
+import concurrent.futures
+import contextlib
+import json
+import os
+import random
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+for name in ("fastapi", "uvicorn", "pydantic", "msgspec", "prometheus_client", "jinja2", "httpx"):
+    pytest.importorskip(name)
+
+import httpx
+import msgspec
+import numpy as np
+from mtp_checkpoints import make_mtp_model
+from serving import Served, serving, serving_app, wait_for
+from specops.engine import Engine, EngineConfig, SamplingParams, StructuredOutput
+from specops.engine.outputs import EngineStats, PromptLogprobs
+from specops.engine.tokenizer import Tokenizer
+from specops.server import make_app
+from specops.service import process
+from specops.service.messages import Batch, Hello, Output, Status, Submit
+from specops.service.process import EngineProcess, ProcessClient
+from specops.service.wire import Frames, Setup, encoded, from_process, to_process
+
+HTTP = httpx.Client(timeout=30)
+TEXT = "for i in range(3): for i in range"
+
+
+class Apart:
+    """A server whose engine is in a process of its own."""
+
+    def __init__(self, client: ProcessClient, url: str) -> None:
+        self.client, self.url = client, url
+
+    def post(self, body: Any, path: str = "completions") -> httpx.Response:
+        return HTTP.post(f"{self.url}/v1/{path}", json=body)
+
+    def health(self) -> tuple[int, str]:
+        response = HTTP.get(f"{self.url}/health")
+        return response.status_code, response.json()["status"]
+
+    def gauge(self, name: str) -> float:
+        text = HTTP.get(f"{self.url}/metrics").text
+        (line,) = [one for one in text.splitlines() if one.startswith(f"specops:{name}{{")]
+        return float(line.rsplit(" ", 1)[1])
+
+    def wait_until_idle(self) -> None:
+        for name in ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc"):
+            wait_for(lambda name=name: self.gauge(name) == 0)
+
+
+@pytest.fixture(scope="module")
+def settings(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    return {
+        "model": str(make_mtp_model(tmp_path_factory.mktemp("model"))),
+        "device": "cpu",
+        "num_threads": 1,
+        "served_model_name": "tiny",
+        "speculative_config": json.dumps({"method": "ngram", "num_speculative_tokens": 4}),
+        "seed": 5,
+        "max_waiting": 400,
+    }
+
+
+@contextlib.contextmanager
+def serving_apart(settings: dict[str, Any]) -> Iterator[Apart]:
+    started = EngineProcess(Setup(settings, "warning"))
+    tokenizer = Tokenizer.from_dir(settings["model"])
+    client = ProcessClient(started)
+    with serving_app(make_app(client, tokenizer)) as url:
+        yield Apart(client, url)
+    assert not is_running(client.pid), "it ends with the server"
+
+
+@pytest.fixture(scope="module")
+def apart(settings: dict[str, Any]) -> Iterator[Apart]:
+    with serving_apart(settings) as one:
+        yield one
+
+
+@pytest.fixture(scope="module")
+def together(settings: dict[str, Any]) -> Iterator[Served]:
+    with serving(Engine(EngineConfig.from_plain(settings))) as one:
+        yield one
+
+
+def is_running(pid: int | None) -> bool:
+    """Whether there is such a process; one that nobody has waited for counts."""
+    return pid is not None and Path(f"/proc/{pid}").exists()
+
+
+BODIES: list[dict[str, Any]] = [
+    {"logprobs": 3},
+    {"logprobs": 0, "echo": True},
+    {"prompt_logprobs": 2, "n": 2},
+    {"prompt": [[5, 6, 7], [8, 9]], "n": 3, "stop": ["x", "ab"]},
+    {"max_tokens": 0, "echo": True, "logprobs": 1},
+    {"logit_bias": {"33": 100}, "stop_token_sequences": [[33, 33]]},
+    {"bad_words": ["a"], "min_tokens": 3, "stop_token_ids": [4], "allowed_token_ids": [*range(99)]},
+    {"speculative_config": {"method": "mtp", "num_speculative_tokens": 5}},
+    {"stream": True, "stream_options": {"include_steps": True, "include_usage": True}},
+    {"stream": True, "logprobs": 2, "echo": True, "n": 2},
+    {"seed": 2**64 - 1},
+    {"seed": -(2**63), "temperature": 1},
+    # refused, by the server and by the engine
+    {"max_tokens": 10**6},
+    {"max_tokens": 10**400},
+    {"prompt": [10**30]},
+    {"prompt": ""},
+    {"n": 128, "prompt": ["a"] * 4},
+    {"bad_words": ["x" * 65]},
+    {"think_end_token_id": 10**6, "reasoning_max_tokens": 1},
+    {"speculative_config": {"method": "magic"}},
+    {"speculative_config": {"num_speculative_tokens": 10**30}},
+    {"speculative_config": {"\ud800": 1}},
+]
+STRUCTURED: list[dict[str, Any]] = [
+    {"structured_outputs": {"regex": "[ab]{5}c"}},
+    {"response_format": {"type": "json_object"}, "stream": True},
+    {"structured_outputs": {"json": {"enum": [1, "\ud800"]}}},
+    {"structured_outputs": {"regex": "("}},
+    {"structured_outputs": {"regex": "(", "whitespace_pattern": "x"}, "stream": True},
+]
+
+
+def told(url: str, body: dict[str, Any]) -> Any:
+    """What is answered, without what is different each time."""
+    asked = {"prompt": TEXT, "max_tokens": 20, "temperature": 0.8, "seed": 3, **body}
+    data = json.dumps(asked)
+    headers = {"Content-Type": "application/json"}
+    answer = HTTP.post(f"{url}/v1/completions", content=data, headers=headers)
+    if not answer.headers["content-type"].startswith("text/event-stream"):
+        return answer.status_code, without_times(answer.json())
+    events = [line[6:] for line in answer.text.splitlines() if line]
+    assert events.pop() == "[DONE]"
+    return [without_times(json.loads(one)) for one in events]
+
+
+def without_times(answer: dict[str, Any]) -> dict[str, Any]:
+    for choice in answer.get("choices", ()):
+        if "step" in choice:
+            assert choice["step"].pop("seconds") > 0
+    return {k: v for k, v in answer.items() if k not in ("id", "created", "timings")}
+
+
+@pytest.mark.parametrize("body", BODIES, ids=str)
+def test_answers_are_those_of_an_engine_in_a_thread(
+    apart: Apart, together: Served, body: dict[str, Any]
+) -> None:
+    for _ in range(2):  # with a warm prefix cache, too
+        assert told(apart.url, body) == told(together.url, body)
+
+
+@pytest.mark.parametrize("body", STRUCTURED, ids=str)
+def test_constrained_answers_are_the_same(
+    apart: Apart, together: Served, body: dict[str, Any]
+) -> None:
+    pytest.importorskip("llguidance")
+    assert told(apart.url, body) == told(together.url, body)
+
+
+def test_what_is_told_of_the_engine_is_the_same(apart: Apart, together: Served) -> None:
+    for path in ("v1/models", "v1/contract", "health"):
+        ours, theirs = (HTTP.get(f"{url}/{path}").json() for url in (apart.url, together.url))
+        for one in (ours, theirs):
+            for model in one.get("data", ()):
+                del model["created"]
+        assert ours == theirs
+    names = []
+    for url in (apart.url, together.url):
+        lines = HTTP.get(f"{url}/metrics").text.splitlines()
+        names.append({line.split()[2] for line in lines if line.startswith("# TYPE")})
+    assert names[0] - names[1] == {
+        f"engine_process_{name}"
+        for name in (
+            *("cpu_seconds_total", "max_fds", "open_fds", "resident_memory_bytes"),
+            *("start_time_seconds", "virtual_memory_bytes"),
+        )
+    }
+    assert not names[1] - names[0]
+
+
+def test_many_streams_some_of_which_leave(apart: Apart) -> None:
+    """Those that leave are dropped by the engine, and no page stays taken."""
+    host, port = apart.url.removeprefix("http://").split(":")
+
+    def stream(number: int) -> str:
+        body = {"prompt": f"{number}: {TEXT}", "max_tokens": 8, "stream": True, "ignore_eos": True}
+        if number % 3 == 0:
+            body["max_tokens"] = 100
+        data = json.dumps(body).encode()
+        with socket.create_connection((host, int(port))) as connection:
+            connection.sendall(
+                b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nConnection: close\r\n"
+                b"Content-Type: application/json\r\nContent-Length: %d\r\n\r\n%b"
+                % (len(data), data)
+            )
+            if number % 3 == 0:
+                time.sleep(random.random() * 0.05)
+                return "left"
+            with connection.makefile("rb") as answer:
+                return answer.read().decode()
+
+    with concurrent.futures.ThreadPoolExecutor(64) as pool:
+        found = list(pool.map(stream, range(256)))
+    assert all("data: [DONE]" in one for one in found if one != "left")
+    apart.wait_until_idle()
+    assert apart.health() == (200, "ok")
+
+
+def test_an_engine_that_is_killed_is_started_again(
+    settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    long = {"prompt": TEXT, "max_tokens": 200, "ignore_eos": True, "temperature": 0}
+    with serving_apart(settings | {"max_num_seqs": 2}) as apart:
+        expected = apart.post(long | {"max_tokens": 9}).json()["choices"]
+        started, first = apart.client._process, apart.client.pid
+        assert first is not None
+        os.kill(first, signal.SIGSTOP)  # so that nothing ends before
+        with concurrent.futures.ThreadPoolExecutor(4) as pool:
+            asked = [pool.submit(apart.post, long | {"stream": True}) for _ in range(2)]
+            asked += [pool.submit(apart.post, long | {"n": 2}) for _ in range(2)]
+            wait_for(lambda: len(apart.client._receive.__self__._jobs) == 4)  # type: ignore[attr-defined]
+            os.kill(first, signal.SIGKILL)
+            answers = [one.result() for one in asked]
+        message = "the engine's process has ended; the server's log says more"
+        for answer in answers:  # nobody has got a token yet
+            assert answer.status_code == 500 and answer.json()["error"]["message"] == message
+        assert apart.health() == (503, "restarting")
+        away = apart.post(long)
+        assert away.status_code == 503 and int(away.headers["retry-after"]) >= 1
+        assert away.json()["error"]["code"] == "engine_restarting"
+        wait_for(lambda: apart.health() == (200, "ok"), 30)
+        second = apart.client.pid
+        assert second != first and not is_running(first)
+        assert apart.post(long | {"max_tokens": 9}).json()["choices"] == expected
+        apart.wait_until_idle()
+        assert started.connection.fileno() == -1, "its socket is closed"
+        # In the middle of a stream; and one that does not come back.
+        with HTTP.stream(
+            "POST", f"{apart.url}/v1/completions", json=long | {"stream": True}
+        ) as answer:
+            lines = answer.iter_lines()
+            assert "error" not in json.loads(next(lines)[6:])
+            monkeypatch.setattr(process, "_PAUSES", (0.0, 0.01))
+            monkeypatch.setattr(process, "_CODE", "{path!r}")
+            os.kill(second, signal.SIGKILL)  # type: ignore[arg-type]
+            rest = [line for line in lines if line]
+        assert rest[-1] == "data: [DONE]"
+        assert json.loads(rest[-2][6:])["error"]["message"] == message
+        wait_for(lambda: apart.health() == (503, "failed"), 30)
+        stopped = apart.post(long)
+        assert stopped.status_code == 500
+        assert stopped.json()["error"]["message"] == "the engine has stopped"
+        assert not is_running(apart.client.pid)
+
+
+def test_an_engine_with_another_model_does_not_take_over(apart: Apart) -> None:
+    """Its bits would be others: that is for whoever runs the server to decide."""
+    was = apart.client.capabilities
+    hello = Hello(was, apart.client.status)
+    other = msgspec.structs.replace(was, contract=was.contract | {"digest": "of another model"})
+    started: Any = SimpleNamespace(hello=lambda: hello, pid=1, end=lambda: "exit status 0")
+    closed = []
+
+    async def run() -> None:
+        client = ProcessClient(started)
+        client._transport = SimpleNamespace(close=lambda: closed.append(1))  # type: ignore[assignment]
+        client.received(Hello(other, hello.status))
+        assert closed and client.capabilities == was
+        client.disconnected()
+        assert client.health == "restarting" and client._restarting is not None
+        await client._restarting
+        assert client.health == "failed"
+
+    asyncio.run(run())
+
+
+@contextlib.contextmanager
+def command(settings: dict[str, Any], *more: str) -> Iterator[tuple[Any, str]]:
+    """The command, and where it serves."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    options = ["--model", settings["model"], "--device", "cpu", "--port", str(port), *more]
+    server = subprocess.Popen([sys.executable, "-m", "specops.engine", *options])
+
+    def is_up() -> bool:
+        with contextlib.suppress(httpx.TransportError):
+            return HTTP.get(f"http://127.0.0.1:{port}/health").status_code == 200
+        assert server.poll() is None
+        return False
+
+    try:
+        wait_for(is_up, 30)
+        yield server, f"http://127.0.0.1:{port}"
+    finally:
+        server.kill()
+        server.wait()
+
+
+def child_of(pid: int) -> int:
+    (child,) = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    return int(child)
+
+
+def test_sigterm_drains_and_saves(settings: dict[str, Any], tmp_path: Path) -> None:
+    """Sent to both processes, as a supervisor may."""
+    cache = tmp_path / "cache.suffix"
+    with command(settings, "--suffix-cache", str(cache)) as (server, url):
+        engine = child_of(server.pid)
+        body = {"prompt": TEXT, "max_tokens": 200, "stream": True, "ignore_eos": True}
+        body |= {"speculative_config": {"method": "naive"}}
+        with HTTP.stream("POST", f"{url}/v1/completions", json=body) as answer:
+            lines = answer.iter_lines()
+            next(lines)
+            for pid in (engine, server.pid):
+                os.kill(pid, signal.SIGTERM)
+            rest = [line for line in lines if line]
+        assert rest[-1] == "data: [DONE]"
+        assert json.loads(rest[-2][6:])["choices"][0]["finish_reason"] == "length"
+        assert server.wait(20) == 0
+        assert not is_running(engine) and cache.exists()
+
+
+def test_an_engine_does_not_outlive_its_server(settings: dict[str, Any]) -> None:
+    with command(settings) as (server, _):
+        engine = child_of(server.pid)
+        server.kill()
+        server.wait()
+        wait_for(lambda: not is_running(engine))
+
+
+# ---- messages ----
+
+
+def test_everything_of_a_job_crosses() -> None:
+    params = SamplingParams(
+        max_tokens=None,
+        temperature=0.25,
+        logit_bias={7: -1.5, 3: 2},
+        bad_words=("é",),
+        bad_words_token_ids=((1, 2), (3,)),
+        allowed_token_ids=(1, 2),
+        seed=2**64 - 1,
+        stop=("a", "b"),
+        stop_token_sequences=((4, 5),),
+        reasoning_max_tokens=3,
+        think_inject_token_ids=(9,),
+        structured_output=StructuredOutput(choice=("x", "y")),
+    )
+    for given in (params, SamplingParams()):
+        job = Submit(3, "key-0", [[1, 2**31 - 1], [0]], given, '{"method": "naive"}', True)
+        (found,) = map(to_process, Frames().feed(encoded(job)))
+        assert type(found) is Submit
+        for name in Submit.__struct_fields__:
+            assert getattr(found, name) == getattr(job, name)
+        assert hash(found.params.structured_output) == hash(given.structured_output)
+
+
+@pytest.mark.parametrize("is_scored", [True, False])
+def test_prompt_logprobs_cross_whole(is_scored: bool) -> None:
+    found = PromptLogprobs([4, 5, 6], 2)
+    if is_scored:
+        ids = np.array([[1, 2, 3], [4, 5, 6]], np.int32)
+        logprobs = np.array([-0.1, -7.3], np.float32)
+        found.add((logprobs, ids[:, 0], ids, -ids.astype(np.float32) / 3))
+    output = Output(1, 0, [2], "b", [], prompt_logprobs=found)
+    batch = Batch(1.5, "ok", Status(0, 0, 0, EngineStats(), {}), None, {}, [output])
+    data, frames = encoded(batch), Frames()
+    read = [one for byte in data for one in map(from_process, frames.feed(bytes([byte])))]
+    (message,) = read
+    assert isinstance(message, Batch) and isinstance(message.events[0], Output)
+    there = message.events[0].prompt_logprobs
+    assert there is not None and list(there) == list(found) and there[0] is None
