@@ -32,8 +32,9 @@ from specops.engine import Engine, EngineConfig, SamplingParams, StructuredOutpu
 from specops.engine.outputs import EngineStats, PromptLogprobs
 from specops.engine.tokenizer import Tokenizer
 from specops.server import make_app
-from specops.service import process
-from specops.service.messages import Batch, Hello, Output, Status, Submit
+from specops.service import child, process
+from specops.service.loop import Compiled
+from specops.service.messages import Batch, Hello, Output, Status, Stop, Submit
 from specops.service.process import EngineProcess, ProcessClient
 from specops.service.wire import Frames, Setup, encoded, from_process, to_process
 
@@ -128,6 +129,7 @@ BODIES: list[dict[str, Any]] = [
     {"speculative_config": {"method": "magic"}},
     {"speculative_config": {"num_speculative_tokens": 10**30}},
     {"speculative_config": {"\ud800": 1}},
+    {"speculative_config": {"\ud800lora": 1}},
 ]
 STRUCTURED: list[dict[str, Any]] = [
     {"structured_outputs": {"regex": "[ab]{5}c"}},
@@ -387,3 +389,28 @@ def test_prompt_logprobs_cross_whole(is_scored: bool) -> None:
     assert isinstance(message, Batch) and isinstance(message.events[0], Output)
     there = message.events[0].prompt_logprobs
     assert there is not None and list(there) == list(found) and there[0] is None
+
+
+def test_an_engine_that_loads_does_not_outlive_its_server() -> None:
+    code = """
+import sys, time
+sys.path[:] = {path!r}
+import socket
+from specops.service import child
+child.run(socket.socket(fileno=int(sys.argv[-1])), lambda setup: time.sleep(60))
+"""
+    started = EngineProcess(Setup({}, "warning"), code.format(path=sys.path))
+    assert is_running(started.pid)
+    begun = time.monotonic()
+    assert started.end() == "exit status 1" and time.monotonic() - begun < 30
+
+
+def test_a_busy_loop_is_told_of_any_number_of_grammars() -> None:
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        inbox = child.SocketInbox(theirs, Frames(), [Stop()])
+        for _ in range(5_000):
+            inbox.put(Compiled(1, concurrent.futures.Future()))
+        first = inbox.take(None)
+        assert isinstance(first[0], Stop) and len(first) == 5_001
+        assert inbox.take(0.0) == []

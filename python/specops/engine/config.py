@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from specops.engine.methods import METHODS, NAIVE, Method, checks, default_method
+from specops.engine.methods import METHODS, NAIVE, Method, checks, default_method, method_of
 from specops.engine.speculative_config import SpeculativeConfig
 
 BUNDLED_MODEL = Path(__file__).resolve().parent.parent / "assets"
@@ -235,8 +235,11 @@ class EngineConfig:
         own = self.speculative_config
         if own.adaptive_verification is not None:
             return self
-        size = sum(file.stat().st_size for file in self.model_dir.glob("*.safetensors"))
-        is_long = device == "cpu" and size >= _LEAST_SELECTED_BYTES and own.method != NAIVE
+        files = [file for file in self.model_dir.glob("*.safetensors") if file.is_file()]
+        is_long = sum(file.stat().st_size for file in files) >= _LEAST_SELECTED_BYTES
+        # What passes of a drafter's model cost is not known here, and has not been judged.
+        is_known = not any(method_of(name).needs_weights for name, _ in own.draft_stages)
+        is_long = device == "cpu" and is_long and is_known and own.method != NAIVE
         return replace(self, speculative_config=replace(own, adaptive_verification=is_long))
 
     @property

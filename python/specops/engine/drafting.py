@@ -332,10 +332,10 @@ class Drafting:
 
     def sources_of(self, slot: int, count: int) -> list[str]:
         """Who proposed these, by the drafters' names."""
-        stages = self.proposals.stages[slot, self._nodes(slot, count)].tolist()
-        # -1 is the first companion.
-        names = (*self._running[slot].draft_stages, *reversed(COMPANIONS))
-        return [names[stage] for stage in stages]
+        places = self.proposals.stages[slot, self._nodes(slot, count)].tolist()
+        stages = self._running[slot].speculative.draft_stages  # also if one has failed since
+        names = (*(name for name, _ in stages), *reversed(COMPANIONS))  # -1: the first companion
+        return [names[place] for place in places]
 
     def _nodes(self, slot: int, count: int) -> slice | Sequence[int]:
         """Their places in the table."""

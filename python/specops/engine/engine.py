@@ -100,7 +100,7 @@ class Engine:
             processed_logprobs=config.logprobs_mode == "processed_logprobs",
         )
         shared = self.tokenizer, self._drafting, self.max_model_len
-        if config.speculative_config.selects_drafts:
+        if config.speculative_config.adaptive_verification:  # of requests, too
             self._drafting.select_by(self._measure_steps())
         self._admission = Admission(config, *shared, self.vocab_size)
         self._requests: dict[str, Request] = {}

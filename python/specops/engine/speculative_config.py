@@ -236,7 +236,8 @@ class SpeculativeConfig:
             are verified, as many as make decoding faster. Only where that cannot change a token:
             with verify_strategy "target_match" or "greedy", and accept_policy "normal". Elsewhere,
             and when False, all drafts are verified. None: True on a CPU with a model of at least
-            200 MB, whose steps are long enough for it, and False elsewhere.
+            200 MB, whose steps are long enough for it, where no drafter runs a model of its own;
+            False elsewhere.
         tree: drafts are the likeliest continuations as a tree, not the likeliest one, and k is the
             number of its nodes. With one method that can draft trees, verify_strategy
             "target_match", "greedy" or "rejection", and accept_policy "normal" or "reject_all".
@@ -429,7 +430,7 @@ class SpeculativeConfig:
 
     @property
     def drafters_name(self) -> str:
-        """The name by which costs and chances of a request's drafters are kept."""
+        """The name by which chances of a request's drafters are kept."""
         return "+".join(self.stages)
 
     @property

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Measures, when an engine starts, how long its steps take by their rows."""
 
+import math
 import time
 from array import array
 
@@ -45,14 +46,17 @@ def measure_steps(
         Seconds by the number of rows, from 0 to `max_rows`: of each step the least of a few runs,
         never falling, linear between those and beyond.
     """
-    counts = [1 << i for i in range(min(max_rows, max_model_len // 2).bit_length())]
+    most = max(min(max_rows, max_model_len // 2), 1)
+    counts = [1 << i for i in range(most.bit_length())]
     request = _trial(tokenizer, pool, counts[-1])
     runner.start(request)
     seconds: dict[int, float] = {}
-    begun = time.perf_counter()
+    begun = math.inf
     try:
-        for number in range(_ROUNDS):
-            if number and not device.is_async and time.perf_counter() - begun > _SECONDS:
+        for number in range(-1, _ROUNDS):
+            if number == 0:
+                begun, seconds = time.perf_counter(), {}  # the first steps were made, not measured
+            elif number and not device.is_async and time.perf_counter() - begun > _SECONDS:
                 break
             for count in counts:
                 drafting.proposals.token_ids[:] = 1

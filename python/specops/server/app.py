@@ -57,8 +57,8 @@ from specops.server.streaming import dumped
 from specops.server.tokens import DetokenizeRequest, TokenizeRequest
 from specops.service.client import EngineClient
 
-# After so long a thread that has Python's lock gives way, so that the event loop, which has little
-# to do, need not wait for the engine's. Python's own value is ten times that.
+# After so long a thread that has Python's lock gives way to the event loop, which has little to do:
+# one that reads a request, or the engine's with --in-process. Python's own value is ten times that.
 _SWITCH_SECONDS = 0.0005
 
 # Python looks for garbage among what is new after so many objects more, and among older ones after

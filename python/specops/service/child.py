@@ -12,9 +12,10 @@ import select
 import signal
 import socket
 import sys
+import threading
 from collections import deque
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, Any
 
 from specops.service.messages import Batch, Command, Hello, NoEngine, Stop
 from specops.service.wire import Frames, Setup, encoded, receive, to_process
@@ -25,15 +26,25 @@ if TYPE_CHECKING:
 
 # After so long a thread that has Python's lock gives way: those that compile grammars, to the loop.
 _SWITCH_SECONDS = 0.0005
+_WATCH_MILLISECONDS = 500.0
 
 
 class SocketInbox:
-    """Commands of a socket, and of threads of this process."""
+    """Commands of a socket, and of threads of this process.
 
-    def __init__(self, connection: socket.socket, frames: Frames) -> None:
+    Args:
+        connection: where the commands come from.
+        frames: what has been read of the next message.
+        early: commands that have been read already.
+    """
+
+    def __init__(
+        self, connection: socket.socket, frames: Frames, early: Iterable[Command] = ()
+    ) -> None:
         self._connection, self._frames = connection, frames
-        self._own: deque[Compiled] = deque()
+        self._own: deque[Command | Compiled] = deque(early)
         self._waker, self._wake = socket.socketpair()
+        self._wake.setblocking(False)
         self._poll = select.poll()
         self._poll.register(connection, select.POLLIN)
         self._poll.register(self._waker, select.POLLIN)
@@ -41,11 +52,12 @@ class SocketInbox:
     def put(self, command: "Compiled") -> None:
         """Adds one, from any thread."""
         self._own.append(command)
-        self._wake.send(b"x")
+        with contextlib.suppress(BlockingIOError):  # then it is awake, or about to be
+            self._wake.send(b"x")
 
     def take(self, seconds: float | None) -> "Sequence[Command | Compiled]":
         """Returns those that are there, waiting for one at most so long; None: without end."""
-        if seconds != 0.0:
+        if seconds != 0.0 and not self._own:
             ready = self._poll.poll(None if seconds is None else 1e3 * seconds)
             if any(number == self._waker.fileno() for number, _ in ready):
                 self._waker.recv(1 << 12)
@@ -77,10 +89,15 @@ def run(connection: socket.socket, make: "Callable[[Setup], Engine]") -> int:
     for one in (signal.SIGINT, signal.SIGTERM):
         signal.signal(one, signal.SIG_IGN)
     frames = Frames()
+    messages: list[Any] = []
     try:
-        (setup,) = map(to_process, receive(connection, frames))
+        while not messages:
+            messages += map(to_process, receive(connection, frames))
     except (EOFError, ConnectionError):
         return 1
+    setup, *early = messages
+    loaded = threading.Event()
+    threading.Thread(target=_watch, args=(connection, loaded), daemon=True).start()
     logging.basicConfig(level=setup.log_level.upper(), format="%(levelname)s %(name)s: %(message)s")
     from specops.service.loop import EngineLoop
     from specops.service.snapshot import capabilities_of, status_of
@@ -95,12 +112,23 @@ def run(connection: socket.socket, make: "Callable[[Setup], Engine]") -> int:
     except ValueError as error:
         send(NoEngine(str(error)))
         return 1
+    finally:
+        loaded.set()
     gc.collect()
     gc.freeze()  # what is there by now stays
     sys.setswitchinterval(_SWITCH_SECONDS)
     send(hello)
-    EngineLoop(engine, SocketInbox(connection, frames), send).run()
+    EngineLoop(engine, SocketInbox(connection, frames, early), send).run()
     return 0
+
+
+def _watch(connection: socket.socket, loaded: threading.Event) -> None:
+    """Ends this process if the other end goes away while an engine is loaded, which takes long."""
+    poll = select.poll()
+    poll.register(connection, 0)  # POLLHUP is always told
+    while not loaded.is_set():
+        if poll.poll(_WATCH_MILLISECONDS):
+            os._exit(1)
 
 
 def main() -> None:
@@ -112,6 +140,11 @@ def main() -> None:
 
         return Engine(EngineConfig.from_plain(setup.settings))
 
-    code = run(socket.socket(fileno=int(sys.argv[-1])), make)
-    logging.shutdown()
-    os._exit(code)  # a grammar that is still being compiled is nobody's any more
+    code = 1
+    try:
+        code = run(socket.socket(fileno=int(sys.argv[-1])), make)
+    except BaseException:
+        logging.getLogger(__name__).exception("the engine's process fails")
+    finally:
+        logging.shutdown()
+        os._exit(code)  # a grammar that is still being compiled is nobody's any more

@@ -47,7 +47,7 @@ _FAILING = 3
 _STEP_FAILED = "a step of the engine failed; the server's log says why"
 _REQUEST_FAILED = "the request failed within the engine; the server's log says why"
 _NOT_ADDED = "the engine could not take the request; the server's log says why"
-# Between two saves of the suffix cache, which wait for a moment without requests.
+# Between two saves of what drafters learnt, which wait for a moment without requests.
 _SAVE_SECONDS = 300.0
 _COMPILING_THREADS = 2  # of grammars; the loop itself has more urgent work
 _MAX_COMPILING = 64  # grammars that are not compiled yet
@@ -118,7 +118,7 @@ class EngineLoop:
         self._has_news = False  # beside events: something was dropped, or health has changed
         self._num_requests = 0
         self._num_failures = 0  # steps that failed since the last one that succeeded
-        self._saved_at = time.monotonic()  # the suffix cache, the last time
+        self._saved_at = time.monotonic()  # what drafters learnt, the last time
 
     def run(self) -> None:
         """Works until it is told to stop, or the engine does not recover."""
@@ -153,11 +153,15 @@ class EngineLoop:
         seconds = self._seconds_to_save() if is_idle else 0.0
         commands = self._inbox.take(seconds)
         while is_idle and not commands:
-            self._save_drafters()
+            if self._seconds_to_save() == 0.0:
+                self._save_drafters()
             commands = self._inbox.take(self._seconds_to_save())
         for command in commands:
             if isinstance(command, Submit):
-                self._take_job(command)
+                try:
+                    self._take_job(command)
+                except Exception as error:
+                    self._events.append(self._why_not(command, error))
             elif isinstance(command, Abort):
                 self._abort_job(command.job)
             elif isinstance(command, Compiled):
@@ -183,7 +187,7 @@ class EngineLoop:
         except ValueError as error:
             logger.error("%s", error)
         except Exception:
-            logger.exception("the suffix cache could not be saved")
+            logger.exception("what drafters learnt could not be saved")
 
     def _take_job(self, job: Submit) -> None:
         """Adds a job, once its grammar is compiled if it has one."""
@@ -194,9 +198,9 @@ class EngineLoop:
             reason = f"{self._num_compiling} grammars wait to be compiled"
             self._events.append(Refused(job.job, "full", reason))
             return
+        compiling = self._threads.submit(self._engine.compile_structured_output, wanted)
         self._num_compiling += 1
         self._compiling[job.job] = job
-        compiling = self._threads.submit(self._engine.compile_structured_output, wanted)
         compiling.add_done_callback(lambda done: self._inbox.put(Compiled(job.job, done)))
 
     def _take_compiled(self, compiled: Compiled) -> None:
@@ -206,19 +210,21 @@ class EngineLoop:
         if job is None or compiled.grammar.cancelled():
             return
         error = compiled.grammar.exception()
-        if error is None:
+        try:
+            if error is not None:
+                raise error
             self._add_job(job)
-        else:
-            self._events.append(self._why_not(job, error))
+        except Exception as found:
+            self._events.append(self._why_not(job, found))
 
     def _why_not(self, job: Submit, error: BaseException) -> Refused | Failed:
         """What is said of a job that is not added."""
         if isinstance(error, ContextOverflow):
-            return Refused(job.job, "context", str(error))
+            return Refused(job.job, "context", _unicode(error))
         if isinstance(error, QueueFull):
-            return Refused(job.job, "full", str(error))
+            return Refused(job.job, "full", _unicode(error))
         if isinstance(error, ValueError):
-            return Refused(job.job, "value", str(error))
+            return Refused(job.job, "value", _unicode(error))
         logger.error("a request could not be added", exc_info=error)
         return Failed(job.job, _NOT_ADDED)
 
@@ -231,7 +237,7 @@ class EngineLoop:
                 engine.missing_methods,
             )
         except ValueError as error:
-            self._events.append(Refused(job.job, "speculative_config", str(error)))
+            self._events.append(Refused(job.job, "speculative_config", _unicode(error)))
             return
         added: list[str] = []
         try:
@@ -474,3 +480,8 @@ class EngineLoop:
         self._send(Batch(now, health, status, full, dict(self._dropped), self._events))
         self._events, self._has_news = [], False
         self._dropped.clear()
+
+
+def _unicode(error: BaseException) -> str:
+    """What an error says, also where it quotes a text that is no Unicode."""
+    return str(error).encode("utf-8", "backslashreplace").decode()

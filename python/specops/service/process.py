@@ -3,12 +3,15 @@
 
 import asyncio
 import logging
+import os
 import signal
 import socket
 import subprocess
 import sys
 import time
 from collections.abc import Callable
+
+from msgspec.structs import replace
 
 from specops.service.client import EngineClient
 from specops.service.messages import Batch, Begin, Command, Hello, NoEngine, Stop
@@ -44,6 +47,7 @@ class EngineProcess:
                 [sys.executable, "-c", program, "specops-engine", str(theirs.fileno())],
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
+                env={name: os.environ[name] for name in os.environ if name != "SPECOPS_API_KEY"},
             )
         self.pid = self._process.pid
         self.connection.sendall(encoded(setup))
@@ -85,7 +89,10 @@ class EngineProcess:
         except subprocess.TimeoutExpired:
             self._process.kill()
             code = self._process.wait()
-        return f"exit status {code}" if code >= 0 else signal.Signals(-code).name
+        if code >= 0:
+            return f"exit status {code}"
+        known = {int(one): one.name for one in signal.Signals}
+        return known.get(-code, f"signal {-code}")
 
 
 class _Link(asyncio.Protocol):
@@ -142,6 +149,9 @@ class ProcessClient(EngineClient):
         self._is_stopping = True
         if self._restarting is not None:
             self._restarting.cancel()
+        if self._transport is not None and self._begun_at is None:  # it loads, and cannot hear
+            self._transport.abort()
+            return await asyncio.to_thread(self._process.kill)
         if self._transport is not None:
             self._send(Stop())
             try:
@@ -173,6 +183,8 @@ class ProcessClient(EngineClient):
         if self._is_stopping:
             return
         self.health, self.full = "restarting", {}
+        pages = self.capabilities.num_pages
+        self.status = replace(self.status, num_running=0, num_waiting=0, num_free_pages=pages)
         self._lost(_LOST)
         self._restarting = asyncio.ensure_future(self._restart())
 
@@ -181,17 +193,19 @@ class ProcessClient(EngineClient):
         begun_at, self._begun_at = self._begun_at, None
         if begun_at is not None and time.monotonic() - begun_at > _WELL_SECONDS:
             self._num_deaths = 0
-        if self._num_deaths == len(_PAUSES):
-            logger.critical("the engine's process ended (%s), and stays so", how)
-            self.health = "failed"
-            return
-        pause = _PAUSES[self._num_deaths]
-        self._num_deaths += 1
-        logger.critical("the engine's process ended (%s); another starts in %g s", how, pause)
-        await asyncio.sleep(pause)
-        self._process = self._process.again()
-        self.pid = self._process.pid
-        await self._connect()
+        while self._num_deaths < len(_PAUSES):
+            pause = _PAUSES[self._num_deaths]
+            self._num_deaths += 1
+            logger.critical("the engine's process ended (%s); another starts in %g s", how, pause)
+            await asyncio.sleep(pause)
+            try:
+                self._process = await asyncio.to_thread(self._process.again)
+                self.pid = self._process.pid
+                return await self._connect()
+            except OSError as error:
+                how = f"it could not be started: {error}"
+        logger.critical("the engine's process ended (%s), and stays so", how)
+        self.health = "failed"
 
     async def _connect(self) -> None:
         loop = asyncio.get_running_loop()
