@@ -35,7 +35,8 @@ SOURCES := CMakeLists.txt setup.py tools/cuda_toolkit.py $(shell find csrc -type
 .PHONY: setup serve simt simt-race simt-asan test-race test-asan test-arm test-sanitize test-smoke
 .PHONY: gates test
 .PHONY: prove campaign soak attacks test-vllm vllm-campaign bench bench-methods bench-mtp-mistakes
-.PHONY: test-lm-eval bench-vllm bench-replay bench-replay-whole bench-step-costs bench-peers gpu-check screenshots docs lint format clean
+.PHONY: test-lm-eval bench-vllm bench-replay bench-replay-whole bench-step-costs bench-peers
+.PHONY: gpu-check screenshots docs lint format clean
 
 # The package with the kernels of every instruction set, as tests and wheels need it.
 setup: $(VENV)/built
@@ -229,7 +230,7 @@ bench: setup
 # Every method at every batch size; what mistakes of an MTP drafter cost; vLLM with specops and without,
 # where `make test-vllm` has installed it; real texts through n-gram and suffix decoding, priced as steps
 # of a realistic model and run with it; what its steps take. Minutes each.
-bench-methods bench-mtp-mistakes bench-vllm bench-replay bench-replay-whole bench-step-costs: setup
+bench-replay bench-methods bench-mtp-mistakes bench-vllm bench-replay-whole bench-step-costs: setup
 	$(BIN)/python -m bench --only $(subst -,_,$(@:bench-%=%))
 
 # The peers' own environment; `make bench` compares with whatever of it is there.

@@ -204,12 +204,12 @@ class Replayer:
             self.engine._drafting.select_by([costs.of_rows(count) for count in range(rows + 1)])
         self._run = Run()
         runner, drafters = self.engine._runner, self.engine._drafting
-        execute, new_steps = runner.execute, drafters.new_steps
+        launch, new_steps = runner.launch, drafters.new_steps
 
-        def executing(plan: Plan) -> Any:
+        def launching(plan: Plan, **options: Any) -> Any:
             parts = [part for part in plan.parts if part.emits]
             self._run.steps.append((len(parts), sum(1 + part.num_drafts for part in parts)))
-            return execute(plan)
+            return launch(plan, **options)
 
         def making(*arguments: Any) -> Any:
             made = new_steps(*arguments)
@@ -217,15 +217,15 @@ class Replayer:
                 step.launch = self._timed(step.launch)  # type: ignore[method-assign]
             return made
 
-        runner.execute = executing  # type: ignore[method-assign]
+        runner.launch = launching  # type: ignore[method-assign]
         drafters.new_steps = making  # type: ignore[method-assign]
         for name in ("select", "observe", "finish"):
             setattr(drafters, name, self._timed(getattr(drafters, name)))
 
     def _timed(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*arguments: Any) -> Any:
+        def call(*arguments: Any, **named: Any) -> Any:
             begun = time.thread_time()
-            result = function(*arguments)
+            result = function(*arguments, **named)
             self._run.drafting += time.thread_time() - begun
             return result
 

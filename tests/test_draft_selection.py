@@ -405,9 +405,23 @@ def test_it_is_on_where_steps_are_long(model_dir: Path, monkeypatch: pytest.Monk
     monkeypatch.setattr(engine_config, "_LEAST_SELECTED_BYTES", size)
     assert is_on() and not is_on(adaptive_verification=False)
     assert not make(model_dir, {"method": "naive"})._drafting.can_select
-    config = EngineConfig(model=str(model_dir), speculative_config=SpeculativeConfig(method="mtp"))
-    assert config.decided_for("cpu").speculative_config.adaptive_verification is True
-    assert config.decided_for("cuda").speculative_config.adaptive_verification is False
+
+    def decided(method: str, device: str) -> bool | None:
+        own = SpeculativeConfig(method=method)
+        config = EngineConfig(model=str(model_dir), speculative_config=own)
+        return config.decided_for(device).speculative_config.adaptive_verification
+
+    assert decided("suffix", "cpu") is True and decided("suffix", "cuda") is False
+    assert decided("mtp+ngram", "cpu") is False, "what its passes cost is not known"
+
+
+def test_a_request_may_ask_for_it_where_the_server_verifies_otherwise(model_dir: Path) -> None:
+    own = {"method": "ngram", "verify_strategy": "rejection", "adaptive_verification": True}
+    engine = make(model_dir, own)
+    asked = {"verify_strategy": "target_match"}
+    done = engine.generate(PROMPTS, PARAMS, speculative_config=asked)
+    plain = make(model_dir, {"method": "naive"}).generate(PROMPTS, PARAMS)
+    assert list(map(bits, done)) == list(map(bits, plain))
 
 
 def test_steps_are_measured_by_rows_until_they_are_long(
@@ -416,15 +430,15 @@ def test_steps_are_measured_by_rows_until_they_are_long(
     clock = [0.0]
     counts: list[int] = []
     engine = make(model_dir, {"method": "ngram"})
-    execute = engine._runner.execute
+    launch = engine._runner.launch
 
-    def executing(plan: Plan) -> Any:
+    def launching(plan: Plan) -> Any:
         counts.append(plan.parts[0].num_rows)
         seen = counts.count(counts[-1])
         clock[0] += {1: 1.0, 2: 0.9, 4: 1.4, 8: 3.5}[counts[-1]] * (1 if seen == 2 else 1.2) / 40
-        return execute(plan)
+        return launch(plan)
 
-    monkeypatch.setattr(engine._runner, "execute", executing)
+    monkeypatch.setattr(engine._runner, "launch", launching)
     monkeypatch.setattr(step_costs.time, "perf_counter", lambda: clock[0])
     seconds = step_costs.measure_steps(
         engine.tokenizer,

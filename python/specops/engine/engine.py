@@ -22,7 +22,7 @@ from specops.engine.machine import (
     prefix_finder_of,
 )
 from specops.engine.memory.kv_cache import PagePool
-from specops.engine.models import load_model
+from specops.engine.models import Transformer, load_model
 from specops.engine.outputs import Completion, EngineStats, RequestOutput
 from specops.engine.plan import Part, Plan, described
 from specops.engine.request import Request
@@ -89,16 +89,7 @@ class Engine:
             free_rows=FREE_ROWS[self._device.device.type],
             prefix_finder=finder,
         )
-        self._runner = Runner(
-            model,
-            self._device,
-            self._drafting,
-            num_pages=self.num_pages,
-            page_size=config.page_size,
-            slots=config.max_num_seqs,
-            max_rows=config.max_num_batched_tokens,
-            processed_logprobs=config.logprobs_mode == "processed_logprobs",
-        )
+        self._runner = self._new_runner(model)
         shared = self.tokenizer, self._drafting, self.max_model_len
         if config.speculative_config.adaptive_verification:  # of requests, too
             self._drafting.select_by(self._measure_steps())
@@ -110,6 +101,19 @@ class Engine:
         self._spent = 0.0, 0.0  # on the launch of the step under way, by that timer and the clock
         self._aborted: list[Request] = []  # with rows in it
         self.stats = EngineStats()
+
+    def _new_runner(self, model: Transformer) -> Runner:
+        config = self.config
+        return Runner(
+            model,
+            self._device,
+            self._drafting,
+            num_pages=self.num_pages,
+            page_size=config.page_size,
+            slots=config.max_num_seqs,
+            max_rows=config.max_num_batched_tokens,
+            processed_logprobs=config.logprobs_mode == "processed_logprobs",
+        )
 
     def _measure_steps(self) -> list[float]:
         return measure_steps(

@@ -11,6 +11,7 @@ import torch
 from specops.engine.drafting import Drafting
 from specops.engine.memory.device import Device
 from specops.engine.memory.kv_cache import PagePool
+from specops.engine.methods import default_method
 from specops.engine.plan import Part, Plan
 from specops.engine.request import Request
 from specops.engine.sampling_params import SamplingParams
@@ -60,18 +61,7 @@ def measure_steps(
                 break
             for count in counts:
                 drafting.proposals.token_ids[:] = 1
-                part = Part(
-                    request.request_id,
-                    request.slot,
-                    begin=0,
-                    num_tokens=1,
-                    num_rows=count,
-                    num_drafts=count - 1,
-                    emits=True,
-                    token_ids=request.token_ids,
-                    pages=request.pages,
-                )
-                plan = Plan(parts=[part])
+                plan = _plan(request, count)
                 started = time.perf_counter()
                 runner.launch(plan)
                 runner.collect(plan)
@@ -83,6 +73,27 @@ def measure_steps(
         runner.leave(request)
         pool.release(request.pages)
         runner.forget()
+    return _line(seconds, max_rows)
+
+
+def _plan(request: Request, count: int) -> Plan:
+    """A step of so many rows."""
+    part = Part(
+        request.request_id,
+        request.slot,
+        begin=0,
+        num_tokens=1,
+        num_rows=count,
+        num_drafts=count - 1,
+        emits=True,
+        token_ids=request.token_ids,
+        pages=request.pages,
+    )
+    return Plan(parts=[part])
+
+
+def _line(seconds: dict[int, float], max_rows: int) -> list[float]:
+    """Seconds by the number of rows, of those of a few numbers."""
     rows, values = np.array(list(seconds)), np.maximum.accumulate(list(seconds.values()))
     slope = np.diff(values[-2:]).sum() / max(np.diff(rows[-2:]).sum(), 1)
     at = np.arange(max_rows + 1)
@@ -97,7 +108,7 @@ def _trial(tokenizer: Tokenizer, pool: PagePool, most: int) -> Request:
         arrival=-1,  # of no request that comes
         params=SamplingParams(max_tokens=most, temperature=0.0, ignore_eos=True),
         speculative=SpeculativeConfig(
-            method="ngram", num_speculative_tokens=most, accept_policy="reject_all"
+            method=default_method(), num_speculative_tokens=most, accept_policy="reject_all"
         ),
         seed=0,
         choice_index=0,
