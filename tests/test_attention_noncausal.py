@@ -70,6 +70,7 @@ def test_the_reference_is_torchs_attention() -> None:
     ],
 )
 @pytest.mark.parametrize("with_sinks", [False, True])
+@pytest.mark.corners("*cpu-*", "*simt-True-dtype3-*", "*simt-False-dtype1-*")
 def test_rows_are_the_last_rows_of_their_requests(
     device: str,
     place: Callable[[int, int], None],

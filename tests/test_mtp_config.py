@@ -59,7 +59,7 @@ def draft_directory(whole: Tiny, directory: Path, **changes: Any) -> Path:
 
 def refused(capsys: pytest.CaptureFixture[str], target: Path, **config: Any) -> str:
     """What the command says about a configuration, having checked how."""
-    arguments = ["--model", str(target), "--device", "cpu"]
+    arguments = ["--model", str(target), "--device", "cpu", "--in-process"]
     assert main([*arguments, "--speculative-config", json.dumps(config)]) == 2
     said = capsys.readouterr().err
     assert said.startswith("specops: ") and said.count("\n") == 1, said
