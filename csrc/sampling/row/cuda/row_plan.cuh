@@ -97,8 +97,8 @@ inline RowPlan plan_rows(int64_t rows,
   int64_t num_leaves = (vocab_size - 1) / leaf_size + 1;
   rows = std::max(rows, int64_t{1});
   int num_sms = device.num_sms;
-  bool few = 4 * rows <= num_sms &&
-             scan_bytes(kFewRowWarps, kScanDepth<false> / 2) <= device.shared_bytes;
+  bool few =
+      4 * rows <= num_sms && scan_bytes(kFewRowWarps, kScanDepth<false> / 2) <= device.shared_bytes;
   int64_t warps = std::min(num_leaves, few ? kFewRowWarps : kRowWarps);
   int64_t blocks = few ? num_sms : 2 * int64_t{num_sms};  // that run at once
   int64_t splits = std::min((num_leaves - 1) / warps + 1, std::max(blocks / rows, int64_t{1}));
