@@ -63,8 +63,8 @@ ENGINE_GROUPS = (
 # The most lines and files of some rooms, so that they stay readable. Who needs more raises a
 # number in a commit that says for what.
 LOOP = ("engine.py", "plan.py", "request.py", "scheduling", "steps", "memory")
-APART = ("models", "drafters", "structured", "methods")
-BUDGETS = {"the loop": (3480, 16), "the engine without models, drafters and grammars": (7500, 39)}
+APART = ("models", "drafters", "structured")
+BUDGETS = {"the loop": (3480, 16), "the engine without models, drafters and grammars": (7850, 43)}
 
 
 def includes(path: Path) -> list[str]:

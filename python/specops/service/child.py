@@ -127,7 +127,7 @@ def _watch(connection: socket.socket, loaded: threading.Event) -> None:
     poll = select.poll()
     poll.register(connection, 0)  # POLLHUP is always told
     while not loaded.is_set():
-        if poll.poll(_WATCH_MILLISECONDS):
+        if poll.poll(_WATCH_MILLISECONDS) and not loaded.is_set():  # else the loop is told
             os._exit(1)
 
 
