@@ -187,6 +187,7 @@ def run_round(number: int, seed: int, model: str | None, found: Counter[str]) ->
         "device": "cpu",
         "kv_cache_dtype": draw.choice(["auto", "auto", "int8", "fp8_e4m3"]),
         "logprobs_mode": draw.choice(["raw_logprobs", "processed_logprobs"]),
+        "quantization": draw.choice(["none", "none", "wint8"]),
         "max_model_len": longest + max_tokens + 1,
     }
     if model:
@@ -207,7 +208,8 @@ def run_round(number: int, seed: int, model: str | None, found: Counter[str]) ->
         default = SpeculativeConfig(**random_speculation(draw), **random_budgets(draw))
         if not default.selects_drafts:  # else the engine has not measured its steps
             speculations = [{**one, "adaptive_verification": False} for one in speculations]
-        engine = Engine(EngineConfig(speculative_config=default, **limits, **shared))
+        config = EngineConfig(speculative_config=default, methods=("mtp",), **limits, **shared)
+        engine = Engine(config)
         got = run_at_random(engine, draw, prompts, params, speculations)
         for index, (one, expected) in enumerate(zip(got, want, strict=True)):
             found["outputs"] += 1
