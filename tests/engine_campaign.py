@@ -183,7 +183,7 @@ def run_round(number: int, seed: int, model: str | None, found: Counter[str]) ->
     isa = draw.choice(specops.runtime.supported_isas())
     specops.runtime.set_isa(isa)
     longest, max_tokens = (120, 48) if model else (300, 64)
-    shared = {
+    shared: dict[str, Any] = {
         "device": "cpu",
         "kv_cache_dtype": draw.choice(["auto", "auto", "int8", "fp8_e4m3"]),
         "logprobs_mode": draw.choice(["raw_logprobs", "processed_logprobs"]),
