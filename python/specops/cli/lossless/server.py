@@ -52,7 +52,7 @@ class Server:
         model: that requests name; "": the first that it lists.
         card: the model's, as /v1/models has it.
         fields: that every request has, by endpoint; an endpoint that refuses is absent.
-        refusals: by endpoint, why it does not answer, or why not with all that could be asked.
+        refusals: by endpoint, why it does not answer, or not with logprobs.
     """
 
     url: str
@@ -68,11 +68,8 @@ class Server:
         """The drafting methods that a request chooses by `speculative_config`: specops' card."""
         return list(self.card.get("methods") or ()) if "speculative_config" in self.card else []
 
-    def connect(self, further: Mapping[str, Any]) -> None:
+    def connect(self) -> None:
         """Finds the model, and which endpoints answer how much of what is asked.
-
-        Args:
-            further: fields of every request.
 
         Raises:
             ValueError: it is no such server, or answers nothing.
@@ -88,12 +85,12 @@ class Server:
         self.card = next((card for card in cards if card["id"] == self.model), {})
         for endpoint, ladder in _LADDERS.items():
             for fields in ladder:
-                body = {**fields, **further, "max_tokens": 1}
-                answer = self._send(endpoint, Text("", "Hello"), body)
+                answer = self._send(endpoint, Text("", "Hello"), {**fields, "max_tokens": 1})
                 if answer.error is None:
                     self.fields[endpoint] = fields
                     break
-                self.refusals.setdefault(endpoint, answer.error)
+                if "logprobs" in fields or not fields:
+                    self.refusals[endpoint] = answer.error
         if not self.fields:
             raise ValueError(f"{self.url} refuses requests: {self.refusals[COMPLETIONS]}")
 

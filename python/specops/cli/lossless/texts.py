@@ -37,6 +37,7 @@ _CHATS = (
     "Write a Python function that reverses a list in place, then the same for a string.",
     "Repeat this sentence three times: The quick brown fox jumps over the lazy dog.",
     "What is the difference between a list and a tuple? Answer in two sentences.",
+    "Count from one to twenty in words.",
 )
 # A file and the beginning of its copy: drafts copy the rest, and are wrong at the new name. All of
 # them share the first part, as edits of one file do.
@@ -46,11 +47,14 @@ _FILE = """def load(path):
     rows = [line.split(",") for line in lines]
     return [row for row in rows if row]
 """
-_NAMES = ("read", "load_rows", "load", "parse", "loaded", "load_all")
+_COPIES = tuple(
+    f"{_FILE}\n\n# the same as {name}\ndef {name}("
+    for name in ("read", "load_rows", "loads", "parse", "load_all")
+)
 
-TEXTS = (
-    *(Text("prose", prompt) for prompt in _PROSE),
-    *(Text("code", prompt) for prompt in _CODE),
-    *(Text("chat", prompt) for prompt in _CHATS),
-    *(Text("copy", f"{_FILE}\n\n# the same as {name}\ndef {name}(") for name in _NAMES),
+# In turn, so that a few are of each kind.
+TEXTS = tuple(
+    Text(kind, prompt)
+    for row in zip(_PROSE, _CODE, _CHATS, _COPIES, strict=True)
+    for kind, prompt in zip(("prose", "code", "chat", "copy"), row, strict=True)
 )
