@@ -5,9 +5,10 @@ import argparse
 import json
 import os
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from datetime import datetime, timezone
 from typing import Any
 
@@ -44,6 +45,8 @@ def main(arguments: Sequence[str], program: str) -> int:
         drafts = {mode.name: mode.drafts for mode in drafted}
         status, sentence = verdict(comparisons, drafts, is_trusted=args.trust_speculation)
         _report(args, status, sentence, comparisons, [plain, *drafted])
+    except BrokenPipeError:  # the reader has seen enough
+        raise
     except (OSError, ValueError) as error:
         return fail(str(error))
     return STATUSES.index(status)
@@ -186,7 +189,7 @@ def _compare(
     args: argparse.Namespace, asks: Sequence[Ask], plain: Mode, drafted: Sequence[Mode]
 ) -> list[Comparison]:
     """Asks all, first plainly and alone: that is what everything else is compared with."""
-    comparisons = []
+    comparisons: list[Comparison] = []
     rounds = 1 + 2 * (1 + len(drafted))
     with progress(rounds * len(asks), is_shown=not args.quiet) as advance:
 
@@ -296,7 +299,10 @@ def _as_json(
         ],
         "comparisons": [
             {
-                **asdict(one),
+                # asdict makes a Counter of pairs.
+                **asdict(replace(one, failures=Counter(), lacks=Counter())),
+                "failures": dict(one.failures),
+                "lacks": dict(one.lacks),
                 "num_different": len(one.found),
                 "counts": one.counts,
                 "logprob_gap": one.logprob_gap,

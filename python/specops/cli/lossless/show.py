@@ -56,12 +56,13 @@ def cautions(comparisons: Sequence[Comparison], modes: Sequence[Mode]) -> list[s
                 notes.append(f"{server.url} does not answer at {endpoint} ({why}): {instead}.")
     lacks = sum((one.lacks for one in comparisons), Counter[str]())
     of = sum(one.num_compared for one in comparisons)
-    why = "; ".join(
+    refusals = {
         refusal
         for server in servers
         for endpoint, refusal in server.refusals.items()
         if endpoint in server.fields
-    )
+    }
+    why = "; ".join(sorted(refusals))
     told = {
         "tokens": f"tokens are not reported{f' ({why})' if why else ''}, texts and endings are",
         "logprobs": f"logprobs are not reported{f' ({why})' if why else ''}",
@@ -81,43 +82,44 @@ def difference_lines(comparisons: Sequence[Comparison], most: int | None) -> lis
         comparisons: of all modes.
         most: differences that are shown; None: all.
     """
-    told = [(one, found) for one in comparisons for found in one.found]
-    # With speculation first: that is the question.
-    told.sort(key=lambda pair: not pair[0].is_drafted)
-    lines = [line for one, found in told[:most] for line in _told(one, found)]
+    told = [(place, one, found) for one in comparisons for place, found in enumerate(one.found)]
+    # With speculation first, which is the question, and of each comparison one before another.
+    told.sort(key=lambda item: (not item[1].is_drafted, item[0]))
+    lines = [line for _, one, found in told[:most] for line in _told(one, found)]
     left = len(told) - len(told[:most])
     return [*lines, "", f"{left} more: --verbose shows them."] if left else lines
 
 
 def _told(one: Comparison, found: Found) -> list[str]:
     it = found.difference
-    names = ("first time", "again") if one.mode == "plain" else ("plain", one.mode)
-    kinds = ", ".join(it.kinds)
+    names = ("plain", one.mode) if one.is_drafted else ("first time", "again")
+    width = max(map(len, names))
     return [
         "",
         f"{found.text.kind}, {one.sampling}, {one.mode}, {one.setting}: {it.unit} {it.place} "
-        f"({kinds})",
+        f"({', '.join(it.kinds)})",
         f"  after {it.before!r}",
-        f"  {names[0]:>10}: {_side(it.plain)}",
-        f"  {names[1]:>10}: {_side(it.other)}",
+        f"  {names[0]:>{width}}: {_side(it.plain, it.other)}",
+        f"  {names[1]:>{width}}: {_side(it.other, it.plain)}",
     ]
 
 
-def _side(side: Side) -> str:
+def _side(side: Side, other: Side) -> str:
+    """What comes next, and how likely that and the other answer's token are here."""
     if side.next is None:
         return f"the end ({side.ending})"
-    parts = [repr(side.next)]
-    if side.logprob is not None:
-        parts.append(f"{_percent(side.logprob)} (logprob {side.logprob!r})")
-    if side.others_logprob is not None:
-        parts.append(f"the other one {_percent(side.others_logprob)}")
-    others = [
-        f"{text!r} {_percent(logprob)}" for text, logprob in side.alternatives if text != side.next
-    ]
-    if others:
-        parts.append(f"of [{', '.join(others)}]")
-    return ", ".join(parts)
+    parts = [_token(side.next, side.logprob)]
+    if other.next is not None and other.next != side.next and side.others_logprob is not None:
+        parts.append(_token(other.next, side.others_logprob))
+    if other.next == side.next:
+        known = dict(other.alternatives)
+        parts += [
+            _token(text, logprob)
+            for text, logprob in side.alternatives
+            if text != side.next and known.get(text) != logprob
+        ]
+    return "; ".join(parts)
 
 
-def _percent(logprob: float) -> str:
-    return f"{math.exp(logprob):.4%}"
+def _token(text: str, logprob: float | None) -> str:
+    return repr(text) if logprob is None else f"{text!r} {math.exp(logprob):.4%} ({logprob!r})"

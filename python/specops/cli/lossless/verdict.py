@@ -2,7 +2,7 @@
 """From answers to a verdict: comparisons with plain decoding, and one sentence about them."""
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from specops.cli.load.drafts import DraftCounts
@@ -127,18 +127,22 @@ def verdict(
             "turns speculation off. Name a server without it by --baseline-url, or such fields "
             "by --plain-body."
         )
-    for mode, counts in drafts.items():
-        if counts is None and not is_trusted:
-            return UNKNOWN, (
-                f"Cannot say: nothing differs, but the server reports no drafts ({mode}). If you "
-                "know that it speculates, add --trust-speculation."
-            )
-        if counts is not None and not counts.num_accepted_tokens:
-            return UNKNOWN, f"Cannot say: nothing differs, but no draft was accepted ({mode})."
-    return LOSSLESS, _lossless(drafted)
+    proven = [
+        mode
+        for mode, counts in drafts.items()
+        if (is_trusted if counts is None else counts.num_accepted_tokens)
+    ]
+    if not proven and None in drafts.values():
+        return UNKNOWN, (
+            "Cannot say: nothing differs, but the server reports no drafts. If you know that it "
+            "speculates, add --trust-speculation."
+        )
+    if not proven:
+        return UNKNOWN, "Cannot say: nothing differs, but no draft was accepted."
+    return LOSSLESS, _lossless([one for one in drafted if one.mode in proven], proven, drafts)
 
 
-def _lossless(drafted: Sequence[Comparison]) -> str:
+def _lossless(drafted: Sequence[Comparison], proven: Sequence[str], drafts: Collection[str]) -> str:
     lacks = sum((one.lacks for one in drafted), Counter[str]())
     tokens = sum(one.num_tokens for one in drafted)
     what, amount = "text, token or logprob bit", f"{tokens:,} tokens"
@@ -146,10 +150,11 @@ def _lossless(drafted: Sequence[Comparison]) -> str:
         what = "text or token"
     if lacks["tokens"]:
         what, amount = "text", f"{sum(one.num_characters for one in drafted):,} characters"
+    others = [mode for mode in drafts if mode not in proven]
     return (
-        f"Lossless: no {what} differs from plain decoding's in {amount}, alone or beside others, "
-        "greedy or seeded."
-    )
+        f"Lossless with {', '.join(proven)}: no {what} differs from plain decoding's in {amount}, "
+        "alone or beside others, greedy or seeded."
+    ) + (f" No draft of {', '.join(others)} was accepted, which says nothing." if others else "")
 
 
 def _differs(drafted: Sequence[Comparison], plain: Sequence[Comparison]) -> str:
