@@ -74,16 +74,19 @@ class Lossy:
         number = zlib.crc32(f"{prompt} {seed}".encode())
         ids = [(number >> place) % 50 for place in range(body["max_tokens"])]
         logprobs = [-0.5 - one / 128 for one in ids]
-        tops = [{WORDS[one]: p, " other": p - 1} for one, p in zip(ids, logprobs, strict=True)]
+        tops = [
+            {WORDS[one]: p, WORDS[(one + 1) % 50]: p - 1.0}
+            for one, p in zip(ids, logprobs, strict=True)
+        ]
         ending = "length"
         flaw = self.flaw if self._is_wrong(body) and len(ids) > AT else None
         if flaw == "token":
             ids[AT] = (ids[AT] + 1) % 50
-            tops[AT] = {WORDS[ids[AT]]: logprobs[AT], " other": logprobs[AT] - 1}
+            logprobs[AT] -= 1.0
         if flaw == "logprob":
             logprobs[AT] = tops[AT][WORDS[ids[AT]]] = logprobs[AT] + 2.0**-24
         if flaw == "alternative":
-            tops[AT][" other"] += 2.0**-24
+            tops[AT][WORDS[(ids[AT] + 1) % 50]] += 2.0**-24
         if flaw == "ending":
             ending = "stop"
         words = [WORDS[one] for one in ids]

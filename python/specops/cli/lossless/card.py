@@ -5,12 +5,13 @@ from collections.abc import Sequence
 from html import escape
 from textwrap import wrap
 
+from specops.cli.lossless.modes import ALONE, BESIDE, GREEDY, SEEDED
 from specops.cli.lossless.verdict import DIFFERS, LOSSLESS, UNKNOWN, Comparison
 
 _WIDTH, _MARGIN, _LINE, _ROW = 640, 24, 20, 22
-_COLUMNS = (24, 300, 430, 616)  # where cells begin; the last ends there
-_TITLE, _SENTENCE, _TABLE_GAP = 52, 84, 16
-_LETTERS = 84  # of a line
+_ENDS = (340, 430, 526, 616)  # of the columns of numbers
+_TITLE, _SENTENCE, _TABLE_GAP = 52, 84, 18
+_LETTERS = 90  # of a line
 _BACKGROUND, _BORDER, _TEXT, _FAINT = "#f6f8fa", "#d1d9e0", "#1f2328", "#59636e"
 _COLOURS = {LOSSLESS: "#1a7f37", DIFFERS: "#cf222e", UNKNOWN: "#9a6700"}
 _SIGNS = {LOSSLESS: "✓", DIFFERS: "✗", UNKNOWN: "?"}
@@ -31,7 +32,7 @@ def card(
     Args:
         status: of the verdict.
         sentence: of it.
-        comparisons: a row each.
+        comparisons: four of each mode, which is a row.
         footer: small print below, a line each.
     """
     lines = wrap(sentence, _LETTERS)
@@ -40,11 +41,22 @@ def card(
         *(_text(_MARGIN, _SENTENCE + _LINE * row, line) for row, line in enumerate(lines)),
     ]
     top = _SENTENCE + _LINE * len(lines) + _TABLE_GAP
-    body += _row(top, ("against plain decoding, alone", "", "", "outputs that differ"), "note")
-    for row, one in enumerate(comparisons, start=1):
-        cells = (one.mode, one.setting, one.sampling, f"{len(one.found)} of {one.num_compared}")
-        body += _row(top + _ROW * row, cells, "", _COLOURS[DIFFERS] if one.found else "")
-    top += _ROW * (len(comparisons) + 1) + 4
+    body.append(_text(_MARGIN, top + _ROW, "outputs that differ", "note"))
+    for place, settings in ((0, ALONE), (2, BESIDE)):
+        body.append(_text(_ENDS[place + 1], top, settings, "note end"))
+        for end, sampling in zip(_ENDS[place:], (GREEDY, SEEDED), strict=False):
+            body.append(_text(end, top + _ROW, sampling, "note end"))
+    rows: dict[str, list[Comparison]] = {}
+    for one in comparisons:
+        rows.setdefault(one.mode, []).append(one)
+    for row, (mode, of_mode) in enumerate(rows.items(), start=2):
+        body.append(_text(_MARGIN, top + _ROW * row, _short(mode)))
+        for end, one in zip(_ENDS, of_mode, strict=True):
+            share, colour = f"{len(one.found)} of {one.num_compared}", ""
+            if one.found:
+                colour = _COLOURS[DIFFERS]
+            body.append(_text(end, top + _ROW * row, share, "end", colour))
+    top += _ROW * (len(rows) + 2) + 4
     small = [line for long in footer for line in wrap(long, _LETTERS + 16)]
     body += [_text(_MARGIN, top + 16 * row, line, "note") for row, line in enumerate(small)]
     height = top + 16 * len(small) + 4
@@ -61,17 +73,8 @@ def card(
     )
 
 
-def _row(top: int, cells: Sequence[str], style: str, colour: str = "") -> list[str]:
-    styles = [style] * (len(cells) - 1) + [f"{style} end".strip()]
-    return [
-        _text(left, top, _short(cell), kind, colour)
-        for left, cell, kind in zip(_COLUMNS, cells, styles, strict=True)
-        if cell
-    ]
-
-
 def _short(text: str) -> str:
-    return text if len(text) <= 40 else f"{text[:39]}…"
+    return text if len(text) <= 32 else f"{text[:31]}…"
 
 
 def _text(x: int, y: int, text: str, style: str = "", colour: str = "") -> str:

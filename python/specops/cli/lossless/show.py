@@ -55,7 +55,6 @@ def cautions(comparisons: Sequence[Comparison], modes: Sequence[Mode]) -> list[s
                 why = server.refusals[endpoint]
                 notes.append(f"{server.url} does not answer at {endpoint} ({why}): {instead}.")
     lacks = sum((one.lacks for one in comparisons), Counter[str]())
-    of = sum(one.num_compared for one in comparisons)
     refusals = {
         refusal
         for server in servers
@@ -70,7 +69,7 @@ def cautions(comparisons: Sequence[Comparison], modes: Sequence[Mode]) -> list[s
     }
     for name, sentence in told.items():
         if lacks[name] > (0 if name == "tokens" else lacks["tokens"]):
-            notes.append(f"Of {lacks[name]} of {of} answers, {sentence}.")
+            notes.append(f"In {lacks[name]} answers, {sentence}.")
     failures = sum((one.failures for one in comparisons), Counter[str]())
     return [*notes, *(f"{count} failed: {why}" for why, count in failures.most_common())]
 
