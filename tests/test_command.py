@@ -18,7 +18,7 @@ import specops
 from specops.cli import COMMANDS, main
 
 ROOT = Path(__file__).resolve().parent.parent
-EXTRA = ("aiohttp", "rich", "prometheus_client")
+EXTRA = ("aiohttp", "rich")
 
 
 def python(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -46,7 +46,7 @@ def test_help_is_there_at_once() -> None:
         assert f"  {name} " in done.stdout and command.summary in done.stdout
 
 
-@pytest.mark.parametrize("module", ["specops", "specops.cli", "specops.cli.plot"])
+@pytest.mark.parametrize("module", ["specops", "specops.cli", "specops.cli.plot", "specops.cli.lossless.command"])
 def test_it_imports_neither_torch_nor_numpy(module: str) -> None:
     code = f"import sys, {module}; print('torch' in sys.modules, 'numpy' in sys.modules)"
     assert python("-c", code).stdout == "False False\n"
