@@ -96,6 +96,7 @@ PARSERS = {
     "serve": ("specops.cli.serve", "_parser"),
     "complete": ("specops.cli.complete", "_parser"),
     "verify-exactness": ("specops.cli.exactness", "_parser"),
+    "verify-exactness --url": ("specops.cli.lossless.command", "_parser"),
     "contract": ("specops.cli.serve", "_contract_parser"),
     "bench": ("specops.cli.bench", "_parser"),
     "plot": ("specops.cli.plot", "_parser"),
@@ -106,7 +107,7 @@ PARSERS = {
 def test_documented_lines_are_understood(words: list[str]) -> None:
     if words[0] == "bench":
         need_the_extra()
-    module, name = PARSERS[words[0]]
+    module, name = PARSERS[f"{words[0]} --url" if words[1:2] == ["--url"] else words[0]]
     getattr(import_module(module), name)("specops").parse_args(words[1:])
 
 

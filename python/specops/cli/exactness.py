@@ -142,8 +142,8 @@ def _parser(program: str) -> argparse.ArgumentParser:
         prog=program,
         description="Decodes prompts plainly, one by one, and again with speculation, together; "
         "compares every token, its rank, and the bits of its logprob and of its alternatives'.",
-        epilog=f"{program} --url URL asks any server with OpenAI's API instead; with --help, it "
-        "lists its options.",
+        epilog="`specops verify-exactness --url URL` asks any server with OpenAI's API instead; "
+        "with --help, it lists its options.",
     )
     add = parser.add_argument
     add_model_options(parser)
