@@ -5,8 +5,8 @@ An op call runs under several schedules on the same inputs, and every tensor it 
 out with the same bits: most missing barriers and every dependence on the order of blocks show here.
 In a test, the first calls of an op run under all schedules; the others, which are there for their
 values, under the first and one of the rest in turn. SPECOPS_SIMT_SCHEDULES=all (`make prove`) runs
-all calls under all. The race detector and AddressSanitizer compare nothing: there an op's calls take
-the schedules in turn.
+all calls under all. The race detector and AddressSanitizer compare nothing: there, an op's calls
+take the schedules in turn.
 """
 
 import importlib.util
