@@ -494,6 +494,13 @@ def _chat_rows() -> list[Row]:
     def tops(reply: Any) -> list[int]:
         return [len(one.top_logprobs) for one in reply.choices[0].logprobs.content]
 
+    def follows_prediction(call: Callable[..., Any]) -> bool:
+        expected = text(call())
+        parts = [{"type": "text", "text": expected[:9]}, {"type": "text", "text": expected[9:]}]
+        told = [call(prediction={"type": "content", "content": one}) for one in (expected, parts)]
+        steps = [one.metrics["speculative_decoding"]["num_spec_steps"] for one in (call(), *told)]
+        return [text(one) for one in told] == [expected] * 2 and max(steps[1:]) < steps[0]
+
     return [
         refused(method, "audio", {"voice": "alloy", "format": "wav"}),
         row("logprobs", True, "of each token",
@@ -507,7 +514,10 @@ def _chat_rows() -> list[Row]:
         without(method, "modalities", ["text"], "there is nothing but text"),
         refused(method, "modalities", ["text", "audio"]),
         refused(method, "moderation", {"model": "omni-moderation-latest"}),
-        refused(method, "prediction", {"type": "content", "content": PROMPT}),
+        row("prediction", {"type": "content", "content": "the text that is expected"},
+            "drafts come from it: the same answer, in fewer steps",
+            lambda call: follows_prediction(call)),
+        refused(method, "prediction", {"type": "text", "content": "x"}, named="prediction.type"),
         without(method, "prompt_cache_key", "key", "prompts are found by their tokens"),
         without(method, "prompt_cache_options", {"mode": "implicit"}, "what the cache does"),
         refused(method, "prompt_cache_options", {"mode": "explicit"}),
