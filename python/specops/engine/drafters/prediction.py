@@ -14,8 +14,8 @@ def load(context: DrafterContext) -> Drafter:
 class PredictionDrafter(Drafter):
     """Drafts with `specops.predicted_text.PredictedText`.
 
-    While the output is in the prediction, its drafts take the place of those before; elsewhere
-    these stand. So the methods before it draft what the prediction does not have.
+    While the output is in the prediction, its drafts take the place of other ones by the methods
+    before it; elsewhere these stand. So they draft what the prediction does not have.
     """
 
     name = "prediction"
@@ -44,9 +44,11 @@ class PredictionDrafter(Drafter):
             if text is None or not limit:
                 continue
             drafts = text.draft(request.token_ids, limit)
-            if not drafts:
-                continue
             slot, count = request.slot, len(drafts)
+            if proposals.token_ids[slot, :count].tolist() == drafts and (
+                proposals.counts[slot] >= count
+            ):
+                continue  # they agree, and may go on behind the end of the prediction
             proposals.counts[slot] = count
             proposals.token_ids[slot, :count] = drafts
             proposals.stages[slot, :count] = list(request.draft_stages).index(self.name)
