@@ -16,9 +16,9 @@ ROOT = Path(__file__).resolve().parent.parent
 CSRC = ROOT / "csrc"
 PACKAGE = ROOT / "python" / "specops"
 
-FAMILIES = ("batching", "attention", "dense", "sampling", "suffix_tree")
+FAMILIES = ("batching", "attention", "dense", "moe", "sampling", "suffix_tree")
 # What several families are made of, and which these are.
-SHARED = {"gemm": ("dense",)}
+SHARED = {"gemm": ("dense", "moe")}
 SERVER_STACK = ("fastapi", "uvicorn", "pydantic", "prometheus_client", "starlette", "jinja2")
 OPTIONAL = ("llguidance",)
 # All that a server imports of the engine: the door, and data that has no engine in it.
