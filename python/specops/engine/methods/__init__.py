@@ -39,6 +39,7 @@ METHODS: dict[str, str] = {
     "suffix": "specops.engine.methods.suffix",
     "mtp": "specops.engine.methods.mtp",
     "prediction": "specops.engine.methods.prediction",
+    "draft_model": "specops.engine.methods.draft_model",
 }
 
 # Drafters that no request chooses: each request that speculates has them behind its method's.
