@@ -100,6 +100,7 @@ class RecurrentDrafter(Drafter):
         arrays: that its steps share.
         kept: [slots, WINDOW, hidden_size], the target's states of each slot's last positions; none
             for a head that reads no states.
+        window: positions before a step's that may run again.
         reads_own_tokens: whether a row reads the token at its own position; see `DraftHead`.
     """
 
@@ -130,8 +131,9 @@ class RecurrentDrafter(Drafter):
         head.reserve(self.max_rows)
         self.arrays = DraftArrays(head, slots, self.max_rows, device)
         where, width = device.device, head.hidden_size
-        window = 0 if self.reads_own_tokens else WINDOW
-        self.kept = torch.zeros((slots, window, width), dtype=head.dtype, device=where)
+        self.window = self.max_redrafts if self.reads_own_tokens else WINDOW
+        num_kept = 0 if self.reads_own_tokens else WINDOW
+        self.kept = torch.zeros((slots, num_kept, width), dtype=head.dtype, device=where)
 
     def allocate(self, num_pages: int) -> None:
         """Allocates the head's keys and values, on the target's pages."""
@@ -203,8 +205,8 @@ class RecurrentDrafter(Drafter):
     def _begin(self, progress: _Progress) -> int:
         """The first position that runs when the head runs in the next step."""
         begin, end = progress.num_drafted, progress.request.num_computed
-        if end - begin <= (self.max_redrafts if self.reads_own_tokens else CATCH_UP):
-            return begin  # tokens need not be kept
+        if end - begin <= (self.window if self.reads_own_tokens else CATCH_UP):
+            return begin
         return max(begin, (end - BEGIN_ANEW) // self.page_size * self.page_size)
 
     def _redraft_len(self, progress: _Progress, room: int) -> int:
@@ -464,7 +466,7 @@ class RecurrentStep(DrafterStep):
             self.max_draft_tokens,
             page_size=drafter.page_size,
             total_rows=self._shape.rows,
-            window=drafter.kept.shape[1],
+            window=drafter.window,
             out=drafter.arrays.index_view(0, size, self._shape.rows),
         )
         self._note_positions(first)
