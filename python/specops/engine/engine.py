@@ -22,7 +22,7 @@ from specops.engine.machine import (
     prefix_finder_of,
 )
 from specops.engine.memory.kv_cache import PagePool
-from specops.engine.models import Transformer, load_model
+from specops.engine.models import Transformer, WeightCache, load_model
 from specops.engine.outputs import Completion, EngineStats, RequestOutput
 from specops.engine.plan import Part, Plan, described
 from specops.engine.request import Request
@@ -63,6 +63,8 @@ class Engine:
             load_format=config.load_format,
             kv_cache_dtype=config.kv_cache_dtype,
             quantization=config.quantization,
+            head_quantization=config.quantize_head,
+            weight_cache=WeightCache.of_setting(config.weight_cache, config.weight_cache_bytes),
         )
         self.model_name = config.model_name
         self.model_dtype = str(model.dtype).removeprefix("torch.")

@@ -10,6 +10,7 @@ from specops.engine.models.loader import load_model
 from specops.engine.models.mtp.loader import load_mtp
 from specops.engine.models.mtp.modules import MtpBatch, MtpModule, MtpModules, MtpOutput
 from specops.engine.models.transformer import Transformer
+from specops.engine.models.weight_cache import WeightCache
 
 __all__ = [
     "CONVENTIONS",
@@ -25,6 +26,7 @@ __all__ = [
     "MtpOutput",
     "StepBatch",
     "Transformer",
+    "WeightCache",
     "load_model",
     "load_mtp",
 ]
