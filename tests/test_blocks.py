@@ -61,6 +61,8 @@ CONFIG = ModelConfig(
     embedding_scale=3.0,
 )
 
+SETTINGS = WeightSettings(dtype=torch.float32, device=CPU)
+
 
 class Weights(RandomWeights):
     """Random numbers for norms, too."""
@@ -70,7 +72,7 @@ class Weights(RandomWeights):
 
 
 def new_model(layers: tuple[LayerConfig, ...] = LAYERS) -> Transformer:
-    weights = Weights(torch.float32, CPU)
+    weights = Weights(SETTINGS)
     return build(replace(CONFIG, layers=layers), weights, torch.float32, CONFIG.max_model_len)
 
 
@@ -78,7 +80,7 @@ class Slow:
     """The same in plain torch."""
 
     def __init__(self, dtype: torch.dtype, config: ModelConfig = CONFIG) -> None:
-        self.weights, self.dtype = Weights(torch.float32, CPU), dtype
+        self.weights, self.dtype = Weights(SETTINGS), dtype
         self.config = config
 
     def linear(self, x: Tensor, name: str, outputs: int) -> Tensor:
@@ -247,7 +249,7 @@ def latent_model(directory: Path, **changes: Any) -> tuple[Transformer, Any]:
     )
     layer = LayerConfig(attention=attention, mlp=DenseMlpConfig(width=96))
     config = replace(CONFIG, hidden_size=64, layers=(layer,) * 3, embedding_scale=1.0)
-    source = WeightSettings(dtype=torch.float32, device=CPU).open(directory)
+    source = SETTINGS.open(directory)
     return build(config, source, torch.float32, 256), theirs
 
 

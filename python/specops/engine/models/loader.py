@@ -40,7 +40,7 @@ def load_model(
     load_format: str = "auto",
     kv_cache_dtype: str = "auto",
     quantization: str = "none",
-    head_quantization: str = "none",
+    quantize_head: str = "none",
     weight_cache: WeightCache | None = None,
 ) -> Transformer:
     """Loads a checkpoint of one of the families.
@@ -53,7 +53,7 @@ def load_model(
         load_format: "auto"; or "dummy" for random weights, which need no file but config.json.
         kv_cache_dtype: "auto" for that of the weights, "int8" or "fp8_e4m3".
         quantization: of the layers' projections, as they are loaded: "none" or "wint8".
-        head_quantization: the same of the LM head. An embedding that is tied to it stays as it is.
+        quantize_head: the same of the LM head. An embedding that is tied to it stays as it is.
         weight_cache: where packed weights are kept; None: nowhere.
 
     Raises:
@@ -65,6 +65,35 @@ def load_model(
         raise ModelError(f"{directory}: no such directory")
     config = read_model_config(directory)
     file = directory / "config.json"
+    if max_model_len is not None and max_model_len > config.max_model_len:
+        raise ModelError(
+            f"max_model_len must be at most the model's {config.max_model_len}, got {max_model_len}"
+        )
+    for name, one, choices in (
+        ("kv_cache_dtype", kv_cache_dtype, tuple(_KV_CACHE_DTYPES)),
+        ("quantization", quantization, QUANTIZATIONS),
+        ("quantize_head", quantize_head, QUANTIZATIONS),
+    ):
+        if one not in choices:
+            *most, last = choices
+            raise ModelError(f"{name} must be {', '.join(most)} or {last}, got {one}")
+    kind = _dtype_of(config, dtype, file)
+    kv_kind = _KV_CACHE_DTYPES[kv_cache_dtype] or kind
+    settings = WeightSettings(
+        dtype=kind,
+        device=torch.device(device),
+        load_format=load_format,
+        quantization=quantization,
+        quantize_head=quantize_head,
+        cache=weight_cache,
+    )
+    _refuse_what_ops_refuse(config, settings, kv_kind, file)
+    source = settings.open(directory)
+    return build(config, source, kv_kind, max_model_len or config.max_model_len)
+
+
+def _dtype_of(config: ModelConfig, dtype: str, file: Path) -> torch.dtype:
+    """Of weights and states; `file` is config.json."""
     chosen = config.dtype if dtype == "auto" else dtype
     if chosen not in _DTYPES:
         where = f"{file}: " if dtype == "auto" else ""
@@ -72,30 +101,7 @@ def load_model(
             f"{where}dtype must be bfloat16 or float32, got {chosen}; pass dtype to convert the "
             "checkpoint"
         )
-    if max_model_len is not None and max_model_len > config.max_model_len:
-        raise ModelError(
-            f"max_model_len must be at most the model's {config.max_model_len}, got {max_model_len}"
-        )
-    if kv_cache_dtype not in _KV_CACHE_DTYPES:
-        raise ModelError(
-            f"kv_cache_dtype must be {', '.join(_KV_CACHE_DTYPES)}, got {kv_cache_dtype}"
-        )
-    for name, one in (("quantization", quantization), ("head_quantization", head_quantization)):
-        if one not in QUANTIZATIONS:
-            raise ModelError(f"{name} must be {' or '.join(QUANTIZATIONS)}, got {one}")
-    kind = _DTYPES[chosen]
-    kv_kind = _KV_CACHE_DTYPES[kv_cache_dtype] or kind
-    settings = WeightSettings(
-        dtype=kind,
-        device=torch.device(device),
-        load_format=load_format,
-        quantization=quantization,
-        head_quantization=head_quantization,
-        cache=weight_cache,
-    )
-    _refuse_what_ops_refuse(config, settings, kv_kind, file)
-    source = settings.open(directory)
-    return build(config, source, kv_kind, max_model_len or config.max_model_len)
+    return _DTYPES[chosen]
 
 
 def head_name(config: ModelConfig, source: WeightSource) -> str:
@@ -144,7 +150,7 @@ def build(
         (head_name(config, source),),
         shape[:1],
         config.hidden_size,
-        quantization=source.settings.head_quantization,
+        quantization=source.settings.quantize_head,
     )
     if config.embedding_scale != 1.0:  # to the same bits as rows that are scaled one by one
         embedding = embedding * torch.tensor(config.embedding_scale, dtype=source.dtype)
@@ -160,6 +166,7 @@ def build(
         lm_head=lm_head,
         kv_dtype=kv_dtype,
         settings=source.settings,
+        cached=source.cached,
         ropes=loader.ropes,
     )
 

@@ -185,6 +185,23 @@ class CachedWeights:
                 weight = self._read(path, key)
         return made if weight is None else weight
 
+    def numbers(self, key: str, measure: Callable[[], list[float]]) -> list[float]:
+        """Returns what was once measured, or measures it.
+
+        Args:
+            key: what it is, beside what the folder says.
+            measure: measures it.
+        """
+        path = self._folder / f"{_digest([key])}.json"
+        try:
+            found = json.loads(path.read_text(encoding="utf-8"))
+            return [float(number) for number in found]
+        except (OSError, TypeError, ValueError):  # it is not there, or not whole
+            numbers = measure()
+        with contextlib.suppress(OSError), _replacing(path) as out:
+            out.write(json.dumps(numbers).encode())
+        return numbers
+
     def _read(self, path: Path, key: str) -> PackedWeight | None:
         """Maps a file; None if it is not there, or not whole."""
         try:

@@ -35,7 +35,7 @@ class WeightSettings:
         load_format: "auto" reads checkpoints; "dummy" makes random numbers in their place.
         quantization: of the layers' projections, as they are loaded: "none"; or "wint8", 8 bits a
             number and a scale for each output, as FastDeploy makes them.
-        head_quantization: the same of the LM head.
+        quantize_head: the same of the LM head.
         cache: keeps packed weights; None: they are packed each time.
     """
 
@@ -43,7 +43,7 @@ class WeightSettings:
     device: torch.device
     load_format: str = "auto"
     quantization: str = "none"
-    head_quantization: str = "none"
+    quantize_head: str = "none"
     cache: WeightCache | None = None
 
     def open(self, directory: Path) -> "WeightSource":
@@ -62,7 +62,7 @@ class WeightSettings:
         """
         if quantization is None:
             return self
-        return replace(self, quantization=quantization, head_quantization=quantization)
+        return replace(self, quantization=quantization, quantize_head=quantization)
 
 
 class WeightSource(ABC):
@@ -74,6 +74,7 @@ class WeightSource(ABC):
         norm_offset: added to every norm weight, before it is rounded to the dtype: 1 where a
             checkpoint holds w of norms that multiply with 1 + w.
         read: the names that were asked for.
+        cached: where packed weights are kept; None: they are packed when they are asked for.
     """
 
     def __init__(self, settings: WeightSettings) -> None:
@@ -81,7 +82,7 @@ class WeightSource(ABC):
         self.dtype, self.device = settings.dtype, settings.device
         self.norm_offset = 0.0
         self.read: set[str] = set()
-        self._cached: CachedWeights | None = None
+        self.cached: CachedWeights | None = None
 
     @abstractmethod
     def names(self) -> Collection[str]:
@@ -148,11 +149,11 @@ class WeightSource(ABC):
                 return dense.quantize_weight(weight, kind="int8", activation=activation)
             return dense.pack_weight(weight, activation=activation)
 
-        if self._cached is None:
+        if self.cached is None:
             return make()
         kept = None if rows is None else rows.tolist()
         what = (names, list(outputs), inputs, str(self.dtype), quantization, activation, kept)
-        return self._cached.get(json.dumps(what), make)
+        return self.cached.get(json.dumps(what), make)
 
     def _named(self, name: str, shape: tuple[int, ...]) -> Tensor:
         self.read.add(name)
@@ -189,7 +190,7 @@ class Checkpoint(WeightSource):
                 raise ModelError(f"{path}: not a safetensors file: {error}") from error
         # A GPU packs weights as fast as it is given them.
         if settings.cache is not None and settings.device.type == "cpu":
-            self._cached = settings.cache.of(files)
+            self.cached = settings.cache.of(files)
 
     def names(self) -> Collection[str]:
         """Returns the names of all tensors."""

@@ -58,8 +58,8 @@ def draft_head(
         directory: the directory that the target was loaded from.
         token_map: from `read_token_map`, on the target's device; None: all tokens.
     """
-    quantization = settings.head_quantization
-    if token_map is None and quantization == target.settings.head_quantization:
+    quantization = settings.quantize_head
+    if token_map is None and quantization == target.settings.quantize_head:
         return target.lm_head
     config, source = target.config, settings.open(directory)
     sizes = (config.vocab_size,), config.hidden_size
