@@ -64,7 +64,7 @@ ENGINE_GROUPS = (
 # number in a commit that says for what.
 LOOP = ("engine.py", "plan.py", "request.py", "scheduling", "steps", "memory")
 APART = ("models", "drafters", "structured")
-BUDGETS = {"the loop": (3480, 16), "the engine without models, drafters and grammars": (7850, 43)}
+BUDGETS = {"the loop": (3480, 16), "the engine without models, drafters and grammars": (7870, 43)}
 
 
 def includes(path: Path) -> list[str]:
