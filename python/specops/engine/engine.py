@@ -281,7 +281,6 @@ class Engine:
         """Whether a step would do anything."""
         return bool(self._scheduler.running or self._scheduler.waiting)
 
-    @torch.no_grad()
     def step(self, *, even_if_idle: bool = False) -> list[RequestOutput]:
         """Selects, plans, runs, commits and drafts once; returns what it added to each request.
 
@@ -296,8 +295,8 @@ class Engine:
             EngineError: the step failed, as on the device. Its requests are gone then; others go
                 on.
         """
-        self._launch(even_if_idle)
-        return self._collect()
+        self.launch(even_if_idle=even_if_idle)
+        return self.collect()
 
     @torch.no_grad()
     def launch(self, *, even_if_idle: bool = False) -> None:
@@ -311,7 +310,16 @@ class Engine:
         Raises:
             EngineError: as in `step`; or the last step launched is not collected.
         """
-        self._launch(even_if_idle)
+        if self._plan is not None:
+            raise EngineError("a step is under way: collect it before the next one")
+        begun = self._timer(), time.perf_counter()
+        plan = self._plan = self._planned()
+        try:
+            self._change_slots(plan)
+            self._runner.launch(plan, even_if_idle=even_if_idle)
+        except BaseException as error:
+            self._end_all(plan, error)
+        self._spent = self._timer() - begun[0], time.perf_counter() - begun[1]
 
     @torch.no_grad()
     def collect(self) -> list[RequestOutput]:
@@ -323,22 +331,6 @@ class Engine:
         Raises:
             EngineError: as in `step`.
         """
-        return self._collect()
-
-    def _launch(self, even_if_idle: bool) -> None:
-        if self._plan is not None:
-            raise EngineError("a step is under way: collect it before the next one")
-        begun = self._timer(), time.perf_counter()
-        self._drafting.select(*self._scheduler.decoding(self._drafting.num_proposed))
-        plan = self._plan = self._scheduler.schedule()
-        try:
-            self._change_slots(plan)
-            self._runner.launch(plan, even_if_idle=even_if_idle)
-        except BaseException as error:
-            self._end_all(plan, error)
-        self._spent = self._timer() - begun[0], time.perf_counter() - begun[1]
-
-    def _collect(self) -> list[RequestOutput]:
         plan = self._plan
         if plan is None:
             return []
@@ -353,6 +345,20 @@ class Engine:
             self._end_all(plan, error)
         self._plan = None
         return self._end_failed(plan, outputs)
+
+    def _planned(self) -> Plan:
+        """Plans a step. Where that raises, all end that run, and that ran when it began."""
+        before = [(request, request.slot) for request in self._scheduler.running]
+        try:
+            self._drafting.select(*self._scheduler.decoding(self._drafting.num_proposed))
+            return self._scheduler.schedule()
+        except BaseException as error:
+            for request, slot in before:
+                if request.slot != slot:
+                    self._runner.stop(request, slot)
+            requests = [*(request for request, _ in before), *self._scheduler.running]
+            ended = {request.request_id: described(error) for request in requests}
+            self._end_all(Plan(failed=ended), error)
 
     def _change_slots(self, plan: Plan) -> None:
         """Tells the runner who lost a slot for a step, and who got one."""
