@@ -65,7 +65,7 @@ ENGINE_GROUPS = (
 LOOP = ("engine.py", "plan.py", "request.py", "scheduling", "steps", "memory")
 APART = ("models", "drafters", "methods", "structured")
 BUDGETS = {
-    "the loop": (3480, 16),
+    "the loop": (3485, 16),
     "the engine without models, drafters, methods and grammars": (7575, 38),
 }
 
