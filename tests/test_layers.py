@@ -65,8 +65,8 @@ ENGINE_GROUPS = (
 LOOP = ("engine.py", "plan.py", "request.py", "scheduling", "steps", "memory")
 APART = ("models", "drafters", "methods", "structured")
 BUDGETS = {
-    "the loop": (3480, 16),
-    "the engine without models, drafters, methods and grammars": (7575, 38),
+    "the loop": (3485, 16),
+    "the engine without models, drafters, methods and grammars": (7590, 38),
 }
 
 
@@ -478,7 +478,7 @@ def test_a_family_is_one_file_and_one_line(path: Path) -> None:
 def test_models_import_in_one_direction(path: Path) -> None:
     """Blocks know no model, models no family, families no loader."""
     floors = (
-        {"batch", "kv", "weights"},
+        {"batch", "kv", "weight_cache", "weights"},
         {"blocks"},
         {"config"},
         {"families", "transformer"},
