@@ -38,7 +38,9 @@ def load(context: DrafterContext) -> Drafter:
             device=context.target.device,
             load_format=config.load_format,
             kv_cache_dtype=config.kv_cache_dtype,
-            quantization=own.quantization,
+            quantization=own.quantization or config.quantization,
+            quantize_head=own.quantization or config.quantize_head,
+            weight_cache=context.target.settings.cache,
         )
     except ModelError as error:
         raise ModelError(f"draft model {directory}: {error}") from error
