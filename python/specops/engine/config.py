@@ -201,6 +201,7 @@ class EngineConfig:
         override: Mapping[str, object] | SpeculativeConfig | None,
         methods: Collection[str],
         missing: Mapping[str, str] | None = None,
+        params: object = None,
     ) -> SpeculativeConfig:
         """Returns what a request with this `speculative_config` of its own runs with.
 
@@ -209,6 +210,7 @@ class EngineConfig:
                 has returned before.
             methods: the methods the engine can run.
             missing: why it cannot run others, by method, in words for whoever sent the request.
+            params: the request's `SamplingParams`, of which one may ask for a method.
 
         Raises:
             ValueError: the object has a key a request may not set, a value is invalid, or the
@@ -217,6 +219,7 @@ class EngineConfig:
         if isinstance(override, SpeculativeConfig):
             return override
         chosen = self.speculative_config
+        override = chosen.asked_for_by(params, override)
         if override is not None:
             chosen = chosen.override(
                 override,

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from specops.engine.methods import checks
 from specops.engine.methods.method import Method, Options
 
-MTP_STRATEGIES = ("default", "with_ngram", "with_suffix")
+MTP_STRATEGIES = ("default", "with_ngram", "with_suffix", "with_prediction")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -15,8 +15,8 @@ class MtpOptions(Options):
 
     Attributes:
         mtp_strategy: what drafts the rest of the k: "default" (nothing: the modules draft all
-            of them, unless num_model_steps is less), "with_ngram" or "with_suffix". The same as
-            method "mtp", "mtp+ngram" and "mtp+suffix".
+            of them, unless num_model_steps is less), "with_ngram", "with_suffix" or
+            "with_prediction". The same as method "mtp", "mtp+ngram" and so on.
         model: directory of the modules. None takes them from the target's checkpoint. Like
             draft_vocab it may be there with a method that has no weights, for requests that choose
             "mtp".
