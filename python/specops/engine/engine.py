@@ -22,14 +22,14 @@ from specops.engine.machine import (
     prefix_finder_of,
 )
 from specops.engine.memory.kv_cache import PagePool
-from specops.engine.models import Transformer, load_model
+from specops.engine.models import Transformer, WeightCache, load_model
 from specops.engine.outputs import Completion, EngineStats, RequestOutput
 from specops.engine.plan import Part, Plan, described
 from specops.engine.request import Request
 from specops.engine.sampling_params import SamplingParams
 from specops.engine.scheduling.scheduler import Scheduler
 from specops.engine.speculative_config import SpeculativeConfig
-from specops.engine.step_costs import measure_steps
+from specops.engine.step_costs import known_steps, measure_steps
 from specops.engine.steps.runner import Runner
 from specops.engine.structured import Grammar, StructuredOutput
 from specops.engine.tokenizer import Tokenizer
@@ -63,6 +63,8 @@ class Engine:
             load_format=config.load_format,
             kv_cache_dtype=config.kv_cache_dtype,
             quantization=config.quantization,
+            quantize_head=config.quantize_head,
+            weight_cache=WeightCache.of_setting(config.weight_cache, config.weight_cache_bytes),
         )
         self.model_name = config.model_name
         self.model_dtype = str(model.dtype).removeprefix("torch.")
@@ -92,7 +94,7 @@ class Engine:
         self._runner = self._new_runner(model)
         shared = self.tokenizer, self._drafting, self.max_model_len
         if config.speculative_config.adaptive_verification:  # of requests, too
-            self._drafting.select_by(self._measure_steps())
+            self._drafting.select_by(known_steps(model.cached, config, self._measure_steps))
         self._admission = Admission(config, *shared, self.vocab_size)
         self._requests: dict[str, Request] = {}
         self._plan: Plan | None = None  # of the step under way

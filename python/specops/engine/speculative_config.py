@@ -34,7 +34,6 @@ ACCEPT_POLICIES = ("normal", "accept_all", "reject_all", "synthetic")
 REFUSED_FIELDS = {
     "max_candidate_len": "topp looks at the whole top-p set, not at a list of candidates",
     "verify_window": "a rejected draft is never let through by the drafts behind it",
-    "quantization": "quantised drafter weights are not supported yet",
     "num_gpu_block_expand_ratio": "the drafter's pages come from the engine's own page pool",
     "model_type": "the engine knows which model is the drafter",
     "sharing_model": "the drafter always shares the target's embedding and LM head",

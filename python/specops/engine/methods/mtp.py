@@ -22,16 +22,22 @@ class MtpOptions(Options):
             "mtp".
         draft_vocab: safetensors file with the tensor d2t, the tokens that the modules may draft.
             None lets them draft all.
+        quantization: of the modules' projections, and of a copy of the target's LM head that they
+            draft with: "none", "wint8". No token depends on it, only how often drafts are right.
+            None: the modules' layers like the target's, and its own head.
     """
 
     mtp_strategy: str = "default"
     model: str | None = None
     draft_vocab: str | None = None
+    quantization: str | None = None
 
     def __post_init__(self) -> None:
         checks.choice("mtp_strategy", self.mtp_strategy, MTP_STRATEGIES)
         checks.path("model", self.model)
         checks.path("draft_vocab", self.draft_vocab)
+        if self.quantization is not None:
+            checks.choice("quantization", self.quantization, checks.QUANTIZATIONS)
 
     @property
     def draws(self) -> bool:
