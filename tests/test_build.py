@@ -28,7 +28,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("build")
 
 
-def configure(folder: Path, isas: str) -> subprocess.CompletedProcess[str]:
+def configure(folder: Path, isas: str, source: Path = ROOT) -> subprocess.CompletedProcess[str]:
     path = os.pathsep.join([str(BIN), os.environ["PATH"]])
     if shutil.which("cmake", path=path) is None or shutil.which("ninja", path=path) is None:
         pytest.skip("needs cmake and ninja")
@@ -37,7 +37,7 @@ def configure(folder: Path, isas: str) -> subprocess.CompletedProcess[str]:
         f"-Dpybind11_DIR={pybind11.get_cmake_dir()}",
         f"-DSPECOPS_ISAS={isas}",
     ]
-    command = ["cmake", "-G", "Ninja", "-S", str(ROOT), "-B", str(folder), *options]
+    command = ["cmake", "-G", "Ninja", "-S", str(source), "-B", str(folder), *options]
     env = {**os.environ, "PATH": path}
     return subprocess.run(command, env=env, capture_output=True, text=True, check=False)
 
