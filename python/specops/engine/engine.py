@@ -22,7 +22,7 @@ from specops.engine.machine import (
     prefix_finder_of,
 )
 from specops.engine.memory.kv_cache import PagePool
-from specops.engine.models import Transformer, WeightCache, load_model
+from specops.engine.models import WeightCache, load_model
 from specops.engine.outputs import Completion, EngineStats, RequestOutput
 from specops.engine.plan import Part, Plan, described
 from specops.engine.request import Request
@@ -91,10 +91,20 @@ class Engine:
             free_rows=FREE_ROWS[self._device.device.type],
             prefix_finder=finder,
         )
-        self._runner = self._new_runner(model)
+        self._runner = Runner(model, self._device, self._drafting, config, self.num_pages)
         shared = self.tokenizer, self._drafting, self.max_model_len
         if config.speculative_config.adaptive_verification:  # of requests, too
-            self._drafting.select_by(known_steps(model.cached, config, self._measure_steps))
+            parts = self.tokenizer, self._runner, self._drafting, self._pool, self._device
+            seconds = known_steps(
+                model.cached,
+                config,
+                lambda: measure_steps(
+                    *parts,
+                    max_rows=config.max_num_batched_tokens,
+                    max_model_len=self.max_model_len,
+                ),
+            )
+            self._drafting.select_by(seconds)
         self._admission = Admission(config, *shared, self.vocab_size)
         self._requests: dict[str, Request] = {}
         self._plan: Plan | None = None  # of the step under way
@@ -103,30 +113,6 @@ class Engine:
         self._spent = 0.0, 0.0  # on the launch of the step under way, by that timer and the clock
         self._aborted: list[Request] = []  # with rows in it
         self.stats = EngineStats()
-
-    def _new_runner(self, model: Transformer) -> Runner:
-        config = self.config
-        return Runner(
-            model,
-            self._device,
-            self._drafting,
-            num_pages=self.num_pages,
-            page_size=config.page_size,
-            slots=config.max_num_seqs,
-            max_rows=config.max_num_batched_tokens,
-            processed_logprobs=config.logprobs_mode == "processed_logprobs",
-        )
-
-    def _measure_steps(self) -> list[float]:
-        return measure_steps(
-            self.tokenizer,
-            self._runner,
-            self._drafting,
-            self._pool,
-            self._device,
-            max_rows=self.config.max_num_batched_tokens,
-            max_model_len=self.max_model_len,
-        )
 
     @property
     def runnable_methods(self) -> tuple[str, ...]:
