@@ -153,7 +153,7 @@ def drafter_of(engine: Engine) -> RecurrentDrafter:
 def module_shapes(engine: Engine, captured: bool = False) -> list[RecurrentShape | None]:
     """What modules do in the steps that are kept."""
     steps = engine._runner._memory._steps.values()
-    kept = [dict(one.shape.drafters) for one in steps if one.is_captured or not captured]
+    kept = [dict(one.shape.drafters) for one in steps if one.replay or not captured]
     shapes = [one.get("mtp") for one in kept]
     assert all(one is None or isinstance(one, RecurrentShape) for one in shapes)
     return shapes  # type: ignore[return-value]

@@ -130,13 +130,6 @@ class Runner:
 
     def start(self, request: Request) -> None:
         """Writes a request that got a slot into the per-slot arrays."""
-        try:
-            self._start(request)
-        except Exception:
-            self._memory.forget()  # tables may have moved
-            raise
-
-    def _start(self, request: Request) -> None:
         slot, params, config = request.slot, request.params, request.speculative
         self._floats[:, slot] = SamplingFloats(
             temperature=params.temperature,
@@ -168,9 +161,12 @@ class Runner:
         )
         ends = request.think_end_token_id, len(request.inject_token_ids)
         self._masks.start(slot, TokenRule(request.grammar, params.allowed_token_ids, *ends))
-        tables_moved = self._tables.start(request)
-        if self._drafting.start(request) or tables_moved:
-            self._memory.forget()
+        has_moved = True  # perhaps, where one of these raises
+        try:
+            has_moved = self._tables.start(request) | self._drafting.start(request)
+        finally:
+            if has_moved:
+                self._memory.forget()
 
     def stop(self, request: Request, slot: int) -> None:
         """Forgets a request that loses its slot; it may come back."""

@@ -183,6 +183,7 @@ class Step:
     Attributes:
         shape: the sizes.
         arrays: for the host to fill, and to read.
+        replay: starts it again, once it is captured.
         draft_seconds: that drafters took in the last run; 0 on an asynchronous device, which runs
             a step as a whole.
     """
@@ -191,7 +192,7 @@ class Step:
         self.shape = shape
         self._memory = memory
         self._parts = parts
-        self._replay: Any = None
+        self.replay: Any = None
         self._runs = 0
         self.draft_seconds = 0.0
         self.arrays = arrays = Exchange(shape, parts)
@@ -385,13 +386,13 @@ class Step:
         """
         device, arrays = self._memory.device, self.arrays
         device.copy_in(arrays.device_in, arrays.host_in, arrays.pages_offset + 4 * num_pages)
-        if self._replay is not None:
-            self._replay()
+        if self.replay is not None:
+            self.replay()
         elif self._runs and device.captures and self.shape.rows == self.shape.outputs:
             # The first run loaded the kernels, which must not happen in a capture.
-            self._replay = device.capture(self._launch)
+            self.replay = device.capture(self._launch)
             self._memory.num_captures += 1
-            self._replay()
+            self.replay()
         else:
             self._launch()
         self._runs += 1
@@ -406,11 +407,6 @@ class Step:
         self._memory.device.wait()
         if self._memory.device.is_async:
             raise_reported(int(self.arrays.error.host[0]))
-
-    @property
-    def is_captured(self) -> bool:
-        """Whether it is replayed."""
-        return self._replay is not None
 
     def _launch(self) -> None:
         """Runs the ops; everything they use is an attribute, and nothing is allocated."""
