@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-LAYERS, VOCAB, WIDTH, HEADS, KV_HEADS, DIM, MLP = 6, 160, 64, 4, 2, 16, 96
+LAYERS, VOCAB, WIDTH, HEADS, KV_HEADS, DIM, MLP = 6, 160, 64, 4, 2, 64, 96
 THETA, EPS = 10000.0, 1e-5
 
 

@@ -158,6 +158,7 @@ def change_tensors(directory: Path, **changes: Any) -> None:
         ({"target_hidden_size": 96}, {}, r"config\.json: target_hidden_size is 96, but the target"),
         ({"vocab_size": 99}, {}, r"config\.json: vocab_size is 99, but the target has 160"),
         ({"hidden_act": "gelu"}, {}, r"config\.json: hidden_act must be silu, got gelu"),
+        ({"num_key_value_heads": 3}, {}, r"k_proj\.weight must be \[192, 128\], got \[128, 128\]"),
         ({"norm_output": 1}, {}, r"config\.json: norm_output must be true or false, got 1"),
         ({"logit_scale": 0.5}, {}, r"config\.json: logit_scale must be 1, got 0\.5"),
         ({"speculators_model_type": "dflash"}, {}, "speculators_model_type must be eagle3, got"),
@@ -190,6 +191,15 @@ def test_what_does_not_fit(
     eagle_oracle.write(tmp_path, Head(), "official", **fields)
     change_tensors(tmp_path, **tensors)
     with pytest.raises(ModelError, match=message):
+        make(target, tmp_path)
+
+
+def test_what_no_op_runs(
+    target: tuple[Path, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(eagle_oracle, "DIM", 16)
+    eagle_oracle.write(tmp_path, Head(), "official")
+    with pytest.raises(ModelError, match=r"config\.json: head_dim must be .*, got 16 \(append_att"):
         make(target, tmp_path)
 
 

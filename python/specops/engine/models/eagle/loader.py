@@ -3,6 +3,7 @@
 
 from pathlib import Path
 
+import torch
 from torch import Tensor
 
 from specops.dense import PackedWeight
@@ -11,10 +12,12 @@ from specops.engine.models.blocks.block import BlockLoader, Norm
 from specops.engine.models.eagle.layout import Eagle3Config, read_eagle3_config
 from specops.engine.models.eagle.modules import Eagle3, Eagle3Weights
 from specops.engine.models.mtp.draft_vocabulary import draft_head, token_map_of
+from specops.engine.models.mtp.modules import MtpBatch
 from specops.engine.models.pickled import open_draft_weights
 from specops.engine.models.transformer import Transformer
 from specops.engine.models.weights import WeightSource
 
+_PAGE_SIZE = 16  # of the dry run
 _PICKLES = ("pytorch_model.bin",)
 _UNREAD = ("t2d",)  # says the same as d2t
 _BUFFERS = ("rotary_emb.inv_freq",)  # of some files; computed from the configuration
@@ -51,7 +54,38 @@ def load_eagle3(
     for name in sorted(source.names()):
         if name not in source.read and not name.endswith((*_UNREAD, *_BUFFERS)):
             raise ModelError(f"{directory}: tensor {name} has no place in an EAGLE-3 head")
-    return Eagle3(config, weights, target.hidden_size)
+    head = Eagle3(config, weights, target.hidden_size)
+    try:
+        _dry_run(head)
+    except ValueError as error:
+        op, _, sentence = str(error).partition(": ")
+        raise ModelError(f"{directory / 'config.json'}: {sentence} ({op})") from error
+    return head
+
+
+def _dry_run(head: Eagle3) -> None:
+    """Runs a row: what an op refuses shows before anybody's request does."""
+
+    def ints(*values: int, dtype: torch.dtype = torch.int32) -> Tensor:
+        return torch.tensor(values, dtype=dtype, device=head.device)
+
+    batch = MtpBatch(
+        positions=ints(0),
+        cache_slots=ints(0, dtype=torch.int64),
+        qo_indptr=ints(0, 1),
+        kv_indptr=ints(0, 1),
+        kv_indices=ints(0),
+        kv_lens=ints(1),
+        row_to_request=ints(0),
+        source_rows=ints(0),
+        slots=ints(0),
+        token_ids=ints(0, 0)[None],
+        lens=ints(2),
+        draft_token_ids=ints(0)[None],
+    )
+    states = torch.zeros(1, head.hidden_size, dtype=head.dtype, device=head.device)
+    hidden, _ = head.forward(batch, states, head.new_kv_cache(1, _PAGE_SIZE))
+    head.logits(hidden)
 
 
 def _load(
