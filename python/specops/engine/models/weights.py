@@ -20,6 +20,7 @@ from torch import Tensor
 from specops import dense
 from specops.dense import PackedWeight
 from specops.engine.errors import ModelError
+from specops.quantization import quantize_weight
 
 QUANTIZATIONS = ("none", "wint8")
 
@@ -97,7 +98,7 @@ class WeightSource(ABC):
         weights = [self.tensor(f"{prefix}{part}.weight", size, inputs) for part, size in named]
         weight = torch.cat(weights) if len(weights) > 1 else weights[0]
         if self.quantization == "wint8":
-            return dense.quantize_weight(weight, kind="int8", activation=activation)
+            return dense.pack_weight(quantize_weight(weight), activation=activation)
         return dense.pack_weight(weight, activation=activation)
 
     def _named(self, name: str, shape: tuple[int, ...]) -> Tensor:
