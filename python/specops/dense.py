@@ -18,6 +18,7 @@ from specops.quantization import (
     QuantizedWeight,
     check_matrix,
     check_quantized,
+    num_groups,
 )
 
 # Up to so many rows CUDA kernels stream weights past all of them, and need no workspace.
@@ -96,9 +97,8 @@ def pack_weight(
     if isinstance(weight, QuantizedWeight):
         return _pack_codes(weight, activation, activations)
     if activations not in (None, "float"):
-        raise ValueError(
-            f"pack_weight: activations must be 'float' of a plain weight, got {describe(activations)}"
-        )
+        got = describe(activations)
+        raise ValueError(f"pack_weight: activations must be 'float' of a plain weight, got {got}")
     check_matrix("pack_weight", "weight", weight)
     if weight.dtype in CODES.values():
         raise ValueError(
@@ -139,8 +139,10 @@ def _pack_codes(
             f"pack_weight: activations must be {names} of {kind}, got {describe(activations)}"
         )
     num_outputs, num_inputs = codes.shape
-    if offsets is not None and group == 0:  # which the sums have for groups
+    if offsets is not None and group == 0:  # sums have offsets by groups: one of all inputs
         group = max(1, -(-num_inputs // 128)) * 128
+        groups = num_groups(num_inputs, group)
+        scales, offsets = scales[:, :groups], offsets[:, :groups]
     *shape, scale_block, num_leaves, max_split_rows = _C.packed_weight_layout(
         codes.device.type, kind, 1, num_outputs, num_inputs, activation, group
     )
@@ -171,17 +173,17 @@ def _pack_codes(
 
 
 def _in_blocks(scales: Tensor, activation: str | None, block: int) -> Tensor:
-    """[num_outputs, groups] as [blocks, groups, block]: by 16 outputs gates, ups, gates and so on."""
+    """[num_outputs, groups] as [blocks, groups, block]: by 16 outputs gates, ups, gates and on."""
     num_outputs, groups = scales.shape
     halves = 2 if activation else 1
     width = num_outputs // halves
     sixteens = -(-width // 16)
     padded = scales.new_zeros(halves, sixteens * 16, groups)
     padded[:, :width] = scales.view(halves, width, groups)
-    ordered = padded.view(halves, sixteens, 16, groups).transpose(0, 1).reshape(-1, groups)
-    blocks = -(-len(ordered) // block)
+    ordered = padded.view(halves, sixteens, 16, groups).transpose(0, 1)
+    blocks = -(-halves * sixteens * 16 // block)
     out = scales.new_zeros(blocks * block, groups)
-    out[: len(ordered)] = ordered
+    out[: halves * sixteens * 16] = ordered.reshape(halves * sixteens * 16, groups)
     return out.view(blocks, block, groups).transpose(1, 2).contiguous()
 
 
@@ -207,7 +209,7 @@ def linear(
         int8, 32 inputs:    step = peak / 127, integers = x * (127 / peak)
 
     with peak the largest magnitude of the group, each operation rounded to float32, integers to the
-    nearest, ties to even. A piece is gcd(group of the weight, group of the row) inputs, so that each
+    nearest, ties to even. A piece is gcd(group of the weight, group of the row) inputs, so that it
     has one step and one scale (and offset) an output. Over the pieces in order, from total = 0:
 
         total = fma(float32(sum(integers * values)), step * scale, total)
@@ -221,8 +223,8 @@ def linear(
     Magnitudes below 2 ** -126 count as zeros; of int8 groups whose peak is below 2 ** -100. A row
     with an infinity or a NaN becomes NaN, no other row does.
 
-    With fp8 codes, the same as `reference.quantized_linear`, within rounding: the sums of 128 inputs
-    are those of a plain weight, and total = fma(sum, scale, total).
+    With fp8 codes, the same as `reference.quantized_linear`, within rounding: the sums of 128
+    inputs are those of a plain weight, and total = fma(sum, scale, total).
 
     Args:
         x: [rows, num_inputs], dtype of the weight; with codes bfloat16 or float32, on CUDA also

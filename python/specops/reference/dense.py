@@ -60,7 +60,7 @@ def quantize_weight(weight: Tensor, *, kind: str = "int8", group: int = 0) -> Qu
         values = scaled.double().abs().add(0.5).floor() * scaled.sign()  # in float64 0.5 is exact
         scales = (peak / most).to(weight.dtype).float()
     else:
-        groups = F.pad(wide, (0, -wide.shape[1] % group)).unflatten(1, (-1, group))
+        groups = _in_groups(wide, group)
         high, low = groups.amax(2).clamp(min=0), groups.amin(2).clamp(max=0)
         scales = torch.maximum(high / most, low / least)
         by_input = scales.repeat_interleave(group, 1)[:, : wide.shape[1]]
@@ -168,7 +168,7 @@ def _in_pieces(x: Tensor, weight: QuantizedWeight, activations: str) -> Tensor:
     integers, step = integer_rows(x, activations)
     size = integers.shape[2]
     piece = math.gcd(weight.group, size)
-    integers = integers.reshape(len(x), -1, piece)
+    integers = integers.reshape(len(x), integers.shape[1] * size // piece, piece)
     values = _in_groups(_code_values(weight).double(), piece)
     total = torch.zeros(len(x), len(values), device=x.device)
     by_output = weight.group == 0 and weight.offsets is None
