@@ -286,8 +286,8 @@ def gelu_tanh_mul() -> dict[str, Any]:
 
 def pack_weight() -> dict[str, Any]:
     return {
-        "weight": torch.zeros(5, 4, dtype=torch.int8),
-        "packed": torch.zeros(1, 1, 2048, dtype=torch.int8),
+        "weight": torch.zeros(5, 4),
+        "packed": torch.zeros(1, 4, 16),
         "activation": None,
     }
 

@@ -270,10 +270,8 @@ inline void check_code_fields(Checker& check,
   codes.value = 16;
   bool has_codes = kind != WeightKind::kPlain, is_int = is_in_panels(kind);
   if (dims.scale_block != 0) {
-    check.tensor("weight.scales",
-                 fields.scales,
-                 {DType::kFloat32},
-                 {&scale_blocks, &groups, &scale_block});
+    check.tensor(
+        "weight.scales", fields.scales, {DType::kFloat32}, {&scale_blocks, &groups, &scale_block});
   } else if (has_codes) {
     check.tensor("weight.scales", fields.scales, {DType::kFloat32}, {&num_outputs});
   } else if (fields.scales.defined()) {
@@ -327,8 +325,8 @@ inline PackedWeightArgument check_packed_weight(Checker& check,
   }
   bool is_plain = kind == WeightKind::kPlain;
   DType dtype = is_plain ? fields.data.dtype() : code_dtype(kind);
-  PackedDims dims = packed_dims(
-      on_cuda, kind, dtype_bytes(dtype), num_outputs, num_inputs, activation, group);
+  PackedDims dims =
+      packed_dims(on_cuda, kind, dtype_bytes(dtype), num_outputs, num_inputs, activation, group);
   std::initializer_list<Dim*> shape = {&dims.blocks, &dims.steps, &dims.word};
   if (is_plain) {
     check_real(check, "weight.data", fields.data, on_cuda, shape);

@@ -3,7 +3,6 @@
 #pragma once
 
 #include <cstring>
-#include <numeric>
 
 #include "common/growing_array.h"
 #include "gemm/finish_cpu.h"
@@ -21,7 +20,9 @@ struct Pieces {
 
   explicit Pieces(const WeightParams& weight) {
     row_group = weight.row_numbers == RowNumbers::kInt16 ? kIntegerGroup : kInt8Group;
-    inputs = std::gcd(weight.group, row_group);
+    // The greatest common divisor of both groups: that of the row is a power of two.
+    int64_t power = weight.group & -weight.group;
+    inputs = power == 0 ? row_group : min64(power, row_group);
     count = (weight.num_inputs + inputs - 1) / inputs;
   }
 };
@@ -111,8 +112,8 @@ void round_row(const T* x,
     int64_t end = min64(first + pieces.row_group, weight.num_inputs);
     for (int64_t begin = first; begin < end; begin += pieces.inputs) {
       int64_t piece = begin / pieces.inputs;
-      const int32_t* from = integers + (begin - first);
-      sums[piece] = std::accumulate(from, from + pieces.inputs, 0);
+      sums[piece] = 0;
+      for (int64_t i = 0; i < pieces.inputs; ++i) sums[piece] += integers[begin - first + i];
       scales[piece] = scale;
     }
   }

@@ -25,18 +25,14 @@ struct Sums {  // of sixteen outputs
 using Table = __m512i;
 
 inline Quads load_line(const uint8_t* p) { return {_mm512_loadu_si512(p)}; }
-inline Quads low_halves(Quads line) {
-  return {_mm512_and_si512(line.v, _mm512_set1_epi8(15))};
-}
+inline Quads low_halves(Quads line) { return {_mm512_and_si512(line.v, _mm512_set1_epi8(15))}; }
 inline Quads high_halves(Quads line) { return low_halves({_mm512_srli_epi16(line.v, 4)}); }
 inline Table load_table(const uint8_t* p) {
   return _mm512_broadcast_i32x4(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
 }
 inline Quads look_up(Table table, Quads halves) { return {_mm512_shuffle_epi8(table, halves.v)}; }
 // Of each output the first and third byte, or the second and fourth, as 16 bits.
-inline Quads evens(Quads quads) {
-  return {_mm512_and_si512(quads.v, _mm512_set1_epi16(255))};
-}
+inline Quads evens(Quads quads) { return {_mm512_and_si512(quads.v, _mm512_set1_epi16(255))}; }
 inline Quads odds(Quads quads) { return {_mm512_srli_epi16(quads.v, 8)}; }
 inline Sums spread_sum(int32_t x) { return {_mm512_set1_epi32(x)}; }
 inline void add_products(Sums& sums, Quads pairs, const int16_t* x) {
