@@ -11,14 +11,15 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from specops.engine.errors import ModelError
-from specops.engine.models.checkpoints import Checkpoint, open_checkpoint
+from specops.engine.models.checkpoints.checkpoint import Checkpoint
+from specops.engine.models.checkpoints.directory import open_checkpoint
 from specops.engine.models.checkpoints.fused import fused
 from specops.quantization import QuantizedWeight, dequantize_weight
 from torch import Tensor
 
 GOLDEN = Path(__file__).parent / "golden" / "quantized_weights.safetensors"
-# What decoded weights are, by case; None: numbers.
-KINDS: dict[str, tuple[str, int] | None] = {
+# What decoded weights are, by case.
+KINDS = {
     "pack4": ("int4", 32),
     "pack4_zeros": ("int4", 32),
     "pack4_channel": ("int4", 0),
@@ -27,8 +28,8 @@ KINDS: dict[str, tuple[str, int] | None] = {
     "int8": ("int8", 0),
     "int8_zeros": ("int8", 0),
     "fp8_tensor": ("fp8", 0),
-    "fp8_channel": None,
-    "fp8_block": ("fp8", 0),
+    "fp8_channel": ("fp8", 0),
+    "fp8_block": ("fp8", 128),
     "mxfp4": ("int4", 32),
     "gptq": ("int4", 32),
     "gptq_desc_act": ("int4", 32),
@@ -91,13 +92,10 @@ def test_weights_are_those_of_the_programs_that_define_them(tmp_path: Path, case
     want = golden()[case]["numbers"]
     weight = decoded(tmp_path, stored(case), settings_of(case))
     assert torch.equal(numbers(weight), want)
-    kind = KINDS[case]
-    assert isinstance(weight, Tensor) == (kind is None)
-    if isinstance(weight, QuantizedWeight):
-        assert (weight.kind, weight.group) == kind
-        assert weight.scales.dtype == torch.float32
-        assert (weight.input_order is not None) == ("desc_act" in case)
-        assert (weight.offsets is not None) == ("zeros" in case or case[:3] in ("gpt", "awq"))
+    assert isinstance(weight, QuantizedWeight)
+    assert (weight.kind, weight.group) == KINDS[case]
+    assert (weight.input_order is not None) == ("desc_act" in case)
+    assert (weight.offsets is not None) == ("zeros" in case or case[:3] in ("gpt", "awq"))
 
 
 def test_symmetric_zero_points_are_no_offsets(tmp_path: Path) -> None:
@@ -379,17 +377,21 @@ def test_integers_lie_side_by_side_without_rounding(
 def test_what_cannot_lie_side_by_side_is_refused() -> None:
     order = torch.arange(160, dtype=torch.int32).flip(0)
     ordered = random_weight("int4", 32, 1, input_order=order)
-    fp8 = QuantizedWeight("fp8", torch.ones(8, 160).to(torch.float8_e4m3fn), torch.ones(1, 2))
+    ones = torch.ones(128, 160).to(torch.float8_e4m3fn)
+    fp8 = QuantizedWeight("fp8", ones[:8], torch.ones(1, 2), group=128)
+    by_output = fp8._replace(scales=torch.ones(8, 1), group=0)
     plain = torch.ones(8, 160)
     for parts, reason in (
         ([ordered, random_weight("int4", 32, 2)], "their inputs are grouped in different orders"),
         ([fp8, fp8], "their outputs are no multiples of 128, the size of a block"),
+        ([fp8, by_output], "some of them have a scale for each block and some for each output"),
         ([fp8, ordered], "some of them are FP8 and some are integers"),
         ([plain, ordered], "some of them are quantized and some are not"),
     ):
         with pytest.raises(ModelError, match=f"q_proj, k_proj cannot be one projection: {reason}"):
             fused(parts, PARTS)
     assert numbers(fused([ordered, ordered], PARTS)).shape == (16, 160)
-    large = fp8._replace(codes=torch.ones(128, 160).to(torch.float8_e4m3fn))
+    large = fp8._replace(codes=ones)
+    assert numbers(fused([by_output, by_output], PARTS)).shape == (16, 160)
     assert numbers(fused([large, fp8], PARTS)).shape == (136, 160)
     assert torch.equal(numbers(fused([plain, plain], PARTS)), torch.ones(16, 160))

@@ -10,7 +10,8 @@ import pytest
 import torch
 from specops.engine.errors import ModelError
 from specops.engine.gguf.file import TYPES, read_gguf
-from specops.engine.models.checkpoints import Checkpoint, open_checkpoint
+from specops.engine.models.checkpoints.checkpoint import Checkpoint
+from specops.engine.models.checkpoints.directory import open_checkpoint
 from specops.quantization import QuantizedWeight, dequantize_weight
 from torch import Tensor
 

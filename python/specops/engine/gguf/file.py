@@ -156,8 +156,7 @@ class _Header:
         return struct.unpack("<" + letter, self._bytes(struct.calcsize("<" + letter)))[0]
 
     def _text(self) -> str:
-        # Tokens of some vocabularies are no UTF-8; nothing is lost.
-        return self._bytes(self._number("Q")).decode("utf-8", "surrogateescape")
+        return self._bytes(self._number("Q")).decode("utf-8")
 
     def _value(self, kind: int, key: str) -> Any:
         if kind in _NUMBERS:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Decodes floats of 8 and 4 bits: blocks and channels of FP8, and MXFP4.
 
-Sources: DeepSeek-V3's README_WEIGHTS.md, compressed-tensors 0.20 (naive_quantized, mxfp4),
-transformers 5.23 (integrations/mxfp4.py), OCP's Microscaling Formats 1.0.
+Sources: transformers 5.23 (integrations/finegrained_fp8.py, mxfp4.py), compressed-tensors 0.20
+(compressors/naive_quantized, mxfp4), OCP's Microscaling Formats 1.0.
 """
 
 import torch
@@ -19,12 +19,11 @@ E2M1_DOUBLED = torch.tensor([0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8,
 _E8M0_BIAS, _E8M0_NAN = 127, 255
 
 
-def fp8(module: Module) -> Tensor | QuantizedWeight:
-    """Decodes `weight` in e4m3 with `weight_scale_inv` (DeepSeek's) or `weight_scale`.
+def fp8(module: Module) -> QuantizedWeight:
+    """Decodes `weight` in e4m3 with scales `weight_scale_inv` or `weight_scale`.
 
     Both are multiplied with: one scale; one for each output; or one for each block of 128 outputs
-    and 128 inputs, of which those at the edges are cut off. Scales of outputs are no blocks: the
-    weight is then given as the numbers that it stands for, in float32.
+    and 128 inputs, of which those at the edges are cut off.
     """
     codes = module.take("weight", torch.float8_e4m3fn, dims=2)
     suffix = "weight_scale_inv" if "weight_scale_inv" in module else "weight_scale"
@@ -32,16 +31,15 @@ def fp8(module: Module) -> Tensor | QuantizedWeight:
         module.refuse(f"tensor {module.name}.weight is float8_e4m3fn, but has no scales")
     scales = module.take_scales(suffix)
     rows, inputs = codes.shape
-    blocks = (-(-rows // FP8_BLOCK), -(-inputs // FP8_BLOCK))
     if scales.numel() == 1:
-        return QuantizedWeight("fp8", codes, scales.reshape(1, 1).expand(blocks).contiguous())
-    if tuple(scales.shape) in ((rows,), (rows, 1)) and rows > 1:
-        return codes.float() * scales.reshape(rows, 1)
-    module.check_shape(suffix, scales, *blocks)
+        return QuantizedWeight("fp8", codes, scales.reshape(1, 1).expand(rows, 1).contiguous())
+    if tuple(scales.shape) in ((rows,), (rows, 1)):
+        return QuantizedWeight("fp8", codes, scales.reshape(rows, 1))
+    module.check_shape(suffix, scales, -(-rows // FP8_BLOCK), -(-inputs // FP8_BLOCK))
     block = module.settings.get("weight_block_size")
     if block is not None and list(block) != [FP8_BLOCK, FP8_BLOCK]:
         module.refuse(f"weight_block_size must be [{FP8_BLOCK}, {FP8_BLOCK}], got {block}")
-    return QuantizedWeight("fp8", codes, scales)
+    return QuantizedWeight("fp8", codes, scales, group=FP8_BLOCK)
 
 
 def mxfp4(module: Module) -> QuantizedWeight:

@@ -37,7 +37,9 @@ def fused(
     parts = [one for one in weights if isinstance(one, QuantizedWeight)]
     kinds = {one.kind for one in parts}
     if kinds == {"fp8"}:
-        if any(len(one.codes) % FP8_BLOCK for one in parts[:-1]):
+        if len({one.group for one in parts}) > 1:
+            _refuse(names, "some of them have a scale for each block and some for each output")
+        if parts[0].group and any(len(one.codes) % FP8_BLOCK for one in parts[:-1]):
             _refuse(names, f"their outputs are no multiples of {FP8_BLOCK}, the size of a block")
     elif "fp8" in kinds:
         _refuse(names, "some of them are FP8 and some are integers")
