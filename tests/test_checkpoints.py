@@ -2,7 +2,6 @@
 """Quantized checkpoints: every format decodes to the numbers of the program that defines it."""
 
 import json
-from contextlib import ExitStack
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -68,7 +67,7 @@ def opened(
         {name: one.contiguous() for name, one in tensors.items()}, directory / "model.safetensors"
     )
     (directory / "config.json").write_text(json.dumps({"quantization_config": settings or {}}))
-    return open_checkpoint(directory, ExitStack())
+    return open_checkpoint(directory)
 
 
 def decoded(

@@ -2,7 +2,6 @@
 """GGUF files: every type of numbers, and what is refused."""
 
 import struct
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -67,7 +66,7 @@ def write(path: Path, tensors: dict[str, Any], architecture: str = "any", **meta
 
 
 def opened(directory: Path) -> Checkpoint:
-    return open_checkpoint(directory, ExitStack())
+    return open_checkpoint(directory)
 
 
 @pytest.mark.parametrize("kind", KINDS)

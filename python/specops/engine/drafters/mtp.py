@@ -33,7 +33,7 @@ def load(context: DrafterContext) -> Drafter:
             config.model_dir,
             draft_directory=own.model,
             draft_vocab=own.draft_vocab,
-            load_format=config.load_format,
+            quantization=own.quantization,
         )
     except ModelError as error:
         if own.model is not None or own.draft_vocab is not None:

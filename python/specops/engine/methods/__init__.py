@@ -38,6 +38,7 @@ METHODS: dict[str, str] = {
     "ngram": "specops.engine.methods.ngram",
     "suffix": "specops.engine.methods.suffix",
     "mtp": "specops.engine.methods.mtp",
+    "prediction": "specops.engine.methods.prediction",
 }
 
 # Drafters that no request chooses: each request that speculates has them behind its method's.

@@ -10,9 +10,11 @@ from specops.engine.models.loader import load_model
 from specops.engine.models.mtp.loader import load_mtp
 from specops.engine.models.mtp.modules import MtpBatch, MtpModule, MtpModules, MtpOutput
 from specops.engine.models.transformer import Transformer
+from specops.engine.models.weight_cache import CachedWeights, WeightCache
 
 __all__ = [
     "CONVENTIONS",
+    "CachedWeights",
     "KvCache",
     "KvSpec",
     "LayerBatch",
@@ -25,6 +27,7 @@ __all__ = [
     "MtpOutput",
     "StepBatch",
     "Transformer",
+    "WeightCache",
     "load_model",
     "load_mtp",
 ]

@@ -2,7 +2,7 @@
 """What a checkpoint is to those who load models."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Collection
+from collections.abc import Set
 
 from torch import Tensor
 
@@ -13,7 +13,7 @@ class Checkpoint(ABC):
     """Tensors by the names that Hugging Face's models have for them, one for each weight."""
 
     @abstractmethod
-    def names(self) -> Collection[str]:
+    def names(self) -> Set[str]:
         """Returns all names; a quantized weight has the one name that it would have otherwise."""
 
     @abstractmethod

@@ -5,7 +5,6 @@ A weight is what its file says it is: which tensors a module has decides how it 
 lists of modules a configuration has. Every tensor of a module that is read is used or refused.
 """
 
-from contextlib import ExitStack
 from pathlib import Path
 
 from specops.engine.models.checkpoints.checkpoint import Checkpoint
@@ -13,18 +12,17 @@ from specops.engine.models.checkpoints.gguf import GgufCheckpoint, gguf_file
 from specops.engine.models.checkpoints.safetensors import SafetensorsCheckpoint, safetensors_files
 
 
-def open_checkpoint(directory: Path, stack: ExitStack) -> Checkpoint:
+def open_checkpoint(directory: Path) -> Checkpoint:
     """Opens the weights of a directory.
 
     Args:
         directory: with safetensors files, or one GGUF file.
-        stack: closes the files.
 
     Raises:
         ModelError: a file is missing or damaged.
     """
     file = gguf_file(directory)
-    return SafetensorsCheckpoint(directory, stack) if file is None else GgufCheckpoint(file)
+    return SafetensorsCheckpoint(directory) if file is None else GgufCheckpoint(file)
 
 
 def weight_files(directory: Path) -> list[str]:

@@ -56,6 +56,22 @@ def fused(
     )
 
 
+def rows_of(weight: Tensor | QuantizedWeight, rows: Tensor) -> Tensor | QuantizedWeight:
+    """Returns some outputs of a weight, in any order.
+
+    Raises:
+        ModelError: scales are those of blocks of outputs.
+    """
+    rows = rows.long()
+    if isinstance(weight, Tensor):
+        return weight[rows]
+    if weight.kind == "fp8" and weight.group:
+        raise ModelError("outputs of an FP8 weight in blocks cannot be told apart")
+    offsets = None if weight.offsets is None else weight.offsets[rows]
+    codes = weight.codes.view(torch.uint8)[rows].view(weight.codes.dtype)
+    return weight._replace(codes=codes, scales=weight.scales[rows], offsets=offsets)
+
+
 def _refuse(names: Sequence[str], reason: str) -> None:
     raise ModelError(f"{', '.join(names)} cannot be one projection: {reason}")
 

@@ -5,7 +5,7 @@ Source: github.com/ggml-org/ggml (src/ggml-common.h, src/ggml-quants.c).
 """
 
 import re
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator, Set
 from pathlib import Path
 
 import torch
@@ -16,6 +16,7 @@ from specops.engine.gguf.file import TYPES, GgufTensor, read_gguf
 from specops.engine.models.checkpoints.bits import low_then_high
 from specops.engine.models.checkpoints.checkpoint import Checkpoint
 from specops.engine.models.checkpoints.floats import E2M1_DOUBLED, MX_GROUP, halved_e8m0
+from specops.engine.models.checkpoints.fused import rows_of
 from specops.quantization import QuantizedWeight
 
 _AS_THEY_ARE = torch.arange(16, dtype=torch.int8)
@@ -44,6 +45,9 @@ _LAYER_NAMES = {
 }
 # Where what attention gives is normed too, the norm before the MLP has another name.
 _MLP_NORM_OF_FOUR = "pre_feedforward_layernorm"
+# Architectures whose rows of queries and keys lie as RoPE pairs them there: elements i and
+# i + half of a head are neighbours. Here they are halves.
+_PAIRED = ("llama",)
 _LAYER = re.compile(r"blk\.(\d+)\.(\w+)\.(weight|bias)")
 
 
@@ -79,8 +83,14 @@ class GgufCheckpoint(Checkpoint):
             str(path), shared=False, size=path.stat().st_size, dtype=torch.uint8
         )
         self._tensors = dict(self._named(file.tensors))
+        self._paired: dict[str, int] = {}  # heads, of the projections with such rows
+        architecture = file.metadata.get("general.architecture")
+        if architecture in _PAIRED:
+            heads = file.metadata[f"{architecture}.attention.head_count"]
+            of_keys = file.metadata.get(f"{architecture}.attention.head_count_kv", heads)
+            self._paired = {".self_attn.q_proj.": heads, ".self_attn.k_proj.": of_keys}
 
-    def names(self) -> Collection[str]:
+    def names(self) -> Set[str]:
         """Returns all names."""
         return self._tensors.keys()
 
@@ -88,10 +98,16 @@ class GgufCheckpoint(Checkpoint):
         """Reads a weight, or another tensor."""
         if name not in self._tensors:
             raise ModelError(f"{self._path}: tensor {name} is missing from the file")
-        tensor = self._tensors[name]
+        weight = self._decoded(name, self._tensors[name])
+        for part, heads in self._paired.items():
+            if part in name:
+                return _unpaired(weight, heads)
+        return weight
+
+    def _decoded(self, name: str, tensor: GgufTensor) -> Tensor | QuantizedWeight:
         data = self._data[tensor.offset : tensor.offset + tensor.num_bytes]
         if tensor.type in _PLAIN:
-            # A copy: types are read at any address, and the file may go.
+            # A copy: the file has it at any address, and it may go.
             return data.clone().view(_PLAIN[tensor.type]).view(tensor.shape)
         decode = _DECODERS.get(tensor.type)
         if decode is None or len(tensor.shape) != 2:
@@ -117,6 +133,12 @@ class GgufCheckpoint(Checkpoint):
                 yield f"{_NAMES[stem]}.weight", tensor
             else:
                 raise ModelError(f"{self._path}: tensor {name} has no place in a model here")
+
+
+def _unpaired(weight: Tensor | QuantizedWeight, heads: int) -> Tensor | QuantizedWeight:
+    """Rows of neighbours, brought into halves."""
+    rows = len(weight) if isinstance(weight, Tensor) else len(weight.codes)
+    return rows_of(weight, torch.arange(rows).view(heads, -1, 2).transpose(1, 2).flatten())
 
 
 def _split(octets: Tensor, width: int) -> Tensor:

@@ -2,11 +2,10 @@
 """Directories of safetensors files, whose modules may be quantized, each in a way of its own."""
 
 import json
-from collections.abc import Callable, Collection, Mapping
-from contextlib import ExitStack
+from collections.abc import Callable, Mapping, Set
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from safetensors import safe_open
@@ -25,28 +24,42 @@ _MARKS = frozenset(
 # Codes: what they stand for nobody says.
 _NO_NUMBERS = (torch.int8, torch.uint8, torch.float8_e5m2)
 _BLOCKS, _SCALES = "_blocks", "_scales"  # of fused experts in MXFP4
+_COPIED_BYTES = 1 << 20  # of tensors up to this no file is kept mapped
+
+
+class _Facts(NamedTuple):
+    """What a file says of a tensor: its dtype, by safetensors' name, and its shape."""
+
+    dtype: str
+    shape: list[int]
 
 
 class SafetensorsCheckpoint(Checkpoint):
     """The tensors of a directory, read on demand from the files that hold them.
 
+    A file is mapped for each tensor anew: what was read of it is given back with the tensor. A
+    large tensor that stays as it is in the file, such as an embedding, takes what is read of it.
+
     Args:
         directory: with safetensors files.
-        stack: closes the files.
 
     Raises:
         ModelError: a file is missing or damaged.
     """
 
-    def __init__(self, directory: Path, stack: ExitStack) -> None:
+    def __init__(self, directory: Path) -> None:
         self._directory = directory
-        self._where: dict[str, Any] = {}
+        self._where: dict[str, Path] = {}
+        self._facts: dict[str, _Facts] = {}
         for name in safetensors_files(directory):
             try:
-                handle = stack.enter_context(safe_open(directory / name, framework="pt"))
+                with safe_open(directory / name, framework="pt") as file:
+                    for tensor in file.keys():  # noqa: SIM118
+                        part = file.get_slice(tensor)
+                        self._where[tensor] = directory / name
+                        self._facts[tensor] = _Facts(part.get_dtype(), part.get_shape())
             except Exception as error:  # safetensors raises its own error type for damaged files
                 raise ModelError(f"{directory / name}: not a safetensors file: {error}") from error
-            self._where.update(dict.fromkeys(handle.keys(), handle))
         self._settings = _quantization_settings(directory)
         self._readers: dict[str, Callable[[], Tensor | QuantizedWeight]] = {}
         suffixes: dict[str, list[str]] = {}
@@ -56,7 +69,7 @@ class SafetensorsCheckpoint(Checkpoint):
         for module, own in suffixes.items():
             self._add_module(module, own)
 
-    def names(self) -> Collection[str]:
+    def names(self) -> Set[str]:
         """Returns all names."""
         return self._readers.keys()
 
@@ -82,11 +95,13 @@ class SafetensorsCheckpoint(Checkpoint):
             self._readers[f"{prefix}weight"] = partial(self._decoded, module, suffixes)
 
     def _is_fp8(self, name: str) -> bool:
-        return name in self._where and self._where[name].get_slice(name).get_dtype() == "F8_E4M3"
+        return name in self._facts and self._facts[name].dtype == "F8_E4M3"
 
-    def _tensor(self, name: str) -> Tensor:
-        tensor: Tensor = self._where[name].get_tensor(name)
-        return tensor
+    def _tensor(self, name: str, index: int | None = None) -> Tensor:
+        """A tensor, or one part of its first dimension."""
+        with safe_open(self._where[name], framework="pt") as file:
+            tensor: Tensor = file.get_tensor(name) if index is None else file.get_slice(name)[index]
+        return tensor.clone() if tensor.nbytes <= _COPIED_BYTES else tensor
 
     def _plain(self, name: str) -> Tensor:
         tensor = self._tensor(name)
@@ -113,16 +128,14 @@ class SafetensorsCheckpoint(Checkpoint):
         if "qweight" in suffixes:
             return integers.qweight
         if "weight_packed" in suffixes:
-            full = f"{name}.weight_packed"
-            is_bytes = self._where[full].get_slice(full).get_dtype() == "U8"
+            is_bytes = self._facts[f"{name}.weight_packed"].dtype == "U8"
             return floats.mxfp4 if is_bytes else integers.pack_quantized
         is_fp8 = self._is_fp8(f"{name}.weight")
         return floats.fp8 if is_fp8 else integers.plain_integers
 
     def _add_experts(self, prefix: str, part: str) -> None:
         """Experts in one tensor, as gpt-oss has them: each gets the name of one of its own."""
-        name = f"{prefix}{part}{_BLOCKS}"
-        count = self._where[name].get_slice(name).get_shape()[0]
+        count = self._facts[f"{prefix}{part}{_BLOCKS}"].shape[0]
         names = ("gate_proj", "up_proj") if part == "gate_up_proj" else (part,)
         for expert in range(count):
             for first, own in enumerate(names):
@@ -138,9 +151,7 @@ class SafetensorsCheckpoint(Checkpoint):
             str(self._directory),
             f"{prefix}{part}",
             (_BLOCKS, _SCALES),
-            lambda suffix: self._where[f"{prefix}{part}{suffix}"].get_slice(
-                f"{prefix}{part}{suffix}"
-            )[expert],
+            lambda suffix: self._tensor(f"{prefix}{part}{suffix}", expert),
             self._settings,
         )
         blocks = module.take(_BLOCKS, torch.uint8, dims=3)[first::step]

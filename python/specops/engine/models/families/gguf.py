@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from specops.engine.errors import ModelError
-from specops.engine.models.families.fields import mapping
+from specops.engine.models.families.fields import count, mapping
 
 # Fields of a config.json, by the keys behind the architecture's name.
 _FIELDS = {
@@ -74,10 +74,12 @@ class GgufForm:
             if key not in known and not key.startswith(_SCALING):
                 raise ModelError(f"{prefix}{key} is not known: {said[key]}")
         config = {name: said[key] for key, name in fields.items() if key in said}
+        head_dim = config.get("head_dim")
+        if head_dim is None:
+            head_dim = count(config, "hidden_size") // count(config, "num_attention_heads")
         for key in _HEAD_SIZES:
-            head_dim = config.get("head_dim", said.get(key))
             if said.get(key, head_dim) != head_dim:
-                raise ModelError(f"{prefix}{key} must be {head_dim} as a head's, got {said[key]}")
+                raise ModelError(f"{prefix}{key} must be {head_dim}, as a head, got {said[key]}")
         scaling = self._scaling(said)
         if scaling:
             config["rope_scaling"] = scaling

@@ -1,19 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """Reduced draft vocabularies: which tokens a draft head has, and that head."""
 
-from contextlib import ExitStack
 from pathlib import Path
 
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from specops import dense
 from specops.dense import PackedWeight
 from specops.engine.errors import ModelError
-from specops.engine.models.loader import load_head
+from specops.engine.models.loader import head_name
 from specops.engine.models.transformer import Transformer
-from specops.engine.models.weights import Checkpoint, RandomWeights, WeightSource
+from specops.engine.models.weights import WeightSettings
 
 
 def read_token_map(path: Path, vocab_size: int) -> Tensor:
@@ -49,22 +47,21 @@ def read_token_map(path: Path, vocab_size: int) -> Tensor:
     return tokens.to(torch.int32)
 
 
-def reduced_head(
-    target: Transformer, directory: Path, token_map: Tensor, load_format: str
+def draft_head(
+    target: Transformer, settings: WeightSettings, directory: Path, token_map: Tensor | None
 ) -> PackedWeight:
-    """Returns the rows of the target's LM head that a draft vocabulary keeps, packed.
+    """Returns the LM head of drafts: the target's, or what a draft vocabulary keeps of it.
 
     Args:
         target: the model.
-        directory: the directory it was loaded from.
-        token_map: from `read_token_map`.
-        load_format: as of the target.
+        settings: of the drafter's weights.
+        directory: the directory that the target was loaded from.
+        token_map: from `read_token_map`, on the target's device; None: all tokens.
     """
-    with ExitStack() as stack:
-        source: WeightSource = (
-            RandomWeights(target.dtype, target.device)
-            if load_format == "dummy"
-            else Checkpoint(directory, target.dtype, target.device, stack)
-        )
-        head = load_head(target.config, source)
-        return dense.pack_weight(head[token_map.long().to(target.device)])
+    quantization = settings.quantize_head
+    if token_map is None and quantization == target.settings.quantize_head:
+        return target.lm_head
+    config, source = target.config, settings.open(directory)
+    sizes = (config.vocab_size,), config.hidden_size
+    name = head_name(config, source)
+    return source.linear("", (name,), *sizes, quantization=quantization, rows=token_map)
