@@ -209,13 +209,15 @@ class Checkpoint(WeightSource):
         """Refuses tensors that nothing has read: the model has parts that do not run here.
 
         Args:
-            prefixes: what their names begin with.
+            prefixes: what their names begin with; of a GGUF file, which holds nothing else than a
+                model, any.
 
         Raises:
             ModelError: there is one, and it is no bias of zeros.
         """
         for name in sorted(self.names() - self.read):
-            if not name.startswith(prefixes) or name.endswith(_NO_WEIGHTS):
+            is_own = self._checkpoint.is_one_model or name.startswith(prefixes)
+            if not is_own or name.endswith(_NO_WEIGHTS):
                 continue
             weight = self._checkpoint.load(name)
             if not name.endswith(".bias") or not isinstance(weight, Tensor) or weight.any():

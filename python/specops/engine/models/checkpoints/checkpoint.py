@@ -10,7 +10,13 @@ from specops.quantization import QuantizedWeight
 
 
 class Checkpoint(ABC):
-    """Tensors by the names that Hugging Face's models have for them, one for each weight."""
+    """Tensors by the names that Hugging Face's models have for them, one for each weight.
+
+    Attributes:
+        is_one_model: whether it holds nothing else, such as a vision tower or MTP modules.
+    """
+
+    is_one_model = False
 
     @abstractmethod
     def names(self) -> Set[str]:

@@ -76,6 +76,8 @@ class GgufCheckpoint(Checkpoint):
         ModelError: it is damaged, or has a tensor that no model here has.
     """
 
+    is_one_model = True
+
     def __init__(self, path: Path) -> None:
         file = read_gguf(path)
         self._path = path
