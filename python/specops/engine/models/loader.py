@@ -2,6 +2,7 @@
 """Loads a Hugging Face directory: config.json and safetensors files, into packed weights."""
 
 import re
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -71,14 +72,9 @@ def load_model(
         raise ModelError(
             f"max_model_len must be at most the model's {config.max_model_len}, got {max_model_len}"
         )
-    for name, one, choices in (
-        ("kv_cache_dtype", kv_cache_dtype, tuple(_KV_CACHE_DTYPES)),
-        ("quantization", quantization, QUANTIZATIONS),
-        ("quantize_head", quantize_head, QUANTIZATIONS),
-    ):
-        if one not in choices:
-            *most, last = choices
-            raise ModelError(f"{name} must be {', '.join(most)} or {last}, got {one}")
+    _check_choice("kv_cache_dtype", kv_cache_dtype, tuple(_KV_CACHE_DTYPES))
+    _check_choice("quantization", quantization, QUANTIZATIONS)
+    _check_choice("quantize_head", quantize_head, QUANTIZATIONS)
     kind = _dtype_of(config, dtype, file)
     kv_kind = _KV_CACHE_DTYPES[kv_cache_dtype] or kind
     settings = WeightSettings(
@@ -96,6 +92,12 @@ def load_model(
         prefix = place_of(config, source).prefix
         source.refuse_unread(tuple(f"{prefix}layers.{i}." for i in range(config.num_layers)))
     return model
+
+
+def _check_choice(name: str, value: str, choices: Sequence[str]) -> None:
+    if value not in choices:
+        *most, last = choices
+        raise ModelError(f"{name} must be {', '.join(most)} or {last}, got {value}")
 
 
 def _dtype_of(config: ModelConfig, dtype: str, file: Path) -> torch.dtype:

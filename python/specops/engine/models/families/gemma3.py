@@ -133,21 +133,18 @@ def _rope(raw: Mapping[str, Any], kind: str) -> Rope:
 
 def _scale_of_queries(raw: Mapping[str, Any]) -> Mapping[str, Any]:
     """GGUF files leave it out: a head's size, but in the model of 62 layers (27B)."""
-    of_head = raw["hidden_size"] // raw["num_attention_heads"]
-    is_largest = raw["num_hidden_layers"] == 62
-    return {"query_pre_attn_scalar": of_head if is_largest else raw["head_dim"]}
+    if raw["num_hidden_layers"] == 62:
+        return {"query_pre_attn_scalar": raw["hidden_size"] // raw["num_attention_heads"]}
+    return {"query_pre_attn_scalar": raw["head_dim"]}
 
 
+_GGUF_KEYS = {
+    "rope.freq_base_swa": "rope_local_base_freq",
+    "attention.sliding_window_pattern": "sliding_window_pattern",
+}
+_ONE = "Gemma3ForCausalLM"
 FAMILY = Family(
     title="Gemma 3",
-    read={"Gemma3ForCausalLM": read, "Gemma3ForConditionalGeneration": read},
-    gguf=GgufForm(
-        architecture="gemma3",
-        read_as="Gemma3ForCausalLM",
-        keys={
-            "rope.freq_base_swa": "rope_local_base_freq",
-            "attention.sliding_window_pattern": "sliding_window_pattern",
-        },
-        fields=_scale_of_queries,
-    ),
+    read={_ONE: read, "Gemma3ForConditionalGeneration": read},
+    gguf=GgufForm("gemma3", _ONE, keys=_GGUF_KEYS, fields=_scale_of_queries),
 )

@@ -37,7 +37,7 @@ def no_fields(raw: Mapping[str, Any]) -> Mapping[str, Any]:
     return {}
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class GgufForm:
     """How GGUF files have models of a family.
 

@@ -8,5 +8,5 @@ from specops.engine.models.families.gguf import GgufForm
 FAMILY = Family(
     title="Llama",
     read={"LlamaForCausalLM": dense_decoder},
-    gguf=GgufForm(architecture="llama", read_as="LlamaForCausalLM"),
+    gguf=GgufForm("llama", "LlamaForCausalLM"),
 )

@@ -14,5 +14,5 @@ FAMILY = Family(
             dense_decoder, windows=windows_of_last, qkv_bias=True, o_bias=False
         )
     },
-    gguf=GgufForm(architecture="qwen2", read_as="Qwen2ForCausalLM"),
+    gguf=GgufForm("qwen2", "Qwen2ForCausalLM"),
 )

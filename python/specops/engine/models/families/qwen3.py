@@ -10,5 +10,5 @@ from specops.engine.models.families.gguf import GgufForm
 FAMILY = Family(
     title="Qwen3",
     read={"Qwen3ForCausalLM": partial(dense_decoder, windows=windows_of_last, qk_norm=True)},
-    gguf=GgufForm(architecture="qwen3", read_as="Qwen3ForCausalLM"),
+    gguf=GgufForm("qwen3", "Qwen3ForCausalLM"),
 )
