@@ -142,9 +142,8 @@ _GGUF_KEYS = {
     "rope.freq_base_swa": "rope_local_base_freq",
     "attention.sliding_window_pattern": "sliding_window_pattern",
 }
-_ONE = "Gemma3ForCausalLM"
 FAMILY = Family(
     title="Gemma 3",
-    read={_ONE: read, "Gemma3ForConditionalGeneration": read},
-    gguf=GgufForm("gemma3", _ONE, keys=_GGUF_KEYS, fields=_scale_of_queries),
+    read={"Gemma3ForCausalLM": read, "Gemma3ForConditionalGeneration": read},
+    gguf=GgufForm("gemma3", "Gemma3ForCausalLM", keys=_GGUF_KEYS, fields=_scale_of_queries),
 )
