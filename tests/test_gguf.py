@@ -206,10 +206,10 @@ GEMMA_NAMES = {
 
 def tokens_of_bytes() -> dict[str, Any]:
     """A tokenizer of 160 tokens: bytes, the first of which is the end."""
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())[:159]
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())[:158]
     return {
         "tokenizer.ggml.model": "gpt2",
-        "tokenizer.ggml.tokens": ["<|endoftext|>", *alphabet],
+        "tokenizer.ggml.tokens": ["<|endoftext|>", *alphabet, "ab"],
         "tokenizer.ggml.token_type": [3] + [1] * 159,
         "tokenizer.ggml.merges": ["a b"],
         "tokenizer.ggml.eos_token_id": 0,

@@ -31,11 +31,12 @@ def fp8(module: Module) -> QuantizedWeight:
         module.refuse(f"tensor {module.name}.weight is float8_e4m3fn, but has no scales")
     scales = module.take_scales(suffix)
     rows, inputs = codes.shape
-    if scales.numel() == 1:
-        return QuantizedWeight("fp8", codes, scales.reshape(1, 1).expand(rows, 1).contiguous())
-    if tuple(scales.shape) in ((rows,), (rows, 1)):
-        return QuantizedWeight("fp8", codes, scales.reshape(rows, 1))
-    module.check_shape(suffix, scales, -(-rows // FP8_BLOCK), -(-inputs // FP8_BLOCK))
+    blocks = (-(-rows // FP8_BLOCK), -(-inputs // FP8_BLOCK))
+    shape = tuple(scales.shape)
+    if shape != blocks and (scales.numel() == 1 or shape in ((rows,), (rows, 1))):
+        scales = scales.reshape(-1, 1).expand(rows, 1).contiguous()
+        return QuantizedWeight("fp8", codes, scales)
+    module.check_shape(suffix, scales, *blocks)
     block = module.settings.get("weight_block_size")
     if block is not None and list(block) != [FP8_BLOCK, FP8_BLOCK]:
         module.refuse(f"weight_block_size must be [{FP8_BLOCK}, {FP8_BLOCK}], got {block}")
