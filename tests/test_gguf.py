@@ -308,7 +308,8 @@ def quantized(file: Path, directory: Path, kinds: dict[str, str]) -> Path:
 
 
 MIXED = {
-    **{"token_embd.weight": "Q8_0", "attn_q": "Q5_0", "attn_k": "Q4_0", "attn_v": "Q6_K"},
+    **{"token_embd.weight": "Q8_0", "output.weight": "Q6_K"},
+    **{"attn_q": "Q5_0", "attn_k": "Q4_0", "attn_v": "Q6_K"},
     **{"attn_output": "Q4_K", "ffn_gate": "Q4_0", "ffn_up": "Q4_0", "ffn_down": "Q5_K"},
 }
 WIDE = {"hidden_size": 256, "intermediate_size": 256, "num_hidden_layers": 2}

@@ -19,8 +19,8 @@ from torch import Tensor
 SIZES = {"hidden_size": 128, "intermediate_size": 128}
 PROMPTS = [[5, 9, 23, 77, 101, 5, 9, 44] * 4, [3, 3, 7] * 8]
 PARAMS = [
-    SamplingParams(max_tokens=30, temperature=0, ignore_eos=True, logprobs=2),
-    SamplingParams(max_tokens=30, temperature=0.8, seed=7, ignore_eos=True, logprobs=2),
+    SamplingParams(max_tokens=60, temperature=0, ignore_eos=True, logprobs=2),
+    SamplingParams(max_tokens=60, temperature=0.8, seed=7, ignore_eos=True, logprobs=2),
 ]
 
 
