@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Weights as codes with scales: what every format of quantised weights becomes, and how to make one.
+"""Weights as codes with scales: what every format of quantised weights becomes.
 
-A checkpoint's reader, or `quantize_weight`, makes a `QuantizedWeight`; `dense.pack_weight` brings it
-into the layout that `dense.linear` reads; `dequantize_weight` says what it stands for.
+A reader of checkpoints, or `quantize_weight`, makes a `QuantizedWeight`; `dense.pack_weight` brings
+it into the layout that `dense.linear` reads; `dequantize_weight` says what it stands for.
 """
 
 from typing import NamedTuple
@@ -23,7 +23,9 @@ _AT_ONCE = 1 << 22
 
 
 class QuantizedWeight(NamedTuple):
-    """A weight as codes: w[n, k] = value(codes[n, k]) * scales[n, k // group] + offsets[n, k // group].
+    """A weight as codes, of which number (n, k) stands for
+
+        value(codes[n, k]) * scales[n, k // group] + offsets[n, k // group]
 
     Attributes:
         kind: "int8", "int4" or "fp8".
@@ -31,13 +33,13 @@ class QuantizedWeight(NamedTuple):
             float8_e4m3fn without NaN. Rows may be strided.
         scales: float32 [num_outputs, groups]; of fp8 with groups [ceil(num_outputs / 128), groups],
             a block of 128 outputs having one.
-        offsets: float32 [num_outputs, groups], of int8 and int4: minus a zero point times its scale,
-            or a minimum; or None, none.
+        offsets: float32 [num_outputs, groups], of int8 and int4: minus a zero point times its
+            scale, or a minimum; or None, none.
         group: inputs that share a scale: 0, all of them; otherwise 16 or a multiple of 32, of fp8
             128. groups is ceil(num_inputs / group), or 1.
         code_values: int8 [16], what each code of int4 stands for; None: code - 8.
-        input_order: int32 [num_inputs]: input k of the codes is input input_order[k] of a row (GPTQ's
-            desc_act); None: k.
+        input_order: int32 [num_inputs]: input k of the codes is input input_order[k] of a row
+            (GPTQ's desc_act); None: k.
     """
 
     kind: str
@@ -149,7 +151,7 @@ def dequantize_weight(weight: QuantizedWeight, dtype: torch.dtype = torch.float3
         ValueError: weight's fields do not agree.
     """
     check_quantized("dequantize_weight", weight)
-    kind, codes, scales, offsets, group, table, order = weight
+    kind, codes, scales, offsets, _, table, order = weight
     num_outputs, num_inputs = codes.shape
     out = torch.zeros((num_outputs, num_inputs), dtype=dtype, device=codes.device)
     rows = max(1, _AT_ONCE // max(1, num_inputs))

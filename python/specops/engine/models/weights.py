@@ -22,7 +22,7 @@ from specops.engine.errors import ModelError
 from specops.engine.models.checkpoints.directory import open_checkpoint, weight_files
 from specops.engine.models.checkpoints.fused import fused, rows_of
 from specops.engine.models.weight_cache import CachedWeights, WeightCache
-from specops.quantization import QuantizedWeight, dequantize_weight
+from specops.quantization import QuantizedWeight, dequantize_weight, quantize_weight
 
 _SEED = 1  # of random weights
 # Tables that are computed, and scales of 8-bit caches, which have their own here.
@@ -150,10 +150,8 @@ class WeightSource(ABC):
             weight = fused([self._on_device(one) for one in weights], names)
             if rows is not None:
                 weight = rows_of(weight, rows)
-            if isinstance(weight, QuantizedWeight):
-                return dense.pack_weight(weight, activation=activation)
-            if quantization == "wint8":
-                return dense.quantize_weight(weight, kind="int8", activation=activation)
+            if isinstance(weight, Tensor) and quantization == "wint8":
+                weight = quantize_weight(weight)
             return dense.pack_weight(weight, activation=activation)
 
         if self.cached is None:
