@@ -342,7 +342,7 @@ def _print_comparison(rounds: Sequence[Sequence[dict[str, Any]]]) -> dict[str, A
     names = [str(run["name"]) for run in rounds[0]]
     rows = compare([(first["figures"], second["figures"]) for first, second in rounds])
     console = Console(highlight=False)
-    table = Table("", *names, f"{names[0]} / {names[1]}")
+    table = Table("", *names, "ratio")
     for column in table.columns[1:]:
         column.justify = "right"
     for row in rows:
@@ -353,8 +353,9 @@ def _print_comparison(rounds: Sequence[Sequence[dict[str, Any]]]) -> dict[str, A
         )
     console.print(table)
     console.print(
-        f"Medians over {len(rounds)} rounds in turn, with the middle half; a ratio is of the two "
-        "runs of a round."
+        f"Rounds in turn: {len(rounds)}. Medians, and the middle half of the rounds; ratios are "
+        f"{names[0]} / {names[1]}, each of one round.",
+        soft_wrap=True,
     )
     for runs in zip(*rounds, strict=True):
         failed = sum(run["figures"]["num_failed"] for run in runs)
