@@ -20,6 +20,7 @@ from specops import dense
 from specops.dense import PackedWeight
 from specops.engine.errors import ModelError
 from specops.engine.models.weight_cache import CachedWeights, WeightCache
+from specops.quantization import quantize_weight
 
 _SEED = 1  # of random weights
 _COPIED_BYTES = 1 << 20  # of tensors up to this no file is kept mapped
@@ -100,6 +101,10 @@ class WeightSource(ABC):
         """
         return self._placed(self._named(name, shape))
 
+    def integers(self, name: str, *shape: int) -> Tensor:
+        """Returns one tensor as it is in the file, on the CPU: of ids, which have no dtype here."""
+        return self._named(name, shape).cpu()
+
     def norm(self, name: str, width: int) -> Tensor:
         """Returns the weight [width] of a norm."""
         weight = self._named(name, (width,))
@@ -146,7 +151,7 @@ class WeightSource(ABC):
             if rows is not None:
                 weight = weight[rows.long()]
             if quantization == "wint8":
-                return dense.quantize_weight(weight, kind="int8", activation=activation)
+                return dense.pack_weight(quantize_weight(weight), activation=activation)
             return dense.pack_weight(weight, activation=activation)
 
         if self.cached is None:
