@@ -43,6 +43,13 @@ class Engine:
     Args:
         config: how it is set up; the default serves the bundled model.
 
+    Attributes:
+        device: where it runs: "cpu" or "cuda:N".
+        drafters: by method; some have a public state of their own, such as a cache.
+        runnable_methods: those that a request's own speculative_config may name.
+        missing_methods: why the others cannot run, in words that name no path.
+        times_drafting: a step's time is known by its parts: a GPU runs it as a whole.
+
     Raises:
         ModelError: the model cannot be loaded.
         ValueError: the configuration contradicts itself or the model, or names something that
@@ -76,6 +83,9 @@ class Engine:
                 config=config, target=model, tokenizer=self.tokenizer, device=self._device
             )
         )
+        self.device, self.times_drafting = str(self._device.device), not self._device.is_async
+        self.drafters: Mapping[str, Drafter] = self._drafting.drafters
+        self.runnable_methods, self.missing_methods = self._drafting.methods, self._drafting.missing
         kv_bytes = model.kv_bytes_per_token() + self._drafting.kv_bytes_per_token
         self.num_pages = num_pages_of(config, self._device, self.max_model_len, kv_bytes)
         self._drafting.allocate(self.num_pages)
@@ -115,21 +125,6 @@ class Engine:
         self.stats = EngineStats()
 
     @property
-    def runnable_methods(self) -> tuple[str, ...]:
-        """The methods a request's own speculative_config may name."""
-        return self._drafting.methods
-
-    @property
-    def missing_methods(self) -> Mapping[str, str]:
-        """Why the other methods cannot run, in words that name no path."""
-        return self._drafting.missing
-
-    @property
-    def drafters(self) -> Mapping[str, Drafter]:
-        """The drafters, by method; some have a public state of their own, such as a cache."""
-        return self._drafting.drafters
-
-    @property
     def drafter_gauges(self) -> dict[str, int]:
         """The values of `Method.gauges` now, by name."""
         return self._drafting.gauges
@@ -151,16 +146,6 @@ class Engine:
         for drafter in self.drafters.values():
             if drafter.is_unsaved:
                 drafter.save()
-
-    @property
-    def device(self) -> str:
-        """Where it runs: "cpu" or "cuda:N"."""
-        return str(self._device.device)
-
-    @property
-    def times_drafting(self) -> bool:
-        """Whether a step's time is known by its parts: a GPU runs it as a whole."""
-        return not self._device.is_async
 
     @property
     def num_captures(self) -> int:

@@ -215,6 +215,9 @@ class Step:
         memory.block("sums", leaves.end)
         model.reserve(shape.rows)
         arrays.place(memory)
+        self._floats = SamplingFloats(*arrays.sampling_floats.device)
+        self._ints = SamplingInts(*arrays.sampling_ints.device)
+        self._state = SlotState(*arrays.slot_state.device)
         scratch.layout.place(memory.block("scratch", 0))
         floats.place(memory.block("workspace", 0))
         leaves.place(memory.block("sums", 0))
@@ -257,11 +260,11 @@ class Step:
     def _choosing(self) -> dict[str, Any]:
         """What a token is drawn from, beside the logits."""
         arrays, features, tables = self.arrays, self.shape.features, self._parts.tables
-        floats = SamplingFloats(*arrays.sampling_floats.device)
+        floats = self._floats
         choosing: dict[str, Any] = {
             "positions": self._row.positions,
             "temperature": floats.temperature,
-            "top_k": SamplingInts(*arrays.sampling_ints.device).top_k,
+            "top_k": self._ints.top_k,
             "top_p": floats.top_p,
             "min_p": floats.min_p,
         }
@@ -270,7 +273,7 @@ class Step:
         if features & Feature.PROCESSORS:
             choosing["processors"] = tables.processors(
                 self._row.processor_slots,
-                SlotState(*arrays.slot_state.device).prompt_lens,
+                self._state.prompt_lens,
                 arrays.mask_indices.device,
                 arrays.token_masks.device if self.shape.masks else None,
             )
@@ -281,7 +284,7 @@ class Step:
     def _bind_sampling(self, scratch: Scratch) -> None:
         """Notes the tensors that choosing tokens takes."""
         arrays, features, parts = self.arrays, self.shape.features, self._parts
-        ints, choosing = SamplingInts(*arrays.sampling_ints.device), self._choosing()
+        ints, choosing = self._ints, self._choosing()
         # Zeros before and after every call, so it lies in no block that steps share.
         workspace = sampling.sampling_workspace(self._logits, self.shape.batch)
         if workspace is None:  # none is needed: given, so that no call has to find out
@@ -323,7 +326,7 @@ class Step:
         """Notes the tensors that committing tokens takes."""
         arrays, features, tables = self.arrays, self.shape.features, self._parts.tables
         self._commit_args: dict[str, Any] = {
-            **SlotState(*arrays.slot_state.device)._asdict(),
+            **self._state._asdict(),
             **self._told(),
             **tables.endings(
                 all_rules=bool(features & Feature.ENDINGS),
@@ -344,8 +347,7 @@ class Step:
     def _target_step(self) -> TargetStep:
         """The tensors that drafters read."""
         arrays, batch, indices = self.arrays, self._batch, self._indices
-        floats = SamplingFloats(*arrays.sampling_floats.device)
-        ints = SamplingInts(*arrays.sampling_ints.device)
+        floats, ints = self._floats, self._ints
         return TargetStep(
             shape=self.shape,
             hidden=self._parts.model.states(self.shape.rows),
@@ -362,7 +364,7 @@ class Step:
             prefix_leaders=None if arrays.trees else batch.prefix_leaders,
             prefix_lens=None if arrays.trees else batch.prefix_lens,
             token_ids=self._parts.tables.token_ids,
-            lens=SlotState(*arrays.slot_state.device).lens,
+            lens=self._state.lens,
             top_k=ints.top_k,
             top_p=floats.top_p,
             min_p=floats.min_p,
