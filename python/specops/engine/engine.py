@@ -104,17 +104,7 @@ class Engine:
         self._runner = Runner(model, self._device, self._drafting, config, self.num_pages)
         shared = self.tokenizer, self._drafting, self.max_model_len
         if config.speculative_config.adaptive_verification:  # of requests, too
-            parts = self.tokenizer, self._runner, self._drafting, self._pool, self._device
-            seconds = known_steps(
-                model.cached,
-                config,
-                lambda: measure_steps(
-                    *parts,
-                    max_rows=config.max_num_batched_tokens,
-                    max_model_len=self.max_model_len,
-                ),
-            )
-            self._drafting.select_by(seconds)
+            self._drafting.select_by(known_steps(model.cached, config, self._measure_steps))
         self._admission = Admission(config, *shared, self.vocab_size)
         self._requests: dict[str, Request] = {}
         self._plan: Plan | None = None  # of the step under way
@@ -123,6 +113,13 @@ class Engine:
         self._spent = 0.0, 0.0  # on the launch of the step under way, by that timer and the clock
         self._aborted: list[Request] = []  # with rows in it
         self.stats = EngineStats()
+
+    def _measure_steps(self) -> list[float]:
+        return measure_steps(
+            *(self.tokenizer, self._runner, self._drafting, self._pool, self._device),
+            max_rows=self.config.max_num_batched_tokens,
+            max_model_len=self.max_model_len,
+        )
 
     @property
     def drafter_gauges(self) -> dict[str, int]:
