@@ -54,10 +54,55 @@ def test_what_is_quantized(tmp_path: Path) -> None:
     assert model.lm_head.kind == modules.modules[0].projection.kind == "plain"
     plain = load_model(tmp_path)
     assert {weight.kind for layer in plain.layers for weight in layer.weights} == {"plain"}
+    assert modules.lm_head is model.lm_head
     with pytest.raises(ModelError, match="quantization must be none or wint8, got wint4"):
         load_model(tmp_path, quantization="wint4")
     with pytest.raises(ValueError, match="quantization must be none or wint8, got 'wint4'"):
         EngineConfig(quantization="wint4")
+
+
+def kinds_of_drafter(target: str, head: str, own: str | None, **more: Any) -> list[str]:
+    """Of a module's projection, its layer and its head, which may be the target's."""
+    directory = model_dir()
+    model = load_model(directory, quantization=target, quantize_head=head)
+    assert model.lm_head.kind == {"none": "plain", "wint8": "int8"}[head]
+    modules = load_mtp(model, directory, quantization=own, **more)
+    (layer,) = {weight.kind for layer in modules.layers for weight in layer.weights}
+    head = "target's" if modules.lm_head is model.lm_head else modules.lm_head.kind
+    return [modules.modules[0].projection.kind, layer, head]
+
+
+def test_target_head_and_drafter_are_quantized_apart(tmp_path: Path) -> None:
+    assert kinds_of_drafter("none", "wint8", None) == ["plain", "plain", "target's"]
+    assert kinds_of_drafter("wint8", "none", None) == ["plain", "int8", "target's"]
+    assert kinds_of_drafter("none", "none", "wint8") == ["int8", "int8", "int8"]
+    assert kinds_of_drafter("none", "wint8", "wint8") == ["int8", "int8", "target's"]
+    assert kinds_of_drafter("wint8", "wint8", "none") == ["plain", "plain", "plain"]
+    kept = tmp_path / "d2t.safetensors"
+    save_file({"d2t": torch.arange(0, 60, 3)}, kept)
+    for own, kind in ((None, "plain"), ("wint8", "int8")):
+        assert kinds_of_drafter("none", "none", own, draft_vocab=kept)[2] == kind
+
+
+def test_a_reduced_head_has_the_rows_of_the_whole_one(tmp_path: Path) -> None:
+    kept = tmp_path / "d2t.safetensors"
+    save_file({"d2t": torch.arange(0, 60, 3)}, kept)
+    model = load_model(model_dir(), dtype="float32")
+    whole = load_mtp(model, model_dir(), quantization="wint8")
+    reduced = load_mtp(model, model_dir(), quantization="wint8", draft_vocab=kept)
+    states = torch.randn(3, model.hidden_size)
+    tokens = torch.arange(0, 80, 4)
+    assert reduced.token_map is not None and reduced.token_map.tolist() == tokens.tolist()
+    assert torch.equal(reduced.logits(states), whole.logits(states)[:, tokens])
+
+
+def test_a_drafters_quantization_is_the_servers() -> None:
+    with pytest.raises(ValueError, match="quantization must be one of none, wint8"):
+        SpeculativeConfig(method="mtp", quantization="int8")
+    config = SpeculativeConfig(method="mtp", quantization="wint8")
+    assert config.quantization == "wint8"
+    with pytest.raises(ValueError, match=r"speculative_config.quantization is the server's alone"):
+        config.override({"quantization": "none"})
 
 
 @lru_cache
@@ -65,12 +110,15 @@ def model_dir() -> str:
     return str(make_mtp_model(Path(mkdtemp())))
 
 
-def completions(method: str, **options: Any) -> list[Completion]:
+def completions(
+    method: str, drafting: dict[str, Any] | None = None, **options: Any
+) -> list[Completion]:
     drafts = None if method == "naive" else 3
+    drafting = {"num_speculative_tokens": drafts, **(drafting or {})}
     engine = Engine(
         EngineConfig(
             model=model_dir(),
-            speculative_config=SpeculativeConfig(method=method, num_speculative_tokens=drafts),
+            speculative_config=SpeculativeConfig(method=method, **drafting),
             num_pages=100,
             **options,
         )
@@ -86,20 +134,39 @@ def completions(method: str, **options: Any) -> list[Completion]:
     return results
 
 
+@pytest.mark.corners(
+    "wint8-wint8-auto-float32", "none-wint8-int8-bfloat16", "wint8-none-fp8_e4m3-bfloat16"
+)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_speculation_changes_no_bit(dtype: str) -> None:
-    plain = completions("naive", quantization="wint8", dtype=dtype)
-    for method in ("ngram", "mtp"):
-        others = completions(method, quantization="wint8", dtype=dtype)
+@pytest.mark.parametrize("kv_cache_dtype", ["auto", "int8", "fp8_e4m3"])
+@pytest.mark.parametrize("head", ["none", "wint8"])
+@pytest.mark.parametrize("kind", ["none", "wint8"])
+def test_speculation_changes_no_bit(kind: str, head: str, kv_cache_dtype: str, dtype: str) -> None:
+    """Chains and trees, whatever the drafter's weights are."""
+    target = {"quantization": kind, "quantize_head": head}
+    options = {**target, "kv_cache_dtype": kv_cache_dtype, "dtype": dtype}
+    plain = completions("naive", **options)
+    for method, drafting in (
+        ("ngram", {}),
+        ("mtp", {}),
+        ("mtp", {"quantization": "wint8"}),
+        ("mtp", {"quantization": "wint8", "tree": True, "num_speculative_tokens": 7}),
+    ):
+        others = completions(method, drafting, **options)
         for one, other in zip(plain, others, strict=True):
             assert one.token_ids == other.token_ids
             assert one.logprobs == other.logprobs
 
 
 def test_the_contract_says_so() -> None:
-    made = {
-        name: contract_of(Engine(EngineConfig(model=model_dir(), quantization=name, num_pages=50)))
-        for name in ("none", "wint8")
-    }
-    assert made["wint8"]["model"]["quantization"] == "wint8"
-    assert made["none"]["digest"] != made["wint8"]["digest"]
+    """Of the target and its head; a drafter's weights change no bit."""
+
+    def made(**options: Any) -> dict[str, Any]:
+        return contract_of(Engine(EngineConfig(model=model_dir(), num_pages=50, **options)))
+
+    drafts = SpeculativeConfig(method="mtp", quantization="wint8")
+    found = [made(), made(quantization="wint8"), made(quantize_head="wint8")]
+    assert [one["model"]["quantization"] for one in found] == ["none", "wint8", "none"]
+    assert [one["model"]["quantize_head"] for one in found] == ["none", "none", "wint8"]
+    assert len({one["digest"] for one in found}) == 3
+    assert made(speculative_config=drafts) == found[0]
