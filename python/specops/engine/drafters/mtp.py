@@ -75,6 +75,11 @@ class MtpHead:
         return self.modules.convention.chained
 
     @property
+    def lookahead(self) -> int:
+        """A token for each module."""
+        return self.num_passes
+
+    @property
     def hidden_size(self) -> int:
         """Of the target's states."""
         return self.modules.hidden_size
