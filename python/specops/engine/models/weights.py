@@ -20,6 +20,7 @@ from specops import dense
 from specops.dense import PackedWeight
 from specops.engine.errors import ModelError
 from specops.engine.models.weight_cache import CachedWeights, WeightCache
+from specops.quantization import quantize_weight
 
 _SEED = 1  # of random weights
 _COPIED_BYTES = 1 << 20  # of tensors up to this no file is kept mapped
@@ -146,7 +147,7 @@ class WeightSource(ABC):
             if rows is not None:
                 weight = weight[rows.long()]
             if quantization == "wint8":
-                return dense.quantize_weight(weight, kind="int8", activation=activation)
+                return dense.pack_weight(quantize_weight(weight), activation=activation)
             return dense.pack_weight(weight, activation=activation)
 
         if self.cached is None:
