@@ -402,7 +402,7 @@ def test_config_is_standard_library_only(path: Path) -> None:
 # What runs every method names none: a method is its description and its drafter, and a line of the
 # registry.
 METHOD_NAMES = re.compile(
-    r"""["'`](mtp|ngram|suffix)\b|[Mm]tp|[Nn]gram|[Ss]uffix|PredictionDrafter|PredictedText|DraftModel"""
+    r"""["'`](mtp|ngram|suffix)\b|[Mm]tp|[Nn]gram|[Ss]uffix|PredictionDrafter|PredictedText|DraftModel|Eagle3"""
 )
 OF_METHODS = [
     *sources(PACKAGE / "engine" / "methods", ".py"),
@@ -411,6 +411,7 @@ OF_METHODS = [
     *(PACKAGE / "engine" / "drafters").glob("suffix*.py"),
     *(PACKAGE / "engine" / "drafters").glob("prediction*.py"),
     *(PACKAGE / "engine" / "drafters").glob("draft_model*.py"),
+    *(PACKAGE / "engine" / "drafters").glob("eagle3*.py"),
 ]
 # No method's name, though they look like one: Python's own, OpenAI's field, and the two fields of
 # EngineConfig that have their names from the time of one method.
@@ -479,13 +480,14 @@ def test_a_family_is_one_file_and_one_line(path: Path) -> None:
 def test_models_import_in_one_direction(path: Path) -> None:
     """Blocks know no model, models no family, families no loader."""
     floors = (
-        {"batch", "kv", "weight_cache", "weights"},
+        {"batch", "kv", "pickled", "weight_cache", "weights"},
         {"blocks"},
         {"config"},
         {"families", "transformer"},
         {"dry_run"},
         {"loader"},
         {"mtp"},
+        {"eagle"},
         {"__init__"},
     )
     floor_of = {name: floor for floor, names in enumerate(floors) for name in names}

@@ -282,9 +282,10 @@ class RecurrentStep(DrafterStep):
         passes = passes if shape.branches else 0
         self._likeliest = [results.int32(batch, 2) for _ in range(passes)]
         self._their_logprobs = [results.float32(batch, 2) for _ in range(passes)]
+        # The target's states may be projected where no rows run, too.
+        self.sums_size = drafter.head.sums_size(max(shape.rows, step.rows), batch)
         if shape.rows:
             self.workspace_size = drafter.head.workspace_size(shape.rows, batch, step.pages)
-            self.sums_size = drafter.head.sums_size(shape.rows, batch)
         self.rows: _Inputs
         self.max_draft_tokens: Tensor
         self._choosing: Mapping[str, Tensor]

@@ -40,6 +40,7 @@ METHODS: dict[str, str] = {
     "mtp": "specops.engine.methods.mtp",
     "prediction": "specops.engine.methods.prediction",
     "draft_model": "specops.engine.methods.draft_model",
+    "eagle3": "specops.engine.methods.eagle3",
 }
 
 # Drafters that no request chooses: each request that speculates has them behind its method's.

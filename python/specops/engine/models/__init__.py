@@ -3,6 +3,8 @@
 
 from specops.engine.models.batch import LayerBatch, StepBatch
 from specops.engine.models.config import ModelConfig
+from specops.engine.models.eagle.loader import load_eagle3
+from specops.engine.models.eagle.modules import Eagle3
 from specops.engine.models.families import CONVENTIONS
 from specops.engine.models.families.family import MtpConvention
 from specops.engine.models.kv import KvCache, KvSpec, LayerKv
@@ -15,6 +17,7 @@ from specops.engine.models.weight_cache import CachedWeights, WeightCache
 __all__ = [
     "CONVENTIONS",
     "CachedWeights",
+    "Eagle3",
     "KvCache",
     "KvSpec",
     "LayerBatch",
@@ -28,6 +31,7 @@ __all__ = [
     "StepBatch",
     "Transformer",
     "WeightCache",
+    "load_eagle3",
     "load_model",
     "load_mtp",
 ]

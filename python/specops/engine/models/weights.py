@@ -104,6 +104,10 @@ class WeightSource(ABC):
         """
         return self._placed(self._named(name, shape))
 
+    def integers(self, name: str, *shape: int) -> Tensor:
+        """Returns one tensor as it is in the file, on the CPU: of ids, which have no dtype here."""
+        return self._named(name, shape).cpu()
+
     def norm(self, name: str, width: int) -> Tensor:
         """Returns the weight [width] of a norm."""
         weight = self._named(name, (width,))

@@ -33,16 +33,28 @@ def read_token_map(path: Path, vocab_size: int) -> Tensor:
             offsets: Tensor = file.get_tensor("d2t")
     except SafetensorError as error:
         raise ModelError(f"{path}: not a safetensors file: {error}") from error
+    return token_map_of(offsets, f"{path}: d2t", vocab_size)
+
+
+def token_map_of(offsets: Tensor, where: str, vocab_size: int) -> Tensor:
+    """Returns the tokens that a tensor `d2t` names, int32, ascending.
+
+    Args:
+        offsets: int64 [draft vocabulary]: row i of the draft head is token i + offsets[i].
+        where: the file and the tensor, for errors.
+        vocab_size: of the target.
+
+    Raises:
+        ModelError: it names something else.
+    """
     if offsets.dtype != torch.int64 or offsets.dim() != 1 or offsets.numel() == 0:
         raise ModelError(
-            f"{path}: d2t must be int64 [draft vocabulary], got {offsets.dtype} "
-            f"{list(offsets.shape)}"
+            f"{where} must be int64 [draft vocabulary], got {offsets.dtype} {list(offsets.shape)}"
         )
     tokens = offsets + torch.arange(offsets.numel())
     if int(tokens[0]) < 0 or int(tokens[-1]) >= vocab_size or bool((tokens.diff() <= 0).any()):
         raise ModelError(
-            f"{path}: d2t must name tokens in ascending order, each in [0, {vocab_size}), as "
-            "i + d2t[i]"
+            f"{where} must name tokens in ascending order, each in [0, {vocab_size}), as i + d2t[i]"
         )
     return tokens.to(torch.int32)
 
