@@ -52,8 +52,7 @@ def load_model(
         device: where the weights live.
         load_format: "auto"; or "dummy" for random weights, which need no file but config.json.
         kv_cache_dtype: "auto" for that of the weights, "int8" or "fp8_e4m3".
-        quantization: of the layers' projections, as they are loaded: see `WeightSettings`. Where
-            the family has it so, "wint4" means "mix_quant".
+        quantization: of the layers' projections, as they are loaded: see `WeightSettings`.
         quantize_head: the same of the LM head. An embedding that is tied to it stays as it is.
         weight_cache: where packed weights are kept; None: nowhere.
 
@@ -78,15 +77,14 @@ def load_model(
         if one not in choices:
             *most, last = choices
             raise ModelError(f"{name} must be {', '.join(most)} or {last}, got {one}")
+    is_mixed = quantization == "wint4" and config.wint4_is_mixed
     kind = _dtype_of(config, dtype, file)
     kv_kind = _KV_CACHE_DTYPES[kv_cache_dtype] or kind
     settings = WeightSettings(
         dtype=kind,
         device=torch.device(device),
         load_format=load_format,
-        quantization=(
-            "mix_quant" if quantization == "wint4" and config.wint4_is_mixed else quantization
-        ),
+        quantization="mix_quant" if is_mixed else quantization,
         quantize_head=quantize_head,
         cache=weight_cache,
     )
