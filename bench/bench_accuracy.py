@@ -5,6 +5,7 @@ The texts are the benches' prompts. Models: the bundled one, and Gemma 3 270M wh
 put it. Weights are rounded as they are loaded; each row of the table runs in bfloat16 otherwise.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -92,7 +93,8 @@ def run_accuracy(bench: Bench) -> None:
             continue
         tokenizer = Tokenizer.from_dir(directory)
         texts = [ids[:TOKENS] for ids in islice(prompts(tokenizer), TEXTS)]
-        exact = _log_probs(load_model(directory, dtype="float32", max_model_len=TOKENS), texts)
+        model = load_model(directory, dtype="float32", max_model_len=TOKENS)
+        exact = list(_log_probs(model, texts))
         config = read_model_config(directory)
         for rounding in ROUNDINGS:
             model = build(config, _Rounded(directory, rounding), torch.bfloat16, TOKENS)
@@ -100,13 +102,14 @@ def run_accuracy(bench: Bench) -> None:
 
 
 @torch.no_grad()
-def _log_probs(model: Transformer, texts: list[list[int]]) -> list[Tensor]:
+def _log_probs(model: Transformer, texts: list[list[int]]) -> Iterator[Tensor]:
     """[tokens, vocabulary] of each text."""
     model.reserve(max(map(len, texts)))
-    return [one_step(model, ids).log_softmax(1) for ids in texts]
+    for ids in texts:
+        yield one_step(model, ids).log_softmax(1)
 
 
-def _add(bench: Bench, prefix: str, exact: list[Tensor], found: list[Tensor]) -> None:
+def _add(bench: Bench, prefix: str, exact: list[Tensor], found: Iterator[Tensor]) -> None:
     divergence, same, rows = 0.0, 0, 0
     for want, got in zip(exact, found, strict=True):
         divergence += (want.exp() * (want - got)).sum().item()
