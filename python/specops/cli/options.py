@@ -35,7 +35,8 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
     add(
         "--quantization",
         choices=QUANTIZATIONS,
-        help="of projections, as they are loaded: 8 bits a number (default: none)",
+        help="of projections, as they are loaded: 8 bits a number, 4, or 4 of experts and 8 of "
+        "all else (default: none)",
     )
     add(
         "--quantize-head",
