@@ -19,8 +19,9 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add(
         "--model",
-        metavar="DIR",
-        help="Hugging Face directory, or ORG/NAME of a model of the Hub (default: the bundled one)",
+        metavar="PATH",
+        help="Hugging Face directory, GGUF file, or ORG/NAME of a model of the Hub (default: the "
+        "bundled model)",
     )
     add(
         "--device",
