@@ -2,6 +2,7 @@
 """Packed weights on disk: made once, mapped from then on, and made anew when they are damaged."""
 
 import errno
+import json
 import os
 import shutil
 from collections.abc import Callable
@@ -17,7 +18,8 @@ from safetensors.torch import save_file
 from specops import dense
 from specops.dense import PackedWeight
 from specops.engine import Completion, Engine, EngineConfig, SamplingParams, SpeculativeConfig
-from specops.engine.models import CachedWeights, WeightCache, load_model, weight_cache, weights
+from specops.engine.models import CachedWeights, WeightCache, load_model, weight_cache
+from specops.engine.models.checkpoints import safetensors
 from specops.engine.models.weights import WeightSettings, WeightSource
 from torch import Tensor
 
@@ -125,6 +127,14 @@ def test_what_decides_bits_has_folders_of_its_own(
     monkeypatch.setattr(weight_cache, "_code_digest", lambda: "another build")
     read(source(model_dir, root))
     assert len(packed) == isas + 1
+    for number in (4, 8):  # what this says, readers of files go by
+        config = {"quantization_config": {"bits": number}, "rope_theta": number}
+        (model_dir / "config.json").write_text(json.dumps(config))
+        read(source(model_dir, root))
+    assert len(packed) == isas + 3
+    (model_dir / "config.json").write_text(json.dumps({**config, "rope_theta": 1}))
+    read(source(model_dir, root))
+    assert len(packed) == isas + 3
 
 
 def test_a_changed_file_is_read_again(
@@ -332,7 +342,7 @@ def mappings(name: str) -> list[dict[str, int]]:
 def test_what_was_read_of_a_checkpoint_is_given_back(
     model_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(weights, "_COPIED_BYTES", 0)
+    monkeypatch.setattr(safetensors, "_COPIED_BYTES", 0)
     path = str(model_dir / "model.safetensors")
     one = source(model_dir, None, dtype=torch.float32)
     weight = read(one)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Weights of older draft heads, which are published as pickled tensors and not as safetensors."""
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence, Set
 from pathlib import Path
 
 import torch
@@ -35,7 +35,7 @@ class PickledWeights(WeightSource):
             raise ModelError(f"{path}: expected tensors by name, got {type(found).__name__}")
         self._tensors: dict[str, Tensor] = found
 
-    def names(self) -> Collection[str]:
+    def names(self) -> Set[str]:
         """Returns the names of all tensors."""
         return self._tensors.keys()
 
