@@ -25,9 +25,9 @@ from specops.engine.models.weight_cache import CachedWeights, WeightCache
 from specops.quantization import QuantizedWeight, dequantize_weight, quantize_weight
 
 _SEED = 1  # of random weights
-_OF_DENSE = {"mix_quant": "wint8"}  # what a quantization of several kinds is to all but experts
 # Tables that are computed, and scales of 8-bit caches, which have their own here.
 _NO_WEIGHTS = (".rotary_emb.inv_freq", ".k_scale", ".v_scale")
+_OF_DENSE = {"mix_quant": "wint8"}  # what a quantization of several kinds is to all but experts
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -158,8 +158,6 @@ class WeightSource(ABC):
             weight = fused([self._on_device(one) for one in weights], names)
             if rows is not None:
                 weight = rows_of(weight, rows)
-            if isinstance(weight, QuantizedWeight):
-                return dense.pack_weight(weight, activation=activation)
             return self._packed(weight, quantization, activation)
 
         if self.cached is None:
@@ -168,8 +166,10 @@ class WeightSource(ABC):
         what = (names, list(outputs), inputs, str(self.dtype), quantization, activation, kept)
         return self.cached.get(json.dumps(what), make)
 
-    def _packed(self, weight: Tensor, quantization: str, activation: str | None) -> PackedWeight:
-        if quantization == "none":
+    def _packed(
+        self, weight: Tensor | QuantizedWeight, quantization: str, activation: str | None
+    ) -> PackedWeight:
+        if not isinstance(weight, Tensor) or quantization == "none":
             return dense.pack_weight(weight, activation=activation)
         if quantization == "wint8":
             codes = quantize_weight(weight, kind="int8")
