@@ -13,6 +13,7 @@ from pathlib import Path
 import torch
 from specops import dense
 from specops.dense import PackedWeight
+from specops.engine.gguf.directory import gguf_directory
 from specops.engine.models.families import read_model_config
 from specops.engine.models.loader import build
 from specops.engine.models.weights import Checkpoint, WeightSettings
@@ -26,7 +27,7 @@ from bench.recorded_logits import one_step, prompts
 
 TEXTS = 12
 TOKENS = 160  # of a text
-_GEMMA = Path.home() / ".cache" / "specops" / "gemma"
+GEMMA = Path.home() / ".cache" / "specops" / "gemma" / "gemma-3-270m-q4_k_m.gguf"
 
 
 @dataclass(frozen=True)
@@ -89,10 +90,10 @@ class _Rounded(Checkpoint):
 
 def run_accuracy(bench: Bench) -> None:
     """Every rounding beside the model in float32, at every position of the texts."""
-    models = {"bundled": BUNDLED, "gemma": _GEMMA}
+    models = {"bundled": BUNDLED}
+    if GEMMA.is_file():
+        models["gemma"] = gguf_directory(GEMMA)
     for name, directory in models.items():
-        if not directory.is_dir():
-            continue
         tokenizer = Tokenizer.from_dir(directory)
         texts = [ids[:TOKENS] for ids in islice(prompts(tokenizer), TEXTS)]
         exact = list(_log_probs(directory, ROUNDINGS[0], torch.float32, texts))
