@@ -20,8 +20,8 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
     add(
         "--model",
         metavar="PATH",
-        help="Hugging Face directory, GGUF file, or ORG/NAME of a model of the Hub (default: the "
-        "bundled model)",
+        help="Hugging Face directory, GGUF file, or ORG/NAME of a model of the Hub "
+        "(default: the bundled model)",
     )
     add(
         "--device",
@@ -37,7 +37,8 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
     add(
         "--quantization",
         choices=QUANTIZATIONS,
-        help="of projections, as they are loaded: 8 bits a number (default: none)",
+        help="of projections, as they are loaded: 8 bits a number, 4, or 4 of experts and 8 of "
+        "all else (default: none)",
     )
     add(
         "--quantize-head",
