@@ -83,6 +83,8 @@ def files(root: Path, pattern: str = "*/*") -> list[Path]:
 ASKED: list[dict[str, Any]] = [
     {},
     {"quantization": "wint8"},
+    {"quantization": "wint4"},
+    {"quantization": "wint4", "activation": "silu"},
     {"activation": "silu"},
     {"rows": torch.tensor([1, 5, 99], dtype=torch.int32)},
     {"rows": torch.tensor([1, 5, 98], dtype=torch.int32)},
@@ -345,7 +347,7 @@ def test_what_was_read_of_a_checkpoint_is_given_back(
 def run(model: Path, method: str, cache: str) -> list[Completion]:
     speculative = {"method": method, "adaptive_verification": method == "ngram"}
     if method == "mtp":
-        speculative["quantization"] = "wint8"
+        speculative["quantization"] = "wint4"
     if method != "naive":
         speculative["num_speculative_tokens"] = 3
     engine = Engine(

@@ -242,7 +242,8 @@ def _file_of(weight: PackedWeight, key: str) -> tuple[list[Tensor], bytes]:
             plain[name] = value
             continue
         data = value.contiguous().view(-1).view(torch.uint8)
-        tensors.append(torch.nn.functional.pad(data, (0, -data.numel() % _VECTOR)))
+        slack = -data.numel() % _VECTOR
+        tensors.append(torch.cat((data, data.new_zeros(slack))) if slack else data)
         end = begin + tensors[-1].numel()
         entries[name] = {"dtype": "U8", "shape": [end - begin], "data_offsets": [begin, end]}
         dtype = str(value.dtype).removeprefix("torch.")
