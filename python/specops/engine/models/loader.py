@@ -54,8 +54,7 @@ def load_model(
         device: where the weights live.
         load_format: "auto"; or "dummy" for random weights, which need no file but config.json.
         kv_cache_dtype: "auto" for that of the weights, "int8" or "fp8_e4m3".
-        quantization: of the layers' projections, as they are loaded: see `WeightSettings`. Those
-            that are quantized in the file stay as they are.
+        quantization: of the layers' projections that the file has not quantized: `WeightSettings`.
         quantize_head: the same of the LM head. An embedding that is tied to it stays as it is.
         weight_cache: where packed weights are kept; None: nowhere.
 
