@@ -20,7 +20,7 @@ from specops.engine.errors import ModelError
 from specops.engine.gguf.directory import gguf_directory
 from specops.engine.gguf.file import TYPES, read_gguf
 from specops.engine.gguf.tokenizer import tokenizer_files
-from specops.engine.models import load_model
+from specops.engine.models import WeightCache, load_model
 from specops.engine.models.checkpoints.checkpoint import Checkpoint
 from specops.engine.models.checkpoints.directory import open_checkpoint
 from specops.engine.models.checkpoints.fused import fused
@@ -272,9 +272,9 @@ def make_file(directory: Path, family: str, **changes: Any) -> Path:
     return write(directory, tensors, family.lower(), **metadata_of(family, config))
 
 
-def logits(directory: Path) -> Tensor:
+def logits(directory: Path, **options: Any) -> Tensor:
     ids = [7 * i % 160 for i in range(40)]
-    return Runner(load_model(directory, dtype="float32")).run([ids], [[40]])[0]
+    return Runner(load_model(directory, dtype="float32", **options)).run([ids], [[40]])[0]
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -348,6 +348,16 @@ def test_projections_are_what_the_file_holds(tmp_path: Path) -> None:
     assert isinstance(embedding, QuantizedWeight)
     assert torch.equal(model.embedding, dequantize_weight(embedding))
     assert model.lm_head.kind == "int8"
+
+
+def test_packed_weights_are_kept_on_disk(tmp_path: Path) -> None:
+    (tmp_path / "mixed").mkdir()
+    file = quantized(make_file(tmp_path, "Qwen3", **WIDE), tmp_path / "mixed", MIXED)
+    directory, kept = gguf_directory(file), WeightCache(tmp_path / "kept", 1 << 40)
+    first = logits(directory)
+    for _ in range(2):  # made, then mapped
+        assert torch.equal(logits(directory, weight_cache=kept), first)
+    assert len(list((tmp_path / "kept").rglob("*.safetensors"))) == 4 * 2 + 1
 
 
 def test_speculation_changes_no_bit(tmp_path: Path) -> None:
