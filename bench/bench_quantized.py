@@ -24,7 +24,7 @@ ROWS = (1, 5, 8)
 
 
 class Form(NamedTuple):
-    """A kind of weight and how its rows are rounded; `goals` are shares of the read line at ROWS."""
+    """A kind of weight, and how its rows are rounded; goals: shares of the read line at ROWS."""
 
     kind: str
     group: int

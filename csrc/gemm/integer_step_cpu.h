@@ -238,7 +238,9 @@ struct Narrow {
 };
 #elif defined(SPECOPS_AVX2)
 template <typename Kind>
-struct Narrow : Wide<Kind> {};
+struct Narrow {
+  static constexpr bool kIsNarrow = false;  // 8 bits times 8 bits: wide
+};
 
 // Codes below 16: sums of the 32 inputs of a piece, two products each, stay below 2^15.
 template <>
@@ -260,7 +262,9 @@ struct Narrow<Int4Codes> {
 };
 #else
 template <typename Kind>
-struct Narrow : Wide<Kind> {};
+struct Narrow {
+  static constexpr bool kIsNarrow = false;
+};
 #endif
 
 }  // namespace

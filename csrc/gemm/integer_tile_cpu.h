@@ -8,7 +8,11 @@
 namespace specops::SPECOPS_ISA {
 namespace {
 
+#if defined(SPECOPS_AVX512) || defined(SPECOPS_AVX2) || defined(SPECOPS_NEON)
 constexpr int kIntegerRows = 8;  // of a tile, at most
+#else
+constexpr int kIntegerRows = 4;
+#endif
 
 // So many rows are made integers at once, while every panel passes over them.
 constexpr int64_t kIntegerRowsKept = 64;
@@ -196,8 +200,11 @@ void integer_range(const GemmParams& params,
                    int64_t row_end,
                    int64_t panel_begin,
                    int64_t panel_end) {
-  bool narrow = Narrow<Kind>::kIsNarrow && params.weight.row_numbers == RowNumbers::kInt8;
-  auto* range = narrow ? integer_range_of<Kind, Narrow<Kind>> : integer_range_of<Kind, Wide<Kind>>;
+  auto* range = integer_range_of<Kind, Wide<Kind>>;
+  if constexpr (Narrow<Kind>::kIsNarrow) {
+    if (params.weight.row_numbers == RowNumbers::kInt8)
+      range = integer_range_of<Kind, Narrow<Kind>>;
+  }
   range(params, row_begin, row_end, panel_begin, panel_end);
 }
 
