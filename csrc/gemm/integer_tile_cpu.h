@@ -41,7 +41,7 @@ constexpr int parts_at_once(int rows, bool narrow) {
   if (narrow) return rows <= 4 ? 4 : 2;
   return rows <= 5 ? 4 : rows == 6 ? 2 : 1;
 #else
-  return rows <= 2 ? 4 / rows : 1;
+  return narrow || rows > 2 ? 1 : 4 / rows;
 #endif
 }
 
