@@ -77,7 +77,7 @@ def _layer(bench: Bench, form: Form) -> None:
                 "read bandwidth",
                 read,
                 timing.share(case, num_bytes),
-                f"share >= {form.goals[i]:.2f}" if i < len(form.goals) else None,
+                f"ratio >= {form.goals[i]:.2f}" if i < len(form.goals) else None,
                 threads=bench.num_threads,
                 read_gb_s=read,
             )
