@@ -17,7 +17,8 @@ from safetensors.torch import save_file
 from specops import dense
 from specops.dense import PackedWeight
 from specops.engine import Completion, Engine, EngineConfig, SamplingParams, SpeculativeConfig
-from specops.engine.models import CachedWeights, WeightCache, load_model, weight_cache, weights
+from specops.engine.models import CachedWeights, WeightCache, load_model, weight_cache
+from specops.engine.models.checkpoints import safetensors
 from specops.engine.models.weights import WeightSettings, WeightSource
 from torch import Tensor
 
@@ -330,7 +331,7 @@ def mappings(name: str) -> list[dict[str, int]]:
 def test_what_was_read_of_a_checkpoint_is_given_back(
     model_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(weights, "_COPIED_BYTES", 0)
+    monkeypatch.setattr(safetensors, "_COPIED_BYTES", 0)
     path = str(model_dir / "model.safetensors")
     one = source(model_dir, None, dtype=torch.float32)
     weight = read(one)

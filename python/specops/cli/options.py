@@ -16,7 +16,11 @@ from specops.engine.speculative_config import SpeculativeConfig
 def add_model_options(parser: argparse.ArgumentParser) -> None:
     """Adds the options of the model: which one, its dtypes, its device."""
     add = parser.add_argument
-    add("--model", metavar="DIR", help="Hugging Face directory (default: the bundled model)")
+    add(
+        "--model",
+        metavar="PATH",
+        help="Hugging Face directory or GGUF file (default: the bundled model)",
+    )
     add(
         "--device",
         metavar="NAME",

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Weights of draft heads in files of other names than a model's, pickled tensors among them."""
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence, Set
 from pathlib import Path
 
 import torch
@@ -41,7 +41,7 @@ class HeadFile(WeightSource):
             raise ModelError(f"{path}: expected tensors by name, got {type(found).__name__}")
         self._tensors: dict[str, Tensor] = found
 
-    def names(self) -> Collection[str]:
+    def names(self) -> Set[str]:
         """Returns the names of all tensors."""
         return self._tensors.keys()
 

@@ -327,7 +327,8 @@ def _code_digest() -> str:
     """Of all code that decides what a packed weight is."""
     facts = specops.runtime.build_facts()
     package = Path(specops.__file__).parent
-    sources = [*package.glob("*.py"), *(package / "engine" / "models").rglob("*.py")]
+    folders = [package / "engine" / name for name in ("gguf", "models")]
+    sources = [*package.glob("*.py"), *(file for one in folders for file in one.rglob("*.py"))]
     texts = [file.read_text(encoding="utf-8") for file in sorted(sources)]
     return _digest([facts["source_digest"], facts["compiler"], *texts])
 
