@@ -47,9 +47,20 @@ class DraftHead(Protocol):
     def lookahead(self) -> int:
         """How many tokens behind its position a row's keys and values depend on.
 
-        As many as there are passes; or 0: a row reads the token at its own position, and no states.
-        Then rows begin with the first token and end with the newest one.
+        As many as there are passes where they read these tokens; 0 where they do not.
         """
+
+    @property
+    def reads_states(self) -> bool:
+        """Whether rows read states, those of the target first.
+
+        Otherwise a row reads the token at its own position, and no states: rows begin with the
+        first token and end with the newest one.
+        """
+
+    @property
+    def max_drafts(self) -> int | None:
+        """Most drafts that it makes for a request in a step; None: as many as are wanted."""
 
     @property
     def num_likeliest(self) -> int:
@@ -83,8 +94,7 @@ class DraftHead(Protocol):
     def kv_bytes_per_token(self) -> int:
         """What it keeps on pages, over all passes.
 
-        0: it is no more than its passes, which read the target's states and the tokens behind. Then
-        it drafts no more than one token each, only rows run that draft, and none runs again.
+        0: only rows run that draft, and none runs again.
         """
 
     def reserve(self, rows: int) -> None:

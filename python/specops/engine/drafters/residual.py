@@ -25,6 +25,7 @@ class ResidualDraftHead:
     is_chained = False
     lookahead = 1
     num_likeliest = 8
+    reads_states = True
     taps: tuple[int, ...] = ()
     token_map: Tensor | None = None
     kv_bytes_per_token = 0
@@ -42,6 +43,11 @@ class ResidualDraftHead:
     def num_passes(self) -> int:
         """How many heads there are."""
         return len(self.heads.heads)
+
+    @property
+    def max_drafts(self) -> int:
+        """A token for each head."""
+        return self.num_passes
 
     @property
     def hidden_size(self) -> int:
