@@ -26,6 +26,8 @@ class DraftRows(LayerBatch):
     lens: Tensor  # int32 [num_slots]
     draft_token_ids: Tensor  # int32 [num_slots, k]
     kept: Tensor | None = None  # [num_slots, window, hidden_size]
+    # int32 [batch + 1]: all pages of each request, where `kv_indptr` leaves out those not seen.
+    whole_kv_indptr: Tensor | None = None
 
 
 class DraftHead(Protocol):

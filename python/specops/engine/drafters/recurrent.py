@@ -526,6 +526,7 @@ class RecurrentStep(DrafterStep):
             lens=target.lens,
             draft_token_ids=target.draft_token_ids,
             kept=self._drafter.kept,
+            whole_kv_indptr=target.kv_indptr,
         )
 
     def _note_likeliest(self, choices: Choices, step: int) -> None:
