@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""DFlash and DSpark: a block of drafts in one pass, beside keys and values of the target's states."""
+"""DFlash and DSpark: a block of drafts in one pass, behind what the target's states gave."""
 
 from dataclasses import dataclass
 from typing import cast
