@@ -223,6 +223,8 @@ def load_dflash(
     """
     directory = Path(directory)
     source = open_head(directory, target.settings.of_drafter(quantization), ())
+    if (directory / "mask_embedding.pt").exists():
+        raise ModelError(f"{directory / 'mask_embedding.pt'}: masks of their own do not run yet")
     file = directory / "config.json"
     raw = read_config(directory)
     try:
