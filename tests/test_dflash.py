@@ -238,7 +238,7 @@ def test_drafts_are_the_reference_s(target: tuple[Path, Any], tmp_path: Path, ki
         shifted += list(drafts) != head.drafts(
             target[1], text, len(drafts), -1 if 3 in head.left else 1
         )
-    assert full > 10 and shifted > 5
+    assert full > 10 and shifted > 3
     assert not engine._drafting.num_failures
 
 
@@ -339,7 +339,11 @@ def test_what_does_not_fit(
         make(target, tmp_path)
 
 
-def test_what_is_named_by_nobody(target: tuple[Path, Any]) -> None:
+def test_what_is_named_by_nobody(target: tuple[Path, Any], tmp_path: Path) -> None:
+    (tmp_path / "mask_embedding.pt").touch()
+    Block().write(tmp_path)
+    with pytest.raises(ModelError, match=r"mask_embedding\.pt: masks of their own do not run yet"):
+        make(target, tmp_path)
     assert SpeculativeConfig(method="dspark").method == "dflash"
     with pytest.raises(ModelError, match="no head of DFlash or DSpark is named"):
         Engine(
