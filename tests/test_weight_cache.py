@@ -2,6 +2,7 @@
 """Packed weights on disk: made once, mapped from then on, and made anew when they are damaged."""
 
 import errno
+import json
 import os
 import shutil
 from collections.abc import Callable
@@ -83,6 +84,8 @@ def files(root: Path, pattern: str = "*/*") -> list[Path]:
 ASKED: list[dict[str, Any]] = [
     {},
     {"quantization": "wint8"},
+    {"quantization": "wint4"},
+    {"quantization": "wint4", "activation": "silu"},
     {"activation": "silu"},
     {"rows": torch.tensor([1, 5, 99], dtype=torch.int32)},
     {"rows": torch.tensor([1, 5, 98], dtype=torch.int32)},
@@ -124,6 +127,14 @@ def test_what_decides_bits_has_folders_of_its_own(
     monkeypatch.setattr(weight_cache, "_code_digest", lambda: "another build")
     read(source(model_dir, root))
     assert len(packed) == isas + 1
+    for number in (4, 8):  # what this says, readers of files go by
+        config = {"quantization_config": {"bits": number}, "rope_theta": number}
+        (model_dir / "config.json").write_text(json.dumps(config))
+        read(source(model_dir, root))
+    assert len(packed) == isas + 3
+    (model_dir / "config.json").write_text(json.dumps({**config, "rope_theta": 1}))
+    read(source(model_dir, root))
+    assert len(packed) == isas + 3
 
 
 def test_a_changed_file_is_read_again(
@@ -345,7 +356,7 @@ def test_what_was_read_of_a_checkpoint_is_given_back(
 def run(model: Path, method: str, cache: str) -> list[Completion]:
     speculative = {"method": method, "adaptive_verification": method == "ngram"}
     if method == "mtp":
-        speculative["quantization"] = "wint8"
+        speculative["quantization"] = "wint4"
     if method != "naive":
         speculative["num_speculative_tokens"] = 3
     engine = Engine(

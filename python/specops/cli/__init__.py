@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from importlib import import_module
 from typing import Any
 
-_OPTIONAL = {"aiohttp", "numpy", "rich", "safetensors", "tokenizers", "torch"}
+_OPTIONAL = {"aiohttp", "huggingface_hub", "numpy", "rich", "safetensors", "tokenizers", "torch"}
 _INTERRUPTED = 130  # the code that a shell gives for a program ended by Ctrl-C
 
 

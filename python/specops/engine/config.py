@@ -55,10 +55,11 @@ class EngineConfig:
         kv_cache_dtype: what keys and values are kept in: "auto" (the model's dtype), or 8 bits an
             element and a scale per token and head, "int8" or "fp8_e4m3", which need half the memory
             and are a little off. Speculation still changes no bit.
-        quantization: of the layers' projections, made as they are loaded: "none"; or "wint8",
-            FastDeploy's: 8 bits a number and a scale for each output. They need half the memory of
-            bfloat16 and are a little off. Embedding and norms stay as they are. Speculation still
-            changes no bit.
+        quantization: of the layers' projections, made as they are loaded: "none"; or FastDeploy's
+            "wint8", 8 bits a number and a scale for each output; "wint4", 4 bits and a scale for
+            128 inputs of an output; or "mix_quant", wint4 of experts and wint8 of all else. They
+            need half or a quarter of the memory of bfloat16 and are a little off. Embedding and
+            norms stay as they are. Speculation still changes no bit.
         quantize_head: the same of the LM head, in which few others are quantized.
         device: "auto" (a GPU where this build and this machine can use one, else the CPU), "cpu",
             "cuda" or "cuda:N".

@@ -54,8 +54,7 @@ def load_model(
         device: where the weights live.
         load_format: "auto"; or "dummy" for random weights, which need no file but config.json.
         kv_cache_dtype: "auto" for that of the weights, "int8" or "fp8_e4m3".
-        quantization: of the layers' projections, as they are loaded: "none" or "wint8". Those that
-            are quantized in the file stay as they are.
+        quantization: of the layers' projections that the file has not quantized: `WeightSettings`.
         quantize_head: the same of the LM head. An embedding that is tied to it stays as it is.
         weight_cache: where packed weights are kept; None: nowhere.
 
@@ -75,13 +74,14 @@ def load_model(
     _check_choice("kv_cache_dtype", kv_cache_dtype, tuple(_KV_CACHE_DTYPES))
     _check_choice("quantization", quantization, QUANTIZATIONS)
     _check_choice("quantize_head", quantize_head, QUANTIZATIONS)
+    is_mixed = quantization == "wint4" and config.wint4_is_mixed
     kind = _dtype_of(config, dtype, file)
     kv_kind = _KV_CACHE_DTYPES[kv_cache_dtype] or kind
     settings = WeightSettings(
         dtype=kind,
         device=torch.device(device),
         load_format=load_format,
-        quantization=quantization,
+        quantization="mix_quant" if is_mixed else quantization,
         quantize_head=quantize_head,
         cache=weight_cache,
     )

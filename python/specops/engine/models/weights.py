@@ -27,6 +27,7 @@ from specops.quantization import QuantizedWeight, dequantize_weight, quantize_we
 _SEED = 1  # of random weights
 # Tables that are computed, and scales of 8-bit caches, which have their own here.
 _NO_WEIGHTS = (".rotary_emb.inv_freq", ".k_scale", ".v_scale")
+_OF_DENSE = {"mix_quant": "wint8"}  # what a quantization of several kinds is to all but experts
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,8 +38,10 @@ class WeightSettings:
         dtype: of the tensors.
         device: where they are put.
         load_format: "auto" reads checkpoints; "dummy" makes random numbers in their place.
-        quantization: of the layers' projections, as they are loaded: "none"; or "wint8", 8 bits a
-            number and a scale for each output, as FastDeploy makes them.
+        quantization: of the layers' projections, as they are loaded: "none"; or as FastDeploy makes
+            them "wint8", 8 bits a number and a scale for each output; "wint4", 4 bits and a scale
+            for 128 inputs of an output (64 where these do not divide by 128); or "mix_quant",
+            wint4 of experts and wint8 of all else.
         quantize_head: the same of the LM head.
         cache: keeps packed weights; None: they are packed each time.
     """
@@ -140,13 +143,14 @@ class WeightSource(ABC):
             inputs: inputs of all of them.
             activation: of two parts, a gate and an up: `dense.linear` then makes
                 `activation(gate) * up`; see `dense.pack_weight`.
-            quantization: of this one; None: that of the layers' projections. A weight that is
-                quantized in its file stays as it is.
+            quantization: of this one; None: that of the layers' dense projections. A weight that
+                is quantized in its file stays as it is.
             rows: int32 [kept outputs], on the device: which outputs to keep; None: all.
         """
         names = [f"{prefix}{part}.weight" for part in parts]
         self.read.update(names)
         quantization = quantization or self.settings.quantization
+        quantization = _OF_DENSE.get(quantization, quantization)
 
         def make() -> PackedWeight:
             named = zip(names, outputs, strict=True)
@@ -154,15 +158,24 @@ class WeightSource(ABC):
             weight = fused([self._on_device(one) for one in weights], names)
             if rows is not None:
                 weight = rows_of(weight, rows)
-            if isinstance(weight, Tensor) and quantization == "wint8":
-                weight = quantize_weight(weight)
-            return dense.pack_weight(weight, activation=activation)
+            return self._packed(weight, quantization, activation)
 
         if self.cached is None:
             return make()
         kept = None if rows is None else rows.tolist()
         what = (names, list(outputs), inputs, str(self.dtype), quantization, activation, kept)
         return self.cached.get(json.dumps(what), make)
+
+    def _packed(
+        self, weight: Tensor | QuantizedWeight, quantization: str, activation: str | None
+    ) -> PackedWeight:
+        if not isinstance(weight, Tensor) or quantization == "none":
+            return dense.pack_weight(weight, activation=activation)
+        if quantization == "wint8":
+            codes = quantize_weight(weight, kind="int8")
+        else:
+            codes = quantize_weight(weight, kind="int4", group=64 if weight.shape[1] % 128 else 128)
+        return dense.pack_weight(codes, activation=activation)
 
     def _named(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """A tensor as it is; of a quantized weight its numbers, rounded to `dtype`."""
@@ -201,7 +214,9 @@ class Checkpoint(WeightSource):
         self._checkpoint = open_checkpoint(directory)
         # A GPU packs weights as fast as it is given them.
         if settings.cache is not None and settings.device.type == "cpu":
-            self.cached = settings.cache.of([directory / name for name in weight_files(directory)])
+            files = [directory / name for name in weight_files(directory)]
+            how = json.dumps(dict(self._checkpoint.settings), sort_keys=True)
+            self.cached = settings.cache.of(files, how)
 
     def names(self) -> Set[str]:
         """Returns the names of all tensors."""
