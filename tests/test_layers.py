@@ -33,7 +33,7 @@ UNSAFE = {"pickle", "marshal", "shelve", "dill", "cloudpickle", "multiprocessing
 
 # The other commands' modules import without torch.
 CLI_WITH_ENGINE = {
-    *("comparison.py", "complete.py", "exactness.py", "options.py", "serve.py"),
+    *("comparison.py", "complete.py", "exactness.py", "models.py", "options.py", "serve.py"),
 }
 
 # Modules of the engine, lowest first: a module imports from its own group and those before.
