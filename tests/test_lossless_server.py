@@ -149,6 +149,7 @@ def test_fields_turn_speculation_off_and_on(capsys: pytest.CaptureFixture[str]) 
     "lossy,options,said",
     [
         (Lossy(card=NO_CARD), (), "no request of its turns speculation off"),
+        (Lossy(card=NO_CARD), ("--plain-body", '{"x": 1}'), "without speculation had drafts, too"),
         (Lossy(counts=None), (), "the server reports no drafts"),
         (Lossy(accepts=0), (), "no draft was accepted"),
         (Lossy(failing=40), (), "4 requests failed, such as by: 500: broken"),
