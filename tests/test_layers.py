@@ -33,7 +33,7 @@ UNSAFE = {"pickle", "marshal", "shelve", "dill", "cloudpickle", "multiprocessing
 
 # The other commands' modules import without torch.
 CLI_WITH_ENGINE = {
-    *("comparison.py", "complete.py", "exactness.py", "options.py", "serve.py"),
+    *("comparison.py", "complete.py", "exactness.py", "models.py", "options.py", "serve.py"),
 }
 
 # Modules of the engine, lowest first: a module imports from its own group and those before.
@@ -66,8 +66,8 @@ ENGINE_GROUPS = (
 LOOP = ("engine.py", "plan.py", "request.py", "scheduling", "steps", "memory")
 APART = ("models", "gguf", "drafters", "methods", "structured")
 BUDGETS = {
-    "the loop": (3485, 16),
-    "the engine without models, drafters, methods and grammars": (7640, 38),
+    "the loop": (3395, 16),
+    "the engine without models, drafters, methods and grammars": (7600, 38),
 }
 
 

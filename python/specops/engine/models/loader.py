@@ -88,10 +88,15 @@ def load_model(
     _refuse_what_ops_refuse(config, settings, kv_kind, file)
     source = settings.open(directory)
     model = build(config, source, kv_kind, max_model_len or config.max_model_len)
+    _refuse_unread(config, source)
+    return model
+
+
+def _refuse_unread(config: ModelConfig, source: WeightSource) -> None:
+    """Refuses tensors of the layers that have no place in them."""
     if isinstance(source, Checkpoint):
         prefix = place_of(config, source).prefix
         source.refuse_unread(tuple(f"{prefix}layers.{i}." for i in range(config.num_layers)))
-    return model
 
 
 def _check_choice(name: str, value: str, choices: Sequence[str]) -> None:
