@@ -6,10 +6,10 @@
 
 #include <array>
 #include <atomic>
-#include <optional>
 #include <string>
 #include <vector>
 
+#include "common/release_gil.h"
 #include "common/tensor_view.h"
 #include "dense/embedding.h"
 #include "dense/gated_mul.h"
@@ -20,17 +20,6 @@
 
 namespace specops {
 namespace {
-
-// Lets other Python threads run while an op takes long enough (about 50 us) for it to pay.
-class ReleaseGil {
- public:
-  explicit ReleaseGil(bool worth_it) {
-    if (worth_it) release_.emplace();
-  }
-
- private:
-  std::optional<pybind11::gil_scoped_release> release_;
-};
 
 template <Activation kActivation>
 void gated_mul(const TensorView& gate_up, const TensorView& out) {
@@ -95,7 +84,7 @@ void pack_weight(const TensorView& weight,
   } else {
     check_real(check, "weight", weight, wants_cuda(weight), shape, Layout::kRows);
   }
-  check_scales(check, "scales", scales, weight.dtype() == DType::kInt8, num_outputs);
+  check_scales(check, "scales", scales, weight.dtype() == DType::kInt8, {&num_outputs});
   check_halves(check, "weight", num_outputs, activation);
   DType dtype = weight.dtype();
   PackedDims dims = packed_dims(check.on_cuda(), dtype, num_outputs, num_inputs, activation);

@@ -101,9 +101,9 @@ inline void check_scales(Checker& check,
                          const char* argument,
                          const TensorView& scales,
                          bool has_codes,
-                         Dim& num_outputs) {
+                         std::initializer_list<Dim*> dims) {
   if (has_codes) {
-    check.tensor(argument, scales, {DType::kFloat32}, {&num_outputs});
+    check.tensor(argument, scales, {DType::kFloat32}, dims);
   } else if (scales.defined()) {
     check.fail(argument, "None of a plain weight", Checker::describe_object(scales.object));
   }
@@ -149,14 +149,16 @@ inline WeightFields weight_fields(const Checker& check, Argument weight) {
 struct PackedWeightArgument {
   WeightParams params;
   DType dtype;    // of data; of a plain weight also of what is multiplied with it
-  int64_t bytes;  // of data
+  int64_t bytes;  // of data, of one expert
 };
 
-// Reads and checks a PackedWeight. Its sizes become those of the caller's Dims.
+// Reads and checks a PackedWeight. Its sizes become those of the caller's Dims. num_experts: of a
+// weight for each expert, one behind the other, whose tensors have one dimension more in front.
 inline PackedWeightArgument check_packed_weight(Checker& check,
                                                 Argument weight,
                                                 Dim& num_outputs,
-                                                Dim& num_inputs) {
+                                                Dim& num_inputs,
+                                                Dim* num_experts = nullptr) {
   WeightFields fields = weight_fields(check, weight);
   WeightKind kind = read_weight_kind(check, "weight.kind", fields.kind);
   num_outputs.value = check.integer("weight.num_outputs", fields.num_outputs, 0, kMostInputs);
@@ -166,14 +168,19 @@ inline PackedWeightArgument check_packed_weight(Checker& check,
   bool on_cuda = wants_cuda(fields.data);
   DType dtype = kind == WeightKind::kInt8 ? DType::kInt8 : fields.data.dtype();
   PackedDims dims = packed_dims(on_cuda, dtype, num_outputs, num_inputs, activation);
-  std::initializer_list<Dim*> shape = {&dims.blocks, &dims.steps, &dims.word};
+  std::initializer_list<Dim*> one = {&dims.blocks, &dims.steps, &dims.word};
+  std::initializer_list<Dim*> each = {num_experts, &dims.blocks, &dims.steps, &dims.word};
+  auto shape = num_experts == nullptr ? one : each;
   bool is_plain = kind == WeightKind::kPlain;
   if (is_plain) {
     check_real(check, "weight.data", fields.data, on_cuda, shape);
   } else {
     check.tensor("weight.data", fields.data, {dtype}, shape);
   }
-  check_scales(check, "weight.scales", fields.scales, !is_plain, num_outputs);
+  std::initializer_list<Dim*> one_scale = {&num_outputs};
+  std::initializer_list<Dim*> each_scale = {num_experts, &num_outputs};
+  auto scales = num_experts == nullptr ? one_scale : each_scale;
+  check_scales(check, "weight.scales", fields.scales, !is_plain, scales);
   if (check.on_cuda()) check.on_16_bytes("weight.data", fields.data);
   return {.params = {.kind = kind,
                      .data = fields.data.raw(),

@@ -24,7 +24,9 @@ struct Rows {
   }
 };
 
-// Rows that a thread has made floats or integers of, as many at once as a tile holds.
+// Rows that a thread has gathered or made floats or integers of, as many at once as a tile holds.
+template <typename T>
+thread_local GrowingArray<T> gathered_rows;
 thread_local GrowingArray<float> float_rows;
 thread_local GrowingArray<int16_t> integer_rows;
 thread_local GrowingArray<float> row_scales;
@@ -63,11 +65,16 @@ float quantize_group(const T* x, int64_t n, int16_t* out) {
   return scale;
 }
 
+template <typename T>
+const T* row_at(const GemmParams& params, int64_t row) {
+  if (params.row_indices != nullptr) row = params.row_indices[row];
+  return static_cast<const T*>(params.x) + row * params.x_stride;
+}
+
 // The rows from `row` on; what they had in this thread's memory is gone.
 template <typename S>
 Rows<S> rows_from(const GemmParams& params, int64_t row, int64_t rows) {
   using T = typename S::Row;
-  const T* x = static_cast<const T*>(params.x) + row * params.x_stride;
   int64_t num_inputs = params.weight.num_inputs;
   if constexpr (S::kGroupSteps > 0) {
     int64_t groups = integer_groups(num_inputs);
@@ -78,14 +85,24 @@ Rows<S> rows_from(const GemmParams& params, int64_t row, int64_t rows) {
     for (int64_t r = 0; r < rows; ++r) {
       for (int64_t g = 0; g < groups; ++g) {
         int64_t first = g * kIntegerGroup;
-        const T* from = x + r * params.x_stride + first;
+        const T* from = row_at<T>(params, row + r) + first;
         scales[r * groups + g] =
             quantize_group(from, num_inputs - first, integers + r * stride + first);
       }
     }
     return {integers, stride, scales, groups};
   } else if constexpr (std::is_same_v<T, typename S::Input>) {
-    return {x, params.x_stride, nullptr, 0};
+    if (params.row_indices == nullptr) {
+      return {row_at<T>(params, row), params.x_stride, nullptr, 0};
+    }
+    int64_t stride = num_inputs + 2 * kWeightBlock;  // a line more, as above
+    T* gathered = gathered_rows<T>.reserve(rows * stride);
+    for (int64_t r = 0; r < rows; ++r) {
+      std::memcpy(gathered + r * stride,
+                  row_at<T>(params, row + r),
+                  static_cast<size_t>(num_inputs) * sizeof(T));
+    }
+    return {gathered, stride, nullptr, 0};
   } else {
     int64_t width = (num_inputs + kWeightBlock - 1) / kWeightBlock * kWeightBlock;
     int64_t stride = width + kWeightBlock;  // a line more, as above
@@ -93,7 +110,7 @@ Rows<S> rows_from(const GemmParams& params, int64_t row, int64_t rows) {
     for (int64_t r = 0; r < rows; ++r) {
       for (int64_t i = 0; i < width; i += kWeightBlock) {
         int n = static_cast<int>(min64(num_inputs - i, kWeightBlock));
-        store(floats + r * stride + i, load_partial(x + r * params.x_stride + i, n));
+        store(floats + r * stride + i, load_partial(row_at<T>(params, row + r) + i, n));
       }
     }
     return {floats, stride, nullptr, 0};

@@ -54,13 +54,18 @@ class WeightSource(ABC):
     def _load(self, name: str, shape: tuple[int, ...]) -> Tensor:
         """Returns one tensor of this shape, in any dtype and on any device."""
 
-    def tensor(self, name: str, *shape: int) -> Tensor:
+    def tensor(self, name: str, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
         """Returns one tensor.
+
+        Args:
+            name: of the tensor.
+            shape: what it must have.
+            dtype: what it is given in; None: that of the source.
 
         Raises:
             ModelError: it is missing, or has another shape.
         """
-        return self._placed(self._named(name, shape))
+        return self._placed(self._named(name, shape), dtype)
 
     def norm(self, name: str, width: int) -> Tensor:
         """Returns the weight [width] of a norm."""
@@ -104,8 +109,8 @@ class WeightSource(ABC):
         self.read.add(name)
         return self._load(name, shape)
 
-    def _placed(self, tensor: Tensor) -> Tensor:
-        return tensor.to(self.dtype).contiguous().to(self.device)
+    def _placed(self, tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+        return tensor.to(dtype or self.dtype).contiguous().to(self.device)
 
 
 class Checkpoint(WeightSource):

@@ -1,0 +1,22 @@
+// SPDX-License-Identifier: Apache-2.0
+// For the bindings of ops whose work depends on their arguments.
+#pragma once
+
+#include <pybind11/pybind11.h>
+
+#include <optional>
+
+namespace specops {
+
+// Lets other Python threads run while an op takes long enough (about 50 us) for it to pay.
+class ReleaseGil {
+ public:
+  explicit ReleaseGil(bool worth_it) {
+    if (worth_it) release_.emplace();
+  }
+
+ private:
+  std::optional<pybind11::gil_scoped_release> release_;
+};
+
+}  // namespace specops
