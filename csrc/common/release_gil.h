@@ -7,6 +7,7 @@
 #include <optional>
 
 namespace specops {
+namespace {
 
 // Lets other Python threads run while an op takes long enough (about 50 us) for it to pay.
 class ReleaseGil {
@@ -19,4 +20,5 @@ class ReleaseGil {
   std::optional<pybind11::gil_scoped_release> release_;
 };
 
+}  // namespace
 }  // namespace specops

@@ -31,7 +31,7 @@ void pack(const PackWeightParams& params, CudaStream stream) {
 }
 
 template <typename T, int kTiles, int kColumns>
-void stream(const LinearParams& params, const GemmPlan& plan, CudaStream stream) {
+void launch_stream(const LinearParams& params, const GemmPlan& plan, CudaStream stream) {
   int slots = 4 / plan.leaves;
   int64_t units = weight_groups(params.weight.num_outputs) * 2 / kTiles;
   int warps = slots * plan.leaves;
@@ -111,13 +111,13 @@ void run(const LinearParams& params, const GemmPlan& plan, CudaStream stream) {
   if (kernel == LinearKernel::kByShape) kernel = suits(params, plan, stream);
   switch (kernel) {
     case LinearKernel::kStream16x8:
-      return stream<T, 1, 1>(params, plan, stream);
+      return launch_stream<T, 1, 1>(params, plan, stream);
     case LinearKernel::kStream32x8:
-      return stream<T, 2, 1>(params, plan, stream);
+      return launch_stream<T, 2, 1>(params, plan, stream);
     case LinearKernel::kStream16x16:
-      return stream<T, 1, 2>(params, plan, stream);
+      return launch_stream<T, 1, 2>(params, plan, stream);
     case LinearKernel::kStream32x16:
-      return stream<T, 2, 2>(params, plan, stream);
+      return launch_stream<T, 2, 2>(params, plan, stream);
     case LinearKernel::kTile128x64:
       return tile_rows<T, 64>(params, plan, stream);
     case LinearKernel::kTile256x128:
