@@ -1,25 +1,31 @@
 # SPDX-License-Identifier: Apache-2.0
 """Families with mixtures of experts against Hugging Face's code, and rows against themselves."""
 
+import copy
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import lru_cache
 from pathlib import Path
+from tempfile import mkdtemp
 from typing import Any
 
 import pytest
 import specops
 import torch
-from checkpoints import make_checkpoint
+from checkpoints import make_checkpoint, write_tokenizer
 from conftest import every_isa
+from mtp_checkpoints import SlowModules, Tiny, make_mtp_checkpoint
 from rounding import assert_error_at_most, distance, rounding_errors
-from specops.engine.models import load_model
+from specops.engine import Completion, Engine, EngineConfig, SamplingParams, SpeculativeConfig
+from specops.engine.models import load_model, load_mtp
 from specops.engine.models.blocks.experts import ExpertsConfig
 from specops.engine.models.config import ModelConfig
 from specops.engine.models.families import read_model_config
 from specops.engine.models.loader import build
 from specops.engine.models.weights import Checkpoint
 from test_models import Runner, random_ids
+from test_mtp_models import target_states, text_states
 from torch import Tensor
 
 EXPERTS: dict[str, Any] = {"moe_intermediate_size": 48, "num_experts_per_tok": 3}
@@ -200,3 +206,116 @@ def test_a_row_has_the_same_bits_however_it_is_computed(
     for threads in (1, 2, 3):
         specops.set_num_threads(threads)
         assert torch.equal(alone, Runner(model).run([ids], [[37], [23]])[0])
+
+
+# MTP modules
+
+# By naming: a base whose first layer is what its modules have.
+MTP_BASES: list[tuple[str, tuple[str, dict[str, Any]]]] = [
+    ("deepseek_v3", ("Glm4Moe", {**FAMILIES["glm4"][1], "first_k_dense_replace": 0})),
+    ("deepseek_v3", ("DeepseekV3", {**FAMILIES["deepseek_v3"][1], "first_k_dense_replace": 0})),
+    ("ernie4_5", FAMILIES["ernie4_5"]),
+    ("ernie4_5", FAMILIES["ernie4_5_dense"]),
+]
+
+
+class ModulesOfTransformers(SlowModules):
+    """Modules whose decoder layer is the base's own code."""
+
+    def __init__(self, tiny: Tiny, dtype: torch.dtype = torch.float64) -> None:
+        super().__init__(tiny, dtype=dtype)
+        self.base.set_experts_implementation("eager")
+
+    def _block(self, prefix: str, x: Tensor) -> Tensor:
+        layer = copy.deepcopy(self.base.model.layers[0])
+        for name, own in [*layer.named_parameters(), *layer.named_buffers()]:
+            parts = name.split(".")
+            if parts[:2] == ["mlp", "experts"]:
+                halves = {"gate_up_proj": ("gate_proj", "up_proj")}.get(parts[2], (parts[2],))
+                each = [
+                    torch.cat([self.tensors[f"{prefix}mlp.experts.{e}.{h}.weight"] for h in halves])
+                    for e in range(len(own))
+                ]
+                own.data.copy_(torch.stack(each))
+            else:
+                own.data.copy_(self.tensors[prefix + name])
+        places = torch.arange(len(x))
+        mask = torch.where(places[:, None] < places, -torch.inf, 0.0).to(self.dtype)
+        with torch.no_grad():
+            angles = self.base.model.rotary_emb(x[None], places[None])
+            out = layer(x[None], attention_mask=mask[None, None], position_embeddings=angles)
+        return out[0].view(len(x), -1)
+
+
+@pytest.mark.parametrize("naming,base", MTP_BASES, ids=[base[0] for _, base in MTP_BASES])
+def test_modules_equal_transformers(
+    tmp_path: Path, naming: str, base: tuple[str, dict[str, Any]]
+) -> None:
+    tiny = make_mtp_checkpoint(tmp_path, naming, 2, base=base)
+    model = load_model(tmp_path)
+    modules = load_mtp(model, tmp_path)
+    ids = random_ids(40)
+    slow, float32 = ModulesOfTransformers(tiny), ModulesOfTransformers(tiny, torch.float32)
+    exact = [slow.logits(states) for states in slow.text(ids, 2)]
+    allowed = rounding_errors(
+        lambda: [float32.logits(states) for states in float32.text(ids, 2)], exact
+    )
+    for _ in every_isa():
+        states = text_states(modules, target_states(model, ids), ids, [40])
+        for ours, truth, error in zip(states, exact, allowed, strict=True):
+            assert_error_at_most(distance(modules.logits(ours), truth), error)
+            assert truth.std().item() > 0.5
+
+
+# engines
+
+
+@lru_cache
+def engine_directory(family: str) -> str:
+    """A tiny model with an MTP module and a tokenizer."""
+    directory = Path(mkdtemp())
+    if family == "qwen3":
+        make_experts(directory, family, vocab_size=257)
+    else:
+        naming, base = next(one for one in MTP_BASES if one[1][0] == family)
+        changes = {"vocab_size": 257, "num_hidden_layers": 2, **base[1]}
+        make_mtp_checkpoint(directory, naming, base=(base[0], changes))
+    write_tokenizer(directory, 257)
+    return str(directory)
+
+
+def completions(family: str, method: str, **options: Any) -> list[Completion]:
+    drafts = None if method == "naive" else 3
+    engine = Engine(
+        EngineConfig(
+            model=engine_directory(family),
+            speculative_config=SpeculativeConfig(method=method, num_speculative_tokens=drafts),
+            num_pages=100,
+            **options,
+        )
+    )
+    period = [5, 9, 23, 77, 101, 5, 9, 44]
+    params = [
+        SamplingParams(max_tokens=30, temperature=heat, seed=3, ignore_eos=True, logprobs=2)
+        for heat in (0.0, 0.7, 0.0)
+    ]
+    results = engine.generate([period * 5, period * 5 + [3] * 20, [11]], params)
+    if method != "naive":
+        assert engine.stats.speculative.num_draft_tokens > 10
+    return results
+
+
+@pytest.mark.parametrize("options", [{}, {"quantization": "wint8", "kv_cache_dtype": "int8"}])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("family", ["qwen3", "Glm4Moe", "DeepseekV3", "Ernie4_5_Moe"])
+@pytest.mark.corners("*-bfloat16-options0", "Ernie4_5_Moe-float32-options1")
+def test_speculation_changes_no_bit(family: str, dtype: str, options: dict[str, Any]) -> None:
+    if family == "DeepseekV3":
+        options = {name: one for name, one in options.items() if name != "kv_cache_dtype"}
+    plain = completions(family, "naive", dtype=dtype, **options)
+    for method in ("ngram",) if family == "qwen3" else ("ngram", "mtp"):
+        for one, other in zip(
+            plain, completions(family, method, dtype=dtype, **options), strict=True
+        ):
+            assert one.token_ids == other.token_ids
+            assert one.logprobs == other.logprobs

@@ -9,7 +9,7 @@
 #include <string>
 #include <vector>
 
-#include "common/release_gil.h"
+#include "common/ops.h"
 #include "common/tensor_view.h"
 #include "dense/embedding.h"
 #include "dense/gated_mul.h"

@@ -4,7 +4,7 @@
 
 #include <string>
 
-#include "common/release_gil.h"
+#include "common/ops.h"
 #include "common/tensor_view.h"
 #include "gemm/checks.h"
 #include "moe/moe_combine.h"
