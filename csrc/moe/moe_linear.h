@@ -5,7 +5,7 @@
 #include <cstdint>
 
 #include "common/cuda_stream.h"
-#include "common/error_flag.h"
+#include "moe/codes.h"
 #include "common/host_device.h"
 #include "common/isa.h"
 #include "gemm/gemm.h"
@@ -26,17 +26,17 @@ struct MoeLinearParams : GemmParams {
 SPECOPS_HOST_DEVICE Fault expert_fault(const MoeLinearParams& params, int64_t e) {
   int32_t begin = params.expert_indptr[e], end = params.expert_indptr[e + 1];
   if (e == 0 && begin != 0) {
-    return fault_at(ErrorCode::kMoeLinearExpertIndptr, begin, 0).with(0, params.rows);
+    return fault_at(kMoeLinearExpertIndptr, begin, 0).with(0, params.rows);
   }
   if (begin <= end && end <= params.rows) return {};
-  return fault_at(ErrorCode::kMoeLinearExpertIndptr, end, e + 1).with(begin, params.rows);
+  return fault_at(kMoeLinearExpertIndptr, end, e + 1).with(begin, params.rows);
 }
 
 // Of an entry of row_indices that an expert has.
 SPECOPS_HOST_DEVICE Fault row_fault(const MoeLinearParams& params, int64_t pair) {
   int32_t row = params.row_indices[pair];
   if (row >= 0 && row < params.x_rows) return {};
-  return fault_at(ErrorCode::kMoeLinearRowIndices, row, pair).with(params.x_rows);
+  return fault_at(kMoeLinearRowIndices, row, pair).with(params.x_rows);
 }
 
 // The product of one expert with `rows` pairs from `first` on.

@@ -29,7 +29,7 @@ def moe_route(
     keys = (scores if bias is None else scores + bias).nan_to_num(-torch.inf, torch.inf, -torch.inf)
     rows, experts = keys.shape
     if num_groups > 1:
-        grouped = keys.view(rows, num_groups, -1)
+        grouped = keys.view(rows, num_groups, experts // num_groups)
         best = _first(grouped.topk(2)[0].sum(-1), top_k_groups)
         is_in = torch.zeros(rows, num_groups, dtype=torch.bool, device=keys.device)
         is_in.scatter_(1, best, True)
