@@ -22,11 +22,11 @@ struct MoeLinearParams : GemmParams {
   ErrorFlag error;
 };
 
-// Of entry e + 1 of expert_indptr, and of entry 0.
+// Of the pairs of expert e.
 SPECOPS_HOST_DEVICE Fault expert_fault(const MoeLinearParams& params, int64_t e) {
   int32_t begin = params.expert_indptr[e], end = params.expert_indptr[e + 1];
-  if (e == 0 && begin != 0) {
-    return fault_at(kMoeLinearExpertIndptr, begin, 0).with(0, params.rows);
+  if (begin < 0 || (e == 0 && begin != 0)) {
+    return fault_at(kMoeLinearExpertIndptr, begin, e).with(0, params.rows);
   }
   if (begin <= end && end <= params.rows) return {};
   return fault_at(kMoeLinearExpertIndptr, end, e + 1).with(begin, params.rows);
