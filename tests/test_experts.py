@@ -30,6 +30,7 @@ from torch import Tensor
 
 EXPERTS: dict[str, Any] = {"moe_intermediate_size": 48, "num_experts_per_tok": 3}
 LATENT: dict[str, Any] = {
+    "first_k_dense_replace": 1,
     "num_key_value_heads": 4,
     "q_lora_rank": 24,
     "kv_lora_rank": 512,
