@@ -39,6 +39,7 @@ FAMILIES = {
     "suffix_tree": "suffix_tree",
     "ngram_propose": "ngram",
     "server": "engine",
+    "start": "start",
     "serving": "serving",
     "lossless": "lossless",
     "mtp_mistakes": "mtp_mistakes",
@@ -78,7 +79,7 @@ GROUPS = {
     "mtp": ("methods", "acceptance"),
 }
 # Minutes each, so apart: `make bench-methods`, `make bench-replay` and the like.
-ON_REQUEST = ("methods", "replay", "replay_whole", "step_costs", "mtp_mistakes", "vllm")
+ON_REQUEST = ("methods", "replay", "replay_whole", "start", "step_costs", "mtp_mistakes", "vllm")
 BUDGET_MINUTES = 20
 
 

@@ -22,6 +22,7 @@ from specops.dense import (
     rms_norm,
     silu_mul,
 )
+from specops.quantization import QuantizedWeight
 from torch import Tensor
 
 from bench.common import Bench, Figure
@@ -55,7 +56,10 @@ def _int8(bench: Bench) -> None:
     ]
     scales = [torch.full((outputs,), 1e-3) for outputs, _ in LAYER]
     packed = [
-        [pack_weight(codes, scales=scale) for codes, scale in zip(layer, scales, strict=True)]
+        [
+            pack_weight(QuantizedWeight("int8", codes, scale[:, None]))
+            for codes, scale in zip(layer, scales, strict=True)
+        ]
         for layer in plain
     ]
     cases: dict[str, Callable[[], object]] = {}

@@ -58,6 +58,7 @@ SMALL: dict[str, dict[str, Any]] = {
     "engine": {"MAX_TOKENS": 8},
     "lossless": {"MAX_TOKENS": 8},
     "serving": {"STREAMS": 2, "TOKENS": 8},
+    "start": {"QUANTIZATIONS": ("wint8",), "STARTS": ("next",)},
     "replay": {
         "PROMPT_TOKENS": 32,
         "NEW_TOKENS": 16,
@@ -71,13 +72,11 @@ SMALL: dict[str, dict[str, Any]] = {
 }
 
 
-def small_qwen() -> dict[str, Any]:
-    """The shape of a model of two small layers, in the place of Qwen3-0.6B."""
-    from bench.checkpoints import QWEN06
-
+def two_layers() -> dict[str, Any]:
+    """What makes a shape one of two small layers."""
     small = {"vocab_size": 4096, "hidden_size": 64, "num_hidden_layers": 2, "head_dim": 64}
     heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "intermediate_size": 64}
-    return {**QWEN06, **small, **heads}
+    return {**small, **heads}
 
 
 @pytest.fixture
@@ -87,7 +86,8 @@ def tiny(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
     for module in (common, checkpoints, suffix_streams):
         monkeypatch.setattr(module, "WORK", tmp_path)
-    monkeypatch.setattr(checkpoints, "QWEN06", small_qwen())
+    for name in ("QWEN06", "LLAMA3"):
+        monkeypatch.setattr(checkpoints, name, {**getattr(checkpoints, name), **two_layers()})
     whole = bench_engine.prompt_token_ids
 
     def prompts(*arguments: Any) -> list[list[int]]:

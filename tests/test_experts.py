@@ -3,7 +3,6 @@
 
 import copy
 from collections.abc import Callable
-from contextlib import ExitStack
 from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
@@ -23,7 +22,7 @@ from specops.engine.models.blocks.experts import ExpertsConfig
 from specops.engine.models.config import ModelConfig
 from specops.engine.models.families import read_model_config
 from specops.engine.models.loader import build
-from specops.engine.models.weights import Checkpoint
+from specops.engine.models.weights import Checkpoint, WeightSettings
 from test_models import Runner, random_ids
 from test_mtp_models import target_states, text_states
 from torch import Tensor
@@ -179,9 +178,9 @@ def test_a_rule_left_out_is_noticed(
         for layer in config.layers
     ]
     assert tuple(layers) != config.layers
-    with ExitStack() as stack:
-        source = Checkpoint(tmp_path, torch.float32, torch.device("cpu"), stack)
-        wrong = build(replace(config, layers=tuple(layers)), source, torch.float32, 256)
+    settings = WeightSettings(dtype=torch.float32, device=torch.device("cpu"))
+    source = Checkpoint(tmp_path, settings)
+    wrong = build(replace(config, layers=tuple(layers)), source, torch.float32, 256)
     logits = Runner(wrong).run([ids], [[40]])[0]
     with pytest.raises(AssertionError, match="max error"):
         assert_error_at_most(distance(logits, exact), allowed)

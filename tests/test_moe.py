@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The ops of mixtures of experts against their references, and row identity."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -9,6 +10,8 @@ import torch
 from conftest import assert_close, expect_fault
 from specops import dense, moe, reference
 from specops.dense import PackedWeight
+from specops.quantization import quantize_weight
+from test_quantized import BY_OUTPUT, FP8, INTEGERS, Case, make_weight
 from torch import Tensor
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -191,17 +194,20 @@ def make_experts(count: int, outputs: int, inputs: int, dtype: torch.dtype, devi
     return (torch.randn(count, outputs, inputs) / max(inputs, 1) ** 0.5).to(dtype).to(device)
 
 
-def packed(kind: str, weights: Tensor, activation: str | None) -> list[PackedWeight]:
-    pack = dense.pack_weight if kind == "plain" else dense.quantize_weight
-    return [pack(one, activation=activation) for one in weights]
+def packed(weights: Tensor, activation: str | None = None) -> list[PackedWeight]:
+    return [dense.pack_weight(one, activation=activation) for one in weights]
 
 
-def own_kernels(device: str, isa: str, dtype: torch.dtype) -> bool:
+PLAIN = Case("plain", activations="float")
+KINDS = [PLAIN, *(replace(case, order=False) for case in [*INTEGERS, *FP8])]
+
+
+def own_kernels(isa: str, dtype: torch.dtype) -> bool:
     """Whether `linear` has kernels here that `moe_linear` has not."""
     return isa == "amx" and dtype == torch.bfloat16
 
 
-@pytest.mark.parametrize("kind", ["plain", "int8"])
+@pytest.mark.parametrize("case", KINDS)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
     "outputs,inputs,activation,use_bias",
@@ -216,7 +222,7 @@ def test_rows_have_the_bits_of_their_expert_alone(
     device: str,
     isa: str,
     on_cuda: bool,
-    kind: str,
+    case: Case,
     dtype: torch.dtype,
     outputs: int,
     inputs: int,
@@ -226,8 +232,20 @@ def test_rows_have_the_bits_of_their_expert_alone(
     """At any number of rows an expert has, none among them, in any order, on any threads."""
     if dtype == torch.float16 and not on_cuda:
         pytest.skip("float16 is for CUDA")
+    if on_cuda and case not in (PLAIN, BY_OUTPUT):
+        pytest.skip("CUDA has int8 with a scale for each output")
     counts = [0, 1, 3, 0, 20, 8, 9, 0] if on_cuda else [0, 1, 3, 0, 70, 8, 17, 0]
-    each = packed(kind, make_experts(8, outputs, inputs, dtype, device), activation)
+    if case == PLAIN:
+        each = packed(make_experts(8, outputs, inputs, dtype, device), activation)
+    else:
+        each = [
+            dense.pack_weight(
+                make_weight(case, device, outputs, inputs),
+                activation=activation,
+                activations=case.activations,
+            )
+            for _ in range(8)
+        ]
     stacked = moe.stack_experts(iter(each), 8)
     bias = torch.randn(8, outputs).to(dtype).to(device) if use_bias else None
     rows = 40
@@ -257,7 +275,7 @@ def test_rows_have_the_bits_of_their_expert_alone(
             out = torch.full((len(indices), want.shape[1]), 7.0, dtype=want.dtype, device=device)
             got = moe.moe_linear(x, stacked, indptr, indices, bias, out=out)
             assert got is out and (out[-4:] == 7).all()
-            if not own_kernels(device, isa, dtype):
+            if case != PLAIN or not own_kernels(isa, dtype):
                 assert torch.equal(out[:-4], want)
         again = moe.moe_linear(
             x[indices[:-4].long()], stacked, indptr, None, bias, out_dtype=wanted
@@ -272,7 +290,7 @@ def test_moe_linear(device: str, isa: str, dtype: torch.dtype) -> None:
     x = torch.randn(20, 70).to(dtype).to(device)
     indptr, indices, _ = reference.moe_sort(torch.randint(0, 5, (20, 3)), 5)
     indptr, indices = indptr.to(device), indices.to(device)
-    stacked = moe.stack_experts(packed("plain", weights, "silu"), 5)
+    stacked = moe.stack_experts(packed(weights, "silu"), 5)
 
     def op(x: Tensor, weights: Tensor, bias: Tensor) -> Tensor:
         return reference.moe_linear(x, weights, bias, indptr, indices, activation="silu")
@@ -282,7 +300,7 @@ def test_moe_linear(device: str, isa: str, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("rows,top_k", [(0, 2), (4, 0)])
 def test_no_pairs(device: str, isa: str, rows: int, top_k: int) -> None:
-    stacked = moe.stack_experts(packed("plain", torch.randn(3, 6, 8).to(device), None), 3)
+    stacked = moe.stack_experts(packed(torch.randn(3, 6, 8).to(device)), 3)
     order = moe.moe_sort(torch.zeros(rows, top_k, dtype=torch.int32, device=device), 3)
     out = moe.moe_linear(torch.randn(rows, 8, device=device), stacked, *order[:2])
     assert out.shape == (0, 6)
@@ -291,7 +309,7 @@ def test_no_pairs(device: str, isa: str, rows: int, top_k: int) -> None:
 
 
 def test_indices_that_are_none(device: str, on_cuda: bool) -> None:
-    stacked = moe.stack_experts(packed("plain", torch.ones(3, 4, 8).to(device), None), 3)
+    stacked = moe.stack_experts(packed(torch.ones(3, 4, 8).to(device)), 3)
     x = torch.ones(2, 8, device=device)
 
     def ints(*values: int) -> Tensor:
@@ -308,14 +326,18 @@ def test_indices_that_are_none(device: str, on_cuda: bool) -> None:
 
 
 def test_experts_that_are_not_alike() -> None:
-    weights = packed("plain", torch.ones(2, 4, 8), None)
+    weights = packed(torch.ones(2, 4, 8))
     for others, words in [
         ([*weights, dense.pack_weight(torch.ones(4, 9))], "num_inputs 9 of expert 2|data"),
-        ([*weights, dense.quantize_weight(torch.ones(4, 8))], "kind 'int8' of expert 2"),
+        (
+            [*weights, dense.pack_weight(quantize_weight(torch.ones(4, 8)))],
+            "kind 'int8' of expert 2",
+        ),
         ([*weights, dense.pack_weight(torch.ones(4, 8), activation="silu")], "expert 2"),
         (weights, "must be 3, got 2"),
         ([*weights, *weights], "must be 3, got 4 or more"),
         ([], "must be 3, got 0"),
+        ([weights[0]._replace(input_order=torch.zeros(8).int())], "must have no input_order"),
         ([None], "must be a PackedWeight of pack_weight each, got None"),
     ]:
         with pytest.raises(ValueError, match=f"stack_experts: weights .*({words})"):

@@ -70,6 +70,7 @@ def write_weights(folder: Path, texts: Sequence[Sequence[int]], vocab_size: int,
 class ToyHead:
     num_passes = 1
     is_chained = True
+    lookahead = 1
     taps = (0, 2)
     dtype = torch.float32
 

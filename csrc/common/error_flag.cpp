@@ -3,7 +3,6 @@
 #include <cstdio>
 
 #include "common/error_sentence.h"
-#include "moe/codes.h"
 
 namespace specops {
 
@@ -14,16 +13,6 @@ namespace {
 // hold what is said with a limit only.
 
 const char* sentence_of(ErrorCode code) {
-    if (code == kMoeSortExpertIds)
-      return "moe_sort: expert_ids must be -1 or below num_experts{ = #}, got an id outside";
-    if (code == kMoeLinearExpertIndptr)
-      return "moe_linear: expert_indptr must be non-decreasing from 0, at least the entry before "
-             "it{ = #} and at most the rows of out{ = #}, got one outside";
-    if (code == kMoeLinearRowIndices)
-      return "moe_linear: row_indices must be a row of x{, below #}, where an expert has it, got "
-             "one outside";
-    if (code == kMoeCombinePlaces)
-      return "moe_combine: places must be -1 or a row of expert_out{, below #}, got one outside";
   switch (code) {
     case ErrorCode::kNone:
       break;
@@ -224,6 +213,16 @@ const char* sentence_of(ErrorCode code) {
     case ErrorCode::kNgramNumGivenDrafts:
       return "ngram_propose: num_given_drafts must be in 0 .. k{ = #}, got a number outside";
 
+    case ErrorCode::kMoeSortExpertIds:
+      return "moe_sort: expert_ids must be -1 or below num_experts{ = #}, got an id outside";
+    case ErrorCode::kMoeLinearExpertIndptr:
+      return "moe_linear: expert_indptr must be non-decreasing from 0, at least the entry before "
+             "it{ = #} and at most the rows of out{ = #}, got one outside";
+    case ErrorCode::kMoeLinearRowIndices:
+      return "moe_linear: row_indices must be a row of x{, below #}, where an expert has it, got "
+             "one outside";
+    case ErrorCode::kMoeCombinePlaces:
+      return "moe_combine: places must be -1 or a row of expert_out{, below #}, got one outside";
   }
   return nullptr;
 }

@@ -5,7 +5,7 @@
 #include <cstdint>
 
 #include "common/dtype.h"
-#include "moe/codes.h"
+#include "common/error_flag.h"
 #include "common/host_device.h"
 #include "common/isa.h"
 
@@ -28,7 +28,7 @@ struct MoeCombineParams {
 SPECOPS_HOST_DEVICE Fault fault_of(const MoeCombineParams& params, int64_t pair) {
   int32_t place = params.places[pair];
   if (place >= -1 && place < params.pairs) return {};
-  return fault_at(kMoeCombinePlaces, place, pair / params.top_k, pair % params.top_k)
+  return fault_at(ErrorCode::kMoeCombinePlaces, place, pair / params.top_k, pair % params.top_k)
       .with(params.pairs);
 }
 

@@ -5,7 +5,7 @@
 #include <cstdint>
 
 #include "common/cuda_stream.h"
-#include "moe/codes.h"
+#include "common/error_flag.h"
 #include "common/host_device.h"
 #include "common/isa.h"
 #include "gemm/gemm.h"
@@ -17,8 +17,12 @@ namespace specops {
 struct MoeLinearParams : GemmParams {
   const int32_t* expert_indptr;  // [num_experts + 1]; where the pairs of each expert begin
   int64_t num_experts;
-  int64_t x_rows;        // rows of x
-  int64_t weight_bytes;  // of the data of one expert
+  int64_t x_rows;  // rows of x
+  // From one expert to the next.
+  int64_t data_bytes;
+  int64_t scales;  // elements, as the next two
+  int64_t offsets;
+  int64_t code_values;
   ErrorFlag error;
 };
 
@@ -26,17 +30,17 @@ struct MoeLinearParams : GemmParams {
 SPECOPS_HOST_DEVICE Fault expert_fault(const MoeLinearParams& params, int64_t e) {
   int32_t begin = params.expert_indptr[e], end = params.expert_indptr[e + 1];
   if (begin < 0 || (e == 0 && begin != 0)) {
-    return fault_at(kMoeLinearExpertIndptr, begin, e).with(0, params.rows);
+    return fault_at(ErrorCode::kMoeLinearExpertIndptr, begin, e).with(0, params.rows);
   }
   if (begin <= end && end <= params.rows) return {};
-  return fault_at(kMoeLinearExpertIndptr, end, e + 1).with(begin, params.rows);
+  return fault_at(ErrorCode::kMoeLinearExpertIndptr, end, e + 1).with(begin, params.rows);
 }
 
 // Of an entry of row_indices that an expert has.
 SPECOPS_HOST_DEVICE Fault row_fault(const MoeLinearParams& params, int64_t pair) {
   int32_t row = params.row_indices[pair];
   if (row >= 0 && row < params.x_rows) return {};
-  return fault_at(kMoeLinearRowIndices, row, pair).with(params.x_rows);
+  return fault_at(ErrorCode::kMoeLinearRowIndices, row, pair).with(params.x_rows);
 }
 
 // The product of one expert with `rows` pairs from `first` on.
@@ -47,8 +51,11 @@ SPECOPS_HOST_DEVICE GemmParams of_expert(const MoeLinearParams& params,
   GemmParams one = params;
   int64_t outputs = params.weight.num_outputs;
   int64_t width = is_gated(params.weight.activation) ? outputs / 2 : outputs;
-  one.weight.data = static_cast<const char*>(params.weight.data) + e * params.weight_bytes;
-  if (one.weight.scales != nullptr) one.weight.scales += e * outputs;
+  WeightParams& weight = one.weight;
+  weight.data = static_cast<const char*>(weight.data) + e * params.data_bytes;
+  if (weight.scales != nullptr) weight.scales += e * params.scales;
+  if (weight.offsets != nullptr) weight.offsets += e * params.offsets;
+  if (weight.code_values != nullptr) weight.code_values += e * params.code_values;
   if (one.bias != nullptr) {
     one.bias = static_cast<const char*>(params.bias) + e * outputs * dtype_bytes(params.dtype);
   }

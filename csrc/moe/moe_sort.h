@@ -4,7 +4,7 @@
 
 #include <cstdint>
 
-#include "moe/codes.h"
+#include "common/error_flag.h"
 #include "common/host_device.h"
 #include "common/isa.h"
 
@@ -24,7 +24,7 @@ struct MoeSortParams {
 SPECOPS_HOST_DEVICE Fault fault_of(const MoeSortParams& params, int64_t pair) {
   int32_t id = params.expert_ids[pair];
   if (id >= -1 && id < params.num_experts) return {};
-  return fault_at(kMoeSortExpertIds, id, pair / params.top_k, pair % params.top_k)
+  return fault_at(ErrorCode::kMoeSortExpertIds, id, pair / params.top_k, pair % params.top_k)
       .with(params.num_experts);
 }
 

@@ -113,6 +113,26 @@ void moe_sort(const TensorView& expert_ids,
   moe_sort_cpu(params);
 }
 
+// Makes of a tensor that holds something for each expert that of the first one. Returns how many
+// elements the next one is behind it. What is no tensor is left to the check of the field.
+int64_t take_first(Checker& check, const char* argument, TensorView& view, Dim& experts) {
+  if (!view.is_tensor || view.ndim() == 0) return 0;
+  if (experts.value < 0) experts.value = view.size(0);
+  check.that(view.size(0) == experts,
+             argument,
+             "of num_experts=" + std::to_string(experts.value),
+             view.size(0));
+  int64_t apart = 1;
+  for (int axis = 1; axis < view.ndim(); ++axis) apart *= view.size(axis);
+  bool follows = experts <= 1 || apart == 0 || view.stride(0) == apart;
+  check.that(
+      follows, argument, "contiguous", "experts " + std::to_string(view.stride(0)) + " apart");
+  ++view.dl.shape;
+  ++view.dl.strides;
+  --view.dl.ndim;
+  return apart;
+}
+
 void moe_linear(const TensorView& x,
                 Argument packed_weight,
                 const TensorView& bias,
@@ -123,8 +143,15 @@ void moe_linear(const TensorView& x,
   Dim x_rows{"rows"}, num_outputs{"num_outputs"}, num_inputs{"num_inputs"};
   Dim experts{"num_experts"}, entries{"num_experts + 1"}, pairs{"pairs"};
   Dim width{"num_outputs / 2"};
-  PackedWeightArgument packed =
-      check_packed_weight(check, packed_weight, num_outputs, num_inputs, &experts);
+  WeightFields fields = weight_fields(check, packed_weight);
+  int64_t data = take_first(check, "weight.data", fields.data, experts);
+  int64_t scales = take_first(check, "weight.scales", fields.scales, experts);
+  int64_t offsets = take_first(check, "weight.offsets", fields.offsets, experts);
+  int64_t code_values = take_first(check, "weight.code_values", fields.code_values, experts);
+  if (fields.input_order.defined()) {
+    check.fail("weight.input_order", "None of experts", "an order");
+  }
+  PackedWeightArgument packed = check_weight_fields(check, fields, num_outputs, num_inputs);
   bool is_gate_up = is_gated(packed.params.activation);
   entries.value = experts + 1;
   width.value = num_outputs / 2;
@@ -160,8 +187,15 @@ void moe_linear(const TensorView& x,
       .out_dtype = out.dtype(),
       .row_indices = row_indices.data<int32_t>(),
   };
-  MoeLinearParams params{
-      gemm, expert_indptr.data<int32_t>(), experts, x_rows, packed.bytes, check.error_flag()};
+  MoeLinearParams params{gemm,
+                         expert_indptr.data<int32_t>(),
+                         experts,
+                         x_rows,
+                         data * dtype_bytes(packed.dtype),
+                         scales,
+                         offsets,
+                         code_values,
+                         check.error_flag()};
   if (pairs == 0 || num_outputs == 0 || experts == 0) return;
   if (check.on_cuda()) return moe_linear_cuda(params, check.stream());
   int64_t busy = 0;

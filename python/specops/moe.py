@@ -181,6 +181,8 @@ def stack_experts(weights: Iterable[PackedWeight], num_experts: int) -> PackedWe
     count = 0
     for count, weight in enumerate(weights, 1):
         check_kind("stack_experts", "weights", weight, PackedWeight, " of pack_weight each")
+        if weight.input_order is not None:
+            raise ValueError("stack_experts: weights must have no input_order, got one")
         if stacked is None:
             stacked = _each_field(weight, lambda one: one.new_empty(num_experts, *one.shape))
         if count > num_experts:

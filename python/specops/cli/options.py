@@ -9,6 +9,7 @@ from dataclasses import fields
 from typing import Any
 
 from specops.engine.config import EngineConfig
+from specops.engine.methods.checks import QUANTIZATIONS
 from specops.engine.speculative_config import SpeculativeConfig
 
 
@@ -29,8 +30,26 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
     )
     add(
         "--quantization",
-        choices=("none", "wint8"),
+        choices=QUANTIZATIONS,
         help="of projections, as they are loaded: 8 bits a number (default: none)",
+    )
+    add(
+        "--quantize-head",
+        choices=QUANTIZATIONS,
+        help="of the LM head, as it is loaded (default: none)",
+    )
+    add(
+        "--weight-cache",
+        metavar="DIR",
+        help="where a CPU's packed weights are kept, so that the next start takes seconds, or none "
+        "(default: the user's cache, for checkpoints of 256 MiB and more)",
+    )
+    add(
+        "--weight-cache-bytes",
+        type=int,
+        metavar="N",
+        help="most bytes of it; what was not used for longest makes room "
+        f"(default: {EngineConfig.weight_cache_bytes})",
     )
     add("--num-threads", type=int, metavar="N", help="CPU threads (default: all usable)")
 

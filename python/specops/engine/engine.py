@@ -22,14 +22,14 @@ from specops.engine.machine import (
     prefix_finder_of,
 )
 from specops.engine.memory.kv_cache import PagePool
-from specops.engine.models import Transformer, load_model
+from specops.engine.models import Transformer, WeightCache, load_model
 from specops.engine.outputs import Completion, EngineStats, RequestOutput
 from specops.engine.plan import Part, Plan, described
 from specops.engine.request import Request
 from specops.engine.sampling_params import SamplingParams
 from specops.engine.scheduling.scheduler import Scheduler
 from specops.engine.speculative_config import SpeculativeConfig
-from specops.engine.step_costs import measure_steps
+from specops.engine.step_costs import known_steps, measure_steps
 from specops.engine.steps.runner import Runner
 from specops.engine.structured import Grammar, StructuredOutput
 from specops.engine.tokenizer import Tokenizer
@@ -63,6 +63,8 @@ class Engine:
             load_format=config.load_format,
             kv_cache_dtype=config.kv_cache_dtype,
             quantization=config.quantization,
+            quantize_head=config.quantize_head,
+            weight_cache=WeightCache.of_setting(config.weight_cache, config.weight_cache_bytes),
         )
         self.model_name = config.model_name
         self.model_dtype = str(model.dtype).removeprefix("torch.")
@@ -92,7 +94,7 @@ class Engine:
         self._runner = self._new_runner(model)
         shared = self.tokenizer, self._drafting, self.max_model_len
         if config.speculative_config.adaptive_verification:  # of requests, too
-            self._drafting.select_by(self._measure_steps())
+            self._drafting.select_by(known_steps(model.cached, config, self._measure_steps))
         self._admission = Admission(config, *shared, self.vocab_size)
         self._requests: dict[str, Request] = {}
         self._plan: Plan | None = None  # of the step under way
@@ -279,7 +281,6 @@ class Engine:
         """Whether a step would do anything."""
         return bool(self._scheduler.running or self._scheduler.waiting)
 
-    @torch.no_grad()
     def step(self, *, even_if_idle: bool = False) -> list[RequestOutput]:
         """Selects, plans, runs, commits and drafts once; returns what it added to each request.
 
@@ -294,8 +295,8 @@ class Engine:
             EngineError: the step failed, as on the device. Its requests are gone then; others go
                 on.
         """
-        self._launch(even_if_idle)
-        return self._collect()
+        self.launch(even_if_idle=even_if_idle)
+        return self.collect()
 
     @torch.no_grad()
     def launch(self, *, even_if_idle: bool = False) -> None:
@@ -309,7 +310,16 @@ class Engine:
         Raises:
             EngineError: as in `step`; or the last step launched is not collected.
         """
-        self._launch(even_if_idle)
+        if self._plan is not None:
+            raise EngineError("a step is under way: collect it before the next one")
+        begun = self._timer(), time.perf_counter()
+        plan = self._plan = self._planned()
+        try:
+            self._change_slots(plan)
+            self._runner.launch(plan, even_if_idle=even_if_idle)
+        except BaseException as error:
+            self._end_all(plan, error)
+        self._spent = self._timer() - begun[0], time.perf_counter() - begun[1]
 
     @torch.no_grad()
     def collect(self) -> list[RequestOutput]:
@@ -321,22 +331,6 @@ class Engine:
         Raises:
             EngineError: as in `step`.
         """
-        return self._collect()
-
-    def _launch(self, even_if_idle: bool) -> None:
-        if self._plan is not None:
-            raise EngineError("a step is under way: collect it before the next one")
-        begun = self._timer(), time.perf_counter()
-        self._drafting.select(*self._scheduler.decoding(self._drafting.num_proposed))
-        plan = self._plan = self._scheduler.schedule()
-        try:
-            self._change_slots(plan)
-            self._runner.launch(plan, even_if_idle=even_if_idle)
-        except BaseException as error:
-            self._end_all(plan, error)
-        self._spent = self._timer() - begun[0], time.perf_counter() - begun[1]
-
-    def _collect(self) -> list[RequestOutput]:
         plan = self._plan
         if plan is None:
             return []
@@ -351,6 +345,20 @@ class Engine:
             self._end_all(plan, error)
         self._plan = None
         return self._end_failed(plan, outputs)
+
+    def _planned(self) -> Plan:
+        """Plans a step. Where that raises, all end that run, and that ran when it began."""
+        before = [(request, request.slot) for request in self._scheduler.running]
+        try:
+            self._drafting.select(*self._scheduler.decoding(self._drafting.num_proposed))
+            return self._scheduler.schedule()
+        except BaseException as error:
+            for request, slot in before:
+                if request.slot != slot:
+                    self._runner.stop(request, slot)
+            requests = [*(request for request, _ in before), *self._scheduler.running]
+            ended = {request.request_id: described(error) for request in requests}
+            self._end_all(Plan(failed=ended), error)
 
     def _change_slots(self, plan: Plan) -> None:
         """Tells the runner who lost a slot for a step, and who got one."""

@@ -44,6 +44,14 @@ class DraftHead(Protocol):
         """Whether a pass reads the states of the one before it, not the target's."""
 
     @property
+    def lookahead(self) -> int:
+        """How many tokens behind its position a row's keys and values depend on.
+
+        As many as there are passes; or 0: a row reads the token at its own position, and no states.
+        Then rows begin with the first token and end with the newest one.
+        """
+
+    @property
     def taps(self) -> tuple[int, ...]:
         """Layers of the target whose states `target_states` reads."""
 

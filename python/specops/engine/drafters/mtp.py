@@ -33,7 +33,7 @@ def load(context: DrafterContext) -> Drafter:
             config.model_dir,
             draft_directory=own.model,
             draft_vocab=own.draft_vocab,
-            load_format=config.load_format,
+            quantization=own.quantization,
         )
     except ModelError as error:
         if own.model is not None or own.draft_vocab is not None:
@@ -73,6 +73,11 @@ class MtpHead:
     def is_chained(self) -> bool:
         """Whether a module reads what the one before it gave."""
         return self.modules.convention.chained
+
+    @property
+    def lookahead(self) -> int:
+        """A token for each module."""
+        return self.num_passes
 
     @property
     def hidden_size(self) -> int:

@@ -3,6 +3,8 @@
 
 from specops.engine.models.batch import LayerBatch, StepBatch
 from specops.engine.models.config import ModelConfig
+from specops.engine.models.eagle.loader import load_eagle3
+from specops.engine.models.eagle.modules import Eagle3
 from specops.engine.models.families import CONVENTIONS
 from specops.engine.models.families.family import MtpConvention
 from specops.engine.models.kv import KvCache, KvSpec, LayerKv
@@ -10,9 +12,12 @@ from specops.engine.models.loader import load_model
 from specops.engine.models.mtp.loader import load_mtp
 from specops.engine.models.mtp.modules import MtpBatch, MtpModule, MtpModules, MtpOutput
 from specops.engine.models.transformer import Transformer
+from specops.engine.models.weight_cache import CachedWeights, WeightCache
 
 __all__ = [
     "CONVENTIONS",
+    "CachedWeights",
+    "Eagle3",
     "KvCache",
     "KvSpec",
     "LayerBatch",
@@ -25,6 +30,8 @@ __all__ = [
     "MtpOutput",
     "StepBatch",
     "Transformer",
+    "WeightCache",
+    "load_eagle3",
     "load_model",
     "load_mtp",
 ]

@@ -189,18 +189,15 @@ class ExpertsConfig:
         router = source.tensor(
             f"{prefix}{self.router_name}.weight", count, hidden, dtype=torch.float32
         )
-        each = [f"{prefix}experts.{expert}." for expert in range(count)]
-        gate_up = (
-            source.linear(one, _GATE_UP, (self.width,) * 2, hidden, activation=self.activation)
-            for one in each
-        )
-        down = (source.linear(one, ("down_proj",), (hidden,), self.width) for one in each)
+        experts, sizes = f"{prefix}experts.", (self.width, self.width)
         return Experts(
             self,
             router=dense.pack_weight(router),
             bias=self._load_bias(loader, prefix),
-            gate_up=moe.stack_experts(gate_up, count),
-            down=moe.stack_experts(down, count),
+            gate_up=source.experts(
+                experts, count, _GATE_UP, sizes, hidden, activation=self.activation
+            ),
+            down=source.experts(experts, count, ("down_proj",), (hidden,), self.width),
             shared=None
             if self.shared is None
             else self.shared.load(loader, prefix + self.shared_name),
