@@ -29,6 +29,7 @@ FAMILIES = {
     "machine": "machine",
     "binding": "binding",
     "linear": "dense",
+    "moe": "moe",
     "attention": "attention",
     "kv_cache": "kv_cache",
     "latent": "latent",

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The ops of mixtures of experts against their references, and row identity."""
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -199,7 +198,7 @@ def packed(weights: Tensor, activation: str | None = None) -> list[PackedWeight]
 
 
 PLAIN = Case("plain", activations="float")
-KINDS = [PLAIN, *(replace(case, order=False) for case in [*INTEGERS, *FP8])]
+KINDS = [PLAIN, *(case._replace(order=False) for case in [*INTEGERS, *FP8])]
 
 
 def own_kernels(isa: str, dtype: torch.dtype) -> bool:
