@@ -10,6 +10,7 @@ from tempfile import mkdtemp
 from typing import Any
 
 import pytest
+import simt
 import specops
 import torch
 from checkpoints import make_checkpoint, write_tokenizer
@@ -26,6 +27,7 @@ from specops.engine.models.weights import Checkpoint, WeightSettings
 from test_models import Runner, random_ids
 from test_mtp_models import target_states, text_states
 from torch import Tensor
+from twin_device import OP_MODULES, TwinDevice
 
 EXPERTS: dict[str, Any] = {"moe_intermediate_size": 48, "num_experts_per_tok": 3}
 LATENT: dict[str, Any] = {
@@ -319,3 +321,34 @@ def test_speculation_changes_no_bit(family: str, dtype: str, options: dict[str, 
         ):
             assert one.token_ids == other.token_ids
             assert one.logprobs == other.logprobs
+
+
+@pytest.mark.parametrize("captures", [True, False])
+def test_graphs_of_experts_change_no_bit(captures: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The CUDA kernels, with nothing read by the host: a replay has the experts of its own rows."""
+    module = simt.load()
+    module.set_schedule("in_order", 0)
+    module.set_landing("late")
+    for op_module in OP_MODULES:
+        monkeypatch.setattr(op_module, "_C", module)
+
+    def generated(device: TwinDevice, method: str) -> list[tuple[list[int], Any]]:
+        monkeypatch.setattr("specops.engine.engine.open_device", lambda *_, **__: device)
+        drafts = None if method == "naive" else 2
+        engine = Engine(
+            EngineConfig(
+                model=engine_directory("Ernie4_5_Moe"),
+                dtype="bfloat16",
+                speculative_config=SpeculativeConfig(method=method, num_speculative_tokens=drafts),
+                num_pages=20,
+                max_model_len=64,
+            )
+        )
+        params = SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True, logprobs=1)
+        done = engine.generate([[5, 9, 5, 9, 5], [11, 3]], [params] * 2)
+        return [(one.token_ids, one.logprobs) for one in done]
+
+    plain = generated(TwinDevice(captures=False), "naive")
+    device = TwinDevice(captures=captures, poison=0xFF)
+    assert generated(device, "mtp") == plain
+    assert ("replay" in device.log) == captures
