@@ -8,6 +8,7 @@ PIP_ARGS ?=
 HOST ?= 127.0.0.1
 PORT ?= 8000
 MODEL ?=
+ACCEPT_GEMMA_TERMS ?=
 SPECULATIVE_CONFIG ?=
 ONLY ?=
 PART ?=
@@ -32,7 +33,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/pip install --quiet --disable-pip-version-check --no-compile $(PIP_ARGS) -c constraints.txt
 SOURCES := CMakeLists.txt setup.py tools/cuda_toolkit.py $(shell find csrc -type f)
 
-.PHONY: setup serve simt simt-race simt-asan simt-smoke test-race test-asan test-arm test-sanitize
+.PHONY: setup serve gemma simt simt-race simt-asan simt-smoke test-race test-asan test-arm test-sanitize
 .PHONY: test-smoke gates test
 .PHONY: prove campaign soak attacks test-vllm vllm-campaign bench bench-methods bench-mtp-mistakes
 .PHONY: test-lm-eval bench-vllm bench-replay bench-replay-whole bench-step-costs bench-peers
@@ -82,7 +83,7 @@ $(VENV)/native: $(VENV)/build-deps $(if $(NVCC),$(VENV)/torch) $(VENV)/cuda-$(SP
 	touch $@
 
 $(VENV)/test-deps: $(VENV)/serve-deps
-	$(PIP) pytest pytest-xdist hypothesis httpx jsonschema openai schemathesis transformers \
+	$(PIP) pytest pytest-xdist hypothesis httpx jsonschema openai schemathesis transformers gguf \
 	  playwright axe-playwright-python
 	touch $@
 
@@ -149,6 +150,13 @@ serve:
 	$(BIN)/specops serve --host $(HOST) --port $(PORT) \
 	  $(if $(MODEL),--model "$(MODEL)") \
 	  $(if $(SPECULATIVE_CONFIG),--speculative-config '$(SPECULATIVE_CONFIG)')
+
+# Gemma 3 270M, a real model in 250 MB: fetched once, under Gemma's terms, which are shown first.
+# ACCEPT_GEMMA_TERMS=yes answers them.
+gemma:
+	$(MAKE) --no-print-directory -j2 $(VENV)/native $(VENV)/serve-deps
+	model=$$($(BIN)/python -m tools.gemma $(if $(filter yes,$(ACCEPT_GEMMA_TERMS)),--accept-terms)) && \
+	  $(MAKE) --no-print-directory serve MODEL="$$model"
 
 # The wheels come in while the compiler works.
 test:

@@ -41,6 +41,7 @@ FAMILIES = {
     "ngram_propose": "ngram",
     "server": "engine",
     "start": "start",
+    "accuracy": "accuracy",
     "serving": "serving",
     "lossless": "lossless",
     "mtp_mistakes": "mtp_mistakes",
@@ -80,7 +81,16 @@ GROUPS = {
     "mtp": ("methods", "acceptance"),
 }
 # Minutes each, so apart: `make bench-methods`, `make bench-replay` and the like.
-ON_REQUEST = ("methods", "replay", "replay_whole", "start", "step_costs", "mtp_mistakes", "vllm")
+ON_REQUEST = (
+    "accuracy",
+    "methods",
+    "replay",
+    "replay_whole",
+    "start",
+    "step_costs",
+    "mtp_mistakes",
+    "vllm",
+)
 BUDGET_MINUTES = 20
 
 

@@ -188,7 +188,7 @@ def run_round(number: int, seed: int, model: str | None, found: Counter[str]) ->
         "device": "cpu",
         "kv_cache_dtype": draw.choice(["auto", "auto", "int8", "fp8_e4m3"]),
         "logprobs_mode": draw.choice(["raw_logprobs", "processed_logprobs"]),
-        "quantization": draw.choice(["none", "none", "wint8"]),
+        "quantization": draw.choice(["none", "none", "wint8", "wint4"]),
         "max_model_len": longest + max_tokens + 1,
     }
     if model:

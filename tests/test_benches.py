@@ -59,6 +59,7 @@ SMALL: dict[str, dict[str, Any]] = {
     "engine": {"MAX_TOKENS": 8},
     "lossless": {"MAX_TOKENS": 8},
     "serving": {"STREAMS": 2, "TOKENS": 8},
+    "accuracy": {"TEXTS": 1, "TOKENS": 20},
     "start": {"QUANTIZATIONS": ("wint8",), "STARTS": ("next",)},
     "replay": {
         "PROMPT_TOKENS": 32,

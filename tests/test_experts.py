@@ -19,7 +19,7 @@ from mtp_checkpoints import SlowModules, Tiny, make_mtp_checkpoint
 from rounding import assert_error_at_most, distance, rounding_errors
 from specops.engine import Completion, Engine, EngineConfig, SamplingParams, SpeculativeConfig
 from specops.engine.models import load_model, load_mtp
-from specops.engine.models.blocks.experts import ExpertsConfig
+from specops.engine.models.blocks.experts import Experts, ExpertsConfig
 from specops.engine.models.config import ModelConfig
 from specops.engine.models.families import read_model_config
 from specops.engine.models.loader import build
@@ -307,10 +307,10 @@ def completions(family: str, method: str, **options: Any) -> list[Completion]:
     return results
 
 
-@pytest.mark.parametrize("options", [{}, {"quantization": "wint8", "kv_cache_dtype": "int8"}])
+@pytest.mark.parametrize("options", [{}, {"quantization": "wint4", "kv_cache_dtype": "int8"}])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("family", ["qwen3", "Glm4Moe", "DeepseekV3", "Ernie4_5_Moe"])
-@pytest.mark.corners("*-bfloat16-options0", "Ernie4_5_Moe-float32-options1")
+@pytest.mark.corners("*-bfloat16-options0", "Ernie4_5_Moe-*-options1", "Glm4Moe-*-options1")
 def test_speculation_changes_no_bit(family: str, dtype: str, options: dict[str, Any]) -> None:
     if family == "DeepseekV3":
         options = {name: one for name, one in options.items() if name != "kv_cache_dtype"}
@@ -321,6 +321,20 @@ def test_speculation_changes_no_bit(family: str, dtype: str, options: dict[str, 
         ):
             assert one.token_ids == other.token_ids
             assert one.logprobs == other.logprobs
+
+
+def test_ernies_4_bits_are_those_of_its_experts() -> None:
+    """As FastDeploy has it, dense projections then have 8; other families have 4 in both."""
+    kinds = {}
+    for family in ("Ernie4_5_Moe", "Glm4Moe"):
+        layer = load_model(engine_directory(family), quantization="wint4").layers[-1]
+        assert isinstance(layer.mlp, Experts)
+        dense = {one.kind for one in (*layer.attention.weights, *layer.mlp.weights)}
+        kinds[family] = (layer.mlp.gate_up.kind, layer.mlp.down.kind, dense)
+    assert kinds == {
+        "Ernie4_5_Moe": ("int4", "int4", {"int8"}),
+        "Glm4Moe": ("int4", "int4", {"int4"}),
+    }
 
 
 @pytest.mark.parametrize("captures", [True, False])

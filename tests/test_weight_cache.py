@@ -17,7 +17,8 @@ from safetensors.torch import save_file
 from specops import dense
 from specops.dense import PackedWeight
 from specops.engine import Completion, Engine, EngineConfig, SamplingParams, SpeculativeConfig
-from specops.engine.models import CachedWeights, WeightCache, load_model, weight_cache, weights
+from specops.engine.models import CachedWeights, WeightCache, load_model, weight_cache
+from specops.engine.models.checkpoints import safetensors
 from specops.engine.models.weights import WeightSettings, WeightSource
 from torch import Tensor
 
@@ -82,6 +83,8 @@ def files(root: Path, pattern: str = "*/*") -> list[Path]:
 ASKED: list[dict[str, Any]] = [
     {},
     {"quantization": "wint8"},
+    {"quantization": "wint4"},
+    {"quantization": "wint4", "activation": "silu"},
     {"activation": "silu"},
     {"rows": torch.tensor([1, 5, 99], dtype=torch.int32)},
     {"rows": torch.tensor([1, 5, 98], dtype=torch.int32)},
@@ -330,7 +333,7 @@ def mappings(name: str) -> list[dict[str, int]]:
 def test_what_was_read_of_a_checkpoint_is_given_back(
     model_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(weights, "_COPIED_BYTES", 0)
+    monkeypatch.setattr(safetensors, "_COPIED_BYTES", 0)
     path = str(model_dir / "model.safetensors")
     one = source(model_dir, None, dtype=torch.float32)
     weight = read(one)
@@ -344,7 +347,7 @@ def test_what_was_read_of_a_checkpoint_is_given_back(
 def run(model: Path, method: str, cache: str) -> list[Completion]:
     speculative = {"method": method, "adaptive_verification": method == "ngram"}
     if method == "mtp":
-        speculative["quantization"] = "wint8"
+        speculative["quantization"] = "wint4"
     if method != "naive":
         speculative["num_speculative_tokens"] = 3
     engine = Engine(

@@ -71,6 +71,8 @@ class ToyHead:
     num_passes = 1
     is_chained = True
     lookahead = 1
+    num_likeliest = 2
+    is_independent = False
     taps = (0, 2)
     dtype = torch.float32
 
@@ -114,7 +116,7 @@ class ToyHead:
         return hidden, own
 
     def logits(
-        self, hidden: Tensor, *, out: Tensor | None = None, sums: Tensor | None = None
+        self, index: int, hidden: Tensor, *, out: Tensor | None = None, sums: Tensor | None = None
     ) -> Tensor:
         return hidden.float() if out is None else out.copy_(hidden)
 

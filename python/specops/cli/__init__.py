@@ -2,13 +2,15 @@
 """The command `specops`. A command's module is imported when it runs, so that help is instant."""
 
 import argparse
+import json
 import os
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib import import_module
+from typing import Any
 
-_OPTIONAL = {"aiohttp", "numpy", "rich", "safetensors", "tokenizers", "torch"}
+_OPTIONAL = {"aiohttp", "huggingface_hub", "numpy", "rich", "safetensors", "tokenizers", "torch"}
 _INTERRUPTED = 130  # the code that a shell gives for a program ended by Ctrl-C
 
 
@@ -129,6 +131,31 @@ def require_writable(option: str, file: str) -> None:
         ValueError: it cannot be written.
     """
     _open(option, file, "a", "")
+
+
+def json_object(option: str, text: str) -> dict[str, Any]:
+    """The JSON object that an option has.
+
+    Raises:
+        ValueError: it is none.
+    """
+    try:
+        value = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{option} is not valid JSON: {error}") from None
+    if not isinstance(value, dict):
+        raise ValueError(f"{option} must be a JSON object, got {text}")
+    return value
+
+
+def require_url(option: str, url: str) -> None:
+    """Refuses an address that is none.
+
+    Raises:
+        ValueError: it has no scheme.
+    """
+    if not url.startswith(("http://", "https://")):
+        raise ValueError(f"{option} must begin with http:// or https://, got {url}")
 
 
 def _open(option: str, file: str, mode: str, text: str) -> None:

@@ -8,6 +8,7 @@ import argparse
 from dataclasses import fields
 from typing import Any
 
+from specops.cli.hub import directory_of, is_name
 from specops.engine.config import EngineConfig
 from specops.engine.methods.checks import QUANTIZATIONS
 from specops.engine.speculative_config import SpeculativeConfig
@@ -16,7 +17,12 @@ from specops.engine.speculative_config import SpeculativeConfig
 def add_model_options(parser: argparse.ArgumentParser) -> None:
     """Adds the options of the model: which one, its dtypes, its device."""
     add = parser.add_argument
-    add("--model", metavar="DIR", help="Hugging Face directory (default: the bundled model)")
+    add(
+        "--model",
+        metavar="PATH",
+        help="Hugging Face directory, GGUF file, or ORG/NAME of a model of the Hub "
+        "(default: the bundled model)",
+    )
     add(
         "--device",
         metavar="NAME",
@@ -31,7 +37,8 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
     add(
         "--quantization",
         choices=QUANTIZATIONS,
-        help="of projections, as they are loaded: 8 bits a number (default: none)",
+        help="of projections, as they are loaded: 8 bits a number, 4, or 4 of experts and 8 of "
+        "all else (default: none)",
     )
     add(
         "--quantize-head",
@@ -159,12 +166,20 @@ def plain_settings(args: argparse.Namespace) -> dict[str, Any]:
 
     Args:
         args: as a parser with these options, or some of them, reads them.
+
+    Raises:
+        ValueError: there is no such model.
     """
-    return {
+    settings = {
         field.name: getattr(args, field.name)
         for field in fields(EngineConfig)
         if getattr(args, field.name, None) is not None
     }
+    name = settings.get("model")
+    if name is not None and is_name(name):
+        settings["model"] = directory_of(name)
+        settings.setdefault("served_model_name", name)  # the directory's is a digest
+    return settings
 
 
 def engine_settings(args: argparse.Namespace) -> dict[str, Any]:

@@ -6,6 +6,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from specops.engine.gguf.directory import SUFFIX as GGUF_SUFFIX
+from specops.engine.gguf.directory import gguf_directory
 from specops.engine.methods import METHODS, NAIVE, Method, checks, default_method, method_of
 from specops.engine.methods.checks import QUANTIZATIONS
 from specops.engine.speculative_config import SpeculativeConfig
@@ -42,7 +44,7 @@ class EngineConfig:
     """How an engine is set up. Paths and resources live here, never in a request.
 
     Attributes:
-        model: Hugging Face directory; None is the model that ships with the package.
+        model: Hugging Face directory, or GGUF file; None is the model that ships with the package.
         speculative_config: the method for requests that do not choose their own.
         methods: the methods that requests may choose beside those that speculative_config names
             and those without weights, which they may choose in any case; "all" is every method that
@@ -53,10 +55,11 @@ class EngineConfig:
         kv_cache_dtype: what keys and values are kept in: "auto" (the model's dtype), or 8 bits an
             element and a scale per token and head, "int8" or "fp8_e4m3", which need half the memory
             and are a little off. Speculation still changes no bit.
-        quantization: of the layers' projections, made as they are loaded: "none"; or "wint8",
-            FastDeploy's: 8 bits a number and a scale for each output. They need half the memory of
-            bfloat16 and are a little off. Embedding and norms stay as they are. Speculation still
-            changes no bit.
+        quantization: of the layers' projections, made as they are loaded: "none"; or FastDeploy's
+            "wint8", 8 bits a number and a scale for each output; "wint4", 4 bits and a scale for
+            128 inputs of an output; or "mix_quant", wint4 of experts and wint8 of all else. They
+            need half or a quarter of the memory of bfloat16 and are a little off. Embedding and
+            norms stay as they are. Speculation still changes no bit.
         quantize_head: the same of the LM head, in which few others are quantized.
         device: "auto" (a GPU where this build and this machine can use one, else the CPU), "cpu",
             "cuda" or "cuda:N".
@@ -250,7 +253,8 @@ class EngineConfig:
         own = self.speculative_config
         if own.adaptive_verification is not None:
             return self
-        files = [file for file in self.model_dir.glob("*.safetensors") if file.is_file()]
+        weights = (".safetensors", GGUF_SUFFIX)
+        files = [file for file in self.model_dir.glob("*") if file.suffix in weights]
         is_long = sum(file.stat().st_size for file in files) >= _LEAST_SELECTED_BYTES
         # What passes of a drafter's model cost is not known here, and has not been judged.
         is_known = not any(method_of(name).needs_weights for name, _ in own.draft_stages)
@@ -259,12 +263,21 @@ class EngineConfig:
 
     @property
     def model_dir(self) -> Path:
-        """The directory to load."""
-        return BUNDLED_MODEL if self.model is None else Path(self.model)
+        """The directory to load: of a GGUF file, what is made from it in the user's cache.
+
+        Raises:
+            ModelError: the file is missing or damaged, or cannot be read.
+        """
+        if self.model is None:
+            return BUNDLED_MODEL
+        path = Path(self.model)
+        return gguf_directory(path) if path.suffix == GGUF_SUFFIX else path
 
     @property
     def model_name(self) -> str:
         """The name clients use for the model."""
         if self.served_model_name is not None:
             return self.served_model_name
-        return BUNDLED_MODEL_NAME if self.model is None else self.model_dir.resolve().name
+        if self.model is None:
+            return BUNDLED_MODEL_NAME
+        return Path(self.model).resolve().name.removesuffix(GGUF_SUFFIX)

@@ -12,7 +12,7 @@ from dataclasses import asdict, replace
 from datetime import datetime, timezone
 from typing import Any
 
-from specops.cli import fail, require_writable, write_file
+from specops.cli import fail, json_object, require_url, require_writable, write_file
 from specops.cli.lossless.answers import Answer
 from specops.cli.lossless.card import card
 from specops.cli.lossless.modes import ALONE, BESIDE, Ask, Mode, asks_of, modes_of
@@ -35,8 +35,8 @@ def main(arguments: Sequence[str], program: str) -> int:
         plain, *drafted = modes_of(
             _server(args, args.url, args.model),
             _server(args, args.baseline_url, args.baseline_model) if args.baseline_url else None,
-            _object("--plain-body", args.plain_body),
-            [_object("--drafted-body", body) for body in args.drafted_body or ()],
+            None if args.plain_body is None else json_object("--plain-body", args.plain_body),
+            [json_object("--drafted-body", body) for body in args.drafted_body or ()],
         )
         asks = asks_of(
             texts, max_tokens=args.max_tokens, temperature=args.temperature, seed=args.seed
@@ -146,11 +146,9 @@ def _check(args: argparse.Namespace) -> None:
         value = getattr(args, name)
         if not 0 < value < float("inf"):
             raise ValueError(f"--{name} must be above 0, got {value:g}")
-    for name in ("url", "baseline_url"):
-        value = getattr(args, name)
-        if value is not None and not value.startswith(("http://", "https://")):
-            option = name.replace("_", "-")
-            raise ValueError(f"--{option} must begin with http:// or https://, got {value}")
+    require_url("--url", args.url)
+    if args.baseline_url is not None:
+        require_url("--baseline-url", args.baseline_url)
     for name in ("json", "card"):
         file = getattr(args, name)
         if file is not None and (name, file) != ("json", "-"):
@@ -166,18 +164,6 @@ def _texts(args: argparse.Namespace) -> list[Text]:
             raise ValueError(f"--prompts must be 1 to {len(texts)}, got {args.prompts}")
         texts = texts[: args.prompts]
     return texts
-
-
-def _object(option: str, text: str | None) -> dict[str, Any] | None:
-    if text is None:
-        return None
-    try:
-        value = json.loads(text)
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{option} is not valid JSON: {error}") from None
-    if not isinstance(value, dict):
-        raise ValueError(f"{option} must be a JSON object, got {text}")
-    return value
 
 
 def _server(args: argparse.Namespace, url: str, model: str) -> Server:

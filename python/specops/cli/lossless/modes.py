@@ -56,7 +56,7 @@ def modes_of(
     server: Server,
     baseline: Server | None,
     plain_body: dict[str, Any] | None,
-    drafted_bodies: Sequence[dict[str, Any] | None],
+    drafted_bodies: Sequence[dict[str, Any]],
 ) -> list[Mode]:
     """Plain decoding, then every way to speculate; no other where nothing turns it off.
 
@@ -83,9 +83,7 @@ def modes_of(
     plain = Mode("plain", False, of_plain, turns_off or {})
     if turns_off is None and baseline is None:
         return [plain]
-    bodies: list[tuple[str, dict[str, Any]]] = [
-        (json.dumps(body), body) for body in drafted_bodies if body is not None
-    ]
+    bodies: list[tuple[str, dict[str, Any]]] = [(json.dumps(body), body) for body in drafted_bodies]
     if not bodies:
         # Where drafts gain nothing, specops would cease to verify them: they are compared, too.
         bodies = [

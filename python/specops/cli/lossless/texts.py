@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a server is asked: prose, code, chats, and copies that differ in a word."""
 
-from typing import NamedTuple
+from dataclasses import dataclass
 
 
-class Text(NamedTuple):
+@dataclass(frozen=True)
+class Text:
     """A prompt.
 
     Attributes:

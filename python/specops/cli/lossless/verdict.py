@@ -116,7 +116,7 @@ def verdict(
     if any(one.found for one in drafted):
         return DIFFERS, _differs(drafted, plain)
     if any(one.found for one in plain):
-        return DIFFERS, f"Differs without speculation: {_not_repeated(plain)}."
+        return DIFFERS, f"Differs without speculation: of the outputs, {_not_repeated(plain)}."
     failures = sum((one.failures for one in comparisons), Counter[str]())
     if failures:
         message, _ = failures.most_common(1)[0]
@@ -170,12 +170,16 @@ def _differs(drafted: Sequence[Comparison], plain: Sequence[Comparison]) -> str:
         return f"{said} Without speculation, all repeat."
     if not any(one.found for one in drafted if one.setting == "alone"):
         said += " Alone, all are; it is the batch that changes them."
-    return f"{said} Without speculation, too, {_not_repeated(plain)}."
+    return f"{said} Without speculation, {_not_repeated(plain)}, too."
 
 
 def _not_repeated(plain: Sequence[Comparison]) -> str:
-    shares = [_share(plain, name, lambda one: one.setting) for name in ("alone", "beside others")]
-    return f"{' and '.join(shares)} outputs are not those of the first time, alone"
+    shares = [
+        _share(plain, name, lambda one: one.setting)
+        for name in ("alone", "beside others")
+        if any(one.found for one in plain if one.setting == name)
+    ]
+    return f"{' and '.join(shares)} are not what they are alone the first time"
 
 
 def _share(comparisons: Sequence[Comparison], name: str, of: Callable[[Comparison], str]) -> str:

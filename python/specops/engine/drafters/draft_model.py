@@ -80,6 +80,8 @@ class DraftModelHead:
 
     num_passes = 1
     is_chained = True
+    num_likeliest = 2
+    is_independent = False
     lookahead = 0
     taps: tuple[int, ...] = ()
     token_map: Tensor | None = None
@@ -150,7 +152,7 @@ class DraftModelHead:
         return hidden, hidden
 
     def logits(
-        self, hidden: Tensor, *, out: Tensor | None = None, sums: Tensor | None = None
+        self, index: int, hidden: Tensor, *, out: Tensor | None = None, sums: Tensor | None = None
     ) -> Tensor:
         """Returns the logits of rows."""
         return self.model.logits(hidden, out=out, sums=sums)

@@ -46,6 +46,8 @@ class Eagle3Head:
 
     num_passes = 1
     is_chained = True
+    num_likeliest = 2
+    is_independent = False
     lookahead = 1
 
     def __init__(self, head: Eagle3) -> None:
@@ -107,7 +109,7 @@ class Eagle3Head:
         return self.head.forward(cast(MtpBatch, rows), states, self.cache)
 
     def logits(
-        self, hidden: Tensor, *, out: Tensor | None = None, sums: Tensor | None = None
+        self, index: int, hidden: Tensor, *, out: Tensor | None = None, sums: Tensor | None = None
     ) -> Tensor:
         """Returns the logits of rows, of the head's vocabulary."""
         return self.head.logits(hidden, out=out, sums=sums)

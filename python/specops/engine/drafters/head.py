@@ -52,6 +52,14 @@ class DraftHead(Protocol):
         """
 
     @property
+    def num_likeliest(self) -> int:
+        """How many of the likeliest tokens of each pass make trees, at least 2."""
+
+    @property
+    def is_independent(self) -> bool:
+        """Whether no draft depends on those before it, so that each of these may follow each."""
+
+    @property
     def taps(self) -> tuple[int, ...]:
         """Layers of the target whose states `target_states` reads."""
 
@@ -73,7 +81,11 @@ class DraftHead(Protocol):
 
     @property
     def kv_bytes_per_token(self) -> int:
-        """What it keeps on pages, over all passes."""
+        """What it keeps on pages, over all passes.
+
+        0: it is no more than its passes, which read the target's states and the tokens behind. Then
+        it drafts no more than one token each, only rows run that draft, and none runs again.
+        """
 
     def reserve(self, rows: int) -> None:
         """Allocates the buffers of passes with up to `rows` rows, which then stay there."""
@@ -104,6 +116,13 @@ class DraftHead(Protocol):
         """
 
     def logits(
-        self, hidden: Tensor, *, out: Tensor | None = None, sums: Tensor | None = None
+        self, index: int, hidden: Tensor, *, out: Tensor | None = None, sums: Tensor | None = None
     ) -> Tensor:
-        """Returns the fp32 logits [rows, vocab_size] of rows that `forward` returned first."""
+        """Returns the fp32 logits [rows, vocab_size] of rows that `forward` returned first.
+
+        Args:
+            index: which draft of the request they are for, from 0.
+            hidden: these rows, one for each request of the step.
+            out: receives them.
+            sums: workspace of projections.
+        """

@@ -59,6 +59,8 @@ class MtpHead:
     """
 
     taps: tuple[int, ...] = ()
+    num_likeliest = 2
+    is_independent = False
 
     def __init__(self, target: Transformer, modules: MtpModules) -> None:
         self._target, self.modules = target, modules
@@ -129,7 +131,7 @@ class MtpHead:
         return self.modules.forward(index, cast(MtpBatch, rows), states, self.cache)
 
     def logits(
-        self, hidden: Tensor, *, out: Tensor | None = None, sums: Tensor | None = None
+        self, index: int, hidden: Tensor, *, out: Tensor | None = None, sums: Tensor | None = None
     ) -> Tensor:
         """Returns the logits of rows, of the modules' vocabulary."""
         return self.modules.logits(hidden, out=out, sums=sums)

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from specops import batching, sampling
 from specops.batching import DraftIndices
-from specops.engine.draft_trees import branch_chain
+from specops.engine.draft_trees import branch_chain, joint_tree
 from specops.engine.drafters.base import (
     Drafter,
     DrafterContext,
@@ -98,8 +98,9 @@ class RecurrentDrafter(Drafter):
             several passes always run again.
         max_rows: rows of the longest pass.
         arrays: that its steps share.
-        kept: [slots, WINDOW, hidden_size], the target's states of each slot's last positions; none
-            for a head that reads no states.
+        kept: [slots, WINDOW, hidden_size], the target's states of each slot's last positions.
+        keeps_states: whether there are any: not for a head that reads none, or only those of the
+            step.
         window: positions before a step's that may run again.
         reads_own_tokens: whether a row reads the token at its own position; see `DraftHead`.
     """
@@ -132,7 +133,8 @@ class RecurrentDrafter(Drafter):
         self.arrays = DraftArrays(head, slots, self.max_rows, device)
         where, width = device.device, head.hidden_size
         self.window = self.max_redrafts if self.reads_own_tokens else WINDOW
-        num_kept = 0 if self.reads_own_tokens else WINDOW
+        self.keeps_states = head.kv_bytes_per_token > 0 and not self.reads_own_tokens
+        num_kept = WINDOW if self.keeps_states else 0
         self.kept = torch.zeros((slots, num_kept, width), dtype=head.dtype, device=where)
 
     def allocate(self, num_pages: int) -> None:
@@ -154,6 +156,8 @@ class RecurrentDrafter(Drafter):
         self.own_numbers[slot] = config.draws_drafts
         self.has_anchors[slot] = config.verify_strategy == "block"
         passes = request.draft_stages[self.name]
+        if not self.kv_bytes_per_token:
+            passes = min(passes, self.num_passes)
         has_moved = passes > self.num_steps
         self.num_steps = max(self.num_steps, passes)
         return has_moved
@@ -178,6 +182,8 @@ class RecurrentDrafter(Drafter):
         for part, progress in ours:
             progress.redraft_len = -1
             slot = part.request.slot
+            if not self.kv_bytes_per_token and not (part.emits and part.draft_limit):
+                continue  # there is nothing to keep of it
             if part.emits:
                 draws = draws or bool(self.temperatures[slot] > 0)
                 own_numbers = own_numbers or bool(
@@ -205,6 +211,8 @@ class RecurrentDrafter(Drafter):
     def _begin(self, progress: _Progress) -> int:
         """The first position that runs when the head runs in the next step."""
         begin, end = progress.num_drafted, progress.request.num_computed
+        if not self.kv_bytes_per_token:
+            return end
         if end - begin <= (self.window if self.reads_own_tokens else CATCH_UP):
             return begin
         return max(begin, (end - BEGIN_ANEW) // self.page_size * self.page_size)
@@ -280,8 +288,9 @@ class RecurrentStep(DrafterStep):
         passes = min(drafter.num_steps, step.proposals) if shape.tells else 0
         self._logprobs = [results.float32(batch) for _ in range(passes)]  # of the drafts, by pass
         passes = passes if shape.branches else 0
-        self._likeliest = [results.int32(batch, 2) for _ in range(passes)]
-        self._their_logprobs = [results.float32(batch, 2) for _ in range(passes)]
+        count = drafter.head.num_likeliest
+        self._likeliest = [results.int32(batch, count) for _ in range(passes)]
+        self._their_logprobs = [results.float32(batch, count) for _ in range(passes)]
         # The target's states may be projected where no rows run, too.
         self.sums_size = drafter.head.sums_size(max(shape.rows, step.rows), batch)
         if shape.rows:
@@ -350,7 +359,7 @@ class RecurrentStep(DrafterStep):
         states = self._drafter.head.target_states(target)
         if self._shape.rows:
             self._draft(target, states)
-        if self._drafter.reads_own_tokens:
+        if not self._drafter.keeps_states:
             return
         # After the passes: these rows may take the place of some that ran again.
         rows = self.rows
@@ -379,20 +388,32 @@ class RecurrentStep(DrafterStep):
                     self._branch(part, index, proposals)
 
     def _branch(self, part: Scheduled, index: int, proposals: Proposals) -> None:
-        """Makes a tree of a request's chain: with a second token for each of its drafts."""
-        slot, token_map = part.request.slot, self._drafter.token_map
+        """Makes a tree of a request's chain: with a second token for each of its drafts.
+
+        Or of the likeliest tokens of each pass, where each of them may follow each.
+        """
+        slot = part.request.slot
         count = int(proposals.counts[slot])
+        if self._drafter.head.is_independent:
+            places = [self._likeliest_of(depth, index) for depth in range(count)]
+            proposals.put_tree(slot, joint_tree(places, part.draft_limit))
+            return
         tokens = proposals.token_ids[slot, :count].tolist()
         chances = proposals.confidences[slot, :count].tolist()
         others: list[tuple[int, float]] = []
         for depth, token in enumerate(tokens):
-            likeliest = self._likeliest[depth].host[index]
-            likeliest = likeliest if token_map is None else token_map[likeliest]
-            place = int(likeliest[0] == token)
-            chance = min(float(np.exp(self._their_logprobs[depth].host[index, place])), 1.0)
-            others.append((int(likeliest[place]), chance))
+            first, second, *_ = self._likeliest_of(depth, index)
+            others.append(second if first[0] == token else first)
         chain = list(zip(tokens, chances, strict=True))
         proposals.put_tree(slot, branch_chain(chain, others, part.draft_limit))
+
+    def _likeliest_of(self, depth: int, index: int) -> list[tuple[int, float]]:
+        """The likeliest tokens of a request's pass, with their chances."""
+        token_map = self._drafter.token_map
+        tokens = self._likeliest[depth].host[index]
+        tokens = tokens if token_map is None else token_map[tokens]
+        chances = np.exp(self._their_logprobs[depth].host[index]).clip(max=1.0)
+        return list(zip(tokens.tolist(), chances.tolist(), strict=True))
 
     def _bind(self, target: TargetStep) -> None:
         """Makes the views that launches take, once."""
@@ -508,14 +529,15 @@ class RecurrentStep(DrafterStep):
         )
 
     def _note_likeliest(self, choices: Choices, step: int) -> None:
-        """Notes the two likeliest tokens of a pass, for trees."""
+        """Notes the likeliest tokens of a pass, for trees."""
+        drafter = self._drafter
         sampling.top_logprobs(
             choices.logits,
-            2,
+            drafter.head.num_likeliest,
             token_ids=self._likeliest[step].device,
             logprobs=self._their_logprobs[step].device,
             lse=choices.lse,
-            workspace=self._drafter.arrays.workspace,
+            workspace=drafter.arrays.workspace,
         )
 
     def _choose(
@@ -531,7 +553,7 @@ class RecurrentStep(DrafterStep):
         drafter, head, size = self._drafter, self._drafter.head, self._step.batch
         choices = drafter.arrays.choice_view(size)
         batching.gather_output_rows(hidden, indices.last_rows, out=choices.states)
-        head.logits(choices.states, out=choices.logits, sums=target.sums)
+        head.logits(step, choices.states, out=choices.logits, sums=target.sums)
         positions = indices.draft_positions
         if 0 < step < drafter.num_passes and self._choosing:
             # The rows are the first pass's, and the token is one further on for each pass.

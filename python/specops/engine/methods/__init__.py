@@ -41,6 +41,8 @@ METHODS: dict[str, str] = {
     "prediction": "specops.engine.methods.prediction",
     "draft_model": "specops.engine.methods.draft_model",
     "eagle3": "specops.engine.methods.eagle3",
+    "medusa": "specops.engine.methods.medusa",
+    "hydra": "specops.engine.methods.hydra",
 }
 
 # Drafters that no request chooses: each request that speculates has them behind its method's.

@@ -13,8 +13,9 @@ class DraftModelOptions(Options):
 
     Attributes:
         model: directory of the model.
-        quantization: of its projections, its LM head included: "none", "wint8". No token depends on
-            it, only how often drafts are right. None: as of the target.
+        quantization: of its projections, its LM head included: "none", "wint8", "wint4" or
+            "mix_quant". No token depends on it, only how often drafts are right. None: as of the
+            target.
     """
 
     model: str | None = None

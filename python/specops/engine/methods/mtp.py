@@ -23,8 +23,8 @@ class MtpOptions(Options):
         draft_vocab: safetensors file with the tensor d2t, the tokens that the modules may draft.
             None lets them draft all.
         quantization: of the modules' projections, and of a copy of the target's LM head that they
-            draft with: "none", "wint8". No token depends on it, only how often drafts are right.
-            None: the modules' layers like the target's, and its own head.
+            draft with: "none", "wint8", "wint4" or "mix_quant". No token depends on it, only how
+            often drafts are right. None: the modules' layers like the target's, and its own head.
     """
 
     mtp_strategy: str = "default"

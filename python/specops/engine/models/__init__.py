@@ -11,6 +11,7 @@ from specops.engine.models.kv import KvCache, KvSpec, LayerKv
 from specops.engine.models.loader import load_model
 from specops.engine.models.mtp.loader import load_mtp
 from specops.engine.models.mtp.modules import MtpBatch, MtpModule, MtpModules, MtpOutput
+from specops.engine.models.residual_heads import ResidualHeads, load_hydra, load_medusa
 from specops.engine.models.transformer import Transformer
 from specops.engine.models.weight_cache import CachedWeights, WeightCache
 
@@ -28,10 +29,13 @@ __all__ = [
     "MtpModule",
     "MtpModules",
     "MtpOutput",
+    "ResidualHeads",
     "StepBatch",
     "Transformer",
     "WeightCache",
     "load_eagle3",
+    "load_hydra",
+    "load_medusa",
     "load_model",
     "load_mtp",
 ]

@@ -2,6 +2,7 @@
 """Loads a Hugging Face directory: config.json and safetensors files, into packed weights."""
 
 import re
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,7 +16,7 @@ from specops.engine.models.dry_run import dry_run
 from specops.engine.models.families import read_model_config
 from specops.engine.models.transformer import Transformer
 from specops.engine.models.weight_cache import WeightCache
-from specops.engine.models.weights import WeightSettings, WeightSource
+from specops.engine.models.weights import Checkpoint, WeightSettings, WeightSource
 
 _DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 _KV_CACHE_DTYPES = {"auto": None, "int8": torch.int8, "fp8_e4m3": torch.float8_e4m3fn}
@@ -46,13 +47,15 @@ def load_model(
     """Loads a checkpoint of one of the families.
 
     Args:
-        directory: a Hugging Face directory with config.json and safetensors files.
+        directory: a Hugging Face directory with config.json and safetensors files, whose weights
+            may be quantized; or one that is made from a GGUF file.
         dtype: "bfloat16", "float32", or "auto" for the checkpoint's own.
         max_model_len: positions to prepare; the model's own limit when absent.
         device: where the weights live.
         load_format: "auto"; or "dummy" for random weights, which need no file but config.json.
         kv_cache_dtype: "auto" for that of the weights, "int8" or "fp8_e4m3".
-        quantization: of the layers' projections, as they are loaded: "none" or "wint8".
+        quantization: of the layers' projections, as they are loaded: see `WeightSettings`. Those
+            that are quantized in the file stay as they are.
         quantize_head: the same of the LM head. An embedding that is tied to it stays as it is.
         weight_cache: where packed weights are kept; None: nowhere.
 
@@ -69,27 +72,33 @@ def load_model(
         raise ModelError(
             f"max_model_len must be at most the model's {config.max_model_len}, got {max_model_len}"
         )
-    for name, one, choices in (
-        ("kv_cache_dtype", kv_cache_dtype, tuple(_KV_CACHE_DTYPES)),
-        ("quantization", quantization, QUANTIZATIONS),
-        ("quantize_head", quantize_head, QUANTIZATIONS),
-    ):
-        if one not in choices:
-            *most, last = choices
-            raise ModelError(f"{name} must be {', '.join(most)} or {last}, got {one}")
+    _check_choice("kv_cache_dtype", kv_cache_dtype, tuple(_KV_CACHE_DTYPES))
+    _check_choice("quantization", quantization, QUANTIZATIONS)
+    _check_choice("quantize_head", quantize_head, QUANTIZATIONS)
+    is_mixed = quantization == "wint4" and config.wint4_is_mixed
     kind = _dtype_of(config, dtype, file)
     kv_kind = _KV_CACHE_DTYPES[kv_cache_dtype] or kind
     settings = WeightSettings(
         dtype=kind,
         device=torch.device(device),
         load_format=load_format,
-        quantization=quantization,
+        quantization="mix_quant" if is_mixed else quantization,
         quantize_head=quantize_head,
         cache=weight_cache,
     )
     _refuse_what_ops_refuse(config, settings, kv_kind, file)
     source = settings.open(directory)
-    return build(config, source, kv_kind, max_model_len or config.max_model_len)
+    model = build(config, source, kv_kind, max_model_len or config.max_model_len)
+    if isinstance(source, Checkpoint):
+        prefix = place_of(config, source).prefix
+        source.refuse_unread(tuple(f"{prefix}layers.{i}." for i in range(config.num_layers)))
+    return model
+
+
+def _check_choice(name: str, value: str, choices: Sequence[str]) -> None:
+    if value not in choices:
+        *most, last = choices
+        raise ModelError(f"{name} must be {', '.join(most)} or {last}, got {value}")
 
 
 def _dtype_of(config: ModelConfig, dtype: str, file: Path) -> torch.dtype:

@@ -242,7 +242,8 @@ def _file_of(weight: PackedWeight, key: str) -> tuple[list[Tensor], bytes]:
             plain[name] = value
             continue
         data = value.contiguous().view(-1).view(torch.uint8)
-        tensors.append(torch.nn.functional.pad(data, (0, -data.numel() % _VECTOR)))
+        slack = -data.numel() % _VECTOR
+        tensors.append(torch.cat((data, data.new_zeros(slack))) if slack else data)
         end = begin + tensors[-1].numel()
         entries[name] = {"dtype": "U8", "shape": [end - begin], "data_offsets": [begin, end]}
         dtype = str(value.dtype).removeprefix("torch.")
@@ -327,7 +328,8 @@ def _code_digest() -> str:
     """Of all code that decides what a packed weight is."""
     facts = specops.runtime.build_facts()
     package = Path(specops.__file__).parent
-    sources = [*package.glob("*.py"), *(package / "engine" / "models").rglob("*.py")]
+    folders = [package / "engine" / name for name in ("gguf", "models")]
+    sources = [*package.glob("*.py"), *(file for one in folders for file in one.rglob("*.py"))]
     texts = [file.read_text(encoding="utf-8") for file in sorted(sources)]
     return _digest([facts["source_digest"], facts["compiler"], *texts])
 

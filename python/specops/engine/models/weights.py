@@ -8,23 +8,27 @@ embeddings are tensors.
 import json
 import zlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
 from torch import Tensor
 
 from specops import dense, moe
 from specops.dense import PackedWeight
 from specops.engine.errors import ModelError
+from specops.engine.models.checkpoints.directory import open_checkpoint, weight_files
+from specops.engine.models.checkpoints.fused import fused, rows_of
 from specops.engine.models.weight_cache import CachedWeights, WeightCache
-from specops.quantization import quantize_weight
+from specops.quantization import QuantizedWeight, dequantize_weight, quantize_weight
 
 _SEED = 1  # of random weights
-_COPIED_BYTES = 1 << 20  # of tensors up to this no file is kept mapped
+# Tables that are computed, and scales of 8-bit caches, which have their own here.
+_NO_WEIGHTS = (".rotary_emb.inv_freq", ".k_scale", ".v_scale")
+# What a quantization of several kinds is to experts, and to all else.
+_OF_EXPERTS, _OF_DENSE = {"mix_quant": "wint4"}, {"mix_quant": "wint8"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,8 +39,10 @@ class WeightSettings:
         dtype: of the tensors.
         device: where they are put.
         load_format: "auto" reads checkpoints; "dummy" makes random numbers in their place.
-        quantization: of the layers' projections, as they are loaded: "none"; or "wint8", 8 bits a
-            number and a scale for each output, as FastDeploy makes them.
+        quantization: of the layers' projections, as they are loaded: "none"; or as FastDeploy makes
+            them "wint8", 8 bits a number and a scale for each output; "wint4", 4 bits and a scale
+            for 128 inputs of an output (64 where these do not divide by 128); or "mix_quant",
+            wint4 of experts and wint8 of all else.
         quantize_head: the same of the LM head.
         cache: keeps packed weights; None: they are packed each time.
     """
@@ -87,15 +93,15 @@ class WeightSource(ABC):
         self.cached: CachedWeights | None = None
 
     @abstractmethod
-    def names(self) -> Collection[str]:
+    def names(self) -> Set[str]:
         """Returns the names of all tensors, as far as they are known."""
 
     @abstractmethod
-    def _load(self, name: str, shape: tuple[int, ...]) -> Tensor:
+    def _load(self, name: str, shape: tuple[int, ...]) -> Tensor | QuantizedWeight:
         """Returns one tensor of this shape, in any dtype and on any device."""
 
     def tensor(self, name: str, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
-        """Returns one tensor.
+        """Returns one tensor; of a quantized weight, the numbers that it stands for.
 
         Args:
             name: of the tensor.
@@ -105,15 +111,16 @@ class WeightSource(ABC):
         Raises:
             ModelError: it is missing, or has another shape.
         """
-        return self._placed(self._named(name, shape), dtype)
+        dtype = dtype or self.dtype
+        return self._placed(self._named(name, shape, dtype), dtype)
 
     def integers(self, name: str, *shape: int) -> Tensor:
         """Returns one tensor as it is in the file, on the CPU: of ids, which have no dtype here."""
-        return self._named(name, shape).cpu()
+        return self._named(name, shape, self.dtype).cpu()
 
     def norm(self, name: str, width: int) -> Tensor:
         """Returns the weight [width] of a norm."""
-        weight = self._named(name, (width,))
+        weight = self._named(name, (width,), torch.float32)
         if self.norm_offset:
             weight = weight.float() + self.norm_offset
         return self._placed(weight)
@@ -143,11 +150,13 @@ class WeightSource(ABC):
             inputs: inputs of all of them.
             activation: of two parts, a gate and an up: `dense.linear` then makes
                 `activation(gate) * up`; see `dense.pack_weight`.
-            quantization: of this one; None: that of the layers' projections.
+            quantization: of this one; None: that of the layers' dense projections. A weight that
+                is quantized in its file stays as it is.
             rows: int32 [kept outputs], on the device: which outputs to keep; None: all.
         """
         names = [f"{prefix}{part}.weight" for part in parts]
         quantization = quantization or self.settings.quantization
+        quantization = _OF_DENSE.get(quantization, quantization)
 
         def make() -> PackedWeight:
             return self._pack(names, outputs, inputs, activation, quantization, rows)
@@ -174,6 +183,7 @@ class WeightSource(ABC):
         """
         each = [[f"{prefix}{e}.{part}.weight" for part in parts] for e in range(num_experts)]
         quantization = self.settings.quantization
+        quantization = _OF_EXPERTS.get(quantization, quantization)
 
         def make() -> PackedWeight:
             packed = (self._pack(one, outputs, inputs, activation, quantization) for one in each)
@@ -192,13 +202,17 @@ class WeightSource(ABC):
         rows: Tensor | None = None,
     ) -> PackedWeight:
         named = zip(names, outputs, strict=True)
-        weights = [self.tensor(name, size, inputs) for name, size in named]
-        weight = torch.cat(weights) if len(weights) > 1 else weights[0]
+        weights = [self._load(name, (size, inputs)) for name, size in named]
+        weight = fused([self._on_device(one) for one in weights], names)
         if rows is not None:
-            weight = weight[rows.long()]
+            weight = rows_of(weight, rows)
+        if not isinstance(weight, Tensor) or quantization == "none":
+            return dense.pack_weight(weight, activation=activation)
         if quantization == "wint8":
-            return dense.pack_weight(quantize_weight(weight), activation=activation)
-        return dense.pack_weight(weight, activation=activation)
+            codes = quantize_weight(weight, kind="int8")
+        else:
+            codes = quantize_weight(weight, kind="int4", group=64 if weight.shape[1] % 128 else 128)
+        return dense.pack_weight(codes, activation=activation)
 
     def _kept(
         self, names: Sequence[str], *what: Any, make: Callable[[], PackedWeight]
@@ -209,22 +223,31 @@ class WeightSource(ABC):
             return make()
         return self.cached.get(json.dumps([names, str(self.dtype), *what]), make)
 
-    def _named(self, name: str, shape: tuple[int, ...]) -> Tensor:
+    def _named(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """A tensor as it is; of a quantized weight its numbers, rounded to `dtype`."""
         self.read.add(name)
-        return self._load(name, shape)
+        weight = self._load(name, shape)
+        return weight if isinstance(weight, Tensor) else dequantize_weight(weight, dtype)
 
     def _placed(self, tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
         return tensor.to(dtype or self.dtype).contiguous().to(self.device)
+
+    def _on_device(self, weight: Tensor | QuantizedWeight) -> Tensor | QuantizedWeight:
+        if isinstance(weight, Tensor):
+            return self._placed(weight)
+        moved: dict[str, Any] = {
+            name: one.to(self.device)
+            for name, one in weight._asdict().items()
+            if isinstance(one, Tensor)
+        }
+        return weight._replace(**moved)
 
 
 class Checkpoint(WeightSource):
     """The tensors of a directory, read on demand from the files that hold them.
 
-    A file is mapped for each tensor anew: what was read of it is given back with the tensor. A
-    large tensor that stays as it is in the file, such as an embedding, takes what is read of it.
-
     Args:
-        directory: with safetensors files.
+        directory: with safetensors files, or a GGUF file.
         settings: how they are read.
 
     Raises:
@@ -234,32 +257,41 @@ class Checkpoint(WeightSource):
     def __init__(self, directory: Path, settings: WeightSettings) -> None:
         super().__init__(settings)
         self._directory = directory
-        self._where: dict[str, Path] = {}
-        files = [directory / name for name in weight_files(directory)]
-        for path in files:
-            try:
-                with safe_open(path, framework="pt") as file:
-                    self._where.update(dict.fromkeys(file.keys(), path))
-            except Exception as error:  # safetensors raises its own error type for damaged files
-                raise ModelError(f"{path}: not a safetensors file: {error}") from error
+        self._checkpoint = open_checkpoint(directory)
         # A GPU packs weights as fast as it is given them.
         if settings.cache is not None and settings.device.type == "cpu":
-            self.cached = settings.cache.of(files)
+            self.cached = settings.cache.of([directory / name for name in weight_files(directory)])
 
-    def names(self) -> Collection[str]:
+    def names(self) -> Set[str]:
         """Returns the names of all tensors."""
-        return self._where.keys()
+        return self._checkpoint.names()
 
-    def _load(self, name: str, shape: tuple[int, ...]) -> Tensor:
-        if name not in self._where:
-            raise ModelError(f"{self._directory}: tensor {name} is missing from the checkpoint")
-        with safe_open(self._where[name], framework="pt") as file:
-            tensor: Tensor = file.get_tensor(name)
-        if tuple(tensor.shape) != shape:
+    def refuse_unread(self, prefixes: tuple[str, ...]) -> None:
+        """Refuses tensors that nothing has read: the model has parts that do not run here.
+
+        Args:
+            prefixes: what their names begin with; of a GGUF file, which holds nothing else than a
+                model, any.
+
+        Raises:
+            ModelError: there is one, and it is no bias of zeros.
+        """
+        for name in sorted(self.names() - self.read):
+            is_own = self._checkpoint.is_one_model or name.startswith(prefixes)
+            if not is_own or name.endswith(_NO_WEIGHTS):
+                continue
+            weight = self._checkpoint.load(name)
+            if not name.endswith(".bias") or not isinstance(weight, Tensor) or weight.any():
+                raise ModelError(f"{self._directory}: tensor {name} has no place in the model")
+
+    def _load(self, name: str, shape: tuple[int, ...]) -> Tensor | QuantizedWeight:
+        weight = self._checkpoint.load(name)
+        found = weight.shape if isinstance(weight, Tensor) else weight.codes.shape
+        if tuple(found) != shape:
             raise ModelError(
-                f"{self._directory}: tensor {name} must be {list(shape)}, got {list(tensor.shape)}"
+                f"{self._directory}: tensor {name} must be {list(shape)}, got {list(found)}"
             )
-        return tensor.clone() if tensor.nbytes <= _COPIED_BYTES else tensor
+        return weight
 
 
 class RandomWeights(WeightSource):
@@ -272,9 +304,9 @@ class RandomWeights(WeightSource):
         super().__init__(settings)
         self._generator = torch.Generator(self.device)
 
-    def names(self) -> Collection[str]:
+    def names(self) -> Set[str]:
         """Returns no names: it has whatever it is asked for."""
-        return ()
+        return frozenset()
 
     def norm(self, name: str, width: int) -> Tensor:
         """Returns ones."""
@@ -288,23 +320,3 @@ class RandomWeights(WeightSource):
         weight = torch.empty(shape, dtype=self.dtype, device=self.device)
         generator = self._generator.manual_seed(zlib.crc32(name.encode(), _SEED))
         return weight.normal_(std=shape[-1] ** -0.5, generator=generator)
-
-
-def weight_files(directory: Path) -> list[str]:
-    """Returns the names of a checkpoint's safetensors files, in order.
-
-    Raises:
-        ModelError: there are none, or one that the index names is missing.
-    """
-    index = directory / "model.safetensors.index.json"
-    if index.is_file():
-        weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-        files = sorted(set(weight_map.values()))
-    elif (directory / "model.safetensors").is_file():
-        files = ["model.safetensors"]
-    else:
-        raise ModelError(f"{directory}: no model.safetensors and no model.safetensors.index.json")
-    for name in files:
-        if not (directory / name).is_file():
-            raise ModelError(f"{directory}: {name} is named in the index but missing")
-    return files

@@ -91,6 +91,9 @@ class Experts(MlpBlock):
 
     The router computes in float32, whatever the model's dtype is: its weights and rows are made
     float32 and nothing is rounded before experts are chosen.
+
+    Attributes:
+        gate_up, down: the projections of all experts, of `moe.stack_experts`.
     """
 
     def __init__(
@@ -108,7 +111,7 @@ class Experts(MlpBlock):
             router.num_inputs, config.num_experts, config.routing.top_k, config.width, shared_width
         )
         self._routing, self._router, self._bias = config.routing, router, bias
-        self._gate_up, self._down, self._shared = gate_up, down, shared
+        self.gate_up, self.down, self._shared = gate_up, down, shared
         self._indptr = torch.empty(
             config.num_experts + 1, dtype=torch.int32, device=router.data.device
         )
@@ -121,8 +124,8 @@ class Experts(MlpBlock):
     def run(self, x: Tensor, sums: Tensor | None, views: ExpertsViews, out: Tensor) -> None:
         """Computes rows."""
         order = self._route(x, views)
-        moe.moe_linear(x, self._gate_up, order.expert_indptr, order.row_indices, out=views.gated)
-        moe.moe_linear(views.gated, self._down, order.expert_indptr, out=views.expert_out)
+        moe.moe_linear(x, self.gate_up, order.expert_indptr, order.row_indices, out=views.gated)
+        moe.moe_linear(views.gated, self.down, order.expert_indptr, out=views.expert_out)
         shared = None
         if self._shared is not None:
             shared = views.shared_out

@@ -11,16 +11,16 @@ from specops.engine.errors import ModelError
 from specops.engine.models.blocks.block import BlockLoader, Norm
 from specops.engine.models.eagle.layout import Eagle3Config, read_eagle3_config
 from specops.engine.models.eagle.modules import Eagle3, Eagle3Weights
+from specops.engine.models.head_files import open_head, refuse_unread
 from specops.engine.models.mtp.draft_vocabulary import draft_head, token_map_of
 from specops.engine.models.mtp.modules import MtpBatch
-from specops.engine.models.pickled import open_draft_weights
 from specops.engine.models.transformer import Transformer
 from specops.engine.models.weights import WeightSource
 
 _PAGE_SIZE = 16  # of the dry run
-_PICKLES = ("pytorch_model.bin",)
-_UNREAD = ("t2d",)  # says the same as d2t
-_BUFFERS = ("rotary_emb.inv_freq",)  # of some files; computed from the configuration
+_FILES = ("pytorch_model.bin",)
+# The first says the same as d2t; the other is computed from the configuration.
+_UNREAD = ("t2d", "rotary_emb.inv_freq")
 
 
 def load_eagle3(
@@ -43,17 +43,10 @@ def load_eagle3(
         ModelError: a file, a field or a tensor is missing, damaged or does not fit the target.
     """
     directory = Path(directory)
-    if not directory.is_dir():
-        raise ModelError(f"{directory}: no such directory")
-    settings = target.settings.of_drafter(quantization)
-    if settings.load_format == "dummy":
-        raise ModelError(f"{directory}: an EAGLE-3 head cannot be made of random weights")
-    source = open_draft_weights(directory, settings, _PICKLES)
+    source = open_head(directory, target.settings.of_drafter(quantization), _FILES)
     config = read_eagle3_config(directory, source.names(), target)
     weights = _load(target, source, config, directory, Path(target_directory))
-    for name in sorted(source.names()):
-        if name not in source.read and not name.endswith((*_UNREAD, *_BUFFERS)):
-            raise ModelError(f"{directory}: tensor {name} has no place in an EAGLE-3 head")
+    refuse_unread(source, directory, "an EAGLE-3 head", _UNREAD)
     head = Eagle3(config, weights, target.hidden_size)
     try:
         _dry_run(head)

@@ -36,7 +36,8 @@ def read_experts(raw: Mapping[str, Any]) -> ModelConfig:
     refuse_values(raw, {"use_bias": (False, None)})
     raw = {"rope_theta": 500000.0, **raw}
     config = dense_decoder(raw, qkv_bias=False, o_bias=False, interleaved=True, mlps=mlps)
-    return replace(config, mtp_layer=replace(config.layers[-1], mlp=dense_mlp(raw)))
+    module = replace(config.layers[-1], mlp=dense_mlp(raw))
+    return replace(config, mtp_layer=module, wint4_is_mixed=True)
 
 
 def mlps(raw: Mapping[str, Any], num_layers: int) -> Sequence[AnyMlpConfig]:
