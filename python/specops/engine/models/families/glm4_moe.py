@@ -6,8 +6,8 @@ from typing import Any
 
 from specops.engine.models.blocks.layer import AnyMlpConfig
 from specops.engine.models.config import ModelConfig
-from specops.engine.models.families.deepseek_v3 import mlps
 from specops.engine.models.families.dense_decoder import dense_decoder
+from specops.engine.models.families.experts_of_groups import experts_of_groups
 from specops.engine.models.families.family import Family
 
 
@@ -20,7 +20,7 @@ def read(raw: Mapping[str, Any]) -> ModelConfig:
     """
 
     def of_layers(raw: Mapping[str, Any], num_layers: int) -> Sequence[AnyMlpConfig]:
-        return mlps({"first_k_dense_replace": 1, **raw}, num_layers)
+        return experts_of_groups({"first_k_dense_replace": 1, **raw}, num_layers)
 
     return dense_decoder(
         raw,
