@@ -133,7 +133,7 @@ $(VENV)/nvcc: $(VENV)/serve-deps constraints.txt
 	touch $@
 
 # The disassembler alone, in a folder of its own: pip does not add to one that another wheel made.
-$(VENV)/nvdisasm: $(VENV)/serve-deps constraints.txt
+$(VENV)/nvdisasm: $(VENV)/serve-deps constraints.txt | $(VENV)/nvcc
 	$(BIN)/python tools/cuda_toolkit.py nvdisasm || \
 	  $(PIP) --no-deps --target $(VENV)/cuda/nvdisasm nvidia-cuda-nvdisasm
 	$(BIN)/python tools/cuda_toolkit.py nvdisasm

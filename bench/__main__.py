@@ -30,6 +30,7 @@ FAMILIES = {
     "binding": "binding",
     "linear": "dense",
     "moe": "moe",
+    "quantized": "quantized",
     "attention": "attention",
     "kv_cache": "kv_cache",
     "latent": "latent",

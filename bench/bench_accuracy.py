@@ -13,13 +13,12 @@ from pathlib import Path
 import torch
 from specops import dense
 from specops.dense import PackedWeight
-from specops.engine.models import load_model
+from specops.engine.gguf.directory import gguf_directory
 from specops.engine.models.families import read_model_config
 from specops.engine.models.loader import build
-from specops.engine.models.transformer import Transformer
 from specops.engine.models.weights import Checkpoint, WeightSettings
 from specops.engine.tokenizer import Tokenizer
-from specops.quantization import quantize_weight
+from specops.quantization import QuantizedWeight, dequantize_weight, quantize_weight
 from torch import Tensor
 
 from bench.checkpoints import BUNDLED
@@ -28,7 +27,7 @@ from bench.recorded_logits import one_step, prompts
 
 TEXTS = 12
 TOKENS = 160  # of a text
-_GEMMA = Path.home() / ".cache" / "specops" / "gemma"
+GEMMA = Path.home() / ".cache" / "specops" / "gemma" / "gemma-3-270m-q4_k_m.gguf"
 
 
 @dataclass(frozen=True)
@@ -66,9 +65,9 @@ ROUNDINGS = (
 class _Rounded(Checkpoint):
     """A checkpoint whose weights are rounded so."""
 
-    def __init__(self, directory: Path, rounding: Rounding) -> None:
+    def __init__(self, directory: Path, rounding: Rounding, dtype: torch.dtype) -> None:
         settings = WeightSettings(
-            dtype=torch.bfloat16,
+            dtype=dtype,
             device=torch.device("cpu"),
             quantization="layers",
             quantize_head="head",
@@ -77,8 +76,12 @@ class _Rounded(Checkpoint):
         own = rounding.kind, rounding.group, rounding.activations
         self._of = {"layers": own, "head": (rounding.head, 0, None)}
 
-    def _packed(self, weight: Tensor, quantization: str, activation: str | None) -> PackedWeight:
+    def _packed(
+        self, weight: Tensor | QuantizedWeight, quantization: str, activation: str | None
+    ) -> PackedWeight:
         kind, group, rows = self._of[quantization]
+        if isinstance(weight, QuantizedWeight):  # its numbers are the model's own here
+            weight = dequantize_weight(weight, self.dtype)
         if kind is None:
             return dense.pack_weight(weight, activation=activation)
         codes = quantize_weight(weight, kind=kind, group=group)
@@ -87,23 +90,25 @@ class _Rounded(Checkpoint):
 
 def run_accuracy(bench: Bench) -> None:
     """Every rounding beside the model in float32, at every position of the texts."""
-    models = {"bundled": BUNDLED, "gemma": _GEMMA}
+    models = {"bundled": BUNDLED}
+    if GEMMA.is_file():
+        models["gemma"] = gguf_directory(GEMMA)
     for name, directory in models.items():
-        if not directory.is_dir():
-            continue
         tokenizer = Tokenizer.from_dir(directory)
         texts = [ids[:TOKENS] for ids in islice(prompts(tokenizer), TEXTS)]
-        model = load_model(directory, dtype="float32", max_model_len=TOKENS)
-        exact = list(_log_probs(model, texts))
-        config = read_model_config(directory)
+        exact = list(_log_probs(directory, ROUNDINGS[0], torch.float32, texts))
         for rounding in ROUNDINGS:
-            model = build(config, _Rounded(directory, rounding), torch.bfloat16, TOKENS)
-            _add(bench, f"accuracy.{name}.{rounding.name}", exact, _log_probs(model, texts))
+            found = _log_probs(directory, rounding, torch.bfloat16, texts)
+            _add(bench, f"accuracy.{name}.{rounding.name}", exact, found)
 
 
 @torch.no_grad()
-def _log_probs(model: Transformer, texts: list[list[int]]) -> Iterator[Tensor]:
+def _log_probs(
+    directory: Path, rounding: Rounding, dtype: torch.dtype, texts: list[list[int]]
+) -> Iterator[Tensor]:
     """[tokens, vocabulary] of each text."""
+    source = _Rounded(directory, rounding, dtype)
+    model = build(read_model_config(directory), source, dtype, TOKENS)
     model.reserve(max(map(len, texts)))
     for ids in texts:
         yield one_step(model, ids).log_softmax(1)

@@ -28,6 +28,7 @@ SMALL: dict[str, dict[str, Any]] = {
         "SMALL": (32, 16),
     },
     "moe": {"NUM_EXPERTS": 4, "TOP_K": 2, "HIDDEN": 32, "WIDTH": 16, "ROWS": (3,)},
+    "quantized": {"COLD_BYTES": 1 << 12, "LAYER": ((64, 128), (32, 256))},
     "attention": {"BATCH": 2, "KV_LEN": 64, "SIZES_8BIT": ((2, 64), (1, 128))},
     "latent": {"KV_LEN": 100, "SIZES": ((4, 2),)},
     "kv_cache": {"PROMPTS": 2, "TOKENS": 40, "NEW_TOKENS": 8, "RANDOM_TOKENS": 100},
@@ -59,7 +60,7 @@ SMALL: dict[str, dict[str, Any]] = {
     "engine": {"MAX_TOKENS": 8},
     "lossless": {"MAX_TOKENS": 8},
     "serving": {"STREAMS": 2, "TOKENS": 8},
-    "accuracy": {"TEXTS": 1, "TOKENS": 20},
+    "accuracy": {"TEXTS": 1, "TOKENS": 20, "GEMMA": Path("nowhere")},
     "start": {"QUANTIZATIONS": ("wint8",), "STARTS": ("next",)},
     "replay": {
         "PROMPT_TOKENS": 32,

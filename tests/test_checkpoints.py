@@ -238,6 +238,18 @@ REFUSALS: dict[str, tuple[str, Any, dict[str, Any], str]] = {
         {},
         "tensor a.b.weight is float8_e4m3fn, but has no scales",
     ),
+    "NaN": (
+        "fp8_channel",
+        put("weight", torch.full((9, 40), torch.nan).to(torch.float8_e4m3fn)),
+        {},
+        "tensor a.b.weight holds NaN",
+    ),
+    "another convention of NVFP4": (
+        "mxfp4",
+        put("weight_scale_2", ZEROS(1)),
+        {},
+        "a.b is NVFP4 (tensor weight_scale_2), which cannot be read",
+    ),
     "an unknown tensor": (
         "pack4",
         put("weight_bitmask", ZEROS(1)),

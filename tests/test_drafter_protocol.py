@@ -176,7 +176,7 @@ def test_its_steps_are_replayed(
     assert drafts == eager
     assert {source for _, one in drafts if one for source in one.sources} == {"toy", "ngram"}
     steps = engine._runner._memory._steps.values()
-    captured = [one for one in steps if one.is_captured and one.shape.drafters]
+    captured = [one for one in steps if one.replay and one.shape.drafters]
     assert bool(captured) == captures
 
 

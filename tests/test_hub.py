@@ -127,7 +127,15 @@ def test_names_are_no_directories(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     monkeypatch.chdir(tmp_path)
     assert is_name("org/model") and is_name("a.b/C-1_2")
     (tmp_path / "org" / "model").mkdir(parents=True)
-    for model in ("org/model", "/org/model", "a/b/c", "model", "./model/", "org/mo del"):
+    for model in (
+        "org/model",
+        "/org/model",
+        "a/b/c",
+        "model",
+        "./model/",
+        "org/mo del",
+        "org/m.gguf",
+    ):
         assert not is_name(model)
 
 

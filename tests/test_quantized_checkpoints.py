@@ -110,6 +110,14 @@ def test_speculation_changes_no_bit(tmp_path: Path, kind: str) -> None:
     assert same(plain, completions(tmp_path, "ngram"))
 
 
+def test_what_is_not_quantized_in_the_file_is_quantized_as_it_is_loaded(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path, "Qwen3", **SIZES)
+    quantize(tmp_path, "pack-quantized")
+    model = load_model(tmp_path, quantization="wint8", quantize_head="wint8")
+    assert {weight.kind for layer in model.layers for weight in layer.weights} == {"int4"}
+    assert model.lm_head.kind == "int8"
+
+
 def test_mtp_modules_are_what_their_file_says(tmp_path: Path) -> None:
     """Their layers are quantized, their projection is not, and no list says so."""
     make_mtp_checkpoint(tmp_path, "deepseek_v3", base=("Qwen3", SIZES))

@@ -2,6 +2,7 @@
 """Packed weights on disk: made once, mapped from then on, and made anew when they are damaged."""
 
 import errno
+import json
 import os
 import shutil
 from collections.abc import Callable
@@ -126,6 +127,14 @@ def test_what_decides_bits_has_folders_of_its_own(
     monkeypatch.setattr(weight_cache, "_code_digest", lambda: "another build")
     read(source(model_dir, root))
     assert len(packed) == isas + 1
+    for number in (4, 8):  # what this says, readers of files go by
+        config = {"quantization_config": {"bits": number}, "rope_theta": number}
+        (model_dir / "config.json").write_text(json.dumps(config))
+        read(source(model_dir, root))
+    assert len(packed) == isas + 3
+    (model_dir / "config.json").write_text(json.dumps({**config, "rope_theta": 1}))
+    read(source(model_dir, root))
+    assert len(packed) == isas + 3
 
 
 def test_a_changed_file_is_read_again(

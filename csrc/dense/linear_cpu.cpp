@@ -123,26 +123,26 @@ struct BlockRows {
 // Order:   a permutation.
 // Source:  -
 // Threads: one panel a chunk.
+template <typename Kind>
 void pack_panels(const PackWeightParams& params) {
-  bool is_int8 = params.dtype == DType::kInt8;
-  int64_t chunks = weight_chunks(params.num_inputs), line_inputs = is_int8 ? 4 : 8;
+  constexpr int kLines = kChunkInputs / Kind::kLineInputs;  // of a block's chunk
   int64_t panels = weight_panels(params.num_outputs, params.activation);
-  int64_t chunk_bytes = 64 * kChunkInputs / line_inputs;  // of a block
+  int64_t bytes = panel_bytes<Kind>(params.num_inputs);
   parallel_for(panels, 1, [&](int64_t panel, int64_t) {
-    uint8_t* out = static_cast<uint8_t*>(params.packed);
-    out += panel * chunks * kPanelBlocks * chunk_bytes;
-    std::memset(out, 0, chunks * kPanelBlocks * chunk_bytes);
+    uint8_t* out = static_cast<uint8_t*>(params.packed) + panel * bytes;
+    std::memset(out, 0, bytes);
     for (int64_t b = 0; b < kPanelBlocks; ++b) {
       BlockRows rows(params, panel * kPanelBlocks + b);
       for (int64_t n = 0; n < rows.count; ++n) {
         const auto* codes = static_cast<const uint8_t*>(params.weight);
         codes += (rows.first + n) * params.weight_stride;
-        for (int64_t k = 0; k < params.num_inputs; ++k) {
-          int64_t chunk = k / kChunkInputs * kPanelBlocks + b, in_chunk = k % kChunkInputs;
-          uint8_t* line = out + chunk * chunk_bytes + in_chunk / line_inputs * 64 + 4 * n;
-          int64_t at = in_chunk % line_inputs;
-          uint8_t code = is_int8 ? codes[k] ^ 0x80 : codes[k] << (at < 4 ? 0 : 4);
-          line[at % 4] = line[at % 4] | code;
+        for (int64_t k = 0, line = 0; k < params.num_inputs; k += Kind::kLineInputs, ++line) {
+          uint32_t words[2] = {};  // of four codes each
+          std::memcpy(words, codes + k, min64(Kind::kLineInputs, params.num_inputs - k));
+          uint32_t word = words[0] ^ 0x80808080u;
+          if (Kind::kLineInputs == 8) word = words[0] | words[1] << 4;
+          int64_t at = (line / kLines * kPanelBlocks + b) * kLines + line % kLines;
+          std::memcpy(out + 64 * at + 4 * n, &word, 4);
         }
       }
     }
@@ -177,8 +177,9 @@ void pack_weight_cpu(const PackWeightParams& params) {
     case DType::kBFloat16:
       return pack<bfloat16>(params);
     case DType::kInt8:
+      return pack_panels<Int8Codes>(params);
     case DType::kUInt8:
-      return pack_panels(params);
+      return pack_panels<Int4Codes>(params);
     case DType::kFloat8E4M3:
       return pack_fp8(params);
     default:

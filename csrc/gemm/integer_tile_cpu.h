@@ -8,7 +8,7 @@
 namespace specops::SPECOPS_ISA {
 namespace {
 
-#if defined(SPECOPS_AVX512)
+#if defined(SPECOPS_AVX512) || defined(SPECOPS_AVX2) || defined(SPECOPS_NEON)
 constexpr int kIntegerRows = 8;  // of a tile, at most
 #else
 constexpr int kIntegerRows = 4;
@@ -17,41 +17,59 @@ constexpr int kIntegerRows = 4;
 // So many rows are made integers at once, while every panel passes over them.
 constexpr int64_t kIntegerRowsKept = 64;
 
-template <typename Codes>
-constexpr int64_t kBlockChunkBytes = 64 * kChunkInputs / Codes::kLineInputs;  // of a block
+// So far ahead of what is read a panel is fetched into the second-level cache.
+constexpr int64_t kIntegerFetch = 8 << 10;
 
-template <typename Codes>
+constexpr int kPanelParts = kPanelOutputs / kPartOutputs;
+constexpr int kLineParts = kWeightBlock / kPartOutputs;
+
+template <typename Kind>
+constexpr int64_t kBlockChunkBytes = 64 * kChunkInputs / Kind::kLineInputs;  // of a block
+
+template <typename Kind>
+constexpr int64_t kPanelChunkBytes = kPanelBlocks * kBlockChunkBytes<Kind>;
+
+template <typename Kind>
 int64_t panel_bytes(int64_t num_inputs) {
-  return weight_chunks(num_inputs) * kPanelBlocks * kBlockChunkBytes<Codes>;
+  return weight_chunks(num_inputs) * kPanelChunkBytes<Kind>;
 }
 
-// Where the weights of 16 inputs of a block begin, `input` being the first.
-template <typename Codes>
-SPECOPS_INLINE inline const uint8_t* lines_at(const uint8_t* panel, int64_t block, int64_t input) {
-  int64_t chunk = input / kChunkInputs * kPanelBlocks + block;
-  return panel + chunk * kBlockChunkBytes<Codes> + input % kChunkInputs / Codes::kLineInputs * 64;
+// Of how many parts the sums of a piece are made at once: a few rows' alone would wait for each other,
+// and parts share the integers that they load. Many have no registers.
+constexpr int parts_at_once(int rows, bool narrow) {
+#if defined(SPECOPS_AVX512) || defined(SPECOPS_NEON)
+  if (narrow) return rows <= 4 ? 4 : 2;
+  return rows <= 5 ? 4 : rows == 6 ? 2 : 1;
+#else
+  return narrow || rows > 2 ? 1 : 4 / rows;
+#endif
 }
 
-// The sums of a piece, inputs `begin` to `end`, of one block.
-template <typename Codes, int kRows>
-SPECOPS_INLINE inline void sum_piece(const Codes& codes,
+// The sums of a piece: inputs `begin` to `end` of kParts parts from `part` on.
+template <typename Kind, typename Product, int kRows, int kParts>
+SPECOPS_INLINE inline void sum_piece(const Kind& kind,
                                      const uint8_t* panel,
-                                     int64_t block,
+                                     int part,
                                      int64_t begin,
                                      int64_t end,
-                                     const IntegerRows& rows,
-                                     Sums (&sums)[kRows]) {
-  constexpr int kLines = 16 / Codes::kLineInputs;
-  for (int64_t input = begin; input < end; input += 16) {
-    const uint8_t* lines = lines_at<Codes>(panel, block, input);
+                                     const typename Product::Integer* x,
+                                     int64_t stride,
+                                     typename Product::Acc (&acc)[kRows][kParts]) {
+  constexpr int kLines = kChunkInputs / Kind::kLineInputs;
+  const uint8_t* chunk = panel + begin / kChunkInputs * kPanelChunkBytes<Kind>;
+  for (int64_t input = begin; input < end; input += kChunkInputs) {
     unrolled<kLines>([&](int line) SPECOPS_INLINE {
-      const int16_t* x = rows.x + input + line * Codes::kLineInputs;
-      codes.pairs_of(lines + 64 * line, [&](const Quads& pairs, int pair) SPECOPS_INLINE {
-        unrolled<kRows>([&](int r) SPECOPS_INLINE {
-          add_products(sums[r], pairs, x + r * rows.stride + 2 * pair);
+      unrolled<kParts>([&](int p) SPECOPS_INLINE {
+        int block = (part + p) / kLineParts, within = (part + p) % kLineParts;
+        const uint8_t* at = chunk + block * kBlockChunkBytes<Kind> + 64 * line;
+        if (within == 0) __builtin_prefetch(at + kIntegerFetch, 0, 2);
+        kind.quads_of(at + within * 4 * kPartOutputs, [&](Codes quads, int quad) SPECOPS_INLINE {
+          const auto* own = x + input + line * Kind::kLineInputs + 4 * quad;
+          Product::template add<kRows>(quads, own, stride, &acc[0][p], kParts);
         });
       });
     });
+    chunk += kPanelChunkBytes<Kind>;
   }
 }
 
@@ -75,84 +93,119 @@ inline F32x16 output_scales(const WeightParams& weight, int64_t block) {
 //          float32 in order. So the bits are the same on every instruction set.
 // Source:  -
 // Threads: none here; callers hand out panels and rows.
-template <typename Codes, int kRows>
+template <typename Kind, typename Product, int kRows>
 [[gnu::noinline]] void integer_tile(const GemmParams& params,
-                                    const IntegerRows& rows,
+                                    const IntegerRows<typename Product::Integer>& rows,
                                     int64_t row,
                                     int64_t panel) {
+  constexpr int kParts = parts_at_once(kRows, Product::kIsNarrow);
   const WeightParams& weight = params.weight;
-  int64_t all_blocks = packed_blocks(weight.num_outputs, weight.activation);
-  int64_t first_block = panel * kPanelBlocks;
-  int64_t blocks = min64(kPanelBlocks, all_blocks - first_block);
   const auto* data = static_cast<const uint8_t*>(weight.data);
-  data += panel * panel_bytes<Codes>(weight.num_inputs);
-  Codes codes(weight);
+  data += panel * panel_bytes<Kind>(weight.num_inputs);
+  Kind kind(weight);
   Pieces pieces(weight);
   int64_t width = weight_chunks(weight.num_inputs) * kChunkInputs;
   int64_t groups = scale_groups(weight.num_inputs, weight.group);
-  alignas(64) float totals[kRows * kPanelOutputs] = {};
+  bool grouped = weight.group != 0, shifted = weight.offsets != nullptr;
+  Floats totals[kRows][kPanelParts] = {};
   for (int64_t piece = 0; piece < pieces.count; ++piece) {
     int64_t begin = piece * pieces.inputs, end = min64(begin + pieces.inputs, width);
-    int64_t at = 0;  // of the scales of the panel's outputs
-    if (weight.group != 0) at = (panel * groups + begin / weight.group) * kPanelOutputs;
-    for (int64_t b = 0; b < blocks; ++b) {
-      Sums sums[kRows];
+    const float* scales = weight.scales;
+    const float* offsets = weight.offsets;
+    if (grouped) {
+      int64_t at = (panel * groups + begin / weight.group) * kPanelOutputs;
+      scales += at;
+      if (shifted) offsets += at;
+    }
+    unrolled<kPanelParts / kParts>([&](int turn) SPECOPS_INLINE {
+      int part = turn * kParts;
+      typename Product::Acc acc[kRows][kParts];
       unrolled<kRows>([&](int r) SPECOPS_INLINE {
-        sums[r] = spread_sum(-Codes::kBias * rows.sums[r * rows.pieces + piece]);
+        int32_t start = -Kind::kBias * rows.sums[r * rows.pieces + piece];
+        unrolled<kParts>([&](int p) SPECOPS_INLINE { acc[r][p] = Product::begin(start); });
       });
-      sum_piece<Codes, kRows>(codes, data, b, begin, end, rows, sums);
-      int64_t of_block = at + b * kWeightBlock;
-      unrolled<kRows>([&](int r) SPECOPS_INLINE {
-        float* total = totals + (r * blocks + b) * kWeightBlock;
-        F32x16 row_scale = set1(rows.scales[r * rows.pieces + piece]), scale = row_scale;
-        if (weight.group != 0) scale = mul(row_scale, load(weight.scales + of_block));
-        F32x16 sum = fused(floats(sums[r]), scale, load(total));
-        if (weight.offsets != nullptr) {
-          F32x16 of_row = set1(static_cast<float>(rows.sums[r * rows.pieces + piece]));
-          sum = fused(of_row, mul(row_scale, load(weight.offsets + of_block)), sum);
-        }
-        store(total, sum);
+      sum_piece<Kind, Product, kRows, kParts>(
+          kind, data, part, begin, end, rows.x, rows.stride, acc);
+      unrolled<kParts>([&](int p) SPECOPS_INLINE {
+        Floats scale{}, offset{};
+        if (grouped) scale = load_floats(scales + (part + p) * kPartOutputs);
+        if (shifted) offset = load_floats(offsets + (part + p) * kPartOutputs);
+        unrolled<kRows>([&](int r) SPECOPS_INLINE {
+          int32_t of_row = rows.sums[r * rows.pieces + piece];
+          Floats step = spread_float(rows.scales[r * rows.pieces + piece]);
+          Floats sum = floats(Product::sums(acc[r][p], -Kind::kBias * of_row));
+          Floats& total = totals[r][part + p];
+          total = fused(sum, grouped ? times(step, scale) : step, total);
+          if (shifted) {
+            total = fused(spread_float(static_cast<float>(of_row)), times(step, offset), total);
+          }
+        });
       });
+    });
+  }
+  int64_t first_block = panel * kPanelBlocks;
+  int64_t all_blocks = packed_blocks(weight.num_outputs, weight.activation);
+  int64_t blocks = min64(kPanelBlocks, all_blocks - first_block);
+  alignas(64) float sums[kRows * kPanelOutputs];
+  for (int r = 0; r < kRows; ++r) {
+    float* of_row = sums + r * blocks * kWeightBlock;
+    for (int p = 0; p < blocks * kLineParts; ++p) {
+      store_floats(of_row + p * kPartOutputs, totals[r][p]);
+    }
+    for (int64_t b = 0; b < blocks && !grouped; ++b) {
+      F32x16 scaled = mul(load(of_row + b * kWeightBlock), output_scales(weight, first_block + b));
+      store(of_row + b * kWeightBlock, scaled);
     }
   }
-  if (weight.group == 0) {
-    for (int64_t b = 0; b < blocks; ++b) {
-      F32x16 scales = output_scales(weight, first_block + b);
-      for (int r = 0; r < kRows; ++r) {
-        float* total = totals + (r * blocks + b) * kWeightBlock;
-        store(total, mul(load(total), scales));
-      }
-    }
-  }
-  finish_rows(params, row, first_block, kRows, static_cast<int>(blocks), totals);
+  finish_rows(params, row, first_block, kRows, static_cast<int>(blocks), sums);
 }
 
-template <typename Codes, int kRows>
-void integer_tile_of(
-    const GemmParams& params, const IntegerRows& rows, int64_t row, int count, int64_t panel) {
-  if (count == kRows) return integer_tile<Codes, kRows>(params, rows, row, panel);
-  if constexpr (kRows > 1) integer_tile_of<Codes, kRows - 1>(params, rows, row, count, panel);
+template <typename Kind, typename Product, int kRows>
+void integer_tile_of(const GemmParams& params,
+                     const IntegerRows<typename Product::Integer>& rows,
+                     int64_t row,
+                     int count,
+                     int64_t panel) {
+  if (count == kRows) return integer_tile<Kind, Product, kRows>(params, rows, row, panel);
+  if constexpr (kRows > 1) {
+    integer_tile_of<Kind, Product, kRows - 1>(params, rows, row, count, panel);
+  }
 }
 
 // A range of rows and panels, as one thread has it.
-template <typename Codes>
-void integer_range(const GemmParams& params,
-                   int64_t row_begin,
-                   int64_t row_end,
-                   int64_t panel_begin,
-                   int64_t panel_end) {
+template <typename Kind, typename Product>
+void integer_range_of(const GemmParams& params,
+                      int64_t row_begin,
+                      int64_t row_end,
+                      int64_t panel_begin,
+                      int64_t panel_end) {
   for (int64_t kept = row_begin; kept < row_end; kept += kIntegerRowsKept) {
     int64_t count = min64(kIntegerRowsKept, row_end - kept);
-    IntegerRows rows = integer_rows_from(params, kept, count);
+    auto rows = integer_rows_from<typename Product::Integer>(params, kept, count);
     int64_t tiles = ceil_div(count, kIntegerRows);
     for (int64_t panel = panel_begin; panel < panel_end; ++panel) {
       for (int64_t t = 0; t < tiles; ++t) {
         int64_t row = part_begin(count, tiles, t);
         int tall = static_cast<int>(part_begin(count, tiles, t + 1) - row);
-        integer_tile_of<Codes, kIntegerRows>(params, rows.from(row), kept + row, tall, panel);
+        integer_tile_of<Kind, Product, kIntegerRows>(
+            params, rows.from(row), kept + row, tall, panel);
       }
     }
   }
+}
+
+template <typename Kind>
+void integer_range(const GemmParams& params,
+                   int64_t row_begin,
+                   int64_t row_end,
+                   int64_t panel_begin,
+                   int64_t panel_end) {
+  auto* range = integer_range_of<Kind, Wide<Kind>>;
+  if constexpr (Narrow<Kind>::kIsNarrow) {
+    if (params.weight.row_numbers == RowNumbers::kInt8)
+      range = integer_range_of<Kind, Narrow<Kind>>;
+  }
+  range(params, row_begin, row_end, panel_begin, panel_end);
 }
 
 // fn of the codes of a weight's kind.

@@ -7,9 +7,9 @@
 // packed[block][step] holds 16 of these, number i being inputs `step` of output 16 * block + i.
 // fp8: steps are two inputs; packed[block][step] is 16 codes of the first, then 16 of the second.
 //
-// int8 and int4: panels of four blocks, inputs in chunks of 32, so that a panel is read from its
+// int8 and int4: panels of four blocks, inputs in chunks of 16, so that a panel is read from its
 // begin to its end. packed[panel][chunk] is, block by block, lines of 64 bytes, in which four bytes
-// are of one output. int8: eight lines of four inputs, each code plus 128. int4: four lines of eight
+// are of one output. int8: four lines of four inputs, each code plus 128. int4: two lines of eight
 // inputs; the low half of byte i is input i, the high half input 4 + i.
 //
 // Layout on CUDA, 16-bit types: outputs in groups of 32, two tiles of 16 each; inputs in steps of
@@ -58,7 +58,7 @@ inline int64_t packed_blocks(int64_t num_outputs, Activation activation) {
 // Of int8 and int4 on cpu.
 constexpr int64_t kPanelBlocks = 4;
 constexpr int64_t kPanelOutputs = kPanelBlocks * kWeightBlock;
-constexpr int64_t kChunkInputs = 32;
+constexpr int64_t kChunkInputs = 16;
 constexpr int64_t kFp8Group = 128;  // inputs, and outputs, that share a scale
 
 inline bool is_in_panels(WeightKind kind) {

@@ -84,7 +84,7 @@ def pack_weight(
     Returns:
         The packed copy. It takes the bytes of `weight` (int4: half a byte a code), with num_outputs
         (with an activation: each half of it) rounded up to 16 and, for bfloat16 and fp8, num_inputs
-        to 2; of int8 and int4 to 64 and 32; on CUDA to 32 and, for 16 bits, 64, int8 16. Scales and
+        to 2; of int8 and int4 to 64 and 16; on CUDA to 32 and, for 16 bits, 64, int8 16. Scales and
         offsets in groups are packed beside them. `weight` may be freed; only `code_values`,
         `input_order` and scales of one an output are kept, not copied.
 

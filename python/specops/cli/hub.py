@@ -10,8 +10,9 @@ _NAME = re.compile(r"[\w.-]+/[\w.-]+", re.ASCII)
 
 
 def is_name(model: str) -> bool:
-    """Whether it is ORG/NAME, and no directory here."""
-    return _NAME.fullmatch(model) is not None and not Path(model).exists()
+    """Whether it is ORG/NAME, and nothing here; a GGUF file is one of this machine."""
+    is_here = Path(model).exists() or model.endswith(".gguf")
+    return _NAME.fullmatch(model) is not None and not is_here
 
 
 def directory_of(name: str) -> str:

@@ -22,7 +22,7 @@ from specops.engine.machine import (
     prefix_finder_of,
 )
 from specops.engine.memory.kv_cache import PagePool
-from specops.engine.models import Transformer, WeightCache, load_model
+from specops.engine.models import WeightCache, load_model
 from specops.engine.outputs import Completion, EngineStats, RequestOutput
 from specops.engine.plan import Part, Plan, described
 from specops.engine.request import Request
@@ -42,6 +42,13 @@ class Engine:
 
     Args:
         config: how it is set up; the default serves the bundled model.
+
+    Attributes:
+        device: where it runs: "cpu" or "cuda:N".
+        drafters: by method; some have a public state of their own, such as a cache.
+        runnable_methods: those that a request's own speculative_config may name.
+        missing_methods: why the others cannot run, in words that name no path.
+        times_drafting: a step's time is known by its parts: a GPU runs it as a whole.
 
     Raises:
         ModelError: the model cannot be loaded.
@@ -76,6 +83,9 @@ class Engine:
                 config=config, target=model, tokenizer=self.tokenizer, device=self._device
             )
         )
+        self.device, self.times_drafting = str(self._device.device), not self._device.is_async
+        self.drafters: Mapping[str, Drafter] = self._drafting.drafters
+        self.runnable_methods, self.missing_methods = self._drafting.methods, self._drafting.missing
         kv_bytes = model.kv_bytes_per_token() + self._drafting.kv_bytes_per_token
         self.num_pages = num_pages_of(config, self._device, self.max_model_len, kv_bytes)
         self._drafting.allocate(self.num_pages)
@@ -91,7 +101,7 @@ class Engine:
             free_rows=FREE_ROWS[self._device.device.type],
             prefix_finder=finder,
         )
-        self._runner = self._new_runner(model)
+        self._runner = Runner(model, self._device, self._drafting, config, self.num_pages)
         shared = self.tokenizer, self._drafting, self.max_model_len
         if config.speculative_config.adaptive_verification:  # of requests, too
             self._drafting.select_by(known_steps(model.cached, config, self._measure_steps))
@@ -104,44 +114,12 @@ class Engine:
         self._aborted: list[Request] = []  # with rows in it
         self.stats = EngineStats()
 
-    def _new_runner(self, model: Transformer) -> Runner:
-        config = self.config
-        return Runner(
-            model,
-            self._device,
-            self._drafting,
-            num_pages=self.num_pages,
-            page_size=config.page_size,
-            slots=config.max_num_seqs,
-            max_rows=config.max_num_batched_tokens,
-            processed_logprobs=config.logprobs_mode == "processed_logprobs",
-        )
-
     def _measure_steps(self) -> list[float]:
         return measure_steps(
-            self.tokenizer,
-            self._runner,
-            self._drafting,
-            self._pool,
-            self._device,
+            *(self.tokenizer, self._runner, self._drafting, self._pool, self._device),
             max_rows=self.config.max_num_batched_tokens,
             max_model_len=self.max_model_len,
         )
-
-    @property
-    def runnable_methods(self) -> tuple[str, ...]:
-        """The methods a request's own speculative_config may name."""
-        return self._drafting.methods
-
-    @property
-    def missing_methods(self) -> Mapping[str, str]:
-        """Why the other methods cannot run, in words that name no path."""
-        return self._drafting.missing
-
-    @property
-    def drafters(self) -> Mapping[str, Drafter]:
-        """The drafters, by method; some have a public state of their own, such as a cache."""
-        return self._drafting.drafters
 
     @property
     def drafter_gauges(self) -> dict[str, int]:
@@ -165,16 +143,6 @@ class Engine:
         for drafter in self.drafters.values():
             if drafter.is_unsaved:
                 drafter.save()
-
-    @property
-    def device(self) -> str:
-        """Where it runs: "cpu" or "cuda:N"."""
-        return str(self._device.device)
-
-    @property
-    def times_drafting(self) -> bool:
-        """Whether a step's time is known by its parts: a GPU runs it as a whole."""
-        return not self._device.is_async
 
     @property
     def num_captures(self) -> int:

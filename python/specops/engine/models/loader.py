@@ -54,8 +54,7 @@ def load_model(
         device: where the weights live.
         load_format: "auto"; or "dummy" for random weights, which need no file but config.json.
         kv_cache_dtype: "auto" for that of the weights, "int8" or "fp8_e4m3".
-        quantization: of the layers' projections, as they are loaded: see `WeightSettings`. Those
-            that are quantized in the file stay as they are.
+        quantization: of the layers' projections that the file has not quantized: `WeightSettings`.
         quantize_head: the same of the LM head. An embedding that is tied to it stays as it is.
         weight_cache: where packed weights are kept; None: nowhere.
 
@@ -89,10 +88,15 @@ def load_model(
     _refuse_what_ops_refuse(config, settings, kv_kind, file)
     source = settings.open(directory)
     model = build(config, source, kv_kind, max_model_len or config.max_model_len)
+    _refuse_unread(config, source)
+    return model
+
+
+def _refuse_unread(config: ModelConfig, source: WeightSource) -> None:
+    """Refuses tensors of the layers that have no place in them."""
     if isinstance(source, Checkpoint):
         prefix = place_of(config, source).prefix
         source.refuse_unread(tuple(f"{prefix}layers.{i}." for i in range(config.num_layers)))
-    return model
 
 
 def _check_choice(name: str, value: str, choices: Sequence[str]) -> None:

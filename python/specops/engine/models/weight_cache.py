@@ -4,7 +4,8 @@
 The cache has a folder for each checkpoint, build and instruction set, and in it a safetensors file
 for each packed weight. A folder is named by a digest of
 
-    the bytes of the checkpoint's files, whatever these are called and wherever they lie;
+    the bytes of the checkpoint's files, whatever these are called and wherever they lie, and what
+        its configuration says of how weights are stored in them;
     the sources of the kernels, the compiler, and the Python code that reads and packs weights;
     the instruction set,
 
@@ -92,11 +93,12 @@ class WeightCache:
             return None
         return cls(Path(home) / "specops" / "weights", max_bytes, _LEAST_BYTES)
 
-    def of(self, files: Sequence[Path]) -> "CachedWeights | None":
+    def of(self, files: Sequence[Path], how: str = "") -> "CachedWeights | None":
         """Returns the weights of a checkpoint; None if they are not kept.
 
         Args:
             files: that the checkpoint is made of.
+            how: what is said elsewhere of how weights are stored in them.
         """
         try:
             if sum(file.stat().st_size for file in files) < self._least_bytes:
@@ -104,7 +106,7 @@ class WeightCache:
             (self._root / _DIGESTS).mkdir(mode=0o700, parents=True, exist_ok=True)
             with ThreadPoolExecutor(specops.get_num_threads()) as pool:
                 digests = list(pool.map(self._digest_of, files))
-            name = _digest([*digests, _code_digest(), specops.get_isa()])
+            name = _digest([*digests, how, _code_digest(), specops.get_isa()])
             folder = self._root / name
             folder.mkdir(mode=0o700, exist_ok=True)
             os.utime(folder)  # for whoever looks for what was not used for longest

@@ -260,7 +260,9 @@ class Checkpoint(WeightSource):
         self._checkpoint = open_checkpoint(directory)
         # A GPU packs weights as fast as it is given them.
         if settings.cache is not None and settings.device.type == "cpu":
-            self.cached = settings.cache.of([directory / name for name in weight_files(directory)])
+            files = [directory / name for name in weight_files(directory)]
+            how = json.dumps(dict(self._checkpoint.settings), sort_keys=True)
+            self.cached = settings.cache.of(files, how)
 
     def names(self) -> Set[str]:
         """Returns the names of all tensors."""

@@ -2,7 +2,9 @@
 """What a checkpoint is to those who load models."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Set
+from collections.abc import Mapping, Set
+from types import MappingProxyType
+from typing import Any
 
 from torch import Tensor
 
@@ -14,9 +16,11 @@ class Checkpoint(ABC):
 
     Attributes:
         is_one_model: whether it holds nothing else, such as a vision tower or MTP modules.
+        settings: what is said elsewhere of how weights are stored in its files.
     """
 
     is_one_model = False
+    settings: Mapping[str, Any] = MappingProxyType({})
 
     @abstractmethod
     def names(self) -> Set[str]:

@@ -29,6 +29,8 @@ def fp8(module: Module) -> QuantizedWeight:
     suffix = "weight_scale_inv" if "weight_scale_inv" in module else "weight_scale"
     if suffix not in module:
         module.refuse(f"tensor {module.name}.weight is float8_e4m3fn, but has no scales")
+    if bool((codes.view(torch.uint8) & 0x7F == 0x7F).any()):
+        module.refuse(f"tensor {module.name}.weight holds NaN")
     scales = module.take_scales(suffix)
     rows, inputs = codes.shape
     blocks = (-(-rows // FP8_BLOCK), -(-inputs // FP8_BLOCK))

@@ -60,7 +60,7 @@ class SafetensorsCheckpoint(Checkpoint):
                         self._facts[tensor] = _Facts(part.get_dtype(), part.get_shape())
             except Exception as error:  # safetensors raises its own error type for damaged files
                 raise ModelError(f"{directory / name}: not a safetensors file: {error}") from error
-        self._settings = _quantization_settings(directory)
+        self.settings = _quantization_settings(directory)
         self._readers: dict[str, Callable[[], Tensor | QuantizedWeight]] = {}
         suffixes: dict[str, list[str]] = {}
         for name in self._where:
@@ -116,7 +116,7 @@ class SafetensorsCheckpoint(Checkpoint):
             name,
             suffixes,
             lambda suffix: self._tensor(f"{name}.{suffix}" if name else suffix),
-            self._settings,
+            self.settings,
         )
         weight = self._decoder(name, suffixes)(module)
         module.done()
@@ -152,7 +152,7 @@ class SafetensorsCheckpoint(Checkpoint):
             f"{prefix}{part}",
             (_BLOCKS, _SCALES),
             lambda suffix: self._tensor(f"{prefix}{part}{suffix}", expert),
-            self._settings,
+            self.settings,
         )
         blocks = module.take(_BLOCKS, torch.uint8, dims=3)[first::step]
         scales = module.take(_SCALES, torch.uint8, dims=2)[first::step]
