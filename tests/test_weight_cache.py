@@ -117,6 +117,29 @@ def test_the_second_time_nothing_is_packed(
         (model_dir / "model.safetensors.index.json").write_text(str(index).replace("'", '"'))
 
 
+@pytest.mark.parametrize(("quantization", "kind"), [("none", "plain"), ("mix_quant", "int4")])
+def test_experts_are_one_file(
+    model_dir: Path, root: Path, packed: list[Tensor], quantization: str, kind: str
+) -> None:
+    tensors = {
+        f"experts.{expert}.{part}.weight": torch.randn(32, 52)
+        for expert in range(3)
+        for part in ("gate_proj", "up_proj")
+    }
+    save_file(tensors, model_dir / "model.safetensors")
+
+    def experts(root: Path | None) -> PackedWeight:
+        of = source(model_dir, root, quantization=quantization)
+        parts = ("gate_proj", "up_proj")
+        return of.experts("experts.", 3, parts, (32, 32), 52, activation="silu")
+
+    want = experts(None)
+    assert want.kind == kind and len(want.data) == 3 == len(packed)
+    for _ in range(2):
+        assert_equal(experts(root), want)
+        assert len(packed) == 6 and len(files(root)) == 1
+
+
 def test_what_decides_bits_has_folders_of_its_own(
     model_dir: Path, root: Path, packed: list[Tensor], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -206,13 +206,17 @@ class WeightSource(ABC):
         weight = fused([self._on_device(one) for one in weights], names)
         if rows is not None:
             weight = rows_of(weight, rows)
-        if not isinstance(weight, Tensor) or quantization == "none":
-            return dense.pack_weight(weight, activation=activation)
-        if quantization == "wint8":
-            codes = quantize_weight(weight, kind="int8")
-        else:
-            codes = quantize_weight(weight, kind="int4", group=64 if weight.shape[1] % 128 else 128)
-        return dense.pack_weight(codes, activation=activation)
+        return self._packed(weight, quantization, activation)
+
+    def _packed(
+        self, weight: Tensor | QuantizedWeight, quantization: str, activation: str | None
+    ) -> PackedWeight:
+        """A weight that is not quantized yet is rounded as it says, and packed."""
+        if isinstance(weight, Tensor) and quantization != "none":
+            group = 64 if weight.shape[1] % 128 else 128
+            kind = {"wint8": ("int8", 0), "wint4": ("int4", group)}[quantization]
+            weight = quantize_weight(weight, kind=kind[0], group=kind[1])
+        return dense.pack_weight(weight, activation=activation)
 
     def _kept(
         self, names: Sequence[str], *what: Any, make: Callable[[], PackedWeight]
