@@ -366,7 +366,7 @@ def moe_route() -> dict[str, Any]:
 
 def moe_sort() -> dict[str, Any]:
     return {
-        "expert_ids": ints(0, 3, -1, 2).view(2, 2),
+        "expert_ids": ints(0, 3, 1, 2).view(2, 2),
         "num_experts": 4,
         "expert_indptr": ints(0, 0, 0, 0, 0),
         "row_indices": ints(0, 0, 0, 0),
