@@ -54,7 +54,9 @@ def make(speculative: SpeculativeConfig, **config: Any) -> Engine:
 def runnable() -> tuple[str, ...]:
     """The methods that need no directory of their own, and the toy, where it is one."""
     return tuple(
-        name for name in method_names() if name not in ("draft_model", "eagle3", "medusa", "hydra")
+        name
+        for name in method_names()
+        if name not in ("draft_model", "eagle3", "medusa", "hydra", "dflash")
     )
 
 

@@ -14,7 +14,7 @@ import pytest
 import torch
 from checkpoints import make_checkpoint
 from safetensors.torch import load_file
-from specops import dense
+from specops import attention, dense
 from specops.engine import Completion, Engine, EngineConfig, SamplingParams, SpeculativeConfig
 from specops.engine.errors import ModelError
 from specops.engine.gguf.directory import gguf_directory
@@ -178,10 +178,18 @@ KEYS = {
 }
 SIZES = {"rms_norm_eps": 2.0**-20, "vocab_size": 160}
 GEMMA = {"sliding_window": 20, "sliding_window_pattern": 3, "query_pre_attn_scalar": 64}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 500000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
 FAMILIES: dict[str, dict[str, Any]] = {
     "Qwen2": {},
     "Qwen3": {"tie_word_embeddings": False},
-    "Llama": {"tie_word_embeddings": False},
+    "Llama": {"tie_word_embeddings": False, "rope_parameters": LLAMA3},
     "Gemma3": GEMMA,
 }
 LAYER_NAMES = {
@@ -237,6 +245,12 @@ def tensors_of(source: Path, family: str, config: dict[str, Any]) -> dict[str, A
             heads = config[f"num_{kind}_heads"]
             one = one.view(heads, 2, -1, one.shape[-1]).transpose(1, 2).reshape(one.shape)
         found[name_of(name, family)] = one.contiguous()
+    if family == "Llama":  # angles of position 1 with the scaling and without; none is large
+        plain, scaled = (
+            attention.rope_cos_sin(2, config["head_dim"], 5e5, one)[1, config["head_dim"] // 2 :]
+            for one in (None, config["rope_parameters"])
+        )
+        found["rope_freqs.weight"] = plain.double().asin().div(scaled.double().asin()).float()
     return found
 
 
@@ -413,6 +427,17 @@ def test_metadata_that_do_not_run_are_refused(
     with pytest.raises(ModelError) as error:
         load_model(gguf_directory(file))
     assert sentence in str(error.value)
+
+
+def test_factors_of_another_scaling_are_refused(tmp_path: Path) -> None:
+    file = make_file(tmp_path, "Llama")
+    found = read_gguf(file)
+    data = {name: torch.ones(one.shape) for name, one in found.tensors.items()}
+    data["rope_freqs.weight"][-1] = 3.0
+    architecture = found.metadata.pop("general.architecture")
+    file = write(tmp_path, data, architecture, **found.metadata)
+    with pytest.raises(ModelError, match=r"rope_freqs\.weight has the factors of an unknown"):
+        load_model(gguf_directory(file))
 
 
 def test_a_directory_is_made_once(tmp_path: Path, cache: Path) -> None:

@@ -5,6 +5,7 @@ import argparse
 import contextlib
 import json
 import os
+import re
 import subprocess
 import sys
 import threading
@@ -17,9 +18,10 @@ import pytest
 
 pytest.importorskip("huggingface_hub")
 
-from specops.cli import options
+from specops.cli import main, options
 from specops.cli.hub import is_name
 
+ASSETS = Path(options.__file__).parents[1] / "assets"
 SHA = "1234567890" * 4
 FILES = {"config.json": b"{}", "model.safetensors": b"weights", "pytorch_model.bin": b"never"}
 REFUSALS = {
@@ -137,6 +139,37 @@ def test_names_are_no_directories(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         "org/m.gguf",
     ):
         assert not is_name(model)
+
+
+def test_models_of_the_cache_are_listed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def put(name: str, *files: str, architecture: str = "Qwen3ForCausalLM") -> None:
+        folder = tmp_path / f"models--{name.replace('/', '--')}"
+        (folder / "refs").mkdir(parents=True)
+        (folder / "refs" / "main").write_text(SHA)
+        snapshot = folder / "snapshots" / SHA
+        snapshot.mkdir(parents=True)
+        config = json.loads((ASSETS / "config.json").read_text())
+        (snapshot / "config.json").write_text(
+            json.dumps(config | {"architectures": [architecture]})
+        )
+        for file in files:
+            (snapshot / file).write_bytes(b"x" * 3_000_000)
+
+    put("org/whole", "model.safetensors")
+    put("org/half")
+    put("org/other", "model.safetensors", architecture="NobodysModel")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    assert main(["models"]) == 0
+    bundled, half, other, whole = capsys.readouterr().out.splitlines()
+    assert re.fullmatch(r"specops-bundled +\d+ MB  runs; without --model, it is this one", bundled)
+    assert re.fullmatch(r"org/half +0 MB  does not run: its weights are not here; .*", half)
+    assert re.fullmatch(r"org/other +3 MB  does not run: architecture NobodysModel .*", other)
+    assert re.fullmatch(r"org/whole +3 MB  runs", whole)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "none"))
+    assert main(["models"]) == 0
+    assert capsys.readouterr().out.count("\n") == 1
 
 
 def test_an_engine_bears_the_name(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

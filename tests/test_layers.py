@@ -33,7 +33,7 @@ UNSAFE = {"pickle", "marshal", "shelve", "dill", "cloudpickle", "multiprocessing
 
 # The other commands' modules import without torch.
 CLI_WITH_ENGINE = {
-    *("comparison.py", "complete.py", "exactness.py", "options.py", "serve.py"),
+    *("comparison.py", "complete.py", "exactness.py", "models.py", "options.py", "serve.py"),
 }
 
 # Modules of the engine, lowest first: a module imports from its own group and those before.
@@ -403,7 +403,7 @@ def test_config_is_standard_library_only(path: Path) -> None:
 # What runs every method names none: a method is its description and its drafter, and a line of the
 # registry.
 METHOD_NAMES = re.compile(
-    r"""["'`](mtp|ngram|suffix)\b|[Mm]tp|[Nn]gram|[Ss]uffix|PredictionDrafter|PredictedText|DraftModel|Eagle3|Medusa|Hydra"""
+    r"""["'`](mtp|ngram|suffix)\b|[Mm]tp|[Nn]gram|[Ss]uffix|PredictionDrafter|PredictedText|DraftModel|Eagle3|Medusa|Hydra|Dflash"""
 )
 OF_METHODS = [
     *sources(PACKAGE / "engine" / "methods", ".py"),
@@ -416,6 +416,7 @@ OF_METHODS = [
     *(PACKAGE / "engine" / "drafters").glob("medusa*.py"),
     *(PACKAGE / "engine" / "drafters").glob("residual*.py"),
     *(PACKAGE / "engine" / "drafters").glob("hydra*.py"),
+    *(PACKAGE / "engine" / "drafters").glob("dflash*.py"),
 ]
 # No method's name, though they look like one: Python's own, OpenAI's field, and the two fields of
 # EngineConfig that have their names from the time of one method.
@@ -494,6 +495,7 @@ def test_models_import_in_one_direction(path: Path) -> None:
         {"loader"},
         {"mtp"},
         {"eagle", "residual_heads"},
+        {"dflash"},
         {"__init__"},
     )
     floor_of = {name: floor for floor, names in enumerate(floors) for name in names}

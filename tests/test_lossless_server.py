@@ -295,6 +295,10 @@ def test_what_is_compared_of_two_answers() -> None:
     assert difference(one, answer(Token("a", None, -0.5), Token("b", None, -0.25))) is None
     found = difference(one, answer(Token("a", 1, -0.5), Token("b", 9, -0.25)))
     assert found is not None and (found.kinds, found.place) == (("token",), 1)
+    # The other token is the place, though a logprob differs before it.
+    found = difference(one, answer(Token("a", 1, -0.75), Token("c", 3, -0.25)))
+    assert found is not None and (found.kinds, found.place) == (("token", "logprob"), 1)
+    assert (found.logprob_place, found.logprob_gap) == (0, 0.25)
     # Zeros have two signs; a logprob that one side lacks differs, unless it lacks them all.
     zero, minus = answer(Token("ab", 1, 0.0)), answer(Token("ab", 1, -0.0))
     found = difference(zero, minus)

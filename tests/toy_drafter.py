@@ -72,6 +72,8 @@ class ToyHead:
     is_chained = True
     lookahead = 1
     num_likeliest = 2
+    reads_states = True
+    max_drafts = None
     is_independent = False
     taps = (0, 2)
     dtype = torch.float32

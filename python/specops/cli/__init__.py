@@ -50,6 +50,12 @@ COMMANDS = {
         "compare every token with and without speculation",
         "engine",
     ),
+    "models": Command(
+        "specops.cli.models",
+        "main",
+        "list the models of this machine that run by name",
+        "engine",
+    ),
     "contract": Command(
         "specops.cli.serve",
         "contract",

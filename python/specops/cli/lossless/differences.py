@@ -39,12 +39,13 @@ class Difference:
     Attributes:
         kinds: of KINDS, what differs. Logprobs are compared up to the first other token, endings
             where texts and tokens are the same.
-        place: the first token that differs or has another logprob, or the first character where
-            tokens do not show it.
+        place: the first other token, or else the first with another logprob, or the first character
+            where tokens do not show it.
         unit: what `place` counts, "token" or "character".
         before: the end of the text in front of it.
         plain: without speculation.
         other: what is compared with it.
+        logprob_place: the first token with another logprob; None: none.
         logprob_gap: the largest difference of two logprobs of one token in one place; None: no
             place has two.
     """
@@ -55,6 +56,7 @@ class Difference:
     before: str
     plain: Side
     other: Side
+    logprob_place: int | None
     logprob_gap: float | None
 
 
@@ -67,25 +69,28 @@ def difference(plain: Answer, other: Answer) -> Difference | None:
     a, b = plain.tokens, other.tokens
     token = _first_unequal(*_names(a, b))
     until = min(len(a), len(b)) if token is None else token
-    logprob = _first_unequal(_bits(a[:until]), _bits(b[:until]))
+    logprob = None
+    if _has_logprobs(a) and _has_logprobs(b):
+        logprob = _first_unequal(_bits(a[:until]), _bits(b[:until]))
     found = {
         "text": plain.text != other.text,
         "token": token is not None,
-        "logprob": logprob is not None and _has_logprobs(a) and _has_logprobs(b),
+        "logprob": logprob is not None,
     }
     found["ending"] = plain.ending != other.ending and not (found["text"] or found["token"])
     kinds = tuple(kind for kind in KINDS if found[kind])
     if not kinds:
         return None
-    gap = _gap(a[: until + 1], b[: until + 1])
+    unit, place = "token", until if token is not None or logprob is None else logprob
     if kinds == ("text",) or not a or not b:
-        place = _common(plain.text, other.text)
-        before = plain.text[:place][-_BEFORE:]
+        unit, place = "character", _common(plain.text, other.text)
+        before = plain.text[:place]
         sides = _text_side(plain, place), _text_side(other, place)
-        return Difference(kinds, place, "character", before, *sides, gap)
-    place = logprob if logprob is not None and found["logprob"] else until
-    before = "".join(one.text or "" for one in a[:place])[-_BEFORE:]
-    return Difference(kinds, place, "token", before, *_token_sides(plain, other, place), gap)
+    else:
+        before = "".join(one.text or "" for one in a[:place])
+        sides = _token_sides(plain, other, place)
+    gap = _gap(a[: until + 1], b[: until + 1])
+    return Difference(kinds, place, unit, before[-_BEFORE:], *sides, logprob, gap)
 
 
 def _names(a: Sequence[Token], b: Sequence[Token]) -> tuple[list[Any], list[Any]]:

@@ -93,10 +93,13 @@ def _told(one: Comparison, found: Found) -> list[str]:
     it = found.difference
     names = ("plain", one.mode) if one.is_drafted else ("first time", "again")
     width = max(map(len, names))
+    kinds = ", ".join(it.kinds)
+    if it.logprob_place not in (None, it.place):
+        kinds += f" from {it.logprob_place}"
     return [
         "",
         f"{found.text.kind}, {one.sampling}, {one.mode}, {one.setting}: {it.unit} {it.place} "
-        f"({', '.join(it.kinds)})",
+        f"({kinds})",
         f"  after {it.before!r}",
         f"  {names[0]:>{width}}: {_side(it.plain, it.other)}",
         f"  {names[1]:>{width}}: {_side(it.other, it.plain)}",

@@ -81,6 +81,8 @@ class DraftModelHead:
     num_passes = 1
     is_chained = True
     num_likeliest = 2
+    reads_states = False
+    max_drafts = None
     is_independent = False
     lookahead = 0
     taps: tuple[int, ...] = ()

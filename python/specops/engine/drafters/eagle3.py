@@ -47,6 +47,8 @@ class Eagle3Head:
     num_passes = 1
     is_chained = True
     num_likeliest = 2
+    reads_states = True
+    max_drafts = None
     is_independent = False
     lookahead = 1
 

@@ -26,6 +26,8 @@ class DraftRows(LayerBatch):
     lens: Tensor  # int32 [num_slots]
     draft_token_ids: Tensor  # int32 [num_slots, k]
     kept: Tensor | None = None  # [num_slots, window, hidden_size]
+    # int32 [batch + 1]: all pages of each request, where `kv_indptr` leaves out those not seen.
+    whole_kv_indptr: Tensor | None = None
 
 
 class DraftHead(Protocol):
@@ -47,9 +49,20 @@ class DraftHead(Protocol):
     def lookahead(self) -> int:
         """How many tokens behind its position a row's keys and values depend on.
 
-        As many as there are passes; or 0: a row reads the token at its own position, and no states.
-        Then rows begin with the first token and end with the newest one.
+        As many as there are passes where they read these tokens; 0 where they do not.
         """
+
+    @property
+    def reads_states(self) -> bool:
+        """Whether rows read states, those of the target first.
+
+        Otherwise a row reads the token at its own position, and no states: rows begin with the
+        first token and end with the newest one.
+        """
+
+    @property
+    def max_drafts(self) -> int | None:
+        """Most drafts that it makes for a request in a step; None: as many as are wanted."""
 
     @property
     def num_likeliest(self) -> int:
@@ -83,8 +96,7 @@ class DraftHead(Protocol):
     def kv_bytes_per_token(self) -> int:
         """What it keeps on pages, over all passes.
 
-        0: it is no more than its passes, which read the target's states and the tokens behind. Then
-        it drafts no more than one token each, only rows run that draft, and none runs again.
+        0: only rows run that draft, and none runs again.
         """
 
     def reserve(self, rows: int) -> None:

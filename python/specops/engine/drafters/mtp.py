@@ -60,6 +60,8 @@ class MtpHead:
 
     taps: tuple[int, ...] = ()
     num_likeliest = 2
+    reads_states = True
+    max_drafts = None
     is_independent = False
 
     def __init__(self, target: Transformer, modules: MtpModules) -> None:

@@ -109,7 +109,7 @@ class RecurrentDrafter(Drafter):
         slots, max_rows = context.config.max_num_seqs, context.config.max_num_batched_tokens
         self.name, self.taps = name, head.taps
         self.head, self.num_passes = head, head.num_passes
-        self.reads_own_tokens = head.lookahead == 0
+        self.reads_own_tokens = not head.reads_states
         self.kv_bytes_per_token = head.kv_bytes_per_token
         self.max_redrafts = max(max_rows, WINDOW)
         # A row behind the step's for each request, or for each pass but the first one.
@@ -156,8 +156,8 @@ class RecurrentDrafter(Drafter):
         self.own_numbers[slot] = config.draws_drafts
         self.has_anchors[slot] = config.verify_strategy == "block"
         passes = request.draft_stages[self.name]
-        if not self.kv_bytes_per_token:
-            passes = min(passes, self.num_passes)
+        if self.head.max_drafts is not None:
+            passes = min(passes, self.head.max_drafts)
         has_moved = passes > self.num_steps
         self.num_steps = max(self.num_steps, passes)
         return has_moved
@@ -526,6 +526,7 @@ class RecurrentStep(DrafterStep):
             lens=target.lens,
             draft_token_ids=target.draft_token_ids,
             kept=self._drafter.kept,
+            whole_kv_indptr=target.kv_indptr,
         )
 
     def _note_likeliest(self, choices: Choices, step: int) -> None:

@@ -7,6 +7,7 @@ from torch import Tensor
 from specops import batching
 from specops.engine.drafters.base import TargetStep
 from specops.engine.drafters.head import DraftRows
+from specops.engine.drafters.newest import NewestTokens
 from specops.engine.models import ResidualHeads
 
 
@@ -25,16 +26,15 @@ class ResidualDraftHead:
     is_chained = False
     lookahead = 1
     num_likeliest = 8
+    reads_states = True
     taps: tuple[int, ...] = ()
     token_map: Tensor | None = None
     kv_bytes_per_token = 0
 
     def __init__(self, heads: ResidualHeads, slots: int) -> None:
-        self.heads, self._slots = heads, slots
+        self.heads = heads
         self.is_independent = not heads.reads_tokens
-        # By request of a step.
-        self._places = torch.empty((3, slots), dtype=torch.int32, device=heads.device)
-        self._same = torch.arange(slots, dtype=torch.int32, device=heads.device)
+        self._tokens = NewestTokens(slots, heads.device)
         self._gathered = torch.empty(0, heads.hidden_size, dtype=heads.dtype, device=heads.device)
         heads.reserve(slots)
 
@@ -42,6 +42,11 @@ class ResidualDraftHead:
     def num_passes(self) -> int:
         """How many heads there are."""
         return len(self.heads.heads)
+
+    @property
+    def max_drafts(self) -> int:
+        """A token for each head."""
+        return self.num_passes
 
     @property
     def hidden_size(self) -> int:
@@ -83,7 +88,7 @@ class ResidualDraftHead:
         if index == 0:
             batching.gather_output_rows(states, rows.source_rows, out=gathered)
         if self.heads.reads_tokens:
-            self.heads.read_token(index, self._token_ids(index, rows))
+            self.heads.read_token(index, self._tokens.before(index, rows))
         return gathered, gathered
 
     def logits(
@@ -91,26 +96,3 @@ class ResidualDraftHead:
     ) -> Tensor:
         """Returns the logits of head `index`."""
         return self.heads.logits(index, hidden, out, sums)
-
-    def _token_ids(self, index: int, rows: DraftRows) -> Tensor:
-        """The newest token of each request of the step, or draft `index` - 1; 0 of others."""
-        size = rows.slots.shape[0]
-        slot, position, out = self._places[:, :size]
-        torch.clamp(rows.slots, min=0, out=slot)
-        torch.index_select(rows.lens, 0, slot, out=position)
-        position.add_(index - 1)
-        is_nobody = rows.slots < 0
-        if index:
-            # Of a request that has no such draft, nothing is read.
-            draft = rows.draft_token_ids.index_select(0, slot)[:, index - 1]
-            is_nobody = is_nobody | (draft < 0)
-        slot.masked_fill_(is_nobody, -1)
-        return batching.gather_input_ids(
-            slot,
-            position,
-            self._same[: rows.lens.shape[0]],
-            rows.token_ids,
-            rows.lens,
-            rows.draft_token_ids,
-            out=out,
-        )

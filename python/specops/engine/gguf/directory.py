@@ -19,6 +19,7 @@ from specops.engine.gguf.tokenizer import tokenizer_files
 SUFFIX = ".gguf"
 _VERSION = 1  # of what is made: directories of another one are not found
 _EMBEDDING, _HEAD = "token_embd.weight", "output.weight"
+ROPE_FACTORS = "rope_freqs.weight"  # what frequencies of RoPE are divided by; part of config.json
 
 
 def gguf_directory(path: Path) -> Path:
@@ -81,6 +82,8 @@ def _files(file: GgufFile) -> dict[str, dict[str, Any]]:
         "vocab_size": file.tensors[_EMBEDDING].shape[0],
         "tie_word_embeddings": _HEAD not in file.tensors,
     }
+    if ROPE_FACTORS in file.tensors:
+        config["rope_factors"] = file.floats(ROPE_FACTORS)
     for name in ("bos", "eos"):
         if f"tokenizer.ggml.{name}_token_id" in metadata:
             config[f"{name}_token_id"] = metadata[f"tokenizer.ggml.{name}_token_id"]

@@ -101,6 +101,19 @@ class GgufFile:
     metadata: dict[str, Any]
     tensors: dict[str, GgufTensor]
 
+    def floats(self, name: str) -> list[float]:
+        """Reads a tensor of type F32.
+
+        Raises:
+            ModelError: it is of another type.
+        """
+        tensor = self.tensors[name]
+        if tensor.type != "F32":
+            raise ModelError(f"{self.path}: tensor {name} must be of type F32, got {tensor.type}")
+        with open(self.path, "rb") as file:
+            file.seek(tensor.offset)
+            return array("f", file.read(tensor.num_bytes)).tolist()
+
 
 def read_gguf(path: str | Path) -> GgufFile:
     """Reads the header of a file.

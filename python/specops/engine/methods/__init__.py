@@ -43,6 +43,7 @@ METHODS: dict[str, str] = {
     "eagle3": "specops.engine.methods.eagle3",
     "medusa": "specops.engine.methods.medusa",
     "hydra": "specops.engine.methods.hydra",
+    "dflash": "specops.engine.methods.dflash",
 }
 
 # Drafters that no request chooses: each request that speculates has them behind its method's.

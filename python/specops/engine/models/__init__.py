@@ -3,6 +3,7 @@
 
 from specops.engine.models.batch import LayerBatch, StepBatch
 from specops.engine.models.config import ModelConfig
+from specops.engine.models.dflash import BlockDrafter, load_dflash
 from specops.engine.models.eagle.loader import load_eagle3
 from specops.engine.models.eagle.modules import Eagle3
 from specops.engine.models.families import CONVENTIONS
@@ -17,6 +18,7 @@ from specops.engine.models.weight_cache import CachedWeights, WeightCache
 
 __all__ = [
     "CONVENTIONS",
+    "BlockDrafter",
     "CachedWeights",
     "Eagle3",
     "KvCache",
@@ -33,6 +35,7 @@ __all__ = [
     "StepBatch",
     "Transformer",
     "WeightCache",
+    "load_dflash",
     "load_eagle3",
     "load_hydra",
     "load_medusa",

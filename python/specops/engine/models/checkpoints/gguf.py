@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from specops.engine.errors import ModelError
+from specops.engine.gguf.directory import ROPE_FACTORS
 from specops.engine.gguf.file import TYPES, GgufTensor, read_gguf
 from specops.engine.models.checkpoints.bits import low_then_high
 from specops.engine.models.checkpoints.checkpoint import Checkpoint
@@ -131,6 +132,8 @@ class GgufCheckpoint(Checkpoint):
                 if has_four_norms and layer[2] == "ffn_norm":
                     own = _MLP_NORM_OF_FOUR
                 yield f"model.layers.{layer[1]}.{own}.{layer[3]}", tensor
+            elif name == ROPE_FACTORS:
+                continue
             elif stem in _NAMES and suffix == "weight":
                 yield f"{_NAMES[stem]}.weight", tensor
             else:

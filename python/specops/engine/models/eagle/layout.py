@@ -91,7 +91,7 @@ def _read(
         raise ModelError(f"speculators_model_type must be eagle3, got {kind}")
     nested = raw.get("transformer_layer_config")
     layer = nested if isinstance(nested, dict) else raw
-    own = {**_mapping(raw, "eagle_config"), **raw}
+    own = {**mapping_of(raw, "eagle_config"), **raw}
     if own.get("logit_scale", 1) != 1:
         raise ModelError(f"logit_scale must be 1, got {own['logit_scale']}")
     prefix = "model." if any(name.startswith("model.") for name in names) else ""
@@ -110,20 +110,21 @@ def _read(
         field = "target_hidden_size" if own.get("target_hidden_size") else "hidden_size"
         raise ModelError(f"{field} is {width}, but the target has {target.hidden_size}")
     first, *others = (
-        _with_norms(one, f"{of_layer}self_attn.q_norm.weight" in names)
+        with_qk_norms(one, f"{of_layer}self_attn.q_norm.weight" in names)
         for one, of_layer in zip(decoder.layers, layer_prefixes, strict=True)
     )
     first = replace(first, attention=_of_pairs(first, 2 * decoder.hidden_size))
+    num_layers = target.config.num_layers
     return Eagle3Config(
         hidden_size=decoder.hidden_size,
         layers=(first, *others),
         norm_eps=decoder.rms_norm_eps,
-        taps=_taps(own, directory, target.config.num_layers),
+        taps=taps_of(own, directory, num_layers, (2, num_layers // 2, num_layers - 3)),
         draft_vocab_size=count(own, "draft_vocab_size", target.config.vocab_size),
-        norm_before_residual=_flag(own, "norm_before_residual"),
-        norm_before_fc=_flag(own, "norm_before_fc"),
-        fc_norm=_flag(own, "fc_norm"),
-        norm_output=_flag(own, "norm_output"),
+        norm_before_residual=flag_of(own, "norm_before_residual"),
+        norm_before_fc=flag_of(own, "norm_before_fc"),
+        fc_norm=flag_of(own, "fc_norm"),
+        norm_output=flag_of(own, "norm_output"),
         prefix=prefix,
         layer_prefixes=layer_prefixes,
     )
@@ -152,15 +153,29 @@ def _layer_prefixes(directory: Path, names: Collection[str], prefix: str) -> tup
     return tuple(found)
 
 
-def _taps(own: Mapping[str, Any], directory: Path, num_layers: int) -> tuple[int, ...]:
-    """The layers whose states are read, as those that the states leave."""
+def taps_of(
+    own: Mapping[str, Any], directory: Path, num_layers: int, default: Sequence[int] | None
+) -> tuple[int, ...]:
+    """Returns the target's layers whose states are read, as those that the states leave.
+
+    Args:
+        own: fields of config.json.
+        directory: of the head.
+        num_layers: of the target.
+        default: layers by the states that enter them, where no field names any; None: one must.
+
+    Raises:
+        KeyError: none does.
+        ModelError: a field names what is no layer.
+    """
     for fields, shift in ((_ENTERED, 1), (_LEFT, 0)):
         for field in fields:
             ids = own.get(field)
             if ids is not None:
                 return _checked(field, ids, shift, directory, num_layers)
-    ids = [2, num_layers // 2, num_layers - 3]
-    return _checked("no field, so by the method's default", ids, 1, directory, num_layers)
+    if default is None:
+        raise KeyError(_LEFT[0])
+    return _checked("no field, so by the method's default", default, 1, directory, num_layers)
 
 
 def _checked(field: str, ids: Any, shift: int, directory: Path, num_layers: int) -> tuple[int, ...]:
@@ -182,19 +197,25 @@ def _of_pairs(layer: LayerConfig, width: int) -> AttentionConfig:
     return replace(layer.attention, input_size=width)
 
 
-def _with_norms(layer: LayerConfig, has_norms: bool) -> LayerConfig:
-    """A layer that norms q and k, if the checkpoint has these norms."""
+def with_qk_norms(layer: LayerConfig, has_norms: bool) -> LayerConfig:
+    """Returns a layer that norms q and k, if the checkpoint has these norms."""
     assert isinstance(layer.attention, AttentionConfig)
     return replace(layer, attention=replace(layer.attention, qk_norm=has_norms))
 
 
-def _flag(own: Mapping[str, Any], field: str) -> bool:
+def flag_of(own: Mapping[str, Any], field: str, *, default: bool = False) -> bool:
+    """Returns a field that is true or false.
+
+    Raises:
+        ModelError: it is neither.
+    """
     value = own.get(field)
     if value is not None and not isinstance(value, bool):
         raise ModelError(f"{field} must be true or false, got {value!r}")
-    return bool(value)
+    return default if value is None else value
 
 
-def _mapping(raw: Mapping[str, Any], field: str) -> Mapping[str, Any]:
+def mapping_of(raw: Mapping[str, Any], field: str) -> Mapping[str, Any]:
+    """Returns a field that is an object; where it is none, there are no fields."""
     value = raw.get(field)
     return value if isinstance(value, dict) else {}

@@ -153,7 +153,7 @@ class Eagle3(LayerStack):
         if config.norm_before_residual:
             rows.residual.copy_(pairs[:, self.hidden_size :])
         else:
-            _gather(batch, states, rows.residual)
+            gather_states(batch, states, rows.residual)
         for index, layer in enumerate(weights.layers):
             given = pairs if index == 0 else None
             layer.run(batch, cache.layers[index], rows, rows.layers[index], given)
@@ -164,7 +164,7 @@ class Eagle3(LayerStack):
         return rows.normed, recycled
 
 
-def _gather(batch: MtpBatch, states: Tensor, out: Tensor) -> None:
+def gather_states(batch: MtpBatch, states: Tensor, out: Tensor) -> None:
     """Copies the state that each row reads: one of `states`, or one that was kept."""
     source = batch.source_rows
     torch.index_select(states, 0, source.clamp(min=0), out=out)

@@ -4,12 +4,13 @@
 Source: docs/gguf.md of github.com/ggml-org/ggml.
 """
 
-from collections.abc import Callable, Mapping
+import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from specops.engine.errors import ModelError
-from specops.engine.models.families.fields import count, mapping
+from specops.engine.models.families.fields import count, mapping, number
 
 # Fields of a config.json, by the keys behind the architecture's name.
 _FIELDS = {
@@ -30,6 +31,8 @@ _SCALING_FIELDS = {"original_context_length": "original_max_position_embeddings"
 # Sizes that must be those of a head, and what config.json has from the tensors.
 _HEAD_SIZES = ("attention.value_length", "rope.dimension_count")
 _ELSEWHERE = ("vocab_size",)
+# Of all models whose files have factors in place of a scaling's parameters.
+_LLAMA3_LENGTH, _LLAMA3_LOW, _LLAMA3_HIGH = 8192, 1.0, 4.0
 
 
 def no_fields(raw: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -83,7 +86,10 @@ class GgufForm:
         scaling = self._scaling(said)
         if scaling:
             config["rope_scaling"] = scaling
-        around = {name: raw[name] for name in raw if name != "gguf"}
+        if raw.get("rope_factors"):
+            theta = number("rope_theta", config.get("rope_theta", 10000.0))
+            config["rope_scaling"] = _scaling_of_factors(raw["rope_factors"], theta, head_dim)
+        around = {name: raw[name] for name in raw if name not in ("gguf", "rope_factors")}
         whole = {**around, "architectures": [self.read_as], "dtype": "bfloat16", **config}
         return {**whole, **self.fields(whole)}
 
@@ -99,3 +105,25 @@ class GgufForm:
         if not known or not own.keys() <= set(known):
             raise ModelError(f"{self.architecture}.{_SCALING}type {kind} does not run, of {own}")
         return {"rope_type": kind, **{_SCALING_FIELDS.get(key, key): own[key] for key in own}}
+
+
+def _scaling_of_factors(factors: Sequence[float], theta: float, head_dim: int) -> dict[str, Any]:
+    """The scaling that divides frequencies by these factors: files of Llama 3 say no more of it.
+
+    Raises:
+        ModelError: they are those of another scaling.
+    """
+    factor, pairs = max(factors), head_dim // 2
+    for i in range(pairs):
+        turns = _LLAMA3_LENGTH * theta ** (-i / pairs) / (2 * math.pi)
+        keep = min(max((turns - _LLAMA3_LOW) / (_LLAMA3_HIGH - _LLAMA3_LOW), 0.0), 1.0)
+        wanted = 1 / (keep + (1 - keep) / factor)
+        if len(factors) != pairs or not math.isclose(factors[i], wanted, rel_tol=1e-4):
+            raise ModelError("tensor rope_freqs.weight has the factors of an unknown scaling")
+    return {
+        "rope_type": "llama3",
+        "factor": factor,
+        "low_freq_factor": _LLAMA3_LOW,
+        "high_freq_factor": _LLAMA3_HIGH,
+        "original_max_position_embeddings": _LLAMA3_LENGTH,
+    }
