@@ -37,7 +37,7 @@ SOURCES := CMakeLists.txt setup.py tools/cuda_toolkit.py $(shell find csrc -type
 .PHONY: test-smoke gates test
 .PHONY: prove campaign soak attacks test-vllm vllm-campaign bench bench-methods bench-mtp-mistakes
 .PHONY: test-lm-eval bench-vllm bench-replay bench-replay-whole bench-step-costs bench-peers
-.PHONY: gpu-check screenshots docs lint format clean
+.PHONY: gpu-check screenshots docs pyz lint format clean
 
 # The package with the kernels of every instruction set, as tests and wheels need it.
 setup: $(VENV)/built
@@ -268,6 +268,17 @@ screenshots: setup $(VENV)/test-deps
 # the docstrings of the ops, and imports nothing.
 docs: $(VENV)/lint-deps
 	$(BIN)/zensical build --strict
+
+# The commands that need no engine as one file, for any machine with Python and nothing else:
+# `python3 build/specops.pyz verify-exactness --url URL`.
+pyz: build/specops.pyz
+
+build/specops.pyz: $(shell find python/specops/cli -name '*.py') python/specops/prompts.py
+	rm -rf build/pyz
+	mkdir -p build/pyz
+	cp python/specops/__main__.py build/pyz
+	cd python && cp --parents specops/__init__.py $(patsubst python/%,%,$^) ../build/pyz
+	$(PYTHON) -m zipapp --compress --python "/usr/bin/env python3" --output $@ build/pyz
 
 lint: docs
 	$(BIN)/ruff check .

@@ -39,7 +39,7 @@ class Rounding:
         kind: "int8" or "int4"; None: nothing becomes of them.
         group: inputs that share a scale; 0: all.
         activations: to what rows are rounded; None: as kind's own.
-        head: the head's kind, with a scale for each output.
+        head: the head's kind, as `quantize_head` has it.
     """
 
     name: str
@@ -74,7 +74,8 @@ class _Rounded(Checkpoint):
         )
         super().__init__(directory, settings)
         own = rounding.kind, rounding.group, rounding.activations
-        self._of = {"layers": own, "head": (rounding.head, 0, None)}
+        head = rounding.head, 128 if rounding.head == "int4" else 0, None
+        self._of = {"layers": own, "head": head}
 
     def _packed(
         self, weight: Tensor | QuantizedWeight, quantization: str, activation: str | None
@@ -109,6 +110,9 @@ def _log_probs(
     """[tokens, vocabulary] of each text."""
     source = _Rounded(directory, rounding, dtype)
     model = build(read_model_config(directory), source, dtype, TOKENS)
+    kinds = {weight.kind for layer in model.layers for weight in layer.weights}
+    if kinds != {rounding.kind or "plain"}:
+        raise RuntimeError(f"{rounding.name}: weights are {', '.join(sorted(kinds))}")
     model.reserve(max(map(len, texts)))
     for ids in texts:
         yield one_step(model, ids).log_softmax(1)

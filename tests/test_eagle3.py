@@ -86,6 +86,7 @@ CASES: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("case", CASES)
+@pytest.mark.corners("tree", "preempted")
 def test_every_bit_is_plain_decoding_s(target: tuple[Path, Any], tmp_path: Path, case: str) -> None:
     head, layout = HEADS["specforge"]
     eagle_oracle.write(tmp_path, head, layout)

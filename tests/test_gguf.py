@@ -7,6 +7,7 @@ import json
 import os
 import random
 import struct
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -454,6 +455,20 @@ def test_a_directory_is_made_once(tmp_path: Path, cache: Path) -> None:
         gguf_directory(tmp_path / "nowhere.gguf")
     with pytest.raises(ModelError, match="no such file"):
         EngineConfig(model=str(tmp_path / "nowhere.gguf")).model_dir  # noqa: B018
+
+
+def test_several_may_make_it_at_once(tmp_path: Path) -> None:
+    file = make_file(tmp_path, "Qwen3")
+    with ThreadPoolExecutor(8) as pool:
+        found = set(pool.map(lambda _: gguf_directory(file), range(8)))
+    (directory,) = found
+    assert sorted(path.name for path in directory.iterdir()) == [
+        "config.json",
+        "model.gguf",
+        "tokenizer.json",
+        "tokenizer_config.json",
+    ]
+    assert [path.name for path in directory.parent.iterdir()] == [directory.name]
 
 
 # ---- tokenizers ----

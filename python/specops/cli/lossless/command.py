@@ -42,7 +42,7 @@ def main(arguments: Sequence[str], program: str) -> int:
             texts, max_tokens=args.max_tokens, temperature=args.temperature, seed=args.seed
         )
         comparisons = _compare(args, asks, plain, drafted)
-        drafts = {mode.name: mode.drafts for mode in drafted}
+        drafts = {mode.name: mode.drafts for mode in (plain, *drafted)}
         status, sentence = verdict(comparisons, drafts, is_trusted=args.trust_speculation)
         _report(args, status, sentence, comparisons, [plain, *drafted])
     except BrokenPipeError:  # the reader has seen enough
@@ -82,7 +82,7 @@ def _add_servers(parser: argparse.ArgumentParser) -> None:
         "specops' server, or one that knows the fields of --plain-body)",
     )
     add("--model", default="", metavar="NAME", help="(default: the first that the server lists)")
-    add("--baseline-model", default="", metavar="NAME", help="(default: the same)")
+    add("--baseline-model", default="", metavar="NAME", help="(default: the first that it lists)")
     add(
         "--plain-body",
         metavar="JSON",

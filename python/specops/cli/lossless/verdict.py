@@ -108,7 +108,7 @@ def verdict(
 
     Args:
         comparisons: of all modes.
-        drafts: by mode that speculates, all that it verified; None: not reported.
+        drafts: by mode, all that it verified; None: not reported.
         is_trusted: a server that reports no drafts is taken to speculate.
     """
     drafted = [one for one in comparisons if one.is_drafted]
@@ -127,6 +127,13 @@ def verdict(
             "turns speculation off. Name a server without it by --baseline-url, or such fields "
             "by --plain-body."
         )
+    of_plain = total(drafts[one.mode] for one in plain)
+    if of_plain is not None and of_plain.num_draft_tokens:
+        return UNKNOWN, (
+            "Cannot say: nothing differs, but requests without speculation had drafts, too: the "
+            "fields of --plain-body do not turn it off, or the server of --baseline-url has it on."
+        )
+    drafts = {one.mode: drafts[one.mode] for one in drafted}
     proven = [
         mode
         for mode, counts in drafts.items()
