@@ -29,6 +29,7 @@ FAMILIES = {
     "machine": "machine",
     "binding": "binding",
     "linear": "dense",
+    "moe": "moe",
     "quantized": "quantized",
     "attention": "attention",
     "kv_cache": "kv_cache",

@@ -27,6 +27,7 @@ SMALL: dict[str, dict[str, Any]] = {
         "HEAD": ((96, 32),),
         "SMALL": (32, 16),
     },
+    "moe": {"NUM_EXPERTS": 4, "TOP_K": 2, "HIDDEN": 32, "WIDTH": 16, "ROWS": (3,)},
     "quantized": {"COLD_BYTES": 1 << 12, "LAYER": ((64, 128), (32, 256))},
     "attention": {"BATCH": 2, "KV_LEN": 64, "SIZES_8BIT": ((2, 64), (1, 128))},
     "latent": {"KV_LEN": 100, "SIZES": ((4, 2),)},

@@ -10,7 +10,7 @@ import pytest
 import specops
 import torch
 from exercised import Recorded, missing, whole_files
-from specops import _C, attention, batching, dense, ngram, runtime, sampling
+from specops import _C, attention, batching, dense, moe, ngram, runtime, sampling
 from test_errors import TENSOR_OPS, ints
 
 CSRC = Path(__file__).resolve().parent.parent / "csrc"
@@ -20,6 +20,7 @@ TESTS_OF = {
     attention: "test_attention.py",
     batching: "test_batching.py",
     dense: "test_dense.py",
+    moe: "test_moe.py",
     runtime: "test_devices.py",
     sampling: "test_sampling.py",
     ngram: "test_ngram.py",
@@ -138,7 +139,7 @@ def test_every_error_code_has_a_sentence() -> None:
         for name, body in re.findall(r"enum class (\w+) : int32_t \{(.*?)\};", header, re.DOTALL)
     }
     codes, ops, rules = (enums[name] for name in ("ErrorCode", "SamplingOp", "SamplingRule"))
-    assert len({int(first) for first in families.values()}) == len(families) == 5
+    assert len({int(first) for first in families.values()}) == len(families) == 6
     assert all(int(first) % 1000 == 0 for first in families.values())
     sampling_codes = [code for code in codes.values() if code // 1000 == ops["kSample"] // 1000]
     assert max(sampling_codes) < min(ops.values()) and max(rules.values()) < 100

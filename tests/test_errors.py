@@ -18,13 +18,24 @@ from typing import Any
 import pytest
 import specops
 import torch
-from specops import _C, attention, batching, dense, ngram, reference, runtime, sampling, torch_ops
+from specops import (
+    _C,
+    attention,
+    batching,
+    dense,
+    moe,
+    ngram,
+    reference,
+    runtime,
+    sampling,
+    torch_ops,
+)
 from specops.quantization import quantize_weight
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 STUB = Path(specops.__file__).with_name("_C.pyi")
-FAMILIES = (attention, batching, dense, ngram, runtime, sampling)
+FAMILIES = (attention, batching, dense, moe, ngram, runtime, sampling)
 DEFS = [node for node in ast.parse(STUB.read_text()).body if isinstance(node, ast.FunctionDef)]
 OPS = {
     node.name: {
@@ -338,6 +349,53 @@ def mtp_input() -> dict[str, Any]:
     }
 
 
+def moe_route() -> dict[str, Any]:
+    return {
+        "logits": torch.zeros(3, 8),
+        "top_k": 2,
+        "bias": torch.zeros(8),
+        "scoring": "sigmoid",
+        "num_groups": 4,
+        "top_k_groups": 2,
+        "min_sum": 1e-20,
+        "scale": 2.5,
+        "expert_ids": torch.zeros(3, 2, dtype=torch.int32),
+        "expert_weights": torch.zeros(3, 2),
+    }
+
+
+def moe_sort() -> dict[str, Any]:
+    return {
+        "expert_ids": ints(0, 3, -1, 2).view(2, 2),
+        "num_experts": 4,
+        "expert_indptr": ints(0, 0, 0, 0, 0),
+        "row_indices": ints(0, 0, 0, 0),
+        "places": ints(0, 0, 0, 0).view(2, 2),
+    }
+
+
+def moe_linear() -> dict[str, Any]:
+    experts = [dense.pack_weight(torch.zeros(5, 4)) for _ in range(3)]
+    return {
+        "x": torch.zeros(4, 4),
+        "weight": moe.stack_experts(experts, 3),
+        "bias": torch.zeros(3, 5),
+        "expert_indptr": ints(0, 2, 2, 4),
+        "row_indices": ints(0, 3, 0, 2),
+        "out": torch.zeros(4, 5),
+    }
+
+
+def moe_combine() -> dict[str, Any]:
+    return {
+        "expert_out": torch.zeros(4, 8),
+        "places": ints(0, 3, -1, 1).view(2, 2),
+        "expert_weights": torch.zeros(2, 2),
+        "shared": torch.zeros(2, 8),
+        "out": torch.zeros(2, 8),
+    }
+
+
 def filters(count: int) -> dict[str, Any]:
     return {
         "temperature": torch.ones(count),
@@ -517,6 +575,10 @@ GOOD_CALLS: dict[str, Callable[[], dict[str, Any]]] = {
         rms_norm,
         embedding,
         mtp_input,
+        moe_route,
+        moe_sort,
+        moe_linear,
+        moe_combine,
         sample,
         verify,
         top_logprobs,

@@ -55,11 +55,76 @@ TOP_LOGPROBS = "test_sampling.py top_logprobs"
 PROCESSORS = "test_logits_processors.py edits or ends_of_words or keeps_the_smallest or reference"
 TREES = "test_trees.py copy_kv or node_is_a_row or compaction or states_of"
 OVERLAYS = "test_logits_processors.py in_the_workspace"
+ROUTE = "test_moe.py route or lowest or router"
+EXPERTS = "test_moe.py sort or combine or alone or none"
 TYPICAL = "test_logits_processors.py typical and not large and not spread"
 TYPICAL_RACE = "test_logits_processors.py keeps_the_smallest"
 NGRAM = "test_ngram.py not distance and not refusals"
 
 MUTATIONS = [
+    Mutation(
+        "of equal experts the last one is chosen",
+        "moe/moe_route.cuh",
+        "(other_key == key && other < id)",
+        "(other_key == key && other > id)",
+        ROUTE,
+    ),
+    Mutation(
+        "an expert may be chosen twice",
+        "moe/moe_route.cuh",
+        "if (best.id % kWarpSize == lane) chosen |=",
+        "if (best.id % kWarpSize == 0) chosen |=",
+        ROUTE,
+    ),
+    Mutation(
+        "a group counts by its best expert alone",
+        "moe/moe_route.cuh",
+        "choice_key(__fadd_rn(best, second))",
+        "choice_key(best)",
+        ROUTE,
+    ),
+    Mutation(
+        "weights are made of biased scores",
+        "moe/moe_route.cuh",
+        "float weight = row.scores[first + lane];",
+        "float weight = row.keys[first + lane];",
+        ROUTE,
+    ),
+    Mutation(
+        "the pairs of a warp's lanes change places",
+        "moe/moe_sort.cuh",
+        "int place = begin + __popc(lanes & ((1u << lane) - 1u));",
+        "int place = begin + __popc(lanes >> lane) - 1;",
+        EXPERTS,
+    ),
+    Mutation(
+        "a warp's pairs take the places of the one before it",
+        "moe/moe_sort.cuh",
+        "if (other < warp) place += sums[other];",
+        "if (other + 1 < warp) place += sums[other];",
+        EXPERTS,
+    ),
+    Mutation(
+        "a tile goes on into the rows of the next expert",
+        "moe/moe_linear.cuh",
+        "int rows = min(__shfl_sync(kFullMask, end, owner) - at, kExpertRows);",
+        "int rows = min(static_cast<int>(params.rows) - at, kExpertRows);",
+        EXPERTS,
+    ),
+    Mutation(
+        "an expert's scales are those of the first",
+        "moe/moe_linear.h",
+        "weight.scales += e * params.scales;",
+        "weight.scales += 0 * params.scales;",
+        EXPERTS,
+    ),
+    Mutation(
+        "the shared expert is left out",
+        "moe/moe_combine.cuh",
+        "if (params.shared != nullptr) total =",
+        "if (params.rows < 0) total =",
+        EXPERTS,
+    ),
     Mutation(
         "values are copied from keys",
         "attention/copy_kv/copy_kv.cuh",
@@ -119,7 +184,7 @@ MUTATIONS = [
     ),
     Mutation(
         "the wait allows one group more than the ring holds",
-        "dense/linear.cuh",
+        "gemm/stream.cuh",
         "ptx::cp_async_wait<kDepth - 2>();",
         "ptx::cp_async_wait<kDepth - 1>();",
         LINEAR,
@@ -183,14 +248,14 @@ MUTATIONS = [
     ),
     Mutation(
         "no barrier before the leaves are added",
-        "dense/linear.cuh",
+        "gemm/stream.cuh",
         "  __syncthreads();\n  if (unit >= units) return;",
         "  if (unit >= units) return;",
         LINEAR,
     ),
     Mutation(
         "the ring is overwritten while other lanes read it",
-        "dense/linear.cuh",
+        "gemm/stream.cuh",
         "  ptx::cp_async_wait<0>();\n  __syncwarp(kFullMask);",
         "  ptx::cp_async_wait<0>();",
         LINEAR_RACE,
@@ -198,7 +263,7 @@ MUTATIONS = [
     ),
     Mutation(
         "a row past the last is read (and its result dropped)",
-        "dense/linear.cuh",
+        "gemm/stream.cuh",
         "rows[c] = row < params.rows ?",
         "rows[c] = row <= params.rows ?",
         LINEAR_RACE,
@@ -230,7 +295,7 @@ MUTATIONS = [
     ),
     Mutation(
         "a row too many is written",
-        "dense/linear.cuh",
+        "gemm/stream.cuh",
         "if (row >= params.rows || output >= params.weight.num_outputs) continue;",
         "if (row > params.rows || output >= params.weight.num_outputs) continue;",
         LINEAR_RACE,
@@ -238,7 +303,7 @@ MUTATIONS = [
     ),
     Mutation(
         "a gate and its up exchanged",
-        "dense/linear.cuh",
+        "gemm/stream.cuh",
         "finish_gated<T>(params, output / 2, sum_of(item), sum_of(item + 1));",
         "finish_gated<T>(params, output / 2, sum_of(item + 1), sum_of(item));",
         LINEAR,
@@ -273,14 +338,14 @@ MUTATIONS = [
     ),
     Mutation(
         "no barrier between the groups' products and their sum",
-        "dense/linear_int8.cuh",
+        "gemm/int8_rows.cuh",
         "    __syncthreads();\n    for (int other",
         "    for (int other",
         INT8,
     ),
     Mutation(
         "every up has the scale of a gate",
-        "dense/linear_int8.cuh",
+        "gemm/int8_rows.cuh",
         "output / 2 + output % 2 * half",
         "output / 2",
         INT8,

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import specops
 import torch
-from specops import _C, attention, batching, dense, ngram, sampling
+from specops import _C, attention, batching, dense, moe, ngram, sampling
 from torch import Tensor
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -422,10 +422,21 @@ def drafting_job(generator: torch.Generator) -> list[Tensor]:
     return [drafts, counts, *map(torch.tensor, drafted)]
 
 
+def experts_job(generator: torch.Generator) -> list[Tensor]:
+    x, logits = (torch.randn(40, width, generator=generator) for width in (96, 12))
+    weights = torch.randn(12, 160, 96, generator=generator)
+    ids, scales = moe.moe_route(logits, 3)
+    order = moe.moe_sort(ids, 12)
+    stacked = moe.stack_experts(map(dense.pack_weight, weights), 12)
+    out = moe.moe_linear(x, stacked, order.expert_indptr, order.row_indices)
+    return [scales, moe.moe_combine(out, order.places, scales)]
+
+
 def big_job() -> list[Tensor]:
     """All ops that several threads work on, with enough work for them; and small ones."""
     generator = torch.Generator().manual_seed(7)
-    jobs = (attention_job, latent_job, sampling_job, batching_job, dense_job, drafting_job)
+    jobs = [attention_job, latent_job, sampling_job, batching_job, dense_job, experts_job]
+    jobs.append(drafting_job)
     return [tensor for job in jobs for tensor in job(generator)]
 
 
@@ -437,7 +448,7 @@ def test_the_big_job_has_every_op_that_threads_share(monkeypatch: pytest.MonkeyP
             called.add(name)
             return getattr(_C, name)
 
-    for module in (attention, batching, dense, ngram, sampling):
+    for module in (attention, batching, dense, moe, ngram, sampling):
         monkeypatch.setattr(module, "_C", Noted())
     big_job()
     shared = {

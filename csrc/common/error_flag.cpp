@@ -212,6 +212,17 @@ const char* sentence_of(ErrorCode code) {
       return "ngram_propose: leftmost must be 0 or 1, got another number";
     case ErrorCode::kNgramNumGivenDrafts:
       return "ngram_propose: num_given_drafts must be in 0 .. k{ = #}, got a number outside";
+
+    case ErrorCode::kMoeSortExpertIds:
+      return "moe_sort: expert_ids must be -1 or below num_experts{ = #}, got an id outside";
+    case ErrorCode::kMoeLinearExpertIndptr:
+      return "moe_linear: expert_indptr must be non-decreasing from 0, at least the entry before "
+             "it{ = #} and at most the rows of out{ = #}, got one outside";
+    case ErrorCode::kMoeLinearRowIndices:
+      return "moe_linear: row_indices must be a row of x{, below #}, where an expert has it, got "
+             "one outside";
+    case ErrorCode::kMoeCombinePlaces:
+      return "moe_combine: places must be -1 or a row of expert_out{, below #}, got one outside";
   }
   return nullptr;
 }

@@ -16,6 +16,7 @@ constexpr int32_t kAttentionCodes = 2000;
 constexpr int32_t kBatchingCodes = 3000;
 constexpr int32_t kSamplingCodes = 4000;
 constexpr int32_t kSuffixTreeCodes = 5000;
+constexpr int32_t kMoeCodes = 6000;
 
 // Stored as int32; each has its sentence in error_flag.cpp. What several ops of the sampling family
 // refuse for the same reason is a SamplingRule below.
@@ -101,6 +102,12 @@ enum class ErrorCode : int32_t {
   kNgramMaxSize = kSuffixTreeCodes + 4,
   kNgramLeftmost = kSuffixTreeCodes + 5,
   kNgramNumGivenDrafts = kSuffixTreeCodes + 6,
+
+  // moe
+  kMoeSortExpertIds = kMoeCodes + 1,
+  kMoeLinearExpertIndptr = kMoeCodes + 2,
+  kMoeLinearRowIndices = kMoeCodes + 3,
+  kMoeCombinePlaces = kMoeCodes + 4,
 };
 
 // The ops that share rules, and the rules: a code is the sum of the two.

@@ -3,6 +3,23 @@
 
 #include <pybind11/pybind11.h>
 
+#include <optional>
+
 namespace specops {
+namespace {
+
+// Lets other Python threads run while an op takes long enough (about 50 us) for it to pay.
+class ReleaseGil {
+ public:
+  explicit ReleaseGil(bool worth_it) {
+    if (worth_it) release_.emplace();
+  }
+
+ private:
+  std::optional<pybind11::gil_scoped_release> release_;
+};
+
+}  // namespace
+
 void register_runtime(pybind11::module_& m);
-}
+}  // namespace specops

@@ -31,7 +31,7 @@ void pack(const PackWeightParams& params, CudaStream stream) {
 }
 
 template <typename T, int kTiles, int kColumns>
-void stream_rows(const LinearParams& params, const GemmPlan& plan, CudaStream stream) {
+void launch_stream(const LinearParams& params, const GemmPlan& plan, CudaStream stream) {
   int slots = 4 / plan.leaves;
   int64_t units = weight_groups(params.weight.num_outputs) * 2 / kTiles;
   int warps = slots * plan.leaves;
@@ -111,13 +111,13 @@ void run(const LinearParams& params, const GemmPlan& plan, CudaStream stream) {
   if (kernel == LinearKernel::kByShape) kernel = suits(params, plan, stream);
   switch (kernel) {
     case LinearKernel::kStream16x8:
-      return stream_rows<T, 1, 1>(params, plan, stream);
+      return launch_stream<T, 1, 1>(params, plan, stream);
     case LinearKernel::kStream32x8:
-      return stream_rows<T, 2, 1>(params, plan, stream);
+      return launch_stream<T, 2, 1>(params, plan, stream);
     case LinearKernel::kStream16x16:
-      return stream_rows<T, 1, 2>(params, plan, stream);
+      return launch_stream<T, 1, 2>(params, plan, stream);
     case LinearKernel::kStream32x16:
-      return stream_rows<T, 2, 2>(params, plan, stream);
+      return launch_stream<T, 2, 2>(params, plan, stream);
     case LinearKernel::kTile128x64:
       return tile_rows<T, 64>(params, plan, stream);
     case LinearKernel::kTile256x128:
@@ -166,26 +166,12 @@ void linear_cuda(const LinearParams& params, CudaStream stream) {
     if (params.dtype == DType::kFloat16) return run_int8<float16>(params, stream);
     return run_int8<float>(params, stream);
   }
-  SumLeaves leaves = sum_leaves(params.weight.num_inputs);
   bool split =
       linear_splits(
           params.rows, params.weight.num_outputs, params.weight.num_inputs, params.dtype) &&
       params.workspace_size >=
           linear_workspace_floats(params.rows, params.weight.num_outputs, params.weight.num_inputs);
-  // A row may be read by whole chunks only if it ends with one: what lies behind it is not ours.
-  bool aligned =
-      params.dtype == DType::kFloat32
-          ? chunk_aligned<float>(params.x, params.x_stride) && params.weight.num_inputs % 4 == 0
-          : chunk_aligned<bfloat16>(params.x, params.x_stride) && params.weight.num_inputs % 8 == 0;
-  GemmPlan plan{
-      .stages = static_cast<int>(leaves.stages),
-      .leaf_stages = static_cast<int>(leaves.leaf_stages),
-      .leaves = static_cast<int>(leaves.leaves),
-      .split = split,
-      .aligned = aligned,
-      .quads =
-          params.weight.num_outputs % 4 == 0 && reinterpret_cast<uintptr_t>(params.out) % 16 == 0,
-  };
+  GemmPlan plan = plan_of(params, split);
   if (params.dtype == DType::kBFloat16) return run<bfloat16>(params, plan, stream);
   if (params.dtype == DType::kFloat16) return run<float16>(params, plan, stream);
   run_float(params, plan, stream);

@@ -3,6 +3,8 @@
 #pragma once
 
 #include "dense/linear.h"
+#include "gemm/float_rows.cuh"
+#include "gemm/stream.cuh"
 #include "gemm/tile.cuh"
 
 namespace specops {
@@ -46,8 +48,6 @@ __global__ void __launch_bounds__(kPackThreads)
   }
 }
 
-constexpr int kStreamRing = 1280;  // uint4 of a warp
-
 // out[row, n] = bias[n] + sum_k x[row, k] * weight[n, k], for at most 8 * kColumns rows; of gate and
 // up: activation(out[row, n]) * out[row, width + n], both rounded first.
 // Grid:    x = kTiles tiles of 16 outputs each, several to a block where there are few leaves.
@@ -62,146 +62,9 @@ constexpr int kStreamRing = 1280;  // uint4 of a warp
 // Source:  weights on the M side ("swap AB"), as TensorRT-LLM and FlashInfer do for few rows.
 template <typename T, int kTiles, int kColumns>
 __global__ void __launch_bounds__(128) linear_stream_kernel(LinearParams params, GemmPlan plan) {
-  constexpr int kDepth = kStreamRing / (kTiles * kStageVectors);  // stages
-  constexpr int kOutputs = 16 * kTiles;
-  constexpr int kItems = 8 * kColumns * kOutputs;
-  int warp = static_cast<int>(threadIdx.x) / kWarpSize;
-  int lane = static_cast<int>(threadIdx.x) % kWarpSize;
-  int slots = static_cast<int>(blockDim.x) / (kWarpSize * plan.leaves);
-  int slot = warp / plan.leaves, leaf = warp % plan.leaves;
-  int64_t unit = int64_t{blockIdx.x} * slots + slot;
-  int64_t units = weight_groups(params.weight.num_outputs) * 2 / kTiles;
-  auto* rings = reinterpret_cast<uint4*>(shared_memory());
-  uint4* ring = rings + warp * kStreamRing;
-
-  int first_stage = leaf * plan.leaf_stages;
-  int count = unit < units ? min(plan.leaf_stages, plan.stages - first_stage) : 0;
-  int64_t tile_vectors = int64_t{plan.stages} * kStageVectors;
-  const uint4* weights = static_cast<const uint4*>(params.weight.data) +
-                         unit * kTiles * tile_vectors + int64_t{first_stage} * kStageVectors + lane;
-  // What the ring holds first comes near while the kernel before this one ends. Near is the
-  // second-level cache, which later writes reach, too: should weights be written just now, the new
-  // ones are read below.
-  if (lane < kTiles && count > 0) {
-    const uint4* first = weights - lane + lane * tile_vectors;
-    ptx::prefetch_l2(first, min(count, kDepth) * kStageVectors * sizeof(uint4));
-  }
-  wait_for_previous_kernel();
-  auto fetch = [&](int stage) {
-    if (stage < count) {
-      uint4* to = ring + stage % kDepth * (kTiles * kStageVectors) + lane;
-      const uint4* from = weights + int64_t{stage} * kStageVectors;
-#pragma unroll
-      for (int tile = 0; tile < kTiles; ++tile) {
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-          ptx::cp_async_16(to + tile * kStageVectors + i * kWarpSize,
-                           from + tile * tile_vectors + i * kWarpSize);
-        }
-      }
-    }
-    ptx::cp_async_commit();
-  };
-
-  const T* rows[kColumns];
-#pragma unroll
-  for (int c = 0; c < kColumns; ++c) {
-    int row = 8 * c + lane / 4;
-    rows[c] = row < params.rows ? static_cast<const T*>(params.x) + row * params.x_stride : nullptr;
-  }
-  int num_inputs = static_cast<int>(params.weight.num_inputs);
-  uint4 next[2][kColumns];
-  auto fetch_x = [&](int stage) {
-    int first = static_cast<int>((first_stage + stage) * kWeightStage) + lane % 4 * 8;
-#pragma unroll
-    for (int step = 0; step < 2; ++step) {
-#pragma unroll
-      for (int c = 0; c < kColumns; ++c) {
-        next[step][c] = load_inputs(rows[c], first + 32 * step, num_inputs, plan.aligned);
-      }
-    }
-  };
-
-  fetch_x(0);
-#pragma unroll
-  for (int stage = 0; stage < kDepth - 1; ++stage) fetch(stage);
-  float sums[kTiles][kColumns][4] = {};
-  for (int stage = 0; stage < count; ++stage) {
-    ptx::cp_async_wait<kDepth - 2>();
-    const uint4* from = ring + stage % kDepth * (kTiles * kStageVectors) + lane;
-    uint4 w[kTiles][2][2], x[2][kColumns];
-#pragma unroll
-    for (int tile = 0; tile < kTiles; ++tile) {
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        w[tile][i / 2][i % 2] = from[tile * kStageVectors + i * kWarpSize];
-      }
-    }
-#pragma unroll
-    for (int i = 0; i < 2 * kColumns; ++i)
-      x[i / kColumns][i % kColumns] = next[i / kColumns][i % kColumns];
-    // Into the place of the stage before, whose fragments have been used.
-    fetch(stage + kDepth - 1);
-    if (stage + 1 < count) fetch_x(stage + 1);
-#pragma unroll
-    for (int step = 0; step < 2; ++step) {
-#pragma unroll
-      for (int tile = 0; tile < kTiles; ++tile) {
-#pragma unroll
-        for (int c = 0; c < kColumns; ++c) {
-          multiply<T, 0>(sums[tile][c], w[tile][step][0], x[step][c]);
-        }
-      }
-#pragma unroll
-      for (int tile = 0; tile < kTiles; ++tile) {
-#pragma unroll
-        for (int c = 0; c < kColumns; ++c) {
-          multiply<T, 1>(sums[tile][c], w[tile][step][1], x[step][c]);
-        }
-      }
-    }
-  }
-
-  // Leaves into the rings, [row][output]: of lane (g, t) outputs g of both halves, rows 2 t, 2 t + 1.
-  ptx::cp_async_wait<0>();
-  __syncwarp(kFullMask);
-  auto* mine = reinterpret_cast<float*>(ring);
-#pragma unroll
-  for (int tile = 0; tile < kTiles; ++tile) {
-#pragma unroll
-    for (int c = 0; c < kColumns; ++c) {
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        int row = 8 * c + lane % 4 * 2 + i % 2;
-        mine[row * kOutputs + lane / 4 * (2 * kTiles) + 2 * tile + i / 2] = sums[tile][c][i];
-      }
-    }
-  }
-  __syncthreads();
-  if (unit >= units) return;
-  const auto* leaves = reinterpret_cast<const float*>(rings + slot * plan.leaves * kStreamRing);
-  auto sum_of = [&](int item) {
-    float sum = leaves[item];
-    for (int other = 1; other < plan.leaves; ++other) {
-      sum = __fadd_rn(sum, leaves[other * kStreamRing * 4 + item]);
-    }
-    return sum;
-  };
-  int apart = is_gated(params.weight.activation) ? 2 : 1;  // a gate and its up are one item
-  for (int turn = leaf * kWarpSize + lane; turn * apart < kItems; turn += plan.leaves * kWarpSize) {
-    int item = turn * apart;
-    int row = item / kOutputs, i = item % kOutputs;
-    int64_t output = unit * kOutputs + i;
-    // One tile alone has every other pair of its group.
-    if (kTiles == 1) output = unit / 2 * kWeightGroup + i / 2 * 4 + unit % 2 * 2 + i % 2;
-    if (row >= params.rows || output >= params.weight.num_outputs) continue;
-    if (is_gated(params.weight.activation)) {
-      float value = finish_gated<T>(params, output / 2, sum_of(item), sum_of(item + 1));
-      store_gated<T>(params, row, output / 2, value);
-    } else {
-      finish<T>(params, row, output, sum_of(item));
-    }
-  }
+  stream_rows<T, kTiles, kColumns>(params, plan, blockIdx.x, [&](int64_t row) {
+    return static_cast<const T*>(params.x) + row * params.x_stride;
+  });
 }
 
 // The same for any number of rows, in tiles of 128 or 256 outputs and 64 or 128 rows.
@@ -265,8 +128,6 @@ __global__ void __launch_bounds__(2 * kRows)
   for (int i = 0; i < TileItems<Shape>::kItems; ++i) finish_item(i, items.sum_of(i));
 }
 
-constexpr int kFloatRows = 8;
-
 // The same for float32, without tensor cores, in tiles of 32 outputs and 8 rows.
 // Grid:    x = groups of 32 outputs, several to a block where there are few leaves, times tiles of
 //          rows, rows fastest (unbounded).
@@ -280,74 +141,11 @@ constexpr int kFloatRows = 8;
 template <bool kAligned>
 __global__ void __launch_bounds__(128) linear_float_kernel(LinearParams params, GemmPlan plan) {
   wait_for_previous_kernel();
-  constexpr int kQuads = 4;  // loaded together
-  int warp = static_cast<int>(threadIdx.x) / kWarpSize;
-  int lane = static_cast<int>(threadIdx.x) % kWarpSize;
-  int slots = static_cast<int>(blockDim.x) / (kWarpSize * plan.leaves);
-  int slot = warp / plan.leaves, leaf = warp % plan.leaves;
   int64_t row_tiles = (params.rows + kFloatRows - 1) / kFloatRows;
   int64_t first_row = blockIdx.x % row_tiles * kFloatRows;
-  int64_t group = blockIdx.x / row_tiles * slots + slot;
-  bool present = group < weight_groups(params.weight.num_outputs);
-
-  int quads = static_cast<int>((params.weight.num_inputs + 3) / 4);
-  int leaf_quads = plan.leaf_stages * static_cast<int>(kWeightStage / 4);
-  int first = leaf * leaf_quads;
-  int last = present ? min(first + leaf_quads, quads) : first;
-  const auto* weights =
-      static_cast<const uint4*>(params.weight.data) + group * quads * kWarpSize + lane;
-  int num_inputs = static_cast<int>(params.weight.num_inputs);
-  const float* rows[kFloatRows];
-#pragma unroll
-  for (int r = 0; r < kFloatRows; ++r) {
-    // Rows past the last are computed like it, and dropped.
-    rows[r] =
-        static_cast<const float*>(params.x) + min(first_row + r, params.rows - 1) * params.x_stride;
-  }
-  float sums[kFloatRows] = {};
-  for (int quad = first; quad < last; quad += kQuads) {
-    float w[kQuads][4];
-#pragma unroll
-    for (int i = 0; i < kQuads; ++i) {
-      uint4 chunk = make_uint4(0, 0, 0, 0);
-      if (quad + i < last) chunk = ptx::load_streaming(weights + int64_t{quad + i} * kWarpSize);
-      unpack_chunk<float>(w[i], chunk);
-    }
-#pragma unroll
-    for (int i = 0; i < kQuads; ++i) {
-      if (quad + i >= last) continue;
-#pragma unroll
-      for (int r = 0; r < kFloatRows; ++r) {
-        int at = (quad + i) * 4;
-        float x[4];
-        unpack_chunk<float>(x, load_inputs(rows[r], at, num_inputs, kAligned));
-#pragma unroll
-        for (int j = 0; j < 4; ++j) sums[r] = __fmaf_rn(w[i][j], x[j], sums[r]);
-      }
-    }
-  }
-  auto* leaves = reinterpret_cast<float*>(shared_memory());
-#pragma unroll
-  for (int r = 0; r < kFloatRows; ++r) leaves[(warp * kFloatRows + r) * kWarpSize + lane] = sums[r];
-  __syncthreads();
-  int64_t output = group * kWeightGroup + lane;
-  if (output >= params.weight.num_outputs) return;
-  for (int r = leaf; r < kFloatRows && first_row + r < params.rows; r += plan.leaves) {
-    auto sum_of = [&](int place) {
-      const float* from = leaves + (slot * plan.leaves * kFloatRows + r) * kWarpSize + place;
-      float sum = from[0];
-      for (int other = 1; other < plan.leaves; ++other) {
-        sum = __fadd_rn(sum, from[other * kFloatRows * kWarpSize]);
-      }
-      return sum;
-    };
-    if (!is_gated(params.weight.activation)) {
-      finish<float>(params, first_row + r, output, sum_of(lane));
-    } else if (lane % 2 == 0) {
-      float value = finish_gated<float>(params, output / 2, sum_of(lane), sum_of(lane + 1));
-      store_gated<float>(params, first_row + r, output / 2, value);
-    }
-  }
+  float_rows<kAligned>(params, plan, first_row, blockIdx.x / row_tiles, [&](int64_t row) {
+    return static_cast<const float*>(params.x) + row * params.x_stride;
+  });
 }
 
 }  // namespace specops

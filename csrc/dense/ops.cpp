@@ -6,10 +6,10 @@
 
 #include <array>
 #include <atomic>
-#include <optional>
 #include <string>
 #include <vector>
 
+#include "common/ops.h"
 #include "common/tensor_view.h"
 #include "dense/embedding.h"
 #include "dense/gated_mul.h"
@@ -20,17 +20,6 @@
 
 namespace specops {
 namespace {
-
-// Lets other Python threads run while an op takes long enough (about 50 us) for it to pay.
-class ReleaseGil {
- public:
-  explicit ReleaseGil(bool worth_it) {
-    if (worth_it) release_.emplace();
-  }
-
- private:
-  std::optional<pybind11::gil_scoped_release> release_;
-};
 
 template <Activation kActivation>
 void gated_mul(const TensorView& gate_up, const TensorView& out) {

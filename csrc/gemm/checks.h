@@ -305,12 +305,11 @@ struct PackedWeightArgument {
   int64_t bytes;  // of data
 };
 
-// Reads and checks a PackedWeight. Its sizes become those of the caller's Dims.
-inline PackedWeightArgument check_packed_weight(Checker& check,
-                                                Argument weight,
+// Checks the fields of a PackedWeight. Its sizes become those of the caller's Dims.
+inline PackedWeightArgument check_weight_fields(Checker& check,
+                                                const WeightFields& fields,
                                                 Dim& num_outputs,
                                                 Dim& num_inputs) {
-  WeightFields fields = weight_fields(check, weight);
   WeightKind kind = read_weight_kind(check, "weight.kind", fields.kind);
   num_outputs.value = check.integer("weight.num_outputs", fields.num_outputs, 0, kMostInputs);
   num_inputs.value = check.integer("weight.num_inputs", fields.num_inputs, 0, kMostInputs);
@@ -348,6 +347,14 @@ inline PackedWeightArgument check_packed_weight(Checker& check,
                      .activation = activation},
           .dtype = dtype,
           .bytes = dims.blocks * dims.steps * dims.word * dtype_bytes(dtype)};
+}
+
+// Reads and checks a PackedWeight.
+inline PackedWeightArgument check_packed_weight(Checker& check,
+                                                Argument weight,
+                                                Dim& num_outputs,
+                                                Dim& num_inputs) {
+  return check_weight_fields(check, weight_fields(check, weight), num_outputs, num_inputs);
 }
 
 }  // namespace specops

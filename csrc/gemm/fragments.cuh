@@ -20,6 +20,24 @@ struct GemmPlan {
   bool quads;    // out can be written by four outputs
 };
 
+inline GemmPlan plan_of(const GemmParams& params, bool split) {
+  SumLeaves leaves = sum_leaves(params.weight.num_inputs);
+  // A row may be read by whole chunks only if it ends with one: what lies behind it is not ours.
+  bool aligned =
+      params.dtype == DType::kFloat32
+          ? chunk_aligned<float>(params.x, params.x_stride) && params.weight.num_inputs % 4 == 0
+          : chunk_aligned<bfloat16>(params.x, params.x_stride) && params.weight.num_inputs % 8 == 0;
+  return {
+      .stages = static_cast<int>(leaves.stages),
+      .leaf_stages = static_cast<int>(leaves.leaf_stages),
+      .leaves = static_cast<int>(leaves.leaves),
+      .split = split,
+      .aligned = aligned,
+      .quads =
+          params.weight.num_outputs % 4 == 0 && reinterpret_cast<uintptr_t>(params.out) % 16 == 0,
+  };
+}
+
 constexpr int kStepVectors = 64;                 // uint4 of a tile and a step
 constexpr int kStageVectors = 2 * kStepVectors;  // of a tile and a stage
 

@@ -15,6 +15,8 @@ struct GemmParams {
   int64_t x_stride;  // elements between rows
   DType dtype;       // bfloat16 or float32, CUDA: or float16; of x and bias, and of a plain weight
   DType out_dtype;   // of out: dtype, or float32; of gates and ups dtype
+  // Row r is that row of x, where x has others between; nullptr: row r.
+  const int32_t* row_indices = nullptr;
 };
 
 }  // namespace specops

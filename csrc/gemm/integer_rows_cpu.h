@@ -7,6 +7,7 @@
 
 #include "common/growing_array.h"
 #include "gemm/finish_cpu.h"
+#include "gemm/gathered_cpu.h"
 #include "gemm/integer_rows.h"
 
 namespace specops::SPECOPS_ISA {
@@ -140,14 +141,13 @@ IntegerRows<Integer> integer_rows_from(const GemmParams& params, int64_t row, in
   int32_t* sums = row_sums.reserve(rows * pieces.count);
   for (int64_t r = 0; r < rows; ++r) {
     auto round = [&](const auto* x) {
-      x += (row + r) * params.x_stride;
       float* own_scales = scales + r * pieces.count;
       round_row(x, weight, pieces, integers + r * stride, own_scales, sums + r * pieces.count);
     };
     if (params.dtype == DType::kBFloat16) {
-      round(static_cast<const bfloat16*>(params.x));
+      round(row_at<bfloat16>(params, row + r));
     } else {
-      round(static_cast<const float*>(params.x));
+      round(row_at<float>(params, row + r));
     }
   }
   return {integers, stride, scales, sums, pieces.count};

@@ -7,6 +7,7 @@
 
 #include "common/growing_array.h"
 #include "gemm/finish_cpu.h"
+#include "gemm/gathered_cpu.h"
 #include "gemm/step_cpu.h"
 
 namespace specops::SPECOPS_ISA {
@@ -31,10 +32,11 @@ inline bfloat16* row_memory(bfloat16, int64_t size) { return bfloat16_rows.reser
 template <typename S>
 Rows<S> rows_from(const GemmParams& params, int64_t row, int64_t rows) {
   using T = typename S::Row;
-  const T* x = static_cast<const T*>(params.x) + row * params.x_stride;
   int64_t num_inputs = params.weight.num_inputs;
-  if constexpr (S::kGroupSteps == 0 && std::is_same_v<T, typename S::Input>) {
-    return {x, params.x_stride};
+  constexpr bool kReadsRows = S::kGroupSteps == 0 && std::is_same_v<T, typename S::Input>;
+  if (kReadsRows && params.row_indices == nullptr) {
+    // Where tiles cannot read rows as they are, their type is another one.
+    return {reinterpret_cast<const typename S::Input*>(row_at<T>(params, row)), params.x_stride};
   } else {
     using Input = typename S::Input;
     int64_t width = (num_inputs + kWeightBlock - 1) / kWeightBlock * kWeightBlock;
@@ -42,7 +44,8 @@ Rows<S> rows_from(const GemmParams& params, int64_t row, int64_t rows) {
     int64_t stride = width + kWeightBlock;
     Input* copies = row_memory(Input{}, rows * stride);
     const int32_t* order = params.weight.input_order;
-    for (int64_t r = 0; r < rows; ++r, x += params.x_stride) {
+    for (int64_t r = 0; r < rows; ++r) {
+      const T* x = row_at<T>(params, row + r);
       for (int64_t i = 0; i < width; i += kWeightBlock) {
         int n = static_cast<int>(min64(num_inputs - i, kWeightBlock));
         Input* out = copies + r * stride + i;

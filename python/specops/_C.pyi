@@ -273,6 +273,42 @@ def mtp_input(
     out: Written,
 ) -> None: ...
 
+# moe
+def moe_route(
+    logits: Tensor,
+    top_k: int,
+    bias: Tensor | None,
+    scoring: str,
+    num_groups: int,
+    top_k_groups: int,
+    min_sum: float | None,
+    scale: float,
+    expert_ids: Written,
+    expert_weights: Written,
+) -> None: ...
+def moe_sort(
+    expert_ids: Tensor,
+    num_experts: int,
+    expert_indptr: Written,
+    row_indices: Written,
+    places: Written,
+) -> None: ...
+def moe_linear(
+    x: Tensor,
+    weight: PackedWeight,
+    bias: Tensor | None,
+    expert_indptr: Tensor,
+    row_indices: Tensor | None,
+    out: Written,
+) -> None: ...
+def moe_combine(
+    expert_out: Tensor,
+    places: Tensor,
+    expert_weights: Tensor,
+    shared: Tensor | None,
+    out: Written,
+) -> None: ...
+
 # sampling
 def sample(
     logits: Tensor,

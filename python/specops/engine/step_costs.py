@@ -83,7 +83,9 @@ def measure_steps(
             elif number and not device.is_async and time.perf_counter() - begun > _SECONDS:
                 break
             for count in counts:
-                drafting.proposals.token_ids[:] = 1
+                # Of different tokens, or rows would share the experts of a mixture.
+                tokens = drafting.proposals.token_ids
+                tokens[:] = np.arange(tokens.shape[1]) % tokenizer.vocab_size
                 plan = _plan(request, count)
                 started = time.perf_counter()
                 runner.launch(plan)

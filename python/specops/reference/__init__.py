@@ -52,6 +52,7 @@ from specops.reference.distribution import (
     process_logits,
     target_probs,
 )
+from specops.reference.moe import moe_combine, moe_linear, moe_route, moe_sort
 from specops.reference.sampling import (
     ACCEPT_ALL,
     BLOCK,
@@ -104,6 +105,10 @@ __all__ = [
     "kept_tokens",
     "linear",
     "merge_states",
+    "moe_combine",
+    "moe_linear",
+    "moe_route",
+    "moe_sort",
     "mtp_input",
     "ngram_propose",
     "philox4x32",

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from specops import attention, batching, dense, ngram, sampling
+from specops import attention, batching, dense, moe, ngram, sampling
 from specops.quantization import QuantizedWeight
 from torch import Tensor
 
@@ -327,6 +327,38 @@ def top_logprobs(generator: torch.Generator, move: Move) -> Call:
     return lambda: list(sampling.top_logprobs(logits, n))
 
 
+def moe_route(generator: torch.Generator, move: Move) -> Call:
+    """Experts by softmax or sigmoid, in groups or not."""
+    groups = _one_of(generator, 1, 4)
+    experts, top_k = groups * _number(generator, 4, 40), _number(generator, 1, 4)
+    shape = (_number(generator, 1, 12), experts)
+    logits = move(_randn(generator, *shape, dtype=torch.float32))
+    bias = move(_randn(generator, experts, dtype=torch.float32) / 8)
+    options: dict[str, Any] = {"num_groups": groups, "top_k_groups": max(1, groups // 2)}
+    options["scoring"] = ("softmax", "sigmoid")[_number(generator, 0, 1)]
+    return lambda: list(moe.moe_route(logits, top_k, bias=bias, min_sum=1e-20, **options))
+
+
+def moe_experts(generator: torch.Generator, move: Move) -> Call:
+    """Pairs in order, each expert's product, and the sum of a row's."""
+    rows, experts, top_k = (_number(generator, 1, most) for most in (20, 6, 4))
+    inputs, outputs = 32 * _number(generator, 1, 8), 16 * _number(generator, 1, 8)
+    dtype = _dtype(generator)
+    x = move(_randn(generator, rows, inputs, dtype=dtype))
+    weights = [move(_randn(generator, outputs, inputs, dtype=dtype)) for _ in range(experts)]
+    stacked = moe.stack_experts(map(dense.pack_weight, weights), experts)
+    ids = move(torch.randint(-1, experts, (rows, top_k), generator=generator).int())
+    scales = move(torch.rand(rows, top_k, generator=generator))
+
+    def call() -> list[Tensor]:
+        order = moe.moe_sort(ids, experts)
+        out = x.new_zeros(rows * top_k, outputs, dtype=torch.float32)
+        moe.moe_linear(x, stacked, order.expert_indptr, order.row_indices, out=out)
+        return [order.expert_indptr, order.places, moe.moe_combine(out, order.places, scales)]
+
+    return call
+
+
 CACHES_8BIT = (torch.int8, torch.float8_e4m3fn)
 LATENT_KEY = 576  # elements of a token's key of latent attention
 
@@ -344,6 +376,8 @@ OPS: dict[str, Op] = {
     "ngram_propose": Op(ngram_propose),
     "linear": Op(linear, APPROXIMATE),
     "linear int8": Op(int8_linear),
+    "moe_route": Op(moe_route, CHOICES),
+    "moe experts": Op(moe_experts, APPROXIMATE),
     "rms_norm": Op(rms_norm, APPROXIMATE),
     "silu_mul": Op(silu_mul, APPROXIMATE),
     "rope_append_kv": Op(rope_append_kv, APPROXIMATE),

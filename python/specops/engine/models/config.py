@@ -28,6 +28,7 @@ class ModelConfig:
         vocab_size: rows of the embedding and of the LM head.
         hidden_size: width of the states between layers.
         layers: what each layer is made from; no two need be alike.
+        mtp_layer: what a drafting module's layer is made from; None: as the last layer is.
         rms_norm_eps: of every norm.
         max_model_len: positions that the model was made for.
         tie_word_embeddings: whether the LM head is the embedding.
@@ -50,6 +51,7 @@ class ModelConfig:
     dtype: str
     norm_offset: float = 0.0
     embedding_scale: float = 1.0
+    mtp_layer: LayerConfig | None = None
     wint4_is_mixed: bool = False
     places: tuple[Place, ...] = (Place("model.", "lm_head"),)
 

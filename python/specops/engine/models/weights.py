@@ -8,7 +8,7 @@ embeddings are tensors.
 import json
 import zlib
 from abc import ABC, abstractmethod
-from collections.abc import Sequence, Set
+from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from specops import dense
+from specops import dense, moe
 from specops.dense import PackedWeight
 from specops.engine.errors import ModelError
 from specops.engine.models.checkpoints.directory import open_checkpoint, weight_files
@@ -27,7 +27,8 @@ from specops.quantization import QuantizedWeight, dequantize_weight, quantize_we
 _SEED = 1  # of random weights
 # Tables that are computed, and scales of 8-bit caches, which have their own here.
 _NO_WEIGHTS = (".rotary_emb.inv_freq", ".k_scale", ".v_scale")
-_OF_DENSE = {"mix_quant": "wint8"}  # what a quantization of several kinds is to all but experts
+# What a quantization of several kinds is to experts, and to all else.
+_OF_EXPERTS, _OF_DENSE = {"mix_quant": "wint4"}, {"mix_quant": "wint8"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,13 +100,19 @@ class WeightSource(ABC):
     def _load(self, name: str, shape: tuple[int, ...]) -> Tensor | QuantizedWeight:
         """Returns one tensor of this shape, in any dtype and on any device."""
 
-    def tensor(self, name: str, *shape: int) -> Tensor:
+    def tensor(self, name: str, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
         """Returns one tensor; of a quantized weight, the numbers that it stands for.
+
+        Args:
+            name: of the tensor.
+            shape: what it must have.
+            dtype: what it is given in; None: that of the source.
 
         Raises:
             ModelError: it is missing, or has another shape.
         """
-        return self._placed(self._named(name, shape, self.dtype))
+        dtype = dtype or self.dtype
+        return self._placed(self._named(name, shape, dtype), dtype)
 
     def integers(self, name: str, *shape: int) -> Tensor:
         """Returns one tensor as it is in the file, on the CPU: of ids, which have no dtype here."""
@@ -148,27 +155,57 @@ class WeightSource(ABC):
             rows: int32 [kept outputs], on the device: which outputs to keep; None: all.
         """
         names = [f"{prefix}{part}.weight" for part in parts]
-        self.read.update(names)
         quantization = quantization or self.settings.quantization
         quantization = _OF_DENSE.get(quantization, quantization)
 
         def make() -> PackedWeight:
-            named = zip(names, outputs, strict=True)
-            weights = [self._load(name, (size, inputs)) for name, size in named]
-            weight = fused([self._on_device(one) for one in weights], names)
-            if rows is not None:
-                weight = rows_of(weight, rows)
-            return self._packed(weight, quantization, activation)
+            return self._pack(names, outputs, inputs, activation, quantization, rows)
 
-        if self.cached is None:
-            return make()
         kept = None if rows is None else rows.tolist()
-        what = (names, list(outputs), inputs, str(self.dtype), quantization, activation, kept)
-        return self.cached.get(json.dumps(what), make)
+        return self._kept(names, outputs, inputs, activation, quantization, kept, make=make)
 
-    def _packed(
-        self, weight: Tensor | QuantizedWeight, quantization: str, activation: str | None
+    def experts(
+        self,
+        prefix: str,
+        num_experts: int,
+        parts: Sequence[str],
+        outputs: Sequence[int],
+        inputs: int,
+        *,
+        activation: str | None = None,
     ) -> PackedWeight:
+        """Returns a projection of each expert, one behind the other; see `moe.stack_experts`.
+
+        Args:
+            prefix: what the names of all experts begin with; the expert's number follows.
+            num_experts: how many there are.
+            parts, outputs, inputs, activation: of one; see `linear`.
+        """
+        each = [[f"{prefix}{e}.{part}.weight" for part in parts] for e in range(num_experts)]
+        quantization = self.settings.quantization
+        quantization = _OF_EXPERTS.get(quantization, quantization)
+
+        def make() -> PackedWeight:
+            packed = (self._pack(one, outputs, inputs, activation, quantization) for one in each)
+            return moe.stack_experts(packed, num_experts)
+
+        names = [name for one in each for name in one]
+        return self._kept(names, outputs, inputs, activation, quantization, "experts", make=make)
+
+    def _pack(
+        self,
+        names: Sequence[str],
+        outputs: Sequence[int],
+        inputs: int,
+        activation: str | None,
+        quantization: str,
+        rows: Tensor | None = None,
+    ) -> PackedWeight:
+        named = zip(names, outputs, strict=True)
+        weights = [self._load(name, (size, inputs)) for name, size in named]
+        weight = fused([self._on_device(one) for one in weights], names)
+        if rows is not None:
+            weight = rows_of(weight, rows)
         if not isinstance(weight, Tensor) or quantization == "none":
             return dense.pack_weight(weight, activation=activation)
         if quantization == "wint8":
@@ -177,14 +214,23 @@ class WeightSource(ABC):
             codes = quantize_weight(weight, kind="int4", group=64 if weight.shape[1] % 128 else 128)
         return dense.pack_weight(codes, activation=activation)
 
+    def _kept(
+        self, names: Sequence[str], *what: Any, make: Callable[[], PackedWeight]
+    ) -> PackedWeight:
+        """What `make` returns, or what it returned when the same was asked for before."""
+        self.read.update(names)
+        if self.cached is None:
+            return make()
+        return self.cached.get(json.dumps([names, str(self.dtype), *what]), make)
+
     def _named(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """A tensor as it is; of a quantized weight its numbers, rounded to `dtype`."""
         self.read.add(name)
         weight = self._load(name, shape)
         return weight if isinstance(weight, Tensor) else dequantize_weight(weight, dtype)
 
-    def _placed(self, tensor: Tensor) -> Tensor:
-        return tensor.to(self.dtype).contiguous().to(self.device)
+    def _placed(self, tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+        return tensor.to(dtype or self.dtype).contiguous().to(self.device)
 
     def _on_device(self, weight: Tensor | QuantizedWeight) -> Tensor | QuantizedWeight:
         if isinstance(weight, Tensor):

@@ -68,16 +68,18 @@ class Activations:
         if self._num_rows >= num_rows:
             return
         widths: dict[str, int] = {}
+        dtypes: dict[str, torch.dtype] = {}
 
-        def measure(name: str, width: int) -> Tensor:
+        def measure(name: str, width: int, dtype: torch.dtype | None = None) -> Tensor:
             widths[name] = max(widths.get(name, 0), width)
-            return torch.empty(0, width, dtype=self._dtype)
+            dtypes[name] = dtype or self._dtype
+            return torch.empty(0, width, dtype=dtypes[name])
 
         self._rows(measure)
         self._num_rows = num_rows
         self._views.clear()
         self._buffers = {
-            name: torch.empty(num_rows * width, dtype=self._dtype, device=self._device)
+            name: torch.empty(num_rows * width, dtype=dtypes[name], device=self._device)
             for name, width in widths.items()
         }
 
@@ -88,9 +90,11 @@ class Activations:
             self.reserve(num_rows)
             if len(self._views) >= _MAX_KEPT_VIEWS:
                 self._views.clear()
-            found = self._views[num_rows] = self._rows(
-                lambda name, width: self._buffers[name][: num_rows * width].view(num_rows, width)
-            )
+
+            def view(name: str, width: int, dtype: torch.dtype | None = None) -> Tensor:
+                return self._buffers[name][: num_rows * width].view(num_rows, width)
+
+            found = self._views[num_rows] = self._rows(view)
         return found
 
     def _rows(self, new: NewRows) -> Rows:

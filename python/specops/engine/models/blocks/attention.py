@@ -3,6 +3,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import ClassVar
 
 from torch import Tensor
 
@@ -67,7 +68,7 @@ class Attention(AttentionBlock):
         )
         self.kv = kv
         self.sliding_window = config.sliding_window
-        self._sm_scale = config.sm_scale
+        self._sm_scale, self._interleaved = config.sm_scale, config.interleaved
         self._qkv, self._qkv_bias, self._o, self._o_bias = qkv, qkv_bias, o, o_bias
         self._q_norm, self._k_norm, self._norm_eps = q_norm, k_norm, norm_eps
         self._cos_sin = cos_sin
@@ -99,6 +100,7 @@ class Attention(AttentionBlock):
             batch.cache_slots,
             batch.positions,
             self._cos_sin,
+            interleaved=self._interleaved,
             q_norm_weight=self._q_norm,
             k_norm_weight=self._k_norm,
             norm_eps=self._norm_eps,
@@ -150,8 +152,11 @@ class AttentionConfig:
         qkv_bias: whether q_proj, k_proj and v_proj have biases.
         o_bias: whether o_proj has one.
         qk_norm: whether q and k are normed per head.
+        interleaved: RoPE rotates neighbours, not halves.
         input_size: width of what q, k and v are projected from; None: that of the states.
     """
+
+    kind: ClassVar[str] = "attention with a key for each head"
 
     num_qo_heads: int
     num_kv_heads: int
@@ -162,6 +167,7 @@ class AttentionConfig:
     qkv_bias: bool = False
     o_bias: bool = False
     qk_norm: bool = False
+    interleaved: bool = False
     input_size: int | None = None
 
     def without_window(self) -> "AttentionConfig":

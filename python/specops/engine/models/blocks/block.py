@@ -2,7 +2,7 @@
 """What all blocks have in common: how they are loaded, their norms, RoPE and activations."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
@@ -15,8 +15,18 @@ from specops.engine.models.batch import LayerBatch
 from specops.engine.models.kv import KvSpec, LayerKv
 from specops.engine.models.weights import WeightSource
 
-# Takes a name and a width; returns activations [rows, width].
-NewRows = Callable[[str, int], Tensor]
+
+class NewRows(Protocol):
+    """Makes activations [rows, width] on the memory of a name."""
+
+    def __call__(self, name: str, width: int, dtype: torch.dtype | None = None, /) -> Tensor:
+        """Returns them.
+
+        Args:
+            name: blocks that use one name share its memory, and agree on the dtype.
+            width: elements of a row.
+            dtype: None: that of the model.
+        """
 
 
 class Shape(Hashable, Protocol):

@@ -8,6 +8,7 @@ prompts, decoding and verification, so that all have the same bits.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 from torch import Tensor
 
@@ -185,6 +186,8 @@ class LatentAttentionConfig:
         interleaved: RoPE rotates neighbours, not halves.
         has_bias: whether the first projections and the output projection have biases.
     """
+
+    kind: ClassVar[str] = "multi-head latent attention"
 
     num_qo_heads: int
     q_rank: int | None

@@ -3,7 +3,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 from torch import Tensor
 
@@ -76,7 +76,13 @@ class Layer:
 
 
 class AnyAttentionConfig(Protocol):
-    """What attention is made from."""
+    """What attention is made from.
+
+    Attributes:
+        kind: what errors call it.
+    """
+
+    kind: ClassVar[str]
 
     def without_window(self) -> "AnyAttentionConfig":
         """The same, but that rows see all positions."""
@@ -86,7 +92,13 @@ class AnyAttentionConfig(Protocol):
 
 
 class AnyMlpConfig(Protocol):
-    """What an MLP is made from."""
+    """What an MLP is made from.
+
+    Attributes:
+        kind: what errors call it.
+    """
+
+    kind: ClassVar[str]
 
     def narrowed(self, width: int) -> "AnyMlpConfig":
         """The same, as narrow as can be."""

@@ -3,6 +3,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import ClassVar
 
 from torch import Tensor
 
@@ -54,6 +55,8 @@ class DenseMlpConfig:
         activation: of the gates, "silu" or "gelu_tanh".
         has_bias: whether all projections have biases.
     """
+
+    kind: ClassVar[str] = "a dense MLP"
 
     width: int
     activation: str = "silu"

@@ -18,6 +18,7 @@ _FILES = (
     "mistral",
     "qwen2",
     "qwen3",
+    "qwen3_moe",
     "deepseek_v3",
     "mimo",
     "glm4_moe",

@@ -1,10 +1,65 @@
 # SPDX-License-Identifier: Apache-2.0
-"""DeepSeek-V3 and R1: their decoders do not run yet, modules named as theirs do."""
+"""DeepSeek-V3 and R1: latent attention, and experts that are chosen in groups."""
 
+from collections.abc import Mapping
+from math import log, sqrt
+from typing import Any
+
+from specops.attention import LATENT_DIM
+from specops.engine.models.blocks.block import Rope
+from specops.engine.models.blocks.latent_attention import LatentAttentionConfig
+from specops.engine.models.blocks.layer import LayerConfig
+from specops.engine.models.config import ModelConfig
+from specops.engine.models.families.dense_decoder import model_config, scaling_of
+from specops.engine.models.families.experts_of_groups import experts_of_groups
 from specops.engine.models.families.family import Family, MtpConvention
+from specops.engine.models.families.fields import count, mapping, number, refuse_values
+
+
+def read(raw: Mapping[str, Any]) -> ModelConfig:
+    """Reads a config.json.
+
+    Raises:
+        KeyError: a field is missing.
+        ModelError: a field holds what it cannot hold, or what does not run.
+    """
+    refuse_values(
+        raw,
+        {
+            "hidden_act": ("silu", None),
+            "kv_lora_rank": (LATENT_DIM,),
+            "moe_layer_freq": (1, None),
+        },
+    )
+    nope_dim, rope_dim = count(raw, "qk_nope_head_dim"), count(raw, "qk_rope_head_dim")
+    rope = mapping(raw, "rope_parameters", "rope_scaling")
+    theta = number("rope_theta", rope.pop("rope_theta", raw.get("rope_theta", 10000.0)))
+    attention = LatentAttentionConfig(
+        num_qo_heads=count(raw, "num_attention_heads"),
+        q_rank=None if raw.get("q_lora_rank") is None else count(raw, "q_lora_rank"),
+        nope_dim=nope_dim,
+        value_dim=count(raw, "v_head_dim"),
+        sm_scale=_sharpness(rope) ** 2 / sqrt(nope_dim + rope_dim),
+        rope=Rope(theta=theta, scaling=scaling_of(rope), dim=rope_dim),
+        interleaved=bool(raw.get("rope_interleave", True)),
+        has_bias=bool(raw.get("attention_bias", False)),
+    )
+    of_layers = experts_of_groups(raw, count(raw, "num_hidden_layers"))
+    return model_config(raw, [LayerConfig(attention=attention, mlp=one) for one in of_layers])
+
+
+def _sharpness(rope: Mapping[str, Any]) -> float:
+    """What YaRN multiplies queries and keys with."""
+    scaling = scaling_of(rope)
+    if scaling is None or not scaling.get("mscale_all_dim"):
+        return 1.0
+    factor = number("factor of rope_scaling", scaling.get("factor"))
+    return 0.1 * number("mscale_all_dim", scaling["mscale_all_dim"]) * log(max(factor, 1)) + 1
+
 
 FAMILY = Family(
-    lacks={"DeepseekV3ForCausalLM": "multi-head latent attention and mixtures of experts"},
+    title="DeepSeek-V3",
+    read={"DeepseekV3ForCausalLM": read},
     mtp=MtpConvention(
         name="deepseek_v3",
         families=("DeepSeek-V3", "DeepSeek-R1", "GLM-4.5", "the bundled model"),

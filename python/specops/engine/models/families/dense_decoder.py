@@ -7,7 +7,7 @@ from typing import Any
 
 from specops.engine.models.blocks.attention import AttentionConfig
 from specops.engine.models.blocks.block import Rope
-from specops.engine.models.blocks.layer import LayerConfig
+from specops.engine.models.blocks.layer import AnyMlpConfig, LayerConfig
 from specops.engine.models.blocks.mlp import DenseMlpConfig
 from specops.engine.models.config import ModelConfig
 from specops.engine.models.families.fields import (
@@ -20,6 +20,14 @@ from specops.engine.models.families.fields import (
 )
 
 Windows = Sequence[int | None]  # of each layer
+Mlps = Callable[[Mapping[str, Any], int], Sequence[AnyMlpConfig]]  # of each layer
+
+
+def dense_mlp(raw: Mapping[str, Any]) -> DenseMlpConfig:
+    """The dense MLP of a file."""
+    return DenseMlpConfig(
+        width=count(raw, "intermediate_size"), has_bias=bool(raw.get("mlp_bias", False))
+    )
 
 
 def no_windows(raw: Mapping[str, Any], num_layers: int) -> Windows:
@@ -55,6 +63,8 @@ def dense_decoder(
     o_bias: bool | None = None,
     qk_norm: bool = False,
     partial_rotary_factor: float = 1.0,
+    interleaved: bool = False,
+    mlps: Mlps | None = None,
 ) -> ModelConfig:
     """Reads a config.json.
 
@@ -65,6 +75,8 @@ def dense_decoder(
         o_bias: whether the output projection has one; None: likewise.
         qk_norm: whether q and k are normed per head.
         partial_rotary_factor: the share of a head that is rotated, where the file does not say it.
+        interleaved: RoPE rotates neighbours, not halves.
+        mlps: reads the MLP of each layer; None: all are dense.
 
     Raises:
         KeyError: a field is missing.
@@ -76,9 +88,7 @@ def dense_decoder(
     num_layers = count(raw, "num_hidden_layers")
     has_bias = bool(raw.get("attention_bias", False))
     rope = _rope(raw, head_dim, partial_rotary_factor)
-    mlp = DenseMlpConfig(
-        width=count(raw, "intermediate_size"), has_bias=bool(raw.get("mlp_bias", False))
-    )
+    of_layers = [dense_mlp(raw)] * num_layers if mlps is None else mlps(raw, num_layers)
     layer_types(raw, num_layers)  # other kinds of attention are refused
     layers = [
         LayerConfig(
@@ -92,15 +102,21 @@ def dense_decoder(
                 qkv_bias=has_bias if qkv_bias is None else qkv_bias,
                 o_bias=has_bias if o_bias is None else o_bias,
                 qk_norm=qk_norm,
+                interleaved=interleaved,
             ),
             mlp=mlp,
         )
-        for window in windows(raw, num_layers)
+        for window, mlp in zip(windows(raw, num_layers), of_layers, strict=True)
     ]
+    return model_config(raw, layers)
+
+
+def model_config(raw: Mapping[str, Any], layers: Sequence[LayerConfig]) -> ModelConfig:
+    """What stands around the layers of a file."""
     return ModelConfig(
         architecture=raw["architectures"][0],
         vocab_size=count(raw, "vocab_size"),
-        hidden_size=hidden_size,
+        hidden_size=count(raw, "hidden_size"),
         layers=tuple(layers),
         rms_norm_eps=number("rms_norm_eps", raw.get("rms_norm_eps", 1e-6), or_zero=True),
         max_model_len=count(raw, "max_position_embeddings", 2048),

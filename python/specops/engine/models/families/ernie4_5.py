@@ -1,10 +1,69 @@
 # SPDX-License-Identifier: Apache-2.0
-"""ERNIE-4.5 with experts: its decoder does not run yet, its MTP modules do."""
+"""ERNIE-4.5, dense and with mixtures of experts. MTP modules are dense in both."""
 
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from specops.engine.models.blocks.experts import ExpertsConfig, Routing
+from specops.engine.models.blocks.layer import AnyMlpConfig
+from specops.engine.models.blocks.mlp import DenseMlpConfig
+from specops.engine.models.config import ModelConfig
+from specops.engine.models.families.dense_decoder import dense_decoder, dense_mlp
 from specops.engine.models.families.family import Family, MtpConvention
+from specops.engine.models.families.fields import count, number, refuse_values
+
+
+def read_dense(raw: Mapping[str, Any]) -> ModelConfig:
+    """Reads the config.json of a dense one.
+
+    Raises:
+        KeyError: a field is missing.
+        ModelError: a field holds what it cannot hold.
+    """
+    has_bias = bool(raw.get("use_bias", False))
+    biases = {"attention_bias": has_bias, "mlp_bias": has_bias}
+    return dense_decoder({"rope_theta": 500000.0, **raw, **biases}, interleaved=True)
+
+
+def read_experts(raw: Mapping[str, Any]) -> ModelConfig:
+    """Reads the config.json of one with experts.
+
+    Raises:
+        KeyError: a field is missing.
+        ModelError: a field holds what it cannot hold, or what does not run.
+    """
+    refuse_values(raw, {"use_bias": (False, None)})
+    raw = {"rope_theta": 500000.0, **raw}
+    config = dense_decoder(raw, qkv_bias=False, o_bias=False, interleaved=True, mlps=mlps)
+    module = replace(config.layers[-1], mlp=dense_mlp(raw))
+    return replace(config, mtp_layer=module, wint4_is_mixed=True)
+
+
+def mlps(raw: Mapping[str, Any], num_layers: int) -> Sequence[AnyMlpConfig]:
+    """Every moe_layer_interval-th layer from the first to the last index has experts."""
+    first, last = raw.get("moe_layer_start_index", 0), raw.get("moe_layer_end_index", -1)
+    last = num_layers - 1 if last == -1 else last
+    step = count(raw, "moe_layer_interval", 1)
+    width, shared = count(raw, "moe_intermediate_size"), raw.get("moe_num_shared_experts") or 0
+    experts = ExpertsConfig(
+        num_experts=count(raw, "moe_num_experts"),
+        width=width,
+        routing=Routing(
+            top_k=count(raw, "moe_k"),
+            min_sum=number("moe_norm_min", raw.get("moe_norm_min", 1e-12), or_zero=True),
+            bias="moe_statics.e_score_correction_bias",
+            bias_shape=(1,),
+        ),
+        shared=DenseMlpConfig(width=shared * width) if shared else None,
+    )
+    has_experts = [first <= i <= last and (i + 1) % step == 0 for i in range(num_layers)]
+    return [experts if one else dense_mlp(raw) for one in has_experts]
+
 
 FAMILY = Family(
-    lacks={"Ernie4_5_MoeForCausalLM": "mixtures of experts"},
+    title="ERNIE-4.5",
+    read={"Ernie4_5ForCausalLM": read_dense, "Ernie4_5_MoeForCausalLM": read_experts},
     mtp=MtpConvention(
         name="ernie4_5",
         families=("ERNIE-4.5",),

@@ -19,7 +19,7 @@ from specops.engine.models.mtp.modules import MtpModule, MtpModules
 from specops.engine.models.transformer import Transformer
 from specops.engine.models.weights import WeightSource
 
-# What the names of the block's tensors give away about blocks that do not run yet.
+# What the names of the block's tensors give away about blocks that the target's layers are not.
 _FOREIGN_BLOCKS = {
     "mlp.experts.": "a mixture of experts",
     "mlp.shared_expert": "a mixture of experts",
@@ -74,7 +74,7 @@ def load_mtp(
     if settings.load_format == "dummy":
         convention, layers = _dummy_layers(config, raw, where)
     else:
-        convention, layers = _found_layers(source.names(), raw, where)
+        convention, layers = _found_layers(source.names(), config, raw, where)
     source.norm_offset = convention.norm_offset
     modules = [
         _load_module(target, convention, source, index, layer, quantization or "none")
@@ -89,12 +89,12 @@ def load_mtp(
 
 
 def _found_layers(
-    names: Collection[str], raw: Mapping[str, Any], where: Path
+    names: Collection[str], config: ModelConfig, raw: Mapping[str, Any], where: Path
 ) -> tuple[MtpConvention, list[int]]:
     """The convention of a checkpoint's modules, and their numbers."""
     convention = _convention_of(names, raw, where)
     layers = _layers_of(names, convention, raw, where)
-    _refuse_foreign(names, convention, layers, where)
+    _refuse_foreign(names, _block(config), convention, layers, where)
     return convention, layers
 
 
@@ -215,23 +215,28 @@ def _load_module(
 
 
 def _block(config: ModelConfig) -> LayerConfig:
-    """What modules' layers are made from: the target's last, without a window."""
-    last = config.layers[-1]
+    """What modules' layers are made from: the target's last, or another one; without a window."""
+    last = config.mtp_layer or config.layers[-1]
     return replace(last, attention=last.attention.without_window())
 
 
 def _refuse_foreign(
-    names: Collection[str], convention: MtpConvention, layers: list[int], where: Path
+    names: Collection[str],
+    block: LayerConfig,
+    convention: MtpConvention,
+    layers: list[int],
+    where: Path,
 ) -> None:
-    """Refuses modules whose decoder layer is of a kind that does not run yet, by its name."""
+    """Refuses modules whose decoder layer is of another kind than the target's, by its name."""
+    own = (block.mlp.kind, block.attention.kind)
     for index, layer in enumerate(layers):
         prefix = convention.block.format(index=index, layer=layer)
         for part, kind in _FOREIGN_BLOCKS.items():
             for name in names:
-                if name.startswith(prefix + part):
+                if kind not in own and name.startswith(prefix + part):
                     raise ModelError(
-                        f"{where}: the MTP module's block is {kind} (tensor {name}), which is "
-                        "not supported yet"
+                        f"{where}: the MTP module's block is {kind} (tensor {name}), but the "
+                        f"target's modules are {' and '.join(own)}"
                     )
 
 
@@ -248,4 +253,4 @@ def _refuse_unread(
         for name in sorted(source.names()):
             is_left = name.startswith(prefix) and name not in source.read
             if is_left and not name.startswith(copies or ("\0",)):
-                raise ModelError(f"{where}: tensor {name} has no place in a dense MTP module")
+                raise ModelError(f"{where}: tensor {name} has no place in the MTP module")

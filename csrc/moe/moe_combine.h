@@ -1,0 +1,38 @@
+// SPDX-License-Identifier: Apache-2.0
+// moe_combine: what the experts of a row gave, weighted and added.
+#pragma once
+
+#include <cstdint>
+
+#include "common/dtype.h"
+#include "common/error_flag.h"
+#include "common/host_device.h"
+#include "common/isa.h"
+
+namespace specops {
+
+struct MoeCombineParams {
+  const float* expert_out;      // [pairs, width], in the order of moe_sort
+  const int32_t* places;        // [rows, top_k]; -1: no expert
+  const float* expert_weights;  // [rows, top_k]
+  const float* shared;          // [rows, width]; may be nullptr
+  void* out;                    // [rows, width]
+  int64_t pairs;
+  int64_t rows;
+  int64_t top_k;
+  int64_t width;
+  DType dtype;  // of out
+  ErrorFlag error;
+};
+
+SPECOPS_HOST_DEVICE Fault fault_of(const MoeCombineParams& params, int64_t pair) {
+  int32_t place = params.places[pair];
+  if (place >= -1 && place < params.pairs) return {};
+  return fault_at(ErrorCode::kMoeCombinePlaces, place, pair / params.top_k, pair % params.top_k)
+      .with(params.pairs);
+}
+
+SPECOPS_DECLARE_CPU(moe_combine_cpu, MoeCombineParams);
+SPECOPS_DECLARE_CUDA(moe_combine_cuda, MoeCombineParams);
+
+}  // namespace specops

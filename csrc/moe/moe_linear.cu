@@ -1,0 +1,69 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "common/launch.cuh"
+#include "moe/moe_linear.cuh"
+
+namespace specops {
+namespace {
+
+int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+int64_t row_tiles_of(const MoeLinearParams& params) {
+  return most_row_tiles(params.rows, params.num_experts);
+}
+
+dim3 grid_of(const MoeLinearParams& params, int64_t output_tiles) {
+  return dim3(static_cast<unsigned>(row_tiles_of(params) * output_tiles));
+}
+
+template <typename T>
+void run(const MoeLinearParams& params, CudaStream stream) {
+  GemmPlan plan = plan_of(params, false);
+  int slots = 4 / plan.leaves, warps = slots * plan.leaves;
+  launch(moe_stream_kernel<T>,
+         grid_of(params, ceil_div(weight_groups(params.weight.num_outputs), slots)),
+         dim3(static_cast<unsigned>(warps * kWarpSize)),
+         warps * kStreamRing * sizeof(uint4),
+         stream,
+         params,
+         plan,
+         row_tiles_of(params));
+}
+
+void run_float(const MoeLinearParams& params, CudaStream stream) {
+  GemmPlan plan = plan_of(params, false);
+  int slots = 4 / plan.leaves, warps = slots * plan.leaves;
+  launch(plan.aligned ? moe_float_kernel<true> : moe_float_kernel<false>,
+         grid_of(params, ceil_div(weight_groups(params.weight.num_outputs), slots)),
+         dim3(static_cast<unsigned>(warps * kWarpSize)),
+         warps * kFloatRows * kWarpSize * sizeof(float),
+         stream,
+         params,
+         plan,
+         row_tiles_of(params));
+}
+
+template <typename T>
+void run_int8(const MoeLinearParams& params, CudaStream stream) {
+  launch(moe_int8_kernel<T>,
+         grid_of(params, weight_groups(params.weight.num_outputs)),
+         dim3(kInt8Warps * kWarpSize),
+         sizeof(Int8Shared),
+         stream,
+         params,
+         row_tiles_of(params));
+}
+
+}  // namespace
+
+void moe_linear_cuda(const MoeLinearParams& params, CudaStream stream) {
+  if (params.weight.kind == WeightKind::kInt8) {
+    if (params.dtype == DType::kBFloat16) return run_int8<bfloat16>(params, stream);
+    if (params.dtype == DType::kFloat16) return run_int8<float16>(params, stream);
+    return run_int8<float>(params, stream);
+  }
+  if (params.dtype == DType::kBFloat16) return run<bfloat16>(params, stream);
+  if (params.dtype == DType::kFloat16) return run<float16>(params, stream);
+  run_float(params, stream);
+}
+
+}  // namespace specops

@@ -1,0 +1,138 @@
+// SPDX-License-Identifier: Apache-2.0
+// The kernels of moe_linear: those of linear, on tiles of rows that they find by themselves.
+#pragma once
+
+#include "gemm/float_rows.cuh"
+#include "gemm/int8_rows.cuh"
+#include "gemm/stream.cuh"
+#include "moe/moe_linear.h"
+
+namespace specops {
+
+constexpr int kExpertRows = 8;  // of a tile
+static_assert(kExpertRows == kFloatRows && kExpertRows == kInt8Rows);
+
+// Tiles of any call of so many pairs: each expert may have one that is not full.
+inline int64_t most_row_tiles(int64_t pairs, int64_t num_experts) {
+  return pairs / kExpertRows + (num_experts < pairs ? num_experts : pairs);
+}
+
+// Rows of one expert; none: there are fewer tiles.
+struct ExpertTile {
+  int expert, first, rows;
+};
+
+// Called by every warp of a block: tile `index` of all experts' rows, in order.
+__device__ inline ExpertTile expert_tile(const MoeLinearParams& params, int64_t index) {
+  int lane = static_cast<int>(threadIdx.x) % kWarpSize;
+  int experts = static_cast<int>(params.num_experts), left = static_cast<int>(index);
+  for (int first = 0; first < experts; first += kWarpSize) {
+    int expert = first + lane, begin = 0, end = 0;
+    if (expert < experts) {
+      Fault fault = expert_fault(params, expert);
+      if (fault.found()) {
+        report_error(params.error, fault.code);
+      } else {
+        begin = params.expert_indptr[expert];
+        end = params.expert_indptr[expert + 1];
+      }
+    }
+    int tiles = (end - begin + kExpertRows - 1) / kExpertRows, sum = tiles;
+#pragma unroll
+    for (int apart = 1; apart < kWarpSize; apart *= 2) {
+      int other = __shfl_up_sync(kFullMask, sum, apart);
+      if (lane >= apart) sum += other;
+    }
+    unsigned reach = __ballot_sync(kFullMask, sum > left);
+    if (reach != 0) {
+      int owner = __ffs(static_cast<int>(reach)) - 1;
+      int within = left - __shfl_sync(kFullMask, sum - tiles, owner);
+      int at = __shfl_sync(kFullMask, begin, owner) + within * kExpertRows;
+      int rows = min(__shfl_sync(kFullMask, end, owner) - at, kExpertRows);
+      return {first + owner, at, rows};
+    }
+    left -= __shfl_sync(kFullMask, sum, kWarpSize - 1);
+  }
+  return {0, 0, 0};
+}
+
+// Where row `row` of a tile begins in x; a row that is none is a fault, and zeros.
+template <typename T>
+__device__ inline const T* expert_row(const MoeLinearParams& params,
+                                      const ExpertTile& tile,
+                                      int64_t row) {
+  int64_t from = tile.first + row;
+  if (params.row_indices != nullptr) {
+    Fault fault = row_fault(params, from);
+    if (fault.found()) {
+      report_error(params.error, fault.code);
+      return nullptr;
+    }
+    from = params.row_indices[from];
+  }
+  return static_cast<const T*>(params.x) + from * params.x_stride;
+}
+
+// out[pair] = weight of the pair's expert * x[row of the pair], of 16-bit types.
+// Grid:    x = tiles of eight rows of one expert, as many as there may be, times tiles of outputs as
+//          in linear_stream_kernel, rows fastest (unbounded). Blocks without a tile end at once.
+// Block:   as linear_stream_kernel.
+// Smem:    as linear_stream_kernel.
+// Cost:    the weights of each expert that has rows, once for every eight of them; blocks that share
+//          weights run side by side. 4 bytes of expert_indptr an expert and block.
+// Assumes: weights packed by pack_weight, one expert behind the other.
+// Order:   as linear_stream_kernel: a pair's bits are linear's of its expert alone.
+// Source:  -
+template <typename T>
+__global__ void __launch_bounds__(128)
+    moe_stream_kernel(MoeLinearParams params, GemmPlan plan, int64_t row_tiles) {
+  wait_for_previous_kernel();
+  ExpertTile tile = expert_tile(params, blockIdx.x % row_tiles);
+  if (tile.rows == 0) return;
+  GemmParams one = of_expert(params, tile.expert, tile.first, tile.rows);
+  stream_rows<T, 2, 1>(one, plan, blockIdx.x / row_tiles, [&](int64_t row) {
+    return expert_row<T>(params, tile, row);
+  });
+}
+
+// The same of float32, as linear_float_kernel computes it.
+// Grid:    as moe_stream_kernel, with linear_float_kernel's tiles of outputs.
+// Block:   as linear_float_kernel.
+// Smem:    as linear_float_kernel.
+// Cost:    as linear_float_kernel, of the experts that have rows.
+// Assumes: weights packed by pack_weight, one expert behind the other.
+// Order:   as linear_float_kernel.
+// Source:  -
+template <bool kAligned>
+__global__ void __launch_bounds__(128)
+    moe_float_kernel(MoeLinearParams params, GemmPlan plan, int64_t row_tiles) {
+  wait_for_previous_kernel();
+  ExpertTile tile = expert_tile(params, blockIdx.x % row_tiles);
+  if (tile.rows == 0) return;
+  GemmParams one = of_expert(params, tile.expert, tile.first, tile.rows);
+  float_rows<kAligned>(one, plan, 0, blockIdx.x / row_tiles, [&](int64_t row) {
+    return expert_row<float>(params, tile, row);
+  });
+}
+
+// The same of 8-bit codes, as linear_int8_kernel computes it.
+// Grid:    as moe_stream_kernel, with linear_int8_kernel's tiles of outputs.
+// Block:   as linear_int8_kernel.
+// Smem:    as linear_int8_kernel.
+// Cost:    as linear_int8_kernel, of the experts that have rows.
+// Assumes: weights packed by pack_weight, one expert behind the other.
+// Order:   as linear_int8_kernel.
+// Source:  -
+template <typename T>
+__global__ void __launch_bounds__(kInt8Warps* kWarpSize)
+    moe_int8_kernel(MoeLinearParams params, int64_t row_tiles) {
+  wait_for_previous_kernel();
+  ExpertTile tile = expert_tile(params, blockIdx.x % row_tiles);
+  if (tile.rows == 0) return;
+  GemmParams one = of_expert(params, tile.expert, tile.first, tile.rows);
+  int8_rows<T>(one, 0, blockIdx.x / row_tiles, [&](int64_t row) {
+    return expert_row<T>(params, tile, row);
+  });
+}
+
+}  // namespace specops

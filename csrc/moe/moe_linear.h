@@ -1,0 +1,76 @@
+// SPDX-License-Identifier: Apache-2.0
+// moe_linear: rows times the weights of the experts that they go to, each expert's rows together.
+#pragma once
+
+#include <cstdint>
+
+#include "common/cuda_stream.h"
+#include "common/error_flag.h"
+#include "common/host_device.h"
+#include "common/isa.h"
+#include "gemm/gemm.h"
+
+namespace specops {
+
+// Rows are pairs in the order of moe_sort. The weight and the bias are those of expert 0; the others
+// follow.
+struct MoeLinearParams : GemmParams {
+  const int32_t* expert_indptr;  // [num_experts + 1]; where the pairs of each expert begin
+  int64_t num_experts;
+  int64_t x_rows;  // rows of x
+  // From one expert to the next.
+  int64_t data_bytes;
+  int64_t scales;  // elements, as the next two
+  int64_t offsets;
+  int64_t code_values;
+  ErrorFlag error;
+};
+
+// Of the pairs of expert e.
+SPECOPS_HOST_DEVICE Fault expert_fault(const MoeLinearParams& params, int64_t e) {
+  int32_t begin = params.expert_indptr[e], end = params.expert_indptr[e + 1];
+  if (begin < 0 || (e == 0 && begin != 0)) {
+    return fault_at(ErrorCode::kMoeLinearExpertIndptr, begin, e).with(0, params.rows);
+  }
+  if (begin <= end && end <= params.rows) return {};
+  return fault_at(ErrorCode::kMoeLinearExpertIndptr, end, e + 1).with(begin, params.rows);
+}
+
+// Of an entry of row_indices that an expert has.
+SPECOPS_HOST_DEVICE Fault row_fault(const MoeLinearParams& params, int64_t pair) {
+  int32_t row = params.row_indices[pair];
+  if (row >= 0 && row < params.x_rows) return {};
+  return fault_at(ErrorCode::kMoeLinearRowIndices, row, pair).with(params.x_rows);
+}
+
+// The product of one expert with `rows` pairs from `first` on.
+SPECOPS_HOST_DEVICE GemmParams of_expert(const MoeLinearParams& params,
+                                         int64_t e,
+                                         int64_t first,
+                                         int64_t rows) {
+  GemmParams one = params;
+  int64_t outputs = params.weight.num_outputs;
+  int64_t width = is_gated(params.weight.activation) ? outputs / 2 : outputs;
+  WeightParams& weight = one.weight;
+  weight.data = static_cast<const char*>(weight.data) + e * params.data_bytes;
+  if (weight.scales != nullptr) weight.scales += e * params.scales;
+  if (weight.offsets != nullptr) weight.offsets += e * params.offsets;
+  if (weight.code_values != nullptr) weight.code_values += e * params.code_values;
+  if (one.bias != nullptr) {
+    one.bias = static_cast<const char*>(params.bias) + e * outputs * dtype_bytes(params.dtype);
+  }
+  one.out = static_cast<char*>(params.out) + first * width * dtype_bytes(params.out_dtype);
+  if (one.row_indices != nullptr) {
+    one.row_indices += first;
+  } else {
+    one.x =
+        static_cast<const char*>(params.x) + first * params.x_stride * dtype_bytes(params.dtype);
+  }
+  one.rows = rows;
+  return one;
+}
+
+SPECOPS_DECLARE_CPU(moe_linear_cpu, MoeLinearParams);
+SPECOPS_DECLARE_CUDA(moe_linear_cuda, MoeLinearParams);
+
+}  // namespace specops

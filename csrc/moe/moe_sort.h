@@ -1,0 +1,34 @@
+// SPDX-License-Identifier: Apache-2.0
+// moe_sort: pairs of a row and an expert, ordered by expert.
+#pragma once
+
+#include <cstdint>
+
+#include "common/error_flag.h"
+#include "common/host_device.h"
+#include "common/isa.h"
+
+namespace specops {
+
+struct MoeSortParams {
+  const int32_t* expert_ids;  // [pairs], those of a row one after the other; -1: no expert
+  int32_t* expert_indptr;  // [num_experts + 1]; where the pairs of each expert begin in the order
+  int32_t* row_indices;    // [pairs]; the row of each pair in the order
+  int32_t* places;         // [pairs]; where in the order each pair is, -1: nowhere
+  int64_t pairs;
+  int64_t top_k;  // pairs of a row
+  int64_t num_experts;
+  ErrorFlag error;
+};
+
+SPECOPS_HOST_DEVICE Fault fault_of(const MoeSortParams& params, int64_t pair) {
+  int32_t id = params.expert_ids[pair];
+  if (id >= -1 && id < params.num_experts) return {};
+  return fault_at(ErrorCode::kMoeSortExpertIds, id, pair / params.top_k, pair % params.top_k)
+      .with(params.num_experts);
+}
+
+SPECOPS_DECLARE_CPU(moe_sort_cpu, MoeSortParams);
+SPECOPS_DECLARE_CUDA(moe_sort_cuda, MoeSortParams);
+
+}  // namespace specops

@@ -1,0 +1,213 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A mixture of experts: a router, gated MLPs of which each row has a few, and one that all have."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from specops import dense, moe
+from specops.dense import PackedWeight
+from specops.engine.models.blocks.block import BlockLoader, MlpBlock, NewRows
+from specops.engine.models.blocks.mlp import DenseMlp, DenseMlpConfig
+
+_GATE_UP = ("gate_proj", "up_proj")
+
+
+@dataclass(frozen=True)
+class ExpertsViews:
+    """The activations of some rows; pairs are of a row and one of its experts."""
+
+    x: Tensor  # [rows, hidden_size], float32: what the router reads
+    logits: Tensor  # [rows, num_experts], float32
+    expert_ids: Tensor  # [rows, top_k], int32
+    expert_weights: Tensor  # [rows, top_k], float32
+    row_indices: Tensor  # [pairs], int32
+    places: Tensor  # [rows, top_k], int32
+    gated: Tensor  # [pairs, width]
+    expert_out: Tensor  # [pairs, hidden_size], float32
+    shared_gated: Tensor  # [rows, shared_width]
+    shared_out: Tensor  # [rows, hidden_size], float32; [rows, 0] where nothing is shared
+
+
+@dataclass(frozen=True)
+class ExpertsShape:
+    """The sizes of such a block."""
+
+    hidden_size: int
+    num_experts: int
+    top_k: int
+    width: int
+    shared_width: int
+
+    def views(self, new: NewRows) -> ExpertsViews:
+        """Returns the views of some rows."""
+        hidden, top_k = self.hidden_size, self.top_k
+        places = new("places", top_k, torch.int32)
+        pairs = places.shape[0] * top_k
+        return ExpertsViews(
+            x=new("router_x", hidden, torch.float32),
+            logits=new("router_logits", self.num_experts, torch.float32),
+            expert_ids=new("expert_ids", top_k, torch.int32),
+            expert_weights=new("expert_weights", top_k, torch.float32),
+            row_indices=new("row_indices", top_k, torch.int32).view(pairs),
+            places=places,
+            gated=new("gated", top_k * self.width).view(pairs, self.width),
+            expert_out=new("expert_out", top_k * hidden, torch.float32).view(pairs, hidden),
+            shared_gated=new("activated", self.shared_width),
+            shared_out=new("shared_out", hidden if self.shared_width else 0, torch.float32),
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Routing:
+    """How a row's experts are chosen; see `moe.moe_route`.
+
+    Attributes:
+        top_k: experts of a row.
+        scoring: "softmax" or "sigmoid".
+        num_groups: into how many groups experts are cut.
+        top_k_groups: how many of them a row may use.
+        min_sum: the least that weights are divided by; None: they are not divided.
+        scale: of all weights.
+        bias: the name of what is added to scores for the choice; None: nothing is.
+        bias_shape: its dimensions before that of experts.
+    """
+
+    top_k: int
+    scoring: str = "softmax"
+    num_groups: int = 1
+    top_k_groups: int = 1
+    min_sum: float | None = None
+    scale: float = 1.0
+    bias: str | None = None
+    bias_shape: tuple[int, ...] = ()
+
+
+class Experts(MlpBlock):
+    """`sum of weight * down(activation(gate) * up)` over a row's experts, then the shared one.
+
+    The router computes in float32, whatever the model's dtype is: its weights and rows are made
+    float32 and nothing is rounded before experts are chosen.
+
+    Attributes:
+        gate_up, down: the projections of all experts, of `moe.stack_experts`.
+    """
+
+    def __init__(
+        self,
+        config: "ExpertsConfig",
+        *,
+        router: PackedWeight,
+        bias: Tensor | None,
+        gate_up: PackedWeight,
+        down: PackedWeight,
+        shared: DenseMlp | None,
+    ) -> None:
+        shared_width = 0 if shared is None else shared.shape.width
+        self.shape = self._shape = ExpertsShape(
+            router.num_inputs, config.num_experts, config.routing.top_k, config.width, shared_width
+        )
+        self._routing, self._router, self._bias = config.routing, router, bias
+        self.gate_up, self.down, self._shared = gate_up, down, shared
+        self._indptr = torch.empty(
+            config.num_experts + 1, dtype=torch.int32, device=router.data.device
+        )
+
+    @property
+    def weights(self) -> Sequence[PackedWeight]:
+        """The projections that run one by one; those of experts need no workspace."""
+        return () if self._shared is None else self._shared.weights
+
+    def run(self, x: Tensor, sums: Tensor | None, views: ExpertsViews, out: Tensor) -> None:
+        """Computes rows."""
+        order = self._route(x, views)
+        moe.moe_linear(x, self.gate_up, order.expert_indptr, order.row_indices, out=views.gated)
+        moe.moe_linear(views.gated, self.down, order.expert_indptr, out=views.expert_out)
+        shared = None
+        if self._shared is not None:
+            shared = views.shared_out
+            self._shared.run(x, sums, views.shared_gated, shared)
+        moe.moe_combine(views.expert_out, views.places, views.expert_weights, shared, out=out)
+
+    def _route(self, x: Tensor, views: ExpertsViews) -> moe.ExpertOrder:
+        """Chooses the experts of rows, and orders them."""
+        routing = self._routing
+        views.x.copy_(x)
+        dense.linear(views.x, self._router, out=views.logits)
+        moe.moe_route(
+            views.logits,
+            routing.top_k,
+            scoring=routing.scoring,
+            bias=self._bias,
+            num_groups=routing.num_groups,
+            top_k_groups=routing.top_k_groups,
+            min_sum=routing.min_sum,
+            scale=routing.scale,
+            expert_ids=views.expert_ids,
+            expert_weights=views.expert_weights,
+        )
+        order = moe.ExpertOrder(self._indptr, views.row_indices, views.places)
+        return moe.moe_sort(views.expert_ids, self._shape.num_experts, order=order)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExpertsConfig:
+    """What such a block is made from.
+
+    Attributes:
+        num_experts: how many there are.
+        width: of each, between its projections.
+        routing: how a row's experts are chosen.
+        shared: the MLP that all rows have; None: there is none.
+        activation: of the gates, "silu" or "gelu_tanh".
+        router_name: of the router.
+        shared_name: what the names of the shared MLP begin with.
+    """
+
+    kind: ClassVar[str] = "a mixture of experts"
+
+    num_experts: int
+    width: int
+    routing: Routing
+    shared: DenseMlpConfig | None = None
+    activation: str = "silu"
+    router_name: str = "gate"
+    shared_name: str = "shared_experts."
+
+    def narrowed(self, width: int) -> "ExpertsConfig":
+        """The same, as narrow as can be."""
+        shared = None if self.shared is None else self.shared.narrowed(width)
+        return replace(self, width=width, shared=shared)
+
+    def load(self, loader: BlockLoader, prefix: str) -> Experts:
+        """Loads the block whose tensors begin with `prefix`.
+
+        Raises:
+            ModelError: a tensor is missing, or has another shape.
+        """
+        source, hidden, count = loader.source, loader.hidden_size, self.num_experts
+        router = source.tensor(
+            f"{prefix}{self.router_name}.weight", count, hidden, dtype=torch.float32
+        )
+        experts, sizes = f"{prefix}experts.", (self.width, self.width)
+        return Experts(
+            self,
+            router=dense.pack_weight(router),
+            bias=self._load_bias(loader, prefix),
+            gate_up=source.experts(
+                experts, count, _GATE_UP, sizes, hidden, activation=self.activation
+            ),
+            down=source.experts(experts, count, ("down_proj",), (hidden,), self.width),
+            shared=None
+            if self.shared is None
+            else self.shared.load(loader, prefix + self.shared_name),
+        )
+
+    def _load_bias(self, loader: BlockLoader, prefix: str) -> Tensor | None:
+        name, shape = self.routing.bias, (*self.routing.bias_shape, self.num_experts)
+        if name is None:
+            return None
+        return loader.source.tensor(prefix + name, *shape, dtype=torch.float32).flatten()

@@ -1,0 +1,38 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Qwen3 with mixtures of experts."""
+
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any
+
+from specops.engine.models.blocks.experts import ExpertsConfig, Routing
+from specops.engine.models.blocks.layer import AnyMlpConfig
+from specops.engine.models.families.dense_decoder import dense_decoder, dense_mlp, windows_of_last
+from specops.engine.models.families.family import Family
+from specops.engine.models.families.fields import count
+
+
+def mlps(raw: Mapping[str, Any], num_layers: int) -> Sequence[AnyMlpConfig]:
+    """Every decoder_sparse_step-th layer has experts, but for those of mlp_only_layers."""
+    step, dense = count(raw, "decoder_sparse_step", 1), raw.get("mlp_only_layers") or []
+    field = "num_experts" if "num_experts" in raw else "num_local_experts"
+    experts = ExpertsConfig(
+        num_experts=count(raw, field),
+        width=count(raw, "moe_intermediate_size"),
+        routing=Routing(
+            top_k=count(raw, "num_experts_per_tok"),
+            min_sum=0.0 if raw.get("norm_topk_prob", False) else None,
+        ),
+    )
+    has_experts = [layer not in dense and (layer + 1) % step == 0 for layer in range(num_layers)]
+    return [experts if one else dense_mlp(raw) for one in has_experts]
+
+
+FAMILY = Family(
+    title="Qwen3-MoE",
+    read={
+        "Qwen3MoeForCausalLM": partial(
+            dense_decoder, windows=windows_of_last, qk_norm=True, mlps=mlps
+        )
+    },
+)

@@ -1,0 +1,308 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Mixtures of experts: routing, each expert's rows together, and the sum.
+
+    ids, weights = moe_route(logits, top_k)
+    order = moe_sort(ids, num_experts)
+    gated = moe_linear(x, gate_up, order.expert_indptr, order.row_indices)
+    out = moe_linear(gated, down, order.expert_indptr, out_dtype=torch.float32)
+    y = moe_combine(out, order.places, weights, shared, dtype=x.dtype)
+
+A row's bits depend on that row alone: not on the rows beside it, nor on how many of these its
+experts have.
+"""
+
+from collections.abc import Callable, Iterable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from specops import _C
+from specops._wrong import check_int, check_kind, describe, empty, unless_wrong
+from specops.dense import PackedWeight
+
+
+class ExpertOrder(NamedTuple):
+    """Pairs of a row and an expert, ordered by expert, then by row; made by `moe_sort`.
+
+    Attributes:
+        expert_indptr: [num_experts + 1], int32; where the pairs of each expert begin.
+        row_indices: [rows * top_k], int32; the row of each pair in the order. Entries behind the
+            last pair of an expert mean nothing.
+        places: [rows, top_k], int32; where in the order each pair is, -1 of no expert.
+    """
+
+    expert_indptr: Tensor
+    row_indices: Tensor
+    places: Tensor
+
+    @classmethod
+    def empty(
+        cls, rows: int, top_k: int, num_experts: int, device: torch.device | str = "cpu"
+    ) -> "ExpertOrder":
+        """Allocates one.
+
+        Args:
+            rows: rows of `expert_ids`.
+            top_k: experts of a row.
+            num_experts: how many there are.
+            device: where.
+        """
+
+        def ints(*shape: int) -> Tensor:
+            return torch.empty(shape, dtype=torch.int32, device=device)
+
+        return cls(ints(num_experts + 1), ints(rows * top_k), ints(rows, top_k))
+
+
+def moe_route(
+    logits: Tensor,
+    top_k: int,
+    *,
+    scoring: str = "softmax",
+    bias: Tensor | None = None,
+    num_groups: int = 1,
+    top_k_groups: int = 1,
+    min_sum: float | None = None,
+    scale: float = 1.0,
+    expert_ids: Tensor | None = None,
+    expert_weights: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Chooses the experts of each row, and says with what weights.
+
+    Same as `reference.moe_route`. Of a row:
+
+        score  = softmax(logits), or sigmoid(logits)
+        key    = score + bias
+        groups = the top_k_groups groups of experts whose two largest keys have the largest sums
+        ids    = the top_k experts of these groups with the largest keys, in ascending order
+        weight = score[ids]; / max(sum(weight), min_sum) unless that is None; * scale
+
+    At equal keys or sums the lower number is chosen. A NaN is chosen last, but of softmax it makes
+    all scores NaN: then the first experts are chosen, with weights NaN.
+
+    Args:
+        logits: [rows, num_experts], float32; 1 to 1024 experts. Rows may be strided.
+        top_k: experts of a row.
+        scoring: "softmax" or "sigmoid".
+        bias: [num_experts], float32; of the choice, not of the weights. Or None.
+        num_groups: into how many groups of equal size experts are cut, each of two at least; 1:
+            there are none.
+        top_k_groups: how many of them a row may use; they must have top_k experts.
+        min_sum: the least that a row's weights are divided by; None: they are not divided.
+        scale: of all weights; finite, at least 0.
+        expert_ids: [rows, top_k], int32. Allocated when absent.
+        expert_weights: [rows, top_k], float32. Allocated when absent.
+
+    Returns:
+        (expert_ids, expert_weights).
+
+    Raises:
+        ValueError: a shape, dtype, layout, device or number differs from the above.
+
+    Note:
+        Deterministic; a row depends on itself alone. Sums over experts have one order for each
+        device and instruction set.
+
+    Source: Fedus et al. 2021, "Switch Transformers"; groups and bias: DeepSeek-AI 2024,
+    "DeepSeek-V3 Technical Report", section 2.1.2.
+    """
+    check_int("moe_route", "top_k", top_k)
+    if expert_ids is None:
+        expert_ids = empty(lambda: ((logits.shape[0], top_k), torch.int32, logits))
+    if expert_weights is None:
+        expert_weights = empty(lambda: ((logits.shape[0], top_k), torch.float32, logits))
+    _C.moe_route(
+        logits,
+        top_k,
+        bias,
+        scoring,
+        num_groups,
+        top_k_groups,
+        min_sum,
+        scale,
+        expert_ids,
+        expert_weights,
+    )
+    return expert_ids, expert_weights
+
+
+def moe_sort(
+    expert_ids: Tensor, num_experts: int, *, order: ExpertOrder | None = None
+) -> ExpertOrder:
+    """Orders pairs of a row and an expert by expert, those of an expert by row.
+
+    Same as `reference.moe_sort`.
+
+    Args:
+        expert_ids: [rows, top_k], int32; -1: no expert.
+        num_experts: how many there are, at least 1.
+        order: is written. Allocated when absent.
+
+    Returns:
+        `order`.
+
+    Raises:
+        ValueError: a shape, dtype, layout or device differs from the above, or an id is outside
+            [-1, num_experts). Nothing has been written then. On CUDA wrong ids are told by
+            `specops.check_errors`, and count as -1.
+
+    Note:
+        Deterministic; integers.
+    """
+    check_int("moe_sort", "num_experts", num_experts, 1)
+    if order is None:
+        sizes = unless_wrong(lambda: (*expert_ids.shape, expert_ids.device))
+        if sizes is None or len(sizes) != 3:  # the op says what it must be
+            order = ExpertOrder.empty(0, 0, num_experts)
+        else:
+            order = ExpertOrder.empty(sizes[0], sizes[1], num_experts, sizes[2])
+    check_kind("moe_sort", "order", order, ExpertOrder)
+    _C.moe_sort(expert_ids, num_experts, *order)
+    return order
+
+
+def stack_experts(weights: Iterable[PackedWeight], num_experts: int) -> PackedWeight:
+    """Lays the packed weights of experts one behind the other, for `moe_linear`.
+
+    Args:
+        weights: one for each expert, all of the same sizes and kind; taken one after the other, so
+            that only one needs memory beside the result.
+        num_experts: how many there are, at least 1.
+
+    Returns:
+        A weight like each of them whose tensors have a first dimension more: [num_experts, ..].
+
+    Raises:
+        ValueError: weights differ in more than their numbers, or are not so many.
+    """
+    check_int("stack_experts", "num_experts", num_experts, 1)
+    stacked: PackedWeight | None = None
+    count = 0
+    for count, weight in enumerate(weights, 1):
+        check_kind("stack_experts", "weights", weight, PackedWeight, " of pack_weight each")
+        if weight.input_order is not None:
+            raise ValueError("stack_experts: weights must have no input_order, got one")
+        if stacked is None:
+            stacked = _each_field(weight, lambda one: one.new_empty(num_experts, *one.shape))
+        if count > num_experts:
+            break
+        _put(stacked, count - 1, weight)
+    if stacked is None or count != num_experts:
+        least = " or more" if count > num_experts else ""
+        raise ValueError(f"stack_experts: weights must be {num_experts}, got {count}{least}")
+    return stacked
+
+
+def _put(stacked: PackedWeight, expert: int, weight: PackedWeight) -> None:
+    for name, whole, one in zip(weight._fields, stacked, weight, strict=True):
+        if isinstance(whole, Tensor) and isinstance(one, Tensor) and whole.dtype == one.dtype:
+            if whole.shape[1:] == one.shape and whole.device == one.device:
+                whole[expert].copy_(one)
+                continue
+        elif whole == one and not isinstance(one, Tensor):
+            continue
+        raise ValueError(
+            f"stack_experts: weights must be alike, got {name} {describe(one)} of expert {expert}"
+        )
+
+
+def _each_field(weight: PackedWeight, change: Callable[[Tensor], Tensor]) -> PackedWeight:
+    fields = [change(one) if isinstance(one, Tensor) else one for one in weight]
+    return PackedWeight(*fields)  # type: ignore[arg-type]
+
+
+def moe_linear(
+    x: Tensor,
+    weight: PackedWeight,
+    expert_indptr: Tensor,
+    row_indices: Tensor | None = None,
+    bias: Tensor | None = None,
+    *,
+    out: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+) -> Tensor:
+    """Multiplies rows with the weights of the experts that they go to.
+
+    Same as `reference.moe_linear`. For expert e and i from expert_indptr[e] to expert_indptr[e+1]:
+
+        out[i] = dense.linear(x[row_indices[i]], weight[e], bias[e])
+
+    to the bits of `dense.linear` (which on amx has kernels of its own for bfloat16; this op runs
+    those of avx512_bf16 there), for every kind of weight that it takes.
+
+    Args:
+        x: [rows, num_inputs], dtype as in `dense.linear`. Rows may be strided.
+        weight: of `stack_experts`.
+        expert_indptr: [num_experts + 1], int32; of an `ExpertOrder`.
+        row_indices: [pairs], int32; of the same. None: row i of x is that of pair i.
+        bias: [num_experts, num_outputs], dtype of `x`; or None.
+        out: [pairs, num_outputs], dtype of `x`, or float32; with an activation: [pairs,
+            num_outputs / 2], dtype of `x`. Rows behind the last pair are not written. Allocated
+            when absent.
+        out_dtype: dtype of an `out` to be allocated; that of `x` when absent.
+
+    Returns:
+        `out`.
+
+    Raises:
+        ValueError: a shape, dtype, layout or device differs from the above, or an index is out of
+            range. Nothing has been written then. On CUDA wrong indices are told by
+            `specops.check_errors`: such an expert has no rows, such a row is zeros.
+
+    Note:
+        Deterministic; as `dense.linear`. The weights of an expert are read once for all its rows
+        (on CUDA: once for every eight), those of experts without rows not at all.
+    """
+    check_kind("moe_linear", "weight", weight, PackedWeight, " of stack_experts")
+    if out is None:
+        width = weight.num_outputs // 2 if weight.activation else weight.num_outputs
+        pairs = x if row_indices is None else row_indices
+        out = empty(lambda: ((pairs.shape[0], max(width, 0)), out_dtype, x))
+    elif out_dtype is not None and unless_wrong(lambda: out.dtype) != out_dtype:
+        raise ValueError(f"moe_linear: out must be {describe(out_dtype)}, got {describe(out)}")
+    _C.moe_linear(x, weight, bias, expert_indptr, row_indices, out)
+    return out
+
+
+def moe_combine(
+    expert_out: Tensor,
+    places: Tensor,
+    expert_weights: Tensor,
+    shared: Tensor | None = None,
+    *,
+    dtype: torch.dtype | None = None,
+    out: Tensor | None = None,
+) -> Tensor:
+    """Adds what the experts of each row gave.
+
+    Same as `reference.moe_combine`, bit for bit. Of a row:
+
+        total = 0
+        total = total + expert_weights[k] * expert_out[places[k]]     for each k in order
+        out   = total + shared                each operation rounded to float32, then to the dtype
+
+    Args:
+        expert_out: [pairs, width], float32; in the order of `moe_sort`.
+        places: [rows, top_k], int32; of an `ExpertOrder`; -1: no expert.
+        expert_weights: [rows, top_k], float32.
+        shared: [rows, width], float32; of experts that all rows go to. Or None.
+        dtype: of an `out` to be allocated; float32 when absent.
+        out: [rows, width], float32, bfloat16 or float16. Allocated when absent.
+
+    Returns:
+        `out`.
+
+    Raises:
+        ValueError: a shape, dtype, layout or device differs from the above, or a place is out of
+            range. Nothing has been written then. On CUDA wrong places are told by
+            `specops.check_errors`, and count as -1.
+
+    Note:
+        Deterministic. `moe_route` gives experts in ascending order, so that the sum is one of the
+        set of a row's experts.
+    """
+    if out is None:
+        out = empty(lambda: ((places.shape[0], expert_out.shape[1]), dtype, expert_out))
+    _C.moe_combine(expert_out, places, expert_weights, shared, out)
+    return out

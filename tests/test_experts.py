@@ -1,0 +1,368 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Families with mixtures of experts against Hugging Face's code, and rows against themselves."""
+
+import copy
+from collections.abc import Callable
+from dataclasses import replace
+from functools import lru_cache
+from pathlib import Path
+from tempfile import mkdtemp
+from typing import Any
+
+import pytest
+import simt
+import specops
+import torch
+from checkpoints import make_checkpoint, write_tokenizer
+from conftest import every_isa
+from mtp_checkpoints import SlowModules, Tiny, make_mtp_checkpoint
+from rounding import assert_error_at_most, distance, rounding_errors
+from specops.engine import Completion, Engine, EngineConfig, SamplingParams, SpeculativeConfig
+from specops.engine.models import load_model, load_mtp
+from specops.engine.models.blocks.experts import Experts, ExpertsConfig
+from specops.engine.models.config import ModelConfig
+from specops.engine.models.families import read_model_config
+from specops.engine.models.loader import build
+from specops.engine.models.weights import Checkpoint, WeightSettings
+from test_models import Runner, random_ids
+from test_mtp_models import target_states, text_states
+from torch import Tensor
+from twin_device import OP_MODULES, TwinDevice
+
+EXPERTS: dict[str, Any] = {"moe_intermediate_size": 48, "num_experts_per_tok": 3}
+LATENT: dict[str, Any] = {
+    "first_k_dense_replace": 1,
+    "num_key_value_heads": 4,
+    "q_lora_rank": 24,
+    "kv_lora_rank": 512,
+    "qk_rope_head_dim": 64,
+    "qk_nope_head_dim": 32,
+    "v_head_dim": 48,
+}
+FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "qwen3": ("Qwen3Moe", {**EXPERTS, "num_experts": 8, "norm_topk_prob": True}),
+    "qwen3_steps": (
+        "Qwen3Moe",
+        {**EXPERTS, "num_experts": 6, "decoder_sparse_step": 2, "mlp_only_layers": [0]},
+    ),
+    "glm4": (
+        "Glm4Moe",
+        {
+            **EXPERTS,
+            "n_routed_experts": 8,
+            "routed_scaling_factor": 2.5,
+            "use_qk_norm": True,
+            "attention_bias": True,
+        },
+    ),
+    "ernie4_5_dense": ("Ernie4_5", {"use_bias": True}),
+    "ernie4_5": (
+        "Ernie4_5_Moe",
+        {"moe_intermediate_size": 48, "moe_k": 3, "moe_num_experts": 8},
+    ),
+    "ernie4_5_steps": (
+        "Ernie4_5_Moe",
+        {
+            "moe_intermediate_size": 48,
+            "moe_k": 2,
+            "moe_num_experts": 5,
+            "moe_num_shared_experts": 0,
+            "moe_layer_start_index": 0,
+            "moe_layer_end_index": 1,
+            "moe_layer_interval": 2,
+            "tie_word_embeddings": False,
+        },
+    ),
+    "deepseek_v3": (
+        "DeepseekV3",
+        {**EXPERTS, **LATENT, "n_routed_experts": 16, "n_group": 4, "topk_group": 2},
+    ),
+    "deepseek_v3_yarn": (
+        "DeepseekV3",
+        {
+            **EXPERTS,
+            **LATENT,
+            "q_lora_rank": None,
+            "n_routed_experts": 8,
+            "n_shared_experts": 2,
+            "norm_topk_prob": False,
+            "n_group": 1,
+            "topk_group": 1,
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": 10000.0,
+                "factor": 4.0,
+                "original_max_position_embeddings": 64,
+                "mscale": 1.0,
+                "mscale_all_dim": 1.0,
+            },
+        },
+    ),
+}
+
+
+def make_experts(directory: Path, family: str, **changes: Any) -> Any:
+    """Saves a tiny random model whose routers have biases that matter; returns it."""
+    kind, own = FAMILIES[family]
+    theirs = make_checkpoint(directory, kind, **{**own, **changes})
+    with torch.no_grad():
+        for name, buffer in theirs.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                buffer.copy_(torch.randn_like(buffer) / 4)
+    theirs.save_pretrained(directory)
+    return theirs
+
+
+def exact_and_allowed(theirs: Any, ids: list[int]) -> tuple[Tensor, Tensor]:
+    """Logits in float64, and the error that rounding to float32 makes of them."""
+    theirs.set_attn_implementation("eager")
+    theirs.set_experts_implementation("eager")
+
+    def logits(dtype: torch.dtype) -> Tensor:
+        with torch.no_grad():
+            return theirs.to(dtype)(torch.tensor([ids])).logits[0]
+
+    (allowed,) = rounding_errors(lambda: [logits(torch.float32)], [exact := logits(torch.float64)])
+    return exact, allowed
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_logits_equal_transformers(tmp_path: Path, family: str) -> None:
+    theirs = make_experts(tmp_path, family)
+    ours = load_model(tmp_path)
+    ids = random_ids(60)
+    exact, allowed = exact_and_allowed(theirs, ids)
+    for _ in every_isa():
+        whole = Runner(ours).run([ids], [[60]])[0]
+        assert_error_at_most(distance(whole, exact), allowed)
+        assert (whole - exact).abs().max().item() < 2e-5 * exact.abs().max().item()
+        chunked = Runner(ours, page_size=32, shuffle=True).run([ids], [[30], [1], [5], [24]])[0]
+        assert torch.equal(whole, chunked)
+    assert exact.std().item() > 0.5  # the comparison is about something
+
+
+def routed(**changes: Any) -> Callable[[ExpertsConfig], ExpertsConfig]:
+    return lambda one: replace(one, routing=replace(one.routing, **changes))
+
+
+# By family: what goes wrong if a rule of its routing is left out.
+FAULTS: list[tuple[str, Callable[[ExpertsConfig], ExpertsConfig]]] = [
+    ("qwen3", routed(min_sum=None)),
+    ("qwen3", routed(top_k=2)),
+    ("qwen3_steps", routed(min_sum=0.0)),
+    ("qwen3", routed(scoring="sigmoid")),
+    ("glm4", routed(scale=1.0)),
+    ("glm4", routed(bias=None)),
+    ("glm4", routed(scoring="softmax")),
+    ("glm4", lambda one: replace(one, shared=None)),
+    ("ernie4_5", routed(bias=None)),
+    ("ernie4_5", routed(min_sum=None)),
+    ("ernie4_5", lambda one: replace(one, shared=None)),
+    ("deepseek_v3", routed(num_groups=1, top_k_groups=1)),
+    ("deepseek_v3", routed(top_k_groups=3)),
+    ("deepseek_v3", routed(scale=1.0)),
+    ("deepseek_v3_yarn", routed(min_sum=1e-20)),
+]
+
+
+@pytest.mark.parametrize(
+    "family,fault", FAULTS, ids=[f"{family}-{i}" for i, (family, _) in enumerate(FAULTS)]
+)
+def test_a_rule_left_out_is_noticed(
+    tmp_path: Path, family: str, fault: Callable[[ExpertsConfig], ExpertsConfig]
+) -> None:
+    theirs = make_experts(tmp_path, family)
+    ids = random_ids(40)
+    exact, allowed = exact_and_allowed(theirs, ids)
+    config: ModelConfig = read_model_config(tmp_path)
+    layers = [
+        replace(layer, mlp=fault(layer.mlp)) if isinstance(layer.mlp, ExpertsConfig) else layer
+        for layer in config.layers
+    ]
+    assert tuple(layers) != config.layers
+    settings = WeightSettings(dtype=torch.float32, device=torch.device("cpu"))
+    source = Checkpoint(tmp_path, settings)
+    wrong = build(replace(config, layers=tuple(layers)), source, torch.float32, 256)
+    logits = Runner(wrong).run([ids], [[40]])[0]
+    with pytest.raises(AssertionError, match="max error"):
+        assert_error_at_most(distance(logits, exact), allowed)
+
+
+@pytest.mark.parametrize("quantization", ["none", "wint8"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("family", ["ernie4_5", "deepseek_v3"])
+@pytest.mark.corners("*-ernie4_5-*", "*-deepseek_v3-bfloat16-none")
+def test_a_row_has_the_same_bits_however_it_is_computed(
+    tmp_path: Path, isa: str, family: str, dtype: str, quantization: str
+) -> None:
+    make_experts(tmp_path, family)
+    model = load_model(tmp_path, dtype=dtype, quantization=quantization)
+    ids = random_ids(60)
+    alone = Runner(model).run([ids], [[50]] + [[1]] * 10)[0]
+    assert torch.equal(alone, Runner(model).run([ids], [[45], [5], [5], [5]])[0])
+    others = [random_ids(60) for _ in range(15)]
+    batch = Runner(model, page_size=64, shuffle=True).run(
+        [*others[:3], ids, *others[3:]], [[40, 7, 33, 35] + [20] * 12, [0, 3, 0, 25] + [5] * 12]
+    )[3]
+    assert torch.equal(alone, batch)
+    for threads in (1, 2, 3):
+        specops.set_num_threads(threads)
+        assert torch.equal(alone, Runner(model).run([ids], [[37], [23]])[0])
+
+
+# MTP modules
+
+# By naming: a base whose first layer is what its modules have.
+MTP_BASES: list[tuple[str, tuple[str, dict[str, Any]]]] = [
+    ("deepseek_v3", ("Glm4Moe", {**FAMILIES["glm4"][1], "first_k_dense_replace": 0})),
+    ("deepseek_v3", ("DeepseekV3", {**FAMILIES["deepseek_v3"][1], "first_k_dense_replace": 0})),
+    ("ernie4_5", FAMILIES["ernie4_5"]),
+    ("ernie4_5", FAMILIES["ernie4_5_dense"]),
+]
+
+
+class ModulesOfTransformers(SlowModules):
+    """Modules whose decoder layer is the base's own code."""
+
+    def __init__(self, tiny: Tiny, dtype: torch.dtype = torch.float64) -> None:
+        super().__init__(tiny, dtype=dtype)
+        self.base.set_experts_implementation("eager")
+
+    def _block(self, prefix: str, x: Tensor) -> Tensor:
+        layer = copy.deepcopy(self.base.model.layers[0])
+        for name, own in [*layer.named_parameters(), *layer.named_buffers()]:
+            parts = name.split(".")
+            if parts[:2] == ["mlp", "experts"]:
+                halves = {"gate_up_proj": ("gate_proj", "up_proj")}.get(parts[2], (parts[2],))
+                each = [
+                    torch.cat([self.tensors[f"{prefix}mlp.experts.{e}.{h}.weight"] for h in halves])
+                    for e in range(len(own))
+                ]
+                own.data.copy_(torch.stack(each))
+            else:
+                own.data.copy_(self.tensors[prefix + name])
+        places = torch.arange(len(x))
+        mask = torch.where(places[:, None] < places, -torch.inf, 0.0).to(self.dtype)
+        with torch.no_grad():
+            angles = self.base.model.rotary_emb(x[None], places[None])
+            out = layer(x[None], attention_mask=mask[None, None], position_embeddings=angles)
+        return out[0].view(len(x), -1)
+
+
+@pytest.mark.parametrize("naming,base", MTP_BASES, ids=[base[0] for _, base in MTP_BASES])
+def test_modules_equal_transformers(
+    tmp_path: Path, naming: str, base: tuple[str, dict[str, Any]]
+) -> None:
+    tiny = make_mtp_checkpoint(tmp_path, naming, 2, base=base)
+    model = load_model(tmp_path)
+    modules = load_mtp(model, tmp_path)
+    ids = random_ids(40)
+    slow, float32 = ModulesOfTransformers(tiny), ModulesOfTransformers(tiny, torch.float32)
+    exact = [slow.logits(states) for states in slow.text(ids, 2)]
+    allowed = rounding_errors(
+        lambda: [float32.logits(states) for states in float32.text(ids, 2)], exact
+    )
+    for _ in every_isa():
+        states = text_states(modules, target_states(model, ids), ids, [40])
+        for ours, truth, error in zip(states, exact, allowed, strict=True):
+            assert_error_at_most(distance(modules.logits(ours), truth), error)
+            assert truth.std().item() > 0.5
+
+
+# engines
+
+
+@lru_cache
+def engine_directory(family: str) -> str:
+    """A tiny model with an MTP module and a tokenizer."""
+    directory = Path(mkdtemp())
+    if family == "qwen3":
+        make_experts(directory, family, vocab_size=257)
+    else:
+        naming, base = next(one for one in MTP_BASES if one[1][0] == family)
+        changes = {"vocab_size": 257, "num_hidden_layers": 2, **base[1]}
+        make_mtp_checkpoint(directory, naming, base=(base[0], changes))
+    write_tokenizer(directory, 257)
+    return str(directory)
+
+
+def completions(family: str, method: str, **options: Any) -> list[Completion]:
+    drafts = None if method == "naive" else 3
+    engine = Engine(
+        EngineConfig(
+            model=engine_directory(family),
+            speculative_config=SpeculativeConfig(method=method, num_speculative_tokens=drafts),
+            num_pages=100,
+            **options,
+        )
+    )
+    period = [5, 9, 23, 77, 101, 5, 9, 44]
+    params = [
+        SamplingParams(max_tokens=30, temperature=heat, seed=3, ignore_eos=True, logprobs=2)
+        for heat in (0.0, 0.7, 0.0)
+    ]
+    results = engine.generate([period * 5, period * 5 + [3] * 20, [11]], params)
+    if method != "naive":
+        assert engine.stats.speculative.num_draft_tokens > 10
+    return results
+
+
+@pytest.mark.parametrize("options", [{}, {"quantization": "wint4", "kv_cache_dtype": "int8"}])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("family", ["qwen3", "Glm4Moe", "DeepseekV3", "Ernie4_5_Moe"])
+@pytest.mark.corners("*-bfloat16-options0", "Ernie4_5_Moe-*-options1", "Glm4Moe-*-options1")
+def test_speculation_changes_no_bit(family: str, dtype: str, options: dict[str, Any]) -> None:
+    if family == "DeepseekV3":
+        options = {name: one for name, one in options.items() if name != "kv_cache_dtype"}
+    plain = completions(family, "naive", dtype=dtype, **options)
+    for method in ("ngram",) if family == "qwen3" else ("ngram", "mtp"):
+        for one, other in zip(
+            plain, completions(family, method, dtype=dtype, **options), strict=True
+        ):
+            assert one.token_ids == other.token_ids
+            assert one.logprobs == other.logprobs
+
+
+def test_ernies_4_bits_are_those_of_its_experts() -> None:
+    """As FastDeploy has it, dense projections then have 8; other families have 4 in both."""
+    kinds = {}
+    for family in ("Ernie4_5_Moe", "Glm4Moe"):
+        layer = load_model(engine_directory(family), quantization="wint4").layers[-1]
+        assert isinstance(layer.mlp, Experts)
+        dense = {one.kind for one in (*layer.attention.weights, *layer.mlp.weights)}
+        kinds[family] = (layer.mlp.gate_up.kind, layer.mlp.down.kind, dense)
+    assert kinds == {
+        "Ernie4_5_Moe": ("int4", "int4", {"int8"}),
+        "Glm4Moe": ("int4", "int4", {"int4"}),
+    }
+
+
+@pytest.mark.parametrize("captures", [True, False])
+def test_graphs_of_experts_change_no_bit(captures: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The CUDA kernels, with nothing read by the host: a replay has the experts of its own rows."""
+    module = simt.load()
+    module.set_schedule("in_order", 0)
+    module.set_landing("late")
+    for op_module in OP_MODULES:
+        monkeypatch.setattr(op_module, "_C", module)
+
+    def generated(device: TwinDevice, method: str) -> list[tuple[list[int], Any]]:
+        monkeypatch.setattr("specops.engine.engine.open_device", lambda *_, **__: device)
+        drafts = None if method == "naive" else 2
+        engine = Engine(
+            EngineConfig(
+                model=engine_directory("Ernie4_5_Moe"),
+                dtype="bfloat16",
+                speculative_config=SpeculativeConfig(method=method, num_speculative_tokens=drafts),
+                num_pages=20,
+                max_model_len=64,
+            )
+        )
+        params = SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True, logprobs=1)
+        done = engine.generate([[5, 9, 5, 9, 5], [11, 3]], [params] * 2)
+        return [(one.token_ids, one.logprobs) for one in done]
+
+    plain = generated(TwinDevice(captures=False), "naive")
+    device = TwinDevice(captures=captures, poison=0xFF)
+    assert generated(device, "mtp") == plain
+    assert ("replay" in device.log) == captures

@@ -1,0 +1,343 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The ops of mixtures of experts against their references, and row identity."""
+
+from typing import Any
+
+import pytest
+import specops
+import torch
+from conftest import assert_close, expect_fault
+from specops import dense, moe, reference
+from specops.dense import PackedWeight
+from specops.quantization import quantize_weight
+from test_quantized import BY_OUTPUT, FP8, INTEGERS, Case, make_weight
+from torch import Tensor
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+# By family; the last is one with everything.
+ROUTES: dict[str, dict[str, Any]] = {
+    "qwen3": {"min_sum": 0.0},
+    "qwen3_plain": {},
+    "ernie4_5": {"bias": True, "min_sum": 1e-12},
+    "glm4": {"scoring": "sigmoid", "bias": True, "min_sum": 1e-20, "scale": 2.5},
+    "deepseek_v3": {
+        "scoring": "sigmoid",
+        "bias": True,
+        "num_groups": 8,
+        "top_k_groups": 4,
+        "min_sum": 1e-20,
+        "scale": 2.5,
+    },
+    "deepseek_v2": {"num_groups": 8, "top_k_groups": 3, "scale": 16.0},
+}
+
+
+def route_options(family: str, experts: int, device: str) -> dict[str, Any]:
+    options = dict(ROUTES[family])
+    if options.pop("bias", False):
+        options["bias"] = (torch.randn(experts) / 4).to(device)
+    return options
+
+
+# moe_route
+
+
+@pytest.mark.no_bf16
+@pytest.mark.parametrize("family", ROUTES)
+@pytest.mark.parametrize("rows,experts,top_k", [(0, 16, 2), (3, 16, 6), (70, 128, 8), (9, 1000, 3)])
+def test_moe_route(device: str, isa: str, family: str, rows: int, experts: int, top_k: int) -> None:
+    logits = (2 * torch.randn(rows, experts)).to(device)
+    options = route_options(family, experts, device)
+    ids, weights = moe.moe_route(logits, top_k, **options)
+    assert ids.dtype == torch.int32 and ids.shape == weights.shape == (rows, top_k)
+    assert torch.equal(ids, reference.moe_route(logits, top_k, **options)[0])
+    if rows:
+        assert_close(lambda x: reference.moe_route(x, top_k, **options)[1], weights, logits)
+
+
+@pytest.mark.no_bf16
+@pytest.mark.parametrize("scoring", ["softmax", "sigmoid"])
+def test_equal_scores_go_to_the_lowest_expert(device: str, isa: str, scoring: str) -> None:
+    def chosen(logits: list[float], top_k: int, **options: Any) -> list[int]:
+        row = torch.tensor([logits], dtype=torch.float32, device=device)
+        ids, weights = moe.moe_route(row, top_k, scoring=scoring, **options)
+        want = reference.moe_route(row, top_k, scoring=scoring, **options)[0]
+        assert torch.equal(ids, want) and not (weights < 0).any()
+        return ids[0].tolist()
+
+    assert chosen([0.0] * 40, 3) == [0, 1, 2]
+    assert chosen([0.0] * 33 + [1.0] * 7, 3) == [33, 34, 35]
+    assert chosen([0, 1, 1, 0, 1, 1, 0, 1], 4) == [1, 2, 4, 5]
+    # Groups 1 and 3 are alike, and group 2 is worse though it has the best expert.
+    grouped = [0, 0, 2, 2, 2.5, -9, 2, 2]
+    assert chosen(grouped, 1, num_groups=4, top_k_groups=1) == [2]
+    assert chosen(grouped, 3, num_groups=4, top_k_groups=2) == [2, 3, 6]
+    bias = torch.tensor([0.0, 0, 0, 0, 0, 9, 0, 9], device=device)
+    assert chosen(grouped, 2, bias=bias) == [5, 7]
+    # Not an expert of another group, however bad those of the chosen one are.
+    low = torch.tensor([-8.0, -8.0, -20.0, 20.0], device=device)
+    assert chosen([1, 1, 1, -9], 2, num_groups=2, top_k_groups=1, bias=low) == [2, 3]
+
+
+@pytest.mark.no_bf16
+def test_rows_of_the_router_that_are_no_numbers(device: str, isa: str) -> None:
+    """A NaN is chosen last and stays in its row; its softmax is NaN altogether."""
+    logits = torch.randn(6, 50, device=device)
+    logits[1, 7] = torch.nan
+    logits[3] = torch.nan
+    logits[4, 9] = torch.inf
+    alone = [moe.moe_route(row[None], 4) for row in logits]
+    ids, weights = moe.moe_route(logits, 4)
+    assert torch.equal(ids, torch.cat([one[0] for one in alone]))
+    assert torch.equal(weights.nan_to_num(9), torch.cat([one[1] for one in alone]).nan_to_num(9))
+    for row in (1, 3, 4):
+        assert ids[row].tolist() == [0, 1, 2, 3] and weights[row].isnan().all()
+    assert not weights[[0, 2, 5]].isnan().any()
+    ids, weights = moe.moe_route(logits, 4, scoring="sigmoid")
+    assert 7 not in ids[1].tolist() and not weights[1].isnan().any() and 9 in ids[4].tolist()
+
+
+@pytest.mark.no_bf16
+@pytest.mark.parametrize("family", ["ernie4_5", "deepseek_v3"])
+def test_rows_of_the_router_keep_their_bits(device: str, isa: str, family: str) -> None:
+    options = route_options(family, 64, device)
+    logits = torch.randn(40, 64, device=device)
+    alone = [moe.moe_route(row[None], 6, **options) for row in logits]
+    wide = torch.full((40, 70), torch.nan, device=device)
+    wide[:, 3:67] = logits
+    for threads in (1, 2, 3):
+        specops.set_num_threads(threads)
+        for first, last in ((0, 40), (5, 6), (7, 30)):
+            ids, weights = moe.moe_route(wide[first:last, 3:67], 6, **options)
+            assert torch.equal(ids, torch.cat([one[0] for one in alone[first:last]]))
+            assert torch.equal(weights, torch.cat([one[1] for one in alone[first:last]]))
+
+
+# moe_sort and moe_combine
+
+
+@pytest.mark.no_bf16
+@pytest.mark.parametrize(
+    "rows,top_k,experts", [(0, 2, 3), (1, 1, 1), (7, 3, 5), (300, 8, 64), (1600, 1, 2)]
+)
+def test_moe_sort(device: str, isa: str, rows: int, top_k: int, experts: int) -> None:
+    ids = torch.randint(-1, experts, (rows, top_k), dtype=torch.int32)
+    want = reference.moe_sort(ids, experts)
+    order = moe.ExpertOrder.empty(rows, top_k, experts, device)
+    order.row_indices.fill_(-7)
+    got = moe.moe_sort(ids.to(device), experts, order=order)
+    assert got is order
+    count = int(want[0][-1])
+    assert torch.equal(got.expert_indptr.cpu(), want[0])
+    assert torch.equal(got.row_indices[:count].cpu(), want[1])
+    assert (got.row_indices[count:] == -7).all()
+    assert torch.equal(got.places.cpu(), want[2])
+
+
+def test_experts_that_are_none(device: str, on_cuda: bool) -> None:
+    ids = torch.tensor([[0, 3], [-1, 2]], dtype=torch.int32, device=device)
+    ids[0, 1] = 4
+    words = "moe_sort: expert_ids.* must be -1 or below num_experts"
+    with expect_fault(on_cuda, words):
+        order = moe.moe_sort(ids, 4)
+    if on_cuda:
+        assert order.places.tolist() == [[0, -1], [-1, 1]]
+        assert order.expert_indptr.tolist() == [0, 1, 1, 2, 2]
+
+
+@pytest.mark.no_bf16
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("has_shared", [False, True])
+@pytest.mark.parametrize("rows,top_k,width", [(0, 2, 8), (3, 0, 5), (5, 3, 77), (20, 8, 300)])
+def test_moe_combine(
+    device: str,
+    isa: str,
+    dtype: torch.dtype,
+    has_shared: bool,
+    rows: int,
+    top_k: int,
+    width: int,
+) -> None:
+    """Equal to the reference, bit for bit, a row alone or among others."""
+    pairs = rows * top_k
+    out, weights = torch.randn(pairs, width), torch.rand(rows, top_k)
+    places = torch.randperm(pairs).view(rows, top_k).int()
+    if top_k == 3:
+        places[1, 1] = places[2, :] = -1
+        out[torch.tensor([one not in places for one in range(pairs)])] = torch.nan
+    shared = torch.randn(rows, width) if has_shared else None
+    want = reference.moe_combine(out, places, weights, shared, dtype)
+    moved = [None if one is None else one.to(device) for one in (out, places, weights, shared)]
+    assert torch.equal(moe.moe_combine(*moved, dtype=dtype).cpu(), want)  # type: ignore[arg-type]
+    for row in range(min(rows, 3)):
+        own = None if shared is None else shared[row : row + 1].to(device)
+        args = [one[row : row + 1].to(device) for one in (places, weights)]
+        assert torch.equal(
+            moe.moe_combine(out.to(device), *args, own, dtype=dtype).cpu(), want[row : row + 1]
+        )
+
+
+def test_places_that_are_none(device: str, on_cuda: bool) -> None:
+    out, weights = torch.ones(3, 40, device=device), torch.ones(2, 2, device=device)
+    places = torch.tensor([[0, 3], [1, -2]], dtype=torch.int32, device=device)
+    with expect_fault(on_cuda, "moe_combine: places.* must be -1 or a row of expert_out"):
+        got = moe.moe_combine(out, places, weights)
+    if on_cuda:
+        assert (got == 1).all()
+
+
+# moe_linear
+
+
+def make_experts(count: int, outputs: int, inputs: int, dtype: torch.dtype, device: str) -> Tensor:
+    return (torch.randn(count, outputs, inputs) / max(inputs, 1) ** 0.5).to(dtype).to(device)
+
+
+def packed(weights: Tensor, activation: str | None = None) -> list[PackedWeight]:
+    return [dense.pack_weight(one, activation=activation) for one in weights]
+
+
+PLAIN = Case("plain", activations="float")
+KINDS = [PLAIN, *(case._replace(order=False) for case in [*INTEGERS, *FP8])]
+
+
+def own_kernels(isa: str, dtype: torch.dtype) -> bool:
+    """Whether `linear` has kernels here that `moe_linear` has not."""
+    return isa == "amx" and dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("case", KINDS)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    "outputs,inputs,activation,use_bias",
+    [
+        (70, 130, None, True),
+        (48, 33, None, False),
+        (72, 64, "silu", False),
+        (36, 129, "silu", True),
+    ],
+)
+def test_rows_have_the_bits_of_their_expert_alone(
+    device: str,
+    isa: str,
+    on_cuda: bool,
+    case: Case,
+    dtype: torch.dtype,
+    outputs: int,
+    inputs: int,
+    activation: str | None,
+    use_bias: bool,
+) -> None:
+    """At any number of rows an expert has, none among them, in any order, on any threads."""
+    if dtype == torch.float16 and not on_cuda:
+        pytest.skip("float16 is for CUDA")
+    if on_cuda and case not in (PLAIN, BY_OUTPUT):
+        pytest.skip("CUDA has int8 with a scale for each output")
+    counts = [0, 1, 3, 0, 20, 8, 9, 0] if on_cuda else [0, 1, 3, 0, 70, 8, 17, 0]
+    if case == PLAIN:
+        each = packed(make_experts(8, outputs, inputs, dtype, device), activation)
+    else:
+        each = [
+            dense.pack_weight(
+                make_weight(case, device, outputs, inputs),
+                activation=activation,
+                activations=case.activations,
+            )
+            for _ in range(8)
+        ]
+    stacked = moe.stack_experts(iter(each), 8)
+    bias = torch.randn(8, outputs).to(dtype).to(device) if use_bias else None
+    rows = 40
+    wide = torch.full((rows, inputs + 5), torch.nan, dtype=dtype, device=device)
+    wide[:, 2:-3] = torch.randn(rows, inputs).to(dtype)
+    x = wide[:, 2:-3]
+    indptr = torch.tensor([0, *torch.tensor(counts).cumsum(0)], dtype=torch.int32, device=device)
+    indices = torch.randint(0, rows, (sum(counts) + 4,), dtype=torch.int32, device=device)
+    indices[-4:] = 99  # nobody's
+    for wanted in (None, torch.float32):
+        if activation is not None and wanted is not None:
+            continue
+        want = torch.cat(
+            [
+                dense.linear(
+                    x[indices[i].long()][None],
+                    each[e],
+                    None if bias is None else bias[e],
+                    out_dtype=wanted,
+                )
+                for e in range(8)
+                for i in range(int(indptr[e]), int(indptr[e + 1]))
+            ]
+        )
+        for threads in (1,) if on_cuda else (1, 2, 3):
+            specops.set_num_threads(threads)
+            out = torch.full((len(indices), want.shape[1]), 7.0, dtype=want.dtype, device=device)
+            got = moe.moe_linear(x, stacked, indptr, indices, bias, out=out)
+            assert got is out and (out[-4:] == 7).all()
+            if case != PLAIN or not own_kernels(isa, dtype):
+                assert torch.equal(out[:-4], want)
+        again = moe.moe_linear(
+            x[indices[:-4].long()], stacked, indptr, None, bias, out_dtype=wanted
+        )
+        assert torch.equal(again, out[:-4])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_moe_linear(device: str, isa: str, dtype: torch.dtype) -> None:
+    weights = make_experts(5, 34, 70, dtype, device)
+    bias = torch.randn(5, 34).to(dtype).to(device)
+    x = torch.randn(20, 70).to(dtype).to(device)
+    indptr, indices, _ = reference.moe_sort(torch.randint(0, 5, (20, 3)), 5)
+    indptr, indices = indptr.to(device), indices.to(device)
+    stacked = moe.stack_experts(packed(weights, "silu"), 5)
+
+    def op(x: Tensor, weights: Tensor, bias: Tensor) -> Tensor:
+        return reference.moe_linear(x, weights, bias, indptr, indices, activation="silu")
+
+    assert_close(op, moe.moe_linear(x, stacked, indptr, indices, bias), x, weights, bias)
+
+
+@pytest.mark.parametrize("rows,top_k", [(0, 2), (4, 0)])
+def test_no_pairs(device: str, isa: str, rows: int, top_k: int) -> None:
+    stacked = moe.stack_experts(packed(torch.randn(3, 6, 8).to(device)), 3)
+    order = moe.moe_sort(torch.zeros(rows, top_k, dtype=torch.int32, device=device), 3)
+    out = moe.moe_linear(torch.randn(rows, 8, device=device), stacked, *order[:2])
+    assert out.shape == (0, 6)
+    sums = moe.moe_combine(out, order.places, torch.ones(rows, top_k, device=device))
+    assert torch.equal(sums, torch.zeros(rows, 6, device=device))
+
+
+def test_indices_that_are_none(device: str, on_cuda: bool) -> None:
+    stacked = moe.stack_experts(packed(torch.ones(3, 4, 8).to(device)), 3)
+    x = torch.ones(2, 8, device=device)
+
+    def ints(*values: int) -> Tensor:
+        return torch.tensor(values, dtype=torch.int32, device=device)
+
+    with expect_fault(on_cuda, "moe_linear: row_indices.* must be a row of x"):
+        out = moe.moe_linear(x, stacked, ints(0, 1, 2, 3), ints(0, 2, 1))
+    if on_cuda:
+        assert out.tolist() == [[8.0] * 4, [0.0] * 4, [8.0] * 4]
+    words = "moe_linear: expert_indptr.* must be non-decreasing from 0"
+    for indptr in (ints(0, 2, 1, 3), ints(1, 2, 3, 3), ints(0, 1, 2, 4), ints(0, -1, 2, 3)):
+        with expect_fault(on_cuda, words):
+            moe.moe_linear(x, stacked, indptr, ints(0, 1, 1))
+
+
+def test_experts_that_are_not_alike() -> None:
+    weights = packed(torch.ones(2, 4, 8))
+    for others, words in [
+        ([*weights, dense.pack_weight(torch.ones(4, 9))], "num_inputs 9 of expert 2|data"),
+        (
+            [*weights, dense.pack_weight(quantize_weight(torch.ones(4, 8)))],
+            "kind 'int8' of expert 2",
+        ),
+        ([*weights, dense.pack_weight(torch.ones(4, 8), activation="silu")], "expert 2"),
+        (weights, "must be 3, got 2"),
+        ([*weights, *weights], "must be 3, got 4 or more"),
+        ([], "must be 3, got 0"),
+        ([weights[0]._replace(input_order=torch.zeros(8).int())], "must have no input_order"),
+        ([None], "must be a PackedWeight of pack_weight each, got None"),
+    ]:
+        with pytest.raises(ValueError, match=f"stack_experts: weights .*({words})"):
+            moe.stack_experts(others, 3)  # type: ignore[arg-type]
