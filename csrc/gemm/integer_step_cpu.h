@@ -23,6 +23,16 @@ inline int32_t word_at(const void* p) {
   return word;
 }
 
+// Ends an addition: gcc would gather the terms of many and add them later, and they do not fit the
+// registers.
+#if defined(SPECOPS_AVX512)
+#define SPECOPS_ADDED(sums) asm("" : "+v"(sums))
+#elif defined(SPECOPS_AVX2)
+#define SPECOPS_ADDED(sums) asm("" : "+x"(sums))
+#elif defined(SPECOPS_NEON)
+#define SPECOPS_ADDED(sums) asm("" : "+w"(sums))
+#endif
+
 #if defined(SPECOPS_AVX512)
 constexpr int kPartOutputs = 16;
 using Codes = __m512i;
@@ -55,7 +65,9 @@ inline Sums add_quads(Sums sums, Codes quads, Sums x) {
 }
 #else
 inline Sums add_pairs(Sums sums, Codes pairs, Sums x) {
-  return _mm512_add_epi32(sums, _mm512_madd_epi16(pairs, x));
+  sums = _mm512_add_epi32(sums, _mm512_madd_epi16(pairs, x));
+  SPECOPS_ADDED(sums);
+  return sums;
 }
 #endif
 #elif defined(SPECOPS_AVX2)
@@ -84,7 +96,9 @@ inline Floats spread_float(float x) { return _mm256_set1_ps(x); }
 inline Floats times(Floats a, Floats b) { return _mm256_mul_ps(a, b); }
 inline Floats fused(Floats a, Floats b, Floats c) { return _mm256_fmadd_ps(a, b, c); }
 inline Sums add_pairs(Sums sums, Codes pairs, Sums x) {
-  return _mm256_add_epi32(sums, _mm256_madd_epi16(pairs, x));
+  sums = _mm256_add_epi32(sums, _mm256_madd_epi16(pairs, x));
+  SPECOPS_ADDED(sums);
+  return sums;
 }
 #elif defined(SPECOPS_NEON)
 constexpr int kPartOutputs = 4;
@@ -114,7 +128,9 @@ inline Floats fused(Floats a, Floats b, Floats c) { return vfmaq_f32(c, a, b); }
 inline Sums add_pairs(Sums sums, Codes pairs, Sums x) {
   int16x8_t codes = vreinterpretq_s16_u8(pairs), spread = vreinterpretq_s16_s32(x);
   int32x4_t low = vmull_s16(vget_low_s16(codes), vget_low_s16(spread));
-  return vaddq_s32(sums, vpaddq_s32(low, vmull_high_s16(codes, spread)));
+  sums = vaddq_s32(sums, vpaddq_s32(low, vmull_high_s16(codes, spread)));
+  SPECOPS_ADDED(sums);
+  return sums;
 }
 #else
 constexpr int kPartOutputs = 4;
@@ -161,16 +177,12 @@ inline Sums add_pairs(Sums sums, Codes pairs, Sums x) {
 }
 #endif
 
-// What a line of codes is to a tile: for each of its quads, in the order of the inputs, `visit` is
-// called with it and its number.
+// What a line of codes is to a tile: its quads, in the order of the inputs.
 struct Int8Codes {
   static constexpr int kLineInputs = 4;
   static constexpr int kBias = 128;
   explicit Int8Codes(const WeightParams&) {}
-  template <typename Fn>
-  SPECOPS_INLINE void quads_of(const uint8_t* p, const Fn& visit) const {
-    visit(load_codes(p), 0);
-  }
+  Codes quad(Codes line, int) const { return line; }
 };
 
 // code - 8
@@ -178,12 +190,7 @@ struct Int4Codes {
   static constexpr int kLineInputs = 8;
   static constexpr int kBias = 8;
   explicit Int4Codes(const WeightParams&) {}
-  template <typename Fn>
-  SPECOPS_INLINE void quads_of(const uint8_t* p, const Fn& visit) const {
-    Codes line = load_codes(p);
-    visit(low_halves(line), 0);
-    visit(high_halves(line), 1);
-  }
+  Codes quad(Codes line, int i) const { return i == 0 ? low_halves(line) : high_halves(line); }
 };
 
 struct Int4Table {
@@ -193,11 +200,8 @@ struct Int4Table {
   explicit Int4Table(const WeightParams& weight) {
     for (int i = 0; i < 16; ++i) values[i] = static_cast<uint8_t>(weight.code_values[i] + kBias);
   }
-  template <typename Fn>
-  SPECOPS_INLINE void quads_of(const uint8_t* p, const Fn& visit) const {
-    Codes line = load_codes(p), table = load_table(values);
-    visit(look_up(table, low_halves(line)), 0);
-    visit(look_up(table, high_halves(line)), 1);
+  Codes quad(Codes line, int i) const {
+    return look_up(load_table(values), i == 0 ? low_halves(line) : high_halves(line));
   }
 };
 
@@ -208,13 +212,23 @@ struct Wide {
   using Acc = Sums;
   static constexpr bool kIsNarrow = false;
   static Acc begin(int32_t start) { return spread(start); }
-  template <int kRows>
-  SPECOPS_INLINE static void add(
-      Codes quads, const int16_t* x, int64_t stride, Acc* acc, int step) {
-    Codes even = evens(quads), odd = odds(quads);
+  template <int kRows, int kParts>
+  SPECOPS_INLINE static void add(const Codes (&quads)[kParts],
+                                 const int16_t* x,
+                                 int64_t stride,
+                                 Acc (&acc)[kRows][kParts]) {
+    Codes even[kParts], odd[kParts];
+    unrolled<kParts>([&](int p) SPECOPS_INLINE {
+      even[p] = evens(quads[p]);
+      odd[p] = odds(quads[p]);
+    });
     unrolled<kRows>([&](int r) SPECOPS_INLINE {
-      acc[r * step] = add_pairs(acc[r * step], even, spread(word_at(x + r * stride)));
-      acc[r * step] = add_pairs(acc[r * step], odd, spread(word_at(x + r * stride + 2)));
+      Sums of_even = spread(word_at(x + r * stride));
+      unrolled<kParts>([&](int p)
+                           SPECOPS_INLINE { acc[r][p] = add_pairs(acc[r][p], even[p], of_even); });
+      Sums of_odd = spread(word_at(x + r * stride + 2));
+      unrolled<kParts>([&](int p)
+                           SPECOPS_INLINE { acc[r][p] = add_pairs(acc[r][p], odd[p], of_odd); });
     });
   }
   static Sums sums(Acc acc, int32_t) { return acc; }
@@ -228,10 +242,15 @@ struct Narrow {
   using Acc = Sums;
   static constexpr bool kIsNarrow = true;
   static Acc begin(int32_t start) { return spread(start); }
-  template <int kRows>
-  SPECOPS_INLINE static void add(Codes quads, const int8_t* x, int64_t stride, Acc* acc, int step) {
+  template <int kRows, int kParts>
+  SPECOPS_INLINE static void add(const Codes (&quads)[kParts],
+                                 const int8_t* x,
+                                 int64_t stride,
+                                 Acc (&acc)[kRows][kParts]) {
     unrolled<kRows>([&](int r) SPECOPS_INLINE {
-      acc[r * step] = add_quads(acc[r * step], quads, spread(word_at(x + r * stride)));
+      Sums of_row = spread(word_at(x + r * stride));
+      unrolled<kParts>([&](int p)
+                           SPECOPS_INLINE { acc[r][p] = add_quads(acc[r][p], quads[p], of_row); });
     });
   }
   static Sums sums(Acc acc, int32_t) { return acc; }
@@ -249,11 +268,17 @@ struct Narrow<Int4Codes> {
   using Acc = __m256i;
   static constexpr bool kIsNarrow = true;
   static Acc begin(int32_t) { return _mm256_setzero_si256(); }
-  template <int kRows>
-  SPECOPS_INLINE static void add(Codes quads, const int8_t* x, int64_t stride, Acc* acc, int step) {
+  template <int kRows, int kParts>
+  SPECOPS_INLINE static void add(const Codes (&quads)[kParts],
+                                 const int8_t* x,
+                                 int64_t stride,
+                                 Acc (&acc)[kRows][kParts]) {
     unrolled<kRows>([&](int r) SPECOPS_INLINE {
-      __m256i products = _mm256_maddubs_epi16(quads, spread(word_at(x + r * stride)));
-      acc[r * step] = _mm256_add_epi16(acc[r * step], products);
+      Sums of_row = spread(word_at(x + r * stride));
+      unrolled<kParts>([&](int p) SPECOPS_INLINE {
+        acc[r][p] = _mm256_add_epi16(acc[r][p], _mm256_maddubs_epi16(quads[p], of_row));
+        SPECOPS_ADDED(acc[r][p]);
+      });
     });
   }
   static Sums sums(Acc acc, int32_t start) {

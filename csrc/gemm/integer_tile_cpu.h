@@ -8,16 +8,16 @@
 namespace specops::SPECOPS_ISA {
 namespace {
 
-#if defined(SPECOPS_AVX512) || defined(SPECOPS_AVX2) || defined(SPECOPS_NEON)
+#if defined(SPECOPS_AVX512) || defined(SPECOPS_NEON)
 constexpr int kIntegerRows = 8;  // of a tile, at most
 #else
-constexpr int kIntegerRows = 4;
+constexpr int kIntegerRows = 5;
 #endif
 
 // So many rows are made integers at once, while every panel passes over them.
 constexpr int64_t kIntegerRowsKept = 64;
 
-// So far ahead of what is read a panel is fetched into the second-level cache.
+// So far ahead of what is read a panel is fetched.
 constexpr int64_t kIntegerFetch = 8 << 10;
 
 constexpr int kPanelParts = kPanelOutputs / kPartOutputs;
@@ -38,10 +38,9 @@ int64_t panel_bytes(int64_t num_inputs) {
 // and parts share the integers that they load. Many have no registers.
 constexpr int parts_at_once(int rows, bool narrow) {
 #if defined(SPECOPS_AVX512) || defined(SPECOPS_NEON)
-  if (narrow) return rows <= 4 ? 4 : 2;
-  return rows <= 5 ? 4 : rows == 6 ? 2 : 1;
+  return rows <= (narrow ? 4 : 2) ? 4 : 2;
 #else
-  return narrow || rows > 2 ? 1 : 4 / rows;
+  return narrow && rows == 1 ? 4 : 2;
 #endif
 }
 
@@ -59,14 +58,18 @@ SPECOPS_INLINE inline void sum_piece(const Kind& kind,
   const uint8_t* chunk = panel + begin / kChunkInputs * kPanelChunkBytes<Kind>;
   for (int64_t input = begin; input < end; input += kChunkInputs) {
     unrolled<kLines>([&](int line) SPECOPS_INLINE {
+      Codes lines[kParts];
       unrolled<kParts>([&](int p) SPECOPS_INLINE {
         int block = (part + p) / kLineParts, within = (part + p) % kLineParts;
         const uint8_t* at = chunk + block * kBlockChunkBytes<Kind> + 64 * line;
-        if (within == 0) __builtin_prefetch(at + kIntegerFetch, 0, 2);
-        kind.quads_of(at + within * 4 * kPartOutputs, [&](Codes quads, int quad) SPECOPS_INLINE {
-          const auto* own = x + input + line * Kind::kLineInputs + 4 * quad;
-          Product::template add<kRows>(quads, own, stride, &acc[0][p], kParts);
-        });
+        if (within == 0) __builtin_prefetch(at + kIntegerFetch, 0, 3);
+        lines[p] = load_codes(at + within * 4 * kPartOutputs);
+      });
+      unrolled<Kind::kLineInputs / 4>([&](int quad) SPECOPS_INLINE {
+        Codes quads[kParts];
+        unrolled<kParts>([&](int p) SPECOPS_INLINE { quads[p] = kind.quad(lines[p], quad); });
+        const auto* own = x + input + line * Kind::kLineInputs + 4 * quad;
+        Product::template add<kRows, kParts>(quads, own, stride, acc);
       });
     });
     chunk += kPanelChunkBytes<Kind>;

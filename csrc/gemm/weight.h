@@ -46,12 +46,12 @@ enum class RowNumbers : int32_t { kFloat, kInt16, kInt8 };
 
 constexpr int64_t kWeightBlock = 16;  // outputs that share a block
 
-inline int64_t weight_blocks(int64_t num_outputs) {
+SPECOPS_HOST_DEVICE int64_t weight_blocks(int64_t num_outputs) {
   return (num_outputs + kWeightBlock - 1) / kWeightBlock;
 }
 
 // Of all of a packed weight.
-inline int64_t packed_blocks(int64_t num_outputs, Activation activation) {
+SPECOPS_HOST_DEVICE int64_t packed_blocks(int64_t num_outputs, Activation activation) {
   return is_gated(activation) ? 2 * weight_blocks(num_outputs / 2) : weight_blocks(num_outputs);
 }
 
@@ -61,20 +61,20 @@ constexpr int64_t kPanelOutputs = kPanelBlocks * kWeightBlock;
 constexpr int64_t kChunkInputs = 16;
 constexpr int64_t kFp8Group = 128;  // inputs, and outputs, that share a scale
 
-inline bool is_in_panels(WeightKind kind) {
+SPECOPS_HOST_DEVICE bool is_in_panels(WeightKind kind) {
   return kind == WeightKind::kInt8 || kind == WeightKind::kInt4;
 }
 
-inline int64_t weight_panels(int64_t num_outputs, Activation activation) {
+SPECOPS_HOST_DEVICE int64_t weight_panels(int64_t num_outputs, Activation activation) {
   return (packed_blocks(num_outputs, activation) + kPanelBlocks - 1) / kPanelBlocks;
 }
 
-inline int64_t weight_chunks(int64_t num_inputs) {
+SPECOPS_HOST_DEVICE int64_t weight_chunks(int64_t num_inputs) {
   return (num_inputs + kChunkInputs - 1) / kChunkInputs;
 }
 
 // How many groups of inputs have scales of their own.
-inline int64_t scale_groups(int64_t num_inputs, int64_t group) {
+SPECOPS_HOST_DEVICE int64_t scale_groups(int64_t num_inputs, int64_t group) {
   return group == 0 ? 1 : (num_inputs + group - 1) / group;
 }
 
