@@ -37,6 +37,7 @@ SOURCES := CMakeLists.txt setup.py tools/cuda_toolkit.py $(shell find csrc -type
 .PHONY: test-smoke gates test
 .PHONY: prove campaign soak attacks test-vllm vllm-campaign bench bench-methods bench-mtp-mistakes
 .PHONY: test-lm-eval bench-vllm bench-replay bench-replay-whole bench-step-costs bench-peers
+.PHONY: bench-accuracy bench-start
 .PHONY: gpu-check screenshots docs pyz lint format clean
 
 # The package with the kernels of every instruction set, as tests and wheels need it.
@@ -244,9 +245,13 @@ bench: setup
 
 # Every method at every batch size; what mistakes of an MTP drafter cost; vLLM with specops and without,
 # where `make test-vllm` has installed it; real texts through n-gram and suffix decoding, priced as steps
-# of a realistic model and run with it; what its steps take. Minutes each.
+# of a realistic model and run with it; what its steps take; what quantized weights cost; how long a
+# start takes. Minutes each.
+ON_REQUEST = $(BIN)/python -m bench --only $(subst -,_,$(@:bench-%=%))
 bench-replay bench-methods bench-mtp-mistakes bench-vllm bench-replay-whole bench-step-costs: setup
-	$(BIN)/python -m bench --only $(subst -,_,$(@:bench-%=%))
+	$(ON_REQUEST)
+bench-accuracy bench-start: setup
+	$(ON_REQUEST)
 
 # The peers' own environment; `make bench` compares with whatever of it is there.
 bench-peers:

@@ -285,7 +285,7 @@ struct Narrow<Int4Codes> {
     return _mm256_add_epi32(_mm256_madd_epi16(acc, _mm256_set1_epi16(1)), spread(start));
   }
 };
-#else
+#else  // SPECOPS_NEON too: wide products of 16 bits
 template <typename Kind>
 struct Narrow {
   static constexpr bool kIsNarrow = false;

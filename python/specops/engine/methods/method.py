@@ -102,4 +102,5 @@ class Method:
             "may_follow": self.may_follow,
             "continued_by": self.continued_by,
             "learns": self.learns,
+            "parameter": self.parameter,
         }

@@ -21,11 +21,15 @@ export const sourceName = (source) => drafters.get(source)?.title ?? OTHERS[sour
 /** A class of its own for each drafter that has a colour. */
 export const sourceClass = (source) => `from-${drafters.has(source) || source in OTHERS ? source : "other"}`;
 
-/** The methods to choose from, of a server that can run `methods`: a model may be continued by another method. */
+/**
+ * The methods to choose from, of a server that can run `methods`: a model may be continued by another method. Those that
+ * draft from a parameter of the request, which the page does not set, are left out.
+ */
 export function choicesOf(methods) {
-  const followers = [...drafters.values()].filter((one) => one.may_follow);
+  const isOffered = (name) => !drafters.get(name)?.parameter;
+  const followers = [...drafters.values()].filter((one) => one.may_follow && isOffered(one.name));
   const hybrids = (name) => followers.map((one) => `${name} + ${one.name}`);
-  return methods.flatMap((name) => [name, ...(hasModel(name) ? hybrids(name) : [])]);
+  return methods.filter(isOffered).flatMap((name) => [name, ...(hasModel(name) ? hybrids(name) : [])]);
 }
 
 /** What the page calls the method of a speculative_config. */
