@@ -85,7 +85,8 @@ _FEWER_LEAVES = "its launcher asks the device, and has half as many leaves under
 _OVERLAY = "its launcher asks the device, and puts what does not fit into the workspace"
 
 # Shared memory of append_attention by head_dim: for tiles of 16, 32 and 64 rows. Every architecture
-# has it; without a workspace totals come on top. 576 is the width of latents.
+# has it; without a workspace totals come on top. 576 is the width of latents, whose tiles of 64
+# rows have a budget of their own.
 _SMEM_16BIT = {
     64: (74624, 48000, 93056),
     96: (59264, 66432, 80768),
@@ -125,6 +126,8 @@ def _attention_budgets(
             )
 
 
+_NARROW_LATENTS = "its launcher asks the device, and takes tiles of 16 rows"
+
 BUDGETS: tuple[Budget, ...] = (
     # common
     # batching
@@ -137,6 +140,15 @@ BUDGETS: tuple[Budget, ...] = (
     Budget("rope_append_kv_kernel<float, true, *", registers=80, threads=128, blocks_per_sm=6),
     Budget("rope_append_kv_kernel<*", registers=128, threads=128, blocks_per_sm=4),
     *_attention_budgets("append_attention_kernel<*float16, {}, {}, *", _SMEM_16BIT, _SPILLS_16BIT),
+    # The state of its 64 rows fills the registers of an SM, so one block does.
+    Budget(
+        "append_attention_kernel<*float16, 576, 4, *",
+        registers=255,
+        threads=256,
+        smem_bytes=162432,
+        launched_on=LARGE,
+        elsewhere=_NARROW_LATENTS,
+    ),
     *_attention_budgets("append_attention_kernel<float, {}, {}, *", _SMEM_32BIT),
     *_attention_budgets("append_8bit_attention_kernel<*, {}, {}>", _SMEM_8BIT, _SPILLS_8BIT),
     # As the kernel whose time it keeps.

@@ -40,7 +40,7 @@ namespace specops {
 // Order:   fixed by the positions of the tokens, see the head of this file; fp32.
 // Source:  Dao et al. 2022, 2023 (FlashAttention); Ye et al. 2025 (FlashInfer: packed groups).
 template <typename T, int kHeadDim, int kTiles, bool kExact = true>
-__global__ void __launch_bounds__(kAttentionThreads,
+__global__ void __launch_bounds__((AttentionShape<T, kHeadDim, kTiles>::kThreads),
                                   (AttentionShape<T, kHeadDim, kTiles>::kBlocksPerSm))
     append_attention_kernel(const __grid_constant__ AttentionLaunch launch) {
   wait_for_previous_kernel();

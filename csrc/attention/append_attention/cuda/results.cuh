@@ -128,7 +128,8 @@ template <typename Block>
 __device__ __forceinline__ void write_zeros(const Block& block) {
   using T = typename Block::Element;
 #pragma unroll 1
-  for (int i = threadIdx.x; i < block.unit.rows * (Block::kValueDim / 2); i += kAttentionThreads) {
+  for (int i = threadIdx.x; i < block.unit.rows * (Block::kValueDim / 2);
+       i += Block::Shape::kThreads) {
     int64_t item = block.item_of(i / (Block::kValueDim / 2));
     int column = i % (Block::kValueDim / 2) * 2;
     store_pair(static_cast<T*>(block.params.out) + item * Block::kValueDim + column, 0.0f, 0.0f);
@@ -143,9 +144,9 @@ __device__ __forceinline__ void zero_padding(const Block& block) {
   int64_t used = block.turns.row_end;
   int64_t first = used * block.params.num_qo_heads * (Block::kValueDim / 2);
   int64_t last = block.params.rows * block.params.num_qo_heads * (Block::kValueDim / 2);
-  int64_t step = int64_t{gridDim.x} * kAttentionThreads;
+  int64_t step = int64_t{gridDim.x} * Block::Shape::kThreads;
 #pragma unroll 1
-  for (int64_t i = first + int64_t{blockIdx.x} * kAttentionThreads + threadIdx.x; i < last;
+  for (int64_t i = first + int64_t{blockIdx.x} * Block::Shape::kThreads + threadIdx.x; i < last;
        i += step) {
     store_pair(static_cast<T*>(block.params.out) + 2 * i, 0.0f, 0.0f);
     if (i % (Block::kValueDim / 2) == 0) write_lse(block, i / (Block::kValueDim / 2), 0.0f, 0.0f);
@@ -307,9 +308,10 @@ template <typename Block>
 struct Merge {
   using Shape = typename Block::Shape;
   static constexpr int kQuads = Block::kValueDim / 4;
-  static constexpr int kItems = Shape::kRows * kQuads / kAttentionThreads;  // quads of a thread
-  static constexpr int kItemsAtOnce = kItems % 2 == 0 ? 2 : 1;
-  static_assert(Shape::kRows * kQuads % kAttentionThreads == 0);
+  static constexpr int kItems = Shape::kRows * kQuads / Shape::kThreads;  // quads of a thread
+  // Two, where a thread has registers for the states of both beside all its outputs.
+  static constexpr int kItemsAtOnce = kItems % 2 == 0 && kItems <= 16 ? 2 : 1;
+  static_assert(Shape::kRows * kQuads % Shape::kThreads == 0);
 
   // In the ring, which is idle.
   struct Shared {
@@ -340,7 +342,7 @@ struct Merge {
   __device__ __forceinline__ void append(int count, bool as_one, const Locate& locate) {
     __syncthreads();  // the step before has been applied
 #pragma unroll 1
-    for (int i = threadIdx.x; i < kChunkLeaves * rows; i += kAttentionThreads) {
+    for (int i = threadIdx.x; i < kChunkLeaves * rows; i += Shape::kThreads) {
       int row = i / kChunkLeaves, j = i % kChunkLeaves;
       StateRow state;
       if (j < count) state = locate(j, row);
@@ -350,7 +352,7 @@ struct Merge {
     __syncthreads();
 #pragma unroll
     for (int first = 0; first < kItems; first += kItemsAtOnce) {
-      if (first * kAttentionThreads >= rows * kQuads) break;
+      if (first * Shape::kThreads >= rows * kQuads) break;
       float4 x[kItemsAtOnce][kChunkLeaves];
 #pragma unroll
       for (int i = 0; i < kItemsAtOnce; ++i) load(first + i, x[i]);
@@ -370,7 +372,7 @@ struct Merge {
     __syncthreads();
 #pragma unroll
     for (int item = 0; item < kItems; ++item) {
-      int index = item * kAttentionThreads + threadIdx.x;
+      int index = item * Shape::kThreads + threadIdx.x;
       if (index >= rows * kQuads) break;
       StatePart part;
       part.m = shared.result[index / kQuads].x;
@@ -382,7 +384,7 @@ struct Merge {
 
  private:
   __device__ __forceinline__ void load(int item, float4 (&x)[kChunkLeaves]) const {
-    int index = item * kAttentionThreads + threadIdx.x;
+    int index = item * Shape::kThreads + threadIdx.x;
     bool mine = index < rows * kQuads;
 #pragma unroll
     for (int j = 0; j < kChunkLeaves; ++j) {
@@ -414,7 +416,7 @@ struct Merge {
   }
 
   __device__ __forceinline__ void apply(int item, bool as_one, const float4 (&x)[kChunkLeaves]) {
-    int index = item * kAttentionThreads + threadIdx.x;
+    int index = item * Shape::kThreads + threadIdx.x;
     if (index >= rows * kQuads) return;
     int row = index / kQuads;
     float4 sum = as_one ? make_float4(0.0f, 0.0f, 0.0f, 0.0f) : outs[item];

@@ -27,12 +27,13 @@ __device__ __forceinline__ bool attend(const Block& block) {
   __syncthreads();
   int begin = block.first_tile();
 
-  float s[Block::kRowTiles][Block::kScoreTiles][4];
+  float s[Block::kScoreRowTiles][Block::kScoreTiles][4];
   // 8-bit caches: of the tile that is scored or weighed, and of the one after it.
   float scale = 0.0f;
   [[maybe_unused]] float next_scale = 0.0f;
   Outputs<Block> leaf;
-  Outputs<Block> chunk;
+  [[maybe_unused]] Outputs<Block> chunk_in_registers;
+  Outputs<Block>& chunk = choose<Shape::kIsWide>(leaf, chunk_in_registers);
   leaf.clear();
   chunk.clear();
   if (thread_index() < 16 * Block::kRowTiles) {
@@ -40,14 +41,15 @@ __device__ __forceinline__ bool attend(const Block& block) {
     block.running(begin - 1)[thread_index()] = -INFINITY;
   }
 #pragma unroll
-  for (int i = 0; i < 2 * Block::kRowTiles; ++i)
-    block.lane_sums()[i * kAttentionThreads + thread_index()] = 0.0f;
+  for (int i = 0; i < 2 * Block::kScoreRowTiles * Shape::kSumsOfWarp; ++i)
+    block.lane_sums()[i * Shape::kThreads + thread_index()] = 0.0f;
   // Copies run ahead: what is begun in step `tile` is V of tile + kStages - 1 and K of the one
-  // after it; with three slots K and V of the tile after it, apart, since K is needed first. The
-  // steps before first - 1 only begin copies, that step scores the first tile. What the loop asks
-  // of the unit it reads anew in each step: registers are short.
+  // after it; with three slots K and V of the tile after it, apart, since K is needed first; of
+  // latents the tile after the next, when the slot of the present one is free. The steps before
+  // first - 1 only begin copies, that step scores the first tile. What the loop asks of the unit it
+  // reads anew in each step: registers are short.
 #pragma unroll 1
-  for (int tile = begin - Block::kStages;; ++tile) {
+  for (int tile = begin - (Shape::kIsLatent ? 2 : Block::kStages);; ++tile) {
     int first = block.first_tile(), last = block.last_tile();
     if (tile > last) break;
     if (tile >= first - 1) __syncthreads();  // maxima are out; the tile before is done with
@@ -58,17 +60,19 @@ __device__ __forceinline__ bool attend(const Block& block) {
       scale = next_scale;
       if (tile >= first - 2) next_scale = load_scale(block, tile + 2);
     }
-    int ahead = tile + Block::kStages - 1;
+    if constexpr (!Shape::kIsLatent) {
+      int ahead = tile + Block::kStages - 1;
 #pragma unroll 1
-    for (int which = 0; which < 2; ++which) {
-      int wanted = Shape::kThreeSlots ? tile + 1 : ahead + 1 - which;
-      if (Shape::kThreeSlots && which == 1) ptx::cp_async_commit();
-      if (wanted < first || wanted > last || (Shape::kIsLatent && which == 1)) continue;
-      const void* cache = which == 0 ? block.params.k_cache : block.params.v_cache;
-      load_tile(block, cache, which == 0 ? block.k_slot(wanted) : block.v_slot(wanted), wanted);
+      for (int which = 0; which < 2; ++which) {
+        int wanted = Shape::kThreeSlots ? tile + 1 : ahead + 1 - which;
+        if (Shape::kThreeSlots && which == 1) ptx::cp_async_commit();
+        if (wanted < first || wanted > last) continue;
+        const void* cache = which == 0 ? block.params.k_cache : block.params.v_cache;
+        load_tile(block, cache, which == 0 ? block.k_slot(wanted) : block.v_slot(wanted), wanted);
+      }
+      ptx::cp_async_commit();
+      if (tile < first - 1) continue;
     }
-    ptx::cp_async_commit();
-    if (tile < first - 1) continue;
     if (tile % Shape::kTilesPerChunk == 0 && tile > first &&
         unit.end > (tile / Shape::kTilesPerChunk + 1) * kChunkTokens) {
       load_table(block, tile / Shape::kTilesPerChunk + 1);
@@ -92,9 +96,17 @@ __device__ __forceinline__ bool attend(const Block& block) {
       accumulate(block, tile, leaf);
       last = block.last_tile();
       if ((tile + 1) * Block::kTile % Block::kLeaf == 0 || tile == last) {
-        fold_leaf(block, tile, leaf, chunk);
         bool leafwise = unit.leaf_stride != 0;
-        if (leafwise || (tile + 1) % Shape::kTilesPerChunk == 0 || tile == last) {
+        bool ends = leafwise || (tile + 1) % Shape::kTilesPerChunk == 0 || tile == last;
+        if constexpr (Shape::kIsWide) {
+          int number = block.leaf_of(tile);
+          bool begins =
+              leafwise || number % kChunkLeaves == 0 || number == block.leaf_of(block.first_tile());
+          fold_leaf_in_memory(block, tile, begins, ends, leaf);
+        } else {
+          fold_leaf(block, tile, leaf, chunk);
+        }
+        if (ends) {
           __syncthreads();  // the chunk's sums are there
           bool has_total = tile / Shape::kTilesPerChunk > unit.begin / kChunkTokens;
           if (!leafwise && (has_total || tile < last)) {
@@ -118,6 +130,13 @@ __device__ __forceinline__ bool attend(const Block& block) {
       if constexpr (Shape::kIsLatent || Shape::kThreeSlots) {  // accumulate() needed no more
         ptx::cp_async_wait<Shape::kThreeSlots ? 1 : 0>();
         __syncthreads();
+      }
+      if constexpr (Shape::kIsLatent) {
+        if (tile + 2 <= block.last_tile()) {
+          load_tile(block, block.params.k_cache, block.k_slot(tile + 2), tile + 2);
+        }
+        ptx::cp_async_commit();
+        if (tile < block.first_tile() - 1) continue;
       }
       score(block, tile + 1, scale, s);
     }
@@ -370,7 +389,7 @@ __device__ __forceinline__ void plan_turns(const Block& block, int64_t first_req
   bool begins = first_request == 0;
   int counters = begins ? 0 : turns.counters, quads = begins ? 0 : turns.quads;
   int base = begins ? 0 : turns.base;
-  int units = make_plan<Shape::kRows>(
+  int units = make_plan<Shape::kRows, Shape::kThreads>(
       block.launch, block.plan, first_request, counters, quads, &turns.row_end);
   int blocks = static_cast<int>(gridDim.x);
   // Units go to the blocks in turn. What is left for a wave of few blocks may be cut.
@@ -396,7 +415,9 @@ __device__ __forceinline__ void plan_turns(const Block& block, int64_t first_req
 template <typename Block>
 __device__ __forceinline__ void plan_shared_turns(const Block& block) {
   const GroupList& list = *block.launch.group_list;
-  block.plan.unit_end[threadIdx.x] = list.unit_end[threadIdx.x];
+  if (Block::Shape::kThreads == kPlanned || threadIdx.x < kPlanned) {
+    block.plan.unit_end[threadIdx.x] = list.unit_end[threadIdx.x];
+  }
   if (threadIdx.x == 0) {
     block.turns.now = static_cast<int>(blockIdx.x) - static_cast<int>(gridDim.x);
     block.turns.end = list.units;
