@@ -352,6 +352,22 @@ def _attention(
     )
 
 
+def _wide_latents(instructions: Mapping[str, int]) -> Metered:
+    """The same over latents for 64 rows, by eight warps: 16 rows by 16 tokens of scores each, and 64
+    rows by 64 columns of values, whose chunk is read and written at the end of a leaf.
+    """
+    tile = {"HMMA*": 2 * 576 // 16 + 2 * 4 * 8, "LDGSTS*": 9, "MUFU.EX2*": 2 * (2 * 2 + 1)}
+    leaf_end = {"MUFU.EX2*": tile["MUFU.EX2*"] + 2 * 8, "LDG.E.128*": 32, "STG.E.128*": 32}
+    return Metered(
+        "append_attention_kernel<bfloat16, 576, 4, true>",
+        "tile of 32 tokens, 64 rows",
+        (Way(tile, 7), Way({**tile, **leaf_end})),
+        instructions,
+        warps=8,
+        moved_bytes=32 * 1152,
+    )
+
+
 def _scan(kernel: str, sums: int, instructions: Mapping[str, int], most: int = 2) -> Metered:
     """The read of a row of logits: maxima, and so many sums of powers, of leaves of 2 KiB."""
 
@@ -408,6 +424,7 @@ METERED: tuple[Metered, ...] = (
     _attention(256, 1, _per_arch(552, 552, 552, 602, 581, 580)),
     _attention(256, 2, _per_arch(686, 686, 686, 739, 715, 734)),
     _attention(576, 1, _per_arch(644, 696, 696, 713, 690, 750)),
+    _wide_latents(_per_arch(2000, 2000, 2000, 2000, 2000, 2000)),
     _attention(64, 1, _per_arch(636, 637, 637, 673, 668, 661), "KvInt8"),
     _attention(64, 2, _per_arch(780, 780, 780, 816, 827, 823), "KvInt8"),
     _attention(64, 4, _per_arch(1091, 1091, 1091, 1137, 1125, 1144), "KvInt8"),

@@ -200,15 +200,20 @@ def _measure(walks: list[walk.Walk], kernel: Kernel, row: Metered) -> Measured:
 
 
 def strangers(function: sass.Function, kernel: Kernel, measured: list[Measured]) -> Iterator[str]:
-    """Innermost loops that use tensor cores and that no row of the table knows."""
+    """Innermost loops that use tensor cores and that no row of the table knows.
+
+    Those that run a known number of times inside one that has a row are part of that.
+    """
     known = {loop.address for loop in measured if loop.kernel == kernel.name}
+    rows = [loop for loop in function.loops if function.blocks[loop.header].address in known]
     for loop in function.loops:
         inner = [other for other in function.loops if other.blocks < loop.blocks]
         number = sum(i.name == "HMMA" for index in loop.blocks for i in function.blocks[index].body)
         if not number or any(_has_tensor(function, other) for other in inner):
             continue
         address = function.blocks[loop.header].address
-        if address not in known:
+        counted = any(walk.trips_of(function, outer, loop) for outer in rows)
+        if address not in known and not counted:
             yield f"the loop at 0x{address:x} with {number} HMMA is in no row of METERED"
 
 

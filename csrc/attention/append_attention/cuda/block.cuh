@@ -328,7 +328,8 @@ struct AttentionBlock {
     return reinterpret_cast<float4*>(base) + thread;
   }
   __device__ __forceinline__ float4* chunk_of_block(int thread) const {
-    return total_of_block(thread) + Shape::kChunkQuads * Shape::kThreads;
+    return reinterpret_cast<float4*>(launch.totals + int64_t{blockIdx.x} * Shape::kTotalFloats) +
+           Shape::kChunkQuads * Shape::kThreads + thread;
   }
 };
 

@@ -372,7 +372,7 @@ template <typename Block>
 __device__ __forceinline__ void run_turns(const Block& block) {
   for (;;) {
     __syncthreads();  // the unit before is done with shared memory
-    if (threadIdx.x == 0) next_unit(block);
+    if (thread_index() == 0) next_unit(block);
     __syncthreads();
     stamp(block, AttentionPhase::kUnit);
     if (block.turns.now >= block.turns.end) break;
