@@ -90,14 +90,18 @@ struct AttentionShape {
   static constexpr bool kWantsThree =
       kRowTiles == 1 || (kRowTiles == 2 && sizeof(T) == 2 && kHeadDim <= 128);
   // The ring has kStages tiles of K, then as many of V; where that is too much for three blocks, half
-  // as many, or three slots that K and V take in turns. Latents take two in turns.
+  // as many, or three slots that K and V take in turns. Latents take two in turns, or three, so that
+  // warps may still multiply one tile when others score the next one.
   static constexpr int kMostStages = kTileBytes <= 8 << 10 ? 4 : kTileBytes <= 16 << 10 ? 2 : 1;
   static constexpr bool kHalves =
       kWantsThree && !fits_three(2 * kMostStages) && kMostStages == 4 && fits_three(4);
   static constexpr bool kThreeSlots =
       kWantsThree && !fits_three(2 * kMostStages) && kMostStages == 2 && fits_three(3);
   static constexpr int kStages = kThreeSlots ? 1 : kHalves ? kMostStages / 2 : kMostStages;
-  static constexpr int kSlots = kThreeSlots ? 3 : 2 * kStages;
+  static constexpr int kSlots = kThreeSlots || kIsWide ? 3 : 2 * kStages;
+  // How many tiles before it is scored a copy begins; whether that is waited for only then.
+  static constexpr int kAhead = kIsLatent ? kSlots - 1 : kStages;
+  static constexpr bool kWaitsLate = kThreeSlots || (kIsLatent && !kIsWide);
   static constexpr int kSharedBytes = kRing + kSlots * kTileBytes;  // then totals
   static constexpr int kBlocksPerSm = kIsWide ? 1 : kWantsThree && fits_three(kSlots) ? 3 : 2;
 
@@ -141,10 +145,11 @@ __device__ __forceinline__ unsigned thread_index_in_loop() {
 }
 
 // The place of a lane's row, from which the vectors 2, 4, .. after its own are one XOR away: lanes
-// begin at vector 0 or 1.
+// begin at vector 0 or 1. Of long rows those a whole turn after them are a constant away.
 template <int kVectors>
 struct LanePlace {
   static constexpr bool kPowerOfTwo = (kVectors & (kVectors - 1)) == 0;
+  static constexpr int kTurn = kVectors % 8 == 0 ? 8 : 4;
   int row, vector;
 
   __device__ __forceinline__ LanePlace(int at_row, int at_vector)
@@ -152,7 +157,8 @@ struct LanePlace {
         vector(opaque((at_vector ^ twist<kVectors>(at_row)) * 16 + (kPowerOfTwo ? row : 0))) {}
 
   __device__ __forceinline__ int after(int vectors) const {
-    return kPowerOfTwo ? vector ^ vectors * 16 : row + (vector ^ vectors * 16);
+    if constexpr (kPowerOfTwo) return vector ^ vectors * 16;
+    return row + (vector ^ vectors % kTurn * 16) + vectors / kTurn * kTurn * 16;
   }
 };
 
@@ -279,7 +285,7 @@ struct AttentionBlock {
 
   __device__ __forceinline__ unsigned char* k_slot(int tile) const {
     int slot = tile & (kStages - 1);
-    if constexpr (Shape::kIsLatent) slot = tile & 1;
+    if constexpr (Shape::kIsLatent) slot = static_cast<unsigned>(tile) % Shape::kSlots;
     if constexpr (Shape::kThreeSlots) slot = static_cast<int>(2u * tile % 3);
     return smem + Shape::kRing + slot * Shape::kTileBytes;
   }

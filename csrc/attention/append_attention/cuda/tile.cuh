@@ -431,27 +431,33 @@ __device__ __forceinline__ void score(const Block& block,
     LanePlace<Shape::kVectors> b_place(token, lane / 8 % 2);
     // A: lanes 0-15 the rows at vector 2 k, 16-31 at 2 k + 1.
     LanePlace<Shape::kQueryVectors> a_place(lane % 16, lane / 16);
-    // Unrolled throughout, addresses made ahead would take the registers of a wide state.
-    constexpr int kUnrolled = Shape::kIsWide ? 6 : Block::kHeadDim / 16;
-#pragma unroll(kUnrolled)
-    for (int k = 0; k < Block::kHeadDim / 16; ++k) {
-      uint32_t b[Block::kScoreTiles][2];
-      if constexpr (Block::kScoreTiles == 2) {
-        uint32_t r[4];
-        ptx::ldmatrix_x4(r, keys + b_place.after(2 * k));
-        b[0][0] = r[0];
-        b[0][1] = r[1];
-        b[1][0] = r[2];
-        b[1][1] = r[3];
-      } else {
-        ptx::ldmatrix_x2(b[0], keys + b_place.after(2 * k));
-      }
+    // Steps of 16 elements at once: with all of them unrolled, what is read ahead would take the
+    // registers of a wide state. A step further on is 32 bytes.
+    constexpr int kSteps = Block::kHeadDim / 16, kAtOnce = Shape::kIsWide ? 12 : kSteps;
+    static_assert(kSteps % kAtOnce == 0);
+#pragma unroll 1
+    for (int done = 0; done < kSteps; done += kAtOnce) {
 #pragma unroll
-      for (int i = 0; i < Block::kScoreRowTiles; ++i) {
-        uint32_t a[4];
-        ptx::ldmatrix_x4(a, queries + i * 16 * Shape::kQueryBytes + a_place.after(2 * k));
+      for (int k = 0; k < kAtOnce; ++k) {
+        uint32_t b[Block::kScoreTiles][2];
+        if constexpr (Block::kScoreTiles == 2) {
+          uint32_t r[4];
+          ptx::ldmatrix_x4(r, keys + 32 * done + b_place.after(2 * k));
+          b[0][0] = r[0];
+          b[0][1] = r[1];
+          b[1][0] = r[2];
+          b[1][1] = r[3];
+        } else {
+          ptx::ldmatrix_x2(b[0], keys + 32 * done + b_place.after(2 * k));
+        }
 #pragma unroll
-        for (int n = 0; n < Block::kScoreTiles; ++n) ptx::mma_m16n8k16<T>(s[i][n], a, b[n]);
+        for (int i = 0; i < Block::kScoreRowTiles; ++i) {
+          uint32_t a[4];
+          const unsigned char* rows = queries + 32 * done + i * 16 * Shape::kQueryBytes;
+          ptx::ldmatrix_x4(a, rows + a_place.after(2 * k));
+#pragma unroll
+          for (int n = 0; n < Block::kScoreTiles; ++n) ptx::mma_m16n8k16<T>(s[i][n], a, b[n]);
+        }
       }
     }
   } else {

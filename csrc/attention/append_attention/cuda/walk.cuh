@@ -44,12 +44,12 @@ __device__ __forceinline__ bool attend(const Block& block) {
   for (int i = 0; i < 2 * Block::kScoreRowTiles * Shape::kSumsOfWarp; ++i)
     block.lane_sums()[i * Shape::kThreads + thread_index()] = 0.0f;
   // Copies run ahead: what is begun in step `tile` is V of tile + kStages - 1 and K of the one
-  // after it; with three slots K and V of the tile after it, apart, since K is needed first; of
-  // latents the tile after the next, when the slot of the present one is free. The steps before
-  // first - 1 only begin copies, that step scores the first tile. What the loop asks of the unit it
-  // reads anew in each step: registers are short.
+  // after it; with three slots K and V of the tile after it, apart, since K is needed first. Of
+  // latents it is the tile for which a slot has become free. The steps before first - 1 only begin
+  // copies, that step scores the first tile. What the loop asks of the unit it reads anew in each
+  // step: registers are short.
 #pragma unroll 1
-  for (int tile = begin - (Shape::kIsLatent ? 2 : Block::kStages);; ++tile) {
+  for (int tile = begin - Shape::kAhead;; ++tile) {
     int first = block.first_tile(), last = block.last_tile();
     if (tile > last) break;
     if (tile >= first - 1) __syncthreads();  // maxima are out; the tile before is done with
@@ -60,27 +60,25 @@ __device__ __forceinline__ bool attend(const Block& block) {
       scale = next_scale;
       if (tile >= first - 2) next_scale = load_scale(block, tile + 2);
     }
-    if constexpr (!Shape::kIsLatent) {
-      int ahead = tile + Block::kStages - 1;
+    int ahead = tile + Shape::kAhead;
 #pragma unroll 1
-      for (int which = 0; which < 2; ++which) {
-        int wanted = Shape::kThreeSlots ? tile + 1 : ahead + 1 - which;
-        if (Shape::kThreeSlots && which == 1) ptx::cp_async_commit();
-        if (wanted < first || wanted > last) continue;
-        const void* cache = which == 0 ? block.params.k_cache : block.params.v_cache;
-        load_tile(block, cache, which == 0 ? block.k_slot(wanted) : block.v_slot(wanted), wanted);
-      }
-      ptx::cp_async_commit();
-      if (tile < first - 1) continue;
+    for (int which = 0; which < (Shape::kIsLatent ? 1 : 2); ++which) {
+      int wanted = Shape::kThreeSlots ? tile + 1 : ahead - which;
+      if (Shape::kThreeSlots && which == 1) ptx::cp_async_commit();
+      if (wanted < first || wanted > last) continue;
+      const void* cache = which == 0 ? block.params.k_cache : block.params.v_cache;
+      load_tile(block, cache, which == 0 ? block.k_slot(wanted) : block.v_slot(wanted), wanted);
     }
+    ptx::cp_async_commit();
+    if (tile < first - 1) continue;
     if (tile % Shape::kTilesPerChunk == 0 && tile > first &&
         unit.end > (tile / Shape::kTilesPerChunk + 1) * kChunkTokens) {
       load_table(block, tile / Shape::kTilesPerChunk + 1);
     }
     if constexpr (Shape::kThreeSlots) {
       ptx::cp_async_wait<2>();
-    } else if constexpr (!Shape::kIsLatent) {
-      ptx::cp_async_wait<Block::kStages - 1>();
+    } else if constexpr (!Shape::kWaitsLate) {
+      ptx::cp_async_wait<Shape::kAhead - 1>();
     }
     // Elements of 8-bit caches are finite, and their scales reach no row that does not see them.
     if (!Shape::kScaled && tile >= first && unit.many_queries && block.partly_seen(tile)) {
@@ -127,16 +125,9 @@ __device__ __forceinline__ bool attend(const Block& block) {
       }
     }
     if (tile < block.last_tile()) {
-      if constexpr (Shape::kIsLatent || Shape::kThreeSlots) {  // accumulate() needed no more
+      if constexpr (Shape::kWaitsLate) {  // accumulate() needed no more
         ptx::cp_async_wait<Shape::kThreeSlots ? 1 : 0>();
         __syncthreads();
-      }
-      if constexpr (Shape::kIsLatent) {
-        if (tile + 2 <= block.last_tile()) {
-          load_tile(block, block.params.k_cache, block.k_slot(tile + 2), tile + 2);
-        }
-        ptx::cp_async_commit();
-        if (tile < block.first_tile() - 1) continue;
       }
       score(block, tile + 1, scale, s);
     }
