@@ -400,29 +400,25 @@ __device__ __forceinline__ void load_queries(const Block& block) {
 
 constexpr float kLog2E = 1.4426950408889634f;
 
-// s = scaled scores of the warp's tokens, -inf where a row does not see the token; each row's
-// maximum over them goes to shared memory. token_scale: what load_scale found, of 8-bit caches.
+// s = q k of the warp's tokens.
 template <typename Block>
-__device__ __forceinline__ void score(const Block& block,
-                                      int tile,
-                                      float token_scale,
-                                      float (&s)[Block::kScoreRowTiles][Block::kScoreTiles][4]) {
+__device__ __forceinline__ void multiply_keys(
+    const Block& block, int tile, float (&s)[Block::kScoreRowTiles][Block::kScoreTiles][4]) {
   using Shape = typename Block::Shape;
   using T = typename Block::Element;
   unsigned thread = thread_index();
   int lane = thread % kWarpSize, warp = thread / kWarpSize;
-  int first_row = block.first_score_row(warp);
-  const unsigned char* queries = block.smem + Shape::kQueries + first_row * Shape::kQueryBytes;
+  const unsigned char* queries = block.smem + Shape::kQueries;
   const unsigned char* keys = block.k_slot(tile);
 #pragma unroll
-  for (int i = 0; i < Block::kScoreRowTiles; ++i) {
+  for (int i = 0; i < Block::kRowTiles; ++i) {
 #pragma unroll
     for (int n = 0; n < Block::kScoreTiles; ++n) {
 #pragma unroll
       for (int e = 0; e < 4; ++e) s[i][n][e] = 0.0f;
     }
   }
-  int first = block.token_warp(warp) * (8 * Block::kScoreTiles);  // token of the warp in the tile
+  int first = warp * (8 * Block::kScoreTiles);  // token of the warp in the tile
   if constexpr (Shape::kScaled) {
     multiply_byte_keys(block, keys, s);
   } else if constexpr (sizeof(T) == 2) {
@@ -431,33 +427,25 @@ __device__ __forceinline__ void score(const Block& block,
     LanePlace<Shape::kVectors> b_place(token, lane / 8 % 2);
     // A: lanes 0-15 the rows at vector 2 k, 16-31 at 2 k + 1.
     LanePlace<Shape::kQueryVectors> a_place(lane % 16, lane / 16);
-    // Steps of 16 elements at once: with all of them unrolled, what is read ahead would take the
-    // registers of a wide state. A step further on is 32 bytes.
-    constexpr int kSteps = Block::kHeadDim / 16, kAtOnce = Shape::kIsWide ? 12 : kSteps;
-    static_assert(kSteps % kAtOnce == 0);
-#pragma unroll 1
-    for (int done = 0; done < kSteps; done += kAtOnce) {
 #pragma unroll
-      for (int k = 0; k < kAtOnce; ++k) {
-        uint32_t b[Block::kScoreTiles][2];
-        if constexpr (Block::kScoreTiles == 2) {
-          uint32_t r[4];
-          ptx::ldmatrix_x4(r, keys + 32 * done + b_place.after(2 * k));
-          b[0][0] = r[0];
-          b[0][1] = r[1];
-          b[1][0] = r[2];
-          b[1][1] = r[3];
-        } else {
-          ptx::ldmatrix_x2(b[0], keys + 32 * done + b_place.after(2 * k));
-        }
+    for (int k = 0; k < Block::kHeadDim / 16; ++k) {
+      uint32_t b[Block::kScoreTiles][2];
+      if constexpr (Block::kScoreTiles == 2) {
+        uint32_t r[4];
+        ptx::ldmatrix_x4(r, keys + b_place.after(2 * k));
+        b[0][0] = r[0];
+        b[0][1] = r[1];
+        b[1][0] = r[2];
+        b[1][1] = r[3];
+      } else {
+        ptx::ldmatrix_x2(b[0], keys + b_place.after(2 * k));
+      }
 #pragma unroll
-        for (int i = 0; i < Block::kScoreRowTiles; ++i) {
-          uint32_t a[4];
-          const unsigned char* rows = queries + 32 * done + i * 16 * Shape::kQueryBytes;
-          ptx::ldmatrix_x4(a, rows + a_place.after(2 * k));
+      for (int i = 0; i < Block::kRowTiles; ++i) {
+        uint32_t a[4];
+        ptx::ldmatrix_x4(a, queries + i * 16 * Shape::kQueryBytes + a_place.after(2 * k));
 #pragma unroll
-          for (int n = 0; n < Block::kScoreTiles; ++n) ptx::mma_m16n8k16<T>(s[i][n], a, b[n]);
-        }
+        for (int n = 0; n < Block::kScoreTiles; ++n) ptx::mma_m16n8k16<T>(s[i][n], a, b[n]);
       }
     }
   } else {
@@ -479,7 +467,7 @@ __device__ __forceinline__ void score(const Block& block,
         b[n][1] = at(keys, first + 8 * n + 2 * (lane % 4) + 1, vector);
       }
 #pragma unroll
-      for (int i = 0; i < Block::kScoreRowTiles; ++i) {
+      for (int i = 0; i < Block::kRowTiles; ++i) {
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
           float4 a = at(queries, 16 * i + lane / 4 + 8 * half, vector);
@@ -492,6 +480,22 @@ __device__ __forceinline__ void score(const Block& block,
       }
     }
   }
+}
+
+// The scores of the warp's tokens out of what multiply_keys() has found, -inf where a row does not
+// see the token; each row's maximum over them goes to shared memory. token_scale: what load_scale
+// found, of 8-bit caches.
+template <typename Block>
+__device__ __forceinline__ void finish_scores(
+    const Block& block,
+    int tile,
+    float token_scale,
+    float (&s)[Block::kScoreRowTiles][Block::kScoreTiles][4]) {
+  using Shape = typename Block::Shape;
+  unsigned thread = thread_index();
+  int lane = thread % kWarpSize, warp = thread / kWarpSize;
+  int first_row = block.first_score_row(warp);
+  int first = block.token_warp(warp) * (8 * Block::kScoreTiles);  // token of the warp in the tile
   float scale = __fmul_rn(block.params.sm_scale, kLog2E);
 #pragma unroll
   for (int n = 0; n < Block::kScoreTiles; ++n) {
@@ -559,7 +563,7 @@ __device__ __forceinline__ float top_of_tile(const float* maxima) {
 }
 
 // Weights of the tile's tokens under the running maximum, to shared memory; rescales the state, or,
-// if kIsWide, leaves to rescale() what it is multiplied with.
+// if kIsWide, leaves to accumulate_wide() what it is multiplied with.
 template <typename Block>
 __device__ __forceinline__ void weigh(const Block& block,
                                       int tile,
@@ -657,22 +661,6 @@ __device__ __forceinline__ void weigh(const Block& block,
   }
 }
 
-// Rescales the state of a tile of rows of which other warps have the scores.
-template <typename Block>
-__device__ __forceinline__ void rescale(const Block& block, Outputs<Block>& leaf) {
-  const float* rescales = block.rescales() + thread_index_in_loop<Block>() % kWarpSize / 4;
-#pragma unroll
-  for (int i = 0; i < Block::kRowTiles; ++i) {
-#pragma unroll
-    for (int n = 0; n < Block::kOutTiles; ++n) {
-#pragma unroll
-      for (int e = 0; e < 4; ++e) {
-        leaf.o[i][n][e] = __fmul_rn(leaf.o[i][n][e], rescales[16 * i + 8 * (e / 2)]);
-      }
-    }
-  }
-}
-
 // leaf.o += P V.
 template <typename Block>
 __device__ __forceinline__ void accumulate(const Block& block, int tile, Outputs<Block>& leaf) {
@@ -682,7 +670,6 @@ __device__ __forceinline__ void accumulate(const Block& block, int tile, Outputs
   int lane = thread % kWarpSize, warp = thread / kWarpSize;
   const unsigned char* probs = block.smem + Shape::kProbs;
   const unsigned char* values = block.v_slot(tile);
-  if constexpr (Shape::kIsWide) rescale(block, leaf);
   if constexpr (Shape::kScaled) {
     add_byte_values(block, values, leaf);
   } else if constexpr (sizeof(T) == 4) {

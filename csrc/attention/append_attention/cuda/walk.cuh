@@ -8,6 +8,7 @@
 #include "attention/append_attention/cuda/results.cuh"
 #include "attention/append_attention/cuda/state.cuh"
 #include "attention/append_attention/cuda/tile.cuh"
+#include "attention/append_attention/cuda/wide.cuh"
 #include "common/device.cuh"
 
 namespace specops {
@@ -91,7 +92,13 @@ __device__ __forceinline__ bool attend(const Block& block) {
     }
     if (Block::kStamped && tile == first - 1) stamp(block, AttentionPhase::kLoad);
     if (tile >= first) {
-      accumulate(block, tile, leaf);
+      if constexpr (!Shape::kIsWide) {
+        accumulate(block, tile, leaf);
+      } else if (tile < block.last_tile()) {
+        accumulate_wide<true>(block, tile, leaf, s);
+      } else {
+        accumulate_wide<false>(block, tile, leaf, s);
+      }
       last = block.last_tile();
       if ((tile + 1) * Block::kTile % Block::kLeaf == 0 || tile == last) {
         bool leafwise = unit.leaf_stride != 0;
@@ -129,7 +136,12 @@ __device__ __forceinline__ bool attend(const Block& block) {
         ptx::cp_async_wait<Shape::kThreeSlots ? 1 : 0>();
         __syncthreads();
       }
-      score(block, tile + 1, scale, s);
+      if constexpr (!Shape::kIsWide) {
+        multiply_keys(block, tile + 1, s);
+      } else if (tile < block.first_tile()) {
+        multiply_wide_keys(block, tile + 1, s);
+      }
+      finish_scores(block, tile + 1, scale, s);
     }
   }
   return true;
