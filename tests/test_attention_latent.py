@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import simt
 import specops
 import torch
 from conftest import assert_close, expect_fault
@@ -219,6 +220,48 @@ def test_many_heads_split_among_threads(device: str, isa: str, on_cuda: bool) ->
         floats = COUNTERS + 200_000
         got = attend(batch, workspace=new_workspace(floats, on_cuda, device))
         assert torch.equal(got, expected)
+
+
+@pytest.mark.parametrize("kv_lens,qo_lens", [([2390, 40], [2, 1]), ([4200], [1])])
+@pytest.mark.corners("simt-*", "cpu-*-kv_lens0-*")
+def test_a_head_does_not_know_its_tile(
+    device: str, isa: str, on_cuda: bool, kv_lens: list[int], qo_lens: list[int]
+) -> None:
+    """Tiles of 64 and of 16 rows: 100 heads at once, 16 at once, and without memory for 64 rows."""
+    cached = [torch.randn(n, 1, KEY).bfloat16() for n in kv_lens]
+    queries = [torch.randn(n, 100, KEY).bfloat16() for n in qo_lens]
+
+    def heads(begin: int, end: int, floats: int | None = None) -> Tensor:
+        batch = make_latent_batch(cached, [q[:, begin:end].contiguous() for q in queries], 32)
+        workspace = None if floats is None else new_workspace(floats, on_cuda, device)
+        return attend(batch, workspace=workspace)
+
+    everyone = heads(0, 100)
+    for begin in (0, 48, 84):
+        alone = heads(begin, begin + 16)
+        out = everyone[:, begin * LATENT : (begin + 16) * LATENT]
+        lse = everyone[:, 100 * LATENT + begin : 100 * LATENT + begin + 16]
+        assert torch.equal(torch.cat([out, lse], 1), alone)
+    if on_cuda:
+        assert torch.equal(heads(0, 100, COUNTERS), everyone)
+        with simt.block_memory(99 if device == "cpu" else 227):
+            assert torch.equal(heads(0, 100), everyone)
+
+
+def test_many_heads_read_latents_twice(
+    device: str, request: pytest.FixtureRequest, place: Callable[[int, int], None]
+) -> None:
+    if request.node.callspec.params["device"] != "simt":
+        pytest.skip("the interpreter counts the bytes that are copied")
+    kv_len, heads = 600, 128
+    batch = random_latents([kv_len], [1], torch.bfloat16, heads)
+    place(1, 1)
+    for kib, times in ((227, 2), (99, 8)):
+        with simt.block_memory(kib):
+            simt.load().reset_counters()
+            attention.append_attention(*tensors(batch), sm_scale=SCALE)
+            counters = simt.load().counters()
+        assert counters["copied_bytes"] == counters["launches"] * (times * kv_len + heads) * 2 * KEY
 
 
 @pytest.mark.parametrize("seed", range(12))

@@ -353,15 +353,17 @@ def _attention(
 
 
 def _wide_latents(instructions: Mapping[str, int]) -> Metered:
-    """The same over latents for 64 rows, by eight warps: 16 rows by 16 tokens of scores each, and 64
-    rows by 64 columns of values, whose chunk is read and written at the end of a leaf.
+    """The same over latents for 64 rows, by eight warps, each with 16 rows by 16 tokens of scores and
+    64 rows by 64 columns of outputs, whose chunk is read and written at the end of a leaf.
     """
     tile = {"HMMA*": 2 * 576 // 16 + 2 * 4 * 8, "LDGSTS*": 9, "MUFU.EX2*": 2 * (2 * 2 + 1)}
     leaf_end = {"MUFU.EX2*": tile["MUFU.EX2*"] + 2 * 8, "LDG.E.128*": 32, "STG.E.128*": 32}
+    # Before the first tile there are scores alone, at the last one outputs.
+    first, last = {"HMMA*": 72, "MUFU.EX2*": 0}, {**tile, "HMMA*": 64, "LDGSTS*": 0}
     return Metered(
         "append_attention_kernel<bfloat16, 576, 4, true>",
         "tile of 32 tokens, 64 rows",
-        (Way(tile, 7), Way({**tile, **leaf_end})),
+        (Way(tile, 7), Way({**tile, **leaf_end}), Way(first, 0), Way(last, 0)),
         instructions,
         warps=8,
         moved_bytes=32 * 1152,
