@@ -355,8 +355,8 @@ def _attention(
 def _wide_latents(instructions: Mapping[str, int]) -> Metered:
     """The same over latents for 64 rows, by eight warps.
 
-    Each has 16 rows by 16 tokens of scores and 64 rows by 64 columns of outputs, and reads and writes
-    those of the chunk at the end of a leaf.
+    Each has 16 rows by 16 tokens of scores and 64 rows by 64 columns of outputs, and reads and
+    writes those of the chunk at the end of a leaf.
     """
     tile = {"HMMA*": 2 * 576 // 16 + 2 * 4 * 8, "LDGSTS*": 9, "MUFU.EX2*": 2 * (2 * 2 + 1)}
     leaf_end = {"MUFU.EX2*": tile["MUFU.EX2*"] + 2 * 8, "LDG.E.128*": 32, "STG.E.128*": 32}
