@@ -16,6 +16,7 @@ namespace specops {
 // more than 99 KiB, and where a block has no more, there is only the one (append_attention.cu).
 template <typename T, int kHeadDim>
 constexpr int kMostRowTiles = kHeadDim == kLatentKeyDim                      ? 4
+                              : kHeadDim * sizeof(T) > 512                   ? 1
                               : sizeof(T) == 4 || kHeadDim * sizeof(T) > 256 ? 2
                                                                              : 4;
 template <int kHeadDim, int kTiles>

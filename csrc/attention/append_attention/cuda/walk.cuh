@@ -375,7 +375,9 @@ template <typename Block>
 __device__ __forceinline__ void run_turns(const Block& block) {
   for (;;) {
     __syncthreads();  // the unit before is done with shared memory
-    if (thread_index() == 0) next_unit(block);
+    // A wide state leaves no register for what this asks, and its answer.
+    unsigned thread = Block::Shape::kIsWide ? thread_index() : threadIdx.x;
+    if (thread == 0) next_unit(block);
     __syncthreads();
     stamp(block, AttentionPhase::kUnit);
     if (block.turns.now >= block.turns.end) break;
