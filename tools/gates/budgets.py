@@ -428,7 +428,7 @@ METERED: tuple[Metered, ...] = (
     _attention(256, 1, _per_arch(552, 552, 552, 602, 581, 580)),
     _attention(256, 2, _per_arch(686, 686, 686, 739, 715, 734)),
     _attention(576, 1, _per_arch(644, 696, 696, 713, 690, 750)),
-    _wide_latents(_per_arch(2000, 2000, 2000, 2000, 2000, 2000)),
+    _wide_latents(_per_arch(781, 781, 781, 810, 792, 891)),
     _attention(64, 1, _per_arch(636, 637, 637, 673, 668, 661), "KvInt8"),
     _attention(64, 2, _per_arch(780, 780, 780, 816, 827, 823), "KvInt8"),
     _attention(64, 4, _per_arch(1091, 1091, 1091, 1137, 1125, 1144), "KvInt8"),
