@@ -400,13 +400,15 @@ __device__ __forceinline__ void load_queries(const Block& block) {
 
 constexpr float kLog2E = 1.4426950408889634f;
 
-// s = q k of the warp's tokens.
+// s = q k of the warp's tokens, for the calling thread.
 template <typename Block>
 __device__ __forceinline__ void multiply_keys(
-    const Block& block, int tile, float (&s)[Block::kScoreRowTiles][Block::kScoreTiles][4]) {
+    const Block& block,
+    int tile,
+    unsigned thread,
+    float (&s)[Block::kScoreRowTiles][Block::kScoreTiles][4]) {
   using Shape = typename Block::Shape;
   using T = typename Block::Element;
-  unsigned thread = thread_index();
   int lane = thread % kWarpSize, warp = thread / kWarpSize;
   const unsigned char* queries = block.smem + Shape::kQueries;
   const unsigned char* keys = block.k_slot(tile);
@@ -489,10 +491,10 @@ template <typename Block>
 __device__ __forceinline__ void finish_scores(
     const Block& block,
     int tile,
+    unsigned thread,
     float token_scale,
     float (&s)[Block::kScoreRowTiles][Block::kScoreTiles][4]) {
   using Shape = typename Block::Shape;
-  unsigned thread = thread_index();
   int lane = thread % kWarpSize, warp = thread / kWarpSize;
   int first_row = block.first_score_row(warp);
   int first = block.token_warp(warp) * (8 * Block::kScoreTiles);  // token of the warp in the tile

@@ -136,12 +136,13 @@ __device__ __forceinline__ bool attend(const Block& block) {
         ptx::cp_async_wait<Shape::kThreeSlots ? 1 : 0>();
         __syncthreads();
       }
+      unsigned thread = thread_index();
       if constexpr (!Shape::kIsWide) {
-        multiply_keys(block, tile + 1, s);
+        multiply_keys(block, tile + 1, thread, s);
       } else if (tile < block.first_tile()) {
         multiply_wide_keys(block, tile + 1, s);
       }
-      finish_scores(block, tile + 1, scale, s);
+      finish_scores(block, tile + 1, thread, scale, s);
     }
   }
   return true;
