@@ -8,6 +8,7 @@ PIP_ARGS ?=
 HOST ?= 127.0.0.1
 PORT ?= 8000
 MODEL ?=
+ACCEPT_GEMMA_TERMS ?=
 SPECULATIVE_CONFIG ?=
 ONLY ?=
 PART ?=
@@ -32,11 +33,11 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/pip install --quiet --disable-pip-version-check --no-compile $(PIP_ARGS) -c constraints.txt
 SOURCES := CMakeLists.txt setup.py tools/cuda_toolkit.py $(shell find csrc -type f)
 
-.PHONY: setup serve simt simt-race simt-asan test-race test-asan test-arm test-sanitize test-smoke
-.PHONY: gates test
+.PHONY: setup serve gemma simt simt-race simt-asan simt-smoke test-race test-asan test-arm test-sanitize
+.PHONY: test-smoke gates test
 .PHONY: prove campaign soak attacks test-vllm vllm-campaign bench bench-methods bench-mtp-mistakes
 .PHONY: test-lm-eval bench-vllm bench-replay bench-replay-whole bench-step-costs bench-peers
-.PHONY: gpu-check screenshots docs lint format clean
+.PHONY: gpu-check screenshots docs pyz lint format clean
 
 # The package with the kernels of every instruction set, as tests and wheels need it.
 setup: $(VENV)/built
@@ -82,7 +83,7 @@ $(VENV)/native: $(VENV)/build-deps $(if $(NVCC),$(VENV)/torch) $(VENV)/cuda-$(SP
 	touch $@
 
 $(VENV)/test-deps: $(VENV)/serve-deps
-	$(PIP) pytest pytest-xdist hypothesis httpx jsonschema openai schemathesis transformers \
+	$(PIP) pytest pytest-xdist hypothesis httpx jsonschema openai schemathesis transformers gguf \
 	  playwright axe-playwright-python
 	touch $@
 
@@ -103,8 +104,12 @@ $(VENV)/simt: $(VENV)/build-deps $(VENV)/cuda-$(SPECOPS_CUDA) $(SOURCES) $(SIMT_
 
 # The same with every access to memory checked for races, and under AddressSanitizer: test-smoke
 # runs the first case of every op test in one and the last in the other, test-race and test-asan all.
-simt-race simt-asan: $(VENV)/simt
-	PATH="$(abspath $(BIN)):$$PATH" cmake --build build/cmake-* --target $(subst simt-,_simt_,$@)
+# simt-smoke builds both at once, so that the compiler is never idle.
+simt-race: VARIANTS := _simt_race
+simt-asan: VARIANTS := _simt_asan
+simt-smoke: VARIANTS := _simt_race _simt_asan
+simt-race simt-asan simt-smoke: $(VENV)/simt
+	PATH="$(abspath $(BIN)):$$PATH" cmake --build build/cmake-* --target $(VARIANTS)
 
 # By test, so that the workers end together; the tests of one file lie close for what they share.
 SIDE_BY_SIDE := -n $(WORKERS) --dist worksteal
@@ -128,7 +133,7 @@ $(VENV)/nvcc: $(VENV)/serve-deps constraints.txt
 	touch $@
 
 # The disassembler alone, in a folder of its own: pip does not add to one that another wheel made.
-$(VENV)/nvdisasm: $(VENV)/serve-deps constraints.txt
+$(VENV)/nvdisasm: $(VENV)/serve-deps constraints.txt | $(VENV)/nvcc
 	$(BIN)/python tools/cuda_toolkit.py nvdisasm || \
 	  $(PIP) --no-deps --target $(VENV)/cuda/nvdisasm nvidia-cuda-nvdisasm
 	$(BIN)/python tools/cuda_toolkit.py nvdisasm
@@ -146,15 +151,25 @@ serve:
 	  $(if $(MODEL),--model "$(MODEL)") \
 	  $(if $(SPECULATIVE_CONFIG),--speculative-config '$(SPECULATIVE_CONFIG)')
 
+# Gemma 3 270M, a real model in 250 MB: fetched once, under Gemma's terms, which are shown first.
+# ACCEPT_GEMMA_TERMS=yes answers them.
+gemma:
+	$(MAKE) --no-print-directory -j2 $(VENV)/native $(VENV)/serve-deps
+	model=$$($(BIN)/python -m tools.gemma $(if $(filter yes,$(ACCEPT_GEMMA_TERMS)),--accept-terms)) && \
+	  $(MAKE) --no-print-directory serve MODEL="$$model"
+
 # The wheels come in while the compiler works.
 test:
 	$(MAKE) --no-print-directory -j2 $(VENV)/simt $(VENV)/test-deps
 	$(MAKE) --no-print-directory setup
 	$(PYTEST)
 
-test-smoke: simt-race simt-asan $(VENV)/test-deps
-	$(RACE) --smoke simt:first
-	$(ASAN) --smoke simt:last
+# The files that have op tests: reading the others takes longer than running these.
+OP_TESTS = $(shell grep -l 'device: str' tests/test_*.py)
+
+test-smoke: simt-smoke $(VENV)/test-deps
+	$(RACE) --smoke simt:first $(OP_TESTS)
+	$(ASAN) --smoke simt:last $(OP_TESTS)
 
 # Longer proofs, run before a release; CI does not. Every call in the interpreter runs under every
 # schedule here, so the tests of `make test` that have one run again.
@@ -254,7 +269,18 @@ screenshots: setup $(VENV)/test-deps
 docs: $(VENV)/lint-deps
 	$(BIN)/zensical build --strict
 
-lint: setup docs
+# The commands that need no engine as one file, for any machine with Python and nothing else:
+# `python3 build/specops.pyz verify-exactness --url URL`.
+pyz: build/specops.pyz
+
+build/specops.pyz: $(shell find python/specops/cli -name '*.py') python/specops/prompts.py
+	rm -rf build/pyz
+	mkdir -p build/pyz
+	cp python/specops/__main__.py build/pyz
+	cd python && cp --parents specops/__init__.py $(patsubst python/%,%,$^) ../build/pyz
+	$(PYTHON) -m zipapp --compress --python "/usr/bin/env python3" --output $@ build/pyz
+
+lint: docs
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy

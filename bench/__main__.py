@@ -29,6 +29,7 @@ FAMILIES = {
     "machine": "machine",
     "binding": "binding",
     "linear": "dense",
+    "quantized": "quantized",
     "attention": "attention",
     "kv_cache": "kv_cache",
     "latent": "latent",
@@ -39,6 +40,8 @@ FAMILIES = {
     "suffix_tree": "suffix_tree",
     "ngram_propose": "ngram",
     "server": "engine",
+    "start": "start",
+    "accuracy": "accuracy",
     "serving": "serving",
     "lossless": "lossless",
     "mtp_mistakes": "mtp_mistakes",
@@ -78,7 +81,16 @@ GROUPS = {
     "mtp": ("methods", "acceptance"),
 }
 # Minutes each, so apart: `make bench-methods`, `make bench-replay` and the like.
-ON_REQUEST = ("methods", "replay", "replay_whole", "step_costs", "mtp_mistakes", "vllm")
+ON_REQUEST = (
+    "accuracy",
+    "methods",
+    "replay",
+    "replay_whole",
+    "start",
+    "step_costs",
+    "mtp_mistakes",
+    "vllm",
+)
 BUDGET_MINUTES = 20
 
 

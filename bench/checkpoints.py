@@ -9,7 +9,7 @@ import json
 import os
 import shutil
 import subprocess
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -35,6 +35,26 @@ QWEN06: dict[str, Any] = {
     "max_position_embeddings": 4096,
     "rope_theta": 1000000.0,
     "rms_norm_eps": 1e-06,
+    "attention_bias": False,
+    "tie_word_embeddings": True,
+    "bos_token_id": 0,
+    "eos_token_id": 0,
+    "torch_dtype": "bfloat16",
+}
+LLAMA3: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "vocab_size": 128256,
+    "hidden_size": 3072,
+    "num_hidden_layers": 28,
+    "num_attention_heads": 24,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "intermediate_size": 8192,
+    "hidden_act": "silu",
+    "max_position_embeddings": 4096,
+    "rope_theta": 500000.0,
+    "rms_norm_eps": 1e-05,
     "attention_bias": False,
     "tie_word_embeddings": True,
     "bos_token_id": 0,
@@ -132,6 +152,22 @@ def qwen06() -> Checkpoint:
     return Checkpoint("qwen06", path)
 
 
+def llama3() -> Checkpoint:
+    """Random weights in the shape of Llama 3.2 3B, 6.4 GB in several files."""
+    path = WORK / "llama3"
+    if not (path / "config.json").exists():  # which is written last
+        path.mkdir(parents=True, exist_ok=True)
+        where: dict[str, str] = {}
+        for number, weights in enumerate(_random_parts(LLAMA3)):
+            where |= dict.fromkeys(weights, name := f"model-{number:05d}.safetensors")
+            save_file(weights, path / name, metadata={"format": "pt"})
+        index = json.dumps({"weight_map": where})
+        (path / "model.safetensors.index.json").write_text(index)
+        shutil.copy(BUNDLED / "tokenizer.json", path)
+        (path / "config.json").write_text(json.dumps(LLAMA3, indent=1))
+    return Checkpoint("llama3", path)
+
+
 def without_weights(name: str, config: dict[str, object]) -> Checkpoint:
     """A directory for load_format="dummy": config.json, and the tokenizer the engine wants."""
     path = WORK / name
@@ -152,6 +188,11 @@ def decode_bytes(config: dict[str, Any], *, batch: int, kv_len: float) -> float:
 
 
 def _random_weights(config: dict[str, Any]) -> dict[str, torch.Tensor]:
+    return {name: one for part in _random_parts(config) for name, one in part.items()}
+
+
+def _random_parts(config: dict[str, Any]) -> Iterator[dict[str, torch.Tensor]]:
+    """What stands around the layers, then each layer; q_norm and k_norm where a model has them."""
     generator = torch.Generator().manual_seed(0)
 
     def matrix(rows: int, columns: int) -> torch.Tensor:
@@ -163,7 +204,7 @@ def _random_weights(config: dict[str, Any]) -> dict[str, torch.Tensor]:
     queries, keys = (
         head_dim * config[name] for name in ("num_attention_heads", "num_key_value_heads")
     )
-    weights = {
+    yield {
         "model.embed_tokens.weight": matrix(config["vocab_size"], width),
         "model.norm.weight": torch.ones(width).bfloat16(),
     }
@@ -180,15 +221,14 @@ def _random_weights(config: dict[str, Any]) -> dict[str, torch.Tensor]:
         norms = {
             "input_layernorm": width,
             "post_attention_layernorm": width,
-            "self_attn.q_norm": head_dim,
-            "self_attn.k_norm": head_dim,
         }
+        if config["model_type"] == "qwen3":
+            norms |= {"self_attn.q_norm": head_dim, "self_attn.k_norm": head_dim}
         prefix = f"model.layers.{layer}"
-        for name, shape in shapes.items():
-            weights[f"{prefix}.{name}.weight"] = matrix(*shape)
+        weights = {f"{prefix}.{name}.weight": matrix(*shape) for name, shape in shapes.items()}
         for name, size in norms.items():
             weights[f"{prefix}.{name}.weight"] = torch.ones(size).bfloat16()
-    return weights
+        yield weights
 
 
 def _run(script: Path, source: Path, out: Path) -> None:

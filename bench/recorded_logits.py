@@ -44,7 +44,7 @@ def record(device: torch.device, num_rows: int, max_prompt: int) -> Recorded:
     model = load_model(MODEL, device=device)
     logits, following = [], []
     left = num_rows
-    for token_ids in _prompts():
+    for token_ids in prompts(Tokenizer.from_dir(MODEL)):
         rows = min(left, len(token_ids) - 1, max_prompt)
         logits.append(one_step(model, token_ids[:rows]))
         following.append(torch.tensor(token_ids[1 : rows + 1], dtype=torch.int32))
@@ -54,8 +54,8 @@ def record(device: torch.device, num_rows: int, max_prompt: int) -> Recorded:
     raise ValueError(f"record: num_rows must be at most {num_rows - left}, got {num_rows}")
 
 
-def _prompts() -> Iterator[list[int]]:
-    tokenizer = Tokenizer.from_dir(MODEL)
+def prompts(tokenizer: Tokenizer) -> Iterator[list[int]]:
+    """The benches' prompts as tokens."""
     for kind in ("edits", "completions"):
         for prompt in json.loads((BENCH / "prompts" / f"{kind}.json").read_text()):
             yield tokenizer.encode(prompt["text"])

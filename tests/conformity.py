@@ -13,7 +13,7 @@ import socket
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import openai
@@ -494,6 +494,17 @@ def _chat_rows() -> list[Row]:
     def tops(reply: Any) -> list[int]:
         return [len(one.top_logprobs) for one in reply.choices[0].logprobs.content]
 
+    def accepted(reply: Any) -> int:
+        return reply.usage.completion_tokens_details.accepted_prediction_tokens
+
+    def follows_prediction(call: Callable[..., Any]) -> bool:
+        call = partial(call, extra_body={"speculative_config": {"method": "prediction"}})
+        expected = text(call())
+        parts = [{"type": "text", "text": expected[:9]}, {"type": "text", "text": expected[9:]}]
+        told = [call(prediction={"type": "content", "content": one}) for one in (expected, parts)]
+        is_same = [text(one) for one in told] == [expected] * 2
+        return is_same and accepted(call()) == 0 < min(map(accepted, told))
+
     return [
         refused(method, "audio", {"voice": "alloy", "format": "wav"}),
         row("logprobs", True, "of each token",
@@ -507,7 +518,9 @@ def _chat_rows() -> list[Row]:
         without(method, "modalities", ["text"], "there is nothing but text"),
         refused(method, "modalities", ["text", "audio"]),
         refused(method, "moderation", {"model": "omni-moderation-latest"}),
-        refused(method, "prediction", {"type": "content", "content": PROMPT}),
+        row("prediction", {"type": "content", "content": "the text that is expected"},
+            "the same answer, drafted from it", follows_prediction),
+        refused(method, "prediction", {"type": "text", "content": "x"}, named="prediction.type"),
         without(method, "prompt_cache_key", "key", "prompts are found by their tokens"),
         without(method, "prompt_cache_options", {"mode": "implicit"}, "what the cache does"),
         refused(method, "prompt_cache_options", {"mode": "explicit"}),

@@ -48,7 +48,7 @@ def random_speculation(draw: random.Random) -> dict[str, Any]:
         asked["ngram_match"] = draw.choice(["most_recent", "leftmost"])
     if method == "mtp":
         asked["num_model_steps"] = draw.randint(1, min(asked["num_speculative_tokens"], 4))
-        hybrids = [] if asked["tree"] else ["with_ngram", "with_suffix"]
+        hybrids = [] if asked["tree"] else ["with_ngram", "with_suffix", "with_prediction"]
         asked["mtp_strategy"] = draw.choice(["default", *hybrids])
     return asked
 
@@ -91,6 +91,7 @@ def random_params(draw: random.Random, vocab: int, max_tokens: int) -> SamplingP
             )
         ),
         "stop_token_sequences": [[token(), token()], [token()] * 3],
+        "prediction": [token() for _ in range(20)] * 2,
     }
     return SamplingParams(
         max_tokens=max_tokens,
@@ -187,7 +188,7 @@ def run_round(number: int, seed: int, model: str | None, found: Counter[str]) ->
         "device": "cpu",
         "kv_cache_dtype": draw.choice(["auto", "auto", "int8", "fp8_e4m3"]),
         "logprobs_mode": draw.choice(["raw_logprobs", "processed_logprobs"]),
-        "quantization": draw.choice(["none", "none", "wint8"]),
+        "quantization": draw.choice(["none", "none", "wint8", "wint4"]),
         "max_model_len": longest + max_tokens + 1,
     }
     if model:

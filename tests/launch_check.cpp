@@ -2,8 +2,8 @@
 // Launches through csrc/common/launch.cuh as nvcc compiles it, over a CUDA runtime that keeps
 // limits of shared memory as the driver does (tests/fake_cuda), and notes which launches may overlap.
 // Prints what is wrong.
+#include <cstdint>
 #include <cstdio>
-#include <random>
 
 #include "common/launch.cuh"
 
@@ -117,7 +117,8 @@ void threads_never_lower_a_limit() {
   std::vector<std::thread> threads;
   for (int thread = 0; thread < kThreads; ++thread) {
     threads.emplace_back([&refused, thread] {
-      std::minstd_rand random(thread + 1);
+      uint32_t state = thread + 1;
+      auto random = [&state] { return (state = 1664525 * state + 1013904223) >> 8; };
       for (int i = 0; i < kLaunches; ++i) {
         // Rising on the whole, so that the limits are raised throughout.
         size_t bytes = (50 << 10) + 400 * i + random() % 20000;

@@ -336,6 +336,7 @@ def test_a_planted_fault_is_noticed() -> None:
         (torch.float32, 1, (1, 1), 256),
     ],
 )
+@pytest.mark.corners("cpu-*", "simt-dtype0-*", "simt-*-torch.int8")
 def test_rows_are_decode_rows(
     device: str,
     isa: str,

@@ -20,6 +20,7 @@ from specops.cli import main
 from specops.cli.load.answers import Answer
 from specops.cli.load.arrivals import due_times, keep_busy, send_at
 from specops.cli.load.figures import DraftCounts, figures, request_records, spread
+from specops.cli.load.turns import Spread, compare, spread_of
 from specops.prompts import PROMPTS
 
 
@@ -164,6 +165,64 @@ def test_a_server_like_vllm_tells_drafts_by_its_counters(tmp_path: Path) -> None
     assert {body["prompt"] for body in known.bodies} == set(PROMPTS[:4])
 
 
+def test_ratios_are_of_a_round_and_spreads_of_all() -> None:
+    """The machine is half as fast in the second round, for both."""
+    rounds = [
+        ({"output_tokens_per_s": a, "first_token_ms": {"p50": 2.0}}, {"output_tokens_per_s": b})
+        for a, b in ((300.0, 100.0), (150.0, 50.0), (320.0, 100.0), (280.0, 100.0))
+    ]
+    full = {"requests_per_s": 0.0, "per_output_token_ms": None, "whole_ms": None}
+    (row,) = compare([(full | a, full | {"first_token_ms": None} | b) for a, b in rounds])
+    assert row.title == "output tokens/s"
+    assert row.of_each == (Spread(290, 247.5, 305), Spread(100, 87.5, 100))
+    assert row.ratio == Spread(3.0, 2.95, pytest.approx(3.05))
+    assert spread_of([7.0]) == Spread(7, 7, 7)
+
+
+def test_two_servers_take_turns(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    order: list[str] = []
+
+    class Watched(list[dict[str, Any]]):
+        def append(self, body: dict[str, Any]) -> None:
+            super().append(body)
+            order.append(body["user"])
+
+    fast, slow = (Known(gap=gap, bodies=Watched()) for gap in (0.02, 0.04))
+    with known_server(fast), known_server(slow):
+        options = ["--against", slow.url + "/v1", "--rounds", "3", "--requests", "1"]
+        bodies = ["--body", '{"user": "a"}', "--against-body", '{"user": "b"}']
+        names = ["--name", "fast", "--against-name", "slow"]
+        results = bench(fast.url, tmp_path / "a.json", *options, *bodies, *names)
+    assert "".join(order) == "aa" + "bb" + "b" + "a" + "a" + "b", "one to warm each up"
+    assert results["names"] == ["fast", "slow"] and len(results["rounds"]) == 3
+    assert [run["options"]["url"] for run in results["rounds"][1]] == [fast.url, slow.url]
+    figures = results["figures"]["per output token, ms"]
+    times = [
+        [run["figures"]["per_output_token_ms"]["p50"] for run in one] for one in results["rounds"]
+    ]
+    ratio = sorted(a / b for a, b in times)[1]
+    assert figures["ratio"]["middle"] == pytest.approx(ratio)
+    said = capsys.readouterr().out
+    assert "Rounds in turn: 3. " in said and "ratios are fast / slow, each of one round" in said
+
+
+def test_one_server_against_itself_with_other_fields(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with known_server(Known()) as known:
+        options = ("--against-body", '{"user": "b"}', "--model", "other", "--rounds", "1")
+        bench(known.url, tmp_path / "a.json", *options, "--requests", "2", "--warm-up", "0")
+    assert [body.get("user") for body in known.bodies] == [None, None, "b", "b"]
+    assert {body["model"] for body in known.bodies} == {"other"}
+    assert "ratios are other / the other" in capsys.readouterr().out
+    prompts = tmp_path / "prompts.txt"
+    prompts.write_text("yes\nno\n")
+    with known_server(Known()) as good, known_server(Known(refuse=503)) as bad:
+        options = ("--against", bad.url, "--rounds", "1", "--prompt-file", str(prompts))
+        bench(good.url, tmp_path / "a.json", *options, "--requests", "2", code=1)
+    assert "1 requests to the other failed" in capsys.readouterr().out
+
+
 def test_texts_without_usage_and_lines_of_their_own(tmp_path: Path) -> None:
     """U+2028 and U+0085 end lines for Python, but not in a stream."""
     with known_server(Known(tokens=None, text="a\u2028b\x85c", pieces=5)) as known:
@@ -224,6 +283,9 @@ def test_specops_own_server(tmp_path: Path) -> None:
         (["--timeout", "nan"], "--timeout must be above 0, got nan"),
         (["--url", "127.0.0.1"], "--url must begin with http:// or https://, got 127.0.0.1"),
         (["--even"], "--even needs --rate"),
+        (["--against", "there"], "--against must begin with http:// or https://, got there"),
+        (["--against-body", "[]"], "--against-body must be a JSON object, got []"),
+        (["--rounds", "0"], "--rounds must be at least 1, got 0"),
         (["--body", "{"], "--body is not valid JSON"),
         (["--body", "[]"], "--body must be a JSON object, got []"),
         (["--prompt-file", "/nowhere"], "No such file"),

@@ -27,6 +27,7 @@ SMALL: dict[str, dict[str, Any]] = {
         "HEAD": ((96, 32),),
         "SMALL": (32, 16),
     },
+    "quantized": {"COLD_BYTES": 1 << 12, "LAYER": ((64, 128), (32, 256))},
     "attention": {"BATCH": 2, "KV_LEN": 64, "SIZES_8BIT": ((2, 64), (1, 128))},
     "latent": {"KV_LEN": 100, "SIZES": ((4, 2),)},
     "kv_cache": {"PROMPTS": 2, "TOKENS": 40, "NEW_TOKENS": 8, "RANDOM_TOKENS": 100},
@@ -58,6 +59,8 @@ SMALL: dict[str, dict[str, Any]] = {
     "engine": {"MAX_TOKENS": 8},
     "lossless": {"MAX_TOKENS": 8},
     "serving": {"STREAMS": 2, "TOKENS": 8},
+    "accuracy": {"TEXTS": 1, "TOKENS": 20, "GEMMA": Path("nowhere")},
+    "start": {"QUANTIZATIONS": ("wint8",), "STARTS": ("next",)},
     "replay": {
         "PROMPT_TOKENS": 32,
         "NEW_TOKENS": 16,
@@ -71,13 +74,11 @@ SMALL: dict[str, dict[str, Any]] = {
 }
 
 
-def small_qwen() -> dict[str, Any]:
-    """The shape of a model of two small layers, in the place of Qwen3-0.6B."""
-    from bench.checkpoints import QWEN06
-
+def two_layers() -> dict[str, Any]:
+    """What makes a shape one of two small layers."""
     small = {"vocab_size": 4096, "hidden_size": 64, "num_hidden_layers": 2, "head_dim": 64}
     heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "intermediate_size": 64}
-    return {**QWEN06, **small, **heads}
+    return {**small, **heads}
 
 
 @pytest.fixture
@@ -87,7 +88,8 @@ def tiny(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
     for module in (common, checkpoints, suffix_streams):
         monkeypatch.setattr(module, "WORK", tmp_path)
-    monkeypatch.setattr(checkpoints, "QWEN06", small_qwen())
+    for name in ("QWEN06", "LLAMA3"):
+        monkeypatch.setattr(checkpoints, name, {**getattr(checkpoints, name), **two_layers()})
     whole = bench_engine.prompt_token_ids
 
     def prompts(*arguments: Any) -> list[list[int]]:

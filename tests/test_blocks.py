@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Layers that differ in everything, rows that see what follows, and keys made of other states."""
 
-from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,7 @@ from specops.engine.models.blocks.layer import LayerConfig, LayerNames
 from specops.engine.models.blocks.mlp import DenseMlpConfig
 from specops.engine.models.config import ModelConfig
 from specops.engine.models.loader import build
-from specops.engine.models.weights import Checkpoint, RandomWeights
+from specops.engine.models.weights import RandomWeights, WeightSettings
 from test_models import Runner, random_ids
 from test_mtp_models import step_of
 from torch import Tensor
@@ -62,6 +61,8 @@ CONFIG = ModelConfig(
     embedding_scale=3.0,
 )
 
+SETTINGS = WeightSettings(dtype=torch.float32, device=CPU)
+
 
 class Weights(RandomWeights):
     """Random numbers for norms, too."""
@@ -71,7 +72,7 @@ class Weights(RandomWeights):
 
 
 def new_model(layers: tuple[LayerConfig, ...] = LAYERS) -> Transformer:
-    weights = Weights(torch.float32, CPU)
+    weights = Weights(SETTINGS)
     return build(replace(CONFIG, layers=layers), weights, torch.float32, CONFIG.max_model_len)
 
 
@@ -79,7 +80,7 @@ class Slow:
     """The same in plain torch."""
 
     def __init__(self, dtype: torch.dtype, config: ModelConfig = CONFIG) -> None:
-        self.weights, self.dtype = Weights(torch.float32, CPU), dtype
+        self.weights, self.dtype = Weights(SETTINGS), dtype
         self.config = config
 
     def linear(self, x: Tensor, name: str, outputs: int) -> Tensor:
@@ -248,9 +249,8 @@ def latent_model(directory: Path, **changes: Any) -> tuple[Transformer, Any]:
     )
     layer = LayerConfig(attention=attention, mlp=DenseMlpConfig(width=96))
     config = replace(CONFIG, hidden_size=64, layers=(layer,) * 3, embedding_scale=1.0)
-    with ExitStack() as stack:
-        source = Checkpoint(directory, torch.float32, CPU, stack)
-        return build(config, source, torch.float32, 256), theirs
+    source = SETTINGS.open(directory)
+    return build(config, source, torch.float32, 256), theirs
 
 
 @pytest.mark.parametrize(

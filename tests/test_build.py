@@ -22,6 +22,12 @@ SETS = [
 ]
 
 
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Configured by all tests of a process in turn, so that CMake looks at the compiler once."""
+    return tmp_path_factory.mktemp("build")
+
+
 def configure(folder: Path, isas: str, source: Path = ROOT) -> subprocess.CompletedProcess[str]:
     path = os.pathsep.join([str(BIN), os.environ["PATH"]])
     if shutil.which("cmake", path=path) is None or shutil.which("ninja", path=path) is None:
@@ -53,16 +59,16 @@ def test_the_default_follows_from_what_the_cpu_says() -> None:
     assert default_isa() == isas[-1]
 
 
-def test_native_is_what_this_machine_runs_best_and_portable(tmp_path: Path) -> None:
+def test_native_is_what_this_machine_runs_best_and_portable(folder: Path) -> None:
     """What `make serve` compiles: a build with fewer sets makes the choice of one with all."""
-    done = configure(tmp_path, "native")
+    done = configure(folder, "native")
     assert done.returncode == 0, done.stderr
     best = default_isa()
     chosen = [best] if best == "portable" else [best, "portable"]
     if best == "amx":  # lent by it: all but linear
         chosen.insert(1, "avx512_bf16")
     assert f"-- Instruction sets: {';'.join(chosen)}\n" in done.stdout
-    built = (tmp_path / "build.ninja").read_text()
+    built = (folder / "build.ninja").read_text()
     for isa in SETS:
         linear = "linear_amx_cpu" if isa == "amx" else "linear_cpu"
         assert (f"specops_{isa}.dir/csrc/dense/{linear}.cpp.o:" in built) == (isa in chosen)
@@ -80,8 +86,8 @@ def test_the_sets_of_this_kind_of_cpu() -> None:
 
 
 @pytest.mark.parametrize("isas,message", [("avx9;portable", "among"), ("avx2", "must have")])
-def test_wrong_sets_are_refused(tmp_path: Path, isas: str, message: str) -> None:
-    done = configure(tmp_path, isas)
+def test_wrong_sets_are_refused(folder: Path, isas: str, message: str) -> None:
+    done = configure(folder, isas)
     assert done.returncode != 0
     told = " ".join(done.stderr.split())
     assert "SPECOPS_ISAS must" in told and message in told and f"got {isas}" in told

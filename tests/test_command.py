@@ -18,7 +18,7 @@ import specops
 from specops.cli import COMMANDS, main
 
 ROOT = Path(__file__).resolve().parent.parent
-EXTRA = ("aiohttp", "rich", "prometheus_client")
+EXTRA = ("aiohttp", "rich")
 
 
 def python(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -46,7 +46,9 @@ def test_help_is_there_at_once() -> None:
         assert f"  {name} " in done.stdout and command.summary in done.stdout
 
 
-@pytest.mark.parametrize("module", ["specops", "specops.cli", "specops.cli.plot"])
+@pytest.mark.parametrize(
+    "module", ["specops", "specops.cli", "specops.cli.plot", "specops.cli.lossless.command"]
+)
 def test_it_imports_neither_torch_nor_numpy(module: str) -> None:
     code = f"import sys, {module}; print('torch' in sys.modules, 'numpy' in sys.modules)"
     assert python("-c", code).stdout == "False False\n"
@@ -96,6 +98,8 @@ PARSERS = {
     "serve": ("specops.cli.serve", "_parser"),
     "complete": ("specops.cli.complete", "_parser"),
     "verify-exactness": ("specops.cli.exactness", "_parser"),
+    "verify-exactness --url": ("specops.cli.lossless.command", "_parser"),
+    "models": ("specops.cli.models", "_parser"),
     "contract": ("specops.cli.serve", "_contract_parser"),
     "bench": ("specops.cli.bench", "_parser"),
     "plot": ("specops.cli.plot", "_parser"),
@@ -106,7 +110,8 @@ PARSERS = {
 def test_documented_lines_are_understood(words: list[str]) -> None:
     if words[0] == "bench":
         need_the_extra()
-    module, name = PARSERS[words[0]]
+    asks_server = words[:2] == ["verify-exactness", "--url"]
+    module, name = PARSERS["verify-exactness --url" if asks_server else words[0]]
     getattr(import_module(module), name)("specops").parse_args(words[1:])
 
 

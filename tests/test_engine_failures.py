@@ -30,8 +30,10 @@ from specops.engine.drafters import Drafter, DrafterStep
 from specops.engine.drafters.ngram import _NgramStep
 from specops.engine.drafters.recurrent import RecurrentStep
 from specops.engine.drafters.suffix import SuffixDrafter
+from specops.engine.drafting import Drafting
 from specops.engine.models import Transformer
 from specops.engine.outputs import PromptLogprobs
+from specops.engine.plan import Plan
 from specops.engine.prompt_logprobs import PromptScorer
 from specops.engine.request import Request
 from specops.engine.scheduling.scheduler import Scheduler
@@ -513,6 +515,28 @@ def test_scores_of_prompts_that_cannot_be_computed(
     assert_equal(rest, plain, but=tuple(wanted))
 
 
+def test_scores_of_one_prompt_that_cannot_be_computed(
+    model_dir: Path, plain: list[Completion], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Others whose rows are scored with it are scored without it."""
+    engine = make(model_dir, NAIVE)
+    shared: list[int] = []
+
+    def has_victims(_: Any, tile: Any, *__: Any) -> bool:
+        requests = [engine._requests[piece.request_id] for piece in tile]
+        found = any(is_victim(None, request) for request in requests)
+        shared.append(found * len(tile))
+        return found
+
+    scores = Planted(PromptScorer._scores, has_victims, times=10**9)
+    monkeypatch.setattr(PromptScorer, "_scores", scores)
+    found = run(engine, lambda index: METHODS["ngram"])
+    assert max(shared) > 1 and not found.failures
+    failed = found.done.pop(VICTIM)
+    assert failed.error == "ZeroDivisionError: planted"
+    assert_equal(found.done, plain, but=(VICTIM,))
+
+
 def test_tables_that_moved_while_a_request_failed(
     model_dir: Path, plain: list[Completion], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -569,6 +593,65 @@ def test_a_fault_of_the_device_ends_the_requests_of_its_step(
     assert 0 < len(gone) < NUM and len(found.done) == NUM - len(gone)
     assert_equal(found.done, plain, but=gone)
     assert_equal(run(engine, lambda index: METHODS[method]).done, plain)
+
+
+PLANNERS = [(Scheduler, "decoding"), (Drafting, "select"), (Scheduler, "schedule")]
+
+
+@pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
+@pytest.mark.parametrize(
+    "owner,name", PLANNERS, ids=lambda value: getattr(value, "__name__", value)
+)
+def test_a_step_that_cannot_be_planned_ends_who_runs(
+    model_dir: Path,
+    plain: list[Completion],
+    monkeypatch: pytest.MonkeyPatch,
+    owner: type,
+    name: str,
+    after: bool,
+) -> None:
+    """Whoever has a slot or has lost it in the plan; those who wait go on."""
+    for at in (4, 9, 17):
+        with monkeypatch.context() as patch:
+            engine = make(model_dir, NAIVE)
+            planted = Planted(getattr(owner, name), at=at, after=after)
+            patch.setattr(owner, name, planted)
+            found = run(engine, lambda index: METHODS["mtp+suffix"])
+            (failure,) = found.failures
+            assert planted.num_raised == 1 and "a step failed: ZeroDivision" in str(failure)
+            assert isinstance(failure.__cause__, ZeroDivisionError) and failure.outputs
+            assert {one.finish_reason for one in failure.outputs} == {"error"}
+            gone = tuple(i for i in range(NUM) if found.outputs[i][-1].finish_reason == "error")
+            assert 0 < len(gone) < NUM and len(found.done) == NUM - len(gone)
+            assert_equal(found.done, plain, but=gone)
+            assert_equal(run(engine, lambda index: METHODS["mtp+suffix"]).done, plain)
+
+
+def test_who_lost_a_slot_in_a_plan_that_is_lost_ends(
+    model_dir: Path,
+    plain: list[Completion],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Drafters have not heard of it when the plan fails."""
+    engine = make(model_dir, NAIVE, num_pages=10)
+    schedule, raised = Scheduler.schedule, 0
+
+    def failing(self: Scheduler) -> Plan:
+        nonlocal raised
+        plan = schedule(self)
+        if plan.stopped and not raised:
+            raised += 1
+            raise ZeroDivisionError("planted")
+        return plan
+
+    monkeypatch.setattr(Scheduler, "schedule", failing)
+    found = run(engine, lambda index: METHODS["mtp+suffix"])
+    assert raised == len(found.failures) == 1
+    gone = tuple(i for i in range(NUM) if found.outputs[i][-1].finish_reason == "error")
+    assert 0 < len(gone) < NUM
+    assert_equal(found.done, plain, but=gone)
+    assert engine._drafting.num_failures == 0 and len(caplog.records) == 0
 
 
 def test_an_interrupt_goes_on_and_leaves_the_engine_whole(

@@ -19,6 +19,7 @@ import pytest
 import specops
 import torch
 from specops import _C, attention, batching, dense, ngram, reference, runtime, sampling, torch_ops
+from specops.quantization import quantize_weight
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -55,7 +56,7 @@ def fields_apart(arguments: dict[str, Any]) -> dict[str, Any]:
     apart = {}
     for name, value in arguments.items():
         if isinstance(value, dense.PackedWeight):
-            fields = list(value._asdict().items())[:6]
+            fields = list(value._asdict().items())[:11]
             apart |= {f"{name}_{field}": of for field, of in fields}
         else:
             apart[name] = value
@@ -285,9 +286,8 @@ def gelu_tanh_mul() -> dict[str, Any]:
 
 def pack_weight() -> dict[str, Any]:
     return {
-        "weight": torch.zeros(5, 4, dtype=torch.int8),
-        "scales": torch.zeros(5),
-        "packed": torch.zeros(1, 2, 32, dtype=torch.int8),
+        "weight": torch.zeros(5, 4),
+        "packed": torch.zeros(1, 4, 16),
         "activation": None,
     }
 
@@ -576,7 +576,6 @@ def test_the_good_calls_are_good(name: str) -> None:
             needed |= NEEDED_IN_COMMIT if name == "commit" else set()
             # The mask by its starts, values by keys that are no latents.
             needed |= {"mask", "v_cache"} if name == "append_attention" else set()
-            needed |= {"scales"} if name == "pack_weight" else set()  # codes have some
             if not together and argument not in needed:
                 getattr(_C, name)(*without.values())
         if kind == FIELDS:
@@ -619,9 +618,13 @@ def test_wrong_field(name: str, field: str, wrong: str) -> None:
 
 
 @pytest.mark.parametrize("wrong", [wrong for wrong in WRONG if wrong != "none"])
-@pytest.mark.parametrize("field", ["data", "scales"])
+@pytest.mark.parametrize("field", ["data", "scales", "offsets", "input_order", "code_values"])
 def test_wrong_field_of_a_weight(field: str, wrong: str) -> None:
-    weight = dense.quantize_weight(torch.zeros(5, 4))
+    codes = quantize_weight(torch.zeros(5, 4), kind="int4", group=32)
+    table, order = torch.zeros(16, dtype=torch.int8), torch.arange(4, dtype=torch.int32)
+    weight = dense.pack_weight(
+        codes._replace(offsets=codes.scales, code_values=table, input_order=order)
+    )
     change, got = WRONG[wrong]
     changed = weight._replace(**{field: change(getattr(weight, field))})
     with pytest.raises(ValueError) as caught:
@@ -631,25 +634,32 @@ def test_wrong_field_of_a_weight(field: str, wrong: str) -> None:
 
 @pytest.mark.parametrize("kind", ["plain", "int8"])
 def test_fields_of_a_weight_agree(kind: str) -> None:
-    packed = {"plain": dense.pack_weight, "int8": dense.quantize_weight}
-    weight, other = packed.pop(kind)(torch.zeros(5, 4)), packed.popitem()[1](torch.zeros(5, 4))
+    zeros = torch.zeros(5, 4)
+    both = [dense.pack_weight(zeros), dense.pack_weight(quantize_weight(zeros))]
+    weight, other = both if kind == "plain" else both[::-1]
     x, out = torch.zeros(3, 4), torch.zeros(3, 5)
     _C.linear(x, weight, None, out, None)
+    names = "'plain' or 'int8' or 'int4' or 'fp8'"
     for changes, words in [
-        ({"kind": "int4"}, r"weight\.kind must be 'plain' or 'int8', got 'int4'"),
-        ({"kind": 8}, r"weight\.kind must be 'plain' or 'int8', got 8"),
-        ({"kind": other.kind}, r"weight\.data must be "),
+        ({"kind": "int5"}, rf"weight\.kind must be {names}, got 'int5'"),
+        ({"kind": 8}, rf"weight\.kind must be {names}, got 8"),
+        ({"kind": other.kind, "activations": other.activations}, r"weight\.data must be "),
+        ({"activations": other.activations}, r"weight\.activations must be '.*', got '"),
+        ({"group": 8}, r"weight\.group must be .*, got 8"),
+        ({"input_order": zeros[0].int() - 1}, r"weight\.input_order must be .*, got "),
+        ({"offsets": zeros}, r"weight\.offsets must be None of this kind, got "),
+        ({"code_values": zeros}, r"weight\.code_values must be None of this kind, got "),
         ({"data": other.data}, r"weight\.data must be "),
         ({"data": None}, r"weight\.data must be .*, got None"),
         ({"scales": other.scales}, r"weight\.scales must be .*, got "),
-        ({"num_outputs": 17}, r"weight\.data must be "),
-        ({"num_inputs": 6}, r"weight\.data must be "),
+        ({"num_outputs": 77}, r"weight\.data must be "),
+        ({"num_inputs": 60}, r"weight\.data must be "),
         ({"activation": "relu"}, r"weight\.activation must be .*, got 'relu'"),
         ({"activation": "silu"}, r"weight\.num_outputs must be gates and as many ups, got 5"),
     ]:
         with pytest.raises(ValueError, match=f"^linear: {words}"):
             _C.linear(x, weight._replace(**changes), None, out, None)
-    for whole in (None, (), tuple(weight)[:5], list(weight), weight.data):
+    for whole in (None, (), tuple(weight)[:10], list(weight), weight.data):
         with pytest.raises(ValueError, match=r"^linear: weight must be a PackedWeight, got"):
             _C.linear(x, whole, None, out, None)
 

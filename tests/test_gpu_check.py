@@ -8,8 +8,11 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+from conftest import keep_smoke
 
 from bench import common
 from bench.__main__ import CUDA_FAMILIES
@@ -264,19 +267,32 @@ def test_where_results_go(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_smoke_takes_two_cases_of_a_test() -> None:
-    def cases_of(wanted: str) -> list[str]:
-        arguments = ["-m", "pytest", "--collect-only", "--smoke", wanted, "tests/test_dense.py"]
-        done = subprocess.run(
-            [sys.executable, *arguments], cwd=ROOT, capture_output=True, text=True, check=True
+    def case(test: str, index: int, device: str, *marks: str) -> Any:
+        return SimpleNamespace(
+            nodeid=f"tests/test_x.py::{test}[{index}]",
+            callspec=SimpleNamespace(params={"device": device}),
+            get_closest_marker=lambda name: name in marks or None,
         )
-        return [line for line in done.stdout.splitlines() if "::" in line]
 
-    cases = cases_of("cpu")
-    by_test = {case.split("[")[0] for case in cases}
-    assert len(by_test) > 5 and len(by_test) <= len(cases) <= 2 * len(by_test)
-    assert all("simt" not in case and "cuda" not in case for case in cases)
-    first, last = cases_of("cpu:first"), cases_of("cpu:last")
-    assert len(first) == len(last) == len(by_test) and {*first, *last} == {*cases}
+    cases = [case("many", i, device) for i in range(4) for device in ("cpu", "simt", "cuda")]
+    cases += [case("one", 0, "cpu"), case("one", 1, "cpu", "prove"), case("other", 0, "simt")]
+    cases.append(
+        SimpleNamespace(nodeid="tests/test_x.py::plain", get_closest_marker=lambda _: None)
+    )
+    dropped: list[Any] = []
+
+    def kept(wanted: str) -> list[str]:
+        items = list(cases)
+        hook = SimpleNamespace(pytest_deselected=lambda items: dropped.extend(items))
+        config: Any = SimpleNamespace(getoption=lambda _: wanted, hook=hook)
+        keep_smoke(config, items)
+        return [item.nodeid.split("::")[1] for item in items]
+
+    assert kept("cpu") == ["many[0]", "many[3]", "one[0]"]
+    assert len(dropped) == len(cases) - 3
+    assert kept("cpu:first") == ["many[0]", "one[0]"]
+    assert kept("simt:last") == ["many[3]", "other[0]"]
+    assert kept("") == [item.nodeid.split("::")[1] for item in cases]
 
 
 # Built modules that are brought along

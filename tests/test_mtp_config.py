@@ -98,8 +98,8 @@ def test_where_modules_come_from_and_who_asks_for_them(tmp_path: Path) -> None:
         tiny_engine(target, method="MTP", num_speculative_tokens=3, model=str(drafts)),
         tiny_engine(target, method="suffix", num_speculative_tokens=9, model=str(drafts)),
     ):
-        assert engine.runnable_methods == ("naive", "ngram", "suffix", "mtp")
-        assert engine.missing_methods == {}
+        assert engine.runnable_methods == ("naive", "ngram", "suffix", "mtp", "prediction")
+        assert "mtp" not in engine.missing_methods
         assert outcome(engine, **own) == expected
 
 
@@ -257,7 +257,7 @@ def test_a_draft_vocabulary_for_no_modules(
 def test_a_request_for_modules_that_are_not_there(bare: Path) -> None:
     """Refused with the reason, which names no path of the server's."""
     engine = tiny_engine(bare, methods=("all",))
-    assert engine.runnable_methods == ("naive", "ngram", "suffix")
+    assert engine.runnable_methods == ("naive", "ngram", "suffix", "prediction")
     with pytest.raises(ValueError, match="the checkpoint holds no MTP weights"):
         engine.add_request([1], SamplingParams(), speculative_config={"method": "mtp"})
     with serving(engine) as served:
@@ -269,12 +269,12 @@ def test_a_request_for_modules_that_are_not_there(bare: Path) -> None:
                 error = answer.json()["error"]
                 assert error["param"] == "speculative_config"
                 assert error["message"].startswith(
-                    'method "mtp" cannot run in this engine, which has naive, ngram, suffix: '
-                    "the checkpoint holds no MTP weights"
+                    'method "mtp" cannot run in this engine, which has naive, ngram, suffix, '
+                    "prediction: the checkpoint holds no MTP weights"
                 )
                 assert str(bare) not in error["message"]
         card = httpx.get(f"{served.url}/v1/models").json()["data"][0]
-        assert card["methods"] == ["naive", "ngram", "suffix"]
+        assert card["methods"] == ["naive", "ngram", "suffix", "prediction"]
 
 
 def test_modules_of_a_kind_that_does_not_run(whole: Tiny, tmp_path: Path) -> None:

@@ -490,7 +490,7 @@ def test_random_weights_need_no_file_but_the_configuration(tmp_path: Path) -> No
     make_mtp_checkpoint(tmp_path, "deepseek_v3", 2)
     (tmp_path / "model.safetensors").unlink()
     model = load_model(tmp_path, load_format="dummy")
-    assert load_mtp(model, tmp_path, load_format="dummy").num_modules == 2
+    assert load_mtp(model, tmp_path).num_modules == 2
 
 
 def test_random_weights_are_the_same_whenever_they_are_read(tmp_path: Path) -> None:
@@ -501,7 +501,7 @@ def test_random_weights_are_the_same_whenever_they_are_read(tmp_path: Path) -> N
     path = tmp_path / "draft_vocab.safetensors"
     save_file({"d2t": kept - torch.arange(len(kept))}, path)
     model = load_model(tmp_path, load_format="dummy")
-    modules = load_mtp(model, tmp_path, draft_vocab=path, load_format="dummy")
+    modules = load_mtp(model, tmp_path, draft_vocab=path)
     states = torch.randn(3, 64)
     assert torch.equal(modules.logits(states), model.logits(states)[:, kept])
     first, other = model.layers[0].mlp.weights[0], modules.layers[0].mlp.weights[0]

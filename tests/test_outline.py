@@ -4,6 +4,7 @@
 
 import json
 import random
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -119,19 +120,19 @@ def test_outcomes_are_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     assert num_long > 100
 
 
-@pytest.mark.parametrize(
-    "body",
-    [
-        {"prompt": [i % 1000 for i in range(600_000)]},
-        {"prompt": [[i % 1000 for i in range(600_000)]]},
-        {"prompt": "a", "bad_words": [f"w,{i}" for i in range(300_000)]},
-        {"prompt": "a", "bad_words_token_ids": [[i, 1] for i in range(300_000)]},
-        {"prompt": "a", "allowed_token_ids": list(range(400_000))},
-        {"prompt": "a", "logit_bias": {str(i): 1 for i in range(300_000)}},
-    ],
-    ids=lambda body: next(name for name in reversed(body)),
-)
-def test_long_lists_are_not_made(monkeypatch: pytest.MonkeyPatch, body: dict[str, Any]) -> None:
+LONG_LISTS: dict[str, Callable[[], Any]] = {
+    "prompt": lambda: [i % 1000 for i in range(600_000)],
+    "prompts": lambda: [[i % 1000 for i in range(600_000)]],
+    "bad_words": lambda: [f"w,{i}" for i in range(300_000)],
+    "bad_words_token_ids": lambda: [[i, 1] for i in range(300_000)],
+    "allowed_token_ids": lambda: list(range(400_000)),
+    "logit_bias": lambda: {str(i): 1 for i in range(300_000)},
+}
+
+
+@pytest.mark.parametrize("name", LONG_LISTS)
+def test_long_lists_are_not_made(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    body = {"prompt": "a", name.replace("prompts", "prompt"): LONG_LISTS[name]()}
     lengths = []
 
     def loads(text: str, **options: Any) -> Any:

@@ -432,7 +432,7 @@ def test_captured_steps_share(
             assert watched.run() == expected
         assert "replay" in device.log
         steps = watched.engine._runner._memory._steps.items()
-        levels = {shape.prefix_levels for shape, step in steps if step.is_captured}
+        levels = {shape.prefix_levels for shape, step in steps if step.replay}
         assert 2 in levels
         groups = {plan.prefixes.lens.tobytes() for plan in watched.shared if plan.prefixes}
         assert len(groups) > len(levels)

@@ -1,19 +1,49 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Weights in 8-bit codes: the codes, and `linear` of them, which has its reference's bits."""
+"""Weights as codes: how they are made, and `linear` of them, which has its reference's bits."""
 
 import re
 from collections.abc import Callable
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 import specops
 import torch
 from conftest import every_isa
-from specops import dense, reference
+from specops import dense, quantization, reference
+from specops.quantization import QuantizedWeight, dequantize_weight, quantize_weight
 from torch import Tensor
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 ACTIVATIONS = ("silu", "gelu_tanh")
+
+
+class Case(NamedTuple):
+    """A kind of weight, and how rows are rounded for it."""
+
+    kind: str = "int8"
+    group: int = 0
+    activations: str = "int16"
+    offsets: bool = False
+    table: bool = False
+    order: bool = False
+
+
+BY_OUTPUT = Case()  # which CUDA kernels have, too
+INTEGERS = [
+    BY_OUTPUT,
+    Case("int8", 128),
+    Case("int8", 16, offsets=True, order=True),
+    Case("int8", 0, "int8"),
+    Case("int8", 64, "int8", offsets=True),
+    Case("int4", 128, "int8"),
+    Case("int4", 32, "int8", offsets=True, order=True),
+    Case("int4", 16, "int8", table=True),
+    Case("int4", 0, "int8", offsets=True),
+    Case("int4", 96, "int16", offsets=True),
+    Case("int4", 128, "int16", table=True, order=True),
+]
+FP8 = [Case("fp8", 0, "float"), Case("fp8", 128, "float", order=True)]
 
 
 @pytest.fixture
@@ -25,83 +55,152 @@ def row_dtype(request: pytest.FixtureRequest, on_cuda: bool) -> torch.dtype:
     return dtype
 
 
-def make(
-    device: str, rows: int, num_inputs: int, num_outputs: int, dtype: torch.dtype
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Rows, codes of the full range, scales and a bias."""
+@pytest.fixture
+def has_kernel(request: pytest.FixtureRequest, on_cuda: bool) -> None:
+    """Skips what CUDA has no kernel for; `test_what_cuda_lacks_is_refused` says that it refuses."""
+    if on_cuda and request.node.callspec.params["case"] != BY_OUTPUT:
+        pytest.skip("CUDA has int8 with a scale for each output")
+
+
+def make_rows(device: str, rows: int, num_inputs: int, dtype: torch.dtype) -> Tensor:
     x = torch.randn(rows, num_inputs) * torch.randn(rows, num_inputs).exp()
-    codes = torch.randint(-127, 128, (num_outputs, num_inputs), dtype=torch.int8)
-    scales, bias = torch.rand(num_outputs) / 100, torch.randn(num_outputs)
-    return x.to(dtype).to(device), codes.to(device), scales.to(device), bias.to(dtype).to(device)
+    return x.to(dtype).to(device)
+
+
+def make_weight(case: Case, device: str, num_outputs: int, num_inputs: int) -> QuantizedWeight:
+    """Codes of the full range."""
+    shape, groups = (num_outputs, num_inputs), quantization.num_groups(num_inputs, case.group)
+    if case.kind == "fp8":
+        codes = (torch.randn(shape) * 20).to(torch.float8_e4m3fn)
+    elif case.kind == "int8":
+        codes = torch.randint(-128, 128, shape, dtype=torch.int8)
+    else:
+        codes = torch.randint(0, 16, shape, dtype=torch.uint8)
+    of_blocks = case.kind == "fp8" and case.group
+    scales = torch.rand(-(-num_outputs // 128) if of_blocks else num_outputs, groups) / 100
+    offsets = torch.randn(num_outputs, groups) / 20
+    table = torch.randint(-128, 128, (16,), dtype=torch.int8)
+    order = torch.randperm(num_inputs).int()
+    return QuantizedWeight(
+        case.kind,
+        codes.to(device),
+        scales.to(device),
+        offsets.to(device) if case.offsets else None,
+        case.group,
+        table.to(device) if case.table else None,
+        order.to(device) if case.order else None,
+    )
+
+
+def make(
+    case: Case, device: str, rows: int, num_inputs: int, num_outputs: int, dtype: torch.dtype
+) -> tuple[Tensor, QuantizedWeight, Tensor]:
+    """Rows, a weight and a bias."""
+    x = make_rows(device, rows, num_inputs, dtype)
+    bias = torch.randn(num_outputs).to(dtype).to(device)
+    return x, make_weight(case, device, num_outputs, num_inputs), bias
 
 
 # codes and scales
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("kind,group", [("int8", 0), ("int8", 32), ("int4", 0), ("int4", 64)])
 @pytest.mark.parametrize("num_outputs,num_inputs", [(0, 5), (3, 0), (1, 1), (40, 77), (16, 256)])
-def test_codes(dtype: torch.dtype, num_outputs: int, num_inputs: int) -> None:
-    """Strided rows, too, and in parts."""
+def test_codes(
+    dtype: torch.dtype, kind: str, group: int, num_outputs: int, num_inputs: int
+) -> None:
+    """Of strided rows, too."""
     wide = torch.full((num_outputs, num_inputs + 3), torch.nan, dtype=dtype)
     weight = wide[:, 1:-2]
     weight.copy_(torch.randn(num_outputs, num_inputs))
-    packed = dense.quantize_weight(weight, activation=None)
-    assert packed.kind == "int8" and packed.scales is not None
+    got = quantize_weight(weight, kind=kind, group=group)
+    quantization.check_quantized("test", got)
+    assert dense.pack_weight(got).kind == got.kind == kind
     if num_inputs == 0:
-        assert not packed.scales.any()
+        assert not got.scales.any()
         return
-    codes, scales = reference.quantize_weight(weight)
-    assert torch.equal(packed.scales, scales)
-    assert torch.equal(packed.data, dense.pack_weight(codes, scales=scales).data)
-    assert num_outputs == 0 or codes.abs().amax() == 127
+    want = reference.quantize_weight(weight, kind=kind, group=group)
+    assert torch.equal(got.codes, want.codes) and torch.equal(got.scales, want.scales)
+    values = got.codes.int() - (8 if kind == "int4" else 0)
+    most = {"int8": 127, "int4": 7}[kind] + (group > 0)
+    assert num_outputs == 0 or most - 1 <= values.abs().amax() <= most
 
 
-def test_a_large_weight_is_rounded_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    weight = torch.randn(50, 60)
-    whole = dense.quantize_weight(weight)
-    monkeypatch.setattr(dense, "_QUANTIZED_AT_ONCE", 7 * 60)
-    parts = dense.quantize_weight(weight)
-    assert torch.equal(parts.data, whole.data)
-    assert parts.scales is not None and whole.scales is not None
-    assert torch.equal(parts.scales, whole.scales)
-
-
-def dequantized(packed: dense.PackedWeight) -> Tensor:
-    """What `linear` makes of the unit rows: an output's code times its scale."""
-    return dense.linear(torch.eye(packed.num_inputs), packed).T
+def test_a_large_weight_is_worked_on_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    weight = torch.randn(300, 60)
+    whole = quantize_weight(weight, kind="int4", group=32)
+    values = dequantize_weight(whole)
+    monkeypatch.setattr(quantization, "_AT_ONCE", 7 * 60)
+    parts = quantize_weight(weight, kind="int4", group=32)
+    assert torch.equal(parts.codes, whole.codes) and torch.equal(parts.scales, whole.scales)
+    assert torch.equal(dequantize_weight(parts), values)
 
 
 def test_codes_by_hand() -> None:
     """Ties go away from zero; scales are rounded, and codes made of the scale before that."""
     weight = torch.tensor([[127.0, 0.5, -0.5, 2.5, -126.5, 126.49, 0.4999, -1.0]])
-    packed = dense.quantize_weight(weight)
-    codes = torch.tensor([[127.0, 1, -1, 3, -127, 126, 0, -1]])
-    assert packed.scales is not None and packed.scales.tolist() == [1.0]
-    assert torch.equal(dequantized(packed), codes)
+    q = quantize_weight(weight)
+    assert q.scales.tolist() == [[1.0]] and q.codes.tolist() == [[127, 1, -1, 3, -127, 126, 0, -1]]
     peak = torch.tensor([[1.0078125, 0.50390625]]).bfloat16()  # its 127th is no bfloat16
-    packed = dense.quantize_weight(peak)
+    q = quantize_weight(peak)
     scale = (peak[0, 0].float() / 127).bfloat16().float()
-    assert packed.scales is not None and packed.scales.item() == scale != peak[0, 0].float() / 127
-    assert torch.equal(dequantized(packed), torch.tensor([[127.0, 64.0]]) * scale)
+    assert q.scales.item() == scale != peak[0, 0].float() / 127
+    assert q.codes.tolist() == [[127, 64]]
+    q = quantize_weight(torch.tensor([[7.0, 0.5, -6.5, 1.49, -0.2]]), kind="int4")
+    assert q.scales.item() == 1 and (q.codes.int() - 8).tolist() == [[7, 1, -7, 1, 0]]
 
 
-def test_outputs_without_a_scale() -> None:
+def test_codes_of_groups_by_hand() -> None:
+    """Ties go to even, and -8 is a code; a group's scale is made of its own weights alone."""
+    weight = torch.zeros(1, 36)
+    weight[0, :6] = torch.tensor([-8.0, 6.5, 0.5, 1.5, -2.5, 7.4])
+    weight[0, 32:] = torch.tensor([14.0, -15.0, 3.0, 0.0])
+    q = quantize_weight(weight, kind="int4", group=32)
+    assert q.scales.tolist() == [[7.4000000954 / 7, 2.0]] or q.scales[0, 1] == 2.0
+    assert (q.codes[0, 32:].int() - 8).tolist() == [7, -8, 2, 0]  # -7.5 to -8, 1.5 to 2
+    q = quantize_weight(weight[:, :5], kind="int4", group=32)
+    assert q.scales.item() == 1.0 and (q.codes[0].int() - 8).tolist() == [-8, 6, 0, 2, -2]
+    q = quantize_weight(-torch.ones(1, 32), kind="int8", group=32)
+    assert q.scales.item() == 1 / 128 and (q.codes == -128).all()
+
+
+@pytest.mark.parametrize("kind,group", [("int8", 0), ("int4", 32)])
+def test_outputs_without_a_scale(kind: str, group: int) -> None:
     """All zeros are zeros; what has no largest number makes NaN of its output alone."""
     weight = torch.randn(5, 20)
     weight[1], weight[2, 3], weight[3, 7] = 0, torch.inf, torch.nan
-    packed = dense.quantize_weight(weight)
-    got = dense.linear(torch.randn(4, 20), packed)
-    assert packed.scales is not None and packed.scales[1] == 0
+    q = quantize_weight(weight, kind=kind, group=group)
+    got = dense.linear(torch.randn(4, 20), dense.pack_weight(q))
+    assert q.scales[1] == 0
     assert (got[:, 1] == 0).all() and got[:, 2:4].isnan().all() and got[:, ::4].isfinite().all()
+
+
+@pytest.mark.parametrize("case", [*INTEGERS, *FP8], ids=str)
+def test_what_codes_stand_for(case: Case) -> None:
+    """As the reference has it, and, but for the rounding of rows, as `linear` does."""
+    q = make_weight(case, "cpu", 150, 200)
+    weight = dequantize_weight(q)
+    assert torch.equal(weight, reference.dequantize_weight(q))
+    assert torch.equal(dequantize_weight(q, torch.bfloat16), weight.bfloat16())
+    ones = torch.eye(200)[::7]
+    got = dense.linear(ones, dense.pack_weight(q, activations=case.activations))
+    apart = q._replace(offsets=None), q._replace(scales=torch.zeros_like(q.scales))
+    sizes = sum(dequantize_weight(one).abs() for one in apart)
+    assert ((got.T - weight[:, ::7]).abs() <= 4 * 2.0**-24 * sizes[:, ::7]).all()
 
 
 # linear: the reference's bits on every device and instruction set
 
 
+@pytest.mark.usefixtures("has_kernel")
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(
-    "rows,num_inputs,num_outputs",
-    [
+@pytest.mark.parametrize("case", INTEGERS, ids=str)
+def test_bits_are_the_references(
+    device: str, isa: str, row_dtype: torch.dtype, dtype: torch.dtype, case: Case
+) -> None:
+    """From strided rows between NaN, into memory of which nothing else is written."""
+    for rows, num_inputs, num_outputs in [
         (0, 8, 8),
         (2, 0, 5),
         (1, 1, 1),
@@ -111,25 +210,14 @@ def test_outputs_without_a_scale() -> None:
         (9, 129, 20),
         (20, 1030, 50),
         (70, 260, 130),
-    ],
-)
-def test_bits_are_the_references(
-    device: str,
-    isa: str,
-    row_dtype: torch.dtype,
-    dtype: torch.dtype,
-    rows: int,
-    num_inputs: int,
-    num_outputs: int,
-) -> None:
-    """From strided rows between NaN, into memory of which nothing else is written."""
-    x, codes, scales, bias = make(device, rows, num_inputs, num_outputs, dtype)
-    packed = dense.pack_weight(codes, scales=scales)
-    wide = torch.full((rows, num_inputs + 3), torch.nan, dtype=dtype, device=device)
-    wide[:, 1:-2] = x
-    for given in (None, bias):
-        for out_dtype in {dtype, torch.float32}:
-            want = reference.int8_linear(x, codes, scales, given, out_dtype)
+    ]:
+        x, q, bias = make(case, device, rows, num_inputs, num_outputs, dtype)
+        packed = dense.pack_weight(q, activations=case.activations)
+        wide = torch.full((rows, num_inputs + 3), torch.nan, dtype=dtype, device=device)
+        wide[:, 1:-2] = x
+        plain = reference.quantized_linear(x, q, None, torch.float32, activations=case.activations)
+        for given, out_dtype in [(None, torch.float32), (bias, dtype)]:
+            want = (plain if given is None else plain + given.float()).to(out_dtype)
             assert torch.equal(dense.linear(x, packed, given, out_dtype=out_dtype), want)
             slack = torch.full((rows * num_outputs + 64,), 7.0, dtype=out_dtype, device=device)
             out = slack[: rows * num_outputs].view(rows, num_outputs)
@@ -137,14 +225,18 @@ def test_bits_are_the_references(
             assert torch.equal(out, want) and (slack[rows * num_outputs :] == 7.0).all()
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_rows_keep_their_bits(device: str, isa: str, on_cuda: bool, dtype: torch.dtype) -> None:
+@pytest.mark.usefixtures("has_kernel")
+@pytest.mark.parametrize("case", [*INTEGERS[::3], *FP8], ids=str)
+def test_rows_keep_their_bits(device: str, isa: str, on_cuda: bool, case: Case) -> None:
     """Alone and in every batch, on 1 to 3 threads, for two layers whose work is cut differently."""
     for num_outputs, num_inputs in [(40, 300)] if on_cuda else [(1500, 130), (40, 1030)]:
         many = 20 if on_cuda else 70
-        x, codes, scales, bias = make(device, many, num_inputs, num_outputs, dtype)
-        packed = dense.pack_weight(codes, scales=scales)
-        whole = reference.int8_linear(x, codes, scales, bias)
+        x, q, bias = make(case, device, many, num_inputs, num_outputs, torch.bfloat16)
+        packed = dense.pack_weight(q, activations=case.activations)
+        whole = dense.linear(x, packed, bias)
+        if case.kind != "fp8":
+            want = reference.quantized_linear(x, q, bias, activations=case.activations)
+            assert torch.equal(whole, want)
         for num_threads in (1, 2, 3):
             specops.set_num_threads(num_threads)
             for rows in [1, 5, 8, 9] if on_cuda else [*range(1, 20), 33, 64]:
@@ -153,38 +245,35 @@ def test_rows_keep_their_bits(device: str, isa: str, on_cuda: bool, dtype: torch
                 assert torch.equal(got, whole[first : first + rows]), (num_threads, rows)
 
 
-def test_large_layers_have_the_same_bits_on_every_instruction_set() -> None:
-    x, codes, scales, bias = make("cpu", 24, 2000, 1100, torch.bfloat16)
-    packed = dense.pack_weight(codes, scales=scales)
+@pytest.mark.parametrize("case", INTEGERS[::2], ids=str)
+def test_large_layers_have_the_same_bits_on_every_instruction_set(case: Case) -> None:
+    x, q, bias = make(case, "cpu", 24, 2000, 1100, torch.bfloat16)
+    packed = dense.pack_weight(q, activations=case.activations)
     outs = [dense.linear(x, packed, bias) for _ in every_isa()]
     assert all(torch.equal(out, outs[0]) for out in outs)
 
 
+@pytest.mark.usefixtures("has_kernel")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("activation", ACTIVATIONS)
-@pytest.mark.parametrize("rows,num_inputs,width", [(1, 5, 1), (5, 300, 40), (21, 140, 17)])
-def test_gates(
-    device: str,
-    isa: str,
-    dtype: torch.dtype,
-    activation: str,
-    rows: int,
-    num_inputs: int,
-    width: int,
-) -> None:
+@pytest.mark.parametrize("case", [*INTEGERS[::3], *FP8], ids=str)
+def test_gates(device: str, isa: str, dtype: torch.dtype, activation: str, case: Case) -> None:
     """The bits of the activation's op after `linear`."""
-    x, codes, scales, bias = make(device, rows, num_inputs, 2 * width, dtype)
     gated = dense.silu_mul if activation == "silu" else dense.gelu_tanh_mul
-    packed = dense.pack_weight(codes, scales=scales, activation=activation)
-    for given in (None, bias):
-        want = gated(reference.int8_linear(x, codes, scales, given))
-        assert torch.equal(dense.linear(x, packed, given), want)
+    for rows, num_inputs, width in [(1, 5, 1), (5, 300, 40), (21, 140, 17)]:
+        x, q, bias = make(case, device, rows, num_inputs, 2 * width, dtype)
+        packed = dense.pack_weight(q, activation=activation, activations=case.activations)
+        apart = dense.pack_weight(q, activations=case.activations)
+        for given in (None, bias):
+            assert torch.equal(dense.linear(x, packed, given), gated(dense.linear(x, apart, given)))
 
 
-def test_wild_inputs(device: str, isa: str) -> None:
+@pytest.mark.usefixtures("has_kernel")
+@pytest.mark.parametrize("case", [BY_OUTPUT, *INTEGERS[3:6]], ids=str)
+def test_wild_inputs(device: str, isa: str, case: Case) -> None:
     """An infinity or NaN is its row's own; zeros, subnormals, the largest numbers, and ties."""
-    x, codes, scales, _ = make(device, 12, 300, 40, torch.float32)
-    packed = dense.pack_weight(codes, scales=scales)
+    x, q, _ = make(case, device, 12, 300, 40, torch.float32)
+    packed = dense.pack_weight(q, activations=case.activations)
     x[0], x[1, :128], x[2, 130:] = 0, 0, 0
     x[3] *= 1e-42  # subnormal, all of it
     x[4, ::3] *= 1e-42
@@ -193,7 +282,7 @@ def test_wild_inputs(device: str, isa: str) -> None:
     below = torch.nextafter(torch.tensor(2.0), torch.tensor(0.0))  # rounds to 2^15, which is kept
     x[7] = below * (1 - 2 * (torch.arange(300) % 2))
     x[8] = torch.arange(300).to(device) * 0.5 + 2.0**14  # ties
-    want = reference.int8_linear(x, codes, scales)
+    want = reference.quantized_linear(x, q, activations=case.activations)
     assert torch.equal(dense.linear(x, packed), want)
     assert not want[0].any() and not want[3].any() and want[1:3].all()
     x[9, 299], x[10, 5], x[11, 128] = torch.inf, torch.nan, -torch.inf
@@ -202,24 +291,40 @@ def test_wild_inputs(device: str, isa: str) -> None:
     assert spoilt[9:].isnan().all()
 
 
-def test_the_largest_sums_are_exact(device: str, isa: str) -> None:
-    """Every product of a group at its largest: 128 * 32767 * 127 is no float32."""
+@pytest.mark.parametrize("activations", ["int16", "int8"])
+@pytest.mark.parametrize("values", [None, [-128, 127] * 8])
+def test_the_largest_sums_are_exact(isa: str, activations: str, values: list[int] | None) -> None:
+    """Every product of a group at its largest: 128 * 32768 * 128 is no float32."""
+    codes = torch.full((20, 128), 127, dtype=torch.int8)
+    codes[1::2], codes[3] = -128, 126
+    table = None if values is None else torch.tensor(values, dtype=torch.int8)
+    if values is not None:
+        codes = torch.randint(0, 2, (20, 128), dtype=torch.uint8)
+    kind = "int8" if values is None else "int4"
+    q = QuantizedWeight(kind, codes, torch.ones(20, 1), code_values=table)
+    x = torch.full((3, 128), 127.0 if activations == "int8" else 32767.0)
+    x[1] = -x[1]
+    x[2, 1:] = 1.0
+    got = dense.linear(x, dense.pack_weight(q, activations=activations))
+    assert torch.equal(got, (x.double() @ dequantize_weight(q).double().T).float())
+
+
+def test_the_largest_sums_are_exact_on_every_device(device: str) -> None:
     codes = torch.full((20, 128), 127, dtype=torch.int8, device=device)
     codes[1::2] = -127
-    codes[3] = 126
-    x = torch.full((3, 128), 32767.0, device=device)
+    x = torch.full((2, 128), 32767.0, device=device)
     x[1] = -32768.0
-    x[2, 1:] = 1.0
-    got = dense.linear(x, dense.pack_weight(codes, scales=torch.ones(20, device=device)))
+    q = QuantizedWeight("int8", codes, torch.ones(20, 1, device=device))
+    got = dense.linear(x, dense.pack_weight(q))
     assert torch.equal(got, (x.double() @ codes.double().T).float())
 
 
 # how far from the weight's own numbers
 
 
-def error_and_bounds(x: Tensor, codes: Tensor, scales: Tensor, out: Tensor) -> list[Tensor]:
+def error_and_bounds(x: Tensor, weight: Tensor, out: Tensor) -> list[Tensor]:
     """The error of out, and its bounds by the sums' rounding and by the inputs'."""
-    weight = codes.double() * scales.double()[:, None]
+    weight = weight.double()
     exact = x.double() @ weight.T
     groups = x.shape[1] // 128
     sums = (groups + 3) * 2.0**-24 * (x.double().abs() @ weight.abs().T)
@@ -230,26 +335,46 @@ def error_and_bounds(x: Tensor, codes: Tensor, scales: Tensor, out: Tensor) -> l
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_errors_are_within_what_is_documented(device: str, dtype: torch.dtype) -> None:
-    x, codes, scales, _ = make(device, 30, 640, 50, dtype)
-    out = dense.linear(x, dense.pack_weight(codes, scales=scales), out_dtype=torch.float32)
-    error, sums, inputs = error_and_bounds(x, codes, scales, out)
+    x, q, _ = make(BY_OUTPUT, device, 30, 640, 50, dtype)
+    packed, weight = dense.pack_weight(q), q.codes.double() * q.scales.double()
+    out = dense.linear(x, packed, out_dtype=torch.float32)
+    error, sums, inputs = error_and_bounds(x, weight, out)
     assert (error <= sums + inputs).all()
     assert (error > sums).any()  # inputs far below the largest are rounded
     # Near the largest only float32 is.
     x = (x.sign() * (1 + 100 * x.abs() / (1 + x.abs()))).to(dtype)
-    out = dense.linear(x, dense.pack_weight(codes, scales=scales), out_dtype=torch.float32)
-    error, sums, inputs = error_and_bounds(x, codes, scales, out)
+    out = dense.linear(x, packed, out_dtype=torch.float32)
+    error, sums, inputs = error_and_bounds(x, weight, out)
     assert (error <= (sums if dtype == torch.bfloat16 else sums + inputs)).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("case", FP8, ids=str)
+def test_fp8_is_near_its_numbers(isa: str, dtype: torch.dtype, case: Case) -> None:
+    """Rounding of the sums, nothing else: 128 inputs, then a block each. Every code is met."""
+    for rows, num_inputs, num_outputs in [(1, 1, 1), (3, 77, 130), (9, 300, 40)]:
+        x, q, bias = make(case, "cpu", rows, num_inputs, num_outputs, dtype)
+        given = bias if rows == 9 else None
+        got = dense.linear(x, dense.pack_weight(q), given, out_dtype=torch.float32).double()
+        wide = None if given is None else given.double()
+        want = reference.quantized_linear(x.double(), q, wide, torch.float64)
+        sizes = x.double().abs() @ dequantize_weight(q, torch.float64).abs().T
+        assert ((got - want).abs() <= (sizes + 4) * 2.0**-24 * 140).all()
+    every = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn)
+    every = every[every.float().isfinite()].view(-1, 1)
+    q = QuantizedWeight("fp8", every, torch.full((len(every), 1), 0.5))
+    got = dense.linear(torch.ones(1, 1, dtype=dtype), dense.pack_weight(q), out_dtype=torch.float32)
+    assert torch.equal(got[0], every[:, 0].float() * 0.5)
 
 
 def test_quantized_weights_are_near_their_own(device: str) -> None:
     """Half a code each: the error of rounding, not of a wrong code."""
     weight = (torch.randn(60, 512) / 20).bfloat16().to(device)
     x = torch.randn(9, 512, device=device).bfloat16()
-    packed = dense.quantize_weight(weight)
-    assert packed.scales is not None
-    error = dense.linear(x, packed, out_dtype=torch.float32) - x.float() @ weight.float().T
-    one = packed.scales * 0.3 * 512**0.5  # the standard deviation of the codes' rounding
+    q = quantize_weight(weight)
+    error = dense.linear(x, dense.pack_weight(q), out_dtype=torch.float32)
+    error -= x.float() @ weight.float().T
+    one = q.scales[:, 0] * 0.3 * 512**0.5  # the standard deviation of the codes' rounding
     assert (error.abs() < 6 * one).all() and error.std() > 0.3 * one.mean()
 
 
@@ -259,32 +384,90 @@ def test_the_example_of_the_documents() -> None:
     exec(compile(code, "docs/weights.md", "exec"), {})
 
 
+# what is refused
+
+
+@pytest.mark.parametrize(
+    "field,value,words",
+    [
+        ("kind", "int5", "weight.kind must be one of 'int8', 'int4', 'fp8', got 'int5'"),
+        ("codes", torch.zeros(6), r"weight.codes must be \[num_outputs, num_inputs\], got float32"),
+        ("codes", torch.zeros(6, 8), r"weight.codes must be uint8 \[6, 8\] on cpu, got float32"),
+        (
+            "codes",
+            torch.full((6, 8), 16, dtype=torch.uint8),
+            "weight.codes must be 0 to 15, got 16",
+        ),
+        (
+            "scales",
+            torch.zeros(5, 1),
+            r"weight.scales must be float32 \[6, 1\] .*, got float32 \[5",
+        ),
+        ("scales", None, "weight.scales must be .*, got None"),
+        ("offsets", torch.zeros(6, 2), r"weight.offsets must be float32 \[6, 1\] "),
+        ("group", 8, "weight.group must be 0, 16 or a multiple of 32, got 8"),
+        ("group", True, "weight.group must be .*, got True"),
+        ("code_values", torch.zeros(16), r"weight.code_values must be int8 \[16\] .* got float32"),
+        ("input_order", torch.arange(8), r"weight.input_order must be int32 \[8\] .* got int64"),
+        (
+            "input_order",
+            torch.tensor([0, 1, 2, 3, 4, 5, 6, 6], dtype=torch.int32),
+            "weight.input_order must be every input once",
+        ),
+    ],
+)
+def test_fields_that_do_not_agree(field: str, value: object, words: str) -> None:
+    q = make_weight(Case("int4", 32, offsets=True), "cpu", 6, 8)._replace(**{field: value})
+    for name, call in (
+        ("pack_weight", dense.pack_weight),
+        ("dequantize_weight", dequantize_weight),
+    ):
+        with pytest.raises(ValueError, match=f"^{name}: {words}"):
+            call(q)
+
+
+def test_fields_that_a_kind_has_not() -> None:
+    fp8, int8 = make_weight(FP8[1], "cpu", 6, 8), make_weight(BY_OUTPUT, "cpu", 6, 8)
+    nan = torch.full((6, 8), torch.nan).to(torch.float8_e4m3fn)
+    for q, words in (
+        (fp8._replace(group=32), "weight.group must be 0 or 128 of fp8, got 32"),
+        (fp8._replace(offsets=torch.zeros(6, 1)), "weight.offsets must be None of fp8, got Tensor"),
+        (fp8._replace(codes=nan), "weight.codes must be numbers, got NaN"),
+        (
+            int8._replace(code_values=torch.zeros(16, dtype=torch.int8)),
+            "weight.code_values must be None of int8, got Tensor",
+        ),
+    ):
+        with pytest.raises(ValueError, match=f"^pack_weight: {words}"):
+            dense.pack_weight(q)
+    with pytest.raises(ValueError, match=r"^pack_weight: weight must be a QuantizedWeight, got"):
+        quantization.check_quantized("pack_weight", ())  # type: ignore[arg-type]
+    for q, given, words in (
+        (fp8, "int8", "'float' of fp8, got 'int8'"),
+        (int8, "float", "'int16' or 'int8' of int8, got 'float'"),
+        (torch.zeros(5, 4), "int8", "'float' of a plain weight, got 'int8'"),
+    ):
+        with pytest.raises(ValueError, match=f"^pack_weight: activations must be {words}"):
+            dense.pack_weight(q, activations=given)
+
+
 def test_quantized_weights_refuse(device: str, on_cuda: bool) -> None:
-    x, codes, scales, bias = make(device, 3, 8, 6, torch.bfloat16)
-    packed = dense.pack_weight(codes, scales=scales)
+    x, q, bias = make(BY_OUTPUT, device, 3, 8, 6, torch.bfloat16)
+    packed = dense.pack_weight(q)
+    assert packed.scales is not None
+    scales = packed.scales
     cases: list[tuple[Callable[[], object], str]] = [
         (
-            lambda: dense.pack_weight(codes),
-            r"pack_weight: scales must be float32 .num_outputs=6\], got None",
+            lambda: dense.pack_weight(q.codes),
+            r"pack_weight: weight must be real, or a QuantizedWeight, got int8 \[6, 8\]",
         ),
         (
-            lambda: dense.pack_weight(codes, scales=scales[:5]),
-            r"pack_weight: scales must be float32 .num_outputs=6\], got float32 \[5\]",
+            lambda: quantize_weight(x, kind="fp8"),
+            "quantize_weight: kind must be 'int8' or 'int4', got 'fp8'",
         ),
-        (
-            lambda: dense.pack_weight(codes, scales=scales.double()),
-            "pack_weight: scales must be .* got float64",
-        ),
-        (
-            lambda: dense.pack_weight(x, scales=scales[:3]),
-            "pack_weight: scales must be None of a plain weight, got Tensor float32",
-        ),
-        (
-            lambda: dense.quantize_weight(x, kind="int4"),
-            "quantize_weight: kind must be 'int8', got 'int4'",
-        ),
-        (lambda: dense.quantize_weight(codes), "quantize_weight: weight must be float32, .* int8"),
-        (lambda: dense.quantize_weight(x[0]), "quantize_weight: weight must be .num_outputs"),
+        (lambda: quantize_weight(q.codes), "quantize_weight: weight must be float32, .* int8"),
+        (lambda: quantize_weight(x[0]), "quantize_weight: weight must be .num_outputs"),
+        (lambda: quantize_weight(x, group=24), "quantize_weight: group must be 0, 16 or"),
         (lambda: dense.linear(x.int(), packed), "linear: x must be bfloat16.*got int32"),
         (lambda: dense.linear(x[:, :7], packed), "linear: x must be .*num_inputs=8"),
         (lambda: dense.linear(x, packed, bias.float()), "linear: bias must be bfloat16"),
@@ -299,3 +482,15 @@ def test_quantized_weights_refuse(device: str, on_cuda: bool) -> None:
     for call, words in cases:
         with pytest.raises(ValueError, match=words):
             call()
+
+
+def test_what_cuda_lacks_is_refused(device: str, on_cuda: bool) -> None:
+    if not on_cuda:
+        pytest.skip("cpu has it")
+    x = torch.zeros(3, 8, device=device)
+    for case in (*INTEGERS, *FP8):
+        q = make_weight(case, device, 6, 8)
+        with pytest.raises(ValueError, match=r"must be .*CUDA, got|must be None of this kind"):
+            if case == BY_OUTPUT:
+                dense.linear(x, dense.pack_weight(q, activations="int8"))
+            dense.linear(x, dense.pack_weight(q, activations=case.activations))

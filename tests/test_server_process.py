@@ -29,9 +29,13 @@ import numpy as np
 from mtp_checkpoints import make_mtp_model
 from serving import Served, serving, serving_app, wait_for
 from specops.engine import Engine, EngineConfig, SamplingParams, StructuredOutput
+from specops.engine.errors import QueueFull
 from specops.engine.outputs import EngineStats, PromptLogprobs
 from specops.engine.tokenizer import Tokenizer
 from specops.server import make_app
+from specops.server.dispatch import Dispatch
+from specops.server.jobs import Job
+from specops.server.metrics import Metrics
 from specops.service import child, process
 from specops.service.loop import Compiled
 from specops.service.messages import Batch, Hello, Output, Status, Stop, Submit
@@ -270,6 +274,46 @@ def test_an_engine_that_is_killed_is_started_again(
         assert stopped.status_code == 500
         assert stopped.json()["error"]["message"] == "the engine has stopped"
         assert not is_running(apart.client.pid)
+
+
+def test_what_a_hung_engine_is_sent_is_bounded(
+    apart: Apart, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Further jobs are refused until it goes on."""
+    monkeypatch.setattr(process, "_MOST_UNREAD", 100_000)
+    ours, theirs = socket.socketpair()
+    theirs.setblocking(False)
+    hello = Hello(apart.client.capabilities, apart.client.status)
+    started: Any = SimpleNamespace(hello=lambda: hello, pid=os.getpid(), connection=ours)
+
+    async def run() -> None:
+        client = ProcessClient(started)
+        dispatch = Dispatch(client, Metrics(client))
+        await dispatch.start()
+
+        def submit() -> "asyncio.Task[None]":
+            job = Job([[3] * 10_000], SamplingParams(), None, client="", streaming=False)
+            return asyncio.ensure_future(dispatch.submit(job))
+
+        waiting = []
+        while not client.is_behind and len(waiting) < 1_000:
+            waiting.append(submit())
+            await asyncio.sleep(0)
+        with pytest.raises(QueueFull, match="has not taken"):
+            await submit()
+        assert not any(one.done() for one in waiting)
+        while client.is_behind:
+            with contextlib.suppress(BlockingIOError):  # until the event loop has written more
+                theirs.recv(1 << 20)
+            await asyncio.sleep(0)
+        waiting.append(submit())
+        await asyncio.sleep(0)
+        assert not any(one.done() for one in waiting)
+        for one in waiting:
+            one.cancel()
+
+    with ours, theirs:
+        asyncio.run(run())
 
 
 def test_an_engine_with_another_model_does_not_take_over(apart: Apart) -> None:

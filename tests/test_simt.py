@@ -338,6 +338,8 @@ PLANTED: dict[str, dict[str, str | None]] = {
     "blocks_write": {"plain": "differs", "race": "race: .* by another block"},
     "last_block": {"plain": None, "race": "race: .* written by another block .* no fence"},
 }
+# Undefined behaviour, which the plain build alone checks.
+UNDEFINED = ("misaligned_vector", "null_pointer", "register_array")
 POISON = 0x7FA17FA1
 
 
@@ -362,8 +364,10 @@ def run_under_schedules(module: ModuleType, name: str, fixed: bool) -> list[Tens
     return results
 
 
-@pytest.mark.parametrize("build", BUILDS)
-@pytest.mark.parametrize("name", PLANTED)
+@pytest.mark.parametrize(
+    ("name", "build"),
+    [(name, b) for name in PLANTED for b in BUILDS if b == "plain" or name not in UNDEFINED],
+)
 def test_planted_bugs(name: str, build: str) -> None:
     module = simt.load("_simt_test", build)
     module.set_accumulation("fma")
@@ -398,7 +402,7 @@ def test_planted_bugs_under_address_sanitizer() -> None:
     command = [sys.executable, "-m", "pytest", "-rp", "-k", "planted_bugs and asan", __file__]
     done = subprocess.run(command, capture_output=True, text=True, env=env, timeout=300)
     assert done.returncode == 0, done.stdout[-3000:]
-    assert done.stdout.count("PASSED") == len(PLANTED)
+    assert done.stdout.count("PASSED") == len(PLANTED) - len(UNDEFINED)
 
 
 def test_bank_conflicts_are_counted_on_request(machine: ModuleType) -> None:

@@ -92,7 +92,7 @@ def test_what_an_op_writes_is_what_its_schema_says(op: Any) -> None:
     name = op._schema.name.split("::")[1]
     whole = direct
     if len(OPS[name]) < len(direct):  # takes a packed weight, which is the op's second argument
-        whole = [direct[0], dense.PackedWeight(*direct[1:7]), *direct[7:]]
+        whole = [direct[0], dense.PackedWeight(*direct[1:12]), *direct[12:]]
     getattr(_C, name)(*whole)
     for argument, old, got, want in zip(
         op._schema.arguments, before, poisoned, direct, strict=True

@@ -70,6 +70,11 @@ def write_weights(folder: Path, texts: Sequence[Sequence[int]], vocab_size: int,
 class ToyHead:
     num_passes = 1
     is_chained = True
+    lookahead = 1
+    num_likeliest = 2
+    reads_states = True
+    max_drafts = None
+    is_independent = False
     taps = (0, 2)
     dtype = torch.float32
 
@@ -113,7 +118,7 @@ class ToyHead:
         return hidden, own
 
     def logits(
-        self, hidden: Tensor, *, out: Tensor | None = None, sums: Tensor | None = None
+        self, index: int, hidden: Tensor, *, out: Tensor | None = None, sums: Tensor | None = None
     ) -> Tensor:
         return hidden.float() if out is None else out.copy_(hidden)
 

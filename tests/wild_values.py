@@ -198,10 +198,12 @@ def compiled_calls(module: Any) -> Iterator[tuple[str, Callable[[], dict[str, An
     memory = dict.fromkeys(OPS["sampling_workspace_bytes"], 2)
     layout = {
         "device": "cpu",
+        "kind": "plain",
         "element_bytes": 2,
         "num_outputs": 5,
         "num_inputs": 4,
         "activation": None,
+        "group": 0,
     }
     for name, good in (
         ("attention_workspace_size", {**sizes, "device": -1}),

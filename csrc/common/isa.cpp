@@ -112,7 +112,7 @@ bool isa_supported(Isa isa) {
 #endif
 #ifdef SPECOPS_HAS_avx512_bf16
     case Isa::kAvx512Bf16:
-      return avx512 && __builtin_cpu_supports("avx512bf16");
+      return avx512 && __builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512vnni");
 #endif
 #ifdef SPECOPS_HAS_avx512
     case Isa::kAvx512:

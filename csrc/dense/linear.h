@@ -86,7 +86,7 @@ struct PackWeightParams {
   int64_t num_outputs;
   int64_t num_inputs;
   int64_t weight_stride;  // elements between rows
-  DType dtype;            // bfloat16, float32 or int8; CUDA: or float16
+  DType dtype;            // bfloat16, float32 or a code's; CUDA: or float16
   Activation activation;  // if any, the first half of the outputs are gates, the others ups
 };
 

@@ -3,113 +3,63 @@
 
 #include "common/parallel.h"
 #include "dense/linear.h"
-#include "gemm/tile_cpu.h"
+#include "gemm/integer_tile_cpu.h"
+#include "gemm/ranges_cpu.h"
 
 namespace specops::SPECOPS_ISA {
 namespace {
 
-// A panel is the blocks that stay in the second-level cache while every row tile passes over them.
-constexpr int64_t kPanelBytes = 128 << 10;
+// How the output is cut into ranges of columns (blocks or panels), and of rows where there are too few
+// columns: one range for work not worth waking a thread, one a thread for small work, several for large
+// work.
+struct Ranges {
+  int64_t columns, rows;
 
-inline int64_t panel_blocks(int64_t rows, int64_t block_bytes) {
-  int64_t most = max_blocks(rows);
-  if (rows <= Shape::kMaxRows) return most;  // nothing passes twice
-  // Small first tiles need two blocks, or their few sums wait for each other.
-  int64_t least = Shape::kFillsTiles ? 2 : most;
-  return max64(kPanelBytes / block_bytes / most * most, least);
-}
-
-// So many row tiles, the last ones, fetch the next panel, each as much as it has of their rows: so
-// memory is asked for evenly.
-constexpr int64_t kFetchTiles = 4;
-
-// So many rows are made floats once; more would push a panel out, so there each tile's are for it.
-constexpr int64_t kKeptRows = 16;
-
-// One range of rows and blocks. Its thread probably goes on with the one that begins at `next_block`
-// (the number of blocks: there is none).
-template <typename S>
-void run_range(const LinearParams& params,
-               int64_t row_begin,
-               int64_t row_end,
-               int64_t block_begin,
-               int64_t block_end,
-               int64_t next_block) {
-  int64_t rows = row_end - row_begin;
-  int64_t row_tiles = ceil_div(rows, Shape::kMaxRows);
-  int64_t block_bytes = max64(1, steps_of<S>(params.weight.num_inputs) * S::kBytes);
-  int64_t panels = ceil_div(block_end - block_begin, panel_blocks(rows, block_bytes));
-  // From some rows on arithmetic leaves time to bring the next panel closer. Below, the hardware's own
-  // prefetching does better, unless blocks are so short that they end before it has begun.
-  int64_t fetch_rows = Shape::kFetchRows;
-  if (block_bytes <= (16 << 10)) fetch_rows = min64(fetch_rows, 3);
-  int64_t fetch_row = tile_begin(rows, row_tiles, max64(row_tiles - kFetchTiles, 0));
-  int64_t blocks = packed_blocks(params.weight.num_outputs, params.weight.activation);
-  bool keeps = rows <= kKeptRows;
-  Rows<S> all{};
-  if (keeps) all = rows_from<S>(params, row_begin, rows);
-  for (int64_t p = 0; p < panels; ++p) {
-    int64_t first = block_begin + part_begin(block_end - block_begin, panels, p);
-    int64_t last = block_begin + part_begin(block_end - block_begin, panels, p + 1);
-    int64_t to_next = last - first;
-    // Not past the end, where the next range's first panel is the shorter one.
-    if (p + 1 == panels) to_next = min64(next_block, blocks - to_next) - first;
-    bool fetches = rows >= fetch_rows && to_next >= last - first;
-    const char* next_panel = static_cast<const char*>(params.weight.data) + to_next * block_bytes;
-    for (int64_t t = 0; t < row_tiles; ++t) {
-      int64_t row = tile_begin(rows, row_tiles, t);
-      int64_t next_row = tile_begin(rows, row_tiles, t + 1);
-      int64_t groups = ceil_div(last - first, Shape::kMaxBlocks[next_row - row]);
-      Rows<S> inputs =
-          keeps ? all.from(row) : rows_from<S>(params, row_begin + row, next_row - row);
-      for (int64_t g = 0; g < groups; ++g) {
-        int64_t block = first + part_begin(last - first, groups, g);
-        int64_t next = first + part_begin(last - first, groups, g + 1);
-        TilePlace at{.row = row_begin + row,
-                     .block = block,
-                     .rows = static_cast<int>(next_row - row),
-                     .blocks = static_cast<int>(next - block),
-                     .fetch = {}};
-        if (fetches && row >= fetch_row) {
-          int64_t share = rows - fetch_row;
-          at.fetch = {next_panel + block * block_bytes + (row - fetch_row) * block_bytes / share,
-                      ceil_div((next_row - row) * S::kBytes, share)};
-        }
-        tile_of<S, Shape::kMaxRows>(params, inputs, at);
-      }
-    }
+  Ranges(int64_t weight_bytes, int64_t num_rows, int64_t row_tiles, int64_t most_columns) {
+    // Time in bytes of cached weights: from one row to sixty-four it grows as (rows + 2) / 3.
+    int64_t cost = weight_bytes * (num_rows + 2) / 3;
+    constexpr int64_t kInlineCost = 192 << 10;  // about 2 us
+    constexpr int64_t kChunkCost = 512 << 10;
+    int64_t chunks = 1, threads = num_threads();
+    if (cost > kInlineCost) chunks = max64(1, min64(8, cost / kChunkCost / threads)) * threads;
+    columns = min64(chunks, most_columns);
+    rows = min64(row_tiles, ceil_div(chunks, columns));
   }
-}
+};
 
-// Cuts the output into ranges of blocks, and of rows where there are too few blocks: one range for
-// work not worth waking a thread, one a thread for small work, several for large work. A block of
-// gates and that of their ups are never parted.
+// A block of gates and that of their ups are never parted.
 template <typename S>
 void run(const LinearParams& params) {
   int64_t together = is_gated(params.weight.activation) ? 2 : 1;
   int64_t blocks = packed_blocks(params.weight.num_outputs, params.weight.activation);
-  int64_t row_tiles = ceil_div(params.rows, Shape::kMaxRows);
-  // Time in bytes of cached weights: from one row to sixty-four it grows as (rows + 2) / 3.
   int64_t bytes = blocks * steps_of<S>(params.weight.num_inputs) * S::kBytes;
-  int64_t cost = bytes * (params.rows + 2) / 3;
-  int64_t threads = num_threads();
-  constexpr int64_t kInlineCost = 192 << 10;  // about 2 us
-  constexpr int64_t kChunkCost = 512 << 10;
-  int64_t chunks = 1;
-  if (cost > kInlineCost) chunks = max64(1, min64(8, cost / kChunkCost / threads)) * threads;
   int64_t least = max64((max_blocks(params.rows) + 1) / 2, together);
-  int64_t columns = min64(chunks, ceil_div(blocks, least));
-  int64_t row_ranges = min64(row_tiles, ceil_div(chunks, columns));
-  parallel_for(columns * row_ranges, 1, [&](int64_t index, int64_t) {
-    int64_t c = index / row_ranges, r = index % row_ranges;
+  Ranges cut(bytes, params.rows, ceil_div(params.rows, Shape::kMaxRows), ceil_div(blocks, least));
+  parallel_for(cut.columns * cut.rows, 1, [&](int64_t index, int64_t) {
+    int64_t c = index / cut.rows, r = index % cut.rows;
     // Threads that are equally fast take ranges in turn.
-    int64_t next = min64((index + threads) / row_ranges, columns);
+    int64_t next = min64((index + num_threads()) / cut.rows, cut.columns);
     run_range<S>(params,
-                 part_begin(params.rows, row_ranges, r),
-                 part_begin(params.rows, row_ranges, r + 1),
-                 together * part_begin(blocks / together, columns, c),
-                 together * part_begin(blocks / together, columns, c + 1),
-                 together * part_begin(blocks / together, columns, next));
+                 part_begin(params.rows, cut.rows, r),
+                 part_begin(params.rows, cut.rows, r + 1),
+                 together * part_begin(blocks / together, cut.columns, c),
+                 together * part_begin(blocks / together, cut.columns, c + 1),
+                 together * part_begin(blocks / together, cut.columns, next));
+  });
+}
+
+template <typename Codes>
+void run_integers(const LinearParams& params) {
+  int64_t panels = weight_panels(params.weight.num_outputs, params.weight.activation);
+  int64_t bytes = panels * panel_bytes<Codes>(params.weight.num_inputs);
+  Ranges cut(bytes, params.rows, ceil_div(params.rows, kIntegerRows), panels);
+  parallel_for(cut.columns * cut.rows, 1, [&](int64_t index, int64_t) {
+    int64_t c = index / cut.rows, r = index % cut.rows;
+    integer_range<Codes>(params,
+                         part_begin(params.rows, cut.rows, r),
+                         part_begin(params.rows, cut.rows, r + 1),
+                         part_begin(panels, cut.columns, c),
+                         part_begin(panels, cut.columns, c + 1));
   });
 }
 
@@ -120,12 +70,12 @@ void run(const LinearParams& params) {
 // Order:   a permutation.
 // Source:  the layout vdpbf16ps asks for: pairs of inputs side by side.
 // Threads: one block a chunk.
-template <typename T, typename Row = T>
+template <typename T>
 void pack(const PackWeightParams& params) {
-  constexpr int kInputs = Step<Row, T>::kInputs;
-  using Word = std::conditional_t<sizeof(T) == 1, uint16_t, uint32_t>;
+  constexpr int kInputs = Step<T, T>::kInputs;
+  using Word = uint32_t;
   constexpr int64_t kStrip = 64;  // steps whose 4 KiB stay in cache while 16 rows are read
-  int64_t steps = steps_of<Step<Row, T>>(params.num_inputs);
+  int64_t steps = steps_of<Step<T, T>>(params.num_inputs);
   int64_t full_steps = params.num_inputs / kInputs;
   int64_t width = is_gated(params.activation) ? params.num_outputs / 2 : params.num_outputs;
   int64_t blocks = packed_blocks(params.num_outputs, params.activation);
@@ -153,6 +103,73 @@ void pack(const PackWeightParams& params) {
   });
 }
 
+// The rows of a weight that are the outputs of packed blocks.
+struct BlockRows {
+  int64_t first;  // row of the block's first output
+  int64_t count;  // of the sixteen that are there
+
+  BlockRows(const PackWeightParams& params, int64_t block) {
+    bool gated = is_gated(params.activation);
+    int64_t width = gated ? params.num_outputs / 2 : params.num_outputs;
+    int64_t begin = (gated ? block / 2 : block) * kWeightBlock;
+    first = begin + (gated && block % 2 != 0 ? width : 0);
+    count = max64(0, min64(kWeightBlock, width - begin));
+  }
+};
+
+// The panels of int8 and int4 (gemm/weight.h); what is missing is code 0.
+// Cost:    the weight read and written once.
+// Assumes: rows of weight contiguous.
+// Order:   a permutation.
+// Source:  -
+// Threads: one panel a chunk.
+template <typename Kind>
+void pack_panels(const PackWeightParams& params) {
+  constexpr int kLines = kChunkInputs / Kind::kLineInputs;  // of a block's chunk
+  int64_t panels = weight_panels(params.num_outputs, params.activation);
+  int64_t bytes = panel_bytes<Kind>(params.num_inputs);
+  parallel_for(panels, 1, [&](int64_t panel, int64_t) {
+    uint8_t* out = static_cast<uint8_t*>(params.packed) + panel * bytes;
+    std::memset(out, 0, bytes);
+    for (int64_t b = 0; b < kPanelBlocks; ++b) {
+      BlockRows rows(params, panel * kPanelBlocks + b);
+      for (int64_t n = 0; n < rows.count; ++n) {
+        const auto* codes = static_cast<const uint8_t*>(params.weight);
+        codes += (rows.first + n) * params.weight_stride;
+        for (int64_t k = 0, line = 0; k < params.num_inputs; k += Kind::kLineInputs, ++line) {
+          uint32_t words[2] = {};  // of four codes each
+          std::memcpy(words, codes + k, min64(Kind::kLineInputs, params.num_inputs - k));
+          uint32_t word = words[0] ^ 0x80808080u;
+          if (Kind::kLineInputs == 8) word = words[0] | words[1] << 4;
+          int64_t at = (line / kLines * kPanelBlocks + b) * kLines + line % kLines;
+          std::memcpy(out + 64 * at + 4 * n, &word, 4);
+        }
+      }
+    }
+  });
+}
+
+// The steps of fp8 (gemm/weight.h), zeros where missing.
+// Cost:    the weight read and written once.
+// Assumes: rows of weight contiguous.
+// Order:   a permutation.
+// Source:  -
+// Threads: one block a chunk.
+void pack_fp8(const PackWeightParams& params) {
+  int64_t inputs = 2 * steps_of<Step<float, E4M3>>(params.num_inputs);
+  int64_t blocks = packed_blocks(params.num_outputs, params.activation);
+  parallel_for(blocks, 1, [&](int64_t block, int64_t) {
+    uint8_t* out = static_cast<uint8_t*>(params.packed) + block * inputs * kWeightBlock;
+    std::memset(out, 0, inputs * kWeightBlock);
+    BlockRows rows(params, block);
+    for (int64_t n = 0; n < rows.count; ++n) {
+      const auto* codes = static_cast<const uint8_t*>(params.weight);
+      codes += (rows.first + n) * params.weight_stride;
+      for (int64_t k = 0; k < params.num_inputs; ++k) out[k * kWeightBlock + n] = codes[k];
+    }
+  });
+}
+
 }  // namespace
 
 void pack_weight_cpu(const PackWeightParams& params) {
@@ -160,7 +177,11 @@ void pack_weight_cpu(const PackWeightParams& params) {
     case DType::kBFloat16:
       return pack<bfloat16>(params);
     case DType::kInt8:
-      return pack<int8_t, float>(params);
+      return pack_panels<Int8Codes>(params);
+    case DType::kUInt8:
+      return pack_panels<Int4Codes>(params);
+    case DType::kFloat8E4M3:
+      return pack_fp8(params);
     default:
       return pack<float>(params);
   }
@@ -168,10 +189,14 @@ void pack_weight_cpu(const PackWeightParams& params) {
 
 void linear_cpu(const LinearParams& params) {
   bool is_bf16 = params.dtype == DType::kBFloat16;
-  if (params.weight.kind == WeightKind::kInt8) {
-    return is_bf16 ? run<Step<bfloat16, int8_t>>(params) : run<Step<float, int8_t>>(params);
+  switch (params.weight.kind) {
+    case WeightKind::kPlain:
+      return is_bf16 ? run<Step<bfloat16, bfloat16>>(params) : run<Step<float, float>>(params);
+    case WeightKind::kFp8:
+      return is_bf16 ? run<Step<bfloat16, E4M3>>(params) : run<Step<float, E4M3>>(params);
+    default:
+      with_codes(params.weight, [&]<typename Codes>() { run_integers<Codes>(params); });
   }
-  return is_bf16 ? run<Step<bfloat16, bfloat16>>(params) : run<Step<float, float>>(params);
 }
 
 }  // namespace specops::SPECOPS_ISA

@@ -58,47 +58,60 @@ void gated_mul(const TensorView& gate_up, const TensorView& out) {
   gated_mul_cpu(params);
 }
 
-// (blocks, steps, word, leaves, max_split_rows): the shape `packed` must have on a device, of how
-// many leaves the sums are made there (cpu: one chain), and up to how many rows a workspace helps.
-std::array<int64_t, 5> packed_weight_layout(Argument device,
+// (blocks, steps, word, scale_block, leaves, max_split_rows): the shape `packed` must have on a device;
+// of how many outputs a row of scales is (0: they are not packed); of how many leaves the sums are made
+// there (cpu: one chain), and up to how many rows a workspace helps.
+std::array<int64_t, 6> packed_weight_layout(Argument device,
+                                            Argument kind_given,
                                             Argument element_bytes,
                                             Argument outputs,
                                             Argument inputs,
-                                            Argument activation_given) {
+                                            Argument activation_given,
+                                            Argument group_given) {
   Checker check("pack_weight");
   bool on_cuda =
       check.text("device", device, "the type of a device") == "cuda" || interprets_cuda();
+  WeightKind kind = read_weight_kind(check, "kind", kind_given);
   int64_t bytes = check.integer("element_bytes", element_bytes, 1, 16);
-  DType dtype = bytes == 1 ? DType::kInt8 : bytes == 2 ? DType::kBFloat16 : DType::kFloat32;
   int64_t num_outputs = check.integer("num_outputs", outputs, 0, kMostInputs);
   int64_t num_inputs = check.integer("num_inputs", inputs, 0, kMostInputs);
   Activation activation = read_activation(check, "activation", activation_given);
-  PackedDims dims = packed_dims(on_cuda, dtype, num_outputs, num_inputs, activation);
+  int64_t group = read_group(check, "group", group_given, kind);
+  if (on_cuda) check_cuda_kind(check, "weight", kind, group);
+  PackedDims dims = packed_dims(on_cuda, kind, bytes, num_outputs, num_inputs, activation, group);
   int64_t leaves = 1, split_rows = 0;
-  if (on_cuda && dtype != DType::kInt8) {
+  if (on_cuda && kind == WeightKind::kPlain) {
+    DType dtype = bytes == 2 ? DType::kBFloat16 : DType::kFloat32;
     leaves = sum_leaves(num_inputs).leaves;
     split_rows = linear_max_split_rows(num_outputs, num_inputs, dtype);
   }
-  return {dims.blocks, dims.steps, dims.word, leaves, split_rows};
+  return {dims.blocks, dims.steps, dims.word, dims.scale_block, leaves, split_rows};
 }
 
-void pack_weight(const TensorView& weight,
-                 const TensorView& scales,
-                 const TensorView& packed,
-                 Argument activation_given) {
+// Of a matrix of this dtype.
+WeightKind kind_of(DType dtype) {
+  for (const WeightKindName& one : kWeightKinds) {
+    if (one.kind != WeightKind::kPlain && code_dtype(one.kind) == dtype) return one.kind;
+  }
+  return WeightKind::kPlain;
+}
+
+void pack_weight(const TensorView& weight, const TensorView& packed, Argument activation_given) {
   Checker check("pack_weight");
   Dim num_outputs{"num_outputs"}, num_inputs{"num_inputs"};
   Activation activation = read_activation(check, "activation", activation_given);
   std::initializer_list<Dim*> shape = {&num_outputs, &num_inputs};
-  if (weight.dtype() == DType::kInt8) {
-    check.tensor("weight", weight, {DType::kInt8}, shape, Layout::kRows);
-  } else {
-    check_real(check, "weight", weight, wants_cuda(weight), shape, Layout::kRows);
-  }
-  check_scales(check, "scales", scales, weight.dtype() == DType::kInt8, num_outputs);
-  check_halves(check, "weight", num_outputs, activation);
   DType dtype = weight.dtype();
-  PackedDims dims = packed_dims(check.on_cuda(), dtype, num_outputs, num_inputs, activation);
+  WeightKind kind = kind_of(dtype);
+  if (kind == WeightKind::kPlain) {
+    check_real(check, "weight", weight, wants_cuda(weight), shape, Layout::kRows);
+  } else {
+    check.tensor("weight", weight, {dtype}, shape, Layout::kRows);
+  }
+  check_halves(check, "weight", num_outputs, activation);
+  if (check.on_cuda()) check_cuda_kind(check, "weight", kind, 0);
+  PackedDims dims = packed_dims(
+      check.on_cuda(), kind, dtype_bytes(dtype), num_outputs, num_inputs, activation, 0);
   check.tensor("packed", packed, {dtype}, {&dims.blocks, &dims.steps, &dims.word});
   if (num_outputs == 0 || num_inputs == 0) return;
   if (check.on_cuda()) check.on_16_bytes("packed", packed);

@@ -20,6 +20,19 @@ struct WeightKindName {
 constexpr WeightKindName kWeightKinds[] = {
     {"plain", WeightKind::kPlain},
     {"int8", WeightKind::kInt8},
+    {"int4", WeightKind::kInt4},
+    {"fp8", WeightKind::kFp8},
+};
+
+struct RowNumbersName {
+  const char* name;
+  RowNumbers numbers;
+};
+
+constexpr RowNumbersName kRowNumbers[] = {
+    {"float", RowNumbers::kFloat},
+    {"int16", RowNumbers::kInt16},
+    {"int8", RowNumbers::kInt8},
 };
 
 struct ActivationName {
@@ -55,21 +68,92 @@ inline Activation read_activation(const Checker& check, const char* argument, Ar
   check.fail(argument, expected, "'" + name + "'");
 }
 
-// The shape of a packed weight's data: [blocks, steps, word], as weight.h describes the layouts.
+// Of kind: to what rows are rounded.
+inline RowNumbers read_row_numbers(const Checker& check,
+                                   const char* argument,
+                                   Argument given,
+                                   WeightKind kind) {
+  std::string expected = is_in_panels(kind) ? "'int16' or 'int8'" : "'float'";
+  std::string name = check.text(argument, given, expected);
+  for (const RowNumbersName& one : kRowNumbers) {
+    bool allowed = is_in_panels(kind) != (one.numbers == RowNumbers::kFloat);
+    if (allowed && name == one.name) return one.numbers;
+  }
+  check.fail(argument, expected, "'" + name + "'");
+}
+
+// Inputs that share a scale.
+inline int64_t read_group(const Checker& check,
+                          const char* argument,
+                          Argument given,
+                          WeightKind kind) {
+  int64_t group = check.integer(argument, given, 0, kMostInputs);
+  bool fits = group == 0;
+  const char* expected = "0 of a plain weight";
+  if (kind == WeightKind::kFp8) {
+    fits = fits || group == kFp8Group;
+    expected = "0 or 128 of fp8";
+  } else if (kind != WeightKind::kPlain) {
+    fits = group % 32 == 0 || group == 16;
+    expected = "0, 16 or a multiple of 32";
+  }
+  if (!fits) check.fail(argument, expected, std::to_string(group));
+  return group;
+}
+
+inline DType code_dtype(WeightKind kind) {
+  switch (kind) {
+    case WeightKind::kInt8:
+      return DType::kInt8;
+    case WeightKind::kInt4:
+      return DType::kUInt8;
+    default:
+      return DType::kFloat8E4M3;
+  }
+}
+
+// CUDA kernels are there for plain weights, and for int8 with a scale for each output.
+inline void check_cuda_kind(const Checker& check,
+                            const char* argument,
+                            WeightKind kind,
+                            int64_t group) {
+  bool is_there = kind == WeightKind::kPlain || (kind == WeightKind::kInt8 && group == 0);
+  if (is_there) return;
+  std::string got;
+  for (const WeightKindName& one : kWeightKinds) {
+    if (one.kind == kind) got = std::string(one.name) + " in groups of " + std::to_string(group);
+  }
+  check.fail(argument, "plain, or int8 with a scale for each output, on CUDA", got);
+}
+
+// The shape of a packed weight's data, as weight.h describes the layouts, and its scales' block: of
+// how many outputs a row of scales is; 0: they are [num_outputs], or there are none.
 struct PackedDims {
   Dim blocks{"blocks"}, steps{"steps"}, word{"block of one step"};
+  int64_t scale_block = 0;
 };
 
-inline PackedDims packed_dims(
-    bool on_cuda, DType dtype, int64_t num_outputs, int64_t num_inputs, Activation activation) {
+inline PackedDims packed_dims(bool on_cuda,
+                              WeightKind kind,
+                              int64_t element_bytes,
+                              int64_t num_outputs,
+                              int64_t num_inputs,
+                              Activation activation,
+                              int64_t group) {
   PackedDims dims;
-  if (!on_cuda) {
-    int64_t inputs = dtype == DType::kFloat32 ? 1 : 2;
+  if (!on_cuda && is_in_panels(kind)) {
+    dims.blocks.value = weight_panels(num_outputs, activation);
+    dims.steps.value = weight_chunks(num_inputs);
+    dims.word.value = kPanelOutputs * kChunkInputs / (kind == WeightKind::kInt4 ? 2 : 1);
+    if (group != 0) dims.scale_block = kPanelOutputs;
+  } else if (!on_cuda) {
+    int64_t inputs = element_bytes == 4 ? 1 : 2;
     dims.blocks.value = packed_blocks(num_outputs, activation);
     dims.steps.value = (num_inputs + inputs - 1) / inputs;
     dims.word.value = kWeightBlock * inputs;
-  } else if (dtype == DType::kFloat32 || dtype == DType::kInt8) {
-    int64_t inputs = 16 / dtype_bytes(dtype);
+    if (kind == WeightKind::kFp8) dims.scale_block = kWeightBlock;
+  } else if (element_bytes != 2) {
+    int64_t inputs = 16 / element_bytes;
     dims.blocks.value = weight_groups(num_outputs);
     dims.steps.value = (num_inputs + inputs - 1) / inputs;
     dims.word.value = kWeightGroup * inputs;
@@ -96,16 +180,28 @@ inline void check_halves(Checker& check,
   check.that(has_halves, argument, "gates and as many ups", num_outputs);
 }
 
-// Codes have scales, and nothing else has.
-inline void check_scales(Checker& check,
-                         const char* argument,
-                         const TensorView& scales,
-                         bool has_codes,
-                         Dim& num_outputs) {
-  if (has_codes) {
-    check.tensor(argument, scales, {DType::kFloat32}, {&num_outputs});
-  } else if (scales.defined()) {
-    check.fail(argument, "None of a plain weight", Checker::describe_object(scales.object));
+// A field that some kinds have and others must not.
+inline const TensorView& check_field(Checker& check,
+                                     const char* argument,
+                                     const TensorView& field,
+                                     bool may_be_there,
+                                     DType dtype,
+                                     std::initializer_list<Dim*> dims) {
+  if (field.defined() && !may_be_there) {
+    check.fail(argument, "None of this kind", Checker::describe_object(field.object));
+  }
+  return check.optional(argument, field, {dtype}, dims);
+}
+
+// Inputs that are there, on cpu; no kernel on CUDA takes an order.
+inline void check_order(Checker& check, const TensorView& order, int64_t num_inputs) {
+  const int32_t* inputs = order.data<int32_t>();
+  if (inputs == nullptr) return;
+  for (int64_t k = 0; k < num_inputs; ++k) {
+    if (inputs[k] >= 0 && inputs[k] < num_inputs) continue;
+    check.fail("weight.input_order",
+               "inputs in 0 .. " + std::to_string(num_inputs - 1),
+               std::to_string(inputs[k]));
   }
 }
 
@@ -128,10 +224,13 @@ struct WeightFields {
   Argument kind;
   TensorView data, scales;
   Argument num_outputs, num_inputs, activation;
+  TensorView offsets;
+  Argument group, activations;
+  TensorView input_order, code_values;
 };
 
 inline WeightFields weight_fields(const Checker& check, Argument weight) {
-  constexpr Py_ssize_t kFields = 6;
+  constexpr Py_ssize_t kFields = 11;
   PyObject* object = weight.object;
   if (!PyTuple_Check(object) || PyTuple_GET_SIZE(object) < kFields) {
     check.fail("weight", "a PackedWeight", Checker::describe_object(object));
@@ -143,7 +242,61 @@ inline WeightFields weight_fields(const Checker& check, Argument weight) {
     if (field(i).defined()) borrow_tensor(view.object, view);
     return view;
   };
-  return {field(0), tensor(1), tensor(2), field(3), field(4), field(5)};
+  return {field(0),
+          tensor(1),
+          tensor(2),
+          field(3),
+          field(4),
+          field(5),
+          tensor(6),
+          field(7),
+          field(8),
+          tensor(9),
+          tensor(10)};
+}
+
+// Scales, offsets, order and table, of a weight whose kind and sizes are known.
+inline void check_code_fields(Checker& check,
+                              const WeightFields& fields,
+                              WeightKind kind,
+                              int64_t group,
+                              PackedDims& dims,
+                              Dim& num_outputs,
+                              Dim& num_inputs) {
+  Dim scale_blocks{"blocks"}, groups{"groups"}, scale_block{"outputs of a block"}, codes{"codes"};
+  scale_blocks.value = dims.blocks;
+  groups.value = scale_groups(num_inputs, group);
+  scale_block.value = dims.scale_block;
+  codes.value = 16;
+  bool has_codes = kind != WeightKind::kPlain, is_int = is_in_panels(kind);
+  if (dims.scale_block != 0) {
+    check.tensor(
+        "weight.scales", fields.scales, {DType::kFloat32}, {&scale_blocks, &groups, &scale_block});
+  } else if (has_codes) {
+    check.tensor("weight.scales", fields.scales, {DType::kFloat32}, {&num_outputs});
+  } else if (fields.scales.defined()) {
+    const char* expected = "None of a plain weight";
+    check.fail("weight.scales", expected, Checker::describe_object(fields.scales.object));
+  }
+  check_field(check,
+              "weight.offsets",
+              fields.offsets,
+              is_int && group != 0,
+              DType::kFloat32,
+              {&scale_blocks, &groups, &scale_block});
+  check_field(check,
+              "weight.input_order",
+              fields.input_order,
+              has_codes && !check.on_cuda(),
+              DType::kInt32,
+              {&num_inputs});
+  check_order(check, fields.input_order, num_inputs);
+  check_field(check,
+              "weight.code_values",
+              fields.code_values,
+              kind == WeightKind::kInt4,
+              DType::kInt8,
+              {&codes});
 }
 
 struct PackedWeightArgument {
@@ -163,21 +316,33 @@ inline PackedWeightArgument check_packed_weight(Checker& check,
   num_inputs.value = check.integer("weight.num_inputs", fields.num_inputs, 0, kMostInputs);
   Activation activation = read_activation(check, "weight.activation", fields.activation);
   check_halves(check, "weight.num_outputs", num_outputs, activation);
+  int64_t group = read_group(check, "weight.group", fields.group, kind);
+  RowNumbers numbers = read_row_numbers(check, "weight.activations", fields.activations, kind);
   bool on_cuda = wants_cuda(fields.data);
-  DType dtype = kind == WeightKind::kInt8 ? DType::kInt8 : fields.data.dtype();
-  PackedDims dims = packed_dims(on_cuda, dtype, num_outputs, num_inputs, activation);
-  std::initializer_list<Dim*> shape = {&dims.blocks, &dims.steps, &dims.word};
+  if (on_cuda) check_cuda_kind(check, "weight.kind", kind, group);
+  if (on_cuda && numbers == RowNumbers::kInt8) {
+    check.fail("weight.activations", "'int16' of int8 on CUDA", "'int8'");
+  }
   bool is_plain = kind == WeightKind::kPlain;
+  DType dtype = is_plain ? fields.data.dtype() : code_dtype(kind);
+  PackedDims dims =
+      packed_dims(on_cuda, kind, dtype_bytes(dtype), num_outputs, num_inputs, activation, group);
+  std::initializer_list<Dim*> shape = {&dims.blocks, &dims.steps, &dims.word};
   if (is_plain) {
     check_real(check, "weight.data", fields.data, on_cuda, shape);
   } else {
     check.tensor("weight.data", fields.data, {dtype}, shape);
   }
-  check_scales(check, "weight.scales", fields.scales, !is_plain, num_outputs);
+  check_code_fields(check, fields, kind, group, dims, num_outputs, num_inputs);
   if (check.on_cuda()) check.on_16_bytes("weight.data", fields.data);
   return {.params = {.kind = kind,
                      .data = fields.data.raw(),
                      .scales = fields.scales.data<float>(),
+                     .offsets = fields.offsets.data<float>(),
+                     .group = group,
+                     .row_numbers = numbers,
+                     .input_order = fields.input_order.data<int32_t>(),
+                     .code_values = fields.code_values.data<int8_t>(),
                      .num_outputs = num_outputs,
                      .num_inputs = num_inputs,
                      .activation = activation},

@@ -82,5 +82,14 @@ template <typename T>
   }
 }
 
+inline void finish_rows(
+    const GemmParams& params, int64_t row, int64_t block, int rows, int blocks, const float* sums) {
+  bool is_bf16 = params.dtype == DType::kBFloat16;
+  auto* whole = is_bf16 ? finish<bfloat16> : finish<float>;
+  auto* gated = is_bf16 ? finish_gated<bfloat16> : finish_gated<float>;
+  auto* end = is_gated(params.weight.activation) ? gated : whole;
+  end(params, row, block, rows, blocks, sums);
+}
+
 }  // namespace
 }  // namespace specops::SPECOPS_ISA

@@ -16,52 +16,16 @@ template <typename S>
 struct Rows {
   const typename S::Input* x;
   int64_t stride;
-  const float* scales;  // of integers: one for each group
-  int64_t scale_stride;
 
-  Rows from(int64_t row) const {
-    return {x + row * stride, stride, scales + row * scale_stride, scale_stride};
-  }
+  Rows from(int64_t row) const { return {x + row * stride, stride}; }
 };
 
-// Rows that a thread has made floats or integers of, as many at once as a tile holds.
+// Rows that a thread has copied, as many at once as a tile holds.
 thread_local GrowingArray<float> float_rows;
-thread_local GrowingArray<int16_t> integer_rows;
-thread_local GrowingArray<float> row_scales;
+thread_local GrowingArray<bfloat16> bfloat16_rows;
 
-// The integers of one group, of which n inputs are there, and zeros behind them. Returns the scale.
-template <typename T>
-float quantize_group(const T* x, int64_t n, int16_t* out) {
-  float values[kIntegerGroup];
-  for (int64_t i = 0; i < kIntegerGroup; i += kLanes) {
-    store(values + i, load_partial(x + i, static_cast<int>(max64(min64(n - i, kLanes), 0))));
-  }
-  uint32_t bits[kIntegerGroup], peak = 0;
-  std::memcpy(bits, values, sizeof(bits));
-  for (int i = 0; i < kIntegerGroup; ++i) {
-    uint32_t magnitude = bits[i] & 0x7fffffff;
-    peak = magnitude > peak ? magnitude : peak;
-  }
-  GroupScale group = group_scale(peak);
-  float scale, inverse;
-  std::memcpy(&scale, &group.scale, 4);
-  std::memcpy(&inverse, &group.inverse, 4);
-  if (!group.is_finite) {
-    std::memset(out, 0, kIntegerGroup * sizeof(int16_t));
-    return scale;
-  }
-  // Beside 1.5 * 2^23 a float has no digits behind the point: the addition rounds as it should.
-  constexpr float kWhole = 12582912.0f;
-  constexpr int32_t kWholeBits = 0x4b400000;
-  for (int i = 0; i < kIntegerGroup; ++i) values[i] = values[i] * inverse + kWhole;
-  int32_t whole[kIntegerGroup];
-  std::memcpy(whole, values, sizeof(whole));
-  for (int i = 0; i < kIntegerGroup; ++i) {
-    int32_t code = whole[i] - kWholeBits;
-    out[i] = static_cast<int16_t>(code < 32767 ? code : 32767);
-  }
-  return scale;
-}
+inline float* row_memory(float, int64_t size) { return float_rows.reserve(size); }
+inline bfloat16* row_memory(bfloat16, int64_t size) { return bfloat16_rows.reserve(size); }
 
 // The rows from `row` on; what they had in this thread's memory is gone.
 template <typename S>
@@ -69,34 +33,29 @@ Rows<S> rows_from(const GemmParams& params, int64_t row, int64_t rows) {
   using T = typename S::Row;
   const T* x = static_cast<const T*>(params.x) + row * params.x_stride;
   int64_t num_inputs = params.weight.num_inputs;
-  if constexpr (S::kGroupSteps > 0) {
-    int64_t groups = integer_groups(num_inputs);
-    // A line more, or the same inputs of all rows would fall into the same set of the cache.
-    int64_t stride = groups * kIntegerGroup + 2 * kWeightBlock;
-    int16_t* integers = integer_rows.reserve(rows * stride);
-    float* scales = row_scales.reserve(rows * groups);
-    for (int64_t r = 0; r < rows; ++r) {
-      for (int64_t g = 0; g < groups; ++g) {
-        int64_t first = g * kIntegerGroup;
-        const T* from = x + r * params.x_stride + first;
-        scales[r * groups + g] =
-            quantize_group(from, num_inputs - first, integers + r * stride + first);
-      }
-    }
-    return {integers, stride, scales, groups};
-  } else if constexpr (std::is_same_v<T, typename S::Input>) {
-    return {x, params.x_stride, nullptr, 0};
+  if constexpr (S::kGroupSteps == 0 && std::is_same_v<T, typename S::Input>) {
+    return {x, params.x_stride};
   } else {
+    using Input = typename S::Input;
     int64_t width = (num_inputs + kWeightBlock - 1) / kWeightBlock * kWeightBlock;
-    int64_t stride = width + kWeightBlock;  // a line more, as above
-    float* floats = float_rows.reserve(rows * stride);
-    for (int64_t r = 0; r < rows; ++r) {
+    // A line more, or the same inputs of all rows would fall into the same set of the cache.
+    int64_t stride = width + kWeightBlock;
+    Input* copies = row_memory(Input{}, rows * stride);
+    const int32_t* order = params.weight.input_order;
+    for (int64_t r = 0; r < rows; ++r, x += params.x_stride) {
       for (int64_t i = 0; i < width; i += kWeightBlock) {
         int n = static_cast<int>(min64(num_inputs - i, kWeightBlock));
-        store(floats + r * stride + i, load_partial(x + r * params.x_stride + i, n));
+        Input* out = copies + r * stride + i;
+        if (order == nullptr) {
+          store(out, load_partial(x + i, n));
+          continue;
+        }
+        T gathered[kWeightBlock];
+        for (int j = 0; j < n; ++j) gathered[j] = x[order[i + j]];
+        store(out, load_partial(gathered, n));
       }
     }
-    return {floats, stride, nullptr, 0};
+    return {copies, stride};
   }
 }
 

@@ -6,27 +6,55 @@
 #include <cstring>
 
 #include "common/simd.h"
-#include "gemm/integer_rows.h"
+#include "gemm/unrolled_cpu.h"
 #include "gemm/weight.h"
 
 namespace specops::SPECOPS_ISA {
-namespace {
 
-// Calls fn(0) to fn(kCount - 1) without a loop, so that arrays indexed by them become registers.
-#define SPECOPS_INLINE __attribute__((always_inline))
-template <int kCount, typename Fn>
-SPECOPS_INLINE inline void unrolled(const Fn& fn) {
-  if constexpr (kCount > 0) {
-    unrolled<kCount - 1>(fn);
-    fn(kCount - 1);
+// Codes in e4m3, times 2^-8: seven bits to the left they are such float16, subnormal ones too.
+struct E4M3 {
+  uint8_t bits;
+};
+constexpr float kE4M3Unit = 0x1p8f;
+
+inline F32x16 load(const E4M3* p) {
+#if defined(SPECOPS_AVX512) || defined(SPECOPS_AVX2)
+  __m256i words = _mm256_cvtepi8_epi16(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+  words = _mm256_and_si256(_mm256_slli_epi16(words, 7), _mm256_set1_epi16(-0x4080));
+#endif
+#if defined(SPECOPS_AVX512)
+  return {_mm512_cvtph_ps(words)};
+#elif defined(SPECOPS_AVX2)
+  return {_mm256_cvtph_ps(_mm256_castsi256_si128(words)),
+          _mm256_cvtph_ps(_mm256_extracti128_si256(words, 1))};
+#elif defined(SPECOPS_NEON)
+  int8x16_t bytes = vreinterpretq_s8_u8(vld1q_u8(&p->bits));
+  auto half = [](int16x8_t words) {
+    words = vandq_s16(vshlq_n_s16(words, 7), vdupq_n_s16(-0x4080));
+    return vreinterpretq_f16_s16(words);
+  };
+  float16x8_t lo = half(vmovl_s8(vget_low_s8(bytes))), hi = half(vmovl_high_s8(bytes));
+  return {vcvt_f32_f16(vget_low_f16(lo)),
+          vcvt_high_f32_f16(lo),
+          vcvt_f32_f16(vget_low_f16(hi)),
+          vcvt_high_f32_f16(hi)};
+#else
+  F32x16 out;
+  for (int i = 0; i < 16; ++i) {
+    uint16_t word = (p[i].bits & 0x80) << 8 | (p[i].bits & 0x7f) << 7;
+    out.v[i] = to_float(float16{word});
   }
+  return out;
+#endif
 }
+
+namespace {
 
 // What one step is for rows and weights of two types. It has parts, which come one after the other: in
 // each, a step of 16 outputs gives a vector of weights, and the same inputs of one row are multiplied
 // with it. `Input` is what a tile reads inputs as: where bfloat16 has no dot products of its own,
-// floats that were made of the rows once, since every block of weights meets them again; for integer
-// weights integers. kGroupSteps: after so many steps sums are added to totals and begin anew; 0: never.
+// floats that were made of the rows once, since every block of weights meets them again.
+// kGroupSteps: after so many steps sums are scaled and added to totals, and begin anew; 0: never.
 template <typename Row, typename Weight>
 struct Step;
 
@@ -183,104 +211,65 @@ inline void put(float* p, const Quad<Float4>& sum) {
 }
 #endif
 
-// Codes of 8 bits times integers of 16, two inputs a step. A sum is exact: of a group's 128 products,
-// each below 2^22, it stays below 2^29.
-struct IntegerStep {
-  using Input = int16_t;
-  using Weight = int8_t;
+template <typename T>
+struct Step<T, E4M3> {
+  using Row = T;
+  using Weight = E4M3;
+  using Sum = F32x16;
+  using Input = float;
   static constexpr int kInputs = 2;
   static constexpr int64_t kBytes = 2 * kWeightBlock;
-  static constexpr int kGroupSteps = kIntegerGroup / kInputs;
-  static constexpr int kParts = 1;
-  static int32_t pair_at(const int16_t* p) {
-    int32_t pair;
-    std::memcpy(&pair, p, 4);
-    return pair;
-  }
-#if defined(SPECOPS_AVX512)
-  static constexpr bool kByBlock = false;
-  struct Sum {
-    __m512i v;
-  };
-  static __m512i weights(const char* p, int) {
-    return _mm512_cvtepi8_epi16(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
-  }
-  static __m512i input(const int16_t* p, int) { return _mm512_set1_epi32(pair_at(p)); }
-  static void dot(Sum& sum, __m512i w, __m512i x) {
-    sum.v = _mm512_add_epi32(sum.v, _mm512_madd_epi16(w, x));
-  }
-  static F32x16 floats(Sum sum) { return {_mm512_cvtepi32_ps(sum.v)}; }
-#elif defined(SPECOPS_AVX2)
+  static constexpr int kGroupSteps = kFp8Group / kInputs;
+  static constexpr int kParts = 2;
   static constexpr bool kByBlock = true;
-  struct Sum {
-    __m256i lo, hi;
-  };
-  static Sum weights(const char* p, int) {
-    const auto* halves = reinterpret_cast<const __m128i*>(p);
-    return {_mm256_cvtepi8_epi16(_mm_loadu_si128(halves)),
-            _mm256_cvtepi8_epi16(_mm_loadu_si128(halves + 1))};
+  static F32x16 weights(const char* p, int part) {
+    return load(reinterpret_cast<const E4M3*>(p) + part * kWeightBlock);
   }
-  static __m256i input(const int16_t* p, int) { return _mm256_set1_epi32(pair_at(p)); }
-  static void dot(Sum& sum, const Sum& w, __m256i x) {
-    sum.lo = _mm256_add_epi32(sum.lo, _mm256_madd_epi16(w.lo, x));
-    sum.hi = _mm256_add_epi32(sum.hi, _mm256_madd_epi16(w.hi, x));
-  }
-  static F32x16 floats(Sum sum) { return {_mm256_cvtepi32_ps(sum.lo), _mm256_cvtepi32_ps(sum.hi)}; }
-#elif defined(SPECOPS_NEON)
-  static constexpr bool kByBlock = true;
-  struct Sum {
-    int32x4_t q[4];
-  };
-  struct Pairs {
-    int16x8_t q[4];
-  };
-  static Pairs weights(const char* p, int) {
-    const auto* codes = reinterpret_cast<const int8_t*>(p);
-    int8x16_t low = vld1q_s8(codes), high = vld1q_s8(codes + 16);
-    return {vmovl_s8(vget_low_s8(low)),
-            vmovl_high_s8(low),
-            vmovl_s8(vget_low_s8(high)),
-            vmovl_high_s8(high)};
-  }
-  static int16x8_t input(const int16_t* p, int) {
-    return vreinterpretq_s16_s32(vdupq_n_s32(pair_at(p)));
-  }
-  static void dot(Sum& sum, const Pairs& w, int16x8_t x) {
-    unrolled<4>([&](int i) SPECOPS_INLINE {
-      int32x4_t low = vmull_s16(vget_low_s16(w.q[i]), vget_low_s16(x));
-      sum.q[i] = vaddq_s32(sum.q[i], vpaddq_s32(low, vmull_high_s16(w.q[i], x)));
-    });
-  }
-  static F32x16 floats(Sum sum) {
-    return quarters<F32x16>([&](int i) { return vcvtq_f32_s32(sum.q[i]); });
-  }
+#if defined(SPECOPS_AVX512) || defined(SPECOPS_AVX2) || defined(SPECOPS_NEON)
+  static Spread input(const float* p, int part) { return spread(p + part); }
+  static void dot(Sum& sum, F32x16 w, Spread x) { add_product(sum, w, x); }
 #else
-  static constexpr bool kByBlock = true;
-  struct Sum {
-    int32_t v[16];
-  };
-  static const int8_t* weights(const char* p, int) { return reinterpret_cast<const int8_t*>(p); }
-  static const int16_t* input(const int16_t* p, int) { return p; }
-  static void dot(Sum& sum, const int8_t* w, const int16_t* x) {
-    for (int i = 0; i < 16; ++i) sum.v[i] += w[2 * i] * x[0] + w[2 * i + 1] * x[1];
-  }
-  static F32x16 floats(const Sum& sum) {
-    F32x16 out;
-    for (int i = 0; i < 16; ++i) out.v[i] = static_cast<float>(sum.v[i]);
-    return out;
-  }
+  static F32x16 input(const float* p, int part) { return set1(p[part]); }
+  static void dot(Sum& sum, F32x16 w, F32x16 x) { sum = fma(w, x, sum); }
 #endif
 };
 
+#if defined(SPECOPS_ISA_avx512_bf16) || defined(SPECOPS_ISA_neon_bf16)
 template <>
-struct Step<float, int8_t> : IntegerStep {
-  using Row = float;
-};
-
-template <>
-struct Step<bfloat16, int8_t> : IntegerStep {
+struct Step<bfloat16, E4M3> {
   using Row = bfloat16;
+  using Weight = E4M3;
+  using Sum = F32x16;
+  using Input = bfloat16;
+  static constexpr int kInputs = 2;
+  static constexpr int64_t kBytes = 2 * kWeightBlock;
+  static constexpr int kGroupSteps = kFp8Group / kInputs;
+  static constexpr int kParts = 1;
+  static constexpr bool kByBlock = true;
+  static BF16x32 weights(const char* p, int) {
+    const auto* codes = reinterpret_cast<const E4M3*>(p);
+    return exact_pairs(load(codes), load(codes + kWeightBlock));
+  }
+  static BF16x32 input(const bfloat16* p, int) { return broadcast_pair(p); }
+  static void dot(Sum& sum, BF16x32 w, BF16x32 x) { sum = dot_pairs(sum, w, x); }
+
+ private:
+  // Of floats that are bfloat16: the upper halves of their words.
+  static BF16x32 exact_pairs(F32x16 even, F32x16 odd) {
+#if defined(SPECOPS_AVX512)
+    __m512i low = _mm512_srli_epi32(_mm512_castps_si512(even.v), 16);
+    __m512i high = _mm512_and_si512(_mm512_castps_si512(odd.v), _mm512_set1_epi32(-0x10000));
+    return {_mm512_or_si512(low, high)};
+#else
+    return quarters<BF16x32>([&](int i) {
+      uint32x4_t low = vshrq_n_u32(vreinterpretq_u32_f32(even.q[i]), 16);
+      uint32x4_t high = vreinterpretq_u32_f32(odd.q[i]);
+      return vorrq_u32(low, vandq_u32(high, vdupq_n_u32(0xffff0000u)));
+    });
+#endif
+  }
 };
+#endif
 
 // Of a weight with so many inputs.
 template <typename S>

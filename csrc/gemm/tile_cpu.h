@@ -165,41 +165,26 @@ SPECOPS_INLINE inline void sum_plain(const GemmParams& params,
   });
 }
 
-// The scales of a block's outputs, zeros past the last one.
-inline F32x16 scales_of(const WeightParams& weight, int64_t block) {
-  int64_t width = weight.num_outputs, first = block * kWeightBlock;
-  const float* scales = weight.scales;
-  if (is_gated(weight.activation)) {
-    width /= 2;
-    first = block / 2 * kWeightBlock;
-    if (block % 2 != 0) scales += width;
-  }
-  return load_partial(scales + first, static_cast<int>(min64(width - first, kWeightBlock)));
-}
-
-// The sums of integer weights: each group's is exact, rounded to float32 and scaled, and added to what
-// the groups before it have made; at last the output's own scale.
+// The sums of fp8 weights: each group's are one chain from zero, scaled and added to what the groups
+// before it have made.
 template <typename S, int kRows, int kBlocks>
-SPECOPS_INLINE inline void sum_integers(
+SPECOPS_INLINE inline void sum_groups(
     const GemmParams& params, const TileInputs<S>& in, int64_t block, Fetch fetch, float* sums) {
+  const WeightParams& weight = params.weight;
+  int64_t groups = scale_groups(weight.num_inputs, weight.group);
   for (int i = 0; i < kRows * kBlocks; ++i) store(sums + i * kWeightBlock, zero());
-  for (int64_t begin = 0, group = 0; begin < in.steps; begin += S::kGroupSteps, ++group) {
+  for (int64_t begin = 0; begin < in.steps; begin += S::kGroupSteps) {
+    int64_t group = weight.group == 0 ? 0 : begin / S::kGroupSteps;
     typename S::Sum acc[kRows][kBlocks] = {};
     add_steps<S, kRows, kBlocks>(acc, in, begin, min64(begin + S::kGroupSteps, in.steps), fetch);
-    unrolled<kRows>([&](int r) SPECOPS_INLINE {
-      F32x16 scale = set1(in.rows.scales[r * in.rows.scale_stride + group]);
-      unrolled<kBlocks>([&](int b) SPECOPS_INLINE {
+    unrolled<kBlocks>([&](int b) SPECOPS_INLINE {
+      F32x16 scales = load(weight.scales + ((block + b) * groups + group) * kWeightBlock);
+      scales = mul(scales, set1(kE4M3Unit));
+      unrolled<kRows>([&](int r) SPECOPS_INLINE {
         float* sum = sums + (r * kBlocks + b) * kWeightBlock;
-        store(sum, add(load(sum), mul(S::floats(acc[r][b]), scale)));
+        store(sum, fma(acc[r][b], scales, load(sum)));
       });
     });
-  }
-  for (int b = 0; b < kBlocks; ++b) {
-    F32x16 scales = scales_of(params.weight, block + b);
-    for (int r = 0; r < kRows; ++r) {
-      float* sum = sums + (r * kBlocks + b) * kWeightBlock;
-      store(sum, mul(load(sum), scales));
-    }
   }
 }
 
@@ -207,9 +192,9 @@ SPECOPS_INLINE inline void sum_integers(
 // of gates and ups: activation(out[row, n]) * out[row, width + n].
 // Cost:    the tile's weights once from memory or cache; kRows * kBlocks dot products a step.
 // Assumes: weights packed by pack_weight; any alignment. `fetch` may point anywhere.
-// Order:   one accumulator chain per output over the steps in order, of integers over groups of exact
-//          sums, whatever the tile's shape: a row's bits depend neither on the other rows nor on how
-//          rows and blocks were cut.
+// Order:   one accumulator chain per output over the steps in order, of fp8 one for each 128 inputs and
+//          one over these, whatever the tile's shape: a row's bits depend neither on the other rows nor
+//          on how rows and blocks were cut.
 // Source:  register-tiled outer-product GEMM (Goto and van de Geijn 2008), without its split of K.
 // Threads: none here; callers hand out ranges of blocks and rows.
 template <typename S, int kRows, int kBlocks>
@@ -220,13 +205,11 @@ template <typename S, int kRows, int kBlocks>
   TileInputs<S> in{rows, weights, steps};
   float sums[kRows * kBlocks * kWeightBlock];
   if constexpr (S::kGroupSteps > 0) {
-    sum_integers<S, kRows, kBlocks>(params, in, block, fetch, sums);
+    sum_groups<S, kRows, kBlocks>(params, in, block, fetch, sums);
   } else {
     sum_plain<S, kRows, kBlocks>(params, in, fetch, sums);
   }
-  using T = typename S::Row;
-  auto* end = is_gated(params.weight.activation) ? finish_gated<T> : finish<T>;
-  end(params, row, block, kRows, kBlocks, sums);
+  finish_rows(params, row, block, kRows, kBlocks, sums);
 }
 
 // Where a tile is, and how large.

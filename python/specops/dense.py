@@ -12,26 +12,40 @@ from torch import Tensor
 
 from specops import _C
 from specops._wrong import check_int, check_kind, describe, empty, unless_wrong
+from specops.quantization import (
+    CODES,
+    FP8_BLOCK,
+    QuantizedWeight,
+    check_matrix,
+    check_quantized,
+    num_groups,
+)
 
 # Up to so many rows CUDA kernels stream weights past all of them, and need no workspace.
 _MAX_STREAMED_ROWS = 16
 # The head of a workspace: of how many leaves of a tile's sums are there.
 _WORKSPACE_COUNTERS = 128
-# Numbers of a weight that are rounded at once, in float32.
-_QUANTIZED_AT_ONCE = 1 << 22
 
 
 class PackedWeight(NamedTuple):
-    """A weight in the layout `linear` reads; made by `pack_weight` or `quantize_weight`.
+    """A weight in the layout `linear` reads; made by `pack_weight`.
 
     Attributes:
-        kind: "plain", the weight's own numbers, or "int8", codes and a scale for each output.
+        kind: "plain", the weight's own numbers; or "int8", "int4" or "fp8", codes with scales.
         data: the packed numbers; their layout is `linear`'s own and may change.
-        scales: [num_outputs], float32, of kind "int8"; None of a plain weight.
+        scales: float32, of codes: [num_outputs] of integers with a scale for each output, otherwise
+            packed as data is; None of a plain weight.
         num_outputs: rows of the original weight.
         num_inputs: columns of the original weight.
         activation: if any, its outputs are gates, then as many ups, of which `linear` makes
             `activation(gate) * up`.
+        offsets: float32, packed as scales in groups; or None.
+        group: inputs that share a scale; 0: all of them.
+        activations: to what `linear` rounds rows before it multiplies: "float", not at all; "int16"
+            or "int8".
+        input_order: int32 [num_inputs], which inputs of a row the weight's columns meet; None: in
+            their order.
+        code_values: int8 [16], what each code of int4 stands for; None: code - 8.
         num_leaves: of how many chains of additions a sum is made; 1 on cpu, up to 4 on CUDA.
         max_split_rows: up to how many rows `linear` gains from a workspace; 0 on cpu.
     """
@@ -42,97 +56,135 @@ class PackedWeight(NamedTuple):
     num_outputs: int
     num_inputs: int
     activation: str | None = None
+    offsets: Tensor | None = None
+    group: int = 0
+    activations: str = "float"
+    input_order: Tensor | None = None
+    code_values: Tensor | None = None
     num_leaves: int = 1
     max_split_rows: int = 0
 
 
-def quantize_weight(
-    weight: Tensor, *, kind: str = "int8", activation: str | None = None
-) -> PackedWeight:
-    """Rounds a weight to 8-bit codes with a scale for each output, packed for `linear`.
-
-    The codes and scales are FastDeploy's WINT8, as its GPU path makes them, and those of
-    `reference.quantize_weight`: with peak the largest magnitude of an output's weights,
-
-        code  = round(weight / peak * 127), ties away from zero
-        scale = peak / 127, rounded to the dtype of `weight`
-
-    Args:
-        weight: [num_outputs, num_inputs], float32, bfloat16 or float16. Rows may be strided.
-        kind: "int8".
-        activation: as in `pack_weight`.
-
-    Returns:
-        The packed codes: a byte a number, num_outputs and num_inputs rounded up as in
-        `pack_weight`, and 4 bytes an output. `weight` may be freed.
-
-    Raises:
-        ValueError: a shape, dtype, layout or device differs from the above.
-
-    Note:
-        An output whose weights are all zero has codes and scale 0; one with an infinity or a NaN
-        has scale NaN, and `linear` makes NaN of it. Takes memory for a few rows in float32.
-    """
-    if kind != "int8":
-        raise ValueError(f"quantize_weight: kind must be 'int8', got {describe(kind)}")
-    _check_matrix("quantize_weight", weight)
-    if weight.dtype not in (torch.float32, torch.bfloat16, torch.float16):
-        raise ValueError(
-            "quantize_weight: weight must be float32, bfloat16 or float16, got " + describe(weight)
-        )
-    codes = torch.empty(weight.shape, dtype=torch.int8, device=weight.device)
-    scales = torch.empty(len(weight), dtype=torch.float32, device=weight.device)
-    rows = max(1, _QUANTIZED_AT_ONCE // max(1, weight.shape[1]))
-    for first in range(0, len(weight), rows):
-        part = weight.detach()[first : first + rows].float()
-        peak = part.abs().amax(1) if part.shape[1] else part.new_zeros(len(part))
-        scales[first : first + rows] = (peak / 127).to(weight.dtype)
-        scaled = (part / peak[:, None] * 127).nan_to_num_(0)  # 0 / 0, and where no number is right
-        whole = scaled.abs().floor()
-        whole += scaled.abs() - whole >= 0.5
-        codes[first : first + rows] = whole.copysign_(scaled)
-    scales.masked_fill_(scales.isinf(), torch.nan)
-    return pack_weight(codes, scales=scales, activation=activation)
-
-
 def pack_weight(
-    weight: Tensor, *, scales: Tensor | None = None, activation: str | None = None
+    weight: Tensor | QuantizedWeight,
+    *,
+    activation: str | None = None,
+    activations: str | None = None,
 ) -> PackedWeight:
     """Copies a weight into the layout `linear` reads.
 
     Args:
-        weight: [num_outputs, num_inputs], bfloat16 or float32, on CUDA also float16; or codes in
-            int8, of which each stands for code * scale. Rows may be strided.
-        scales: [num_outputs], float32: of codes, and of nothing else. They are kept, not copied.
+        weight: [num_outputs, num_inputs], bfloat16 or float32, on CUDA also float16; rows may be
+            strided. Or a `QuantizedWeight`, on CUDA of kind int8 with a scale for each output.
         activation: of a weight whose first half of rows makes gates and the other half ups: "silu"
             or "gelu_tanh". `linear` then returns `activation(gate) * up`, half as wide.
+        activations: to what `linear` rounds rows. Of int8 and int4 codes "int16", per 128 inputs
+            (int8's own when absent), or "int8", per 32 (int4's own); of others "float", not at all.
 
     Returns:
-        The packed copy. It takes the bytes of `weight`, with num_outputs (with an activation: each
-        half of it) rounded up to 16 and, for bfloat16, num_inputs to 2; on CUDA to 32 and 64.
-        Codes: num_inputs to 2, on CUDA 16. `weight` may be freed.
+        The packed copy. It takes the bytes of `weight` (int4: half a byte a code), with num_outputs
+        (with an activation: each half of it) rounded up to 16 and, for bfloat16 and fp8, num_inputs
+        to 2; of int8 and int4 to 64 and 16; on CUDA to 32 and, for 16 bits, 64, int8 16. Scales and
+        offsets in groups are packed beside them. `weight` may be freed; only `code_values`,
+        `input_order` and scales of one an output are kept, not copied.
 
     Raises:
-        ValueError: a shape, dtype, layout or device differs from the above.
+        ValueError: a shape, dtype, layout, device or value differs from the above.
 
     Note:
         A permutation: no number changes.
     """
-    _check_matrix("pack_weight", weight)
+    if isinstance(weight, QuantizedWeight):
+        return _pack_codes(weight, activation, activations)
+    if activations not in (None, "float"):
+        got = describe(activations)
+        raise ValueError(f"pack_weight: activations must be 'float' of a plain weight, got {got}")
+    check_matrix("pack_weight", "weight", weight)
+    if weight.dtype in CODES.values():
+        raise ValueError(
+            f"pack_weight: weight must be real, or a QuantizedWeight, got {describe(weight)}"
+        )
     num_outputs, num_inputs = weight.shape
-    kind = "int8" if weight.dtype == torch.int8 else "plain"
-    *shape, num_leaves, max_split_rows = _C.packed_weight_layout(
-        weight.device.type, weight.element_size(), num_outputs, num_inputs, activation
+    *shape, _, num_leaves, max_split_rows = _C.packed_weight_layout(
+        weight.device.type, "plain", weight.element_size(), num_outputs, num_inputs, activation, 0
     )
     data = torch.empty(shape, dtype=weight.dtype, device=weight.device)
-    _C.pack_weight(weight, scales, data, activation)
-    sizes = (num_outputs, num_inputs)
-    return PackedWeight(kind, data, scales, *sizes, activation, num_leaves, max_split_rows)
+    _C.pack_weight(weight, data, activation)
+    return PackedWeight(
+        "plain",
+        data,
+        None,
+        num_outputs,
+        num_inputs,
+        activation,
+        num_leaves=num_leaves,
+        max_split_rows=max_split_rows,
+    )
 
 
-def _check_matrix(op: str, weight: Tensor) -> None:
-    if not isinstance(weight, Tensor) or weight.is_nested or weight.dim() != 2:
-        raise ValueError(f"{op}: weight must be [num_outputs, num_inputs], got {describe(weight)}")
+_ACTIVATIONS = {"int8": ("int16", "int8"), "int4": ("int8", "int16"), "fp8": ("float",)}
+
+
+def _pack_codes(
+    weight: QuantizedWeight, activation: str | None, activations: str | None
+) -> PackedWeight:
+    check_quantized("pack_weight", weight)
+    kind, codes, scales, offsets, group, code_values, input_order = weight
+    allowed = _ACTIVATIONS[kind]
+    if activations is None:
+        activations = allowed[0]
+    if activations not in allowed:
+        names = " or ".join(map(repr, allowed))
+        raise ValueError(
+            f"pack_weight: activations must be {names} of {kind}, got {describe(activations)}"
+        )
+    num_outputs, num_inputs = codes.shape
+    if offsets is not None and group == 0:  # sums have offsets by groups: one of all inputs
+        group = max(1, -(-num_inputs // 128)) * 128
+        groups = num_groups(num_inputs, group)
+        scales, offsets = scales[:, :groups], offsets[:, :groups]
+    *shape, scale_block, num_leaves, max_split_rows = _C.packed_weight_layout(
+        codes.device.type, kind, 1, num_outputs, num_inputs, activation, group
+    )
+    data = torch.empty(shape, dtype=codes.dtype, device=codes.device)
+    _C.pack_weight(codes, data, activation)
+    if kind == "fp8" and group:
+        scales = scales.repeat_interleave(FP8_BLOCK, 0)[:num_outputs]
+    if scale_block:
+        scales = _in_blocks(scales, activation, scale_block)
+        offsets = None if offsets is None else _in_blocks(offsets, activation, scale_block)
+    else:
+        scales = scales[:, 0].contiguous()
+    return PackedWeight(
+        kind,
+        data,
+        scales,
+        num_outputs,
+        num_inputs,
+        activation,
+        offsets,
+        group,
+        activations,
+        input_order,
+        code_values,
+        num_leaves,
+        max_split_rows,
+    )
+
+
+def _in_blocks(scales: Tensor, activation: str | None, block: int) -> Tensor:
+    """[num_outputs, groups] as [blocks, groups, block]: by 16 outputs gates, ups, gates and on."""
+    num_outputs, groups = scales.shape
+    halves = 2 if activation else 1
+    width = num_outputs // halves
+    sixteens = -(-width // 16)
+    padded = scales.new_zeros(halves, sixteens * 16, groups)
+    padded[:, :width] = scales.view(halves, width, groups)
+    ordered = padded.view(halves, sixteens, 16, groups).transpose(0, 1)
+    blocks = -(-halves * sixteens * 16 // block)
+    out = scales.new_zeros(blocks * block, groups)
+    out[: halves * sixteens * 16] = ordered.reshape(halves * sixteens * 16, groups)
+    return out.view(blocks, block, groups).transpose(1, 2).contiguous()
 
 
 def linear(
@@ -150,22 +202,34 @@ def linear(
     last, rounded once. A weight packed with an activation makes `silu_mul` or `gelu_tanh_mul` of
     that, to the same bits as that op after it.
 
-    With int8 codes, the same as `reference.int8_linear`, bit for bit, on every device and
-    instruction set. A group is 128 inputs of a row, from a multiple of 128 on:
+    With int8 and int4 codes, the same as `reference.quantized_linear`, bit for bit, on every device
+    and instruction set. Rows become integers by groups of inputs, from multiples of their size on:
 
-        step     = 2 ** (floor(log2(largest magnitude of the group)) - 14)
-        integers = x / step, rounded to 16 bits, ties to even
-        total    = total + float32(sum(integers * codes)) * step       over the groups in order
-        out      = total * scale + bias                        each operation rounded to float32
+        int16, 128 inputs:  step = 2 ** (floor(log2(peak)) - 14), integers = x / step
+        int8, 32 inputs:    step = peak / 127, integers = x * (127 / peak)
 
-    So an input is off by at most 2 ** -15 of the largest of its group, and not at all if it is a
-    bfloat16 of at least 1/128 of that (float16: 1/16); the rest is one rounding a group. Magnitudes
-    below 2 ** -126 count as zeros. A row with an infinity or a NaN becomes NaN, no other row does.
+    with peak the largest magnitude of the group, each operation rounded to float32, integers to the
+    nearest, ties to even. A piece is gcd(group of the weight, group of the row) inputs, so that it
+    has one step and one scale (and offset) an output. Over the pieces in order, from total = 0:
+
+        total = fma(float32(sum(integers * values)), step * scale, total)
+        total = fma(float32(sum(integers)), step * offset, total)            where there are offsets
+
+    and then the bias. If an output has one scale and no offset, `step` takes the place of
+    `step * scale`, and the scale is multiplied with at last.
+
+    With int16 an input is off by at most 2 ** -15 of the largest of its group, and not at all if it
+    is a bfloat16 of at least 1/128 of that (float16: 1/16); the rest is one rounding a piece.
+    Magnitudes below 2 ** -126 count as zeros; of int8 groups whose peak is below 2 ** -100. A row
+    with an infinity or a NaN becomes NaN, no other row does.
+
+    With fp8 codes, the same as `reference.quantized_linear`, within rounding: the sums of 128
+    inputs are those of a plain weight, and total = fma(sum, scale, total).
 
     Args:
-        x: [rows, num_inputs], dtype of the weight; with int8 codes bfloat16 or float32, on CUDA
-            also float16. Rows may be strided.
-        weight: [num_outputs, num_inputs], packed by `pack_weight` or `quantize_weight`.
+        x: [rows, num_inputs], dtype of the weight; with codes bfloat16 or float32, on CUDA also
+            float16. Rows may be strided.
+        weight: [num_outputs, num_inputs], packed by `pack_weight`.
         bias: [num_outputs], dtype of `x`; or None.
         out: [rows, num_outputs], dtype of `x`, or float32; with an activation: [rows,
             num_outputs / 2], dtype of `x`. Allocated when absent.

@@ -41,6 +41,11 @@ _WEIGHT_FIELDS = {
     "num_outputs": "Size",
     "num_inputs": "Size",
     "activation": "str | None",
+    "offsets": "Tensor | None",
+    "group": "int",
+    "activations": "str",
+    "input_order": "Tensor | None",
+    "code_values": "Tensor | None",
 }
 
 

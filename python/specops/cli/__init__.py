@@ -2,13 +2,15 @@
 """The command `specops`. A command's module is imported when it runs, so that help is instant."""
 
 import argparse
+import json
 import os
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib import import_module
+from typing import Any
 
-_OPTIONAL = {"aiohttp", "prometheus_client", "rich", "safetensors", "tokenizers"}
+_OPTIONAL = {"aiohttp", "huggingface_hub", "numpy", "rich", "safetensors", "tokenizers", "torch"}
 _INTERRUPTED = 130  # the code that a shell gives for a program ended by Ctrl-C
 
 
@@ -48,6 +50,12 @@ COMMANDS = {
         "compare every token with and without speculation",
         "engine",
     ),
+    "models": Command(
+        "specops.cli.models",
+        "main",
+        "list the models of this machine that run by name",
+        "engine",
+    ),
     "contract": Command(
         "specops.cli.serve",
         "contract",
@@ -67,6 +75,8 @@ COMMANDS = {
         "cli",
     ),
 }
+# The same question to a server, from outside; it needs no package at all.
+_SERVER_EXACTNESS = Command("specops.cli.lossless.command", "main", "", "cli")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -91,6 +101,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     name = _parser().parse_args(given[:1]).command
     try:
         command = COMMANDS[name]
+        if name == "verify-exactness" and any(one.startswith("--url") for one in given):
+            command = _SERVER_EXACTNESS
         function = getattr(import_module(command.module), command.function)
         return int(function(given[1:], f"specops {name}"))
     except ImportError as error:
@@ -125,6 +137,31 @@ def require_writable(option: str, file: str) -> None:
         ValueError: it cannot be written.
     """
     _open(option, file, "a", "")
+
+
+def json_object(option: str, text: str) -> dict[str, Any]:
+    """The JSON object that an option has.
+
+    Raises:
+        ValueError: it is none.
+    """
+    try:
+        value = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{option} is not valid JSON: {error}") from None
+    if not isinstance(value, dict):
+        raise ValueError(f"{option} must be a JSON object, got {text}")
+    return value
+
+
+def require_url(option: str, url: str) -> None:
+    """Refuses an address that is none.
+
+    Raises:
+        ValueError: it has no scheme.
+    """
+    if not url.startswith(("http://", "https://")):
+        raise ValueError(f"{option} must begin with http:// or https://, got {url}")
 
 
 def _open(option: str, file: str, mode: str, text: str) -> None:

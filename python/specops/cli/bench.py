@@ -7,6 +7,7 @@ import json
 import os
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
 from datetime import datetime, timezone
 from typing import Any
 
@@ -15,11 +16,12 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from specops.cli import fail, require_writable, write_file
+from specops.cli import fail, json_object, require_url, require_writable, write_file
 from specops.cli.load.answers import Answer, ask
 from specops.cli.load.arrivals import due_times, keep_busy, send_at
 from specops.cli.load.figures import PERCENTILES, figures, request_records
 from specops.cli.load.server import draft_counts, first_model
+from specops.cli.load.turns import compare
 from specops.cli.results import KIND, VERSION
 from specops.prompts import PROMPTS, read_prompts
 
@@ -32,13 +34,15 @@ def main(arguments: Sequence[str], program: str) -> int:
     try:
         if args.json is not None:
             require_writable("--json", args.json)
-        results = asyncio.run(_bench(args))
-        _print_table(results)
+        rounds = asyncio.run(_bench(args))
+        results = rounds[0][0] if len(rounds[0]) == 1 else _print_comparison(rounds)
+        if len(rounds[0]) == 1:
+            _print_table(results)
         if args.json is not None:
             write_file("--json", args.json, json.dumps(results, indent=1) + "\n")
     except (OSError, ValueError) as error:
         return fail(str(error))
-    return int(results["figures"]["num_failed"] > 0)
+    return int(any(run["figures"]["num_failed"] for runs in rounds for run in runs))
 
 
 def _parser(program: str) -> argparse.ArgumentParser:
@@ -63,6 +67,7 @@ def _parser(program: str) -> argparse.ArgumentParser:
     )
     _add_load(parser)
     _add_request(parser)
+    _add_other(parser)
     add("--timeout", type=float, default=300.0, metavar="SECONDS", help="(default: %(default)s)")
     add("--name", help="of this run in plots (default: the model's)")
     add("--json", metavar="FILE", help="write options, figures and every request there")
@@ -124,10 +129,69 @@ def _add_request(parser: argparse.ArgumentParser) -> None:
     )
 
 
-async def _bench(args: argparse.Namespace) -> dict[str, Any]:
-    bodies = _bodies(args)
-    url = args.url.rstrip("/").removesuffix("/v1")
-    endpoint = f"{url}/v1/chat/completions" if args.chat else f"{url}/v1/completions"
+def _add_other(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add(
+        "--against",
+        metavar="URL",
+        help="measure this server, too, in turn with --url, with the first model that it lists",
+    )
+    add(
+        "--against-body",
+        metavar="JSON",
+        help="fields of its requests in place of --body; without --against, of the same server",
+    )
+    add("--against-name", metavar="NAME", help="of its runs (default: the other)")
+    add(
+        "--rounds",
+        type=int,
+        default=5,
+        metavar="N",
+        help="runs of each of the two (default: %(default)s)",
+    )
+
+
+@dataclass(frozen=True)
+class _Target:
+    """A server to measure.
+
+    Attributes:
+        url: without /v1.
+        bodies: of its requests, without model and seed, one per prompt.
+        model: None: the first that it lists.
+        name: of its runs; None: the model's.
+    """
+
+    url: str
+    bodies: list[dict[str, Any]]
+    model: str | None
+    name: str | None
+
+
+def _targets(args: argparse.Namespace) -> list[_Target]:
+    """One server, or the two that take turns.
+
+    Raises:
+        OSError: a file cannot be read.
+        ValueError: an option is out of range, or no JSON object.
+    """
+    _check(args)
+    bodies = _bodies(args, "--body", args.body)
+    targets = [_Target(_base(args.url), bodies, args.model, args.name)]
+    if args.against is None and args.against_body is None:
+        return targets
+    bodies = _bodies(args, "--against-body", args.against_body)
+    url, model = (args.url, args.model) if args.against is None else (args.against, None)
+    return [*targets, _Target(_base(url), bodies, model, args.against_name or "the other")]
+
+
+def _base(url: str) -> str:
+    return url.rstrip("/").removesuffix("/v1")
+
+
+async def _bench(args: argparse.Namespace) -> list[list[dict[str, Any]]]:
+    """The results of every round: of one run, or of the two servers'."""
+    targets = _targets(args)
     async with aiohttp.ClientSession(
         headers={"Authorization": f"Bearer {args.api_key}"} if args.api_key else {},
         timeout=aiohttp.ClientTimeout(
@@ -135,28 +199,43 @@ async def _bench(args: argparse.Namespace) -> dict[str, Any]:
         ),
         connector=aiohttp.TCPConnector(limit=0),
     ) as session:
-        model = args.model or await first_model(session, url)
+        rounds = []
+        for index in range(args.rounds if len(targets) > 1 else 1):
+            # The two take turns at beginning, so that a slow moment does not always hit the same.
+            order = targets[:: -1 if index % 2 else 1]
+            runs = [await _measure(args, session, one, is_first=not index) for one in order]
+            rounds.append(runs[:: -1 if index % 2 else 1])
+    return rounds
 
-        async def send(index: int, due: float) -> Answer:
-            body = {"model": model, **_seed(args, index), **bodies[index % len(bodies)]}
-            return await ask(session, endpoint, body, due, time.perf_counter)
 
-        for index in range(args.warm_up):
-            first = await send(index, time.perf_counter())
-            if first.error is not None:
-                raise ValueError(f"the server refused a request: {first.error}")
-        before = await draft_counts(session, url)
-        started = datetime.now(timezone.utc)
-        answers = await _run(args, send)
-        after = await draft_counts(session, url)
+async def _measure(
+    args: argparse.Namespace, session: aiohttp.ClientSession, target: _Target, *, is_first: bool
+) -> dict[str, Any]:
+    """The results of one run, before the first of which some requests warm the server up."""
+    url, bodies = target.url, target.bodies
+    endpoint = f"{url}/v1/chat/completions" if args.chat else f"{url}/v1/completions"
+    model = target.model or await first_model(session, url)
+
+    async def send(index: int, due: float) -> Answer:
+        body = {"model": model, **_seed(args, index), **bodies[index % len(bodies)]}
+        return await ask(session, endpoint, body, due, time.perf_counter)
+
+    for index in range(args.warm_up if is_first else 0):
+        first = await send(index, time.perf_counter())
+        if first.error is not None:
+            raise ValueError(f"the server refused a request: {first.error}")
+    before = await draft_counts(session, url)
+    started = datetime.now(timezone.utc)
+    answers = await _run(args, send)
+    after = await draft_counts(session, url)
     counted = None if before is None or after is None else after.since(before)
     return {
         "kind": KIND,
         "version": VERSION,
-        "name": args.name or model,
+        "name": target.name or model,
         "model": model,
         "started": started.isoformat(timespec="seconds"),
-        "options": _options(args),
+        "options": {**_options(args), "url": url},
         "figures": figures(answers, counted),
         "requests": request_records(answers),
     }
@@ -190,14 +269,8 @@ async def _run(args: argparse.Namespace, send: Callable[[int, float], Any]) -> l
         return await send_at(times, counted, clock, asyncio.sleep)
 
 
-def _bodies(args: argparse.Namespace) -> list[dict[str, Any]]:
-    """The requests without model and seed, one per prompt.
-
-    Raises:
-        OSError: a file cannot be read.
-        ValueError: an option is out of range, or no JSON object.
-    """
-    _check(args)
+def _bodies(args: argparse.Namespace, option: str, fields: str | None) -> list[dict[str, Any]]:
+    """The requests without model and seed, one per prompt; an option has further fields."""
     prompts = list(PROMPTS) if args.prompt_file is None else read_prompts(args.prompt_file)
     common: dict[str, Any] = {
         "max_tokens": args.max_tokens,
@@ -209,21 +282,15 @@ def _bodies(args: argparse.Namespace) -> list[dict[str, Any]]:
         common["top_p"] = args.top_p
     if args.ignore_eos:
         common["ignore_eos"] = True
-    if args.body is not None:
-        try:
-            further = json.loads(args.body)
-        except json.JSONDecodeError as error:
-            raise ValueError(f"--body is not valid JSON: {error}") from None
-        if not isinstance(further, dict):
-            raise ValueError(f"--body must be a JSON object, got {args.body}")
-        common |= further
+    if fields is not None:
+        common |= json_object(option, fields)
     if args.chat:
         return [{"messages": [{"role": "user", "content": p}], **common} for p in prompts]
     return [{"prompt": prompt, **common} for prompt in prompts]
 
 
 def _check(args: argparse.Namespace) -> None:
-    least = {"requests": 1, "concurrency": 1, "max_tokens": 1, "warm_up": 0}
+    least = {"requests": 1, "concurrency": 1, "max_tokens": 1, "warm_up": 0, "rounds": 1}
     for name, low in least.items():
         value = getattr(args, name)
         if value is not None and value < low:
@@ -232,8 +299,9 @@ def _check(args: argparse.Namespace) -> None:
         value = getattr(args, name)
         if value is not None and not 0 < value < float("inf"):
             raise ValueError(f"--{name} must be above 0, got {value:g}")
-    if not args.url.startswith(("http://", "https://")):
-        raise ValueError(f"--url must begin with http:// or https://, got {args.url}")
+    require_url("--url", args.url)
+    if args.against is not None:
+        require_url("--against", args.against)
     if args.even and args.rate is None:
         raise ValueError("--even needs --rate: it says when requests are sent at a rate")
 
@@ -267,6 +335,39 @@ def _print_table(results: dict[str, Any]) -> None:
             table.add_row(name, *(f"{value:,.1f}" for value in times.values()))
     console.print(table)
     console.print(_sentences(found), soft_wrap=True)
+
+
+def _print_comparison(rounds: Sequence[Sequence[dict[str, Any]]]) -> dict[str, Any]:
+    """Prints the medians of two servers, and their ratios; returns all of it in JSON."""
+    names = [str(run["name"]) for run in rounds[0]]
+    rows = compare([(first["figures"], second["figures"]) for first, second in rounds])
+    console = Console(highlight=False)
+    table = Table("", *names, "ratio")
+    for column in table.columns[1:]:
+        column.justify = "right"
+    for row in rows:
+        cells = [f"{one.middle:,.1f} ({one.low:,.1f} to {one.high:,.1f})" for one in row.of_each]
+        ratio = row.ratio
+        table.add_row(
+            row.title, *cells, f"{ratio.middle:.2f} ({ratio.low:.2f} to {ratio.high:.2f})"
+        )
+    console.print(table)
+    console.print(
+        f"Rounds in turn: {len(rounds)}. Medians, and the middle half of the rounds; ratios are "
+        f"{names[0]} / {names[1]}, each of one round.",
+        soft_wrap=True,
+    )
+    for runs in zip(*rounds, strict=True):
+        failed = sum(run["figures"]["num_failed"] for run in runs)
+        if failed:
+            console.print(f"{failed} requests to {runs[0]['name']} failed")
+    return {
+        "kind": f"{KIND} comparison",
+        "version": VERSION,
+        "names": names,
+        "figures": {row.title: asdict(row) for row in rows},
+        "rounds": rounds,
+    }
 
 
 def _sentences(found: dict[str, Any]) -> str:

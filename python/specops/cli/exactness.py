@@ -10,12 +10,13 @@ import contextlib
 import json
 import struct
 import sys
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, TextIO
 
 from specops.cli.options import add_draft_lengths, add_model_options, engine_settings
+from specops.cli.progress import progress
 from specops.engine.config import ALL_METHODS, EngineConfig
 from specops.engine.contract import contract_of
 from specops.engine.engine import Engine
@@ -141,6 +142,8 @@ def _parser(program: str) -> argparse.ArgumentParser:
         prog=program,
         description="Decodes prompts plainly, one by one, and again with speculation, together; "
         "compares every token, its rank, and the bits of its logprob and of its alternatives'.",
+        epilog="`specops verify-exactness --url URL` asks any server with OpenAI's API instead; "
+        "with --help, it lists its options.",
     )
     add = parser.add_argument
     add_model_options(parser)
@@ -216,7 +219,7 @@ def _compare_all(args: argparse.Namespace) -> tuple[list[Comparison], dict[str, 
         _print_heading(engine, len(prompts), args.max_tokens)
     comparisons: list[Comparison] = []
     total = len(args.temperature) * (1 + len(compared)) * len(prompts)
-    with _progress(total, is_shown=not (args.quiet or args.verbose)) as advance:
+    with progress(total, is_shown=not (args.quiet or args.verbose)) as advance:
         for temperature in args.temperature:
             params = _params(args, temperature, len(prompts), engine.vocab_size)
             plain = []
@@ -245,34 +248,6 @@ def _print_heading(engine: Engine, num_prompts: int, max_tokens: int) -> None:
         f"{engine.model_name} on {engine.device}: {num_prompts} prompts, up to {max_tokens} tokens "
         "each"
     )
-
-
-@contextlib.contextmanager
-def _progress(total: int, *, is_shown: bool) -> Iterator[Callable[[str, int], None]]:
-    """A bar on standard error, if that is a terminal and rich is there to draw it.
-
-    Args:
-        total: of what is counted.
-        is_shown: whether it is wanted.
-
-    Yields:
-        To be called with what was done, and how much of the total that is.
-    """
-    try:
-        from rich.console import Console
-        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
-    except ImportError:  # it comes with specops[cli]
-        yield lambda text, count: None
-        return
-    console = Console(stderr=True)
-    columns = (BarColumn(), MofNCompleteColumn(), TextColumn("{task.description}"))
-    is_off = not (is_shown and console.is_terminal)
-    # Standard output may go elsewhere than the bar.
-    with Progress(
-        *columns, console=console, transient=True, redirect_stdout=False, disable=is_off
-    ) as bar:
-        task = bar.add_task("", total=total)
-        yield lambda text, count: bar.update(task, advance=count, description=f"{text} is done")
 
 
 def _params(

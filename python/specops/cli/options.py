@@ -8,14 +8,21 @@ import argparse
 from dataclasses import fields
 from typing import Any
 
+from specops.cli.hub import directory_of, is_name
 from specops.engine.config import EngineConfig
+from specops.engine.methods.checks import QUANTIZATIONS
 from specops.engine.speculative_config import SpeculativeConfig
 
 
 def add_model_options(parser: argparse.ArgumentParser) -> None:
     """Adds the options of the model: which one, its dtypes, its device."""
     add = parser.add_argument
-    add("--model", metavar="DIR", help="Hugging Face directory (default: the bundled model)")
+    add(
+        "--model",
+        metavar="PATH",
+        help="Hugging Face directory, GGUF file, or ORG/NAME of a model of the Hub "
+        "(default: the bundled model)",
+    )
     add(
         "--device",
         metavar="NAME",
@@ -29,8 +36,27 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
     )
     add(
         "--quantization",
-        choices=("none", "wint8"),
-        help="of projections, as they are loaded: 8 bits a number (default: none)",
+        choices=QUANTIZATIONS,
+        help="of projections, as they are loaded: 8 bits a number, 4, or 4 of experts and 8 of "
+        "all else (default: none)",
+    )
+    add(
+        "--quantize-head",
+        choices=QUANTIZATIONS,
+        help="of the LM head, as it is loaded (default: none)",
+    )
+    add(
+        "--weight-cache",
+        metavar="DIR",
+        help="where a CPU's packed weights are kept, so that the next start takes seconds, or none "
+        "(default: the user's cache, for checkpoints of 256 MiB and more)",
+    )
+    add(
+        "--weight-cache-bytes",
+        type=int,
+        metavar="N",
+        help="most bytes of it; what was not used for longest makes room "
+        f"(default: {EngineConfig.weight_cache_bytes})",
     )
     add("--num-threads", type=int, metavar="N", help="CPU threads (default: all usable)")
 
@@ -140,12 +166,20 @@ def plain_settings(args: argparse.Namespace) -> dict[str, Any]:
 
     Args:
         args: as a parser with these options, or some of them, reads them.
+
+    Raises:
+        ValueError: there is no such model.
     """
-    return {
+    settings = {
         field.name: getattr(args, field.name)
         for field in fields(EngineConfig)
         if getattr(args, field.name, None) is not None
     }
+    name = settings.get("model")
+    if name is not None and is_name(name):
+        settings["model"] = directory_of(name)
+        settings.setdefault("served_model_name", name)  # the directory's is a digest
+    return settings
 
 
 def engine_settings(args: argparse.Namespace) -> dict[str, Any]:

@@ -70,7 +70,7 @@ class Admission:
         room = self._room(token_ids, params)
         self._check_vocabulary(params)
         speculative = self.config.speculative_for(
-            speculative_config, self.drafting.methods, self.drafting.missing
+            speculative_config, self.drafting.methods, self.drafting.missing, params
         )
         if speculative.selects_drafts and not self.drafting.can_select:
             raise ValueError(
@@ -80,13 +80,12 @@ class Admission:
         think_end, inject = self._thinking(params)
         if not 0 <= choice_index < 2**31:
             raise ValueError(f"choice_index must be in [0, 2^31), got {choice_index}")
-        seed = self.draw_seed(64) if params.seed is None else params.seed
         request = Request(
             request_id=self._name(request_id, taken),
             arrival=self._arrivals,
             params=params,
             speculative=speculative,
-            seed=_signed64(seed),
+            seed=_signed64(self.draw_seed(64) if params.seed is None else params.seed),
             choice_index=choice_index,
             prompt_len=len(token_ids),
             max_len=len(token_ids) + (room if params.max_tokens is None else params.max_tokens),
@@ -98,6 +97,7 @@ class Admission:
             bad_words=self._bad_words(params),
             think_end_token_id=think_end,
             inject_token_ids=inject,
+            prediction=self._prediction(params),
             features=_features(params, speculative),
             thinking_state=0 if params.thinks else -1,
             added_at=time.perf_counter(),
@@ -205,6 +205,18 @@ class Admission:
                 sequences.append(spaced)
         check_sequences("bad_words", tuple(sequences))
         return tuple(dict.fromkeys(sequences))
+
+    def _prediction(self, params: SamplingParams) -> tuple[int, ...]:
+        """The tokens that the output may follow."""
+        token_ids = params.prediction
+        if isinstance(token_ids, str):
+            token_ids = tuple(self.tokenizer.encode(token_ids, add_special_tokens=False))
+        if len(token_ids) > self.max_model_len:
+            raise ValueError(
+                f"prediction must hold at most the context's {self.max_model_len} tokens, got "
+                f"{len(token_ids)}"
+            )
+        return token_ids
 
     def _thinking(self, params: SamplingParams) -> tuple[int, tuple[int, ...]]:
         """The token that ends thinking, and those that end it by force."""

@@ -6,7 +6,10 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from specops.engine.gguf.directory import SUFFIX as GGUF_SUFFIX
+from specops.engine.gguf.directory import gguf_directory
 from specops.engine.methods import METHODS, NAIVE, Method, checks, default_method, method_of
+from specops.engine.methods.checks import QUANTIZATIONS
 from specops.engine.speculative_config import SpeculativeConfig
 
 BUNDLED_MODEL = Path(__file__).resolve().parent.parent / "assets"
@@ -27,7 +30,8 @@ _CHOICES: dict[str, tuple[str, ...] | tuple[int, ...]] = {
     "load_format": ("auto", "dummy"),
     "logprobs_mode": ("raw_logprobs", "processed_logprobs"),
     "page_size": (16, 32, 64),
-    "quantization": ("none", "wint8"),
+    "quantization": QUANTIZATIONS,
+    "quantize_head": QUANTIZATIONS,
 }
 
 
@@ -40,7 +44,7 @@ class EngineConfig:
     """How an engine is set up. Paths and resources live here, never in a request.
 
     Attributes:
-        model: Hugging Face directory; None is the model that ships with the package.
+        model: Hugging Face directory, or GGUF file; None is the model that ships with the package.
         speculative_config: the method for requests that do not choose their own.
         methods: the methods that requests may choose beside those that speculative_config names
             and those without weights, which they may choose in any case; "all" is every method that
@@ -51,16 +55,22 @@ class EngineConfig:
         kv_cache_dtype: what keys and values are kept in: "auto" (the model's dtype), or 8 bits an
             element and a scale per token and head, "int8" or "fp8_e4m3", which need half the memory
             and are a little off. Speculation still changes no bit.
-        quantization: of the layers' projections, made as they are loaded: "none"; or "wint8",
-            FastDeploy's: 8 bits a number and a scale for each output. They need half the memory of
-            bfloat16 and are a little off. Embedding, LM head and norms stay as they are.
-            Speculation still changes no bit.
+        quantization: of the layers' projections, made as they are loaded: "none"; or FastDeploy's
+            "wint8", 8 bits a number and a scale for each output; "wint4", 4 bits and a scale for
+            128 inputs of an output; or "mix_quant", wint4 of experts and wint8 of all else. They
+            need half or a quarter of the memory of bfloat16 and are a little off. Embedding and
+            norms stay as they are. Speculation still changes no bit.
+        quantize_head: the same of the LM head, in which few others are quantized.
         device: "auto" (a GPU where this build and this machine can use one, else the CPU), "cpu",
             "cuda" or "cuda:N".
         enforce_eager: on a GPU, launch every step's kernels one by one rather than replay the
             steps that repeat as CUDA graphs. The bits are the same.
         load_format: "auto" reads the checkpoint; "dummy" makes random weights in its place, on the
             device, for measurements: the directory needs no weights then.
+        weight_cache: where a CPU's packed weights are kept, so that the next engine need only map
+            them: a folder; "auto", that of the user's caches, for checkpoints of 256 MiB and more;
+            or "none".
+        weight_cache_bytes: most bytes of it. What was not used for longest makes room.
         logprobs_mode: what logprobs are of: "raw_logprobs", the model's own logits; or
             "processed_logprobs", the distribution that the token was drawn from, after penalties,
             temperature and all filters (at temperature 0: after penalties).
@@ -94,9 +104,12 @@ class EngineConfig:
     dtype: str = "auto"
     kv_cache_dtype: str = "auto"
     quantization: str = "none"
+    quantize_head: str = "none"
     device: str = "auto"
     enforce_eager: bool = False
     load_format: str = "auto"
+    weight_cache: str = "auto"
+    weight_cache_bytes: int = 64 << 30
     logprobs_mode: str = "raw_logprobs"
     json_whitespace: str = "bounded"
     page_size: int = 16
@@ -137,9 +150,10 @@ class EngineConfig:
             if type(value) is not type(choices[0]) or value not in choices:
                 *most, last = map(str, choices)
                 raise ValueError(f"{name} must be {', '.join(most)} or {last}, got {value!r}")
-        for name in ("model", "served_model_name", "device", "suffix_corpus", "suffix_cache"):
+        texts = ("device", "weight_cache")
+        for name in (*texts, "model", "served_model_name", "suffix_corpus", "suffix_cache"):
             value = getattr(self, name)
-            if (value is not None or name == "device") and not (isinstance(value, str) and value):
+            if (value is not None or name in texts) and not (isinstance(value, str) and value):
                 raise ValueError(f"{name} must be a non-empty text, got {value!r}")
         flags = ("enforce_eager", "enable_prefix_caching", "enable_cascade_attention")
         for name in flags:
@@ -147,7 +161,8 @@ class EngineConfig:
             if not isinstance(value, bool):
                 raise ValueError(f"{name} must be True or False, got {value!r}")
         optional = ("num_pages", "max_model_len", "num_threads", "kv_cache_bytes")
-        for name in (*optional, "max_num_seqs", "max_num_batched_tokens", "max_waiting"):
+        needed = ("max_num_seqs", "max_num_batched_tokens", "max_waiting", "weight_cache_bytes")
+        for name in (*optional, *needed):
             value = getattr(self, name)
             if value is None and name in optional:
                 continue
@@ -201,6 +216,7 @@ class EngineConfig:
         override: Mapping[str, object] | SpeculativeConfig | None,
         methods: Collection[str],
         missing: Mapping[str, str] | None = None,
+        params: object = None,
     ) -> SpeculativeConfig:
         """Returns what a request with this `speculative_config` of its own runs with.
 
@@ -209,6 +225,7 @@ class EngineConfig:
                 has returned before.
             methods: the methods the engine can run.
             missing: why it cannot run others, by method, in words for whoever sent the request.
+            params: the request's `SamplingParams`, of which one may ask for a method.
 
         Raises:
             ValueError: the object has a key a request may not set, a value is invalid, or the
@@ -217,6 +234,7 @@ class EngineConfig:
         if isinstance(override, SpeculativeConfig):
             return override
         chosen = self.speculative_config
+        override = chosen.asked_for_by(params, override)
         if override is not None:
             chosen = chosen.override(
                 override,
@@ -235,7 +253,8 @@ class EngineConfig:
         own = self.speculative_config
         if own.adaptive_verification is not None:
             return self
-        files = [file for file in self.model_dir.glob("*.safetensors") if file.is_file()]
+        weights = (".safetensors", GGUF_SUFFIX)
+        files = [file for file in self.model_dir.glob("*") if file.suffix in weights]
         is_long = sum(file.stat().st_size for file in files) >= _LEAST_SELECTED_BYTES
         # What passes of a drafter's model cost is not known here, and has not been judged.
         is_known = not any(method_of(name).needs_weights for name, _ in own.draft_stages)
@@ -244,12 +263,21 @@ class EngineConfig:
 
     @property
     def model_dir(self) -> Path:
-        """The directory to load."""
-        return BUNDLED_MODEL if self.model is None else Path(self.model)
+        """The directory to load: of a GGUF file, what is made from it in the user's cache.
+
+        Raises:
+            ModelError: the file is missing or damaged, or cannot be read.
+        """
+        if self.model is None:
+            return BUNDLED_MODEL
+        path = Path(self.model)
+        return gguf_directory(path) if path.suffix == GGUF_SUFFIX else path
 
     @property
     def model_name(self) -> str:
         """The name clients use for the model."""
         if self.served_model_name is not None:
             return self.served_model_name
-        return BUNDLED_MODEL_NAME if self.model is None else self.model_dir.resolve().name
+        if self.model is None:
+            return BUNDLED_MODEL_NAME
+        return Path(self.model).resolve().name.removesuffix(GGUF_SUFFIX)

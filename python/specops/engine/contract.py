@@ -18,12 +18,12 @@ import torch
 import specops
 from specops.engine.engine import Engine
 from specops.engine.machine import LEAF_TOKENS
-from specops.engine.models.weights import weight_files
+from specops.engine.models.checkpoints.directory import weight_files
 
 # What of an engine's configuration it depends on.
 OPTIONS = (
-    *("model", "device", "dtype", "kv_cache_dtype", "quantization", "load_format"),
-    *("logprobs_mode", "json_whitespace"),
+    *("model", "device", "dtype", "kv_cache_dtype", "quantization", "quantize_head"),
+    *("load_format", "logprobs_mode", "json_whitespace"),
 )
 
 _PIECE = 1 << 20  # bytes of a file at once
@@ -42,7 +42,7 @@ def contract_of(engine: Engine) -> dict[str, Any]:
         JSON: "specops", the version; "kernels", what was compiled and by what; "torch", the version
         that the RoPE table comes from; "device", the instruction set or the GPU; "model", the
         digest of its configuration and weights, the dtypes of weights and of keys and values, and
-        how projections are quantized;
+        how projections and the head are quantized;
         "attention_leaf_tokens", after how many tokens attention rounds; "sampling_leaf_tokens",
         after how many logits sums over the vocabulary round; "logprobs_mode" and
         "json_whitespace", as configured; and "digest", of all that.
@@ -61,6 +61,7 @@ def contract_of(engine: Engine) -> dict[str, Any]:
                 engine.model_dtype if config.kv_cache_dtype == "auto" else config.kv_cache_dtype
             ),
             "quantization": config.quantization,
+            "quantize_head": config.quantize_head,
         },
         "attention_leaf_tokens": LEAF_TOKENS[kind],
         "sampling_leaf_tokens": _SAMPLING_LEAF_TOKENS[kind],

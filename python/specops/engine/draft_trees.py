@@ -5,6 +5,7 @@ Nodes are verified in preorder (`batching.preorder`). Then a tree is a few chain
 other (`batching.tree_chains`), and its first nodes are a chain as well.
 """
 
+import heapq
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -84,6 +85,36 @@ def branch_chain(
         tokens.append(token)
         parents.append(on_chain[depth - 1])
     return DraftTree(tokens, parents, [candidates[i][1] for i in order])
+
+
+def joint_tree(places: Sequence[Sequence[tuple[int, float]]], room: int) -> DraftTree:
+    """Makes a tree of drafts that do not depend on each other: of the likeliest paths.
+
+    Args:
+        places: of each draft, its likeliest tokens with their chances, the likeliest first.
+        room: most nodes; kept are those whose paths have the highest product of chances.
+
+    Source: "DDTree", arXiv 2604.12989: a tree of the best prefixes of a block.
+    """
+    tokens: list[int] = []
+    parents: list[int] = []
+    chances: list[float] = []
+    # (minus the path's chance, depth, node that it hangs on, rank among the tokens of its place)
+    left = [(-places[0][0][1], 0, -1, 0)] if places else []
+    while left and len(tokens) < room:
+        path, depth, parent, rank = heapq.heappop(left)
+        token, chance = places[depth][rank]
+        node = len(tokens)
+        tokens.append(token)
+        parents.append(parent)
+        chances.append(chance)
+        if rank + 1 < len(places[depth]):
+            above = path / chance if chance else 0.0
+            entry = (above * places[depth][rank + 1][1], depth, parent, rank + 1)
+            heapq.heappush(left, entry)
+        if depth + 1 < len(places):
+            heapq.heappush(left, (path * places[depth + 1][0][1], depth + 1, node, 0))
+    return DraftTree(tokens, parents, chances)
 
 
 def _sharpened(first: float, second: float) -> tuple[float, float]:

@@ -22,14 +22,14 @@ from specops.engine.machine import (
     prefix_finder_of,
 )
 from specops.engine.memory.kv_cache import PagePool
-from specops.engine.models import Transformer, load_model
+from specops.engine.models import WeightCache, load_model
 from specops.engine.outputs import Completion, EngineStats, RequestOutput
 from specops.engine.plan import Part, Plan, described
 from specops.engine.request import Request
 from specops.engine.sampling_params import SamplingParams
 from specops.engine.scheduling.scheduler import Scheduler
 from specops.engine.speculative_config import SpeculativeConfig
-from specops.engine.step_costs import measure_steps
+from specops.engine.step_costs import known_steps, measure_steps
 from specops.engine.steps.runner import Runner
 from specops.engine.structured import Grammar, StructuredOutput
 from specops.engine.tokenizer import Tokenizer
@@ -42,6 +42,13 @@ class Engine:
 
     Args:
         config: how it is set up; the default serves the bundled model.
+
+    Attributes:
+        device: where it runs: "cpu" or "cuda:N".
+        drafters: by method; some have a public state of their own, such as a cache.
+        runnable_methods: those that a request's own speculative_config may name.
+        missing_methods: why the others cannot run, in words that name no path.
+        times_drafting: a step's time is known by its parts: a GPU runs it as a whole.
 
     Raises:
         ModelError: the model cannot be loaded.
@@ -63,6 +70,8 @@ class Engine:
             load_format=config.load_format,
             kv_cache_dtype=config.kv_cache_dtype,
             quantization=config.quantization,
+            quantize_head=config.quantize_head,
+            weight_cache=WeightCache.of_setting(config.weight_cache, config.weight_cache_bytes),
         )
         self.model_name = config.model_name
         self.model_dtype = str(model.dtype).removeprefix("torch.")
@@ -74,6 +83,9 @@ class Engine:
                 config=config, target=model, tokenizer=self.tokenizer, device=self._device
             )
         )
+        self.device, self.times_drafting = str(self._device.device), not self._device.is_async
+        self.drafters: Mapping[str, Drafter] = self._drafting.drafters
+        self.runnable_methods, self.missing_methods = self._drafting.methods, self._drafting.missing
         kv_bytes = model.kv_bytes_per_token() + self._drafting.kv_bytes_per_token
         self.num_pages = num_pages_of(config, self._device, self.max_model_len, kv_bytes)
         self._drafting.allocate(self.num_pages)
@@ -89,10 +101,10 @@ class Engine:
             free_rows=FREE_ROWS[self._device.device.type],
             prefix_finder=finder,
         )
-        self._runner = self._new_runner(model)
+        self._runner = Runner(model, self._device, self._drafting, config, self.num_pages)
         shared = self.tokenizer, self._drafting, self.max_model_len
         if config.speculative_config.adaptive_verification:  # of requests, too
-            self._drafting.select_by(self._measure_steps())
+            self._drafting.select_by(known_steps(model.cached, config, self._measure_steps))
         self._admission = Admission(config, *shared, self.vocab_size)
         self._requests: dict[str, Request] = {}
         self._plan: Plan | None = None  # of the step under way
@@ -102,44 +114,12 @@ class Engine:
         self._aborted: list[Request] = []  # with rows in it
         self.stats = EngineStats()
 
-    def _new_runner(self, model: Transformer) -> Runner:
-        config = self.config
-        return Runner(
-            model,
-            self._device,
-            self._drafting,
-            num_pages=self.num_pages,
-            page_size=config.page_size,
-            slots=config.max_num_seqs,
-            max_rows=config.max_num_batched_tokens,
-            processed_logprobs=config.logprobs_mode == "processed_logprobs",
-        )
-
     def _measure_steps(self) -> list[float]:
         return measure_steps(
-            self.tokenizer,
-            self._runner,
-            self._drafting,
-            self._pool,
-            self._device,
+            *(self.tokenizer, self._runner, self._drafting, self._pool, self._device),
             max_rows=self.config.max_num_batched_tokens,
             max_model_len=self.max_model_len,
         )
-
-    @property
-    def runnable_methods(self) -> tuple[str, ...]:
-        """The methods a request's own speculative_config may name."""
-        return self._drafting.methods
-
-    @property
-    def missing_methods(self) -> Mapping[str, str]:
-        """Why the other methods cannot run, in words that name no path."""
-        return self._drafting.missing
-
-    @property
-    def drafters(self) -> Mapping[str, Drafter]:
-        """The drafters, by method; some have a public state of their own, such as a cache."""
-        return self._drafting.drafters
 
     @property
     def drafter_gauges(self) -> dict[str, int]:
@@ -163,16 +143,6 @@ class Engine:
         for drafter in self.drafters.values():
             if drafter.is_unsaved:
                 drafter.save()
-
-    @property
-    def device(self) -> str:
-        """Where it runs: "cpu" or "cuda:N"."""
-        return str(self._device.device)
-
-    @property
-    def times_drafting(self) -> bool:
-        """Whether a step's time is known by its parts: a GPU runs it as a whole."""
-        return not self._device.is_async
 
     @property
     def num_captures(self) -> int:
@@ -279,7 +249,6 @@ class Engine:
         """Whether a step would do anything."""
         return bool(self._scheduler.running or self._scheduler.waiting)
 
-    @torch.no_grad()
     def step(self, *, even_if_idle: bool = False) -> list[RequestOutput]:
         """Selects, plans, runs, commits and drafts once; returns what it added to each request.
 
@@ -294,8 +263,8 @@ class Engine:
             EngineError: the step failed, as on the device. Its requests are gone then; others go
                 on.
         """
-        self._launch(even_if_idle)
-        return self._collect()
+        self.launch(even_if_idle=even_if_idle)
+        return self.collect()
 
     @torch.no_grad()
     def launch(self, *, even_if_idle: bool = False) -> None:
@@ -309,7 +278,16 @@ class Engine:
         Raises:
             EngineError: as in `step`; or the last step launched is not collected.
         """
-        self._launch(even_if_idle)
+        if self._plan is not None:
+            raise EngineError("a step is under way: collect it before the next one")
+        begun = self._timer(), time.perf_counter()
+        plan = self._plan = self._planned()
+        try:
+            self._change_slots(plan)
+            self._runner.launch(plan, even_if_idle=even_if_idle)
+        except BaseException as error:
+            self._end_all(plan, error)
+        self._spent = self._timer() - begun[0], time.perf_counter() - begun[1]
 
     @torch.no_grad()
     def collect(self) -> list[RequestOutput]:
@@ -321,22 +299,6 @@ class Engine:
         Raises:
             EngineError: as in `step`.
         """
-        return self._collect()
-
-    def _launch(self, even_if_idle: bool) -> None:
-        if self._plan is not None:
-            raise EngineError("a step is under way: collect it before the next one")
-        begun = self._timer(), time.perf_counter()
-        self._drafting.select(*self._scheduler.decoding(self._drafting.num_proposed))
-        plan = self._plan = self._scheduler.schedule()
-        try:
-            self._change_slots(plan)
-            self._runner.launch(plan, even_if_idle=even_if_idle)
-        except BaseException as error:
-            self._end_all(plan, error)
-        self._spent = self._timer() - begun[0], time.perf_counter() - begun[1]
-
-    def _collect(self) -> list[RequestOutput]:
         plan = self._plan
         if plan is None:
             return []
@@ -351,6 +313,20 @@ class Engine:
             self._end_all(plan, error)
         self._plan = None
         return self._end_failed(plan, outputs)
+
+    def _planned(self) -> Plan:
+        """Plans a step. Where that raises, all end that run, and that ran when it began."""
+        before = [(request, request.slot) for request in self._scheduler.running]
+        try:
+            self._drafting.select(*self._scheduler.decoding(self._drafting.num_proposed))
+            return self._scheduler.schedule()
+        except BaseException as error:
+            for request, slot in before:
+                if request.slot != slot:
+                    self._runner.stop(request, slot)
+            requests = [*(request for request, _ in before), *self._scheduler.running]
+            ended = {request.request_id: described(error) for request in requests}
+            self._end_all(Plan(failed=ended), error)
 
     def _change_slots(self, plan: Plan) -> None:
         """Tells the runner who lost a slot for a step, and who got one."""

@@ -7,7 +7,7 @@ import torch
 
 import specops
 from specops.engine.config import EngineConfig
-from specops.engine.memory.device import CpuDevice, CudaDevice, Device
+from specops.engine.memory.device import CudaDevice, Device
 from specops.engine.memory.kv_cache import PagePool
 from specops.engine.models import Transformer
 from specops.engine.sharing.prefixes import PrefixFinder
@@ -44,13 +44,13 @@ def open_device(name: str, *, graphs: bool = True) -> Device:
         ValueError: the name is none of these, or there is no such device to be used.
     """
     if name == "cpu":
-        return CpuDevice()
+        return Device()
     if name == "auto":
         reason = _why_no_cuda(0)
         if reason is None:
             return CudaDevice(0, graphs=graphs)
         logger.debug("device auto is cpu: %s", reason)
-        return CpuDevice()
+        return Device()
     kind, _, number = name.partition(":")
     if (
         kind != "cuda"

@@ -6,6 +6,7 @@ same head as a decode row's, and its log-probability from the same op, `verify`:
 are its drafts, all accepted. So the bits are those that plain decoding reports for such a token.
 """
 
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -93,13 +94,17 @@ class PromptScorer:
             By request id; those of long chunks come in several pieces.
         """
         found: dict[str, list[PromptScores]] = {}
-        for tile in self._tiles(wanted):
+        tiles = deque(self._tiles(wanted))
+        while tiles:
+            tile = tiles.popleft()
             try:
                 filters = sampling_of([piece.slot for piece in tile])
                 scores = self._scores(tile, num_step_rows, filters)
             except Exception as error:
-                for piece in tile:
-                    fail(piece.request_id, error)
+                if len(tile) == 1:
+                    fail(tile[0].request_id, error)
+                else:  # each alone shows whose fault it is, and changes no bit of the others
+                    tiles.extendleft([piece] for piece in reversed(tile))
                 continue
             for piece, own in zip(tile, scores, strict=True):
                 found.setdefault(piece.request_id, []).append(own)

@@ -62,6 +62,7 @@ class Request:
     bad_words: tuple[tuple[int, ...], ...] = ()
     think_end_token_id: int = -1
     inject_token_ids: tuple[int, ...] = ()
+    prediction: tuple[int, ...] = ()
     features: int = 0  # `Feature`
     grammar: GrammarState | None = None  # where the output stands in what constrains it
     draft_kv: DraftKv | None = None  # what its drafters keep on its pages

@@ -92,6 +92,8 @@ class SamplingParams:
             token, the output ends: with "stop" if it is whole, else with "abort" and the
             stop_reason "structured_output". Where llguidance meets a limit it ends with "abort" and
             a stop_reason that says which.
+        prediction: a text, or token ids, that the output may follow in part. It is drafted from,
+            and changes no token.
     """
 
     max_tokens: int | None = 16
@@ -122,6 +124,7 @@ class SamplingParams:
     response_max_tokens: int | None = None
     think_inject_token_ids: tuple[int, ...] | None = None
     structured_output: StructuredOutput | None = None
+    prediction: str | tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         defaults = {field.name: field.default for field in fields(self)}
@@ -135,6 +138,8 @@ class SamplingParams:
                 self._become_tuple(name, "integers")
         for name in ("bad_words_token_ids", "stop_token_sequences"):
             self._become_sequences(name)
+        if not isinstance(self.prediction, str):
+            self._become_tuple("prediction", "integers, or a text")
         for name in ("ignore_eos", "report_drafts"):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"{name} must be True or False, got {getattr(self, name)!r}")
@@ -172,6 +177,8 @@ class SamplingParams:
                     raise ValueError(f"{name} must hold valid Unicode, got half a pair in {text!r}")
         for name in ("stop_token_ids", "allowed_token_ids", "think_inject_token_ids"):
             _check_token_ids(name, getattr(self, name) or ())
+        if not isinstance(self.prediction, str):
+            _check_token_ids("prediction", self.prediction)
         for name in ("bad_words_token_ids", "stop_token_sequences"):
             for sequence in getattr(self, name):
                 _check_token_ids(name, sequence)
@@ -248,6 +255,7 @@ class SamplingParams:
             "bad_words_token_ids": _flat(self.bad_words_token_ids),
             "allowed_token_ids": self.allowed_token_ids or (),
             "stop_token_ids": self.stop_token_ids,
+            "prediction": () if isinstance(self.prediction, str) else self.prediction,
             "stop_token_sequences": _flat(self.stop_token_sequences),
             "think_inject_token_ids": self.think_inject_token_ids or (),
             "think_end_token_id": ()

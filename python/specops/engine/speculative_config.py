@@ -34,7 +34,6 @@ ACCEPT_POLICIES = ("normal", "accept_all", "reject_all", "synthetic")
 REFUSED_FIELDS = {
     "max_candidate_len": "topp looks at the whole top-p set, not at a list of candidates",
     "verify_window": "a rejected draft is never let through by the drafts behind it",
-    "quantization": "quantised drafter weights are not supported yet",
     "num_gpu_block_expand_ratio": "the drafter's pages come from the engine's own page pool",
     "model_type": "the engine knows which model is the drafter",
     "sharing_model": "the drafter always shares the target's embedding and LM head",
@@ -219,8 +218,8 @@ class SpeculativeConfig:
         method: "naive" (no drafts), or a method of the registry, in any letter case. Several joined
             by +, such as "a+b", are stages: each continues what those before it have drafted.
             Which of them an engine can run is another question: `require_runnable`.
-        num_speculative_tokens: drafts per step, k. None gives 1, and 0 for naive, which takes no
-            other value. There is no upper limit.
+        num_speculative_tokens: drafts per step, k. None gives the first method's default, mostly 1,
+            and 0 for naive, which takes no other value. There is no upper limit.
         num_model_steps: drafts per step of a method that runs a model, at most k; the stages behind
             it draft the rest. None gives k, and 1 where another stage continues it.
         verify_strategy: "target_match", "greedy", "rejection", "block" or "topp";
@@ -347,7 +346,7 @@ class SpeculativeConfig:
         else:
             is_default = tokens is None
             if is_default:
-                tokens = 1
+                tokens = self._first.default_tokens
             checks.integer("num_speculative_tokens", tokens, 1)
             if steps is None:
                 is_continued = len(self.stages) > 1 and self._first.needs_weights
@@ -526,6 +525,27 @@ class SpeculativeConfig:
                 )
             config = replace(config, num_model_steps=limit)
         return config
+
+    def asked_for_by(
+        self, params: object, request: Mapping[str, Any] | None
+    ) -> Mapping[str, Any] | None:
+        """Returns a request's own choices, with the method that one of its parameters asks for.
+
+        Args:
+            params: the request's sampling parameters.
+            request: the object that it sent; if that names a method, this one it is.
+        """
+        own = dict(request) if isinstance(request, Mapping) else {}
+        for method in methods():
+            is_asked = method.parameter is not None and getattr(params, method.parameter, None)
+            if not is_asked or own.get("method") is not None or method.name in self.stages:
+                continue
+            own["method"] = "+".join((*self.stages, method.name))
+            if self.stages:  # they draft as before, but what has several stages drafts no tree
+                own.setdefault("num_model_steps", self.num_model_steps)
+                own.setdefault("tree", False)
+            return own
+        return request
 
     def _complete(self, asked: dict[str, Any]) -> None:
         """Adds what follows from what a request has chosen."""

@@ -1,17 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
 """Measures, when an engine starts, how long its steps take by their rows."""
 
+import json
 import math
 import time
 from array import array
+from collections.abc import Callable
 
 import numpy as np
 import torch
 
+import specops
+from specops.engine.config import EngineConfig
 from specops.engine.drafting import Drafting
 from specops.engine.memory.device import Device
 from specops.engine.memory.kv_cache import PagePool
 from specops.engine.methods import default_method
+from specops.engine.models import CachedWeights
 from specops.engine.plan import Part, Plan
 from specops.engine.request import Request
 from specops.engine.sampling_params import SamplingParams
@@ -22,6 +27,24 @@ from specops.engine.tokenizer import TextStream, Tokenizer
 _ROUNDS = 4  # at most; on a GPU always, which makes a step in one and captures it in the next
 _SECONDS = 1.0  # no round is begun after so long
 _FACTOR = 3.0  # no longer steps than so many times the first: from there on it is a line
+
+
+def known_steps(
+    cached: CachedWeights | None, config: EngineConfig, measure: Callable[[], list[float]]
+) -> list[float]:
+    """Returns what `measure_steps` does, from beside the packed weights if it was kept there.
+
+    Args:
+        cached: the packed weights.
+        config: of the engine.
+        measure: calls `measure_steps`.
+    """
+    if cached is None:
+        return measure()
+    sizes = (config.max_num_batched_tokens, config.max_model_len, config.page_size)
+    kinds = (config.dtype, config.kv_cache_dtype, config.quantization, config.quantize_head)
+    machine = (specops.runtime.get_cpu_name(), specops.get_num_threads())
+    return cached.numbers(json.dumps(["steps", *sizes, *kinds, *machine]), measure)
 
 
 @torch.no_grad()

@@ -47,7 +47,10 @@ class Tokenizer:
         self._special_ids = frozenset(
             i for i, token in added.items() if token.special and token.content not in _SHOWN
         )
-        self._token_to_bytes = _bytes_of_tokens(json.loads(tokenizer.to_str())["decoder"])
+        # Of the decoder alone: all of a large vocabulary as JSON takes seconds.
+        decoder = tokenizer.decoder
+        state = None if decoder is None else json.loads(decoder.__getstate__())
+        self._token_to_bytes = _bytes_of_tokens(state)
         self._as_text: tokenizers.Tokenizer | None = (
             None  # reads no special token; made when needed
         )

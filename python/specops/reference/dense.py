@@ -1,9 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """The dense layers in plain PyTorch."""
 
+import math
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from specops.quantization import QuantizedWeight
 
 
 def silu_mul(gate_up: Tensor) -> Tensor:
@@ -43,55 +47,154 @@ def linear(
     return GATED[activation](out) if activation else out
 
 
-def quantize_weight(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns (codes in int8, scales in float32): FastDeploy's WINT8, one scale for each output."""
+_RANGES = {"int8": (-128, 127), "int4": (-8, 7)}
+
+
+def quantize_weight(weight: Tensor, *, kind: str = "int8", group: int = 0) -> QuantizedWeight:
+    """FastDeploy's WINT8 and WINT4: a scale for each output, or for each group of its inputs."""
+    least, most = _RANGES[kind]
     wide = weight.float()
-    peak = wide.abs().amax(1, keepdim=True)
-    scaled = torch.where(peak > 0, wide / peak, 0) * 127
-    nearest = scaled.double().abs().add(0.5).floor() * scaled.sign()  # in float64 0.5 is exact
-    return nearest.to(torch.int8), (peak / 127).to(weight.dtype).float()[:, 0]
+    if group == 0:
+        peak = wide.abs().amax(1, keepdim=True)
+        scaled = torch.where(peak > 0, wide / peak, 0) * most
+        values = scaled.double().abs().add(0.5).floor() * scaled.sign()  # in float64 0.5 is exact
+        scales = (peak / most).to(weight.dtype).float()
+    else:
+        groups = _in_groups(wide, group)
+        high, low = groups.amax(2).clamp(min=0), groups.amin(2).clamp(max=0)
+        scales = torch.maximum(high / most, low / least)
+        by_input = scales.repeat_interleave(group, 1)[:, : wide.shape[1]]
+        values = torch.where(by_input > 0, wide / by_input, 0).round().clamp(least, most)
+    codes = values.to(torch.int8) if kind == "int8" else (values + 8).to(torch.uint8)
+    return QuantizedWeight(kind, codes, scales, group=group)
 
 
-def _in_groups(rows: Tensor) -> Tensor:
-    """[rows, inputs] as [rows, groups, 128], zeros behind the last input."""
-    padded = F.pad(rows, (0, -rows.shape[1] % 128))
-    return padded.reshape(len(rows), padded.shape[1] // 128, 128)
+def _code_values(weight: QuantizedWeight) -> Tensor:
+    """[num_outputs, num_inputs] in float32: what the codes stand for, before the scales."""
+    if weight.code_values is not None:
+        return weight.code_values.float()[weight.codes.long()]
+    return weight.codes.float() - 8 if weight.kind == "int4" else weight.codes.float()
 
 
-def integer_rows(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns (integers of 16 bits in float64 [rows, groups, 128], the step of each group).
+def _by_input(scales: Tensor, weight: QuantizedWeight) -> Tensor:
+    """[num_outputs, num_inputs]: the scale of each code."""
+    num_outputs, num_inputs = weight.codes.shape
+    if weight.kind == "fp8" and weight.group:
+        scales = scales.repeat_interleave(128, 0)[:num_outputs]
+    return scales.repeat_interleave(weight.group or num_inputs, 1)[:, :num_inputs]
 
-    A group's step is the power of two by which its largest magnitude lies in [2^14, 2^15).
+
+def dequantize_weight(weight: QuantizedWeight, dtype: torch.dtype = torch.float32) -> Tensor:
+    """value * scale + offset, each rounded to float32; columns in the order of a row's inputs."""
+    out = _code_values(weight) * _by_input(weight.scales, weight)
+    if weight.offsets is not None:
+        out = out + _by_input(weight.offsets, weight)
+    if weight.input_order is not None:
+        out = out[:, weight.input_order.long().argsort()]
+    return out.to(dtype)
+
+
+def _in_groups(rows: Tensor, group: int) -> Tensor:
+    """[rows, inputs] as [rows, groups, group], zeros behind the last input."""
+    padded = F.pad(rows, (0, -rows.shape[1] % group))
+    return padded.reshape(len(rows), padded.shape[1] // group, group)
+
+
+def integer_rows(x: Tensor, activations: str = "int16") -> tuple[Tensor, Tensor]:
+    """Returns (integers in float64 [rows, groups, 128 or 32], the step of each group).
+
+    int16: a group's step is the power of two by which its largest magnitude lies in [2^14, 2^15).
+    int8: its largest magnitude over 127.
     """
-    groups = _in_groups(x.float())
+    groups = _in_groups(x.float(), 128 if activations == "int16" else 32)
     peak = groups.abs().amax(2, keepdim=True)
-    _, exponent = torch.frexp(peak.clamp(2.0**-111))  # peak = mantissa in [0.5, 1) * 2^exponent
-    step = torch.ldexp(torch.ones_like(peak), exponent - 15)
-    step = torch.where(peak.isfinite(), step, torch.nan)
-    return (groups.double() / step).round().clamp(-32768, 32767), step
+    if activations == "int16":
+        _, exponent = torch.frexp(peak.clamp(2.0**-111))  # peak = mantissa in [0.5, 1) * 2^exponent
+        step = torch.ldexp(torch.ones_like(peak), exponent - 15)
+        integers = (groups.double() / step).round().clamp(-32768, 32767)
+    else:
+        counts, most = peak >= 2.0**-100, torch.full_like(peak, 127)
+        step = torch.where(counts, peak / most, 0)
+        inverse = torch.where(counts, most / peak, 0)  # 127 / peak would be 127 * (1 / peak)
+        integers = (groups * inverse).double().round()
+    finite = peak.isfinite()
+    return torch.where(finite, integers, 0), torch.where(finite, step, torch.nan)
 
 
-def int8_linear(
+def fused_multiply_add(a: Tensor, b: Tensor, c: Tensor) -> Tensor:
+    """a * b + c of float32, rounded once.
+
+    In float64 the product is exact, and a sum that is rounded to odd is rounded to float32 as the
+    exact one would be (Boldo and Melquiond 2008).
+    """
+    product, c = a.double() * b.double(), c.double()
+    sum = product + c
+    part = sum - product
+    error = (product - (sum - part)) + (c - part)
+    is_even = sum.view(torch.int64) % 2 == 0
+    toward = torch.where(error > 0, torch.inf, -torch.inf).double()
+    odd = torch.where((error != 0) & is_even & sum.isfinite(), torch.nextafter(sum, toward), sum)
+    return odd.float()
+
+
+def quantized_linear(
     x: Tensor,
-    codes: Tensor,
-    scales: Tensor,
+    weight: QuantizedWeight,
     bias: Tensor | None = None,
     out_dtype: torch.dtype | None = None,
     *,
     activation: str | None = None,
+    activations: str | None = None,
 ) -> Tensor:
-    """`linear` of 8-bit codes, bit for bit: exact sums of 128 inputs, then one chain of these."""
-    integers, step = integer_rows(x)
-    wide = _in_groups(codes.double())
-    total = torch.zeros(len(x), len(codes), device=x.device)
-    for group in range(integers.shape[1]):
-        exact = integers[:, group] @ wide[:, group].T  # below 2^29, so float64 has it whole
-        total = total + exact.float() * step[:, group]
-    out = total * scales
+    """`linear` of codes: of int8 and int4 bit for bit, of fp8 within rounding.
+
+    activations: to what rows are rounded, "int16" or "int8"; None: the kind's own.
+    """
+    if weight.input_order is not None:
+        x = x[:, weight.input_order.long()]
+    if weight.kind == "fp8":
+        out = _in_blocks_of_128(x, weight)
+    else:
+        rounded = activations or {"int8": "int16", "int4": "int8"}[weight.kind]
+        out = _in_pieces(x, weight, rounded)
     if bias is not None:
-        out = out + bias.float()
+        out = out + bias.to(out.dtype)
     out = out.to(out_dtype or x.dtype)
     return GATED[activation](out) if activation else out
+
+
+def _in_pieces(x: Tensor, weight: QuantizedWeight, activations: str) -> Tensor:
+    """Exact sums of the inputs between two borders of any group, in one chain over the pieces."""
+    integers, step = integer_rows(x, activations)
+    size = integers.shape[2]
+    piece = math.gcd(weight.group, size)
+    integers = integers.reshape(len(x), integers.shape[1] * size // piece, piece)
+    values = _in_groups(_code_values(weight).double(), piece)
+    total = torch.zeros(len(x), len(values), device=x.device)
+    by_output = weight.group == 0 and weight.offsets is None
+    for p in range(values.shape[1]):
+        exact = (integers[:, p] @ values[:, p].T).float()  # below 2^29, so float64 has it whole
+        row_step = step[:, p * piece // size]
+        if by_output:
+            total = fused_multiply_add(exact, row_step.expand_as(exact), total)
+            continue
+        group = p * piece // weight.group if weight.group else 0
+        total = fused_multiply_add(exact, row_step * weight.scales[:, group], total)
+        if weight.offsets is not None:
+            sums = integers[:, p].sum(1, keepdim=True).float().expand_as(exact)
+            total = fused_multiply_add(sums, row_step * weight.offsets[:, group], total)
+    return total * weight.scales[:, 0] if by_output else total
+
+
+def _in_blocks_of_128(x: Tensor, weight: QuantizedWeight) -> Tensor:
+    """Sums of 128 inputs times their scale, in fp32 (fp64 for fp64 input)."""
+    wide = torch.float64 if x.dtype == torch.float64 else torch.float32
+    rows, values = _in_groups(x.to(wide), 128), _in_groups(_code_values(weight).to(wide), 128)
+    scales = _in_groups(_by_input(weight.scales, weight).to(wide), 128)
+    total = torch.zeros(len(x), len(values), dtype=wide, device=x.device)
+    for block in range(values.shape[1]):
+        total = total + (rows[:, block] @ values[:, block].T) * scales[:, block, 0]
+    return total
 
 
 def rms_norm(

@@ -66,13 +66,16 @@ class Dispatch:
         """Hands over a job, and waits until the engine has taken it.
 
         Raises:
-            QueueFull, ValueError: the engine refuses it, wholly.
+            QueueFull: the engine refuses it, or does not read what it was sent.
+            ValueError: the engine refuses it, wholly.
             JobFailed: the engine has failed.
         """
         if self._client.health == "failed":
             raise JobFailed("the engine has stopped")
         if self._client.health == "restarting":
             raise EngineAway("the engine is being restarted")
+        if self._client.is_behind:
+            raise QueueFull("the engine has not taken the requests before this one yet")
         self._client.submit(
             Submit(
                 *(job.number, job.client, job.prompts, job.params),

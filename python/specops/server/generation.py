@@ -4,6 +4,8 @@
 import asyncio
 import json
 import time
+from dataclasses import replace
+from functools import partial
 from typing import Any, TypeVar
 
 from fastapi import Request, Response
@@ -130,7 +132,7 @@ class Generation:
         request: Any = await self.read(http, body_type)
         self.check_model(request.model)
         self._check_lengths(request)
-        params = await self._sampling_params(http, request)
+        params = await self._with_prediction(await self._sampling_params(http, request))
         prompts = await self._tokenize(request)
         check_prompt_logprobs(prompts, params)
         if http.state.is_gone():  # before the engine has work with it
@@ -310,6 +312,23 @@ class Generation:
         if int(http.headers.get("content-length", _SHORT_BODY)) < _SHORT_BODY:
             return request.sampling_params(self._call_form)
         return await asyncio.to_thread(request.sampling_params, self._call_form)
+
+    async def _with_prediction(self, params: SamplingParams) -> SamplingParams:
+        """The parameters, with the predicted text as tokens."""
+        text = params.prediction
+        if not isinstance(text, str) or not text:
+            return params
+        if len(text) > self._max_characters:
+            raise ApiError(
+                400,
+                f"prediction must fit the context of {self._capabilities.max_model_len} tokens, "
+                f"got {len(text)} characters",
+                param="prediction",
+                code="invalid_value",
+            )
+        encode = partial(self._tokenizer.encode, text, add_special_tokens=False)
+        ids = encode() if len(text) < _SHORT_TEXT else await asyncio.to_thread(encode)
+        return replace(params, prediction=tuple(ids))
 
     async def _tokenize(
         self, request: CompletionRequest | ChatCompletionRequest

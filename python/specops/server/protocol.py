@@ -154,6 +154,7 @@ class _Request(Strict):
                 logprobs=self._num_logprobs(),
                 report_drafts=bool(self.stream_options and self.stream_options.include_steps),
                 prompt_logprobs=self._num_prompt_logprobs(),
+                prediction=self._predicted_text(),
                 **{name: getattr(self, name) for name in _AS_THEY_ARE},
             )
         except ValueError as error:
@@ -189,6 +190,9 @@ class _Request(Strict):
 
     def _num_prompt_logprobs(self) -> int | None:
         return self.prompt_logprobs
+
+    def _predicted_text(self) -> str | tuple[int, ...]:
+        return ()
 
 
 # Fields that the engine takes under the same name.
@@ -355,6 +359,13 @@ def _joined(content: str | list[TextPart]) -> str:
 AnyMessage = Annotated[Message | AssistantMessage | ToolMessage, Field(discriminator="role")]
 
 
+class Prediction(Strict):
+    """The text that an answer is expected to follow in part."""
+
+    type: Literal["content"]
+    content: str | list[TextPart]
+
+
 class ChatCompletionRequest(_Request):
     """Body of POST /v1/chat/completions."""
 
@@ -368,6 +379,7 @@ class ChatCompletionRequest(_Request):
     top_logprobs: int | None = None
     chat_template_kwargs: dict[str, Any] = Field({})
     reasoning_effort: str | None = None  # a variable of the template, too
+    prediction: Prediction | None = None
 
     @property
     def uses_tools(self) -> bool:
@@ -418,6 +430,12 @@ class ChatCompletionRequest(_Request):
         if self.top_logprobs is not None and not self.logprobs:
             raise ValueError("top_logprobs needs logprobs to be true")
         return (self.top_logprobs or 0) if self.logprobs else None
+
+    def _predicted_text(self) -> str | tuple[int, ...]:
+        if self.prediction is None:
+            return ()
+        content = self.prediction.content
+        return content if isinstance(content, str) else "".join(one.text for one in content)
 
 
 def parse(model: type[B], body: bytes, max_ids: int) -> B:

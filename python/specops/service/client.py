@@ -30,6 +30,11 @@ class EngineClient:
         self._receive: Callable[[Batch], None] = lambda batch: None
         self._lost: Callable[[str], None] = lambda message: None
 
+    @property
+    def is_behind(self) -> bool:
+        """Whether the engine has not read so much that no further job may be handed over."""
+        return False
+
     async def start(
         self, receive: Callable[[Batch], None], lost: Callable[[str], None], num_clients: int
     ) -> None:

@@ -235,6 +235,7 @@ class EngineLoop:
                 None if job.speculative_config is None else json.loads(job.speculative_config),
                 engine.runnable_methods,
                 engine.missing_methods,
+                job.params,
             )
         except ValueError as error:
             self._events.append(Refused(job.job, "speculative_config", _unicode(error)))

@@ -27,6 +27,7 @@ _PAUSES = (0.0, 2.0, 8.0)
 _WELL_SECONDS = 60.0  # after which one that dies counts as the first
 _END_SECONDS = 60.0  # that one may take to end, for it may have to save what its drafters learnt
 _REAP_SECONDS = 2.0  # that one may take to end once its socket is closed
+_MOST_UNREAD = 64 << 20  # bytes that may wait for a process to read them, but for a job's
 _LOST = "the engine's process has ended; the server's log says more"
 
 
@@ -134,6 +135,14 @@ class ProcessClient(EngineClient):
         self._restarting: asyncio.Task[None] | None = None
         self._num_deaths = 0  # in a row
         self._begun_at: float | None = None  # the engine of now; None: it has not
+
+    @property
+    def is_behind(self) -> bool:
+        """Whether the engine has not read so much that no further job may be handed over."""
+        unread = sum(map(len, self._outgoing))
+        if self._transport is not None:
+            unread += self._transport.get_write_buffer_size()
+        return unread > _MOST_UNREAD
 
     async def start(
         self, receive: Callable[[Batch], None], lost: Callable[[str], None], num_clients: int

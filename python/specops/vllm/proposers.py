@@ -18,10 +18,10 @@ import torch
 from torch import Tensor
 
 from specops.ngram import ngram_propose
+from specops.predicted_text import PredictedText
 from specops.suffix_tree import SuffixCache
 from specops.vllm import step_requests
 from specops.vllm.followed_texts import FollowedTexts
-from specops.vllm.predicted_text import PredictedText
 
 SUFFIX_FILE = "SPECOPS_VLLM_SUFFIX_FILE"
 # As the engine's own n-gram drafting has them, where the configuration leaves them open.

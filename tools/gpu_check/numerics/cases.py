@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from specops import attention, batching, dense, ngram, sampling
+from specops.quantization import QuantizedWeight
 from torch import Tensor
 
 from tools.gpu_check.numerics.trials import EQUAL, Limits
@@ -122,7 +123,7 @@ def int8_linear(generator: torch.Generator, move: Move) -> Call:
     x = move(_randn(generator, rows, inputs, dtype=dtype))
     codes = move(torch.randint(-127, 128, (outputs, inputs), generator=generator).to(torch.int8))
     scales = move(torch.rand(outputs, generator=generator) / 100)
-    packed = dense.pack_weight(codes, scales=scales)
+    packed = dense.pack_weight(QuantizedWeight("int8", codes, scales[:, None]))
     return lambda: [dense.linear(x, packed)]
 
 

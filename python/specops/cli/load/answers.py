@@ -9,6 +9,9 @@ from typing import Any
 
 import aiohttp
 
+from specops.cli.load.drafts import counts_in
+from specops.cli.load.replies import error_message
+
 Clock = Callable[[], float]
 
 
@@ -102,14 +105,6 @@ def reason(error: Exception) -> str:
     return f"{type(error).__name__}: {error}".rstrip(": ")
 
 
-def error_message(text: str) -> str:
-    """A server's error message, in OpenAI's form or any other."""
-    try:
-        return str(json.loads(text)["error"]["message"])
-    except (ValueError, TypeError, KeyError):
-        return " ".join(text.split())[:200]
-
-
 async def _read(answer: Answer, response: aiohttp.ClientResponse, clock: Clock) -> None:
     async for data in _events(response):
         if answer.end:  # to the end of the body, or the connection could not serve another
@@ -158,17 +153,10 @@ def _take_counts(answer: Answer, event: Mapping[str, Any]) -> None:
     if usage:
         answer.prompt_tokens = int(usage["prompt_tokens"])
         answer.completion_tokens = int(usage["completion_tokens"])
-        details = usage.get("completion_tokens_details") or {}
-        accepted, rejected = (
-            details.get(f"{name}_prediction_tokens") for name in ("accepted", "rejected")
-        )
-        if accepted is not None and rejected is not None:
-            answer.num_accepted_tokens = int(accepted)
-            answer.num_draft_tokens = int(accepted) + int(rejected)
-    speculation = (event.get("metrics") or {}).get("speculative_decoding")
-    if speculation:
-        answer.num_drafts = int(speculation["num_spec_steps"])
-        answer.num_draft_tokens = int(speculation["num_draft_tokens"])
-        answer.num_accepted_tokens = int(speculation["num_accepted_draft_tokens"])
+    counts = counts_in(event)
+    if counts is not None:
+        answer.num_drafts = counts.num_drafts
+        answer.num_draft_tokens = counts.num_draft_tokens
+        answer.num_accepted_tokens = counts.num_accepted_tokens
     if event.get("timings"):
         answer.timings = event["timings"]

@@ -3,43 +3,18 @@
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from typing import Any
 
 import numpy as np
 
 from specops.cli.load.answers import Answer
+from specops.cli.load.drafts import DraftCounts
 
 PERCENTILES = (50, 90, 95, 99)
 _SERVER_TIMES = tuple(
     f"{part}_seconds" for part in ("queue", "prefill", "decode", "verify", "draft")
 )
-
-
-@dataclass(frozen=True)
-class DraftCounts:
-    """A server's counts of its drafts.
-
-    Attributes:
-        num_drafts: steps with drafts; None: not reported.
-        num_draft_tokens: that were verified.
-        num_accepted_tokens: of them.
-    """
-
-    num_drafts: int | None
-    num_draft_tokens: int
-    num_accepted_tokens: int
-
-    def since(self, before: "DraftCounts") -> "DraftCounts":
-        """The counts since `before`."""
-        steps = None
-        if self.num_drafts is not None and before.num_drafts is not None:
-            steps = self.num_drafts - before.num_drafts
-        return DraftCounts(
-            steps,
-            self.num_draft_tokens - before.num_draft_tokens,
-            self.num_accepted_tokens - before.num_accepted_tokens,
-        )
 
 
 def figures(answers: Sequence[Answer], metrics: DraftCounts | None = None) -> dict[str, Any]:

@@ -41,6 +41,7 @@ class DraftArrays:
     Attributes:
         same_rows: int32 [max_rows], 0, 1, 2 and so on.
         kv_lens: int32 [slots], for a head that does not see all pages.
+        lens: int32 [slots], for a head that reads tokens at their own positions.
         choices: of all requests.
         workspace: of the ops of sampling.
     """
@@ -53,7 +54,7 @@ class DraftArrays:
         # Read between passes where the host may look: numpy is the quickest way to do it.
         self._row_ends = [] if device.is_async else [one.qo_indptr.numpy() for one in self._indices]
         self.same_rows = torch.arange(max_rows, dtype=torch.int32, device=where)
-        self.kv_lens = torch.zeros(slots, dtype=torch.int32, device=where)
+        self.kv_lens, self.lens = torch.zeros((2, slots), dtype=torch.int32, device=where)
         ints = torch.zeros((5, slots), dtype=torch.int32, device=where)
         self.choices = Choices(
             torch.empty((slots, width), dtype=head.dtype, device=where),

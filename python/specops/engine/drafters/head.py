@@ -26,6 +26,8 @@ class DraftRows(LayerBatch):
     lens: Tensor  # int32 [num_slots]
     draft_token_ids: Tensor  # int32 [num_slots, k]
     kept: Tensor | None = None  # [num_slots, window, hidden_size]
+    # int32 [batch + 1]: all pages of each request, where `kv_indptr` leaves out those not seen.
+    whole_kv_indptr: Tensor | None = None
 
 
 class DraftHead(Protocol):
@@ -42,6 +44,33 @@ class DraftHead(Protocol):
     @property
     def is_chained(self) -> bool:
         """Whether a pass reads the states of the one before it, not the target's."""
+
+    @property
+    def lookahead(self) -> int:
+        """How many tokens behind its position a row's keys and values depend on.
+
+        As many as there are passes where they read these tokens; 0 where they do not.
+        """
+
+    @property
+    def reads_states(self) -> bool:
+        """Whether rows read states, those of the target first.
+
+        Otherwise a row reads the token at its own position, and no states: rows begin with the
+        first token and end with the newest one.
+        """
+
+    @property
+    def max_drafts(self) -> int | None:
+        """Most drafts that it makes for a request in a step; None: as many as are wanted."""
+
+    @property
+    def num_likeliest(self) -> int:
+        """How many of the likeliest tokens of each pass make trees, at least 2."""
+
+    @property
+    def is_independent(self) -> bool:
+        """Whether no draft depends on those before it, so that each of these may follow each."""
 
     @property
     def taps(self) -> tuple[int, ...]:
@@ -65,7 +94,10 @@ class DraftHead(Protocol):
 
     @property
     def kv_bytes_per_token(self) -> int:
-        """What it keeps on pages, over all passes."""
+        """What it keeps on pages, over all passes.
+
+        0: only rows run that draft, and none runs again.
+        """
 
     def reserve(self, rows: int) -> None:
         """Allocates the buffers of passes with up to `rows` rows, which then stay there."""
@@ -96,6 +128,13 @@ class DraftHead(Protocol):
         """
 
     def logits(
-        self, hidden: Tensor, *, out: Tensor | None = None, sums: Tensor | None = None
+        self, index: int, hidden: Tensor, *, out: Tensor | None = None, sums: Tensor | None = None
     ) -> Tensor:
-        """Returns the fp32 logits [rows, vocab_size] of rows that `forward` returned first."""
+        """Returns the fp32 logits [rows, vocab_size] of rows that `forward` returned first.
+
+        Args:
+            index: which draft of the request they are for, from 0.
+            hidden: these rows, one for each request of the step.
+            out: receives them.
+            sums: workspace of projections.
+        """

@@ -33,7 +33,7 @@ def load(context: DrafterContext) -> Drafter:
             config.model_dir,
             draft_directory=own.model,
             draft_vocab=own.draft_vocab,
-            load_format=config.load_format,
+            quantization=own.quantization,
         )
     except ModelError as error:
         if own.model is not None or own.draft_vocab is not None:
@@ -59,6 +59,10 @@ class MtpHead:
     """
 
     taps: tuple[int, ...] = ()
+    num_likeliest = 2
+    reads_states = True
+    max_drafts = None
+    is_independent = False
 
     def __init__(self, target: Transformer, modules: MtpModules) -> None:
         self._target, self.modules = target, modules
@@ -73,6 +77,11 @@ class MtpHead:
     def is_chained(self) -> bool:
         """Whether a module reads what the one before it gave."""
         return self.modules.convention.chained
+
+    @property
+    def lookahead(self) -> int:
+        """A token for each module."""
+        return self.num_passes
 
     @property
     def hidden_size(self) -> int:
@@ -124,7 +133,7 @@ class MtpHead:
         return self.modules.forward(index, cast(MtpBatch, rows), states, self.cache)
 
     def logits(
-        self, hidden: Tensor, *, out: Tensor | None = None, sums: Tensor | None = None
+        self, index: int, hidden: Tensor, *, out: Tensor | None = None, sums: Tensor | None = None
     ) -> Tensor:
         """Returns the logits of rows, of the modules' vocabulary."""
         return self.modules.logits(hidden, out=out, sums=sums)

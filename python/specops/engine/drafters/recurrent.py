@@ -16,7 +16,7 @@ from torch import Tensor
 
 from specops import batching, sampling
 from specops.batching import DraftIndices
-from specops.engine.draft_trees import branch_chain
+from specops.engine.draft_trees import branch_chain, joint_tree
 from specops.engine.drafters.base import (
     Drafter,
     DrafterContext,
@@ -99,15 +99,22 @@ class RecurrentDrafter(Drafter):
         max_rows: rows of the longest pass.
         arrays: that its steps share.
         kept: [slots, WINDOW, hidden_size], the target's states of each slot's last positions.
+        keeps_states: whether there are any: not for a head that reads none, or only those of the
+            step.
+        window: positions before a step's that may run again.
+        reads_own_tokens: whether a row reads the token at its own position; see `DraftHead`.
     """
 
     def __init__(self, name: str, context: DrafterContext, head: DraftHead, *, draws: bool) -> None:
         slots, max_rows = context.config.max_num_seqs, context.config.max_num_batched_tokens
         self.name, self.taps = name, head.taps
         self.head, self.num_passes = head, head.num_passes
+        self.reads_own_tokens = not head.reads_states
         self.kv_bytes_per_token = head.kv_bytes_per_token
         self.max_redrafts = max(max_rows, WINDOW)
-        self.max_rows = max_rows + self.max_redrafts + slots * (head.num_passes - 1)
+        # A row behind the step's for each request, or for each pass but the first one.
+        more = 1 if self.reads_own_tokens else head.num_passes - 1
+        self.max_rows = max_rows + self.max_redrafts + slots * more
         # From the drafts' vocabulary to the target's, on the host; None: they are the same.
         token_map = head.token_map
         self.token_map = None if token_map is None else token_map.cpu().numpy()
@@ -125,17 +132,20 @@ class RecurrentDrafter(Drafter):
         head.reserve(self.max_rows)
         self.arrays = DraftArrays(head, slots, self.max_rows, device)
         where, width = device.device, head.hidden_size
-        self.kept = torch.zeros((slots, WINDOW, width), dtype=head.dtype, device=where)
+        self.window = self.max_redrafts if self.reads_own_tokens else WINDOW
+        self.keeps_states = head.kv_bytes_per_token > 0 and not self.reads_own_tokens
+        num_kept = WINDOW if self.keeps_states else 0
+        self.kept = torch.zeros((slots, num_kept, width), dtype=head.dtype, device=where)
 
     def allocate(self, num_pages: int) -> None:
         """Allocates the head's keys and values, on the target's pages."""
         self.head.allocate(num_pages, self.page_size)
 
     def draft_kv(self, request: Request) -> DraftKv | None:
-        """The head's keys and values, which depend on as many tokens behind them as passes read."""
+        """The head's keys and values, which depend on as many tokens behind them as it says."""
         if not self.kv_bytes_per_token:
             return None
-        return DraftKv(self.name, self.num_passes, request.draft_stages[self.name])
+        return DraftKv(self.name, self.head.lookahead, request.draft_stages[self.name])
 
     def start(self, request: Request) -> bool:
         """Makes room for what the request asks of its drafts."""
@@ -146,6 +156,8 @@ class RecurrentDrafter(Drafter):
         self.own_numbers[slot] = config.draws_drafts
         self.has_anchors[slot] = config.verify_strategy == "block"
         passes = request.draft_stages[self.name]
+        if self.head.max_drafts is not None:
+            passes = min(passes, self.head.max_drafts)
         has_moved = passes > self.num_steps
         self.num_steps = max(self.num_steps, passes)
         return has_moved
@@ -170,6 +182,8 @@ class RecurrentDrafter(Drafter):
         for part, progress in ours:
             progress.redraft_len = -1
             slot = part.request.slot
+            if not self.kv_bytes_per_token and not (part.emits and part.draft_limit):
+                continue  # there is nothing to keep of it
             if part.emits:
                 draws = draws or bool(self.temperatures[slot] > 0)
                 own_numbers = own_numbers or bool(
@@ -190,13 +204,16 @@ class RecurrentDrafter(Drafter):
             return RecurrentShape(0, False, draws, own_numbers, tells=False, branches=False)
         rows = self.max_rows  # on the CPU one size, so that shapes come again: see `with_rows`
         if self._device.is_async:
-            rows = min(shape.rows + (rung(redrafts) if redrafts else 0), self.max_rows)
+            own = shape.batch if self.reads_own_tokens else 0
+            rows = min(shape.rows + own + (rung(redrafts) if redrafts else 0), self.max_rows)
         return RecurrentShape(rows, skips, draws, own_numbers, tells, branches)
 
     def _begin(self, progress: _Progress) -> int:
         """The first position that runs when the head runs in the next step."""
         begin, end = progress.num_drafted, progress.request.num_computed
-        if end - begin <= CATCH_UP:
+        if not self.kv_bytes_per_token:
+            return end
+        if end - begin <= (self.window if self.reads_own_tokens else CATCH_UP):
             return begin
         return max(begin, (end - BEGIN_ANEW) // self.page_size * self.page_size)
 
@@ -233,7 +250,7 @@ class RecurrentDrafter(Drafter):
             if progress is None or progress.redraft_len < 0:
                 continue
             request = part.request
-            known = len(request.token_ids) - self.num_passes
+            known = len(request.token_ids) - self.head.lookahead
             progress.num_drafted = max(progress.num_drafted, min(request.num_computed, known))
             # Rows that do not see all before them are nobody else's.
             request.num_final_draft_kv = 0 if progress.begin else progress.num_drafted
@@ -265,14 +282,19 @@ class RecurrentStep(DrafterStep):
         self._temperatures = inputs.float32(batch)
         self._max_drafts = inputs.int32(drafter.slots)
         self._kv_indptr = inputs.int32(batch + 1 if shape.skips_pages else 0)
+        # Of a head that reads tokens at their own positions: rows with that behind the step's.
+        of_own = batch if drafter.reads_own_tokens and shape.rows else 0
+        self._qo_indptr, self._kv_lens = inputs.int32(of_own + 1), inputs.int32(of_own)
         passes = min(drafter.num_steps, step.proposals) if shape.tells else 0
         self._logprobs = [results.float32(batch) for _ in range(passes)]  # of the drafts, by pass
         passes = passes if shape.branches else 0
-        self._likeliest = [results.int32(batch, 2) for _ in range(passes)]
-        self._their_logprobs = [results.float32(batch, 2) for _ in range(passes)]
+        count = drafter.head.num_likeliest
+        self._likeliest = [results.int32(batch, count) for _ in range(passes)]
+        self._their_logprobs = [results.float32(batch, count) for _ in range(passes)]
+        # The target's states may be projected where no rows run, too.
+        self.sums_size = drafter.head.sums_size(max(shape.rows, step.rows), batch)
         if shape.rows:
             self.workspace_size = drafter.head.workspace_size(shape.rows, batch, step.pages)
-            self.sums_size = drafter.head.sums_size(shape.rows, batch)
         self.rows: _Inputs
         self.max_draft_tokens: Tensor
         self._choosing: Mapping[str, Tensor]
@@ -296,6 +318,8 @@ class RecurrentStep(DrafterStep):
                 redrafts[index] = progress.redraft_len
                 skipped[index] = progress.begin
                 self._max_drafts.host[slot] = stage_limit(part, drafter.name)
+        if len(self._kv_lens.host):
+            self._fill_own_rows(parts)
         if self._shape.draws:
             of_request = [part.request.slot for part in parts]
             own_numbers[:count] = drafter.own_numbers[of_request]
@@ -310,6 +334,24 @@ class RecurrentStep(DrafterStep):
             # A list that is too long at its end, by what the next request skips, is not read there.
             indptr[:-1] += skipped // drafter.page_size
 
+    def _fill_own_rows(self, parts: Sequence[Scheduled]) -> None:
+        """Writes which rows there are with those behind the step's: of the newest tokens.
+
+        They are where the step emits, drafts are wanted and a page is there. Where drafts have been
+        rejected, the newest token lies before.
+        """
+        indptr, kv_lens, size = self._qo_indptr.host, self._kv_lens.host, self._drafter.page_size
+        kv_lens.fill(0)
+        end = 0
+        for index, part in enumerate(parts):
+            indptr[index] = end
+            kv_len = part.request.num_computed + part.num_rows
+            has_page = len(part.request.pages) * size > kv_len
+            more = int(part.emits and part.draft_limit > 0 and has_page)
+            kv_lens[index] = kv_len + more
+            end += part.num_rows + more
+        indptr[len(parts) :] = end
+
     def launch(self, target: TargetStep) -> None:
         """Runs the head behind the target's step and fills the drafts."""
         if self._target is not target:
@@ -317,6 +359,8 @@ class RecurrentStep(DrafterStep):
         states = self._drafter.head.target_states(target)
         if self._shape.rows:
             self._draft(target, states)
+        if not self._drafter.keeps_states:
+            return
         # After the passes: these rows may take the place of some that ran again.
         rows = self.rows
         batching.keep_hidden_rows(
@@ -344,20 +388,32 @@ class RecurrentStep(DrafterStep):
                     self._branch(part, index, proposals)
 
     def _branch(self, part: Scheduled, index: int, proposals: Proposals) -> None:
-        """Makes a tree of a request's chain: with a second token for each of its drafts."""
-        slot, token_map = part.request.slot, self._drafter.token_map
+        """Makes a tree of a request's chain: with a second token for each of its drafts.
+
+        Or of the likeliest tokens of each pass, where each of them may follow each.
+        """
+        slot = part.request.slot
         count = int(proposals.counts[slot])
+        if self._drafter.head.is_independent:
+            places = [self._likeliest_of(depth, index) for depth in range(count)]
+            proposals.put_tree(slot, joint_tree(places, part.draft_limit))
+            return
         tokens = proposals.token_ids[slot, :count].tolist()
         chances = proposals.confidences[slot, :count].tolist()
         others: list[tuple[int, float]] = []
         for depth, token in enumerate(tokens):
-            likeliest = self._likeliest[depth].host[index]
-            likeliest = likeliest if token_map is None else token_map[likeliest]
-            place = int(likeliest[0] == token)
-            chance = min(float(np.exp(self._their_logprobs[depth].host[index, place])), 1.0)
-            others.append((int(likeliest[place]), chance))
+            first, second, *_ = self._likeliest_of(depth, index)
+            others.append(second if first[0] == token else first)
         chain = list(zip(tokens, chances, strict=True))
         proposals.put_tree(slot, branch_chain(chain, others, part.draft_limit))
+
+    def _likeliest_of(self, depth: int, index: int) -> list[tuple[int, float]]:
+        """The likeliest tokens of a request's pass, with their chances."""
+        token_map = self._drafter.token_map
+        tokens = self._likeliest[depth].host[index]
+        tokens = tokens if token_map is None else token_map[tokens]
+        chances = np.exp(self._their_logprobs[depth].host[index]).clip(max=1.0)
+        return list(zip(tokens.tolist(), chances.tolist(), strict=True))
 
     def _bind(self, target: TargetStep) -> None:
         """Makes the views that launches take, once."""
@@ -386,20 +442,7 @@ class RecurrentStep(DrafterStep):
     def _draft(self, target: TargetStep, states: Tensor) -> None:
         drafter, rows, size = self._drafter, self.rows, self._step.batch
         head, arrays = drafter.head, drafter.arrays
-        first = batching.prepare_draft_batch(
-            rows.drafting_slots,
-            target.qo_indptr,
-            target.kv_lens,
-            rows.redraft_lens,
-            target.kv_indptr,
-            target.kv_indices,
-            target.lens,
-            self.max_draft_tokens,
-            page_size=drafter.page_size,
-            total_rows=self._shape.rows,
-            window=WINDOW,
-            out=arrays.index_view(0, size, self._shape.rows),
-        )
+        first = self._first_rows(target)
         indices = arrays.with_rows(0, first)
         if indices is None:
             return
@@ -425,6 +468,36 @@ class RecurrentStep(DrafterStep):
             passed = self._pass(target, indices, indices.source_rows)
             hidden, recycled = head.forward(drafter.num_passes - 1, passed, recycled)
             self._choose(target, indices, hidden, step=step, count=count)
+
+    def _first_rows(self, target: TargetStep) -> DraftIndices:
+        """Makes the rows of the first pass."""
+        drafter, rows, size = self._drafter, self.rows, self._step.batch
+        qo_indptr, kv_lens, lens = target.qo_indptr, target.kv_lens, target.lens
+        if drafter.reads_own_tokens:
+            # As if one token more were known: row i is for token i, not for the one behind it.
+            qo_indptr, kv_lens = self._qo_indptr.device, self._kv_lens.device
+            lens = torch.add(target.lens, 1, out=drafter.arrays.lens)
+        first = batching.prepare_draft_batch(
+            rows.drafting_slots,
+            qo_indptr,
+            kv_lens,
+            rows.redraft_lens,
+            target.kv_indptr,
+            target.kv_indices,
+            lens,
+            self.max_draft_tokens,
+            page_size=drafter.page_size,
+            total_rows=self._shape.rows,
+            window=drafter.window,
+            out=drafter.arrays.index_view(0, size, self._shape.rows),
+        )
+        self._note_positions(first)
+        return first
+
+    def _note_positions(self, indices: DraftIndices) -> None:
+        """Makes the positions of drafts those that they have without the one token more."""
+        if self._drafter.reads_own_tokens:
+            indices.draft_positions.sub_(1).clamp_(min=0)
 
     def _pass(self, target: TargetStep, indices: DraftIndices, source_rows: Tensor) -> DraftRows:
         kv_lens, skipped = indices.kv_lens, self.num_skipped
@@ -453,17 +526,19 @@ class RecurrentStep(DrafterStep):
             lens=target.lens,
             draft_token_ids=target.draft_token_ids,
             kept=self._drafter.kept,
+            whole_kv_indptr=target.kv_indptr,
         )
 
     def _note_likeliest(self, choices: Choices, step: int) -> None:
-        """Notes the two likeliest tokens of a pass, for trees."""
+        """Notes the likeliest tokens of a pass, for trees."""
+        drafter = self._drafter
         sampling.top_logprobs(
             choices.logits,
-            2,
+            drafter.head.num_likeliest,
             token_ids=self._likeliest[step].device,
             logprobs=self._their_logprobs[step].device,
             lse=choices.lse,
-            workspace=self._drafter.arrays.workspace,
+            workspace=drafter.arrays.workspace,
         )
 
     def _choose(
@@ -479,7 +554,7 @@ class RecurrentStep(DrafterStep):
         drafter, head, size = self._drafter, self._drafter.head, self._step.batch
         choices = drafter.arrays.choice_view(size)
         batching.gather_output_rows(hidden, indices.last_rows, out=choices.states)
-        head.logits(choices.states, out=choices.logits, sums=target.sums)
+        head.logits(step, choices.states, out=choices.logits, sums=target.sums)
         positions = indices.draft_positions
         if 0 < step < drafter.num_passes and self._choosing:
             # The rows are the first pass's, and the token is one further on for each pass.
@@ -507,18 +582,22 @@ class RecurrentStep(DrafterStep):
             torch.index_select(head.token_map, 0, choices.sampled, out=choices.token_ids)
         follows = drafter.num_passes <= step + 1 < count
         which = 1 + (step + 1) % 2
+        following = drafter.arrays.index_view(which, size, size) if follows else None
+        is_own = drafter.reads_own_tokens
         batching.advance_draft_batch(
             choices.token_ids,
             indices.last_rows,
             self.rows.drafting_slots,
             target.kv_indptr,
             target.kv_indices,
-            target.lens,
+            drafter.arrays.lens if is_own else target.lens,
             self.max_draft_tokens,
             page_size=drafter.page_size,
             step=step,
             ahead=drafter.num_passes,
             draft_token_ids=target.draft_token_ids,
             num_draft_tokens=target.num_draft_tokens,
-            out=drafter.arrays.index_view(which, size, size) if follows else None,
+            out=following,
         )
+        if following is not None:
+            self._note_positions(following)

@@ -8,52 +8,12 @@ sequence of calls; on CUDA a step is one copy in, a captured graph, one copy out
 import contextlib
 from collections.abc import Callable
 from pathlib import Path
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
 import specops
 from specops.engine.errors import EngineError
-
-
-class Device(Protocol):
-    """What the runner needs of a device.
-
-    Attributes:
-        device: where tensors live.
-        is_async: kernels run after the call that asks for them. Host and device memory are two,
-            wrong data is reported with a step's results, and steps are padded to a few shapes.
-        captures: steps of a padded shape may be captured and replayed.
-    """
-
-    device: torch.device
-    is_async: bool
-    captures: bool
-
-    def host_block(self, num_bytes: int) -> Tensor:
-        """Allocates bytes that the host reads and writes."""
-
-    def device_block(self, num_bytes: int, host: Tensor | None = None) -> Tensor:
-        """Allocates bytes that kernels read and write; with `host`, its counterpart."""
-
-    def workspace(self, num_bytes: int) -> Tensor:
-        """Allocates zeros for ops that count in memory, and leave zeros where they did."""
-
-    def copy_in(self, block: Tensor, host: Tensor, num_bytes: int) -> None:
-        """Begins to copy the first bytes of a host block to its counterpart."""
-
-    def copy_out(self, host: Tensor, block: Tensor, num_bytes: int) -> None:
-        """Begins to copy the first bytes of a counterpart back, after all work begun before."""
-
-    def wait(self) -> None:
-        """Waits for everything begun."""
-
-    def capture(self, launch: Callable[[], None]) -> Callable[[], None]:
-        """Records what `launch` starts, without running it; the result starts it again."""
-
-    def free_bytes(self) -> int:
-        """Returns the memory that could still be allocated."""
 
 
 def raise_reported(code: int) -> None:
@@ -66,40 +26,47 @@ def raise_reported(code: int) -> None:
         raise ValueError(specops.error_sentence(code) or f"a kernel reported code {code}")
 
 
-class CpuDevice:
-    """The CPU kernels: calls compute, and there is one memory."""
+class Device:
+    """What the runner needs of a device. This one is the CPU: calls compute, in one memory.
+
+    Attributes:
+        device: where tensors live.
+        is_async: kernels run after the call that asks for them. Host and device memory are two,
+            wrong data is reported with a step's results, and steps are padded to a few shapes.
+        captures: steps of a padded shape may be captured and replayed.
+    """
 
     device = torch.device("cpu")
     is_async = False
     captures = False
 
     def host_block(self, num_bytes: int) -> Tensor:
-        """Allocates plain memory."""
+        """Allocates bytes that the host reads and writes."""
         return torch.empty(num_bytes, dtype=torch.uint8)
 
     def device_block(self, num_bytes: int, host: Tensor | None = None) -> Tensor:
-        """Returns the host's block: kernels read and write it where it is."""
+        """Allocates bytes that kernels read and write; with `host`, its counterpart."""
         return self.host_block(num_bytes) if host is None else host
 
     def workspace(self, num_bytes: int) -> Tensor:
-        """Allocates zeros."""
-        return torch.zeros(num_bytes, dtype=torch.uint8)
+        """Allocates zeros for ops that count in memory, and leave zeros where they did."""
+        return torch.zeros(num_bytes, dtype=torch.uint8, device=self.device)
 
     def copy_in(self, block: Tensor, host: Tensor, num_bytes: int) -> None:
-        """Nothing to copy."""
+        """Begins to copy the first bytes of a host block to its counterpart."""
 
     def copy_out(self, host: Tensor, block: Tensor, num_bytes: int) -> None:
-        """Nothing to copy."""
+        """Begins to copy the first bytes of a counterpart back, after all work begun before."""
 
     def wait(self) -> None:
-        """Nothing to wait for."""
+        """Waits for everything begun."""
 
     def capture(self, launch: Callable[[], None]) -> Callable[[], None]:
-        """A call is its own recording."""
+        """Records what `launch` starts, without running it; the result starts it again."""
         return launch
 
     def free_bytes(self) -> int:
-        """Returns what the system calls available; a very large number where it says nothing."""
+        """Returns the memory that could still be allocated; very much where nobody says."""
         try:
             lines = Path("/proc/meminfo").read_text().splitlines()
         except OSError:
@@ -108,7 +75,7 @@ class CpuDevice:
         return int(sizes.get("MemAvailable", f"{1 << 52} kB").split()[0]) << 10
 
 
-class CudaDevice:
+class CudaDevice(Device):
     """One NVIDIA GPU. All work goes to the calling thread's current stream of the device.
 
     Args:
@@ -134,10 +101,6 @@ class CudaDevice:
     def device_block(self, num_bytes: int, host: Tensor | None = None) -> Tensor:
         """Allocates memory of the GPU."""
         return torch.empty(num_bytes, dtype=torch.uint8, device=self.device)
-
-    def workspace(self, num_bytes: int) -> Tensor:
-        """Allocates zeros on the GPU."""
-        return torch.zeros(num_bytes, dtype=torch.uint8, device=self.device)
 
     def copy_in(self, block: Tensor, host: Tensor, num_bytes: int) -> None:
         """Begins one copy to the GPU."""

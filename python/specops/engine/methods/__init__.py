@@ -38,6 +38,12 @@ METHODS: dict[str, str] = {
     "ngram": "specops.engine.methods.ngram",
     "suffix": "specops.engine.methods.suffix",
     "mtp": "specops.engine.methods.mtp",
+    "prediction": "specops.engine.methods.prediction",
+    "draft_model": "specops.engine.methods.draft_model",
+    "eagle3": "specops.engine.methods.eagle3",
+    "medusa": "specops.engine.methods.medusa",
+    "hydra": "specops.engine.methods.hydra",
+    "dflash": "specops.engine.methods.dflash",
 }
 
 # Drafters that no request chooses: each request that speculates has them behind its method's.
@@ -79,12 +85,16 @@ def drafting_order() -> tuple[str, ...]:
 
 
 def method_choices() -> tuple[str, ...]:
-    """What there is to choose from: every method, and with a second one what that may continue."""
+    """What there is to choose from: every method, and with a second one what that may continue.
+
+    Those that draft from a parameter of the request are left out.
+    """
     choices: list[str] = []
-    for first in methods():
+    every = [one for one in methods() if one.parameter is None]
+    for first in every:
         choices.append(first.name)
         if first.needs_weights:
-            choices += [f"{first.name}+{one.name}" for one in methods() if one.may_follow]
+            choices += [f"{first.name}+{one.name}" for one in every if one.may_follow]
     return tuple(choices)
 
 

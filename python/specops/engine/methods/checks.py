@@ -3,6 +3,9 @@
 
 from collections.abc import Collection
 
+# What weights are made into as they are loaded.
+QUANTIZATIONS = ("none", "wint8", "wint4", "mix_quant")
+
 
 def choice(name: str, value: object, choices: Collection[str]) -> None:
     """Refuses what is none of the choices."""

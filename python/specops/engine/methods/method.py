@@ -41,6 +41,9 @@ class Method:
         of_requests: those of the fields that a request may set. The others are the server's alone.
         files: those that name a file or folder. One that is given names the method: it is loaded.
         aliases: other spellings of the name.
+        parameter: the sampling parameter that it drafts from. A request that has it, and names no
+            method, has this one behind the engine's.
+        default_tokens: drafts per step where nobody says how many.
         continued_by: the field that says which method continues this one, as "with_<method>", or
             "default" for none; in place of "a+b" as `method`. None: there is no such field.
         needs_weights: it runs a model. It is loaded only where the configuration names it, and
@@ -62,6 +65,8 @@ class Method:
     of_requests: tuple[str, ...] = ()
     files: tuple[str, ...] = ()
     aliases: tuple[str, ...] = ()
+    parameter: str | None = None
+    default_tokens: int = 1
     continued_by: str | None = None
     needs_weights: bool = False
     can_draft_trees: bool = False

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from specops.engine.methods import checks
 from specops.engine.methods.method import Method, Options
 
-MTP_STRATEGIES = ("default", "with_ngram", "with_suffix")
+MTP_STRATEGIES = ("default", "with_ngram", "with_suffix", "with_prediction")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -15,23 +15,29 @@ class MtpOptions(Options):
 
     Attributes:
         mtp_strategy: what drafts the rest of the k: "default" (nothing: the modules draft all
-            of them, unless num_model_steps is less), "with_ngram" or "with_suffix". The same as
-            method "mtp", "mtp+ngram" and "mtp+suffix".
+            of them, unless num_model_steps is less), "with_ngram", "with_suffix" or
+            "with_prediction". The same as method "mtp", "mtp+ngram" and so on.
         model: directory of the modules. None takes them from the target's checkpoint. Like
             draft_vocab it may be there with a method that has no weights, for requests that choose
             "mtp".
         draft_vocab: safetensors file with the tensor d2t, the tokens that the modules may draft.
             None lets them draft all.
+        quantization: of the modules' projections, and of a copy of the target's LM head that they
+            draft with: "none", "wint8", "wint4" or "mix_quant". No token depends on it, only how
+            often drafts are right. None: the modules' layers like the target's, and its own head.
     """
 
     mtp_strategy: str = "default"
     model: str | None = None
     draft_vocab: str | None = None
+    quantization: str | None = None
 
     def __post_init__(self) -> None:
         checks.choice("mtp_strategy", self.mtp_strategy, MTP_STRATEGIES)
         checks.path("model", self.model)
         checks.path("draft_vocab", self.draft_vocab)
+        if self.quantization is not None:
+            checks.choice("quantization", self.quantization, checks.QUANTIZATIONS)
 
     @property
     def draws(self) -> bool:

@@ -3,16 +3,24 @@
 
 from specops.engine.models.batch import LayerBatch, StepBatch
 from specops.engine.models.config import ModelConfig
+from specops.engine.models.dflash import BlockDrafter, load_dflash
+from specops.engine.models.eagle.loader import load_eagle3
+from specops.engine.models.eagle.modules import Eagle3
 from specops.engine.models.families import CONVENTIONS
 from specops.engine.models.families.family import MtpConvention
 from specops.engine.models.kv import KvCache, KvSpec, LayerKv
 from specops.engine.models.loader import load_model
 from specops.engine.models.mtp.loader import load_mtp
 from specops.engine.models.mtp.modules import MtpBatch, MtpModule, MtpModules, MtpOutput
+from specops.engine.models.residual_heads import ResidualHeads, load_hydra, load_medusa
 from specops.engine.models.transformer import Transformer
+from specops.engine.models.weight_cache import CachedWeights, WeightCache
 
 __all__ = [
     "CONVENTIONS",
+    "BlockDrafter",
+    "CachedWeights",
+    "Eagle3",
     "KvCache",
     "KvSpec",
     "LayerBatch",
@@ -23,8 +31,14 @@ __all__ = [
     "MtpModule",
     "MtpModules",
     "MtpOutput",
+    "ResidualHeads",
     "StepBatch",
     "Transformer",
+    "WeightCache",
+    "load_dflash",
+    "load_eagle3",
+    "load_hydra",
+    "load_medusa",
     "load_model",
     "load_mtp",
 ]

@@ -35,6 +35,8 @@ class ModelConfig:
         norm_offset: added to every norm weight of the checkpoint, as of norms that multiply with
             1 + w.
         embedding_scale: what embeddings are multiplied with, rounded to the model's dtype.
+        wint4_is_mixed: whether quantization to "wint4" means "mix_quant", as for the models that
+            FastDeploy was made for.
         places: where checkpoints of the family have the model; the first that fits is read.
     """
 
@@ -48,6 +50,7 @@ class ModelConfig:
     dtype: str
     norm_offset: float = 0.0
     embedding_scale: float = 1.0
+    wint4_is_mixed: bool = False
     places: tuple[Place, ...] = (Place("model.", "lm_head"),)
 
     @property

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Keys and values on pages: what a layer keeps of a token, and the tensors that hold it."""
 
+import math
+import mmap
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
@@ -43,14 +45,23 @@ class KvSpec:
         slots = (num_pages, page_size, self.num_heads)
 
         def cache() -> Tensor:
-            return torch.zeros((*slots, self.head_dim), dtype=self.dtype, device=device)
+            return _zeros((*slots, self.head_dim), self.dtype, device)
 
         def scales() -> Tensor | None:
-            return torch.zeros(slots, device=device) if self.has_scales else None
+            return _zeros(slots, torch.float32, device) if self.has_scales else None
 
         if not self.has_values:
             return LayerKv(cache(), None, scales(), None)
         return LayerKv(cache(), cache(), scales(), scales())
+
+
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Zeros; on the CPU the system makes a page of memory when it is first written to."""
+    num_bytes = math.prod(shape) * dtype.itemsize
+    if device.type != "cpu" or not num_bytes:
+        return torch.zeros(shape, dtype=dtype, device=device)
+    memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    return torch.frombuffer(memory, dtype=torch.uint8).view(dtype).view(shape)
 
 
 @dataclass(frozen=True)

@@ -2,20 +2,21 @@
 """Loads a Hugging Face directory: config.json and safetensors files, into packed weights."""
 
 import re
-from contextlib import ExitStack
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import torch
-from torch import Tensor
 
-from specops import dense
 from specops.engine.errors import ModelError
+from specops.engine.methods.checks import QUANTIZATIONS
 from specops.engine.models.blocks.block import BlockLoader, RopeTables
 from specops.engine.models.config import ModelConfig, Place
 from specops.engine.models.dry_run import dry_run
 from specops.engine.models.families import read_model_config
 from specops.engine.models.transformer import Transformer
-from specops.engine.models.weights import QUANTIZATIONS, Checkpoint, RandomWeights, WeightSource
+from specops.engine.models.weight_cache import WeightCache
+from specops.engine.models.weights import Checkpoint, WeightSettings, WeightSource
 
 _DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 _KV_CACHE_DTYPES = {"auto": None, "int8": torch.int8, "fp8_e4m3": torch.float8_e4m3fn}
@@ -40,17 +41,22 @@ def load_model(
     load_format: str = "auto",
     kv_cache_dtype: str = "auto",
     quantization: str = "none",
+    quantize_head: str = "none",
+    weight_cache: WeightCache | None = None,
 ) -> Transformer:
     """Loads a checkpoint of one of the families.
 
     Args:
-        directory: a Hugging Face directory with config.json and safetensors files.
+        directory: a Hugging Face directory with config.json and safetensors files, whose weights
+            may be quantized; or one that is made from a GGUF file.
         dtype: "bfloat16", "float32", or "auto" for the checkpoint's own.
         max_model_len: positions to prepare; the model's own limit when absent.
         device: where the weights live.
         load_format: "auto"; or "dummy" for random weights, which need no file but config.json.
         kv_cache_dtype: "auto" for that of the weights, "int8" or "fp8_e4m3".
-        quantization: of the layers' projections, as they are loaded: "none" or "wint8".
+        quantization: of the layers' projections that the file has not quantized: `WeightSettings`.
+        quantize_head: the same of the LM head. An embedding that is tied to it stays as it is.
+        weight_cache: where packed weights are kept; None: nowhere.
 
     Raises:
         ModelError: a file or tensor is missing, damaged or misshapen, the kind is unsupported, or
@@ -61,6 +67,46 @@ def load_model(
         raise ModelError(f"{directory}: no such directory")
     config = read_model_config(directory)
     file = directory / "config.json"
+    if max_model_len is not None and max_model_len > config.max_model_len:
+        raise ModelError(
+            f"max_model_len must be at most the model's {config.max_model_len}, got {max_model_len}"
+        )
+    _check_choice("kv_cache_dtype", kv_cache_dtype, tuple(_KV_CACHE_DTYPES))
+    _check_choice("quantization", quantization, QUANTIZATIONS)
+    _check_choice("quantize_head", quantize_head, QUANTIZATIONS)
+    is_mixed = quantization == "wint4" and config.wint4_is_mixed
+    kind = _dtype_of(config, dtype, file)
+    kv_kind = _KV_CACHE_DTYPES[kv_cache_dtype] or kind
+    settings = WeightSettings(
+        dtype=kind,
+        device=torch.device(device),
+        load_format=load_format,
+        quantization="mix_quant" if is_mixed else quantization,
+        quantize_head=quantize_head,
+        cache=weight_cache,
+    )
+    _refuse_what_ops_refuse(config, settings, kv_kind, file)
+    source = settings.open(directory)
+    model = build(config, source, kv_kind, max_model_len or config.max_model_len)
+    _refuse_unread(config, source)
+    return model
+
+
+def _refuse_unread(config: ModelConfig, source: WeightSource) -> None:
+    """Refuses tensors of the layers that have no place in them."""
+    if isinstance(source, Checkpoint):
+        prefix = place_of(config, source).prefix
+        source.refuse_unread(tuple(f"{prefix}layers.{i}." for i in range(config.num_layers)))
+
+
+def _check_choice(name: str, value: str, choices: Sequence[str]) -> None:
+    if value not in choices:
+        *most, last = choices
+        raise ModelError(f"{name} must be {', '.join(most)} or {last}, got {value}")
+
+
+def _dtype_of(config: ModelConfig, dtype: str, file: Path) -> torch.dtype:
+    """Of weights and states; `file` is config.json."""
     chosen = config.dtype if dtype == "auto" else dtype
     if chosen not in _DTYPES:
         where = f"{file}: " if dtype == "auto" else ""
@@ -68,35 +114,13 @@ def load_model(
             f"{where}dtype must be bfloat16 or float32, got {chosen}; pass dtype to convert the "
             "checkpoint"
         )
-    if max_model_len is not None and max_model_len > config.max_model_len:
-        raise ModelError(
-            f"max_model_len must be at most the model's {config.max_model_len}, got {max_model_len}"
-        )
-    if kv_cache_dtype not in _KV_CACHE_DTYPES:
-        raise ModelError(
-            f"kv_cache_dtype must be {', '.join(_KV_CACHE_DTYPES)}, got {kv_cache_dtype}"
-        )
-    if quantization not in QUANTIZATIONS:
-        raise ModelError(f"quantization must be {' or '.join(QUANTIZATIONS)}, got {quantization}")
-    kind = _DTYPES[chosen]
-    kv_kind = _KV_CACHE_DTYPES[kv_cache_dtype] or kind
-    device = torch.device(device)
-    random_weights = RandomWeights(kind, device, quantization)
-    _refuse_what_ops_refuse(config, random_weights, kv_kind, file)
-    with ExitStack() as stack:
-        source: WeightSource = (
-            random_weights
-            if load_format == "dummy"
-            else Checkpoint(directory, kind, device, stack, quantization)
-        )
-        return build(config, source, kv_kind, max_model_len or config.max_model_len)
+    return _DTYPES[chosen]
 
 
-def load_head(config: ModelConfig, source: WeightSource) -> Tensor:
-    """Returns the weight [vocab_size, hidden_size] of the LM head, not packed."""
+def head_name(config: ModelConfig, source: WeightSource) -> str:
+    """Returns the name of the LM head, without ".weight"."""
     place = place_of(config, source)
-    name = f"{place.prefix}embed_tokens" if config.tie_word_embeddings else place.head
-    return source.tensor(f"{name}.weight", config.vocab_size, config.hidden_size)
+    return f"{place.prefix}embed_tokens" if config.tie_word_embeddings else place.head
 
 
 def place_of(config: ModelConfig, source: WeightSource) -> Place:
@@ -134,8 +158,13 @@ def build(
     prefix = place_of(config, source).prefix
     shape = (config.vocab_size, config.hidden_size)
     embedding = source.tensor(f"{prefix}embed_tokens.weight", *shape)
-    head = embedding if config.tie_word_embeddings else load_head(config, source)
-    lm_head = dense.pack_weight(head)
+    lm_head = source.linear(
+        "",
+        (head_name(config, source),),
+        shape[:1],
+        config.hidden_size,
+        quantization=source.settings.quantize_head,
+    )
     if config.embedding_scale != 1.0:  # to the same bits as rows that are scaled one by one
         embedding = embedding * torch.tensor(config.embedding_scale, dtype=source.dtype)
     layers = [
@@ -149,16 +178,18 @@ def build(
         final_norm=loader.norm(f"{prefix}norm"),
         lm_head=lm_head,
         kv_dtype=kv_dtype,
-        quantization=source.quantization,
+        settings=source.settings,
+        cached=source.cached,
         ropes=loader.ropes,
     )
 
 
 def _refuse_what_ops_refuse(
-    config: ModelConfig, source: WeightSource, kv_dtype: torch.dtype, file: Path
+    config: ModelConfig, settings: WeightSettings, kv_dtype: torch.dtype, file: Path
 ) -> None:
     """Runs a narrow model with the heads, windows and positions of `config`, before it is read."""
     try:
+        source = replace(settings, load_format="dummy").open(file.parent)
         dry_run(build(config.narrowed(_NARROW), source, kv_dtype, max_model_len=1))
     except ValueError as error:
         op, _, sentence = str(error).partition(": ")

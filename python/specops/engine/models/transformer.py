@@ -18,6 +18,8 @@ from specops.engine.models.blocks.layer import Layer
 from specops.engine.models.blocks.stack import LayerStack
 from specops.engine.models.config import ModelConfig
 from specops.engine.models.kv import KvCache
+from specops.engine.models.weight_cache import CachedWeights
+from specops.engine.models.weights import WeightSettings
 
 
 class Transformer(LayerStack):
@@ -31,7 +33,8 @@ class Transformer(LayerStack):
         final_norm: behind them.
         lm_head: makes logits.
         kv_dtype: of keys and values on pages.
-        quantization: of the layers' projections.
+        settings: how its weights were read.
+        cached: where its packed weights are kept, if they are.
         ropes: the layers' tables, for those of drafting modules.
     """
 
@@ -45,7 +48,8 @@ class Transformer(LayerStack):
         final_norm: Norm,
         lm_head: PackedWeight,
         kv_dtype: torch.dtype,
-        quantization: str,
+        settings: WeightSettings,
+        cached: CachedWeights | None,
         ropes: RopeTables,
     ) -> None:
         super().__init__(
@@ -59,7 +63,8 @@ class Transformer(LayerStack):
         self.max_model_len = max_model_len
         self.embedding = embedding
         self.final_norm = final_norm
-        self.kv_dtype, self.quantization, self.ropes = kv_dtype, quantization, ropes
+        self.kv_dtype, self.settings, self.ropes = kv_dtype, settings, ropes
+        self.cached = cached
         # The norm that follows each layer: the next layer's input norm, or the final one.
         self._next_norms = [layer.input_norm for layer in layers[1:]] + [final_norm]
         self._row_numbers = torch.empty(0, dtype=torch.int32, device=self.device)

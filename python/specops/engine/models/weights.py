@@ -8,63 +8,112 @@ embeddings are tensors.
 import json
 import zlib
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Sequence
-from contextlib import ExitStack
+from collections.abc import Sequence, Set
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
 from torch import Tensor
 
 from specops import dense
 from specops.dense import PackedWeight
 from specops.engine.errors import ModelError
-
-QUANTIZATIONS = ("none", "wint8")
+from specops.engine.models.checkpoints.directory import open_checkpoint, weight_files
+from specops.engine.models.checkpoints.fused import fused, rows_of
+from specops.engine.models.weight_cache import CachedWeights, WeightCache
+from specops.quantization import QuantizedWeight, dequantize_weight, quantize_weight
 
 _SEED = 1  # of random weights
+# Tables that are computed, and scales of 8-bit caches, which have their own here.
+_NO_WEIGHTS = (".rotary_emb.inv_freq", ".k_scale", ".v_scale")
+_OF_DENSE = {"mix_quant": "wint8"}  # what a quantization of several kinds is to all but experts
+
+
+@dataclass(frozen=True, kw_only=True)
+class WeightSettings:
+    """How the weights of a model are read, and those of its drafters.
+
+    Attributes:
+        dtype: of the tensors.
+        device: where they are put.
+        load_format: "auto" reads checkpoints; "dummy" makes random numbers in their place.
+        quantization: of the layers' projections, as they are loaded: "none"; or as FastDeploy makes
+            them "wint8", 8 bits a number and a scale for each output; "wint4", 4 bits and a scale
+            for 128 inputs of an output (64 where these do not divide by 128); or "mix_quant",
+            wint4 of experts and wint8 of all else.
+        quantize_head: the same of the LM head.
+        cache: keeps packed weights; None: they are packed each time.
+    """
+
+    dtype: torch.dtype
+    device: torch.device
+    load_format: str = "auto"
+    quantization: str = "none"
+    quantize_head: str = "none"
+    cache: WeightCache | None = None
+
+    def open(self, directory: Path) -> "WeightSource":
+        """Returns the weights of a directory.
+
+        Raises:
+            ModelError: a file is missing or damaged.
+        """
+        return RandomWeights(self) if self.load_format == "dummy" else Checkpoint(directory, self)
+
+    def of_drafter(self, quantization: str | None) -> "WeightSettings":
+        """Returns those of a drafter's own weights.
+
+        Args:
+            quantization: of all that it has, its head too; None: as the target's.
+        """
+        if quantization is None:
+            return self
+        return replace(self, quantization=quantization, quantize_head=quantization)
 
 
 class WeightSource(ABC):
     """The weights of a model by name.
 
     Attributes:
-        dtype: of the tensors that it gives.
-        device: where they are.
-        quantization: of projections, as they are loaded: "none"; or "wint8", 8 bits a number and a
-            scale for each output, as FastDeploy makes them.
+        settings: how they are read.
+        dtype, device: of these.
         norm_offset: added to every norm weight, before it is rounded to the dtype: 1 where a
             checkpoint holds w of norms that multiply with 1 + w.
         read: the names that were asked for.
+        cached: where packed weights are kept; None: they are packed when they are asked for.
     """
 
-    def __init__(
-        self, dtype: torch.dtype, device: torch.device, quantization: str = "none"
-    ) -> None:
-        self.dtype, self.device, self.quantization = dtype, device, quantization
+    def __init__(self, settings: WeightSettings) -> None:
+        self.settings = settings
+        self.dtype, self.device = settings.dtype, settings.device
         self.norm_offset = 0.0
         self.read: set[str] = set()
+        self.cached: CachedWeights | None = None
 
     @abstractmethod
-    def names(self) -> Collection[str]:
+    def names(self) -> Set[str]:
         """Returns the names of all tensors, as far as they are known."""
 
     @abstractmethod
-    def _load(self, name: str, shape: tuple[int, ...]) -> Tensor:
+    def _load(self, name: str, shape: tuple[int, ...]) -> Tensor | QuantizedWeight:
         """Returns one tensor of this shape, in any dtype and on any device."""
 
     def tensor(self, name: str, *shape: int) -> Tensor:
-        """Returns one tensor.
+        """Returns one tensor; of a quantized weight, the numbers that it stands for.
 
         Raises:
             ModelError: it is missing, or has another shape.
         """
-        return self._placed(self._named(name, shape))
+        return self._placed(self._named(name, shape, self.dtype))
+
+    def integers(self, name: str, *shape: int) -> Tensor:
+        """Returns one tensor as it is in the file, on the CPU: of ids, which have no dtype here."""
+        return self._named(name, shape, self.dtype).cpu()
 
     def norm(self, name: str, width: int) -> Tensor:
         """Returns the weight [width] of a norm."""
-        weight = self._named(name, (width,))
+        weight = self._named(name, (width,), torch.float32)
         if self.norm_offset:
             weight = weight.float() + self.norm_offset
         return self._placed(weight)
@@ -82,6 +131,8 @@ class WeightSource(ABC):
         inputs: int,
         *,
         activation: str | None = None,
+        quantization: str | None = None,
+        rows: Tensor | None = None,
     ) -> PackedWeight:
         """Returns a projection.
 
@@ -92,67 +143,111 @@ class WeightSource(ABC):
             inputs: inputs of all of them.
             activation: of two parts, a gate and an up: `dense.linear` then makes
                 `activation(gate) * up`; see `dense.pack_weight`.
+            quantization: of this one; None: that of the layers' dense projections. A weight that
+                is quantized in its file stays as it is.
+            rows: int32 [kept outputs], on the device: which outputs to keep; None: all.
         """
-        named = zip(parts, outputs, strict=True)
-        weights = [self.tensor(f"{prefix}{part}.weight", size, inputs) for part, size in named]
-        weight = torch.cat(weights) if len(weights) > 1 else weights[0]
-        if self.quantization == "wint8":
-            return dense.quantize_weight(weight, kind="int8", activation=activation)
-        return dense.pack_weight(weight, activation=activation)
+        names = [f"{prefix}{part}.weight" for part in parts]
+        self.read.update(names)
+        quantization = quantization or self.settings.quantization
+        quantization = _OF_DENSE.get(quantization, quantization)
 
-    def _named(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        def make() -> PackedWeight:
+            named = zip(names, outputs, strict=True)
+            weights = [self._load(name, (size, inputs)) for name, size in named]
+            weight = fused([self._on_device(one) for one in weights], names)
+            if rows is not None:
+                weight = rows_of(weight, rows)
+            return self._packed(weight, quantization, activation)
+
+        if self.cached is None:
+            return make()
+        kept = None if rows is None else rows.tolist()
+        what = (names, list(outputs), inputs, str(self.dtype), quantization, activation, kept)
+        return self.cached.get(json.dumps(what), make)
+
+    def _packed(
+        self, weight: Tensor | QuantizedWeight, quantization: str, activation: str | None
+    ) -> PackedWeight:
+        if not isinstance(weight, Tensor) or quantization == "none":
+            return dense.pack_weight(weight, activation=activation)
+        if quantization == "wint8":
+            codes = quantize_weight(weight, kind="int8")
+        else:
+            codes = quantize_weight(weight, kind="int4", group=64 if weight.shape[1] % 128 else 128)
+        return dense.pack_weight(codes, activation=activation)
+
+    def _named(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """A tensor as it is; of a quantized weight its numbers, rounded to `dtype`."""
         self.read.add(name)
-        return self._load(name, shape)
+        weight = self._load(name, shape)
+        return weight if isinstance(weight, Tensor) else dequantize_weight(weight, dtype)
 
     def _placed(self, tensor: Tensor) -> Tensor:
         return tensor.to(self.dtype).contiguous().to(self.device)
+
+    def _on_device(self, weight: Tensor | QuantizedWeight) -> Tensor | QuantizedWeight:
+        if isinstance(weight, Tensor):
+            return self._placed(weight)
+        moved: dict[str, Any] = {
+            name: one.to(self.device)
+            for name, one in weight._asdict().items()
+            if isinstance(one, Tensor)
+        }
+        return weight._replace(**moved)
 
 
 class Checkpoint(WeightSource):
     """The tensors of a directory, read on demand from the files that hold them.
 
     Args:
-        directory: with safetensors files.
-        dtype: of the tensors that it gives, whatever the files have.
-        device: where they are put.
-        stack: closes the files.
-        quantization: see `WeightSource`.
+        directory: with safetensors files, or a GGUF file.
+        settings: how they are read.
 
     Raises:
         ModelError: a file is missing or damaged.
     """
 
-    def __init__(
-        self,
-        directory: Path,
-        dtype: torch.dtype,
-        device: torch.device,
-        stack: ExitStack,
-        quantization: str = "none",
-    ) -> None:
-        super().__init__(dtype, device, quantization)
+    def __init__(self, directory: Path, settings: WeightSettings) -> None:
+        super().__init__(settings)
         self._directory = directory
-        self._where: dict[str, Any] = {}
-        for name in weight_files(directory):
-            try:
-                handle = stack.enter_context(safe_open(directory / name, framework="pt"))
-            except Exception as error:  # safetensors raises its own error type for damaged files
-                raise ModelError(f"{directory / name}: not a safetensors file: {error}") from error
-            self._where.update(dict.fromkeys(handle.keys(), handle))
+        self._checkpoint = open_checkpoint(directory)
+        # A GPU packs weights as fast as it is given them.
+        if settings.cache is not None and settings.device.type == "cpu":
+            files = [directory / name for name in weight_files(directory)]
+            how = json.dumps(dict(self._checkpoint.settings), sort_keys=True)
+            self.cached = settings.cache.of(files, how)
 
-    def names(self) -> Collection[str]:
+    def names(self) -> Set[str]:
         """Returns the names of all tensors."""
-        return self._where.keys()
+        return self._checkpoint.names()
 
-    def _load(self, name: str, shape: tuple[int, ...]) -> Tensor:
-        if name not in self._where:
-            raise ModelError(f"{self._directory}: tensor {name} is missing from the checkpoint")
-        tensor: Tensor = self._where[name].get_tensor(name)
-        if tuple(tensor.shape) != shape:
+    def refuse_unread(self, prefixes: tuple[str, ...]) -> None:
+        """Refuses tensors that nothing has read: the model has parts that do not run here.
+
+        Args:
+            prefixes: what their names begin with; of a GGUF file, which holds nothing else than a
+                model, any.
+
+        Raises:
+            ModelError: there is one, and it is no bias of zeros.
+        """
+        for name in sorted(self.names() - self.read):
+            is_own = self._checkpoint.is_one_model or name.startswith(prefixes)
+            if not is_own or name.endswith(_NO_WEIGHTS):
+                continue
+            weight = self._checkpoint.load(name)
+            if not name.endswith(".bias") or not isinstance(weight, Tensor) or weight.any():
+                raise ModelError(f"{self._directory}: tensor {name} has no place in the model")
+
+    def _load(self, name: str, shape: tuple[int, ...]) -> Tensor | QuantizedWeight:
+        weight = self._checkpoint.load(name)
+        found = weight.shape if isinstance(weight, Tensor) else weight.codes.shape
+        if tuple(found) != shape:
             raise ModelError(
-                f"{self._directory}: tensor {name} must be {list(shape)}, got {list(tensor.shape)}"
+                f"{self._directory}: tensor {name} must be {list(shape)}, got {list(found)}"
             )
-        return tensor
+        return weight
 
 
 class RandomWeights(WeightSource):
@@ -161,15 +256,13 @@ class RandomWeights(WeightSource):
     Matrices are scaled so that activations neither grow nor vanish with depth.
     """
 
-    def __init__(
-        self, dtype: torch.dtype, device: torch.device, quantization: str = "none"
-    ) -> None:
-        super().__init__(dtype, device, quantization)
-        self._generator = torch.Generator(device)
+    def __init__(self, settings: WeightSettings) -> None:
+        super().__init__(settings)
+        self._generator = torch.Generator(self.device)
 
-    def names(self) -> Collection[str]:
+    def names(self) -> Set[str]:
         """Returns no names: it has whatever it is asked for."""
-        return ()
+        return frozenset()
 
     def norm(self, name: str, width: int) -> Tensor:
         """Returns ones."""
@@ -183,23 +276,3 @@ class RandomWeights(WeightSource):
         weight = torch.empty(shape, dtype=self.dtype, device=self.device)
         generator = self._generator.manual_seed(zlib.crc32(name.encode(), _SEED))
         return weight.normal_(std=shape[-1] ** -0.5, generator=generator)
-
-
-def weight_files(directory: Path) -> list[str]:
-    """Returns the names of a checkpoint's safetensors files, in order.
-
-    Raises:
-        ModelError: there are none, or one that the index names is missing.
-    """
-    index = directory / "model.safetensors.index.json"
-    if index.is_file():
-        weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-        files = sorted(set(weight_map.values()))
-    elif (directory / "model.safetensors").is_file():
-        files = ["model.safetensors"]
-    else:
-        raise ModelError(f"{directory}: no model.safetensors and no model.safetensors.index.json")
-    for name in files:
-        if not (directory / name).is_file():
-            raise ModelError(f"{directory}: {name} is named in the index but missing")
-    return files

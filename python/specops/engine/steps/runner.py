@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 import specops
 from specops.batching import OutputMode
+from specops.engine.config import EngineConfig
 from specops.engine.drafters import Proposals
 from specops.engine.drafting import Drafting
 from specops.engine.emitted import Emitted
@@ -65,11 +66,8 @@ class Runner:
         model: on the device.
         device: where steps run.
         drafting: the drafters, with their pages allocated.
+        config: of the engine; `max_num_seqs` slots, `max_num_batched_tokens` rows a step.
         num_pages: pages of the KV cache.
-        page_size: tokens of a page.
-        slots: requests that run at once.
-        max_rows: rows of a step.
-        processed_logprobs: logprobs are those of what was drawn from, not of the raw logits.
     """
 
     def __init__(
@@ -77,16 +75,14 @@ class Runner:
         model: Transformer,
         device: Device,
         drafting: Drafting,
-        *,
+        config: EngineConfig,
         num_pages: int,
-        page_size: int,
-        slots: int,
-        max_rows: int,
-        processed_logprobs: bool = False,
     ) -> None:
         self._device = device
         self._drafting = drafting
-        self._page_size = page_size
+        self._page_size = page_size = config.page_size
+        slots, max_rows = config.max_num_seqs, config.max_num_batched_tokens
+        processed_logprobs = config.logprobs_mode == "processed_logprobs"
         model.reserve(max_rows)
         # By slot, gathered into every step; `SamplingFloats`, `SamplingInts` and `SlotState`.
         self._floats: NDArray[np.float32]
@@ -134,13 +130,6 @@ class Runner:
 
     def start(self, request: Request) -> None:
         """Writes a request that got a slot into the per-slot arrays."""
-        try:
-            self._start(request)
-        except Exception:
-            self._memory.forget()  # tables may have moved
-            raise
-
-    def _start(self, request: Request) -> None:
         slot, params, config = request.slot, request.params, request.speculative
         self._floats[:, slot] = SamplingFloats(
             temperature=params.temperature,
@@ -172,9 +161,12 @@ class Runner:
         )
         ends = request.think_end_token_id, len(request.inject_token_ids)
         self._masks.start(slot, TokenRule(request.grammar, params.allowed_token_ids, *ends))
-        tables_moved = self._tables.start(request)
-        if self._drafting.start(request) or tables_moved:
-            self._memory.forget()
+        has_moved = True  # perhaps, where one of these raises
+        try:
+            has_moved = self._tables.start(request) | self._drafting.start(request)
+        finally:
+            if has_moved:
+                self._memory.forget()
 
     def stop(self, request: Request, slot: int) -> None:
         """Forgets a request that loses its slot; it may come back."""

@@ -18,43 +18,27 @@ from specops.engine.request import Request
 from specops.engine.structured.step_masks import token_mask
 from specops.sampling import LogitsProcessors, count_tokens
 
-# By table: what a row holds that asks for nothing.
-_OFF: dict[str, float] = {
-    "stop_token_ids": -1,
-    "min_tokens": 0,
+# By table: what a row holds that asks for nothing. Those that end requests, that change logits, and
+# that `commit` counts tokens in.
+_ENDINGS: dict[str, float] = {
     "stop_sequences": -1,
     "think_end_token_id": -1,
     "thinking_budget": -1,
     "reply_budget": -1,
     "inject_token_ids": -1,
+}
+_PROCESSORS: dict[str, float] = {
     "repetition_penalty": 1.0,
     "presence_penalty": 0.0,
     "frequency_penalty": 0.0,
     "logit_bias_token_ids": -1,
     "logit_bias": 0.0,
     "bad_words": -1,
+    "min_tokens": 0,
     "allowed_token_mask": 0,
-    "counted_token_ids": -1,
-    "token_counts": 0,
 }
-_COUNTS = ("counted_token_ids", "token_counts")
-_ENDINGS = (
-    "stop_sequences",
-    "think_end_token_id",
-    "thinking_budget",
-    "reply_budget",
-    "inject_token_ids",
-)
-_PROCESSORS = (
-    "repetition_penalty",
-    "presence_penalty",
-    "frequency_penalty",
-    "logit_bias_token_ids",
-    "logit_bias",
-    "bad_words",
-    "min_tokens",
-    "allowed_token_mask",
-)
+_COUNTS: dict[str, float] = {"counted_token_ids": -1, "token_counts": 0}
+_OFF = {"stop_token_ids": -1, **_ENDINGS, **_PROCESSORS, **_COUNTS}
 
 
 class SlotTables:

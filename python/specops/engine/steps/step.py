@@ -183,6 +183,7 @@ class Step:
     Attributes:
         shape: the sizes.
         arrays: for the host to fill, and to read.
+        replay: starts it again, once it is captured.
         draft_seconds: that drafters took in the last run; 0 on an asynchronous device, which runs
             a step as a whole.
     """
@@ -191,7 +192,7 @@ class Step:
         self.shape = shape
         self._memory = memory
         self._parts = parts
-        self._replay: Any = None
+        self.replay: Any = None
         self._runs = 0
         self.draft_seconds = 0.0
         self.arrays = arrays = Exchange(shape, parts)
@@ -214,6 +215,9 @@ class Step:
         memory.block("sums", leaves.end)
         model.reserve(shape.rows)
         arrays.place(memory)
+        self._floats = SamplingFloats(*arrays.sampling_floats.device)
+        self._ints = SamplingInts(*arrays.sampling_ints.device)
+        self._state = SlotState(*arrays.slot_state.device)
         scratch.layout.place(memory.block("scratch", 0))
         floats.place(memory.block("workspace", 0))
         leaves.place(memory.block("sums", 0))
@@ -256,11 +260,11 @@ class Step:
     def _choosing(self) -> dict[str, Any]:
         """What a token is drawn from, beside the logits."""
         arrays, features, tables = self.arrays, self.shape.features, self._parts.tables
-        floats = SamplingFloats(*arrays.sampling_floats.device)
+        floats = self._floats
         choosing: dict[str, Any] = {
             "positions": self._row.positions,
             "temperature": floats.temperature,
-            "top_k": SamplingInts(*arrays.sampling_ints.device).top_k,
+            "top_k": self._ints.top_k,
             "top_p": floats.top_p,
             "min_p": floats.min_p,
         }
@@ -269,7 +273,7 @@ class Step:
         if features & Feature.PROCESSORS:
             choosing["processors"] = tables.processors(
                 self._row.processor_slots,
-                SlotState(*arrays.slot_state.device).prompt_lens,
+                self._state.prompt_lens,
                 arrays.mask_indices.device,
                 arrays.token_masks.device if self.shape.masks else None,
             )
@@ -280,7 +284,7 @@ class Step:
     def _bind_sampling(self, scratch: Scratch) -> None:
         """Notes the tensors that choosing tokens takes."""
         arrays, features, parts = self.arrays, self.shape.features, self._parts
-        ints, choosing = SamplingInts(*arrays.sampling_ints.device), self._choosing()
+        ints, choosing = self._ints, self._choosing()
         # Zeros before and after every call, so it lies in no block that steps share.
         workspace = sampling.sampling_workspace(self._logits, self.shape.batch)
         if workspace is None:  # none is needed: given, so that no call has to find out
@@ -322,7 +326,7 @@ class Step:
         """Notes the tensors that committing tokens takes."""
         arrays, features, tables = self.arrays, self.shape.features, self._parts.tables
         self._commit_args: dict[str, Any] = {
-            **SlotState(*arrays.slot_state.device)._asdict(),
+            **self._state._asdict(),
             **self._told(),
             **tables.endings(
                 all_rules=bool(features & Feature.ENDINGS),
@@ -343,8 +347,7 @@ class Step:
     def _target_step(self) -> TargetStep:
         """The tensors that drafters read."""
         arrays, batch, indices = self.arrays, self._batch, self._indices
-        floats = SamplingFloats(*arrays.sampling_floats.device)
-        ints = SamplingInts(*arrays.sampling_ints.device)
+        floats, ints = self._floats, self._ints
         return TargetStep(
             shape=self.shape,
             hidden=self._parts.model.states(self.shape.rows),
@@ -361,7 +364,7 @@ class Step:
             prefix_leaders=None if arrays.trees else batch.prefix_leaders,
             prefix_lens=None if arrays.trees else batch.prefix_lens,
             token_ids=self._parts.tables.token_ids,
-            lens=SlotState(*arrays.slot_state.device).lens,
+            lens=self._state.lens,
             top_k=ints.top_k,
             top_p=floats.top_p,
             min_p=floats.min_p,
@@ -385,13 +388,13 @@ class Step:
         """
         device, arrays = self._memory.device, self.arrays
         device.copy_in(arrays.device_in, arrays.host_in, arrays.pages_offset + 4 * num_pages)
-        if self._replay is not None:
-            self._replay()
+        if self.replay is not None:
+            self.replay()
         elif self._runs and device.captures and self.shape.rows == self.shape.outputs:
             # The first run loaded the kernels, which must not happen in a capture.
-            self._replay = device.capture(self._launch)
+            self.replay = device.capture(self._launch)
             self._memory.num_captures += 1
-            self._replay()
+            self.replay()
         else:
             self._launch()
         self._runs += 1
@@ -406,11 +409,6 @@ class Step:
         self._memory.device.wait()
         if self._memory.device.is_async:
             raise_reported(int(self.arrays.error.host[0]))
-
-    @property
-    def is_captured(self) -> bool:
-        """Whether it is replayed."""
-        return self._replay is not None
 
     def _launch(self) -> None:
         """Runs the ops; everything they use is an attribute, and nothing is allocated."""

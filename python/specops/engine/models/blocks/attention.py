@@ -150,6 +150,7 @@ class AttentionConfig:
         qkv_bias: whether q_proj, k_proj and v_proj have biases.
         o_bias: whether o_proj has one.
         qk_norm: whether q and k are normed per head.
+        input_size: width of what q, k and v are projected from; None: that of the states.
     """
 
     num_qo_heads: int
@@ -161,6 +162,7 @@ class AttentionConfig:
     qkv_bias: bool = False
     o_bias: bool = False
     qk_norm: bool = False
+    input_size: int | None = None
 
     def without_window(self) -> "AttentionConfig":
         """The same, but that rows see all positions."""
@@ -182,7 +184,7 @@ class AttentionConfig:
         return Attention(
             self,
             KvSpec(num_heads=self.num_kv_heads, head_dim=self.head_dim, dtype=loader.kv_dtype),
-            source.linear(prefix, _QKV, sizes, hidden),
+            source.linear(prefix, _QKV, sizes, self.input_size or hidden),
             source.linear(prefix, ("o_proj",), (hidden,), q_size),
             loader.ropes.of(self.rope),
             qkv_bias=source.bias(prefix, _QKV, sizes) if self.qkv_bias else None,

@@ -5,6 +5,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
+from torch import Tensor
+
 from specops import dense
 from specops.dense import PackedWeight
 from specops.engine.models.batch import LayerBatch
@@ -38,14 +40,30 @@ class Layer:
         """The projections of both blocks."""
         return (*self.attention.weights, *self.mlp.weights)
 
-    def run(self, batch: LayerBatch, cache: LayerKv, rows: Rows, views: LayerViews) -> None:
+    def run(
+        self,
+        batch: LayerBatch,
+        cache: LayerKv,
+        rows: Rows,
+        views: LayerViews,
+        given: Tensor | None = None,
+    ) -> None:
         """Runs it from `normed`, all but its last addition: `branch` is yet to be added.
 
         Its attention is added to `residual`; the norm that follows, which adds `branch`, is the
         caller's: it belongs to what comes next.
+
+        Args:
+            batch: the rows.
+            cache: of the layer.
+            rows: their activations.
+            views: of its blocks.
+            given: what attention reads in place of `normed`, where that is wider.
         """
         normed, branch = rows.normed, rows.branch
-        self.attention.run(normed, batch, cache, views.attention, branch)
+        self.attention.run(
+            normed if given is None else given, batch, cache, views.attention, branch
+        )
         norm = self.attention_norm
         if norm is not None:
             dense.rms_norm(branch, norm.weight, norm.eps, out=branch)

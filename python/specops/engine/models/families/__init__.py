@@ -1,13 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """The families of models that are known: a file and a line each."""
 
+from collections.abc import Mapping
+from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 from specops.engine.errors import ModelError
 from specops.engine.models.config import ModelConfig
 from specops.engine.models.families.family import Family, MtpConvention
-from specops.engine.models.families.fields import read_config
+from specops.engine.models.families.fields import mapping, read_config
 
 # The file of each.
 _FILES = (
@@ -45,14 +48,26 @@ def read_model_config(directory: str | Path) -> ModelConfig:
     raw = read_config(directory)
     architecture = (raw.get("architectures") or ["none"])[0]
     try:
-        family = _family_of(architecture)
-        if raw.get("quantization_config"):
-            raise ModelError("quantized checkpoints (quantization_config) are not supported")
-        return family.read[architecture](raw)
+        if "gguf" in raw:
+            return _read_gguf(raw)
+        return _family_of(architecture).read[architecture](raw)
     except KeyError as error:
         raise ModelError(f"{path}: {error} is missing") from error
     except ModelError as error:
         raise ModelError(f"{path}: {error}") from None
+
+
+def _read_gguf(raw: Mapping[str, Any]) -> ModelConfig:
+    """Reads the metadata of a GGUF file, whose norms multiply with their weights alone."""
+    forms = {one.gguf.architecture: one for one in FAMILIES if one.gguf is not None}
+    architecture = mapping(raw, "gguf").get("general.architecture")
+    family = forms.get(architecture) if isinstance(architecture, str) else None
+    if family is None or family.gguf is None:
+        raise ModelError(
+            f"general.architecture must be one of {', '.join(forms)}, got {architecture}"
+        )
+    config = family.gguf.config(raw)
+    return replace(family.read[family.gguf.read_as](config), norm_offset=0.0)
 
 
 def convention_of(architecture: str) -> MtpConvention:

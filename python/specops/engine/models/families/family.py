@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from specops.engine.models.config import ModelConfig
+from specops.engine.models.families.gguf import GgufForm
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,9 +60,11 @@ class Family:
         read: by architecture, as config.json calls it: reads the file into a model's configuration.
         lacks: likewise, of architectures that do not run yet: what they need.
         mtp: the convention of its MTP modules; None: it has none of its own.
+        gguf: how GGUF files have its models; None: they are not read.
     """
 
     title: str = ""
     read: Mapping[str, Callable[[Mapping[str, Any]], ModelConfig]] = field(default_factory=dict)
     lacks: Mapping[str, str] = field(default_factory=dict)
     mtp: MtpConvention | None = None
+    gguf: GgufForm | None = None

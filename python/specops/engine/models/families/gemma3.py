@@ -21,6 +21,7 @@ from specops.engine.models.families.fields import (
     refuse_values,
     text_config,
 )
+from specops.engine.models.families.gguf import GgufForm
 
 # What files leave out where it is so: those of multimodal models say little else.
 _DEFAULTS: Mapping[str, Any] = {
@@ -130,7 +131,19 @@ def _rope(raw: Mapping[str, Any], kind: str) -> Rope:
     )
 
 
+def _scale_of_queries(raw: Mapping[str, Any]) -> Mapping[str, Any]:
+    """GGUF files leave it out: a head's size, but in the model of 62 layers (27B)."""
+    if raw["num_hidden_layers"] == 62:
+        return {"query_pre_attn_scalar": raw["hidden_size"] // raw["num_attention_heads"]}
+    return {"query_pre_attn_scalar": raw["head_dim"]}
+
+
+_GGUF_KEYS = {
+    "rope.freq_base_swa": "rope_local_base_freq",
+    "attention.sliding_window_pattern": "sliding_window_pattern",
+}
 FAMILY = Family(
     title="Gemma 3",
     read={"Gemma3ForCausalLM": read, "Gemma3ForConditionalGeneration": read},
+    gguf=GgufForm("gemma3", "Gemma3ForCausalLM", keys=_GGUF_KEYS, fields=_scale_of_queries),
 )

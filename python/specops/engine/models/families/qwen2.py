@@ -5,6 +5,7 @@ from functools import partial
 
 from specops.engine.models.families.dense_decoder import dense_decoder, windows_of_last
 from specops.engine.models.families.family import Family
+from specops.engine.models.families.gguf import GgufForm
 
 FAMILY = Family(
     title="Qwen2",
@@ -13,4 +14,5 @@ FAMILY = Family(
             dense_decoder, windows=windows_of_last, qkv_bias=True, o_bias=False
         )
     },
+    gguf=GgufForm("qwen2", "Qwen2ForCausalLM"),
 )

@@ -1,19 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """Reduced draft vocabularies: which tokens a draft head has, and that head."""
 
-from contextlib import ExitStack
 from pathlib import Path
 
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from specops import dense
 from specops.dense import PackedWeight
 from specops.engine.errors import ModelError
-from specops.engine.models.loader import load_head
+from specops.engine.models.loader import head_name
 from specops.engine.models.transformer import Transformer
-from specops.engine.models.weights import Checkpoint, RandomWeights, WeightSource
+from specops.engine.models.weights import WeightSettings
 
 
 def read_token_map(path: Path, vocab_size: int) -> Tensor:
@@ -35,36 +33,47 @@ def read_token_map(path: Path, vocab_size: int) -> Tensor:
             offsets: Tensor = file.get_tensor("d2t")
     except SafetensorError as error:
         raise ModelError(f"{path}: not a safetensors file: {error}") from error
+    return token_map_of(offsets, f"{path}: d2t", vocab_size)
+
+
+def token_map_of(offsets: Tensor, where: str, vocab_size: int) -> Tensor:
+    """Returns the tokens that a tensor `d2t` names, int32, ascending.
+
+    Args:
+        offsets: int64 [draft vocabulary]: row i of the draft head is token i + offsets[i].
+        where: the file and the tensor, for errors.
+        vocab_size: of the target.
+
+    Raises:
+        ModelError: it names something else.
+    """
     if offsets.dtype != torch.int64 or offsets.dim() != 1 or offsets.numel() == 0:
         raise ModelError(
-            f"{path}: d2t must be int64 [draft vocabulary], got {offsets.dtype} "
-            f"{list(offsets.shape)}"
+            f"{where} must be int64 [draft vocabulary], got {offsets.dtype} {list(offsets.shape)}"
         )
     tokens = offsets + torch.arange(offsets.numel())
     if int(tokens[0]) < 0 or int(tokens[-1]) >= vocab_size or bool((tokens.diff() <= 0).any()):
         raise ModelError(
-            f"{path}: d2t must name tokens in ascending order, each in [0, {vocab_size}), as "
-            "i + d2t[i]"
+            f"{where} must name tokens in ascending order, each in [0, {vocab_size}), as i + d2t[i]"
         )
     return tokens.to(torch.int32)
 
 
-def reduced_head(
-    target: Transformer, directory: Path, token_map: Tensor, load_format: str
+def draft_head(
+    target: Transformer, settings: WeightSettings, directory: Path, token_map: Tensor | None
 ) -> PackedWeight:
-    """Returns the rows of the target's LM head that a draft vocabulary keeps, packed.
+    """Returns the LM head of drafts: the target's, or what a draft vocabulary keeps of it.
 
     Args:
         target: the model.
-        directory: the directory it was loaded from.
-        token_map: from `read_token_map`.
-        load_format: as of the target.
+        settings: of the drafter's weights.
+        directory: the directory that the target was loaded from.
+        token_map: from `read_token_map`, on the target's device; None: all tokens.
     """
-    with ExitStack() as stack:
-        source: WeightSource = (
-            RandomWeights(target.dtype, target.device)
-            if load_format == "dummy"
-            else Checkpoint(directory, target.dtype, target.device, stack)
-        )
-        head = load_head(target.config, source)
-        return dense.pack_weight(head[token_map.long().to(target.device)])
+    quantization = settings.quantize_head
+    if token_map is None and quantization == target.settings.quantize_head:
+        return target.lm_head
+    config, source = target.config, settings.open(directory)
+    sizes = (config.vocab_size,), config.hidden_size
+    name = head_name(config, source)
+    return source.linear("", (name,), *sizes, quantization=quantization, rows=token_map)

@@ -3,12 +3,10 @@
 
 import re
 from collections.abc import Collection, Mapping
-from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from specops import dense
 from specops.engine.errors import ModelError
 from specops.engine.models.blocks.block import BlockLoader, Norm
 from specops.engine.models.blocks.layer import LayerConfig
@@ -16,10 +14,10 @@ from specops.engine.models.config import ModelConfig
 from specops.engine.models.families import CONVENTIONS, convention_of
 from specops.engine.models.families.family import MtpConvention
 from specops.engine.models.families.fields import read_config, text_config
-from specops.engine.models.mtp.draft_vocabulary import read_token_map, reduced_head
+from specops.engine.models.mtp.draft_vocabulary import draft_head, read_token_map
 from specops.engine.models.mtp.modules import MtpModule, MtpModules
 from specops.engine.models.transformer import Transformer
-from specops.engine.models.weights import Checkpoint, RandomWeights, WeightSource
+from specops.engine.models.weights import WeightSource
 
 # What the names of the block's tensors give away about blocks that do not run yet.
 _FOREIGN_BLOCKS = {
@@ -36,13 +34,13 @@ def load_mtp(
     *,
     draft_directory: str | Path | None = None,
     draft_vocab: str | Path | None = None,
-    load_format: str = "auto",
+    quantization: str | None = None,
 ) -> MtpModules:
     """Loads the MTP modules that belong to a target.
 
     The convention is told by the names of the tensors; config.json says how many modules there
     are. The target's embedding and LM head serve the modules too: copies in the checkpoint are
-    left unread.
+    left unread. Random weights are made where the target has them.
 
     Args:
         target: the model that the modules draft for.
@@ -51,7 +49,9 @@ def load_mtp(
         draft_vocab: a safetensors file with the tensor `d2t`, int64 [draft vocabulary], in
             ascending order: row i of the draft head is token i + d2t[i], as in EAGLE-3's
             checkpoints. The head then proposes no other tokens, and costs less.
-        load_format: "auto"; or "dummy" for random weights, as the target's.
+        quantization: of the modules' projections and of a copy of the target's LM head that they
+            draft with, as they are loaded; None: the layers' like the target's layers', and the
+            head itself.
 
     Raises:
         ModelError: a file, a field or a tensor is missing, damaged or does not fit the target.
@@ -69,25 +69,22 @@ def load_mtp(
                 f"{where / 'config.json'}: {field} is {raw[field]}, but the target in {directory} "
                 f"has {wanted}"
             )
-    dtype, device, quantization = target.dtype, target.device, target.quantization
-    with ExitStack() as stack:
-        if load_format == "dummy":
-            source: WeightSource = RandomWeights(dtype, device, quantization)
-            convention, layers = _dummy_layers(config, raw, where)
-        else:
-            source = Checkpoint(where, dtype, device, stack, quantization)
-            convention, layers = _found_layers(source.names(), raw, where)
-        source.norm_offset = convention.norm_offset
-        modules = [
-            _load_module(target, convention, source, index, layer)
-            for index, layer in enumerate(layers)
-        ]
-        _refuse_unread(source, convention, layers, where)
-    lm_head, token_map = target.lm_head, None
+    settings = target.settings.of_drafter(quantization)
+    source = settings.open(where)
+    if settings.load_format == "dummy":
+        convention, layers = _dummy_layers(config, raw, where)
+    else:
+        convention, layers = _found_layers(source.names(), raw, where)
+    source.norm_offset = convention.norm_offset
+    modules = [
+        _load_module(target, convention, source, index, layer, quantization or "none")
+        for index, layer in enumerate(layers)
+    ]
+    _refuse_unread(source, convention, layers, where)
+    token_map = None
     if draft_vocab is not None:
-        token_map = read_token_map(Path(draft_vocab), config.vocab_size)
-        lm_head = reduced_head(target, directory, token_map, load_format)
-        token_map = token_map.to(target.device)
+        token_map = read_token_map(Path(draft_vocab), config.vocab_size).to(target.device)
+    lm_head = draft_head(target, settings, directory, token_map)
     return MtpModules(target, convention, modules, lm_head=lm_head, token_map=token_map)
 
 
@@ -176,7 +173,12 @@ def _layers_of(
 
 
 def _load_module(
-    target: Transformer, convention: MtpConvention, source: WeightSource, index: int, layer: int
+    target: Transformer,
+    convention: MtpConvention,
+    source: WeightSource,
+    index: int,
+    layer: int,
+    projection_quantization: str,
 ) -> MtpModule:
     config = target.config
     loader = BlockLoader(
@@ -196,14 +198,16 @@ def _load_module(
         return loader.norm(named(convention.head_norm))
 
     hidden, projection = config.hidden_size, named(convention.projection)
-    weight = source.tensor(f"{projection}.weight", hidden, 2 * hidden)
+    weight = source.linear(
+        "", (projection,), (hidden,), 2 * hidden, quantization=projection_quantization
+    )
     bias = None
     if f"{projection}.bias" in source.names():
         bias = source.bias("", (projection,), (hidden,))
     return MtpModule(
         embed_norm=loader.norm(named(convention.embed_norm)),
         hidden_norm=loader.norm(named(convention.hidden_norm)),
-        projection=dense.pack_weight(weight),
+        projection=weight,
         projection_bias=bias,
         layer=_block(config).load(loader, named(convention.block)),
         head_norm=head_norm(),

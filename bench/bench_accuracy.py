@@ -1,0 +1,131 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How far quantized models are from the one in float32: divergence (KL), and the likeliest token.
+
+The texts are the benches' prompts. Models: the bundled one, and Gemma 3 270M where `make gemma` has
+put it. Weights are rounded as they are loaded; each row of the table runs in bfloat16 otherwise.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+
+import torch
+from specops import dense
+from specops.dense import PackedWeight
+from specops.engine.gguf.directory import gguf_directory
+from specops.engine.models.families import read_model_config
+from specops.engine.models.loader import build
+from specops.engine.models.weights import Checkpoint, WeightSettings
+from specops.engine.tokenizer import Tokenizer
+from specops.quantization import QuantizedWeight, dequantize_weight, quantize_weight
+from torch import Tensor
+
+from bench.checkpoints import BUNDLED
+from bench.common import Bench, Figure
+from bench.recorded_logits import one_step, prompts
+
+TEXTS = 12
+TOKENS = 160  # of a text
+GEMMA = Path.home() / ".cache" / "specops" / "gemma" / "gemma-3-270m-q4_k_m.gguf"
+
+
+@dataclass(frozen=True)
+class Rounding:
+    """What becomes of weights: of layers' projections, and of the head.
+
+    Attributes:
+        name: of the figures.
+        kind: "int8" or "int4"; None: nothing becomes of them.
+        group: inputs that share a scale; 0: all.
+        activations: to what rows are rounded; None: as kind's own.
+        head: the head's kind, as `quantize_head` has it.
+    """
+
+    name: str
+    kind: str | None = None
+    group: int = 0
+    activations: str | None = None
+    head: str | None = None
+
+
+ROUNDINGS = (
+    Rounding("bfloat16"),
+    Rounding("wint8", "int8"),
+    Rounding("wint8.rows_int8", "int8", activations="int8"),
+    Rounding("wint8.head", "int8", head="int8"),
+    Rounding("wint4", "int4", 128),
+    Rounding("wint4.rows_int16", "int4", 128, activations="int16"),
+    Rounding("wint4.group32", "int4", 32),
+    Rounding("wint4.by_output", "int4"),
+    Rounding("wint4.head", "int4", 128, head="int4"),
+)
+
+
+class _Rounded(Checkpoint):
+    """A checkpoint whose weights are rounded so."""
+
+    def __init__(self, directory: Path, rounding: Rounding, dtype: torch.dtype) -> None:
+        settings = WeightSettings(
+            dtype=dtype,
+            device=torch.device("cpu"),
+            quantization="layers",
+            quantize_head="head",
+        )
+        super().__init__(directory, settings)
+        own = rounding.kind, rounding.group, rounding.activations
+        head = rounding.head, 128 if rounding.head == "int4" else 0, None
+        self._of = {"layers": own, "head": head}
+
+    def _packed(
+        self, weight: Tensor | QuantizedWeight, quantization: str, activation: str | None
+    ) -> PackedWeight:
+        kind, group, rows = self._of[quantization]
+        if isinstance(weight, QuantizedWeight):  # its numbers are the model's own here
+            weight = dequantize_weight(weight, self.dtype)
+        if kind is None:
+            return dense.pack_weight(weight, activation=activation)
+        codes = quantize_weight(weight, kind=kind, group=group)
+        return dense.pack_weight(codes, activation=activation, activations=rows)
+
+
+def run_accuracy(bench: Bench) -> None:
+    """Every rounding beside the model in float32, at every position of the texts."""
+    models = {"bundled": BUNDLED}
+    if GEMMA.is_file():
+        models["gemma"] = gguf_directory(GEMMA)
+    for name, directory in models.items():
+        tokenizer = Tokenizer.from_dir(directory)
+        texts = [ids[:TOKENS] for ids in islice(prompts(tokenizer), TEXTS)]
+        exact = list(_log_probs(directory, ROUNDINGS[0], torch.float32, texts))
+        for rounding in ROUNDINGS:
+            found = _log_probs(directory, rounding, torch.bfloat16, texts)
+            _add(bench, f"accuracy.{name}.{rounding.name}", exact, found)
+
+
+@torch.no_grad()
+def _log_probs(
+    directory: Path, rounding: Rounding, dtype: torch.dtype, texts: list[list[int]]
+) -> Iterator[Tensor]:
+    """[tokens, vocabulary] of each text."""
+    source = _Rounded(directory, rounding, dtype)
+    model = build(read_model_config(directory), source, dtype, TOKENS)
+    kinds = {weight.kind for layer in model.layers for weight in layer.weights}
+    if kinds != {rounding.kind or "plain"}:
+        raise RuntimeError(f"{rounding.name}: weights are {', '.join(sorted(kinds))}")
+    model.reserve(max(map(len, texts)))
+    for ids in texts:
+        yield one_step(model, ids).log_softmax(1)
+
+
+def _add(bench: Bench, prefix: str, exact: list[Tensor], found: Iterator[Tensor]) -> None:
+    divergence, same, rows = 0.0, 0, 0
+    for want, got in zip(exact, found, strict=True):
+        divergence += (want.exp() * (want - got)).sum().item()
+        same += int((want.argmax(1) == got.argmax(1)).sum())
+        rows += len(want)
+    for name, what, value, unit in (
+        ("kl", "mean divergence from float32", divergence / rows, "nats"),
+        ("top1", "the same likeliest token as float32", 100 * same / rows, "%"),
+    ):
+        bench.add(Figure(f"{prefix}.{name}", f"{prefix}: {what}", value, unit, threads=None))

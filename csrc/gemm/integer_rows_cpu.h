@@ -1,0 +1,157 @@
+// SPDX-License-Identifier: Apache-2.0
+// Rows as integers (integer_rows.h), on cpu.
+#pragma once
+
+#include <cstring>
+#include <type_traits>
+
+#include "common/growing_array.h"
+#include "gemm/finish_cpu.h"
+#include "gemm/integer_rows.h"
+
+namespace specops::SPECOPS_ISA {
+namespace {
+
+// A piece is the most inputs, from a multiple of so many on, whose rows and weights have one scale
+// each. Its sum of products is exact.
+struct Pieces {
+  int64_t row_group;  // inputs that share a scale of the row
+  int64_t inputs;     // of a piece
+  int64_t count;
+
+  explicit Pieces(const WeightParams& weight) {
+    row_group = weight.row_numbers == RowNumbers::kInt16 ? kIntegerGroup : kInt8Group;
+    // The greatest common divisor of both groups: that of the row is a power of two.
+    int64_t power = weight.group & -weight.group;
+    inputs = power == 0 ? row_group : min64(power, row_group);
+    count = (weight.num_inputs + inputs - 1) / inputs;
+  }
+};
+
+// Of int16_t every four inputs are the first, third, second, fourth; of int8_t they are in order.
+template <typename Integer>
+struct IntegerRows {
+  const Integer* x;  // zeros behind the last input
+  int64_t stride;
+  const float* scales;  // [rows, pieces]
+  const int32_t* sums;  // [rows, pieces]: of a piece's integers
+  int64_t pieces;
+
+  IntegerRows from(int64_t row) const {
+    return {x + row * stride, stride, scales + row * pieces, sums + row * pieces, pieces};
+  }
+};
+
+// Rows that a thread has made integers of.
+thread_local GrowingArray<int16_t> integer_rows;
+thread_local GrowingArray<float> row_scales;
+thread_local GrowingArray<int32_t> row_sums;
+
+// Rounds `count` numbers, a whole group, and returns their scale.
+inline float round_group(const float* values, int64_t count, RowNumbers numbers, int32_t* out) {
+  uint32_t peak_bits = 0;
+  for (int64_t i = 0; i < count; ++i) {
+    uint32_t bits;
+    std::memcpy(&bits, values + i, 4);
+    bits &= 0x7fffffffu;
+    peak_bits = bits > peak_bits ? bits : peak_bits;
+  }
+  GroupScale group = group_scale(peak_bits);
+  float scale, inverse;
+  if (numbers == RowNumbers::kInt16 || !group.is_finite) {
+    std::memcpy(&scale, &group.scale, 4);
+    std::memcpy(&inverse, &group.inverse, 4);
+  } else {
+    float peak;
+    std::memcpy(&peak, &peak_bits, 4);
+    bool counts = peak >= kLeastInt8Peak;
+    scale = counts ? peak / 127.0f : 0.0f;
+    inverse = counts ? 127.0f / peak : 0.0f;
+  }
+  if (!group.is_finite) {
+    std::memset(out, 0, count * sizeof(int32_t));
+    return scale;
+  }
+  // Beside 1.5 * 2^23 a float has no digits behind the point: the addition rounds as it should.
+  constexpr float kWhole = 12582912.0f;
+  constexpr int32_t kWholeBits = 0x4b400000;
+  for (int64_t i = 0; i < count; ++i) {
+    float whole = values[i] * inverse + kWhole;
+    int32_t code;
+    std::memcpy(&code, &whole, 4);
+    code -= kWholeBits;
+    out[i] = code < 32767 ? code : 32767;
+  }
+  return scale;
+}
+
+// One row. `x` has num_inputs elements; what lies behind them is not read.
+template <typename T, typename Integer>
+void round_row(const T* x,
+               const WeightParams& weight,
+               const Pieces& pieces,
+               Integer* out,
+               float* scales,
+               int32_t* sums) {
+  for (int64_t first = 0; first < weight.num_inputs; first += pieces.row_group) {
+    alignas(64) float values[kIntegerGroup];
+    for (int64_t i = 0; i < pieces.row_group; i += kLanes) {
+      int64_t left = max64(min64(weight.num_inputs - first - i, kLanes), 0);
+      if (weight.input_order == nullptr) {
+        bool whole = left == kLanes;
+        store(values + i,
+              whole ? load(x + first + i) : load_partial(x + first + i, static_cast<int>(left)));
+        continue;
+      }
+      std::memset(values + i, 0, kLanes * sizeof(float));
+      for (int64_t j = i; j < i + left; ++j) values[j] = to_float(x[weight.input_order[first + j]]);
+    }
+    alignas(64) int32_t integers[kIntegerGroup];
+    float scale = round_group(values, pieces.row_group, weight.row_numbers, integers);
+    for (int64_t i = 0; i < pieces.row_group; i += 4) {
+      constexpr bool kIsWide = std::is_same_v<Integer, int16_t>;
+      Integer* quad = out + first + i;
+      quad[0] = static_cast<Integer>(integers[i]);
+      quad[1] = static_cast<Integer>(integers[i + (kIsWide ? 2 : 1)]);
+      quad[2] = static_cast<Integer>(integers[i + (kIsWide ? 1 : 2)]);
+      quad[3] = static_cast<Integer>(integers[i + 3]);
+    }
+    int64_t end = min64(first + pieces.row_group, weight.num_inputs);
+    for (int64_t begin = first; begin < end; begin += pieces.inputs) {
+      int64_t piece = begin / pieces.inputs;
+      int32_t sum = 0;
+      for (int64_t i = 0; i < pieces.inputs; ++i) sum += integers[begin - first + i];
+      sums[piece] = sum;
+      scales[piece] = scale;
+    }
+  }
+}
+
+// The rows from `row` on; what they had in this thread's memory is gone.
+template <typename Integer>
+IntegerRows<Integer> integer_rows_from(const GemmParams& params, int64_t row, int64_t rows) {
+  const WeightParams& weight = params.weight;
+  Pieces pieces(weight);
+  int64_t width = ceil_div(weight.num_inputs, kIntegerGroup) * kIntegerGroup;
+  // A line more, or the same inputs of all rows would fall into the same set of the cache.
+  int64_t stride = width + 64 / sizeof(Integer);
+  auto* integers = reinterpret_cast<Integer*>(integer_rows.reserve(rows * stride));
+  float* scales = row_scales.reserve(rows * pieces.count);
+  int32_t* sums = row_sums.reserve(rows * pieces.count);
+  for (int64_t r = 0; r < rows; ++r) {
+    auto round = [&](const auto* x) {
+      x += (row + r) * params.x_stride;
+      float* own_scales = scales + r * pieces.count;
+      round_row(x, weight, pieces, integers + r * stride, own_scales, sums + r * pieces.count);
+    };
+    if (params.dtype == DType::kBFloat16) {
+      round(static_cast<const bfloat16*>(params.x));
+    } else {
+      round(static_cast<const float*>(params.x));
+    }
+  }
+  return {integers, stride, scales, sums, pieces.count};
+}
+
+}  // namespace
+}  // namespace specops::SPECOPS_ISA

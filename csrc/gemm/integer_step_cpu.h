@@ -1,0 +1,271 @@
+// SPDX-License-Identifier: Apache-2.0
+// Products of codes and integers on each instruction set, for a vector of outputs: a part of a block.
+//
+// In a vector of codes four bytes are of one output. Quads have one code in every byte, none negative:
+// what a code lacks to its value (`kBias`) is taken from the sum at its begin. Wide products multiply
+// pairs of 16 bits, the even codes of a quad and the odd ones, with integers of 16 bits; narrow ones
+// quads with integers of 8 bits.
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+
+#include "common/simd.h"
+#include "gemm/unrolled_cpu.h"
+#include "gemm/weight.h"
+
+namespace specops::SPECOPS_ISA {
+namespace {
+
+inline int32_t word_at(const void* p) {
+  int32_t word;
+  std::memcpy(&word, p, 4);
+  return word;
+}
+
+#if defined(SPECOPS_AVX512)
+constexpr int kPartOutputs = 16;
+using Codes = __m512i;
+using Sums = __m512i;
+using Floats = __m512;
+
+inline Codes load_codes(const uint8_t* p) { return _mm512_loadu_si512(p); }
+inline Codes low_halves(Codes v) { return _mm512_and_si512(v, _mm512_set1_epi8(15)); }
+inline Codes high_halves(Codes v) { return low_halves(_mm512_srli_epi16(v, 4)); }
+inline Codes load_table(const uint8_t* p) {
+  return _mm512_broadcast_i32x4(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+}
+inline Codes look_up(Codes table, Codes halves) { return _mm512_shuffle_epi8(table, halves); }
+inline Codes evens(Codes quads) { return _mm512_and_si512(quads, _mm512_set1_epi16(255)); }
+inline Codes odds(Codes quads) { return _mm512_srli_epi16(quads, 8); }
+inline Sums spread(int32_t x) { return _mm512_set1_epi32(x); }
+inline Sums add_sums(Sums a, Sums b) { return _mm512_add_epi32(a, b); }
+inline Floats floats(Sums sums) { return _mm512_cvtepi32_ps(sums); }
+inline Floats load_floats(const float* p) { return _mm512_loadu_ps(p); }
+inline void store_floats(float* p, Floats x) { _mm512_storeu_ps(p, x); }
+inline Floats spread_float(float x) { return _mm512_set1_ps(x); }
+inline Floats times(Floats a, Floats b) { return _mm512_mul_ps(a, b); }
+inline Floats fused(Floats a, Floats b, Floats c) { return _mm512_fmadd_ps(a, b, c); }
+#if defined(SPECOPS_ISA_avx512_bf16) || defined(SPECOPS_ISA_amx)
+inline Sums add_pairs(Sums sums, Codes pairs, Sums x) {
+  return _mm512_dpwssd_epi32(sums, pairs, x);
+}
+inline Sums add_quads(Sums sums, Codes quads, Sums x) {
+  return _mm512_dpbusd_epi32(sums, quads, x);
+}
+#else
+inline Sums add_pairs(Sums sums, Codes pairs, Sums x) {
+  return _mm512_add_epi32(sums, _mm512_madd_epi16(pairs, x));
+}
+#endif
+#elif defined(SPECOPS_AVX2)
+constexpr int kPartOutputs = 8;
+using Codes = __m256i;
+using Sums = __m256i;
+using Floats = __m256;
+
+inline Codes load_codes(const uint8_t* p) {
+  return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));
+}
+inline Codes low_halves(Codes v) { return _mm256_and_si256(v, _mm256_set1_epi8(15)); }
+inline Codes high_halves(Codes v) { return low_halves(_mm256_srli_epi16(v, 4)); }
+inline Codes load_table(const uint8_t* p) {
+  return _mm256_broadcastsi128_si256(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+}
+inline Codes look_up(Codes table, Codes halves) { return _mm256_shuffle_epi8(table, halves); }
+inline Codes evens(Codes quads) { return _mm256_and_si256(quads, _mm256_set1_epi16(255)); }
+inline Codes odds(Codes quads) { return _mm256_srli_epi16(quads, 8); }
+inline Sums spread(int32_t x) { return _mm256_set1_epi32(x); }
+inline Sums add_sums(Sums a, Sums b) { return _mm256_add_epi32(a, b); }
+inline Floats floats(Sums sums) { return _mm256_cvtepi32_ps(sums); }
+inline Floats load_floats(const float* p) { return _mm256_loadu_ps(p); }
+inline void store_floats(float* p, Floats x) { _mm256_storeu_ps(p, x); }
+inline Floats spread_float(float x) { return _mm256_set1_ps(x); }
+inline Floats times(Floats a, Floats b) { return _mm256_mul_ps(a, b); }
+inline Floats fused(Floats a, Floats b, Floats c) { return _mm256_fmadd_ps(a, b, c); }
+inline Sums add_pairs(Sums sums, Codes pairs, Sums x) {
+  return _mm256_add_epi32(sums, _mm256_madd_epi16(pairs, x));
+}
+#elif defined(SPECOPS_NEON)
+constexpr int kPartOutputs = 4;
+using Codes = uint8x16_t;
+using Sums = int32x4_t;
+using Floats = float32x4_t;
+
+inline Codes load_codes(const uint8_t* p) { return vld1q_u8(p); }
+inline Codes low_halves(Codes v) { return vandq_u8(v, vdupq_n_u8(15)); }
+inline Codes high_halves(Codes v) { return vshrq_n_u8(v, 4); }
+inline Codes load_table(const uint8_t* p) { return vld1q_u8(p); }
+inline Codes look_up(Codes table, Codes halves) { return vqtbl1q_u8(table, halves); }
+inline Codes evens(Codes quads) {
+  return vreinterpretq_u8_u16(vandq_u16(vreinterpretq_u16_u8(quads), vdupq_n_u16(255)));
+}
+inline Codes odds(Codes quads) {
+  return vreinterpretq_u8_u16(vshrq_n_u16(vreinterpretq_u16_u8(quads), 8));
+}
+inline Sums spread(int32_t x) { return vdupq_n_s32(x); }
+inline Sums add_sums(Sums a, Sums b) { return vaddq_s32(a, b); }
+inline Floats floats(Sums sums) { return vcvtq_f32_s32(sums); }
+inline Floats load_floats(const float* p) { return vld1q_f32(p); }
+inline void store_floats(float* p, Floats x) { vst1q_f32(p, x); }
+inline Floats spread_float(float x) { return vdupq_n_f32(x); }
+inline Floats times(Floats a, Floats b) { return vmulq_f32(a, b); }
+inline Floats fused(Floats a, Floats b, Floats c) { return vfmaq_f32(c, a, b); }
+inline Sums add_pairs(Sums sums, Codes pairs, Sums x) {
+  int16x8_t codes = vreinterpretq_s16_u8(pairs), spread = vreinterpretq_s16_s32(x);
+  int32x4_t low = vmull_s16(vget_low_s16(codes), vget_low_s16(spread));
+  return vaddq_s32(sums, vpaddq_s32(low, vmull_high_s16(codes, spread)));
+}
+#else
+constexpr int kPartOutputs = 4;
+// Vectors of four live in registers anywhere.
+using Codes = uint32_t __attribute__((vector_size(16)));
+using Sums = int32_t __attribute__((vector_size(16)));
+using Floats = float __attribute__((vector_size(16)));
+
+inline Codes load_codes(const uint8_t* p) {
+  Codes codes;
+  std::memcpy(&codes, p, 16);
+  return codes;
+}
+inline Codes low_halves(Codes v) { return v & 0x0f0f0f0fu; }
+inline Codes high_halves(Codes v) { return v >> 4 & 0x0f0f0f0fu; }
+inline Codes load_table(const uint8_t* p) { return load_codes(p); }
+inline Codes look_up(Codes table, Codes halves) {
+  uint8_t values[16], at[16];
+  std::memcpy(values, &table, 16);
+  std::memcpy(at, &halves, 16);
+  for (uint8_t& one : at) one = values[one];
+  return load_codes(at);
+}
+inline Codes evens(Codes quads) { return quads & 0x00ff00ffu; }
+inline Codes odds(Codes quads) { return quads >> 8 & 0x00ff00ffu; }
+inline Sums spread(int32_t x) { return Sums{x, x, x, x}; }
+inline Sums add_sums(Sums a, Sums b) { return a + b; }
+inline Floats floats(Sums sums) { return __builtin_convertvector(sums, Floats); }
+inline Floats load_floats(const float* p) {
+  Floats x;
+  std::memcpy(&x, p, 16);
+  return x;
+}
+inline void store_floats(float* p, Floats x) { std::memcpy(p, &x, 16); }
+inline Floats spread_float(float x) { return Floats{x, x, x, x}; }
+inline Floats times(Floats a, Floats b) { return a * b; }
+inline Floats fused(Floats a, Floats b, Floats c) {
+  for (int i = 0; i < 4; ++i) c[i] = __builtin_fmaf(a[i], b[i], c[i]);
+  return c;
+}
+inline Sums add_pairs(Sums sums, Codes pairs, Sums x) {
+  Sums low = (Sums)(pairs & 0xffffu), high = (Sums)(pairs >> 16);
+  return sums + low * (x << 16 >> 16) + high * (x >> 16);
+}
+#endif
+
+// What a line of codes is to a tile: for each of its quads, in the order of the inputs, `visit` is
+// called with it and its number.
+struct Int8Codes {
+  static constexpr int kLineInputs = 4;
+  static constexpr int kBias = 128;
+  explicit Int8Codes(const WeightParams&) {}
+  template <typename Fn>
+  SPECOPS_INLINE void quads_of(const uint8_t* p, const Fn& visit) const {
+    visit(load_codes(p), 0);
+  }
+};
+
+// code - 8
+struct Int4Codes {
+  static constexpr int kLineInputs = 8;
+  static constexpr int kBias = 8;
+  explicit Int4Codes(const WeightParams&) {}
+  template <typename Fn>
+  SPECOPS_INLINE void quads_of(const uint8_t* p, const Fn& visit) const {
+    Codes line = load_codes(p);
+    visit(low_halves(line), 0);
+    visit(high_halves(line), 1);
+  }
+};
+
+struct Int4Table {
+  static constexpr int kLineInputs = 8;
+  static constexpr int kBias = 128;
+  uint8_t values[16];  // plus kBias
+  explicit Int4Table(const WeightParams& weight) {
+    for (int i = 0; i < 16; ++i) values[i] = static_cast<uint8_t>(weight.code_values[i] + kBias);
+  }
+  template <typename Fn>
+  SPECOPS_INLINE void quads_of(const uint8_t* p, const Fn& visit) const {
+    Codes line = load_codes(p), table = load_table(values);
+    visit(look_up(table, low_halves(line)), 0);
+    visit(look_up(table, high_halves(line)), 1);
+  }
+};
+
+// Products of quads with integers of 16 bits: of four inputs the first, third, second, fourth.
+template <typename Kind>
+struct Wide {
+  using Integer = int16_t;
+  using Acc = Sums;
+  static constexpr bool kIsNarrow = false;
+  static Acc begin(int32_t start) { return spread(start); }
+  template <int kRows>
+  SPECOPS_INLINE static void add(
+      Codes quads, const int16_t* x, int64_t stride, Acc* acc, int step) {
+    Codes even = evens(quads), odd = odds(quads);
+    unrolled<kRows>([&](int r) SPECOPS_INLINE {
+      acc[r * step] = add_pairs(acc[r * step], even, spread(word_at(x + r * stride)));
+      acc[r * step] = add_pairs(acc[r * step], odd, spread(word_at(x + r * stride + 2)));
+    });
+  }
+  static Sums sums(Acc acc, int32_t) { return acc; }
+};
+
+#if defined(SPECOPS_ISA_avx512_bf16) || defined(SPECOPS_ISA_amx)
+// With integers of 8 bits.
+template <typename Kind>
+struct Narrow {
+  using Integer = int8_t;
+  using Acc = Sums;
+  static constexpr bool kIsNarrow = true;
+  static Acc begin(int32_t start) { return spread(start); }
+  template <int kRows>
+  SPECOPS_INLINE static void add(Codes quads, const int8_t* x, int64_t stride, Acc* acc, int step) {
+    unrolled<kRows>([&](int r) SPECOPS_INLINE {
+      acc[r * step] = add_quads(acc[r * step], quads, spread(word_at(x + r * stride)));
+    });
+  }
+  static Sums sums(Acc acc, int32_t) { return acc; }
+};
+#elif defined(SPECOPS_AVX2)
+template <typename Kind>
+struct Narrow {
+  static constexpr bool kIsNarrow = false;  // 8 bits times 8 bits: wide
+};
+
+// Codes below 16: sums of the 32 inputs of a piece, two products each, stay below 2^15.
+template <>
+struct Narrow<Int4Codes> {
+  using Integer = int8_t;
+  using Acc = __m256i;
+  static constexpr bool kIsNarrow = true;
+  static Acc begin(int32_t) { return _mm256_setzero_si256(); }
+  template <int kRows>
+  SPECOPS_INLINE static void add(Codes quads, const int8_t* x, int64_t stride, Acc* acc, int step) {
+    unrolled<kRows>([&](int r) SPECOPS_INLINE {
+      __m256i products = _mm256_maddubs_epi16(quads, spread(word_at(x + r * stride)));
+      acc[r * step] = _mm256_add_epi16(acc[r * step], products);
+    });
+  }
+  static Sums sums(Acc acc, int32_t start) {
+    return _mm256_add_epi32(_mm256_madd_epi16(acc, _mm256_set1_epi16(1)), spread(start));
+  }
+};
+#else
+template <typename Kind>
+struct Narrow {
+  static constexpr bool kIsNarrow = false;
+};
+#endif
+
+}  // namespace
+}  // namespace specops::SPECOPS_ISA

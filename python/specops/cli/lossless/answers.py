@@ -1,0 +1,99 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Answers of servers, in each of the shapes that they have: text, tokens, logprobs, ending."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from specops.cli.load.drafts import DraftCounts, counts_in
+
+
+@dataclass(frozen=True)
+class Token:
+    """An emitted token.
+
+    Attributes:
+        text: as the server spells it; None, as the next two: not reported.
+        id: in the vocabulary.
+        logprob: of the token.
+        alternatives: logprobs of the likeliest tokens by their text.
+    """
+
+    text: str | None
+    id: int | None = None
+    logprob: float | None = None
+    alternatives: tuple[tuple[str, float], ...] = ()
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What a server said, or why it did not.
+
+    Attributes:
+        text: all of it; a chat's thinking and calls are text, too.
+        ending: the finish reason.
+        tokens: of the text; empty: not reported.
+        drafts: that were verified for it; None: not reported.
+        error: of a request that failed; None: it did not.
+    """
+
+    text: str = ""
+    ending: str | None = None
+    tokens: tuple[Token, ...] = ()
+    drafts: DraftCounts | None = None
+    error: str | None = None
+
+
+def read_answer(reply: Mapping[str, Any]) -> Answer:
+    """The answer in a response of /v1/completions or /v1/chat/completions.
+
+    Raises:
+        KeyError, IndexError, TypeError, ValueError, AttributeError: it is none of OpenAI's form.
+    """
+    choice = reply["choices"][0]
+    return Answer(
+        _text(choice), choice.get("finish_reason"), tuple(_tokens(choice)), counts_in(reply)
+    )
+
+
+def _text(choice: Mapping[str, Any]) -> str:
+    if "message" not in choice:
+        return str(choice["text"])
+    message = choice["message"]
+    names = ("reasoning_content", "reasoning", "content", "tool_calls")
+    return "".join(str(message[name]) for name in names if message.get(name))
+
+
+def _tokens(choice: Mapping[str, Any]) -> list[Token]:
+    logprobs = choice.get("logprobs") or {}
+    if logprobs.get("content"):  # a chat's shape, which llama.cpp has for completions as well
+        tokens = [_chat_token(entry) for entry in logprobs["content"]]
+    else:
+        texts = logprobs.get("tokens") or []
+        own = logprobs.get("token_logprobs") or [None] * len(texts)
+        tops = logprobs.get("top_logprobs") or [None] * len(texts)
+        tokens = [
+            Token(str(text), None, _number(logprob), _sorted((top or {}).items()))
+            for text, logprob, top in zip(texts, own, tops, strict=True)
+        ]
+    ids = choice.get("token_ids") or []
+    if not tokens:
+        return [Token(None, int(one)) for one in ids]
+    if len(ids) != len(tokens):
+        return tokens
+    return [replace(token, id=int(one)) for token, one in zip(tokens, ids, strict=True)]
+
+
+def _chat_token(entry: Mapping[str, Any]) -> Token:
+    tops = [(str(top["token"]), top["logprob"]) for top in entry.get("top_logprobs") or ()]
+    return Token(str(entry["token"]), entry.get("id"), _number(entry["logprob"]), _sorted(tops))
+
+
+def _number(value: Any) -> float | None:
+    return None if value is None else float(value)
+
+
+def _sorted(tops: Any) -> tuple[tuple[str, float], ...]:
+    """Likeliest first; a server's order of equal ones has no meaning."""
+    known = [(str(text), float(logprob)) for text, logprob in tops if logprob is not None]
+    return tuple(sorted(known, key=lambda top: (-top[1], top[0])))

@@ -1,0 +1,163 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Two answers to one request: what differs, and where first."""
+
+import math
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from specops.cli.lossless.answers import Answer, Token
+
+KINDS = ("text", "token", "logprob", "ending")
+_BEFORE, _AFTER = 48, 32  # characters around a difference
+
+
+@dataclass(frozen=True)
+class Side:
+    """One of two answers, where they first differ.
+
+    Attributes:
+        next: the token there, or without tokens the text from there on; None: the answer is over.
+        ending: its finish reason.
+        logprob: of that token; None, as the next: not reported.
+        others_logprob: of the other answer's token, in this answer.
+        alternatives: all that are reported there, the likeliest first.
+    """
+
+    next: str | None
+    ending: str | None
+    logprob: float | None = None
+    others_logprob: float | None = None
+    alternatives: tuple[tuple[str, float], ...] = ()
+
+
+@dataclass(frozen=True)
+class Difference:
+    """Two answers that are not the same.
+
+    Attributes:
+        kinds: of KINDS, what differs. Logprobs are compared up to the first other token, endings
+            where texts and tokens are the same.
+        place: the first other token, or else the first with another logprob, or the first character
+            where tokens do not show it.
+        unit: what `place` counts, "token" or "character".
+        before: the end of the text in front of it.
+        plain: without speculation.
+        other: what is compared with it.
+        logprob_place: the first token with another logprob; None: none.
+        logprob_gap: the largest difference of two logprobs of one token in one place; None: no
+            place has two.
+    """
+
+    kinds: tuple[str, ...]
+    place: int
+    unit: str
+    before: str
+    plain: Side
+    other: Side
+    logprob_place: int | None
+    logprob_gap: float | None
+
+
+def difference(plain: Answer, other: Answer) -> Difference | None:
+    """Compares two answers to one request; None: they are the same.
+
+    Tokens are compared by id where both answers have ids, else by text; logprobs by the bits of
+    the numbers that were sent, those of alternatives too.
+    """
+    a, b = plain.tokens, other.tokens
+    token = _first_unequal(*_names(a, b))
+    until = min(len(a), len(b)) if token is None else token
+    logprob = None
+    if _has_logprobs(a) and _has_logprobs(b):
+        logprob = _first_unequal(_bits(a[:until]), _bits(b[:until]))
+    found = {
+        "text": plain.text != other.text,
+        "token": token is not None,
+        "logprob": logprob is not None,
+    }
+    found["ending"] = plain.ending != other.ending and not (found["text"] or found["token"])
+    kinds = tuple(kind for kind in KINDS if found[kind])
+    if not kinds:
+        return None
+    unit, place = "token", until if token is not None or logprob is None else logprob
+    if kinds == ("text",) or not a or not b:
+        unit, place = "character", _common(plain.text, other.text)
+        before = plain.text[:place]
+        sides = _text_side(plain, place), _text_side(other, place)
+    else:
+        before = "".join(one.text or "" for one in a[:place])
+        sides = _token_sides(plain, other, place)
+    gap = _gap(a[: until + 1], b[: until + 1])
+    return Difference(kinds, place, unit, before[-_BEFORE:], *sides, logprob, gap)
+
+
+def _names(a: Sequence[Token], b: Sequence[Token]) -> tuple[list[Any], list[Any]]:
+    """What tells two answers' tokens from each other; nothing, if they have nothing in common."""
+    if a and b:
+        for name in ("id", "text"):
+            names = [[getattr(token, name) for token in tokens] for tokens in (a, b)]
+            if None not in names[0] and None not in names[1]:
+                return names[0], names[1]
+    return [], []
+
+
+def _bits(tokens: Sequence[Token]) -> list[tuple[Any, ...]]:
+    return [
+        (_packed(one.logprob), [(text, _packed(logprob)) for text, logprob in one.alternatives])
+        for one in tokens
+    ]
+
+
+def _packed(value: float | None) -> bytes:
+    return b"" if value is None else struct.pack("<d", value)
+
+
+def _has_logprobs(tokens: Sequence[Token]) -> bool:
+    return any(token.logprob is not None for token in tokens)
+
+
+def _first_unequal(a: Sequence[Any], b: Sequence[Any]) -> int | None:
+    for place, (one, another) in enumerate(zip(a, b, strict=False)):
+        if one != another:
+            return place
+    return None if len(a) == len(b) else min(len(a), len(b))
+
+
+def _common(a: str, b: str) -> int:
+    place = _first_unequal(a, b)
+    return len(a) if place is None else place
+
+
+def _gap(a: Sequence[Token], b: Sequence[Token]) -> float | None:
+    gaps = [
+        abs(logprob - known[text])
+        for one, another in zip(a, b, strict=False)
+        for known in [dict(_logprobs(another))]
+        for text, logprob in _logprobs(one)
+        if text in known and math.isfinite(logprob) and math.isfinite(known[text])
+    ]
+    return max(gaps, default=None)
+
+
+def _logprobs(token: Token) -> list[tuple[str | None, float]]:
+    own = [] if token.logprob is None else [(token.text, token.logprob)]
+    return [*token.alternatives, *own]
+
+
+def _token_sides(plain: Answer, other: Answer, place: int) -> tuple[Side, Side]:
+    here = [one.tokens[place] if place < len(one.tokens) else None for one in (plain, other)]
+    return _side(plain, here[0], here[1]), _side(other, here[1], here[0])
+
+
+def _side(answer: Answer, token: Token | None, others: Token | None) -> Side:
+    if token is None:
+        return Side(None, answer.ending)
+    shown = token.text if token.text is not None else f"token {token.id}"
+    of_other = dict(_logprobs(token)).get(others.text) if others is not None else None
+    return Side(shown, answer.ending, token.logprob, of_other, token.alternatives)
+
+
+def _text_side(answer: Answer, place: int) -> Side:
+    return Side(answer.text[place : place + _AFTER] or None, answer.ending)

@@ -1,0 +1,94 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How a server is asked: plainly and with speculation, greedy and with seeds."""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from specops.cli.load.drafts import DraftCounts
+from specops.cli.lossless.server import Server
+from specops.cli.lossless.texts import Text
+
+ALONE, BESIDE = "alone", "beside others"
+GREEDY, SEEDED = "greedy", "seeded"
+_PLAIN = "naive"  # as specops calls decoding without drafts
+
+
+class Ask(NamedTuple):
+    """A request: GREEDY or SEEDED, its text, and the fields that say so."""
+
+    sampling: str
+    text: Text
+    fields: dict[str, Any]
+
+
+@dataclass
+class Mode:
+    """A way of decoding.
+
+    Attributes:
+        name: "plain", or how it speculates.
+        is_drafted: whether it speculates.
+        server: that is asked.
+        fields: of its requests.
+        drafts: that it verified; None: not reported.
+    """
+
+    name: str
+    is_drafted: bool
+    server: Server
+    fields: Mapping[str, Any]
+    drafts: DraftCounts | None = None
+
+
+def asks_of(texts: Sequence[Text], *, max_tokens: int, temperature: float, seed: int) -> list[Ask]:
+    """Each text greedily and with a seed of its own, in turn: a batch has both."""
+    asks = []
+    for index, text in enumerate(texts):
+        greedy = {"max_tokens": max_tokens, "temperature": 0}
+        seeded = {"max_tokens": max_tokens, "temperature": temperature, "seed": seed + index}
+        asks += [Ask(GREEDY, text, greedy), Ask(SEEDED, text, seeded)]
+    return asks
+
+
+def modes_of(
+    server: Server,
+    baseline: Server | None,
+    plain_body: dict[str, Any] | None,
+    drafted_bodies: Sequence[dict[str, Any]],
+) -> list[Mode]:
+    """Plain decoding, then every way to speculate; no other where nothing turns it off.
+
+    Args:
+        server: that speculates.
+        baseline: that does not; None: it is the same one.
+        plain_body: fields that turn speculation off; None: specops' own on its server.
+        drafted_bodies: fields that turn it on; none: specops' methods on its server, else nothing.
+
+    Raises:
+        ValueError: a server does not answer, or the two have no endpoint in common.
+    """
+    of_plain = server if baseline is None else baseline
+    for one in {id(one): one for one in (server, of_plain)}.values():
+        one.connect()
+    common = [endpoint for endpoint in server.fields if endpoint in of_plain.fields]
+    if not common:
+        raise ValueError(f"{server.url} and {of_plain.url} have no endpoint in common")
+    for one in (server, of_plain):
+        one.fields = {endpoint: one.fields[endpoint] for endpoint in common}
+    turns_off = plain_body
+    if turns_off is None and of_plain.methods:
+        turns_off = {"speculative_config": {"method": _PLAIN}}
+    plain = Mode("plain", False, of_plain, turns_off or {})
+    if turns_off is None and baseline is None:
+        return [plain]
+    bodies: list[tuple[str, dict[str, Any]]] = [(json.dumps(body), body) for body in drafted_bodies]
+    if not bodies:
+        # Where drafts gain nothing, specops would cease to verify them: they are compared, too.
+        bodies = [
+            (name, {"speculative_config": {"method": name, "adaptive_verification": False}})
+            for name in server.methods
+            if name != _PLAIN
+        ]
+    return [plain, *(Mode(name, True, server, body) for name, body in bodies or [("drafts", {})])]

@@ -1,0 +1,150 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A server with OpenAI's API: what it can be asked, and its answers."""
+
+import json
+import urllib.error
+import urllib.request
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from http.client import HTTPException
+from typing import Any
+
+from specops.cli.load.drafts import DraftCounts, read_counters
+from specops.cli.load.replies import error_message, model_cards
+from specops.cli.lossless.answers import Answer, read_answer
+from specops.cli.lossless.texts import Text
+
+COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+_ALTERNATIVES = 5
+# What is asked of every token, the most first: a server gets the first of a line that it takes.
+# vLLM reports token ids if told to; llama.cpp always does; others ignore or refuse the field.
+_LADDERS: dict[str, tuple[dict[str, Any], ...]] = {
+    COMPLETIONS: (
+        {"logprobs": _ALTERNATIVES, "return_token_ids": True},
+        {"logprobs": _ALTERNATIVES},
+        {"return_token_ids": True},
+        {},
+    ),
+    CHAT: (
+        {"logprobs": True, "top_logprobs": _ALTERNATIVES, "return_token_ids": True},
+        {"logprobs": True, "top_logprobs": _ALTERNATIVES},
+        {"logprobs": True},
+        {"return_token_ids": True},
+        {},
+    ),
+}
+# No proxy stands between: not for 127.0.0.1, and the load generator uses none either.
+_OPENER = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+
+
+class Unreachable(Exception):
+    """There is no answer at all, for a reason in the system's words."""
+
+
+@dataclass
+class Server:
+    """A server and what it can be asked.
+
+    Attributes:
+        url: without /v1.
+        key: the bearer token; None: none.
+        timeout: seconds without a byte after which a request has failed.
+        model: that requests name; "": the first that it lists.
+        card: the model's, as /v1/models has it.
+        fields: that every request has, by endpoint; an endpoint that refuses is absent.
+        refusals: by endpoint, why it does not answer, or not with logprobs.
+    """
+
+    url: str
+    key: str | None
+    timeout: float
+    model: str = ""
+    card: Mapping[str, Any] = field(default_factory=dict)
+    fields: dict[str, Mapping[str, Any]] = field(default_factory=dict)
+    refusals: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def methods(self) -> list[str]:
+        """The drafting methods that a request chooses by `speculative_config`: specops' card."""
+        return list(self.card.get("methods") or ()) if "speculative_config" in self.card else []
+
+    def connect(self) -> None:
+        """Finds the model, and which endpoints answer how much of what is asked.
+
+        Raises:
+            ValueError: it is no such server, or answers nothing.
+        """
+        try:
+            status, text = self._call("/v1/models")
+            if status != 200:
+                raise ValueError(f"{status}: {error_message(text)}")
+            cards = model_cards(text)
+        except (Unreachable, ValueError) as error:
+            raise ValueError(f"no OpenAI-compatible server at {self.url}: {error}") from None
+        self.model = self.model or cards[0]["id"]
+        self.card = next((card for card in cards if card["id"] == self.model), {})
+        for endpoint, ladder in _LADDERS.items():
+            for fields in ladder:
+                answer = self._send(endpoint, Text("", "Hello"), {**fields, "max_tokens": 1})
+                if answer.error is None:
+                    self.fields[endpoint] = fields
+                    break
+                if "logprobs" in fields or not fields:
+                    self.refusals[endpoint] = answer.error
+        if not self.fields:
+            raise ValueError(f"{self.url} refuses requests: {self.refusals[COMPLETIONS]}")
+
+    def ask(self, text: Text, further: Mapping[str, Any]) -> Answer:
+        """The answer to a text; a failure is in its `error` and raises nothing."""
+        endpoint = CHAT if text.kind == "chat" else COMPLETIONS
+        if endpoint not in self.fields:
+            (endpoint,) = self.fields
+        return self._send(endpoint, text, {**self.fields[endpoint], **further})
+
+    def _send(self, endpoint: str, text: Text, further: Mapping[str, Any]) -> Answer:
+        body: dict[str, Any] = {"model": self.model, "prompt": text.prompt, **further}
+        if endpoint == CHAT:
+            body["messages"] = [{"role": "user", "content": body.pop("prompt")}]
+        try:
+            status, reply = self._call(endpoint, body)
+            if status != 200:
+                return Answer(error=f"{status}: {error_message(reply)}")
+            return read_answer(json.loads(reply))
+        except Unreachable as error:
+            return Answer(error=str(error))
+        except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
+            return Answer(error=f"the answer is not OpenAI's: {error!r}")
+
+    def counters(self) -> DraftCounts | None:
+        """The drafts of all requests so far; None: it has no such metrics."""
+        try:
+            status, text = self._call("/metrics")
+            return read_counters(text) if status == 200 else None
+        except (Unreachable, ValueError):
+            return None
+
+    def _call(self, path: str, body: Mapping[str, Any] | None = None) -> tuple[int, str]:
+        """The status and the text of a reply.
+
+        Raises:
+            Unreachable: there was none.
+        """
+        headers = {"Content-Type": "application/json"}
+        if self.key:
+            headers["Authorization"] = f"Bearer {self.key}"
+        data = None if body is None else json.dumps(body).encode()
+        request = urllib.request.Request(self.url + path, data, headers)
+        try:
+            try:
+                with _OPENER.open(request, timeout=self.timeout) as reply:
+                    return reply.status, reply.read().decode("utf-8", "replace")
+            except urllib.error.HTTPError as error:
+                return error.code, error.read().decode("utf-8", "replace")
+        except urllib.error.URLError as error:
+            raise Unreachable(f"cannot connect: {_reason(error.reason)}") from None
+        except (OSError, HTTPException) as error:
+            raise Unreachable(f"the connection ended: {_reason(error)}") from None
+
+
+def _reason(error: object) -> str:
+    return getattr(error, "strerror", None) or str(error) or type(error).__name__

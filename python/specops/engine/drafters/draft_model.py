@@ -1,0 +1,176 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A smaller model of the same vocabulary, which decodes ahead of the target on pages of its own."""
+
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from specops import batching
+from specops.engine.drafters.base import Drafter, DrafterContext, MethodUnavailable, TargetStep
+from specops.engine.drafters.head import DraftRows
+from specops.engine.drafters.recurrent import RecurrentDrafter
+from specops.engine.errors import ModelError
+from specops.engine.methods.draft_model import METHOD, DraftModelOptions
+from specops.engine.models import KvCache, StepBatch, Transformer, load_model
+from specops.engine.tokenizer import Tokenizer
+
+
+def load(context: DrafterContext) -> Drafter:
+    """Makes the drafter of the model that the configuration names.
+
+    Raises:
+        MethodUnavailable: it names none.
+        ModelError: the model cannot be used, or not with this target.
+    """
+    config = context.config
+    own = config.speculative_config.options_of(DraftModelOptions)
+    if own.model is None:
+        reason = "no draft model is named: its directory belongs into model"
+        raise MethodUnavailable(reason, reason)
+    directory = Path(own.model)
+    _check_vocabulary(directory, context)
+    try:
+        model = load_model(
+            directory,
+            dtype=config.dtype,
+            max_model_len=context.target.max_model_len,
+            device=context.target.device,
+            load_format=config.load_format,
+            kv_cache_dtype=config.kv_cache_dtype,
+            quantization=own.quantization or config.quantization,
+            quantize_head=own.quantization or config.quantize_head,
+            weight_cache=context.target.settings.cache,
+        )
+    except ModelError as error:
+        raise ModelError(f"draft model {directory}: {error}") from error
+    sizes = model.config.vocab_size, context.target.config.vocab_size
+    if sizes[0] != sizes[1]:
+        raise ModelError(
+            f"{directory / 'config.json'}: vocab_size is {sizes[0]}, but the target has {sizes[1]}"
+        )
+    head = DraftModelHead(model, config.max_num_seqs)
+    return RecurrentDrafter(METHOD.name, context, head, draws=True)
+
+
+def _check_vocabulary(directory: Path, context: DrafterContext) -> None:
+    """Refuses a model whose tokens are others than the target's."""
+    try:
+        tokenizer = Tokenizer.from_dir(directory)
+    except ValueError as error:
+        raise ModelError(f"draft model {directory}: {error}") from error
+    if tokenizer.fingerprint() != context.tokenizer.fingerprint():
+        raise ModelError(
+            f"draft model {directory}: tokenizer.json has another vocabulary than the target's in "
+            f"{context.config.model_dir}; a draft model must have the same"
+        )
+
+
+class DraftModelHead:
+    """A model as a `DraftHead`: a row reads the token at its own position, and no states.
+
+    Args:
+        model: on the target's device.
+        slots: requests that run at once.
+
+    Attributes:
+        model: this.
+        cache: its keys and values.
+    """
+
+    num_passes = 1
+    is_chained = True
+    num_likeliest = 2
+    reads_states = False
+    max_drafts = None
+    is_independent = False
+    lookahead = 0
+    taps: tuple[int, ...] = ()
+    token_map: Tensor | None = None
+
+    def __init__(self, model: Transformer, slots: int) -> None:
+        self.model = model
+        self.cache: KvCache
+        self._slots = torch.arange(slots, dtype=torch.int32, device=model.device)
+        self._ints: Tensor
+
+    @property
+    def hidden_size(self) -> int:
+        """Of the model's states."""
+        return self.model.hidden_size
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the model's states."""
+        return self.model.dtype
+
+    @property
+    def vocab_size(self) -> int:
+        """The target's."""
+        return self.model.config.vocab_size
+
+    @property
+    def kv_bytes_per_token(self) -> int:
+        """Over all layers of the model."""
+        return self.model.kv_bytes_per_token()
+
+    def reserve(self, rows: int) -> None:
+        """Allocates the buffers of passes with up to `rows` rows."""
+        self.model.reserve(rows)
+        self._ints = torch.empty((3, rows), dtype=torch.int32, device=self.model.device)
+
+    def allocate(self, num_pages: int, page_size: int) -> None:
+        """Allocates the model's keys and values, on the target's pages."""
+        self.cache = self.model.new_kv_cache(num_pages, page_size)
+
+    def workspace_size(self, rows: int, batch: int, pages: int) -> int:
+        """Returns the floats of workspace that attention takes."""
+        return self.model.workspace_size(rows, batch, pages, self.cache)
+
+    def sums_size(self, rows: int, outputs: int) -> int:
+        """Returns the floats that projections split their sums with."""
+        return self.model.sums_size(rows, outputs)
+
+    def target_states(self, target: TargetStep) -> Tensor:
+        """Returns what `forward` does not read."""
+        return target.hidden
+
+    def forward(self, index: int, rows: DraftRows, states: Tensor) -> tuple[Tensor, Tensor]:
+        """Runs the model over rows; as `DraftHead.forward`."""
+        batch = StepBatch(
+            token_ids=self._token_ids(rows),
+            positions=rows.positions,
+            cache_slots=rows.cache_slots,
+            qo_indptr=rows.qo_indptr,
+            kv_indptr=rows.kv_indptr,
+            kv_indices=rows.kv_indices,
+            kv_lens=rows.kv_lens,
+            prefix_leaders=rows.prefix_leaders,
+            prefix_lens=rows.prefix_lens,
+            workspace=rows.workspace,
+            sums=rows.sums,
+        )
+        hidden = self.model.forward(batch, self.cache)
+        return hidden, hidden
+
+    def logits(
+        self, index: int, hidden: Tensor, *, out: Tensor | None = None, sums: Tensor | None = None
+    ) -> Tensor:
+        """Returns the logits of rows."""
+        return self.model.logits(hidden, out=out, sums=sums)
+
+    def _token_ids(self, rows: DraftRows) -> Tensor:
+        """The tokens of rows: of the text, or of the drafts behind it, which lie by slot."""
+        request, slot, out = self._ints[:, : rows.positions.shape[0]]
+        torch.clamp(rows.row_to_request, min=0, out=request)
+        torch.index_select(rows.slots, 0, request, out=slot)
+        slot.masked_fill_(rows.row_to_request < 0, -1)
+        return batching.gather_input_ids(
+            slot,
+            rows.positions,
+            self._slots,
+            rows.token_ids,
+            rows.lens,
+            rows.draft_token_ids,
+            out=out,
+        )

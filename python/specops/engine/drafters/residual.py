@@ -1,0 +1,98 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Heads of residual blocks as the recurrent drafter runs them: a pass each, over the last rows."""
+
+import torch
+from torch import Tensor
+
+from specops import batching
+from specops.engine.drafters.base import TargetStep
+from specops.engine.drafters.head import DraftRows
+from specops.engine.drafters.newest import NewestTokens
+from specops.engine.models import ResidualHeads
+
+
+class ResidualDraftHead:
+    """Medusa's or Hydra's heads as a `DraftHead` that keeps nothing.
+
+    Args:
+        heads: of a checkpoint.
+        slots: requests that run at once.
+
+    Attributes:
+        heads: these.
+        is_independent: no head reads drafts.
+    """
+
+    is_chained = False
+    lookahead = 1
+    num_likeliest = 8
+    reads_states = True
+    taps: tuple[int, ...] = ()
+    token_map: Tensor | None = None
+    kv_bytes_per_token = 0
+
+    def __init__(self, heads: ResidualHeads, slots: int) -> None:
+        self.heads = heads
+        self.is_independent = not heads.reads_tokens
+        self._tokens = NewestTokens(slots, heads.device)
+        self._gathered = torch.empty(0, heads.hidden_size, dtype=heads.dtype, device=heads.device)
+        heads.reserve(slots)
+
+    @property
+    def num_passes(self) -> int:
+        """How many heads there are."""
+        return len(self.heads.heads)
+
+    @property
+    def max_drafts(self) -> int:
+        """A token for each head."""
+        return self.num_passes
+
+    @property
+    def hidden_size(self) -> int:
+        """Of the target's states."""
+        return self.heads.hidden_size
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the target's states."""
+        return self.heads.dtype
+
+    @property
+    def vocab_size(self) -> int:
+        """The target's."""
+        return self.heads.vocab_size
+
+    def reserve(self, rows: int) -> None:
+        """Allocates room for the states of rows."""
+        self._gathered = self._gathered.new_empty(rows, self.hidden_size)
+
+    def allocate(self, num_pages: int, page_size: int) -> None:
+        """Keeps nothing on pages."""
+
+    def workspace_size(self, rows: int, batch: int, pages: int) -> int:
+        """Returns 0: there is no attention."""
+        return 0
+
+    def sums_size(self, rows: int, outputs: int) -> int:
+        """Returns the floats that projections split their sums with."""
+        return self.heads.sums_size(outputs)
+
+    def target_states(self, target: TargetStep) -> Tensor:
+        """Returns the states after the final norm."""
+        return target.hidden
+
+    def forward(self, index: int, rows: DraftRows, states: Tensor) -> tuple[Tensor, Tensor]:
+        """Gathers the states that rows read, and the token that head `index` is first to read."""
+        gathered = self._gathered[: rows.positions.shape[0]]
+        if index == 0:
+            batching.gather_output_rows(states, rows.source_rows, out=gathered)
+        if self.heads.reads_tokens:
+            self.heads.read_token(index, self._tokens.before(index, rows))
+        return gathered, gathered
+
+    def logits(
+        self, index: int, hidden: Tensor, *, out: Tensor | None = None, sums: Tensor | None = None
+    ) -> Tensor:
+        """Returns the logits of head `index`."""
+        return self.heads.logits(index, hidden, out, sums)

@@ -1,0 +1,90 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The directory of a model that is made from a GGUF file: all that an engine reads but the weights.
+
+Its files are those of a Hugging Face directory, and `model.gguf`, a link to the file. config.json
+has the file's metadata as they are, under "gguf": families of models read them.
+"""
+
+import hashlib
+import json
+import os
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from specops.engine.errors import ModelError
+from specops.engine.gguf.file import GgufFile, read_gguf
+from specops.engine.gguf.tokenizer import tokenizer_files
+
+SUFFIX = ".gguf"
+_VERSION = 1  # of what is made: directories of another one are not found
+_EMBEDDING, _HEAD = "token_embd.weight", "output.weight"
+ROPE_FACTORS = "rope_freqs.weight"  # what frequencies of RoPE are divided by; part of config.json
+
+
+def gguf_directory(path: Path) -> Path:
+    """Returns the directory of a GGUF file, in the user's cache; makes it if it is not there.
+
+    Args:
+        path: of the file. The directory belongs to its place, its size and its time.
+
+    Raises:
+        ModelError: the file is missing or damaged, its tokenizer is of no known kind, or the
+            directory cannot be made.
+    """
+    if not path.is_file():
+        raise ModelError(f"{path}: no such file")
+    path = path.resolve()
+    state = path.stat()
+    key = f"{_VERSION} {path} {state.st_size} {state.st_mtime_ns}"
+    root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "specops", "gguf")
+    directory = root / f"{path.stem}-{hashlib.sha256(key.encode()).hexdigest()[:16]}"
+    if not directory.is_dir():
+        try:
+            _make(path, directory)
+        except OSError as error:
+            raise ModelError(f"{path}: {directory} cannot be made: {error}") from error
+    return directory
+
+
+def _make(path: Path, directory: Path) -> None:
+    """Makes it under another name first: several processes may be at it."""
+    files = _files(read_gguf(path))
+    directory.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=directory.parent, prefix=".") as parent:
+        made = Path(parent, directory.name)
+        made.mkdir()
+        for name, value in files.items():
+            (made / name).write_text(json.dumps(value, ensure_ascii=False), encoding="utf-8")
+        (made / f"model{SUFFIX}").symlink_to(path)
+        try:
+            made.rename(directory)
+        except OSError:
+            if not directory.is_dir():  # otherwise another process was first
+                raise
+
+
+def _files(file: GgufFile) -> dict[str, dict[str, Any]]:
+    """What the directory's files hold, by their names."""
+    metadata = file.metadata
+    try:
+        if metadata.get("split.count", 1) > 1:
+            raise ModelError(
+                f"split.count must be 1, got {metadata['split.count']}: join its parts"
+            )
+        if _EMBEDDING not in file.tensors:
+            raise ModelError(f"tensor {_EMBEDDING} is missing")
+        tokenizer = tokenizer_files(metadata)
+    except ModelError as error:
+        raise ModelError(f"{file.path}: {error}") from None
+    config: dict[str, Any] = {
+        "gguf": {key: one for key, one in metadata.items() if not key.startswith("tokenizer.")},
+        "vocab_size": file.tensors[_EMBEDDING].shape[0],
+        "tie_word_embeddings": _HEAD not in file.tensors,
+    }
+    if ROPE_FACTORS in file.tensors:
+        config["rope_factors"] = file.floats(ROPE_FACTORS)
+    for name in ("bos", "eos"):
+        if f"tokenizer.ggml.{name}_token_id" in metadata:
+            config[f"{name}_token_id"] = metadata[f"tokenizer.ggml.{name}_token_id"]
+    return {"config.json": config, **tokenizer}

@@ -1,0 +1,214 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Reads what a GGUF file says of itself: its metadata, and where its tensors are.
+
+The format is that of ggml/docs/gguf.md of github.com/ggml-org/ggml, versions 2 and 3: all numbers
+are little-endian, and the data begin at a multiple of `general.alignment` behind the header.
+"""
+
+import mmap
+import struct
+from array import array
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from specops.engine.errors import ModelError
+
+_MAGIC = b"GGUF"
+_VERSIONS = (2, 3)
+# Kinds of values: struct's letter of each; the others are texts and arrays.
+_NUMBERS = {
+    0: "B",
+    1: "b",
+    2: "H",
+    3: "h",
+    4: "I",
+    5: "i",
+    6: "f",
+    7: "?",
+    10: "Q",
+    11: "q",
+    12: "d",
+}
+_TEXT, _ARRAY = 8, 9
+_MOST_SIZES = 4  # of a tensor
+_ALIGNMENT = 32  # of files that say none
+# Of types of tensors: the name, the numbers of a block and its bytes.
+TYPES: dict[int, tuple[str, int, int]] = {
+    0: ("F32", 1, 4),
+    1: ("F16", 1, 2),
+    2: ("Q4_0", 32, 18),
+    3: ("Q4_1", 32, 20),
+    6: ("Q5_0", 32, 22),
+    7: ("Q5_1", 32, 24),
+    8: ("Q8_0", 32, 34),
+    9: ("Q8_1", 32, 36),
+    10: ("Q2_K", 256, 84),
+    11: ("Q3_K", 256, 110),
+    12: ("Q4_K", 256, 144),
+    13: ("Q5_K", 256, 176),
+    14: ("Q6_K", 256, 210),
+    15: ("Q8_K", 256, 292),
+    16: ("IQ2_XXS", 256, 66),
+    17: ("IQ2_XS", 256, 74),
+    18: ("IQ3_XXS", 256, 98),
+    19: ("IQ1_S", 256, 50),
+    20: ("IQ4_NL", 32, 18),
+    21: ("IQ3_S", 256, 110),
+    22: ("IQ2_S", 256, 82),
+    23: ("IQ4_XS", 256, 136),
+    24: ("I8", 1, 1),
+    25: ("I16", 1, 2),
+    26: ("I32", 1, 4),
+    27: ("I64", 1, 8),
+    28: ("F64", 1, 8),
+    29: ("IQ1_M", 256, 56),
+    30: ("BF16", 1, 2),
+    34: ("TQ1_0", 256, 54),
+    35: ("TQ2_0", 256, 66),
+    39: ("MXFP4", 32, 17),
+}
+
+
+@dataclass(frozen=True)
+class GgufTensor:
+    """Where a tensor is.
+
+    Attributes:
+        type: of its numbers, a name of `TYPES`.
+        shape: its sizes, outermost first: a matrix is [outputs, inputs].
+        offset: of its first byte in the file.
+        num_bytes: how many there are.
+    """
+
+    type: str
+    shape: tuple[int, ...]
+    offset: int
+    num_bytes: int
+
+
+@dataclass(frozen=True)
+class GgufFile:
+    """What a file says of itself.
+
+    Attributes:
+        path: of the file.
+        metadata: by key: numbers, texts, and lists of either.
+        tensors: by name.
+    """
+
+    path: Path
+    metadata: dict[str, Any]
+    tensors: dict[str, GgufTensor]
+
+    def floats(self, name: str) -> list[float]:
+        """Reads a tensor of type F32.
+
+        Raises:
+            ModelError: it is of another type.
+        """
+        tensor = self.tensors[name]
+        if tensor.type != "F32":
+            raise ModelError(f"{self.path}: tensor {name} must be of type F32, got {tensor.type}")
+        with open(self.path, "rb") as file:
+            file.seek(tensor.offset)
+            return array("f", file.read(tensor.num_bytes)).tolist()
+
+
+def read_gguf(path: str | Path) -> GgufFile:
+    """Reads the header of a file.
+
+    Raises:
+        ModelError: it is no GGUF file, is cut off, or has a type of numbers that is not known.
+    """
+    path = Path(path)
+    try:
+        with open(path, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+            return _Header(path, data).read()
+    except (OSError, ValueError) as error:
+        if isinstance(error, ModelError):
+            raise
+        raise ModelError(f"{path}: cannot be read: {error}") from error
+
+
+class _Header:
+    """The bytes of a file, and how far they are read."""
+
+    def __init__(self, path: Path, data: mmap.mmap) -> None:
+        self._path, self._data, self._at = path, data, 0
+
+    def read(self) -> GgufFile:
+        if self._data[:4] != _MAGIC:
+            raise ModelError(f"{self._path}: not a GGUF file: it begins with {self._data[:4]!r}")
+        self._at = 4
+        version = self._number("I")
+        if version not in _VERSIONS:
+            raise ModelError(f"{self._path}: GGUF version must be 2 or 3, got {version}")
+        num_tensors, num_pairs = self._number("Q"), self._number("Q")
+        metadata: dict[str, Any] = {}
+        for _ in range(num_pairs):
+            key = self._text()
+            metadata[key] = self._value(self._number("I"), key)
+        found = [self._tensor() for _ in range(num_tensors)]
+        alignment = metadata.get("general.alignment", _ALIGNMENT)
+        if not isinstance(alignment, int) or alignment < 1:
+            raise ModelError(f"{self._path}: general.alignment must be at least 1, got {alignment}")
+        start = -(-self._at // alignment) * alignment
+        tensors = {one[0]: self._placed(*one, start) for one in found}
+        if len(tensors) != num_tensors:
+            raise ModelError(f"{self._path}: two tensors have one name")
+        return GgufFile(self._path, metadata, tensors)
+
+    def _bytes(self, count: int) -> bytes:
+        if count > len(self._data) - self._at:
+            raise ModelError(f"{self._path}: the file is cut off: its header does not end")
+        self._at += count
+        return self._data[self._at - count : self._at]
+
+    def _number(self, letter: str) -> Any:
+        return struct.unpack("<" + letter, self._bytes(struct.calcsize("<" + letter)))[0]
+
+    def _text(self) -> str:
+        return self._bytes(self._number("Q")).decode("utf-8")
+
+    def _value(self, kind: int, key: str) -> Any:
+        if kind in _NUMBERS:
+            return self._number(_NUMBERS[kind])
+        if kind == _TEXT:
+            return self._text()
+        if kind != _ARRAY:
+            raise ModelError(f"{self._path}: {key} has a value of unknown kind {kind}")
+        kind, count = self._number("I"), self._number("Q")
+        if kind in _NUMBERS:
+            size = struct.calcsize("<" + _NUMBERS[kind])
+            letter = "B" if _NUMBERS[kind] == "?" else _NUMBERS[kind]
+            return array(letter, self._bytes(count * size)).tolist()
+        if kind != _TEXT:
+            raise ModelError(f"{self._path}: {key} is a list of values of unknown kind {kind}")
+        return [self._text() for _ in range(count)]
+
+    def _tensor(self) -> tuple[str, tuple[int, ...], int, int]:
+        name = self._text()
+        num_sizes = self._number("I")
+        if num_sizes > _MOST_SIZES:
+            raise ModelError(f"{self._path}: tensor {name} has {num_sizes} sizes, not up to 4")
+        sizes = [self._number("Q") for _ in range(num_sizes)]
+        return name, tuple(reversed(sizes)), self._number("I"), self._number("Q")
+
+    def _placed(
+        self, name: str, shape: tuple[int, ...], kind: int, offset: int, start: int
+    ) -> GgufTensor:
+        if kind not in TYPES:
+            raise ModelError(f"{self._path}: tensor {name} is of unknown type {kind}")
+        type_name, numbers, size = TYPES[kind]
+        if not shape or shape[-1] % numbers:
+            raise ModelError(
+                f"{self._path}: tensor {name} of type {type_name} must have rows of a multiple of "
+                f"{numbers} numbers, got {list(shape)}"
+            )
+        count = size * (shape[-1] // numbers)
+        for one in shape[:-1]:
+            count *= one
+        if start + offset + count > len(self._data):
+            raise ModelError(f"{self._path}: the file is cut off before tensor {name} ends")
+        return GgufTensor(type_name, shape, start + offset, count)

@@ -1,0 +1,35 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Finds the weights of a directory, whatever files hold them.
+
+A weight is what its file says it is: which tensors a module has decides how it is read, whatever
+lists of modules a configuration has. Every tensor of a module that is read is used or refused.
+"""
+
+from pathlib import Path
+
+from specops.engine.models.checkpoints.checkpoint import Checkpoint
+from specops.engine.models.checkpoints.gguf import GgufCheckpoint, gguf_file
+from specops.engine.models.checkpoints.safetensors import SafetensorsCheckpoint, safetensors_files
+
+
+def open_checkpoint(directory: Path) -> Checkpoint:
+    """Opens the weights of a directory.
+
+    Args:
+        directory: with safetensors files, or one GGUF file.
+
+    Raises:
+        ModelError: a file is missing or damaged.
+    """
+    file = gguf_file(directory)
+    return SafetensorsCheckpoint(directory) if file is None else GgufCheckpoint(file)
+
+
+def weight_files(directory: Path) -> list[str]:
+    """Returns the names of the files that hold a directory's weights, in order.
+
+    Raises:
+        ModelError: there are none, or one that the index names is missing.
+    """
+    file = gguf_file(directory)
+    return safetensors_files(directory) if file is None else [file.name]

@@ -1,0 +1,125 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Weights whose outputs lie side by side as one, without rounding any."""
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from specops.engine.errors import ModelError
+from specops.quantization import FP8_BLOCK, QuantizedWeight
+
+
+def fused(
+    weights: Sequence[Tensor | QuantizedWeight], names: Sequence[str]
+) -> Tensor | QuantizedWeight:
+    """Returns weights of the same inputs as one weight.
+
+    Integers of several kinds become the narrowest kind that holds them all: codes of 8 bits, the
+    largest common group, and offsets where one has them. No number changes.
+
+    Args:
+        weights: of all parts.
+        names: of the parts, for messages.
+
+    Raises:
+        ModelError: some are quantized and others are not, or are FP8; their inputs have different
+            orders; or the blocks of an FP8 weight do not end where another begins.
+    """
+    if len(weights) == 1:
+        return weights[0]
+    plain = [one for one in weights if isinstance(one, Tensor)]
+    if len(plain) == len(weights):
+        return torch.cat(plain)
+    if plain:
+        _refuse(names, "some of them are quantized and some are not")
+    parts = [one for one in weights if isinstance(one, QuantizedWeight)]
+    kinds = {one.kind for one in parts}
+    if kinds == {"fp8"}:
+        if len({one.group for one in parts}) > 1:
+            _refuse(names, "some of them have a scale for each block and some for each output")
+        if parts[0].group and any(len(one.codes) % FP8_BLOCK for one in parts[:-1]):
+            _refuse(names, f"their outputs are no multiples of {FP8_BLOCK}, the size of a block")
+    elif "fp8" in kinds:
+        _refuse(names, "some of them are FP8 and some are integers")
+    else:
+        if any(not _same(one.input_order, parts[0].input_order) for one in parts):
+            _refuse(names, "their inputs are grouped in different orders (desc_act)")
+        parts = _alike(parts)
+    return parts[0]._replace(
+        codes=_joined([one.codes for one in parts]),
+        scales=torch.cat([one.scales for one in parts]),
+        offsets=None
+        if parts[0].offsets is None
+        else torch.cat([one.offsets for one in parts if one.offsets is not None]),
+    )
+
+
+def rows_of(weight: Tensor | QuantizedWeight, rows: Tensor) -> Tensor | QuantizedWeight:
+    """Returns some outputs of a weight, in any order.
+
+    Raises:
+        ModelError: scales are those of blocks of outputs.
+    """
+    rows = rows.long()
+    if isinstance(weight, Tensor):
+        return weight[rows]
+    if weight.kind == "fp8" and weight.group:
+        raise ModelError("outputs of an FP8 weight in blocks cannot be told apart")
+    offsets = None if weight.offsets is None else weight.offsets[rows]
+    codes = weight.codes.view(torch.uint8)[rows].view(weight.codes.dtype)
+    return weight._replace(codes=codes, scales=weight.scales[rows], offsets=offsets)
+
+
+def _refuse(names: Sequence[str], reason: str) -> None:
+    raise ModelError(f"{', '.join(names)} cannot be one projection: {reason}")
+
+
+def _same(one: Tensor | None, other: Tensor | None) -> bool:
+    if one is None or other is None:
+        return one is other
+    return torch.equal(one, other)
+
+
+def _joined(codes: Sequence[Tensor]) -> Tensor:
+    """torch.cat, which has no float8."""
+    return torch.cat([one.view(torch.uint8) for one in codes]).view(codes[0].dtype)
+
+
+def _alike(parts: Sequence[QuantizedWeight]) -> list[QuantizedWeight]:
+    """The same numbers in one kind, with one group."""
+    values = parts[0].code_values
+    if any(one.kind != parts[0].kind or not _same(one.code_values, values) for one in parts):
+        parts = [_in_bytes(one) for one in parts]
+    group = math.gcd(*(one.group for one in parts))  # of 0 and g, it is g
+    has_offsets = any(one.offsets is not None for one in parts)
+    alike = []
+    for one in parts:
+        scales, offsets = _regrouped(one, one.scales, group), one.offsets
+        if offsets is not None:
+            offsets = _regrouped(one, offsets, group)
+        elif has_offsets:
+            offsets = torch.zeros_like(scales)
+        alike.append(one._replace(scales=scales, offsets=offsets, group=group))
+    return alike
+
+
+def _in_bytes(weight: QuantizedWeight) -> QuantizedWeight:
+    if weight.kind == "int8":
+        return weight
+    if weight.code_values is None:
+        codes = weight.codes.to(torch.int8) - 8
+    else:
+        codes = weight.code_values[weight.codes.int()]
+    return weight._replace(kind="int8", codes=codes, code_values=None)
+
+
+def _regrouped(weight: QuantizedWeight, of_groups: Tensor, group: int) -> Tensor:
+    """What groups have, of smaller groups."""
+    if weight.group == group:
+        return of_groups
+    inputs = weight.codes.shape[1]
+    if weight.group == 0:
+        return of_groups.repeat(1, -(-inputs // group))
+    return of_groups.repeat_interleave(weight.group // group, 1)[:, : -(-inputs // group)]

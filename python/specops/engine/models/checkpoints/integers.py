@@ -1,0 +1,184 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Decodes integers: compressed-tensors' packed and plain ones, GPTQ's and AWQ's.
+
+Sources: compressed-tensors 0.20 (compressors/pack_quantized, naive_quantized), gptqmodel 7.7
+(nn_modules/qlinear), AutoAWQ (modules/linear/gemm.py).
+"""
+
+import torch
+from torch import Tensor
+
+from specops.engine.models.checkpoints.bits import Groups, even_groups, groups_of, unpacked
+from specops.engine.models.checkpoints.module import Module
+from specops.quantization import QuantizedWeight
+
+_INTEGERS = (torch.int32, torch.int64)
+_BITS = (4, 8)
+# Field i of a word of AWQ is output _AWQ_ORDER[i] of eight; and the reverse.
+_AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
+_AWQ_FIELD = torch.tensor(_AWQ_ORDER).argsort()
+_GPTQ_VERSIONS = ("gptq", "gptq_v2")
+
+
+def pack_quantized(module: Module) -> QuantizedWeight:
+    """Decodes compressed-tensors' pack-quantized.
+
+        weight_packed      int32 [N, ceil(K * bits / 32)], fields along K
+        weight_scale       [N, groups], [N, 1] or [1]
+        weight_shape       int64 [2]: N, K
+        weight_zero_point  int32 [ceil(N * bits / 32), groups], fields along N; if asymmetric
+        weight_g_idx       int32 [K], in older files: of each input the group
+
+    A field, of codes and zero points alike, is the number plus 2^(bits - 1).
+    """
+    shape = module.take("weight_shape", *_INTEGERS, dims=1)
+    module.check_shape("weight_shape", shape, 2)
+    rows, inputs = (int(one) for one in shape)
+    packed = module.take("weight_packed", torch.int32, dims=2)
+    bits = next((one for one in _BITS if packed.shape[1] == -(-inputs * one // 32)), None)
+    if bits is None:
+        module.refuse(
+            f"tensor {module.name}.weight_packed must hold {inputs} numbers of 4 or 8 bits a row, "
+            f"got {packed.shape[1]} words"
+        )
+    module.check_shape("weight_packed", packed, rows, packed.shape[1])
+    codes = unpacked(packed, bits)[:, :inputs]
+    scales = _scales_of_rows(module, rows)
+    count = scales.shape[1]
+    zeros = None
+    if "weight_zero_point" in module:
+        words = module.take("weight_zero_point", torch.int32, dims=2)
+        module.check_shape("weight_zero_point", words, -(-rows * bits // 32), count)
+        zeros = unpacked(words.T, bits)[:, :rows].T
+    groups = even_groups(inputs, count)
+    if "weight_g_idx" in module:
+        index = module.take("weight_g_idx", *_INTEGERS, dims=1)
+        module.check_shape("weight_g_idx", index, inputs)
+        if bool((index != -1).any()):  # -1 everywhere: none was written
+            groups = groups_of(index, count)
+    return _integers(module, bits, codes, scales, zeros, groups)
+
+
+def plain_integers(module: Module) -> QuantizedWeight:
+    """Decodes compressed-tensors' int-quantized: int8 codes as they are."""
+    codes = module.take("weight", torch.int8, dims=2)
+    scales = _scales_of_rows(module, len(codes))
+    zeros = None
+    if "weight_zero_point" in module:
+        zeros = module.take("weight_zero_point", torch.int8).reshape(-1, scales.shape[1]).float()
+        zeros = zeros.expand_as(scales) + 128
+    shifted = (codes.to(torch.int16) + 128).to(torch.uint8)
+    groups = even_groups(codes.shape[1], scales.shape[1])
+    return _integers(module, 8, shifted, scales, zeros, groups)
+
+
+def qweight(module: Module) -> QuantizedWeight:
+    """Decodes GPTQ or AWQ, told by the shape of qweight; of N outputs and K inputs:
+
+    scales   [groups, N]
+    qzeros   int32 [groups, N * bits / 32]
+    g_idx    int32 [K], GPTQ's, if the file has it
+    qweight  int32, GPTQ: [K * bits / 32, N], fields along K; w = scale * (code - zero), where
+             version 1 stores zero - 1
+             AWQ: [K, N / 8], eight outputs a word, in an order of their own
+    """
+    scales = module.take_scales("scales")
+    if scales.dim() != 2:
+        module.refuse(
+            f"tensor {module.name}.scales must be [groups, outputs], got {list(scales.shape)}"
+        )
+    count, rows = scales.shape
+    words = module.take("qzeros", torch.int32, dims=2)
+    bits = 32 * words.shape[1] // rows if rows else 0
+    if bits not in _BITS:
+        module.refuse(f"{module.name} has {bits} bits a weight; 4 and 8 can be read")
+    module.check_shape("qzeros", words, count, rows * bits // 32)
+    packed = module.take("qweight", torch.int32, dims=2)
+    is_gptq = packed.shape[1] == rows
+    method = module.settings.get("quant_method")
+    if not is_gptq and (packed.shape[1] != words.shape[1] or bits != 4):
+        module.refuse(
+            f"tensor {module.name}.qweight must have {rows} columns (GPTQ) or, of 4 bits, "
+            f"{words.shape[1]} (AWQ), got {list(packed.shape)} of {bits} bits"
+        )
+    if method in ("gptq", "awq") and is_gptq != (method == "gptq"):
+        module.refuse(
+            f"quant_method is {method}, but {module.name}.qweight {list(packed.shape)} is laid out "
+            f"as {'GPTQ' if is_gptq else 'AWQ'} does"
+        )
+    zeros = unpacked(words, bits)
+    if is_gptq:
+        codes = unpacked(packed.T, bits)
+        if _gptq_version(module) == "gptq":
+            zeros = (zeros + 1) & (2**bits - 1)
+    else:
+        codes, zeros = (
+            one.view(len(one), -1, 8)[..., _AWQ_FIELD].flatten(1)
+            for one in (unpacked(packed, bits), zeros)
+        )
+        codes = codes.T
+    groups = even_groups(codes.shape[1], count, module.settings.get("group_size"))
+    if "g_idx" in module:
+        index = module.take("g_idx", *_INTEGERS, dims=1)
+        module.check_shape("g_idx", index, codes.shape[1])
+        groups = groups_of(index, count)
+    return _integers(module, bits, codes, scales.T.contiguous(), zeros.T, groups)
+
+
+def _gptq_version(module: Module) -> str:
+    settings = module.settings
+    if not settings:
+        module.refuse(
+            f"{module.name} is GPTQ, but neither config.json (quantization_config) nor "
+            "quantize_config.json says whether zero points are stored less one"
+        )
+    version = settings.get("checkpoint_format", settings.get("format")) or "gptq"
+    if version not in _GPTQ_VERSIONS:
+        module.refuse(f"checkpoint_format must be {' or '.join(_GPTQ_VERSIONS)}, got {version}")
+    return str(version)
+
+
+def _scales_of_rows(module: Module, rows: int) -> Tensor:
+    scales = module.take_scales("weight_scale")
+    if scales.numel() == 1:
+        return scales.reshape(1, 1).expand(rows, 1).contiguous()
+    if scales.dim() == 1:
+        scales = scales[:, None]
+    if scales.dim() != 2 or len(scales) != rows:
+        module.refuse(
+            f"tensor {module.name}.weight_scale must be [{rows}, groups] or [1], got "
+            f"{list(scales.shape)}"
+        )
+    return scales
+
+
+def _integers(
+    module: Module,
+    bits: int,
+    codes: Tensor,
+    scales: Tensor,
+    zeros: Tensor | None,
+    groups: Groups | None,
+) -> QuantizedWeight:
+    """Codes [N, K], scales and zeros [N, groups]; codes and zeros from 0 to 2^bits - 1."""
+    if groups is None:
+        module.refuse(
+            f"the {codes.shape[1]} inputs of {module.name} are not {scales.shape[1]} groups of one "
+            "size"
+        )
+    if groups.size != 16 and groups.size % 32:
+        module.refuse(
+            f"groups must be of 16 inputs or a multiple of 32, got {groups.size} in {module.name}"
+        )
+    middle = 2 ** (bits - 1)
+    offsets = None
+    if zeros is not None and bool((zeros != middle).any()):
+        offsets = -(zeros.float() - middle) * scales
+    if bits == 8:
+        codes = (codes.to(torch.int16) - middle).to(torch.int8)
+    if groups.order is not None:
+        codes = codes[:, groups.order.long()]
+    kind = "int4" if bits == 4 else "int8"
+    return QuantizedWeight(
+        kind, codes.contiguous(), scales, offsets, groups.size, input_order=groups.order
+    )

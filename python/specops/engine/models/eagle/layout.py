@@ -1,0 +1,221 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How EAGLE-3 heads are published: three layouts of config.json, and two conventions of layers."""
+
+import logging
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from specops.engine.errors import ModelError
+from specops.engine.models.blocks.attention import AttentionConfig
+from specops.engine.models.blocks.layer import LayerConfig
+from specops.engine.models.families.dense_decoder import dense_decoder
+from specops.engine.models.families.fields import count, read_config
+from specops.engine.models.transformer import Transformer
+
+logger = logging.getLogger(__name__)
+
+# The layers whose states are read, by the fields that name them. Some fields count a layer by the
+# state that enters it, which leaves the one before.
+_ENTERED = ("eagle_aux_hidden_state_layer_ids", "aux_hidden_state_layer_ids")
+_LEFT = ("target_layer_ids", "layer_ids")
+
+# What the names of tensors give away about heads that do not run yet.
+_FOREIGN = {
+    "mlp.experts.": "a mixture of experts",
+    "self_attn.kv_a_proj": "multi-head latent attention",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Eagle3Config:
+    """What a head is made from.
+
+    Attributes:
+        hidden_size: width of its states.
+        layers: in order; attention of the first one reads a token and a state side by side.
+        norm_eps: of every norm.
+        taps: the target's layers whose states it reads: those that leave them.
+        draft_vocab_size: rows of its LM head.
+        norm_before_residual: the first layer's branches are added to the normed state.
+        norm_before_fc: the states of all layers are normed together before they are projected.
+        fc_norm: each layer's states are normed before they are projected.
+        norm_output: a later draft reads the state after the last norm, not before it.
+        prefix: what the names of its tensors begin with.
+        layer_prefixes: likewise, of each layer.
+    """
+
+    hidden_size: int
+    layers: tuple[LayerConfig, ...]
+    norm_eps: float
+    taps: tuple[int, ...]
+    draft_vocab_size: int
+    norm_before_residual: bool
+    norm_before_fc: bool
+    fc_norm: bool
+    norm_output: bool
+    prefix: str
+    layer_prefixes: tuple[str, ...]
+
+
+def read_eagle3_config(
+    directory: Path, names: Collection[str], target: Transformer
+) -> Eagle3Config:
+    """Reads what a head's config.json and the names of its tensors say.
+
+    Args:
+        directory: of the head.
+        names: of its tensors.
+        target: the model that it drafts for.
+
+    Raises:
+        ModelError: a field is missing, holds what it cannot hold, or does not fit the target.
+    """
+    file = directory / "config.json"
+    raw = read_config(directory)
+    try:
+        return _read(raw, directory, names, target)
+    except KeyError as error:
+        raise ModelError(f"{file}: {error} is missing") from error
+    except ModelError as error:
+        said = str(error)
+        raise ModelError(said if said.startswith(str(directory)) else f"{file}: {said}") from None
+
+
+def _read(
+    raw: Mapping[str, Any], directory: Path, names: Collection[str], target: Transformer
+) -> Eagle3Config:
+    kind = raw.get("speculators_model_type", "eagle3")
+    if kind != "eagle3":
+        raise ModelError(f"speculators_model_type must be eagle3, got {kind}")
+    nested = raw.get("transformer_layer_config")
+    layer = nested if isinstance(nested, dict) else raw
+    own = {**mapping_of(raw, "eagle_config"), **raw}
+    if own.get("logit_scale", 1) != 1:
+        raise ModelError(f"logit_scale must be 1, got {own['logit_scale']}")
+    prefix = "model." if any(name.startswith("model.") for name in names) else ""
+    layer_prefixes = _layer_prefixes(directory, names, prefix)
+    # The number of layers is wrong in some files, and so are their kinds.
+    left = {name: value for name, value in layer.items() if name != "layer_types"}
+    left |= {"architectures": ["EAGLE-3"], "num_hidden_layers": len(layer_prefixes)}
+    decoder = dense_decoder(left)
+    vocab_size = raw.get("target_vocab_size", decoder.vocab_size)
+    if vocab_size != target.config.vocab_size:
+        raise ModelError(
+            f"vocab_size is {vocab_size}, but the target has {target.config.vocab_size}"
+        )
+    width = own.get("target_hidden_size") or decoder.hidden_size
+    if width != target.hidden_size:
+        field = "target_hidden_size" if own.get("target_hidden_size") else "hidden_size"
+        raise ModelError(f"{field} is {width}, but the target has {target.hidden_size}")
+    first, *others = (
+        with_qk_norms(one, f"{of_layer}self_attn.q_norm.weight" in names)
+        for one, of_layer in zip(decoder.layers, layer_prefixes, strict=True)
+    )
+    first = replace(first, attention=_of_pairs(first, 2 * decoder.hidden_size))
+    num_layers = target.config.num_layers
+    return Eagle3Config(
+        hidden_size=decoder.hidden_size,
+        layers=(first, *others),
+        norm_eps=decoder.rms_norm_eps,
+        taps=taps_of(own, directory, num_layers, (2, num_layers // 2, num_layers - 3)),
+        draft_vocab_size=count(own, "draft_vocab_size", target.config.vocab_size),
+        norm_before_residual=flag_of(own, "norm_before_residual"),
+        norm_before_fc=flag_of(own, "norm_before_fc"),
+        fc_norm=flag_of(own, "fc_norm"),
+        norm_output=flag_of(own, "norm_output"),
+        prefix=prefix,
+        layer_prefixes=layer_prefixes,
+    )
+
+
+def _layer_prefixes(directory: Path, names: Collection[str], prefix: str) -> tuple[str, ...]:
+    """What the names of each layer's tensors begin with: the first one has two names."""
+    found: list[str] = []
+    for index in range(len(names)):
+        candidates = [f"{prefix}layers.{index}."]
+        if index == 0:
+            candidates.insert(0, f"{prefix}midlayer.")
+        here = [one for one in candidates if any(name.startswith(one) for name in names)]
+        if not here:
+            break
+        found.append(here[0])
+    if not found:
+        raise ModelError(
+            f"{directory}: the checkpoint holds no EAGLE-3 head; looked for tensors named "
+            "midlayer. or layers.0., with or without model."
+        )
+    for one in found:
+        for part, kind in _FOREIGN.items():
+            if any(name.startswith(one + part) for name in names):
+                raise ModelError(f"{directory}: the head has {kind}, which is not supported yet")
+    return tuple(found)
+
+
+def taps_of(
+    own: Mapping[str, Any], directory: Path, num_layers: int, default: Sequence[int] | None
+) -> tuple[int, ...]:
+    """Returns the target's layers whose states are read, as those that the states leave.
+
+    Args:
+        own: fields of config.json.
+        directory: of the head.
+        num_layers: of the target.
+        default: layers by the states that enter them, where no field names any; None: one must.
+
+    Raises:
+        KeyError: none does.
+        ModelError: a field names what is no layer.
+    """
+    for fields, shift in ((_ENTERED, 1), (_LEFT, 0)):
+        for field in fields:
+            ids = own.get(field)
+            if ids is not None:
+                return _checked(field, ids, shift, directory, num_layers)
+    if default is None:
+        raise KeyError(_LEFT[0])
+    return _checked("no field, so by the method's default", default, 1, directory, num_layers)
+
+
+def _checked(field: str, ids: Any, shift: int, directory: Path, num_layers: int) -> tuple[int, ...]:
+    is_list = isinstance(ids, Sequence) and not isinstance(ids, str) and len(ids) > 0
+    if not is_list or any(isinstance(one, bool) or not isinstance(one, int) for one in ids):
+        raise ModelError(f"{field} must be a list of layers, got {ids!r}")
+    taps = tuple(one - shift for one in ids)
+    if min(taps) < 0 or max(taps) >= num_layers:
+        raise ModelError(
+            f"{field}: layers must be in [{shift}, {num_layers - 1 + shift}] for a target of "
+            f"{num_layers} layers, got {list(ids)}"
+        )
+    logger.info("%s reads the states that leave layers %s (%s)", directory, taps, field)
+    return taps
+
+
+def _of_pairs(layer: LayerConfig, width: int) -> AttentionConfig:
+    assert isinstance(layer.attention, AttentionConfig)
+    return replace(layer.attention, input_size=width)
+
+
+def with_qk_norms(layer: LayerConfig, has_norms: bool) -> LayerConfig:
+    """Returns a layer that norms q and k, if the checkpoint has these norms."""
+    assert isinstance(layer.attention, AttentionConfig)
+    return replace(layer, attention=replace(layer.attention, qk_norm=has_norms))
+
+
+def flag_of(own: Mapping[str, Any], field: str, *, default: bool = False) -> bool:
+    """Returns a field that is true or false.
+
+    Raises:
+        ModelError: it is neither.
+    """
+    value = own.get(field)
+    if value is not None and not isinstance(value, bool):
+        raise ModelError(f"{field} must be true or false, got {value!r}")
+    return default if value is None else value
+
+
+def mapping_of(raw: Mapping[str, Any], field: str) -> Mapping[str, Any]:
+    """Returns a field that is an object; where it is none, there are no fields."""
+    value = raw.get(field)
+    return value if isinstance(value, dict) else {}

@@ -1,0 +1,129 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What GGUF files say of a model, in the words of a config.json.
+
+Source: docs/gguf.md of github.com/ggml-org/ggml.
+"""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from specops.engine.errors import ModelError
+from specops.engine.models.families.fields import count, mapping, number
+
+# Fields of a config.json, by the keys behind the architecture's name.
+_FIELDS = {
+    "block_count": "num_hidden_layers",
+    "context_length": "max_position_embeddings",
+    "embedding_length": "hidden_size",
+    "feed_forward_length": "intermediate_size",
+    "attention.head_count": "num_attention_heads",
+    "attention.head_count_kv": "num_key_value_heads",
+    "attention.key_length": "head_dim",
+    "attention.layer_norm_rms_epsilon": "rms_norm_eps",
+    "attention.sliding_window": "sliding_window",
+    "rope.freq_base": "rope_theta",
+}
+_SCALING = "rope.scaling."
+_SCALINGS = {"linear": ("factor",), "yarn": ("factor", "original_context_length")}
+_SCALING_FIELDS = {"original_context_length": "original_max_position_embeddings"}
+# Sizes that must be those of a head, and what config.json has from the tensors.
+_HEAD_SIZES = ("attention.value_length", "rope.dimension_count")
+_ELSEWHERE = ("vocab_size",)
+# Of all models whose files have factors in place of a scaling's parameters.
+_LLAMA3_LENGTH, _LLAMA3_LOW, _LLAMA3_HIGH = 8192, 1.0, 4.0
+
+
+def no_fields(raw: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Everything is in the file."""
+    return {}
+
+
+@dataclass(frozen=True)
+class GgufForm:
+    """How GGUF files have models of a family.
+
+    Attributes:
+        architecture: as the files call it, in general.architecture.
+        read_as: the architecture of a config.json that is the same.
+        keys: further keys behind the architecture's name, and the fields that they are.
+        fields: what follows from other fields, given them.
+    """
+
+    architecture: str
+    read_as: str
+    keys: Mapping[str, str] = field(default_factory=dict)
+    fields: Callable[[Mapping[str, Any]], Mapping[str, Any]] = no_fields
+
+    def config(self, raw: Mapping[str, Any]) -> dict[str, Any]:
+        """Returns a config.json as Hugging Face has it.
+
+        Args:
+            raw: that of a directory that is made from a GGUF file.
+
+        Raises:
+            ModelError: the metadata have a key that is not known, or a value that does not run.
+        """
+        prefix = f"{self.architecture}."
+        said = {
+            key.removeprefix(prefix): value
+            for key, value in mapping(raw, "gguf").items()
+            if key.startswith(prefix)
+        }
+        fields = {**_FIELDS, **self.keys}
+        known = {*fields, *_HEAD_SIZES, *_ELSEWHERE}
+        for key in said:
+            if key not in known and not key.startswith(_SCALING):
+                raise ModelError(f"{prefix}{key} is not known: {said[key]}")
+        config = {name: said[key] for key, name in fields.items() if key in said}
+        head_dim = config.get("head_dim")
+        if head_dim is None:
+            head_dim = count(config, "hidden_size") // count(config, "num_attention_heads")
+        for key in _HEAD_SIZES:
+            if said.get(key, head_dim) != head_dim:
+                raise ModelError(f"{prefix}{key} must be {head_dim}, as a head, got {said[key]}")
+        scaling = self._scaling(said)
+        if scaling:
+            config["rope_scaling"] = scaling
+        if raw.get("rope_factors"):
+            theta = number("rope_theta", config.get("rope_theta", 10000.0))
+            config["rope_scaling"] = _scaling_of_factors(raw["rope_factors"], theta, head_dim)
+        around = {name: raw[name] for name in raw if name not in ("gguf", "rope_factors")}
+        whole = {**around, "architectures": [self.read_as], "dtype": "bfloat16", **config}
+        return {**whole, **self.fields(whole)}
+
+    def _scaling(self, said: Mapping[str, Any]) -> dict[str, Any] | None:
+        own = {
+            key.removeprefix(_SCALING): one for key, one in said.items() if key.startswith(_SCALING)
+        }
+        kind = own.pop("type", "none")
+        own.pop("finetuned", None)
+        if kind == "none":
+            return None
+        known = _SCALINGS.get(kind, ())
+        if not known or not own.keys() <= set(known):
+            raise ModelError(f"{self.architecture}.{_SCALING}type {kind} does not run, of {own}")
+        return {"rope_type": kind, **{_SCALING_FIELDS.get(key, key): own[key] for key in own}}
+
+
+def _scaling_of_factors(factors: Sequence[float], theta: float, head_dim: int) -> dict[str, Any]:
+    """The scaling that divides frequencies by these factors: files of Llama 3 say no more of it.
+
+    Raises:
+        ModelError: they are those of another scaling.
+    """
+    factor, pairs = max(factors), head_dim // 2
+    for i in range(pairs):
+        turns = _LLAMA3_LENGTH * theta ** (-i / pairs) / (2 * math.pi)
+        keep = min(max((turns - _LLAMA3_LOW) / (_LLAMA3_HIGH - _LLAMA3_LOW), 0.0), 1.0)
+        wanted = 1 / (keep + (1 - keep) / factor)
+        if len(factors) != pairs or not math.isclose(factors[i], wanted, rel_tol=1e-4):
+            raise ModelError("tensor rope_freqs.weight has the factors of an unknown scaling")
+    return {
+        "rope_type": "llama3",
+        "factor": factor,
+        "low_freq_factor": _LLAMA3_LOW,
+        "high_freq_factor": _LLAMA3_HIGH,
+        "original_max_position_embeddings": _LLAMA3_LENGTH,
+    }

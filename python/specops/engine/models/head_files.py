@@ -1,0 +1,96 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Weights of draft heads in files of other names than a model's, pickled tensors among them."""
+
+from collections.abc import Sequence, Set
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from specops.engine.errors import ModelError
+from specops.engine.models.weights import WeightSettings, WeightSource
+
+
+class HeadFile(WeightSource):
+    """The tensors of one file: of safetensors, or one that torch has pickled.
+
+    Of a pickled one tensors alone are read, and no code is run.
+
+    Args:
+        path: the file.
+        settings: how they are read.
+
+    Raises:
+        ModelError: the file is damaged, or holds something else.
+    """
+
+    def __init__(self, path: Path, settings: WeightSettings) -> None:
+        super().__init__(settings)
+        self._path = path
+        try:
+            if path.suffix == ".safetensors":
+                found = load_file(path)
+            else:
+                found = torch.load(path, map_location="cpu", weights_only=True)
+        except Exception as error:  # both raise errors of their own
+            raise ModelError(f"{path}: not a file of tensors alone: {error}") from error
+        if not isinstance(found, dict) or not all(
+            isinstance(name, str) and isinstance(one, Tensor) for name, one in found.items()
+        ):
+            raise ModelError(f"{path}: expected tensors by name, got {type(found).__name__}")
+        self._tensors: dict[str, Tensor] = found
+
+    def names(self) -> Set[str]:
+        """Returns the names of all tensors."""
+        return self._tensors.keys()
+
+    def _load(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        if name not in self._tensors:
+            raise ModelError(f"{self._path}: tensor {name} is missing")
+        tensor = self._tensors[name]
+        if tuple(tensor.shape) != shape:
+            raise ModelError(
+                f"{self._path}: tensor {name} must be {list(shape)}, got {list(tensor.shape)}"
+            )
+        return tensor
+
+
+def open_head(directory: Path, settings: WeightSettings, files: Sequence[str]) -> WeightSource:
+    """Returns the weights of a draft head.
+
+    Args:
+        directory: of the head.
+        settings: how they are read.
+        files: names that its file may have, beside those of a model's files, which come first.
+
+    Raises:
+        ModelError: there is none of them, a file is damaged, or random weights are asked for.
+    """
+    if not directory.is_dir():
+        raise ModelError(f"{directory}: no such directory")
+    if settings.load_format == "dummy":
+        raise ModelError(f"{directory}: a draft head cannot be made of random weights")
+    names = ("model.safetensors", "model.safetensors.index.json")
+    if not any((directory / name).is_file() for name in names):
+        for name in files:
+            if (directory / name).is_file():
+                return HeadFile(directory / name, settings)
+    return settings.open(directory)
+
+
+def refuse_unread(source: WeightSource, directory: Path, what: str, left: Sequence[str]) -> None:
+    """Refuses tensors that nothing has read.
+
+    Args:
+        source: which has been read.
+        directory: of the head.
+        what: it is, with its article.
+        left: ends of names that may be left unread.
+
+    Raises:
+        ModelError: there are some.
+    """
+    for name in sorted(source.names()):
+        if name not in source.read and not name.endswith((*left, "\0")):
+            raise ModelError(f"{directory}: tensor {name} has no place in {what}")

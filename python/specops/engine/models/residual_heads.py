@@ -1,0 +1,272 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Heads of residual blocks on the target's last state: Medusa's and Hydra's.
+
+A head drafts the token so many places ahead. Medusa's read the state that the newest token was
+chosen from, and nothing else; Hydra's also the embeddings of the newest token and of the drafts
+before, side by side behind the state. Through blocks x + silu(W x + b) they go to a head of logits
+of their own.
+
+Source: Cai et al. 2024, "Medusa: Simple LLM Inference Acceleration Framework with Multiple Decoding
+Heads", section 2.1; Ankner et al. 2024, "Hydra: Sequentially-Dependent Draft Heads for Medusa
+Decoding", section 3.
+"""
+
+import logging
+import re
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from specops import dense
+from specops.dense import PackedWeight
+from specops.engine.errors import ModelError
+from specops.engine.models.families.fields import read_config
+from specops.engine.models.head_files import open_head, refuse_unread
+from specops.engine.models.transformer import Transformer
+from specops.engine.models.weights import WeightSource
+
+logger = logging.getLogger(__name__)
+
+# Names of block {block} of head {head}, and of its logits, as the authors and vLLM have them.
+_MEDUSA = (
+    ("{head}.{block}.linear", "{head}.{blocks}"),
+    ("blocks.{head}.layers.{block}", "lm_heads.{head}"),
+)
+_MEDUSA_FILES = ("medusa_lm_head.safetensors", "medusa_lm_head.pt")
+_HYDRA = (("hydra_mlp.{head}.{block}.linear", "hydra_lm_head.{head}"),)
+_HYDRA_FILES = ("hydra_lm_head.safetensors", "hydra_lm_head.pt")
+
+
+@dataclass(frozen=True)
+class Projection:
+    """A matrix and its bias."""
+
+    weight: PackedWeight
+    bias: Tensor | None
+
+    def run(
+        self,
+        x: Tensor,
+        out: Tensor | None,
+        sums: Tensor | None,
+        out_dtype: torch.dtype | None = None,
+    ) -> Tensor:
+        """Multiplies rows."""
+        return dense.linear(x, self.weight, self.bias, out=out, out_dtype=out_dtype, workspace=sums)
+
+
+@dataclass(frozen=True)
+class ResidualBlock:
+    """x + silu(inner x); of a wider x it is `outer` x that is added to."""
+
+    inner: Projection
+    outer: Projection | None
+
+
+@dataclass(frozen=True)
+class ResidualHead:
+    """One head: its blocks, and what makes logits."""
+
+    blocks: tuple[ResidualBlock, ...]
+    lm_head: Projection
+
+
+class ResidualHeads:
+    """The heads of a checkpoint, in the order in which they draft.
+
+    Args:
+        heads: in order.
+        target: the model that they draft for.
+        reads_tokens: whether a head reads the newest token and the drafts before it.
+
+    Attributes:
+        heads, reads_tokens: these.
+        hidden_size, dtype, device: of the target's states.
+        vocab_size: of the target.
+    """
+
+    def __init__(
+        self, heads: Sequence[ResidualHead], target: Transformer, *, reads_tokens: bool
+    ) -> None:
+        self.heads, self.reads_tokens = heads, reads_tokens
+        self.hidden_size, self.dtype, self.device = target.hidden_size, target.dtype, target.device
+        self.vocab_size = target.config.vocab_size
+        self._embedding = target.embedding
+        projections = [
+            projection.weight
+            for head in heads
+            for one in head.blocks
+            for projection in (one.inner, one.outer, head.lm_head)
+            if projection is not None
+        ]
+        sizes = {(one.num_outputs, one.num_leaves, one.max_split_rows): one for one in projections}
+        self._weights = list(sizes.values())
+        self._given, self._gates, self._added, self._wide, self._even, self._odd = (
+            torch.empty(0, 0),
+        ) * 6
+
+    def reserve(self, requests: int) -> None:
+        """Allocates the buffers of so many requests."""
+        width = self.hidden_size
+
+        def new(columns: int) -> Tensor:
+            return torch.empty(requests, columns, dtype=self.dtype, device=self.device)
+
+        self._given = new((1 + len(self.heads) * self.reads_tokens) * width)
+        self._gates = new(2 * width).fill_(1)  # what the second half multiplies with
+        self._added, self._wide = new(width), new(width)
+        self._even, self._odd = new(width), new(width)
+
+    def sums_size(self, requests: int) -> int:
+        """Returns the floats that projections split their sums with."""
+        return max(dense.linear_workspace_size(requests, one) for one in self._weights)
+
+    def read_token(self, index: int, token_ids: Tensor) -> None:
+        """Takes in the tokens that head `index` is the first to read, int32 [requests]."""
+        begin = (1 + index) * self.hidden_size
+        into = self._given[: token_ids.shape[0], begin : begin + self.hidden_size]
+        into.copy_(dense.embedding(token_ids, self._embedding))
+
+    def logits(self, index: int, states: Tensor, out: Tensor | None, sums: Tensor | None) -> Tensor:
+        """Returns the fp32 logits of head `index`.
+
+        Args:
+            index: which head, from 0.
+            states: [requests, hidden_size], the target's.
+            out: [requests, vocab_size], receives them.
+            sums: workspace of projections.
+        """
+        head, width, rows = self.heads[index], self.hidden_size, states.shape[0]
+        x = states
+        if self.reads_tokens:
+            given = self._given[:rows]
+            given[:, :width].copy_(states)
+            x = given[:, : (2 + index) * width]
+        gates, added = self._gates[:rows], self._added[:rows]
+        for place, block in enumerate(head.blocks):
+            gates[:, :width].copy_(block.inner.run(x, added, sums))
+            dense.silu_mul(gates, out=added)
+            if block.outer is not None:
+                x = block.outer.run(x, self._wide[:rows], sums)
+            x = torch.add(x, added, out=(self._even, self._odd)[place % 2][:rows])
+        return head.lm_head.run(x, out, sums, torch.float32)
+
+
+def load_medusa(
+    target: Transformer, directory: str | Path, *, quantization: str | None = None
+) -> ResidualHeads:
+    """Loads Medusa heads, in the layout of the authors or of vLLM.
+
+    Their number is that of the tensors: config.json has another one in some published files.
+
+    Args:
+        target: the model that they draft for.
+        directory: of the heads.
+        quantization: of their heads of logits; None: as of the target's.
+
+    Raises:
+        ModelError: a file, a field or a tensor is missing, damaged or does not fit the target.
+    """
+    directory = Path(directory)
+    source = open_head(directory, target.settings.of_drafter(quantization), _MEDUSA_FILES)
+    raw = read_config(directory)
+    size = raw.get("truncated_vocab_size") or target.config.vocab_size
+    if size != target.config.vocab_size:
+        raise ModelError(
+            f"{directory / 'config.json'}: truncated_vocab_size is {size}, and must be the "
+            f"target's vocab_size {target.config.vocab_size}"
+        )
+    return _load(target, source, directory, _MEDUSA, "Medusa heads", 0)
+
+
+def load_hydra(
+    target: Transformer, directory: str | Path, *, quantization: str | None = None
+) -> ResidualHeads:
+    """Loads Hydra heads, in the layout of the authors.
+
+    Args:
+        target, directory, quantization: as of `load_medusa`.
+
+    Raises:
+        ModelError: a file, a field or a tensor is missing, damaged or does not fit the target; or
+            the heads are of another kind, such as Hydra++'s with a layer before them.
+    """
+    directory = Path(directory)
+    source = open_head(directory, target.settings.of_drafter(quantization), _HYDRA_FILES)
+    raw = read_config(directory)
+    kind = raw.get("hydra_head_arch", "mlp")
+    if kind != "mlp":
+        raise ModelError(f"{directory / 'config.json'}: hydra_head_arch must be mlp, got {kind}")
+    grounded = raw.get("grounded_heads", True)
+    if not isinstance(grounded, bool):
+        raise ModelError(
+            f"{directory / 'config.json'}: grounded_heads must be true or false, got {grounded!r}"
+        )
+    if grounded and target.config.embedding_scale != 1.0:
+        raise ModelError(f"{directory}: Hydra heads cannot read the target's scaled embedding")
+    return _load(target, source, directory, _HYDRA, "Hydra heads", int(grounded))
+
+
+def _load(
+    target: Transformer,
+    source: WeightSource,
+    directory: Path,
+    layouts: Sequence[tuple[str, str]],
+    what: str,
+    reads_tokens: int,
+) -> ResidualHeads:
+    block_name, head_name = _layout_of(source.names(), layouts, directory, what)
+    blocks_of = _count(source.names(), block_name)
+    heads = []
+    for index, num_blocks in enumerate(blocks_of):
+        widths = [(1 + reads_tokens * (1 + index)) * target.hidden_size]
+        widths += [target.hidden_size] * (num_blocks - 1)
+        blocks = tuple(
+            _block(source, block_name.format(head=index, block=block), width, target.hidden_size)
+            for block, width in enumerate(widths)
+        )
+        name = head_name.format(head=index, blocks=num_blocks)
+        vocab_size, quantization = target.config.vocab_size, source.settings.quantize_head
+        lm_head = _projection(source, name, target.hidden_size, vocab_size, quantization)
+        heads.append(ResidualHead(blocks, lm_head))
+    refuse_unread(source, directory, what, ())
+    logger.info("%s: %d %s of %s blocks", directory, len(heads), what, blocks_of)
+    return ResidualHeads(heads, target, reads_tokens=bool(reads_tokens))
+
+
+def _layout_of(
+    names: Collection[str], layouts: Sequence[tuple[str, str]], directory: Path, what: str
+) -> tuple[str, str]:
+    for block, head in layouts:
+        if f"{block.format(head=0, block=0)}.weight" in names:
+            return block, head
+    looked = ", ".join(f"{block.format(head=0, block=0)}.weight" for block, _ in layouts)
+    raise ModelError(f"{directory}: the file holds no {what}; looked for tensors named {looked}")
+
+
+def _count(names: Collection[str], block: str) -> list[int]:
+    """How many blocks each head has."""
+    pattern = re.escape(f"{block}.weight").replace(r"\{head\}", r"(\d+)")
+    pattern = pattern.replace(r"\{block\}", r"(\d+)")
+    found = {match.groups() for name in names if (match := re.fullmatch(pattern, name))}
+    heads = sorted({int(head) for head, _ in found})
+    return [sum(int(head) == one for head, _ in found) for one in range(len(heads))]
+
+
+def _block(source: WeightSource, name: str, width: int, hidden_size: int) -> ResidualBlock:
+    inner = _projection(source, name, width, hidden_size, "none")
+    if width == hidden_size:
+        return ResidualBlock(inner, None)
+    other = name.removesuffix("linear") + "res_connection"
+    return ResidualBlock(inner, _projection(source, other, width, hidden_size, "none"))
+
+
+def _projection(
+    source: WeightSource, name: str, inputs: int, outputs: int, quantization: str
+) -> Projection:
+    weight = source.linear("", (name,), (outputs,), inputs, quantization=quantization)
+    has_bias = f"{name}.bias" in source.names()
+    return Projection(weight, source.bias("", (name,), (outputs,)) if has_bias else None)

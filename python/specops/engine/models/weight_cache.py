@@ -1,0 +1,340 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Packed weights on disk: made from a checkpoint once, and mapped from then on.
+
+The cache has a folder for each checkpoint, build and instruction set, and in it a safetensors file
+for each packed weight. A folder is named by a digest of
+
+    the bytes of the checkpoint's files, whatever these are called and wherever they lie, and what
+        its configuration says of how weights are stored in them;
+    the sources of the kernels, the compiler, and the Python code that reads and packs weights;
+    the instruction set,
+
+a file by a digest of what was asked for: names, shape, dtype, kind. So nothing in the cache is ever
+out of date, and nothing needs to be compared but names. Reading all of a checkpoint for its digest
+takes seconds; what a digest was is therefore kept by the file's path, size, inode and times of the
+last change. A program can set the time that it shows as modified, not the one that the system notes
+beside it (ctime): a file that was written to is read again. Files that were changed within the last
+seconds are not remembered, since a second change might bear the same time.
+
+Files are written beside their place and moved there: other processes see all of one or nothing.
+Each holds a sum of every tensor, which is compared when it is mapped, so that one that is cut short
+or damaged is made anew. Whoever may write to the folder is trusted, as the checkpoint is.
+
+Mapped memory is the page cache's own: it is there at once, processes share it, and the system may
+take it back. Kernels never write to a weight.
+"""
+
+import contextlib
+import functools
+import hashlib
+import json
+import logging
+import os
+import shutil
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import IO, Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+import specops
+from specops.dense import PackedWeight
+
+logger = logging.getLogger(__name__)
+
+_LEAST_BYTES = (
+    256 << 20
+)  # of a checkpoint that is worth it by itself: below, packing takes a second
+_FREE_SHARE = 20  # one in so many bytes of the disk stays free
+_SETTLED_SECONDS = 2.0  # times of files are coarser than writes, some by this much
+_PIECE = 1 << 20  # bytes of a file at once
+_ALIGNMENT = 4096  # of the first tensor of a file; of the others what a vector needs:
+_VECTOR = 64
+
+_DIGESTS = "digests"  # the folder of what digests were
+_UNFINISHED = "unfinished-"
+_STALE_SECONDS = 3600.0  # an unfinished file that old has no writer any more
+
+
+class WeightCache:
+    """Packed weights of checkpoints, on disk.
+
+    Args:
+        root: the folder that has them; it need not be there yet.
+        max_bytes: most bytes of all files. What was not used for longest makes room.
+        least_bytes: smaller checkpoints are not kept.
+    """
+
+    def __init__(self, root: Path, max_bytes: int, least_bytes: int = 0) -> None:
+        self._root, self._max_bytes, self._least_bytes = root, max_bytes, least_bytes
+        self._left: int | None = None  # bytes; None: not counted yet
+
+    @classmethod
+    def of_setting(cls, setting: str, max_bytes: int) -> "WeightCache | None":
+        """Returns what a configuration means.
+
+        Args:
+            setting: a folder; "auto", the user's own, for checkpoints that take long to pack; or
+                "none".
+            max_bytes: see above.
+        """
+        if setting == "none":
+            return None
+        if setting != "auto":
+            return cls(Path(setting), max_bytes)
+        try:
+            home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+        except RuntimeError:  # there is no home
+            return None
+        return cls(Path(home) / "specops" / "weights", max_bytes, _LEAST_BYTES)
+
+    def of(self, files: Sequence[Path], how: str = "") -> "CachedWeights | None":
+        """Returns the weights of a checkpoint; None if they are not kept.
+
+        Args:
+            files: that the checkpoint is made of.
+            how: what is said elsewhere of how weights are stored in them.
+        """
+        try:
+            if sum(file.stat().st_size for file in files) < self._least_bytes:
+                return None
+            (self._root / _DIGESTS).mkdir(mode=0o700, parents=True, exist_ok=True)
+            with ThreadPoolExecutor(specops.get_num_threads()) as pool:
+                digests = list(pool.map(self._digest_of, files))
+            name = _digest([*digests, how, _code_digest(), specops.get_isa()])
+            folder = self._root / name
+            folder.mkdir(mode=0o700, exist_ok=True)
+            os.utime(folder)  # for whoever looks for what was not used for longest
+        except OSError as error:
+            logger.warning("%s cannot keep packed weights: %s", self._root, error)
+            return None
+        return CachedWeights(self, folder)
+
+    def make_room(self, num_bytes: int, folder: Path) -> str | None:
+        """Makes room for a file.
+
+        Args:
+            num_bytes: of the file.
+            folder: that it is for, which stays.
+
+        Returns:
+            None; or why there is none.
+        """
+        if self._left is None:
+            self._left = self._max_bytes - sum(map(_bytes_of, self._folders()))
+        if self._left < num_bytes:
+            for other in self._folders():
+                if other != folder and self._left < num_bytes:
+                    self._left += _bytes_of(other)
+                    shutil.rmtree(other, ignore_errors=True)
+        disk = shutil.disk_usage(self._root)
+        if disk.free - num_bytes < disk.total // _FREE_SHARE:
+            return f"the disk has {disk.free >> 20} MiB left"
+        if self._left < num_bytes:
+            return f"it would be larger than {self._max_bytes >> 20} MiB"
+        self._left -= num_bytes
+        return None
+
+    def _folders(self) -> list[Path]:
+        """Those of checkpoints, the longest unused first."""
+        found = [one for one in self._root.iterdir() if one.is_dir() and one.name != _DIGESTS]
+        return sorted(found, key=lambda one: one.stat().st_mtime)
+
+    def _digest_of(self, file: Path) -> str:
+        """Of a file's bytes: remembered, or read."""
+        facts = _facts(file)
+        known = self._root / _DIGESTS / _digest(facts)
+        with contextlib.suppress(OSError):
+            text = known.read_text(encoding="ascii")
+            if len(text) == hashlib.sha256().digest_size * 2:
+                return text
+        digest = hashlib.sha256()
+        with open(file, "rb") as bytes_:
+            while piece := bytes_.read(_PIECE):
+                digest.update(piece)
+        changed = max(file.stat().st_mtime, file.stat().st_ctime)
+        if facts == _facts(file) and time.time() - changed > _SETTLED_SECONDS:
+            with _replacing(known) as out:
+                out.write(digest.hexdigest().encode())
+        return digest.hexdigest()
+
+
+class CachedWeights:
+    """The packed weights of one checkpoint, as `WeightCache.of` finds or begins them."""
+
+    def __init__(self, cache: WeightCache, folder: Path) -> None:
+        self._cache, self._folder = cache, folder
+        self._writes = True
+
+    def get(self, key: str, make: Callable[[], PackedWeight]) -> PackedWeight:
+        """Returns a weight: mapped if it is there, otherwise made, written and then mapped.
+
+        Args:
+            key: what it is, beside what the folder says.
+            make: makes it.
+        """
+        path = self._folder / f"{_digest([key])}.safetensors"
+        weight = self._read(path, key)
+        if weight is None:
+            made = make()
+            if self._writes:
+                self._write(path, key, made)
+                weight = self._read(path, key)
+        return made if weight is None else weight
+
+    def numbers(self, key: str, measure: Callable[[], list[float]]) -> list[float]:
+        """Returns what was once measured, or measures it.
+
+        Args:
+            key: what it is, beside what the folder says.
+            measure: measures it.
+        """
+        path = self._folder / f"{_digest([key])}.json"
+        try:
+            found = json.loads(path.read_text(encoding="utf-8"))
+            return [float(number) for number in found]
+        except (OSError, TypeError, ValueError):  # it is not there, or not whole
+            numbers = measure()
+        with contextlib.suppress(OSError), _replacing(path) as out:
+            out.write(json.dumps(numbers).encode())
+        return numbers
+
+    def _read(self, path: Path, key: str) -> PackedWeight | None:
+        """Maps a file; None if it is not there, or not whole."""
+        try:
+            return _mapped(path, key)
+        except FileNotFoundError:
+            return None
+        except (OSError, SafetensorError, RuntimeError, TypeError, ValueError) as error:
+            logger.warning("%s is damaged and made anew: %s", path, error)
+            return None
+
+    def _write(self, path: Path, key: str, weight: PackedWeight) -> None:
+        tensors, header = _file_of(weight, key)
+        size = len(header) + sum(one.numel() for one in tensors)
+        try:
+            problem = self._cache.make_room(size, self._folder)
+            if problem is None:
+                self._folder.mkdir(mode=0o700, exist_ok=True)  # another process may have made room
+                with _replacing(path) as out:
+                    out.write(header)
+                    for one in tensors:
+                        out.write(one.numpy().data)
+        except OSError as error:
+            problem = str(error)
+        if problem is not None:
+            self._writes = False
+            logger.warning("%s keeps no more packed weights: %s", self._folder, problem)
+
+
+def _file_of(weight: PackedWeight, key: str) -> tuple[list[Tensor], bytes]:
+    """The tensors of a weight as bytes, and what stands before them in its safetensors file."""
+    plain: dict[str, Any] = {}
+    kept: dict[str, dict[str, Any]] = {}
+    entries: dict[str, Any] = {}
+    tensors: list[Tensor] = []
+    begin = 0
+    for name, value in weight._asdict().items():
+        if not isinstance(value, Tensor):
+            plain[name] = value
+            continue
+        data = value.contiguous().view(-1).view(torch.uint8)
+        slack = -data.numel() % _VECTOR
+        tensors.append(torch.cat((data, data.new_zeros(slack))) if slack else data)
+        end = begin + tensors[-1].numel()
+        entries[name] = {"dtype": "U8", "shape": [end - begin], "data_offsets": [begin, end]}
+        dtype = str(value.dtype).removeprefix("torch.")
+        kept[name] = {"dtype": dtype, "shape": list(value.shape), "sum": _sum(tensors[-1])}
+        begin = end
+    told = json.dumps({"key": key, "plain": plain, "tensors": kept})
+    entries["__metadata__"] = {"weight": told, "digest": _digest([told])}
+    header = json.dumps(entries).encode()
+    header += b" " * (-(8 + len(header)) % _ALIGNMENT)
+    return tensors, len(header).to_bytes(8, "little") + header
+
+
+def _mapped(path: Path, key: str) -> PackedWeight:
+    """The weight in a file, mapped.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        OSError, SafetensorError, RuntimeError, TypeError, ValueError: it is not whole.
+    """
+    with safe_open(path, framework="pt") as file:
+        metadata = file.metadata() or {}
+        told = metadata.get("weight", "")
+        if metadata.get("digest") != _digest([told]):
+            raise ValueError("its header has another digest")
+        facts = json.loads(told)
+        if facts["key"] != key:
+            raise ValueError("it is another weight")
+        fields = dict(facts["plain"])
+        for name, one in facts["tensors"].items():
+            data = file.get_tensor(name)
+            if _sum(data) != one["sum"]:
+                raise ValueError(f"{name} has another sum")
+            dtype = getattr(torch, one["dtype"])
+            num_bytes = dtype.itemsize
+            for size in one["shape"]:
+                num_bytes *= size
+            fields[name] = data[:num_bytes].view(dtype).view(one["shape"])
+    return PackedWeight(**fields)
+
+
+def _sum(data: Tensor) -> int:
+    """Of bytes, as integers of 8 bytes each: read as fast as memory is."""
+    return int(data.view(torch.int64).sum())
+
+
+@contextlib.contextmanager
+def _replacing(path: Path) -> Iterator[IO[bytes]]:
+    """A file to write, which then takes the place of `path`; nothing is left of a failure."""
+    with tempfile.NamedTemporaryFile(dir=path.parent, prefix=_UNFINISHED, delete=False) as out:
+        try:
+            yield out
+            out.close()
+            os.replace(out.name, path)
+        except BaseException:
+            with contextlib.suppress(OSError):
+                os.unlink(out.name)
+            raise
+
+
+def _facts(file: Path) -> list[str]:
+    """What changes whenever a file does."""
+    of = file.stat()
+    times = (of.st_mtime_ns, of.st_ctime_ns)
+    return list(map(str, (file.resolve(), of.st_size, of.st_dev, of.st_ino, *times)))
+
+
+def _bytes_of(folder: Path) -> int:
+    """Bytes of a folder's files; those that were left unfinished are removed."""
+    found = 0
+    for file in folder.iterdir():
+        with contextlib.suppress(OSError):
+            of = file.stat()
+            if file.name.startswith(_UNFINISHED) and time.time() - of.st_mtime > _STALE_SECONDS:
+                file.unlink()
+            else:
+                found += of.st_size
+    return found
+
+
+@functools.lru_cache
+def _code_digest() -> str:
+    """Of all code that decides what a packed weight is."""
+    facts = specops.runtime.build_facts()
+    package = Path(specops.__file__).parent
+    folders = [package / "engine" / name for name in ("gguf", "models")]
+    sources = [*package.glob("*.py"), *(file for one in folders for file in one.rglob("*.py"))]
+    texts = [file.read_text(encoding="utf-8") for file in sorted(sources)]
+    return _digest([facts["source_digest"], facts["compiler"], *texts])
+
+
+def _digest(texts: Sequence[str]) -> str:
+    return hashlib.sha256(json.dumps(list(texts)).encode()).hexdigest()[:32]

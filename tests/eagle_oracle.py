@@ -1,0 +1,219 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tiny EAGLE-3 heads laid out as they are published, and a slow float64 reference of their drafts.
+
+The reference follows the method's description and no code of the engine: it computes all rows anew
+for every draft.
+"""
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+LAYERS, VOCAB, WIDTH, HEADS, KV_HEADS, DIM, MLP = 6, 160, 64, 4, 2, 64, 96
+THETA, EPS = 10000.0, 1e-5
+
+
+@dataclass
+class Head:
+    """A head, however it is laid out.
+
+    Attributes:
+        entered: the target's layers whose states it reads, by the states that enter them.
+        tensors: by the names of the official layout.
+        num_layers: decoder layers of the head.
+        width: of its states.
+    """
+
+    entered: tuple[int, ...] = (2, 3, 3)
+    num_layers: int = 1
+    width: int = WIDTH
+    draft_vocab: int = 40
+    norm_before_residual: bool = False
+    norm_before_fc: bool = False
+    fc_norm: bool = False
+    norm_output: bool = False
+    tensors: dict[str, Tensor] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        generator = torch.Generator().manual_seed(3)
+
+        def matrix(*shape: int) -> Tensor:
+            return torch.randn(shape, generator=generator) * (2 / shape[-1]) ** 0.5
+
+        def norm(width: int) -> Tensor:
+            return 1 + 0.2 * torch.randn(width, generator=generator)
+
+        width, joined = self.width, WIDTH * len(self.entered)
+        made = {"embed_tokens.weight": matrix(VOCAB, width) * 4, "fc.weight": matrix(width, joined)}
+        for index in range(self.num_layers):
+            prefix, inputs = f"layers.{index}.", width if index else 2 * width
+            made |= {
+                f"{prefix}input_layernorm.weight": norm(width),
+                f"{prefix}self_attn.q_proj.weight": matrix(HEADS * DIM, inputs),
+                f"{prefix}self_attn.k_proj.weight": matrix(KV_HEADS * DIM, inputs),
+                f"{prefix}self_attn.v_proj.weight": matrix(KV_HEADS * DIM, inputs),
+                f"{prefix}self_attn.o_proj.weight": matrix(width, HEADS * DIM),
+                f"{prefix}post_attention_layernorm.weight": norm(width),
+                f"{prefix}mlp.gate_proj.weight": matrix(MLP, width),
+                f"{prefix}mlp.up_proj.weight": matrix(MLP, width),
+                f"{prefix}mlp.down_proj.weight": matrix(width, MLP),
+            }
+        made["layers.0.hidden_norm.weight"] = norm(width)
+        made["norm.weight"] = norm(width)
+        made["lm_head.weight"] = matrix(self.draft_vocab, width)
+        if self.norm_before_fc:
+            made["input_norm.weight"] = norm(joined)
+        if self.fc_norm:
+            made |= {f"fc_norm.{i}.weight": norm(WIDTH) for i in range(len(self.entered))}
+        tokens = torch.randperm(VOCAB, generator=generator)[: self.draft_vocab].sort().values
+        made["d2t"] = tokens - torch.arange(self.draft_vocab)
+        made["t2d"] = torch.zeros(VOCAB, dtype=torch.bool).index_fill(0, tokens, True)
+        self.tensors = made
+
+    @property
+    def layer_config(self) -> dict[str, Any]:
+        """What config.json says of the decoder layer."""
+        return {
+            "hidden_size": self.width,
+            "intermediate_size": MLP,
+            "num_hidden_layers": self.num_layers,
+            "num_attention_heads": HEADS,
+            "num_key_value_heads": KV_HEADS,
+            "head_dim": DIM,
+            "vocab_size": VOCAB,
+            "max_position_embeddings": 256,
+            "rms_norm_eps": EPS,
+            "rope_theta": THETA,
+            "hidden_act": "silu",
+        }
+
+    @property
+    def flags(self) -> dict[str, Any]:
+        """The parts that are there, as config.json says it."""
+        names = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
+        return {name: True for name in names if getattr(self, name)}
+
+
+def write(directory: Path, head: Head, layout: str, **changes: Any) -> None:
+    """Writes a head in a layout: "official", "specforge", "speculators" or "pickled"."""
+    tensors = dict(head.tensors)
+    config: dict[str, Any] = {**head.layer_config, "draft_vocab_size": head.draft_vocab}
+    config |= {"target_hidden_size": WIDTH, **head.flags}
+    if layout in ("official", "pickled"):
+        # Names the target's class, and has the target's number of layers.
+        config |= {"architectures": ["LlamaForCausalLM"], "num_hidden_layers": 40}
+        tensors = {
+            name.replace("layers.0.", "midlayer."): tensor for name, tensor in tensors.items()
+        }
+    elif layout == "specforge":
+        config["architectures"] = ["LlamaForCausalLMEagle3"]
+        ids = {"eagle_aux_hidden_state_layer_ids": list(head.entered)}
+        config["eagle_config"] = {"use_aux_hidden_state": True, **ids}
+        tensors = {
+            name if name in ("d2t", "t2d", "lm_head.weight") else f"model.{name}": tensor
+            for name, tensor in tensors.items()
+        }
+    else:
+        config = {
+            "architectures": ["Eagle3Speculator"],
+            "speculators_model_type": "eagle3",
+            "speculators_version": "0.9.0",
+            "transformer_layer_config": {**head.layer_config, "model_type": "llama"},
+            "draft_vocab_size": head.draft_vocab,
+            "target_hidden_size": WIDTH,
+            "eagle_aux_hidden_state_layer_ids": list(head.entered),
+            **head.flags,
+        }
+    config |= changes
+    (directory / "config.json").write_text(json.dumps(config))
+    if layout == "pickled":
+        torch.save(tensors, directory / "pytorch_model.bin")
+    else:
+        save_file(tensors, directory / "model.safetensors")
+
+
+def drafts(base: Any, head: Head, text: Sequence[int], count: int, *, shift: int = 0) -> list[int]:
+    """The likeliest drafts behind a text, one by one.
+
+    Args:
+        base: the target in transformers, in float64.
+        head: the head.
+        text: token ids.
+        count: of drafts.
+        shift: added to the layers that are read, to see that it matters.
+    """
+    with torch.no_grad():
+        found = base(torch.tensor([list(text)]), output_hidden_states=True).hidden_states
+    tensors = {name: one.double() for name, one in head.tensors.items()}
+    states = [found[index + shift][0].double() for index in head.entered]
+    if head.fc_norm:
+        states = [_norm(s, tensors[f"fc_norm.{i}.weight"]) for i, s in enumerate(states)]
+    joined = torch.cat(states, -1)
+    if head.norm_before_fc:
+        joined = _norm(joined, tensors["input_norm.weight"])
+    hidden = list((joined @ tensors["fc.weight"].T)[: len(text) - 1])
+    tokens = list(text[1:])
+    drafted: list[int] = []
+    for _ in range(count):
+        out, recycled = _rows(head, tensors, tokens, torch.stack(hidden))
+        best = int((tensors["lm_head.weight"] @ out[-1]).argmax())
+        drafted.append(best + int(head.tensors["d2t"][best]))
+        tokens.append(drafted[-1])
+        hidden.append(recycled[-1])
+    return drafted
+
+
+def _rows(
+    head: Head, tensors: dict[str, Tensor], tokens: Sequence[int], hidden: Tensor
+) -> tuple[Tensor, Tensor]:
+    embedded = tensors["embed_tokens.weight"][torch.tensor(list(tokens))]
+    normed = _norm(hidden, tensors["layers.0.hidden_norm.weight"])
+    residual = normed if head.norm_before_residual else hidden
+    for index in range(head.num_layers):
+        prefix = f"layers.{index}."
+        own = {
+            name.removeprefix(prefix): one
+            for name, one in tensors.items()
+            if name.startswith(prefix)
+        }
+        given = _norm(residual if index else embedded, own["input_layernorm.weight"])
+        given = given if index else torch.cat([given, normed], -1)
+        residual = residual + _attention(own, given)
+        x = _norm(residual, own["post_attention_layernorm.weight"])
+        gate, up = (x @ own[f"mlp.{name}_proj.weight"].T for name in ("gate", "up"))
+        residual = residual + (torch.nn.functional.silu(gate) * up) @ own["mlp.down_proj.weight"].T
+    out = _norm(residual, tensors["norm.weight"])
+    return out, out if head.norm_output else residual
+
+
+def _attention(own: dict[str, Tensor], x: Tensor) -> Tensor:
+    q, k, v = (
+        (x @ own[f"self_attn.{name}_proj.weight"].T).view(len(x), -1, DIM).transpose(0, 1)
+        for name in "qkv"
+    )
+    q, k = _rotated(q), _rotated(k)
+    k, v = (one.repeat_interleave(HEADS // KV_HEADS, 0) for one in (k, v))
+    scores = q @ k.transpose(1, 2) / DIM**0.5
+    scores = scores.masked_fill(torch.ones(len(x), len(x)).triu(1).bool(), -torch.inf)
+    attended = (scores.softmax(-1) @ v).transpose(0, 1).reshape(len(x), -1)
+    return attended @ own["self_attn.o_proj.weight"].T
+
+
+def _rotated(x: Tensor) -> Tensor:
+    angles = torch.outer(
+        torch.arange(x.shape[1], dtype=torch.float64),
+        THETA ** (-torch.arange(0, DIM, 2, dtype=torch.float64) / DIM),
+    )
+    first, second = x[..., : DIM // 2], x[..., DIM // 2 :]
+    cos, sin = angles.cos(), angles.sin()
+    return torch.cat([first * cos - second * sin, second * cos + first * sin], -1)
+
+
+def _norm(x: Tensor, weight: Tensor) -> Tensor:
+    return x * (x.square().mean(-1, keepdim=True) + EPS).rsqrt() * weight

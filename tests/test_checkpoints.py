@@ -1,0 +1,408 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Quantized checkpoints: every format decodes to the numbers of the program that defines it."""
+
+import json
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from specops.engine.errors import ModelError
+from specops.engine.models.checkpoints.checkpoint import Checkpoint
+from specops.engine.models.checkpoints.directory import open_checkpoint
+from specops.engine.models.checkpoints.fused import fused
+from specops.quantization import QuantizedWeight, dequantize_weight
+from torch import Tensor
+
+GOLDEN = Path(__file__).parent / "golden" / "quantized_weights.safetensors"
+# What decoded weights are, by case.
+KINDS = {
+    "pack4": ("int4", 32),
+    "pack4_zeros": ("int4", 32),
+    "pack4_channel": ("int4", 0),
+    "pack8": ("int8", 0),
+    "pack8_zeros": ("int8", 32),
+    "int8": ("int8", 0),
+    "int8_zeros": ("int8", 0),
+    "fp8_tensor": ("fp8", 0),
+    "fp8_channel": ("fp8", 0),
+    "fp8_block": ("fp8", 128),
+    "mxfp4": ("int4", 32),
+    "gptq": ("int4", 32),
+    "gptq_desc_act": ("int4", 32),
+    "gptq_v2": ("int4", 32),
+    "gptq_v2_desc_act": ("int4", 32),
+    "gptq_8": ("int8", 32),
+    "awq": ("int4", 32),
+}
+
+
+@lru_cache
+def golden() -> dict[str, dict[str, Tensor]]:
+    cases: dict[str, dict[str, Tensor]] = {}
+    for name, tensor in load_file(GOLDEN).items():
+        case, _, suffix = name.partition("/")
+        cases.setdefault(case, {})[suffix] = tensor
+    return cases
+
+
+def stored(case: str) -> dict[str, Tensor]:
+    """The tensors of a case, to be changed."""
+    return {name: one.clone() for name, one in golden()[case].items() if name != "numbers"}
+
+
+def settings_of(case: str) -> dict[str, Any]:
+    method = next((one for one in ("gptq", "awq") if case.startswith(one)), "compressed-tensors")
+    version = "gptq_v2" if case in ("gptq_8",) or "v2" in case else "gptq"
+    return {"quant_method": method, "checkpoint_format": version} if method == "gptq" else {}
+
+
+def opened(
+    directory: Path, tensors: dict[str, Tensor], settings: dict[str, Any] | None = None
+) -> Checkpoint:
+    """A checkpoint of these tensors."""
+    save_file(
+        {name: one.contiguous() for name, one in tensors.items()}, directory / "model.safetensors"
+    )
+    (directory / "config.json").write_text(json.dumps({"quantization_config": settings or {}}))
+    return open_checkpoint(directory)
+
+
+def decoded(
+    directory: Path, tensors: dict[str, Tensor], settings: dict[str, Any] | None = None
+) -> Tensor | QuantizedWeight:
+    """A module `a.b` of these tensors."""
+    named = {f"a.b.{name}": one for name, one in tensors.items()}
+    return opened(directory, named, settings).load("a.b.weight")
+
+
+def numbers(weight: Tensor | QuantizedWeight) -> Tensor:
+    return weight if isinstance(weight, Tensor) else dequantize_weight(weight)
+
+
+def test_every_golden_case_is_here() -> None:
+    assert golden().keys() == KINDS.keys()
+
+
+@pytest.mark.parametrize("case", KINDS)
+def test_weights_are_those_of_the_programs_that_define_them(tmp_path: Path, case: str) -> None:
+    want = golden()[case]["numbers"]
+    weight = decoded(tmp_path, stored(case), settings_of(case))
+    assert torch.equal(numbers(weight), want)
+    assert isinstance(weight, QuantizedWeight)
+    assert (weight.kind, weight.group) == KINDS[case]
+    assert (weight.input_order is not None) == ("desc_act" in case)
+    assert (weight.offsets is not None) == ("zeros" in case or case[:3] in ("gpt", "awq"))
+
+
+def test_symmetric_zero_points_are_no_offsets(tmp_path: Path) -> None:
+    """Stored as 0x77777777, one less than 8."""
+    tensors = stored("gptq")
+    tensors["qzeros"].fill_(0x77777777)
+    weight = decoded(tmp_path, tensors, settings_of("gptq"))
+    assert isinstance(weight, QuantizedWeight) and weight.offsets is None
+
+
+def test_version_1_stores_zero_points_less_one(tmp_path: Path) -> None:
+    """15 is 0 less one; and the next field does not notice."""
+    tensors = stored("gptq")
+    tensors["qzeros"].fill_(-1)
+    first = decoded(tmp_path, tensors, {"quant_method": "gptq"})  # the version of files without
+    tensors["qzeros"].fill_(0)
+    second = decoded(tmp_path, tensors, {"checkpoint_format": "gptq_v2"})
+    assert torch.equal(numbers(first), numbers(second))
+    tensors["qzeros"].fill_(-1)
+    second = decoded(tmp_path, tensors, {"checkpoint_format": "gptq_v2"})
+    assert not torch.equal(numbers(first), numbers(second))
+
+
+def test_settings_may_stand_in_a_file_of_their_own(tmp_path: Path) -> None:
+    (tmp_path / "quantize_config.json").write_text(json.dumps({"checkpoint_format": "gptq_v2"}))
+    weight = decoded(tmp_path, stored("gptq_v2"))
+    assert torch.equal(numbers(weight), golden()["gptq_v2"]["numbers"])
+
+
+def test_older_files_have_the_group_of_each_input(tmp_path: Path) -> None:
+    tensors = stored("pack4")
+    index = torch.arange(96) // 32
+    tensors["weight_g_idx"] = torch.full_like(index, -1)  # none was written
+    want = numbers(decoded(tmp_path, tensors))
+    assert torch.equal(want, golden()["pack4"]["numbers"])
+    tensors["weight_g_idx"] = index.roll(5)
+    weight = decoded(tmp_path, tensors)
+    assert isinstance(weight, QuantizedWeight) and weight.input_order is not None
+    scales = tensors["weight_scale"].float()[:, index.roll(5)]
+    codes = numbers(decoded(tmp_path, {**tensors, "weight_scale": torch.ones(12, 3)}))
+    assert torch.equal(numbers(weight), codes * scales)
+
+
+def test_blocks_of_fp8_are_cut_off_at_the_edges(tmp_path: Path) -> None:
+    """So are DeepSeek's: 576 rows have 5 rows of scales, not blocks of 576 / 5 rows."""
+    codes = torch.randn(200, 300).to(torch.float8_e4m3fn)
+    scales = torch.rand(2, 3)
+    found = decoded(tmp_path, {"weight": codes, "weight_scale_inv": scales})
+    want = codes.float() * scales.repeat_interleave(128, 0).repeat_interleave(128, 1)[:200, :300]
+    assert torch.equal(numbers(found), want)
+
+
+def test_scales_may_be_powers_of_two(tmp_path: Path) -> None:
+    codes = torch.randn(200, 130).to(torch.float8_e4m3fn)
+    scales = 2.0 ** torch.tensor([[-3.0, 4.0], [0.0, -10.0]])
+    tensors = {"weight": codes, "weight_scale_inv": scales}
+    want = numbers(decoded(tmp_path, tensors))
+    tensors["weight_scale_inv"] = scales.to(torch.float8_e8m0fnu)
+    assert torch.equal(numbers(decoded(tmp_path, tensors)), want)
+
+
+def test_the_ends_of_e8m0(tmp_path: Path) -> None:
+    """255 is NaN and stays in its block; 0 is 2^-127, no zero."""
+    tensors = {
+        "weight_packed": torch.full((1, 48), 0x21, dtype=torch.uint8),
+        "weight_scale": torch.tensor([[255, 0, 254]], dtype=torch.uint8),
+    }
+    found = numbers(decoded(tmp_path, tensors))[0]
+    assert found[:32].isnan().all() and not found[32:].isnan().any()
+    assert found[32:34].tolist() == [2.0**-128, 2.0**-127]
+    assert found[64:66].tolist() == [2.0**126, 2.0**127]
+
+
+def test_groups_of_zeros_stay_zero(tmp_path: Path) -> None:
+    tensors = stored("pack4_zeros")
+    tensors["weight_scale"].zero_()
+    assert (numbers(decoded(tmp_path, tensors)) == 0).all()
+
+
+def test_experts_of_one_tensor_have_names_of_their_own(tmp_path: Path) -> None:
+    """gpt-oss: rows of gates and ups take turns, and the even input is the low half."""
+    generator = torch.Generator().manual_seed(1)
+    blocks = torch.randint(0, 256, (2, 8, 2, 16), dtype=torch.uint8, generator=generator)
+    scales = torch.randint(120, 130, (2, 8, 2), dtype=torch.uint8, generator=generator)
+    prefix = "model.layers.0.mlp.experts."
+    file = opened(
+        tmp_path,
+        {f"{prefix}gate_up_proj_blocks": blocks, f"{prefix}gate_up_proj_scales": scales},
+    )
+    assert set(file.names()) == {
+        f"{prefix}{expert}.{part}.weight" for expert in (0, 1) for part in ("gate_proj", "up_proj")
+    }
+    table = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, -0.5, -1, -1.5, -2, -3, -4, -6])
+    codes = torch.stack((blocks & 15, blocks >> 4), -1).flatten(-2).int()
+    want = (table[codes] * 2.0 ** (scales[..., None].float() - 127)).flatten(2)
+    for expert in (0, 1):
+        for first, part in enumerate(("gate_proj", "up_proj")):
+            found = numbers(file.load(f"{prefix}{expert}.{part}.weight"))
+            assert torch.equal(found, want[expert, first::2])
+
+
+def test_the_file_counts_not_the_list_of_the_configuration(tmp_path: Path) -> None:
+    """Lists of modules that are not quantized are often wrong: of MTP modules, above all."""
+    tensors = {f"mtp.fc.{name}": one for name, one in stored("pack4").items()}
+    tensors["lm_head.weight"] = torch.ones(3, 3)
+    settings = {"ignore": ["re:mtp.*"], "config_groups": {"group_0": {"targets": ["Linear"]}}}
+    file = opened(tmp_path, tensors, settings)
+    assert set(file.names()) == {"mtp.fc.weight", "lm_head.weight"}
+    assert torch.equal(numbers(file.load("mtp.fc.weight")), golden()["pack4"]["numbers"])
+    assert torch.equal(numbers(file.load("lm_head.weight")), torch.ones(3, 3))
+
+
+def test_biases_and_scales_of_activations_are_apart(tmp_path: Path) -> None:
+    tensors = {**stored("int8"), "bias": torch.ones(6), "input_scale": torch.ones(1)}
+    file = opened(tmp_path, {f"a.b.{name}": one for name, one in tensors.items()})
+    assert set(file.names()) == {"a.b.weight", "a.b.bias"}
+    assert torch.equal(numbers(file.load("a.b.weight")), golden()["int8"]["numbers"])
+    assert torch.equal(numbers(file.load("a.b.bias")), torch.ones(6))
+
+
+def without(name: str) -> Any:
+    return lambda tensors: tensors.pop(name)
+
+
+def put(name: str, value: Tensor) -> Any:
+    return lambda tensors: tensors.update({name: value})
+
+
+ZEROS = torch.zeros
+REFUSALS: dict[str, tuple[str, Any, dict[str, Any], str]] = {
+    "a scale without a weight": ("int8", without("weight"), {}, "tensor a.b.weight is missing"),
+    "a weight without a scale": (
+        "int8",
+        without("weight_scale"),
+        {},
+        "tensor a.b.weight is int8, but has no scales",
+    ),
+    "fp8 without a scale": (
+        "fp8_block",
+        without("weight_scale"),
+        {},
+        "tensor a.b.weight is float8_e4m3fn, but has no scales",
+    ),
+    "NaN": (
+        "fp8_channel",
+        put("weight", torch.full((9, 40), torch.nan).to(torch.float8_e4m3fn)),
+        {},
+        "tensor a.b.weight holds NaN",
+    ),
+    "another convention of NVFP4": (
+        "mxfp4",
+        put("weight_scale_2", ZEROS(1)),
+        {},
+        "a.b is NVFP4 (tensor weight_scale_2), which cannot be read",
+    ),
+    "an unknown tensor": (
+        "pack4",
+        put("weight_bitmask", ZEROS(1)),
+        {},
+        "tensor a.b.weight_bitmask has no place in a weight of this format",
+    ),
+    "another dtype": (
+        "pack4",
+        put("weight_packed", ZEROS(12, 12)),
+        {},
+        "tensor a.b.weight_packed must be int32, got float32",
+    ),
+    "other bits": (
+        "pack4",
+        put("weight_packed", ZEROS(12, 9, dtype=torch.int32)),
+        {},
+        "tensor a.b.weight_packed must hold 96 numbers of 4 or 8 bits a row, got 9 words",
+    ),
+    "rows": (
+        "pack4",
+        put("weight_packed", ZEROS(11, 12, dtype=torch.int32)),
+        {},
+        "tensor a.b.weight_packed must be [12, 12], got [11, 12]",
+    ),
+    "groups": (
+        "pack4",
+        put("weight_scale", ZEROS(12, 12)),
+        {},
+        "groups must be of 16 inputs or a multiple of 32, got 8 in a.b",
+    ),
+    "uneven groups": (
+        "pack4",
+        put("weight_scale", ZEROS(12, 5)),
+        {},
+        "the 96 inputs of a.b are not 5 groups of one size",
+    ),
+    "zero points along the inputs": (
+        "pack4_zeros",
+        put("weight_zero_point", ZEROS(13, 1, dtype=torch.int32)),
+        {},
+        "tensor a.b.weight_zero_point must be [2, 3], got [13, 1]",
+    ),
+    "NVFP4": (
+        "mxfp4",
+        put("weight_global_scale", ZEROS(1)),
+        {},
+        "a.b is NVFP4 (tensor weight_global_scale), which cannot be read",
+    ),
+    "blocks": (
+        "fp8_block",
+        put("weight_scale", ZEROS(3, 3)),
+        {},
+        "tensor a.b.weight_scale must be [2, 2], got [3, 3]",
+    ),
+    "another size of blocks": (
+        "fp8_block",
+        lambda tensors: None,
+        {"weight_block_size": [64, 128]},
+        "weight_block_size must be [128, 128], got [64, 128]",
+    ),
+    "no version": ("gptq", lambda tensors: None, {}, "a.b is GPTQ, but neither config.json"),
+    "another version": (
+        "gptq",
+        lambda tensors: None,
+        {"checkpoint_format": "marlin"},
+        "checkpoint_format must be gptq or gptq_v2, got marlin",
+    ),
+    "another method": (
+        "gptq",
+        lambda tensors: None,
+        {"quant_method": "awq"},
+        "quant_method is awq, but a.b.qweight [12, 32] is laid out as GPTQ does",
+    ),
+    "three bits": (
+        "gptq",
+        put("qzeros", ZEROS(3, 3, dtype=torch.int32)),
+        settings_of("gptq"),
+        "a.b has 3 bits a weight; 4 and 8 can be read",
+    ),
+    "groups of several sizes": (
+        "gptq",
+        put("g_idx", torch.tensor([0] * 50 + [1] * 14 + [2] * 32)),
+        settings_of("gptq"),
+        "the 96 inputs of a.b are not 3 groups of one size",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", REFUSALS)
+def test_what_cannot_be_read_is_refused_by_name(tmp_path: Path, case: str) -> None:
+    which, change, settings, sentence = REFUSALS[case]
+    tensors = stored(which)
+    change(tensors)
+    with pytest.raises(ModelError) as refusal:
+        decoded(tmp_path, tensors, settings)
+    assert str(refusal.value).startswith(f"{tmp_path}: {sentence}")
+
+
+# ---- weights side by side ----
+
+PARTS = ("q_proj", "k_proj")
+
+
+def random_weight(kind: str, group: int, seed: int, **fields: Any) -> QuantizedWeight:
+    """Some weight of 160 inputs."""
+    generator = torch.Generator().manual_seed(seed)
+    codes = torch.randint(0, 16, (8, 160), generator=generator)
+    codes = codes.to(torch.uint8) if kind == "int4" else (codes - 5).to(torch.int8)
+    scales = torch.rand(8, -(-160 // group) if group else 1, generator=generator)
+    return QuantizedWeight(kind, codes, scales, None, group)._replace(**fields)
+
+
+@pytest.mark.parametrize(
+    "one,other,kind",
+    [
+        (("int4", 32), ("int4", 32), ("int4", 32)),
+        (("int4", 64), ("int8", 16), ("int8", 16)),  # a Q4_K beside a Q6_K
+        (("int4", 0), ("int4", 128), ("int4", 128)),
+        (("int8", 0), ("int8", 0), ("int8", 0)),
+    ],
+)
+def test_integers_lie_side_by_side_without_rounding(
+    one: tuple[str, int], other: tuple[str, int], kind: tuple[str, int]
+) -> None:
+    offsets = {"offsets": torch.rand(8, -(-160 // other[1]) if other[1] else 1)}
+    table = torch.arange(-3, 13, dtype=torch.int8)
+    changes: dict[str, Any] = {} if one == other else {"code_values": table}
+    if one[0] == other[0] != "int8":
+        changes = {}
+    parts = [random_weight(*one, 1, **changes), random_weight(*other, 2, **offsets)]
+    whole = fused(parts, PARTS)
+    assert isinstance(whole, QuantizedWeight) and (whole.kind, whole.group) == kind
+    assert torch.equal(numbers(whole), torch.cat([numbers(part) for part in parts]))
+
+
+def test_what_cannot_lie_side_by_side_is_refused() -> None:
+    order = torch.arange(160, dtype=torch.int32).flip(0)
+    ordered = random_weight("int4", 32, 1, input_order=order)
+    ones = torch.ones(128, 160).to(torch.float8_e4m3fn)
+    fp8 = QuantizedWeight("fp8", ones[:8], torch.ones(1, 2), group=128)
+    by_output = fp8._replace(scales=torch.ones(8, 1), group=0)
+    plain = torch.ones(8, 160)
+    for parts, reason in (
+        ([ordered, random_weight("int4", 32, 2)], "their inputs are grouped in different orders"),
+        ([fp8, fp8], "their outputs are no multiples of 128, the size of a block"),
+        ([fp8, by_output], "some of them have a scale for each block and some for each output"),
+        ([fp8, ordered], "some of them are FP8 and some are integers"),
+        ([plain, ordered], "some of them are quantized and some are not"),
+    ):
+        with pytest.raises(ModelError, match=f"q_proj, k_proj cannot be one projection: {reason}"):
+            fused(parts, PARTS)
+    assert numbers(fused([ordered, ordered], PARTS)).shape == (16, 160)
+    large = fp8._replace(codes=ones)
+    assert numbers(fused([by_output, by_output], PARTS)).shape == (16, 160)
+    assert numbers(fused([large, fp8], PARTS)).shape == (136, 160)
+    assert torch.equal(numbers(fused([plain, plain], PARTS)), torch.ones(16, 160))

@@ -1,0 +1,353 @@
+# SPDX-License-Identifier: Apache-2.0
+"""DFlash and DSpark heads: drafts against a slow reference, and the bits of plain decoding."""
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from checkpoints import make_checkpoint, write_tokenizer
+from safetensors.torch import load_file, save_file
+from specops.engine import Engine, EngineConfig, SamplingParams, SpeculativeConfig
+from specops.engine.errors import ModelError
+from test_draft_model import reported
+from test_lossless import bits, params
+from torch import Tensor
+
+LAYERS, VOCAB, WIDTH, HEADS, KV_HEADS, DIM, MLP = 5, 160, 64, 4, 2, 64, 96
+THETA, EPS, MASK = 10000.0, 1e-6, 159
+TEXTS = [[3 + i, 4, 9 * i + 5, 7] * (8 + i) + [11 * i % 97 + 1] * i for i in range(6)]
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
+    directory = tmp_path_factory.mktemp("target")
+    model = make_checkpoint(directory, "Qwen3", num_hidden_layers=LAYERS, vocab_size=VOCAB)
+    write_tokenizer(directory)
+    return directory, model.double()
+
+
+@dataclass
+class Block:
+    """A head as it is published, and what it computes.
+
+    Attributes:
+        left: the target's layers whose states it reads, by the states that leave them.
+        num_layers: of the head.
+        num_rows: `block_size`.
+        samples_anchor: the newest token's row drafts, too.
+        draft_vocab: rows of an LM head of its own; None: the target's.
+        rank: of the Markov head; 0: none.
+        layout: "authors", "nested" (DSpark in dflash_config) or "speculators".
+    """
+
+    left: tuple[int, ...] = (0, 1, 3)
+    num_layers: int = 2
+    num_rows: int = 5
+    samples_anchor: bool = False
+    draft_vocab: int | None = None
+    rank: int = 0
+    layout: str = "authors"
+
+    def __post_init__(self) -> None:
+        generator = torch.Generator().manual_seed(9)
+
+        def matrix(*shape: int) -> Tensor:
+            return torch.randn(shape, generator=generator) * (2 / shape[-1]) ** 0.5
+
+        def norm(width: int) -> Tensor:
+            return 1 + 0.2 * torch.randn(width, generator=generator)
+
+        made = {"fc.weight": matrix(WIDTH, len(self.left) * WIDTH)}
+        made |= {"hidden_norm.weight": norm(WIDTH), "norm.weight": norm(WIDTH)}
+        for index in range(self.num_layers):
+            prefix = f"layers.{index}."
+            for name, size in (("q", HEADS), ("k", KV_HEADS), ("v", KV_HEADS)):
+                made[f"{prefix}self_attn.{name}_proj.weight"] = matrix(size * DIM, WIDTH)
+            made |= {
+                f"{prefix}self_attn.o_proj.weight": matrix(WIDTH, HEADS * DIM),
+                f"{prefix}self_attn.q_norm.weight": norm(DIM),
+                f"{prefix}self_attn.k_norm.weight": norm(DIM),
+                f"{prefix}input_layernorm.weight": norm(WIDTH),
+                f"{prefix}post_attention_layernorm.weight": norm(WIDTH),
+                f"{prefix}mlp.gate_proj.weight": matrix(MLP, WIDTH),
+                f"{prefix}mlp.up_proj.weight": matrix(MLP, WIDTH),
+                f"{prefix}mlp.down_proj.weight": matrix(WIDTH, MLP),
+            }
+        if self.draft_vocab is not None:
+            tokens = torch.randperm(VOCAB, generator=generator)[: self.draft_vocab].sort().values
+            made["d2t"] = tokens - torch.arange(self.draft_vocab)
+            made["lm_head.weight"] = matrix(self.draft_vocab, WIDTH)
+        if self.rank:
+            made["markov_head.markov_w1.weight"] = 3 * matrix(VOCAB, self.rank)
+            made["markov_head.markov_w2.weight"] = 3 * matrix(self.draft_vocab or VOCAB, self.rank)
+            made["confidence_head.proj.weight"] = matrix(1, WIDTH)
+            made["confidence_head.proj.bias"] = matrix(1)
+        self.tensors = made
+
+    def write(self, directory: Path, **changes: Any) -> None:
+        layer = {
+            "hidden_size": WIDTH,
+            "intermediate_size": MLP,
+            "num_hidden_layers": self.num_layers,
+            "num_attention_heads": HEADS,
+            "num_key_value_heads": KV_HEADS,
+            "head_dim": DIM,
+            "vocab_size": VOCAB,
+            "max_position_embeddings": 256,
+            "rms_norm_eps": EPS,
+            "rope_theta": THETA,
+            "hidden_act": "silu",
+        }
+        own: dict[str, Any] = {"target_layer_ids": list(self.left), "mask_token_id": MASK}
+        if self.rank:
+            own |= {"markov_rank": self.rank, "markov_head_type": "vanilla"}
+        if self.layout == "speculators":
+            kind = "dspark" if self.rank else "dflash"
+            config: dict[str, Any] = {
+                "speculators_model_type": kind,
+                "transformer_layer_config": layer,
+                "aux_hidden_state_layer_ids": [one + 1 for one in self.left],
+                "mask_token_id": MASK,
+                "block_size": self.num_rows,
+                "sample_from_anchor": self.samples_anchor,
+                **({"markov_rank": self.rank} if self.rank else {}),
+            }
+        elif self.rank and self.layout == "authors":
+            config = {**layer, **own, "architectures": ["Qwen3DSparkModel"]}
+        else:
+            if self.rank:
+                own["projector_type"] = "dspark"
+            config = {**layer, "architectures": ["DFlashDraftModel"], "dflash_config": own}
+            config["num_target_layers"] = LAYERS
+        if self.draft_vocab is not None:
+            config["draft_vocab_size"] = self.draft_vocab
+        config["block_size"] = self.num_rows
+        (directory / "config.json").write_text(json.dumps({**config, **changes}))
+        save_file(self.tensors, directory / "model.safetensors")
+
+    @property
+    def num_drafts(self) -> int:
+        return self.num_rows - (not self.samples_anchor)
+
+    def drafts(self, base: Any, text: Sequence[int], count: int, shift: int = 0) -> list[int]:
+        """The likeliest drafts behind a text, in float64; `shift`: of the layers that are read."""
+        with torch.no_grad():
+            found = base(torch.tensor([list(text)]), output_hidden_states=True).hidden_states
+            table, head = base.model.embed_tokens.weight.detach(), base.lm_head.weight.detach()
+        tensors = {name: one.double() for name, one in self.tensors.items()}
+        joined = torch.cat([found[one + 1 + shift][0, :-1] for one in self.left], -1)
+        context = _norm(joined @ tensors["fc.weight"].T, tensors["hidden_norm.weight"])
+        x = table[torch.tensor([text[-1]] + [MASK] * (self.num_rows - 1))]
+        for index in range(self.num_layers):
+            prefix = f"layers.{index}."
+            own = {
+                name.removeprefix(prefix): one
+                for name, one in tensors.items()
+                if name.startswith(prefix)
+            }
+            normed = _norm(x, own["input_layernorm.weight"])
+            x = x + _attention(own, normed, context)
+            normed = _norm(x, own["post_attention_layernorm.weight"])
+            gate, up = (normed @ own[f"mlp.{name}_proj.weight"].T for name in ("gate", "up"))
+            x = x + (torch.nn.functional.silu(gate) * up) @ own["mlp.down_proj.weight"].T
+        x = _norm(x, tensors["norm.weight"])
+        logits = x @ tensors.get("lm_head.weight", head).T
+        drafted: list[int] = []
+        for place in range(count):
+            scores = logits[place if self.samples_anchor else place + 1]
+            if self.rank:
+                before = tensors["markov_head.markov_w1.weight"][[text[-1], *drafted][-1]]
+                scores = scores + tensors["markov_head.markov_w2.weight"] @ before
+            best = int(scores.argmax())
+            drafted.append(best + (int(self.tensors["d2t"][best]) if self.draft_vocab else 0))
+        return drafted
+
+
+def _attention(own: dict[str, Tensor], x: Tensor, context: Tensor) -> Tensor:
+    def heads(given: Tensor, name: str) -> Tensor:
+        made = (given @ own[f"self_attn.{name}_proj.weight"].T).view(len(given), -1, DIM)
+        if name == "v":
+            return made.transpose(0, 1)
+        return _norm(made, own[f"self_attn.{name}_norm.weight"]).transpose(0, 1)
+
+    q = _rotated(heads(x, "q"), len(context))
+    k = _rotated(torch.cat([heads(context, "k"), heads(x, "k")], 1), 0)
+    v = torch.cat([heads(context, "v"), heads(x, "v")], 1)
+    k, v = (one.repeat_interleave(HEADS // KV_HEADS, 0) for one in (k, v))
+    attended = ((q @ k.transpose(1, 2) / DIM**0.5).softmax(-1) @ v).transpose(0, 1)
+    return attended.reshape(len(x), -1) @ own["self_attn.o_proj.weight"].T
+
+
+def _rotated(x: Tensor, begin: int) -> Tensor:
+    positions = torch.arange(begin, begin + x.shape[1], dtype=torch.float64)
+    angles = torch.outer(positions, THETA ** (-torch.arange(0, DIM, 2).double() / DIM))
+    first, second = x[..., : DIM // 2], x[..., DIM // 2 :]
+    cos, sin = angles.cos(), angles.sin()
+    return torch.cat([first * cos - second * sin, second * cos + first * sin], -1)
+
+
+def _norm(x: Tensor, weight: Tensor) -> Tensor:
+    return x * (x.square().mean(-1, keepdim=True) + EPS).rsqrt() * weight
+
+
+KINDS = {
+    "dflash": Block(),
+    "speculators": Block(left=(3, 0), draft_vocab=50, layout="speculators", num_rows=4),
+    "anchored": Block(samples_anchor=True, layout="speculators", num_rows=3),
+    "dspark": Block(rank=8, samples_anchor=True, num_rows=4),
+    "nested dspark": Block(rank=8, samples_anchor=True, layout="nested", draft_vocab=50),
+    "dspark of speculators": Block(rank=4, layout="speculators", num_layers=1),
+}
+
+
+def make(target: tuple[Path, Any], folder: Path | None, **config: Any) -> Engine:
+    limits = {
+        name: config.pop(name) for name in list(config) if name in EngineConfig.__annotations__
+    }
+    own = {"method": "dflash", "num_speculative_tokens": 3, "model": str(folder), **config}
+    speculative = SpeculativeConfig(**own) if folder is not None else SpeculativeConfig()
+    return Engine(
+        EngineConfig(device="cpu", model=str(target[0]), speculative_config=speculative, **limits)
+    )
+
+
+def told(count: int, temperature: float = 0.0) -> list[SamplingParams]:
+    return [
+        replace(params(i, temperature), max_tokens=12, report_drafts=True, logprobs=None)
+        for i in range(count)
+    ]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_drafts_are_the_reference_s(target: tuple[Path, Any], tmp_path: Path, kind: str) -> None:
+    """As many as a block has, in a batch and in chunks; other layers would give others."""
+    head = KINDS[kind]
+    head.write(tmp_path)
+    limits = {"max_num_seqs": 4, "max_num_batched_tokens": 24, "max_model_len": 200}
+    engine = make(target, tmp_path, num_speculative_tokens=7, **limits)
+    each = [replace(one, max_tokens=20) for one in told(3)]
+    found = reported(engine, TEXTS[:3], each)
+    full = shifted = 0
+    for text, drafts in [one for of_request in found for one in of_request[:5]]:
+        assert list(drafts) == head.drafts(target[1], text, len(drafts))
+        full += len(drafts) == head.num_drafts
+        shifted += list(drafts) != head.drafts(
+            target[1], text, len(drafts), -1 if 3 in head.left else 1
+        )
+    assert full > 10 and shifted > 3
+    assert not engine._drafting.num_failures
+
+
+CASES: dict[str, dict[str, Any]] = {
+    "wide": {},
+    "tree": {"tree": True, "num_speculative_tokens": 12, "num_model_steps": 4},
+    "preempted": {"max_num_batched_tokens": 20, "num_pages": 16, "max_model_len": 200},
+    "int8": {"kv_cache_dtype": "int8", "page_size": 32},
+    "hybrid": {"method": "dflash+suffix", "num_model_steps": 2, "num_speculative_tokens": 6},
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("kind", ["dflash", "dspark"])
+def test_every_bit_is_plain_decoding_s(
+    target: tuple[Path, Any], tmp_path: Path, kind: str, case: str
+) -> None:
+    head = KINDS[kind]
+    head.write(tmp_path)
+    each = [replace(params(i, 0.8 * (i % 2)), max_tokens=60) for i in range(6)]
+    kv = {name: one for name, one in CASES[case].items() if name == "kv_cache_dtype"}
+    expected = make(target, None, max_num_seqs=1, **kv).generate(TEXTS, each)
+    engine = make(target, tmp_path, **{"max_num_seqs": 6, **CASES[case]})
+    done = engine.generate(TEXTS, each)
+    assert list(map(bits, done)) == list(map(bits, expected))
+    spec = engine.stats.speculative
+    assert spec.num_draft_tokens > 300
+    # Random heads agree with a random target by chance.
+    assert (spec.num_accepted_tokens > 0) or kind == "dflash"
+    assert engine.num_free_pages == engine.num_pages and not engine._drafting.num_failures
+    assert (engine.stats.num_preemptions > 0) == ("num_pages" in CASES[case])
+
+
+@pytest.mark.parametrize("kind", ["dflash", "dspark"])
+def test_drafts_are_the_same_in_any_batch(
+    target: tuple[Path, Any], tmp_path: Path, kind: str
+) -> None:
+    """Alone, in chunks and behind cached pages; seeded."""
+    KINDS[kind].write(tmp_path)
+    each = told(6, 0.9)
+    engine = make(target, tmp_path, max_num_seqs=6)
+    drafts = reported(engine, TEXTS, each)
+    assert reported(engine, TEXTS[::-1], each[::-1])[::-1] == drafts
+    assert engine.stats.prefix_cache_hits > 0
+    other = make(target, tmp_path, max_num_seqs=2, max_num_batched_tokens=9)
+    assert reported(other, TEXTS, each) == drafts
+
+
+@pytest.mark.parametrize("kind", ["dflash", "dspark"])
+def test_drawn_drafts_are_the_same_in_any_batch(
+    target: tuple[Path, Any], tmp_path: Path, kind: str
+) -> None:
+    KINDS[kind].write(tmp_path)
+    each = [replace(params(i, 0.9), max_tokens=30) for i in range(4)]
+    engine = make(target, tmp_path, max_num_seqs=4, verify_strategy="rejection")
+    alone = [engine.generate([text], one)[0] for text, one in zip(TEXTS, each, strict=False)]
+    assert list(map(bits, engine.generate(TEXTS[:4], each))) == list(map(bits, alone))
+    spec = engine.stats.speculative
+    assert 0 < spec.num_accepted_tokens < spec.num_draft_tokens
+
+
+@pytest.mark.parametrize(
+    "fields,tensors,message",
+    [
+        ({"vocab_size": 99}, {}, r"config\.json: vocab_size is 99, but the target has 160"),
+        ({"num_target_layers": 9}, {}, "num_target_layers is 9, but the target has 5"),
+        ({"target_hidden_size": 9}, {}, "target_hidden_size is 9, but the target has 64"),
+        ({"mask_token_id": 160}, {}, "mask_token_id must be a token of the 160, got 160"),
+        ({"dflash_config": {"target_layer_ids": [1]}}, {}, "'mask_token_id' is missing"),
+        ({"dflash_config": {"mask_token_id": 1}}, {}, "'target_layer_ids' is missing"),
+        ({"target_layer_ids": [5]}, {}, r"layers must be in \[0, 4\] for a target of 5 layers"),
+        ({"block_size": 1}, {}, "block_size must leave a row that drafts, got 1"),
+        ({"causal": True}, {}, "causal must be false, got True"),
+        ({"markov_head_type": "rnn"}, {}, "markov_head_type must be vanilla, got rnn"),
+        (
+            {"layer_types": ["sliding_attention"] * 2},
+            {},
+            "layer_types must be full_attention alone",
+        ),
+        ({"speculators_model_type": "eagle3"}, {}, "must be dflash or dspark, got eagle3"),
+        ({"draft_vocab_size": 9}, {}, "tensor d2t is missing: draft_vocab_size is 9"),
+        ({}, {"hidden_norm.weight": None}, r"tensor hidden_norm\.weight is missing"),
+        ({}, {"attention_conv.x": torch.ones(1)}, r"tensor attention_conv\.x has no place"),
+    ],
+)
+def test_what_does_not_fit(
+    target: tuple[Path, Any],
+    tmp_path: Path,
+    fields: dict[str, Any],
+    tensors: dict[str, Any],
+    message: str,
+) -> None:
+    Block().write(tmp_path, **fields)
+    file = tmp_path / "model.safetensors"
+    whole = {**load_file(file), **tensors}
+    save_file({name: one for name, one in whole.items() if one is not None}, file)
+    with pytest.raises(ModelError, match=message):
+        make(target, tmp_path)
+
+
+def test_what_is_named_by_nobody(target: tuple[Path, Any], tmp_path: Path) -> None:
+    (tmp_path / "mask_embedding.pt").touch()
+    Block().write(tmp_path)
+    with pytest.raises(ModelError, match=r"mask_embedding\.pt: masks of their own do not run yet"):
+        make(target, tmp_path)
+    assert SpeculativeConfig(method="dspark").method == "dflash"
+    with pytest.raises(ModelError, match="no head of DFlash or DSpark is named"):
+        Engine(
+            EngineConfig(
+                model=str(target[0]), speculative_config=SpeculativeConfig(method="dflash")
+            )
+        )

@@ -1,0 +1,248 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A draft model: its drafts are its own decoding, and with it every bit is plain decoding's."""
+
+import json
+import shutil
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from checkpoints import make_checkpoint, write_tokenizer
+from safetensors.torch import load_file, save_file
+from specops.engine import Completion, Engine, EngineConfig, SamplingParams, SpeculativeConfig
+from specops.engine.config import BUNDLED_MODEL
+from specops.engine.errors import ModelError
+from test_lossless import bits, params, prompts
+from twin_device import TwinDevice
+
+COUNT = 10
+
+
+def make(model: str | Path | None = None, *, target: Path | None = None, **config: Any) -> Engine:
+    limits = {
+        name: config.pop(name) for name in list(config) if name in EngineConfig.__annotations__
+    }
+    own = {"method": "draft_model", "num_speculative_tokens": 3, "model": str(model), **config}
+    speculative = SpeculativeConfig(**own) if model is not None else SpeculativeConfig()
+    directory = None if target is None else str(target)
+    return Engine(
+        EngineConfig(device="cpu", model=directory, speculative_config=speculative, **limits)
+    )
+
+
+@pytest.fixture(scope="module")
+def similar(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The bundled model, a little off: it drafts well, and not always."""
+    directory = tmp_path_factory.mktemp("similar")
+    for file in BUNDLED_MODEL.iterdir():
+        if file.suffix == ".json":
+            shutil.copy(file, directory)
+    generator = torch.Generator().manual_seed(1)
+    for file in BUNDLED_MODEL.glob("*.safetensors"):
+        tensors = load_file(file)
+        for name, tensor in tensors.items():
+            if tensor.dim() == 2:
+                noise = torch.randn(tensor.shape, generator=generator) * tensor.float().std()
+                tensors[name] = (tensor.float() + 0.15 * noise).to(tensor.dtype)
+        save_file(tensors, directory / file.name, metadata={"format": "pt"})
+    return directory
+
+
+@cache
+def plain() -> tuple[Sequence[str], Sequence[SamplingParams], Sequence[Completion]]:
+    """Prompts, greedy and seeded in turn, and what plain decoding gives."""
+    texts = prompts()[:COUNT]
+    each = [replace(params(i, 0.8 * (i % 2)), max_tokens=48) for i in range(COUNT)]
+    return texts, each, make(max_num_seqs=COUNT).generate(texts, each)
+
+
+CASES: dict[str, dict[str, Any]] = {
+    "wide": {"max_num_seqs": COUNT},
+    "tree": {"tree": True, "num_speculative_tokens": 7, "num_model_steps": 3},
+    "preempted": {"max_num_batched_tokens": 60, "num_pages": 62},
+    "many": {"num_speculative_tokens": 12, "max_num_batched_tokens": 60, "page_size": 32},
+    "hybrid": {"method": "draft_model+ngram", "num_model_steps": 2, "num_speculative_tokens": 5},
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.corners("preempted", "tree")
+def test_every_bit_is_plain_decoding_s(similar: Path, case: str) -> None:
+    texts, each, expected = plain()
+    engine = make(similar, **{"max_model_len": 900, "max_num_seqs": 8, **CASES[case]})
+    done = engine.generate(texts, each)
+    assert list(map(bits, done)) == list(map(bits, expected))
+    spec = engine.stats.speculative
+    assert 0.1 * spec.num_draft_tokens < spec.num_accepted_tokens < spec.num_draft_tokens
+    assert engine.num_free_pages == engine.num_pages and not engine._drafting.num_failures
+    assert (engine.stats.num_preemptions > 0) == ("num_pages" in CASES[case])
+
+
+def reported(engine: Engine, texts: Sequence[Any], each: Sequence[SamplingParams]) -> list[Any]:
+    """Of every step of every request with drafts: the tokens before it, and the drafts."""
+    names = [engine.add_request(*one) for one in zip(texts, each, strict=True)]
+    before = dict(zip(names, [list(text) for text in texts], strict=True))
+    found: dict[str, list[Any]] = {name: [] for name in names}
+    while engine.has_unfinished():
+        for one in engine.step():
+            text = before[one.request_id]
+            if one.drafts is not None:
+                found[one.request_id].append((tuple(text), tuple(one.drafts.token_ids)))
+            text += one.token_ids
+    return list(found.values())
+
+
+def test_drafts_are_what_the_model_decodes_itself(similar: Path) -> None:
+    """From the first token on, in any batch, any chunks and behind cached pages; seeded as well."""
+    texts, each, _ = plain()
+    told = [replace(p, report_drafts=True, max_tokens=24) for p in each[:4]]
+    engine = make(similar, max_num_seqs=4, max_num_batched_tokens=50)
+    ids = [engine.tokenizer.encode(text)[:90] for text in texts[:4]]
+    drafts = reported(engine, ids, told)
+    again = reported(engine, ids[::-1], told[::-1])[::-1]
+    assert engine.stats.prefix_cache_hits > 0 and again == drafts
+    alone = make(target=similar, max_num_seqs=8)
+    for of_request, one in zip(drafts, told, strict=True):
+        before = [list(text) for text, _ in of_request]
+        ahead = replace(one, report_drafts=False, max_tokens=3)
+        expected = alone.generate(before, ahead)
+        assert len(expected) > 4
+        for (_, found), done in zip(of_request, expected, strict=True):
+            assert found == tuple(done.token_ids[: len(found)])
+
+
+def test_a_model_that_is_the_target_is_always_right() -> None:
+    texts, each, expected = plain()
+    engine = make(BUNDLED_MODEL, max_num_seqs=4, max_num_batched_tokens=64)
+    done = engine.generate(texts[:4], each[:4])
+    assert list(map(bits, done)) == list(map(bits, expected[:4]))
+    spec = engine.stats.speculative
+    assert spec.num_accepted_tokens == spec.num_draft_tokens > 100
+
+
+def test_a_pause_is_caught_up_with(similar: Path) -> None:
+    """Requests without drafts for a while: then all that was missed runs in one go."""
+    texts, each, _ = plain()
+    engine = make(similar, max_num_seqs=2)
+    name = engine.add_request(texts[0], replace(each[0], max_tokens=40, report_drafts=True))
+    request = next(iter(engine._scheduler.waiting))
+    drafts = []
+    while engine.has_unfinished():
+        request.draft_limit = 0 if 3 < len(request.output_token_ids) < 20 else 3
+        for one in engine.step():
+            drafts += one.drafts.token_ids if one.drafts else ()
+    always = make(similar, max_num_seqs=2)
+    other = always.add_request(texts[0], replace(each[0], max_tokens=40))
+    while always.has_unfinished():
+        always.step()
+    assert bits(engine.completion(name)) == bits(always.completion(other))
+    assert len(drafts) > 15
+
+
+def test_drawn_drafts_are_the_same_in_any_batch(similar: Path) -> None:
+    """Under rejection and block: with what each was drawn from."""
+    texts, _, _ = plain()
+    each = [replace(params(i, 0.8), max_tokens=30) for i in range(4)]
+    engine = make(similar, max_num_seqs=4, verify_strategy="rejection")
+    alone = [engine.generate([text], one)[0] for text, one in zip(texts, each, strict=False)]
+    assert list(map(bits, engine.generate(texts[:4], each))) == list(map(bits, alone))
+    block = [{"verify_strategy": "block"}] * 4
+    names = [
+        engine.add_request(text, one, speculative_config=own)
+        for text, one, own in zip(texts, each, block, strict=False)
+    ]
+    while engine.has_unfinished():
+        engine.step()
+    stats = [engine.completion(name).stats for name in names]
+    assert all(0 < one.num_accepted_tokens < one.num_draft_tokens for one in stats)
+
+
+@pytest.mark.parametrize("captures", [True, False], ids=["graphs", "eager"])
+@pytest.mark.corners("graphs")
+def test_its_steps_are_replayed(
+    similar: Path, monkeypatch: pytest.MonkeyPatch, captures: bool
+) -> None:
+    texts, each, expected = plain()
+    short = [replace(one, max_tokens=10) for one in each[:2]]
+    device = TwinDevice(captures=captures)
+    monkeypatch.setattr("specops.engine.engine.open_device", lambda *_, **__: device)
+    done = make(similar, max_num_seqs=2).generate(texts[:2], short)
+    assert list(map(bits, done)) == [bits(one)[:10] for one in expected[:2]]
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("tiny")
+    make_checkpoint(directory, "Qwen3")
+    write_tokenizer(directory)
+    return directory
+
+
+@pytest.mark.parametrize("family,kv", [("Llama", "int8"), ("Gemma3", "fp8_e4m3")])
+def test_other_families_and_8_bit_caches(tiny: Path, tmp_path: Path, family: str, kv: str) -> None:
+    make_checkpoint(tmp_path, family, num_hidden_layers=2)
+    write_tokenizer(tmp_path)
+    each = [replace(params(i, 0.8 * (i % 2)), max_tokens=30) for i in range(4)]
+    texts = [[3 + i, 4, 5] * 9 for i in range(4)]
+    expected = make(target=tiny, kv_cache_dtype=kv).generate(texts, each)
+    engine = make(tmp_path, target=tiny, kv_cache_dtype=kv)
+    assert list(map(bits, engine.generate(texts, each))) == list(map(bits, expected))
+    assert engine.stats.speculative.num_draft_tokens > 50
+
+
+def test_a_quantised_draft_model(similar: Path) -> None:
+    texts, each, expected = plain()
+    engine = make(similar, options={"draft_model": {"quantization": "wint8"}}, max_num_seqs=2)
+    head = engine.drafters["draft_model"].head  # type: ignore[attr-defined]
+    assert head.model.settings.quantization == "wint8"
+    done = engine.generate(texts[:2], each[:2])
+    assert list(map(bits, done)) == list(map(bits, expected[:2]))
+
+
+def other_tokens(directory: Path) -> None:
+    write_tokenizer(directory, 120)
+
+
+def more_tokens(directory: Path) -> None:
+    make_checkpoint(directory, "Qwen3", vocab_size=200)
+
+
+def short_context(directory: Path) -> None:
+    config = json.loads((directory / "config.json").read_text())
+    (directory / "config.json").write_text(json.dumps({**config, "max_position_embeddings": 99}))
+
+
+def without_weights(directory: Path) -> None:
+    (directory / "model.safetensors").unlink()
+
+
+@pytest.mark.parametrize(
+    "change,message",
+    [
+        (other_tokens, r"draft model .*: tokenizer\.json has another vocabulary than the target's"),
+        (more_tokens, r"config\.json: vocab_size is 200, but the target has 160"),
+        (short_context, "draft model .*: max_model_len must be at most the model's 99, got 256"),
+        (without_weights, r"draft model .*: no model\.safetensors"),
+    ],
+)
+def test_what_does_not_fit(tiny: Path, tmp_path: Path, change: Any, message: str) -> None:
+    directory = tmp_path / "draft"
+    shutil.copytree(tiny, directory)
+    change(directory)
+    with pytest.raises(ModelError, match=message):
+        make(directory, target=tiny)
+
+
+def test_without_a_model_there_is_none(tiny: Path) -> None:
+    speculative = SpeculativeConfig(method="draft_model")
+    with pytest.raises(ModelError, match="no draft model is named"):
+        Engine(EngineConfig(device="cpu", model=str(tiny), speculative_config=speculative))
+    engine = make(target=tiny)
+    with pytest.raises(ValueError, match='"draft_model" cannot run in this engine'):
+        engine.add_request([1], SamplingParams(), speculative_config={"method": "draft_model"})
+    with pytest.raises(ValueError, match=r"quantization must be one of .*; got 8"):
+        SpeculativeConfig(method="draft_model", quantization=8)

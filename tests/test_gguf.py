@@ -1,0 +1,554 @@
+# SPDX-License-Identifier: Apache-2.0
+"""GGUF files: types of numbers, models and tokenizers, and what is refused."""
+
+import dataclasses
+import itertools
+import json
+import os
+import random
+import struct
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from checkpoints import make_checkpoint
+from safetensors.torch import load_file
+from specops import attention, dense
+from specops.engine import Completion, Engine, EngineConfig, SamplingParams, SpeculativeConfig
+from specops.engine.errors import ModelError
+from specops.engine.gguf.directory import gguf_directory
+from specops.engine.gguf.file import TYPES, read_gguf
+from specops.engine.gguf.tokenizer import tokenizer_files
+from specops.engine.models import WeightCache, load_model
+from specops.engine.models.checkpoints.checkpoint import Checkpoint
+from specops.engine.models.checkpoints.directory import open_checkpoint
+from specops.engine.models.checkpoints.fused import fused
+from specops.engine.models.families import read_model_config
+from specops.engine.tokenizer import Tokenizer
+from specops.quantization import QuantizedWeight, dequantize_weight
+from test_models import Runner
+from test_tokenizer import byte_level
+from tokenizers import pre_tokenizers
+from torch import Tensor
+
+gguf = pytest.importorskip("gguf")
+
+# What the types become.
+KINDS = {
+    "Q4_0": ("int4", 32),
+    "Q4_1": ("int4", 32),
+    "Q5_0": ("int8", 32),
+    "Q5_1": ("int8", 32),
+    "Q8_0": ("int8", 32),
+    "Q4_K": ("int4", 32),
+    "Q5_K": ("int8", 32),
+    "Q6_K": ("int8", 16),
+    "IQ4_NL": ("int4", 32),
+    "MXFP4": ("int4", 32),
+}
+DOWN = "blk.0.ffn_down.weight"
+OURS = "model.layers.0.mlp.down_proj.weight"
+
+
+def random_blocks(kind: str, rows: int, blocks: int) -> Tensor:
+    """Any bytes, but for scales that are finite: [rows, blocks * bytes]."""
+    _, _, size = next(one for one in TYPES.values() if one[0] == kind)
+    generator = torch.Generator().manual_seed(len(kind) + size)
+    octets = torch.randint(0, 256, (rows, blocks, size), dtype=torch.uint8, generator=generator)
+    halves = (torch.randn(rows, blocks, 2, generator=generator) * 0.1).half().view(torch.uint8)
+    if kind == "Q6_K":
+        octets[..., -2:] = halves[..., :2]
+    elif kind == "MXFP4":
+        octets[..., 0] = 110 + octets[..., 0] % 30
+    else:
+        wide = 4 if kind in ("Q4_1", "Q5_1", "Q4_K", "Q5_K") else 2
+        octets[..., :wide] = halves[..., :wide]
+    return octets.flatten(1)
+
+
+def write(path: Path, tensors: dict[str, Any], architecture: str = "any", **metadata: Any) -> Path:
+    """A file of these tensors: floats, or blocks and the name of their type."""
+    writer = gguf.GGUFWriter(path / "model.gguf", architecture)
+    for key, value in metadata.items():
+        writer.add_key_value(key, value, gguf.GGUFValueType.get_type(value))
+    for name, one in tensors.items():
+        data, kind = (one, "F32") if isinstance(one, Tensor) else one
+        raw = data.view(torch.uint8) if kind == "BF16" else data
+        writer.add_tensor(name, raw.numpy(), raw_dtype=gguf.GGMLQuantizationType[kind])
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path / "model.gguf"
+
+
+def opened(directory: Path) -> Checkpoint:
+    return open_checkpoint(directory)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_types_decode_as_ggml_decodes_them(tmp_path: Path, kind: str) -> None:
+    octets = random_blocks(kind, 5, 3)
+    write(tmp_path, {DOWN: (octets, kind)})
+    weight = opened(tmp_path).load(OURS)
+    assert isinstance(weight, QuantizedWeight) and (weight.kind, weight.group) == KINDS[kind]
+    want = gguf.quants.dequantize(octets.numpy(), gguf.GGMLQuantizationType[kind])
+    assert torch.equal(dequantize_weight(weight), torch.from_numpy(want))
+    assert torch.equal(weight.scales.isfinite(), torch.ones_like(weight.scales, dtype=torch.bool))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_floats_are_read_as_they_are(tmp_path: Path, dtype: torch.dtype) -> None:
+    numbers = torch.randn(3, 5).to(dtype)
+    kind = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}[dtype]
+    write(tmp_path, {"output_norm.weight": torch.ones(3), DOWN: (numbers, kind)})
+    found = opened(tmp_path).load(OURS)
+    assert isinstance(found, Tensor) and found.dtype == dtype and torch.equal(found, numbers)
+
+
+def test_names_are_those_of_the_models(tmp_path: Path) -> None:
+    """Of layers with four norms, the one before the MLP has another name."""
+    names = ["token_embd.weight", "blk.0.ffn_norm.weight", "blk.11.attn_q.bias"]
+    write(tmp_path, {name: torch.ones(2) for name in names})
+    layers = "model.layers."
+    want = {
+        "model.embed_tokens.weight",
+        f"{layers}0.post_attention_layernorm.weight",
+        f"{layers}11.self_attn.q_proj.bias",
+    }
+    assert set(opened(tmp_path).names()) == want
+    write(tmp_path, {name: torch.ones(2) for name in (*names, "blk.0.post_attention_norm.weight")})
+    assert set(opened(tmp_path).names()) == want | {f"{layers}0.pre_feedforward_layernorm.weight"}
+
+
+def refusal(directory: Path) -> str:
+    with pytest.raises(ModelError) as error:
+        opened(directory).load(OURS)
+    return str(error.value)
+
+
+def test_other_types_and_tensors_are_refused_by_name(tmp_path: Path) -> None:
+    file = write(tmp_path, {DOWN: (random_blocks("Q2_K", 2, 1), "Q2_K")})
+    assert refusal(tmp_path).startswith(
+        f"{file}: tensor {OURS} is [2, 256] of type Q2_K; matrices of these types can be read: F32,"
+    )
+    write(tmp_path, {"blk.0.ssm_a": torch.ones(3)})
+    assert refusal(tmp_path) == f"{file}: tensor blk.0.ssm_a has no place in a model here"
+    write(tmp_path, {"output_norm.weight": torch.ones(3)})
+    assert refusal(tmp_path) == f"{file}: tensor {OURS} is missing from the file"
+    (tmp_path / "other.gguf").write_bytes(b"")
+    assert refusal(tmp_path) == f"{tmp_path}: one GGUF file is read, got model.gguf, other.gguf"
+
+
+def test_damaged_files_are_refused(tmp_path: Path) -> None:
+    file = write(tmp_path, {DOWN: torch.ones(3, 4)}, note="text", numbers=[1, 2, 3])
+    assert read_gguf(file).metadata["numbers"] == [1, 2, 3]
+    whole = file.read_bytes()
+    # Cut off anywhere: no other error than ours.
+    for length in (0, 3, 10, 30, 60, 100, len(whole) - 40):
+        file.write_bytes(whole[:length])
+        with pytest.raises(ModelError, match=r"cut off|not a GGUF file|cannot be read"):
+            read_gguf(file)
+    for changed, sentence in (
+        (b"GGML" + whole[4:], "not a GGUF file: it begins with b'GGML'"),
+        (whole[:4] + struct.pack("<I", 1) + whole[8:], "GGUF version must be 2 or 3, got 1"),
+        (whole[:4] + struct.pack(">I", 3) + whole[8:], "GGUF version must be 2 or 3, got 50331648"),
+        (whole[:8] + struct.pack("<Q", 1 << 60) + whole[16:], "the file is cut off"),
+        (whole[:16] + struct.pack("<Q", 1 << 60) + whole[24:], ""),
+    ):
+        file.write_bytes(changed)
+        with pytest.raises(ModelError) as error:
+            read_gguf(file)
+        assert sentence in str(error.value)
+
+
+# ---- models ----
+
+# Keys of a config.json's fields, behind the architecture's name.
+KEYS = {
+    "num_hidden_layers": "block_count",
+    "max_position_embeddings": "context_length",
+    "hidden_size": "embedding_length",
+    "intermediate_size": "feed_forward_length",
+    "num_attention_heads": "attention.head_count",
+    "num_key_value_heads": "attention.head_count_kv",
+    "head_dim": "attention.key_length",
+    "rms_norm_eps": "attention.layer_norm_rms_epsilon",
+}
+SIZES = {"rms_norm_eps": 2.0**-20, "vocab_size": 160}
+GEMMA = {"sliding_window": 20, "sliding_window_pattern": 3, "query_pre_attn_scalar": 64}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 500000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+FAMILIES: dict[str, dict[str, Any]] = {
+    "Qwen2": {},
+    "Qwen3": {"tie_word_embeddings": False},
+    "Llama": {"tie_word_embeddings": False, "rope_parameters": LLAMA3},
+    "Gemma3": GEMMA,
+}
+LAYER_NAMES = {
+    "input_layernorm": "attn_norm",
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output",
+    "self_attn.q_norm": "attn_q_norm",
+    "self_attn.k_norm": "attn_k_norm",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+    "post_attention_layernorm": "ffn_norm",
+}
+GEMMA_NAMES = {
+    "post_attention_layernorm": "post_attention_norm",
+    "pre_feedforward_layernorm": "ffn_norm",
+    "post_feedforward_layernorm": "post_ffw_norm",
+}
+
+
+def tokens_of_bytes() -> dict[str, Any]:
+    """A tokenizer of 160 tokens: bytes, the first of which is the end."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())[:158]
+    return {
+        "tokenizer.ggml.model": "gpt2",
+        "tokenizer.ggml.tokens": ["<|endoftext|>", *alphabet, "ab"],
+        "tokenizer.ggml.token_type": [3] + [1] * 159,
+        "tokenizer.ggml.merges": ["a b"],
+        "tokenizer.ggml.eos_token_id": 0,
+    }
+
+
+def name_of(name: str, family: str) -> str:
+    stem, _, suffix = name.removeprefix("model.").rpartition(".")
+    if not stem.startswith("layers."):
+        whole = {"embed_tokens": "token_embd", "norm": "output_norm", "lm_head": "output"}
+        return f"{whole[stem]}.{suffix}"
+    _, layer, own = stem.split(".", 2)
+    names = {**LAYER_NAMES, **(GEMMA_NAMES if family == "Gemma3" else {})}
+    return f"blk.{layer}.{names[own]}.{suffix}"
+
+
+def tensors_of(source: Path, family: str, config: dict[str, Any]) -> dict[str, Any]:
+    """A model's tensors as a GGUF file has them: as llama.cpp's converter would."""
+    found = {}
+    for name, one in load_file(source / "model.safetensors").items():
+        if family == "Gemma3" and "norm" in name:
+            one = one + 1
+        if family == "Llama" and ("q_proj" in name or "k_proj" in name):
+            kind = "attention" if "q_proj" in name else "key_value"
+            heads = config[f"num_{kind}_heads"]
+            one = one.view(heads, 2, -1, one.shape[-1]).transpose(1, 2).reshape(one.shape)
+        found[name_of(name, family)] = one.contiguous()
+    if family == "Llama":  # angles of position 1 with the scaling and without; none is large
+        plain, scaled = (
+            attention.rope_cos_sin(2, config["head_dim"], 5e5, one)[1, config["head_dim"] // 2 :]
+            for one in (None, config["rope_parameters"])
+        )
+        found["rope_freqs.weight"] = plain.double().asin().div(scaled.double().asin()).float()
+    return found
+
+
+def metadata_of(family: str, config: dict[str, Any]) -> dict[str, Any]:
+    prefix = family.lower()
+    found = {f"{prefix}.{key}": config[name] for name, key in KEYS.items() if name in config}
+    rope = config.get("rope_parameters") or {}
+    if family == "Gemma3":
+        found[f"{prefix}.attention.sliding_window"] = config["sliding_window"]
+        found[f"{prefix}.attention.sliding_window_pattern"] = 3
+        found[f"{prefix}.rope.freq_base_swa"] = rope["sliding_attention"]["rope_theta"]
+        rope = rope["full_attention"]
+    found[f"{prefix}.rope.freq_base"] = float(rope["rope_theta"])
+    found[f"{prefix}.rope.dimension_count"] = config["head_dim"]
+    return {**found, **tokens_of_bytes()}
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The user's cache."""
+    path = tmp_path_factory.mktemp("cache")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(path))
+    return path
+
+
+def make_file(directory: Path, family: str, **changes: Any) -> Path:
+    """A random model of a family, as a GGUF file and in the directory beside it."""
+    source = directory / "source"
+    source.mkdir()
+    make_checkpoint(source, family, **{**SIZES, **FAMILIES[family], **changes})
+    config = json.loads((source / "config.json").read_text())
+    tensors = tensors_of(source, family, config)
+    return write(directory, tensors, family.lower(), **metadata_of(family, config))
+
+
+def logits(directory: Path, **options: Any) -> Tensor:
+    ids = [7 * i % 160 for i in range(40)]
+    return Runner(load_model(directory, dtype="float32", **options)).run([ids], [[40]])[0]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_models_are_those_that_the_files_were_made_from(tmp_path: Path, family: str) -> None:
+    """Names, metadata, order of rows and norms; floats, so that nothing is rounded."""
+    file = make_file(tmp_path, family)
+    directory = gguf_directory(file)
+    assert torch.equal(logits(directory), logits(tmp_path / "source"))
+    made, wanted = read_model_config(directory), read_model_config(tmp_path / "source")
+    for field in ("norm_offset", "dtype"):
+        made = dataclasses.replace(made, **{field: getattr(wanted, field)})
+    assert made == wanted
+
+
+def quantized(file: Path, directory: Path, kinds: dict[str, str]) -> Path:
+    """The same file, but with random blocks of these types for these parts of all layers."""
+    found = read_gguf(file)
+    data = torch.from_file(str(file), size=file.stat().st_size, dtype=torch.uint8)
+    tensors: dict[str, Any] = {}
+    for name, one in found.tensors.items():
+        part = name.split(".")[2] if name.startswith("blk.") else name
+        if part in kinds:
+            width = next(two for label, two, _ in TYPES.values() if label == kinds[part])
+            blocks = random_blocks(kinds[part], one.shape[0], one.shape[1] // width)
+            tensors[name] = (blocks, kinds[part])
+        else:
+            raw = data[one.offset : one.offset + one.num_bytes].clone()
+            tensors[name] = raw.view(torch.float32).view(one.shape)
+    architecture = found.metadata.pop("general.architecture")
+    return write(directory, tensors, architecture, **found.metadata)
+
+
+MIXED = {
+    **{"token_embd.weight": "Q8_0", "output.weight": "Q6_K"},
+    **{"attn_q": "Q5_0", "attn_k": "Q4_0", "attn_v": "Q6_K"},
+    **{"attn_output": "Q4_K", "ffn_gate": "Q4_0", "ffn_up": "Q4_0", "ffn_down": "Q5_K"},
+}
+WIDE = {"hidden_size": 256, "intermediate_size": 256, "num_hidden_layers": 2}
+
+
+def test_projections_are_what_the_file_holds(tmp_path: Path) -> None:
+    """Packed as they are; parts of several types as the narrowest kind that holds them."""
+    (tmp_path / "mixed").mkdir()
+    file = quantized(make_file(tmp_path, "Qwen3", **WIDE), tmp_path / "mixed", MIXED)
+    directory = gguf_directory(file)
+    model, checkpoint = load_model(directory, dtype="float32"), open_checkpoint(directory)
+
+    def part(name: str) -> Any:
+        return checkpoint.load(f"model.layers.1.{name}.weight")
+
+    wanted = [
+        fused([part(f"self_attn.{one}_proj") for one in "qkv"], "qkv"),
+        part("self_attn.o_proj"),
+        fused([part("mlp.gate_proj"), part("mlp.up_proj")], ("gate", "up")),
+        part("mlp.down_proj"),
+    ]
+    assert [(one.kind, one.group) for one in wanted] == [
+        ("int8", 16),
+        ("int4", 32),
+        ("int4", 32),
+        ("int8", 32),
+    ]
+    activations = (None, None, "silu", None)
+    for one, weight, activation in zip(model.layers[1].weights, wanted, activations, strict=True):
+        packed = dense.pack_weight(weight, activation=activation)
+        for field, value in packed._asdict().items():
+            found = getattr(one, field)
+            same = torch.equal(found, value) if isinstance(value, Tensor) else found == value
+            assert same, field
+    embedding = checkpoint.load("model.embed_tokens.weight")
+    assert isinstance(embedding, QuantizedWeight)
+    assert torch.equal(model.embedding, dequantize_weight(embedding))
+    assert model.lm_head.kind == "int8"
+
+
+def test_packed_weights_are_kept_on_disk(tmp_path: Path) -> None:
+    (tmp_path / "mixed").mkdir()
+    file = quantized(make_file(tmp_path, "Qwen3", **WIDE), tmp_path / "mixed", MIXED)
+    directory, kept = gguf_directory(file), WeightCache(tmp_path / "kept", 1 << 40)
+    first = logits(directory)
+    for _ in range(2):  # made, then mapped
+        assert torch.equal(logits(directory, weight_cache=kept), first)
+    assert len(list((tmp_path / "kept").rglob("*.safetensors"))) == 4 * 2 + 1
+
+
+def test_speculation_changes_no_bit(tmp_path: Path) -> None:
+    (tmp_path / "mixed").mkdir()
+    file = quantized(make_file(tmp_path, "Qwen3", **WIDE), tmp_path / "mixed", MIXED)
+    prompts = [[5, 9, 23, 77, 101, 5, 9, 44] * 4, [3, 3, 7] * 8]
+    params = [
+        SamplingParams(max_tokens=40, temperature=0, ignore_eos=True, logprobs=2),
+        SamplingParams(max_tokens=40, temperature=0.8, seed=7, ignore_eos=True, logprobs=2),
+    ]
+
+    def completions(method: str) -> list[Completion]:
+        drafts = None if method == "naive" else 4
+        own = SpeculativeConfig(method=method, num_speculative_tokens=drafts)
+        engine = Engine(EngineConfig(model=str(file), speculative_config=own, device="cpu"))
+        assert engine.model_name == "model"
+        found = engine.generate(prompts, params)
+        assert method == "naive" or engine.stats.speculative.num_draft_tokens > 10
+        return found
+
+    for one, other in zip(completions("naive"), completions("ngram"), strict=True):
+        assert one.token_ids == other.token_ids and one.logprobs == other.logprobs
+
+
+@pytest.mark.parametrize(
+    "changes,sentence",
+    [
+        ({"general.architecture": "mamba"}, "general.architecture must be one of"),
+        ({"qwen3.attention.softcap": 3.0}, "qwen3.attention.softcap is not known: 3.0"),
+        ({"qwen3.rope.dimension_count": 32}, "qwen3.rope.dimension_count must be 64, as a head"),
+        ({"qwen3.rope.scaling.type": "longrope"}, "qwen3.rope.scaling.type longrope does not run"),
+        ({"qwen3.block_count": -1}, "num_hidden_layers must be an integer of at least 1, got -1"),
+        ({"qwen3.attention.head_count": None}, "'num_attention_heads' is missing"),
+        ({"qwen3.block_count": 2}, "tensor model.layers.2"),
+        ({"split.count": 2}, "split.count must be 1, got 2: join its parts"),
+        ({"tokenizer.ggml.model": "rwkv"}, "tokenizer.ggml.model must be llama or gpt2, got rwkv"),
+        ({"tokenizer.ggml.pre": "tekken"}, "tokenizer.ggml.pre must be one of default, gpt-2,"),
+        ({"tokenizer.ggml.tokens": ["a", "a"]}, "tokenizer.ggml.tokens has a token twice"),
+        ({"tokenizer.ggml.eos_token_id": 160}, "tokenizer.ggml.eos_token_id must be one of 160"),
+        ({"tokenizer.ggml.add_bos_token": True}, "tokenizer.ggml.bos_token_id is missing"),
+    ],
+)
+def test_metadata_that_do_not_run_are_refused(
+    tmp_path: Path, changes: dict[str, Any], sentence: str
+) -> None:
+    file = make_file(tmp_path, "Qwen3")
+    found = read_gguf(file)
+    data = {name: torch.ones(one.shape) for name, one in found.tensors.items()}
+    architecture = changes.get("general.architecture", found.metadata.pop("general.architecture"))
+    metadata = {key: one for key, one in {**found.metadata, **changes}.items() if one is not None}
+    metadata.pop("general.architecture", None)
+    file = write(tmp_path, data, architecture, **metadata)
+    with pytest.raises(ModelError) as error:
+        load_model(gguf_directory(file))
+    assert sentence in str(error.value)
+
+
+def test_factors_of_another_scaling_are_refused(tmp_path: Path) -> None:
+    file = make_file(tmp_path, "Llama")
+    found = read_gguf(file)
+    data = {name: torch.ones(one.shape) for name, one in found.tensors.items()}
+    data["rope_freqs.weight"][-1] = 3.0
+    architecture = found.metadata.pop("general.architecture")
+    file = write(tmp_path, data, architecture, **found.metadata)
+    with pytest.raises(ModelError, match=r"rope_freqs\.weight has the factors of an unknown"):
+        load_model(gguf_directory(file))
+
+
+def test_a_directory_is_made_once(tmp_path: Path, cache: Path) -> None:
+    file = make_file(tmp_path, "Qwen3")
+    first = gguf_directory(file)
+    assert first.is_relative_to(cache) and gguf_directory(file) == first
+    config = first / "config.json"
+    config.write_text("{}")
+    assert gguf_directory(file) == first and config.read_text() == "{}"  # it was not made again
+    os.utime(file, (1, 1))
+    assert gguf_directory(file) != first
+    assert not [path for path in first.parent.iterdir() if path.name.startswith(".")]
+    with pytest.raises(ModelError, match="no such file"):
+        gguf_directory(tmp_path / "nowhere.gguf")
+    with pytest.raises(ModelError, match="no such file"):
+        EngineConfig(model=str(tmp_path / "nowhere.gguf")).model_dir  # noqa: B018
+
+
+def test_several_may_make_it_at_once(tmp_path: Path) -> None:
+    file = make_file(tmp_path, "Qwen3")
+    with ThreadPoolExecutor(8) as pool:
+        found = set(pool.map(lambda _: gguf_directory(file), range(8)))
+    (directory,) = found
+    assert sorted(path.name for path in directory.iterdir()) == [
+        "config.json",
+        "model.gguf",
+        "tokenizer.json",
+        "tokenizer_config.json",
+    ]
+    assert [path.name for path in directory.parent.iterdir()] == [directory.name]
+
+
+# ---- tokenizers ----
+
+
+def tokenizer_of(directory: Path, metadata: dict[str, Any]) -> Tokenizer:
+    for name, value in tokenizer_files(metadata).items():
+        (directory / name).write_text(json.dumps(value))
+    return Tokenizer.from_dir(directory)
+
+
+SPELT = [
+    "ab abab  a\tb\n\n",
+    " leading",
+    "naïve café 🙂 日本",
+    "a" * 30 + "<|end|>b",
+    "",
+    "plain é x",
+]
+
+
+def test_bytes_and_merges_are_tokenized_as_before(tmp_path: Path) -> None:
+    theirs = byte_level()
+    stored = json.loads(theirs.to_str())
+    vocabulary = sorted(theirs.get_vocab().items(), key=lambda one: one[1])
+    added = {one["content"]: 3 if one["special"] else 4 for one in stored["added_tokens"]}
+    metadata = {
+        "tokenizer.ggml.model": "gpt2",
+        "tokenizer.ggml.tokens": [token for token, _ in vocabulary],
+        "tokenizer.ggml.token_type": [added.get(token, 1) for token, _ in vocabulary],
+        "tokenizer.ggml.merges": [" ".join(merge) for merge in stored["model"]["merges"]],
+        "tokenizer.ggml.eos_token_id": 0,
+        "tokenizer.chat_template": "{{ messages }}",
+    }
+    ours = tokenizer_of(tmp_path, metadata)
+    for text in SPELT:
+        assert ours.encode(text) == theirs.encode(text).ids
+        assert ours.decode(ours.encode(text), skip_special_tokens=False) == text
+    config = json.loads((tmp_path / "tokenizer_config.json").read_text())
+    assert config == {"eos_token": "<|end|>", "chat_template": "{{ messages }}"}
+
+
+def test_scores_are_merges(tmp_path: Path) -> None:
+    """Of all neighbours, those whose token has the best score become one, the first of several."""
+    pieces = ["▁", "a", "b", "c", "ab", "abc", "▁a", "bc", "▁ab", "ca", "cab", "aa", "aaaa"]
+    specials = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256))]
+    scores = {piece: float(-i) for i, piece in enumerate(random.Random(3).sample(pieces, 13))}
+    tokens = [*specials, *pieces, "cc"]
+    metadata = {
+        "tokenizer.ggml.model": "llama",
+        "tokenizer.ggml.tokens": tokens,
+        "tokenizer.ggml.token_type": [2, 3, 3] + [6] * 256 + [1] * len(pieces) + [4],
+        "tokenizer.ggml.scores": [0.0] * 259 + [scores[piece] for piece in pieces] + [9.0],
+        "tokenizer.ggml.bos_token_id": 1,
+        "tokenizer.ggml.eos_token_id": 2,
+        "tokenizer.ggml.unknown_token_id": 0,
+        "tokenizer.ggml.add_space_prefix": False,
+    }
+
+    def merged(text: str) -> list[str]:
+        parts = list(text.replace(" ", "▁"))
+        while True:
+            pairs = [scores.get(a + b, -99.0) for a, b in itertools.pairwise(parts)]
+            best = max(pairs, default=-99.0)
+            if best == -99.0:
+                return parts
+            at = pairs.index(best)
+            parts[at : at + 2] = ["".join(parts[at : at + 2])]
+
+    ours = tokenizer_of(tmp_path, metadata)
+    generator = random.Random(4)
+    for _ in range(200):
+        text = "".join(generator.choices("abc ", k=12)).replace("cc", "ca")
+        want = [1, *(tokens.index(piece) for piece in merged(text))]
+        assert ours.encode(text) == want
+        assert ours.decode(want) == text
+    assert ours.encode("ccé") == [1, len(tokens) - 1, 3 + 0xC3, 3 + 0xA9]
+    assert ours.special_tokens == {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
+    metadata["tokenizer.ggml.add_space_prefix"] = True
+    assert tokenizer_of(tmp_path, metadata).encode("b", add_special_tokens=False) == [
+        tokens.index("▁"),
+        tokens.index("b"),
+    ]

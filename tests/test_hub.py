@@ -1,0 +1,186 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Models by name: from the cache of the Hugging Face Hub, or a Hub of this machine into it."""
+
+import argparse
+import contextlib
+import json
+import os
+import re
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("huggingface_hub")
+
+from specops.cli import main, options
+from specops.cli.hub import is_name
+
+ASSETS = Path(options.__file__).parents[1] / "assets"
+SHA = "1234567890" * 4
+FILES = {"config.json": b"{}", "model.safetensors": b"weights", "pytorch_model.bin": b"never"}
+REFUSALS = {
+    "org/gated": (403, "GatedRepo"),
+    "org/none": (404, "RepoNotFound"),
+    "org/broken": (500, ""),
+}
+
+
+class _Hub(BaseHTTPRequestHandler):
+    asked: list[str]
+
+    def do_GET(self) -> None:
+        self.asked.append(self.path)
+        parts = self.path.partition("?")[0].strip("/").split("/")
+        name = "/".join(parts[2:4] if parts[0] == "api" else parts[:2])
+        if name in REFUSALS:
+            status, code = REFUSALS[name]
+            self._send(status, b"{}", {"X-Error-Code": code} if code else {})
+        elif parts[0] == "api":
+            siblings = [{"rfilename": file} for file in FILES]
+            whole = {"id": name, "modelId": name, "sha": SHA, "siblings": siblings}
+            tree = [
+                {"type": "file", "path": file, "size": len(data), "oid": file}
+                for file, data in FILES.items()
+            ]
+            self._send(200, json.dumps(tree if "tree" in parts else whole).encode(), {})
+        else:
+            file = parts[-1]
+            self._send(200, FILES[file], {"ETag": f'"{file}"', "X-Repo-Commit": SHA})
+
+    do_HEAD = do_GET
+
+    def _send(self, status: int, data: bytes, headers: dict[str, str]) -> None:
+        self.send_response(status)
+        for name, value in {"Content-Length": str(len(data)), **headers}.items():
+            self.send_header(name, value)
+        self.end_headers()
+        if self.command == "GET":
+            self.wfile.write(data)
+
+    def log_message(self, *_: Any) -> None:
+        pass
+
+
+@contextlib.contextmanager
+def hub() -> Iterator[tuple[str, list[str]]]:
+    """A Hub with one model, and some that it refuses; yields where, and what it is asked."""
+    asked: list[str] = []
+    handler = type("Handler", (_Hub,), {"asked": asked})
+    server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
+    thread = threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True)
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{server.server_address[1]}", asked
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join(timeout=10)
+
+
+def directories(names: list[str], cache: Path, **environment: str) -> list[str]:
+    """What becomes of some names, each a directory or a mistake."""
+    code = """
+import sys
+from specops.cli.hub import directory_of
+for name in sys.argv[1:]:
+    try:
+        print(directory_of(name))
+    except ValueError as error:
+        print(error)
+"""
+    own = {"HF_HUB_CACHE": str(cache), "HF_HUB_DISABLE_PROGRESS_BARS": "1", **environment}
+    command = [sys.executable, "-c", code, *names]
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=300, env=os.environ | own
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout.splitlines()
+
+
+def test_a_model_is_downloaded_once_and_then_needs_no_network(tmp_path: Path) -> None:
+    with hub() as (url, asked):
+        (first,) = directories(["org/model"], tmp_path, HF_ENDPOINT=url)
+        assert {path.name for path in Path(first).iterdir()} == {"config.json", "model.safetensors"}
+        assert (Path(first) / "model.safetensors").read_bytes() == b"weights"
+        assert not any("pytorch_model" in path for path in asked)
+        count = len(asked)
+        offline = directories(["org/model", "org/other"], tmp_path, HF_HUB_OFFLINE="1")
+        assert offline[0] == first and len(asked) == count
+    assert offline[1].startswith("--model must be a directory, or a model of the Hugging Face Hub")
+    assert "got org/other: no such directory here; it is not in the cache" in offline[1]
+    assert "HF_HUB_OFFLINE" in offline[1], "why the Hub is not asked"
+
+
+def test_why_a_model_cannot_be_had(tmp_path: Path) -> None:
+    with hub() as (url, _):
+        gated, none, broken = directories(list(REFUSALS), tmp_path, HF_ENDPOINT=url)
+    assert "got org/gated: its licence must be accepted on its page" in gated
+    assert "got org/none: no such directory here, and no such model there" in none
+    assert "and the Hub is not reached (Server error '500 " in broken
+
+
+def test_names_are_no_directories(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert is_name("org/model") and is_name("a.b/C-1_2")
+    (tmp_path / "org" / "model").mkdir(parents=True)
+    for model in (
+        "org/model",
+        "/org/model",
+        "a/b/c",
+        "model",
+        "./model/",
+        "org/mo del",
+        "org/m.gguf",
+    ):
+        assert not is_name(model)
+
+
+def test_models_of_the_cache_are_listed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def put(name: str, *files: str, architecture: str = "Qwen3ForCausalLM") -> None:
+        folder = tmp_path / f"models--{name.replace('/', '--')}"
+        (folder / "refs").mkdir(parents=True)
+        (folder / "refs" / "main").write_text(SHA)
+        snapshot = folder / "snapshots" / SHA
+        snapshot.mkdir(parents=True)
+        config = json.loads((ASSETS / "config.json").read_text())
+        (snapshot / "config.json").write_text(
+            json.dumps(config | {"architectures": [architecture]})
+        )
+        for file in files:
+            (snapshot / file).write_bytes(b"x" * 3_000_000)
+
+    put("org/whole", "model.safetensors")
+    put("org/half")
+    put("org/other", "model.safetensors", architecture="NobodysModel")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    assert main(["models"]) == 0
+    bundled, half, other, whole = capsys.readouterr().out.splitlines()
+    assert re.fullmatch(r"specops-bundled +\d+ MB  runs; without --model, it is this one", bundled)
+    assert re.fullmatch(r"org/half +0 MB  does not run: its weights are not here; .*", half)
+    assert re.fullmatch(r"org/other +3 MB  does not run: architecture NobodysModel .*", other)
+    assert re.fullmatch(r"org/whole +3 MB  runs", whole)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "none"))
+    assert main(["models"]) == 0
+    assert capsys.readouterr().out.count("\n") == 1
+
+
+def test_an_engine_bears_the_name(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(options, "directory_of", lambda name: f"/cache/{name}/{SHA}")
+    parser = argparse.ArgumentParser()
+    options.add_engine_options(parser)
+
+    def settings(*arguments: str) -> dict[str, Any]:
+        return options.plain_settings(parser.parse_args(arguments))
+
+    by_name = settings("--model", "org/model")
+    assert by_name == {"model": f"/cache/org/model/{SHA}", "served_model_name": "org/model"}
+    assert settings("--model", "org/model", "--served-model-name", "x")["served_model_name"] == "x"
+    assert settings("--model", str(tmp_path)) == {"model": str(tmp_path)}

@@ -1,0 +1,138 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The engine on quantized checkpoints: speculation changes no bit, whatever their format."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from checkpoints import make_checkpoint, write_tokenizer
+from mtp_checkpoints import make_mtp_checkpoint
+from safetensors.torch import load_file, save_file
+from specops.engine import Completion, Engine, EngineConfig, SamplingParams, SpeculativeConfig
+from specops.engine.errors import ModelError
+from specops.engine.models import load_model
+from specops.quantization import quantize_weight
+from torch import Tensor
+
+SIZES = {"hidden_size": 128, "intermediate_size": 128}
+PROMPTS = [[5, 9, 23, 77, 101, 5, 9, 44] * 4, [3, 3, 7] * 8]
+PARAMS = [
+    SamplingParams(max_tokens=60, temperature=0, ignore_eos=True, logprobs=2),
+    SamplingParams(max_tokens=60, temperature=0.8, seed=7, ignore_eos=True, logprobs=2),
+]
+
+
+def words_of(codes: Tensor) -> Tensor:
+    """Eight codes of 4 bits in a word, along the last dimension."""
+    shifted = codes.view(len(codes), -1, 8).to(torch.int64) << torch.arange(0, 32, 4)
+    return shifted.sum(-1).to(torch.uint32).view(torch.int32)
+
+
+def packed(weight: Tensor) -> dict[str, Tensor]:
+    """compressed-tensors' pack-quantized."""
+    codes = quantize_weight(weight, kind="int4", group=32)
+    return {
+        "weight_packed": words_of(codes.codes),
+        "weight_scale": codes.scales,
+        "weight_shape": torch.tensor(weight.shape),
+    }
+
+
+def gptq(weight: Tensor) -> dict[str, Tensor]:
+    """With desc_act: inputs are in groups of an order of their own."""
+    order = torch.randperm(weight.shape[1], generator=torch.Generator().manual_seed(3))
+    codes = quantize_weight(weight[:, order], kind="int4", group=32)
+    stored, index = torch.empty_like(codes.codes), torch.empty_like(order)
+    stored[:, order] = codes.codes
+    index[order] = torch.arange(len(order)) // 32
+    zeros = torch.full((codes.scales.shape[1], len(weight)), 7, dtype=torch.uint8)
+    return {
+        "qweight": words_of(stored).T.contiguous(),
+        "qzeros": words_of(zeros),
+        "scales": codes.scales.T.half(),
+        "g_idx": index.to(torch.int32),
+    }
+
+
+def fp8(weight: Tensor) -> dict[str, Tensor]:
+    """Blocks of 128 by 128, all of one scale."""
+    codes = (weight * 64).to(torch.float8_e4m3fn)
+    scales = torch.full([-(-size // 128) for size in weight.shape], 1 / 64)
+    return {"weight": codes, "weight_scale_inv": scales}
+
+
+FORMATS: dict[str, tuple[Callable[[Tensor], dict[str, Tensor]], dict[str, Any]]] = {
+    "pack-quantized": (packed, {"quant_method": "compressed-tensors", "format": "pack-quantized"}),
+    "gptq": (gptq, {"quant_method": "gptq", "desc_act": True, "group_size": 32}),
+    "fp8": (fp8, {"quant_method": "fp8", "weight_block_size": [128, 128]}),
+}
+
+
+def quantize(directory: Path, kind: str) -> None:
+    """Puts a format's tensors in the place of every projection of every layer."""
+    pack, _ = FORMATS[kind]
+    found = {}
+    for name, one in load_file(directory / "model.safetensors").items():
+        module = name.removesuffix(".weight")
+        if ".layers." in name and "_proj" in name and not name.endswith("eh_proj.weight"):
+            found |= {f"{module}.{suffix}": two for suffix, two in pack(one).items()}
+        else:
+            found[name] = one
+    save_file(
+        {name: one.contiguous() for name, one in found.items()}, directory / "model.safetensors"
+    )
+
+
+def completions(directory: Path, method: str) -> list[Completion]:
+    drafts = None if method == "naive" else 2
+    own = SpeculativeConfig(method=method, num_speculative_tokens=drafts)
+    engine = Engine(EngineConfig(model=str(directory), speculative_config=own, device="cpu"))
+    found = engine.generate(PROMPTS, PARAMS)
+    assert method == "naive" or engine.stats.speculative.num_draft_tokens > 10
+    return found
+
+
+def same(ones: list[Completion], others: list[Completion]) -> bool:
+    pairs = list(zip(ones, others, strict=True))
+    return all(a.token_ids == b.token_ids and a.logprobs == b.logprobs for a, b in pairs)
+
+
+@pytest.mark.parametrize("kind", FORMATS)
+def test_speculation_changes_no_bit(tmp_path: Path, kind: str) -> None:
+    make_checkpoint(tmp_path, "Qwen3", **SIZES, quantization_config=FORMATS[kind][1])
+    write_tokenizer(tmp_path)
+    before = completions(tmp_path, "naive")
+    quantize(tmp_path, kind)
+    plain = completions(tmp_path, "naive")
+    assert not same(plain, before)
+    assert same(plain, completions(tmp_path, "ngram"))
+
+
+def test_what_is_not_quantized_in_the_file_is_quantized_as_it_is_loaded(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path, "Qwen3", **SIZES)
+    quantize(tmp_path, "pack-quantized")
+    model = load_model(tmp_path, quantization="wint8", quantize_head="wint8")
+    assert {weight.kind for layer in model.layers for weight in layer.weights} == {"int4"}
+    assert model.lm_head.kind == "int8"
+
+
+def test_mtp_modules_are_what_their_file_says(tmp_path: Path) -> None:
+    """Their layers are quantized, their projection is not, and no list says so."""
+    make_mtp_checkpoint(tmp_path, "deepseek_v3", base=("Qwen3", SIZES))
+    write_tokenizer(tmp_path)
+    quantize(tmp_path, "pack-quantized")
+    assert same(completions(tmp_path, "naive"), completions(tmp_path, "mtp"))
+
+
+def test_every_tensor_of_a_layer_has_its_place(tmp_path: Path) -> None:
+    """But for biases of zeros, which old tools wrote for every module."""
+    make_checkpoint(tmp_path, "Qwen3", **SIZES)
+    file = tmp_path / "model.safetensors"
+    tensors, name = load_file(file), "model.layers.1.mlp.down_proj.bias"
+    save_file({**tensors, name: torch.zeros(128), "vision.weight": torch.ones(3)}, file)
+    load_model(tmp_path)
+    save_file({**tensors, name: torch.ones(128)}, file)
+    with pytest.raises(ModelError, match=f"tensor {name} has no place in the model"):
+        load_model(tmp_path)

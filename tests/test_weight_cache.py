@@ -1,0 +1,395 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Packed weights on disk: made once, mapped from then on, and made anew when they are damaged."""
+
+import errno
+import json
+import os
+import shutil
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import every_isa
+from mtp_checkpoints import make_mtp_model
+from safetensors.torch import save_file
+from specops import dense
+from specops.dense import PackedWeight
+from specops.engine import Completion, Engine, EngineConfig, SamplingParams, SpeculativeConfig
+from specops.engine.models import CachedWeights, WeightCache, load_model, weight_cache
+from specops.engine.models.checkpoints import safetensors
+from specops.engine.models.weights import WeightSettings, WeightSource
+from torch import Tensor
+
+ROOMY = 1 << 40
+SIZES = {"q_proj": 64, "k_proj": 16, "v_proj": 20}  # outputs: no multiple of 16, of 52 inputs
+
+
+@pytest.fixture
+def model_dir(tmp_path: Path) -> Path:
+    torch.manual_seed(1)
+    (tmp_path / "model").mkdir()
+    tensors = {f"{name}.weight": torch.randn(size, 52) for name, size in SIZES.items()}
+    save_file(tensors, tmp_path / "model" / "model.safetensors")
+    return tmp_path / "model"
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    return tmp_path / "cache"
+
+
+@pytest.fixture
+def packed(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
+    """What was packed."""
+    found: list[Tensor] = []
+    pack = dense._C.pack_weight
+
+    def noted(weight: Tensor, *rest: Any) -> None:
+        found.append(weight)
+        pack(weight, *rest)
+
+    monkeypatch.setattr(dense._C, "pack_weight", noted)
+    return found
+
+
+def source(
+    model_dir: Path, root: Path | None, max_bytes: int = ROOMY, **options: Any
+) -> WeightSource:
+    cache = None if root is None else WeightCache(root, max_bytes)
+    settings = {"dtype": torch.bfloat16, "device": torch.device("cpu"), "cache": cache, **options}
+    return WeightSettings(**settings).open(model_dir)
+
+
+def read(of: WeightSource, **options: Any) -> PackedWeight:
+    return of.linear("", list(SIZES), list(SIZES.values()), 52, **options)
+
+
+def assert_equal(ours: PackedWeight, theirs: PackedWeight) -> None:
+    for name, value in ours._asdict().items():
+        want = getattr(theirs, name)
+        if isinstance(value, Tensor):
+            assert value.dtype == want.dtype and torch.equal(value, want), name
+            assert value.data_ptr() % 64 == 0
+        else:
+            assert value == want, name
+
+
+def files(root: Path, pattern: str = "*/*") -> list[Path]:
+    return sorted(one for one in root.glob(pattern) if one.parent.name != "digests")
+
+
+ASKED: list[dict[str, Any]] = [
+    {},
+    {"quantization": "wint8"},
+    {"quantization": "wint4"},
+    {"quantization": "wint4", "activation": "silu"},
+    {"activation": "silu"},
+    {"rows": torch.tensor([1, 5, 99], dtype=torch.int32)},
+    {"rows": torch.tensor([1, 5, 98], dtype=torch.int32)},
+]
+
+
+def test_the_second_time_nothing_is_packed(
+    model_dir: Path, root: Path, packed: list[Tensor]
+) -> None:
+    wanted = [read(source(model_dir, None), **asked) for asked in ASKED]
+    wanted.append(read(source(model_dir, None, dtype=torch.float32)))
+    for times in (2, 2, 1):  # the third source is of another checkpoint of the same bytes
+        del packed[:]
+        again = source(model_dir, root)
+        found = [read(again, **asked) for asked in ASKED]
+        assert again.read == {f"{name}.weight" for name in SIZES}
+        found.append(read(source(model_dir, root, dtype=torch.float32)))
+        for one, want in zip(found, wanted, strict=True):
+            assert_equal(one, want)
+        assert len(files(root)) == len(wanted)
+        if times == 1 or not packed:
+            assert not packed
+            continue
+        assert len(packed) == len(wanted)
+        shutil.copytree(model_dir, model_dir.parent / "copy")
+        model_dir = model_dir.parent / "copy"
+        os.rename(model_dir / "model.safetensors", model_dir / "other.safetensors")
+        index = {"weight_map": {f"{name}.weight": "other.safetensors" for name in SIZES}}
+        (model_dir / "model.safetensors.index.json").write_text(str(index).replace("'", '"'))
+
+
+def test_what_decides_bits_has_folders_of_its_own(
+    model_dir: Path, root: Path, packed: list[Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    isas = 0
+    for isas, _ in enumerate(every_isa(), 1):
+        read(source(model_dir, root))
+        assert len(packed) == len(files(root)) == isas
+    monkeypatch.setattr(weight_cache, "_code_digest", lambda: "another build")
+    read(source(model_dir, root))
+    assert len(packed) == isas + 1
+    for number in (4, 8):  # what this says, readers of files go by
+        config = {"quantization_config": {"bits": number}, "rope_theta": number}
+        (model_dir / "config.json").write_text(json.dumps(config))
+        read(source(model_dir, root))
+    assert len(packed) == isas + 3
+    (model_dir / "config.json").write_text(json.dumps({**config, "rope_theta": 1}))
+    read(source(model_dir, root))
+    assert len(packed) == isas + 3
+
+
+def test_a_changed_file_is_read_again(
+    model_dir: Path, root: Path, packed: list[Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Even if its size and the time that it shows are as before."""
+    monkeypatch.setattr(weight_cache, "_SETTLED_SECONDS", -1.0)
+    file = model_dir / "model.safetensors"
+    before = read(source(model_dir, root))
+    (known,) = (root / "digests").iterdir()
+    shown = file.stat()
+    data = bytearray(file.read_bytes())
+    data[-1] ^= 0x40
+    file.write_bytes(data)
+    os.utime(file, ns=(shown.st_atime_ns, shown.st_mtime_ns))
+    assert file.stat().st_mtime_ns == shown.st_mtime_ns and file.stat().st_size == shown.st_size
+    after = read(source(model_dir, root))
+    assert_equal(after, read(source(model_dir, None)))
+    assert not torch.equal(before.data, after.data)
+    # What is remembered is believed, and only a digest is one.
+    (other,) = set((root / "digests").iterdir()) - {known}
+    other.write_text(known.read_text())
+    assert_equal(read(source(model_dir, root)), before)
+    other.write_text("0")
+    assert_equal(read(source(model_dir, root)), after)
+
+
+def test_what_was_just_written_is_not_remembered(model_dir: Path, root: Path) -> None:
+    os.utime(model_dir / "model.safetensors")
+    read(source(model_dir, root))
+    assert list((root / "digests").iterdir()) == []
+
+
+def cut(file: Path) -> None:
+    os.truncate(file, file.stat().st_size - 8)
+
+
+def flip(file: Path, at: int) -> None:
+    data = bytearray(file.read_bytes())
+    data[at] ^= 1
+    file.write_bytes(data)
+
+
+DAMAGES: dict[str, Callable[[Path], None]] = {
+    "cut": cut,
+    "empty": lambda file: file.write_bytes(b""),
+    "a bit of the data": lambda file: flip(file, -1000),
+    "a bit of the header": lambda file: flip(file, file.read_bytes().index(b"num_inputs") + 14),
+    "another weight's": lambda file: shutil.copy(
+        next(one for one in file.parent.iterdir() if one != file), file
+    ),
+    "a folder": lambda file: (file.unlink(), file.mkdir()),  # type: ignore[func-returns-value]
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES.values(), ids=DAMAGES)
+def test_what_is_damaged_is_made_anew(
+    model_dir: Path,
+    root: Path,
+    packed: list[Tensor],
+    damage: Callable[[Path], None],
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    before = read(source(model_dir, root))
+    (file,) = files(root)
+    before = PackedWeight(*(x.clone() if isinstance(x, Tensor) else x for x in before))
+    read(source(model_dir, root), activation="silu")
+    damage(file)
+    del packed[:]
+    assert_equal(read(source(model_dir, root)), before)
+    assert len(packed) == 1
+    assert f"{file} is damaged and made anew" in caplog.text
+    caplog.clear()
+    if file.is_file():
+        assert_equal(read(source(model_dir, root)), before)
+        assert len(packed) == 1 and not caplog.text
+
+
+def test_the_longest_unused_makes_room(tmp_path: Path, root: Path, packed: list[Tensor]) -> None:
+    folders = []
+    for number in range(3):
+        (tmp_path / str(number)).mkdir()
+        tensors = {f"{name}.weight": torch.randn(size, 52) for name, size in SIZES.items()}
+        save_file(tensors, tmp_path / str(number) / "model.safetensors")
+        folders.append(tmp_path / str(number))
+    read(source(folders[0], root))
+    (file,) = files(root)
+    limit = file.stat().st_size * 5 // 2
+    read(source(folders[1], root, limit))
+    assert len(files(root)) == 2
+    for number, one in enumerate((file, *set(files(root)) - {file}), 1):
+        os.utime(one.parent, (number, number))
+    read(source(folders[0], root, limit))  # now the second is the longest unused
+    read(source(folders[2], root, limit))
+    assert len(files(root)) == 2 and file in files(root) and len(packed) == 3
+    # Its own folder stays, and what has no room is used all the same.
+    tight = source(folders[2], root, limit)
+    read(tight, activation="silu")
+    assert_equal(
+        read(tight, quantization="wint8"),
+        read(source(folders[2], None, limit), quantization="wint8"),
+    )
+
+
+def test_a_full_disk_is_a_warning(
+    model_dir: Path, root: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def full(*_: Any) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    want = read(source(model_dir, None))
+    usage = shutil.disk_usage(model_dir)._replace(free=1000)
+    with monkeypatch.context() as patch:
+        patch.setattr(shutil, "disk_usage", lambda _: usage)
+        for _ in range(2):
+            assert_equal(read(one := source(model_dir, root)), want)
+        assert_equal(read(one), want)
+        assert caplog.text.count("keeps no more packed weights: the disk has 0 MiB left") == 2
+    caplog.clear()
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "replace", full)
+        assert_equal(read(source(model_dir, root)), want)
+    assert "keeps no more packed weights: [Errno 28]" in caplog.text
+    assert files(root) == []
+    assert_equal(read(source(model_dir, root, max_bytes=100)), want)
+    assert "it would be larger than 0 MiB" in caplog.text and files(root) == []
+
+
+def test_a_folder_that_cannot_be_is_a_warning(
+    model_dir: Path, root: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    root.write_text("a file")
+    assert_equal(read(source(model_dir, root)), read(source(model_dir, None)))
+    assert f"{root} cannot keep packed weights: " in caplog.text
+
+
+def test_several_make_the_same_at_once(model_dir: Path, root: Path) -> None:
+    want = read(source(model_dir, None))
+    with ThreadPoolExecutor(8) as pool:
+        for found in pool.map(lambda _: read(source(model_dir, root)), range(24)):
+            assert_equal(found, want)
+    assert len(files(root)) == 1
+
+
+def test_what_was_left_unfinished_is_removed(model_dir: Path, root: Path) -> None:
+    read(source(model_dir, root))
+    (file,) = files(root)
+    old, young = (file.parent / f"unfinished-{name}" for name in ("old", "young"))
+    for one in (old, young):
+        one.write_text("of a process that is no more")
+    os.utime(old, (1, 1))
+    read(source(model_dir, root), quantization="wint8")
+    assert young.exists() and not old.exists()
+
+
+def test_what_a_setting_means(
+    model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = [model_dir / "model.safetensors"]
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "own"))
+    assert WeightCache.of_setting("none", ROOMY) is None
+    auto = WeightCache.of_setting("auto", ROOMY)
+    assert auto is not None and auto.of(file) is None  # too small
+    assert not (tmp_path / "own").exists()
+    monkeypatch.setattr(weight_cache, "_LEAST_BYTES", file[0].stat().st_size)
+    auto = WeightCache.of_setting("auto", ROOMY)
+    assert auto is not None and isinstance(auto.of(file), CachedWeights)
+    assert (tmp_path / "own" / "specops" / "weights" / "digests").is_dir()
+    named = WeightCache.of_setting(str(tmp_path / "named"), ROOMY)
+    assert named is not None and named.of(file) is not None and (tmp_path / "named").is_dir()
+    for wrong in ("", None, 3):
+        with pytest.raises(ValueError, match="weight_cache must be a non-empty text, got"):
+            EngineConfig(weight_cache=wrong)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="weight_cache_bytes must be at least 1, got 0"):
+        EngineConfig(weight_cache_bytes=0)
+
+
+def test_numbers_are_measured_once(root: Path, model_dir: Path) -> None:
+    measured = iter(range(9))
+    cached = source(model_dir, root).cached
+    assert cached is not None
+
+    def numbers(key: str) -> list[float]:
+        return cached.numbers(key, lambda: [0.25, float(next(measured))])
+
+    assert numbers("a") == numbers("a") == [0.25, 0.0] != numbers("b")
+    for file in files(root):
+        file.write_text('["x"]')
+    assert numbers("a") == [0.25, 2.0] == numbers("a")
+
+
+def mappings(name: str) -> list[dict[str, int]]:
+    """The facts of this process's mappings of files with such a name, in KiB."""
+    found: list[dict[str, int]] = []
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        field, *values = line.split()
+        if not field.endswith(":"):
+            is_ours = bool(values) and name in values[-1]
+            found += [{}] if is_ours else []
+        elif is_ours and values[-1:] == ["kB"]:
+            found[-1][field] = int(values[0])
+    return found
+
+
+def test_what_was_read_of_a_checkpoint_is_given_back(
+    model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(safetensors, "_COPIED_BYTES", 0)
+    path = str(model_dir / "model.safetensors")
+    one = source(model_dir, None, dtype=torch.float32)
+    weight = read(one)
+    assert weight.data.numel() and not mappings(path)
+    tensor = one.tensor("q_proj.weight", 64, 52)  # is not copied, but has a mapping of its own
+    assert len(mappings(path)) == 1
+    del tensor
+    assert not mappings(path)
+
+
+def run(model: Path, method: str, cache: str) -> list[Completion]:
+    speculative = {"method": method, "adaptive_verification": method == "ngram"}
+    if method == "mtp":
+        speculative["quantization"] = "wint4"
+    if method != "naive":
+        speculative["num_speculative_tokens"] = 3
+    engine = Engine(
+        EngineConfig(
+            model=str(model),
+            quantize_head="wint8",
+            speculative_config=SpeculativeConfig(**speculative),
+            weight_cache=cache,
+            num_pages=50,
+        )
+    )
+    params = SamplingParams(max_tokens=12, temperature=0.7, seed=3, ignore_eos=True, logprobs=2)
+    found = engine.generate([[5, 9, 23, 5, 9], [11]], [params] * 2)
+    if cache != "none":
+        maps = mappings(cache)
+        assert sum(one["Rss:"] for one in maps) > 0
+        # Memory of a file that is written to becomes a process's own.
+        assert sum(one["Anonymous:"] for one in maps) == 0
+    return found
+
+
+@pytest.mark.parametrize("method", ["ngram", "mtp"])
+def test_an_engine_starts_from_it(tmp_path: Path, packed: list[Tensor], method: str) -> None:
+    model = make_mtp_model(tmp_path / "model")
+    plain = run(model, "naive", "none")
+    root = tmp_path / "cache"
+    for _ in range(2):
+        del packed[:]
+        found = run(model, method, str(root))
+        for one, other in zip(found, plain, strict=True):
+            assert one.token_ids == other.token_ids and one.logprobs == other.logprobs
+    # A dry run has narrow weights of its own.
+    assert not {weight.shape[1] for weight in packed} & {64, 96, 128}
+    assert len(files(root, "*/*.json")) == (method == "ngram")
+    again = load_model(model, weight_cache=WeightCache(root, ROOMY))
+    assert again.cached is not None
