@@ -423,8 +423,8 @@ MUTATIONS = [
     Mutation(
         "the wait allows one group too many",
         "attention/append_attention/cuda/walk.cuh",
-        "ptx::cp_async_wait<Block::kStages - 1>();",
-        "ptx::cp_async_wait<Block::kStages>();",
+        "ptx::cp_async_wait<Shape::kAhead - 1>();",
+        "ptx::cp_async_wait<Shape::kAhead>();",
         ATTENTION,
     ),
     Mutation(
