@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import simt
 import specops
 import torch
 from conftest import assert_close, expect_fault
@@ -221,6 +222,47 @@ def test_many_heads_split_among_threads(device: str, isa: str, on_cuda: bool) ->
         floats = COUNTERS + 200_000
         got = attend(batch, workspace=new_workspace(floats, on_cuda, device))
         assert torch.equal(got, expected)
+
+
+def test_a_head_does_not_know_its_tile(device: str, isa: str, on_cuda: bool) -> None:
+    """Tiles of 64 and of 16 rows: 40 heads at once, 16 of them, and without memory for 64 rows."""
+    cached = [torch.randn(n, 1, KEY).bfloat16() for n in (2100, 40)]
+    queries = [torch.randn(n, 40, KEY).bfloat16() for n in (1, 2)]
+
+    def attend(begin: int, end: int, floats: int | None = None) -> tuple[Tensor, Tensor]:
+        batch = make_latent_batch(cached, [q[:, begin:end].contiguous() for q in queries], 32)
+        workspace = None if floats is None else new_workspace(floats, on_cuda, device)
+        return attention.append_attention(
+            *tensors(batch), sm_scale=SCALE, workspace=workspace, return_lse=True
+        )
+
+    def same(got: Any, begin: int, end: int) -> bool:
+        pairs = zip(got, everyone, strict=True)
+        return all(torch.equal(as_bits(x), as_bits(y[:, begin:end].contiguous())) for x, y in pairs)
+
+    everyone = attend(0, 40)
+    assert same(attend(24, 40), 24, 40)
+    if on_cuda:
+        assert same(attend(0, 40, COUNTERS), 0, 40)
+    if device == "cpu":
+        with simt.block_memory(99):
+            assert same(attend(0, 40), 0, 40)
+
+
+def test_many_heads_read_latents_twice(
+    device: str, request: pytest.FixtureRequest, place: Callable[[int, int], None]
+) -> None:
+    if request.node.callspec.params["device"] != "simt":
+        pytest.skip("the interpreter counts the bytes that are copied")
+    kv_len, heads = 600, 128
+    batch = random_latents([kv_len], [1], torch.bfloat16, heads)
+    place(1, 1)
+    for kib, times in ((227, 2), (99, 8)):
+        with simt.block_memory(kib):
+            simt.load().reset_counters()
+            attention.append_attention(*tensors(batch), sm_scale=SCALE)
+            counters = simt.load().counters()
+        assert counters["copied_bytes"] == counters["launches"] * (times * kv_len + heads) * 2 * KEY
 
 
 @pytest.mark.parametrize("seed", range(12))

@@ -284,6 +284,18 @@ def test_ways_are_averaged() -> None:
     assert not list(meter_loops(function, KERNEL, row(14, common, never)))
 
 
+def test_a_rare_way_has_tensor_cores_of_its_own() -> None:
+    """Two ways with HMMA, one of them rare; without its row the loop is about something else."""
+    hmma = "HMMA.16816.F32.BF16 R12, R16, R20, R12"
+    lines = [".L_x_0:", "@P1 BRA `(.L_x_1)", hmma, hmma, "BRA `(.L_x_2)", ".L_x_1:", hmma]
+    function = function_of([*lines, ".L_x_2:", "@P0 BRA `(.L_x_0)", "EXIT"])
+    common, rare = Way({"HMMA*": 2}), Way({"HMMA*": 1}, times=0)
+    (loop,) = meter_loops(function, KERNEL, row(5, common, rare))
+    assert loop.instructions == 5 and not list(strangers(function, KERNEL, [loop]))
+    assert not list(meter_loops(function, KERNEL, row(5, common)))
+    assert not list(meter_loops(function, KERNEL, row(5, common, Way({"HMMA*": 2}, times=0))))
+
+
 def test_an_unrolled_loop_does_several_units() -> None:
     lines = [".L_x_0:", *["HMMA.16816.F32.BF16 R12, R16, R20, R12"] * 4, "@P0 BRA `(.L_x_0)"]
     (loop,) = meter_loops(function_of([*lines, "EXIT"]), KERNEL, row(3, Way({"HMMA*": 2})))

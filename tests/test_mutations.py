@@ -44,6 +44,7 @@ ATTENTION = "test_attention.py append_attention"
 ATTENTION_RACE = "test_attention.py workspace_does_not_matter"
 BYTES = "test_attention_8bit.py append_attention or decode_rows"
 LATENT = "test_attention_latent.py reference or decode_rows or rope_append_latent"
+WIDE = "test_attention_latent.py does_not_know_its_tile"
 SINKS = "test_attention_sinks.py reference or formula or schedules"
 NONCAUSAL = "test_attention_noncausal.py reference"
 MASK = "test_attention_mask.py against or tree"
@@ -487,8 +488,8 @@ MUTATIONS = [
     Mutation(
         "the wait allows one group too many",
         "attention/append_attention/cuda/walk.cuh",
-        "ptx::cp_async_wait<Block::kStages - 1>();",
-        "ptx::cp_async_wait<Block::kStages>();",
+        "ptx::cp_async_wait<Shape::kAhead - 1>();",
+        "ptx::cp_async_wait<Shape::kAhead>();",
         ATTENTION,
     ),
     Mutation(
@@ -642,9 +643,37 @@ MUTATIONS = [
     Mutation(
         "latents are copied over the tile that is multiplied",
         "attention/append_attention/cuda/block.cuh",
-        "if constexpr (Shape::kIsLatent) slot = tile & 1;",
+        "if constexpr (Shape::kIsLatent) slot = static_cast<unsigned>(tile) % Shape::kSlots;",
         "",
         LATENT,
+    ),
+    Mutation(
+        "64 rows of latents are rescaled as other rows",
+        "attention/append_attention/cuda/wide.cuh",
+        "rescales[16 * i + 8 * (e / 2)]",
+        "rescales[16 * i]",
+        WIDE,
+    ),
+    Mutation(
+        "the last third of a key of latents is left out for 64 rows",
+        "attention/append_attention/cuda/wide.cuh",
+        "scores.add(2 * kWideStepsAtOnce, k, s);",
+        "scores.add(kWideStepsAtOnce, k, s);",
+        WIDE,
+    ),
+    Mutation(
+        "the second of a warp's sums of weights goes on with the first",
+        "attention/append_attention/cuda/tile.cuh",
+        "if (n % kTilesOfPart == 0) sum = 0.0f;",
+        "if (n == 0) sum = 0.0f;",
+        WIDE,
+    ),
+    Mutation(
+        "a chunk in memory begins with what the one before has left",
+        "attention/append_attention/cuda/walk.cuh",
+        "number % kChunkLeaves == 0",
+        "number < 0",
+        WIDE,
     ),
     Mutation(
         "the halves of a latent's key are one element off",

@@ -56,6 +56,10 @@ LOOPS = {
         r"append_attention_kernel<bfloat16, 128\b.*>",
         r"tile of 64 tokens, (\d+) rows",
     ),
+    "latents {}": (
+        r"append_attention_kernel<bfloat16, 576\b.*>",
+        r"tile of 32 tokens, (\d+) rows",
+    ),
     "int8 {} rows": (
         r"append_8bit_attention_kernel<bfloat16, KvInt8, 128>",
         r"tile of 64 tokens, (\d+) rows",

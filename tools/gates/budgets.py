@@ -85,7 +85,8 @@ _FEWER_LEAVES = "its launcher asks the device, and has half as many leaves under
 _OVERLAY = "its launcher asks the device, and puts what does not fit into the workspace"
 
 # Shared memory of append_attention by head_dim: for tiles of 16, 32 and 64 rows. Every architecture
-# has it; without a workspace totals come on top. 576 is the width of latents.
+# has it; without a workspace totals come on top. 576 is the width of latents, whose tiles of 64
+# rows have a budget of their own.
 _SMEM_16BIT = {
     64: (74624, 48000, 93056),
     96: (59264, 66432, 80768),
@@ -125,6 +126,8 @@ def _attention_budgets(
             )
 
 
+_NARROW_LATENTS = "its launcher asks the device, and takes tiles of 16 rows"
+
 BUDGETS: tuple[Budget, ...] = (
     # common
     # batching
@@ -137,6 +140,15 @@ BUDGETS: tuple[Budget, ...] = (
     Budget("rope_append_kv_kernel<float, true, *", registers=80, threads=128, blocks_per_sm=6),
     Budget("rope_append_kv_kernel<*", registers=128, threads=128, blocks_per_sm=4),
     *_attention_budgets("append_attention_kernel<*float16, {}, {}, *", _SMEM_16BIT, _SPILLS_16BIT),
+    # The state of its 64 rows fills the registers of an SM, so one block does.
+    Budget(
+        "append_attention_kernel<*float16, 576, 4, *",
+        registers=255,
+        threads=256,
+        smem_bytes=199296,
+        launched_on=("90a", "100a"),
+        elsewhere=_NARROW_LATENTS,
+    ),
     *_attention_budgets("append_attention_kernel<float, {}, {}, *", _SMEM_32BIT),
     *_attention_budgets("append_8bit_attention_kernel<*, {}, {}>", _SMEM_8BIT, _SPILLS_8BIT),
     # As the kernel whose time it keeps.
@@ -340,6 +352,26 @@ def _attention(
     )
 
 
+def _wide_latents(instructions: Mapping[str, int]) -> Metered:
+    """The same over latents for 64 rows, by eight warps.
+
+    Each has 16 rows by 16 tokens of scores and 64 rows by 64 columns of outputs, and reads and
+    writes those of the chunk at the end of a leaf.
+    """
+    tile = {"HMMA*": 2 * 576 // 16 + 2 * 4 * 8, "LDGSTS*": 9, "MUFU.EX2*": 2 * (2 * 2 + 1)}
+    leaf_end = {"MUFU.EX2*": tile["MUFU.EX2*"] + 2 * 8, "LDG.E.128*": 32, "STG.E.128*": 32}
+    # Before the first tile there are scores alone, at the last one outputs.
+    first, last = {"HMMA*": 72, "MUFU.EX2*": 0}, {**tile, "HMMA*": 64, "LDGSTS*": 0}
+    return Metered(
+        "append_attention_kernel<bfloat16, 576, 4, true>",
+        "tile of 32 tokens, 64 rows",
+        (Way(tile, 7), Way({**tile, **leaf_end}), Way(first, 0), Way(last, 0)),
+        instructions,
+        warps=8,
+        moved_bytes=32 * 1152,
+    )
+
+
 def _scan(kernel: str, sums: int, instructions: Mapping[str, int], most: int = 2) -> Metered:
     """The read of a row of logits: maxima, and so many sums of powers, of leaves of 2 KiB."""
 
@@ -385,35 +417,36 @@ def _streamed(tiles: int, columns: int, instructions: Mapping[str, int]) -> Mete
 
 METERED: tuple[Metered, ...] = (
     _attention(64, 1, _per_arch(393, 432, 432, 435, 409, 445)),
-    _attention(64, 2, _per_arch(564, 565, 565, 610, 591, 589)),
-    _attention(64, 4, _per_arch(840, 841, 841, 885, 858, 885)),
+    _attention(64, 2, _per_arch(564, 565, 565, 617, 591, 589)),
+    _attention(64, 4, _per_arch(840, 841, 841, 893, 858, 885)),
     _attention(96, 1, _per_arch(428, 474, 474, 473, 454, 501)),
     _attention(96, 2, _per_arch(624, 625, 625, 677, 654, 673)),
     _attention(96, 4, _per_arch(933, 934, 934, 986, 955, 1013)),
     _attention(128, 1, _per_arch(481, 533, 533, 531, 503, 547)),
-    _attention(128, 2, _per_arch(714, 714, 714, 764, 729, 751)),
-    _attention(128, 4, _per_arch(1035, 1036, 1036, 1085, 1052, 1123)),
+    _attention(128, 2, _per_arch(714, 714, 714, 766, 729, 751)),
+    _attention(128, 4, _per_arch(1035, 1036, 1036, 1095, 1052, 1123)),
     _attention(256, 1, _per_arch(552, 552, 552, 602, 581, 580)),
-    _attention(256, 2, _per_arch(686, 686, 686, 739, 715, 734)),
+    _attention(256, 2, _per_arch(686, 686, 686, 741, 715, 734)),
     _attention(576, 1, _per_arch(644, 696, 696, 713, 690, 750)),
+    _wide_latents(_per_arch(781, 781, 781, 811, 792, 891)),
     _attention(64, 1, _per_arch(636, 637, 637, 673, 668, 661), "KvInt8"),
     _attention(64, 2, _per_arch(780, 780, 780, 816, 827, 823), "KvInt8"),
     _attention(64, 4, _per_arch(1091, 1091, 1091, 1137, 1125, 1144), "KvInt8"),
     _attention(96, 1, _per_arch(821, 820, 820, 864, 867, 854), "KvInt8"),
     _attention(96, 2, _per_arch(991, 990, 990, 1031, 1048, 1042), "KvInt8"),
     _attention(96, 4, _per_arch(1329, 1329, 1329, 1373, 1375, 1399), "KvInt8"),
-    _attention(128, 1, _per_arch(651, 861, 861, 683, 679, 880), "KvInt8"),
+    _attention(128, 1, _per_arch(651, 861, 861, 693, 679, 880), "KvInt8"),
     _attention(128, 2, _per_arch(1038, 1038, 1038, 1079, 1095, 1091), "KvInt8"),
     _attention(128, 4, _per_arch(1417, 1417, 1417, 1464, 1457, 1497), "KvInt8"),
     _attention(256, 1, _per_arch(850, 849, 849, 883, 888, 881), "KvInt8"),
     _attention(256, 2, _per_arch(1012, 1012, 1012, 1046, 1053, 1055), "KvInt8"),
-    _attention(64, 1, _per_arch(497, 605, 605, 530, 525, 630), "KvE4M3"),
+    _attention(64, 1, _per_arch(497, 605, 605, 539, 525, 630), "KvE4M3"),
     _attention(64, 2, _per_arch(748, 749, 749, 785, 793, 792), "KvE4M3"),
-    _attention(64, 4, _per_arch(1059, 1059, 1059, 1102, 1094, 1115), "KvE4M3"),
+    _attention(64, 4, _per_arch(1059, 1059, 1059, 1105, 1094, 1115), "KvE4M3"),
     _attention(96, 1, _per_arch(660, 767, 767, 697, 689, 797), "KvE4M3"),
     _attention(96, 2, _per_arch(934, 935, 935, 975, 992, 988), "KvE4M3"),
     _attention(96, 4, _per_arch(1274, 1274, 1274, 1322, 1321, 1341), "KvE4M3"),
-    _attention(128, 1, _per_arch(677, 797, 797, 711, 707, 817), "KvE4M3"),
+    _attention(128, 1, _per_arch(677, 797, 797, 720, 707, 817), "KvE4M3"),
     _attention(128, 2, _per_arch(975, 975, 975, 1015, 1032, 1035), "KvE4M3"),
     _attention(128, 4, _per_arch(1352, 1352, 1352, 1399, 1394, 1443), "KvE4M3"),
     _attention(256, 1, _per_arch(786, 785, 785, 817, 823, 819), "KvE4M3"),

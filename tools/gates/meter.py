@@ -152,12 +152,15 @@ def meter_loops(function: sass.Function, kernel: Kernel, row: Metered) -> Iterat
 def _walks(function: sass.Function, loop: sass.Loop, row: Metered, units: int) -> list[walk.Walk]:
     """One per way of the row; none where the loop lacks any of them."""
     walks = []
+    # Where rare ways use tensor cores of their own, together they must use all that the loop has.
+    several = any(way.times == 0 and "HMMA*" in way.work for way in row.ways)
     for way in row.ways:
-        found = walk.find_walk(function, loop, way.work, units)
+        found = walk.find_walk(function, loop, way.work, units, several)
         if found is None:
             return []
         walks.append(found)
-    return walks
+    used = {i.address for found in walks for i in found.trace}
+    return walks if not several or walk.tensor_addresses(function, loop) <= used else []
 
 
 def _measure(walks: list[walk.Walk], kernel: Kernel, row: Metered) -> Measured:
@@ -200,15 +203,19 @@ def _measure(walks: list[walk.Walk], kernel: Kernel, row: Metered) -> Measured:
 
 
 def strangers(function: sass.Function, kernel: Kernel, measured: list[Measured]) -> Iterator[str]:
-    """Innermost loops that use tensor cores and that no row of the table knows."""
+    """Innermost loops that use tensor cores and that no row of the table knows.
+
+    Those inside one that has a row are on its ways round, as is all that it does with tensor cores.
+    """
     known = {loop.address for loop in measured if loop.kernel == kernel.name}
+    rows = [loop for loop in function.loops if function.blocks[loop.header].address in known]
     for loop in function.loops:
         inner = [other for other in function.loops if other.blocks < loop.blocks]
         number = sum(i.name == "HMMA" for index in loop.blocks for i in function.blocks[index].body)
         if not number or any(_has_tensor(function, other) for other in inner):
             continue
         address = function.blocks[loop.header].address
-        if address not in known:
+        if address not in known and not any(loop.blocks < outer.blocks for outer in rows):
             yield f"the loop at 0x{address:x} with {number} HMMA is in no row of METERED"
 
 

@@ -50,17 +50,30 @@ def work_of(body: Sequence[Instruction], kinds: Sequence[str]) -> tuple[int, ...
     return tuple(sum(fnmatchcase(opcode, kind) for opcode in live) for kind in kinds)
 
 
+def tensor_addresses(function: Function, loop: Loop) -> set[int]:
+    """Where a loop uses tensor cores."""
+    inside = (i for index in loop.blocks for i in function.blocks[index].body)
+    return {i.address for i in inside if i.name == "HMMA"}
+
+
 def find_walk(
-    function: Function, loop: Loop, work: Mapping[str, int], units: int = 1
+    function: Function,
+    loop: Loop,
+    work: Mapping[str, int],
+    units: int = 1,
+    is_one_of_several: bool = False,
 ) -> Walk | None:
-    """The cheapest way round that does the work of so many units."""
+    """The cheapest way round that does the work of so many units.
+
+    Unless it is one of several, all tensor cores of the loop must be on it.
+    """
     inside = [function.blocks[index] for index in sorted(loop.blocks)]
     kinds = tuple(work)
     everything = [i for block in inside for i in block.body]
     have = work_of(everything, kinds)
     if any(needed and not found for needed, found in zip(work.values(), have, strict=True)):
         return None
-    tensor = {i.address for i in everything if i.name == "HMMA"}
+    tensor = set() if is_one_of_several else tensor_addresses(function, loop)
     if len(tensor) > units * work.get("HMMA*", len(tensor)):
         return None
     trips = [found for inner in function.loops if (found := trips_of(function, loop, inner))]

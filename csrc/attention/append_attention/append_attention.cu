@@ -34,24 +34,35 @@ struct Sizes {
 // Blocks that an SM has for a kernel, at most: of two row tiles and fewer, and of more.
 constexpr int kMostBlocksPerSm = 3, kBlocksOfHighTiles = 2;
 
-// head_dim <= 128 has tiles of at most 64 rows, others of 32, latents of 16; the sizes hold for all,
-// and for tiles of fewer rows.
-Sizes workspace_sizes(const AttentionWorkspaceParams& shape, int sms) {
-  int64_t most_rows = shape.head_dim <= 128 ? 64 : shape.head_dim <= 256 ? 32 : 16;
+// Rows of a tile, at most. 64 rows of latents take more shared memory than some devices have.
+using WideShape = AttentionShape<bfloat16, kLatentKeyDim, 4>;
+int64_t most_rows_of(int64_t head_dim, CudaStream stream) {
+  if (head_dim == kLatentKeyDim && max_shared_bytes(stream) < WideShape::kSharedBytes) return 16;
+  return head_dim > 128 && head_dim != kLatentKeyDim ? 32 : 64;
+}
+
+// The sizes hold for tiles of fewer rows as well.
+Sizes workspace_sizes(const AttentionWorkspaceParams& shape, CudaStream stream) {
+  int sms = num_sms(stream);
+  int64_t most_rows = most_rows_of(shape.head_dim, stream);
   int64_t value_dim = value_dim_of(shape.head_dim);
+  bool is_wide = shape.head_dim == kLatentKeyDim && most_rows > 16;
   int64_t group = shape.num_qo_heads / shape.num_kv_heads;
   Sizes sizes;
   int64_t row_tiles = kBlocksOfHighTiles * most_rows / 16;
   row_tiles = row_tiles > kMostBlocksPerSm ? row_tiles : kMostBlocksPerSm;
-  sizes.totals = int64_t{sms} * kAttentionThreads * row_tiles * (value_dim / 8 + 4);
+  sizes.totals = int64_t{sms} * (is_wide ? WideShape::kTotalFloats
+                                         : kAttentionThreads * row_tiles * (value_dim / 8 + 4));
   int64_t rows = ceil_div(shape.rows, shape.batch < 1 ? 1 : shape.batch) * group;
-  int64_t tile_rows = rows <= 16 ? 16 : rows <= 32 ? 32 : 64;
+  int64_t tile_rows = rows <= 16 ? 16 : rows <= 32 && !is_wide ? 32 : 64;
   tile_rows = tile_rows < most_rows ? tile_rows : most_rows;
   rows = rows < tile_rows ? rows : tile_rows;
   // The fewer rows, the cheaper a state beside the leaf's K and V, and the sooner a cut pays.
   sizes.leaf_cost = kLeafCost + static_cast<int>(kLeafCost / 4 * rows / 64);
   // As if every wave took as long as a whole one; chunks beyond that many stay whole.
-  int blocks = sms * (tile_rows <= 32 ? kMostBlocksPerSm : kBlocksOfHighTiles), tail = blocks - 1;
+  int blocks_per_sm = tile_rows <= 32 ? kMostBlocksPerSm : kBlocksOfHighTiles;
+  if (is_wide && tile_rows > 16) blocks_per_sm = WideShape::kBlocksPerSm;
+  int blocks = sms * blocks_per_sm, tail = blocks - 1;
   while (tail > 0 && parts_of_tail(tail, blocks, sizes.leaf_cost, kWholeWave) == 1) --tail;
   sizes.tail_units = tail < kCounters / 2 ? tail : kCounters / 2;
   int64_t most = shape.rows * group < tile_rows ? shape.rows * group : tile_rows;
@@ -85,21 +96,26 @@ auto* kernel_of([[maybe_unused]] const AppendAttentionParams& params) {
 // How a form of the kernel is launched.
 struct Form {
   void (*kernel)(AttentionLaunch);
-  int rows;  // of a tile
+  int threads;  // of a block
+  int rows;     // of a tile
   int blocks_per_sm;
   int shared_bytes;
   int total_bytes;  // on top, where totals have no workspace
 };
 
-// The form with the lowest tiles that hold `rows` packed rows, or the highest.
+// The form with the lowest tiles that hold `rows` packed rows, or the highest of at most `most_rows`.
 template <typename T, typename Cache, int kHeadDim, int kTiles = 1>
-Form form_of(const AppendAttentionParams& params, int64_t rows) {
+Form form_of(const AppendAttentionParams& params, int64_t rows, int64_t most_rows) {
   if constexpr (kTiles < kMostRowTiles<T, kHeadDim>) {
-    if (rows > 16 * kTiles) return form_of<T, Cache, kHeadDim, 2 * kTiles>(params, rows);
+    if (rows > 16 * kTiles && most_rows > 16 * kTiles) {
+      constexpr int kNext = kNextRowTiles<kHeadDim, kTiles>;
+      return form_of<T, Cache, kHeadDim, kNext>(params, rows, most_rows);
+    }
   }
   using Shape = AttentionShape<T, kHeadDim, kTiles, Cache>;
   static_assert(Shape::kBlocksPerSm <= (kTiles <= 2 ? kMostBlocksPerSm : kBlocksOfHighTiles));
   return {kernel_of<T, Cache, kHeadDim, kTiles>(params),
+          Shape::kThreads,
           Shape::kRows,
           Shape::kBlocksPerSm,
           Shape::kSharedBytes,
@@ -124,7 +140,7 @@ void start(const Form& form,
                                 std::to_string(blocks) + " blocks, got " +
                                 std::to_string(params.stamped_blocks));
   }
-  launch(form.kernel, blocks, kAttentionThreads, bytes, stream, launch_params);
+  launch(form.kernel, blocks, form.threads, bytes, stream, launch_params);
 }
 
 template <typename T, typename Cache, int kHeadDim>
@@ -133,8 +149,11 @@ void run(AttentionLaunch launch_params, const Sizes& sizes, int sms, CudaStream 
   int64_t rows = params.rows * launch_params.group;
   // Requests mostly have equally many rows; where one has more, it has more tiles.
   int64_t batch = params.batch < 1 ? 1 : params.batch;
-  Form form =
-      form_of<T, Cache, kHeadDim>(params, ceil_div(params.rows, batch) * launch_params.group);
+  // 64 rows of latents need the workspace for the states of their chunks.
+  bool has_room = kHeadDim != kLatentKeyDim || launch_params.totals != nullptr;
+  int64_t most_rows = has_room ? most_rows_of(kHeadDim, stream) : 16;
+  Form form = form_of<T, Cache, kHeadDim>(
+      params, ceil_div(params.rows, batch) * launch_params.group, most_rows);
   size_t bytes = form.shared_bytes + (launch_params.totals == nullptr ? form.total_bytes : 0);
   if (bytes > static_cast<size_t>(max_shared_bytes(stream))) {
     throw std::invalid_argument("append_attention: workspace must have at least " +
@@ -145,7 +164,7 @@ void run(AttentionLaunch launch_params, const Sizes& sizes, int sms, CudaStream 
   launch_params.tile_rows = form.rows;
   launch_params.least_share = least_share_of_wave(form.blocks_per_sm);
   if (launch_params.groups != nullptr) {
-    Form shared = form_of<T, Cache, kHeadDim>(params, rows);
+    Form shared = form_of<T, Cache, kHeadDim>(params, rows, most_rows);
     launch_params.group_rows = shared.rows;
     int blocks = blocks_of(shared, shared.shared_bytes, sms, stream);
     launch(plan_groups_kernel,
@@ -184,7 +203,7 @@ void run(const AttentionLaunch& launch_params, const Sizes& sizes, int sms, Cuda
 }  // namespace
 
 void attention_workspace_size_cuda(const AttentionWorkspaceParams& params, CudaStream stream) {
-  Sizes sizes = workspace_sizes(params, num_sms(stream));
+  Sizes sizes = workspace_sizes(params, stream);
   *params.floats =
       kCounters + sizes.totals + sizes.tail_units * kChunkLeaves * sizes.leaf + sizes.chunk_states;
   *params.zeros = kCounters;
@@ -200,7 +219,7 @@ void append_attention_cuda(const AppendAttentionParams& params, CudaStream strea
                                  .tokens = params.num_indices * params.page_size,
                                  .floats = nullptr,
                                  .zeros = nullptr},
-                                sms);
+                                stream);
   // What is missing is not split; the totals then live in shared memory.
   AttentionLaunch launch_params{};
   launch_params.params = params;

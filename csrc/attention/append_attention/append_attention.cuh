@@ -29,10 +29,12 @@ namespace specops {
 //          2,048 tokens, a part of one or a whole sequence, for a tile of rows and one KV head.
 // Block:   4 warps. Scores: a warp owns a quarter of the tile's tokens for all rows. P V: a warp
 //          owns a quarter of head_dim for all tokens, so that K and V are read once from shared
-//          memory.
+//          memory. For 64 rows of latents 8 warps: scores of 16 rows for half of the tokens, P V of
+//          an eighth of the columns.
 // Smem:    queries, a ring of kStages tiles of K and of V, weights, maxima and sums, page table,
 //          plan: 75 KiB for 16 rows at head_dim 128 and two bytes, 99 for 64, never more; 40 on top
-//          without totals.
+//          without totals. 195 for 64 rows of latents, the outputs of whose chunk are in the
+//          workspace.
 // Cost:    K and V once per tile of rows, 4 * rows * tokens * head_dim flops with rows rounded up
 //          to whole tiles; bandwidth-bound up to there. States: 520 bytes per row and unit at
 //          head_dim 128.
@@ -40,7 +42,7 @@ namespace specops {
 // Order:   fixed by the positions of the tokens, see the head of this file; fp32.
 // Source:  Dao et al. 2022, 2023 (FlashAttention); Ye et al. 2025 (FlashInfer: packed groups).
 template <typename T, int kHeadDim, int kTiles, bool kExact = true>
-__global__ void __launch_bounds__(kAttentionThreads,
+__global__ void __launch_bounds__((AttentionShape<T, kHeadDim, kTiles>::kThreads),
                                   (AttentionShape<T, kHeadDim, kTiles>::kBlocksPerSm))
     append_attention_kernel(const __grid_constant__ AttentionLaunch launch) {
   wait_for_previous_kernel();

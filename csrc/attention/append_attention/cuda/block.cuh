@@ -12,11 +12,15 @@
 namespace specops {
 
 // Tiles of 16 rows at once: as many as let all fit 99 KiB, and no more than the bandwidth of memory
-// needs. Kernels for fewer rows have half as many, down to one.
+// needs. Kernels for fewer rows have half as many, down to one. Latents have one or four: four take
+// more than 99 KiB, and where a block has no more, there is only the one (append_attention.cu).
 template <typename T, int kHeadDim>
-constexpr int kMostRowTiles = kHeadDim * sizeof(T) > 512                     ? 1
+constexpr int kMostRowTiles = kHeadDim == kLatentKeyDim                      ? 4
+                              : kHeadDim * sizeof(T) > 512                   ? 1
                               : sizeof(T) == 4 || kHeadDim * sizeof(T) > 256 ? 2
                                                                              : 4;
+template <int kHeadDim, int kTiles>
+constexpr int kNextRowTiles = (kHeadDim == kLatentKeyDim ? 4 : 2) * kTiles;
 
 // What an SM has for blocks, each of which takes 1 KiB beside what it asks for (sm_90, sm_100).
 constexpr int kSmSharedBytes = 228 << 10, kBlockSharedBytes = 1 << 10;
@@ -33,10 +37,21 @@ struct AttentionShape {
   static constexpr int kTile = kQueryBytes <= 256 ? 64 : 32;  // tokens
   static constexpr int kRowTiles = kTiles;
   static constexpr int kRows = 16 * kRowTiles;
+  // 64 rows of latents: their state fills the registers of twice as many threads, so that of the
+  // chunk lies in memory, and a warp scores some of the rows.
+  static constexpr bool kIsWide = kIsLatent && kRowTiles == 4;
+  static constexpr int kThreads = kIsWide ? 2 * kAttentionThreads : kAttentionThreads;
+  static constexpr int kWarps = kThreads / kWarpSize;
   // Whether the loop over tiles of KV has registers for its addresses beside the states.
   static constexpr bool kSparesRegisters = kRowTiles == 1 && kHeadDim != 256;
-  static constexpr int kScoreTiles = kTile / kAttentionWarps / 8;    // of 8 tokens, per warp
-  static constexpr int kOutTiles = kValueDim / kAttentionWarps / 8;  // of 8 columns, per warp
+  // Scores: so many warps share the tokens of a tile, others have other rows.
+  static constexpr int kTokenWarps = kIsWide ? 2 : kWarps;
+  static constexpr int kScoreRowTiles = kRowTiles * kTokenWarps / kWarps;  // of 16 rows, per warp
+  static constexpr int kScoreTiles = kTile / kTokenWarps / 8;              // of 8 tokens, per warp
+  static constexpr int kOutTiles = kValueDim / kWarps / 8;                 // of 8 columns, per warp
+  // A row's weights are added up in four parts of a tile's tokens; so many of them are a warp's.
+  static constexpr int kSumParts = 4;
+  static constexpr int kSumsOfWarp = kSumParts / kTokenWarps;
   // A token of a tile: vectors of 16 bytes that it fills, and places that it has for them.
   static constexpr int kCacheBytes = kHeadDim * static_cast<int>(sizeof(Cache));
   static constexpr int kFilled = kCacheBytes / 16;
@@ -45,23 +60,24 @@ struct AttentionShape {
   static constexpr int kTileBytes = kTile * kRowBytes;
   // Threads that copy one row of a tile, and rows that all copy at once.
   static constexpr int kCopyLanes = kVectors % 16 == 0 ? 16 : kVectors % 8 == 0 ? 8 : 4;
-  static constexpr int kCopyRows = kAttentionThreads / kCopyLanes;
+  static constexpr int kCopyRows = kThreads / kCopyLanes;
   static constexpr int kProbVectors = kTile * static_cast<int>(sizeof(T)) / 16;
   static constexpr int kTilesPerChunk = kChunkTokens / kTile;
 
   // Shared memory.
   static constexpr int kQueries = 0;
   static constexpr int kProbs = kQueries + kRows * kQueryBytes;
-  static constexpr int kMaxima = kProbs + kRows * kProbVectors * 16;  // float [kRows, warps]
-  static constexpr int kSums = kMaxima + kRows * kAttentionWarps * 4;
-  static constexpr int kRunning = kSums + kRows * kAttentionWarps * 4;  // float [2, kRows]
-  static constexpr int kLaneSums = kRunning + 2 * kRows * 4;
-  static constexpr int kChunkSums = kLaneSums + 2 * kRowTiles * kAttentionThreads * 4;
-  // float2 [2, kRows]
-  static constexpr int kSeen = kChunkSums + 2 * kRows * 8;     // int2 [kRows]
-  static constexpr int kTable = kSeen + kRows * 8;             // int [2, kChunkBlocks]
-  static constexpr int kPlan = kTable + 2 * kChunkBlocks * 4;  // int [3, kPlanned]
-  static constexpr int kScan = kPlan + 3 * kPlanned * 4;       // int [8]
+  static constexpr int kMaxima = kProbs + kRows * kProbVectors * 16;  // float [kRows, kTokenWarps]
+  static constexpr int kSums = kMaxima + kRows * kTokenWarps * 4;     // float [kRows, kSumParts]
+  static constexpr int kRunning = kSums + kRows * kSumParts * 4;      // float [2, kRows]
+  static constexpr int kRescales = kRunning + 2 * kRows * 4;          // float [kRows], if kIsWide
+  static constexpr int kLaneSums = kRescales + (kIsWide ? kRows * 4 : 0);
+  static constexpr int kChunkSums =
+      kLaneSums + 2 * kScoreRowTiles * kSumsOfWarp * kThreads * 4;  // float2 [2, kRows]
+  static constexpr int kSeen = kChunkSums + 2 * kRows * 8;          // int2 [kRows]
+  static constexpr int kTable = kSeen + kRows * 8;                  // int [2, kChunkBlocks]
+  static constexpr int kPlan = kTable + 2 * kChunkBlocks * 4;       // int [3, kPlanned]
+  static constexpr int kScan = kPlan + 3 * kPlanned * 4;            // int [8]
   static constexpr int kUnit = kScan + 32;
   static constexpr int kTurns = kUnit + 256;
   static constexpr int kStamps = kTurns + 48;  // of the stamped kernel, where others have a gap
@@ -75,19 +91,26 @@ struct AttentionShape {
   static constexpr bool kWantsThree =
       kRowTiles == 1 || (kRowTiles == 2 && sizeof(T) == 2 && kHeadDim <= 128);
   // The ring has kStages tiles of K, then as many of V; where that is too much for three blocks, half
-  // as many, or three slots that K and V take in turns. Latents take two in turns.
+  // as many, or three slots that K and V take in turns. Latents take two in turns, or three, so that
+  // warps may still multiply one tile when others score the next one.
   static constexpr int kMostStages = kTileBytes <= 8 << 10 ? 4 : kTileBytes <= 16 << 10 ? 2 : 1;
   static constexpr bool kHalves =
       kWantsThree && !fits_three(2 * kMostStages) && kMostStages == 4 && fits_three(4);
   static constexpr bool kThreeSlots =
       kWantsThree && !fits_three(2 * kMostStages) && kMostStages == 2 && fits_three(3);
   static constexpr int kStages = kThreeSlots ? 1 : kHalves ? kMostStages / 2 : kMostStages;
-  static constexpr int kSlots = kThreeSlots ? 3 : 2 * kStages;
+  static constexpr int kSlots = kThreeSlots || kIsWide ? 3 : 2 * kStages;
+  // How many tiles before it is scored a copy begins; whether that is waited for only then.
+  static constexpr int kAhead = kIsLatent ? kSlots - 1 : kStages;
+  static constexpr bool kWaitsLate = kThreeSlots || (kIsLatent && !kIsWide);
   static constexpr int kSharedBytes = kRing + kSlots * kTileBytes;  // then totals
-  static constexpr int kBlocksPerSm = kWantsThree && fits_three(kSlots) ? 3 : 2;
+  static constexpr int kBlocksPerSm = kIsWide ? 1 : kWantsThree && fits_three(kSlots) ? 3 : 2;
 
   // The running total of a sequence that one block owns: thread-private float4, thread innermost.
-  static constexpr int kTotalFloats = kAttentionThreads * 4 * kRowTiles * (kOutTiles + 1);
+  // Then, if kIsWide, the outputs of its chunk alike.
+  static constexpr int kChunkQuads = kRowTiles * (kOutTiles + 1);
+  static constexpr int kTotalFloats =
+      kThreads * 4 * (kChunkQuads + (kIsWide ? kRowTiles * kOutTiles : 0));
 };
 
 // Rows of a tile in shared memory are rotated by XOR, so that eight rows read at one vector of 16
@@ -123,10 +146,11 @@ __device__ __forceinline__ unsigned thread_index_in_loop() {
 }
 
 // The place of a lane's row, from which the vectors 2, 4, .. after its own are one XOR away: lanes
-// begin at vector 0 or 1.
+// begin at vector 0 or 1. Of long rows those a whole turn after them are a constant away.
 template <int kVectors>
 struct LanePlace {
   static constexpr bool kPowerOfTwo = (kVectors & (kVectors - 1)) == 0;
+  static constexpr int kTurn = kVectors % 8 == 0 ? 8 : 4;
   int row, vector;
 
   __device__ __forceinline__ LanePlace(int at_row, int at_vector)
@@ -134,7 +158,8 @@ struct LanePlace {
         vector(opaque((at_vector ^ twist<kVectors>(at_row)) * 16 + (kPowerOfTwo ? row : 0))) {}
 
   __device__ __forceinline__ int after(int vectors) const {
-    return kPowerOfTwo ? vector ^ vectors * 16 : row + (vector ^ vectors * 16);
+    if constexpr (kPowerOfTwo) return vector ^ vectors * 16;
+    return row + (vector ^ vectors % kTurn * 16) + vectors / kTurn * kTurn * 16;
   }
 };
 
@@ -206,6 +231,7 @@ struct AttentionBlock {
   static constexpr int kRowTiles = Shape::kRowTiles;
   static constexpr int kTile = Shape::kTile;
   static constexpr int kOutTiles = Shape::kOutTiles;
+  static constexpr int kScoreRowTiles = Shape::kScoreRowTiles;
   static constexpr int kScoreTiles = Shape::kScoreTiles;
   static constexpr int kStages = Shape::kStages;
   static constexpr int kLeaf = kExact ? kLeafTokens : kChunkTokens;
@@ -260,7 +286,7 @@ struct AttentionBlock {
 
   __device__ __forceinline__ unsigned char* k_slot(int tile) const {
     int slot = tile & (kStages - 1);
-    if constexpr (Shape::kIsLatent) slot = tile & 1;
+    if constexpr (Shape::kIsLatent) slot = static_cast<unsigned>(tile) % Shape::kSlots;
     if constexpr (Shape::kThreeSlots) slot = static_cast<int>(2u * tile % 3);
     return smem + Shape::kRing + slot * Shape::kTileBytes;
   }
@@ -276,7 +302,21 @@ struct AttentionBlock {
     return reinterpret_cast<float*>(smem + Shape::kRunning) + (tile & 1) * Shape::kRows;
   }
 
-  // Each lane's share of the sums of weights of a leaf: [2 * row tiles, threads].
+  // What a row's outputs are multiplied with before a tile's are added, if kIsWide: other warps have
+  // them than have its scores.
+  __device__ __forceinline__ float* rescales() const {
+    return reinterpret_cast<float*>(smem + Shape::kRescales);
+  }
+
+  // A warp's place among those that share the tokens of a tile, and its first row of scores.
+  __device__ __forceinline__ static int token_warp(int warp) {
+    return Shape::kIsWide ? warp % Shape::kTokenWarps : warp;
+  }
+  __device__ __forceinline__ static int first_score_row(int warp) {
+    return Shape::kIsWide ? warp / Shape::kTokenWarps * 16 * kScoreRowTiles : 0;
+  }
+
+  // Each lane's shares of the sums of weights of a leaf: [2 * row tiles * parts, threads].
   __device__ __forceinline__ float* lane_sums() const {
     return reinterpret_cast<float*>(smem + Shape::kLaneSums);
   }
@@ -293,6 +333,10 @@ struct AttentionBlock {
                       ? reinterpret_cast<float*>(smem + Shape::kSharedBytes)
                       : launch.totals + int64_t{blockIdx.x} * Shape::kTotalFloats;
     return reinterpret_cast<float4*>(base) + thread;
+  }
+  __device__ __forceinline__ float4* chunk_of_block(int thread) const {
+    return reinterpret_cast<float4*>(launch.totals + int64_t{blockIdx.x} * Shape::kTotalFloats) +
+           Shape::kChunkQuads * Shape::kThreads + thread;
   }
 };
 

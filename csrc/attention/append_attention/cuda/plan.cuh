@@ -228,6 +228,7 @@ __device__ __forceinline__ int quads_of(const Demand& demand, int capacity) {
 }
 
 // Sum over the threads before this one; `total` over all. Two barriers.
+template <int kWarps = kAttentionWarps>
 __device__ __forceinline__ int scan_exclusive(int value, int* warp_sums, int& total) {
   int lane = threadIdx.x % kWarpSize, warp = threadIdx.x / kWarpSize;
   int sum = value;
@@ -242,7 +243,7 @@ __device__ __forceinline__ int scan_exclusive(int value, int* warp_sums, int& to
   int before = 0;
   total = 0;
 #pragma unroll
-  for (int i = 0; i < kAttentionWarps; ++i) {
+  for (int i = 0; i < kWarps; ++i) {
     if (i < warp) before += warp_sums[i];
     total += warp_sums[i];
   }
@@ -258,8 +259,8 @@ struct Plan {
   int* scan;
 };
 
-// `row_end` grows to the end of their rows.
-template <int kRows>
+// `row_end` grows to the end of their rows. Threads beyond kPlanned have no request.
+template <int kRows, int kThreads>
 __device__ __forceinline__ int make_plan(const AttentionLaunch& launch,
                                          const Plan& plan,
                                          int64_t first_request,
@@ -267,10 +268,12 @@ __device__ __forceinline__ int make_plan(const AttentionLaunch& launch,
                                          int& used_quads,
                                          int* row_end) {
   static_assert(kPlanned == kAttentionThreads);
+  constexpr int kWarps = kThreads / kWarpSize;
   const AppendAttentionParams& params = launch.params;
   int64_t batch_idx = first_request + threadIdx.x;
+  bool plans = kThreads == kPlanned || threadIdx.x < kPlanned;
   Demand demand{};
-  if (batch_idx < params.batch) {
+  if (plans && batch_idx < params.batch) {
     Request request = load_request(params, batch_idx);
     if (!request.valid && blockIdx.x == 0) {
       report_error(params.error, fault_of(params, batch_idx).code);
@@ -285,16 +288,19 @@ __device__ __forceinline__ int make_plan(const AttentionLaunch& launch,
   int counters = small ? demand.sequences : 0;
   int quads = small ? quads_of(demand, launch.chunk_capacity) : 0;
   int all_counters, all_quads, all_units;
-  int counter = used_counters + scan_exclusive(counters, plan.scan, all_counters);
-  int quad = used_quads + scan_exclusive(quads, plan.scan, all_quads);
+  int counter = used_counters + scan_exclusive<kWarps>(counters, plan.scan, all_counters);
+  int quad = used_quads + scan_exclusive<kWarps>(quads, plan.scan, all_quads);
   bool split =
       small && counter + counters <= launch.num_counters && quad + quads <= launch.chunk_capacity;
   int units = demand.sequences * (split ? demand.chunks : 1);
   used_counters = min(used_counters + all_counters, launch.num_counters + 1);
   used_quads = min(used_quads + all_quads, launch.chunk_capacity + 1);
-  plan.counter[threadIdx.x] = split ? counter : -1;
-  plan.state[threadIdx.x] = quad;
-  plan.unit_end[threadIdx.x] = scan_exclusive(units, plan.scan, all_units) + units;
+  int before = scan_exclusive<kWarps>(units, plan.scan, all_units);
+  if (plans) {
+    plan.counter[threadIdx.x] = split ? counter : -1;
+    plan.state[threadIdx.x] = quad;
+    plan.unit_end[threadIdx.x] = before + units;
+  }
   __syncthreads();
   return all_units;
 }

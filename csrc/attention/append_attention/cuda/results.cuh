@@ -128,7 +128,8 @@ template <typename Block>
 __device__ __forceinline__ void write_zeros(const Block& block) {
   using T = typename Block::Element;
 #pragma unroll 1
-  for (int i = threadIdx.x; i < block.unit.rows * (Block::kValueDim / 2); i += kAttentionThreads) {
+  for (int i = threadIdx.x; i < block.unit.rows * (Block::kValueDim / 2);
+       i += Block::Shape::kThreads) {
     int64_t item = block.item_of(i / (Block::kValueDim / 2));
     int column = i % (Block::kValueDim / 2) * 2;
     store_pair(static_cast<T*>(block.params.out) + item * Block::kValueDim + column, 0.0f, 0.0f);
@@ -143,9 +144,9 @@ __device__ __forceinline__ void zero_padding(const Block& block) {
   int64_t used = block.turns.row_end;
   int64_t first = used * block.params.num_qo_heads * (Block::kValueDim / 2);
   int64_t last = block.params.rows * block.params.num_qo_heads * (Block::kValueDim / 2);
-  int64_t step = int64_t{gridDim.x} * kAttentionThreads;
+  int64_t step = int64_t{gridDim.x} * Block::Shape::kThreads;
 #pragma unroll 1
-  for (int64_t i = first + int64_t{blockIdx.x} * kAttentionThreads + threadIdx.x; i < last;
+  for (int64_t i = first + int64_t{blockIdx.x} * Block::Shape::kThreads + threadIdx.x; i < last;
        i += step) {
     store_pair(static_cast<T*>(block.params.out) + 2 * i, 0.0f, 0.0f);
     if (i % (Block::kValueDim / 2) == 0) write_lse(block, i / (Block::kValueDim / 2), 0.0f, 0.0f);
@@ -302,14 +303,17 @@ __device__ __forceinline__ StateRow shared_row(const Block& block, int leaf, int
 
 // The running fold of a tile of rows. How two states combine depends on their (m, l) alone, so a
 // step finds the factors of all its states once a row, one thread a row, and all threads then apply
-// them to the outputs.
+// them to the outputs. Where these are more than a thread has registers for, half of the columns.
 template <typename Block>
 struct Merge {
   using Shape = typename Block::Shape;
-  static constexpr int kQuads = Block::kValueDim / 4;
-  static constexpr int kItems = Shape::kRows * kQuads / kAttentionThreads;  // quads of a thread
+  static constexpr int kPasses = Shape::kIsWide ? 2 : 1;
+  static constexpr int kQuads = Block::kValueDim / 4 / kPasses;
+  // Whose writer writes a row's sums: the last pass, as the result may lie where a state lay.
+  static constexpr int kSumsQuad = (kPasses - 1) * kQuads;
+  static constexpr int kItems = Shape::kRows * kQuads / Shape::kThreads;  // quads of a thread
   static constexpr int kItemsAtOnce = kItems % 2 == 0 ? 2 : 1;
-  static_assert(Shape::kRows * kQuads % kAttentionThreads == 0);
+  static_assert(Shape::kRows * kQuads % Shape::kThreads == 0);
 
   // In the ring, which is idle.
   struct Shared {
@@ -321,13 +325,14 @@ struct Merge {
   static_assert(sizeof(Shared) <= Shape::kSharedBytes - Shape::kRing);
 
   Shared& shared;
-  int rows;
+  int rows, first_quad;
   float m, l;  // of row threadIdx.x
   float4 outs[kItems];
 
-  __device__ __forceinline__ explicit Merge(const Block& block)
+  __device__ __forceinline__ Merge(const Block& block, int pass)
       : shared(*reinterpret_cast<Shared*>(block.smem + Shape::kRing)),
         rows(block.unit.rows),
+        first_quad(pass * kQuads),
         m(-INFINITY),
         l(0.0f) {
 #pragma unroll
@@ -340,7 +345,7 @@ struct Merge {
   __device__ __forceinline__ void append(int count, bool as_one, const Locate& locate) {
     __syncthreads();  // the step before has been applied
 #pragma unroll 1
-    for (int i = threadIdx.x; i < kChunkLeaves * rows; i += kAttentionThreads) {
+    for (int i = threadIdx.x; i < kChunkLeaves * rows; i += Shape::kThreads) {
       int row = i / kChunkLeaves, j = i % kChunkLeaves;
       StateRow state;
       if (j < count) state = locate(j, row);
@@ -350,7 +355,7 @@ struct Merge {
     __syncthreads();
 #pragma unroll
     for (int first = 0; first < kItems; first += kItemsAtOnce) {
-      if (first * kAttentionThreads >= rows * kQuads) break;
+      if (first * Shape::kThreads >= rows * kQuads) break;
       float4 x[kItemsAtOnce][kChunkLeaves];
 #pragma unroll
       for (int i = 0; i < kItemsAtOnce; ++i) load(first + i, x[i]);
@@ -370,25 +375,26 @@ struct Merge {
     __syncthreads();
 #pragma unroll
     for (int item = 0; item < kItems; ++item) {
-      int index = item * kAttentionThreads + threadIdx.x;
+      int index = item * Shape::kThreads + threadIdx.x;
       if (index >= rows * kQuads) break;
       StatePart part;
       part.m = shared.result[index / kQuads].x;
       part.l = shared.result[index / kQuads].y;
       part.o = outs[item];
-      write(index / kQuads, index % kQuads, part);
+      write(index / kQuads, first_quad + index % kQuads, part);
     }
   }
 
  private:
   __device__ __forceinline__ void load(int item, float4 (&x)[kChunkLeaves]) const {
-    int index = item * kAttentionThreads + threadIdx.x;
+    int index = item * Shape::kThreads + threadIdx.x;
     bool mine = index < rows * kQuads;
 #pragma unroll
     for (int j = 0; j < kChunkLeaves; ++j) {
       const float* from = mine ? shared.outs[j][index / kQuads] : nullptr;
       x[j] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-      if (from != nullptr) x[j] = reinterpret_cast<const float4*>(from)[index % kQuads];
+      if (from != nullptr)
+        x[j] = reinterpret_cast<const float4*>(from)[first_quad + index % kQuads];
     }
   }
 
@@ -414,7 +420,7 @@ struct Merge {
   }
 
   __device__ __forceinline__ void apply(int item, bool as_one, const float4 (&x)[kChunkLeaves]) {
-    int index = item * kAttentionThreads + threadIdx.x;
+    int index = item * Shape::kThreads + threadIdx.x;
     if (index >= rows * kQuads) return;
     int row = index / kQuads;
     float4 sum = as_one ? make_float4(0.0f, 0.0f, 0.0f, 0.0f) : outs[item];
@@ -462,12 +468,12 @@ next_step(const Block& block, bool of_chunk, int chunk, int last) {
 // Folds what lies in the workspace: the leaves of the unit's chunk, or the chunks of its sequence,
 // those first that groups have reduced. The result is the chunk's state, or the sequence's rows.
 template <typename Block>
-__device__ __forceinline__ void finish(const Block& block, bool of_chunk) {
+__device__ __forceinline__ void finish(const Block& block, bool of_chunk, int pass) {
   Unit& unit = block.unit;
   int own = unit.begin / kChunkTokens;
   int chunk = of_chunk ? own : unit.shared > 0 ? 0 : unit.low / kChunkTokens;
   int last = of_chunk ? own : (unit.high - 1) / kChunkTokens;
-  Merge<Block> merge(block);
+  Merge<Block> merge(block, pass);
   while (chunk <= last) {
     MergeStep step = next_step(block, of_chunk, chunk, last);
     merge.append(step.count, step.as_one, [&](int j, int row) -> StateRow {
@@ -484,8 +490,8 @@ __device__ __forceinline__ void finish(const Block& block, bool of_chunk) {
   merge.finish([&](int row, int quad, const StatePart& part) {
     if (is_all) return write_part(block, row, quad, part);
     float* state = chunk_state(block, own);
-    reinterpret_cast<float4*>(state)[row * Merge<Block>::kQuads + quad] = part.o;
-    if (quad == 0) {
+    reinterpret_cast<float4*>(state)[row * (Block::kValueDim / 4) + quad] = part.o;
+    if (quad == Merge<Block>::kSumsQuad) {
       float2* sums = reinterpret_cast<float2*>(state + unit.state_rows * Block::kValueDim);
       sums[row] = make_float2(part.m, part.l);
     }
@@ -529,7 +535,8 @@ __device__ __forceinline__ void arrive(const Block& block) {
       arrivals = unit.parts;
     }
     if (arrivals > 1 && !is_last_to_arrive(block, counter, arrivals)) return;
-    finish(block, of_chunk);
+#pragma unroll 1
+    for (int pass = 0; pass < Merge<Block>::kPasses; ++pass) finish(block, of_chunk, pass);
     if (of_chunk && is_only_chunk(block)) return;
   }
 }

@@ -53,6 +53,16 @@ struct Outputs {
   }
 };
 
+// The first of two states, or the second.
+template <bool kFirst, typename State>
+__device__ __forceinline__ State& choose(State& first, State& second) {
+  if constexpr (kFirst) {
+    return first;
+  } else {
+    return second;
+  }
+}
+
 // Four columns of a row's state.
 struct StatePart {
   float m = -INFINITY, l = 0.0f;
@@ -80,40 +90,58 @@ struct StatePart {
 // What happens at the end of a leaf and of a chunk in append_attention on CUDA: folds of states, in
 // the one order there is.
 
-// chunk = chunk, then the leaf that ends with the tile. The leaf's sums of weights are added up
-// first: the four lanes of a quad, then the warps in order.
+// The sums of weights of the leaf that ends with the tile, in four parts a row: of each, the four
+// lanes of a quad.
 template <typename Block>
-__device__ __forceinline__ void fold_leaf(const Block& block,
-                                          int tile,
-                                          const Outputs<Block>& leaf,
-                                          Outputs<Block>& chunk) {
+__device__ __forceinline__ void add_up_weights(const Block& block) {
   using Shape = typename Block::Shape;
   unsigned thread = thread_index();
   int lane = thread % kWarpSize, warp = thread / kWarpSize;
   float* sums = reinterpret_cast<float*>(block.smem + Shape::kSums);
 #pragma unroll
-  for (int i = 0; i < Block::kRowTiles; ++i) {
+  for (int r = 0; r < 2 * Block::kScoreRowTiles; ++r) {
+    int row = block.first_score_row(warp) + 8 * r + lane / 4;
 #pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      float sum = block.lane_sums()[(2 * i + half) * kAttentionThreads + thread];
+    for (int part = 0; part < Shape::kSumsOfWarp; ++part) {
+      float sum = block.lane_sums()[(r * Shape::kSumsOfWarp + part) * Shape::kThreads + thread];
       sum = __fadd_rn(sum, __shfl_xor_sync(kFullMask, sum, 1));
       sum = __fadd_rn(sum, __shfl_xor_sync(kFullMask, sum, 2));
-      if (lane % 4 == 0) sums[(16 * i + lane / 4 + 8 * half) * kAttentionWarps + warp] = sum;
+      int place = block.token_warp(warp) * Shape::kSumsOfWarp + part;
+      if (lane % 4 == 0) sums[row * Shape::kSumParts + place] = sum;
     }
   }
+}
+
+// How a row of the chunk and the leaf that ends with the tile combine, the four parts in order. The
+// first warp writes their sums.
+template <typename Block>
+__device__ __forceinline__ Fold fold_row(const Block& block, int tile, int row) {
+  const float* sums = reinterpret_cast<const float*>(block.smem + Block::Shape::kSums);
+  float4 x = reinterpret_cast<const float4*>(sums)[row];
+  float l = __fadd_rn(__fadd_rn(__fadd_rn(x.x, x.y), x.z), x.w);
+  float2 before = block.chunk_sums(block.leaf_of(tile))[row];
+  Fold fold = fold_sums(before.x, before.y, block.running(tile)[row], l);
+  unsigned thread = thread_index();
+  if (thread < kWarpSize && thread % 4 == 0) {
+    block.chunk_sums(block.leaf_of(tile) + 1)[row] = make_float2(fold.m, fold.l);
+  }
+  return fold;
+}
+
+// chunk = chunk, then the leaf that ends with the tile.
+template <typename Block>
+__device__ __forceinline__ void fold_leaf(const Block& block,
+                                          int tile,
+                                          const Outputs<Block>& leaf,
+                                          Outputs<Block>& chunk) {
+  add_up_weights(block);
   __syncthreads();
+  int lane = thread_index() % kWarpSize;
 #pragma unroll
   for (int i = 0; i < Block::kRowTiles; ++i) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      int row = 16 * i + lane / 4 + 8 * half;
-      float4 x = reinterpret_cast<const float4*>(sums)[row];
-      float l = __fadd_rn(__fadd_rn(__fadd_rn(x.x, x.y), x.z), x.w);
-      float2 before = block.chunk_sums(block.leaf_of(tile))[row];
-      Fold fold = fold_sums(before.x, before.y, block.running(tile)[row], l);
-      if (thread < kWarpSize && lane % 4 == 0) {
-        block.chunk_sums(block.leaf_of(tile) + 1)[row] = make_float2(fold.m, fold.l);
-      }
+      Fold fold = fold_row(block, tile, 16 * i + lane / 4 + 8 * half);
 #pragma unroll
       for (int n = 0; n < Block::kOutTiles; ++n) {
 #pragma unroll
@@ -125,11 +153,46 @@ __device__ __forceinline__ void fold_leaf(const Block& block,
   }
 }
 
+// The same where the chunk lies in thread-private memory: it is empty where it begins, and where it
+// ends it is not written but takes the place of the leaf.
+template <typename Block>
+__device__ __forceinline__ void fold_leaf_in_memory(
+    const Block& block, int tile, bool begins, bool ends, Outputs<Block>& leaf) {
+  using Shape = typename Block::Shape;
+  add_up_weights(block);
+  __syncthreads();
+  unsigned thread = thread_index();
+  int row = thread % kWarpSize / 4;
+  float4* chunk = block.chunk_of_block(thread);
+#pragma unroll
+  for (int i = 0; i < Block::kRowTiles; ++i) {
+    Fold fold[2] = {fold_row(block, tile, 16 * i + row), fold_row(block, tile, 16 * i + row + 8)};
+    float4 before[Block::kOutTiles];
+#pragma unroll
+    for (int n = 0; n < Block::kOutTiles; ++n) {
+      before[n] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+      if (!begins) before[n] = chunk[(i * Block::kOutTiles + n) * Shape::kThreads];
+    }
+#pragma unroll
+    for (int n = 0; n < Block::kOutTiles; ++n) {
+      float* o = leaf.o[i][n];
+      o[0] = fold_value(fold[0], before[n].x, o[0]);
+      o[1] = fold_value(fold[0], before[n].y, o[1]);
+      o[2] = fold_value(fold[1], before[n].z, o[2]);
+      o[3] = fold_value(fold[1], before[n].w, o[3]);
+      if (!ends) {
+        chunk[(i * Block::kOutTiles + n) * Shape::kThreads] = make_float4(o[0], o[1], o[2], o[3]);
+      }
+    }
+  }
+}
+
 // The chunks of a sequence that one block owns: `total`, thread-private memory, becomes total, then
 // the chunk, which takes the result as well.
 template <typename Block>
 __device__ __forceinline__ void fold_chunk(
     const Block& block, int leaf, bool has_total, bool is_last, Outputs<Block>& chunk) {
+  using Shape = typename Block::Shape;
   unsigned thread = thread_index();
   int lane = thread % kWarpSize;
   float4* total = block.total_of_block(thread);
@@ -141,15 +204,15 @@ __device__ __forceinline__ void fold_chunk(
     Fold fold[2] = {fold_sums(-INFINITY, 0.0f, sums[0].x, sums[0].y),
                     fold_sums(-INFINITY, 0.0f, sums[1].x, sums[1].y)};
     if (has_total) {
-      float4 before = total[i * (Block::kOutTiles + 1) * kAttentionThreads];
+      float4 before = total[i * (Block::kOutTiles + 1) * Shape::kThreads];
       fold[0] = fold_sums(before.x, before.y, sums[0].x, sums[0].y);
       fold[1] = fold_sums(before.z, before.w, sums[1].x, sums[1].y);
     }
-    total[i * (Block::kOutTiles + 1) * kAttentionThreads] =
+    total[i * (Block::kOutTiles + 1) * Shape::kThreads] =
         make_float4(fold[0].m, fold[0].l, fold[1].m, fold[1].l);
 #pragma unroll
     for (int n = 0; n < Block::kOutTiles; ++n) {
-      float4* at = total + (i * (Block::kOutTiles + 1) + n + 1) * kAttentionThreads;
+      float4* at = total + (i * (Block::kOutTiles + 1) + n + 1) * Shape::kThreads;
       float* o = chunk.o[i][n];
       if (has_total) {
         float4 before = *at;
@@ -165,7 +228,7 @@ __device__ __forceinline__ void fold_chunk(
   if (thread >= kWarpSize || lane % 4 != 0) return;
 #pragma unroll
   for (int i = 0; i < Block::kRowTiles; ++i) {
-    float4 sums = total[i * (Block::kOutTiles + 1) * kAttentionThreads];
+    float4 sums = total[i * (Block::kOutTiles + 1) * Shape::kThreads];
     block.chunk_sums(leaf)[16 * i + lane / 4] =
         is_last ? make_float2(sums.x, sums.y) : make_float2(-INFINITY, 0.0f);
     block.chunk_sums(leaf)[16 * i + lane / 4 + 8] =

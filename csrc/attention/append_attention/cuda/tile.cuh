@@ -100,7 +100,7 @@ template <typename Block>
 __device__ __forceinline__ void multiply_byte_keys(
     const Block& block,
     const unsigned char* keys,
-    float (&s)[Block::kRowTiles][Block::kScoreTiles][4]) {
+    float (&s)[Block::kScoreRowTiles][Block::kScoreTiles][4]) {
   using Shape = typename Block::Shape;
   constexpr int kScoreTiles = Block::kScoreTiles;
   unsigned thread = thread_index_in_loop<Block>();
@@ -229,7 +229,7 @@ __device__ __forceinline__ void load_table(const Block& block, int chunk) {
   using Shape = typename Block::Shape;
   int* table = reinterpret_cast<int*>(block.smem + Shape::kTable) + (chunk & 1) * kChunkBlocks;
 #pragma unroll 1
-  for (int i = thread_index(); i < kChunkBlocks; i += kAttentionThreads) {
+  for (int i = thread_index(); i < kChunkBlocks; i += Shape::kThreads) {
     int token = chunk * kChunkTokens + i * kPageBlock;
     int place = -1;
     if (token < block.unit.load_end && token + kPageBlock > block.unit.load_begin) {
@@ -359,7 +359,7 @@ __device__ __forceinline__ void load_queries(const Block& block) {
   Unit& unit = block.unit;
   unsigned thread = thread_index();
   int2* seen = reinterpret_cast<int2*>(block.smem + Shape::kSeen);
-  static_assert(16 * Block::kRowTiles <= kAttentionThreads);
+  static_assert(16 * Block::kRowTiles <= Shape::kThreads);
   if (thread < 16 * Block::kRowTiles) {
     int row = thread;
     int packed = unit.first_row + min(row, unit.rows - 1);
@@ -370,8 +370,7 @@ __device__ __forceinline__ void load_queries(const Block& block) {
   // 8-bit caches: two vectors at once, whose columns change places.
   constexpr int kAtOnce = Shape::kScaled ? 2 : 1, kShares = Shape::kQueryVectors / kAtOnce;
 #pragma unroll 1
-  for (unsigned index = thread; index < 16 * Block::kRowTiles * kShares;
-       index += kAttentionThreads) {
+  for (unsigned index = thread; index < 16 * Block::kRowTiles * kShares; index += Shape::kThreads) {
     int row = index / kShares, vector = index % kShares * kAtOnce;
     bool valid = row < unit.rows;
     int packed = unit.first_row + (valid ? row : 0);
@@ -401,16 +400,15 @@ __device__ __forceinline__ void load_queries(const Block& block) {
 
 constexpr float kLog2E = 1.4426950408889634f;
 
-// s = scaled scores of the warp's tokens, -inf where a row does not see the token; each row's
-// maximum over them goes to shared memory. token_scale: what load_scale found, of 8-bit caches.
+// s = q k of the warp's tokens, for the calling thread.
 template <typename Block>
-__device__ __forceinline__ void score(const Block& block,
-                                      int tile,
-                                      float token_scale,
-                                      float (&s)[Block::kRowTiles][Block::kScoreTiles][4]) {
+__device__ __forceinline__ void multiply_keys(
+    const Block& block,
+    int tile,
+    unsigned thread,
+    float (&s)[Block::kScoreRowTiles][Block::kScoreTiles][4]) {
   using Shape = typename Block::Shape;
   using T = typename Block::Element;
-  unsigned thread = thread_index();
   int lane = thread % kWarpSize, warp = thread / kWarpSize;
   const unsigned char* queries = block.smem + Shape::kQueries;
   const unsigned char* keys = block.k_slot(tile);
@@ -484,6 +482,22 @@ __device__ __forceinline__ void score(const Block& block,
       }
     }
   }
+}
+
+// The scores of the warp's tokens out of what multiply_keys() has found, -inf where a row does not
+// see the token; each row's maximum over them goes to shared memory. token_scale: what load_scale
+// found, of 8-bit caches.
+template <typename Block>
+__device__ __forceinline__ void finish_scores(
+    const Block& block,
+    int tile,
+    unsigned thread,
+    float token_scale,
+    float (&s)[Block::kScoreRowTiles][Block::kScoreTiles][4]) {
+  using Shape = typename Block::Shape;
+  int lane = thread % kWarpSize, warp = thread / kWarpSize;
+  int first_row = block.first_score_row(warp);
+  int first = block.token_warp(warp) * (8 * Block::kScoreTiles);  // token of the warp in the tile
   float scale = __fmul_rn(block.params.sm_scale, kLog2E);
 #pragma unroll
   for (int n = 0; n < Block::kScoreTiles; ++n) {
@@ -493,7 +507,7 @@ __device__ __forceinline__ void score(const Block& block,
       if constexpr (Shape::kScaled)
         factor = __fmul_rn(scale, scale_of_token<Block>(token_scale, 0, n, e));
 #pragma unroll
-      for (int i = 0; i < Block::kRowTiles; ++i) {
+      for (int i = 0; i < Block::kScoreRowTiles; ++i) {
         s[i][n][e] = __fmul_rn(s[i][n][e], factor);
         s[i][n][2 + e] = __fmul_rn(s[i][n][2 + e], factor);
       }
@@ -502,10 +516,10 @@ __device__ __forceinline__ void score(const Block& block,
   if (block.partly_seen(tile)) {
     const int2* rows = reinterpret_cast<const int2*>(block.smem + Shape::kSeen);
 #pragma unroll
-    for (int i = 0; i < Block::kRowTiles; ++i) {
+    for (int i = 0; i < Block::kScoreRowTiles; ++i) {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        int row = 16 * i + lane / 4 + 8 * half;
+        int row = first_row + 16 * i + lane / 4 + 8 * half;
         int2 seen = rows[row];
 #pragma unroll
         for (int n = 0; n < Block::kScoreTiles; ++n) {
@@ -521,10 +535,10 @@ __device__ __forceinline__ void score(const Block& block,
   }
   float* maxima = reinterpret_cast<float*>(block.smem + Shape::kMaxima);
 #pragma unroll
-  for (int i = 0; i < Block::kRowTiles; ++i) {
+  for (int i = 0; i < Block::kScoreRowTiles; ++i) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      int row = 16 * i + lane / 4 + 8 * half;
+      int row = first_row + 16 * i + lane / 4 + 8 * half;
       float top = fmaxf(s[i][0][2 * half], s[i][0][2 * half + 1]);
       if (Block::kScoreTiles == 2) {
         constexpr int kLast = Block::kScoreTiles - 1;
@@ -532,17 +546,31 @@ __device__ __forceinline__ void score(const Block& block,
       }
       top = fmaxf(top, __shfl_xor_sync(kFullMask, top, 1));
       top = fmaxf(top, __shfl_xor_sync(kFullMask, top, 2));
-      if (lane % 4 == 0) maxima[row * kAttentionWarps + warp] = top;
+      if (lane % 4 == 0) maxima[row * Shape::kTokenWarps + block.token_warp(warp)] = top;
     }
   }
 }
 
-// Weights of the tile's tokens under the running maximum, to shared memory; rescales the state.
+// The greatest of a row's maxima over the tokens of the warps that share a tile.
+template <int kTokenWarps>
+__device__ __forceinline__ float top_of_tile(const float* maxima) {
+  if constexpr (kTokenWarps == 2) {
+    float2 tops = *reinterpret_cast<const float2*>(maxima);
+    return fmaxf(tops.x, tops.y);
+  } else {
+    static_assert(kTokenWarps == 4);
+    float4 tops = *reinterpret_cast<const float4*>(maxima);
+    return fmaxf(fmaxf(tops.x, tops.y), fmaxf(tops.z, tops.w));
+  }
+}
+
+// Weights of the tile's tokens under the running maximum, to shared memory; rescales the state, or,
+// if kIsWide, leaves to accumulate_wide() what it is multiplied with.
 template <typename Block>
 __device__ __forceinline__ void weigh(const Block& block,
                                       int tile,
                                       float token_scale,
-                                      float (&s)[Block::kRowTiles][Block::kScoreTiles][4],
+                                      float (&s)[Block::kScoreRowTiles][Block::kScoreTiles][4],
                                       Outputs<Block>& leaf) {
   using Shape = typename Block::Shape;
   using T = typename Block::Element;
@@ -551,16 +579,18 @@ __device__ __forceinline__ void weigh(const Block& block,
   unsigned thread = thread_index_in_loop<Block>();
   int lane = thread % kWarpSize, warp = thread / kWarpSize;
   // A lane has every eighth row; all of them are turned alike in shared memory.
-  const float4* maxima = reinterpret_cast<const float4*>(block.smem + Shape::kMaxima) + lane / 4;
-  const float* before = block.running(tile - 1) + lane / 4;
-  float* after = block.running(tile) + lane / 4;
+  int token_warp = block.token_warp(warp), first_row = block.first_score_row(warp) + lane / 4;
+  const float* maxima =
+      reinterpret_cast<const float*>(block.smem + Shape::kMaxima) + first_row * Shape::kTokenWarps;
+  const float* before = block.running(tile - 1) + first_row;
+  float* after = block.running(tile) + first_row;
   float* shares = block.lane_sums() + thread;
   unsigned char* probs[Block::kScoreTiles];
 #pragma unroll
   for (int n = 0; n < Block::kScoreTiles; ++n) {
-    int element = warp * (8 * Block::kScoreTiles) + 8 * n + 2 * (lane % 4);
+    int element = token_warp * (8 * Block::kScoreTiles) + 8 * n + 2 * (lane % 4);
     probs[n] = block.smem + Shape::kProbs +
-               place_of<Shape::kProbVectors>(lane / 4, element / kPerVector) +
+               place_of<Shape::kProbVectors>(first_row, element / kPerVector) +
                element % kPerVector * sizeof(T);
   }
   [[maybe_unused]] float scales[Block::kScoreTiles][2];
@@ -571,21 +601,25 @@ __device__ __forceinline__ void weigh(const Block& block,
       for (int e = 0; e < 2; ++e) scales[n][e] = scale_of_token<Block>(token_scale, 1, n, e);
     }
   }
-  bool writes = thread < kWarpSize && lane % 4 == 0;
+  bool writes = token_warp == 0 && lane % 4 == 0;
   // What is read of other warps comes first, so that these loads overlap; for 64 rows of 8-bit
   // caches in two rounds, since registers are short.
   constexpr int kRounds = Shape::kScaled && Block::kRowTiles == 4 ? 2 : 1;
-  constexpr int kAtOnce = 2 * Block::kRowTiles / kRounds;
+  constexpr int kAtOnce = 2 * Block::kScoreRowTiles / kRounds;
+  constexpr int kParts = Shape::kSumsOfWarp, kTilesOfPart = Block::kScoreTiles / kParts;
 #pragma unroll
   for (int round = 0; round < kRounds; ++round) {
-    float old[kAtOnce], top[kAtOnce], share[kAtOnce];
+    float old[kAtOnce], top[kAtOnce], share[kAtOnce][kParts];
 #pragma unroll
     for (int at = 0; at < kAtOnce; ++at) {
       int r = round * kAtOnce + at;
-      float4 tops = maxima[8 * r];
+      float tops = top_of_tile<Shape::kTokenWarps>(maxima + 8 * r * Shape::kTokenWarps);
       old[at] = begins ? -INFINITY : before[8 * r];
-      share[at] = begins ? 0.0f : shares[r * kAttentionThreads];
-      top[at] = fmaxf(old[at], fmaxf(fmaxf(tops.x, tops.y), fmaxf(tops.z, tops.w)));
+#pragma unroll
+      for (int part = 0; part < kParts; ++part) {
+        share[at][part] = begins ? 0.0f : shares[(r * kParts + part) * Shape::kThreads];
+      }
+      top[at] = fmaxf(old[at], tops);
     }
 #pragma unroll
     for (int at = 0; at < kAtOnce; ++at) {
@@ -596,6 +630,7 @@ __device__ __forceinline__ void weigh(const Block& block,
       float sum = 0.0f;
 #pragma unroll
       for (int n = 0; n < Block::kScoreTiles; ++n) {
+        if (n % kTilesOfPart == 0) sum = 0.0f;
         float p0 = ptx::exp2_approx(__fsub_rn(s[i][n][2 * half], origin));
         float p1 = ptx::exp2_approx(__fsub_rn(s[i][n][2 * half + 1], origin));
         sum = __fadd_rn(sum, __fadd_rn(p0, p1));
@@ -610,12 +645,19 @@ __device__ __forceinline__ void weigh(const Block& block,
         } else {
           *reinterpret_cast<float2*>(place) = make_float2(p0, p1);
         }
+        if (n % kTilesOfPart != kTilesOfPart - 1) continue;
+        int part = n / kTilesOfPart;
+        shares[(r * kParts + part) * Shape::kThreads] =
+            begins ? sum : __fmaf_rn(share[at][part], rescale, sum);
       }
-      shares[r * kAttentionThreads] = begins ? sum : __fmaf_rn(share[at], rescale, sum);
+      if constexpr (Shape::kIsWide) {
+        if (writes) block.rescales()[first_row + 8 * r] = rescale;
+      } else {
 #pragma unroll
-      for (int n = 0; n < Block::kOutTiles; ++n) {
-        leaf.o[i][n][2 * half] = __fmul_rn(leaf.o[i][n][2 * half], rescale);
-        leaf.o[i][n][2 * half + 1] = __fmul_rn(leaf.o[i][n][2 * half + 1], rescale);
+        for (int n = 0; n < Block::kOutTiles; ++n) {
+          leaf.o[i][n][2 * half] = __fmul_rn(leaf.o[i][n][2 * half], rescale);
+          leaf.o[i][n][2 * half + 1] = __fmul_rn(leaf.o[i][n][2 * half + 1], rescale);
+        }
       }
     }
   }

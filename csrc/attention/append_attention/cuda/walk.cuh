@@ -8,6 +8,7 @@
 #include "attention/append_attention/cuda/results.cuh"
 #include "attention/append_attention/cuda/state.cuh"
 #include "attention/append_attention/cuda/tile.cuh"
+#include "attention/append_attention/cuda/wide.cuh"
 #include "common/device.cuh"
 
 namespace specops {
@@ -27,12 +28,13 @@ __device__ __forceinline__ bool attend(const Block& block) {
   __syncthreads();
   int begin = block.first_tile();
 
-  float s[Block::kRowTiles][Block::kScoreTiles][4];
+  float s[Block::kScoreRowTiles][Block::kScoreTiles][4];
   // 8-bit caches: of the tile that is scored or weighed, and of the one after it.
   float scale = 0.0f;
   [[maybe_unused]] float next_scale = 0.0f;
   Outputs<Block> leaf;
-  Outputs<Block> chunk;
+  [[maybe_unused]] Outputs<Block> chunk_in_registers;
+  Outputs<Block>& chunk = choose<Shape::kIsWide>(leaf, chunk_in_registers);
   leaf.clear();
   chunk.clear();
   if (thread_index() < 16 * Block::kRowTiles) {
@@ -40,14 +42,15 @@ __device__ __forceinline__ bool attend(const Block& block) {
     block.running(begin - 1)[thread_index()] = -INFINITY;
   }
 #pragma unroll
-  for (int i = 0; i < 2 * Block::kRowTiles; ++i)
-    block.lane_sums()[i * kAttentionThreads + thread_index()] = 0.0f;
+  for (int i = 0; i < 2 * Block::kScoreRowTiles * Shape::kSumsOfWarp; ++i)
+    block.lane_sums()[i * Shape::kThreads + thread_index()] = 0.0f;
   // Copies run ahead: what is begun in step `tile` is V of tile + kStages - 1 and K of the one
-  // after it; with three slots K and V of the tile after it, apart, since K is needed first. The
-  // steps before first - 1 only begin copies, that step scores the first tile. What the loop asks
-  // of the unit it reads anew in each step: registers are short.
+  // after it; with three slots K and V of the tile after it, apart, since K is needed first. Of
+  // latents it is the tile for which a slot has become free. The steps before first - 1 only begin
+  // copies, that step scores the first tile. What the loop asks of the unit it reads anew in each
+  // step: registers are short.
 #pragma unroll 1
-  for (int tile = begin - Block::kStages;; ++tile) {
+  for (int tile = begin - Shape::kAhead;; ++tile) {
     int first = block.first_tile(), last = block.last_tile();
     if (tile > last) break;
     if (tile >= first - 1) __syncthreads();  // maxima are out; the tile before is done with
@@ -58,12 +61,12 @@ __device__ __forceinline__ bool attend(const Block& block) {
       scale = next_scale;
       if (tile >= first - 2) next_scale = load_scale(block, tile + 2);
     }
-    int ahead = tile + Block::kStages - 1;
+    int ahead = tile + Shape::kAhead;
 #pragma unroll 1
-    for (int which = 0; which < 2; ++which) {
-      int wanted = Shape::kThreeSlots ? tile + 1 : ahead + 1 - which;
+    for (int which = 0; which < (Shape::kIsLatent ? 1 : 2); ++which) {
+      int wanted = Shape::kThreeSlots ? tile + 1 : ahead - which;
       if (Shape::kThreeSlots && which == 1) ptx::cp_async_commit();
-      if (wanted < first || wanted > last || (Shape::kIsLatent && which == 1)) continue;
+      if (wanted < first || wanted > last) continue;
       const void* cache = which == 0 ? block.params.k_cache : block.params.v_cache;
       load_tile(block, cache, which == 0 ? block.k_slot(wanted) : block.v_slot(wanted), wanted);
     }
@@ -75,8 +78,8 @@ __device__ __forceinline__ bool attend(const Block& block) {
     }
     if constexpr (Shape::kThreeSlots) {
       ptx::cp_async_wait<2>();
-    } else if constexpr (!Shape::kIsLatent) {
-      ptx::cp_async_wait<Block::kStages - 1>();
+    } else if constexpr (!Shape::kWaitsLate) {
+      ptx::cp_async_wait<Shape::kAhead - 1>();
     }
     // Elements of 8-bit caches are finite, and their scales reach no row that does not see them.
     if (!Shape::kScaled && tile >= first && unit.many_queries && block.partly_seen(tile)) {
@@ -89,12 +92,26 @@ __device__ __forceinline__ bool attend(const Block& block) {
     }
     if (Block::kStamped && tile == first - 1) stamp(block, AttentionPhase::kLoad);
     if (tile >= first) {
-      accumulate(block, tile, leaf);
+      if constexpr (!Shape::kIsWide) {
+        accumulate(block, tile, leaf);
+      } else if (tile < block.last_tile()) {
+        accumulate_wide<true>(block, tile, leaf, s);
+      } else {
+        accumulate_wide<false>(block, tile, leaf, s);
+      }
       last = block.last_tile();
       if ((tile + 1) * Block::kTile % Block::kLeaf == 0 || tile == last) {
-        fold_leaf(block, tile, leaf, chunk);
         bool leafwise = unit.leaf_stride != 0;
-        if (leafwise || (tile + 1) % Shape::kTilesPerChunk == 0 || tile == last) {
+        bool ends = leafwise || (tile + 1) % Shape::kTilesPerChunk == 0 || tile == last;
+        if constexpr (Shape::kIsWide) {
+          int number = block.leaf_of(tile);
+          bool begins =
+              leafwise || number % kChunkLeaves == 0 || number == block.leaf_of(block.first_tile());
+          fold_leaf_in_memory(block, tile, begins, ends, leaf);
+        } else {
+          fold_leaf(block, tile, leaf, chunk);
+        }
+        if (ends) {
           __syncthreads();  // the chunk's sums are there
           bool has_total = tile / Shape::kTilesPerChunk > unit.begin / kChunkTokens;
           if (!leafwise && (has_total || tile < last)) {
@@ -115,11 +132,17 @@ __device__ __forceinline__ bool attend(const Block& block) {
       }
     }
     if (tile < block.last_tile()) {
-      if constexpr (Shape::kIsLatent || Shape::kThreeSlots) {  // accumulate() needed no more
+      if constexpr (Shape::kWaitsLate) {  // accumulate() needed no more
         ptx::cp_async_wait<Shape::kThreeSlots ? 1 : 0>();
         __syncthreads();
       }
-      score(block, tile + 1, scale, s);
+      unsigned thread = thread_index();
+      if constexpr (!Shape::kIsWide) {
+        multiply_keys(block, tile + 1, thread, s);
+      } else if (tile < block.first_tile()) {
+        multiply_wide_keys(block, tile + 1, s);
+      }
+      finish_scores(block, tile + 1, thread, scale, s);
     }
   }
   return true;
@@ -353,7 +376,9 @@ template <typename Block>
 __device__ __forceinline__ void run_turns(const Block& block) {
   for (;;) {
     __syncthreads();  // the unit before is done with shared memory
-    if (threadIdx.x == 0) next_unit(block);
+    // A wide state leaves no register for what this asks, and its answer.
+    unsigned thread = Block::Shape::kIsWide ? thread_index() : threadIdx.x;
+    if (thread == 0) next_unit(block);
     __syncthreads();
     stamp(block, AttentionPhase::kUnit);
     if (block.turns.now >= block.turns.end) break;
@@ -370,7 +395,7 @@ __device__ __forceinline__ void plan_turns(const Block& block, int64_t first_req
   bool begins = first_request == 0;
   int counters = begins ? 0 : turns.counters, quads = begins ? 0 : turns.quads;
   int base = begins ? 0 : turns.base;
-  int units = make_plan<Shape::kRows>(
+  int units = make_plan<Shape::kRows, Shape::kThreads>(
       block.launch, block.plan, first_request, counters, quads, &turns.row_end);
   int blocks = static_cast<int>(gridDim.x);
   // Units go to the blocks in turn. What is left for a wave of few blocks may be cut.
@@ -396,7 +421,9 @@ __device__ __forceinline__ void plan_turns(const Block& block, int64_t first_req
 template <typename Block>
 __device__ __forceinline__ void plan_shared_turns(const Block& block) {
   const GroupList& list = *block.launch.group_list;
-  block.plan.unit_end[threadIdx.x] = list.unit_end[threadIdx.x];
+  if (Block::Shape::kThreads == kPlanned || threadIdx.x < kPlanned) {
+    block.plan.unit_end[threadIdx.x] = list.unit_end[threadIdx.x];
+  }
   if (threadIdx.x == 0) {
     block.turns.now = static_cast<int>(blockIdx.x) - static_cast<int>(gridDim.x);
     block.turns.end = list.units;

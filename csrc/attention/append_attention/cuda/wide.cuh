@@ -1,0 +1,126 @@
+// SPDX-License-Identifier: Apache-2.0
+// The products of one tile of latents for 64 rows in append_attention on CUDA. A warp has 16 rows by
+// 16 tokens of scores and 64 rows by 64 columns of outputs. Scores wait for shared memory, outputs
+// for tensor cores: so the outputs of one tile and the scores of the next are made together.
+#pragma once
+
+#include "attention/append_attention/cuda/block.cuh"
+#include "attention/append_attention/cuda/state.cuh"
+#include "common/device.cuh"
+
+namespace specops {
+
+// Scores of a warp, in steps of 16 elements. Unrolled throughout, what is read ahead would take the
+// registers of the state.
+constexpr int kWideSteps = static_cast<int>(kLatentKeyDim) / 16, kWideStepsAtOnce = 12;
+static_assert(kWideSteps == 3 * kWideStepsAtOnce && kWideStepsAtOnce % 4 == 0);
+
+template <typename Block>
+struct WideScores {
+  using Shape = typename Block::Shape;
+  const unsigned char *keys, *queries;
+  LanePlace<Shape::kVectors> key_place;         // lanes 0-7, 16-23 at vector 2 k, others at 2 k + 1
+  LanePlace<Shape::kQueryVectors> query_place;  // lanes 0-15 at vector 2 k, 16-31 at 2 k + 1
+
+  __device__ __forceinline__ WideScores(const Block& block, int tile, int lane, int warp)
+      : keys(block.k_slot(tile) + block.token_warp(warp) * 16 * Shape::kRowBytes),
+        queries(block.smem + Shape::kQueries + block.first_score_row(warp) * Shape::kQueryBytes),
+        key_place(lane % 8 + lane / 16 * 8, lane / 8 % 2),
+        query_place(lane % 16, lane / 16) {}
+
+  // Step `done` + k; `done` is a multiple of kWideStepsAtOnce, and a step 32 bytes.
+  __device__ __forceinline__ void add(int done, int k, float (&s)[1][2][4]) const {
+    uint32_t a[4], b[4];
+    ptx::ldmatrix_x4(b, keys + 32 * done + key_place.after(2 * k));
+    ptx::ldmatrix_x4(a, queries + 32 * done + query_place.after(2 * k));
+    uint32_t tokens[2][2] = {{b[0], b[1]}, {b[2], b[3]}};
+    ptx::mma_m16n8k16<typename Block::Element>(s[0][0], a, tokens[0]);
+    ptx::mma_m16n8k16<typename Block::Element>(s[0][1], a, tokens[1]);
+  }
+};
+
+template <typename Block>
+__device__ __forceinline__ void clear_scores(float (&s)[1][2][4]) {
+#pragma unroll
+  for (int n = 0; n < 2; ++n) {
+#pragma unroll
+    for (int e = 0; e < 4; ++e) s[0][n][e] = 0.0f;
+  }
+}
+
+// s = q k of the tile.
+template <typename Block>
+__device__ __forceinline__ void multiply_wide_keys(const Block& block,
+                                                   int tile,
+                                                   float (&s)[1][2][4]) {
+  unsigned thread = thread_index();
+  WideScores<Block> scores(block, tile, thread % kWarpSize, thread / kWarpSize);
+  clear_scores<Block>(s);
+#pragma unroll 1
+  for (int done = 0; done < kWideSteps; done += kWideStepsAtOnce) {
+#pragma unroll
+    for (int k = 0; k < kWideStepsAtOnce; ++k) scores.add(done, k, s);
+  }
+}
+
+// leaf.o = leaf.o rescaled, other warps having found by what, + P V of the tile; and, if kScores, s =
+// q k of the next one.
+template <bool kScores, typename Block>
+__device__ __forceinline__ void accumulate_wide(const Block& block,
+                                                int tile,
+                                                Outputs<Block>& leaf,
+                                                float (&s)[1][2][4]) {
+  using Shape = typename Block::Shape;
+  unsigned thread = thread_index();
+  int lane = thread % kWarpSize, warp = thread / kWarpSize;
+  const float* rescales = block.rescales() + lane / 4;
+  const unsigned char* probs = block.smem + Shape::kProbs;
+  const unsigned char* values = block.v_slot(tile) + lane % 16 * Shape::kRowBytes;
+  LanePlace<Shape::kProbVectors> weights(lane % 16, lane / 16);
+  // B: lanes 0-15 the tokens at a column tile, 16-31 at the next.
+  int column = opaque((warp * Block::kOutTiles + lane / 16) ^ twist<Shape::kVectors>(lane % 16));
+  WideScores<Block> scores(block, tile + 1, lane, warp);
+  if constexpr (kScores) clear_scores<Block>(s);
+#pragma unroll
+  for (int i = 0; i < Block::kRowTiles; ++i) {
+#pragma unroll
+    for (int n = 0; n < Block::kOutTiles; ++n) {
+#pragma unroll
+      for (int e = 0; e < 4; ++e) {
+        leaf.o[i][n][e] = __fmul_rn(leaf.o[i][n][e], rescales[16 * i + 8 * (e / 2)]);
+      }
+    }
+  }
+#pragma unroll 1
+  for (int k = 0; k < Shape::kTile / 16; ++k) {
+    uint32_t b[Block::kOutTiles / 2][4];
+#pragma unroll
+    for (int n = 0; n < Block::kOutTiles; n += 2) {
+      ptx::ldmatrix_x4_trans(b[n / 2], values + k * 16 * Shape::kRowBytes + (column ^ n) * 16);
+    }
+    // Three steps of scores to a tile of rows.
+    constexpr int kSteps = kWideStepsAtOnce / Block::kRowTiles;
+    constexpr int kColumns = (Block::kOutTiles + kSteps - 1) / kSteps;
+#pragma unroll
+    for (int i = 0; i < Block::kRowTiles; ++i) {
+      uint32_t a[4];
+      const unsigned char* rows = probs + i * 16 * Shape::kProbVectors * 16;
+      ptx::ldmatrix_x4(a, rows + (weights.vector ^ 2 * k * 16));
+#pragma unroll
+      for (int step = 0; step < kSteps; ++step) {
+        if constexpr (kScores) scores.add(k * kWideStepsAtOnce, kSteps * i + step, s);
+#pragma unroll
+        for (int n = step * kColumns; n < (step + 1) * kColumns && n < Block::kOutTiles; ++n) {
+          uint32_t columns[2] = {b[n / 2][n % 2 * 2], b[n / 2][n % 2 * 2 + 1]};
+          ptx::mma_m16n8k16<typename Block::Element>(leaf.o[i][n], a, columns);
+        }
+      }
+    }
+  }
+  if constexpr (kScores) {
+#pragma unroll
+    for (int k = 0; k < kWideStepsAtOnce; ++k) scores.add(2 * kWideStepsAtOnce, k, s);
+  }
+}
+
+}  // namespace specops
