@@ -22,21 +22,26 @@ struct ExpertTile {
   int expert, first, rows;
 };
 
-// Called by every warp of a block: tile `index` of all experts' rows, in order.
+// Called by every warp of a block: tile `index` of all experts' rows, in order. From the first expert
+// with a fault on there are none: ranges of rows behind it may overlap those before it.
 __device__ inline ExpertTile expert_tile(const MoeLinearParams& params, int64_t index) {
   int lane = static_cast<int>(threadIdx.x) % kWarpSize;
   int experts = static_cast<int>(params.num_experts), left = static_cast<int>(index);
   for (int first = 0; first < experts; first += kWarpSize) {
     int expert = first + lane, begin = 0, end = 0;
+    bool is_wrong = false;
     if (expert < experts) {
       Fault fault = expert_fault(params, expert);
-      if (fault.found()) {
+      is_wrong = fault.found();
+      if (is_wrong) {
         report_error(params.error, fault.code);
       } else {
         begin = params.expert_indptr[expert];
         end = params.expert_indptr[expert + 1];
       }
     }
+    unsigned wrong = __ballot_sync(kFullMask, is_wrong);
+    if (wrong != 0 && lane >= __ffs(static_cast<int>(wrong))) end = begin;
     int tiles = (end - begin + kExpertRows - 1) / kExpertRows, sum = tiles;
 #pragma unroll
     for (int apart = 1; apart < kWarpSize; apart *= 2) {
@@ -51,6 +56,7 @@ __device__ inline ExpertTile expert_tile(const MoeLinearParams& params, int64_t 
       int rows = min(__shfl_sync(kFullMask, end, owner) - at, kExpertRows);
       return {first + owner, at, rows};
     }
+    if (wrong != 0) break;
     left -= __shfl_sync(kFullMask, sum, kWarpSize - 1);
   }
   return {0, 0, 0};

@@ -43,6 +43,9 @@ SPECOPS_HOST_DEVICE Fault row_fault(const MoeLinearParams& params, int64_t pair)
   return fault_at(ErrorCode::kMoeLinearRowIndices, row, pair).with(params.x_rows);
 }
 
+// Of float32, bfloat16 or float16, which x, bias and out are; a device cannot call dtype_bytes.
+SPECOPS_HOST_DEVICE int64_t real_bytes(DType dtype) { return dtype == DType::kFloat32 ? 4 : 2; }
+
 // The product of one expert with `rows` pairs from `first` on.
 SPECOPS_HOST_DEVICE GemmParams of_expert(const MoeLinearParams& params,
                                          int64_t e,
@@ -57,14 +60,13 @@ SPECOPS_HOST_DEVICE GemmParams of_expert(const MoeLinearParams& params,
   if (weight.offsets != nullptr) weight.offsets += e * params.offsets;
   if (weight.code_values != nullptr) weight.code_values += e * params.code_values;
   if (one.bias != nullptr) {
-    one.bias = static_cast<const char*>(params.bias) + e * outputs * dtype_bytes(params.dtype);
+    one.bias = static_cast<const char*>(params.bias) + e * outputs * real_bytes(params.dtype);
   }
-  one.out = static_cast<char*>(params.out) + first * width * dtype_bytes(params.out_dtype);
+  one.out = static_cast<char*>(params.out) + first * width * real_bytes(params.out_dtype);
   if (one.row_indices != nullptr) {
     one.row_indices += first;
   } else {
-    one.x =
-        static_cast<const char*>(params.x) + first * params.x_stride * dtype_bytes(params.dtype);
+    one.x = static_cast<const char*>(params.x) + first * params.x_stride * real_bytes(params.dtype);
   }
   one.rows = rows;
   return one;
