@@ -67,7 +67,7 @@ LOOP = ("engine.py", "plan.py", "request.py", "scheduling", "steps", "memory")
 APART = ("models", "gguf", "drafters", "methods", "structured")
 BUDGETS = {
     "the loop": (3395, 16),
-    "the engine without models, drafters, methods and grammars": (7600, 38),
+    "the engine without models, GGUF, drafters, methods and grammars": (7600, 38),
 }
 
 

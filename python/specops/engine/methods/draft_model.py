@@ -3,28 +3,12 @@
 
 from dataclasses import dataclass
 
-from specops.engine.methods import checks
-from specops.engine.methods.method import Method, Options
+from specops.engine.methods.method import Method, WeightOptions
 
 
 @dataclass(frozen=True, kw_only=True)
-class DraftModelOptions(Options):
-    """Which model drafts.
-
-    Attributes:
-        model: directory of the model.
-        quantization: of its projections, its LM head included: "none", "wint8", "wint4" or
-            "mix_quant". No token depends on it, only how often drafts are right. None: as of the
-            target.
-    """
-
-    model: str | None = None
-    quantization: str | None = None
-
-    def __post_init__(self) -> None:
-        checks.path("model", self.model)
-        if self.quantization is not None:
-            checks.choice("quantization", self.quantization, checks.QUANTIZATIONS)
+class DraftModelOptions(WeightOptions):
+    """Which model drafts."""
 
 
 METHOD = Method(

@@ -3,27 +3,12 @@
 
 from dataclasses import dataclass
 
-from specops.engine.methods import checks
-from specops.engine.methods.method import Method, Options
+from specops.engine.methods.method import Method, WeightOptions
 
 
 @dataclass(frozen=True, kw_only=True)
-class Eagle3Options(Options):
-    """Which head drafts.
-
-    Attributes:
-        model: directory of the head.
-        quantization: of its layers' projections and its LM head: "none", "wint8". No token depends
-            on it, only how often drafts are right. None: the layers' like the target's.
-    """
-
-    model: str | None = None
-    quantization: str | None = None
-
-    def __post_init__(self) -> None:
-        checks.path("model", self.model)
-        if self.quantization is not None:
-            checks.choice("quantization", self.quantization, checks.QUANTIZATIONS)
+class Eagle3Options(WeightOptions):
+    """Which head drafts."""
 
 
 METHOD = Method(

@@ -6,6 +6,8 @@ from dataclasses import dataclass, fields
 from functools import cached_property
 from typing import Any
 
+from specops.engine.methods import checks
+
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
@@ -26,6 +28,26 @@ class Options:
         Raises:
             ValueError: it does.
         """
+
+
+@dataclass(frozen=True, kw_only=True)
+class WeightOptions(Options):
+    """The fields of a method whose weights lie in a directory of their own.
+
+    Attributes:
+        model: the directory.
+        quantization: of the drafter's projections, what makes its logits included, as they are
+            loaded: "none", "wint8", "wint4" or "mix_quant". No token depends on it, only how often
+            drafts are right. None: as of the target.
+    """
+
+    model: str | None = None
+    quantization: str | None = None
+
+    def __post_init__(self) -> None:
+        checks.path("model", self.model)
+        if self.quantization is not None:
+            checks.choice("quantization", self.quantization, checks.QUANTIZATIONS)
 
 
 @dataclass(frozen=True, kw_only=True)
