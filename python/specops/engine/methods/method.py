@@ -6,7 +6,7 @@ from dataclasses import dataclass, fields
 from functools import cached_property
 from typing import Any
 
-from specops.engine.methods import checks
+from specops.engine.methods.checks import QUANTIZATIONS, choice, path
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,9 +45,9 @@ class WeightOptions(Options):
     quantization: str | None = None
 
     def __post_init__(self) -> None:
-        checks.path("model", self.model)
+        path("model", self.model)
         if self.quantization is not None:
-            checks.choice("quantization", self.quantization, checks.QUANTIZATIONS)
+            choice("quantization", self.quantization, QUANTIZATIONS)
 
 
 @dataclass(frozen=True, kw_only=True)
