@@ -105,7 +105,7 @@ def pack_weight(
             f"pack_weight: weight must be real, or a QuantizedWeight, got {describe(weight)}"
         )
     num_outputs, num_inputs = weight.shape
-    *shape, _, num_leaves, max_split_rows = _C.packed_weight_layout(
+    *shape, _, _, num_leaves, max_split_rows = _C.packed_weight_layout(
         weight.device.type, "plain", weight.element_size(), num_outputs, num_inputs, activation, 0
     )
     data = torch.empty(shape, dtype=weight.dtype, device=weight.device)
@@ -143,7 +143,7 @@ def _pack_codes(
         group = max(1, -(-num_inputs // 128)) * 128
         groups = num_groups(num_inputs, group)
         scales, offsets = scales[:, :groups], offsets[:, :groups]
-    *shape, scale_block, num_leaves, max_split_rows = _C.packed_weight_layout(
+    *shape, scale_block, turn, num_leaves, max_split_rows = _C.packed_weight_layout(
         codes.device.type, kind, 1, num_outputs, num_inputs, activation, group
     )
     data = torch.empty(shape, dtype=codes.dtype, device=codes.device)
@@ -151,8 +151,8 @@ def _pack_codes(
     if kind == "fp8" and group:
         scales = scales.repeat_interleave(FP8_BLOCK, 0)[:num_outputs]
     if scale_block:
-        scales = _in_blocks(scales, activation, scale_block)
-        offsets = None if offsets is None else _in_blocks(offsets, activation, scale_block)
+        scales = _in_blocks(scales, activation, scale_block, turn)
+        offsets = None if offsets is None else _in_blocks(offsets, activation, scale_block, turn)
     else:
         scales = scales[:, 0].contiguous()
     return PackedWeight(
@@ -172,18 +172,18 @@ def _pack_codes(
     )
 
 
-def _in_blocks(scales: Tensor, activation: str | None, block: int) -> Tensor:
-    """[num_outputs, groups] as [blocks, groups, block]: by 16 outputs gates, ups, gates and on."""
+def _in_blocks(scales: Tensor, activation: str | None, block: int, turn: int) -> Tensor:
+    """[num_outputs, groups] as [blocks, groups, block]: `turn` gates, as many ups, and so on."""
     num_outputs, groups = scales.shape
     halves = 2 if activation else 1
     width = num_outputs // halves
-    sixteens = -(-width // 16)
-    padded = scales.new_zeros(halves, sixteens * 16, groups)
+    turns = -(-width // turn)
+    padded = scales.new_zeros(halves, turns * turn, groups)
     padded[:, :width] = scales.view(halves, width, groups)
-    ordered = padded.view(halves, sixteens, 16, groups).transpose(0, 1)
-    blocks = -(-halves * sixteens * 16 // block)
+    ordered = padded.view(halves, turns, turn, groups).transpose(0, 1)
+    blocks = -(-halves * turns * turn // block)
     out = scales.new_zeros(blocks * block, groups)
-    out[: halves * sixteens * 16] = ordered.reshape(halves * sixteens * 16, groups)
+    out[: halves * turns * turn] = ordered.reshape(halves * turns * turn, groups)
     return out.view(blocks, block, groups).transpose(1, 2).contiguous()
 
 
