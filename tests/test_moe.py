@@ -231,8 +231,6 @@ def test_rows_have_the_bits_of_their_expert_alone(
     """At any number of rows an expert has, none among them, in any order, on any threads."""
     if dtype == torch.float16 and not on_cuda:
         pytest.skip("float16 is for CUDA")
-    if on_cuda and case not in (PLAIN, BY_OUTPUT):
-        pytest.skip("CUDA has int8 with a scale for each output")
     counts = [0, 1, 3, 0, 20, 8, 9, 0] if on_cuda else [0, 1, 3, 0, 70, 8, 17, 0]
     if case == PLAIN:
         each = packed(make_experts(8, outputs, inputs, dtype, device), activation)
