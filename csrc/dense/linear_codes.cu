@@ -23,14 +23,14 @@ void pack(const PackWeightParams& params, CudaStream stream) {
 }
 
 // How a block's tile is cut: for up to 8 or 16 rows, for more, and for pieces of 16 inputs.
-using Few = CodeShape<4, 1, 1, 1>;
-using Several = CodeShape<4, 1, 1, 2>;
-using Many = CodeShape<1, 4, 1, 4>;
-using Halves = CodeShape<1, 4, 1, 4, true>;
+using Few = CodeShape<4, 1, 1>;
+using Several = CodeShape<4, 1, 2>;
+using Many = CodeShape<1, 4, 4>;
+using Halves = CodeShape<1, 4, 4, true>;
 
 template <typename Codes, typename Numbers, typename Shape>
 void run(const LinearParams& params, CudaStream stream) {
-  CodePlan plan = code_plan<Codes, Shape>(params);
+  CodePlan plan = code_plan<Codes>(params);
   int64_t tiles =
       ceil_div(params.rows, Shape::kRows) * ceil_div(params.weight.num_outputs, Shape::kOutputs);
   launch(linear_codes_kernel<Codes, Numbers, Shape>,
@@ -45,7 +45,7 @@ void run(const LinearParams& params, CudaStream stream) {
 // Sums of many pieces of 16 rows need more shared memory than some devices have.
 template <typename Codes, typename Numbers>
 bool fits_several(const LinearParams& params, CudaStream stream) {
-  size_t bytes = code_bytes<Codes, Numbers, Several>(code_plan<Codes, Several>(params));
+  size_t bytes = code_bytes<Codes, Numbers, Several>(code_plan<Codes>(params));
   return bytes <= static_cast<size_t>(max_shared_bytes(stream));
 }
 

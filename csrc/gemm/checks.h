@@ -276,12 +276,8 @@ inline void check_code_fields(Checker& check,
               is_int && group != 0,
               DType::kFloat32,
               {&scale_blocks, &groups, &scale_block});
-  check_field(check,
-              "weight.input_order",
-              fields.input_order,
-              has_codes,
-              DType::kInt32,
-              {&num_inputs});
+  check_field(
+      check, "weight.input_order", fields.input_order, has_codes, DType::kInt32, {&num_inputs});
   check_order(check, fields.input_order, num_inputs);
   check_field(check,
               "weight.code_values",

@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // Codes as operand A of mma: 16 outputs of a tile by 32 inputs, a step. Lane 4 * g + t has inputs
 // 8 * t to 8 * t + 7 of outputs g and g + 8 of the tile, as weight.h lays them out. Of a stage, 128
-// inputs, it has kVectors of 16 bytes. begin() is called once, before the first step is loaded.
+// inputs, it has kVectors of 16 bytes, which vector_at(i) gives. begin() is called once, before the
+// first step is loaded.
 #pragma once
 
 #include "common/device.cuh"
@@ -17,9 +18,9 @@ struct Int8Codes {
 
   __device__ void begin(const WeightParams&) {}
 
-  // Of a step, `from` being the lane's first vector of the stage.
-  __device__ void load(uint32_t (&a)[4], const uint4* from, int step) const {
-    uint4 v = from[step * kWarpSize];
+  template <typename VectorAt>
+  __device__ void load(uint32_t (&a)[4], const VectorAt& vector_at, int step) const {
+    uint4 v = vector_at(step);
     a[0] = v.x;
     a[1] = v.y;
     a[2] = v.z;
@@ -28,8 +29,9 @@ struct Int8Codes {
 };
 
 // The two words of a step, one for each output.
-__device__ inline uint2 load_int4(const uint4* from, int step) {
-  uint4 v = from[step / 2 * kWarpSize];
+template <typename VectorAt>
+__device__ inline uint2 load_int4(const VectorAt& vector_at, int step) {
+  uint4 v = vector_at(step / 2);
   return step % 2 == 0 ? make_uint2(v.x, v.y) : make_uint2(v.z, v.w);
 }
 
@@ -40,9 +42,10 @@ struct Int4Codes {
 
   __device__ void begin(const WeightParams&) {}
 
-  __device__ void load(uint32_t (&a)[4], const uint4* from, int step) const {
+  template <typename VectorAt>
+  __device__ void load(uint32_t (&a)[4], const VectorAt& vector_at, int step) const {
     constexpr uint32_t kHigh = 0xf0f0f0f0u;
-    uint2 words = load_int4(from, step);
+    uint2 words = load_int4(vector_at, step);
     a[0] = words.x << 4 & kHigh;
     a[1] = words.y << 4 & kHigh;
     a[2] = words.x & kHigh;
@@ -71,8 +74,9 @@ struct Int4Table {
     return __byte_perm(low, high, (halves >> 1 & 0x4444u) | 0x3210u);
   }
 
-  __device__ void load(uint32_t (&a)[4], const uint4* from, int step) const {
-    uint2 words = load_int4(from, step);
+  template <typename VectorAt>
+  __device__ void load(uint32_t (&a)[4], const VectorAt& vector_at, int step) const {
+    uint2 words = load_int4(vector_at, step);
     const uint32_t both[2] = {words.x, words.y};
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
@@ -89,8 +93,9 @@ struct Fp8Codes {
 
   __device__ void begin(const WeightParams&) {}
 
-  __device__ void load(uint32_t (&a)[4], const uint4* from, int step) const {
-    uint4 v = from[step * kWarpSize];
+  template <typename VectorAt>
+  __device__ void load(uint32_t (&a)[4], const VectorAt& vector_at, int step) const {
+    uint4 v = vector_at(step);
     a[0] = v.x;
     a[1] = v.y;
     a[2] = v.z;

@@ -5,12 +5,12 @@
 namespace specops {
 namespace {
 
-using Few = CodeShape<4, 1, 1, 1>;
-using Halves = CodeShape<1, 4, 1, 1, true>;  // pieces of 16 inputs
+using Few = CodeShape<4, 1, 1>;
+using Halves = CodeShape<1, 4, 1, true>;  // pieces of 16 inputs
 
 template <typename Codes, typename Numbers, typename Shape>
 void run(const MoeLinearParams& params, CudaStream stream) {
-  CodePlan plan = code_plan<Codes, Shape>(params);
+  CodePlan plan = code_plan<Codes>(params);
   int64_t row_tiles = most_row_tiles(params.rows, params.num_experts);
   int64_t output_tiles = (params.weight.num_outputs + Shape::kOutputs - 1) / Shape::kOutputs;
   launch(moe_codes_kernel<Codes, Numbers, Shape>,
