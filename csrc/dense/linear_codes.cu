@@ -44,9 +44,9 @@ void run(const LinearParams& params, CudaStream stream) {
 
 // Sums of many pieces of 16 rows need more shared memory than some devices have.
 template <typename Codes, typename Numbers>
-bool fits_several(const LinearParams& params, CudaStream stream) {
-  size_t bytes = code_bytes<Codes, Numbers, Several>(code_plan<Codes>(params));
-  return bytes <= static_cast<size_t>(max_shared_bytes(stream));
+bool fits_several(const LinearParams& params) {
+  constexpr size_t kMostBytes = 99 << 10;
+  return code_bytes<Codes, Numbers, Several>(code_plan<Codes>(params)) <= kMostBytes;
 }
 
 }  // namespace
@@ -61,7 +61,7 @@ void linear_codes_cuda(const LinearParams& params, CudaStream stream) {
       if (params.weight.group % 32 != 0) return run<Codes, Numbers, Halves>(params, stream);
     }
     if (params.rows <= Few::kRows) return run<Codes, Numbers, Few>(params, stream);
-    if (params.rows <= Several::kRows && fits_several<Codes, Numbers>(params, stream)) {
+    if (params.rows <= Several::kRows && fits_several<Codes, Numbers>(params)) {
       return run<Codes, Numbers, Several>(params, stream);
     }
     run<Codes, Numbers, Many>(params, stream);

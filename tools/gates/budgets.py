@@ -170,7 +170,11 @@ BUDGETS: tuple[Budget, ...] = (
         launched_on=("90a", "100a"),
         elsewhere="its launcher asks the device and takes tiles of 128 outputs",
     ),
-    Budget("linear_int8_kernel<*", 96, threads=128, smem_bytes=13 << 10, blocks_per_sm=5),
+    # Of codes: up to 8 rows an SM has four blocks, by the usual kinds' shared memory; of more rows
+    # the totals and what is multiplied side by side live in registers.
+    Budget("linear_codes_kernel<*, CodeShape<4, 1, 1, *>", 128, threads=128, smem_bytes=89 << 10),
+    Budget("linear_codes_kernel<*", registers=255, threads=128, smem_bytes=99 << 10),
+    Budget("moe_codes_kernel<*", registers=128, threads=128, smem_bytes=89 << 10),
     Budget("linear_float_kernel<*", 160, threads=128, smem_bytes=4 << 10, blocks_per_sm=3),
     Budget("rms_norm_kernel<*", registers=64, threads=1024, smem_bytes=128),
     Budget("mtp_input_kernel<*", registers=64, threads=1024, smem_bytes=128),
