@@ -43,6 +43,8 @@ FAMILIES = {
     "server": "engine",
     "start": "start",
     "accuracy": "accuracy",
+    "gemma": "gemma",
+    "gemma_lossless": "gemma",
     "serving": "serving",
     "lossless": "lossless",
     "mtp_mistakes": "mtp_mistakes",
@@ -84,6 +86,8 @@ GROUPS = {
 # Minutes each, so apart: `make bench-methods`, `make bench-replay` and the like.
 ON_REQUEST = (
     "accuracy",
+    "gemma",
+    "gemma_lossless",
     "methods",
     "replay",
     "replay_whole",

@@ -14,6 +14,7 @@ from specops.engine import Engine, EngineConfig, SamplingParams, SpeculativeConf
 from specops.engine.drafters import Drafter, DrafterStep, Scheduled, TargetStep, stage_limit
 from specops.engine.memory.step_memory import Array, Layout
 from specops.engine.memory.step_shape import StepShape
+from specops.engine.models.families import read_model_config
 
 from bench.checkpoints import Checkpoint
 
@@ -80,7 +81,7 @@ class Stepper:
             config = SpeculativeConfig(
                 method="ngram", num_speculative_tokens=drafts, accept_policy="reject_all"
             )
-        limit = checkpoint.config["max_position_embeddings"]
+        limit = read_model_config(checkpoint.path).max_model_len
         max_model_len = min(limit, kv_len + 512)
         self._drafter = FixedDrafter(batch, torch.device(device))
         self._names: list[str] = []
