@@ -27,7 +27,7 @@ KINDS = {"edits": 1.3, "completions": 1.3, "prose": 0.97, "chat": 0.97}
 METHODS = ("ngram", "suffix")
 DRAFTS = 4
 MAX_TOKENS = 128
-TIMED, COUNTED = 5, 25  # texts of a kind
+TIMED, COUNTED = 6, 25  # texts of a kind
 BATCH = 8  # of counted texts
 KV_LEN = 384
 TEMPERATURES = (0.0, 0.8)
@@ -95,7 +95,7 @@ def _steps(bench: Bench, peer: Peer | None, batch: int) -> None:
         if peer is not None:
             peer.ask("prepare", batch=batch, kv_len=KV_LEN, rows=rows)
             cases["llama_cpp"] = lambda: peer.ask("step", steps=steps)["seconds"]
-        timing = bench.rounds(cases, rounds=9)
+        timing = bench.rounds(cases, rounds=5)
         theirs = timing.median("llama_cpp") * 1e3 if peer else None
         bench.add(
             Figure(
