@@ -28,6 +28,7 @@ METHODS = ("ngram", "suffix")
 DRAFTS = 4
 MAX_TOKENS = 128
 TIMED, COUNTED = 6, 25  # texts of a kind
+COUNTED_TOKENS = 64  # of a text
 BATCH = 8  # of counted texts
 KV_LEN = 384
 TEMPERATURES = (0.0, 0.8)
@@ -69,7 +70,7 @@ def run_gemma_lossless(bench: Bench) -> None:
     prompts = [ids for kind in KINDS for ids in _prompts(engines["ngram"], kind)[:COUNTED]]
     peer = _llama_cpp(bench)
     for temperature in TEMPERATURES:
-        params = [_params(temperature, seed) for seed in range(len(prompts))]
+        params = [_params(temperature, seed, COUNTED_TOKENS) for seed in range(len(prompts))]
         plain = _texts(engines["ngram"], prompts, params, {"method": "naive"})
         for method, engine in engines.items():
             drafted = _texts(engine, prompts, params, {})
@@ -127,7 +128,7 @@ def _speeds(
     theirs: dict[int, list[float]] = {0: [], DRAFTS: []}
     reads = []
     for seed, prompt in enumerate(_prompts(engines["ngram"], kind)[:TIMED]):
-        params = _params(temperature, seed)
+        params = _params(temperature, seed, MAX_TOKENS)
         reads.append(bench.read_gb_s())
         for name in runs:
             engine = engines.get(name, engines["ngram"])
@@ -223,9 +224,9 @@ def _prompts(engine: Engine, kind: str) -> list[list[int]]:
     return [engine.tokenizer.encode(one["text"]) for one in texts]
 
 
-def _params(temperature: float, seed: int) -> SamplingParams:
+def _params(temperature: float, seed: int, max_tokens: int) -> SamplingParams:
     return SamplingParams(
-        max_tokens=MAX_TOKENS, temperature=temperature, seed=seed, ignore_eos=True
+        max_tokens=max_tokens, temperature=temperature, seed=seed, ignore_eos=True
     )
 
 
@@ -260,7 +261,7 @@ def _ask(peer: Peer, prompts: list[list[int]], temperature: float, lookup: int) 
     answer = peer.ask(
         "generate",
         prompts=prompts,
-        max_tokens=MAX_TOKENS,
+        max_tokens=COUNTED_TOKENS,
         lookup=lookup,
         temperature=temperature,
     )
