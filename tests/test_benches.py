@@ -64,6 +64,7 @@ SMALL: dict[str, dict[str, Any]] = {
         "MODEL": checkpoints.BUNDLED,
         "MAX_TOKENS": 8,
         "TIMED": 1,
+        "COUNTED_TOKENS": 8,
         "COUNTED": 1,
         "KV_LEN": 32,
     },
