@@ -57,6 +57,7 @@ FAMILIES = {
     "acceptance": "methods",
     "bundled": "engine",
     "qwen06": "engine",
+    "qwen06_quantized": "quantized",
     "vllm": "vllm",
 }
 # In the order in which they tell most (tools/gpu_check/steps.py runs them apart).

@@ -62,7 +62,8 @@ class Stepper:
     """An engine with `batch` decoding requests of `kv_len` tokens, ready to be stepped.
 
     Drafts are rejected, so a step moves every request by one token, however many rows it has.
-    Prompts differ and share no page.
+    Prompts differ and share no page. Where `quantization` makes codes of the layers' weights, the
+    head's are of 8 bits.
     """
 
     def __init__(
@@ -75,6 +76,7 @@ class Stepper:
         num_threads: int | None = None,
         device: str = "cpu",
         load_format: str = "auto",
+        quantization: str = "none",
     ) -> None:
         config = SpeculativeConfig(method="naive")
         if drafts:
@@ -93,6 +95,8 @@ class Stepper:
                     model=str(checkpoint.path),
                     device=device,
                     load_format=load_format,
+                    quantization=quantization,
+                    quantize_head="none" if quantization == "none" else "wint8",
                     speculative_config=config,
                     max_num_seqs=batch,
                     max_model_len=max_model_len,

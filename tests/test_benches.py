@@ -28,7 +28,12 @@ SMALL: dict[str, dict[str, Any]] = {
         "SMALL": (32, 16),
     },
     "moe": {"NUM_EXPERTS": 4, "TOP_K": 2, "HIDDEN": 32, "WIDTH": 16, "ROWS": (3,)},
-    "quantized": {"COLD_BYTES": 1 << 12, "LAYER": ((64, 128), (32, 256))},
+    "quantized": {
+        "COLD_BYTES": 1 << 12,
+        "LAYER": ((64, 128), (32, 256)),
+        "KV_LEN": 32,
+        "STEPS": 2,
+    },
     "attention": {"BATCH": 2, "KV_LEN": 64, "SIZES_8BIT": ((2, 64), (1, 128))},
     "latent": {"KV_LEN": 100, "SIZES": ((4, 2),)},
     "kv_cache": {"PROMPTS": 2, "TOKENS": 40, "NEW_TOKENS": 8, "RANDOM_TOKENS": 100},
