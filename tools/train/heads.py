@@ -204,7 +204,9 @@ class ResidualHead(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Logits."""
         inner = nn.functional.silu(self.linear(x))
-        out: Tensor = self.lm_head((x if self.res_connection is None else self.res_connection(x)) + inner)
+        out: Tensor = self.lm_head(
+            (x if self.res_connection is None else self.res_connection(x)) + inner
+        )
         return out
 
 
@@ -288,13 +290,17 @@ class BlockHead(Head):
         texts, rows, width = len(target.tokens), 1 + self.depth, self.config.hidden_size
         given = self.hidden_norm(self.fc(target.joined(self.taps)))
         tokens = target.tokens[:, starts + 1, None]
-        tokens = torch.cat((tokens, torch.full_like(tokens, self.mask_token_id).expand(-1, -1, self.depth)), -1)
+        tokens = torch.cat(
+            (tokens, torch.full_like(tokens, self.mask_token_id).expand(-1, -1, self.depth)), -1
+        )
         x = target.embedded(tokens).flatten(1, 2)
         positions = (starts[:, None] + 1 + torch.arange(rows, device=starts.device)).flatten()
         unseen = torch.arange(given.shape[1], device=starts.device) > starts[:, None]
         unseen = unseen.repeat_interleave(rows, dim=0)
         for layer in self.layers:
-            x = layer.rest(x, self._attend(layer, layer.normed(x), given, positions, unseen, target))
+            x = layer.rest(
+                x, self._attend(layer, layer.normed(x), given, positions, unseen, target)
+            )
         logits = target.model.logits(self.norm(x.view(texts, -1, rows, width)[:, :, 1:]))
         yield from logits.unbind(2)
 

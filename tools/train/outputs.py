@@ -19,7 +19,9 @@ PROMPT_TOKENS, NEW_TOKENS = 96, 256
 TEMPERATURE = 0.7
 
 
-def own_outputs(model: Path, documents: Sequence[Ids], count: int, seed: int, cache: Path) -> Tensor:
+def own_outputs(
+    model: Path, documents: Sequence[Ids], count: int, seed: int, cache: Path
+) -> Tensor:
     """Texts that begin as documents do somewhere, and that the target has continued.
 
     Args:

@@ -185,10 +185,8 @@ def train_head(
                 }
                 if step % 100 == 99 or is_last:
                     with torch.no_grad():
-                        held = [pass_over(one, 0) for one in probe.split(recipe.batch_texts)]
-                    for name, values in zip(("held_losses", "held_kept"), zip(*held), strict=True):
-                        mean = torch.stack(values).mean(0)
-                        row[name] = [round(one, 4) for one in mean.tolist()]
+                        held = [pass_over(one, 0)[1] for one in probe.split(recipe.batch_texts)]
+                    row["held_kept"] = [round(v, 4) for v in torch.stack(held).mean(0).tolist()]
                 log.write(json.dumps(row) + "\n")
                 log.flush()
             if is_last or time.monotonic() - saved > save_every_s:
