@@ -11,11 +11,11 @@ from specops import batching
 from specops.batching import BatchIndices
 from specops.engine.drafters.base import Drafter, DrafterContext, TargetStep
 from specops.engine.drafters.head import DraftRows
+from specops.engine.drafters.methods.dflash import METHOD, DflashOptions
 from specops.engine.drafters.newest import NewestTokens
 from specops.engine.drafters.recurrent import RecurrentDrafter
 from specops.engine.drafters.stack_head import StackHead, named_weights
 from specops.engine.memory.kv_cache import DraftKv
-from specops.engine.methods.dflash import METHOD, DflashOptions
 from specops.engine.models import BlockDrafter, LayerBatch, MtpBatch, load_dflash
 from specops.engine.request import Request
 

@@ -2,8 +2,8 @@
 """Hydra heads: each drafts a token from the last state and the drafts before it."""
 
 from specops.engine.drafters.base import Drafter, DrafterContext
+from specops.engine.drafters.methods.hydra import METHOD, HydraOptions
 from specops.engine.drafters.residual import load_residual
-from specops.engine.methods.hydra import METHOD, HydraOptions
 from specops.engine.models import load_hydra
 
 

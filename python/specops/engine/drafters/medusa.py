@@ -2,8 +2,8 @@
 """Medusa heads: each drafts a token from the last state alone."""
 
 from specops.engine.drafters.base import Drafter, DrafterContext
+from specops.engine.drafters.methods.medusa import METHOD, MedusaOptions
 from specops.engine.drafters.residual import load_residual
-from specops.engine.methods.medusa import METHOD, MedusaOptions
 from specops.engine.models import load_medusa
 
 

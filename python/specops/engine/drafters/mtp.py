@@ -11,10 +11,10 @@ from torch import Tensor
 
 from specops.engine.drafters.base import Drafter, DrafterContext, MethodUnavailable
 from specops.engine.drafters.head import DraftRows
+from specops.engine.drafters.methods.mtp import METHOD, MtpOptions
 from specops.engine.drafters.recurrent import RecurrentDrafter
 from specops.engine.drafters.stack_head import StackHead
 from specops.engine.errors import ModelError
-from specops.engine.methods.mtp import METHOD, MtpOptions
 from specops.engine.models import MtpBatch, MtpModules, load_mtp
 
 

@@ -9,10 +9,10 @@ from torch import Tensor
 from specops import batching
 from specops.engine.drafters.base import Drafter, DrafterContext, TargetStep
 from specops.engine.drafters.head import DraftRows
+from specops.engine.drafters.methods.method import Method, WeightOptions
 from specops.engine.drafters.newest import NewestTokens
 from specops.engine.drafters.recurrent import RecurrentDrafter
 from specops.engine.drafters.stack_head import named_weights
-from specops.engine.methods.method import Method, WeightOptions
 from specops.engine.models import ResidualHeads, Transformer
 
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from specops.engine.drafters.base import DrafterContext, MethodUnavailable, TargetStep
-from specops.engine.methods.method import WeightOptions
+from specops.engine.drafters.methods.method import WeightOptions
 from specops.engine.models import KvCache, LayerStack
 
 Options = TypeVar("Options", bound=WeightOptions)
