@@ -14,7 +14,7 @@ from statistics import median
 from typing import Any
 
 from specops.engine import Engine, EngineConfig, SamplingParams, SpeculativeConfig
-from specops.engine.gguf.directory import gguf_directory
+from specops.engine.checkpoints.gguf_directory import gguf_directory
 
 from bench.bench_accuracy import GEMMA
 from bench.checkpoints import Checkpoint
