@@ -72,6 +72,12 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "qk_nope_head_dim": 32,
         "v_head_dim": 48,
     },
+    "gpt_oss": {
+        "architectures": ["GptOssForCausalLM"],
+        "num_local_experts": 8,
+        "num_experts_per_tok": 3,
+        "sliding_window": 24,
+    },
 }
 NO_8_BIT_CACHES = {"deepseek_v3"}  # latents
 
