@@ -17,6 +17,7 @@ from checkpoints import make_checkpoint, write_tokenizer
 from conftest import every_isa
 from mtp_checkpoints import SlowModules, Tiny, make_mtp_checkpoint
 from rounding import assert_error_at_most, distance, rounding_errors
+from safetensors.torch import load_file, save_file
 from specops.engine import Completion, Engine, EngineConfig, SamplingParams, SpeculativeConfig
 from specops.engine.models import load_model, load_mtp
 from specops.engine.models.blocks.attention import AttentionConfig
@@ -267,6 +268,54 @@ def test_a_row_has_the_same_bits_however_it_is_computed(
         assert torch.equal(alone, Runner(model).run([ids], [[37], [23]])[0])
 
 
+@pytest.mark.parametrize("family", ["qwen3", "glm4"])
+def test_experts_in_one_tensor_are_read(tmp_path: Path, family: str) -> None:
+    """As other tools write them, and as they are computed with here: to the same bits."""
+    make_experts(tmp_path, family)
+    ids = random_ids(20)
+    apart = Runner(load_model(tmp_path)).run([ids], [[20]])[0]
+    file = tmp_path / "model.safetensors"
+    tensors = load_file(file)
+    for prefix in {name.rpartition(".experts.")[0] for name in tensors if ".experts." in name}:
+        for whole, parts in (("gate_up_proj", ("gate_proj", "up_proj")), ("down_proj", ())):
+            each = [
+                torch.cat(
+                    [tensors.pop(f"{prefix}.experts.{e}.{one}.weight") for one in parts or [whole]]
+                )
+                for e in range(8)
+            ]
+            tensors[f"{prefix}.experts.{whole}"] = torch.stack(each)
+    save_file(tensors, file)
+    assert torch.equal(Runner(load_model(tmp_path)).run([ids], [[20]])[0], apart)
+
+
+def mxfp4_checkpoint(directory: Path) -> None:
+    """gpt-oss as it is published: experts in MXFP4."""
+    make_experts(directory, "gpt_oss", vocab_size=257)
+    file = directory / "model.safetensors"
+    tensors = load_file(file)
+    for name in [name for name in tensors if name.endswith("_proj") and ".experts." in name]:
+        experts, inputs, outputs = tensors.pop(name).shape
+        shape = (experts, outputs, inputs // 32)
+        generator = torch.Generator().manual_seed(len(name))
+        made: dict[str, Any] = {"dtype": torch.uint8, "generator": generator}
+        tensors[f"{name}_blocks"] = torch.randint(256, (*shape, 16), **made)
+        tensors[f"{name}_scales"] = torch.randint(118, 122, shape, **made)
+    tensors["lm_head.weight"][40] *= 30  # one of two tokens is likely: texts repeat themselves
+    tensors["lm_head.weight"][41] = -tensors["lm_head.weight"][40]
+    save_file(tensors, file)
+    write_tokenizer(directory, 257)
+
+
+def test_gpt_oss_as_it_is_published(tmp_path: Path) -> None:
+    mxfp4_checkpoint(tmp_path)
+    layer = load_model(tmp_path).layers[0]
+    assert isinstance(layer.mlp, Experts) and layer.mlp.gate_up.kind == "int4"
+    plain, drafted = (completions(str(tmp_path), method) for method in ("naive", "ngram"))
+    for one, other in zip(plain, drafted, strict=True):
+        assert (one.token_ids, one.logprobs) == (other.token_ids, other.logprobs)
+
+
 # MTP modules
 
 # By naming: a base whose first layer is what its modules have.
@@ -343,11 +392,11 @@ def engine_directory(family: str) -> str:
     return str(directory)
 
 
-def completions(family: str, method: str, **options: Any) -> list[Completion]:
+def completions(directory: str, method: str, **options: Any) -> list[Completion]:
     drafts = None if method == "naive" else 3
     engine = Engine(
         EngineConfig(
-            model=engine_directory(family),
+            model=directory,
             speculative_config=SpeculativeConfig(method=method, num_speculative_tokens=drafts),
             num_pages=100,
             **options,
@@ -371,10 +420,11 @@ def completions(family: str, method: str, **options: Any) -> list[Completion]:
 def test_speculation_changes_no_bit(family: str, dtype: str, options: dict[str, Any]) -> None:
     if family == "DeepseekV3":
         options = {name: one for name, one in options.items() if name != "kv_cache_dtype"}
-    plain = completions(family, "naive", dtype=dtype, **options)
+    directory = engine_directory(family)
+    plain = completions(directory, "naive", dtype=dtype, **options)
     for method in ("ngram",) if family in FAMILIES else ("ngram", "mtp"):
         for one, other in zip(
-            plain, completions(family, method, dtype=dtype, **options), strict=True
+            plain, completions(directory, method, dtype=dtype, **options), strict=True
         ):
             assert one.token_ids == other.token_ids
             assert one.logprobs == other.logprobs
