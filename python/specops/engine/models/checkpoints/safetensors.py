@@ -40,9 +40,9 @@ class _Facts(NamedTuple):
 class _Rows(NamedTuple):
     """Which outputs of a tensor of all experts are one projection's.
 
-    There are two layouts. gpt-oss, whose experts have biases, has its weights as [experts, inputs,
-    outputs], or in MXFP4 [experts, outputs, inputs], and gates and ups take turns. Others have
-    [experts, outputs, inputs], all gates first.
+    There are two layouts. Experts with biases have weights [experts, inputs, outputs], or in MXFP4
+    [experts, outputs, inputs], and gates and ups take turns. Others have [experts, outputs,
+    inputs], all gates first.
     """
 
     expert: int
@@ -99,12 +99,12 @@ class SafetensorsCheckpoint(Checkpoint):
     def load(self, name: str) -> Tensor | QuantizedWeight:
         """Reads a weight, or another tensor."""
         if name not in self._readers:
-            paddle = (
-                " (Paddle's names begin with ernie. and are not read; take the files for torch)"
+            tail = name.partition(".")[2]
+            others = [one for one in self._readers if tail and one.partition(".")[2] == tail]
+            hint = f", which has {others[0]}" if others else ""
+            raise ModelError(
+                f"{self._directory}: tensor {name} is missing from the checkpoint{hint}"
             )
-            hint = paddle if any(one.startswith("ernie.") for one in self._readers) else ""
-            missing = f"tensor {name} is missing from the checkpoint{hint}"
-            raise ModelError(f"{self._directory}: {missing}")
         return self._readers[name]()
 
     def _add_module(self, module: str, suffixes: list[str]) -> None:

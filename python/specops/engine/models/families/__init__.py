@@ -23,7 +23,7 @@ _FILES = (
     "mimo",
     "glm4_moe",
     "ernie4_5",
-    "gpt_oss",
+    "gptoss",
     "qwen3_next",
     "gemma3",
 )
