@@ -75,7 +75,7 @@ def pack_weight(
 
     Args:
         weight: [num_outputs, num_inputs], bfloat16 or float32, on CUDA also float16; rows may be
-            strided. Or a `QuantizedWeight`, on CUDA of kind int8 with a scale for each output.
+            strided. Or a `QuantizedWeight`.
         activation: of a weight whose first half of rows makes gates and the other half ups: "silu",
             "gelu_tanh" or "swiglu_oai". `linear` then returns what `silu_mul`, `gelu_tanh_mul` or
             `swiglu_oai_mul` make of both, half as wide.
@@ -85,7 +85,7 @@ def pack_weight(
     Returns:
         The packed copy. It takes the bytes of `weight` (int4: half a byte a code), with num_outputs
         (with an activation: each half of it) rounded up to 16 and, for bfloat16 and fp8, num_inputs
-        to 2; of int8 and int4 to 64 and 16; on CUDA to 32 and, for 16 bits, 64, int8 16. Scales and
+        to 2; of int8 and int4 to 64 and 16; on CUDA to 32 and, for 16 bits, 64, codes 128. Scales and
         offsets in groups are packed beside them. `weight` may be freed; only `code_values`,
         `input_order` and scales of one an output are kept, not copied.
 
@@ -225,7 +225,8 @@ def linear(
     with an infinity or a NaN becomes NaN, no other row does.
 
     With fp8 codes, the same as `reference.quantized_linear`, within rounding: the sums of 128
-    inputs are those of a plain weight, and total = fma(sum, scale, total).
+    inputs are those of a plain weight, and total = fma(sum, scale, total). On CUDA a float32 is
+    multiplied as three bfloat16, whose sum it is.
 
     Args:
         x: [rows, num_inputs], dtype of the weight; with codes bfloat16 or float32, on CUDA also
@@ -244,11 +245,12 @@ def linear(
         `out`.
 
     Raises:
-        ValueError: a shape, dtype, layout or device differs from the above.
+        ValueError: a shape, dtype, layout or device differs from the above. On CUDA an input of
+            `weight.input_order` that is none is told by `specops.check_errors`, and counts as zero.
 
     Note:
         Deterministic. Each output element is one chain of additions over the inputs in order (on
-        CUDA: up to four such chains, begun at inputs fixed by num_inputs alone and added in order):
+        CUDA, of a plain weight: up to four such chains, begun at inputs fixed by num_inputs alone and added in order):
         its bits do not depend on the number of rows, on which row it is, on the other outputs, on
         threads or on the workspace.
     """
