@@ -10,7 +10,7 @@ from conftest import assert_close, expect_fault
 from specops import dense, moe, reference
 from specops.dense import PackedWeight
 from specops.quantization import quantize_weight
-from test_quantized import BY_OUTPUT, FP8, INTEGERS, Case, make_weight
+from test_quantized import FP8, INTEGERS, Case, make_weight
 from torch import Tensor
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]

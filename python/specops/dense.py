@@ -85,9 +85,9 @@ def pack_weight(
     Returns:
         The packed copy. It takes the bytes of `weight` (int4: half a byte a code), with num_outputs
         (with an activation: each half of it) rounded up to 16 and, for bfloat16 and fp8, num_inputs
-        to 2; of int8 and int4 to 64 and 16; on CUDA to 32 and, for 16 bits, 64, codes 128. Scales and
-        offsets in groups are packed beside them. `weight` may be freed; only `code_values`,
-        `input_order` and scales of one an output are kept, not copied.
+        to 2; of int8 and int4 to 64 and 16; on CUDA to 32 and, for 16 bits, 64, for codes 128.
+        Scales and offsets in groups are packed beside them. `weight` may be freed; only
+        `code_values`, `input_order` and scales of one an output are kept, not copied.
 
     Raises:
         ValueError: a shape, dtype, layout, device or value differs from the above.
@@ -250,9 +250,9 @@ def linear(
 
     Note:
         Deterministic. Each output element is one chain of additions over the inputs in order (on
-        CUDA, of a plain weight: up to four such chains, begun at inputs fixed by num_inputs alone and added in order):
-        its bits do not depend on the number of rows, on which row it is, on the other outputs, on
-        threads or on the workspace.
+        CUDA, of a plain weight: up to four such chains, begun at inputs fixed by num_inputs alone
+        and added in order): its bits do not depend on the number of rows, on which row it is, on
+        the other outputs, on threads or on the workspace.
     """
     check_kind("linear", "weight", weight, PackedWeight, " of pack_weight")
     if out_dtype is not None:
