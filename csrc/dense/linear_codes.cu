@@ -22,11 +22,19 @@ void pack(const PackWeightParams& params, CudaStream stream) {
          vectors);
 }
 
-// How a block's tile is cut: for up to 8 or 16 rows, for more, and for pieces of 16 inputs.
+// How a block's tile is cut: for up to 8 rows; for up to 16 of few outputs and of many; for more
+// rows; and for pieces of 16 inputs.
 using Few = CodeShape<4, 1, 1>;
 using Several = CodeShape<4, 1, 2>;
+using Wide = CodeShape<1, 4, 2>;
 using Many = CodeShape<1, 4, 4>;
 using Halves = CodeShape<1, 4, 4, true>;
+
+// Those that models have, beside which others are seldom.
+template <typename Codes, typename Numbers>
+constexpr bool kAreUsual =
+    (std::is_same_v<Codes, Int4Codes> && std::is_same_v<Numbers, Int8Numbers>) ||
+    (std::is_same_v<Codes, Int8Codes> && std::is_same_v<Numbers, Int16Numbers>);
 
 template <typename Codes, typename Numbers, typename Shape>
 void run(const LinearParams& params, CudaStream stream) {
@@ -61,6 +69,10 @@ void linear_codes_cuda(const LinearParams& params, CudaStream stream) {
       if (params.weight.group % 32 != 0) return run<Codes, Numbers, Halves>(params, stream);
     }
     if (params.rows <= Few::kRows) return run<Codes, Numbers, Few>(params, stream);
+    if constexpr (kAreUsual<Codes, Numbers>) {
+      bool fills = ceil_div(params.weight.num_outputs, Wide::kOutputs) >= num_sms(stream);
+      if (params.rows <= Wide::kRows && fills) return run<Codes, Numbers, Wide>(params, stream);
+    }
     if (params.rows <= Several::kRows && fits_several<Codes, Numbers>(params)) {
       return run<Codes, Numbers, Several>(params, stream);
     }

@@ -170,8 +170,7 @@ BUDGETS: tuple[Budget, ...] = (
         launched_on=("90a", "100a"),
         elsewhere="its launcher asks the device and takes tiles of 128 outputs",
     ),
-    # Of codes: up to 8 rows an SM has four blocks, by the usual kinds' shared memory; of more rows
-    # the totals and what is multiplied side by side live in registers.
+    # Of codes: registers hold rows that are rounded, of more rows also totals.
     Budget("linear_codes_kernel<*, CodeShape<4, 1, 1, *>", 128, threads=128, smem_bytes=89 << 10),
     Budget("linear_codes_kernel<*", registers=255, threads=128, smem_bytes=99 << 10),
     Budget("moe_codes_kernel<*", registers=128, threads=128, smem_bytes=89 << 10),
@@ -419,6 +418,21 @@ def _streamed(tiles: int, columns: int, instructions: Mapping[str, int]) -> Mete
     )
 
 
+def _codes(
+    shape: str, rows: int, mmas: int, smem_bytes: int, instructions: Mapping[str, int]
+) -> Metered:
+    """The loop over stages of 128 inputs of int4 in groups of 128."""
+    return Metered(
+        f"linear_codes_kernel<Int4Codes, Int8Numbers, CodeShape<{shape}, *>",
+        f"stage of 128 inputs, 32 x {rows}",
+        (Way({"IMMA*": mmas, "LDGSTS*": 5}),),
+        instructions,
+        warps=1,
+        moved_bytes=2048 + 128,
+        smem_bytes=smem_bytes,
+    )
+
+
 METERED: tuple[Metered, ...] = (
     _attention(64, 1, _per_arch(393, 432, 432, 435, 409, 445)),
     _attention(64, 2, _per_arch(564, 565, 565, 617, 591, 589)),
@@ -462,6 +476,8 @@ METERED: tuple[Metered, ...] = (
     _tiled(2, 64, 12, _per_arch(125, 125, 125, 125, 151, 500)),
     _tiled(2, 128, 8, _per_arch(121, 121, 121, 121, 121, 498)),
     _tiled(4, 128, 6, _per_arch(109, 109, 109, 109, 129, 457)),
+    _codes("4, 1, 1", 8, 8, 50688, _per_arch(463, 463, 463, 468, 497, 501)),
+    _codes("4, 1, 2", 16, 16, 75264, _per_arch(792, 792, 792, 793, 788, 826)),
     # Two sums are bound by powers of two: on 100a and 120 the way through shared memory costs more
     # instructions than maxima of three saved there.
     _scan("verify_kernel<bfloat16, false, false>", 0, _per_arch(86, 155, 155, 79, 69, 77)),
