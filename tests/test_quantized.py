@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
-import specops
 import torch
 from conftest import every_isa, expect_fault
 from specops import dense, quantization, reference
