@@ -250,7 +250,7 @@ def run_qwen06_quantized(bench: Bench) -> None:
                 told = NAMES.get(which, "own bfloat16")
                 bench.add(
                     Figure(
-                        f"qwen06_quantized.{name}.rows{rows}.vs_{told.split()[-1].lower()}",
+                        f"qwen06_quantized.{name}.rows{rows}.vs_{which.removesuffix('_peer')}",
                         f"Qwen3-0.6B shape in {name}, batch 1, kv {KV_LEN}, {rows} rows: a step, "
                         f"times faster than {told}",
                         timing.median(name) * 1e3,
