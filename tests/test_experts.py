@@ -18,9 +18,11 @@ from conftest import every_isa
 from mtp_checkpoints import SlowModules, Tiny, make_mtp_checkpoint
 from rounding import assert_error_at_most, distance, rounding_errors
 from safetensors.torch import load_file, save_file
+from specops import moe
 from specops.engine import Completion, Engine, EngineConfig, SamplingParams, SpeculativeConfig
 from specops.engine.models import load_model, load_mtp
 from specops.engine.models.blocks.attention import AttentionConfig
+from specops.engine.models.blocks.block import bytes_of
 from specops.engine.models.blocks.experts import Experts, ExpertsConfig
 from specops.engine.models.blocks.layer import LayerConfig
 from specops.engine.models.config import ModelConfig
@@ -314,6 +316,22 @@ def test_gpt_oss_as_it_is_published(tmp_path: Path) -> None:
     plain, drafted = (completions(str(tmp_path), method) for method in ("naive", "ngram"))
     for one, other in zip(plain, drafted, strict=True):
         assert (one.token_ids, one.logprobs) == (other.token_ids, other.logprobs)
+
+
+@pytest.mark.parametrize("rows", [1, 4, 30])
+def test_the_bytes_that_rows_are_expected_to_read(tmp_path: Path, rows: int) -> None:
+    """Of experts that are drawn at random, on average."""
+    make_experts(tmp_path, "deepseek_v3")
+    model = load_model(tmp_path)
+    block = model.layers[-1].mlp
+    assert isinstance(block, Experts)
+    logits = torch.randn(400 * rows, 16, generator=torch.Generator().manual_seed(1))
+    drawn = moe.moe_route(logits, 3)[0].view(400, -1)
+    distinct = sum(len(one.unique()) for one in drawn) / 400
+    own = bytes_of(block.gate_up) + bytes_of(block.down)
+    assert model.layers[0].bytes_read(rows) == model.layers[0].bytes_read(1) > 0  # it is dense
+    read = (block.bytes_read(rows) - block.bytes_read(0)) / own
+    assert read == pytest.approx(distinct / 16, rel=0.01)
 
 
 # MTP modules
