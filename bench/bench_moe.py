@@ -6,19 +6,29 @@ independently of each other, so five rows read about 35 of them; neighbouring to
 Then those of DeepSeek-V3, with as many of its 256 experts as five rows need at most. Calls take
 turns among rows of other experts, so that no cache keeps weights. torch's case computes as
 transformers does: expert by expert, its rows gathered, and added to the sum, with bf16 weights.
+
+Last, what an engine measures when it starts, of two such layers with attention and a small head:
+seconds of steps by rows, by which adaptive verification decides how many drafts pay, beside the
+bytes that these rows are expected to read.
 """
 
+import json
+import shutil
+import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import cycle
+from pathlib import Path
 
 import torch
 import torch.nn.functional as F
 from specops import moe
 from specops.dense import PackedWeight, pack_weight
+from specops.engine import Engine, EngineConfig, SpeculativeConfig
 from specops.quantization import quantize_weight
 from torch import Tensor
 
+from bench.checkpoints import BUNDLED
 from bench.common import Bench, Figure
 
 
@@ -39,6 +49,7 @@ SHAPES = (
     Shape("DeepSeek-V3", 40, 8, 7168, 2048, (5,)),
 )
 TURNS = 6  # sets of rows
+STEPS = (2, 5, 16, 64)  # rows of steps
 # By name: kind and group.
 KINDS = {"bf16": ("plain", 0), "int8": ("int8", 0), "int4": ("int4", 128)}
 
@@ -82,6 +93,7 @@ def run_moe(bench: Bench) -> None:
             weights = _packed(gate_up, down, kind, group)
             for rows in shape.rows:
                 _run(bench, shape, name, weights, rows, gate_up, down)
+    _run_steps(bench)
 
 
 def _packed(gate_up: list[Tensor], down: list[Tensor], kind: str, group: int) -> Weights:
@@ -155,6 +167,56 @@ def _run(
             read_gb_s=timing.read_gb_s(),
         )
     )
+
+
+def _run_steps(bench: Bench) -> None:
+    shape = SHAPES[0]
+    with tempfile.TemporaryDirectory() as folder:
+        config = {
+            "architectures": ["Qwen3MoeForCausalLM"],
+            "vocab_size": 4096,
+            "hidden_size": shape.hidden,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 32,
+            "num_key_value_heads": 4,
+            "head_dim": 128,
+            "intermediate_size": shape.width,
+            "moe_intermediate_size": shape.width,
+            "num_experts": shape.num_experts,
+            "num_experts_per_tok": shape.top_k,
+            "norm_topk_prob": True,
+        }
+        (Path(folder) / "config.json").write_text(json.dumps(config))
+        shutil.copy(BUNDLED / "tokenizer.json", folder)
+        engine = Engine(
+            EngineConfig(
+                model=folder,
+                load_format="dummy",
+                dtype="bfloat16",
+                num_threads=bench.num_threads,
+                max_num_seqs=1,
+                max_num_batched_tokens=64,
+                max_model_len=256,
+                num_pages=16,
+                speculative_config=SpeculativeConfig(method="ngram", adaptive_verification=False),
+            )
+        )
+    bytes_read = engine._runner._parts.model.bytes_read
+    seconds = engine._measure_steps(bytes_read)
+    for rows in STEPS:
+        more, expected = seconds[rows] / seconds[1], bytes_read(rows) / bytes_read(1)
+        bench.add(
+            Figure(
+                f"moe.steps.rows{rows}",
+                f"two layers of {shape.name} in bf16, a step of {rows} rows: in steps of one row",
+                more,
+                "x one row",
+                "bytes that are read",
+                expected,
+                more / expected,
+                threads=bench.num_threads,
+            )
+        )
 
 
 def _ours(shape: Shape, weights: Weights, turns: Sequence[Rows]) -> Callable[[], object]:

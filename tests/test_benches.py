@@ -28,7 +28,7 @@ SMALL: dict[str, dict[str, Any]] = {
         "HEAD": ((96, 32),),
         "SMALL": (32, 16),
     },
-    "moe": {"SHAPES": (Shape("tiny", 4, 2, 32, 16, (3,)),)},
+    "moe": {"SHAPES": (Shape("tiny", 4, 2, 32, 16, (3,)),), "STEPS": (2, 4)},
     "quantized": {"COLD_BYTES": 1 << 12, "LAYER": ((64, 128), (32, 256))},
     "attention": {"BATCH": 2, "KV_LEN": 64, "SIZES_8BIT": ((2, 64), (1, 128))},
     "latent": {"KV_LEN": 100, "SIZES": ((4, 2),)},
