@@ -250,8 +250,8 @@ def test_a_rule_left_out_is_noticed(tmp_path: Path, family: str, fault: Fault) -
 
 @pytest.mark.parametrize("quantization", ["none", "wint8"])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-@pytest.mark.parametrize("family", ["ernie4_5", "deepseek_v3"])
-@pytest.mark.corners("*-ernie4_5-*", "*-deepseek_v3-bfloat16-none")
+@pytest.mark.parametrize("family", ["ernie4_5", "deepseek_v3", "gpt_oss"])
+@pytest.mark.corners("*-ernie4_5-*", "*-deepseek_v3-bfloat16-none", "*-gpt_oss-bfloat16-none")
 def test_a_row_has_the_same_bits_however_it_is_computed(
     tmp_path: Path, isa: str, family: str, dtype: str, quantization: str
 ) -> None:
@@ -462,8 +462,17 @@ def test_ernies_4_bits_are_those_of_its_experts() -> None:
     }
 
 
-@pytest.mark.parametrize("captures", [True, False])
-def test_graphs_of_experts_change_no_bit(captures: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "family,drafting,captures",
+    [
+        ("Ernie4_5_Moe", "mtp", True),
+        ("Ernie4_5_Moe", "mtp", False),
+        ("gpt_oss", "ngram", True),
+    ],
+)
+def test_graphs_of_experts_change_no_bit(
+    family: str, drafting: str, captures: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The CUDA kernels, with nothing read by the host: a replay has the experts of its own rows."""
     module = simt.load()
     module.set_schedule("in_order", 0)
@@ -476,7 +485,7 @@ def test_graphs_of_experts_change_no_bit(captures: bool, monkeypatch: pytest.Mon
         drafts = None if method == "naive" else 2
         engine = Engine(
             EngineConfig(
-                model=engine_directory("Ernie4_5_Moe"),
+                model=engine_directory(family),
                 dtype="bfloat16",
                 speculative_config=SpeculativeConfig(method=method, num_speculative_tokens=drafts),
                 num_pages=20,
@@ -489,5 +498,5 @@ def test_graphs_of_experts_change_no_bit(captures: bool, monkeypatch: pytest.Mon
 
     plain = generated(TwinDevice(captures=False), "naive")
     device = TwinDevice(captures=captures, poison=0xFF)
-    assert generated(device, "mtp") == plain
+    assert generated(device, drafting) == plain
     assert ("replay" in device.log) == captures
