@@ -353,7 +353,7 @@ def test_the_bytes_that_rows_are_expected_to_read(tmp_path: Path, rows: int) -> 
 
 def test_other_clamps_are_refused(tmp_path: Path) -> None:
     write_config(tmp_path, architectures=["GptOssForCausalLM"], swiglu_limit=5.0)
-    with pytest.raises(ModelError, match="swiglu_limit must be 7.0, got 5.0"):
+    with pytest.raises(ModelError, match=r"swiglu_limit must be 7\.0, got 5\.0"):
         read_model_config(tmp_path)
 
 
