@@ -13,7 +13,7 @@ import torch
 from checkpoints import make_checkpoint, write_tokenizer
 from safetensors.torch import save_file
 from specops.engine import Engine, EngineConfig, SamplingParams, SpeculativeConfig
-from specops.engine.draft_trees import joint_tree
+from specops.engine.drafters.trees import joint_tree
 from specops.engine.errors import ModelError
 from test_draft_model import reported
 from test_lossless import bits, params
@@ -272,7 +272,7 @@ def test_what_does_not_fit(
 
 @pytest.mark.parametrize("method", ["medusa", "hydra"])
 def test_what_is_named_by_nobody(target: tuple[Path, Any], tmp_path: Path, method: str) -> None:
-    with pytest.raises(ModelError, match="heads are named: their directory belongs into model"):
+    with pytest.raises(ModelError, match="heads are named: the directory belongs into model"):
         Engine(
             EngineConfig(model=str(target[0]), speculative_config=SpeculativeConfig(method=method))
         )

@@ -18,8 +18,8 @@ from safetensors.torch import save_file
 from specops import dense
 from specops.dense import PackedWeight
 from specops.engine import Completion, Engine, EngineConfig, SamplingParams, SpeculativeConfig
+from specops.engine.checkpoints import safetensors
 from specops.engine.models import CachedWeights, WeightCache, load_model, weight_cache
-from specops.engine.models.checkpoints import safetensors
 from specops.engine.models.weights import WeightSettings, WeightSource
 from torch import Tensor
 
@@ -158,6 +158,12 @@ def test_what_decides_bits_has_folders_of_its_own(
     (model_dir / "config.json").write_text(json.dumps({**config, "rope_theta": 1}))
     read(source(model_dir, root))
     assert len(packed) == isas + 3
+
+
+def test_the_code_of_a_build_is_what_reads_and_packs() -> None:
+    code = weight_cache._code_files()
+    for module in (dense, safetensors, weight_cache):
+        assert Path(module.__file__) in code
 
 
 def test_a_changed_file_is_read_again(

@@ -3,7 +3,8 @@
 
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import NoReturn
 
 import torch
@@ -11,8 +12,8 @@ import torch
 import specops
 from specops.engine.admission import Admission
 from specops.engine.config import EngineConfig
-from specops.engine.drafters import Drafter, DrafterContext
-from specops.engine.drafting import Drafting
+from specops.engine.drafters.base import Drafter, DrafterContext
+from specops.engine.drafters.drafting import Drafting
 from specops.engine.emitted import Emitted
 from specops.engine.errors import EngineError, ModelError, QueueFull
 from specops.engine.machine import (
@@ -32,7 +33,7 @@ from specops.engine.speculative_config import SpeculativeConfig
 from specops.engine.step_costs import known_steps, measure_steps
 from specops.engine.steps.runner import Runner
 from specops.engine.structured import Grammar, StructuredOutput
-from specops.engine.tokenizer import Tokenizer
+from specops.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
 
@@ -104,7 +105,8 @@ class Engine:
         self._runner = Runner(model, self._device, self._drafting, config, self.num_pages)
         shared = self.tokenizer, self._drafting, self.max_model_len
         if config.speculative_config.adaptive_verification:  # of requests, too
-            self._drafting.select_by(known_steps(model.cached, config, self._measure_steps))
+            measure = partial(self._measure_steps, model.bytes_read)
+            self._drafting.select_by(known_steps(model.cached, config, measure))
         self._admission = Admission(config, *shared, self.vocab_size)
         self._requests: dict[str, Request] = {}
         self._plan: Plan | None = None  # of the step under way
@@ -114,9 +116,10 @@ class Engine:
         self._aborted: list[Request] = []  # with rows in it
         self.stats = EngineStats()
 
-    def _measure_steps(self) -> list[float]:
+    def _measure_steps(self, bytes_read: Callable[[int], float]) -> list[float]:
         return measure_steps(
             *(self.tokenizer, self._runner, self._drafting, self._pool, self._device),
+            bytes_read,
             max_rows=self.config.max_num_batched_tokens,
             max_model_len=self.max_model_len,
         )

@@ -18,9 +18,9 @@ from torch import Tensor
 
 from specops import dense, moe
 from specops.dense import PackedWeight
+from specops.engine.checkpoints.directory import open_checkpoint, weight_files
+from specops.engine.checkpoints.fused import fused, rows_of
 from specops.engine.errors import ModelError
-from specops.engine.models.checkpoints.directory import open_checkpoint, weight_files
-from specops.engine.models.checkpoints.fused import fused, rows_of
 from specops.engine.models.weight_cache import CachedWeights, WeightCache
 from specops.quantization import QuantizedWeight, dequantize_weight, quantize_weight
 
@@ -191,6 +191,13 @@ class WeightSource(ABC):
 
         names = [name for one in each for name in one]
         return self._kept(names, outputs, inputs, activation, quantization, "experts", make=make)
+
+    def expert_biases(
+        self, prefix: str, num_experts: int, parts: Sequence[str], outputs: Sequence[int]
+    ) -> Tensor:
+        """Returns the biases [num_experts, outputs] of a projection; see `experts`."""
+        each = (self.bias(f"{prefix}{e}.", parts, outputs) for e in range(num_experts))
+        return torch.stack(list(each))
 
     def _pack(
         self,
