@@ -71,7 +71,7 @@ __global__ void __launch_bounds__(kPackCodesThreads)
 //          bits are those of the CPU's kernels.
 // Source:  weights on the M side of mma, offline in its layout, as Marlin does.
 template <typename Codes, typename Numbers, typename Shape>
-__global__ void __launch_bounds__(Shape::kThreads)
+__global__ void __launch_bounds__(Shape::kThreads, 2)
     linear_codes_kernel(LinearParams params, CodePlan plan) {
   int64_t row_tiles = (params.rows + Shape::kRows - 1) / Shape::kRows;
   int64_t first_row = blockIdx.x % row_tiles * Shape::kRows;

@@ -130,7 +130,7 @@ __global__ void __launch_bounds__(128)
 // Order:   as linear_codes_kernel.
 // Source:  -
 template <typename Codes, typename Numbers, typename Shape>
-__global__ void __launch_bounds__(Shape::kThreads)
+__global__ void __launch_bounds__(Shape::kThreads, 2)
     moe_codes_kernel(MoeLinearParams params, CodePlan plan, int64_t row_tiles) {
   static_assert(Shape::kRows == kExpertRows);
   wait_for_previous_kernel();
