@@ -2,6 +2,7 @@
 """The memory of steps: blocks that all steps share, and the arrays that a step has in them."""
 
 import math
+from collections.abc import Sequence
 from typing import Any, Generic, Protocol, TypeVar
 
 import numpy as np
@@ -170,6 +171,15 @@ class StepMemory(Generic[S]):
         """Drops all steps: what they use has moved."""
         self._steps.clear()
         self._last = None
+
+    def place(self, **layouts: Sequence[Layout]) -> None:
+        """Gives layouts their memory, by the names of blocks; of a block the last one ends last."""
+        # All blocks before any view: steps are dropped where one grows, and so may their views be.
+        for name, of_block in layouts.items():
+            self.block(name, of_block[-1].end)
+        for name, of_block in layouts.items():
+            for layout in of_block:
+                layout.place(self._blocks[name])
 
     def block(self, name: str, num_bytes: int) -> Block:
         """Returns a block of at least so many bytes.

@@ -25,6 +25,7 @@ from specops.engine.prompt_logprobs import PromptScorer
 from specops.engine.request import Feature, Request
 from specops.engine.steps.slot_tables import SlotTables
 from specops.engine.steps.step import (
+    FILTERS,
     FINISH_REASONS,
     LENS,
     POSITIONS,
@@ -33,8 +34,7 @@ from specops.engine.steps.step import (
     THINKING_STATE,
     RequestRow,
     RunnerParts,
-    SamplingFloats,
-    SamplingInts,
+    SamplingRow,
     SlotState,
     Step,
 )
@@ -84,11 +84,10 @@ class Runner:
         slots, max_rows = config.max_num_seqs, config.max_num_batched_tokens
         processed_logprobs = config.logprobs_mode == "processed_logprobs"
         model.reserve(max_rows)
-        # By slot, gathered into every step; `SamplingFloats`, `SamplingInts` and `SlotState`.
-        self._floats: NDArray[np.float32]
-        self._floats = np.zeros((len(SamplingFloats._fields), slots), dtype=np.float32)
-        self._ints: NDArray[np.int32]
-        self._ints = np.zeros((len(SamplingInts._fields), slots), dtype=np.int32)
+        # By slot, gathered into every step; `SamplingRow` and `SlotState`.
+        self._sampling: NDArray[np.int32]
+        self._sampling = np.zeros((len(SamplingRow._fields), slots), dtype=np.int32)
+        self._sampled = SamplingRow.of(self._sampling, np.float32)
         self._seeds: NDArray[np.int64] = np.zeros(slots, dtype=np.int64)
         self._state: NDArray[np.int32] = np.zeros((len(SlotState._fields), slots), dtype=np.int32)
         self._asked: dict[int, _Asked] = {}
@@ -131,18 +130,12 @@ class Runner:
     def start(self, request: Request) -> None:
         """Writes a request that got a slot into the per-slot arrays."""
         slot, params, config = request.slot, request.params, request.speculative
-        self._floats[:, slot] = SamplingFloats(
-            temperature=params.temperature,
-            top_p=params.top_p,
-            min_p=params.min_p,
-            typical_p=params.typical_p,
-        )
-        self._ints[:, slot] = SamplingInts(
-            top_k=params.top_k,
-            choice_index=request.choice_index,
-            strategy=_STRATEGIES[config.verify_strategy],
-            policy=_POLICIES[config.accept_policy],
-        )
+        sampled = self._sampled
+        for name in FILTERS:
+            getattr(sampled, name)[slot] = getattr(params, name)
+        sampled.choice_index[slot] = request.choice_index
+        sampled.strategy[slot] = _STRATEGIES[config.verify_strategy]
+        sampled.policy[slot] = _POLICIES[config.accept_policy]
         self._seeds[slot] = request.seed
         self._state[:, slot] = SlotState(
             prompt_lens=request.prompt_len,
@@ -270,10 +263,8 @@ class Runner:
 
     def _sampling_of(self, slots: Sequence[int]) -> dict[str, NDArray[Any]]:
         """The sampling parameters of some slots, by name."""
-        places = list(slots)
-        floats = SamplingFloats(*self._floats[:, places])._asdict()
-        ints = SamplingInts(*self._ints[:, places])
-        return {**floats, "top_k": ints.top_k, "strategy": ints.strategy}
+        names = (*FILTERS, "strategy")
+        return {name: getattr(self._sampled, name)[list(slots)] for name in names}
 
     def _take_proposals(self, step: Step, plan: Plan) -> None:
         """Copies what drafters on the device proposed: the next step's inputs may lie there.
@@ -400,8 +391,7 @@ class Runner:
         requests[:, :batch] = np.array(columns, dtype=np.int32).T
         arrays.kv_indptr.host[: batch + 1] = page_ends
         slots = requests[SLOTS, :batch]
-        arrays.sampling_floats.host[:, :batch] = self._floats[:, slots]
-        arrays.sampling_ints.host[:, :batch] = self._ints[:, slots]
+        arrays.sampling.host[:, :batch] = self._sampling[:, slots]
         arrays.seeds.host[:batch] = self._seeds[slots]
         arrays.slot_state.host[:] = self._state
         arrays.num_proposed.host.fill(0)
@@ -410,8 +400,7 @@ class Runner:
             padding = RequestRow(*requests[:, batch:])
             padding.slots.fill(-1)
             padding.processor_slots.fill(-1)
-            arrays.sampling_floats.host[:, batch:] = 0
-            arrays.sampling_ints.host[:, batch:] = 0
+            arrays.sampling.host[:, batch:] = 0
             arrays.kv_indptr.host[batch + 1 :] = page_ends[-1]
 
     def _fill_features(self, step: Step, plan: Plan) -> None:

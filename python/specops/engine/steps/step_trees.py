@@ -4,7 +4,7 @@
 To attention, and to nobody else, each chain of a tree is a request (`batching.tree_chains`).
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from specops import attention, batching
 from specops.batching import BatchIndices, TreeChains
-from specops.engine.memory.step_memory import Layout
+from specops.engine.memory.step_memory import Array, Layout
 from specops.engine.memory.step_shape import StepShape, TreeShape
 from specops.engine.models import KvCache, StepBatch
 from specops.engine.plan import Part
@@ -30,6 +30,24 @@ def tree_shape(parts: Sequence[Part], page_size: int) -> TreeShape:
         # From the beginning of a page to the end of a path.
         copies += (count - 1) * (page_size + part.num_drafts)
     return TreeShape(chains, pages, copies)
+
+
+def index_arrays(layout: Layout, batch: int, rows: int, outputs: int) -> dict[str, Array]:
+    """Adds what `batching.prepare_batch` builds to a layout."""
+    return {
+        "qo_indptr": layout.int32(batch + 1),
+        "output_indptr": layout.int32(batch + 1),
+        "row_to_request": layout.int32(rows),
+        "positions": layout.int32(rows),
+        "cache_slots": layout.int64(rows),
+        "output_rows": layout.int32(outputs),
+        "output_row_to_request": layout.int32(outputs),
+    }
+
+
+def batch_indices(arrays: Mapping[str, Array]) -> BatchIndices:
+    """The same as tensors, once they have memory."""
+    return BatchIndices(**{name: array.device for name, array in arrays.items()})
 
 
 class ChainRow(NamedTuple):
@@ -64,15 +82,7 @@ class StepTrees:
         self._kv_indices = inputs.int32(pages)
         self._from_slots = inputs.int64(copies)
         self._to_slots = inputs.int64(copies)
-        self._indices = {
-            "qo_indptr": scratch.int32(chains + 1),
-            "output_indptr": scratch.int32(chains + 1),
-            "row_to_request": scratch.int32(rows),
-            "positions": scratch.int32(rows),
-            "cache_slots": scratch.int64(rows),
-            "output_rows": scratch.int32(0),
-            "output_row_to_request": scratch.int32(0),
-        }
+        self._indices = index_arrays(scratch, chains, rows, 0)
 
     def fill(
         self,
@@ -126,9 +136,7 @@ class StepTrees:
         self._requests, self._qo_lens = requests, qo_lens
         self._accepted = self.accepted_nodes.device, num_accepted, requests.qo_indptr
         self._columns = ChainRow(*self._chains.device)
-        self._chain_indices = BatchIndices(
-            **{name: array.device for name, array in self._indices.items()}
-        )
+        self._chain_indices = batch_indices(self._indices)
         return replace(
             requests,
             positions=self._chain_indices.positions,
