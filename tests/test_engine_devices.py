@@ -20,6 +20,7 @@ import specops
 import torch
 from checkpoints import write_config
 from draft_lengths import Lengths, RandomRests
+from pages import check_pages
 from specops.cli.serve import main
 from specops.engine import (
     Completion,
@@ -665,7 +666,7 @@ def test_faults_on_cpu(model_dir: Path) -> None:
             == engine.generate([[1, 2, 5]], params)[0].token_ids
         )
         assert engine.num_free_pages == engine.num_pages
-        engine._pool.check_integrity()
+        check_pages(engine._pool)
 
 
 def test_device_names(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 from checkpoints import write_config
+from pages import check_pages
 from specops.engine import (
     Completion,
     Engine,
@@ -164,7 +165,7 @@ def run(engine: Engine, methods: Callable[[int], dict[str, Any]], *, forgets: bo
 def assert_nothing_is_left(engine: Engine, *, forgets: bool = True) -> None:
     assert not engine._requests and not engine.has_unfinished()
     assert engine.num_free_pages == engine.num_pages and not engine._scheduler._borrowers
-    engine._pool.check_integrity()
+    check_pages(engine._pool)
     assert sorted(engine._scheduler._free_slots) == list(range(engine.config.max_num_seqs))
     drafting = engine._drafting
     assert not any(drafting._requests.values()) and not drafting._chances

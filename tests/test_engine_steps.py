@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from checkpoints import write_config
+from pages import check_pages
 from specops.engine import Engine, EngineConfig, EngineError, SamplingParams, SpeculativeConfig
 from specops.engine.models import Transformer
 from twin_device import TwinDevice
@@ -84,7 +85,7 @@ def test_requests_come_and_go_between_the_halves(
         for output in engine.collect():
             assert output.request_id not in aborted
             told[output.request_id] += output.token_ids
-        engine._pool.check_integrity()
+        check_pages(engine._pool)
     assert len(aborted) == len(PROMPTS) and engine.num_free_pages == engine.num_pages
     assert sorted(engine._scheduler._free_slots) == [0, 1, 2]
     for name, index in names.items():

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import pytest
+from pages import check_pages
 from specops.engine import SamplingParams, SpeculativeConfig
 from specops.engine.memory.kv_cache import DraftKv, PagePool
 from specops.engine.plan import Part, Plan
@@ -102,7 +103,7 @@ class World:
             self._check(part)
         for part in plan:
             self._execute(part)
-        self.pool.check_integrity()
+        check_pages(self.pool)
 
     def abort(self) -> None:
         if self.scheduler.running:

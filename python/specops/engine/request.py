@@ -172,19 +172,18 @@ class Request:
         ends_with_token = emitted.finish_reason is FinishReason.STOP_TOKEN
         unconstrained = self._num_unconstrained(len(token_ids))
         for token_id in token_ids:
-            kept.append(token_id)
-            is_constrained = len(kept) > unconstrained
-            is_end = ends_with_token and len(kept) == len(token_ids)
-            if is_constrained and not self._fits(token_id, is_end):
-                kept.pop()
-                break
-            if is_end:
-                break  # it is no part of the text
-            if self.stream.push(token_id, may_stop=num_output + len(kept) >= min_tokens):
-                self.finish_reason, self.stop_reason = "stop", self.stream.stopped_by
-                break
-            if is_constrained and self.grammar is not None and self.grammar.is_complete:
-                self.finish_reason = "stop"
+            is_end = ends_with_token and len(kept) + 1 == len(token_ids)
+            fits, end = True, None
+            if self.grammar is not None and len(kept) >= unconstrained:
+                fits, end = self.grammar.judge(token_id, is_end)
+            if fits:
+                kept.append(token_id)
+                may_stop = num_output + len(kept) >= min_tokens
+                # A token that ends the output is no part of the text.
+                if not is_end and self.stream.push(token_id, may_stop=may_stop):
+                    end = "stop", self.stream.stopped_by
+            if end is not None:
+                self.finish_reason, self.stop_reason = end
                 break
         return kept
 
@@ -200,37 +199,12 @@ class Request:
             self.stop_reason = emitted.token_ids[-1]
 
     def _num_unconstrained(self, count: int) -> int:
-        """How many of the `count` tokens that a step committed are not the grammar's affair."""
-        if self.grammar is None:
-            return count
+        """How many of the `count` tokens that a step committed are in front of the grammar's."""
         if self.thinking_state < 0:
             return 0
         # Behind the thinking the state counts: one for its end, one for each token of the reply.
         in_reply = max(self.thinking_state - len(self.inject_token_ids) - 1, 0)
         return count - min(count, in_reply)
-
-    def _fits(self, token_id: int, is_end: bool) -> bool:
-        """Has the grammar take a committed token, or look at one that ends the output.
-
-        Returns:
-            False where it does not fit, since nothing does: that ends the request.
-        """
-        assert self.grammar is not None
-        if is_end and self.grammar.fits_end(token_id):
-            # One that is text itself may cut a text; only a whole one ends for no reason.
-            self.finish_reason = "stop"
-            self.stop_reason = None if self.grammar.may_end else token_id
-            return True
-        if not is_end and self.grammar.take(token_id):
-            return True
-        if self.grammar.limit:
-            self.finish_reason = "abort"
-            self.stop_reason = f"structured_output: {self.grammar.limit}"
-        elif self.grammar.may_end:  # only the parameters beside the grammar left no token
-            self.finish_reason = "stop"
-        else:
-            self.finish_reason, self.stop_reason = "abort", "structured_output"
-        return False
 
     def end_without_output(self) -> RequestOutput:
         """Ends a request of which only the prompt is wanted."""

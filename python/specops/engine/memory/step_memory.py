@@ -89,11 +89,6 @@ class Array:
         """Lays the array into a block."""
         self.device, self.host = block.view(self.dtype, self.offset, self._shape)
 
-    def host_tensor(self, block: Block) -> Tensor:
-        """The host's side as a tensor."""
-        assert block.host is not None
-        return _view(block.host, self.dtype, self.offset, self._shape)
-
 
 class Layout:
     """Arrays one behind the other, from some offset of a block on."""

@@ -2,7 +2,7 @@
 """Runs planned steps: fills a step's arrays, has it run, and reads what came of it."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -12,14 +12,13 @@ from numpy.typing import NDArray
 import specops
 from specops.batching import OutputMode
 from specops.engine.config import EngineConfig
-from specops.engine.drafters.base import Proposals
 from specops.engine.drafters.drafting import Drafting
 from specops.engine.emitted import Emitted
 from specops.engine.memory.device import Device
 from specops.engine.memory.step_memory import StepMemory
 from specops.engine.memory.step_shape import StepShape, page_capacity, rounded, rung
 from specops.engine.models import Transformer
-from specops.engine.outputs import PromptScores, StepDrafts, TokenLogprob
+from specops.engine.outputs import StepDrafts, TokenLogprob
 from specops.engine.plan import Part, Plan, PrefixGroups
 from specops.engine.prompt_logprobs import PromptScorer
 from specops.engine.request import Feature, Request
@@ -55,7 +54,6 @@ class _Asked:
     features: int
     logprobs: int  # alternatives beside each token; -1: no logprobs
     reports_drafts: bool
-    has_mask: bool  # of allowed tokens, in the tables
     rates: list[float]  # of forced acceptance
 
 
@@ -114,8 +112,6 @@ class Runner:
         self._prompt_scorer = PromptScorer(model, device, processed_logprobs=processed_logprobs)
         self._num_failures = 0  # of drafters, when the steps of `_memory` were made
         self._step: Step | None = None  # the last one that was launched, if one was
-        self._places: dict[int, int] = {}  # in it, of requests that may draw drafts, by slot
-        self._sources: dict[int, list[str]] = {}  # in it, of drafts that are reported, by slot
 
     @property
     def num_captures(self) -> int:
@@ -149,7 +145,6 @@ class Runner:
             features=request.features,
             logprobs=-1 if params.logprobs is None else params.logprobs,
             reports_drafts=params.report_drafts,
-            has_mask=params.allowed_token_ids is not None,
             rates=config.conditional_acceptance_rates(),
         )
         ends = request.think_end_token_id, len(request.inject_token_ids)
@@ -214,17 +209,17 @@ class Runner:
         step.wait()
         if not parts:
             return []
-        scores: dict[str, list[PromptScores]] = {}
-        if step.shape.rows != step.shape.outputs:  # there are chunks of prompts
-            scores = self._score_prompts(plan)
-        self._take_proposals(step, plan)
         emitted = self._emitted(parts, step) if step.shape.outputs else [Emitted() for _ in parts]
-        for part, one in zip(parts, emitted, strict=True) if scores else ():
-            one.prompt_scores = scores.get(part.request_id, ())
-        if step.shape.features & Feature.DRAFT_PROBS:
-            self._places = {part.slot: place for place, part in enumerate(parts)}
+        if step.shape.rows != step.shape.outputs:  # there are chunks of prompts
+            rows = [(part.num_rows, part.prompt_rows) for part in parts]
+            scores = self._prompt_scorer.score(rows, self._sampling_of, plan.fail)
+            for part, one in zip(parts, emitted, strict=True) if scores else ():
+                one.prompt_scores = scores.get(part.request_id, ())
+        arrays = step.arrays
+        proposed = arrays.proposed_token_ids.host, arrays.num_proposed.host
+        self._drafting.read(plan, *proposed, arrays.drafters)
         if step.shape.features & Feature.ENDINGS:
-            state = step.arrays.slot_state.host[THINKING_STATE]
+            state = arrays.slot_state.host[THINKING_STATE]
             self._state[THINKING_STATE] = state
             for part, one in zip(parts, emitted, strict=True):
                 one.thinking_state = int(state[part.slot])
@@ -241,7 +236,7 @@ class Runner:
         if not self._drafting.width:  # nobody has ever drafted
             return
         count = len(plan.parts)
-        requests, tokens = step.arrays.requests.host, step.arrays.token_tensor
+        requests, tokens = step.arrays.requests.host, step.arrays.emitted
         self._drafting.finish(
             plan,
             slots=requests[SLOTS, :count],
@@ -250,45 +245,10 @@ class Runner:
             lens=self._state[LENS],
         )
 
-    def _score_prompts(self, plan: Plan) -> dict[str, list[PromptScores]]:
-        """What a step's rows say of prompts, by request."""
-        first, wanted = 0, []
-        for part in plan.parts:
-            if part.prompt_rows is not None:
-                wanted.append(replace(part.prompt_rows, row=first + part.prompt_rows.row))
-            first += part.num_rows
-        if not wanted:
-            return {}
-        return self._prompt_scorer.score(wanted, first, self._sampling_of, plan.fail)
-
     def _sampling_of(self, slots: Sequence[int]) -> dict[str, NDArray[Any]]:
         """The sampling parameters of some slots, by name."""
         names = (*FILTERS, "strategy")
         return {name: getattr(self._sampled, name)[list(slots)] for name in names}
-
-    def _take_proposals(self, step: Step, plan: Plan) -> None:
-        """Copies what drafters on the device proposed: the next step's inputs may lie there.
-
-        What there is for requests that were not in the step stays. But what drafts were drawn from
-        is known for one step only, so where that matters they are gone.
-        """
-        proposals: Proposals = self._drafting.proposals
-        if not step.shape.proposals:
-            return
-        draws = Feature.DRAFT_PROBS
-        kept = [slot for slot in plan.paused if not self._asked[slot].features & draws]
-        before = proposals.of_slots(kept) if kept else None
-        proposals.confidences.fill(0)
-        proposals.are_trees.fill(False)
-        proposals.stages.fill(0)
-        if step.shape.drafters:
-            proposals.token_ids[:] = step.arrays.proposed_token_ids.host
-            proposals.counts[:] = step.arrays.num_proposed.host
-        else:
-            proposals.counts.fill(0)
-        if before is not None:
-            proposals.put(kept, before)
-        self._drafting.read(step.arrays.drafters)
 
     def _step_of(self, plan: Plan) -> Step:
         """The step of the plan's shape, or of the shape that is rounded up to."""
@@ -344,7 +304,6 @@ class Runner:
         columns: list[tuple[int, int, int, int, int, int]] = []
         page_ends = [0]
         token_ids, page_ids = arrays.token_ids.host, arrays.kv_indices.host
-        self._sources.clear()
         for index, part in enumerate(parts):
             count, slot, asked = part.num_rows, part.slot, self._asked[part.slot]
             mode = _LAST if part.emits else _NONE
@@ -356,8 +315,6 @@ class Runner:
                 token_ids[row] = part.token_ids[0]
                 token_ids[row + 1 : row + count] = drafts
                 arrays.draft_token_ids.host[index, : part.num_drafts] = drafts
-                if asked.reports_drafts:
-                    self._sources[slot] = drafting.sources_of(slot, part.num_drafts)
             else:
                 token_ids[row : row + count] = part.token_ids
             row += count
@@ -413,20 +370,15 @@ class Runner:
             masks, indices = arrays.token_masks.host, arrays.mask_indices.host
             thinking = self._state[THINKING_STATE]
             self._masks.fill(plan, self._drafting.drafts_of, thinking, masks, indices)
-        row = 0  # with logits
         for index, part in enumerate(parts):
             if not part.emits:
                 continue
-            asked, slot, count = self._asked[part.slot], part.slot, 1 + part.num_drafts
-            if asked.has_mask and not step.shape.masks:
-                arrays.mask_indices.host[row : row + count] = slot
+            asked = self._asked[part.slot]
             if asked.features & Feature.ACCEPT_RATES:
                 rates = asked.rates[: step.shape.width]
                 arrays.accept_rates.host[index, : len(rates)] = rates
             if asked.features & Feature.DRAFT_PROBS and part.num_drafts:
-                place = self._places[slot]
-                arrays.draft_prob_rows.host[index] = self._drafting.draft_prob_row(slot, place)
-            row += count
+                arrays.draft_prob_rows.host[index] = self._drafting.draft_prob_row(part.slot)
 
     def _emitted(self, parts: Sequence[Part], step: Step) -> list[Emitted]:
         """What each request of a plan emitted, from a step's results."""
@@ -444,7 +396,8 @@ class Runner:
             one = Emitted(tokens[index][: counts[index]], path, [])
             if reason := reasons[part.slot]:
                 one.finish_reason, one.stop_index = FinishReason(reason), stops[part.slot]
-            if sources := self._sources.get(part.slot):
+            if part.num_drafts and self._asked[part.slot].reports_drafts:
+                sources = self._drafting.sources_of(part.slot, part.num_drafts)
                 drafts = arrays.draft_token_ids.host[index, : part.num_drafts].tolist()
                 parents = list(part.draft_parents or range(-1, part.num_drafts - 1))
                 one.drafts = StepDrafts(drafts, parents, sources, list(path))

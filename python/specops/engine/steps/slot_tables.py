@@ -15,7 +15,6 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from specops.engine.request import Request
-from specops.engine.structured.step_masks import token_mask
 from specops.sampling import LogitsProcessors, count_tokens
 
 # By table: what a row holds that asks for nothing. Those that end requests, that change logits, and
@@ -35,7 +34,6 @@ _PROCESSORS: dict[str, float] = {
     "logit_bias": 0.0,
     "bad_words": -1,
     "min_tokens": 0,
-    "allowed_token_mask": 0,
 }
 _COUNTS: dict[str, float] = {"counted_token_ids": -1, "token_counts": 0}
 _OFF = {"stop_token_ids": -1, **_ENDINGS, **_PROCESSORS, **_COUNTS}
@@ -112,8 +110,6 @@ class SlotTables:
             "logit_bias": [bias for _, bias in biases],
             "bad_words": _rectangle(request.bad_words),
         }
-        if params.allowed_token_ids is not None:
-            asked["allowed_token_mask"] = token_mask(params.allowed_token_ids, self._vocab_size)
         rows = {name: np.asarray(row, dtype=_dtype_of(name)) for name, row in asked.items()}
         return {
             name: row
@@ -134,16 +130,14 @@ class SlotTables:
             slots: [batch], int32. Of each request that asks for any of it; -1 for others.
             prompt_lens: [slots], int32.
             mask_indices: [rows of logits], int32.
-            token_masks: [masks, words], int32. Those of the step, in the place of the table's.
+            token_masks: [masks, words], int32; None: all tokens are allowed.
         """
         given = {name: self._tables.get(name) for name in (*_PROCESSORS, *_COUNTS)}
         given["stop_token_ids"] = self._tables.get("stop_token_ids")
         if given["stop_token_ids"] is None:
             given["min_tokens"] = None  # there is nothing to hold back
         if token_masks is not None:
-            given["allowed_token_mask"] = token_masks
-        if given["allowed_token_mask"] is not None:
-            given["mask_indices"] = mask_indices
+            given |= {"allowed_token_mask": token_masks, "mask_indices": mask_indices}
         return LogitsProcessors(
             slots=slots, token_ids=self.token_ids, prompt_lens=prompt_lens, **given
         )
@@ -179,8 +173,6 @@ class SlotTables:
         if old is not None and all(got >= want for got, want in zip(have, shape, strict=True)):
             return None
         sizes = [max(got, _rung(want)) for got, want in zip(have, shape, strict=True)]
-        if name == "allowed_token_mask":
-            sizes = list(shape)
         dtype = torch.from_numpy(np.empty(0, _dtype_of(name))).dtype
         table = torch.full((self._slots, *sizes), _OFF[name], dtype=dtype, device=self._device)
         if old is not None:

@@ -154,7 +154,7 @@ class Exchange:
         self.host_in, self.device_in = host[begin:], device[begin:]
         self.host_out, self.device_out = host[:end], device[:end]
         self.pages_offset = self.kv_indices.offset - begin
-        self.token_tensor = self.output_token_ids.host_tensor(block)
+        self.emitted = torch.from_numpy(self.output_token_ids.host)
 
 
 class Scratch:

@@ -12,7 +12,7 @@ All work of a matcher is timed, in seconds of the thread that does it, since a s
 import time
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Future, wait
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -56,6 +56,9 @@ class Grammar:
     def new_matcher(self) -> "LLMatcher":
         """A matcher at the beginning of a text."""
         return self._matcher.deep_copy()
+
+
+Ending: TypeAlias = tuple[str, "int | str | None"]  # a finish_reason and a stop_reason
 
 
 class GrammarState:
@@ -112,6 +115,22 @@ class GrammarState:
     def is_dear(self) -> bool:
         """Whether rows take long."""
         return self.row_seconds > _DEAR_SECONDS
+
+    def judge(self, token_id: int, is_end: bool) -> tuple[bool, Ending | None]:
+        """Takes the next token of the output, or looks at one that ends it.
+
+        Returns:
+            Whether it fits; and how the output ends here, if it does: where nothing fits, too.
+        """
+        if is_end and self.fits_end(token_id):
+            # One that is text itself may cut a text; only a whole one ends for no reason.
+            return True, ("stop", None if self.may_end else token_id)
+        if not is_end and self.take(token_id):
+            return True, ("stop", None) if self.is_complete else None
+        if self.limit:
+            return False, ("abort", f"structured_output: {self.limit}")
+        # Only the parameters beside the grammar left no token, if the text is whole.
+        return False, ("stop", None) if self.may_end else ("abort", "structured_output")
 
     def take(self, token_id: int) -> bool:
         """Takes the next token of the output; False where it does not fit, which ends the output.
