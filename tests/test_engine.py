@@ -373,7 +373,7 @@ def test_shapes_of_steps_are_kept_within_bounds(
             params = SamplingParams(max_tokens=rng.randrange(1, 30), temperature=0)
             names.append(engine.add_request(prompt, params))
             engine.step()
-            kept.append(len(engine._runner._memory._steps))
+            kept.append(len(engine._runner.memory._steps))
         while engine.has_unfinished():
             engine.step()
         return [engine.completion(name).token_ids for name in names]

@@ -771,7 +771,7 @@ def test_drafters_hear_who_was_stopped_by_a_plan_of_nothing(
     assert held is not None
     newcomer = add(("b", "1"), [4] * 17, seeded)  # two pages, and the second one's own is one
     assert engine.step() == []
-    assert engine._scheduler.num_preemptions == 1 and stopped.slot == -1
+    assert engine.stats.num_preemptions == 1 and stopped.slot == -1
     drafter = engine.drafters["suffix"]
     assert isinstance(drafter, SuffixDrafter) and slot not in drafter._requests
     # Its slot goes to another, who drafts by nothing, and then it is told no more of.

@@ -134,7 +134,7 @@ def test_an_idle_engine_runs_its_model(
         assert len(num_rows) == (2 if captures else 3)
         assert not any(num_rows[:1] if captures else num_rows)
         num_rows.clear()
-        engine._runner._memory.forget()
+        engine._runner.memory.forget()
         steps = engine.stats.num_steps
         done = engine.generate(PROMPTS, [sampling(i) for i in range(len(PROMPTS))])
         assert [one.token_ids for one in done] == expected

@@ -37,7 +37,7 @@ CLI_WITH_ENGINE = {
 # Modules of the engine, lowest first: a module imports from its own group and those before. What
 # drafters say of themselves lies below configurations, though they themselves lie above requests.
 ENGINE_GROUPS = (
-    {"drafters.methods", "drafters.trees", "errors", "memory", "outputs"},
+    {"device", "drafters.methods", "drafters.trees", "errors", "memory", "outputs"},
     {"checkpoints"},
     {"speculative_config"},
     {"config"},
@@ -45,6 +45,7 @@ ENGINE_GROUPS = (
     {"emitted", "prompt_logprobs"},
     {"plan"},
     {"sampling_params", "structured"},
+    {"features"},
     {"request"},
     {"drafters", "sharing"},
     {"scheduling"},

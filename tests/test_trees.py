@@ -1024,7 +1024,7 @@ def test_trees_on_a_device_with_memory_of_its_own(
             branches = count_steps(engine)
             for _ in range(2):
                 assert run(engine, everything) == want
-            steps = engine._runner._memory._steps.items()
+            steps = engine._runner.memory._steps.items()
             replayed = [shape.trees is not None for shape, step in steps if step.replay]
             assert max(branches) > 0 and any(replayed) == captures
 

@@ -12,9 +12,9 @@ import torch
 
 import specops
 from specops.engine.config import EngineConfig
+from specops.engine.device import Device
 from specops.engine.drafters.drafting import Drafting
 from specops.engine.drafters.methods import default_method
-from specops.engine.memory.device import Device
 from specops.engine.memory.kv_cache import PagePool
 from specops.engine.models import CachedWeights
 from specops.engine.plan import Part, Plan

@@ -21,9 +21,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from specops.engine.config import EngineConfig
+from specops.engine.device import Device
 from specops.engine.drafters.trees import DraftTree
 from specops.engine.errors import ModelError
-from specops.engine.memory.device import Device
 from specops.engine.memory.kv_cache import DraftKv
 from specops.engine.memory.step_memory import Layout
 from specops.engine.memory.step_shape import StepShape

@@ -36,11 +36,12 @@ from specops.engine.drafters.methods import (
 )
 from specops.engine.drafters.selection import DraftSelector
 from specops.engine.drafters.trees import num_chains
+from specops.engine.features import Feature
 from specops.engine.memory.kv_cache import DraftKv
 from specops.engine.memory.step_memory import Array, Layout
 from specops.engine.memory.step_shape import StepShape
 from specops.engine.plan import Part, Plan
-from specops.engine.request import Feature, Request
+from specops.engine.request import Request
 
 logger = logging.getLogger(__name__)
 
@@ -148,6 +149,12 @@ class Drafting:
             except Exception as error:
                 logger.error("is_unsaved of drafter %s failed", drafter.name, exc_info=error)
         return False
+
+    def save(self) -> None:
+        """Writes what drafters learnt to their files."""
+        for drafter in self.drafters.values():
+            if drafter.is_unsaved:
+                drafter.save()
 
     @property
     def gauges(self) -> dict[str, int]:
@@ -435,6 +442,8 @@ class Drafting:
             plan: of the step.
             results: the arrays of `StepResults`.
         """
+        if not self.width:  # nobody has ever drafted
+            return
         step = StepResults(
             parts=self.scheduled,
             proposals=self.proposals,

@@ -2,7 +2,6 @@
 """Runs planned steps: fills a step's arrays, has it run, and reads what came of it."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -12,16 +11,17 @@ from numpy.typing import NDArray
 import specops
 from specops.batching import OutputMode
 from specops.engine.config import EngineConfig
+from specops.engine.device import Device
 from specops.engine.drafters.drafting import Drafting
 from specops.engine.emitted import Emitted
-from specops.engine.memory.device import Device
+from specops.engine.features import Feature
 from specops.engine.memory.step_memory import StepMemory
 from specops.engine.memory.step_shape import StepShape, page_capacity, rounded, rung
 from specops.engine.models import Transformer
 from specops.engine.outputs import StepDrafts, TokenLogprob
 from specops.engine.plan import Part, Plan, PrefixGroups
 from specops.engine.prompt_logprobs import PromptScorer
-from specops.engine.request import Feature, Request
+from specops.engine.request import Request
 from specops.engine.steps.slot_tables import SlotTables
 from specops.engine.steps.step import (
     FILTERS,
@@ -47,16 +47,6 @@ _POLICIES = {policy.name.lower(): int(policy) for policy in AcceptPolicy}
 _NONE, _LAST, _ALL = int(OutputMode.NONE), int(OutputMode.LAST), int(OutputMode.ALL)
 
 
-@dataclass(frozen=True, slots=True)
-class _Asked:
-    """What a request asks of its steps, beside what is in arrays."""
-
-    features: int
-    logprobs: int  # alternatives beside each token; -1: no logprobs
-    reports_drafts: bool
-    rates: list[float]  # of forced acceptance
-
-
 class Runner:
     """Owns the model's cache and what the steps need to know of every running request.
 
@@ -66,6 +56,10 @@ class Runner:
         drafting: the drafters, with their pages allocated.
         config: of the engine; `max_num_seqs` slots, `max_num_batched_tokens` rows a step.
         num_pages: pages of the KV cache.
+
+    Attributes:
+        memory: of the steps.
+        draft_seconds: that drafters took within the last step.
     """
 
     def __init__(
@@ -88,9 +82,9 @@ class Runner:
         self._sampled = SamplingRow.of(self._sampling, np.float32)
         self._seeds: NDArray[np.int64] = np.zeros(slots, dtype=np.int64)
         self._state: NDArray[np.int32] = np.zeros((len(SlotState._fields), slots), dtype=np.int32)
-        self._asked: dict[int, _Asked] = {}
+        self._running: dict[int, Request] = {}  # by slot
         pages = slots * -(-model.max_model_len // page_size)
-        self._memory: StepMemory[Step] = StepMemory(
+        self.memory: StepMemory[Step] = StepMemory(
             device, StepShape(slots, max_rows, max_rows, max_rows - 1, pages)
         )
         self._tables = SlotTables(slots, model.max_model_len, model.config.vocab_size, model.device)
@@ -110,18 +104,9 @@ class Runner:
             processed_logprobs=processed_logprobs,
         )
         self._prompt_scorer = PromptScorer(model, device, processed_logprobs=processed_logprobs)
-        self._num_failures = 0  # of drafters, when the steps of `_memory` were made
+        self._num_failures = 0  # of drafters, when the steps of `memory` were made
         self._step: Step | None = None  # the last one that was launched, if one was
-
-    @property
-    def num_captures(self) -> int:
-        """Graphs captured so far."""
-        return self._memory.num_captures
-
-    @property
-    def draft_seconds(self) -> float:
-        """What drafters took within the last step."""
-        return self._step.draft_seconds if self._step else 0.0
+        self.draft_seconds = 0.0
 
     def start(self, request: Request) -> None:
         """Writes a request that got a slot into the per-slot arrays."""
@@ -141,12 +126,7 @@ class Runner:
             stop_indices=-1,
             thinking_state=request.thinking_state,
         )
-        self._asked[slot] = _Asked(
-            features=request.features,
-            logprobs=-1 if params.logprobs is None else params.logprobs,
-            reports_drafts=params.report_drafts,
-            rates=config.conditional_acceptance_rates(),
-        )
+        self._running[slot] = request
         ends = request.think_end_token_id, len(request.inject_token_ids)
         self._masks.start(slot, TokenRule(request.grammar, params.allowed_token_ids, *ends))
         has_moved = True  # perhaps, where one of these raises
@@ -154,7 +134,7 @@ class Runner:
             has_moved = self._tables.start(request) | self._drafting.start(request)
         finally:
             if has_moved:
-                self._memory.forget()
+                self.memory.forget()
 
     def stop(self, request: Request, slot: int) -> None:
         """Forgets a request that loses its slot; it may come back."""
@@ -169,7 +149,7 @@ class Runner:
 
     def forget(self) -> None:
         """Forgets the steps made so far and what drafters have proposed."""
-        self._memory.forget()
+        self.memory.forget()
         self._drafting.forget()
 
     def launch(self, plan: Plan, *, even_if_idle: bool = False) -> None:
@@ -207,6 +187,7 @@ class Runner:
         if step is None:
             return []
         step.wait()
+        self.draft_seconds = step.draft_seconds
         if not parts:
             return []
         emitted = self._emitted(parts, step) if step.shape.outputs else [Emitted() for _ in parts]
@@ -218,11 +199,6 @@ class Runner:
         arrays = step.arrays
         proposed = arrays.proposed_token_ids.host, arrays.num_proposed.host
         self._drafting.read(plan, *proposed, arrays.drafters)
-        if step.shape.features & Feature.ENDINGS:
-            state = arrays.slot_state.host[THINKING_STATE]
-            self._state[THINKING_STATE] = state
-            for part, one in zip(parts, emitted, strict=True):
-                one.thinking_state = int(state[part.slot])
         return emitted
 
     def commit(self, request: Request) -> None:
@@ -233,8 +209,6 @@ class Runner:
         """Has the drafters go on when all requests of a step are committed."""
         step = self._step
         assert step is not None, "the step has been run"
-        if not self._drafting.width:  # nobody has ever drafted
-            return
         count = len(plan.parts)
         requests, tokens = step.arrays.requests.host, step.arrays.emitted
         self._drafting.finish(
@@ -254,14 +228,14 @@ class Runner:
         """The step of the plan's shape, or of the shape that is rounded up to."""
         if self._num_failures != self._drafting.num_failures:
             self._num_failures = self._drafting.num_failures
-            self._memory.forget()
+            self.memory.forget()
         shape = self._shape_of(plan)
-        step = self._memory.find(shape)
+        step = self.memory.find(shape)
         if step is None:
-            step = Step(shape, self._memory, self._parts)
+            step = Step(shape, self.memory, self._parts)
             # Prefill chunks come in every size: they must not crowd out what was captured.
             if shape.rows == shape.outputs or not self._device.captures:
-                self._memory.keep(shape, step)
+                self.memory.keep(shape, step)
         return step
 
     def _shape_of(self, plan: Plan) -> StepShape:
@@ -272,11 +246,12 @@ class Runner:
             rows += part.num_rows
             pages += len(part.pages)
             if part.emits:
-                asked = self._asked[part.slot]
+                request = self._running[part.slot]
                 outputs += 1 + part.num_drafts
                 width = max(width, part.num_drafts)
-                features |= asked.features
-                logprobs = max(logprobs, asked.logprobs)
+                features |= request.features
+                if request.params.logprobs is not None:
+                    logprobs = max(logprobs, request.params.logprobs)
         if features & Feature.DRAFT_PROBS and self._drafting.draft_probs.probs is None:
             features &= ~Feature.DRAFT_PROBS  # whoever would have written them has failed
         proposals = self._drafting.width
@@ -290,7 +265,7 @@ class Runner:
             shape = shape._replace(trees=tree_shape(parts, self._page_size))
         if features & Feature.PROCESSORS and (masks := self._masks.num_rows(parts)):
             shape = shape._replace(masks=rung(masks))
-        most = self._memory.most
+        most = self.memory.most
         if rows == outputs and (self._device.captures or not parts):
             shape = rounded(shape, most)
         else:
@@ -305,7 +280,7 @@ class Runner:
         page_ends = [0]
         token_ids, page_ids = arrays.token_ids.host, arrays.kv_indices.host
         for index, part in enumerate(parts):
-            count, slot, asked = part.num_rows, part.slot, self._asked[part.slot]
+            count, slot, features = part.num_rows, part.slot, self._running[part.slot].features
             mode = _LAST if part.emits else _NONE
             if count == 1:
                 token_ids[row] = part.token_ids[0]
@@ -318,7 +293,7 @@ class Runner:
             else:
                 token_ids[row : row + count] = part.token_ids
             row += count
-            changes = slot if asked.features & Feature.PROCESSORS else -1
+            changes = slot if features & Feature.PROCESSORS else -1
             # The order of `RequestRow`.
             columns.append((count, part.begin + count, mode, part.num_tokens, slot, changes))
             page_ids[page : page + len(part.pages)] = part.pages
@@ -328,9 +303,9 @@ class Runner:
         if plan.prefixes is not None:
             _fill_prefixes(step, plan.prefixes)
         if arrays.trees is not None:
-            lens = RequestRow(*arrays.requests.host)
+            qo_lens, kv_lens, *_ = arrays.requests.host
             lists = arrays.kv_indptr.host, arrays.kv_indices.host
-            arrays.trees.fill(parts, lens.qo_lens, lens.kv_lens, *lists)
+            arrays.trees.fill(parts, (qo_lens, kv_lens, *lists))
         if step.shape.features & (Feature.PROCESSORS | Feature.ACCEPT_RATES | Feature.DRAFT_PROBS):
             self._fill_features(step, plan)
         if step.shape.rows > row:  # rows of no request, with a token that there is
@@ -373,11 +348,11 @@ class Runner:
         for index, part in enumerate(parts):
             if not part.emits:
                 continue
-            asked = self._asked[part.slot]
-            if asked.features & Feature.ACCEPT_RATES:
-                rates = asked.rates[: step.shape.width]
+            request = self._running[part.slot]
+            if request.features & Feature.ACCEPT_RATES:
+                rates = request.speculative.conditional_acceptance_rates()[: step.shape.width]
                 arrays.accept_rates.host[index, : len(rates)] = rates
-            if asked.features & Feature.DRAFT_PROBS and part.num_drafts:
+            if request.features & Feature.DRAFT_PROBS and part.num_drafts:
                 arrays.draft_prob_rows.host[index] = self._drafting.draft_prob_row(part.slot)
 
     def _emitted(self, parts: Sequence[Part], step: Step) -> list[Emitted]:
@@ -388,15 +363,20 @@ class Runner:
         counts = arrays.num_committed.host[:count].tolist()
         state = arrays.slot_state.host
         reasons, stops = state[FINISH_REASONS].tolist(), state[STOP_INDICES].tolist()
+        thinks = bool(step.shape.features & Feature.ENDINGS)
+        if thinks:
+            self._state[THINKING_STATE] = state[THINKING_STATE]
         emitted = []
         for index, part in enumerate(parts):
             path: Sequence[int] = range(accepted[index])
             if part.draft_parents is not None and arrays.trees is not None:
                 path = arrays.trees.accepted_nodes.host[index, : len(path)].tolist()
             one = Emitted(tokens[index][: counts[index]], path, [])
+            if thinks:
+                one.thinking_state = int(state[THINKING_STATE, part.slot])
             if reason := reasons[part.slot]:
                 one.finish_reason, one.stop_index = FinishReason(reason), stops[part.slot]
-            if part.num_drafts and self._asked[part.slot].reports_drafts:
+            if part.num_drafts and self._running[part.slot].params.report_drafts:
                 sources = self._drafting.sources_of(part.slot, part.num_drafts)
                 drafts = arrays.draft_token_ids.host[index, : part.num_drafts].tolist()
                 parents = list(part.draft_parents or range(-1, part.num_drafts - 1))
@@ -416,8 +396,8 @@ class Runner:
         ids, values = arrays.top_ids.host.tolist(), arrays.top_logprobs.host.tolist()
         first = 0  # of the request's output rows
         for index, (part, result) in enumerate(zip(parts, emitted, strict=True)):
-            wanted = self._asked[part.slot].logprobs
-            if wanted >= 0:
+            wanted = self._running[part.slot].params.logprobs
+            if wanted is not None:
                 # Each token was chosen by the row of the draft before it, the first by the root.
                 rows = [first, *(first + 1 + node for node in result.accepted)]
                 for column, token_id in enumerate(result.token_ids):

@@ -14,6 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from specops.engine.memory.step_shape import rung
 from specops.engine.request import Request
 from specops.sampling import LogitsProcessors, count_tokens
 
@@ -95,13 +96,15 @@ class SlotTables:
         params = request.params
         # One that is 0 asks for nothing, and would have no row in a table that is not there.
         biases = [(token_id, bias) for token_id, bias in params.bias() if np.float32(bias)]
+        budgets = params.reasoning_max_tokens, params.response_max_tokens
+        thinking, reply = (-1 if budget is None else budget for budget in budgets)
         asked: dict[str, Any] = {
             "stop_token_ids": request.stop_token_ids,
             "min_tokens": params.min_tokens,
             "stop_sequences": _rectangle(params.stop_token_sequences),
             "think_end_token_id": request.think_end_token_id,
-            "thinking_budget": _or_off(params.reasoning_max_tokens),
-            "reply_budget": _or_off(params.response_max_tokens),
+            "thinking_budget": thinking,
+            "reply_budget": reply,
             "inject_token_ids": request.inject_token_ids,
             "repetition_penalty": params.repetition_penalty,
             "presence_penalty": params.presence_penalty,
@@ -172,7 +175,11 @@ class SlotTables:
         have = [0] * len(shape) if old is None else list(old.shape[1:])
         if old is not None and all(got >= want for got, want in zip(have, shape, strict=True)):
             return None
-        sizes = [max(got, _rung(want)) for got, want in zip(have, shape, strict=True)]
+        # At least 4 entries, so that tables are seldom widened.
+        sizes = [
+            max(got, max(4, rung(want)) if want else 0)
+            for got, want in zip(have, shape, strict=True)
+        ]
         dtype = torch.from_numpy(np.empty(0, _dtype_of(name))).dtype
         table = torch.full((self._slots, *sizes), _OFF[name], dtype=dtype, device=self._device)
         if old is not None:
@@ -200,15 +207,6 @@ class SlotTables:
 
 def _dtype_of(name: str) -> Any:
     return np.float32 if isinstance(_OFF[name], float) else np.int32
-
-
-def _rung(size: int) -> int:
-    """The next power of two, at least 4, so that tables are seldom widened."""
-    return max(4, 1 << (size - 1).bit_length()) if size else 0
-
-
-def _or_off(value: int | None) -> int:
-    return -1 if value is None else value
 
 
 def _rectangle(sequences: Sequence[Sequence[int]]) -> NDArray[np.int32]:

@@ -16,13 +16,13 @@ from torch import Tensor
 
 import specops
 from specops import batching, sampling
+from specops.engine.device import raise_reported
 from specops.engine.drafters.base import TargetStep
 from specops.engine.drafters.drafting import Drafting
-from specops.engine.memory.device import raise_reported
+from specops.engine.features import Feature
 from specops.engine.memory.step_memory import Block, Layout, StepMemory
 from specops.engine.memory.step_shape import StepShape
 from specops.engine.models import KvCache, StepBatch, Transformer
-from specops.engine.request import Feature
 from specops.engine.steps.slot_tables import SlotTables
 from specops.engine.steps.step_trees import StepTrees, batch_indices, index_arrays
 
@@ -133,14 +133,12 @@ class Exchange:
         self.prefix_leaders = inputs.int32(shape.prefix_levels, chains)
         self.prefix_lens = inputs.int32(shape.prefix_levels, chains)
         self.draft_token_ids = inputs.int32(batch, width)
-        has_rates = bool(shape.features & Feature.ACCEPT_RATES)
-        self.accept_rates = inputs.float32(batch, width if has_rates else 0)
-        has_probs = bool(shape.features & Feature.DRAFT_PROBS)
-        self.draft_prob_rows = inputs.int32(batch if has_probs else 0)
+        features = shape.features
+        self.accept_rates = inputs.float32(batch, width if features & Feature.ACCEPT_RATES else 0)
+        self.draft_prob_rows = inputs.int32(batch if features & Feature.DRAFT_PROBS else 0)
         inputs.append(drafters_inputs)
         inputs.append(trees_inputs)
-        is_processed = bool(shape.features & Feature.PROCESSORS)
-        self.mask_indices = inputs.int32(shape.outputs if is_processed else 0)
+        self.mask_indices = inputs.int32(shape.outputs if features & Feature.PROCESSORS else 0)
         words = -(-parts.model.config.vocab_size // 32)
         self.token_masks = inputs.int32(shape.masks, words)
         self.token_ids = inputs.int32(shape.rows)

@@ -28,6 +28,25 @@ if TYPE_CHECKING:
 _DEAR_SECONDS = 2e-3
 
 
+def has_begun(thinking_state: int, num_injected: int) -> bool:
+    """Whether a grammar constrains the next token: behind the thinking, if there is one.
+
+    Args:
+        thinking_state: of the request, as `sampling.commit` has it.
+        num_injected: tokens that end the thinking by force.
+    """
+    return not 0 <= thinking_state <= num_injected
+
+
+def num_unconstrained(thinking_state: int, num_injected: int, count: int) -> int:
+    """How many of the last `count` tokens of an output are in front of the grammar's first."""
+    if thinking_state < 0:
+        return 0
+    # Behind the thinking the state counts: one for its end, one for each token of the reply.
+    in_reply = max(thinking_state - num_injected - 1, 0)
+    return count - min(count, in_reply)
+
+
 class Grammar:
     """A compiled grammar, which any number of requests share.
 

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from specops.engine.plan import Part, Plan
 from specops.engine.structured.masks import MaskFiller, MaskRows
-from specops.engine.structured.matching import GrammarState
+from specops.engine.structured.matching import GrammarState, has_begun
 
 DraftsOf = Callable[[int, int], NDArray[np.int32]]
 
@@ -84,8 +84,8 @@ class StepMasks:
             rows, rule = 1 + part.num_drafts, self._rules.get(part.slot)
             if rule is not None and rule.grammar is not None:
                 # While a thinking is being ended by force, what is sampled is replaced.
-                has_begun = not 0 <= thinking[part.slot] <= rule.num_injected
-                opening = -1 if has_begun else rule.think_end_token_id
+                is_reply = has_begun(int(thinking[part.slot]), rule.num_injected)
+                opening = -1 if is_reply else rule.think_end_token_id
                 drafts = drafts_of(part.slot, part.num_drafts).tolist() if part.num_drafts else []
                 one = MaskRows(rule.grammar, count, drafts, part.draft_parents, opening)
                 wanted.append((part.request_id, one))
