@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a request asks of its steps beyond the plain ops, and how that follows from its parameters."""
+"""What a request asks of its steps beyond the plain ops, and when it does."""
 
 from specops.engine.sampling_params import SamplingParams
 from specops.engine.speculative_config import SpeculativeConfig
