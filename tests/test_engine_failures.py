@@ -407,6 +407,7 @@ PLACES = [
         for name, at in (
             ("take", 0),
             ("take", 3),
+            ("judge", 1),
             ("advance", 2),
             ("go_back", 1),
             ("allow", 0),
