@@ -102,7 +102,8 @@ def measure_steps(
     finally:
         runner.leave(request)
         pool.release(request.pages)
-        runner.forget()
+        runner.memory.forget()
+        drafting.forget()
     return _line(seconds, max_rows)
 
 

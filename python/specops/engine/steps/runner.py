@@ -147,11 +147,6 @@ class Runner:
             self.stop(request, request.slot)
         self._drafting.leave(request)
 
-    def forget(self) -> None:
-        """Forgets the steps made so far and what drafters have proposed."""
-        self.memory.forget()
-        self._drafting.forget()
-
     def launch(self, plan: Plan, *, even_if_idle: bool = False) -> None:
         """Begins to compute the rows of a step.
 
