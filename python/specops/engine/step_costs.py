@@ -12,9 +12,9 @@ import torch
 
 import specops
 from specops.engine.config import EngineConfig
+from specops.engine.device import Device
 from specops.engine.drafters.drafting import Drafting
 from specops.engine.drafters.methods import default_method
-from specops.engine.memory.device import Device
 from specops.engine.memory.kv_cache import PagePool
 from specops.engine.models import CachedWeights
 from specops.engine.plan import Part, Plan
@@ -102,7 +102,8 @@ def measure_steps(
     finally:
         runner.leave(request)
         pool.release(request.pages)
-        runner.forget()
+        runner.memory.forget()
+        drafting.forget()
     return _line(seconds, max_rows)
 
 

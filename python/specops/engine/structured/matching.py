@@ -12,7 +12,7 @@ All work of a matcher is timed, in seconds of the thread that does it, since a s
 import time
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Future, wait
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,6 +26,25 @@ if TYPE_CHECKING:
 # Of a row, of which most take 20 us. From here on bounds are met, and a matcher that has met one
 # must be made anew from all tokens, or be a copy, which takes some 40 us.
 _DEAR_SECONDS = 2e-3
+
+
+def has_begun(thinking_state: int, num_injected: int) -> bool:
+    """Whether a grammar constrains the next token: behind the thinking, if there is one.
+
+    Args:
+        thinking_state: of the request, as `sampling.commit` has it.
+        num_injected: tokens that end the thinking by force.
+    """
+    return not 0 <= thinking_state <= num_injected
+
+
+def num_unconstrained(thinking_state: int, num_injected: int, count: int) -> int:
+    """How many of the last `count` tokens of an output are in front of the grammar's first."""
+    if thinking_state < 0:
+        return 0
+    # Behind the thinking the state counts: one for its end, one for each token of the reply.
+    in_reply = max(thinking_state - num_injected - 1, 0)
+    return count - min(count, in_reply)
 
 
 class Grammar:
@@ -56,6 +75,9 @@ class Grammar:
     def new_matcher(self) -> "LLMatcher":
         """A matcher at the beginning of a text."""
         return self._matcher.deep_copy()
+
+
+Ending: TypeAlias = tuple[str, "int | str | None"]  # a finish_reason and a stop_reason
 
 
 class GrammarState:
@@ -112,6 +134,22 @@ class GrammarState:
     def is_dear(self) -> bool:
         """Whether rows take long."""
         return self.row_seconds > _DEAR_SECONDS
+
+    def judge(self, token_id: int, is_end: bool) -> tuple[bool, Ending | None]:
+        """Takes the next token of the output, or looks at one that ends it.
+
+        Returns:
+            Whether it fits; and how the output ends here, if it does: where nothing fits, too.
+        """
+        if is_end and self.fits_end(token_id):
+            # One that is text itself may cut a text; only a whole one ends for no reason.
+            return True, ("stop", None if self.may_end else token_id)
+        if not is_end and self.take(token_id):
+            return True, ("stop", None) if self.is_complete else None
+        if self.limit:
+            return False, ("abort", f"structured_output: {self.limit}")
+        # Only the parameters beside the grammar left no token, if the text is whole.
+        return False, ("stop", None) if self.may_end else ("abort", "structured_output")
 
     def take(self, token_id: int) -> bool:
         """Takes the next token of the output; False where it does not fit, which ends the output.
