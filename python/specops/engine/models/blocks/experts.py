@@ -12,8 +12,11 @@ from specops import dense, moe
 from specops.dense import PackedWeight
 from specops.engine.models.blocks.block import BlockLoader, MlpBlock, NewRows
 from specops.engine.models.blocks.mlp import DenseMlp, DenseMlpConfig
+from specops.engine.models.blocks.summed import SummedLinear
+from specops.engine.parallel.shards import Cut
 
 _GATE_UP = ("gate_proj", "up_proj")
+_WIDTHS = "inner widths of an expert"
 
 
 @dataclass(frozen=True)
@@ -93,7 +96,8 @@ class Experts(MlpBlock):
     float32 and nothing is rounded before experts are chosen.
 
     Attributes:
-        gate_up, down: the projections of all experts, of `moe.stack_experts`.
+        gate_up: the projections of all experts, of `moe.stack_experts`.
+        down: likewise, a slice for each summand.
     """
 
     def __init__(
@@ -103,12 +107,13 @@ class Experts(MlpBlock):
         router: PackedWeight,
         bias: Tensor | None,
         gate_up: PackedWeight,
-        down: PackedWeight,
+        down: SummedLinear,
         shared: DenseMlp | None,
     ) -> None:
         shared_width = 0 if shared is None else shared.shape.width
+        width = sum(one.num_inputs for one in down.slices)
         self.shape = self._shape = ExpertsShape(
-            router.num_inputs, config.num_experts, config.routing.top_k, config.width, shared_width
+            router.num_inputs, config.num_experts, config.routing.top_k, width, shared_width
         )
         self._routing, self._router, self._bias = config.routing, router, bias
         self.gate_up, self.down, self._shared = gate_up, down, shared
@@ -125,12 +130,26 @@ class Experts(MlpBlock):
         """Computes rows."""
         order = self._route(x, views)
         moe.moe_linear(x, self.gate_up, order.expert_indptr, order.row_indices, out=views.gated)
-        moe.moe_linear(views.gated, self.down, order.expert_indptr, out=views.expert_out)
-        shared = None
-        if self._shared is not None:
-            shared = views.shared_out
-            self._shared.run(x, sums, views.shared_gated, shared)
-        moe.moe_combine(views.expert_out, views.places, views.expert_weights, shared, out=out)
+        shared, ranks = self._shared, self.down.ranks
+        if shared is not None:
+            shared.activate(x, sums, views.shared_gated)
+        is_whole = ranks.slices == 1
+        summands = out[None] if is_whole else ranks.summands(out.shape, out.device)
+        for index, summand in enumerate(summands):
+            moe.moe_linear(
+                self.down.inputs_of(index, views.gated),
+                self.down.slices[index],
+                order.expert_indptr,
+                out=views.expert_out,
+            )
+            of_shared = None
+            if shared is not None:
+                of_shared = views.shared_out
+                shared.down.summand(index, views.shared_gated, of_shared, sums)
+            pairs = (views.expert_out, views.places, views.expert_weights)
+            moe.moe_combine(*pairs, of_shared, out=summand)
+        if not is_whole:
+            ranks.add(summands, None, out)
 
     def _route(self, x: Tensor, views: ExpertsViews) -> moe.ExpertOrder:
         """Chooses the experts of rows, and orders them."""
@@ -193,14 +212,25 @@ class ExpertsConfig:
             f"{prefix}{self.router_name}.weight", count, hidden, dtype=torch.float32
         )
         experts, sizes = f"{prefix}experts.", (self.width, self.width)
+        own, what = loader.shares.of_rank(self.width, _WIDTHS), ("down_proj",)
+        down = [
+            source.experts(experts, count, what, (hidden,), self.width, cut=Cut(inputs=inputs))
+            for inputs in loader.shares.slices(self.width, _WIDTHS)
+        ]
         return Experts(
             self,
             router=dense.pack_weight(router),
             bias=self._load_bias(loader, prefix),
             gate_up=source.experts(
-                experts, count, _GATE_UP, sizes, hidden, activation=self.activation
+                experts,
+                count,
+                _GATE_UP,
+                sizes,
+                hidden,
+                activation=self.activation,
+                cut=Cut(outputs=(own, own)),
             ),
-            down=source.experts(experts, count, ("down_proj",), (hidden,), self.width),
+            down=SummedLinear(down, None, loader.ranks),
             shared=None
             if self.shared is None
             else self.shared.load(loader, prefix + self.shared_name),
