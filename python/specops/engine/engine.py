@@ -4,6 +4,7 @@
 import logging
 import time
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import NoReturn
 
 import torch
@@ -18,12 +19,14 @@ from specops.engine.errors import EngineError, ModelError, QueueFull
 from specops.engine.machine import (
     FREE_ROWS,
     num_pages_of,
+    one_rank,
     open_device,
     prefix_finder_of,
 )
 from specops.engine.memory.kv_cache import PagePool
 from specops.engine.models import WeightCache, load_model
 from specops.engine.outputs import Completion, EngineStats, RequestOutput
+from specops.engine.parallel.ranks import Ranks
 from specops.engine.plan import Part, Plan, described
 from specops.engine.request import Request
 from specops.engine.sampling_params import SamplingParams
@@ -42,6 +45,8 @@ class Engine:
 
     Args:
         config: how it is set up; the default serves the bundled model.
+        ranks: `config.tensor_parallel_size` of them, if it is one of several that compute the model
+            together.
 
     Attributes:
         device: where it runs: "cpu" or "cuda:N".
@@ -56,8 +61,9 @@ class Engine:
             cannot be used.
     """
 
-    def __init__(self, config: EngineConfig | None = None) -> None:
+    def __init__(self, config: EngineConfig | None = None, ranks: Ranks | None = None) -> None:
         self.config = config = config or EngineConfig()
+        ranks = ranks or one_rank(config)
         # A wrong SPECOPS_NUM_THREADS is refused here, before a file is read.
         specops.set_num_threads(config.num_threads or specops.get_num_threads())
         self._device = open_device(config.device, graphs=not config.enforce_eager)
@@ -72,6 +78,7 @@ class Engine:
             quantization=config.quantization,
             quantize_head=config.quantize_head,
             weight_cache=WeightCache.of_setting(config.weight_cache, config.weight_cache_bytes),
+            ranks=ranks,
         )
         self.model_name = config.model_name
         self.model_dtype = str(model.dtype).removeprefix("torch.")
@@ -87,7 +94,7 @@ class Engine:
         self.drafters: Mapping[str, Drafter] = self._drafting.drafters
         self.runnable_methods, self.missing_methods = self._drafting.methods, self._drafting.missing
         kv_bytes = model.kv_bytes_per_token() + self._drafting.kv_bytes_per_token
-        self.num_pages = num_pages_of(config, self._device, self.max_model_len, kv_bytes)
+        self.num_pages = num_pages_of(config, self._device, self.max_model_len, kv_bytes, ranks)
         self._drafting.allocate(self.num_pages)
         caching = config.enable_prefix_caching
         self._pool = PagePool(self.num_pages, config.page_size, enable_prefix_caching=caching)
@@ -104,7 +111,7 @@ class Engine:
         self._runner = Runner(model, self._device, self._drafting, config, self.num_pages)
         shared = self.tokenizer, self._drafting, self.max_model_len
         if config.speculative_config.adaptive_verification:  # of requests, too
-            self._drafting.select_by(known_steps(model.cached, config, self._measure_steps))
+            self._drafting.select_by(known_steps(model.cached, config, partial(self._measure_steps, ranks)))
         self._admission = Admission(config, *shared, self.vocab_size)
         self._requests: dict[str, Request] = {}
         self._plan: Plan | None = None  # of the step under way
@@ -114,9 +121,9 @@ class Engine:
         self._aborted: list[Request] = []  # with rows in it
         self.stats = EngineStats()
 
-    def _measure_steps(self) -> list[float]:
+    def _measure_steps(self, ranks: Ranks) -> list[float]:
         return measure_steps(
-            *(self.tokenizer, self._runner, self._drafting, self._pool, self._device),
+            *(self.tokenizer, self._runner, self._drafting, self._pool, self._device, ranks),
             max_rows=self.config.max_num_batched_tokens,
             max_model_len=self.max_model_len,
         )

@@ -17,6 +17,7 @@ from specops.engine.memory.device import Device
 from specops.engine.memory.kv_cache import PagePool
 from specops.engine.methods import default_method
 from specops.engine.models import CachedWeights
+from specops.engine.parallel.ranks import Ranks
 from specops.engine.plan import Part, Plan
 from specops.engine.request import Request
 from specops.engine.sampling_params import SamplingParams
@@ -39,7 +40,7 @@ def known_steps(
         config: of the engine.
         measure: calls `measure_steps`.
     """
-    if cached is None:
+    if cached is None or config.tensor_parallel_size > 1:  # ranks measure together, or none does
         return measure()
     sizes = (config.max_num_batched_tokens, config.max_model_len, config.page_size)
     kinds = (config.dtype, config.kv_cache_dtype, config.quantization, config.quantize_head)
@@ -54,6 +55,7 @@ def measure_steps(
     drafting: Drafting,
     pool: PagePool,
     device: Device,
+    ranks: Ranks,
     *,
     max_rows: int,
     max_model_len: int,
@@ -61,8 +63,8 @@ def measure_steps(
     """Runs steps of 1, 2, 4, ... rows, of an engine that has no request yet.
 
     Args:
-        tokenizer, runner, drafting, pool, device: of the engine. All pages are free before and
-            after.
+        tokenizer, runner, drafting, pool, device, ranks: of the engine. All pages are free before
+            and after. The times of the first rank are everybody's.
         max_rows: of a step.
         max_model_len: tokens of the longest request.
 
@@ -78,9 +80,10 @@ def measure_steps(
     begun = math.inf
     try:
         for number in range(-1, _ROUNDS):
+            passed = ranks.of_first(time.perf_counter() - begun)
             if number == 0:
                 begun, seconds = time.perf_counter(), {}  # the first steps were made, not measured
-            elif number and not device.is_async and time.perf_counter() - begun > _SECONDS:
+            elif number and not device.is_async and passed > _SECONDS:
                 break
             for count in counts:
                 # Of different tokens, or rows would share the experts of a mixture.
@@ -90,7 +93,7 @@ def measure_steps(
                 started = time.perf_counter()
                 runner.launch(plan)
                 runner.collect(plan)
-                taken = time.perf_counter() - started
+                taken = ranks.of_first(time.perf_counter() - started)
                 seconds[count] = min(taken, seconds.get(count, taken))
                 if taken > _FACTOR * seconds[1]:
                     break
