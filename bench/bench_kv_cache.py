@@ -17,7 +17,7 @@ from specops import attention, reference
 from specops.engine import Engine, EngineConfig, SamplingParams, SpeculativeConfig
 from specops.engine.config import BUNDLED_MODEL
 from specops.engine.models import Transformer, load_model
-from specops.engine.tokenizer import Tokenizer
+from specops.tokenizer import Tokenizer
 from torch import Tensor
 
 from bench.common import BENCH, Bench, Figure

@@ -29,7 +29,7 @@ import torch
 from specops import sampling
 from specops.engine import Engine, EngineConfig, SamplingParams, SpeculativeConfig
 from specops.engine.plan import Plan
-from specops.engine.tokenizer import Tokenizer
+from specops.tokenizer import Tokenizer
 
 from bench import checkpoints
 from bench.common import Bench, Figure, cpu_results

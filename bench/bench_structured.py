@@ -18,7 +18,7 @@ import numpy as np
 from specops.engine import Engine, EngineConfig, SamplingParams, SpeculativeConfig, StructuredOutput
 from specops.engine.drafters.forced import ForcedDrafter
 from specops.engine.structured import GrammarCompiler, GrammarState, MaskFiller, MaskRows
-from specops.engine.tokenizer import Tokenizer
+from specops.tokenizer import Tokenizer
 
 from bench.common import Bench, Figure
 

@@ -11,7 +11,7 @@ from unittest import mock
 import torch
 from specops import _C
 from specops.engine import Engine, EngineConfig, SamplingParams, SpeculativeConfig
-from specops.engine.drafters import Drafter, DrafterStep, Scheduled, TargetStep, stage_limit
+from specops.engine.drafters.base import Drafter, DrafterStep, Scheduled, TargetStep, stage_limit
 from specops.engine.memory.step_memory import Array, Layout
 from specops.engine.memory.step_shape import StepShape
 

@@ -13,7 +13,7 @@ import torch
 from specops import batching
 from specops.batching import OutputMode
 from specops.engine.models import StepBatch, Transformer, load_model
-from specops.engine.tokenizer import Tokenizer
+from specops.tokenizer import Tokenizer
 from torch import Tensor
 
 from bench.common import BENCH, ROOT

@@ -21,7 +21,7 @@ from specops.engine import (
     TokenLogprob,
 )
 from specops.engine.outputs import EngineStats, SpeculativeStats
-from specops.engine.tokenizer import TextStream, Tokenizer
+from specops.tokenizer import TextStream, Tokenizer
 from tokenizers import AddedToken, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as HfTokenizer
 

@@ -17,8 +17,8 @@ from checkpoints import write_tokenizer
 from mtp_checkpoints import make_mtp_checkpoint
 from specops.engine import Engine, EngineConfig, SamplingParams, SpeculativeConfig, step_costs
 from specops.engine import config as engine_config
-from specops.engine.draft_chances import MethodChances, RequestChances
-from specops.engine.draft_selection import DraftSelector
+from specops.engine.drafters.chances import MethodChances, RequestChances
+from specops.engine.drafters.selection import DraftSelector
 from specops.engine.plan import Plan
 from test_lossless import bits
 

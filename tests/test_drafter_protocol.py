@@ -14,7 +14,7 @@ from draft_lengths import RandomLengths
 from specops import sampling
 from specops.engine import Completion, Engine, EngineConfig, SamplingParams, SpeculativeConfig
 from specops.engine.config import BUNDLED_MODEL
-from specops.engine.drafters import (
+from specops.engine.drafters.base import (
     Drafter,
     DrafterContext,
     MethodUnavailable,
@@ -22,13 +22,13 @@ from specops.engine.drafters import (
     TargetStep,
     stage_limit,
 )
+from specops.engine.drafters.drafting import share_out
+from specops.engine.drafters.methods import METHODS, drafting_order, method_names
 from specops.engine.drafters.recurrent import RecurrentDrafter, RecurrentStep
-from specops.engine.drafting import share_out
 from specops.engine.errors import ModelError
 from specops.engine.memory.kv_cache import DraftKv
-from specops.engine.methods import METHODS, drafting_order, method_names
 from specops.engine.models import Transformer
-from specops.engine.tokenizer import Tokenizer
+from specops.tokenizer import Tokenizer
 from test_lossless import bits, params, prompts
 from toy_drafter import ToyHead, write_weights
 from twin_device import TwinDevice

@@ -26,11 +26,11 @@ from specops.engine import (
     SpeculativeStats,
     StructuredOutput,
 )
-from specops.engine.drafters import Drafter, DrafterStep
+from specops.engine.drafters.base import Drafter, DrafterStep
+from specops.engine.drafters.drafting import Drafting
 from specops.engine.drafters.ngram import _NgramStep
 from specops.engine.drafters.recurrent import RecurrentStep
 from specops.engine.drafters.suffix import SuffixDrafter
-from specops.engine.drafting import Drafting
 from specops.engine.models import Transformer
 from specops.engine.outputs import PromptLogprobs
 from specops.engine.plan import Plan
@@ -40,7 +40,7 @@ from specops.engine.scheduling.scheduler import Scheduler
 from specops.engine.steps.runner import Runner
 from specops.engine.steps.slot_tables import SlotTables
 from specops.engine.structured import GrammarState, masks
-from specops.engine.tokenizer import TextStream
+from specops.tokenizer import TextStream
 from test_lossless import bits
 from twin_device import TwinDevice
 

@@ -17,17 +17,17 @@ from checkpoints import make_checkpoint
 from safetensors.torch import load_file
 from specops import attention, dense
 from specops.engine import Completion, Engine, EngineConfig, SamplingParams, SpeculativeConfig
+from specops.engine.checkpoints.checkpoint import Checkpoint
+from specops.engine.checkpoints.directory import open_checkpoint
+from specops.engine.checkpoints.fused import fused
+from specops.engine.checkpoints.gguf_directory import gguf_directory
+from specops.engine.checkpoints.gguf_file import TYPES, read_gguf
+from specops.engine.checkpoints.gguf_tokenizer import tokenizer_files
 from specops.engine.errors import ModelError
-from specops.engine.gguf.directory import gguf_directory
-from specops.engine.gguf.file import TYPES, read_gguf
-from specops.engine.gguf.tokenizer import tokenizer_files
 from specops.engine.models import WeightCache, load_model
-from specops.engine.models.checkpoints.checkpoint import Checkpoint
-from specops.engine.models.checkpoints.directory import open_checkpoint
-from specops.engine.models.checkpoints.fused import fused
 from specops.engine.models.families import read_model_config
-from specops.engine.tokenizer import Tokenizer
 from specops.quantization import QuantizedWeight, dequantize_weight
+from specops.tokenizer import Tokenizer
 from test_models import Runner
 from test_tokenizer import byte_level
 from tokenizers import pre_tokenizers

@@ -22,7 +22,7 @@ from safetensors.torch import save_file
 from specops import attention, batching, dense, sampling
 from specops.batching import DraftIndices
 from specops.engine import Completion, Engine, EngineConfig, SamplingParams, SpeculativeConfig
-from specops.engine.drafters import TargetStep
+from specops.engine.drafters.base import TargetStep
 from specops.engine.drafters.recurrent import CATCH_UP, RecurrentStep
 from specops.engine.memory.kv_cache import PagePool
 from specops.engine.models import MtpModules, MtpOutput, load_model, load_mtp

@@ -13,7 +13,7 @@ import torch
 from checkpoints import make_checkpoint, write_tokenizer
 from safetensors.torch import save_file
 from specops.engine import Engine, EngineConfig, SamplingParams, SpeculativeConfig
-from specops.engine.draft_trees import joint_tree
+from specops.engine.drafters.trees import joint_tree
 from specops.engine.errors import ModelError
 from test_draft_model import reported
 from test_lossless import bits, params

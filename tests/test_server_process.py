@@ -31,7 +31,6 @@ from serving import Served, serving, serving_app, wait_for
 from specops.engine import Engine, EngineConfig, SamplingParams, StructuredOutput
 from specops.engine.errors import QueueFull
 from specops.engine.outputs import EngineStats, PromptLogprobs
-from specops.engine.tokenizer import Tokenizer
 from specops.server import make_app
 from specops.server.dispatch import Dispatch
 from specops.server.jobs import Job
@@ -41,6 +40,7 @@ from specops.service.loop import Compiled
 from specops.service.messages import Batch, Hello, Output, Status, Stop, Submit
 from specops.service.process import EngineProcess, ProcessClient
 from specops.service.wire import Frames, Setup, encoded, from_process, to_process
+from specops.tokenizer import Tokenizer
 
 HTTP = httpx.Client(timeout=30)
 TEXT = "for i in range(3): for i in range"

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from specops.engine.methods import method_names
+from specops.engine.drafters.methods import method_names
 from specops.engine.speculative_config import (
     REFUSED_FIELDS,
     SpeculativeConfig,

@@ -30,7 +30,7 @@ from specops.engine.structured import (
 )
 from specops.engine.structured.forcing import complete
 from specops.engine.structured.wanted import MAX_CHOICES, MAX_DEPTH, MAX_REGEX, MAX_TEXT
-from specops.engine.tokenizer import Tokenizer
+from specops.tokenizer import Tokenizer
 from test_tokenizer import byte_fallback
 
 VOCAB, EOS = 4096, 0

@@ -17,8 +17,8 @@ from conftest import expect_fault
 from specops import attention, batching, reference
 from specops.batching import BatchIndices, TreeChains, num_spare_pages
 from specops.engine import Completion, Engine, EngineConfig, SamplingParams, SpeculativeConfig
-from specops.engine.draft_trees import first_chain, join_chains, num_chains
-from specops.engine.drafters import Drafter, StepResults, stage_limit
+from specops.engine.drafters.base import Drafter, StepResults, stage_limit
+from specops.engine.drafters.trees import first_chain, join_chains, num_chains
 from torch import Tensor
 from twin_device import OP_MODULES, TwinDevice
 

@@ -18,8 +18,8 @@ from safetensors.torch import save_file
 from specops import dense
 from specops.dense import PackedWeight
 from specops.engine import Completion, Engine, EngineConfig, SamplingParams, SpeculativeConfig
+from specops.engine.checkpoints import safetensors
 from specops.engine.models import CachedWeights, WeightCache, load_model, weight_cache
-from specops.engine.models.checkpoints import safetensors
 from specops.engine.models.weights import WeightSettings, WeightSource
 from torch import Tensor
 

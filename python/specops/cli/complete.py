@@ -22,9 +22,9 @@ from specops.engine import (
     SpeculativeConfig,
     TokenLogprob,
 )
-from specops.engine.methods import METHODS, method_names
+from specops.engine.drafters.methods import METHODS, method_names
 from specops.engine.outputs import TARGET
-from specops.engine.tokenizer import TextStream
+from specops.tokenizer import TextStream
 
 
 def main(arguments: Sequence[str], program: str) -> int:

@@ -19,9 +19,9 @@ from specops.cli.options import add_draft_lengths, add_model_options, engine_set
 from specops.cli.progress import progress
 from specops.engine.config import ALL_METHODS, EngineConfig
 from specops.engine.contract import contract_of
+from specops.engine.drafters.methods import method_choices, method_of
 from specops.engine.engine import Engine
 from specops.engine.errors import EngineError
-from specops.engine.methods import method_choices, method_of
 from specops.engine.outputs import Completion, TokenLogprob
 from specops.engine.sampling_params import SamplingParams
 from specops.engine.speculative_config import SpeculativeConfig

@@ -10,7 +10,7 @@ from typing import Any
 
 from specops.cli.hub import directory_of, is_name
 from specops.engine.config import EngineConfig
-from specops.engine.methods.checks import QUANTIZATIONS
+from specops.engine.drafters.methods.checks import QUANTIZATIONS
 from specops.engine.speculative_config import SpeculativeConfig
 
 

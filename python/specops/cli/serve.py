@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from specops.cli.config_file import arguments_of
 from specops.cli.options import add_engine_options, engine_settings, plain_settings
 from specops.engine.config import EngineConfig
-from specops.engine.tokenizer import Tokenizer
+from specops.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from fastapi import FastAPI

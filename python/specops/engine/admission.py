@@ -6,13 +6,13 @@ import time
 from collections.abc import Collection, Mapping, Sequence
 
 from specops.engine.config import EngineConfig
-from specops.engine.drafting import Drafting
+from specops.engine.drafters.drafting import Drafting
 from specops.engine.errors import ContextOverflow
 from specops.engine.request import Feature, Request
 from specops.engine.sampling_params import SamplingParams, check_sequences
 from specops.engine.speculative_config import SpeculativeConfig
 from specops.engine.structured import Grammar, GrammarCompiler, GrammarState, StructuredOutput
-from specops.engine.tokenizer import TextStream, Tokenizer
+from specops.tokenizer import TextStream, Tokenizer
 
 
 class Admission:

@@ -6,10 +6,17 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from specops.engine.gguf.directory import SUFFIX as GGUF_SUFFIX
-from specops.engine.gguf.directory import gguf_directory
-from specops.engine.methods import METHODS, NAIVE, Method, checks, default_method, method_of
-from specops.engine.methods.checks import QUANTIZATIONS
+from specops.engine.checkpoints.gguf_directory import SUFFIX as GGUF_SUFFIX
+from specops.engine.checkpoints.gguf_directory import gguf_directory
+from specops.engine.drafters.methods import (
+    METHODS,
+    NAIVE,
+    Method,
+    checks,
+    default_method,
+    method_of,
+)
+from specops.engine.drafters.methods.checks import QUANTIZATIONS
 from specops.engine.speculative_config import SpeculativeConfig
 
 BUNDLED_MODEL = Path(__file__).resolve().parent.parent / "assets"

@@ -16,9 +16,9 @@ from typing import Any
 import torch
 
 import specops
+from specops.engine.checkpoints.directory import weight_files
 from specops.engine.engine import Engine
 from specops.engine.machine import LEAF_TOKENS
-from specops.engine.models.checkpoints.directory import weight_files
 
 # What of an engine's configuration it depends on.
 OPTIONS = (

@@ -12,8 +12,8 @@ import torch
 import specops
 from specops.engine.admission import Admission
 from specops.engine.config import EngineConfig
-from specops.engine.drafters import Drafter, DrafterContext
-from specops.engine.drafting import Drafting
+from specops.engine.drafters.base import Drafter, DrafterContext
+from specops.engine.drafters.drafting import Drafting
 from specops.engine.emitted import Emitted
 from specops.engine.errors import EngineError, ModelError, QueueFull
 from specops.engine.machine import (
@@ -35,7 +35,7 @@ from specops.engine.speculative_config import SpeculativeConfig
 from specops.engine.step_costs import known_steps, measure_steps
 from specops.engine.steps.runner import Runner
 from specops.engine.structured import Grammar, StructuredOutput
-from specops.engine.tokenizer import Tokenizer
+from specops.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from specops.engine.draft_trees import num_chains
+from specops.engine.drafters.trees import num_chains
 from specops.engine.errors import EngineError
 from specops.engine.prompt_logprobs import PromptRows
 

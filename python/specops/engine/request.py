@@ -17,8 +17,8 @@ from specops.engine.outputs import (
 from specops.engine.sampling_params import SamplingParams
 from specops.engine.speculative_config import SpeculativeConfig
 from specops.engine.structured import GrammarState
-from specops.engine.tokenizer import TextStream
 from specops.sampling import FinishReason
+from specops.tokenizer import TextStream
 
 
 class Feature:

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, fields, replace
 from itertools import pairwise
 from typing import Any, TypeVar, cast
 
-from specops.engine.methods import (
+from specops.engine.drafters.methods import (
     METHODS,
     NAIVE,
     Method,

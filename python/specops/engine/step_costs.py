@@ -12,10 +12,10 @@ import torch
 
 import specops
 from specops.engine.config import EngineConfig
-from specops.engine.drafting import Drafting
+from specops.engine.drafters.drafting import Drafting
+from specops.engine.drafters.methods import default_method
 from specops.engine.memory.device import Device
 from specops.engine.memory.kv_cache import PagePool
-from specops.engine.methods import default_method
 from specops.engine.models import CachedWeights
 from specops.engine.parallel.ranks import Ranks
 from specops.engine.plan import Part, Plan
@@ -23,7 +23,7 @@ from specops.engine.request import Request
 from specops.engine.sampling_params import SamplingParams
 from specops.engine.speculative_config import SpeculativeConfig
 from specops.engine.steps.runner import Runner
-from specops.engine.tokenizer import TextStream, Tokenizer
+from specops.tokenizer import TextStream, Tokenizer
 
 _ROUNDS = 4  # at most; on a GPU always, which makes a step in one and captures it in the next
 _SECONDS = 1.0  # no round is begun after so long

@@ -11,7 +11,6 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Any, Generic, TypeVar
 
 from specops.engine.outputs import SpeculativeStats, TokenLogprob
-from specops.engine.tokenizer import Tokenizer
 from specops.server.api_error import server_error
 from specops.server.call_forms import CallForm, CallReader
 from specops.server.intake import Turn
@@ -33,6 +32,7 @@ from specops.server.streaming import dumped, event, with_members
 from specops.server.tools import NamedTool
 from specops.server.usage import add_stats, metrics, timings, usage
 from specops.service.messages import End, Output
+from specops.tokenizer import Tokenizer
 
 R = TypeVar("R", CompletionRequest, ChatCompletionRequest)
 

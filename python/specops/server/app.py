@@ -24,7 +24,6 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect
 
 import specops
-from specops.engine.tokenizer import Tokenizer
 from specops.server.answers import ChatAnswer, TextAnswer
 from specops.server.api_error import ApiError, server_error
 from specops.server.call_forms import CALL_FORMS
@@ -56,6 +55,7 @@ from specops.server.request_ids import RequestIds
 from specops.server.streaming import dumped
 from specops.server.tokens import DetokenizeRequest, TokenizeRequest
 from specops.service.client import EngineClient
+from specops.tokenizer import Tokenizer
 
 # After so long a thread that has Python's lock gives way to the event loop, which has little to do:
 # one that reads a request, or the engine's with --in-process. Python's own value is ten times that.

@@ -14,8 +14,8 @@ import jinja2.nodes
 import jinja2.parser
 import jinja2.sandbox
 
-from specops.engine.tokenizer import read_json_object
 from specops.server.call_forms import CALL_FORMS, CallForm, form_of_template
+from specops.tokenizer import read_json_object
 
 
 class ChatFormat:

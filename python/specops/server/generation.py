@@ -14,7 +14,6 @@ from starlette.requests import ClientDisconnect
 
 from specops.engine.errors import ContextOverflow, QueueFull
 from specops.engine.sampling_params import SamplingParams
-from specops.engine.tokenizer import Tokenizer
 from specops.server.answers import Answer
 from specops.server.api_error import (
     ApiError,
@@ -47,6 +46,7 @@ from specops.server.tokens import (
     tokenized,
 )
 from specops.service.messages import Capabilities
+from specops.tokenizer import Tokenizer
 
 R = TypeVar("R", CompletionRequest, ChatCompletionRequest)
 B = TypeVar("B", bound=Strict)

@@ -7,9 +7,9 @@ from typing import Any
 
 from specops.engine.outputs import TokenLogprob
 from specops.engine.sampling_params import SamplingParams
-from specops.engine.tokenizer import Tokenizer
 from specops.server.api_error import ApiError
 from specops.server.streaming import dumped
+from specops.tokenizer import Tokenizer
 
 # Of prompts, in one answer, with the alternatives': some 20 MB of JSON.
 MAX_PROMPT_LOGPROBS = 1 << 18

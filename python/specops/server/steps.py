@@ -5,8 +5,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from specops.engine.outputs import sources_of
-from specops.engine.tokenizer import Tokenizer
 from specops.server.jobs import ChoiceOutput
+from specops.tokenizer import Tokenizer
 
 
 def step_report(tokenizer: Tokenizer, output: ChoiceOutput) -> dict[str, Any]:

@@ -3,9 +3,9 @@
 
 from typing import Any
 
-from specops.engine.tokenizer import Tokenizer
 from specops.server.protocol import AnyMessage
 from specops.server.strict import Strict
+from specops.tokenizer import Tokenizer
 
 
 class TokenizeRequest(Strict):

@@ -4,8 +4,8 @@
 import copy
 
 from specops.engine.contract import contract_of
+from specops.engine.drafters.methods import methods
 from specops.engine.engine import Engine
-from specops.engine.methods import methods
 from specops.service.messages import Capabilities, Status
 
 

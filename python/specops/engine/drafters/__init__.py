@@ -1,28 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Drafters: what proposes the tokens that the next step verifies."""
+"""Drafting: what proposes the tokens that a step verifies, and which of them are verified.
 
-from specops.engine.drafters.base import (
-    Drafter,
-    DrafterContext,
-    DrafterStep,
-    DrawnFrom,
-    MethodUnavailable,
-    Proposals,
-    Scheduled,
-    StepResults,
-    TargetStep,
-    stage_limit,
-)
-
-__all__ = [
-    "Drafter",
-    "DrafterContext",
-    "DrafterStep",
-    "DrawnFrom",
-    "MethodUnavailable",
-    "Proposals",
-    "Scheduled",
-    "StepResults",
-    "TargetStep",
-    "stage_limit",
-]
+`methods` says what there is to choose from, and is all of it that a server loads; `base` is the
+protocol, and a file per drafter; `drafting` has the drafters of one engine.
+"""

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from specops.engine.config import EngineConfig
-from specops.engine.draft_trees import DraftTree
+from specops.engine.drafters.trees import DraftTree
 from specops.engine.errors import ModelError
 from specops.engine.memory.device import Device
 from specops.engine.memory.kv_cache import DraftKv
@@ -29,7 +29,7 @@ from specops.engine.memory.step_memory import Layout
 from specops.engine.memory.step_shape import StepShape
 from specops.engine.models import Transformer
 from specops.engine.request import Request
-from specops.engine.tokenizer import Tokenizer
+from specops.tokenizer import Tokenizer
 
 
 class MethodUnavailable(ModelError):

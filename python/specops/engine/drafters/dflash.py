@@ -11,10 +11,10 @@ from specops import batching
 from specops.batching import BatchIndices
 from specops.engine.drafters.base import Drafter, DrafterContext, MethodUnavailable, TargetStep
 from specops.engine.drafters.head import DraftRows
+from specops.engine.drafters.methods.dflash import METHOD, DflashOptions
 from specops.engine.drafters.newest import NewestTokens
 from specops.engine.drafters.recurrent import RecurrentDrafter
 from specops.engine.memory.kv_cache import DraftKv
-from specops.engine.methods.dflash import METHOD, DflashOptions
 from specops.engine.models import BlockDrafter, KvCache, LayerBatch, MtpBatch, load_dflash
 from specops.engine.request import Request
 

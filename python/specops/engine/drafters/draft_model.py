@@ -9,11 +9,11 @@ from torch import Tensor
 from specops import batching
 from specops.engine.drafters.base import Drafter, DrafterContext, MethodUnavailable, TargetStep
 from specops.engine.drafters.head import DraftRows
+from specops.engine.drafters.methods.draft_model import METHOD, DraftModelOptions
 from specops.engine.drafters.recurrent import RecurrentDrafter
 from specops.engine.errors import ModelError
-from specops.engine.methods.draft_model import METHOD, DraftModelOptions
 from specops.engine.models import KvCache, StepBatch, Transformer, load_model
-from specops.engine.tokenizer import Tokenizer
+from specops.tokenizer import Tokenizer
 
 
 def load(context: DrafterContext) -> Drafter:

@@ -8,8 +8,8 @@ from torch import Tensor
 
 from specops.engine.drafters.base import Drafter, DrafterContext, MethodUnavailable, TargetStep
 from specops.engine.drafters.head import DraftRows
+from specops.engine.drafters.methods.eagle3 import METHOD, Eagle3Options
 from specops.engine.drafters.recurrent import RecurrentDrafter
-from specops.engine.methods.eagle3 import METHOD, Eagle3Options
 from specops.engine.models import Eagle3, KvCache, MtpBatch, load_eagle3
 
 

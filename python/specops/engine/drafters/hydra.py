@@ -2,9 +2,9 @@
 """Hydra heads: each drafts a token from the last state and the drafts before it."""
 
 from specops.engine.drafters.base import Drafter, DrafterContext, MethodUnavailable
+from specops.engine.drafters.methods.hydra import METHOD, HydraOptions
 from specops.engine.drafters.recurrent import RecurrentDrafter
 from specops.engine.drafters.residual import ResidualDraftHead
-from specops.engine.methods.hydra import METHOD, HydraOptions
 from specops.engine.models import load_hydra
 
 

@@ -2,9 +2,9 @@
 """Medusa heads: each drafts a token from the last state alone."""
 
 from specops.engine.drafters.base import Drafter, DrafterContext, MethodUnavailable
+from specops.engine.drafters.methods.medusa import METHOD, MedusaOptions
 from specops.engine.drafters.recurrent import RecurrentDrafter
 from specops.engine.drafters.residual import ResidualDraftHead
-from specops.engine.methods.medusa import METHOD, MedusaOptions
 from specops.engine.models import load_medusa
 
 

@@ -12,9 +12,9 @@ from torch import Tensor
 
 from specops.engine.drafters.base import Drafter, DrafterContext, MethodUnavailable, TargetStep
 from specops.engine.drafters.head import DraftRows
+from specops.engine.drafters.methods.mtp import METHOD, MtpOptions
 from specops.engine.drafters.recurrent import RecurrentDrafter
 from specops.engine.errors import ModelError
-from specops.engine.methods.mtp import METHOD, MtpOptions
 from specops.engine.models import KvCache, MtpBatch, MtpModules, Transformer, load_mtp
 
 

@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from specops.engine.draft_trees import join_chains
 from specops.engine.drafters.base import (
     Drafter,
     DrafterContext,
@@ -22,9 +21,10 @@ from specops.engine.drafters.base import (
     TargetStep,
     stage_limit,
 )
+from specops.engine.drafters.methods.ngram import NgramOptions
+from specops.engine.drafters.trees import join_chains
 from specops.engine.memory.step_memory import Array, Layout
 from specops.engine.memory.step_shape import StepShape
-from specops.engine.methods.ngram import NgramOptions
 from specops.engine.request import Request
 from specops.ngram import NgramIndex, ngram_propose
 

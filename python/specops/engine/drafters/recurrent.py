@@ -16,7 +16,6 @@ from torch import Tensor
 
 from specops import batching, sampling
 from specops.batching import DraftIndices
-from specops.engine.draft_trees import branch_chain, joint_tree
 from specops.engine.drafters.base import (
     Drafter,
     DrafterContext,
@@ -30,6 +29,7 @@ from specops.engine.drafters.base import (
 )
 from specops.engine.drafters.draft_arrays import Choices, DraftArrays
 from specops.engine.drafters.head import DraftHead, DraftRows
+from specops.engine.drafters.trees import branch_chain, joint_tree
 from specops.engine.memory.kv_cache import DraftKv
 from specops.engine.memory.step_memory import Layout
 from specops.engine.memory.step_shape import StepShape, rung

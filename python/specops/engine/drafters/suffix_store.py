@@ -12,9 +12,9 @@ from pathlib import Path
 import numpy as np
 
 from specops.engine.config import EngineConfig
-from specops.engine.methods.suffix import SuffixOptions
-from specops.engine.tokenizer import Tokenizer
+from specops.engine.drafters.methods.suffix import SuffixOptions
 from specops.suffix_tree import SuffixCache
+from specops.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
 

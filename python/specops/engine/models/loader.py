@@ -8,8 +8,8 @@ from pathlib import Path
 
 import torch
 
+from specops.engine.drafters.methods.checks import QUANTIZATIONS
 from specops.engine.errors import ModelError
-from specops.engine.methods.checks import QUANTIZATIONS
 from specops.engine.models.blocks.block import BlockLoader, RopeTables
 from specops.engine.models.config import ModelConfig, Place
 from specops.engine.models.dry_run import dry_run

@@ -3,7 +3,7 @@
 
 from collections.abc import Set
 
-from specops.engine.draft_trees import first_chain
+from specops.engine.drafters.trees import first_chain
 from specops.engine.plan import Plan
 from specops.engine.request import Request
 from specops.engine.scheduling.slots import Slots

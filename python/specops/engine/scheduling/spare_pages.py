@@ -2,7 +2,7 @@
 """The passes that lend pages for one step: to trees of drafts, and for what drafters write."""
 
 from specops.batching import num_spare_pages
-from specops.engine.draft_trees import first_chain
+from specops.engine.drafters.trees import first_chain
 from specops.engine.plan import Plan
 from specops.engine.scheduling.slots import Slots
 from specops.engine.sharing.grammar_turns import GrammarTurns

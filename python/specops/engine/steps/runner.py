@@ -12,8 +12,8 @@ from numpy.typing import NDArray
 import specops
 from specops.batching import OutputMode
 from specops.engine.config import EngineConfig
-from specops.engine.drafters import Proposals
-from specops.engine.drafting import Drafting
+from specops.engine.drafters.base import Proposals
+from specops.engine.drafters.drafting import Drafting
 from specops.engine.emitted import Emitted
 from specops.engine.memory.device import Device
 from specops.engine.memory.step_memory import StepMemory

@@ -17,8 +17,8 @@ from torch import Tensor
 import specops
 from specops import batching, sampling
 from specops.batching import BatchIndices
-from specops.engine.drafters import TargetStep
-from specops.engine.drafting import Drafting
+from specops.engine.drafters.base import TargetStep
+from specops.engine.drafters.drafting import Drafting
 from specops.engine.memory.device import raise_reported
 from specops.engine.memory.step_memory import Array, Layout, StepMemory
 from specops.engine.memory.step_shape import StepShape

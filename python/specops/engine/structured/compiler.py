@@ -18,7 +18,7 @@ from specops.engine.structured.schemas import WHITESPACE, lark_with_options, wit
 from specops.engine.structured.tags import grammar_of_tags
 from specops.engine.structured.vocabulary import Vocabulary
 from specops.engine.structured.wanted import StructuredOutput
-from specops.engine.tokenizer import Tokenizer
+from specops.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher

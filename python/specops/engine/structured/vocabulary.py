@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from specops.engine.tokenizer import Tokenizer
+from specops.tokenizer import Tokenizer
 
 _MARK = "\x02"  # a character that tokenizers merge with no other
 _MARKER = 0xFF  # begins what llguidance takes for a special token; no text has such a byte

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from itertools import accumulate, chain
 from typing import TypeAlias
 
-from specops.engine.draft_chances import MethodChances, RequestChances
+from specops.engine.drafters.chances import MethodChances, RequestChances
 
 Chances: TypeAlias = Sequence[RequestChances]
 Floats: TypeAlias = Sequence[Sequence[float]]

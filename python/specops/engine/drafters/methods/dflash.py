@@ -3,7 +3,7 @@
 
 from dataclasses import dataclass
 
-from specops.engine.methods.method import Method, WeightOptions
+from specops.engine.drafters.methods.method import Method, WeightOptions
 
 
 @dataclass(frozen=True, kw_only=True)

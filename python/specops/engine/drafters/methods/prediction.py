@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Predicted outputs, as the configuration knows them; drafters/prediction.py does it."""
 
-from specops.engine.methods.method import Method
+from specops.engine.drafters.methods.method import Method
 
 METHOD = Method(
     name="prediction",

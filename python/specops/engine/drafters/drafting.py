@@ -14,10 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from specops.batching import Preorder, preorder
-from specops.engine.draft_chances import RequestChances
-from specops.engine.draft_selection import DraftSelector
-from specops.engine.draft_trees import num_chains
-from specops.engine.drafters import (
+from specops.engine.drafters.base import (
     Drafter,
     DrafterContext,
     DrafterStep,
@@ -27,11 +24,9 @@ from specops.engine.drafters import (
     StepResults,
     TargetStep,
 )
+from specops.engine.drafters.chances import RequestChances
 from specops.engine.drafters.draft_probs import DraftProbs
-from specops.engine.memory.kv_cache import DraftKv
-from specops.engine.memory.step_memory import Array, Layout
-from specops.engine.memory.step_shape import StepShape
-from specops.engine.methods import (
+from specops.engine.drafters.methods import (
     COMPANIONS,
     METHODS,
     NAIVE,
@@ -39,6 +34,11 @@ from specops.engine.methods import (
     drafting_order,
     method_of,
 )
+from specops.engine.drafters.selection import DraftSelector
+from specops.engine.drafters.trees import num_chains
+from specops.engine.memory.kv_cache import DraftKv
+from specops.engine.memory.step_memory import Array, Layout
+from specops.engine.memory.step_shape import StepShape
 from specops.engine.plan import Part, Plan
 from specops.engine.request import Request
 

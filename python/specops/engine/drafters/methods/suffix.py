@@ -4,8 +4,8 @@
 from dataclasses import dataclass
 from typing import Any
 
-from specops.engine.methods import checks
-from specops.engine.methods.method import Method, Options
+from specops.engine.drafters.methods import checks
+from specops.engine.drafters.methods.method import Method, Options
 
 _MAX_TREE_DEPTH = 2**15 - 1
 _BUDGETS = ("requests", "tokens", "bytes")

@@ -3,8 +3,8 @@
 
 from dataclasses import dataclass
 
-from specops.engine.methods import checks
-from specops.engine.methods.method import Method, Options
+from specops.engine.drafters.methods import checks
+from specops.engine.drafters.methods.method import Method, Options
 
 MTP_STRATEGIES = ("default", "with_ngram", "with_suffix", "with_prediction")
 

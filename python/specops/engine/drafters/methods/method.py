@@ -6,7 +6,7 @@ from dataclasses import dataclass, fields
 from functools import cached_property
 from typing import Any
 
-from specops.engine.methods.checks import QUANTIZATIONS, choice, path
+from specops.engine.drafters.methods.checks import QUANTIZATIONS, choice, path
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,8 +10,8 @@ import importlib
 from functools import cache
 from types import ModuleType
 
-from specops.engine.methods import checks
-from specops.engine.methods.method import Method, Options
+from specops.engine.drafters.methods import checks
+from specops.engine.drafters.methods.method import Method, Options
 
 __all__ = [
     "COMPANIONS",
@@ -35,15 +35,15 @@ NAIVE = "naive"  # no drafter
 # By name, the module whose METHOD describes it. The first one is what an engine does where nothing
 # is said: it needs no other model, and gains where text repeats itself.
 METHODS: dict[str, str] = {
-    "ngram": "specops.engine.methods.ngram",
-    "suffix": "specops.engine.methods.suffix",
-    "mtp": "specops.engine.methods.mtp",
-    "prediction": "specops.engine.methods.prediction",
-    "draft_model": "specops.engine.methods.draft_model",
-    "eagle3": "specops.engine.methods.eagle3",
-    "medusa": "specops.engine.methods.medusa",
-    "hydra": "specops.engine.methods.hydra",
-    "dflash": "specops.engine.methods.dflash",
+    "ngram": "specops.engine.drafters.methods.ngram",
+    "suffix": "specops.engine.drafters.methods.suffix",
+    "mtp": "specops.engine.drafters.methods.mtp",
+    "prediction": "specops.engine.drafters.methods.prediction",
+    "draft_model": "specops.engine.drafters.methods.draft_model",
+    "eagle3": "specops.engine.drafters.methods.eagle3",
+    "medusa": "specops.engine.drafters.methods.medusa",
+    "hydra": "specops.engine.drafters.methods.hydra",
+    "dflash": "specops.engine.drafters.methods.dflash",
 }
 
 # Drafters that no request chooses: each request that speculates has them behind its method's.
