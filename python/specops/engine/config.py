@@ -173,10 +173,14 @@ class EngineConfig:
             value = getattr(self, name)
             if not isinstance(value, bool):
                 raise ValueError(f"{name} must be True or False, got {value!r}")
-        optional = ("num_pages", "max_model_len", "num_threads", "kv_cache_bytes")
-        optional = (*optional, "exact_across_tp")
-        needed = ("max_num_seqs", "max_num_batched_tokens", "max_waiting", "weight_cache_bytes")
-        needed = (*needed, "tensor_parallel_size")
+        optional = (
+            *("num_pages", "max_model_len", "num_threads", "kv_cache_bytes"),
+            "exact_across_tp",
+        )
+        needed = (
+            *("max_num_seqs", "max_num_batched_tokens", "max_waiting", "weight_cache_bytes"),
+            "tensor_parallel_size",
+        )
         for name in (*optional, *needed):
             value = getattr(self, name)
             if value is None and name in optional:

@@ -111,7 +111,9 @@ class Engine:
         self._runner = Runner(model, self._device, self._drafting, config, self.num_pages)
         shared = self.tokenizer, self._drafting, self.max_model_len
         if config.speculative_config.adaptive_verification:  # of requests, too
-            self._drafting.select_by(known_steps(model.cached, config, partial(self._measure_steps, ranks)))
+            self._drafting.select_by(
+                known_steps(model.cached, config, partial(self._measure_steps, ranks))
+            )
         self._admission = Admission(config, *shared, self.vocab_size)
         self._requests: dict[str, Request] = {}
         self._plan: Plan | None = None  # of the step under way
