@@ -22,7 +22,7 @@ from specops.service.wire import Frames, Setup, encoded, receive, to_process
 
 if TYPE_CHECKING:
     from specops.engine.engine import Engine
-    from specops.service.loop import Compiled
+    from specops.service.loop import Compiled, Inbox
 
 # After so long a thread that has Python's lock gives way: those that compile grammars, to the loop.
 _SWITCH_SECONDS = 0.0005
@@ -97,8 +97,10 @@ def run(connection: socket.socket, make: "Callable[[Setup], Engine]") -> int:
         return 1
     setup, *early = messages
     loaded = threading.Event()
-    threading.Thread(target=_watch, args=(connection, loaded), daemon=True).start()
     logging.basicConfig(level=setup.log_level.upper(), format="%(levelname)s %(name)s: %(message)s")
+    if setup.rank:
+        return _follow(connection, frames, setup, make)
+    threading.Thread(target=_watch, args=(connection, loaded), daemon=True).start()
     from specops.service.loop import EngineLoop
     from specops.service.snapshot import capabilities_of, status_of
 
@@ -106,19 +108,67 @@ def run(connection: socket.socket, make: "Callable[[Setup], Engine]") -> int:
         with contextlib.suppress(ConnectionError):  # the inbox tells
             connection.sendall(encoded(message))
 
+    told = threading.Lock()
+
+    def give_up(sentence: str) -> None:
+        if told.acquire(blocking=False):  # two threads may come to it
+            send(NoEngine(sentence))
+
+    def lost(sentence: str) -> None:
+        if not loaded.is_set():
+            give_up(sentence)
+        logging.getLogger(__name__).critical("%s: all ranks end", sentence)
+        os._exit(1)
+
+    inbox: Inbox = SocketInbox(connection, frames, early)
+    followers = None
     try:
+        if setup.settings.get("tensor_parallel_size", 1) > 1:
+            from specops.service.lockstep import Followers, LeadInbox
+
+            followers = Followers(setup, lost)
+            inbox = LeadInbox(inbox, followers)
         engine = make(setup)
         hello = Hello(capabilities_of(engine), status_of(engine))
     except ValueError as error:
-        send(NoEngine(str(error)))
+        give_up(str(error))
         return 1
+    except RuntimeError:
+        if followers is not None:
+            followers.wait_for_news()
+        raise
     finally:
         loaded.set()
     gc.collect()
     gc.freeze()  # what is there by now stays
     sys.setswitchinterval(_SWITCH_SECONDS)
     send(hello)
-    EngineLoop(engine, SocketInbox(connection, frames, early), send).run()
+    try:
+        EngineLoop(engine, inbox, send).run()
+    except BaseException:
+        if followers is not None:
+            followers.wait_for_news()
+        raise
+    finally:
+        if followers is not None:
+            followers.end()
+    return 0
+
+
+def _follow(
+    connection: socket.socket, frames: Frames, setup: Setup, make: "Callable[[Setup], Engine]"
+) -> int:
+    """Does as the first rank does, to which the connection is, until its loop ends."""
+    from specops.service.lockstep import FollowInbox, end_with_the_first
+    from specops.service.loop import EngineLoop
+
+    end_with_the_first(connection, setup.store)
+    try:
+        engine = make(setup)
+    except ValueError as error:
+        connection.sendall(encoded(NoEngine(str(error))))
+        return 1
+    EngineLoop(engine, FollowInbox(connection, frames), lambda batch: None).run()
     return 0
 
 
@@ -135,6 +185,10 @@ def main() -> None:
     """Runs an engine behind the socket whose number is the last argument; does not return."""
 
     def make(setup: Setup) -> "Engine":
+        if setup.settings.get("tensor_parallel_size", 1) > 1:
+            from specops.service.lockstep import RankEngine
+
+            return RankEngine(setup)
         from specops.engine.config import EngineConfig
         from specops.engine.engine import Engine
 

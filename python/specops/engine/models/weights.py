@@ -246,8 +246,10 @@ class WeightSource(ABC):
         """A weight that is not quantized yet, quantized as it says: groups end where inputs do."""
         if not isinstance(weight, Tensor):
             return weight
-        most = weight.shape[1] if inputs is None else len(inputs)
-        group = 64 if most % 128 else 128
+        if inputs is None:
+            group = 64 if weight.shape[1] % 128 else 128
+        else:
+            group = next((size for size in (128, 64, 32) if not len(inputs) % size), 64)
         kind = {"wint8": ("int8", 0), "wint4": ("int4", group)}[quantization]
         return quantize_weight(weight, kind=kind[0], group=kind[1])
 
