@@ -64,7 +64,8 @@ class Shares:
     def _dealt(self, total: int, what: str) -> int:
         """How many are in a slice."""
         if total % self.ranks.slices:
-            name = "tensor_parallel_size" if self.ranks.slices == self.ranks.size else "slices"
+            is_plain = self.ranks.slices == self.ranks.size
+            name = "tensor_parallel_size" if is_plain else "exact_across_tp"
             raise ModelError(f"{name} must divide the {total} {what}, got {self.ranks.slices}")
         return total // self.ranks.slices
 
