@@ -98,7 +98,7 @@ class Followers:
             settings["seed"] = secrets.randbits(63)
         if settings.get("num_threads") is None:
             settings["num_threads"] = max(specops.get_num_threads() // size, 1)
-        self._folder = tempfile.mkdtemp(prefix="specops-ranks-")
+        self._folder = tempfile.mkdtemp(prefix=f"specops-ranks-{os.getpid()}-")
         setup.store = str(Path(self._folder) / "meeting")
         self._lost, self._is_ending = lost, False
         self._processes = [
