@@ -495,7 +495,8 @@ def test_models_import_in_one_direction(path: Path) -> None:
         {"dry_run"},
         {"loader"},
         {"mtp"},
-        {"eagle", "residual_heads"},
+        {"residual_heads", "state_head"},
+        {"eagle"},
         {"dflash"},
         {"__init__"},
     )

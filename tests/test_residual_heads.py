@@ -272,7 +272,7 @@ def test_what_does_not_fit(
 
 @pytest.mark.parametrize("method", ["medusa", "hydra"])
 def test_what_is_named_by_nobody(target: tuple[Path, Any], tmp_path: Path, method: str) -> None:
-    with pytest.raises(ModelError, match="heads are named: their directory belongs into model"):
+    with pytest.raises(ModelError, match="heads are named: the directory belongs into model"):
         Engine(
             EngineConfig(model=str(target[0]), speculative_config=SpeculativeConfig(method=method))
         )

@@ -19,17 +19,17 @@ from torch import Tensor
 from tools.train.model import DecoderLayer, Model, rotate
 
 
-def _heads(x: Tensor, head_dim: int) -> Tensor:
+def heads_of(x: Tensor, head_dim: int) -> Tensor:
     return x.view(*x.shape[:2], -1, head_dim).transpose(1, 2)
 
 
-def _keys_values(
+def keys_values(
     layer: DecoderLayer, normed: Tensor, cos: Tensor, sin: Tensor
 ) -> tuple[Tensor, Tensor]:
     attention = layer.self_attn
     head_dim = attention.config.head_dim
-    k = rotate(attention.k_norm(_heads(attention.k_proj(normed), head_dim)), cos, sin)
-    return k, _heads(attention.v_proj(normed), head_dim)
+    k = rotate(attention.k_norm(heads_of(attention.k_proj(normed), head_dim)), cos, sin)
+    return k, heads_of(attention.v_proj(normed), head_dim)
 
 
 class Branches:
@@ -49,7 +49,7 @@ class Branches:
         self.text: list[tuple[Tensor, Tensor]] = []
         self.own: list[list[tuple[Tensor, Tensor]]] = [[] for _ in layers]
         for layer in layers:
-            self.text.append(_keys_values(layer, layer.input_layernorm(x), cos[:rows], sin[:rows]))
+            self.text.append(keys_values(layer, layer.normed(x), cos[:rows], sin[:rows]))
             x = layer(x, cos[:rows], sin[:rows])
         self.out = x
 
@@ -58,18 +58,17 @@ class Branches:
         positions = self.ends + 1 + len(self.own[0])
         cos, sin = self.cos[positions], self.sin[positions]
         for index, layer in enumerate(self.layers):
-            x = x + self._attend(index, layer.input_layernorm(x), cos, sin)
-            x = x + layer.mlp(layer.post_attention_layernorm(x))
+            x = layer.rest(x, self._attend(index, layer.normed(x), cos, sin))
         return x
 
     def _attend(self, index: int, normed: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         attention = self.layers[index].self_attn
         head_dim, heads = attention.config.head_dim, attention.config.num_key_value_heads
         batch, chains, _ = normed.shape
-        q = rotate(attention.q_norm(_heads(attention.q_proj(normed), head_dim)), cos, sin)
+        q = rotate(attention.q_norm(heads_of(attention.q_proj(normed), head_dim)), cos, sin)
         q = q.view(batch, heads, -1, chains, head_dim) * head_dim**-0.5
         own = self.own[index]
-        own.append(_keys_values(self.layers[index], normed, cos, sin))
+        own.append(keys_values(self.layers[index], normed, cos, sin))
         text_k, text_v = self.text[index]
         scores = q.flatten(2, 3) @ text_k.transpose(2, 3)
         scores = scores.view(batch, heads, -1, chains, text_k.shape[2]).float()

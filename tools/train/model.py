@@ -61,16 +61,23 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 class Attention(nn.Module):
-    """Causal grouped-query attention with a norm on every query and key head."""
+    """Causal grouped-query attention with a norm on every query and key head.
 
-    def __init__(self, config: ModelConfig) -> None:
+    Args:
+        config: of the model.
+        inputs: width of what it reads; None: the model's.
+    """
+
+    def __init__(self, config: ModelConfig, inputs: int | None = None) -> None:
         super().__init__()
         self.config = config
-        width, head_dim = config.hidden_size, config.head_dim
+        width, head_dim = inputs or config.hidden_size, config.head_dim
         self.q_proj = nn.Linear(width, config.num_attention_heads * head_dim, bias=False)
         self.k_proj = nn.Linear(width, config.num_key_value_heads * head_dim, bias=False)
         self.v_proj = nn.Linear(width, config.num_key_value_heads * head_dim, bias=False)
-        self.o_proj = nn.Linear(config.num_attention_heads * head_dim, width, bias=False)
+        self.o_proj = nn.Linear(
+            config.num_attention_heads * head_dim, config.hidden_size, bias=False
+        )
         self.q_norm = RMSNorm(head_dim, config.rms_norm_eps)
         self.k_norm = RMSNorm(head_dim, config.rms_norm_eps)
 
@@ -125,10 +132,19 @@ class DecoderLayer(nn.Module):
         self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        x = x + self.self_attn(self.input_layernorm(x), cos, sin)
+    def normed(self, x: Tensor) -> Tensor:
+        """What attention reads."""
+        y: Tensor = self.input_layernorm(x)
+        return y
+
+    def rest(self, x: Tensor, attended: Tensor) -> Tensor:
+        """What follows attention."""
+        x = x + attended
         out: Tensor = x + self.mlp(self.post_attention_layernorm(x))
         return out
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        return self.rest(x, self.self_attn(self.normed(x), cos, sin))
 
 
 class MTPLayer(DecoderLayer):

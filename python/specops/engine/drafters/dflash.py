@@ -9,13 +9,14 @@ from torch import Tensor
 
 from specops import batching
 from specops.batching import BatchIndices
-from specops.engine.drafters.base import Drafter, DrafterContext, MethodUnavailable, TargetStep
+from specops.engine.drafters.base import Drafter, DrafterContext, TargetStep
 from specops.engine.drafters.head import DraftRows
 from specops.engine.drafters.methods.dflash import METHOD, DflashOptions
 from specops.engine.drafters.newest import NewestTokens
 from specops.engine.drafters.recurrent import RecurrentDrafter
+from specops.engine.drafters.stack_head import StackHead, named_weights
 from specops.engine.memory.kv_cache import DraftKv
-from specops.engine.models import BlockDrafter, KvCache, LayerBatch, MtpBatch, load_dflash
+from specops.engine.models import BlockDrafter, LayerBatch, MtpBatch, load_dflash
 from specops.engine.request import Request
 
 
@@ -26,13 +27,10 @@ def load(context: DrafterContext) -> Drafter:
         MethodUnavailable: it names none.
         ModelError: the head cannot be used, or not with this target.
     """
-    own = context.config.speculative_config.options_of(DflashOptions)
-    if own.model is None:
-        reason = "no head of DFlash or DSpark is named: its directory belongs into model"
-        raise MethodUnavailable(reason, reason)
+    own, directory = named_weights(context, DflashOptions, "head of DFlash or DSpark is")
     model = load_dflash(
         context.target,
-        own.model,
+        directory,
         target_directory=context.config.model_dir,
         quantization=own.quantization,
     )
@@ -66,7 +64,7 @@ class BlocksDrafter(RecurrentDrafter):
         return BlockKv(self.name, self.head.lookahead, drafts, rows)
 
 
-class BlockHead:
+class BlockHead(StackHead):
     """A block drafter as a `DraftHead`: the first pass runs the block, and each drafts a token.
 
     Args:
@@ -75,17 +73,19 @@ class BlockHead:
 
     Attributes:
         model: this.
-        cache: its keys and values.
     """
 
     is_chained = False
     lookahead = 0
     num_likeliest = 8
-    reads_states = True
 
     def __init__(self, model: BlockDrafter, context: DrafterContext) -> None:
-        self.model = model
-        self.cache: KvCache
+        super().__init__(model)
+        self.model, self.taps, self.token_map = model, model.taps, model.token_map
+        # A token for each row of a block that drafts.
+        self.num_passes = self.max_drafts = model.config.num_drafts
+        # No draft reads another without a Markov head.
+        self.is_independent = model.weights.markov is None
         slots, where = context.config.max_num_seqs, context.device.device
         self._is_async, self._most_rows = context.device.is_async, slots * model.config.num_rows
         self._by_size: dict[int, BatchIndices] = {}
@@ -98,67 +98,18 @@ class BlockHead:
         self._rows: DraftRows
         self._given: Tensor  # of the rows of the last first pass
 
-    @property
-    def is_independent(self) -> bool:
-        """Whether no draft reads another: without a Markov head."""
-        return self.model.weights.markov is None
-
-    @property
-    def num_passes(self) -> int:
-        """A token for each row of a block that drafts."""
-        return self.model.config.num_drafts
-
-    @property
-    def max_drafts(self) -> int:
-        """Those of a block."""
-        return self.num_passes
-
-    @property
-    def taps(self) -> tuple[int, ...]:
-        """The target's layers whose states it reads."""
-        return self.model.config.taps
-
-    @property
-    def hidden_size(self) -> int:
-        """Of its own states, to which the target's are projected."""
-        return self.model.hidden_size
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Of these states."""
-        return self.model.dtype
-
-    @property
-    def vocab_size(self) -> int:
-        """Tokens that it may draft."""
-        return self.model.lm_head.num_outputs
-
-    @property
-    def token_map(self) -> Tensor | None:
-        """These tokens; None: all of the target's."""
-        return self.model.weights.token_map
-
-    @property
-    def kv_bytes_per_token(self) -> int:
-        """Over all of its layers."""
-        return self.model.kv_bytes_per_token()
-
     def reserve(self, rows: int) -> None:
         """Allocates the buffers of passes with up to `rows` rows, and of blocks."""
-        self.model.reserve(max(rows, self._most_rows))
-
-    def allocate(self, num_pages: int, page_size: int) -> None:
-        """Allocates its keys and values, on the target's pages."""
-        self.cache = self.model.new_kv_cache(num_pages, page_size)
+        super().reserve(max(rows, self._most_rows))
 
     def workspace_size(self, rows: int, batch: int, pages: int) -> int:
         """Returns the floats of workspace that attention takes."""
         rows = max(rows, batch * self.model.config.num_rows)
-        return self.model.workspace_size(rows, batch, pages, self.cache)
+        return super().workspace_size(rows, batch, pages)
 
     def sums_size(self, rows: int, outputs: int) -> int:
         """Returns the floats that projections split their sums with."""
-        return self.model.sums_size(max(rows, outputs * self.model.config.num_rows), outputs)
+        return super().sums_size(max(rows, outputs * self.model.config.num_rows), outputs)
 
     def target_states(self, target: TargetStep) -> Tensor:
         """Returns what keys and values are made of."""

@@ -7,12 +7,13 @@ import torch
 from torch import Tensor
 
 from specops import batching
-from specops.engine.drafters.base import Drafter, DrafterContext, MethodUnavailable, TargetStep
+from specops.engine.drafters.base import Drafter, DrafterContext
 from specops.engine.drafters.head import DraftRows
 from specops.engine.drafters.methods.draft_model import METHOD, DraftModelOptions
 from specops.engine.drafters.recurrent import RecurrentDrafter
+from specops.engine.drafters.stack_head import StackHead, named_weights
 from specops.engine.errors import ModelError
-from specops.engine.models import KvCache, StepBatch, Transformer, load_model
+from specops.engine.models import StepBatch, Transformer, load_model
 from specops.tokenizer import Tokenizer
 
 
@@ -24,11 +25,8 @@ def load(context: DrafterContext) -> Drafter:
         ModelError: the model cannot be used, or not with this target.
     """
     config = context.config
-    own = config.speculative_config.options_of(DraftModelOptions)
-    if own.model is None:
-        reason = "no draft model is named: its directory belongs into model"
-        raise MethodUnavailable(reason, reason)
-    directory = Path(own.model)
+    own, named = named_weights(context, DraftModelOptions, "draft model is")
+    directory = Path(named)
     _check_vocabulary(directory, context)
     try:
         model = load_model(
@@ -66,7 +64,7 @@ def _check_vocabulary(directory: Path, context: DrafterContext) -> None:
         )
 
 
-class DraftModelHead:
+class DraftModelHead(StackHead):
     """A model as a `DraftHead`: a row reads the token at its own position, and no states.
 
     Args:
@@ -75,65 +73,21 @@ class DraftModelHead:
 
     Attributes:
         model: this.
-        cache: its keys and values.
     """
 
-    num_passes = 1
-    is_chained = True
-    num_likeliest = 2
     reads_states = False
-    max_drafts = None
-    is_independent = False
     lookahead = 0
-    taps: tuple[int, ...] = ()
-    token_map: Tensor | None = None
 
     def __init__(self, model: Transformer, slots: int) -> None:
+        super().__init__(model)
         self.model = model
-        self.cache: KvCache
         self._slots = torch.arange(slots, dtype=torch.int32, device=model.device)
         self._ints: Tensor
 
-    @property
-    def hidden_size(self) -> int:
-        """Of the model's states."""
-        return self.model.hidden_size
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Of the model's states."""
-        return self.model.dtype
-
-    @property
-    def vocab_size(self) -> int:
-        """The target's."""
-        return self.model.config.vocab_size
-
-    @property
-    def kv_bytes_per_token(self) -> int:
-        """Over all layers of the model."""
-        return self.model.kv_bytes_per_token()
-
     def reserve(self, rows: int) -> None:
         """Allocates the buffers of passes with up to `rows` rows."""
-        self.model.reserve(rows)
+        super().reserve(rows)
         self._ints = torch.empty((3, rows), dtype=torch.int32, device=self.model.device)
-
-    def allocate(self, num_pages: int, page_size: int) -> None:
-        """Allocates the model's keys and values, on the target's pages."""
-        self.cache = self.model.new_kv_cache(num_pages, page_size)
-
-    def workspace_size(self, rows: int, batch: int, pages: int) -> int:
-        """Returns the floats of workspace that attention takes."""
-        return self.model.workspace_size(rows, batch, pages, self.cache)
-
-    def sums_size(self, rows: int, outputs: int) -> int:
-        """Returns the floats that projections split their sums with."""
-        return self.model.sums_size(rows, outputs)
-
-    def target_states(self, target: TargetStep) -> Tensor:
-        """Returns what `forward` does not read."""
-        return target.hidden
 
     def forward(self, index: int, rows: DraftRows, states: Tensor) -> tuple[Tensor, Tensor]:
         """Runs the model over rows; as `DraftHead.forward`."""
@@ -152,12 +106,6 @@ class DraftModelHead:
         )
         hidden = self.model.forward(batch, self.cache)
         return hidden, hidden
-
-    def logits(
-        self, index: int, hidden: Tensor, *, out: Tensor | None = None, sums: Tensor | None = None
-    ) -> Tensor:
-        """Returns the logits of rows."""
-        return self.model.logits(hidden, out=out, sums=sums)
 
     def _token_ids(self, rows: DraftRows) -> Tensor:
         """The tokens of rows: of the text, or of the drafts behind it, which lie by slot."""

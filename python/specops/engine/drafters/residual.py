@@ -1,14 +1,42 @@
 # SPDX-License-Identifier: Apache-2.0
 """Heads of residual blocks as the recurrent drafter runs them: a pass each, over the last rows."""
 
+from typing import Protocol
+
 import torch
 from torch import Tensor
 
 from specops import batching
-from specops.engine.drafters.base import TargetStep
+from specops.engine.drafters.base import Drafter, DrafterContext, TargetStep
 from specops.engine.drafters.head import DraftRows
+from specops.engine.drafters.methods.method import Method, WeightOptions
 from specops.engine.drafters.newest import NewestTokens
-from specops.engine.models import ResidualHeads
+from specops.engine.drafters.recurrent import RecurrentDrafter
+from specops.engine.drafters.stack_head import named_weights
+from specops.engine.models import ResidualHeads, Transformer
+
+
+class Loader(Protocol):
+    """Loads the heads in a directory."""
+
+    def __call__(
+        self, target: Transformer, directory: str, *, quantization: str | None
+    ) -> ResidualHeads: ...
+
+
+def load_residual(
+    context: DrafterContext, method: Method, options: type[WeightOptions], loader: Loader
+) -> Drafter:
+    """Makes the drafter of the heads that the configuration names.
+
+    Raises:
+        MethodUnavailable: it names none.
+        ModelError: the heads cannot be used, or not with this target.
+    """
+    own, directory = named_weights(context, options, f"{method.title} are")
+    heads = loader(context.target, directory, quantization=own.quantization)
+    head = ResidualDraftHead(heads, context.config.max_num_seqs)
+    return RecurrentDrafter(method.name, context, head, draws=True)
 
 
 class ResidualDraftHead:

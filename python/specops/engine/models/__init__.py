@@ -2,6 +2,7 @@
 """Decoder-only models and MTP modules over the specops ops, and loaders for both."""
 
 from specops.engine.models.batch import LayerBatch, StepBatch
+from specops.engine.models.blocks.stack import LayerStack
 from specops.engine.models.config import ModelConfig
 from specops.engine.models.dflash import BlockDrafter, load_dflash
 from specops.engine.models.eagle.loader import load_eagle3
@@ -25,6 +26,7 @@ __all__ = [
     "KvSpec",
     "LayerBatch",
     "LayerKv",
+    "LayerStack",
     "ModelConfig",
     "MtpBatch",
     "MtpConvention",

@@ -12,6 +12,7 @@ from specops.engine.models.blocks.attention import AttentionConfig
 from specops.engine.models.blocks.layer import LayerConfig
 from specops.engine.models.families.dense_decoder import dense_decoder
 from specops.engine.models.families.fields import count, read_config
+from specops.engine.models.state_head import StateHeadConfig, naming
 from specops.engine.models.transformer import Transformer
 
 logger = logging.getLogger(__name__)
@@ -29,15 +30,10 @@ _FOREIGN = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class Eagle3Config:
-    """What a head is made from.
+class Eagle3Config(StateHeadConfig):
+    """What a head is made from. The first layer's attention reads a token and a state side by side.
 
     Attributes:
-        hidden_size: width of its states.
-        layers: in order; attention of the first one reads a token and a state side by side.
-        norm_eps: of every norm.
-        taps: the target's layers whose states it reads: those that leave them.
-        draft_vocab_size: rows of its LM head.
         norm_before_residual: the first layer's branches are added to the normed state.
         norm_before_fc: the states of all layers are normed together before they are projected.
         fc_norm: each layer's states are normed before they are projected.
@@ -46,11 +42,6 @@ class Eagle3Config:
         layer_prefixes: likewise, of each layer.
     """
 
-    hidden_size: int
-    layers: tuple[LayerConfig, ...]
-    norm_eps: float
-    taps: tuple[int, ...]
-    draft_vocab_size: int
     norm_before_residual: bool
     norm_before_fc: bool
     fc_norm: bool
@@ -72,15 +63,9 @@ def read_eagle3_config(
     Raises:
         ModelError: a field is missing, holds what it cannot hold, or does not fit the target.
     """
-    file = directory / "config.json"
     raw = read_config(directory)
-    try:
+    with naming(directory):
         return _read(raw, directory, names, target)
-    except KeyError as error:
-        raise ModelError(f"{file}: {error} is missing") from error
-    except ModelError as error:
-        said = str(error)
-        raise ModelError(said if said.startswith(str(directory)) else f"{file}: {said}") from None
 
 
 def _read(

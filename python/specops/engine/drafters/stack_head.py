@@ -1,0 +1,106 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What draft heads of decoder layers have in common: the stack of layers says most of it."""
+
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from specops.engine.drafters.base import DrafterContext, MethodUnavailable, TargetStep
+from specops.engine.drafters.methods.method import WeightOptions
+from specops.engine.models import KvCache, LayerStack
+
+Options = TypeVar("Options", bound=WeightOptions)
+
+
+def named_weights(context: DrafterContext, kind: type[Options], what: str) -> tuple[Options, str]:
+    """Returns the options of a method whose weights must be named, and where these are.
+
+    Args:
+        context: of the engine.
+        kind: of the options.
+        what: its weights are, with their verb.
+
+    Raises:
+        MethodUnavailable: it names none.
+    """
+    own = context.config.speculative_config.options_of(kind)
+    if own.model is None:
+        reason = f"no {what} named: the directory belongs into model"
+        raise MethodUnavailable(reason, reason)
+    return own, own.model
+
+
+class StackHead:
+    """The parts of a `DraftHead` that a `LayerStack` answers.
+
+    Those that are constants here are what most heads are: a pass over the rows of a step, which
+    reads the token behind each, and then its own states.
+
+    Args:
+        stack: what runs.
+
+    Attributes:
+        stack: this.
+        cache: its keys and values.
+    """
+
+    num_passes = 1
+    is_chained = True
+    num_likeliest = 2
+    reads_states = True
+    max_drafts: int | None = None
+    is_independent = False
+    lookahead = 1
+    taps: tuple[int, ...] = ()
+    token_map: Tensor | None = None
+
+    def __init__(self, stack: LayerStack) -> None:
+        self.stack = stack
+        self.cache: KvCache
+
+    @property
+    def hidden_size(self) -> int:
+        """Of the states that it reads."""
+        return self.stack.hidden_size
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of these states."""
+        return self.stack.dtype
+
+    @property
+    def vocab_size(self) -> int:
+        """Tokens that it may draft."""
+        return self.stack.lm_head.num_outputs
+
+    @property
+    def kv_bytes_per_token(self) -> int:
+        """Over all of its layers."""
+        return self.stack.kv_bytes_per_token()
+
+    def reserve(self, rows: int) -> None:
+        """Allocates the buffers of passes with up to `rows` rows."""
+        self.stack.reserve(rows)
+
+    def allocate(self, num_pages: int, page_size: int) -> None:
+        """Allocates its keys and values, on the target's pages."""
+        self.cache = self.stack.new_kv_cache(num_pages, page_size)
+
+    def workspace_size(self, rows: int, batch: int, pages: int) -> int:
+        """Returns the floats of workspace that attention takes."""
+        return self.stack.workspace_size(rows, batch, pages, self.cache)
+
+    def sums_size(self, rows: int, outputs: int) -> int:
+        """Returns the floats that projections split their sums with."""
+        return self.stack.sums_size(rows, outputs)
+
+    def target_states(self, target: TargetStep) -> Tensor:
+        """Returns the states after the final norm."""
+        return target.hidden
+
+    def logits(
+        self, index: int, hidden: Tensor, *, out: Tensor | None = None, sums: Tensor | None = None
+    ) -> Tensor:
+        """Returns the logits of rows."""
+        return self.stack.logits(hidden, out=out, sums=sums)

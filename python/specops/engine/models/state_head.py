@@ -1,0 +1,308 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Heads on a target's states: what EAGLE-3's and DFlash's have in common.
+
+They read the states that leave some of the target's layers, side by side and projected to their own
+width, run layers, and make logits of the target's tokens or some of them. Embedding and LM head may
+be the target's.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from specops import dense
+from specops.dense import PackedWeight
+from specops.engine.errors import ModelError
+from specops.engine.models.batch import LayerBatch
+from specops.engine.models.blocks.activations import Rows
+from specops.engine.models.blocks.block import BlockLoader, Norm
+from specops.engine.models.blocks.layer import Layer, LayerConfig
+from specops.engine.models.blocks.stack import LayerStack
+from specops.engine.models.kv import KvCache
+from specops.engine.models.mtp.draft_vocabulary import draft_head, token_map_of
+from specops.engine.models.mtp.modules import MtpBatch
+from specops.engine.models.transformer import Transformer
+from specops.engine.models.weights import WeightSource
+
+
+@dataclass(frozen=True, kw_only=True)
+class StateHeadConfig:
+    """What a head is made from.
+
+    Attributes:
+        hidden_size: width of its states.
+        layers: in order.
+        norm_eps: of every norm.
+        taps: the target's layers whose states it reads: those that leave them.
+        draft_vocab_size: rows of its LM head.
+    """
+
+    hidden_size: int
+    layers: tuple[LayerConfig, ...]
+    norm_eps: float
+    taps: tuple[int, ...]
+    draft_vocab_size: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class StateHeadWeights:
+    """The weights of a head; projections packed.
+
+    Attributes:
+        embedding: [vocab_size, hidden_size].
+        fc: from the states of all layers that it reads to its width.
+        fc_bias: of that; None: there is none.
+        layers: in order.
+        final_norm: behind them.
+        lm_head: of drafts.
+        token_map: int32 [draft vocabulary], the token of each of its rows; None: all tokens.
+    """
+
+    embedding: Tensor
+    fc: PackedWeight
+    fc_bias: Tensor | None
+    layers: tuple[Layer, ...]
+    final_norm: Norm
+    lm_head: PackedWeight
+    token_map: Tensor | None
+
+
+class StateHead(LayerStack):
+    """A head on top of its target.
+
+    Args:
+        config: what it was made from.
+        weights: of it.
+        target_size: width of the target's states.
+        projections: that it runs beside those of `weights` and its layers.
+    """
+
+    def __init__(
+        self,
+        config: StateHeadConfig,
+        weights: StateHeadWeights,
+        target_size: int,
+        projections: Sequence[PackedWeight] = (),
+    ) -> None:
+        super().__init__(
+            weights.layers,
+            weights.lm_head,
+            hidden_size=config.hidden_size,
+            dtype=weights.embedding.dtype,
+            device=weights.embedding.device,
+            projections=[weights.fc, *projections],
+        )
+        self.taps, self.token_map = config.taps, weights.token_map
+        self._weights_of_head = weights
+        self._next_norms = [one.input_norm for one in weights.layers[1:]] + [weights.final_norm]
+        self._joined = self._new(0, len(config.taps) * target_size)
+        self._states = self._new(0, self.hidden_size)
+
+    def _new(self, rows: int, width: int) -> Tensor:
+        return torch.empty(rows, width, dtype=self.dtype, device=self.device)
+
+    def reserve(self, rows: int) -> None:
+        """Allocates the buffers of steps with up to `rows` rows, which then stay where they are."""
+        super().reserve(rows)
+        if len(self._states) < rows:
+            self._joined = self._new(rows, self._joined.shape[1])
+            self._states = self._new(rows, self.hidden_size)
+
+    def states_of(self, taps: Mapping[int, Tensor], sums: Tensor | None) -> Tensor:
+        """Returns what rows of the target give the head to read.
+
+        Args:
+            taps: by layer, [rows, target's hidden_size]: the states that leave it.
+            sums: workspace of projections; None: allocated.
+
+        Returns:
+            [rows, hidden_size], in a buffer of its own, which the next call overwrites.
+        """
+        given = [taps[tap] for tap in self.taps]
+        num_rows, weights = given[0].shape[0], self._weights_of_head
+        joined = torch.cat(given, dim=1, out=self._joined[:num_rows])
+        self._norm_joined(joined)
+        return dense.linear(
+            joined, weights.fc, weights.fc_bias, out=self._states[:num_rows], workspace=sums
+        )
+
+    def _norm_joined(self, joined: Tensor) -> None:
+        """Norms the target's states before they are projected, in place; here it does not."""
+
+    def _run_layers(
+        self, batch: LayerBatch, cache: KvCache, rows: Rows, given: Tensor | None = None
+    ) -> Tensor:
+        """Runs the layers over the residual of `rows`; the first reads `given`, where it is."""
+        for index, layer in enumerate(self.layers):
+            first = given if index == 0 else None
+            layer.run(batch, cache.layers[index], rows, rows.layers[index], first)
+            weight, eps = self._next_norms[index]
+            dense.rms_norm(rows.branch, weight, eps, residual=rows.residual, out=rows.normed)
+        return rows.normed
+
+
+def gather_states(batch: MtpBatch, states: Tensor, out: Tensor) -> None:
+    """Copies the state that each row reads: one of `states`, or one that was kept."""
+    source = batch.source_rows
+    torch.index_select(states, 0, source.clamp(min=0), out=out)
+    if batch.kept is not None:
+        earlier = batch.kept.flatten(0, 1).index_select(0, (-2 - source).clamp(min=0))
+        torch.where(source[:, None] < -1, earlier, out, out=out)
+
+
+class StateHeadLoader:
+    """Loads the parts of a head.
+
+    Args:
+        source: of its weights.
+        config: of it.
+        directory: of it.
+        target: the model that it drafts for.
+        target_directory: the directory that the target was loaded from.
+        prefix: of the names of its tensors.
+
+    Attributes:
+        blocks: loads norms and layers.
+        vocab_size: of the target.
+    """
+
+    def __init__(
+        self,
+        source: WeightSource,
+        config: StateHeadConfig,
+        directory: Path,
+        target: Transformer,
+        target_directory: Path,
+        prefix: str = "",
+    ) -> None:
+        self.blocks = BlockLoader(
+            source=source,
+            hidden_size=config.hidden_size,
+            norm_eps=config.norm_eps,
+            kv_dtype=target.kv_dtype,
+            ropes=target.ropes,
+        )
+        self._source, self._config = source, config
+        self._directory, self._prefix = directory, prefix
+        self._target, self._target_directory = target, target_directory
+        self.vocab_size = target.config.vocab_size
+
+    def parts(self, layer_prefixes: Sequence[str]) -> StateHeadWeights:
+        """Loads what all heads have.
+
+        Args:
+            layer_prefixes: what the names of each layer's tensors begin with.
+        """
+        config, source, fc = self._config, self._source, f"{self._prefix}fc"
+        joined, outputs = len(config.taps) * self._target.hidden_size, (config.hidden_size,)
+        has_bias = f"{fc}.bias" in source.names()
+        token_map = self._token_map()
+        return StateHeadWeights(
+            embedding=self._embedding(),
+            fc=source.linear("", (fc,), outputs, joined, quantization="none"),
+            fc_bias=source.bias("", (fc,), outputs) if has_bias else None,
+            layers=tuple(
+                layer.load(self.blocks, of_layer)
+                for layer, of_layer in zip(config.layers, layer_prefixes, strict=True)
+            ),
+            final_norm=self.blocks.norm(f"{self._prefix}norm"),
+            lm_head=self._lm_head(token_map),
+            token_map=token_map,
+        )
+
+    def _token_map(self) -> Tensor | None:
+        """The tokens that the head may draft; None: all."""
+        size, vocab_size = self._config.draft_vocab_size, self.vocab_size
+        where = f"{self._directory}: tensor d2t"
+        if "d2t" in self._source.names():
+            offsets = self._source.integers("d2t", size)
+            return token_map_of(offsets, where, vocab_size).to(self._target.device)
+        if size != vocab_size:
+            raise ModelError(
+                f"{where} is missing: draft_vocab_size is {size}, and the target has "
+                f"{vocab_size} tokens"
+            )
+        return None
+
+    def _embedding(self) -> Tensor:
+        """The head's own embedding, or the target's."""
+        name, width, target = (
+            f"{self._prefix}embed_tokens.weight",
+            self._config.hidden_size,
+            self._target,
+        )
+        if name in self._source.names():
+            return self._source.tensor(name, self.vocab_size, width)
+        if width != target.hidden_size or target.config.embedding_scale != 1.0:
+            raise ModelError(
+                f"{self._directory}: tensor {name} is missing, and the target's embedding does "
+                "not fit"
+            )
+        return target.embedding
+
+    def _lm_head(self, token_map: Tensor | None) -> PackedWeight:
+        """The head's own LM head, or the rows of the target's that it may draft."""
+        source, width, target = self._source, self._config.hidden_size, self._target
+        names = [
+            name
+            for name in ("lm_head", f"{self._prefix}lm_head")
+            if f"{name}.weight" in source.names()
+        ]
+        if not names and width == target.hidden_size:
+            return draft_head(target, source.settings, self._target_directory, token_map)
+        quantization, outputs = source.settings.quantize_head, (self._config.draft_vocab_size,)
+        name = names[0] if names else "lm_head"
+        return source.linear("", (name,), outputs, width, quantization=quantization)
+
+
+@contextmanager
+def naming(directory: Path) -> Iterator[None]:
+    """Errors about the fields of a head's config.json name that file."""
+    file = directory / "config.json"
+    try:
+        yield
+    except KeyError as error:
+        raise ModelError(f"{file}: {error} is missing") from error
+    except ModelError as error:
+        said = str(error)
+        raise ModelError(said if said.startswith(str(directory)) else f"{file}: {said}") from None
+
+
+def try_row(directory: Path, head: LayerStack, run: Callable[[MtpBatch, KvCache], Tensor]) -> None:
+    """Runs a row: what an op refuses shows before anybody's request does.
+
+    Args:
+        directory: of the head.
+        head: this.
+        run: takes a batch of one row, and gives states for the LM head.
+
+    Raises:
+        ModelError: an op refuses it.
+    """
+
+    def ints(*values: int, dtype: torch.dtype = torch.int32) -> Tensor:
+        return torch.tensor(values, dtype=dtype, device=head.device)
+
+    batch = MtpBatch(
+        positions=ints(0),
+        cache_slots=ints(0, dtype=torch.int64),
+        qo_indptr=ints(0, 1),
+        kv_indptr=ints(0, 1),
+        kv_indices=ints(0),
+        kv_lens=ints(1),
+        row_to_request=ints(0),
+        source_rows=ints(0),
+        slots=ints(0),
+        token_ids=ints(0, 0)[None],
+        lens=ints(2),
+        draft_token_ids=ints(0)[None],
+    )
+    try:
+        head.logits(run(batch, head.new_kv_cache(1, 16)))
+    except ValueError as error:
+        op, _, sentence = str(error).partition(": ")
+        raise ModelError(f"{directory / 'config.json'}: {sentence} ({op})") from error

@@ -1,0 +1,356 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Draft heads in plain PyTorch: EAGLE-3, Medusa, Hydra and DFlash, for the bundled model.
+
+All of them draft chains along a text, which is given. The chain of start s is what an engine drafts
+when token s + 1 is the newest one: the target's states are there of rows 0 to s, and draft k is
+for token s + 1 + k. Names of parameters are those of published files.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from tools.train.chains import Branches, heads_of, keys_values
+from tools.train.model import Attention, DecoderLayer, Model, ModelConfig, RMSNorm, rotate
+
+
+@dataclass(frozen=True)
+class Target:
+    """A frozen model's pass over texts.
+
+    Attributes:
+        model: this.
+        tokens: [texts, length].
+        left: by layer, [texts, length, hidden_size]: the states that leave it.
+        states: likewise, after the final norm.
+        logits: [texts, length, vocab_size].
+        cos, sin: RoPE tables of at least `length` rows.
+    """
+
+    model: Model
+    tokens: Tensor
+    left: list[Tensor]
+    states: Tensor
+    logits: Tensor
+    cos: Tensor
+    sin: Tensor
+
+    def embedded(self, tokens: Tensor) -> Tensor:
+        """The target's embedding of tokens."""
+        out: Tensor = self.model.model.embed_tokens(tokens)
+        return out
+
+    def joined(self, layers: tuple[int, ...]) -> Tensor:
+        """States of several layers, side by side."""
+        return torch.cat([self.left[layer] for layer in layers], dim=-1)
+
+
+@torch.no_grad()
+def run_target(model: Model, tokens: Tensor, cos: Tensor, sin: Tensor) -> Target:
+    """Runs the target over texts."""
+    length, x, left = tokens.shape[1], model.model.embed_tokens(tokens), []
+    for layer in model.model.layers[: model.config.num_hidden_layers]:
+        x = layer(x, cos[:length], sin[:length])
+        left.append(x)
+    states = model.model.norm(x)
+    return Target(model, tokens, left, states, model.logits(states), cos, sin)
+
+
+def decoder_fields(config: ModelConfig, num_layers: int) -> dict[str, Any]:
+    """What config.json says of a head's decoder layers."""
+    return {
+        "hidden_size": config.hidden_size,
+        "intermediate_size": config.intermediate_size,
+        "num_hidden_layers": num_layers,
+        "num_attention_heads": config.num_attention_heads,
+        "num_key_value_heads": config.num_key_value_heads,
+        "head_dim": config.head_dim,
+        "vocab_size": config.vocab_size,
+        "max_position_embeddings": config.max_position_embeddings,
+        "rms_norm_eps": config.rms_norm_eps,
+        "rope_theta": config.rope_theta,
+        "hidden_act": "silu",
+        "torch_dtype": "bfloat16",
+    }
+
+
+class Head(nn.Module):
+    """A draft head.
+
+    Attributes:
+        depth: drafts per chain.
+        file: that its tensors are published in.
+    """
+
+    depth: int
+    file = "model.safetensors"
+
+    def chains(self, target: Target, starts: Tensor) -> Iterator[Tensor]:
+        """Yields the logits of draft 1, 2, .. of chains, [texts, chains, vocab_size].
+
+        Args:
+            target: its pass over the texts.
+            starts: [chains]; start + depth + 1 is below the length.
+        """
+        raise NotImplementedError
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Its tensors, by the names of published files."""
+        return dict(self.state_dict())
+
+    def fields(self) -> dict[str, Any]:
+        """Its config.json."""
+        raise NotImplementedError
+
+
+class EagleLayer(DecoderLayer):
+    """A decoder layer whose attention reads an embedding and a state, side by side."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__(config)
+        self.self_attn = Attention(config, 2 * config.hidden_size)
+        self.hidden_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+
+    def normed(self, x: Tensor) -> Tensor:
+        """What attention reads."""
+        embedded, state = x.chunk(2, dim=-1)
+        return torch.cat((self.input_layernorm(embedded), self.hidden_norm(state)), dim=-1)
+
+    def rest(self, x: Tensor, attended: Tensor) -> Tensor:
+        """What follows attention, which is added to the state."""
+        return super().rest(x.chunk(2, dim=-1)[1], attended)
+
+
+class Eagle3Head(Head):
+    """EAGLE-3's head, which shares the target's embedding and LM head.
+
+    It begins as a copy of what fits of the target's MTP module, which has read the last layer.
+    """
+
+    taps = (1, 3, 5)
+
+    def __init__(self, model: Model, depth: int = 5) -> None:
+        super().__init__()
+        config, width = model.config, model.config.hidden_size
+        self.config, self.depth = config, depth
+        self.fc = nn.Linear(len(self.taps) * width, width, bias=False)
+        self.midlayer = EagleLayer(config)
+        self.norm = RMSNorm(width, config.rms_norm_eps)
+        module = model.mtp()
+        with torch.no_grad():
+            own = self.midlayer.state_dict()
+            for name, value in module.state_dict().items():
+                if name in own and own[name].shape == value.shape:
+                    own[name].copy_(value)
+            for name in ("q_proj", "k_proj", "v_proj"):
+                weight = getattr(module.self_attn, name).weight * module.input_layernorm.weight
+                own[f"self_attn.{name}.weight"].copy_(weight @ module.eh_proj.weight)
+            own["input_layernorm.weight"].copy_(module.enorm.weight)
+            own["hidden_norm.weight"].copy_(module.hnorm.weight * model.model.norm.weight)
+            self.fc.weight.zero_()
+            self.fc.weight[:, -width:].fill_diagonal_(1)
+            self.norm.weight.copy_(module.shared_head["norm"].weight)
+
+    def chains(self, target: Target, starts: Tensor) -> Iterator[Tensor]:
+        """As `Head.chains`; from the second draft on it reads its own states."""
+        tokens = target.tokens
+        states = self.fc(target.joined(self.taps)[:, :-1])
+        pairs = torch.cat((target.embedded(tokens[:, 1:]), states), dim=-1)
+        branches = Branches([self.midlayer], pairs, target.cos, target.sin, starts)
+        state = branches.out[:, starts]
+        yield target.model.logits(self.norm(state))
+        for draft in range(2, self.depth + 1):
+            pairs = torch.cat((target.embedded(tokens[:, starts + draft]), state), dim=-1)
+            state = branches.step(pairs)
+            yield target.model.logits(self.norm(state))
+
+    def fields(self) -> dict[str, Any]:
+        """Its config.json, as SpecForge lays it out."""
+        entered = [layer + 1 for layer in self.taps]
+        return {
+            "architectures": ["LlamaForCausalLMEagle3"],
+            **decoder_fields(self.config, 1),
+            "draft_vocab_size": self.config.vocab_size,
+            "eagle_config": {"eagle_aux_hidden_state_layer_ids": entered},
+        }
+
+
+class ResidualHead(nn.Module):
+    """x + silu(W x + b) before a matrix of logits; a wider x is projected to be added to."""
+
+    def __init__(self, model: Model, num_inputs: int, has_bias: bool) -> None:
+        super().__init__()
+        width = model.config.hidden_size
+        self.linear = nn.Linear(num_inputs * width, width)
+        nn.init.normal_(self.linear.weight, std=0.01)
+        nn.init.zeros_(self.linear.bias)
+        self.res_connection = nn.Linear(num_inputs * width, width) if num_inputs > 1 else None
+        if self.res_connection is not None:
+            nn.init.zeros_(self.res_connection.weight)
+            nn.init.zeros_(self.res_connection.bias)
+            with torch.no_grad():
+                self.res_connection.weight[:, :width].fill_diagonal_(1)
+        self.lm_head = nn.Linear(width, model.config.vocab_size, bias=has_bias)
+        with torch.no_grad():
+            self.lm_head.weight.copy_(model.model.embed_tokens.weight)
+            if has_bias:
+                self.lm_head.bias.zero_()
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Logits."""
+        inner = nn.functional.silu(self.linear(x))
+        out: Tensor = self.lm_head(
+            (x if self.res_connection is None else self.res_connection(x)) + inner
+        )
+        return out
+
+
+class ResidualHeads(Head):
+    """Medusa's and Hydra's heads, one for each draft.
+
+    Args:
+        model: the target.
+        depth: how many.
+        reads_tokens: the newest token and the drafts before a head's as well, as Hydra's do.
+    """
+
+    def __init__(self, model: Model, depth: int, *, reads_tokens: bool) -> None:
+        super().__init__()
+        self.depth, self.reads_tokens = depth, reads_tokens
+        self.file = "hydra_lm_head.safetensors" if reads_tokens else "medusa_lm_head.safetensors"
+        self.heads = nn.ModuleList(
+            ResidualHead(model, 2 + head if reads_tokens else 1, reads_tokens)
+            for head in range(depth)
+        )
+
+    def chains(self, target: Target, starts: Tensor) -> Iterator[Tensor]:
+        """As `Head.chains`: all drafts read the state that the newest token was chosen from."""
+        x = target.states[:, starts]
+        for draft, head in enumerate(self.heads):
+            if self.reads_tokens:
+                token = target.embedded(target.tokens[:, starts + 1 + draft])
+                x = torch.cat((x, token), dim=-1)
+            yield head(x)
+
+    def tensors(self) -> dict[str, Tensor]:
+        """By the names of the authors."""
+        named = {}
+        for name, tensor in self.state_dict().items():
+            _, head, part, kind = name.split(".")
+            if part == "lm_head":
+                whole = f"hydra_lm_head.{head}" if self.reads_tokens else f"{head}.1"
+            else:
+                whole = f"{'hydra_mlp.' if self.reads_tokens else ''}{head}.0.{part}"
+            named[f"{whole}.{kind}"] = tensor
+        return named
+
+    def fields(self) -> dict[str, Any]:
+        """Their config.json."""
+        if self.reads_tokens:
+            return {
+                "hydra_num_heads": self.depth,
+                "hydra_num_layers": 1,
+                "hydra_head_arch": "mlp",
+                "grounded_heads": True,
+            }
+        return {"medusa_num_heads": self.depth, "medusa_num_layers": 1}
+
+
+class BlockHead(Head):
+    """DFlash's head, which shares the target's embedding and LM head.
+
+    The newest token and the masks behind it see the context, which is made of the target's states,
+    and each other. The mask in a draft's place drafts it.
+    """
+
+    taps = (1, 3, 5)
+    mask_token_id = 1
+
+    def __init__(self, model: Model, depth: int = 5, num_layers: int = 2) -> None:
+        super().__init__()
+        config, width = model.config, model.config.hidden_size
+        self.config, self.depth = config, depth
+        self.fc = nn.Linear(len(self.taps) * width, width, bias=False)
+        self.hidden_norm = RMSNorm(width, config.rms_norm_eps)
+        self.layers = nn.ModuleList(DecoderLayer(config) for _ in range(num_layers))
+        self.norm = RMSNorm(width, config.rms_norm_eps)
+        with torch.no_grad():
+            last = model.model.layers[config.num_hidden_layers - num_layers :]
+            for layer, other in zip(self.layers, last, strict=False):
+                layer.load_state_dict(other.state_dict(), strict=False)
+            self.norm.weight.copy_(model.model.norm.weight)
+
+    def chains(self, target: Target, starts: Tensor) -> Iterator[Tensor]:
+        """As `Head.chains`: one pass drafts all."""
+        texts, rows, width = len(target.tokens), 1 + self.depth, self.config.hidden_size
+        given = self.hidden_norm(self.fc(target.joined(self.taps)))
+        tokens = target.tokens[:, starts + 1, None]
+        tokens = torch.cat(
+            (tokens, torch.full_like(tokens, self.mask_token_id).expand(-1, -1, self.depth)), -1
+        )
+        x = target.embedded(tokens).flatten(1, 2)
+        positions = (starts[:, None] + 1 + torch.arange(rows, device=starts.device)).flatten()
+        unseen = torch.arange(given.shape[1], device=starts.device) > starts[:, None]
+        unseen = unseen.repeat_interleave(rows, dim=0)
+        for layer in self.layers:
+            x = layer.rest(
+                x, self._attend(layer, layer.normed(x), given, positions, unseen, target)
+            )
+        logits = target.model.logits(self.norm(x.view(texts, -1, rows, width)[:, :, 1:]))
+        yield from logits.unbind(2)
+
+    def _attend(
+        self,
+        layer: DecoderLayer,
+        normed: Tensor,
+        given: Tensor,
+        positions: Tensor,
+        unseen: Tensor,
+        target: Target,
+    ) -> Tensor:
+        attention, dim = layer.self_attn, self.config.head_dim
+        texts, rows, heads = len(normed), 1 + self.depth, self.config.num_key_value_heads
+        cos, sin, length = target.cos[positions], target.sin[positions], given.shape[1]
+        q = rotate(attention.q_norm(heads_of(attention.q_proj(normed), dim)), cos, sin) * dim**-0.5
+        q = q.view(texts, heads, -1, len(positions), dim)
+        text_k, text_v = keys_values(layer, given, target.cos[:length], target.sin[:length])
+        own_k, own_v = keys_values(layer, normed, cos, sin)
+        own_k, own_v = (one.view(texts, heads, 1, -1, rows, dim) for one in (own_k, own_v))
+        scores = (q.flatten(2, 3) @ text_k.transpose(2, 3)).view(*q.shape[:4], length).float()
+        blocks = q.view(texts, heads, -1, len(positions) // rows, rows, dim)
+        own_scores = (blocks @ own_k.transpose(-1, -2)).view(*q.shape[:4], rows).float()
+        scores = torch.cat((scores.masked_fill(unseen, -torch.inf), own_scores), dim=-1)
+        on_text, on_own = scores.softmax(-1).to(text_v.dtype).split([length, rows], dim=-1)
+        y = (on_text.flatten(2, 3) @ text_v).view(q.shape)
+        y = y + (on_own.reshape(*blocks.shape[:5], rows) @ own_v).view(q.shape)
+        out: Tensor = attention.o_proj(
+            y.flatten(1, 2).transpose(1, 2).reshape(texts, len(positions), -1)
+        )
+        return out
+
+    def fields(self) -> dict[str, Any]:
+        """Its config.json, as DFlash's authors lay it out."""
+        return {
+            "architectures": ["DFlashDraftModel"],
+            **decoder_fields(self.config, len(self.layers)),
+            "block_size": 1 + self.depth,
+            "num_target_layers": self.config.num_hidden_layers,
+            "dflash_config": {
+                "target_layer_ids": list(self.taps),
+                "mask_token_id": self.mask_token_id,
+            },
+        }
+
+
+def new_head(name: str, model: Model) -> Head:
+    """Makes a head before its training: "eagle3", "medusa", "hydra" or "dflash"."""
+    if name == "eagle3":
+        return Eagle3Head(model)
+    if name == "dflash":
+        return BlockHead(model)
+    return ResidualHeads(model, 4, reads_tokens=name == "hydra")

@@ -1,0 +1,66 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The target's own outputs, which draft heads are trained on: they draft nothing else."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+from safetensors.torch import load_file, save_file
+from specops.engine import Engine, EngineConfig, SamplingParams, SpeculativeConfig
+from torch import Tensor
+
+from tools.train.train import Ids
+
+PROMPT_TOKENS, NEW_TOKENS = 96, 256
+TEMPERATURE = 0.7
+
+
+def own_outputs(
+    model: Path, documents: Sequence[Ids], count: int, seed: int, cache: Path
+) -> Tensor:
+    """Texts that begin as documents do somewhere, and that the target has continued.
+
+    Args:
+        model: directory of the target.
+        documents: encoded; prompts are cut from them at random places.
+        count: of texts.
+        seed: of the places. Text i is sampled with the seed i.
+        cache: a file that keeps the texts; where it exists it is read instead.
+
+    Returns:
+        int64 [count, PROMPT_TOKENS + NEW_TOKENS].
+    """
+    if not cache.exists():
+        rng = np.random.default_rng(seed)
+        long = [one for one in documents if len(one) > PROMPT_TOKENS]
+        weights = np.array([len(one) for one in long], dtype=np.float64)
+        chosen = rng.choice(len(long), size=count, p=weights / weights.sum())
+        prompts = []
+        for index in chosen:
+            begin = int(rng.integers(len(long[index]) - PROMPT_TOKENS))
+            prompts.append(long[index][begin : begin + PROMPT_TOKENS].astype(int).tolist())
+        engine = Engine(
+            EngineConfig(
+                model=str(model),
+                device="cpu",
+                speculative_config=SpeculativeConfig.from_dict({"method": "naive"}),
+                max_num_seqs=64,
+                num_threads=torch.get_num_threads(),
+            )
+        )
+        params = [
+            SamplingParams(
+                max_tokens=NEW_TOKENS, temperature=TEMPERATURE, seed=index, ignore_eos=True
+            )
+            for index in range(count)
+        ]
+        results = engine.generate(prompts, params)
+        texts = [[*one, *done.token_ids] for one, done in zip(prompts, results, strict=True)]
+        temporary = cache.with_name(f".{cache.name}.tmp")
+        save_file({"tokens": torch.tensor(texts, dtype=torch.int32)}, temporary)
+        os.replace(temporary, cache)
+    return load_file(cache)["tokens"].long()

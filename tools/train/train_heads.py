@@ -1,0 +1,234 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`python -m tools.train.train_heads`: draft heads of other methods for the bundled model.
+
+Each draft is trained towards the target's whole distribution at its place, on texts that the target
+has written. The target is frozen.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from safetensors.torch import save_file
+from tokenizers import Tokenizer
+from torch import Tensor
+
+from tools.train import corpus
+from tools.train.export import load_model, write_text
+from tools.train.heads import Head, new_head, run_target
+from tools.train.model import Model, rope_cos_sin
+from tools.train.outputs import own_outputs
+from tools.train.train import Ids, encode
+
+ASSETS = Path("python/specops/assets")
+HEADS = ("eagle3", "medusa", "hydra", "dflash")
+PROBE_TEXTS = 48
+
+
+@dataclass(frozen=True)
+class HeadRecipe:
+    """Everything that decides what a head becomes, beside the target and its outputs."""
+
+    steps: int = 1200
+    texts: int = 4000  # of the target's, those of the probe included
+    batch_texts: int = 8
+    chains: int = 96  # of each text, per step
+    # What a draft weighs once a draft before it is wrong: an engine has dropped the chain by then.
+    dead_weight: float = 0.2
+    matrix_lr: float = 0.01
+    vector_lr: float = 1e-3
+    weight_decay: float = 0.1
+    warmup_steps: int = 20
+    decay_fraction: float = 0.6
+    final_lr: float = 0.02
+    seed: int = 19
+
+    def lr_scale(self, step: int) -> float:
+        """Warm-up, constant, then linear down over the last `decay_fraction`."""
+        scale = min(1.0, (step + 1) / self.warmup_steps)
+        left = (self.steps - step) / (self.decay_fraction * self.steps)
+        return scale * (self.final_lr + (1 - self.final_lr) * min(1.0, left))
+
+
+def losses_of(
+    head: Head, model: Model, tokens: Tensor, starts: Tensor, dead_weight: float
+) -> tuple[Tensor, Tensor]:
+    """Losses of a batch by draft, and how many drafts are kept.
+
+    A draft counts as kept if it and all before it are the text's tokens, which the target has
+    written.
+
+    Returns:
+        losses [depth], each the weighted mean over chains; kept [depth], parts of the chains.
+    """
+    cos, sin = rope_cos_sin(tokens.shape[1], model.config, tokens.device)
+    target = run_target(model, tokens, cos, sin)
+    losses, kept = [], []
+    alive = torch.ones(len(tokens), len(starts), dtype=torch.bool, device=tokens.device)
+    for draft, logits in enumerate(head.chains(target, starts), start=1):
+        wanted = target.logits[:, starts + draft].float().softmax(-1)
+        rows = F.cross_entropy(
+            logits.flatten(0, 1).float(), wanted.flatten(0, 1), reduction="none"
+        ).view(alive.shape)
+        losses.append((rows * torch.where(alive, 1.0, dead_weight)).mean())
+        alive = alive & (logits.argmax(-1) == tokens[:, starts + draft + 1])
+        kept.append(alive.float().mean())
+    return torch.stack(losses), torch.stack(kept).detach()
+
+
+def save_head(directory: Path, head: Head, step: int) -> None:
+    """Writes a directory that an engine reads; each file is replaced in one step."""
+    write_text(directory / "config.json", json.dumps(head.fields(), indent=2) + "\n")
+    tensors = {
+        name: one.detach().to(torch.bfloat16).contiguous() for name, one in head.tensors().items()
+    }
+    temporary = directory / f".{head.file}.tmp"
+    save_file(tensors, temporary, metadata={"format": "pt", "step": str(step)})
+    temporary.chmod(0o644)
+    os.replace(temporary, directory / head.file)
+
+
+def _optimizers(head: Head, recipe: HeadRecipe) -> list[torch.optim.Optimizer]:
+    matrices, vectors = [], []
+    for name, parameter in head.named_parameters():
+        is_matrix = parameter.ndim == 2 and "lm_head" not in name
+        (matrices if is_matrix else vectors).append(parameter)
+    decay = recipe.weight_decay
+    return [
+        torch.optim.Muon(matrices, lr=recipe.matrix_lr, momentum=0.95, weight_decay=decay),
+        torch.optim.AdamW(vectors, lr=recipe.vector_lr, betas=(0.9, 0.95), weight_decay=0.0),
+    ]
+
+
+def train_head(
+    head: Head,
+    model: Model,
+    texts: Tensor,
+    recipe: HeadRecipe,
+    out: Path,
+    *,
+    compile_head: bool,
+    save_every_s: float = 120.0,
+) -> None:
+    """Trains a head to `recipe.steps`, from where `out` has left off.
+
+    Args:
+        head: to be trained.
+        model: its target, which stays as it is.
+        texts: [texts, length], of the target; the first `PROBE_TEXTS` are not trained on.
+        recipe: what to do.
+        out: a directory, which receives the head, a log, and what is needed to go on.
+        compile_head: with `torch.compile`.
+        save_every_s: seconds between checkpoints.
+    """
+    model.requires_grad_(False)
+    optimizers, first = _optimizers(head, recipe), 0
+    state = out / "state.pt"
+    if state.exists():
+        found = torch.load(state, weights_only=True)
+        first = found["step"]
+        head.load_state_dict(found["head"])
+        for optimizer, one in zip(optimizers, found["optimizers"], strict=True):
+            optimizer.load_state_dict(one)
+    groups = [group for optimizer in optimizers for group in optimizer.param_groups]
+    rates = [recipe.matrix_lr, recipe.vector_lr]
+    losses = torch.compile(losses_of, dynamic=False) if compile_head else losses_of
+    probe, trained = texts[:PROBE_TEXTS], texts[PROBE_TEXTS:]
+    last_start = texts.shape[1] - head.depth - 1
+
+    def pass_over(batch: Tensor, seed: int) -> tuple[Tensor, Tensor]:
+        generator = torch.Generator().manual_seed(seed)
+        starts = torch.randperm(last_start, generator=generator)[: recipe.chains].sort().values
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            result: tuple[Tensor, Tensor] = losses(head, model, batch, starts, recipe.dead_weight)
+        return result
+
+    def save(step: int) -> None:
+        save_head(out, head, step)
+        whole = {"step": step, "head": head.state_dict()}
+        whole["optimizers"] = [one.state_dict() for one in optimizers]
+        torch.save(whole, out / ".state.tmp")
+        os.replace(out / ".state.tmp", state)
+
+    with (out / "train.jsonl").open("a") as log:
+        log.write(json.dumps({"start": first, **asdict(recipe)}) + "\n")
+        started = saved = time.monotonic()
+        for step in range(first, recipe.steps):
+            per_epoch = len(trained) // recipe.batch_texts
+            epoch, index = divmod(step, per_epoch)
+            generator = torch.Generator().manual_seed(recipe.seed + epoch)
+            order = torch.randperm(len(trained), generator=generator)
+            batch = trained[order[index * recipe.batch_texts : (index + 1) * recipe.batch_texts]]
+            for group, rate in zip(groups, rates, strict=True):
+                group["lr"] = rate * recipe.lr_scale(step)
+            by_draft, kept = pass_over(batch, step)
+            by_draft.mean().backward()
+            torch.nn.utils.clip_grad_norm_(head.parameters(), 1.0)
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad(set_to_none=True)
+            is_last = step + 1 == recipe.steps
+            if step % 20 == 19 or is_last:
+                row = {
+                    "step": step + 1,
+                    "losses": [round(one, 4) for one in by_draft.tolist()],
+                    "kept": [round(one, 4) for one in kept.tolist()],
+                    "seconds": round(time.monotonic() - started),
+                }
+                if step % 100 == 99 or is_last:
+                    with torch.no_grad():
+                        held = [pass_over(one, 0)[1] for one in probe.split(recipe.batch_texts)]
+                    row["held_kept"] = [round(v, 4) for v in torch.stack(held).mean(0).tolist()]
+                log.write(json.dumps(row) + "\n")
+                log.flush()
+            if is_last or time.monotonic() - saved > save_every_s:
+                save(step + 1)
+                saved = time.monotonic()
+
+
+def training_documents(tokenizer: Tokenizer, directory: Path | None) -> list[Ids]:
+    """The documents that prompts are cut from; library modules come twice."""
+    documents = [one for one in corpus.load(directory) if not one.held_out]
+    encoded = encode(tokenizer, documents)
+    return [
+        ids
+        for document, ids in zip(documents, encoded, strict=True)
+        for _ in range(1 if document.is_test else 2)
+    ]
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Writes the target's outputs, where there are none, and trains a head on them."""
+    recipe = HeadRecipe()
+    parser = argparse.ArgumentParser(prog="python -m tools.train.train_heads", description=__doc__)
+    parser.add_argument("--head", choices=HEADS, required=True)
+    parser.add_argument("--model", type=Path, default=ASSETS, help="the target, of tools.train")
+    parser.add_argument("--out", type=Path, required=True, help="goes on where it has left off")
+    parser.add_argument("--outputs", type=Path, help="file of the target's texts; default: in out")
+    parser.add_argument("--steps", type=int, default=recipe.steps, help="total, resumed or not")
+    parser.add_argument("--corpus", type=Path, help="as for tools.train")
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    parser.add_argument("--eager", action="store_true", help="do not use torch.compile")
+    args = parser.parse_args(argv)
+    torch.set_num_threads(args.threads)
+    torch.manual_seed(recipe.seed)
+    recipe = HeadRecipe(steps=args.steps)
+    args.out.mkdir(parents=True, exist_ok=True)
+    model, tokenizer, _ = load_model(args.model)
+    outputs = args.outputs or args.out / "outputs.safetensors"
+    documents = [] if outputs.exists() else training_documents(tokenizer, args.corpus)
+    texts = own_outputs(args.model, documents, recipe.texts, recipe.seed, outputs)
+    head = new_head(args.head, model)
+    train_head(head, model, texts, recipe, args.out, compile_head=not args.eager)
+
+
+if __name__ == "__main__":
+    main()
