@@ -16,13 +16,7 @@ from specops.engine.drafters.base import Drafter, DrafterContext
 from specops.engine.drafters.drafting import Drafting
 from specops.engine.emitted import Emitted
 from specops.engine.errors import EngineError, ModelError, QueueFull
-from specops.engine.machine import (
-    FREE_ROWS,
-    num_pages_of,
-    one_rank,
-    open_device,
-    prefix_finder_of,
-)
+from specops.engine.machine import FREE_ROWS, num_pages_of, one_rank, open_device, prefix_finder_of
 from specops.engine.memory.kv_cache import PagePool
 from specops.engine.models import WeightCache, load_model
 from specops.engine.outputs import Completion, EngineStats, RequestOutput
@@ -45,8 +39,7 @@ class Engine:
 
     Args:
         config: how it is set up; the default serves the bundled model.
-        ranks: `config.tensor_parallel_size` of them, if it is one of several that compute the model
-            together.
+        ranks: that compute the model together, as one of them; None: it is alone.
 
     Attributes:
         device: where it runs: "cpu" or "cuda:N".
@@ -63,7 +56,6 @@ class Engine:
 
     def __init__(self, config: EngineConfig | None = None, ranks: Ranks | None = None) -> None:
         self.config = config = config or EngineConfig()
-        ranks = ranks or one_rank(config)
         # A wrong SPECOPS_NUM_THREADS is refused here, before a file is read.
         specops.set_num_threads(config.num_threads or specops.get_num_threads())
         self._device = open_device(config.device, graphs=not config.enforce_eager)
@@ -78,7 +70,7 @@ class Engine:
             quantization=config.quantization,
             quantize_head=config.quantize_head,
             weight_cache=WeightCache.of_setting(config.weight_cache, config.weight_cache_bytes),
-            ranks=ranks,
+            ranks=ranks or one_rank(config),
         )
         self.model_name = config.model_name
         self.model_dtype = str(model.dtype).removeprefix("torch.")
@@ -94,11 +86,12 @@ class Engine:
         self.drafters: Mapping[str, Drafter] = self._drafting.drafters
         self.runnable_methods, self.missing_methods = self._drafting.methods, self._drafting.missing
         kv_bytes = model.kv_bytes_per_token() + self._drafting.kv_bytes_per_token
-        self.num_pages = num_pages_of(config, self._device, self.max_model_len, kv_bytes, ranks)
+        self.num_pages = num_pages_of(
+            config, self._device, self.max_model_len, kv_bytes, model.ranks
+        )
         self._drafting.allocate(self.num_pages)
         caching = config.enable_prefix_caching
         self._pool = PagePool(self.num_pages, config.page_size, enable_prefix_caching=caching)
-        finder = prefix_finder_of(config, model, self._pool)
         self._cascade_bytes_per_token = model.bytes_of_whole_layers()
         self._scheduler = Scheduler(
             self._pool,
@@ -106,14 +99,13 @@ class Engine:
             max_num_batched_tokens=config.max_num_batched_tokens,
             max_total_draft_tokens=config.speculative_config.max_total_draft_tokens,
             free_rows=FREE_ROWS[self._device.device.type],
-            prefix_finder=finder,
+            prefix_finder=prefix_finder_of(config, model, self._pool),
         )
         self._runner = Runner(model, self._device, self._drafting, config, self.num_pages)
         shared = self.tokenizer, self._drafting, self.max_model_len
         if config.speculative_config.adaptive_verification:  # of requests, too
-            self._drafting.select_by(
-                known_steps(model.cached, config, partial(self._measure_steps, ranks))
-            )
+            measure = partial(self._measure_steps, model.ranks)
+            self._drafting.select_by(known_steps(model.cached, config, measure))
         self._admission = Admission(config, *shared, self.vocab_size)
         self._requests: dict[str, Request] = {}
         self._plan: Plan | None = None  # of the step under way

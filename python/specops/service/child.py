@@ -96,62 +96,69 @@ def run(connection: socket.socket, make: "Callable[[Setup], Engine]") -> int:
     except (EOFError, ConnectionError):
         return 1
     setup, *early = messages
-    loaded = threading.Event()
     logging.basicConfig(level=setup.log_level.upper(), format="%(levelname)s %(name)s: %(message)s")
     if setup.rank:
         return _follow(connection, frames, setup, make)
-    threading.Thread(target=_watch, args=(connection, loaded), daemon=True).start()
-    from specops.service.loop import EngineLoop
-    from specops.service.snapshot import capabilities_of, status_of
+    return _serve(_Parent(connection), setup, SocketInbox(connection, frames, early), make)
 
-    def send(message: Hello | NoEngine | Batch) -> None:
-        with contextlib.suppress(ConnectionError):  # the inbox tells
-            connection.sendall(encoded(message))
 
-    told = threading.Lock()
+class _Parent:
+    """Whoever has started this process, and is told what becomes of it.
 
-    def give_up(sentence: str) -> None:
-        if told.acquire(blocking=False):  # two threads may come to it
-            send(NoEngine(sentence))
+    Args:
+        connection: to it.
 
-    def lost(sentence: str) -> None:
-        if not loaded.is_set():
-            give_up(sentence)
+    Attributes:
+        has_engine: set when there is an engine, or will be none.
+    """
+
+    def __init__(self, connection: socket.socket) -> None:
+        self._connection = connection
+        self._told = threading.Lock()
+        self.has_engine = threading.Event()
+        threading.Thread(target=_watch, args=(connection, self.has_engine), daemon=True).start()
+
+    def send(self, message: Hello | NoEngine | Batch) -> None:
+        """Says something, if anybody hears it: the inbox tells if nobody does."""
+        with contextlib.suppress(ConnectionError):
+            self._connection.sendall(encoded(message))
+
+    def refuse(self, sentence: str) -> None:
+        """Says why there is no engine; once, whichever thread comes to it first."""
+        if self._told.acquire(blocking=False):
+            self.send(NoEngine(sentence))
+
+    def end(self, sentence: str) -> None:
+        """Ends this process because another rank is gone."""
+        if not self.has_engine.is_set():
+            self.refuse(sentence)
         logging.getLogger(__name__).critical("%s: all ranks end", sentence)
         os._exit(1)
 
-    inbox: Inbox = SocketInbox(connection, frames, early)
-    followers = None
-    try:
-        if setup.settings.get("tensor_parallel_size", 1) > 1:
-            from specops.service.lockstep import Followers, LeadInbox
 
-            followers = Followers(setup, lost)
-            inbox = LeadInbox(inbox, followers)
-        engine = make(setup)
-        hello = Hello(capabilities_of(engine), status_of(engine))
-    except ValueError as error:
-        give_up(str(error))
-        return 1
-    except RuntimeError:
-        if followers is not None:
-            followers.wait_for_news()
-        raise
-    finally:
-        loaded.set()
-    gc.collect()
-    gc.freeze()  # what is there by now stays
-    sys.setswitchinterval(_SWITCH_SECONDS)
-    send(hello)
-    try:
-        EngineLoop(engine, inbox, send).run()
-    except BaseException:
-        if followers is not None:
-            followers.wait_for_news()
-        raise
-    finally:
-        if followers is not None:
-            followers.end()
+def _serve(parent: _Parent, setup: Setup, inbox: "Inbox", make: "Callable[[Setup], Engine]") -> int:
+    """Makes the engine, or the first of several, and runs it."""
+    from specops.service.loop import EngineLoop
+    from specops.service.snapshot import capabilities_of, status_of
+
+    with contextlib.ExitStack() as stack:
+        try:
+            if setup.settings.get("tensor_parallel_size", 1) > 1:
+                from specops.service.lockstep import Followers, LeadInbox
+
+                inbox = LeadInbox(inbox, stack.enter_context(Followers(setup, parent.end)))
+            engine = make(setup)
+            hello = Hello(capabilities_of(engine), status_of(engine))
+        except ValueError as error:
+            parent.refuse(str(error))
+            return 1
+        finally:
+            parent.has_engine.set()
+        gc.collect()
+        gc.freeze()  # what is there by now stays
+        sys.setswitchinterval(_SWITCH_SECONDS)
+        parent.send(hello)
+        EngineLoop(engine, inbox, parent.send).run()
     return 0
 
 

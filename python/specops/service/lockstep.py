@@ -116,12 +116,15 @@ class Followers:
         for process in self._processes:
             process.connection.sendall(data)
 
-    def wait_for_news(self) -> None:
-        """Waits a moment: what this rank fails with may be the end of another, which says why."""
-        self._watcher.join(_NEWS_SECONDS)
+    def __enter__(self) -> "Followers":
+        return self
 
-    def end(self) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: object
+    ) -> None:
         """Waits until they have ended, as they do with the first one's loop."""
+        if error is not None:  # which may be the end of another one: then that is what is told
+            self._watcher.join(_NEWS_SECONDS)
         self._is_ending = True
         for process in self._processes:
             process.end(_END_SECONDS)
