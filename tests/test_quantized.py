@@ -12,10 +12,10 @@ import torch
 from conftest import every_isa
 from specops import dense, quantization, reference
 from specops.quantization import QuantizedWeight, dequantize_weight, quantize_weight
+from test_dense import GATED
 from torch import Tensor
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
-ACTIVATIONS = ("silu", "gelu_tanh")
 
 
 class Case(NamedTuple):
@@ -255,11 +255,11 @@ def test_large_layers_have_the_same_bits_on_every_instruction_set(case: Case) ->
 
 @pytest.mark.usefixtures("has_kernel")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.parametrize("activation", GATED)
 @pytest.mark.parametrize("case", [*INTEGERS[::3], *FP8], ids=str)
 def test_gates(device: str, isa: str, dtype: torch.dtype, activation: str, case: Case) -> None:
     """The bits of the activation's op after `linear`."""
-    gated = dense.silu_mul if activation == "silu" else dense.gelu_tanh_mul
+    gated = GATED[activation]
     for rows, num_inputs, width in [(1, 5, 1), (5, 300, 40), (21, 140, 17)]:
         x, q, bias = make(case, device, rows, num_inputs, 2 * width, dtype)
         packed = dense.pack_weight(q, activation=activation, activations=case.activations)

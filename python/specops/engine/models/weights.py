@@ -210,6 +210,19 @@ class WeightSource(ABC):
         what = (outputs, inputs, activation, quantization, "experts", cut.key)
         return self._kept(names, *what, make=make)
 
+    def expert_biases(
+        self,
+        prefix: str,
+        num_experts: int,
+        parts: Sequence[str],
+        outputs: Sequence[int],
+        *,
+        cut: Cut = WHOLE,
+    ) -> Tensor:
+        """Returns the biases [num_experts, outputs] of a projection; see `experts`."""
+        each = (self.bias(f"{prefix}{e}.", parts, outputs, cut=cut) for e in range(num_experts))
+        return torch.stack(list(each))
+
     def _pack(
         self,
         names: Sequence[str],

@@ -97,7 +97,7 @@ class Experts(MlpBlock):
 
     Attributes:
         gate_up: the projections of all experts, of `moe.stack_experts`.
-        down: likewise, a slice for each summand.
+        down: likewise, a slice for each summand; the first one adds the bias.
     """
 
     def __init__(
@@ -105,8 +105,10 @@ class Experts(MlpBlock):
         config: "ExpertsConfig",
         *,
         router: PackedWeight,
+        router_bias: Tensor | None,
         bias: Tensor | None,
         gate_up: PackedWeight,
+        gate_up_bias: Tensor | None,
         down: SummedLinear,
         shared: DenseMlp | None,
     ) -> None:
@@ -116,7 +118,9 @@ class Experts(MlpBlock):
             router.num_inputs, config.num_experts, config.routing.top_k, width, shared_width
         )
         self._routing, self._router, self._bias = config.routing, router, bias
+        self._router_bias = router_bias
         self.gate_up, self.down, self._shared = gate_up, down, shared
+        self._gate_up_bias = gate_up_bias
         self._indptr = torch.empty(
             config.num_experts + 1, dtype=torch.int32, device=router.data.device
         )
@@ -129,7 +133,8 @@ class Experts(MlpBlock):
     def run(self, x: Tensor, sums: Tensor | None, views: ExpertsViews, out: Tensor) -> None:
         """Computes rows."""
         order = self._route(x, views)
-        moe.moe_linear(x, self.gate_up, order.expert_indptr, order.row_indices, out=views.gated)
+        indptr, gated = order.expert_indptr, views.gated
+        moe.moe_linear(x, self.gate_up, indptr, order.row_indices, self._gate_up_bias, out=gated)
         shared, ranks = self._shared, self.down.ranks
         if shared is not None:
             shared.activate(x, sums, views.shared_gated)
@@ -137,9 +142,10 @@ class Experts(MlpBlock):
         summands = out[None] if is_whole else ranks.summands(out.shape, out.device)
         for index, summand in enumerate(summands):
             moe.moe_linear(
-                self.down.inputs_of(index, views.gated),
+                self.down.inputs_of(index, gated),
                 self.down.slices[index],
-                order.expert_indptr,
+                indptr,
+                bias=self.down.bias if ranks.rank == index == 0 else None,
                 out=views.expert_out,
             )
             of_shared = None
@@ -155,7 +161,7 @@ class Experts(MlpBlock):
         """Chooses the experts of rows, and orders them."""
         routing = self._routing
         views.x.copy_(x)
-        dense.linear(views.x, self._router, out=views.logits)
+        dense.linear(views.x, self._router, self._router_bias, out=views.logits)
         moe.moe_route(
             views.logits,
             routing.top_k,
@@ -181,7 +187,8 @@ class ExpertsConfig:
         width: of each, between its projections.
         routing: how a row's experts are chosen.
         shared: the MLP that all rows have; None: there is none.
-        activation: of the gates, "silu" or "gelu_tanh".
+        activation: of the gates; see `dense.pack_weight`.
+        has_bias: whether the router and the experts' projections have biases.
         router_name: of the router.
         shared_name: what the names of the shared MLP begin with.
     """
@@ -193,6 +200,7 @@ class ExpertsConfig:
     routing: Routing
     shared: DenseMlpConfig | None = None
     activation: str = "silu"
+    has_bias: bool = False
     router_name: str = "gate"
     shared_name: str = "shared_experts."
 
@@ -211,8 +219,15 @@ class ExpertsConfig:
         router = source.tensor(
             f"{prefix}{self.router_name}.weight", count, hidden, dtype=torch.float32
         )
-        experts, sizes = f"{prefix}experts.", (self.width, self.width)
-        own, what = loader.shares.of_rank(self.width, _WIDTHS), ("down_proj",)
+        experts, sizes, what = f"{prefix}experts.", (self.width, self.width), ("down_proj",)
+        own = loader.shares.of_rank(self.width, _WIDTHS)
+        cut = Cut(outputs=(own, own))
+        router_bias = gate_up_bias = down_bias = None
+        if self.has_bias:
+            name = f"{prefix}{self.router_name}.bias"
+            router_bias = source.tensor(name, count, dtype=torch.float32)
+            gate_up_bias = source.expert_biases(experts, count, _GATE_UP, sizes, cut=cut)
+            down_bias = source.expert_biases(experts, count, what, (hidden,))
         down = [
             source.experts(experts, count, what, (hidden,), self.width, cut=Cut(inputs=inputs))
             for inputs in loader.shares.slices(self.width, _WIDTHS)
@@ -220,17 +235,13 @@ class ExpertsConfig:
         return Experts(
             self,
             router=dense.pack_weight(router),
+            router_bias=router_bias,
             bias=self._load_bias(loader, prefix),
             gate_up=source.experts(
-                experts,
-                count,
-                _GATE_UP,
-                sizes,
-                hidden,
-                activation=self.activation,
-                cut=Cut(outputs=(own, own)),
+                *(experts, count, _GATE_UP, sizes, hidden), activation=self.activation, cut=cut
             ),
-            down=SummedLinear(down, None, loader.ranks),
+            gate_up_bias=gate_up_bias,
+            down=SummedLinear(down, down_bias, loader.ranks),
             shared=None
             if self.shared is None
             else self.shared.load(loader, prefix + self.shared_name),
