@@ -192,14 +192,20 @@ def main() -> None:
     """Runs an engine behind the socket whose number is the last argument; does not return."""
 
     def make(setup: Setup) -> "Engine":
-        if setup.settings.get("tensor_parallel_size", 1) > 1:
-            from specops.service.lockstep import RankEngine
+        import torch
 
-            return RankEngine(setup)
         from specops.engine.config import EngineConfig
         from specops.engine.engine import Engine
 
-        return Engine(EngineConfig.from_plain(setup.settings))
+        if setup.settings.get("tensor_parallel_size", 1) > 1:
+            from specops.service.lockstep import RankEngine
+
+            engine: Engine = RankEngine(setup)
+        else:
+            engine = Engine(EngineConfig.from_plain(setup.settings))
+        # From now on the kernels' own threads have the cores: torch's would spin beside them.
+        torch.set_num_threads(1)
+        return engine
 
     code = 1
     try:

@@ -17,8 +17,6 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-import torch
-
 import specops
 from specops.engine.config import EngineConfig
 from specops.engine.engine import Engine
@@ -64,7 +62,6 @@ class RankEngine(Engine):
         kind = open_device(config.device).device.type
         size = config.tensor_parallel_size
         self._rank = setup.rank
-        torch.set_num_threads(config.num_threads or 1)  # or ranks wait for each other's cores
         group = Group(Path(setup.store), setup.rank, size, config.num_slices, kind)
         super().__init__(config, group)
 
