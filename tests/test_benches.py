@@ -16,6 +16,7 @@ from specops.vllm.decoding import Decoded, Job
 from bench import bench_engine, checkpoints, common
 from bench.__main__ import FAMILIES, ON_REQUEST
 from bench.bench_cascade import Sharing
+from bench.bench_moe import Shape
 from tools.train import corpus
 
 # What makes each module's cases small: constants of the module, by name.
@@ -27,7 +28,7 @@ SMALL: dict[str, dict[str, Any]] = {
         "HEAD": ((96, 32),),
         "SMALL": (32, 16),
     },
-    "moe": {"NUM_EXPERTS": 4, "TOP_K": 2, "HIDDEN": 32, "WIDTH": 16, "ROWS": (3,)},
+    "moe": {"SHAPES": (Shape("tiny", 4, 2, 32, 16, (3,)),), "STEPS": (2, 4)},
     "quantized": {
         "COLD_BYTES": 1 << 12,
         "LAYER": ((64, 128), (32, 256)),

@@ -16,8 +16,7 @@ from specops.engine.drafters.drafting import Drafting
 from specops.engine.drafters.methods import default_method
 from specops.engine.memory.device import Device
 from specops.engine.memory.kv_cache import PagePool
-from specops.engine.models import CachedWeights
-from specops.engine.parallel.ranks import Ranks
+from specops.engine.models import CachedWeights, Transformer
 from specops.engine.plan import Part, Plan
 from specops.engine.request import Request
 from specops.engine.sampling_params import SamplingParams
@@ -27,7 +26,9 @@ from specops.tokenizer import TextStream, Tokenizer
 
 _ROUNDS = 4  # at most; on a GPU always, which makes a step in one and captures it in the next
 _SECONDS = 1.0  # no round is begun after so long
-_FACTOR = 3.0  # no longer steps than so many times the first: from there on it is a line
+# No longer steps than so many times the first, beside what more bytes take: from there on it is a
+# line.
+_FACTOR = 3.0
 
 
 def known_steps(
@@ -55,7 +56,7 @@ def measure_steps(
     drafting: Drafting,
     pool: PagePool,
     device: Device,
-    ranks: Ranks,
+    model: Transformer,
     *,
     max_rows: int,
     max_model_len: int,
@@ -63,8 +64,9 @@ def measure_steps(
     """Runs steps of 1, 2, 4, ... rows, of an engine that has no request yet.
 
     Args:
-        tokenizer, runner, drafting, pool, device, ranks: of the engine. All pages are free before
-            and after. The times of the first rank are everybody's.
+        tokenizer, runner, drafting, pool, device, model: of the engine. All pages are free before
+            and after. What the first of the model's ranks measures is everybody's. More rows read
+            more experts of a mixture, but not in proportion: its steps are measured further.
         max_rows: of a step.
         max_model_len: tokens of the longest request.
 
@@ -74,13 +76,14 @@ def measure_steps(
     """
     most = max(min(max_rows, max_model_len // 2), 1)
     counts = [1 << i for i in range(most.bit_length())]
+    of_first = model.ranks.of_first
     request = _trial(tokenizer, pool, counts[-1])
     runner.start(request)
     seconds: dict[int, float] = {}
     begun = math.inf
     try:
         for number in range(-1, _ROUNDS):
-            passed = ranks.of_first(time.perf_counter() - begun)
+            passed = of_first(time.perf_counter() - begun)
             if number == 0:
                 begun, seconds = time.perf_counter(), {}  # the first steps were made, not measured
             elif number and not device.is_async and passed > _SECONDS:
@@ -93,9 +96,10 @@ def measure_steps(
                 started = time.perf_counter()
                 runner.launch(plan)
                 runner.collect(plan)
-                taken = ranks.of_first(time.perf_counter() - started)
+                taken = of_first(time.perf_counter() - started)
                 seconds[count] = min(taken, seconds.get(count, taken))
-                if taken > _FACTOR * seconds[1]:
+                share = of_first(model.bytes_read(count) / model.bytes_read(1))
+                if taken > _FACTOR * seconds[1] * share:
                     break
     finally:
         runner.leave(request)

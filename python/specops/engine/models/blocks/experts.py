@@ -10,7 +10,7 @@ from torch import Tensor
 
 from specops import dense, moe
 from specops.dense import PackedWeight
-from specops.engine.models.blocks.block import BlockLoader, MlpBlock, NewRows
+from specops.engine.models.blocks.block import BlockLoader, MlpBlock, NewRows, bytes_of
 from specops.engine.models.blocks.mlp import DenseMlp, DenseMlpConfig
 from specops.engine.models.blocks.summed import SummedLinear
 from specops.engine.parallel.shards import Cut
@@ -129,6 +129,13 @@ class Experts(MlpBlock):
     def weights(self) -> Sequence[PackedWeight]:
         """The projections that run one by one; those of experts need no workspace."""
         return () if self._shared is None else self._shared.weights
+
+    def bytes_read(self, rows: int) -> float:
+        """Of the experts as many as rows need that choose independently of each other."""
+        routing, count = self._routing, self._shape.num_experts
+        read = 1.0 - (1.0 - routing.top_k / count) ** rows
+        experts = sum(map(bytes_of, (self.gate_up, *self.down.slices)))
+        return super().bytes_read(rows) + bytes_of(self._router) + read * experts
 
     def run(self, x: Tensor, sums: Tensor | None, views: ExpertsViews, out: Tensor) -> None:
         """Computes rows."""
