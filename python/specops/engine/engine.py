@@ -3,7 +3,7 @@
 
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import NoReturn
 
@@ -18,9 +18,9 @@ from specops.engine.emitted import Emitted
 from specops.engine.errors import EngineError, ModelError, QueueFull
 from specops.engine.machine import FREE_ROWS, num_pages_of, one_rank, open_device, prefix_finder_of
 from specops.engine.memory.kv_cache import PagePool
-from specops.engine.models import Transformer, WeightCache, load_model
+from specops.engine.models import WeightCache, load_model
 from specops.engine.outputs import Completion, EngineStats, RequestOutput
-from specops.engine.parallel.ranks import Ranks
+from specops.engine.parallel.ranks import ALONE, Ranks
 from specops.engine.plan import Part, Plan, described
 from specops.engine.request import Request
 from specops.engine.sampling_params import SamplingParams
@@ -104,7 +104,7 @@ class Engine:
         self._runner = Runner(model, self._device, self._drafting, config, self.num_pages)
         shared = self.tokenizer, self._drafting, self.max_model_len
         if config.speculative_config.adaptive_verification:  # of requests, too
-            measure = partial(self._measure_steps, model)
+            measure = partial(self._measure_steps, model.bytes_read, model.ranks)
             self._drafting.select_by(known_steps(model.cached, config, measure))
         self._admission = Admission(config, *shared, self.vocab_size)
         self._requests: dict[str, Request] = {}
@@ -115,9 +115,13 @@ class Engine:
         self._aborted: list[Request] = []  # with rows in it
         self.stats = EngineStats()
 
-    def _measure_steps(self, model: Transformer) -> list[float]:
+    def _measure_steps(
+        self, bytes_read: Callable[[int], float], ranks: Ranks = ALONE
+    ) -> list[float]:
         return measure_steps(
-            *(self.tokenizer, self._runner, self._drafting, self._pool, self._device, model),
+            *(self.tokenizer, self._runner, self._drafting, self._pool, self._device),
+            bytes_read,
+            ranks=ranks,
             max_rows=self.config.max_num_batched_tokens,
             max_model_len=self.max_model_len,
         )

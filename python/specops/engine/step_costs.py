@@ -16,7 +16,8 @@ from specops.engine.drafters.drafting import Drafting
 from specops.engine.drafters.methods import default_method
 from specops.engine.memory.device import Device
 from specops.engine.memory.kv_cache import PagePool
-from specops.engine.models import CachedWeights, Transformer
+from specops.engine.models import CachedWeights
+from specops.engine.parallel.ranks import ALONE, Ranks
 from specops.engine.plan import Part, Plan
 from specops.engine.request import Request
 from specops.engine.sampling_params import SamplingParams
@@ -56,19 +57,22 @@ def measure_steps(
     drafting: Drafting,
     pool: PagePool,
     device: Device,
-    model: Transformer,
+    bytes_read: Callable[[int], float],
     *,
     max_rows: int,
     max_model_len: int,
+    ranks: Ranks = ALONE,
 ) -> list[float]:
     """Runs steps of 1, 2, 4, ... rows, of an engine that has no request yet.
 
     Args:
-        tokenizer, runner, drafting, pool, device, model: of the engine. All pages are free before
-            and after. What the first of the model's ranks measures is everybody's. More rows read
-            more experts of a mixture, but not in proportion: its steps are measured further.
+        tokenizer, runner, drafting, pool, device: of the engine. All pages are free before and
+            after.
+        bytes_read: how many bytes of weights a step of so many rows reads. More rows read more
+            experts of a mixture, but not in proportion: its steps are measured further.
         max_rows: of a step.
         max_model_len: tokens of the longest request.
+        ranks: what the first of them measures is everybody's.
 
     Returns:
         Seconds by the number of rows, from 0 to `max_rows`: of each step the least of a few runs,
@@ -76,7 +80,7 @@ def measure_steps(
     """
     most = max(min(max_rows, max_model_len // 2), 1)
     counts = [1 << i for i in range(most.bit_length())]
-    of_first = model.ranks.of_first
+    of_first = ranks.of_first
     request = _trial(tokenizer, pool, counts[-1])
     runner.start(request)
     seconds: dict[int, float] = {}
@@ -98,7 +102,7 @@ def measure_steps(
                 runner.collect(plan)
                 taken = of_first(time.perf_counter() - started)
                 seconds[count] = min(taken, seconds.get(count, taken))
-                share = of_first(model.bytes_read(count) / model.bytes_read(1))
+                share = of_first(bytes_read(count) / bytes_read(1))
                 if taken > _FACTOR * seconds[1] * share:
                     break
     finally:
