@@ -191,7 +191,13 @@ class Admission:
                 f"target's tokens alone, got {speculative.accept_policy!r}"
             )
         grammar = self.compile(params.structured_output)
-        return GrammarState(grammar, self._stop_token_ids(params), params.allowed_token_ids)
+        is_alone = self.config.tensor_parallel_size == 1
+        return GrammarState(
+            grammar,
+            self._stop_token_ids(params),
+            params.allowed_token_ids,
+            timer=time.thread_time if is_alone else _no_time,
+        )
 
     def _bad_words(self, params: SamplingParams) -> tuple[tuple[int, ...], ...]:
         """The sequences that spell a bad word, inside a text and after a space."""
@@ -233,6 +239,11 @@ class Admission:
             (think_end,) = ids
         inject = params.think_inject_token_ids
         return think_end, (think_end,) if inject is None else inject
+
+
+def _no_time() -> float:
+    """A timer that stands still."""
+    return 0.0
 
 
 def _signed64(seed: int) -> int:

@@ -5,6 +5,7 @@ from specops.engine.config import EngineConfig
 from specops.engine.device import Device
 from specops.engine.memory.kv_cache import PagePool
 from specops.engine.models import Transformer
+from specops.engine.parallel.ranks import Ranks
 from specops.engine.sharing.prefixes import PrefixFinder
 
 # Of a GPU's memory beside the weights, for keys and values; activations, logits and graphs are the
@@ -22,8 +23,22 @@ _LEAST_SAVED_BYTES = {"cpu": 0, "cuda": 16 << 20}
 FREE_ROWS = {"cpu": 4, "cuda": 64}
 
 
+def one_rank(config: EngineConfig) -> Ranks:
+    """Returns the only rank of an engine by itself.
+
+    Raises:
+        ValueError: the engine is to be one of several.
+    """
+    if config.tensor_parallel_size > 1:
+        raise ValueError(
+            f"tensor_parallel_size={config.tensor_parallel_size} needs as many processes, which a "
+            "server starts; an engine in a process of its caller's must have 1"
+        )
+    return Ranks(config.num_slices)
+
+
 def num_pages_of(
-    config: EngineConfig, device: Device, max_model_len: int, bytes_per_token: int
+    config: EngineConfig, device: Device, max_model_len: int, bytes_per_token: int, ranks: Ranks
 ) -> int:
     """Chooses how many KV pages an engine has.
 
@@ -32,13 +47,15 @@ def num_pages_of(
         device: where they will lie; the weights are there.
         max_model_len: tokens of the longest request.
         bytes_per_token: of the keys and values of model and drafters.
+        ranks: that have as many, each of its own heads: those of a CPU share one memory.
 
     Raises:
         ValueError: they do not fit the memory, or no request of full length fits them.
     """
     per_request = -(-max_model_len // config.page_size)
     page_bytes = bytes_per_token * config.page_size
-    free = device.free_bytes()
+    shared = ranks.size if device.device.type == "cpu" else 1
+    free = ranks.least(device.free_bytes() // shared)
     if config.num_pages is not None:
         pages = config.num_pages
         if pages * page_bytes > free:

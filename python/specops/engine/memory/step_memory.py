@@ -195,7 +195,7 @@ class StepMemory(Generic[S]):
             size = -(-size // _ALIGNMENT) * _ALIGNMENT
             self.forget()
             if name == "exchange":
-                host = self.device.host_block(size)
+                host = self.device.host_block(size).zero_()  # ranks compare all of it
                 have = Block(self.device.device_block(size, host), host)
             elif name in ("workspace", "sums"):
                 have = Block(self.device.workspace(size))

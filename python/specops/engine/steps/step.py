@@ -351,7 +351,9 @@ class Step:
             ValueError: wrong data was met, such as a page id out of range.
         """
         device, arrays = self._memory.device, self.arrays
-        device.copy_in(arrays.device_in, arrays.host_in, arrays.pages_offset + 4 * num_pages)
+        num_bytes = arrays.pages_offset + 4 * num_pages
+        self._parts.model.ranks.check(arrays.host_in[:num_bytes])
+        device.copy_in(arrays.device_in, arrays.host_in, num_bytes)
         if self.replay is not None:
             self.replay()
         elif self._runs and device.captures and self.shape.rows == self.shape.outputs:

@@ -7,10 +7,11 @@ it refuses there would break it for good. No special token ever reaches it. And 
 among drafts, it is made anew from the committed tokens.
 
 All work of a matcher is timed, in seconds of the thread that does it, since a step waits for it.
+Ranks of one model, which have to decide the same, have a timer that stands still.
 """
 
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, wait
 from typing import TYPE_CHECKING, TypeAlias
 
@@ -87,6 +88,7 @@ class GrammarState:
         grammar: of its output.
         end_token_ids: the tokens that end its output; each may stand where the text may end.
         allowed_token_ids: the only tokens it may have beside; None: no others are excluded.
+        timer: of the work.
 
     Attributes:
         ready: the mask of what comes next, once `prepare` has computed it.
@@ -96,6 +98,7 @@ class GrammarState:
         seconds: of work since the last step was noted.
         step_seconds: of a step, of the last ones more than of those before.
         row_seconds: likewise of a row.
+        timer: as above.
     """
 
     def __init__(
@@ -103,7 +106,9 @@ class GrammarState:
         grammar: Grammar,
         end_token_ids: Iterable[int],
         allowed_token_ids: Sequence[int] | None = None,
+        timer: Callable[[], float] = time.thread_time,
     ) -> None:
+        self.timer = timer
         self.vocabulary = vocabulary = grammar.vocabulary
         self.matcher = grammar.new_matcher()
         self._grammar = grammar
@@ -195,9 +200,9 @@ class GrammarState:
         """Moves the matcher alone by a token, if it fits; `go_back` undoes it."""
         if self.matcher.is_stopped() or not self.vocabulary.is_text(token_id):
             return False
-        begun = time.thread_time()
+        begun = self.timer()
         fits = self.matcher.try_consume_tokens([token_id]) == 1
-        self.seconds += time.thread_time() - begun
+        self.seconds += self.timer() - begun
         return fits
 
     def go_back(self, count: int) -> None:
@@ -207,16 +212,16 @@ class GrammarState:
 
     def restart(self) -> None:
         """Makes the matcher anew as it is after the tokens taken."""
-        begun = time.thread_time()
+        begun = self.timer()
         self.matcher = self._grammar.new_matcher()
         self.matcher.consume_tokens(self._taken)
-        self.seconds += time.thread_time() - begun
+        self.seconds += self.timer() - begun
 
     def compute_mask(self, row: NDArray[np.int32]) -> None:
         """Has the matcher write the mask of what comes next: a row of llguidance's vocabulary."""
-        begun = time.thread_time()
+        begun = self.timer()
         self.matcher.unsafe_compute_mask_ptr(row.ctypes.data, row.nbytes)
-        self.seconds += time.thread_time() - begun
+        self.seconds += self.timer() - begun
 
     def prepare(self) -> None:
         """Computes the mask of what comes next ahead of time, on any thread while no other does."""
@@ -267,10 +272,10 @@ class GrammarState:
         """
         if self.matcher.is_stopped() or self._forced_seconds > _DEAR_SECONDS:
             return []
-        begun = time.thread_time()
+        begun = self.timer()
         matcher = self.tried()
         found = matcher.compute_ff_tokens()
-        self._forced_seconds = time.thread_time() - begun
+        self._forced_seconds = self.timer() - begun
         self.seconds += self._forced_seconds
         if matcher.is_error():
             if matcher is self.matcher:
