@@ -494,6 +494,20 @@ def test_cuda_kernels_in_the_interpreter(
         assert other == results[0]
 
 
+def test_weights_as_codes_in_the_interpreter(
+    tiny_dir: Path, interpreter: None, twin: Callable[..., TwinDevice]
+) -> None:
+    """Of 4 bits, drafted for or not."""
+    results = []
+    for speculative in (NAIVE, NGRAM, MTP):
+        device = twin(captures=speculative is NGRAM)
+        engine = make(tiny_dir, speculative, max_num_seqs=2, quantization="wint4")
+        poison_model(device, engine)
+        results.append(bits(run(engine, count=2, max_tokens=8)))
+        assert speculative is NAIVE or engine.stats.speculative.num_draft_tokens > 0
+    assert results[0] == results[1] == results[2]
+
+
 def test_all_parameters_in_the_interpreter(
     tiny_dir: Path, interpreter: None, twin: Callable[..., TwinDevice]
 ) -> None:

@@ -10,7 +10,7 @@ from conftest import assert_close, expect_fault
 from specops import dense, moe, reference
 from specops.dense import PackedWeight
 from specops.quantization import quantize_weight
-from test_quantized import BY_OUTPUT, FP8, INTEGERS, Case, make_weight
+from test_quantized import FP8, INTEGERS, Case, make_weight
 from torch import Tensor
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -231,8 +231,6 @@ def test_rows_have_the_bits_of_their_expert_alone(
     """At any number of rows an expert has, none among them, in any order, on any threads."""
     if dtype == torch.float16 and not on_cuda:
         pytest.skip("float16 is for CUDA")
-    if on_cuda and case not in (PLAIN, BY_OUTPUT):
-        pytest.skip("CUDA has int8 with a scale for each output")
     counts = [0, 1, 3, 0, 20, 8, 9, 0] if on_cuda else [0, 1, 3, 0, 70, 8, 17, 0]
     if case == PLAIN:
         each = packed(make_experts(8, outputs, inputs, dtype, device), activation)

@@ -33,7 +33,8 @@ class Mutation:
 
 LINEAR = "test_dense.py linear and not wide_output"
 LINEAR_RACE = "test_dense.py test_linear_rows_keep_their_bits or test_linear_kernels_keep"
-INT8 = "test_quantized.py bits or gates"
+CODES = "test_quantized.py bits or gates or wild"
+FP8 = "test_quantized.py fp8"
 RMS_NORM = "test_dense.py rms_norm"
 DRAFT_ROWS = "test_draft_batch.py prepare or advance or keep"
 MTP_INPUT = "test_draft_batch.py input or halves"
@@ -324,32 +325,111 @@ MUTATIONS = [
         LINEAR,
     ),
     Mutation(
-        "a group's largest input is that of half of its lanes",
-        "gemm/integer_rows.cuh",
-        "int apart = kWarpSize / 2;",
-        "int apart = kWarpSize / 4;",
-        INT8,
+        "a group's largest input is that of half of it",
+        "gemm/code_rows.cuh",
+        "peak = ptx::max_nan(peak, __shfl_xor_sync(kFullMask, peak, 2));",
+        "",
+        CODES,
     ),
     Mutation(
         "inputs past the last are read as integers",
-        "gemm/integer_rows.cuh",
-        "row != nullptr && input < num_inputs",
-        "row != nullptr",
-        INT8,
+        "gemm/code_rows.cuh",
+        "load_chunk(row + at, last - at, aligned)",
+        "load_chunk(row + at, kChunk<T>, aligned)",
+        CODES,
     ),
     Mutation(
-        "no barrier between the groups' products and their sum",
-        "gemm/int8_rows.cuh",
-        "    __syncthreads();\n    for (int other",
-        "    for (int other",
-        INT8,
+        "an integer of 2^15 wraps",
+        "gemm/code_rows.cuh",
+        "if constexpr (kIsWide) bits = min(bits, kWholeBits + 32767u);",
+        "",
+        CODES,
+    ),
+    Mutation(
+        "an infinity is a number",
+        "gemm/code_rows.cuh",
+        "codes[i] = is_finite ? bits : kWholeBits;",
+        "codes[i] = bits;",
+        CODES,
+    ),
+    Mutation(
+        "inputs are taken in their own order",
+        "gemm/code_rows.cuh",
+        "if (params.weight.input_order != nullptr) {",
+        "if (params.rows < 0) {",
+        CODES,
+    ),
+    Mutation(
+        "what is left of a float32 is rounded away",
+        "gemm/code_rows.cuh",
+        "value = is_finite ? __fsub_rn(value, __uint_as_float(top)) : 0.0f;",
+        "value = 0.0f;",
+        FP8,
+    ),
+    Mutation(
+        "a table's values are those of other codes",
+        "gemm/codes.cuh",
+        "weight.code_values[i ^ 8]",
+        "weight.code_values[i]",
+        CODES,
+    ),
+    Mutation(
+        "codes of fp8 are half as large beside bfloat16",
+        "gemm/codes.cuh",
+        "kUnit = 0x7b807b80u",
+        "kUnit = 0x7b007b00u",
+        FP8,
+    ),
+    Mutation(
+        "both halves of a step are in its first piece",
+        "gemm/code_product.cuh",
+        "if (Shape::kHalves && lane % 4 / 2 != half) b = make_uint2(0, 0);",
+        "",
+        CODES,
+    ),
+    Mutation(
+        "all pieces of a stage have the scale of the first",
+        "gemm/code_product.cuh",
+        "(plan.lines == 1 ? 0 : piece) * kWeightGroup",
+        "0 * piece * kWeightGroup",
+        CODES,
+    ),
+    Mutation(
+        "the last group's scale is read past its end",
+        "gemm/code_product.cuh",
+        "min(input / plan.group, scale_groups - 1)",
+        "input / plan.group",
+        CODES,
+        "asan",
+    ),
+    Mutation(
+        "offsets count for the first piece alone",
+        "gemm/code_product.cuh",
+        "sum += of.sums(piece * halves + i)[row];",
+        "sum += of.sums(i)[row];",
+        CODES,
+    ),
+    Mutation(
+        "warps' stages are added in another order",
+        "gemm/code_product.cuh",
+        "if (first + other < plan.stages) add_stage(totals, first + other, other, slot);",
+        "int mine = (other + warp) % kSplits;\n"
+        "        if (first + mine < plan.stages) add_stage(totals, first + mine, mine, slot);",
+        CODES,
+    ),
+    Mutation(
+        "no barrier between the warps' sums and their total",
+        "gemm/code_product.cuh",
+        "      if (first + split < plan.stages) multiply(slot, end);\n      __syncthreads();",
+        "      if (first + split < plan.stages) multiply(slot, end);",
+        CODES,
     ),
     Mutation(
         "every up has the scale of a gate",
-        "gemm/int8_rows.cuh",
+        "gemm/code_product.cuh",
         "output / 2 + output % 2 * half",
         "output / 2",
-        INT8,
+        CODES,
     ),
     Mutation(
         "no barrier between the warps' sums and their total",

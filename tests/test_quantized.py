@@ -7,9 +7,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
-import specops
 import torch
-from conftest import every_isa
+from conftest import every_isa, expect_fault
 from specops import dense, quantization, reference
 from specops.quantization import QuantizedWeight, dequantize_weight, quantize_weight
 from test_dense import GATED
@@ -29,7 +28,7 @@ class Case(NamedTuple):
     order: bool = False
 
 
-BY_OUTPUT = Case()  # which CUDA kernels have, too
+BY_OUTPUT = Case()
 INTEGERS = [
     BY_OUTPUT,
     Case("int8", 128),
@@ -53,13 +52,6 @@ def row_dtype(request: pytest.FixtureRequest, on_cuda: bool) -> torch.dtype:
     if dtype == torch.float16 and not on_cuda:
         pytest.skip("float16 rows are for CUDA")
     return dtype
-
-
-@pytest.fixture
-def has_kernel(request: pytest.FixtureRequest, on_cuda: bool) -> None:
-    """Skips what CUDA has no kernel for; `test_what_cuda_lacks_is_refused` says that it refuses."""
-    if on_cuda and request.node.callspec.params["case"] != BY_OUTPUT:
-        pytest.skip("CUDA has int8 with a scale for each output")
 
 
 def make_rows(device: str, rows: int, num_inputs: int, dtype: torch.dtype) -> Tensor:
@@ -193,7 +185,6 @@ def test_what_codes_stand_for(case: Case) -> None:
 # linear: the reference's bits on every device and instruction set
 
 
-@pytest.mark.usefixtures("has_kernel")
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("case", INTEGERS, ids=str)
 def test_bits_are_the_references(
@@ -225,9 +216,10 @@ def test_bits_are_the_references(
             assert torch.equal(out, want) and (slack[rows * num_outputs :] == 7.0).all()
 
 
-@pytest.mark.usefixtures("has_kernel")
 @pytest.mark.parametrize("case", [*INTEGERS[::3], *FP8], ids=str)
-def test_rows_keep_their_bits(device: str, isa: str, on_cuda: bool, case: Case) -> None:
+def test_rows_keep_their_bits(
+    device: str, isa: str, on_cuda: bool, place: Callable[[int, int], None], case: Case
+) -> None:
     """Alone and in every batch, on 1 to 3 threads, for two layers whose work is cut differently."""
     for num_outputs, num_inputs in [(40, 300)] if on_cuda else [(1500, 130), (40, 1030)]:
         many = 20 if on_cuda else 70
@@ -238,7 +230,7 @@ def test_rows_keep_their_bits(device: str, isa: str, on_cuda: bool, case: Case) 
             want = reference.quantized_linear(x, q, bias, activations=case.activations)
             assert torch.equal(whole, want)
         for num_threads in (1, 2, 3):
-            specops.set_num_threads(num_threads)
+            place(num_threads, num_threads)  # one SM is kept busy by few outputs
             for rows in [1, 5, 8, 9] if on_cuda else [*range(1, 20), 33, 64]:
                 first = (7 * rows) % (many + 1 - rows)
                 got = dense.linear(x[first : first + rows], packed, bias)
@@ -286,7 +278,6 @@ def test_large_layers_have_the_same_bits_on_every_instruction_set(case: Case) ->
     assert all(torch.equal(out, outs[0]) for out in outs)
 
 
-@pytest.mark.usefixtures("has_kernel")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("activation", GATED)
 @pytest.mark.parametrize("case", [*INTEGERS[::3], *FP8], ids=str)
@@ -301,7 +292,6 @@ def test_gates(device: str, isa: str, dtype: torch.dtype, activation: str, case:
             assert torch.equal(dense.linear(x, packed, given), gated(dense.linear(x, apart, given)))
 
 
-@pytest.mark.usefixtures("has_kernel")
 @pytest.mark.parametrize("case", [BY_OUTPUT, *INTEGERS[3:6]], ids=str)
 def test_wild_inputs(device: str, isa: str, case: Case) -> None:
     """An infinity or NaN is its row's own; zeros, subnormals, the largest numbers, and ties."""
@@ -325,31 +315,23 @@ def test_wild_inputs(device: str, isa: str, case: Case) -> None:
 
 
 @pytest.mark.parametrize("activations", ["int16", "int8"])
-@pytest.mark.parametrize("values", [None, [-128, 127] * 8])
-def test_the_largest_sums_are_exact(isa: str, activations: str, values: list[int] | None) -> None:
+@pytest.mark.parametrize("kind,values", [("int8", None), ("int4", None), ("int4", [-128, 127] * 8)])
+def test_the_largest_sums_are_exact(
+    device: str, isa: str, kind: str, activations: str, values: list[int] | None
+) -> None:
     """Every product of a group at its largest: 128 * 32768 * 128 is no float32."""
-    codes = torch.full((20, 128), 127, dtype=torch.int8)
+    codes = torch.full((20, 128), 127, dtype=torch.int8, device=device)
     codes[1::2], codes[3] = -128, 126
-    table = None if values is None else torch.tensor(values, dtype=torch.int8)
-    if values is not None:
-        codes = torch.randint(0, 2, (20, 128), dtype=torch.uint8)
-    kind = "int8" if values is None else "int4"
-    q = QuantizedWeight(kind, codes, torch.ones(20, 1), code_values=table)
-    x = torch.full((3, 128), 127.0 if activations == "int8" else 32767.0)
-    x[1] = -x[1]
+    table = None if values is None else torch.tensor(values, dtype=torch.int8, device=device)
+    if kind == "int4":
+        codes = torch.randint(0, 2, (20, 128), dtype=torch.uint8, device=device)
+        codes[1], codes[2] = 15, 0
+    q = QuantizedWeight(kind, codes, torch.ones(20, 1, device=device), code_values=table)
+    x = torch.full((3, 128), 127.0 if activations == "int8" else 32767.0, device=device)
+    x[1] = -x[1] - int(activations == "int16")
     x[2, 1:] = 1.0
     got = dense.linear(x, dense.pack_weight(q, activations=activations))
     assert torch.equal(got, (x.double() @ dequantize_weight(q).double().T).float())
-
-
-def test_the_largest_sums_are_exact_on_every_device(device: str) -> None:
-    codes = torch.full((20, 128), 127, dtype=torch.int8, device=device)
-    codes[1::2] = -127
-    x = torch.full((2, 128), 32767.0, device=device)
-    x[1] = -32768.0
-    q = QuantizedWeight("int8", codes, torch.ones(20, 1, device=device))
-    got = dense.linear(x, dense.pack_weight(q))
-    assert torch.equal(got, (x.double() @ codes.double().T).float())
 
 
 # how far from the weight's own numbers
@@ -381,12 +363,14 @@ def test_errors_are_within_what_is_documented(device: str, dtype: torch.dtype) -
     assert (error <= (sums if dtype == torch.bfloat16 else sums + inputs)).all()
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("case", FP8, ids=str)
-def test_fp8_is_near_its_numbers(isa: str, dtype: torch.dtype, case: Case) -> None:
+def test_fp8_is_near_its_numbers(
+    device: str, isa: str, row_dtype: torch.dtype, dtype: torch.dtype, case: Case
+) -> None:
     """Rounding of the sums, nothing else: 128 inputs, then a block each. Every code is met."""
-    for rows, num_inputs, num_outputs in [(1, 1, 1), (3, 77, 130), (9, 300, 40)]:
-        x, q, bias = make(case, "cpu", rows, num_inputs, num_outputs, dtype)
+    for rows, num_inputs, num_outputs in [(1, 1, 1), (3, 77, 130), (9, 300, 40), (20, 600, 70)]:
+        x, q, bias = make(case, device, rows, num_inputs, num_outputs, dtype)
         given = bias if rows == 9 else None
         got = dense.linear(x, dense.pack_weight(q), given, out_dtype=torch.float32).double()
         wide = None if given is None else given.double()
@@ -394,9 +378,10 @@ def test_fp8_is_near_its_numbers(isa: str, dtype: torch.dtype, case: Case) -> No
         sizes = x.double().abs() @ dequantize_weight(q, torch.float64).abs().T
         assert ((got - want).abs() <= (sizes + 4) * 2.0**-24 * 140).all()
     every = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn)
-    every = every[every.float().isfinite()].view(-1, 1)
-    q = QuantizedWeight("fp8", every, torch.full((len(every), 1), 0.5))
-    got = dense.linear(torch.ones(1, 1, dtype=dtype), dense.pack_weight(q), out_dtype=torch.float32)
+    every = every[every.float().isfinite()].view(-1, 1).to(device)
+    q = QuantizedWeight("fp8", every, torch.full((len(every), 1), 0.5, device=device))
+    one = torch.ones(1, 1, dtype=dtype, device=device)
+    got = dense.linear(one, dense.pack_weight(q), out_dtype=torch.float32)
     assert torch.equal(got[0], every[:, 0].float() * 0.5)
 
 
@@ -517,13 +502,26 @@ def test_quantized_weights_refuse(device: str, on_cuda: bool) -> None:
             call()
 
 
-def test_what_cuda_lacks_is_refused(device: str, on_cuda: bool) -> None:
-    if not on_cuda:
-        pytest.skip("cpu has it")
+def test_weights_packed_for_another_device_are_refused(device: str, on_cuda: bool) -> None:
+    """Layouts differ. Of 6 outputs and 8 inputs each, in groups of 32."""
+    blocks = {"int8": 1024, "int4": 512} if on_cuda else {"int8": 4096, "int4": 2048}
     x = torch.zeros(3, 8, device=device)
-    for case in (*INTEGERS, *FP8):
-        q = make_weight(case, device, 6, 8)
-        with pytest.raises(ValueError, match=r"must be .*CUDA, got|must be None of this kind"):
-            if case == BY_OUTPUT:
-                dense.linear(x, dense.pack_weight(q, activations="int8"))
-            dense.linear(x, dense.pack_weight(q, activations=case.activations))
+    for case in (INTEGERS[4], INTEGERS[6]):
+        own = dense.pack_weight(
+            make_weight(case, device, 6, 8), activations=case.activations
+        )._replace(input_order=None)
+        other = own.data.new_zeros(1, 1, blocks[case.kind])
+        with pytest.raises(ValueError, match=r"^linear: weight.data must be .*, got"):
+            dense.linear(x, own._replace(data=other))
+
+
+@pytest.mark.parametrize("input", [-1, 8])
+def test_inputs_that_are_none(device: str, on_cuda: bool, input: int) -> None:
+    case = INTEGERS[6]
+    packed = dense.pack_weight(make_weight(case, device, 6, 8), activations=case.activations)
+    order = torch.tensor([0, 1, 2, input, 4, 5, 6, 7], dtype=torch.int32, device=device)
+    words = r"linear: weight.input_order must be .*input"
+    if not on_cuda:
+        words = r"linear: weight.input_order must be inputs in 0 .. 7, got"
+    with expect_fault(on_cuda, words):
+        dense.linear(torch.zeros(3, 8, device=device), packed._replace(input_order=order))

@@ -83,6 +83,18 @@ def test_mma_layout(machine: ModuleType, dtype: str, model: str) -> None:
     assert torch.equal(run_mma(machine, dtype, a, b, d), d + a.float() @ b.float())
 
 
+@pytest.mark.parametrize("dtype", ["int8", "uint8"])
+def test_mma_of_integers(machine: ModuleType, dtype: str) -> None:
+    """Of any bytes, exactly: a is signed; sums are int32."""
+    a = torch.randint(-128, 128, (16, 32)).to(torch.int8)
+    b = torch.randint(0, 256, (32, 8)).to(torch.uint8).view(getattr(torch, dtype))
+    d = torch.randint(-(2**25), 2**25, (16, 8), dtype=torch.int32)
+    regs = pack_fragments(a, b, d.view(torch.float32))
+    machine.mma(dtype, *(one.data_ptr() for one in regs))
+    want = d + (a.double() @ b.double()).int()
+    assert torch.equal(unpack_sums(regs[2]).view(torch.int32), want)
+
+
 @pytest.mark.parametrize("tiles", [2, 4])
 @pytest.mark.parametrize("trans", [False, True])
 def test_ldmatrix_layout(machine: ModuleType, tiles: int, trans: bool) -> None:

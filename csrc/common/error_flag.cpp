@@ -41,6 +41,8 @@ const char* sentence_of(ErrorCode code) {
       return "linear: workspace must begin with 128 zeros, which every call leaves there, and "
              "serve "
              "one stream at a time, got a counter with too many arrivals";
+    case ErrorCode::kLinearInputOrder:
+      return "linear: weight.input_order must be an input of x{, below #}, got one outside";
 
     case ErrorCode::kRopeSlot:
       return "rope_append_kv: cache_slots must be -1 or in [0, num_pages * page_size{=#}), got "

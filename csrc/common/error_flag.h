@@ -33,6 +33,7 @@ enum class ErrorCode : int32_t {
   kMtpInputTokenId = kDenseCodes + 7,
   kMtpInputDraftTokenId = kDenseCodes + 8,
   kLinearWorkspace = kDenseCodes + 9,
+  kLinearInputOrder = kDenseCodes + 10,
 
   // attention
   kRopeSlot = kAttentionCodes + 1,

@@ -1,7 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "common/launch.cuh"
 #include "dense/linear.cuh"
-#include "dense/linear_int8.cuh"
 
 namespace specops {
 namespace {
@@ -140,32 +139,17 @@ void run_float(const LinearParams& params, const GemmPlan& plan, CudaStream stre
          plan);
 }
 
-template <typename T>
-void run_int8(const LinearParams& params, CudaStream stream) {
-  int64_t row_tiles = ceil_div(params.rows, kInt8Rows);
-  launch(linear_int8_kernel<T>,
-         grid_of(weight_groups(params.weight.num_outputs) * row_tiles),
-         dim3(kInt8Warps * kWarpSize),
-         sizeof(Int8Shared),
-         stream,
-         params);
-}
-
 }  // namespace
 
 void pack_weight_cuda(const PackWeightParams& params, CudaStream stream) {
   if (params.dtype == DType::kBFloat16) return pack<bfloat16>(params, stream);
   if (params.dtype == DType::kFloat16) return pack<float16>(params, stream);
-  if (params.dtype == DType::kInt8) return pack<int8_t>(params, stream);
-  pack<float>(params, stream);
+  if (params.dtype == DType::kFloat32) return pack<float>(params, stream);
+  pack_codes_cuda(params, stream);
 }
 
 void linear_cuda(const LinearParams& params, CudaStream stream) {
-  if (params.weight.kind == WeightKind::kInt8) {
-    if (params.dtype == DType::kBFloat16) return run_int8<bfloat16>(params, stream);
-    if (params.dtype == DType::kFloat16) return run_int8<float16>(params, stream);
-    return run_int8<float>(params, stream);
-  }
+  if (params.weight.kind != WeightKind::kPlain) return linear_codes_cuda(params, stream);
   bool split =
       linear_splits(
           params.rows, params.weight.num_outputs, params.weight.num_inputs, params.dtype) &&

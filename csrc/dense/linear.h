@@ -102,4 +102,8 @@ SPECOPS_DECLARE_CPU(linear_cpu, LinearParams);
 SPECOPS_DECLARE_CUDA(pack_weight_cuda, PackWeightParams);
 SPECOPS_DECLARE_CUDA(linear_cuda, LinearParams);
 
+// The parts of both that are about codes.
+SPECOPS_DECLARE_CUDA(pack_codes_cuda, PackWeightParams);
+SPECOPS_DECLARE_CUDA(linear_codes_cuda, LinearParams);
+
 }  // namespace specops

@@ -52,10 +52,11 @@ void gated_mul(const TensorView& gate_up, const TensorView& out) {
   gated_mul_cpu(params);
 }
 
-// (blocks, steps, word, scale_block, leaves, max_split_rows): the shape `packed` must have on a device;
-// of how many outputs a row of scales is (0: they are not packed); of how many leaves the sums are made
-// there (cpu: one chain), and up to how many rows a workspace helps.
-std::array<int64_t, 6> packed_weight_layout(Argument device,
+// (blocks, steps, word, scale_block, turn, leaves, max_split_rows): the shape `packed` must have on a
+// device; of how many outputs a row of scales is (0: they are not packed), and how many gates come
+// before as many ups; of how many leaves the sums are made there (cpu: one chain), and up to how many
+// rows a workspace helps.
+std::array<int64_t, 7> packed_weight_layout(Argument device,
                                             Argument kind_given,
                                             Argument element_bytes,
                                             Argument outputs,
@@ -71,7 +72,6 @@ std::array<int64_t, 6> packed_weight_layout(Argument device,
   int64_t num_inputs = check.integer("num_inputs", inputs, 0, kMostInputs);
   Activation activation = read_activation(check, "activation", activation_given);
   int64_t group = read_group(check, "group", group_given, kind);
-  if (on_cuda) check_cuda_kind(check, "weight", kind, group);
   PackedDims dims = packed_dims(on_cuda, kind, bytes, num_outputs, num_inputs, activation, group);
   int64_t leaves = 1, split_rows = 0;
   if (on_cuda && kind == WeightKind::kPlain) {
@@ -79,7 +79,7 @@ std::array<int64_t, 6> packed_weight_layout(Argument device,
     leaves = sum_leaves(num_inputs).leaves;
     split_rows = linear_max_split_rows(num_outputs, num_inputs, dtype);
   }
-  return {dims.blocks, dims.steps, dims.word, dims.scale_block, leaves, split_rows};
+  return {dims.blocks, dims.steps, dims.word, dims.scale_block, dims.turn, leaves, split_rows};
 }
 
 // Of a matrix of this dtype.
@@ -103,7 +103,6 @@ void pack_weight(const TensorView& weight, const TensorView& packed, Argument ac
     check.tensor("weight", weight, {dtype}, shape, Layout::kRows);
   }
   check_halves(check, "weight", num_outputs, activation);
-  if (check.on_cuda()) check_cuda_kind(check, "weight", kind, 0);
   PackedDims dims = packed_dims(
       check.on_cuda(), kind, dtype_bytes(dtype), num_outputs, num_inputs, activation, 0);
   check.tensor("packed", packed, {dtype}, {&dims.blocks, &dims.steps, &dims.word});

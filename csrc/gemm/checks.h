@@ -113,25 +113,12 @@ inline DType code_dtype(WeightKind kind) {
   }
 }
 
-// CUDA kernels are there for plain weights, and for int8 with a scale for each output.
-inline void check_cuda_kind(const Checker& check,
-                            const char* argument,
-                            WeightKind kind,
-                            int64_t group) {
-  bool is_there = kind == WeightKind::kPlain || (kind == WeightKind::kInt8 && group == 0);
-  if (is_there) return;
-  std::string got;
-  for (const WeightKindName& one : kWeightKinds) {
-    if (one.kind == kind) got = std::string(one.name) + " in groups of " + std::to_string(group);
-  }
-  check.fail(argument, "plain, or int8 with a scale for each output, on CUDA", got);
-}
-
 // The shape of a packed weight's data, as weight.h describes the layouts, and its scales' block: of
-// how many outputs a row of scales is; 0: they are [num_outputs], or there are none.
+// how many outputs a row of scales is; 0: they are [num_outputs], or there are none. Of gates and ups
+// `turn` gates are followed by as many ups.
 struct PackedDims {
   Dim blocks{"blocks"}, steps{"steps"}, word{"block of one step"};
-  int64_t scale_block = 0;
+  int64_t scale_block = 0, turn = kWeightBlock;
 };
 
 inline PackedDims packed_dims(bool on_cuda,
@@ -153,11 +140,16 @@ inline PackedDims packed_dims(bool on_cuda,
     dims.steps.value = (num_inputs + inputs - 1) / inputs;
     dims.word.value = kWeightBlock * inputs;
     if (kind == WeightKind::kFp8) dims.scale_block = kWeightBlock;
-  } else if (element_bytes != 2) {
-    int64_t inputs = 16 / element_bytes;
+  } else if (kind != WeightKind::kPlain) {
     dims.blocks.value = weight_groups(num_outputs);
-    dims.steps.value = (num_inputs + inputs - 1) / inputs;
-    dims.word.value = kWeightGroup * inputs;
+    dims.steps.value = (num_inputs + kCodeStage - 1) / kCodeStage;
+    dims.word.value = kWeightGroup * kCodeStage / (kind == WeightKind::kInt4 ? 2 : 1);
+    if (group != 0) dims.scale_block = kWeightGroup;
+    dims.turn = 1;
+  } else if (element_bytes == 4) {
+    dims.blocks.value = weight_groups(num_outputs);
+    dims.steps.value = (num_inputs + 3) / 4;
+    dims.word.value = kWeightGroup * 4;
   } else {
     dims.blocks.value = weight_groups(num_outputs) * 2;
     dims.steps.value = sum_leaves(num_inputs).stages * 2;
@@ -194,10 +186,10 @@ inline const TensorView& check_field(Checker& check,
   return check.optional(argument, field, {dtype}, dims);
 }
 
-// Inputs that are there, on cpu; no kernel on CUDA takes an order.
+// Inputs that are there; CUDA kernels look for themselves.
 inline void check_order(Checker& check, const TensorView& order, int64_t num_inputs) {
   const int32_t* inputs = order.data<int32_t>();
-  if (inputs == nullptr) return;
+  if (inputs == nullptr || check.on_cuda()) return;
   for (int64_t k = 0; k < num_inputs; ++k) {
     if (inputs[k] >= 0 && inputs[k] < num_inputs) continue;
     check.fail("weight.input_order",
@@ -285,12 +277,8 @@ inline void check_code_fields(Checker& check,
               is_int && group != 0,
               DType::kFloat32,
               {&scale_blocks, &groups, &scale_block});
-  check_field(check,
-              "weight.input_order",
-              fields.input_order,
-              has_codes && !check.on_cuda(),
-              DType::kInt32,
-              {&num_inputs});
+  check_field(
+      check, "weight.input_order", fields.input_order, has_codes, DType::kInt32, {&num_inputs});
   check_order(check, fields.input_order, num_inputs);
   check_field(check,
               "weight.code_values",
@@ -319,10 +307,6 @@ inline PackedWeightArgument check_weight_fields(Checker& check,
   int64_t group = read_group(check, "weight.group", fields.group, kind);
   RowNumbers numbers = read_row_numbers(check, "weight.activations", fields.activations, kind);
   bool on_cuda = wants_cuda(fields.data);
-  if (on_cuda) check_cuda_kind(check, "weight.kind", kind, group);
-  if (on_cuda && numbers == RowNumbers::kInt8) {
-    check.fail("weight.activations", "'int16' of int8 on CUDA", "'int8'");
-  }
   bool is_plain = kind == WeightKind::kPlain;
   DType dtype = is_plain ? fields.data.dtype() : code_dtype(kind);
   PackedDims dims =
@@ -334,7 +318,11 @@ inline PackedWeightArgument check_weight_fields(Checker& check,
     check.tensor("weight.data", fields.data, {dtype}, shape);
   }
   check_code_fields(check, fields, kind, group, dims, num_outputs, num_inputs);
-  if (check.on_cuda()) check.on_16_bytes("weight.data", fields.data);
+  if (check.on_cuda()) {
+    check.on_16_bytes("weight.data", fields.data);
+    if (dims.scale_block != 0) check.on_16_bytes("weight.scales", fields.scales);
+    if (fields.offsets.defined()) check.on_16_bytes("weight.offsets", fields.offsets);
+  }
   return {.params = {.kind = kind,
                      .data = fields.data.raw(),
                      .scales = fields.scales.data<float>(),

@@ -66,10 +66,12 @@ __device__ inline void finish4_gated(
   float low = finish_gated<T>(params, column, sum.x, sum.y);
   bool has_high = output + 2 < params.weight.num_outputs;
   float high = has_high ? finish_gated<T>(params, column + 1, sum.z, sum.w) : 0.0f;
-  if (quads) {
-    int64_t at = row * (params.weight.num_outputs / 2) + column;
-    *reinterpret_cast<uint32_t*>(static_cast<T*>(params.out) + at) = ptx::pack2<T>(low, high);
-    return;
+  if constexpr (sizeof(T) == 2) {
+    if (quads) {
+      int64_t at = row * (params.weight.num_outputs / 2) + column;
+      *reinterpret_cast<uint32_t*>(static_cast<T*>(params.out) + at) = ptx::pack2<T>(low, high);
+      return;
+    }
   }
   store_gated<T>(params, row, column, low);
   if (has_high) store_gated<T>(params, row, column + 1, high);
@@ -96,12 +98,13 @@ __device__ inline void finish4(
     }
   }
   int64_t at = row * params.weight.num_outputs + output;
-  if (params.out_dtype == DType::kFloat32) {
-    ptx::store_vector(static_cast<float*>(params.out) + at, pack_chunk<float>(sums));
-  } else {
-    ptx::store_vector(static_cast<T*>(params.out) + at,
-                      make_uint2(ptx::pack2<T>(sums[0], sums[1]), ptx::pack2<T>(sums[2], sums[3])));
+  if constexpr (sizeof(T) == 2) {
+    if (params.out_dtype != DType::kFloat32) {
+      uint2 halves = make_uint2(ptx::pack2<T>(sums[0], sums[1]), ptx::pack2<T>(sums[2], sums[3]));
+      return ptx::store_vector(static_cast<T*>(params.out) + at, halves);
+    }
   }
+  ptx::store_vector(static_cast<float*>(params.out) + at, pack_chunk<float>(sums));
 }
 
 }  // namespace specops

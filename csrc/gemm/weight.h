@@ -21,8 +21,15 @@
 // So one access of 16 bytes is a fragment, with nothing to move between registers, and a lane holds
 // four neighbouring outputs of a group when it is done.
 //
-// Layout on CUDA, float32 and int8 (no other codes yet): packed[group][step] is 512 bytes: 16 for each of 32 outputs, which
-// are four floats or 16 codes.
+// Layout on CUDA, float32: packed[group][step] is 512 bytes: four inputs of each of 32 outputs.
+//
+// Layout on CUDA, codes: stages of 128 inputs, four steps. packed[group][stage][tile] has for each lane
+// = 4 * g + t what mma.m16n8k32 takes as its operand A, in vectors of 16 bytes, lane by lane: eight
+// inputs, 32 * step + 8 * t on, of output = 32 * group + 4 * g + 2 * tile and the same of output + 1.
+// int8 and fp8: a vector is a step: four inputs of output, the same of output + 1; then the other
+// four of each. int4: a vector is two steps: a word of output, a word of output + 1 for each; the low
+// half of byte i is input i, the high half input 4 + i, and the high bit of a code is changed, which
+// makes its value a two's complement.
 //
 // Numbers past the last output or input are zero; of int8 and int4 they are any code.
 //
@@ -82,6 +89,7 @@ SPECOPS_HOST_DEVICE int64_t scale_groups(int64_t num_inputs, int64_t group) {
 
 constexpr int64_t kWeightGroup = 32;  // outputs
 constexpr int64_t kWeightStage = 64;  // inputs
+constexpr int64_t kCodeStage = 128;   // inputs
 
 SPECOPS_HOST_DEVICE int64_t weight_groups(int64_t num_outputs) {
   return (num_outputs + kWeightGroup - 1) / kWeightGroup;
@@ -111,7 +119,8 @@ struct WeightParams {
   WeightKind kind;
   const void* data;  // as described above
   // Of codes. group 0: [num_outputs], in the order of the weight before packing. Otherwise in the
-  // order of the data, on cpu [panels, groups of inputs, 64]; of fp8 [blocks, groups, 16].
+  // order of the data, on cpu [panels, groups of inputs, 64]; of fp8 [blocks, groups, 16]; on CUDA
+  // [groups of outputs, groups of inputs, 32].
   const float* scales;
   const float* offsets;  // as scales, of a group that is not 0; or nullptr
   int64_t group;         // inputs that share a scale; 0: all of an output

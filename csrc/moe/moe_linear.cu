@@ -42,25 +42,10 @@ void run_float(const MoeLinearParams& params, CudaStream stream) {
          row_tiles_of(params));
 }
 
-template <typename T>
-void run_int8(const MoeLinearParams& params, CudaStream stream) {
-  launch(moe_int8_kernel<T>,
-         grid_of(params, weight_groups(params.weight.num_outputs)),
-         dim3(kInt8Warps * kWarpSize),
-         sizeof(Int8Shared),
-         stream,
-         params,
-         row_tiles_of(params));
-}
-
 }  // namespace
 
 void moe_linear_cuda(const MoeLinearParams& params, CudaStream stream) {
-  if (params.weight.kind == WeightKind::kInt8) {
-    if (params.dtype == DType::kBFloat16) return run_int8<bfloat16>(params, stream);
-    if (params.dtype == DType::kFloat16) return run_int8<float16>(params, stream);
-    return run_int8<float>(params, stream);
-  }
+  if (params.weight.kind != WeightKind::kPlain) return moe_codes_cuda(params, stream);
   if (params.dtype == DType::kBFloat16) return run<bfloat16>(params, stream);
   if (params.dtype == DType::kFloat16) return run<float16>(params, stream);
   run_float(params, stream);

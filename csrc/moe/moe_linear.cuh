@@ -2,15 +2,15 @@
 // The kernels of moe_linear: those of linear, on tiles of rows that they find by themselves.
 #pragma once
 
+#include "gemm/code_product.cuh"
 #include "gemm/float_rows.cuh"
-#include "gemm/int8_rows.cuh"
 #include "gemm/stream.cuh"
 #include "moe/moe_linear.h"
 
 namespace specops {
 
 constexpr int kExpertRows = 8;  // of a tile
-static_assert(kExpertRows == kFloatRows && kExpertRows == kInt8Rows);
+static_assert(kExpertRows == kFloatRows);
 
 // Tiles of any call of so many pairs: each expert may have one that is not full.
 inline int64_t most_row_tiles(int64_t pairs, int64_t num_experts) {
@@ -121,24 +121,27 @@ __global__ void __launch_bounds__(128)
   });
 }
 
-// The same of 8-bit codes, as linear_int8_kernel computes it.
-// Grid:    as moe_stream_kernel, with linear_int8_kernel's tiles of outputs.
-// Block:   as linear_int8_kernel.
-// Smem:    as linear_int8_kernel.
-// Cost:    as linear_int8_kernel, of the experts that have rows.
+// The same of codes, as linear_codes_kernel computes it.
+// Grid:    as moe_stream_kernel, with linear_codes_kernel's tiles of outputs.
+// Block:   as linear_codes_kernel.
+// Smem:    as linear_codes_kernel.
+// Cost:    as linear_codes_kernel, of the experts that have rows.
 // Assumes: weights packed by pack_weight, one expert behind the other.
-// Order:   as linear_int8_kernel.
+// Order:   as linear_codes_kernel.
 // Source:  -
-template <typename T>
-__global__ void __launch_bounds__(kInt8Warps* kWarpSize)
-    moe_int8_kernel(MoeLinearParams params, int64_t row_tiles) {
+template <typename Codes, typename Numbers, typename Shape>
+__global__ void __launch_bounds__(Shape::kThreads)
+    moe_codes_kernel(MoeLinearParams params, CodePlan plan, int64_t row_tiles) {
+  static_assert(Shape::kRows == kExpertRows);
   wait_for_previous_kernel();
   ExpertTile tile = expert_tile(params, blockIdx.x % row_tiles);
   if (tile.rows == 0) return;
   GemmParams one = of_expert(params, tile.expert, tile.first, tile.rows);
-  int8_rows<T>(one, 0, blockIdx.x / row_tiles, [&](int64_t row) {
-    return expert_row<T>(params, tile, row);
-  });
+  auto row_at = [&](int64_t row) -> const void* {
+    if (params.dtype == DType::kFloat32) return expert_row<float>(params, tile, row);
+    return expert_row<bfloat16>(params, tile, row);  // float16, too
+  };
+  code_rows<Codes, Numbers, Shape>(one, plan, params.error, 0, blockIdx.x / row_tiles, row_at);
 }
 
 }  // namespace specops

@@ -75,4 +75,7 @@ SPECOPS_HOST_DEVICE GemmParams of_expert(const MoeLinearParams& params,
 SPECOPS_DECLARE_CPU(moe_linear_cpu, MoeLinearParams);
 SPECOPS_DECLARE_CUDA(moe_linear_cuda, MoeLinearParams);
 
+// The part of it that is about codes.
+SPECOPS_DECLARE_CUDA(moe_codes_cuda, MoeLinearParams);
+
 }  // namespace specops

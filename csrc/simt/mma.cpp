@@ -275,6 +275,43 @@ void complete_mma_bf16(void* const* operands, uint32_t) { multiply<2, bf16>(oper
 void complete_mma_f16(void* const* operands, uint32_t) { multiply<2, f16>(operands); }
 void complete_mma_e4m3(void* const* operands, uint32_t) { multiply<4, e4m3>(operands); }
 
+// Fragments as those of e4m3. Sums wrap, as the hardware's do without .satfinite.
+template <bool kUnsigned>
+void complete_mma_int8(void* const* operands, uint32_t) {
+  constexpr int kDepth = 32;
+  ++counters.mmas;
+  int a[kRows][kDepth], b[kCols][kDepth];
+  auto byte = [](uint32_t word, int part) { return static_cast<uint8_t>(word >> 8 * part); };
+  for (int lane = 0; lane < kLanes; ++lane) {
+    const auto& own = *static_cast<const IntMmaOperands*>(operands[lane]);
+    int group = lane / 4, quad = lane % 4;
+    for (int part = 0; part < 4; ++part) {
+      int k = 4 * quad + part;
+      for (int word = 0; word < 4; ++word) {
+        int& to = a[group + word % 2 * 8][k + word / 2 * 16];
+        to = static_cast<int8_t>(byte(own.a[word], part));
+      }
+      for (int word = 0; word < 2; ++word) {
+        uint8_t bits = byte(own.b[word], part);
+        b[group][k + word * 16] = kUnsigned ? int{bits} : int{static_cast<int8_t>(bits)};
+      }
+    }
+  }
+  for (int lane = 0; lane < kLanes; ++lane) {
+    const auto& own = *static_cast<const IntMmaOperands*>(operands[lane]);
+    for (int i = 0; i < 4; ++i) {
+      const int* row = a[lane / 4 + i / 2 * 8];
+      const int* col = b[2 * (lane % 4) + i % 2];
+      auto sum = static_cast<uint32_t>(own.d[i]);
+      for (int k = 0; k < kDepth; ++k) sum += static_cast<uint32_t>(row[k] * col[k]);
+      own.d[i] = static_cast<int>(sum);
+    }
+  }
+}
+
+template void complete_mma_int8<false>(void* const*, uint32_t);
+template void complete_mma_int8<true>(void* const*, uint32_t);
+
 // Lane 8 * tile + row gives the address of a row. Register `tile` of a lane gets elements
 // 2 * quad and 2 * quad + 1 of row `group`; transposed, of column `group`.
 template <int kTiles, bool kTrans>

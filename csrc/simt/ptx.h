@@ -6,6 +6,7 @@
 #include <cmath>
 #include <cstdint>
 #include <cstring>
+#include <limits>
 #include <type_traits>
 
 #include "common/dtype.h"
@@ -20,6 +21,12 @@ struct MmaOperands {
   const uint32_t* b;
 };
 
+struct IntMmaOperands {
+  int* d;
+  const uint32_t* a;
+  const uint32_t* b;
+};
+
 struct LdmatrixOperands {
   const void* row;
   uint32_t* out;
@@ -29,12 +36,16 @@ struct LdmatrixOperands {
 void complete_mma_bf16(void* const* operands, uint32_t mask);
 void complete_mma_f16(void* const* operands, uint32_t mask);
 void complete_mma_e4m3(void* const* operands, uint32_t mask);
+template <bool kUnsigned>
+void complete_mma_int8(void* const* operands, uint32_t mask);
 template <int kTiles, bool kTrans>
 void complete_ldmatrix(void* const* operands, uint32_t mask);
 
 inline constexpr Collective kMmaBf16{"mma.m16n8k16.bf16", complete_mma_bf16};
 inline constexpr Collective kMmaF16{"mma.m16n8k16.f16", complete_mma_f16};
 inline constexpr Collective kMmaE4m3{"mma.m16n8k32.e4m3", complete_mma_e4m3};
+template <bool kUnsigned>
+inline constexpr Collective kMmaInt8{"mma.m16n8k32.s8", complete_mma_int8<kUnsigned>};
 template <int kTiles, bool kTrans>
 inline constexpr Collective kLdmatrix{"ldmatrix", complete_ldmatrix<kTiles, kTrans>};
 
@@ -105,7 +116,21 @@ inline void mma_m16n8k32_e4m3(float (&d)[4],
   simt::collective(simt::kMmaE4m3, simt::kAllLanes, &operands, site);
 }
 
+template <bool kUnsigned>
+void mma_m16n8k32_int8(int (&d)[4],
+                       const uint32_t (&a)[4],
+                       const uint32_t (&b)[2],
+                       Site site = Site::current()) {
+  simt::IntMmaOperands operands{d, a, b};
+  simt::collective(simt::kMmaInt8<kUnsigned>, simt::kAllLanes, &operands, site);
+}
+
 // Values
+
+inline float max_nan(float a, float b) {
+  bool is_nan = std::isnan(a) || std::isnan(b);
+  return is_nan ? std::numeric_limits<float>::quiet_NaN() : std::fmax(a, b);
+}
 
 template <typename T>
 uint32_t pack2(float lo, float hi) {

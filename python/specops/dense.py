@@ -75,7 +75,7 @@ def pack_weight(
 
     Args:
         weight: [num_outputs, num_inputs], bfloat16 or float32, on CUDA also float16; rows may be
-            strided. Or a `QuantizedWeight`, on CUDA of kind int8 with a scale for each output.
+            strided. Or a `QuantizedWeight`.
         activation: of a weight whose first half of rows makes gates and the other half ups: "silu",
             "gelu_tanh" or "swiglu_oai". `linear` then returns what `silu_mul`, `gelu_tanh_mul` or
             `swiglu_oai_mul` make of both, half as wide.
@@ -85,9 +85,9 @@ def pack_weight(
     Returns:
         The packed copy. It takes the bytes of `weight` (int4: half a byte a code), with num_outputs
         (with an activation: each half of it) rounded up to 16 and, for bfloat16 and fp8, num_inputs
-        to 2; of int8 and int4 to 64 and 16; on CUDA to 32 and, for 16 bits, 64, int8 16. Scales and
-        offsets in groups are packed beside them. `weight` may be freed; only `code_values`,
-        `input_order` and scales of one an output are kept, not copied.
+        to 2; of int8 and int4 to 64 and 16; on CUDA to 32 and, for 16 bits, 64, for codes 128.
+        Scales and offsets in groups are packed beside them. `weight` may be freed; only
+        `code_values`, `input_order` and scales of one an output are kept, not copied.
 
     Raises:
         ValueError: a shape, dtype, layout, device or value differs from the above.
@@ -106,7 +106,7 @@ def pack_weight(
             f"pack_weight: weight must be real, or a QuantizedWeight, got {describe(weight)}"
         )
     num_outputs, num_inputs = weight.shape
-    *shape, _, num_leaves, max_split_rows = _C.packed_weight_layout(
+    *shape, _, _, num_leaves, max_split_rows = _C.packed_weight_layout(
         weight.device.type, "plain", weight.element_size(), num_outputs, num_inputs, activation, 0
     )
     data = torch.empty(shape, dtype=weight.dtype, device=weight.device)
@@ -144,7 +144,7 @@ def _pack_codes(
         group = max(1, -(-num_inputs // 128)) * 128
         groups = num_groups(num_inputs, group)
         scales, offsets = scales[:, :groups], offsets[:, :groups]
-    *shape, scale_block, num_leaves, max_split_rows = _C.packed_weight_layout(
+    *shape, scale_block, turn, num_leaves, max_split_rows = _C.packed_weight_layout(
         codes.device.type, kind, 1, num_outputs, num_inputs, activation, group
     )
     data = torch.empty(shape, dtype=codes.dtype, device=codes.device)
@@ -152,8 +152,8 @@ def _pack_codes(
     if kind == "fp8" and group:
         scales = scales.repeat_interleave(FP8_BLOCK, 0)[:num_outputs]
     if scale_block:
-        scales = _in_blocks(scales, activation, scale_block)
-        offsets = None if offsets is None else _in_blocks(offsets, activation, scale_block)
+        scales = _in_blocks(scales, activation, scale_block, turn)
+        offsets = None if offsets is None else _in_blocks(offsets, activation, scale_block, turn)
     else:
         scales = scales[:, 0].contiguous()
     return PackedWeight(
@@ -173,18 +173,18 @@ def _pack_codes(
     )
 
 
-def _in_blocks(scales: Tensor, activation: str | None, block: int) -> Tensor:
-    """[num_outputs, groups] as [blocks, groups, block]: by 16 outputs gates, ups, gates and on."""
+def _in_blocks(scales: Tensor, activation: str | None, block: int, turn: int) -> Tensor:
+    """[num_outputs, groups] as [blocks, groups, block]: `turn` gates, as many ups, and so on."""
     num_outputs, groups = scales.shape
     halves = 2 if activation else 1
     width = num_outputs // halves
-    sixteens = -(-width // 16)
-    padded = scales.new_zeros(halves, sixteens * 16, groups)
+    turns = -(-width // turn)
+    padded = scales.new_zeros(halves, turns * turn, groups)
     padded[:, :width] = scales.view(halves, width, groups)
-    ordered = padded.view(halves, sixteens, 16, groups).transpose(0, 1)
-    blocks = -(-halves * sixteens * 16 // block)
+    ordered = padded.view(halves, turns, turn, groups).transpose(0, 1)
+    blocks = -(-halves * turns * turn // block)
     out = scales.new_zeros(blocks * block, groups)
-    out[: halves * sixteens * 16] = ordered.reshape(halves * sixteens * 16, groups)
+    out[: halves * turns * turn] = ordered.reshape(halves * turns * turn, groups)
     return out.view(blocks, block, groups).transpose(1, 2).contiguous()
 
 
@@ -225,7 +225,8 @@ def linear(
     with an infinity or a NaN becomes NaN, no other row does.
 
     With fp8 codes, the same as `reference.quantized_linear`, within rounding: the sums of 128
-    inputs are those of a plain weight, and total = fma(sum, scale, total).
+    inputs are those of a plain weight, and total = fma(sum, scale, total). On CUDA a float32 is
+    multiplied as three bfloat16, whose sum it is.
 
     Args:
         x: [rows, num_inputs], dtype of the weight; with codes bfloat16 or float32, on CUDA also
@@ -244,13 +245,14 @@ def linear(
         `out`.
 
     Raises:
-        ValueError: a shape, dtype, layout or device differs from the above.
+        ValueError: a shape, dtype, layout or device differs from the above. On CUDA an input of
+            `weight.input_order` that is none is told by `specops.check_errors`, and counts as zero.
 
     Note:
         Deterministic. Each output element is one chain of additions over the inputs in order (on
-        CUDA: up to four such chains, begun at inputs fixed by num_inputs alone and added in order):
-        its bits do not depend on the number of rows, on which row it is, on the other outputs, on
-        threads or on the workspace.
+        CUDA, of a plain weight: up to four such chains, begun at inputs fixed by num_inputs alone
+        and added in order): its bits do not depend on the number of rows, on which row it is, on
+        the other outputs, on threads or on the workspace.
     """
     check_kind("linear", "weight", weight, PackedWeight, " of pack_weight")
     if out_dtype is not None:

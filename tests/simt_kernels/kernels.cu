@@ -30,6 +30,17 @@ __global__ void mma_kernel(const uint4* a, const uint2* b, float4* d) {
   d[threadIdx.x] = {sums[0], sums[1], sums[2], sums[3]};
 }
 
+template <bool kUnsigned>
+__global__ void int_mma_kernel(const uint4* a, const uint2* b, float4* d) {
+  uint4 a4 = a[threadIdx.x];
+  uint2 b2 = b[threadIdx.x];
+  auto* sums_at = reinterpret_cast<int4*>(d) + threadIdx.x;
+  int4 d4 = *sums_at;
+  int sums[4] = {d4.x, d4.y, d4.z, d4.w};
+  ptx::mma_m16n8k32_int8<kUnsigned>(sums, {a4.x, a4.y, a4.z, a4.w}, {b2.x, b2.y});
+  *sums_at = {sums[0], sums[1], sums[2], sums[3]};
+}
+
 // rows: 32 rows of 16 bytes; lane i gives row i. out: 4 words a lane.
 template <int kTiles, bool kTrans>
 __global__ void ldmatrix_kernel(const uint4* rows, uint32_t* out) {
@@ -413,9 +424,11 @@ void run_mma(const std::string& type, const void* a, const void* b, float* d) {
            static_cast<const uint2*>(b),
            reinterpret_cast<float4*>(d));
   };
-  int index = index_of(type, {"bfloat16", "float16", "e4m3"});
+  int index = index_of(type, {"bfloat16", "float16", "e4m3", "int8", "uint8"});
   if (index == 0) return run(mma_kernel<bfloat16>);
   if (index == 1) return run(mma_kernel<float16>);
+  if (index == 3) return run(int_mma_kernel<false>);
+  if (index == 4) return run(int_mma_kernel<true>);
   run(mma_kernel<e4m3>);
 }
 

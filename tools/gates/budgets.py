@@ -170,7 +170,10 @@ BUDGETS: tuple[Budget, ...] = (
         launched_on=("90a", "100a"),
         elsewhere="its launcher asks the device and takes tiles of 128 outputs",
     ),
-    Budget("linear_int8_kernel<*", 96, threads=128, smem_bytes=13 << 10, blocks_per_sm=5),
+    # Of codes: registers hold rows that are rounded, of more rows also totals.
+    Budget("linear_codes_kernel<*, CodeShape<4, 1, 1, *>", 128, threads=128, smem_bytes=89 << 10),
+    Budget("linear_codes_kernel<*", registers=255, threads=128, smem_bytes=99 << 10),
+    Budget("moe_codes_kernel<*", registers=128, threads=128, smem_bytes=89 << 10),
     Budget("linear_float_kernel<*", 160, threads=128, smem_bytes=4 << 10, blocks_per_sm=3),
     Budget("rms_norm_kernel<*", registers=64, threads=1024, smem_bytes=128),
     Budget("mtp_input_kernel<*", registers=64, threads=1024, smem_bytes=128),
@@ -415,6 +418,21 @@ def _streamed(tiles: int, columns: int, instructions: Mapping[str, int]) -> Mete
     )
 
 
+def _codes(
+    shape: str, rows: int, mmas: int, smem_bytes: int, instructions: Mapping[str, int]
+) -> Metered:
+    """The loop over stages of 128 inputs of int4 in groups of 128."""
+    return Metered(
+        f"linear_codes_kernel<Int4Codes, Int8Numbers, CodeShape<{shape}, *>",
+        f"stage of 128 inputs, 32 x {rows}",
+        (Way({"IMMA*": mmas, "LDGSTS*": 5}),),
+        instructions,
+        warps=1,
+        moved_bytes=2048 + 128,
+        smem_bytes=smem_bytes,
+    )
+
+
 METERED: tuple[Metered, ...] = (
     _attention(64, 1, _per_arch(393, 391, 391, 433, 416, 405)),
     _attention(64, 2, _per_arch(569, 569, 569, 616, 598, 601)),
@@ -458,6 +476,8 @@ METERED: tuple[Metered, ...] = (
     _tiled(2, 64, 12, _per_arch(125, 125, 125, 125, 151, 500)),
     _tiled(2, 128, 8, _per_arch(121, 121, 121, 121, 121, 498)),
     _tiled(4, 128, 6, _per_arch(109, 109, 109, 109, 129, 457)),
+    _codes("4, 1, 1", 8, 8, 50688, _per_arch(463, 463, 463, 468, 497, 501)),
+    _codes("4, 1, 2", 16, 16, 75264, _per_arch(792, 792, 792, 793, 788, 826)),
     # Two sums are bound by powers of two: on 100a and 120 the way through shared memory costs more
     # instructions than maxima of three saved there.
     _scan("verify_kernel<bfloat16, false, false>", 0, _per_arch(86, 155, 155, 79, 69, 77)),

@@ -1,0 +1,83 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "common/launch.cuh"
+#include "dense/linear_codes.cuh"
+
+namespace specops {
+namespace {
+
+int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+template <bool kInt4>
+void pack(const PackWeightParams& params, CudaStream stream) {
+  constexpr int kVectors = kInt4 ? Int4Codes::kVectors : Int8Codes::kVectors;
+  int64_t stages = ceil_div(params.num_inputs, kCodeStage);
+  int64_t vectors = weight_groups(params.num_outputs) * stages * 2 * kVectors * kWarpSize;
+  launch(pack_codes_kernel<kInt4>,
+         dim3(static_cast<unsigned>(ceil_div(vectors, kPackCodesThreads))),
+         dim3(kPackCodesThreads),
+         0,
+         stream,
+         params,
+         stages,
+         vectors);
+}
+
+// How a block's tile is cut: for up to 8 rows; for up to 16 of few outputs and of many; for more
+// rows; and for pieces of 16 inputs.
+using Few = CodeShape<4, 1, 1>;
+using Several = CodeShape<4, 1, 2>;
+using Wide = CodeShape<1, 4, 2>;
+using Many = CodeShape<1, 4, 4>;
+using Halves = CodeShape<1, 4, 4, true>;
+
+// Those that models have, beside which others are seldom.
+template <typename Codes, typename Numbers>
+constexpr bool kAreUsual =
+    (std::is_same_v<Codes, Int4Codes> && std::is_same_v<Numbers, Int8Numbers>) ||
+    (std::is_same_v<Codes, Int8Codes> && std::is_same_v<Numbers, Int16Numbers>);
+
+template <typename Codes, typename Numbers, typename Shape>
+void run(const LinearParams& params, CudaStream stream) {
+  CodePlan plan = code_plan<Codes>(params);
+  int64_t tiles =
+      ceil_div(params.rows, Shape::kRows) * ceil_div(params.weight.num_outputs, Shape::kOutputs);
+  launch(linear_codes_kernel<Codes, Numbers, Shape>,
+         dim3(static_cast<unsigned>(tiles)),
+         dim3(Shape::kThreads),
+         code_bytes<Codes, Numbers, Shape>(plan),
+         stream,
+         params,
+         plan);
+}
+
+// Sums of many pieces of 16 rows need more shared memory than some devices have.
+template <typename Codes, typename Numbers>
+bool fits_several(const LinearParams& params) {
+  constexpr size_t kMostBytes = 99 << 10;
+  return code_bytes<Codes, Numbers, Several>(code_plan<Codes>(params)) <= kMostBytes;
+}
+
+}  // namespace
+
+void pack_codes_cuda(const PackWeightParams& params, CudaStream stream) {
+  params.dtype == DType::kUInt8 ? pack<true>(params, stream) : pack<false>(params, stream);
+}
+
+void linear_codes_cuda(const LinearParams& params, CudaStream stream) {
+  with_codes(params, [&]<typename Codes, typename Numbers>() {
+    if constexpr (!Numbers::kIsFloat) {
+      if (params.weight.group % 32 != 0) return run<Codes, Numbers, Halves>(params, stream);
+    }
+    if (params.rows <= Few::kRows) return run<Codes, Numbers, Few>(params, stream);
+    if constexpr (kAreUsual<Codes, Numbers>) {
+      bool fills = ceil_div(params.weight.num_outputs, Wide::kOutputs) >= num_sms(stream);
+      if (params.rows <= Wide::kRows && fills) return run<Codes, Numbers, Wide>(params, stream);
+    }
+    if (params.rows <= Several::kRows && fits_several<Codes, Numbers>(params)) {
+      return run<Codes, Numbers, Several>(params, stream);
+    }
+    run<Codes, Numbers, Many>(params, stream);
+  });
+}
+
+}  // namespace specops

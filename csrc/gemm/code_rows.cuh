@@ -1,0 +1,245 @@
+// SPDX-License-Identifier: Apache-2.0
+// Rows as operand B of mma beside codes: what they are rounded to (integer_rows.h), in shared memory.
+// A thread has 32 inputs of a row, a step.
+#pragma once
+
+#include "common/chunk.cuh"
+#include "gemm/codes.cuh"
+#include "gemm/gemm.h"
+#include "gemm/integer_rows.h"
+
+namespace specops {
+
+// 32 inputs as they lie in memory; of 16-bit types half of it.
+struct RawInputs {
+  uint4 vectors[8];
+};
+
+template <typename T>
+__device__ inline void load_row(RawInputs& raw, const T* row, int first, int last, bool aligned) {
+  constexpr int kVectors = 32 / kChunk<T>;
+#pragma unroll
+  for (int i = 0; i < kVectors; ++i) {
+    int at = first + i * kChunk<T>;
+    raw.vectors[i] = make_uint4(0, 0, 0, 0);
+    if (row != nullptr && at < last) raw.vectors[i] = load_chunk(row + at, last - at, aligned);
+  }
+}
+
+// Inputs in the order of the weight's columns; one that the row has not is a fault, and zero.
+template <typename T>
+__device__ inline void gather_row(
+    RawInputs& raw, const T* row, int first, const WeightParams& weight, ErrorFlag error) {
+  constexpr int kWord = 4 / static_cast<int>(sizeof(T));
+  auto* words = reinterpret_cast<uint32_t*>(raw.vectors);
+  int num_inputs = static_cast<int>(weight.num_inputs);
+#pragma unroll
+  for (int i = 0; i < 32; ++i) {
+    if (i % kWord == 0) words[i / kWord] = 0;
+    if (row == nullptr || first + i >= num_inputs) continue;
+    int input = weight.input_order[first + i];
+    if (input < 0 || input >= num_inputs) {
+      report_error(error, ErrorCode::kLinearInputOrder);
+      continue;
+    }
+    if constexpr (sizeof(T) == 4) {
+      words[i] = __float_as_uint(row[input]);
+    } else {
+      words[i / 2] |= uint32_t{row[input].bits} << (16 * (i % 2));
+    }
+  }
+}
+
+// Of a row, which is nullptr or of params.dtype.
+__device__ inline void load_raw(RawInputs& raw,
+                                const GemmParams& params,
+                                const void* row,
+                                int first,
+                                bool aligned,
+                                ErrorFlag error) {
+  auto load = [&](const auto* own) {
+    if (params.weight.input_order != nullptr) {
+      gather_row(raw, own, first, params.weight, error);
+    } else {
+      load_row(raw, own, first, static_cast<int>(params.weight.num_inputs), aligned);
+    }
+  };
+  if (params.dtype == DType::kFloat32) return load(static_cast<const float*>(row));
+  load(static_cast<const bfloat16*>(row));  // float16, too: bits
+}
+
+template <typename T>
+__device__ inline void unpack_raw(float (&values)[32], const RawInputs& raw) {
+#pragma unroll
+  for (int i = 0; i < 32 / kChunk<T>; ++i) {
+    float chunk[kChunk<T>];
+    unpack_chunk<T>(chunk, raw.vectors[i]);
+#pragma unroll
+    for (int j = 0; j < kChunk<T>; ++j) values[i * kChunk<T> + j] = chunk[j];
+  }
+}
+
+__device__ inline void unpack_raw(float (&values)[32], const RawInputs& raw, DType dtype) {
+  if (dtype == DType::kFloat32) return unpack_raw<float>(values, raw);
+  if (dtype == DType::kFloat16) return unpack_raw<float16>(values, raw);
+  unpack_raw<bfloat16>(values, raw);
+}
+
+// What a product is of: kPlanes of numbers for each input, rows kRowBytes apart.
+
+// Of 16 bits: the high byte, which is signed, and the low one, which is not.
+struct Int16Numbers {
+  static constexpr bool kIsFloat = false;
+  static constexpr int kPlanes = 2;
+  static constexpr int kRowBytes = 144;  // 16 more than a stage: rows begin in different banks
+};
+
+struct Int8Numbers {
+  static constexpr bool kIsFloat = false;
+  static constexpr int kPlanes = 1;
+  static constexpr int kRowBytes = 144;
+};
+
+// 16-bit floats as they are; a float32 is three bfloat16, whose sum it is.
+template <typename T>
+struct FloatNumbers {
+  static constexpr bool kIsFloat = true;
+  static constexpr int kPlanes = sizeof(T) == 4 ? 3 : 1;
+  static constexpr int kRowBytes = 320;  // 64 more than a stage
+  using Element = std::conditional_t<sizeof(T) == 4, bfloat16, T>;
+};
+
+// The rows of a stage.
+template <typename Numbers, int kRows>
+struct StageRows {
+  static constexpr int kPlaneBytes = kRows * Numbers::kRowBytes;
+  // Sums are of half a step: the smallest piece.
+  static constexpr int kBytes =
+      Numbers::kPlanes * kPlaneBytes + (Numbers::kIsFloat ? 0 : 3 * kCodeSteps * kRows * 4);
+
+  unsigned char* base;
+
+  __device__ unsigned char* row(int plane, int row) const {
+    return base + plane * kPlaneBytes + row * Numbers::kRowBytes;
+  }
+  // [steps, rows]
+  __device__ float* scales(int step) const {
+    return reinterpret_cast<float*>(base + Numbers::kPlanes * kPlaneBytes) + step * kRows;
+  }
+  // [half steps, rows]
+  __device__ int* sums(int half_step) const {
+    return reinterpret_cast<int*>(scales(kCodeSteps)) + half_step * kRows;
+  }
+
+  // A lane's B of a step: of integers, inputs 8 * t on of the row.
+  __device__ uint2 operand(int plane, int row_of, int t, int step) const {
+    return *reinterpret_cast<const uint2*>(row(plane, row_of) + 32 * t + 8 * step);
+  }
+  // Of floats; x, y belong to the first half of the step.
+  __device__ uint4 float_operand(int plane, int row_of, int t, int step) const {
+    return *reinterpret_cast<const uint4*>(row(plane, row_of) + 64 * step + 16 * t);
+  }
+};
+
+// Beside 1.5 * 2^23 a float has no digits behind the point: the addition rounds as it should, and the
+// low bits of the sum are the integer's.
+constexpr float kWholeFloat = 12582912.0f;
+constexpr uint32_t kWholeBits = 0x4b400000u;
+
+// Byte `kByte` of each of four words.
+template <int kByte>
+__device__ inline uint32_t gather_bytes(const uint32_t* words) {
+  constexpr uint32_t kPick = 0x0040u + 0x0011u * kByte;
+  uint32_t low = __byte_perm(words[0], words[1], kPick);
+  uint32_t high = __byte_perm(words[2], words[3], kPick);
+  return __byte_perm(low, high, 0x5410);
+}
+
+// Called by whole warps, whose lanes have steps of a row in order. Rounds a step and stores it.
+template <typename Numbers, int kRows>
+__device__ inline void store_integers(
+    const StageRows<Numbers, kRows>& to, int row, int step, const float (&values)[32], bool sums) {
+  constexpr bool kIsWide = Numbers::kPlanes == 2;
+  float peak = 0.0f;
+#pragma unroll
+  for (int i = 0; i < 32; ++i) peak = ptx::max_nan(peak, fabsf(values[i]));
+  float scale, inverse;
+  bool is_finite;
+  if constexpr (kIsWide) {
+    // A group is the four steps of a stage.
+    peak = ptx::max_nan(peak, __shfl_xor_sync(kFullMask, peak, 1));
+    peak = ptx::max_nan(peak, __shfl_xor_sync(kFullMask, peak, 2));
+    GroupScale group = group_scale(__float_as_uint(peak));
+    scale = __uint_as_float(group.scale);
+    inverse = __uint_as_float(group.inverse);
+    is_finite = group.is_finite;
+  } else {
+    bool counts = peak >= kLeastInt8Peak;
+    is_finite = __float_as_uint(peak) < 0x7f800000u;
+    scale = counts ? __fdiv_rn(peak, 127.0f) : 0.0f;
+    inverse = counts ? __fdiv_rn(127.0f, peak) : 0.0f;
+    if (!is_finite) scale = __uint_as_float(0x7fc00000u);
+  }
+  uint32_t codes[32];
+#pragma unroll
+  for (int i = 0; i < 32; ++i) {
+    uint32_t bits = __float_as_uint(__fadd_rn(__fmul_rn(values[i], inverse), kWholeFloat));
+    if constexpr (kIsWide) bits = min(bits, kWholeBits + 32767u);
+    codes[i] = is_finite ? bits : kWholeBits;
+  }
+#pragma unroll
+  for (int t = 0; t < 4; ++t) {
+    const uint32_t* own = codes + 8 * t;
+    if constexpr (kIsWide) {
+      uint2 high = make_uint2(gather_bytes<1>(own), gather_bytes<1>(own + 4));
+      *reinterpret_cast<uint2*>(to.row(0, row) + 32 * t + 8 * step) = high;
+    }
+    uint2 low = make_uint2(gather_bytes<0>(own), gather_bytes<0>(own + 4));
+    *reinterpret_cast<uint2*>(to.row(Numbers::kPlanes - 1, row) + 32 * t + 8 * step) = low;
+  }
+  to.scales(step)[row] = scale;
+  if (!sums) return;
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    int sum = 0;
+#pragma unroll
+    for (int i = 0; i < 16; ++i) sum += static_cast<int>(codes[16 * half + i] - kWholeBits);
+    to.sums(2 * step + half)[row] = sum;
+  }
+}
+
+template <typename T, int kRows>
+__device__ inline void store_floats(const StageRows<FloatNumbers<T>, kRows>& to,
+                                    int row,
+                                    int step,
+                                    const RawInputs& raw) {
+  if constexpr (sizeof(T) == 2) {
+    auto* out = reinterpret_cast<uint4*>(to.row(0, row) + 64 * step);
+#pragma unroll
+    for (int i = 0; i < 4; ++i) out[i] = raw.vectors[i];
+  } else {
+    float values[32];
+    unpack_raw<float>(values, raw);
+#pragma unroll
+    for (int plane = 0; plane < 3; ++plane) {
+      auto* out = reinterpret_cast<uint32_t*>(to.row(plane, row) + 64 * step);
+#pragma unroll
+      for (int i = 0; i < 16; ++i) {
+        uint32_t halves[2];
+#pragma unroll
+        for (int j = 0; j < 2; ++j) {
+          float& value = values[2 * i + j];
+          // Cut off, not rounded, so that what is left is exact. Of an infinity or NaN nothing is.
+          bool is_finite = fabsf(value) < __uint_as_float(0x7f800000u);
+          uint32_t top = __float_as_uint(value) & 0xffff0000u;
+          if (!is_finite) top = ptx::pack2<bfloat16>(value, 0.0f) << 16;
+          value = is_finite ? __fsub_rn(value, __uint_as_float(top)) : 0.0f;
+          halves[j] = top >> 16;
+        }
+        out[i] = halves[0] | halves[1] << 16;
+      }
+    }
+  }
+}
+
+}  // namespace specops
