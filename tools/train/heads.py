@@ -132,12 +132,11 @@ class Eagle3Head(Head):
     It begins as a copy of what fits of the target's MTP module, which has read the last layer.
     """
 
-    taps = (1, 3, 5)
-
     def __init__(self, model: Model, depth: int = 5) -> None:
         super().__init__()
         config, width = model.config, model.config.hidden_size
         self.config, self.depth = config, depth
+        self.taps = tuple(range(1, config.num_hidden_layers, 2))
         self.fc = nn.Linear(len(self.taps) * width, width, bias=False)
         self.midlayer = EagleLayer(config)
         self.norm = RMSNorm(width, config.rms_norm_eps)
@@ -268,13 +267,13 @@ class BlockHead(Head):
     and each other. The mask in a draft's place drafts it.
     """
 
-    taps = (1, 3, 5)
-    mask_token_id = 1
+    mask_token_id = 1  # one that texts hardly have
 
-    def __init__(self, model: Model, depth: int = 5, num_layers: int = 2) -> None:
+    def __init__(self, model: Model, depth: int = 5, num_layers: int = 1) -> None:
         super().__init__()
         config, width = model.config, model.config.hidden_size
         self.config, self.depth = config, depth
+        self.taps = (config.num_hidden_layers // 2 - 1, config.num_hidden_layers - 1)
         self.fc = nn.Linear(len(self.taps) * width, width, bias=False)
         self.hidden_norm = RMSNorm(width, config.rms_norm_eps)
         self.layers = nn.ModuleList(DecoderLayer(config) for _ in range(num_layers))

@@ -116,6 +116,7 @@ def train_head(
     out: Path,
     *,
     compile_head: bool,
+    last_step: int | None = None,
     save_every_s: float = 120.0,
 ) -> None:
     """Trains a head to `recipe.steps`, from where `out` has left off.
@@ -127,6 +128,7 @@ def train_head(
         recipe: what to do.
         out: a directory, which receives the head, a log, and what is needed to go on.
         compile_head: with `torch.compile`.
+        last_step: where it stops for now; None: at the end of the recipe.
         save_every_s: seconds between checkpoints.
     """
     model.requires_grad_(False)
@@ -161,7 +163,8 @@ def train_head(
     with (out / "train.jsonl").open("a") as log:
         log.write(json.dumps({"start": first, **asdict(recipe)}) + "\n")
         started = saved = time.monotonic()
-        for step in range(first, recipe.steps):
+        end = recipe.steps if last_step is None else last_step
+        for step in range(first, end):
             per_epoch = len(trained) // recipe.batch_texts
             epoch, index = divmod(step, per_epoch)
             generator = torch.Generator().manual_seed(recipe.seed + epoch)
@@ -175,7 +178,7 @@ def train_head(
             for optimizer in optimizers:
                 optimizer.step()
                 optimizer.zero_grad(set_to_none=True)
-            is_last = step + 1 == recipe.steps
+            is_last = step + 1 == end
             if step % 20 == 19 or is_last:
                 row = {
                     "step": step + 1,
