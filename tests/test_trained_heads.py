@@ -15,9 +15,9 @@ from tokenizers import Tokenizer
 from torch import Tensor
 
 from tools.train import export
-from tools.train.heads import new_head, run_target
+from tools.train.heads import HEADS, new_head, run_target
 from tools.train.model import Model, ModelConfig, rope_cos_sin
-from tools.train.train_heads import HEADS, HeadRecipe, save_head, train_head
+from tools.train.train_heads import HeadRecipe, save_head, train_head
 
 TEXTS = [[3 + i, 4, 9 * i + 5, 7] * (4 + i) + [11 * i % 97 + 1] * i for i in range(4)]
 

@@ -18,6 +18,8 @@ from torch import Tensor, nn
 from tools.train.chains import Branches, heads_of, keys_values
 from tools.train.model import Attention, DecoderLayer, Model, ModelConfig, RMSNorm, rotate
 
+HEADS = ("eagle3", "dflash", "hydra", "medusa")
+
 
 @dataclass(frozen=True)
 class Target:
@@ -347,7 +349,7 @@ class BlockHead(Head):
 
 
 def new_head(name: str, model: Model) -> Head:
-    """Makes a head before its training: "eagle3", "medusa", "hydra" or "dflash"."""
+    """Makes a head of `HEADS`, before its training."""
     if name == "eagle3":
         return Eagle3Head(model)
     if name == "dflash":

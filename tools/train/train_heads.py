@@ -23,13 +23,12 @@ from torch import Tensor
 
 from tools.train import corpus
 from tools.train.export import load_model, write_text
-from tools.train.heads import Head, new_head, run_target
+from tools.train.heads import HEADS, Head, new_head, run_target
 from tools.train.model import Model, rope_cos_sin
 from tools.train.outputs import own_outputs
 from tools.train.train import Ids, encode
 
 ASSETS = Path("python/specops/assets")
-HEADS = ("eagle3", "medusa", "hydra", "dflash")
 PROBE_TEXTS = 48
 
 
@@ -214,8 +213,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m tools.train.train_heads", description=__doc__)
     parser.add_argument("--head", choices=HEADS, required=True)
     parser.add_argument("--model", type=Path, default=ASSETS, help="the target, of tools.train")
-    parser.add_argument("--out", type=Path, required=True, help="goes on where it has left off")
-    parser.add_argument("--outputs", type=Path, help="file of the target's texts; default: in out")
+    parser.add_argument(
+        "--out", type=Path, help="goes on where it has left off; default: build/heads/HEAD"
+    )
+    parser.add_argument(
+        "--outputs", type=Path, help="file of the target's texts; default: beside out"
+    )
     parser.add_argument("--steps", type=int, default=recipe.steps, help="total, resumed or not")
     parser.add_argument("--corpus", type=Path, help="as for tools.train")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
@@ -224,9 +227,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     torch.set_num_threads(args.threads)
     torch.manual_seed(recipe.seed)
     recipe = HeadRecipe(steps=args.steps)
+    args.out = args.out or Path("build/heads") / args.head
     args.out.mkdir(parents=True, exist_ok=True)
     model, tokenizer, _ = load_model(args.model)
-    outputs = args.outputs or args.out / "outputs.safetensors"
+    outputs = args.outputs or args.out.parent / "outputs.safetensors"
     documents = [] if outputs.exists() else training_documents(tokenizer, args.corpus)
     texts = own_outputs(args.model, documents, recipe.texts, recipe.seed, outputs)
     head = new_head(args.head, model)
