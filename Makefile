@@ -37,7 +37,7 @@ SOURCES := CMakeLists.txt setup.py tools/cuda_toolkit.py $(shell find csrc -type
 .PHONY: test-smoke gates test
 .PHONY: prove campaign soak attacks test-vllm vllm-campaign bench bench-methods bench-mtp-mistakes
 .PHONY: test-lm-eval bench-vllm bench-replay bench-replay-whole bench-step-costs bench-peers
-.PHONY: bench-accuracy bench-start
+.PHONY: bench-accuracy bench-gemma bench-gemma-lossless bench-start
 .PHONY: gpu-check screenshots docs pyz lint format clean
 
 # The package with the kernels of every instruction set, as tests and wheels need it.
@@ -245,12 +245,12 @@ bench: setup
 
 # Every method at every batch size; what mistakes of an MTP drafter cost; vLLM with specops and without,
 # where `make test-vllm` has installed it; real texts through n-gram and suffix decoding, priced as steps
-# of a realistic model and run with it; what its steps take; what quantized weights cost; how long a
-# start takes. Minutes each.
+# of a realistic model and run with it; what its steps take; what quantized weights cost; Gemma beside
+# llama.cpp (`make gemma` first); how long a start takes. Minutes each.
 ON_REQUEST = $(BIN)/python -m bench --only $(subst -,_,$(@:bench-%=%))
 bench-replay bench-methods bench-mtp-mistakes bench-vllm bench-replay-whole bench-step-costs: setup
 	$(ON_REQUEST)
-bench-accuracy bench-start: setup
+bench-accuracy bench-gemma bench-gemma-lossless bench-start: setup
 	$(ON_REQUEST)
 
 # The peers' own environment; `make bench` compares with whatever of it is there.

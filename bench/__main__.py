@@ -43,6 +43,8 @@ FAMILIES = {
     "server": "engine",
     "start": "start",
     "accuracy": "accuracy",
+    "gemma": "gemma",
+    "gemma_lossless": "gemma",
     "serving": "serving",
     "lossless": "lossless",
     "mtp_mistakes": "mtp_mistakes",
@@ -55,6 +57,7 @@ FAMILIES = {
     "acceptance": "methods",
     "bundled": "engine",
     "qwen06": "engine",
+    "qwen06_quantized": "quantized",
     "vllm": "vllm",
 }
 # In the order in which they tell most (tools/gpu_check/steps.py runs them apart).
@@ -84,6 +87,8 @@ GROUPS = {
 # Minutes each, so apart: `make bench-methods`, `make bench-replay` and the like.
 ON_REQUEST = (
     "accuracy",
+    "gemma",
+    "gemma_lossless",
     "methods",
     "replay",
     "replay_whole",

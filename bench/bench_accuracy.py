@@ -27,6 +27,7 @@ from bench.recorded_logits import one_step, prompts
 
 TEXTS = 12
 TOKENS = 160  # of a text
+FP8_BLOCK = 128  # inputs and outputs
 GEMMA = Path.home() / ".cache" / "specops" / "gemma" / "gemma-3-270m-q4_k_m.gguf"
 
 
@@ -36,7 +37,7 @@ class Rounding:
 
     Attributes:
         name: of the figures.
-        kind: "int8" or "int4"; None: nothing becomes of them.
+        kind: "int8", "int4" or "fp8"; "file": they stay as they are in the file; None: plain.
         group: inputs that share a scale; 0: all.
         activations: to what rows are rounded; None: as kind's own.
         head: the head's kind, as `quantize_head` has it.
@@ -51,6 +52,8 @@ class Rounding:
 
 ROUNDINGS = (
     Rounding("bfloat16"),
+    Rounding("file", "file"),
+    Rounding("fp8", "fp8", 128),
     Rounding("wint8", "int8"),
     Rounding("wint8.rows_int8", "int8", activations="int8"),
     Rounding("wint8.head", "int8", head="int8"),
@@ -81,12 +84,25 @@ class _Rounded(Checkpoint):
         self, weight: Tensor | QuantizedWeight, quantization: str, activation: str | None
     ) -> PackedWeight:
         kind, group, rows = self._of[quantization]
+        if kind == "file":
+            return dense.pack_weight(weight, activation=activation)
         if isinstance(weight, QuantizedWeight):  # its numbers are the model's own here
             weight = dequantize_weight(weight, self.dtype)
         if kind is None:
             return dense.pack_weight(weight, activation=activation)
-        codes = quantize_weight(weight, kind=kind, group=group)
+        codes = _fp8(weight) if kind == "fp8" else quantize_weight(weight, kind=kind, group=group)
         return dense.pack_weight(codes, activation=activation, activations=rows)
+
+
+def _fp8(weight: Tensor) -> QuantizedWeight:
+    """With a scale for 128 inputs of 128 outputs; the largest of them is the largest code."""
+    below, right = (-size % FP8_BLOCK for size in weight.shape)
+    padded = torch.nn.functional.pad(weight.float(), (0, right, 0, below))
+    tiles = padded.unflatten(1, (-1, FP8_BLOCK)).unflatten(0, (-1, FP8_BLOCK))
+    scales = tiles.abs().amax((1, 3)).clamp_min(1e-30) / torch.finfo(torch.float8_e4m3fn).max
+    codes = (tiles / scales[:, None, :, None]).flatten(2, 3).flatten(0, 1)
+    codes = codes[: weight.shape[0], : weight.shape[1]].to(torch.float8_e4m3fn)
+    return QuantizedWeight("fp8", codes.contiguous(), scales, group=FP8_BLOCK)
 
 
 def run_accuracy(bench: Bench) -> None:
@@ -111,7 +127,7 @@ def _log_probs(
     source = _Rounded(directory, rounding, dtype)
     model = build(read_model_config(directory), source, dtype, TOKENS)
     kinds = {weight.kind for layer in model.layers for weight in layer.weights}
-    if kinds != {rounding.kind or "plain"}:
+    if rounding.kind != "file" and kinds != {rounding.kind or "plain"}:
         raise RuntimeError(f"{rounding.name}: weights are {', '.join(sorted(kinds))}")
     model.reserve(max(map(len, texts)))
     for ids in texts:

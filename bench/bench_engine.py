@@ -38,7 +38,7 @@ NGRAM = {"method": "ngram", "num_speculative_tokens": 4, "adaptive_verification"
 
 def run_qwen06(bench: Bench) -> None:
     """Decoding and verification in the shape of Qwen3-0.6B at kv 1,024."""
-    peers = _load_peers(bench, qwen06(), PEERS)
+    peers = load_peers(bench, qwen06(), PEERS)
     for batch in (1, 8):
         names = PEERS if batch == 1 else PEERS[:2]
         _steps(
@@ -65,7 +65,7 @@ def run_qwen06(bench: Bench) -> None:
 
 def run_bundled(bench: Bench) -> None:
     """The bundled model at kv 384: decoding, verification, host time; with others, after pauses."""
-    peers = _load_peers(bench, bundled(), PEERS)
+    peers = load_peers(bench, bundled(), PEERS)
     for batch in (1, 8):
         _steps(
             bench,
@@ -103,7 +103,7 @@ def run_bundled(bench: Bench) -> None:
 def run_ngram(bench: Bench) -> None:
     """The bundled model with n-gram drafts on both kinds of prompts, batch 1, 128 tokens."""
     checkpoint = bundled()
-    peers = _load_peers(bench, checkpoint, PEERS[:1])
+    peers = load_peers(bench, checkpoint, PEERS[:1])
     engine = Engine(
         EngineConfig(
             device="cpu",
@@ -231,15 +231,17 @@ def prompt_token_ids(engine: Engine, kind: str) -> list[list[int]]:
     return [engine.tokenizer.encode(prompt["text"]) for prompt in prompts]
 
 
-def _load_peers(bench: Bench, checkpoint: Checkpoint, names: tuple[str, ...]) -> dict[str, Peer]:
-    """Starts the peers that are installed, each with its copy of the weights."""
+def load_peers(
+    bench: Bench, checkpoint: Checkpoint, names: tuple[str, ...], kind: str = "bf16"
+) -> dict[str, Peer]:
+    """Starts the peers that are installed, each with its copy of the weights, of that kind."""
     peers = {}
     for name in names:
         peer = bench.peer(name)
         if peer is None:
             continue
         try:
-            peer.ask("load", model=str(checkpoint.for_peer(name)))
+            peer.ask("load", model=str(checkpoint.for_peer(name, kind)))
         except (PeerError, subprocess.CalledProcessError) as error:
             print(f"  no {name}: {error}", flush=True)
             continue

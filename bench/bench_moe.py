@@ -3,24 +3,53 @@
 
 Sizes are those of Qwen3-30B-A3B: 128 experts of width 768, eight a row. Rows choose experts
 independently of each other, so five rows read about 35 of them; neighbouring tokens share more.
-torch's case computes as transformers does: expert by expert, its rows gathered, and added to the
-sum, with bf16 weights.
+Then those of DeepSeek-V3, with as many of its 256 experts as five rows need at most. Calls take
+turns among rows of other experts, so that no cache keeps weights. torch's case computes as
+transformers does: expert by expert, its rows gathered, and added to the sum, with bf16 weights.
+
+Last, what an engine measures when it starts, of two such layers with attention and a small head:
+seconds of steps by rows, by which adaptive verification decides how many drafts pay, beside the
+bytes that these rows are expected to read.
 """
 
-from collections.abc import Callable
+import json
+import shutil
+import tempfile
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import cycle
+from pathlib import Path
 
 import torch
 import torch.nn.functional as F
 from specops import moe
 from specops.dense import PackedWeight, pack_weight
+from specops.engine import Engine, EngineConfig, SpeculativeConfig
 from specops.quantization import quantize_weight
 from torch import Tensor
 
+from bench.checkpoints import BUNDLED
 from bench.common import Bench, Figure
 
-NUM_EXPERTS, TOP_K, HIDDEN, WIDTH = 128, 8, 2048, 768
-ROWS = (1, 5, 16)
+
+@dataclass(frozen=True)
+class Shape:
+    """Of a mixture."""
+
+    name: str
+    num_experts: int
+    top_k: int
+    hidden: int
+    width: int
+    rows: tuple[int, ...]
+
+
+SHAPES = (
+    Shape("Qwen3-30B-A3B", 128, 8, 2048, 768, (1, 5, 16)),
+    Shape("DeepSeek-V3", 40, 8, 7168, 2048, (5,)),
+)
+TURNS = 6  # sets of rows
+STEPS = (2, 5, 16, 64)  # rows of steps
 # By name: kind and group.
 KINDS = {"bf16": ("plain", 0), "int8": ("int8", 0), "int4": ("int4", 128)}
 
@@ -34,20 +63,37 @@ class Weights:
     bytes_of_expert: int
 
 
+@dataclass
+class Rows:
+    """What is computed, and the logits of its router."""
+
+    x: Tensor
+    logits: Tensor
+
+
 def run_moe(bench: Bench) -> None:
     """Each kind at several numbers of rows; bfloat16 beside torch."""
-    generator = torch.Generator().manual_seed(0)
+    for shape in SHAPES:
+        generator = torch.Generator().manual_seed(0)
 
-    def matrices(outputs: int, inputs: int) -> list[Tensor]:
-        std = inputs**-0.5
-        made = (torch.randn(outputs, inputs, generator=generator) for _ in range(NUM_EXPERTS))
-        return [(one * std).bfloat16() for one in made]
+        def matrices(
+            outputs: int, inputs: int, shape: Shape = shape, generator: torch.Generator = generator
+        ) -> list[Tensor]:
+            std = inputs**-0.5
+            return [
+                torch.empty(outputs, inputs, dtype=torch.bfloat16).normal_(
+                    std=std, generator=generator
+                )
+                for _ in range(shape.num_experts)
+            ]
 
-    gate_up, down = matrices(2 * WIDTH, HIDDEN), matrices(HIDDEN, WIDTH)
-    for name, (kind, group) in KINDS.items():
-        weights = _packed(gate_up, down, kind, group)
-        for rows in ROWS:
-            _run(bench, name, weights, rows, gate_up, down)
+        gate_up = matrices(2 * shape.width, shape.hidden)
+        down = matrices(shape.hidden, shape.width)
+        for name, (kind, group) in KINDS.items():
+            weights = _packed(gate_up, down, kind, group)
+            for rows in shape.rows:
+                _run(bench, shape, name, weights, rows, gate_up, down)
+    _run_steps(bench)
 
 
 def _packed(gate_up: list[Tensor], down: list[Tensor], kind: str, group: int) -> Weights:
@@ -68,25 +114,34 @@ def _packed(gate_up: list[Tensor], down: list[Tensor], kind: str, group: int) ->
 
 def _run(
     bench: Bench,
+    shape: Shape,
     kind: str,
     weights: Weights,
     rows: int,
     gate_up: list[Tensor],
     down: list[Tensor],
 ) -> None:
-    logits = torch.randn(rows, NUM_EXPERTS, generator=torch.Generator().manual_seed(rows))
-    x = torch.randn(rows, HIDDEN, generator=torch.Generator().manual_seed(rows)).bfloat16()
-    cases = {"ours": _ours(weights, x, logits)}
+    generator = torch.Generator().manual_seed(rows)
+    turns = [
+        Rows(
+            torch.randn(rows, shape.hidden, generator=generator).bfloat16(),
+            torch.randn(rows, shape.num_experts, generator=generator),
+        )
+        for _ in range(TURNS)
+    ]
+    cases = {"ours": _ours(shape, weights, turns)}
     if kind == "bf16":
-        cases["torch"] = _torch(gate_up, down, x, logits)
+        cases["torch"] = _torch(shape, gate_up, down, turns)
     with torch.inference_mode():
-        timing = bench.alternate(cases, rounds=7, window_s=0.1)
-    distinct = len(moe.moe_route(logits, TOP_K)[0].unique())
+        timing = bench.alternate(cases, rounds=7, window_s=0.2)
+    chosen = [len(moe.moe_route(one.logits, shape.top_k)[0].unique()) for one in turns]
+    distinct = sum(chosen) / len(chosen)
     num_bytes = distinct * weights.bytes_of_expert
-    what = f"mixture of experts {kind}, {rows} rows, {distinct} of {NUM_EXPERTS} experts"
+    what = f"experts of {shape.name} in {kind}, {rows} rows, {distinct:.1f} of {shape.num_experts}"
+    prefix = f"moe.{shape.name.lower()}.{kind}.m{rows}"
     bench.add(
         Figure(
-            f"moe.{kind}.m{rows}.rate",
+            f"{prefix}.rate",
             f"{what}: share of read, {num_bytes * 1e-6:.0f} MB",
             num_bytes * 1e-9 / timing.median("ours"),
             "GB/s",
@@ -101,7 +156,7 @@ def _run(
         return
     bench.add(
         Figure(
-            f"moe.{kind}.m{rows}.vs_torch",
+            f"{prefix}.vs_torch",
             f"{what}: times faster than torch, expert by expert",
             timing.median("ours") * 1e3,
             "ms",
@@ -114,27 +169,83 @@ def _run(
     )
 
 
-def _ours(weights: Weights, x: Tensor, logits: Tensor) -> Callable[[], object]:
+def _run_steps(bench: Bench) -> None:
+    shape = SHAPES[0]
+    with tempfile.TemporaryDirectory() as folder:
+        config = {
+            "architectures": ["Qwen3MoeForCausalLM"],
+            "vocab_size": 4096,
+            "hidden_size": shape.hidden,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 32,
+            "num_key_value_heads": 4,
+            "head_dim": 128,
+            "intermediate_size": shape.width,
+            "moe_intermediate_size": shape.width,
+            "num_experts": shape.num_experts,
+            "num_experts_per_tok": shape.top_k,
+            "norm_topk_prob": True,
+        }
+        (Path(folder) / "config.json").write_text(json.dumps(config))
+        shutil.copy(BUNDLED / "tokenizer.json", folder)
+        engine = Engine(
+            EngineConfig(
+                model=folder,
+                load_format="dummy",
+                dtype="bfloat16",
+                num_threads=bench.num_threads,
+                max_num_seqs=1,
+                max_num_batched_tokens=64,
+                max_model_len=256,
+                num_pages=16,
+                speculative_config=SpeculativeConfig(method="ngram", adaptive_verification=False),
+            )
+        )
+    bytes_read = engine._runner._parts.model.bytes_read
+    seconds = engine._measure_steps(bytes_read)
+    for rows in STEPS:
+        more, expected = seconds[rows] / seconds[1], bytes_read(rows) / bytes_read(1)
+        bench.add(
+            Figure(
+                f"moe.steps.rows{rows}",
+                f"two layers of {shape.name} in bf16, a step of {rows} rows: in steps of one row",
+                more,
+                "x one row",
+                "bytes that are read",
+                expected,
+                more / expected,
+                threads=bench.num_threads,
+            )
+        )
+
+
+def _ours(shape: Shape, weights: Weights, turns: Sequence[Rows]) -> Callable[[], object]:
+    turn = cycle(turns)
+
     def call() -> Tensor:
-        ids, scales = moe.moe_route(logits, TOP_K, min_sum=0.0)
-        order = moe.moe_sort(ids, NUM_EXPERTS)
-        gated = moe.moe_linear(x, weights.gate_up, order.expert_indptr, order.row_indices)
+        rows = next(turn)
+        ids, scales = moe.moe_route(rows.logits, shape.top_k, min_sum=0.0)
+        order = moe.moe_sort(ids, shape.num_experts)
+        gated = moe.moe_linear(rows.x, weights.gate_up, order.expert_indptr, order.row_indices)
         out = moe.moe_linear(gated, weights.down, order.expert_indptr, out_dtype=torch.float32)
-        return moe.moe_combine(out, order.places, scales, dtype=x.dtype)
+        return moe.moe_combine(out, order.places, scales, dtype=rows.x.dtype)
 
     return call
 
 
 def _torch(
-    gate_up: list[Tensor], down: list[Tensor], x: Tensor, logits: Tensor
+    shape: Shape, gate_up: list[Tensor], down: list[Tensor], turns: Sequence[Rows]
 ) -> Callable[[], object]:
+    turn = cycle(turns)
+
     def call() -> Tensor:
-        scales, ids = logits.softmax(-1).topk(TOP_K, -1)
-        scales = (scales / scales.sum(-1, keepdim=True)).to(x.dtype)
-        out = torch.zeros_like(x)
+        rows = next(turn)
+        scales, ids = rows.logits.softmax(-1).topk(shape.top_k, -1)
+        scales = (scales / scales.sum(-1, keepdim=True)).to(rows.x.dtype)
+        out = torch.zeros_like(rows.x)
         for expert in ids.unique().tolist():
             row, k = (ids == expert).nonzero(as_tuple=True)
-            gate, up = F.linear(x[row], gate_up[expert]).chunk(2, -1)
+            gate, up = F.linear(rows.x[row], gate_up[expert]).chunk(2, -1)
             part = F.linear(F.silu(gate) * up, down[expert])
             out.index_add_(0, row, part * scales[row, k, None])
         return out

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`linear` of codes on cold weights, beside torch's own products of the same codes.
+"""`linear` of codes on cold weights, beside torch's own products of the same codes; models' steps.
 
 A call multiplies the four matrices of a Qwen3-0.6B layer; layers rotate over at least 512 MiB, so
 every code comes from memory. Bytes are those of codes and scales. torch multiplies int8 codes with
@@ -7,6 +7,7 @@ a scale for each output, and int4 codes in groups; it rounds no rows.
 """
 
 from collections.abc import Callable
+from functools import partial
 from itertools import cycle
 from typing import NamedTuple
 
@@ -16,11 +17,27 @@ from specops.dense import PackedWeight, linear, pack_weight
 from specops.quantization import QuantizedWeight, num_groups
 from torch import Tensor
 
-from bench.common import Bench, Figure
+from bench.bench_engine import load_peers
+from bench.checkpoints import qwen06
+from bench.common import Bench, Figure, Peer
+from bench.engine_runs import Stepper
 
 COLD_BYTES = 512 << 20
 LAYER = ((4096, 1024), (1024, 2048), (6144, 1024), (1024, 3072))
 ROWS = (1, 5, 8)
+KV_LEN, STEPS, DRAFTS = 256, 6, 4  # of a model's steps
+NAMES = {"llama_cpp_peer": "llama.cpp", "openvino_peer": "OpenVINO"}
+STEP_GOALS = {
+    ("wint8", 1, "none"): "ratio >= 1.9",
+    ("wint8", 1, "llama_cpp_peer"): "ratio >= 1.3",
+    ("wint8", 5, "llama_cpp_peer"): "ratio >= 3",
+    ("wint8", 1, "openvino_peer"): "ratio >= 1.3",
+    ("wint8", 5, "openvino_peer"): "ratio >= 1.3",
+    ("wint4", 1, "llama_cpp_peer"): "ratio >= 1.3",
+    ("wint4", 5, "llama_cpp_peer"): "ratio >= 2.5",
+    ("wint4", 1, "openvino_peer"): "ratio >= 1.3",
+    ("wint4", 5, "openvino_peer"): "ratio >= 1.3",
+}
 
 
 class Form(NamedTuple):
@@ -197,3 +214,59 @@ def _torch_int4(layers: list[list[QuantizedWeight]], inputs: list[Tensor]) -> Ca
 
 
 _TORCH = {"int8": _torch_int8, "int4": _torch_int4}
+
+
+# A model of such weights
+
+
+def run_qwen06_quantized(bench: Bench) -> None:
+    """Steps in the shape of Qwen3-0.6B, batch 1, beside own bfloat16 and peers with such weights.
+
+    Their layers are Q8_0 and Q4_0, or int8 by output and int4 in groups of 128; all heads are of 8
+    bits.
+    """
+    steppers = {
+        name: Stepper(
+            qwen06(),
+            batch=1,
+            kv_len=KV_LEN,
+            drafts=DRAFTS,
+            num_threads=bench.num_threads,
+            quantization=name,
+        )
+        for name in ("none", "wint8", "wint4")
+    }
+    for name, kind in (("wint8", "int8"), ("wint4", "int4")):
+        peers = load_peers(bench, qwen06(), tuple(NAMES), kind)
+        for rows in (1, 1 + DRAFTS):
+            cases: dict[str, Callable[[], float]] = {
+                which: partial(steppers[which].step, STEPS, rows - 1) for which in (name, "none")
+            }
+            for which, peer in peers.items():
+                peer.ask("prepare", batch=1, kv_len=KV_LEN, rows=rows)
+                cases[which] = partial(_peer_step, peer)
+            timing = bench.rounds(cases, rounds=7)
+            for which in list(cases)[1:]:
+                told = NAMES.get(which, "own bfloat16")
+                bench.add(
+                    Figure(
+                        f"qwen06_quantized.{name}.rows{rows}.vs_{told.split()[-1].lower()}",
+                        f"Qwen3-0.6B shape in {name}, batch 1, kv {KV_LEN}, {rows} rows: a step, "
+                        f"times faster than {told}",
+                        timing.median(name) * 1e3,
+                        "ms",
+                        told,
+                        timing.median(which) * 1e3,
+                        timing.ratio(which, name),
+                        STEP_GOALS.get((name, rows, which)),
+                        threads=bench.num_threads,
+                        read_gb_s=timing.read_gb_s(name),
+                    )
+                )
+        for peer in peers.values():
+            peer.close()
+
+
+def _peer_step(peer: Peer) -> float:
+    seconds: float = peer.ask("step", steps=STEPS)["seconds"]
+    return seconds

@@ -15,7 +15,7 @@ from statistics import median
 from bench import checkpoints
 from bench.common import Bench, Figure
 
-QUANTIZATIONS = ("none", "wint8")
+QUANTIZATIONS = ("none", "wint4")
 STARTS = ("without", "first", "next", "next", "next")
 _CHILD = """
 import json, sys

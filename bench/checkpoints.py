@@ -96,15 +96,22 @@ class Checkpoint:
         heads = config["num_key_value_heads"] * config["head_dim"]
         return 2 * 2 * config["num_hidden_layers"] * heads
 
-    def for_peer(self, peer: str) -> Path:
-        """The copy that `peer` loads; raises CalledProcessError where it cannot be made."""
-        plain = self._copy("plain", self._write_plain)
+    def for_peer(self, peer: str, kind: str = "bf16") -> Path:
+        """The copy that `peer` loads; raises CalledProcessError where it cannot be made.
+
+        kind: of its weights: "bf16"; for llama.cpp and OpenVINO also "int8" or "int4".
+        """
+        plain, scripts = self._copy("plain", self._write_plain), BENCH / "peers"
         if peer == "llama_cpp_peer":
-            script = BENCH / "peers" / "write_gguf.py"
-            return self._copy("model.gguf", lambda out: _run(script, plain, out))
+            name = "model.gguf" if kind == "bf16" else f"model-{kind}.gguf"
+            return self._copy(name, lambda out: _run(scripts / "write_gguf.py", plain, out, kind))
         if peer == "openvino_peer":
-            script = BENCH / "peers" / "openvino_export.py"
-            return self._copy("openvino", lambda out: _run(script, plain, out))
+            export = scripts / "openvino_export.py"
+            exported = self._copy("openvino", lambda out: _run(export, plain, out))
+            if kind == "bf16":
+                return exported
+            compress = scripts / "openvino_compress.py"
+            return self._copy(f"openvino-{kind}", lambda out: _run(compress, exported, out, kind))
         return plain
 
     def _weights(self) -> dict[str, torch.Tensor]:
@@ -231,7 +238,9 @@ def _random_parts(config: dict[str, Any]) -> Iterator[dict[str, torch.Tensor]]:
         yield weights
 
 
-def _run(script: Path, source: Path, out: Path) -> None:
-    environment = {**os.environ, "PYTHONPATH": str(PEER_PYTHON.parents[1] / "export")}
-    command = [str(PEER_PYTHON), str(script), str(source), str(out)]
+def _run(script: Path, source: Path, out: Path, *arguments: str) -> None:
+    is_export = script.name == "openvino_export.py"
+    path = str(PEER_PYTHON.parents[1] / "export") if is_export else ""
+    environment = {**os.environ, "PYTHONPATH": path}
+    command = [str(PEER_PYTHON), str(script), str(source), str(out), *arguments]
     subprocess.run(command, env=environment, check=True, capture_output=True)

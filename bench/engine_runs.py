@@ -14,6 +14,7 @@ from specops.engine import Engine, EngineConfig, SamplingParams, SpeculativeConf
 from specops.engine.drafters.base import Drafter, DrafterStep, Scheduled, TargetStep, stage_limit
 from specops.engine.memory.step_memory import Array, Layout
 from specops.engine.memory.step_shape import StepShape
+from specops.engine.models.families import read_model_config
 
 from bench.checkpoints import Checkpoint
 
@@ -61,7 +62,8 @@ class Stepper:
     """An engine with `batch` decoding requests of `kv_len` tokens, ready to be stepped.
 
     Drafts are rejected, so a step moves every request by one token, however many rows it has.
-    Prompts differ and share no page.
+    Prompts differ and share no page. Where `quantization` makes codes of the layers' weights, the
+    head's are of 8 bits.
     """
 
     def __init__(
@@ -74,13 +76,14 @@ class Stepper:
         num_threads: int | None = None,
         device: str = "cpu",
         load_format: str = "auto",
+        quantization: str = "none",
     ) -> None:
         config = SpeculativeConfig(method="naive")
         if drafts:
             config = SpeculativeConfig(
                 method="ngram", num_speculative_tokens=drafts, accept_policy="reject_all"
             )
-        limit = checkpoint.config["max_position_embeddings"]
+        limit = read_model_config(checkpoint.path).max_model_len
         max_model_len = min(limit, kv_len + 512)
         self._drafter = FixedDrafter(batch, torch.device(device))
         self._names: list[str] = []
@@ -92,6 +95,8 @@ class Stepper:
                     model=str(checkpoint.path),
                     device=device,
                     load_format=load_format,
+                    quantization=quantization,
+                    quantize_head="none" if quantization == "none" else "wint8",
                     speculative_config=config,
                     max_num_seqs=batch,
                     max_model_len=max_model_len,

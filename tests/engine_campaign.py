@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Engines at random against plain decoding, for half an hour: no token and no logprob bit differs.
 
-    python tests/engine_campaign.py [--minutes 30] [--seed 0]
+    python tests/engine_campaign.py [--minutes 30] [--seed 0] [--family NAME] [--quantization KIND]
 
-A round has a model (the bundled one, or a small one with random weights), requests of which some
+A round has a model (the bundled one, or a small one of some family with random weights and an MTP
+module), requests of which some
 share their first tokens, and what each says when it is decoded alone and without speculation. Then
 come engines with other limits, instruction sets and threads: few pages, small chunks, no shared
 prefixes, other defaults. There each request has a method of its own, chains or trees; they arrive
@@ -28,6 +29,57 @@ from specops.engine.structured import StructuredOutput
 
 VOCAB = 64  # of the small model; its few tokens repeat themselves
 REQUESTS, ENGINES = 12, 4  # of a round
+_EXPERTS: dict[str, Any] = {"moe_intermediate_size": 48, "num_experts_per_tok": 3}
+# config.json of each small model, beside `checkpoints.BASE`.
+FAMILIES: dict[str, dict[str, Any]] = {
+    "qwen3": {},
+    "qwen3_moe": {
+        **_EXPERTS,
+        "architectures": ["Qwen3MoeForCausalLM"],
+        "num_experts": 8,
+        "norm_topk_prob": True,
+    },
+    "glm4_moe": {
+        **_EXPERTS,
+        "architectures": ["Glm4MoeForCausalLM"],
+        "n_routed_experts": 8,
+        "n_shared_experts": 1,
+        "routed_scaling_factor": 2.5,
+        "use_qk_norm": True,
+        "attention_bias": True,
+    },
+    "ernie4_5": {"architectures": ["Ernie4_5ForCausalLM"], "use_bias": True},
+    "ernie4_5_moe": {
+        "architectures": ["Ernie4_5_MoeForCausalLM"],
+        "moe_intermediate_size": 48,
+        "moe_k": 3,
+        "moe_num_experts": 8,
+        "moe_num_shared_experts": 2,
+        "moe_layer_start_index": 1,
+    },
+    "deepseek_v3": {
+        **_EXPERTS,
+        "architectures": ["DeepseekV3ForCausalLM"],
+        "n_routed_experts": 16,
+        "n_shared_experts": 1,
+        "n_group": 4,
+        "topk_group": 2,
+        "routed_scaling_factor": 2.5,
+        "first_k_dense_replace": 1,
+        "q_lora_rank": 24,
+        "kv_lora_rank": 512,
+        "qk_rope_head_dim": 64,
+        "qk_nope_head_dim": 32,
+        "v_head_dim": 48,
+    },
+    "gpt_oss": {
+        "architectures": ["GptOssForCausalLM"],
+        "num_local_experts": 8,
+        "num_experts_per_tok": 3,
+        "sliding_window": 24,
+    },
+}
+NO_8_BIT_CACHES = {"deepseek_v3"}  # latents
 
 
 def random_speculation(draw: random.Random) -> dict[str, Any]:
@@ -178,12 +230,26 @@ def run_at_random(
     return done
 
 
-def run_round(number: int, seed: int, model: str | None, found: Counter[str]) -> None:
-    """One model, one set of requests, some engines."""
-    draw = random.Random(f"{seed}-{number}")
+def run_round(
+    draw: random.Random,
+    name: str,
+    folder: Path,
+    found: Counter[str],
+    quantization: str | None = None,
+) -> None:
+    """One model, one set of requests, some engines.
+
+    Args:
+        draw: decides.
+        name: of the family, or "bundled".
+        folder: for the small model's configuration.
+        found: counts.
+        quantization: of the model; None: any.
+    """
     isa = draw.choice(specops.runtime.supported_isas())
     specops.runtime.set_isa(isa)
-    longest, max_tokens = (120, 48) if model else (300, 64)
+    is_small = name != "bundled"
+    longest, max_tokens = (120, 48) if is_small else (300, 64)
     shared: dict[str, Any] = {
         "device": "cpu",
         "kv_cache_dtype": draw.choice(["auto", "auto", "int8", "fp8_e4m3"]),
@@ -191,15 +257,21 @@ def run_round(number: int, seed: int, model: str | None, found: Counter[str]) ->
         "quantization": draw.choice(["none", "none", "wint8", "wint4"]),
         "max_model_len": longest + max_tokens + 1,
     }
-    if model:
-        shared |= {"model": model, "load_format": "dummy"}
+    if quantization is not None:
+        shared["quantization"] = quantization
+    if name in NO_8_BIT_CACHES:
+        shared["kv_cache_dtype"] = "auto"
+    if is_small:
+        sizes = {"num_hidden_layers": 2, "vocab_size": VOCAB, "num_nextn_predict_layers": 1}
+        model = write_config(folder, **sizes, **FAMILIES[name])
+        shared |= {"model": str(model), "load_format": "dummy"}
     naive = SpeculativeConfig(method="naive")
     plain = Engine(
         EngineConfig(
             speculative_config=naive, max_num_seqs=1, enable_prefix_caching=False, **shared
         )
     )
-    vocab = plain.tokenizer.vocab_size if model is None else VOCAB
+    vocab = VOCAB if is_small else plain.tokenizer.vocab_size
     prompts = random_prompts(draw, vocab, longest)
     params = [random_params(draw, vocab, draw.randint(1, max_tokens)) for _ in prompts]
     want = [bits(one) for one in plain.generate(prompts, params)]
@@ -217,7 +289,7 @@ def run_round(number: int, seed: int, model: str | None, found: Counter[str]) ->
             found["tokens"] += len(one.token_ids)
             if bits(one) != expected:
                 found["differ"] += 1
-                print(f"\nround {number}, request {index} differs: {isa}, {shared}, {limits}")
+                print(f"\nrequest {index} of {name} differs: {isa}, {shared}, {limits}")
                 print(f"  {speculations[index]}\n  {params[index]}\n  prompt {prompts[index]}")
                 print(f"  expected {expected[0]}\n  got      {one.token_ids}", flush=True)
         stats = engine.stats
@@ -234,17 +306,19 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--minutes", type=float, default=30)
     parser.add_argument("--rounds", type=int, help="so many instead, however long they take")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--family", choices=FAMILIES, help="of all rounds (default: each in turn)")
+    parser.add_argument("--quantization", help="of all rounds (default: any)")
     options = parser.parse_args(arguments)
     found: Counter[str] = Counter()
     end, number = time.monotonic() + 60 * options.minutes, 0
+    turns = [options.family] if options.family else [*FAMILIES, "bundled"]
     with tempfile.TemporaryDirectory() as folder:
-        small = write_config(
-            Path(folder), num_hidden_layers=2, vocab_size=VOCAB, num_nextn_predict_layers=1
-        )
         while number < options.rounds if options.rounds else time.monotonic() < end:
-            run_round(number, options.seed, None if number % 3 == 2 else str(small), found)
+            draw = random.Random(f"{options.seed}-{number}")
+            name = turns[number % len(turns)]
+            run_round(draw, name, Path(folder), found, options.quantization)
             number += 1
-            counts = ", ".join(f"{found[name]:,} {name}" for name in found if name != "differ")
+            counts = ", ".join(f"{found[one]:,} {one}" for one in found if one != "differ")
             print(f"{number} rounds: {counts}, {found['differ']} differ", flush=True)
     return int(found["differ"] > 0)
 

@@ -180,12 +180,20 @@ def test_experts_of_one_tensor_have_names_of_their_own(tmp_path: Path) -> None:
     blocks = torch.randint(0, 256, (2, 8, 2, 16), dtype=torch.uint8, generator=generator)
     scales = torch.randint(120, 130, (2, 8, 2), dtype=torch.uint8, generator=generator)
     prefix = "model.layers.0.mlp.experts."
+    bias = torch.randn(2, 8, generator=generator)
     file = opened(
         tmp_path,
-        {f"{prefix}gate_up_proj_blocks": blocks, f"{prefix}gate_up_proj_scales": scales},
+        {
+            f"{prefix}gate_up_proj_blocks": blocks,
+            f"{prefix}gate_up_proj_scales": scales,
+            f"{prefix}gate_up_proj_bias": bias,
+        },
     )
     assert set(file.names()) == {
-        f"{prefix}{expert}.{part}.weight" for expert in (0, 1) for part in ("gate_proj", "up_proj")
+        f"{prefix}{expert}.{part}.{kind}"
+        for expert in (0, 1)
+        for part in ("gate_proj", "up_proj")
+        for kind in ("weight", "bias")
     }
     table = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, -0.5, -1, -1.5, -2, -3, -4, -6])
     codes = torch.stack((blocks & 15, blocks >> 4), -1).flatten(-2).int()
@@ -194,6 +202,42 @@ def test_experts_of_one_tensor_have_names_of_their_own(tmp_path: Path) -> None:
         for first, part in enumerate(("gate_proj", "up_proj")):
             found = numbers(file.load(f"{prefix}{expert}.{part}.weight"))
             assert torch.equal(found, want[expert, first::2])
+            found = numbers(file.load(f"{prefix}{expert}.{part}.bias"))
+            assert torch.equal(found, bias[expert, first::2])
+
+
+def test_experts_of_one_tensor_of_floats(tmp_path: Path) -> None:
+    """gpt-oss has biases, inputs first, and gates and ups in turns; others have all gates first."""
+    stacked, turns = torch.randn(3, 8, 5), torch.randn(3, 5, 8)
+    bias, down = torch.randn(3, 8), torch.randn(3, 6, 4)
+    file = opened(
+        tmp_path,
+        {
+            "a.experts.gate_up_proj": stacked.bfloat16(),
+            "a.experts.down_proj": down,
+            "b.experts.gate_up_proj": turns,
+            "b.experts.gate_up_proj_bias": bias,
+            "c.experts.gate_up_proj": torch.zeros(2, 2, 2, dtype=torch.float8_e4m3fn),
+            "d.down_proj": torch.zeros(2, 2),
+        },
+    )
+    assert len(file.names()) == 3 * (3 + 4) + 2 * 2 + 1
+    for e in range(3):
+        for half, part in enumerate(("gate_proj", "up_proj")):
+            own = slice(4 * half, 4 * half + 4)
+            plain = numbers(file.load(f"a.experts.{e}.{part}.weight"))
+            assert torch.equal(plain, stacked.bfloat16().float()[e, own])
+            assert torch.equal(file.load(f"b.experts.{e}.{part}.weight"), turns[e].T[half::2])
+            assert torch.equal(file.load(f"b.experts.{e}.{part}.bias"), bias[e, half::2])
+        assert torch.equal(numbers(file.load(f"a.experts.{e}.down_proj.weight")), down[e])
+    with pytest.raises(ModelError, match=r"gate_up_proj of all experts must be of floats, .*F8_E4"):
+        file.load("c.experts.0.gate_proj.weight")
+
+
+def test_names_of_paddle_are_refused_by_name(tmp_path: Path) -> None:
+    file = opened(tmp_path, {"ernie.embed_tokens.weight": torch.zeros(4, 2)})
+    with pytest.raises(ModelError, match=r"is missing from the checkpoint, which has ernie\.embed"):
+        file.load("model.embed_tokens.weight")
 
 
 def test_the_file_counts_not_the_list_of_the_configuration(tmp_path: Path) -> None:

@@ -10,52 +10,63 @@ from conftest import assert_close, expect_fault
 from specops import dense, reference
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
-ACTIVATIONS = ("silu", "gelu_tanh")
+GATED = {
+    "silu": dense.silu_mul,
+    "gelu_tanh": dense.gelu_tanh_mul,
+    "swiglu_oai": dense.swiglu_oai_mul,
+}
 COUNTERS = 128  # at the head of linear's workspace
-
-
-def gated_mul(activation: str) -> Callable[..., torch.Tensor]:
-    """The op that a weight packed with this activation stands for."""
-    return dense.silu_mul if activation == "silu" else dense.gelu_tanh_mul
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("rows,width", [(0, 64), (1, 64), (5, 77), (1500, 128)])
 @pytest.mark.no_bf16
-@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.parametrize("activation", GATED)
 def test_gated_mul(
     device: str, isa: str, dtype: torch.dtype, rows: int, width: int, activation: str
 ) -> None:
     gate_up = (4 * torch.randn(rows, 2 * width)).to(dtype).to(device)
-    out = gated_mul(activation)(gate_up)
+    out = GATED[activation](gate_up)
     assert out.shape == (rows, width)
     if rows:
         assert_close(reference.dense.GATED[activation], out, gate_up)
 
 
-@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])
 @pytest.mark.no_bf16
 def test_gated_mul_of_any_gate(device: str, isa: str, activation: str) -> None:
     """Gates whose square or exponential overflows, and those that are no numbers."""
     gate = torch.tensor([1e30, -1e30, 3e19, -3e19, 90.0, -90.0, 1e-30, -1e-30, 0.0, torch.nan])
-    out = gated_mul(activation)(torch.cat([gate, torch.ones(10)])[None].to(device)).cpu()[0]
+    out = GATED[activation](torch.cat([gate, torch.ones(10)])[None].to(device)).cpu()[0]
     assert torch.equal(out[[0, 2, 4]], gate[[0, 2, 4]])
     assert (out[[1, 3, 5]] == 0).all() and out[8] == 0 and out[9].isnan()
     torch.testing.assert_close(out[6:8], gate[6:8] / 2, rtol=1e-6, atol=0)
 
 
-@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.no_bf16
+def test_swiglu_oai_of_any_gate_and_up(device: str, isa: str) -> None:
+    """Both are clamped, but a gate has no least; NaN stays."""
+    wild = [7.0, 8.0, 1e30, torch.inf, -torch.inf, torch.nan]
+    gate, up = torch.tensor(wild + [1.0] * 6), torch.tensor([1.0] * 6 + wild)
+    out = dense.swiglu_oai_mul(torch.cat([gate, up])[None].to(device)).cpu()[0]
+    most = 7 * torch.sigmoid(torch.tensor(1.702 * 7)) * 2
+    assert torch.equal(out[:4], out[:1].expand(4)) and abs(out[0] - most) < 1e-5
+    assert torch.equal(out[6:10], out[6:7].expand(4)) and out[10] == out[6] * -6 / 8
+    assert out[5].isnan() and out[11].isnan()
+
+
+@pytest.mark.parametrize("activation", GATED)
 @pytest.mark.no_bf16
 def test_gated_mul_strided_rows(device: str, isa: str, activation: str) -> None:
-    op = gated_mul(activation)
+    op = GATED[activation]
     wide = torch.randn(6, 300, device=device)
     for view in (wide[:, 10:266], wide[:, 4:260], wide[:, 7:171]):
         assert torch.equal(op(view), op(view.contiguous()))
 
 
-@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.parametrize("activation", GATED)
 def test_gated_mul_of_wide_rows(device: str, activation: str) -> None:
-    op = gated_mul(activation)
+    op = GATED[activation]
     gate_up = torch.randn(2, 2 * 5000).to(device)
     whole = op(gate_up)
     assert_close(reference.dense.GATED[activation], whole, gate_up)
@@ -506,7 +517,7 @@ def gated_apart(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, activation: str
 ) -> torch.Tensor:
     """What a weight packed with an activation must give, in two calls."""
-    return gated_mul(activation)(dense.linear(x, dense.pack_weight(weight), bias))
+    return GATED[activation](dense.linear(x, dense.pack_weight(weight), bias))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -527,7 +538,7 @@ def test_linear_gate_up(
 ) -> None:
     x, weight, all_bias = make_linear(device, rows, num_inputs, 2 * width, dtype)
     bias = all_bias if use_bias else None
-    for activation in ACTIVATIONS:
+    for activation in GATED:
         slack = torch.full((rows * width + 64,), 7.0, dtype=dtype, device=device)
         out = slack[: rows * width].view(rows, width)
         packed = dense.pack_weight(weight, activation=activation)
@@ -552,7 +563,7 @@ def test_linear_gate_up(
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(
     "num_inputs,width,activation",
-    [(256, 1000, "silu"), (77, 50, "silu"), (77, 50, "gelu_tanh"), (1030, 24, "gelu_tanh")],
+    [(256, 1000, "silu"), (77, 50, "swiglu_oai"), (77, 50, "gelu_tanh"), (1030, 24, "gelu_tanh")],
 )
 def test_linear_gate_up_rows_keep_their_bits(
     device: str,
@@ -588,7 +599,7 @@ def test_linear_gate_up_rows_keep_their_bits(
         (1, 40, 12, torch.bfloat16, "silu"),
         (8, 1100, 131, torch.float16, "gelu_tanh"),
         (16, 568, 20, torch.bfloat16, "gelu_tanh"),
-        (66, 104, 149, torch.float16, "silu"),
+        (66, 104, 149, torch.float16, "swiglu_oai"),
         (66, 104, 45, torch.bfloat16, "gelu_tanh"),
         (130, 1208, 35, torch.bfloat16, "silu"),
     ],
@@ -638,7 +649,7 @@ def test_linear_gate_up_of_any_alignment(device: str, dtype: torch.dtype, rows: 
 def test_linear_gate_up_refuses(device: str) -> None:
     x, weight, bias = make_linear(device, 2, 8, 6, torch.bfloat16)
     packed = dense.pack_weight(weight, activation="silu")
-    names = "'silu', 'gelu_tanh' or None"
+    names = "'silu', 'gelu_tanh', 'swiglu_oai' or None"
     for call, words in [
         (
             lambda: dense.pack_weight(weight[:5], activation="gelu_tanh"),

@@ -424,8 +424,9 @@ def test_a_request_may_ask_for_it_where_the_server_verifies_otherwise(model_dir:
     assert list(map(bits, done)) == list(map(bits, plain))
 
 
+@pytest.mark.parametrize("bytes_read", [lambda rows: 5.0, lambda rows: min(rows, 8.0)])
 def test_steps_are_measured_by_rows_until_they_are_long(
-    model_dir: Path, monkeypatch: pytest.MonkeyPatch
+    model_dir: Path, bytes_read: Callable[[int], float], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     clock = [0.0]
     counts: list[int] = []
@@ -435,7 +436,9 @@ def test_steps_are_measured_by_rows_until_they_are_long(
     def launching(plan: Plan) -> Any:
         counts.append(plan.parts[0].num_rows)
         seen = counts.count(counts[-1])
-        clock[0] += {1: 1.0, 2: 0.9, 4: 1.4, 8: 3.5}[counts[-1]] * (1 if seen == 2 else 1.2) / 40
+        clock[0] += (
+            {1: 1.0, 2: 0.9, 4: 1.4, 8: 3.5, 16: 30}[counts[-1]] * (1 if seen == 2 else 1.2) / 40
+        )
         return launch(plan)
 
     monkeypatch.setattr(engine._runner, "launch", launching)
@@ -446,12 +449,17 @@ def test_steps_are_measured_by_rows_until_they_are_long(
         engine._drafting,
         engine._pool,
         engine._device,
+        bytes_read,
         max_rows=16,
         max_model_len=64,
     )
-    assert counts[:4] == [1, 2, 4, 8]  # 16 rows would take too long
+    # 16 rows would take too long, unless that may be what they read.
+    is_mixture = bytes_read(8) > bytes_read(1)
+    assert counts[:6] == ([1, 2, 4, 8, 16, 1] if is_mixture else [1, 2, 4, 8, 1, 2])
     # Two rows took less than one, so they take as long. Eight are beyond what is run again.
     last = seconds[8]
     assert seconds[1:5] == pytest.approx([0.025, 0.025, 0.03, 0.035])
-    assert seconds[12] - last == pytest.approx(last - seconds[4])
+    assert seconds[12] - last == pytest.approx(
+        (seconds[16] - last) / 2 if is_mixture else last - seconds[4]
+    )
     assert len(seconds) == 17 and engine.num_free_pages == engine.num_pages

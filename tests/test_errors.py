@@ -295,6 +295,10 @@ def gelu_tanh_mul() -> dict[str, Any]:
     return silu_mul()
 
 
+def swiglu_oai_mul() -> dict[str, Any]:
+    return silu_mul()
+
+
 def pack_weight() -> dict[str, Any]:
     return {
         "weight": torch.zeros(5, 4),
@@ -570,6 +574,7 @@ GOOD_CALLS: dict[str, Callable[[], dict[str, Any]]] = {
         copy_kv,
         silu_mul,
         gelu_tanh_mul,
+        swiglu_oai_mul,
         pack_weight,
         linear,
         rms_norm,

@@ -17,9 +17,14 @@ from checkpoints import make_checkpoint, write_tokenizer
 from conftest import every_isa
 from mtp_checkpoints import SlowModules, Tiny, make_mtp_checkpoint
 from rounding import assert_error_at_most, distance, rounding_errors
+from safetensors.torch import load_file, save_file
+from specops import moe
 from specops.engine import Completion, Engine, EngineConfig, SamplingParams, SpeculativeConfig
 from specops.engine.models import load_model, load_mtp
+from specops.engine.models.blocks.attention import AttentionConfig
+from specops.engine.models.blocks.block import bytes_of
 from specops.engine.models.blocks.experts import Experts, ExpertsConfig
+from specops.engine.models.blocks.layer import LayerConfig
 from specops.engine.models.config import ModelConfig
 from specops.engine.models.families import read_model_config
 from specops.engine.models.loader import build
@@ -98,17 +103,39 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             },
         },
     ),
+    "gpt_oss": (
+        "GptOss",
+        {
+            "num_experts_per_tok": 3,
+            "num_local_experts": 8,
+            "sliding_window": 16,
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": 150000.0,
+                "factor": 4.0,
+                "original_max_position_embeddings": 64,
+                "beta_fast": 32.0,
+                "beta_slow": 1.0,
+                "truncate": False,
+            },
+        },
+    ),
 }
 
 
 def make_experts(directory: Path, family: str, **changes: Any) -> Any:
-    """Saves a tiny random model whose routers have biases that matter; returns it."""
+    """Saves a tiny random model; returns it. Routers' biases matter, and clamps and sinks."""
     kind, own = FAMILIES[family]
     theirs = make_checkpoint(directory, kind, **{**own, **changes})
     with torch.no_grad():
         for name, buffer in theirs.named_buffers():
             if name.endswith("e_score_correction_bias"):
                 buffer.copy_(torch.randn_like(buffer) / 4)
+        for name, parameter in theirs.named_parameters():
+            if name.endswith("sinks"):
+                parameter.normal_()
+            elif kind == "GptOss" and name.endswith("gate_up_proj"):
+                parameter.mul_(4)
     theirs.save_pretrained(directory)
     return theirs
 
@@ -141,12 +168,42 @@ def test_logits_equal_transformers(tmp_path: Path, family: str) -> None:
     assert exact.std().item() > 0.5  # the comparison is about something
 
 
-def routed(**changes: Any) -> Callable[[ExpertsConfig], ExpertsConfig]:
-    return lambda one: replace(one, routing=replace(one.routing, **changes))
+Fault = Callable[[LayerConfig], LayerConfig]
 
 
-# By family: what goes wrong if a rule of its routing is left out.
-FAULTS: list[tuple[str, Callable[[ExpertsConfig], ExpertsConfig]]] = [
+def experts(**changes: Any) -> Fault:
+    return lambda layer: (
+        replace(layer, mlp=replace(layer.mlp, **changes))
+        if isinstance(layer.mlp, ExpertsConfig)
+        else layer
+    )
+
+
+def routed(**changes: Any) -> Fault:
+    return lambda layer: (
+        experts(routing=replace(layer.mlp.routing, **changes))(layer)
+        if isinstance(layer.mlp, ExpertsConfig)
+        else layer
+    )
+
+
+def attention(**changes: Any) -> Fault:
+    def fault(layer: LayerConfig) -> LayerConfig:
+        assert isinstance(layer.attention, AttentionConfig)
+        return replace(layer, attention=replace(layer.attention, **changes))
+
+    return fault
+
+
+def truncated(layer: LayerConfig) -> LayerConfig:
+    """YaRN's bounds as whole numbers."""
+    assert isinstance(layer.attention, AttentionConfig)
+    rope = layer.attention.rope
+    return attention(rope=replace(rope, scaling={**(rope.scaling or {}), "truncate": True}))(layer)
+
+
+# By family: what goes wrong if a rule of its layers is left out.
+FAULTS: list[tuple[str, Fault]] = [
     ("qwen3", routed(min_sum=None)),
     ("qwen3", routed(top_k=2)),
     ("qwen3_steps", routed(min_sum=0.0)),
@@ -154,35 +211,38 @@ FAULTS: list[tuple[str, Callable[[ExpertsConfig], ExpertsConfig]]] = [
     ("glm4", routed(scale=1.0)),
     ("glm4", routed(bias=None)),
     ("glm4", routed(scoring="softmax")),
-    ("glm4", lambda one: replace(one, shared=None)),
+    ("glm4", experts(shared=None)),
     ("ernie4_5", routed(bias=None)),
     ("ernie4_5", routed(min_sum=None)),
-    ("ernie4_5", lambda one: replace(one, shared=None)),
+    ("ernie4_5", experts(shared=None)),
     ("deepseek_v3", routed(num_groups=1, top_k_groups=1)),
     ("deepseek_v3", routed(top_k_groups=3)),
     ("deepseek_v3", routed(scale=1.0)),
     ("deepseek_v3_yarn", routed(min_sum=1e-20)),
+    ("gpt_oss", routed(min_sum=None)),
+    ("gpt_oss", routed(scoring="sigmoid")),
+    ("gpt_oss", experts(activation="silu")),
+    ("gpt_oss", experts(has_bias=False)),
+    ("gpt_oss", attention(has_sinks=False)),
+    ("gpt_oss", attention(sliding_window=None)),
+    ("gpt_oss", attention(sliding_window=16)),
+    ("gpt_oss", truncated),
 ]
 
 
 @pytest.mark.parametrize(
     "family,fault", FAULTS, ids=[f"{family}-{i}" for i, (family, _) in enumerate(FAULTS)]
 )
-def test_a_rule_left_out_is_noticed(
-    tmp_path: Path, family: str, fault: Callable[[ExpertsConfig], ExpertsConfig]
-) -> None:
+def test_a_rule_left_out_is_noticed(tmp_path: Path, family: str, fault: Fault) -> None:
     theirs = make_experts(tmp_path, family)
     ids = random_ids(40)
     exact, allowed = exact_and_allowed(theirs, ids)
     config: ModelConfig = read_model_config(tmp_path)
-    layers = [
-        replace(layer, mlp=fault(layer.mlp)) if isinstance(layer.mlp, ExpertsConfig) else layer
-        for layer in config.layers
-    ]
-    assert tuple(layers) != config.layers
+    layers = tuple(fault(layer) for layer in config.layers)
+    assert layers != config.layers
     settings = WeightSettings(dtype=torch.float32, device=torch.device("cpu"))
     source = Checkpoint(tmp_path, settings)
-    wrong = build(replace(config, layers=tuple(layers)), source, torch.float32, 256)
+    wrong = build(replace(config, layers=layers), source, torch.float32, 256)
     logits = Runner(wrong).run([ids], [[40]])[0]
     with pytest.raises(AssertionError, match="max error"):
         assert_error_at_most(distance(logits, exact), allowed)
@@ -208,6 +268,70 @@ def test_a_row_has_the_same_bits_however_it_is_computed(
     for threads in (1, 2, 3):
         specops.set_num_threads(threads)
         assert torch.equal(alone, Runner(model).run([ids], [[37], [23]])[0])
+
+
+@pytest.mark.parametrize("family", ["qwen3", "glm4"])
+def test_experts_in_one_tensor_are_read(tmp_path: Path, family: str) -> None:
+    """As other tools write them, and as they are computed with here: to the same bits."""
+    make_experts(tmp_path, family)
+    ids = random_ids(20)
+    apart = Runner(load_model(tmp_path)).run([ids], [[20]])[0]
+    file = tmp_path / "model.safetensors"
+    tensors = load_file(file)
+    for prefix in {name.rpartition(".experts.")[0] for name in tensors if ".experts." in name}:
+        for whole, parts in (("gate_up_proj", ("gate_proj", "up_proj")), ("down_proj", ())):
+            each = [
+                torch.cat(
+                    [tensors.pop(f"{prefix}.experts.{e}.{one}.weight") for one in parts or [whole]]
+                )
+                for e in range(8)
+            ]
+            tensors[f"{prefix}.experts.{whole}"] = torch.stack(each)
+    save_file(tensors, file)
+    assert torch.equal(Runner(load_model(tmp_path)).run([ids], [[20]])[0], apart)
+
+
+def mxfp4_checkpoint(directory: Path) -> None:
+    """gpt-oss as it is published: experts in MXFP4."""
+    make_experts(directory, "gpt_oss", vocab_size=257)
+    file = directory / "model.safetensors"
+    tensors = load_file(file)
+    for name in [name for name in tensors if name.endswith("_proj") and ".experts." in name]:
+        experts, inputs, outputs = tensors.pop(name).shape
+        shape = (experts, outputs, inputs // 32)
+        generator = torch.Generator().manual_seed(len(name))
+        made: dict[str, Any] = {"dtype": torch.uint8, "generator": generator}
+        tensors[f"{name}_blocks"] = torch.randint(256, (*shape, 16), **made)
+        tensors[f"{name}_scales"] = torch.randint(118, 122, shape, **made)
+    tensors["lm_head.weight"][40] *= 30  # one of two tokens is likely: texts repeat themselves
+    tensors["lm_head.weight"][41] = -tensors["lm_head.weight"][40]
+    save_file(tensors, file)
+    write_tokenizer(directory, 257)
+
+
+def test_gpt_oss_as_it_is_published(tmp_path: Path) -> None:
+    mxfp4_checkpoint(tmp_path)
+    layer = load_model(tmp_path).layers[0]
+    assert isinstance(layer.mlp, Experts) and layer.mlp.gate_up.kind == "int4"
+    plain, drafted = (completions(str(tmp_path), method) for method in ("naive", "ngram"))
+    for one, other in zip(plain, drafted, strict=True):
+        assert (one.token_ids, one.logprobs) == (other.token_ids, other.logprobs)
+
+
+@pytest.mark.parametrize("rows", [1, 4, 30])
+def test_the_bytes_that_rows_are_expected_to_read(tmp_path: Path, rows: int) -> None:
+    """Of experts that are drawn at random, on average."""
+    make_experts(tmp_path, "deepseek_v3")
+    model = load_model(tmp_path)
+    block = model.layers[-1].mlp
+    assert isinstance(block, Experts)
+    logits = torch.randn(400 * rows, 16, generator=torch.Generator().manual_seed(1))
+    drawn = moe.moe_route(logits, 3)[0].view(400, -1)
+    distinct = sum(len(one.unique()) for one in drawn) / 400
+    own = bytes_of(block.gate_up) + bytes_of(block.down)
+    assert model.layers[0].bytes_read(rows) == model.layers[0].bytes_read(1) > 0  # it is dense
+    read = (block.bytes_read(rows) - block.bytes_read(0)) / own
+    assert read == pytest.approx(distinct / 16, rel=0.01)
 
 
 # MTP modules
@@ -276,7 +400,7 @@ def test_modules_equal_transformers(
 def engine_directory(family: str) -> str:
     """A tiny model with an MTP module and a tokenizer."""
     directory = Path(mkdtemp())
-    if family == "qwen3":
+    if family in FAMILIES:
         make_experts(directory, family, vocab_size=257)
     else:
         naming, base = next(one for one in MTP_BASES if one[1][0] == family)
@@ -286,11 +410,11 @@ def engine_directory(family: str) -> str:
     return str(directory)
 
 
-def completions(family: str, method: str, **options: Any) -> list[Completion]:
+def completions(directory: str, method: str, **options: Any) -> list[Completion]:
     drafts = None if method == "naive" else 3
     engine = Engine(
         EngineConfig(
-            model=engine_directory(family),
+            model=directory,
             speculative_config=SpeculativeConfig(method=method, num_speculative_tokens=drafts),
             num_pages=100,
             **options,
@@ -303,21 +427,22 @@ def completions(family: str, method: str, **options: Any) -> list[Completion]:
     ]
     results = engine.generate([period * 5, period * 5 + [3] * 20, [11]], params)
     if method != "naive":
-        assert engine.stats.speculative.num_draft_tokens > 10
+        assert engine.stats.speculative.num_draft_tokens > 5
     return results
 
 
 @pytest.mark.parametrize("options", [{}, {"quantization": "wint4", "kv_cache_dtype": "int8"}])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("family", ["qwen3", "Glm4Moe", "DeepseekV3", "Ernie4_5_Moe"])
+@pytest.mark.parametrize("family", ["qwen3", "gpt_oss", "Glm4Moe", "DeepseekV3", "Ernie4_5_Moe"])
 @pytest.mark.corners("*-bfloat16-options0", "Ernie4_5_Moe-*-options1", "Glm4Moe-*-options1")
 def test_speculation_changes_no_bit(family: str, dtype: str, options: dict[str, Any]) -> None:
     if family == "DeepseekV3":
         options = {name: one for name, one in options.items() if name != "kv_cache_dtype"}
-    plain = completions(family, "naive", dtype=dtype, **options)
-    for method in ("ngram",) if family == "qwen3" else ("ngram", "mtp"):
+    directory = engine_directory(family)
+    plain = completions(directory, "naive", dtype=dtype, **options)
+    for method in ("ngram",) if family in FAMILIES else ("ngram", "mtp"):
         for one, other in zip(
-            plain, completions(family, method, dtype=dtype, **options), strict=True
+            plain, completions(directory, method, dtype=dtype, **options), strict=True
         ):
             assert one.token_ids == other.token_ids
             assert one.logprobs == other.logprobs

@@ -26,7 +26,7 @@ SOURCES = (
 )
 FLAGS = "-std=c++20 -O2 -Wall -Wextra -Werror -ffp-contract=off -fno-math-errno -shared -fPIC"
 MODEL = "-pthread -DSPECOPS_ISA=amx_model -DSPECOPS_AMX_MODEL -Icsrc -Itests"
-ACTIVATIONS = (None, "silu", "gelu_tanh")  # in the order of C++'s Activation
+ACTIVATIONS = (None, "silu", "gelu_tanh", "swiglu_oai")  # in the order of C++'s Activation
 LEAF = 32  # inputs of one product of tiles
 
 Linear = Callable[..., Tensor]

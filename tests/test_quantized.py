@@ -12,10 +12,10 @@ import torch
 from conftest import every_isa
 from specops import dense, quantization, reference
 from specops.quantization import QuantizedWeight, dequantize_weight, quantize_weight
+from test_dense import GATED
 from torch import Tensor
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
-ACTIVATIONS = ("silu", "gelu_tanh")
 
 
 class Case(NamedTuple):
@@ -245,6 +245,39 @@ def test_rows_keep_their_bits(device: str, isa: str, on_cuda: bool, case: Case) 
                 assert torch.equal(got, whole[first : first + rows]), (num_threads, rows)
 
 
+@pytest.mark.parametrize("case", [one for one in INTEGERS if not one.order], ids=str)
+def test_shards_give_the_sums_of_the_whole(isa: str, case: Case) -> None:
+    """Of outputs anywhere, of inputs at a border of groups.
+
+    Rows and scales are such that float32 holds every sum exactly: no order of additions can show,
+    but what a shard's pieces lack would.
+    """
+    q = make_weight(case, "cpu", 150, 768)
+    x = torch.randint(-8, 9, (6, 768)).bfloat16()
+    x[:, ::32] = 127
+    power = torch.exp2(torch.randint(-2, 2, q.scales.shape))
+    q = q._replace(scales=power, offsets=None if q.offsets is None else power.flip(0))
+
+    def product(outputs: slice, inputs: slice) -> Tensor:
+        size, groups = q.group or 768, slice(None)
+        if q.group:
+            groups = slice(inputs.start // size, inputs.stop // size)
+        part = q._replace(
+            codes=q.codes[outputs, inputs].contiguous(),
+            scales=q.scales[outputs, groups].contiguous(),
+            offsets=None if q.offsets is None else q.offsets[outputs, groups].contiguous(),
+        )
+        packed = dense.pack_weight(part, activations=case.activations)
+        return dense.linear(x[:, inputs].contiguous(), packed, out_dtype=torch.float32)
+
+    every = slice(0, 768)
+    whole = product(slice(0, 150), every)
+    parts = [product(slice(0, 37), every), product(slice(37, 150), every)]
+    assert torch.equal(torch.cat(parts, 1), whole)
+    first, second = (product(slice(0, 150), one) for one in (slice(0, 384), slice(384, 768)))
+    assert torch.equal(first + second, whole)
+
+
 @pytest.mark.parametrize("case", INTEGERS[::2], ids=str)
 def test_large_layers_have_the_same_bits_on_every_instruction_set(case: Case) -> None:
     x, q, bias = make(case, "cpu", 24, 2000, 1100, torch.bfloat16)
@@ -255,11 +288,11 @@ def test_large_layers_have_the_same_bits_on_every_instruction_set(case: Case) ->
 
 @pytest.mark.usefixtures("has_kernel")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.parametrize("activation", GATED)
 @pytest.mark.parametrize("case", [*INTEGERS[::3], *FP8], ids=str)
 def test_gates(device: str, isa: str, dtype: torch.dtype, activation: str, case: Case) -> None:
     """The bits of the activation's op after `linear`."""
-    gated = dense.silu_mul if activation == "silu" else dense.gelu_tanh_mul
+    gated = GATED[activation]
     for rows, num_inputs, width in [(1, 5, 1), (5, 300, 40), (21, 140, 17)]:
         x, q, bias = make(case, device, rows, num_inputs, 2 * width, dtype)
         packed = dense.pack_weight(q, activation=activation, activations=case.activations)

@@ -373,11 +373,11 @@ def dense_job(generator: torch.Generator) -> list[Tensor]:
     gate_up = torch.randn(64, 4096, generator=generator)
     out = [dense.rms_norm(gate_up, torch.ones(4096), 1e-6)]
     out += [dense.silu_mul(gate_up), dense.silu_mul(gate_up[:1])]
-    out += [dense.gelu_tanh_mul(gate_up)]
+    out += [dense.gelu_tanh_mul(gate_up), dense.swiglu_oai_mul(gate_up)]
     for dtype in (torch.bfloat16, torch.float32):
         weight = torch.randn(3000, 512, generator=generator).to(dtype)
         x = torch.randn(70, 512, generator=generator).to(dtype)
-        for activation in (None, "silu", "gelu_tanh"):
+        for activation in (None, "silu", "gelu_tanh", "swiglu_oai"):
             packed = dense.pack_weight(weight, activation=activation)
             out += [packed.data, dense.linear(x, packed), dense.linear(x[:5], packed)]
     rows = 300
@@ -452,7 +452,7 @@ def test_the_big_job_has_every_op_that_threads_share(monkeypatch: pytest.MonkeyP
         monkeypatch.setattr(module, "_C", Noted())
     big_job()
     shared = {
-        # linear has another kernel, silu_mul its file with gelu_tanh_mul
+        # linear has another kernel, silu_mul its file with the other gated ones
         path.name.removesuffix("_cpu.cpp").removesuffix("_amx").replace("gated_mul", "silu_mul")
         for path in ROOT.glob("csrc/**/*_cpu.cpp")
         if re.search(r"parallel_for\(|common/parallel.h|attention_split", path.read_text())

@@ -160,6 +160,12 @@ def test_what_decides_bits_has_folders_of_its_own(
     assert len(packed) == isas + 3
 
 
+def test_the_code_of_a_build_is_what_reads_and_packs() -> None:
+    code = weight_cache._code_files()
+    for module in (dense, safetensors, weight_cache):
+        assert Path(module.__file__) in code
+
+
 def test_a_changed_file_is_read_again(
     model_dir: Path, root: Path, packed: list[Tensor], monkeypatch: pytest.MonkeyPatch
 ) -> None:

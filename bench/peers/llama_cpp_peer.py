@@ -2,10 +2,12 @@
 """llama.cpp in bf16 (KV in f16, its default) through its C API, without per-token Python layers.
 
 Flash attention is off and sequences have KV streams of their own: its faster settings on a CPU.
-Greedy is a numpy argmax of its logits; prompt lookup drafts by llama-cpp-python's own rule.
+Greedy is a numpy argmax of its logits; at a temperature its own sampler draws, once a token, with a
+seed for each prompt. Prompt lookup drafts by llama-cpp-python's own rule.
 """
 
 import time
+from collections.abc import Callable
 from typing import Any
 
 import llama_cpp
@@ -74,24 +76,48 @@ def step(steps: int) -> Answer:
     return {"seconds": (time.perf_counter() - begun) / steps}
 
 
-def generate(prompts: list[list[int]], max_tokens: int, lookup: int) -> Answer:
-    """Greedy tokens of each prompt, end-of-text ignored; `lookup` drafts by prompt lookup."""
+def generate(
+    prompts: list[list[int]], max_tokens: int, lookup: int, temperature: float = 0.0
+) -> Answer:
+    """Tokens of each prompt, end-of-text ignored; `lookup` drafts by prompt lookup."""
     _new_context(max(map(len, prompts)) + max_tokens + lookup + 1, 1)
-    done = [_generate(prompt, max_tokens, lookup) for prompt in prompts]
+    done = []
+    for seed, prompt in enumerate(prompts):
+        choose = _sampler(temperature, seed) if temperature else _argmax
+        done.append(_generate(prompt, max_tokens, lookup, choose))
     return {
         "token_ids": [token_ids for token_ids, _ in done],
         "decode_seconds": sum(seconds for _, seconds in done),
     }
 
 
-def _generate(prompt: list[int], max_tokens: int, lookup: int) -> tuple[list[int], float]:
+def _argmax(logits: np.ndarray, row: int) -> int:
+    return int(logits[row].argmax())
+
+
+def _sampler(temperature: float, seed: int) -> Callable[[np.ndarray, int], int]:
+    """Draws of the batch's last tokens; it takes one random number a call."""
+    chain = llama_cpp.llama_sampler_chain_init(llama_cpp.llama_sampler_chain_default_params())
+    llama_cpp.llama_sampler_chain_add(chain, llama_cpp.llama_sampler_init_temp(temperature))
+    llama_cpp.llama_sampler_chain_add(chain, llama_cpp.llama_sampler_init_dist(seed))
+
+    def choose(logits: np.ndarray, row: int) -> int:
+        # Counted from the end, as the output of a prompt is not at its place in the batch.
+        return llama_cpp.llama_sampler_sample(chain, _state["context"], row - len(logits))
+
+    return choose
+
+
+def _generate(
+    prompt: list[int], max_tokens: int, lookup: int, choose: Callable[[np.ndarray, int], int]
+) -> tuple[list[int], float]:
     """Tokens, and the seconds from the first of them to the last."""
     memory = llama_cpp.llama_get_memory(_state["context"])
     llama_cpp.llama_memory_clear(memory, False)
     for begin in range(0, len(prompt), 512):
         chunk = prompt[begin : begin + 512]
         logits = _decode([(0, begin + i, token) for i, token in enumerate(chunk)], outputs=1)
-    tokens = [*prompt, int(logits[-1].argmax())]
+    tokens = [*prompt, choose(logits, 0)]
     begun = time.perf_counter()
     while len(tokens) < len(prompt) + max_tokens:
         drafts: list[int] = []
@@ -102,11 +128,13 @@ def _generate(prompt: list[int], max_tokens: int, lookup: int) -> tuple[list[int
             drafts = [int(token) for token in found]
         base = len(tokens) - 1
         rows = [(0, base + i, token) for i, token in enumerate([tokens[-1], *drafts])]
-        chosen = _decode(rows, outputs=len(rows)).argmax(-1).tolist()
-        accepted = 0
-        while accepted < len(drafts) and drafts[accepted] == chosen[accepted]:
+        logits = _decode(rows, outputs=len(rows))
+        accepted, chosen = 0, choose(logits, 0)
+        while accepted < len(drafts) and drafts[accepted] == chosen:
+            tokens.append(chosen)
             accepted += 1
-        tokens += chosen[: accepted + 1]
+            chosen = choose(logits, accepted)
+        tokens.append(chosen)
         if accepted < len(drafts):
             llama_cpp.llama_memory_seq_rm(memory, 0, len(tokens) - 1, -1)
     seconds = time.perf_counter() - begun

@@ -1,12 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Writes a Qwen3-shaped checkpoint as a bf16 GGUF file: `write_gguf.py CHECKPOINT OUT.gguf`."""
+"""Writes a Qwen3-shaped checkpoint as a GGUF file: `write_gguf.py CHECKPOINT OUT.gguf [KIND]`.
+
+KIND is "bf16", "int8" (all matrices Q8_0) or "int4" (Q4_0, embedding and head Q8_0).
+"""
 
 import json
 import sys
 from pathlib import Path
 
 import gguf
-import torch
 from safetensors import safe_open
 
 LAYER_NAMES = {
@@ -22,6 +24,7 @@ LAYER_NAMES = {
     "mlp.up_proj": "ffn_up",
     "mlp.down_proj": "ffn_down",
 }
+FILE_TYPES = {"bf16": "BF16", "int8": "Q8_0", "int4": "Q4_0"}
 NAMES = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
 
 
@@ -34,7 +37,16 @@ def gguf_name(name: str) -> str:
     return f"blk.{layer}.{LAYER_NAMES[rest]}.weight"
 
 
-def main(checkpoint: Path, out: str) -> None:
+def stored_as(name: str, kind: str) -> gguf.GGMLQuantizationType:
+    """The type of a matrix."""
+    if kind == "bf16":
+        return gguf.GGMLQuantizationType.BF16
+    of_layer = name.startswith("model.layers.")
+    is_small = kind == "int4" and of_layer
+    return gguf.GGMLQuantizationType.Q4_0 if is_small else gguf.GGMLQuantizationType.Q8_0
+
+
+def main(checkpoint: Path, out: str, kind: str = "bf16") -> None:
     """Copies the weights as they are; norms become fp32, as llama.cpp wants them."""
     config = json.loads((checkpoint / "config.json").read_text())
     writer = gguf.GGUFWriter(out, "qwen3")
@@ -49,7 +61,7 @@ def main(checkpoint: Path, out: str) -> None:
     writer.add_rope_freq_base(config["rope_theta"])
     writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
     writer.add_vocab_size(config["vocab_size"])
-    writer.add_file_type(gguf.LlamaFileType.MOSTLY_BF16)
+    writer.add_file_type(gguf.LlamaFileType[f"MOSTLY_{FILE_TYPES[kind]}"])
     writer.add_tokenizer_model("none")
     with safe_open(checkpoint / "model.safetensors", framework="pt") as file:
         for name in file.keys():  # noqa: SIM118
@@ -57,8 +69,9 @@ def main(checkpoint: Path, out: str) -> None:
             if tensor.ndim == 1:
                 writer.add_tensor(gguf_name(name), tensor.float().numpy())
                 continue
-            data = tensor.bfloat16().contiguous().view(torch.uint8).numpy()
-            writer.add_tensor(gguf_name(name), data, raw_dtype=gguf.GGMLQuantizationType.BF16)
+            number = stored_as(name, kind)
+            data = gguf.quants.quantize(tensor.float().numpy(), number)
+            writer.add_tensor(gguf_name(name), data, raw_dtype=number)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -66,4 +79,4 @@ def main(checkpoint: Path, out: str) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), sys.argv[2])
+    main(Path(sys.argv[1]), *sys.argv[2:])

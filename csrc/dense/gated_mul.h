@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// silu_mul and gelu_tanh_mul: the gated activations of MLPs, Llama's and Gemma's.
+// silu_mul, gelu_tanh_mul and swiglu_oai_mul: the gated activations of MLPs, Llama's, Gemma's and
+// gpt-oss's.
 #pragma once
 
 #include <cstdint>
@@ -18,7 +19,7 @@ struct GatedMulParams {
   int64_t width;
   int64_t gate_up_stride;  // elements between rows
   DType dtype;             // float32, bfloat16 or float16; of both
-  Activation activation;   // kSilu or kGeluTanh
+  Activation activation;   // not kNone
 };
 
 SPECOPS_DECLARE_CPU(gated_mul_cpu, GatedMulParams);

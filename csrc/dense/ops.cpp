@@ -21,9 +21,14 @@
 namespace specops {
 namespace {
 
+constexpr const char* gated_name(Activation activation) {
+  if (activation == Activation::kSilu) return "silu_mul";
+  return activation == Activation::kGeluTanh ? "gelu_tanh_mul" : "swiglu_oai_mul";
+}
+
 template <Activation kActivation>
 void gated_mul(const TensorView& gate_up, const TensorView& out) {
-  Checker check(kActivation == Activation::kSilu ? "silu_mul" : "gelu_tanh_mul");
+  Checker check(gated_name(kActivation));
   Dim rows{"rows"}, width{"width"}, two_width{"2 * width"};
   check.tensor("gate_up",
                gate_up,
@@ -359,6 +364,7 @@ void mtp_input(const TensorView& row_to_request,
 void register_dense(pybind11::module_& m) {
   m.def("silu_mul", &gated_mul<Activation::kSilu>);
   m.def("gelu_tanh_mul", &gated_mul<Activation::kGeluTanh>);
+  m.def("swiglu_oai_mul", &gated_mul<Activation::kSwigluOai>);
   m.def("packed_weight_layout", &packed_weight_layout);
   m.def("pack_weight", &pack_weight);
   m.def("linear_kernels", &linear_kernels);

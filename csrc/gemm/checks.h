@@ -43,6 +43,7 @@ struct ActivationName {
 constexpr ActivationName kActivations[] = {
     {"silu", Activation::kSilu},
     {"gelu_tanh", Activation::kGeluTanh},
+    {"swiglu_oai", Activation::kSwigluOai},
 };
 
 inline WeightKind read_weight_kind(const Checker& check, const char* argument, Argument given) {
@@ -60,7 +61,7 @@ inline WeightKind read_weight_kind(const Checker& check, const char* argument, A
 // None: no activation.
 inline Activation read_activation(const Checker& check, const char* argument, Argument given) {
   if (!given.defined()) return Activation::kNone;
-  const char* expected = "'silu', 'gelu_tanh' or None";
+  const char* expected = "'silu', 'gelu_tanh', 'swiglu_oai' or None";
   std::string name = check.text(argument, given, expected);
   for (const ActivationName& one : kActivations) {
     if (name == one.name) return one.activation;

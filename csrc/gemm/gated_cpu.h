@@ -8,12 +8,18 @@
 namespace specops::SPECOPS_ISA {
 namespace {
 
-// As gated.h says; `activation` is kSilu or kGeluTanh.
+// As gated.h says; `activation` is one.
 inline F32x16 gated_of(Activation activation, F32x16 gate, F32x16 up) {
   F32x16 t = gate;
   if (activation == Activation::kGeluTanh) {
     F32x16 slope = mul(set1(kGeluCubic), mul(gate, gate));
     t = mul(gate, add(set1(kGeluLinear), slope));
+  }
+  if (activation ==
+      Activation::kSwigluOai) {  // min and max give their second argument if that is NaN
+    gate = min(set1(kSwigluLimit), gate);
+    up = add(max(set1(-kSwigluLimit), min(set1(kSwigluLimit), up)), set1(1.0f));
+    t = mul(set1(kSwigluAlpha), gate);
   }
   F32x16 activated = div(gate, add(set1(1.0f), exp(sub(zero(), t))));
   return mul(activated, up);

@@ -76,8 +76,9 @@ def pack_weight(
     Args:
         weight: [num_outputs, num_inputs], bfloat16 or float32, on CUDA also float16; rows may be
             strided. Or a `QuantizedWeight`, on CUDA of kind int8 with a scale for each output.
-        activation: of a weight whose first half of rows makes gates and the other half ups: "silu"
-            or "gelu_tanh". `linear` then returns `activation(gate) * up`, half as wide.
+        activation: of a weight whose first half of rows makes gates and the other half ups: "silu",
+            "gelu_tanh" or "swiglu_oai". `linear` then returns what `silu_mul`, `gelu_tanh_mul` or
+            `swiglu_oai_mul` make of both, half as wide.
         activations: to what `linear` rounds rows. Of int8 and int4 codes "int16", per 128 inputs
             (int8's own when absent), or "int8", per 32 (int4's own); of others "float", not at all.
 
@@ -199,8 +200,8 @@ def linear(
     """Multiplies rows with a packed weight: `x @ weight.T + bias`.
 
     Same as `reference.linear` on the weight before packing: products summed in fp32, bias added
-    last, rounded once. A weight packed with an activation makes `silu_mul` or `gelu_tanh_mul` of
-    that, to the same bits as that op after it.
+    last, rounded once. A weight packed with an activation makes `silu_mul`, `gelu_tanh_mul` or
+    `swiglu_oai_mul` of that, to the same bits as that op after it.
 
     With int8 and int4 codes, the same as `reference.quantized_linear`, bit for bit, on every device
     and instruction set. Rows become integers by groups of inputs, from multiples of their size on:
@@ -450,6 +451,37 @@ def gelu_tanh_mul(gate_up: Tensor, *, out: Tensor | None = None) -> Tensor:
     if out is None:
         out = empty(lambda: ((gate_up.shape[0], gate_up.shape[-1] // 2), None, gate_up))
     _C.gelu_tanh_mul(gate_up, out)
+    return out
+
+
+def swiglu_oai_mul(gate_up: Tensor, *, out: Tensor | None = None) -> Tensor:
+    """Applies gpt-oss's gated activation, with clamped gates and ups.
+
+        gate = min(gate, 7)
+        up   = min(max(up, -7), 7)
+        out  = gate * sigmoid(1.702 * gate) * (up + 1)
+
+    Same as `reference.swiglu_oai_mul`: computed in fp32, rounded once to the dtype of `gate_up`.
+
+    Args:
+        gate_up: [rows, 2 * width], float32, bfloat16 or float16. Each row holds gate, then up; rows
+            may be strided.
+        out: [rows, width], dtype of `gate_up`. Allocated when absent.
+
+    Returns:
+        `out`.
+
+    Raises:
+        ValueError: a shape, dtype, layout or device differs from the above.
+
+    Note:
+        Deterministic; elementwise. NaN stays NaN.
+
+    Source: OpenAI's gpt-oss.
+    """
+    if out is None:
+        out = empty(lambda: ((gate_up.shape[0], gate_up.shape[-1] // 2), None, gate_up))
+    _C.swiglu_oai_mul(gate_up, out)
     return out
 
 

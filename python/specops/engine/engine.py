@@ -3,7 +3,8 @@
 
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import NoReturn
 
 import torch
@@ -104,7 +105,8 @@ class Engine:
         self._runner = Runner(model, self._device, self._drafting, config, self.num_pages)
         shared = self.tokenizer, self._drafting, self.max_model_len
         if config.speculative_config.adaptive_verification:  # of requests, too
-            self._drafting.select_by(known_steps(model.cached, config, self._measure_steps))
+            measure = partial(self._measure_steps, model.bytes_read)
+            self._drafting.select_by(known_steps(model.cached, config, measure))
         self._admission = Admission(config, *shared, self.vocab_size)
         self._requests: dict[str, Request] = {}
         self._plan: Plan | None = None  # of the step under way
@@ -114,9 +116,10 @@ class Engine:
         self._aborted: list[Request] = []  # with rows in it
         self.stats = EngineStats()
 
-    def _measure_steps(self) -> list[float]:
+    def _measure_steps(self, bytes_read: Callable[[int], float]) -> list[float]:
         return measure_steps(
             *(self.tokenizer, self._runner, self._drafting, self._pool, self._device),
+            bytes_read,
             max_rows=self.config.max_num_batched_tokens,
             max_model_len=self.max_model_len,
         )

@@ -26,7 +26,9 @@ from specops.tokenizer import TextStream, Tokenizer
 
 _ROUNDS = 4  # at most; on a GPU always, which makes a step in one and captures it in the next
 _SECONDS = 1.0  # no round is begun after so long
-_FACTOR = 3.0  # no longer steps than so many times the first: from there on it is a line
+# No longer steps than so many times the first, beside what more bytes take: from there on it is a
+# line.
+_FACTOR = 3.0
 
 
 def known_steps(
@@ -54,6 +56,7 @@ def measure_steps(
     drafting: Drafting,
     pool: PagePool,
     device: Device,
+    bytes_read: Callable[[int], float],
     *,
     max_rows: int,
     max_model_len: int,
@@ -63,6 +66,8 @@ def measure_steps(
     Args:
         tokenizer, runner, drafting, pool, device: of the engine. All pages are free before and
             after.
+        bytes_read: how many bytes of weights a step of so many rows reads. More rows read more
+            experts of a mixture, but not in proportion: its steps are measured further.
         max_rows: of a step.
         max_model_len: tokens of the longest request.
 
@@ -92,7 +97,7 @@ def measure_steps(
                 runner.collect(plan)
                 taken = time.perf_counter() - started
                 seconds[count] = min(taken, seconds.get(count, taken))
-                if taken > _FACTOR * seconds[1]:
+                if taken > _FACTOR * seconds[1] * bytes_read(count) / bytes_read(1):
                     break
     finally:
         runner.leave(request)

@@ -39,6 +39,7 @@ from specops.reference.dense import (
     quantized_linear,
     rms_norm,
     silu_mul,
+    swiglu_oai_mul,
 )
 from specops.reference.distribution import (
     ACCEPT,
@@ -126,6 +127,7 @@ __all__ = [
     "rope_cos_sin",
     "sample",
     "silu_mul",
+    "swiglu_oai_mul",
     "target_probs",
     "top_logprobs",
     "tree_chains",

@@ -24,7 +24,15 @@ def gelu_tanh_mul(gate_up: Tensor) -> Tensor:
     return (F.gelu(gate, approximate="tanh") * up).to(gate_up.dtype)
 
 
-GATED = {"silu": silu_mul, "gelu_tanh": gelu_tanh_mul}
+def swiglu_oai_mul(gate_up: Tensor) -> Tensor:
+    """gpt-oss's gates, clamped, in fp32 (fp64 for fp64 input), rounded once."""
+    wide = gate_up if gate_up.dtype == torch.float64 else gate_up.float()
+    gate, up = wide.chunk(2, dim=-1)
+    gate, up = gate.clamp(max=7.0), up.clamp(-7.0, 7.0)
+    return (gate * torch.sigmoid(1.702 * gate) * (up + 1)).to(gate_up.dtype)
+
+
+GATED = {"silu": silu_mul, "gelu_tanh": gelu_tanh_mul, "swiglu_oai": swiglu_oai_mul}
 
 
 def linear(
@@ -37,7 +45,7 @@ def linear(
 ) -> Tensor:
     """`x @ weight.T + bias` in fp32 (fp64 for fp64 input), rounded once to out_dtype.
 
-    activation: then `silu_mul` or `gelu_tanh_mul` of that.
+    activation: then the op of `GATED` of that.
     """
     wide = torch.float64 if x.dtype == torch.float64 else torch.float32
     out = x.to(wide) @ weight.to(wide).T

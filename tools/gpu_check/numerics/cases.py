@@ -111,7 +111,7 @@ def linear(generator: torch.Generator, move: Move) -> Call:
     dtype = _dtype(generator)
     x = move(_randn(generator, rows, inputs, dtype=dtype))
     weight = move(_randn(generator, outputs, inputs, dtype=dtype))
-    activation = (None, "silu", "gelu_tanh")[_number(generator, 0, 2)]
+    activation = (None, "silu", "gelu_tanh", "swiglu_oai")[_number(generator, 0, 3)]
     packed = dense.pack_weight(weight, activation=activation)
     return lambda: [dense.linear(x, packed)]
 
@@ -139,7 +139,7 @@ def silu_mul(generator: torch.Generator, move: Move) -> Call:
     """Gate and up, under both activations."""
     rows, width, dtype = _number(generator, 1, 9), 8 * _number(generator, 1, 200), _dtype(generator)
     x = move(_randn(generator, rows, 2 * width, dtype=dtype) * 4)
-    return lambda: [dense.silu_mul(x), dense.gelu_tanh_mul(x)]
+    return lambda: [dense.silu_mul(x), dense.gelu_tanh_mul(x), dense.swiglu_oai_mul(x)]
 
 
 def rope_append_kv(generator: torch.Generator, move: Move) -> Call:

@@ -23,7 +23,10 @@ _MARKS = frozenset(
 )
 # Codes: what they stand for nobody says.
 _NO_NUMBERS = (torch.int8, torch.uint8, torch.float8_e5m2)
-_BLOCKS, _SCALES = "_blocks", "_scales"  # of fused experts in MXFP4
+# Experts in one tensor: the projections of each part, and in MXFP4 its two tensors.
+_STACKED = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
+_BLOCKS, _SCALES, _BIAS = "_blocks", "_scales", "_bias"
+_FLOATS = ("F64", "F32", "BF16", "F16")
 _COPIED_BYTES = 1 << 20  # of tensors up to this no file is kept mapped
 
 
@@ -32,6 +35,26 @@ class _Facts(NamedTuple):
 
     dtype: str
     shape: list[int]
+
+
+class _Rows(NamedTuple):
+    """Which outputs of a tensor of all experts are one projection's.
+
+    There are two layouts. Experts with biases have weights [experts, inputs, outputs], or in MXFP4
+    [experts, outputs, inputs], and gates and ups take turns. Others have [experts, outputs,
+    inputs], all gates first.
+    """
+
+    expert: int
+    part: int
+    parts: int
+    takes_turns: bool
+
+    def of(self, outputs: Tensor) -> Tensor:
+        """Returns them."""
+        if self.takes_turns:
+            return outputs[self.part :: self.parts]
+        return outputs.chunk(self.parts)[self.part]
 
 
 class SafetensorsCheckpoint(Checkpoint):
@@ -76,19 +99,22 @@ class SafetensorsCheckpoint(Checkpoint):
     def load(self, name: str) -> Tensor | QuantizedWeight:
         """Reads a weight, or another tensor."""
         if name not in self._readers:
-            raise ModelError(f"{self._directory}: tensor {name} is missing from the checkpoint")
+            tail = name.partition(".")[2]
+            others = [one for one in self._readers if tail and one.partition(".")[2] == tail]
+            hint = f", which has {others[0]}" if others else ""
+            raise ModelError(
+                f"{self._directory}: tensor {name} is missing from the checkpoint{hint}"
+            )
         return self._readers[name]()
 
     def _add_module(self, module: str, suffixes: list[str]) -> None:
         prefix = f"{module}." if module else ""
         is_quantized = not _MARKS.isdisjoint(suffixes) or self._is_fp8(f"{prefix}weight")
-        blocks = [one.removesuffix(_BLOCKS) for one in suffixes if one.endswith(_BLOCKS)]
-        fused = [one for one in blocks if one + _SCALES in suffixes]
-        for part in fused:
-            self._add_experts(prefix, part)
-        decoded = {part + suffix for part in fused for suffix in (_BLOCKS, _SCALES)}
+        stacked: set[str] = set()
+        for part in _STACKED:
+            stacked |= self._add_experts(prefix, part, set(suffixes))
         for suffix in suffixes:
-            if suffix == "bias" or not (is_quantized or suffix in decoded):
+            if suffix == "bias" or not (is_quantized or suffix in stacked):
                 name = prefix + suffix
                 self._readers[name] = partial(self._plain, name)
         if is_quantized:
@@ -133,30 +159,57 @@ class SafetensorsCheckpoint(Checkpoint):
         is_fp8 = self._is_fp8(f"{name}.weight")
         return floats.fp8 if is_fp8 else integers.plain_integers
 
-    def _add_experts(self, prefix: str, part: str) -> None:
-        """Experts in one tensor, as gpt-oss has them: each gets the name of one of its own."""
-        count = self._facts[f"{prefix}{part}{_BLOCKS}"].shape[0]
-        names = ("gate_proj", "up_proj") if part == "gate_up_proj" else (part,)
-        for expert in range(count):
-            for first, own in enumerate(names):
-                self._readers[f"{prefix}{expert}.{own}.weight"] = partial(
-                    self._expert, prefix, part, expert, first, len(names)
-                )
+    def _add_experts(self, prefix: str, part: str, suffixes: set[str]) -> set[str]:
+        """Experts in one tensor: each gets the names of one of its own.
 
-    def _expert(
-        self, prefix: str, part: str, expert: int, first: int, step: int
-    ) -> QuantizedWeight:
-        """One expert's rows: of gate and up every other, gates first."""
+        Returns:
+            The suffixes of tensors that are read so.
+        """
+        blocks = {part + _BLOCKS, part + _SCALES}
+        read: Callable[[str, _Rows], Tensor | QuantizedWeight]
+        if blocks <= suffixes:
+            own, read = blocks, self._mxfp4_of_expert
+        elif part in suffixes and len(self._facts[prefix + part].shape) == 3:
+            own, read = {part}, self._floats_of_expert
+        else:
+            return set()
+        bias = part + _BIAS
+        takes_turns = bias in suffixes
+        names = _STACKED[part]
+        for expert in range(self._facts[prefix + min(own)].shape[0]):
+            for index, name in enumerate(names):
+                which = _Rows(expert, index, len(names), takes_turns or own == blocks)
+                one = f"{prefix}{expert}.{name}"
+                self._readers[f"{one}.weight"] = partial(read, prefix + part, which)
+                if bias in suffixes:
+                    self._readers[f"{one}.bias"] = partial(
+                        self._bias_of_expert, prefix + bias, which
+                    )
+        return own | ({bias} & suffixes)
+
+    def _mxfp4_of_expert(self, name: str, which: "_Rows") -> QuantizedWeight:
         module = Module(
             str(self._directory),
-            f"{prefix}{part}",
+            name,
             (_BLOCKS, _SCALES),
-            lambda suffix: self._tensor(f"{prefix}{part}{suffix}", expert),
+            lambda suffix: self._tensor(f"{name}{suffix}", which.expert),
             self.settings,
         )
-        blocks = module.take(_BLOCKS, torch.uint8, dims=3)[first::step]
-        scales = module.take(_SCALES, torch.uint8, dims=2)[first::step]
+        blocks = which.of(module.take(_BLOCKS, torch.uint8, dims=3))
+        scales = which.of(module.take(_SCALES, torch.uint8, dims=2))
         return floats.of_e2m1(module, blocks.flatten(1), scales)
+
+    def _floats_of_expert(self, name: str, which: "_Rows") -> Tensor:
+        if (dtype := self._facts[name].dtype) not in _FLOATS:
+            raise ModelError(
+                f"{self._directory}: tensor {name} of all experts must be of floats, or in MXFP4, "
+                f"got {dtype}"
+            )
+        weight = self._tensor(name, which.expert)
+        return which.of(weight.T if which.takes_turns else weight)
+
+    def _bias_of_expert(self, name: str, which: "_Rows") -> Tensor:
+        return which.of(self._tensor(name, which.expert))
 
 
 def safetensors_files(directory: Path) -> list[str]:

@@ -325,14 +325,19 @@ def _bytes_of(folder: Path) -> int:
     return found
 
 
+def _code_files() -> list[Path]:
+    """The Python code that decides what a packed weight is."""
+    package = Path(specops.__file__).parent
+    folders = [package / "engine" / name for name in ("checkpoints", "models")]
+    sources = [*package.glob("*.py"), *(file for one in folders for file in one.rglob("*.py"))]
+    return sorted(sources)
+
+
 @functools.lru_cache
 def _code_digest() -> str:
     """Of all code that decides what a packed weight is."""
     facts = specops.runtime.build_facts()
-    package = Path(specops.__file__).parent
-    folders = [package / "engine" / name for name in ("gguf", "models")]
-    sources = [*package.glob("*.py"), *(file for one in folders for file in one.rglob("*.py"))]
-    texts = [file.read_text(encoding="utf-8") for file in sorted(sources)]
+    texts = [file.read_text(encoding="utf-8") for file in _code_files()]
     return _digest([facts["source_digest"], facts["compiler"], *texts])
 
 

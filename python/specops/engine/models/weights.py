@@ -192,6 +192,13 @@ class WeightSource(ABC):
         names = [name for one in each for name in one]
         return self._kept(names, outputs, inputs, activation, quantization, "experts", make=make)
 
+    def expert_biases(
+        self, prefix: str, num_experts: int, parts: Sequence[str], outputs: Sequence[int]
+    ) -> Tensor:
+        """Returns the biases [num_experts, outputs] of a projection; see `experts`."""
+        each = (self.bias(f"{prefix}{e}.", parts, outputs) for e in range(num_experts))
+        return torch.stack(list(each))
+
     def _pack(
         self,
         names: Sequence[str],

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
+import torch
 from torch import Tensor
 
 from specops import attention, dense
@@ -61,7 +62,7 @@ class Attention(AttentionBlock):
     def __init__(
         self, config: "AttentionConfig", kv: KvSpec, qkv: PackedWeight, o: PackedWeight,
         cos_sin: Tensor, *, qkv_bias: Tensor | None, o_bias: Tensor | None,
-        q_norm: Tensor | None, k_norm: Tensor | None, norm_eps: float,
+        q_norm: Tensor | None, k_norm: Tensor | None, norm_eps: float, sinks: Tensor | None,
     ) -> None:  # fmt: skip
         self.shape = self._shape = AttentionShape(
             config.num_qo_heads, config.num_kv_heads, config.head_dim
@@ -71,7 +72,7 @@ class Attention(AttentionBlock):
         self._sm_scale, self._interleaved = config.sm_scale, config.interleaved
         self._qkv, self._qkv_bias, self._o, self._o_bias = qkv, qkv_bias, o, o_bias
         self._q_norm, self._k_norm, self._norm_eps = q_norm, k_norm, norm_eps
-        self._cos_sin = cos_sin
+        self._cos_sin, self._sinks = cos_sin, sinks
 
     @property
     def weights(self) -> Sequence[PackedWeight]:
@@ -132,6 +133,7 @@ class Attention(AttentionBlock):
             v_scales=cache.v_scales,
             prefix_leaders=batch.prefix_leaders,
             prefix_lens=batch.prefix_lens,
+            sinks=self._sinks,
             out=views.attended,
             workspace=batch.workspace,
         )
@@ -153,6 +155,7 @@ class AttentionConfig:
         o_bias: whether o_proj has one.
         qk_norm: whether q and k are normed per head.
         interleaved: RoPE rotates neighbours, not halves.
+        has_sinks: whether each query head has a score more, without a value.
         input_size: width of what q, k and v are projected from; None: that of the states.
     """
 
@@ -168,6 +171,7 @@ class AttentionConfig:
     o_bias: bool = False
     qk_norm: bool = False
     interleaved: bool = False
+    has_sinks: bool = False
     input_size: int | None = None
 
     def without_window(self) -> "AttentionConfig":
@@ -183,10 +187,12 @@ class AttentionConfig:
         source, hidden = loader.source, loader.hidden_size
         q_size, kv_size = self.num_qo_heads * self.head_dim, self.num_kv_heads * self.head_dim
         sizes = (q_size, kv_size, kv_size)
-        q_norm = k_norm = None
+        q_norm = k_norm = sinks = None
         if self.qk_norm:
             q_norm = source.norm(f"{prefix}q_norm.weight", self.head_dim)
             k_norm = source.norm(f"{prefix}k_norm.weight", self.head_dim)
+        if self.has_sinks:
+            sinks = source.tensor(f"{prefix}sinks", self.num_qo_heads, dtype=torch.float32)
         return Attention(
             self,
             KvSpec(num_heads=self.num_kv_heads, head_dim=self.head_dim, dtype=loader.kv_dtype),
@@ -198,4 +204,5 @@ class AttentionConfig:
             q_norm=q_norm,
             k_norm=k_norm,
             norm_eps=loader.norm_eps,
+            sinks=sinks,
         )

@@ -50,6 +50,15 @@ class Block(ABC):
     def weights(self) -> Sequence[PackedWeight]:
         """Its projections."""
 
+    def bytes_read(self, rows: int) -> float:
+        """Returns how many bytes of weights a step of so many rows is expected to read."""
+        return sum(map(bytes_of, self.weights))
+
+
+def bytes_of(weight: PackedWeight) -> int:
+    """Returns the bytes of a packed weight."""
+    return sum(one.nbytes for one in weight if isinstance(one, Tensor))
+
 
 class AttentionBlock(Block):
     """A part that looks at other rows, by what it keeps of them on pages.

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from specops import dense, moe
 from specops.dense import PackedWeight
-from specops.engine.models.blocks.block import BlockLoader, MlpBlock, NewRows
+from specops.engine.models.blocks.block import BlockLoader, MlpBlock, NewRows, bytes_of
 from specops.engine.models.blocks.mlp import DenseMlp, DenseMlpConfig
 
 _GATE_UP = ("gate_proj", "up_proj")
@@ -101,9 +101,12 @@ class Experts(MlpBlock):
         config: "ExpertsConfig",
         *,
         router: PackedWeight,
+        router_bias: Tensor | None,
         bias: Tensor | None,
         gate_up: PackedWeight,
+        gate_up_bias: Tensor | None,
         down: PackedWeight,
+        down_bias: Tensor | None,
         shared: DenseMlp | None,
     ) -> None:
         shared_width = 0 if shared is None else shared.shape.width
@@ -111,7 +114,9 @@ class Experts(MlpBlock):
             router.num_inputs, config.num_experts, config.routing.top_k, config.width, shared_width
         )
         self._routing, self._router, self._bias = config.routing, router, bias
+        self._router_bias = router_bias
         self.gate_up, self.down, self._shared = gate_up, down, shared
+        self._gate_up_bias, self._down_bias = gate_up_bias, down_bias
         self._indptr = torch.empty(
             config.num_experts + 1, dtype=torch.int32, device=router.data.device
         )
@@ -121,11 +126,19 @@ class Experts(MlpBlock):
         """The projections that run one by one; those of experts need no workspace."""
         return () if self._shared is None else self._shared.weights
 
+    def bytes_read(self, rows: int) -> float:
+        """Of the experts as many as rows need that choose independently of each other."""
+        routing, count = self._routing, self._shape.num_experts
+        read = 1.0 - (1.0 - routing.top_k / count) ** rows
+        experts = bytes_of(self.gate_up) + bytes_of(self.down)
+        return super().bytes_read(rows) + bytes_of(self._router) + read * experts
+
     def run(self, x: Tensor, sums: Tensor | None, views: ExpertsViews, out: Tensor) -> None:
         """Computes rows."""
         order = self._route(x, views)
-        moe.moe_linear(x, self.gate_up, order.expert_indptr, order.row_indices, out=views.gated)
-        moe.moe_linear(views.gated, self.down, order.expert_indptr, out=views.expert_out)
+        indptr, gated = order.expert_indptr, views.gated
+        moe.moe_linear(x, self.gate_up, indptr, order.row_indices, self._gate_up_bias, out=gated)
+        moe.moe_linear(gated, self.down, indptr, bias=self._down_bias, out=views.expert_out)
         shared = None
         if self._shared is not None:
             shared = views.shared_out
@@ -136,7 +149,7 @@ class Experts(MlpBlock):
         """Chooses the experts of rows, and orders them."""
         routing = self._routing
         views.x.copy_(x)
-        dense.linear(views.x, self._router, out=views.logits)
+        dense.linear(views.x, self._router, self._router_bias, out=views.logits)
         moe.moe_route(
             views.logits,
             routing.top_k,
@@ -162,7 +175,8 @@ class ExpertsConfig:
         width: of each, between its projections.
         routing: how a row's experts are chosen.
         shared: the MLP that all rows have; None: there is none.
-        activation: of the gates, "silu" or "gelu_tanh".
+        activation: of the gates; see `dense.pack_weight`.
+        has_bias: whether the router and the experts' projections have biases.
         router_name: of the router.
         shared_name: what the names of the shared MLP begin with.
     """
@@ -174,6 +188,7 @@ class ExpertsConfig:
     routing: Routing
     shared: DenseMlpConfig | None = None
     activation: str = "silu"
+    has_bias: bool = False
     router_name: str = "gate"
     shared_name: str = "shared_experts."
 
@@ -192,15 +207,24 @@ class ExpertsConfig:
         router = source.tensor(
             f"{prefix}{self.router_name}.weight", count, hidden, dtype=torch.float32
         )
-        experts, sizes = f"{prefix}experts.", (self.width, self.width)
+        experts, sizes, down = f"{prefix}experts.", (self.width, self.width), ("down_proj",)
+        router_bias = gate_up_bias = down_bias = None
+        if self.has_bias:
+            name = f"{prefix}{self.router_name}.bias"
+            router_bias = source.tensor(name, count, dtype=torch.float32)
+            gate_up_bias = source.expert_biases(experts, count, _GATE_UP, sizes)
+            down_bias = source.expert_biases(experts, count, down, (hidden,))
         return Experts(
             self,
             router=dense.pack_weight(router),
+            router_bias=router_bias,
             bias=self._load_bias(loader, prefix),
             gate_up=source.experts(
                 experts, count, _GATE_UP, sizes, hidden, activation=self.activation
             ),
-            down=source.experts(experts, count, ("down_proj",), (hidden,), self.width),
+            gate_up_bias=gate_up_bias,
+            down=source.experts(experts, count, down, (hidden,), self.width),
+            down_bias=down_bias,
             shared=None
             if self.shared is None
             else self.shared.load(loader, prefix + self.shared_name),

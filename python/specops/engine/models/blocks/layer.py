@@ -40,6 +40,10 @@ class Layer:
         """The projections of both blocks."""
         return (*self.attention.weights, *self.mlp.weights)
 
+    def bytes_read(self, rows: int) -> float:
+        """Returns how many bytes of weights a step of so many rows is expected to read."""
+        return self.attention.bytes_read(rows) + self.mlp.bytes_read(rows)
+
     def run(
         self,
         batch: LayerBatch,

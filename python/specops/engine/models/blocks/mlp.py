@@ -52,7 +52,7 @@ class DenseMlpConfig:
 
     Attributes:
         width: between the projections.
-        activation: of the gates, "silu" or "gelu_tanh".
+        activation: of the gates; see `dense.pack_weight`.
         has_bias: whether all projections have biases.
     """
 

@@ -9,6 +9,7 @@ from torch import Tensor
 from specops import dense
 from specops.dense import PackedWeight
 from specops.engine.models.blocks.activations import Activations
+from specops.engine.models.blocks.block import bytes_of
 from specops.engine.models.blocks.layer import Layer
 from specops.engine.models.kv import KvCache
 
@@ -59,6 +60,10 @@ class LayerStack:
     def kv_bytes_per_token(self) -> int:
         """Returns the bytes one cached token takes over all layers."""
         return sum(layer.attention.kv.bytes_per_token for layer in self.layers)
+
+    def bytes_read(self, rows: int) -> float:
+        """Returns how many bytes of weights a step of so many rows is expected to read."""
+        return bytes_of(self.lm_head) + sum(layer.bytes_read(rows) for layer in self.layers)
 
     def workspace_size(self, rows: int, batch: int, pages: int, cache: KvCache) -> int:
         """Returns the floats of workspace for attention in steps of up to these sizes."""

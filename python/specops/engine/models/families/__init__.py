@@ -23,6 +23,7 @@ _FILES = (
     "mimo",
     "glm4_moe",
     "ernie4_5",
+    "gptoss",
     "qwen3_next",
     "gemma3",
 )

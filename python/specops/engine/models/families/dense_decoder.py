@@ -64,6 +64,7 @@ def dense_decoder(
     qk_norm: bool = False,
     partial_rotary_factor: float = 1.0,
     interleaved: bool = False,
+    has_sinks: bool = False,
     mlps: Mlps | None = None,
 ) -> ModelConfig:
     """Reads a config.json.
@@ -76,6 +77,7 @@ def dense_decoder(
         qk_norm: whether q and k are normed per head.
         partial_rotary_factor: the share of a head that is rotated, where the file does not say it.
         interleaved: RoPE rotates neighbours, not halves.
+        has_sinks: whether each query head has a score more, without a value.
         mlps: reads the MLP of each layer; None: all are dense.
 
     Raises:
@@ -103,6 +105,7 @@ def dense_decoder(
                 o_bias=has_bias if o_bias is None else o_bias,
                 qk_norm=qk_norm,
                 interleaved=interleaved,
+                has_sinks=has_sinks,
             ),
             mlp=mlp,
         )

@@ -1,0 +1,29 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Makes an exported model's weights int8 or int4: `openvino_compress.py EXPORTED OUT KIND`.
+
+Symmetric, as OpenVINO's own tools make them: int8 with a scale for each output; int4 in groups of
+128, embedding and head int8.
+"""
+
+import shutil
+import sys
+from pathlib import Path
+
+import nncf
+import openvino
+
+MODES = {
+    "int8": {"mode": nncf.CompressWeightsMode.INT8_SYM},
+    "int4": {"mode": nncf.CompressWeightsMode.INT4_SYM, "group_size": 128, "ratio": 1.0},
+}
+
+
+def main(exported: Path, out: Path, kind: str) -> None:
+    """Copies what is not the model."""
+    shutil.copytree(exported, out, ignore=shutil.ignore_patterns("openvino_model.*"))
+    model = openvino.Core().read_model(exported / "openvino_model.xml")
+    openvino.save_model(nncf.compress_weights(model, **MODES[kind]), out / "openvino_model.xml")
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3])

@@ -1,0 +1,46 @@
+# SPDX-License-Identifier: Apache-2.0
+"""gpt-oss: experts with clamped gates, attention sinks, a window on every other layer."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from specops.engine.models.blocks.experts import ExpertsConfig, Routing
+from specops.engine.models.blocks.layer import AnyMlpConfig
+from specops.engine.models.config import ModelConfig
+from specops.engine.models.families.dense_decoder import dense_decoder, windows_of_all
+from specops.engine.models.families.family import Family
+from specops.engine.models.families.fields import FULL, SLIDING, count, refuse_values
+
+
+def read(raw: Mapping[str, Any]) -> ModelConfig:
+    """Reads a config.json.
+
+    Raises:
+        KeyError: a field is missing.
+        ModelError: a field holds what it cannot hold, or what does not run.
+    """
+    refuse_values(raw, {"swiglu_limit": (7.0, None), "swiglu_alpha": (1.702, None)})
+    types = [FULL if i % 2 else SLIDING for i in range(count(raw, "num_hidden_layers"))]
+    defaults = {
+        "layer_types": types,
+        "attention_bias": True,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 150000.0,
+    }
+    return dense_decoder({**defaults, **raw}, windows=windows_of_all, has_sinks=True, mlps=mlps)
+
+
+def mlps(raw: Mapping[str, Any], num_layers: int) -> Sequence[AnyMlpConfig]:
+    """All layers have experts, weighted by a softmax over the chosen ones."""
+    experts = ExpertsConfig(
+        num_experts=count(raw, "num_local_experts"),
+        width=count(raw, "intermediate_size"),
+        routing=Routing(top_k=count(raw, "num_experts_per_tok"), min_sum=0.0),
+        activation="swiglu_oai",
+        has_bias=True,
+        router_name="router",
+    )
+    return [experts] * num_layers
+
+
+FAMILY = Family(title="gpt-oss", read={"GptOssForCausalLM": read})
