@@ -54,9 +54,7 @@ def make(speculative: SpeculativeConfig, **config: Any) -> Engine:
 def runnable() -> tuple[str, ...]:
     """The methods that need no directory of their own, or have one beside the bundled model."""
     return tuple(
-        name
-        for name in method_names()
-        if name not in ("draft_model", "medusa", "hydra", "dflash")
+        name for name in method_names() if name not in ("draft_model", "medusa", "hydra", "dflash")
     )
 
 
