@@ -22,6 +22,10 @@ from tools.train.train_heads import HeadRecipe, save_head, train_head
 TEXTS = [[3 + i, 4, 9 * i + 5, 7] * (4 + i) + [11 * i % 97 + 1] * i for i in range(4)]
 
 
+def greedy(count: int) -> SamplingParams:
+    return SamplingParams(max_tokens=count, temperature=0.0, ignore_eos=True, logprobs=2)
+
+
 @pytest.fixture(scope="module")
 def target(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Model]:
     directory = tmp_path_factory.mktemp("target")
@@ -55,7 +59,7 @@ def test_an_engine_drafts_what_was_trained(
             speculative_config=SpeculativeConfig.from_dict(drafting),
         )
     )
-    told = SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True, report_drafts=True)
+    told = replace(greedy(8), report_drafts=True)
     compared = 0
     for of_request in reported(engine, TEXTS, [told] * len(TEXTS)):
         for text, drafts in of_request:
