@@ -68,7 +68,6 @@ def test_files_are_complete_and_small() -> None:
     names = {path.name for path in ASSETS.iterdir() if not path.name.startswith(".")}
     assert names == {
         "config.json",
-        "eagle3",
         "generation_config.json",
         "LICENSE.PSF",
         "metrics.json",
@@ -80,9 +79,6 @@ def test_files_are_complete_and_small() -> None:
         "tokenizer_config.json",
     }
     assert os.path.getsize(ASSETS / "model.safetensors") <= 24e6
-    head = ASSETS / "eagle3"
-    assert {path.name for path in head.iterdir()} == {"config.json", "model.safetensors"}
-    assert os.path.getsize(head / "model.safetensors") <= 4e6
     assert "PYTHON SOFTWARE FOUNDATION LICENSE" in (ASSETS / "LICENSE.PSF").read_text()
     assert "Python Software Foundation" in (ASSETS / "NOTICE").read_text()
 

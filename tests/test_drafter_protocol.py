@@ -52,9 +52,11 @@ def make(speculative: SpeculativeConfig, **config: Any) -> Engine:
 
 
 def runnable() -> tuple[str, ...]:
-    """The methods that need no directory of their own, or have one beside the bundled model."""
+    """The methods that need no directory of their own, and the toy, where it is one."""
     return tuple(
-        name for name in method_names() if name not in ("draft_model", "medusa", "hydra", "dflash")
+        name
+        for name in method_names()
+        if name not in ("draft_model", "eagle3", "medusa", "hydra", "dflash")
     )
 
 
@@ -234,7 +236,7 @@ def test_a_model_of_its_own(toy: dict[str, Any], tmp_path: Path) -> None:
     with pytest.raises(ModelError, match=r"toy\.safetensors: no such file"):
         make(SpeculativeConfig(method="toy", model=str(tmp_path / "none")))
     without = make(SpeculativeConfig())
-    assert without.runnable_methods == ("naive", "ngram", "suffix", "mtp", "prediction", "eagle3")
+    assert without.runnable_methods == ("naive", "ngram", "suffix", "mtp", "prediction")
     with pytest.raises(ValueError, match=r'"toy" cannot run .*: no weights of a toy'):
         without.add_request([1], SamplingParams(), speculative_config={"method": "toy+suffix"})
 
@@ -354,7 +356,7 @@ def test_a_model_without_a_method_runs_with_the_others(monkeypatch: pytest.Monke
 
     monkeypatch.setattr("specops.engine.drafters.mtp.load", load)
     engine = make(NAIVE)
-    assert engine.runnable_methods == ("naive", "ngram", "suffix", "prediction", "eagle3")
+    assert engine.runnable_methods == ("naive", "ngram", "suffix", "prediction")
     assert engine.missing_methods["mtp"] == "it has no such head"
     with pytest.raises(ModelError, match=r"^/models/some: it has no such head$"):
         make(SpeculativeConfig(method="mtp"))

@@ -127,7 +127,9 @@ How often drafts are kept is told of the continuations above.
 
 {table}
 
-Each head of Medusa and Hydra has a matrix of logits of its own, which makes them large.
+None is in this directory: no one of them makes a request faster than the MTP module does. They were
+trained for minutes. Each head of Medusa and Hydra has a matrix of logits of its own, which makes
+them large.
 """
 
 
@@ -139,13 +141,12 @@ def _heads_section(heads: dict[str, Any]) -> str:
     for name, one in heads.items():
         kept = " ".join(f"{value:.3f}" for value in one["kept_by_position"])
         length = one["mean_acceptance_length"][-1]
-        where = f"`{name}/`" if one["is_shipped"] else "not shipped"
         size = f"{one['megabytes']:.1f} MB"
         trained = f"{one['steps']} of {one['texts_per_step']} texts"
-        rows.append(f"| {name} | {size} | {trained} | {kept} | {length:.3f} | {where} |")
+        rows.append(f"| {name} | {size} | {trained} | {kept} | {length:.3f} |")
     head = [
-        "| head | bf16 | steps | draft 1, 2, .. kept | length with all drafts | |",
-        "|---|---|---|---|---|---|",
+        "| head | bf16 | steps | draft 1, 2, .. kept | length with all drafts |",
+        "|---|---|---|---|---|",
     ]
     return _HEADS.format(texts=one["texts"], table="\n".join([*head, *rows])) + "\n"
 

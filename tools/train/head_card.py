@@ -69,7 +69,6 @@ def main(argv: Sequence[str] | None = None) -> None:
             "texts": first["texts"],
             "texts_per_step": first["batch_texts"],
             "megabytes": sum(one.numel() * 2 for one in head.tensors().values()) / 1e6,
-            "is_shipped": (ASSETS / name).is_dir(),
             **chain_figures(head, model, texts),
         }
     write_papers(ASSETS, metrics)

@@ -27,9 +27,7 @@ def load(context: DrafterContext) -> Drafter:
         MethodUnavailable: it names none.
         ModelError: the head cannot be used, or not with this target.
     """
-    own, directory = named_weights(
-        context, METHOD.name, DflashOptions, "head of DFlash or DSpark is"
-    )
+    own, directory = named_weights(context, DflashOptions, "head of DFlash or DSpark is")
     model = load_dflash(
         context.target,
         directory,

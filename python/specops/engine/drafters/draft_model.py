@@ -25,7 +25,7 @@ def load(context: DrafterContext) -> Drafter:
         ModelError: the model cannot be used, or not with this target.
     """
     config = context.config
-    own, named = named_weights(context, METHOD.name, DraftModelOptions, "draft model is")
+    own, named = named_weights(context, DraftModelOptions, "draft model is")
     directory = Path(named)
     _check_vocabulary(directory, context)
     try:

@@ -20,7 +20,7 @@ def load(context: DrafterContext) -> Drafter:
         MethodUnavailable: it names none.
         ModelError: the head cannot be used, or not with this target.
     """
-    own, directory = named_weights(context, METHOD.name, Eagle3Options, "EAGLE-3 head is")
+    own, directory = named_weights(context, Eagle3Options, "EAGLE-3 head is")
     head = load_eagle3(
         context.target,
         directory,

@@ -33,7 +33,7 @@ def load_residual(
         MethodUnavailable: it names none.
         ModelError: the heads cannot be used, or not with this target.
     """
-    own, directory = named_weights(context, method.name, options, f"{method.title} are")
+    own, directory = named_weights(context, options, f"{method.title} are")
     heads = loader(context.target, directory, quantization=own.quantization)
     head = ResidualDraftHead(heads, context.config.max_num_seqs)
     return RecurrentDrafter(method.name, context, head, draws=True)

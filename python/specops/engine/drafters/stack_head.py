@@ -13,31 +13,22 @@ from specops.engine.models import KvCache, LayerStack
 Options = TypeVar("Options", bound=WeightOptions)
 
 
-def named_weights(
-    context: DrafterContext, method: str, kind: type[Options], what: str
-) -> tuple[Options, str]:
-    """Returns the options of a method with weights of its own, and where these are.
-
-    That is the directory that the configuration names; or the one in the target's directory that
-    has the method's name, as the bundled model has it.
+def named_weights(context: DrafterContext, kind: type[Options], what: str) -> tuple[Options, str]:
+    """Returns the options of a method whose weights must be named, and where these are.
 
     Args:
         context: of the engine.
-        method: its name.
         kind: of the options.
         what: its weights are, with their verb.
 
     Raises:
-        MethodUnavailable: there is no such directory.
+        MethodUnavailable: the configuration names none.
     """
     own = context.config.speculative_config.options_of(kind)
-    if own.model is not None:
-        return own, own.model
-    beside = context.config.model_dir / method
-    if not beside.is_dir():
+    if own.model is None:
         reason = f"no {what} named: the directory belongs into model"
         raise MethodUnavailable(reason, reason)
-    return own, str(beside)
+    return own, own.model
 
 
 class StackHead:
