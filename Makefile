@@ -37,7 +37,7 @@ SOURCES := CMakeLists.txt setup.py tools/cuda_toolkit.py $(shell find csrc -type
 .PHONY: test-smoke gates test
 .PHONY: prove campaign soak attacks test-vllm vllm-campaign bench bench-methods bench-mtp-mistakes
 .PHONY: test-lm-eval bench-vllm bench-replay bench-replay-whole bench-step-costs bench-peers
-.PHONY: bench-accuracy bench-gemma bench-gemma-lossless bench-start
+.PHONY: bench-accuracy bench-gemma bench-gemma-greedy bench-gemma-seeded bench-start
 .PHONY: gpu-check screenshots docs pyz lint format clean
 
 # The package with the kernels of every instruction set, as tests and wheels need it.
@@ -250,7 +250,7 @@ bench: setup
 ON_REQUEST = $(BIN)/python -m bench --only $(subst -,_,$(@:bench-%=%))
 bench-replay bench-methods bench-mtp-mistakes bench-vllm bench-replay-whole bench-step-costs: setup
 	$(ON_REQUEST)
-bench-accuracy bench-gemma bench-gemma-lossless bench-start: setup
+bench-accuracy bench-gemma bench-gemma-greedy bench-gemma-seeded bench-start: setup
 	$(ON_REQUEST)
 
 # The peers' own environment; `make bench` compares with whatever of it is there.

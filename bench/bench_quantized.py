@@ -248,9 +248,10 @@ def run_qwen06_quantized(bench: Bench) -> None:
             timing = bench.rounds(cases, rounds=7)
             for which in list(cases)[1:]:
                 told = NAMES.get(which, "own bfloat16")
+                short = "bfloat16" if which == "none" else which.removesuffix("_peer")
                 bench.add(
                     Figure(
-                        f"qwen06_quantized.{name}.rows{rows}.vs_{told.split()[-1].lower()}",
+                        f"qwen06_quantized.{name}.rows{rows}.vs_{short}",
                         f"Qwen3-0.6B shape in {name}, batch 1, kv {KV_LEN}, {rows} rows: a step, "
                         f"times faster than {told}",
                         timing.median(name) * 1e3,

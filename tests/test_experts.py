@@ -2,6 +2,7 @@
 """Families with mixtures of experts against Hugging Face's code, and rows against themselves."""
 
 import copy
+import json
 from collections.abc import Callable
 from dataclasses import replace
 from functools import lru_cache
@@ -13,13 +14,14 @@ import pytest
 import simt
 import specops
 import torch
-from checkpoints import make_checkpoint, write_tokenizer
+from checkpoints import make_checkpoint, write_config, write_tokenizer
 from conftest import every_isa
 from mtp_checkpoints import SlowModules, Tiny, make_mtp_checkpoint
 from rounding import assert_error_at_most, distance, rounding_errors
 from safetensors.torch import load_file, save_file
 from specops import moe
 from specops.engine import Completion, Engine, EngineConfig, SamplingParams, SpeculativeConfig
+from specops.engine.errors import ModelError
 from specops.engine.models import load_model, load_mtp
 from specops.engine.models.blocks.attention import AttentionConfig
 from specops.engine.models.blocks.block import bytes_of
@@ -250,8 +252,8 @@ def test_a_rule_left_out_is_noticed(tmp_path: Path, family: str, fault: Fault) -
 
 @pytest.mark.parametrize("quantization", ["none", "wint8"])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-@pytest.mark.parametrize("family", ["ernie4_5", "deepseek_v3"])
-@pytest.mark.corners("*-ernie4_5-*", "*-deepseek_v3-bfloat16-none")
+@pytest.mark.parametrize("family", ["ernie4_5", "deepseek_v3", "gpt_oss"])
+@pytest.mark.corners("*-ernie4_5-*", "*-deepseek_v3-bfloat16-none", "*-gpt_oss-bfloat16-none")
 def test_a_row_has_the_same_bits_however_it_is_computed(
     tmp_path: Path, isa: str, family: str, dtype: str, quantization: str
 ) -> None:
@@ -305,14 +307,29 @@ def mxfp4_checkpoint(directory: Path) -> None:
         tensors[f"{name}_scales"] = torch.randint(118, 122, shape, **made)
     tensors["lm_head.weight"][40] *= 30  # one of two tokens is likely: texts repeat themselves
     tensors["lm_head.weight"][41] = -tensors["lm_head.weight"][40]
+    config = json.loads((directory / "config.json").read_text())
+    rope = config.pop("rope_parameters")
+    published = {
+        "rope_theta": rope.pop("rope_theta"),
+        "rope_scaling": rope,
+        "swiglu_limit": 7.0,
+        "experts_per_token": config["num_experts_per_tok"],
+        "initial_context_length": 64,
+        "quantization_config": {
+            "quant_method": "mxfp4",
+            "modules_to_not_convert": ["model.layers.*.self_attn", "model.layers.*.mlp.router"],
+        },
+    }
+    (directory / "config.json").write_text(json.dumps({**config, **published}))
     save_file(tensors, file)
     write_tokenizer(directory, 257)
 
 
 def test_gpt_oss_as_it_is_published(tmp_path: Path) -> None:
     mxfp4_checkpoint(tmp_path)
-    layer = load_model(tmp_path).layers[0]
-    assert isinstance(layer.mlp, Experts) and layer.mlp.gate_up.kind == "int4"
+    layers = load_model(tmp_path).layers
+    assert all(isinstance(one.mlp, Experts) and one.mlp.gate_up.kind == "int4" for one in layers)
+    assert [one.attention.sliding_window for one in layers] == [16, None, 16]
     plain, drafted = (completions(str(tmp_path), method) for method in ("naive", "ngram"))
     for one, other in zip(plain, drafted, strict=True):
         assert (one.token_ids, one.logprobs) == (other.token_ids, other.logprobs)
@@ -332,6 +349,12 @@ def test_the_bytes_that_rows_are_expected_to_read(tmp_path: Path, rows: int) -> 
     assert model.layers[0].bytes_read(rows) == model.layers[0].bytes_read(1) > 0  # it is dense
     read = (block.bytes_read(rows) - block.bytes_read(0)) / own
     assert read == pytest.approx(distinct / 16, rel=0.01)
+
+
+def test_other_clamps_are_refused(tmp_path: Path) -> None:
+    write_config(tmp_path, architectures=["GptOssForCausalLM"], swiglu_limit=5.0)
+    with pytest.raises(ModelError, match=r"swiglu_limit must be 7\.0, got 5\.0"):
+        read_model_config(tmp_path)
 
 
 # MTP modules
@@ -462,8 +485,17 @@ def test_ernies_4_bits_are_those_of_its_experts() -> None:
     }
 
 
-@pytest.mark.parametrize("captures", [True, False])
-def test_graphs_of_experts_change_no_bit(captures: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "family,drafting,captures",
+    [
+        ("Ernie4_5_Moe", "mtp", True),
+        ("Ernie4_5_Moe", "mtp", False),
+        ("gpt_oss", "ngram", True),
+    ],
+)
+def test_graphs_of_experts_change_no_bit(
+    family: str, drafting: str, captures: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The CUDA kernels, with nothing read by the host: a replay has the experts of its own rows."""
     module = simt.load()
     module.set_schedule("in_order", 0)
@@ -476,7 +508,7 @@ def test_graphs_of_experts_change_no_bit(captures: bool, monkeypatch: pytest.Mon
         drafts = None if method == "naive" else 2
         engine = Engine(
             EngineConfig(
-                model=engine_directory("Ernie4_5_Moe"),
+                model=engine_directory(family),
                 dtype="bfloat16",
                 speculative_config=SpeculativeConfig(method=method, num_speculative_tokens=drafts),
                 num_pages=20,
@@ -489,5 +521,5 @@ def test_graphs_of_experts_change_no_bit(captures: bool, monkeypatch: pytest.Mon
 
     plain = generated(TwinDevice(captures=False), "naive")
     device = TwinDevice(captures=captures, poison=0xFF)
-    assert generated(device, "mtp") == plain
+    assert generated(device, drafting) == plain
     assert ("replay" in device.log) == captures

@@ -214,7 +214,7 @@ def own_kernels(isa: str, dtype: torch.dtype) -> bool:
         (70, 130, None, True),
         (48, 33, None, False),
         (72, 64, "silu", False),
-        (36, 129, "silu", True),
+        (36, 129, "swiglu_oai", True),
     ],
 )
 def test_rows_have_the_bits_of_their_expert_alone(

@@ -2,12 +2,13 @@
 """docs/predictions.md: every goal is there, and the document is what its model says."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
 
 from tools import predict, predictions
-from tools.gates.budgets import LIMITS
+from tools.gates.budgets import LIMITS, METERED
 from tools.gpu_check.goals import GOALS
 from tools.predict import Model, caps_of, predictions_of, renewed
 from tools.predictions import Card
@@ -118,6 +119,21 @@ def test_the_arithmetic_of_a_call() -> None:
     assert half.verify(2) == pytest.approx(2 + 3 + 9 * 1.5 + 2 * 2 * 1280 * 128256 * 1e-6)
     slow = model(Card("slow", read_tb_s=0.5, sms=132, ghz=1.755), verify_2_sums=1.0)
     assert slow.verify(2) == pytest.approx(2 + 3 + 2 * 2 * 1280 * 128256 * 1e-6)
+
+
+def test_every_loop_of_the_predictions_is_metered() -> None:
+    """Else its cap would be that of long ago."""
+    for kernel, unit in predict.LOOPS.values():
+        rows = [row for row in METERED if re.fullmatch(kernel, row.kernel)]
+        assert any(re.fullmatch(unit, row.unit) for row in rows), kernel
+
+
+def test_tokens_of_a_cache() -> None:
+    """An 8-bit head of a token has a scale of four bytes; memory is the limit below the cap."""
+    card = Card("H200", read_tb_s=4.0, sms=100, ghz=2.0)
+    caps = {"attention 16": 30.0, "fp8 16 rows": 10.0}
+    assert predict.tokens_per_ns(card, caps, "bf16", 16) == pytest.approx(4000 / 512)
+    assert predict.tokens_per_ns(card, caps, "fp8", 16) == pytest.approx(2000 / 264)
 
 
 LOOP = {

@@ -22,6 +22,7 @@ from typing import Any
 from tools.cuda_toolkit import ROOT
 from tools.predictions import (
     ASSUMED,
+    BYTES,
     CAPS,
     DOCUMENT,
     PREDICTIONS,
@@ -49,6 +50,14 @@ LOADS = {
 }
 VERIFY_ROWS, VOCAB = 1280, 128256
 
+# Caches by the loop that reads them, and what a token of a KV head takes of each.
+CACHES = {
+    "bf16": ("attention {}", 2 * 2 * HEAD_DIM),
+    "fp8": ("fp8 {} rows", 2 * (HEAD_DIM + 4)),
+    "int8": ("int8 {} rows", 2 * (HEAD_DIM + 4)),
+}
+CACHE_CARDS = ("H200", "H100")
+
 # The loops that predictions use, by what they are called in the table of caps: kernel and unit of
 # work, whose number goes into the name.
 LOOPS = {
@@ -61,11 +70,11 @@ LOOPS = {
         r"tile of 32 tokens, (\d+) rows",
     ),
     "int8 {} rows": (
-        r"append_8bit_attention_kernel<bfloat16, KvInt8, 128>",
+        r"append_8bit_attention_kernel<bfloat16, KvInt8, 128\b.*>",
         r"tile of 64 tokens, (\d+) rows",
     ),
     "fp8 {} rows": (
-        r"append_8bit_attention_kernel<bfloat16, KvE4M3, 128>",
+        r"append_8bit_attention_kernel<bfloat16, KvE4M3, 128\b.*>",
         r"tile of 64 tokens, (\d+) rows",
     ),
     "verify {} sums": (
@@ -258,13 +267,38 @@ def _attention_rows() -> list[tuple[str, str, str, Callable[[Model], float]]]:
     ]
 
 
+def tokens_per_ns(card: Card, caps: Mapping[str, float], cache: str, rows: int) -> float:
+    """Tokens of a KV head that the loop of `append_attention` goes through in a nanosecond."""
+    loop, token_bytes = CACHES[cache]
+    cap_tb_s = caps[loop.format(rows)] * card.sms * card.ghz / 1000
+    return 1000 * min(card.read_tb_s, cap_tb_s) / token_bytes
+
+
+def _cache_rows(cards: Sequence[Card], caps: Mapping[str, float]) -> list[list[str]]:
+    """The table of caches: of each card tokens, and how many times those of bf16."""
+    rows = []
+    for cache in CACHES:
+        for height in (16, 32, 64):
+            if {CACHES[one][0].format(height) for one in (cache, "bf16")} - set(caps):
+                continue  # no kernel has tiles of so many rows
+            cells = [cache, str(height)]
+            for card in cards:
+                tokens, of_bf16 = (tokens_per_ns(card, caps, c, height) for c in (cache, "bf16"))
+                cells += [f"{tokens:.3g}", f"{tokens / of_bf16:.2f}"]
+            rows.append(cells)
+    return rows
+
+
 def renewed(text: str, meters: Sequence[Path]) -> str:
     """The document with other caps, where there are any, and what follows from them."""
     caps = caps_of(meters, read_numbers(text, CAPS))
     text = with_rows(text, CAPS, rows_for_numbers(caps))
     # From the numbers as they are written, so that anybody can follow.
     cards = read_cards(text)
-    said = predictions_of(cards, read_numbers(text, ASSUMED), read_numbers(text, CAPS))
+    caps = read_numbers(text, CAPS)
+    of_caches = [card for card in cards if card.name in CACHE_CARDS]
+    text = with_rows(text, BYTES, _cache_rows(of_caches, caps))
+    said = predictions_of(cards, read_numbers(text, ASSUMED), caps)
     return with_rows(text, PREDICTIONS, rows_for(said, cards))
 
 

@@ -9,7 +9,8 @@ from pathlib import Path
 from tools.cuda_toolkit import ROOT
 
 DOCUMENT = ROOT / "docs" / "predictions.md"
-CARDS, ASSUMED, CAPS, PREDICTIONS = "Cards", "Assumed", "Caps", "Predictions"
+CARDS, ASSUMED, CAPS, BYTES = "Cards", "Assumed", "Caps", "Caches of 8 bits"
+PREDICTIONS = "Predictions"
 
 
 @dataclass(frozen=True)

@@ -26,6 +26,7 @@ class Sizes:
 
     Attributes:
         cases: of an op beside the interpreter.
+        seconds: for these cases of an op.
         few: cases of the checks that run each several times.
         inputs: of `linear`. From 513 on there are several leaves, that blocks may share.
         outputs: of `linear`.
@@ -35,6 +36,7 @@ class Sizes:
     """
 
     cases: int
+    seconds: float
     few: int
     inputs: tuple[int, ...]
     outputs: int
@@ -45,6 +47,7 @@ class Sizes:
 
 REAL = Sizes(
     cases=300,
+    seconds=6.0,
     few=40,
     inputs=(256, 1200, 4608),
     outputs=1056,
@@ -53,7 +56,14 @@ REAL = Sizes(
     crowd=300,
 )
 REHEARSED = Sizes(
-    cases=2, few=1, inputs=(1040,), outputs=40, rows=(1, 9, 66), vocab=20_000, crowd=9
+    cases=2,
+    seconds=6.0,
+    few=1,
+    inputs=(1040,),
+    outputs=40,
+    rows=(1, 9, 66),
+    vocab=20_000,
+    crowd=9,
 )
 
 
@@ -73,7 +83,7 @@ def against_the_interpreter(device: Machine, other: Machine, sizes: Sizes) -> It
                 )
                 yield left, right
 
-        yield Trial("interpreter", name, pairs, op.limits, seconds=6.0)
+        yield Trial("interpreter", name, pairs, op.limits, sizes.seconds)
 
 
 def first_calls(device: Machine) -> Iterator[Trial]:

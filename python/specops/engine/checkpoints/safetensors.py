@@ -187,7 +187,7 @@ class SafetensorsCheckpoint(Checkpoint):
                     )
         return own | ({bias} & suffixes)
 
-    def _mxfp4_of_expert(self, name: str, which: "_Rows") -> QuantizedWeight:
+    def _mxfp4_of_expert(self, name: str, which: _Rows) -> QuantizedWeight:
         module = Module(
             str(self._directory),
             name,
@@ -199,7 +199,7 @@ class SafetensorsCheckpoint(Checkpoint):
         scales = which.of(module.take(_SCALES, torch.uint8, dims=2))
         return floats.of_e2m1(module, blocks.flatten(1), scales)
 
-    def _floats_of_expert(self, name: str, which: "_Rows") -> Tensor:
+    def _floats_of_expert(self, name: str, which: _Rows) -> Tensor:
         if (dtype := self._facts[name].dtype) not in _FLOATS:
             raise ModelError(
                 f"{self._directory}: tensor {name} of all experts must be of floats, or in MXFP4, "
@@ -208,7 +208,7 @@ class SafetensorsCheckpoint(Checkpoint):
         weight = self._tensor(name, which.expert)
         return which.of(weight.T if which.takes_turns else weight)
 
-    def _bias_of_expert(self, name: str, which: "_Rows") -> Tensor:
+    def _bias_of_expert(self, name: str, which: _Rows) -> Tensor:
         return which.of(self._tensor(name, which.expert))
 
 
