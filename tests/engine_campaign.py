@@ -24,6 +24,7 @@ from typing import Any
 
 import specops
 from checkpoints import write_config
+from pages import check_pages
 from specops.engine import Completion, Engine, EngineConfig, SamplingParams, SpeculativeConfig
 from specops.engine.structured import StructuredOutput
 
@@ -222,7 +223,7 @@ def run_at_random(
         if others and draw.random() < 0.2:
             engine.abort(others.pop())
         engine.step()
-    engine._pool.check_integrity()
+    check_pages(engine._pool)
     assert not engine._drafting.num_failures, "a drafter has failed: the log says how"
     assert engine.num_free_pages == engine.num_pages, "pages have leaked"
     done = [engine.completion(names[index]) for index in range(len(prompts))]

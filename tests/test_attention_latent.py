@@ -224,10 +224,15 @@ def test_many_heads_split_among_threads(device: str, isa: str, on_cuda: bool) ->
         assert torch.equal(got, expected)
 
 
-def test_a_head_does_not_know_its_tile(device: str, isa: str, on_cuda: bool) -> None:
+def test_a_head_does_not_know_its_tile(
+    device: str, isa: str, on_cuda: bool, place: Callable[[int, int], None]
+) -> None:
     """Tiles of 64 and of 16 rows: 40 heads at once, 16 of them, and without memory for 64 rows."""
+    place(1, 1)
     cached = [torch.randn(n, 1, KEY).bfloat16() for n in (2100, 40)]
     queries = [torch.randn(n, 40, KEY).bfloat16() for n in (1, 2)]
+    # The sums of a column overflow in the first chunk. In the second they begin anew.
+    cached[0][:2048, :, 5], queries[0][:, :, 5] = 3e38, 0
 
     def attend(begin: int, end: int, floats: int | None = None) -> tuple[Tensor, Tensor]:
         batch = make_latent_batch(cached, [q[:, begin:end].contiguous() for q in queries], 32)
@@ -244,6 +249,8 @@ def test_a_head_does_not_know_its_tile(device: str, isa: str, on_cuda: bool) -> 
     assert same(attend(24, 40), 24, 40)
     if on_cuda:
         assert same(attend(0, 40, COUNTERS), 0, 40)
+        # The totals of one SM and nothing else: no sequence is split, a block has both its chunks.
+        assert same(attend(0, 40, COUNTERS + 69_632), 0, 40)
     if device == "cpu":
         with simt.block_memory(99):
             assert same(attend(0, 40), 0, 40)

@@ -177,7 +177,7 @@ def test_its_steps_are_replayed(
     assert list(map(bits, done)) == [bits(one)[:40] for one in expected[:4]]
     assert drafts == eager
     assert {source for _, one in drafts if one for source in one.sources} == {"toy", "ngram"}
-    steps = engine._runner._memory._steps.values()
+    steps = engine._runner.memory._steps.values()
     captured = [one for one in steps if one.replay and one.shape.drafters]
     assert bool(captured) == captures
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from checkpoints import make_checkpoint, write_tokenizer
+from pages import check_pages
 from specops import sampling
 from specops.engine import (
     ContextOverflow,
@@ -350,12 +351,12 @@ def test_pages_survive_mixed_traffic(model_dir: Path) -> None:
         if names and rng.random() < 0.1:
             engine.abort(rng.choice(names))
         engine.step()
-        engine._pool.check_integrity()
+        check_pages(engine._pool)
     while engine.has_unfinished():
         engine.step()
     assert engine.stats.num_preemptions > 0
     assert engine.num_free_pages == engine.num_pages
-    engine._pool.check_integrity()
+    check_pages(engine._pool)
 
 
 def test_shapes_of_steps_are_kept_within_bounds(
@@ -372,7 +373,7 @@ def test_shapes_of_steps_are_kept_within_bounds(
             params = SamplingParams(max_tokens=rng.randrange(1, 30), temperature=0)
             names.append(engine.add_request(prompt, params))
             engine.step()
-            kept.append(len(engine._runner._memory._steps))
+            kept.append(len(engine._runner.memory._steps))
         while engine.has_unfinished():
             engine.step()
         return [engine.completion(name).token_ids for name in names]

@@ -20,6 +20,7 @@ import specops
 import torch
 from checkpoints import write_config
 from draft_lengths import Lengths, RandomRests
+from pages import check_pages
 from specops.cli.serve import main
 from specops.engine import (
     Completion,
@@ -30,10 +31,9 @@ from specops.engine import (
     SpeculativeConfig,
     StructuredOutput,
 )
+from specops.engine.device import CudaDevice, Device, open_device
 from specops.engine.drafters.mtp import MtpHead
 from specops.engine.drafters.recurrent import RecurrentDrafter, RecurrentShape
-from specops.engine.machine import open_device
-from specops.engine.memory.device import CudaDevice, Device
 from specops.engine.memory.step_shape import StepShape, rounded
 from specops.engine.request import Request
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -152,7 +152,7 @@ def drafter_of(engine: Engine) -> RecurrentDrafter:
 
 def module_shapes(engine: Engine, captured: bool = False) -> list[RecurrentShape | None]:
     """What modules do in the steps that are kept."""
-    steps = engine._runner._memory._steps.values()
+    steps = engine._runner.memory._steps.values()
     kept = [dict(one.shape.drafters) for one in steps if one.replay or not captured]
     shapes = [one.get("mtp") for one in kept]
     assert all(one is None or isinstance(one, RecurrentShape) for one in shapes)
@@ -425,7 +425,7 @@ def test_memory_that_grows_drops_what_was_captured(
     engine = make(model_dir, NAIVE, max_num_seqs=8)
     assert bits(run(engine)) == expected
     before = engine.num_captures
-    memory = engine._runner._memory
+    memory = engine._runner.memory
     for name in ("exchange", "scratch", "workspace", "sums"):
         memory.block(name, 2 * memory.block(name, 1).device.numel())
     assert bits(run(engine)) == expected
@@ -679,7 +679,7 @@ def test_faults_on_cpu(model_dir: Path) -> None:
             == engine.generate([[1, 2, 5]], params)[0].token_ids
         )
         assert engine.num_free_pages == engine.num_pages
-        engine._pool.check_integrity()
+        check_pages(engine._pool)
 
 
 def test_device_names(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 from checkpoints import write_config
+from pages import check_pages
 from specops.engine import (
     Completion,
     Engine,
@@ -164,7 +165,7 @@ def run(engine: Engine, methods: Callable[[int], dict[str, Any]], *, forgets: bo
 def assert_nothing_is_left(engine: Engine, *, forgets: bool = True) -> None:
     assert not engine._requests and not engine.has_unfinished()
     assert engine.num_free_pages == engine.num_pages and not engine._scheduler._borrowers
-    engine._pool.check_integrity()
+    check_pages(engine._pool)
     assert sorted(engine._scheduler._free_slots) == list(range(engine.config.max_num_seqs))
     drafting = engine._drafting
     assert not any(drafting._requests.values()) and not drafting._chances
@@ -406,6 +407,7 @@ PLACES = [
         for name, at in (
             ("take", 0),
             ("take", 3),
+            ("judge", 1),
             ("advance", 2),
             ("go_back", 1),
             ("allow", 0),
@@ -770,7 +772,7 @@ def test_drafters_hear_who_was_stopped_by_a_plan_of_nothing(
     assert held is not None
     newcomer = add(("b", "1"), [4] * 17, seeded)  # two pages, and the second one's own is one
     assert engine.step() == []
-    assert engine._scheduler.num_preemptions == 1 and stopped.slot == -1
+    assert engine.stats.num_preemptions == 1 and stopped.slot == -1
     drafter = engine.drafters["suffix"]
     assert isinstance(drafter, SuffixDrafter) and slot not in drafter._requests
     # Its slot goes to another, who drafts by nothing, and then it is told no more of.

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from checkpoints import write_config
+from pages import check_pages
 from specops.engine import Engine, EngineConfig, EngineError, SamplingParams, SpeculativeConfig
 from specops.engine.models import Transformer
 from twin_device import TwinDevice
@@ -84,7 +85,7 @@ def test_requests_come_and_go_between_the_halves(
         for output in engine.collect():
             assert output.request_id not in aborted
             told[output.request_id] += output.token_ids
-        engine._pool.check_integrity()
+        check_pages(engine._pool)
     assert len(aborted) == len(PROMPTS) and engine.num_free_pages == engine.num_pages
     assert sorted(engine._scheduler._free_slots) == [0, 1, 2]
     for name, index in names.items():
@@ -133,7 +134,7 @@ def test_an_idle_engine_runs_its_model(
         assert len(num_rows) == (2 if captures else 3)
         assert not any(num_rows[:1] if captures else num_rows)
         num_rows.clear()
-        engine._runner._memory.forget()
+        engine._runner.memory.forget()
         steps = engine.stats.num_steps
         done = engine.generate(PROMPTS, [sampling(i) for i in range(len(PROMPTS))])
         assert [one.token_ids for one in done] == expected

@@ -345,7 +345,7 @@ def test_the_bytes_that_rows_are_expected_to_read(tmp_path: Path, rows: int) -> 
     logits = torch.randn(400 * rows, 16, generator=torch.Generator().manual_seed(1))
     drawn = moe.moe_route(logits, 3)[0].view(400, -1)
     distinct = sum(len(one.unique()) for one in drawn) / 400
-    own = bytes_of(block.gate_up) + bytes_of(block.down)
+    own = bytes_of(block.gate_up) + bytes_of(block.down.slices[0])
     assert model.layers[0].bytes_read(rows) == model.layers[0].bytes_read(1) > 0  # it is dense
     read = (block.bytes_read(rows) - block.bytes_read(0)) / own
     assert read == pytest.approx(distinct / 16, rel=0.01)
@@ -478,7 +478,7 @@ def test_ernies_4_bits_are_those_of_its_experts() -> None:
         layer = load_model(engine_directory(family), quantization="wint4").layers[-1]
         assert isinstance(layer.mlp, Experts)
         dense = {one.kind for one in (*layer.attention.weights, *layer.mlp.weights)}
-        kinds[family] = (layer.mlp.gate_up.kind, layer.mlp.down.kind, dense)
+        kinds[family] = (layer.mlp.gate_up.kind, layer.mlp.down.slices[0].kind, dense)
     assert kinds == {
         "Ernie4_5_Moe": ("int4", "int4", {"int8"}),
         "Glm4Moe": ("int4", "int4", {"int4"}),

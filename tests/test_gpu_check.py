@@ -308,6 +308,7 @@ def brought(tmp_path: Path) -> tuple[Path, Path]:
     folder.mkdir()
     for name in (f"_C{prebuilt.SUFFIX}", f"_simt{prebuilt.SUFFIX}", "gpu_facts_cuda.so"):
         (folder / name).write_bytes(name.encode())
+    prebuilt.pack(folder)
     prebuilt.stamp(folder, ["80", "90a"], root)
     return folder, root
 
@@ -317,7 +318,7 @@ def test_built_modules_are_used_by_what_they_were_built_from(brought: tuple[Path
     assert len(prebuilt.check(folder, ["90a"], root).files) == 3
     # Whatever the clock says: only the content counts.
     (root / "csrc/a/b.cu").touch()
-    (folder / "gpu_facts_cuda.so").touch()
+    (folder / "gpu_facts_cuda.so.gz").touch()
     prebuilt.check(folder, ["90a"], root)
 
 
@@ -328,7 +329,7 @@ def test_built_modules_are_used_by_what_they_were_built_from(brought: tuple[Path
         ("new file", "was built from other sources than stand here: build it again"),
         ("arch", "is built for sm_80 90a, this GPU is sm_120"),
         ("python", "is for Python .cpython-27.so, this one is"),
-        ("damaged", "gpu_facts_cuda.so is not the file that was built"),
+        ("damaged", "gpu_facts_cuda.so.gz is not the file that was built"),
         ("gone", "is not the file that was built"),
         ("no module", "holds no _C"),
         ("no stamp", "has no built.json"),
@@ -347,11 +348,11 @@ def test_built_modules_that_do_not_fit_are_refused(
     elif change == "python":
         stamp.write_text(json.dumps(json.loads(stamp.read_text()) | {"suffix": ".cpython-27.so"}))
     elif change == "damaged":
-        (folder / "gpu_facts_cuda.so").write_bytes(b"half")
+        (folder / "gpu_facts_cuda.so.gz").write_bytes(b"half")
     elif change == "gone":
-        (folder / f"_simt{prebuilt.SUFFIX}").unlink()
+        (folder / f"_simt{prebuilt.SUFFIX}.gz").unlink()
     elif change == "no module":
-        (folder / f"_C{prebuilt.SUFFIX}").unlink()
+        (folder / f"_C{prebuilt.SUFFIX}.gz").unlink()
         prebuilt.stamp(folder, ["90a"], root)
     elif change == "no stamp":
         stamp.unlink()
@@ -378,7 +379,7 @@ def test_what_is_too_large_to_be_kept_is_refused(
     prebuilt.print_sizes(folder)
     told = capsys.readouterr().out
     assert len(told.splitlines()) == 4 and "0.00 MiB  built.json" in told
-    with (folder / "gpu_facts_cuda.so").open("ab") as file:
+    with (folder / "gpu_facts_cuda.so.gz").open("ab") as file:
         file.truncate((16 << 20) + 1)
     limits = {"max_mib": 16.0, "max_files": 5}
     with pytest.raises(Refused, match="larger than 16 MiB"):
@@ -390,9 +391,9 @@ def test_what_is_too_large_to_be_kept_is_refused(
     assert prebuilt.main(["make", str(folder), "--max-mib", "16"]) == 1
     *sizes, last = capsys.readouterr().out.splitlines()
     assert last.endswith(
-        "gpu_facts_cuda.so is larger than 16 MiB"
+        "gpu_facts_cuda.so.gz is larger than 16 MiB"
     ) and "16.00 MiB  gpu_facts" in "".join(sizes)
-    (folder / "gpu_facts_cuda.so").write_text("")
+    (folder / "gpu_facts_cuda.so.gz").write_text("")
     for name in "ab":
         (folder / name).touch()
     with pytest.raises(Refused, match="has 6 files, the most is 5"):

@@ -16,6 +16,7 @@ from hypothesis.stateful import (
     rule,
     run_state_machine_as_test,
 )
+from pages import check_pages
 from specops.engine.memory.kv_cache import DraftKv, PagePool
 
 
@@ -62,7 +63,7 @@ def test_pages_come_in_ascending_order_and_all_or_nothing() -> None:
     assert pool.allocate(6) is None
     assert pool.num_available == 5
     assert pool.allocate(5) == [3, 4, 5, 6, 7]
-    pool.check_integrity()
+    check_pages(pool)
 
 
 def test_a_released_prefix_is_found_again_and_shared() -> None:
@@ -74,7 +75,7 @@ def test_a_released_prefix_is_found_again_and_shared() -> None:
     assert pool.match_prefix(tokens, 11) == first[:2]  # the page with the last token is not taken
     assert pool.match_prefix([*tokens[:4], 99, 98, 97, 96], 8) == first[:1]
     assert pool.match_prefix([5, *tokens], 12) == []
-    pool.check_integrity()
+    check_pages(pool)
 
 
 def test_equal_pages_computed_twice_become_one() -> None:
@@ -91,7 +92,7 @@ def test_equal_pages_computed_twice_become_one() -> None:
     pool.release(first)
     pool.release(second)
     assert pool.num_available == 8
-    pool.check_integrity()
+    check_pages(pool)
 
 
 def test_the_same_tokens_after_another_prefix_are_another_page() -> None:
@@ -112,7 +113,7 @@ def test_eviction_takes_the_least_recently_used_tail_first() -> None:
     assert len(kept) == 1  # the tail went, the head stayed
     pool.release(kept)
     assert len(pool.match_prefix(new, 8)) == 2
-    pool.check_integrity()
+    check_pages(pool)
 
 
 def test_without_caching_everything_is_free_at_once() -> None:
@@ -121,7 +122,7 @@ def test_without_caching_everything_is_free_at_once() -> None:
     pool.release(fill(pool, tokens))
     assert pool.match_prefix(tokens, 8) == []
     assert pool.num_available == 8
-    pool.check_integrity()
+    check_pages(pool)
 
 
 def test_random_traffic_loses_no_page() -> None:
@@ -142,11 +143,11 @@ def test_random_traffic_loses_no_page() -> None:
             for index in range(len(hits), len(pages)):
                 register(pool, pages, index, tokens, 0)
             held.append(pages)
-        pool.check_integrity()
+        check_pages(pool)
     for pages in held:
         pool.release(pages)
     assert pool.num_available == 16
-    pool.check_integrity()
+    check_pages(pool)
 
 
 # ---- pages with draft KV ----
@@ -168,7 +169,7 @@ def test_a_draft_page_is_found_by_what_follows_it(lookahead: int) -> None:
         almost = [*one[:-1], 99]
         assert pool.match_prefix(almost, 8, kv(lookahead)) == first[:1]
         assert pool.match_prefix(one[:-1], 8, kv(lookahead)) == first[:1]
-        pool.check_integrity()
+        check_pages(pool)
 
 
 def test_a_request_without_draft_kv_takes_any_page_and_one_with_it_only_its_own() -> None:
@@ -182,7 +183,7 @@ def test_a_request_without_draft_kv_takes_any_page_and_one_with_it_only_its_own(
     assert pool.match_prefix(tokens, 8) == drafted
     assert pool.match_prefix([*tokens[:8], 60], 8) == drafted
     assert pool.match_prefix(tokens, 8, kv(1)) == drafted
-    pool.check_integrity()
+    check_pages(pool)
 
 
 def test_swaps_go_to_pages_that_have_all_that_is_needed() -> None:
@@ -200,7 +201,7 @@ def test_swaps_go_to_pages_that_have_all_that_is_needed() -> None:
     register(pool, again, 0, tokens, 1)
     assert again == drafted
     assert pool.num_available == 5
-    pool.check_integrity()
+    check_pages(pool)
 
 
 def test_a_prefix_is_known_as_long_as_it_has_a_page() -> None:
@@ -211,7 +212,7 @@ def test_a_prefix_is_known_as_long_as_it_has_a_page() -> None:
     pool.release(drafted)
     taken = pool.allocate(3)  # the two free ones, and the oldest of the cached
     assert taken is not None and not set(taken) & set(drafted)
-    pool.check_integrity()
+    check_pages(pool)
     assert pool.match_prefix(tokens, 4) == drafted
     # What is registered behind one page is found behind any of the same prefix.
     pool.release(taken)
@@ -219,7 +220,7 @@ def test_a_prefix_is_known_as_long_as_it_has_a_page() -> None:
     other = fill(pool, [*range(4), 60], 1)
     assert other != drafted
     assert pool.match_prefix(tokens, 8) == [*other, behind[1]]
-    pool.check_integrity()
+    check_pages(pool)
 
 
 def test_draft_kv_is_of_use_to_its_own_drafter_alone() -> None:
@@ -234,7 +235,7 @@ def test_draft_kv_is_of_use_to_its_own_drafter_alone() -> None:
     assert pool.register(theirs[0], None, tokens[:4], own.key(tokens, 4)) == theirs[0]
     assert pool.match_prefix(tokens, 8, own) == theirs
     assert pool.match_prefix(tokens, 8, kv(1)) == pages
-    pool.check_integrity()
+    check_pages(pool)
 
 
 @dataclass
@@ -391,7 +392,7 @@ class Sharing(RuleBasedStateMachine):
 
     @invariant()
     def the_pool_agrees_with_the_slow_one(self) -> None:
-        self.pool.check_integrity()
+        check_pages(self.pool)
         assert self.pool.num_available == self.slow.num_pages - len(self.slow.refs)
         for page, content in self.slow.known.items():
             assert self.content[page] == content

@@ -180,7 +180,10 @@ class Drafts:
 
     def note(self, indptr: Tensor, drafts: Tensor, given: dict[str, Any]) -> None:
         """Takes note of a call."""
-        table = given["draft_probs"].double()
+        table, listed = given["draft_probs"].double(), given["draft_prob_token_ids"]
+        if listed is not None:  # of a reduced vocabulary
+            of_tokens = torch.zeros(*table.shape[:2], VOCAB, dtype=torch.float64)
+            table = of_tokens.scatter_add_(2, listed.long().clamp(min=0), table * (listed >= 0))
         columns = (indptr.diff(), given["draft_prob_rows"], given["seeds"], given["positions"])
         strategies = given["strategy"].tolist()
         for index, (rows, source, seed, position) in enumerate(

@@ -18,6 +18,7 @@ import torch
 from checkpoints import write_tokenizer
 from draft_lengths import Lengths, NothingVerified, RandomRests
 from mtp_checkpoints import Tiny, make_mtp_checkpoint, save_checkpoint
+from pages import check_pages
 from specops.cli.exactness import PROMPTS as SHORT_PROMPTS
 from specops.engine import Completion, Engine, EngineConfig, SamplingParams, SpeculativeConfig
 from specops.engine.drafters.recurrent import RecurrentDrafter
@@ -208,7 +209,7 @@ def run(engine: Engine, indices: Sequence[int], own: Any = None) -> dict[int, Co
                     prompt(index), params(index), speculative_config=own(index) if own else None
                 )
         engine.step()
-        engine._pool.check_integrity()
+        check_pages(engine._pool)
     assert engine.num_free_pages == engine.num_pages
     return {index: engine.completion(name) for index, name in names.items()}
 
@@ -443,7 +444,7 @@ def test_all_methods_together_change_nothing(
         if alive and rng.random() < 0.1:
             engine.abort(alive.pop(rng.randrange(len(alive)))[0])
         engine.step()
-        engine._pool.check_integrity()
+        check_pages(engine._pool)
     assert engine.num_free_pages == engine.num_pages
     assert len(kept) > 30
     different = [

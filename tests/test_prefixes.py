@@ -431,7 +431,7 @@ def test_captured_steps_share(
         for _ in range(2):  # of drafts of many lengths, shapes come back late
             assert watched.run() == expected
         assert "replay" in device.log
-        steps = watched.engine._runner._memory._steps.items()
+        steps = watched.engine._runner.memory._steps.items()
         levels = {shape.prefix_levels for shape, step in steps if step.replay}
         assert 2 in levels
         groups = {plan.prefixes.lens.tobytes() for plan in watched.shared if plan.prefixes}

@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from pages import check_pages
 
 for name in ("fastapi", "uvicorn", "pydantic", "prometheus_client", "jinja2", "httpx", "openai"):
     pytest.importorskip(name)
@@ -1577,7 +1578,7 @@ def test_a_failed_step_of_the_real_engine_ends_its_requests(
         for answer in itertools.compress(done, map(operator.not_, ended)):
             assert_failed(answer)
         served.wait_until_idle()
-        engine._pool.check_integrity()
+        check_pages(engine._pool)
         assert health(served) == (200, "ok")
         again = post(served, "completions", body).json()["choices"][0]
         assert (again["text"], again["finish_reason"]) == (expected["text"], "length")
@@ -1625,7 +1626,7 @@ def test_a_call_with_many_choices_lets_others_in(
 
 def test_no_page_leaks_in_the_real_engine(tiny: Served) -> None:
     assault(tiny, ["abc", "a much longer prompt than the others, for pages", [98, 99], ["x", "y"]])
-    tiny.engine._pool.check_integrity()
+    check_pages(tiny.engine._pool)
 
 
 # ---- the command ----

@@ -729,7 +729,8 @@ def test_masks_travel_with_a_steps_inputs(twin: Callable[..., TwinDevice], captu
     assert (engine.num_captures > 0) == captures == ("replay" in device.log)
 
 
-def test_a_request_without_a_grammar_has_no_masks() -> None:
+def test_masks_are_for_those_who_may_not_choose_freely() -> None:
+    """None for others, one where the allowed tokens are always the same, one a row of a grammar."""
     engine = engine_of()
     shapes: list[int] = []
     shape_of = engine._runner._shape_of
@@ -741,8 +742,12 @@ def test_a_request_without_a_grammar_has_no_masks() -> None:
 
     engine._runner._shape_of = noting  # type: ignore[method-assign]
     try:
-        run(engine, [("x = ", SamplingParams(max_tokens=4, allowed_token_ids=[5, 6, 7]))], [NAIVE])
+        run(engine, [("x = ", SamplingParams(max_tokens=4, min_tokens=2))], [NAIVE])
         assert set(shapes) == {0}
+        shapes.clear()
+        run(engine, [("x = ", SamplingParams(max_tokens=4, allowed_token_ids=[5, 6, 7]))], [NAIVE])
+        assert set(shapes) == {1}
+        shapes.clear()
         one({"choice": ("abcdef",)}, "ngram")
         assert max(shapes) > 0
     finally:

@@ -14,6 +14,7 @@ import specops
 import torch
 from checkpoints import write_config
 from conftest import expect_fault
+from pages import check_pages
 from specops import attention, batching, reference
 from specops.batching import BatchIndices, TreeChains, num_spare_pages
 from specops.engine import Completion, Engine, EngineConfig, SamplingParams, SpeculativeConfig
@@ -666,7 +667,7 @@ def bits(done: list[Completion]) -> list[Any]:
 def run(engine: Engine, everything: bool = False, count: int = len(PROMPTS)) -> list[Any]:
     done = engine.generate(PROMPTS[:count], [params(i, everything) for i in range(count)])
     assert engine.num_free_pages == engine.num_pages
-    engine._pool.check_integrity()
+    check_pages(engine._pool)
     return bits(done)
 
 
@@ -1023,7 +1024,7 @@ def test_trees_on_a_device_with_memory_of_its_own(
             branches = count_steps(engine)
             for _ in range(2):
                 assert run(engine, everything) == want
-            steps = engine._runner._memory._steps.items()
+            steps = engine._runner.memory._steps.items()
             replayed = [shape.trees is not None for shape, step in steps if step.replay]
             assert max(branches) > 0 and any(replayed) == captures
 

@@ -77,7 +77,7 @@ def _recording(calls: list[tuple[Any, tuple[Any, ...]]]) -> Iterator[None]:
 
 
 class TwinDevice:
-    """Implements `specops.engine.memory.device.Device`.
+    """Implements `specops.engine.device.Device`.
 
     Args:
         captures: replay the steps that repeat.

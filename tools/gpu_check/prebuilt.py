@@ -10,6 +10,7 @@ Python and for the architecture of this GPU. Any other is refused with a sentenc
 """
 
 import argparse
+import gzip
 import hashlib
 import json
 import os
@@ -47,7 +48,7 @@ class Stamp:
         sources: `sources_hash` of that tree.
         suffix: of extension modules: Python's version, and the platform.
         archs: of GPUs, as nvcc names them.
-        files: sha256 of each file, by name.
+        files: sha256 of each compressed file, by name.
     """
 
     sources: str
@@ -73,7 +74,7 @@ def _hash(path: Path) -> str:
 
 def stamp(folder: Path, archs: Sequence[str], root: Path = ROOT) -> Stamp:
     """Writes what the modules of a folder were built from; called right after they were."""
-    files = {path.name: _hash(path) for path in sorted(folder.glob("*.so"))}
+    files = {path.name: _hash(path) for path in sorted(folder.glob("*.so.gz"))}
     made = Stamp(sources_hash(root), SUFFIX, list(archs), files)
     (folder / STAMP).write_text(json.dumps(asdict(made), indent=1) + "\n")
     return made
@@ -104,17 +105,23 @@ def check(folder: Path, archs: Sequence[str], root: Path = ROOT) -> Stamp:
 
 
 def use(folder: Path, archs: Sequence[str], places: dict[str, Path] | None = None) -> list[Path]:
-    """Copies the modules to where they are looked for, once `check` accepts them."""
+    """Unpacks the modules to where they are looked for, once `check` accepts them."""
     copied = []
     for name in check(folder, archs).files:
         place = (places or PLACES)[name.split(".")[0]]
         place.mkdir(parents=True, exist_ok=True)
         # A new file, never the old one overwritten: a process may have it mapped.
         new = place / f"{name}.new"
-        shutil.copyfile(folder / name, new)
-        new.replace(place / name)
-        copied.append(place / name)
+        new.write_bytes(gzip.decompress((folder / name).read_bytes()))
+        copied.append(new.replace(place / name.removesuffix(".gz")))
     return copied
+
+
+def pack(folder: Path) -> None:
+    """Leaves of each module its compressed file: the interpreter with its checks is large."""
+    for path in sorted(folder.glob("*.so")):
+        path.with_name(f"{path.name}.gz").write_bytes(gzip.compress(path.read_bytes(), mtime=0))
+        path.unlink()
 
 
 def print_sizes(folder: Path, max_mib: float | None = None, max_files: int | None = None) -> None:
@@ -159,6 +166,7 @@ def make(folder: Path, archs: Sequence[str]) -> Stamp:
         subprocess.run(command, check=True)
     # Line numbers are for whoever debugs the interpreter, and take a third of it.
     subprocess.run(["strip", "-g", *folder.glob("*.so")], check=True)
+    pack(folder)
     return stamp(folder, archs)
 
 

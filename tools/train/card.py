@@ -108,6 +108,7 @@ greedy choice after all drafts before it. Small models repeat themselves when th
 greedily, and repetition is easy to draft: read the continuations as upper figures.
 "Before": the module as the first phase of training left it, which knew nothing of its own output.
 
+{heads}
 ## Limits and licence
 
 The model was trained on code under the PSF licence, and **its output may repeat that code**: treat
@@ -115,6 +116,39 @@ long verbatim passages as what they are. The licence is in `LICENSE.PSF`, what w
 in `NOTICE`. The model knows one code base of one language, English comments only; it has had no
 instruction tuning and no safety tuning, and its code must not be run unread.
 """
+
+
+_HEADS = """\
+## Heads of other methods
+
+`python -m tools.train.train_heads` trains them, with the target frozen, on {texts} texts that the
+target has written itself at temperature 0.7. Each draft learns the target's whole distribution.
+How often drafts are kept is told of the continuations above.
+
+{table}
+
+None is in this directory: no one of them makes a request faster than the MTP module does. They were
+trained for minutes. Each head of Medusa and Hydra has a matrix of logits of its own, which makes
+them large.
+"""
+
+
+def _heads_section(heads: dict[str, Any]) -> str:
+    """Markdown: a row for each head; nothing without any."""
+    if not heads:
+        return ""
+    rows = []
+    for name, one in heads.items():
+        kept = " ".join(f"{value:.3f}" for value in one["kept_by_position"])
+        length = one["mean_acceptance_length"][-1]
+        size = f"{one['megabytes']:.1f} MB"
+        trained = f"{one['steps']} of {one['texts_per_step']} texts"
+        rows.append(f"| {name} | {size} | {trained} | {kept} | {length:.3f} |")
+    head = [
+        "| head | bf16 | steps | draft 1, 2, .. kept | length with all drafts |",
+        "|---|---|---|---|---|",
+    ]
+    return _HEADS.format(texts=one["texts"], table="\n".join([*head, *rows])) + "\n"
 
 
 def _chains_table(held_out: dict[str, Any]) -> str:
@@ -217,6 +251,7 @@ def write_papers(directory: Path, metrics: dict[str, Any]) -> None:
         chains=_chains_table(held_out),
         chain_count=held_out["chains"]["library"]["chains"],
         own=held_out["chains"]["own_continuations"],
+        heads=_heads_section(metrics.get("heads", {})),
     )
     write_text(directory / "README.md", card)
     if pinned:

@@ -18,6 +18,8 @@ from torch import Tensor, nn
 from tools.train.chains import Branches, heads_of, keys_values
 from tools.train.model import Attention, DecoderLayer, Model, ModelConfig, RMSNorm, rotate
 
+HEADS = ("eagle3", "dflash", "hydra", "medusa")
+
 
 @dataclass(frozen=True)
 class Target:
@@ -132,12 +134,11 @@ class Eagle3Head(Head):
     It begins as a copy of what fits of the target's MTP module, which has read the last layer.
     """
 
-    taps = (1, 3, 5)
-
     def __init__(self, model: Model, depth: int = 5) -> None:
         super().__init__()
         config, width = model.config, model.config.hidden_size
         self.config, self.depth = config, depth
+        self.taps = tuple(range(1, config.num_hidden_layers, 2))
         self.fc = nn.Linear(len(self.taps) * width, width, bias=False)
         self.midlayer = EagleLayer(config)
         self.norm = RMSNorm(width, config.rms_norm_eps)
@@ -268,13 +269,13 @@ class BlockHead(Head):
     and each other. The mask in a draft's place drafts it.
     """
 
-    taps = (1, 3, 5)
-    mask_token_id = 1
+    mask_token_id = 1  # one that texts hardly have
 
-    def __init__(self, model: Model, depth: int = 5, num_layers: int = 2) -> None:
+    def __init__(self, model: Model, depth: int = 5, num_layers: int = 1) -> None:
         super().__init__()
         config, width = model.config, model.config.hidden_size
         self.config, self.depth = config, depth
+        self.taps = (config.num_hidden_layers // 2 - 1, config.num_hidden_layers - 1)
         self.fc = nn.Linear(len(self.taps) * width, width, bias=False)
         self.hidden_norm = RMSNorm(width, config.rms_norm_eps)
         self.layers = nn.ModuleList(DecoderLayer(config) for _ in range(num_layers))
@@ -348,7 +349,7 @@ class BlockHead(Head):
 
 
 def new_head(name: str, model: Model) -> Head:
-    """Makes a head before its training: "eagle3", "medusa", "hydra" or "dflash"."""
+    """Makes a head of `HEADS`, before its training."""
     if name == "eagle3":
         return Eagle3Head(model)
     if name == "dflash":

@@ -43,24 +43,40 @@ def own_outputs(
         for index in chosen:
             begin = int(rng.integers(len(long[index]) - PROMPT_TOKENS))
             prompts.append(long[index][begin : begin + PROMPT_TOKENS].astype(int).tolist())
-        engine = Engine(
-            EngineConfig(
-                model=str(model),
-                device="cpu",
-                speculative_config=SpeculativeConfig.from_dict({"method": "naive"}),
-                max_num_seqs=64,
-                num_threads=torch.get_num_threads(),
-            )
-        )
-        params = [
-            SamplingParams(
-                max_tokens=NEW_TOKENS, temperature=TEMPERATURE, seed=index, ignore_eos=True
-            )
-            for index in range(count)
-        ]
-        results = engine.generate(prompts, params)
-        texts = [[*one, *done.token_ids] for one, done in zip(prompts, results, strict=True)]
+        texts = continuations(model, prompts, NEW_TOKENS, TEMPERATURE)
         temporary = cache.with_name(f".{cache.name}.tmp")
-        save_file({"tokens": torch.tensor(texts, dtype=torch.int32)}, temporary)
+        save_file({"tokens": texts.int()}, temporary)
         os.replace(temporary, cache)
     return load_file(cache)["tokens"].long()
+
+
+def continuations(
+    model: Path, prompts: Sequence[list[int]], new_tokens: int, temperature: float
+) -> Tensor:
+    """Continues prompts of one length; number i with the seed i.
+
+    Args:
+        model: directory of the target.
+        prompts: token ids.
+        new_tokens: of each.
+        temperature: that they are sampled at.
+
+    Returns:
+        int64 [prompts, tokens], the prompts included.
+    """
+    engine = Engine(
+        EngineConfig(
+            model=str(model),
+            device="cpu",
+            speculative_config=SpeculativeConfig.from_dict({"method": "naive"}),
+            max_num_seqs=64,
+            num_threads=torch.get_num_threads(),
+        )
+    )
+    params = [
+        SamplingParams(max_tokens=new_tokens, temperature=temperature, seed=index, ignore_eos=True)
+        for index in range(len(prompts))
+    ]
+    done = engine.generate(prompts, params)
+    texts = [[*one, *result.token_ids] for one, result in zip(prompts, done, strict=True)]
+    return torch.tensor(texts)

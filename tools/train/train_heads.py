@@ -23,13 +23,12 @@ from torch import Tensor
 
 from tools.train import corpus
 from tools.train.export import load_model, write_text
-from tools.train.heads import Head, new_head, run_target
+from tools.train.heads import HEADS, Head, new_head, run_target
 from tools.train.model import Model, rope_cos_sin
 from tools.train.outputs import own_outputs
 from tools.train.train import Ids, encode
 
 ASSETS = Path("python/specops/assets")
-HEADS = ("eagle3", "medusa", "hydra", "dflash")
 PROBE_TEXTS = 48
 
 
@@ -116,6 +115,7 @@ def train_head(
     out: Path,
     *,
     compile_head: bool,
+    last_step: int | None = None,
     save_every_s: float = 120.0,
 ) -> None:
     """Trains a head to `recipe.steps`, from where `out` has left off.
@@ -127,6 +127,7 @@ def train_head(
         recipe: what to do.
         out: a directory, which receives the head, a log, and what is needed to go on.
         compile_head: with `torch.compile`.
+        last_step: where it stops for now; None: at the end of the recipe.
         save_every_s: seconds between checkpoints.
     """
     model.requires_grad_(False)
@@ -161,7 +162,8 @@ def train_head(
     with (out / "train.jsonl").open("a") as log:
         log.write(json.dumps({"start": first, **asdict(recipe)}) + "\n")
         started = saved = time.monotonic()
-        for step in range(first, recipe.steps):
+        end = recipe.steps if last_step is None else last_step
+        for step in range(first, end):
             per_epoch = len(trained) // recipe.batch_texts
             epoch, index = divmod(step, per_epoch)
             generator = torch.Generator().manual_seed(recipe.seed + epoch)
@@ -175,7 +177,7 @@ def train_head(
             for optimizer in optimizers:
                 optimizer.step()
                 optimizer.zero_grad(set_to_none=True)
-            is_last = step + 1 == recipe.steps
+            is_last = step + 1 == end
             if step % 20 == 19 or is_last:
                 row = {
                     "step": step + 1,
@@ -211,8 +213,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m tools.train.train_heads", description=__doc__)
     parser.add_argument("--head", choices=HEADS, required=True)
     parser.add_argument("--model", type=Path, default=ASSETS, help="the target, of tools.train")
-    parser.add_argument("--out", type=Path, required=True, help="goes on where it has left off")
-    parser.add_argument("--outputs", type=Path, help="file of the target's texts; default: in out")
+    parser.add_argument(
+        "--out", type=Path, help="goes on where it has left off; default: build/heads/HEAD"
+    )
+    parser.add_argument(
+        "--outputs", type=Path, help="file of the target's texts; default: beside out"
+    )
     parser.add_argument("--steps", type=int, default=recipe.steps, help="total, resumed or not")
     parser.add_argument("--corpus", type=Path, help="as for tools.train")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
@@ -221,9 +227,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     torch.set_num_threads(args.threads)
     torch.manual_seed(recipe.seed)
     recipe = HeadRecipe(steps=args.steps)
+    args.out = args.out or Path("build/heads") / args.head
     args.out.mkdir(parents=True, exist_ok=True)
     model, tokenizer, _ = load_model(args.model)
-    outputs = args.outputs or args.out / "outputs.safetensors"
+    outputs = args.outputs or args.out.parent / "outputs.safetensors"
     documents = [] if outputs.exists() else training_documents(tokenizer, args.corpus)
     texts = own_outputs(args.model, documents, recipe.texts, recipe.seed, outputs)
     head = new_head(args.head, model)

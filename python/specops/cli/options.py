@@ -114,6 +114,7 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
         help="between the tokens of constrained JSON: at most a space, or a line end and "
         "indentation; any amount; or none (default: bounded)",
     )
+    _add_ranks(parser)
     _add_sizes(parser)
     add("--seed", type=int, metavar="N", help="makes the seeds of requests without one repeatable")
     add(
@@ -126,6 +127,23 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help="where suffix decoding keeps the responses it drafts from: loaded at the start if it "
         "is there, saved at the end and every few minutes",
+    )
+
+
+def _add_ranks(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add(
+        "--tensor-parallel-size",
+        type=int,
+        metavar="N",
+        help="processes that compute the model together, each with a share of it (default: 1)",
+    )
+    add(
+        "--exact-across-tp",
+        type=int,
+        metavar="N",
+        help="give the bits of N of these, however many there are: a power of two (default: "
+        "those of as many as there are)",
     )
 
 

@@ -8,7 +8,8 @@ from collections.abc import Collection, Mapping, Sequence
 from specops.engine.config import EngineConfig
 from specops.engine.drafters.drafting import Drafting
 from specops.engine.errors import ContextOverflow
-from specops.engine.request import Feature, Request
+from specops.engine.features import features_of
+from specops.engine.request import Request
 from specops.engine.sampling_params import SamplingParams, check_sequences
 from specops.engine.speculative_config import SpeculativeConfig
 from specops.engine.structured import Grammar, GrammarCompiler, GrammarState, StructuredOutput
@@ -98,7 +99,7 @@ class Admission:
             think_end_token_id=think_end,
             inject_token_ids=inject,
             prediction=self._prediction(params),
-            features=_features(params, speculative),
+            features=features_of(params, speculative),
             thinking_state=0 if params.thinks else -1,
             added_at=time.perf_counter(),
         )
@@ -190,7 +191,13 @@ class Admission:
                 f"target's tokens alone, got {speculative.accept_policy!r}"
             )
         grammar = self.compile(params.structured_output)
-        return GrammarState(grammar, self._stop_token_ids(params), params.allowed_token_ids)
+        is_alone = self.config.tensor_parallel_size == 1
+        return GrammarState(
+            grammar,
+            self._stop_token_ids(params),
+            params.allowed_token_ids,
+            timer=time.thread_time if is_alone else _no_time,
+        )
 
     def _bad_words(self, params: SamplingParams) -> tuple[tuple[int, ...], ...]:
         """The sequences that spell a bad word, inside a text and after a space."""
@@ -234,26 +241,9 @@ class Admission:
         return think_end, (think_end,) if inject is None else inject
 
 
-def _features(params: SamplingParams, speculative: SpeculativeConfig) -> int:
-    """What the request asks of steps beyond the plain ops."""
-    wanted = {
-        Feature.PROCESSORS: params.has_penalties
-        or bool(params.logit_bias or params.bad_words or params.bad_words_token_ids)
-        or params.allowed_token_ids is not None
-        or params.min_tokens > 0
-        or params.structured_output is not None,
-        Feature.TYPICAL_P: params.typical_p < 1,
-        Feature.ENDINGS: params.thinks
-        or params.min_tokens > 0
-        or bool(params.stop_token_sequences),
-        Feature.ACCEPT_RATES: speculative.accept_policy == "synthetic",
-        Feature.DRAFT_PROBS: speculative.draws_drafts and params.temperature > 0,
-    }
-    features = 0
-    for feature, is_wanted in wanted.items():
-        if is_wanted:
-            features |= feature
-    return features
+def _no_time() -> float:
+    """A timer that stands still."""
+    return 0.0
 
 
 def _signed64(seed: int) -> int:

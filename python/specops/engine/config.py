@@ -89,6 +89,10 @@ class EngineConfig:
             more than `kv_cache_bytes` take.
         kv_cache_bytes: upper bound of the default num_pages; 4 GiB on the CPU when absent, and most
             of what is free beside the weights on a GPU.
+        tensor_parallel_size: engines that compute the model together, each with a share of its
+            weights, keys and values. They are processes, which a server starts.
+        exact_across_tp: the bits are those of so many ranks, whatever tensor_parallel_size is,
+            which must divide it: a power of two. None: they are those of tensor_parallel_size.
         max_num_seqs: requests that run at once.
         max_num_batched_tokens: rows of one step, prefill chunks and verification together.
         max_model_len: longest prompt and output; the model's own limit when absent.
@@ -122,6 +126,8 @@ class EngineConfig:
     page_size: int = 16
     num_pages: int | None = None
     kv_cache_bytes: int | None = None
+    tensor_parallel_size: int = 1
+    exact_across_tp: int | None = None
     max_num_seqs: int = 32
     max_num_batched_tokens: int = 512
     max_model_len: int | None = None
@@ -167,8 +173,14 @@ class EngineConfig:
             value = getattr(self, name)
             if not isinstance(value, bool):
                 raise ValueError(f"{name} must be True or False, got {value!r}")
-        optional = ("num_pages", "max_model_len", "num_threads", "kv_cache_bytes")
-        needed = ("max_num_seqs", "max_num_batched_tokens", "max_waiting", "weight_cache_bytes")
+        optional = (
+            *("num_pages", "max_model_len", "num_threads", "kv_cache_bytes"),
+            "exact_across_tp",
+        )
+        needed = (
+            *("max_num_seqs", "max_num_batched_tokens", "max_waiting", "weight_cache_bytes"),
+            "tensor_parallel_size",
+        )
         for name in (*optional, *needed):
             value = getattr(self, name)
             if value is None and name in optional:
@@ -184,6 +196,12 @@ class EngineConfig:
             raise ValueError(
                 f"max_num_batched_tokens must be at least max_num_seqs={self.max_num_seqs} "
                 f"(every running request needs a row), got {self.max_num_batched_tokens}"
+            )
+        slices = self.exact_across_tp
+        if slices is not None and (slices & (slices - 1) or slices % self.tensor_parallel_size):
+            raise ValueError(
+                "exact_across_tp must be a power of two and a multiple of tensor_parallel_size="
+                f"{self.tensor_parallel_size}, got {slices}"
             )
         for _, options in self.speculative_config.options:
             options.check_engine(self)
@@ -250,6 +268,11 @@ class EngineConfig:
             )
         chosen.require_runnable(methods, missing=missing)
         return chosen
+
+    @property
+    def num_slices(self) -> int:
+        """Summands of every sum that ranks share, on which its bits depend."""
+        return self.exact_across_tp or self.tensor_parallel_size
 
     def decided_for(self, device: str) -> "EngineConfig":
         """Decides what is left to the engine: whether drafts are selected.

@@ -12,20 +12,17 @@ import torch
 import specops
 from specops.engine.admission import Admission
 from specops.engine.config import EngineConfig
+from specops.engine.device import open_device
 from specops.engine.drafters.base import Drafter, DrafterContext
 from specops.engine.drafters.drafting import Drafting
 from specops.engine.emitted import Emitted
-from specops.engine.errors import EngineError, ModelError, QueueFull
-from specops.engine.machine import (
-    FREE_ROWS,
-    num_pages_of,
-    open_device,
-    prefix_finder_of,
-)
+from specops.engine.errors import EngineError, ModelError, QueueFull, described
+from specops.engine.machine import FREE_ROWS, num_pages_of, one_rank, prefix_finder_of
 from specops.engine.memory.kv_cache import PagePool
 from specops.engine.models import WeightCache, load_model
 from specops.engine.outputs import Completion, EngineStats, RequestOutput
-from specops.engine.plan import Part, Plan, described
+from specops.engine.parallel.ranks import Ranks
+from specops.engine.plan import Part, Plan
 from specops.engine.request import Request
 from specops.engine.sampling_params import SamplingParams
 from specops.engine.scheduling.scheduler import Scheduler
@@ -43,6 +40,7 @@ class Engine:
 
     Args:
         config: how it is set up; the default serves the bundled model.
+        ranks: that compute the model together, as one of them; None: it is alone.
 
     Attributes:
         device: where it runs: "cpu" or "cuda:N".
@@ -57,7 +55,7 @@ class Engine:
             cannot be used.
     """
 
-    def __init__(self, config: EngineConfig | None = None) -> None:
+    def __init__(self, config: EngineConfig | None = None, ranks: Ranks | None = None) -> None:
         self.config = config = config or EngineConfig()
         # A wrong SPECOPS_NUM_THREADS is refused here, before a file is read.
         specops.set_num_threads(config.num_threads or specops.get_num_threads())
@@ -73,6 +71,7 @@ class Engine:
             quantization=config.quantization,
             quantize_head=config.quantize_head,
             weight_cache=WeightCache.of_setting(config.weight_cache, config.weight_cache_bytes),
+            ranks=ranks or one_rank(config),
         )
         self.model_name = config.model_name
         self.model_dtype = str(model.dtype).removeprefix("torch.")
@@ -88,24 +87,20 @@ class Engine:
         self.drafters: Mapping[str, Drafter] = self._drafting.drafters
         self.runnable_methods, self.missing_methods = self._drafting.methods, self._drafting.missing
         kv_bytes = model.kv_bytes_per_token() + self._drafting.kv_bytes_per_token
-        self.num_pages = num_pages_of(config, self._device, self.max_model_len, kv_bytes)
+        self.num_pages = num_pages_of(
+            config, self._device, self.max_model_len, kv_bytes, model.ranks
+        )
         self._drafting.allocate(self.num_pages)
         caching = config.enable_prefix_caching
         self._pool = PagePool(self.num_pages, config.page_size, enable_prefix_caching=caching)
-        finder = prefix_finder_of(config, model, self._pool)
         self._cascade_bytes_per_token = model.bytes_of_whole_layers()
-        self._scheduler = Scheduler(
-            self._pool,
-            max_num_seqs=config.max_num_seqs,
-            max_num_batched_tokens=config.max_num_batched_tokens,
-            max_total_draft_tokens=config.speculative_config.max_total_draft_tokens,
-            free_rows=FREE_ROWS[self._device.device.type],
-            prefix_finder=finder,
-        )
+        finder = prefix_finder_of(config, model, self._pool)
+        free_rows = FREE_ROWS[self._device.device.type]
+        self._scheduler = Scheduler(self._pool, config, free_rows=free_rows, prefix_finder=finder)
         self._runner = Runner(model, self._device, self._drafting, config, self.num_pages)
         shared = self.tokenizer, self._drafting, self.max_model_len
         if config.speculative_config.adaptive_verification:  # of requests, too
-            measure = partial(self._measure_steps, model.bytes_read)
+            measure = partial(self._measure_steps, model.bytes_read, model.ranks)
             self._drafting.select_by(known_steps(model.cached, config, measure))
         self._admission = Admission(config, *shared, self.vocab_size)
         self._requests: dict[str, Request] = {}
@@ -116,10 +111,11 @@ class Engine:
         self._aborted: list[Request] = []  # with rows in it
         self.stats = EngineStats()
 
-    def _measure_steps(self, bytes_read: Callable[[int], float]) -> list[float]:
+    def _measure_steps(self, bytes_read: Callable[[int], float], ranks: Ranks) -> list[float]:
         return measure_steps(
             *(self.tokenizer, self._runner, self._drafting, self._pool, self._device),
             bytes_read,
+            ranks=ranks,
             max_rows=self.config.max_num_batched_tokens,
             max_model_len=self.max_model_len,
         )
@@ -143,14 +139,12 @@ class Engine:
         Raises:
             ValueError: one cannot be written.
         """
-        for drafter in self.drafters.values():
-            if drafter.is_unsaved:
-                drafter.save()
+        self._drafting.save()
 
     @property
     def num_captures(self) -> int:
         """CUDA graphs captured so far."""
-        return self._runner.num_captures
+        return self._runner.memory.num_captures
 
     @property
     def num_running(self) -> int:
@@ -475,21 +469,16 @@ class Engine:
         each = [params] * len(prompts) if isinstance(params, SamplingParams) else list(params)
         if len(each) != len(prompts):
             raise ValueError(f"params must be one or {len(prompts)}, got {len(each)}")
-        pending = [
-            (prompt, one, index)
-            for prompt, one in zip(prompts, each, strict=True)
-            for index in range(one.n)
-        ]
         ids: list[str] = []
         try:
-            for prompt, one, index in pending:
-                while self.num_waiting >= self.config.max_waiting:
-                    self.step()
-                ids.append(
-                    self.add_request(
+            for prompt, one in zip(prompts, each, strict=True):
+                for index in range(one.n):
+                    while self.num_waiting >= self.config.max_waiting:
+                        self.step()
+                    name = self.add_request(
                         prompt, one, choice_index=index, speculative_config=speculative_config
                     )
-                )
+                    ids.append(name)
             while any(self._requests[name].finish_reason is None for name in ids):
                 self.step()
         except BaseException:

@@ -28,3 +28,10 @@ class EngineError(RuntimeError):
     def __init__(self, message: str, outputs: Sequence[RequestOutput] = ()) -> None:
         super().__init__(message)
         self.outputs = outputs
+
+
+def described(error: BaseException) -> str:
+    """An exception in words: the sentences of ops and of the engine say all, others lack a name."""
+    if isinstance(error, (EngineError, ValueError)):
+        return str(error)
+    return f"{type(error).__name__}: {error}"

@@ -1,21 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What an engine makes of its machine: the device, pages, and from where on sharing pays."""
+"""What an engine makes of its machine: pages, and from where on sharing pays."""
 
-import logging
-
-import torch
-
-import specops
 from specops.engine.config import EngineConfig
-from specops.engine.memory.device import CudaDevice, Device
+from specops.engine.device import Device
 from specops.engine.memory.kv_cache import PagePool
 from specops.engine.models import Transformer
+from specops.engine.parallel.ranks import Ranks
 from specops.engine.sharing.prefixes import PrefixFinder
-
-logger = logging.getLogger(__name__)
-
-# mma with bfloat16 and cp.async, which the kernels are made of, came with this architecture.
-_LEAST_CAPABILITY = (8, 0)
 
 # Of a GPU's memory beside the weights, for keys and values; activations, logits and graphs are the
 # rest.
@@ -32,58 +23,22 @@ _LEAST_SAVED_BYTES = {"cpu": 0, "cuda": 16 << 20}
 FREE_ROWS = {"cpu": 4, "cuda": 64}
 
 
-def open_device(name: str, *, graphs: bool = True) -> Device:
-    """Returns the device of a name.
-
-    Args:
-        name: "cpu", "cuda" (the first GPU), "cuda:N", or "auto": the first GPU where this build
-            and this machine can use one, and the CPU elsewhere.
-        graphs: let a GPU capture the steps that repeat.
+def one_rank(config: EngineConfig) -> Ranks:
+    """Returns the only rank of an engine by itself.
 
     Raises:
-        ValueError: the name is none of these, or there is no such device to be used.
+        ValueError: the engine is to be one of several.
     """
-    if name == "cpu":
-        return Device()
-    if name == "auto":
-        reason = _why_no_cuda(0)
-        if reason is None:
-            return CudaDevice(0, graphs=graphs)
-        logger.debug("device auto is cpu: %s", reason)
-        return Device()
-    kind, _, number = name.partition(":")
-    if (
-        kind != "cuda"
-        or (number and not (number.isascii() and number.isdecimal()))
-        or name[-1:] == ":"
-    ):
-        raise ValueError(f"device must be auto, cpu, cuda or cuda:N, got {name!r}")
-    reason = _why_no_cuda(int(number or 0))
-    if reason is not None:
-        raise ValueError(f"device {name} cannot be used: {reason}; device cpu can")
-    return CudaDevice(int(number or 0), graphs=graphs)
-
-
-def _why_no_cuda(index: int) -> str | None:
-    """What is missing for a GPU to be used, or None."""
-    if not specops.has_cuda():
-        return "this build has no CUDA kernels"
-    if not torch.cuda.is_available():
-        return "torch finds no NVIDIA GPU"
-    count = torch.cuda.device_count()
-    if index >= count:
-        return f"there {'is 1 GPU' if count == 1 else f'are {count} GPUs'}, counted from 0"
-    capability = torch.cuda.get_device_capability(index)
-    if capability < _LEAST_CAPABILITY:
-        return (
-            f"its compute capability is {capability[0]}.{capability[1]}, and the kernels need "
-            f"{_LEAST_CAPABILITY[0]}.{_LEAST_CAPABILITY[1]}"
+    if config.tensor_parallel_size > 1:
+        raise ValueError(
+            f"tensor_parallel_size={config.tensor_parallel_size} needs as many processes, which a "
+            "server starts; an engine in a process of its caller's must have 1"
         )
-    return None
+    return Ranks(config.num_slices)
 
 
 def num_pages_of(
-    config: EngineConfig, device: Device, max_model_len: int, bytes_per_token: int
+    config: EngineConfig, device: Device, max_model_len: int, bytes_per_token: int, ranks: Ranks
 ) -> int:
     """Chooses how many KV pages an engine has.
 
@@ -92,13 +47,15 @@ def num_pages_of(
         device: where they will lie; the weights are there.
         max_model_len: tokens of the longest request.
         bytes_per_token: of the keys and values of model and drafters.
+        ranks: that have as many, each of its own heads: those of a CPU share one memory.
 
     Raises:
         ValueError: they do not fit the memory, or no request of full length fits them.
     """
     per_request = -(-max_model_len // config.page_size)
     page_bytes = bytes_per_token * config.page_size
-    free = device.free_bytes()
+    shared = ranks.size if device.device.type == "cpu" else 1
+    free = ranks.least(device.free_bytes() // shared)
     if config.num_pages is not None:
         pages = config.num_pages
         if pages * page_bytes > free:

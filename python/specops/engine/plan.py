@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from specops.engine.drafters.trees import num_chains
-from specops.engine.errors import EngineError
+from specops.engine.errors import described
 from specops.engine.prompt_logprobs import PromptRows
 
 logger = logging.getLogger(__name__)
@@ -95,10 +95,3 @@ class Plan:
         if self.failed:
             self.parts[:] = [part for part in self.parts if part.request_id not in self.failed]
             self.prefixes = None  # they are of all the parts; without them, nothing is shared
-
-
-def described(error: BaseException) -> str:
-    """An exception in words: the sentences of ops and of the engine say all, others lack a name."""
-    if isinstance(error, (EngineError, ValueError)):
-        return str(error)
-    return f"{type(error).__name__}: {error}"

@@ -7,7 +7,7 @@ are its drafts, all accepted. So the bits are those that plain decoding reports 
 """
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -18,9 +18,9 @@ from torch import Tensor
 
 import specops
 from specops import batching, sampling
-from specops.engine.memory.device import Device, raise_reported
+from specops.engine.device import Device, raise_reported
 from specops.engine.models import Transformer
-from specops.engine.outputs import PromptScores
+from specops.engine.outputs import PromptLogprobs, PromptScores
 from specops.sampling import AcceptPolicy, VerifyStrategy
 
 # Of logits at a time. It bounds the memory, and changes no bit.
@@ -47,6 +47,21 @@ class PromptRows:
     position: int
     token_ids: Sequence[int]
     num_alternatives: int
+
+    @classmethod
+    def missing(
+        cls, request_id: str, slot: int, wanted: PromptLogprobs, begin: int, end: int
+    ) -> "PromptRows | None":
+        """Those of the rows from position `begin` to `end` whose prompt tokens have no logprob yet.
+
+        After a preemption, rows of tokens that have theirs come again.
+        """
+        first, end = wanted.num_scored, min(end, len(wanted.token_ids) - 1)
+        if end <= first:
+            return None
+        token_ids = wanted.token_ids[first + 1 : end + 1].tolist()
+        count = wanted.num_alternatives
+        return cls(request_id, slot, first - begin, first + 1, token_ids, count)
 
     def cut(self, count: int) -> "tuple[PromptRows, PromptRows]":
         """Its first `count` rows, and the others."""
@@ -77,16 +92,15 @@ class PromptScorer:
 
     def score(
         self,
-        wanted: Sequence[PromptRows],
-        num_step_rows: int,
+        parts: Iterable[tuple[int, PromptRows | None]],
         sampling_of: Callable[[Sequence[int]], dict[str, NDArray[Any]]],
         fail: Callable[[str, Exception], None],
     ) -> dict[str, list[PromptScores]]:
         """Computes what a step's rows say of prompts, when it has run and before the next one.
 
         Args:
-            wanted: the rows, by their numbers in the step.
-            num_step_rows: of the step, whose states the model still has.
+            parts: of the step, of which the model still has the states: each one's number of rows,
+                and the wanted ones among them.
             sampling_of: the sampling parameters of some slots, by name.
             fail: ends the request of an id, where its own cannot be computed.
 
@@ -94,6 +108,11 @@ class PromptScorer:
             By request id; those of long chunks come in several pieces.
         """
         found: dict[str, list[PromptScores]] = {}
+        num_step_rows, wanted = 0, []
+        for num_rows, rows in parts:
+            if rows is not None:
+                wanted.append(replace(rows, row=num_step_rows + rows.row))
+            num_step_rows += num_rows
         tiles = deque(self._tiles(wanted))
         while tiles:
             tile = tiles.popleft()

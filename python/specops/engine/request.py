@@ -16,22 +16,9 @@ from specops.engine.outputs import (
 )
 from specops.engine.sampling_params import SamplingParams
 from specops.engine.speculative_config import SpeculativeConfig
-from specops.engine.structured import GrammarState
+from specops.engine.structured import GrammarState, num_unconstrained
 from specops.sampling import FinishReason
 from specops.tokenizer import TextStream
-
-
-class Feature:
-    """What a request asks of a step beyond the plain ops, as bits; a step has those of all.
-
-    Plain numbers, since they are looked at for every request of every step.
-    """
-
-    PROCESSORS = 1  # logits are changed before the filters
-    TYPICAL_P = 2
-    ENDINGS = 4  # stop sequences, minimum lengths, limits of thinking
-    ACCEPT_RATES = 8
-    DRAFT_PROBS = 16  # drafts are verified by what they were drawn from
 
 
 @dataclass(eq=False)
@@ -121,11 +108,6 @@ class Request:
         return self.max_len == self.prompt_len
 
     @property
-    def has_grammar_begun(self) -> bool:
-        """Whether the grammar constrains the next token: behind the thinking, if there is one."""
-        return self.thinking_state < 0 or self.thinking_state > len(self.inject_token_ids)
-
-    @property
     def draft_room(self) -> int:
         """Drafts that could still be emitted: the step's own token takes the last place."""
         return self.max_len - len(self.token_ids) - 1
@@ -170,21 +152,21 @@ class Request:
         kept: list[int] = []
         token_ids, min_tokens = emitted.token_ids, self.params.min_tokens
         ends_with_token = emitted.finish_reason is FinishReason.STOP_TOKEN
-        unconstrained = self._num_unconstrained(len(token_ids))
+        injected = len(self.inject_token_ids)
+        unconstrained = num_unconstrained(self.thinking_state, injected, len(token_ids))
         for token_id in token_ids:
-            kept.append(token_id)
-            is_constrained = len(kept) > unconstrained
-            is_end = ends_with_token and len(kept) == len(token_ids)
-            if is_constrained and not self._fits(token_id, is_end):
-                kept.pop()
-                break
-            if is_end:
-                break  # it is no part of the text
-            if self.stream.push(token_id, may_stop=num_output + len(kept) >= min_tokens):
-                self.finish_reason, self.stop_reason = "stop", self.stream.stopped_by
-                break
-            if is_constrained and self.grammar is not None and self.grammar.is_complete:
-                self.finish_reason = "stop"
+            is_end = ends_with_token and len(kept) + 1 == len(token_ids)
+            fits, end = True, None
+            if self.grammar is not None and len(kept) >= unconstrained:
+                fits, end = self.grammar.judge(token_id, is_end)
+            if fits:
+                kept.append(token_id)
+                may_stop = num_output + len(kept) >= min_tokens
+                # A token that ends the output is no part of the text.
+                if not is_end and self.stream.push(token_id, may_stop=may_stop):
+                    end = "stop", self.stream.stopped_by
+            if end is not None:
+                self.finish_reason, self.stop_reason = end
                 break
         return kept
 
@@ -198,39 +180,6 @@ class Request:
             self.stop_reason = self.params.stop_token_sequences[emitted.stop_index]
         elif emitted.token_ids[-1] in self.params.stop_token_ids:
             self.stop_reason = emitted.token_ids[-1]
-
-    def _num_unconstrained(self, count: int) -> int:
-        """How many of the `count` tokens that a step committed are not the grammar's affair."""
-        if self.grammar is None:
-            return count
-        if self.thinking_state < 0:
-            return 0
-        # Behind the thinking the state counts: one for its end, one for each token of the reply.
-        in_reply = max(self.thinking_state - len(self.inject_token_ids) - 1, 0)
-        return count - min(count, in_reply)
-
-    def _fits(self, token_id: int, is_end: bool) -> bool:
-        """Has the grammar take a committed token, or look at one that ends the output.
-
-        Returns:
-            False where it does not fit, since nothing does: that ends the request.
-        """
-        assert self.grammar is not None
-        if is_end and self.grammar.fits_end(token_id):
-            # One that is text itself may cut a text; only a whole one ends for no reason.
-            self.finish_reason = "stop"
-            self.stop_reason = None if self.grammar.may_end else token_id
-            return True
-        if not is_end and self.grammar.take(token_id):
-            return True
-        if self.grammar.limit:
-            self.finish_reason = "abort"
-            self.stop_reason = f"structured_output: {self.grammar.limit}"
-        elif self.grammar.may_end:  # only the parameters beside the grammar left no token
-            self.finish_reason = "stop"
-        else:
-            self.finish_reason, self.stop_reason = "abort", "structured_output"
-        return False
 
     def end_without_output(self) -> RequestOutput:
         """Ends a request of which only the prompt is wanted."""

@@ -2,9 +2,9 @@
 """How the engine speculates: the server's configuration, and the little of it a request may change.
 
 The fields here are those that all drafting methods have; each method adds its own (`Options` of
-engine/methods). The names are FastDeploy's, so that a configuration can move over; docs/drafters.md
-lists each field, and each difference. Every refusal is a ValueError that says what would have been
-right.
+drafters/methods). The names are FastDeploy's, so that a configuration can move over;
+docs/drafters.md lists each field, and each difference. Every refusal is a ValueError that says what
+would have been right.
 """
 
 import difflib

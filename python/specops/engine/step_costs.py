@@ -12,11 +12,12 @@ import torch
 
 import specops
 from specops.engine.config import EngineConfig
+from specops.engine.device import Device
 from specops.engine.drafters.drafting import Drafting
 from specops.engine.drafters.methods import default_method
-from specops.engine.memory.device import Device
 from specops.engine.memory.kv_cache import PagePool
 from specops.engine.models import CachedWeights
+from specops.engine.parallel.ranks import ALONE, Ranks
 from specops.engine.plan import Part, Plan
 from specops.engine.request import Request
 from specops.engine.sampling_params import SamplingParams
@@ -41,7 +42,7 @@ def known_steps(
         config: of the engine.
         measure: calls `measure_steps`.
     """
-    if cached is None:
+    if cached is None or config.tensor_parallel_size > 1:  # ranks measure together, or none does
         return measure()
     sizes = (config.max_num_batched_tokens, config.max_model_len, config.page_size)
     kinds = (config.dtype, config.kv_cache_dtype, config.quantization, config.quantize_head)
@@ -60,6 +61,7 @@ def measure_steps(
     *,
     max_rows: int,
     max_model_len: int,
+    ranks: Ranks = ALONE,
 ) -> list[float]:
     """Runs steps of 1, 2, 4, ... rows, of an engine that has no request yet.
 
@@ -70,6 +72,7 @@ def measure_steps(
             experts of a mixture, but not in proportion: its steps are measured further.
         max_rows: of a step.
         max_model_len: tokens of the longest request.
+        ranks: what the first of them measures is everybody's.
 
     Returns:
         Seconds by the number of rows, from 0 to `max_rows`: of each step the least of a few runs,
@@ -77,15 +80,17 @@ def measure_steps(
     """
     most = max(min(max_rows, max_model_len // 2), 1)
     counts = [1 << i for i in range(most.bit_length())]
+    of_first = ranks.of_first
     request = _trial(tokenizer, pool, counts[-1])
     runner.start(request)
     seconds: dict[int, float] = {}
     begun = math.inf
     try:
         for number in range(-1, _ROUNDS):
+            passed = of_first(time.perf_counter() - begun)
             if number == 0:
                 begun, seconds = time.perf_counter(), {}  # the first steps were made, not measured
-            elif number and not device.is_async and time.perf_counter() - begun > _SECONDS:
+            elif number and not device.is_async and passed > _SECONDS:
                 break
             for count in counts:
                 # Of different tokens, or rows would share the experts of a mixture.
@@ -95,14 +100,16 @@ def measure_steps(
                 started = time.perf_counter()
                 runner.launch(plan)
                 runner.collect(plan)
-                taken = time.perf_counter() - started
+                taken = of_first(time.perf_counter() - started)
                 seconds[count] = min(taken, seconds.get(count, taken))
-                if taken > _FACTOR * seconds[1] * bytes_read(count) / bytes_read(1):
+                share = of_first(bytes_read(count) / bytes_read(1))
+                if taken > _FACTOR * seconds[1] * share:
                     break
     finally:
         runner.leave(request)
         pool.release(request.pages)
-        runner.forget()
+        runner.memory.forget()
+        drafting.forget()
     return _line(seconds, max_rows)
 
 

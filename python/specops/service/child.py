@@ -22,7 +22,7 @@ from specops.service.wire import Frames, Setup, encoded, receive, to_process
 
 if TYPE_CHECKING:
     from specops.engine.engine import Engine
-    from specops.service.loop import Compiled
+    from specops.service.loop import Compiled, Inbox
 
 # After so long a thread that has Python's lock gives way: those that compile grammars, to the loop.
 _SWITCH_SECONDS = 0.0005
@@ -96,29 +96,86 @@ def run(connection: socket.socket, make: "Callable[[Setup], Engine]") -> int:
     except (EOFError, ConnectionError):
         return 1
     setup, *early = messages
-    loaded = threading.Event()
-    threading.Thread(target=_watch, args=(connection, loaded), daemon=True).start()
     logging.basicConfig(level=setup.log_level.upper(), format="%(levelname)s %(name)s: %(message)s")
+    if setup.rank:
+        return _follow(connection, frames, setup, make)
+    return _serve(_Parent(connection), setup, SocketInbox(connection, frames, early), make)
+
+
+class _Parent:
+    """Whoever has started this process, and is told what becomes of it.
+
+    Args:
+        connection: to it.
+
+    Attributes:
+        has_engine: set when there is an engine, or will be none.
+    """
+
+    def __init__(self, connection: socket.socket) -> None:
+        self._connection = connection
+        self._told = threading.Lock()
+        self.has_engine = threading.Event()
+        threading.Thread(target=_watch, args=(connection, self.has_engine), daemon=True).start()
+
+    def send(self, message: Hello | NoEngine | Batch) -> None:
+        """Says something, if anybody hears it: the inbox tells if nobody does."""
+        with contextlib.suppress(ConnectionError):
+            self._connection.sendall(encoded(message))
+
+    def refuse(self, sentence: str) -> None:
+        """Says why there is no engine; once, whichever thread comes to it first."""
+        if self._told.acquire(blocking=False):
+            self.send(NoEngine(sentence))
+
+    def end(self, sentence: str) -> None:
+        """Ends this process because another rank is gone."""
+        if not self.has_engine.is_set():
+            self.refuse(sentence)
+        logging.getLogger(__name__).critical("%s: all ranks end", sentence)
+        os._exit(1)
+
+
+def _serve(parent: _Parent, setup: Setup, inbox: "Inbox", make: "Callable[[Setup], Engine]") -> int:
+    """Makes the engine, or the first of several, and runs it."""
     from specops.service.loop import EngineLoop
     from specops.service.snapshot import capabilities_of, status_of
 
-    def send(message: Hello | NoEngine | Batch) -> None:
-        with contextlib.suppress(ConnectionError):  # the inbox tells
-            connection.sendall(encoded(message))
+    with contextlib.ExitStack() as stack:
+        try:
+            if setup.settings.get("tensor_parallel_size", 1) > 1:
+                from specops.service.lockstep import Followers, LeadInbox
 
+                inbox = LeadInbox(inbox, stack.enter_context(Followers(setup, parent.end)))
+            engine = make(setup)
+            hello = Hello(capabilities_of(engine), status_of(engine))
+        except ValueError as error:
+            parent.refuse(str(error))
+            return 1
+        finally:
+            parent.has_engine.set()
+        gc.collect()
+        gc.freeze()  # what is there by now stays
+        sys.setswitchinterval(_SWITCH_SECONDS)
+        parent.send(hello)
+        EngineLoop(engine, inbox, parent.send).run()
+    return 0
+
+
+def _follow(
+    connection: socket.socket, frames: Frames, setup: Setup, make: "Callable[[Setup], Engine]"
+) -> int:
+    """Does as the first rank does, to which the connection is, until its loop ends."""
+    from specops.service.lockstep import FollowInbox, end_with_the_first
+    from specops.service.loop import EngineLoop
+
+    end_with_the_first(connection, setup.store)
     try:
         engine = make(setup)
-        hello = Hello(capabilities_of(engine), status_of(engine))
     except ValueError as error:
-        send(NoEngine(str(error)))
+        connection.sendall(encoded(NoEngine(str(error))))
         return 1
-    finally:
-        loaded.set()
-    gc.collect()
-    gc.freeze()  # what is there by now stays
-    sys.setswitchinterval(_SWITCH_SECONDS)
-    send(hello)
-    EngineLoop(engine, SocketInbox(connection, frames, early), send).run()
+    EngineLoop(engine, FollowInbox(connection, frames), lambda batch: None).run()
     return 0
 
 
@@ -135,10 +192,20 @@ def main() -> None:
     """Runs an engine behind the socket whose number is the last argument; does not return."""
 
     def make(setup: Setup) -> "Engine":
+        import torch
+
         from specops.engine.config import EngineConfig
         from specops.engine.engine import Engine
 
-        return Engine(EngineConfig.from_plain(setup.settings))
+        if setup.settings.get("tensor_parallel_size", 1) > 1:
+            from specops.service.lockstep import RankEngine
+
+            engine: Engine = RankEngine(setup)
+        else:
+            engine = Engine(EngineConfig.from_plain(setup.settings))
+        # From now on the kernels' own threads have the cores: torch's would spin beside them.
+        torch.set_num_threads(1)
+        return engine
 
     code = 1
     try:

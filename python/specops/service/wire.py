@@ -27,10 +27,30 @@ class Setup(Struct, tag=True, array_like=True):
     Attributes:
         settings: as `EngineConfig.from_plain` takes them.
         log_level: of its log, which goes to standard error.
+        rank: of several that compute one model, which one it is.
+        store: the file by which these meet; empty: the first one chooses it.
     """
 
     settings: dict[str, Any]
     log_level: str
+    rank: int = 0
+    store: str = ""
+
+
+class Taken(Struct, tag=True, array_like=True):
+    """To another rank: what the first one has taken before a step.
+
+    Attributes:
+        commands: messages, as they go over a socket.
+    """
+
+    commands: bytes
+
+
+class GrammarReady(Struct, tag=True, array_like=True):
+    """Among these: the first rank has compiled the grammar of a job."""
+
+    job: int
 
 
 def _twin(cls: type, **types: Any) -> type[Struct]:
@@ -93,11 +113,11 @@ def _unpacked(kind: type, value: Any) -> Any:
     return PromptLogprobs.unpacked(value)
 
 
-ToProcess = Setup | Begin | Submit | Abort | Stop
+ToProcess = Setup | Begin | Submit | Abort | Stop | Taken | GrammarReady
 FromProcess = Hello | NoEngine | Batch
 
 _encoder = msgspec.msgpack.Encoder(enc_hook=_packed)
-_to_process = msgspec.msgpack.Decoder(Setup | Begin | _Submit | Abort | Stop)
+_to_process = msgspec.msgpack.Decoder(Setup | Begin | _Submit | Abort | Stop | Taken | GrammarReady)
 _from_process = msgspec.msgpack.Decoder(FromProcess, dec_hook=_unpacked)
 
 

@@ -21,13 +21,13 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from specops.engine.config import EngineConfig
+from specops.engine.device import Device
 from specops.engine.drafters.trees import DraftTree
 from specops.engine.errors import ModelError
-from specops.engine.memory.device import Device
 from specops.engine.memory.kv_cache import DraftKv
 from specops.engine.memory.step_memory import Layout
 from specops.engine.memory.step_shape import StepShape
-from specops.engine.models import Transformer
+from specops.engine.models import LayerBatch, Transformer
 from specops.engine.request import Request
 from specops.tokenizer import Tokenizer
 
@@ -69,27 +69,20 @@ class DrawnFrom:
     token_map: Tensor | None  # int32 [size]: the token of each entry; None: every token in turn
 
 
-@dataclass(frozen=True, kw_only=True)
-class TargetStep:
-    """The target's step as drafters on the device read it, and the table that they draft into.
+@dataclass(slots=True, kw_only=True)
+class TargetStep(LayerBatch):
+    """The target's rows as drafters on the device read them, and the table that they draft into.
 
     Tensors are those of `batching.prepare_batch`, `sampling.sample` and `sampling.commit` under the
-    same names, after `commit`.
+    same names, after `commit`. Workspace and sums are as large as the step's drafters have asked
+    for.
     """
 
     shape: StepShape
     hidden: Tensor  # [rows, hidden_size], the states after the final norm
     taps: Mapping[int, Tensor]  # by layer, [rows, hidden_size]: the states that leave it
-    positions: Tensor  # int32 [rows]
-    cache_slots: Tensor  # int64 [rows]
     row_to_request: Tensor  # int32 [rows]
     slots: Tensor  # int32 [batch]; -1: no request
-    qo_indptr: Tensor  # int32 [batch + 1]
-    kv_lens: Tensor  # int32 [batch]
-    kv_indptr: Tensor  # int32 [batch + 1]
-    kv_indices: Tensor  # int32 [pages]
-    prefix_leaders: Tensor | None  # int32 [levels, batch]; None: nobody shares anything
-    prefix_lens: Tensor | None  # int32 [levels, batch]
     token_ids: Tensor  # int32 [slots, max_model_len], prompt and output of each request
     lens: Tensor  # int32 [slots], how many of them are there
     # What the target's tokens are drawn with, [batch].
@@ -104,9 +97,6 @@ class TargetStep:
     # The proposals, by slot: zero drafts in the beginning of a step.
     draft_token_ids: Tensor  # int32 [slots, k]
     num_draft_tokens: Tensor  # int32 [slots]
-    # Both float32, as large as the step's drafters have asked for.
-    workspace: Tensor | None  # for attention
-    sums: Tensor | None  # for projections
 
 
 @dataclass(slots=True)

@@ -8,8 +8,8 @@ from torch import Tensor
 
 from specops import sampling
 from specops.batching import DraftIndices
+from specops.engine.device import Device
 from specops.engine.drafters.head import DraftHead
-from specops.engine.memory.device import Device
 
 _MAX_KEPT_VIEWS = 64  # of the index arrays, by their sizes
 

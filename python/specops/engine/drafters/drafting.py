@@ -36,6 +36,7 @@ from specops.engine.drafters.methods import (
 )
 from specops.engine.drafters.selection import DraftSelector
 from specops.engine.drafters.trees import num_chains
+from specops.engine.features import Feature
 from specops.engine.memory.kv_cache import DraftKv
 from specops.engine.memory.step_memory import Array, Layout
 from specops.engine.memory.step_shape import StepShape
@@ -96,6 +97,7 @@ class Drafting:
         self._trees: dict[int, Preorder] = {}
         self._running: dict[int, Request] = {}  # by slot
         self.scheduled: list[Scheduled] = []
+        self._places: dict[int, int] = {}  # in the last step, of its requests, by slot
         slots = context.config.max_num_seqs
         self.proposals = _no_proposals(slots, 0)
         drawing = {
@@ -132,10 +134,10 @@ class Drafting:
             sorted({tap for name, _ in shape.drafters for tap in self.drafters[name].taps})
         )
 
-    def draft_prob_row(self, slot: int, place: int) -> int:
-        """The row of `draft_probs` for a slot that had a place in the last step; -1: none."""
+    def draft_prob_row(self, slot: int) -> int:
+        """The row of `draft_probs` for the drafts of a slot; -1: none."""
         drafter = next(iter(self._running[slot].draft_stages), None)
-        return -1 if drafter is None else self.draft_probs.row(drafter, place)
+        return -1 if drafter is None else self.draft_probs.row(drafter, self._places[slot])
 
     @property
     def has_unsaved(self) -> bool:
@@ -147,6 +149,12 @@ class Drafting:
             except Exception as error:
                 logger.error("is_unsaved of drafter %s failed", drafter.name, exc_info=error)
         return False
+
+    def save(self) -> None:
+        """Writes what drafters learnt to their files."""
+        for drafter in self.drafters.values():
+            if drafter.is_unsaved:
+                drafter.save()
 
     @property
     def gauges(self) -> dict[str, int]:
@@ -373,10 +381,41 @@ class Drafting:
                 steps.append(WatchedStep(made, drafter, self, counts))
         return steps
 
-    def read(self, steps: "Sequence[WatchedStep]") -> None:
-        """Takes over what a step's drafters on the device have drafted, and whose each draft is."""
+    def read(
+        self,
+        plan: Plan,
+        token_ids: NDArray[np.int32],
+        counts: NDArray[np.int32],
+        steps: "Sequence[WatchedStep]",
+    ) -> None:
+        """Takes over what a step's drafters on the device have drafted, and whose each draft is.
+
+        What there is for requests that were not in the step stays. But what drafts were drawn from
+        is known for one step only, so where that matters they are gone.
+
+        Args:
+            plan: of the step.
+            token_ids: [slots, k], the drafts; copied, since the next step's inputs may lie there.
+            counts: [slots], how many there are.
+            steps: the drafters' parts of the step.
+        """
+        if not self.width:  # nobody has ever drafted
+            return
+        proposals, running, draws = self.proposals, self._running, Feature.DRAFT_PROBS
+        kept = [slot for slot in plan.paused if not running[slot].features & draws]
+        before = proposals.of_slots(kept) if kept else None
+        proposals.confidences.fill(0)
+        proposals.are_trees.fill(False)
+        proposals.stages.fill(0)
+        if steps:
+            proposals.token_ids[:] = token_ids
+        proposals.counts[:] = counts
+        if before is not None:
+            proposals.put(kept, before)
+        if self.draft_probs.probs is not None:
+            self._places = {part.slot: place for place, part in enumerate(plan.parts)}
         for step in steps:
-            step.read(self.proposals)
+            step.read(proposals)
         for request in self._reporting():
             begin = 0
             for step in steps:
@@ -403,6 +442,8 @@ class Drafting:
             plan: of the step.
             results: the arrays of `StepResults`.
         """
+        if not self.width:  # nobody has ever drafted
+            return
         step = StepResults(
             parts=self.scheduled,
             proposals=self.proposals,

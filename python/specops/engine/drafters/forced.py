@@ -6,7 +6,9 @@ request names it: every one that speculates and has a grammar has it.
 """
 
 from specops.engine.drafters.base import Drafter, DrafterContext, Proposals, StepResults
-from specops.engine.request import Feature, Request
+from specops.engine.features import Feature
+from specops.engine.request import Request
+from specops.engine.structured import has_begun
 from specops.engine.structured.forcing import CompletedDrafts, complete
 
 
@@ -45,7 +47,8 @@ class ForcedDrafter(Drafter):
             request = part.request
             if request not in self._requests or not part.emits or request.finish_reason is not None:
                 continue
-            if request.grammar is not None and request.has_grammar_begun:
+            injected = len(request.inject_token_ids)
+            if has_begun(request.thinking_state, injected):
                 try:
                     self._complete(request, results.proposals)
                 except Exception as error:  # the grammar may stand anywhere now

@@ -22,7 +22,7 @@ def named_weights(context: DrafterContext, kind: type[Options], what: str) -> tu
         what: its weights are, with their verb.
 
     Raises:
-        MethodUnavailable: it names none.
+        MethodUnavailable: the configuration names none.
     """
     own = context.config.speculative_config.options_of(kind)
     if own.model is None:

@@ -185,27 +185,6 @@ class PagePool:
             else:
                 heapq.heappush(self._free, page)
 
-    def check_integrity(self) -> None:
-        """Raises AssertionError if a page is lost, counted twice, or findable by a wrong key."""
-        free, cached = set(self._free), set(self._cached)
-        held = {page for page, refs in enumerate(self._refs) if refs > 0}
-        assert len(free) == len(self._free), "a page is free twice"
-        assert not (free & cached or free & held or cached & held), "a page is in two states"
-        assert len(free) + len(cached) + len(held) == self.num_pages, "a page is lost"
-        shared = sum(refs > 1 for refs in self._refs)
-        assert shared == self.num_shared_pages, "shared pages are counted wrongly"
-        assert not (free & set(self._place_of)), "a free page is findable"
-        assert cached <= set(self._place_of), "a cached page is not findable"
-        found, prefixes = {}, [self._root]
-        while prefixes:
-            prefix = prefixes.pop()
-            assert prefix.pages or prefix.parent is None, "a prefix without a page"
-            found.update({page: (prefix, key) for key, page in prefix.pages.items()})
-            for tokens, child in prefix.children.items():
-                assert child.parent is prefix and child.tokens == tokens, "a prefix is misplaced"
-                prefixes.append(child)
-        assert found == self._place_of, "a page is lost to the tree, or findable by a wrong key"
-
     def _hold(self, page: int) -> None:
         if self._refs[page] == 0:
             del self._cached[page]

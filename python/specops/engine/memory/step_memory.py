@@ -2,14 +2,15 @@
 """The memory of steps: blocks that all steps share, and the arrays that a step has in them."""
 
 import math
-from typing import Any, Generic, Protocol, TypeVar
+from collections.abc import Sequence
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from specops.engine.memory.device import Device
+from specops.engine.device import Device
 from specops.engine.memory.step_shape import StepShape
 
 # Shapes whose views, or graphs, are kept; the one not used for longest goes first.
@@ -23,11 +24,7 @@ _NUMPY: dict[torch.dtype, Any] = {
 }
 
 
-class _HasShape(Protocol):
-    shape: StepShape
-
-
-S = TypeVar("S", bound=_HasShape)
+S = TypeVar("S")  # a step
 
 
 class Block:
@@ -88,11 +85,6 @@ class Array:
         """Lays the array into a block."""
         self.device, self.host = block.view(self.dtype, self.offset, self._shape)
 
-    def host_tensor(self, block: Block) -> Tensor:
-        """The host's side as a tensor."""
-        assert block.host is not None
-        return _view(block.host, self.dtype, self.offset, self._shape)
-
 
 class Layout:
     """Arrays one behind the other, from some offset of a block on."""
@@ -148,15 +140,18 @@ class StepMemory(Generic[S]):
         self.num_captures = 0
         self._blocks: dict[str, Block] = {}
         self._steps: dict[StepShape, S] = {}  # least recently used first
-        self._last: S | None = None  # of these, the one used most recently
+        # Of these, the one used most recently, and its shape.
+        self._last: S | None = None
+        self._last_shape: StepShape | None = None
 
     def find(self, shape: StepShape) -> S | None:
         """Returns the step of a shape if it is there."""
-        if self._last is not None and self._last.shape == shape:  # as it mostly is
+        if self._last_shape == shape:  # as it mostly is
             return self._last
         step = self._steps.pop(shape, None)
         if step is not None:
             self._steps[shape] = self._last = step
+            self._last_shape = shape
         return step
 
     def keep(self, shape: StepShape, step: S) -> None:
@@ -165,11 +160,21 @@ class StepMemory(Generic[S]):
         while len(self._steps) >= most:
             del self._steps[next(iter(self._steps))]
         self._steps[shape] = self._last = step
+        self._last_shape = shape
 
     def forget(self) -> None:
         """Drops all steps: what they use has moved."""
         self._steps.clear()
-        self._last = None
+        self._last = self._last_shape = None
+
+    def place(self, **layouts: Sequence[Layout]) -> None:
+        """Gives layouts their memory, by the names of blocks; of a block the last one ends last."""
+        # All blocks before any view: steps are dropped where one grows, and so may their views be.
+        for name, of_block in layouts.items():
+            self.block(name, of_block[-1].end)
+        for name, of_block in layouts.items():
+            for layout in of_block:
+                layout.place(self._blocks[name])
 
     def block(self, name: str, num_bytes: int) -> Block:
         """Returns a block of at least so many bytes.
@@ -190,7 +195,7 @@ class StepMemory(Generic[S]):
             size = -(-size // _ALIGNMENT) * _ALIGNMENT
             self.forget()
             if name == "exchange":
-                host = self.device.host_block(size)
+                host = self.device.host_block(size).zero_()  # ranks compare all of it
                 have = Block(self.device.device_block(size, host), host)
             elif name in ("workspace", "sums"):
                 have = Block(self.device.workspace(size))

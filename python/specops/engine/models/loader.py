@@ -17,6 +17,8 @@ from specops.engine.models.families import read_model_config
 from specops.engine.models.transformer import Transformer
 from specops.engine.models.weight_cache import WeightCache
 from specops.engine.models.weights import Checkpoint, WeightSettings, WeightSource
+from specops.engine.parallel.ranks import ALONE, Ranks
+from specops.engine.parallel.shards import Cut, Shares
 
 _DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 _KV_CACHE_DTYPES = {"auto": None, "int8": torch.int8, "fp8_e4m3": torch.float8_e4m3fn}
@@ -43,6 +45,7 @@ def load_model(
     quantization: str = "none",
     quantize_head: str = "none",
     weight_cache: WeightCache | None = None,
+    ranks: Ranks = ALONE,
 ) -> Transformer:
     """Loads a checkpoint of one of the families.
 
@@ -57,10 +60,11 @@ def load_model(
         quantization: of the layers' projections that the file has not quantized: `WeightSettings`.
         quantize_head: the same of the LM head. An embedding that is tied to it stays as it is.
         weight_cache: where packed weights are kept; None: nowhere.
+        ranks: that have a share of it each; this one's is loaded.
 
     Raises:
-        ModelError: a file or tensor is missing, damaged or misshapen, the kind is unsupported, or
-            an op does not run the model's shapes.
+        ModelError: a file or tensor is missing, damaged or misshapen, the kind is unsupported, an
+            op does not run the model's shapes, or the ranks cannot share it.
     """
     directory = Path(directory)
     if not directory.is_dir():
@@ -87,7 +91,7 @@ def load_model(
     )
     _refuse_what_ops_refuse(config, settings, kv_kind, file)
     source = settings.open(directory)
-    model = build(config, source, kv_kind, max_model_len or config.max_model_len)
+    model = build(config, source, kv_kind, max_model_len or config.max_model_len, ranks)
     _refuse_unread(config, source)
     return model
 
@@ -131,7 +135,11 @@ def place_of(config: ModelConfig, source: WeightSource) -> Place:
 
 
 def build(
-    config: ModelConfig, source: WeightSource, kv_dtype: torch.dtype, max_model_len: int
+    config: ModelConfig,
+    source: WeightSource,
+    kv_dtype: torch.dtype,
+    max_model_len: int,
+    ranks: Ranks = ALONE,
 ) -> Transformer:
     """Makes a model.
 
@@ -140,9 +148,10 @@ def build(
         source: of its weights.
         kv_dtype: of keys and values on pages.
         max_model_len: positions to prepare.
+        ranks: among whom it is shared out.
 
     Raises:
-        ModelError: a tensor is missing, or has another shape.
+        ModelError: a tensor is missing, has another shape, or cannot be shared out.
         ValueError: an op refuses a size.
     """
     # Up to the end of any page: drafting modules may run on behind the longest text.
@@ -154,6 +163,7 @@ def build(
         norm_eps=config.rms_norm_eps,
         kv_dtype=kv_dtype,
         ropes=RopeTables(max_positions, source.device),
+        ranks=ranks,
     )
     prefix = place_of(config, source).prefix
     shape = (config.vocab_size, config.hidden_size)
@@ -164,6 +174,7 @@ def build(
         shape[:1],
         config.hidden_size,
         quantization=source.settings.quantize_head,
+        cut=Cut(outputs=(Shares(ranks).of_vocabulary(config.vocab_size),)),
     )
     if config.embedding_scale != 1.0:  # to the same bits as rows that are scaled one by one
         embedding = embedding * torch.tensor(config.embedding_scale, dtype=source.dtype)
@@ -181,6 +192,7 @@ def build(
         settings=source.settings,
         cached=source.cached,
         ropes=loader.ropes,
+        ranks=ranks,
     )
 
 

@@ -20,6 +20,7 @@ from specops.engine.models.config import ModelConfig
 from specops.engine.models.kv import KvCache
 from specops.engine.models.weight_cache import CachedWeights
 from specops.engine.models.weights import WeightSettings
+from specops.engine.parallel.ranks import ALONE, Ranks
 
 
 class Transformer(LayerStack):
@@ -31,11 +32,12 @@ class Transformer(LayerStack):
         embedding: [vocab_size, hidden_size], scaled.
         layers: in order.
         final_norm: behind them.
-        lm_head: makes logits.
+        lm_head: makes logits; of the tokens of this rank.
         kv_dtype: of keys and values on pages.
         settings: how its weights were read.
         cached: where its packed weights are kept, if they are.
         ropes: the layers' tables, for those of drafting modules.
+        ranks: that have a share of it.
     """
 
     def __init__(
@@ -51,6 +53,7 @@ class Transformer(LayerStack):
         settings: WeightSettings,
         cached: CachedWeights | None,
         ropes: RopeTables,
+        ranks: Ranks = ALONE,
     ) -> None:
         super().__init__(
             layers,
@@ -64,7 +67,7 @@ class Transformer(LayerStack):
         self.embedding = embedding
         self.final_norm = final_norm
         self.kv_dtype, self.settings, self.ropes = kv_dtype, settings, ropes
-        self.cached = cached
+        self.cached, self.ranks = cached, ranks
         # The norm that follows each layer: the next layer's input norm, or the final one.
         self._next_norms = [layer.input_norm for layer in layers[1:]] + [final_norm]
         self._row_numbers = torch.empty(0, dtype=torch.int32, device=self.device)
@@ -72,6 +75,7 @@ class Transformer(LayerStack):
     def reserve(self, rows: int) -> None:
         """Allocates the buffers of steps with up to `rows` rows, which then stay where they are."""
         super().reserve(rows)
+        self.ranks.reserve(rows, self.hidden_size, self.device)
         if len(self._row_numbers) < rows:
             self._row_numbers = torch.arange(rows, dtype=torch.int32, device=self.device)
 
@@ -113,6 +117,18 @@ class Transformer(LayerStack):
                 numbers = self.row_numbers(residual.shape[0])
                 batching.gather_output_rows(residual, numbers, out=taps[index])
         return normed
+
+    def logits(
+        self, hidden: Tensor, *, out: Tensor | None = None, sums: Tensor | None = None
+    ) -> Tensor:
+        """Returns the fp32 logits [rows, vocabulary] of rows that `forward` returned."""
+        if self.ranks.size == 1:
+            return super().logits(hidden, out=out, sums=sums)
+        if out is None:
+            shape = (len(hidden), self.config.vocab_size)
+            out = torch.empty(shape, dtype=torch.float32, device=self.device)
+        self.ranks.join_columns(super().logits(hidden, sums=sums), out)
+        return out
 
     def row_numbers(self, rows: int) -> Tensor:
         """Returns 0, 1, 2 and so on, int32 [rows]: always the same memory."""

@@ -22,6 +22,7 @@ from specops.engine.checkpoints.directory import open_checkpoint, weight_files
 from specops.engine.checkpoints.fused import fused, rows_of
 from specops.engine.errors import ModelError
 from specops.engine.models.weight_cache import CachedWeights, WeightCache
+from specops.engine.parallel.shards import WHOLE, Cut, inputs_of, outputs_of
 from specops.quantization import QuantizedWeight, dequantize_weight, quantize_weight
 
 _SEED = 1  # of random weights
@@ -125,10 +126,16 @@ class WeightSource(ABC):
             weight = weight.float() + self.norm_offset
         return self._placed(weight)
 
-    def bias(self, prefix: str, parts: Sequence[str], outputs: Sequence[int]) -> Tensor:
+    def bias(
+        self, prefix: str, parts: Sequence[str], outputs: Sequence[int], *, cut: Cut = WHOLE
+    ) -> Tensor:
         """Returns the bias of a projection; see `linear`."""
         named = zip(parts, outputs, strict=True)
-        return torch.cat([self.tensor(f"{prefix}{part}.bias", size) for part, size in named])
+        biases = [self.tensor(f"{prefix}{part}.bias", size) for part, size in named]
+        if cut.outputs is not None:
+            kept = zip(biases, cut.outputs, strict=True)
+            biases = [one[rows.start : rows.stop] for one, rows in kept]
+        return torch.cat(biases)
 
     def linear(
         self,
@@ -140,6 +147,7 @@ class WeightSource(ABC):
         activation: str | None = None,
         quantization: str | None = None,
         rows: Tensor | None = None,
+        cut: Cut = WHOLE,
     ) -> PackedWeight:
         """Returns a projection.
 
@@ -153,16 +161,22 @@ class WeightSource(ABC):
             quantization: of this one; None: that of the layers' dense projections. A weight that
                 is quantized in its file stays as it is.
             rows: int32 [kept outputs], on the device: which outputs to keep; None: all.
+            cut: what this rank has of it. No number depends on it, but that groups of inputs that
+                are quantized as they are loaded end where it does.
+
+        Raises:
+            ModelError: a tensor is missing or has another shape, or cannot be cut there.
         """
         names = [f"{prefix}{part}.weight" for part in parts]
         quantization = quantization or self.settings.quantization
         quantization = _OF_DENSE.get(quantization, quantization)
 
         def make() -> PackedWeight:
-            return self._pack(names, outputs, inputs, activation, quantization, rows)
+            return self._pack(names, outputs, inputs, activation, quantization, cut, rows)
 
         kept = None if rows is None else rows.tolist()
-        return self._kept(names, outputs, inputs, activation, quantization, kept, make=make)
+        what = (outputs, inputs, activation, quantization, kept, cut.key)
+        return self._kept(names, *what, make=make)
 
     def experts(
         self,
@@ -173,30 +187,40 @@ class WeightSource(ABC):
         inputs: int,
         *,
         activation: str | None = None,
+        cut: Cut = WHOLE,
     ) -> PackedWeight:
         """Returns a projection of each expert, one behind the other; see `moe.stack_experts`.
 
         Args:
             prefix: what the names of all experts begin with; the expert's number follows.
             num_experts: how many there are.
-            parts, outputs, inputs, activation: of one; see `linear`.
+            parts, outputs, inputs, activation, cut: of one; see `linear`.
         """
         each = [[f"{prefix}{e}.{part}.weight" for part in parts] for e in range(num_experts)]
         quantization = self.settings.quantization
         quantization = _OF_EXPERTS.get(quantization, quantization)
 
         def make() -> PackedWeight:
-            packed = (self._pack(one, outputs, inputs, activation, quantization) for one in each)
+            packed = (
+                self._pack(one, outputs, inputs, activation, quantization, cut) for one in each
+            )
             return moe.stack_experts(packed, num_experts)
 
         names = [name for one in each for name in one]
-        return self._kept(names, outputs, inputs, activation, quantization, "experts", make=make)
+        what = (outputs, inputs, activation, quantization, "experts", cut.key)
+        return self._kept(names, *what, make=make)
 
     def expert_biases(
-        self, prefix: str, num_experts: int, parts: Sequence[str], outputs: Sequence[int]
+        self,
+        prefix: str,
+        num_experts: int,
+        parts: Sequence[str],
+        outputs: Sequence[int],
+        *,
+        cut: Cut = WHOLE,
     ) -> Tensor:
         """Returns the biases [num_experts, outputs] of a projection; see `experts`."""
-        each = (self.bias(f"{prefix}{e}.", parts, outputs) for e in range(num_experts))
+        each = (self.bias(f"{prefix}{e}.", parts, outputs, cut=cut) for e in range(num_experts))
         return torch.stack(list(each))
 
     def _pack(
@@ -206,24 +230,41 @@ class WeightSource(ABC):
         inputs: int,
         activation: str | None,
         quantization: str,
+        cut: Cut,
         rows: Tensor | None = None,
     ) -> PackedWeight:
-        named = zip(names, outputs, strict=True)
-        weights = [self._load(name, (size, inputs)) for name, size in named]
+        weights = [
+            self._load(name, (size, inputs)) for name, size in zip(names, outputs, strict=True)
+        ]
+        if cut.outputs is not None:
+            kept = zip(weights, cut.outputs, names, strict=True)
+            weights = [outputs_of(*one) for one in kept]
+        rounds = quantization != "none" and isinstance(weights[0], Tensor)
+        if cut.inputs is not None and not rounds:  # only what is kept is read
+            weights = [
+                inputs_of(one, cut.inputs, name) for one, name in zip(weights, names, strict=True)
+            ]
         weight = fused([self._on_device(one) for one in weights], names)
         if rows is not None:
             weight = rows_of(weight, rows)
-        return self._packed(weight, quantization, activation)
-
-    def _packed(
-        self, weight: Tensor | QuantizedWeight, quantization: str, activation: str | None
-    ) -> PackedWeight:
-        """A weight that is not quantized yet is rounded as it says, and packed."""
-        if isinstance(weight, Tensor) and quantization != "none":
-            group = 64 if weight.shape[1] % 128 else 128
-            kind = {"wint8": ("int8", 0), "wint4": ("int4", group)}[quantization]
-            weight = quantize_weight(weight, kind=kind[0], group=kind[1])
+        if rounds:
+            weight = self._rounded(weight, quantization, cut.inputs)
+            if cut.inputs is not None:
+                weight = inputs_of(weight, cut.inputs, names[0])
         return dense.pack_weight(weight, activation=activation)
+
+    def _rounded(
+        self, weight: Tensor | QuantizedWeight, quantization: str, inputs: range | None
+    ) -> Tensor | QuantizedWeight:
+        """A weight that is not quantized yet, quantized as it says: groups end where inputs do."""
+        if not isinstance(weight, Tensor):
+            return weight
+        if inputs is None:
+            group = 64 if weight.shape[1] % 128 else 128
+        else:
+            group = next((size for size in (128, 64, 32) if not len(inputs) % size), 64)
+        kind = {"wint8": ("int8", 0), "wint4": ("int4", group)}[quantization]
+        return quantize_weight(weight, kind=kind[0], group=kind[1])
 
     def _kept(
         self, names: Sequence[str], *what: Any, make: Callable[[], PackedWeight]
@@ -325,9 +366,12 @@ class RandomWeights(WeightSource):
         """Returns ones."""
         return torch.ones(width, dtype=self.dtype, device=self.device)
 
-    def bias(self, prefix: str, parts: Sequence[str], outputs: Sequence[int]) -> Tensor:
+    def bias(
+        self, prefix: str, parts: Sequence[str], outputs: Sequence[int], *, cut: Cut = WHOLE
+    ) -> Tensor:
         """Returns zeros."""
-        return torch.zeros(sum(outputs), dtype=self.dtype, device=self.device)
+        kept = outputs if cut.outputs is None else [len(one) for one in cut.outputs]
+        return torch.zeros(sum(kept), dtype=self.dtype, device=self.device)
 
     def _load(self, name: str, shape: tuple[int, ...]) -> Tensor:
         weight = torch.empty(shape, dtype=self.dtype, device=self.device)

@@ -72,27 +72,8 @@ def _plan_chunk(
         return 0
     shares.take(request, rows)
     part = slots.part(request, rows, emits=rows == missing and not request.has_no_output)
-    if request.prompt_logprobs is not None:
-        part.prompt_rows = _prompt_rows(request, request.num_computed + rows)
+    if (wanted := request.prompt_logprobs) is not None:
+        end = part.begin + rows
+        part.prompt_rows = PromptRows.missing(part.request_id, part.slot, wanted, part.begin, end)
     plan.parts.append(part)
     return rows
-
-
-def _prompt_rows(request: Request, end: int) -> PromptRows | None:
-    """The rows before some position whose prompt tokens have no logprob yet.
-
-    After a preemption, rows of tokens that have theirs come again.
-    """
-    wanted = request.prompt_logprobs
-    assert wanted is not None
-    begin, end = wanted.num_scored, min(end, request.prompt_len - 1)
-    if end <= begin:
-        return None
-    return PromptRows(
-        request.request_id,
-        request.slot,
-        row=begin - request.num_computed,
-        position=begin + 1,
-        token_ids=request.token_ids[begin + 1 : end + 1],
-        num_alternatives=wanted.num_alternatives,
-    )

@@ -8,6 +8,7 @@ reads requests and pages, and answers with a plan: it asks nobody, and tells nob
 from collections.abc import Callable, Set
 from itertools import chain
 
+from specops.engine.config import EngineConfig
 from specops.engine.memory.kv_cache import PagePool
 from specops.engine.plan import Plan
 from specops.engine.request import Request
@@ -25,9 +26,7 @@ class Scheduler(Slots):
 
     Args:
         pool: of pages.
-        max_num_seqs: slots.
-        max_num_batched_tokens: rows of a step.
-        max_total_draft_tokens: drafts of a step.
+        config: of the engine: its slots, and the rows and drafts of a step.
         free_rows: that a step computes in the time that it takes however few it has; None: a step
             is never made shorter for the sake of an owner with few rows.
         prefix_finder: finds what the requests of a step share; None: nobody asks.
@@ -36,17 +35,15 @@ class Scheduler(Slots):
     def __init__(
         self,
         pool: PagePool,
+        config: EngineConfig,
         *,
-        max_num_seqs: int,
-        max_num_batched_tokens: int,
-        max_total_draft_tokens: int | None = None,
         free_rows: int | None = None,
         prefix_finder: PrefixFinder | None = None,
     ) -> None:
-        super().__init__(pool, max_num_seqs)
-        self._max_rows = self._max_drafts = max_num_batched_tokens
-        if max_total_draft_tokens is not None:
-            self._max_drafts = min(self._max_rows, max_total_draft_tokens)
+        super().__init__(pool, config.max_num_seqs)
+        self._max_rows = self._max_drafts = config.max_num_batched_tokens
+        if (most := config.speculative_config.max_total_draft_tokens) is not None:
+            self._max_drafts = min(self._max_rows, most)
         self._free_rows = free_rows
         self._prefix_finder = prefix_finder
         self._num_steps = 0

@@ -24,7 +24,6 @@ class Slots:
         running: those with one, in order of arrival.
         at: the same, by slot.
         shares: who is next, and who gives way.
-        num_preemptions: slots that were taken away again.
     """
 
     def __init__(self, pool: PagePool, max_num_seqs: int) -> None:
@@ -33,7 +32,6 @@ class Slots:
         self.running: list[Request] = []
         self.at: dict[int, Request] = {}
         self.shares = Shares(self.running)
-        self.num_preemptions = 0
         self._free_slots = list(range(max_num_seqs - 1, -1, -1))
         # How many had come and gone, and how many waited, when nobody could get a slot any more.
         self._num_changes = 0
@@ -134,7 +132,6 @@ class Slots:
         self._give_back(request)
         request.num_computed = request.num_final_draft_kv = 0
         request.was_preempted = True
-        self.num_preemptions += 1
         self.waiting.appendleft(request)
 
     def lend_behind(self, request: Request, num_tokens: int) -> None:

@@ -2,7 +2,6 @@
 """Runs planned steps: fills a step's arrays, has it run, and reads what came of it."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -12,19 +11,20 @@ from numpy.typing import NDArray
 import specops
 from specops.batching import OutputMode
 from specops.engine.config import EngineConfig
-from specops.engine.drafters.base import Proposals
+from specops.engine.device import Device
 from specops.engine.drafters.drafting import Drafting
 from specops.engine.emitted import Emitted
-from specops.engine.memory.device import Device
+from specops.engine.features import Feature
 from specops.engine.memory.step_memory import StepMemory
 from specops.engine.memory.step_shape import StepShape, page_capacity, rounded, rung
 from specops.engine.models import Transformer
-from specops.engine.outputs import PromptScores, StepDrafts, TokenLogprob
+from specops.engine.outputs import StepDrafts, TokenLogprob
 from specops.engine.plan import Part, Plan, PrefixGroups
 from specops.engine.prompt_logprobs import PromptScorer
-from specops.engine.request import Feature, Request
+from specops.engine.request import Request
 from specops.engine.steps.slot_tables import SlotTables
 from specops.engine.steps.step import (
+    FILTERS,
     FINISH_REASONS,
     LENS,
     POSITIONS,
@@ -33,8 +33,7 @@ from specops.engine.steps.step import (
     THINKING_STATE,
     RequestRow,
     RunnerParts,
-    SamplingFloats,
-    SamplingInts,
+    SamplingRow,
     SlotState,
     Step,
 )
@@ -48,17 +47,6 @@ _POLICIES = {policy.name.lower(): int(policy) for policy in AcceptPolicy}
 _NONE, _LAST, _ALL = int(OutputMode.NONE), int(OutputMode.LAST), int(OutputMode.ALL)
 
 
-@dataclass(frozen=True, slots=True)
-class _Asked:
-    """What a request asks of its steps, beside what is in arrays."""
-
-    features: int
-    logprobs: int  # alternatives beside each token; -1: no logprobs
-    reports_drafts: bool
-    has_mask: bool  # of allowed tokens, in the tables
-    rates: list[float]  # of forced acceptance
-
-
 class Runner:
     """Owns the model's cache and what the steps need to know of every running request.
 
@@ -68,6 +56,10 @@ class Runner:
         drafting: the drafters, with their pages allocated.
         config: of the engine; `max_num_seqs` slots, `max_num_batched_tokens` rows a step.
         num_pages: pages of the KV cache.
+
+    Attributes:
+        memory: of the steps.
+        draft_seconds: that drafters took within the last step.
     """
 
     def __init__(
@@ -84,16 +76,15 @@ class Runner:
         slots, max_rows = config.max_num_seqs, config.max_num_batched_tokens
         processed_logprobs = config.logprobs_mode == "processed_logprobs"
         model.reserve(max_rows)
-        # By slot, gathered into every step; `SamplingFloats`, `SamplingInts` and `SlotState`.
-        self._floats: NDArray[np.float32]
-        self._floats = np.zeros((len(SamplingFloats._fields), slots), dtype=np.float32)
-        self._ints: NDArray[np.int32]
-        self._ints = np.zeros((len(SamplingInts._fields), slots), dtype=np.int32)
+        # By slot, gathered into every step; `SamplingRow` and `SlotState`.
+        self._sampling: NDArray[np.int32]
+        self._sampling = np.zeros((len(SamplingRow._fields), slots), dtype=np.int32)
+        self._sampled = SamplingRow.of(self._sampling, np.float32)
         self._seeds: NDArray[np.int64] = np.zeros(slots, dtype=np.int64)
         self._state: NDArray[np.int32] = np.zeros((len(SlotState._fields), slots), dtype=np.int32)
-        self._asked: dict[int, _Asked] = {}
+        self._running: dict[int, Request] = {}  # by slot
         pages = slots * -(-model.max_model_len // page_size)
-        self._memory: StepMemory[Step] = StepMemory(
+        self.memory: StepMemory[Step] = StepMemory(
             device, StepShape(slots, max_rows, max_rows, max_rows - 1, pages)
         )
         self._tables = SlotTables(slots, model.max_model_len, model.config.vocab_size, model.device)
@@ -113,36 +104,19 @@ class Runner:
             processed_logprobs=processed_logprobs,
         )
         self._prompt_scorer = PromptScorer(model, device, processed_logprobs=processed_logprobs)
-        self._num_failures = 0  # of drafters, when the steps of `_memory` were made
+        self._num_failures = 0  # of drafters, when the steps of `memory` were made
         self._step: Step | None = None  # the last one that was launched, if one was
-        self._places: dict[int, int] = {}  # in it, of requests that may draw drafts, by slot
-        self._sources: dict[int, list[str]] = {}  # in it, of drafts that are reported, by slot
-
-    @property
-    def num_captures(self) -> int:
-        """Graphs captured so far."""
-        return self._memory.num_captures
-
-    @property
-    def draft_seconds(self) -> float:
-        """What drafters took within the last step."""
-        return self._step.draft_seconds if self._step else 0.0
+        self.draft_seconds = 0.0
 
     def start(self, request: Request) -> None:
         """Writes a request that got a slot into the per-slot arrays."""
         slot, params, config = request.slot, request.params, request.speculative
-        self._floats[:, slot] = SamplingFloats(
-            temperature=params.temperature,
-            top_p=params.top_p,
-            min_p=params.min_p,
-            typical_p=params.typical_p,
-        )
-        self._ints[:, slot] = SamplingInts(
-            top_k=params.top_k,
-            choice_index=request.choice_index,
-            strategy=_STRATEGIES[config.verify_strategy],
-            policy=_POLICIES[config.accept_policy],
-        )
+        sampled = self._sampled
+        for name in FILTERS:
+            getattr(sampled, name)[slot] = getattr(params, name)
+        sampled.choice_index[slot] = request.choice_index
+        sampled.strategy[slot] = _STRATEGIES[config.verify_strategy]
+        sampled.policy[slot] = _POLICIES[config.accept_policy]
         self._seeds[slot] = request.seed
         self._state[:, slot] = SlotState(
             prompt_lens=request.prompt_len,
@@ -152,13 +126,7 @@ class Runner:
             stop_indices=-1,
             thinking_state=request.thinking_state,
         )
-        self._asked[slot] = _Asked(
-            features=request.features,
-            logprobs=-1 if params.logprobs is None else params.logprobs,
-            reports_drafts=params.report_drafts,
-            has_mask=params.allowed_token_ids is not None,
-            rates=config.conditional_acceptance_rates(),
-        )
+        self._running[slot] = request
         ends = request.think_end_token_id, len(request.inject_token_ids)
         self._masks.start(slot, TokenRule(request.grammar, params.allowed_token_ids, *ends))
         has_moved = True  # perhaps, where one of these raises
@@ -166,7 +134,7 @@ class Runner:
             has_moved = self._tables.start(request) | self._drafting.start(request)
         finally:
             if has_moved:
-                self._memory.forget()
+                self.memory.forget()
 
     def stop(self, request: Request, slot: int) -> None:
         """Forgets a request that loses its slot; it may come back."""
@@ -178,11 +146,6 @@ class Runner:
         if request.slot >= 0:
             self.stop(request, request.slot)
         self._drafting.leave(request)
-
-    def forget(self) -> None:
-        """Forgets the steps made so far and what drafters have proposed."""
-        self._memory.forget()
-        self._drafting.forget()
 
     def launch(self, plan: Plan, *, even_if_idle: bool = False) -> None:
         """Begins to compute the rows of a step.
@@ -219,22 +182,18 @@ class Runner:
         if step is None:
             return []
         step.wait()
+        self.draft_seconds = step.draft_seconds
         if not parts:
             return []
-        scores: dict[str, list[PromptScores]] = {}
-        if step.shape.rows != step.shape.outputs:  # there are chunks of prompts
-            scores = self._score_prompts(plan)
-        self._take_proposals(step, plan)
         emitted = self._emitted(parts, step) if step.shape.outputs else [Emitted() for _ in parts]
-        for part, one in zip(parts, emitted, strict=True) if scores else ():
-            one.prompt_scores = scores.get(part.request_id, ())
-        if step.shape.features & Feature.DRAFT_PROBS:
-            self._places = {part.slot: place for place, part in enumerate(parts)}
-        if step.shape.features & Feature.ENDINGS:
-            state = step.arrays.slot_state.host[THINKING_STATE]
-            self._state[THINKING_STATE] = state
-            for part, one in zip(parts, emitted, strict=True):
-                one.thinking_state = int(state[part.slot])
+        if step.shape.rows != step.shape.outputs:  # there are chunks of prompts
+            rows = [(part.num_rows, part.prompt_rows) for part in parts]
+            scores = self._prompt_scorer.score(rows, self._sampling_of, plan.fail)
+            for part, one in zip(parts, emitted, strict=True) if scores else ():
+                one.prompt_scores = scores.get(part.request_id, ())
+        arrays = step.arrays
+        proposed = arrays.proposed_token_ids.host, arrays.num_proposed.host
+        self._drafting.read(plan, *proposed, arrays.drafters)
         return emitted
 
     def commit(self, request: Request) -> None:
@@ -245,10 +204,8 @@ class Runner:
         """Has the drafters go on when all requests of a step are committed."""
         step = self._step
         assert step is not None, "the step has been run"
-        if not self._drafting.width:  # nobody has ever drafted
-            return
         count = len(plan.parts)
-        requests, tokens = step.arrays.requests.host, step.arrays.token_tensor
+        requests, tokens = step.arrays.requests.host, step.arrays.emitted
         self._drafting.finish(
             plan,
             slots=requests[SLOTS, :count],
@@ -257,60 +214,23 @@ class Runner:
             lens=self._state[LENS],
         )
 
-    def _score_prompts(self, plan: Plan) -> dict[str, list[PromptScores]]:
-        """What a step's rows say of prompts, by request."""
-        first, wanted = 0, []
-        for part in plan.parts:
-            if part.prompt_rows is not None:
-                wanted.append(replace(part.prompt_rows, row=first + part.prompt_rows.row))
-            first += part.num_rows
-        if not wanted:
-            return {}
-        return self._prompt_scorer.score(wanted, first, self._sampling_of, plan.fail)
-
     def _sampling_of(self, slots: Sequence[int]) -> dict[str, NDArray[Any]]:
         """The sampling parameters of some slots, by name."""
-        places = list(slots)
-        floats = SamplingFloats(*self._floats[:, places])._asdict()
-        ints = SamplingInts(*self._ints[:, places])
-        return {**floats, "top_k": ints.top_k, "strategy": ints.strategy}
-
-    def _take_proposals(self, step: Step, plan: Plan) -> None:
-        """Copies what drafters on the device proposed: the next step's inputs may lie there.
-
-        What there is for requests that were not in the step stays. But what drafts were drawn from
-        is known for one step only, so where that matters they are gone.
-        """
-        proposals: Proposals = self._drafting.proposals
-        if not step.shape.proposals:
-            return
-        draws = Feature.DRAFT_PROBS
-        kept = [slot for slot in plan.paused if not self._asked[slot].features & draws]
-        before = proposals.of_slots(kept) if kept else None
-        proposals.confidences.fill(0)
-        proposals.are_trees.fill(False)
-        proposals.stages.fill(0)
-        if step.shape.drafters:
-            proposals.token_ids[:] = step.arrays.proposed_token_ids.host
-            proposals.counts[:] = step.arrays.num_proposed.host
-        else:
-            proposals.counts.fill(0)
-        if before is not None:
-            proposals.put(kept, before)
-        self._drafting.read(step.arrays.drafters)
+        names = (*FILTERS, "strategy")
+        return {name: getattr(self._sampled, name)[list(slots)] for name in names}
 
     def _step_of(self, plan: Plan) -> Step:
         """The step of the plan's shape, or of the shape that is rounded up to."""
         if self._num_failures != self._drafting.num_failures:
             self._num_failures = self._drafting.num_failures
-            self._memory.forget()
+            self.memory.forget()
         shape = self._shape_of(plan)
-        step = self._memory.find(shape)
+        step = self.memory.find(shape)
         if step is None:
-            step = Step(shape, self._memory, self._parts)
+            step = Step(shape, self.memory, self._parts)
             # Prefill chunks come in every size: they must not crowd out what was captured.
             if shape.rows == shape.outputs or not self._device.captures:
-                self._memory.keep(shape, step)
+                self.memory.keep(shape, step)
         return step
 
     def _shape_of(self, plan: Plan) -> StepShape:
@@ -321,11 +241,12 @@ class Runner:
             rows += part.num_rows
             pages += len(part.pages)
             if part.emits:
-                asked = self._asked[part.slot]
+                request = self._running[part.slot]
                 outputs += 1 + part.num_drafts
                 width = max(width, part.num_drafts)
-                features |= asked.features
-                logprobs = max(logprobs, asked.logprobs)
+                features |= request.features
+                if request.params.logprobs is not None:
+                    logprobs = max(logprobs, request.params.logprobs)
         if features & Feature.DRAFT_PROBS and self._drafting.draft_probs.probs is None:
             features &= ~Feature.DRAFT_PROBS  # whoever would have written them has failed
         proposals = self._drafting.width
@@ -339,7 +260,7 @@ class Runner:
             shape = shape._replace(trees=tree_shape(parts, self._page_size))
         if features & Feature.PROCESSORS and (masks := self._masks.num_rows(parts)):
             shape = shape._replace(masks=rung(masks))
-        most = self._memory.most
+        most = self.memory.most
         if rows == outputs and (self._device.captures or not parts):
             shape = rounded(shape, most)
         else:
@@ -353,9 +274,8 @@ class Runner:
         columns: list[tuple[int, int, int, int, int, int]] = []
         page_ends = [0]
         token_ids, page_ids = arrays.token_ids.host, arrays.kv_indices.host
-        self._sources.clear()
         for index, part in enumerate(parts):
-            count, slot, asked = part.num_rows, part.slot, self._asked[part.slot]
+            count, slot, features = part.num_rows, part.slot, self._running[part.slot].features
             mode = _LAST if part.emits else _NONE
             if count == 1:
                 token_ids[row] = part.token_ids[0]
@@ -365,12 +285,10 @@ class Runner:
                 token_ids[row] = part.token_ids[0]
                 token_ids[row + 1 : row + count] = drafts
                 arrays.draft_token_ids.host[index, : part.num_drafts] = drafts
-                if asked.reports_drafts:
-                    self._sources[slot] = drafting.sources_of(slot, part.num_drafts)
             else:
                 token_ids[row : row + count] = part.token_ids
             row += count
-            changes = slot if asked.features & Feature.PROCESSORS else -1
+            changes = slot if features & Feature.PROCESSORS else -1
             # The order of `RequestRow`.
             columns.append((count, part.begin + count, mode, part.num_tokens, slot, changes))
             page_ids[page : page + len(part.pages)] = part.pages
@@ -380,9 +298,9 @@ class Runner:
         if plan.prefixes is not None:
             _fill_prefixes(step, plan.prefixes)
         if arrays.trees is not None:
-            lens = RequestRow(*arrays.requests.host)
+            qo_lens, kv_lens, *_ = arrays.requests.host
             lists = arrays.kv_indptr.host, arrays.kv_indices.host
-            arrays.trees.fill(parts, lens.qo_lens, lens.kv_lens, *lists)
+            arrays.trees.fill(parts, (qo_lens, kv_lens, *lists))
         if step.shape.features & (Feature.PROCESSORS | Feature.ACCEPT_RATES | Feature.DRAFT_PROBS):
             self._fill_features(step, plan)
         if step.shape.rows > row:  # rows of no request, with a token that there is
@@ -400,8 +318,7 @@ class Runner:
         requests[:, :batch] = np.array(columns, dtype=np.int32).T
         arrays.kv_indptr.host[: batch + 1] = page_ends
         slots = requests[SLOTS, :batch]
-        arrays.sampling_floats.host[:, :batch] = self._floats[:, slots]
-        arrays.sampling_ints.host[:, :batch] = self._ints[:, slots]
+        arrays.sampling.host[:, :batch] = self._sampling[:, slots]
         arrays.seeds.host[:batch] = self._seeds[slots]
         arrays.slot_state.host[:] = self._state
         arrays.num_proposed.host.fill(0)
@@ -410,8 +327,7 @@ class Runner:
             padding = RequestRow(*requests[:, batch:])
             padding.slots.fill(-1)
             padding.processor_slots.fill(-1)
-            arrays.sampling_floats.host[:, batch:] = 0
-            arrays.sampling_ints.host[:, batch:] = 0
+            arrays.sampling.host[:, batch:] = 0
             arrays.kv_indptr.host[batch + 1 :] = page_ends[-1]
 
     def _fill_features(self, step: Step, plan: Plan) -> None:
@@ -424,20 +340,15 @@ class Runner:
             masks, indices = arrays.token_masks.host, arrays.mask_indices.host
             thinking = self._state[THINKING_STATE]
             self._masks.fill(plan, self._drafting.drafts_of, thinking, masks, indices)
-        row = 0  # with logits
         for index, part in enumerate(parts):
             if not part.emits:
                 continue
-            asked, slot, count = self._asked[part.slot], part.slot, 1 + part.num_drafts
-            if asked.has_mask and not step.shape.masks:
-                arrays.mask_indices.host[row : row + count] = slot
-            if asked.features & Feature.ACCEPT_RATES:
-                rates = asked.rates[: step.shape.width]
+            request = self._running[part.slot]
+            if request.features & Feature.ACCEPT_RATES:
+                rates = request.speculative.conditional_acceptance_rates()[: step.shape.width]
                 arrays.accept_rates.host[index, : len(rates)] = rates
-            if asked.features & Feature.DRAFT_PROBS and part.num_drafts:
-                place = self._places[slot]
-                arrays.draft_prob_rows.host[index] = self._drafting.draft_prob_row(slot, place)
-            row += count
+            if request.features & Feature.DRAFT_PROBS and part.num_drafts:
+                arrays.draft_prob_rows.host[index] = self._drafting.draft_prob_row(part.slot)
 
     def _emitted(self, parts: Sequence[Part], step: Step) -> list[Emitted]:
         """What each request of a plan emitted, from a step's results."""
@@ -447,15 +358,21 @@ class Runner:
         counts = arrays.num_committed.host[:count].tolist()
         state = arrays.slot_state.host
         reasons, stops = state[FINISH_REASONS].tolist(), state[STOP_INDICES].tolist()
+        thinks = bool(step.shape.features & Feature.ENDINGS)
+        if thinks:
+            self._state[THINKING_STATE] = state[THINKING_STATE]
         emitted = []
         for index, part in enumerate(parts):
             path: Sequence[int] = range(accepted[index])
             if part.draft_parents is not None and arrays.trees is not None:
                 path = arrays.trees.accepted_nodes.host[index, : len(path)].tolist()
             one = Emitted(tokens[index][: counts[index]], path, [])
+            if thinks:
+                one.thinking_state = int(state[THINKING_STATE, part.slot])
             if reason := reasons[part.slot]:
                 one.finish_reason, one.stop_index = FinishReason(reason), stops[part.slot]
-            if sources := self._sources.get(part.slot):
+            if part.num_drafts and self._running[part.slot].params.report_drafts:
+                sources = self._drafting.sources_of(part.slot, part.num_drafts)
                 drafts = arrays.draft_token_ids.host[index, : part.num_drafts].tolist()
                 parents = list(part.draft_parents or range(-1, part.num_drafts - 1))
                 one.drafts = StepDrafts(drafts, parents, sources, list(path))
@@ -474,8 +391,8 @@ class Runner:
         ids, values = arrays.top_ids.host.tolist(), arrays.top_logprobs.host.tolist()
         first = 0  # of the request's output rows
         for index, (part, result) in enumerate(zip(parts, emitted, strict=True)):
-            wanted = self._asked[part.slot].logprobs
-            if wanted >= 0:
+            wanted = self._running[part.slot].params.logprobs
+            if wanted is not None:
                 # Each token was chosen by the row of the draft before it, the first by the root.
                 rows = [first, *(first + 1 + node for node in result.accepted)]
                 for column, token_id in enumerate(result.token_ids):

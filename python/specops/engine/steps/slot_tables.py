@@ -14,8 +14,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from specops.engine.memory.step_shape import rung
 from specops.engine.request import Request
-from specops.engine.structured.step_masks import token_mask
 from specops.sampling import LogitsProcessors, count_tokens
 
 # By table: what a row holds that asks for nothing. Those that end requests, that change logits, and
@@ -35,7 +35,6 @@ _PROCESSORS: dict[str, float] = {
     "logit_bias": 0.0,
     "bad_words": -1,
     "min_tokens": 0,
-    "allowed_token_mask": 0,
 }
 _COUNTS: dict[str, float] = {"counted_token_ids": -1, "token_counts": 0}
 _OFF = {"stop_token_ids": -1, **_ENDINGS, **_PROCESSORS, **_COUNTS}
@@ -97,13 +96,15 @@ class SlotTables:
         params = request.params
         # One that is 0 asks for nothing, and would have no row in a table that is not there.
         biases = [(token_id, bias) for token_id, bias in params.bias() if np.float32(bias)]
+        budgets = params.reasoning_max_tokens, params.response_max_tokens
+        thinking, reply = (-1 if budget is None else budget for budget in budgets)
         asked: dict[str, Any] = {
             "stop_token_ids": request.stop_token_ids,
             "min_tokens": params.min_tokens,
             "stop_sequences": _rectangle(params.stop_token_sequences),
             "think_end_token_id": request.think_end_token_id,
-            "thinking_budget": _or_off(params.reasoning_max_tokens),
-            "reply_budget": _or_off(params.response_max_tokens),
+            "thinking_budget": thinking,
+            "reply_budget": reply,
             "inject_token_ids": request.inject_token_ids,
             "repetition_penalty": params.repetition_penalty,
             "presence_penalty": params.presence_penalty,
@@ -112,8 +113,6 @@ class SlotTables:
             "logit_bias": [bias for _, bias in biases],
             "bad_words": _rectangle(request.bad_words),
         }
-        if params.allowed_token_ids is not None:
-            asked["allowed_token_mask"] = token_mask(params.allowed_token_ids, self._vocab_size)
         rows = {name: np.asarray(row, dtype=_dtype_of(name)) for name, row in asked.items()}
         return {
             name: row
@@ -134,16 +133,14 @@ class SlotTables:
             slots: [batch], int32. Of each request that asks for any of it; -1 for others.
             prompt_lens: [slots], int32.
             mask_indices: [rows of logits], int32.
-            token_masks: [masks, words], int32. Those of the step, in the place of the table's.
+            token_masks: [masks, words], int32; None: all tokens are allowed.
         """
         given = {name: self._tables.get(name) for name in (*_PROCESSORS, *_COUNTS)}
         given["stop_token_ids"] = self._tables.get("stop_token_ids")
         if given["stop_token_ids"] is None:
             given["min_tokens"] = None  # there is nothing to hold back
         if token_masks is not None:
-            given["allowed_token_mask"] = token_masks
-        if given["allowed_token_mask"] is not None:
-            given["mask_indices"] = mask_indices
+            given |= {"allowed_token_mask": token_masks, "mask_indices": mask_indices}
         return LogitsProcessors(
             slots=slots, token_ids=self.token_ids, prompt_lens=prompt_lens, **given
         )
@@ -178,9 +175,11 @@ class SlotTables:
         have = [0] * len(shape) if old is None else list(old.shape[1:])
         if old is not None and all(got >= want for got, want in zip(have, shape, strict=True)):
             return None
-        sizes = [max(got, _rung(want)) for got, want in zip(have, shape, strict=True)]
-        if name == "allowed_token_mask":
-            sizes = list(shape)
+        # At least 4 entries, so that tables are seldom widened.
+        sizes = [
+            max(got, max(4, rung(want)) if want else 0)
+            for got, want in zip(have, shape, strict=True)
+        ]
         dtype = torch.from_numpy(np.empty(0, _dtype_of(name))).dtype
         table = torch.full((self._slots, *sizes), _OFF[name], dtype=dtype, device=self._device)
         if old is not None:
@@ -208,15 +207,6 @@ class SlotTables:
 
 def _dtype_of(name: str) -> Any:
     return np.float32 if isinstance(_OFF[name], float) else np.int32
-
-
-def _rung(size: int) -> int:
-    """The next power of two, at least 4, so that tables are seldom widened."""
-    return max(4, 1 << (size - 1).bit_length()) if size else 0
-
-
-def _or_off(value: int | None) -> int:
-    return -1 if value is None else value
 
 
 def _rectangle(sequences: Sequence[Sequence[int]]) -> NDArray[np.int32]:

@@ -16,16 +16,15 @@ from torch import Tensor
 
 import specops
 from specops import batching, sampling
-from specops.batching import BatchIndices
+from specops.engine.device import raise_reported
 from specops.engine.drafters.base import TargetStep
 from specops.engine.drafters.drafting import Drafting
-from specops.engine.memory.device import raise_reported
-from specops.engine.memory.step_memory import Array, Layout, StepMemory
+from specops.engine.features import Feature
+from specops.engine.memory.step_memory import Block, Layout, StepMemory
 from specops.engine.memory.step_shape import StepShape
 from specops.engine.models import KvCache, StepBatch, Transformer
-from specops.engine.request import Feature
 from specops.engine.steps.slot_tables import SlotTables
-from specops.engine.steps.step_trees import StepTrees
+from specops.engine.steps.step_trees import StepTrees, batch_indices, index_arrays
 
 
 class RequestRow(NamedTuple):
@@ -39,22 +38,29 @@ class RequestRow(NamedTuple):
     processor_slots: Any  # -1: nothing changes its logits
 
 
-class SamplingFloats(NamedTuple):
-    """Sampling parameters of a request, as `sampling.verify` has them; float32."""
+class SamplingRow(NamedTuple):
+    """Sampling parameters of every request, as `sampling.verify` has them.
+
+    They lie in one int32 array; the first ones are the bits of float32.
+    """
 
     temperature: Any
     top_p: Any
     min_p: Any
     typical_p: Any
-
-
-class SamplingInts(NamedTuple):
-    """The others; int32."""
-
     top_k: Any
     choice_index: Any
     strategy: Any
     policy: Any
+
+    @classmethod
+    def of(cls, array: Any, float32: Any) -> "SamplingRow":
+        """The rows of such an array, of numpy or of torch, with the dtype `float32` of either."""
+        return cls(*array[:_NUM_FLOATS].view(float32), *array[_NUM_FLOATS:])
+
+
+_NUM_FLOATS = 4
+FILTERS = SamplingRow._fields[: _NUM_FLOATS + 1]  # what a token is chosen by
 
 
 class SlotState(NamedTuple):
@@ -120,61 +126,58 @@ class Exchange:
         self.num_proposed = shared.int32(slots)  # zeros go in
         self.inputs = inputs = Layout(shared.end)
         self.requests = inputs.int32(len(RequestRow._fields), batch)
-        self.sampling_floats = inputs.float32(len(SamplingFloats._fields), batch)
-        self.sampling_ints = inputs.int32(len(SamplingInts._fields), batch)
+        self.sampling = inputs.int32(len(SamplingRow._fields), batch)
         self.seeds = inputs.int64(batch)
         self.kv_indptr = inputs.int32(batch + 1)
         chains = batch if shape.trees is None else shape.trees.chains
         self.prefix_leaders = inputs.int32(shape.prefix_levels, chains)
         self.prefix_lens = inputs.int32(shape.prefix_levels, chains)
         self.draft_token_ids = inputs.int32(batch, width)
-        has_rates = bool(shape.features & Feature.ACCEPT_RATES)
-        self.accept_rates = inputs.float32(batch, width if has_rates else 0)
-        has_probs = bool(shape.features & Feature.DRAFT_PROBS)
-        self.draft_prob_rows = inputs.int32(batch if has_probs else 0)
+        features = shape.features
+        self.accept_rates = inputs.float32(batch, width if features & Feature.ACCEPT_RATES else 0)
+        self.draft_prob_rows = inputs.int32(batch if features & Feature.DRAFT_PROBS else 0)
         inputs.append(drafters_inputs)
         inputs.append(trees_inputs)
-        is_processed = bool(shape.features & Feature.PROCESSORS)
-        self.mask_indices = inputs.int32(shape.outputs if is_processed else 0)
+        self.mask_indices = inputs.int32(shape.outputs if features & Feature.PROCESSORS else 0)
         words = -(-parts.model.config.vocab_size // 32)
         self.token_masks = inputs.int32(shape.masks, words)
         self.token_ids = inputs.int32(shape.rows)
         self.kv_indices = inputs.int32(shape.pages)  # last: only what is used of it is copied
 
-    def place(self, memory: "StepMemory[Step]") -> None:
-        """Gives the arrays their memory."""
-        block = memory.block("exchange", self.inputs.end)
-        for layout in (self.results, self.shared, self.inputs):
-            layout.place(block)
+    def bind(self, block: Block) -> None:
+        """Notes what is copied, when the arrays have their memory in a block."""
         host, device = block.host, block.device
         assert host is not None
         begin, end = self.shared.begin, self.shared.end
         self.host_in, self.device_in = host[begin:], device[begin:]
         self.host_out, self.device_out = host[:end], device[:end]
         self.pages_offset = self.kv_indices.offset - begin
-        self.token_tensor = self.output_token_ids.host_tensor(block)
+        self.emitted = torch.from_numpy(self.output_token_ids.host)
 
 
 class Scratch:
-    """The arrays that only the device sees, but for the ops' workspaces."""
+    """The arrays that only the device sees."""
 
-    def __init__(self, shape: StepShape, parts: RunnerParts, trees: Layout) -> None:
+    def __init__(self, shape: StepShape, parts: RunnerParts, exchange: Exchange) -> None:
         model, batch, rows, outputs = parts.model, shape.batch, shape.rows, shape.outputs
         self.layout = layout = Layout()
-        self.indices = {
-            "qo_indptr": layout.int32(batch + 1),
-            "output_indptr": layout.int32(batch + 1),
-            "row_to_request": layout.int32(rows),
-            "positions": layout.int32(rows),
-            "cache_slots": layout.int64(rows),
-            "output_rows": layout.int32(outputs),
-            "output_row_to_request": layout.int32(outputs),
-        }
+        self.indices = index_arrays(layout, batch, rows, outputs)
         gathered = 0 if outputs == rows else outputs
         self.gathered = layout.add(model.dtype, gathered, model.config.hidden_size)
         self.logits = layout.float32(outputs, model.config.vocab_size)
         self.lse = layout.float32(outputs if shape.logprobs > 0 else 0)
-        layout.append(trees)
+        layout.append(exchange.trees_scratch)
+        # Ops find these as they left them, so they lie in blocks of their own.
+        pages, drafters = shape.pages, exchange.drafters
+        if shape.trees is not None:
+            batch, pages = max(batch, shape.trees.chains), max(pages, shape.trees.pages)
+        needed = [model.workspace_size(rows, batch, pages, parts.cache)]
+        self.floats, self.leaves = Layout(), Layout()
+        self.workspace = self.floats.float32(
+            max(needed + [drafter.workspace_size for drafter in drafters])
+        )
+        needed = [model.sums_size(rows, outputs)]
+        self.sums = self.leaves.float32(max(needed + [drafter.sums_size for drafter in drafters]))
 
 
 class Step:
@@ -196,82 +199,60 @@ class Step:
         self._runs = 0
         self.draft_seconds = 0.0
         self.arrays = arrays = Exchange(shape, parts)
-        drafters, model = arrays.drafters, parts.model
-        sums_size = max(
-            model.sums_size(shape.rows, shape.outputs), *[one.sums_size for one in drafters], 0
+        scratch = Scratch(shape, parts, arrays)
+        parts.model.reserve(shape.rows)
+        memory.place(
+            exchange=(arrays.results, arrays.shared, arrays.inputs),
+            scratch=(scratch.layout,),
+            workspace=(scratch.floats,),
+            sums=(scratch.leaves,),
         )
-        scratch = Scratch(shape, parts, arrays.trees_scratch)
-        batch = max(shape.batch, shape.trees.chains if shape.trees else 0)
-        pages = max(shape.pages, shape.trees.pages if shape.trees else 0)
-        sizes = [model.workspace_size(shape.rows, batch, pages, parts.cache)]
-        floats = Layout()
-        workspace = floats.float32(max(sizes + [one.workspace_size for one in drafters]))
-        leaves = Layout()
-        sums = leaves.float32(sums_size)
-        # All blocks before any view: one that grows forgets the steps, this one among them.
-        memory.block("exchange", arrays.inputs.end)
-        memory.block("scratch", scratch.layout.end)
-        memory.block("workspace", floats.end)
-        memory.block("sums", leaves.end)
-        model.reserve(shape.rows)
-        arrays.place(memory)
-        self._floats = SamplingFloats(*arrays.sampling_floats.device)
-        self._ints = SamplingInts(*arrays.sampling_ints.device)
+        arrays.bind(memory.block("exchange", 0))
+        self._row = RequestRow(*arrays.requests.device)
+        self._sampling = SamplingRow.of(arrays.sampling.device, torch.float32)
         self._state = SlotState(*arrays.slot_state.device)
-        scratch.layout.place(memory.block("scratch", 0))
-        floats.place(memory.block("workspace", 0))
-        leaves.place(memory.block("sums", 0))
-        self._bind_model(scratch, workspace, sums)
+        self._indices = batch_indices(scratch.indices)
+        self._bind_model(scratch)
         self._bind_sampling(scratch)
-        self._bind_commit()
-        self._drafters = drafters
-        if drafters:
+        self._drafters = arrays.drafters
+        if self._drafters:
             self._target = self._target_step()
 
-    def _bind_model(self, scratch: Scratch, workspace: Array, sums: Array) -> None:
+    def _bind_model(self, scratch: Scratch) -> None:
         """Notes the tensors that the model takes."""
-        arrays = self.arrays
-        self._row = row = RequestRow(*arrays.requests.device)
-        indices = {name: array.device for name, array in scratch.indices.items()}
+        arrays, indices = self.arrays, self._indices
         has_prefixes = self.shape.prefix_levels > 0
-        self._indices = BatchIndices(**indices)
-        self._batch = StepBatch(
-            token_ids=arrays.token_ids.device,
-            positions=indices["positions"],
-            cache_slots=indices["cache_slots"],
-            qo_indptr=indices["qo_indptr"],
-            kv_indptr=arrays.kv_indptr.device,
-            kv_indices=arrays.kv_indices.device,
-            kv_lens=row.kv_lens,
-            prefix_leaders=arrays.prefix_leaders.device if has_prefixes else None,
-            prefix_lens=arrays.prefix_lens.device if has_prefixes else None,
-            workspace=workspace.device,
-            sums=sums.device if sums.device.numel() else None,
-        )
+        self._rows: dict[str, Any] = {
+            "positions": indices.positions,
+            "cache_slots": indices.cache_slots,
+            "qo_indptr": indices.qo_indptr,
+            "kv_indptr": arrays.kv_indptr.device,
+            "kv_indices": arrays.kv_indices.device,
+            "kv_lens": self._row.kv_lens,
+            "prefix_leaders": arrays.prefix_leaders.device if has_prefixes else None,
+            "prefix_lens": arrays.prefix_lens.device if has_prefixes else None,
+            "workspace": scratch.workspace.device,
+            "sums": scratch.sums.device if scratch.sums.device.numel() else None,
+        }
+        self._batch = StepBatch(token_ids=arrays.token_ids.device, **self._rows)
         # Attention sees chains where others see requests.
         self._attended = self._batch
         if arrays.trees is not None:
             num_accepted = arrays.num_accepted.device
-            self._attended = arrays.trees.bind(self._batch, num_accepted, row.qo_lens)
+            self._attended = arrays.trees.bind(self._batch, num_accepted, self._row.qo_lens)
         taps = self._parts.drafting.taps_of(self.shape)
         self._taps = {layer: self._parts.taps[layer][: self.shape.rows] for layer in taps}
         self._gathered, self._logits = scratch.gathered.device, scratch.logits.device
 
     def _choosing(self) -> dict[str, Any]:
-        """What a token is drawn from, beside the logits."""
-        arrays, features, tables = self.arrays, self.shape.features, self._parts.tables
-        floats = self._floats
-        choosing: dict[str, Any] = {
-            "positions": self._row.positions,
-            "temperature": floats.temperature,
-            "top_k": self._ints.top_k,
-            "top_p": floats.top_p,
-            "min_p": floats.min_p,
-        }
-        if features & Feature.TYPICAL_P:
-            choosing["typical_p"] = floats.typical_p
+        """What a token is chosen by, beside the logits."""
+        arrays, features, sampled = self.arrays, self.shape.features, self._sampling._asdict()
+        choosing: dict[str, Any] = {name: sampled[name] for name in FILTERS}
+        choosing["positions"] = self._row.positions
+        if not features & Feature.TYPICAL_P:
+            choosing["typical_p"] = None
         if features & Feature.PROCESSORS:
-            choosing["processors"] = tables.processors(
+            choosing["processors"] = self._parts.tables.processors(
                 self._row.processor_slots,
                 self._state.prompt_lens,
                 arrays.mask_indices.device,
@@ -282,31 +263,34 @@ class Step:
         return choosing
 
     def _bind_sampling(self, scratch: Scratch) -> None:
-        """Notes the tensors that choosing tokens takes."""
+        """Notes the tensors that choosing and committing tokens takes."""
         arrays, features, parts = self.arrays, self.shape.features, self._parts
-        ints, choosing = self._ints, self._choosing()
+        choosing, tables = self._choosing(), parts.tables
         # Zeros before and after every call, so it lies in no block that steps share.
         workspace = sampling.sampling_workspace(self._logits, self.shape.batch)
         if workspace is None:  # none is needed: given, so that no call has to find out
             workspace = self._logits.new_empty(0, dtype=torch.uint8)
-        has_rates = features & Feature.ACCEPT_RATES
+        # Logprobs and ranks are outputs of both ops; None: nobody asked for them.
+        has_logprobs, has_rates = self.shape.logprobs >= 0, features & Feature.ACCEPT_RATES
+        outputs: dict[str, Any] = {
+            "output_token_ids": arrays.output_token_ids.device,
+            "logprobs": arrays.logprobs.device if has_logprobs else None,
+            "ranks": arrays.ranks.device if has_logprobs else None,
+        }
         self._verify_args: dict[str, Any] = {
+            **self._sampling._asdict(),
             **choosing,
-            **self._told(),
-            "strategy": ints.strategy,
-            "policy": ints.policy,
+            **outputs,
             "accept_rates": arrays.accept_rates.device if has_rates else None,
             "seeds": arrays.seeds.device,
-            "choice_index": ints.choice_index,
             "processed_logprobs": parts.processed_logprobs,
-            "output_token_ids": arrays.output_token_ids.device,
             "num_accepted_tokens": arrays.num_accepted.device,
             "workspace": workspace,
         }
         if arrays.trees is not None:
             self._verify_args["accepted_nodes"] = arrays.trees.accepted_nodes.device
         if features & Feature.DRAFT_PROBS:
-            self._verify_args |= self._parts.drafting.draft_probs.arguments(self.shape.width)
+            self._verify_args |= parts.drafting.draft_probs.arguments(self.shape.width)
             self._verify_args["draft_prob_rows"] = arrays.draft_prob_rows.device
         self._tops: dict[str, Any] = {
             "workspace": workspace,
@@ -321,60 +305,40 @@ class Step:
                 "output_indptr": self._indices.output_indptr,
                 "draft_token_ids": arrays.draft_token_ids.device,
             }
-
-    def _bind_commit(self) -> None:
-        """Notes the tensors that committing tokens takes."""
-        arrays, features, tables = self.arrays, self.shape.features, self._parts.tables
         self._commit_args: dict[str, Any] = {
             **self._state._asdict(),
-            **self._told(),
+            **outputs,
             **tables.endings(
                 all_rules=bool(features & Feature.ENDINGS),
                 counts=bool(features & Feature.PROCESSORS),
             ),
-            "output_token_ids": arrays.output_token_ids.device,
             "slots": self._row.slots,
             "token_ids": tables.token_ids,
             "num_committed_tokens": arrays.num_committed.device,
         }
 
-    def _told(self) -> dict[str, Tensor | None]:
-        """What is told of every emitted token, if anybody asked for it."""
-        if self.shape.logprobs < 0:
-            return {"logprobs": None, "ranks": None}
-        return {"logprobs": self.arrays.logprobs.device, "ranks": self.arrays.ranks.device}
-
     def _target_step(self) -> TargetStep:
         """The tensors that drafters read."""
-        arrays, batch, indices = self.arrays, self._batch, self._indices
-        floats, ints = self._floats, self._ints
+        arrays, sampled, rows = self.arrays, self._sampling, self._rows
+        if arrays.trees is not None:  # these are of chains then, which drafters know nothing of
+            rows = {**rows, "prefix_leaders": None, "prefix_lens": None}
         return TargetStep(
+            **rows,
             shape=self.shape,
             hidden=self._parts.model.states(self.shape.rows),
             taps=self._taps,
-            positions=indices.positions,
-            cache_slots=indices.cache_slots,
-            row_to_request=indices.row_to_request,
+            row_to_request=self._indices.row_to_request,
             slots=self._row.slots,
-            qo_indptr=batch.qo_indptr,
-            kv_lens=batch.kv_lens,
-            kv_indptr=batch.kv_indptr,
-            kv_indices=batch.kv_indices,
-            # Where there are trees these are of their chains, which drafters know nothing of.
-            prefix_leaders=None if arrays.trees else batch.prefix_leaders,
-            prefix_lens=None if arrays.trees else batch.prefix_lens,
             token_ids=self._parts.tables.token_ids,
             lens=self._state.lens,
-            top_k=ints.top_k,
-            top_p=floats.top_p,
-            min_p=floats.min_p,
+            top_k=sampled.top_k,
+            top_p=sampled.top_p,
+            min_p=sampled.min_p,
             seeds=arrays.seeds.device,
-            choice_index=ints.choice_index,
+            choice_index=sampled.choice_index,
             draft_probs=self._parts.drafting.draft_probs.views(),
             draft_token_ids=arrays.proposed_token_ids.device,
             num_draft_tokens=arrays.num_proposed.device,
-            workspace=batch.workspace,
-            sums=batch.sums,
         )
 
     def launch(self, num_pages: int) -> None:
@@ -387,7 +351,9 @@ class Step:
             ValueError: wrong data was met, such as a page id out of range.
         """
         device, arrays = self._memory.device, self.arrays
-        device.copy_in(arrays.device_in, arrays.host_in, arrays.pages_offset + 4 * num_pages)
+        num_bytes = arrays.pages_offset + 4 * num_pages
+        self._parts.model.ranks.check(arrays.host_in[:num_bytes])
+        device.copy_in(arrays.device_in, arrays.host_in, num_bytes)
         if self.replay is not None:
             self.replay()
         elif self._runs and device.captures and self.shape.rows == self.shape.outputs:

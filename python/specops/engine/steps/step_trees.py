@@ -4,9 +4,9 @@
 To attention, and to nobody else, each chain of a tree is a request (`batching.tree_chains`).
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from specops import attention, batching
 from specops.batching import BatchIndices, TreeChains
-from specops.engine.memory.step_memory import Layout
+from specops.engine.memory.step_memory import Array, Layout
 from specops.engine.memory.step_shape import StepShape, TreeShape
 from specops.engine.models import KvCache, StepBatch
 from specops.engine.plan import Part
@@ -32,12 +32,22 @@ def tree_shape(parts: Sequence[Part], page_size: int) -> TreeShape:
     return TreeShape(chains, pages, copies)
 
 
-class ChainRow(NamedTuple):
-    """Of every chain of a step; int32."""
+def index_arrays(layout: Layout, batch: int, rows: int, outputs: int) -> dict[str, Array]:
+    """Adds what `batching.prepare_batch` builds to a layout."""
+    return {
+        "qo_indptr": layout.int32(batch + 1),
+        "output_indptr": layout.int32(batch + 1),
+        "row_to_request": layout.int32(rows),
+        "positions": layout.int32(rows),
+        "cache_slots": layout.int64(rows),
+        "output_rows": layout.int32(outputs),
+        "output_row_to_request": layout.int32(outputs),
+    }
 
-    qo_lens: Any
-    kv_lens: Any
-    output_modes: Any  # 0: rows with logits are the requests' affair
+
+def batch_indices(arrays: Mapping[str, Array]) -> BatchIndices:
+    """The same as tensors, once they have memory."""
+    return BatchIndices(**{name: array.device for name, array in arrays.items()})
 
 
 class StepTrees:
@@ -59,32 +69,23 @@ class StepTrees:
         batch, rows, (chains, pages, copies) = shape.batch, shape.rows, shape.trees
         self.accepted_nodes = results.int32(batch, shape.width)
         self.parents = inputs.int32(batch, shape.width)
-        self._chains = inputs.int32(len(ChainRow._fields), chains)
+        # qo_lens, kv_lens and output_modes; no row has logits: those are the requests' affair.
+        self._chains = inputs.int32(3, chains)
         self._kv_indptr = inputs.int32(chains + 1)
         self._kv_indices = inputs.int32(pages)
         self._from_slots = inputs.int64(copies)
         self._to_slots = inputs.int64(copies)
-        self._indices = {
-            "qo_indptr": scratch.int32(chains + 1),
-            "output_indptr": scratch.int32(chains + 1),
-            "row_to_request": scratch.int32(rows),
-            "positions": scratch.int32(rows),
-            "cache_slots": scratch.int64(rows),
-            "output_rows": scratch.int32(0),
-            "output_row_to_request": scratch.int32(0),
-        }
+        self._indices = index_arrays(scratch, chains, rows, 0)
 
-    def fill(
-        self,
-        parts: Sequence[Part],
-        qo_lens: Any,
-        kv_lens: Any,
-        kv_indptr: Any,
-        kv_indices: Any,
-    ) -> None:
-        """Finds the chains of the trees; the arrays are those of the step's requests."""
-        columns = ChainRow(*self._chains.host)
-        columns.output_modes.fill(0)
+    def fill(self, parts: Sequence[Part], requests: Sequence[Any]) -> None:
+        """Finds the chains of the trees.
+
+        Args:
+            parts: of the step.
+            requests: qo_lens, kv_lens, kv_indptr and kv_indices of all requests, on the host.
+        """
+        qo_lens, kv_lens, output_modes = self._chains.host
+        output_modes.fill(0)
         parents = self.parents.host
         parents[:] = np.arange(-1, self._shape.width - 1)
         num_drafts = np.zeros(self._shape.batch, dtype=np.int32)
@@ -95,19 +96,20 @@ class StepTrees:
                 parents[index, : part.num_drafts] = part.draft_parents
                 spare_pages += part.spare_pages
         tensor = torch.from_numpy
+        own_qo_lens, own_kv_lens, kv_indptr, kv_indices = map(tensor, requests)
         batching.tree_chains(
             tensor(parents),
             tensor(num_drafts),
-            tensor(qo_lens),
-            tensor(kv_lens),
-            tensor(kv_indptr),
-            tensor(kv_indices),
+            own_qo_lens,
+            own_kv_lens,
+            kv_indptr,
+            kv_indices,
             torch.tensor(spare_pages, dtype=torch.int32),
             page_size=self._page_size,
             out=TreeChains(
                 chain_indptr=torch.empty(self._shape.batch + 1, dtype=torch.int32),
-                qo_lens=tensor(columns.qo_lens),
-                kv_lens=tensor(columns.kv_lens),
+                qo_lens=tensor(qo_lens),
+                kv_lens=tensor(kv_lens),
                 kv_indptr=tensor(self._kv_indptr.host),
                 kv_indices=tensor(self._kv_indices.host),
                 from_slots=tensor(self._from_slots.host),
@@ -125,27 +127,26 @@ class StepTrees:
         """
         self._requests, self._qo_lens = requests, qo_lens
         self._accepted = self.accepted_nodes.device, num_accepted, requests.qo_indptr
-        self._columns = ChainRow(*self._chains.device)
-        self._chain_indices = BatchIndices(
-            **{name: array.device for name, array in self._indices.items()}
-        )
+        self._lens = self._chains.device
+        self._chain_indices = batch_indices(self._indices)
         return replace(
             requests,
             positions=self._chain_indices.positions,
             qo_indptr=self._chain_indices.qo_indptr,
             kv_indptr=self._kv_indptr.device,
             kv_indices=self._kv_indices.device,
-            kv_lens=self._columns.kv_lens,
+            kv_lens=self._lens[1],
             from_slots=self._from_slots.device,
             to_slots=self._to_slots.device,
         )
 
     def prepare(self) -> None:
         """Builds the index arrays of the chains."""
+        qo_lens, kv_lens, output_modes = self._lens
         batching.prepare_batch(
-            self._columns.qo_lens,
-            self._columns.kv_lens,
-            self._columns.output_modes,
+            qo_lens,
+            kv_lens,
+            output_modes,
             self._kv_indptr.device,
             self._kv_indices.device,
             page_size=self._page_size,

@@ -3,7 +3,7 @@
 
 from specops.engine.structured.compiler import GrammarCompiler
 from specops.engine.structured.masks import MaskFiller, MaskRows
-from specops.engine.structured.matching import Grammar, GrammarState
+from specops.engine.structured.matching import Grammar, GrammarState, has_begun, num_unconstrained
 from specops.engine.structured.wanted import StructuredOutput
 
 __all__ = [
@@ -13,4 +13,6 @@ __all__ = [
     "MaskFiller",
     "MaskRows",
     "StructuredOutput",
+    "has_begun",
+    "num_unconstrained",
 ]

@@ -135,10 +135,10 @@ class MaskFiller:
         for state, row in roots:
             state.compute_mask(rows[row])
         for state, matcher, row, drafts in chains:
-            begun = time.thread_time()
+            begun = state.timer()
             chain = [(matcher, row, drafts)]  # which is computed on the thread that asks
             executor.unsafe_compute_mask_ptr_with_draft_token(chain, *place)
-            state.seconds += time.thread_time() - begun
+            state.seconds += state.timer() - begun
 
     def _room(self, count: int, vocab_size: int) -> NDArray[np.int32]:
         """Rows that allow everything."""

@@ -7,12 +7,13 @@ it refuses there would break it for good. No special token ever reaches it. And 
 among drafts, it is made anew from the committed tokens.
 
 All work of a matcher is timed, in seconds of the thread that does it, since a step waits for it.
+Ranks of one model, which have to decide the same, have a timer that stands still.
 """
 
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, wait
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,6 +27,25 @@ if TYPE_CHECKING:
 # Of a row, of which most take 20 us. From here on bounds are met, and a matcher that has met one
 # must be made anew from all tokens, or be a copy, which takes some 40 us.
 _DEAR_SECONDS = 2e-3
+
+
+def has_begun(thinking_state: int, num_injected: int) -> bool:
+    """Whether a grammar constrains the next token: behind the thinking, if there is one.
+
+    Args:
+        thinking_state: of the request, as `sampling.commit` has it.
+        num_injected: tokens that end the thinking by force.
+    """
+    return not 0 <= thinking_state <= num_injected
+
+
+def num_unconstrained(thinking_state: int, num_injected: int, count: int) -> int:
+    """How many of the last `count` tokens of an output are in front of the grammar's first."""
+    if thinking_state < 0:
+        return 0
+    # Behind the thinking the state counts: one for its end, one for each token of the reply.
+    in_reply = max(thinking_state - num_injected - 1, 0)
+    return count - min(count, in_reply)
 
 
 class Grammar:
@@ -58,6 +78,9 @@ class Grammar:
         return self._matcher.deep_copy()
 
 
+Ending: TypeAlias = tuple[str, "int | str | None"]  # a finish_reason and a stop_reason
+
+
 class GrammarState:
     """Where one request stands.
 
@@ -65,6 +88,7 @@ class GrammarState:
         grammar: of its output.
         end_token_ids: the tokens that end its output; each may stand where the text may end.
         allowed_token_ids: the only tokens it may have beside; None: no others are excluded.
+        timer: of the work.
 
     Attributes:
         ready: the mask of what comes next, once `prepare` has computed it.
@@ -74,6 +98,7 @@ class GrammarState:
         seconds: of work since the last step was noted.
         step_seconds: of a step, of the last ones more than of those before.
         row_seconds: likewise of a row.
+        timer: as above.
     """
 
     def __init__(
@@ -81,7 +106,9 @@ class GrammarState:
         grammar: Grammar,
         end_token_ids: Iterable[int],
         allowed_token_ids: Sequence[int] | None = None,
+        timer: Callable[[], float] = time.thread_time,
     ) -> None:
+        self.timer = timer
         self.vocabulary = vocabulary = grammar.vocabulary
         self.matcher = grammar.new_matcher()
         self._grammar = grammar
@@ -112,6 +139,22 @@ class GrammarState:
     def is_dear(self) -> bool:
         """Whether rows take long."""
         return self.row_seconds > _DEAR_SECONDS
+
+    def judge(self, token_id: int, is_end: bool) -> tuple[bool, Ending | None]:
+        """Takes the next token of the output, or looks at one that ends it.
+
+        Returns:
+            Whether it fits; and how the output ends here, if it does: where nothing fits, too.
+        """
+        if is_end and self.fits_end(token_id):
+            # One that is text itself may cut a text; only a whole one ends for no reason.
+            return True, ("stop", None if self.may_end else token_id)
+        if not is_end and self.take(token_id):
+            return True, ("stop", None) if self.is_complete else None
+        if self.limit:
+            return False, ("abort", f"structured_output: {self.limit}")
+        # Only the parameters beside the grammar left no token, if the text is whole.
+        return False, ("stop", None) if self.may_end else ("abort", "structured_output")
 
     def take(self, token_id: int) -> bool:
         """Takes the next token of the output; False where it does not fit, which ends the output.
@@ -157,9 +200,9 @@ class GrammarState:
         """Moves the matcher alone by a token, if it fits; `go_back` undoes it."""
         if self.matcher.is_stopped() or not self.vocabulary.is_text(token_id):
             return False
-        begun = time.thread_time()
+        begun = self.timer()
         fits = self.matcher.try_consume_tokens([token_id]) == 1
-        self.seconds += time.thread_time() - begun
+        self.seconds += self.timer() - begun
         return fits
 
     def go_back(self, count: int) -> None:
@@ -169,16 +212,16 @@ class GrammarState:
 
     def restart(self) -> None:
         """Makes the matcher anew as it is after the tokens taken."""
-        begun = time.thread_time()
+        begun = self.timer()
         self.matcher = self._grammar.new_matcher()
         self.matcher.consume_tokens(self._taken)
-        self.seconds += time.thread_time() - begun
+        self.seconds += self.timer() - begun
 
     def compute_mask(self, row: NDArray[np.int32]) -> None:
         """Has the matcher write the mask of what comes next: a row of llguidance's vocabulary."""
-        begun = time.thread_time()
+        begun = self.timer()
         self.matcher.unsafe_compute_mask_ptr(row.ctypes.data, row.nbytes)
-        self.seconds += time.thread_time() - begun
+        self.seconds += self.timer() - begun
 
     def prepare(self) -> None:
         """Computes the mask of what comes next ahead of time, on any thread while no other does."""
@@ -229,10 +272,10 @@ class GrammarState:
         """
         if self.matcher.is_stopped() or self._forced_seconds > _DEAR_SECONDS:
             return []
-        begun = time.thread_time()
+        begun = self.timer()
         matcher = self.tried()
         found = matcher.compute_ff_tokens()
-        self._forced_seconds = time.thread_time() - begun
+        self._forced_seconds = self.timer() - begun
         self.seconds += self._forced_seconds
         if matcher.is_error():
             if matcher is self.matcher:

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The token masks of steps in which some output is constrained: their number, and what they allow.
 
-Without such a request a step has none, and allowed tokens are a table (`slot_tables.py`). With one,
-every row that may not choose freely has a mask among the step's inputs.
+Every row that may not choose freely has a mask among the step's inputs.
 """
 
 from collections.abc import Callable, Sequence
@@ -13,7 +12,7 @@ from numpy.typing import NDArray
 
 from specops.engine.plan import Part, Plan
 from specops.engine.structured.masks import MaskFiller, MaskRows
-from specops.engine.structured.matching import GrammarState
+from specops.engine.structured.matching import GrammarState, has_begun
 
 DraftsOf = Callable[[int, int], NDArray[np.int32]]
 
@@ -38,7 +37,9 @@ class StepMasks:
 
     def __init__(self, vocab_size: int, num_threads: int) -> None:
         self._vocab_size, self._num_threads = vocab_size, num_threads
-        self._rules: dict[int, TokenRule] = {}  # by slot, of those that may not choose freely
+        # By slot, of those that may not choose freely; and the masks of those without a grammar.
+        self._rules: dict[int, TokenRule] = {}
+        self._fixed: dict[int, NDArray[np.int32]] = {}
         self._filler: MaskFiller | None = None
 
     def start(self, slot: int, rule: TokenRule) -> None:
@@ -46,16 +47,17 @@ class StepMasks:
         self._rules.pop(slot, None)
         if rule.grammar is not None or rule.allowed_token_ids is not None:
             self._rules[slot] = rule
+        if rule.allowed_token_ids is not None:
+            self._fixed[slot] = token_mask(rule.allowed_token_ids, self._vocab_size)
 
     def num_rows(self, parts: Sequence[Part]) -> int:
         """How many masks a step needs; 0 where no output is constrained."""
-        rows, is_constrained = 0, False
+        rows = 0
         for part in parts:
             rule = self._rules.get(part.slot) if part.emits else None
             if rule is not None:
-                is_constrained = is_constrained or rule.grammar is not None
                 rows += 1 if rule.grammar is None else 1 + part.num_drafts
-        return rows if is_constrained else 0
+        return rows
 
     def fill(
         self,
@@ -75,7 +77,6 @@ class StepMasks:
             indices: int32 [rows with logits], -1; written where a row has a mask.
         """
         wanted: list[tuple[str, MaskRows]] = []
-        tables: list[tuple[int, Sequence[int]]] = []
         row = count = 0
         for part in plan.parts:
             if not part.emits:
@@ -83,18 +84,20 @@ class StepMasks:
             rows, rule = 1 + part.num_drafts, self._rules.get(part.slot)
             if rule is not None and rule.grammar is not None:
                 # While a thinking is being ended by force, what is sampled is replaced.
-                has_begun = not 0 <= thinking[part.slot] <= rule.num_injected
-                opening = -1 if has_begun else rule.think_end_token_id
+                is_reply = has_begun(int(thinking[part.slot]), rule.num_injected)
+                opening = -1 if is_reply else rule.think_end_token_id
                 drafts = drafts_of(part.slot, part.num_drafts).tolist() if part.num_drafts else []
                 one = MaskRows(rule.grammar, count, drafts, part.draft_parents, opening)
                 wanted.append((part.request_id, one))
                 indices[row : row + rows] = range(count, count + rows)
                 count += rows
             elif rule is not None:
-                tables.append((count, rule.allowed_token_ids or ()))
+                masks[count] = self._fixed[part.slot]
                 indices[row : row + rows] = count
                 count += 1
             row += rows
+        if not wanted:
+            return
         if self._filler is None:
             self._filler = MaskFiller(self._num_threads)
         try:
@@ -107,8 +110,6 @@ class StepMasks:
                     self._filler.fill([one], masks)
                 except Exception as error:
                     plan.fail(request_id, error)
-        for place, token_ids in tables:
-            masks[place] = token_mask(token_ids, self._vocab_size)
 
 
 def token_mask(token_ids: Sequence[int], vocab_size: int) -> NDArray[np.int32]:

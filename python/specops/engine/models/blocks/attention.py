@@ -12,7 +12,9 @@ from specops import attention, dense
 from specops.dense import PackedWeight
 from specops.engine.models.batch import LayerBatch
 from specops.engine.models.blocks.block import AttentionBlock, BlockLoader, NewRows, Rope
+from specops.engine.models.blocks.summed import SummedLinear, load_summed
 from specops.engine.models.kv import KvSpec, LayerKv
+from specops.engine.parallel.shards import Cut
 
 _QKV = ("q_proj", "k_proj", "v_proj")
 
@@ -60,24 +62,22 @@ class Attention(AttentionBlock):
     """Attention with grouped queries; projections packed, q|k|v fused."""
 
     def __init__(
-        self, config: "AttentionConfig", kv: KvSpec, qkv: PackedWeight, o: PackedWeight,
-        cos_sin: Tensor, *, qkv_bias: Tensor | None, o_bias: Tensor | None,
+        self, config: "AttentionConfig", shape: AttentionShape, kv: KvSpec, qkv: PackedWeight,
+        o: SummedLinear, cos_sin: Tensor, *, qkv_bias: Tensor | None,
         q_norm: Tensor | None, k_norm: Tensor | None, norm_eps: float, sinks: Tensor | None,
     ) -> None:  # fmt: skip
-        self.shape = self._shape = AttentionShape(
-            config.num_qo_heads, config.num_kv_heads, config.head_dim
-        )
+        self.shape = self._shape = shape
         self.kv = kv
         self.sliding_window = config.sliding_window
         self._sm_scale, self._interleaved = config.sm_scale, config.interleaved
-        self._qkv, self._qkv_bias, self._o, self._o_bias = qkv, qkv_bias, o, o_bias
+        self._qkv, self._qkv_bias, self._o = qkv, qkv_bias, o
         self._q_norm, self._k_norm, self._norm_eps = q_norm, k_norm, norm_eps
         self._cos_sin, self._sinks = cos_sin, sinks
 
     @property
     def weights(self) -> Sequence[PackedWeight]:
         """Its projections."""
-        return (self._qkv, self._o)
+        return (self._qkv, *self._o.slices)
 
     def workspace_size(self, rows: int, batch: int, pages: int, page_size: int) -> int:
         """Returns the floats of workspace for steps of up to these sizes."""
@@ -137,7 +137,7 @@ class Attention(AttentionBlock):
             out=views.attended,
             workspace=batch.workspace,
         )
-        dense.linear(views.attended_rows, self._o, self._o_bias, out=out, workspace=batch.sums)
+        self._o.run(views.attended_rows, out, batch.sums)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -184,23 +184,35 @@ class AttentionConfig:
         Raises:
             ModelError: a tensor is missing, or has another shape.
         """
-        source, hidden = loader.source, loader.hidden_size
-        q_size, kv_size = self.num_qo_heads * self.head_dim, self.num_kv_heads * self.head_dim
+        source, hidden, dim = loader.source, loader.hidden_size, self.head_dim
+        q_size, kv_size = self.num_qo_heads * dim, self.num_kv_heads * dim
         sizes = (q_size, kv_size, kv_size)
+        own_q = loader.shares.of_rank(self.num_qo_heads, "heads of queries", dim)
+        own_kv = loader.shares.of_copies(self.num_kv_heads, "heads of keys", dim)
+        cut = Cut(outputs=(own_q, own_kv, own_kv))
+        shape = AttentionShape(len(own_q) // dim, len(own_kv) // dim, dim)
         q_norm = k_norm = sinks = None
         if self.qk_norm:
-            q_norm = source.norm(f"{prefix}q_norm.weight", self.head_dim)
-            k_norm = source.norm(f"{prefix}k_norm.weight", self.head_dim)
+            q_norm = source.norm(f"{prefix}q_norm.weight", dim)
+            k_norm = source.norm(f"{prefix}k_norm.weight", dim)
         if self.has_sinks:
             sinks = source.tensor(f"{prefix}sinks", self.num_qo_heads, dtype=torch.float32)
+            sinks = sinks[own_q.start // dim : own_q.stop // dim].contiguous()
         return Attention(
             self,
-            KvSpec(num_heads=self.num_kv_heads, head_dim=self.head_dim, dtype=loader.kv_dtype),
-            source.linear(prefix, _QKV, sizes, self.input_size or hidden),
-            source.linear(prefix, ("o_proj",), (hidden,), q_size),
+            shape,
+            KvSpec(num_heads=shape.num_kv_heads, head_dim=dim, dtype=loader.kv_dtype),
+            source.linear(prefix, _QKV, sizes, self.input_size or hidden, cut=cut),
+            load_summed(
+                source,
+                f"{prefix}o_proj",
+                hidden,
+                *(self.num_qo_heads, "heads of queries", dim),
+                has_bias=self.o_bias,
+                ranks=loader.ranks,
+            ),
             loader.ropes.of(self.rope),
-            qkv_bias=source.bias(prefix, _QKV, sizes) if self.qkv_bias else None,
-            o_bias=source.bias(prefix, ("o_proj",), (hidden,)) if self.o_bias else None,
+            qkv_bias=source.bias(prefix, _QKV, sizes, cut=cut) if self.qkv_bias else None,
             q_norm=q_norm,
             k_norm=k_norm,
             norm_eps=loader.norm_eps,

@@ -14,6 +14,8 @@ from specops.dense import PackedWeight
 from specops.engine.models.batch import LayerBatch
 from specops.engine.models.kv import KvSpec, LayerKv
 from specops.engine.models.weights import WeightSource
+from specops.engine.parallel.ranks import ALONE, Ranks
+from specops.engine.parallel.shards import Shares
 
 
 class NewRows(Protocol):
@@ -161,6 +163,7 @@ class BlockLoader:
         norm_eps: of every norm.
         kv_dtype: of keys and values on pages.
         ropes: the tables that layers share.
+        ranks: among whom blocks are shared out.
     """
 
     source: WeightSource
@@ -168,6 +171,12 @@ class BlockLoader:
     norm_eps: float
     kv_dtype: torch.dtype
     ropes: RopeTables
+    ranks: Ranks = ALONE
+
+    @property
+    def shares(self) -> Shares:
+        """Deals what blocks have."""
+        return Shares(self.ranks)
 
     def norm(self, name: str, width: int | None = None) -> Norm:
         """Loads a norm of the hidden size, or of another width."""

@@ -12,8 +12,11 @@ from specops import dense, moe
 from specops.dense import PackedWeight
 from specops.engine.models.blocks.block import BlockLoader, MlpBlock, NewRows, bytes_of
 from specops.engine.models.blocks.mlp import DenseMlp, DenseMlpConfig
+from specops.engine.models.blocks.summed import SummedLinear
+from specops.engine.parallel.shards import Cut
 
 _GATE_UP = ("gate_proj", "up_proj")
+_WIDTHS = "inner widths of an expert"
 
 
 @dataclass(frozen=True)
@@ -93,7 +96,8 @@ class Experts(MlpBlock):
     float32 and nothing is rounded before experts are chosen.
 
     Attributes:
-        gate_up, down: the projections of all experts, of `moe.stack_experts`.
+        gate_up: the projections of all experts, of `moe.stack_experts`.
+        down: likewise, a slice for each summand; the first one adds the bias.
     """
 
     def __init__(
@@ -105,18 +109,18 @@ class Experts(MlpBlock):
         bias: Tensor | None,
         gate_up: PackedWeight,
         gate_up_bias: Tensor | None,
-        down: PackedWeight,
-        down_bias: Tensor | None,
+        down: SummedLinear,
         shared: DenseMlp | None,
     ) -> None:
         shared_width = 0 if shared is None else shared.shape.width
+        width = sum(one.num_inputs for one in down.slices)
         self.shape = self._shape = ExpertsShape(
-            router.num_inputs, config.num_experts, config.routing.top_k, config.width, shared_width
+            router.num_inputs, config.num_experts, config.routing.top_k, width, shared_width
         )
         self._routing, self._router, self._bias = config.routing, router, bias
         self._router_bias = router_bias
         self.gate_up, self.down, self._shared = gate_up, down, shared
-        self._gate_up_bias, self._down_bias = gate_up_bias, down_bias
+        self._gate_up_bias = gate_up_bias
         self._indptr = torch.empty(
             config.num_experts + 1, dtype=torch.int32, device=router.data.device
         )
@@ -130,7 +134,7 @@ class Experts(MlpBlock):
         """Of the experts as many as rows need that choose independently of each other."""
         routing, count = self._routing, self._shape.num_experts
         read = 1.0 - (1.0 - routing.top_k / count) ** rows
-        experts = bytes_of(self.gate_up) + bytes_of(self.down)
+        experts = sum(map(bytes_of, (self.gate_up, *self.down.slices)))
         return super().bytes_read(rows) + bytes_of(self._router) + read * experts
 
     def run(self, x: Tensor, sums: Tensor | None, views: ExpertsViews, out: Tensor) -> None:
@@ -138,12 +142,27 @@ class Experts(MlpBlock):
         order = self._route(x, views)
         indptr, gated = order.expert_indptr, views.gated
         moe.moe_linear(x, self.gate_up, indptr, order.row_indices, self._gate_up_bias, out=gated)
-        moe.moe_linear(gated, self.down, indptr, bias=self._down_bias, out=views.expert_out)
-        shared = None
-        if self._shared is not None:
-            shared = views.shared_out
-            self._shared.run(x, sums, views.shared_gated, shared)
-        moe.moe_combine(views.expert_out, views.places, views.expert_weights, shared, out=out)
+        shared, ranks = self._shared, self.down.ranks
+        if shared is not None:
+            shared.activate(x, sums, views.shared_gated)
+        is_whole = ranks.slices == 1
+        summands = out[None] if is_whole else ranks.summands(out.shape, out.device)
+        for index, summand in enumerate(summands):
+            moe.moe_linear(
+                self.down.inputs_of(index, gated),
+                self.down.slices[index],
+                indptr,
+                bias=self.down.bias if ranks.rank == index == 0 else None,
+                out=views.expert_out,
+            )
+            of_shared = None
+            if shared is not None:
+                of_shared = views.shared_out
+                shared.down.summand(index, views.shared_gated, of_shared, sums)
+            pairs = (views.expert_out, views.places, views.expert_weights)
+            moe.moe_combine(*pairs, of_shared, out=summand)
+        if not is_whole:
+            ranks.add(summands, None, out)
 
     def _route(self, x: Tensor, views: ExpertsViews) -> moe.ExpertOrder:
         """Chooses the experts of rows, and orders them."""
@@ -207,24 +226,29 @@ class ExpertsConfig:
         router = source.tensor(
             f"{prefix}{self.router_name}.weight", count, hidden, dtype=torch.float32
         )
-        experts, sizes, down = f"{prefix}experts.", (self.width, self.width), ("down_proj",)
+        experts, sizes, what = f"{prefix}experts.", (self.width, self.width), ("down_proj",)
+        own = loader.shares.of_rank(self.width, _WIDTHS)
+        cut = Cut(outputs=(own, own))
         router_bias = gate_up_bias = down_bias = None
         if self.has_bias:
             name = f"{prefix}{self.router_name}.bias"
             router_bias = source.tensor(name, count, dtype=torch.float32)
-            gate_up_bias = source.expert_biases(experts, count, _GATE_UP, sizes)
-            down_bias = source.expert_biases(experts, count, down, (hidden,))
+            gate_up_bias = source.expert_biases(experts, count, _GATE_UP, sizes, cut=cut)
+            down_bias = source.expert_biases(experts, count, what, (hidden,))
+        down = [
+            source.experts(experts, count, what, (hidden,), self.width, cut=Cut(inputs=inputs))
+            for inputs in loader.shares.slices(self.width, _WIDTHS)
+        ]
         return Experts(
             self,
             router=dense.pack_weight(router),
             router_bias=router_bias,
             bias=self._load_bias(loader, prefix),
             gate_up=source.experts(
-                experts, count, _GATE_UP, sizes, hidden, activation=self.activation
+                *(experts, count, _GATE_UP, sizes, hidden), activation=self.activation, cut=cut
             ),
             gate_up_bias=gate_up_bias,
-            down=source.experts(experts, count, down, (hidden,), self.width),
-            down_bias=down_bias,
+            down=SummedLinear(down, down_bias, loader.ranks),
             shared=None
             if self.shared is None
             else self.shared.load(loader, prefix + self.shared_name),

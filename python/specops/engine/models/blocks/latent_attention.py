@@ -17,7 +17,9 @@ from specops.attention import LATENT_DIM
 from specops.dense import PackedWeight
 from specops.engine.models.batch import LayerBatch
 from specops.engine.models.blocks.block import AttentionBlock, BlockLoader, NewRows, Norm, Rope
+from specops.engine.models.blocks.summed import SummedLinear, load_summed
 from specops.engine.models.kv import KvSpec, LayerKv
+from specops.engine.parallel.shards import Cut
 
 _NORM_EPS = 1e-6  # of the norms within, whatever the model's own is
 
@@ -81,8 +83,7 @@ class LatentWeights:
     kv_norm: Tensor
     key_of_head: Sequence[PackedWeight]  # [LATENT_DIM, nope_dim] each: absorbs a query
     value_of_head: Sequence[PackedWeight]  # [value_dim, LATENT_DIM] each
-    o: PackedWeight
-    o_bias: Tensor | None
+    o: SummedLinear
 
 
 class LatentAttention(AttentionBlock):
@@ -91,9 +92,14 @@ class LatentAttention(AttentionBlock):
     sliding_window = None
 
     def __init__(
-        self, config: "LatentAttentionConfig", kv: KvSpec, weights: LatentWeights, cos_sin: Tensor
+        self,
+        config: "LatentAttentionConfig",
+        shape: LatentShape,
+        kv: KvSpec,
+        weights: LatentWeights,
+        cos_sin: Tensor,
     ) -> None:
-        self.shape = config.shape
+        self.shape = self._shape = shape
         self.kv = kv
         self._config, self._weights, self._cos_sin = config, weights, cos_sin
 
@@ -102,11 +108,11 @@ class LatentAttention(AttentionBlock):
         """Its projections."""
         own = self._weights
         optional = [] if own.q_low_rank is None else [own.q_low_rank]
-        return (*optional, own.q, own.kv, *own.key_of_head, *own.value_of_head, own.o)
+        return (*optional, own.q, own.kv, *own.key_of_head, *own.value_of_head, *own.o.slices)
 
     def workspace_size(self, rows: int, batch: int, pages: int, page_size: int) -> int:
         """Returns the floats of workspace for steps of up to these sizes."""
-        q_shape = (rows, self._config.num_qo_heads, self.kv.head_dim)
+        q_shape = (rows, self._shape.num_qo_heads, self.kv.head_dim)
         cache_shape = (pages, page_size, 1, self.kv.head_dim)
         device = self._cos_sin.device
         return attention.attention_workspace_size(q_shape, cache_shape, pages, batch, device)
@@ -156,7 +162,7 @@ class LatentAttention(AttentionBlock):
         for head, weight in enumerate(own.value_of_head):
             dense.linear(views.attended[:, head], weight, out=views.value_of_head, workspace=sums)
             views.values[:, head].copy_(views.value_of_head)
-        dense.linear(views.value_rows, own.o, own.o_bias, out=out, workspace=sums)
+        own.o.run(views.value_rows, out, sums)
 
     def _absorb(self, x: Tensor, sums: Tensor | None, views: LatentViews) -> None:
         """Makes the queries of rows, not rotated yet."""
@@ -198,12 +204,6 @@ class LatentAttentionConfig:
     interleaved: bool = False
     has_bias: bool = False
 
-    @property
-    def shape(self) -> LatentShape:
-        """The sizes of the block."""
-        ranks = (self.q_rank or 0, self.nope_dim, self.rope.dim, self.value_dim)
-        return LatentShape(self.num_qo_heads, *ranks)
-
     def without_window(self) -> "LatentAttentionConfig":
         """The same: it has none."""
         return self
@@ -225,22 +225,32 @@ class LatentAttentionConfig:
         def bias(name: str, size: int) -> Tensor | None:
             return source.bias(prefix, (name,), (size,)) if self.has_bias else None
 
-        per_head = self.nope_dim + self.value_dim
+        own = loader.shares.of_rank(heads, "heads of queries")
+        per_head, q_dim = self.nope_dim + self.value_dim, self.nope_dim + self.rope.dim
+        cut = Cut(outputs=(range(own.start * q_dim, own.stop * q_dim),))
         expanding = source.tensor(f"{prefix}kv_b_proj.weight", heads * per_head, LATENT_DIM)
-        of_heads = expanding.view(heads, per_head, LATENT_DIM)
+        of_heads = expanding.view(heads, per_head, LATENT_DIM)[own.start : own.stop]
         keys = [one[: self.nope_dim].T.contiguous() for one in of_heads]
         weights = LatentWeights(
             q_low_rank=q_low_rank,
             q_low_rank_bias=bias("q_a_proj", inputs) if q_low_rank is not None else None,
             q_norm=q_norm,
-            q=source.linear(prefix, (q_name,), (heads * (self.nope_dim + self.rope.dim),), inputs),
+            q=source.linear(prefix, (q_name,), (heads * q_dim,), inputs, cut=cut),
             kv=source.linear(prefix, ("kv_a_proj_with_mqa",), (key_dim,), hidden),
             kv_bias=bias("kv_a_proj_with_mqa", key_dim),
             kv_norm=source.norm(f"{prefix}kv_a_layernorm.weight", LATENT_DIM),
             key_of_head=[dense.pack_weight(key) for key in keys],
             value_of_head=[dense.pack_weight(one[self.nope_dim :]) for one in of_heads],
-            o=source.linear(prefix, ("o_proj",), (hidden,), heads * self.value_dim),
-            o_bias=bias("o_proj", hidden),
+            o=load_summed(
+                source,
+                f"{prefix}o_proj",
+                hidden,
+                *(heads, "heads of queries", self.value_dim),
+                has_bias=self.has_bias,
+                ranks=loader.ranks,
+            ),
         )
         kv = KvSpec(num_heads=1, head_dim=key_dim, dtype=loader.kv_dtype, has_values=False)
-        return LatentAttention(self, kv, weights, loader.ropes.of(self.rope))
+        ranks = (self.q_rank or 0, self.nope_dim, self.rope.dim, self.value_dim)
+        shape = LatentShape(len(own), *ranks)
+        return LatentAttention(self, shape, kv, weights, loader.ropes.of(self.rope))

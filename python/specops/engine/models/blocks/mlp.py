@@ -10,6 +10,8 @@ from torch import Tensor
 from specops import dense
 from specops.dense import PackedWeight
 from specops.engine.models.blocks.block import BlockLoader, MlpBlock, NewRows
+from specops.engine.models.blocks.summed import SummedLinear, load_summed
+from specops.engine.parallel.shards import Cut
 
 _GATE_UP = ("gate_proj", "up_proj")
 
@@ -32,18 +34,21 @@ class DenseMlp(MlpBlock):
     shape: DenseMlpShape
     gate_up: PackedWeight
     gate_up_bias: Tensor | None
-    down: PackedWeight
-    down_bias: Tensor | None
+    down: SummedLinear
 
     @property
     def weights(self) -> Sequence[PackedWeight]:
         """Its projections."""
-        return (self.gate_up, self.down)
+        return (self.gate_up, *self.down.slices)
 
     def run(self, x: Tensor, sums: Tensor | None, views: Tensor, out: Tensor) -> None:
         """Computes rows."""
+        self.activate(x, sums, views)
+        self.down.run(views, out, sums)
+
+    def activate(self, x: Tensor, sums: Tensor | None, views: Tensor) -> None:
+        """Computes what the gates let through; see `run`."""
         dense.linear(x, self.gate_up, self.gate_up_bias, out=views, workspace=sums)
-        dense.linear(views, self.down, self.down_bias, out=out, workspace=sums)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,11 +78,18 @@ class DenseMlpConfig:
             ModelError: a tensor is missing, or has another shape.
         """
         source, hidden, sizes = loader.source, loader.hidden_size, (self.width, self.width)
-        down = ("down_proj",)
+        own = loader.shares.of_rank(self.width, "inner widths of an MLP")
+        cut = Cut(outputs=(own, own))
         return DenseMlp(
-            DenseMlpShape(self.width),
-            source.linear(prefix, _GATE_UP, sizes, hidden, activation=self.activation),
-            source.bias(prefix, _GATE_UP, sizes) if self.has_bias else None,
-            source.linear(prefix, down, (hidden,), self.width),
-            source.bias(prefix, down, (hidden,)) if self.has_bias else None,
+            DenseMlpShape(len(own)),
+            source.linear(prefix, _GATE_UP, sizes, hidden, activation=self.activation, cut=cut),
+            source.bias(prefix, _GATE_UP, sizes, cut=cut) if self.has_bias else None,
+            load_summed(
+                source,
+                f"{prefix}down_proj",
+                hidden,
+                *(self.width, "inner widths of an MLP", 1),
+                has_bias=self.has_bias,
+                ranks=loader.ranks,
+            ),
         )

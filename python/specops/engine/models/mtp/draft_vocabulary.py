@@ -64,6 +64,8 @@ def draft_head(
 ) -> PackedWeight:
     """Returns the LM head of drafts: the target's, or what a draft vocabulary keeps of it.
 
+    Every rank drafts by itself: it has all of this head.
+
     Args:
         target: the model.
         settings: of the drafter's weights.
@@ -71,7 +73,8 @@ def draft_head(
         token_map: from `read_token_map`, on the target's device; None: all tokens.
     """
     quantization = settings.quantize_head
-    if token_map is None and quantization == target.settings.quantize_head:
+    is_alike = quantization == target.settings.quantize_head and target.ranks.size == 1
+    if token_map is None and is_alike:
         return target.lm_head
     config, source = target.config, settings.open(directory)
     sizes = (config.vocab_size,), config.hidden_size

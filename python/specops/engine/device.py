@@ -6,6 +6,7 @@ sequence of calls; on CUDA a step is one copy in, a captured graph, one copy out
 """
 
 import contextlib
+import logging
 from collections.abc import Callable
 from pathlib import Path
 
@@ -14,6 +15,11 @@ from torch import Tensor
 
 import specops
 from specops.engine.errors import EngineError
+
+logger = logging.getLogger(__name__)
+
+# mma with bfloat16 and cp.async, which the kernels are made of, came with this architecture.
+_LEAST_CAPABILITY = (8, 0)
 
 
 def raise_reported(code: int) -> None:
@@ -152,3 +158,53 @@ class CudaDevice(Device):
         free, _ = torch.cuda.mem_get_info(self.device)
         reserved = torch.cuda.memory_reserved(self.device)
         return int(free + reserved - torch.cuda.memory_allocated(self.device))
+
+
+def open_device(name: str, *, graphs: bool = True) -> Device:
+    """Returns the device of a name.
+
+    Args:
+        name: "cpu", "cuda" (the first GPU), "cuda:N", or "auto": the first GPU where this build
+            and this machine can use one, and the CPU elsewhere.
+        graphs: let a GPU capture the steps that repeat.
+
+    Raises:
+        ValueError: the name is none of these, or there is no such device to be used.
+    """
+    if name == "cpu":
+        return Device()
+    if name == "auto":
+        reason = _why_no_cuda(0)
+        if reason is None:
+            return CudaDevice(0, graphs=graphs)
+        logger.debug("device auto is cpu: %s", reason)
+        return Device()
+    kind, _, number = name.partition(":")
+    if (
+        kind != "cuda"
+        or (number and not (number.isascii() and number.isdecimal()))
+        or name[-1:] == ":"
+    ):
+        raise ValueError(f"device must be auto, cpu, cuda or cuda:N, got {name!r}")
+    reason = _why_no_cuda(int(number or 0))
+    if reason is not None:
+        raise ValueError(f"device {name} cannot be used: {reason}; device cpu can")
+    return CudaDevice(int(number or 0), graphs=graphs)
+
+
+def _why_no_cuda(index: int) -> str | None:
+    """What is missing for a GPU to be used, or None."""
+    if not specops.has_cuda():
+        return "this build has no CUDA kernels"
+    if not torch.cuda.is_available():
+        return "torch finds no NVIDIA GPU"
+    count = torch.cuda.device_count()
+    if index >= count:
+        return f"there {'is 1 GPU' if count == 1 else f'are {count} GPUs'}, counted from 0"
+    capability = torch.cuda.get_device_capability(index)
+    if capability < _LEAST_CAPABILITY:
+        return (
+            f"its compute capability is {capability[0]}.{capability[1]}, and the kernels need "
+            f"{_LEAST_CAPABILITY[0]}.{_LEAST_CAPABILITY[1]}"
+        )
+    return None

@@ -1,0 +1,221 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What each mistake with a draft head costs, made in an engine: of its files, or of what it does.
+
+The heads are those that tools.train.train_heads has left in build/heads, for the bundled model.
+"""
+
+import json
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+from unittest import mock
+
+import torch
+from safetensors.torch import load_file, save_file
+from specops.engine import Engine, EngineConfig, SamplingParams, SpeculativeConfig
+from specops.engine.models import BlockDrafter, KvCache, LayerBatch
+from specops.engine.models.state_head import StateHead
+from torch import Tensor
+
+from bench.bench_engine import prompt_token_ids
+from bench.common import Bench, Figure
+
+Config = dict[str, Any]
+TRAINED = Path("build/heads")
+DRAFTS, NEW_TOKENS = 5, 64
+
+
+@dataclass(frozen=True)
+class Mistake:
+    """One way to be wrong.
+
+    Attributes:
+        name: of its figures.
+        what: it is.
+        method: whose heads it concerns.
+        config: changes what config.json says.
+        tensor: changes a tensor, by its name.
+        patch: what is put in the place of an attribute: the class, its name, and this.
+    """
+
+    name: str
+    what: str
+    method: str
+    config: Callable[[Config], None] | None = None
+    tensor: Callable[[str, Tensor], Tensor] | None = None
+    patch: tuple[type, str, Any] | None = None
+
+
+def _layers_below(config: Config) -> None:
+    """The layer ids of one convention, read by the other."""
+    for own in (config.get("eagle_config", {}), config.get("dflash_config", {})):
+        for field, layers in own.items():
+            if isinstance(layers, list):
+                own[field] = [layer - 1 for layer in layers]
+
+
+def _without_layers(config: Config) -> None:
+    del config["eagle_config"]
+
+
+def _setting(field: str, value: Any) -> Callable[[Config], None]:
+    def change(config: Config) -> None:
+        assert config.get(field) != value
+        config[field] = value
+
+    return change
+
+
+def _interleaved(name: str, tensor: Tensor) -> Tensor:
+    """q and k, as if pairs that are rotated together lay side by side."""
+    parts = name.split(".")
+    if not {"q_proj", "k_proj", "q_norm", "k_norm"} & set(parts):
+        return tensor
+    dim = 64
+    halves = tensor.unflatten(0, (-1, dim // 2, 2))
+    return halves.transpose(1, 2).flatten(0, 2).contiguous()
+
+
+def _all_masks(self: BlockDrafter, token_ids: Tensor, batch: LayerBatch, cache: KvCache) -> Tensor:
+    masks = torch.full_like(token_ids, self.config.mask_token_id)
+    return _FORWARD(self, masks, batch, cache)
+
+
+def _too_far(self: BlockDrafter, token_ids: Tensor, batch: LayerBatch, cache: KvCache) -> Tensor:
+    return _FORWARD(self, token_ids, replace(batch, positions=batch.positions + 1), cache)
+
+
+_FORWARD = BlockDrafter.forward
+
+MISTAKES = (
+    Mistake("layers", "layer ids are read one too low", "eagle3", config=_layers_below),
+    Mistake("default_layers", "layers 2, L/2, L - 3, not the head's", "eagle3", _without_layers),
+    Mistake(
+        "normed_state",
+        "later drafts read the state after the last norm (`norm_output`)",
+        "eagle3",
+        _setting("norm_output", True),
+    ),
+    Mistake(
+        "normed_residual",
+        "the normed state is the residual (`norm_before_residual`)",
+        "eagle3",
+        _setting("norm_before_residual", True),
+    ),
+    Mistake("rope", "rotary embeddings of the other layout", "eagle3", tensor=_interleaved),
+    Mistake("theta", "`rope_theta` 1e6, not 1e4", "eagle3", _setting("rope_theta", 1e6)),
+    Mistake("layers", "layer ids are read one too low", "dflash", config=_layers_below),
+    Mistake(
+        "anchor",
+        "the first row of a block is a mask, not the newest token",
+        "dflash",
+        patch=(BlockDrafter, "forward", _all_masks),
+    ),
+    Mistake(
+        "position",
+        "blocks are one position too far",
+        "dflash",
+        patch=(BlockDrafter, "forward", _too_far),
+    ),
+    Mistake(
+        "sample_from_anchor",
+        "each row drafts the token behind it (`sample_from_anchor`)",
+        "dflash",
+        _setting("sample_from_anchor", True),
+    ),
+    Mistake(
+        "unnormed_context",
+        "the target's states are not normed",
+        "dflash",
+        patch=(BlockDrafter, "states_of", StateHead.states_of),
+    ),
+    Mistake("rope", "rotary embeddings of the other layout", "dflash", tensor=_interleaved),
+)
+
+
+@contextmanager
+def planted(directory: Path, mistake: Mistake) -> Iterator[Path]:
+    """Makes a mistake: gives a copy of the head that has it, or lets the engine make it."""
+    with TemporaryDirectory() as folder:
+        config = json.loads((directory / "config.json").read_text())
+        tensors = load_file(directory / "model.safetensors")
+        if mistake.config is not None:
+            mistake.config(config)
+        if mistake.tensor is not None:
+            tensors = {name: mistake.tensor(name, one) for name, one in tensors.items()}
+        (Path(folder) / "config.json").write_text(json.dumps(config))
+        save_file(tensors, Path(folder) / "model.safetensors")
+        if mistake.patch is None:
+            yield Path(folder)
+        else:
+            with mock.patch.object(*mistake.patch):
+                yield Path(folder)
+
+
+@dataclass(frozen=True)
+class Kept:
+    """How often drafts are kept.
+
+    Attributes:
+        first: the share of first drafts.
+        length: tokens of a step.
+    """
+
+    first: float
+    length: float
+
+
+def kept(method: str, directory: Path, kind: str, num_prompts: int | None = None) -> Kept:
+    """Drafts with a head behind prompts of a kind, which are continued greedily."""
+    drafting = {
+        "method": method,
+        "model": str(directory),
+        "num_speculative_tokens": DRAFTS,
+        "adaptive_verification": False,
+    }
+    config = SpeculativeConfig.from_dict(drafting)
+    engine = Engine(EngineConfig(device="cpu", speculative_config=config, max_num_seqs=16))
+    params = SamplingParams(max_tokens=NEW_TOKENS, temperature=0.0, ignore_eos=True)
+    prompts: Sequence[Sequence[int]] = prompt_token_ids(engine, kind)[:num_prompts]
+    engine.generate(prompts, params)
+    said = engine.stats.speculative
+    first = said.num_accepted_tokens_per_pos[0] / said.num_draft_tokens_per_pos()[0]
+    return Kept(first, 1 + said.num_accepted_tokens / said.num_drafts)
+
+
+def run_head_mistakes(bench: Bench) -> None:
+    """Every mistake with every head that there is."""
+    for method in ("eagle3", "dflash"):
+        directory = TRAINED / method
+        if not (directory / "config.json").is_file():
+            print(
+                f"  no {directory}: python -m tools.train.train_heads --head {method}", flush=True
+            )
+            continue
+        right = {kind: kept(method, directory, kind) for kind in ("completions", "edits")}
+        for mistake in MISTAKES:
+            if mistake.method != method:
+                continue
+            for kind, before in right.items():
+                with planted(directory, mistake) as wrong:
+                    now = kept(method, wrong, kind)
+                for name, value, other in (
+                    ("first", now.first, before.first),
+                    ("length", now.length, before.length),
+                ):
+                    unit = "of first drafts" if name == "first" else "tokens a step"
+                    bench.add(
+                        Figure(
+                            f"head_mistakes.{method}.{mistake.name}.{kind}.{name}",
+                            f"{method}, {kind}, k = {DRAFTS}: {mistake.what}",
+                            value,
+                            unit,
+                            "right",
+                            other,
+                            value / other,
+                            threads=bench.num_threads,
+                        )
+                    )

@@ -1,0 +1,40 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a request asks of its steps beyond the plain ops, and when it does."""
+
+from specops.engine.sampling_params import SamplingParams
+from specops.engine.speculative_config import SpeculativeConfig
+
+
+class Feature:
+    """What a request asks of a step beyond the plain ops, as bits; a step has those of all.
+
+    Plain numbers, since they are looked at for every request of every step.
+    """
+
+    PROCESSORS = 1  # logits are changed before the filters
+    TYPICAL_P = 2
+    ENDINGS = 4  # stop sequences, minimum lengths, limits of thinking
+    ACCEPT_RATES = 8
+    DRAFT_PROBS = 16  # drafts are verified by what they were drawn from
+
+
+def features_of(params: SamplingParams, speculative: SpeculativeConfig) -> int:
+    """What the request asks of steps beyond the plain ops."""
+    wanted = {
+        Feature.PROCESSORS: params.has_penalties
+        or bool(params.logit_bias or params.bad_words or params.bad_words_token_ids)
+        or params.allowed_token_ids is not None
+        or params.min_tokens > 0
+        or params.structured_output is not None,
+        Feature.TYPICAL_P: params.typical_p < 1,
+        Feature.ENDINGS: params.thinks
+        or params.min_tokens > 0
+        or bool(params.stop_token_sequences),
+        Feature.ACCEPT_RATES: speculative.accept_policy == "synthetic",
+        Feature.DRAFT_PROBS: speculative.draws_drafts and params.temperature > 0,
+    }
+    features = 0
+    for feature, is_wanted in wanted.items():
+        if is_wanted:
+            features |= feature
+    return features

@@ -1,0 +1,243 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Ranks of one model, a process each: every loop takes the same commands before the same step.
+
+The first rank is the process that a server knows. It starts the others, and hands them whatever its
+own loop takes. Their loops and engines do with it what its own do; what they say nobody hears. If
+one ends, or fails in a step, all do: then the server starts a new first rank.
+"""
+
+import logging
+import os
+import secrets
+import select
+import shutil
+import socket
+import tempfile
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import specops
+from specops.engine.config import EngineConfig
+from specops.engine.device import open_device
+from specops.engine.engine import Engine
+from specops.engine.outputs import RequestOutput
+from specops.engine.parallel.group import Group
+from specops.service.loop import Compiled, Inbox
+from specops.service.messages import Command, NoEngine
+from specops.service.process import EngineProcess
+from specops.service.wire import (
+    Frames,
+    GrammarReady,
+    Setup,
+    Taken,
+    encoded,
+    from_process,
+    receive,
+    to_process,
+)
+
+logger = logging.getLogger(__name__)
+
+_END_SECONDS = 10.0  # that a rank may take to end when it is told to
+_NEWS_SECONDS = 1.0  # in which it is known of a rank that it has ended
+
+
+class RankLost(BaseException):
+    """A step failed on this rank: it ends, whatever its loop would do."""
+
+
+class RankEngine(Engine):
+    """The engine of one rank.
+
+    Args:
+        setup: of its process.
+
+    Raises:
+        ValueError: it cannot be made.
+    """
+
+    def __init__(self, setup: Setup) -> None:
+        config = EngineConfig.from_plain(setup.settings)
+        kind = open_device(config.device).device.type
+        size = config.tensor_parallel_size
+        self._rank = setup.rank
+        group = Group(Path(setup.store), setup.rank, size, config.num_slices, kind)
+        super().__init__(config, group)
+
+    @property
+    def has_unsaved_drafters(self) -> bool:
+        """Whether this rank is to save what drafters learnt: the first one does."""
+        return self._rank == 0 and super().has_unsaved_drafters
+
+    def step(self, *, even_if_idle: bool = False) -> list[RequestOutput]:
+        """Does what `Engine.step` does.
+
+        Raises:
+            RankLost: the step failed. Whether it did on the other ranks nobody knows.
+        """
+        try:
+            return super().step(even_if_idle=even_if_idle)
+        except Exception as error:
+            raise RankLost(f"a step failed on rank {self._rank}") from error
+
+
+class Followers:
+    """The other ranks, as the first one sees them.
+
+    Args:
+        setup: of the first one; completed with what all ranks have to agree on.
+        lost: called from a thread, with a sentence, when one is gone before its time.
+    """
+
+    def __init__(self, setup: Setup, lost: Callable[[str], None]) -> None:
+        settings, size = setup.settings, setup.settings["tensor_parallel_size"]
+        if settings.get("device", "auto").startswith("cuda:"):
+            raise ValueError("device must be auto, cpu or cuda of several ranks, got one GPU")
+        if settings.get("seed") is None:
+            settings["seed"] = secrets.randbits(63)
+        if settings.get("num_threads") is None:
+            settings["num_threads"] = max(specops.get_num_threads() // size, 1)
+        self._folder = tempfile.mkdtemp(prefix=f"specops-ranks-{os.getpid()}-")
+        setup.store = str(Path(self._folder) / "meeting")
+        self._lost, self._is_ending = lost, False
+        self._processes = [
+            EngineProcess(Setup(_of_rank(settings, rank), "error", rank, setup.store))
+            for rank in range(1, size)
+        ]
+        setup.settings = _of_rank(settings, 0)
+        self._watcher = threading.Thread(target=self._watch, daemon=True)
+        self._watcher.start()
+
+    def tell(self, commands: Sequence[Command | Compiled]) -> None:
+        """Hands over what the first one's loop has taken."""
+        plain = [GrammarReady(one.job) if isinstance(one, Compiled) else one for one in commands]
+        data = encoded(Taken(b"".join(map(encoded, plain))))
+        for process in self._processes:
+            process.connection.sendall(data)
+
+    def __enter__(self) -> "Followers":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: object
+    ) -> None:
+        """Waits until they have ended, as they do with the first one's loop."""
+        if error is not None:  # which may be the end of another one: then that is what is told
+            self._watcher.join(_NEWS_SECONDS)
+        self._is_ending = True
+        for process in self._processes:
+            process.end(_END_SECONDS)
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    def _watch(self) -> None:
+        """Waits for one that ends before it is told to."""
+        poll = select.poll()
+        number_of = {one.connection.fileno(): i for i, one in enumerate(self._processes)}
+        for number in number_of:
+            poll.register(number, select.POLLIN | select.POLLHUP)
+        (number, _), *_ = poll.poll()
+        index = number_of[number]
+        process = self._processes[index]
+        said = [_message(body) for body in _rest(process.connection)]
+        if self._is_ending:
+            return
+        how = f"rank {index + 1} has ended ({process.end(_END_SECONDS)})"
+        shutil.rmtree(self._folder, ignore_errors=True)
+        self._lost(said[0] if said else how)
+
+
+def _of_rank(settings: dict[str, object], rank: int) -> dict[str, object]:
+    """The settings of a rank: of GPUs, each has its own."""
+    device = str(settings.get("device", "auto"))
+    is_gpu = device != "cpu" and open_device(device).device.type == "cuda"
+    return {**settings, "device": f"cuda:{rank}" if is_gpu else "cpu"}
+
+
+def _rest(connection: socket.socket) -> Iterator[memoryview]:
+    """All that is still said on a connection."""
+    frames = Frames()
+    try:
+        while True:
+            yield from receive(connection, frames)
+    except (EOFError, OSError):
+        return
+
+
+def _message(body: memoryview) -> str:
+    message = from_process(body)
+    return message.message if isinstance(message, NoEngine) else str(message)
+
+
+class LeadInbox:
+    """The inbox of the first rank, which the others hear as well.
+
+    Args:
+        inbox: where commands come from.
+        followers: the other ranks.
+    """
+
+    def __init__(self, inbox: Inbox, followers: Followers) -> None:
+        self._inbox, self._followers = inbox, followers
+
+    def put(self, command: Compiled) -> None:
+        """Adds one, from any thread."""
+        self._inbox.put(command)
+
+    def take(self, seconds: float | None) -> Sequence[Command | Compiled]:
+        """Returns what has come, waiting for it at most so long; None: without end."""
+        commands = self._inbox.take(seconds)
+        self._followers.tell(commands)
+        return commands
+
+
+class FollowInbox:
+    """The inbox of another rank: what the first one has taken.
+
+    Args:
+        connection: to the first one.
+        frames: what has been read of the next message.
+    """
+
+    def __init__(self, connection: socket.socket, frames: Frames) -> None:
+        self._connection, self._frames = connection, frames
+        self._taken: list[Taken] = []
+        self._compiled: dict[int, Compiled] = {}  # by job
+        self._has_compiled = threading.Condition()
+
+    def put(self, command: Compiled) -> None:
+        """Adds one, from any thread; it counts when the first rank has taken its own."""
+        with self._has_compiled:
+            self._compiled[command.job] = command
+            self._has_compiled.notify_all()
+
+    def take(self, seconds: float | None) -> Sequence[Command | Compiled]:
+        """Returns what the first one has taken, waiting for that however long it takes."""
+        try:
+            while not self._taken:
+                self._taken += map(to_process, receive(self._connection, self._frames))
+        except (EOFError, ConnectionError):
+            threading.Event().wait()  # until `end_with_the_first` does what it says
+        frames = Frames()
+        return [
+            self._own(message) if isinstance(message, GrammarReady) else message
+            for message in map(to_process, frames.feed(self._taken.pop(0).commands))
+        ]
+
+    def _own(self, ready: GrammarReady) -> Compiled:
+        with self._has_compiled:
+            self._has_compiled.wait_for(lambda: ready.job in self._compiled)
+            return self._compiled.pop(ready.job)
+
+
+def end_with_the_first(connection: socket.socket, store: str) -> None:
+    """Ends this process as soon as the first rank is gone, whatever it does at the moment."""
+
+    def watch() -> None:
+        poll = select.poll()
+        poll.register(connection, 0)  # POLLHUP is always told
+        poll.poll()
+        shutil.rmtree(Path(store).parent, ignore_errors=True)
+        os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()

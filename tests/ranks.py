@@ -1,0 +1,77 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Ranks that are threads of one process: what they exchange is handed over in memory."""
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TypeVar
+
+import torch
+from specops.engine.parallel.ranks import Ranks
+from torch import Tensor
+
+T = TypeVar("T")
+_SECONDS = 60.0
+
+
+class Meeting:
+    """Where the ranks of one model meet."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self._barrier = threading.Barrier(size, timeout=_SECONDS)
+        self._brought: list[Any] = [None] * size
+
+    def exchange(self, rank: int, value: Any) -> list[Any]:
+        """Returns what every rank has brought."""
+        self._brought[rank] = value
+        self._barrier.wait()
+        everyone = list(self._brought)
+        self._barrier.wait()
+        return everyone
+
+    def leave(self) -> None:
+        """Has the others fail, who would wait."""
+        self._barrier.abort()
+
+
+class ThreadRanks(Ranks):
+    """One rank of several, in a thread of its own."""
+
+    def __init__(self, meeting: Meeting, rank: int, slices: int) -> None:
+        self.rank, self.size, self._meeting = rank, meeting.size, meeting
+        super().__init__(slices)
+
+    def least(self, number: int) -> int:
+        return min(self._meeting.exchange(self.rank, number))
+
+    def of_first(self, number: float) -> float:
+        first: float = self._meeting.exchange(self.rank, number)[0]
+        return first
+
+    def check(self, inputs: Tensor) -> None:
+        found = self._meeting.exchange(self.rank, bytes(inputs.numpy()))
+        assert found == [found[0]] * self.size, "the inputs of a step differ"
+
+    def _gather(self, own: Tensor, everyone: Tensor) -> None:
+        everyone.copy_(torch.stack(self._meeting.exchange(self.rank, own.clone())))
+
+
+def on_ranks(size: int, work: Callable[[Ranks], T], slices: int | None = None) -> list[T]:
+    """Does the same on every rank at once; returns what each returned."""
+    meeting = Meeting(size)
+
+    def run(rank: int) -> T:
+        try:
+            return work(ThreadRanks(meeting, rank, slices or size))
+        except BaseException:
+            meeting.leave()
+            raise
+
+    with ThreadPoolExecutor(size) as pool:
+        running = [pool.submit(run, rank) for rank in range(size)]
+        errors = [one.exception() for one in running]
+        told = [one for one in errors if one and not isinstance(one, threading.BrokenBarrierError)]
+        if told:
+            raise told[0]
+        return [one.result() for one in running]

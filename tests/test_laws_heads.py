@@ -1,0 +1,111 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The law of whole texts, where a draft model or an EAGLE-3 head draws what `rejection` verifies.
+
+As test_laws_mtp.py, whose measures these are: thousands of short texts, each with a seed of its
+own, against the exact probabilities of their tokens.
+"""
+
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import eagle_oracle
+import pytest
+from eagle_oracle import Head
+from mtp_checkpoints import Tiny, save_checkpoint
+from specops.engine import SpeculativeConfig
+from test_laws_mtp import (
+    COOL,
+    FEW_PAGES,
+    FEW_ROWS,
+    NOTICED,
+    VOCAB,
+    WARM,
+    Drafts,
+    drafts,
+    model_of,
+    p_values,
+    params,
+    run,
+    texts_of,
+)
+from test_lossless_mtp import make_engine, make_tiny
+
+__all__ = ["drafts"]  # a fixture
+
+
+class Heads(NamedTuple):
+    """A target, and the directories of what drafts for it."""
+
+    target: Tiny
+    directories: dict[str, Path]
+
+
+@pytest.fixture(scope="module")
+def heads(tmp_path_factory: pytest.TempPathFactory) -> Heads:
+    sizes = {"vocab_size": VOCAB, "max_position_embeddings": 64}
+    target = make_tiny(tmp_path_factory.mktemp("target"), 1, **sizes)
+    smaller = make_tiny(tmp_path_factory.mktemp("smaller"), 1, **sizes, num_hidden_layers=1)
+    for name in ("model.embed_tokens.weight", "lm_head.weight"):  # so that they mostly agree
+        smaller.tensors[name] = target.tensors[name]
+    save_checkpoint(smaller.directory, smaller.config, smaller.tensors)
+    eagle = tmp_path_factory.mktemp("eagle")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(eagle_oracle, "VOCAB", VOCAB)
+        head = Head(entered=(1, 2), draft_vocab=VOCAB - 4)
+        head.tensors["lm_head.weight"] *= 0.2  # nearly flat: no draft is hopeless
+        eagle_oracle.write(eagle, head, "specforge")
+    return Heads(target, {"draft_model": smaller.directory, "eagle3": eagle})
+
+
+class Trial(NamedTuple):
+    method: str
+    strategy: str
+    tree: bool
+    filters: dict[str, Any]
+    limits: dict[str, Any]
+
+
+TRIALS = [
+    Trial("draft_model", "rejection", False, {}, FEW_ROWS),
+    Trial("draft_model", "rejection", True, WARM, {}),
+    Trial("draft_model", "block", False, COOL, FEW_PAGES),
+    Trial("eagle3", "rejection", False, COOL, FEW_PAGES),
+    Trial("eagle3", "rejection", True, {"min_p": 0.1}, FEW_ROWS),
+    Trial("eagle3", "block", False, WARM, {}),
+]
+
+
+def p_values_of(heads: Heads, trial: Trial, count: int, k: int) -> dict[str, float]:
+    speculative = SpeculativeConfig(
+        method=trial.method,
+        model=str(heads.directories[trial.method]),
+        num_speculative_tokens=k,
+        verify_strategy=trial.strategy,
+        tree=trial.tree,
+    )
+    engine = make_engine(heads.target, speculative, **{"max_num_seqs": 64, **trial.limits})
+    done = run(engine, range(count), lambda index: params(index, trial.filters))
+    spec = engine.stats.speculative
+    assert spec.num_accepted_tokens_per_pos[0] > spec.num_drafts / 20
+    assert (engine.stats.num_preemptions > 0) == ("num_pages" in trial.limits)
+    assert not engine._drafting.num_failures
+    return p_values(model_of(heads.target), texts_of(done), trial.filters)
+
+
+@pytest.mark.parametrize("trial", TRIALS, ids=str)
+@pytest.mark.corners("*'draft_model', *tree=False, filters={}*", "*'eagle3', *tree=True*")
+def test_texts_follow_the_target(heads: Heads, trial: Trial, drafts: Drafts) -> None:
+    found = p_values_of(heads, trial, 400, 3)
+    if not trial.tree:  # whose drafts are the likeliest tokens
+        found["drafts"] = drafts.p_value()
+    assert min(found.values()) > NOTICED, found
+
+
+@pytest.mark.prove
+@pytest.mark.parametrize("k", [1, 2, 5])
+@pytest.mark.parametrize("trial", TRIALS, ids=str)
+def test_more_texts_follow_the_target(heads: Heads, trial: Trial, k: int, drafts: Drafts) -> None:
+    found = p_values_of(heads, trial, 3000, k)
+    if not trial.tree:
+        found["drafts"] = drafts.p_value()
+    assert min(found.values()) > NOTICED, found

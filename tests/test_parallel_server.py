@@ -1,0 +1,102 @@
+# SPDX-License-Identifier: Apache-2.0
+# ruff: noqa: E402  (where the server's packages are missing, nothing else is imported)
+"""Ranks behind one door, a process each: the answers of one engine, and what happens to a death."""
+
+import json
+import os
+import signal
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+for name in ("fastapi", "uvicorn", "pydantic", "msgspec", "prometheus_client", "jinja2", "httpx"):
+    pytest.importorskip(name)
+
+from mtp_checkpoints import make_mtp_model
+from serving import Served, serving, wait_for
+from specops.engine import Engine, EngineConfig
+from specops.service.process import EngineProcess
+from specops.service.wire import Setup
+from test_server_process import BODIES, STRUCTURED, Apart, is_running, serving_apart, told
+
+
+@pytest.fixture(scope="module")
+def settings(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    return {
+        "model": str(make_mtp_model(tmp_path_factory.mktemp("model"))),
+        "device": "cpu",
+        "num_threads": 1,
+        "served_model_name": "tiny",
+        "speculative_config": json.dumps({"method": "ngram", "num_speculative_tokens": 4}),
+        "methods": ["mtp"],
+        "num_pages": 512,
+        "seed": 5,
+    }
+
+
+@pytest.fixture(scope="module")
+def apart(settings: dict[str, Any]) -> Iterator[Apart]:
+    with serving_apart(settings | {"tensor_parallel_size": 2}) as one:
+        yield one
+
+
+@pytest.fixture(scope="module")
+def together(settings: dict[str, Any]) -> Iterator[Served]:
+    with serving(Engine(EngineConfig.from_plain(settings | {"exact_across_tp": 2}))) as one:
+        yield one
+
+
+def followers_of(pid: int | None) -> list[int]:
+    return [int(one) for one in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+def test_answers_are_those_of_one_engine(apart: Apart, together: Served) -> None:
+    """Those without a seed as well: both were given the seed of their seeds."""
+    for body in BODIES + [{"seed": None}] * 3:
+        assert told(apart.url, body) == told(together.url, body), body
+    apart.wait_until_idle()
+
+
+def test_constrained_answers_are_the_same(apart: Apart, together: Served) -> None:
+    """Each rank compiles the grammar; the job is added where all have it."""
+    pytest.importorskip("llguidance")
+    for body in STRUCTURED:
+        assert told(apart.url, body) == told(together.url, body), body
+
+
+def test_a_rank_that_is_killed_ends_all_and_all_are_started_again(
+    apart: Apart, together: Served
+) -> None:
+    _, expected = told(together.url, BODIES[0])
+    first = apart.client.pid
+    (follower,) = followers_of(first)
+    os.kill(follower, signal.SIGKILL)
+    wait_for(lambda: not is_running(first) and not is_alive(follower))
+    wait_for(lambda: apart.health() == (200, "ok"), 60)
+    assert told(apart.url, BODIES[0])[1]["choices"] == expected["choices"]
+    second = apart.client.pid
+    (follower,) = followers_of(second)
+    assert second is not None
+    os.kill(second, signal.SIGKILL)
+    wait_for(lambda: not is_alive(follower))
+    assert not list(Path(tempfile.gettempdir()).glob(f"specops-ranks-{second}-*"))
+
+
+def is_alive(pid: int) -> bool:
+    """Whether it runs: whoever has adopted it may not have waited for its end."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def test_why_ranks_cannot_be_made_is_told(settings: dict[str, Any]) -> None:
+    """Both find it, and one of them says it."""
+    sizes = {"tensor_parallel_size": 2, "exact_across_tp": 8}
+    started = EngineProcess(Setup(settings | sizes, "error"))
+    with pytest.raises(ValueError, match="exact_across_tp must divide the 4 heads of queries"):
+        started.hello()
+    started.end()
