@@ -53,13 +53,15 @@ void run_integers(const LinearParams& params) {
   int64_t panels = weight_panels(params.weight.num_outputs, params.weight.activation);
   int64_t bytes = panels * panel_bytes<Codes>(params.weight.num_inputs);
   Ranges cut(bytes, params.rows, ceil_div(params.rows, kIntegerRows), panels);
+  uint64_t call = next_call();
   parallel_for(cut.columns * cut.rows, 1, [&](int64_t index, int64_t) {
     int64_t c = index / cut.rows, r = index % cut.rows;
     integer_range<Codes>(params,
                          part_begin(params.rows, cut.rows, r),
                          part_begin(params.rows, cut.rows, r + 1),
                          part_begin(panels, cut.columns, c),
-                         part_begin(panels, cut.columns, c + 1));
+                         part_begin(panels, cut.columns, c + 1),
+                         call);
   });
 }
 

@@ -2,6 +2,7 @@
 // Rows as integers (integer_rows.h), on cpu.
 #pragma once
 
+#include <atomic>
 #include <cstring>
 #include <type_traits>
 
@@ -43,10 +44,23 @@ struct IntegerRows {
   }
 };
 
-// Rows that a thread has made integers of.
+// Rows that a thread has made integers of, and whose: it meets them again in every range of a call.
 thread_local GrowingArray<int16_t> integer_rows;
 thread_local GrowingArray<float> row_scales;
 thread_local GrowingArray<int32_t> row_sums;
+struct RoundedRows {
+  uint64_t call;
+  const void* out;  // experts of a call have rows of their own
+  int64_t row, count;
+  bool operator==(const RoundedRows&) const = default;
+};
+thread_local RoundedRows rounded_rows{};
+
+// A number that no other call of a product has; from 1 on.
+inline uint64_t next_call() {
+  static std::atomic<uint64_t> calls{0};
+  return ++calls;
+}
 
 // Rounds `count` numbers, a whole group, and returns their scale.
 inline float round_group(const float* values, int64_t count, RowNumbers numbers, int32_t* out) {
@@ -86,6 +100,16 @@ inline float round_group(const float* values, int64_t count, RowNumbers numbers,
   return scale;
 }
 
+// Of every four integers, the second and the third change places.
+inline void swap_middles(int16_t* integers, int64_t count) {
+  for (int64_t i = 0; i < count; i += 4) {
+    uint64_t quad;
+    std::memcpy(&quad, integers + i, 8);
+    quad = (quad & 0xffff00000000ffffu) | (quad & 0xffff0000u) << 16 | (quad >> 16 & 0xffff0000u);
+    std::memcpy(integers + i, &quad, 8);
+  }
+}
+
 // One row. `x` has num_inputs elements; what lies behind them is not read.
 template <typename T, typename Integer>
 void round_row(const T* x,
@@ -109,14 +133,9 @@ void round_row(const T* x,
     }
     alignas(64) int32_t integers[kIntegerGroup];
     float scale = round_group(values, pieces.row_group, weight.row_numbers, integers);
-    for (int64_t i = 0; i < pieces.row_group; i += 4) {
-      constexpr bool kIsWide = std::is_same_v<Integer, int16_t>;
-      Integer* quad = out + first + i;
-      quad[0] = static_cast<Integer>(integers[i]);
-      quad[1] = static_cast<Integer>(integers[i + (kIsWide ? 2 : 1)]);
-      quad[2] = static_cast<Integer>(integers[i + (kIsWide ? 1 : 2)]);
-      quad[3] = static_cast<Integer>(integers[i + 3]);
-    }
+    Integer* group = out + first;
+    for (int64_t i = 0; i < pieces.row_group; ++i) group[i] = static_cast<Integer>(integers[i]);
+    if constexpr (std::is_same_v<Integer, int16_t>) swap_middles(group, pieces.row_group);
     int64_t end = min64(first + pieces.row_group, weight.num_inputs);
     for (int64_t begin = first; begin < end; begin += pieces.inputs) {
       int64_t piece = begin / pieces.inputs;
@@ -128,9 +147,12 @@ void round_row(const T* x,
   }
 }
 
-// The rows from `row` on; what they had in this thread's memory is gone.
+// The rows from `row` on of a call; of what this thread's memory had, they alone are kept.
 template <typename Integer>
-IntegerRows<Integer> integer_rows_from(const GemmParams& params, int64_t row, int64_t rows) {
+IntegerRows<Integer> integer_rows_from(const GemmParams& params,
+                                       int64_t row,
+                                       int64_t rows,
+                                       uint64_t call) {
   const WeightParams& weight = params.weight;
   Pieces pieces(weight);
   int64_t width = ceil_div(weight.num_inputs, kIntegerGroup) * kIntegerGroup;
@@ -139,6 +161,10 @@ IntegerRows<Integer> integer_rows_from(const GemmParams& params, int64_t row, in
   auto* integers = reinterpret_cast<Integer*>(integer_rows.reserve(rows * stride));
   float* scales = row_scales.reserve(rows * pieces.count);
   int32_t* sums = row_sums.reserve(rows * pieces.count);
+  IntegerRows<Integer> made{integers, stride, scales, sums, pieces.count};
+  RoundedRows wanted{call, params.out, row, rows};
+  if (rounded_rows == wanted) return made;
+  rounded_rows = wanted;
   for (int64_t r = 0; r < rows; ++r) {
     auto round = [&](const auto* x) {
       float* own_scales = scales + r * pieces.count;
@@ -150,7 +176,7 @@ IntegerRows<Integer> integer_rows_from(const GemmParams& params, int64_t row, in
       round(row_at<float>(params, row + r));
     }
   }
-  return {integers, stride, scales, sums, pieces.count};
+  return made;
 }
 
 }  // namespace

@@ -175,16 +175,17 @@ void integer_tile_of(const GemmParams& params,
   }
 }
 
-// A range of rows and panels, as one thread has it.
+// A range of rows and panels, as one thread has it. `call`: from next_call, of all ranges of a product.
 template <typename Kind, typename Product>
 void integer_range_of(const GemmParams& params,
                       int64_t row_begin,
                       int64_t row_end,
                       int64_t panel_begin,
-                      int64_t panel_end) {
+                      int64_t panel_end,
+                      uint64_t call) {
   for (int64_t kept = row_begin; kept < row_end; kept += kIntegerRowsKept) {
     int64_t count = min64(kIntegerRowsKept, row_end - kept);
-    auto rows = integer_rows_from<typename Product::Integer>(params, kept, count);
+    auto rows = integer_rows_from<typename Product::Integer>(params, kept, count, call);
     int64_t tiles = ceil_div(count, kIntegerRows);
     for (int64_t panel = panel_begin; panel < panel_end; ++panel) {
       for (int64_t t = 0; t < tiles; ++t) {
@@ -202,13 +203,14 @@ void integer_range(const GemmParams& params,
                    int64_t row_begin,
                    int64_t row_end,
                    int64_t panel_begin,
-                   int64_t panel_end) {
+                   int64_t panel_end,
+                   uint64_t call) {
   auto* range = integer_range_of<Kind, Wide<Kind>>;
   if constexpr (Narrow<Kind>::kIsNarrow) {
     if (params.weight.row_numbers == RowNumbers::kInt8)
       range = integer_range_of<Kind, Narrow<Kind>>;
   }
-  range(params, row_begin, row_end, panel_begin, panel_end);
+  range(params, row_begin, row_end, panel_begin, panel_end, call);
 }
 
 // fn of the codes of a weight's kind.

@@ -47,8 +47,9 @@ void run_blocks(const MoeLinearParams& params) {
 template <typename Codes>
 void run_panels(const MoeLinearParams& params) {
   int64_t panels = weight_panels(params.weight.num_outputs, params.weight.activation);
-  run(params, panels, 1, [](const GemmParams& one, int64_t begin, int64_t end) {
-    integer_range<Codes>(one, 0, one.rows, begin, end);
+  uint64_t call = next_call();
+  run(params, panels, 1, [=](const GemmParams& one, int64_t begin, int64_t end) {
+    integer_range<Codes>(one, 0, one.rows, begin, end, call);
   });
 }
 
