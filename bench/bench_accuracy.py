@@ -80,6 +80,11 @@ class _Rounded(Checkpoint):
         head = rounding.head, 128 if rounding.head == "int4" else 0, None
         self._of = {"layers": own, "head": head}
 
+    def _rounded(
+        self, weight: Tensor | QuantizedWeight, quantization: str, inputs: range | None
+    ) -> Tensor | QuantizedWeight:
+        return weight  # `_packed` rounds
+
     def _packed(
         self, weight: Tensor | QuantizedWeight, quantization: str, activation: str | None
     ) -> PackedWeight:

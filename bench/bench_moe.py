@@ -201,8 +201,9 @@ def _run_steps(bench: Bench) -> None:
                 speculative_config=SpeculativeConfig(method="ngram", adaptive_verification=False),
             )
         )
-    bytes_read = engine._runner._parts.model.bytes_read
-    seconds = engine._measure_steps(bytes_read)
+    model = engine._runner._parts.model
+    bytes_read = model.bytes_read
+    seconds = engine._measure_steps(bytes_read, model.ranks)
     for rows in STEPS:
         more, expected = seconds[rows] / seconds[1], bytes_read(rows) / bytes_read(1)
         bench.add(

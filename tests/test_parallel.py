@@ -292,9 +292,9 @@ ranks.add(own, torch.ones(3), out)
 columns = torch.empty(2, 3)
 ranks.join_columns(torch.full((2, 2 - rank), float(rank)), columns)
 print(ranks.least(7 + rank), ranks.of_first(0.25 + rank), out.tolist(), columns.tolist())
-ranks.check(torch.tensor([1, 2], dtype=torch.uint8))
+ranks.check(torch.tensor([1, 2], dtype=torch.uint8), 2)
 try:
-    ranks.check(torch.tensor([1, rank], dtype=torch.uint8))
+    ranks.check(torch.tensor([1, rank], dtype=torch.uint8), 2)
 except RanksApart as error:
     print("apart" in str(error))
 """

@@ -251,6 +251,12 @@ class WeightSource(ABC):
             weight = self._rounded(weight, quantization, cut.inputs)
             if cut.inputs is not None:
                 weight = inputs_of(weight, cut.inputs, names[0])
+        return self._packed(weight, quantization, activation)
+
+    def _packed(
+        self, weight: Tensor | QuantizedWeight, quantization: str, activation: str | None
+    ) -> PackedWeight:
+        """A weight of the kind that it is to have, packed."""
         return dense.pack_weight(weight, activation=activation)
 
     def _rounded(

@@ -54,9 +54,9 @@ class Group(Ranks):
         """Returns what the first rank has."""
         return float(self._of_all(number, torch.float64)[0])
 
-    def check(self, inputs: Tensor) -> None:
+    def check(self, inputs: Tensor, num_bytes: int) -> None:
         """Compares the inputs of a step, by a sum of them."""
-        own = zlib.crc32(inputs.numpy().data)
+        own = zlib.crc32(inputs.numpy().data[:num_bytes])
         found = self._of_all(own, torch.int64).tolist()
         if found != [own] * self.size:
             raise RanksApart(f"the ranks have come apart: the inputs of a step have sums {found}")

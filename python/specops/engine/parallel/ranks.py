@@ -92,11 +92,12 @@ class Ranks:
         """Returns what the first rank has, such as a time that it took."""
         return number
 
-    def check(self, inputs: Tensor) -> None:
+    def check(self, inputs: Tensor, num_bytes: int) -> None:
         """Compares the inputs of a step.
 
         Args:
             inputs: bytes, on the host.
+            num_bytes: of these, the first.
 
         Raises:
             RanksApart: they are not every rank's.

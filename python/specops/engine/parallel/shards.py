@@ -31,12 +31,15 @@ class Shares:
         begin = self.ranks.rank * self.ranks.local_slices * own * each
         return range(begin, begin + self.ranks.local_slices * own * each)
 
-    def slices(self, total: int, what: str, each: int = 1) -> list[range]:
-        """Returns the same in one range for each summand of a sum over them."""
+    def summands(self, total: int, what: str, each: int = 1) -> "list[Cut]":
+        """Returns the same as inputs, a cut for each summand; one that has all is none."""
         own = self._dealt(total, what) * each
+        if self.ranks.slices == 1:
+            return [WHOLE]
         first = self.ranks.rank * self.ranks.local_slices
         return [
-            range(i * own, (i + 1) * own) for i in range(first, first + self.ranks.local_slices)
+            Cut(inputs=range(i * own, (i + 1) * own))
+            for i in range(first, first + self.ranks.local_slices)
         ]
 
     def of_copies(self, total: int, what: str, each: int = 1) -> range:

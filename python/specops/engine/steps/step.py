@@ -352,7 +352,7 @@ class Step:
         """
         device, arrays = self._memory.device, self.arrays
         num_bytes = arrays.pages_offset + 4 * num_pages
-        self._parts.model.ranks.check(arrays.host_in[:num_bytes])
+        self._parts.model.ranks.check(arrays.host_in, num_bytes)
         device.copy_in(arrays.device_in, arrays.host_in, num_bytes)
         if self.replay is not None:
             self.replay()

@@ -236,8 +236,8 @@ class ExpertsConfig:
             gate_up_bias = source.expert_biases(experts, count, _GATE_UP, sizes, cut=cut)
             down_bias = source.expert_biases(experts, count, what, (hidden,))
         down = [
-            source.experts(experts, count, what, (hidden,), self.width, cut=Cut(inputs=inputs))
-            for inputs in loader.shares.slices(self.width, _WIDTHS)
+            source.experts(experts, count, what, (hidden,), self.width, cut=one)
+            for one in loader.shares.summands(self.width, _WIDTHS)
         ]
         return Experts(
             self,

@@ -10,7 +10,7 @@ from specops import dense
 from specops.dense import PackedWeight
 from specops.engine.models.weights import WeightSource
 from specops.engine.parallel.ranks import Ranks
-from specops.engine.parallel.shards import Cut, Shares
+from specops.engine.parallel.shards import Shares
 
 
 @dataclass(frozen=True)
@@ -81,8 +81,8 @@ def load_summed(
         ModelError: a tensor is missing, has another shape or cannot be shared out.
     """
     slices = [
-        source.linear("", (name,), (outputs,), count * each, cut=Cut(inputs=inputs))
-        for inputs in Shares(ranks).slices(count, what, each)
+        source.linear("", (name,), (outputs,), count * each, cut=cut)
+        for cut in Shares(ranks).summands(count, what, each)
     ]
     bias = source.bias("", (name,), (outputs,)) if has_bias else None
     return SummedLinear(slices, bias, ranks)
