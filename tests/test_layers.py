@@ -66,7 +66,7 @@ LOOP = ("engine.py", "plan.py", "request.py", "scheduling", "steps", "memory")
 APART = ("models", "checkpoints", "drafters", "structured", "parallel")
 BUDGETS = {
     "the loop": (3000, 16),
-    "the engine without models and their files, drafting and grammars": (6500, 36),
+    "the engine without models, their files, ranks, drafting and grammars": (6500, 36),
 }
 
 
