@@ -56,7 +56,7 @@ def runnable() -> tuple[str, ...]:
     return tuple(
         name
         for name in method_names()
-        if name not in ("draft_model", "eagle3", "medusa", "hydra", "dflash")
+        if name not in ("draft_model", "eagle", "eagle3", "medusa", "hydra", "dflash")
     )
 
 
