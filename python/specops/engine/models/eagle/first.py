@@ -21,6 +21,7 @@ from torch import Tensor
 from specops import batching, dense
 from specops.engine.errors import ModelError
 from specops.engine.models.blocks.layer import LayerNames
+from specops.engine.models.eagle.layout import with_qk_norms
 from specops.engine.models.families.dense_decoder import dense_decoder
 from specops.engine.models.families.fields import count, read_config
 from specops.engine.models.head_files import open_head, refuse_unread
@@ -192,7 +193,10 @@ def _read(
             raise ModelError(
                 f"{field} is {getattr(decoder, field)}, but the target has {of_target}"
             )
-    first, *others = decoder.layers
+    first, *others = (
+        with_qk_norms(one, f"{prefix}layers.{index}.self_attn.q_norm.weight" in names)
+        for index, one in enumerate(decoder.layers)
+    )
     return StateHeadConfig(
         hidden_size=decoder.hidden_size,
         layers=(replace(first, names=_FIRST), *others),
