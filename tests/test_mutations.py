@@ -608,7 +608,7 @@ MUTATIONS = [
         ATTENTION,
     ),
     Mutation(
-        "leaves that the first part of a chunk has folded are folded again",
+        "leaves that the first split of a chunk has folded are folded again",
         "attention/append_attention/cuda/results.cuh",
         "(leaf > first && leaf / split_leaves != first / split_leaves)",
         "(leaf > first && split_leaves > 0)",
@@ -637,7 +637,7 @@ MUTATIONS = [
         ATTENTION,
     ),
     Mutation(
-        "parts that meet once fold one leaf of each chunk",
+        "splits that meet once fold one leaf of each chunk",
         "attention/append_attention/cuda/results.cuh",
         "return {is_cut ? kChunkLeaves : 1, is_cut, is_cut};",
         "return {1, is_cut, is_cut};",

@@ -513,7 +513,7 @@ __device__ __forceinline__ bool is_last_to_arrive(const Block& block,
 }
 
 // The item's state is written. The last block to arrive at a chunk that was cut folds its leaves,
-// and the last to arrive at a sequence its chunks; or all of it, where parts meet once.
+// and the last to arrive at a sequence its chunks; or all of it, where splits meet once.
 template <typename Block>
 __device__ __forceinline__ void arrive(const Block& block) {
   WorkItem& item = block.item;
