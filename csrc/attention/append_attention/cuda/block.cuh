@@ -146,7 +146,8 @@ __device__ __forceinline__ unsigned thread_index_in_loop() {
 }
 
 // The place of a lane's row, from which the vectors 2, 4, .. after its own are one XOR away: lanes
-// begin at vector 0 or 1. Of long rows those a whole turn after them are a constant away.
+// begin at vector 0 or 1. Of long rows those a whole turn after them are a constant away. Opaque, so
+// that one register holds them all: the compiler would keep one for each.
 template <int kVectors>
 struct LanePlace {
   static constexpr bool kPowerOfTwo = (kVectors & (kVectors - 1)) == 0;

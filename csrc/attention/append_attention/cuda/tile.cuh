@@ -163,6 +163,7 @@ __device__ __forceinline__ void add_byte_values(const Block& block,
   LanePlace<Shape::kProbVectors> a_place(lane % 16, lane / 16);
   // B: lanes 0-15 the tokens at a group, 16-31 at the next.
   int group = warp * kOutTiles / 2 + (kGroups > 1 ? lane / 16 : 0);
+  // Opaque, so that a tile's addresses are a constant away: else each has a register of its own.
   int b_row = opaque_in_loop<Block>(lane % 16 * Shape::kRowBytes);
   int b_vector = opaque_in_loop<Block>(group ^ twist<Shape::kVectors>(lane % 16));
 #pragma unroll
@@ -703,6 +704,7 @@ __device__ __forceinline__ void accumulate(const Block& block, int tile, Outputs
   } else {
     LanePlace<Shape::kProbVectors> a_place(lane % 16, lane / 16);
     // B: lanes 0-15 the tokens at a column tile, 16-31 at the next. Pairs of column tiles.
+    // Opaque as in add_byte_values().
     int b_row = opaque_in_loop<Block>(lane % 16 * Shape::kRowBytes);
     int b_turn = twist<Shape::kVectors>(lane % 16);
     int b_vector = opaque_in_loop<Block>(Block::kOutTiles % 2 == 0
