@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from eagle_oracle import DIM, EPS, HEADS, KV_HEADS, MLP, THETA, VOCAB, WIDTH
@@ -14,6 +15,8 @@ from eagle_oracle import attention as attended
 from eagle_oracle import norm as normed
 from safetensors.torch import save_file
 from specops.engine import Engine
+from specops.engine.drafters.base import Scheduled
+from specops.engine.drafters.recurrent import RecurrentStep
 from specops.engine.errors import ModelError
 from test_draft_model import reported
 from test_eagle3 import TEXTS, change_tensors, told
@@ -258,3 +261,22 @@ def test_the_other_method_names_this_one(target: tuple[Path, Any], tmp_path: Pat
     Head().write(tmp_path)
     with pytest.raises(ModelError, match=r"hidden_norm\.weight is missing; .* the method eagle"):
         make_eagle3(target, tmp_path)
+
+
+def test_nothing_is_read_of_passes_that_did_not_run(
+    target: tuple[Path, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where a text is about to end they leave what the memory of a step held before."""
+    KINDS["safetensors"][0].write(tmp_path)
+    fill, poison = RecurrentStep.fill, np.array([0x7FA00000], np.uint32).view(np.float32)
+
+    def poisoned(self: RecurrentStep, parts: Sequence[Scheduled]) -> None:
+        for array in self._logprobs:
+            array.host[:] = poison
+        fill(self, parts)
+
+    monkeypatch.setattr(RecurrentStep, "fill", poisoned)
+    engine = make(target, tmp_path, max_num_seqs=2, tree=True)
+    with np.errstate(all="raise"):
+        engine.generate(TEXTS[:2], told(2))
+    assert engine.stats.speculative.num_draft_tokens and not engine._drafting.num_failures

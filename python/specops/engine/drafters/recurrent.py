@@ -376,14 +376,15 @@ class RecurrentStep(DrafterStep):
         """Takes over how likely the head holds its drafts, and makes trees of chains."""
         if not self._logprobs:
             return
-        # Those of requests that did not draft may be anything.
-        probs = np.exp(np.minimum([array.host for array in self._logprobs], 0)).clip(1e-6, 1)
+        logprobs = np.array([array.host for array in self._logprobs])
         for index, part in enumerate(parts):
             progress = self._drafter.progress_of(part)
             if progress is not None and progress.redraft_len >= 0:
                 slot = part.request.slot
-                count = min(stage_limit(part, self._drafter.name), len(probs))
-                proposals.confidences[slot, :count] = probs[:count, index]
+                # Nothing has written those of passes that did not draft for it.
+                count = min(int(proposals.counts[slot]), len(logprobs))
+                own = np.exp(np.minimum(logprobs[:count, index], 0))
+                proposals.confidences[slot, :count] = own.clip(1e-6, 1)
                 if self._likeliest and part.request.speculative.tree:
                     self._branch(part, index, proposals)
 
