@@ -130,7 +130,7 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "contract": ({"contract": "0" * 16}, "contract must be '.*', got '0000000000000000'"),
     "page_size": ({"page_size": 32}, "page_size must be 16, got 32"),
     "model": ({"model": []}, r"model must be \[Layout.*, got \[\]"),
-    "prompt": ({"token_ids": [1]}, "token_ids must be 'the request's prompt'"),
+    "prompt": ({"token_ids": [1]}, "token_ids must be the request's prompt"),
     "draft": ({"lookahead": 3}, "lookahead must be 0, got 3"),
     "count": ({"num_pages": 5}, r"num_pages must be in \[0, 4\], got 5"),
     "bytes": ({"num_pages": 3}, "data must have .* bytes, got"),
@@ -152,7 +152,7 @@ def test_pages_of_something_else_are_refused_by_name(
 def test_wrong_bytes_would_be_noticed(pair: tuple[PagesEngine, PagesEngine, Pages]) -> None:
     """The pages are really read: others than the prompt's give another text."""
     prefill, decode, pages = pair
-    zeros = Pages(pages.header, bytes(len(pages.data)))
+    zeros = Pages(pages.header, bytearray(len(pages.data)))
     decode.give_pages(zeros, decode.expected(PROMPTS[-1], GREEDY))
     (right,), (wrong,) = (one.generate([PROMPTS[-1]], GREEDY) for one in (prefill, decode))
     assert right.logprobs != wrong.logprobs

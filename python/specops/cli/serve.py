@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from specops.cli.config_file import arguments_of
 from specops.cli.options import add_engine_options, engine_settings, plain_settings
+from specops.cli.roles import add_role_options, role_settings
 from specops.engine.config import EngineConfig
 from specops.tokenizer import Tokenizer
 
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
 
     from specops.service.client import EngineClient
     from specops.service.process import EngineProcess
+    from specops.service.wire import RoleSettings
 
 _PROGRAM = "python -m specops.engine"
 
@@ -117,6 +119,7 @@ def _add_server_options(parser: argparse.ArgumentParser) -> None:
         "several times for several, * for any (default: none)",
     )
     _add_limits(parser)
+    add_role_options(parser)
     add(
         "--in-process",
         action="store_true",
@@ -190,9 +193,10 @@ def serve(given: Sequence[str], program: str) -> int:
         try:
             settings = plain_settings(args)
             config = EngineConfig.from_plain(settings)
+            role = role_settings(args)
             process = None
             if not args.in_process:  # it loads while everything else is made ready
-                process = _process(settings, args.log_level)
+                process = _process(settings, args.log_level, role)
                 stack.callback(process.kill)
             app, options = _app(args, config, process)
         except ModuleNotFoundError as error:
@@ -208,11 +212,13 @@ def serve(given: Sequence[str], program: str) -> int:
     return 0
 
 
-def _process(settings: dict[str, Any], log_level: str) -> "EngineProcess":
+def _process(
+    settings: dict[str, Any], log_level: str, role: "RoleSettings | None"
+) -> "EngineProcess":
     from specops.service.process import EngineProcess
     from specops.service.wire import Setup
 
-    return EngineProcess(Setup(settings, log_level))
+    return EngineProcess(Setup(settings, log_level, role=role))
 
 
 def _app(

@@ -45,7 +45,7 @@ class Layout(Struct, frozen=True, array_like=True):
     @property
     def num_bytes(self) -> int:
         """The bytes of a page."""
-        return getattr(torch, self.dtype).itemsize * torch.Size(self.shape).numel()
+        return int(getattr(torch, self.dtype).itemsize * torch.Size(self.shape).numel())
 
 
 class Header(Struct, frozen=True, tag=True):
@@ -88,7 +88,7 @@ class Pages(Struct, array_like=True):
     """
 
     header: Header
-    data: bytes | bytearray
+    data: bytearray
 
     @property
     def num_bytes(self) -> int:
@@ -146,7 +146,7 @@ class PagesEngine(Engine):
         try:
             model, draft = self._tensors("" if draft_kv is None else draft_kv.owner)
             index = torch.tensor(pages, dtype=torch.int64, device=self._device.device)
-            data = b"".join(_taken(tensor, index) for tensor in (*model, *draft))
+            data = bytearray().join(_taken(tensor, index) for tensor in (*model, *draft))
         finally:
             self._pool.release(pages)
         return Pages(self._header(token_ids, draft_kv, len(pages)), data)
@@ -272,7 +272,7 @@ def check(header: Header, expected: Header) -> None:
         got, wanted = getattr(header, name), getattr(expected, name)
         if got != wanted:
             if name == "token_ids":
-                got, wanted = f"another one of {len(got)} tokens", "the request's prompt"
+                raise HandoffError("handoff: token_ids must be the request's prompt, got others")
             raise HandoffError(f"handoff: {name} must be {wanted!r}, got {got!r}")
     if not 0 <= header.num_pages <= expected.num_pages:
         raise HandoffError(

@@ -30,7 +30,7 @@ logger = logging.getLogger(__name__)
 
 _LENGTH = struct.Struct("<I")
 _MOST_HEADER = 64 << 20  # bytes; a prompt's token ids are most of it
-_SECONDS = 30.0  # that a peer may take over the next bytes
+_SECONDS = 10.0  # that a peer may take over the next bytes
 
 
 class Fetch(Struct, frozen=True, tag=True):

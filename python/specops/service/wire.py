@@ -13,12 +13,31 @@ from msgspec import Struct
 from specops.engine.outputs import PromptLogprobs
 from specops.engine.sampling_params import SamplingParams
 from specops.engine.structured import StructuredOutput
-from specops.service.messages import Abort, Batch, Begin, Hello, NoEngine, Stop, Submit
+from specops.service.messages import Abort, Batch, Begin, Hello, KvTransfer, NoEngine, Stop, Submit
 
 T = TypeVar("T")
 
 _LENGTH = struct.Struct("<I")
 _READ_BYTES = 1 << 18
+
+
+class RoleSettings(Struct, array_like=True, frozen=True):
+    """How an engine hands prompts over.
+
+    Attributes:
+        role: "prefill", "decode" or "mixed".
+        host, port: where its transport listens; port 0: any free one.
+        peers: hosts that it fetches pages from.
+        lease_seconds: that pages wait for their reader.
+        lease_bytes: most bytes of pages that wait.
+    """
+
+    role: str
+    host: str
+    port: int
+    peers: list[str]
+    lease_seconds: float
+    lease_bytes: int
 
 
 class Setup(Struct, tag=True, array_like=True):
@@ -29,12 +48,14 @@ class Setup(Struct, tag=True, array_like=True):
         log_level: of its log, which goes to standard error.
         rank: of several that compute one model, which one it is.
         store: the file by which these meet; empty: the first one chooses it.
+        role: of an engine that hands prompts over, or gets them; None: neither.
     """
 
     settings: dict[str, Any]
     log_level: str
     rank: int = 0
     store: str = ""
+    role: RoleSettings | None = None
 
 
 class Taken(Struct, tag=True, array_like=True):
@@ -100,6 +121,7 @@ class _Submit(Struct, tag="Submit", array_like=True):
     params: _Params  # type: ignore[valid-type]
     speculative_config: str | None
     streaming: bool
+    kv_transfer: KvTransfer | None = None
 
 
 def _packed(value: Any) -> Any:
@@ -130,7 +152,7 @@ def encoded(message: ToProcess | FromProcess) -> bytes:
     if isinstance(message, Submit):
         body: Any = _Submit(
             *(message.job, message.client, message.prompts, _params_message(message.params)),
-            *(message.speculative_config, message.streaming),
+            *(message.speculative_config, message.streaming, message.kv_transfer),
         )
     else:
         body = message
@@ -146,7 +168,7 @@ def to_process(body: memoryview) -> Any:
     if isinstance(message, _Submit):
         return Submit(
             *(message.job, message.client, message.prompts, _params(message.params)),
-            *(message.speculative_config, message.streaming),
+            *(message.speculative_config, message.streaming, message.kv_transfer),
         )
     return message
 

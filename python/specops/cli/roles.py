@@ -1,0 +1,77 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Options of servers that compute prompts for others, or go on with others' prompts."""
+
+import argparse
+import math
+
+from specops.service.wire import RoleSettings
+
+ROLES = ("prefill", "decode", "mixed")
+_LOOPBACK = ["127.0.0.1", "localhost", "::1"]
+
+
+def add_role_options(parser: argparse.ArgumentParser) -> None:
+    """Adds them."""
+    add = parser.add_argument
+    add(
+        "--role",
+        "--splitwise-role",
+        choices=ROLES,
+        help="compute prompts for other servers (prefill), go on with prompts of others (decode), "
+        "or both (mixed), as kv_transfer_params of requests ask (default: neither)",
+    )
+    add(
+        "--kv-host",
+        default="127.0.0.1",
+        metavar="HOST",
+        help="where pages of prompts are to be had, by others of --kv-peers, who trust it: neither "
+        "encrypted nor signed (default: %(default)s)",
+    )
+    add("--kv-port", type=int, default=0, metavar="PORT", help="of --kv-host (default: a free one)")
+    add(
+        "--kv-peers",
+        metavar="HOST",
+        action="append",
+        default=[],
+        help="a host that pages are fetched from, several times for several (default: loopback)",
+    )
+    add(
+        "--kv-lease-seconds",
+        type=float,
+        default=120.0,
+        metavar="SECONDS",
+        help="time that pages wait for their reader (default: %(default)g)",
+    )
+    add(
+        "--kv-lease-bytes",
+        type=int,
+        default=1 << 30,
+        metavar="N",
+        help="most bytes of pages that wait; the oldest make room (default: %(default)s)",
+    )
+
+
+def role_settings(args: argparse.Namespace) -> RoleSettings | None:
+    """What these options say; None: there is no role.
+
+    Raises:
+        ValueError: one is out of range, or needs another.
+    """
+    if args.role is None:
+        return None
+    if args.in_process:
+        raise ValueError("role needs an engine in a process of its own, got in_process")
+    if not 0 <= args.kv_port < 1 << 16:
+        raise ValueError(f"kv_port must be in [0, 65535], got {args.kv_port}")
+    if not 0 < args.kv_lease_seconds < math.inf:
+        raise ValueError(f"kv_lease_seconds must be above 0, got {args.kv_lease_seconds}")
+    if args.kv_lease_bytes < 0:
+        raise ValueError(f"kv_lease_bytes must be at least 0, got {args.kv_lease_bytes}")
+    return RoleSettings(
+        args.role,
+        args.kv_host,
+        args.kv_port,
+        args.kv_peers or _LOOPBACK,
+        args.kv_lease_seconds,
+        args.kv_lease_bytes,
+    )
