@@ -3,8 +3,10 @@
 
 import argparse
 import math
+from typing import TYPE_CHECKING
 
-from specops.service.wire import RoleSettings
+if TYPE_CHECKING:
+    from specops.service.wire import RoleSettings
 
 ROLES = ("prefill", "decode", "mixed")
 _LOOPBACK = ["127.0.0.1", "localhost", "::1"]
@@ -51,10 +53,11 @@ def add_role_options(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def role_settings(args: argparse.Namespace) -> RoleSettings | None:
+def role_settings(args: argparse.Namespace) -> "RoleSettings | None":
     """What these options say; None: there is no role.
 
     Raises:
+        ModuleNotFoundError: a package that the server needs is not installed.
         ValueError: one is out of range, or needs another.
     """
     if args.role is None:
@@ -67,6 +70,8 @@ def role_settings(args: argparse.Namespace) -> RoleSettings | None:
         raise ValueError(f"kv_lease_seconds must be above 0, got {args.kv_lease_seconds}")
     if args.kv_lease_bytes < 0:
         raise ValueError(f"kv_lease_bytes must be at least 0, got {args.kv_lease_bytes}")
+    from specops.service.wire import RoleSettings
+
     return RoleSettings(
         args.role,
         args.kv_host,
