@@ -124,13 +124,15 @@ class _Submit(Struct, tag="Submit", array_like=True):
     kv_transfer: KvTransfer | None = None
 
 
-def _packed(value: Any) -> Any:
+def packed(value: Any) -> Any:
+    """What MessagePack takes in the place of a value that it does not know."""
     if isinstance(value, PromptLogprobs):
         return value.packed()
     raise TypeError(f"{type(value).__name__} does not cross the door")
 
 
-def _unpacked(kind: type, value: Any) -> Any:
+def unpacked(kind: type, value: Any) -> Any:
+    """The value that `packed` has packed."""
     assert kind is PromptLogprobs
     return PromptLogprobs.unpacked(value)
 
@@ -138,9 +140,9 @@ def _unpacked(kind: type, value: Any) -> Any:
 ToProcess = Setup | Begin | Submit | Abort | Stop | Taken | GrammarReady
 FromProcess = Hello | NoEngine | Batch
 
-_encoder = msgspec.msgpack.Encoder(enc_hook=_packed)
+_encoder = msgspec.msgpack.Encoder(enc_hook=packed)
 _to_process = msgspec.msgpack.Decoder(Setup | Begin | _Submit | Abort | Stop | Taken | GrammarReady)
-_from_process = msgspec.msgpack.Decoder(FromProcess, dec_hook=_unpacked)
+_from_process = msgspec.msgpack.Decoder(FromProcess, dec_hook=unpacked)
 
 
 def encoded(message: ToProcess | FromProcess) -> bytes:
