@@ -6,6 +6,7 @@ import math
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from specops.service.client import EngineClient
     from specops.service.wire import RoleSettings
 
 ROLES = ("prefill", "decode", "mixed")
@@ -79,4 +80,71 @@ def role_settings(args: argparse.Namespace) -> "RoleSettings | None":
         args.kv_peers or _LOOPBACK,
         args.kv_lease_seconds,
         args.kv_lease_bytes,
+    )
+
+
+def add_scheduler_options(parser: argparse.ArgumentParser) -> None:
+    """Adds those of a queue of jobs that several servers share."""
+    add = parser.add_argument
+    add(
+        "--scheduler-name",
+        choices=("local", "splitwise"),
+        default="local",
+        help="who runs the requests that come in here: this server's engine (local), or that of "
+        "any server with the same Redis, topic and model (splitwise; default: local)",
+    )
+    add("--scheduler-host", default="127.0.0.1", help="of Redis (default: %(default)s)")
+    add("--scheduler-port", type=int, default=6379, help="of Redis (default: %(default)s)")
+    add("--scheduler-password", help="of Redis (default: none)")
+    add(
+        "--scheduler-topic",
+        default="specops",
+        help="what names in Redis begin with (default: %(default)s)",
+    )
+    add(
+        "--scheduler-ttl",
+        type=int,
+        default=900,
+        metavar="SECONDS",
+        help="time after which a request without an answer fails (default: %(default)s)",
+    )
+
+
+def scheduled(args: argparse.Namespace, client: "EngineClient") -> "EngineClient":
+    """The engine behind the scheduler that was asked for.
+
+    Args:
+        args: of the command line.
+        client: of this server's engine.
+
+    Raises:
+        ModuleNotFoundError: redis is not installed.
+        ValueError: an option is out of range, or there is no role.
+    """
+    if args.scheduler_name == "local":
+        return client
+    if args.role is None:
+        raise ValueError("scheduler_name splitwise needs a role (--role), got none")
+    if args.scheduler_ttl < 1:
+        raise ValueError(f"scheduler_ttl must be at least 1, got {args.scheduler_ttl}")
+    if not 0 < args.scheduler_port < 1 << 16:
+        raise ValueError(f"scheduler_port must be in [1, 65535], got {args.scheduler_port}")
+    from redis.asyncio import Redis
+
+    from specops.disaggregated.splitwise import SplitwiseClient
+
+    def connect() -> Redis:
+        return Redis(
+            host=args.scheduler_host,
+            port=args.scheduler_port,
+            password=args.scheduler_password,
+            socket_connect_timeout=2.0,
+        )
+
+    return SplitwiseClient(
+        client,
+        role=args.role,
+        topic=args.scheduler_topic,
+        ttl=args.scheduler_ttl,
+        connect=connect,
     )

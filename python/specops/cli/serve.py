@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from specops.cli.config_file import arguments_of
 from specops.cli.options import add_engine_options, engine_settings, plain_settings
-from specops.cli.roles import add_role_options, role_settings
+from specops.cli.roles import add_role_options, add_scheduler_options, role_settings, scheduled
 from specops.engine.config import EngineConfig
 from specops.tokenizer import Tokenizer
 
@@ -120,6 +120,7 @@ def _add_server_options(parser: argparse.ArgumentParser) -> None:
     )
     _add_limits(parser)
     add_role_options(parser)
+    add_scheduler_options(parser)
     add(
         "--in-process",
         action="store_true",
@@ -200,9 +201,10 @@ def serve(given: Sequence[str], program: str) -> int:
                 stack.callback(process.kill)
             app, options = _app(args, config, process)
         except ModuleNotFoundError as error:
+            extra = "redis" if error.name == "redis" else "server"
             return _fail(
                 f"the server needs {error.name}, which is not installed: "
-                "pip install 'specops[server]'"
+                f"pip install 'specops[{extra}]'"
             )
         except ValueError as error:
             return _fail(str(error))
@@ -241,7 +243,7 @@ def _app(
     )
     with ThreadPoolExecutor(1) as pool:
         tokenizer = pool.submit(Tokenizer.from_dir, config.model_dir)  # while the engine loads
-        client = _client(config, process)  # whose mistakes are told first
+        client = scheduled(args, _client(config, process))  # whose mistakes are told first
     app = server.make_app(
         client,
         tokenizer.result(),

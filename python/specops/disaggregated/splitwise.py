@@ -26,7 +26,6 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import msgspec
-import redis.asyncio
 from msgspec import Struct, structs
 from redis.exceptions import RedisError, ResponseError
 
@@ -56,6 +55,7 @@ _AWAY_SECONDS = 0.2  # before Redis is tried again
 _MOST_RUNS = 32  # jobs of others that a node has at a time
 _MOST_ATTEMPTS = 5  # of a job whose nodes die: it may be what they die of
 _FRAME = 4  # bytes before a message that `encoded` writes
+_TAKES = ("ok", "failing")  # an engine of such health takes jobs
 _ERRORS = (RedisError, OSError, asyncio.TimeoutError)
 
 
@@ -210,7 +210,7 @@ class SplitwiseClient(EngineClient):
         role: str,
         topic: str,
         ttl: float,
-        connect: "Callable[[], redis.asyncio.Redis]",
+        connect: Callable[[], Any],
     ) -> None:
         # Its own requests hand nothing over: the nodes do.
         super().__init__(structs.replace(engine.capabilities, role=""), engine.status)
@@ -310,6 +310,8 @@ class SplitwiseClient(EngineClient):
     # ---- jobs of all, on this node's engine ----
 
     def _begin(self, stream: str, entry: bytes, ticket: Ticket) -> None:
+        if self._engine.health not in _TAKES:
+            return self._again(stream, entry, ticket)
         submit: Submit = to_process(memoryview(ticket.submit))
         number = next(self._numbers)
         is_prefill = stream == self._streams["prefill"] and self._role == "prefill"
@@ -419,7 +421,7 @@ class SplitwiseClient(EngineClient):
             finally:
                 await client.aclose()
 
-    async def _meet(self, client: "redis.asyncio.Redis") -> None:
+    async def _meet(self, client: Any) -> None:
         """Makes what has to be there; where Redis is another one, everything is written again."""
         info = await client.info("server")
         if self._redis_run and info["run_id"] != self._redis_run:
@@ -440,13 +442,13 @@ class SplitwiseClient(EngineClient):
                     raise
         await self._beat_once(client)
 
-    async def _beat(self, client: "redis.asyncio.Redis") -> None:
+    async def _beat(self, client: Any) -> None:
         while True:
             await self._beat_once(client)
             self._fail_old()
             await asyncio.sleep(_BEAT_SECONDS)
 
-    async def _beat_once(self, client: "redis.asyncio.Redis") -> None:
+    async def _beat_once(self, client: Any) -> None:
         """Says that this node lives, and finds out who does."""
         alive = f"{self._prefix}:alive"
         now, _ = await client.time()
@@ -454,7 +456,7 @@ class SplitwiseClient(EngineClient):
         await client.expire(f"{self._prefix}:node:{self.node}", int(self._ttl) or 1)
         self._roles = {role for _, role in (await self._nodes(client)).values()}
 
-    async def _nodes(self, client: "redis.asyncio.Redis") -> Mapping[str, tuple[int, str]]:
+    async def _nodes(self, client: Any) -> Mapping[str, tuple[int, str]]:
         """The nodes that live: their last heartbeats and roles."""
         now, _ = await client.time()
         known = {
@@ -463,7 +465,7 @@ class SplitwiseClient(EngineClient):
         }
         return {node: one for node, one in known.items() if now - one[0] <= _DEAD_SECONDS + 1}
 
-    async def _write(self, client: "redis.asyncio.Redis") -> None:
+    async def _write(self, client: Any) -> None:
         while True:
             await self._has_mail.wait()
             while self._outbox:
@@ -476,7 +478,7 @@ class SplitwiseClient(EngineClient):
                     self._outbox.popleft()
             self._has_mail.clear()
 
-    async def _read(self, client: "redis.asyncio.Redis") -> None:
+    async def _read(self, client: Any) -> None:
         """Reads jobs while the engine may have more."""
         own = {run.entry for run in self._runs.values()}
         for stream in self._reads:  # read, but lost on the way
@@ -486,7 +488,7 @@ class SplitwiseClient(EngineClient):
                         await self._accept(client, stream, entry, fields)
         while True:
             room = _MOST_RUNS - len(self._runs)
-            if room <= 0 or self._engine.health not in ("ok", "failing"):
+            if room <= 0 or self._engine.health not in _TAKES:
                 await asyncio.sleep(0.02)
                 continue
             found = await client.xreadgroup(
@@ -499,7 +501,7 @@ class SplitwiseClient(EngineClient):
                     await self._accept(client, stream.decode(), entry, fields)
 
     async def _accept(
-        self, client: "redis.asyncio.Redis", stream: str, entry: bytes, fields: Mapping[bytes, Any]
+        self, client: Any, stream: str, entry: bytes, fields: Mapping[bytes, Any]
     ) -> None:
         """Begins a job that was read, unless nobody waits for it."""
         try:
@@ -511,7 +513,7 @@ class SplitwiseClient(EngineClient):
             return self._post(*self._done(stream, entry, True))
         self._begin(stream, entry, ticket)
 
-    async def _listen(self, client: "redis.asyncio.Redis") -> None:
+    async def _listen(self, client: Any) -> None:
         """Reads what nodes have to say to this one."""
         own = f"{self._prefix}:node:{self.node}"
         while True:
@@ -533,7 +535,7 @@ class SplitwiseClient(EngineClient):
                 del self._runs[number]
                 self._post(*self._done(run.stream, run.entry, True))
 
-    async def _mourn(self, client: "redis.asyncio.Redis") -> None:
+    async def _mourn(self, client: Any) -> None:
         """Writes to the streams again what dead nodes had read."""
         while True:
             await asyncio.sleep(_DEAD_SECONDS / 2)
@@ -546,7 +548,7 @@ class SplitwiseClient(EngineClient):
                 if node.decode() not in alive:
                     await client.hdel(f"{self._prefix}:alive", node)
 
-    async def _inherit(self, client: "redis.asyncio.Redis", stream: str, dead: bytes) -> None:
+    async def _inherit(self, client: Any, stream: str, dead: bytes) -> None:
         pending = await client.xpending_range(stream, _GROUP, "-", "+", 1000, consumername=dead)
         if not pending:
             await client.xgroup_delconsumer(stream, _GROUP, dead)
