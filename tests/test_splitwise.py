@@ -114,7 +114,7 @@ def test_nodes_answer_as_one_server(
     asked = bodies(count, seed=count)
     assert answers_of(nodes[2], asked) == choices_of(together, asked)
     # Streams are empty again, and nothing is read but not done.
-    names = [name for name in redis.client().keys() if b":prefill" in name or b":decode" in name]
+    names = [name for name in redis.client().keys("*") if b":prefill" in name or b":decode" in name]
     end = time.monotonic() + 10
     while any(redis.client().xlen(name) for name in names):
         assert time.monotonic() < end, "a job is left in a stream"
@@ -185,7 +185,7 @@ def test_nothing_that_is_killed_loses_a_request(
 
 def output(text: str, first: int, end: Any = None) -> Output:
     ids = list(range(first, first + len(text)))
-    logprobs = [TokenLogprob(one, -1.0, 1, []) for one in ids]
+    logprobs = [TokenLogprob(one, -1.0) for one in ids]
     return Output(9, 0, ids, text, logprobs, end=end)
 
 
