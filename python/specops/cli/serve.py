@@ -53,6 +53,8 @@ def _parser(program: str = _PROGRAM) -> argparse.ArgumentParser:
     )
     add_engine_options(parser)
     _add_server_options(parser)
+    add_role_options(parser)
+    add_scheduler_options(parser)
     return parser
 
 
@@ -119,8 +121,6 @@ def _add_server_options(parser: argparse.ArgumentParser) -> None:
         "several times for several, * for any (default: none)",
     )
     _add_limits(parser)
-    add_role_options(parser)
-    add_scheduler_options(parser)
     add(
         "--in-process",
         action="store_true",
