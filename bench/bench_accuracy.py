@@ -12,8 +12,8 @@ from pathlib import Path
 
 import torch
 from specops import dense
+from specops.checkpoints.gguf_directory import gguf_directory
 from specops.dense import PackedWeight
-from specops.engine.checkpoints.gguf_directory import gguf_directory
 from specops.engine.models.families import read_model_config
 from specops.engine.models.loader import build
 from specops.engine.models.weights import Checkpoint, WeightSettings

@@ -13,8 +13,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from specops.checkpoints.gguf_directory import gguf_directory
 from specops.engine import Engine, EngineConfig, SamplingParams, SpeculativeConfig
-from specops.engine.checkpoints.gguf_directory import gguf_directory
 
 from bench.bench_accuracy import GEMMA
 from bench.checkpoints import Checkpoint

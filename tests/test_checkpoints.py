@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from specops.engine.checkpoints.checkpoint import Checkpoint
-from specops.engine.checkpoints.directory import open_checkpoint
-from specops.engine.checkpoints.fused import fused
+from specops.checkpoints.checkpoint import Checkpoint
+from specops.checkpoints.directory import open_checkpoint
+from specops.checkpoints.fused import fused
 from specops.engine.errors import ModelError
 from specops.quantization import QuantizedWeight, dequantize_weight
 from torch import Tensor

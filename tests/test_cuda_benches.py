@@ -32,7 +32,6 @@ from bench.cuda import Call, CudaBench, bandwidth_figure, time_figure
 from bench.cuda_caches import Cache, loads
 from bench.peers import flashinfer_attention, flashinfer_cascade, flashinfer_peer
 from bench.recorded_logits import record
-from tools import cuda_toolkit
 from tools.gpu_check import held_back
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -229,20 +228,6 @@ def test_phases_are_stamped(monkeypatch: pytest.MonkeyPatch) -> None:
     shares = {phase: found[phase].ratio for phase in attention_phases.SHARES}
     assert sum(shares.values()) == pytest.approx(1.0) and min(shares.values()) >= 0.0
     assert shares["plan"] > 0 and shares["stream"] > 0
-
-
-@pytest.mark.parametrize("arch", ["80", "90a"])
-def test_the_probes_of_facts_compile(arch: str, tmp_path: Path) -> None:
-    nvcc = cuda_toolkit.find_nvcc()
-    if nvcc is None:
-        pytest.skip("no nvcc here: make gates fetches it")
-    code = f"-gencode=arch=compute_{arch},code=sm_{arch}"
-    flags = ["-std=c++20", "-O3", code, "-Werror", "all-warnings", "-cubin"]
-    source, out = ROOT / "bench" / "gpu_facts.cu", tmp_path / "gpu_facts.cubin"
-    done = subprocess.run(
-        [str(nvcc), *flags, str(source), "-o", str(out)], capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
 
 
 class FakeCuda:

@@ -435,10 +435,12 @@ def engine_directory(family: str) -> str:
 
 def completions(directory: str, method: str, **options: Any) -> list[Completion]:
     drafts = None if method == "naive" else 3
+    # Random models hardly repeat more than a token.
+    own = SpeculativeConfig(method=method, num_speculative_tokens=drafts, min_ngram_size=1)
     engine = Engine(
         EngineConfig(
             model=directory,
-            speculative_config=SpeculativeConfig(method=method, num_speculative_tokens=drafts),
+            speculative_config=own,
             num_pages=100,
             **options,
         )

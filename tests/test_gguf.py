@@ -16,13 +16,13 @@ import torch
 from checkpoints import make_checkpoint
 from safetensors.torch import load_file
 from specops import attention, dense
+from specops.checkpoints.checkpoint import Checkpoint
+from specops.checkpoints.directory import open_checkpoint
+from specops.checkpoints.fused import fused
+from specops.checkpoints.gguf_directory import gguf_directory
+from specops.checkpoints.gguf_file import TYPES, read_gguf
+from specops.checkpoints.gguf_tokenizer import tokenizer_files
 from specops.engine import Completion, Engine, EngineConfig, SamplingParams, SpeculativeConfig
-from specops.engine.checkpoints.checkpoint import Checkpoint
-from specops.engine.checkpoints.directory import open_checkpoint
-from specops.engine.checkpoints.fused import fused
-from specops.engine.checkpoints.gguf_directory import gguf_directory
-from specops.engine.checkpoints.gguf_file import TYPES, read_gguf
-from specops.engine.checkpoints.gguf_tokenizer import tokenizer_files
 from specops.engine.errors import ModelError
 from specops.engine.models import WeightCache, load_model
 from specops.engine.models.families import read_model_config

@@ -16,9 +16,9 @@ from conftest import every_isa
 from mtp_checkpoints import make_mtp_model
 from safetensors.torch import save_file
 from specops import dense
+from specops.checkpoints import safetensors
 from specops.dense import PackedWeight
 from specops.engine import Completion, Engine, EngineConfig, SamplingParams, SpeculativeConfig
-from specops.engine.checkpoints import safetensors
 from specops.engine.models import CachedWeights, WeightCache, load_model, weight_cache
 from specops.engine.models.weights import WeightSettings, WeightSource
 from torch import Tensor

@@ -188,9 +188,12 @@ def in_bfloat16(good: dict[str, Any]) -> dict[str, Any]:
     return good | {name: good[name].bfloat16() for name in names}
 
 
+OF_8_BITS = ("append_attention", "rope_append_kv")
+
+
 def compiled_calls(module: Any) -> Iterator[tuple[str, Callable[[], dict[str, Any]], Any]]:
     for name, good in GOOD_CALLS.items():
-        if module is not _C and name in ("append_attention", "rope_append_kv"):
+        if module is not _C and name in OF_8_BITS:
             good = lambda good=good: in_bfloat16(good())  # noqa: E731
         function = getattr(module, name)
         yield name, good, lambda given, function=function: function(*given.values())
@@ -224,15 +227,14 @@ def compiled_calls(module: Any) -> Iterator[tuple[str, Callable[[], dict[str, An
         )
 
 
-def public_calls() -> Iterator[tuple[str, Callable[[], dict[str, Any]], Any]]:
+def public_calls(module: Any) -> Iterator[tuple[str, Callable[[], dict[str, Any]], Any]]:
     for name in GOOD_CALLS:
         if name == "take_error":
             continue
-        yield (
-            name,
-            lambda name=name: whole_call(name),
-            lambda given, name=name: public_call(name)[0](**given),
-        )
+        good = lambda name=name: whole_call(name)  # noqa: E731
+        if module is not _C and name in OF_8_BITS:
+            good = lambda good=good: in_bfloat16(good())  # noqa: E731
+        yield name, good, lambda given, name=name: public_call(name)[0](**given)
     weight = dense.pack_weight(torch.zeros(5, 4))
     row = {
         "counted_token_ids": torch.zeros(6, dtype=torch.int32),
@@ -338,7 +340,7 @@ def main(device: str, calls: str, every: int = 1) -> int:
     for op_module in OP_MODULES:
         op_module._C = module
     tried = wrong = number = 0
-    for op, good, run in compiled_calls(module) if calls == "compiled" else public_calls():
+    for op, good, run in compiled_calls(module) if calls == "compiled" else public_calls(module):
         for argument in good():
             for name, value, is_nothing in wild_values(good()[argument]):
                 number += 1

@@ -35,6 +35,8 @@ def empty(look: Callable[[], tuple[Sequence[int], torch.dtype | None, Tensor]]) 
         make = beside.new_empty
     except Exception:
         return None
+    if beside.is_nested:
+        return None
     # One by one: torch reads a tuple more slowly. No output of an op is a scalar.
     return make(*shape, dtype=dtype) if shape else None
 

@@ -6,8 +6,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from specops.engine.checkpoints.gguf_directory import SUFFIX as GGUF_SUFFIX
-from specops.engine.checkpoints.gguf_directory import gguf_directory
+from specops.checkpoints.gguf_directory import SUFFIX as GGUF_SUFFIX
+from specops.checkpoints.gguf_directory import gguf_directory
 from specops.engine.drafters.methods import (
     METHODS,
     NAIVE,

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 import specops
-from specops.engine.checkpoints.directory import weight_files
+from specops.checkpoints.directory import weight_files
 from specops.engine.engine import Engine
 from specops.engine.machine import LEAF_TOKENS
 

@@ -3,6 +3,7 @@
 
 from collections.abc import Sequence
 
+from specops.checkpoints.errors import ModelError as ModelError
 from specops.engine.outputs import RequestOutput
 
 
@@ -12,10 +13,6 @@ class ContextOverflow(ValueError):
 
 class QueueFull(RuntimeError):
     """As many requests are waiting as the engine is configured to hold."""
-
-
-class ModelError(ValueError):
-    """The model directory is missing, incomplete, or of a kind this engine does not run."""
 
 
 class EngineError(RuntimeError):

@@ -14,11 +14,11 @@ from specops.engine.models.blocks.block import BlockLoader, RopeTables
 from specops.engine.models.config import ModelConfig, Place
 from specops.engine.models.dry_run import dry_run
 from specops.engine.models.families import read_model_config
+from specops.engine.models.shards import Cut, Shares
 from specops.engine.models.transformer import Transformer
 from specops.engine.models.weight_cache import WeightCache
 from specops.engine.models.weights import Checkpoint, WeightSettings, WeightSource
 from specops.engine.parallel.ranks import ALONE, Ranks
-from specops.engine.parallel.shards import Cut, Shares
 
 _DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 _KV_CACHE_DTYPES = {"auto": None, "int8": torch.int8, "fp8_e4m3": torch.float8_e4m3fn}

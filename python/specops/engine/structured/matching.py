@@ -118,7 +118,7 @@ class GrammarState:
         self.limit = ""
         self.has_limited_rows = False
         self.seconds = self.step_seconds = self.row_seconds = 0.0
-        self._forced_seconds = 0.0  # that it took when it was last asked for forced tokens
+        self._forced_seconds = 0.0  # that it takes on average to be asked for forced tokens
         self._text, self._ends = vocabulary.text_mask, vocabulary.mask(end_token_ids)
         self._always: NDArray[np.int32] | None = None
         if allowed_token_ids is not None:
@@ -268,15 +268,17 @@ class GrammarState:
     def forced(self) -> list[int]:
         """The tokens of which the grammar leaves no choice, from here on.
 
-        A grammar that took long to say so is not asked again.
+        A grammar that takes long to say so is not asked again.
         """
         if self.matcher.is_stopped() or self._forced_seconds > _DEAR_SECONDS:
             return []
         begun = self.timer()
         matcher = self.tried()
         found = matcher.compute_ff_tokens()
-        self._forced_seconds = self.timer() - begun
-        self.seconds += self._forced_seconds
+        seconds = self.timer() - begun
+        self.seconds += seconds
+        # A mean: one slow call of a busy machine does not end it.
+        self._forced_seconds += (seconds - self._forced_seconds) / 4
         if matcher.is_error():
             if matcher is self.matcher:
                 self.restart()

@@ -14,7 +14,7 @@ from specops.engine.models.batch import LayerBatch
 from specops.engine.models.blocks.block import AttentionBlock, BlockLoader, NewRows, Rope
 from specops.engine.models.blocks.summed import SummedLinear, load_summed
 from specops.engine.models.kv import KvSpec, LayerKv
-from specops.engine.parallel.shards import Cut
+from specops.engine.models.shards import Cut
 
 _QKV = ("q_proj", "k_proj", "v_proj")
 

@@ -13,9 +13,9 @@ from specops import attention
 from specops.dense import PackedWeight
 from specops.engine.models.batch import LayerBatch
 from specops.engine.models.kv import KvSpec, LayerKv
+from specops.engine.models.shards import Shares
 from specops.engine.models.weights import WeightSource
 from specops.engine.parallel.ranks import ALONE, Ranks
-from specops.engine.parallel.shards import Shares
 
 
 class NewRows(Protocol):

@@ -13,7 +13,7 @@ from specops.dense import PackedWeight
 from specops.engine.models.blocks.block import BlockLoader, MlpBlock, NewRows, bytes_of
 from specops.engine.models.blocks.mlp import DenseMlp, DenseMlpConfig
 from specops.engine.models.blocks.summed import SummedLinear
-from specops.engine.parallel.shards import Cut
+from specops.engine.models.shards import Cut
 
 _GATE_UP = ("gate_proj", "up_proj")
 _WIDTHS = "inner widths of an expert"

@@ -19,7 +19,7 @@ from specops.engine.models.batch import LayerBatch
 from specops.engine.models.blocks.block import AttentionBlock, BlockLoader, NewRows, Norm, Rope
 from specops.engine.models.blocks.summed import SummedLinear, load_summed
 from specops.engine.models.kv import KvSpec, LayerKv
-from specops.engine.parallel.shards import Cut
+from specops.engine.models.shards import Cut
 
 _NORM_EPS = 1e-6  # of the norms within, whatever the model's own is
 

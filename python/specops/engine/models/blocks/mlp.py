@@ -11,7 +11,7 @@ from specops import dense
 from specops.dense import PackedWeight
 from specops.engine.models.blocks.block import BlockLoader, MlpBlock, NewRows
 from specops.engine.models.blocks.summed import SummedLinear, load_summed
-from specops.engine.parallel.shards import Cut
+from specops.engine.models.shards import Cut
 
 _GATE_UP = ("gate_proj", "up_proj")
 

@@ -8,9 +8,9 @@ from torch import Tensor
 
 from specops import dense
 from specops.dense import PackedWeight
+from specops.engine.models.shards import Shares
 from specops.engine.models.weights import WeightSource
 from specops.engine.parallel.ranks import Ranks
-from specops.engine.parallel.shards import Shares
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ github.com/ggml-org/ggml; the tokenizers library for the JSON.
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from specops.engine.errors import ModelError
+from specops.checkpoints.errors import ModelError
 
 # Types of tokens.
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _BYTE = 1, 2, 3, 4, 6

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from specops.engine.errors import ModelError
+from specops.checkpoints.errors import ModelError
 from specops.quantization import FP8_BLOCK, QuantizedWeight
 
 

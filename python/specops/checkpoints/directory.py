@@ -7,9 +7,9 @@ lists of modules a configuration has. Every tensor of a module that is read is u
 
 from pathlib import Path
 
-from specops.engine.checkpoints.checkpoint import Checkpoint
-from specops.engine.checkpoints.gguf import GgufCheckpoint, gguf_file
-from specops.engine.checkpoints.safetensors import SafetensorsCheckpoint, safetensors_files
+from specops.checkpoints.checkpoint import Checkpoint
+from specops.checkpoints.gguf import GgufCheckpoint, gguf_file
+from specops.checkpoints.safetensors import SafetensorsCheckpoint, safetensors_files
 
 
 def open_checkpoint(directory: Path) -> Checkpoint:

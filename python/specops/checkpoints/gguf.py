@@ -11,13 +11,13 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from specops.engine.checkpoints.bits import low_then_high
-from specops.engine.checkpoints.checkpoint import Checkpoint
-from specops.engine.checkpoints.floats import E2M1_DOUBLED, MX_GROUP, halved_e8m0
-from specops.engine.checkpoints.fused import rows_of
-from specops.engine.checkpoints.gguf_directory import ROPE_FACTORS
-from specops.engine.checkpoints.gguf_file import TYPES, GgufTensor, read_gguf
-from specops.engine.errors import ModelError
+from specops.checkpoints.bits import low_then_high
+from specops.checkpoints.checkpoint import Checkpoint
+from specops.checkpoints.errors import ModelError
+from specops.checkpoints.floats import E2M1_DOUBLED, MX_GROUP, halved_e8m0
+from specops.checkpoints.fused import rows_of
+from specops.checkpoints.gguf_directory import ROPE_FACTORS
+from specops.checkpoints.gguf_file import TYPES, GgufTensor, read_gguf
 from specops.quantization import QuantizedWeight
 
 _AS_THEY_ARE = torch.arange(16, dtype=torch.int8)

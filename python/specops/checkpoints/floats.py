@@ -8,7 +8,7 @@ Sources: transformers 5.23 (integrations/finegrained_fp8.py, mxfp4.py), compress
 import torch
 from torch import Tensor
 
-from specops.engine.checkpoints.module import Module
+from specops.checkpoints.module import Module
 from specops.quantization import FP8_BLOCK, QuantizedWeight
 
 MX_GROUP = 32

@@ -11,10 +11,10 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from specops.engine.checkpoints import floats, integers
-from specops.engine.checkpoints.checkpoint import Checkpoint
-from specops.engine.checkpoints.module import Module
-from specops.engine.errors import ModelError
+from specops.checkpoints import floats, integers
+from specops.checkpoints.checkpoint import Checkpoint
+from specops.checkpoints.errors import ModelError
+from specops.checkpoints.module import Module
 from specops.quantization import QuantizedWeight
 
 # Tensors that make a module a quantized one.

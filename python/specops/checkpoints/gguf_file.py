@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from specops.engine.errors import ModelError
+from specops.checkpoints.errors import ModelError
 
 _MAGIC = b"GGUF"
 _VERSIONS = (2, 3)

@@ -8,8 +8,8 @@ Sources: compressed-tensors 0.20 (compressors/pack_quantized, naive_quantized), 
 import torch
 from torch import Tensor
 
-from specops.engine.checkpoints.bits import Groups, even_groups, groups_of, unpacked
-from specops.engine.checkpoints.module import Module
+from specops.checkpoints.bits import Groups, even_groups, groups_of, unpacked
+from specops.checkpoints.module import Module
 from specops.quantization import QuantizedWeight
 
 _INTEGERS = (torch.int32, torch.int64)

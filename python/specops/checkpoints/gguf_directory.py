@@ -12,9 +12,9 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from specops.engine.checkpoints.gguf_file import GgufFile, read_gguf
-from specops.engine.checkpoints.gguf_tokenizer import tokenizer_files
-from specops.engine.errors import ModelError
+from specops.checkpoints.errors import ModelError
+from specops.checkpoints.gguf_file import GgufFile, read_gguf
+from specops.checkpoints.gguf_tokenizer import tokenizer_files
 
 SUFFIX = ".gguf"
 _VERSION = 1  # of what is made: directories of another one are not found

@@ -7,7 +7,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from specops.engine.errors import ModelError
+from specops.checkpoints.errors import ModelError
 
 # Of activations, which are not rounded as these say: served weights have them in more bits.
 _OF_ACTIVATIONS = frozenset({"input_scale", "input_zero_point", "input_global_scale"})
