@@ -161,7 +161,7 @@ def test_requests_are_refused_in_the_same_words(
         assert told[0].json() == told[1].json()
 
 
-@pytest.mark.corners("20-1", "20-redis")
+@pytest.mark.corners("20-redis")
 @pytest.mark.parametrize("victim", ["0", "1", "redis"])
 @pytest.mark.parametrize("count", [20, 200])
 def test_nothing_that_is_killed_loses_a_request(

@@ -130,6 +130,8 @@ def scheduled(args: argparse.Namespace, client: "EngineClient") -> "EngineClient
     if not 0 < args.scheduler_port < 1 << 16:
         raise ValueError(f"scheduler_port must be in [1, 65535], got {args.scheduler_port}")
     from redis.asyncio import Redis
+    from redis.asyncio.retry import Retry
+    from redis.backoff import NoBackoff
 
     from specops.disaggregated.splitwise import SplitwiseClient
 
@@ -139,6 +141,7 @@ def scheduled(args: argparse.Namespace, client: "EngineClient") -> "EngineClient
             port=args.scheduler_port,
             password=args.scheduler_password,
             socket_connect_timeout=2.0,
+            retry=Retry(NoBackoff(), 0),  # the client begins anew itself
         )
 
     return SplitwiseClient(

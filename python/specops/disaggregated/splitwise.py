@@ -444,6 +444,8 @@ class SplitwiseClient(EngineClient):
 
     async def _beat(self, client: Any) -> None:
         while True:
+            if (await client.info("server"))["run_id"] != self._redis_run:
+                raise ConnectionError("it is another one than before")
             await self._beat_once(client)
             self._fail_old()
             await asyncio.sleep(_BEAT_SECONDS)
