@@ -298,7 +298,7 @@ def test_shares_of_stamps() -> None:
     stamps[2] = torch.tensor([1100, 1300, 100, 0, 100, 200, 0, 7777])
     us, shares = attention_phases.shares_of(stamps)
     assert us == pytest.approx(0.4)
-    wanted = {"plan": 45, "unit": 5, "load": 50, "stream": 150, "merge": 50, "idle": 100}
+    wanted = {"plan": 45, "item": 5, "load": 50, "stream": 150, "merge": 50, "idle": 100}
     assert shares == pytest.approx({phase: ns / 400 for phase, ns in wanted.items()})
 
 
