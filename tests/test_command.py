@@ -135,7 +135,10 @@ def test_contract_helps_with_what_changes_it(capsys: pytest.CaptureFixture[str])
         main(["contract", "--help"])
     told = set(re.findall(r"--([a-z-]+)", capsys.readouterr().out))
     assert told == {"help", "config", *(name.replace("_", "-") for name in options)}
-    # The others of a server's command line are accepted as before.
+    # The others of a server's command line are accepted as before, and no name that is cut short.
+    with pytest.raises(SystemExit):
+        main(["contract", "--max-num-seq", "3"])
+    assert "unrecognized arguments: --max-num-seq 3" in capsys.readouterr().err
     assert main(["contract", "--device", "cpu", "--port", "1", "--max-num-seqs", "3"]) == 0
 
 
