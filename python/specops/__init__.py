@@ -8,12 +8,13 @@ sampling      choosing tokens, verifying drafts, ending requests
 ngram, suffix_tree, predicted_text    drafts without a model
 quantization  weights of 8 and 4 bits
 runtime       threads, instruction sets, errors of CUDA ops
-reference     all ops in plain PyTorch: the specification
-transformers, torch_ops    for Hugging Face transformers and torch.compile; imported by their name
 
-`import specops` is enough for `specops.sampling.verify`. Every op takes torch tensors, runs on the
-device they live on, and keeps the row-identity contract of docs/exactness.md: the bits of an output
-row depend only on that row's own request.
+`import specops` is enough to call `specops.sampling.verify`. Imported by their own names:
+`specops.reference` (all ops in plain PyTorch: the specification), `specops.transformers` (Hugging
+Face transformers) and `specops.torch_ops` (torch.compile).
+
+Every op takes torch tensors, runs on the device they live on, and keeps the row-identity contract
+of docs/exactness.md: the bits of an output row depend only on that row's own request.
 """
 
 from importlib import import_module
@@ -27,7 +28,6 @@ if TYPE_CHECKING:
     from specops import ngram as ngram
     from specops import predicted_text as predicted_text
     from specops import quantization as quantization
-    from specops import reference as reference
     from specops import runtime as runtime
     from specops import sampling as sampling
     from specops import suffix_tree as suffix_tree
@@ -69,7 +69,6 @@ _MODULES = {
     "ngram",
     "predicted_text",
     "quantization",
-    "reference",
     "runtime",
     "sampling",
     "suffix_tree",

@@ -42,9 +42,6 @@ REFUSED_FIELDS = {
     "enable_draft_logprob": "logprobs of drafts are not supported yet",
 }
 
-# Names of vLLM, and those of the same fields here.
-_NAMES_OF_VLLM = {"prompt_lookup_min": "min_ngram_size", "prompt_lookup_max": "max_ngram_size"}
-
 # What a request may set beside the options that methods let it set.
 _OF_REQUESTS = (
     "method",
@@ -116,8 +113,9 @@ def _refuse_unknown(key: object, known: Iterable[str]) -> None:
         raise ValueError(f"speculative_config.{key} is refused: {REFUSED_FIELDS[key]}")
     if "lora" in key.lower() or "adapter" in key.lower():
         raise ValueError(f"speculative_config.{key} is refused: LoRA is not supported yet")
-    if key in _NAMES_OF_VLLM:
-        raise ValueError(f"speculative_config.{key} is vLLM's: say {_NAMES_OF_VLLM[key]}")
+    for name, own in (pair for one in methods() for pair in one.names_of_vllm):
+        if key == name:
+            raise ValueError(f"speculative_config.{key} is vLLM's: say {own}")
     nearest = difflib.get_close_matches(key.lower(), list(known), n=1, cutoff=0.5)
     hint = f"; did you mean {nearest[0]}?" if nearest else f"; known: {', '.join(known)}"
     raise ValueError(f"speculative_config has no field {key!r}{hint}")
