@@ -153,10 +153,10 @@ def drafts(base: Any, head: Head, text: Sequence[int], count: int, *, shift: int
     tensors = {name: one.double() for name, one in head.tensors.items()}
     states = [found[index + shift][0].double() for index in head.entered]
     if head.fc_norm:
-        states = [_norm(s, tensors[f"fc_norm.{i}.weight"]) for i, s in enumerate(states)]
+        states = [norm(s, tensors[f"fc_norm.{i}.weight"]) for i, s in enumerate(states)]
     joined = torch.cat(states, -1)
     if head.norm_before_fc:
-        joined = _norm(joined, tensors["input_norm.weight"])
+        joined = norm(joined, tensors["input_norm.weight"])
     hidden = list((joined @ tensors["fc.weight"].T)[: len(text) - 1])
     tokens = list(text[1:])
     drafted: list[int] = []
@@ -173,7 +173,7 @@ def _rows(
     head: Head, tensors: dict[str, Tensor], tokens: Sequence[int], hidden: Tensor
 ) -> tuple[Tensor, Tensor]:
     embedded = tensors["embed_tokens.weight"][torch.tensor(list(tokens))]
-    normed = _norm(hidden, tensors["layers.0.hidden_norm.weight"])
+    normed = norm(hidden, tensors["layers.0.hidden_norm.weight"])
     residual = normed if head.norm_before_residual else hidden
     for index in range(head.num_layers):
         prefix = f"layers.{index}."
@@ -182,19 +182,22 @@ def _rows(
             for name, one in tensors.items()
             if name.startswith(prefix)
         }
-        given = _norm(residual if index else embedded, own["input_layernorm.weight"])
+        given = norm(residual if index else embedded, own["input_layernorm.weight"])
         given = given if index else torch.cat([given, normed], -1)
-        residual = residual + _attention(own, given)
-        x = _norm(residual, own["post_attention_layernorm.weight"])
+        residual = residual + attention(own, given)
+        x = norm(residual, own["post_attention_layernorm.weight"])
         gate, up = (x @ own[f"mlp.{name}_proj.weight"].T for name in ("gate", "up"))
         residual = residual + (torch.nn.functional.silu(gate) * up) @ own["mlp.down_proj.weight"].T
-    out = _norm(residual, tensors["norm.weight"])
+    out = norm(residual, tensors["norm.weight"])
     return out, out if head.norm_output else residual
 
 
-def _attention(own: dict[str, Tensor], x: Tensor) -> Tensor:
+def attention(own: dict[str, Tensor], x: Tensor) -> Tensor:
+    """Causal attention of rows at positions 0, 1, .."""
     q, k, v = (
-        (x @ own[f"self_attn.{name}_proj.weight"].T).view(len(x), -1, DIM).transpose(0, 1)
+        (x @ own[f"self_attn.{name}_proj.weight"].T + own.get(f"self_attn.{name}_proj.bias", 0))
+        .view(len(x), -1, DIM)
+        .transpose(0, 1)
         for name in "qkv"
     )
     q, k = _rotated(q), _rotated(k)
@@ -215,5 +218,6 @@ def _rotated(x: Tensor) -> Tensor:
     return torch.cat([first * cos - second * sin, second * cos + first * sin], -1)
 
 
-def _norm(x: Tensor, weight: Tensor) -> Tensor:
+def norm(x: Tensor, weight: Tensor) -> Tensor:
+    """RMSNorm."""
     return x * (x.square().mean(-1, keepdim=True) + EPS).rsqrt() * weight

@@ -186,7 +186,7 @@ def test_from_standard_input_to_standard_output(
 @pytest.mark.parametrize(
     "options,message",
     [
-        (["--method", "eagle"], "method must be one of naive, ngram, suffix, mtp"),
+        (["--method", "falcon"], "method must be one of naive, ngram, suffix, mtp"),
         (["--num-speculative-tokens", "0"], "num_speculative_tokens must be at least 1"),
         (["--max-tokens", "-1"], "max_tokens must be"),
         (["--temperature", "-1"], "temperature must be"),

@@ -408,7 +408,7 @@ def test_config_is_standard_library_only(path: Path) -> None:
 # What runs every method names none: a method is its description and its drafter, and a line of the
 # registry.
 METHOD_NAMES = re.compile(
-    r"""["'`](mtp|ngram|suffix)\b|[Mm]tp|[Nn]gram|[Ss]uffix|PredictionDrafter|PredictedText|DraftModel|Eagle3|Medusa|Hydra|Dflash"""
+    r"""["'`](mtp|ngram|suffix)\b|[Mm]tp|[Nn]gram|[Ss]uffix|PredictionDrafter|PredictedText|DraftModel|Eagle|Medusa|Hydra|Dflash"""
 )
 OF_METHODS = [
     *sources(PACKAGE / "engine" / "drafters" / "methods", ".py"),
@@ -417,7 +417,7 @@ OF_METHODS = [
     *(PACKAGE / "engine" / "drafters").glob("suffix*.py"),
     *(PACKAGE / "engine" / "drafters").glob("prediction*.py"),
     *(PACKAGE / "engine" / "drafters").glob("draft_model*.py"),
-    *(PACKAGE / "engine" / "drafters").glob("eagle3*.py"),
+    *(PACKAGE / "engine" / "drafters").glob("eagle*.py"),
     *(PACKAGE / "engine" / "drafters").glob("medusa*.py"),
     *(PACKAGE / "engine" / "drafters").glob("residual*.py"),
     *(PACKAGE / "engine" / "drafters").glob("hydra*.py"),

@@ -372,8 +372,8 @@ def test_methods_that_there_are_not(bare: Path) -> None:
     with pytest.raises(ModelError, match="the checkpoint holds no MTP weights"):
         tiny_engine(bare, methods=("mtp",))
     assert "mtp" not in tiny_engine(bare, methods=("all",)).runnable_methods
-    with pytest.raises(ValueError, match=r"methods must be one of all, ngram, .* got 'eagle'"):
-        EngineConfig(methods=("eagle",))
+    with pytest.raises(ValueError, match=r"methods must be one of all, ngram, .* got 'falcon'"):
+        EngineConfig(methods=("falcon",))
     with pytest.raises(ValueError, match=r"methods must be a list of names, got 'mtp'"):
         EngineConfig(methods="mtp")  # type: ignore[arg-type]
 

@@ -1279,7 +1279,7 @@ def mixed_body(draw: random.Random, prompt: Any, methods: list[Any]) -> dict[str
         {"max_tokens": 10**6},
         {"prompt": [10**6]},
         {"temperature": -1},
-        {"speculative_config": {"method": "eagle"}},
+        {"speculative_config": {"method": "falcon"}},
         {"unknown": 1},
         {"model": "other"},
         {"prompt": 5},

@@ -98,7 +98,7 @@ def test_method_names(name: str) -> None:
 @pytest.mark.parametrize(
     "values,message",
     [
-        ({"method": "eagle"}, r"method must be one of naive, ngram, suffix, mtp, prediction, "),
+        ({"method": "falcon"}, r"method must be one of naive, ngram, suffix, mtp, prediction, "),
         ({"method": None}, r"method must be one of .* got None"),
         ({"method": 3}, r"method must be one of .* got 3"),
         (
@@ -251,7 +251,7 @@ def test_options_of_one_method() -> None:
         "draft_vocab",
     }
     for options, message in (
-        ({"eagle": {}}, r"options must be one of ngram, suffix, mtp, .*; got 'eagle'"),
+        ({"falcon": {}}, r"options must be one of ngram, suffix, mtp, .*; got 'falcon'"),
         ({"ngram": 3}, "options.ngram must be an object, got 3"),
         ({"ngram": {"model": "/m"}}, "has no field 'model'; known: min_ngram_size"),
         ({"ngram": {"max_ngram_sizes": 3}}, r"did you mean max_ngram_size\?"),

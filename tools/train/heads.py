@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Draft heads in plain PyTorch: EAGLE-3, Medusa, Hydra and DFlash, for the bundled model.
+"""Draft heads in plain PyTorch: EAGLE, EAGLE-3, Medusa, Hydra and DFlash, for the bundled model.
 
 All of them draft chains along a text, which is given. The chain of start s is what an engine drafts
 when token s + 1 is the newest one: the target's states are there of rows 0 to s, and draft k is
@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from tools.train.chains import Branches, heads_of, keys_values
 from tools.train.model import Attention, DecoderLayer, Model, ModelConfig, RMSNorm, rotate
 
-HEADS = ("eagle3", "dflash", "hydra", "medusa")
+HEADS = ("eagle", "eagle3", "dflash", "hydra", "medusa")
 
 
 @dataclass(frozen=True)
@@ -179,6 +179,67 @@ class Eagle3Head(Head):
             "draft_vocab_size": self.config.vocab_size,
             "eagle_config": {"eagle_aux_hidden_state_layer_ids": entered},
         }
+
+
+class UnnormedLayer(DecoderLayer):
+    """A decoder layer without a norm before its attention."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__(config)
+        del self.input_layernorm
+
+    def normed(self, x: Tensor) -> Tensor:
+        """What attention reads."""
+        return x
+
+
+class EagleHead(Head):
+    """EAGLE-1's head, which shares the target's embedding and LM head.
+
+    It begins as a copy of what fits of the target's MTP module, whose norms it does without.
+    """
+
+    def __init__(self, model: Model, depth: int = 5) -> None:
+        super().__init__()
+        config, width = model.config, model.config.hidden_size
+        self.config, self.depth = config, depth
+        self.fc = nn.Linear(2 * width, width, bias=False)
+        self.layers = nn.ModuleList([UnnormedLayer(config)])
+        module = model.mtp()
+        with torch.no_grad():
+            own = self.layers[0].state_dict()
+            for name, value in module.state_dict().items():
+                if name in own:
+                    own[name].copy_(value)
+            # Norms divide rows by their length: here by that of all rows together.
+            lengths = (
+                model.model.embed_tokens.weight.square().mean().sqrt(),
+                model.model.norm.weight.square().mean().sqrt(),
+            )
+            self.fc.weight.copy_(module.eh_proj.weight)
+            for half, norm, length in zip(
+                self.fc.weight.chunk(2, dim=1), (module.enorm, module.hnorm), lengths, strict=True
+            ):
+                half.mul_(norm.weight / length)
+
+    def chains(self, target: Target, starts: Tensor) -> Iterator[Tensor]:
+        """As `Head.chains`; from the second draft on it reads its own states."""
+        tokens = target.tokens
+        x = self._projected(target, tokens[:, 1:], target.states[:, :-1])
+        branches = Branches(list(self.layers), x, target.cos, target.sin, starts)
+        state = branches.out[:, starts]
+        yield target.model.logits(state)
+        for draft in range(2, self.depth + 1):
+            state = branches.step(self._projected(target, tokens[:, starts + draft], state))
+            yield target.model.logits(state)
+
+    def _projected(self, target: Target, tokens: Tensor, states: Tensor) -> Tensor:
+        out: Tensor = self.fc(torch.cat((target.embedded(tokens), states), dim=-1))
+        return out
+
+    def fields(self) -> dict[str, Any]:
+        """Its config.json, as the authors lay it out."""
+        return {"architectures": ["LlamaForCausalLM"], **decoder_fields(self.config, 1)}
 
 
 class ResidualHead(nn.Module):
@@ -350,6 +411,8 @@ class BlockHead(Head):
 
 def new_head(name: str, model: Model) -> Head:
     """Makes a head of `HEADS`, before its training."""
+    if name == "eagle":
+        return EagleHead(model)
     if name == "eagle3":
         return Eagle3Head(model)
     if name == "dflash":

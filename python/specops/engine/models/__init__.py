@@ -5,6 +5,7 @@ from specops.engine.models.batch import LayerBatch, StepBatch
 from specops.engine.models.blocks.stack import LayerStack
 from specops.engine.models.config import ModelConfig
 from specops.engine.models.dflash import BlockDrafter, load_dflash
+from specops.engine.models.eagle.first import Eagle, load_eagle
 from specops.engine.models.eagle.loader import load_eagle3
 from specops.engine.models.eagle.modules import Eagle3
 from specops.engine.models.families import CONVENTIONS
@@ -21,6 +22,7 @@ __all__ = [
     "CONVENTIONS",
     "BlockDrafter",
     "CachedWeights",
+    "Eagle",
     "Eagle3",
     "KvCache",
     "KvSpec",
@@ -38,6 +40,7 @@ __all__ = [
     "Transformer",
     "WeightCache",
     "load_dflash",
+    "load_eagle",
     "load_eagle3",
     "load_hydra",
     "load_medusa",

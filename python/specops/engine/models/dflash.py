@@ -184,7 +184,8 @@ def load_dflash(
     raw = read_config(directory)
     with naming(directory):
         config = _read(raw, directory, source.names(), target)
-    weights = _load(source, config, StateHeadLoader(source, config, directory, target, where))
+    loader = StateHeadLoader(source, config, directory, target, where)
+    weights = _load(source, config, loader, len(config.taps) * target.hidden_size)
     refuse_unread(source, directory, "a head of DFlash or DSpark", _UNREAD)
     head = BlockDrafter(config, weights, target.hidden_size)
 
@@ -249,12 +250,11 @@ def _read(
     )
 
 
-def _load(source: WeightSource, config: BlockConfig, loader: StateHeadLoader) -> BlockWeights:
-    parts, markov, rank = (
-        loader.parts([f"layers.{i}." for i in range(len(config.layers))]),
-        None,
-        config.markov_rank,
-    )
+def _load(
+    source: WeightSource, config: BlockConfig, loader: StateHeadLoader, joined: int
+) -> BlockWeights:
+    parts = loader.parts([f"layers.{i}." for i in range(len(config.layers))], joined)
+    markov, rank = None, config.markov_rank
     if rank:
         name, outputs = "markov_head.markov_w2", (config.draft_vocab_size,)
         markov = (

@@ -54,10 +54,10 @@ class StateHeadWeights:
 
     Attributes:
         embedding: [vocab_size, hidden_size].
-        fc: from the states of all layers that it reads to its width.
+        fc: to its width, from the states of all layers that it reads, or from what else it reads.
         fc_bias: of that; None: there is none.
         layers: in order.
-        final_norm: behind them.
+        final_norm: behind them; None: there is none.
         lm_head: of drafts.
         token_map: int32 [draft vocabulary], the token of each of its rows; None: all tokens.
     """
@@ -66,7 +66,7 @@ class StateHeadWeights:
     fc: PackedWeight
     fc_bias: Tensor | None
     layers: tuple[Layer, ...]
-    final_norm: Norm
+    final_norm: Norm | None
     lm_head: PackedWeight
     token_map: Tensor | None
 
@@ -98,7 +98,7 @@ class StateHead(LayerStack):
         )
         self.taps, self.token_map = config.taps, weights.token_map
         self._weights_of_head = weights
-        self._next_norms = [one.input_norm for one in weights.layers[1:]] + [weights.final_norm]
+        self._next_norms = [*(one.input_norm for one in weights.layers[1:]), weights.final_norm]
         self._joined = self._new(0, len(config.taps) * target_size)
         self._states = self._new(0, self.hidden_size)
 
@@ -136,12 +136,18 @@ class StateHead(LayerStack):
     def _run_layers(
         self, batch: LayerBatch, cache: KvCache, rows: Rows, given: Tensor | None = None
     ) -> Tensor:
-        """Runs the layers over the residual of `rows`; the first reads `given`, where it is."""
+        """Runs the layers over the residual of `rows`; the first reads `given`, where it is.
+
+        Returns:
+            The states after the final norm, or the residual where there is none.
+        """
         for index, layer in enumerate(self.layers):
             first = given if index == 0 else None
             layer.run(batch, cache.layers[index], rows, rows.layers[index], first)
-            weight, eps = self._next_norms[index]
-            dense.rms_norm(rows.branch, weight, eps, residual=rows.residual, out=rows.normed)
+            norm = self._next_norms[index]
+            if norm is None:
+                return rows.residual.add_(rows.branch)
+            dense.rms_norm(rows.branch, *norm, residual=rows.residual, out=rows.normed)
         return rows.normed
 
 
@@ -191,25 +197,29 @@ class StateHeadLoader:
         self._target, self._target_directory = target, target_directory
         self.vocab_size = target.config.vocab_size
 
-    def parts(self, layer_prefixes: Sequence[str]) -> StateHeadWeights:
+    def parts(
+        self, layer_prefixes: Sequence[str], fc_inputs: int, *, has_final_norm: bool = True
+    ) -> StateHeadWeights:
         """Loads what all heads have.
 
         Args:
             layer_prefixes: what the names of each layer's tensors begin with.
+            fc_inputs: width of what `fc` reads.
+            has_final_norm: there is a norm behind the layers.
         """
         config, source, fc = self._config, self._source, f"{self._prefix}fc"
-        joined, outputs = len(config.taps) * self._target.hidden_size, (config.hidden_size,)
+        outputs = (config.hidden_size,)
         has_bias = f"{fc}.bias" in source.names()
         token_map = self._token_map()
         return StateHeadWeights(
             embedding=self._embedding(),
-            fc=source.linear("", (fc,), outputs, joined, quantization="none"),
+            fc=source.linear("", (fc,), outputs, fc_inputs, quantization="none"),
             fc_bias=source.bias("", (fc,), outputs) if has_bias else None,
             layers=tuple(
                 layer.load(self.blocks, of_layer)
                 for layer, of_layer in zip(config.layers, layer_prefixes, strict=True)
             ),
-            final_norm=self.blocks.norm(f"{self._prefix}norm"),
+            final_norm=self.blocks.norm(f"{self._prefix}norm") if has_final_norm else None,
             lm_head=self._lm_head(token_map),
             token_map=token_map,
         )

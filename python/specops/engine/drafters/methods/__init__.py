@@ -40,6 +40,7 @@ METHODS: dict[str, str] = {
     "mtp": "specops.engine.drafters.methods.mtp",
     "prediction": "specops.engine.drafters.methods.prediction",
     "draft_model": "specops.engine.drafters.methods.draft_model",
+    "eagle": "specops.engine.drafters.methods.eagle",
     "eagle3": "specops.engine.drafters.methods.eagle3",
     "medusa": "specops.engine.drafters.methods.medusa",
     "hydra": "specops.engine.drafters.methods.hydra",

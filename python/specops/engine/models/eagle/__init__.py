@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""EAGLE-3 heads: what their files say, and their pass."""
+"""EAGLE heads: what their files say, and their pass."""

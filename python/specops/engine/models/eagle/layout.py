@@ -131,6 +131,11 @@ def _layer_prefixes(directory: Path, names: Collection[str], prefix: str) -> tup
             f"{directory}: the checkpoint holds no EAGLE-3 head; looked for tensors named "
             "midlayer. or layers.0., with or without model."
         )
+    if f"{found[0]}hidden_norm.weight" not in names:
+        raise ModelError(
+            f"{directory}: tensor {found[0]}hidden_norm.weight is missing; heads of EAGLE-1 and 2, "
+            "which have none, are for the method eagle"
+        )
     for one in found:
         for part, kind in _FOREIGN.items():
             if any(name.startswith(one + part) for name in names):

@@ -64,7 +64,7 @@ def _load(loader: StateHeadLoader, config: Eagle3Config, width: int) -> Eagle3We
         fc_norms = tuple(norm(f"{prefix}fc_norm.{index}", width) for index in range(num_taps))
     joined = num_taps * width
     return Eagle3Weights(
-        parts=loader.parts(config.layer_prefixes),
+        parts=loader.parts(config.layer_prefixes, joined),
         fc_norms=fc_norms,
         input_norm=norm(f"{prefix}input_norm", joined) if config.norm_before_fc else None,
         hidden_norm=norm(f"{config.layer_prefixes[0]}hidden_norm"),

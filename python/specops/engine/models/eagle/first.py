@@ -1,0 +1,206 @@
+# SPDX-License-Identifier: Apache-2.0
+"""EAGLE-1 and 2: a head that reads the target's last state; both have the same files.
+
+Its row i reads the embedding of token i + 1 and the state of position i: the target's after its
+final norm, or, of a draft, the head's own. Both are laid side by side, the embedding first, and
+projected to the head's width. No norm stands before the first layer's attention, and none behind
+the last layer: what leaves that is a state like the target's, which the target's LM head reads.
+
+Source: Li et al. 2024, "EAGLE: Speculative Sampling Requires Rethinking Feature Uncertainty",
+section 3.1. The layout is that of the authors' published files.
+"""
+
+from collections.abc import Collection, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from specops import batching, dense
+from specops.engine.errors import ModelError
+from specops.engine.models.blocks.layer import LayerNames
+from specops.engine.models.eagle.layout import with_qk_norms
+from specops.engine.models.families.dense_decoder import dense_decoder
+from specops.engine.models.families.fields import count, read_config
+from specops.engine.models.head_files import open_head, refuse_unread
+from specops.engine.models.kv import KvCache
+from specops.engine.models.mtp.modules import MtpBatch
+from specops.engine.models.state_head import (
+    StateHead,
+    StateHeadConfig,
+    StateHeadLoader,
+    StateHeadWeights,
+    gather_states,
+    naming,
+    try_row,
+)
+from specops.engine.models.transformer import Transformer
+
+_FILES = ("pytorch_model.bin",)
+_UNREAD = ("rotary_emb.inv_freq",)  # computed from the configuration
+# Fields of variants that compute something else.
+_FOREIGN = {"add_para_norm": (False, None), "logit_scale": (1, None)}
+# No norm stands before the first layer's attention: this one is there, and not read twice.
+_FIRST = LayerNames(input_norm="post_attention_layernorm")
+
+
+class Eagle(StateHead):
+    """A head on top of its target.
+
+    Args:
+        config: what it was made from.
+        weights: of it.
+        num_slots: of requests.
+    """
+
+    def __init__(self, config: StateHeadConfig, weights: StateHeadWeights, num_slots: int) -> None:
+        super().__init__(config, weights, 0)
+        self._pairs = self._new(0, 2 * self.hidden_size)
+        self._half = self._new(0, self.hidden_size)
+        self._places = torch.empty(3, 0, dtype=torch.int32, device=self.device)
+        self._same = torch.arange(num_slots, dtype=torch.int32, device=self.device)
+
+    def reserve(self, rows: int) -> None:
+        """Allocates the buffers of steps with up to `rows` rows, which then stay where they are."""
+        super().reserve(rows)
+        if len(self._pairs) < rows:
+            self._pairs = self._new(rows, 2 * self.hidden_size)
+            self._half = self._new(rows, self.hidden_size)
+            self._places = self._places.new_empty(3, rows)
+
+    def forward(self, batch: MtpBatch, states: Tensor, cache: KvCache) -> Tensor:
+        """Runs the layers over rows and writes their keys and values.
+
+        Args:
+            batch: the rows.
+            states: [source rows, hidden_size]: the target's after its final norm, or what this has
+                returned.
+            cache: from `new_kv_cache`.
+
+        Returns:
+            What the LM head, and the next draft, read of all rows. They lie in the head's own
+            buffers: the next call overwrites them.
+        """
+        num_rows, width, weights = batch.positions.shape[0], self.hidden_size, self._weights_of_head
+        self.reserve(num_rows)
+        rows = self.activations.first(num_rows)
+        pairs, half = self._pairs[:num_rows], self._half[:num_rows]
+        dense.embedding(self._tokens_behind(batch), weights.embedding, out=half)
+        pairs[:, :width].copy_(half)
+        gather_states(batch, states, half)
+        pairs[:, width:].copy_(half)
+        dense.linear(pairs, weights.fc, weights.fc_bias, out=rows.residual, workspace=batch.sums)
+        return self._run_layers(batch, cache, rows, rows.residual)
+
+    def _tokens_behind(self, batch: MtpBatch) -> Tensor:
+        """The token behind each row, int32 [rows]; 0 for rows of nobody."""
+        slot, position, out = self._places[:, : batch.positions.shape[0]]
+        is_nobody = batch.row_to_request < 0
+        torch.index_select(batch.slots, 0, batch.row_to_request.clamp(min=0), out=slot)
+        slot.masked_fill_(is_nobody, -1)
+        torch.add(batch.positions, 1, out=position)
+        # By slot, not by request: so are the drafts.
+        return batching.gather_input_ids(
+            slot,
+            position,
+            self._same[: batch.lens.shape[0]],
+            batch.token_ids,
+            batch.lens,
+            batch.draft_token_ids,
+            out=out,
+        )
+
+
+def load_eagle(
+    target: Transformer,
+    directory: str | Path,
+    *,
+    target_directory: str | Path,
+    num_slots: int,
+    quantization: str | None = None,
+) -> Eagle:
+    """Loads a head of EAGLE-1 or 2.
+
+    Args:
+        target: the model that it drafts for.
+        directory: of the head, with a config.json of its own.
+        target_directory: the directory that the target was loaded from.
+        num_slots: of requests.
+        quantization: of its layers' projections; None: like the target's. An LM head of its own
+            has it as well.
+
+    Raises:
+        ModelError: a file, a field or a tensor is missing, damaged or does not fit the target.
+    """
+    directory = Path(directory)
+    source = open_head(directory, target.settings.of_drafter(quantization), _FILES)
+    names = source.names()
+    prefix = "model." if any(name.startswith("model.") for name in names) else ""
+    raw = read_config(directory)
+    with naming(directory):
+        config = _read(raw, directory, names, prefix, target)
+    loader = StateHeadLoader(source, config, directory, target, Path(target_directory), prefix)
+    layers = [f"{prefix}layers.{index}." for index in range(len(config.layers))]
+    weights = loader.parts(layers, 2 * config.hidden_size, has_final_norm=False)
+    refuse_unread(source, directory, "an EAGLE head", _UNREAD)
+    head = Eagle(config, weights, num_slots)
+
+    def run(batch: MtpBatch, cache: KvCache) -> Tensor:
+        states = torch.zeros(1, head.hidden_size, dtype=head.dtype, device=head.device)
+        return head.forward(batch, states, cache)
+
+    try_row(directory, head, run)
+    return head
+
+
+def _read(
+    raw: Mapping[str, Any],
+    directory: Path,
+    names: Collection[str],
+    prefix: str,
+    target: Transformer,
+) -> StateHeadConfig:
+    if "speculators_model_type" in raw:
+        raise ModelError(
+            f"speculators_model_type must be absent, got {raw['speculators_model_type']}"
+        )
+    for field, allowed in _FOREIGN.items():
+        if raw.get(field) not in allowed:
+            raise ModelError(f"{field} must be {allowed[0]}, got {raw[field]!r}")
+    num_layers = 0
+    while any(name.startswith(f"{prefix}layers.{num_layers}.") for name in names):
+        num_layers += 1
+    if f"{prefix}fc.weight" not in names or not num_layers:
+        raise ModelError(
+            f"{directory}: the checkpoint holds no EAGLE head; looked for tensors named fc.weight "
+            "and layers.0., with or without model."
+        )
+    if any(name.endswith("hidden_norm.weight") for name in names):
+        raise ModelError(f"{directory}: the head is of EAGLE-3: it is for the method eagle3")
+    # The number of layers is the target's in some files, and biases are not named in all.
+    decoder = dense_decoder(
+        {**raw, "architectures": ["EAGLE"], "num_hidden_layers": num_layers},
+        qkv_bias=f"{prefix}layers.0.self_attn.q_proj.bias" in names,
+        o_bias=f"{prefix}layers.0.self_attn.o_proj.bias" in names,
+    )
+    for field, of_target in (
+        ("vocab_size", target.config.vocab_size),
+        ("hidden_size", target.hidden_size),
+    ):
+        if getattr(decoder, field) != of_target:
+            raise ModelError(
+                f"{field} is {getattr(decoder, field)}, but the target has {of_target}"
+            )
+    first, *others = (
+        with_qk_norms(one, f"{prefix}layers.{index}.self_attn.q_norm.weight" in names)
+        for index, one in enumerate(decoder.layers)
+    )
+    return StateHeadConfig(
+        hidden_size=decoder.hidden_size,
+        layers=(replace(first, names=_FIRST), *others),
+        norm_eps=decoder.rms_norm_eps,
+        taps=(),
+        draft_vocab_size=count(raw, "draft_vocab_size", decoder.vocab_size),
+    )
