@@ -36,6 +36,7 @@ def _parser(program: str = _PROGRAM) -> argparse.ArgumentParser:
     """Of the server."""
     parser = argparse.ArgumentParser(
         prog=program,
+        allow_abbrev=False,
         description="Serves a model with speculative decoding behind an OpenAI-compatible API, and "
         "a page to try it in the browser.",
         epilog=(
