@@ -66,6 +66,8 @@ def test_the_package_still_has_all_its_names() -> None:
         assert getattr(specops, name).__module__.startswith("specops")
     code = "import specops; print(specops.runtime.get_isa() == specops.get_isa())"
     assert python("-c", code).stdout == "True\n"
+    code = "import specops; print(specops.sampling.verify.__name__, 'moe' in dir(specops))"
+    assert python("-c", code).stdout == "verify True\n"
     with pytest.raises(AttributeError, match="module 'specops' has no attribute 'nothing'"):
         specops.nothing  # noqa: B018
 
@@ -133,7 +135,10 @@ def test_contract_helps_with_what_changes_it(capsys: pytest.CaptureFixture[str])
         main(["contract", "--help"])
     told = set(re.findall(r"--([a-z-]+)", capsys.readouterr().out))
     assert told == {"help", "config", *(name.replace("_", "-") for name in options)}
-    # The others of a server's command line are accepted as before.
+    # The others of a server's command line are accepted as before, and no name that is cut short.
+    with pytest.raises(SystemExit):
+        main(["contract", "--max-num-seq", "3"])
+    assert "unrecognized arguments: --max-num-seq 3" in capsys.readouterr().err
     assert main(["contract", "--device", "cpu", "--port", "1", "--max-num-seqs", "3"]) == 0
 
 

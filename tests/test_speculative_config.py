@@ -187,6 +187,7 @@ def test_invalid_values(values: dict[str, Any], message: str) -> None:
         ("Method", r"did you mean method\?"),
         ("ngram_max_size", r"did you mean m\w+_ngram_size\?"),
         ("qqq", r"no field 'qqq'; known: method, num_speculative_tokens, "),
+        ("prompt_lookup_max", r"prompt_lookup_max is vLLM's: say max_ngram_size"),
         ("lora_path", r"lora_path is refused: LoRA is not supported yet"),
         ("draft_adapter", r"draft_adapter is refused: LoRA"),
         (3, r"a key that is not a string: 3"),

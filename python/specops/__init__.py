@@ -1,6 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """Speculative decoding kernels: one documented module per family of ops.
 
+batching      index arrays of a step, rows of logits, trees of drafts
+attention     rotary embedding into a paged KV cache, and attention over it
+dense, moe    the layers between: linear, norms, activations; mixtures of experts
+sampling      choosing tokens, verifying drafts, ending requests
+ngram, suffix_tree, predicted_text    drafts without a model
+quantization  weights of 8 and 4 bits
+runtime       threads, instruction sets, errors of CUDA ops
+
+`import specops` is enough to call `specops.sampling.verify`. Imported by their own names:
+`specops.reference` (all ops in plain PyTorch: the specification), `specops.transformers` (Hugging
+Face transformers) and `specops.torch_ops` (torch.compile).
+
 Every op takes torch tensors, runs on the device they live on, and keeps the row-identity contract
 of docs/exactness.md: the bits of an output row depend only on that row's own request.
 """
@@ -9,7 +21,15 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from specops import attention as attention
+    from specops import batching as batching
+    from specops import dense as dense
+    from specops import moe as moe
+    from specops import ngram as ngram
+    from specops import predicted_text as predicted_text
+    from specops import quantization as quantization
     from specops import runtime as runtime
+    from specops import sampling as sampling
     from specops import suffix_tree as suffix_tree
     from specops.runtime import (
         check_errors,
@@ -41,10 +61,23 @@ __all__ = [
     "take_error",
 ]
 
+_MODULES = {
+    "attention",
+    "batching",
+    "dense",
+    "moe",
+    "ngram",
+    "predicted_text",
+    "quantization",
+    "runtime",
+    "sampling",
+    "suffix_tree",
+}
+
 
 def __getattr__(name: str) -> Any:
     """Imports what is asked for: torch takes seconds, and `specops --help` has no use for it."""
-    if name in ("runtime", "suffix_tree"):
+    if name in _MODULES:
         return import_module(f"specops.{name}")
     if name not in __all__:
         raise AttributeError(f"module 'specops' has no attribute {name!r}")
@@ -54,4 +87,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+    return sorted({*globals(), *__all__, *_MODULES})

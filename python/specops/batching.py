@@ -24,7 +24,7 @@ class OutputMode(IntEnum):
 
     NONE = 0  # a prefill chunk that does not end the prompt
     LAST = 1  # plain decoding, or the chunk that ends the prompt
-    ALL = 2  # verification: every row
+    ALL = 2  # verification: every row, which are the last token's and one for each draft
 
 
 @dataclass

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from specops.cli.config_file import arguments_of
 from specops.cli.options import add_engine_options, engine_settings, plain_settings
+from specops.cli.roles import add_role_options, add_scheduler_options, role_settings, scheduled
 from specops.engine.config import EngineConfig
 from specops.tokenizer import Tokenizer
 
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
 
     from specops.service.client import EngineClient
     from specops.service.process import EngineProcess
+    from specops.service.wire import RoleSettings
 
 _PROGRAM = "python -m specops.engine"
 
@@ -34,6 +36,7 @@ def _parser(program: str = _PROGRAM) -> argparse.ArgumentParser:
     """Of the server."""
     parser = argparse.ArgumentParser(
         prog=program,
+        allow_abbrev=False,
         description="Serves a model with speculative decoding behind an OpenAI-compatible API, and "
         "a page to try it in the browser.",
         epilog=(
@@ -51,6 +54,8 @@ def _parser(program: str = _PROGRAM) -> argparse.ArgumentParser:
     )
     add_engine_options(parser)
     _add_server_options(parser)
+    add_role_options(parser)
+    add_scheduler_options(parser)
     return parser
 
 
@@ -190,15 +195,17 @@ def serve(given: Sequence[str], program: str) -> int:
         try:
             settings = plain_settings(args)
             config = EngineConfig.from_plain(settings)
+            role = role_settings(args)
             process = None
             if not args.in_process:  # it loads while everything else is made ready
-                process = _process(settings, args.log_level)
+                process = _process(settings, args.log_level, role)
                 stack.callback(process.kill)
             app, options = _app(args, config, process)
         except ModuleNotFoundError as error:
+            extra = "redis" if error.name == "redis" else "server"
             return _fail(
                 f"the server needs {error.name}, which is not installed: "
-                "pip install 'specops[server]'"
+                f"pip install 'specops[{extra}]'"
             )
         except ValueError as error:
             return _fail(str(error))
@@ -208,11 +215,13 @@ def serve(given: Sequence[str], program: str) -> int:
     return 0
 
 
-def _process(settings: dict[str, Any], log_level: str) -> "EngineProcess":
+def _process(
+    settings: dict[str, Any], log_level: str, role: "RoleSettings | None"
+) -> "EngineProcess":
     from specops.service.process import EngineProcess
     from specops.service.wire import Setup
 
-    return EngineProcess(Setup(settings, log_level))
+    return EngineProcess(Setup(settings, log_level, role=role))
 
 
 def _app(
@@ -235,7 +244,7 @@ def _app(
     )
     with ThreadPoolExecutor(1) as pool:
         tokenizer = pool.submit(Tokenizer.from_dir, config.model_dir)  # while the engine loads
-        client = _client(config, process)  # whose mistakes are told first
+        client = scheduled(args, _client(config, process))  # whose mistakes are told first
     app = server.make_app(
         client,
         tokenizer.result(),

@@ -113,6 +113,9 @@ def _refuse_unknown(key: object, known: Iterable[str]) -> None:
         raise ValueError(f"speculative_config.{key} is refused: {REFUSED_FIELDS[key]}")
     if "lora" in key.lower() or "adapter" in key.lower():
         raise ValueError(f"speculative_config.{key} is refused: LoRA is not supported yet")
+    for name, own in (pair for one in methods() for pair in one.names_of_vllm):
+        if key == name:
+            raise ValueError(f"speculative_config.{key} is vLLM's: say {own}")
     nearest = difflib.get_close_matches(key.lower(), list(known), n=1, cutoff=0.5)
     hint = f"; did you mean {nearest[0]}?" if nearest else f"; known: {', '.join(known)}"
     raise ValueError(f"speculative_config has no field {key!r}{hint}")

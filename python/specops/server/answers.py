@@ -15,6 +15,7 @@ from specops.server.api_error import server_error
 from specops.server.call_forms import CallForm, CallReader
 from specops.server.intake import Turn
 from specops.server.jobs import ChoiceOutput, Job, JobFailed, Span
+from specops.server.kv_transfer import kv_transfer_extras
 from specops.server.logprobs import (
     LegacyLogprobs,
     chat_logprobs,
@@ -97,6 +98,7 @@ class Answer(Generic[R]):
             choice = dumped(self.choice(outputs[index].output, self._ends[index]))
             choices.append(with_members(choice, self.choice_extras(index)))
         body = {**self._frame, "object": self.object_name, **self._totals()}
+        body |= kv_transfer_extras(self._ends.values())
         members = {"choices": b"[%b]" % b",".join(choices), **self.extras()}
         return with_members(dumped(body), members)
 

@@ -79,7 +79,7 @@ class Dispatch:
         self._client.submit(
             Submit(
                 *(job.number, job.client, job.prompts, job.params),
-                *(job.speculative_config, job.streaming),
+                *(job.speculative_config, job.streaming, job.kv_transfer),
             )
         )
         self._jobs[job.number] = job

@@ -28,6 +28,7 @@ from specops.server.chat import ChatFormat
 from specops.server.dispatch import Dispatch
 from specops.server.intake import Turn, Turns
 from specops.server.jobs import BadSpeculation, EngineAway, Job, JobFailed
+from specops.server.kv_transfer import kv_transfer_of
 from specops.server.logprobs import check_prompt_logprobs
 from specops.server.protocol import (
     MAX_PROMPTS,
@@ -138,12 +139,14 @@ class Generation:
         if http.state.is_gone():  # before the engine has work with it
             raise ClientDisconnect
         speculative = request.speculative_config
+        kv_transfer = kv_transfer_of(request, len(prompts), self._capabilities.role)
         job = Job(
             prompts,
             params,
             None if speculative is None else json.dumps(speculative),
             client=http.state.client,
             streaming=request.stream,
+            kv_transfer=kv_transfer,
         )
         answer = answer_type(
             request,

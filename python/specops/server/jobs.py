@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from specops.engine.sampling_params import SamplingParams
-from specops.service.messages import Accepted, Output
+from specops.service.messages import Accepted, KvTransfer, Output
 
 _numbers = itertools.count()
 
@@ -83,6 +83,7 @@ class Job:
         speculative_config: the request's own, as JSON, or None.
         client: who asks, as slots are shared among clients.
         streaming: hand out every step's output, rather than finished choices only.
+        kv_transfer: the prompt's pages come from another engine, or are for one.
 
     Attributes:
         number: of no other job.
@@ -100,7 +101,9 @@ class Job:
         *,
         client: str,
         streaming: bool,
+        kv_transfer: KvTransfer | None = None,
     ) -> None:
+        self.kv_transfer = kv_transfer
         self.number = next(_numbers)
         self.client = client
         self.prompts = list(prompts)

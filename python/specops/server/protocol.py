@@ -18,6 +18,7 @@ from specops.server.outline import without_long_lists
 from specops.server.strict import Strict
 from specops.server.structured import ResponseFormat, StructuredOutputs, wanted_output
 from specops.server.tools import Tool, ToolCall, ToolChoice, calls_wanted, check_tools
+from specops.service.messages import KvTransfer
 
 MAX_STOPS = 16
 MAX_STOP_LENGTH = 1024
@@ -82,6 +83,25 @@ class StreamOptions(Strict):
     include_obfuscation: Literal[False] = False  # padding of chunks, which there is none of
 
 
+class KvTransferParams(Strict):
+    """Where the prompt's pages are, or are to go: vLLM's fields, as its routers send them."""
+
+    do_remote_prefill: bool = False
+    do_remote_decode: bool = False
+    remote_engine_id: str | None = None
+    remote_request_id: str | None = None
+    remote_block_ids: list[int] | None = Field(None, fail_fast=True)
+    remote_host: str | None = None
+    remote_port: Annotated[int, Field(ge=1, le=65535)] | None = None
+    tp_size: Literal[1] | None = None
+
+    def as_message(self) -> KvTransfer | None:
+        """The same for the engine; None: nothing is asked for."""
+        if not (self.do_remote_prefill or self.do_remote_decode):
+            return None
+        return KvTransfer(**self.model_dump(exclude={"tp_size"}))
+
+
 class _Request(Strict):
     """What completions and chat completions have in common."""
 
@@ -114,6 +134,7 @@ class _Request(Strict):
     stream: bool = False
     stream_options: StreamOptions | None = None
     speculative_config: dict[str, Any] | None = None
+    kv_transfer_params: KvTransferParams | None = None
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
     # They say who asks and for what; nothing depends on them.

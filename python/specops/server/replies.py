@@ -208,6 +208,18 @@ class ChatChoice(_Choice):
     logprobs: ChatLogprobs | None
 
 
+class KvTransferReply(Strict):
+    """Where the prompt's pages wait for another server."""
+
+    do_remote_prefill: bool
+    do_remote_decode: bool
+    remote_engine_id: str
+    remote_request_id: str
+    remote_block_ids: list[int]
+    remote_host: str
+    remote_port: int
+
+
 class _Reply(Strict):
     id: str
     created: int
@@ -216,6 +228,7 @@ class _Reply(Strict):
     usage: Usage
     metrics: RequestMetrics
     timings: Timings
+    kv_transfer_params: KvTransferReply | None = None
 
 
 class TextCompletion(_Reply):

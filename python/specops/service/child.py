@@ -52,6 +52,10 @@ class SocketInbox:
     def put(self, command: "Compiled") -> None:
         """Adds one, from any thread."""
         self._own.append(command)
+        self.wake()
+
+    def wake(self) -> None:
+        """Has `take` return at once, from any thread."""
         with contextlib.suppress(BlockingIOError):  # then it is awake, or about to be
             self._wake.send(b"x")
 
@@ -136,19 +140,30 @@ class _Parent:
         os._exit(1)
 
 
-def _serve(parent: _Parent, setup: Setup, inbox: "Inbox", make: "Callable[[Setup], Engine]") -> int:
+def _serve(
+    parent: _Parent, setup: Setup, inbox: SocketInbox, make: "Callable[[Setup], Engine]"
+) -> int:
     """Makes the engine, or the first of several, and runs it."""
     from specops.service.loop import EngineLoop
     from specops.service.snapshot import capabilities_of, status_of
 
+    commands: Inbox = inbox
+    send: Callable[[Batch], None] = parent.send
     with contextlib.ExitStack() as stack:
         try:
-            if setup.settings.get("tensor_parallel_size", 1) > 1:
+            if setup.settings.get("tensor_parallel_size", 1) > 1 and setup.role is None:
                 from specops.service.lockstep import Followers, LeadInbox
 
-                inbox = LeadInbox(inbox, stack.enter_context(Followers(setup, parent.end)))
+                commands = LeadInbox(inbox, stack.enter_context(Followers(setup, parent.end)))
             engine = make(setup)
-            hello = Hello(capabilities_of(engine), status_of(engine))
+            role = ""
+            if setup.role is not None:
+                from specops.disaggregated.exchange import exchange_of
+
+                role = setup.role.role
+                commands = stack.enter_context(exchange_of(engine, setup.role, inbox, send))
+                send = commands.send
+            hello = Hello(capabilities_of(engine, role), status_of(engine))
         except ValueError as error:
             parent.refuse(str(error))
             return 1
@@ -158,7 +173,7 @@ def _serve(parent: _Parent, setup: Setup, inbox: "Inbox", make: "Callable[[Setup
         gc.freeze()  # what is there by now stays
         sys.setswitchinterval(_SWITCH_SECONDS)
         parent.send(hello)
-        EngineLoop(engine, inbox, parent.send).run()
+        EngineLoop(engine, commands, send).run()
     return 0
 
 
@@ -197,10 +212,14 @@ def main() -> None:
         from specops.engine.config import EngineConfig
         from specops.engine.engine import Engine
 
-        if setup.settings.get("tensor_parallel_size", 1) > 1:
+        if setup.role is not None:
+            from specops.disaggregated.handoff import PagesEngine
+
+            engine: Engine = PagesEngine(EngineConfig.from_plain(setup.settings))
+        elif setup.settings.get("tensor_parallel_size", 1) > 1:
             from specops.service.lockstep import RankEngine
 
-            engine: Engine = RankEngine(setup)
+            engine = RankEngine(setup)
         else:
             engine = Engine(EngineConfig.from_plain(setup.settings))
         # From now on the kernels' own threads have the cores: torch's would spin beside them.

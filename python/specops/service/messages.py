@@ -35,6 +35,7 @@ class Capabilities(Struct, frozen=True):
         drafter_gauges: what the numbers of `Status.drafter_gauges` are, by name.
         speculative_config: of requests that do not choose, without the server's paths.
         contract: what the bits of outputs depend on (engine/contract.py).
+        role: "prefill", "decode" or "mixed" of an engine that hands prompts over; empty: none.
     """
 
     model_name: str
@@ -51,6 +52,7 @@ class Capabilities(Struct, frozen=True):
     drafter_gauges: dict[str, str]
     speculative_config: dict[str, Any]
     contract: dict[str, Any]
+    role: str = ""
 
 
 class Status(Struct):
@@ -84,6 +86,27 @@ class Begin(Struct, tag=True, array_like=True):
     num_clients: int
 
 
+class KvTransfer(Struct, omit_defaults=True):
+    """vLLM's `kv_transfer_params`: where a prompt's pages are, or are to go.
+
+    Attributes:
+        do_remote_prefill: another engine has computed the prompt, and has leased its pages.
+        do_remote_decode: another engine is to go on with the prompt: lease its pages.
+        remote_engine_id: the digest of that engine's contract.
+        remote_request_id: the name of the lease.
+        remote_block_ids: the leased pages, counted from the prompt's first.
+        remote_host, remote_port: of the transport that has the lease.
+    """
+
+    do_remote_prefill: bool = False
+    do_remote_decode: bool = False
+    remote_engine_id: str | None = None
+    remote_request_id: str | None = None
+    remote_block_ids: list[int] | None = None
+    remote_host: str | None = None
+    remote_port: int | None = None
+
+
 class Submit(Struct, tag=True, array_like=True, eq=False):
     """A job: the choices that one call asks for. They are taken, or refused, as a whole.
 
@@ -94,6 +117,7 @@ class Submit(Struct, tag=True, array_like=True, eq=False):
         params: of all prompts; `n` choices of each.
         speculative_config: the job's own, as JSON; None: the engine's.
         streaming: report every step; else only the end of each choice.
+        kv_transfer: the prompt's pages come from another engine, or are for one.
     """
 
     job: int
@@ -102,6 +126,7 @@ class Submit(Struct, tag=True, array_like=True, eq=False):
     params: SamplingParams
     speculative_config: str | None
     streaming: bool
+    kv_transfer: KvTransfer | None = None
 
 
 class Abort(Struct, tag=True, array_like=True):
@@ -173,6 +198,7 @@ class End(Struct, array_like=True):
         num_cached_tokens: of the prompt, found in the prefix cache.
         begun: when it got its slot, by `time.perf_counter`, one clock for all processes.
         stats: of its drafts.
+        kv_transfer: where the pages of its prompt wait, if they are for another engine.
     """
 
     finish_reason: str
@@ -182,6 +208,7 @@ class End(Struct, array_like=True):
     num_cached_tokens: int
     begun: float
     stats: SpeculativeStats
+    kv_transfer: KvTransfer | None = None
 
 
 class Output(Struct, tag=True, array_like=True):

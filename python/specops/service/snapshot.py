@@ -9,8 +9,13 @@ from specops.engine.engine import Engine
 from specops.service.messages import Capabilities, Status
 
 
-def capabilities_of(engine: Engine) -> Capabilities:
-    """What never changes about an engine, whose model's files are read once for it."""
+def capabilities_of(engine: Engine, role: str = "") -> Capabilities:
+    """What never changes about an engine, whose model's files are read once for it.
+
+    Args:
+        engine: this.
+        role: as in `Capabilities`.
+    """
     config = engine.config
     return Capabilities(
         model_name=engine.model_name,
@@ -27,6 +32,7 @@ def capabilities_of(engine: Engine) -> Capabilities:
         drafter_gauges={name: text for one in methods() for name, text in one.gauges},
         speculative_config=config.speculative_config.as_dict(without_files=True),
         contract=contract_of(engine),
+        role=role,
     )
 
 

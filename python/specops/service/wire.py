@@ -13,12 +13,31 @@ from msgspec import Struct
 from specops.engine.outputs import PromptLogprobs
 from specops.engine.sampling_params import SamplingParams
 from specops.engine.structured import StructuredOutput
-from specops.service.messages import Abort, Batch, Begin, Hello, NoEngine, Stop, Submit
+from specops.service.messages import Abort, Batch, Begin, Hello, KvTransfer, NoEngine, Stop, Submit
 
 T = TypeVar("T")
 
 _LENGTH = struct.Struct("<I")
 _READ_BYTES = 1 << 18
+
+
+class RoleSettings(Struct, array_like=True, frozen=True):
+    """How an engine hands prompts over.
+
+    Attributes:
+        role: "prefill", "decode" or "mixed".
+        host, port: where its transport listens; port 0: any free one.
+        peers: hosts that it fetches pages from.
+        lease_seconds: that pages wait for their reader.
+        lease_bytes: most bytes of pages that wait.
+    """
+
+    role: str
+    host: str
+    port: int
+    peers: list[str]
+    lease_seconds: float
+    lease_bytes: int
 
 
 class Setup(Struct, tag=True, array_like=True):
@@ -29,12 +48,14 @@ class Setup(Struct, tag=True, array_like=True):
         log_level: of its log, which goes to standard error.
         rank: of several that compute one model, which one it is.
         store: the file by which these meet; empty: the first one chooses it.
+        role: of an engine that hands prompts over, or gets them; None: neither.
     """
 
     settings: dict[str, Any]
     log_level: str
     rank: int = 0
     store: str = ""
+    role: RoleSettings | None = None
 
 
 class Taken(Struct, tag=True, array_like=True):
@@ -100,15 +121,18 @@ class _Submit(Struct, tag="Submit", array_like=True):
     params: _Params  # type: ignore[valid-type]
     speculative_config: str | None
     streaming: bool
+    kv_transfer: KvTransfer | None = None
 
 
-def _packed(value: Any) -> Any:
+def packed(value: Any) -> Any:
+    """What MessagePack takes in the place of a value that it does not know."""
     if isinstance(value, PromptLogprobs):
         return value.packed()
     raise TypeError(f"{type(value).__name__} does not cross the door")
 
 
-def _unpacked(kind: type, value: Any) -> Any:
+def unpacked(kind: type, value: Any) -> Any:
+    """The value that `packed` has packed."""
     assert kind is PromptLogprobs
     return PromptLogprobs.unpacked(value)
 
@@ -116,9 +140,9 @@ def _unpacked(kind: type, value: Any) -> Any:
 ToProcess = Setup | Begin | Submit | Abort | Stop | Taken | GrammarReady
 FromProcess = Hello | NoEngine | Batch
 
-_encoder = msgspec.msgpack.Encoder(enc_hook=_packed)
+_encoder = msgspec.msgpack.Encoder(enc_hook=packed)
 _to_process = msgspec.msgpack.Decoder(Setup | Begin | _Submit | Abort | Stop | Taken | GrammarReady)
-_from_process = msgspec.msgpack.Decoder(FromProcess, dec_hook=_unpacked)
+_from_process = msgspec.msgpack.Decoder(FromProcess, dec_hook=unpacked)
 
 
 def encoded(message: ToProcess | FromProcess) -> bytes:
@@ -130,7 +154,7 @@ def encoded(message: ToProcess | FromProcess) -> bytes:
     if isinstance(message, Submit):
         body: Any = _Submit(
             *(message.job, message.client, message.prompts, _params_message(message.params)),
-            *(message.speculative_config, message.streaming),
+            *(message.speculative_config, message.streaming, message.kv_transfer),
         )
     else:
         body = message
@@ -146,7 +170,7 @@ def to_process(body: memoryview) -> Any:
     if isinstance(message, _Submit):
         return Submit(
             *(message.job, message.client, message.prompts, _params(message.params)),
-            *(message.speculative_config, message.streaming),
+            *(message.speculative_config, message.streaming, message.kv_transfer),
         )
     return message
 

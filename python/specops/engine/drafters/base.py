@@ -204,6 +204,10 @@ class Drafter:
         """What it keeps on a request's pages; None: nothing. Asked once, when a request comes."""
         return None
 
+    def kv_tensors(self) -> Sequence[Tensor]:
+        """What it keeps on pages: tensors that a page's number indexes first."""
+        return ()
+
     def start(self, request: Request) -> bool:
         """A request of this method got its slot (again, after a preemption).
 

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The protocol between a recurrent drafter and the model that it runs."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -104,6 +105,9 @@ class DraftHead(Protocol):
 
     def allocate(self, num_pages: int, page_size: int) -> None:
         """Allocates keys and values, on the target's pages."""
+
+    def kv_tensors(self) -> Sequence[Tensor]:
+        """Returns these, once they are allocated."""
 
     def workspace_size(self, rows: int, batch: int, pages: int) -> int:
         """Returns the floats of workspace that attention takes in passes of up to these sizes."""

@@ -141,6 +141,10 @@ class RecurrentDrafter(Drafter):
         """Allocates the head's keys and values, on the target's pages."""
         self.head.allocate(num_pages, self.page_size)
 
+    def kv_tensors(self) -> Sequence[Tensor]:
+        """The head's keys and values."""
+        return self.head.kv_tensors()
+
     def draft_kv(self, request: Request) -> DraftKv | None:
         """The head's keys and values, which depend on as many tokens behind them as it says."""
         if not self.kv_bytes_per_token:

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Heads of residual blocks as the recurrent drafter runs them: a pass each, over the last rows."""
 
+from collections.abc import Sequence
 from typing import Protocol
 
 import torch
@@ -97,6 +98,10 @@ class ResidualDraftHead:
 
     def allocate(self, num_pages: int, page_size: int) -> None:
         """Keeps nothing on pages."""
+
+    def kv_tensors(self) -> Sequence[Tensor]:
+        """Returns none."""
+        return ()
 
     def workspace_size(self, rows: int, batch: int, pages: int) -> int:
         """Returns 0: there is no attention."""

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What draft heads of decoder layers have in common: the stack of layers says most of it."""
 
+from collections.abc import Sequence
 from typing import TypeVar
 
 import torch
@@ -86,6 +87,10 @@ class StackHead:
     def allocate(self, num_pages: int, page_size: int) -> None:
         """Allocates its keys and values, on the target's pages."""
         self.cache = self.stack.new_kv_cache(num_pages, page_size)
+
+    def kv_tensors(self) -> Sequence[Tensor]:
+        """Returns its keys and values."""
+        return self.cache.tensors
 
     def workspace_size(self, rows: int, batch: int, pages: int) -> int:
         """Returns the floats of workspace that attention takes."""

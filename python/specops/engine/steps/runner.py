@@ -94,7 +94,7 @@ class Runner:
             layer: torch.empty(shape, dtype=model.dtype, device=model.device)
             for layer in drafting.taps
         }
-        self._parts = RunnerParts(
+        self.parts = RunnerParts(
             model=model,
             cache=model.new_kv_cache(num_pages, page_size),
             taps=taps,
@@ -227,7 +227,7 @@ class Runner:
         shape = self._shape_of(plan)
         step = self.memory.find(shape)
         if step is None:
-            step = Step(shape, self.memory, self._parts)
+            step = Step(shape, self.memory, self.parts)
             # Prefill chunks come in every size: they must not crowd out what was captured.
             if shape.rows == shape.outputs or not self._device.captures:
                 self.memory.keep(shape, step)

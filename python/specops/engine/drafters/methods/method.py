@@ -63,6 +63,7 @@ class Method:
         of_requests: those of the fields that a request may set. The others are the server's alone.
         files: those that name a file or folder. One that is given names the method: it is loaded.
         aliases: other spellings of the name.
+        names_of_vllm: vLLM's names of its fields where they are others, each with the name here.
         parameter: the sampling parameter that it drafts from. A request that has it, and names no
             method, has this one behind the engine's.
         default_tokens: drafts per step where nobody says how many.
@@ -87,6 +88,7 @@ class Method:
     of_requests: tuple[str, ...] = ()
     files: tuple[str, ...] = ()
     aliases: tuple[str, ...] = ()
+    names_of_vllm: tuple[tuple[str, str], ...] = ()
     parameter: str | None = None
     default_tokens: int = 1
     continued_by: str | None = None

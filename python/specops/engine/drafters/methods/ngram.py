@@ -42,6 +42,10 @@ METHOD = Method(
     options=NgramOptions,
     of_requests=("min_ngram_size", "max_ngram_size", "ngram_match"),
     aliases=("ngram_match",),
+    names_of_vllm=(
+        ("prompt_lookup_min", "min_ngram_size"),
+        ("prompt_lookup_max", "max_ngram_size"),
+    ),
     can_draft_trees=True,
     may_follow=True,
 )

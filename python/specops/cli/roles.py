@@ -1,0 +1,153 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Options of servers that compute prompts for others, or go on with others' prompts."""
+
+import argparse
+import math
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from specops.service.client import EngineClient
+    from specops.service.wire import RoleSettings
+
+ROLES = ("prefill", "decode", "mixed")
+_LOOPBACK = ["127.0.0.1", "localhost", "::1"]
+
+
+def add_role_options(parser: argparse.ArgumentParser) -> None:
+    """Adds them."""
+    add = parser.add_argument
+    add(
+        "--role",
+        "--splitwise-role",
+        choices=ROLES,
+        help="compute prompts for other servers (prefill), go on with prompts of others (decode), "
+        "or both (mixed), as kv_transfer_params of requests ask (default: neither)",
+    )
+    add(
+        "--kv-host",
+        default="127.0.0.1",
+        metavar="HOST",
+        help="where pages of prompts are to be had, by others of --kv-peers, who trust it: neither "
+        "encrypted nor signed (default: %(default)s)",
+    )
+    add("--kv-port", type=int, default=0, metavar="PORT", help="of --kv-host (default: a free one)")
+    add(
+        "--kv-peers",
+        metavar="HOST",
+        action="append",
+        default=[],
+        help="a host that pages are fetched from, several times for several (default: loopback)",
+    )
+    add(
+        "--kv-lease-seconds",
+        type=float,
+        default=120.0,
+        metavar="SECONDS",
+        help="time that pages wait for their reader (default: %(default)g)",
+    )
+    add(
+        "--kv-lease-bytes",
+        type=int,
+        default=1 << 30,
+        metavar="N",
+        help="most bytes of pages that wait; the oldest make room (default: %(default)s)",
+    )
+
+
+def role_settings(args: argparse.Namespace) -> "RoleSettings | None":
+    """What these options say; None: there is no role.
+
+    Raises:
+        ModuleNotFoundError: a package that the server needs is not installed.
+        ValueError: one is out of range, or needs another.
+    """
+    if args.role is None:
+        return None
+    if args.in_process:
+        raise ValueError("role needs an engine in a process of its own, got in_process")
+    if not 0 <= args.kv_port < 1 << 16:
+        raise ValueError(f"kv_port must be in [0, 65535], got {args.kv_port}")
+    if not 0 < args.kv_lease_seconds < math.inf:
+        raise ValueError(f"kv_lease_seconds must be above 0, got {args.kv_lease_seconds}")
+    if args.kv_lease_bytes < 0:
+        raise ValueError(f"kv_lease_bytes must be at least 0, got {args.kv_lease_bytes}")
+    from specops.service.wire import RoleSettings
+
+    return RoleSettings(
+        args.role,
+        args.kv_host,
+        args.kv_port,
+        args.kv_peers or _LOOPBACK,
+        args.kv_lease_seconds,
+        args.kv_lease_bytes,
+    )
+
+
+def add_scheduler_options(parser: argparse.ArgumentParser) -> None:
+    """Adds those of a queue of jobs that several servers share."""
+    add = parser.add_argument
+    add(
+        "--scheduler-name",
+        choices=("local", "splitwise"),
+        default="local",
+        help="who runs the requests that come in here: this server's engine (local), or that of "
+        "any server with the same Redis, topic and model (splitwise; default: local)",
+    )
+    add("--scheduler-host", default="127.0.0.1", help="of Redis (default: %(default)s)")
+    add("--scheduler-port", type=int, default=6379, help="of Redis (default: %(default)s)")
+    add("--scheduler-password", help="of Redis (default: none)")
+    add(
+        "--scheduler-topic",
+        default="specops",
+        help="what names in Redis begin with (default: %(default)s)",
+    )
+    add(
+        "--scheduler-ttl",
+        type=int,
+        default=900,
+        metavar="SECONDS",
+        help="time after which a request without an answer fails (default: %(default)s)",
+    )
+
+
+def scheduled(args: argparse.Namespace, client: "EngineClient") -> "EngineClient":
+    """The engine behind the scheduler that was asked for.
+
+    Args:
+        args: of the command line.
+        client: of this server's engine.
+
+    Raises:
+        ModuleNotFoundError: redis is not installed.
+        ValueError: an option is out of range, or there is no role.
+    """
+    if args.scheduler_name == "local":
+        return client
+    if args.role is None:
+        raise ValueError("scheduler_name splitwise needs a role (--role), got none")
+    if args.scheduler_ttl < 1:
+        raise ValueError(f"scheduler_ttl must be at least 1, got {args.scheduler_ttl}")
+    if not 0 < args.scheduler_port < 1 << 16:
+        raise ValueError(f"scheduler_port must be in [1, 65535], got {args.scheduler_port}")
+    from redis.asyncio import Redis
+    from redis.asyncio.retry import Retry
+    from redis.backoff import NoBackoff
+
+    from specops.disaggregated.splitwise import SplitwiseClient
+
+    def connect() -> Redis:
+        return Redis(
+            host=args.scheduler_host,
+            port=args.scheduler_port,
+            password=args.scheduler_password,
+            socket_connect_timeout=2.0,
+            retry=Retry(NoBackoff(), 0),  # the client begins anew itself
+        )
+
+    return SplitwiseClient(
+        client,
+        role=args.role,
+        topic=args.scheduler_topic,
+        ttl=args.scheduler_ttl,
+        connect=connect,
+    )

@@ -1,0 +1,293 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A prompt's pages as bytes: taken out of one engine, and given to another's prefix cache.
+
+Whatever an engine does with a prompt that it finds in its prefix cache has the bits of one that it
+computes, so nothing else has to move. The engine that gets the pages computes the rest of the
+prompt itself, less than a page and what drafts look ahead, and with it the first token. Random
+numbers follow from the seed and the position. Pages that come too late, or not at all, cost time.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+import torch
+from msgspec import Struct
+from torch import Tensor
+
+from specops.engine.config import EngineConfig
+from specops.engine.contract import contract_of
+from specops.engine.engine import Engine
+from specops.engine.memory.kv_cache import DraftKv
+from specops.engine.sampling_params import SamplingParams
+from specops.engine.speculative_config import SpeculativeConfig
+
+VERSION = 1
+
+# In this order.
+_CHECKED = ["version", "contract", "page_size", "model", "token_ids", "owner", "lookahead", "draft"]
+
+
+class HandoffError(ValueError):
+    """These pages are of no use to this engine."""
+
+
+class Layout(Struct, frozen=True, array_like=True):
+    """A tensor of pages.
+
+    Attributes:
+        dtype: of its elements.
+        shape: of one page of it.
+    """
+
+    dtype: str
+    shape: tuple[int, ...]
+
+    @property
+    def num_bytes(self) -> int:
+        """The bytes of a page."""
+        return int(getattr(torch, self.dtype).itemsize * torch.Size(self.shape).numel())
+
+
+class Header(Struct, frozen=True, tag=True):
+    """What pages are of.
+
+    Attributes:
+        version: of this format.
+        contract: the digest of the execution contract of the engine that computed them.
+        page_size: tokens of a page.
+        token_ids: the prompt's, to its end: draft KV of the last page may depend on those behind.
+        num_pages: that follow, from the prompt's first on.
+        owner: the drafter whose keys and values they have beside the model's; empty: none.
+        lookahead: tokens behind a position that these depend on.
+        model: the model's tensors, in order.
+        draft: the drafter's, behind them.
+    """
+
+    version: int
+    contract: str
+    page_size: int
+    token_ids: list[int]
+    num_pages: int
+    owner: str
+    lookahead: int
+    model: list[Layout]
+    draft: list[Layout]
+
+    @property
+    def num_bytes(self) -> int:
+        """Of the pages."""
+        return self.num_pages * sum(one.num_bytes for one in (*self.model, *self.draft))
+
+
+class Pages(Struct, array_like=True):
+    """A prompt's pages.
+
+    Attributes:
+        header: what they are of.
+        data: tensor by tensor, of each its pages in order.
+    """
+
+    header: Header
+    data: bytearray
+
+    @property
+    def num_bytes(self) -> int:
+        """What they take, about."""
+        return len(self.data) + 4 * len(self.header.token_ids)
+
+
+class PagesEngine(Engine):
+    """An engine whose prompts' pages can be taken out, and put in.
+
+    Args:
+        config: with prefix caching, and alone (no ranks).
+
+    Attributes:
+        contract: the digest of what its bits depend on.
+
+    Raises:
+        ValueError: as `Engine`, or it has no prefix cache or several ranks.
+    """
+
+    def __init__(self, config: EngineConfig) -> None:
+        if not config.enable_prefix_caching:
+            raise ValueError("enable_prefix_caching must be on for a role, got off")
+        if config.tensor_parallel_size > 1:
+            raise ValueError(
+                "tensor_parallel_size must be 1 for a role, as pages are handed over whole, got "
+                f"{config.tensor_parallel_size}"
+            )
+        super().__init__(config)
+        self.contract: str = contract_of(self)["digest"]
+
+    def take_pages(
+        self,
+        token_ids: Sequence[int],
+        params: SamplingParams,
+        speculative_config: Mapping[str, object] | SpeculativeConfig | None = None,
+    ) -> Pages:
+        """Copies the full pages of a prompt that the prefix cache has, for another engine.
+
+        Pages that were evicted, or that another method computed, end what is found.
+
+        Args:
+            token_ids: the prompt.
+            params: of the request that computed it.
+            speculative_config: of that request.
+
+        Returns:
+            The pages; their bytes are a copy.
+
+        Raises:
+            ValueError: no request could have this prompt or these arguments.
+        """
+        draft_kv = self._draft_kv(token_ids, params, speculative_config)
+        pages = self._pool.match_prefix(token_ids, len(token_ids) - 1, draft_kv)
+        try:
+            model, draft = self._tensors("" if draft_kv is None else draft_kv.owner)
+            index = torch.tensor(pages, dtype=torch.int64, device=self._device.device)
+            data = bytearray().join(_taken(tensor, index) for tensor in (*model, *draft))
+        finally:
+            self._pool.release(pages)
+        return Pages(self._header(token_ids, draft_kv, len(pages)), data)
+
+    def _header(self, token_ids: Sequence[int], draft_kv: DraftKv | None, num_pages: int) -> Header:
+        owner = "" if draft_kv is None else draft_kv.owner
+        model, draft = self._tensors(owner)
+        return Header(
+            version=VERSION,
+            contract=self.contract,
+            page_size=self.config.page_size,
+            token_ids=list(token_ids),
+            num_pages=num_pages,
+            owner=owner,
+            lookahead=0 if draft_kv is None else draft_kv.lookahead,
+            model=[_layout(tensor) for tensor in model],
+            draft=[_layout(tensor) for tensor in draft],
+        )
+
+    def expected(
+        self,
+        token_ids: Sequence[int],
+        params: SamplingParams,
+        speculative_config: Mapping[str, object] | SpeculativeConfig | None = None,
+    ) -> Header:
+        """What the pages of a request's prompt must be of: as `take_pages`, before any came."""
+        draft_kv = self._draft_kv(token_ids, params, speculative_config)
+        return self._header(token_ids, draft_kv, (len(token_ids) - 1) // self.config.page_size)
+
+    def give_pages(self, pages: Pages, expected: Header) -> int:
+        """Puts pages into the prefix cache, where the next request with this prompt finds them.
+
+        Those that are there already stay. Where there is no room, as all pages are held, none are
+        put in: the request computes its prompt.
+
+        Args:
+            pages: that another engine has computed.
+            expected: of the request that is to find them.
+
+        Returns:
+            How many leading pages of the prompt the cache has now.
+
+        Raises:
+            HandoffError: they are of another contract, prompt or layout.
+        """
+        header = pages.header
+        check(header, expected)
+        if len(pages.data) != header.num_bytes:
+            raise HandoffError(
+                f"handoff: data must have {header.num_bytes} bytes, got {len(pages.data)}"
+            )
+        draft_kv = None
+        if expected.owner:
+            draft_kv = DraftKv(expected.owner, expected.lookahead, max_drafts=0)
+        tokens, size = header.token_ids, header.page_size
+        held = self._pool.match_prefix(tokens, header.num_pages * size, draft_kv)
+        try:
+            missing = range(len(held), header.num_pages)
+            new = self._pool.allocate(len(missing))
+            if new is None:
+                return len(held)
+            held += new
+            self._put(pages, expected.owner, missing, new)
+            for page in missing:
+                end = (page + 1) * size
+                held[page] = self._pool.register(
+                    held[page],
+                    held[page - 1] if page else None,
+                    tokens[end - size : end],
+                    None if draft_kv is None else draft_kv.key(tokens, end),
+                )
+            return len(held)
+        finally:
+            self._pool.release(held)
+
+    def _put(self, pages: Pages, owner: str, which: range, new: Sequence[int]) -> None:
+        """Copies some of the pages to where they belong."""
+        header, begin = pages.header, 0
+        model, draft = self._tensors(owner)
+        index = torch.tensor(new, dtype=torch.int64, device=self._device.device)
+        for tensor in (*model, *draft):
+            size = _layout(tensor).num_bytes
+            end = begin + header.num_pages * size
+            if which:
+                source = torch.frombuffer(
+                    pages.data, dtype=torch.uint8, offset=begin, count=end - begin
+                )
+                rows = source.view(header.num_pages, size)[which.start :]
+                _bytes_of(tensor).index_copy_(0, index, rows.to(tensor.device))
+            begin = end
+
+    def _draft_kv(
+        self,
+        token_ids: Sequence[int],
+        params: SamplingParams,
+        speculative_config: Mapping[str, object] | SpeculativeConfig | None,
+    ) -> DraftKv | None:
+        """What a request's drafters keep on the pages of its prompt."""
+        plain = replace(params, n=1, seed=0, structured_output=None, prompt_logprobs=None)
+        request = self._admission.make(
+            token_ids,
+            plain,
+            request_id=None,
+            choice_index=0,
+            speculative_config=speculative_config,
+            owners=(),
+            taken=self._requests.keys(),
+        )
+        return request.draft_kv
+
+    def _tensors(self, owner: str) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
+        """The tensors that are indexed by pages: the model's, and a drafter's."""
+        return self._runner.parts.cache.tensors, self.drafters[owner].kv_tensors() if owner else ()
+
+
+def check(header: Header, expected: Header) -> None:
+    """Refuses pages that would not have the bits of the engine that is to read them.
+
+    Raises:
+        HandoffError: they are of something else; the sentence names it.
+    """
+    for name in _CHECKED:
+        got, wanted = getattr(header, name), getattr(expected, name)
+        if got != wanted:
+            if name == "token_ids":
+                raise HandoffError("handoff: token_ids must be the request's prompt, got others")
+            raise HandoffError(f"handoff: {name} must be {wanted!r}, got {got!r}")
+    if not 0 <= header.num_pages <= expected.num_pages:
+        raise HandoffError(
+            f"handoff: num_pages must be in [0, {expected.num_pages}], got {header.num_pages}"
+        )
+
+
+def _layout(tensor: Tensor) -> Layout:
+    return Layout(str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape[1:]))
+
+
+def _bytes_of(tensor: Tensor) -> Tensor:
+    """A view of a tensor of pages as [pages, bytes]."""
+    return tensor.view(tensor.shape[0], -1).view(torch.uint8)
+
+
+def _taken(tensor: Tensor, index: Tensor) -> bytes:
+    return _bytes_of(tensor).index_select(0, index).cpu().numpy().tobytes()

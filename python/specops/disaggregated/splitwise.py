@@ -1,0 +1,563 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Many engines behind many doors: a queue of jobs in Redis.
+
+Every node has a door and an engine. A job that comes in at one node's door goes into a stream, and
+whichever node reads it first runs it: one of role prefill the prompt alone, whose pages it leases
+and for which it writes the job to the next stream; one of role decode or mixed the rest. What the
+steps bring goes to the stream of the node where the job came in.
+
+Nothing that is lost loses a job. A node that dies stops its heartbeat, and another one writes what
+it had read to the stream again. A Redis that has lost its memory is written everything again by
+those who wait for it. The job is then computed anew, with the same bits, for its seed was drawn at
+the door; and the door counts what it has passed on, so that no token comes twice.
+
+Names begin with the topic and the digest of the execution contract: engines with other bits never
+meet. All values are MessagePack.
+"""
+
+import asyncio
+import itertools
+import logging
+import secrets
+import time
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import msgspec
+from msgspec import Struct, structs
+from redis.exceptions import RedisError, ResponseError
+
+from specops.service.client import EngineClient
+from specops.service.messages import (
+    Abort,
+    Accepted,
+    Batch,
+    Command,
+    Event,
+    Failed,
+    KvTransfer,
+    Output,
+    Progress,
+    Refused,
+    Submit,
+)
+from specops.service.wire import encoded, packed, to_process, unpacked
+
+logger = logging.getLogger(__name__)
+
+_GROUP = "nodes"
+_BEAT_SECONDS = 0.3
+_DEAD_SECONDS = 2.0  # without a heartbeat
+_BLOCK_MILLISECONDS = 500
+_AWAY_SECONDS = 0.2  # before Redis is tried again
+_MOST_RUNS = 32  # jobs of others that a node has at a time
+_MOST_ATTEMPTS = 5  # of a job whose nodes die: it may be what they die of
+_FRAME = 4  # bytes before a message that `encoded` writes
+_TAKES = ("ok", "failing")  # an engine of such health takes jobs
+_ERRORS = (RedisError, OSError, asyncio.TimeoutError)
+
+
+class Ticket(Struct, array_like=True):
+    """A job in a stream.
+
+    Attributes:
+        node: where it came in.
+        job: its number there.
+        submit: the job, as it goes over an engine's socket.
+        attempt: how often it has been written to a stream before, as its node was lost.
+        kv_transfer: where the pages of its prompt are; None: nowhere.
+    """
+
+    node: str
+    job: int
+    submit: bytes
+    attempt: int = 0
+    kv_transfer: KvTransfer | None = None
+
+
+class Told(Struct, tag=True, array_like=True):
+    """What a run of a job has brought.
+
+    Attributes:
+        job: its number at the node that is told.
+        node: that runs it.
+        run: of one attempt.
+        place: of the message among those of the run.
+        events: of the job.
+    """
+
+    job: int
+    node: str
+    run: str
+    place: int
+    events: list[Event]
+
+
+class Drop(Struct, tag=True, array_like=True):
+    """Nobody waits for a run any more."""
+
+    run: str
+
+
+_ticket = msgspec.msgpack.Decoder(Ticket)
+_message = msgspec.msgpack.Decoder(Told | Drop, dec_hook=unpacked)
+_encode = msgspec.msgpack.Encoder(enc_hook=packed).encode
+
+
+@dataclass
+class _Counts:
+    """Of a choice: what of it has come."""
+
+    tokens: int = 0
+    text: int = 0
+    progress: int = 0
+
+
+@dataclass
+class _Waiting:
+    """A job that came in here."""
+
+    job: Submit
+    since: float
+    sent: dict[int, _Counts] = field(default_factory=lambda: defaultdict(_Counts))  # by choice
+    # Of each run: the place that comes next, and what it has told.
+    places: dict[str, int] = field(default_factory=dict)
+    told: dict[tuple[str, int], _Counts] = field(default_factory=lambda: defaultdict(_Counts))
+    runner: tuple[str, str] | None = None  # the last node and run that told something
+    accepted_at: float = 0.0
+    ended: set[int] = field(default_factory=set)
+
+    def news(self, told: Told) -> list[Event]:
+        """What a message says that has not been said yet."""
+        if told.place != self.places.setdefault(told.run, 0):
+            return []  # it came twice; or one before it is lost, and so is the run
+        self.places[told.run] += 1
+        self.runner = told.node, told.run
+        return [new for event in told.events if (new := self._new(told.run, event)) is not None]
+
+    def _new(self, run: str, event: Event) -> Event | None:
+        event.job = self.job.job
+        if isinstance(event, Accepted):
+            if self.accepted_at:
+                return None
+            self.accepted_at = time.perf_counter()
+            return event
+        if isinstance(event, Refused) and self.accepted_at:  # by another node than the one before
+            return Failed(event.job, event.message)
+        if not isinstance(event, (Progress, Output)):
+            return event
+        if event.index in self.ended:
+            return None
+        sent, told = self.sent[event.index], self.told[run, event.index]
+        if isinstance(event, Progress):
+            told.progress += event.num_tokens
+            event.num_tokens = told.progress - sent.progress
+            sent.progress = max(sent.progress, told.progress)
+            return event if event.num_tokens > 0 else None
+        return self._new_output(event, sent, told)
+
+    def _new_output(self, event: Output, sent: _Counts, told: _Counts) -> Output | None:
+        known_tokens = max(sent.tokens - told.tokens, 0)
+        known_text = max(sent.text - told.text, 0)
+        told.tokens += len(event.token_ids)
+        told.text += len(event.text)
+        if event.end is not None:
+            self.ended.add(event.index)
+            event.end.begun = self.accepted_at  # another machine has another clock
+        elif told.tokens <= sent.tokens and told.text <= sent.text and known_tokens:
+            return None
+        if sent.tokens or sent.text:
+            event.prompt_logprobs = None
+        if known_tokens:
+            event.token_ids = event.token_ids[known_tokens:]
+            event.logprobs = event.logprobs[known_tokens:]
+            event.drafts = None  # of a step that another run did otherwise
+        event.text = event.text[known_text:]
+        sent.tokens, sent.text = max(sent.tokens, told.tokens), max(sent.text, told.text)
+        return event
+
+
+@dataclass
+class _Run:
+    """A job of some node that this node's engine runs."""
+
+    ticket: Ticket
+    stream: str
+    entry: bytes
+    name: str
+    num_left: int  # choices that have not ended
+    is_prefill: bool
+    place: int = 0
+
+
+class SplitwiseClient(EngineClient):
+    """A node: the door's jobs to Redis, and Redis' jobs to the engine of this node.
+
+    Args:
+        engine: of this node; its exchange leases and fetches pages.
+        role: "prefill", "decode" or "mixed".
+        topic: what the names of streams begin with.
+        ttl: seconds after which what nobody reads is dropped, and a job without an answer fails.
+        connect: opens a connection to Redis.
+    """
+
+    def __init__(
+        self,
+        engine: EngineClient,
+        *,
+        role: str,
+        topic: str,
+        ttl: float,
+        connect: Callable[[], Any],
+    ) -> None:
+        # Its own requests hand nothing over: the nodes do.
+        super().__init__(structs.replace(engine.capabilities, role=""), engine.status)
+        self._engine, self._role, self._ttl, self._connect = engine, role, ttl, connect
+        self.node = secrets.token_hex(8)
+        prefix = f"{topic}:{engine.capabilities.contract['digest']}"
+        self._prefix = prefix
+        self._streams = {name: f"{prefix}:{name}" for name in ("prefill", "decode")}
+        self._reads = {
+            "prefill": [self._streams["prefill"]],
+            "decode": [self._streams["decode"]],
+            "mixed": [*self._streams.values()],
+        }[role]
+        self._numbers = itertools.count()  # of runs, for the engine
+        self._waiting: dict[int, _Waiting] = {}
+        self._runs: dict[int, _Run] = {}
+        # Commands for Redis, in order: all of one are carried out or none.
+        self._outbox: deque[list[tuple[Any, ...]]] = deque()
+        self._has_mail = asyncio.Event()
+        self._roles: set[str] = set()  # of nodes that live
+        self._redis_run = ""  # which Redis it was, the last time
+        self._last = b"0"  # message that was read
+        self._task: asyncio.Task[None] | None = None
+
+    @property
+    def is_behind(self) -> bool:
+        """Whether the engine has not read so much that no further job may be handed over."""
+        return self._engine.is_behind
+
+    async def start(
+        self, receive: Callable[[Batch], None], lost: Callable[[str], None], num_clients: int
+    ) -> None:
+        """Begins; called once, on the event loop."""
+        await super().start(receive, lost, num_clients)
+        await self._engine.start(self._from_engine, self._engine_lost, num_clients)
+        self._task = asyncio.ensure_future(self._work())
+
+    async def stop(self) -> None:
+        """Drops what is left, and waits for the engine to end. Others go on with what it ran."""
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+        await self._engine.stop()
+
+    # ---- jobs of this node's door ----
+
+    def _send(self, command: Command) -> None:
+        if isinstance(command, Submit):
+            if command.params.seed is None:  # every run has to draw the same
+                seeded = replace(command.params, seed=secrets.randbits(53))
+                command = structs.replace(command, params=seeded)
+            self._waiting[command.job] = _Waiting(command, time.monotonic())
+            self._enqueue(command)
+        elif isinstance(command, Abort):
+            waiting = self._waiting.pop(command.job, None)
+            if waiting is not None:
+                gone = f"{self._prefix}:gone:{self.node}:{command.job}"
+                self._post(("SET", gone, b"1", "EX", int(self._ttl) or 1))
+                if waiting.runner is not None:
+                    node, run = waiting.runner
+                    self._post(self._told(node, Drop(run)))
+
+    def _enqueue(self, job: Submit) -> None:
+        params = job.params
+        has_prefill = bool(self._roles & {"prefill"}) and len(job.prompts) == 1
+        wants_rows = params.prompt_logprobs is not None or params.max_tokens == 0
+        name = "prefill" if has_prefill and not wants_rows else "decode"
+        ticket = Ticket(self.node, job.job, encoded(job)[_FRAME:])
+        self._post(("XADD", self._streams[name], "*", "t", _encode(ticket)))
+
+    def _take_told(self, told: Told) -> None:
+        waiting = self._waiting.get(told.job)
+        if waiting is None:
+            return self._post(self._told(told.node, Drop(told.run)))
+        events = waiting.news(told)
+        if not events:
+            return
+        if any(isinstance(event, (Refused, Failed)) for event in events) or (
+            len(waiting.ended) == len(waiting.job.prompts) * waiting.job.params.n
+        ):
+            del self._waiting[told.job]
+        self._tell_door(events)
+
+    def _tell_door(self, events: list[Event]) -> None:
+        now, status = time.perf_counter(), self._engine.status
+        self._take(Batch(now, "ok", status, None, {}, events))
+
+    def _fail_old(self) -> None:
+        """Ends jobs that have waited too long."""
+        now = time.monotonic()
+        for number, waiting in list(self._waiting.items()):
+            if now - waiting.since > self._ttl:
+                del self._waiting[number]
+                message = f"no node has answered in {self._ttl:g} seconds"
+                self._tell_door([Failed(number, message)])
+
+    # ---- jobs of all, on this node's engine ----
+
+    def _begin(self, stream: str, entry: bytes, ticket: Ticket) -> None:
+        if self._engine.health not in _TAKES:
+            return self._again(stream, entry, ticket)
+        submit: Submit = to_process(memoryview(ticket.submit))
+        number = next(self._numbers)
+        is_prefill = stream == self._streams["prefill"] and self._role == "prefill"
+        if is_prefill:
+            params = replace(
+                submit.params, max_tokens=1, n=1, structured_output=None, logprobs=None, stop=()
+            )
+            submit = structs.replace(
+                submit,
+                params=params,
+                streaming=False,
+                kv_transfer=KvTransfer(do_remote_decode=True),
+            )
+        else:
+            submit = structs.replace(submit, kv_transfer=ticket.kv_transfer)
+        count = len(submit.prompts) * submit.params.n
+        run = _Run(ticket, stream, entry, secrets.token_hex(8), count, is_prefill)
+        self._runs[number] = run
+        self._engine.submit(structs.replace(submit, job=number))
+
+    def _from_engine(self, batch: Batch) -> None:
+        """Passes on what a step of this node's engine has brought."""
+        by_run: dict[int, list[Event]] = {}
+        for event in batch.events:
+            if event.job in self._runs:
+                by_run.setdefault(event.job, []).append(event)
+        for number, events in by_run.items():
+            run = self._runs[number]
+            run.num_left -= sum(isinstance(one, Output) and one.end is not None for one in events)
+            is_over = not run.num_left or any(isinstance(one, (Refused, Failed)) for one in events)
+            if is_over:
+                del self._runs[number]
+            if run.is_prefill:
+                if is_over:
+                    self._hand_over(run, events)
+                continue
+            message = Told(run.ticket.job, self.node, run.name, run.place, events)
+            run.place += 1
+            told = self._told(run.ticket.node, message)
+            self._post(told, *self._done(run.stream, run.entry, is_over))
+        self._take(structs.replace(batch, full=None, events=[]))
+
+    def _hand_over(self, run: _Run, events: Iterable[Event]) -> None:
+        """Writes a job to the next stream; without pages where there are none."""
+        found = [one.end.kv_transfer for one in events if isinstance(one, Output) and one.end]
+        ticket = structs.replace(run.ticket, kv_transfer=found[0] if found else None)
+        added = ("XADD", self._streams["decode"], "*", "t", _encode(ticket))
+        self._post(added, *self._done(run.stream, run.entry, True))
+
+    def _engine_lost(self, message: str) -> None:
+        """The engine of this node is gone: its jobs are for others, or for the next one."""
+        runs, self._runs = self._runs, {}
+        for run in runs.values():
+            self._again(run.stream, run.entry, run.ticket)
+
+    def _again(self, stream: str, entry: bytes, ticket: Ticket) -> None:
+        """Writes a job whose run is lost to its stream again."""
+        if ticket.attempt + 1 >= _MOST_ATTEMPTS:
+            sentence = f"{_MOST_ATTEMPTS} nodes were lost while they ran it"
+            message = Told(
+                ticket.job, self.node, secrets.token_hex(8), 0, [Failed(ticket.job, sentence)]
+            )
+            first = self._told(ticket.node, message)
+        else:
+            again = structs.replace(ticket, attempt=ticket.attempt + 1)
+            first = ("XADD", stream, "*", "t", _encode(again))
+        self._post(first, *self._done(stream, entry, True))
+
+    # ---- Redis ----
+
+    def _told(self, node: str, message: Told | Drop) -> tuple[Any, ...]:
+        return "XADD", f"{self._prefix}:node:{node}", "*", "m", _encode(message)
+
+    def _done(self, stream: str, entry: bytes, is_over: bool) -> list[tuple[Any, ...]]:
+        if not is_over:
+            return []
+        return [("XACK", stream, _GROUP, entry), ("XDEL", stream, entry)]
+
+    def _post(self, *commands: tuple[Any, ...]) -> None:
+        self._outbox.append(list(commands))
+        self._has_mail.set()
+
+    async def _work(self) -> None:
+        """Talks to Redis, and begins anew when it goes away."""
+        is_away = False
+        while True:
+            client = self._connect()
+            try:
+                await self._meet(client)
+                if is_away:
+                    logger.warning("Redis is back")
+                is_away = False
+                parts = (self._beat, self._write, self._read, self._listen, self._mourn)
+                tasks = [asyncio.ensure_future(part(client)) for part in parts]
+                try:
+                    await asyncio.gather(*tasks)
+                finally:
+                    for task in tasks:
+                        task.cancel()
+                    await asyncio.gather(*tasks, return_exceptions=True)
+            except _ERRORS as error:
+                if not is_away:
+                    logger.warning("Redis is away: %s", error)
+                is_away = True
+                self._fail_old()
+                await asyncio.sleep(_AWAY_SECONDS)
+            finally:
+                await client.aclose()
+
+    async def _meet(self, client: Any) -> None:
+        """Makes what has to be there; where Redis is another one, everything is written again."""
+        info = await client.info("server")
+        if self._redis_run and info["run_id"] != self._redis_run:
+            # What was told last may be lost: the runs end, and begin again where they are read.
+            for number in self._runs:
+                self._engine.abort(number)
+            self._runs.clear()
+            self._outbox.clear()
+            self._last = b"0"
+            for waiting in self._waiting.values():
+                self._enqueue(waiting.job)
+        self._redis_run = info["run_id"]
+        for stream in self._streams.values():
+            try:
+                await client.xgroup_create(stream, _GROUP, id="0", mkstream=True)
+            except ResponseError as error:
+                if "BUSYGROUP" not in str(error):
+                    raise
+        await self._beat_once(client)
+
+    async def _beat(self, client: Any) -> None:
+        while True:
+            if (await client.info("server"))["run_id"] != self._redis_run:
+                raise ConnectionError("it is another one than before")
+            await self._beat_once(client)
+            self._fail_old()
+            await asyncio.sleep(_BEAT_SECONDS)
+
+    async def _beat_once(self, client: Any) -> None:
+        """Says that this node lives, and finds out who does."""
+        alive = f"{self._prefix}:alive"
+        now, _ = await client.time()
+        await client.hset(alive, self.node, _encode([now, self._role]))
+        await client.expire(f"{self._prefix}:node:{self.node}", int(self._ttl) or 1)
+        self._roles = {role for _, role in (await self._nodes(client)).values()}
+
+    async def _nodes(self, client: Any) -> Mapping[str, tuple[int, str]]:
+        """The nodes that live: their last heartbeats and roles."""
+        now, _ = await client.time()
+        known = {
+            node.decode(): msgspec.msgpack.decode(value, type=tuple[int, str])
+            for node, value in (await client.hgetall(f"{self._prefix}:alive")).items()
+        }
+        return {node: one for node, one in known.items() if now - one[0] <= _DEAD_SECONDS + 1}
+
+    async def _write(self, client: Any) -> None:
+        while True:
+            await self._has_mail.wait()
+            while self._outbox:
+                commands = self._outbox[0]
+                async with client.pipeline(transaction=True) as pipe:
+                    for command in commands:
+                        pipe.execute_command(*command)
+                    await pipe.execute()
+                if self._outbox and self._outbox[0] is commands:
+                    self._outbox.popleft()
+            self._has_mail.clear()
+
+    async def _read(self, client: Any) -> None:
+        """Reads jobs while the engine may have more."""
+        own = {run.entry for run in self._runs.values()}
+        for stream in self._reads:  # read, but lost on the way
+            for _, entries in await client.xreadgroup(_GROUP, self.node, {stream: "0"}, count=1000):
+                for entry, fields in entries:
+                    if entry not in own and fields:
+                        await self._accept(client, stream, entry, fields)
+        while True:
+            room = _MOST_RUNS - len(self._runs)
+            if room <= 0 or self._engine.health not in _TAKES:
+                await asyncio.sleep(0.02)
+                continue
+            found = await client.xreadgroup(
+                *(_GROUP, self.node, dict.fromkeys(self._reads, ">")),
+                count=min(room, 4),
+                block=_BLOCK_MILLISECONDS,
+            )
+            for stream, entries in found:
+                for entry, fields in entries:
+                    await self._accept(client, stream.decode(), entry, fields)
+
+    async def _accept(
+        self, client: Any, stream: str, entry: bytes, fields: Mapping[bytes, Any]
+    ) -> None:
+        """Begins a job that was read, unless nobody waits for it."""
+        try:
+            ticket = _ticket.decode(fields[b"t"])
+        except (KeyError, msgspec.DecodeError):
+            logger.error("a job in %s cannot be read, and is dropped", stream)
+            return self._post(*self._done(stream, entry, True))
+        if await client.exists(f"{self._prefix}:gone:{ticket.node}:{ticket.job}"):
+            return self._post(*self._done(stream, entry, True))
+        self._begin(stream, entry, ticket)
+
+    async def _listen(self, client: Any) -> None:
+        """Reads what nodes have to say to this one."""
+        own = f"{self._prefix}:node:{self.node}"
+        while True:
+            found = await client.xread({own: self._last}, count=256, block=_BLOCK_MILLISECONDS)
+            for _, entries in found:
+                for entry, fields in entries:
+                    self._last = entry
+                    message = _message.decode(fields[b"m"])
+                    if isinstance(message, Told):
+                        self._take_told(message)
+                    else:
+                        self._drop(message.run)
+                await client.xdel(own, *[entry for entry, _ in entries])
+
+    def _drop(self, name: str) -> None:
+        for number, run in list(self._runs.items()):
+            if run.name == name:
+                self._engine.abort(number)
+                del self._runs[number]
+                self._post(*self._done(run.stream, run.entry, True))
+
+    async def _mourn(self, client: Any) -> None:
+        """Writes to the streams again what dead nodes had read."""
+        while True:
+            await asyncio.sleep(_DEAD_SECONDS / 2)
+            alive = await self._nodes(client)
+            for stream in self._streams.values():
+                for one in await client.xinfo_consumers(stream, _GROUP):
+                    if one["name"].decode() not in alive:
+                        await self._inherit(client, stream, one["name"])
+            for node in await client.hkeys(f"{self._prefix}:alive"):
+                if node.decode() not in alive:
+                    await client.hdel(f"{self._prefix}:alive", node)
+
+    async def _inherit(self, client: Any, stream: str, dead: bytes) -> None:
+        pending = await client.xpending_range(stream, _GROUP, "-", "+", 1000, consumername=dead)
+        if not pending:
+            await client.xgroup_delconsumer(stream, _GROUP, dead)
+            return
+        ids = [one["message_id"] for one in pending]
+        # Who claims first gets it: for the others it is no longer idle.
+        idle = int(_DEAD_SECONDS * 500)
+        for entry, fields in await client.xclaim(stream, _GROUP, self.node, idle, ids):
+            if fields:
+                self._again(stream, entry, _ticket.decode(fields[b"t"]))

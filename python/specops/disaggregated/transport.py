@@ -1,0 +1,253 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Pages on their way between engines: leases here, and a reader there.
+
+An engine that has computed a prompt leases its pages: a copy of them waits under a name until it is
+fetched and released, or until its time is over. Who comes too late computes the prompt itself.
+
+`TcpTransport` is the only one. One connection fetches one lease: the reader's name for it, in
+MessagePack behind four bytes of length; the header in the same way, and the bytes; then the
+reader's `Release`. Nothing on the wire is code, encrypted or signed: a peer can give wrong pages,
+so engines fetch from named hosts alone.
+"""
+
+import contextlib
+import logging
+import secrets
+import socket
+import socketserver
+import struct
+import threading
+import time
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import msgspec
+from msgspec import Struct
+
+from specops.disaggregated.handoff import HandoffError, Header, Pages, check
+
+logger = logging.getLogger(__name__)
+
+_LENGTH = struct.Struct("<I")
+_MOST_HEADER = 64 << 20  # bytes; a prompt's token ids are most of it
+_SECONDS = 10.0  # that a peer may take over the next bytes
+
+
+class Fetch(Struct, frozen=True, tag=True):
+    """Asks for a lease."""
+
+    lease: str
+
+
+class Gone(Struct, frozen=True, tag=True):
+    """There is no such lease (any more)."""
+
+
+class Release(Struct, frozen=True, tag=True):
+    """The pages are there: the lease may end."""
+
+
+class Address(Struct, frozen=True):
+    """Where a lease is to be had.
+
+    Attributes:
+        lease: its name.
+        host, port: of the transport that has it.
+    """
+
+    lease: str
+    host: str
+    port: int
+
+
+class Transport(Protocol):
+    """What carries pages from one engine to another. Any thread may call it."""
+
+    def lease(self, pages: Pages) -> Address:
+        """Keeps pages for another engine, and says where they are to be had."""
+
+    def fetch(self, address: Address, expected: Header) -> Pages:
+        """Waits for pages that another engine has leased, and releases them there.
+
+        Args:
+            address: as its transport said.
+            expected: what they must be of: nothing else is read to its end.
+
+        Raises:
+            HandoffError: they are of something else, or the lease is over.
+            OSError: the other engine cannot be reached, or went away.
+        """
+
+    def close(self) -> None:
+        """Ends; leases are over."""
+
+
+class Leases:
+    """Pages that wait for their readers.
+
+    Args:
+        seconds: that each may wait.
+        most_bytes: of all. The oldest make room for a new one.
+        clock: in seconds.
+    """
+
+    def __init__(
+        self, seconds: float, most_bytes: int, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._seconds, self._most_bytes, self._clock = seconds, most_bytes, clock
+        self._leases: dict[str, tuple[float, Pages]] = {}  # oldest first
+        self._lock = threading.Lock()
+
+    def add(self, pages: Pages) -> str:
+        """Returns the name of a new lease."""
+        name = secrets.token_hex(16)
+        with self._lock:
+            self._leases[name] = self._clock() + self._seconds, pages
+            self._drop_old()
+        return name
+
+    def get(self, name: str) -> Pages | None:
+        """The pages of a lease; None: it is over."""
+        with self._lock:
+            self._drop_old()
+            found = self._leases.get(name)
+        return None if found is None else found[1]
+
+    def release(self, name: str) -> None:
+        """Ends a lease, if it has not ended."""
+        with self._lock:
+            self._leases.pop(name, None)
+
+    @property
+    def num_bytes(self) -> int:
+        """What all take."""
+        with self._lock:
+            self._drop_old()
+            return sum(pages.num_bytes for _, pages in self._leases.values())
+
+    def _drop_old(self) -> None:
+        total = sum(pages.num_bytes for _, pages in self._leases.values())
+        now = self._clock()
+        for name, (end, pages) in list(self._leases.items()):
+            if end > now and total <= self._most_bytes:
+                break
+            total -= pages.num_bytes
+            del self._leases[name]
+
+
+class TcpTransport:
+    """Pages over TCP, a thread for each reader.
+
+    Args:
+        host, port: to listen on; port 0: any free one.
+        leases: what it serves.
+        peers: hosts, as names or addresses, that pages are fetched from.
+
+    Attributes:
+        host, port: where it listens.
+
+    Raises:
+        OSError: the address does not exist or is in use.
+    """
+
+    def __init__(self, host: str, port: int, leases: Leases, peers: frozenset[str]) -> None:
+        self.leases, self._peers = leases, peers
+        self._server = _Server((host, port), _reader_of(leases))
+        self.host, self.port = host, int(self._server.server_address[1])
+        self._thread = threading.Thread(
+            target=self._server.serve_forever, name="specops-pages", daemon=True
+        )
+        self._thread.start()
+
+    def lease(self, pages: Pages) -> Address:
+        """Keeps pages for another engine, and says where they are to be had."""
+        return Address(self.leases.add(pages), self.host, self.port)
+
+    def fetch(self, address: Address, expected: Header) -> Pages:
+        """Waits for pages that another engine has leased, and releases them there.
+
+        Raises:
+            HandoffError: they are of something else, or the lease is over, or the host is none of
+                the peers.
+            OSError: the other engine cannot be reached, or went away.
+        """
+        if address.host not in self._peers:
+            raise HandoffError(
+                f"handoff: remote_host must be one of kv_peers, got {address.host!r}"
+            )
+        where = address.host, address.port
+        with socket.create_connection(where, timeout=_SECONDS) as connection:
+            _send(connection, Fetch(address.lease))
+            answer = _received(connection, Header | Gone)
+            if isinstance(answer, Gone):
+                raise HandoffError("handoff: the lease is over")
+            check(answer, expected)  # which bounds the bytes, too
+            data = _exactly(connection, answer.num_bytes)
+            with contextlib.suppress(OSError):  # then its time ends it
+                _send(connection, Release())
+        return Pages(answer, data)
+
+    def close(self) -> None:
+        """Ends; leases are over."""
+        self._server.shutdown()
+        self._server.server_close()
+
+
+class _Server(socketserver.ThreadingTCPServer):
+    allow_reuse_address = True
+    daemon_threads = True
+    block_on_close = False
+    request_queue_size = 128
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        logger.debug("a reader of pages went away", exc_info=True)
+
+
+def _reader_of(leases: Leases) -> type[socketserver.BaseRequestHandler]:
+    class Reader(socketserver.BaseRequestHandler):
+        def handle(self) -> None:
+            connection: socket.socket = self.request
+            connection.settimeout(_SECONDS)
+            name = _received(connection, Fetch).lease
+            pages = leases.get(name)
+            if pages is None:
+                return _send(connection, Gone())
+            _send(connection, pages.header)
+            connection.sendall(pages.data)
+            _received(connection, Release)
+            leases.release(name)
+
+    return Reader
+
+
+def _send(connection: socket.socket, message: Struct) -> None:
+    body = msgspec.msgpack.encode(message)
+    connection.sendall(_LENGTH.pack(len(body)) + body)
+
+
+def _received(connection: socket.socket, kind: Any) -> Any:
+    """The next message.
+
+    Raises:
+        HandoffError: it is none of this kind.
+        OSError: the peer has gone, or takes too long.
+    """
+    (length,) = _LENGTH.unpack(_exactly(connection, _LENGTH.size))
+    if length > _MOST_HEADER:
+        raise HandoffError(f"handoff: a message must have at most {_MOST_HEADER} bytes")
+    try:
+        return msgspec.msgpack.decode(_exactly(connection, length), type=kind)
+    except msgspec.DecodeError as error:
+        raise HandoffError(f"handoff: what a peer says cannot be read: {error}") from None
+
+
+def _exactly(connection: socket.socket, count: int) -> bytearray:
+    data = bytearray(count)
+    with memoryview(data) as view:
+        begin = 0
+        while begin < count:
+            got = connection.recv_into(view[begin:])
+            if not got:
+                raise ConnectionError("the peer has closed the connection")
+            begin += got
+    return data

@@ -1,0 +1,53 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`kv_transfer_params`: prompts that one server computes and another goes on with."""
+
+from collections.abc import Iterable
+from typing import Any
+
+from msgspec import structs
+
+from specops.server.api_error import ApiError
+from specops.server.protocol import ChatCompletionRequest, CompletionRequest
+from specops.service.messages import End, KvTransfer
+
+_FIELD = "kv_transfer_params"
+# Which servers do it for others.
+_MAY = {"do_remote_decode": ("prefill", "mixed"), "do_remote_prefill": ("decode", "mixed")}
+
+
+def kv_transfer_of(
+    request: CompletionRequest | ChatCompletionRequest, num_prompts: int, role: str
+) -> KvTransfer | None:
+    """What a request asks of pages, as the engine takes it.
+
+    Args:
+        request: this.
+        num_prompts: that it has.
+        role: of this server; empty: none.
+
+    Raises:
+        ApiError: this server does nothing of the kind, or not with such a request.
+    """
+    asked = request.kv_transfer_params
+    message = None if asked is None else asked.as_message()
+    if message is None:
+        return None
+    for name, roles in _MAY.items():
+        if getattr(message, name) and role not in roles:
+            needed, got = " or ".join(roles), role or "none"
+            raise _refused(f"{name} needs a server with --role {needed}, got {got}")
+    if num_prompts > 1:
+        raise _refused(f"must come with one prompt, got {num_prompts}")
+    if message.do_remote_decode and request.stream:
+        raise _refused("do_remote_decode must be absent where stream is true")
+    return message
+
+
+def kv_transfer_extras(ends: Iterable[End]) -> dict[str, Any]:
+    """What an answer says of pages that wait for another server."""
+    told = [end.kv_transfer for end in ends if end.kv_transfer is not None]
+    return {_FIELD: structs.asdict(told[0])} if told else {}
+
+
+def _refused(message: str) -> ApiError:
+    return ApiError(400, f"{_FIELD}: {message}", param=_FIELD, code="invalid_value")

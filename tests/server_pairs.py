@@ -1,0 +1,139 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Servers as processes of their own, and a router that drives a pair of them as vLLM's do."""
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import httpx
+
+_FAILED = (500, 502, 503)
+
+
+class ServerProcess:
+    """`specops serve` in a process of its own, which can be killed and started again.
+
+    Args:
+        options: of the command line, but for the port.
+    """
+
+    def __init__(self, options: Sequence[str]) -> None:
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            self.port = free.getsockname()[1]
+        self.url = f"http://127.0.0.1:{self.port}"
+        self._command = [sys.executable, "-m", "specops", "serve", *options]
+        self._command += ["--port", str(self.port), "--log-level", "error"]
+        self._process: subprocess.Popen[bytes]
+        self.start()
+
+    def start(self) -> None:
+        """Starts it (again)."""
+        self._process = subprocess.Popen(self._command, start_new_session=True)
+
+    def wait(self, seconds: float = 60.0) -> None:
+        """Waits until it answers."""
+        end = time.monotonic() + seconds
+        while time.monotonic() < end:
+            assert self._process.poll() is None, "the server has ended"
+            with contextlib.suppress(httpx.HTTPError):
+                if httpx.get(f"{self.url}/health", timeout=5).status_code == 200:
+                    return
+            time.sleep(0.1)
+        raise AssertionError("the server does not start")
+
+    def kill(self) -> None:
+        """Ends it and its engine at once, as `kill -9` does."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
+
+    def stop(self) -> None:
+        """Ends it as a supervisor does."""
+        self._process.terminate()
+        try:
+            self._process.wait(20)
+        finally:
+            self.kill()
+
+    def gauge(self, name: str) -> float:
+        """A metric's value."""
+        text = httpx.get(f"{self.url}/metrics", timeout=30).text
+        (line,) = [one for one in text.splitlines() if one.startswith(f"specops:{name}{{")]
+        return float(line.rsplit(" ", 1)[1])
+
+
+@contextlib.contextmanager
+def servers(*options: Sequence[str]) -> Iterator[list[ServerProcess]]:
+    """Starts several at once; they end with the block."""
+    started = [ServerProcess(one) for one in options]
+    try:
+        for one in started:
+            one.wait()
+        yield started
+    finally:
+        for one in started:
+            one.kill()
+
+
+class Router:
+    """Sends each request to the prefill server, and then to the decode server with what it said.
+
+    Where one of them cannot be reached, the other one, or the same one later, gets the request.
+
+    Attributes:
+        answers: how many each request got, by its place.
+        handed_over: requests whose pages were on offer.
+    """
+
+    def __init__(self, prefill: str, decode: str) -> None:
+        self.prefill, self.decode = prefill, decode
+        self.answers: Counter[int] = Counter()
+        self.handed_over = 0
+        self._http = httpx.Client(timeout=60, limits=httpx.Limits(max_connections=64))
+        self._lock = threading.Lock()
+
+    def run(self, bodies: Sequence[dict[str, Any]], at_once: int = 8) -> list[Any]:
+        """The choices of all answers, in the order of the bodies."""
+        with ThreadPoolExecutor(at_once) as pool:
+            return list(pool.map(self.route, range(len(bodies)), bodies))
+
+    def route(self, place: int, body: dict[str, Any]) -> Any:
+        """The choices of one answer."""
+        params = {"do_remote_decode": True, "do_remote_prefill": False}
+        absent = dict.fromkeys(
+            ["remote_engine_id", "remote_block_ids", "remote_host", "remote_port"]
+        )
+        first = {**body, "max_tokens": 1, "kv_transfer_params": params | absent}
+        told = self._post(self.prefill, first)
+        with self._lock:
+            self.handed_over += told is not None
+        wanted = {} if told is None else {"kv_transfer_params": told["kv_transfer_params"]}
+        end = time.monotonic() + 90
+        while time.monotonic() < end:
+            answer = self._post(self.decode, {**body, **wanted})
+            if answer is not None:
+                self.answers[place] += 1
+                return answer["choices"]
+            time.sleep(0.2)
+        raise AssertionError("the request is lost")
+
+    def _post(self, url: str, body: dict[str, Any]) -> Any:
+        """The answer; None: the server is away."""
+        try:
+            answer = self._http.post(f"{url}/v1/completions", json=body)
+        except httpx.HTTPError:
+            return None
+        if answer.status_code in _FAILED:
+            return None
+        assert answer.status_code == 200, answer.text
+        return answer.json()

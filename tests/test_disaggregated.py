@@ -1,0 +1,180 @@
+# SPDX-License-Identifier: Apache-2.0
+# ruff: noqa: E402  (where the server's packages are missing, nothing else is imported)
+"""A prefill and a decode server, each a process: their answers are one server's, bit for bit."""
+
+import json
+import random
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+for name in ("fastapi", "uvicorn", "pydantic", "msgspec", "prometheus_client", "jinja2", "httpx"):
+    pytest.importorskip(name)
+
+import httpx
+from mtp_checkpoints import make_mtp_model
+from server_pairs import Router, ServerProcess, servers
+from serving import Served, serving
+from specops.engine import Engine, EngineConfig
+
+SETTINGS = {"device": "cpu", "num_threads": 1, "num_pages": 512, "seed": 5, "page_size": 16}
+MTP = json.dumps({"method": "mtp", "num_speculative_tokens": 3})
+
+
+def bodies(count: int, seed: int) -> list[dict[str, Any]]:
+    """Requests of all kinds: greedy and seeded, with logprobs, of several methods and lengths."""
+    draw = random.Random(seed)
+    methods: list[dict[str, Any]] = [
+        {},
+        {"speculative_config": {"method": "naive"}},
+        {"speculative_config": {"method": "ngram", "num_speculative_tokens": 4}},
+        {"speculative_config": {"method": "suffix", "num_speculative_tokens": 4}},
+    ]
+    return [
+        {
+            "prompt": draw.choices(range(3, 250), k=draw.randint(1, 150)),
+            "max_tokens": draw.randint(1, 24),
+            "temperature": draw.choice([0.0, 0.9]),
+            "seed": draw.randint(0, 1000),
+            "logprobs": draw.randint(0, 2),
+            "n": draw.choice([1, 1, 1, 2]),
+            **draw.choice(methods),
+        }
+        for _ in range(count)
+    ]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_mtp_model(tmp_path_factory.mktemp("model"))
+
+
+def options(model: Path, *more: str) -> list[str]:
+    given = [("--" + name.replace("_", "-"), str(value)) for name, value in SETTINGS.items()]
+    plain = [text for pair in given for text in pair]
+    return ["--model", str(model), "--speculative-config", MTP, *plain, *more]
+
+
+@pytest.fixture(scope="module")
+def pair(model: Path) -> Iterator[list[ServerProcess]]:
+    roles = [options(model, "--role", role) for role in ("prefill", "decode")]
+    with servers(*roles) as started:
+        yield started
+
+
+@pytest.fixture(scope="module")
+def together(model: Path) -> Iterator[Served]:
+    config = {"model": str(model), "speculative_config": MTP, **SETTINGS}
+    with serving(Engine(EngineConfig.from_plain(config))) as one:
+        yield one
+
+
+def choices_of(server: Served, asked: list[dict[str, Any]]) -> list[Any]:
+    with httpx.Client(timeout=60) as http:
+        answers = [http.post(f"{server.url}/v1/completions", json=body) for body in asked]
+    return [answer.json()["choices"] for answer in answers]
+
+
+def wait_until_idle(server: ServerProcess) -> None:
+    """All pages are back."""
+    end = time.monotonic() + 20
+    names = ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc")
+    while any(server.gauge(name) for name in names):
+        assert time.monotonic() < end, "a page or a request is left"
+        time.sleep(0.05)
+
+
+@pytest.mark.corners("20")
+@pytest.mark.parametrize("count", [20, 500])
+def test_a_pair_answers_as_one_server(
+    pair: list[ServerProcess], together: Served, count: int
+) -> None:
+    prefill, decode = pair
+    asked = bodies(count, seed=count)
+    router = Router(prefill.url, decode.url)
+    hits = decode.gauge("prefix_cache_hits_total")
+    assert router.run(asked) == choices_of(together, asked)
+    assert router.handed_over == count and set(router.answers.values()) == {1}
+    # Of each prompt all full pages came: nobody had sent it to this server before.
+    pages = sum((len(body["prompt"]) - 1) // 16 for body in asked)
+    assert decode.gauge("prefix_cache_hits_total") - hits >= 16 * pages
+    for one in pair:
+        wait_until_idle(one)
+
+
+@pytest.mark.corners("20-decode")
+@pytest.mark.parametrize("side", ["prefill", "decode"])
+@pytest.mark.parametrize("count", [20, 200])
+def test_a_server_that_is_killed_loses_no_request(
+    pair: list[ServerProcess], together: Served, side: str, count: int
+) -> None:
+    """`kill -9` in the middle: every request is answered once, with the bits of one server."""
+    prefill, decode = pair
+    asked = bodies(count, seed=count + 1)
+    router = Router(prefill.url, decode.url)
+    victim = prefill if side == "prefill" else decode
+
+    def kill() -> None:
+        while router.answers.total() < count // 4:
+            time.sleep(0.005)
+        victim.kill()
+        victim.start()
+
+    killer = threading.Thread(target=kill)
+    killer.start()
+    answers = router.run(asked)
+    killer.join()
+    assert answers == choices_of(together, asked)
+    assert [router.answers[place] for place in range(count)] == [1] * count
+    victim.wait()
+
+
+REFUSED: list[tuple[str, dict[str, Any], dict[str, Any], str]] = [
+    ("prefill", {"do_remote_prefill": True}, {}, "needs a server with --role decode or mixed, got"),
+    ("decode", {"do_remote_decode": True}, {}, "needs a server with --role prefill or mixed, got"),
+    ("prefill", {"do_remote_decode": True}, {"prompt": ["a", "b"]}, "must come with one prompt"),
+    ("prefill", {"do_remote_decode": True}, {"stream": True}, "must be absent where stream"),
+    ("decode", {"remote_port": 0}, {}, "remote_port"),
+    ("decode", {"remote_planet": 1}, {}, "remote_planet"),
+]
+
+
+@pytest.mark.parametrize("role,asked,more,message", REFUSED, ids=str)
+def test_what_a_role_does_not_do_is_refused(
+    pair: list[ServerProcess], role: str, asked: dict[str, Any], more: dict[str, Any], message: str
+) -> None:
+    url = pair[role == "decode"].url
+    body = {"prompt": "a", "max_tokens": 1, "kv_transfer_params": asked, **more}
+    answer = httpx.post(f"{url}/v1/completions", json=body)
+    assert answer.status_code == 400 and message in answer.json()["error"]["message"]
+
+
+def test_pages_that_cannot_be_had_are_computed(pair: list[ServerProcess], together: Served) -> None:
+    """A lease that is over, a peer that is not there, a host that nobody trusts, and no name."""
+    prefill, decode = pair
+    (body,) = bodies(1, seed=9)
+    first = {**body, "max_tokens": 1, "kv_transfer_params": {"do_remote_decode": True}}
+    told = httpx.post(f"{prefill.url}/v1/completions", json=first).json()["kv_transfer_params"]
+    (expected,) = choices_of(together, [body])
+    for change in (
+        {"remote_request_id": "0" * 32},
+        {"remote_port": 1},
+        {"remote_host": "192.0.2.1"},
+        {"remote_host": None},
+        {},
+        {},  # it was released by the one before
+    ):
+        asked = {**body, "kv_transfer_params": {**told, **change}}
+        answer = httpx.post(f"{decode.url}/v1/completions", json=asked, timeout=30)
+        assert answer.json()["choices"] == expected, change
+
+
+def test_a_server_without_a_role_refuses(together: Served) -> None:
+    body = {"prompt": "a", "kv_transfer_params": {"do_remote_decode": True}}
+    answer = httpx.post(f"{together.url}/v1/completions", json=body)
+    assert answer.status_code == 400
+    assert "--role prefill or mixed, got none" in answer.json()["error"]["message"]

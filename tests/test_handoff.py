@@ -1,0 +1,184 @@
+# SPDX-License-Identifier: Apache-2.0
+
+"""A prompt's pages in another engine: tokens and logprobs are those of one engine, bit for bit."""
+
+import json
+import random
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("msgspec")
+
+from checkpoints import write_config
+from engine_campaign import FAMILIES
+from msgspec import structs
+from specops.disaggregated.handoff import HandoffError, Pages, PagesEngine
+from specops.engine import EngineConfig, SamplingParams
+
+NAIVE = {"method": "naive"}
+METHODS: dict[str, dict[str, Any]] = {
+    "naive": NAIVE,
+    "ngram": {"method": "ngram", "num_speculative_tokens": 4},
+    "suffix": {"method": "suffix", "num_speculative_tokens": 4},
+    "mtp": {"method": "mtp", "num_speculative_tokens": 3},
+}
+CACHES = {"auto": {}, "int8": {"kv_cache_dtype": "int8"}, "fp8": {"kv_cache_dtype": "fp8_e4m3"}}
+GREEDY = SamplingParams(max_tokens=16, temperature=0.0, logprobs=2, seed=1)
+SEEDED = replace(GREEDY, temperature=0.9, top_p=0.9, seed=7)
+LENGTHS = (5, 16, 17, 33, 48, 70)
+PROMPTS = [random.Random(n).choices(range(3, 150), k=n) for n in LENGTHS]
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    common = {"num_hidden_layers": 2, "num_nextn_predict_layers": 1}
+    return {
+        "heads": write_config(
+            tmp_path_factory.mktemp("heads"), max_position_embeddings=192, **common
+        ),
+        "latents": write_config(
+            tmp_path_factory.mktemp("latents"), **FAMILIES["deepseek_v3"], **common
+        ),
+    }
+
+
+def make(method: dict[str, Any], **more: Any) -> PagesEngine:
+    settings: dict[str, Any] = {
+        "device": "cpu",
+        "load_format": "dummy",
+        "speculative_config": json.dumps(method),
+        "page_size": 16,
+        "num_pages": 64,
+        "num_threads": 1,
+        "seed": 3,
+    }
+    return PagesEngine(EngineConfig.from_plain(settings | more))
+
+
+def run(engine: PagesEngine, params: SamplingParams = GREEDY) -> list[Any]:
+    """Tokens, logprobs and texts of all prompts together."""
+    done = engine.generate(PROMPTS, params)
+    return [(one.token_ids, one.logprobs, one.text) for one in done]
+
+
+def hand_over(prefill: PagesEngine, decode: PagesEngine, params: SamplingParams) -> list[int]:
+    """Computes all prompts on one engine and gives their pages to another; pages of each."""
+    prefill.generate(PROMPTS, replace(params, max_tokens=1))
+    moved = []
+    for prompt in PROMPTS:
+        pages = prefill.take_pages(prompt, params)
+        moved.append(decode.give_pages(pages, decode.expected(prompt, params)))
+    return moved
+
+
+CASES = [
+    ("heads", "auto", "naive"),
+    ("heads", "auto", "ngram"),
+    ("heads", "auto", "suffix"),
+    ("heads", "auto", "mtp"),
+    ("heads", "int8", "mtp"),
+    ("heads", "fp8", "mtp"),
+    ("latents", "auto", "mtp"),
+]
+
+
+@pytest.mark.parametrize("kind,cache,method", CASES, ids=lambda one: one)
+def test_a_prompt_that_was_handed_over_goes_on_with_the_same_bits(
+    models: dict[str, Path], kind: str, cache: str, method: str
+) -> None:
+    """Greedy and seeded; of each prompt the most pages came that a prefix cache would have."""
+    settings = {**CACHES[cache], "model": str(models[kind])}
+    alone = make(NAIVE, **settings)
+    prefill, decode = (make(METHODS[method], **settings) for _ in range(2))
+    lookahead = 1 if method == "mtp" else 0
+    for params in (GREEDY, SEEDED):
+        moved = hand_over(prefill, decode, params)
+        assert moved == [(length - max(1, lookahead)) // 16 for length in LENGTHS]
+        hits = decode.stats.prefix_cache_hits
+        assert run(decode, params) == run(alone, params)
+        assert decode.stats.prefix_cache_hits - hits >= 16 * sum(moved)
+        assert decode.num_free_pages == decode.num_pages
+        assert prefill.num_free_pages == prefill.num_pages
+
+
+def test_pages_without_draft_kv_serve_requests_without_drafts(models: dict[str, Path]) -> None:
+    """Pages that a drafter has added to are read by others; its own pages have to be its own."""
+    settings = {"model": str(models["heads"])}
+    prompt = PROMPTS[-1]
+    prefill, decode = make(METHODS["mtp"], **settings), make(NAIVE, **settings)
+    prefill.generate([prompt], replace(GREEDY, max_tokens=1))
+    pages = prefill.take_pages(prompt, GREEDY)
+    with pytest.raises(HandoffError, match="owner must be '', got 'mtp'"):
+        decode.give_pages(pages, decode.expected(prompt, GREEDY))
+    plain = prefill.take_pages(prompt, GREEDY, NAIVE)
+    assert decode.give_pages(plain, decode.expected(prompt, GREEDY)) == 4
+
+
+@pytest.fixture(scope="module")
+def pair(models: dict[str, Path]) -> tuple[PagesEngine, PagesEngine, Pages]:
+    settings = {"model": str(models["heads"])}
+    prefill, decode = make(NAIVE, **settings), make(NAIVE, **settings)
+    prefill.generate([PROMPTS[-1]], replace(GREEDY, max_tokens=1))
+    return prefill, decode, prefill.take_pages(PROMPTS[-1], GREEDY)
+
+
+WRONG: dict[str, tuple[dict[str, Any], str]] = {
+    "version": ({"version": 2}, "version must be 1, got 2"),
+    "contract": ({"contract": "0" * 16}, "contract must be '.*', got '0000000000000000'"),
+    "page_size": ({"page_size": 32}, "page_size must be 16, got 32"),
+    "model": ({"model": []}, r"model must be \[Layout.*, got \[\]"),
+    "prompt": ({"token_ids": [1]}, "token_ids must be the request's prompt"),
+    "draft": ({"lookahead": 3}, "lookahead must be 0, got 3"),
+    "count": ({"num_pages": 5}, r"num_pages must be in \[0, 4\], got 5"),
+    "bytes": ({"num_pages": 3}, "data must have .* bytes, got"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_pages_of_something_else_are_refused_by_name(
+    pair: tuple[PagesEngine, PagesEngine, Pages], name: str
+) -> None:
+    _, decode, pages = pair
+    changes, message = WRONG[name]
+    wrong = Pages(structs.replace(pages.header, **changes), pages.data)
+    with pytest.raises(HandoffError, match=message):
+        decode.give_pages(wrong, decode.expected(PROMPTS[-1], GREEDY))
+    assert decode.num_free_pages == decode.num_pages
+
+
+def test_wrong_bytes_would_be_noticed(pair: tuple[PagesEngine, PagesEngine, Pages]) -> None:
+    """The pages are really read: others than the prompt's give another text."""
+    prefill, decode, pages = pair
+    zeros = Pages(pages.header, bytearray(len(pages.data)))
+    decode.give_pages(zeros, decode.expected(PROMPTS[-1], GREEDY))
+    (right,), (wrong,) = (one.generate([PROMPTS[-1]], GREEDY) for one in (prefill, decode))
+    assert right.logprobs != wrong.logprobs
+
+
+def test_without_room_nothing_is_put_in(models: dict[str, Path]) -> None:
+    settings = {"model": str(models["heads"])}
+    prefill = make(NAIVE, **settings)
+    prefill.generate([PROMPTS[-1]], replace(GREEDY, max_tokens=1))
+    decode = make(NAIVE, **settings, num_pages=3, max_model_len=48)
+    pages = prefill.take_pages(PROMPTS[-1][:40], GREEDY)
+    short = decode.expected(PROMPTS[-1][:40], replace(GREEDY, max_tokens=8))
+    assert pages.header.num_pages == 2
+    held = decode._pool.allocate(2)
+    assert held is not None and decode.give_pages(pages, short) == 0
+    decode._pool.release(held)
+    assert decode.give_pages(pages, short) == 2 and decode.num_free_pages == 3
+
+
+@pytest.mark.parametrize(
+    "more,message",
+    [
+        ({"enable_prefix_caching": False}, "enable_prefix_caching must be on for a role"),
+        ({"tensor_parallel_size": 2}, "tensor_parallel_size must be 1 for a role"),
+    ],
+)
+def test_what_a_role_needs(models: dict[str, Path], more: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        make(NAIVE, model=str(models["heads"]), **more)
