@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from specops.cli.config_file import arguments_of
+from specops.cli.fastdeploy import require_known
 from specops.cli.options import add_engine_options, engine_settings, plain_settings
 from specops.engine.config import EngineConfig
 from specops.tokenizer import Tokenizer
@@ -330,8 +331,11 @@ def _read(parser: argparse.ArgumentParser, given: Sequence[str]) -> argparse.Nam
     """The command line, behind the file that it may name.
 
     Raises:
-        ValueError: the file cannot be read, or holds something else than options.
+        ValueError: the file cannot be read, or holds something else than options; or a flag is
+            FastDeploy's alone.
     """
+    for argument in given:
+        require_known(argument)
     args = parser.parse_args(given)
     if args.config is None:
         return args
