@@ -35,11 +35,11 @@ BODIES: list[dict[str, Any]] = [
 ]
 
 
-def split_checkpoint(folder: Path, family: str) -> tuple[Path, Path]:
+def split_checkpoint(folder: Path, family: str, **changes: int) -> tuple[Path, Path]:
     """A target of random weights, and its module in a directory of its own."""
     naming, base = next(one for one in MTP_BASES if one[1][0] == family)
-    changes = {"num_hidden_layers": 2, "vocab_size": 257, **base[1]}
-    tiny = make_mtp_checkpoint(folder / "target", naming, base=(base[0], changes))
+    made = {"num_hidden_layers": 2, "vocab_size": 257, **base[1], **changes}
+    tiny = make_mtp_checkpoint(folder / "target", naming, base=(base[0], made))
     head = "lm_head.weight" if "lm_head.weight" in tiny.tensors else "model.embed_tokens.weight"
     tiny.tensors[head][40] *= 30  # one of two tokens is likely, so that some drafts are right
     tiny.tensors[head][41] = -tiny.tensors[head][40]

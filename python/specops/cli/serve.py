@@ -93,6 +93,11 @@ def _add_server_options(parser: argparse.ArgumentParser) -> None:
         choices=("hermes", "llama3_json", "mistral"),
         help="how the model writes calls of tools (default: as its chat template teaches it)",
     )
+    add(
+        "--chat-template",
+        metavar="FILE",
+        help="Jinja template that makes a prompt of a chat's messages (default: the model's)",
+    )
     add("--api-key-file", metavar="FILE", help="further keys, one a line")
     add(
         "--allowed-hosts",
@@ -245,6 +250,7 @@ def _app(
         body_timeout=args.body_timeout,
         metrics_apart=metrics_listener is not None,
         tool_call_parser=args.tool_call_parser,
+        chat_template=args.chat_template,
         access=access,
     )
     _say_where(client, args.host, listener.getsockname()[1])
