@@ -48,7 +48,7 @@ from specops.engine import (
 )
 from specops.engine.config import BUNDLED_MODEL
 from specops.engine.models import Transformer
-from specops.server import Access
+from specops.server import Access, make_app
 from specops.server.answers import TextAnswer
 from specops.server.chat import ChatFormat
 from specops.server.dispatch import Dispatch
