@@ -29,7 +29,8 @@ from test_experts_server import BODIES, answers, split_checkpoint
 from test_parallel import WIDE
 from test_server_process import serving_apart
 
-PAGE = (Path(__file__).resolve().parent.parent / "docs" / "fastdeploy.md").read_text()
+ROOT = Path(__file__).resolve().parent.parent
+PAGE = (ROOT / "docs" / "fastdeploy.md").read_text()
 COMMANDS = re.findall(r"^```bash\n(specops serve .*?)^```", PAGE, re.MULTILINE | re.DOTALL)
 (YAML,) = re.findall(r"^```yaml\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
 SMALL = ("--num-threads", "1", "--num-pages", "64", "--max-model-len", "256")
@@ -44,9 +45,14 @@ def paths(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     folder = tmp_path_factory.mktemp("models")
     (folder / "dense").mkdir()
     model, module = split_checkpoint(folder, "Glm4Moe", **WIDE)
-    (folder / "file.yaml").write_text(YAML.replace("$MTP", str(module)))
-    dense, file = make_mtp_model(folder / "dense"), folder / "file.yaml"
-    return {"MODEL": str(model), "MTP": str(module), "DENSE": str(dense), "YAML": str(file)}
+    dense = make_mtp_model(folder / "dense")
+    return {"MODEL": str(model), "MTP": str(module), "DENSE": str(dense)}
+
+
+@pytest.fixture(autouse=True)
+def in_a_clone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the paths of the page lead somewhere."""
+    monkeypatch.chdir(ROOT)
 
 
 def options_of(command: str, paths: dict[str, str]) -> list[str]:
@@ -95,6 +101,7 @@ def num_drafts(url: str) -> float:
 
 def test_each_command_has_a_name() -> None:
     assert len(COMMANDS) == len(NAMES)
+    assert (ROOT / "docs" / "examples" / "fastdeploy.yaml").read_text() == YAML
 
 
 @pytest.mark.parametrize("command", COMMANDS, ids=NAMES)
