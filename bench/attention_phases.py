@@ -22,8 +22,8 @@ MOST_BLOCKS = 1024  # of any GPU's grid
 CALLS = 9
 WHAT = {
     "plan": "working out who does what",
-    "unit": "finding units of work",
-    "load": "from a unit's begin to its first tile",
+    "item": "finding work items",
+    "load": "from the begin of a work item to its first tile",
     "stream": "over tiles of keys and values",
     "merge": "merging states",
     IDLE: "not begun or ended",

@@ -22,6 +22,8 @@ CHAIN_STEP = 1 << 16  # bytes between two links: another page of memory each
 READ_BLOCK_BYTES = 256 * 8 * 16  # of read_cached_kernel: threads, loads, bytes of a load
 MMA_WARPS, MMA_CHAINS, MMA_FLOPS = 8, 8, 2 * 16 * 8 * 16  # of mma_peak_kernel
 WGMMA_TILES = 1_000_000  # of 16 x 8
+WGMMA_OUTPUTS = (8, 64)
+RANDOM, EXACT, UNLIKE = range(3)  # Numbers of gpu_facts.cu
 # By their numbers in gpu_facts.cu (Arrival).
 ARRIVALS = {
     "fence_atomic": "a fence (MEMBAR.SC) and an atomic behind it",
@@ -45,7 +47,11 @@ _START = {
 
 
 class Probes:
-    """The kernels of gpu_facts.cu; in a rehearsal none of them runs."""
+    """The kernels of gpu_facts.cu; in a rehearsal none of them runs.
+
+    A probe whose kernel did not do what is timed is as good as none, and its figure may look well.
+    So each leaves something that only the work itself leaves, and `proven` compares it.
+    """
 
     def __init__(self, bench: CudaBench) -> None:
         self._bench = bench
@@ -53,6 +59,13 @@ class Probes:
         for name, types in _START.items():
             if self._library is not None:
                 getattr(self._library, name).argtypes = [*types, ctypes.c_void_p]
+
+    def proven(self, id: str, what: str, got: int, expected: int) -> bool:
+        """Whether a probe left what it should; else a note says that it is wrong."""
+        if self._library is not None and got != expected:
+            self._bench.note(id, f"the probe is wrong: {what}: {got}, expected {expected}")
+            return False
+        return True
 
     def start(self, name: str, *arguments: Any, stream: int | None = None) -> None:
         """Starts a kernel on a stream, the current one by default."""
@@ -110,72 +123,88 @@ def _gaps(bench: CudaBench, probes: Probes) -> None:
 
 def _latencies(bench: CudaBench, probes: Probes) -> None:
     rounds = bench.pick(ROUNDS, 2)
-    counter, cycles = bench.ints([0]), bench.ints([0], torch.int64)
+    counter, passed = bench.ints([0]), bench.ints([0, 0], torch.int64)
     links = torch.arange(1, rounds + 1) * (CHAIN_STEP // 8)
     chain = torch.zeros((rounds + 1) * CHAIN_STEP // 8, dtype=torch.int64)
     chain[links - CHAIN_STEP // 8] = links
     chain = chain.to(bench.device)
     for number, (name, what) in enumerate(ARRIVALS.items()):
-        probes.start("start_arrival", counter, cycles, rounds, number)
+        counter.zero_()
+        probes.start("start_arrival", counter, passed, rounds, number)
         bench.synchronize()
-        value = int(cycles.item()) / rounds
-        text = f"latency of {what}, seen by the same thread"
-        bench.add(Figure(f"facts.{name}", text, value, "cycles"))
+        if probes.proven(f"facts.{name}", "arrivals that were counted", counter.item(), rounds):
+            text = f"latency of {what}, seen by the same thread"
+            bench.add(Figure(f"facts.{name}", text, int(passed[0]) / rounds, "cycles"))
     bench.read_gb_s()  # nothing of the chain is left in the caches
-    probes.start("start_chase", chain, cycles, rounds)
+    probes.start("start_chase", chain, passed, rounds)
     bench.synchronize()
-    value = int(cycles.item()) / rounds
-    bench.add(Figure("facts.chase", "latency of a load from memory", value, "cycles"))
+    cycles, last = passed.tolist()
+    if probes.proven("facts.chase", "the chain's last link", last, int(links[-1])):
+        what = "latency of a load from memory"
+        bench.add(Figure("facts.chase", what, cycles / rounds, "cycles"))
 
 
 def _cached(bench: CudaBench, probes: Probes) -> None:
     """The bandwidth of L2: data that fits it, read by every SM in turns."""
     blocks, rounds = 4 * num_sms(bench), bench.pick(100, 1)
     num_bytes = blocks * READ_BLOCK_BYTES
-    data = torch.zeros(num_bytes, dtype=torch.uint8, device=bench.device)
-    sink = bench.ints([0])
+    data = torch.ones(num_bytes // 4, dtype=torch.int32, device=bench.device)
+    sums = torch.zeros(blocks * 256, dtype=torch.int32, device=bench.device)
 
     def call() -> None:
-        probes.start("start_read_cached", data, num_bytes, rounds, blocks, sink)
+        probes.start("start_read_cached", data, num_bytes, rounds, blocks, sums)
 
     took = seconds(bench.time({"l2": [call]}), "l2")
-    what = f"read bandwidth of {num_bytes * 1e-6:.1f} MB that are in L2"
-    bench.add(Figure("facts.l2_read", what, rounds * num_bytes * 1e-9 / took, "GB/s"))
+    words = rounds * data.numel()
+    if probes.proven("facts.l2_read", "words that were read", int(sums.sum()), words):
+        what = f"read bandwidth of {num_bytes * 1e-6:.1f} MB that are in L2"
+        bench.add(Figure("facts.l2_read", what, 4 * words * 1e-9 / took, "GB/s"))
 
 
 def _mma(bench: CudaBench, probes: Probes) -> None:
     """The peak of mma.sync: what its kernels could do if nothing else took time."""
     blocks, rounds = 4 * num_sms(bench), bench.pick(100, 1)
-    sink = bench.ints([0])
+    once, sums = torch.zeros(2, blocks * MMA_WARPS * 32, device=bench.device)
+    probes.start("start_mma_peak", 1, blocks, once)
 
     def call() -> None:
-        probes.start("start_mma_peak", rounds, blocks, sink)
+        probes.start("start_mma_peak", rounds, blocks, sums)
 
     took = seconds(bench.time({"mma": [call]}), "mma")
-    flops = blocks * MMA_WARPS * MMA_CHAINS * MMA_FLOPS * rounds
-    bench.add(Figure("facts.mma", "mma.sync in bf16, no memory", flops * 1e-12 / took, "TFLOP/s"))
+    what = "threads whose sums are not those of all products"
+    wrong = int(((sums != rounds * once) | (once.abs().max() == 0)).sum())
+    if probes.proven("facts.mma", what, wrong, 0):
+        what, flops = "mma.sync in bf16, no memory", blocks * MMA_WARPS * MMA_CHAINS * MMA_FLOPS
+        bench.add(Figure("facts.mma", what, rounds * flops * 1e-12 / took, "TFLOP/s"))
 
 
 def _wgmma(bench: CudaBench, probes: Probes) -> None:
     """Whether wgmma has the bits of mma.sync: if it has, kernels may use either."""
+    if not bench.rehearsal and torch.cuda.get_device_capability() != (9, 0):
+        for outputs in WGMMA_OUTPUTS:
+            bench.note(f"facts.wgmma_n{outputs}", "only compute capability 9.0 has wgmma")
+        return
     blocks = 2 * num_sms(bench)
-    for outputs in (8, 64):
+    for outputs in WGMMA_OUTPUTS:
         of_turn = blocks * 4 * (outputs // 8)
-        tiles = bench.pick(-(-WGMMA_TILES // of_turn), 1)
-        counts = bench.ints([0, 0], torch.int64)
-        id, differing = f"facts.wgmma_n{outputs}", {}
-        for exact in (1, 0):
-            counts.zero_()
-            probes.start("start_wgmma", counts, outputs, tiles, exact, blocks)
+        turns = bench.pick(-(-WGMMA_TILES // of_turn), 1)
+        id, tiles, counts = f"facts.wgmma_n{outputs}", turns * of_turn, {}
+        for numbers in (EXACT, UNLIKE, RANDOM):
+            found = bench.ints([0, 0, 0], torch.int64)
+            probes.start("start_wgmma", found, outputs, turns, numbers, blocks)
             bench.synchronize()
-            computed, differing[exact] = counts.tolist()
-        if computed == 0:
-            bench.note(id, "wgmma needs compute capability 9.0")
-        elif differing[1]:
-            bench.note(id, f"the probe is wrong: exact sums differ in {differing[1]} tiles")
-        else:
-            what = f"tiles of {computed:,} in which wgmma.m64n{outputs}k16 and mma.sync differ"
-            bench.add(Figure(id, what, differing[0], "tiles"))
+            counts[numbers] = found.tolist()
+        if all(
+            probes.proven(id, what, got, expected)
+            for what, got, expected in (
+                ("tiles that were computed", counts[RANDOM][0], tiles),
+                ("tiles that a product changed", counts[RANDOM][2], tiles),
+                ("tiles of exact sums that differ", counts[EXACT][1], 0),
+                ("tiles made unlike that differ", counts[UNLIKE][1], tiles),
+            )
+        ):
+            what = f"tiles of {tiles:,} in which wgmma.m64n{outputs}k16 and mma.sync differ"
+            bench.add(Figure(id, what, counts[RANDOM][1], "tiles"))
 
 
 def _mm(bench: CudaBench) -> Callable[[], object]:
@@ -197,6 +226,7 @@ def _clocks(bench: CudaBench, probes: Probes, loads: Mapping[str, Callable[[], o
     passed = bench.ints([0, 1], torch.int64)
     side = None if bench.rehearsal else torch.cuda.Stream()
     for name, load in loads.items():
+        passed.copy_(bench.ints([0, 1], torch.int64))
         bench.synchronize()
         handle = 0 if side is None else side.cuda_stream
         probes.start("start_clock", passed, CLOCK_NS, stream=handle)
@@ -205,5 +235,6 @@ def _clocks(bench: CudaBench, probes: Probes, loads: Mapping[str, Callable[[], o
             torch.cuda.current_stream().synchronize()
         bench.synchronize()
         cycles, nanoseconds = passed.tolist()
-        what = f"clock of an SM, {name}"
-        bench.add(Figure(f"facts.clock.{name}", what, cycles / nanoseconds * 1e3, "MHz"))
+        id, what = f"facts.clock.{name}", f"clock of an SM, {name}"
+        if probes.proven(id, "whole windows that have passed", nanoseconds // CLOCK_NS, 1):
+            bench.add(Figure(id, what, cycles / nanoseconds * 1e3, "MHz"))

@@ -2,7 +2,8 @@
 // What a GPU takes for things that no kernel of ours can avoid: the gap between two kernels, an
 // atomic behind a fence, a read of memory that nobody holds; what its caches and tensor cores give;
 // and whether its two ways to multiply round alike. Compiled at first use into bench/work/
-// and called through ctypes; no part of the product.
+// and called through ctypes; no part of the product. Each probe writes what proves that it did what
+// is timed; bench_gpu_facts.py keeps no figure without that.
 #include <cuda_runtime.h>
 
 #include <cstdint>
@@ -43,12 +44,14 @@ __global__ void arrival_kernel(int* counter, int64_t* cycles, int rounds) {
   *cycles = clock64() - begin + (seen == -1 ? 1 : 0);
 }
 
-// Cycles of one load that depends on the one before; the chain lies in memory far apart.
-__global__ void chase_kernel(const int64_t* chain, int64_t* cycles, int rounds) {
+// passed: cycles of loads each of which depends on the one before, and where the last one leads.
+// The chain lies in memory far apart.
+__global__ void chase_kernel(const int64_t* chain, int64_t* passed, int rounds) {
   int64_t at = 0;
   int64_t begin = clock64();
   for (int i = 0; i < rounds; ++i) at = chain[at];
-  *cycles = clock64() - begin + (at == -1 ? 1 : 0);
+  passed[0] = clock64() - begin + (at == -1 ? 1 : 0);
+  passed[1] = at;
 }
 
 // Cycles and nanoseconds that pass on one SM meanwhile: its clock under whatever else runs.
@@ -64,9 +67,10 @@ __global__ void clock_kernel(int64_t* passed, int64_t nanoseconds) {
 }
 
 // Reads `vectors` of 16 bytes again and again; each time a block has another block's part of them, and
-// no SM finds it in a cache of its own. They are a multiple of 8 for each thread.
+// no SM finds it in a cache of its own. They are a multiple of 8 for each thread. sums: of all words
+// that a thread has read.
 __global__ void __launch_bounds__(256)
-    read_cached_kernel(const uint4* data, int64_t vectors, int rounds, int* sink) {
+    read_cached_kernel(const uint4* data, int64_t vectors, int rounds, uint32_t* sums) {
   constexpr int kAhead = 8;  // loads under way of a thread
   uint32_t sum = 0;
   int64_t stride = int64_t{gridDim.x} * blockDim.x;
@@ -77,10 +81,10 @@ __global__ void __launch_bounds__(256)
 #pragma unroll
       for (int i = 0; i < kAhead; ++i) got[i] = __ldcg(data + at + i * stride);
 #pragma unroll
-      for (int i = 0; i < kAhead; ++i) sum += got[i].x ^ got[i].y ^ got[i].z ^ got[i].w;
+      for (int i = 0; i < kAhead; ++i) sum += got[i].x + got[i].y + got[i].z + got[i].w;
     }
   }
-  if (sum == 0x9e3779b9u) *sink = 1;
+  sums[int64_t{blockIdx.x} * blockDim.x + threadIdx.x] = sum;
 }
 
 __device__ __forceinline__ void mma_bf16(float (&d)[4], const uint32_t (&a)[4], uint2 b) {
@@ -109,12 +113,13 @@ __device__ __forceinline__ uint32_t random_bf16(uint64_t tile, uint32_t number, 
 }
 
 // As many mma.sync of bf16 as a warp can issue: eight chains side by side, 4,096 flops each step.
-__global__ void __launch_bounds__(256) mma_peak_kernel(int* sink, int rounds) {
+// On small integers, so that the sums of all chains, which each thread writes, are exact.
+__global__ void __launch_bounds__(256) mma_peak_kernel(float* sums, int rounds) {
   constexpr int kChains = 8;
   float d[kChains][4] = {};
   auto pair = [](uint32_t number) {
-    return random_bf16(threadIdx.x, number, false) | random_bf16(threadIdx.x, number + 1, false)
-                                                         << 16;
+    return random_bf16(threadIdx.x, number, true) | random_bf16(threadIdx.x, number + 1, true)
+                                                        << 16;
   };
   uint32_t a[4] = {pair(0), pair(2), pair(4), pair(6)};
   uint2 b = {pair(8), pair(10)};
@@ -125,21 +130,27 @@ __global__ void __launch_bounds__(256) mma_peak_kernel(int* sink, int rounds) {
   float sum = 0.0f;
 #pragma unroll
   for (int chain = 0; chain < kChains; ++chain) sum += d[chain][0] + d[chain][3];
-  if (sum == 3.25f) *sink = 1;
+  sums[blockIdx.x * blockDim.x + threadIdx.x] = sum;
 }
 
+// What the two are given to multiply. Of small integers every sum is exact: a difference is then a
+// mistake of the probe. kUnlike adds 1 to what wgmma begins with: a comparison that finds all tiles
+// equal then compares nothing.
+enum Numbers { kRandom, kExact, kUnlike };
+
 // wgmma.m64nNk16 beside mma.sync.m16n8k16 on the same numbers, N being 8 or 64: counts the tiles of
-// 16 x 8 that were computed, and those in which a bit differs. One warpgroup a block. A stays in
-// registers, where both have it alike; B lies in shared memory by cores of 8 x 16 bytes, unswizzled.
-// exact: on small integers, of which every sum is exact: a difference is then a mistake of this kernel.
+// 16 x 8 that were computed, those in which a bit differs, and those that a product has changed. One
+// warpgroup a block. A stays in registers, where both have it alike; B lies in shared memory by cores
+// of 8 x 16 bytes, unswizzled.
 template <int kN>
 __global__ void __launch_bounds__(128)
-    wgmma_kernel(unsigned long long* counts, int tiles, bool exact) {
+    wgmma_kernel(unsigned long long* counts, int tiles, Numbers numbers) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
   constexpr int kBlocks = kN / 8;
   __shared__ alignas(128) uint32_t shared_b[kN * 8];  // [2 of 8 inputs][kN][8 inputs]
   int lane = threadIdx.x % 32;
-  unsigned differing = 0;
+  bool exact = numbers != kRandom;
+  unsigned differing = 0, changed = 0;
   for (int i = 0; i < tiles; ++i) {
     uint64_t tile = uint64_t{blockIdx.x} * tiles + i;
     auto pair = [&](uint32_t number) {
@@ -149,12 +160,13 @@ __global__ void __launch_bounds__(128)
     for (int word = threadIdx.x; word < kN * 8; word += blockDim.x) shared_b[word] = pair(2 * word);
     uint32_t a[4];
     for (int j = 0; j < 4; ++j) a[j] = pair(2048 + 2 * (threadIdx.x * 4 + j));
-    float by_warp[kBlocks][4], by_group[kBlocks][4];
+    float before[kBlocks][4], by_warp[kBlocks][4], by_group[kBlocks][4];
     for (int n = 0; n < kBlocks; ++n) {
       for (int j = 0; j < 4; ++j) {
         uint32_t bits = random_bf16(tile, 4096 + threadIdx.x * 32 + n * 4 + j, exact) << 16;
         if (bits != 0 && !exact) bits |= hashed(bits + j) & 0xffffu;
-        by_warp[n][j] = by_group[n][j] = __uint_as_float(bits);
+        before[n][j] = by_warp[n][j] = __uint_as_float(bits);
+        by_group[n][j] = before[n][j] + (numbers == kUnlike ? 1.0f : 0.0f);
       }
     }
     __syncthreads();
@@ -197,16 +209,19 @@ __global__ void __launch_bounds__(128)
     asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
     asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
     for (int n = 0; n < kBlocks; ++n) {
-      bool differs = false;
+      bool differs = false, changes = false;
       for (int j = 0; j < 4; ++j) {
         differs |= __float_as_uint(by_warp[n][j]) != __float_as_uint(by_group[n][j]);
+        changes |= by_warp[n][j] != before[n][j];
       }
       differing += __any_sync(0xffffffffu, differs) ? 1 : 0;
+      changed += __any_sync(0xffffffffu, changes) ? 1 : 0;
     }
   }
   if (lane == 0) {
     atomicAdd(counts, static_cast<unsigned long long>(tiles) * kBlocks);
     atomicAdd(counts + 1, static_cast<unsigned long long>(differing));
+    atomicAdd(counts + 2, static_cast<unsigned long long>(changed));
   }
 #endif
 }
@@ -244,31 +259,31 @@ extern "C" int start_arrival(void* counter, void* cycles, int rounds, int which,
 }
 
 extern "C" int start_read_cached(
-    const void* data, int64_t num_bytes, int rounds, int blocks, void* sink, void* stream) {
+    const void* data, int64_t num_bytes, int rounds, int blocks, void* sums, void* stream) {
   read_cached_kernel<<<blocks, 256, 0, static_cast<cudaStream_t>(stream)>>>(
-      static_cast<const uint4*>(data), num_bytes / 16, rounds, static_cast<int*>(sink));
+      static_cast<const uint4*>(data), num_bytes / 16, rounds, static_cast<uint32_t*>(sums));
   return static_cast<int>(cudaGetLastError());
 }
 
-extern "C" int start_mma_peak(int rounds, int blocks, void* sink, void* stream) {
-  mma_peak_kernel<<<blocks, 256, 0, static_cast<cudaStream_t>(stream)>>>(static_cast<int*>(sink),
+extern "C" int start_mma_peak(int rounds, int blocks, void* sums, void* stream) {
+  mma_peak_kernel<<<blocks, 256, 0, static_cast<cudaStream_t>(stream)>>>(static_cast<float*>(sums),
                                                                          rounds);
   return static_cast<int>(cudaGetLastError());
 }
 
-// counts: two int64, of tiles and of those that differ; they stay as they are where there is no
-// wgmma. outputs: 8 or 64.
+// counts: three int64, of tiles, of those that differ, of those that a product changed; they stay as
+// they are where there is no wgmma. outputs: 8 or 64. numbers: of Numbers.
 extern "C" int start_wgmma(
-    void* counts, int outputs, int tiles, int exact, int blocks, void* stream) {
+    void* counts, int outputs, int tiles, int numbers, int blocks, void* stream) {
   auto* kernel = outputs == 8 ? wgmma_kernel<8> : wgmma_kernel<64>;
   kernel<<<blocks, 128, 0, static_cast<cudaStream_t>(stream)>>>(
-      static_cast<unsigned long long*>(counts), tiles, exact != 0);
+      static_cast<unsigned long long*>(counts), tiles, static_cast<Numbers>(numbers));
   return static_cast<int>(cudaGetLastError());
 }
 
-extern "C" int start_chase(const void* chain, void* cycles, int rounds, void* stream) {
+extern "C" int start_chase(const void* chain, void* passed, int rounds, void* stream) {
   chase_kernel<<<1, 1, 0, static_cast<cudaStream_t>(stream)>>>(
-      static_cast<const int64_t*>(chain), static_cast<int64_t*>(cycles), rounds);
+      static_cast<const int64_t*>(chain), static_cast<int64_t*>(passed), rounds);
   return static_cast<int>(cudaGetLastError());
 }
 

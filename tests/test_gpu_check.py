@@ -526,7 +526,7 @@ def test_what_holds_a_call_back(
         told = held_back.of_figure(rows, "attention.b8.4k.g4.q5")
         assert f"{hot / 100:.2f} of the time, without the tensor cores 0.70" in told
         del rows["ablations.b8.4k.g4.q8.no_mma"]
-    phases = {"plan": 0.06, "unit": 0.01, "load": 0.2, "stream": 0.5, "merge": 0.04, "idle": 0.19}
+    phases = {"plan": 0.06, "item": 0.01, "load": 0.2, "stream": 0.5, "merge": 0.04, "idle": 0.19}
     stamped = [figure(f"ablations.b8.4k.g4.q8.{name}", ratio=x) for name, x in phases.items()]
     told = held_back.of_figure({**rows, **by_id(*stamped)}, "attention.b8.4k.g4.q5")
     assert told == f"{found}; its blocks' time: stream 0.50, load 0.20, idle 0.19, plan 0.06"

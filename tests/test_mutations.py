@@ -603,15 +603,15 @@ MUTATIONS = [
     Mutation(
         "a chunk is folded without its last leaf",
         "attention/append_attention/cuda/results.cuh",
-        "if (leaf > (unit.high - 1) / kLeafTokens) return false;",
-        "if (leaf >= (unit.high - 1) / kLeafTokens) return false;",
+        "if (leaf > (item.high - 1) / kLeafTokens) return false;",
+        "if (leaf >= (item.high - 1) / kLeafTokens) return false;",
         ATTENTION,
     ),
     Mutation(
-        "leaves that the first part of a chunk has folded are folded again",
+        "leaves that the first split of a chunk has folded are folded again",
         "attention/append_attention/cuda/results.cuh",
-        "(leaf > first && leaf / part_leaves != first / part_leaves)",
-        "(leaf > first && part_leaves > 0)",
+        "(leaf > first && leaf / split_leaves != first / split_leaves)",
+        "(leaf > first && split_leaves > 0)",
         ATTENTION,
     ),
     Mutation(
@@ -637,7 +637,7 @@ MUTATIONS = [
         ATTENTION,
     ),
     Mutation(
-        "parts that meet once fold one leaf of each chunk",
+        "splits that meet once fold one leaf of each chunk",
         "attention/append_attention/cuda/results.cuh",
         "return {is_cut ? kChunkLeaves : 1, is_cut, is_cut};",
         "return {1, is_cut, is_cut};",
@@ -653,7 +653,7 @@ MUTATIONS = [
     Mutation(
         "the sink of a head of the first KV head",
         "attention/append_attention/cuda/results.cuh",
-        "int head = block.unit.head * block.group() + (",
+        "int head = block.item.head * block.group() + (",
         "int head = (",
         SINKS,
     ),
@@ -674,8 +674,8 @@ MUTATIONS = [
     Mutation(
         "bits of the mask are those of the row before",
         "attention/append_attention/cuda/tile.cuh",
-        "min(row, unit.rows - 1);\n  int query",
-        "min(row, unit.rows - 1) - block.group();\n  packed = max(packed, 0);\n  int query",
+        "min(row, item.rows - 1);\n  int query",
+        "min(row, item.rows - 1) - block.group();\n  packed = max(packed, 0);\n  int query",
         MASK,
     ),
     Mutation(

@@ -18,7 +18,7 @@ ASSUMED = {
     "blocks_per_sm": 2,
     "blocks_per_sm low": 3,
     "code_us": 0.5,
-    "unit_us": 1.0,
+    "item_us": 1.0,
     "arrival_us": 0.5,
     "factors_us": 1.0,
     "load_us": 0.25,

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """`python -m tools.predict`: renews docs/predictions.md from the meter's results in build/gates.
 
-    time = launch_us + code_us + unit_us x (1 + other waves x exposed)
+    time = launch_us + code_us + item_us x (1 + other waves x exposed)
          + bytes / min(read, cap x slots used) + folds
 
 Caps are the meter's (docs/meter.md), in bytes that an SM streams in a cycle; a card is its read
@@ -144,7 +144,7 @@ class Model:
         return (
             self.assumed["launch_us"]
             + self.assumed["code_us"]
-            + self.assumed["unit_us"] * (1 + (waves - 1) * self.exposed(cap, rows))
+            + self.assumed["item_us"] * (1 + (waves - 1) * self.exposed(cap, rows))
             + self.streaming(batch * kv_len * TOKEN_BYTES, cap * used)
             + self.fold(leaves, rows)
             + self.fold(chunks if chunks > 1 else 0, rows)

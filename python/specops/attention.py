@@ -646,7 +646,7 @@ def attention_workspace_size(
 
 
 # Where a block of `append_attention` on CUDA spends its time; see `set_phase_stamps`.
-PHASES = ("plan", "unit", "load", "stream", "merge")
+PHASES = ("plan", "item", "load", "stream", "merge")
 
 
 def set_phase_stamps(stamps: Tensor | None) -> None:

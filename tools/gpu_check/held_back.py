@@ -15,7 +15,7 @@ Figures = Mapping[str, Mapping[str, Any]]
 NO_GAIN = 0.97  # of the whole call: unsplit it is faster than split
 BUSY = 0.90  # of the whole call, when nothing comes from memory
 FIXED = 0.25  # of the whole call, when there is nothing to stream
-PHASES = ("plan", "unit", "load", "stream", "merge", "idle")
+PHASES = ("plan", "item", "load", "stream", "merge", "idle")
 PHASES_OF_VERIFY = ("scan", "choose", "walk")
 TOLD = 0.05  # of the call: blocks spend at least so much on a phase that is worth a word
 

@@ -26,7 +26,7 @@ int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 struct Sizes {
   int64_t totals;        // floats
   int64_t leaf;          // floats of one leaf's state
-  int64_t tail_units;    // chunks that may be cut
+  int64_t tail_chunks;   // chunks that may be cut
   int leaf_cost;         // of one with a state
   int64_t chunk_states;  // floats
 };
@@ -63,8 +63,8 @@ Sizes workspace_sizes(const AttentionWorkspaceParams& shape, CudaStream stream) 
   int blocks_per_sm = tile_rows <= 32 ? kMostBlocksPerSm : kBlocksOfHighTiles;
   if (is_wide && tile_rows > 16) blocks_per_sm = WideShape::kBlocksPerSm;
   int blocks = sms * blocks_per_sm, tail = blocks - 1;
-  while (tail > 0 && parts_of_tail(tail, blocks, sizes.leaf_cost, kWholeWave) == 1) --tail;
-  sizes.tail_units = tail < kCounters / 2 ? tail : kCounters / 2;
+  while (tail > 0 && splits_of_tail(tail, blocks, sizes.leaf_cost, kWholeWave) == 1) --tail;
+  sizes.tail_chunks = tail < kCounters / 2 ? tail : kCounters / 2;
   int64_t most = shape.rows * group < tile_rows ? shape.rows * group : tile_rows;
   sizes.leaf = ceil_div(most, 2) * 2 * (value_dim + 2);
   int64_t chunks = ceil_div(shape.tokens, kChunkTokens) + shape.batch;
@@ -205,7 +205,7 @@ void run(const AttentionLaunch& launch_params, const Sizes& sizes, int sms, Cuda
 void attention_workspace_size_cuda(const AttentionWorkspaceParams& params, CudaStream stream) {
   Sizes sizes = workspace_sizes(params, stream);
   *params.floats =
-      kCounters + sizes.totals + sizes.tail_units * kChunkLeaves * sizes.leaf + sizes.chunk_states;
+      kCounters + sizes.totals + sizes.tail_chunks * kChunkLeaves * sizes.leaf + sizes.chunk_states;
   *params.zeros = kCounters;
 }
 
@@ -230,7 +230,7 @@ void append_attention_cuda(const AppendAttentionParams& params, CudaStream strea
   int64_t left = params.workspace == nullptr ? 0 : params.workspace_size;
   if (left >= kCounters) {
     launch_params.counters = reinterpret_cast<int32_t*>(next);
-    launch_params.num_counters = static_cast<int>(kCounters - sizes.tail_units);
+    launch_params.num_counters = static_cast<int>(kCounters - sizes.tail_chunks);
     next += kCounters;
     left -= kCounters;
     if (left >= sizes.totals) {
@@ -238,12 +238,12 @@ void append_attention_cuda(const AppendAttentionParams& params, CudaStream strea
       next += sizes.totals;
       left -= sizes.totals;
     }
-    int64_t tail_units = left / (kChunkLeaves * sizes.leaf);
-    tail_units = tail_units < sizes.tail_units ? tail_units : sizes.tail_units;
-    launch_params.tail_units = static_cast<int>(tail_units);
+    int64_t tail_chunks = left / (kChunkLeaves * sizes.leaf);
+    tail_chunks = tail_chunks < sizes.tail_chunks ? tail_chunks : sizes.tail_chunks;
+    launch_params.tail_chunks = static_cast<int>(tail_chunks);
     launch_params.leaf_states = next;
-    next += tail_units * kChunkLeaves * sizes.leaf;
-    left -= tail_units * kChunkLeaves * sizes.leaf;
+    next += tail_chunks * kChunkLeaves * sizes.leaf;
+    left -= tail_chunks * kChunkLeaves * sizes.leaf;
     left = left < kMaxStateFloats ? left : kMaxStateFloats;
     int64_t table = params.num_prefix_levels * params.batch * kGroupFloats;
     if (table > 0 && left > table + kListFloats && plan_bytes(params.batch) <= kMostPlanBytes) {

@@ -25,8 +25,8 @@ namespace specops {
 
 // out = softmax(sm_scale q K^T) V over the tokens each row sees, and its log-sum-exp; with a sink of
 // the head in the softmax's sum, if there are any.
-// Grid:    Shape::kBlocksPerSm per SM; a block takes every gridDim.x-th unit of work: a chunk of
-//          2,048 tokens, a part of one or a whole sequence, for a tile of rows and one KV head.
+// Grid:    Shape::kBlocksPerSm per SM; a block takes every gridDim.x-th work item: a chunk of
+//          2,048 tokens, a split of one or a whole sequence, for a tile of rows and one KV head.
 // Block:   4 warps. Scores: a warp owns a quarter of the tile's tokens for all rows. P V: a warp
 //          owns a quarter of head_dim for all tokens, so that K and V are read once from shared
 //          memory. For 64 rows of latents 8 warps: scores of 16 rows for half of the tokens, P V of
@@ -36,7 +36,7 @@ namespace specops {
 //          without totals. 195 for 64 rows of latents, the outputs of whose chunk are in the
 //          workspace.
 // Cost:    K and V once per tile of rows, 4 * rows * tokens * head_dim flops with rows rounded up
-//          to whole tiles; bandwidth-bound up to there. States: 520 bytes per row and unit at
+//          to whole tiles; bandwidth-bound up to there. States: 520 bytes per row and work item at
 //          head_dim 128.
 // Assumes: q rows, caches and workspace aligned to 16 bytes; counters zero.
 // Order:   fixed by the positions of the tokens, see the head of this file; fp32.

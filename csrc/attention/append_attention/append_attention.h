@@ -24,7 +24,7 @@ constexpr int64_t kAttentionTile = 64;  // rows of a tile: (query row, query hea
 // Where a block on CUDA spends its time, when asked to keep it.
 enum class AttentionPhase {
   kPlan,    // who does what, from the lengths
-  kUnit,    // which unit of work is next, and the ends of the kernel
+  kItem,    // which work item is next, and the ends of the kernel
   kLoad,    // queries and page table, until the first tile of K is there
   kStream,  // tiles of K and V, and what is written of them
   kMerge,   // states of others, and waiting for memory that tells who is last

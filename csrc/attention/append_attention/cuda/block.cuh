@@ -78,9 +78,9 @@ struct AttentionShape {
   static constexpr int kTable = kSeen + kRows * 8;                  // int [2, kChunkBlocks]
   static constexpr int kPlan = kTable + 2 * kChunkBlocks * 4;       // int [3, kPlanned]
   static constexpr int kScan = kPlan + 3 * kPlanned * 4;            // int [8]
-  static constexpr int kUnit = kScan + 32;
-  static constexpr int kTurns = kUnit + 256;
-  static constexpr int kStamps = kTurns + 48;  // of the stamped kernel, where others have a gap
+  static constexpr int kItem = kScan + 32;
+  static constexpr int kCursor = kItem + 256;
+  static constexpr int kStamps = kCursor + 48;  // of the stamped kernel, where others have a gap
   static constexpr int kRing = (kStamps + 32 + 127) / 128 * 128;  // tiles of K and V
 
   // Whether an SM has the shared memory for three blocks with so many tiles in their rings.
@@ -108,9 +108,9 @@ struct AttentionShape {
 
   // The running total of a sequence that one block owns: thread-private float4, thread innermost.
   // Then, if kIsWide, the outputs of its chunk alike.
-  static constexpr int kChunkQuads = kRowTiles * (kOutTiles + 1);
+  static constexpr int kChunkFloat4s = kRowTiles * (kOutTiles + 1);
   static constexpr int kTotalFloats =
-      kThreads * 4 * (kChunkQuads + (kIsWide ? kRowTiles * kOutTiles : 0));
+      kThreads * 4 * (kChunkFloat4s + (kIsWide ? kRowTiles * kOutTiles : 0));
 };
 
 // Rows of a tile in shared memory are rotated by XOR, so that eight rows read at one vector of 16
@@ -146,7 +146,8 @@ __device__ __forceinline__ unsigned thread_index_in_loop() {
 }
 
 // The place of a lane's row, from which the vectors 2, 4, .. after its own are one XOR away: lanes
-// begin at vector 0 or 1. Of long rows those a whole turn after them are a constant away.
+// begin at vector 0 or 1. Of long rows those a whole turn after them are a constant away. Opaque, so
+// that one register holds them all: the compiler would keep one for each.
 template <int kVectors>
 struct LanePlace {
   static constexpr bool kPowerOfTwo = (kVectors & (kVectors - 1)) == 0;
@@ -165,18 +166,18 @@ struct LanePlace {
 
 // ---- a block ----
 
-// What a block of append_attention on CUDA works with: its unit of work, its turns, its shared
+// What a block of append_attention on CUDA works with: its work item, its cursor, its shared
 // memory. The functions of the other files take it as `block`.
 
 // A tile of rows and the tokens one block reduces for it; what becomes of its state. In shared
 // memory: as registers its fields would not leave room for the state of 64 rows.
-struct Unit {
+struct WorkItem {
   Request request;
   int first_row;  // of the tile, packed: query row * group + query head of the KV head
   int rows;
   int head;                  // KV head
   int low, high;             // tokens that any row of the tile sees
-  int begin, end;            // those of this unit, whole leaves cut to [low, high)
+  int begin, end;            // those of this work item, whole leaves cut to [low, high)
   int load_begin, load_end;  // those that are read
   // Tiles of KV that end after seen_end or begin before seen_begin have tokens some row of the tile
   // does not see.
@@ -186,35 +187,35 @@ struct Unit {
   // A state in the workspace: [state_rows, value_dim] outputs, then [state_rows] of (m, l). The tile
   // begins at state_row.
   int state_row, state_rows;
-  int tile_rows;        // rows before the unit was narrowed
-  float* state;         // nullptr: the unit finishes the sequence and writes to out
+  int tile_rows;        // rows before the work item was narrowed
+  float* state;         // nullptr: the work item finishes the sequence and writes to out
   int64_t leaf_stride;  // not 0: every leaf has a state of its own, so many floats apart
-  // How the sequence of this tile and head is split: chunks before first_cut are one unit each, the
-  // others are cut into parts; first_tail is the number of chunk first_cut among the chunks so cut.
-  int parts;     // of the unit's chunk that are not empty
+  // How the sequence of this tile and head is split: chunks before first_cut are one item each, the
+  // others are split; first_tail is the number of chunk first_cut among the chunks so cut.
+  int splits;    // of the item's chunk that are not empty
   int arrivals;  // chunks of the sequence; 0: nobody waits for the state
-  // Instead the parts of all its chunks, which are few and cut throughout, arrive at the sequence.
+  // Instead the splits of all its chunks, which are few and all split, arrive at the sequence.
   bool meets_once;
   int first_cut, first_tail;
   int64_t batch_idx;
   int shared, first_chunk;  // of the request
   int sequences, sequence;  // of the request; this one
   int counter;
-  int chunk_quad, state_quads;  // where the request's chunk states begin, and their size
+  int chunk_float4, state_float4s;  // where the request's chunk states begin, and their size
 };
 
-// A block's way through the units of a plan, in shared memory too.
-struct Turns {
+// A block's way through the work items of a plan, in shared memory too.
+struct WorkCursor {
   int64_t first_request;
-  int now, end;               // turns; from tail_begin on they are parts of chunks
-  int tail_begin;             // units
-  int part_leaves;            // of a part of a chunk that is cut
-  int counters, quads, base;  // for the next plan
-  int row_end;                // of all requests
+  int now, end;                 // work items; from tail_begin on they are splits of chunks
+  int tail_begin;               // of the chunks that are split
+  int split_leaves;             // of a split of a chunk
+  int counters, float4s, base;  // for the next plan
+  int row_end;                  // of all requests
 };
 
 // kExact = false is for a bench to price exactness: a chunk runs from end to end in one state,
-// without the folds of its leaves. Launch it with tail_units = 0 and no prefixes; the product has
+// without the folds of its leaves. Launch it with tail_chunks = 0 and no prefixes; the product has
 // no instance. kIsStamped keeps time (common/stamps.cuh).
 template <typename T,
           int kDim,
@@ -241,17 +242,17 @@ struct AttentionBlock {
   const AppendAttentionParams& params;
   unsigned char* smem;
   Plan plan;
-  Unit& unit;
-  Turns& turns;
+  WorkItem& item;
+  WorkCursor& cursor;
 
-  static_assert(sizeof(Unit) <= 256 && sizeof(Turns) <= 48);
+  static_assert(sizeof(WorkItem) <= 256 && sizeof(WorkCursor) <= 48);
 
   __device__ __forceinline__ AttentionBlock(const AttentionLaunch& given)
       : launch(given),
         params(given.params),
         smem(shared_memory()),
-        unit(*reinterpret_cast<Unit*>(smem + Shape::kUnit)),
-        turns(*reinterpret_cast<Turns*>(smem + Shape::kTurns)) {
+        item(*reinterpret_cast<WorkItem*>(smem + Shape::kItem)),
+        cursor(*reinterpret_cast<WorkCursor*>(smem + Shape::kCursor)) {
     int* ints = reinterpret_cast<int*>(smem + Shape::kPlan);
     plan = {
         ints, ints + kPlanned, ints + 2 * kPlanned, reinterpret_cast<int*>(smem + Shape::kScan)};
@@ -261,25 +262,25 @@ struct AttentionBlock {
   __device__ __forceinline__ static int leaf_of(int tile) {
     return static_cast<int>(static_cast<unsigned>(tile) * kTile / kLeaf);
   }
-  // The first tile of the unit, and its last.
+  // The first tile of the item, and its last.
   __device__ __forceinline__ int first_tile() const {
-    return static_cast<int>(static_cast<unsigned>(unit.begin) / kTile);
+    return static_cast<int>(static_cast<unsigned>(item.begin) / kTile);
   }
   __device__ __forceinline__ int last_tile() const {
-    return static_cast<int>(static_cast<unsigned>(unit.end - 1) / kTile);
+    return static_cast<int>(static_cast<unsigned>(item.end - 1) / kTile);
   }
 
   // Packed row -> row of q and out, query head of the KV head.
-  __device__ __forceinline__ int64_t item_of(int row) const {
-    int packed = unit.first_row + row;
+  __device__ __forceinline__ int64_t out_row_of(int row) const {
+    int packed = item.first_row + row;
     int query = packed / group(), head = packed % group();
-    return (int64_t{unit.request.qo_begin} + query) * params.num_qo_heads + unit.head * group() +
+    return (int64_t{item.request.qo_begin} + query) * params.num_qo_heads + item.head * group() +
            head;
   }
 
   // Whether some row of the tile does not see some token of this tile of KV.
   __device__ __forceinline__ bool partly_seen(int tile) const {
-    return (tile + 1) * kTile > unit.seen_end || tile * kTile < unit.seen_begin;
+    return (tile + 1) * kTile > item.seen_end || tile * kTile < item.seen_begin;
   }
 
   // ---- shared memory ----
@@ -336,7 +337,7 @@ struct AttentionBlock {
   }
   __device__ __forceinline__ float4* chunk_of_block(int thread) const {
     return reinterpret_cast<float4*>(launch.totals + int64_t{blockIdx.x} * Shape::kTotalFloats) +
-           Shape::kChunkQuads * Shape::kThreads + thread;
+           Shape::kChunkFloat4s * Shape::kThreads + thread;
   }
 };
 
@@ -366,7 +367,7 @@ __device__ __forceinline__ void stamp(const Block& block, AttentionPhase phase) 
 template <typename Block>
 __device__ __forceinline__ void end_stamps(const Block& block) {
   if constexpr (Block::kStamped) {
-    stamp(block, AttentionPhase::kUnit);
+    stamp(block, AttentionPhase::kItem);
     stamps_of(block).end(block.params.stamps);
   }
 }

@@ -27,7 +27,7 @@ struct Group {
   int begin, end;
   int first_row, rows;  // of q: those of all members
   int member;           // one that has rows
-  int state;            // of the first slot, in quads
+  int state;            // of the first slot, in float4s
   int leafwise;         // no chunk has a slot of its own
   int entry;            // level * batch + leader
 
@@ -52,18 +52,18 @@ struct Group {
     if (leafwise != 0 || end - begin == head_leaves()) return end - begin;
     return head_leaves() + whole_chunks() + end % kChunkLeaves;
   }
-  // Units of work per KV head and row tile.
-  __device__ __forceinline__ int pieces() const {
+  // Work items per KV head and row tile.
+  __device__ __forceinline__ int splits() const {
     return leafwise != 0 ? end - begin : (end - 1) / kChunkLeaves - begin / kChunkLeaves + 1;
   }
 };
 
-// The groups that share something, and the units of work they make, in order: group, piece, KV head,
+// The groups that share something, and the work items they make, in order: group, split, KV head,
 // row tile.
 struct GroupList {
   Group groups[kPlanned];
-  int unit_end[kPlanned];  // inclusive sums
-  int units;
+  int item_end[kPlanned];  // inclusive sums
+  int items;
   int unused[3];  // a multiple of 16 bytes
 };
 
@@ -73,16 +73,16 @@ struct AttentionLaunch {
   int group;            // query heads of a KV head
   int tile_rows;        // of a tile of a request's rows: what the kernel is for
   int group_rows;       // the same of a group's rows, in the shared launch
-  int32_t* counters;    // [num_counters + tail_units], zero between launches
+  int32_t* counters;    // [num_counters + tail_chunks], zero between launches
   float* totals;        // [blocks, kTotalFloats]; nullptr: in shared memory
-  float* leaf_states;   // [tail_units * kChunkLeaves, leaf_floats]
+  float* leaf_states;   // [tail_chunks * kChunkLeaves, leaf_floats]
   float* chunk_states;  // 4 * chunk_capacity floats
   int64_t leaf_floats;  // of the largest tile of one leaf
   int num_counters;     // of sequences; those of chunks that are cut come after them
-  int tail_units;       // at most so many chunks of the last wave are cut
+  int tail_chunks;      // at most so many chunks of the last wave are cut
   int leaf_cost;        // of a leaf with a state of its own; of others: kLeafCost
   int least_share;      // of a wave's time, however few its blocks
-  int chunk_capacity;   // in units of four floats
+  int chunk_capacity;   // in float4s
   // With shared prefixes one launch reduces what groups share, and the next one all else.
   Group* groups;  // [num_prefix_levels, batch], by leader; nullptr: nothing is shared
   GroupList* group_list;
@@ -96,7 +96,7 @@ struct AttentionLaunch {
 // What it costs to read a leaf. A state to be written and read again costs a quarter of it for 64
 // rows of head_dim 128, if L2 gives twice the bandwidth of memory.
 constexpr int kLeafCost = 16;
-// What it costs to begin a unit: to find it, and to fill the ring, beside other blocks of the SM.
+// What it costs to begin a work item: to find it, and to fill the ring, beside other blocks of the SM.
 constexpr int kStartCost = 3;
 
 // A wave of few blocks takes less time than one of all, which share the bandwidth of memory, but no
@@ -106,18 +106,18 @@ SPECOPS_HOST_DEVICE int least_share_of_wave(int blocks_per_sm) {
   return blocks_per_sm > 2 ? kWholeWave * 2 / 3 : kWholeWave;
 }
 
-// Into how many parts the chunks of the last wave are cut: `tail` of them for `blocks` blocks. The
-// least time counts: of the waves that the parts take, of their states and of their beginnings.
-SPECOPS_HOST_DEVICE int parts_of_tail(int tail, int blocks, int leaf_cost, int least_share) {
+// Into how many splits the chunks of the last wave are cut: `tail` of them for `blocks` blocks. The
+// least time counts: of the waves that the splits take, of their states and of their beginnings.
+SPECOPS_HOST_DEVICE int splits_of_tail(int tail, int blocks, int leaf_cost, int least_share) {
   int best = 1, least = INT32_MAX;
-  for (int parts = 1; tail > 0 && parts <= kChunkLeaves; parts *= 2) {
-    int waves = tail * parts / blocks, rest = tail * parts % blocks;
+  for (int splits = 1; tail > 0 && splits <= kChunkLeaves; splits *= 2) {
+    int waves = tail * splits / blocks, rest = tail * splits % blocks;
     int share = rest == 0 ? 0 : rest * kWholeWave / blocks;
     if (rest != 0 && share < least_share) share = least_share;
-    int leaves = (kChunkLeaves / parts) * (parts == 1 ? kLeafCost : leaf_cost);
+    int leaves = (kChunkLeaves / splits) * (splits == 1 ? kLeafCost : leaf_cost);
     int cost = (waves * kWholeWave + share) * (leaves + kStartCost);
     if (cost < least) {
-      best = parts;
+      best = splits;
       least = cost;
     }
   }
@@ -183,48 +183,48 @@ __device__ __forceinline__ int shared_leaves(const AttentionLaunch& launch, int6
 }
 
 // A request's share of the plan.
-struct Demand {
+struct RequestWork {
   int tiles;        // of rows
   int shared;       // leaves before its own ones
   int first_chunk;  // of its own KV that any row sees
   int chunks;
-  int slots;        // states of a sequence in the workspace: of chunks, and of each own leaf of a
-                    // chunk that begins with shared ones
-  int sequences;    // (tile, KV head)
-  int state_quads;  // of one tile's state in the workspace, in units of four floats
+  int slots;          // states of a sequence in the workspace: of chunks, and of each own leaf of a
+                      // chunk that begins with shared ones
+  int sequences;      // (tile, KV head)
+  int state_float4s;  // of one tile's state in the workspace
   bool may_split;
 };
 
 template <int kRows>
-__device__ __forceinline__ Demand demand_of(const AttentionLaunch& launch,
-                                            const Request& request,
-                                            int shared) {
+__device__ __forceinline__ RequestWork work_of(const AttentionLaunch& launch,
+                                               const Request& request,
+                                               int shared) {
   const AppendAttentionParams& params = launch.params;
   int64_t packed = int64_t{request.qo_len} * launch.group;
-  Demand demand;
-  demand.tiles = static_cast<int>((packed + kRows - 1) / kRows);
+  RequestWork work;
+  work.tiles = static_cast<int>((packed + kRows - 1) / kRows);
   int first = request.valid ? window_begin(params, request.kv_len - request.qo_len) : 0;
   int last = request.valid ? request.kv_len - 1 : 0;
-  demand.shared = shared;
-  demand.first_chunk = shared > 0 ? shared / kChunkLeaves : first / kChunkTokens;
-  demand.chunks = last / kChunkTokens - demand.first_chunk + 1;
+  work.shared = shared;
+  work.first_chunk = shared > 0 ? shared / kChunkLeaves : first / kChunkTokens;
+  work.chunks = last / kChunkTokens - work.first_chunk + 1;
   int boundary = shared % kChunkLeaves;
-  demand.slots = boundary > 0        ? kChunkLeaves - boundary + demand.chunks - 1
-                 : shared > 0        ? demand.chunks
-                 : demand.chunks > 1 ? demand.chunks
-                                     : 0;
-  demand.sequences = demand.tiles * static_cast<int>(params.num_kv_heads);
+  work.slots = boundary > 0      ? kChunkLeaves - boundary + work.chunks - 1
+               : shared > 0      ? work.chunks
+               : work.chunks > 1 ? work.chunks
+                                 : 0;
+  work.sequences = work.tiles * static_cast<int>(params.num_kv_heads);
   int most_tiles = kRows == 16 ? kSmallTiles : kSplitTiles;
-  demand.may_split = demand.sequences > 0 && (shared > 0 || demand.tiles <= most_tiles);
+  work.may_split = work.sequences > 0 && (shared > 0 || work.tiles <= most_tiles);
   int rows = packed < kRows ? static_cast<int>(packed) : kRows;
-  demand.state_quads = (rows + 1) / 2 * (static_cast<int>(value_dim_of(params.head_dim)) + 2) / 2;
-  return demand;
+  work.state_float4s = (rows + 1) / 2 * (static_cast<int>(value_dim_of(params.head_dim)) + 2) / 2;
+  return work;
 }
 
 // Of all its states, at most one more than there are: the sums over a plan stay small.
-__device__ __forceinline__ int quads_of(const Demand& demand, int capacity) {
-  int64_t quads = int64_t{demand.sequences} * demand.slots * demand.state_quads;
-  return static_cast<int>(min(quads, int64_t{capacity} + 1));
+__device__ __forceinline__ int float4s_of(const RequestWork& work, int capacity) {
+  int64_t float4s = int64_t{work.sequences} * work.slots * work.state_float4s;
+  return static_cast<int>(min(float4s, int64_t{capacity} + 1));
 }
 
 // Sum over the threads before this one; `total` over all. Two barriers.
@@ -250,12 +250,12 @@ __device__ __forceinline__ int scan_exclusive(int value, int* warp_sums, int& to
   return before + sum - value;
 }
 
-// Units of work of kPlanned requests, in order: request, chunk, KV head, tile. A request whose
-// chunks find no room in the workspace (counter[] < 0) has units of whole sequences.
+// Work items of kPlanned requests, in order: request, chunk, KV head, tile. A request whose
+// chunks find no room in the workspace (counter[] < 0) has work items of whole sequences.
 struct Plan {
-  int* unit_end;  // inclusive sums
+  int* item_end;  // inclusive sums
   int* counter;   // of the request's first sequence
-  int* state;     // of its first chunk state, in quads
+  int* state;     // of its first chunk state, in float4s
   int* scan;
 };
 
@@ -265,14 +265,14 @@ __device__ __forceinline__ int make_plan(const AttentionLaunch& launch,
                                          const Plan& plan,
                                          int64_t first_request,
                                          int& used_counters,
-                                         int& used_quads,
+                                         int& used_float4s,
                                          int* row_end) {
   static_assert(kPlanned == kAttentionThreads);
   constexpr int kWarps = kThreads / kWarpSize;
   const AppendAttentionParams& params = launch.params;
   int64_t batch_idx = first_request + threadIdx.x;
   bool plans = kThreads == kPlanned || threadIdx.x < kPlanned;
-  Demand demand{};
+  RequestWork work{};
   if (plans && batch_idx < params.batch) {
     Request request = load_request(params, batch_idx);
     if (!request.valid && blockIdx.x == 0) {
@@ -281,28 +281,28 @@ __device__ __forceinline__ int make_plan(const AttentionLaunch& launch,
     if (request.qo_len > 0) {
       atomicMax(row_end, request.qo_begin + request.qo_len);
       int shared = request.valid ? shared_leaves(launch, batch_idx) : 0;
-      demand = demand_of<kRows>(launch, request, shared);
+      work = work_of<kRows>(launch, request, shared);
     }
   }
-  bool small = demand.may_split;
-  int counters = small ? demand.sequences : 0;
-  int quads = small ? quads_of(demand, launch.chunk_capacity) : 0;
-  int all_counters, all_quads, all_units;
+  bool small = work.may_split;
+  int counters = small ? work.sequences : 0;
+  int float4s = small ? float4s_of(work, launch.chunk_capacity) : 0;
+  int all_counters, all_float4s, all_items;
   int counter = used_counters + scan_exclusive<kWarps>(counters, plan.scan, all_counters);
-  int quad = used_quads + scan_exclusive<kWarps>(quads, plan.scan, all_quads);
-  bool split =
-      small && counter + counters <= launch.num_counters && quad + quads <= launch.chunk_capacity;
-  int units = demand.sequences * (split ? demand.chunks : 1);
+  int float4_index = used_float4s + scan_exclusive<kWarps>(float4s, plan.scan, all_float4s);
+  bool split = small && counter + counters <= launch.num_counters &&
+               float4_index + float4s <= launch.chunk_capacity;
+  int items = work.sequences * (split ? work.chunks : 1);
   used_counters = min(used_counters + all_counters, launch.num_counters + 1);
-  used_quads = min(used_quads + all_quads, launch.chunk_capacity + 1);
-  int before = scan_exclusive<kWarps>(units, plan.scan, all_units);
+  used_float4s = min(used_float4s + all_float4s, launch.chunk_capacity + 1);
+  int before = scan_exclusive<kWarps>(items, plan.scan, all_items);
   if (plans) {
     plan.counter[threadIdx.x] = split ? counter : -1;
-    plan.state[threadIdx.x] = quad;
-    plan.unit_end[threadIdx.x] = before + units;
+    plan.state[threadIdx.x] = float4_index;
+    plan.item_end[threadIdx.x] = before + items;
   }
   __syncthreads();
-  return all_units;
+  return all_items;
 }
 
 // ---- groups that share a prefix ----
@@ -326,17 +326,17 @@ constexpr int kScanInts = 8;  // before them, for scan_exclusive
 
 // What one thread's group needs, as chunks or as leaves.
 struct GroupNeed {
-  int units;
-  int quads;  // of states, at most one more than there are
+  int items;
+  int float4s;  // of states, at most one more than there are
 
   __device__ __forceinline__ GroupNeed(const AttentionLaunch& launch, const Group& group) {
     int tile_rows = launch.group_rows;
     int64_t packed = int64_t{group.rows} * launch.group;
     int64_t tiles = (packed + tile_rows - 1) / tile_rows * launch.params.num_kv_heads;
     int rows = packed < tile_rows ? static_cast<int>(packed + 1) / 2 * 2 : tile_rows;
-    units = group.pieces() * static_cast<int>(tiles);
+    items = group.splits() * static_cast<int>(tiles);
     int64_t floats = rows * (value_dim_of(launch.params.head_dim) + 2);
-    quads = static_cast<int>(
+    float4s = static_cast<int>(
         min(tiles * group.slots() * (floats / 4), int64_t{launch.shared_capacity} + 1));
   }
 };
@@ -428,8 +428,8 @@ __device__ __forceinline__ int find_groups(const AttentionLaunch& launch,
   return count;
 }
 
-// Cuts what the groups share into units for `blocks` blocks: as chunks, or, where those are too few
-// to occupy the machine, as leaves. Returns how many units; 0: there is no room for their states.
+// Cuts what the groups share into work items for `blocks` blocks: as chunks, or, where those are too few
+// to occupy the machine, as leaves. Returns how many; 0: there is no room for their states.
 __device__ __forceinline__ int cut_groups(const AttentionLaunch& launch,
                                           int count,
                                           int blocks,
@@ -437,26 +437,26 @@ __device__ __forceinline__ int cut_groups(const AttentionLaunch& launch,
   int place = threadIdx.x;
   Group group{};
   if (place < count) group = launch.group_list->groups[place];
-  int chunk_units;
-  scan_exclusive(place < count ? GroupNeed(launch, group).units : 0, scan, chunk_units);
+  int chunk_items;
+  scan_exclusive(place < count ? GroupNeed(launch, group).items : 0, scan, chunk_items);
 #pragma unroll 1
-  for (int leafwise = 2 * chunk_units < blocks ? 1 : 0; leafwise >= 0; --leafwise) {
+  for (int leafwise = 2 * chunk_items < blocks ? 1 : 0; leafwise >= 0; --leafwise) {
     group.leafwise = leafwise;
-    int units = 0, quads = 0, all_units, all_quads;
+    int items = 0, float4s = 0, all_items, all_float4s;
     if (place < count) {
       GroupNeed need(launch, group);
-      units = need.units;
-      quads = need.quads;
+      items = need.items;
+      float4s = need.float4s;
     }
-    group.state = scan_exclusive(quads, scan, all_quads);
-    int end = scan_exclusive(units, scan, all_units) + units;
-    if (all_quads > launch.shared_capacity) continue;
-    launch.group_list->unit_end[place] = end;
+    group.state = scan_exclusive(float4s, scan, all_float4s);
+    int end = scan_exclusive(items, scan, all_items) + items;
+    if (all_float4s > launch.shared_capacity) continue;
+    launch.group_list->item_end[place] = end;
     if (place < count) {
       launch.group_list->groups[place] = group;
       launch.groups[group.entry] = group;
     }
-    return all_units;
+    return all_items;
   }
   return 0;
 }
@@ -487,10 +487,10 @@ __global__ void __launch_bounds__(kAttentionThreads, 1)
                  at + 6 * batch,
                  at + 7 * batch};
   int count = find_groups(launch, sums, scan);
-  int units = 0;
-  if (count > 0 && count <= kPlanned) units = cut_groups(launch, count, blocks, scan);
-  if (threadIdx.x == 0) launch.group_list->units = units;
-  if (units > 0) return;
+  int items = 0;
+  if (count > 0 && count <= kPlanned) items = cut_groups(launch, count, blocks, scan);
+  if (threadIdx.x == 0) launch.group_list->items = items;
+  if (items > 0) return;
   int entries = static_cast<int>(launch.params.num_prefix_levels) * batch;
 #pragma unroll 1
   for (int entry = threadIdx.x; entry < entries; entry += kAttentionThreads) {

@@ -31,9 +31,9 @@ __device__ __forceinline__ void store_one(T* out, float x) {
 }
 
 template <typename Block>
-__device__ __forceinline__ void write_lse(const Block& block, int64_t item, float m, float l) {
+__device__ __forceinline__ void write_lse(const Block& block, int64_t out_row, float m, float l) {
   if (block.params.lse == nullptr) return;
-  block.params.lse[item] = l == 0.0f ? -INFINITY : __fmul_rn(__fadd_rn(m, log2f(l)), kLn2);
+  block.params.lse[out_row] = l == 0.0f ? -INFINITY : __fmul_rn(__fadd_rn(m, log2f(l)), kLn2);
 }
 
 // The thread's share `o` of a row, to the row at `out`: `map` is what becomes of a value.
@@ -61,7 +61,7 @@ __device__ __forceinline__ void store_share(Out* out,
 template <typename Block>
 __device__ __forceinline__ float finish_sums(const Block& block, int row, float& m, float& l) {
   if (block.params.sinks == nullptr) return inverse(l);
-  int head = block.unit.head * block.group() + (block.unit.first_row + row) % block.group();
+  int head = block.item.head * block.group() + (block.item.first_row + row) % block.group();
   Fold fold = fold_sums(m, l, __fdiv_rn(block.params.sinks[head], kLn2), 1.0f);
   m = fold.m;
   l = fold.l;
@@ -73,11 +73,11 @@ __device__ __forceinline__ void write_rows(const Block& block,
                                            int tile,
                                            const Outputs<Block>& sum) {
   using T = typename Block::Element;
-  Unit& unit = block.unit;
+  WorkItem& item = block.item;
   const float2* sums = block.chunk_sums(block.leaf_of(tile) + 1);
-  float* state = unit.state;
-  if (unit.leaf_stride != 0) {
-    state += (block.leaf_of(tile) - unit.begin / Block::kLeaf) * unit.leaf_stride;
+  float* state = item.state;
+  if (item.leaf_stride != 0) {
+    state += (block.leaf_of(tile) - item.begin / Block::kLeaf) * item.leaf_stride;
   }
   unsigned thread = thread_index();
   int lane = thread % kWarpSize, warp = thread / kWarpSize;
@@ -86,24 +86,24 @@ __device__ __forceinline__ void write_rows(const Block& block,
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       int row = 16 * i + lane / 4 + 8 * half;
-      if (row >= unit.rows) continue;
+      if (row >= item.rows) continue;
       float m = sums[row].x, l = sums[row].y;
       bool writes_sums = warp == 0 && lane % 4 == 0;
       if (state != nullptr) {
-        int place = unit.state_row + row;
+        int place = item.state_row + row;
         store_share<Block>(
             state + place * Block::kValueDim, sum.o[i], half, [](float x) { return x; });
         if (writes_sums) {
-          reinterpret_cast<float2*>(state + unit.state_rows * Block::kValueDim)[place] =
+          reinterpret_cast<float2*>(state + item.state_rows * Block::kValueDim)[place] =
               make_float2(m, l);
         }
         continue;
       }
-      int64_t item = block.item_of(row);
-      T* out = static_cast<T*>(block.params.out) + item * Block::kValueDim;
+      int64_t out_row = block.out_row_of(row);
+      T* out = static_cast<T*>(block.params.out) + out_row * Block::kValueDim;
       float scale = finish_sums(block, row, m, l);
       store_share<Block>(out, sum.o[i], half, [scale](float x) { return finished(x, scale); });
-      if (writes_sums) write_lse(block, item, m, l);
+      if (writes_sums) write_lse(block, out_row, m, l);
     }
   }
 }
@@ -111,16 +111,16 @@ __device__ __forceinline__ void write_rows(const Block& block,
 template <typename Block>
 __device__ __forceinline__ void write_part(const Block& block,
                                            int row,
-                                           int quad,
+                                           int column4,
                                            const StatePart& total) {
   using T = typename Block::Element;
-  int64_t item = block.item_of(row);
+  int64_t out_row = block.out_row_of(row);
   float m = total.m, l = total.l;
   float scale = finish_sums(block, row, m, l);
-  T* out = static_cast<T*>(block.params.out) + item * Block::kValueDim + 4 * quad;
+  T* out = static_cast<T*>(block.params.out) + out_row * Block::kValueDim + 4 * column4;
   store_pair(out, finished(total.o.x, scale), finished(total.o.y, scale));
   store_pair(out + 2, finished(total.o.z, scale), finished(total.o.w, scale));
-  if (quad == 0) write_lse(block, item, m, l);
+  if (column4 == 0) write_lse(block, out_row, m, l);
 }
 
 // A request that contradicts itself: zeros and -inf.
@@ -128,12 +128,12 @@ template <typename Block>
 __device__ __forceinline__ void write_zeros(const Block& block) {
   using T = typename Block::Element;
 #pragma unroll 1
-  for (int i = threadIdx.x; i < block.unit.rows * (Block::kValueDim / 2);
+  for (int i = threadIdx.x; i < block.item.rows * (Block::kValueDim / 2);
        i += Block::Shape::kThreads) {
-    int64_t item = block.item_of(i / (Block::kValueDim / 2));
+    int64_t out_row = block.out_row_of(i / (Block::kValueDim / 2));
     int column = i % (Block::kValueDim / 2) * 2;
-    store_pair(static_cast<T*>(block.params.out) + item * Block::kValueDim + column, 0.0f, 0.0f);
-    if (column == 0) write_lse(block, item, 0.0f, 0.0f);
+    store_pair(static_cast<T*>(block.params.out) + out_row * Block::kValueDim + column, 0.0f, 0.0f);
+    if (column == 0) write_lse(block, out_row, 0.0f, 0.0f);
   }
 }
 
@@ -141,7 +141,7 @@ __device__ __forceinline__ void write_zeros(const Block& block) {
 template <typename Block>
 __device__ __forceinline__ void zero_padding(const Block& block) {
   using T = typename Block::Element;
-  int64_t used = block.turns.row_end;
+  int64_t used = block.cursor.row_end;
   int64_t first = used * block.params.num_qo_heads * (Block::kValueDim / 2);
   int64_t last = block.params.rows * block.params.num_qo_heads * (Block::kValueDim / 2);
   int64_t step = int64_t{gridDim.x} * Block::Shape::kThreads;
@@ -174,59 +174,59 @@ __device__ __forceinline__ StateRow row_of_state(const float* state, int rows, i
 
 template <typename Block>
 __device__ __forceinline__ float* slot_state(const Block& block, int slot) {
-  Unit& unit = block.unit;
-  int64_t index = int64_t{slot} * unit.sequences + unit.sequence;
-  return block.launch.chunk_states + 4 * (unit.chunk_quad + index * unit.state_quads);
+  WorkItem& item = block.item;
+  int64_t index = int64_t{slot} * item.sequences + item.sequence;
+  return block.launch.chunk_states + 4 * (item.chunk_float4 + index * item.state_float4s);
 }
 
 // A chunk that begins with shared leaves has a slot for each of its own; its state takes the last.
 template <typename Block>
 __device__ __forceinline__ bool is_boundary(const Block& block, int chunk) {
-  return block.unit.shared % kChunkLeaves != 0 && chunk == block.unit.first_chunk;
+  return block.item.shared % kChunkLeaves != 0 && chunk == block.item.first_chunk;
 }
 
 template <typename Block>
 __device__ __forceinline__ float* chunk_state(const Block& block, int chunk) {
-  int slot = chunk - block.unit.first_chunk;
-  if (block.unit.shared % kChunkLeaves != 0)
-    slot += kChunkLeaves - 1 - block.unit.shared % kChunkLeaves;
+  int slot = chunk - block.item.first_chunk;
+  if (block.item.shared % kChunkLeaves != 0)
+    slot += kChunkLeaves - 1 - block.item.shared % kChunkLeaves;
   return slot_state(block, slot);
 }
 
 template <typename Block>
 __device__ __forceinline__ float* leaf_state(const Block& block, int leaf) {
-  Unit& unit = block.unit;
-  if (is_boundary(block, leaf / kChunkLeaves)) return slot_state(block, leaf - unit.shared);
-  int64_t tail = unit.first_tail + int64_t{leaf / kChunkLeaves - unit.first_cut} * unit.sequences;
+  WorkItem& item = block.item;
+  if (is_boundary(block, leaf / kChunkLeaves)) return slot_state(block, leaf - item.shared);
+  int64_t tail = item.first_tail + int64_t{leaf / kChunkLeaves - item.first_cut} * item.sequences;
   return block.launch.leaf_states +
          (tail * kChunkLeaves + leaf % kChunkLeaves) * block.launch.leaf_floats;
 }
 
-// Into how many parts that are not empty a chunk of the sequence is cut.
+// Into how many splits that are not empty a chunk of the sequence is cut.
 template <typename Block>
-__device__ __forceinline__ int parts_of_chunk(const Block& block, int chunk, int part_leaves) {
-  Unit& unit = block.unit;
-  int first = max(max(unit.low / kLeafTokens, unit.shared), chunk * kChunkLeaves);
-  int last = min((unit.high - 1) / kLeafTokens, chunk * kChunkLeaves + kChunkLeaves - 1);
-  return last / part_leaves - first / part_leaves + 1;
+__device__ __forceinline__ int splits_of_chunk(const Block& block, int chunk, int split_leaves) {
+  WorkItem& item = block.item;
+  int first = max(max(item.low / kLeafTokens, item.shared), chunk * kChunkLeaves);
+  int last = min((item.high - 1) / kLeafTokens, chunk * kChunkLeaves + kChunkLeaves - 1);
+  return last / split_leaves - first / split_leaves + 1;
 }
 
-// Whether a leaf of the unit's chunk has a state: the part of the chunk with its first leaf has one
+// Whether a leaf of the item's chunk has a state: the split with the chunk's first leaf has one
 // for all of its leaves, there.
 template <typename Block>
 __device__ __forceinline__ bool has_leaf_state(const Block& block, int leaf) {
-  Unit& unit = block.unit;
-  if (leaf > (unit.high - 1) / kLeafTokens) return false;
-  if (is_boundary(block, leaf / kChunkLeaves)) return leaf >= unit.shared;
-  int first = max(unit.low / kLeafTokens, leaf / kChunkLeaves * kChunkLeaves);
-  int part_leaves = block.turns.part_leaves;
-  return leaf == first || (leaf > first && leaf / part_leaves != first / part_leaves);
+  WorkItem& item = block.item;
+  if (leaf > (item.high - 1) / kLeafTokens) return false;
+  if (is_boundary(block, leaf / kChunkLeaves)) return leaf >= item.shared;
+  int first = max(item.low / kLeafTokens, leaf / kChunkLeaves * kChunkLeaves);
+  int split_leaves = block.cursor.split_leaves;
+  return leaf == first || (leaf > first && leaf / split_leaves != first / split_leaves);
 }
 
-// Whether the unit's chunk is all there is of its sequence.
+// Whether the item's chunk is all there is of its sequence.
 template <typename Block>
 __device__ __forceinline__ bool is_only_chunk(const Block& block) {
-  return block.unit.arrivals == 1 && block.unit.shared == 0;
+  return block.item.arrivals == 1 && block.item.shared == 0;
 }
 
 // ---- those of groups ----
@@ -262,10 +262,10 @@ __device__ __forceinline__ float* group_state(
 template <typename Block>
 __device__ __forceinline__ const Group& group_at(const Block& block, int64_t level) {
   return block.launch
-      .groups[level * block.params.batch + leader_of(block.params, level, block.unit.batch_idx)];
+      .groups[level * block.params.batch + leader_of(block.params, level, block.item.batch_idx)];
 }
 
-// The group that has reduced a leaf of the unit's request.
+// The group that has reduced a leaf of the item's request.
 template <typename Block>
 __device__ __forceinline__ const Group& group_of(const Block& block, int leaf) {
   int64_t level = block.params.num_prefix_levels - 1;
@@ -276,23 +276,23 @@ __device__ __forceinline__ const Group& group_of(const Block& block, int leaf) {
   return group_at(block, 0);
 }
 
-// Whether one state holds the chunk of the unit's request: of the request, or of a group.
+// Whether one state holds the chunk of the item's request: of the request, or of a group.
 template <typename Block>
 __device__ __forceinline__ bool has_state(const Block& block, int chunk) {
-  if ((chunk + 1) * kChunkLeaves > block.unit.shared) return true;
+  if ((chunk + 1) * kChunkLeaves > block.item.shared) return true;
   return group_of(block, chunk * kChunkLeaves).holds_chunk(chunk);
 }
 
-// A row of the unit in the state that a group has for the leaf, or for its chunk.
+// A row of the work item in the state that a group has for the leaf, or for its chunk.
 template <typename Block>
 __device__ __forceinline__ StateRow shared_row(const Block& block, int leaf, int row) {
   const Group& group = group_of(block, leaf);
   int most = block.launch.group_rows;
   int chunk = leaf / kChunkLeaves;
   int slot = group.holds_chunk(chunk) ? group.slot_of_chunk(chunk) : group.slot_of_leaf(leaf);
-  int packed = block.unit.first_row + row;
-  packed += (block.unit.request.qo_begin - group.first_row) * block.group();
-  const float* state = group_state(block, group, slot, block.unit.head, packed / most);
+  int packed = block.item.first_row + row;
+  packed += (block.item.request.qo_begin - group.first_row) * block.group();
+  const float* state = group_state(block, group, slot, block.item.head, packed / most);
   return row_of_state<Block>(state, group_state_rows(block, group), packed % most);
 }
 
@@ -308,12 +308,12 @@ template <typename Block>
 struct Merge {
   using Shape = typename Block::Shape;
   static constexpr int kPasses = Shape::kIsWide ? 2 : 1;
-  static constexpr int kQuads = Block::kValueDim / 4 / kPasses;
+  static constexpr int kFloat4s = Block::kValueDim / 4 / kPasses;
   // Whose writer writes a row's sums: the last pass, as the result may lie where a state lay.
-  static constexpr int kSumsQuad = (kPasses - 1) * kQuads;
-  static constexpr int kItems = Shape::kRows * kQuads / Shape::kThreads;  // quads of a thread
-  static constexpr int kItemsAtOnce = kItems % 2 == 0 ? 2 : 1;
-  static_assert(Shape::kRows * kQuads % Shape::kThreads == 0);
+  static constexpr int kSumsFloat4 = (kPasses - 1) * kFloat4s;
+  static constexpr int kOwn = Shape::kRows * kFloat4s / Shape::kThreads;  // float4s of a thread
+  static constexpr int kOwnAtOnce = kOwn % 2 == 0 ? 2 : 1;
+  static_assert(Shape::kRows * kFloat4s % Shape::kThreads == 0);
 
   // In the ring, which is idle.
   struct Shared {
@@ -325,14 +325,14 @@ struct Merge {
   static_assert(sizeof(Shared) <= Shape::kSharedBytes - Shape::kRing);
 
   Shared& shared;
-  int rows, first_quad;
+  int rows, first_float4;
   float m, l;  // of row threadIdx.x
-  float4 outs[kItems];
+  float4 outs[kOwn];
 
   __device__ __forceinline__ Merge(const Block& block, int pass)
       : shared(*reinterpret_cast<Shared*>(block.smem + Shape::kRing)),
-        rows(block.unit.rows),
-        first_quad(pass * kQuads),
+        rows(block.item.rows),
+        first_float4(pass * kFloat4s),
         m(-INFINITY),
         l(0.0f) {
 #pragma unroll
@@ -354,47 +354,47 @@ struct Merge {
     }
     __syncthreads();
 #pragma unroll
-    for (int first = 0; first < kItems; first += kItemsAtOnce) {
-      if (first * Shape::kThreads >= rows * kQuads) break;
-      float4 x[kItemsAtOnce][kChunkLeaves];
+    for (int first = 0; first < kOwn; first += kOwnAtOnce) {
+      if (first * Shape::kThreads >= rows * kFloat4s) break;
+      float4 x[kOwnAtOnce][kChunkLeaves];
 #pragma unroll
-      for (int i = 0; i < kItemsAtOnce; ++i) load(first + i, x[i]);
+      for (int i = 0; i < kOwnAtOnce; ++i) load(first + i, x[i]);
       if (first == 0) {
         if (static_cast<int>(threadIdx.x) < rows) find_scales(as_one);
         __syncthreads();
       }
 #pragma unroll
-      for (int i = 0; i < kItemsAtOnce; ++i) apply(first + i, as_one, x[i]);
+      for (int i = 0; i < kOwnAtOnce; ++i) apply(first + i, as_one, x[i]);
     }
   }
 
-  // For write(row, quad, part) to write the fold.
+  // For write(row, column4, part) to write the fold.
   template <typename Write>
   __device__ __forceinline__ void finish(const Write& write) {
     if (static_cast<int>(threadIdx.x) < rows) shared.result[threadIdx.x] = make_float2(m, l);
     __syncthreads();
 #pragma unroll
-    for (int item = 0; item < kItems; ++item) {
-      int index = item * Shape::kThreads + threadIdx.x;
-      if (index >= rows * kQuads) break;
+    for (int i = 0; i < kOwn; ++i) {
+      int index = i * Shape::kThreads + threadIdx.x;
+      if (index >= rows * kFloat4s) break;
       StatePart part;
-      part.m = shared.result[index / kQuads].x;
-      part.l = shared.result[index / kQuads].y;
-      part.o = outs[item];
-      write(index / kQuads, first_quad + index % kQuads, part);
+      part.m = shared.result[index / kFloat4s].x;
+      part.l = shared.result[index / kFloat4s].y;
+      part.o = outs[i];
+      write(index / kFloat4s, first_float4 + index % kFloat4s, part);
     }
   }
 
  private:
-  __device__ __forceinline__ void load(int item, float4 (&x)[kChunkLeaves]) const {
-    int index = item * Shape::kThreads + threadIdx.x;
-    bool mine = index < rows * kQuads;
+  __device__ __forceinline__ void load(int i, float4 (&x)[kChunkLeaves]) const {
+    int index = i * Shape::kThreads + threadIdx.x;
+    bool mine = index < rows * kFloat4s;
 #pragma unroll
     for (int j = 0; j < kChunkLeaves; ++j) {
-      const float* from = mine ? shared.outs[j][index / kQuads] : nullptr;
+      const float* from = mine ? shared.outs[j][index / kFloat4s] : nullptr;
       x[j] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
       if (from != nullptr)
-        x[j] = reinterpret_cast<const float4*>(from)[first_quad + index % kQuads];
+        x[j] = reinterpret_cast<const float4*>(from)[first_float4 + index % kFloat4s];
     }
   }
 
@@ -419,14 +419,14 @@ struct Merge {
     l = sum;
   }
 
-  __device__ __forceinline__ void apply(int item, bool as_one, const float4 (&x)[kChunkLeaves]) {
-    int index = item * Shape::kThreads + threadIdx.x;
-    if (index >= rows * kQuads) return;
-    int row = index / kQuads;
-    float4 sum = as_one ? make_float4(0.0f, 0.0f, 0.0f, 0.0f) : outs[item];
+  __device__ __forceinline__ void apply(int i, bool as_one, const float4 (&x)[kChunkLeaves]) {
+    int index = i * Shape::kThreads + threadIdx.x;
+    if (index >= rows * kFloat4s) return;
+    int row = index / kFloat4s;
+    float4 sum = as_one ? make_float4(0.0f, 0.0f, 0.0f, 0.0f) : outs[i];
 #pragma unroll
     for (int j = 0; j < kChunkLeaves; ++j) sum = scaled_sum(sum, x[j], shared.scales[j][row]);
-    outs[item] = as_one ? scaled_sum(outs[item], sum, shared.scales[kChunkLeaves][row]) : sum;
+    outs[i] = as_one ? scaled_sum(outs[i], sum, shared.scales[kChunkLeaves][row]) : sum;
   }
 
   __device__ __forceinline__ static float4 scaled_sum(float4 a, float4 b, float2 scales) {
@@ -452,11 +452,11 @@ template <typename Block>
 __device__ __forceinline__ MergeStep
 next_step(const Block& block, bool of_chunk, int chunk, int last) {
   if (of_chunk) return {kChunkLeaves, true, false};
-  if (block.unit.meets_once) {
-    bool is_cut = parts_of_chunk(block, chunk, block.turns.part_leaves) > 1;
+  if (block.item.meets_once) {
+    bool is_cut = splits_of_chunk(block, chunk, block.cursor.split_leaves) > 1;
     return {is_cut ? kChunkLeaves : 1, is_cut, is_cut};
   }
-  if (block.unit.shared == 0) return {min(last + 1 - chunk, kChunkLeaves), false, false};
+  if (block.item.shared == 0) return {min(last + 1 - chunk, kChunkLeaves), false, false};
   // Each lane looks at one of the next chunks.
   int lane = threadIdx.x % kWarpSize;
   bool held = lane < kChunkLeaves && chunk + lane <= last && has_state(block, chunk + lane);
@@ -465,34 +465,34 @@ next_step(const Block& block, bool of_chunk, int chunk, int last) {
   return {kChunkLeaves, true, true};
 }
 
-// Folds what lies in the workspace: the leaves of the unit's chunk, or the chunks of its sequence,
+// Folds what lies in the workspace: the leaves of the item's chunk, or the chunks of its sequence,
 // those first that groups have reduced. The result is the chunk's state, or the sequence's rows.
 template <typename Block>
 __device__ __forceinline__ void finish(const Block& block, bool of_chunk, int pass) {
-  Unit& unit = block.unit;
-  int own = unit.begin / kChunkTokens;
-  int chunk = of_chunk ? own : unit.shared > 0 ? 0 : unit.low / kChunkTokens;
-  int last = of_chunk ? own : (unit.high - 1) / kChunkTokens;
+  WorkItem& item = block.item;
+  int own = item.begin / kChunkTokens;
+  int chunk = of_chunk ? own : item.shared > 0 ? 0 : item.low / kChunkTokens;
+  int last = of_chunk ? own : (item.high - 1) / kChunkTokens;
   Merge<Block> merge(block, pass);
   while (chunk <= last) {
     MergeStep step = next_step(block, of_chunk, chunk, last);
     merge.append(step.count, step.as_one, [&](int j, int row) -> StateRow {
       int leaf = step.leaves ? chunk * kChunkLeaves + j : (chunk + j) * kChunkLeaves;
       int end = step.leaves ? leaf + 1 : leaf + kChunkLeaves;
-      if (end <= unit.shared) return shared_row(block, leaf, row);
+      if (end <= item.shared) return shared_row(block, leaf, row);
       if (step.leaves && !has_leaf_state(block, leaf)) return {};
       const float* state = step.leaves ? leaf_state(block, leaf) : chunk_state(block, chunk + j);
-      return row_of_state<Block>(state, unit.state_rows, row);
+      return row_of_state<Block>(state, item.state_rows, row);
     });
     chunk += step.leaves ? 1 : step.count;
   }
   bool is_all = !of_chunk || is_only_chunk(block);
-  merge.finish([&](int row, int quad, const StatePart& part) {
-    if (is_all) return write_part(block, row, quad, part);
+  merge.finish([&](int row, int column4, const StatePart& part) {
+    if (is_all) return write_part(block, row, column4, part);
     float* state = chunk_state(block, own);
-    reinterpret_cast<float4*>(state)[row * (Block::kValueDim / 4) + quad] = part.o;
-    if (quad == Merge<Block>::kSumsQuad) {
-      float2* sums = reinterpret_cast<float2*>(state + unit.state_rows * Block::kValueDim);
+    reinterpret_cast<float4*>(state)[row * (Block::kValueDim / 4) + column4] = part.o;
+    if (column4 == Merge<Block>::kSumsFloat4) {
+      float2* sums = reinterpret_cast<float2*>(state + item.state_rows * Block::kValueDim);
       sums[row] = make_float2(part.m, part.l);
     }
   });
@@ -512,27 +512,27 @@ __device__ __forceinline__ bool is_last_to_arrive(const Block& block,
   return *block.plan.scan != 0;
 }
 
-// The unit's state is written. The last block to arrive at a chunk that was cut folds its leaves,
-// and the last to arrive at a sequence its chunks; or all of it, where parts meet once.
+// The item's state is written. The last block to arrive at a chunk that was cut folds its leaves,
+// and the last to arrive at a sequence its chunks; or all of it, where splits meet once.
 template <typename Block>
 __device__ __forceinline__ void arrive(const Block& block) {
-  Unit& unit = block.unit;
+  WorkItem& item = block.item;
   __syncthreads();
   if (threadIdx.x == 0) {
-    unit.first_row -= unit.state_row;  // the whole tile again
-    unit.rows = unit.tile_rows;
+    item.first_row -= item.state_row;  // the whole tile again
+    item.rows = item.tile_rows;
   }
   __syncthreads();
 #pragma unroll 1
   for (int of_chunk = 1; of_chunk >= 0; --of_chunk) {
-    int chunk = unit.begin / kChunkTokens;
-    int32_t* counter = block.launch.counters + unit.counter;
-    int arrivals = unit.arrivals;
+    int chunk = item.begin / kChunkTokens;
+    int32_t* counter = block.launch.counters + item.counter;
+    int arrivals = item.arrivals;
     if (of_chunk) {
-      if (unit.meets_once || (unit.parts == 1 && !is_boundary(block, chunk))) continue;
-      int tail = unit.first_tail + (chunk - unit.first_cut) * unit.sequences;
+      if (item.meets_once || (item.splits == 1 && !is_boundary(block, chunk))) continue;
+      int tail = item.first_tail + (chunk - item.first_cut) * item.sequences;
       counter = block.launch.counters + block.launch.num_counters + tail;
-      arrivals = unit.parts;
+      arrivals = item.splits;
     }
     if (arrivals > 1 && !is_last_to_arrive(block, counter, arrivals)) return;
 #pragma unroll 1

@@ -78,14 +78,14 @@ __device__ __forceinline__ float load_scale(const Block& block, int tile) {
   const int* table = reinterpret_cast<const int*>(block.smem + Shape::kTable) +
                      static_cast<unsigned>(tile) * kBlocks % (2 * kChunkBlocks);
   int token = tile * Block::kTile + row;
-  if (lane % 16 >= kTokens || token < block.unit.load_begin || token >= block.unit.load_end) {
+  if (lane % 16 >= kTokens || token < block.item.load_begin || token >= block.item.load_end) {
     return 0.0f;
   }
   int place = table[row / kPageBlock];
   if (place < 0) return 0.0f;
   int64_t slot = int64_t{place} * kPageBlock + row % kPageBlock;
   const float* scales = lane < 16 ? block.params.k_scales : block.params.v_scales;
-  return scales[slot * block.params.num_kv_heads + block.unit.head];
+  return scales[slot * block.params.num_kv_heads + block.item.head];
 }
 
 // That of the warp's token 8 * n + 2 * (lane % 4) + e, for K (0) or V (1).
@@ -163,6 +163,7 @@ __device__ __forceinline__ void add_byte_values(const Block& block,
   LanePlace<Shape::kProbVectors> a_place(lane % 16, lane / 16);
   // B: lanes 0-15 the tokens at a group, 16-31 at the next.
   int group = warp * kOutTiles / 2 + (kGroups > 1 ? lane / 16 : 0);
+  // Opaque, so that a tile's addresses are a constant away: else each has a register of its own.
   int b_row = opaque_in_loop<Block>(lane % 16 * Shape::kRowBytes);
   int b_vector = opaque_in_loop<Block>(group ^ twist<Shape::kVectors>(lane % 16));
 #pragma unroll
@@ -207,21 +208,21 @@ __device__ __forceinline__ void add_byte_values(const Block& block,
 template <typename Block>
 __device__ __forceinline__ bool is_masked(const Block& block, int row, int token) {
   if (block.params.mask == nullptr) return false;
-  Unit& unit = block.unit;
+  WorkItem& item = block.item;
   // Asked for many tokens in a row: what follows from one must not wait in a register for the next.
   row = opaque(row);
   token = opaque(token);
-  int packed = unit.first_row + min(row, unit.rows - 1);
-  int query = unit.request.qo_begin + packed / block.group();
-  int position = unit.request.kv_len - unit.request.qo_len;
-  int64_t place = token - mask_begin(block.params, unit.batch_idx, position);
+  int packed = item.first_row + min(row, item.rows - 1);
+  int query = item.request.qo_begin + packed / block.group();
+  int position = item.request.kv_len - item.request.qo_len;
+  int64_t place = token - mask_begin(block.params, item.batch_idx, position);
   return !mask_allows(block.params, query, place);
 }
 
 // ---- from global to shared memory ----
 
 // From global to shared memory in append_attention on CUDA: the page table, tiles of K and V, and
-// the queries of a unit.
+// the queries of a work item.
 
 // Where each 16 tokens of a chunk lie in the caches, in blocks of 16 tokens; -1: not to be read.
 template <typename Block>
@@ -232,9 +233,9 @@ __device__ __forceinline__ void load_table(const Block& block, int chunk) {
   for (int i = thread_index(); i < kChunkBlocks; i += Shape::kThreads) {
     int token = chunk * kChunkTokens + i * kPageBlock;
     int place = -1;
-    if (token < block.unit.load_end && token + kPageBlock > block.unit.load_begin) {
+    if (token < block.item.load_end && token + kPageBlock > block.item.load_begin) {
       int page_size = static_cast<int>(block.params.page_size);
-      int entry = block.unit.request.kv_begin + token / page_size;
+      int entry = block.item.request.kv_begin + token / page_size;
       int page = block.params.kv_indices[entry];
       Fault fault = fault_of_page(block.params, entry, page);
       if (fault.found()) {
@@ -307,14 +308,14 @@ __device__ __forceinline__ void load_tile(const Block& block,
   if (Shape::kFilled < Shape::kVectors && share.vector >= Shape::kFilled) return;
   unsigned token_bytes = static_cast<unsigned>(block.params.num_kv_heads) * Shape::kCacheBytes;
   unsigned block_bytes = kPageBlock * token_bytes;
-  unsigned first_byte = block.unit.head * Shape::kCacheBytes + share.vector * 16 +
+  unsigned first_byte = block.item.head * Shape::kCacheBytes + share.vector * 16 +
                         share.row % kPageBlock * token_bytes;
   const unsigned char* source = static_cast<const unsigned char*>(cache) + first_byte;
   unsigned char* target = slot + share.place();
   const int* table = reinterpret_cast<const int*>(block.smem + Shape::kTable) +
                      static_cast<unsigned>(tile) * kBlocks % (2 * kChunkBlocks);
-  int begin = block.unit.load_begin - tile * Block::kTile;
-  int end = block.unit.load_end - tile * Block::kTile;
+  int begin = block.item.load_begin - tile * Block::kTile;
+  int end = block.item.load_end - tile * Block::kTile;
   TileBlocks<kBlocks> blocks(table);
   if (begin <= 0 && end >= Block::kTile && blocks.all_there()) {
     // The rows at once are half a page block, one, or two.
@@ -356,26 +357,26 @@ template <typename Block>
 __device__ __forceinline__ void load_queries(const Block& block) {
   using Shape = typename Block::Shape;
   using T = typename Block::Element;
-  Unit& unit = block.unit;
+  WorkItem& item = block.item;
   unsigned thread = thread_index();
   int2* seen = reinterpret_cast<int2*>(block.smem + Shape::kSeen);
   static_assert(16 * Block::kRowTiles <= Shape::kThreads);
   if (thread < 16 * Block::kRowTiles) {
     int row = thread;
-    int packed = unit.first_row + min(row, unit.rows - 1);
-    int position = unit.request.kv_len - unit.request.qo_len + packed / block.group();
+    int packed = item.first_row + min(row, item.rows - 1);
+    int position = item.request.kv_len - item.request.qo_len + packed / block.group();
     seen[row] = make_int2(window_begin(block.params, position),
-                          seen_end(block.params, position, unit.request.kv_len));
+                          seen_end(block.params, position, item.request.kv_len));
   }
   // 8-bit caches: two vectors at once, whose columns change places.
   constexpr int kAtOnce = Shape::kScaled ? 2 : 1, kShares = Shape::kQueryVectors / kAtOnce;
 #pragma unroll 1
   for (unsigned index = thread; index < 16 * Block::kRowTiles * kShares; index += Shape::kThreads) {
     int row = index / kShares, vector = index % kShares * kAtOnce;
-    bool valid = row < unit.rows;
-    int packed = unit.first_row + (valid ? row : 0);
-    int64_t query = int64_t{unit.request.qo_begin} + packed / block.group();
-    int head = unit.head * block.group() + packed % block.group();
+    bool valid = row < item.rows;
+    int packed = item.first_row + (valid ? row : 0);
+    int64_t query = int64_t{item.request.qo_begin} + packed / block.group();
+    int head = item.head * block.group() + packed % block.group();
     const T* source = static_cast<const T*>(block.params.q) + query * block.params.q_stride +
                       head * Block::kHeadDim + vector * (16 / sizeof(T));
     unsigned char* queries = block.smem + Shape::kQueries;
@@ -703,6 +704,7 @@ __device__ __forceinline__ void accumulate(const Block& block, int tile, Outputs
   } else {
     LanePlace<Shape::kProbVectors> a_place(lane % 16, lane / 16);
     // B: lanes 0-15 the tokens at a column tile, 16-31 at the next. Pairs of column tiles.
+    // Opaque as in add_byte_values().
     int b_row = opaque_in_loop<Block>(lane % 16 * Shape::kRowBytes);
     int b_turn = twist<Shape::kVectors>(lane % 16);
     int b_vector = opaque_in_loop<Block>(Block::kOutTiles % 2 == 0

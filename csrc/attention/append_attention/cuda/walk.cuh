@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// One unit of work of append_attention on CUDA from end to end: the loop over its tiles of KV, and
+// One work item of append_attention on CUDA from end to end: the loop over its tiles of KV, and
 // the detour for rows that may not go through it together.
 #pragma once
 
@@ -13,17 +13,17 @@
 
 namespace specops {
 
-// Reduces the unit's tokens for the rows of its tile and writes its states or the result. Returns
+// Reduces the item's tokens for the rows of its tile and writes its states or the result. Returns
 // false, with nothing written, where V holds an infinity or a NaN that some row must not see: a
 // weight of zero would not keep it out.
 template <typename Block>
 __device__ __forceinline__ bool attend(const Block& block) {
   using Shape = typename Block::Shape;
-  Unit& unit = block.unit;
+  WorkItem& item = block.item;
   load_queries(block);
-  load_table(block, unit.begin / kChunkTokens);
-  if (unit.end > (unit.begin / kChunkTokens + 1) * kChunkTokens) {
-    load_table(block, unit.begin / kChunkTokens + 1);
+  load_table(block, item.begin / kChunkTokens);
+  if (item.end > (item.begin / kChunkTokens + 1) * kChunkTokens) {
+    load_table(block, item.begin / kChunkTokens + 1);
   }
   __syncthreads();
   int begin = block.first_tile();
@@ -47,7 +47,7 @@ __device__ __forceinline__ bool attend(const Block& block) {
   // Copies run ahead: what is begun in step `tile` is V of tile + kStages - 1 and K of the one
   // after it; with three slots K and V of the tile after it, apart, since K is needed first. Of
   // latents it is the tile for which a slot has become free. The steps before first - 1 only begin
-  // copies, that step scores the first tile. What the loop asks of the unit it reads anew in each
+  // copies, that step scores the first tile. What the loop asks of the item it reads anew in each
   // step: registers are short.
 #pragma unroll 1
   for (int tile = begin - Shape::kAhead;; ++tile) {
@@ -73,7 +73,7 @@ __device__ __forceinline__ bool attend(const Block& block) {
     ptx::cp_async_commit();
     if (tile < first - 1) continue;
     if (tile % Shape::kTilesPerChunk == 0 && tile > first &&
-        unit.end > (tile / Shape::kTilesPerChunk + 1) * kChunkTokens) {
+        item.end > (tile / Shape::kTilesPerChunk + 1) * kChunkTokens) {
       load_table(block, tile / Shape::kTilesPerChunk + 1);
     }
     if constexpr (Shape::kThreeSlots) {
@@ -82,7 +82,7 @@ __device__ __forceinline__ bool attend(const Block& block) {
       ptx::cp_async_wait<Shape::kAhead - 1>();
     }
     // Elements of 8-bit caches are finite, and their scales reach no row that does not see them.
-    if (!Shape::kScaled && tile >= first && unit.many_queries && block.partly_seen(tile)) {
+    if (!Shape::kScaled && tile >= first && item.many_queries && block.partly_seen(tile)) {
       if (__syncthreads_or(has_nonfinite(block, tile))) {
         ptx::cp_async_wait<0>();
         return false;
@@ -101,7 +101,7 @@ __device__ __forceinline__ bool attend(const Block& block) {
       }
       last = block.last_tile();
       if ((tile + 1) * Block::kTile % Block::kLeaf == 0 || tile == last) {
-        bool leafwise = unit.leaf_stride != 0;
+        bool leafwise = item.leaf_stride != 0;
         bool ends = leafwise || (tile + 1) % Shape::kTilesPerChunk == 0 || tile == last;
         if constexpr (Shape::kIsWide) {
           int number = block.leaf_of(tile);
@@ -113,7 +113,7 @@ __device__ __forceinline__ bool attend(const Block& block) {
         }
         if (ends) {
           __syncthreads();  // the chunk's sums are there
-          bool has_total = tile / Shape::kTilesPerChunk > unit.begin / kChunkTokens;
+          bool has_total = tile / Shape::kTilesPerChunk > item.begin / kChunkTokens;
           if (!leafwise && (has_total || tile < last)) {
             fold_chunk(block, block.leaf_of(tile) + 1, has_total, tile == last, chunk);
             __syncthreads();
@@ -148,47 +148,47 @@ __device__ __forceinline__ bool attend(const Block& block) {
   return true;
 }
 
-// Makes the unit one of the query of row `row` of its tile.
+// Makes the item one of the query of row `row` of its tile.
 template <typename Block>
 __device__ __forceinline__ void narrow(const Block& block, int row) {
-  Unit& unit = block.unit;
-  unit.first_row += row - unit.state_row;
-  unit.state_row = row;
-  int query = unit.first_row / block.group();
-  unit.rows = min((query + 1) * block.group() - unit.first_row, unit.tile_rows - row);
-  int position = unit.request.kv_len - unit.request.qo_len + query;
-  unit.load_begin = max(unit.begin, window_begin(block.params, position));
-  unit.load_end = min(unit.end, seen_end(block.params, position, unit.request.kv_len));
-  unit.seen_end = all_see_end(block.params, unit.request, unit.batch_idx, position);
-  unit.seen_begin = window_begin(block.params, position);
-  unit.many_queries = false;
+  WorkItem& item = block.item;
+  item.first_row += row - item.state_row;
+  item.state_row = row;
+  int query = item.first_row / block.group();
+  item.rows = min((query + 1) * block.group() - item.first_row, item.tile_rows - row);
+  int position = item.request.kv_len - item.request.qo_len + query;
+  item.load_begin = max(item.begin, window_begin(block.params, position));
+  item.load_end = min(item.end, seen_end(block.params, position, item.request.kv_len));
+  item.seen_end = all_see_end(block.params, item.request, item.batch_idx, position);
+  item.seen_begin = window_begin(block.params, position);
+  item.many_queries = false;
 }
 
 // Runs the tile at once, or, where that would not be exact, one query row after the other.
 template <typename Block>
 __device__ __forceinline__ void run_rows(const Block& block) {
-  Unit& unit = block.unit;
+  WorkItem& item = block.item;
   for (;;) {
     bool done = attend(block);
-    if (done && unit.tile_rows == unit.state_row + unit.rows) return;
+    if (done && item.tile_rows == item.state_row + item.rows) return;
     __syncthreads();
-    if (thread_index() == 0) narrow(block, done ? unit.state_row + unit.rows : 0);
+    if (thread_index() == 0) narrow(block, done ? item.state_row + item.rows : 0);
     __syncthreads();
   }
 }
 
-// ---- the walk over the units ----
+// ---- the walk over the items ----
 
-// A block's walk over the units of append_attention on CUDA: which are its own, what a unit
+// A block's walk over the items of append_attention on CUDA: which are its own, what one
 // consists of, and who arrives last.
 
-// Which request, or group, of the first `count` of the plan has the unit.
+// Which request, or group, of the first `count` of the plan has the item.
 template <typename Block>
 __device__ __forceinline__ int find_owner(const Block& block, int index, int count) {
-  int low = 0, high = count - 1;  // the first that ends after the unit
+  int low = 0, high = count - 1;  // the first that ends after the item
   while (low < high) {
     int middle = (low + high) / 2;
-    if (block.plan.unit_end[middle] > index) {
+    if (block.plan.item_end[middle] > index) {
       high = middle;
     } else {
       low = middle + 1;
@@ -197,253 +197,254 @@ __device__ __forceinline__ int find_owner(const Block& block, int index, int cou
   return low;
 }
 
-// Unit `index` of the plan of the requests from first_request on. `part`: -1, or which part of the
-// chunk; units from tail_begin on are cut into parts, where they can be. By one thread.
+// Work item `index` of the plan of the requests from first_request on. `split`: -1, or which
+// split of the chunk; items from tail_begin on are split, where they can be. By one thread.
 template <typename Block>
-__device__ __forceinline__ void find_unit(
-    const Block& block, int64_t first_request, int index, int tail_begin, int part) {
+__device__ __forceinline__ void find_item(
+    const Block& block, int64_t first_request, int index, int tail_begin, int split) {
   using Shape = typename Block::Shape;
-  Unit& unit = block.unit;
+  WorkItem& item = block.item;
   const AppendAttentionParams& params = block.params;
   int most = static_cast<int>(min(params.batch - first_request, int64_t{kPlanned}));
   int low = find_owner(block, index, most);
-  int first_unit = low == 0 ? 0 : block.plan.unit_end[low - 1];
+  int first_item = low == 0 ? 0 : block.plan.item_end[low - 1];
   Request request = load_request(params, first_request + low);
   bool whole = block.plan.counter[low] < 0;
   int shared = whole || !request.valid ? 0 : shared_leaves(block.launch, first_request + low);
-  Demand demand = demand_of<Shape::kRows>(block.launch, request, shared);
-  int sequences = demand.sequences;
-  int place = index - first_unit;
-  int chunk = demand.first_chunk + place / sequences;
+  RequestWork work = work_of<Shape::kRows>(block.launch, request, shared);
+  int sequences = work.sequences;
+  int place = index - first_item;
+  int chunk = work.first_chunk + place / sequences;
   int sequence = place % sequences;
-  int head = sequence / demand.tiles, tile = sequence % demand.tiles;
-  unit.valid = true;
+  int head = sequence / work.tiles, tile = sequence % work.tiles;
+  item.valid = true;
   if (whole) {
-    tile = demand.tiles - 1 - tile;  // the longest first
-    if (part > 0) unit.valid = false;
-    part = -1;
+    tile = work.tiles - 1 - tile;  // the longest first
+    if (split > 0) item.valid = false;
+    split = -1;
   }
-  unit.request = request;
-  unit.head = head;
-  unit.first_row = tile * Shape::kRows;
+  item.request = request;
+  item.head = head;
+  item.first_row = tile * Shape::kRows;
   int64_t packed = int64_t{request.qo_len} * block.group();
-  unit.rows = static_cast<int>(min(packed - unit.first_row, int64_t{Shape::kRows}));
-  unit.state_row = 0;
-  unit.state_rows = (unit.rows + 1) / 2 * 2;
-  unit.tile_rows = unit.rows;
-  unit.state = nullptr;
-  unit.leaf_stride = 0;
-  unit.parts = 1;
-  unit.arrivals = 1;
-  unit.meets_once = false;
-  unit.batch_idx = first_request + low;
-  unit.shared = shared;
+  item.rows = static_cast<int>(min(packed - item.first_row, int64_t{Shape::kRows}));
+  item.state_row = 0;
+  item.state_rows = (item.rows + 1) / 2 * 2;
+  item.tile_rows = item.rows;
+  item.state = nullptr;
+  item.leaf_stride = 0;
+  item.splits = 1;
+  item.arrivals = 1;
+  item.meets_once = false;
+  item.batch_idx = first_request + low;
+  item.shared = shared;
   if (!request.valid) {
-    if (part > 0) unit.valid = false;
+    if (split > 0) item.valid = false;
     return;
   }
-  int first_query = unit.first_row / block.group();
-  int last_query = (unit.first_row + unit.rows - 1) / block.group();
+  int first_query = item.first_row / block.group();
+  int last_query = (item.first_row + item.rows - 1) / block.group();
   int position = request.kv_len - request.qo_len;
-  unit.low = window_begin(params, position + first_query);
-  unit.high = seen_end(params, position + last_query, request.kv_len);
-  unit.seen_begin = window_begin(params, position + last_query);
-  unit.seen_end = all_see_end(params, request, unit.batch_idx, position + first_query);
-  unit.many_queries = first_query != last_query;
-  unit.begin = unit.low;
-  unit.end = unit.high;
+  item.low = window_begin(params, position + first_query);
+  item.high = seen_end(params, position + last_query, request.kv_len);
+  item.seen_begin = window_begin(params, position + last_query);
+  item.seen_end = all_see_end(params, request, item.batch_idx, position + first_query);
+  item.many_queries = first_query != last_query;
+  item.begin = item.low;
+  item.end = item.high;
   if (!whole) {
-    int part_leaves = part < 0 ? kChunkLeaves : block.turns.part_leaves;
-    int begin = chunk * kChunkTokens + max(part, 0) * part_leaves * kLeafTokens;
-    unit.begin = max(max(unit.low, begin), shared * kLeafTokens);
-    unit.end = min(unit.high, begin + part_leaves * kLeafTokens);
-    if (unit.begin >= unit.end) unit.valid = false;
+    int split_leaves = split < 0 ? kChunkLeaves : block.cursor.split_leaves;
+    int begin = chunk * kChunkTokens + max(split, 0) * split_leaves * kLeafTokens;
+    item.begin = max(max(item.low, begin), shared * kLeafTokens);
+    item.end = min(item.high, begin + split_leaves * kLeafTokens);
+    if (item.begin >= item.end) item.valid = false;
     // Chunks of this sequence from first_cut on lie in the tail.
-    int before = max(tail_begin - first_unit - sequence, 0);
+    int before = max(tail_begin - first_item - sequence, 0);
     int first_cut = (before + sequences - 1) / sequences;
-    unit.first_cut = demand.first_chunk + first_cut;
-    unit.first_tail = first_unit + first_cut * sequences + sequence - tail_begin;
-    int first_leaf = max(max(unit.low / kLeafTokens, shared), chunk * kChunkLeaves);
-    unit.parts = parts_of_chunk(block, chunk, part_leaves);
-    int first_chunk = max(unit.low / kChunkTokens, shared / kChunkLeaves);
-    unit.arrivals = (unit.high - 1) / kChunkTokens + 1 - first_chunk;
+    item.first_cut = work.first_chunk + first_cut;
+    item.first_tail = first_item + first_cut * sequences + sequence - tail_begin;
+    int first_leaf = max(max(item.low / kLeafTokens, shared), chunk * kChunkLeaves);
+    item.splits = splits_of_chunk(block, chunk, split_leaves);
+    int first_chunk = max(item.low / kChunkTokens, shared / kChunkLeaves);
+    item.arrivals = (item.high - 1) / kChunkTokens + 1 - first_chunk;
     // A second arrival takes longer than the fold of a second chunk by the same block.
-    unit.meets_once = part >= 0 && shared == 0 && unit.arrivals == 2 &&
-                      first_chunk >= demand.first_chunk + first_cut;
-    if (unit.meets_once) {
-      unit.arrivals = parts_of_chunk(block, first_chunk, part_leaves) +
-                      parts_of_chunk(block, first_chunk + 1, part_leaves);
+    item.meets_once = split >= 0 && shared == 0 && item.arrivals == 2 &&
+                      first_chunk >= work.first_chunk + first_cut;
+    if (item.meets_once) {
+      item.arrivals = splits_of_chunk(block, first_chunk, split_leaves) +
+                      splits_of_chunk(block, first_chunk + 1, split_leaves);
     }
-    unit.first_chunk = demand.first_chunk;
-    unit.sequences = sequences;
-    unit.sequence = sequence;
-    unit.counter = block.plan.counter[low] + sequence;
-    unit.chunk_quad = block.plan.state[low];
-    unit.state_quads = demand.state_quads;
-    int leaf = unit.begin / kLeafTokens;
+    item.first_chunk = work.first_chunk;
+    item.sequences = sequences;
+    item.sequence = sequence;
+    item.counter = block.plan.counter[low] + sequence;
+    item.chunk_float4 = block.plan.state[low];
+    item.state_float4s = work.state_float4s;
+    int leaf = item.begin / kLeafTokens;
     if (is_boundary(block, chunk)) {
-      unit.state = leaf_state(block, leaf);
-      unit.leaf_stride = slot_state(block, 1) - slot_state(block, 0);
-    } else if (unit.parts > 1) {
-      // The part with the first leaf folds its own.
-      unit.state = leaf_state(block, leaf);
-      if (leaf / part_leaves != first_leaf / part_leaves) {
-        unit.leaf_stride = block.launch.leaf_floats;
+      item.state = leaf_state(block, leaf);
+      item.leaf_stride = slot_state(block, 1) - slot_state(block, 0);
+    } else if (item.splits > 1) {
+      // The split with the first leaf folds its own.
+      item.state = leaf_state(block, leaf);
+      if (leaf / split_leaves != first_leaf / split_leaves) {
+        item.leaf_stride = block.launch.leaf_floats;
       }
-    } else if (unit.arrivals > 1 || shared > 0) {
-      unit.state = chunk_state(block, chunk);
+    } else if (item.arrivals > 1 || shared > 0) {
+      item.state = chunk_state(block, chunk);
     }
   }
-  unit.load_begin = unit.begin;
-  unit.load_end = unit.end;
+  item.load_begin = item.begin;
+  item.load_end = item.end;
 }
 
-// Unit `index` of the list of groups: rows of all members of a group and a piece of what they share.
+// Work item `index` of the list of groups: rows of all members of a group and a split of what they
+// share.
 // All of it lies before the first of their rows.
 template <typename Block>
-__device__ __forceinline__ void find_shared_unit(const Block& block, int index) {
+__device__ __forceinline__ void find_shared_item(const Block& block, int index) {
   using Shape = typename Block::Shape;
-  Unit& unit = block.unit;
+  WorkItem& item = block.item;
   int owner = find_owner(block, index, kPlanned);
   const Group& group = block.launch.group_list->groups[owner];
-  int place = index - (owner == 0 ? 0 : block.plan.unit_end[owner - 1]);
+  int place = index - (owner == 0 ? 0 : block.plan.item_end[owner - 1]);
   int tiles = group_tiles(block, group), heads = static_cast<int>(block.params.num_kv_heads);
-  int piece = place / (tiles * heads), tile = place % tiles;
-  int begin = group.begin + piece, end = begin + 1;
+  int split = place / (tiles * heads), tile = place % tiles;
+  int begin = group.begin + split, end = begin + 1;
   if (group.leafwise == 0) {
-    int chunk = group.begin / kChunkLeaves + piece;
+    int chunk = group.begin / kChunkLeaves + split;
     begin = max(group.begin, chunk * kChunkLeaves);
     end = min(group.end, (chunk + 1) * kChunkLeaves);
   }
-  unit.valid = true;
-  unit.request = load_request(block.params, group.member);
-  unit.request.qo_begin = group.first_row;
-  unit.head = place / tiles % heads;
-  unit.first_row = tile * Shape::kRows;
+  item.valid = true;
+  item.request = load_request(block.params, group.member);
+  item.request.qo_begin = group.first_row;
+  item.head = place / tiles % heads;
+  item.first_row = tile * Shape::kRows;
   int64_t packed = int64_t{group.rows} * block.group();
-  unit.rows = static_cast<int>(min(packed - unit.first_row, int64_t{Shape::kRows}));
-  unit.state_row = 0;
-  unit.state_rows = group_state_rows(block, group);
-  unit.tile_rows = unit.rows;
-  unit.low = unit.begin = unit.load_begin = begin * kLeafTokens;
-  unit.high = unit.end = unit.load_end = end * kLeafTokens;
-  unit.seen_begin = 0;
-  unit.seen_end = INT32_MAX;
-  unit.many_queries = false;
-  unit.arrivals = 0;
-  unit.leaf_stride = 0;
+  item.rows = static_cast<int>(min(packed - item.first_row, int64_t{Shape::kRows}));
+  item.state_row = 0;
+  item.state_rows = group_state_rows(block, group);
+  item.tile_rows = item.rows;
+  item.low = item.begin = item.load_begin = begin * kLeafTokens;
+  item.high = item.end = item.load_end = end * kLeafTokens;
+  item.seen_begin = 0;
+  item.seen_end = INT32_MAX;
+  item.many_queries = false;
+  item.arrivals = 0;
+  item.leaf_stride = 0;
   if (group.holds_chunk(begin / kChunkLeaves)) {
-    unit.state =
-        group_state(block, group, group.slot_of_chunk(begin / kChunkLeaves), unit.head, tile);
+    item.state =
+        group_state(block, group, group.slot_of_chunk(begin / kChunkLeaves), item.head, tile);
   } else {
-    unit.state = group_state(block, group, group.slot_of_leaf(begin), unit.head, tile);
-    unit.leaf_stride = group_stride(block, group);
+    item.state = group_state(block, group, group.slot_of_leaf(begin), item.head, tile);
+    item.leaf_stride = group_stride(block, group);
   }
 }
 
 template <typename Block>
-__device__ __forceinline__ void next_unit(const Block& block) {
-  Turns& turns = block.turns;
-  turns.now += static_cast<int>(gridDim.x);
-  if (turns.now >= turns.end) return;
-  if (block.launch.is_shared_launch) return find_shared_unit(block, turns.now);
-  int in_tail = turns.now - turns.tail_begin, parts = kChunkLeaves / turns.part_leaves;
+__device__ __forceinline__ void next_item(const Block& block) {
+  WorkCursor& cursor = block.cursor;
+  cursor.now += static_cast<int>(gridDim.x);
+  if (cursor.now >= cursor.end) return;
+  if (block.launch.is_shared_launch) return find_shared_item(block, cursor.now);
+  int in_tail = cursor.now - cursor.tail_begin, splits = kChunkLeaves / cursor.split_leaves;
   if (in_tail < 0) {
-    find_unit(block, turns.first_request, turns.now, turns.tail_begin, -1);
+    find_item(block, cursor.first_request, cursor.now, cursor.tail_begin, -1);
   } else {
-    find_unit(block,
-              turns.first_request,
-              turns.tail_begin + in_tail / parts,
-              turns.tail_begin,
-              in_tail % parts);
+    find_item(block,
+              cursor.first_request,
+              cursor.tail_begin + in_tail / splits,
+              cursor.tail_begin,
+              in_tail % splits);
   }
 }
 
-// Runs the unit that was found.
+// Runs the item that was found.
 template <typename Block>
-__device__ __forceinline__ void run_unit(const Block& block) {
-  Unit& unit = block.unit;
-  if (!unit.valid) return;
-  if (!unit.request.valid) return write_zeros(block);
+__device__ __forceinline__ void run_item(const Block& block) {
+  WorkItem& item = block.item;
+  if (!item.valid) return;
+  if (!item.request.valid) return write_zeros(block);
   run_rows(block);
   stamp(block, AttentionPhase::kStream);
-  if (unit.state == nullptr || unit.arrivals == 0) return;
+  if (item.state == nullptr || item.arrivals == 0) return;
   call_arrive<Block>(&block.launch);
   stamp(block, AttentionPhase::kMerge);
 }
 
 template <typename Block>
-__device__ __forceinline__ void run_turns(const Block& block) {
+__device__ __forceinline__ void run_items(const Block& block) {
   for (;;) {
-    __syncthreads();  // the unit before is done with shared memory
+    __syncthreads();  // the item before is done with shared memory
     // A wide state leaves no register for what this asks, and its answer.
     unsigned thread = Block::Shape::kIsWide ? thread_index() : threadIdx.x;
-    if (thread == 0) next_unit(block);
+    if (thread == 0) next_item(block);
     __syncthreads();
-    stamp(block, AttentionPhase::kUnit);
-    if (block.turns.now >= block.turns.end) break;
-    run_unit(block);
+    stamp(block, AttentionPhase::kItem);
+    if (block.cursor.now >= block.cursor.end) break;
+    run_item(block);
   }
 }
 
-// What the requests from `first_request` on leave to do, at most kPlanned of them, as turns.
+// What the requests from `first_request` on leave to do, at most kPlanned of them, as work items.
 template <typename Block>
-__device__ __forceinline__ void plan_turns(const Block& block, int64_t first_request) {
+__device__ __forceinline__ void plan_items(const Block& block, int64_t first_request) {
   using Shape = typename Block::Shape;
-  Turns& turns = block.turns;
-  // Used so far, and the units of the requests before, modulo the grid.
+  WorkCursor& cursor = block.cursor;
+  // Used so far, and the items of the requests before, modulo the grid.
   bool begins = first_request == 0;
-  int counters = begins ? 0 : turns.counters, quads = begins ? 0 : turns.quads;
-  int base = begins ? 0 : turns.base;
-  int units = make_plan<Shape::kRows, Shape::kThreads>(
-      block.launch, block.plan, first_request, counters, quads, &turns.row_end);
+  int counters = begins ? 0 : cursor.counters, float4s = begins ? 0 : cursor.float4s;
+  int base = begins ? 0 : cursor.base;
+  int items = make_plan<Shape::kRows, Shape::kThreads>(
+      block.launch, block.plan, first_request, counters, float4s, &cursor.row_end);
   int blocks = static_cast<int>(gridDim.x);
-  // Units go to the blocks in turn. What is left for a wave of few blocks may be cut.
-  int tail = (base + units) % blocks, parts = 1;
+  // Items go to the blocks in turn. What is left for a wave of few blocks may be cut.
+  int tail = (base + items) % blocks, splits = 1;
   if (first_request + kPlanned >= block.params.batch &&
-      tail <= min(block.launch.tail_units, units)) {
-    parts = parts_of_tail(tail, blocks, block.launch.leaf_cost, block.launch.least_share);
+      tail <= min(block.launch.tail_chunks, items)) {
+    splits = splits_of_tail(tail, blocks, block.launch.leaf_cost, block.launch.least_share);
   }
-  bool cuts = parts > 1;
+  bool cuts = splits > 1;
   if (threadIdx.x == 0) {
-    turns.first_request = first_request;
-    turns.tail_begin = cuts ? units - tail : units;
-    turns.end = cuts ? units - tail + tail * parts : units;
-    turns.part_leaves = kChunkLeaves / parts;
-    turns.now = (static_cast<int>(blockIdx.x) - base + blocks) % blocks - blocks;
-    turns.counters = counters;
-    turns.quads = quads;
-    turns.base = tail;
+    cursor.first_request = first_request;
+    cursor.tail_begin = cuts ? items - tail : items;
+    cursor.end = cuts ? items - tail + tail * splits : items;
+    cursor.split_leaves = kChunkLeaves / splits;
+    cursor.now = (static_cast<int>(blockIdx.x) - base + blocks) % blocks - blocks;
+    cursor.counters = counters;
+    cursor.float4s = float4s;
+    cursor.base = tail;
   }
 }
 
-// What groups of requests share, as turns.
+// What groups of requests share, as work items.
 template <typename Block>
-__device__ __forceinline__ void plan_shared_turns(const Block& block) {
+__device__ __forceinline__ void plan_shared_items(const Block& block) {
   const GroupList& list = *block.launch.group_list;
   if (Block::Shape::kThreads == kPlanned || threadIdx.x < kPlanned) {
-    block.plan.unit_end[threadIdx.x] = list.unit_end[threadIdx.x];
+    block.plan.item_end[threadIdx.x] = list.item_end[threadIdx.x];
   }
   if (threadIdx.x == 0) {
-    block.turns.now = static_cast<int>(blockIdx.x) - static_cast<int>(gridDim.x);
-    block.turns.end = list.units;
+    block.cursor.now = static_cast<int>(blockIdx.x) - static_cast<int>(gridDim.x);
+    block.cursor.end = list.items;
   }
 }
 
 template <typename Block>
 __device__ __forceinline__ void run_all(const Block& block) {
   begin_stamps(block);
-  if (threadIdx.x == 0) block.turns.row_end = 0;
+  if (threadIdx.x == 0) block.cursor.row_end = 0;
   __syncthreads();
   for (int64_t first = 0; first < block.params.batch;
-       first = block.turns.first_request + kPlanned) {
+       first = block.cursor.first_request + kPlanned) {
     if (block.launch.is_shared_launch) {
-      plan_shared_turns(block);
+      plan_shared_items(block);
     } else {
-      plan_turns(block, first);
+      plan_items(block, first);
     }
     stamp(block, AttentionPhase::kPlan);
-    run_turns(block);
+    run_items(block);
     if (block.launch.is_shared_launch) return;
   }
   zero_padding(block);

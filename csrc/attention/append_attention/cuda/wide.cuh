@@ -77,7 +77,8 @@ __device__ __forceinline__ void accumulate_wide(const Block& block,
   const unsigned char* probs = block.smem + Shape::kProbs;
   const unsigned char* values = block.v_slot(tile) + lane % 16 * Shape::kRowBytes;
   LanePlace<Shape::kProbVectors> weights(lane % 16, lane / 16);
-  // B: lanes 0-15 the tokens at a column tile, 16-31 at the next.
+  // B: lanes 0-15 the tokens at a column tile, 16-31 at the next. Opaque, or each column tile's address
+  // takes a register.
   int column = opaque((warp * Block::kOutTiles + lane / 16) ^ twist<Shape::kVectors>(lane % 16));
   WideScores<Block> scores(block, tile + 1, lane, warp);
   if constexpr (kScores) clear_scores<Block>(s);

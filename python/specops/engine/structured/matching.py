@@ -268,7 +268,7 @@ class GrammarState:
     def forced(self) -> list[int]:
         """The tokens of which the grammar leaves no choice, from here on.
 
-        A grammar that took long to say so is not asked again.
+        A grammar that takes long to say so is not asked again.
         """
         if self.matcher.is_stopped() or self._forced_seconds > _DEAR_SECONDS:
             return []
