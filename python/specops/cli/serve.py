@@ -88,16 +88,6 @@ def _add_server_options(parser: argparse.ArgumentParser) -> None:
         help="bearer token that requests must carry; may be given several times, and in the "
         "environment as SPECOPS_API_KEY. Slots are shared equally among keys",
     )
-    add(
-        "--tool-call-parser",
-        choices=("hermes", "llama3_json", "mistral"),
-        help="how the model writes calls of tools (default: as its chat template teaches it)",
-    )
-    add(
-        "--chat-template",
-        metavar="FILE",
-        help="Jinja template that makes a prompt of a chat's messages (default: the model's)",
-    )
     add("--api-key-file", metavar="FILE", help="further keys, one a line")
     add(
         "--allowed-hosts",
@@ -122,6 +112,7 @@ def _add_server_options(parser: argparse.ArgumentParser) -> None:
         help="a proxy, or a network of them, whose X-Forwarded-For says where requests come from, "
         "several times for several, * for any (default: none)",
     )
+    _add_chat(parser)
     _add_limits(parser)
     add(
         "--in-process",
@@ -134,6 +125,20 @@ def _add_server_options(parser: argparse.ArgumentParser) -> None:
         choices=("debug", "info", "warning", "error"),
         default="info",
         help="(default: %(default)s)",
+    )
+
+
+def _add_chat(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add(
+        "--tool-call-parser",
+        choices=("hermes", "llama3_json", "mistral"),
+        help="how the model writes calls of tools (default: as its chat template teaches it)",
+    )
+    add(
+        "--chat-template",
+        metavar="FILE",
+        help="Jinja template that makes a prompt of a chat's messages (default: the model's)",
     )
 
 
