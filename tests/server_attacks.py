@@ -65,6 +65,7 @@ class Server:
     def __init__(self, folder: Path, options: list[str]) -> None:
         with socket.create_server(("127.0.0.1", 0)) as free:
             self.port = free.getsockname()[1]
+        self.url = f"http://127.0.0.1:{self.port}"
         self.log = folder / "log"
         command = [sys.executable, "-m", "specops.engine", "--port", str(self.port)]
         with self.log.open("w") as log:

@@ -35,11 +35,11 @@ BODIES: list[dict[str, Any]] = [
 ]
 
 
-def split_checkpoint(folder: Path, family: str) -> tuple[Path, Path]:
+def split_checkpoint(folder: Path, family: str, **changes: int) -> tuple[Path, Path]:
     """A target of random weights, and its module in a directory of its own."""
     naming, base = next(one for one in MTP_BASES if one[1][0] == family)
-    changes = {"num_hidden_layers": 2, "vocab_size": 257, **base[1]}
-    tiny = make_mtp_checkpoint(folder / "target", naming, base=(base[0], changes))
+    made = {"num_hidden_layers": 2, "vocab_size": 257, **base[1], **changes}
+    tiny = make_mtp_checkpoint(folder / "target", naming, base=(base[0], made))
     head = "lm_head.weight" if "lm_head.weight" in tiny.tensors else "model.embed_tokens.weight"
     tiny.tensors[head][40] *= 30  # one of two tokens is likely, so that some drafts are right
     tiny.tensors[head][41] = -tiny.tensors[head][40]
@@ -74,14 +74,14 @@ def servers(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[tuple[Se
     assert [*on.stop(), *off.stop()] == []
 
 
-def answers(server: Server) -> list[Any]:
+def answers(url: str) -> list[Any]:
     """To all requests at once: the answers but for what names the request and counts drafts."""
 
     def answer(body: dict[str, Any]) -> list[Any]:
         asked = {"max_tokens": 24, "ignore_eos": True, "logprobs": 2, **body}
-        url = f"http://127.0.0.1:{server.port}/v1/completions"
-        done = httpx.post(url, json=asked, timeout=60).raise_for_status().json()
-        return [(one["text"], one["finish_reason"], one["logprobs"]) for one in done["choices"]]
+        done = httpx.post(f"{url}/v1/completions", json=asked, timeout=60)
+        choices = done.raise_for_status().json()["choices"]
+        return [(one["text"], one["finish_reason"], one["logprobs"]) for one in choices]
 
     with ThreadPoolExecutor(len(BODIES)) as pool:
         return list(pool.map(answer, BODIES))
@@ -89,7 +89,7 @@ def answers(server: Server) -> list[Any]:
 
 def test_answers_are_equal_with_and_without_speculation(servers: tuple[Server, Server]) -> None:
     on, off = servers
-    assert answers(on) == answers(off)
+    assert answers(on.url) == answers(off.url)
     drafted, accepted = (
         [one.metrics()[f"specops:spec_decode_num_{what}_tokens_total{{}}"] for one in servers]
         for what in ("draft", "accepted")

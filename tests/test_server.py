@@ -35,7 +35,7 @@ from checkpoints import make_checkpoint
 from fake_engine import FakeEngine
 from mtp_checkpoints import make_mtp_model
 from prometheus_client.parser import text_string_to_metric_families
-from serving import Served, serving, wait_for
+from serving import Served, serving, serving_app, wait_for
 from specops.cli.config_file import arguments_of
 from specops.cli.serve import _parser, main
 from specops.engine import (
@@ -48,7 +48,7 @@ from specops.engine import (
 )
 from specops.engine.config import BUNDLED_MODEL
 from specops.engine.models import Transformer
-from specops.server import Access
+from specops.server import Access, make_app
 from specops.server.answers import TextAnswer
 from specops.server.chat import ChatFormat
 from specops.server.dispatch import Dispatch
@@ -1866,6 +1866,43 @@ def test_a_broken_chat_template_is_not_served(
     (tmp_path / "chat_template.jinja").write_text("{% if %}")
     assert main(["--model", str(tmp_path), "--device", "cpu"]) == 2
     assert "the model's chat template is broken" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "text,said", [("{% if %}", "chat template is broken"), (None, "No such file")]
+)
+def test_a_chat_template_that_cannot_be_read_is_not_served(
+    capsys: pytest.CaptureFixture[str], model_dir: Path, tmp_path: Path, text: str | None, said: str
+) -> None:
+    file = tmp_path / "own.jinja"
+    if text is not None:
+        file.write_text(text)
+    given = ["--model", str(model_dir), "--device", "cpu", "--chat-template", str(file)]
+    assert main(given) == 2
+    error = capsys.readouterr().err
+    assert error.startswith(f"specops: chat_template {file}: ") and said in error
+
+
+def test_a_chat_template_of_its_own(tmp_path: Path) -> None:
+    (tmp_path / "own.jinja").write_text("{% for m in messages %}{{ m.content }}!{% endfor %}")
+    engine = FakeEngine()
+    app = make_app(
+        ThreadClient(engine),  # type: ignore[arg-type]
+        engine.tokenizer,
+        chat_template=tmp_path / "own.jinja",
+    )
+    with serving_app(app) as url:
+        asked = {"messages": [{"role": "user", "content": "abc"}]}
+        tokens = HTTP.post(f"{url}/tokenize", json=asked).json()["tokens"]
+    assert engine.tokenizer.decode(tokens) == "abc!"
+
+
+@pytest.mark.parametrize("name", ["embeddings", "responses", "messages"])
+def test_other_apis_are_refused_by_name(fake: Served, name: str) -> None:
+    answer = HTTP.post(f"{fake.url}/v1/{name}", json={"input": "x"})
+    assert answer.status_code == 404
+    error = answer.json()["error"]
+    assert error["code"] == "unknown_url" and len(error["message"].split(": ")) == 3
 
 
 def test_unknown_arguments_exit_with_2() -> None:

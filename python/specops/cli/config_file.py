@@ -7,6 +7,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+from specops.cli.fastdeploy import require_known
+
 
 def arguments_of(file: str, parser: argparse.ArgumentParser) -> list[str]:
     """The options of a file as arguments, to be put in front of those of the command line.
@@ -26,6 +28,8 @@ def arguments_of(file: str, parser: argparse.ArgumentParser) -> list[str]:
     arguments: list[str] = []
     for name, value in options.items():
         flag = f"--{str(name).replace('_', '-')}"
+        if flag not in flags:
+            require_known(flag)
         if flag not in flags or flag in ("--config", "--help"):
             near = difflib.get_close_matches(flag, flags, n=1)
             hint = f"; the nearest is {near[0].removeprefix('--')}" if near else ""

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from specops.cli.config_file import arguments_of
+from specops.cli.fastdeploy import require_known
 from specops.cli.options import add_engine_options, engine_settings, plain_settings
 from specops.cli.roles import add_role_options, add_scheduler_options, role_settings, scheduled
 from specops.engine.config import EngineConfig
@@ -92,11 +93,6 @@ def _add_server_options(parser: argparse.ArgumentParser) -> None:
         help="bearer token that requests must carry; may be given several times, and in the "
         "environment as SPECOPS_API_KEY. Slots are shared equally among keys",
     )
-    add(
-        "--tool-call-parser",
-        choices=("hermes", "llama3_json", "mistral"),
-        help="how the model writes calls of tools (default: as its chat template teaches it)",
-    )
     add("--api-key-file", metavar="FILE", help="further keys, one a line")
     add(
         "--allowed-hosts",
@@ -121,6 +117,7 @@ def _add_server_options(parser: argparse.ArgumentParser) -> None:
         help="a proxy, or a network of them, whose X-Forwarded-For says where requests come from, "
         "several times for several, * for any (default: none)",
     )
+    _add_chat(parser)
     _add_limits(parser)
     add(
         "--in-process",
@@ -133,6 +130,20 @@ def _add_server_options(parser: argparse.ArgumentParser) -> None:
         choices=("debug", "info", "warning", "error"),
         default="info",
         help="(default: %(default)s)",
+    )
+
+
+def _add_chat(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add(
+        "--tool-call-parser",
+        choices=("hermes", "llama3_json", "mistral"),
+        help="how the model writes calls of tools (default: as its chat template teaches it)",
+    )
+    add(
+        "--chat-template",
+        metavar="FILE",
+        help="Jinja template that makes a prompt of a chat's messages (default: the model's)",
     )
 
 
@@ -253,6 +264,7 @@ def _app(
         body_timeout=args.body_timeout,
         metrics_apart=metrics_listener is not None,
         tool_call_parser=args.tool_call_parser,
+        chat_template=args.chat_template,
         access=access,
     )
     _say_where(client, args.host, listener.getsockname()[1])
@@ -339,8 +351,11 @@ def _read(parser: argparse.ArgumentParser, given: Sequence[str]) -> argparse.Nam
     """The command line, behind the file that it may name.
 
     Raises:
-        ValueError: the file cannot be read, or holds something else than options.
+        ValueError: the file cannot be read, or holds something else than options; or a flag is
+            FastDeploy's alone.
     """
+    for argument in given:
+        require_known(argument)
     args = parser.parse_args(given)
     if args.config is None:
         return args

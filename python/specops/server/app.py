@@ -13,6 +13,7 @@ import signal
 import socket
 import sys
 from collections.abc import AsyncIterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import uvicorn
@@ -71,6 +72,13 @@ _GARBAGE_THRESHOLDS = 5_000, 20, 50
 # would be before everybody else's.
 _ACCEPTED_AT_ONCE = 8
 
+# Routes of other APIs that clients call, and what to call instead.
+_ABSENT = {
+    "/v1/embeddings": ": this server generates text, and has no embeddings",
+    "/v1/messages": ": Anthropic's API is not there yet, ask /v1/chat/completions",
+    "/v1/responses": ": this API is not there yet, ask /v1/chat/completions",
+}
+
 _READ = ["GET", "HEAD"]
 _HEALTH: dict[str, Any] = reads(Health)
 _HEALTH["responses"][503] = {"model": Health, "description": "the engine fails, or has stopped"}
@@ -86,6 +94,7 @@ def make_app(
     body_timeout: float = 60.0,
     metrics_apart: bool = False,
     tool_call_parser: str | None = None,
+    chat_template: str | Path | None = None,
     access: Access | None = None,
 ) -> FastAPI:
     """The application that serves an engine.
@@ -103,15 +112,17 @@ def make_app(
         metrics_apart: there is no /metrics, since `serve` has another port for it.
         tool_call_parser: how the model writes calls of tools, a name of `CALL_FORMS`; by default as
             its chat template teaches it. Ignored when `chat_format` is given.
+        chat_template: file of the template to use instead of the model's. Ignored likewise.
         access: by which names it is asked, from whose pages, and through which proxies; by default
             by any name, from no other page, and through no proxy.
 
     Raises:
-        ValueError: the model's chat template is broken, a key is empty, or the parser is unknown.
+        ValueError: the chat template is broken or cannot be read, a key is empty, or the parser is
+            unknown.
     """
     if not all(key.strip() for key in api_keys):
         raise ValueError("api_keys must hold keys of at least one character, got an empty one")
-    chat_format = chat_format or _chat_format(client, tokenizer, tool_call_parser)
+    chat_format = chat_format or _chat_format(client, tokenizer, tool_call_parser, chat_template)
     metrics = Metrics(client)
     dispatch = Dispatch(client, metrics, num_clients=len(set(api_keys)))
     lifespan = functools.partial(_running, dispatch)
@@ -164,17 +175,24 @@ def _add_middleware(app: FastAPI, access: Access, metrics: Metrics, clients: Cli
 
 
 def _chat_format(
-    client: EngineClient, tokenizer: Tokenizer, tool_call_parser: str | None
+    client: EngineClient,
+    tokenizer: Tokenizer,
+    tool_call_parser: str | None,
+    chat_template: str | Path | None,
 ) -> ChatFormat:
-    """What a model's directory says of chats."""
+    """What a model's directory says of chats, or a template of its own."""
     if tool_call_parser not in (None, *CALL_FORMS):
         names = ", ".join(CALL_FORMS)
         raise ValueError(f"tool_call_parser must be one of {names}, got {tool_call_parser!r}")
-    return ChatFormat.from_dir(
-        client.capabilities.model_dir,
-        tokenizer.special_tokens,
-        call_form=None if tool_call_parser is None else CALL_FORMS[tool_call_parser],
-    )
+    call_form = None if tool_call_parser is None else CALL_FORMS[tool_call_parser]
+    special = tokenizer.special_tokens
+    if chat_template is None:
+        return ChatFormat.from_dir(client.capabilities.model_dir, special, call_form=call_form)
+    try:
+        text = Path(chat_template).read_text(encoding="utf-8")
+        return ChatFormat(text, special, call_form=call_form)
+    except (OSError, ValueError) as error:
+        raise ValueError(f"chat_template {chat_template}: {error}") from None
 
 
 def _add_own_routes(app: FastAPI, client: EngineClient) -> None:
@@ -265,6 +283,7 @@ def _add_error_handlers(app: FastAPI) -> None:
     @app.exception_handler(HTTPException)
     async def no_such_route(request: Request, error: HTTPException) -> Response:
         message = f"{error.detail}: {request.method} {request.url.path}"
+        message += _ABSENT.get(request.url.path, "")
         code = "unknown_url" if error.status_code == 404 else None  # OpenAI's word
         refusal = ApiError(error.status_code, message, code=code, headers=error.headers)
         return await refuse(request, refusal)
