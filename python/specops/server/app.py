@@ -112,13 +112,12 @@ def make_app(
         metrics_apart: there is no /metrics, since `serve` has another port for it.
         tool_call_parser: how the model writes calls of tools, a name of `CALL_FORMS`; by default as
             its chat template teaches it. Ignored when `chat_format` is given.
-        chat_template: file of the template to use instead of the model's. Ignored likewise.
+        chat_template: file of one to use instead of the model's. Ignored likewise.
         access: by which names it is asked, from whose pages, and through which proxies; by default
             by any name, from no other page, and through no proxy.
 
     Raises:
-        ValueError: the chat template is broken or cannot be read, a key is empty, or the parser is
-            unknown.
+        ValueError: the chat template cannot be read, a key is empty, or the parser is unknown.
     """
     if not all(key.strip() for key in api_keys):
         raise ValueError("api_keys must hold keys of at least one character, got an empty one")
