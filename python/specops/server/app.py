@@ -102,8 +102,7 @@ def make_app(
     Args:
         client: of an engine that nobody else uses; started and stopped with the application.
         tokenizer: of the engine's model.
-        chat_format: how the messages of a chat become a prompt; by default as the directory of the
-            engine's model says.
+        chat_format: how a chat becomes a prompt, whatever the two below; by default by them.
         api_keys: clients must send one of them as bearer token to everything below /v1; none:
             everybody may ask. Those who send one key are one client; without keys, those who come
             from one address are. Slots and rows of steps are shared equally among clients.
@@ -111,8 +110,8 @@ def make_app(
         body_timeout: seconds that a client may take over its body.
         metrics_apart: there is no /metrics, since `serve` has another port for it.
         tool_call_parser: how the model writes calls of tools, a name of `CALL_FORMS`; by default as
-            its chat template teaches it. Ignored when `chat_format` is given.
-        chat_template: file of one to use instead of the model's. Ignored likewise.
+            its chat template teaches it.
+        chat_template: file of one to use instead of the model's.
         access: by which names it is asked, from whose pages, and through which proxies; by default
             by any name, from no other page, and through no proxy.
 
