@@ -6,7 +6,6 @@ Names as in its docs/parameters.md and docs/features/speculative_decoding.md.
 
 _ONE_STEP = "steps mix prompts and decoding here; --max-num-batched-tokens bounds them"
 _NO_IMAGES = "models read text alone; leave it out"
-_APART = "prefill and decode run in one server here; leave it out"
 _GRAPHS = "graphs are captured on a GPU as it is; --enforce-eager turns them off"
 _GRAMMARS = "constrained output is always there; leave it out"
 
@@ -25,7 +24,7 @@ REFUSED = {
     "--graph-optimization-config": _GRAPHS,
     "--guided-decoding-backend": _GRAMMARS,
     "--guided-decoding-disable-any-whitespace": "say --json-whitespace none",
-    "--innode-prefill-ports": _APART,
+    "--innode-prefill-ports": "servers of one topic find each other by Redis; leave it out",
     "--kv-cache-ratio": "prompts and outputs share all pages; leave it out",
     "--limit-mm-per-prompt": _NO_IMAGES,
     "--lm-head-fp32": "logits are always float32; leave it out",
@@ -38,13 +37,6 @@ REFUSED = {
     "--num-gpu-blocks-override": "say --num-pages",
     "--reasoning-parser": "reasoning is not told apart; leave it out",
     "--revision": "download that version, and give its directory as --model",
-    "--scheduler-host": _APART,
-    "--scheduler-name": _APART,
-    "--scheduler-password": _APART,
-    "--scheduler-port": _APART,
-    "--scheduler-topic": _APART,
-    "--scheduler-ttl": _APART,
-    "--splitwise-role": _APART,
     "--static-decode-blocks": "pages are taken as texts grow; leave it out",
     "--swap-space": "pages of prefixes stay in one memory; leave it out",
     "--tokenizer": "the tokenizer is the one in the directory of --model",
