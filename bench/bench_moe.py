@@ -201,7 +201,7 @@ def _run_steps(bench: Bench) -> None:
                 speculative_config=SpeculativeConfig(method="ngram", adaptive_verification=False),
             )
         )
-    model = engine._runner._parts.model
+    model = engine._runner.parts.model
     bytes_read = model.bytes_read
     seconds = engine._measure_steps(bytes_read, model.ranks)
     for rows in STEPS:

@@ -161,7 +161,7 @@ def module_shapes(engine: Engine, captured: bool = False) -> list[RecurrentShape
 
 def poison_model(device: TwinDevice, engine: Engine) -> None:
     """The model's activations, too, are gone between steps, and its modules'."""
-    owners: list[Any] = [engine._runner._parts.model]
+    owners: list[Any] = [engine._runner.parts.model]
     if "mtp" in engine.drafters:
         head = drafter_of(engine).head
         assert isinstance(head, MtpHead)

@@ -55,8 +55,8 @@ VICTIM = 1  # who fails, where it is one request
 OF_A_REQUEST = {"draft_kv", "start", "stop", "leave"}
 OF_A_STEP = {"plan", "new_step", "finish"}
 OF_A_LAUNCH = {"fill", "launch", "read"}  # a `DrafterStep`'s
-# When an engine begins, and has nothing to do.
-AT_REST = {"allocate", "forget", "gauges", "is_unsaved", "save"}
+# When an engine begins, and has nothing to do; `kv_tensors` where it has a role.
+AT_REST = {"allocate", "forget", "gauges", "is_unsaved", "kv_tensors", "save"}
 
 METHODS: dict[str, dict[str, Any]] = {
     "ngram": {"method": "ngram", "num_speculative_tokens": 4, "min_ngram_size": 1},

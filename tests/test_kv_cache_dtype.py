@@ -151,7 +151,7 @@ def test_pages_are_counted_with_their_true_bytes(model_dir: Path) -> None:
     pages = {}
     for kind in ("auto", *KINDS):
         engine = make(model_dir, METHODS["mtp"], kv_cache_dtype=kind, **config)
-        cache = engine._runner._parts.cache
+        cache = engine._runner.parts.cache
         of_modules = engine.drafters["mtp"].head.cache  # type: ignore[attr-defined]
         tensors = [*cache.tensors, *of_modules.tensors]
         assert len(tensors) == (6 if kind == "auto" else 12)

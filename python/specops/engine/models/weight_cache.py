@@ -328,7 +328,7 @@ def _bytes_of(folder: Path) -> int:
 def _code_files() -> list[Path]:
     """The Python code that decides what a packed weight is."""
     package = Path(specops.__file__).parent
-    folders = [package / "engine" / name for name in ("checkpoints", "models")]
+    folders = [package / "checkpoints", package / "engine" / "models"]
     sources = [*package.glob("*.py"), *(file for one in folders for file in one.rglob("*.py"))]
     return sorted(sources)
 
