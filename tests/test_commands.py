@@ -104,6 +104,7 @@ def test_each_command_has_a_name() -> None:
     assert (ROOT / "docs" / "examples" / "fastdeploy.yaml").read_text() == YAML
 
 
+@pytest.mark.corners(*(name for name in NAMES if name != "yaml"))  # that one is "ranks" again
 @pytest.mark.parametrize("command", COMMANDS, ids=NAMES)
 def test_answers_are_those_of_one_process_without_speculation(
     command: str, paths: dict[str, str]
