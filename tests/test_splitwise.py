@@ -25,7 +25,7 @@ import httpx
 from mtp_checkpoints import make_mtp_model
 from server_pairs import ServerProcess, servers
 from serving import Served, serving
-from specops.disaggregated.splitwise import Told, _Waiting
+from specops.disaggregated.waiting import Told, Waiting
 from specops.engine import Engine, EngineConfig, SamplingParams
 from specops.engine.outputs import TokenLogprob
 from specops.service.messages import Accepted, Event, Failed, Output, Progress, Refused, Submit
@@ -189,9 +189,9 @@ def output(text: str, first: int, end: Any = None) -> Output:
     return Output(9, 0, ids, text, logprobs, end=end)
 
 
-def waiting(streaming: bool = True) -> _Waiting:
+def waiting(streaming: bool = True) -> Waiting:
     params = SamplingParams(max_tokens=8, seed=1)
-    return _Waiting(Submit(4, "", [[1]], params, None, streaming), 0.0)
+    return Waiting(Submit(4, "", [[1]], params, None, streaming), 0.0)
 
 
 def told(run: str, place: int, *events: Event) -> Told:

@@ -20,26 +20,25 @@ import itertools
 import logging
 import secrets
 import time
-from collections import defaultdict, deque
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import msgspec
 from msgspec import Struct, structs
 from redis.exceptions import RedisError, ResponseError
 
+from specops.disaggregated.waiting import Told, Waiting
 from specops.service.client import EngineClient
 from specops.service.messages import (
     Abort,
-    Accepted,
     Batch,
     Command,
     Event,
     Failed,
     KvTransfer,
     Output,
-    Progress,
     Refused,
     Submit,
 )
@@ -77,24 +76,6 @@ class Ticket(Struct, array_like=True):
     kv_transfer: KvTransfer | None = None
 
 
-class Told(Struct, tag=True, array_like=True):
-    """What a run of a job has brought.
-
-    Attributes:
-        job: its number at the node that is told.
-        node: that runs it.
-        run: of one attempt.
-        place: of the message among those of the run.
-        events: of the job.
-    """
-
-    job: int
-    node: str
-    run: str
-    place: int
-    events: list[Event]
-
-
 class Drop(Struct, tag=True, array_like=True):
     """Nobody waits for a run any more."""
 
@@ -104,79 +85,6 @@ class Drop(Struct, tag=True, array_like=True):
 _ticket = msgspec.msgpack.Decoder(Ticket)
 _message = msgspec.msgpack.Decoder(Told | Drop, dec_hook=unpacked)
 _encode = msgspec.msgpack.Encoder(enc_hook=packed).encode
-
-
-@dataclass
-class _Counts:
-    """Of a choice: what of it has come."""
-
-    tokens: int = 0
-    text: int = 0
-    progress: int = 0
-
-
-@dataclass
-class _Waiting:
-    """A job that came in here."""
-
-    job: Submit
-    since: float
-    sent: dict[int, _Counts] = field(default_factory=lambda: defaultdict(_Counts))  # by choice
-    # Of each run: the place that comes next, and what it has told.
-    places: dict[str, int] = field(default_factory=dict)
-    told: dict[tuple[str, int], _Counts] = field(default_factory=lambda: defaultdict(_Counts))
-    runner: tuple[str, str] | None = None  # the last node and run that told something
-    accepted_at: float = 0.0
-    ended: set[int] = field(default_factory=set)
-
-    def news(self, told: Told) -> list[Event]:
-        """What a message says that has not been said yet."""
-        if told.place != self.places.setdefault(told.run, 0):
-            return []  # it came twice; or one before it is lost, and so is the run
-        self.places[told.run] += 1
-        self.runner = told.node, told.run
-        return [new for event in told.events if (new := self._new(told.run, event)) is not None]
-
-    def _new(self, run: str, event: Event) -> Event | None:
-        event.job = self.job.job
-        if isinstance(event, Accepted):
-            if self.accepted_at:
-                return None
-            self.accepted_at = time.perf_counter()
-            return event
-        if isinstance(event, Refused) and self.accepted_at:  # by another node than the one before
-            return Failed(event.job, event.message)
-        if not isinstance(event, (Progress, Output)):
-            return event
-        if event.index in self.ended:
-            return None
-        sent, told = self.sent[event.index], self.told[run, event.index]
-        if isinstance(event, Progress):
-            told.progress += event.num_tokens
-            event.num_tokens = told.progress - sent.progress
-            sent.progress = max(sent.progress, told.progress)
-            return event if event.num_tokens > 0 else None
-        return self._new_output(event, sent, told)
-
-    def _new_output(self, event: Output, sent: _Counts, told: _Counts) -> Output | None:
-        known_tokens = max(sent.tokens - told.tokens, 0)
-        known_text = max(sent.text - told.text, 0)
-        told.tokens += len(event.token_ids)
-        told.text += len(event.text)
-        if event.end is not None:
-            self.ended.add(event.index)
-            event.end.begun = self.accepted_at  # another machine has another clock
-        elif told.tokens <= sent.tokens and told.text <= sent.text and known_tokens:
-            return None
-        if sent.tokens or sent.text:
-            event.prompt_logprobs = None
-        if known_tokens:
-            event.token_ids = event.token_ids[known_tokens:]
-            event.logprobs = event.logprobs[known_tokens:]
-            event.drafts = None  # of a step that another run did otherwise
-        event.text = event.text[known_text:]
-        sent.tokens, sent.text = max(sent.tokens, told.tokens), max(sent.text, told.text)
-        return event
 
 
 @dataclass
@@ -225,7 +133,7 @@ class SplitwiseClient(EngineClient):
             "mixed": [*self._streams.values()],
         }[role]
         self._numbers = itertools.count()  # of runs, for the engine
-        self._waiting: dict[int, _Waiting] = {}
+        self._waiting: dict[int, Waiting] = {}
         self._runs: dict[int, _Run] = {}
         # Commands for Redis, in order: all of one are carried out or none.
         self._outbox: deque[list[tuple[Any, ...]]] = deque()
@@ -262,7 +170,7 @@ class SplitwiseClient(EngineClient):
             if command.params.seed is None:  # every run has to draw the same
                 seeded = replace(command.params, seed=secrets.randbits(53))
                 command = structs.replace(command, params=seeded)
-            self._waiting[command.job] = _Waiting(command, time.monotonic())
+            self._waiting[command.job] = Waiting(command, time.monotonic())
             self._enqueue(command)
         elif isinstance(command, Abort):
             waiting = self._waiting.pop(command.job, None)

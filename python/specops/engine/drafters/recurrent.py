@@ -380,15 +380,17 @@ class RecurrentStep(DrafterStep):
         """Takes over how likely the head holds its drafts, and makes trees of chains."""
         if not self._logprobs:
             return
-        logprobs = np.array([array.host for array in self._logprobs])
+        logprobs = np.array([array.host[: len(parts)] for array in self._logprobs])
+        counts = proposals.counts[[part.request.slot for part in parts]]
+        # Nothing has written those of passes that did not draft for a request.
+        written = np.arange(len(logprobs))[:, None] < counts
+        probs = np.exp(np.minimum(np.where(written, logprobs, 0), 0)).clip(1e-6, 1)
         for index, part in enumerate(parts):
             progress = self._drafter.progress_of(part)
             if progress is not None and progress.redraft_len >= 0:
                 slot = part.request.slot
-                # Nothing has written those of passes that did not draft for it.
-                count = min(int(proposals.counts[slot]), len(logprobs))
-                own = np.exp(np.minimum(logprobs[:count, index], 0))
-                proposals.confidences[slot, :count] = own.clip(1e-6, 1)
+                count = min(int(counts[index]), len(probs))
+                proposals.confidences[slot, :count] = probs[:count, index]
                 if self._likeliest and part.request.speculative.tree:
                     self._branch(part, index, proposals)
 
