@@ -2,7 +2,9 @@
 """Servers as processes of their own, and a router that drives a pair of them as vLLM's do."""
 
 import contextlib
+import json
 import os
+import random
 import signal
 import socket
 import subprocess
@@ -12,11 +14,24 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import httpx
+from serving import Served, serving
+from specops.engine import Engine, EngineConfig
+
+SETTINGS = {"device": "cpu", "num_threads": 1, "num_pages": 512, "seed": 5, "page_size": 16}
+MTP = json.dumps({"method": "mtp", "num_speculative_tokens": 3})
 
 _FAILED = (500, 502, 503)
+
+
+def free_port() -> int:
+    """A port that nobody has at the moment."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return int(free.getsockname()[1])
 
 
 class ServerProcess:
@@ -27,9 +42,7 @@ class ServerProcess:
     """
 
     def __init__(self, options: Sequence[str]) -> None:
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            self.port = free.getsockname()[1]
+        self.port = free_port()
         self.url = f"http://127.0.0.1:{self.port}"
         self._command = [sys.executable, "-m", "specops", "serve", *options]
         self._command += ["--port", str(self.port), "--log-level", "error"]
@@ -83,6 +96,58 @@ def servers(*options: Sequence[str]) -> Iterator[list[ServerProcess]]:
     finally:
         for one in started:
             one.kill()
+
+
+def bodies(count: int, seed: int) -> list[dict[str, Any]]:
+    """Requests of all kinds: greedy and seeded, with logprobs, of several methods and lengths."""
+    draw = random.Random(seed)
+    methods: list[dict[str, Any]] = [
+        {},
+        {"speculative_config": {"method": "naive"}},
+        {"speculative_config": {"method": "ngram", "num_speculative_tokens": 4}},
+        {"speculative_config": {"method": "suffix", "num_speculative_tokens": 4}},
+    ]
+    return [
+        {
+            "prompt": draw.choices(range(3, 250), k=draw.randint(1, 150)),
+            "max_tokens": draw.randint(1, 24),
+            "temperature": draw.choice([0.0, 0.9]),
+            "seed": draw.randint(0, 1000),
+            "logprobs": draw.randint(0, 2),
+            "n": draw.choice([1, 1, 1, 2]),
+            **draw.choice(methods),
+        }
+        for _ in range(count)
+    ]
+
+
+def options(model: Path, *more: str) -> list[str]:
+    given = [("--" + name.replace("_", "-"), str(value)) for name, value in SETTINGS.items()]
+    plain = [text for pair in given for text in pair]
+    return ["--model", str(model), "--speculative-config", MTP, *plain, *more]
+
+
+@contextlib.contextmanager
+def one_server(model: Path, **more: Any) -> Iterator[Served]:
+    """A server of one process with the options of `options`, in a thread."""
+    config = {"model": str(model), "speculative_config": MTP, **SETTINGS, **more}
+    with serving(Engine(EngineConfig.from_plain(config))) as one:
+        yield one
+
+
+def choices_of(server: Served, asked: list[dict[str, Any]]) -> list[Any]:
+    with httpx.Client(timeout=60) as http:
+        answers = [http.post(f"{server.url}/v1/completions", json=body) for body in asked]
+    return [answer.json()["choices"] for answer in answers]
+
+
+def wait_until_idle(server: ServerProcess) -> None:
+    """All pages are back."""
+    end = time.monotonic() + 20
+    names = ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc")
+    while any(server.gauge(name) for name in names):
+        assert time.monotonic() < end, "a page or a request is left"
+        time.sleep(0.05)
 
 
 class Router:

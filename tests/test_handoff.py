@@ -126,8 +126,10 @@ def pair(models: dict[str, Path]) -> tuple[PagesEngine, PagesEngine, Pages]:
 
 
 WRONG: dict[str, tuple[dict[str, Any], str]] = {
-    "version": ({"version": 2}, "version must be 1, got 2"),
+    "version": ({"version": 1}, "version must be 2, got 1"),
     "contract": ({"contract": "0" * 16}, "contract must be '.*', got '0000000000000000'"),
+    "ranks": ({"num_ranks": 2}, "num_ranks must be 1, got 2"),
+    "rank": ({"rank": 1}, "rank must be 0, got 1"),
     "page_size": ({"page_size": 32}, "page_size must be 16, got 32"),
     "model": ({"model": []}, r"model must be \[Layout.*, got \[\]"),
     "prompt": ({"token_ids": [1]}, "token_ids must be the request's prompt"),
@@ -172,13 +174,6 @@ def test_without_room_nothing_is_put_in(models: dict[str, Path]) -> None:
     assert decode.give_pages(pages, short) == 2 and decode.num_free_pages == 3
 
 
-@pytest.mark.parametrize(
-    "more,message",
-    [
-        ({"enable_prefix_caching": False}, "enable_prefix_caching must be on for a role"),
-        ({"tensor_parallel_size": 2}, "tensor_parallel_size must be 1 for a role"),
-    ],
-)
-def test_what_a_role_needs(models: dict[str, Path], more: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        make(NAIVE, model=str(models["heads"]), **more)
+def test_a_role_needs_a_prefix_cache(models: dict[str, Path]) -> None:
+    with pytest.raises(ValueError, match="enable_prefix_caching must be on for a role"):
+        make(NAIVE, model=str(models["heads"]), enable_prefix_caching=False)

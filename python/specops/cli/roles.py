@@ -30,7 +30,13 @@ def add_role_options(parser: argparse.ArgumentParser) -> None:
         help="where pages of prompts are to be had, by others of --kv-peers, who trust it: neither "
         "encrypted nor signed (default: %(default)s)",
     )
-    add("--kv-port", type=int, default=0, metavar="PORT", help="of --kv-host (default: a free one)")
+    add(
+        "--kv-port",
+        type=int,
+        default=0,
+        metavar="PORT",
+        help="of --kv-host, and of further ranks those behind it (default: free ones)",
+    )
     add(
         "--kv-peers",
         metavar="HOST",
@@ -65,8 +71,9 @@ def role_settings(args: argparse.Namespace) -> "RoleSettings | None":
         return None
     if args.in_process:
         raise ValueError("role needs an engine in a process of its own, got in_process")
-    if not 0 <= args.kv_port < 1 << 16:
-        raise ValueError(f"kv_port must be in [0, 65535], got {args.kv_port}")
+    most = 65536 - (args.tensor_parallel_size or 1)  # every rank has a port
+    if not 0 <= args.kv_port <= most:
+        raise ValueError(f"kv_port must be in [0, {most}], got {args.kv_port}")
     if not 0 < args.kv_lease_seconds < math.inf:
         raise ValueError(f"kv_lease_seconds must be above 0, got {args.kv_lease_seconds}")
     if args.kv_lease_bytes < 0:

@@ -54,10 +54,12 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "guided_regex": (),
     "modalities": (["text"],),
     "moderation": (),
+    "no_stop_trim": (False,),
     "parallel_tool_calls": (True, False),
     "prediction": (),
     "prompt_cache_options": ({}, {"mode": "implicit"}),
     "prompt_cache_retention": ("in_memory",),
+    "return_hidden_states": (False,),
     "service_tier": ("auto", "default"),
     "skip_special_tokens": (True,),
     "spaces_between_special_tokens": (True,),
@@ -83,6 +85,9 @@ class StreamOptions(Strict):
     include_obfuscation: Literal[False] = False  # padding of chunks, which there is none of
 
 
+_Port = Annotated[int, Field(ge=1, le=65535)]
+
+
 class KvTransferParams(Strict):
     """Where the prompt's pages are, or are to go: vLLM's fields, as its routers send them."""
 
@@ -92,7 +97,8 @@ class KvTransferParams(Strict):
     remote_request_id: str | None = None
     remote_block_ids: list[int] | None = Field(None, fail_fast=True)
     remote_host: str | None = None
-    remote_port: Annotated[int, Field(ge=1, le=65535)] | None = None
+    remote_port: _Port | None = None
+    remote_ports: list[_Port] | None = Field(None, fail_fast=True)
     tp_size: Literal[1] | None = None
 
     def as_message(self) -> KvTransfer | None:

@@ -17,6 +17,8 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
+from msgspec import structs
+
 import specops
 from specops.engine.config import EngineConfig
 from specops.engine.device import open_device
@@ -24,11 +26,12 @@ from specops.engine.engine import Engine
 from specops.engine.outputs import RequestOutput
 from specops.engine.parallel.group import Group
 from specops.service.loop import Compiled, Inbox
-from specops.service.messages import Command, NoEngine
+from specops.service.messages import Command, Fetched, NoEngine
 from specops.service.process import EngineProcess
 from specops.service.wire import (
     Frames,
     GrammarReady,
+    RoleSettings,
     Setup,
     Taken,
     encoded,
@@ -102,7 +105,12 @@ class Followers:
         setup.store = str(Path(self._folder) / "meeting")
         self._lost, self._is_ending = lost, False
         self._processes = [
-            EngineProcess(Setup(_of_rank(settings, rank), "error", rank, setup.store))
+            EngineProcess(
+                Setup(
+                    *(_of_rank(settings, rank), "error", rank, setup.store),
+                    role=_role_of_rank(setup.role, rank),
+                )
+            )
             for rank in range(1, size)
         ]
         setup.settings = _of_rank(settings, 0)
@@ -154,6 +162,11 @@ def _of_rank(settings: dict[str, object], rank: int) -> dict[str, object]:
     return {**settings, "device": f"cuda:{rank}" if is_gpu else "cpu"}
 
 
+def _role_of_rank(role: RoleSettings | None, rank: int) -> RoleSettings | None:
+    """The transport of a rank: each has its own port."""
+    return structs.replace(role, port=role.port + rank) if role and role.port else role
+
+
 def _rest(connection: socket.socket) -> Iterator[memoryview]:
     """All that is still said on a connection."""
     frames = Frames()
@@ -180,7 +193,7 @@ class LeadInbox:
     def __init__(self, inbox: Inbox, followers: Followers) -> None:
         self._inbox, self._followers = inbox, followers
 
-    def put(self, command: Compiled) -> None:
+    def put(self, command: Compiled | Fetched) -> None:
         """Adds one, from any thread."""
         self._inbox.put(command)
 
@@ -205,8 +218,10 @@ class FollowInbox:
         self._compiled: dict[int, Compiled] = {}  # by job
         self._has_compiled = threading.Condition()
 
-    def put(self, command: Compiled) -> None:
+    def put(self, command: Compiled | Fetched) -> None:
         """Adds one, from any thread; it counts when the first rank has taken its own."""
+        if isinstance(command, Fetched):
+            return
         with self._has_compiled:
             self._compiled[command.job] = command
             self._has_compiled.notify_all()

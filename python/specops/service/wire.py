@@ -13,7 +13,17 @@ from msgspec import Struct
 from specops.engine.outputs import PromptLogprobs
 from specops.engine.sampling_params import SamplingParams
 from specops.engine.structured import StructuredOutput
-from specops.service.messages import Abort, Batch, Begin, Hello, KvTransfer, NoEngine, Stop, Submit
+from specops.service.messages import (
+    Abort,
+    Batch,
+    Begin,
+    Fetched,
+    Hello,
+    KvTransfer,
+    NoEngine,
+    Stop,
+    Submit,
+)
 
 T = TypeVar("T")
 
@@ -26,7 +36,8 @@ class RoleSettings(Struct, array_like=True, frozen=True):
 
     Attributes:
         role: "prefill", "decode" or "mixed".
-        host, port: where its transport listens; port 0: any free one.
+        host, port: where its transport listens; port 0: any free one. Rank `i` of several listens
+            `i` ports further.
         peers: hosts that it fetches pages from.
         lease_seconds: that pages wait for their reader.
         lease_bytes: most bytes of pages that wait.
@@ -137,11 +148,13 @@ def unpacked(kind: type, value: Any) -> Any:
     return PromptLogprobs.unpacked(value)
 
 
-ToProcess = Setup | Begin | Submit | Abort | Stop | Taken | GrammarReady
+ToProcess = Setup | Begin | Submit | Abort | Fetched | Stop | Taken | GrammarReady
 FromProcess = Hello | NoEngine | Batch
 
 _encoder = msgspec.msgpack.Encoder(enc_hook=packed)
-_to_process = msgspec.msgpack.Decoder(Setup | Begin | _Submit | Abort | Stop | Taken | GrammarReady)
+_to_process = msgspec.msgpack.Decoder(
+    Setup | Begin | _Submit | Abort | Fetched | Stop | Taken | GrammarReady
+)
 _from_process = msgspec.msgpack.Decoder(FromProcess, dec_hook=unpacked)
 
 
