@@ -34,6 +34,31 @@ def free_port() -> int:
         return int(free.getsockname()[1])
 
 
+class Redis:
+    """A server without a disk: whoever starts it again finds nothing."""
+
+    def __init__(self, password: str) -> None:
+        self.port, self._password = free_port(), password
+        self.start()
+
+    def start(self) -> None:
+        """Starts it (again)."""
+        command = ["redis-server", "--port", str(self.port), "--requirepass", self._password]
+        command += ["--save", "", "--appendonly", "no", "--bind", "127.0.0.1"]
+        self._process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
+
+    def kill(self) -> None:
+        """Ends it at once."""
+        self._process.kill()
+        self._process.wait()
+
+    def client(self) -> Any:
+        """A connection to it."""
+        import redis
+
+        return redis.Redis(port=self.port, password=self._password)
+
+
 class ServerProcess:
     """`specops serve` in a process of its own, which can be killed and started again.
 
@@ -53,7 +78,7 @@ class ServerProcess:
         """Starts it (again)."""
         self._process = subprocess.Popen(self._command, start_new_session=True)
 
-    def wait(self, seconds: float = 60.0) -> None:
+    def wait(self, seconds: float = 240.0) -> None:
         """Waits until it answers."""
         end = time.monotonic() + seconds
         while time.monotonic() < end:
@@ -150,8 +175,19 @@ def wait_until_idle(server: ServerProcess) -> None:
         time.sleep(0.05)
 
 
+# What vllm-router 0.1.17 adds to completions, asked or not.
+ADDED_BY_VLLM = {
+    "no_stop_trim": False,
+    "ignore_eos": False,
+    "skip_special_tokens": True,
+    "return_hidden_states": False,
+}
+
+
 class Router:
     """Sends each request to the prefill server, and then to the decode server with what it said.
+
+    The fields are those of `vllm-router --vllm-pd-disaggregation`.
 
     Where one of them cannot be reached, the other one, or the same one later, gets the request.
 
@@ -178,7 +214,14 @@ class Router:
         absent = dict.fromkeys(
             ["remote_engine_id", "remote_block_ids", "remote_host", "remote_port"]
         )
-        first = {**body, "max_tokens": 1, "kv_transfer_params": params | absent}
+        body = {**ADDED_BY_VLLM, **body}
+        first = {
+            **body,
+            "max_tokens": 1,
+            "min_tokens": 1,
+            "stream": False,
+            "kv_transfer_params": params | absent,
+        }
         told = self._post(self.prefill, first)
         with self._lock:
             self.handed_over += told is not None

@@ -19,6 +19,7 @@ from server_pairs import (
     ServerProcess,
     bodies,
     choices_of,
+    one_server,
     options,
     servers,
     wait_until_idle,
@@ -76,6 +77,21 @@ def test_a_server_that_is_killed_loses_no_request(
     assert answers == choices_of(together, asked)
     assert [router.answers[place] for place in range(count)] == [1] * count
     victim.wait()
+
+
+@pytest.mark.prove
+def test_ranks_hand_over_their_own_shares(mtp_model: Path) -> None:
+    """Two ranks compute prompts, two others go on: the bits of one process with two summands."""
+    size = ("--tensor-parallel-size", "2")
+    roles = [options(mtp_model, "--role", role, *size) for role in ("prefill", "decode")]
+    asked = bodies(40, seed=3)
+    with servers(*roles) as both, one_server(mtp_model, exact_across_tp=2) as one:
+        router = Router(both[0].url, both[1].url)
+        assert router.run(asked) == choices_of(one, asked)
+        pages = sum((len(body["prompt"]) - 1) // 16 for body in asked)
+        assert both[1].gauge("prefix_cache_hits_total") >= 16 * pages
+        for server in both:
+            wait_until_idle(server)
 
 
 REFUSED: list[tuple[str, dict[str, Any], dict[str, Any], str]] = [

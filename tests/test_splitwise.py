@@ -4,7 +4,6 @@
 
 import json
 import shutil
-import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -21,7 +20,7 @@ if shutil.which("redis-server") is None:
     pytest.skip("redis-server is not installed", allow_module_level=True)
 
 import httpx
-from server_pairs import ServerProcess, bodies, choices_of, free_port, options, servers
+from server_pairs import Redis, ServerProcess, bodies, choices_of, options, servers
 from serving import Served
 from specops.disaggregated.waiting import Told, Waiting
 from specops.engine import SamplingParams
@@ -31,31 +30,9 @@ from specops.service.messages import Accepted, Event, Failed, Output, Progress, 
 PASSWORD = "secret"
 
 
-class Redis:
-    """A server without a disk: whoever starts it again finds nothing."""
-
-    def __init__(self) -> None:
-        self.port = free_port()
-        self.start()
-
-    def start(self) -> None:
-        command = ["redis-server", "--port", str(self.port), "--requirepass", PASSWORD]
-        command += ["--save", "", "--appendonly", "no", "--bind", "127.0.0.1"]
-        self._process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
-
-    def kill(self) -> None:
-        self._process.kill()
-        self._process.wait()
-
-    def client(self) -> Any:
-        import redis
-
-        return redis.Redis(port=self.port, password=PASSWORD)
-
-
 @pytest.fixture(scope="module")
 def redis() -> Iterator[Redis]:
-    server = Redis()
+    server = Redis(PASSWORD)
     yield server
     server.kill()
 
