@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from specops.service.client import EngineClient
-    from specops.service.wire import RoleSettings
+    from specops.service.wire import KvEventSettings, RoleSettings
 
 ROLES = ("prefill", "decode", "mixed")
 _LOOPBACK = ["127.0.0.1", "localhost", "::1"]
@@ -88,6 +88,45 @@ def role_settings(args: argparse.Namespace) -> "RoleSettings | None":
         args.kv_lease_seconds,
         args.kv_lease_bytes,
     )
+
+
+def add_kv_event_options(parser: argparse.ArgumentParser) -> None:
+    """Adds those of telling routers what the prefix cache has."""
+    add = parser.add_argument
+    add(
+        "--kv-events-endpoint",
+        metavar="ENDPOINT",
+        help="publish what the prefix cache has, in vLLM's messages, on this endpoint of ZeroMQ, "
+        "such as tcp://127.0.0.1:5557 (default: nowhere)",
+    )
+    add("--kv-events-topic", default="", help="of these messages (default: empty)")
+    add(
+        "--kv-events-replay",
+        default="",
+        metavar="ENDPOINT",
+        help="where who has missed messages asks for them (default: nowhere)",
+    )
+
+
+def kv_event_settings(args: argparse.Namespace) -> "KvEventSettings | None":
+    """What these options say; None: nothing is told.
+
+    Raises:
+        ModuleNotFoundError: pyzmq is not installed, or a package that the server needs.
+        ValueError: an option needs another.
+    """
+    if args.kv_events_endpoint is None:
+        for name in ("kv_events_topic", "kv_events_replay"):
+            if getattr(args, name):
+                raise ValueError(f"{name} needs kv_events_endpoint")
+        return None
+    if args.in_process:
+        raise ValueError("kv_events_endpoint needs an engine in a process of its own")
+    import zmq  # noqa: F401  (the engine's process needs it; here it is told by name)
+
+    from specops.service.wire import KvEventSettings
+
+    return KvEventSettings(args.kv_events_endpoint, args.kv_events_topic, args.kv_events_replay)
 
 
 def add_scheduler_options(parser: argparse.ArgumentParser) -> None:

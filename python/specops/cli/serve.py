@@ -19,7 +19,14 @@ from typing import TYPE_CHECKING, Any
 from specops.cli.config_file import arguments_of
 from specops.cli.fastdeploy import require_known
 from specops.cli.options import add_engine_options, engine_settings, plain_settings
-from specops.cli.roles import add_role_options, add_scheduler_options, role_settings, scheduled
+from specops.cli.roles import (
+    add_kv_event_options,
+    add_role_options,
+    add_scheduler_options,
+    kv_event_settings,
+    role_settings,
+    scheduled,
+)
 from specops.engine.config import EngineConfig
 from specops.tokenizer import Tokenizer
 
@@ -28,9 +35,10 @@ if TYPE_CHECKING:
 
     from specops.service.client import EngineClient
     from specops.service.process import EngineProcess
-    from specops.service.wire import RoleSettings
+    from specops.service.wire import KvEventSettings, RoleSettings
 
 _PROGRAM = "python -m specops.engine"
+_EXTRAS = {"redis": "redis", "zmq": "events"}  # that have packages beside the server's
 
 
 def _parser(program: str = _PROGRAM) -> argparse.ArgumentParser:
@@ -56,6 +64,7 @@ def _parser(program: str = _PROGRAM) -> argparse.ArgumentParser:
     add_engine_options(parser)
     _add_server_options(parser)
     add_role_options(parser)
+    add_kv_event_options(parser)
     add_scheduler_options(parser)
     return parser
 
@@ -206,14 +215,14 @@ def serve(given: Sequence[str], program: str) -> int:
         try:
             settings = plain_settings(args)
             config = EngineConfig.from_plain(settings)
-            role = role_settings(args)
+            role, events = role_settings(args), kv_event_settings(args)
             process = None
             if not args.in_process:  # it loads while everything else is made ready
-                process = _process(settings, args.log_level, role)
+                process = _process(settings, args.log_level, role, events)
                 stack.callback(process.kill)
             app, options = _app(args, config, process)
         except ModuleNotFoundError as error:
-            extra = "redis" if error.name == "redis" else "server"
+            extra = _EXTRAS.get(error.name or "", "server")
             return _fail(
                 f"the server needs {error.name}, which is not installed: "
                 f"pip install 'specops[{extra}]'"
@@ -227,12 +236,15 @@ def serve(given: Sequence[str], program: str) -> int:
 
 
 def _process(
-    settings: dict[str, Any], log_level: str, role: "RoleSettings | None"
+    settings: dict[str, Any],
+    log_level: str,
+    role: "RoleSettings | None",
+    events: "KvEventSettings | None",
 ) -> "EngineProcess":
     from specops.service.process import EngineProcess
     from specops.service.wire import Setup
 
-    return EngineProcess(Setup(settings, log_level, role=role))
+    return EngineProcess(Setup(settings, log_level, role=role, kv_events=events))
 
 
 def _app(

@@ -55,6 +55,8 @@ class Engine:
             cannot be used.
     """
 
+    _pool_type = PagePool
+
     def __init__(self, config: EngineConfig | None = None, ranks: Ranks | None = None) -> None:
         self.config = config = config or EngineConfig()
         # A wrong SPECOPS_NUM_THREADS is refused here, before a file is read.
@@ -92,7 +94,9 @@ class Engine:
         )
         self._drafting.allocate(self.num_pages)
         caching = config.enable_prefix_caching
-        self._pool = PagePool(self.num_pages, config.page_size, enable_prefix_caching=caching)
+        self._pool = self._pool_type(
+            self.num_pages, config.page_size, enable_prefix_caching=caching
+        )
         self._cascade_bytes_per_token = model.bytes_of_whole_layers()
         finder = prefix_finder_of(config, model, self._pool)
         free_rows = FREE_ROWS[self._device.device.type]

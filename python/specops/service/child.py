@@ -159,6 +159,10 @@ def _serve(
                 exchange = stack.enter_context(exchange_of(engine, setup.role, commands, send))
                 commands, send = exchange, exchange.send
                 role, contract = setup.role.role, exchange.contract
+            if setup.kv_events is not None:
+                from specops.disaggregated.kv_events import KvEvents
+
+                send = stack.enter_context(KvEvents(engine, setup.kv_events, send)).send
             hello = Hello(capabilities_of(engine, role, contract), status_of(engine))
         except ValueError as error:
             parent.refuse(str(error))
@@ -207,6 +211,25 @@ def _watch(connection: socket.socket, loaded: threading.Event) -> None:
             os._exit(1)
 
 
+def _kind_of(setup: Setup) -> "tuple[type[Any], bool]":
+    """The engine of a process, and whether it is one of several ranks."""
+    is_rank = setup.settings.get("tensor_parallel_size", 1) > 1
+    kind: type[Engine]
+    if setup.role is not None and is_rank:
+        from specops.disaggregated.exchange import PagesRankEngine as kind
+    elif setup.role is not None:
+        from specops.disaggregated.handoff import PagesEngine as kind
+    elif is_rank:
+        from specops.service.lockstep import RankEngine as kind
+    else:
+        from specops.engine.engine import Engine as kind
+    if setup.kv_events is not None:
+        from specops.disaggregated.kv_events import telling
+
+        kind = telling(kind)
+    return kind, is_rank
+
+
 def main() -> None:
     """Runs an engine behind the socket whose number is the last argument; does not return."""
 
@@ -214,23 +237,9 @@ def main() -> None:
         import torch
 
         from specops.engine.config import EngineConfig
-        from specops.engine.engine import Engine
 
-        is_rank = setup.settings.get("tensor_parallel_size", 1) > 1
-        if setup.role is not None and is_rank:
-            from specops.disaggregated.exchange import PagesRankEngine
-
-            engine: Engine = PagesRankEngine(setup)
-        elif setup.role is not None:
-            from specops.disaggregated.handoff import PagesEngine
-
-            engine = PagesEngine(EngineConfig.from_plain(setup.settings))
-        elif is_rank:
-            from specops.service.lockstep import RankEngine
-
-            engine = RankEngine(setup)
-        else:
-            engine = Engine(EngineConfig.from_plain(setup.settings))
+        kind, is_rank = _kind_of(setup)
+        engine: Engine = kind(setup if is_rank else EngineConfig.from_plain(setup.settings))
         # From now on the kernels' own threads have the cores: torch's would spin beside them.
         torch.set_num_threads(1)
         return engine

@@ -51,6 +51,22 @@ class RoleSettings(Struct, array_like=True, frozen=True):
     lease_bytes: int
 
 
+class KvEventSettings(Struct, array_like=True, frozen=True):
+    """Where an engine tells what its prefix cache has.
+
+    Attributes:
+        endpoint: of ZeroMQ, which it binds and publishes on.
+        topic: of its messages.
+        replay: where who has missed messages asks for them; empty: nowhere.
+        data_parallel_rank: of the engine among those behind one door; None: it is the only one.
+    """
+
+    endpoint: str
+    topic: str
+    replay: str
+    data_parallel_rank: int | None = None
+
+
 class Setup(Struct, tag=True, array_like=True):
     """The first message to a process: what its engine is made of.
 
@@ -60,6 +76,7 @@ class Setup(Struct, tag=True, array_like=True):
         rank: of several that compute one model, which one it is.
         store: the file by which these meet; empty: the first one chooses it.
         role: of an engine that hands prompts over, or gets them; None: neither.
+        kv_events: where it tells what its prefix cache has; None: nowhere.
     """
 
     settings: dict[str, Any]
@@ -67,6 +84,7 @@ class Setup(Struct, tag=True, array_like=True):
     rank: int = 0
     store: str = ""
     role: RoleSettings | None = None
+    kv_events: KvEventSettings | None = None
 
 
 class Taken(Struct, tag=True, array_like=True):
