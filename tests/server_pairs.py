@@ -78,6 +78,11 @@ class ServerProcess:
         """Starts it (again)."""
         self._process = subprocess.Popen(self._command, start_new_session=True)
 
+    @property
+    def pid(self) -> int:
+        """The server's."""
+        return self._process.pid
+
     def wait(self, seconds: float = 240.0) -> None:
         """Waits until it answers."""
         end = time.monotonic() + seconds

@@ -102,12 +102,12 @@ def batch_of(engine: Engine) -> Batch:
 
 @pytest.fixture
 def settings(tmp_path: Path) -> KvEventSettings:
-    return KvEventSettings(f"ipc://{tmp_path}/events", "kv", f"ipc://{tmp_path}/replay", 1)
+    return KvEventSettings(f"ipc://{tmp_path}/events", "kv", f"ipc://{tmp_path}/replay")
 
 
 @pytest.fixture
 def events(engine: Engine, settings: KvEventSettings) -> Iterator[KvEvents]:
-    with KvEvents(engine, settings, lambda batch: None) as made:
+    with KvEvents(engine, settings, 1, lambda batch: None) as made:
         yield made
 
 
@@ -191,4 +191,4 @@ def test_an_endpoint_that_is_none_is_refused(
 ) -> None:
     wrong = structs.replace(settings, **{name: "tcp://nowhere"})
     with pytest.raises(ValueError, match=f"kv_events_{name} must be an endpoint to bind"):
-        KvEvents(engine, wrong, lambda batch: None)
+        KvEvents(engine, wrong, 1, lambda batch: None)

@@ -142,6 +142,7 @@ class KvEvents:
     Args:
         engine: made by `telling`.
         settings: where.
+        data_parallel_rank: of the engine among those behind one door; None: it is the only one.
         deliver: called with every batch.
 
     Raises:
@@ -149,10 +150,15 @@ class KvEvents:
     """
 
     def __init__(
-        self, engine: Engine, settings: KvEventSettings, deliver: Callable[[Batch], None]
+        self,
+        engine: Engine,
+        settings: KvEventSettings,
+        data_parallel_rank: int | None,
+        deliver: Callable[[Batch], None],
     ) -> None:
         assert isinstance(engine._pool, TellingPool)
         self._pool, self._settings, self._deliver = engine._pool, settings, deliver
+        self._data_parallel_rank = data_parallel_rank
         self._context = zmq.Context()
         self._publisher = self._bound(zmq.PUB, "kv_events_endpoint", settings.endpoint)
         self._replayer = self._bound(zmq.ROUTER, "kv_events_replay", settings.replay)
@@ -189,7 +195,7 @@ class KvEvents:
         self._deliver(batch)
         events, self._pool.events = self._pool.events, []
         if events:
-            self._queue.put(EventBatch(time.time(), events, self._settings.data_parallel_rank))
+            self._queue.put(EventBatch(time.time(), events, self._data_parallel_rank))
 
     def _work(self) -> None:
         """Sends from a thread of its own: sockets do not hold up the loop."""

@@ -162,7 +162,9 @@ def _serve(
             if setup.kv_events is not None:
                 from specops.disaggregated.kv_events import KvEvents
 
-                send = stack.enter_context(KvEvents(engine, setup.kv_events, send)).send
+                send = stack.enter_context(
+                    KvEvents(engine, setup.kv_events, setup.data_parallel_rank, send)
+                ).send
             hello = Hello(capabilities_of(engine, role, contract), status_of(engine))
         except ValueError as error:
             parent.refuse(str(error))
@@ -237,8 +239,11 @@ def main() -> None:
         import torch
 
         from specops.engine.config import EngineConfig
+        from specops.service.lockstep import of_rank
 
         kind, is_rank = _kind_of(setup)
+        if setup.data_parallel_rank is not None and not is_rank:
+            setup.settings = of_rank(setup.settings, setup.data_parallel_rank)
         engine: Engine = kind(setup if is_rank else EngineConfig.from_plain(setup.settings))
         # From now on the kernels' own threads have the cores: torch's would spin beside them.
         torch.set_num_threads(1)

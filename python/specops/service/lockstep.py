@@ -101,19 +101,20 @@ class Followers:
             settings["seed"] = secrets.randbits(63)
         if settings.get("num_threads") is None:
             settings["num_threads"] = max(specops.get_num_threads() // size, 1)
+        first = size * (setup.data_parallel_rank or 0)  # GPU of the first rank
         self._folder = tempfile.mkdtemp(prefix=f"specops-ranks-{os.getpid()}-")
         setup.store = str(Path(self._folder) / "meeting")
         self._lost, self._is_ending = lost, False
         self._processes = [
             EngineProcess(
                 Setup(
-                    *(_of_rank(settings, rank), "error", rank, setup.store),
+                    *(of_rank(settings, first + rank), "error", rank, setup.store),
                     role=_role_of_rank(setup.role, rank),
                 )
             )
             for rank in range(1, size)
         ]
-        setup.settings = _of_rank(settings, 0)
+        setup.settings = of_rank(settings, first)
         self._watcher = threading.Thread(target=self._watch, daemon=True)
         self._watcher.start()
 
@@ -155,8 +156,8 @@ class Followers:
         self._lost(said[0] if said else how)
 
 
-def _of_rank(settings: dict[str, object], rank: int) -> dict[str, object]:
-    """The settings of a rank: of GPUs, each has its own."""
+def of_rank(settings: dict[str, object], rank: int) -> dict[str, object]:
+    """The settings of a rank, or of one engine of several: of GPUs, each has its own."""
     device = str(settings.get("device", "auto"))
     is_gpu = device != "cpu" and open_device(device).device.type == "cuda"
     return {**settings, "device": f"cuda:{rank}" if is_gpu else "cpu"}

@@ -58,13 +58,11 @@ class KvEventSettings(Struct, array_like=True, frozen=True):
         endpoint: of ZeroMQ, which it binds and publishes on.
         topic: of its messages.
         replay: where who has missed messages asks for them; empty: nowhere.
-        data_parallel_rank: of the engine among those behind one door; None: it is the only one.
     """
 
     endpoint: str
     topic: str
     replay: str
-    data_parallel_rank: int | None = None
 
 
 class Setup(Struct, tag=True, array_like=True):
@@ -77,6 +75,7 @@ class Setup(Struct, tag=True, array_like=True):
         store: the file by which these meet; empty: the first one chooses it.
         role: of an engine that hands prompts over, or gets them; None: neither.
         kv_events: where it tells what its prefix cache has; None: nowhere.
+        data_parallel_rank: of the engine among those behind one door; None: it is the only one.
     """
 
     settings: dict[str, Any]
@@ -85,6 +84,7 @@ class Setup(Struct, tag=True, array_like=True):
     store: str = ""
     role: RoleSettings | None = None
     kv_events: KvEventSettings | None = None
+    data_parallel_rank: int | None = None
 
 
 class Taken(Struct, tag=True, array_like=True):
