@@ -171,11 +171,16 @@ BUDGETS: tuple[Budget, ...] = (
         elsewhere="its launcher asks the device and takes tiles of 128 outputs",
     ),
     # Of codes: registers hold rows that are rounded, of more rows also totals.
+    # Shared memory leaves room for two or three blocks of the first two: 144 registers serve as well.
+    Budget("linear_codes_kernel<Fp8Codes, *, CodeShape<4, 1, 1, *>", 144, 128, 89 << 10),
+    Budget("linear_codes_kernel<Int4Table, Int16Numbers, CodeShape<4, 1, 1, *>", 144, 128, 89 << 10),
     Budget("linear_codes_kernel<*, CodeShape<4, 1, 1, *>", 128, threads=128, smem_bytes=89 << 10),
     Budget("linear_codes_kernel<*", registers=255, threads=128, smem_bytes=99 << 10),
     # An expert's rows are found as well; shared memory leaves room for two blocks of wide tiles.
+    Budget("moe_codes_kernel<Fp8Codes, *, CodeShape<4, 1, 1, *>", 160, 128, 89 << 10),
     Budget("moe_codes_kernel<*, CodeShape<4, 1, 1, *>", 152, threads=128, smem_bytes=89 << 10),
     Budget("moe_codes_kernel<*", registers=176, threads=128, smem_bytes=89 << 10),
+    Budget("moe_float_kernel<*", 128, threads=128, spills={"80": 8}),
     Budget("linear_float_kernel<*", 160, threads=128, smem_bytes=4 << 10, blocks_per_sm=3),
     Budget("rms_norm_kernel<*", registers=64, threads=1024, smem_bytes=128),
     Budget("mtp_input_kernel<*", registers=64, threads=1024, smem_bytes=128),
