@@ -75,7 +75,7 @@ def test_an_engine_that_dies_ends_its_own_requests_alone(
     victim = engines_of(server)[1]
     with ThreadPoolExecutor(1) as pool:
         running = pool.submit(statuses_and_choices, server.url, asked)
-        wait_for(lambda: server.gauge("num_requests_running") > 4, 60)
+        wait_for(lambda: server.gauge("num_requests_running") > 4, 240)
         os.kill(victim, signal.SIGKILL)
         told = running.result()
     assert httpx.get(f"{server.url}/health").status_code == 200
@@ -85,7 +85,7 @@ def test_an_engine_that_dies_ends_its_own_requests_alone(
         for (status, choices), right in zip(told, expected, strict=True)
         if status == 200
     )
-    wait_for(lambda: len(engines_of(server)) == 2 and victim not in engines_of(server), 60)
+    wait_for(lambda: len(engines_of(server)) == 2 and victim not in engines_of(server), 240)
     assert statuses_and_choices(server.url, asked) == [(200, choices) for choices in expected]
 
 
