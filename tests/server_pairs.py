@@ -208,6 +208,10 @@ class Router:
         self._http = httpx.Client(timeout=60, limits=httpx.Limits(max_connections=64))
         self._lock = threading.Lock()
 
+    def close(self) -> None:
+        """Closes its connections."""
+        self._http.close()
+
     def run(self, bodies: Sequence[dict[str, Any]], at_once: int = 8) -> list[Any]:
         """The choices of all answers, in the order of the bodies."""
         with ThreadPoolExecutor(at_once) as pool:

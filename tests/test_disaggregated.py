@@ -13,6 +13,7 @@ import pytest
 for name in ("fastapi", "uvicorn", "pydantic", "msgspec", "prometheus_client", "jinja2", "httpx"):
     pytest.importorskip(name)
 
+import disaggregated_churn
 import httpx
 from server_pairs import (
     Router,
@@ -92,6 +93,12 @@ def test_ranks_hand_over_their_own_shares(mtp_model: Path) -> None:
         assert both[1].gauge("prefix_cache_hits_total") >= 16 * pages
         for server in both:
             wait_until_idle(server)
+
+
+@pytest.mark.prove
+def test_churn_leaves_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+    assert disaggregated_churn.main(["--rounds", "3"]) == 0
+    assert "120 requests, 0 differ, 12 given up; all pages are back" in capsys.readouterr().out
 
 
 REFUSED: list[tuple[str, dict[str, Any], dict[str, Any], str]] = [
