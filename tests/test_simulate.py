@@ -7,6 +7,7 @@ from statistics import mean
 
 import pytest
 
+from tools.pictures import DOCS
 from tools.simulate import (
     EXAMPLE,
     PICTURE,
@@ -15,6 +16,7 @@ from tools.simulate import (
     best_drafts,
     drawn,
     simulate,
+    table,
 )
 
 # A row takes 10 ms, and a step nothing else; pages are there at once.
@@ -82,6 +84,13 @@ def test_fewer_drafts_pay_as_more_requests_decode() -> None:
     best = [best_drafts(machine, count) for count in (1, 4, 16, 64)]
     assert best == sorted(best, reverse=True) and best[0] > best[-1]
     assert best_drafts(PLAIN, 1) == 0, "where rows cost all, a draft never pays"
+
+
+@pytest.mark.prove
+def test_the_page_has_the_table_that_is_simulated() -> None:
+    page = (DOCS / "disaggregated.md").read_text()
+    capacity, _, _ = table(Machine.load(EXAMPLE)).partition("\n\n")
+    assert capacity in page
 
 
 @pytest.mark.prove

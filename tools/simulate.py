@@ -305,31 +305,28 @@ def best_drafts(machine: Machine, running: int, most_drafts: int = 8) -> int:
 # ---- what is printed and drawn ----
 
 _FIRST_TOKEN, _GAP = 5.0, 0.15  # seconds that 95 of 100 requests wait at most
-_OUTPUTS = (32, 64, 128, 256, 512)
+_OUTPUTS = (32, 128, 512)
 _RUNNING = (1, 2, 4, 8, 16, 32, 64)
-_RATES = tuple(0.05 * place for place in range(1, 15))  # of two nodes, in requests a second
-_KINDS: dict[str, dict[str, int]] = {
-    "two that do both": {"mixed": 2},
-    "one for prompts, one that decodes": {"prefill": 1, "decode": 1},
+_RATES = tuple(0.2 * place for place in range(1, 13))  # of three nodes, in requests a second
+# Three nodes: most rows of a step, and what they do.
+_KINDS: dict[str, tuple[int, dict[str, int]]] = {
+    "both, 512 rows": (512, {"mixed": 3}),
+    "both, 128 rows": (128, {"mixed": 3}),
+    "two for prompts, one decodes": (512, {"prefill": 2, "decode": 1}),
 }
-_COLOURS = ("#0969da", "#bc4c00")
+_COLOURS = ("#0969da", "#8250df", "#bc4c00")
 _PANEL, _LEFT = 170, 60
 
 
 def table(machine: Machine) -> str:
-    """What two nodes bear, together and apart, and how many drafts pay, as Markdown."""
-    lines = [
-        "| output tokens | both, first token alone | apart | both, with gaps | apart |",
-        "| --- | --- | --- | --- | --- |",
-    ]
+    """What three nodes bear, together and apart, and how many drafts pay, as Markdown."""
+    lines = [f"| output tokens | {' | '.join(_KINDS)} |", "| --- " * (1 + len(_KINDS)) + "|"]
     for output in _OUTPUTS:
-        one = replace(machine, output_tokens=output)
         rates = [
-            most(one, _FIRST_TOKEN, gap, **nodes)
-            for gap in (float("inf"), _GAP)
-            for nodes in _KINDS.values()
+            most(replace(machine, output_tokens=output, max_rows=rows), _FIRST_TOKEN, _GAP, **nodes)
+            for rows, nodes in _KINDS.values()
         ]
-        lines.append(f"| {output} | " + " | ".join(f"{rate:.2f}" for rate in rates) + " |")
+        lines.append(f"| {output} | " + " | ".join(f"{rate:.1f}" for rate in rates) + " |")
     lines += ["", "| requests that decode | best drafts |", "| --- | --- |"]
     lines += [f"| {count} | {best_drafts(machine, count)} |" for count in _RUNNING]
     return "\n".join(lines)
@@ -366,15 +363,16 @@ def drawn(machine: Machine) -> str:
     """The picture: gaps by load, together and apart; and the best drafts by load."""
     top, most_gap, right = 76.0, 0.5, _RATES[-1]
     body = [words(MARGIN, 30, "Time between two steps of a request, 95th percentile", "title")]
-    for place, (name, nodes) in enumerate(_KINDS.items()):
-        gaps = [(rate, outcome(machine, rate, **nodes).gap) for rate in _RATES]
+    for place, (name, (rows, nodes)) in enumerate(_KINDS.items()):
+        one = replace(machine, max_rows=rows)
+        gaps = [(rate, outcome(one, rate, **nodes).gap) for rate in _RATES]
         body.append(_curve(gaps, top, right, most_gap, _COLOURS[place]))
-        x = MARGIN + 230 * place
+        x = MARGIN + 150 * place
         body.append(f'  <path d="M{x} 53h20" stroke="{_COLOURS[place]}" stroke-width="2"/>')
         body.append(words(x + 26, 58, name, "note"))
     labels = [(rate / right, f"{rate:.1f}") for rate in _RATES[1::2]]
     body += _axes(top, most_gap, " s", labels)
-    body.append(words(_LEFT, top + _PANEL + 38, "requests a second, on two nodes", "note"))
+    body.append(words(_LEFT, top + _PANEL + 38, "requests a second, on three nodes", "note"))
     second, most_drafts = top + _PANEL + 90, 8
     body.append(words(MARGIN, second - 18, "Drafts that give the most tokens a second", "title"))
     last = len(_RUNNING) - 1
@@ -388,8 +386,8 @@ def drawn(machine: Machine) -> str:
     )
     body.append(words(_LEFT, second + _PANEL + 38, "requests that decode on a node", "note"))
     return picture(
-        "Requests on nodes that do both wait longer between tokens as load grows; on a node that "
-        "decodes alone they do not. The more requests decode, the fewer drafts pay",
+        "Requests on nodes that do both wait longer between tokens, as long as a step has rows; on "
+        "a node that decodes alone they do not. The more requests decode, the fewer drafts pay",
         int(second) + _PANEL + 56,
         body,
     )
