@@ -83,7 +83,7 @@ def test_a_race_by_keyboard_alone(served: Served, browser: Browser) -> None:
         assert focused(page) == "run", "the focus stays where it was"
         page.keyboard.press("Tab")
         assert focused(page) == "stop", "beside the button that starts"
-        expect(page.locator("#identical")).to_contain_text("identical: 24 of 24 tokens")
+        expect(page.locator("#identical")).to_contain_text("Same bits: 24 of 24 tokens")
         token = page.locator(".lane").nth(1).locator(".token")
         for _ in range(10):
             page.keyboard.press("Tab")
@@ -266,7 +266,7 @@ def test_landmarks_and_live_regions(served: Served, browser: Browser) -> None:
         fill(page, prompt="abc", tokens="12")
         run(page)
         expect(page.get_by_role("status")).to_have_text(
-            re.compile(r"^Done: .* as fast, identical: 12 tokens\.$")
+            re.compile(r"^Done: .* as fast, same bits: 12 tokens\.$")
         )
 
 

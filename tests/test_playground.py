@@ -79,7 +79,7 @@ def test_a_race_of_the_bundled_model_ends_in_the_same_bits(
         fill(page, tokens="60", temperature="0.7", seed="5")
         run(page)
         expect(page.locator("#identical")).to_have_text(
-            "identical: 60 of 60 tokens, 60 of 60 logprobs, to the last bit"
+            "Same bits: 60 of 60 tokens, 60 of 60 logprobs"
         )
         expect(page.locator("#identical")).to_have_class("identical same")
         assert text_of(page, 0) == text_of(page, 1) != ""
@@ -107,7 +107,7 @@ def test_a_race_notices_what_differs(browser: Browser) -> None:
         fill(page, prompt="abcdefgh", tokens="9")
         run(page)
         expect(page.locator("#identical")).to_have_text(
-            "DIFFERENT: 8 of 9 tokens, 9 of 9 logprobs, to the last bit"
+            "DIFFERENT: 8 of 9 tokens, 9 of 9 logprobs"
         )
         expect(page.locator("#identical")).to_have_class("identical differs")
         marked = page.locator(".token.differs")
@@ -137,7 +137,7 @@ def test_a_race_notices_a_logprob_that_differs_in_its_last_bit(
         page.locator("#alone").evaluate("box => { box.checked = false; }")
         run(page)
         expect(page.locator("#identical")).to_have_text(
-            "DIFFERENT: 9 of 9 tokens, 8 of 9 logprobs, to the last bit"
+            "DIFFERENT: 9 of 9 tokens, 8 of 9 logprobs"
         )
 
 
@@ -148,7 +148,7 @@ def test_a_race_without_logprobs_compares_tokens(page: Page) -> None:
     page.locator("#alone").uncheck()
     fill(page, prompt="abc", tokens="20")
     run(page)
-    expect(page.locator("#identical")).to_have_text("identical: 20 of 20 tokens")
+    expect(page.locator("#identical")).to_have_text("Same bits: 20 of 20 tokens")
     expect(page.locator("#factor")).to_have_text("")
     expect(page.locator(".speed").nth(1)).to_contain_text("tokens/s, in shared steps")
 
@@ -688,7 +688,7 @@ def test_who_stops_the_timing_has_what_was_timed(page: Page, served: Served) -> 
     expect(page.locator("#factor")).to_have_text("not timed")
     expect(page.locator("#verdict-note")).to_have_text("Seed 7.")
     expect(page.locator(".speed").first).to_have_text("90 tokens/s, in shared steps")
-    expect(page.locator("#identical")).to_contain_text("identical: 60 of 60 tokens")
+    expect(page.locator("#identical")).to_contain_text("Same bits: 60 of 60 tokens")
     page.evaluate(STOP_AT, "Timing each alone, pair 2.")
     page.locator("#run").click()
     expect(page.locator("#spread")).to_have_text(re.compile("^each alone: one pair of runs"))

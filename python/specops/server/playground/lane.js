@@ -41,6 +41,13 @@ export class Lane {
     this.facts.replaceChildren(...facts.map(([name, value]) => fact(name, value)));
   }
 
+  /** Shows the first `count` steps, as TokenPane does, and a bar that is as long. */
+  showSteps(count, moves) {
+    const {steps} = this.generation;
+    this.pane.showSteps(count, moves);
+    this.progress.value = count < steps.length ? (steps[count]?.first ?? 0) : this.progress.max;
+  }
+
   /** Draws the end: a whole bar only where the text is whole. */
   finish() {
     this.paint();

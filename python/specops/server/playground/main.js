@@ -10,9 +10,11 @@ import {$, make, perSecond, whole} from "./dom.js";
 import {MESSAGES, PROMPTS} from "./examples.js";
 import {forget, remember, showHistory} from "./history.js";
 import {race} from "./race.js";
+import {isFirstVisit, showRecorded} from "./recorded.js";
+import {listenToReplay, offerReplay, showStep} from "./replay.js";
 import {drawSeed, generate} from "./runs.js";
 import {
-  fillEmpty, fitForm, fitPrompt, fragmentOf, fromFragment, offer,
+  fillEmpty, fitForm, fitPrompt, foldPrompt, fragmentOf, fromFragment, offer,
   onOtherTab, readForm, store, stored, writeForm,
 } from "./settings.js";
 
@@ -57,6 +59,8 @@ async function write(context) {
 
 const WORK = {race, write, chat, compare: (context) => compare(context, card.methods)};
 
+const REPLAYED = ["race", "write"]; // modes whose results can be replayed
+
 function setState(state) {
   document.body.dataset.state = state;
   // They stay focusable: who pressed one goes on from there.
@@ -86,9 +90,11 @@ async function start() {
     settings.seed ||= drawSeed();
     seedShown = settings.seed;
     tell("Generating.");
+    foldPrompt(true);
     bringIntoView();
     const context = {settings, key: $("key").value, signal: running.signal};
     const outcome = await WORK[settings.mode](context);
+    if (REPLAYED.includes(settings.mode)) offerReplay();
     remember(settings, outcome);
     showHistory(restore);
     tell(`Done: ${outcome}.`);
@@ -96,6 +102,7 @@ async function start() {
   } catch (error) {
     board.finish();
     if (settings.mode !== "chat" && board.isEmpty) showNothing();
+    else if (REPLAYED.includes(settings.mode)) offerReplay();
     failed(error);
   } finally {
     running = null;
@@ -201,7 +208,11 @@ function listen() {
     });
   }
   $("modes").addEventListener("change", changeMode);
-  $("prompt").addEventListener("input", fitPrompt);
+  $("prompt").addEventListener("input", () => {
+    foldPrompt(false);
+    fitPrompt();
+  });
+  $("prompt").addEventListener("focus", () => foldPrompt(false));
   $("stop").addEventListener("click", () => running?.abort());
   onOtherTab("chat", () => {
     follow();
@@ -228,11 +239,16 @@ function listen() {
 }
 
 listen();
+listenToReplay();
+board.onStep = showStep;
 showHistory(restore);
 prepare();
+const isFirst = isFirstVisit();
+const isUntouched = () => !running && board.isEmpty && readForm().mode === "race";
 connect()
   .then(() => {
     if (!running && readForm().mode === "chat") showChat();
+    else if (isFirst && isUntouched()) return showRecorded(isUntouched);
   })
   .catch((error) => {
     $("model").textContent = "not connected";
