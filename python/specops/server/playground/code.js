@@ -15,7 +15,7 @@ function python(value) {
   return `{${Object.entries(value).map(([name, its]) => `${JSON.stringify(name)}: ${python(its)}`).join(", ")}}`;
 }
 
-function curl({path, fields, seed}, hasKey) {
+function command({path, fields, seed}, hasKey) {
   const body = JSON.stringify(fields).slice(0, -1) + (seed ? `,"seed":${seed}}` : "}");
   const headers = ["-H 'Content-Type: application/json'"];
   if (hasKey) headers.push('-H "Authorization: Bearer $API_KEY"');
@@ -47,5 +47,5 @@ export function showCode(settings, model, hasKey) {
   const messages = isChat ? [...system, {role: "user", content: settings.prompt}] : null;
   const {path, fields} = requestOf(settings, settings.method, messages);
   const request = {path, fields: {model, ...fields}, seed: settings.seed};
-  $("code-text").textContent = ($("language").value === "curl" ? curl : program)(request, hasKey);
+  $("code-text").textContent = ($("language").value === "curl" ? command : program)(request, hasKey);
 }

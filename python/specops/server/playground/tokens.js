@@ -78,7 +78,10 @@ export class TokenPane {
       for (const node of nodes) {
         const isNew = node.hidden && number < count;
         node.hidden = number >= count;
-        if (node.tagName === "DEL") node.classList.toggle("flying", moves && (isNew || node.matches(".flying")));
+        if (node.tagName !== "DEL") continue;
+        const flies = moves && (isNew || node.matches(".flying:not([hidden])"));
+        node.classList.toggle("flying", flies);
+        node.ariaHidden = String(flies);
       }
     });
     this.element.scrollTop = this.element.scrollHeight;
