@@ -50,7 +50,7 @@ def page(served: Served, browser: Browser) -> Iterator[Page]:
 
 # ---- Markdown ----
 
-PRE = '<pre tabindex="0" role="region" aria-label="Code{}"><code>{}</code></pre>'
+PRE = '<pre tabindex="0" role="group" aria-label="Code{}"><code>{}</code></pre>'
 MARKDOWN = {
     "one\ntwo\n\nthree": "<p>one<br>two</p><p>three</p>",
     "## A *b*\ntext": "<h3>A <em>b</em></h3><p>text</p>",
@@ -83,7 +83,8 @@ def test_markdown_becomes_elements(page: Page) -> None:
 
 @needs_chromium
 def test_long_texts_of_marks_are_rendered_at_once(page: Page) -> None:
-    texts = [mark * 4000 for mark in ("*", "`", "[", "**a", "[a](", "> ", "- ", "# ")]
+    marks = ("*", "`", "x`", "*a ", "[", "**a", "[a](", "> ", "- ", "- a ", "# ")
+    texts = [f"{begin}{mark * 4000}" for mark in marks for begin in ("", "x")]
     begin = page.evaluate("performance.now()")
     page.evaluate(RENDER, texts)
     assert page.evaluate("performance.now()") - begin < 5000
@@ -190,7 +191,7 @@ def test_a_request_is_shown_as_code_that_runs(page: Page, mode: str) -> None:
     choice = answer["choices"][0]
     text = choice["text"] if mode == "write" else choice["message"]["content"]
     assert printed.getvalue() == text + "\n" and text.startswith('it\'s "a" $')
-    assert answer["seed"] == 9007199254740993
+    assert all("9007199254740993" in code(page, language) for language in ("curl", "python"))
     run(page)
     assert text_of(page) == text, "what the page itself asks"
     page.locator("#as-code").click()
@@ -217,17 +218,21 @@ def test_the_code_never_has_the_key(browser: Browser) -> None:
 
 
 @needs_chromium
-def test_errors_name_the_fields_by_their_labels(served: Served, browser: Browser) -> None:
-    with opened(browser, served, expects=("400",)) as page:
+def test_errors_name_the_fields_by_their_labels(browser: Browser) -> None:
+    engine = FakeEngine(methods=("naive", "mtp"))
+    with serving(engine) as served, opened(browser, served, expects=("400",)) as page:
         connected(page)
         choose(page, "write")
-        fill(page, prompt="abc", k="100000")
+        page.locator("#method").select_option("mtp")
+        fill(page, prompt="abc", k="3", steps="6", tokens="5")
         run(page, "failed")
-        expect(page.locator("#error")).to_contain_text("“Drafts per step”")
-        field = page.locator("#k")
+        expect(page.locator("#error")).to_have_text(
+            "“Of these by MTP” must be at most “Drafts per step” = 3, got 6."
+        )
+        field = page.locator("#steps")
         expect(field).to_have_attribute("aria-invalid", "true")
         expect(field).to_have_attribute("aria-describedby", "error")
-        fill(page, k="3", tokens="5")
+        fill(page, steps="2")
         run(page)
         assert page.locator("[aria-invalid]").count() == 0
 

@@ -94,7 +94,7 @@ def test_nothing_moves_for_who_wants_calm(served: Served, browser: Browser) -> N
     with opened(browser, served, reduced_motion="reduce") as page:
         connected(page)
         expect(page.locator("#play")).to_have_text("Replay")
-        tokens = page.locator(".token")
+        tokens = page.locator(".lane .token")
         assert sum(shown(page)) == tokens.count() > 0
         race(page)
         page.locator("#time").focus()

@@ -97,12 +97,16 @@ class Board {
     lane.pane.spans[lane.generation.steps[number].first]?.focus({preventScroll: true});
   }
 
-  /** Shows a moment of a replay: a mark in the timeline, and the drafts of the last step by then. */
-  showMoment(seconds, generation, number, moves) {
+  /** Marks a moment of a replay in the timeline. */
+  markTime(seconds) {
     markTime($("timeline").firstElementChild, seconds);
-    if (number < 0 || this.inspected?.[0] === generation && this.inspected[1] === number) return;
+  }
+
+  /** Shows the drafts of a step, if others are shown; with `unfolds` they come one by one. */
+  showDrafts(generation, number, unfolds) {
+    if (number < 0 || (this.inspected?.[0] === generation && this.inspected[1] === number)) return;
     this.inspected = [generation, number];
-    this.drawDrafts(null, moves);
+    this.drawDrafts(null, unfolds);
   }
 
   /** Draws the drafts of the step that is looked at, or of the last one that had some. */

@@ -3,13 +3,15 @@
 
 import {make} from "./dom.js";
 
-const FENCE = /^ {0,3}(`{3,}|~{3,})\s*([\w+-]*)/;
+const FENCE = /^ {0,3}(`{3,}|~{3,})\s*([\w+-]*)[^`]*$/;
 const HEADING = /^ {0,3}#{1,6}\s+(.*?)\s*#*$/;
 const ITEM = /^(\s*)(?:([-*+])|(\d{1,9})[.)])\s+(.*)$/;
 const QUOTE = /^ {0,3}> ?(.*)$/;
+const DEEPEST = 16; // of lists and quotations inside each other
 const RULE = /^ {0,3}([-*_])(?:\s*\1){2,}\s*$/;
+const KINDS = [FENCE, HEADING, RULE, ITEM, QUOTE]; // which end a paragraph
 const INLINE = [
-  [/(`+)(.+?)\1(?!`)/, ([, , text]) => make("code", {}, text.trim() || text)],
+  [/(`{1,3})(.+?)\1(?!`)/, ([, , text]) => make("code", {}, text.trim() || text)],
   [/\*\*(?=\S)(.+?\S|\S)\*\*/, ([, text]) => make("strong", {}, ...inline(text))],
   [/\*(?=[^\s*])(.*?[^\s*])\*(?!\*)/, ([, text]) => make("em", {}, ...inline(text))],
   [/\[([^[\]]+)\]\(([^()\s]+)\)/, ([whole, text, target]) => link(target, text) ?? whole],
@@ -21,13 +23,16 @@ function link(target, text) {
   return make("a", {href: target, target: "_blank", rel: "noopener noreferrer"}, ...inline(text));
 }
 
-/** A line's nodes: the mark that begins first, what is before it, and what is behind. */
+/** A line's nodes: again and again the mark that begins first, and what is before it. */
 function inline(text) {
-  const found = INLINE.map(([pattern, build]) => [pattern.exec(text), build]).filter(([match]) => match);
-  if (!found.length) return [text];
-  const [match, build] = found.reduce((a, b) => (b[0].index < a[0].index ? b : a));
-  const node = build(match);
-  return [text.slice(0, match.index), node, ...inline(text.slice(match.index + match[0].length))];
+  const nodes = [];
+  for (let rest = text; ; ) {
+    const found = INLINE.map(([pattern, build]) => [pattern.exec(rest), build]).filter(([match]) => match);
+    if (!found.length) return [...nodes, rest];
+    const [match, build] = found.reduce((a, b) => (b[0].index < a[0].index ? b : a));
+    nodes.push(rest.slice(0, match.index), build(match));
+    rest = rest.slice(match.index + match[0].length);
+  }
 }
 
 /** Lines of a paragraph; a line's end is kept. */
@@ -43,11 +48,11 @@ function fenced(lines, at) {
   const code = make("code", {}, lines.slice(at + 1, end).join("\n"));
   // It can be scrolled by keys.
   const label = language ? `Code: ${language}` : "Code";
-  return [make("pre", {tabindex: "0", role: "region", "aria-label": label}, code), end + 1];
+  return [make("pre", {tabindex: "0", role: "group", "aria-label": label}, code), end + 1];
 }
 
 /** The list whose first item is at `at`, with what is indented below each item; and what is next. */
-function list(lines, at) {
+function list(lines, at, depth) {
   const [, indent, bullet, number] = ITEM.exec(lines[at]);
   const element = make(bullet ? "ul" : "ol", number && number !== "1" ? {start: Number(number)} : {});
   const isOurs = (match) => match && match[1].length <= indent.length + 1 && Boolean(match[2]) === Boolean(bullet);
@@ -55,42 +60,46 @@ function list(lines, at) {
     const inside = [ITEM.exec(lines[at])[4]];
     const isInside = (line) => line.trim() === "" || line.search(/\S/) > indent.length + 1;
     for (at += 1; at < lines.length && isInside(lines[at]); at += 1) inside.push(lines[at].slice(indent.length + 2));
-    element.append(make("li", {}, ...blocks(inside, true)));
+    const [first, ...others] = blocks(inside, depth + 1);
+    // The first paragraph of an item is no paragraph of its own.
+    const begin = first?.tagName === "P" ? [...first.childNodes] : [first ?? ""];
+    element.append(make("li", {}, ...begin, ...others));
   }
   return [element, at];
 }
 
-/** What the lines are; the first paragraph of a list's item is no paragraph of its own. */
-function blocks(lines, isItem = false) {
+/** The quotation that begins at `at`, and what is next. */
+function quotation(lines, at, depth) {
+  const quoted = [];
+  for (; at < lines.length && QUOTE.test(lines[at]); at += 1) quoted.push(QUOTE.exec(lines[at])[1]);
+  return [make("blockquote", {}, ...blocks(quoted, depth + 1)), at];
+}
+
+/** The block that begins at `at`, and what is next. */
+function blockAt(lines, at, depth) {
+  const line = lines[at];
+  if (FENCE.test(line)) return fenced(lines, at);
+  if (HEADING.test(line)) return [make("h3", {}, ...inline(HEADING.exec(line)[1])), at + 1];
+  if (RULE.test(line)) return [make("hr"), at + 1];
+  if (ITEM.test(line)) return list(lines, at, depth);
+  if (QUOTE.test(line)) return quotation(lines, at, depth);
+  let end = at + 1;
+  while (end < lines.length && lines[end].trim() !== "" && !KINDS.some((kind) => kind.test(lines[end]))) end += 1;
+  return [paragraph(lines.slice(at, end)), end];
+}
+
+/** What the lines are. */
+function blocks(lines, depth = 0) {
+  if (depth > DEEPEST) return [lines.join("\n")];
   const made = [];
-  let at = 0;
-  while (at < lines.length) {
-    const line = lines[at];
-    let block = null;
-    if (line.trim() === "") {
+  for (let at = 0; at < lines.length; ) {
+    if (lines[at].trim() === "") {
       at += 1;
       continue;
     }
-    if (FENCE.test(line)) [block, at] = fenced(lines, at);
-    else if (HEADING.test(line)) [block, at] = [make("h3", {}, ...inline(HEADING.exec(line)[1])), at + 1];
-    else if (RULE.test(line)) [block, at] = [make("hr"), at + 1];
-    else if (ITEM.test(line)) [block, at] = list(lines, at);
-    else if (QUOTE.test(line)) {
-      const quoted = [];
-      for (; at < lines.length && QUOTE.test(lines[at]); at += 1) quoted.push(QUOTE.exec(lines[at])[1]);
-      block = make("blockquote", {}, ...blocks(quoted));
-    } else {
-      const begin = at;
-      const isMore = (one) => one.trim() !== "" && ![FENCE, HEADING, RULE, ITEM, QUOTE].some((kind) => kind.test(one));
-      do at += 1;
-      while (at < lines.length && isMore(lines[at]));
-      block = paragraph(lines.slice(begin, at));
-      if (isItem && !made.length) {
-        made.push(...block.childNodes);
-        continue;
-      }
-    }
+    const [block, next] = blockAt(lines, at, depth);
     made.push(block);
+    at = next;
   }
   return made;
 }

@@ -21,10 +21,15 @@ const endedIn = ({generation}) => generation.steps.filter(({seconds}) => seconds
 
 /** Shows what had ended at a moment; `moves`: what comes new comes with a movement. */
 function show(seconds, moves = false) {
+  showTexts(seconds, moves);
+  const lane = lanes.at(-1);
+  board.showDrafts(lane.generation, endedIn(lane) - 1, moves);
+}
+
+function showTexts(seconds, moves) {
   now = Math.max(0, Math.min(seconds, end()));
   for (const lane of lanes) lane.showSteps(endedIn(lane), moves);
-  const lane = lanes.at(-1);
-  board.showMoment(now, lane.generation, endedIn(lane) - 1, moves);
+  board.markTime(now);
   const milliseconds = `${(1000 * now).toFixed(0)} ms`;
   $("time").value = end() ? (PLACES * now) / end() : PLACES;
   $("time").setAttribute("aria-valuetext", milliseconds);
@@ -85,7 +90,7 @@ export function offerReplay() {
   const distance = (slower) => Math.abs(Math.log((slower * end()) / SECONDS));
   $("slower").value = SLOWER.reduce((a, b) => (distance(b) < distance(a) ? b : a));
   $("replay").hidden = false;
-  show(end());
+  showTexts(end(), false); // the drafts stay that are looked at
   pause();
 }
 
