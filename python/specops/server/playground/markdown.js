@@ -11,10 +11,10 @@ const DEEPEST = 16; // of lists and quotations inside each other
 const RULE = /^ {0,3}([-*_])(?:\s*\1){2,}\s*$/;
 const KINDS = [FENCE, HEADING, RULE, ITEM, QUOTE]; // which end a paragraph
 const INLINE = [
-  [/(`{1,3})(.+?)\1(?!`)/, ([, , text]) => make("code", {}, text.trim() || text)],
-  [/\*\*(?=\S)(.+?\S|\S)\*\*/, ([, text]) => make("strong", {}, ...inline(text))],
-  [/\*(?=[^\s*])(.*?[^\s*])\*(?!\*)/, ([, text]) => make("em", {}, ...inline(text))],
-  [/\[([^[\]]+)\]\(([^()\s]+)\)/, ([whole, text, target]) => link(target, text) ?? whole],
+  [/(`{1,3})(.+?)\1(?!`)/y, ([, , text]) => make("code", {}, text.trim() || text)],
+  [/\*\*(?=\S)(.+?\S|\S)\*\*/y, ([, text]) => make("strong", {}, ...inline(text))],
+  [/\*(?=[^\s*])(.*?[^\s*])\*(?!\*)/y, ([, text]) => make("em", {}, ...inline(text))],
+  [/\[([^[\]]+)\]\(([^()\s]+)\)/y, ([whole, text, target]) => link(target, text) ?? whole],
 ];
 
 /** A link to a page of the web; null for anything else. */
@@ -23,16 +23,30 @@ function link(target, text) {
   return make("a", {href: target, target: "_blank", rel: "noopener noreferrer"}, ...inline(text));
 }
 
-/** A line's nodes: again and again the mark that begins first, and what is before it. */
+/** What a mark at `at` makes, and where it ends; null where there is none. */
+function markAt(text, at) {
+  for (const [pattern, build] of INLINE) {
+    pattern.lastIndex = at;
+    const match = pattern.exec(text);
+    if (match) return [build(match), at + match[0].length];
+  }
+  return null;
+}
+
+/** A line's nodes. Every place is looked at once, however many marks do not end. */
 function inline(text) {
   const nodes = [];
-  for (let rest = text; ; ) {
-    const found = INLINE.map(([pattern, build]) => [pattern.exec(rest), build]).filter(([match]) => match);
-    if (!found.length) return [...nodes, rest];
-    const [match, build] = found.reduce((a, b) => (b[0].index < a[0].index ? b : a));
-    nodes.push(rest.slice(0, match.index), build(match));
-    rest = rest.slice(match.index + match[0].length);
+  let begin = 0; // of the text that has no mark
+  for (let at = 0; at < text.length; ) {
+    const found = "`*[".includes(text[at]) ? markAt(text, at) : null;
+    if (!found) {
+      at += 1;
+      continue;
+    }
+    nodes.push(text.slice(begin, at), found[0]);
+    begin = at = found[1];
   }
+  return [...nodes, text.slice(begin)];
 }
 
 /** Lines of a paragraph; a line's end is kept. */
