@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The law of whole texts, where a draft model or an EAGLE-3 head draws what `rejection` verifies.
+"""The law of whole texts, where a draft model or an EAGLE head draws what `rejection` verifies.
 
 As test_laws_mtp.py, whose measures these are: thousands of short texts, each with a seed of its
 own, against the exact probabilities of their tokens.
@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import eagle_oracle
 import pytest
+import test_eagle
 from eagle_oracle import Head
 from mtp_checkpoints import Tiny, save_checkpoint
 from specops.engine import SpeculativeConfig
@@ -49,12 +50,19 @@ def heads(tmp_path_factory: pytest.TempPathFactory) -> Heads:
         smaller.tensors[name] = target.tensors[name]
     save_checkpoint(smaller.directory, smaller.config, smaller.tensors)
     eagle = tmp_path_factory.mktemp("eagle")
+    first = tmp_path_factory.mktemp("first")  # EAGLE-1
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(eagle_oracle, "VOCAB", VOCAB)
+        patch.setattr(test_eagle, "VOCAB", VOCAB)
         head = Head(entered=(1, 2), draft_vocab=VOCAB - 4)
         head.tensors["lm_head.weight"] *= 0.2  # nearly flat: no draft is hopeless
         eagle_oracle.write(eagle, head, "specforge")
-    return Heads(target, {"draft_model": smaller.directory, "eagle3": eagle})
+        own = test_eagle.Head()
+        for name in ("fc.weight", "layers.0.mlp.down_proj.weight"):
+            own.tensors[name] *= 0.2  # likewise, through the target's LM head
+        own.write(first)
+    directories = {"draft_model": smaller.directory, "eagle3": eagle, "eagle": first}
+    return Heads(target, directories)
 
 
 class Trial(NamedTuple):
@@ -72,6 +80,9 @@ TRIALS = [
     Trial("eagle3", "rejection", False, COOL, FEW_PAGES),
     Trial("eagle3", "rejection", True, {"min_p": 0.1}, FEW_ROWS),
     Trial("eagle3", "block", False, WARM, {}),
+    Trial("eagle", "rejection", False, {}, FEW_PAGES),
+    Trial("eagle", "rejection", True, COOL, FEW_ROWS),
+    Trial("eagle", "block", False, WARM, FEW_PAGES),
 ]
 
 
@@ -93,7 +104,9 @@ def p_values_of(heads: Heads, trial: Trial, count: int, k: int) -> dict[str, flo
 
 
 @pytest.mark.parametrize("trial", TRIALS, ids=str)
-@pytest.mark.corners("*'draft_model', *tree=False, filters={}*", "*'eagle3', *tree=True*")
+@pytest.mark.corners(
+    "*'draft_model', *tree=False, filters={}*", "*'eagle3', *tree=True*", "*'eagle', *filters={}*"
+)
 def test_texts_follow_the_target(heads: Heads, trial: Trial, drafts: Drafts) -> None:
     found = p_values_of(heads, trial, 400, 3)
     if not trial.tree:  # whose drafts are the likeliest tokens
