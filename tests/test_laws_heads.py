@@ -81,8 +81,8 @@ TRIALS = [
     Trial("eagle3", "rejection", True, {"min_p": 0.1}, FEW_ROWS),
     Trial("eagle3", "block", False, WARM, {}),
     Trial("eagle", "rejection", False, {}, FEW_PAGES),
-    Trial("eagle", "rejection", True, COOL, FEW_ROWS),
-    Trial("eagle", "block", False, WARM, FEW_PAGES),
+    Trial("eagle", "rejection", True, WARM, FEW_ROWS),
+    Trial("eagle", "block", False, COOL, FEW_PAGES),
 ]
 
 

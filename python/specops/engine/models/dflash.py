@@ -23,7 +23,13 @@ from specops.dense import PackedWeight
 from specops.engine.errors import ModelError
 from specops.engine.models.batch import LayerBatch
 from specops.engine.models.blocks.block import Norm
-from specops.engine.models.eagle.layout import flag_of, mapping_of, taps_of, with_qk_norms
+from specops.engine.models.eagle.layout import (
+    flag_of,
+    mapping_of,
+    taps_of,
+    token_of,
+    with_qk_norms,
+)
 from specops.engine.models.families.dense_decoder import dense_decoder
 from specops.engine.models.families.fields import count, read_config
 from specops.engine.models.head_files import open_head, refuse_unread
@@ -225,9 +231,7 @@ def _read(
             f"target_hidden_size is {own['target_hidden_size']}, but the target has "
             f"{target.hidden_size}"
         )
-    mask = own["mask_token_id"]
-    if isinstance(mask, bool) or not isinstance(mask, int) or not 0 <= mask < vocab_size:
-        raise ModelError(f"mask_token_id must be a token of the {vocab_size}, got {mask!r}")
+    mask = token_of(own, "mask_token_id", vocab_size)
     num_rows = count(own, "block_size")
     samples_anchor = flag_of(own, "sample_from_anchor", default=is_dspark)
     if num_rows < 2 - samples_anchor:
