@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import eagle_oracle
 import pytest
 import test_eagle
+import torch
 from eagle_oracle import Head
 from mtp_checkpoints import Tiny, save_checkpoint
 from specops.engine import SpeculativeConfig
@@ -57,9 +58,12 @@ def heads(tmp_path_factory: pytest.TempPathFactory) -> Heads:
         head = Head(entered=(1, 2), draft_vocab=VOCAB - 4)
         head.tensors["lm_head.weight"] *= 0.2  # nearly flat: no draft is hopeless
         eagle_oracle.write(eagle, head, "specforge")
-        own = test_eagle.Head()
-        for name in ("fc.weight", "layers.0.mlp.down_proj.weight"):
-            own.tensors[name] *= 0.2  # likewise, through the target's LM head
+        own = test_eagle.Head(fc_bias=False, own_embedding=False)
+        # Through the target's LM head: what follows a token depends on that most.
+        width = torch.eye(eagle_oracle.WIDTH)
+        own.tensors["fc.weight"] = torch.cat([width, 0.3 * width], dim=1)
+        for name in ("self_attn.o_proj", "mlp.down_proj"):
+            own.tensors[f"layers.0.{name}.weight"] *= 0.2
         own.write(first)
     directories = {"draft_model": smaller.directory, "eagle3": eagle, "eagle": first}
     return Heads(target, directories)
