@@ -2,19 +2,19 @@
 """Heads of residual blocks as the recurrent drafter runs them: a pass each, over the last rows."""
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Protocol, cast
 
 import torch
 from torch import Tensor
 
 from specops import batching
 from specops.engine.drafters.base import Drafter, DrafterContext, TargetStep
-from specops.engine.drafters.head import DraftRows
+from specops.engine.drafters.head import DraftHead, DraftRows
 from specops.engine.drafters.methods.method import Method, WeightOptions
 from specops.engine.drafters.newest import NewestTokens
 from specops.engine.drafters.recurrent import RecurrentDrafter
-from specops.engine.drafters.stack_head import named_weights
-from specops.engine.models import ResidualHeads, Transformer
+from specops.engine.drafters.stack_head import StackHead, named_weights
+from specops.engine.models import MtpBatch, PrefixLayer, ResidualHeads, Transformer
 
 
 class Loader(Protocol):
@@ -36,7 +36,10 @@ def load_residual(
     """
     own, directory = named_weights(context, options, f"{method.title} are")
     heads = loader(context.target, directory, quantization=own.quantization)
-    head = ResidualDraftHead(heads, context.config.max_num_seqs)
+    slots = context.config.max_num_seqs
+    head: DraftHead = ResidualDraftHead(heads, slots)
+    if heads.prefix is not None:
+        head = PrefixedHead(heads, heads.prefix, slots)
     return RecurrentDrafter(method.name, context, head, draws=True)
 
 
@@ -123,6 +126,51 @@ class ResidualDraftHead:
         if self.heads.reads_tokens:
             self.heads.read_token(index, self._tokens.before(index, rows))
         return gathered, gathered
+
+    def logits(
+        self, index: int, hidden: Tensor, *, out: Tensor | None = None, sums: Tensor | None = None
+    ) -> Tensor:
+        """Returns the logits of head `index`."""
+        return self.heads.logits(index, hidden, out, sums)
+
+
+class PrefixedHead(StackHead):
+    """Hydra++'s heads as a `DraftHead`: the layer before them runs in the first pass.
+
+    Args:
+        heads: of a checkpoint.
+        prefix: their layer.
+        slots: requests that run at once.
+
+    Attributes:
+        heads: these.
+        is_independent: no head reads drafts.
+    """
+
+    is_chained = False
+    lookahead = 0  # the layer reads no token
+    num_likeliest = 8
+
+    def __init__(self, heads: ResidualHeads, prefix: PrefixLayer, slots: int) -> None:
+        super().__init__(prefix)
+        self.heads, self._prefix = heads, prefix
+        self.num_passes = self.max_drafts = len(heads.heads)
+        self.is_independent = not heads.reads_tokens
+        self._tokens = NewestTokens(slots, heads.device)
+        self._states: Tensor  # of the rows of the last first pass
+        heads.reserve(slots)
+
+    def sums_size(self, rows: int, outputs: int) -> int:
+        """Returns the floats that projections split their sums with."""
+        return max(super().sums_size(rows, outputs), self.heads.sums_size(outputs))
+
+    def forward(self, index: int, rows: DraftRows, states: Tensor) -> tuple[Tensor, Tensor]:
+        """Runs the layer over rows, and reads the token that head `index` is first to read."""
+        if index == 0:
+            self._states = self._prefix.forward(cast(MtpBatch, rows), states, self.cache)
+        if self.heads.reads_tokens:
+            self.heads.read_token(index, self._tokens.before(index, rows))
+        return self._states, self._states
 
     def logits(
         self, index: int, hidden: Tensor, *, out: Tensor | None = None, sums: Tensor | None = None
