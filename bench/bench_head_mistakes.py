@@ -25,7 +25,8 @@ from bench.bench_engine import prompt_token_ids
 from bench.common import Bench, Figure
 
 Config = dict[str, Any]
-TRAINED = (Path("build/heads"), Path("tests/golden"))
+ROOT = Path(__file__).resolve().parent.parent
+TRAINED = (ROOT / "build" / "heads", ROOT / "tests" / "golden")
 DRAFTS, NEW_TOKENS = 5, 64
 
 
@@ -199,9 +200,7 @@ def trained_head(method: str) -> Path | None:
     for folder in TRAINED:
         if (folder / method / "config.json").is_file():
             return folder / method
-    print(
-        f"  no {TRAINED[0] / method}: python -m tools.train.train_heads --head {method}", flush=True
-    )
+    print(f"  no head: python -m tools.train.train_heads --head {method}", flush=True)
     return None
 
 
