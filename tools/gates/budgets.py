@@ -481,10 +481,10 @@ METERED: tuple[Metered, ...] = (
     _codes("4, 1, 1", 8, 8, 50688, _per_arch(463, 463, 463, 461, 497, 501)),
     _codes("4, 1, 2", 16, 16, 75264, _per_arch(792, 792, 792, 788, 788, 826)),
     # Two sums are bound by powers of two: on 100a and 120 the way through shared memory costs more
-    # instructions than maxima of three saved there.
-    _scan("verify_kernel<bfloat16, false, false>", 0, _per_arch(86, 155, 155, 79, 69, 77)),
-    _scan("verify_kernel<bfloat16, false, false>", 1, _per_arch(271, 338, 338, 267, 258, 265)),
-    _scan("verify_kernel<bfloat16, false, false>", 2, _per_arch(450, 517, 517, 444, 435, 442)),
+    # instructions than maxima of three saved there. A ring of any depth costs verify three more on 120.
+    _scan("verify_kernel<bfloat16, false, false>", 0, _per_arch(86, 155, 155, 79, 69, 80)),
+    _scan("verify_kernel<bfloat16, false, false>", 1, _per_arch(271, 338, 338, 267, 258, 268)),
+    _scan("verify_kernel<bfloat16, false, false>", 2, _per_arch(450, 517, 517, 444, 435, 445)),
     _scan("verify_kernel<bfloat16, false, true>", 0, _per_arch(155, 155, 155, 80, 125, 142)),
     _scan("verify_kernel<bfloat16, false, true>", 2, _per_arch(515, 515, 515, 442, 438, 445)),
     _scan("sample_kernel<bfloat16, false>", 0, _per_arch(155, 155, 155, 80, 124, 141)),
