@@ -28,7 +28,6 @@ from specops.engine.models.eagle.layout import (
     mapping_of,
     taps_of,
     token_of,
-    with_qk_norms,
 )
 from specops.engine.models.families.dense_decoder import dense_decoder
 from specops.engine.models.families.fields import count, read_config
@@ -43,6 +42,7 @@ from specops.engine.models.state_head import (
     gather_states,
     naming,
     try_row,
+    with_qk_norms,
 )
 from specops.engine.models.transformer import Transformer
 from specops.engine.models.weights import WeightSource

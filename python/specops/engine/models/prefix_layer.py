@@ -21,10 +21,9 @@ from specops.engine.models.blocks.attention import AttentionConfig
 from specops.engine.models.blocks.block import BlockLoader, Norm
 from specops.engine.models.blocks.layer import Layer, LayerConfig
 from specops.engine.models.blocks.stack import LayerStack
-from specops.engine.models.eagle.layout import with_qk_norms
 from specops.engine.models.kv import KvCache
 from specops.engine.models.mtp.modules import MtpBatch
-from specops.engine.models.state_head import gather_states
+from specops.engine.models.state_head import gather_states, with_qk_norms
 from specops.engine.models.transformer import Transformer
 from specops.engine.models.weights import WeightSource
 

@@ -12,7 +12,7 @@ from specops.engine.models.blocks.attention import AttentionConfig
 from specops.engine.models.blocks.layer import LayerConfig
 from specops.engine.models.families.dense_decoder import dense_decoder
 from specops.engine.models.families.fields import count, read_config
-from specops.engine.models.state_head import StateHeadConfig, naming
+from specops.engine.models.state_head import StateHeadConfig, naming, with_qk_norms
 from specops.engine.models.transformer import Transformer
 
 logger = logging.getLogger(__name__)
@@ -223,12 +223,6 @@ def _checked(field: str, ids: Any, shift: int, directory: Path, num_layers: int)
 def _of_pairs(layer: LayerConfig, width: int) -> AttentionConfig:
     assert isinstance(layer.attention, AttentionConfig)
     return replace(layer.attention, input_size=width)
-
-
-def with_qk_norms(layer: LayerConfig, has_norms: bool) -> LayerConfig:
-    """Returns a layer that norms q and k, if the checkpoint has these norms."""
-    assert isinstance(layer.attention, AttentionConfig)
-    return replace(layer, attention=replace(layer.attention, qk_norm=has_norms))
 
 
 def flag_of(own: Mapping[str, Any], field: str, *, default: bool = False) -> bool:
