@@ -4,7 +4,7 @@
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ import torch
 from checkpoints import BASE, make_checkpoint, write_tokenizer
 from safetensors.torch import save_file
 from specops.engine import Engine, EngineConfig, SamplingParams, SpeculativeConfig
-from specops.engine.drafters.trees import joint_tree
+from specops.engine.drafters.trees import joint_tree, static_tree
 from specops.engine.errors import ModelError
 from test_draft_model import reported
 from test_lossless import bits, params
@@ -111,6 +111,12 @@ class Heads:
 
     def drafts(self, base: Any, text: Sequence[int], count: int, mistake: str = "") -> list[int]:
         """The likeliest drafts behind a text, in float64; or with a mistake of Hydra++'s layer."""
+        return [tokens[0] for tokens in self.ranked(base, text, count, mistake)]
+
+    def ranked(
+        self, base: Any, text: Sequence[int], count: int, mistake: str = ""
+    ) -> list[list[int]]:
+        """All tokens in the place of each draft, the likeliest first."""
         with torch.no_grad():
             found = base.model(torch.tensor([list(text)]), output_hidden_states=True)
             un_normed, found = found.hidden_states[-2], found.last_hidden_state
@@ -121,7 +127,7 @@ class Heads:
                     places[0, -2] += 1  # the row that drafts
                 found = self.prefix.double()(inputs_embeds=given, position_ids=places)[0]
             embedding = base.model.embed_tokens.weight
-        state, drafted = found[0, -2], []
+        state, drafted, ranked = found[0, -2], [], []
         for head in range(count):
             x = state
             if self.reads_tokens:
@@ -132,8 +138,10 @@ class Heads:
                 if len(x) > WIDTH:
                     x = self._apply(head, block, "res_connection.", x)
                 x = x + torch.nn.functional.silu(inner)
-            drafted.append(int(self._apply(head, self.blocks, "", x).argmax()))
-        return drafted
+            logits = self._apply(head, self.blocks, "", x)
+            ranked.append(logits.argsort(descending=True, stable=True).tolist())
+            drafted.append(ranked[-1][0])
+        return ranked
 
     def _apply(self, head: int, block: int, kind: str, x: Tensor) -> Tensor:
         bias = self.tensors.get((head, block, f"{kind}bias"), torch.zeros(1))
@@ -280,6 +288,67 @@ def test_trees_are_the_best_paths() -> None:
     assert len(products) == 3 + 6 + 12
     assert all(a >= b - 1e-12 for a, b in pairwise(products))
     assert joint_tree([], 3) == ([], [], [])
+
+
+PATHS = [[0], [0, 0], [1], [0, 1], [2], [0, 0, 0], [1, 0], [0, 2], [9]]
+
+
+def test_a_static_tree_is_the_file_s() -> None:
+    places = [[(10 * place + rank, 1 / (rank + 2)) for rank in range(10)] for place in range(3)]
+    tree = static_tree(PATHS, places, 64)
+    assert tree.token_ids == [0, 10, 1, 11, 2, 20, 10, 12, 9]
+    assert tree.parents == [-1, 0, -1, 0, -1, 1, 2, 0, -1]
+    assert tree.chances[:3] == [1 / 2, 1 / 2, 1 / 3]
+    assert static_tree(PATHS, places, 4) == tuple(part[:4] for part in tree)
+    # Where there are fewer drafts, nodes that lie deeper are left out.
+    assert static_tree(PATHS, places[:2], 6).token_ids == [0, 10, 1, 11, 2, 10]
+
+
+def test_every_step_verifies_the_tree_of_the_file(target: tuple[Path, Any], tmp_path: Path) -> None:
+    """Its nodes are the reference's likeliest tokens; every bit is plain decoding's."""
+    heads, file = KINDS["medusa"], tmp_path / "tree.json"
+    heads.write(tmp_path)
+    file.write_text(json.dumps(PATHS))
+    own = {"tree": True, "num_speculative_tokens": 9, "num_model_steps": 3, "max_num_seqs": 4}
+    engine = make(target, heads, tmp_path, medusa_choices=str(file), **own)
+    assert isinstance(engine.drafters["medusa"].head.new_tree, partial)
+    each = [replace(params(i, 0.8 * (i % 2)), max_tokens=40) for i in range(4)]
+    done = engine.generate(TEXTS[:4], each)
+    expected = make(target, None, tmp_path, max_num_seqs=1).generate(TEXTS[:4], each)
+    assert list(map(bits, done)) == list(map(bits, expected))
+    compared = 0
+    for text, drafts in [one for each in reported(engine, TEXTS[:3], told(3)) for one in each]:
+        if len(drafts) == len(PATHS):  # not at a text's end
+            ranked = heads.ranked(target[1], text, 3)
+            preorder = sorted(PATHS)  # ranks rise among siblings
+            assert list(drafts) == [ranked[len(path) - 1][path[-1]] for path in preorder]
+            compared += 1
+    assert compared > 4
+
+
+@pytest.mark.parametrize(
+    "text,message",
+    [
+        ("[[0], [0, 0], [1", r"tree\.json: not a file of a tree"),
+        ("{}", "expected a list of paths, got dict"),
+        ("[]", "expected a list of paths, got list"),
+        ("[[0], [-1]]", r"must be a list of ranks from 0 to 159, got \[-1\]"),
+        ("[[0], [0.5]]", r"ranks from 0 to 159, got \[0\.5\]"),
+        ("[[0], 3]", "got 3"),
+        ("[[0], [0]]", r"path \[0\] is there twice"),
+        ("[[0, 0], [0]]", r"path \[0, 0\] needs \[0\] before it"),
+        (None, "not a file of a tree"),
+    ],
+)
+def test_what_is_no_tree(
+    target: tuple[Path, Any], tmp_path: Path, text: str | None, message: str
+) -> None:
+    heads, file = KINDS["medusa"], tmp_path / "tree.json"
+    heads.write(tmp_path)
+    if text is not None:
+        file.write_text(text)
+    with pytest.raises(ModelError, match=message):
+        make(target, heads, tmp_path, medusa_choices=str(file))
 
 
 @pytest.mark.parametrize(

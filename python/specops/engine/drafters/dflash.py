@@ -11,6 +11,7 @@ from specops.engine.drafters.head import DraftRows
 from specops.engine.drafters.methods.dflash import METHOD, DflashOptions
 from specops.engine.drafters.newest import NewestTokens
 from specops.engine.drafters.stack_head import named_weights
+from specops.engine.drafters.trees import joint_tree
 from specops.engine.models import BlockDrafter, MtpBatch, load_dflash
 
 
@@ -50,8 +51,8 @@ class BlockHead(BlockStackHead):
         self.model, self.taps, self.token_map = model, model.taps, model.token_map
         # A token for each row of a block that drafts.
         self.num_passes = self.max_drafts = model.config.num_drafts
-        # No draft reads another without a Markov head.
-        self.is_independent = model.weights.markov is None
+        if model.weights.markov is None:  # no draft reads another
+            self.new_tree = joint_tree
         self._tokens = NewestTokens(context.config.max_num_seqs, context.device.device)
         self._hidden: Tensor | None = None  # of the block's rows; None: there are none
         self._rows: DraftRows

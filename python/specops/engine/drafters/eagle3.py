@@ -14,6 +14,7 @@ from specops.engine.drafters.head import DraftRows
 from specops.engine.drafters.methods.eagle3 import METHOD, Eagle3Options
 from specops.engine.drafters.recurrent import RecurrentDrafter
 from specops.engine.drafters.stack_head import StackHead, named_weights
+from specops.engine.drafters.trees import joint_tree
 from specops.engine.models import Eagle3, MtpBatch, load_eagle3
 
 
@@ -77,14 +78,13 @@ class ParallelHead(BlockStackHead):
         head: this.
     """
 
-    is_independent = True
-
     def __init__(self, head: Eagle3, context: DrafterContext) -> None:
         # A head has no most drafts of its own. An engine that drafts otherwise names none either.
         drafts = context.config.speculative_config.num_model_steps or _DRAFTS
         super().__init__(head, drafts - 1, context)
         self.head, self.taps, self.token_map = head, head.taps, head.token_map
         self.num_passes = self.max_drafts = drafts
+        self.new_tree = joint_tree
         self._hidden: Tensor | None = None  # of the masks; None: there are none
         self._given: Tensor  # of the rows of the last first pass
 

@@ -2,6 +2,7 @@
 """Heads of residual blocks as the recurrent drafter runs them: a pass each, over the last rows."""
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Protocol, cast
 
 import torch
@@ -14,6 +15,7 @@ from specops.engine.drafters.methods.method import Method, WeightOptions
 from specops.engine.drafters.newest import NewestTokens
 from specops.engine.drafters.recurrent import RecurrentDrafter
 from specops.engine.drafters.stack_head import StackHead, named_weights
+from specops.engine.drafters.trees import TreeMaker, joint_tree, static_tree
 from specops.engine.models import MtpBatch, PrefixLayer, ResidualHeads, Transformer
 
 
@@ -26,9 +28,20 @@ class Loader(Protocol):
 
 
 def load_residual(
-    context: DrafterContext, method: Method, options: type[WeightOptions], loader: Loader
+    context: DrafterContext,
+    method: Method,
+    options: type[WeightOptions],
+    loader: Loader,
+    paths: Sequence[Sequence[int]] | None = None,
 ) -> Drafter:
     """Makes the drafter of the heads that the configuration names.
+
+    Args:
+        context: of the engine.
+        method: of the drafter.
+        options: its own.
+        loader: of its heads.
+        paths: the tree of every step, of heads that read no drafts; None: the likeliest paths.
 
     Raises:
         MethodUnavailable: it names none.
@@ -37,10 +50,19 @@ def load_residual(
     own, directory = named_weights(context, options, f"{method.title} are")
     heads = loader(context.target, directory, quantization=own.quantization)
     slots = context.config.max_num_seqs
-    head: DraftHead = ResidualDraftHead(heads, slots)
+    head: DraftHead = ResidualDraftHead(heads, slots, paths)
     if heads.prefix is not None:
         head = PrefixedHead(heads, heads.prefix, slots)
     return RecurrentDrafter(method.name, context, head, draws=True)
+
+
+def _trees_of(
+    heads: ResidualHeads, paths: Sequence[Sequence[int]] | None
+) -> tuple[TreeMaker | None, int]:
+    """What makes trees of the heads' drafts, and of how many of the likeliest tokens of each."""
+    if paths is not None:
+        return partial(static_tree, paths), max(2, 1 + max(map(max, paths)))
+    return None if heads.reads_tokens else joint_tree, 8
 
 
 class ResidualDraftHead:
@@ -49,23 +71,25 @@ class ResidualDraftHead:
     Args:
         heads: of a checkpoint.
         slots: requests that run at once.
+        paths: the same tree in every step, see `static_tree`; None: the likeliest paths.
 
     Attributes:
         heads: these.
-        is_independent: no head reads drafts.
+        num_likeliest: tokens of each that make trees.
     """
 
     is_chained = False
     lookahead = 1
-    num_likeliest = 8
     reads_states = True
     taps: tuple[int, ...] = ()
     token_map: Tensor | None = None
     kv_bytes_per_token = 0
 
-    def __init__(self, heads: ResidualHeads, slots: int) -> None:
+    def __init__(
+        self, heads: ResidualHeads, slots: int, paths: Sequence[Sequence[int]] | None
+    ) -> None:
         self.heads = heads
-        self.is_independent = not heads.reads_tokens
+        self.new_tree, self.num_likeliest = _trees_of(heads, paths)
         self._tokens = NewestTokens(slots, heads.device)
         self._gathered = torch.empty(0, heads.hidden_size, dtype=heads.dtype, device=heads.device)
         heads.reserve(slots)
@@ -144,18 +168,16 @@ class PrefixedHead(StackHead):
 
     Attributes:
         heads: these.
-        is_independent: no head reads drafts.
     """
 
     is_chained = False
     lookahead = 0  # the layer reads no token
-    num_likeliest = 8
 
     def __init__(self, heads: ResidualHeads, prefix: PrefixLayer, slots: int) -> None:
         super().__init__(prefix)
         self.heads, self._prefix = heads, prefix
         self.num_passes = self.max_drafts = len(heads.heads)
-        self.is_independent = not heads.reads_tokens
+        self.new_tree, self.num_likeliest = _trees_of(heads, None)
         self._tokens = NewestTokens(slots, heads.device)
         self._states: Tensor  # of the rows of the last first pass
         heads.reserve(slots)
