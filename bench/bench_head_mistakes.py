@@ -87,13 +87,18 @@ def _interleaved(name: str, tensor: Tensor) -> Tensor:
     return halves.transpose(1, 2).flatten(0, 2).contiguous()
 
 
-def _all_masks(self: BlockDrafter, token_ids: Tensor, batch: LayerBatch, cache: KvCache) -> Tensor:
+def _all_masks(
+    self: BlockDrafter, token_ids: Tensor, places: Tensor, batch: LayerBatch, cache: KvCache
+) -> Tensor:
     masks = torch.full_like(token_ids, self.config.mask_token_id)
-    return _FORWARD(self, masks, batch, cache)
+    return _FORWARD(self, masks, places, batch, cache)
 
 
-def _too_far(self: BlockDrafter, token_ids: Tensor, batch: LayerBatch, cache: KvCache) -> Tensor:
-    return _FORWARD(self, token_ids, replace(batch, positions=batch.positions + 1), cache)
+def _too_far(
+    self: BlockDrafter, token_ids: Tensor, places: Tensor, batch: LayerBatch, cache: KvCache
+) -> Tensor:
+    moved = replace(batch, positions=batch.positions + 1)
+    return _FORWARD(self, token_ids, places, moved, cache)
 
 
 _FORWARD = BlockDrafter.forward

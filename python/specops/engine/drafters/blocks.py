@@ -155,8 +155,8 @@ class BlockStackHead(StackHead):
 
     def logits_of_row(
         self, place: int, hidden: Tensor | None, size: int, out: Tensor | None, sums: Tensor | None
-    ) -> Tensor:
-        """Returns the logits of row `place` of each block.
+    ) -> tuple[Tensor, Tensor | None]:
+        """Returns the logits of row `place` of each block, and the states that they are of.
 
         Args:
             place: of a row in its block.
@@ -166,9 +166,9 @@ class BlockStackHead(StackHead):
             sums: workspace of projections.
         """
         if hidden is None:
-            return torch.zeros(size, self.vocab_size, out=out)
+            return torch.zeros(size, self.vocab_size, out=out), None
         states = self.blocks.states(hidden, place, self._states[:size])
-        return self.stack.logits(states, out=out, sums=sums)
+        return self.stack.logits(states, out=out, sums=sums), states
 
 
 @dataclass(frozen=True)

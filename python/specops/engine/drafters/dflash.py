@@ -51,7 +51,7 @@ class BlockHead(BlockStackHead):
         self.model, self.taps, self.token_map = model, model.taps, model.token_map
         # A token for each row of a block that drafts.
         self.num_passes = self.max_drafts = model.config.num_drafts
-        if model.weights.markov is None:  # no draft reads another
+        if not model.reads_drafts:
             self.new_tree = joint_tree
         self._tokens = NewestTokens(context.config.max_num_seqs, context.device.device)
         self._hidden: Tensor | None = None  # of the block's rows; None: there are none
@@ -75,11 +75,11 @@ class BlockHead(BlockStackHead):
     ) -> Tensor:
         """Returns the logits of the row of each block that drafts token `index`."""
         place = index if self.model.config.samples_anchor else index + 1
-        logits = self.logits_of_row(place, self._hidden, hidden.shape[0], out, sums)
-        if self._hidden is None:
+        logits, states = self.logits_of_row(place, self._hidden, hidden.shape[0], out, sums)
+        if states is None or not self.model.reads_drafts:
             return logits
-        bias = self.model.markov_logits(self._tokens.before(index, self._rows), sums)
-        return logits if bias is None else logits.add_(bias)
+        before = self._tokens.before(index, self._rows)
+        return self.model.with_tokens_before(logits, states, before, sums)
 
     def _run_blocks(self, rows: DraftRows) -> None:
         """Runs the block of each request: its newest token and masks."""
@@ -88,6 +88,6 @@ class BlockHead(BlockStackHead):
         if placed is None:
             return
         newest = self._tokens.before(0, rows).index_select(0, placed.requests)
-        is_mask = placed.batch.positions != (placed.lens - 1).index_select(0, placed.requests)
-        token_ids = newest.masked_fill_(is_mask, self.model.config.mask_token_id)
-        self._hidden = self.model.forward(token_ids, placed.batch, self.cache)
+        places = placed.batch.positions - (placed.lens - 1).index_select(0, placed.requests)
+        token_ids = newest.masked_fill_(places != 0, self.model.config.mask_token_id)
+        self._hidden = self.model.forward(token_ids, places, placed.batch, self.cache)

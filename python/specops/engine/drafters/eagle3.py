@@ -109,4 +109,4 @@ class ParallelHead(BlockStackHead):
         """Returns the logits of the newest token's row, or of a mask of each request."""
         if index == 0:
             return super().logits(index, hidden, out=out, sums=sums)
-        return self.logits_of_row(index - 1, self._hidden, hidden.shape[0], out, sums)
+        return self.logits_of_row(index - 1, self._hidden, hidden.shape[0], out, sums)[0]
