@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from specops import dense, sampling
+from specops import dense
 from specops.dense import PackedWeight
 from specops.engine.errors import ModelError
 from specops.engine.models.families.fields import count
@@ -214,12 +214,13 @@ def candidate_logits(
         before: int32 [rows], the token before each draft.
         sums: workspace of projections.
     """
-    candidates = sampling.top_logprobs(logits, config.num_candidates)[0].long()
+    # By the least of their logits: what is equal to it is a candidate, too, in whatever order.
+    least = logits.topk(config.num_candidates, dim=1).values[:, -1:]
+    is_none = logits < least
     logits.mul_(config.logit_scale)
     if config.softcap is not None:
         logits.div_(config.softcap).tanh_().mul_(config.softcap)
     pairs = dense.linear(states, weights.hidden, workspace=sums)
     pairs.mul_(dense.embedding(before, weights.predecessors))
     logits.add_(dense.linear(pairs, weights.successors, out_dtype=torch.float32, workspace=sums))
-    kept = logits.gather(1, candidates)
-    return logits.fill_(-torch.inf).scatter_(1, candidates, kept)
+    return logits.masked_fill_(is_none, -torch.inf)
