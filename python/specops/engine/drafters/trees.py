@@ -133,7 +133,7 @@ def static_tree(
         places: of each draft, its likeliest tokens with their chances, the likeliest first.
         room: most nodes; kept are the first ones.
 
-    Source: Cai et al. 2024, "Medusa", section 2.3.
+    Source: Cai et al. 2024, arXiv 2401.10774, section 2.3: static trees of candidates.
     """
     nodes: dict[tuple[int, ...], int] = {(): -1}
     tokens: list[int] = []
