@@ -75,7 +75,7 @@ SMALL: dict[str, dict[str, Any]] = {
         "COUNTED": 1,
         "KV_LEN": 32,
     },
-    "head_mistakes": {"NEW_TOKENS": 4, "MISTAKES": (MISTAKES[0], MISTAKES[-1])},
+    "head_mistakes": {"NEW_TOKENS": 24, "MISTAKES": (MISTAKES[0], MISTAKES[-1])},
     "accuracy": {"TEXTS": 1, "TOKENS": 20, "GEMMA": Path("nowhere")},
     "start": {"QUANTIZATIONS": ("wint8",), "STARTS": ("next",)},
     "replay": {
