@@ -11,7 +11,7 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Any, Generic, TypeVar
 
 from specops.engine.outputs import SpeculativeStats, TokenLogprob
-from specops.server.api_error import server_error
+from specops.server.api_error import ApiError, server_error
 from specops.server.call_forms import CallForm, CallReader
 from specops.server.intake import Turn
 from specops.server.jobs import ChoiceOutput, Job, JobFailed, Span
@@ -61,7 +61,7 @@ class Answer(Generic[R]):
         self.job = job
         self.tokenizer = tokenizer
         self._call_form = call_form
-        self._frame = {
+        self._frame: dict[str, Any] = {
             "id": self.id_prefix + secrets.token_hex(12),
             "created": int(time.time()),
             "model": model_name,
@@ -155,8 +155,12 @@ class Answer(Generic[R]):
             if options.include_usage:
                 yield chunk([], **self._totals())
         except JobFailed as error:
-            yield event(server_error(str(error)).body)
+            yield self.failed(server_error(str(error)))
         yield b"data: [DONE]\n\n"
+
+    def failed(self, error: ApiError) -> bytes:
+        """The event of a stream that ends with an error."""
+        return event(error.body)
 
     def first(self, index: int) -> list[dict[str, Any]]:
         """What a choice's stream begins with."""
