@@ -84,7 +84,7 @@ $(VENV)/native: $(VENV)/build-deps $(if $(NVCC),$(VENV)/torch) $(VENV)/cuda-$(SP
 	touch $@
 
 $(VENV)/test-deps: $(VENV)/serve-deps
-	$(PIP) pytest pytest-xdist hypothesis httpx jsonschema openai schemathesis transformers gguf \
+	$(PIP) pytest pytest-xdist hypothesis httpx jsonschema anthropic openai schemathesis transformers gguf \
 	  playwright axe-playwright-python
 	touch $@
 

@@ -101,7 +101,7 @@ class MessagesAnswer(BlockAnswer):
         }
 
 
-def _event(name: str, **members: Any) -> bytes:
+def _event(name: str, /, **members: Any) -> bytes:
     return event({"type": name, **members}, name)
 
 

@@ -137,7 +137,7 @@ class ResponsesAnswer(BlockAnswer):
             **more,
         }
 
-    def _event(self, name: str, **members: Any) -> bytes:
+    def _event(self, name: str, /, **members: Any) -> bytes:
         self._num_events += 1
         return event({"type": name, "sequence_number": self._num_events - 1, **members}, name)
 
