@@ -66,7 +66,8 @@ def _anthropic(served: Served) -> anthropic.Anthropic:
 def clients() -> Iterator[Clients]:
     """Both servers, until the block ends; then nothing may be left running in the first."""
     speculative = SpeculativeConfig(method="ngram", num_speculative_tokens=4, min_ngram_size=1)
-    engine = Engine(EngineConfig(device="cpu", max_num_seqs=8, speculative_config=speculative))
+    sizes = {"max_num_seqs": 8, "num_threads": 1}
+    engine = Engine(EngineConfig(device="cpu", speculative_config=speculative, **sizes))
     with (
         serving(engine, chat_format=ChatFormat(TEMPLATE)) as served,
         serving(FakeEngine()) as bare,

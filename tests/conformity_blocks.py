@@ -15,6 +15,7 @@ from conformity_base import (
     MODEL,
     PROMPT,
     WEATHER,
+    WITHOUT,
     Check,
     Clients,
     Row,
@@ -57,6 +58,16 @@ def _uses(reply: Any) -> list[str]:
             assert one.name != "weather" or given["place"] in ("Bonn", "Rome")
             found.append(one.name)
     return found
+
+
+def _is_place(reply: Any) -> bool:
+    """Whether the text is JSON of the schema."""
+    return text(reply)[:1] == "{" and json.loads(text(reply))["place"] in ("Bonn", "Rome")
+
+
+def _seen(is_so: bool, told: str) -> str:
+    assert is_so
+    return told
 
 
 # ---- OpenAI's responses ----
@@ -108,9 +119,6 @@ def _responses_rows() -> list[Row]:
     def tops(reply: Any) -> list[int]:
         return [len(one.top_logprobs) for one in reply.output[0].content[0].logprobs]
 
-    def places(reply: Any) -> bool:
-        return bool(json.loads(text(reply))["place"] in ("Bonn", "Rome"))
-
     return [
         row("include", wanted, "log-probabilities of each token",
             lambda call: len(tops(call(include=wanted))) == call().usage.output_tokens),
@@ -134,7 +142,6 @@ def _responses_rows() -> list[Row]:
             lambda call: call(max_output_tokens=3).usage.output_tokens == 3
             and call(max_output_tokens=3).incomplete_details.reason == "max_output_tokens"),
         refused(method, "max_output_tokens", 0),
-        refused(method, "max_output_tokens", 99999),
         row("model", MODEL, "the model that is served", lambda call: call().model == MODEL),
         refused(method, "model", "other", status=404),
         row("parallel_tool_calls", False, "at most one call is made",
@@ -152,16 +159,14 @@ def _responses_rows() -> list[Row]:
         refused(method, "reasoning", {"summary": "auto"}),
         row("store", False, "no later request can follow it", _is_not_kept),
         row("stream", True, "the answer arrives as events", _events),
-        row("stream_options", {"include_obfuscation": False}, "events have no padding",
-            lambda call: all(one.to_dict().get("obfuscation") is None for one in
-                             call(stream=True, stream_options={"include_obfuscation": False}))),
+        Row(method, "stream_options", shown({"include_obfuscation": False}), WITHOUT, _unpadded),
         refused(method, "stream_options", {"include_obfuscation": True}, stream=True),
         refused(method, "stream_options", {"include_obfuscation": False}),
         row("temperature", 1.5, "tokens are sampled", _seeds_matter),
         refused(method, "temperature", -0.5),
         without(method, "text", {"format": {"type": "text"}}, "any text"),
         row("text", {"format": form}, "the text is JSON of the schema",
-            lambda call: places(call(text={"format": form}, max_output_tokens=200))),
+            lambda call: _is_place(call(text={"format": form}, max_output_tokens=200))),
         row("text", {"format": {"type": "json_object"}}, "the text is an object in JSON",
             lambda call: text(call(text={"format": {"type": "json_object"}}))[:1] == "{"),
         refused(method, "text", {"format": {"type": "json_schema", "name": "x"}}),
@@ -181,7 +186,7 @@ def _responses_rows() -> list[Row]:
         refused(method, "tools", [{"type": "web_search"}]),
         refused(method, "tools", [FUNCTION], bare=True),
         row("top_logprobs", 2, "the number of alternatives",
-            lambda call: min(tops(call(top_logprobs=2))) == 2),
+            lambda call: set(tops(call(top_logprobs=2))) == {2}),
         row("top_p", 1e-6, "only the likeliest token is left",
             lambda call: text(call(temperature=1.0, top_p=1e-6)) == text(call())),
         refused(method, "top_p", 0.0),
@@ -196,6 +201,13 @@ def _is_not_kept(call: Call) -> bool:
     except openai.BadRequestError as error:
         return error.code == "previous_response_not_found"
     return False
+
+
+def _unpadded(clients: Clients) -> str:
+    call = METHODS["responses.create"].call(clients)
+    events = call(stream=True, stream_options={"include_obfuscation": False})
+    padding = [one.to_dict().get("obfuscation") for one in events]
+    return _seen(not any(padding), "events have no padding")
 
 
 def _seeds_matter(call: Call) -> bool:
@@ -313,8 +325,8 @@ def _prompt_rows(method: str) -> list[Row]:
             lambda call: num(call(tools=[TOOL])) > num(call())),
         refused(method, "tools", [{"type": "web_search_20250305", "name": "web_search"}]),
         refused(method, "tools", [TOOL], bare=True),
-        refused(method, "user_profile_id", "x"),
-        refused(method, "workspace_id", "x"),
+        without(method, "user_profile_id", "x", "a header that nothing reads"),
+        without(method, "workspace_id", "x", "a header that nothing reads"),
     ]  # fmt: skip
 
 
@@ -324,9 +336,6 @@ def _messages_rows() -> list[Row]:
     form = {"format": {"type": "json_schema", "schema": WEATHER}}
     this = {"type": "tool", "name": "weather"}
     one = {"type": "any", "disable_parallel_tool_use": True}
-
-    def places(reply: Any) -> bool:
-        return bool(json.loads(text(reply))["place"] in ("Bonn", "Rome"))
 
     def ends(reply: Any) -> tuple[Any, Any]:
         return reply.stop_reason, reply.stop_sequence
@@ -343,7 +352,7 @@ def _messages_rows() -> list[Row]:
         refused(method, "inference_geo", "eu"),
         without(method, "metadata", {"user_id": "me"}, "says who asks"),
         row("output_config", form, "the text is JSON of the schema",
-            lambda call: places(call(output_config=form, max_tokens=200))),
+            lambda call: _is_place(call(output_config=form, max_tokens=200))),
         without(method, "service_tier", "auto", "there is one tier"),
         refused(method, "service_tier", "priority"),
         row("stop_sequences", [","], "the text ends before it",
@@ -377,14 +386,9 @@ def _count_rows() -> list[Row]:
 
     return [
         *_prompt_rows(method),
-        Row(method, "output_format", "a type", "no effect", lambda clients: _seen(
+        Row(method, "output_format", "a type", WITHOUT, lambda clients: _seen(
             as_many(METHODS[method].call(clients)), "the prompt says nothing of it")),
     ]  # fmt: skip
-
-
-def _seen(is_so: bool, told: str) -> str:
-    assert is_so
-    return told
 
 
 # ---- what all have ----

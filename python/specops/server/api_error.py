@@ -37,16 +37,18 @@ class ApiError(Exception):
         return {"error": {**error, "code": self.code}}
 
     def under_names(self, names: Mapping[str, str]) -> "ApiError":
-        """The same refusal, where the field that it names has another name."""
-        name = names.get(self.param or "")
-        if name is None:
-            return self
-        message = re.sub(rf"^{self.param}\b", name, self.message)
+        """The same refusal of an API where fields have other names."""
+
+        def renamed(found: re.Match[str]) -> str:
+            # "messages" is a field at the beginning alone, and max_tokens anywhere.
+            is_field = not found.start() or "_" in found[0]
+            return names.get(found[0], found[0]) if is_field else found[0]
+
         return ApiError(
             self.status,
-            message,
+            re.sub(r"\w+", renamed, self.message),
             type=self.type,
-            param=name,
+            param=names.get(self.param or "", self.param),
             code=self.code,
             headers=self.headers,
         )

@@ -202,6 +202,7 @@ class Generation:
         try:
             chat = as_chat(body)
             self.check_model(chat.model)
+            chat.wanted_output(self._call_form)  # refuses what an answer could not have
             return len((await self._tokenize(chat))[0])
         except ApiError as error:
             raise error.under_names(body_type.chat_names) from None

@@ -39,8 +39,6 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "mcp_servers": ([],),
     "service_tier": ("auto", "standard_only"),
     "speed": ("standard",),
-    "user_profile_id": (),
-    "workspace_id": (),
 }
 
 

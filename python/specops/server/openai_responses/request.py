@@ -162,6 +162,7 @@ class ResponsesRequest(Sampling):
         "max_tokens": "max_output_tokens",
         "response_format": "text.format",
         "reasoning_effort": "reasoning.effort",
+        "logprobs": "top_logprobs",
     }
 
     input: str | list[Item]
