@@ -202,6 +202,7 @@ ident ::= [a-z] [a-z0-9_]* ws
 num   ::= [0-9]+ ws
 ws    ::= [ \\t\\n]*
 """
+SPELT = 'root ::= A-b | c{2,3}\nA-b ::= "\\u00e9\\x41" "."\nc ::= [^\\u00e9"\\]]'
 
 
 @pytest.mark.parametrize(
@@ -216,10 +217,10 @@ ws    ::= [ \\t\\n]*
         ('root ::= ("a" | "ab") "bc"', "abb", False),
         ('root ::= "a" . "b"', "a\nb", True),
         ('root ::= "a" . "b"', "ab", False),
-        ('root ::= A-b | c{2,3}\nA-b ::= "\\u00e9\\x41" "."\nc ::= [^\\u00e9"\\]]', "\u00e9A.", True),
-        ('root ::= A-b | c{2,3}\nA-b ::= "\\u00e9\\x41" "."\nc ::= [^\\u00e9"\\]]', "\u00e9A", False),
-        ('root ::= A-b | c{2,3}\nA-b ::= "\\u00e9\\x41" "."\nc ::= [^\\u00e9"\\]]', "x#", True),
-        ('root ::= A-b | c{2,3}\nA-b ::= "\\u00e9\\x41" "."\nc ::= [^\\u00e9"\\]]', "x]", False),
+        (SPELT, "\u00e9A.", True),
+        (SPELT, "\u00e9A", False),
+        (SPELT, "x#", True),
+        (SPELT, "x]", False),
         ('root ::= "#\\"" # a comment of "\nroot2 ::= "x"', '#"', True),
     ],
 )  # fmt: skip
