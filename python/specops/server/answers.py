@@ -217,8 +217,14 @@ class Answer(Generic[R]):
         }
 
     def _note(self, output: ChoiceOutput) -> None:
-        """Keeps what the totals need of a finished choice, and what is told of its prompt."""
+        """Keeps what the totals need of a finished choice, and what is told of its prompt.
+
+        A stop string is put back behind the text that it has ended, if that was asked for.
+        """
         step = output.output
+        end = step.end
+        if self.request.include_stop_str_in_output and end and end.finish_reason == "stop":
+            step.text += end.stop_reason if isinstance(end.stop_reason, str) else ""
         if step.prompt_logprobs is not None:
             self._prompt_logprobs[self.prompt_of(step.index)] = step.prompt_logprobs
         if step.end is not None and output.span is not None:

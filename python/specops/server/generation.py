@@ -30,6 +30,7 @@ from specops.server.api_error import (
 from specops.server.call_forms import HERMES
 from specops.server.chat import ChatFormat
 from specops.server.dispatch import Dispatch
+from specops.server.infill import infill_prompt
 from specops.server.intake import Turn, Turns
 from specops.server.jobs import BadSpeculation, EngineAway, Job, JobFailed
 from specops.server.kv_transfer import kv_transfer_of
@@ -387,6 +388,11 @@ class Generation:
             except ValueError as error:
                 raise bad_value(error, ChatCompletionRequest, "messages") from None
             prompts: list[str | list[int]] = [text]
+        elif request.suffix is not None:
+            try:
+                prompts = [infill_prompt(self._tokenizer, request.prompt, request.suffix)]
+            except ValueError as error:
+                raise bad_value(error, CompletionRequest, "suffix") from None
         else:
             prompts = request.prompts()
         for prompt in prompts:

@@ -54,6 +54,7 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "guided_grammar": (),
     "guided_json": (),
     "guided_regex": (),
+    "guided_whitespace_pattern": (),
     "modalities": (["text"],),
     "moderation": (),
     "parallel_tool_calls": (True, False),
@@ -64,7 +65,6 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "skip_special_tokens": (True,),
     "spaces_between_special_tokens": (True,),
     "store": (False,),
-    "suffix": (),
     "tool_choice": ("none", "auto"),
     "tools": ([],),
     "top_a": (0,),
@@ -155,6 +155,7 @@ class _Request(Sampling):
     max_tokens: int | None = None
     n: int = 1
     stop: str | list[str] = Field([])
+    include_stop_str_in_output: bool = False  # the text ends with it, not before it
     prompt_logprobs: int | None = None
     stream: bool = False
     stream_options: StreamOptions | None = None
@@ -290,6 +291,7 @@ class CompletionRequest(_Request):
     echo: bool = False
     logprobs: int | None = None
     best_of: int | None = None
+    suffix: str | None = None  # what stands behind the text that is asked for
 
     def prompts(self) -> list[str | list[int]]:
         """The prompts: texts and lists of token ids.
@@ -320,6 +322,9 @@ class CompletionRequest(_Request):
             raise ApiError(
                 400, "best_of is not supported", param="best_of", code="unsupported_parameter"
             )
+        if self.suffix is not None and self.echoes_logprobs:
+            message = "suffix must be absent where the prompt's logprobs are echoed"
+            raise ApiError(400, message, param="suffix", code="invalid_value")
         return super().sampling_params(call_form)
 
     @property
