@@ -81,6 +81,21 @@ def test_all_apis_have_a_chats_bits(served: Served, method: str, sampling: dict[
     assert (drafted > 0) == (method == "ngram")
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_text_may_end_with_its_stop_string(served: Served, stream: bool) -> None:
+    asked = {"messages": [ASK], "max_tokens": 24, "temperature": 0, "stop": [",", "zz"]}
+    cut = post(served, "chat/completions", **asked)["choices"][0]["message"]["content"]
+    body = {**asked, "include_stop_str_in_output": True, "stream": stream}
+    answer = httpx.post(f"{served.url}/v1/chat/completions", json=body, timeout=60)
+    if stream:
+        lines = [one[6:] for one in answer.text.split("\n\n") if one[6:7] == "{"]
+        deltas = [json.loads(one)["choices"][0]["delta"] for one in lines]
+        told = "".join(one.get("content", "") for one in deltas)
+    else:
+        told = answer.json()["choices"][0]["message"]["content"]
+    assert told == cut + ","
+
+
 def test_a_stream_of_a_response_makes_its_whole(served: Served) -> None:
     asked = {"input": "x", "tools": [TOOL], "max_output_tokens": 200, "temperature": 0}
     found = events(served, "responses", **asked, tool_choice="required")
@@ -194,7 +209,7 @@ class Failing(FakeEngine):
 def test_a_failing_engine_is_an_error_of_the_apis_shape(path: str) -> None:
     asked = {"messages": [ASK], "max_tokens": 50}
     if path == "responses":
-        asked = {"input": "x", "max_output_tokens": 50}
+        asked = {"input": [ASK], "max_output_tokens": 50}
     with serving(Failing()) as served:
         last = events(served, path, **asked)[-1]
     if path == "responses":

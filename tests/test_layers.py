@@ -431,8 +431,8 @@ OF_METHODS = [
 # No method's name, though they look like one: Python's own, OpenAI's field, and the two fields of
 # EngineConfig that have their names from the time of one method.
 OTHER_WORDS = re.compile(
-    r"""removesuffix|removeprefix|\.suffix\b|\bwith_suffix\(|\bsuffix: str|"suffix"\)|"suffix must"""
-    r"""|param="suffix"|\bsuffix_(corpus|cache)\b|suffix decoding drafts from"""
+    r"""removesuffix|removeprefix|\.suffix\b|\bwith_suffix\(|\bsuffix: str|"suffix"\)"""
+    r"""|"suffix must|param="suffix"|\bsuffix_(corpus|cache)\b|suffix decoding drafts from"""
 )
 
 

@@ -174,23 +174,6 @@ def test_stop_strings_cut_the_text(fake: Served, stream: bool) -> None:
     assert choices[-1]["finish_reason"] == "stop"
 
 
-@pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize("path", ["completions", "chat/completions"])
-def test_a_text_may_end_with_its_stop_string(fake: Served, stream: bool, path: str) -> None:
-    asked = {"max_tokens": 40, "stop": ["STOP", "zzz"], "include_stop_str_in_output": True}
-    body = {"prompt": "hello STOP ", **asked}
-    if path.startswith("chat"):
-        body = {"messages": [{"role": "user", "content": "hello STOP "}], **asked}
-    response = post(fake, path, {**body, "stream": stream})
-    if not stream:
-        (choice,) = response.json()["choices"]
-        told = choice["message"]["content"] if path.startswith("chat") else choice["text"]
-    else:
-        found = [event["choices"][0] for event in events(response)]
-        told = "".join(one.get("text") or one.get("delta", {}).get("content", "") for one in found)
-    assert told.endswith("hello STOP")
-
-
 def test_a_suffix_needs_tokens_for_it(fake: Served) -> None:
     answer = post(fake, "completions", {"prompt": "a", "suffix": "b"})
     assert answer.status_code == 400 and answer.json()["error"]["param"] == "suffix"

@@ -154,7 +154,6 @@ def make_app(
         body_timeout=body_timeout,
     )
     api = _openai_routes(generation)
-    _add_blocks_routes(api, generation)
     app.include_router(api)
     _add_description(app, api if api_keys else None)
     _add_error_handlers(app)
@@ -279,6 +278,7 @@ def _openai_routes(generation: Generation) -> APIRouter:
     async def detokenize(request: Request) -> Response:
         return await generation.detokenize(request)
 
+    _add_blocks_routes(api, generation)
     return api
 
 

@@ -392,7 +392,8 @@ class Generation:
             try:
                 prompts = [infill_prompt(self._tokenizer, request.prompt, request.suffix)]
             except ValueError as error:
-                raise bad_value(error, CompletionRequest, "suffix") from None
+                code = "unsupported_parameter"
+                raise ApiError(400, str(error), param="suffix", code=code) from None
         else:
             prompts = request.prompts()
         for prompt in prompts:

@@ -177,6 +177,7 @@ def _body_schemas() -> dict[str, Any]:
     schemas: dict[str, Any] = found["$defs"]
     for body in _BODIES:
         _complete_body(schemas[body.__name__], body)
+    schemas["InputMessage"]["required"].remove("type")  # what has a role is one without it, too
     for name in _MESSAGES:
         # Client libraries echo fields that hold nothing.
         nothing = [{"type": "null"}, {"type": "array", "maxItems": 0}]
@@ -200,7 +201,7 @@ def _complete_body(schema: dict[str, Any], body: type[Body]) -> None:
             for branch in _branches(field, "array", "object"):
                 limit = "maxItems" if branch["type"] == "array" else "maxProperties"
                 branch[limit] = MAX_LISTS[name]
-        if name == "messages":
+        if name in ("messages", "input"):
             for branch in _branches(field, "array"):
                 branch["minItems"] = 1
                 # Its roles say already which kind a message is, and several are of one kind, which

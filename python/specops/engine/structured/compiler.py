@@ -183,7 +183,7 @@ def _source(wanted: StructuredOutput, whitespace: str) -> str:
             elif _EBNF.search(lark):
                 raise ValueError(
                     "it must be in llguidance's dialect of Lark, such as 'start: \"a\" b', or in "
-                    "llama.cpp's GBNF, such as 'root ::= \"a\" b'; got EBNF with rules in <>"
+                    "GBNF, such as 'root ::= \"a\" b'; got EBNF with rules in <>"
                 )
             elif _TEMPERATURE.search(lark):
                 raise ValueError("a rule's temperature is not supported: a request has one")

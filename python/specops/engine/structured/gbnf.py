@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Grammars in llama.cpp's notation (GBNF), which xgrammar's EBNF is too, as llguidance's Lark.
+"""Grammars in GBNF, the notation of ggml's programs and of xgrammar, as llguidance's Lark.
 
 llguidance's converter does the work, with three corrections. It makes terminals of rules without
 references; a lexer takes the longest match of a terminal, so `ws "\\n"` could never end where `ws`
 may be a line end. Here every rule stays a rule, and every terminal is one character, so the texts
-are those of the grammar. Its `.` is no line end, and llama.cpp's is any character. It spells
+are those of the grammar. Its `.` is no line end, and GBNF's is any character. It spells
 characters beyond ASCII as Lark does not read them: it is given these themselves.
 
 It looks through all rules again for each one that turns out to be a terminal: hence the bounds.
