@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 
+from tools.pictures import PICTURES
+
 ROOT = Path(__file__).resolve().parent.parent
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), ROOT / "tests" / "README.md"])
 TESTS = {
@@ -54,6 +56,13 @@ def test_the_site_names_every_document_once() -> None:
     files = {path.relative_to(ROOT / "docs").as_posix() for path in ROOT.glob("docs/**/*.md")}
     assert sorted(named(site["nav"])) == sorted(files)
     assert site["theme"]["font"] is False, "nothing is fetched from elsewhere"
+
+
+@pytest.mark.parametrize("name", PICTURES)
+def test_pictures_are_those_of_the_script(name: str) -> None:
+    """Whose page shows each of them."""
+    assert (ROOT / "docs" / name).read_text(encoding="utf-8") == PICTURES[name]()
+    assert f"]({name})" in (ROOT / "docs/how_exact.md").read_text()
 
 
 def test_every_module_of_ops_has_its_reference() -> None:
@@ -163,10 +172,12 @@ def test_sentences_are_counted() -> None:
     assert sentences(text) == ["One two.", "code three four!", "five six"]
 
 
-@pytest.mark.parametrize("name", ["README.md", "docs/index.md"])
-def test_the_first_pages_have_short_sentences(name: str) -> None:
+@pytest.mark.parametrize(
+    "path", [ROOT / "README.md", *sorted(ROOT.glob("docs/**/*.md"))], ids=relative
+)
+def test_documents_have_short_sentences(path: Path) -> None:
     """At most 20 words on average, and none of more than 40."""
-    lengths = [len(sentence.split()) for sentence in sentences((ROOT / name).read_text())]
-    assert len(lengths) > 5
+    lengths = [len(sentence.split()) for sentence in sentences(path.read_text())]
+    assert lengths
     assert sum(lengths) / len(lengths) <= 20
     assert max(lengths) <= 40

@@ -52,13 +52,13 @@ def test_the_server_does_what_it_says(tiny: Served, tmp_path: Path) -> None:
     """
     command = [sys.executable, "-m", "schemathesis.cli", "run", f"{tiny.url}/openapi.json"]
     command += ["--exclude-checks", "positive_data_acceptance", "--no-color", "--no-shrink"]
-    command += ["--max-examples", "10", "--seed", "1", "--generation-database", "none"]
+    command += ["--max-examples", "4", "--seed", "1", "--generation-database", "none"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-2000:]
     assert "Tested: 19" in done.stdout
     tiny.wait_until_idle()
     statuses = answers_by_status(tiny)
-    assert statuses[200] > 100 and statuses[400] > 1000
+    assert statuses[200] > 40 and statuses[400] > 400
     assert not [status for status in statuses if status >= 500], statuses
     print(f"{statuses.total()} requests answered: {dict(sorted(statuses.items()))}")
 

@@ -164,7 +164,6 @@ __device__ inline void store_integers(
 #pragma unroll
   for (int i = 0; i < 32; ++i) peak = ptx::max_nan(peak, fabsf(values[i]));
   float scale, inverse;
-  bool is_finite;
   if constexpr (kIsWide) {
     // A group is the four steps of a stage.
     peak = ptx::max_nan(peak, __shfl_xor_sync(kFullMask, peak, 1));
@@ -172,20 +171,18 @@ __device__ inline void store_integers(
     GroupScale group = group_scale(__float_as_uint(peak));
     scale = __uint_as_float(group.scale);
     inverse = __uint_as_float(group.inverse);
-    is_finite = group.is_finite;
   } else {
     bool counts = peak >= kLeastInt8Peak;
-    is_finite = __float_as_uint(peak) < 0x7f800000u;
     scale = counts ? __fdiv_rn(peak, 127.0f) : 0.0f;
     inverse = counts ? __fdiv_rn(127.0f, peak) : 0.0f;
-    if (!is_finite) scale = __uint_as_float(0x7fc00000u);
+    if (__float_as_uint(peak) >= 0x7f800000u) scale = __uint_as_float(0x7fc00000u);
   }
+  // Beside an infinity or NaN the scale is NaN, whatever the codes are.
   uint32_t codes[32];
 #pragma unroll
   for (int i = 0; i < 32; ++i) {
-    uint32_t bits = __float_as_uint(__fadd_rn(__fmul_rn(values[i], inverse), kWholeFloat));
-    if constexpr (kIsWide) bits = min(bits, kWholeBits + 32767u);
-    codes[i] = is_finite ? bits : kWholeBits;
+    codes[i] = __float_as_uint(__fadd_rn(__fmul_rn(values[i], inverse), kWholeFloat));
+    if constexpr (kIsWide) codes[i] = min(codes[i], kWholeBits + 32767u);
   }
 #pragma unroll
   for (int t = 0; t < 4; ++t) {
