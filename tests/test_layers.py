@@ -432,7 +432,8 @@ OF_METHODS = [
 # EngineConfig that have their names from the time of one method.
 OTHER_WORDS = re.compile(
     r"""removesuffix|removeprefix|\.suffix\b|\bwith_suffix\(|\bsuffix: str|"suffix"\)"""
-    r"""|"suffix": \(\)|"suffix must|param="suffix"|\bsuffix_(corpus|cache)\b|suffix decoding drafts from"""
+    r"""|"suffix": \(\)|"suffix must|param="suffix"|\bsuffix_(corpus|cache)\b"""
+    r"""|suffix decoding drafts from"""
 )
 
 
