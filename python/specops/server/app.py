@@ -86,6 +86,9 @@ _GARBAGE_THRESHOLDS = 5_000, 20, 50
 # would be before everybody else's.
 _ACCEPTED_AT_ONCE = 8
 
+# Chat templates that come with specops, by the name that `chat_template` may have.
+_TEMPLATES = {"tools": Path(__file__).with_name("tools.jinja")}
+
 # Below this path errors have Anthropic's shape.
 _ANTHROPIC = "/v1/messages"
 
@@ -126,7 +129,7 @@ def make_app(
         metrics_apart: there is no /metrics, since `serve` has another port for it.
         tool_call_parser: how the model writes calls of tools, a name of `CALL_FORMS`; by default as
             its chat template teaches it.
-        chat_template: file of one to use instead of the model's.
+        chat_template: file of one to use instead of the model's, or a name of `_TEMPLATES`.
         access: by which names it is asked, from whose pages, and through which proxies; by default
             by any name, from no other page, and through no proxy.
 
@@ -202,7 +205,8 @@ def _chat_format(
     if chat_template is None:
         return ChatFormat.from_dir(client.capabilities.model_dir, special, call_form=call_form)
     try:
-        text = Path(chat_template).read_text(encoding="utf-8")
+        file = _TEMPLATES.get(str(chat_template), Path(chat_template))
+        text = file.read_text(encoding="utf-8")
         return ChatFormat(text, special, call_form=call_form)
     except (OSError, ValueError) as error:
         raise ValueError(f"chat_template {chat_template}: {error}") from None
