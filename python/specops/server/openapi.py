@@ -177,7 +177,9 @@ def _body_schemas() -> dict[str, Any]:
     schemas: dict[str, Any] = found["$defs"]
     for body in _BODIES:
         _complete_body(schemas[body.__name__], body)
-    schemas["InputMessage"]["required"].remove("type")  # what has a role is one without it, too
+    message = schemas["InputMessage"]  # what has a role is one without a type, too
+    message["required"].remove("type")
+    message["properties"]["type"] = _nullable(message["properties"]["type"])
     for name in _MESSAGES:
         # Client libraries echo fields that hold nothing.
         nothing = [{"type": "null"}, {"type": "array", "maxItems": 0}]
