@@ -223,7 +223,8 @@ $(LM_EVAL)/ready: constraints.txt $(VENV)/test-deps
 test-lm-eval: setup $(LM_EVAL)/ready
 	$(LM_EVAL)/bin/python -m pytest -s tests/with_lm_eval
 
-# Libraries over the official clients, in an environment of their own: instructor wants an older openai.
+# Libraries over the official clients, in an environment of their own. instructor asks for an older
+# openai than the others, and runs with theirs.
 CLIENTS := .venv-clients
 
 $(CLIENTS)/ready: constraints.txt $(VENV)/test-deps
@@ -232,8 +233,10 @@ $(CLIENTS)/ready: constraints.txt $(VENV)/test-deps
 	  { $(BIN)/python -c "$$site"; echo "$(abspath python)"; } \
 	  > "$$($(CLIENTS)/bin/python -c "$$site")/specops.pth"
 	$(CLIENTS)/bin/pip install --quiet --disable-pip-version-check --no-compile $(PIP_ARGS) \
-	  langchain-openai==1.7.4 langchain-anthropic==1.7.10 litellm==1.110.2 instructor==1.17.0 \
+	  -c constraints.txt langchain-openai==1.7.4 langchain-anthropic==1.7.10 litellm==1.110.2 \
 	  "pydantic-ai-slim[openai,anthropic]==2.68.0"
+	$(CLIENTS)/bin/pip install --quiet --disable-pip-version-check --no-compile $(PIP_ARGS) \
+	  --no-deps instructor==1.17.0
 	touch $@
 
 # LangChain, LiteLLM, instructor and pydantic-ai against the server.
