@@ -49,6 +49,7 @@ FAMILIES = {
     "serving": "serving",
     "lossless": "lossless",
     "mtp_mistakes": "mtp_mistakes",
+    "head_mistakes": "head_mistakes",
     "ngram": "engine",
     "suffix": "engine",
     "replay": "replay",
@@ -97,6 +98,7 @@ ON_REQUEST = (
     "start",
     "step_costs",
     "mtp_mistakes",
+    "head_mistakes",
     "vllm",
 )
 BUDGET_MINUTES = 20

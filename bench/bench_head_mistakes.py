@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """What each mistake with a draft head costs, made in an engine: of its files, or of what it does.
 
-The heads are those that tools.train.train_heads has left in build/heads, for the bundled model.
+The heads are those that tools.train.train_heads has left in build/heads, for the bundled model, or
+those of the tests.
 """
 
 import json
@@ -24,7 +25,8 @@ from bench.bench_engine import prompt_token_ids
 from bench.common import Bench, Figure
 
 Config = dict[str, Any]
-TRAINED = Path("build/heads")
+ROOT = Path(__file__).resolve().parent.parent
+TRAINED = (ROOT / "build" / "heads", ROOT / "tests" / "golden")
 DRAFTS, NEW_TOKENS = 5, 64
 
 
@@ -61,6 +63,12 @@ def _without_layers(config: Config) -> None:
     del config["eagle_config"]
 
 
+def _another_mask(config: Config) -> None:
+    """As where the field is missing and 0 is taken."""
+    assert config["dflash_config"]["mask_token_id"] != 0
+    config["dflash_config"]["mask_token_id"] = 0
+
+
 def _setting(field: str, value: Any) -> Callable[[Config], None]:
     def change(config: Config) -> None:
         assert config.get(field) != value
@@ -79,13 +87,18 @@ def _interleaved(name: str, tensor: Tensor) -> Tensor:
     return halves.transpose(1, 2).flatten(0, 2).contiguous()
 
 
-def _all_masks(self: BlockDrafter, token_ids: Tensor, batch: LayerBatch, cache: KvCache) -> Tensor:
+def _all_masks(
+    self: BlockDrafter, token_ids: Tensor, places: Tensor, batch: LayerBatch, cache: KvCache
+) -> Tensor:
     masks = torch.full_like(token_ids, self.config.mask_token_id)
-    return _FORWARD(self, masks, batch, cache)
+    return _FORWARD(self, masks, places, batch, cache)
 
 
-def _too_far(self: BlockDrafter, token_ids: Tensor, batch: LayerBatch, cache: KvCache) -> Tensor:
-    return _FORWARD(self, token_ids, replace(batch, positions=batch.positions + 1), cache)
+def _too_far(
+    self: BlockDrafter, token_ids: Tensor, places: Tensor, batch: LayerBatch, cache: KvCache
+) -> Tensor:
+    moved = replace(batch, positions=batch.positions + 1)
+    return _FORWARD(self, token_ids, places, moved, cache)
 
 
 _FORWARD = BlockDrafter.forward
@@ -114,6 +127,7 @@ MISTAKES = (
         "dflash",
         patch=(BlockDrafter, "forward", _all_masks),
     ),
+    Mistake("mask", "masks embed another token", "dflash", config=_another_mask),
     Mistake(
         "position",
         "blocks are one position too far",
@@ -186,14 +200,20 @@ def kept(method: str, directory: Path, kind: str, num_prompts: int | None = None
     return Kept(first, 1 + said.num_accepted_tokens / said.num_drafts)
 
 
+def trained_head(method: str) -> Path | None:
+    """Where a trained head of a method is; None, and it says how to make one: nowhere."""
+    for folder in TRAINED:
+        if (folder / method / "config.json").is_file():
+            return folder / method
+    print(f"  no head: python -m tools.train.train_heads --head {method}", flush=True)
+    return None
+
+
 def run_head_mistakes(bench: Bench) -> None:
     """Every mistake with every head that there is."""
     for method in ("eagle3", "dflash"):
-        directory = TRAINED / method
-        if not (directory / "config.json").is_file():
-            print(
-                f"  no {directory}: python -m tools.train.train_heads --head {method}", flush=True
-            )
+        directory = trained_head(method)
+        if directory is None:
             continue
         right = {kind: kept(method, directory, kind) for kind in ("completions", "edits")}
         for mistake in MISTAKES:

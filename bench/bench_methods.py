@@ -17,6 +17,7 @@ from specops.engine import Engine, EngineConfig, SamplingParams, SpeculativeConf
 from tokenizers import Tokenizer
 
 from bench.bench_engine import prompt_token_ids
+from bench.bench_head_mistakes import trained_head
 from bench.checkpoints import bundled
 from bench.common import Bench, Figure
 from bench.engine_runs import Decoding, decode_together
@@ -46,6 +47,9 @@ CASES: dict[str, dict[str, object]] = {
     "plain": {"method": "naive"},  # beside itself: how far two runs differ
     **METHODS,
 }
+# Methods whose heads are trained for the bundled model: those that are there (trained_head).
+HEADS = ("eagle", "eagle3", "dflash", "hydra", "medusa")
+HEAD_DRAFTS = 3
 
 
 @dataclass(frozen=True)
@@ -68,7 +72,8 @@ CHAINS_AT_ONCE = 32
 def run_methods(bench: Bench) -> None:
     """Tokens per second of every method, by batch size, text and sampling."""
     slots = max(size.batch for size in SIZES)
-    engines = {case: _engine(bench, config, slots) for case, config in CASES.items()}
+    cases = {**CASES, **_trained_heads()}
+    engines = {case: _engine(bench, config, slots) for case, config in cases.items()}
     some = next(iter(engines.values()))
     prompts = {kind: prompt_token_ids(some, kind) for kind in ("completions", "edits")}
     for engine in engines.values():
@@ -77,6 +82,20 @@ def run_methods(bench: Bench) -> None:
         for temperature in (0.0, 0.8):
             for size in SIZES:
                 _methods(bench, engines, kind, texts, size, temperature)
+
+
+def _trained_heads() -> dict[str, dict[str, object]]:
+    """A case of each head that there is."""
+    found = {method: trained_head(method) for method in HEADS}
+    return {
+        method: {
+            "method": method,
+            "model": str(directory),
+            "num_speculative_tokens": HEAD_DRAFTS,
+        }
+        for method, directory in found.items()
+        if directory is not None
+    }
 
 
 def _warm_up(engine: Engine, prompts: dict[str, list[list[int]]]) -> None:

@@ -28,6 +28,7 @@ class Head:
         tensors: by the names of the official layout.
         num_layers: decoder layers of the head.
         width: of its states.
+        mask: the token of P-EAGLE's masks; None: the head drafts token by token.
     """
 
     entered: tuple[int, ...] = (2, 3, 3)
@@ -38,6 +39,7 @@ class Head:
     norm_before_fc: bool = False
     fc_norm: bool = False
     norm_output: bool = False
+    mask: int | None = None
     tensors: dict[str, Tensor] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -71,6 +73,8 @@ class Head:
             made["input_norm.weight"] = norm(joined)
         if self.fc_norm:
             made |= {f"fc_norm.{i}.weight": norm(WIDTH) for i in range(len(self.entered))}
+        if self.mask is not None:
+            made["mask_hidden"] = 2 * torch.randn(1, 1, joined, generator=generator)
         tokens = torch.randperm(VOCAB, generator=generator)[: self.draft_vocab].sort().values
         made["d2t"] = tokens - torch.arange(self.draft_vocab)
         made["t2d"] = torch.zeros(VOCAB, dtype=torch.bool).index_fill(0, tokens, True)
@@ -100,6 +104,9 @@ class Head:
         return {name: True for name in names if getattr(self, name)}
 
 
+_OUTSIDE = ("d2t", "t2d", "lm_head.weight", "mask_hidden")
+
+
 def write(directory: Path, head: Head, layout: str, **changes: Any) -> None:
     """Writes a head in a layout: "official", "specforge", "speculators" or "pickled"."""
     tensors = dict(head.tensors)
@@ -116,7 +123,7 @@ def write(directory: Path, head: Head, layout: str, **changes: Any) -> None:
         ids = {"eagle_aux_hidden_state_layer_ids": list(head.entered)}
         config["eagle_config"] = {"use_aux_hidden_state": True, **ids}
         tensors = {
-            name if name in ("d2t", "t2d", "lm_head.weight") else f"model.{name}": tensor
+            name if name in _OUTSIDE else f"model.{name}": tensor
             for name, tensor in tensors.items()
         }
     else:
@@ -130,6 +137,10 @@ def write(directory: Path, head: Head, layout: str, **changes: Any) -> None:
             "eagle_aux_hidden_state_layer_ids": list(head.entered),
             **head.flags,
         }
+    if head.mask is not None:
+        kinds = {"speculators": ("mask_token_id", "peagle")}
+        field, kind = kinds.get(layout, ("ptd_token_id", None))
+        config |= {field: head.mask} | ({"speculators_model_type": kind} if kind else {})
     config |= changes
     (directory / "config.json").write_text(json.dumps(config))
     if layout == "pickled":
@@ -138,7 +149,9 @@ def write(directory: Path, head: Head, layout: str, **changes: Any) -> None:
         save_file(tensors, directory / "model.safetensors")
 
 
-def drafts(base: Any, head: Head, text: Sequence[int], count: int, *, shift: int = 0) -> list[int]:
+def drafts(
+    base: Any, head: Head, text: Sequence[int], count: int, *, shift: int = 0, mistake: str = ""
+) -> list[int]:
     """The likeliest drafts behind a text, one by one.
 
     Args:
@@ -147,18 +160,23 @@ def drafts(base: Any, head: Head, text: Sequence[int], count: int, *, shift: int
         text: token ids.
         count: of drafts.
         shift: added to the layers that are read, to see that it matters.
+        mistake: "token", "state" or "place": what is wrong of P-EAGLE's masks, likewise.
     """
     with torch.no_grad():
         found = base(torch.tensor([list(text)]), output_hidden_states=True).hidden_states
     tensors = {name: one.double() for name, one in head.tensors.items()}
     states = [found[index + shift][0].double() for index in head.entered]
-    if head.fc_norm:
-        states = [norm(s, tensors[f"fc_norm.{i}.weight"]) for i, s in enumerate(states)]
-    joined = torch.cat(states, -1)
-    if head.norm_before_fc:
-        joined = norm(joined, tensors["input_norm.weight"])
-    hidden = list((joined @ tensors["fc.weight"].T)[: len(text) - 1])
+    hidden = list(_projected(head, tensors, torch.cat(states, -1))[: len(text) - 1])
     tokens = list(text[1:])
+    if head.mask is not None:
+        given = tensors["mask_hidden"][0] * (mistake != "state")
+        hidden += list(_projected(head, tensors, given)) * (count - 1)
+        masks = [head.mask - (mistake == "token")] * (count - 1)
+        places = torch.arange(len(hidden))
+        places[len(tokens) :] += mistake == "place"
+        out, _ = _rows(head, tensors, tokens + masks, torch.stack(hidden), places)
+        best = (out[len(tokens) - 1 :] @ tensors["lm_head.weight"].T).argmax(1).tolist()
+        return [one + int(head.tensors["d2t"][one]) for one in best]
     drafted: list[int] = []
     for _ in range(count):
         out, recycled = _rows(head, tensors, tokens, torch.stack(hidden))
@@ -169,8 +187,23 @@ def drafts(base: Any, head: Head, text: Sequence[int], count: int, *, shift: int
     return drafted
 
 
+def _projected(head: Head, tensors: dict[str, Tensor], joined: Tensor) -> Tensor:
+    """The states of several layers as a row reads them."""
+    if head.fc_norm:
+        parts = joined.chunk(len(head.entered), -1)
+        parts = [norm(one, tensors[f"fc_norm.{i}.weight"]) for i, one in enumerate(parts)]
+        joined = torch.cat(parts, -1)
+    if head.norm_before_fc:
+        joined = norm(joined, tensors["input_norm.weight"])
+    return joined @ tensors["fc.weight"].T
+
+
 def _rows(
-    head: Head, tensors: dict[str, Tensor], tokens: Sequence[int], hidden: Tensor
+    head: Head,
+    tensors: dict[str, Tensor],
+    tokens: Sequence[int],
+    hidden: Tensor,
+    places: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     embedded = tensors["embed_tokens.weight"][torch.tensor(list(tokens))]
     normed = norm(hidden, tensors["layers.0.hidden_norm.weight"])
@@ -184,7 +217,7 @@ def _rows(
         }
         given = norm(residual if index else embedded, own["input_layernorm.weight"])
         given = given if index else torch.cat([given, normed], -1)
-        residual = residual + attention(own, given)
+        residual = residual + attention(own, given, places)
         x = norm(residual, own["post_attention_layernorm.weight"])
         gate, up = (x @ own[f"mlp.{name}_proj.weight"].T for name in ("gate", "up"))
         residual = residual + (torch.nn.functional.silu(gate) * up) @ own["mlp.down_proj.weight"].T
@@ -192,15 +225,16 @@ def _rows(
     return out, out if head.norm_output else residual
 
 
-def attention(own: dict[str, Tensor], x: Tensor) -> Tensor:
-    """Causal attention of rows at positions 0, 1, .."""
+def attention(own: dict[str, Tensor], x: Tensor, places: Tensor | None = None) -> Tensor:
+    """Causal attention of rows at `places`, or at positions 0, 1, .."""
     q, k, v = (
         (x @ own[f"self_attn.{name}_proj.weight"].T + own.get(f"self_attn.{name}_proj.bias", 0))
         .view(len(x), -1, DIM)
         .transpose(0, 1)
         for name in "qkv"
     )
-    q, k = _rotated(q), _rotated(k)
+    places = torch.arange(len(x)) if places is None else places
+    q, k = _rotated(q, places), _rotated(k, places)
     k, v = (one.repeat_interleave(HEADS // KV_HEADS, 0) for one in (k, v))
     scores = q @ k.transpose(1, 2) / DIM**0.5
     scores = scores.masked_fill(torch.ones(len(x), len(x)).triu(1).bool(), -torch.inf)
@@ -208,9 +242,9 @@ def attention(own: dict[str, Tensor], x: Tensor) -> Tensor:
     return attended @ own["self_attn.o_proj.weight"].T
 
 
-def _rotated(x: Tensor) -> Tensor:
+def _rotated(x: Tensor, places: Tensor) -> Tensor:
     angles = torch.outer(
-        torch.arange(x.shape[1], dtype=torch.float64),
+        places.double(),
         THETA ** (-torch.arange(0, DIM, 2, dtype=torch.float64) / DIM),
     )
     first, second = x[..., : DIM // 2], x[..., DIM // 2 :]

@@ -16,6 +16,7 @@ from specops.vllm.decoding import Decoded, Job
 from bench import bench_engine, checkpoints, common
 from bench.__main__ import FAMILIES, ON_REQUEST
 from bench.bench_cascade import Sharing
+from bench.bench_head_mistakes import MISTAKES
 from bench.bench_moe import Shape
 from tools.train import corpus
 
@@ -74,6 +75,7 @@ SMALL: dict[str, dict[str, Any]] = {
         "COUNTED": 1,
         "KV_LEN": 32,
     },
+    "head_mistakes": {"NEW_TOKENS": 24, "MISTAKES": (MISTAKES[0], MISTAKES[-1])},
     "accuracy": {"TEXTS": 1, "TOKENS": 20, "GEMMA": Path("nowhere")},
     "start": {"QUANTIZATIONS": ("wint8",), "STARTS": ("next",)},
     "replay": {
@@ -117,7 +119,7 @@ def tiny(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         module = importlib.import_module(f"bench.bench_{name}")
         for constant, value in constants.items():
             monkeypatch.setattr(module, constant, value)
-    for name in ("engine", "lossless", "methods", "trees", "vllm"):
+    for name in ("engine", "head_mistakes", "lossless", "methods", "trees", "vllm"):
         module = importlib.import_module(f"bench.bench_{name}")
         monkeypatch.setattr(module, "prompt_token_ids", prompts)
     methods = importlib.import_module("bench.bench_methods")

@@ -30,6 +30,9 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
     return directory, model.double()
 
 
+_OF = ("attention", "mlp")  # convolutions of DFlash2
+
+
 @dataclass
 class Block:
     """A head as it is published, and what it computes.
@@ -42,6 +45,7 @@ class Block:
         draft_vocab: rows of an LM head of its own; None: the target's.
         rank: of the Markov head; 0: none.
         layout: "authors", "nested" (DSpark in dflash_config) or "speculators".
+        second: fields of DFlash2.
     """
 
     left: tuple[int, ...] = (0, 1, 3)
@@ -51,6 +55,7 @@ class Block:
     draft_vocab: int | None = None
     rank: int = 0
     layout: str = "authors"
+    second: dict[str, Any] | None = None
 
     def __post_init__(self) -> None:
         generator = torch.Generator().manual_seed(9)
@@ -86,6 +91,15 @@ class Block:
             made["markov_head.markov_w2.weight"] = 3 * matrix(self.draft_vocab or VOCAB, self.rank)
             made["confidence_head.proj.weight"] = matrix(1, WIDTH)
             made["confidence_head.proj.bias"] = matrix(1)
+        if self.second is not None:
+            taps, group = self.second["conv_kernel_size"], self.second["conv_group_size"]
+            for name in [f"layers.{i}.{kind}_conv" for i in range(self.num_layers) for kind in _OF]:
+                made[f"{name}.base_kernel"] = torch.randn(2, taps, WIDTH, generator=generator)
+                made[f"{name}.kernel_projection.weight"] = matrix(2 * taps * WIDTH // group, WIDTH)
+            rank, book = self.second["selector_rank"], "candidate_selector."
+            made[f"{book}predecessor_codebook"] = 2 * matrix(VOCAB, rank)
+            made[f"{book}successor_codebook"] = 2 * matrix(VOCAB, rank)
+            made[f"{book}hidden_projection.weight"] = 2 * matrix(rank, WIDTH)
         self.tensors = made
 
     def write(self, directory: Path, **changes: Any) -> None:
@@ -121,11 +135,13 @@ class Block:
         else:
             if self.rank:
                 own["projector_type"] = "dspark"
-            config = {**layer, "architectures": ["DFlashDraftModel"], "dflash_config": own}
+            kind = "DFlash2DraftModel" if self.second else "DFlashDraftModel"
+            own |= self.second or {}
+            config = {**layer, "architectures": [kind], "dflash_config": own}
             config["num_target_layers"] = LAYERS
         if self.draft_vocab is not None:
             config["draft_vocab_size"] = self.draft_vocab
-        config["block_size"] = self.num_rows
+        (own if self.second else config)["block_size"] = self.num_rows
         (directory / "config.json").write_text(json.dumps({**config, **changes}))
         save_file(self.tensors, directory / "model.safetensors")
 
@@ -133,15 +149,27 @@ class Block:
     def num_drafts(self) -> int:
         return self.num_rows - (not self.samples_anchor)
 
-    def drafts(self, base: Any, text: Sequence[int], count: int, shift: int = 0) -> list[int]:
-        """The likeliest drafts behind a text, in float64; `shift`: of the layers that are read."""
+    def drafts(
+        self, base: Any, text: Sequence[int], count: int, shift: int = 0, mistake: str = ""
+    ) -> list[int]:
+        """The likeliest drafts behind a text, in float64.
+
+        Args:
+            base: the target in transformers, in float64.
+            text: token ids.
+            count: of drafts.
+            shift: of the layers that are read, to see that it matters.
+            mistake: with a part of DFlash2, likewise.
+        """
         with torch.no_grad():
             found = base(torch.tensor([list(text)]), output_hidden_states=True).hidden_states
             table, head = base.model.embed_tokens.weight.detach(), base.lm_head.weight.detach()
         tensors = {name: one.double() for name, one in self.tensors.items()}
+        second = self.second or {}
         joined = torch.cat([found[one + 1 + shift][0, :-1] for one in self.left], -1)
         context = _norm(joined @ tensors["fc.weight"].T, tensors["hidden_norm.weight"])
         x = table[torch.tensor([text[-1]] + [MASK] * (self.num_rows - 1))]
+        x = x * second.get("input_embedding_scale", 1.0)
         for index in range(self.num_layers):
             prefix = f"layers.{index}."
             own = {
@@ -150,21 +178,65 @@ class Block:
                 if name.startswith(prefix)
             }
             normed = _norm(x, own["input_layernorm.weight"])
-            x = x + _attention(own, normed, context)
+            mixed, deltas = self._mixed(own, "attention", normed, None, mistake)
+            out = _attention(own, mixed, context)
+            x = x + self._mixed(own, "attention", out, deltas, mistake)[0]
             normed = _norm(x, own["post_attention_layernorm.weight"])
-            gate, up = (normed @ own[f"mlp.{name}_proj.weight"].T for name in ("gate", "up"))
-            x = x + (torch.nn.functional.silu(gate) * up) @ own["mlp.down_proj.weight"].T
+            mixed, deltas = self._mixed(own, "mlp", normed, None, mistake)
+            gate, up = (mixed @ own[f"mlp.{name}_proj.weight"].T for name in ("gate", "up"))
+            out = (torch.nn.functional.silu(gate) * up) @ own["mlp.down_proj.weight"].T
+            x = x + self._mixed(own, "mlp", out, deltas, mistake)[0]
         x = _norm(x, tensors["norm.weight"])
         logits = x @ tensors.get("lm_head.weight", head).T
         drafted: list[int] = []
         for place in range(count):
-            scores = logits[place if self.samples_anchor else place + 1]
+            row = place if self.samples_anchor else place + 1
+            before = [text[-1], *drafted][-1]
+            scores = logits[row]
             if self.rank:
-                before = tensors["markov_head.markov_w1.weight"][[text[-1], *drafted][-1]]
-                scores = scores + tensors["markov_head.markov_w2.weight"] @ before
+                given = tensors["markov_head.markov_w1.weight"][before]
+                scores = scores + tensors["markov_head.markov_w2.weight"] @ given
+            if self.second is not None and mistake != "no selector":
+                scores = self._of_candidates(tensors, scores, x[row], before)
             best = int(scores.argmax())
             drafted.append(best + (int(self.tensors["d2t"][best]) if self.draft_vocab else 0))
         return drafted
+
+    def _mixed(
+        self, own: dict[str, Tensor], kind: str, x: Tensor, deltas: Tensor | None, mistake: str
+    ) -> tuple[Tensor, Tensor]:
+        """Rows behind a convolution, and the weights that it makes of rows that go in."""
+        if self.second is None:
+            return x, x
+        taps, group = self.second["conv_kernel_size"], self.second["conv_group_size"]
+        side = 0 if deltas is None else 1
+        if deltas is None:
+            deltas = x @ own[f"{kind}_conv.kernel_projection.weight"].T
+            deltas = deltas.view(len(x), 2, taps, -1).repeat_interleave(group, -1)
+        if mistake == "no convolution":
+            return x, deltas
+        if mistake == "sides":
+            side = 1 - side
+        out = torch.zeros_like(x)
+        for row in range(len(x)):
+            for tap in range(min(row + 1, taps)):
+                weights = own[f"{kind}_conv.base_kernel"][side, tap] + deltas[row, side, tap]
+                out[row] += weights * x[row - tap]
+        return out, deltas
+
+    def _of_candidates(
+        self, tensors: dict[str, Tensor], scores: Tensor, state: Tensor, before: int
+    ) -> Tensor:
+        assert self.second is not None
+        book, cap = "candidate_selector.", self.second.get("final_logit_softcapping")
+        kept = scores.topk(self.second["selector_top_k"]).indices
+        values = scores[kept] * self.second.get("output_multiplier", 1.0)
+        if cap:
+            values = cap * (values / cap).tanh()
+        pair = tensors[f"{book}hidden_projection.weight"] @ state
+        pair = pair * tensors[f"{book}predecessor_codebook"][before]
+        values = values + tensors[f"{book}successor_codebook"][kept] @ pair
+        return torch.full_like(scores, -torch.inf).scatter(0, kept, values)
 
 
 def _attention(own: dict[str, Tensor], x: Tensor, context: Tensor) -> Tensor:
@@ -194,12 +266,32 @@ def _norm(x: Tensor, weight: Tensor) -> Tensor:
     return x * (x.square().mean(-1, keepdim=True) + EPS).rsqrt() * weight
 
 
+SECOND = {
+    "conv_kernel_size": 2,
+    "conv_group_size": 16,
+    "selector_rank": 8,
+    "selector_top_k": 6,
+}
 KINDS = {
     "dflash": Block(),
     "speculators": Block(left=(3, 0), draft_vocab=50, layout="speculators", num_rows=4),
     "anchored": Block(samples_anchor=True, layout="speculators", num_rows=3),
     "dspark": Block(rank=8, samples_anchor=True, num_rows=4),
     "nested dspark": Block(rank=8, samples_anchor=True, layout="nested", draft_vocab=50),
+    "dflash2": Block(second=SECOND),
+    "scaled dflash2": Block(
+        num_layers=1,
+        num_rows=4,
+        second={
+            "conv_kernel_size": 3,
+            "conv_group_size": 8,
+            "selector_rank": 4,
+            "selector_top_k": 16,
+            "input_embedding_scale": 2.0,
+            "output_multiplier": 0.5,
+            "final_logit_softcapping": 5.0,
+        },
+    ),
     "dspark of speculators": Block(rank=4, layout="speculators", num_layers=1),
 }
 
@@ -242,6 +334,19 @@ def test_drafts_are_the_reference_s(target: tuple[Path, Any], tmp_path: Path, ki
     assert not engine._drafting.num_failures
 
 
+@pytest.mark.parametrize("mistake", ["no convolution", "sides", "no selector"])
+def test_the_parts_of_dflash2_matter(
+    target: tuple[Path, Any], tmp_path: Path, mistake: str
+) -> None:
+    """Without one of them, or with its halves swapped, drafts are others."""
+    head = KINDS["dflash2"]
+    head.write(tmp_path)
+    found = reported(make(target, tmp_path, max_num_seqs=4), TEXTS[:3], told(3))
+    pairs = [one for of_request in found for one in of_request if one[1]]
+    others = [head.drafts(target[1], text, len(drafts), 0, mistake) for text, drafts in pairs]
+    assert sum(list(drafts) != other for (_, drafts), other in zip(pairs, others, strict=True)) > 3
+
+
 CASES: dict[str, dict[str, Any]] = {
     "wide": {},
     "tree": {"tree": True, "num_speculative_tokens": 12, "num_model_steps": 4},
@@ -252,8 +357,10 @@ CASES: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("kind", ["dflash", "dspark"])
-@pytest.mark.corners("dflash-tree", "dspark-preempted", "dspark-int8")
+@pytest.mark.parametrize("kind", ["dflash", "dspark", "dflash2"])
+@pytest.mark.corners(
+    *("dflash-tree", "dspark-preempted", "dspark-int8", "dflash2-preempted", "dflash2-tree")
+)
 def test_every_bit_is_plain_decoding_s(
     target: tuple[Path, Any], tmp_path: Path, kind: str, case: str
 ) -> None:
@@ -268,12 +375,12 @@ def test_every_bit_is_plain_decoding_s(
     spec = engine.stats.speculative
     assert spec.num_draft_tokens > 300
     # Random heads agree with a random target by chance.
-    assert (spec.num_accepted_tokens > 0) or kind == "dflash"
+    assert (spec.num_accepted_tokens > 0) or kind != "dspark"
     assert engine.num_free_pages == engine.num_pages and not engine._drafting.num_failures
     assert (engine.stats.num_preemptions > 0) == ("num_pages" in CASES[case])
 
 
-@pytest.mark.parametrize("kind", ["dflash", "dspark"])
+@pytest.mark.parametrize("kind", ["dflash", "dspark", "dflash2"])
 def test_drafts_are_the_same_in_any_batch(
     target: tuple[Path, Any], tmp_path: Path, kind: str
 ) -> None:
@@ -288,7 +395,7 @@ def test_drafts_are_the_same_in_any_batch(
     assert reported(other, TEXTS, each) == drafts
 
 
-@pytest.mark.parametrize("kind", ["dflash", "dspark"])
+@pytest.mark.parametrize("kind", ["dflash", "dspark", "scaled dflash2"])
 def test_drawn_drafts_are_the_same_in_any_batch(
     target: tuple[Path, Any], tmp_path: Path, kind: str
 ) -> None:
@@ -323,6 +430,12 @@ def test_drawn_drafts_are_the_same_in_any_batch(
         ({"draft_vocab_size": 9}, {}, "tensor d2t is missing: draft_vocab_size is 9"),
         ({}, {"hidden_norm.weight": None}, r"tensor hidden_norm\.weight is missing"),
         ({}, {"attention_conv.x": torch.ones(1)}, r"tensor attention_conv\.x has no place"),
+        ({"selector_rank": 4}, {}, "'conv_kernel_size' is missing"),
+        ({**SECOND, "conv_group_size": 7}, {}, "conv_group_size is 7, which must divide 64"),
+        ({**SECOND, "selector_top_k": 161}, {}, "selector_top_k is 161, and the target has 160"),
+        ({**SECOND, "output_multiplier": -1}, {}, "output_multiplier must be a number from 0 on"),
+        ({**SECOND, "draft_vocab_size": 9}, {}, "must be 160 with DFlash2's candidates, got 9"),
+        (SECOND, {}, r"tensor candidate_selector\.successor_codebook is missing"),
     ],
 )
 def test_what_does_not_fit(

@@ -49,6 +49,9 @@ HEADS: dict[str, tuple[Head, str]] = {
     "3.1": (Head(entered=(2, 5), norm_output=True, fc_norm=True), "specforge"),
     "deep": (Head(entered=(1, 2, 5), num_layers=2, norm_before_fc=True), "speculators"),
     "narrow": (Head(entered=(1, 2, 4), width=48, draft_vocab=VOCAB), "specforge"),
+    # P-EAGLE's: in the layouts of speculators and of its first trainer.
+    "parallel": (Head(entered=(1, 3, 4), mask=7, norm_before_residual=True), "speculators"),
+    "deep parallel": (Head(mask=9, num_layers=2, fc_norm=True, norm_before_fc=True), "official"),
 }
 
 
@@ -76,6 +79,22 @@ def test_drafts_are_the_reference_s(target: tuple[Path, Any], tmp_path: Path, na
     assert compared == 12 and (shifted > 6 or max(head.entered) == LAYERS - 1)
 
 
+@pytest.mark.parametrize("mistake", ["token", "state", "place"])
+def test_masks_read_what_they_should(
+    target: tuple[Path, Any], tmp_path: Path, mistake: str
+) -> None:
+    """Other masks give other drafts behind the first one, which has read none."""
+    head, layout = HEADS["parallel"]
+    eagle_oracle.write(tmp_path, head, layout)
+    engine = make(target, tmp_path, max_num_seqs=4)
+    first = later = 0
+    for text, found in [one for each in reported(engine, TEXTS[:3], told(3)) for one in each]:
+        other = eagle_oracle.drafts(target[1], head, text, len(found), mistake=mistake)
+        first += found[:1] != tuple(other[:1])
+        later += found[1:] != tuple(other[1:])
+    assert first == 0 and later > 5
+
+
 CASES: dict[str, dict[str, Any]] = {
     "wide": {},
     "tree": {"tree": True, "num_speculative_tokens": 7, "num_model_steps": 4},
@@ -86,9 +105,12 @@ CASES: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("case", CASES)
-@pytest.mark.corners("tree", "preempted")
-def test_every_bit_is_plain_decoding_s(target: tuple[Path, Any], tmp_path: Path, case: str) -> None:
-    head, layout = HEADS["specforge"]
+@pytest.mark.parametrize("name", ["specforge", "parallel"])
+@pytest.mark.corners("specforge-tree", "specforge-preempted", "parallel-preempted", "parallel-int8")
+def test_every_bit_is_plain_decoding_s(
+    target: tuple[Path, Any], tmp_path: Path, name: str, case: str
+) -> None:
+    head, layout = HEADS[name]
     eagle_oracle.write(tmp_path, head, layout)
     each = [replace(params(i, 0.8 * (i % 2)), max_tokens=60) for i in range(6)]
     kind = {name: one for name, one in CASES[case].items() if name == "kv_cache_dtype"}
@@ -103,11 +125,12 @@ def test_every_bit_is_plain_decoding_s(target: tuple[Path, Any], tmp_path: Path,
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.9])
+@pytest.mark.parametrize("name", ["deep", "deep parallel"])
 def test_drafts_are_the_same_in_any_batch(
-    target: tuple[Path, Any], tmp_path: Path, temperature: float
+    target: tuple[Path, Any], tmp_path: Path, name: str, temperature: float
 ) -> None:
     """Alone, in chunks, behind cached pages, and after a pause in which states were kept."""
-    head, layout = HEADS["deep"]
+    head, layout = HEADS[name]
     eagle_oracle.write(tmp_path, head, layout)
     each = told(6, temperature)
     engine = make(target, tmp_path, max_num_seqs=6, verify_strategy="target_match")
@@ -118,8 +141,11 @@ def test_drafts_are_the_same_in_any_batch(
     assert reported(other, TEXTS, each) == drafts
 
 
-def test_drawn_drafts_are_the_same_in_any_batch(target: tuple[Path, Any], tmp_path: Path) -> None:
-    head, layout = HEADS["specforge"]
+@pytest.mark.parametrize("name", ["specforge", "parallel"])
+def test_drawn_drafts_are_the_same_in_any_batch(
+    target: tuple[Path, Any], tmp_path: Path, name: str
+) -> None:
+    head, layout = HEADS[name]
     eagle_oracle.write(tmp_path, head, layout)
     each = [replace(params(i, 0.9), max_tokens=30) for i in range(4)]
     for strategy in ("rejection", "block"):
@@ -130,10 +156,11 @@ def test_drawn_drafts_are_the_same_in_any_batch(target: tuple[Path, Any], tmp_pa
         assert 0 < spec.num_accepted_tokens < spec.num_draft_tokens
 
 
+@pytest.mark.parametrize("name", ["official", "parallel"])
 def test_its_steps_are_replayed(
-    target: tuple[Path, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    target: tuple[Path, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
-    head, layout = HEADS["official"]
+    head, layout = HEADS[name]
     eagle_oracle.write(tmp_path, head, layout)
     each = told(2, 0.8)
     drafts = reported(make(target, tmp_path, max_num_seqs=2), TEXTS[:2], each)
@@ -162,7 +189,19 @@ def change_tensors(directory: Path, **changes: Any) -> None:
         ({"num_key_value_heads": 3}, {}, r"k_proj\.weight must be \[192, 128\], got \[128, 128\]"),
         ({"norm_output": 1}, {}, r"config\.json: norm_output must be true or false, got 1"),
         ({"logit_scale": 0.5}, {}, r"config\.json: logit_scale must be 1, got 0\.5"),
-        ({"speculators_model_type": "dflash"}, {}, "speculators_model_type must be eagle3, got"),
+        ({"speculators_model_type": "dflash"}, {}, "must be eagle3 or peagle, got dflash"),
+        ({"speculators_model_type": "peagle"}, {}, "tensor mask_hidden is missing"),
+        ({}, {"mask_hidden": torch.ones(1, 1, 192)}, r"config\.json: 'mask_token_id' is missing"),
+        (
+            {"mask_token_id": 160},
+            {"mask_hidden": torch.ones(1, 1, 192)},
+            "mask_token_id must be a token of the 160, got 160",
+        ),
+        (
+            {"mask_token_id": 1},
+            {"mask_hidden": torch.ones(192)},
+            r"tensor mask_hidden must be \[1, 1, 192\], got \[192\]",
+        ),
         (
             {"eagle_aux_hidden_state_layer_ids": [0, 2, 3]},
             {},

@@ -1,27 +1,29 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Mistakes with draft heads that other engines have made cost acceptance on a trained head.
+"""Mistakes with draft heads that other engines have made cost acceptance on trained heads.
 
-golden/eagle3 is the one of the bundled model's card, as tools.train.train_heads has left it.
+golden/ has EAGLE-3's of the bundled model's card, and DFlash's after 295 steps of 400, both as
+tools.train.train_heads has left them.
 """
 
+from functools import lru_cache
 from pathlib import Path
 
 import pytest
 
 from bench.bench_head_mistakes import MISTAKES, Kept, Mistake, kept, planted
 
-HEAD = Path(__file__).parent / "golden" / "eagle3"
-OF_EAGLE3 = [one for one in MISTAKES if one.method == "eagle3"]
+GOLDEN = Path(__file__).parent / "golden"
 
 
-@pytest.fixture(scope="module")
-def right() -> Kept:
-    return kept("eagle3", HEAD, "completions", 12)
+@lru_cache
+def right(method: str) -> Kept:
+    return kept(method, GOLDEN / method, "completions", 12)
 
 
-@pytest.mark.parametrize("mistake", OF_EAGLE3, ids=lambda one: one.name)
-def test_a_mistake_costs_acceptance(mistake: Mistake, right: Kept) -> None:
+@pytest.mark.corners("eagle3-*", "dflash-anchor", "dflash-rope")
+@pytest.mark.parametrize("mistake", MISTAKES, ids=lambda one: f"{one.method}-{one.name}")
+def test_a_mistake_costs_acceptance(mistake: Mistake) -> None:
     """So a head that an engine reads rightly is told from one that it reads wrongly."""
-    with planted(HEAD, mistake) as directory:
-        wrong = kept("eagle3", directory, "completions", 12)
-    assert wrong.length < right.length
+    with planted(GOLDEN / mistake.method, mistake) as directory:
+        wrong = kept(mistake.method, directory, "completions", 12)
+    assert wrong.length < right(mistake.method).length

@@ -4,7 +4,10 @@
 from collections.abc import Callable
 from pathlib import Path
 
+import eagle_oracle
 import pytest
+import test_dflash
+import test_residual_heads
 import torch
 from specops.engine import Engine, EngineConfig, SpeculativeConfig
 from test_engine_devices import interpreter, twin
@@ -19,7 +22,23 @@ from tools.train.train_heads import save_head
 __all__ = ["interpreter", "target", "twin"]  # fixtures
 
 
-@pytest.mark.parametrize("name", [*HEADS, "draft_model"])
+def write_dflash2(directory: Path) -> None:
+    test_dflash.KINDS["dflash2"].write(directory, num_target_layers=4)
+
+
+# Of layouts that nothing here trains: method, and how a random head is written.
+RANDOM: dict[str, tuple[str, Callable[[Path], None]]] = {
+    "peagle": (
+        "eagle3",
+        lambda folder: eagle_oracle.write(folder, eagle_oracle.Head((1, 2, 3), mask=7), "official"),
+    ),
+    "hydra++": ("hydra", lambda folder: test_residual_heads.KINDS["hydra++"].write(folder)),
+    "dflash2": ("dflash", write_dflash2),
+}
+
+
+@pytest.mark.corners("eagle*", "dflash", "hydra", "medusa", "draft_model", "dflash2")
+@pytest.mark.parametrize("name", [*HEADS, "draft_model", *RANDOM])
 def test_every_bit_is_plain_decoding_s_in_the_interpreter(
     target: tuple[Path, Model],
     tmp_path: Path,
@@ -32,6 +51,10 @@ def test_every_bit_is_plain_decoding_s_in_the_interpreter(
     if name in HEADS:
         torch.manual_seed(3)
         save_head(tmp_path, new_head(name, model), 0)
+        drafts_from = tmp_path
+    if name in RANDOM:
+        name, write = RANDOM[name]
+        write(tmp_path)
         drafts_from = tmp_path
     own = {"method": name, "model": str(drafts_from), "num_speculative_tokens": 3}
     results = []

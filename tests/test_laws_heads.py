@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The law of whole texts, where a draft model or an EAGLE-3 head draws what `rejection` verifies.
+"""The law of whole texts, where a draft model or an EAGLE head draws what `rejection` verifies.
 
 As test_laws_mtp.py, whose measures these are: thousands of short texts, each with a seed of its
 own, against the exact probabilities of their tokens.
@@ -10,6 +10,9 @@ from typing import Any, NamedTuple
 
 import eagle_oracle
 import pytest
+import test_dflash
+import test_eagle
+import torch
 from eagle_oracle import Head
 from mtp_checkpoints import Tiny, save_checkpoint
 from specops.engine import SpeculativeConfig
@@ -49,12 +52,31 @@ def heads(tmp_path_factory: pytest.TempPathFactory) -> Heads:
         smaller.tensors[name] = target.tensors[name]
     save_checkpoint(smaller.directory, smaller.config, smaller.tensors)
     eagle = tmp_path_factory.mktemp("eagle")
+    first = tmp_path_factory.mktemp("first")  # EAGLE-1
+    parallel, second = (tmp_path_factory.mktemp(name) for name in ("parallel", "second"))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(eagle_oracle, "VOCAB", VOCAB)
+        patch.setattr(test_eagle, "VOCAB", VOCAB)
         head = Head(entered=(1, 2), draft_vocab=VOCAB - 4)
         head.tensors["lm_head.weight"] *= 0.2  # nearly flat: no draft is hopeless
         eagle_oracle.write(eagle, head, "specforge")
-    return Heads(target, {"draft_model": smaller.directory, "eagle3": eagle})
+        head = Head(entered=(1, 2), draft_vocab=VOCAB - 4, mask=5)
+        head.tensors["lm_head.weight"] *= 0.2
+        eagle_oracle.write(parallel, head, "speculators")
+        own = test_eagle.Head(fc_bias=False, own_embedding=False)
+        # Through the target's LM head: what follows a token depends on that most.
+        width = torch.eye(eagle_oracle.WIDTH)
+        own.tensors["fc.weight"] = torch.cat([width, 0.3 * width], dim=1)
+        for name in ("self_attn.o_proj", "mlp.down_proj"):
+            own.tensors[f"layers.0.{name}.weight"] *= 0.2
+        own.write(first)
+        for name, value in (("VOCAB", VOCAB), ("MASK", VOCAB - 1)):
+            patch.setattr(test_dflash, name, value)
+        block = test_dflash.Block(left=(0, 1), second=test_dflash.SECOND)
+        block.tensors["norm.weight"] *= 0.2
+        block.write(second, num_target_layers=target.config["num_hidden_layers"])
+    directories = {"draft_model": smaller.directory, "eagle3": eagle, "eagle": first}
+    return Heads(target, {**directories, "peagle": parallel, "dflash2": second})
 
 
 class Trial(NamedTuple):
@@ -72,12 +94,22 @@ TRIALS = [
     Trial("eagle3", "rejection", False, COOL, FEW_PAGES),
     Trial("eagle3", "rejection", True, {"min_p": 0.1}, FEW_ROWS),
     Trial("eagle3", "block", False, WARM, {}),
+    Trial("eagle", "rejection", False, {}, FEW_PAGES),
+    Trial("eagle", "rejection", True, WARM, FEW_ROWS),
+    Trial("eagle", "block", False, COOL, FEW_PAGES),
+    Trial("peagle", "rejection", False, {}, FEW_PAGES),
+    Trial("peagle", "block", False, WARM, FEW_ROWS),
+    Trial("dflash2", "rejection", False, WARM, FEW_ROWS),
+    Trial("dflash2", "block", False, {}, FEW_PAGES),
 ]
+
+
+METHODS = {"peagle": "eagle3", "dflash2": "dflash"}  # of heads whose method has another name
 
 
 def p_values_of(heads: Heads, trial: Trial, count: int, k: int) -> dict[str, float]:
     speculative = SpeculativeConfig(
-        method=trial.method,
+        method=METHODS.get(trial.method, trial.method),
         model=str(heads.directories[trial.method]),
         num_speculative_tokens=k,
         verify_strategy=trial.strategy,
@@ -93,7 +125,9 @@ def p_values_of(heads: Heads, trial: Trial, count: int, k: int) -> dict[str, flo
 
 
 @pytest.mark.parametrize("trial", TRIALS, ids=str)
-@pytest.mark.corners("*'draft_model', *tree=False, filters={}*", "*'eagle3', *tree=True*")
+@pytest.mark.corners(
+    "*'draft_model', *tree=False, filters={}*", "*'eagle3', *tree=True*", "*'eagle', *filters={}*"
+)
 def test_texts_follow_the_target(heads: Heads, trial: Trial, drafts: Drafts) -> None:
     found = p_values_of(heads, trial, 400, 3)
     if not trial.tree:  # whose drafts are the likeliest tokens

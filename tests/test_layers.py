@@ -503,9 +503,9 @@ def test_models_import_in_one_direction(path: Path) -> None:
         {"dry_run"},
         {"loader"},
         {"mtp"},
-        {"residual_heads", "state_head"},
-        {"eagle"},
-        {"dflash"},
+        {"state_head"},
+        {"dflash2", "eagle", "prefix_layer"},
+        {"dflash", "residual_heads"},
         {"__init__"},
     )
     floor_of = {name: floor for floor, names in enumerate(floors) for name in names}

@@ -4,16 +4,17 @@
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property, partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from checkpoints import make_checkpoint, write_tokenizer
+from checkpoints import BASE, make_checkpoint, write_tokenizer
 from safetensors.torch import save_file
 from specops.engine import Engine, EngineConfig, SamplingParams, SpeculativeConfig
-from specops.engine.drafters.trees import joint_tree
+from specops.engine.drafters.trees import joint_tree, static_tree
 from specops.engine.errors import ModelError
 from test_draft_model import reported
 from test_lossless import bits, params
@@ -42,6 +43,7 @@ class Heads:
         reads_tokens: Hydra's, but for those that are not grounded.
         layout: "authors" or "vllm".
         file: that they are in.
+        has_prefix: Hydra++'s, which read the states of a decoder layer on the target's.
     """
 
     method: str
@@ -50,6 +52,7 @@ class Heads:
     reads_tokens: bool = False
     layout: str = "authors"
     file: str = "medusa_lm_head.pt"
+    has_prefix: bool = False
 
     def __post_init__(self) -> None:
         generator = torch.Generator().manual_seed(5)
@@ -69,32 +72,62 @@ class Heads:
             if self.method == "hydra":
                 self.tensors[head, self.blocks, "bias"] = matrix(VOCAB)
 
+    @cached_property
+    def prefix(self) -> Any:
+        """The layer, in transformers."""
+        transformers = pytest.importorskip("transformers")
+        config = transformers.LlamaConfig(**{**BASE, "vocab_size": VOCAB, "num_hidden_layers": 1})
+        layer = transformers.LlamaModel(config).requires_grad_(False)
+        generator = torch.Generator().manual_seed(6)
+        for one in layer.parameters():
+            one.copy_((one.dim() == 1) + 0.3 * torch.randn(one.shape, generator=generator))
+        return layer
+
     def name(self, head: int, block: int, part: str) -> str:
         if self.layout == "vllm":
             of_block = f"blocks.{head}.layers.{block}.{part.removeprefix('linear.')}"
             return f"lm_heads.{head}.{part}" if block == self.blocks else of_block
         if self.method == "medusa":
             return f"{head}.{block}.{part}"
-        is_head = block == self.blocks
-        return f"hydra_lm_head.{head}.{part}" if is_head else f"hydra_mlp.{head}.{block}.{part}"
+        if block == self.blocks:
+            return f"hydra_lm_head.{head}.{'1.' if self.has_prefix else ''}{part}"
+        place = 2 * block + 1 if self.has_prefix else block  # behind its dropout
+        return f"hydra_mlp.{head}.{place}.{part}"
 
     def write(self, directory: Path, **config: Any) -> None:
         tensors = {self.name(*key): tensor for key, tensor in self.tensors.items()}
+        if self.has_prefix:
+            own = self.prefix.state_dict().items()
+            tensors |= {f"prefix_embeding_layer.{name}": tensor for name, tensor in own}
         said = {f"{self.method}_num_heads": 2, f"{self.method}_num_layers": self.blocks}
         if self.method == "hydra":
-            said |= {"grounded_heads": self.reads_tokens, "hydra_head_arch": "mlp"}
+            kind = "prefix-mlp" if self.has_prefix else "mlp"
+            said |= {"grounded_heads": self.reads_tokens, "hydra_head_arch": kind}
         (directory / "config.json").write_text(json.dumps({**said, **config}))
         if self.file.endswith(".safetensors"):
             save_file(tensors, directory / self.file)
         else:
             torch.save(tensors, directory / self.file)
 
-    def drafts(self, base: Any, text: Sequence[int], count: int) -> list[int]:
-        """The likeliest drafts behind a text, in float64."""
+    def drafts(self, base: Any, text: Sequence[int], count: int, mistake: str = "") -> list[int]:
+        """The likeliest drafts behind a text, in float64; or with a mistake of Hydra++'s layer."""
+        return [tokens[0] for tokens in self.ranked(base, text, count, mistake)]
+
+    def ranked(
+        self, base: Any, text: Sequence[int], count: int, mistake: str = ""
+    ) -> list[list[int]]:
+        """All tokens in the place of each draft, the likeliest first."""
         with torch.no_grad():
-            found = base.model(torch.tensor([list(text)])).last_hidden_state
+            found = base.model(torch.tensor([list(text)]), output_hidden_states=True)
+            un_normed, found = found.hidden_states[-2], found.last_hidden_state
+            if self.has_prefix and mistake != "no layer":
+                given = un_normed if mistake == "another state" else found
+                places = torch.arange(given.shape[1])[None]
+                if mistake == "another place":
+                    places[0, -2] += 1  # the row that drafts
+                found = self.prefix.double()(inputs_embeds=given, position_ids=places)[0]
             embedding = base.model.embed_tokens.weight
-        state, drafted = found[0, -2], []
+        state, drafted, ranked = found[0, -2], [], []
         for head in range(count):
             x = state
             if self.reads_tokens:
@@ -105,8 +138,10 @@ class Heads:
                 if len(x) > WIDTH:
                     x = self._apply(head, block, "res_connection.", x)
                 x = x + torch.nn.functional.silu(inner)
-            drafted.append(int(self._apply(head, self.blocks, "", x).argmax()))
-        return drafted
+            logits = self._apply(head, self.blocks, "", x)
+            ranked.append(logits.argsort(descending=True, stable=True).tolist())
+            drafted.append(ranked[-1][0])
+        return ranked
 
     def _apply(self, head: int, block: int, kind: str, x: Tensor) -> Tensor:
         bias = self.tensors.get((head, block, f"{kind}bias"), torch.zeros(1))
@@ -120,6 +155,9 @@ KINDS = {
     "hydra": Heads("hydra", reads_tokens=True, file="hydra_lm_head.pt"),
     "deep hydra": Heads("hydra", blocks=3, reads_tokens=True, file="hydra_lm_head.safetensors"),
     "ungrounded": Heads("hydra", file="hydra_lm_head.pt"),
+    "hydra++": Heads(
+        "hydra", blocks=2, reads_tokens=True, file="hydra_lm_head.pt", has_prefix=True
+    ),
 }
 
 
@@ -159,6 +197,19 @@ def test_drafts_are_the_reference_s(target: tuple[Path, Any], tmp_path: Path, ki
     assert reported(engine, TEXTS[:3], told(3)) == found and engine.stats.prefix_cache_hits > 0
 
 
+@pytest.mark.parametrize("mistake", ["no layer", "another state", "another place"])
+def test_the_prefix_layer_reads_what_it_should(
+    target: tuple[Path, Any], tmp_path: Path, mistake: str
+) -> None:
+    """Mistakes give other drafts."""
+    heads = KINDS["hydra++"]
+    heads.write(tmp_path)
+    found = reported(make(target, heads, tmp_path, max_num_seqs=4), TEXTS[:3], told(3))
+    pairs = [one for of_request in found for one in of_request if one[1]]
+    others = [heads.drafts(target[1], text, len(drafts), mistake) for text, drafts in pairs]
+    assert sum(list(drafts) != other for (_, drafts), other in zip(pairs, others, strict=True)) > 3
+
+
 CASES: dict[str, dict[str, Any]] = {
     "wide": {},
     "tree": {"tree": True, "num_speculative_tokens": 12, "num_model_steps": 3},
@@ -169,15 +220,17 @@ CASES: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("kind", ["medusa", "hydra"])
-@pytest.mark.corners("medusa-tree", "hydra-preempted", "hydra-hybrid")
+@pytest.mark.parametrize("kind", ["medusa", "hydra", "hydra++"])
+@pytest.mark.corners(
+    *("medusa-tree", "hydra-preempted", "hydra-hybrid", "hydra++-int8", "hydra++-preempted")
+)
 def test_every_bit_is_plain_decoding_s(
     target: tuple[Path, Any], tmp_path: Path, kind: str, case: str
 ) -> None:
     heads, own = KINDS[kind], dict(CASES[case])
     heads.write(tmp_path)
     if case == "hybrid":
-        own["method"] = f"{kind}+suffix"
+        own["method"] = f"{heads.method}+suffix"
     each = [replace(params(i, 0.8 * (i % 2)), max_tokens=60) for i in range(6)]
     kv = {name: one for name, one in own.items() if name == "kv_cache_dtype"}
     expected = make(target, None, tmp_path, max_num_seqs=1, **kv).generate(TEXTS, each)
@@ -190,7 +243,7 @@ def test_every_bit_is_plain_decoding_s(
     assert (engine.stats.num_preemptions > 0) == ("num_pages" in own)
 
 
-@pytest.mark.parametrize("kind", ["medusa", "hydra"])
+@pytest.mark.parametrize("kind", ["medusa", "hydra", "hydra++"])
 def test_drawn_drafts_are_the_same_in_any_batch(
     target: tuple[Path, Any], tmp_path: Path, kind: str
 ) -> None:
@@ -203,6 +256,22 @@ def test_drawn_drafts_are_the_same_in_any_batch(
         assert list(map(bits, engine.generate(TEXTS[:4], each))) == list(map(bits, alone))
         spec = engine.stats.speculative
         assert 0 < spec.num_accepted_tokens < spec.num_draft_tokens
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.9])
+def test_drafts_of_a_layer_are_the_same_in_any_batch(
+    target: tuple[Path, Any], tmp_path: Path, temperature: float
+) -> None:
+    """Alone, in chunks, and behind cached pages."""
+    heads = KINDS["hydra++"]
+    heads.write(tmp_path)
+    each = told(6, temperature)
+    engine = make(target, heads, tmp_path, max_num_seqs=6)
+    drafts = reported(engine, TEXTS, each)
+    assert reported(engine, TEXTS[::-1], each[::-1])[::-1] == drafts
+    assert engine.stats.prefix_cache_hits > 0
+    other = make(target, heads, tmp_path, max_num_seqs=2, max_num_batched_tokens=9)
+    assert reported(other, TEXTS, each) == drafts
 
 
 def test_trees_are_the_best_paths() -> None:
@@ -219,6 +288,67 @@ def test_trees_are_the_best_paths() -> None:
     assert len(products) == 3 + 6 + 12
     assert all(a >= b - 1e-12 for a, b in pairwise(products))
     assert joint_tree([], 3) == ([], [], [])
+
+
+PATHS = [[0], [0, 0], [1], [0, 1], [2], [0, 0, 0], [1, 0], [0, 2], [9]]
+
+
+def test_a_static_tree_is_the_file_s() -> None:
+    places = [[(10 * place + rank, 1 / (rank + 2)) for rank in range(10)] for place in range(3)]
+    tree = static_tree(PATHS, places, 64)
+    assert tree.token_ids == [0, 10, 1, 11, 2, 20, 10, 12, 9]
+    assert tree.parents == [-1, 0, -1, 0, -1, 1, 2, 0, -1]
+    assert tree.chances[:3] == [1 / 2, 1 / 2, 1 / 3]
+    assert static_tree(PATHS, places, 4) == tuple(part[:4] for part in tree)
+    # Where there are fewer drafts, nodes that lie deeper are left out.
+    assert static_tree(PATHS, places[:2], 6).token_ids == [0, 10, 1, 11, 2, 10]
+
+
+def test_every_step_verifies_the_tree_of_the_file(target: tuple[Path, Any], tmp_path: Path) -> None:
+    """Its nodes are the reference's likeliest tokens; every bit is plain decoding's."""
+    heads, file = KINDS["medusa"], tmp_path / "tree.json"
+    heads.write(tmp_path)
+    file.write_text(json.dumps(PATHS))
+    own = {"tree": True, "num_speculative_tokens": 9, "num_model_steps": 3, "max_num_seqs": 4}
+    engine = make(target, heads, tmp_path, medusa_choices=str(file), **own)
+    assert isinstance(engine.drafters["medusa"].head.new_tree, partial)
+    each = [replace(params(i, 0.8 * (i % 2)), max_tokens=40) for i in range(4)]
+    done = engine.generate(TEXTS[:4], each)
+    expected = make(target, None, tmp_path, max_num_seqs=1).generate(TEXTS[:4], each)
+    assert list(map(bits, done)) == list(map(bits, expected))
+    compared = 0
+    for text, drafts in [one for each in reported(engine, TEXTS[:3], told(3)) for one in each]:
+        if len(drafts) == len(PATHS):  # not at a text's end
+            ranked = heads.ranked(target[1], text, 3)
+            preorder = sorted(PATHS)  # ranks rise among siblings
+            assert list(drafts) == [ranked[len(path) - 1][path[-1]] for path in preorder]
+            compared += 1
+    assert compared > 4
+
+
+@pytest.mark.parametrize(
+    "text,message",
+    [
+        ("[[0], [0, 0], [1", r"tree\.json: not a file of a tree"),
+        ("{}", "expected a list of paths, got dict"),
+        ("[]", "expected a list of paths, got list"),
+        ("[[0], [-1]]", r"must be a list of ranks from 0 to 159, got \[-1\]"),
+        ("[[0], [0.5]]", r"ranks from 0 to 159, got \[0\.5\]"),
+        ("[[0], 3]", "got 3"),
+        ("[[0], [0]]", r"path \[0\] is there twice"),
+        ("[[0, 0], [0]]", r"path \[0, 0\] needs \[0\] before it"),
+        (None, "not a file of a tree"),
+    ],
+)
+def test_what_is_no_tree(
+    target: tuple[Path, Any], tmp_path: Path, text: str | None, message: str
+) -> None:
+    heads, file = KINDS["medusa"], tmp_path / "tree.json"
+    heads.write(tmp_path)
+    if text is not None:
+        file.write_text(text)
+    with pytest.raises(ModelError, match=message):
+        make(target, heads, tmp_path, medusa_choices=str(file))
 
 
 @pytest.mark.parametrize(
@@ -239,7 +369,20 @@ def test_trees_are_the_best_paths() -> None:
             r"tensor 9\.weight has no place in Medusa heads",
         ),
         ("vllm", {}, {"truncated_vocab_size": 99}, r"config\.json: truncated_vocab_size is 99"),
-        ("hydra", {}, {"hydra_head_arch": "prefix-mlp"}, "hydra_head_arch must be mlp, got prefix"),
+        ("hydra", {}, {"hydra_head_arch": "eagle-attn"}, "must be mlp or prefix-mlp, got eagle-at"),
+        (
+            "hydra++",
+            {"prefix_embeding_layer.norm.weight": None},
+            {},
+            r"tensor prefix_embeding_layer\.norm\.weight is missing",
+        ),
+        ("hydra++", {}, {"hydra_head_arch": "mlp"}, "has no place in Hydra heads"),
+        (
+            "hydra",
+            {},
+            {"hydra_head_arch": "prefix-mlp"},
+            r"tensor prefix_embeding_layer\.layers\.0\..* is missing",
+        ),
         ("hydra", {}, {"grounded_heads": 1}, "grounded_heads must be true or false, got 1"),
         (
             "hydra",

@@ -64,6 +64,7 @@ def test_every_field_of_fastdeploy_is_accepted_or_refused_by_name() -> None:
     accepted = set(SpeculativeConfig.field_defaults())
     own = {"synthetic_acceptance_rates", "ngram_match", "max_total_draft_tokens"}
     own |= {"adaptive_verification", "tree", "suffix_decoding_read_on", "draft_vocab"}
+    own |= {"medusa_choices"}
     own |= {f"suffix_decoding_max_cached_{budget}" for budget in ("tokens", "bytes")}
     assert accepted - own | set(REFUSED_FIELDS) == FASTDEPLOY_FIELDS
     assert not accepted & set(REFUSED_FIELDS)
@@ -249,6 +250,7 @@ def test_options_of_one_method() -> None:
     assert nested.as_dict().keys() - nested.as_dict(without_files=True).keys() == {
         "model",
         "draft_vocab",
+        "medusa_choices",
     }
     for options, message in (
         ({"falcon": {}}, r"options must be one of ngram, suffix, mtp, .*; got 'falcon'"),

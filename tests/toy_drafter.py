@@ -74,7 +74,7 @@ class ToyHead:
     num_likeliest = 2
     reads_states = True
     max_drafts = None
-    is_independent = False
+    new_tree = None
     taps = (0, 2)
     dtype = torch.float32
 

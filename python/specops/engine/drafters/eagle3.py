@@ -1,15 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""EAGLE-3: a head that reads states of several of the target's layers, and then its own."""
+"""EAGLE-3: a head that reads states of several of the target's layers, and then its own.
+
+P-EAGLE's heads read their own of no draft: masks draft all but the first one together.
+"""
 
 from typing import cast
 
 from torch import Tensor
 
 from specops.engine.drafters.base import Drafter, DrafterContext, TargetStep
+from specops.engine.drafters.blocks import BlocksDrafter, BlockStackHead
 from specops.engine.drafters.head import DraftRows
 from specops.engine.drafters.methods.eagle3 import METHOD, Eagle3Options
 from specops.engine.drafters.recurrent import RecurrentDrafter
 from specops.engine.drafters.stack_head import StackHead, named_weights
+from specops.engine.drafters.trees import joint_tree
 from specops.engine.models import Eagle3, MtpBatch, load_eagle3
 
 
@@ -27,7 +32,13 @@ def load(context: DrafterContext) -> Drafter:
         target_directory=context.config.model_dir,
         quantization=own.quantization,
     )
-    return RecurrentDrafter(METHOD.name, context, Eagle3Head(head), draws=True)
+    if head.config.mask_token_id is None:
+        return RecurrentDrafter(METHOD.name, context, Eagle3Head(head), draws=True)
+    return BlocksDrafter(METHOD.name, context, ParallelHead(head, context), draws=True)
+
+
+# Of P-EAGLE, in an engine whose configuration names no number: as many as speculators trains.
+_DRAFTS = 8
 
 
 class Eagle3Head(StackHead):
@@ -51,3 +62,51 @@ class Eagle3Head(StackHead):
     def forward(self, index: int, rows: DraftRows, states: Tensor) -> tuple[Tensor, Tensor]:
         """Runs the head over rows; as `DraftHead.forward`."""
         return self.head.forward(cast(MtpBatch, rows), states, self.cache)
+
+
+class ParallelHead(BlockStackHead):
+    """P-EAGLE's head as a `DraftHead`.
+
+    The row of the newest token drafts the first token, and each mask behind it the next one. The
+    masks are a block: they run in the second pass.
+
+    Args:
+        head: on top of its target.
+        context: of the engine.
+
+    Attributes:
+        head: this.
+    """
+
+    def __init__(self, head: Eagle3, context: DrafterContext) -> None:
+        # A head has no most drafts of its own. An engine that drafts otherwise names none either.
+        drafts = context.config.speculative_config.num_model_steps or _DRAFTS
+        super().__init__(head, drafts - 1, context)
+        self.head, self.taps, self.token_map = head, head.taps, head.token_map
+        self.num_passes = self.max_drafts = drafts
+        self.new_tree = joint_tree
+        self._hidden: Tensor | None = None  # of the masks; None: there are none
+        self._given: Tensor  # of the rows of the last first pass
+
+    def target_states(self, target: TargetStep) -> Tensor:
+        """Returns the states of the layers that it reads, projected."""
+        return self.head.states_of(target.taps, target.sums)
+
+    def forward(self, index: int, rows: DraftRows, states: Tensor) -> tuple[Tensor, Tensor]:
+        """Runs the head over rows, then over masks behind them; as `DraftHead.forward`."""
+        if index == 0:
+            self._given, _ = self.head.forward(cast(MtpBatch, rows), states, self.cache)
+        if index == 1:
+            placed = self.blocks.place(rows, is_causal=True)
+            self._hidden = None
+            if placed is not None:
+                self._hidden = self.head.forward_masks(placed.batch, self.cache)
+        return self._given, self._given
+
+    def logits(
+        self, index: int, hidden: Tensor, *, out: Tensor | None = None, sums: Tensor | None = None
+    ) -> Tensor:
+        """Returns the logits of the newest token's row, or of a mask of each request."""
+        if index == 0:
+            return super().logits(index, hidden, out=out, sums=sums)
+        return self.logits_of_row(index - 1, self._hidden, hidden.shape[0], out, sums)[0]

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from specops.engine.drafters.base import TargetStep
+from specops.engine.drafters.trees import TreeMaker
 from specops.engine.models import LayerBatch
 
 
@@ -70,8 +71,11 @@ class DraftHead(Protocol):
         """How many of the likeliest tokens of each pass make trees, at least 2."""
 
     @property
-    def is_independent(self) -> bool:
-        """Whether no draft depends on those before it, so that each of these may follow each."""
+    def new_tree(self) -> TreeMaker | None:
+        """Makes trees where no draft depends on those before it, so that each may follow each.
+
+        None: drafts depend on those before them, and trees branch off one chain.
+        """
 
     @property
     def taps(self) -> tuple[int, ...]:

@@ -29,7 +29,7 @@ from specops.engine.drafters.base import (
 )
 from specops.engine.drafters.draft_arrays import Choices, DraftArrays
 from specops.engine.drafters.head import DraftHead, DraftRows
-from specops.engine.drafters.trees import branch_chain, joint_tree
+from specops.engine.drafters.trees import branch_chain
 from specops.engine.memory.kv_cache import DraftKv
 from specops.engine.memory.step_memory import Layout
 from specops.engine.memory.step_shape import StepShape, rung
@@ -401,9 +401,10 @@ class RecurrentStep(DrafterStep):
         """
         slot = part.request.slot
         count = int(proposals.counts[slot])
-        if self._drafter.head.is_independent:
+        new_tree = self._drafter.head.new_tree
+        if new_tree is not None:
             places = [self._likeliest_of(depth, index) for depth in range(count)]
-            proposals.put_tree(slot, joint_tree(places, part.draft_limit))
+            proposals.put_tree(slot, new_tree(places, part.draft_limit))
             return
         tokens = proposals.token_ids[slot, :count].tolist()
         chances = proposals.confidences[slot, :count].tolist()

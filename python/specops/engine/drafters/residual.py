@@ -2,19 +2,21 @@
 """Heads of residual blocks as the recurrent drafter runs them: a pass each, over the last rows."""
 
 from collections.abc import Sequence
-from typing import Protocol
+from functools import partial
+from typing import Protocol, cast
 
 import torch
 from torch import Tensor
 
 from specops import batching
 from specops.engine.drafters.base import Drafter, DrafterContext, TargetStep
-from specops.engine.drafters.head import DraftRows
+from specops.engine.drafters.head import DraftHead, DraftRows
 from specops.engine.drafters.methods.method import Method, WeightOptions
 from specops.engine.drafters.newest import NewestTokens
 from specops.engine.drafters.recurrent import RecurrentDrafter
-from specops.engine.drafters.stack_head import named_weights
-from specops.engine.models import ResidualHeads, Transformer
+from specops.engine.drafters.stack_head import StackHead, named_weights
+from specops.engine.drafters.trees import TreeMaker, joint_tree, static_tree
+from specops.engine.models import MtpBatch, PrefixLayer, ResidualHeads, Transformer
 
 
 class Loader(Protocol):
@@ -26,9 +28,20 @@ class Loader(Protocol):
 
 
 def load_residual(
-    context: DrafterContext, method: Method, options: type[WeightOptions], loader: Loader
+    context: DrafterContext,
+    method: Method,
+    options: type[WeightOptions],
+    loader: Loader,
+    paths: Sequence[Sequence[int]] | None = None,
 ) -> Drafter:
     """Makes the drafter of the heads that the configuration names.
+
+    Args:
+        context: of the engine.
+        method: of the drafter.
+        options: its own.
+        loader: of its heads.
+        paths: the tree of every step, of heads that read no drafts; None: the likeliest paths.
 
     Raises:
         MethodUnavailable: it names none.
@@ -36,8 +49,20 @@ def load_residual(
     """
     own, directory = named_weights(context, options, f"{method.title} are")
     heads = loader(context.target, directory, quantization=own.quantization)
-    head = ResidualDraftHead(heads, context.config.max_num_seqs)
+    slots = context.config.max_num_seqs
+    head: DraftHead = ResidualDraftHead(heads, slots, paths)
+    if heads.prefix is not None:
+        head = PrefixedHead(heads, heads.prefix, slots)
     return RecurrentDrafter(method.name, context, head, draws=True)
+
+
+def _trees_of(
+    heads: ResidualHeads, paths: Sequence[Sequence[int]] | None
+) -> tuple[TreeMaker | None, int]:
+    """What makes trees of the heads' drafts, and of how many of the likeliest tokens of each."""
+    if paths is not None:
+        return partial(static_tree, paths), max(2, 1 + max(map(max, paths)))
+    return None if heads.reads_tokens else joint_tree, 8
 
 
 class ResidualDraftHead:
@@ -46,23 +71,25 @@ class ResidualDraftHead:
     Args:
         heads: of a checkpoint.
         slots: requests that run at once.
+        paths: the same tree in every step, see `static_tree`; None: the likeliest paths.
 
     Attributes:
         heads: these.
-        is_independent: no head reads drafts.
+        num_likeliest: tokens of each that make trees.
     """
 
     is_chained = False
     lookahead = 1
-    num_likeliest = 8
     reads_states = True
     taps: tuple[int, ...] = ()
     token_map: Tensor | None = None
     kv_bytes_per_token = 0
 
-    def __init__(self, heads: ResidualHeads, slots: int) -> None:
+    def __init__(
+        self, heads: ResidualHeads, slots: int, paths: Sequence[Sequence[int]] | None
+    ) -> None:
         self.heads = heads
-        self.is_independent = not heads.reads_tokens
+        self.new_tree, self.num_likeliest = _trees_of(heads, paths)
         self._tokens = NewestTokens(slots, heads.device)
         self._gathered = torch.empty(0, heads.hidden_size, dtype=heads.dtype, device=heads.device)
         heads.reserve(slots)
@@ -123,6 +150,49 @@ class ResidualDraftHead:
         if self.heads.reads_tokens:
             self.heads.read_token(index, self._tokens.before(index, rows))
         return gathered, gathered
+
+    def logits(
+        self, index: int, hidden: Tensor, *, out: Tensor | None = None, sums: Tensor | None = None
+    ) -> Tensor:
+        """Returns the logits of head `index`."""
+        return self.heads.logits(index, hidden, out, sums)
+
+
+class PrefixedHead(StackHead):
+    """Hydra++'s heads as a `DraftHead`: the layer before them runs in the first pass.
+
+    Args:
+        heads: of a checkpoint.
+        prefix: their layer.
+        slots: requests that run at once.
+
+    Attributes:
+        heads: these.
+    """
+
+    is_chained = False
+    lookahead = 0  # the layer reads no token
+
+    def __init__(self, heads: ResidualHeads, prefix: PrefixLayer, slots: int) -> None:
+        super().__init__(prefix)
+        self.heads, self._prefix = heads, prefix
+        self.num_passes = self.max_drafts = len(heads.heads)
+        self.new_tree, self.num_likeliest = _trees_of(heads, None)
+        self._tokens = NewestTokens(slots, heads.device)
+        self._states: Tensor  # of the rows of the last first pass
+        heads.reserve(slots)
+
+    def sums_size(self, rows: int, outputs: int) -> int:
+        """Returns the floats that projections split their sums with."""
+        return max(super().sums_size(rows, outputs), self.heads.sums_size(outputs))
+
+    def forward(self, index: int, rows: DraftRows, states: Tensor) -> tuple[Tensor, Tensor]:
+        """Runs the layer over rows, and reads the token that head `index` is first to read."""
+        if index == 0:
+            self._states = self._prefix.forward(cast(MtpBatch, rows), states, self.cache)
+        if self.heads.reads_tokens:
+            self.heads.read_token(index, self._tokens.before(index, rows))
+        return self._states, self._states
 
     def logits(
         self, index: int, hidden: Tensor, *, out: Tensor | None = None, sums: Tensor | None = None

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from specops.engine.drafters.base import DrafterContext, MethodUnavailable, TargetStep
 from specops.engine.drafters.methods.method import WeightOptions
+from specops.engine.drafters.trees import TreeMaker
 from specops.engine.models import KvCache, LayerStack
 
 Options = TypeVar("Options", bound=WeightOptions)
@@ -51,7 +52,7 @@ class StackHead:
     num_likeliest = 2
     reads_states = True
     max_drafts: int | None = None
-    is_independent = False
+    new_tree: TreeMaker | None = None
     lookahead = 1
     taps: tuple[int, ...] = ()
     token_map: Tensor | None = None

@@ -6,7 +6,7 @@ other (`batching.tree_chains`), and its first nodes are a chain as well.
 """
 
 import heapq
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 # The target agrees with what a drafter holds likeliest more often than that says. Of powers 1 to 3
@@ -20,6 +20,10 @@ class DraftTree(NamedTuple):
     token_ids: list[int]
     parents: list[int]  # of each, the place of the one that it hangs on, or -1
     chances: list[float]  # that each is right when those it hangs on are
+
+
+# Of the likeliest tokens of each draft with their chances, and the most nodes.
+TreeMaker = Callable[[Sequence[Sequence[tuple[int, float]]], int], DraftTree]
 
 
 def join_chains(
@@ -114,6 +118,37 @@ def joint_tree(places: Sequence[Sequence[tuple[int, float]]], room: int) -> Draf
             heapq.heappush(left, entry)
         if depth + 1 < len(places):
             heapq.heappush(left, (path * places[depth + 1][0][1], depth + 1, node, 0))
+    return DraftTree(tokens, parents, chances)
+
+
+def static_tree(
+    paths: Sequence[Sequence[int]], places: Sequence[Sequence[tuple[int, float]]], room: int
+) -> DraftTree:
+    """Makes a tree of given shape of drafts that do not depend on each other.
+
+    Args:
+        paths: of each node, the ranks of the tokens that lead there: a path [0, 2] is the third
+            token of the second draft behind the first one of the first. What a path goes on from
+            stands before it.
+        places: of each draft, its likeliest tokens with their chances, the likeliest first.
+        room: most nodes; kept are the first ones.
+
+    Source: Cai et al. 2024, arXiv 2401.10774, section 2.3: static trees of candidates.
+    """
+    nodes: dict[tuple[int, ...], int] = {(): -1}
+    tokens: list[int] = []
+    parents: list[int] = []
+    chances: list[float] = []
+    for path in paths:
+        if len(tokens) == room:
+            break
+        if len(path) > len(places):
+            continue
+        token, chance = places[len(path) - 1][path[-1]]
+        parents.append(nodes[tuple(path[:-1])])
+        nodes[tuple(path)] = len(tokens)
+        tokens.append(token)
+        chances.append(chance)
     return DraftTree(tokens, parents, chances)
 
 

@@ -14,6 +14,7 @@ from specops.engine.models.kv import KvCache, KvSpec, LayerKv
 from specops.engine.models.loader import load_model
 from specops.engine.models.mtp.loader import load_mtp
 from specops.engine.models.mtp.modules import MtpBatch, MtpModule, MtpModules, MtpOutput
+from specops.engine.models.prefix_layer import PrefixLayer
 from specops.engine.models.residual_heads import ResidualHeads, load_hydra, load_medusa
 from specops.engine.models.transformer import Transformer
 from specops.engine.models.weight_cache import CachedWeights, WeightCache
@@ -35,6 +36,7 @@ __all__ = [
     "MtpModule",
     "MtpModules",
     "MtpOutput",
+    "PrefixLayer",
     "ResidualHeads",
     "StepBatch",
     "Transformer",

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""DFlash and DSpark: a few layers that draft a whole block in one pass.
+"""DFlash, DFlash2 and DSpark: a few layers that draft a whole block in one pass.
 
 What rows of the block attend to before themselves are keys and values that are made of the target's
 states: those that leave some of its layers, side by side, projected and normed once for all layers.
 The block is the newest token and masks behind it, which all see each other. A mask drafts the token
 in its own place; DSpark's rows, the newest token's first, the one behind. DSpark adds to the logits
-of a draft what the token before says of it (its Markov head).
+of a draft what the token before says of it (its Markov head). DFlash2's parts are in dflash2.py.
 
 Source: arXiv 2602.06036 (DFlash); arXiv 2607.05147 (DSpark).
 """
@@ -22,8 +22,22 @@ from specops import dense
 from specops.dense import PackedWeight
 from specops.engine.errors import ModelError
 from specops.engine.models.batch import LayerBatch
+from specops.engine.models.blocks.activations import Rows
 from specops.engine.models.blocks.block import Norm
-from specops.engine.models.eagle.layout import flag_of, mapping_of, taps_of, with_qk_norms
+from specops.engine.models.dflash2 import (
+    Convolution,
+    Dflash2Config,
+    Dflash2Weights,
+    candidate_logits,
+    load_dflash2,
+    read_dflash2,
+)
+from specops.engine.models.eagle.layout import (
+    flag_of,
+    mapping_of,
+    taps_of,
+    token_of,
+)
 from specops.engine.models.families.dense_decoder import dense_decoder
 from specops.engine.models.families.fields import count, read_config
 from specops.engine.models.head_files import open_head, refuse_unread
@@ -37,6 +51,7 @@ from specops.engine.models.state_head import (
     gather_states,
     naming,
     try_row,
+    with_qk_norms,
 )
 from specops.engine.models.transformer import Transformer
 from specops.engine.models.weights import WeightSource
@@ -56,12 +71,14 @@ class BlockConfig(StateHeadConfig):
         samples_anchor: the newest token's row drafts as well, each row the token behind it.
         mask_token_id: what masks embed.
         markov_rank: of the Markov head; 0: there is none.
+        second: parts of DFlash2; None: there are none.
     """
 
     num_rows: int
     samples_anchor: bool
     mask_token_id: int
     markov_rank: int
+    second: Dflash2Config | None
 
     @property
     def num_drafts(self) -> int:
@@ -78,11 +95,13 @@ class BlockWeights:
         hidden_norm: of the target's states once they are projected.
         markov: [vocab_size, rank] and the projection from there to the draft vocabulary; None:
             there is no such head.
+        second: parts of DFlash2; None: there are none.
     """
 
     parts: StateHeadWeights
     hidden_norm: Norm
     markov: tuple[Tensor, PackedWeight] | None
+    second: Dflash2Weights | None
 
 
 class BlockDrafter(StateHead):
@@ -95,8 +114,10 @@ class BlockDrafter(StateHead):
     """
 
     def __init__(self, config: BlockConfig, weights: BlockWeights, target_size: int) -> None:
-        markov = () if weights.markov is None else weights.markov[1:]
-        super().__init__(config, weights.parts, target_size, markov)
+        more = [] if weights.markov is None else [weights.markov[1]]
+        if weights.second is not None:
+            more += weights.second.projections
+        super().__init__(config, weights.parts, target_size, more)
         self.config, self.weights = config, weights
         self._given = self._new(0, self.hidden_size)
 
@@ -131,11 +152,14 @@ class BlockDrafter(StateHead):
             layer.attention.append_kv(given, batch, cache.layers[index], views)
         return given
 
-    def forward(self, token_ids: Tensor, batch: LayerBatch, cache: KvCache) -> Tensor:
+    def forward(
+        self, token_ids: Tensor, places: Tensor, batch: LayerBatch, cache: KvCache
+    ) -> Tensor:
         """Runs the layers over rows of blocks, and writes their keys and values behind the others.
 
         Args:
             token_ids: int32 [rows], the newest token's and the masks'.
+            places: int32 [rows], of each in its block.
             batch: the rows; not causal.
             cache: from `new_kv_cache`.
 
@@ -146,16 +170,64 @@ class BlockDrafter(StateHead):
         self.reserve(num_rows)
         rows = self.activations.first(num_rows)
         dense.embedding(token_ids, self.weights.parts.embedding, out=rows.residual)
+        if self.config.second is not None:
+            rows.residual.mul_(self.config.second.embedding_scale)
         dense.rms_norm(rows.residual, *self.layers[0].input_norm, out=rows.normed)
-        return self._run_layers(batch, cache, rows)
+        if self.weights.second is None:
+            return self._run_layers(batch, cache, rows)
+        return self._run_convolved(self.weights.second, places, batch, cache, rows)
 
-    def markov_logits(self, token_ids: Tensor, sums: Tensor | None) -> Tensor | None:
-        """Returns what the tokens before say of drafts, fp32 [rows, draft vocabulary], or None."""
-        if self.weights.markov is None:
-            return None
-        table, projection = self.weights.markov
-        embedded = dense.embedding(token_ids, table)
-        return dense.linear(embedded, projection, out_dtype=torch.float32, workspace=sums)
+    def _run_convolved(
+        self,
+        second: Dflash2Weights,
+        places: Tensor,
+        batch: LayerBatch,
+        cache: KvCache,
+        rows: Rows,
+    ) -> Tensor:
+        """Runs the layers as `_run_layers` does, with DFlash2's convolutions."""
+        residual, normed, branch = rows.residual, rows.normed, rows.branch
+        for index, layer in enumerate(self.layers):
+            views, kv = rows.layers[index], cache.layers[index]
+            attention, mlp = (
+                Convolution(kernel, places, batch.sums) for kernel in second.kernels[index]
+            )
+            attention.before(normed)
+            layer.attention.run(normed, batch, kv, views.attention, branch)
+            attention.behind(branch)
+            dense.rms_norm(branch, *layer.mlp_norm, residual=residual, out=normed)
+            mlp.before(normed)
+            layer.mlp.run(normed, batch.sums, views.mlp, branch)
+            mlp.behind(branch)
+            norm = self._next_norms[index]
+            assert norm is not None
+            dense.rms_norm(branch, *norm, residual=residual, out=normed)
+        return normed
+
+    @property
+    def reads_drafts(self) -> bool:
+        """Whether a draft depends on the token before it."""
+        return self.weights.markov is not None or self.weights.second is not None
+
+    def with_tokens_before(
+        self, logits: Tensor, states: Tensor, token_ids: Tensor, sums: Tensor | None
+    ) -> Tensor:
+        """Adds to logits of drafts, in place, what the tokens before say of them.
+
+        Args:
+            logits: fp32 [rows, draft vocabulary].
+            states: [rows, hidden_size], that they are of.
+            token_ids: int32 [rows], the tokens before.
+            sums: workspace of projections.
+        """
+        if self.weights.markov is not None:
+            table, projection = self.weights.markov
+            embedded = dense.embedding(token_ids, table)
+            logits.add_(dense.linear(embedded, projection, out_dtype=torch.float32, workspace=sums))
+        config, second = self.config.second, self.weights.second
+        if config is not None and second is not None:
+            candidate_logits(config, second, logits, states, token_ids, sums)
+        return logits
 
 
 def load_dflash(
@@ -190,7 +262,8 @@ def load_dflash(
     head = BlockDrafter(config, weights, target.hidden_size)
 
     def run(batch: MtpBatch, cache: KvCache) -> Tensor:
-        return head.forward(batch.token_ids[0, :1], replace(batch, is_causal=False), cache)
+        tokens = batch.token_ids[0, :1]
+        return head.forward(tokens, tokens, replace(batch, is_causal=False), cache)
 
     try_row(directory, head, run)
     return head
@@ -225,9 +298,7 @@ def _read(
             f"target_hidden_size is {own['target_hidden_size']}, but the target has "
             f"{target.hidden_size}"
         )
-    mask = own["mask_token_id"]
-    if isinstance(mask, bool) or not isinstance(mask, int) or not 0 <= mask < vocab_size:
-        raise ModelError(f"mask_token_id must be a token of the {vocab_size}, got {mask!r}")
+    mask = token_of(own, "mask_token_id", vocab_size)
     num_rows = count(own, "block_size")
     samples_anchor = flag_of(own, "sample_from_anchor", default=is_dspark)
     if num_rows < 2 - samples_anchor:
@@ -236,6 +307,13 @@ def _read(
         with_qk_norms(one, f"layers.{index}.self_attn.q_norm.weight" in names)
         for index, one in enumerate(decoder.layers)
     )
+    second = read_dflash2(own, decoder.hidden_size, vocab_size)
+    draft_vocab_size = count(own, "draft_vocab_size", vocab_size)
+    if second is not None and draft_vocab_size != vocab_size:
+        raise ModelError(
+            f"draft_vocab_size must be {vocab_size} with DFlash2's candidates, "
+            f"got {draft_vocab_size}"
+        )
     has_markov = "markov_head.markov_w1.weight" in names
     return BlockConfig(
         hidden_size=decoder.hidden_size,
@@ -245,8 +323,9 @@ def _read(
         num_rows=num_rows,
         samples_anchor=samples_anchor,
         mask_token_id=mask,
-        draft_vocab_size=count(own, "draft_vocab_size", vocab_size),
+        draft_vocab_size=draft_vocab_size,
         markov_rank=count(own, "markov_rank") if has_markov else 0,
+        second=second,
     )
 
 
@@ -261,4 +340,13 @@ def _load(
             source.tensor("markov_head.markov_w1.weight", loader.vocab_size, rank),
             source.linear("", (name,), outputs, rank, quantization="none"),
         )
-    return BlockWeights(parts=parts, hidden_norm=loader.blocks.norm("hidden_norm"), markov=markov)
+    second = None
+    if config.second is not None:
+        sizes = (len(config.layers), config.hidden_size, loader.vocab_size)
+        second = load_dflash2(source, config.second, *sizes)
+    return BlockWeights(
+        parts=parts,
+        hidden_norm=loader.blocks.norm("hidden_norm"),
+        markov=markov,
+        second=second,
+    )

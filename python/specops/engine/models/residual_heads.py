@@ -4,7 +4,7 @@
 A head drafts the token so many places ahead. Medusa's read the state that the newest token was
 chosen from, and nothing else; Hydra's also the embeddings of the newest token and of the drafts
 before, side by side behind the state. Through blocks x + silu(W x + b) they go to a head of logits
-of their own.
+of their own. Hydra++'s read the states of a prefix layer in place of the target's.
 
 Source: Cai et al. 2024, "Medusa: Simple LLM Inference Acceleration Framework with Multiple Decoding
 Heads", section 2.1; Ankner et al. 2024, "Hydra: Sequentially-Dependent Draft Heads for Medusa
@@ -16,6 +16,7 @@ import re
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -25,18 +26,38 @@ from specops.dense import PackedWeight
 from specops.engine.errors import ModelError
 from specops.engine.models.families.fields import read_config
 from specops.engine.models.head_files import open_head, refuse_unread
+from specops.engine.models.prefix_layer import UNREAD, PrefixLayer, load_prefix
 from specops.engine.models.transformer import Transformer
 from specops.engine.models.weights import WeightSource
 
 logger = logging.getLogger(__name__)
 
-# Names of block {block} of head {head}, and of its logits, as the authors and vLLM have them.
+
+class _Layout(NamedTuple):
+    """Names of the blocks of a head, and of what makes its logits."""
+
+    block: str
+    lm_head: str
+    # Numbers of blocks are 0, 1, .., or those of every second module, behind their dropouts.
+    first: int = 0
+    step: int = 1
+
+    def name(self, head: int, block: int) -> str:
+        """Of a block."""
+        return self.block.format(head=head, block=self.first + self.step * block)
+
+
+# As the authors and vLLM have them.
 _MEDUSA = (
-    ("{head}.{block}.linear", "{head}.{blocks}"),
-    ("blocks.{head}.layers.{block}", "lm_heads.{head}"),
+    _Layout("{head}.{block}.linear", "{head}.{blocks}"),
+    _Layout("blocks.{head}.layers.{block}", "lm_heads.{head}"),
 )
 _MEDUSA_FILES = ("medusa_lm_head.safetensors", "medusa_lm_head.pt")
-_HYDRA = (("hydra_mlp.{head}.{block}.linear", "hydra_lm_head.{head}"),)
+_HYDRA = (
+    _Layout("hydra_mlp.{head}.{block}.linear", "hydra_lm_head.{head}"),
+    _Layout("hydra_mlp.{head}.{block}.linear", "hydra_lm_head.{head}.1", first=1, step=2),
+)
+_ARCHITECTURES = ("mlp", "prefix-mlp")
 _HYDRA_FILES = ("hydra_lm_head.safetensors", "hydra_lm_head.pt")
 
 
@@ -81,17 +102,23 @@ class ResidualHeads:
         heads: in order.
         target: the model that they draft for.
         reads_tokens: whether a head reads the newest token and the drafts before it.
+        prefix: the layer whose states they read; None: they read the target's.
 
     Attributes:
-        heads, reads_tokens: these.
+        heads, reads_tokens, prefix: these.
         hidden_size, dtype, device: of the target's states.
         vocab_size: of the target.
     """
 
     def __init__(
-        self, heads: Sequence[ResidualHead], target: Transformer, *, reads_tokens: bool
+        self,
+        heads: Sequence[ResidualHead],
+        target: Transformer,
+        *,
+        reads_tokens: bool,
+        prefix: PrefixLayer | None = None,
     ) -> None:
-        self.heads, self.reads_tokens = heads, reads_tokens
+        self.heads, self.reads_tokens, self.prefix = heads, reads_tokens, prefix
         self.hidden_size, self.dtype, self.device = target.hidden_size, target.dtype, target.device
         self.vocab_size = target.config.vocab_size
         self._embedding = target.embedding
@@ -135,7 +162,7 @@ class ResidualHeads:
 
         Args:
             index: which head, from 0.
-            states: [requests, hidden_size], the target's.
+            states: [requests, hidden_size], the target's or the prefix layer's.
             out: [requests, vocab_size], receives them.
             sums: workspace of projections.
         """
@@ -185,21 +212,24 @@ def load_medusa(
 def load_hydra(
     target: Transformer, directory: str | Path, *, quantization: str | None = None
 ) -> ResidualHeads:
-    """Loads Hydra heads, in the layout of the authors.
+    """Loads Hydra heads, or Hydra++'s with the layer before them, in the layout of the authors.
 
     Args:
         target, directory, quantization: as of `load_medusa`.
 
     Raises:
         ModelError: a file, a field or a tensor is missing, damaged or does not fit the target; or
-            the heads are of another kind, such as Hydra++'s with a layer before them.
+            the heads are of another kind, such as those of cross attention.
     """
     directory = Path(directory)
     source = open_head(directory, target.settings.of_drafter(quantization), _HYDRA_FILES)
     raw = read_config(directory)
     kind = raw.get("hydra_head_arch", "mlp")
-    if kind != "mlp":
-        raise ModelError(f"{directory / 'config.json'}: hydra_head_arch must be mlp, got {kind}")
+    if kind not in _ARCHITECTURES:
+        raise ModelError(
+            f"{directory / 'config.json'}: hydra_head_arch must be {' or '.join(_ARCHITECTURES)}, "
+            f"got {kind}"
+        )
     grounded = raw.get("grounded_heads", True)
     if not isinstance(grounded, bool):
         raise ModelError(
@@ -207,43 +237,48 @@ def load_hydra(
         )
     if grounded and target.config.embedding_scale != 1.0:
         raise ModelError(f"{directory}: Hydra heads cannot read the target's scaled embedding")
-    return _load(target, source, directory, _HYDRA, "Hydra heads", int(grounded))
+    has_prefix = kind == _ARCHITECTURES[1]
+    return _load(target, source, directory, _HYDRA, "Hydra heads", int(grounded), has_prefix)
 
 
 def _load(
     target: Transformer,
     source: WeightSource,
     directory: Path,
-    layouts: Sequence[tuple[str, str]],
+    layouts: Sequence[_Layout],
     what: str,
     reads_tokens: int,
+    has_prefix: bool = False,
 ) -> ResidualHeads:
-    block_name, head_name = _layout_of(source.names(), layouts, directory, what)
-    blocks_of = _count(source.names(), block_name)
+    layout = _layout_of(source.names(), layouts, directory, what)
+    blocks_of = _count(source.names(), layout.block)
     heads = []
     for index, num_blocks in enumerate(blocks_of):
         widths = [(1 + reads_tokens * (1 + index)) * target.hidden_size]
         widths += [target.hidden_size] * (num_blocks - 1)
         blocks = tuple(
-            _block(source, block_name.format(head=index, block=block), width, target.hidden_size)
+            _block(source, layout.name(index, block), width, target.hidden_size)
             for block, width in enumerate(widths)
         )
-        name = head_name.format(head=index, blocks=num_blocks)
+        name = layout.lm_head.format(head=index, blocks=num_blocks)
         vocab_size, quantization = target.config.vocab_size, source.settings.quantize_head
         lm_head = _projection(source, name, target.hidden_size, vocab_size, quantization)
         heads.append(ResidualHead(blocks, lm_head))
-    refuse_unread(source, directory, what, ())
+    prefix = None
+    if has_prefix:
+        prefix = load_prefix(source, directory, heads[0].lm_head.weight, target)
+    refuse_unread(source, directory, what, UNREAD if has_prefix else ())
     logger.info("%s: %d %s of %s blocks", directory, len(heads), what, blocks_of)
-    return ResidualHeads(heads, target, reads_tokens=bool(reads_tokens))
+    return ResidualHeads(heads, target, reads_tokens=bool(reads_tokens), prefix=prefix)
 
 
 def _layout_of(
-    names: Collection[str], layouts: Sequence[tuple[str, str]], directory: Path, what: str
-) -> tuple[str, str]:
-    for block, head in layouts:
-        if f"{block.format(head=0, block=0)}.weight" in names:
-            return block, head
-    looked = ", ".join(f"{block.format(head=0, block=0)}.weight" for block, _ in layouts)
+    names: Collection[str], layouts: Sequence[_Layout], directory: Path, what: str
+) -> _Layout:
+    for one in layouts:
+        if f"{one.name(0, 0)}.weight" in names:
+            return one
+    looked = ", ".join(f"{one.name(0, 0)}.weight" for one in layouts)
     raise ModelError(f"{directory}: the file holds no {what}; looked for tensors named {looked}")
 
 

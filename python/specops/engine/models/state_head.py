@@ -8,7 +8,7 @@ be the target's.
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -19,6 +19,7 @@ from specops.dense import PackedWeight
 from specops.engine.errors import ModelError
 from specops.engine.models.batch import LayerBatch
 from specops.engine.models.blocks.activations import Rows
+from specops.engine.models.blocks.attention import AttentionConfig
 from specops.engine.models.blocks.block import BlockLoader, Norm
 from specops.engine.models.blocks.layer import Layer, LayerConfig
 from specops.engine.models.blocks.stack import LayerStack
@@ -267,6 +268,12 @@ class StateHeadLoader:
         quantization, outputs = source.settings.quantize_head, (self._config.draft_vocab_size,)
         name = names[0] if names else "lm_head"
         return source.linear("", (name,), outputs, width, quantization=quantization)
+
+
+def with_qk_norms(layer: LayerConfig, has_norms: bool) -> LayerConfig:
+    """Returns a layer that norms q and k, if the checkpoint has these norms."""
+    assert isinstance(layer.attention, AttentionConfig)
+    return replace(layer, attention=replace(layer.attention, qk_norm=has_norms))
 
 
 @contextmanager

@@ -3,12 +3,24 @@
 
 from dataclasses import dataclass
 
+from specops.engine.drafters.methods.checks import path
 from specops.engine.drafters.methods.method import Method, WeightOptions
 
 
 @dataclass(frozen=True, kw_only=True)
 class MedusaOptions(WeightOptions):
-    """Which heads draft."""
+    """Which heads draft.
+
+    Attributes:
+        medusa_choices: a JSON file with the tree of every step, as paths of ranks; it is for
+            requests with `tree`. None: a tree is the likeliest paths.
+    """
+
+    medusa_choices: str | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        path("medusa_choices", self.medusa_choices)
 
 
 METHOD = Method(
@@ -17,7 +29,7 @@ METHOD = Method(
     short="Medusa",
     drafter="specops.engine.drafters.medusa",
     options=MedusaOptions,
-    files=("model",),
+    files=("model", "medusa_choices"),
     needs_weights=True,
     can_draft_trees=True,
     draws=True,

@@ -21,7 +21,6 @@ from torch import Tensor
 from specops import batching, dense
 from specops.engine.errors import ModelError
 from specops.engine.models.blocks.layer import LayerNames
-from specops.engine.models.eagle.layout import with_qk_norms
 from specops.engine.models.families.dense_decoder import dense_decoder
 from specops.engine.models.families.fields import count, read_config
 from specops.engine.models.head_files import open_head, refuse_unread
@@ -35,6 +34,7 @@ from specops.engine.models.state_head import (
     gather_states,
     naming,
     try_row,
+    with_qk_norms,
 )
 from specops.engine.models.transformer import Transformer
 

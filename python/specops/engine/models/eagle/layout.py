@@ -12,7 +12,7 @@ from specops.engine.models.blocks.attention import AttentionConfig
 from specops.engine.models.blocks.layer import LayerConfig
 from specops.engine.models.families.dense_decoder import dense_decoder
 from specops.engine.models.families.fields import count, read_config
-from specops.engine.models.state_head import StateHeadConfig, naming
+from specops.engine.models.state_head import StateHeadConfig, naming, with_qk_norms
 from specops.engine.models.transformer import Transformer
 
 logger = logging.getLogger(__name__)
@@ -21,6 +21,11 @@ logger = logging.getLogger(__name__)
 # state that enters it, which leaves the one before.
 _ENTERED = ("eagle_aux_hidden_state_layer_ids", "aux_hidden_state_layer_ids")
 _LEFT = ("target_layer_ids", "layer_ids")
+_KINDS = ("eagle3", "peagle")
+# P-EAGLE's mask, as speculators, vLLM's converter and its first trainer name it.
+_MASKS = ("mask_token_id", "pard_token", "ptd_token_id")
+
+MASK_HIDDEN = "mask_hidden"  # what P-EAGLE's masks read in place of the target's states
 
 # What the names of tensors give away about heads that do not run yet.
 _FOREIGN = {
@@ -38,6 +43,8 @@ class Eagle3Config(StateHeadConfig):
         norm_before_fc: the states of all layers are normed together before they are projected.
         fc_norm: each layer's states are normed before they are projected.
         norm_output: a later draft reads the state after the last norm, not before it.
+        mask_token_id: what rows behind the newest token embed, which draft in parallel (P-EAGLE);
+            None: the head drafts token by token.
         prefix: what the names of its tensors begin with.
         layer_prefixes: likewise, of each layer.
     """
@@ -46,6 +53,7 @@ class Eagle3Config(StateHeadConfig):
     norm_before_fc: bool
     fc_norm: bool
     norm_output: bool
+    mask_token_id: int | None
     prefix: str
     layer_prefixes: tuple[str, ...]
 
@@ -71,9 +79,9 @@ def read_eagle3_config(
 def _read(
     raw: Mapping[str, Any], directory: Path, names: Collection[str], target: Transformer
 ) -> Eagle3Config:
-    kind = raw.get("speculators_model_type", "eagle3")
-    if kind != "eagle3":
-        raise ModelError(f"speculators_model_type must be eagle3, got {kind}")
+    kind = raw.get("speculators_model_type")
+    if kind not in (None, *_KINDS):
+        raise ModelError(f"speculators_model_type must be {' or '.join(_KINDS)}, got {kind}")
     nested = raw.get("transformer_layer_config")
     layer = nested if isinstance(nested, dict) else raw
     own = {**mapping_of(raw, "eagle_config"), **raw}
@@ -110,6 +118,7 @@ def _read(
         norm_before_fc=flag_of(own, "norm_before_fc"),
         fc_norm=flag_of(own, "fc_norm"),
         norm_output=flag_of(own, "norm_output"),
+        mask_token_id=_mask_of(own, directory, names, kind, target.config.vocab_size),
         prefix=prefix,
         layer_prefixes=layer_prefixes,
     )
@@ -141,6 +150,35 @@ def _layer_prefixes(directory: Path, names: Collection[str], prefix: str) -> tup
             if any(name.startswith(one + part) for name in names):
                 raise ModelError(f"{directory}: the head has {kind}, which is not supported yet")
     return tuple(found)
+
+
+def _mask_of(
+    own: Mapping[str, Any],
+    directory: Path,
+    names: Collection[str],
+    kind: str | None,
+    vocab_size: int,
+) -> int | None:
+    """The mask of a head of P-EAGLE, which its tensors tell from the others."""
+    if MASK_HIDDEN not in names:
+        if kind == "peagle":
+            raise ModelError(f"{directory}: tensor {MASK_HIDDEN} is missing")
+        return None
+    field = next((name for name in _MASKS if own.get(name) is not None), _MASKS[0])
+    return token_of(own, field, vocab_size)
+
+
+def token_of(own: Mapping[str, Any], field: str, vocab_size: int) -> int:
+    """Returns a field that is a token.
+
+    Raises:
+        KeyError: it is missing.
+        ModelError: it is no token of so many.
+    """
+    token = own[field]
+    if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token < vocab_size:
+        raise ModelError(f"{field} must be a token of the {vocab_size}, got {token!r}")
+    return token
 
 
 def taps_of(
@@ -185,12 +223,6 @@ def _checked(field: str, ids: Any, shift: int, directory: Path, num_layers: int)
 def _of_pairs(layer: LayerConfig, width: int) -> AttentionConfig:
     assert isinstance(layer.attention, AttentionConfig)
     return replace(layer.attention, input_size=width)
-
-
-def with_qk_norms(layer: LayerConfig, has_norms: bool) -> LayerConfig:
-    """Returns a layer that norms q and k, if the checkpoint has these norms."""
-    assert isinstance(layer.attention, AttentionConfig)
-    return replace(layer, attention=replace(layer.attention, qk_norm=has_norms))
 
 
 def flag_of(own: Mapping[str, Any], field: str, *, default: bool = False) -> bool:

@@ -7,13 +7,14 @@ import torch
 from torch import Tensor
 
 from specops.engine.models.blocks.block import Norm
-from specops.engine.models.eagle.layout import Eagle3Config, read_eagle3_config
+from specops.engine.models.eagle.layout import MASK_HIDDEN, Eagle3Config, read_eagle3_config
 from specops.engine.models.eagle.modules import Eagle3, Eagle3Weights
 from specops.engine.models.head_files import open_head, refuse_unread
 from specops.engine.models.kv import KvCache
 from specops.engine.models.mtp.modules import MtpBatch
 from specops.engine.models.state_head import StateHeadLoader, try_row
 from specops.engine.models.transformer import Transformer
+from specops.engine.models.weights import WeightSource
 
 _FILES = ("pytorch_model.bin",)
 # The first says the same as d2t; the other is computed from the configuration.
@@ -45,7 +46,7 @@ def load_eagle3(
     loader = StateHeadLoader(
         source, config, directory, target, Path(target_directory), config.prefix
     )
-    weights = _load(loader, config, target.hidden_size)
+    weights = _load(loader, source, config, target.hidden_size)
     refuse_unread(source, directory, "an EAGLE-3 head", _UNREAD)
     head = Eagle3(config, weights, target.hidden_size)
 
@@ -57,15 +58,19 @@ def load_eagle3(
     return head
 
 
-def _load(loader: StateHeadLoader, config: Eagle3Config, width: int) -> Eagle3Weights:
+def _load(
+    loader: StateHeadLoader, source: WeightSource, config: Eagle3Config, width: int
+) -> Eagle3Weights:
     norm, prefix, num_taps = loader.blocks.norm, config.prefix, len(config.taps)
     fc_norms: tuple[Norm, ...] = ()
     if config.fc_norm:
         fc_norms = tuple(norm(f"{prefix}fc_norm.{index}", width) for index in range(num_taps))
     joined = num_taps * width
+    is_parallel = config.mask_token_id is not None
     return Eagle3Weights(
         parts=loader.parts(config.layer_prefixes, joined),
         fc_norms=fc_norms,
         input_norm=norm(f"{prefix}input_norm", joined) if config.norm_before_fc else None,
         hidden_norm=norm(f"{config.layer_prefixes[0]}hidden_norm"),
+        mask_hidden=source.tensor(MASK_HIDDEN, 1, 1, joined)[0] if is_parallel else None,
     )

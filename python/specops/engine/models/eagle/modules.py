@@ -6,15 +6,21 @@ of the target's layers, side by side and projected to the head's width; or, of a
 own state. Token and state are normed and laid side by side, and the first layer's attention reads
 both. A head of its own makes logits, often of fewer tokens than the target has.
 
+P-EAGLE drafts all tokens at once: behind the row of the newest token stand masks, which read a
+token and a state of their own in place of those that are not known yet, and each drafts the token
+two places behind its row, as the row of the newest token does.
+
 Source: Li et al. 2025, "EAGLE-3: Scaling up Inference Acceleration of Large Language Models via
-Training-Time Test", section 3.
+Training-Time Test", section 3; arXiv 2602.01469 (P-EAGLE).
 """
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from specops import dense
+from specops.engine.models.batch import LayerBatch
 from specops.engine.models.blocks.block import Norm
 from specops.engine.models.eagle.layout import Eagle3Config
 from specops.engine.models.kv import KvCache
@@ -32,12 +38,15 @@ class Eagle3Weights:
         fc_norms: of each layer's states; none: there are no such norms.
         input_norm: of all these states together; None: there is no such norm.
         hidden_norm: of the state that a row reads.
+        mask_hidden: [1, states of all layers], what P-EAGLE's masks read in their place; None: the
+            head drafts token by token.
     """
 
     parts: StateHeadWeights
     fc_norms: tuple[Norm, ...]
     input_norm: Norm | None
     hidden_norm: Norm
+    mask_hidden: Tensor | None
 
 
 class Eagle3(StateHead):
@@ -55,6 +64,8 @@ class Eagle3(StateHead):
         self._pairs = self._new(0, 2 * self.hidden_size)
         self._recycled = self._new(0, self.hidden_size)
         self._normed = self._new(0, target_size if weights.fc_norms else 0)  # states of a layer
+        if weights.mask_hidden is not None:
+            self._mask_pair, self._mask_residual = self._mask_row(weights.mask_hidden.clone())
 
     def reserve(self, rows: int) -> None:
         """Allocates the buffers of steps with up to `rows` rows, which then stay where they are."""
@@ -63,6 +74,19 @@ class Eagle3(StateHead):
             self._pairs = self._new(rows, 2 * self.hidden_size)
             self._recycled = self._new(rows, self.hidden_size)
             self._normed = self._new(rows, self._normed.shape[1])
+
+    def _mask_row(self, joined: Tensor) -> tuple[Tensor, Tensor]:
+        """What attention reads of a mask, and its residual; both [1, width]."""
+        self.reserve(1)
+        self._norm_joined(joined)
+        parts = self.weights.parts
+        state = dense.linear(joined, parts.fc, parts.fc_bias)
+        normed = dense.rms_norm(state, *self.weights.hidden_norm)
+        token = torch.tensor([self.config.mask_token_id], dtype=torch.int32, device=self.device)
+        embedded = dense.embedding(token, parts.embedding)
+        embedded = dense.rms_norm(embedded, *self.layers[0].input_norm)
+        residual = normed if self.config.norm_before_residual else state
+        return torch.cat([embedded, normed], dim=1), residual
 
     def _norm_joined(self, joined: Tensor) -> None:
         """Norms the states of each layer, or all of them together, in place."""
@@ -112,3 +136,20 @@ class Eagle3(StateHead):
         recycled = self._recycled[:num_rows]
         recycled.copy_(normed if config.norm_output else rows.residual)
         return normed, recycled
+
+    def forward_masks(self, batch: LayerBatch, cache: KvCache) -> Tensor:
+        """Runs the layers over masks behind the text, and writes their keys and values.
+
+        Args:
+            batch: the rows.
+            cache: from `new_kv_cache`.
+
+        Returns:
+            What the LM head reads of all rows, in the head's own buffers.
+        """
+        num_rows = batch.positions.shape[0]
+        self.reserve(num_rows)
+        rows, pairs = self.activations.first(num_rows), self._pairs[:num_rows]
+        pairs.copy_(self._mask_pair.expand_as(pairs))
+        rows.residual.copy_(self._mask_residual.expand_as(rows.residual))
+        return self._run_layers(batch, cache, rows, pairs)

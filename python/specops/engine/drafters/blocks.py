@@ -1,0 +1,205 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rows of blocks, which a head runs behind the text of a request to draft several tokens at once.
+
+Their keys and values lie on pages behind those of the text for a step; the next one writes over
+them.
+"""
+
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from specops import batching
+from specops.batching import BatchIndices
+from specops.engine.drafters.base import DrafterContext
+from specops.engine.drafters.head import DraftHead, DraftRows
+from specops.engine.drafters.recurrent import RecurrentDrafter
+from specops.engine.drafters.stack_head import StackHead
+from specops.engine.memory.kv_cache import DraftKv
+from specops.engine.models import LayerBatch, LayerStack
+from specops.engine.request import Request
+
+
+class PlacedRows(NamedTuple):
+    """The rows of the blocks of a step."""
+
+    batch: LayerBatch
+    requests: Tensor  # int64 [rows], of the step
+    lens: Tensor  # int32 [requests], tokens of each
+
+
+class Blocks:
+    """Says where the rows of blocks are, and which of them drafts what.
+
+    The first row of a block is at the position of the newest token.
+
+    Args:
+        num_rows: of a block.
+        context: of the engine.
+
+    Attributes:
+        num_rows: this.
+        most_rows: of a step.
+    """
+
+    def __init__(self, num_rows: int, context: DrafterContext) -> None:
+        self.num_rows = num_rows
+        self.most_rows = context.config.max_num_seqs * num_rows
+        self._is_async, self._page_size = context.device.is_async, context.config.page_size
+        self._by_size: dict[int, BatchIndices] = {}
+        # By request, the row of its first one and how many it has.
+        self._first_rows: Tensor
+        self._num_rows: Tensor
+
+    def place(self, rows: DraftRows, *, is_causal: bool) -> PlacedRows | None:
+        """Gives a block to each request whose newest token follows its last row.
+
+        Args:
+            rows: of the pass over the text.
+            is_causal: a row does not see those behind it.
+
+        Returns:
+            The rows; None: there are none.
+        """
+        size = rows.slots.shape[0]
+        qo_lens, lens = self._lens_of(rows)
+        indices = self._by_size.get(size)
+        if indices is None:
+            indices = self._by_size[size] = BatchIndices.empty(
+                size,
+                total_rows=size * self.num_rows,
+                num_output_rows=1,
+                device=rows.slots.device,
+            )
+        batching.prepare_batch(
+            qo_lens,
+            (lens - 1 + qo_lens).masked_fill_(qo_lens == 0, 0),
+            torch.zeros_like(qo_lens),
+            rows.whole_kv_indptr,
+            rows.kv_indices,
+            page_size=self._page_size,
+            total_rows=size * self.num_rows,
+            num_output_rows=1,
+            out=indices,
+        )
+        self._first_rows, self._num_rows = indices.qo_indptr[:-1], qo_lens
+        end = size * self.num_rows
+        if not self._is_async:
+            end = int(indices.qo_indptr[-1])
+        if not end:
+            return None
+        batch = LayerBatch(
+            positions=indices.positions[:end],
+            cache_slots=indices.cache_slots[:end],
+            qo_indptr=indices.qo_indptr,
+            kv_indptr=rows.kv_indptr,
+            kv_indices=rows.kv_indices,
+            kv_lens=(rows.kv_lens + qo_lens).masked_fill_(qo_lens == 0, 0),
+            workspace=rows.workspace,
+            sums=rows.sums,
+            is_causal=is_causal,
+        )
+        return PlacedRows(batch, indices.row_to_request[:end].clamp(min=0), lens)
+
+    def states(self, hidden: Tensor, place: int, out: Tensor) -> Tensor:
+        """Gathers the state of row `place` of each block; zeros where a block is shorter."""
+        chosen = (self._first_rows + place).masked_fill_(self._num_rows <= place, -1)
+        return batching.gather_output_rows(hidden, chosen, out=out)
+
+    def _lens_of(self, rows: DraftRows) -> tuple[Tensor, Tensor]:
+        """How many rows the block of each request has, as far as it has pages; and its tokens."""
+        assert rows.whole_kv_indptr is not None
+        lens = rows.lens.index_select(0, rows.slots.clamp(min=0))
+        last = rows.positions.index_select(0, (rows.qo_indptr[1:] - 1).clamp(min=0))
+        has_rows = rows.qo_indptr[1:] > rows.qo_indptr[:-1]
+        drafts = has_rows & (rows.slots >= 0) & (last == lens - 2)
+        room = rows.whole_kv_indptr.diff() * self._page_size - (lens - 1)
+        count = room.clamp(0, self.num_rows)
+        return count.masked_fill_(~drafts, 0).to(torch.int32), lens
+
+
+class BlockStackHead(StackHead):
+    """A head of decoder layers that drafts with blocks.
+
+    Args:
+        stack: what runs.
+        num_rows: of a block.
+        context: of the engine.
+
+    Attributes:
+        blocks: where their rows are.
+    """
+
+    is_chained = False
+    num_likeliest = 8
+
+    def __init__(self, stack: LayerStack, num_rows: int, context: DrafterContext) -> None:
+        super().__init__(stack)
+        self.blocks = Blocks(num_rows, context)
+        slots, where = context.config.max_num_seqs, context.device.device
+        self._states = torch.empty(slots, stack.hidden_size, dtype=stack.dtype, device=where)
+
+    def reserve(self, rows: int) -> None:
+        """Allocates the buffers of passes with up to `rows` rows, and of blocks."""
+        super().reserve(max(rows, self.blocks.most_rows))
+
+    def workspace_size(self, rows: int, batch: int, pages: int) -> int:
+        """Returns the floats of workspace that attention takes."""
+        return super().workspace_size(max(rows, batch * self.blocks.num_rows), batch, pages)
+
+    def sums_size(self, rows: int, outputs: int) -> int:
+        """Returns the floats that projections split their sums with."""
+        return super().sums_size(max(rows, outputs * self.blocks.num_rows), outputs)
+
+    def logits_of_row(
+        self, place: int, hidden: Tensor | None, size: int, out: Tensor | None, sums: Tensor | None
+    ) -> tuple[Tensor, Tensor | None]:
+        """Returns the logits of row `place` of each block, and the states that they are of.
+
+        Args:
+            place: of a row in its block.
+            hidden: of the rows of blocks; None: there are none.
+            size: requests of the step.
+            out: [size, vocabulary], receives them.
+            sums: workspace of projections.
+        """
+        if hidden is None:
+            return torch.zeros(size, self.vocab_size, out=out), None
+        states = self.blocks.states(hidden, place, self._states[:size])
+        return self.stack.logits(states, out=out, sums=sums), states
+
+
+@dataclass(frozen=True)
+class BlockKv(DraftKv):
+    """What a drafter of blocks keeps: behind the text it writes whole blocks.
+
+    Attributes:
+        num_rows: of a block.
+    """
+
+    num_rows: int
+
+    def num_rows_behind(self, draft_limit: int) -> int:
+        """Rows that drafting writes behind those of the step itself."""
+        return self.num_rows
+
+
+class HasBlocks(DraftHead, Protocol):
+    """A head that drafts with blocks."""
+
+    @property
+    def blocks(self) -> Blocks:
+        """Where their rows are."""
+
+
+class BlocksDrafter(RecurrentDrafter):
+    """The recurrent drafter with pages for whole blocks."""
+
+    head: HasBlocks
+
+    def draft_kv(self, request: Request) -> DraftKv | None:
+        """Keys and values of the text, and a block behind them."""
+        drafts, rows = request.draft_stages[self.name], self.head.blocks.num_rows
+        return BlockKv(self.name, self.head.lookahead, drafts, rows)

@@ -1,0 +1,226 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What DFlash2 adds to DFlash: convolutions along a block, and a selector of candidates.
+
+A convolution mixes a row with those before it in its block: each channel has a weight of its own
+for each tap, to which a projection of the row adds one per group of channels. It stands before and
+behind every attention and every MLP of the block's rows; the context's keys and values have none.
+
+The selector keeps the likeliest tokens of a draft, its candidates, and adds to the logit of each
+what the token before says of it, weighted by the state of the draft: <a(before) * p(state), b(c)>.
+
+Source: vLLM's reading of published heads, `DFlash2DraftModel`.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from specops import dense
+from specops.dense import PackedWeight
+from specops.engine.errors import ModelError
+from specops.engine.models.families.fields import count
+from specops.engine.models.weights import WeightSource
+
+
+@dataclass(frozen=True, kw_only=True)
+class Dflash2Config:
+    """What these parts are made from.
+
+    Attributes:
+        taps: rows that a convolution reads, its own included.
+        group: channels of a group.
+        rank: of the selector.
+        num_candidates: of a draft.
+        embedding_scale: what the block's embeddings are multiplied with.
+        logit_scale: what logits are multiplied with.
+        softcap: bound of logits; None: there is none.
+    """
+
+    taps: int
+    group: int
+    rank: int
+    num_candidates: int
+    embedding_scale: float
+    logit_scale: float
+    softcap: float | None
+
+
+class Kernel(NamedTuple):
+    """A convolution before and behind a block of a layer."""
+
+    base: Tensor  # float32 [2, taps, channels]
+    projection: PackedWeight  # to [2 * taps * groups]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Dflash2Weights:
+    """Their weights; projections packed.
+
+    Attributes:
+        kernels: of each layer, for its attention and its MLP.
+        predecessors: [vocab_size, rank].
+        hidden: to [rank], of a draft's state.
+        successors: from there to [vocab_size].
+    """
+
+    kernels: tuple[tuple[Kernel, Kernel], ...]
+    predecessors: Tensor
+    hidden: PackedWeight
+    successors: PackedWeight
+
+    @property
+    def projections(self) -> list[PackedWeight]:
+        """All of them."""
+        kernels = [kernel.projection for layer in self.kernels for kernel in layer]
+        return [*kernels, self.hidden, self.successors]
+
+
+def read_dflash2(own: Mapping[str, Any], hidden_size: int, vocab_size: int) -> Dflash2Config | None:
+    """Reads what config.json says of these parts; None: nothing.
+
+    Args:
+        own: its fields, those of dflash_config among them.
+        hidden_size: of the head.
+        vocab_size: of the target.
+
+    Raises:
+        KeyError: a field is missing.
+        ModelError: one holds what it cannot hold.
+    """
+    if "conv_kernel_size" not in own and "selector_rank" not in own:
+        return None
+    found = Dflash2Config(
+        taps=count(own, "conv_kernel_size"),
+        group=count(own, "conv_group_size"),
+        rank=count(own, "selector_rank"),
+        num_candidates=count(own, "selector_top_k"),
+        embedding_scale=_number(own, "input_embedding_scale", 1.0),
+        logit_scale=_number(own, "output_multiplier", 1.0),
+        softcap=_number(own, "final_logit_softcapping", 0.0) or None,
+    )
+    if hidden_size % found.group:
+        raise ModelError(f"conv_group_size is {found.group}, which must divide {hidden_size}")
+    if found.num_candidates > vocab_size:
+        raise ModelError(
+            f"selector_top_k is {found.num_candidates}, and the target has {vocab_size} tokens"
+        )
+    return found
+
+
+def _number(own: Mapping[str, Any], field: str, default: float) -> float:
+    value = own.get(field)
+    if value is None:
+        return default
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or value < 0:
+        raise ModelError(f"{field} must be a number from 0 on, got {value!r}")
+    return float(value)
+
+
+def load_dflash2(
+    source: WeightSource, config: Dflash2Config, num_layers: int, hidden_size: int, vocab_size: int
+) -> Dflash2Weights:
+    """Loads the weights.
+
+    Args:
+        source: of them.
+        config: of the parts.
+        num_layers: of the head.
+        hidden_size: of the head.
+        vocab_size: of the target.
+
+    Raises:
+        ModelError: a tensor is missing, or has another shape.
+    """
+    outputs = 2 * config.taps * (hidden_size // config.group)
+
+    def kernel(name: str) -> Kernel:
+        shape = (2, config.taps, hidden_size)
+        return Kernel(
+            source.tensor(f"{name}.base_kernel", *shape, dtype=torch.float32),
+            source.linear(
+                f"{name}.", ("kernel_projection",), (outputs,), hidden_size, quantization="none"
+            ),
+        )
+
+    book, rank = "candidate_selector.", config.rank
+    successors = source.tensor(f"{book}successor_codebook", vocab_size, rank)
+    return Dflash2Weights(
+        kernels=tuple(
+            (kernel(f"layers.{index}.attention_conv"), kernel(f"layers.{index}.mlp_conv"))
+            for index in range(num_layers)
+        ),
+        predecessors=source.tensor(f"{book}predecessor_codebook", vocab_size, rank),
+        hidden=source.linear(
+            book, ("hidden_projection",), (rank,), hidden_size, quantization="none"
+        ),
+        successors=dense.pack_weight(successors),
+    )
+
+
+class Convolution:
+    """A convolution over the rows of blocks, before and behind what stands between.
+
+    Args:
+        kernel: its weights.
+        places: int32 [rows], of each row in its block.
+        sums: workspace of projections.
+    """
+
+    def __init__(self, kernel: Kernel, places: Tensor, sums: Tensor | None) -> None:
+        self._kernel, self._places, self._sums = kernel, places, sums
+        self._deltas: Tensor  # of the rows that go in
+
+    def before(self, x: Tensor) -> None:
+        """Mixes the rows [rows, channels] that go in, in place."""
+        base, projection = self._kernel
+        deltas = dense.linear(x, projection, out_dtype=torch.float32, workspace=self._sums)
+        self._deltas = deltas.view(len(x), 2, base.shape[1], -1)
+        self._mix(x, 0)
+
+    def behind(self, x: Tensor) -> None:
+        """Mixes the rows that come out, in place: with the weights of those that went in."""
+        self._mix(x, 1)
+
+    def _mix(self, x: Tensor, side: int) -> None:
+        base, deltas = self._kernel.base[side], self._deltas[:, side]
+        num_rows, num_groups = len(x), deltas.shape[2]
+        given = x.float().view(num_rows, num_groups, -1)
+        mixed = torch.zeros_like(given)
+        for tap in range(base.shape[0]):
+            weights = base[tap].view(num_groups, -1) + deltas[:, tap, :, None]
+            there = (self._places[tap:] >= tap)[:, None, None]
+            mixed[tap:] += weights[tap:] * given[: num_rows - tap] * there
+        x.copy_(mixed.view_as(x))
+
+
+def candidate_logits(
+    config: Dflash2Config,
+    weights: Dflash2Weights,
+    logits: Tensor,
+    states: Tensor,
+    before: Tensor,
+    sums: Tensor | None,
+) -> Tensor:
+    """Makes logits of drafts those of their candidates, in place; -inf for all other tokens.
+
+    Args:
+        config: of the selector.
+        weights: of it.
+        logits: float32 [rows, vocab_size], of the LM head.
+        states: [rows, hidden_size], that they are of.
+        before: int32 [rows], the token before each draft.
+        sums: workspace of projections.
+    """
+    # By the least of their logits: what is equal to it is a candidate, too, in whatever order.
+    least = logits.topk(config.num_candidates, dim=1).values[:, -1:]
+    is_none = logits < least
+    logits.mul_(config.logit_scale)
+    if config.softcap is not None:
+        logits.div_(config.softcap).tanh_().mul_(config.softcap)
+    pairs = dense.linear(states, weights.hidden, workspace=sums)
+    pairs.mul_(dense.embedding(before, weights.predecessors))
+    logits.add_(dense.linear(pairs, weights.successors, out_dtype=torch.float32, workspace=sums))
+    return logits.masked_fill_(is_none, -torch.inf)

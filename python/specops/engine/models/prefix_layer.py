@@ -1,0 +1,112 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Hydra++'s prefix layer: a decoder layer whose states its heads read in place of the target's.
+
+Its row i reads the target's state of position i after the final norm, and no token. So the heads
+see what stands before that, as far as a head on one state cannot.
+
+Source: Ankner et al. 2024, "Hydra: Sequentially-Dependent Draft Heads for Medusa Decoding",
+section 4. The layout is that of the authors' code: the layer is one of the target's own family.
+"""
+
+from collections.abc import Collection
+from dataclasses import replace
+from pathlib import Path
+
+from torch import Tensor
+
+from specops import dense
+from specops.dense import PackedWeight
+from specops.engine.errors import ModelError
+from specops.engine.models.blocks.attention import AttentionConfig
+from specops.engine.models.blocks.block import BlockLoader, Norm
+from specops.engine.models.blocks.layer import Layer, LayerConfig
+from specops.engine.models.blocks.stack import LayerStack
+from specops.engine.models.kv import KvCache
+from specops.engine.models.mtp.modules import MtpBatch
+from specops.engine.models.state_head import gather_states, with_qk_norms
+from specops.engine.models.transformer import Transformer
+from specops.engine.models.weights import WeightSource
+
+_PREFIX = "prefix_embeding_layer."  # as the authors spell it
+# An embedding that no row goes through, and what is computed.
+UNREAD = (f"{_PREFIX}embed_tokens.weight", "rotary_emb.inv_freq")
+
+
+class PrefixLayer(LayerStack):
+    """A decoder layer on the target's last states.
+
+    Args:
+        layer: this.
+        final_norm: behind it.
+        lm_head: of the first head that reads it.
+        target: the model that it is for.
+    """
+
+    def __init__(
+        self, layer: Layer, final_norm: Norm, lm_head: PackedWeight, target: Transformer
+    ) -> None:
+        super().__init__(
+            [layer],
+            lm_head,
+            hidden_size=target.hidden_size,
+            dtype=target.dtype,
+            device=target.device,
+        )
+        self._final_norm = final_norm
+
+    def forward(self, batch: MtpBatch, states: Tensor, cache: KvCache) -> Tensor:
+        """Runs the layer over rows and writes their keys and values.
+
+        Args:
+            batch: the rows.
+            states: [source rows, hidden_size], the target's after its final norm.
+            cache: from `new_kv_cache`.
+
+        Returns:
+            What heads read of all rows. It lies in the layer's own buffers: the next call
+            overwrites it.
+        """
+        rows, (layer,) = self.activations.first(batch.positions.shape[0]), self.layers
+        gather_states(batch, states, rows.residual)
+        dense.rms_norm(rows.residual, *layer.input_norm, out=rows.normed)
+        layer.run(batch, cache.layers[0], rows, rows.layers[0])
+        dense.rms_norm(rows.branch, *self._final_norm, residual=rows.residual, out=rows.normed)
+        return rows.normed
+
+
+def load_prefix(
+    source: WeightSource, directory: Path, lm_head: PackedWeight, target: Transformer
+) -> PrefixLayer:
+    """Loads the prefix layer of a checkpoint of Hydra++.
+
+    Args:
+        source: of its weights.
+        directory: of them.
+        lm_head: of the first head.
+        target: the model that it is for.
+
+    Raises:
+        ModelError: a tensor is missing or does not fit the target.
+    """
+    config = target.config
+    loader = BlockLoader(
+        source=source,
+        hidden_size=config.hidden_size,
+        norm_eps=config.rms_norm_eps,
+        kv_dtype=target.kv_dtype,
+        ropes=target.ropes,
+    )
+    like = _like(config.layers[0], directory, source.names())
+    layer = like.load(loader, f"{_PREFIX}layers.0.")
+    return PrefixLayer(layer, loader.norm(f"{_PREFIX}norm"), lm_head, target)
+
+
+def _like(layer: LayerConfig, directory: Path, names: Collection[str]) -> LayerConfig:
+    """The target's layer, as the checkpoint has it: it sees all positions."""
+    if not isinstance(layer.attention, AttentionConfig):
+        raise ModelError(
+            f"{directory}: a prefix layer is like the target's, which must have plain attention, "
+            f"got {layer.attention.kind}"
+        )
+    layer = replace(layer, attention=layer.attention.without_window())
+    return with_qk_norms(layer, f"{_PREFIX}layers.0.self_attn.q_norm.weight" in names)
