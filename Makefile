@@ -58,7 +58,7 @@ $(VENV)/torch: constraints.txt | $(VENV)/build-deps
 # a line of shell what its console script would.
 $(VENV)/serve-deps: $(VENV)/torch pyproject.toml
 	$(PIP) numpy safetensors tokenizers jinja2 llguidance \
-	  fastapi uvicorn httptools uvloop pydantic msgspec prometheus-client pyyaml aiohttp rich redis
+	  fastapi uvicorn httptools uvloop pydantic msgspec prometheus-client pyyaml aiohttp rich redis pyzmq
 	echo "$(abspath python)" > "$$($(BIN)/python -c 'import site; print(site.getsitepackages()[0])')/specops.pth"
 	printf '#!/bin/sh\nexec "%s" -m specops "$$@"\n' "$(abspath $(BIN))/python" > $(BIN)/specops
 	chmod +x $(BIN)/specops

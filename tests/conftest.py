@@ -7,6 +7,7 @@ import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from fnmatch import fnmatchcase
+from pathlib import Path
 from typing import Any
 
 import exercised
@@ -273,6 +274,23 @@ def _seed_and_threads() -> Iterator[None]:
     before = specops.get_num_threads()
     yield
     specops.set_num_threads(before)
+
+
+@pytest.fixture(scope="module")
+def mtp_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A small model with an MTP module."""
+    from mtp_checkpoints import make_mtp_model
+
+    return make_mtp_model(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="module")
+def together(mtp_model: Path) -> Iterator[Any]:
+    """One server of that model, which answers what several together should answer, too."""
+    from server_pairs import one_server
+
+    with one_server(mtp_model) as one:
+        yield one
 
 
 def assert_close(op: Callable[..., Tensor], got: Tensor, *inputs: Tensor) -> None:

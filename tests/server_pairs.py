@@ -2,7 +2,9 @@
 """Servers as processes of their own, and a router that drives a pair of them as vLLM's do."""
 
 import contextlib
+import json
 import os
+import random
 import signal
 import socket
 import subprocess
@@ -12,11 +14,49 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import httpx
+from serving import Served, serving
+from specops.engine import Engine, EngineConfig
+
+SETTINGS = {"device": "cpu", "num_threads": 1, "num_pages": 512, "seed": 5, "page_size": 16}
+MTP = json.dumps({"method": "mtp", "num_speculative_tokens": 3})
 
 _FAILED = (500, 502, 503)
+
+
+def free_port() -> int:
+    """A port that nobody has at the moment."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return int(free.getsockname()[1])
+
+
+class Redis:
+    """A server without a disk: whoever starts it again finds nothing."""
+
+    def __init__(self, password: str) -> None:
+        self.port, self._password = free_port(), password
+        self.start()
+
+    def start(self) -> None:
+        """Starts it (again)."""
+        command = ["redis-server", "--port", str(self.port), "--requirepass", self._password]
+        command += ["--save", "", "--appendonly", "no", "--bind", "127.0.0.1"]
+        self._process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
+
+    def kill(self) -> None:
+        """Ends it at once."""
+        self._process.kill()
+        self._process.wait()
+
+    def client(self) -> Any:
+        """A connection to it."""
+        import redis
+
+        return redis.Redis(port=self.port, password=self._password)
 
 
 class ServerProcess:
@@ -27,9 +67,7 @@ class ServerProcess:
     """
 
     def __init__(self, options: Sequence[str]) -> None:
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            self.port = free.getsockname()[1]
+        self.port = free_port()
         self.url = f"http://127.0.0.1:{self.port}"
         self._command = [sys.executable, "-m", "specops", "serve", *options]
         self._command += ["--port", str(self.port), "--log-level", "error"]
@@ -40,7 +78,12 @@ class ServerProcess:
         """Starts it (again)."""
         self._process = subprocess.Popen(self._command, start_new_session=True)
 
-    def wait(self, seconds: float = 60.0) -> None:
+    @property
+    def pid(self) -> int:
+        """The server's."""
+        return self._process.pid
+
+    def wait(self, seconds: float = 240.0) -> None:
         """Waits until it answers."""
         end = time.monotonic() + seconds
         while time.monotonic() < end:
@@ -85,8 +128,71 @@ def servers(*options: Sequence[str]) -> Iterator[list[ServerProcess]]:
             one.kill()
 
 
+def bodies(count: int, seed: int) -> list[dict[str, Any]]:
+    """Requests of all kinds: greedy and seeded, with logprobs, of several methods and lengths."""
+    draw = random.Random(seed)
+    methods: list[dict[str, Any]] = [
+        {},
+        {"speculative_config": {"method": "naive"}},
+        {"speculative_config": {"method": "ngram", "num_speculative_tokens": 4}},
+        {"speculative_config": {"method": "suffix", "num_speculative_tokens": 4}},
+    ]
+    return [
+        {
+            "prompt": draw.choices(range(3, 250), k=draw.randint(1, 150)),
+            "max_tokens": draw.randint(1, 24),
+            "temperature": draw.choice([0.0, 0.9]),
+            "seed": draw.randint(0, 1000),
+            "logprobs": draw.randint(0, 2),
+            "n": draw.choice([1, 1, 1, 2]),
+            **draw.choice(methods),
+        }
+        for _ in range(count)
+    ]
+
+
+def options(model: Path, *more: str) -> list[str]:
+    given = [("--" + name.replace("_", "-"), str(value)) for name, value in SETTINGS.items()]
+    plain = [text for pair in given for text in pair]
+    return ["--model", str(model), "--speculative-config", MTP, *plain, *more]
+
+
+@contextlib.contextmanager
+def one_server(model: Path, **more: Any) -> Iterator[Served]:
+    """A server of one process with the options of `options`, in a thread."""
+    config = {"model": str(model), "speculative_config": MTP, **SETTINGS, **more}
+    with serving(Engine(EngineConfig.from_plain(config))) as one:
+        yield one
+
+
+def choices_of(server: Served, asked: list[dict[str, Any]]) -> list[Any]:
+    with httpx.Client(timeout=60) as http:
+        answers = [http.post(f"{server.url}/v1/completions", json=body) for body in asked]
+    return [answer.json()["choices"] for answer in answers]
+
+
+def wait_until_idle(server: ServerProcess) -> None:
+    """All pages are back."""
+    end = time.monotonic() + 20
+    names = ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc")
+    while any(server.gauge(name) for name in names):
+        assert time.monotonic() < end, "a page or a request is left"
+        time.sleep(0.05)
+
+
+# What vllm-router 0.1.17 adds to completions, asked or not.
+ADDED_BY_VLLM = {
+    "no_stop_trim": False,
+    "ignore_eos": False,
+    "skip_special_tokens": True,
+    "return_hidden_states": False,
+}
+
+
 class Router:
     """Sends each request to the prefill server, and then to the decode server with what it said.
+
+    The fields are those of `vllm-router --vllm-pd-disaggregation`.
 
     Where one of them cannot be reached, the other one, or the same one later, gets the request.
 
@@ -102,6 +208,10 @@ class Router:
         self._http = httpx.Client(timeout=60, limits=httpx.Limits(max_connections=64))
         self._lock = threading.Lock()
 
+    def close(self) -> None:
+        """Closes its connections."""
+        self._http.close()
+
     def run(self, bodies: Sequence[dict[str, Any]], at_once: int = 8) -> list[Any]:
         """The choices of all answers, in the order of the bodies."""
         with ThreadPoolExecutor(at_once) as pool:
@@ -113,7 +223,14 @@ class Router:
         absent = dict.fromkeys(
             ["remote_engine_id", "remote_block_ids", "remote_host", "remote_port"]
         )
-        first = {**body, "max_tokens": 1, "kv_transfer_params": params | absent}
+        body = {**ADDED_BY_VLLM, **body}
+        first = {
+            **body,
+            "max_tokens": 1,
+            "min_tokens": 1,
+            "stream": False,
+            "kv_transfer_params": params | absent,
+        }
         told = self._post(self.prefill, first)
         with self._lock:
             self.handed_over += told is not None

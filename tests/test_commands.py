@@ -19,6 +19,7 @@ pytest.importorskip("yaml")
 import httpx
 from mtp_checkpoints import make_mtp_model
 from server_attacks import Server
+from server_pairs import Redis, servers
 from serving import serving
 from specops.cli import main
 from specops.cli.fastdeploy import REFUSED
@@ -31,7 +32,9 @@ from test_server_process import serving_apart
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = (ROOT / "docs" / "fastdeploy.md").read_text()
-COMMANDS = re.findall(r"^```bash\n(specops serve .*?)^```", PAGE, re.MULTILINE | re.DOTALL)
+BLOCKS = re.findall(r"^```bash\n(specops serve .*?)^```", PAGE, re.MULTILINE | re.DOTALL)
+COMMANDS = [one for one in BLOCKS if one.count("specops serve") == 1]
+(PAIR,) = (one for one in BLOCKS if one.count("specops serve") == 2)
 (YAML,) = re.findall(r"^```yaml\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
 SMALL = ("--num-threads", "1", "--num-pages", "64", "--max-model-len", "256")
 NAMES = ("naive", "ngram", "suffix", "mtp", "greedy", "steps", "hybrid", "ranks", "yaml")
@@ -126,6 +129,27 @@ def test_the_whole_command_does_the_same(
     plain = plainly(settings_of(options))
     assert promised(command, answers(server.url)) == promised(command, plain)
     assert server.stop() == []
+
+
+@pytest.mark.prove
+def test_prefill_and_decode_apart_on_ranks_do_the_same(paths: dict[str, str]) -> None:
+    """The two commands as they stand there, and Redis: whichever door a request comes in at."""
+    pytest.importorskip("redis")
+    if shutil.which("redis-server") is None:
+        pytest.skip("redis-server is not installed")
+    redis = Redis("")
+    try:
+        given = [
+            options_of("specops serve" + one, paths | {"REDIS": str(redis.port)})
+            for one in PAIR.split("specops serve")[1:]
+        ]
+        plain = plainly(settings_of(given[0]))
+        with servers(*given) as both:
+            for one in both:
+                assert answers(one.url) == plain
+            assert both[1].gauge("prefix_cache_hits_total") > 0, "no prompt was handed over"
+    finally:
+        redis.kill()
 
 
 def test_the_page_has_every_refusal() -> None:

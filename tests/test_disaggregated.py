@@ -2,8 +2,6 @@
 # ruff: noqa: E402  (where the server's packages are missing, nothing else is imported)
 """A prefill and a decode server, each a process: their answers are one server's, bit for bit."""
 
-import json
-import random
 import threading
 import time
 from collections.abc import Iterator
@@ -15,77 +13,26 @@ import pytest
 for name in ("fastapi", "uvicorn", "pydantic", "msgspec", "prometheus_client", "jinja2", "httpx"):
     pytest.importorskip(name)
 
+import disaggregated_churn
 import httpx
-from mtp_checkpoints import make_mtp_model
-from server_pairs import Router, ServerProcess, servers
-from serving import Served, serving
-from specops.engine import Engine, EngineConfig
-
-SETTINGS = {"device": "cpu", "num_threads": 1, "num_pages": 512, "seed": 5, "page_size": 16}
-MTP = json.dumps({"method": "mtp", "num_speculative_tokens": 3})
-
-
-def bodies(count: int, seed: int) -> list[dict[str, Any]]:
-    """Requests of all kinds: greedy and seeded, with logprobs, of several methods and lengths."""
-    draw = random.Random(seed)
-    methods: list[dict[str, Any]] = [
-        {},
-        {"speculative_config": {"method": "naive"}},
-        {"speculative_config": {"method": "ngram", "num_speculative_tokens": 4}},
-        {"speculative_config": {"method": "suffix", "num_speculative_tokens": 4}},
-    ]
-    return [
-        {
-            "prompt": draw.choices(range(3, 250), k=draw.randint(1, 150)),
-            "max_tokens": draw.randint(1, 24),
-            "temperature": draw.choice([0.0, 0.9]),
-            "seed": draw.randint(0, 1000),
-            "logprobs": draw.randint(0, 2),
-            "n": draw.choice([1, 1, 1, 2]),
-            **draw.choice(methods),
-        }
-        for _ in range(count)
-    ]
+from server_pairs import (
+    Router,
+    ServerProcess,
+    bodies,
+    choices_of,
+    one_server,
+    options,
+    servers,
+    wait_until_idle,
+)
+from serving import Served
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_mtp_model(tmp_path_factory.mktemp("model"))
-
-
-def options(model: Path, *more: str) -> list[str]:
-    given = [("--" + name.replace("_", "-"), str(value)) for name, value in SETTINGS.items()]
-    plain = [text for pair in given for text in pair]
-    return ["--model", str(model), "--speculative-config", MTP, *plain, *more]
-
-
-@pytest.fixture(scope="module")
-def pair(model: Path) -> Iterator[list[ServerProcess]]:
-    roles = [options(model, "--role", role) for role in ("prefill", "decode")]
+def pair(mtp_model: Path) -> Iterator[list[ServerProcess]]:
+    roles = [options(mtp_model, "--role", role) for role in ("prefill", "decode")]
     with servers(*roles) as started:
         yield started
-
-
-@pytest.fixture(scope="module")
-def together(model: Path) -> Iterator[Served]:
-    config = {"model": str(model), "speculative_config": MTP, **SETTINGS}
-    with serving(Engine(EngineConfig.from_plain(config))) as one:
-        yield one
-
-
-def choices_of(server: Served, asked: list[dict[str, Any]]) -> list[Any]:
-    with httpx.Client(timeout=60) as http:
-        answers = [http.post(f"{server.url}/v1/completions", json=body) for body in asked]
-    return [answer.json()["choices"] for answer in answers]
-
-
-def wait_until_idle(server: ServerProcess) -> None:
-    """All pages are back."""
-    end = time.monotonic() + 20
-    names = ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc")
-    while any(server.gauge(name) for name in names):
-        assert time.monotonic() < end, "a page or a request is left"
-        time.sleep(0.05)
 
 
 @pytest.mark.corners("20")
@@ -131,6 +78,27 @@ def test_a_server_that_is_killed_loses_no_request(
     assert answers == choices_of(together, asked)
     assert [router.answers[place] for place in range(count)] == [1] * count
     victim.wait()
+
+
+@pytest.mark.prove
+def test_ranks_hand_over_their_own_shares(mtp_model: Path) -> None:
+    """Two ranks compute prompts, two others go on: the bits of one process with two summands."""
+    size = ("--tensor-parallel-size", "2")
+    roles = [options(mtp_model, "--role", role, *size) for role in ("prefill", "decode")]
+    asked = bodies(40, seed=3)
+    with servers(*roles) as both, one_server(mtp_model, exact_across_tp=2) as one:
+        router = Router(both[0].url, both[1].url)
+        assert router.run(asked) == choices_of(one, asked)
+        pages = sum((len(body["prompt"]) - 1) // 16 for body in asked)
+        assert both[1].gauge("prefix_cache_hits_total") >= 16 * pages
+        for server in both:
+            wait_until_idle(server)
+
+
+@pytest.mark.prove
+def test_churn_leaves_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+    assert disaggregated_churn.main(["--rounds", "3"]) == 0
+    assert "120 requests, 0 differ, 12 given up; all pages are back" in capsys.readouterr().out
 
 
 REFUSED: list[tuple[str, dict[str, Any], dict[str, Any], str]] = [

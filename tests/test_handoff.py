@@ -4,6 +4,7 @@
 
 import json
 import random
+import threading
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,8 +16,23 @@ pytest.importorskip("msgspec")
 from checkpoints import write_config
 from engine_campaign import FAMILIES
 from msgspec import structs
+from ranks import on_ranks
+from specops.disaggregated.exchange import Exchange
 from specops.disaggregated.handoff import HandoffError, Pages, PagesEngine
+from specops.disaggregated.transport import Leases, TcpTransport
 from specops.engine import EngineConfig, SamplingParams
+from specops.engine.outputs import SpeculativeStats
+from specops.engine.parallel.ranks import Ranks
+from specops.service.messages import (
+    Batch,
+    Command,
+    End,
+    Fetched,
+    KvTransfer,
+    Output,
+    Submit,
+)
+from specops.service.snapshot import status_of
 
 NAIVE = {"method": "naive"}
 METHODS: dict[str, dict[str, Any]] = {
@@ -45,7 +61,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     }
 
 
-def make(method: dict[str, Any], **more: Any) -> PagesEngine:
+def make(method: dict[str, Any], ranks: Ranks | None = None, **more: Any) -> PagesEngine:
     settings: dict[str, Any] = {
         "device": "cpu",
         "load_format": "dummy",
@@ -55,7 +71,7 @@ def make(method: dict[str, Any], **more: Any) -> PagesEngine:
         "num_threads": 1,
         "seed": 3,
     }
-    return PagesEngine(EngineConfig.from_plain(settings | more))
+    return PagesEngine(EngineConfig.from_plain(settings | more), ranks)
 
 
 def run(engine: PagesEngine, params: SamplingParams = GREEDY) -> list[Any]:
@@ -126,8 +142,10 @@ def pair(models: dict[str, Path]) -> tuple[PagesEngine, PagesEngine, Pages]:
 
 
 WRONG: dict[str, tuple[dict[str, Any], str]] = {
-    "version": ({"version": 2}, "version must be 1, got 2"),
+    "version": ({"version": 1}, "version must be 2, got 1"),
     "contract": ({"contract": "0" * 16}, "contract must be '.*', got '0000000000000000'"),
+    "ranks": ({"num_ranks": 2}, "num_ranks must be 1, got 2"),
+    "rank": ({"rank": 1}, "rank must be 0, got 1"),
     "page_size": ({"page_size": 32}, "page_size must be 16, got 32"),
     "model": ({"model": []}, r"model must be \[Layout.*, got \[\]"),
     "prompt": ({"token_ids": [1]}, "token_ids must be the request's prompt"),
@@ -172,13 +190,70 @@ def test_without_room_nothing_is_put_in(models: dict[str, Path]) -> None:
     assert decode.give_pages(pages, short) == 2 and decode.num_free_pages == 3
 
 
-@pytest.mark.parametrize(
-    "more,message",
-    [
-        ({"enable_prefix_caching": False}, "enable_prefix_caching must be on for a role"),
-        ({"tensor_parallel_size": 2}, "tensor_parallel_size must be 1 for a role"),
-    ],
-)
-def test_what_a_role_needs(models: dict[str, Path], more: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        make(NAIVE, model=str(models["heads"]), **more)
+def test_a_role_needs_a_prefix_cache(models: dict[str, Path]) -> None:
+    with pytest.raises(ValueError, match="enable_prefix_caching must be on for a role"):
+        make(NAIVE, model=str(models["heads"]), enable_prefix_caching=False)
+
+
+# ---- ranks ----
+
+
+class Commands:
+    """An inbox whose commands are there from the beginning."""
+
+    def __init__(self, *commands: Command) -> None:
+        self._commands = list(commands)
+        self.was_told = threading.Event()
+
+    def put(self, command: Any) -> None:
+        assert command == Fetched(JOB.job)
+        self.was_told.set()
+
+    def take(self, seconds: float | None) -> list[Any]:
+        return [self._commands.pop(0)] if self._commands else []
+
+
+JOB = Submit(4, "", [PROMPTS[-1]], GREEDY, None, False)
+LEASING = structs.replace(JOB, kv_transfer=KvTransfer(do_remote_decode=True))
+ENDED = Output(*(4, 0, [1], "", []), end=End("length", None, 1, 1, 0, 0.0, SpeculativeStats()))
+
+
+def exchange(engine: PagesEngine, *commands: Command) -> tuple[Exchange, Commands]:
+    transport = TcpTransport("127.0.0.1", 0, Leases(60, 1 << 30), frozenset({"127.0.0.1"}))
+    inbox = Commands(*commands)
+    return Exchange(engine, transport, inbox, lambda batch: None), inbox
+
+
+@pytest.mark.parametrize("lacking", [None, 0, 1])
+def test_each_rank_hands_over_its_share(models: dict[str, Path], lacking: int | None) -> None:
+    """All go on with the pages that came; where one rank's are missing, all compute the prompt."""
+    settings = {"model": str(models["heads"]), "exact_across_tp": 2}
+    (alone,) = make(NAIVE, **settings).generate([PROMPTS[-1]], GREEDY)
+
+    def work(ranks: Ranks) -> Any:
+        prefill, decode = (
+            make(METHODS["mtp"], ranks, **settings, tensor_parallel_size=2) for _ in range(2)
+        )
+        leasing, _ = exchange(prefill, LEASING)
+        leasing.take(0.0)
+        prefill.generate(JOB.prompts, replace(GREEDY, max_tokens=1))
+        output = structs.replace(ENDED, end=structs.replace(ENDED.end))
+        leasing.send(Batch(0.0, "ok", status_of(prefill), None, {}, [output]))
+        told = output.end.kv_transfer if output.end else None
+        assert (
+            told is not None and told.remote_ports is not None and len(set(told.remote_ports)) == 2
+        )
+        if lacking is not None:
+            told.remote_ports = [1 if i == lacking else told.remote_ports[i] for i in range(2)]
+        wanted = structs.replace(JOB, kv_transfer=told)
+        fetching, inbox = exchange(decode, wanted, Fetched(JOB.job))
+        assert fetching.take(0.0) == []
+        if ranks.rank == 0:
+            assert inbox.was_told.wait(20)
+        assert fetching.take(0.0) == [wanted]
+        (done,) = decode.generate(JOB.prompts, GREEDY)
+        with leasing, fetching:
+            return done.token_ids, done.logprobs, decode.stats.prefix_cache_hits
+
+    hits = 64 if lacking is None else 0
+    assert on_ranks(2, work) == [(alone.token_ids, alone.logprobs, hits)] * 2

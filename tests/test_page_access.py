@@ -83,7 +83,7 @@ def test_a_race_by_keyboard_alone(served: Served, browser: Browser) -> None:
         assert focused(page) == "run", "the focus stays where it was"
         page.keyboard.press("Tab")
         assert focused(page) == "stop", "beside the button that starts"
-        expect(page.locator("#identical")).to_contain_text("identical: 24 of 24 tokens")
+        expect(page.locator("#identical")).to_contain_text("Same bits: 24 of 24 tokens")
         token = page.locator(".lane").nth(1).locator(".token")
         for _ in range(10):
             page.keyboard.press("Tab")
@@ -225,10 +225,12 @@ def findings(page: Page) -> list[str]:
     ids=["light", "dark", "phone"],
 )
 def test_axe_finds_nothing(served: Served, browser: Browser, options: dict[str, object]) -> None:
-    with opened(browser, served, expects=("400",), **options) as page:
+    calm = {"reduced_motion": "reduce"}  # colours in the middle of a movement are nobody's
+    with opened(browser, served, expects=("400",), **calm, **options) as page:
         connected(page)
         page.locator(".more summary").click()
-        assert findings(page) == [], "before anything runs"
+        expect(page.locator("#replay")).to_be_visible()
+        assert findings(page) == [], "the recorded race"
         page.locator("#method").select_option("mtp + suffix")
         fill(page, prompt="abcdef", tokens="30", k="5", steps="2")
         run(page)
@@ -245,8 +247,10 @@ def test_axe_finds_nothing(served: Served, browser: Browser, options: dict[str, 
         run(page)
         assert findings(page) == [], "a table of methods"
         choose(page, "chat")
-        fill(page, prompt="hello")
+        fill(page, prompt="# a\n* `b`\n```\nc\n```")
         run(page)
+        page.locator("#chats summary").click()
+        page.locator("#as-code").click()
         fill(page, prompt="x", tokens="100000")
         run(page, "failed")
         assert findings(page) == [], "a chat, and an error"
@@ -266,7 +270,7 @@ def test_landmarks_and_live_regions(served: Served, browser: Browser) -> None:
         fill(page, prompt="abc", tokens="12")
         run(page)
         expect(page.get_by_role("status")).to_have_text(
-            re.compile(r"^Done: .* as fast, identical: 12 tokens\.$")
+            re.compile(r"^Done: .* as fast, same bits: 12 tokens\.$")
         )
 
 

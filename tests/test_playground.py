@@ -79,7 +79,7 @@ def test_a_race_of_the_bundled_model_ends_in_the_same_bits(
         fill(page, tokens="60", temperature="0.7", seed="5")
         run(page)
         expect(page.locator("#identical")).to_have_text(
-            "identical: 60 of 60 tokens, 60 of 60 logprobs, to the last bit"
+            "Same bits: 60 of 60 tokens, 60 of 60 logprobs"
         )
         expect(page.locator("#identical")).to_have_class("identical same")
         assert text_of(page, 0) == text_of(page, 1) != ""
@@ -106,9 +106,7 @@ def test_a_race_notices_what_differs(browser: Browser) -> None:
         connected(page)
         fill(page, prompt="abcdefgh", tokens="9")
         run(page)
-        expect(page.locator("#identical")).to_have_text(
-            "DIFFERENT: 8 of 9 tokens, 9 of 9 logprobs, to the last bit"
-        )
+        expect(page.locator("#identical")).to_have_text("DIFFERENT: 8 of 9 tokens, 9 of 9 logprobs")
         expect(page.locator("#identical")).to_have_class("identical differs")
         marked = page.locator(".token.differs")
         assert marked.all_text_contents() == ["f", "g"], "in both, at the same place"
@@ -136,9 +134,7 @@ def test_a_race_notices_a_logprob_that_differs_in_its_last_bit(
         fill(page, prompt="abc", tokens="9")
         page.locator("#alone").evaluate("box => { box.checked = false; }")
         run(page)
-        expect(page.locator("#identical")).to_have_text(
-            "DIFFERENT: 9 of 9 tokens, 8 of 9 logprobs, to the last bit"
-        )
+        expect(page.locator("#identical")).to_have_text("DIFFERENT: 9 of 9 tokens, 8 of 9 logprobs")
 
 
 @needs_chromium
@@ -148,7 +144,7 @@ def test_a_race_without_logprobs_compares_tokens(page: Page) -> None:
     page.locator("#alone").uncheck()
     fill(page, prompt="abc", tokens="20")
     run(page)
-    expect(page.locator("#identical")).to_have_text("identical: 20 of 20 tokens")
+    expect(page.locator("#identical")).to_have_text("Same bits: 20 of 20 tokens")
     expect(page.locator("#factor")).to_have_text("")
     expect(page.locator(".speed").nth(1)).to_contain_text("tokens/s, in shared steps")
 
@@ -478,7 +474,7 @@ def test_mtp_and_what_continues_it(browser: Browser) -> None:
         fill(page, steps="6")
         run(page, "failed")
         expect(page.locator("#error")).to_have_text(
-            "num_model_steps must be at most num_speculative_tokens = 5, got 6."
+            "“Of these by MTP” must be at most “Drafts per step” = 5, got 6."
         )
         fill(page, steps="")
         choose(page, "compare")
@@ -543,10 +539,12 @@ def test_tabs_have_one_chat(browser: Browser) -> None:
         for tab in (page, other):
             expect(tab.locator(".message")).to_have_text(said)
             expect(tab.locator("article")).to_have_count(4)
-        kept = json.loads(page.evaluate("localStorage.getItem('specops-chat')"))
-        assert [one["content"] for one in kept[::2]] == ["one", "two", "three", "four"]
+        (kept,) = json.loads(page.evaluate("localStorage.getItem('specops-chats')"))
+        messages = [one["content"] for one in kept["messages"]]
+        assert messages[::2] == ["one", "two", "three", "four"]
         other.locator("#new-chat").click()
-        expect(page.locator(".message")).to_have_count(0)
+        expect(other.locator(".message")).to_have_count(0)
+        expect(page.locator(".message")).to_have_count(4)
 
 
 @needs_chromium
@@ -688,7 +686,7 @@ def test_who_stops_the_timing_has_what_was_timed(page: Page, served: Served) -> 
     expect(page.locator("#factor")).to_have_text("not timed")
     expect(page.locator("#verdict-note")).to_have_text("Seed 7.")
     expect(page.locator(".speed").first).to_have_text("90 tokens/s, in shared steps")
-    expect(page.locator("#identical")).to_contain_text("identical: 60 of 60 tokens")
+    expect(page.locator("#identical")).to_contain_text("Same bits: 60 of 60 tokens")
     page.evaluate(STOP_AT, "Timing each alone, pair 2.")
     page.locator("#run").click()
     expect(page.locator("#spread")).to_have_text(re.compile("^each alone: one pair of runs"))
@@ -828,9 +826,9 @@ def test_the_page_needs_nothing_else() -> None:
         text = path.read_text(encoding="utf-8").replace("http://www.w3.org/2000/svg", "")
         assert not re.search(r"https?://|@import|url\(", text), path.name
         assert "SPDX-License-Identifier: Apache-2.0" in text[:120], path.name
-        names = re.findall(r'(?:src|href)="([^"]*)"', text) + re.findall(r' from "(.*)";', text)
-        for name in names:
-            if name not in ("data:,",):
+        names = re.findall(r'<(?:script|link)[^>]*(?:src|href)="([^"]*)"', text)
+        for name in names + re.findall(r' from "(.*)";', text):
+            if not name.startswith("data:"):
                 assert (FOLDER / name.removeprefix("page/").removeprefix("./")).is_file(), name
 
 

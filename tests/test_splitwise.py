@@ -4,8 +4,6 @@
 
 import json
 import shutil
-import socket
-import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -22,69 +20,33 @@ if shutil.which("redis-server") is None:
     pytest.skip("redis-server is not installed", allow_module_level=True)
 
 import httpx
-from mtp_checkpoints import make_mtp_model
-from server_pairs import ServerProcess, servers
-from serving import Served, serving
+from server_pairs import Redis, ServerProcess, bodies, choices_of, options, servers
+from serving import Served
 from specops.disaggregated.waiting import Told, Waiting
-from specops.engine import Engine, EngineConfig, SamplingParams
+from specops.engine import SamplingParams
 from specops.engine.outputs import TokenLogprob
 from specops.service.messages import Accepted, Event, Failed, Output, Progress, Refused, Submit
-from test_disaggregated import MTP, SETTINGS, bodies, choices_of, options
 
 PASSWORD = "secret"
 
 
-class Redis:
-    """A server without a disk: whoever starts it again finds nothing."""
-
-    def __init__(self) -> None:
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            self.port = free.getsockname()[1]
-        self.start()
-
-    def start(self) -> None:
-        command = ["redis-server", "--port", str(self.port), "--requirepass", PASSWORD]
-        command += ["--save", "", "--appendonly", "no", "--bind", "127.0.0.1"]
-        self._process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
-
-    def kill(self) -> None:
-        self._process.kill()
-        self._process.wait()
-
-    def client(self) -> Any:
-        import redis
-
-        return redis.Redis(port=self.port, password=PASSWORD)
-
-
 @pytest.fixture(scope="module")
 def redis() -> Iterator[Redis]:
-    server = Redis()
+    server = Redis(PASSWORD)
     yield server
     server.kill()
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_mtp_model(tmp_path_factory.mktemp("model"))
-
-
-@pytest.fixture(scope="module")
-def nodes(model: Path, redis: Redis) -> Iterator[list[ServerProcess]]:
+def nodes(mtp_model: Path, redis: Redis) -> Iterator[list[ServerProcess]]:
     """A prefill and a decode node, and one that does both; requests go to the last one's door."""
     shared = ["--scheduler-name", "splitwise", "--scheduler-port", str(redis.port)]
     shared += ["--scheduler-password", PASSWORD, "--scheduler-topic", "test"]
     roles = ("prefill", "decode", "mixed")
-    with servers(*(options(model, "--splitwise-role", role, *shared) for role in roles)) as started:
+    with servers(
+        *(options(mtp_model, "--splitwise-role", role, *shared) for role in roles)
+    ) as started:
         yield started
-
-
-@pytest.fixture(scope="module")
-def together(model: Path) -> Iterator[Served]:
-    config = {"model": str(model), "speculative_config": MTP, **SETTINGS}
-    with serving(Engine(EngineConfig.from_plain(config))) as one:
-        yield one
 
 
 def answers_of(door: ServerProcess, asked: list[dict[str, Any]], then: Any = None) -> list[Any]:

@@ -1,7 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Takes the screenshots of the page for docs/: `python -m tools.screenshots`."""
+"""Takes the screenshots of the page for docs/: `python -m tools.screenshots`.
 
+And records the race that the page plays at the first visit.
+"""
+
+import json
 import os
+import re
 import shutil
 import socket
 import subprocess
@@ -17,7 +22,11 @@ from urllib.parse import urlencode
 
 from playwright.sync_api import Browser, Page, expect, sync_playwright
 
-DOCS = Path(__file__).resolve().parent.parent / "docs"
+ROOT = Path(__file__).resolve().parent.parent
+DOCS = ROOT / "docs"
+RECORDED = ROOT / "python/specops/server/playground/recorded.json"
+RACE = {"mode": "race", "method": "ngram", "k": "4", "tokens": "96"}
+RECORDED_RACES = 8
 MOST_BYTES = 200_000  # of a picture
 START_SECONDS = 120.0
 SEED = "6"
@@ -31,6 +40,7 @@ def main() -> None:
     sandbox = ["--no-sandbox"] if os.geteuid() == 0 else []  # Chromium has none for root
     with serving() as url, sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=chromium, args=sandbox)
+        record(browser, url, RECORDED)
         race(browser, url, DOCS / "page.png")
         tree(browser, url, DOCS / "page-tree.png")
         browser.close()
@@ -90,10 +100,69 @@ def save(page: Page, path: Path, *, above: str = "#history") -> None:
     print(f"{path.name}: {size} bytes")
 
 
+def machine() -> str:
+    """The CPUs that the server runs on."""
+    names = re.findall(r"^model name\s*: (.*)", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
+    return f"{len(os.sched_getaffinity(0))} threads of {names[0] if names else 'this machine'}"
+
+
+def events_of(body: str) -> list[Any]:
+    """What a stream says of the steps, without what the page does not read."""
+    kept = []
+    for frame in body.split("\n\n"):
+        data = frame.removeprefix("data: ")
+        if not data or data == "[DONE]":
+            continue
+        event = json.loads(data)
+        choices = [
+            {
+                "step": one.get("step"),
+                "logprobs": {
+                    name: values
+                    for name, values in (one["logprobs"] or {}).items()
+                    if name in ("token_logprobs", "top_logprobs")
+                },
+                "finish_reason": one["finish_reason"],
+            }
+            for one in event["choices"]
+        ]
+        kept += [{"choices": choices}] * bool(choices)
+    return kept
+
+
+def last_second(events: list[Any]) -> float:
+    """When the last step of a stream ended."""
+    return float(
+        max(one["step"]["seconds"] for event in events for one in event["choices"] if one["step"])
+    )
+
+
+def record(browser: Browser, url: str, path: Path) -> None:
+    """The quickest of some races of the page's first example: prompt, machine and both streams."""
+    page = browser.new_page(viewport={"width": 1040, "height": 900})
+    responses: list[Any] = []
+    page.on("response", lambda one: responses.extend([one] * ("/v1/completions" in one.url)))
+    for _ in range(RECORDED_RACES):
+        run(page, url, alone="false", alternatives="3", **RACE)
+    races = []
+    for pair in zip(responses[::2], responses[1::2], strict=True):
+        asked = [one.request.post_data_json for one in pair]
+        runs = [
+            {"method": body["speculative_config"]["method"], "events": events_of(one.text())}
+            for body, one in zip(asked, pair, strict=True)
+        ]
+        races.append(sorted(runs, key=lambda one: one["method"] != "naive"))
+    page.close()
+    quickest = min(races, key=lambda runs: max(last_second(one["events"]) for one in runs))
+    recording = {"prompt": asked[0]["prompt"], "machine": machine(), "runs": quickest}
+    path.write_text(json.dumps(recording, separators=(",", ":"), ensure_ascii=False) + "\n")
+    print(f"{path.name}: {path.stat().st_size} bytes")
+
+
 def race(browser: Browser, url: str, path: Path) -> None:
     """A race of plain decoding against n-gram drafts, without the charts, for the README."""
     page = browser.new_page(viewport={"width": 1040, "height": 900})
-    run(page, url, mode="race", method="ngram", k="4", tokens="96")
+    run(page, url, **RACE)
     page.evaluate("document.activeElement.blur()")
     save(page, path, above="#charts")
     page.close()

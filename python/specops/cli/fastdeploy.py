@@ -12,7 +12,6 @@ _GRAMMARS = "constrained output is always there; leave it out"
 REFUSED = {
     "--block-size": "say --page-size",
     "--cache-queue-port": "the cache is in the engine's own process; leave it out",
-    "--data-parallel-size": "start several servers behind a proxy",
     "--disable-custom-all-reduce": "sums over ranks have one order; leave it out",
     "--dynamic-load-weight": "weights do not change while a server runs; start it again",
     "--enable-chunked-prefill": f"long prompts are always cut; {_ONE_STEP}",

@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Options of servers that compute prompts for others, or go on with others' prompts."""
+"""Options of several engines and servers of one model: how they share its requests."""
 
 import argparse
 import math
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from specops.service.client import EngineClient
-    from specops.service.wire import RoleSettings
+    from specops.service.wire import KvEventSettings, RoleSettings, Setup
 
 ROLES = ("prefill", "decode", "mixed")
 _LOOPBACK = ["127.0.0.1", "localhost", "::1"]
@@ -30,7 +30,13 @@ def add_role_options(parser: argparse.ArgumentParser) -> None:
         help="where pages of prompts are to be had, by others of --kv-peers, who trust it: neither "
         "encrypted nor signed (default: %(default)s)",
     )
-    add("--kv-port", type=int, default=0, metavar="PORT", help="of --kv-host (default: a free one)")
+    add(
+        "--kv-port",
+        type=int,
+        default=0,
+        metavar="PORT",
+        help="of --kv-host, and of further ranks those behind it (default: free ones)",
+    )
     add(
         "--kv-peers",
         metavar="HOST",
@@ -65,8 +71,10 @@ def role_settings(args: argparse.Namespace) -> "RoleSettings | None":
         return None
     if args.in_process:
         raise ValueError("role needs an engine in a process of its own, got in_process")
-    if not 0 <= args.kv_port < 1 << 16:
-        raise ValueError(f"kv_port must be in [0, 65535], got {args.kv_port}")
+    # Every rank of every engine has a port.
+    most = 65536 - (args.tensor_parallel_size or 1) * args.data_parallel_size
+    if not 0 <= args.kv_port <= most:
+        raise ValueError(f"kv_port must be in [0, {most}], got {args.kv_port}")
     if not 0 < args.kv_lease_seconds < math.inf:
         raise ValueError(f"kv_lease_seconds must be above 0, got {args.kv_lease_seconds}")
     if args.kv_lease_bytes < 0:
@@ -81,6 +89,132 @@ def role_settings(args: argparse.Namespace) -> "RoleSettings | None":
         args.kv_lease_seconds,
         args.kv_lease_bytes,
     )
+
+
+def add_data_parallel_options(parser: argparse.ArgumentParser) -> None:
+    """Adds those of several engines behind one door."""
+    parser.add_argument(
+        "--data-parallel-size",
+        type=int,
+        default=1,
+        metavar="N",
+        help="engines behind this server, each with all of the model and in a process of its own; "
+        "a request runs on one of them (default: %(default)s)",
+    )
+
+
+def setups(args: argparse.Namespace, settings: dict[str, Any]) -> "list[Setup]":
+    """The processes of a server: one for each engine.
+
+    Args:
+        args: of the command line.
+        settings: of an engine, as `EngineConfig.from_plain` takes them.
+
+    Raises:
+        ModuleNotFoundError: a package that the server needs is not installed.
+        ValueError: an option is out of range, or needs another.
+    """
+    role, events, size = role_settings(args), kv_event_settings(args), args.data_parallel_size
+    if size < 1:
+        raise ValueError(f"data_parallel_size must be at least 1, got {size}")
+    if args.in_process:
+        if size > 1:
+            raise ValueError("data_parallel_size needs engines in processes of their own")
+        return []
+    from specops.service.wire import Setup
+
+    if size == 1:
+        return [Setup(settings, args.log_level, role=role, kv_events=events)]
+    if args.scheduler_name != "local":
+        raise ValueError(f"data_parallel_size must be 1 with a scheduler, got {size}")
+    if settings.get("suffix_cache") is not None:
+        raise ValueError("suffix_cache must be absent with data_parallel_size: engines share none")
+    if settings.get("device", "auto").startswith("cuda:"):
+        raise ValueError("device must be auto, cpu or cuda of several engines, got one GPU")
+    if settings.get("num_threads") is None:
+        from specops import get_num_threads
+
+        settings = {**settings, "num_threads": max(get_num_threads() // size, 1)}
+    ranks = args.tensor_parallel_size or 1
+    return [
+        Setup(
+            *(settings, args.log_level),
+            role=_role_behind(role, rank * ranks),
+            kv_events=_events_behind(events, rank),
+            data_parallel_rank=rank,
+        )
+        for rank in range(size)
+    ]
+
+
+def _role_behind(role: "RoleSettings | None", offset: int) -> "RoleSettings | None":
+    """The transport of another engine: its ports are further ones."""
+    if role is None or not role.port:
+        return role
+    from msgspec import structs
+
+    return structs.replace(role, port=role.port + offset)
+
+
+def _events_behind(events: "KvEventSettings | None", offset: int) -> "KvEventSettings | None":
+    """The endpoints of another engine, each so many ports further, as vLLM's are.
+
+    Raises:
+        ValueError: one has no port.
+    """
+    if events is None:
+        return None
+    from msgspec import structs
+
+    changed = {}
+    for name in ("endpoint", "replay"):
+        start, colon, port = getattr(events, name).rpartition(":")
+        if getattr(events, name) and not port.isdecimal():
+            raise ValueError(
+                f"kv_events_{name} must end with a port for several engines, got "
+                f"{getattr(events, name)}"
+            )
+        changed[name] = f"{start}{colon}{int(port) + offset}" if port else ""
+    return structs.replace(events, **changed)
+
+
+def add_kv_event_options(parser: argparse.ArgumentParser) -> None:
+    """Adds those of telling routers what the prefix cache has."""
+    add = parser.add_argument
+    add(
+        "--kv-events-endpoint",
+        metavar="ENDPOINT",
+        help="publish what the prefix cache has, in vLLM's messages, on this endpoint of ZeroMQ, "
+        "such as tcp://127.0.0.1:5557 (default: nowhere)",
+    )
+    add("--kv-events-topic", default="", help="of these messages (default: empty)")
+    add(
+        "--kv-events-replay",
+        default="",
+        metavar="ENDPOINT",
+        help="where who has missed messages asks for them (default: nowhere)",
+    )
+
+
+def kv_event_settings(args: argparse.Namespace) -> "KvEventSettings | None":
+    """What these options say; None: nothing is told.
+
+    Raises:
+        ModuleNotFoundError: pyzmq is not installed, or a package that the server needs.
+        ValueError: an option needs another.
+    """
+    if args.kv_events_endpoint is None:
+        for name in ("kv_events_topic", "kv_events_replay"):
+            if getattr(args, name):
+                raise ValueError(f"{name} needs kv_events_endpoint")
+        return None
+    if args.in_process:
+        raise ValueError("kv_events_endpoint needs an engine in a process of its own")
+    import zmq  # noqa: F401  (the engine's process needs it; here it is told by name)
+
+    from specops.service.wire import KvEventSettings
+
+    return KvEventSettings(args.kv_events_endpoint, args.kv_events_topic, args.kv_events_replay)
 
 
 def add_scheduler_options(parser: argparse.ArgumentParser) -> None:

@@ -19,7 +19,14 @@ from typing import TYPE_CHECKING, Any
 from specops.cli.config_file import arguments_of
 from specops.cli.fastdeploy import require_known
 from specops.cli.options import add_engine_options, engine_settings, plain_settings
-from specops.cli.roles import add_role_options, add_scheduler_options, role_settings, scheduled
+from specops.cli.roles import (
+    add_data_parallel_options,
+    add_kv_event_options,
+    add_role_options,
+    add_scheduler_options,
+    scheduled,
+    setups,
+)
 from specops.engine.config import EngineConfig
 from specops.tokenizer import Tokenizer
 
@@ -28,9 +35,10 @@ if TYPE_CHECKING:
 
     from specops.service.client import EngineClient
     from specops.service.process import EngineProcess
-    from specops.service.wire import RoleSettings
+    from specops.service.wire import Setup
 
 _PROGRAM = "python -m specops.engine"
+_EXTRAS = {"redis": "redis", "zmq": "events"}  # that have packages beside the server's
 
 
 def _parser(program: str = _PROGRAM) -> argparse.ArgumentParser:
@@ -55,7 +63,9 @@ def _parser(program: str = _PROGRAM) -> argparse.ArgumentParser:
     )
     add_engine_options(parser)
     _add_server_options(parser)
+    add_data_parallel_options(parser)
     add_role_options(parser)
+    add_kv_event_options(parser)
     add_scheduler_options(parser)
     return parser
 
@@ -206,14 +216,13 @@ def serve(given: Sequence[str], program: str) -> int:
         try:
             settings = plain_settings(args)
             config = EngineConfig.from_plain(settings)
-            role = role_settings(args)
-            process = None
-            if not args.in_process:  # it loads while everything else is made ready
-                process = _process(settings, args.log_level, role)
-                stack.callback(process.kill)
-            app, options = _app(args, config, process)
+            processes = []
+            for setup in setups(args, settings):  # they load while everything else is made ready
+                processes.append(_process(setup))
+                stack.callback(processes[-1].kill)
+            app, options = _app(args, config, processes)
         except ModuleNotFoundError as error:
-            extra = "redis" if error.name == "redis" else "server"
+            extra = _EXTRAS.get(error.name or "", "server")
             return _fail(
                 f"the server needs {error.name}, which is not installed: "
                 f"pip install 'specops[{extra}]'"
@@ -226,17 +235,14 @@ def serve(given: Sequence[str], program: str) -> int:
     return 0
 
 
-def _process(
-    settings: dict[str, Any], log_level: str, role: "RoleSettings | None"
-) -> "EngineProcess":
+def _process(setup: "Setup") -> "EngineProcess":
     from specops.service.process import EngineProcess
-    from specops.service.wire import Setup
 
-    return EngineProcess(Setup(settings, log_level, role=role))
+    return EngineProcess(setup)
 
 
 def _app(
-    args: argparse.Namespace, config: EngineConfig, process: "EngineProcess | None"
+    args: argparse.Namespace, config: EngineConfig, processes: "Sequence[EngineProcess]"
 ) -> "tuple[FastAPI, dict[str, Any]]":
     """What is served, and how.
 
@@ -255,7 +261,7 @@ def _app(
     )
     with ThreadPoolExecutor(1) as pool:
         tokenizer = pool.submit(Tokenizer.from_dir, config.model_dir)  # while the engine loads
-        client = scheduled(args, _client(config, process))  # whose mistakes are told first
+        client = scheduled(args, _client(config, processes))  # whose mistakes are told first
     app = server.make_app(
         client,
         tokenizer.result(),
@@ -278,12 +284,17 @@ def _app(
     }
 
 
-def _client(config: EngineConfig, process: "EngineProcess | None") -> "EngineClient":
-    """The engine, in the process or in this one."""
-    if process is not None:
+def _client(config: EngineConfig, processes: "Sequence[EngineProcess]") -> "EngineClient":
+    """The engine, in processes or in this one."""
+    if processes:
         from specops.service.process import ProcessClient
 
-        return ProcessClient(process)
+        clients = [ProcessClient(one) for one in processes]
+        if len(clients) == 1:
+            return clients[0]
+        from specops.service.data_parallel import DataParallelClient
+
+        return DataParallelClient(clients, config.seed)
     from specops.engine.engine import Engine
     from specops.service.thread import ThreadClient
 

@@ -7,24 +7,26 @@ the prompt itself, with the same bits. On the way out, the pages of a prompt tha
 to go on with are leased as soon as its choice has ended.
 """
 
+import hashlib
 import json
 import logging
-from collections import deque
+import secrets
+import struct
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import partial
-from typing import TYPE_CHECKING
 
 from specops.disaggregated.handoff import HandoffError, Header, Pages, PagesEngine
 from specops.disaggregated.transport import Address, Leases, TcpTransport, Transport
 from specops.engine.engine import Engine
+from specops.service.lockstep import RankEngine
 from specops.service.loop import Compiled, Inbox
 from specops.service.messages import (
     Abort,
     Batch,
     Command,
     Failed,
+    Fetched,
     KvTransfer,
     Output,
     Refused,
@@ -33,17 +35,19 @@ from specops.service.messages import (
 )
 from specops.service.wire import RoleSettings
 
-if TYPE_CHECKING:
-    from specops.service.child import SocketInbox
-
 logger = logging.getLogger(__name__)
 
 _FETCHING_THREADS = 8
+_SECRET_BITS = 53  # that a number of ranks holds
+
+
+class PagesRankEngine(RankEngine, PagesEngine):
+    """The engine of one rank with a role: it hands its own share of pages over."""
 
 
 @dataclass(frozen=True)
-class _Fetched:
-    """What became of fetching a job's pages."""
+class _Fetching:
+    """A job that waits for its pages."""
 
     job: Submit
     expected: Header
@@ -53,12 +57,17 @@ class _Fetched:
 class Exchange(Inbox):
     """The inbox of a loop whose engine has a role, and the end of its batches.
 
+    Of several ranks each has one, which takes the same commands. Each leases and fetches its own
+    share of a prompt's pages. Where one rank lacks its share, none uses the others.
+
     Args:
         engine: of the loop.
         transport: of pages.
-        inbox: where commands come from.
-        wake: has the inbox's `take` return, from any thread.
+        inbox: where commands come from, the same for all ranks.
         deliver: called with every batch.
+
+    Attributes:
+        contract: of the engine.
     """
 
     def __init__(
@@ -66,15 +75,22 @@ class Exchange(Inbox):
         engine: PagesEngine,
         transport: Transport,
         inbox: Inbox,
-        wake: Callable[[], None],
         deliver: Callable[[Batch], None],
     ) -> None:
         self._engine, self._transport = engine, transport
-        self._inbox, self._wake, self._deliver = inbox, wake, deliver
+        self._inbox, self._deliver = inbox, deliver
+        self._ranks, self.contract = engine.ranks, engine.contract
         self._threads = ThreadPoolExecutor(_FETCHING_THREADS, "specops-fetches")
-        self._fetching: set[int] = set()  # jobs
-        self._fetched: deque[_Fetched] = deque()
+        self._fetching: dict[int, _Fetching] = {}  # by job
         self._leasing: dict[int, Submit] = {}  # jobs whose pages are for another engine
+        self._ports = [
+            self._ranks.least(transport.port if rank == self._ranks.rank else 1 << 16)
+            for rank in range(self._ranks.size)
+        ]
+        # Names of leases are the same on all ranks, and nobody guesses them.
+        secret = [self._ranks.of_first(secrets.randbits(_SECRET_BITS)) for _ in range(4)]
+        self._secret = struct.pack("<4d", *secret)
+        self._num_leases = 0
 
     def __enter__(self) -> "Exchange":
         return self
@@ -84,31 +100,31 @@ class Exchange(Inbox):
         self._threads.shutdown(wait=False, cancel_futures=True)
         self._transport.close()
 
-    def put(self, command: Compiled) -> None:
+    def put(self, command: Compiled | Fetched) -> None:
         """Adds one, from any thread."""
         self._inbox.put(command)
 
     def take(self, seconds: float | None) -> Sequence[Command | Compiled]:
         """Returns commands whose pages are there, or that need none; called between two steps."""
         ready: list[Command | Compiled] = []
-        for command in self._inbox.take(0.0 if self._fetched else seconds):
+        for command in self._inbox.take(seconds):
             if isinstance(command, Submit) and command.kv_transfer is not None:
                 if command.kv_transfer.do_remote_decode:
                     self._leasing[command.job] = command
                 if self._starts_fetching(command, command.kv_transfer):
                     continue
+            elif isinstance(command, Fetched):
+                fetching = self._fetching.pop(command.job, None)
+                if fetching is not None:
+                    self._put_in(fetching)
+                    ready.append(fetching.job)
+                continue
             elif isinstance(command, Abort):
-                self._fetching.discard(command.job)
+                self._fetching.pop(command.job, None)
                 self._leasing.pop(command.job, None)
             elif isinstance(command, Stop):
                 self._fetching.clear()
             ready.append(command)
-        while self._fetched:
-            done = self._fetched.popleft()
-            if done.job.job in self._fetching:
-                self._fetching.remove(done.job.job)
-                self._put_in(done)
-                ready.append(done.job)
         return ready
 
     def send(self, batch: Batch) -> None:
@@ -129,49 +145,75 @@ class Exchange(Inbox):
         """Begins to fetch a job's pages; False if there is nothing to wait for."""
         if not wanted.do_remote_prefill:
             return False
-        name, host, port = wanted.remote_request_id, wanted.remote_host, wanted.remote_port
         try:
-            if name is None or host is None or port is None:
-                raise HandoffError(
-                    "handoff: remote_request_id, remote_host and remote_port must be given"
-                )
+            address = self._address_of(wanted)
             expected = self._engine.expected(job.prompts[0], job.params, speculative_of(job))
         except ValueError as error:  # of the request itself: the engine refuses it in its own words
             logger.warning("the prompt of a job is computed here: %s", error)
             return False
-        fetch = partial(self._transport.fetch, Address(name, host, port), expected)
-        self._fetching.add(job.job)
-        self._threads.submit(fetch).add_done_callback(partial(self._note, job, expected))
+        pages = self._threads.submit(self._transport.fetch, address, expected)
+        self._fetching[job.job] = _Fetching(job, expected, pages)
+        if self._ranks.rank == 0:  # which tells the others
+            pages.add_done_callback(lambda _: self._inbox.put(Fetched(job.job)))
         return True
 
-    def _note(self, job: Submit, expected: Header, pages: "Future[Pages]") -> None:
-        self._fetched.append(_Fetched(job, expected, pages))
-        self._wake()
+    def _address_of(self, wanted: KvTransfer) -> Address:
+        """Where this rank's share of the pages is.
 
-    def _put_in(self, done: _Fetched) -> None:
-        """Gives a job's pages to the engine, if they came and are the right ones."""
+        Raises:
+            HandoffError: it is not said, or the other engine has another number of ranks.
+        """
+        name, host, port = wanted.remote_request_id, wanted.remote_host, wanted.remote_port
+        if name is None or host is None or port is None:
+            raise HandoffError(
+                "handoff: remote_request_id, remote_host and remote_port must be given"
+            )
+        ports = wanted.remote_ports or [port]
+        if len(ports) != self._ranks.size:
+            raise HandoffError(
+                f"handoff: tensor_parallel_size must be {self._ranks.size}, got {len(ports)}"
+            )
+        return Address(name, host, ports[self._ranks.rank])
+
+    def _put_in(self, fetching: _Fetching) -> None:
+        """Gives a job's pages to the engine, if they came to all ranks."""
+        pages, why = None, "another rank lacks its share of the pages"
         try:
-            self._engine.give_pages(done.pages.result(), done.expected)
+            pages = fetching.pages.result()
         except (HandoffError, OSError) as error:
-            logger.warning("the prompt of a job is computed here: %s", error)
+            why = str(error)
         except Exception:
-            logger.exception("the prompt of a job is computed here")
+            logger.exception("pages could not be fetched")
+            why = "pages could not be fetched"
+        is_whole = self._ranks.least(int(pages is not None)) == 1
+        if pages is None or not is_whole:
+            logger.warning("the prompt of a job is computed here: %s", why)
+            return
+        self._engine.give_pages(pages, fetching.expected)
 
     def _leased(self, job: Submit) -> KvTransfer | None:
         """Where another engine finds the pages of a prompt; None: there are none."""
+        is_leased, count = True, 0
+        self._num_leases += 1
+        number = str(self._num_leases).encode()
+        name = hashlib.blake2b(number, key=self._secret, digest_size=16).hexdigest()
         try:
             pages = self._engine.take_pages(job.prompts[0], job.params, speculative_of(job))
-            address = self._transport.lease(pages)
+            count = pages.header.num_pages
+            self._transport.lease(name, pages)
         except Exception:
             logger.exception("the pages of a prompt could not be leased")
+            is_leased = False
+        if self._ranks.least(int(is_leased)) == 0:  # or all have: nobody is told too early
             return None
         return KvTransfer(
             do_remote_prefill=True,
-            remote_engine_id=self._engine.contract,
-            remote_request_id=address.lease,
-            remote_block_ids=list(range(pages.header.num_pages)),
-            remote_host=address.host,
-            remote_port=address.port,
+            remote_engine_id=self.contract["digest"],
+            remote_request_id=name,
+            remote_block_ids=list(range(count)),
+            remote_host=self._transport.host,
+            remote_port=self._ports[0],
+            remote_ports=self._ports if self._ranks.size > 1 else None,
         )
 
 
@@ -181,9 +223,9 @@ def speculative_of(job: Submit) -> dict[str, object] | None:
 
 
 def exchange_of(
-    engine: Engine, role: RoleSettings, inbox: "SocketInbox", deliver: Callable[[Batch], None]
+    engine: Engine, role: RoleSettings, inbox: Inbox, deliver: Callable[[Batch], None]
 ) -> Exchange:
-    """The exchange of an engine process.
+    """The exchange of an engine process, or of one rank.
 
     Raises:
         ValueError: its transport cannot listen where it should.
@@ -197,4 +239,4 @@ def exchange_of(
             f"kv_host and kv_port must be an address to listen on, got {role.host}:{role.port}: "
             f"{error}"
         ) from None
-    return Exchange(engine, transport, inbox, inbox.wake, deliver)
+    return Exchange(engine, transport, inbox, deliver)

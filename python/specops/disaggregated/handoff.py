@@ -17,14 +17,19 @@ from torch import Tensor
 from specops.engine.config import EngineConfig
 from specops.engine.contract import contract_of
 from specops.engine.engine import Engine
+from specops.engine.machine import one_rank
 from specops.engine.memory.kv_cache import DraftKv
+from specops.engine.parallel.ranks import Ranks
 from specops.engine.sampling_params import SamplingParams
 from specops.engine.speculative_config import SpeculativeConfig
 
-VERSION = 1
+VERSION = 2
 
 # In this order.
-_CHECKED = ["version", "contract", "page_size", "model", "token_ids", "owner", "lookahead", "draft"]
+_CHECKED = [
+    *("version", "contract", "num_ranks", "rank", "page_size", "model", "token_ids", "owner"),
+    *("lookahead", "draft"),
+]
 
 
 class HandoffError(ValueError):
@@ -54,6 +59,8 @@ class Header(Struct, frozen=True, tag=True):
     Attributes:
         version: of this format.
         contract: the digest of the execution contract of the engine that computed them.
+        num_ranks: among which its keys and values are shared out.
+        rank: whose share this is.
         page_size: tokens of a page.
         token_ids: the prompt's, to its end: draft KV of the last page may depend on those behind.
         num_pages: that follow, from the prompt's first on.
@@ -65,6 +72,8 @@ class Header(Struct, frozen=True, tag=True):
 
     version: int
     contract: str
+    num_ranks: int
+    rank: int
     page_size: int
     token_ids: list[int]
     num_pages: int
@@ -99,26 +108,26 @@ class Pages(Struct, array_like=True):
 class PagesEngine(Engine):
     """An engine whose prompts' pages can be taken out, and put in.
 
+    Of several ranks each has its share of every page, and all decide alike what they have.
+
     Args:
-        config: with prefix caching, and alone (no ranks).
+        config: with prefix caching.
+        ranks: as in `Engine`.
 
     Attributes:
-        contract: the digest of what its bits depend on.
+        ranks: this one and its others.
+        contract: what its bits depend on (engine/contract.py).
 
     Raises:
-        ValueError: as `Engine`, or it has no prefix cache or several ranks.
+        ValueError: as `Engine`, or it has no prefix cache.
     """
 
-    def __init__(self, config: EngineConfig) -> None:
+    def __init__(self, config: EngineConfig, ranks: Ranks | None = None) -> None:
         if not config.enable_prefix_caching:
             raise ValueError("enable_prefix_caching must be on for a role, got off")
-        if config.tensor_parallel_size > 1:
-            raise ValueError(
-                "tensor_parallel_size must be 1 for a role, as pages are handed over whole, got "
-                f"{config.tensor_parallel_size}"
-            )
-        super().__init__(config)
-        self.contract: str = contract_of(self)["digest"]
+        self.ranks = ranks or one_rank(config)
+        super().__init__(config, self.ranks)
+        self.contract = contract_of(self)
 
     def take_pages(
         self,
@@ -156,7 +165,9 @@ class PagesEngine(Engine):
         model, draft = self._tensors(owner)
         return Header(
             version=VERSION,
-            contract=self.contract,
+            contract=self.contract["digest"],
+            num_ranks=self.ranks.size,
+            rank=self.ranks.rank,
             page_size=self.config.page_size,
             token_ids=list(token_ids),
             num_pages=num_pages,

@@ -12,7 +12,6 @@ so engines fetch from named hosts alone.
 
 import contextlib
 import logging
-import secrets
 import socket
 import socketserver
 import struct
@@ -61,10 +60,17 @@ class Address(Struct, frozen=True):
 
 
 class Transport(Protocol):
-    """What carries pages from one engine to another. Any thread may call it."""
+    """What carries pages from one engine to another. Any thread may call it.
 
-    def lease(self, pages: Pages) -> Address:
-        """Keeps pages for another engine, and says where they are to be had."""
+    Attributes:
+        host, port: where others fetch its leases.
+    """
+
+    host: str
+    port: int
+
+    def lease(self, name: str, pages: Pages) -> Address:
+        """Keeps pages for another engine under a new name, and says where they are to be had."""
 
     def fetch(self, address: Address, expected: Header) -> Pages:
         """Waits for pages that another engine has leased, and releases them there.
@@ -98,13 +104,11 @@ class Leases:
         self._leases: dict[str, tuple[float, Pages]] = {}  # oldest first
         self._lock = threading.Lock()
 
-    def add(self, pages: Pages) -> str:
-        """Returns the name of a new lease."""
-        name = secrets.token_hex(16)
+    def add(self, name: str, pages: Pages) -> None:
+        """Begins a lease under a name that no other has."""
         with self._lock:
             self._leases[name] = self._clock() + self._seconds, pages
             self._drop_old()
-        return name
 
     def get(self, name: str) -> Pages | None:
         """The pages of a lease; None: it is over."""
@@ -159,9 +163,10 @@ class TcpTransport:
         )
         self._thread.start()
 
-    def lease(self, pages: Pages) -> Address:
-        """Keeps pages for another engine, and says where they are to be had."""
-        return Address(self.leases.add(pages), self.host, self.port)
+    def lease(self, name: str, pages: Pages) -> Address:
+        """Keeps pages for another engine under a new name, and says where they are to be had."""
+        self.leases.add(name, pages)
+        return Address(name, self.host, self.port)
 
     def fetch(self, address: Address, expected: Header) -> Pages:
         """Waits for pages that another engine has leased, and releases them there.

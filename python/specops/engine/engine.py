@@ -55,6 +55,8 @@ class Engine:
             cannot be used.
     """
 
+    _pool_type = PagePool
+
     def __init__(self, config: EngineConfig | None = None, ranks: Ranks | None = None) -> None:
         self.config = config = config or EngineConfig()
         # A wrong SPECOPS_NUM_THREADS is refused here, before a file is read.
@@ -75,8 +77,7 @@ class Engine:
         )
         self.model_name = config.model_name
         self.model_dtype = str(model.dtype).removeprefix("torch.")
-        self.max_model_len = model.max_model_len
-        self.vocab_size = model.config.vocab_size
+        self.max_model_len, self.vocab_size = model.max_model_len, model.config.vocab_size
         self.tokenizer = _tokenizer_of(config, self.vocab_size)
         self._drafting = Drafting(
             DrafterContext(
@@ -91,8 +92,8 @@ class Engine:
             config, self._device, self.max_model_len, kv_bytes, model.ranks
         )
         self._drafting.allocate(self.num_pages)
-        caching = config.enable_prefix_caching
-        self._pool = PagePool(self.num_pages, config.page_size, enable_prefix_caching=caching)
+        pool_type, caching = self._pool_type, config.enable_prefix_caching
+        self._pool = pool_type(self.num_pages, config.page_size, enable_prefix_caching=caching)
         self._cascade_bytes_per_token = model.bytes_of_whole_layers()
         finder = prefix_finder_of(config, model, self._pool)
         free_rows = FREE_ROWS[self._device.device.type]

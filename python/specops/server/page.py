@@ -6,7 +6,12 @@ from pathlib import Path
 from fastapi import FastAPI, Response
 
 _FOLDER = Path(__file__).parent / "playground"
-_TYPES = {".html": "text/html", ".css": "text/css", ".js": "text/javascript"}
+_TYPES = {
+    ".html": "text/html",
+    ".css": "text/css",
+    ".js": "text/javascript",
+    ".json": "application/json",
+}
 _HEADERS = {
     # Nothing but the page's own files, nothing inline, no other host, and no text that becomes
     # markup: model output is shown as text, and a browser that knows trusted types sees to it.

@@ -46,22 +46,28 @@ _UNION_BRANCHES = (
 # values, or null, they ask for nothing and are ignored: client libraries send many of them unasked.
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     "audio": (),
+    "continue_final_message": (False,),
     "function_call": ("none", "auto"),
     "functions": ([],),
     "guided_choice": (),
     "guided_grammar": (),
     "guided_json": (),
     "guided_regex": (),
+    "include_reasoning": (True,),
     "modalities": (["text"],),
     "moderation": (),
+    "no_stop_trim": (False,),
     "parallel_tool_calls": (True, False),
     "prediction": (),
     "prompt_cache_options": ({}, {"mode": "implicit"}),
     "prompt_cache_retention": ("in_memory",),
+    "return_hidden_states": (False,),
+    "separate_reasoning": (True,),
     "service_tier": ("auto", "default"),
     "skip_special_tokens": (True,),
     "spaces_between_special_tokens": (True,),
     "store": (False,),
+    "stream_reasoning": (True,),
     "suffix": (),
     "tool_choice": ("none", "auto"),
     "tools": ([],),
@@ -83,6 +89,9 @@ class StreamOptions(Strict):
     include_obfuscation: Literal[False] = False  # padding of chunks, which there is none of
 
 
+_Port = Annotated[int, Field(ge=1, le=65535)]
+
+
 class KvTransferParams(Strict):
     """Where the prompt's pages are, or are to go: vLLM's fields, as its routers send them."""
 
@@ -92,7 +101,8 @@ class KvTransferParams(Strict):
     remote_request_id: str | None = None
     remote_block_ids: list[int] | None = Field(None, fail_fast=True)
     remote_host: str | None = None
-    remote_port: Annotated[int, Field(ge=1, le=65535)] | None = None
+    remote_port: _Port | None = None
+    remote_ports: list[_Port] | None = Field(None, fail_fast=True)
     tp_size: Literal[1] | None = None
 
     def as_message(self) -> KvTransfer | None:

@@ -17,7 +17,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from specops.service.messages import Batch, Command, Hello, NoEngine, Stop
+from specops.service.messages import Batch, Command, Fetched, Hello, NoEngine, Stop
 from specops.service.wire import Frames, Setup, encoded, receive, to_process
 
 if TYPE_CHECKING:
@@ -49,13 +49,9 @@ class SocketInbox:
         self._poll.register(connection, select.POLLIN)
         self._poll.register(self._waker, select.POLLIN)
 
-    def put(self, command: "Compiled") -> None:
-        """Adds one, from any thread."""
+    def put(self, command: "Compiled | Fetched") -> None:
+        """Adds one, from any thread; a `take` that waits returns it at once."""
         self._own.append(command)
-        self.wake()
-
-    def wake(self) -> None:
-        """Has `take` return at once, from any thread."""
         with contextlib.suppress(BlockingIOError):  # then it is awake, or about to be
             self._wake.send(b"x")
 
@@ -151,19 +147,25 @@ def _serve(
     send: Callable[[Batch], None] = parent.send
     with contextlib.ExitStack() as stack:
         try:
-            if setup.settings.get("tensor_parallel_size", 1) > 1 and setup.role is None:
+            if setup.settings.get("tensor_parallel_size", 1) > 1:
                 from specops.service.lockstep import Followers, LeadInbox
 
                 commands = LeadInbox(inbox, stack.enter_context(Followers(setup, parent.end)))
             engine = make(setup)
-            role = ""
+            role, contract = "", None
             if setup.role is not None:
                 from specops.disaggregated.exchange import exchange_of
 
-                role = setup.role.role
-                commands = stack.enter_context(exchange_of(engine, setup.role, inbox, send))
-                send = commands.send
-            hello = Hello(capabilities_of(engine, role), status_of(engine))
+                exchange = stack.enter_context(exchange_of(engine, setup.role, commands, send))
+                commands, send = exchange, exchange.send
+                role, contract = setup.role.role, exchange.contract
+            if setup.kv_events is not None:
+                from specops.disaggregated.kv_events import KvEvents
+
+                send = stack.enter_context(
+                    KvEvents(engine, setup.kv_events, setup.data_parallel_rank, send)
+                ).send
+            hello = Hello(capabilities_of(engine, role, contract), status_of(engine))
         except ValueError as error:
             parent.refuse(str(error))
             return 1
@@ -185,12 +187,20 @@ def _follow(
     from specops.service.loop import EngineLoop
 
     end_with_the_first(connection, setup.store)
-    try:
-        engine = make(setup)
-    except ValueError as error:
-        connection.sendall(encoded(NoEngine(str(error))))
-        return 1
-    EngineLoop(engine, FollowInbox(connection, frames), lambda batch: None).run()
+    commands: Inbox = FollowInbox(connection, frames)
+    send: Callable[[Batch], None] = lambda batch: None  # noqa: E731
+    with contextlib.ExitStack() as stack:
+        try:
+            engine = make(setup)
+            if setup.role is not None:
+                from specops.disaggregated.exchange import exchange_of
+
+                exchange = stack.enter_context(exchange_of(engine, setup.role, commands, send))
+                commands, send = exchange, exchange.send
+        except ValueError as error:
+            connection.sendall(encoded(NoEngine(str(error))))
+            return 1
+        EngineLoop(engine, commands, send).run()
     return 0
 
 
@@ -203,6 +213,25 @@ def _watch(connection: socket.socket, loaded: threading.Event) -> None:
             os._exit(1)
 
 
+def _kind_of(setup: Setup) -> "tuple[type[Any], bool]":
+    """The engine of a process, and whether it is one of several ranks."""
+    is_rank = setup.settings.get("tensor_parallel_size", 1) > 1
+    kind: type[Engine]
+    if setup.role is not None and is_rank:
+        from specops.disaggregated.exchange import PagesRankEngine as kind
+    elif setup.role is not None:
+        from specops.disaggregated.handoff import PagesEngine as kind
+    elif is_rank:
+        from specops.service.lockstep import RankEngine as kind
+    else:
+        from specops.engine.engine import Engine as kind
+    if setup.kv_events is not None:
+        from specops.disaggregated.kv_events import telling
+
+        kind = telling(kind)
+    return kind, is_rank
+
+
 def main() -> None:
     """Runs an engine behind the socket whose number is the last argument; does not return."""
 
@@ -210,18 +239,12 @@ def main() -> None:
         import torch
 
         from specops.engine.config import EngineConfig
-        from specops.engine.engine import Engine
+        from specops.service.lockstep import of_rank
 
-        if setup.role is not None:
-            from specops.disaggregated.handoff import PagesEngine
-
-            engine: Engine = PagesEngine(EngineConfig.from_plain(setup.settings))
-        elif setup.settings.get("tensor_parallel_size", 1) > 1:
-            from specops.service.lockstep import RankEngine
-
-            engine = RankEngine(setup)
-        else:
-            engine = Engine(EngineConfig.from_plain(setup.settings))
+        kind, is_rank = _kind_of(setup)
+        if setup.data_parallel_rank is not None and not is_rank:
+            setup.settings = of_rank(setup.settings, setup.data_parallel_rank)
+        engine: Engine = kind(setup if is_rank else EngineConfig.from_plain(setup.settings))
         # From now on the kernels' own threads have the cores: torch's would spin beside them.
         torch.set_num_threads(1)
         return engine

@@ -17,6 +17,8 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
+from msgspec import structs
+
 import specops
 from specops.engine.config import EngineConfig
 from specops.engine.device import open_device
@@ -24,11 +26,12 @@ from specops.engine.engine import Engine
 from specops.engine.outputs import RequestOutput
 from specops.engine.parallel.group import Group
 from specops.service.loop import Compiled, Inbox
-from specops.service.messages import Command, NoEngine
+from specops.service.messages import Command, Fetched, NoEngine
 from specops.service.process import EngineProcess
 from specops.service.wire import (
     Frames,
     GrammarReady,
+    RoleSettings,
     Setup,
     Taken,
     encoded,
@@ -98,14 +101,20 @@ class Followers:
             settings["seed"] = secrets.randbits(63)
         if settings.get("num_threads") is None:
             settings["num_threads"] = max(specops.get_num_threads() // size, 1)
+        first = size * (setup.data_parallel_rank or 0)  # GPU of the first rank
         self._folder = tempfile.mkdtemp(prefix=f"specops-ranks-{os.getpid()}-")
         setup.store = str(Path(self._folder) / "meeting")
         self._lost, self._is_ending = lost, False
         self._processes = [
-            EngineProcess(Setup(_of_rank(settings, rank), "error", rank, setup.store))
+            EngineProcess(
+                Setup(
+                    *(of_rank(settings, first + rank), "error", rank, setup.store),
+                    role=_role_of_rank(setup.role, rank),
+                )
+            )
             for rank in range(1, size)
         ]
-        setup.settings = _of_rank(settings, 0)
+        setup.settings = of_rank(settings, first)
         self._watcher = threading.Thread(target=self._watch, daemon=True)
         self._watcher.start()
 
@@ -147,11 +156,16 @@ class Followers:
         self._lost(said[0] if said else how)
 
 
-def _of_rank(settings: dict[str, object], rank: int) -> dict[str, object]:
-    """The settings of a rank: of GPUs, each has its own."""
+def of_rank(settings: dict[str, object], rank: int) -> dict[str, object]:
+    """The settings of a rank, or of one engine of several: of GPUs, each has its own."""
     device = str(settings.get("device", "auto"))
     is_gpu = device != "cpu" and open_device(device).device.type == "cuda"
     return {**settings, "device": f"cuda:{rank}" if is_gpu else "cpu"}
+
+
+def _role_of_rank(role: RoleSettings | None, rank: int) -> RoleSettings | None:
+    """The transport of a rank: each has its own port."""
+    return structs.replace(role, port=role.port + rank) if role and role.port else role
 
 
 def _rest(connection: socket.socket) -> Iterator[memoryview]:
@@ -180,7 +194,7 @@ class LeadInbox:
     def __init__(self, inbox: Inbox, followers: Followers) -> None:
         self._inbox, self._followers = inbox, followers
 
-    def put(self, command: Compiled) -> None:
+    def put(self, command: Compiled | Fetched) -> None:
         """Adds one, from any thread."""
         self._inbox.put(command)
 
@@ -205,8 +219,10 @@ class FollowInbox:
         self._compiled: dict[int, Compiled] = {}  # by job
         self._has_compiled = threading.Condition()
 
-    def put(self, command: Compiled) -> None:
+    def put(self, command: Compiled | Fetched) -> None:
         """Adds one, from any thread; it counts when the first rank has taken its own."""
+        if isinstance(command, Fetched):
+            return
         with self._has_compiled:
             self._compiled[command.job] = command
             self._has_compiled.notify_all()

@@ -28,6 +28,7 @@ from specops.service.messages import (
     End,
     Event,
     Failed,
+    Fetched,
     Health,
     Output,
     Progress,
@@ -67,7 +68,7 @@ class Inbox(Protocol):
     def take(self, seconds: float | None) -> Sequence[Command | Compiled]:
         """Returns those that are there, waiting for one at most so long; None: without end."""
 
-    def put(self, command: Compiled) -> None:
+    def put(self, command: Compiled | Fetched) -> None:
         """Adds one, from any thread."""
 
 

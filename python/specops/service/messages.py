@@ -96,6 +96,7 @@ class KvTransfer(Struct, omit_defaults=True):
         remote_request_id: the name of the lease.
         remote_block_ids: the leased pages, counted from the prompt's first.
         remote_host, remote_port: of the transport that has the lease.
+        remote_ports: of that engine's ranks, in order; None: it has one.
     """
 
     do_remote_prefill: bool = False
@@ -105,6 +106,7 @@ class KvTransfer(Struct, omit_defaults=True):
     remote_block_ids: list[int] | None = None
     remote_host: str | None = None
     remote_port: int | None = None
+    remote_ports: list[int] | None = None
 
 
 class Submit(Struct, tag=True, array_like=True, eq=False):
@@ -139,7 +141,13 @@ class Stop(Struct, tag=True, array_like=True):
     """Drops everything and ends the engine."""
 
 
-Command = Begin | Submit | Abort | Stop
+class Fetched(Struct, tag=True, array_like=True):
+    """From a thread of the engine's process: a job's pages have come, or will not come."""
+
+    job: int
+
+
+Command = Begin | Submit | Abort | Fetched | Stop
 
 
 # ---- from the engine ----

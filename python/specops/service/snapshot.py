@@ -2,6 +2,7 @@
 """An engine as plain data: what never changes about it, and what it does at the moment."""
 
 import copy
+from typing import Any
 
 from specops.engine.contract import contract_of
 from specops.engine.drafters.methods import methods
@@ -9,12 +10,15 @@ from specops.engine.engine import Engine
 from specops.service.messages import Capabilities, Status
 
 
-def capabilities_of(engine: Engine, role: str = "") -> Capabilities:
-    """What never changes about an engine, whose model's files are read once for it.
+def capabilities_of(
+    engine: Engine, role: str = "", contract: dict[str, Any] | None = None
+) -> Capabilities:
+    """What never changes about an engine.
 
     Args:
         engine: this.
         role: as in `Capabilities`.
+        contract: the engine's; None: the model's files are read once for it.
     """
     config = engine.config
     return Capabilities(
@@ -31,7 +35,7 @@ def capabilities_of(engine: Engine, role: str = "") -> Capabilities:
         drafters=[one.facts() for one in methods()],
         drafter_gauges={name: text for one in methods() for name, text in one.gauges},
         speculative_config=config.speculative_config.as_dict(without_files=True),
-        contract=contract_of(engine),
+        contract=contract or contract_of(engine),
         role=role,
     )
 

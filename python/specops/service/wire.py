@@ -13,7 +13,17 @@ from msgspec import Struct
 from specops.engine.outputs import PromptLogprobs
 from specops.engine.sampling_params import SamplingParams
 from specops.engine.structured import StructuredOutput
-from specops.service.messages import Abort, Batch, Begin, Hello, KvTransfer, NoEngine, Stop, Submit
+from specops.service.messages import (
+    Abort,
+    Batch,
+    Begin,
+    Fetched,
+    Hello,
+    KvTransfer,
+    NoEngine,
+    Stop,
+    Submit,
+)
 
 T = TypeVar("T")
 
@@ -26,7 +36,8 @@ class RoleSettings(Struct, array_like=True, frozen=True):
 
     Attributes:
         role: "prefill", "decode" or "mixed".
-        host, port: where its transport listens; port 0: any free one.
+        host, port: where its transport listens; port 0: any free one. Rank `i` of several listens
+            `i` ports further.
         peers: hosts that it fetches pages from.
         lease_seconds: that pages wait for their reader.
         lease_bytes: most bytes of pages that wait.
@@ -40,6 +51,20 @@ class RoleSettings(Struct, array_like=True, frozen=True):
     lease_bytes: int
 
 
+class KvEventSettings(Struct, array_like=True, frozen=True):
+    """Where an engine tells what its prefix cache has.
+
+    Attributes:
+        endpoint: of ZeroMQ, which it binds and publishes on.
+        topic: of its messages.
+        replay: where who has missed messages asks for them; empty: nowhere.
+    """
+
+    endpoint: str
+    topic: str
+    replay: str
+
+
 class Setup(Struct, tag=True, array_like=True):
     """The first message to a process: what its engine is made of.
 
@@ -49,6 +74,8 @@ class Setup(Struct, tag=True, array_like=True):
         rank: of several that compute one model, which one it is.
         store: the file by which these meet; empty: the first one chooses it.
         role: of an engine that hands prompts over, or gets them; None: neither.
+        kv_events: where it tells what its prefix cache has; None: nowhere.
+        data_parallel_rank: of the engine among those behind one door; None: it is the only one.
     """
 
     settings: dict[str, Any]
@@ -56,6 +83,8 @@ class Setup(Struct, tag=True, array_like=True):
     rank: int = 0
     store: str = ""
     role: RoleSettings | None = None
+    kv_events: KvEventSettings | None = None
+    data_parallel_rank: int | None = None
 
 
 class Taken(Struct, tag=True, array_like=True):
@@ -137,11 +166,13 @@ def unpacked(kind: type, value: Any) -> Any:
     return PromptLogprobs.unpacked(value)
 
 
-ToProcess = Setup | Begin | Submit | Abort | Stop | Taken | GrammarReady
+ToProcess = Setup | Begin | Submit | Abort | Fetched | Stop | Taken | GrammarReady
 FromProcess = Hello | NoEngine | Batch
 
 _encoder = msgspec.msgpack.Encoder(enc_hook=packed)
-_to_process = msgspec.msgpack.Decoder(Setup | Begin | _Submit | Abort | Stop | Taken | GrammarReady)
+_to_process = msgspec.msgpack.Decoder(
+    Setup | Begin | _Submit | Abort | Fetched | Stop | Taken | GrammarReady
+)
 _from_process = msgspec.msgpack.Decoder(FromProcess, dec_hook=unpacked)
 
 

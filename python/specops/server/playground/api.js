@@ -3,9 +3,9 @@
 
 /** What went wrong, as a sentence for whoever looks at the page. */
 export class ServerError extends Error {
-  constructor(message, status = 0) {
+  constructor(message, {status = 0, param = null, code = null} = {}) {
     super(sentence(message));
-    this.status = status;
+    Object.assign(this, {status, param, code});
   }
 }
 
@@ -17,15 +17,15 @@ function sentence(text) {
 }
 
 async function errorOf(response) {
-  let message = `the server answered ${response.status} ${response.statusText}`;
+  let error = {message: `the server answered ${response.status} ${response.statusText}`};
   try {
-    message = (await response.json()).error.message;
+    ({error} = await response.json());
   } catch {
     // No body: the status says it.
   }
   const seconds = response.headers.get("Retry-After");
-  if (seconds) message = `${sentence(message)} Try again in ${seconds} s`;
-  return new ServerError(message, response.status);
+  const message = seconds ? `${sentence(error.message)} Try again in ${seconds} s` : error.message;
+  return new ServerError(message, {...error, status: response.status});
 }
 
 /** Asks the server; `body` is JSON text, for a POST. Throws a ServerError, or an AbortError. */
@@ -68,7 +68,7 @@ export async function* events(response) {
 
 function parsed(data) {
   const event = JSON.parse(data);
-  if (event.error) throw new ServerError(event.error.message);
+  if (event.error) throw new ServerError(event.error.message, event.error);
   // A seed may have 64 bits, which JavaScript's numbers do not hold: its digits are kept.
   const seed = /"seed":(-?\d+)/.exec(data);
   if (seed) event.seed = seed[1];

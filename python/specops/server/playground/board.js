@@ -2,7 +2,7 @@
 // The results: lanes and charts, drawn at most once a frame however fast tokens come.
 
 import {hideCard, showCard} from "./card.js";
-import {acceptance, draftTree, timeline} from "./charts.js";
+import {acceptance, draftTree, markTime, timeline} from "./charts.js";
 import {$, make} from "./dom.js";
 import {Lane} from "./lane.js";
 import {sourceClass, sourceName, sourcesKnown} from "./names.js";
@@ -13,6 +13,8 @@ class Board {
   constructor() {
     this.lanes = [];
     this.extra = () => {}; // drawn with every frame
+    this.onClear = () => {};
+    this.onStep = () => {}; // called with a generation and the step of it that was clicked
     this.frame = 0;
     this.drawnAt = 0;
     this.inspected = null; // [generation, step]
@@ -20,6 +22,8 @@ class Board {
 
   /** Takes away what an earlier run has left, and lays the results out for a mode. */
   clear(mode) {
+    this.onClear();
+    this.onClear = () => {};
     $("results").dataset.mode = mode;
     this.lanes = [];
     this.extra = () => {};
@@ -81,19 +85,38 @@ class Board {
     const width = Math.max(260, $("timeline").clientWidth);
     const last = shown.slice(-2);
     const generations = last.map(({generation}) => generation);
-    $("timeline").replaceChildren(timeline(generations, last.map(({title}) => title), width));
+    const onStep = (row, number) => this.lookAt(last[row], number);
+    $("timeline").replaceChildren(timeline(generations, last.map(({title}) => title), width, onStep));
     this.drawDrafts(drafting);
     showLegend(this.lanes);
   }
 
+  /** Goes to a step that was clicked: its first token, with what is known of it, and its drafts. */
+  lookAt(lane, number) {
+    this.onStep(lane.generation, number);
+    lane.pane.spans[lane.generation.steps[number].first]?.focus({preventScroll: true});
+  }
+
+  /** Marks a moment of a replay in the timeline. */
+  markTime(seconds) {
+    markTime($("timeline").firstElementChild, seconds);
+  }
+
+  /** Shows the drafts of a step, if others are shown; with `unfolds` they come one by one. */
+  showDrafts(generation, number, unfolds) {
+    if (number < 0 || (this.inspected?.[0] === generation && this.inspected[1] === number)) return;
+    this.inspected = [generation, number];
+    this.drawDrafts(null, unfolds);
+  }
+
   /** Draws the drafts of the step that is looked at, or of the last one that had some. */
-  drawDrafts(latest = null) {
+  drawDrafts(latest = null, unfolds = false) {
     let [generation, number] = this.inspected ?? [latest, -1];
     if (!generation) return;
     if (number < 0) number = generation.steps.findLastIndex(({drafts}) => drafts);
     const drafts = generation.steps[number]?.drafts;
     $("tree-caption").textContent = number < 0 ? "Drafts of a step" : `Drafts of step ${number + 1}`;
-    $("drafts").replaceChildren(drafts ? draftTree(drafts) : "No drafts in this step.");
+    $("drafts").replaceChildren(drafts ? draftTree(drafts, unfolds) : "No drafts in this step.");
   }
 }
 

@@ -4,6 +4,8 @@
 import {draw, visible} from "./dom.js";
 import {sourceClass} from "./names.js";
 
+const UNFOLD_MILLISECONDS = 90; // from one depth of a tree to the next
+
 const picture = (width, height, label, ...children) =>
   draw("svg", {viewBox: `0 0 ${width} ${height}`, width, height, role: "img", "aria-label": label}, ...children);
 
@@ -42,8 +44,11 @@ function rowsOf({parents}) {
   return {rows, numRows};
 }
 
-/** A step's drafts as the tree they are: accepted ones joined by a line, the others struck out. */
-export function draftTree(drafts) {
+/**
+ * A step's drafts as the tree they are: accepted ones joined by a line, the others struck out. One
+ * that `unfolds` comes draft by draft.
+ */
+export function draftTree(drafts, unfolds = false) {
   const [wide, tall, gap] = [76, 24, 14];
   const {rows, numRows} = rowsOf(drafts);
   const kept = new Set(drafts.accepted);
@@ -54,13 +59,17 @@ export function draftTree(drafts) {
     const [left, middle] = [x(drafts.depths[node]), y(rows[node]) + tall / 2];
     const [fromX, fromY] = parent < 0 ? [9, y(0) + tall / 2] : [left - gap, y(rows[parent]) + tall / 2];
     const fate = kept.has(node) ? "kept" : "dropped";
-    shapes.push(draw("path", {d: `M${fromX} ${fromY}L${left} ${middle}`, class: `edge ${fate}`}));
+    const edge = draw("path", {d: `M${fromX} ${fromY}L${left} ${middle}`, class: `edge ${fate}`});
     const text = visible(drafts.texts[node]);
     const shown = text.length > 9 ? `${text.slice(0, 8)}…` : text;
     const name = `draft ${sourceClass(drafts.sources[node])} ${fate}`;
     const group = draw("g", {class: name}, box(left, y(rows[node]), wide, tall, ""));
     group.append(words(left + wide / 2, middle + 4, shown));
-    shapes.push(group);
+    for (const shape of unfolds ? [edge, group] : []) {
+      shape.classList.add("unfolds");
+      shape.style.animationDelay = `${UNFOLD_MILLISECONDS * drafts.depths[node]}ms`;
+    }
+    shapes.push(edge, group);
   });
   const told = drafts.texts.map((text, node) => `${visible(text)} ${kept.has(node) ? "accepted" : "rejected"}`);
   const width = x(Math.max(...drafts.depths) + 1);
@@ -85,8 +94,11 @@ function bars(generation, scale, {left, unit, base}) {
   );
 }
 
-/** Each step as a stack of its tokens, where it ended on the server's clock; a row a generation. */
-export function timeline(generations, titles, width) {
+/**
+ * Each step as a stack of its tokens, where it ended on the server's clock; a row a generation.
+ * `onStep` is called with the row and the step that are next to where it is clicked.
+ */
+export function timeline(generations, titles, width, onStep) {
   const [left, unit, right] = [8, 5, 12];
   const most = Math.max(2, ...generations.flatMap(({steps}) => steps.map(({count}) => count)));
   const tall = Math.min(most, 12) * unit + 26;
@@ -101,5 +113,21 @@ export function timeline(generations, titles, width) {
     return [axis, ...bars(generation, scale, {left, unit, base}), words(left, base - tall + 20, title, "", "start")];
   });
   const told = generations.map(({steps, tokens}, row) => `${titles[row]}: ${tokens.length} tokens in ${steps.length} steps`);
-  return picture(width, tall * generations.length + 2, `${told.join("; ")}.`, ...shapes);
+  const drawn = picture(width, tall * generations.length + 2, `${told.join("; ")}.`, ...shapes);
+  drawn.append(draw("path", {class: "moment", "data-left": left, "data-scale": scale}));
+  drawn.addEventListener("click", ({clientX, clientY}) => {
+    const corner = drawn.getBoundingClientRect();
+    const row = Math.min(Math.floor((clientY - corner.top) / tall), generations.length - 1);
+    const {steps} = generations[row];
+    const distance = ({seconds}) => Math.abs(left + seconds * scale - (clientX - corner.left));
+    if (steps.length) onStep(row, steps.reduce((best, one, i) => (distance(one) < distance(steps[best]) ? i : best), 0));
+  });
+  return drawn;
+}
+
+/** Marks a moment in a timeline. */
+export function markTime(drawn, seconds) {
+  const mark = drawn.querySelector(".moment");
+  const x = (Number(mark.dataset.left) + seconds * Number(mark.dataset.scale)).toFixed(1);
+  mark.setAttribute("d", `M${x} 0V${drawn.getAttribute("height")}`);
 }

@@ -5,6 +5,7 @@ import {board} from "./board.js";
 import {$, make, perSecond, perStepText} from "./dom.js";
 import {isSame} from "./generation.js";
 import {choicesOf, learns} from "./names.js";
+import {offerReplay} from "./replay.js";
 import {generate} from "./runs.js";
 import {factorText, inRounds, middle, speedUp, spreadText} from "./timing.js";
 
@@ -12,10 +13,25 @@ const HEADS = ["method", "tokens per step", "drafts accepted", "tokens/s", "agai
 
 /** A method's runs: the first one is drawn, and the later ones are timed. */
 class Entry {
-  constructor(method) {
+  constructor(method, prompt) {
     this.method = method;
+    this.prompt = prompt;
     this.runs = [];
     this.row = make("tr");
+    this.button = make("button", {type: "button", title: "Show its text"}, method);
+    this.row.addEventListener("click", () => this.open());
+  }
+
+  /** Shows the text of the first run. */
+  open() {
+    if (document.body.dataset.state === "running") return;
+    const lane = newLane(this.method, this.prompt);
+    lane.start(this.first);
+    board.finish();
+    offerReplay();
+    for (const one of this.row.parentElement.querySelectorAll("button")) {
+      one.setAttribute("aria-pressed", String(one === this.button));
+    }
   }
 
   get first() {
@@ -38,12 +54,12 @@ class Entry {
   }
 
   paint(plain) {
-    const {first, method} = this;
+    const {first} = this;
     const words = this.isExact(plain) ? ["identical", "same"] : ["DIFFERENT", "differs"];
     const [verdict, name] = this === plain && words[1] === "same" ? ["–", ""] : words;
     const share = first.drafted ? `${Math.round((100 * first.accepted) / first.drafted)} %` : "–";
     this.row.replaceChildren(
-      make("th", {scope: "row"}, method),
+      make("th", {scope: "row"}, this.button),
       ...[perStepText(first.perStep), share, perSecond(this.speed)].map((text) => make("td", {}, text)),
       make("td", {}, ...(this === plain ? ["–"] : this.against(plain))),
       make("td", {class: name}, verdict),
@@ -72,11 +88,17 @@ function newTable(choices, seed) {
   return body;
 }
 
-/** Runs a method for everybody to see. */
-async function draw(context, method) {
+/** A lane in the place of what is shown. */
+function newLane(method, prompt) {
   $("lanes").replaceChildren();
   board.lanes = [];
-  const lane = board.addLane(method, {prompt: context.settings.prompt, showsSeed: false});
+  board.inspected = null;
+  return board.addLane(method, {prompt, showsSeed: false});
+}
+
+/** Runs a method for everybody to see. */
+async function draw(context, method) {
+  const lane = newLane(method, context.settings.prompt);
   const run = await generate(context, method, {
     onStart: (generation) => lane.start(generation),
     onStep: () => board.refresh(),
@@ -93,7 +115,7 @@ export async function compare(context, methods) {
   const body = newTable(choices, Number(temperature) > 0 && seed);
   // Warms the prefix cache and the CPU; by a method that learns nothing.
   await generate(context, "naive");
-  const entries = choices.map((method) => new Entry(method));
+  const entries = choices.map((method) => new Entry(method, context.settings.prompt));
   const plain = entries.find(({method}) => method === "naive");
   for (const entry of entries) {
     entry.runs.push(await draw(context, entry.method));

@@ -41,11 +41,24 @@ export class Lane {
     this.facts.replaceChildren(...facts.map(([name, value]) => fact(name, value)));
   }
 
+  /** Shows the first `count` steps, as TokenPane does, and a bar that is as long. */
+  showSteps(count, moves) {
+    const {steps} = this.generation;
+    this.pane.showSteps(count, moves);
+    if (count < steps.length) this.progress.value = steps[count].first;
+    else this.fillBar();
+  }
+
   /** Draws the end: a whole bar only where the text is whole. */
   finish() {
     this.paint();
     this.pane.finish();
-    if (this.generation.finishReason !== null) this.progress.value = this.progress.max;
+    this.fillBar();
+  }
+
+  fillBar() {
+    const {finishReason, tokens} = this.generation;
+    this.progress.value = finishReason === null ? tokens.length : this.progress.max;
   }
 
   /** Puts the speed that the method has alone in the place of the race's. */

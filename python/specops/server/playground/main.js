@@ -4,15 +4,20 @@
 import {ask} from "./api.js";
 import {board, showLegend} from "./board.js";
 import {hideCard} from "./card.js";
-import {chat, follow, newChat, showChat} from "./chat.js";
+import {chat, follow, keepMessage, newChat, showChat} from "./chat.js";
+import {showCode} from "./code.js";
 import {compare} from "./compare.js";
+import {copy} from "./copy.js";
 import {$, make, perSecond, whole} from "./dom.js";
 import {MESSAGES, PROMPTS} from "./examples.js";
 import {forget, remember, showHistory} from "./history.js";
+import {inLabels, unmark} from "./labels.js";
 import {race} from "./race.js";
+import {isFirstVisit, showRecorded} from "./recorded.js";
+import {listenToReplay, offerReplay, showStep} from "./replay.js";
 import {drawSeed, generate} from "./runs.js";
 import {
-  fillEmpty, fitForm, fitPrompt, fragmentOf, fromFragment, offer,
+  fillEmpty, fitForm, fitPrompt, foldPrompt, fragmentOf, fromFragment, offer,
   onOtherTab, readForm, store, stored, writeForm,
 } from "./settings.js";
 
@@ -57,6 +62,8 @@ async function write(context) {
 
 const WORK = {race, write, chat, compare: (context) => compare(context, card.methods)};
 
+const REPLAYED = ["race", "write"]; // modes whose results can be replayed
+
 function setState(state) {
   document.body.dataset.state = state;
   // They stay focusable: who pressed one goes on from there.
@@ -76,6 +83,7 @@ async function start() {
   if (running) return;
   running = new AbortController();
   $("error").textContent = "";
+  unmark();
   hideCard();
   setState("running");
   let settings = readForm();
@@ -85,10 +93,13 @@ async function start() {
     settings = readForm();
     settings.seed ||= drawSeed();
     seedShown = settings.seed;
+    showRequest();
     tell("Generating.");
+    foldPrompt(true);
     bringIntoView();
     const context = {settings, key: $("key").value, signal: running.signal};
     const outcome = await WORK[settings.mode](context);
+    if (REPLAYED.includes(settings.mode)) offerReplay();
     remember(settings, outcome);
     showHistory(restore);
     tell(`Done: ${outcome}.`);
@@ -96,6 +107,7 @@ async function start() {
   } catch (error) {
     board.finish();
     if (settings.mode !== "chat" && board.isEmpty) showNothing();
+    else if (REPLAYED.includes(settings.mode)) offerReplay();
     failed(error);
   } finally {
     running = null;
@@ -109,8 +121,14 @@ function failed(error) {
     setState("stopped");
     return;
   }
-  if (error.status === 401) $("key-label").hidden = false;
-  $("error").textContent = error.message;
+  $("error").textContent = inLabels(error);
+  if (error.status === 401) {
+    $("key-label").hidden = false;
+    $("contract").hidden = true; // a link takes no key along
+    $("error").textContent = "“API key” is missing or wrong.";
+  } else if (error.code === "context_length_exceeded" && readForm().mode === "chat") {
+    $("error").append(" Edit an earlier message, or begin a new chat.");
+  }
   tell("");
   setState("failed");
 }
@@ -131,6 +149,13 @@ function changed() {
   $("results").dataset.rejected = rejected;
   showLegend(board.lanes);
   showExamples(mode === "chat" ? MESSAGES : PROMPTS);
+  if (mode !== "chat") $("chats").hidden = true;
+  showRequest();
+}
+
+function showRequest() {
+  const values = readForm();
+  showCode({...values, seed: values.seed || seedShown}, card?.id, $("key").value !== "");
 }
 
 function showExamples(examples) {
@@ -165,15 +190,15 @@ async function share() {
   const values = readForm();
   // Who follows the link is to see what is seen here.
   history.replaceState(null, "", fragmentOf({...values, seed: values.seed || seedShown}));
-  try {
-    await navigator.clipboard.writeText(location.href);
-    tell("The link is copied.");
-    $("share").textContent = "Link copied";
-  } catch {
-    tell("The link is in the address bar.");
-    $("share").textContent = "Link in address bar";
-  }
-  setTimeout(() => ($("share").textContent = "Copy link"), 2000);
+  const copied = await copy(location.href, $("share"), "Link copied", "Link in address bar");
+  tell(copied ? "The link is copied." : "The link is in the address bar.");
+}
+
+/** Shows the form's request as code, or hides it. */
+function toggleCode() {
+  $("code").hidden = !$("code").hidden;
+  $("as-code").setAttribute("aria-expanded", String(!$("code").hidden));
+  showRequest();
 }
 
 function showNothing() {
@@ -201,14 +226,23 @@ function listen() {
     });
   }
   $("modes").addEventListener("change", changeMode);
-  $("prompt").addEventListener("input", fitPrompt);
+  $("prompt").addEventListener("input", () => {
+    foldPrompt(false);
+    fitPrompt();
+    showRequest();
+  });
+  $("prompt").addEventListener("focus", () => foldPrompt(false));
   $("stop").addEventListener("click", () => running?.abort());
-  onOtherTab("chat", () => {
+  onOtherTab("chats", () => {
     follow();
     if (!running && readForm().mode === "chat") showChat();
   });
   $("share").addEventListener("click", share);
   $("new-chat").addEventListener("click", newChat);
+  $("keep-message").addEventListener("click", keepMessage);
+  $("as-code").addEventListener("click", toggleCode);
+  $("language").addEventListener("change", showRequest);
+  $("copy-code").addEventListener("click", () => copy($("code-text").textContent, $("copy-code")));
   $("reset").addEventListener("click", () => {
     store("settings", null);
     location.replace(location.pathname);
@@ -228,11 +262,16 @@ function listen() {
 }
 
 listen();
+listenToReplay();
+board.onStep = showStep;
 showHistory(restore);
 prepare();
+const isFirst = isFirstVisit();
+const isUntouched = () => !running && board.isEmpty && readForm().mode === "race";
 connect()
   .then(() => {
     if (!running && readForm().mode === "chat") showChat();
+    else if (isFirst && isUntouched()) return showRecorded(isUntouched);
   })
   .catch((error) => {
     $("model").textContent = "not connected";

@@ -11,18 +11,18 @@ import {factorText, inRounds, speedUp, spreadText} from "./timing.js";
 /** "160 of 160 tokens", and of logprobs where both have them; `total` may count a longer text. */
 function counted({tokens, sameTokens, logprobs, sameLogprobs}, total = tokens) {
   const parts = [`${whole(sameTokens)} of ${whole(total)} tokens`];
-  if (logprobs) parts.push(`${whole(sameLogprobs)} of ${whole(Math.max(logprobs, total))} logprobs, to the last bit`);
+  if (logprobs) parts.push(`${whole(sameLogprobs)} of ${whole(Math.max(logprobs, total))} logprobs`);
   return parts.join(", ");
 }
 
 /** Draws what the race has come to: tokens per step, and how far two generations agree. */
-function showVerdict(plain, fast, isOver) {
+export function showVerdict(plain, fast, isOver) {
   $("verdict").hidden = false;
   $("per-step").textContent = perStepText(fast.perStep);
   const found = agreement(plain, fast);
   const same = isOver ? isSame(plain, fast) : found.firstDifference < 0;
   const total = isOver ? Math.max(plain.tokens.length, fast.tokens.length) : found.tokens;
-  const how = same ? (isOver ? "identical" : "identical so far") : "DIFFERENT";
+  const how = same ? (isOver ? "Same bits" : "Same bits so far") : "DIFFERENT";
   $("identical").textContent = `${how}: ${counted(found, total)}`;
   $("identical").className = `identical ${same ? "same" : "differs"}`;
   for (const lane of board.lanes) lane.pane?.mark(found.firstDifference);
@@ -111,5 +111,5 @@ export async function race(context) {
   board.extra = () => {};
   const same = await conclude(context, raced);
   const facts = [`${$("per-step").textContent} tokens per step`, $("factor").textContent].filter(Boolean);
-  return `${facts.join(", ")}, ${same ? "identical" : "DIFFERENT"}: ${raced[1].tokens.length} tokens`;
+  return `${facts.join(", ")}, ${same ? "same bits" : "DIFFERENT"}: ${raced[1].tokens.length} tokens`;
 }

@@ -11,8 +11,9 @@ export function drawSeed() {
   return String((high % 2 ** 21) * 2 ** 32 + low);
 }
 
-function bodyOf(settings, method, messages) {
-  const {alternatives, seed} = settings;
+/** Where a request goes, and its fields but the seed; messages: of a chat. */
+export function requestOf(settings, method, messages) {
+  const {alternatives} = settings;
   const fields = {
     ...(messages ? {messages} : {prompt: settings.prompt}),
     max_tokens: Number(settings.tokens),
@@ -24,15 +25,17 @@ function bodyOf(settings, method, messages) {
       steps: settings.steps === "" ? null : Number(settings.steps),
       tree: settings.tree,
     }),
-    stream: true,
-    stream_options: {include_steps: true},
   };
   if (alternatives !== "" && messages) {
     Object.assign(fields, {logprobs: true, top_logprobs: Number(alternatives)});
   } else if (alternatives !== "") {
     fields.logprobs = Number(alternatives);
   }
-  const text = JSON.stringify(fields);
+  return {path: messages ? "v1/chat/completions" : "v1/completions", fields};
+}
+
+function bodyOf(fields, seed) {
+  const text = JSON.stringify({...fields, stream: true, stream_options: {include_steps: true}});
   // As digits: JSON has integers that JavaScript's numbers do not hold.
   return `${text.slice(0, -1)},"seed":${seed}}`;
 }
@@ -47,8 +50,8 @@ export async function generate(context, method, {messages = null, onStart, onSte
   const {settings, key, signal} = context;
   const generation = new Generation(method, Number(settings.tokens));
   onStart?.(generation);
-  const path = messages ? "v1/chat/completions" : "v1/completions";
-  const response = await ask(path, {key, signal, body: bodyOf(settings, method, messages)});
+  const {path, fields} = requestOf(settings, method, messages);
+  const response = await ask(path, {key, signal, body: bodyOf(fields, settings.seed)});
   for await (const event of events(response)) {
     generation.take(event);
     onStep?.(generation);

@@ -111,6 +111,13 @@ export function fitForm() {
   $("run").textContent = verbs[mode];
 }
 
+/** Shows four lines of the prompt, so that results are in sight; or more, while it is written. */
+export function foldPrompt(folds) {
+  if ($("form").classList.contains("folded") === folds) return;
+  $("form").classList.toggle("folded", folds);
+  fitPrompt();
+}
+
 /** As tall as its text, up to a limit, and at its end: the last line is where the model goes on. */
 export function fitPrompt() {
   const field = $("prompt");

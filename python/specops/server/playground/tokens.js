@@ -33,6 +33,7 @@ export class TokenPane {
     this.onInspect = onInspect;
     this.spans = [];
     this.numSteps = 0;
+    this.nodes = []; // of each step
     this.marked = null;
     element.replaceChildren(make("span", {class: "before"}, endOf(prompt)));
     element.addEventListener("keydown", (event) => this.move(event));
@@ -53,19 +54,37 @@ export class TokenPane {
     const isAtEnd = element.scrollTop + element.clientHeight > element.scrollHeight - 40;
     const made = document.createDocumentFragment();
     for (; this.numSteps < generation.steps.length; this.numSteps++) {
-      this.paintStep(generation.steps[this.numSteps], made);
+      this.nodes.push(this.nodesOf(generation.steps[this.numSteps]));
+      made.append(...this.nodes.at(-1));
     }
     element.append(made);
     if (isAtEnd) element.scrollTop = element.scrollHeight;
   }
 
-  paintStep({first, count, drafts}, made) {
+  nodesOf({first, count, drafts}) {
+    const nodes = [];
     const last = first + count - 1;
     for (let place = first; place <= last; place++) {
       // The model's own token stands where the first draft was rejected.
-      if (place === last && drafts) made.append(...rejectedOf(drafts));
-      made.append(this.spanOf(place));
+      if (place === last && drafts) nodes.push(...rejectedOf(drafts));
+      nodes.push(this.spanOf(place));
     }
+    return nodes;
+  }
+
+  /** Shows the first `count` steps; with `moves`, what was rejected in the new ones flies out. */
+  showSteps(count, moves) {
+    this.nodes.forEach((nodes, number) => {
+      for (const node of nodes) {
+        const isNew = node.hidden && number < count;
+        node.hidden = number >= count;
+        if (node.tagName !== "DEL") continue;
+        const flies = moves && (isNew || node.matches(".flying:not([hidden])"));
+        node.classList.toggle("flying", flies);
+        node.ariaHidden = String(flies);
+      }
+    });
+    this.element.scrollTop = this.element.scrollHeight;
   }
 
   spanOf(place) {
@@ -93,7 +112,7 @@ export class TokenPane {
   move(event) {
     const at = this.spans.indexOf(document.activeElement);
     const to = {ArrowLeft: at - 1, ArrowRight: at + 1, Home: 0, End: this.spans.length - 1}[event.key];
-    if (at < 0 || to === undefined || !this.spans[to]) return;
+    if (at < 0 || to === undefined || !this.spans[to] || this.spans[to].hidden) return;
     event.preventDefault();
     this.spans[at].tabIndex = -1;
     this.spans[to].tabIndex = 0;

@@ -1,0 +1,44 @@
+// SPDX-License-Identifier: Apache-2.0
+// Errors in the words of the form: what the API calls a field, the form has a label for.
+
+import {$} from "./dom.js";
+
+const FIELDS = {
+  max_tokens: "tokens",
+  max_completion_tokens: "tokens",
+  num_speculative_tokens: "k",
+  num_model_steps: "steps",
+  temperature: "temperature",
+  top_p: "top_p",
+  top_logprobs: "alternatives",
+  logprobs: "alternatives",
+  seed: "seed",
+  prompt: "prompt",
+  messages: "prompt",
+};
+// These are words, too: only a message that begins with one means the field.
+const NAMES = Object.keys(FIELDS).filter((name) => name.includes("_"));
+
+const labelOf = (id) => $(id).labels[0].firstChild.textContent.trim();
+
+/** Marks the fields that an error is about, and returns its message with their labels. */
+export function inLabels({message, param}) {
+  const found = new Set([FIELDS[param]].filter(Boolean));
+  const text = message.replace(new RegExp(`\\b(${NAMES.join("|")})\\b`, "g"), (name) => {
+    found.add(FIELDS[name]);
+    return `“${labelOf(FIELDS[name])}”`;
+  });
+  for (const id of found) {
+    $(id).setAttribute("aria-invalid", "true");
+    $(id).setAttribute("aria-describedby", "error");
+  }
+  return text;
+}
+
+/** Takes the marks away. */
+export function unmark() {
+  for (const one of document.querySelectorAll("[aria-invalid]")) {
+    one.removeAttribute("aria-invalid");
+    one.removeAttribute("aria-describedby");
+  }
+}

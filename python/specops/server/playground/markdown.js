@@ -1,0 +1,122 @@
+// SPDX-License-Identifier: Apache-2.0
+// Markdown as elements: what chat models write. Text stays text; what is not known is shown as it is.
+
+import {make} from "./dom.js";
+
+const FENCE = /^ {0,3}(`{3,}|~{3,})\s*([\w+-]*)[^`]*$/;
+const HEADING = /^ {0,3}#{1,6}\s+(.*?)\s*#*$/;
+const ITEM = /^(\s*)(?:([-*+])|(\d{1,9})[.)])\s+(.*)$/;
+const QUOTE = /^ {0,3}> ?(.*)$/;
+const DEEPEST = 16; // of lists and quotations inside each other
+const RULE = /^ {0,3}([-*_])(?:\s*\1){2,}\s*$/;
+const KINDS = [FENCE, HEADING, RULE, ITEM, QUOTE]; // which end a paragraph
+const INLINE = [
+  [/(`{1,3})(.+?)\1(?!`)/y, ([, , text]) => make("code", {}, text.trim() || text)],
+  [/\*\*(?=\S)(.+?\S|\S)\*\*/y, ([, text]) => make("strong", {}, ...inline(text))],
+  [/\*(?=[^\s*])(.*?[^\s*])\*(?!\*)/y, ([, text]) => make("em", {}, ...inline(text))],
+  [/\[([^[\]]+)\]\(([^()\s]+)\)/y, ([whole, text, target]) => link(target, text) ?? whole],
+];
+
+/** A link to a page of the web; null for anything else. */
+function link(target, text) {
+  if (!URL.canParse(target) || !["http:", "https:"].includes(new URL(target).protocol)) return null;
+  return make("a", {href: target, target: "_blank", rel: "noopener noreferrer"}, ...inline(text));
+}
+
+/** What a mark at `at` makes, and where it ends; null where there is none. */
+function markAt(text, at) {
+  for (const [pattern, build] of INLINE) {
+    pattern.lastIndex = at;
+    const match = pattern.exec(text);
+    if (match) return [build(match), at + match[0].length];
+  }
+  return null;
+}
+
+/** A line's nodes. Every place is looked at once, however many marks do not end. */
+function inline(text) {
+  const nodes = [];
+  let begin = 0; // of the text that has no mark
+  for (let at = 0; at < text.length; ) {
+    const found = "`*[".includes(text[at]) ? markAt(text, at) : null;
+    if (!found) {
+      at += 1;
+      continue;
+    }
+    nodes.push(text.slice(begin, at), found[0]);
+    begin = at = found[1];
+  }
+  return [...nodes, text.slice(begin)];
+}
+
+/** Lines of a paragraph; a line's end is kept. */
+const paragraph = (lines) =>
+  make("p", {}, ...lines.flatMap((line, i) => [...(i ? [make("br")] : []), ...inline(line.trim())]));
+
+/** The code of a fence that opens at `at`, up to the one that closes it or the end; and what is next. */
+function fenced(lines, at) {
+  const [, fence, language] = FENCE.exec(lines[at]);
+  const isEnd = (line) => line.trim().startsWith(fence) && line.trim().replaceAll(fence[0], "") === "";
+  let end = at + 1;
+  while (end < lines.length && !isEnd(lines[end])) end += 1;
+  const code = make("code", {}, lines.slice(at + 1, end).join("\n"));
+  // It can be scrolled by keys.
+  const label = language ? `Code: ${language}` : "Code";
+  return [make("pre", {tabindex: "0", role: "group", "aria-label": label}, code), end + 1];
+}
+
+/** The list whose first item is at `at`, with what is indented below each item; and what is next. */
+function list(lines, at, depth) {
+  const [, indent, bullet, number] = ITEM.exec(lines[at]);
+  const element = make(bullet ? "ul" : "ol", number && number !== "1" ? {start: Number(number)} : {});
+  const isOurs = (match) => match && match[1].length <= indent.length + 1 && Boolean(match[2]) === Boolean(bullet);
+  while (at < lines.length && isOurs(ITEM.exec(lines[at]))) {
+    const inside = [ITEM.exec(lines[at])[4]];
+    const isInside = (line) => line.trim() === "" || line.search(/\S/) > indent.length + 1;
+    for (at += 1; at < lines.length && isInside(lines[at]); at += 1) inside.push(lines[at].slice(indent.length + 2));
+    const [first, ...others] = blocks(inside, depth + 1);
+    // The first paragraph of an item is no paragraph of its own.
+    const begin = first?.tagName === "P" ? [...first.childNodes] : [first ?? ""];
+    element.append(make("li", {}, ...begin, ...others));
+  }
+  return [element, at];
+}
+
+/** The quotation that begins at `at`, and what is next. */
+function quotation(lines, at, depth) {
+  const quoted = [];
+  for (; at < lines.length && QUOTE.test(lines[at]); at += 1) quoted.push(QUOTE.exec(lines[at])[1]);
+  return [make("blockquote", {}, ...blocks(quoted, depth + 1)), at];
+}
+
+/** The block that begins at `at`, and what is next. */
+function blockAt(lines, at, depth) {
+  const line = lines[at];
+  if (FENCE.test(line)) return fenced(lines, at);
+  if (HEADING.test(line)) return [make("h3", {}, ...inline(HEADING.exec(line)[1])), at + 1];
+  if (RULE.test(line)) return [make("hr"), at + 1];
+  if (ITEM.test(line)) return list(lines, at, depth);
+  if (QUOTE.test(line)) return quotation(lines, at, depth);
+  let end = at + 1;
+  while (end < lines.length && lines[end].trim() !== "" && !KINDS.some((kind) => kind.test(lines[end]))) end += 1;
+  return [paragraph(lines.slice(at, end)), end];
+}
+
+/** What the lines are. */
+function blocks(lines, depth = 0) {
+  if (depth > DEEPEST) return [lines.join("\n")];
+  const made = [];
+  for (let at = 0; at < lines.length; ) {
+    if (lines[at].trim() === "") {
+      at += 1;
+      continue;
+    }
+    const [block, next] = blockAt(lines, at, depth);
+    made.push(block);
+    at = next;
+  }
+  return made;
+}
+
+/** An element with the text as it is meant. */
+export const rendered = (text) => make("div", {class: "prose"}, ...blocks(text.split("\n")));

@@ -1,0 +1,35 @@
+// SPDX-License-Identifier: Apache-2.0
+// The recorded race that plays at the first visit. `make screenshots` records it.
+
+import {ask} from "./api.js";
+import {board} from "./board.js";
+import {$} from "./dom.js";
+import {Generation} from "./generation.js";
+import {play, offerReplay} from "./replay.js";
+import {showVerdict} from "./race.js";
+import {stored} from "./settings.js";
+
+/** Whether this browser has never done anything here, and follows no link. */
+export const isFirstVisit = () => !location.hash && !stored("settings") && !stored("history");
+
+/** Shows the race; `isWanted` is asked when it is there, since something may run by then. */
+export async function showRecorded(isWanted) {
+  const {prompt, machine, runs} = await (await ask("page/recorded.json")).json();
+  if (!isWanted()) return;
+  board.clear("race");
+  const generations = runs.map(({method, events}) => {
+    const generation = new Generation(method, events.length);
+    const lane = board.addLane(method, {prompt, showsSeed: false, unit: "tokens/s, in shared steps"});
+    events.forEach((event) => generation.take(event));
+    generation.finish();
+    generation.limit = generation.tokens.length;
+    lane.start(generation);
+    return generation;
+  });
+  board.finish();
+  showVerdict(...generations, true);
+  for (const id of ["factor", "spread"]) $(id).textContent = "";
+  $("verdict-note").textContent = `A recorded race: the bundled model on ${machine}. “Start race” runs yours.`;
+  offerReplay();
+  if (!matchMedia("(prefers-reduced-motion: reduce)").matches) play();
+}

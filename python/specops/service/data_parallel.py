@@ -1,0 +1,229 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Several engines of one model behind one door, a process each: every job runs on one of them.
+
+A job goes where it costs least: pages of its prompt that the engine has not computed lately, and
+the choices that the engine has not finished. So prompts with the same beginning meet, until others
+are idle. No bit of an answer depends on where it ran.
+"""
+
+import asyncio
+import hashlib
+import random
+from array import array
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields, is_dataclass, replace
+from functools import partial, reduce
+from itertools import zip_longest
+from typing import Any
+
+from msgspec import structs
+
+from specops.engine.outputs import EngineStats
+from specops.service.client import EngineClient
+from specops.service.messages import (
+    Abort,
+    Batch,
+    Command,
+    Event,
+    Failed,
+    Health,
+    Output,
+    Refused,
+    Status,
+    Submit,
+)
+
+_SEED_BITS = 53  # as the loop of an engine draws them
+_MOST_PREFIXES = 1 << 18  # pages of prompts that are remembered
+_BEST_FIRST: tuple[Health, ...] = ("ok", "failing", "restarting", "failed")
+
+
+@dataclass
+class _Running:
+    """A job that an engine has."""
+
+    engine: int
+    num_left: int  # choices that have not ended
+
+
+class Prefixes:
+    """Which engines have computed which beginnings of prompts, the latest ones.
+
+    An engine may have evicted one of them: then it is computed again.
+
+    Args:
+        page_size: tokens of a page.
+        most: pages that are remembered.
+    """
+
+    def __init__(self, page_size: int, most: int) -> None:
+        self._size, self._most = page_size, most
+        self._engines: OrderedDict[bytes, set[int]] = OrderedDict()  # oldest first
+
+    def pages(self, prompt: Sequence[int]) -> list[bytes]:
+        """A name of each full page of a prompt, for its tokens from the first on."""
+        names, name = list[bytes](), b""
+        for end in range(self._size, len(prompt) + 1, self._size):
+            tokens = array("q", prompt[end - self._size : end]).tobytes()
+            name = hashlib.blake2b(name + tokens, digest_size=16).digest()
+            names.append(name)
+        return names
+
+    def num_known(self, pages: Sequence[bytes], engine: int) -> int:
+        """How many of a prompt's first pages an engine has computed."""
+        for count, name in enumerate(pages):
+            if engine not in self._engines.get(name, ()):
+                return count
+        return len(pages)
+
+    def note(self, pages: Sequence[bytes], engine: int) -> None:
+        """An engine computes these."""
+        for name in reversed(pages):  # so that the end of a prompt is forgotten first
+            self._engines.setdefault(name, set()).add(engine)
+            self._engines.move_to_end(name)
+        while len(self._engines) > self._most:
+            self._engines.popitem(last=False)
+
+    def forget(self, engine: int) -> None:
+        """An engine has lost all."""
+        for engines in self._engines.values():
+            engines.discard(engine)
+
+
+class DataParallelClient(EngineClient):
+    """Several engines as one.
+
+    The jobs of an engine that dies end with an error, as they do with one engine; the others go on.
+
+    Args:
+        clients: of engines with the same configuration.
+        seed: of the seeds of jobs without one, as `EngineConfig.seed`.
+    """
+
+    def __init__(self, clients: Sequence[EngineClient], seed: int | None) -> None:
+        first = clients[0].capabilities
+        self._clients = clients
+        # A step's time by its parts is each engine's own, and no job's.
+        total = sum(one.capabilities.num_pages for one in clients)
+        capabilities = structs.replace(first, num_pages=total, times_drafting=False)
+        self._lost_stats = EngineStats()  # of engines that have died: counters only ever grow
+        super().__init__(capabilities, self._all_status())
+        self._random = random.Random(seed) if seed is not None else random.SystemRandom()
+        self._jobs: dict[int, _Running] = {}
+        self._prefixes = Prefixes(first.page_size, _MOST_PREFIXES)
+
+    @property
+    def health(self) -> Health:
+        """That of the best engine: as long as one takes jobs, the door is open."""
+        return min((one.health for one in self._clients), key=_BEST_FIRST.index)
+
+    @health.setter
+    def health(self, value: Health) -> None:
+        """Not noted: the engines are asked."""
+
+    @property
+    def is_behind(self) -> bool:
+        """Whether no engine may be handed a further job."""
+        return all(one.is_behind for one in self._clients)
+
+    async def start(
+        self, receive: Callable[[Batch], None], lost: Callable[[str], None], num_clients: int
+    ) -> None:
+        """Begins; called once, on the event loop."""
+        await super().start(receive, lost, num_clients)
+        for index, one in enumerate(self._clients):
+            await one.start(
+                partial(self._from_engine, index), partial(self._engine_lost, index), num_clients
+            )
+
+    async def stop(self) -> None:
+        """Drops what is left, and waits for the engines to end."""
+        await asyncio.gather(*(one.stop() for one in self._clients))
+
+    def _send(self, command: Command) -> None:
+        if isinstance(command, Submit):
+            if command.params.seed is None:  # engines would all draw the same ones
+                seeded = replace(command.params, seed=self._random.getrandbits(_SEED_BITS))
+                command = structs.replace(command, params=seeded)
+            engine = self._choose(command)
+            self._clients[engine].submit(command)
+            count = len(command.prompts) * command.params.n
+            self._jobs[command.job] = _Running(engine, count)
+        elif isinstance(command, Abort):
+            running = self._jobs.pop(command.job, None)
+            if running is not None:
+                self._clients[running.engine].abort(command.job)
+
+    def _choose(self, job: Submit) -> int:
+        """The engine that a job goes to."""
+        pages = self._prefixes.pages(job.prompts[0])
+        loads = [0] * len(self._clients)
+        for running in self._jobs.values():
+            loads[running.engine] += running.num_left
+
+        def cost(engine: int) -> tuple[bool, bool, int, int]:
+            client = self._clients[engine]
+            is_away = client.health in ("restarting", "failed")
+            has_no_room = client.is_behind or job.client in client.full
+            unknown = len(pages) - self._prefixes.num_known(pages, engine)
+            return is_away, has_no_room, unknown + loads[engine], loads[engine]
+
+        engine = min(range(len(self._clients)), key=cost)
+        self._prefixes.note(pages, engine)
+        return engine
+
+    def _from_engine(self, engine: int, batch: Batch) -> None:
+        for event in batch.events:
+            running = self._jobs.get(event.job)
+            if running is None:
+                continue
+            if isinstance(event, Output) and event.end is not None:
+                running.num_left -= 1
+            if not running.num_left or isinstance(event, (Refused, Failed)):
+                del self._jobs[event.job]
+        self._tell(batch.now, batch.dropped, batch.events)
+
+    def _engine_lost(self, engine: int, message: str) -> None:
+        """An engine is gone: its jobs end."""
+        self._prefixes.forget(engine)
+        client = self._clients[engine]
+        self._lost_stats = _added(self._lost_stats, client.status.stats)
+        client.status = structs.replace(client.status, stats=EngineStats())
+        own = {job: one for job, one in self._jobs.items() if one.engine == engine}
+        for job in own:
+            del self._jobs[job]
+        dropped = {"error": sum(one.num_left for one in own.values())}
+        self._tell(0.0, dropped, [Failed(job, message) for job in own])
+
+    def _tell(self, now: float, dropped: dict[str, int], events: list[Event]) -> None:
+        full = set.intersection(*(set(one.full) for one in self._clients))
+        told = {client: self._clients[0].full[client] for client in full}
+        self._take(Batch(now, self.health, self._all_status(), told, dropped, events))
+
+    def _all_status(self) -> Status:
+        """What all do together."""
+        return reduce(
+            lambda one, other: Status(
+                one.num_running + other.num_running,
+                one.num_waiting + other.num_waiting,
+                one.num_free_pages + other.num_free_pages,
+                _added(one.stats, other.stats),
+                {
+                    name: one.drafter_gauges.get(name, 0) + size
+                    for name, size in other.drafter_gauges.items()
+                },
+            ),
+            (client.status for client in self._clients),
+            Status(0, 0, 0, self._lost_stats, {}),
+        )
+
+
+def _added(one: Any, other: Any) -> Any:
+    """Counters of two engines together: numbers, lists of them, and dataclasses of these."""
+    if isinstance(one, list):
+        return [a + b for a, b in zip_longest(one, other, fillvalue=0)]
+    if is_dataclass(one) and not isinstance(one, type):
+        names = [field.name for field in fields(one)]
+        return replace(one, **{n: _added(getattr(one, n), getattr(other, n)) for n in names})
+    return one + other

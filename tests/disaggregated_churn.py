@@ -1,0 +1,136 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Requests of all kinds over a prefill and a decode server, for minutes: what is left of them?
+
+`python tests/disaggregated_churn.py --minutes N`. Some clients go away in the middle, and some
+leases are fetched by nobody. Every answer is compared with one server's. At the end, both servers
+have all pages and no socket more than at the beginning.
+"""
+
+import argparse
+import contextlib
+import os
+import random
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import httpx
+from mtp_checkpoints import make_mtp_model
+from server_pairs import (
+    Router,
+    ServerProcess,
+    bodies,
+    choices_of,
+    one_server,
+    options,
+    servers,
+    wait_until_idle,
+)
+
+LEASE_SECONDS = 2
+_CLOSING_SECONDS = 15.0
+_AT_ONCE = 40  # requests of a round
+
+
+def processes_of(server: ServerProcess) -> list[int]:
+    """The server's and its engine's."""
+    children = Path(f"/proc/{server.pid}/task/{server.pid}/children").read_text().split()
+    return [server.pid, *map(int, children)]
+
+
+def num_sockets(server: ServerProcess) -> int:
+    """Open sockets of both."""
+    count = 0
+    for pid in processes_of(server):
+        for name in Path(f"/proc/{pid}/fd").iterdir():
+            with contextlib.suppress(FileNotFoundError):
+                count += os.readlink(name).startswith("socket:")
+    return count
+
+
+def memory(server: ServerProcess) -> float:
+    """MiB of both."""
+    pages = [int(Path(f"/proc/{pid}/statm").read_text().split()[1]) for pid in processes_of(server)]
+    return sum(pages) * os.sysconf("SC_PAGE_SIZE") / 2**20
+
+
+def wait_for_sockets(server: ServerProcess, count: int) -> int:
+    """How many there are when no more than `count` are left, or some seconds are over."""
+    end = time.monotonic() + _CLOSING_SECONDS
+    while (now := num_sockets(server)) > count and time.monotonic() < end:
+        time.sleep(0.2)
+    return now
+
+
+def leave(pair: Sequence[ServerProcess], draw: random.Random, found: Counter[str]) -> None:
+    """A lease that nobody fetches, a stream that nobody reads on, and a prompt given up."""
+    (body,) = bodies(1, draw.randrange(1 << 30))
+    leasing = {**body, "n": 1, "max_tokens": 1, "kv_transfer_params": {"do_remote_decode": True}}
+    url = f"{pair[0].url}/v1/completions"
+    told = httpx.post(url, json=leasing, timeout=60).json()["kv_transfer_params"]
+    if draw.random() < 0.5:
+        asked = {**body, "stream": True, "kv_transfer_params": told}
+        other = f"{pair[1].url}/v1/completions"
+        with httpx.stream("POST", other, json=asked, timeout=60) as answer:
+            next(answer.iter_raw())
+    with contextlib.suppress(httpx.TimeoutException):
+        httpx.post(url, json=leasing, timeout=0.001)
+    found["given up"] += 1
+
+
+def run_round(
+    pair: Sequence[ServerProcess], one: Any, draw: random.Random, found: Counter[str]
+) -> None:
+    """Requests over the pair, and over one server."""
+    asked = bodies(_AT_ONCE, draw.randrange(1 << 30))
+    with contextlib.closing(Router(pair[0].url, pair[1].url)) as router:
+        told = router.run(asked)
+    for _ in range(4):
+        leave(pair, draw, found)
+    expected = choices_of(one, asked)
+    found["requests"] += len(asked)
+    found["differ"] += sum(a != b for a, b in zip(told, expected, strict=True))
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Returns the exit status."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--minutes", type=float, default=30)
+    parser.add_argument("--rounds", type=int, help="so many instead, however long they take")
+    parser.add_argument("--seed", type=int, default=0)
+    given = parser.parse_args(arguments)
+    draw, found, number = random.Random(given.seed), Counter[str](), 0
+    with contextlib.ExitStack() as stack:
+        model = make_mtp_model(Path(stack.enter_context(tempfile.TemporaryDirectory())))
+        more = ("--kv-lease-seconds", str(LEASE_SECONDS))
+        roles = [options(model, "--role", role, *more) for role in ("prefill", "decode")]
+        pair = stack.enter_context(servers(*roles))
+        one = stack.enter_context(one_server(model))
+        run_round(pair, one, draw, Counter())  # whatever is made once is made here
+        sockets = [wait_for_sockets(server, 0) for server in pair]
+        begin = [memory(server) for server in pair]
+        end = time.monotonic() + 60 * given.minutes
+        while number < given.rounds if given.rounds else time.monotonic() < end:
+            run_round(pair, one, draw, found)
+            number += 1
+        for server in pair:
+            wait_until_idle(server)
+        left = [
+            wait_for_sockets(server, count) - count
+            for server, count in zip(pair, sockets, strict=True)
+        ]
+        grown = [memory(server) - size for server, size in zip(pair, begin, strict=True)]
+    print(
+        f"{number} rounds: {found['requests']:,} requests, {found['differ']} differ, "
+        f"{found['given up']} given up; all pages are back; sockets more than before: "
+        f"{left[0]} and {left[1]}; memory: {grown[0]:+.1f} and {grown[1]:+.1f} MiB"
+    )
+    return int(found["differ"] > 0 or max(left) > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

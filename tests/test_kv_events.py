@@ -1,0 +1,198 @@
+# SPDX-License-Identifier: Apache-2.0
+# ruff: noqa: E402  (where the packages are missing, nothing else is imported)
+"""What the prefix cache has, as a subscriber rebuilds it from vLLM's messages."""
+
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+msgspec = pytest.importorskip("msgspec")
+zmq = pytest.importorskip("zmq")
+
+from checkpoints import write_config
+from msgspec import structs
+from specops.disaggregated.kv_events import BlockStored, KvEvents, TellingPool, telling
+from specops.engine import Engine, EngineConfig, SamplingParams
+from specops.service.messages import Batch
+from specops.service.snapshot import status_of
+from specops.service.wire import KvEventSettings
+
+SIZE = 16
+SHORT = SamplingParams(max_tokens=4, temperature=0.0, ignore_eos=True)
+
+
+class Subscriber:
+    """Keeps the set of blocks as vLLM's consumers do: plain MessagePack, and hashes as they come.
+
+    Attributes:
+        tokens: of all blocks, each with those before it, by hash.
+        cleared: how often all went.
+        removed: blocks that went alone.
+    """
+
+    def __init__(self) -> None:
+        self.tokens: dict[int, tuple[int, ...]] = {}
+        self.cleared = self.removed = 0
+        self._next = 0
+
+    def take(self, number: int, data: bytes) -> None:
+        assert number == self._next
+        self._next += 1
+        _, events, rank = msgspec.msgpack.decode(data)
+        assert rank == 1
+        for event in events:
+            name = event["type"]
+            if name == "BlockStored":
+                (own,), parent = event["block_hashes"], event["parent_block_hash"]
+                token_ids = event["token_ids"]
+                assert len(token_ids) == event["block_size"] == SIZE and event["medium"] == "GPU"
+                assert event["lora_id"] is event["lora_name"] is None
+                before = () if parent is None else self.tokens[parent]
+                assert own not in self.tokens
+                self.tokens[own] = (*before, *token_ids)
+            elif name == "BlockRemoved":
+                for one in event["block_hashes"]:
+                    del self.tokens[one]
+                    self.removed += 1
+            else:
+                assert event == {"type": "AllBlocksCleared"}
+                self.tokens.clear()
+                self.cleared += 1
+
+
+def cached(engine: Engine) -> set[tuple[int, ...]]:
+    """The prefixes that the pool has."""
+    found: set[tuple[int, ...]] = set()
+    waiting: list[tuple[Any, tuple[int, ...]]] = [(engine._pool._root, ())]
+    while waiting:
+        prefix, before = waiting.pop()
+        for data, child in prefix.children.items():
+            tokens = (*before, *memoryview(data).cast("i"))
+            found.add(tokens)
+            waiting.append((child, tokens))
+    return found
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_config(
+        tmp_path_factory.mktemp("model"), num_hidden_layers=2, num_nextn_predict_layers=1
+    )
+
+
+@pytest.fixture
+def engine(model: Path) -> Engine:
+    settings = {
+        "model": str(model),
+        "load_format": "dummy",
+        "device": "cpu",
+        "speculative_config": '{"method": "mtp", "num_speculative_tokens": 2}',
+        "page_size": SIZE,
+        "num_pages": 24,
+        "max_model_len": 160,
+        "num_threads": 1,
+    }
+    made: Engine = telling(Engine)(EngineConfig.from_plain(settings))
+    return made
+
+
+def batch_of(engine: Engine) -> Batch:
+    return Batch(0.0, "ok", status_of(engine), None, {}, [])
+
+
+@pytest.fixture
+def settings(tmp_path: Path) -> KvEventSettings:
+    return KvEventSettings(f"ipc://{tmp_path}/events", "kv", f"ipc://{tmp_path}/replay")
+
+
+@pytest.fixture
+def events(engine: Engine, settings: KvEventSettings) -> Iterator[KvEvents]:
+    with KvEvents(engine, settings, 1, lambda batch: None) as made:
+        yield made
+
+
+def run(engine: Engine, events: KvEvents, count: int) -> None:
+    """Requests with and without drafts, whose prompts share beginnings; far more than fit."""
+    draw = random.Random(count)
+    for number in range(count):
+        start = [draw.randint(3, 5)] * draw.choice([16, 32])
+        prompt = start + draw.choices(range(3, 150), k=draw.randint(1, 90))
+        method = {"speculative_config": {"method": "naive"}} if number % 3 == 0 else {}
+        name = engine.add_request(prompt, SHORT, **method)
+        while engine.has_unfinished():
+            engine.step()
+            events.send(batch_of(engine))
+        engine.completion(name)
+
+
+def replayed(settings: KvEventSettings, first: int) -> dict[int, bytes]:
+    """The messages from a number on, asked for as vLLM's consumers do."""
+    told: dict[int, bytes] = {}
+    with zmq.Context() as context, context.socket(zmq.DEALER) as socket:
+        socket.linger = 0
+        socket.connect(settings.replay)
+        socket.send_multipart((b"", first.to_bytes(8, "big")))
+        while True:
+            assert socket.poll(20_000), "nobody answers"
+            _, topic, number, data = socket.recv_multipart()
+            if int.from_bytes(number, "big", signed=True) == -1:
+                return told
+            assert topic == b"kv"
+            told[int.from_bytes(number, "big")] = data
+
+
+def test_a_subscriber_rebuilds_the_set_of_cached_blocks(
+    engine: Engine, events: KvEvents, settings: KvEventSettings
+) -> None:
+    """From the messages that it has heard, and those before it came, which it asks for."""
+    run(engine, events, 2)
+    with zmq.Context() as context, context.socket(zmq.SUB) as socket:
+        socket.linger = 0
+        socket.connect(settings.endpoint)
+        socket.subscribe(b"k")
+        run(engine, events, 30)
+        last = max(replayed(settings, 0))
+        heard: dict[int, bytes] = {}
+        while last not in heard:
+            assert socket.poll(20_000), "a message is lost"
+            topic, number, data = socket.recv_multipart()
+            assert topic == b"kv"
+            heard[int.from_bytes(number, "big")] = data
+    missed = replayed(settings, 0)
+    assert heard.items() <= missed.items() and heard.keys() == set(range(min(heard), last + 1))
+    assert replayed(settings, last) == {last: heard[last]}
+    subscriber = Subscriber()
+    for place, data in sorted((missed | heard).items()):
+        subscriber.take(place, data)
+    assert subscriber.cleared == 1 and subscriber.removed > 20
+    assert set(subscriber.tokens.values()) == cached(engine) and len(subscriber.tokens) > 10
+
+
+def test_pages_from_another_engine_are_told_as_well(engine: Engine) -> None:
+    """Whoever registers a page: the pool tells."""
+    pool = engine._pool
+    pages = pool.allocate(2)
+    assert pages is not None and isinstance(pool, TellingPool)
+    first = pool.register(pages[0], None, range(SIZE), b"a")
+    pool.register(pages[1], first, range(SIZE), b"b")
+    twin = pool.allocate(1)
+    assert twin is not None
+    pool.register(twin[0], None, range(SIZE), b"c")  # of the first prefix again
+    assert [type(one).__name__ for one in pool.events] == [
+        *("AllBlocksCleared", "BlockStored", "BlockStored")
+    ]
+    one, other = pool.events[1:]
+    assert isinstance(one, BlockStored) and isinstance(other, BlockStored)
+    assert other.parent_block_hash == one.block_hashes[0] != other.block_hashes[0]
+
+
+@pytest.mark.parametrize("name", ["endpoint", "replay"])
+def test_an_endpoint_that_is_none_is_refused(
+    engine: Engine, settings: KvEventSettings, name: str
+) -> None:
+    wrong = structs.replace(settings, **{name: "tcp://nowhere"})
+    with pytest.raises(ValueError, match=f"kv_events_{name} must be an endpoint to bind"):
+        KvEvents(engine, wrong, 1, lambda batch: None)

@@ -1,0 +1,191 @@
+# SPDX-License-Identifier: Apache-2.0
+# ruff: noqa: E402  (where a package is missing, nothing else is imported)
+"""Replays on the page at `/`: the recorded race, slow motion, step by step, and what is clicked."""
+
+import json
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+for name in ("fastapi", "uvicorn", "pydantic", "prometheus_client", "jinja2", "playwright"):
+    pytest.importorskip(name)
+
+from browsing import choose, connected, fill, needs_chromium, opened, run, running_browser
+from fake_engine import FakeEngine
+from playwright.sync_api import Browser, Page, expect
+from serving import Served, serving
+from test_playground import FOLDER
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    with running_browser() as browser:
+        yield browser
+
+
+@pytest.fixture(scope="module")
+def served() -> Iterator[Served]:
+    with serving(FakeEngine(step_seconds=0.003, most_accepted=2)) as served:
+        yield served
+
+
+@pytest.fixture
+def page(served: Served, browser: Browser) -> Iterator[Page]:
+    with opened(browser, served) as page:
+        yield connected(page)
+
+
+def shown(page: Page) -> list[int]:
+    """How many tokens each lane shows."""
+    lanes = page.locator(".lane").all()
+    return [lane.locator(".token:not([hidden])").count() for lane in lanes]
+
+
+def race(page: Page) -> None:
+    """Of 12 tokens: the first, and four steps of one, two and three."""
+    page.locator("#alone").evaluate("box => { box.checked = false; }")
+    fill(page, prompt="abcdefgh", tokens="12")
+    run(page)
+
+
+# ---- the recorded race ----
+
+
+def recorded() -> Any:
+    return json.loads((FOLDER / "recorded.json").read_text(encoding="utf-8"))
+
+
+def test_the_recorded_race_has_the_same_bits_in_fewer_steps() -> None:
+    plain, fast = (
+        [one for event in run["events"] for one in event["choices"]] for run in recorded()["runs"]
+    )
+    tokens, logprobs = (
+        [[value for one in lane for value in read(one)] for lane in (plain, fast)]
+        for read in (
+            lambda one: one["step"]["token_ids"] if one["step"] else [],
+            lambda one: one["logprobs"].get("token_logprobs", []),
+        )
+    )
+    assert tokens[0] == tokens[1] and logprobs[0] == logprobs[1]
+    assert len(tokens[0]) == len(logprobs[0]) >= 64
+    assert 2 * sum(one["step"] is not None for one in fast) < len(plain)
+    assert any(one["step"] and one["step"]["drafts"] for one in fast)
+
+
+@needs_chromium
+def test_the_first_visit_plays_a_recorded_race(page: Page) -> None:
+    expect(page.locator("#verdict-note")).to_contain_text("A recorded race: the bundled model on")
+    expect(page.locator("#identical")).to_have_text(re.compile(r"^Same bits: (\d+) of \1 tokens"))
+    expect(page.locator("#play")).to_have_text("Pause")
+    moment = page.locator("#moment").inner_text()
+    expect(page.locator("#moment")).not_to_have_text(moment)
+    race(page)
+    expect(page.locator("#verdict-note")).not_to_contain_text("recorded")
+    page.reload()
+    connected(page)
+    expect(page.locator("#idle")).to_be_visible()
+    expect(page.locator("#replay")).to_be_hidden()
+
+
+@needs_chromium
+def test_nothing_moves_for_who_wants_calm(served: Served, browser: Browser) -> None:
+    with opened(browser, served, reduced_motion="reduce") as page:
+        connected(page)
+        expect(page.locator("#play")).to_have_text("Replay")
+        tokens = page.locator(".lane .token")
+        assert sum(shown(page)) == tokens.count() > 0
+        race(page)
+        page.locator("#time").focus()
+        page.keyboard.press("ArrowLeft")
+        page.keyboard.press("ArrowRight")
+        expect(page.locator("del.flying").first).to_be_hidden()
+
+
+@needs_chromium
+def test_results_are_above_the_fold(served: Served, browser: Browser) -> None:
+    with opened(browser, served, viewport={"width": 1280, "height": 900}) as page:
+        connected(page)
+        race(page)
+        for selector in ("#per-step", "#identical", "#replay"):
+            expect(page.locator(selector)).to_be_in_viewport(ratio=1)
+        tops = page.locator(".pane").evaluate_all(
+            "panes => panes.map(pane => pane.getBoundingClientRect().top)"
+        )
+        assert max(tops) < 650
+        page.locator("#prompt").focus()
+        expect(page.locator("#form")).not_to_have_class("folded")
+
+
+# ---- slow motion ----
+
+
+@needs_chromium
+def test_a_race_is_replayed_step_by_step(page: Page) -> None:
+    race(page)
+    assert shown(page) == [12, 12]
+    page.locator("#time").focus()
+    page.keyboard.press("ArrowLeft")
+    before = shown(page)
+    assert before[0] == 11, "the last step of plain decoding"
+    expect(page.locator("#play")).to_have_text("Play")
+    page.locator("#time").evaluate(
+        "slider => { slider.value = 0; slider.dispatchEvent(new Event('input')); }"
+    )
+    assert max(shown(page)) <= 1
+    seen = []
+    for _ in range(30):
+        page.keyboard.press("ArrowRight")
+        seen.append(shown(page)[1])
+        if page.locator("del.flying").count():
+            break
+    assert seen == sorted(seen) and seen[-1] >= 4
+    expect(page.locator("del.flying").first).to_be_visible()
+    assert page.locator("#drafts .unfolds").count() >= 2, "drafts come by depth"
+    told = page.locator("#time").get_attribute("aria-valuetext")
+    assert told == page.locator("#moment").inner_text() and re.fullmatch(r"\d+ ms", told)
+    page.locator("#back").click()
+    assert shown(page)[1] <= seen[-1]
+    page.locator("#slower").select_option("1")
+    page.locator("#play").click()
+    expect(page.locator("#play")).to_have_text("Replay")
+    assert shown(page) == [12, 12]
+    page.locator("#slower").select_option("200")
+    page.locator("#play").click()
+    expect(page.locator("#play")).to_have_text("Pause")
+    assert min(shown(page)) < 12
+    page.locator("#play").click()
+    expect(page.locator("#play")).to_have_text("Play")
+
+
+@needs_chromium
+def test_a_click_in_the_timeline_goes_to_its_step(page: Page) -> None:
+    race(page)
+    box = page.locator("#timeline svg").bounding_box()
+    assert box is not None
+    page.locator("#timeline svg").click(position={"x": 10, "y": box["height"] - 12})
+    token = page.locator(".lane").nth(1).locator(".token").first
+    expect(token).to_be_focused()
+    expect(page.locator("#card")).to_contain_text("Step 1")
+    expect(page.locator("#tree-caption")).to_have_text("Drafts of step 1")
+    assert shown(page)[1] == 1 and max(shown(page)) == 1, "the replay is there, too"
+
+
+# ---- the table of all methods ----
+
+
+@needs_chromium
+def test_a_row_opens_its_text(page: Page) -> None:
+    choose(page, "compare")
+    fill(page, prompt="abcd", tokens="9")
+    run(page)
+    rows = page.locator("#table tbody tr")
+    for place, title in ((0, "Plain decoding"), (1, "With n-gram drafts")):
+        rows.nth(place).locator("td").first.click()
+        expect(page.locator(".lane h2")).to_have_text([title])
+        expect(rows.nth(place).locator("button")).to_have_attribute("aria-pressed", "true")
+        expect(page.locator("#replay")).to_be_visible()
+        assert shown(page) == [9]
+    rows.nth(0).locator("button").press("Enter")
+    expect(page.locator(".lane h2")).to_have_text(["Plain decoding"])

@@ -1,0 +1,172 @@
+# SPDX-License-Identifier: Apache-2.0
+# ruff: noqa: E402  (where the server's packages are missing, nothing else is imported)
+"""vLLM's router drives a prefill and a decode server: its answers are one server's, bit for bit.
+
+`pip install vllm-router` installs it. It is started as its own help says, and knows nothing of us.
+It reads the numbers of an answer and writes them again, sometimes with another last digit. Logprobs
+are float32, and as such they are compared, bit for bit.
+"""
+
+import contextlib
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+for name in ("fastapi", "uvicorn", "pydantic", "msgspec", "prometheus_client", "jinja2", "httpx"):
+    pytest.importorskip(name)
+
+import httpx
+import numpy as np
+from fake_engine import CHAT
+from server_pairs import ServerProcess, bodies, free_port, options, servers, wait_until_idle
+from serving import Served
+
+ROUTER = shutil.which(
+    "vllm-router", path=os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+)
+pytestmark = [
+    pytest.mark.prove,
+    pytest.mark.skipif(ROUTER is None, reason="vllm-router is not installed"),
+]
+
+
+@pytest.fixture(scope="module")
+def pair(
+    mtp_model: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[list[ServerProcess]]:
+    template = tmp_path_factory.mktemp("chat") / "template.jinja"
+    template.write_text(CHAT)
+    roles = [
+        options(mtp_model, "--role", role, "--chat-template", str(template))
+        for role in ("prefill", "decode")
+    ]
+    with servers(*roles) as started:
+        yield started
+
+
+@contextlib.contextmanager
+def routing(*given: str) -> Iterator[str]:
+    """The router with such options, when it answers."""
+    port = free_port()
+    command = [str(ROUTER), *given, "--port", str(port), "--prometheus-port", str(free_port())]
+    command += ["--worker-startup-check-interval", "1"]
+    process = subprocess.Popen(command, start_new_session=True, stdout=subprocess.DEVNULL)
+    url = f"http://127.0.0.1:{port}"
+    try:
+        end = time.monotonic() + 120
+        while time.monotonic() < end:
+            with contextlib.suppress(httpx.HTTPError):
+                if httpx.get(f"{url}/health", timeout=5).status_code == 200:
+                    break
+            assert process.poll() is None, "the router has ended"
+            time.sleep(0.1)
+        yield url
+    finally:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+@pytest.fixture(scope="module")
+def router(pair: list[ServerProcess]) -> Iterator[str]:
+    prefill, decode = pair
+    roles = ["--prefill", prefill.url, "--decode", decode.url]
+    with routing("--vllm-pd-disaggregation", "--policy", "round_robin", *roles) as url:
+        yield url
+
+
+def choices_at(url: str, path: str, asked: list[dict[str, Any]]) -> list[Any]:
+    """The choices of all answers, eight requests at a time, with numbers as float32."""
+
+    def one(body: dict[str, Any]) -> Any:
+        answer = httpx.post(f"{url}{path}", json=body, timeout=60)
+        assert answer.status_code == 200, answer.text
+        return json.loads(answer.text, parse_float=np.float32)["choices"]
+
+    with ThreadPoolExecutor(8) as pool:
+        return list(pool.map(one, asked))
+
+
+@pytest.mark.parametrize("count", [20, 200])
+def test_the_router_gives_the_answers_of_one_server(
+    router: str, pair: list[ServerProcess], together: Served, count: int
+) -> None:
+    asked = bodies(count, seed=count + 2)
+    hits = pair[1].gauge("prefix_cache_hits_total")
+    told = choices_at(router, "/v1/completions", asked)
+    assert told == choices_at(together.url, "/v1/completions", asked)
+    # Of each prompt all full pages came: nobody had sent it to the decode server before.
+    pages = sum((len(body["prompt"]) - 1) // 16 for body in asked)
+    assert pair[1].gauge("prefix_cache_hits_total") - hits >= 16 * pages > 0
+    for one in pair:
+        wait_until_idle(one)
+
+
+CHATS: list[dict[str, Any]] = [
+    {
+        "messages": [{"role": "user", "content": f"Say {number} words about number {number}."}],
+        "max_tokens": 20,
+        "temperature": temperature,
+        "seed": number,
+        "logprobs": True,
+        "top_logprobs": 2,
+    }
+    for number, temperature in ((1, 0.0), (2, 0.7), (3, 1.0))
+]
+
+
+def test_chats_and_streams_come_through(router: str, pair: list[ServerProcess]) -> None:
+    path = "/v1/chat/completions"
+    expected = choices_at(pair[1].url, path, CHATS)
+    assert choices_at(router, path, CHATS) == expected
+    for body, (choice,) in zip(CHATS, expected, strict=True):
+        with httpx.stream("POST", router + path, json={**body, "stream": True}, timeout=60) as told:
+            lines = [line[6:] for line in told.iter_lines() if line.startswith("data: {")]
+        deltas = [one["choices"][0]["delta"] for one in map(json.loads, lines)]
+        assert "".join(one.get("content") or "" for one in deltas) == choice["message"]["content"]
+
+
+def test_the_router_sends_a_prompt_where_its_pages_are(mtp_model: Path) -> None:
+    """It knows from events alone: nobody has sent this prompt by way of the router before."""
+    pytest.importorskip("zmq")
+    ports = [[free_port(), free_port()] for _ in range(2)]
+    endpoints = [[f"tcp://127.0.0.1:{port}" for port in own] for own in ports]
+    told = [
+        ["--kv-events-endpoint", live, "--kv-events-replay", replay] for live, replay in endpoints
+    ]
+    with servers(*(options(mtp_model, *one) for one in told)) as both:
+        urls = [one.url for one in both]
+        prompts = [[5 + number] * 90 for number in range(6)]
+        for number, prompt in enumerate(prompts):  # before the router has heard of either
+            body = {"prompt": prompt, "max_tokens": 1}
+            httpx.post(f"{urls[number % 2]}/v1/completions", json=body, timeout=60)
+        sources = [
+            option
+            for url, (live, replay) in zip(urls, endpoints, strict=True)
+            for option in (
+                *("--kv-event-source", f"{url}={live}"),
+                *("--kv-event-replay-source", f"{url}={replay}"),
+            )
+        ]
+        model = ["--kv-event-model", "model", "--kv-event-block-size", "16"]
+        with routing("--policy", "kv_aware", "--worker-urls", *urls, *sources, *model) as url:
+            # An event after the router's beginning has it ask for those before.
+            for one in urls:
+                httpx.post(f"{one}/v1/completions", json={"prompt": [3] * 40}, timeout=60)
+            time.sleep(2)
+            hits = [one.gauge("prefix_cache_hits_total") for one in both]
+            for prompt in prompts:
+                body = {"model": "model", "prompt": prompt, "max_tokens": 1}
+                answer = httpx.post(f"{url}/v1/completions", json=body, timeout=60)
+                assert answer.status_code == 200, answer.text
+        found = [one.gauge("prefix_cache_hits_total") for one in both]
+        assert [new - old for new, old in zip(found, hits, strict=True)] == [240, 240]
