@@ -36,7 +36,7 @@ SOURCES := CMakeLists.txt setup.py tools/cuda_toolkit.py $(shell find csrc -type
 .PHONY: setup serve gemma simt simt-race simt-asan simt-smoke test-race test-asan test-arm test-sanitize
 .PHONY: test-smoke gates test
 .PHONY: prove campaign soak attacks test-vllm vllm-campaign bench bench-methods bench-mtp-mistakes
-.PHONY: test-lm-eval bench-vllm bench-replay bench-replay-whole bench-step-costs bench-peers
+.PHONY: test-lm-eval test-clients bench-vllm bench-replay bench-replay-whole bench-step-costs bench-peers
 .PHONY: bench-accuracy bench-gemma bench-gemma-greedy bench-gemma-seeded bench-start
 .PHONY: gpu-check screenshots docs pyz wheel lint format clean
 
@@ -84,7 +84,7 @@ $(VENV)/native: $(VENV)/build-deps $(if $(NVCC),$(VENV)/torch) $(VENV)/cuda-$(SP
 	touch $@
 
 $(VENV)/test-deps: $(VENV)/serve-deps
-	$(PIP) pytest pytest-xdist hypothesis httpx jsonschema openai schemathesis transformers gguf \
+	$(PIP) pytest pytest-xdist hypothesis httpx jsonschema anthropic openai schemathesis transformers gguf \
 	  playwright axe-playwright-python
 	touch $@
 
@@ -222,6 +222,26 @@ $(LM_EVAL)/ready: constraints.txt $(VENV)/test-deps
 # lm-eval's command line against the server and against transformers, in fp32: minutes.
 test-lm-eval: setup $(LM_EVAL)/ready
 	$(LM_EVAL)/bin/python -m pytest -s tests/with_lm_eval
+
+# Libraries over the official clients, in an environment of their own. instructor asks for an older
+# openai than the others, and runs with theirs.
+CLIENTS := .venv-clients
+
+$(CLIENTS)/ready: constraints.txt $(VENV)/test-deps
+	test -x $(CLIENTS)/bin/python || $(BIN)/python -m venv $(CLIENTS)
+	site='import site; print(site.getsitepackages()[0])'; \
+	  { $(BIN)/python -c "$$site"; echo "$(abspath python)"; } \
+	  > "$$($(CLIENTS)/bin/python -c "$$site")/specops.pth"
+	$(CLIENTS)/bin/pip install --quiet --disable-pip-version-check --no-compile $(PIP_ARGS) \
+	  -c constraints.txt langchain-openai==1.7.4 langchain-anthropic==1.7.10 litellm==1.110.2 \
+	  "pydantic-ai-slim[openai,anthropic]==2.68.0"
+	$(CLIENTS)/bin/pip install --quiet --disable-pip-version-check --no-compile $(PIP_ARGS) \
+	  --no-deps instructor==1.17.0
+	touch $@
+
+# LangChain, LiteLLM, instructor and pydantic-ai against the server.
+test-clients: setup $(CLIENTS)/ready
+	$(CLIENTS)/bin/python -m pytest tests/with_clients
 
 # The suffix tree without Python, fuzzed and over threads: under AddressSanitizer with UBSan, and
 # under ThreadSanitizer. Minutes; FUZZ_SECONDS makes it longer.

@@ -1,229 +1,42 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the server makes of every parameter of the official `openai` client, found out by calling.
+"""What the server makes of every parameter of the official clients, found out by calling.
 
 A row is a parameter with a value, and a call that shows what comes of it: an effect that is looked
 for, a refusal that names the parameter, or the same answer as without it. `docs/conformity.md` is
 what `python tests/conformity.py > docs/conformity.md` prints.
 """
 
-import contextlib
-import inspect
 import json
-import socket
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
-from functools import cached_property, partial
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
+import anthropic
 import openai
 from client_routes import routes_text
-from fake_engine import FakeEngine
-from serving import Served, serving
-from specops.engine import Engine, EngineConfig, SpeculativeConfig
-from specops.server.chat import ChatFormat
+from conformity_base import (
+    ASK,
+    HONOURED,
+    METHODS,
+    MODEL,
+    PROMPT,
+    WEATHER,
+    Check,
+    Clients,
+    Row,
+    clients,
+    honoured,
+    refused,
+    said,
+    shown,
+    silent_timeout,
+    text,
+    without,
+)
+from conformity_blocks import block_rows
 
-# Knows tools and `reasoning_effort`, which the bundled model's own template does not.
-TEMPLATE = """
-{%- if reasoning_effort %}effort: {{ reasoning_effort }}{{ "\\n" }}{% endif %}
-{%- if tools %}Call as <tool_call>{name, arguments}</tool_call>:{{ "\\n" }}{% endif %}
-{%- for tool in tools or [] %}{{ tool | tojson }}{{ "\\n" }}{% endfor %}
-{%- for message in messages %}{{ message.role }}: {{ message.content }}{{ "\\n" }}{% endfor -%}
-assistant:"""
-MODEL = "specops-bundled"
-
-HONOURED, WITHOUT, REFUSED = "honoured", "no effect", "refused"
-
-
-class Clients:
-    """The official client of a server with everything, and of one whose template is bare."""
-
-    def __init__(self, served: Served, bare: Served) -> None:
-        self.served = served
-        self.whole = _connect(served)
-        self.bare = _connect(bare)
-
-    @cached_property
-    def method_answers(self) -> dict[str, Any]:
-        """What each method answers where nothing but its base is asked for."""
-        return {name: method.call(self)() for name, method in METHODS.items()}
-
-
-def _connect(served: Served) -> openai.OpenAI:
-    return openai.OpenAI(base_url=f"{served.url}/v1", api_key="none", max_retries=0, timeout=60)
-
-
-@contextlib.contextmanager
-def clients() -> Iterator[Clients]:
-    """Both servers, until the block ends; then nothing may be left running in the first."""
-    speculative = SpeculativeConfig(method="ngram", num_speculative_tokens=4, min_ngram_size=1)
-    engine = Engine(EngineConfig(device="cpu", max_num_seqs=8, speculative_config=speculative))
-    with (
-        serving(engine, chat_format=ChatFormat(TEMPLATE)) as served,
-        serving(FakeEngine()) as bare,
-    ):
-        yield Clients(served, bare)
-        served.wait_until_idle()
-
-
-@dataclass(frozen=True)
-class Method:
-    """A method of the client, and the arguments that its rows have in common."""
-
-    name: str
-    base: Mapping[str, Any]
-
-    def of(self, client: openai.OpenAI, raw: bool = False) -> Callable[..., Any]:
-        *path, last = self.name.split(".")
-        owner: Any = client
-        for part in path:
-            owner = getattr(owner, part)
-        method: Callable[..., Any] = getattr(owner.with_raw_response if raw else owner, last)
-        return method
-
-    def call(self, clients: Clients, *, raw: bool = False) -> Callable[..., Any]:
-        """The method with the base's arguments, which others replace."""
-        method = self.of(clients.whole, raw)
-        return lambda **given: method(**{**self.base, **given})
-
-    @property
-    def parameters(self) -> list[str]:
-        """The names in the client's own order."""
-        with openai.OpenAI(api_key="none") as client:
-            return list(inspect.signature(self.of(client)).parameters)
-
-
-PROMPT = "x = [0, 0, 0, 0, 0, 0, 0,"
-ASK = {"role": "user", "content": PROMPT}
-WEATHER = {
-    "type": "object",
-    "properties": {"place": {"enum": ["Bonn", "Rome"]}},
-    "required": ["place"],
-    "additionalProperties": False,
-}
 TOOL = {"type": "function", "function": {"name": "weather", "parameters": WEATHER}}
-
-METHODS = {
-    one.name: one
-    for one in (
-        Method(
-            "completions.create",
-            {"model": MODEL, "prompt": PROMPT, "max_tokens": 24, "temperature": 0, "seed": 1},
-        ),
-        Method(
-            "chat.completions.create",
-            {"model": MODEL, "messages": [ASK], "max_tokens": 24, "temperature": 0, "seed": 1},
-        ),
-        Method("models.list", {}),
-        Method("models.retrieve", {"model": MODEL}),
-    )
-}
-
-
-@dataclass(frozen=True)
-class Row:
-    """One line of the table.
-
-    Attributes:
-        method: a name of METHODS.
-        parameter: of it.
-        given: the value, as the table shows it.
-        outcome: HONOURED, WITHOUT or REFUSED.
-        see: calls, fails unless the outcome is that, and says what the table does.
-    """
-
-    method: str
-    parameter: str
-    given: str
-    outcome: str
-    see: Callable[[Clients], str]
-
-    @property
-    def id(self) -> str:
-        return f"{self.method}({self.parameter}={self.given})"
-
-
-Check = Callable[[Callable[..., Any]], bool]
-
-
-def honoured(method: str, parameter: str, given: str, effect: str, check: Check) -> Row:
-    """A row of a parameter that does something: `check` gets the method, and looks for it."""
-
-    def see(clients: Clients) -> str:
-        assert check(METHODS[method].call(clients)), effect
-        return effect
-
-    return Row(method, parameter, given, HONOURED, see)
-
-
-def without(method: str, parameter: str, value: Any, why: str) -> Row:
-    """A row of a value that asks for nothing more: the answer is that without it."""
-
-    def see(clients: Clients) -> str:
-        with_it = METHODS[method].call(clients)(**{parameter: value})
-        assert said(with_it) == said(clients.method_answers[method])
-        return why
-
-    return Row(method, parameter, shown(value), WITHOUT, see)
-
-
-def refused(
-    method: str,
-    parameter: str,
-    value: Any,
-    *,
-    named: str | None = None,
-    bare: bool = False,
-    status: int = 400,
-    given: str | None = None,
-    **more: Any,
-) -> Row:
-    """A row of a value that is refused.
-
-    Args:
-        method, parameter, value: of the row.
-        named: what the refusal names, if not the parameter itself.
-        bare: by a server whose model's chat template has neither tools nor variables.
-        status: of the refusal.
-        given: the value as the table shows it, if not as Python does.
-        more: other arguments of the call.
-    """
-
-    def see(clients: Clients) -> str:
-        call = METHODS[method].of(clients.bare if bare else clients.whole)
-        base = {**METHODS[method].base, **({"model": "fake"} if bare else {}), **more}
-        try:
-            call(**{**base, parameter: value})
-        except openai.APIStatusError as error:
-            body: Any = error.body
-            assert set(body) == {"message", "type", "param", "code"} and error.code == body["code"]
-            assert error.status_code == status
-            wanted = named or parameter
-            assert wanted in body["message"], body
-            assert wanted == "model" or (error.param or "").startswith(wanted), body
-            return f"{status}: {body['message']}"
-        raise AssertionError(f"{parameter} was not refused")
-
-    told = (given or shown(value)) + "".join(f", {name}={shown(one)}" for name, one in more.items())
-    return Row(method, parameter, told + (", template without it" if bare else ""), REFUSED, see)
-
-
-def shown(value: Any) -> str:
-    """A value as Python and the table spell it."""
-    return f"`{json.dumps(value) if isinstance(value, (dict, list, str)) else repr(value)}`"
-
-
-def said(reply: Any) -> Any:
-    """An answer without what differs from call to call."""
-    if not hasattr(reply, "choices"):
-        return [one.id for one in getattr(reply, "data", [reply])]
-    return [choice.model_dump() for choice in reply.choices], reply.usage.completion_tokens
-
-
-def text(reply: Any) -> str:
-    choice = reply.choices[0]
-    told: str = choice.text if hasattr(choice, "text") else choice.message.content
-    return told
 
 
 def texts(reply: Any) -> list[str]:
@@ -313,18 +126,6 @@ def _sampling_rows(method: str) -> list[Row]:
     ]  # fmt: skip
 
 
-def _silent_timeout(clients: Clients, method: str) -> str:
-    """Of what takes no time to answer: the client's own affair, with a server that says nothing."""
-    with socket.create_server(("127.0.0.1", 0)) as silent:
-        url = f"http://127.0.0.1:{silent.getsockname()[1]}/v1"
-        with openai.OpenAI(base_url=url, api_key="none", max_retries=0) as client:
-            try:
-                METHODS[method].of(client)(**METHODS[method].base, timeout=0.1)
-            except openai.APITimeoutError:
-                return "the client gives up"
-    raise AssertionError("the client waited")
-
-
 def _transport_rows(method: str) -> list[Row]:
     def header(clients: Clients) -> str:
         call = METHODS[method].call(clients, raw=True)
@@ -334,7 +135,7 @@ def _transport_rows(method: str) -> list[Row]:
 
     def timeout(clients: Clients) -> str:
         if method.startswith("models"):
-            return _silent_timeout(clients, method)
+            return silent_timeout(method)
         try:
             METHODS[method].call(clients)(
                 max_tokens=900, timeout=0.05, extra_body={"ignore_eos": True}
@@ -437,7 +238,9 @@ def _tool_rows() -> list[Row]:
     method = "chat.completions.create"
     named = {"type": "function", "function": {"name": "weather"}}
     custom = {"type": "custom", "custom": {"name": "shell"}}
-    allowed = {"mode": "auto", "tools": [named]}
+    other = {"type": "function", "function": {"name": "clock"}}
+    only = {"mode": "required", "tools": [named]}
+    allowed = {"type": "allowed_tools", "allowed_tools": only}
     tools: dict[str, Any] = {"tools": [TOOL], "max_tokens": 200}
 
     def calls(reply: Any) -> list[Any]:
@@ -463,8 +266,9 @@ def _tool_rows() -> list[Row]:
             lambda call: not calls(call(**tools, tool_choice="none"))),
         row("tool_choice", "auto", "the model chooses; the default",
             lambda call: said(call(**tools, tool_choice="auto")) == said(call(**tools))),
-        refused(method, "tool_choice", {"type": "allowed_tools", "allowed_tools": allowed},
-                tools=[TOOL]),
+        row("tool_choice", allowed, "of the tools only these are called",
+            lambda call: {one.function.name for one in calls(
+                call(**{**tools, "tools": [TOOL, other]}, tool_choice=allowed))} == {"weather"}),
         refused(method, "tool_choice", "required"),
         row("parallel_tool_calls", False, "at most one call is made",
             lambda call: len(calls(call(**tools, tool_choice="required",
@@ -552,12 +356,13 @@ def _chat_rows() -> list[Row]:
 
 def rows() -> list[Row]:
     """All rows, by method, in the order of the client's parameters."""
-    found = [*_completions_rows(), *_message_rows(), *_tool_rows(), *_chat_rows()]
-    for method in METHODS:
+    found = [*_completions_rows(), *_message_rows(), *_tool_rows(), *_chat_rows(), *block_rows()]
+    for method in ("completions.create", "chat.completions.create", "models.list"):
         found += _model_rows(method) + _transport_rows(method)
         if method.endswith("create"):
             of_both = _sampling_rows(method)
             found += of_both
+    found += _model_rows("models.retrieve") + _transport_rows("models.retrieve")
     places = {name: method.parameters for name, method in METHODS.items()}
     return sorted(
         found, key=lambda row: (list(METHODS).index(row.method),
@@ -568,18 +373,18 @@ def rows() -> list[Row]:
 # ---- the document ----
 
 INTRODUCTION = """\
-# The official client, parameter by parameter
+# The official clients, parameter by parameter
 
 <!-- Printed by tests/conformity.py; run that instead of editing this file. -->
 
-How the server treats every parameter of the `openai` client, version {version}. Each row is a call:
-`tests/test_conformity.py` makes it, checks the stated result, and compares this page with the
-output of `python tests/conformity.py`. Parameters come from the client's signatures, so none is
-missing.
+How the server treats every parameter of the clients `openai`, version {openai}, and `anthropic`,
+version {anthropic}. Each row is a call: `tests/test_conformity.py` makes it, checks the stated
+result, and compares this page with the output of `python tests/conformity.py`. Parameters come from
+the clients' signatures, so none is missing.
 
 - **honoured**: it has the stated effect, which the test checks.
 - **no effect**: the answer is the same as without it; the test compares the two.
-- **refused**: with this status and message, whose `param` names the field.
+- **refused**: with this status and message. Of OpenAI's APIs `param` names the field, too.
 
 The model's chat template supports tools and `reasoning_effort`, except where a row says so.
 """
@@ -587,7 +392,8 @@ The model's chat template supports tools and `reasoning_effort`, except where a 
 
 def table(method: str, told: list[tuple[Row, str]]) -> str:
     """The table of a method."""
-    lines = [f"## `client.{method}`", "", "| parameter | value | result | |", "| - | - | - | - |"]
+    title = f"## `{METHODS[method].package}`: `client.{method}`"
+    lines = [title, "", "| parameter | value | result | |", "| - | - | - | - |"]
     for row, effect in told:
         cells = (f"`{row.parameter}`", row.given, row.outcome, effect)
         lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
@@ -597,7 +403,7 @@ def table(method: str, told: list[tuple[Row, str]]) -> str:
 def document(clients: Clients) -> str:
     """The whole page, by calling."""
     told = [(row, row.see(clients)) for row in rows()]
-    parts = [INTRODUCTION.format(version=openai.__version__)]
+    parts = [INTRODUCTION.format(openai=openai.__version__, anthropic=anthropic.__version__)]
     for method in METHODS:
         parts.append(table(method, [one for one in told if one[0].method == method]))
     parts.append(routes_text(clients.whole))

@@ -145,7 +145,7 @@ def test_equals_attention_without_absorption(
         (torch.bfloat16, 1),
     ],
 )
-@pytest.mark.corners("cpu-*", "simt-dtype0-*")
+@pytest.mark.corners("cpu-*", "simt-dtype2-*")
 def test_rows_are_decode_rows(
     device: str, isa: str, on_cuda: bool, dtype: torch.dtype, heads: int
 ) -> None:
@@ -175,7 +175,7 @@ def test_rows_are_decode_rows(
 
 
 @pytest.mark.parametrize("dtype,heads", [(torch.bfloat16, 16), (torch.float16, 3)])
-@pytest.mark.corners("*-dtype0-*", "cpu-*")
+@pytest.mark.corners("simt-dtype1-*", "cpu-*")
 def test_schedules_change_nothing(
     device: str,
     place: Callable[[int, int], None],

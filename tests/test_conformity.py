@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # ruff: noqa: E402  (where the server's packages are missing, nothing else is imported)
-"""Every parameter and route of the official client: what `docs/conformity.md` says happens."""
+"""Every parameter and route of the official clients: what `docs/conformity.md` says happens."""
 
 import re
 from collections.abc import Callable, Iterator
@@ -9,23 +9,35 @@ from typing import Any
 
 import pytest
 
-for name in ("fastapi", "uvicorn", "pydantic", "prometheus_client", "jinja2", "openai"):
+for name in (
+    "fastapi",
+    "uvicorn",
+    "pydantic",
+    "prometheus_client",
+    "jinja2",
+    "openai",
+    "anthropic",
+):
     pytest.importorskip(name)
 pytest.importorskip("llguidance")
 
+import anthropic
 import conformity
+import conformity_base
 import openai
 from client_routes import SERVED, SURFACES, client_routes, refusal_of, surface_refusal
-from conformity import METHODS, Clients, Method, Row
+from conformity_base import METHODS, Clients, Method, Row
 
 ROOT = Path(__file__).resolve().parent.parent
 ROWS = conformity.rows()
-PINNED = re.search(r"^openai==(.*)$", (ROOT / "constraints.txt").read_text(), re.MULTILINE)
+PINNED = re.findall(
+    r"^(?:openai|anthropic)==(.*)$", (ROOT / "constraints.txt").read_text(), re.MULTILINE
+)
 
 
 @pytest.fixture(scope="module")
 def clients() -> Iterator[Clients]:
-    with conformity.clients() as both:
+    with conformity_base.clients() as both:
         yield both
 
 
@@ -43,7 +55,7 @@ DROPPABLE = sorted(
     {
         (row.method, row.parameter)
         for row in ROWS
-        if row.outcome == conformity.HONOURED and row.parameter not in ("model", "timeout")
+        if row.outcome == conformity_base.HONOURED and row.parameter not in ("model", "timeout")
     }
 )
 
@@ -53,24 +65,24 @@ def test_an_effect_is_told_from_none(
     clients: Clients, name: str, parameter: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of a server that never gets the parameter, some row of its effects says so."""
-    whole = conformity.Method.call
+    whole = Method.call
 
     def without(method: Method, both: Clients, *, raw: bool = False) -> Callable[..., Any]:
         call = whole(method, both, raw=raw)
         return lambda **given: call(**{k: v for k, v in given.items() if k != parameter})
 
-    monkeypatch.setattr(conformity.Method, "call", without)
+    monkeypatch.setattr(Method, "call", without)
     mine = [row for row in ROWS if (row.method, row.parameter) == (name, parameter)]
     with pytest.raises((AssertionError, AttributeError)):
         for row in mine:
-            if row.outcome == conformity.HONOURED:
+            if row.outcome == conformity_base.HONOURED:
                 row.see(clients)
 
 
 def test_the_document_is_what_the_calls_say(clients: Clients) -> None:
-    assert PINNED is not None
-    if openai.__version__ != PINNED[1]:
-        pytest.skip(f"the document is of openai {PINNED[1]}, this is {openai.__version__}")
+    versions = [anthropic.__version__, openai.__version__]
+    if versions != PINNED:
+        pytest.skip(f"the document is of other clients: {PINNED}, these are {versions}")
     told = conformity.document(clients)
     assert told == (ROOT / "docs" / "conformity.md").read_text(), (
         "run python tests/conformity.py > docs/conformity.md"

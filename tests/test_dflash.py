@@ -358,9 +358,7 @@ CASES: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("kind", ["dflash", "dspark", "dflash2"])
-@pytest.mark.corners(
-    *("dflash-tree", "dspark-preempted", "dspark-int8", "dflash2-preempted", "dflash2-tree")
-)
+@pytest.mark.corners(*("dflash-tree", "dspark-preempted", "dspark-int8", "dflash2-preempted"))
 def test_every_bit_is_plain_decoding_s(
     target: tuple[Path, Any], tmp_path: Path, kind: str, case: str
 ) -> None:

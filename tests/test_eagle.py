@@ -271,7 +271,7 @@ def test_nothing_is_read_of_passes_that_did_not_run(
     fill, poison = RecurrentStep.fill, np.array([0x7FA00000], np.uint32).view(np.float32)
 
     def poisoned(self: RecurrentStep, parts: Sequence[Scheduled]) -> None:
-        for array in self._logprobs:
+        for array in self.reports.logprobs:
             array.host[:] = poison
         fill(self, parts)
 

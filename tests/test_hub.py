@@ -157,19 +157,35 @@ def test_models_of_the_cache_are_listed(
         for file in files:
             (snapshot / file).write_bytes(b"x" * 3_000_000)
 
+    def card(name: str, text: str) -> None:
+        folder = tmp_path / f"models--{name.replace('/', '--')}" / "snapshots" / SHA
+        (folder / "README.md").write_text(text)
+
     put("org/whole", "model.safetensors")
+    card("org/whole", "---\nlanguage: en\nlicense: mit\n---\n# A card\nlicense: none\n")
     put("org/half")
+    card("org/half", "---\nlicense: other\nlicense_name: 'some terms'\n---\n")
     put("org/other", "model.safetensors", architecture="NobodysModel")
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "own"))
     assert main(["models"]) == 0
-    bundled, half, other, whole = capsys.readouterr().out.splitlines()
-    assert re.fullmatch(r"specops-bundled +\d+ MB  runs; without --model, it is this one", bundled)
-    assert re.fullmatch(r"org/half +0 MB  does not run: its weights are not here; .*", half)
-    assert re.fullmatch(r"org/other +3 MB  does not run: architecture NobodysModel .*", other)
-    assert re.fullmatch(r"org/whole +3 MB  runs", whole)
+    lines = [re.split("  +", one) for one in capsys.readouterr().out.splitlines()]
+    assert lines[0] == ["model", "size", "licence", "what pays"]
+    assert lines[1][0] == "specops-bundled" and lines[1][2] == "psf-2.0"
+    assert lines[1][3:] == ["ngram: 1.8x to 1.9x", "runs; without --model, it is this one"]
+    assert lines[2][1:3] == ["253 MB", "Gemma Terms of Use"] and "make gemma" in lines[2][-1]
+    told = {name: cells for name, *cells in lines[3:]}
+    assert told["org/half"][:3] == ["0 MB", "some terms", "not measured"]
+    assert told["org/half"][3].startswith("does not run: its weights are not here")
+    assert told["org/other"][1] == "unknown" and "architecture NobodysModel" in told["org/other"][3]
+    assert told["org/whole"] == ["3 MB", "mit", "not measured", "runs"]
+    file = tmp_path / "own" / "specops" / "gemma" / "gemma-3-270m-q4_k_m.gguf"
+    file.parent.mkdir(parents=True)
+    file.touch()
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "none"))
     assert main(["models"]) == 0
-    assert capsys.readouterr().out.count("\n") == 1
+    whole = capsys.readouterr().out.splitlines()
+    assert len(whole) == 3 and whole[2].startswith(f"{file} ") and whole[2].endswith("  runs")
 
 
 def test_an_engine_bears_the_name(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

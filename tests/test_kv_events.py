@@ -43,19 +43,22 @@ class Subscriber:
         self._next += 1
         _, events, rank = msgspec.msgpack.decode(data)
         assert rank == 1
-        for name, *fields in events:
+        for event in events:
+            name = event["type"]
             if name == "BlockStored":
-                (own,), parent, token_ids, size, _, medium = fields
-                assert len(token_ids) == size == SIZE and medium == "GPU"
+                (own,), parent = event["block_hashes"], event["parent_block_hash"]
+                token_ids = event["token_ids"]
+                assert len(token_ids) == event["block_size"] == SIZE and event["medium"] == "GPU"
+                assert event["lora_id"] is event["lora_name"] is None
                 before = () if parent is None else self.tokens[parent]
                 assert own not in self.tokens
                 self.tokens[own] = (*before, *token_ids)
             elif name == "BlockRemoved":
-                for one in fields[0]:
+                for one in event["block_hashes"]:
                     del self.tokens[one]
                     self.removed += 1
             else:
-                assert name == "AllBlocksCleared" and not fields
+                assert event == {"type": "AllBlocksCleared"}
                 self.tokens.clear()
                 self.cleared += 1
 
@@ -134,9 +137,10 @@ def replayed(settings: KvEventSettings, first: int) -> dict[int, bytes]:
         socket.send_multipart((b"", first.to_bytes(8, "big")))
         while True:
             assert socket.poll(20_000), "nobody answers"
-            _, number, data = socket.recv_multipart()
+            _, topic, number, data = socket.recv_multipart()
             if int.from_bytes(number, "big", signed=True) == -1:
                 return told
+            assert topic == b"kv"
             told[int.from_bytes(number, "big")] = data
 
 

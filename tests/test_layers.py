@@ -431,8 +431,9 @@ OF_METHODS = [
 # No method's name, though they look like one: Python's own, OpenAI's field, and the two fields of
 # EngineConfig that have their names from the time of one method.
 OTHER_WORDS = re.compile(
-    r"""removesuffix|removeprefix|\.suffix\b|\bwith_suffix\(|"suffix": \(\)|"""
-    r"""\bsuffix_(corpus|cache)\b|suffix decoding drafts from"""
+    r"""removesuffix|removeprefix|\.suffix\b|\bwith_suffix\(|\bsuffix: str|"suffix"\)"""
+    r"""|"suffix": \(\)|"suffix must|param="suffix"|\bsuffix_(corpus|cache)\b"""
+    r"""|suffix decoding drafts from"""
 )
 
 
@@ -442,8 +443,10 @@ OTHER_WORDS = re.compile(
         path
         for folder in ("engine", "server")
         for path in sources(PACKAGE / folder, ".py", ".js", ".html")
-        # Models have modules for MTP, and tensors' names have suffixes.
-        if path not in OF_METHODS and "models" not in path.relative_to(PACKAGE).parts
+        # Models have modules for MTP, tensors' names have suffixes, and prompts may have one.
+        if path not in OF_METHODS
+        and "models" not in path.relative_to(PACKAGE).parts
+        and path != PACKAGE / "server" / "infill.py"
     ]
     + [PACKAGE / "cli" / "exactness.py"],
     ids=relative,

@@ -32,7 +32,7 @@ import httpx
 import openai
 import specops
 from checkpoints import make_checkpoint
-from fake_engine import FakeEngine
+from fake_engine import FakeEngine, byte_tokenizer
 from mtp_checkpoints import make_mtp_model
 from prometheus_client.parser import text_string_to_metric_families
 from serving import Served, serving, serving_app, wait_for
@@ -52,6 +52,7 @@ from specops.server import Access, make_app
 from specops.server.answers import TextAnswer
 from specops.server.chat import ChatFormat
 from specops.server.dispatch import Dispatch
+from specops.server.infill import infill_prompt
 from specops.server.jobs import Job
 from specops.server.metrics import Metrics
 from specops.server.protocol import ChatCompletionRequest, CompletionRequest, parse
@@ -171,6 +172,26 @@ def test_stop_strings_cut_the_text(fake: Served, stream: bool) -> None:
     )
     assert "".join(choice["text"] for choice in choices) == "hello "
     assert choices[-1]["finish_reason"] == "stop"
+
+
+def test_a_suffix_needs_tokens_for_it(fake: Served) -> None:
+    answer = post(fake, "completions", {"prompt": "a", "suffix": "b"})
+    assert answer.status_code == 400 and answer.json()["error"]["param"] == "suffix"
+    assert "has no tokens for it" in answer.json()["error"]["message"]
+
+
+def test_a_suffix_stands_behind_what_is_asked_for() -> None:
+    own = byte_tokenizer()
+    marks = ["<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>"]
+    own._tokenizer.add_tokens(marks)
+    prompt = infill_prompt(own, "a = ", "\n")
+    assert prompt == "<|fim_prefix|>a = <|fim_suffix|>\n<|fim_middle|>"
+    ids = own.encode(prompt, add_special_tokens=False)
+    assert [own.encode(one, add_special_tokens=False)[0] for one in marks] == [
+        ids[0], ids[5], ids[-1]
+    ] and len(ids) == 8  # fmt: skip
+    with pytest.raises(ValueError, match="needs a prompt that is one text"):
+        infill_prompt(own, [1, 2], "b")
 
 
 def test_long_answers_of_a_client_are_spelt_one_at_a_time(
@@ -1897,9 +1918,8 @@ def test_a_chat_template_of_its_own(tmp_path: Path) -> None:
     assert engine.tokenizer.decode(tokens) == "abc!"
 
 
-@pytest.mark.parametrize("name", ["embeddings", "responses", "messages"])
-def test_other_apis_are_refused_by_name(fake: Served, name: str) -> None:
-    answer = HTTP.post(f"{fake.url}/v1/{name}", json={"input": "x"})
+def test_embeddings_are_refused_by_name(fake: Served) -> None:
+    answer = HTTP.post(f"{fake.url}/v1/embeddings", json={"input": "x"})
     assert answer.status_code == 404
     error = answer.json()["error"]
     assert error["code"] == "unknown_url" and len(error["message"].split(": ")) == 3

@@ -23,6 +23,7 @@ from tools.simulate import (
 PLAIN = Machine(
     step_seconds=((1, 0.01), (2, 0.02)),
     max_rows=64,
+    max_beside=64,
     bytes_per_token=0,
     link_bytes_per_second=1.0,
     link_seconds=0.0,

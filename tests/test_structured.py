@@ -175,8 +175,11 @@ def test_what_cannot_be_asked_for(fields: dict[str, Any], message: str) -> None:
         ({"grammar": "start: start"}, "grammar cannot be used: no text .* a loop"),
         ({"grammar": "start: a\na: b\nb: a"}, "grammar cannot be used: no text .* a loop"),
         ({"json_schema": {"$ref": "#"}}, "json_schema cannot be used: no text .* a loop"),
-        ({"grammar": 'root ::= "a" b\nb ::= "c"'}, "must be in llguidance's dialect of Lark"),
-        ({"grammar": '<root> ::= "a"'}, "dialect of Lark, .* got EBNF with '::='"),
+        ({"grammar": 'root ::= "a" b'}, "not valid GBNF: Rule 'b' not found"),
+        ({"grammar": 'a ::= "a"'}, "not valid GBNF: No 'root' rule"),
+        ({"grammar": "root ::= (" + "[a]" * 6000}, "16384 characters and 256 rules, got 18010 and"),
+        ({"grammar": 'root ::= "a"\n' + 'x ::= "a"\n' * 256}, "and 256 rules, got .* and 257"),
+        ({"grammar": '<root> ::= "a"'}, "dialect of Lark, .* got EBNF with rules in <>"),
         ({"grammar": ""}, "grammar cannot be used"),
         ({"grammar": "start: a\na[max_tokens=3, temperature=0.5]: /x+/"}, "temperature"),
         ({"grammar": "start: <|endoftext|>"}, "grammar cannot be used"),
@@ -188,6 +191,43 @@ def test_what_cannot_be_asked_for(fields: dict[str, Any], message: str) -> None:
 def test_what_cannot_be_compiled(fields: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=f"^structured_output: {message}|{message}"):
         compiled(**fields)
+
+
+# llama.cpp's own example: a line end is white space, and ends a line, too.
+ARITHMETIC = """
+root  ::= (expr "=" ws term "\\n")+  # equations
+expr  ::= term ([-+*/] term)*
+term  ::= ident | num | "(" ws expr ")" ws
+ident ::= [a-z] [a-z0-9_]* ws
+num   ::= [0-9]+ ws
+ws    ::= [ \\t\\n]*
+"""
+SPELT = 'root ::= A-b | c{2,3}\nA-b ::= "\\u00e9\\x41" "."\nc ::= [^\\u00e9"\\]]'
+
+
+@pytest.mark.parametrize(
+    "grammar,text,fits",
+    [
+        (ARITHMETIC, "(a+b)*3= c\n", True),
+        (ARITHMETIC, "a=b\n\nc= 1\n", True),
+        (ARITHMETIC, "(a+b*3= c\n", False),
+        (ARITHMETIC, "a=b", False),
+        ('root ::= ("a" | "ab") "bc"', "abc", True),  # no longest match takes the "b" away
+        ('root ::= ("a" | "ab") "bc"', "abbc", True),
+        ('root ::= ("a" | "ab") "bc"', "abb", False),
+        ('root ::= "a" . "b"', "a\nb", True),
+        ('root ::= "a" . "b"', "ab", False),
+        (SPELT, "\u00e9A.", True),
+        (SPELT, "\u00e9A", False),
+        (SPELT, "x#", True),
+        (SPELT, "x]", False),
+        ('root ::= "#\\"" # a comment of "\nroot2 ::= "x"', '#"', True),
+    ],
+)  # fmt: skip
+def test_grammars_of_llama_cpp(grammar: str, text: str, fits: bool) -> None:
+    state = state_of(grammar=grammar)
+    taken = [state.take(token) for token in tokenizer().encode_as_text(text)]
+    assert (all(taken) and state.may_end) == fits
 
 
 def test_grammars_are_kept_while_they_are_used(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -209,7 +209,7 @@ def test_a_stream_is_the_same_text(served: Served) -> None:
          "structured_outputs: json cannot be used: minimum must be at most 2^53"),
         ({"structured_outputs": {"regex": "a", "disable_any_whitespace": True}},
          "structured_outputs", "disable_any_whitespace needs json, structural_tag or grammar"),
-        ({"structured_outputs": {"grammar": 'root ::= "a"'}}, "structured_outputs", "of Lark"),
+        ({"structured_outputs": {"grammar": 'a ::= "a"'}}, "structured_outputs", "'root' rule"),
         ({"structured_outputs": {"structural_tag": "x"}}, "structured_outputs", "is no JSON"),
         ({"structured_outputs": {"structural_tag": {"format": {"type": "any_text"}}}},
          "structured_outputs", "format is not supported"),

@@ -223,6 +223,28 @@ def test_calls_are_read_however_the_text_arrives(seed: int) -> None:
         assert all(len(call["id"]) == (form.id_length or 29) for call in calls)
 
 
+def test_a_template_with_tools_comes_with_the_server() -> None:
+    """What it writes of calls is what is read as calls."""
+    call = {"name": "weather", "arguments": {"place": "Bonn", "days": 3}}
+    with serving(FakeEngine(), chat_format=None, chat_template="tools") as served:
+        body = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 3}
+        answer = httpx.post(
+            f"{served.url}/v1/chat/completions",
+            json={**body, "tools": TOOLS[1:2], "tool_choice": "none"},
+        )
+        assert answer.status_code == 200, answer.text
+        plain = httpx.post(f"{served.url}/tokenize", json={"messages": body["messages"]}).json()
+    assert answer.json()["usage"]["prompt_tokens"] > plain["count"] == len("user: x\nassistant:")
+    source = (Path(make_app.__code__.co_filename).parent / "tools.jinja").read_text()
+    said = {"role": "assistant", "content": "see", "tool_calls": [{"function": call}] * 2}
+    text = ChatFormat(source).render([said], add_generation_prompt=False)
+    content, calls = CallReader().feed(text)
+    assert content == "assistant: see" and [one["function"]["name"] for one in calls] == [
+        *("weather", "weather")
+    ]
+    assert json.loads(calls[1]["function"]["arguments"]) == call["arguments"]
+
+
 def test_a_closing_inside_of_an_argument_is_no_end() -> None:
     text = '<tool_call>\n{"name": "now", "arguments": {"a": "</tool_call>}"}}\n</tool_call>'
     for cut in range(len(text)):

@@ -54,17 +54,16 @@ def pair(
         yield started
 
 
-@pytest.fixture(scope="module")
-def router(pair: list[ServerProcess]) -> Iterator[str]:
-    prefill, decode = pair
+@contextlib.contextmanager
+def routing(*given: str) -> Iterator[str]:
+    """The router with such options, when it answers."""
     port = free_port()
-    command = [str(ROUTER), "--vllm-pd-disaggregation", "--policy", "round_robin"]
-    command += ["--prefill", prefill.url, "--decode", decode.url, "--port", str(port)]
-    command += ["--prometheus-port", str(free_port()), "--worker-startup-check-interval", "1"]
+    command = [str(ROUTER), *given, "--port", str(port), "--prometheus-port", str(free_port())]
+    command += ["--worker-startup-check-interval", "1"]
     process = subprocess.Popen(command, start_new_session=True, stdout=subprocess.DEVNULL)
     url = f"http://127.0.0.1:{port}"
     try:
-        end = time.monotonic() + 30
+        end = time.monotonic() + 120
         while time.monotonic() < end:
             with contextlib.suppress(httpx.HTTPError):
                 if httpx.get(f"{url}/health", timeout=5).status_code == 200:
@@ -75,6 +74,14 @@ def router(pair: list[ServerProcess]) -> Iterator[str]:
     finally:
         os.killpg(process.pid, signal.SIGKILL)
         process.wait()
+
+
+@pytest.fixture(scope="module")
+def router(pair: list[ServerProcess]) -> Iterator[str]:
+    prefill, decode = pair
+    roles = ["--prefill", prefill.url, "--decode", decode.url]
+    with routing("--vllm-pd-disaggregation", "--policy", "round_robin", *roles) as url:
+        yield url
 
 
 def choices_at(url: str, path: str, asked: list[dict[str, Any]]) -> list[Any]:
@@ -126,3 +133,40 @@ def test_chats_and_streams_come_through(router: str, pair: list[ServerProcess]) 
             lines = [line[6:] for line in told.iter_lines() if line.startswith("data: {")]
         deltas = [one["choices"][0]["delta"] for one in map(json.loads, lines)]
         assert "".join(one.get("content") or "" for one in deltas) == choice["message"]["content"]
+
+
+def test_the_router_sends_a_prompt_where_its_pages_are(mtp_model: Path) -> None:
+    """It knows from events alone: nobody has sent this prompt by way of the router before."""
+    pytest.importorskip("zmq")
+    ports = [[free_port(), free_port()] for _ in range(2)]
+    endpoints = [[f"tcp://127.0.0.1:{port}" for port in own] for own in ports]
+    told = [
+        ["--kv-events-endpoint", live, "--kv-events-replay", replay] for live, replay in endpoints
+    ]
+    with servers(*(options(mtp_model, *one) for one in told)) as both:
+        urls = [one.url for one in both]
+        prompts = [[5 + number] * 90 for number in range(6)]
+        for number, prompt in enumerate(prompts):  # before the router has heard of either
+            body = {"prompt": prompt, "max_tokens": 1}
+            httpx.post(f"{urls[number % 2]}/v1/completions", json=body, timeout=60)
+        sources = [
+            option
+            for url, (live, replay) in zip(urls, endpoints, strict=True)
+            for option in (
+                *("--kv-event-source", f"{url}={live}"),
+                *("--kv-event-replay-source", f"{url}={replay}"),
+            )
+        ]
+        model = ["--kv-event-model", "model", "--kv-event-block-size", "16"]
+        with routing("--policy", "kv_aware", "--worker-urls", *urls, *sources, *model) as url:
+            # An event after the router's beginning has it ask for those before.
+            for one in urls:
+                httpx.post(f"{one}/v1/completions", json={"prompt": [3] * 40}, timeout=60)
+            time.sleep(2)
+            hits = [one.gauge("prefix_cache_hits_total") for one in both]
+            for prompt in prompts:
+                body = {"model": "model", "prompt": prompt, "max_tokens": 1}
+                answer = httpx.post(f"{url}/v1/completions", json=body, timeout=60)
+                assert answer.status_code == 200, answer.text
+        found = [one.gauge("prefix_cache_hits_total") for one in both]
+        assert [new - old for new, old in zip(found, hits, strict=True)] == [240, 240]

@@ -2,10 +2,10 @@
 """Simulates nodes that compute prompts, decode or do both: `python -m tools.simulate [FILE]`.
 
 A simulation of discrete events. A node takes steps, one after the other. A step has the rows of all
-requests that decode there, one and its drafts each, and is filled up with rows of prompts, first
-come, first served. It takes as long as a step of so many rows was measured to take. A request whose
-prompt was computed elsewhere waits for its pages, which cross a link. FILE has the measurements;
-docs/examples/simulation.json is the default, and says where its own are from.
+requests that decode there, one and its drafts each, and rows of prompts, first come, first served.
+It takes as long as a step of so many rows was measured to take. A request whose prompt was computed
+elsewhere waits for its pages, which cross a link. FILE has the measurements; the default is
+docs/examples/simulation.json, which says where its own are from.
 
 Without `--draw` it prints a table; with it, it draws docs/simulation.svg.
 """
@@ -39,7 +39,8 @@ class Machine:
 
     Attributes:
         step_seconds: of steps, by their rows; linear between these, and beyond.
-        max_rows: of a step.
+        max_rows: of prompts in a step.
+        max_beside: of these, where requests decode in the same step.
         bytes_per_token: of a page, for each of its tokens.
         link_bytes_per_second: of the link between two nodes.
         link_seconds: that pages take beside that.
@@ -50,6 +51,7 @@ class Machine:
 
     step_seconds: tuple[tuple[int, float], ...]
     max_rows: int
+    max_beside: int
     bytes_per_token: int
     link_bytes_per_second: float
     link_seconds: float
@@ -149,12 +151,14 @@ class Node:
     def begin(self) -> float | None:
         """Begins a step; returns how long it takes, or None: there is nothing to do."""
         rows = len(self._decoding) * (1 + self._drafts)
+        budget = self._machine.max_beside if self._decoding else self._machine.max_rows
         self._shares = []
         for request in self.prompts:
-            share = min(request.prompt, self._machine.max_rows - rows)
-            if share <= 0:
+            share = min(request.prompt, budget)
+            if not share:
                 break
             self._shares.append((request, share))
+            budget -= share
             rows += share
         self.is_busy = rows > 0
         return self._machine.seconds(rows) if rows else None
@@ -228,11 +232,13 @@ def simulate(
         heapq.heappush(events, (time, next(numbers), work))
 
     def wake(node: Node, now: float) -> None:
-        if node.is_busy:
-            return
-        seconds = node.begin()
+        seconds = None if node.is_busy else node.begin()
         if seconds is not None:
-            at(now + seconds, lambda then: (node.end(then), wake(node, then))[0])
+            at(now + seconds, lambda then: finish(node, then))
+
+    def finish(node: Node, now: float) -> None:
+        node.end(now)
+        wake(node, now)
 
     def give(nodes: Sequence[Node], request: Request, now: float) -> None:
         node = min(nodes, key=lambda one: one.load)
@@ -304,15 +310,15 @@ def best_drafts(machine: Machine, running: int, most_drafts: int = 8) -> int:
 
 # ---- what is printed and drawn ----
 
-_FIRST_TOKEN, _GAP = 5.0, 0.15  # seconds that 95 of 100 requests wait at most
+_FIRST_TOKEN, _GAPS = 5.0, (0.15, 0.1)  # seconds that 95 of 100 requests wait at most
 _OUTPUTS = (32, 128, 512)
 _RUNNING = (1, 2, 4, 8, 16, 32, 64)
 _RATES = tuple(0.2 * place for place in range(1, 13))  # of three nodes, in requests a second
-# Three nodes: most rows of a step, and what they do.
+# Three nodes: most rows of prompts beside decoding, and what they do.
 _KINDS: dict[str, tuple[int, dict[str, int]]] = {
-    "both, 512 rows": (512, {"mixed": 3}),
     "both, 128 rows": (128, {"mixed": 3}),
-    "two for prompts, one decodes": (512, {"prefill": 2, "decode": 1}),
+    "both, 16 rows": (16, {"mixed": 3}),
+    "two for prompts, one decodes": (16, {"prefill": 2, "decode": 1}),
 }
 _COLOURS = ("#0969da", "#8250df", "#bc4c00")
 _PANEL, _LEFT = 170, 60
@@ -320,13 +326,16 @@ _PANEL, _LEFT = 170, 60
 
 def table(machine: Machine) -> str:
     """What three nodes bear, together and apart, and how many drafts pay, as Markdown."""
-    lines = [f"| output tokens | {' | '.join(_KINDS)} |", "| --- " * (1 + len(_KINDS)) + "|"]
-    for output in _OUTPUTS:
+    lines = [f"| gap | output tokens | {' | '.join(_KINDS)} |", "| --- " * (2 + len(_KINDS)) + "|"]
+    for gap, output in itertools.product(_GAPS, _OUTPUTS):
         rates = [
-            most(replace(machine, output_tokens=output, max_rows=rows), _FIRST_TOKEN, _GAP, **nodes)
+            most(
+                replace(machine, output_tokens=output, max_beside=rows), _FIRST_TOKEN, gap, **nodes
+            )
             for rows, nodes in _KINDS.values()
         ]
-        lines.append(f"| {output} | " + " | ".join(f"{rate:.1f}" for rate in rates) + " |")
+        told = " | ".join(f"{rate:.1f}" for rate in rates)
+        lines.append(f"| {gap:g} s | {output} | {told} |")
     lines += ["", "| requests that decode | best drafts |", "| --- | --- |"]
     lines += [f"| {count} | {best_drafts(machine, count)} |" for count in _RUNNING]
     return "\n".join(lines)
@@ -361,10 +370,10 @@ def _axes(top: float, most_y: float, unit: str, labels: Sequence[tuple[float, st
 
 def drawn(machine: Machine) -> str:
     """The picture: gaps by load, together and apart; and the best drafts by load."""
-    top, most_gap, right = 76.0, 0.5, _RATES[-1]
+    top, most_gap, right = 76.0, 0.2, _RATES[-1]
     body = [words(MARGIN, 30, "Time between two steps of a request, 95th percentile", "title")]
     for place, (name, (rows, nodes)) in enumerate(_KINDS.items()):
-        one = replace(machine, max_rows=rows)
+        one = replace(machine, max_beside=rows)
         gaps = [(rate, outcome(one, rate, **nodes).gap) for rate in _RATES]
         body.append(_curve(gaps, top, right, most_gap, _COLOURS[place]))
         x = MARGIN + 150 * place

@@ -196,8 +196,8 @@ BUDGETS: tuple[Budget, ...] = (
         for kernel, spills in (
             ("sample_kernel<*, false>", {}),
             ("verify_kernel<*, false, *>", {}),
-            ("verify_stamped_kernel<*>", {"80": 8}),  # for measuring alone
-            ("top_logprobs_kernel<*, false>", {}),
+            ("verify_stamped_kernel<*>", {"80": 8, "86": 44, "89": 44}),  # for measuring alone
+            ("top_logprobs_kernel<*, false>", {"86": 40, "89": 40}),
         )
     ),
     Budget(
@@ -478,20 +478,21 @@ METERED: tuple[Metered, ...] = (
     _attention(128, 4, _per_arch(1343, 1343, 1343, 1388, 1371, 1425), "KvE4M3"),
     _attention(256, 1, _per_arch(758, 757, 757, 787, 791, 784), "KvE4M3"),
     _attention(256, 2, _per_arch(919, 918, 918, 953, 958, 959), "KvE4M3"),
-    _streamed(1, 1, _per_arch(53, 53, 53, 50, 51, 54)),
+    # Experts share these loops, whose rows are looked up: up to three instructions on some.
+    _streamed(1, 1, _per_arch(53, 55, 55, 50, 51, 54)),
     _streamed(2, 1, _per_arch(71, 71, 71, 71, 65, 71)),
     _streamed(1, 2, _per_arch(65, 65, 65, 62, 60, 66)),
     _streamed(2, 2, _per_arch(85, 85, 85, 85, 85, 99)),
-    _tiled(2, 64, 12, _per_arch(125, 125, 125, 125, 151, 500)),
+    _tiled(2, 64, 12, _per_arch(125, 125, 125, 125, 154, 500)),
     _tiled(2, 128, 8, _per_arch(121, 121, 121, 121, 121, 498)),
-    _tiled(4, 128, 6, _per_arch(109, 109, 109, 109, 129, 457)),
-    _codes("4, 1, 1", 8, 8, 50688, _per_arch(463, 463, 463, 461, 497, 501)),
-    _codes("4, 1, 2", 16, 16, 75264, _per_arch(792, 792, 792, 788, 788, 826)),
+    _tiled(4, 128, 6, _per_arch(109, 109, 109, 109, 130, 457)),
+    _codes("4, 1, 1", 8, 8, 50688, _per_arch(429, 430, 430, 429, 411, 425)),
+    _codes("4, 1, 2", 16, 16, 75264, _per_arch(726, 726, 726, 724, 656, 684)),
     # Two sums are bound by powers of two: on 100a and 120 the way through shared memory costs more
-    # instructions than maxima of three saved there. A deeper ring costs verify three more on 120.
-    _scan("verify_kernel<bfloat16, false, false>", 0, _per_arch(86, 155, 155, 79, 69, 80)),
-    _scan("verify_kernel<bfloat16, false, false>", 1, _per_arch(271, 338, 338, 267, 258, 268)),
-    _scan("verify_kernel<bfloat16, false, false>", 2, _per_arch(450, 517, 517, 444, 435, 445)),
+    # instructions than maxima of three saved there. A deeper ring costs verify three more on both.
+    _scan("verify_kernel<bfloat16, false, false>", 0, _per_arch(86, 155, 155, 79, 72, 80)),
+    _scan("verify_kernel<bfloat16, false, false>", 1, _per_arch(271, 338, 338, 267, 261, 268)),
+    _scan("verify_kernel<bfloat16, false, false>", 2, _per_arch(450, 517, 517, 444, 438, 445)),
     _scan("verify_kernel<bfloat16, false, true>", 0, _per_arch(155, 155, 155, 80, 125, 142)),
     _scan("verify_kernel<bfloat16, false, true>", 2, _per_arch(515, 515, 515, 442, 438, 445)),
     _scan("sample_kernel<bfloat16, false>", 0, _per_arch(155, 155, 155, 80, 124, 141)),

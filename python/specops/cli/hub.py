@@ -4,8 +4,8 @@
 import re
 from pathlib import Path
 
-# What the engine and its tokenizer read.
-_FILES = ("*.json", "*.jinja", "*.safetensors")
+# What the engine and its tokenizer read, and the card, which names the licence.
+_FILES = ("*.json", "*.jinja", "*.safetensors", "README.md")
 _NAME = re.compile(r"[\w.-]+/[\w.-]+", re.ASCII)
 
 

@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`specops models`: the models of this machine that `--model` takes by name, and which run."""
+"""`specops models`: models that have been tried, and those of this machine that `--model` takes."""
 
 import argparse
+import os
+import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -10,12 +12,25 @@ from specops.engine.config import BUNDLED_MODEL, BUNDLED_MODEL_NAME
 from specops.engine.errors import ModelError
 from specops.engine.models.families import read_model_config
 
+_GEMMA = "gemma-3-270m-q4_k_m.gguf"
+_GEMMA_BYTES = 253_113_024
+
 
 class _Model(NamedTuple):
-    """A model's name, its bytes on disk, and whether it runs, or why not."""
+    """A line of the list.
+
+    Attributes:
+        name: what `--model` takes.
+        size: bytes on disk.
+        licence: of its weights, in the words of its authors.
+        pays: the method that pays, where it was measured (docs/figures.md).
+        says: whether it runs, or why not.
+    """
 
     name: str
     size: int
+    licence: str
+    pays: str
     says: str
 
 
@@ -24,20 +39,37 @@ def main(arguments: Sequence[str], program: str) -> int:
     _parser(program).parse_args(arguments)
     bundled = sum(file.stat().st_size for file in BUNDLED_MODEL.iterdir())
     default = "runs; without --model, it is this one"
-    models = [_Model(BUNDLED_MODEL_NAME, bundled, default), *sorted(_cached())]
-    width = max(len(model.name) for model in models)
-    for model in models:
-        print(f"{model.name:<{width}}  {model.size / 1e6:>9,.0f} MB  {model.says}")
+    pays = "ngram: 1.8x to 1.9x"
+    first = _Model(BUNDLED_MODEL_NAME, bundled, _licence(BUNDLED_MODEL), pays, default)
+    models = [first, _gemma(), *sorted(_cached())]
+    rows = [("model", "size", "licence", "what pays", "")]
+    rows += [(one.name, f"{one.size / 1e6:,.0f} MB", *one[2:]) for one in models]
+    widths = [max(len(row[column]) for row in rows) for column in range(4)]
+    for row in rows:
+        cells = [cell.ljust(width) for cell, width in zip(row, widths, strict=False)]
+        cells[1] = row[1].rjust(widths[1])
+        print("  ".join([*cells, row[4]]).rstrip())
     return 0
 
 
 def _parser(program: str) -> argparse.ArgumentParser:
     return argparse.ArgumentParser(
         prog=program,
-        description="Lists the bundled model, and those in the Hugging Face Hub's cache on this "
-        "machine, as HF_HUB_CACHE or HF_HOME says where that is. --model takes their names, and "
-        "downloads others.",
+        description="Lists the models that have been tried here, with the method that pays and how "
+        "many times as fast one greedy request gets with it (docs/figures.md), and those in the "
+        "Hugging Face Hub's cache on this machine, as HF_HUB_CACHE or HF_HOME says where that is. "
+        "--model takes their names, and downloads others.",
     )
+
+
+def _gemma() -> _Model:
+    """The real model that figures were taken with; `make gemma` fetches it."""
+    cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    file = Path(cache, "specops", "gemma", _GEMMA)
+    is_here = file.is_file()
+    says = "runs" if is_here else "is not here: make gemma fetches it"
+    name = str(file) if is_here else _GEMMA
+    return _Model(name, _GEMMA_BYTES, "Gemma Terms of Use", "ngram: 2.2x to 3.0x", says)
 
 
 def _cached() -> Iterator[_Model]:
@@ -52,8 +84,21 @@ def _cached() -> Iterator[_Model]:
     for repository in cache.repos:
         if repository.repo_type == "model" and repository.revisions:
             newest = max(repository.revisions, key=lambda revision: revision.last_modified)
-            says = _says(newest.snapshot_path)
-            yield _Model(repository.repo_id, repository.size_on_disk, says)
+            path = newest.snapshot_path
+            size = repository.size_on_disk
+            yield _Model(repository.repo_id, size, _licence(path), "not measured", _says(path))
+
+
+def _licence(directory: Path) -> str:
+    """What the model's card names, in its first lines."""
+    try:
+        card = (directory / "README.md").read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return "unknown"
+    head = card.removeprefix("---\n").partition("\n---")[0] if card.startswith("---\n") else ""
+    found = dict(re.findall(r"^(license|license_name): *(\S.*?) *$", head, re.MULTILINE))
+    named = found.get("license", "unknown")
+    return str(found.get("license_name", named) if named == "other" else named).strip("'\"")
 
 
 def _says(directory: Path) -> str:

@@ -153,7 +153,8 @@ def _add_chat(parser: argparse.ArgumentParser) -> None:
     add(
         "--chat-template",
         metavar="FILE",
-        help="Jinja template that makes a prompt of a chat's messages (default: the model's)",
+        help="Jinja template that makes a prompt of a chat's messages, or `tools`: one with tools "
+        "that comes with specops (default: the model's)",
     )
 
 

@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the prefix cache has, told to routers that send a request where its prefix is.
 
-The messages are vLLM's (`vllm.distributed.kv_events` of vLLM 0.33): each is a ZeroMQ message of
+The messages are vLLM's (`vllm.distributed.kv_events` of vLLM 0.32): each is a ZeroMQ message of
 three parts, the topic, a number of eight bytes (big-endian, from 0, one more each time), and an
-`EventBatch` in MessagePack. Who has missed some asks the replay endpoint from which number on it
-wants them again, and gets those that are kept, and then the number -1.
+`EventBatch` in MessagePack, a list whose events are maps. Who has missed some sends the replay
+endpoint the first number that it wants again; it gets those messages that are kept, and at last one
+with the number -1.
 
 A block is a page. Its hash stands for all tokens from the prompt's first on.
 """
@@ -39,7 +40,7 @@ _END = (-1).to_bytes(_NUMBER_BYTES, "big", signed=True)
 _ROOT = b""
 
 
-class BlockStored(Struct, array_like=True, tag=True):
+class BlockStored(Struct, tag=True):
     """Blocks can be found from now on.
 
     Attributes:
@@ -47,8 +48,8 @@ class BlockStored(Struct, array_like=True, tag=True):
         parent_block_hash: of the block before the first one; None: there is none.
         token_ids: theirs.
         block_size: tokens of each.
-        lora_id: None.
-        medium: "GPU" in vLLM's messages, whatever memory the engine has.
+        lora_id, lora_name: None.
+        medium: "GPU", as vLLM says of the engine's own memory, whatever it is.
     """
 
     block_hashes: list[int]
@@ -57,23 +58,24 @@ class BlockStored(Struct, array_like=True, tag=True):
     block_size: int
     lora_id: int | None
     medium: str | None
+    lora_name: str | None
 
 
-class BlockRemoved(Struct, array_like=True, tag=True):
+class BlockRemoved(Struct, tag=True):
     """Blocks cannot be found any more."""
 
     block_hashes: list[int]
     medium: str | None
 
 
-class AllBlocksCleared(Struct, array_like=True, tag=True):
+class AllBlocksCleared(Struct, tag=True):
     """There are no blocks: an engine begins."""
 
 
 CacheEvent = BlockStored | BlockRemoved | AllBlocksCleared
 
 
-class EventBatch(Struct, array_like=True):
+class EventBatch(Struct, array_like=True, omit_defaults=True):
     """What has changed.
 
     Attributes:
@@ -114,7 +116,7 @@ class TellingPool(PagePool):
             before = self._hash_of.get(prefix.parent)
             own = self._hash_of[prefix] = _hash_of(before, token_ids)
             told = list(token_ids)
-            self.events.append(BlockStored([own], before, told, self.page_size, None, "GPU"))
+            self.events.append(BlockStored([own], before, told, self.page_size, None, "GPU", None))
         return known
 
     def _forget(self, page: int) -> None:
@@ -225,8 +227,9 @@ class KvEvents:
         first = int.from_bytes(asked, "big")
         for number, data in kept:
             if number >= first:
-                socket.send_multipart((client, b"", _number(number), data))
-        socket.send_multipart((client, b"", _END, b""))
+                topic = self._settings.topic.encode()
+                socket.send_multipart((client, b"", topic, _number(number), data))
+        socket.send_multipart((client, b"", b"", _END, b""))
 
 
 def _number(value: int) -> bytes:

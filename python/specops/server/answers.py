@@ -11,7 +11,7 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Any, Generic, TypeVar
 
 from specops.engine.outputs import SpeculativeStats, TokenLogprob
-from specops.server.api_error import server_error
+from specops.server.api_error import ApiError, server_error
 from specops.server.call_forms import CallForm, CallReader
 from specops.server.intake import Turn
 from specops.server.jobs import ChoiceOutput, Job, JobFailed, Span
@@ -61,7 +61,7 @@ class Answer(Generic[R]):
         self.job = job
         self.tokenizer = tokenizer
         self._call_form = call_form
-        self._frame = {
+        self._frame: dict[str, Any] = {
             "id": self.id_prefix + secrets.token_hex(12),
             "created": int(time.time()),
             "model": model_name,
@@ -155,8 +155,12 @@ class Answer(Generic[R]):
             if options.include_usage:
                 yield chunk([], **self._totals())
         except JobFailed as error:
-            yield event(server_error(str(error)).body)
+            yield self.failed(server_error(str(error)))
         yield b"data: [DONE]\n\n"
+
+    def failed(self, error: ApiError) -> bytes:
+        """The event of a stream that ends with an error."""
+        return event(error.body)
 
     def first(self, index: int) -> list[dict[str, Any]]:
         """What a choice's stream begins with."""
@@ -213,8 +217,14 @@ class Answer(Generic[R]):
         }
 
     def _note(self, output: ChoiceOutput) -> None:
-        """Keeps what the totals need of a finished choice, and what is told of its prompt."""
+        """Keeps what the totals need of a finished choice, and what is told of its prompt.
+
+        A stop string is put back behind the text that it has ended, if that was asked for.
+        """
         step = output.output
+        end = step.end
+        if self.request.include_stop_str_in_output and end and end.finish_reason == "stop":
+            step.text += end.stop_reason if isinstance(end.stop_reason, str) else ""
         if step.prompt_logprobs is not None:
             self._prompt_logprobs[self.prompt_of(step.index)] = step.prompt_logprobs
         if step.end is not None and output.span is not None:

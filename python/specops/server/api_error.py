@@ -3,6 +3,7 @@
 
 import re
 from collections.abc import Mapping
+from typing import Any
 
 from pydantic import BaseModel
 
@@ -10,7 +11,7 @@ _MAX_MESSAGE = 1000
 
 
 class ApiError(Exception):
-    """A refusal in OpenAI's shape."""
+    """A refusal, with what OpenAI's shape has of it."""
 
     def __init__(
         self,
@@ -25,9 +26,32 @@ class ApiError(Exception):
         super().__init__(message)
         if len(message) > _MAX_MESSAGE:  # it may quote what the client sent
             message = message[:_MAX_MESSAGE] + "..."
-        self.status = status
+        self.status, self.message, self.type = status, message, type
+        self.param, self.code = param, code
         self.headers = dict(headers or {})
-        self.body = {"error": {"message": message, "type": type, "param": param, "code": code}}
+
+    @property
+    def body(self) -> dict[str, Any]:
+        """The refusal in OpenAI's shape."""
+        error = {"message": self.message, "type": self.type, "param": self.param}
+        return {"error": {**error, "code": self.code}}
+
+    def under_names(self, names: Mapping[str, str]) -> "ApiError":
+        """The same refusal of an API where fields have other names."""
+
+        def renamed(found: re.Match[str]) -> str:
+            # "messages" is a field at the beginning alone, and max_tokens anywhere.
+            is_field = not found.start() or "_" in found[0]
+            return names.get(found[0], found[0]) if is_field else found[0]
+
+        return ApiError(
+            self.status,
+            re.sub(r"\w+", renamed, self.message),
+            type=self.type,
+            param=names.get(self.param or "", self.param),
+            code=self.code,
+            headers=self.headers,
+        )
 
 
 def bad_value(

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An OpenAI-compatible HTTP server over the engine: its routes, and how it runs.
+"""An HTTP server with OpenAI's APIs and Anthropic's over the engine: its routes, and how it runs.
 
 Handlers run on the event loop. They give jobs to `Dispatch`, which hands them to the engine, and
 answer with what comes back. A client that goes away, at whatever point, takes its job with it.
@@ -12,9 +12,9 @@ import json
 import signal
 import socket
 import sys
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import uvicorn
 from fastapi import APIRouter, Depends, FastAPI, Request, Response
@@ -26,6 +26,12 @@ from starlette.requests import ClientDisconnect
 
 import specops
 from specops.server.answers import ChatAnswer, TextAnswer
+from specops.server.anthropic_messages import (
+    CountTokensRequest,
+    MessagesRequest,
+    begin_message,
+    error_body,
+)
 from specops.server.api_error import ApiError, server_error
 from specops.server.call_forms import CALL_FORMS
 from specops.server.chat import ChatFormat
@@ -37,6 +43,7 @@ from specops.server.hosts import Access, AllowedHosts, Forwarded
 from specops.server.intake import Intake, Turns
 from specops.server.metrics import Metrics
 from specops.server.metrics_port import add_metrics, metrics_served
+from specops.server.openai_responses import Responses, ResponsesRequest
 from specops.server.openapi import describe, operation_id, reads, takes
 from specops.server.page import add_page
 from specops.server.protocol import ChatCompletionRequest, CompletionRequest
@@ -44,10 +51,14 @@ from specops.server.replies import (
     ChatCompletion,
     Contract,
     Health,
+    MessageReply,
+    MessagesError,
     Model,
     ModelList,
+    ResponsesReply,
     TextCompletion,
     TextReply,
+    TokenCount,
     TokensReply,
     Version,
 )
@@ -57,6 +68,9 @@ from specops.server.streaming import dumped
 from specops.server.tokens import DetokenizeRequest, TokenizeRequest
 from specops.service.client import EngineClient
 from specops.tokenizer import Tokenizer
+
+R = TypeVar("R", CompletionRequest, ChatCompletionRequest)
+A = TypeVar("A", TextAnswer, ChatAnswer)
 
 # After so long a thread that has Python's lock gives way to the event loop, which has little to do:
 # one that reads a request, or the engine's with --in-process. Python's own value is ten times that.
@@ -72,11 +86,15 @@ _GARBAGE_THRESHOLDS = 5_000, 20, 50
 # would be before everybody else's.
 _ACCEPTED_AT_ONCE = 8
 
-# Routes of other APIs that clients call, and what to call instead.
+# Chat templates that come with specops, by the name that `chat_template` may have.
+_TEMPLATES = {"tools": Path(__file__).with_name("tools.jinja")}
+
+# Below this path errors have Anthropic's shape.
+_ANTHROPIC = "/v1/messages"
+
+# Routes that clients call, and why they are not there.
 _ABSENT = {
     "/v1/embeddings": ": this server generates text, and has no embeddings",
-    "/v1/messages": ": Anthropic's API is not there yet, ask /v1/chat/completions",
-    "/v1/responses": ": this API is not there yet, ask /v1/chat/completions",
 }
 
 _READ = ["GET", "HEAD"]
@@ -111,7 +129,7 @@ def make_app(
         metrics_apart: there is no /metrics, since `serve` has another port for it.
         tool_call_parser: how the model writes calls of tools, a name of `CALL_FORMS`; by default as
             its chat template teaches it.
-        chat_template: file of one to use instead of the model's.
+        chat_template: file of one to use instead of the model's, or a name of `_TEMPLATES`.
         access: by which names it is asked, from whose pages, and through which proxies; by default
             by any name, from no other page, and through no proxy.
 
@@ -187,7 +205,8 @@ def _chat_format(
     if chat_template is None:
         return ChatFormat.from_dir(client.capabilities.model_dir, special, call_form=call_form)
     try:
-        text = Path(chat_template).read_text(encoding="utf-8")
+        file = _TEMPLATES.get(str(chat_template), Path(chat_template))
+        text = file.read_text(encoding="utf-8")
         return ChatFormat(text, special, call_form=call_form)
     except (OSError, ValueError) as error:
         raise ValueError(f"chat_template {chat_template}: {error}") from None
@@ -225,7 +244,8 @@ def _openai_routes(generation: Generation) -> APIRouter:
         if not request.state.may_ask:
             raise ApiError(
                 401,
-                "the API key is missing or wrong: send it as Authorization: Bearer KEY",
+                "the API key is missing or wrong: send it as Authorization: Bearer KEY, or as "
+                "x-api-key: KEY",
                 type="authentication_error",
                 code="invalid_api_key",
                 headers={"WWW-Authenticate": "Bearer"},
@@ -248,11 +268,11 @@ def _openai_routes(generation: Generation) -> APIRouter:
 
     @api.post("/v1/completions", **takes(CompletionRequest, TextCompletion, streams=True))
     async def completions(request: Request) -> Response:
-        return await generation.answer(request, CompletionRequest, TextAnswer)
+        return await generation.answer(request, CompletionRequest, _as_it_is(TextAnswer))
 
     @api.post("/v1/chat/completions", **takes(ChatCompletionRequest, ChatCompletion, streams=True))
     async def chat_completions(request: Request) -> Response:
-        return await generation.answer(request, ChatCompletionRequest, ChatAnswer)
+        return await generation.answer(request, ChatCompletionRequest, _as_it_is(ChatAnswer))
 
     @api.post("/tokenize", **takes(TokenizeRequest, TokensReply))
     async def tokenize(request: Request) -> Response:
@@ -262,16 +282,43 @@ def _openai_routes(generation: Generation) -> APIRouter:
     async def detokenize(request: Request) -> Response:
         return await generation.detokenize(request)
 
+    _add_blocks_routes(api, generation)
     return api
 
 
+def _as_it_is(answer_type: type[A]) -> Callable[[R, str], tuple[R, type[A]]]:
+    """What generation takes for a body that it understands itself."""
+    return lambda body, client: (body, answer_type)
+
+
+def _add_blocks_routes(api: APIRouter, generation: Generation) -> None:
+    """The APIs whose requests become chats, and whose answers are blocks."""
+    responses = Responses()
+
+    @api.post("/v1/responses", **takes(ResponsesRequest, ResponsesReply, streams=True))
+    async def create_response(request: Request) -> Response:
+        return await generation.answer(request, ResponsesRequest, responses.begin)
+
+    error = MessagesError
+
+    @api.post(_ANTHROPIC, **takes(MessagesRequest, MessageReply, streams=True, error=error))
+    async def create_message(request: Request) -> Response:
+        return await generation.answer(request, MessagesRequest, begin_message)
+
+    @api.post(f"{_ANTHROPIC}/count_tokens", **takes(CountTokensRequest, TokenCount, error=error))
+    async def count_tokens(request: Request) -> Response:
+        count = await generation.count(request, CountTokensRequest, CountTokensRequest.as_chat)
+        return JSONResponse({"input_tokens": count})
+
+
 def _add_error_handlers(app: FastAPI) -> None:
-    """Every error leaves in OpenAI's shape."""
+    """Every error leaves in the shape of the API that is asked."""
 
     @app.exception_handler(ApiError)
     async def refuse(request: Request, error: ApiError) -> Response:
         # In ASCII, since a message may quote half a surrogate pair, which UTF-8 cannot spell.
-        body = json.dumps(error.body)
+        is_anthropic = request.url.path.startswith(_ANTHROPIC)
+        body = json.dumps(error_body(error) if is_anthropic else error.body)
         return Response(body, error.status, error.headers, media_type="application/json")
 
     @app.exception_handler(ClientDisconnect)

@@ -8,6 +8,7 @@ import json
 import re
 import secrets
 import string
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -112,19 +113,27 @@ class CallReader:
 
     def feed(self, text: str) -> tuple[str, list[dict[str, Any]]]:
         """Adds a piece of the text; returns what of it is no call, and the complete calls."""
+        pieces = list(self.pieces(text))
+        content = "".join(one for one in pieces if isinstance(one, str))
+        return content, [one for one in pieces if not isinstance(one, str)]
+
+    def pieces(self, text: str) -> Iterator[str | dict[str, Any]]:
+        """Adds a piece of the text; yields texts that are no calls, and calls, as they stand."""
         self._held += text
-        content = ""
-        calls: list[dict[str, Any]] = []
         while True:
             if not self._is_open:
-                more, self._is_open = self._outside()
-                content += more
+                content, self._is_open = self._outside()
+                if content:
+                    yield content
                 if not self._is_open:
-                    return content, calls
+                    return
             # Nothing can have become complete but with one of these.
             may_end = any(mark in text for mark in "}" + self._form.closing[-1:])
-            if not may_end or not self._read_call(calls):
-                return content, calls
+            calls: list[dict[str, Any]] = []
+            is_found = may_end and self._read_call(calls)
+            yield from calls
+            if not is_found:
+                return
 
     def finish(self) -> str:
         """The content that is left when the text has ended: a call that is not complete is text."""

@@ -12,7 +12,8 @@ class Clients:
     """Tells clients apart.
 
     Args:
-        api_keys: that a client may send as bearer token; none: nobody needs one.
+        api_keys: that a client may send as bearer token, or as Anthropic's x-api-key; none: nobody
+            needs one.
     """
 
     def __init__(self, api_keys: Sequence[str]) -> None:
@@ -20,9 +21,10 @@ class Clients:
 
     def identify(self, connection: HTTPConnection) -> tuple[str, bool]:
         """The client's name, and whether it may ask."""
-        sent = connection.headers.get("authorization", "").encode()
+        headers = connection.headers
+        sent = headers.get("authorization") or f"Bearer {headers.get('x-api-key', '')}"
         # Every key is compared, so that the time says nothing about which one was close.
-        same = [hmac.compare_digest(sent, one) for one in self._expected]
+        same = [hmac.compare_digest(sent.encode(), one) for one in self._expected]
         if any(same):
             return f"key-{same.index(True)}", True
         host = connection.client.host if connection.client else ""

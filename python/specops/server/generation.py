@@ -1,9 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The two endpoints that generate: from a request's body to its answer."""
+"""The endpoints that generate: from a request's body to its answer.
+
+There are two kinds of requests, chats and completions; bodies of other APIs become chats.
+"""
 
 import asyncio
 import json
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
@@ -26,18 +30,19 @@ from specops.server.api_error import (
 from specops.server.call_forms import HERMES
 from specops.server.chat import ChatFormat
 from specops.server.dispatch import Dispatch
+from specops.server.infill import infill_prompt
 from specops.server.intake import Turn, Turns
 from specops.server.jobs import BadSpeculation, EngineAway, Job, JobFailed
 from specops.server.kv_transfer import kv_transfer_of
 from specops.server.logprobs import check_prompt_logprobs
 from specops.server.protocol import (
     MAX_PROMPTS,
+    Body,
     ChatCompletionRequest,
     CompletionRequest,
     parse,
 )
 from specops.server.streaming import ClientGone, EventStream, until_gone
-from specops.server.strict import Strict
 from specops.server.structured import refusal
 from specops.server.tokens import (
     DetokenizeRequest,
@@ -50,7 +55,7 @@ from specops.service.messages import Capabilities
 from specops.tokenizer import Tokenizer
 
 R = TypeVar("R", CompletionRequest, ChatCompletionRequest)
-B = TypeVar("B", bound=Strict)
+B = TypeVar("B", bound=Body)
 
 # Longer bodies are parsed beside the event loop.
 _SHORT_BODY = 1 << 15
@@ -123,14 +128,33 @@ class Generation:
             )
 
     async def answer(
-        self, http: Request, body_type: type[R], answer_type: type[Answer[R]]
+        self,
+        http: Request,
+        body_type: type[B],
+        begin: Callable[[B, str], tuple[R, Callable[..., Answer[R]]]],
     ) -> Response:
-        """Serves one request, from its body to its answer or the stream of it."""
+        """Serves one request, from its body to its answer or the stream of it.
+
+        Args:
+            http: the request.
+            body_type: of its body.
+            begin: takes the body and the client's name; returns what is to be generated, and what
+                makes an answer of it.
+        """
         try:
             self._dispatch.require_room(http.state.client)
         except QueueFull as error:  # before anything is done for it
             raise _busy(error) from None
-        request: Any = await self.read(http, body_type)
+        body = await self.read(http, body_type)
+        try:
+            request, answer_type = begin(body, http.state.client)
+            return await self._answer(http, request, answer_type)
+        except ApiError as error:
+            raise error.under_names(body_type.chat_names) from None
+
+    async def _answer(
+        self, http: Request, request: Any, answer_type: Callable[..., Answer[Any]]
+    ) -> Response:
         self.check_model(request.model)
         self._check_lengths(request)
         params = await self._with_prediction(await self._sampling_params(http, request))
@@ -159,7 +183,8 @@ class Generation:
         try:
             await until_gone(self._submit(job, http.state.turn, request), http.receive)
             if request.stream:
-                return EventStream(answer.chunks(), lambda: self._dispatch.abort(job))
+                close = partial(self._dispatch.abort, job)
+                return EventStream(answer.chunks(), close, failed=answer.failed)
             whole = await until_gone(answer.whole(http.state.turn), http.receive)
             return Response(whole, media_type="application/json")
         except ClientGone:
@@ -169,6 +194,19 @@ class Generation:
         finally:
             if not request.stream:
                 self._dispatch.abort(job)  # nothing to do if it is finished
+
+    async def count(
+        self, http: Request, body_type: type[B], as_chat: Callable[[B], ChatCompletionRequest]
+    ) -> int:
+        """How many tokens the prompt of a chat has, which `as_chat` makes of the body."""
+        body = await self.read(http, body_type)
+        try:
+            chat = as_chat(body)
+            self.check_model(chat.model)
+            chat.wanted_output(self._call_form)  # refuses what an answer could not have
+            return len((await self._tokenize(chat))[0])
+        except ApiError as error:
+            raise error.under_names(body_type.chat_names) from None
 
     async def _submit(
         self, job: Job, turn: Turn, request: CompletionRequest | ChatCompletionRequest
@@ -350,6 +388,12 @@ class Generation:
             except ValueError as error:
                 raise bad_value(error, ChatCompletionRequest, "messages") from None
             prompts: list[str | list[int]] = [text]
+        elif request.suffix is not None:
+            try:
+                prompts = [infill_prompt(self._tokenizer, request.prompt, request.suffix)]
+            except ValueError as error:
+                code = "unsupported_parameter"
+                raise ApiError(400, str(error), param="suffix", code=code) from None
         else:
             prompts = request.prompts()
         for prompt in prompts:

@@ -17,25 +17,35 @@ from pydantic.json_schema import models_json_schema
 
 import specops
 from specops.engine.sampling_params import REAL_RANGES, WHOLE_RANGES
+from specops.server.anthropic_messages import CountTokensRequest, MessagesRequest
+from specops.server.openai_responses import ResponsesRequest
 from specops.server.protocol import (
     MAX_LISTS,
     MAX_PARTS,
     MAX_STOP_LENGTH,
-    NEUTRAL,
+    Body,
     ChatCompletionRequest,
     CompletionRequest,
 )
 from specops.server.replies import ErrorReply
-from specops.server.strict import Strict
 from specops.server.tokens import DetokenizeRequest, TokenizeRequest
 
-_BODIES: tuple[type[Strict], ...] = (
+_BODIES: tuple[type[Body], ...] = (
     CompletionRequest,
     ChatCompletionRequest,
+    ResponsesRequest,
+    MessagesRequest,
+    CountTokensRequest,
     TokenizeRequest,
     DetokenizeRequest,
 )
 _SCHEMAS = "#/components/schemas/"
+
+# Elements of a body's messages or input.
+_MESSAGES = (
+    *("Message", "AssistantMessage", "ToolMessage", "AnthropicMessage"),
+    *("InputMessage", "FunctionCall", "FunctionCallOutput"),
+)
 
 # A `schema` beside it would be that of the whole, which OpenAPI reads as the array of its events.
 _EVENTS = {
@@ -77,21 +87,29 @@ def reads(reply: type[BaseModel], *errors: int) -> dict[str, Any]:
     return {"responses": {200: {"model": reply}, **_refusals(errors)}}
 
 
-def takes(body: type[Strict], reply: type[BaseModel], *, streams: bool = False) -> dict[str, Any]:
+def takes(
+    body: type[Body],
+    reply: type[BaseModel],
+    *,
+    streams: bool = False,
+    error: type[BaseModel] = ErrorReply,
+) -> dict[str, Any]:
     """What a route with a body is declared with.
 
     Args:
-        body: one of the four.
+        body: one of those above.
         reply: its answer.
         streams: it generates, and may answer with events.
+        error: what its refusals are.
     """
     success: dict[str, Any] = {"model": reply}
     if streams:
         success["content"] = {"text/event-stream": _EVENTS}
+    statuses = _OF_GENERATION if streams else _OF_BODIES
     schema = {"$ref": _SCHEMAS + body.__name__}
     content = {"application/json": {"schema": schema}}
     return {
-        "responses": {200: success, **_refusals(_OF_GENERATION if streams else _OF_BODIES)},
+        "responses": {200: success, **_refusals(statuses, error)},
         "openapi_extra": {"requestBody": {"required": True, "content": content}},
     }
 
@@ -101,8 +119,10 @@ def operation_id(route: APIRoute) -> str:
     return route.name
 
 
-def _refusals(statuses: tuple[int, ...]) -> dict[int | str, dict[str, Any]]:
-    return {one: {"model": ErrorReply, "description": _REASONS[one]} for one in statuses}
+def _refusals(
+    statuses: tuple[int, ...], error: type[BaseModel] = ErrorReply
+) -> dict[int | str, dict[str, Any]]:
+    return {one: {"model": error, "description": _REASONS[one]} for one in statuses}
 
 
 def describe(app: FastAPI, *, keyed: frozenset[str]) -> dict[str, Any]:
@@ -157,16 +177,19 @@ def _body_schemas() -> dict[str, Any]:
     schemas: dict[str, Any] = found["$defs"]
     for body in _BODIES:
         _complete_body(schemas[body.__name__], body)
-    for name in ("Message", "AssistantMessage", "ToolMessage"):
+    message = schemas["InputMessage"]  # what has a role is one without a type, too
+    message["required"].remove("type")
+    message["properties"]["type"] = _nullable(message["properties"]["type"])
+    for name in _MESSAGES:
         # Client libraries echo fields that hold nothing.
         nothing = [{"type": "null"}, {"type": "array", "maxItems": 0}]
         schemas[name]["additionalProperties"] = {"anyOf": nothing}
-        for branch in _branches(schemas[name]["properties"]["content"], "array"):
+        for branch in _branches(schemas[name]["properties"].get("content", {}), "array"):
             branch["maxItems"] = MAX_PARTS
     return schemas
 
 
-def _complete_body(schema: dict[str, Any], body: type[Strict]) -> None:
+def _complete_body(schema: dict[str, Any], body: type[Body]) -> None:
     properties = schema["properties"]
     ranges: dict[str, tuple[float, float | None]] = {**WHOLE_RANGES, **REAL_RANGES}
     for name, field in properties.items():
@@ -180,7 +203,7 @@ def _complete_body(schema: dict[str, Any], body: type[Strict]) -> None:
             for branch in _branches(field, "array", "object"):
                 limit = "maxItems" if branch["type"] == "array" else "maxProperties"
                 branch[limit] = MAX_LISTS[name]
-        if name == "messages":
+        if name in ("messages", "input"):
             for branch in _branches(field, "array"):
                 branch["minItems"] = 1
                 # Its roles say already which kind a message is, and several are of one kind, which
@@ -189,8 +212,9 @@ def _complete_body(schema: dict[str, Any], body: type[Strict]) -> None:
     if "stop" in properties:
         for branch in _branches(properties["stop"], "string"):
             branch |= {"minLength": 1, "maxLength": MAX_STOP_LENGTH}
+    if "logit_bias" in properties:
         properties["logit_bias"]["propertyNames"] = {"pattern": "^[0-9]+$"}
-    for name, values in NEUTRAL.items():
+    for name, values in body.neutral.items():
         if name not in properties:
             asks_nothing = "not supported; these values ask for nothing"
             properties[name] = {"enum": [*copy.deepcopy(values)], "description": asks_nothing}

@@ -5,6 +5,7 @@ A field is either honoured or refused by name, never ignored.
 """
 
 import json
+from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 from pydantic import Field, ValidationError
@@ -27,6 +28,7 @@ MAX_PROMPTS = 256
 # Counted before their elements are looked at.
 MAX_LISTS = {
     "stop": MAX_STOPS,
+    "stop_sequences": MAX_STOPS,
     "stop_token_ids": MAX_STOP_TOKEN_IDS,
     "stop_token_sequences": MAX_SEQUENCES,
     "bad_words": MAX_SEQUENCES,
@@ -38,8 +40,8 @@ MAX_PARTS = 1000  # of one message
 
 # What pydantic calls the branches of a union: they are left out of the paths that clients are told.
 _UNION_BRANCHES = (
-    *("str", "list[str]", "list[TextPart]", "NamedTool", "literal['none','auto','required']"),
-    *("system", "developer", "user", "assistant", "tool"),
+    *("str", "NamedTool", "ToolsAllowed", "NamedFunction", "FunctionsAllowed"),
+    *("system", "developer", "user", "assistant", "tool", "auto", "any", "none"),
 )
 
 # Fields of OpenAI's API, and of engines like this one, for features that this one lacks. With these
@@ -53,6 +55,7 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "guided_grammar": (),
     "guided_json": (),
     "guided_regex": (),
+    "guided_whitespace_pattern": (),
     "include_reasoning": (True,),
     "modalities": (["text"],),
     "moderation": (),
@@ -77,7 +80,19 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
 }
 
 
-B = TypeVar("B", bound=Strict)
+class Body(Strict):
+    """A body of a request.
+
+    Attributes:
+        neutral: fields that are refused but for these values, which ask for nothing.
+        chat_names: what a field of a chat is called here, where that is another name.
+    """
+
+    neutral: ClassVar[Mapping[str, tuple[Any, ...]]] = NEUTRAL
+    chat_names: ClassVar[Mapping[str, str]] = {}
+
+
+B = TypeVar("B", bound=Body)
 
 
 class StreamOptions(Strict):
@@ -112,11 +127,9 @@ class KvTransferParams(Strict):
         return KvTransfer(**self.model_dump(exclude={"tp_size"}))
 
 
-class _Request(Strict):
-    """What completions and chat completions have in common."""
+class Sampling(Body):
+    """How tokens are chosen: fields of every API that generates, under the same names."""
 
-    model: str | None = None
-    max_tokens: int | None = None
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = 0
@@ -130,9 +143,7 @@ class _Request(Strict):
     bad_words_token_ids: list[list[int]] = Field([], fail_fast=True)
     allowed_token_ids: list[int] | None = Field(None, fail_fast=True)
     min_tokens: int = 0
-    n: int = 1
     seed: int | None = None
-    stop: str | list[str] = Field([])
     stop_token_ids: list[int] = Field([], fail_fast=True)
     stop_token_sequences: list[list[int]] = Field([], fail_fast=True)
     ignore_eos: bool = False
@@ -140,10 +151,25 @@ class _Request(Strict):
     reasoning_max_tokens: int | None = None
     response_max_tokens: int | None = None
     think_inject_token_ids: list[int] | None = Field(None, fail_fast=True)
+    speculative_config: dict[str, Any] | None = None
+
+    def sampling(self) -> dict[str, Any]:
+        """The fields above that the client has sent."""
+        sent = self.model_fields_set & Sampling.model_fields.keys()
+        return {name: getattr(self, name) for name in sent}
+
+
+class _Request(Sampling):
+    """What completions and chat completions have in common."""
+
+    model: str | None = None
+    max_tokens: int | None = None
+    n: int = 1
+    stop: str | list[str] = Field([])
+    include_stop_str_in_output: bool = False  # the text ends with it, not before it
     prompt_logprobs: int | None = None
     stream: bool = False
     stream_options: StreamOptions | None = None
-    speculative_config: dict[str, Any] | None = None
     kv_transfer_params: KvTransferParams | None = None
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
@@ -276,6 +302,7 @@ class CompletionRequest(_Request):
     echo: bool = False
     logprobs: int | None = None
     best_of: int | None = None
+    suffix: str | None = None  # what stands behind the text that is asked for
 
     def prompts(self) -> list[str | list[int]]:
         """The prompts: texts and lists of token ids.
@@ -306,6 +333,9 @@ class CompletionRequest(_Request):
             raise ApiError(
                 400, "best_of is not supported", param="best_of", code="unsupported_parameter"
             )
+        if self.suffix is not None and self.echoes_logprobs:
+            message = "suffix must be absent where the prompt's logprobs are echoed"
+            raise ApiError(400, message, param="suffix", code="invalid_value")
         return super().sampling_params(call_form)
 
     @property
@@ -497,9 +527,9 @@ def parse(model: type[B], body: bytes, max_ids: int) -> B:
         raise ApiError(400, f"the body must be a JSON object, got {_json_type(values)}")
     values |= long_lists
     for name in list(values):
-        if name in NEUTRAL and name not in model.model_fields:
+        if name in model.neutral and name not in model.model_fields:
             value = values.pop(name)
-            if value is not None and not _is_one_of(value, NEUTRAL[name]):
+            if value is not None and not _is_one_of(value, model.neutral[name]):
                 message = f"{name} is not supported"
                 if name.startswith("guided_"):  # vLLM's older names
                     message += f"; structured_outputs.{name.removeprefix('guided_')} is"
@@ -512,11 +542,11 @@ def parse(model: type[B], body: bytes, max_ids: int) -> B:
         given = values.get(name)
         if isinstance(given, (list, dict)) and len(given) > most:
             raise ApiError(400, f"{name} must hold at most {most} elements", param=name)
-    messages = values.get("messages")
-    if messages == []:
+    if values.get("messages") == []:
         raise ApiError(400, "messages must hold at least one message, got none", param="messages")
-    if isinstance(messages, list):
-        values["messages"] = [_without_nothing(message) for message in messages]
+    for name in ("messages", "input"):
+        if isinstance(values.get(name), list):
+            values[name] = [_without_nothing(message, name) for message in values[name]]
     try:
         return model.model_validate(values)
     except ValidationError as error:
@@ -529,8 +559,7 @@ def _from_validation(error: ValidationError) -> ApiError:
         return ApiError(400, f"the body has {error.error_count()} mistakes")
     first = max(error.errors(), key=lambda one: len(one["loc"]))
     kind = first["type"]
-    path = [str(part) for part in first["loc"] if part not in _UNION_BRANCHES]
-    param = ".".join(path)
+    param = ".".join(_path(first["loc"]))
     if kind == "extra_forbidden":
         return _unknown_field(param)
     if kind in ("union_tag_invalid", "union_tag_not_found"):  # of messages, by their role
@@ -550,6 +579,18 @@ def _from_validation(error: ValidationError) -> ApiError:
     message = first["msg"].removeprefix("Input should be ")
     got = _json_type(first["input"])
     return ApiError(400, f"{param} must be {message}, got {got}", param=param, code="invalid_type")
+
+
+def _path(place: tuple[int | str, ...]) -> Iterator[str]:
+    """Where in a body pydantic found a mistake, without the branches of unions."""
+    kind = ""  # of the list that an index is of
+    for index, part in enumerate(place):
+        if isinstance(part, str) and "[" in part:
+            kind = part
+        elif index and isinstance(place[index - 1], int) and "tagged-union" in kind:
+            kind = ""
+        elif part not in _UNION_BRANCHES:
+            yield str(part)
 
 
 def _unknown_field(name: str) -> ApiError:
@@ -573,13 +614,13 @@ def _refuse_constant(name: str) -> None:
     raise ValueError(f"{name} is not a JSON number")
 
 
-def _without_nothing(message: Any) -> Any:
+def _without_nothing(message: Any, field: str) -> Any:
     """A message without the empty fields, for tools and the like, that client libraries echo."""
     if not isinstance(message, dict):
         return message
     content = message.get("content")
     if isinstance(content, list) and len(content) > MAX_PARTS:
-        raise ApiError(400, f"a message must have at most {MAX_PARTS} parts", param="messages")
+        raise ApiError(400, f"a message must have at most {MAX_PARTS} parts", param=field)
     return {
         name: value
         for name, value in message.items()

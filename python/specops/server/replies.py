@@ -244,3 +244,150 @@ class ChatCompletion(_Reply):
     object: Literal["chat.completion"]
     choices: list[ChatChoice]
     prompt_logprobs: PromptLogprobs | None = None
+
+
+# ---- the Responses API ----
+
+
+class OutputText(Strict):
+    """The text of a message."""
+
+    type: Literal["output_text"]
+    text: str
+    annotations: list[Any]
+    logprobs: list[ChatToken]
+
+
+class OutputMessage(Strict):
+    """What the model says, between calls."""
+
+    type: Literal["message"]
+    id: str
+    status: Literal["completed", "incomplete"]
+    role: Literal["assistant"]
+    content: list[OutputText]
+
+
+class OutputCall(Strict):
+    """A call of a function."""
+
+    type: Literal["function_call"]
+    id: str
+    status: Literal["completed"]
+    call_id: str
+    name: str
+    arguments: str
+
+
+class InputDetails(Strict):
+    cached_tokens: int
+    cache_write_tokens: int
+
+
+class OutputDetails(Strict):
+    reasoning_tokens: int
+
+
+class ResponsesUsage(Strict):
+    """How many tokens a response has cost."""
+
+    input_tokens: int
+    input_tokens_details: InputDetails
+    output_tokens: int
+    output_tokens_details: OutputDetails
+    total_tokens: int
+
+
+class ResponsesReply(Strict):
+    """The answer of POST /v1/responses."""
+
+    id: str
+    object: Literal["response"]
+    created_at: int
+    status: Literal["completed", "incomplete", "failed"]
+    background: Literal[False]
+    error: dict[str, str] | None
+    incomplete_details: dict[str, str] | None
+    instructions: str | None
+    max_output_tokens: int | None
+    metadata: dict[str, str]
+    model: str
+    output: list[OutputMessage | OutputCall]
+    parallel_tool_calls: bool
+    previous_response_id: str | None
+    reasoning: dict[str, str | None]
+    seed: int
+    store: bool
+    system_fingerprint: str
+    temperature: float
+    text: dict[str, Any]
+    tool_choice: str | dict[str, Any]
+    tools: list[dict[str, Any]]
+    top_logprobs: int
+    top_p: float
+    truncation: Literal["disabled"]
+    usage: ResponsesUsage
+    user: str | None
+    metrics: RequestMetrics
+    timings: Timings
+
+
+# ---- Anthropic's API ----
+
+
+class MessageText(Strict):
+    type: Literal["text"]
+    text: str
+
+
+class MessageToolUse(Strict):
+    """A use of a tool."""
+
+    type: Literal["tool_use"]
+    id: str
+    name: str
+    input: dict[str, Any]
+
+
+class MessageUsage(Strict):
+    """How many tokens a message has cost."""
+
+    input_tokens: int
+    cache_read_input_tokens: int
+    cache_creation_input_tokens: int
+    output_tokens: int
+
+
+class MessageReply(Strict):
+    """The answer of POST /v1/messages."""
+
+    id: str
+    type: Literal["message"]
+    role: Literal["assistant"]
+    model: str
+    content: list[MessageText | MessageToolUse]
+    stop_reason: Literal["end_turn", "max_tokens", "stop_sequence", "tool_use", "refusal"]
+    stop_sequence: str | None
+    usage: MessageUsage
+    system_fingerprint: str
+    seed: int
+    metrics: RequestMetrics
+    timings: Timings
+
+
+class TokenCount(Strict):
+    """The answer of POST /v1/messages/count_tokens."""
+
+    input_tokens: int
+
+
+class MessagesFailure(Strict):
+    type: str
+    message: str
+
+
+class MessagesError(Strict):
+    """The body of answers below /v1/messages that are no success."""
+
+    type: Literal["error"]
+    error: MessagesFailure

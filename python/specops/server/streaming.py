@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 from fastapi import Response
 from starlette.types import Receive, Scope, Send
 
-from specops.server.api_error import shutting_down
+from specops.server.api_error import ApiError, shutting_down
 
 logger = logging.getLogger(__name__)
 
@@ -59,21 +59,34 @@ def with_members(body: bytes, members: Mapping[str, bytes]) -> bytes:
     )
 
 
-def event(body: dict[str, Any]) -> bytes:
-    """One event of a stream, on the wire."""
-    return b"data: " + dumped(body) + b"\n\n"
+def event(body: dict[str, Any], name: str = "") -> bytes:
+    """One event of a stream, on the wire, with its name if it has one."""
+    named = b"event: %b\n" % name.encode() if name else b""
+    return named + b"data: " + dumped(body) + b"\n\n"
 
 
 class EventStream(Response):
-    """Server-sent events; `close` runs when the stream ends, for whatever reason."""
+    """Server-sent events.
+
+    Args:
+        chunks: the events.
+        close: runs when the stream ends, for whatever reason.
+        failed: the event of an error, as the last one.
+    """
 
     media_type = "text/event-stream"
 
-    def __init__(self, chunks: AsyncIterator[bytes], close: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        chunks: AsyncIterator[bytes],
+        close: Callable[[], None],
+        *,
+        failed: Callable[[ApiError], bytes],
+    ) -> None:
         super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
         del self.headers["content-length"]
         self._chunks = chunks
-        self._close = close
+        self._close, self._failed = close, failed
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Sends the chunks as they come."""
@@ -82,7 +95,7 @@ class EventStream(Response):
         except ClientGone:
             logger.debug("a client left in the middle of its stream")
         except asyncio.CancelledError:  # the time for draining is over
-            body = event(shutting_down().body)
+            body = self._failed(shutting_down())
             await send({"type": "http.response.body", "body": body, "more_body": False})
         finally:
             self._close()

@@ -36,8 +36,8 @@ class ResponseFormat(Strict):
 
     type: Literal["text", "json_object", "json_schema", "structural_tag"]
     json_schema: JsonSchema | None = None
-    structures: list[Structure] | None = Field(None, fail_fast=True)
-    triggers: list[str] | None = Field(None, fail_fast=True)
+    structures: list[Structure] | None = Field(default=None, fail_fast=True)
+    triggers: list[str] | None = Field(default=None, fail_fast=True)
 
 
 class StructuredOutputs(Strict):

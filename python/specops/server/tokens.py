@@ -3,12 +3,11 @@
 
 from typing import Any
 
-from specops.server.protocol import AnyMessage
-from specops.server.strict import Strict
+from specops.server.protocol import AnyMessage, Body
 from specops.tokenizer import Tokenizer
 
 
-class TokenizeRequest(Strict):
+class TokenizeRequest(Body):
     """Body of POST /tokenize: a prompt, or the messages of a chat."""
 
     model: str | None = None
@@ -19,7 +18,7 @@ class TokenizeRequest(Strict):
     return_token_strs: bool = False
 
 
-class DetokenizeRequest(Strict):
+class DetokenizeRequest(Body):
     """Body of POST /detokenize."""
 
     model: str | None = None

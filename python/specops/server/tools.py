@@ -50,7 +50,21 @@ class NamedTool(Strict):
     function: FunctionName
 
 
-ToolChoice = Literal["none", "auto", "required"] | NamedTool
+class AllowedTools(Strict):
+    """Tools that may be called, of those that are offered."""
+
+    mode: Literal["auto", "required"]
+    tools: list[NamedTool] = Field(min_length=1, fail_fast=True)
+
+
+class ToolsAllowed(Strict):
+    """The choice is among some of the tools; the model is shown all of them."""
+
+    type: Literal["allowed_tools"]
+    allowed_tools: AllowedTools
+
+
+ToolChoice = Literal["none", "auto", "required"] | NamedTool | ToolsAllowed
 
 
 class CalledFunction(Strict):
@@ -66,7 +80,7 @@ class ToolCall(Strict):
     id: str
     type: Literal["function"] = "function"
     function: CalledFunction
-    index: int | None = Field(None, exclude=True)  # as streams have it
+    index: int | None = Field(default=None, exclude=True)  # as streams have it
 
     def for_template(self) -> dict[str, Any]:
         """The call as chat templates expect it: with arguments that are no text.
@@ -103,10 +117,16 @@ def check_tools(tools: list[Tool], choice: ToolChoice | None) -> None:
         raise _bad("tools must have different names, got one twice")
     if choice == "required" and not tools:
         raise _bad("tool_choice 'required' needs tools", "tool_choice")
-    if isinstance(choice, NamedTool) and choice.function.name not in names:
-        raise _bad(
-            f"tool_choice must name one of the tools, got {choice.function.name!r}", "tool_choice"
-        )
+    for name in _chosen(choice) or ():
+        if name not in names:
+            raise _bad(f"tool_choice must name one of the tools, got {name!r}", "tool_choice")
+
+
+def _chosen(choice: ToolChoice | None) -> list[str] | None:
+    """The names of the tools that may be called; None: of all."""
+    if isinstance(choice, ToolsAllowed):
+        return [tool.function.name for tool in choice.allowed_tools.tools]
+    return [choice.function.name] if isinstance(choice, NamedTool) else None
 
 
 def _bad(message: str, param: str = "tools") -> ApiError:
@@ -129,9 +149,10 @@ def calls_wanted(
     """
     if not tools or choice == "none":
         return None
-    named = choice.function.name if isinstance(choice, NamedTool) else None
-    offered = [tool.function for tool in tools if named in (None, tool.function.name)]
-    must, several = choice not in (None, "auto"), parallel and named is None
+    chosen = _chosen(choice)
+    offered = [tool.function for tool in tools if chosen is None or tool.function.name in chosen]
+    mode = choice.allowed_tools.mode if isinstance(choice, ToolsAllowed) else choice
+    must, several = mode not in (None, "auto"), parallel and not isinstance(choice, NamedTool)
     rules = ["%llguidance {}", *form.rules(must=must, several=several)]
     rules.append(f"call: {' | '.join(f'call{i}' for i in range(len(offered)))}")
     for index, function in enumerate(offered):

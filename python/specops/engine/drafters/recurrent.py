@@ -2,7 +2,7 @@
 """Drafting token by token with a head: what follows goes through it with its own states.
 
 All of it that does not depend on the head is here: how far a request has come, what runs over
-again, rows and pages, kept states, choosing and drawing drafts, trees.
+again, rows and pages, kept states, choosing and drawing drafts. Chances and trees: pass_reports.py.
 """
 
 from collections.abc import Hashable, Mapping, Sequence
@@ -27,9 +27,9 @@ from specops.engine.drafters.base import (
     TargetStep,
     stage_limit,
 )
-from specops.engine.drafters.draft_arrays import Choices, DraftArrays
+from specops.engine.drafters.draft_arrays import DraftArrays
 from specops.engine.drafters.head import DraftHead, DraftRows
-from specops.engine.drafters.trees import branch_chain
+from specops.engine.drafters.pass_reports import PassReports, Second
 from specops.engine.memory.kv_cache import DraftKv
 from specops.engine.memory.step_memory import Layout
 from specops.engine.memory.step_shape import StepShape, rung
@@ -268,6 +268,7 @@ class RecurrentStep(DrafterStep):
     """What the head does behind the steps of one shape.
 
     Attributes:
+        reports: what its passes tell the host.
         rows: per request, what the host says of it; bound when the step is launched.
         max_draft_tokens: [slots], int32.
     """
@@ -290,11 +291,10 @@ class RecurrentStep(DrafterStep):
         of_own = batch if drafter.reads_own_tokens and shape.rows else 0
         self._qo_indptr, self._kv_lens = inputs.int32(of_own + 1), inputs.int32(of_own)
         passes = min(drafter.num_steps, step.proposals) if shape.tells else 0
-        self._logprobs = [results.float32(batch) for _ in range(passes)]  # of the drafts, by pass
-        passes = passes if shape.branches else 0
-        count = drafter.head.num_likeliest
-        self._likeliest = [results.int32(batch, count) for _ in range(passes)]
-        self._their_logprobs = [results.float32(batch, count) for _ in range(passes)]
+        head, trees = drafter.head, None
+        if shape.branches:
+            trees = Second(head.num_likeliest, head.new_tree, drafter.token_map)
+        self.reports = PassReports(results, batch, passes, trees)
         # The target's states may be projected where no rows run, too.
         self.sums_size = drafter.head.sums_size(max(shape.rows, step.rows), batch)
         if shape.rows:
@@ -378,50 +378,9 @@ class RecurrentStep(DrafterStep):
 
     def read(self, parts: Sequence[Scheduled], proposals: Proposals) -> None:
         """Takes over how likely the head holds its drafts, and makes trees of chains."""
-        if not self._logprobs:
-            return
-        logprobs = np.array([array.host[: len(parts)] for array in self._logprobs])
-        counts = proposals.counts[[part.request.slot for part in parts]]
-        # Nothing has written those of passes that did not draft for a request.
-        written = np.arange(len(logprobs))[:, None] < counts
-        probs = np.exp(np.minimum(np.where(written, logprobs, 0), 0)).clip(1e-6, 1)
-        for index, part in enumerate(parts):
-            progress = self._drafter.progress_of(part)
-            if progress is not None and progress.redraft_len >= 0:
-                slot = part.request.slot
-                count = min(int(counts[index]), len(probs))
-                proposals.confidences[slot, :count] = probs[:count, index]
-                if self._likeliest and part.request.speculative.tree:
-                    self._branch(part, index, proposals)
-
-    def _branch(self, part: Scheduled, index: int, proposals: Proposals) -> None:
-        """Makes a tree of a request's chain: with a second token for each of its drafts.
-
-        Or of the likeliest tokens of each pass, where each of them may follow each.
-        """
-        slot = part.request.slot
-        count = int(proposals.counts[slot])
-        new_tree = self._drafter.head.new_tree
-        if new_tree is not None:
-            places = [self._likeliest_of(depth, index) for depth in range(count)]
-            proposals.put_tree(slot, new_tree(places, part.draft_limit))
-            return
-        tokens = proposals.token_ids[slot, :count].tolist()
-        chances = proposals.confidences[slot, :count].tolist()
-        others: list[tuple[int, float]] = []
-        for depth, token in enumerate(tokens):
-            first, second, *_ = self._likeliest_of(depth, index)
-            others.append(second if first[0] == token else first)
-        chain = list(zip(tokens, chances, strict=True))
-        proposals.put_tree(slot, branch_chain(chain, others, part.draft_limit))
-
-    def _likeliest_of(self, depth: int, index: int) -> list[tuple[int, float]]:
-        """The likeliest tokens of a request's pass, with their chances."""
-        token_map = self._drafter.token_map
-        tokens = self._likeliest[depth].host[index]
-        tokens = tokens if token_map is None else token_map[tokens]
-        chances = np.exp(self._their_logprobs[depth].host[index]).clip(max=1.0)
-        return list(zip(tokens.tolist(), chances.tolist(), strict=True))
+        found = [self._drafter.progress_of(part) for part in parts]
+        ran = [progress is not None and progress.redraft_len >= 0 for progress in found]
+        self.reports.read(parts, ran, proposals)
 
     def _bind(self, target: TargetStep) -> None:
         """Makes the views that launches take, once."""
@@ -537,18 +496,6 @@ class RecurrentStep(DrafterStep):
             whole_kv_indptr=target.kv_indptr,
         )
 
-    def _note_likeliest(self, choices: Choices, step: int) -> None:
-        """Notes the likeliest tokens of a pass, for trees."""
-        drafter = self._drafter
-        sampling.top_logprobs(
-            choices.logits,
-            drafter.head.num_likeliest,
-            token_ids=self._likeliest[step].device,
-            logprobs=self._their_logprobs[step].device,
-            lse=choices.lse,
-            workspace=drafter.arrays.workspace,
-        )
-
     def _choose(
         self,
         target: TargetStep,
@@ -568,12 +515,12 @@ class RecurrentStep(DrafterStep):
             # The rows are the first pass's, and the token is one further on for each pass.
             positions = torch.add(positions, step, out=choices.positions)
         choosing: dict[str, Any] = {**self._choosing, "workspace": drafter.arrays.workspace}
-        logprobs = self._logprobs[step].device if self._logprobs else None
+        reported = self.reports.logprobs
+        logprobs = reported[step].device if reported else None
         sampling.sample(
             choices.logits, positions, **choosing, logprobs=logprobs, out=choices.sampled
         )
-        if self._likeliest:
-            self._note_likeliest(choices, step)
+        self.reports.note_likeliest(choices, step, drafter.arrays.workspace)
         if self._shape.has_own_numbers:
             sampling.sample(
                 choices.logits,

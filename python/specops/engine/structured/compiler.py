@@ -13,6 +13,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 from weakref import WeakValueDictionary
 
+from specops.engine.structured.gbnf import is_gbnf, lark_of_gbnf
 from specops.engine.structured.matching import Grammar
 from specops.engine.structured.schemas import WHITESPACE, lark_with_options, with_options
 from specops.engine.structured.tags import grammar_of_tags
@@ -90,7 +91,7 @@ class GrammarCompiler:
         return self._vocabulary
 
 
-_EBNF = re.compile(r"^\s*<?[\w-]+>?\s*::=", re.MULTILINE)
+_EBNF = re.compile(r"^\s*<[\w -]+>\s*::=", re.MULTILINE)
 _TEMPERATURE = re.compile(r"^\s*\w+\s*\[[^\]\n]*\btemperature\b", re.MULTILINE)  # of a rule
 _starting = threading.Lock()  # the size of the next thread's stack is the process's
 
@@ -176,14 +177,17 @@ def _source(wanted: StructuredOutput, whitespace: str) -> str:
             tags = grammar_of_tags(json.loads(wanted.structural_tag))
             return LLMatcher.grammar_from_lark(lark_with_options(tags, options))
         if wanted.grammar is not None:
-            if _EBNF.search(wanted.grammar):
+            lark = wanted.grammar
+            if is_gbnf(lark):
+                lark = lark_of_gbnf(lark)
+            elif _EBNF.search(lark):
                 raise ValueError(
-                    "it must be in llguidance's dialect of Lark, such as 'start: \"a\" b', and the "
-                    "first rule is 'start'; got EBNF with '::='"
+                    "it must be in llguidance's dialect of Lark, such as 'start: \"a\" b', or in "
+                    "GBNF, such as 'root ::= \"a\" b'; got EBNF with rules in <>"
                 )
-            if _TEMPERATURE.search(wanted.grammar):
+            elif _TEMPERATURE.search(lark):
                 raise ValueError("a rule's temperature is not supported: a request has one")
-            return LLMatcher.grammar_from_lark(lark_with_options(wanted.grammar, options))
+            return LLMatcher.grammar_from_lark(lark_with_options(lark, options))
     except ValueError as error:
         raise _refused(wanted, str(error)) from None
     if wanted.regex is not None:

@@ -32,7 +32,7 @@ class StructuredOutput:
         json_schema: JSON that this JSON Schema allows: a text, or what `json.loads` makes of it,
             such as True for any JSON value. Kept as text.
         regex: a text that this regular expression matches as a whole.
-        grammar: a text of this context-free grammar, in llguidance's dialect of Lark.
+        grammar: a text of this context-free grammar, in llguidance's dialect of Lark, or in GBNF.
         choice: one of these texts.
         structural_tag: any text in which whatever begins with one of `triggers` is one of
             `structures`, each with `begin`, JSON of `schema`, and `end`: an object, or its text.

@@ -1,0 +1,188 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Compares tools.simulate with a prefill and a decode server: `python -m bench.check_simulation`.
+
+It measures here what the simulation is told: steps of the bundled model by their rows on one
+thread, and the way of a prompt's pages. Then it sends the same requests, at the same times, to two
+servers of one thread each and to the simulation, and prints what requests waited in both. The
+machine should have two free cores.
+"""
+
+import argparse
+import contextlib
+import json
+import random
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from statistics import mean, median
+from typing import Any
+
+from specops.disaggregated.handoff import PagesEngine
+from specops.disaggregated.transport import Leases, TcpTransport
+from specops.engine import Engine, EngineConfig, SamplingParams
+
+from tools.simulate import Machine, Request, arrivals, simulate
+
+ROWS = (1, 2, 4, 8, 16, 32, 64, 128)
+ROUNDS = 5
+SETTINGS: dict[str, Any] = {
+    "device": "cpu",
+    "num_threads": 1,
+    "speculative_config": '{"method": "naive"}',
+}
+ONE = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True)
+WARM_UP = 4  # requests, at first
+LONGEST = 600  # tokens of a prompt
+SEED = 11
+
+
+def step_seconds() -> tuple[tuple[int, float], ...]:
+    """Of steps that compute so many rows of a prompt, medians."""
+    engine = Engine(EngineConfig.from_plain({**SETTINGS, "enable_prefix_caching": False}))
+    found: dict[int, list[float]] = {rows: [] for rows in ROWS}
+    for _ in range(ROUNDS + 1):  # the first one warms up
+        for rows in ROWS:
+            engine.add_request(_prompt(rows), ONE)
+            begin = time.perf_counter()
+            engine.step()
+            found[rows].append(time.perf_counter() - begin)
+            assert not engine.has_unfinished()
+    return tuple((rows, median(taken[1:])) for rows, taken in found.items())
+
+
+def hand_off() -> tuple[int, float]:
+    """Bytes of a token, and bytes a second on their way between two engines of one process."""
+    engines = [PagesEngine(EngineConfig.from_plain(SETTINGS)) for _ in range(2)]
+    transport = TcpTransport("127.0.0.1", 0, Leases(60, 1 << 30), frozenset({"127.0.0.1"}))
+    taken, num_bytes, tokens = [], 0, 512
+    for round_ in range(ROUNDS + 1):
+        prompt = _prompt(tokens + 1)
+        engines[0].generate([prompt], ONE)
+        begin = time.perf_counter()
+        address = transport.lease(str(round_), engines[0].take_pages(prompt, ONE))
+        expected = engines[1].expected(prompt, ONE)
+        pages = transport.fetch(address, expected)
+        engines[1].give_pages(pages, expected)
+        taken.append(time.perf_counter() - begin)
+        num_bytes = len(pages.data)
+    transport.close()
+    return num_bytes // tokens, num_bytes / median(taken[1:])
+
+
+def _prompt(count: int) -> list[int]:
+    return random.choices(range(10, 4000), k=count)
+
+
+# ---- servers ----
+
+
+@contextlib.contextmanager
+def pair() -> Iterator[list[str]]:
+    """The addresses of a prefill and of a decode server of the bundled model."""
+    processes, urls = [], []
+    for role in ("prefill", "decode"):
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        command = [sys.executable, "-m", "specops", "serve", "--role", role, "--port", str(port)]
+        command += ["--num-threads", "1", "--device", "cpu"]
+        command += ["--speculative-config", '{"method": "naive"}', "--log-level", "error"]
+        processes.append(subprocess.Popen(command))
+        urls.append(f"http://127.0.0.1:{port}")
+    try:
+        for url in urls:
+            _wait(url)
+        yield urls
+    finally:
+        for process in processes:
+            process.terminate()
+        for process in processes:
+            process.wait()
+
+
+def _wait(url: str) -> None:
+    end = time.monotonic() + 120
+    while time.monotonic() < end:
+        with contextlib.suppress(urllib.error.URLError, ConnectionError):
+            urllib.request.urlopen(f"{url}/health", timeout=5).close()
+            return
+        time.sleep(0.1)
+    raise TimeoutError(f"{url} does not answer")
+
+
+def _post(url: str, body: dict[str, Any]) -> Any:
+    data = json.dumps(body).encode()
+    headers = {"Content-Type": "application/json"}
+    asked = urllib.request.Request(f"{url}/v1/completions", data, headers)
+    return urllib.request.urlopen(asked, timeout=120)
+
+
+def serve(urls: Sequence[str], request: Request, begin: float) -> Request:
+    """Sends a request at its time, as a router does; returns when it got its tokens."""
+    time.sleep(max(begin + request.arrival - time.monotonic(), 0))
+    body = {"prompt": _prompt(request.prompt), "temperature": 0, "ignore_eos": True}
+    first = {**body, "max_tokens": 1, "kv_transfer_params": {"do_remote_decode": True}}
+    with _post(urls[0], first) as answer:
+        told = json.load(answer)["kv_transfer_params"]
+    rest = {**body, "max_tokens": request.left, "stream": True, "kv_transfer_params": told}
+    times: list[tuple[float, int]] = []
+    with _post(urls[1], rest) as answer:
+        for line in answer:
+            if line.startswith(b"data: {"):
+                times.append((time.monotonic() - begin, 1))
+    return replace(request, times=times)
+
+
+def measured(urls: Sequence[str], requests: Sequence[Request]) -> list[Request]:
+    """What the pair gives them."""
+    begin = time.monotonic() + 0.1
+    with ThreadPoolExecutor(len(requests)) as pool:
+        return list(pool.map(lambda one: serve(urls, one, begin), requests))
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Measures and prints."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--requests", type=int, default=60)
+    parser.add_argument("--rates", type=float, nargs="+", default=[2.0, 6.0, 12.0])
+    given = parser.parse_args(arguments)
+    points = step_seconds()
+    bytes_per_token, speed = hand_off()
+    machine = Machine(
+        step_seconds=points,
+        max_rows=128,  # as the engine has them on a CPU
+        max_beside=16,
+        bytes_per_token=bytes_per_token,
+        link_bytes_per_second=speed,
+        link_seconds=0.0,
+        page_size=EngineConfig().page_size,
+        acceptance=0.0,
+        prompt_tokens=LONGEST * 2 // 3,
+        output_tokens=64,
+    )
+    steps = ", ".join(f"{rows}: {1e3 * seconds:.2f}" for rows, seconds in points)
+    print(f"ms of steps by rows: {steps}; {bytes_per_token} bytes a token, {speed / 1e6:.0f} MB/s")
+    print("| requests a second | first token, ms | simulated | a later token, ms | simulated |")
+    print("| --- | --- | --- | --- | --- |")
+    with pair() as urls:
+        measured(urls, arrivals(machine, 4.0, WARM_UP, SEED))
+        for rate in given.rates:
+            told = measured(urls, arrivals(machine, rate, given.requests, SEED))
+            expected = arrivals(machine, rate, given.requests, SEED)
+            simulate(machine, expected, prefill=1, decode=1)
+            cells = [
+                f"{1e3 * mean(value):.1f}"
+                for name in ("first_token", "per_token")
+                for value in ([getattr(one, name) for one in of] for of in (told, expected))
+            ]
+            print(f"| {rate:g} | " + " | ".join(cells) + " |", flush=True)
+
+
+if __name__ == "__main__":
+    main()

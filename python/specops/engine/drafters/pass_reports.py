@@ -1,0 +1,115 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What passes of a recurrent drafter tell the host: how likely drafts are, and trees of them."""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
+
+from specops import sampling
+from specops.engine.drafters.base import Proposals, Scheduled
+from specops.engine.drafters.draft_arrays import Choices
+from specops.engine.drafters.trees import TreeMaker, branch_chain
+from specops.engine.memory.step_memory import Layout
+
+
+class Second(NamedTuple):
+    """What makes trees of drafts.
+
+    Attributes:
+        num_likeliest: tokens of each pass that do.
+        new_tree: of drafts that do not depend on each other; None: trees branch off the chain.
+        token_map: from the drafts' vocabulary to the target's; None: they are the same.
+    """
+
+    num_likeliest: int
+    new_tree: TreeMaker | None
+    token_map: NDArray[np.int32] | None
+
+
+class PassReports:
+    """Memory of a step that passes report in, and what the host makes of it.
+
+    Args:
+        results: receives the memory.
+        batch: requests of the step.
+        passes: that report how likely each draft is.
+        trees: what makes trees; None: no request wants any, and only the drafts are reported.
+
+    Attributes:
+        logprobs: of the drafts, by pass.
+    """
+
+    def __init__(self, results: Layout, batch: int, passes: int, trees: Second | None) -> None:
+        self.logprobs = [results.float32(batch) for _ in range(passes)]
+        self._trees = trees
+        passes, count = (0, 0) if trees is None else (passes, trees.num_likeliest)
+        self._likeliest = [results.int32(batch, count) for _ in range(passes)]
+        self._their_logprobs = [results.float32(batch, count) for _ in range(passes)]
+
+    def note_likeliest(self, choices: Choices, step: int, workspace: Tensor) -> None:
+        """Notes the likeliest tokens of a pass, where there are trees."""
+        if self._trees is None or not self._likeliest:
+            return
+        sampling.top_logprobs(
+            choices.logits,
+            self._trees.num_likeliest,
+            token_ids=self._likeliest[step].device,
+            logprobs=self._their_logprobs[step].device,
+            lse=choices.lse,
+            workspace=workspace,
+        )
+
+    def read(self, parts: Sequence[Scheduled], ran: Sequence[bool], proposals: Proposals) -> None:
+        """Takes over how likely drafts are held, and makes trees of chains.
+
+        Args:
+            parts: of the step.
+            ran: of each, whether passes ran for it.
+            proposals: with the drafts.
+        """
+        if not self.logprobs:
+            return
+        logprobs = np.array([array.host[: len(parts)] for array in self.logprobs])
+        counts = proposals.counts[[part.request.slot for part in parts]]
+        # Nothing has written those of passes that did not draft for a request.
+        written = np.arange(len(logprobs))[:, None] < counts
+        probs = np.exp(np.minimum(np.where(written, logprobs, 0), 0)).clip(1e-6, 1)
+        for index, part in enumerate(parts):
+            if ran[index]:
+                slot = part.request.slot
+                count = min(int(counts[index]), len(probs))
+                proposals.confidences[slot, :count] = probs[:count, index]
+                if self._likeliest and part.request.speculative.tree:
+                    self._branch(part, index, proposals)
+
+    def _branch(self, part: Scheduled, index: int, proposals: Proposals) -> None:
+        """Makes a tree of a request's chain: with a second token for each of its drafts.
+
+        Or of the likeliest tokens of each pass, where each of them may follow each.
+        """
+        assert self._trees is not None
+        slot = part.request.slot
+        count = int(proposals.counts[slot])
+        places = [self._likeliest_of(depth, index) for depth in range(count)]
+        if self._trees.new_tree is not None:
+            proposals.put_tree(slot, self._trees.new_tree(places, part.draft_limit))
+            return
+        tokens = proposals.token_ids[slot, :count].tolist()
+        chances = proposals.confidences[slot, :count].tolist()
+        others: list[tuple[int, float]] = []
+        for token, (first, second, *_) in zip(tokens, places, strict=True):
+            others.append(second if first[0] == token else first)
+        chain = list(zip(tokens, chances, strict=True))
+        proposals.put_tree(slot, branch_chain(chain, others, part.draft_limit))
+
+    def _likeliest_of(self, depth: int, index: int) -> list[tuple[int, float]]:
+        """The likeliest tokens of a request's pass, with their chances."""
+        assert self._trees is not None
+        token_map = self._trees.token_map
+        tokens = self._likeliest[depth].host[index]
+        tokens = tokens if token_map is None else token_map[tokens]
+        chances = np.exp(self._their_logprobs[depth].host[index]).clip(max=1.0)
+        return list(zip(tokens.tolist(), chances.tolist(), strict=True))

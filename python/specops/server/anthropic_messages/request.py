@@ -1,0 +1,280 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The body of POST /v1/messages, and the chat that it asks for."""
+
+import json
+from collections.abc import Iterator, Mapping
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import Field
+
+from specops.server.api_error import ApiError
+from specops.server.protocol import (
+    AnyMessage,
+    AssistantMessage,
+    Body,
+    ChatCompletionRequest,
+    Message,
+    Sampling,
+    TextPart,
+    ToolMessage,
+)
+from specops.server.strict import Strict
+from specops.server.structured import JsonSchema, ResponseFormat
+from specops.server.tools import (
+    CalledFunction,
+    Function,
+    FunctionName,
+    NamedTool,
+    Tool,
+    ToolCall,
+    ToolChoice,
+)
+
+# What client libraries may send because it asks for nothing.
+_NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "container": (),
+    "context_management": (),
+    "diagnostics": (),
+    "inference_geo": (),
+    "mcp_servers": ([],),
+    "service_tier": ("auto", "standard_only"),
+    "speed": ("standard",),
+}
+
+
+class CacheControl(Strict):
+    """Where a prefix ends that is worth keeping: here all of them are, whatever it says."""
+
+    type: Literal["ephemeral"]
+    ttl: Literal["5m", "1h"] | None = None
+
+
+class _Block(Strict):
+    cache_control: CacheControl | None = None
+
+
+class Text(_Block):
+    """A piece of text."""
+
+    type: Literal["text"]
+    text: str
+    citations: None = None
+
+
+class ToolUse(_Block):
+    """A call that an earlier answer has made."""
+
+    type: Literal["tool_use"]
+    id: str
+    name: str
+    input: dict[str, Any]
+
+
+class ToolResult(_Block):
+    """What a tool has answered; of a failure its text tells."""
+
+    type: Literal["tool_result"]
+    tool_use_id: str
+    content: str | list[Text] = ""
+    is_error: bool | None = None
+
+
+Content = Annotated[Text | ToolUse | ToolResult, Field(discriminator="type")]
+
+
+class AnthropicMessage(Strict):
+    """One message."""
+
+    role: Literal["user", "assistant"]
+    content: str | list[Content]
+
+
+class AnthropicTool(_Block):
+    """A tool that may be called; those that a server runs are not here."""
+
+    type: Literal["custom"] | None = None
+    name: str
+    description: str | None = None
+    input_schema: dict[str, Any]
+    strict: bool | None = None  # inputs are of the schema whatever it says
+
+
+class Auto(Strict):
+    """The model chooses."""
+
+    type: Literal["auto"]
+    disable_parallel_tool_use: bool = False
+
+
+class AnyTool(Strict):
+    """A tool is to be called."""
+
+    type: Literal["any"]
+    disable_parallel_tool_use: bool = False
+
+
+class ThisTool(Strict):
+    """That tool is to be called."""
+
+    type: Literal["tool"]
+    name: str
+    disable_parallel_tool_use: bool = False
+
+
+class NoTool(Strict):
+    """No tool is to be called."""
+
+    type: Literal["none"]
+
+
+Choice = Annotated[Auto | AnyTool | ThisTool | NoTool, Field(discriminator="type")]
+
+
+class OutputFormat(Strict):
+    """The schema of the JSON that the text is to be."""
+
+    type: Literal["json_schema"]
+    schema_: dict[str, Any] = Field(alias="schema")
+
+
+class OutputConfig(Strict):
+    """The form of the text, and how much the model is to think."""
+
+    format: OutputFormat | None = None
+    effort: str | None = None
+
+
+class Thinking(Strict):
+    """The model thinks as its chat template has it; `chat_template_kwargs` may say more."""
+
+    type: Literal["adaptive"]
+
+
+class Metadata(Strict):
+    """Who asks; nothing depends on it."""
+
+    user_id: str | None = None
+
+
+class CountTokensRequest(Body):
+    """Body of POST /v1/messages/count_tokens."""
+
+    neutral: ClassVar[Mapping[str, tuple[Any, ...]]] = _NEUTRAL
+    chat_names: ClassVar[Mapping[str, str]] = {
+        "stop": "stop_sequences",
+        "response_format": "output_config.format",
+        "reasoning_effort": "output_config.effort",
+    }
+
+    messages: list[AnthropicMessage] = Field(fail_fast=True)
+    model: str | None = None
+    system: str | list[Text] | None = None
+    tools: list[AnthropicTool] = Field([], fail_fast=True)
+    tool_choice: Choice | None = None
+    output_config: OutputConfig | None = None
+    thinking: Thinking | None = None
+    cache_control: CacheControl | None = None
+    chat_template_kwargs: dict[str, Any] = Field({})
+
+    def as_chat(self, **more: Any) -> ChatCompletionRequest:
+        """The chat whose answer is this request's.
+
+        Args:
+            more: fields of it that are no matter of the prompt.
+
+        Raises:
+            ApiError: there is no such chat.
+        """
+        if self.messages[-1].role == "assistant":
+            message = "messages must end with one of the user: an answer is not begun for the model"
+            raise ApiError(400, message, param="messages", code="invalid_value")
+        system = [] if self.system is None else [self.system]
+        told = [Message(role="system", content=_text(one)) for one in system]
+        choice = self.tool_choice
+        return ChatCompletionRequest(
+            model=self.model,
+            messages=[*told, *(one for message in self.messages for one in _messages(message))],
+            tools=[_tool(tool) for tool in self.tools],
+            tool_choice=_choice(choice),
+            parallel_tool_calls=not getattr(choice, "disable_parallel_tool_use", False),
+            response_format=self._response_format(),
+            reasoning_effort=self.output_config.effort if self.output_config else None,
+            chat_template_kwargs=self.chat_template_kwargs,
+            **more,
+        )
+
+    def _response_format(self) -> ResponseFormat | None:
+        form = self.output_config.format if self.output_config else None
+        if form is None:
+            return None
+        return ResponseFormat(type="json_schema", json_schema=JsonSchema(schema=form.schema_))
+
+
+class MessagesRequest(CountTokensRequest, Sampling):
+    """Body of POST /v1/messages."""
+
+    max_tokens: int = Field(ge=1)
+    stop_sequences: list[str] = Field([])
+    stream: bool = False
+    metadata: Metadata | None = None
+
+    def chat(self) -> ChatCompletionRequest:
+        """The chat whose answer is this request's.
+
+        Raises:
+            ApiError: there is no such chat.
+        """
+        stop, stream = self.stop_sequences, self.stream
+        more = {"max_tokens": self.max_tokens, "stop": stop, "stream": stream}
+        return self.as_chat(**more, **self.sampling())
+
+
+def _text(content: str | list[Text]) -> str | list[TextPart]:
+    if isinstance(content, str):
+        return content
+    return [TextPart(type="text", text=one.text) for one in content]
+
+
+def _messages(message: AnthropicMessage) -> Iterator[AnyMessage]:
+    """A message of a chat; of a user, one for each result of a tool, and for what is said."""
+    content, is_user = message.content, message.role == "user"
+    blocks = [Text(type="text", text=content)] if isinstance(content, str) else content
+    said: list[Text] = []
+    calls: list[ToolCall] = []
+    for block in blocks:
+        if isinstance(block, Text):
+            said.append(block)
+        elif isinstance(block, ToolUse) and not is_user:
+            arguments = json.dumps(block.input, ensure_ascii=False)
+            function = CalledFunction(name=block.name, arguments=arguments)
+            calls.append(ToolCall(id=block.id, function=function))
+        elif isinstance(block, ToolResult) and is_user and not said:
+            result = _text(block.content)
+            yield ToolMessage(role="tool", content=result, tool_call_id=block.tool_use_id)
+        else:
+            raise ApiError(
+                400,
+                "messages must have tool_use in those of the assistant alone, and tool_result in "
+                f"those of the user, before the text; got {block.type} in one of the "
+                f"{message.role}{' after text' if said else ''}",
+                param="messages",
+                code="invalid_value",
+            )
+    if is_user and said:
+        yield Message(role="user", content=_text(said))
+    elif not is_user:
+        spoken = _text(said) if said else None
+        yield AssistantMessage(role="assistant", content=spoken, tool_calls=calls)
+
+
+def _tool(tool: AnthropicTool) -> Tool:
+    function = Function(name=tool.name, description=tool.description, parameters=tool.input_schema)
+    return Tool(type="function", function=function)
+
+
+def _choice(choice: Auto | AnyTool | ThisTool | NoTool | None) -> ToolChoice | None:
+    if choice is None:
+        return None
+    if isinstance(choice, ThisTool):
+        return NamedTool(type="function", function=FunctionName(name=choice.name))
+    return "required" if isinstance(choice, AnyTool) else choice.type

@@ -1,0 +1,319 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The body of POST /v1/responses, and the chat that it asks for."""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import Field, model_validator
+
+from specops.server.api_error import ApiError
+from specops.server.protocol import (
+    AnyMessage,
+    AssistantMessage,
+    ChatCompletionRequest,
+    Message,
+    Sampling,
+    TextPart,
+    ToolMessage,
+)
+from specops.server.strict import Strict
+from specops.server.structured import JsonSchema, ResponseFormat
+from specops.server.tools import (
+    AllowedTools,
+    CalledFunction,
+    Function,
+    FunctionName,
+    NamedTool,
+    Tool,
+    ToolCall,
+    ToolChoice,
+    ToolsAllowed,
+)
+
+Status = Literal["completed", "incomplete", "in_progress"]
+
+# As in a chat: what client libraries may send because it asks for nothing.
+_NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "access_programs": (),
+    "background": (False,),
+    "background_options": (),
+    "context_management": (),
+    "conversation": (),
+    "image": (),
+    "moderation": (),
+    "prompt": (),
+    "prompt_cache_options": ({}, {"mode": "implicit"}),
+    "prompt_cache_retention": ("in_memory",),
+    "service_tier": ("auto", "default"),
+    "truncation": ("disabled",),
+}
+
+
+class InputPart(Strict):
+    """A piece of text; of an answer that is sent back, also what stood beside the text."""
+
+    type: Literal["input_text", "output_text"]
+    text: str
+    annotations: list[Any] | None = Field(None, fail_fast=True)
+    logprobs: list[Any] | None = Field(None, fail_fast=True)
+
+
+Role = Literal["user", "system", "developer"]
+
+
+class InputMessage(Strict):
+    """One message."""
+
+    type: Literal["message"]
+    role: Role | Literal["assistant"]
+    content: str | list[InputPart]
+    id: str | None = None
+    status: Status | None = None
+
+
+class FunctionCall(Strict):
+    """A call that an earlier answer has made."""
+
+    type: Literal["function_call"]
+    call_id: str
+    name: str
+    arguments: str  # JSON
+    id: str | None = None
+    status: Status | None = None
+
+
+class FunctionCallOutput(Strict):
+    """What a function has answered."""
+
+    type: Literal["function_call_output"]
+    call_id: str
+    output: str | list[InputPart]
+    id: str | None = None
+    status: Status | None = None
+
+
+Item = Annotated[InputMessage | FunctionCall | FunctionCallOutput, Field(discriminator="type")]
+
+
+class FunctionTool(Strict):
+    """A function that may be called; there are no other tools."""
+
+    type: Literal["function"]
+    name: str
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None  # arguments are of the schema whatever it says
+
+
+class NamedFunction(Strict):
+    """Which function is to be called."""
+
+    type: Literal["function"]
+    name: str
+
+
+class FunctionsAllowed(Strict):
+    """Which of the functions may be called."""
+
+    type: Literal["allowed_tools"]
+    mode: Literal["auto", "required"]
+    tools: list[NamedFunction] = Field(min_length=1, fail_fast=True)
+
+
+FunctionChoice = Literal["none", "auto", "required"] | NamedFunction | FunctionsAllowed
+
+
+class TextFormat(Strict):
+    """The form of the text."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    name: str | None = None
+    description: str | None = None
+    schema_: dict[str, Any] | bool | None = Field(None, alias="schema")
+    strict: bool | None = None
+
+
+class TextConfig(Strict):
+    """What the text is to be like."""
+
+    format: TextFormat | None = None
+    verbosity: None = None  # no model here has one
+
+
+class Reasoning(Strict):
+    """How much the model is to think: a variable of its chat template."""
+
+    effort: str | None = None
+    summary: None = None  # nothing is summed up
+
+
+class ResponseStreamOptions(Strict):
+    """What a stream reports besides the text."""
+
+    include_obfuscation: Literal[False] = False  # padding of events, which there is none of
+
+
+class ResponsesRequest(Sampling):
+    """Body of POST /v1/responses."""
+
+    neutral: ClassVar[Mapping[str, tuple[Any, ...]]] = _NEUTRAL
+    chat_names: ClassVar[Mapping[str, str]] = {
+        "messages": "input",
+        "max_tokens": "max_output_tokens",
+        "response_format": "text.format",
+        "reasoning_effort": "reasoning.effort",
+        "logprobs": "top_logprobs",
+    }
+
+    input: str | list[Item]
+    model: str | None = None
+    instructions: str | None = None
+    previous_response_id: str | None = None
+    store: bool = True
+    max_output_tokens: int | None = Field(None, ge=1)
+    tools: list[FunctionTool] = Field([], fail_fast=True)
+    tool_choice: FunctionChoice = "auto"
+    parallel_tool_calls: bool = True
+    text: TextConfig | None = None
+    reasoning: Reasoning | None = None
+    include: list[Literal["message.output_text.logprobs", "reasoning.encrypted_content"]] = Field(
+        [], fail_fast=True
+    )  # nothing is encrypted: to ask for it changes nothing
+    top_logprobs: int | None = None
+    stream: bool = False
+    stream_options: ResponseStreamOptions | None = None
+    chat_template_kwargs: dict[str, Any] = Field({})
+    # They say who asks and for what; nothing depends on them.
+    metadata: dict[str, str] | None = None
+    user: str | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+    max_tool_calls: int | None = None  # of tools that a server runs, which there are none of
+
+    @model_validator(mode="before")
+    @classmethod
+    def _typed(cls, values: Any) -> Any:
+        """Names the type of messages, which may be absent."""
+        items = values.get("input") if isinstance(values, dict) else None
+        if not isinstance(items, list):
+            return values
+        typed = [
+            {"type": "message", **one} if isinstance(one, dict) and "role" in one else one
+            for one in items
+        ]
+        return {**values, "input": typed}
+
+    @property
+    def wants_logprobs(self) -> bool:
+        """Whether the text's tokens are to have their log-probabilities."""
+        return "message.output_text.logprobs" in self.include or self.top_logprobs is not None
+
+    def messages(self, earlier: Sequence[AnyMessage]) -> list[AnyMessage]:
+        """The conversation so far, with this request's input.
+
+        Args:
+            earlier: the conversation up to the response that this one follows.
+
+        Raises:
+            ApiError: there is none.
+        """
+        items = self.input
+        if isinstance(items, str):
+            items = [InputMessage(type="message", role="user", content=items)]
+        messages = [*earlier, *messages_of(items)]
+        if not messages:
+            raise ApiError(400, "input must hold at least one item, got none", param="input")
+        return messages
+
+    def as_chat(self, messages: Sequence[AnyMessage]) -> ChatCompletionRequest:
+        """The chat whose answer is this request's.
+
+        Raises:
+            ApiError: it asks for something that goes together in no chat.
+        """
+        instructions = [] if self.instructions is None else [self.instructions]
+        told = [Message(role="system", content=one) for one in instructions]
+        if self.stream_options is not None and not self.stream:
+            raise ApiError(400, "stream_options needs stream", param="stream_options")
+        chat = ChatCompletionRequest(
+            **self.sampling(),
+            model=self.model,
+            messages=[*told, *messages],
+            max_tokens=self.max_output_tokens,
+            tools=[_tool(tool) for tool in self.tools],
+            tool_choice=_choice(self.tool_choice),
+            parallel_tool_calls=self.parallel_tool_calls,
+            response_format=self._response_format(),
+            reasoning_effort=self.reasoning.effort if self.reasoning else None,
+            chat_template_kwargs=self.chat_template_kwargs,
+            logprobs=self.wants_logprobs,
+            top_logprobs=self.top_logprobs,
+            stream=self.stream,
+        )
+        if chat.logprobs and chat.may_call:
+            message = "include must hold no logprobs where tools may be called: calls are no text"
+            raise ApiError(400, message, param="include", code="invalid_value")
+        return chat
+
+    def _response_format(self) -> ResponseFormat | None:
+        form = self.text.format if self.text else None
+        if form is None:
+            return None
+        if (form.schema_ is not None) != (form.type == "json_schema"):
+            message = "text.format: schema and type 'json_schema' need each other"
+            raise ApiError(400, message, param="text.format", code="invalid_value")
+        if form.schema_ is None:
+            return ResponseFormat(type=form.type)
+        schema = JsonSchema(name=form.name, schema=form.schema_)
+        return ResponseFormat(type=form.type, json_schema=schema)
+
+
+def _tool(tool: FunctionTool) -> Tool:
+    function = Function(**tool.model_dump(exclude={"type"}))
+    return Tool(type="function", function=function)
+
+
+def _choice(choice: FunctionChoice) -> ToolChoice:
+    def named(one: NamedFunction) -> NamedTool:
+        return NamedTool(type="function", function=FunctionName(name=one.name))
+
+    if isinstance(choice, NamedFunction):
+        return named(choice)
+    if isinstance(choice, FunctionsAllowed):
+        allowed = AllowedTools(mode=choice.mode, tools=[named(one) for one in choice.tools])
+        return ToolsAllowed(type="allowed_tools", allowed_tools=allowed)
+    return choice
+
+
+def messages_of(items: Iterable[Item]) -> Iterator[AnyMessage]:
+    """Items as messages: what the assistant says and calls in a row is one message of a chat."""
+    said: list[TextPart] = []
+    calls: list[ToolCall] = []
+
+    def assistant() -> Iterator[AnyMessage]:
+        if said or calls:
+            content = [*said] if said else None
+            yield AssistantMessage(role="assistant", content=content, tool_calls=[*calls])
+        said.clear()
+        calls.clear()
+
+    for item in items:
+        if isinstance(item, FunctionCall):
+            function = CalledFunction(name=item.name, arguments=item.arguments)
+            calls.append(ToolCall(id=item.call_id, function=function))
+        elif isinstance(item, InputMessage):
+            if item.role == "assistant":
+                said += _parts(item.content)
+            else:
+                yield from assistant()
+                yield Message(role=item.role, content=_parts(item.content))
+        else:
+            yield from assistant()
+            output = _parts(item.output)
+            yield ToolMessage(role="tool", content=output, tool_call_id=item.call_id)
+    yield from assistant()
+
+
+def _parts(content: str | list[InputPart]) -> list[TextPart]:
+    texts = [content] if isinstance(content, str) else [part.text for part in content]
+    return [TextPart(type="text", text=text) for text in texts]

@@ -1,0 +1,288 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the rows of the conformity tables are made of: clients, methods, and what a call shows."""
+
+import contextlib
+import inspect
+import json
+import socket
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import anthropic
+import openai
+from fake_engine import FakeEngine
+from serving import Served, serving
+from specops.engine import Engine, EngineConfig, SpeculativeConfig
+from specops.server.chat import ChatFormat
+
+# Knows tools and `reasoning_effort`, which the bundled model's own template does not.
+TEMPLATE = """
+{%- if reasoning_effort %}effort: {{ reasoning_effort }}{{ "\\n" }}{% endif %}
+{%- if tools %}Call as <tool_call>{name, arguments}</tool_call>:{{ "\\n" }}{% endif %}
+{%- for tool in tools or [] %}{{ tool | tojson }}{{ "\\n" }}{% endfor %}
+{%- for message in messages %}{{ message.role }}: {{ message.content }}{{ "\\n" }}{% endfor -%}
+assistant:"""
+MODEL = "specops-bundled"
+
+HONOURED, WITHOUT, REFUSED = "honoured", "no effect", "refused"
+
+PROMPT = "x = [0, 0, 0, 0, 0, 0, 0,"
+ASK = {"role": "user", "content": PROMPT}
+WEATHER = {
+    "type": "object",
+    "properties": {"place": {"enum": ["Bonn", "Rome"]}},
+    "required": ["place"],
+    "additionalProperties": False,
+}
+
+
+class Clients:
+    """The official clients of a server with everything, and of one whose template is bare."""
+
+    def __init__(self, served: Served, bare: Served) -> None:
+        self.served = served
+        self.whole = _openai(served)
+        self.bare = _openai(bare)
+        self.anthropic = _anthropic(served)
+        self.anthropic_bare = _anthropic(bare)
+
+    @cached_property
+    def method_answers(self) -> dict[str, Any]:
+        """What each method answers where nothing but its base is asked for."""
+        return {name: method.call(self)() for name, method in METHODS.items()}
+
+
+def _openai(served: Served) -> openai.OpenAI:
+    return openai.OpenAI(base_url=f"{served.url}/v1", api_key="none", max_retries=0, timeout=60)
+
+
+def _anthropic(served: Served) -> anthropic.Anthropic:
+    return anthropic.Anthropic(base_url=served.url, api_key="none", max_retries=0, timeout=60)
+
+
+@contextlib.contextmanager
+def clients() -> Iterator[Clients]:
+    """Both servers, until the block ends; then nothing may be left running in the first."""
+    speculative = SpeculativeConfig(method="ngram", num_speculative_tokens=4, min_ngram_size=1)
+    sizes = {"max_num_seqs": 8, "num_threads": 1}
+    engine = Engine(EngineConfig(device="cpu", speculative_config=speculative, **sizes))
+    with (
+        serving(engine, chat_format=ChatFormat(TEMPLATE)) as served,
+        serving(FakeEngine()) as bare,
+    ):
+        yield Clients(served, bare)
+        served.wait_until_idle()
+
+
+@dataclass(frozen=True)
+class Method:
+    """A method of a client, and the arguments that its rows have in common."""
+
+    name: str
+    base: Mapping[str, Any]
+    package: str = "openai"
+
+    def of(self, clients: Clients, *, bare: bool = False, raw: bool = False) -> Callable[..., Any]:
+        """The method of a client of one of the servers."""
+        if self.package == "openai":
+            return self._method(clients.bare if bare else clients.whole, raw)
+        return self._method(clients.anthropic_bare if bare else clients.anthropic, raw)
+
+    def _method(self, client: Any, raw: bool = False) -> Callable[..., Any]:
+        *path, last = self.name.split(".")
+        owner: Any = client
+        for part in path:
+            owner = getattr(owner, part)
+        method: Callable[..., Any] = getattr(owner.with_raw_response if raw else owner, last)
+        return method
+
+    def call(self, clients: Clients, *, raw: bool = False) -> Callable[..., Any]:
+        """The method with the base's arguments, which others replace."""
+        method = self.of(clients, raw=raw)
+        return lambda **given: method(**{**self.base, **given})
+
+    def connect(self, url: str) -> Any:
+        """A client of some other server."""
+        if self.package == "openai":
+            return self._method(openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0))
+        return self._method(anthropic.Anthropic(base_url=url, api_key="none", max_retries=0))
+
+    @property
+    def parameters(self) -> list[str]:
+        """The names in the client's own order."""
+        return list(inspect.signature(self.connect("http://127.0.0.1:9")).parameters)
+
+
+METHODS = {
+    one.name: one
+    for one in (
+        Method(
+            "completions.create",
+            {"model": MODEL, "prompt": PROMPT, "max_tokens": 24, "temperature": 0, "seed": 1},
+        ),
+        Method(
+            "chat.completions.create",
+            {"model": MODEL, "messages": [ASK], "max_tokens": 24, "temperature": 0, "seed": 1},
+        ),
+        Method(
+            "responses.create",
+            {"model": MODEL, "input": PROMPT, "max_output_tokens": 24, "temperature": 0},
+        ),
+        Method("models.list", {}),
+        Method("models.retrieve", {"model": MODEL}),
+        Method(
+            "messages.create",
+            {
+                "model": MODEL,
+                "messages": [ASK],
+                "max_tokens": 24,
+                "extra_body": {"temperature": 0},
+            },
+            "anthropic",
+        ),
+        Method("messages.count_tokens", {"model": MODEL, "messages": [ASK]}, "anthropic"),
+    )
+}
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line of the table.
+
+    Attributes:
+        method: a name of METHODS.
+        parameter: of it.
+        given: the value, as the table shows it.
+        outcome: HONOURED, WITHOUT or REFUSED.
+        see: calls, fails unless the outcome is that, and says what the table does.
+    """
+
+    method: str
+    parameter: str
+    given: str
+    outcome: str
+    see: Callable[[Clients], str]
+
+    @property
+    def id(self) -> str:
+        return f"{self.method}({self.parameter}={self.given})"
+
+
+Check = Callable[[Callable[..., Any]], bool]
+
+
+def honoured(method: str, parameter: str, given: str, effect: str, check: Check) -> Row:
+    """A row of a parameter that does something: `check` gets the method, and looks for it."""
+
+    def see(clients: Clients) -> str:
+        assert check(METHODS[method].call(clients)), effect
+        return effect
+
+    return Row(method, parameter, given, HONOURED, see)
+
+
+def without(method: str, parameter: str, value: Any, why: str) -> Row:
+    """A row of a value that asks for nothing more: the answer is that without it."""
+
+    def see(clients: Clients) -> str:
+        with_it = METHODS[method].call(clients)(**{parameter: value})
+        assert said(with_it) == said(clients.method_answers[method])
+        return why
+
+    return Row(method, parameter, shown(value), WITHOUT, see)
+
+
+def refused(
+    method: str,
+    parameter: str,
+    value: Any,
+    *,
+    named: str | None = None,
+    bare: bool = False,
+    status: int = 400,
+    given: str | None = None,
+    **more: Any,
+) -> Row:
+    """A row of a value that is refused.
+
+    Args:
+        method, parameter, value: of the row.
+        named: what the refusal names, if not the parameter itself.
+        bare: by a server whose model's chat template has neither tools nor variables.
+        status: of the refusal.
+        given: the value as the table shows it, if not as Python does.
+        more: other arguments of the call.
+    """
+
+    def see(clients: Clients) -> str:
+        call = METHODS[method].of(clients, bare=bare)
+        base = {**METHODS[method].base, **({"model": "fake"} if bare else {}), **more}
+        try:
+            call(**{**base, parameter: value})
+        except (openai.APIStatusError, anthropic.APIStatusError) as error:
+            assert error.status_code == status
+            return f"{status}: {_message(error, named or parameter)}"
+        raise AssertionError(f"{parameter} was not refused")
+
+    told = (given or shown(value)) + "".join(f", {name}={shown(one)}" for name, one in more.items())
+    return Row(method, parameter, told + (", template without it" if bare else ""), REFUSED, see)
+
+
+def _message(error: openai.APIStatusError | anthropic.APIStatusError, wanted: str) -> str:
+    """What a refusal says, which has the shape of its API and names what was wanted."""
+    body: Any = error.body
+    if isinstance(error, openai.APIStatusError):
+        assert set(body) == {"message", "type", "param", "code"} and error.code == body["code"]
+        assert wanted == "model" or (error.param or "").startswith(wanted), body
+    else:
+        assert set(body) == {"type", "error"} and set(body["error"]) == {"type", "message"}
+        body = body["error"]
+    assert wanted in body["message"], body
+    return str(body["message"])
+
+
+def shown(value: Any) -> str:
+    """A value as Python and the table spell it."""
+    return f"`{json.dumps(value) if isinstance(value, (dict, list, str)) else repr(value)}`"
+
+
+def blocks(reply: Any) -> list[Any]:
+    """The items of a response, or the content of a message."""
+    found: list[Any] = reply.output if hasattr(reply, "output") else reply.content
+    return found
+
+
+def said(reply: Any) -> Any:
+    """An answer without what differs from call to call."""
+    if hasattr(reply, "choices"):
+        return [choice.model_dump() for choice in reply.choices], reply.usage.completion_tokens
+    if hasattr(reply, "output") or hasattr(reply, "content"):
+        told = [one.model_dump(exclude={"id", "call_id"}) for one in blocks(reply)]
+        return told, reply.usage.output_tokens
+    if hasattr(reply, "input_tokens"):
+        return reply.input_tokens
+    return [one.id for one in getattr(reply, "data", [reply])]
+
+
+def text(reply: Any) -> str:
+    """The text of an answer."""
+    if hasattr(reply, "output_text"):
+        return str(reply.output_text)
+    if hasattr(reply, "content"):
+        return "".join(one.text for one in reply.content if one.type == "text")
+    choice = reply.choices[0]
+    told: str = choice.text if hasattr(choice, "text") else choice.message.content
+    return told
+
+
+def silent_timeout(method: str) -> str:
+    """Of what takes no time to answer: the client's own affair, with a server that says nothing."""
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        url = f"http://127.0.0.1:{silent.getsockname()[1]}"
+        try:
+            METHODS[method].connect(url)(**METHODS[method].base, timeout=0.1)
+        except (openai.APITimeoutError, anthropic.APITimeoutError):
+            return "the client gives up"
+    raise AssertionError("the client waited")

@@ -1,0 +1,432 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The rows of the APIs whose answers are blocks: OpenAI's responses, and Anthropic's messages."""
+
+import json
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import anthropic
+import openai
+from conformity_base import (
+    ASK,
+    HONOURED,
+    METHODS,
+    MODEL,
+    PROMPT,
+    WEATHER,
+    WITHOUT,
+    Check,
+    Clients,
+    Row,
+    blocks,
+    honoured,
+    refused,
+    said,
+    shown,
+    silent_timeout,
+    text,
+    without,
+)
+
+Call = Callable[..., Any]
+Rows = Callable[[str, Any, str, Check], Row]
+
+
+def block_rows() -> list[Row]:
+    """The rows of all three methods."""
+    count = "messages.count_tokens"
+    found = [*_responses_rows(), *_responses_neutral_rows(), *_messages_rows(), *_count_rows()]
+    for method in ("responses.create", "messages.create", count):
+        found += _transport_rows(method)
+    return found
+
+
+def _of(method: str) -> Rows:
+    def row(parameter: str, given: Any, effect: str, check: Check) -> Row:
+        return honoured(method, parameter, shown(given), effect, check)
+
+    return row
+
+
+def _uses(reply: Any) -> list[str]:
+    """The names of the tools that an answer calls; their arguments are of the schema."""
+    found = []
+    for one in blocks(reply):
+        if one.type in ("function_call", "tool_use"):
+            given = json.loads(one.arguments) if one.type == "function_call" else one.input
+            assert one.name != "weather" or given["place"] in ("Bonn", "Rome")
+            found.append(one.name)
+    return found
+
+
+def _is_place(reply: Any) -> bool:
+    """Whether the text is JSON of the schema."""
+    return text(reply)[:1] == "{" and json.loads(text(reply))["place"] in ("Bonn", "Rome")
+
+
+def _seen(is_so: bool, told: str) -> str:
+    assert is_so
+    return told
+
+
+# ---- OpenAI's responses ----
+
+FUNCTION = {"type": "function", "name": "weather", "parameters": WEATHER}
+CLOCK = {"type": "function", "name": "clock"}
+NAMED = {"type": "function", "name": "weather"}
+ALLOWED = {"type": "allowed_tools", "mode": "required", "tools": [NAMED]}
+CALLED = [
+    {"role": "user", "content": [{"type": "input_text", "text": "weather?"}]},
+    {"type": "function_call", "call_id": "c", "name": "weather", "arguments": '{"place": "Bonn"}'},
+    {"type": "function_call_output", "call_id": "c", "output": "dry"},
+]
+
+
+def _follows(call: Call) -> bool:
+    """Going on with a response is sending the conversation."""
+    first = call()
+    again = {"role": "user", "content": "more"}
+    whole = [ASK, {"role": "assistant", "content": text(first)}, again]
+    told = call(input=[again], previous_response_id=first.id)
+    other = call(input=[again])
+    return said(told) == said(call(input=whole)) and told.usage.input_tokens > (
+        other.usage.input_tokens
+    )
+
+
+def _events(call: Call) -> bool:
+    """The stream's pieces make its whole, which is the answer that is not streamed."""
+    events = list(call(stream=True, **_TOOLS))
+    assert [one.sequence_number for one in events] == list(range(len(events)))
+    last = events[-1].response
+    grown = "".join(one.delta for one in events if one.type == "response.output_text.delta")
+    items = [one.item for one in events if one.type == "response.output_item.done"]
+    whole = call(**_TOOLS)
+    return grown == text(last) and items == last.output and said(last) == said(whole)
+
+
+_TOOLS: dict[str, Any] = {"tools": [FUNCTION, CLOCK], "max_output_tokens": 200}
+
+
+def _responses_rows() -> list[Row]:
+    method = "responses.create"
+    row = _of(method)
+    form = {"type": "json_schema", "name": "place", "schema": WEATHER}
+    image = [{"role": "user", "content": [{"type": "input_image", "image_url": "data:,"}]}]
+    wanted = ["message.output_text.logprobs"]
+
+    def tops(reply: Any) -> list[int]:
+        return [len(one.top_logprobs) for one in reply.output[0].content[0].logprobs]
+
+    return [
+        row("include", wanted, "log-probabilities of each token",
+            lambda call: len(tops(call(include=wanted))) == call().usage.output_tokens),
+        without(method, "include", ["reasoning.encrypted_content"], "nothing is encrypted"),
+        refused(method, "include", ["file_search_call.results"]),
+        refused(method, "include", wanted, tools=[FUNCTION]),
+        row("input", PROMPT, "a message of the user",
+            lambda call: said(call(input=PROMPT)) == said(call(input=[ASK]))
+            != said(call(input="x"))),
+        row("input", CALLED, "messages, calls, and what functions said: a chat's",
+            lambda call: call(input=CALLED).usage.input_tokens
+            > call(input=CALLED[:1]).usage.input_tokens + 3),
+        refused(method, "input", image),
+        refused(method, "input", [{"type": "item_reference", "id": "x"}]),
+        refused(method, "input", []),
+        row("instructions", "Be brief.", "a system message before the input",
+            lambda call: said(call(instructions="Be brief."))
+            == said(call(input=[{"role": "system", "content": "Be brief."}, ASK]))
+            and call(instructions="Be brief.").usage.input_tokens > call().usage.input_tokens),
+        row("max_output_tokens", 3, "the answer has this many tokens",
+            lambda call: call(max_output_tokens=3).usage.output_tokens == 3
+            and call(max_output_tokens=3).incomplete_details.reason == "max_output_tokens"),
+        refused(method, "max_output_tokens", 0),
+        row("model", MODEL, "the model that is served", lambda call: call().model == MODEL),
+        refused(method, "model", "other", status=404),
+        row("parallel_tool_calls", False, "at most one call is made",
+            lambda call: len(_uses(call(**_TOOLS, tool_choice="required",
+                                        parallel_tool_calls=False))) == 1
+            < max(len(_uses(call(**_TOOLS, tool_choice="required", temperature=1.2,
+                                 extra_body={"seed": seed}))) for seed in range(12))),
+        row("previous_response_id", "resp_...", "the input follows that conversation, kept in "
+            "memory", _follows),
+        refused(method, "previous_response_id", "resp_0"),
+        row("reasoning", {"effort": "low"}, "a variable of the chat template",
+            lambda call: call(reasoning={"effort": "low"}).usage.input_tokens
+            > call().usage.input_tokens),
+        refused(method, "reasoning", {"effort": "low"}, bare=True),
+        refused(method, "reasoning", {"summary": "auto"}),
+        row("store", False, "no later request can follow it", _is_not_kept),
+        row("stream", True, "the answer arrives as events", _events),
+        Row(method, "stream_options", shown({"include_obfuscation": False}), WITHOUT, _unpadded),
+        refused(method, "stream_options", {"include_obfuscation": True}, stream=True),
+        refused(method, "stream_options", {"include_obfuscation": False}),
+        row("temperature", 1.5, "tokens are sampled", _seeds_matter),
+        refused(method, "temperature", -0.5),
+        without(method, "text", {"format": {"type": "text"}}, "any text"),
+        row("text", {"format": form}, "the text is JSON of the schema",
+            lambda call: _is_place(call(text={"format": form}, max_output_tokens=200))),
+        row("text", {"format": {"type": "json_object"}}, "the text is an object in JSON",
+            lambda call: text(call(text={"format": {"type": "json_object"}}))[:1] == "{"),
+        refused(method, "text", {"format": {"type": "json_schema", "name": "x"}}),
+        refused(method, "text", {"verbosity": "low"}),
+        row("tool_choice", "required", "a function is called",
+            lambda call: bool(_uses(call(**_TOOLS, tool_choice="required")))),
+        row("tool_choice", NAMED, "that function is called",
+            lambda call: _uses(call(**_TOOLS, tool_choice=NAMED)) == ["weather"]),
+        row("tool_choice", ALLOWED, "of the functions only these are called",
+            lambda call: set(_uses(call(**_TOOLS, tool_choice=ALLOWED))) == {"weather"}),
+        row("tool_choice", "none", "no function is called",
+            lambda call: not _uses(call(**_TOOLS, tool_choice="none"))),
+        refused(method, "tool_choice", "required"),
+        row("tools", [FUNCTION], "the template shows them; calls have arguments of the schema",
+            lambda call: call(tools=[FUNCTION]).usage.input_tokens > call().usage.input_tokens
+            and bool(_uses(call(**_TOOLS, tool_choice="required")))),
+        refused(method, "tools", [{"type": "web_search"}]),
+        refused(method, "tools", [FUNCTION], bare=True),
+        row("top_logprobs", 2, "the number of alternatives",
+            lambda call: set(tops(call(top_logprobs=2))) == {2}),
+        row("top_p", 1e-6, "only the likeliest token is left",
+            lambda call: text(call(temperature=1.0, top_p=1e-6)) == text(call())),
+        refused(method, "top_p", 0.0),
+    ]  # fmt: skip
+
+
+def _is_not_kept(call: Call) -> bool:
+    kept, other = call(store=True), call(store=False)
+    call(previous_response_id=kept.id)
+    try:
+        call(previous_response_id=other.id)
+    except openai.BadRequestError as error:
+        return error.code == "previous_response_not_found"
+    return False
+
+
+def _unpadded(clients: Clients) -> str:
+    call = METHODS["responses.create"].call(clients)
+    events = call(stream=True, stream_options={"include_obfuscation": False})
+    padding = [one.to_dict().get("obfuscation") for one in events]
+    return _seen(not any(padding), "events have no padding")
+
+
+def _seeds_matter(call: Call) -> bool:
+    hot = partial(call, temperature=1.5)
+    return len({text(hot(extra_body={"seed": seed})) for seed in range(4)}) > 1
+
+
+def _responses_neutral_rows() -> list[Row]:
+    method = "responses.create"
+    context = [{"type": "compaction", "compact_threshold": 1000}]
+    return [
+        refused(method, "access_programs", {"cyber": "standard"}),
+        without(method, "background", False, "answers are waited for"),
+        refused(method, "background", True),
+        refused(method, "background_options", {"a": "b"}),
+        refused(method, "context_management", context),
+        refused(method, "conversation", "conv_1"),
+        refused(method, "image", {"context_compression": "enabled"}),
+        without(
+            method, "max_tool_calls", 3, "of tools that a server runs, which there are none of"
+        ),
+        without(method, "metadata", {"a": "b"}, "the response repeats it"),
+        refused(method, "moderation", {"model": "omni-moderation-latest"}),
+        refused(method, "prompt", {"id": "x"}),
+        without(method, "prompt_cache_key", "key", "prompts are found by their tokens"),
+        without(method, "prompt_cache_options", {"mode": "implicit"}, "what the cache does"),
+        refused(method, "prompt_cache_options", {"mode": "explicit"}),
+        without(method, "prompt_cache_retention", "in_memory", "where the cache is"),
+        refused(method, "prompt_cache_retention", "24h"),
+        without(method, "safety_identifier", "me", "says who asks"),
+        without(method, "service_tier", "auto", "there is one tier"),
+        refused(method, "service_tier", "priority"),
+        without(method, "truncation", "disabled", "what does not fit is refused"),
+        refused(method, "truncation", "auto"),
+        without(method, "user", "me", "says who asks"),
+    ]
+
+
+# ---- Anthropic's messages ----
+
+TOOL = {"name": "weather", "input_schema": WEATHER}
+OTHER = {"name": "clock", "input_schema": {"type": "object", "additionalProperties": False}}
+USED = [
+    {"role": "user", "content": "weather?"},
+    {
+        "role": "assistant",
+        "content": [{"type": "tool_use", "id": "c", "name": "weather", "input": {"place": "Bonn"}}],
+    },
+    {
+        "role": "user",
+        "content": [
+            {"type": "tool_result", "tool_use_id": "c", "content": "dry"},
+            {"type": "text", "text": "thanks"},
+        ],
+    },
+]
+_USES: dict[str, Any] = {"tools": [TOOL, OTHER], "max_tokens": 200}
+
+
+def _message_stream(call: Call) -> bool:
+    """The stream's pieces make the message that is not streamed."""
+    events = list(call(stream=True))
+    pieces = [one.delta.text for one in events if one.type == "content_block_delta"]
+    whole, last = call(), events[-2]
+    assert [one.type for one in events[:2]] == ["message_start", "content_block_start"]
+    assert [one.type for one in events[-3:]] == [
+        *("content_block_stop", "message_delta", "message_stop")
+    ]
+    same_end = last.delta.stop_reason == whole.stop_reason
+    return (
+        "".join(pieces) == text(whole)
+        and same_end
+        and len(pieces) > 1
+        and (last.usage.output_tokens == whole.usage.output_tokens)
+    )
+
+
+def _prompt_rows(method: str) -> list[Row]:
+    """What makes a prompt, counted or generated from."""
+    row = _of(method)
+    image = {"type": "image", "source": {"type": "url", "url": "http://x"}}
+    pictures = [{"role": "user", "content": [image]}]
+    parts = [{"role": "user", "content": [{"type": "text", "text": PROMPT}]}]
+    begun = [ASK, {"role": "assistant", "content": "x"}]
+
+    def num(reply: Any) -> int:
+        if not hasattr(reply, "usage"):
+            return int(reply.input_tokens)
+        return int(reply.usage.input_tokens + reply.usage.cache_read_input_tokens)
+
+    return [
+        row("messages", parts, "blocks of text are texts",
+            lambda call: said(call(messages=parts)) == said(call())
+            != said(call(messages=[{**ASK, "content": "x"}]))),
+        row("messages", USED, "uses of tools and their results: a chat's",
+            lambda call: num(call(messages=USED)) > num(call(messages=USED[:1])) + 3),
+        refused(method, "messages", pictures),
+        refused(method, "messages", begun),
+        refused(method, "messages", []),
+        row("model", MODEL, "the model that is served", lambda call: bool(call(model=MODEL))),
+        refused(method, "model", "other", status=404),
+        without(method, "cache_control", {"type": "ephemeral"}, "all prefixes are kept"),
+        row("output_config", {"effort": "low"}, "a variable of the chat template",
+            lambda call: num(call(output_config={"effort": "low"})) > num(call())),
+        without(method, "speed", "standard", "there is one speed"),
+        refused(method, "speed", "fast"),
+        row("system", "Be brief.", "a system message before the others",
+            lambda call: num(call(system="Be brief.")) > num(call())
+            and num(call(system=[{"type": "text", "text": "Be brief."}]))
+            == num(call(system="Be brief."))),
+        without(method, "thinking", {"type": "adaptive"}, "the chat template's own way"),
+        refused(method, "thinking", {"type": "enabled", "budget_tokens": 1024}),
+        refused(method, "tool_choice", {"type": "tool", "name": "clock"}, tools=[TOOL]),
+        row("tools", [TOOL], "the template shows them",
+            lambda call: num(call(tools=[TOOL])) > num(call())),
+        refused(method, "tools", [{"type": "web_search_20250305", "name": "web_search"}]),
+        refused(method, "tools", [TOOL], bare=True),
+        without(method, "user_profile_id", "x", "a header that nothing reads"),
+        without(method, "workspace_id", "x", "a header that nothing reads"),
+    ]  # fmt: skip
+
+
+def _messages_rows() -> list[Row]:
+    method = "messages.create"
+    row = _of(method)
+    form = {"format": {"type": "json_schema", "schema": WEATHER}}
+    this = {"type": "tool", "name": "weather"}
+    one = {"type": "any", "disable_parallel_tool_use": True}
+
+    def ends(reply: Any) -> tuple[Any, Any]:
+        return reply.stop_reason, reply.stop_sequence
+
+    return [
+        *_prompt_rows(method),
+        row("max_tokens", 3, "the answer has this many tokens",
+            lambda call: call(max_tokens=3).usage.output_tokens == 3
+            and ends(call(max_tokens=3)) == ("max_tokens", None)),
+        refused(method, "max_tokens", 0),
+        refused(method, "max_tokens", 19999),
+        refused(method, "container", "x"),
+        refused(method, "diagnostics", {"a": "b"}),
+        refused(method, "inference_geo", "eu"),
+        without(method, "metadata", {"user_id": "me"}, "says who asks"),
+        row("output_config", form, "the text is JSON of the schema",
+            lambda call: _is_place(call(output_config=form, max_tokens=200))),
+        without(method, "service_tier", "auto", "there is one tier"),
+        refused(method, "service_tier", "priority"),
+        row("stop_sequences", [","], "the text ends before it",
+            lambda call: text(call(stop_sequences=[","]))
+            == text(call()).partition(",")[0] != text(call())
+            and ends(call(stop_sequences=[","])) == ("stop_sequence", ",")),
+        refused(method, "stop_sequences", ["a"] * 17, given="17 texts"),
+        row("stream", True, "the answer arrives as events", _message_stream),
+        row("tool_choice", {"type": "any"}, "a tool is used",
+            lambda call: bool(_uses(call(**_USES, tool_choice={"type": "any"})))),
+        row("tool_choice", this, "that tool is used",
+            lambda call: _uses(call(**_USES, tool_choice=this)) == ["weather"]
+            and ends(call(**_USES, tool_choice=this)) == ("tool_use", None)),
+        row("tool_choice", one, "at most one use is made",
+            lambda call: len(_uses(call(**_USES, tool_choice=one))) == 1
+            < max(len(_uses(call(**_USES, tool_choice={"type": "any"}, extra_body={
+                "temperature": 1.2, "seed": seed}))) for seed in range(12))),
+        row("tool_choice", {"type": "none"}, "no tool is used",
+            lambda call: not _uses(call(**_USES, tool_choice={"type": "none"}))),
+        row("tools", [TOOL], "inputs are of the schema",
+            lambda call: bool(_uses(call(**_USES, tool_choice={"type": "any"})))),
+    ]  # fmt: skip
+
+
+def _count_rows() -> list[Row]:
+    method = "messages.count_tokens"
+
+    def as_many(call: Call) -> bool:
+        """The client makes a schema of the type, which no token of the prompt comes from."""
+        return bool(call(output_format=int).input_tokens == call().input_tokens)
+
+    return [
+        *_prompt_rows(method),
+        Row(method, "output_format", "a type", WITHOUT, lambda clients: _seen(
+            as_many(METHODS[method].call(clients)), "the prompt says nothing of it")),
+    ]  # fmt: skip
+
+
+# ---- what all have ----
+
+
+def _transport_rows(method: str) -> list[Row]:
+    def header(clients: Clients) -> str:
+        call = METHODS[method].call(clients, raw=True)
+        answer = call(extra_headers={"X-Request-Id": "my-own"})
+        assert answer.headers["x-request-id"] == "my-own"
+        return "the answer repeats it"
+
+    def timeout(clients: Clients) -> str:
+        if method.endswith("count_tokens"):
+            return silent_timeout(method)
+        most = "max_output_tokens" if method.startswith("responses") else "max_tokens"
+        try:
+            METHODS[method].call(clients)(
+                **{most: 900}, timeout=0.05, extra_body={"ignore_eos": True}
+            )
+        except (openai.APITimeoutError, anthropic.APITimeoutError):
+            return "the client gives up, and the server ends the request"
+        raise AssertionError("the client waited")
+
+    rows = [
+        Row(method, "extra_headers", shown({"X-Request-Id": "my-own"}), HONOURED, header),
+        without(method, "extra_query", {"a": "b"}, "no route reads a query"),
+        Row(method, "timeout", "seconds", HONOURED, timeout),
+        refused(method, "extra_body", {"nonsense": 1}, named="nonsense"),
+    ]
+    if method.endswith("count_tokens"):
+        return rows
+    hot = {"temperature": 1.5, "top_k": 1}
+    return [
+        *rows,
+        honoured(
+            method, "extra_body", shown(hot), "[fields](requests.md#fields) that the API lacks",
+            lambda call: text(call(extra_body=hot)) == text(call())
+            != text(call(extra_body={"temperature": 1.5, "seed": 3})),
+        ),
+    ]  # fmt: skip
