@@ -38,8 +38,7 @@ _AT_ONCE = 40  # requests of a round
 
 def processes_of(server: ServerProcess) -> list[int]:
     """The server's and its engine's."""
-    children = Path(f"/proc/{server.pid}/task/{server.pid}/children").read_text().split()
-    return [server.pid, *map(int, children)]
+    return [server.pid, *server.engines]
 
 
 def num_sockets(server: ServerProcess) -> int:

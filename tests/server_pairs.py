@@ -83,6 +83,12 @@ class ServerProcess:
         """The server's."""
         return self._process.pid
 
+    @property
+    def engines(self) -> list[int]:
+        """The processes that it has started, from whichever thread."""
+        paths = Path(f"/proc/{self.pid}/task").glob("*/children")
+        return sorted(int(one) for path in paths for one in path.read_text().split())
+
     def wait(self, seconds: float = 240.0) -> None:
         """Waits until it answers."""
         end = time.monotonic() + seconds

@@ -36,11 +36,6 @@ def server(mtp_model: Path) -> Iterator[ServerProcess]:
         yield started
 
 
-def engines_of(server: ServerProcess) -> list[int]:
-    path = Path(f"/proc/{server.pid}/task/{server.pid}/children")
-    return [int(one) for one in path.read_text().split()]
-
-
 def statuses_and_choices(url: str, asked: list[dict[str, Any]]) -> list[Any]:
     def one(body: dict[str, Any]) -> Any:
         answer = httpx.post(f"{url}/v1/completions", json=body, timeout=120)
@@ -58,7 +53,7 @@ def test_answers_do_not_depend_on_the_engine(
     """Both engines work, and a prompt that comes again goes where its pages are."""
     asked = bodies(count, seed=count + 4)
     expected = [(200, choices) for choices in choices_of(together, asked)]
-    assert len(engines_of(server)) == 2
+    assert len(server.engines) == 2
     assert statuses_and_choices(server.url, asked) == expected
     hits = server.gauge("prefix_cache_hits_total")
     assert statuses_and_choices(server.url, asked[:20]) == expected[:20]
@@ -72,7 +67,7 @@ def test_an_engine_that_dies_ends_its_own_requests_alone(
 ) -> None:
     asked = [{**body, "max_tokens": 40, "ignore_eos": True} for body in bodies(40, seed=8)]
     expected = choices_of(together, asked)
-    victim = engines_of(server)[1]
+    victim = server.engines[1]
     with ThreadPoolExecutor(1) as pool:
         running = pool.submit(statuses_and_choices, server.url, asked)
         wait_for(lambda: server.gauge("num_requests_running") > 4, 240)
@@ -85,7 +80,7 @@ def test_an_engine_that_dies_ends_its_own_requests_alone(
         for (status, choices), right in zip(told, expected, strict=True)
         if status == 200
     )
-    wait_for(lambda: len(engines_of(server)) == 2 and victim not in engines_of(server), 240)
+    wait_for(lambda: len(server.engines) == 2 and victim not in server.engines, 240)
     assert statuses_and_choices(server.url, asked) == [(200, choices) for choices in expected]
 
 

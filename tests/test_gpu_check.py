@@ -38,7 +38,8 @@ def optional_packages() -> list[str]:
     text = (ROOT / "pyproject.toml").read_text()
     extras = text.partition("[project.optional-dependencies]")[2].partition("\n\n")[0]
     named = re.findall(r'"([\w-]+)[^"]*"', extras)
-    imported = {name.replace("-", "_") for name in named} - {"pyyaml", "specops"} | {"yaml"}
+    imported = {name.replace("-", "_") for name in named} - {"pyyaml", "pyzmq", "specops"}
+    imported |= {"yaml", "zmq"}
     return sorted(imported - set(gpu_check.REQUIRED.split()))
 
 

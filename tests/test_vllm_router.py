@@ -157,7 +157,7 @@ def test_the_router_sends_a_prompt_where_its_pages_are(mtp_model: Path) -> None:
                 *("--kv-event-replay-source", f"{url}={replay}"),
             )
         ]
-        model = ["--kv-event-model", "model", "--kv-event-block-size", "16"]
+        model = ["--kv-event-model", mtp_model.name, "--kv-event-block-size", "16"]
         with routing("--policy", "kv_aware", "--worker-urls", *urls, *sources, *model) as url:
             # An event after the router's beginning has it ask for those before.
             for one in urls:
@@ -165,7 +165,7 @@ def test_the_router_sends_a_prompt_where_its_pages_are(mtp_model: Path) -> None:
             time.sleep(2)
             hits = [one.gauge("prefix_cache_hits_total") for one in both]
             for prompt in prompts:
-                body = {"model": "model", "prompt": prompt, "max_tokens": 1}
+                body = {"model": mtp_model.name, "prompt": prompt, "max_tokens": 1}
                 answer = httpx.post(f"{url}/v1/completions", json=body, timeout=60)
                 assert answer.status_code == 200, answer.text
         found = [one.gauge("prefix_cache_hits_total") for one in both]
