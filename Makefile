@@ -35,7 +35,8 @@ SOURCES := CMakeLists.txt setup.py tools/cuda_toolkit.py $(shell find csrc -type
 
 .PHONY: setup serve gemma simt simt-race simt-asan simt-smoke test-race test-asan test-arm test-sanitize
 .PHONY: test-smoke gates test
-.PHONY: prove campaign soak attacks test-vllm vllm-campaign bench bench-methods bench-mtp-mistakes
+.PHONY: prove campaign soak attacks test-vllm vllm-campaign bench bench-methods
+.PHONY: bench-mtp-mistakes bench-head-mistakes
 .PHONY: test-lm-eval test-clients bench-vllm bench-replay bench-replay-whole bench-step-costs bench-peers
 .PHONY: bench-accuracy bench-gemma bench-gemma-greedy bench-gemma-seeded bench-start
 .PHONY: gpu-check screenshots docs pyz wheel lint format clean
@@ -263,12 +264,14 @@ attacks: setup
 bench: setup
 	$(BIN)/python -m bench $(if $(ONLY),--only $(ONLY))
 
-# Every method at every batch size; what mistakes of an MTP drafter cost; vLLM with specops and without,
-# where `make test-vllm` has installed it; real texts through n-gram and suffix decoding, priced as steps
-# of a realistic model and run with it; what its steps take; what quantized weights cost; Gemma beside
-# llama.cpp (`make gemma` first); how long a start takes. Minutes each.
+# Every method at every batch size; what mistakes of an MTP drafter and of heads cost; vLLM with
+# specops and without, where `make test-vllm` has installed it; real texts through n-gram and suffix
+# decoding, priced as steps of a realistic model and run with it; what its steps take; what quantized
+# weights cost; Gemma beside llama.cpp (`make gemma` first); how long a start takes. Minutes each.
 ON_REQUEST = $(BIN)/python -m bench --only $(subst -,_,$(@:bench-%=%))
-bench-replay bench-methods bench-mtp-mistakes bench-vllm bench-replay-whole bench-step-costs: setup
+bench-replay bench-methods bench-vllm bench-replay-whole bench-step-costs: setup
+	$(ON_REQUEST)
+bench-mtp-mistakes bench-head-mistakes: setup
 	$(ON_REQUEST)
 bench-accuracy bench-gemma bench-gemma-greedy bench-gemma-seeded bench-start: setup
 	$(ON_REQUEST)

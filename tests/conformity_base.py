@@ -47,6 +47,13 @@ class Clients:
         self.bare = _openai(bare)
         self.anthropic = _anthropic(served)
         self.anthropic_bare = _anthropic(bare)
+        self._told: dict[Row, str] = {}
+
+    def tell(self, row: "Row") -> str:
+        """What comes of a row; it is seen once."""
+        if row not in self._told:
+            self._told[row] = row.see(self)
+        return self._told[row]
 
     @cached_property
     def method_answers(self) -> dict[str, Any]:

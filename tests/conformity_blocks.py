@@ -147,8 +147,8 @@ def _responses_rows() -> list[Row]:
         row("parallel_tool_calls", False, "at most one call is made",
             lambda call: len(_uses(call(**_TOOLS, tool_choice="required",
                                         parallel_tool_calls=False))) == 1
-            < max(len(_uses(call(**_TOOLS, tool_choice="required", temperature=1.2,
-                                 extra_body={"seed": seed}))) for seed in range(12))),
+            and any(len(_uses(call(**_TOOLS, tool_choice="required", temperature=1.2,
+                                   extra_body={"seed": seed}))) > 1 for seed in range(12))),
         row("previous_response_id", "resp_...", "the input follows that conversation, kept in "
             "memory", _follows),
         refused(method, "previous_response_id", "resp_0"),
@@ -368,8 +368,8 @@ def _messages_rows() -> list[Row]:
             and ends(call(**_USES, tool_choice=this)) == ("tool_use", None)),
         row("tool_choice", one, "at most one use is made",
             lambda call: len(_uses(call(**_USES, tool_choice=one))) == 1
-            < max(len(_uses(call(**_USES, tool_choice={"type": "any"}, extra_body={
-                "temperature": 1.2, "seed": seed}))) for seed in range(12))),
+            and any(len(_uses(call(**_USES, tool_choice={"type": "any"}, extra_body={
+                "temperature": 1.2, "seed": seed}))) > 1 for seed in range(12))),
         row("tool_choice", {"type": "none"}, "no tool is used",
             lambda call: not _uses(call(**_USES, tool_choice={"type": "none"}))),
         row("tools", [TOOL], "inputs are of the schema",

@@ -341,7 +341,7 @@ MUTATIONS = [
     Mutation(
         "an integer of 2^15 wraps",
         "gemm/code_rows.cuh",
-        "if constexpr (kIsWide) bits = min(bits, kWholeBits + 32767u);",
+        "if constexpr (kIsWide) codes[i] = min(codes[i], kWholeBits + 32767u);",
         "",
         CODES,
     ),

@@ -33,7 +33,7 @@ from specops.engine import Engine, EngineConfig, SpeculativeConfig
 from specops.server.chat import ChatFormat
 
 
-class Weather(BaseModel):
+class Weather(BaseModel, extra="forbid"):  # so that so small a model comes to an end
     """The weather of a place."""
 
     place: Literal["Bonn", "Rome"]

@@ -29,7 +29,8 @@ export async function showRecorded(isWanted) {
   board.finish();
   showVerdict(...generations, true);
   for (const id of ["factor", "spread"]) $(id).textContent = "";
-  $("verdict-note").textContent = `A recorded race: the bundled model on ${machine}. “Start race” runs yours.`;
+  $("verdict-note").textContent =
+    `A recorded race: the bundled model on ${machine}. A step is one pass of the model. “Start race” runs yours.`;
   offerReplay();
   if (!matchMedia("(prefers-reduced-motion: reduce)").matches) play();
 }
