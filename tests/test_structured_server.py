@@ -30,6 +30,14 @@ TAGS = {
     "structures": [{"begin": "{", "schema": {"const": [7]}, "end": "}"}],
     "triggers": ["{"],
 }
+FORMAT = {
+    "type": "structural_tag",
+    "format": {
+        "type": "triggered_tags",
+        "tags": [{"begin": "{", "content": {"type": "regex", "pattern": "\\[7\\]"}, "end": "}"}],
+        "triggers": ["{"],
+    },
+}
 HTTP = httpx.Client(timeout=60)
 PERSON, EXAMPLE = BY_HAND[25]
 PROMPT = f"values = [\n{json.dumps(EXAMPLE)},\n{json.dumps(EXAMPLE)},\n"
@@ -115,10 +123,11 @@ def test_every_form(served: Served, field: str, value: Any, allows: Any) -> None
     "body",
     [
         {"response_format": TAGS},
+        {"response_format": FORMAT},
         {"structured_outputs": {"structural_tag": TAGS}},
         {"structured_outputs": {"structural_tag": json.dumps(TAGS)}},
     ],
-    ids=["OpenAI's field", "vLLM's", "vLLM's, as a text"],
+    ids=["OpenAI's field", "a format", "vLLM's", "vLLM's, as a text"],
 )
 def test_structural_tags(served: Served, body: dict[str, Any]) -> None:
     text = complete(served, **body).json()["choices"][0]["text"]
@@ -211,14 +220,16 @@ def test_a_stream_is_the_same_text(served: Served) -> None:
          "structured_outputs", "disable_any_whitespace needs json, structural_tag or grammar"),
         ({"structured_outputs": {"grammar": 'a ::= "a"'}}, "structured_outputs", "'root' rule"),
         ({"structured_outputs": {"structural_tag": "x"}}, "structured_outputs", "is no JSON"),
-        ({"structured_outputs": {"structural_tag": {"format": {"type": "any_text"}}}},
-         "structured_outputs", "format is not supported"),
+        ({"structured_outputs": {"structural_tag": {"format": {"type": "token"}}}},
+         "structured_outputs", "structured_outputs: structural_tag: format.type must be one of"),
         ({"response_format": {"type": "structural_tag", "triggers": ["<"]}},
          "response_format", "need each other"),
         ({"response_format": {"type": "text", "triggers": ["<"]}},
          "response_format", "need each other"),
         ({"response_format": {"type": "structural_tag", "format": {}}},
-         "response_format.format", "unknown field"),
+         "response_format", "response_format: structural_tag: format.type must be one of"),
+        ({"response_format": {**TAGS, "format": {"type": "any_text"}}},
+         "response_format", "need each other"),
         ({"response_format": {**TAGS, "triggers": ["["]}},
          "response_format", "start with a trigger"),
         ({"structured_outputs": {"json": {}, "whitespace_pattern": "x*"}},

@@ -38,6 +38,7 @@ class ResponseFormat(Strict):
     json_schema: JsonSchema | None = None
     structures: list[Structure] | None = Field(default=None, fail_fast=True)
     triggers: list[str] | None = Field(default=None, fail_fast=True)
+    format: dict[str, Any] | None = None
 
 
 class StructuredOutputs(Strict):
@@ -75,9 +76,15 @@ def _of_openai(given: ResponseFormat) -> StructuredOutput | None:
         message = "response_format.json_schema and type 'json_schema' need each other"
         raise ApiError(400, message, param=name, code="invalid_value")
     is_tags = given.type == "structural_tag"
-    if [given.structures is not None, given.triggers is not None] != [is_tags, is_tags]:
-        message = "response_format: structures, triggers and type 'structural_tag' need each other"
+    has = [one is not None for one in (given.format, given.structures, given.triggers)]
+    if has not in ([[True, False, False], [False, True, True]] if is_tags else [[False] * 3]):
+        message = (
+            "response_format: type 'structural_tag' and format, or structures and triggers, need "
+            "each other"
+        )
         raise ApiError(400, message, param=name, code="invalid_value")
+    if given.format is not None:
+        return _checked(name, structural_tag={"format": given.format})
     if given.structures is not None:
         structures = [one.model_dump(by_alias=True) for one in given.structures]
         tags = {"structures": structures, "triggers": given.triggers}

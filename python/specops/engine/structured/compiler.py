@@ -174,26 +174,39 @@ def _source(wanted: StructuredOutput, whitespace: str) -> str:
             schema = with_options(json.loads(wanted.json_schema), options)
             return LLMatcher.grammar_from_json_schema(json.dumps(schema, ensure_ascii=False))
         if isinstance(wanted.structural_tag, str):
-            tags = grammar_of_tags(json.loads(wanted.structural_tag))
-            return LLMatcher.grammar_from_lark(lark_with_options(tags, options))
+            tags, named = grammar_of_tags(json.loads(wanted.structural_tag))
+            grammars = [{"lark_grammar": lark_with_options(tags, options)}]
+            for name, text in named.items():
+                lark = lark_with_options(_lark(text), options)
+                grammars.append({"name": name, "lark_grammar": lark})
+            return json.dumps({"grammars": grammars}, ensure_ascii=False)
         if wanted.grammar is not None:
-            lark = wanted.grammar
-            if is_gbnf(lark):
-                lark = lark_of_gbnf(lark)
-            elif _EBNF.search(lark):
-                raise ValueError(
-                    "it must be in llguidance's dialect of Lark, such as 'start: \"a\" b', or in "
-                    "GBNF, such as 'root ::= \"a\" b'; got EBNF with rules in <>"
-                )
-            elif _TEMPERATURE.search(lark):
-                raise ValueError("a rule's temperature is not supported: a request has one")
-            return LLMatcher.grammar_from_lark(lark_with_options(lark, options))
+            lark = lark_with_options(_lark(wanted.grammar), options)
+            return LLMatcher.grammar_from_lark(lark)
     except ValueError as error:
         raise _refused(wanted, str(error)) from None
     if wanted.regex is not None:
         return LLMatcher.grammar_from_regex(wanted.regex)
     assert wanted.choice is not None
     return LLMatcher.grammar_from_regex("|".join(map(_literally, wanted.choice)))
+
+
+def _lark(grammar: str) -> str:
+    """A grammar in llguidance's dialect of Lark.
+
+    Raises:
+        ValueError: it is in neither of the two dialects, or sets a temperature.
+    """
+    if is_gbnf(grammar):
+        return lark_of_gbnf(grammar)
+    if _EBNF.search(grammar):
+        raise ValueError(
+            "it must be in llguidance's dialect of Lark, such as 'start: \"a\" b', or in "
+            "GBNF, such as 'root ::= \"a\" b'; got EBNF with rules in <>"
+        )
+    if _TEMPERATURE.search(grammar):
+        raise ValueError("a rule's temperature is not supported: a request has one")
+    return grammar
 
 
 def _literally(text: str) -> str:

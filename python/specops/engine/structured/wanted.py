@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from specops.engine.structured.tags import check_tags
+from specops.engine.structured.tags import check_tags, texts_of_tags
 
 MAX_TEXT = 1 << 18  # characters of a schema, of a grammar, or of all choices
 MAX_REGEX = 1 << 14
@@ -34,9 +34,10 @@ class StructuredOutput:
         regex: a text that this regular expression matches as a whole.
         grammar: a text of this context-free grammar, in llguidance's dialect of Lark, or in GBNF.
         choice: one of these texts.
-        structural_tag: any text in which whatever begins with one of `triggers` is one of
-            `structures`, each with `begin`, JSON of `schema`, and `end`: an object, or its text.
-            Kept as text.
+        structural_tag: an object, or its text: with `format`, a tree of formats such as tags,
+            texts, JSON, regular expressions and grammars; or any text in which whatever begins with
+            one of `triggers` is one of `structures`, each with `begin`, JSON of `schema`, and
+            `end`. Kept as text.
         disable_any_whitespace: of JSON, in a grammar, too: True for no white space between its
             tokens, False for any amount. None: the engine's `json_whitespace` says it.
         whitespace_pattern: instead of it, a regular expression of the white space that may stand
@@ -136,6 +137,8 @@ def _tags_text(tags: Any) -> str:
         check_tags(value)
     except ValueError as error:
         raise ValueError(f"structured_output: structural_tag: {error}") from None
+    for name, inner in texts_of_tags(value):
+        _check_text(f"structural_tag: {name}", inner, MAX_REGEX if name == "pattern" else MAX_TEXT)
     return text
 
 
