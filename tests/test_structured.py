@@ -98,6 +98,22 @@ TAGS: dict[str, Any] = {
 }
 
 
+LETTERS = {"type": "json_schema", "json_schema": {"enum": ["x", "yy"]}}
+FORMAT: dict[str, Any] = {
+    "format": {
+        "type": "sequence",
+        "elements": [
+            {"type": "tag", "begin": "<", "content": {"type": "any_text"}, "end": [">", "."]},
+            {
+                "type": "tags_with_separator",
+                "tags": [{"begin": "[", "content": LETTERS, "end": "]"}],
+                "separator": ", ",
+            },
+        ],
+    }
+}
+
+
 def tagged(**changes: Any) -> dict[str, Any]:
     """One tag, and its trigger."""
     return {"structures": [{"begin": "<t>", "schema": {}, "end": "", **changes}], "triggers": ["<"]}
@@ -460,6 +476,7 @@ FORMS: list[dict[str, Any]] = [
     {"grammar": 'start: called* TEXT\nTEXT: /(.|\\n)*/\ncalled[lazy]: TEXT "<t>" /[0-9]{2}/ "."'},
     {"grammar": 'start: a /[0-9]+/\na[suffix="end"]: /[a-z ]+/'},
     {"structural_tag": TAGS},
+    {"structural_tag": FORMAT},
 ]
 
 

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Formats of structural tags: a tree of texts, JSON, expressions, grammars and tags.
 
-The shape is xgrammar's, which vLLM takes: https://xgrammar.mlc.ai/docs/structural_tag. Free text
-(`any_text`, `triggered_tags`) needs something that ends it: the `end` of the tag around it, or the
-output's. The limits on texts are `wanted`'s.
+The shape is that of xgrammar's structural tags, which vLLM takes (https://github.com/mlc-ai/xgrammar,
+documentation of version 0.2.6). Free text (`any_text`, `triggered_tags`) needs something that ends
+it: the `end` of the tag around it, or the output's. How long texts may be is for `wanted` to check.
 """
 
 import json
@@ -49,22 +49,7 @@ def check_format(value: Any, where: str = "format", ends: Sequence[str] | None =
         raise ValueError(f"{where}.type must be one of {', '.join(_FIELDS)}, got {kind!r}")
     needed, optional = _FIELDS[kind]
     check_fields(value, {"type"} | needed | optional, needed, f"{where} of type {kind!r}")
-    for name, only in _ONLY.items():
-        if value.get(name, only) != only:
-            raise ValueError(f"{where}.{name} must be {only!r} or absent, got {value[name]!r}")
-    for name in _FLAGS:
-        if not isinstance(value.get(name, False), bool):
-            raise ValueError(f"{where}.{name} must be true or false, got {value[name]!r}")
-    for name in ("value", "pattern", "grammar", "begin", "separator"):
-        may_be_empty = name in ("begin", "separator")
-        if name in value and not (isinstance(value[name], str) and (value[name] or may_be_empty)):
-            what = "a text" if may_be_empty else "a text of a character or more"
-            raise ValueError(f"{where}.{name} must be {what}, got {value[name]!r}")
-    if not isinstance(value.get("json_schema", {}), (Mapping, bool)):
-        got = value["json_schema"]
-        raise ValueError(f"{where}.json_schema must be an object, true or false, got {got!r}")
-    if value.get("excludes", []) != []:
-        check_texts(value["excludes"], f"{where}.excludes")
+    _check_values(value, where)
     if ends is not None and not ends and _is_free(value):
         raise ValueError(
             f"{where} of type {kind!r} must be last in the output, or in a tag whose end has a "
@@ -92,6 +77,26 @@ def check_format(value: Any, where: str = "format", ends: Sequence[str] | None =
         if kind == "triggered_tags":
             begins = [one["begin"] for one in value["tags"]]
             check_triggers(value["triggers"], begins, f"{where}.", ends or ())
+
+
+def _check_values(value: Mapping[str, Any], where: str) -> None:
+    """Refuses fields of the wrong type, and what no grammar here says."""
+    for name, only in _ONLY.items():
+        if value.get(name, only) != only:
+            raise ValueError(f"{where}.{name} must be {only!r} or absent, got {value[name]!r}")
+    for name in _FLAGS:
+        if not isinstance(value.get(name, False), bool):
+            raise ValueError(f"{where}.{name} must be true or false, got {value[name]!r}")
+    for name in ("value", "pattern", "grammar", "begin", "separator"):
+        may_be_empty = name in ("begin", "separator")
+        if name in value and not (isinstance(value[name], str) and (value[name] or may_be_empty)):
+            what = "a text" if may_be_empty else "a text of a character or more"
+            raise ValueError(f"{where}.{name} must be {what}, got {value[name]!r}")
+    if not isinstance(value.get("json_schema", {}), (Mapping, bool)):
+        got = value["json_schema"]
+        raise ValueError(f"{where}.json_schema must be an object, true or false, got {got!r}")
+    if value.get("excludes", []) != []:
+        check_texts(value["excludes"], f"{where}.excludes")
 
 
 def check_triggers(triggers: Any, begins: Sequence[str], where: str, ends: Sequence[str]) -> None:
