@@ -231,7 +231,7 @@ def test_a_stream_is_the_same_text(served: Served) -> None:
         ({"response_format": {**TAGS, "format": {"type": "any_text"}}},
          "response_format", "need each other"),
         ({"response_format": {**TAGS, "triggers": ["["]}},
-         "response_format", "start with a trigger"),
+         "response_format", "each begin a tag, and '[' begins none"),
         ({"structured_outputs": {"json": {}, "whitespace_pattern": "x*"}},
          "structured_outputs", "whitespace_pattern must be a regular expression of spaces"),
         ({"structured_outputs": {"regex": "("}}, "structured_outputs", "unclosed group"),
