@@ -75,7 +75,8 @@ FORMATS: dict[str, tuple[dict[str, Any], list[str], list[str], list[str]]] = {
     ),
     "triggered_tags": (
         CALLED,
-        ["", "any <f", "a <f=a>3</f> b <f=b>xy</g>"], ["<f=", "<f=b>x</f"], ["<f=c", "<f=a>x", "<f=a>3</f><f=b></f><f=c"],
+        ["", "any <f", "a <f=a>3</f> b <f=b>xy</g>"], ["<f=", "<f=b>x</f"],
+        ["<f=c", "<f=a>x", "<f=a>3</f><f=b></f><f=c"],
     ),
     "triggered_tags, at least one": (
         {**CALLED, "at_least_one": True},
@@ -102,7 +103,8 @@ FORMATS: dict[str, tuple[dict[str, Any], list[str], list[str], list[str]]] = {
     ),
     "tags_with_separator": (
         LISTED,
-        ["", "<f=a>3</f>", "<f=a>3</f>, <f=b></g>, <f=b></f>"], ["<f=a>3</f>, "], ["a", "<f=a>3</f>,<"],
+        ["", "<f=a>3</f>", "<f=a>3</f>, <f=b></g>, <f=b></f>"],
+        ["<f=a>3</f>, "], ["a", "<f=a>3</f>,<"],
     ),
     "tags_with_separator, at least one": (
         {**LISTED, "at_least_one": True}, ["<f=a>3</f>, <f=a>4</f>"], ["", "<f=a>3"], [","],
