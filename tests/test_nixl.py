@@ -55,10 +55,10 @@ def test_pages_that_cannot_be_read_are_an_error() -> None:
     there = nixl_agent("there")
     offered = there.register_memory([one])
     agent = there.get_partial_agent_metadata(offered, True, ["UCX"])
-    for what in (agent, agent, b"none"):
+    for what, offset in ((agent, 1), (agent, 0), (b"none", 0)):
         ours, theirs = socket.socketpair()
         with ours, theirs:
-            send(theirs, Place(what, one.data_ptr() + 1))
+            send(theirs, Place(what, one.data_ptr() + offset))
             with pytest.raises(ConnectionError, match="NIXL cannot read the pages: NIXL_ERR"):
                 here.taken(ours, 1 << 16)
         there = None

@@ -44,13 +44,17 @@ class NixlTransport(TcpTransport):
         host, port, leases, peers: as in `TcpTransport`.
 
     Raises:
-        OSError: the address does not exist or is in use, or UCX finds no device.
+        OSError: the address does not exist or is in use.
+        ValueError: UCX does not start.
     """
 
     name = "nixl"
 
     def __init__(self, host: str, port: int, leases: Leases, peers: frozenset[str]) -> None:
-        self._agent = _new_agent(nixl_thread_sync_t.NIXL_THREAD_SYNC_STRICT)  # of all readers
+        try:
+            self._agent = _new_agent(nixl_thread_sync_t.NIXL_THREAD_SYNC_STRICT)  # of all readers
+        except OSError as error:
+            raise ValueError(f"kv_transport nixl cannot be had: {error}") from None
         super().__init__(host, port, leases, peers)
 
     @contextlib.contextmanager
@@ -112,7 +116,7 @@ def _new_agent(threads: nixl_thread_sync_t) -> nixl_agent:
     """An agent under a name that no other has.
 
     Raises:
-        OSError: UCX finds no device.
+        OSError: UCX does not start.
     """
     try:
         return nixl_agent(uuid.uuid4().hex, nixl_agent_config(backends=["UCX"], sync_mode=threads))
