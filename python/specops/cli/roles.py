@@ -24,6 +24,13 @@ def add_role_options(parser: argparse.ArgumentParser) -> None:
         "or both (mixed), as kv_transfer_params of requests ask (default: neither)",
     )
     add(
+        "--kv-transport",
+        choices=("tcp", "nixl"),
+        default="tcp",
+        help="what moves pages, the same in all servers: TCP, or NIXL by UCX, for networks with "
+        "RDMA (needs specops[nixl]; default: %(default)s)",
+    )
+    add(
         "--kv-host",
         default="127.0.0.1",
         metavar="HOST",
@@ -79,6 +86,14 @@ def role_settings(args: argparse.Namespace) -> "RoleSettings | None":
         raise ValueError(f"kv_lease_seconds must be above 0, got {args.kv_lease_seconds}")
     if args.kv_lease_bytes < 0:
         raise ValueError(f"kv_lease_bytes must be at least 0, got {args.kv_lease_bytes}")
+    if args.kv_transport == "nixl":
+        try:
+            import nixl  # noqa: F401  (the engine's process needs it; here it is told by name)
+        except ModuleNotFoundError:
+            raise
+        except ImportError as error:  # its part for this machine's CUDA is not there
+            raise ValueError(f"kv_transport nixl cannot be had: {error}") from None
+
     from specops.service.wire import RoleSettings
 
     return RoleSettings(
@@ -88,6 +103,7 @@ def role_settings(args: argparse.Namespace) -> "RoleSettings | None":
         args.kv_peers or _LOOPBACK,
         args.kv_lease_seconds,
         args.kv_lease_bytes,
+        args.kv_transport,
     )
 
 

@@ -38,7 +38,11 @@ if TYPE_CHECKING:
     from specops.service.wire import Setup
 
 _PROGRAM = "python -m specops.engine"
-_EXTRAS = {"redis": "redis", "zmq": "events"}  # that have packages beside the server's
+_EXTRAS = {
+    "redis": "redis",
+    "zmq": "events",
+    "nixl": "nixl",
+}  # that have packages beside the server's
 
 
 def _parser(program: str = _PROGRAM) -> argparse.ArgumentParser:

@@ -232,8 +232,13 @@ def exchange_of(
     """
     assert isinstance(engine, PagesEngine)
     leases = Leases(role.lease_seconds, role.lease_bytes)
+    make: type[TcpTransport] = TcpTransport
+    if role.transport == "nixl":
+        from specops.disaggregated.nixl import NixlTransport
+
+        make = NixlTransport
     try:
-        transport = TcpTransport(role.host, role.port, leases, frozenset(role.peers))
+        transport = make(role.host, role.port, leases, frozenset(role.peers))
     except OSError as error:
         raise ValueError(
             f"kv_host and kv_port must be an address to listen on, got {role.host}:{role.port}: "

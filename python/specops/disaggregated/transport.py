@@ -4,10 +4,11 @@
 An engine that has computed a prompt leases its pages: a copy of them waits under a name until it is
 fetched and released, or until its time is over. Who comes too late computes the prompt itself.
 
-`TcpTransport` is the only one. One connection fetches one lease: the reader's name for it, in
-MessagePack behind four bytes of length; the header in the same way, and the bytes; then the
-reader's `Release`. Nothing on the wire is code, encrypted or signed: a peer can give wrong pages,
-so engines fetch from named hosts alone.
+One connection fetches one lease: the reader's name for it, in MessagePack behind four bytes of
+length; the header in the same way, and the bytes; then the reader's `Release`. `TcpTransport` sends
+the bytes on the same connection, `NixlTransport` (nixl.py) says where they are to be read. Nothing
+on the wire is code, encrypted or signed: a peer can give wrong pages, so engines fetch from named
+hosts alone.
 """
 
 import contextlib
@@ -17,7 +18,7 @@ import socketserver
 import struct
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
 import msgspec
@@ -29,17 +30,29 @@ logger = logging.getLogger(__name__)
 
 _LENGTH = struct.Struct("<I")
 _MOST_HEADER = 64 << 20  # bytes; a prompt's token ids are most of it
-_SECONDS = 10.0  # that a peer may take over the next bytes
+SECONDS = 10.0  # that a peer may take over the next bytes
 
 
 class Fetch(Struct, frozen=True, tag=True):
-    """Asks for a lease."""
+    """Asks for a lease.
+
+    Attributes:
+        lease: its name.
+        transport: that the reader has.
+    """
 
     lease: str
+    transport: str
 
 
 class Gone(Struct, frozen=True, tag=True):
     """There is no such lease (any more)."""
+
+
+class Differs(Struct, frozen=True, tag=True):
+    """The reader has another transport than the one here."""
+
+    transport: str
 
 
 class Release(Struct, frozen=True, tag=True):
@@ -142,21 +155,26 @@ class Leases:
 class TcpTransport:
     """Pages over TCP, a thread for each reader.
 
+    Another way of moving the bytes is a subclass with another `name`, `offered` and `taken`.
+
     Args:
         host, port: to listen on; port 0: any free one.
         leases: what it serves.
         peers: hosts, as names or addresses, that pages are fetched from.
 
     Attributes:
+        name: as `--kv-transport` has it.
         host, port: where it listens.
 
     Raises:
         OSError: the address does not exist or is in use.
     """
 
+    name = "tcp"
+
     def __init__(self, host: str, port: int, leases: Leases, peers: frozenset[str]) -> None:
         self.leases, self._peers = leases, peers
-        self._server = _Server((host, port), _reader_of(leases))
+        self._server = _Server((host, port), _reader_of(self))
         self.host, self.port = host, int(self._server.server_address[1])
         self._thread = threading.Thread(
             target=self._server.serve_forever, name="specops-pages", daemon=True
@@ -181,16 +199,35 @@ class TcpTransport:
                 f"handoff: remote_host must be one of kv_peers, got {address.host!r}"
             )
         where = address.host, address.port
-        with socket.create_connection(where, timeout=_SECONDS) as connection:
-            _send(connection, Fetch(address.lease))
-            answer = _received(connection, Header | Gone)
+        with socket.create_connection(where, timeout=SECONDS) as connection:
+            send(connection, Fetch(address.lease, self.name))
+            answer = received(connection, Header | Gone | Differs)
             if isinstance(answer, Gone):
                 raise HandoffError("handoff: the lease is over")
+            if isinstance(answer, Differs):
+                raise HandoffError(
+                    f"handoff: kv_transport must be {answer.transport} as the other engine's, "
+                    f"got {self.name}"
+                )
             check(answer, expected)  # which bounds the bytes, too
-            data = _exactly(connection, answer.num_bytes)
+            data = self.taken(connection, answer.num_bytes)
             with contextlib.suppress(OSError):  # then its time ends it
-                _send(connection, Release())
+                send(connection, Release())
         return Pages(answer, data)
+
+    @contextlib.contextmanager
+    def offered(self, connection: socket.socket, data: bytearray) -> Iterator[None]:
+        """Has the bytes of pages for a reader until the block ends, when it has released them."""
+        connection.sendall(data)
+        yield
+
+    def taken(self, connection: socket.socket, num_bytes: int) -> bytearray:
+        """The bytes that another engine offers on a connection.
+
+        Raises:
+            OSError: the other engine went away, or takes too long.
+        """
+        return _exactly(connection, num_bytes)
 
     def close(self) -> None:
         """Ends; leases are over."""
@@ -208,29 +245,34 @@ class _Server(socketserver.ThreadingTCPServer):
         logger.debug("a reader of pages went away", exc_info=True)
 
 
-def _reader_of(leases: Leases) -> type[socketserver.BaseRequestHandler]:
+def _reader_of(transport: TcpTransport) -> type[socketserver.BaseRequestHandler]:
+    leases = transport.leases
+
     class Reader(socketserver.BaseRequestHandler):
         def handle(self) -> None:
             connection: socket.socket = self.request
-            connection.settimeout(_SECONDS)
-            name = _received(connection, Fetch).lease
-            pages = leases.get(name)
+            connection.settimeout(SECONDS)
+            asked = received(connection, Fetch)
+            if asked.transport != transport.name:
+                return send(connection, Differs(transport.name))
+            pages = leases.get(asked.lease)
             if pages is None:
-                return _send(connection, Gone())
-            _send(connection, pages.header)
-            connection.sendall(pages.data)
-            _received(connection, Release)
-            leases.release(name)
+                return send(connection, Gone())
+            send(connection, pages.header)
+            with transport.offered(connection, pages.data):
+                received(connection, Release)
+            leases.release(asked.lease)
 
     return Reader
 
 
-def _send(connection: socket.socket, message: Struct) -> None:
+def send(connection: socket.socket, message: Struct) -> None:
+    """Sends a message."""
     body = msgspec.msgpack.encode(message)
     connection.sendall(_LENGTH.pack(len(body)) + body)
 
 
-def _received(connection: socket.socket, kind: Any) -> Any:
+def received(connection: socket.socket, kind: Any) -> Any:
     """The next message.
 
     Raises:

@@ -41,6 +41,7 @@ class RoleSettings(Struct, array_like=True, frozen=True):
         peers: hosts that it fetches pages from.
         lease_seconds: that pages wait for their reader.
         lease_bytes: most bytes of pages that wait.
+        transport: "tcp" or "nixl".
     """
 
     role: str
@@ -49,6 +50,7 @@ class RoleSettings(Struct, array_like=True, frozen=True):
     peers: list[str]
     lease_seconds: float
     lease_bytes: int
+    transport: str
 
 
 class KvEventSettings(Struct, array_like=True, frozen=True):

@@ -1,0 +1,129 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Pages by NIXL: a reader is told where they are in the other engine's memory, and reads them.
+
+UCX, NIXL's backend here, chooses what moves the bytes: RDMA, shared memory or TCP. Names, headers
+and releases go by TCP as ever. NIXL's own form of addresses is pickled, so ours are numbers.
+
+Source: https://github.com/ai-dynamo/nixl (1.5.1), src/api/python/_api.py.
+"""
+
+import contextlib
+import socket
+import time
+import uuid
+from collections.abc import Iterator
+
+import torch
+from msgspec import Struct
+from nixl import nixl_agent, nixl_agent_config, nixl_thread_sync_t
+
+from specops.disaggregated.transport import SECONDS, Leases, TcpTransport, received, send
+
+_BYTES_PER_SECOND = 10e6  # that any network has
+_POLL_SECONDS = 2e-4
+
+
+class Place(Struct, frozen=True, tag=True):
+    """Where pages are.
+
+    Attributes:
+        agent: how UCX connects to the engine that has them.
+        address: of their first byte, there.
+    """
+
+    agent: bytes
+    address: int
+
+
+class NixlTransport(TcpTransport):
+    """Pages over what UCX finds between two engines.
+
+    A reader has an agent for each fetch: one that is kept holds a connection of every fetch open.
+
+    Args:
+        host, port, leases, peers: as in `TcpTransport`.
+
+    Raises:
+        OSError: the address does not exist or is in use.
+        ValueError: UCX does not start.
+    """
+
+    name = "nixl"
+
+    def __init__(self, host: str, port: int, leases: Leases, peers: frozenset[str]) -> None:
+        try:
+            self._agent = _new_agent(nixl_thread_sync_t.NIXL_THREAD_SYNC_STRICT)  # of all readers
+        except OSError as error:
+            raise ValueError(f"kv_transport nixl cannot be had: {error}") from None
+        super().__init__(host, port, leases, peers)
+
+    @contextlib.contextmanager
+    def offered(self, connection: socket.socket, data: bytearray) -> Iterator[None]:
+        """Has the bytes of pages for a reader until the block ends, when it has released them."""
+        if not data:
+            yield
+            return
+        pages = torch.frombuffer(data, dtype=torch.uint8)
+        registered = self._agent.register_memory([pages])
+        try:
+            agent = self._agent.get_partial_agent_metadata(registered, True, ["UCX"])
+            send(connection, Place(agent, pages.data_ptr()))
+            connection.settimeout(_most_seconds(len(data)) + SECONDS)  # the reader gives up first
+            yield
+        finally:
+            self._agent.deregister_memory(registered)
+
+    def taken(self, connection: socket.socket, num_bytes: int) -> bytearray:
+        """The bytes that another engine offers on a connection.
+
+        Raises:
+            OSError: the other engine went away, or takes too long.
+        """
+        data = bytearray(num_bytes)
+        if num_bytes:
+            _read(received(connection, Place), data)
+        return data
+
+
+def _read(place: Place, data: bytearray) -> None:
+    """Fills `data` with what is there.
+
+    Raises:
+        OSError: the other engine went away, or takes too long.
+    """
+    end = time.monotonic() + _most_seconds(len(data))
+    pages = torch.frombuffer(data, dtype=torch.uint8)
+    agent, reading = _new_agent(nixl_thread_sync_t.NIXL_THREAD_SYNC_NONE), None
+    try:
+        agent.register_memory([pages])
+        here = agent.get_xfer_descs([pages])
+        there = agent.get_xfer_descs([(place.address, len(data), 0)], "DRAM")
+        reading = agent.initialize_xfer("READ", here, there, agent.add_remote_agent(place.agent))
+        state = agent.transfer(reading)
+        while state == "PROC" and time.monotonic() < end:
+            time.sleep(_POLL_SECONDS)
+            state = agent.check_xfer_state(reading)
+    except Exception as error:  # NIXL's have no common class
+        raise ConnectionError(f"NIXL cannot read the pages: {error}") from None
+    finally:
+        # Before `data`, which is written to as long as they exist.
+        del reading, agent
+    if state != "DONE":
+        raise TimeoutError(f"NIXL has not read the pages in {_most_seconds(len(data)):.0f} seconds")
+
+
+def _new_agent(threads: nixl_thread_sync_t) -> nixl_agent:
+    """An agent under a name that no other has.
+
+    Raises:
+        OSError: UCX does not start.
+    """
+    try:
+        return nixl_agent(uuid.uuid4().hex, nixl_agent_config(backends=["UCX"], sync_mode=threads))
+    except Exception as error:  # NIXL's have no common class
+        raise OSError(f"NIXL cannot start UCX: {error}") from None
+
+
+def _most_seconds(num_bytes: int) -> float:
+    """What a reader may take."""
+    return SECONDS + num_bytes / _BYTES_PER_SECOND

@@ -1,0 +1,76 @@
+# SPDX-License-Identifier: Apache-2.0
+# ruff: noqa: E402  (where a package is missing, nothing else is imported)
+"""Pages by NIXL, where it is installed: a pair's answers are one server's, bit for bit."""
+
+import socket
+from pathlib import Path
+
+import pytest
+import torch
+
+for name in ("nixl", "fastapi", "uvicorn", "pydantic", "msgspec", "prometheus_client", "httpx"):
+    pytest.importorskip(name)
+
+from nixl import nixl_agent
+from server_pairs import Router, bodies, choices_of, options, servers, wait_until_idle
+from serving import Served
+from specops.disaggregated.handoff import HandoffError, Header, Layout, Pages
+from specops.disaggregated.nixl import NixlTransport, Place
+from specops.disaggregated.transport import Leases, TcpTransport, send
+
+HEADER = Header(1, "", 1, 0, 16, list(range(33)), 2, "", 0, [Layout("uint8", (16, 999))], [])
+
+
+def transport(kind: type[TcpTransport]) -> TcpTransport:
+    return kind("127.0.0.1", 0, Leases(60, 1 << 30), frozenset({"127.0.0.1"}))
+
+
+def test_a_pair_answers_as_one_server(mtp_model: Path, together: Served) -> None:
+    nixl = ("--kv-transport", "nixl")
+    roles = [options(mtp_model, "--role", role, *nixl) for role in ("prefill", "decode")]
+    asked = bodies(20, seed=37)
+    with servers(*roles) as (prefill, decode):
+        router = Router(prefill.url, decode.url)
+        assert router.run(asked) == choices_of(together, asked)
+        pages = sum((len(body["prompt"]) - 1) // 16 for body in asked)
+        assert decode.gauge("prefix_cache_hits_total") >= 16 * pages
+        wait_until_idle(prefill)
+        wait_until_idle(decode)
+
+
+@pytest.mark.parametrize("num_pages", [0, 1, 300])
+def test_every_byte_comes_and_the_lease_ends(num_pages: int) -> None:
+    header = Header(1, "", 1, 0, 16, [1], num_pages, "", 0, HEADER.model, [])
+    data = bytearray(n * n % 251 for n in range(header.num_bytes))
+    here, there = transport(NixlTransport), transport(NixlTransport)
+    address = there.lease("a", Pages(header, data))
+    assert here.fetch(address, header).data == data
+    here.close()
+    there.close()
+
+
+def test_pages_that_cannot_be_read_are_an_error() -> None:
+    """Outside of what is offered; then by an engine that has ended; then by none."""
+    here, one = transport(NixlTransport), torch.zeros(1 << 16, dtype=torch.uint8)
+    there = nixl_agent("there")
+    offered = there.register_memory([one])
+    agent = there.get_partial_agent_metadata(offered, True, ["UCX"])
+    for what, offset in ((agent, 1), (agent, 0), (b"none", 0)):
+        ours, theirs = socket.socketpair()
+        with ours, theirs:
+            send(theirs, Place(what, one.data_ptr() + offset))
+            with pytest.raises(ConnectionError, match="NIXL cannot read the pages: NIXL_ERR"):
+                here.taken(ours, 1 << 16)
+        there = None
+    here.close()
+
+
+@pytest.mark.parametrize("kinds", [(TcpTransport, NixlTransport), (NixlTransport, TcpTransport)])
+def test_another_transport_is_refused(kinds: tuple[type[TcpTransport], type[TcpTransport]]) -> None:
+    here, there = (transport(kind) for kind in kinds)
+    address = there.lease("a", Pages(HEADER, bytearray(HEADER.num_bytes)))
+    message = f"kv_transport must be {there.name} as the other engine's, got {here.name}"
+    with pytest.raises(HandoffError, match=message):
+        here.fetch(address, HEADER)
+    here.close()
+    there.close()
