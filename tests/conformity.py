@@ -17,7 +17,6 @@ import openai
 from client_routes import routes_text
 from conformity_base import (
     ASK,
-    HONOURED,
     METHODS,
     MODEL,
     PROMPT,
@@ -30,8 +29,8 @@ from conformity_base import (
     refused,
     said,
     shown,
-    silent_timeout,
     text,
+    transport_rows,
     without,
 )
 from conformity_blocks import block_rows
@@ -127,28 +126,7 @@ def _sampling_rows(method: str) -> list[Row]:
 
 
 def _transport_rows(method: str) -> list[Row]:
-    def header(clients: Clients) -> str:
-        call = METHODS[method].call(clients, raw=True)
-        answer = call(extra_headers={"X-Request-Id": "my-own"})
-        assert answer.headers["x-request-id"] == "my-own"
-        return "the answer repeats it"
-
-    def timeout(clients: Clients) -> str:
-        if method.startswith("models"):
-            return silent_timeout(method)
-        try:
-            METHODS[method].call(clients)(
-                max_tokens=900, timeout=0.05, extra_body={"ignore_eos": True}
-            )
-        except openai.APITimeoutError:
-            return "the client gives up, and the server ends the request"
-        raise AssertionError("the client waited")
-
-    rows = [
-        Row(method, "extra_headers", shown({"X-Request-Id": "my-own"}), HONOURED, header),
-        without(method, "extra_query", {"a": "b"}, "no route reads a query"),
-        Row(method, "timeout", "seconds", HONOURED, timeout),
-    ]
+    rows = transport_rows(method, None if method.startswith("models") else "max_tokens")
     if method.startswith("models"):
         return [*rows, without(method, "extra_body", {"a": "b"}, "the route reads no body")]
     return [

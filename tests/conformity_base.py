@@ -293,3 +293,35 @@ def silent_timeout(method: str) -> str:
         except (openai.APITimeoutError, anthropic.APITimeoutError):
             return "the client gives up"
     raise AssertionError("the client waited")
+
+
+def transport_rows(method: str, most: str | None) -> list[Row]:
+    """What clients say of the call itself: its headers, its query, and how long they wait.
+
+    Args:
+        method: of a client.
+        most: the parameter that bounds the tokens of an answer; None: it takes no time.
+    """
+
+    def header(clients: Clients) -> str:
+        call = METHODS[method].call(clients, raw=True)
+        answer = call(extra_headers={"X-Request-Id": "my-own"})
+        assert answer.headers["x-request-id"] == "my-own"
+        return "the answer repeats it"
+
+    def timeout(clients: Clients) -> str:
+        if most is None:
+            return silent_timeout(method)
+        try:
+            METHODS[method].call(clients)(
+                **{most: 900}, timeout=0.05, extra_body={"ignore_eos": True}
+            )
+        except (openai.APITimeoutError, anthropic.APITimeoutError):
+            return "the client gives up, and the server ends the request"
+        raise AssertionError("the client waited")
+
+    return [
+        Row(method, "extra_headers", shown({"X-Request-Id": "my-own"}), HONOURED, header),
+        without(method, "extra_query", {"a": "b"}, "no route reads a query"),
+        Row(method, "timeout", "seconds", HONOURED, timeout),
+    ]

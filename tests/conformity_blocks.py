@@ -6,11 +6,9 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-import anthropic
 import openai
 from conformity_base import (
     ASK,
-    HONOURED,
     METHODS,
     MODEL,
     PROMPT,
@@ -24,8 +22,8 @@ from conformity_base import (
     refused,
     said,
     shown,
-    silent_timeout,
     text,
+    transport_rows,
     without,
 )
 
@@ -395,28 +393,9 @@ def _count_rows() -> list[Row]:
 
 
 def _transport_rows(method: str) -> list[Row]:
-    def header(clients: Clients) -> str:
-        call = METHODS[method].call(clients, raw=True)
-        answer = call(extra_headers={"X-Request-Id": "my-own"})
-        assert answer.headers["x-request-id"] == "my-own"
-        return "the answer repeats it"
-
-    def timeout(clients: Clients) -> str:
-        if method.endswith("count_tokens"):
-            return silent_timeout(method)
-        most = "max_output_tokens" if method.startswith("responses") else "max_tokens"
-        try:
-            METHODS[method].call(clients)(
-                **{most: 900}, timeout=0.05, extra_body={"ignore_eos": True}
-            )
-        except (openai.APITimeoutError, anthropic.APITimeoutError):
-            return "the client gives up, and the server ends the request"
-        raise AssertionError("the client waited")
-
+    most = "max_output_tokens" if method.startswith("responses") else "max_tokens"
     rows = [
-        Row(method, "extra_headers", shown({"X-Request-Id": "my-own"}), HONOURED, header),
-        without(method, "extra_query", {"a": "b"}, "no route reads a query"),
-        Row(method, "timeout", "seconds", HONOURED, timeout),
+        *transport_rows(method, None if method.endswith("count_tokens") else most),
         refused(method, "extra_body", {"nonsense": 1}, named="nonsense"),
     ]
     if method.endswith("count_tokens"):

@@ -277,6 +277,24 @@ def _seed_and_threads() -> Iterator[None]:
 
 
 @pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    """Chromium."""
+    from browsing import running_browser
+
+    with running_browser() as browser:
+        yield browser
+
+
+@pytest.fixture
+def page(served: Any, browser: Any) -> Iterator[Any]:
+    """The page of the server `served` of the test's file."""
+    from browsing import connected, opened
+
+    with opened(browser, served) as page:
+        yield connected(page)
+
+
+@pytest.fixture(scope="module")
 def mtp_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A small model with an MTP module."""
     from mtp_checkpoints import make_mtp_model

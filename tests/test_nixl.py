@@ -16,7 +16,7 @@ from server_pairs import Router, bodies, choices_of, options, servers, wait_unti
 from serving import Served
 from specops.disaggregated.handoff import HandoffError, Header, Layout, Pages
 from specops.disaggregated.nixl import NixlTransport, Place
-from specops.disaggregated.transport import Leases, TcpTransport, send
+from specops.disaggregated.transport import Address, Leases, TcpTransport, send
 
 HEADER = Header(1, "", 1, 0, 16, list(range(33)), 2, "", 0, [Layout("uint8", (16, 999))], [])
 
@@ -43,8 +43,8 @@ def test_every_byte_comes_and_the_lease_ends(num_pages: int) -> None:
     header = Header(1, "", 1, 0, 16, [1], num_pages, "", 0, HEADER.model, [])
     data = bytearray(n * n % 251 for n in range(header.num_bytes))
     here, there = transport(NixlTransport), transport(NixlTransport)
-    address = there.lease("a", Pages(header, data))
-    assert here.fetch(address, header).data == data
+    there.lease("a", Pages(header, data))
+    assert here.fetch(Address("a", there.host, there.port), header).data == data
     here.close()
     there.close()
 
@@ -68,9 +68,9 @@ def test_pages_that_cannot_be_read_are_an_error() -> None:
 @pytest.mark.parametrize("kinds", [(TcpTransport, NixlTransport), (NixlTransport, TcpTransport)])
 def test_another_transport_is_refused(kinds: tuple[type[TcpTransport], type[TcpTransport]]) -> None:
     here, there = (transport(kind) for kind in kinds)
-    address = there.lease("a", Pages(HEADER, bytearray(HEADER.num_bytes)))
+    there.lease("a", Pages(HEADER, bytearray(HEADER.num_bytes)))
     message = f"kv_transport must be {there.name} as the other engine's, got {here.name}"
     with pytest.raises(HandoffError, match=message):
-        here.fetch(address, HEADER)
+        here.fetch(Address("a", there.host, there.port), HEADER)
     here.close()
     there.close()

@@ -23,19 +23,12 @@ from browsing import (
     needs_chromium,
     opened,
     run,
-    running_browser,
 )
 from fake_engine import FakeEngine
 from playwright.sync_api import Browser, Page, expect
 from serving import Served, serving
 
 PHONE = {"viewport": {"width": 390, "height": 844}, "has_touch": True, "is_mobile": True}
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Browser]:
-    with running_browser() as browser:
-        yield browser
 
 
 @pytest.fixture(scope="module")

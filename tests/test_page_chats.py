@@ -22,7 +22,6 @@ from browsing import (
     needs_chromium,
     opened,
     run,
-    running_browser,
     text_of,
 )
 from fake_engine import FakeEngine
@@ -31,21 +30,9 @@ from serving import Served, serving
 
 
 @pytest.fixture(scope="module")
-def browser() -> Iterator[Browser]:
-    with running_browser() as browser:
-        yield browser
-
-
-@pytest.fixture(scope="module")
 def served() -> Iterator[Served]:
     with serving(FakeEngine()) as served:
         yield served
-
-
-@pytest.fixture
-def page(served: Served, browser: Browser) -> Iterator[Page]:
-    with opened(browser, served) as page:
-        yield connected(page)
 
 
 # ---- Markdown ----

@@ -12,7 +12,7 @@ import pytest
 for name in ("fastapi", "uvicorn", "pydantic", "prometheus_client", "jinja2", "playwright"):
     pytest.importorskip(name)
 
-from browsing import choose, connected, fill, needs_chromium, opened, run, running_browser
+from browsing import choose, connected, fill, needs_chromium, opened, run
 from fake_engine import FakeEngine
 from playwright.sync_api import Browser, Page, expect
 from serving import Served, serving
@@ -20,21 +20,9 @@ from test_playground import FOLDER
 
 
 @pytest.fixture(scope="module")
-def browser() -> Iterator[Browser]:
-    with running_browser() as browser:
-        yield browser
-
-
-@pytest.fixture(scope="module")
 def served() -> Iterator[Served]:
     with serving(FakeEngine(step_seconds=0.003, most_accepted=2)) as served:
         yield served
-
-
-@pytest.fixture
-def page(served: Served, browser: Browser) -> Iterator[Page]:
-    with opened(browser, served) as page:
-        yield connected(page)
 
 
 def shown(page: Page) -> list[int]:
@@ -169,7 +157,9 @@ def test_a_click_in_the_timeline_goes_to_its_step(page: Page) -> None:
     expect(token).to_be_focused()
     expect(page.locator("#card")).to_contain_text("Step 1")
     expect(page.locator("#tree-caption")).to_have_text("Drafts of step 1")
-    assert shown(page)[1] == 1 and max(shown(page)) == 1, "the replay is there, too"
+    # Of plain decoding's tokens as many as came by then.
+    plain, drafted = shown(page)
+    assert drafted == 1 and plain < 12, "the replay is there, too"
 
 
 # ---- the table of all methods ----

@@ -22,7 +22,6 @@ from browsing import (
     needs_chromium,
     opened,
     run,
-    running_browser,
     text_of,
 )
 from fake_engine import FakeEngine
@@ -39,12 +38,6 @@ NONE = "\N{EN DASH}"
 
 
 @pytest.fixture(scope="module")
-def browser() -> Iterator[Browser]:
-    with running_browser() as browser:
-        yield browser
-
-
-@pytest.fixture(scope="module")
 def served() -> Iterator[Served]:
     with serving(FakeEngine(step_seconds=0.003)) as served:
         yield served
@@ -56,12 +49,6 @@ def bundled() -> Iterator[Served]:
     config = SpeculativeConfig(method="ngram", num_speculative_tokens=4)
     with serving(Engine(EngineConfig(speculative_config=config, max_num_seqs=4))) as served:
         yield served
-
-
-@pytest.fixture
-def page(served: Served, browser: Browser) -> Iterator[Page]:
-    with opened(browser, served) as page:
-        yield connected(page)
 
 
 # ---- the race ----

@@ -37,7 +37,6 @@ _UNSENT = 100_000  # messages that may wait for a slow subscriber; further ones 
 _POLL_SECONDS = 0.1
 _NUMBER_BYTES = 8
 _END = (-1).to_bytes(_NUMBER_BYTES, "big", signed=True)
-_ROOT = b""
 
 
 class BlockStored(Struct, tag=True):
@@ -128,7 +127,7 @@ class TellingPool(PagePool):
 
 def _hash_of(before: int | None, token_ids: Sequence[int]) -> int:
     """Of a prefix, from that of the one before it and its last block's tokens."""
-    data = _ROOT if before is None else before.to_bytes(8, "big")
+    data = b"" if before is None else before.to_bytes(8, "big")
     data += array("i", token_ids).tobytes()
     return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "big")
 
@@ -159,7 +158,8 @@ class KvEvents:
         deliver: Callable[[Batch], None],
     ) -> None:
         assert isinstance(engine._pool, TellingPool)
-        self._pool, self._settings, self._deliver = engine._pool, settings, deliver
+        self._pool, self._deliver = engine._pool, deliver
+        self._topic = settings.topic.encode()
         self._data_parallel_rank = data_parallel_rank
         self._context = zmq.Context()
         self._publisher = self._bound(zmq.PUB, "kv_events_endpoint", settings.endpoint)
@@ -203,7 +203,6 @@ class KvEvents:
         """Sends from a thread of its own: sockets do not hold up the loop."""
         kept: deque[tuple[int, bytes]] = deque(maxlen=_KEPT)
         encode, number = msgspec.msgpack.Encoder().encode, 0
-        topic = self._settings.topic.encode()
         while True:
             with contextlib.suppress(queue.Empty):
                 batch = self._queue.get(timeout=_POLL_SECONDS)
@@ -212,7 +211,7 @@ class KvEvents:
                 data = encode(batch)
                 kept.append((number, data))
                 assert self._publisher is not None
-                self._publisher.send_multipart((topic, _number(number), data))
+                self._publisher.send_multipart((self._topic, _number(number), data))
                 number += 1
             while self._replayer is not None and self._replayer.poll(0):
                 self._replay(self._replayer, kept)
@@ -227,8 +226,7 @@ class KvEvents:
         first = int.from_bytes(asked, "big")
         for number, data in kept:
             if number >= first:
-                topic = self._settings.topic.encode()
-                socket.send_multipart((client, b"", topic, _number(number), data))
+                socket.send_multipart((client, b"", self._topic, _number(number), data))
         socket.send_multipart((client, b"", b"", _END, b""))
 
 

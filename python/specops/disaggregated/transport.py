@@ -82,14 +82,14 @@ class Transport(Protocol):
     host: str
     port: int
 
-    def lease(self, name: str, pages: Pages) -> Address:
-        """Keeps pages for another engine under a new name, and says where they are to be had."""
+    def lease(self, name: str, pages: Pages) -> None:
+        """Keeps pages for another engine under a new name."""
 
     def fetch(self, address: Address, expected: Header) -> Pages:
         """Waits for pages that another engine has leased, and releases them there.
 
         Args:
-            address: as its transport said.
+            address: of the lease.
             expected: what they must be of: nothing else is read to its end.
 
         Raises:
@@ -181,10 +181,9 @@ class TcpTransport:
         )
         self._thread.start()
 
-    def lease(self, name: str, pages: Pages) -> Address:
-        """Keeps pages for another engine under a new name, and says where they are to be had."""
+    def lease(self, name: str, pages: Pages) -> None:
+        """Keeps pages for another engine under a new name."""
         self.leases.add(name, pages)
-        return Address(name, self.host, self.port)
 
     def fetch(self, address: Address, expected: Header) -> Pages:
         """Waits for pages that another engine has leased, and releases them there.

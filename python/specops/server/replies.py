@@ -218,6 +218,7 @@ class KvTransferReply(Strict):
     remote_block_ids: list[int]
     remote_host: str
     remote_port: int
+    remote_ports: list[int] | None
 
 
 class _Reply(Strict):
