@@ -35,19 +35,22 @@ template <typename Integer>
 struct IntegerRows {
   const Integer* x;  // zeros behind the last input
   int64_t stride;
-  const float* scales;  // [rows, pieces]
-  const int32_t* sums;  // [rows, pieces]: of a piece's integers
-  int64_t pieces;
+  // [pieces, count]
+  const float* scales;
+  const int32_t* starts;  // what a sum of codes begins at
+  const float* sums;      // of a piece's integers
+  int64_t count;          // of rows
 
   IntegerRows from(int64_t row) const {
-    return {x + row * stride, stride, scales + row * pieces, sums + row * pieces, pieces};
+    return {x + row * stride, stride, scales + row, starts + row, sums + row, count};
   }
 };
 
 // Rows that a thread has made integers of, and whose: it meets them again in every range of a call.
 thread_local GrowingArray<int16_t> integer_rows;
 thread_local GrowingArray<float> row_scales;
-thread_local GrowingArray<int32_t> row_sums;
+thread_local GrowingArray<int32_t> row_starts;
+thread_local GrowingArray<float> row_sums;
 struct RoundedRows {
   uint64_t call;
   const void* out;  // experts of a call have rows of their own
@@ -115,9 +118,12 @@ template <typename T, typename Integer>
 void round_row(const T* x,
                const WeightParams& weight,
                const Pieces& pieces,
+               int bias,
                Integer* out,
+               int64_t count,
                float* scales,
-               int32_t* sums) {
+               int32_t* starts,
+               float* sums) {
   for (int64_t first = 0; first < weight.num_inputs; first += pieces.row_group) {
     alignas(64) float values[kIntegerGroup];
     for (int64_t i = 0; i < pieces.row_group; i += kLanes) {
@@ -141,18 +147,17 @@ void round_row(const T* x,
       int64_t piece = begin / pieces.inputs;
       int32_t sum = 0;
       for (int64_t i = 0; i < pieces.inputs; ++i) sum += integers[begin - first + i];
-      sums[piece] = sum;
-      scales[piece] = scale;
+      scales[piece * count] = scale;
+      starts[piece * count] = -bias * sum;
+      sums[piece * count] = static_cast<float>(sum);
     }
   }
 }
 
 // The rows from `row` on of a call; of what this thread's memory had, they alone are kept.
 template <typename Integer>
-IntegerRows<Integer> integer_rows_from(const GemmParams& params,
-                                       int64_t row,
-                                       int64_t rows,
-                                       uint64_t call) {
+IntegerRows<Integer> integer_rows_from(
+    const GemmParams& params, int64_t row, int64_t rows, int bias, uint64_t call) {
   const WeightParams& weight = params.weight;
   Pieces pieces(weight);
   int64_t width = ceil_div(weight.num_inputs, kIntegerGroup) * kIntegerGroup;
@@ -160,15 +165,16 @@ IntegerRows<Integer> integer_rows_from(const GemmParams& params,
   int64_t stride = width + 64 / sizeof(Integer);
   auto* integers = reinterpret_cast<Integer*>(integer_rows.reserve(rows * stride));
   float* scales = row_scales.reserve(rows * pieces.count);
-  int32_t* sums = row_sums.reserve(rows * pieces.count);
-  IntegerRows<Integer> made{integers, stride, scales, sums, pieces.count};
+  int32_t* starts = row_starts.reserve(rows * pieces.count);
+  float* sums = row_sums.reserve(rows * pieces.count);
+  IntegerRows<Integer> made{integers, stride, scales, starts, sums, rows};
   RoundedRows wanted{call, params.out, row, rows};
   if (rounded_rows == wanted) return made;
   rounded_rows = wanted;
   for (int64_t r = 0; r < rows; ++r) {
     auto round = [&](const auto* x) {
-      float* own_scales = scales + r * pieces.count;
-      round_row(x, weight, pieces, integers + r * stride, own_scales, sums + r * pieces.count);
+      round_row(
+          x, weight, pieces, bias, integers + r * stride, rows, scales + r, starts + r, sums + r);
     };
     if (params.dtype == DType::kBFloat16) {
       round(row_at<bfloat16>(params, row + r));
