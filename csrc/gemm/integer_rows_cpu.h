@@ -65,10 +65,11 @@ inline uint64_t next_call() {
   return ++calls;
 }
 
-// Rounds `count` numbers, a whole group, and returns their scale.
-inline float round_group(const float* values, int64_t count, RowNumbers numbers, int32_t* out) {
+// Rounds the numbers of a group, and returns their scale.
+template <int kGroup>
+float round_group(const float* values, int32_t* out) {
   uint32_t peak_bits = 0;
-  for (int64_t i = 0; i < count; ++i) {
+  for (int i = 0; i < kGroup; ++i) {
     uint32_t bits;
     std::memcpy(&bits, values + i, 4);
     bits &= 0x7fffffffu;
@@ -76,7 +77,7 @@ inline float round_group(const float* values, int64_t count, RowNumbers numbers,
   }
   GroupScale group = group_scale(peak_bits);
   float scale, inverse;
-  if (numbers == RowNumbers::kInt16 || !group.is_finite) {
+  if (kGroup == kIntegerGroup || !group.is_finite) {
     std::memcpy(&scale, &group.scale, 4);
     std::memcpy(&inverse, &group.inverse, 4);
   } else {
@@ -87,13 +88,13 @@ inline float round_group(const float* values, int64_t count, RowNumbers numbers,
     inverse = counts ? 127.0f / peak : 0.0f;
   }
   if (!group.is_finite) {
-    std::memset(out, 0, count * sizeof(int32_t));
+    std::memset(out, 0, kGroup * sizeof(int32_t));
     return scale;
   }
   // Beside 1.5 * 2^23 a float has no digits behind the point: the addition rounds as it should.
   constexpr float kWhole = 12582912.0f;
   constexpr int32_t kWholeBits = 0x4b400000;
-  for (int64_t i = 0; i < count; ++i) {
+  for (int i = 0; i < kGroup; ++i) {
     float whole = values[i] * inverse + kWhole;
     int32_t code;
     std::memcpy(&code, &whole, 4);
@@ -113,8 +114,9 @@ inline void swap_middles(int16_t* integers, int64_t count) {
   }
 }
 
-// One row. `x` has num_inputs elements; what lies behind them is not read.
-template <typename T, typename Integer>
+// One row, whose groups have kGroup inputs. `x` has num_inputs elements; what lies behind them is not
+// read.
+template <int kGroup, typename T, typename Integer>
 void round_row(const T* x,
                const WeightParams& weight,
                const Pieces& pieces,
@@ -124,9 +126,11 @@ void round_row(const T* x,
                float* scales,
                int32_t* starts,
                float* sums) {
-  for (int64_t first = 0; first < weight.num_inputs; first += pieces.row_group) {
-    alignas(64) float values[kIntegerGroup];
-    for (int64_t i = 0; i < pieces.row_group; i += kLanes) {
+  constexpr int kParts = kGroup / kWeightBlock;  // the smallest piece is one
+  int64_t piece_parts = pieces.inputs / kWeightBlock;
+  for (int64_t first = 0; first < weight.num_inputs; first += kGroup) {
+    alignas(64) float values[kGroup];
+    for (int i = 0; i < kGroup; i += kLanes) {
       int64_t left = max64(min64(weight.num_inputs - first - i, kLanes), 0);
       if (weight.input_order == nullptr) {
         bool whole = left == kLanes;
@@ -137,19 +141,22 @@ void round_row(const T* x,
       std::memset(values + i, 0, kLanes * sizeof(float));
       for (int64_t j = i; j < i + left; ++j) values[j] = to_float(x[weight.input_order[first + j]]);
     }
-    alignas(64) int32_t integers[kIntegerGroup];
-    float scale = round_group(values, pieces.row_group, weight.row_numbers, integers);
+    alignas(64) int32_t integers[kGroup];
+    float scale = round_group<kGroup>(values, integers);
     Integer* group = out + first;
-    for (int64_t i = 0; i < pieces.row_group; ++i) group[i] = static_cast<Integer>(integers[i]);
-    if constexpr (std::is_same_v<Integer, int16_t>) swap_middles(group, pieces.row_group);
-    int64_t end = min64(first + pieces.row_group, weight.num_inputs);
-    for (int64_t begin = first; begin < end; begin += pieces.inputs) {
-      int64_t piece = begin / pieces.inputs;
+    for (int i = 0; i < kGroup; ++i) group[i] = static_cast<Integer>(integers[i]);
+    if constexpr (std::is_same_v<Integer, int16_t>) swap_middles(group, kGroup);
+    for (int part = 0; part < kParts && first + part * kWeightBlock < weight.num_inputs;) {
       int32_t sum = 0;
-      for (int64_t i = 0; i < pieces.inputs; ++i) sum += integers[begin - first + i];
-      scales[piece * count] = scale;
-      starts[piece * count] = -bias * sum;
-      sums[piece * count] = static_cast<float>(sum);
+      for (int end = part + static_cast<int>(piece_parts); part < end; ++part) {
+        for (int i = 0; i < kWeightBlock; ++i) sum += integers[part * kWeightBlock + i];
+      }
+      *scales = scale;
+      *starts = -bias * sum;
+      *sums = static_cast<float>(sum);
+      scales += count;
+      starts += count;
+      sums += count;
     }
   }
 }
@@ -173,8 +180,12 @@ IntegerRows<Integer> integer_rows_from(
   rounded_rows = wanted;
   for (int64_t r = 0; r < rows; ++r) {
     auto round = [&](const auto* x) {
-      round_row(
-          x, weight, pieces, bias, integers + r * stride, rows, scales + r, starts + r, sums + r);
+      auto with_group = [&]<int kGroup>() {
+        round_row<kGroup>(
+            x, weight, pieces, bias, integers + r * stride, rows, scales + r, starts + r, sums + r);
+      };
+      if (pieces.row_group == kInt8Group) return with_group.template operator()<kInt8Group>();
+      with_group.template operator()<kIntegerGroup>();
     };
     if (params.dtype == DType::kBFloat16) {
       round(row_at<bfloat16>(params, row + r));

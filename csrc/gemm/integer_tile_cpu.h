@@ -220,6 +220,15 @@ void integer_tile_of(const GemmParams& params,
   }
 }
 
+// The begin of a range, which no panel before it has asked for: on its way while rows are rounded.
+template <typename Kind>
+void fetch_first(const WeightParams& weight, int64_t panel) {
+  const auto* data = static_cast<const uint8_t*>(weight.data);
+  data += panel * panel_bytes<Kind>(weight.num_inputs);
+  for (int64_t i = 0; i < kPageFetch; i += kPageFetchEvery) fetch_page(data + i);
+  for (int64_t i = 0; i < kIntegerFetch; i += 64) __builtin_prefetch(data + i, 0, 3);
+}
+
 // A range of rows and panels, as one thread has it. `call`: from next_call, of all ranges of a product.
 template <typename Kind, typename Product>
 void integer_range_of(const GemmParams& params,
@@ -228,6 +237,7 @@ void integer_range_of(const GemmParams& params,
                       int64_t panel_begin,
                       int64_t panel_end,
                       uint64_t call) {
+  fetch_first<Kind>(params.weight, panel_begin);
   for (int64_t kept = row_begin; kept < row_end; kept += kIntegerRowsKept) {
     int64_t count = min64(kIntegerRowsKept, row_end - kept);
     auto rows =
