@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Memory of weights in large pages.
 
-A kernel reads every page of a weight once a step, and where a page lies is in no cache by then. With
-pages of 4 KiB, under a hypervisor above all, finding them took a fifth of a product's time.
+A kernel reads every page of a weight once a step, and where a page lies is in no cache by then.
+With pages of 4 KiB, under a hypervisor above all, finding them took up to a third of a product's
+time.
 """
 
 import ctypes
