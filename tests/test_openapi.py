@@ -28,7 +28,8 @@ from test_tools import TEMPLATE, TOOLS
 EVERY_PATH = {
     *("/health", "/metrics", "/version", "/v1/models", "/v1/models/{name}", "/v1/contract"),
     *("/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize"),
-    *("/v1/responses", "/v1/messages", "/v1/messages/count_tokens"),
+    *("/v1/messages", "/v1/messages/count_tokens", "/v1/responses"),
+    *("/v1/responses/{response_id}", "/v1/responses/{response_id}/input_items"),
 }
 
 
@@ -55,7 +56,7 @@ def test_the_server_does_what_it_says(tiny: Served, tmp_path: Path) -> None:
     command += ["--max-examples", "4", "--seed", "1", "--generation-database", "none"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-2000:]
-    assert "Tested: 19" in done.stdout
+    assert "Tested: 24" in done.stdout
     tiny.wait_until_idle()
     statuses = answers_by_status(tiny)
     assert statuses[200] > 40 and statuses[400] > 400
@@ -138,7 +139,7 @@ def test_with_keys() -> None:
     with serving(FakeEngine(), api_keys=["k"]) as served:
         described = httpx.get(f"{served.url}/openapi.json").json()
         api = schemathesis.openapi.from_url(f"{served.url}/openapi.json")
-        assert len(list(api.get_all_operations())) == 19
+        assert len(list(api.get_all_operations())) == 24
         for path, item in described["paths"].items():
             for method, operation in item.items():
                 needs_key = path.startswith("/v1") or path in ("/tokenize", "/detokenize")

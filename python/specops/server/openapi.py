@@ -7,6 +7,7 @@ route is completed here.
 
 import copy
 import warnings
+from collections.abc import Mapping
 from typing import Any
 
 from fastapi import FastAPI
@@ -63,9 +64,9 @@ _EVENTS = {
 }
 
 _REASONS = {
-    400: "the body is not what the schema says, or a value cannot be used with this model",
+    400: "the request is not what the schema says, or a value cannot be used with this model",
     401: "the API key is missing or wrong",
-    404: "there is no such model",
+    404: "there is no such model, or no such response",
     408: "the body was too slow in coming",
     413: "the body is too long",
     415: "the content type is not application/json",
@@ -77,14 +78,23 @@ _OF_BODIES = (400, 404, 408, 413, 415, 500)
 _OF_GENERATION = (*_OF_BODIES, 429, 503)
 
 
-def reads(reply: type[BaseModel], *errors: int) -> dict[str, Any]:
+def reads(
+    reply: type[BaseModel], *errors: int, query: Mapping[str, dict[str, Any]] | None = None
+) -> dict[str, Any]:
     """What a route without a body is declared with.
 
     Args:
         reply: its answer.
         errors: the statuses of its refusals, besides that of a wrong key.
+        query: the schemas of what its query may have; the route itself reads and checks it.
     """
-    return {"responses": {200: {"model": reply}, **_refusals(errors)}}
+    declared: dict[str, Any] = {"responses": {200: {"model": reply}, **_refusals(errors)}}
+    if query:
+        parameters = [
+            {"name": name, "in": "query", "schema": schema} for name, schema in query.items()
+        ]
+        declared["openapi_extra"] = {"parameters": parameters}
+    return declared
 
 
 def takes(

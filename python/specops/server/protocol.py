@@ -5,6 +5,7 @@ A field is either honoured or refused by name, never ignored.
 """
 
 import json
+import re
 from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
@@ -37,6 +38,9 @@ MAX_LISTS = {
     "logit_bias": MAX_BIASES,
 }
 MAX_PARTS = 1000  # of one message
+
+# What half of a pair is written with in JSON; a whole pair is written with two of these.
+_HALF_PAIR = re.compile(rb"\\\\u[dD][89a-fA-F]")
 
 # What pydantic calls the branches of a union: they are left out of the paths that clients are told.
 _UNION_BRANCHES = (
@@ -548,9 +552,22 @@ def parse(model: type[B], body: bytes, max_ids: int) -> B:
         if isinstance(values.get(name), list):
             values[name] = [_without_nothing(message, name) for message in values[name]]
     try:
-        return model.model_validate(values)
+        checked = model.model_validate(values)
     except ValidationError as error:
         raise _from_validation(error) from None
+    if _HALF_PAIR.search(body):  # few bodies have one, so that few are looked through
+        for name, value in values.items():
+            _check_unicode(name, value)
+    return checked
+
+
+def _check_unicode(name: str, value: Any) -> None:
+    """Refuses halves of pairs where a field may hold anything, such as a schema."""
+    try:
+        json.dumps(value, ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        message = f"{name} is not valid Unicode: it has half of a surrogate pair"
+        raise ApiError(400, message, param=name, code="invalid_value") from None
 
 
 def _from_validation(error: ValidationError) -> ApiError:
