@@ -22,9 +22,10 @@ FAMILIES = ("batching", "attention", "dense", "moe", "sampling", "suffix_tree")
 SHARED = {"gemm": ("dense", "moe")}
 SERVER_STACK = ("fastapi", "uvicorn", "pydantic", "prometheus_client", "starlette", "jinja2")
 OPTIONAL = ("llguidance",)
-# All that a server imports of the engine: the door, and data that has no engine in it.
+# All that a server imports of the engine: the door, what every process does alike, and data that
+# has no engine in it.
 DOOR = (
-    *("specops.service.client.", "specops.service.messages."),
+    *(f"specops.service.{name}." for name in ("client", "garbage", "messages")),
     *(f"specops.engine.{name}." for name in ("errors", "outputs", "sampling_params", "structured")),
 )
 # Who imports what hands prompts over, inside a function.

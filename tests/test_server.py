@@ -6,6 +6,7 @@ import asyncio
 import concurrent.futures
 import contextlib
 import dataclasses
+import gc
 import itertools
 import json
 import operator
@@ -18,6 +19,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -1997,3 +1999,40 @@ def test_every_default_serves_the_bundled_model(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(server, "serve", remember)
     assert main([]) == 0
     assert (seen["host"], seen["port"]) == ("127.0.0.1", 8000)
+
+
+def test_a_request_leaves_no_circles_of_references(fake: Served) -> None:
+    """Else Python's search for them would stop everybody (service/garbage.py)."""
+    whole = {"prompt": "a", "max_tokens": 4}
+    stream = whole | {"stream": True, "max_tokens": 200}
+    full = whole | {"n": 40, "max_tokens": 200}  # two of these are more than may wait
+    wrong = whole | {"speculative_config": {"method": "suffix"}}
+
+    def ask() -> None:
+        statuses = [post(fake, "completions", body).status_code for body in (whole, wrong)]
+        assert statuses == [200, 400] and post(fake, "no-such-route", {}).status_code == 404
+        assert len(events(post(fake, "completions", stream))) > 1
+        with HTTP.stream("POST", f"{fake.url}/v1/completions", json=stream) as response:
+            next(response.iter_lines())
+        fake.wait_until_idle()
+        fake.engine.num_failures = 1
+        assert post(fake, "completions", whole).status_code == 500
+        with concurrent.futures.ThreadPoolExecutor(4) as threads:
+            told = [threads.submit(post, fake, "completions", full) for _ in range(4)]
+        assert {one.result().status_code for one in told} == {200, 429}
+        fake.wait_until_idle()
+
+    ask()  # what is made once
+    gc.collect()
+    gc.set_debug(gc.DEBUG_SAVEALL)
+    try:
+        ask()
+        time.sleep(0.05)  # the server's thread ends its last task
+        gc.collect()
+        kinds = Counter(f"{type(one).__module__}.{type(one).__name__}" for one in gc.garbage)
+    finally:
+        gc.set_debug(0)
+        gc.garbage.clear()
+    assert not [kind for kind in kinds if kind.startswith(("specops", "uvicorn", "starlette"))], (
+        kinds
+    )

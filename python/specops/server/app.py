@@ -7,7 +7,6 @@ answer with what comes back. A client that goes away, at whatever point, takes i
 
 import contextlib
 import functools
-import gc
 import json
 import signal
 import socket
@@ -74,6 +73,7 @@ from specops.server.request_ids import RequestIds
 from specops.server.streaming import dumped
 from specops.server.tokens import DetokenizeRequest, TokenizeRequest
 from specops.service.client import EngineClient
+from specops.service.garbage import search_seldom
 from specops.tokenizer import Tokenizer
 
 R = TypeVar("R", CompletionRequest, ChatCompletionRequest)
@@ -82,11 +82,6 @@ A = TypeVar("A", TextAnswer, ChatAnswer)
 # After so long a thread that has Python's lock gives way to the event loop, which has little to do:
 # one that reads a request, or the engine's with --in-process. Python's own value is ten times that.
 _SWITCH_SECONDS = 0.0005
-
-# Python looks for garbage among what is new after so many objects more, and among older ones after
-# so many such looks. With its own values (700, 10, 10) some 256 streams that came and went were
-# stopped for 0.7 s of 14, everybody with them, three times for 50 ms at once.
-_GARBAGE_THRESHOLDS = 5_000, 20, 50
 
 # Connections taken in a round of the event loop. libuv takes one from each listener, and a round
 # lasts a millisecond while the engine's thread runs: of somebody who makes more of them, thousands
@@ -423,10 +418,7 @@ def serve(
         header_timeout: seconds that a client may take over the headers of a request.
         metrics_listener: from `listen`, for an application with `metrics_apart`.
     """
-    # What is there by now stays: to look for garbage in it took 0.15 s, and nobody was answered.
-    gc.collect()
-    gc.freeze()
-    gc.set_threshold(*_GARBAGE_THRESHOLDS)
+    search_seldom()
     sys.setswitchinterval(_SWITCH_SECONDS)
     # uvicorn raises the signal again once it has drained; that is no reason to die of it.
     signal.signal(signal.SIGTERM, lambda *_: None)
