@@ -2,6 +2,7 @@
 # ruff: noqa: E402  (where the server's packages are missing, nothing else is imported)
 """/openapi.json, and the server held to it: by schemathesis, and by answers of every kind."""
 
+import re
 import subprocess
 import sys
 from collections import Counter
@@ -127,6 +128,30 @@ def test_answers_of_every_kind(
     check(description, schema, answer.json())
     if answer.status_code == 200:
         check(description, body_schema, body)
+
+
+def test_the_page_of_requests_has_every_range_and_default(description: dict[str, Any]) -> None:
+    """Of a single number, as the description has them; a description says what it does."""
+    text = (Path(__file__).parent.parent / "docs/requests.md").read_text()
+    rows = re.findall(r"^\| `(\w+)` \| (above )?([-\d,]+),? to ([\d,]+).*? \| (\S+) \|", text, re.M)
+    fields = description["components"]["schemas"]["CompletionRequest"]["properties"]
+    told = {}
+    for name, above, low, high, default in rows:
+        least = "exclusiveMinimum" if above else "minimum"
+        numbers = [float(one.replace(",", "")) for one in (low, high)]
+        told[name] = least, *numbers, {"none": {}}.get(default, default)
+    written = {}
+    for name in told:
+        field = fields[name]
+        one = field["anyOf"][0]
+        assert field["description"]
+        one = one.get("additionalProperties", one)
+        least = "exclusiveMinimum" if "exclusiveMinimum" in one else "minimum"
+        low = 0 if name == "top_k" else one[least]  # -1 is off, too
+        default = field["default"]
+        shown = f"{default:g}" if isinstance(default, (int, float)) else default
+        written[name] = least, low, one["maximum"], shown
+    assert told == written and len(told) == 10
 
 
 @pytest.mark.parametrize("name,value", [("top_a", False), ("store", 0), ("parallel_tool_calls", 1)])

@@ -335,7 +335,7 @@ def _methods_of(app: FastAPI, api: APIRouter, path: str) -> list[str]:
     """The methods that a path is served with."""
     routes = (route for route in [*app.routes, *api.routes] if isinstance(route, APIRoute))
     return sorted(
-        {one for route in routes if route.path_regex.match(path) for one in route.methods}
+        {one for route in routes if route.path_regex.match(path) for one in route.methods or ()}
     )
 
 
