@@ -167,7 +167,7 @@ def _text(message: dict[str, str]) -> dict[str, str]:
         ("responses", {"input": [{"role": "user", "content": [{"type": "input_text"}]}]},
          "input.0.content.0.text is missing"),
         ("responses", {"input": "x", "tools": [TOOL], "tool_choice": {"type": "x"}},
-         "tool_choice.type: Input should be 'function', got 'x'"),
+         "tool_choice.type must be 'function', got 'x'"),
         ("responses", {"input": "x", "top_logprobs": 999}, "top_logprobs must be"),
         ("responses", {"input": "x", "text": {"format": {"type": "json_schema", "schema":
          {"not": {}}}}}, "text.format"),

@@ -40,7 +40,7 @@ MAX_LISTS = {
 MAX_PARTS = 1000  # of one message
 
 # What half of a pair is written with in JSON; a whole pair is written with two of these.
-_HALF_PAIR = re.compile(rb"\\\\u[dD][89a-fA-F]")
+_HALF_PAIR = re.compile(rb"\\u[dD][89a-fA-F]")
 
 # What pydantic calls the branches of a union: they are left out of the paths that clients are told.
 _UNION_BRANCHES = (
@@ -589,8 +589,9 @@ def _from_validation(error: ValidationError) -> ApiError:
     if kind == "missing":
         return ApiError(400, f"{param} is missing", param=param, code="missing_parameter")
     if kind == "literal_error":
-        got = f"got {first['input']!r}"
-        return ApiError(400, f"{param}: {first['msg']}, {got}", param=param, code="invalid_value")
+        wanted = first["msg"].removeprefix("Input should be ")
+        message = f"{param} must be {wanted}, got {first['input']!r}"
+        return ApiError(400, message, param=param, code="invalid_value")
     if kind == "string_unicode":
         return ApiError(400, f"{param or 'the body'} is not valid Unicode", param=param or None)
     message = first["msg"].removeprefix("Input should be ")
