@@ -162,7 +162,7 @@ def _text(message: dict[str, str]) -> dict[str, str]:
     [
         ("responses", {"input": "x", "max_output_tokens": 9999}, "and max_output_tokens 9999"),
         ("responses", {"input": "x", "max_tokens": 5}, "unknown field max_tokens"),
-        ("responses", {"input": [{"role": "tool", "content": "x"}]}, "input.0.role: Input should"),
+        ("responses", {"input": [{"role": "tool", "content": "x"}]}, "input.0.role must be"),
         ("responses", {"input": [{"type": "reasoning"}]}, "input.0.type must be one of 'message'"),
         ("responses", {"input": [{"role": "user", "content": [{"type": "input_text"}]}]},
          "input.0.content.0.text is missing"),

@@ -593,6 +593,9 @@ REFUSALS: list[tuple[dict[str, Any], int, str | None, str]] = [
     (TEXT | {"reasoning_max_tokens": -1}, 400, "reasoning_max_tokens", "at least 0"),
     (TEXT | {"response_max_tokens": 0}, 400, "response_max_tokens", "at least 1"),
     (TEXT | {"think_inject_token_ids": [1]}, 400, "think_inject_token_ids", "must come with"),
+    (TEXT | {"stop": 1}, 400, "stop", "stop must be a string or a list, got an integer"),
+    (TEXT | {"user": 1}, 400, "user", "user must be a string, got an integer"),
+    (TEXT | {"stream_options": []}, 400, "stream_options", "must be an object, got a list"),
     (TEXT | {"stop": ["a", "b\udc00"]}, 400, "stop", "half of a surrogate pair"),
     # what is not there
     (TEXT | {"best_of": 2}, 400, "best_of", "not supported"),

@@ -6,7 +6,7 @@ A field is either honoured or refused by name, never ignored.
 
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 from pydantic import Field, ValidationError
@@ -47,6 +47,16 @@ _UNION_BRANCHES = (
     *("str", "NamedTool", "ToolsAllowed", "NamedFunction", "FunctionsAllowed"),
     *("system", "developer", "user", "assistant", "tool", "auto", "any", "none"),
 )
+
+# What JSON calls the types that pydantic misses.
+_TYPES = {
+    "bool_type": "a boolean",
+    "int_type": "an integer",
+    "float_type": "a number",
+    "string_type": "a string",
+    "list_type": "a list",
+    **dict.fromkeys(("dict_type", "model_type", "model_attributes_type"), "an object"),
+}
 
 # Fields of OpenAI's API, and of engines like this one, for features that this one lacks. With these
 # values, or null, they ask for nothing and are ignored: client libraries send many of them unasked.
@@ -574,9 +584,10 @@ def _from_validation(error: ValidationError) -> ApiError:
     """One mistake that pydantic found; of a union, that of the branch which got furthest."""
     if error.error_count() > 100:  # it would take long to find out about each
         return ApiError(400, f"the body has {error.error_count()} mistakes")
-    first = max(error.errors(), key=lambda one: len(one["loc"]))
+    found = error.errors()
+    first = max(found, key=lambda one: len(one["loc"]))
     kind = first["type"]
-    param = ".".join(_path(first["loc"]))
+    param = _path(first["loc"])
     if kind == "extra_forbidden":
         return _unknown_field(param)
     if kind in ("union_tag_invalid", "union_tag_not_found"):  # of messages, by their role
@@ -594,21 +605,27 @@ def _from_validation(error: ValidationError) -> ApiError:
         return ApiError(400, message, param=param, code="invalid_value")
     if kind == "string_unicode":
         return ApiError(400, f"{param or 'the body'} is not valid Unicode", param=param or None)
-    message = first["msg"].removeprefix("Input should be ")
+    if kind == "greater_than_equal":
+        message = f"{param} must be at least {first['ctx']['ge']}, got {first['input']}"
+        return ApiError(400, message, param=param, code="invalid_value")
+    here = (_TYPES.get(one["type"]) for one in found if _path(one["loc"]) == param)
+    wanted = " or ".join(filter(None, dict.fromkeys(here))) or first["msg"]
     got = _json_type(first["input"])
-    return ApiError(400, f"{param} must be {message}, got {got}", param=param, code="invalid_type")
+    return ApiError(400, f"{param} must be {wanted}, got {got}", param=param, code="invalid_type")
 
 
-def _path(place: tuple[int | str, ...]) -> Iterator[str]:
+def _path(place: tuple[int | str, ...]) -> str:
     """Where in a body pydantic found a mistake, without the branches of unions."""
+    found: list[str] = []
     kind = ""  # of the list that an index is of
     for index, part in enumerate(place):
         if isinstance(part, str) and "[" in part:
             kind = part
         elif index and isinstance(place[index - 1], int) and "tagged-union" in kind:
             kind = ""
-        elif part not in _UNION_BRANCHES:
-            yield str(part)
+        elif not index or part not in _UNION_BRANCHES:  # a body's own field may be called as they
+            found.append(str(part))
+    return ".".join(found)
 
 
 def _unknown_field(name: str) -> ApiError:
