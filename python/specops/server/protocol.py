@@ -55,6 +55,7 @@ _TYPES = {
     "float_type": "a number",
     "string_type": "a string",
     "list_type": "a list",
+    "none_required": "null",
     **dict.fromkeys(("dict_type", "model_type", "model_attributes_type"), "an object"),
 }
 
@@ -609,7 +610,8 @@ def _from_validation(error: ValidationError) -> ApiError:
         message = f"{param} must be at least {first['ctx']['ge']}, got {first['input']}"
         return ApiError(400, message, param=param, code="invalid_value")
     here = (_TYPES.get(one["type"]) for one in found if _path(one["loc"]) == param)
-    wanted = " or ".join(filter(None, dict.fromkeys(here))) or first["msg"]
+    wanted = " or ".join(filter(None, dict.fromkeys(here)))
+    wanted = wanted or first["msg"].removeprefix("Input should be ")
     got = _json_type(first["input"])
     return ApiError(400, f"{param} must be {wanted}, got {got}", param=param, code="invalid_type")
 
