@@ -93,7 +93,7 @@ $(VENV)/native: $(VENV)/build-deps $(if $(NVCC),$(VENV)/torch) $(VENV)/cuda-$(SP
 
 $(VENV)/test-deps: $(VENV)/serve-deps
 	$(PIP) pytest pytest-xdist hypothesis httpx jsonschema anthropic openai schemathesis transformers gguf \
-	  playwright axe-playwright-python
+	  playwright axe-playwright-python "pydantic-ai-slim[openai,anthropic]"
 	touch $@
 
 $(VENV)/lint-deps: $(VENV)/serve-deps
@@ -241,13 +241,12 @@ $(CLIENTS)/ready: constraints.txt $(VENV)/test-deps
 	  { $(BIN)/python -c "$$site"; echo "$(abspath python)"; } \
 	  > "$$($(CLIENTS)/bin/python -c "$$site")/specops.pth"
 	$(CLIENTS)/bin/pip install --quiet --disable-pip-version-check --no-compile $(PIP_ARGS) \
-	  -c constraints.txt langchain-openai==1.7.4 langchain-anthropic==1.7.10 litellm==1.110.2 \
-	  "pydantic-ai-slim[openai,anthropic]==2.68.0"
+	  -c constraints.txt langchain-openai==1.7.4 langchain-anthropic==1.7.10 litellm==1.110.2
 	$(CLIENTS)/bin/pip install --quiet --disable-pip-version-check --no-compile $(PIP_ARGS) \
 	  --no-deps instructor==1.17.0
 	touch $@
 
-# LangChain, LiteLLM, instructor and pydantic-ai against the server.
+# LangChain, LiteLLM and instructor against the server; `make test` has pydantic-ai.
 test-clients: setup $(CLIENTS)/ready
 	$(CLIENTS)/bin/python -m pytest tests/with_clients
 
