@@ -42,14 +42,21 @@ from specops.server.hosts import Access, AllowedHosts, Forwarded
 from specops.server.intake import Intake, Turns
 from specops.server.metrics import Metrics
 from specops.server.metrics_port import add_metrics, metrics_served
-from specops.server.openai_responses import Responses, ResponsesRequest
+from specops.server.openai_responses import (
+    OF_A_RESPONSE,
+    OF_ITEMS,
+    Responses,
+    ResponsesRequest,
+)
 from specops.server.openapi import describe, operation_id, reads, takes
 from specops.server.page import add_page
 from specops.server.protocol import ChatCompletionRequest, CompletionRequest
 from specops.server.replies import (
     ChatCompletion,
     Contract,
+    DeletedResponse,
     Health,
+    InputItems,
     MessageReply,
     MessagesError,
     Model,
@@ -154,7 +161,7 @@ def make_app(
     api = _openai_routes(generation)
     app.include_router(api)
     _add_description(app, api if api_keys else None)
-    _add_error_handlers(app)
+    _add_error_handlers(app, api)
     _add_middleware(app, access, metrics, Clients(api_keys))
     return app
 
@@ -294,6 +301,24 @@ def _add_blocks_routes(api: APIRouter, generation: Generation) -> None:
     async def create_response(request: Request) -> Response:
         return await generation.answer(request, ResponsesRequest, responses.begin)
 
+    one = "/v1/responses/{response_id}"
+
+    @api.api_route(one, methods=_READ, **reads(ResponsesReply, 400, 404, query=OF_A_RESPONSE))
+    async def response(request: Request, response_id: str) -> Response:
+        found = responses.retrieve(request.state.client, response_id, request.query_params)
+        return Response(found, media_type="application/json")
+
+    @api.delete(one, **reads(DeletedResponse, 404))
+    async def delete_response(request: Request, response_id: str) -> Response:
+        return JSONResponse(responses.delete(request.state.client, response_id))
+
+    items = f"{one}/input_items"
+
+    @api.api_route(items, methods=_READ, **reads(InputItems, 400, 404, query=OF_ITEMS))
+    async def input_items(request: Request, response_id: str) -> Response:
+        found = responses.input_items(request.state.client, response_id, request.query_params)
+        return Response(dumped(found), media_type="application/json")
+
     error = MessagesError
 
     @api.post(_ANTHROPIC, **takes(MessagesRequest, MessageReply, streams=True, error=error))
@@ -306,7 +331,15 @@ def _add_blocks_routes(api: APIRouter, generation: Generation) -> None:
         return JSONResponse({"input_tokens": count})
 
 
-def _add_error_handlers(app: FastAPI) -> None:
+def _methods_of(app: FastAPI, api: APIRouter, path: str) -> list[str]:
+    """The methods that a path is served with."""
+    routes = (route for route in [*app.routes, *api.routes] if isinstance(route, APIRoute))
+    return sorted(
+        {one for route in routes if route.path_regex.match(path) for one in route.methods or ()}
+    )
+
+
+def _add_error_handlers(app: FastAPI, api: APIRouter) -> None:
     """Every error leaves in the shape of the API that is asked."""
 
     @app.exception_handler(ApiError)
@@ -325,7 +358,10 @@ def _add_error_handlers(app: FastAPI) -> None:
         message = f"{error.detail}: {request.method} {request.url.path}"
         message += _ABSENT.get(request.url.path, "")
         code = "unknown_url" if error.status_code == 404 else None  # OpenAI's word
-        refusal = ApiError(error.status_code, message, code=code, headers=error.headers)
+        headers = {**(error.headers or {})}
+        if error.status_code == 405:  # a path may have several routes, and Starlette names one's
+            headers["Allow"] = ", ".join(_methods_of(app, api, request.url.path))
+        refusal = ApiError(error.status_code, message, code=code, headers=headers)
         return await refuse(request, refusal)
 
     @app.exception_handler(Exception)
