@@ -203,7 +203,7 @@ def test_what_sets_with_bf16_have_of_their_own() -> None:
     for name in named["SPECOPS_CPU_KERNELS"]:
         files = closure(ROOT / name, set()) - {CSRC / "common" / "simd.h"}
         texts = [path.read_text() for path in files]
-        if any(re.search(r"dot_pairs\(|ISA_\w+_bf16", text) for text in texts):
+        if any(re.search(r"dot_pairs\(|gemm_range\(|ISA_\w+_bf16", text) for text in texts):
             own.add(name)
     assert own == named["SPECOPS_BF16_KERNELS"]
     # Tiles have files of their own.
