@@ -98,7 +98,7 @@ def save_head(directory: Path, head: Head, step: int) -> None:
 def _optimizers(head: Head, recipe: HeadRecipe) -> list[torch.optim.Optimizer]:
     matrices, vectors = [], []
     for name, parameter in head.named_parameters():
-        is_matrix = parameter.ndim == 2 and "lm_head" not in name
+        is_matrix = parameter.ndim == 2 and not {"lm_head", "embed_tokens"} & set(name.split("."))
         (matrices if is_matrix else vectors).append(parameter)
     decay = recipe.weight_decay
     return [
@@ -234,6 +234,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     documents = [] if outputs.exists() else training_documents(tokenizer, args.corpus)
     texts = own_outputs(args.model, documents, recipe.texts, recipe.seed, outputs)
     head = new_head(args.head, model)
+    if args.head == "draft_model":  # it is a model, of the same vocabulary
+        write_text(args.out / "tokenizer.json", tokenizer.to_str())
     train_head(head, model, texts, recipe, args.out, compile_head=not args.eager)
 
 

@@ -73,6 +73,7 @@ class Admission:
         speculative = self.config.speculative_for(
             speculative_config, self.drafting.methods, self.drafting.missing, params
         )
+        self.drafting.check(speculative)
         if speculative.selects_drafts and not self.drafting.can_select:
             raise ValueError(
                 "adaptive_verification needs an engine that knows what a row costs: turn it on in "

@@ -42,6 +42,7 @@ from specops.engine.memory.step_memory import Array, Layout
 from specops.engine.memory.step_shape import StepShape
 from specops.engine.plan import Part, Plan
 from specops.engine.request import Request
+from specops.engine.speculative_config import SpeculativeConfig
 
 logger = logging.getLogger(__name__)
 
@@ -68,7 +69,8 @@ class Drafting:
 
     Raises:
         ModelError: a method that the configuration asks for cannot run.
-        ValueError: what the configuration names for one cannot be used.
+        ValueError: what the configuration names for one cannot be used, or it asks one for more
+            drafts than it makes.
     """
 
     def __init__(self, context: DrafterContext) -> None:
@@ -107,6 +109,22 @@ class Drafting:
         }
         self.draft_probs = DraftProbs(drawing, slots, context.device.device)
         self._most_drawn = 0  # drafts of any request that one of these has drafted for
+        self.check(context.config.speculative_config)
+
+    def check(self, config: SpeculativeConfig) -> None:
+        """Refuses a configuration that asks a drafter for a longer chain than it drafts.
+
+        Raises:
+            ValueError: it does. A tree may have more nodes.
+        """
+        for name, wanted in config.draft_stages:
+            most = self.drafters[name].max_drafts
+            if most is not None and wanted > most and not config.tree:
+                raise ValueError(
+                    f"num_model_steps must be at most {most}, the drafts of a step that the "
+                    f'weights of "{name}" make in this engine, got {wanted}; where it is not '
+                    "given, it is num_speculative_tokens"
+                )
 
     @property
     def methods(self) -> tuple[str, ...]:

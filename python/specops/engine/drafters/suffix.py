@@ -65,7 +65,8 @@ class SuffixDrafter(Drafter):
         """Builds the tree of a request's prompt, unless it is here already."""
         number = self._started.get(request.arrival)
         if number is None:
-            number = self.cache.start(self._name_of(request), request.token_ids)
+            text = self._store.answers.text_of(_prompt_of(request), request.token_ids)
+            number = self.cache.start(self._name_of(request), text)
             self._started[request.arrival] = number
         self._numbers[request.slot] = number
         self._lens_told[request.slot] = len(request.token_ids)
@@ -82,6 +83,7 @@ class SuffixDrafter(Drafter):
         """Drops the request's own tree; its response stays in the shared one."""
         if self._started.pop(request.arrival, None) is not None:
             self.cache.stop(self._name_of(request))
+            self._store.answers.add(_prompt_of(request), request.output_token_ids)
             if not request.output_token_ids:  # there is no response
                 self.cache.discard(self._name_of(request))
 
@@ -203,3 +205,7 @@ class SuffixDrafter(Drafter):
 
     def _name_of(self, request: Request) -> str:
         return f"{self._prefix}-{request.arrival}"
+
+
+def _prompt_of(request: Request) -> list[int]:
+    return request.token_ids[: request.prompt_len]
