@@ -168,6 +168,11 @@ def test_method_names(name: str) -> None:
             {"suffix_decoding_earlier_answers": 4, "suffix_decoding_max_cached_tokens": 0},
             r"earlier_answers must be 0 where suffix_decoding_max_cached_tokens is 0: .*, got 4",
         ),
+        (
+            {"method": "mtp+ngram", "tree": True},
+            r"tree needs method 'ngram' or .*, which 'suffix' may follow, got 'mtp\+ngram'",
+        ),
+        ({"method": "naive", "tree": True}, r"tree needs method 'ngram' or .*, got 'naive'"),
         ({"suffix_decoding_max_spec_factor": float("nan")}, r"max_spec_factor must be in .* nan"),
         ({"suffix_decoding_min_token_prob": 1.5}, r"min_token_prob must be in \[0, 1\], got 1.5"),
         ({"suffix_decoding_min_token_prob": "x"}, r"min_token_prob must be a number, got 'x'"),
@@ -320,6 +325,13 @@ def test_a_request_of_a_server_without_speculation() -> None:
     assert (config.method, config.num_speculative_tokens) == ("ngram", 1)
     with pytest.raises(ValueError, match='with method "naive"'):
         SpeculativeConfig().override({"num_speculative_tokens": 3})
+
+
+def test_a_request_keeps_a_tree_where_its_method_has_one() -> None:
+    server = SpeculativeConfig(method="mtp", num_speculative_tokens=6, tree=True)
+    assert server.override({"method": "mtp+suffix"}).tree
+    assert not server.override({"method": "naive"}).tree
+    assert not server.override({"method": "prediction"}).tree
 
 
 def test_a_request_leaves_a_hybrid() -> None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Draft heads in plain PyTorch, for the bundled model: EAGLE, EAGLE-3, Medusa, Hydra and DFlash.
+"""Draft heads in plain PyTorch, for the bundled model: of every method that the engine has.
 
 A draft model is one of them here, though it reads nothing of its target.
 
@@ -21,7 +21,7 @@ from tools.train.chains import Branches, heads_of, keys_values
 from tools.train.export import config_json
 from tools.train.model import Attention, DecoderLayer, Model, ModelConfig, RMSNorm, Trunk, rotate
 
-HEADS = ("eagle", "eagle3", "dflash", "hydra", "medusa", "draft_model")
+HEADS = ("eagle", "eagle3", "dflash", "dspark", "hydra", "medusa", "draft_model")
 
 
 @dataclass(frozen=True)
@@ -412,6 +412,32 @@ class BlockHead(Head):
         }
 
 
+class MarkovHead(BlockHead):
+    """DSpark's head: what the token before says of a draft is added to its logits.
+
+    Its masks draft in their own places, as DFlash's do, so that it may begin as a head of that.
+    """
+
+    def __init__(self, model: Model, depth: int = 5, rank: int = 32) -> None:
+        super().__init__(model, depth)
+        self.rank, size = rank, model.config.vocab_size
+        self.markov_head = nn.ModuleDict(
+            {"markov_w1": nn.Embedding(size, rank), "markov_w2": nn.Linear(rank, size, bias=False)}
+        )
+        nn.init.zeros_(self.markov_head["markov_w2"].weight)
+
+    def chains(self, target: Target, starts: Tensor) -> Iterator[Tensor]:
+        """As `Head.chains`: one pass, and then a look at each token."""
+        before, behind = self.markov_head["markov_w1"], self.markov_head["markov_w2"]
+        for draft, logits in enumerate(super().chains(target, starts)):
+            yield logits + behind(before(target.tokens[:, starts + 1 + draft]))
+
+    def fields(self) -> dict[str, Any]:
+        """Its config.json."""
+        own = {"markov_rank": self.rank, "sample_from_anchor": False}
+        return {**super().fields(), "architectures": ["DSparkDraftModel"], **own}
+
+
 class DraftModel(Head):
     """A small model that reads nothing of the target, and decodes ahead of it.
 
@@ -458,4 +484,6 @@ def new_head(name: str, model: Model) -> Head:
         return Eagle3Head(model)
     if name == "dflash":
         return BlockHead(model)
+    if name == "dspark":
+        return MarkovHead(model)
     return ResidualHeads(model, 4, reads_tokens=name == "hydra")

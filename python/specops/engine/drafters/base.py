@@ -113,7 +113,8 @@ class Proposals:
     parents: NDArray[np.int32]
     are_trees: NDArray[np.bool_]
     # [slots, k]: who made each, by its place among the request's drafters; -1: the companion, which
-    # writes that itself. Of requests that report their drafts alone.
+    # writes that itself, as who adds branches to a tree does. Of requests that report their drafts
+    # alone.
     stages: NDArray[np.int8]
 
     def put_tree(self, slot: int, tree: DraftTree) -> None:

@@ -450,6 +450,8 @@ class Drafting:
         if drafter not in request.draft_stages:
             return begin
         place = list(request.draft_stages).index(drafter)
+        if place and request.speculative.tree:
+            return begin  # it has added branches, and noted them
         self.proposals.stages[request.slot, begin:end] = place
         return end
 

@@ -84,6 +84,7 @@ METHOD = Method(
     options=SuffixOptions,
     can_draft_trees=True,
     may_follow=True,
+    may_branch=True,
     is_on_host=True,
     learns=True,
     gauges=(
