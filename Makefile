@@ -69,6 +69,10 @@ $(VENV)/cuda-%: | $(VENV)/build-deps
 	rm -f $(VENV)/cuda-*
 	touch $@
 
+$(VENV)/cpu-%: | $(VENV)/build-deps
+	rm -f $(VENV)/cpu-*
+	touch $@
+
 # ninja has as many jobs as there are CPUs: a job server of this make it could not reach.
 BUILD := MAKEFLAGS= PATH="$(abspath $(BIN)):$$PATH" $(BIN)/python setup.py --quiet build_ext --inplace
 
@@ -76,11 +80,14 @@ $(VENV)/built: $(VENV)/serve-deps $(VENV)/cuda-$(SPECOPS_CUDA) $(SOURCES)
 	SPECOPS_ISAS=all $(BUILD)
 	touch $(VENV)/native $@
 
-# What this machine runs, for `make serve`: its best instruction set and the portable one. The same
-# objects serve $(VENV)/built later; where that was made once, all stay up to date. Whether CUDA
-# kernels are built depends on the installed torch; without nvcc the compiler need not wait for it.
+# What this machine runs, for `make serve`: its best instruction set. The same objects serve
+# $(VENV)/built later; where that was made once, all stay up to date. On another machine it is made
+# again. Whether CUDA kernels are built depends on the installed torch; without nvcc the compiler
+# need not wait for it.
+CPU := $(shell grep -m 1 -i -E "^(flags|features)" /proc/cpuinfo 2>/dev/null | cksum | cut -d " " -f 1)
 NVCC := $(shell $(PYTHON) tools/cuda_toolkit.py 2>/dev/null)
-$(VENV)/native: $(VENV)/build-deps $(if $(NVCC),$(VENV)/torch) $(VENV)/cuda-$(SPECOPS_CUDA) $(SOURCES)
+$(VENV)/native: $(VENV)/build-deps $(if $(NVCC),$(VENV)/torch) $(VENV)/cuda-$(SPECOPS_CUDA) \
+    $(VENV)/cpu-$(CPU) $(SOURCES)
 	SPECOPS_ISAS=$$(test -e $(VENV)/built && echo all || echo native) $(BUILD)
 	touch $@
 

@@ -22,9 +22,10 @@ FAMILIES = ("batching", "attention", "dense", "moe", "sampling", "suffix_tree")
 SHARED = {"gemm": ("dense", "moe")}
 SERVER_STACK = ("fastapi", "uvicorn", "pydantic", "prometheus_client", "starlette", "jinja2")
 OPTIONAL = ("llguidance",)
-# All that a server imports of the engine: the door, and data that has no engine in it.
+# All that a server imports of the engine: the door, what every process does alike, and data that
+# has no engine in it.
 DOOR = (
-    *("specops.service.client.", "specops.service.messages."),
+    *(f"specops.service.{name}." for name in ("client", "garbage", "messages")),
     *(f"specops.engine.{name}." for name in ("errors", "outputs", "sampling_params", "structured")),
 )
 # Who imports what hands prompts over, inside a function.
@@ -202,7 +203,7 @@ def test_what_sets_with_bf16_have_of_their_own() -> None:
     for name in named["SPECOPS_CPU_KERNELS"]:
         files = closure(ROOT / name, set()) - {CSRC / "common" / "simd.h"}
         texts = [path.read_text() for path in files]
-        if any(re.search(r"dot_pairs\(|ISA_\w+_bf16", text) for text in texts):
+        if any(re.search(r"dot_pairs\(|gemm_range\(|ISA_\w+_bf16", text) for text in texts):
             own.add(name)
     assert own == named["SPECOPS_BF16_KERNELS"]
     # Tiles have files of their own.

@@ -16,6 +16,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+from specops._cpu_name import cpu_name
 from specops.cli import fail, json_object, require_url, require_writable, write_file
 from specops.cli.load.answers import Answer, ask
 from specops.cli.load.arrivals import due_times, keep_busy, send_at
@@ -235,6 +236,7 @@ async def _measure(
         "name": target.name or model,
         "model": model,
         "started": started.isoformat(timespec="seconds"),
+        "client": f"{len(os.sched_getaffinity(0))} CPUs of {cpu_name()}",
         "options": {**_options(args), "url": url},
         "figures": figures(answers, counted),
         "requests": request_records(answers),

@@ -87,11 +87,13 @@ def _read(file: str) -> dict[str, Any]:
 
 
 def _facts(name: str, run: dict[str, Any]) -> str:
-    """Model, server, load and date of the runs, as their results state them."""
+    """Model, server, machine, load and date of the runs, as their results state them."""
     options = run.get("options", {})
     facts = []
     if "model" in run:
         facts.append(f"{run['model']} at {options['url']}" if "url" in options else run["model"])
+    if "client" in run:
+        facts.append(f"client on {run['client']}")
     if options.get("rate") is not None:
         facts.append(f"{options['rate']:g} requests a second")
     elif options.get("concurrency") is not None:

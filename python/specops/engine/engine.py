@@ -17,7 +17,7 @@ from specops.engine.drafters.base import Drafter, DrafterContext
 from specops.engine.drafters.drafting import Drafting
 from specops.engine.emitted import Emitted
 from specops.engine.errors import EngineError, ModelError, QueueFull, described
-from specops.engine.machine import FREE_ROWS, num_pages_of, one_rank, prefix_finder_of
+from specops.engine.machine import free_rows_of, num_pages_of, one_rank, prefix_finder_of
 from specops.engine.memory.kv_cache import PagePool
 from specops.engine.models import WeightCache, load_model
 from specops.engine.outputs import Completion, EngineStats, RequestOutput
@@ -96,7 +96,7 @@ class Engine:
         self._pool = pool_type(self.num_pages, config.page_size, enable_prefix_caching=caching)
         self._cascade_bytes_per_token = model.bytes_of_whole_layers()
         finder = prefix_finder_of(config, model, self._pool)
-        free_rows = FREE_ROWS[self._device.device.type]
+        free_rows = free_rows_of(config, self._device)
         self._scheduler = Scheduler(self._pool, config, free_rows=free_rows, prefix_finder=finder)
         self._runner = Runner(model, self._device, self._drafting, config, self.num_pages)
         shared = self.tokenizer, self._drafting, self.max_model_len

@@ -1,12 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """What an engine makes of its machine: pages, and from where on sharing pays."""
 
+import logging
+
 from specops.engine.config import EngineConfig
 from specops.engine.device import Device
 from specops.engine.memory.kv_cache import PagePool
 from specops.engine.models import Transformer
 from specops.engine.parallel.ranks import Ranks
+from specops.engine.scheduling.prompt_rows import MAX_PROMPT_ROWS
 from specops.engine.sharing.prefixes import PrefixFinder
+
+logger = logging.getLogger(__name__)
 
 # Of a GPU's memory beside the weights, for keys and values; activations, logits and graphs are the
 # rest.
@@ -21,6 +26,18 @@ _LEAST_SAVED_BYTES = {"cpu": 0, "cuda": 16 << 20}
 # Rows that a step computes in about the time in which it reads the weights and starts its ops. Of
 # the bundled model on two cores of a Zen 5: 0.33 ms a step, and 0.07 to 0.11 ms a row.
 FREE_ROWS = {"cpu": 4, "cuda": 64}
+
+
+def free_rows_of(config: EngineConfig, device: Device) -> int:
+    """The rows that a step computes on a device in about the time that it takes anyway.
+
+    The log says where prompts get fewer rows than a configuration asks for by name.
+    """
+    free_rows = FREE_ROWS[device.device.type]
+    asked, most = config.max_num_batched_tokens, MAX_PROMPT_ROWS * free_rows
+    if asked > most and asked != EngineConfig.max_num_batched_tokens:
+        logger.info("of the %d rows of a step (max_num_batched_tokens) prompts get %d", asked, most)
+    return free_rows
 
 
 def one_rank(config: EngineConfig) -> Ranks:
