@@ -22,8 +22,8 @@ from specops.engine import (
     SpeculativeConfig,
 )
 from specops.engine.drafters import suffix_store
-from specops.engine.drafters.earlier_answers import EarlierAnswers
 from specops.engine.drafters.methods.suffix import SuffixOptions
+from specops.engine.drafters.suffix_answers import EarlierAnswers
 from specops.suffix_tree import SuffixCache
 
 PROMPT = [5, 6, 7, 5, 6, 7, 5, 6]

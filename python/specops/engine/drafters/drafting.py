@@ -109,14 +109,23 @@ class Drafting:
         }
         self.draft_probs = DraftProbs(drawing, slots, context.device.device)
         self._most_drawn = 0  # drafts of any request that one of these has drafted for
-        self.check(context.config.speculative_config)
+        self._check_lengths(context.config.speculative_config)
 
     def check(self, config: SpeculativeConfig) -> None:
-        """Refuses a configuration that asks a drafter for a longer chain than it drafts.
+        """Refuses what a request asks for if drafters cannot do it.
 
         Raises:
-            ValueError: it does. A tree may have more nodes.
+            ValueError: it wants a longer chain than one drafts, or a selection without costs.
         """
+        self._check_lengths(config)
+        if config.selects_drafts and self._selector is None:
+            raise ValueError(
+                "adaptive_verification needs an engine that knows what a row costs: turn it on in "
+                "the engine's own speculative_config, got it for a request alone"
+            )
+
+    def _check_lengths(self, config: SpeculativeConfig) -> None:
+        """Refuses longer chains than drafters draft. A tree may have more nodes."""
         for name, wanted in config.draft_stages:
             most = self.drafters[name].max_drafts
             if most is not None and wanted > most and not config.tree:
@@ -258,11 +267,6 @@ class Drafting:
             seconds: of a step, by its rows from 0 on.
         """
         self._selector = DraftSelector(seconds)
-
-    @property
-    def can_select(self) -> bool:
-        """Whether requests may ask for it."""
-        return self._selector is not None
 
     def select(self, requests: Sequence[Request], room: int) -> None:
         """Decides how many of their proposed drafts requests verify.

@@ -12,8 +12,8 @@ from pathlib import Path
 import numpy as np
 
 from specops.engine.config import EngineConfig
-from specops.engine.drafters.earlier_answers import EarlierAnswers
 from specops.engine.drafters.methods.suffix import SuffixOptions
+from specops.engine.drafters.suffix_answers import EarlierAnswers
 from specops.suffix_tree import SuffixCache
 from specops.tokenizer import Tokenizer
 
