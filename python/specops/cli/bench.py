@@ -17,7 +17,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from specops._cpu_name import cpu_name
-from specops.cli import fail, json_object, require_url, require_writable, write_file
+from specops.cli import Parser, fail, json_object, require_url, require_writable, write_file
 from specops.cli.load.answers import Answer, ask
 from specops.cli.load.arrivals import due_times, keep_busy, send_at
 from specops.cli.load.figures import PERCENTILES, figures, request_records
@@ -47,7 +47,7 @@ def main(arguments: Sequence[str], program: str) -> int:
 
 
 def _parser(program: str) -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog=program,
         description="Sends streaming requests to an OpenAI-compatible server (specops', vLLM's, "
         "any other) and measures how long it takes to the first token, from token to token, and "

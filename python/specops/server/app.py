@@ -220,11 +220,13 @@ def _add_own_routes(app: FastAPI, client: EngineClient) -> None:
 
     @app.api_route("/health", methods=_READ, **_HEALTH)
     async def health() -> Response:
+        """Whether the engine works; 503 if it does not."""
         status = client.health
         return JSONResponse({"status": status}, 200 if status == "ok" else 503)
 
     @app.api_route("/version", methods=_READ, **reads(Version))
     async def version() -> Response:
+        """The version of specops."""
         return JSONResponse({"version": specops.__version__})
 
 
@@ -257,31 +259,38 @@ def _openai_routes(generation: Generation) -> APIRouter:
 
     @api.api_route("/v1/models", methods=_READ, **reads(ModelList))
     async def models() -> Response:
+        """The model, its context length, and the methods that a request may name."""
         return JSONResponse({"object": "list", "data": [generation.model_card()]})
 
     @api.api_route("/v1/models/{name:path}", methods=_READ, **reads(Model, 404))
     async def model(name: str) -> Response:
+        """The same of one name."""
         generation.check_model(name)
         return JSONResponse(generation.model_card())
 
     @api.api_route("/v1/contract", methods=_READ, **reads(Contract))
     async def contract() -> Response:
+        """What the bits of outputs depend on, and a digest of it."""
         return JSONResponse(generation.contract)
 
     @api.post("/v1/completions", **takes(CompletionRequest, TextCompletion, streams=True))
     async def completions(request: Request) -> Response:
+        """Continues a text, in OpenAI's form."""
         return await generation.answer(request, CompletionRequest, _as_it_is(TextAnswer))
 
     @api.post("/v1/chat/completions", **takes(ChatCompletionRequest, ChatCompletion, streams=True))
     async def chat_completions(request: Request) -> Response:
+        """Answers a chat, in OpenAI's form."""
         return await generation.answer(request, ChatCompletionRequest, _as_it_is(ChatAnswer))
 
     @api.post("/tokenize", **takes(TokenizeRequest, TokensReply))
     async def tokenize(request: Request) -> Response:
+        """A text, or a chat as its prompt, as tokens."""
         return await generation.tokenize(request)
 
     @api.post("/detokenize", **takes(DetokenizeRequest, TextReply))
     async def detokenize(request: Request) -> Response:
+        """The text of tokens."""
         return await generation.detokenize(request)
 
     _add_blocks_routes(api, generation)
@@ -299,23 +308,27 @@ def _add_blocks_routes(api: APIRouter, generation: Generation) -> None:
 
     @api.post("/v1/responses", **takes(ResponsesRequest, ResponsesReply, streams=True))
     async def create_response(request: Request) -> Response:
+        """Answers a chat, in the form of OpenAI's Responses API."""
         return await generation.answer(request, ResponsesRequest, responses.begin)
 
     one = "/v1/responses/{response_id}"
 
     @api.api_route(one, methods=_READ, **reads(ResponsesReply, 400, 404, query=OF_A_RESPONSE))
     async def response(request: Request, response_id: str) -> Response:
+        """A kept response, as it was answered."""
         found = responses.retrieve(request.state.client, response_id, request.query_params)
         return Response(found, media_type="application/json")
 
     @api.delete(one, **reads(DeletedResponse, 404))
     async def delete_response(request: Request, response_id: str) -> Response:
+        """Forgets a kept response."""
         return JSONResponse(responses.delete(request.state.client, response_id))
 
     items = f"{one}/input_items"
 
     @api.api_route(items, methods=_READ, **reads(InputItems, 400, 404, query=OF_ITEMS))
     async def input_items(request: Request, response_id: str) -> Response:
+        """The items that a kept response's own request has sent."""
         found = responses.input_items(request.state.client, response_id, request.query_params)
         return Response(dumped(found), media_type="application/json")
 
@@ -323,10 +336,12 @@ def _add_blocks_routes(api: APIRouter, generation: Generation) -> None:
 
     @api.post(_ANTHROPIC, **takes(MessagesRequest, MessageReply, streams=True, error=error))
     async def create_message(request: Request) -> Response:
+        """Answers a chat, in Anthropic's form."""
         return await generation.answer(request, MessagesRequest, begin_message)
 
     @api.post(f"{_ANTHROPIC}/count_tokens", **takes(CountTokensRequest, TokenCount, error=error))
     async def count_tokens(request: Request) -> Response:
+        """How many tokens the prompt of a chat has."""
         count = await generation.count(request, CountTokensRequest, CountTokensRequest.as_chat)
         return JSONResponse({"input_tokens": count})
 
