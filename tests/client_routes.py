@@ -16,12 +16,15 @@ SERVED = {
     ("POST", "/chat/completions"),
     ("POST", "/completions"),
     ("POST", "/responses"),
+    ("GET", "/responses/{response_id}"),
+    ("DELETE", "/responses/{response_id}"),
+    ("GET", "/responses/{response_id}/input_items"),
 }
 _CALLS = {"_get", "_post", "_put", "_patch", "_delete", "_get_api_list"}
 
 # What people call of what is not here.
 SURFACES: dict[str, Callable[[openai.OpenAI], Any]] = {
-    "responses.retrieve": lambda client: client.responses.retrieve("x"),
+    "responses.cancel": lambda client: client.responses.cancel("x"),
     "embeddings.create": lambda client: client.embeddings.create(model="x", input="x"),
     "moderations.create": lambda client: client.moderations.create(input="x"),
     "images.generate": lambda client: client.images.generate(prompt="x"),

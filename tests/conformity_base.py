@@ -56,6 +56,16 @@ class Clients:
         return self._told[row]
 
     @cached_property
+    def kept(self) -> str:
+        """The id of a response that is kept, with two items of input."""
+        return self.keep()
+
+    def keep(self) -> str:
+        """The same, of a new one."""
+        create = self.whole.responses.create
+        return create(model=MODEL, input=[ASK, ASK], max_output_tokens=4).id
+
+    @cached_property
     def method_answers(self) -> dict[str, Any]:
         """What each method answers where nothing but its base is asked for."""
         return {name: method.call(self)() for name, method in METHODS.items()}
@@ -90,6 +100,14 @@ class Method:
     name: str
     base: Mapping[str, Any]
     package: str = "openai"
+    of_response: bool = False  # it is asked of a kept one
+
+    def arguments(self, clients: Clients) -> dict[str, Any]:
+        """What its rows have in common, for servers that are there."""
+        if not self.of_response:
+            return {**self.base}
+        is_last = self.name == "responses.delete"
+        return {**self.base, "response_id": clients.keep() if is_last else clients.kept}
 
     def of(self, clients: Clients, *, bare: bool = False, raw: bool = False) -> Callable[..., Any]:
         """The method of a client of one of the servers."""
@@ -107,8 +125,8 @@ class Method:
 
     def call(self, clients: Clients, *, raw: bool = False) -> Callable[..., Any]:
         """The method with the base's arguments, which others replace."""
-        method = self.of(clients, raw=raw)
-        return lambda **given: method(**{**self.base, **given})
+        method, base = self.of(clients, raw=raw), self.arguments(clients)
+        return lambda **given: method(**{**base, **given})
 
     def connect(self, url: str) -> Any:
         """A client of some other server."""
@@ -137,6 +155,9 @@ METHODS = {
             "responses.create",
             {"model": MODEL, "input": PROMPT, "max_output_tokens": 24, "temperature": 0},
         ),
+        Method("responses.retrieve", {"response_id": "resp_0"}, of_response=True),
+        Method("responses.delete", {"response_id": "resp_0"}, of_response=True),
+        Method("responses.input_items.list", {"response_id": "resp_0"}, of_response=True),
         Method("models.list", {}),
         Method("models.retrieve", {"model": MODEL}),
         Method(
@@ -225,7 +246,7 @@ def refused(
 
     def see(clients: Clients) -> str:
         call = METHODS[method].of(clients, bare=bare)
-        base = {**METHODS[method].base, **({"model": "fake"} if bare else {}), **more}
+        base = {**METHODS[method].arguments(clients), **({"model": "fake"} if bare else {}), **more}
         try:
             call(**{**base, parameter: value})
         except (openai.APIStatusError, anthropic.APIStatusError) as error:
@@ -263,6 +284,8 @@ def blocks(reply: Any) -> list[Any]:
 
 def said(reply: Any) -> Any:
     """An answer without what differs from call to call."""
+    if reply is None:
+        return None
     if hasattr(reply, "choices"):
         return [choice.model_dump() for choice in reply.choices], reply.usage.completion_tokens
     if hasattr(reply, "output") or hasattr(reply, "content"):
@@ -322,6 +345,6 @@ def transport_rows(method: str, most: str | None) -> list[Row]:
 
     return [
         Row(method, "extra_headers", shown({"X-Request-Id": "my-own"}), HONOURED, header),
-        without(method, "extra_query", {"a": "b"}, "no route reads a query"),
+        without(method, "extra_query", {"a": "b"}, "no route reads it"),
         Row(method, "timeout", "seconds", HONOURED, timeout),
     ]

@@ -9,6 +9,7 @@ from typing import Any
 import openai
 from conformity_base import (
     ASK,
+    HONOURED,
     METHODS,
     MODEL,
     PROMPT,
@@ -32,9 +33,10 @@ Rows = Callable[[str, Any, str, Check], Row]
 
 
 def block_rows() -> list[Row]:
-    """The rows of all three methods."""
+    """The rows of all methods."""
     count = "messages.count_tokens"
-    found = [*_responses_rows(), *_responses_neutral_rows(), *_messages_rows(), *_count_rows()]
+    found = [*_responses_rows(), *_responses_neutral_rows(), *_kept_rows()]
+    found += [*_messages_rows(), *_count_rows()]
     for method in ("responses.create", "messages.create", count):
         found += _transport_rows(method)
     return found
@@ -242,6 +244,84 @@ def _responses_neutral_rows() -> list[Row]:
         refused(method, "truncation", "auto"),
         without(method, "user", "me", "says who asks"),
     ]
+
+
+def _kept_rows() -> list[Row]:
+    """What is asked of a kept response."""
+    get, delete, items = "responses.retrieve", "responses.delete", "responses.input_items.list"
+    wanted = ["message.output_text.logprobs"]
+
+    def of_response(method: str, effect: str, check: Callable[[Call, Clients], bool]) -> Row:
+        def see(clients: Clients) -> str:
+            return _seen(check(METHODS[method].call(clients), clients), effect)
+
+        return Row(method, "response_id", '`"resp_..."`', HONOURED, see)
+
+    def is_the_answer(call: Call, clients: Clients) -> bool:
+        made = clients.whole.responses.create(**METHODS["responses.create"].base)
+        return bool(call(response_id=made.id) == made)
+
+    def is_gone(call: Call, clients: Clients) -> bool:
+        other = clients.keep()
+        call(response_id=other)
+        try:
+            clients.whole.responses.retrieve(other)
+        except openai.NotFoundError as error:
+            return error.code == "response_not_found"
+        return False
+
+    def are_those(call: Call, clients: Clients) -> bool:
+        made = clients.whole.responses.create(
+            **{**METHODS["responses.create"].base, "input": CALLED}
+        )
+        found = [one.to_dict() for one in call(response_id=made.id, order="asc")]
+        both = zip(found, CALLED, strict=False)
+        return len(found) == len(CALLED) and all(sent.items() <= one.items() for one, sent in both)
+
+    def ids(page: Any) -> list[str]:
+        return [one.id for one in page.data]
+
+    row = _of(items)
+    rows = [
+        of_response(get, "the response as it was answered", is_the_answer),
+        refused(get, "response_id", "resp_0", status=404),
+        refused(get, "include", wanted),
+        without(get, "include_obfuscation", False, "there is no padding"),
+        refused(get, "include_obfuscation", True),
+        refused(get, "starting_after", 1),
+        without(get, "stream", False, "it is answered whole"),
+        refused(get, "stream", True),
+        of_response(delete, "it is kept no longer", is_gone),
+        refused(delete, "response_id", "resp_0", status=404),
+        of_response(items, "the items of its own request's input", are_those),
+        refused(items, "response_id", "resp_0", status=404),
+        row(
+            "after",
+            "msg_...",
+            "the items after this one",
+            lambda call: ids(call(after=ids(call())[0])) == ids(call())[1:],
+        ),
+        refused(items, "after", "msg_0"),
+        refused(items, "include", wanted),
+        row(
+            "limit",
+            1,
+            "a page has as many at most",
+            lambda call: ids(call(limit=1)) == ids(call())[:1],
+        ),
+        refused(items, "limit", 101),
+        row(
+            "order",
+            "asc",
+            "the first one first",
+            lambda call: ids(call(order="asc")) == ids(call())[::-1],
+        ),
+        refused(items, "order", "random"),
+    ]
+    for method in (get, delete, items):
+        rows += transport_rows(method, None)
+        rows.append(without(method, "extra_body", {"a": "b"}, "the route reads no body"))
+    return rows
 
 
 # ---- Anthropic's messages ----

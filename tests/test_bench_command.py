@@ -16,6 +16,7 @@ pytest.importorskip("fastapi")
 from fake_engine import FakeEngine
 from known_server import Known, known_server
 from serving import serving
+from specops._cpu_name import cpu_name
 from specops.cli import main
 from specops.cli.load.answers import Answer
 from specops.cli.load.arrivals import due_times, keep_busy, send_at
@@ -158,7 +159,7 @@ def test_a_server_like_vllm_tells_drafts_by_its_counters(tmp_path: Path) -> None
         "rate": 0.75,
         "mean_length": 4.0,
     }
-    assert results["name"] == results["model"] == "m"
+    assert results["name"] == results["model"] == "m" and results["client"].endswith(cpu_name())
     assert set(known.keys) == {"Bearer k"} and "api_key" not in results["options"]
     assert sorted(body["seed"] for body in known.bodies[2:]) == [9, 10, 11, 12]
     assert known.bodies[0]["stream_options"] == {"include_usage": True}

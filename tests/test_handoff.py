@@ -257,3 +257,16 @@ def test_each_rank_hands_over_its_share(models: dict[str, Path], lacking: int | 
 
     hits = 64 if lacking is None else 0
     assert on_ranks(2, work) == [(alone.token_ids, alone.logprobs, hits)] * 2
+
+
+def test_another_number_of_ranks_is_refused_by_name(
+    models: dict[str, Path], caplog: pytest.LogCaptureFixture
+) -> None:
+    """The prompt is computed then, at once."""
+    place = {"remote_request_id": "a", "remote_host": "127.0.0.1", "remote_port": 1}
+    told = KvTransfer(do_remote_prefill=True, remote_ports=[1, 2], **place)
+    wanted = structs.replace(JOB, kv_transfer=told)
+    fetching, _ = exchange(make(NAIVE, model=str(models["heads"])), wanted)
+    with fetching:
+        assert fetching.take(0.0) == [wanted]
+    assert "tensor_parallel_size must be that of the other engine, 2, got 1" in caplog.text

@@ -17,14 +17,17 @@ ROOT = Path(__file__).resolve().parent.parent
 CSRC = ROOT / "csrc"
 PACKAGE = ROOT / "python" / "specops"
 
-FAMILIES = ("batching", "attention", "dense", "moe", "sampling", "suffix_tree")
+FAMILIES = (
+    *("batching", "attention", "dense", "linear_attention", "moe", "sampling", "suffix_tree"),
+)
 # What several families are made of, and which these are.
 SHARED = {"gemm": ("dense", "moe")}
 SERVER_STACK = ("fastapi", "uvicorn", "pydantic", "prometheus_client", "starlette", "jinja2")
 OPTIONAL = ("llguidance",)
-# All that a server imports of the engine: the door, and data that has no engine in it.
+# All that a server imports of the engine: the door, what every process does alike, and data that
+# has no engine in it.
 DOOR = (
-    *("specops.service.client.", "specops.service.messages."),
+    *(f"specops.service.{name}." for name in ("client", "garbage", "messages")),
     *(f"specops.engine.{name}." for name in ("errors", "outputs", "sampling_params", "structured")),
 )
 # Who imports what hands prompts over, inside a function.
@@ -202,7 +205,7 @@ def test_what_sets_with_bf16_have_of_their_own() -> None:
     for name in named["SPECOPS_CPU_KERNELS"]:
         files = closure(ROOT / name, set()) - {CSRC / "common" / "simd.h"}
         texts = [path.read_text() for path in files]
-        if any(re.search(r"dot_pairs\(|ISA_\w+_bf16", text) for text in texts):
+        if any(re.search(r"dot_pairs\(|gemm_range\(|ISA_\w+_bf16", text) for text in texts):
             own.add(name)
     assert own == named["SPECOPS_BF16_KERNELS"]
     # Tiles have files of their own.
@@ -277,6 +280,10 @@ def test_imports(path: Path) -> None:
         assert not any(name.startswith("specops._C") for name in ours), "nor do commands"
         heavy = {name for name in ours if name.startswith("specops.engine")} | (top & {"torch"})
         assert not heavy or inside.name in CLI_WITH_ENGINE, "what loads torch starts slowly"
+        return
+    if inside.parts == ("dynamo.py",):
+        above = {name for name in ours if name.startswith(("specops._C", "specops.server"))}
+        assert not above, "it is a door of its own, above the engine's"
         return
     if inside.name == "__main__.py" and len(inside.parts) == 1:
         assert ours == {"specops.cli.main"}

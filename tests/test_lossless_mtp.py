@@ -402,6 +402,7 @@ def test_rows_that_several_modules_always_run_again_keep_no_request_from_draftin
 
 @pytest.mark.parametrize("max_model_len", [9, 50])
 @pytest.mark.parametrize("modules", [1, 2, 3])
+@pytest.mark.corners("1-9", "2-50", "3-9")
 def test_drafts_behind_the_end_of_the_context_change_nothing(
     tinies: dict[int, Tiny], modules: int, max_model_len: int
 ) -> None:
@@ -421,6 +422,7 @@ def test_drafts_behind_the_end_of_the_context_change_nothing(
 
 @pytest.mark.parametrize("limits", LIMITS, ids=str)
 @pytest.mark.parametrize("modules", [1, 2, 3])
+@pytest.mark.corners("[13]-{'max_num_seqs': 1}", "2-*")
 def test_all_methods_together_change_nothing(
     tinies: dict[int, Tiny],
     modules: int,

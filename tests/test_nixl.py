@@ -12,7 +12,7 @@ for name in ("nixl", "fastapi", "uvicorn", "pydantic", "msgspec", "prometheus_cl
     pytest.importorskip(name)
 
 from nixl import nixl_agent
-from server_pairs import Router, bodies, choices_of, options, servers, wait_until_idle
+from server_pairs import Router, bodies, choices_of, one_server, options, servers, wait_until_idle
 from serving import Served
 from specops.disaggregated.handoff import HandoffError, Header, Layout, Pages
 from specops.disaggregated.nixl import NixlTransport, Place
@@ -36,6 +36,17 @@ def test_a_pair_answers_as_one_server(mtp_model: Path, together: Served) -> None
         assert decode.gauge("prefix_cache_hits_total") >= 16 * pages
         wait_until_idle(prefill)
         wait_until_idle(decode)
+
+
+@pytest.mark.prove
+def test_ranks_hand_over_their_own_shares(mtp_model: Path) -> None:
+    more = ("--kv-transport", "nixl", "--tensor-parallel-size", "2")
+    roles = [options(mtp_model, "--role", role, *more) for role in ("prefill", "decode")]
+    asked = bodies(20, seed=38)
+    with servers(*roles) as both, one_server(mtp_model, exact_across_tp=2) as one:
+        assert Router(both[0].url, both[1].url).run(asked) == choices_of(one, asked)
+        pages = sum((len(body["prompt"]) - 1) // 16 for body in asked)
+        assert both[1].gauge("prefix_cache_hits_total") >= 16 * pages
 
 
 @pytest.mark.parametrize("num_pages", [0, 1, 300])

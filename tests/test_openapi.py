@@ -2,6 +2,7 @@
 # ruff: noqa: E402  (where the server's packages are missing, nothing else is imported)
 """/openapi.json, and the server held to it: by schemathesis, and by answers of every kind."""
 
+import re
 import subprocess
 import sys
 from collections import Counter
@@ -28,7 +29,8 @@ from test_tools import TEMPLATE, TOOLS
 EVERY_PATH = {
     *("/health", "/metrics", "/version", "/v1/models", "/v1/models/{name}", "/v1/contract"),
     *("/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize"),
-    *("/v1/responses", "/v1/messages", "/v1/messages/count_tokens"),
+    *("/v1/messages", "/v1/messages/count_tokens", "/v1/responses"),
+    *("/v1/responses/{response_id}", "/v1/responses/{response_id}/input_items"),
 }
 
 
@@ -55,7 +57,7 @@ def test_the_server_does_what_it_says(tiny: Served, tmp_path: Path) -> None:
     command += ["--max-examples", "4", "--seed", "1", "--generation-database", "none"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-2000:]
-    assert "Tested: 19" in done.stdout
+    assert "Tested: 24" in done.stdout
     tiny.wait_until_idle()
     statuses = answers_by_status(tiny)
     assert statuses[200] > 40 and statuses[400] > 400
@@ -128,6 +130,30 @@ def test_answers_of_every_kind(
         check(description, body_schema, body)
 
 
+def test_the_page_of_requests_has_every_range_and_default(description: dict[str, Any]) -> None:
+    """Of a single number, as the description has them; a description says what it does."""
+    text = (Path(__file__).parent.parent / "docs/requests.md").read_text()
+    rows = re.findall(r"^\| `(\w+)` \| (above )?([-\d,]+),? to ([\d,]+).*? \| (\S+) \|", text, re.M)
+    fields = description["components"]["schemas"]["CompletionRequest"]["properties"]
+    told = {}
+    for name, above, low, high, default in rows:
+        least = "exclusiveMinimum" if above else "minimum"
+        numbers = [float(one.replace(",", "")) for one in (low, high)]
+        told[name] = least, *numbers, {"none": {}}.get(default, default)
+    written = {}
+    for name in told:
+        field = fields[name]
+        one = field["anyOf"][0]
+        assert field["description"]
+        one = one.get("additionalProperties", one)
+        least = "exclusiveMinimum" if "exclusiveMinimum" in one else "minimum"
+        low = 0 if name == "top_k" else one[least]  # -1 is off, too
+        default = field["default"]
+        shown = f"{default:g}" if isinstance(default, (int, float)) else default
+        written[name] = least, low, one["maximum"], shown
+    assert told == written and len(told) == 10
+
+
 @pytest.mark.parametrize("name,value", [("top_a", False), ("store", 0), ("parallel_tool_calls", 1)])
 def test_false_is_not_zero(tiny: Served, name: str, value: Any) -> None:
     answer = httpx.post(f"{tiny.url}/v1/completions", json={"prompt": [5], name: value})
@@ -138,7 +164,7 @@ def test_with_keys() -> None:
     with serving(FakeEngine(), api_keys=["k"]) as served:
         described = httpx.get(f"{served.url}/openapi.json").json()
         api = schemathesis.openapi.from_url(f"{served.url}/openapi.json")
-        assert len(list(api.get_all_operations())) == 19
+        assert len(list(api.get_all_operations())) == 24
         for path, item in described["paths"].items():
             for method, operation in item.items():
                 needs_key = path.startswith("/v1") or path in ("/tokenize", "/detokenize")

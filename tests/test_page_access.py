@@ -250,6 +250,33 @@ def test_axe_finds_nothing(served: Served, browser: Browser, options: dict[str, 
 
 
 @needs_chromium
+@pytest.mark.parametrize("options", [{"color_scheme": "dark"}, PHONE], ids=["dark", "phone"])
+def test_the_api_s_page_has_every_route_and_field(
+    served: Served, browser: Browser, options: dict[str, object]
+) -> None:
+    described = httpx.get(f"{served.url}/openapi.json").json()
+    routes = {
+        f"{method.upper()} {path}"
+        for path, item in described["paths"].items()
+        for method in item.keys() - {"head"}
+    }
+    with opened(browser, served, fragment="docs#POST-v1-completions", **options) as page:
+        here = page.locator("#POST-v1-completions")
+        expect(here.locator("h2")).to_be_in_viewport()
+        assert set(page.locator(".route h2").all_inner_texts()) == routes
+        assert page.locator("#contents a").count() == len(routes)
+        row = here.locator("tr", has=page.get_by_text("temperature", exact=True))
+        told = [one.strip() for one in row.locator("td").all_inner_texts()]
+        assert told[:4] == ["temperature", "number", "0 to 1,000,000", "1"] and "greedy" in told[4]
+        names = set(here.locator("td:first-child").all_inner_texts())
+        fields = described["components"]["schemas"]["CompletionRequest"]["properties"]
+        neutral = here.get_by_text("Refused, unless").inner_text()
+        assert all(one in names or f" {one}" in neutral for one in fields)
+        assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
+        assert findings(page) == []
+
+
+@needs_chromium
 def test_landmarks_and_live_regions(served: Served, browser: Browser) -> None:
     with opened(browser, served) as page:
         connected(page)
@@ -271,7 +298,7 @@ def test_landmarks_and_live_regions(served: Served, browser: Browser) -> None:
 
 
 def test_the_policy_allows_the_page_s_own_files_alone(served: Served) -> None:
-    for path in ("/", "/page/main.js", "/page/style.css"):
+    for path in ("/", "/docs", "/page/main.js", "/page/style.css"):
         response = httpx.get(f"{served.url}{path}")
         assert response.status_code == 200
         policy = dict(

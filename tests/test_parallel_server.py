@@ -16,6 +16,7 @@ for name in ("fastapi", "uvicorn", "pydantic", "msgspec", "prometheus_client", "
     pytest.importorskip(name)
 
 from mtp_checkpoints import make_mtp_model
+from server_pairs import children_of
 from serving import Served, serving, wait_for
 from specops.engine import Engine, EngineConfig
 from specops.service.process import EngineProcess
@@ -49,10 +50,6 @@ def together(settings: dict[str, Any]) -> Iterator[Served]:
         yield one
 
 
-def followers_of(pid: int | None) -> list[int]:
-    return [int(one) for one in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
-
-
 def test_answers_are_those_of_one_engine(apart: Apart, together: Served) -> None:
     """Those without a seed as well: both were given the seed of their seeds."""
     for body in BODIES + [{"seed": None}] * 3:
@@ -72,13 +69,13 @@ def test_a_rank_that_is_killed_ends_all_and_all_are_started_again(
 ) -> None:
     _, expected = told(together.url, BODIES[0])
     first = apart.client.pid
-    (follower,) = followers_of(first)
+    (follower,) = children_of(first)
     os.kill(follower, signal.SIGKILL)
     wait_for(lambda: not is_running(first) and not is_alive(follower))
     wait_for(lambda: apart.health() == (200, "ok"), 60)
     assert told(apart.url, BODIES[0])[1]["choices"] == expected["choices"]
     second = apart.client.pid
-    (follower,) = followers_of(second)
+    (follower,) = children_of(second)
     assert second is not None
     os.kill(second, signal.SIGKILL)
     wait_for(lambda: not is_alive(follower))

@@ -85,6 +85,9 @@ def test_a_race_of_the_bundled_model_ends_in_the_same_bits(
         expect(page.locator("#timeline svg")).to_have_attribute(
             "aria-label", re.compile("^Plain decoding: 60 tokens in 60 steps; With .* 60 tokens in")
         )
+        expect(page.locator("#bundled")).to_be_hidden()
+        choose(page, "chat")
+        expect(page.locator("#bundled")).to_contain_text("The bundled model continues Python code")
 
 
 @needs_chromium
@@ -133,7 +136,7 @@ def test_a_race_without_logprobs_compares_tokens(page: Page) -> None:
     run(page)
     expect(page.locator("#identical")).to_have_text("Same bits: 20 of 20 tokens")
     expect(page.locator("#factor")).to_have_text("")
-    expect(page.locator(".speed").nth(1)).to_contain_text("tokens/s, in shared steps")
+    expect(page.locator(".speed").nth(1)).to_contain_text("tokens/s, both at once")
 
 
 class Watched(FakeEngine):
@@ -672,7 +675,7 @@ def test_who_stops_the_timing_has_what_was_timed(page: Page, served: Served) -> 
     served.wait_until_idle()
     expect(page.locator("#factor")).to_have_text("not timed")
     expect(page.locator("#verdict-note")).to_have_text("Seed 7.")
-    expect(page.locator(".speed").first).to_have_text("90 tokens/s, in shared steps")
+    expect(page.locator(".speed").first).to_have_text("90 tokens/s, both at once")
     expect(page.locator("#identical")).to_contain_text("Same bits: 60 of 60 tokens")
     page.evaluate(STOP_AT, "Timing each alone, pair 2.")
     page.locator("#run").click()

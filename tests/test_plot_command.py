@@ -72,6 +72,7 @@ def test_it_says_what_was_measured_and_how_it_spreads(tmp_path: Path) -> None:
     closed, open_ = run("drafts", 2.0, accepted=0.75), run("plain", 1.0, accepted=None)
     common = {"url": "http://127.0.0.1:8000", "requests": 200, "max_tokens": 64}
     closed |= {"model": "m", "started": "2026-11-24T10:05:00+00:00"}
+    closed["client"] = "2 CPUs of AMD EPYC family 26"
     closed["options"] = common | {"concurrency": 16, "rate": None}
     open_ |= {"model": "m", "options": common | {"concurrency": None, "rate": 2.5}}
     closed["figures"]["first_token_ms"]["p90"] = 30.0
@@ -85,7 +86,8 @@ def test_it_says_what_was_measured_and_how_it_spreads(tmp_path: Path) -> None:
     assert '<text x="18" y="30" class="title">On a &lt;laptop&gt;</text>' in svg
     where = "m at http://127.0.0.1:8000"
     amount = "200 requests of up to 64 tokens"
-    assert f">drafts: {where}, 16 at a time, {amount}, 2026-11-24 10:05 UTC</text>" in svg
+    client = f"client on {closed['client']}"
+    assert f">drafts: {where}, {client}, 16 at a time, {amount}, 2026-11-24 10:05 UTC</text>" in svg
     assert f">plain: {where}, 2.5 requests a second, {amount}</text>" in svg
     # The bar of 10 ms has a line to 30 ms, three times as far.
     (bar,) = re.findall(
@@ -118,7 +120,7 @@ def test_mistakes(files: list[str], tmp_path: Path, capsys: pytest.CaptureFixtur
     newer.write_text(json.dumps({"kind": "specops bench", "version": 2}))
     for arguments, message in (
         ([files[0], files[0]], "runs must have different names, got drafts <4> twice"),
-        (["/nowhere"], "/nowhere must be results of specops bench"),
+        (["/nowhere"], "/nowhere cannot be read: No such file"),
         ([str(other)], "must be results of specops bench, got another file"),
         ([str(newer)], "must be results of version 1, got version 2"),
         ([*files, "--highlight", "x"], "--highlight must name a run of drafts <4>, plain, got x"),

@@ -4,12 +4,15 @@
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from pages import check_pages
 from specops.engine import SamplingParams, SpeculativeConfig
 from specops.engine.config import EngineConfig
+from specops.engine.machine import free_rows_of
 from specops.engine.memory.kv_cache import DraftKv, PagePool
 from specops.engine.plan import Part, Plan
 from specops.engine.request import Request
@@ -390,3 +393,17 @@ def test_without_owners_the_first_to_come_is_the_first_served() -> None:
         assert run(scheduler, 1) == 0
         order += [r.arrival for r in scheduler.running if r.arrival not in order]
     assert order == list(range(6))
+
+
+@pytest.mark.parametrize(
+    ("kind", "rows", "told"), [("cpu", 512, ""), ("cpu", 1024, "128"), ("cuda", 1024, "")]
+)
+def test_the_log_says_where_prompts_get_fewer_rows(
+    kind: str, rows: int, told: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The default asks for nothing by name."""
+    device: Any = SimpleNamespace(device=torch.device(kind))
+    with caplog.at_level("INFO"):
+        free_rows_of(EngineConfig(max_num_batched_tokens=rows), device)
+    wanted = f"of the {rows} rows of a step (max_num_batched_tokens) prompts get {told}"
+    assert caplog.messages == [wanted] * bool(told)

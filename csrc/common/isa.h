@@ -62,7 +62,8 @@ void run_variant(const char* op, const CpuVariants<Params>& variants, const Para
     variant = variants[static_cast<int>(isa)];
   }
   if (variant == nullptr) {
-    throw std::logic_error(std::string(op) + ": this module has no CPU kernels");
+    throw std::logic_error(std::string(op) +
+                           ": this build has no kernels for this CPU (SPECOPS_ISAS=all has them)");
   }
   variant(params);
 }

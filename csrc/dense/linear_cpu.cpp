@@ -3,8 +3,9 @@
 
 #include "common/parallel.h"
 #include "dense/linear.h"
+#include "gemm/gemm_range.h"
 #include "gemm/integer_tile_cpu.h"
-#include "gemm/ranges_cpu.h"
+#include "gemm/tile_cpu.h"
 
 namespace specops::SPECOPS_ISA {
 namespace {
@@ -27,42 +28,41 @@ struct Ranges {
   }
 };
 
-// A block of gates and that of their ups are never parted.
-template <typename S>
-void run(const LinearParams& params) {
-  int64_t together = is_gated(params.weight.activation) ? 2 : 1;
-  int64_t blocks = packed_blocks(params.weight.num_outputs, params.weight.activation);
-  int64_t bytes = blocks * steps_of<S>(params.weight.num_inputs) * S::kBytes;
-  int64_t least = max64((max_blocks(params.rows) + 1) / 2, together);
-  Ranges cut(bytes, params.rows, ceil_div(params.rows, Shape::kMaxRows), ceil_div(blocks, least));
+// The product, range by range. Columns are cut between `together` of them.
+void run(const LinearParams& params, int64_t num_columns, int64_t together, const Ranges& cut) {
+  uint64_t product = next_product();
+  int64_t parts = num_columns / together;
   parallel_for(cut.columns * cut.rows, 1, [&](int64_t index, int64_t) {
     int64_t c = index / cut.rows, r = index % cut.rows;
     // Threads that are equally fast take ranges in turn.
     int64_t next = min64((index + num_threads()) / cut.rows, cut.columns);
-    run_range<S>(params,
-                 part_begin(params.rows, cut.rows, r),
-                 part_begin(params.rows, cut.rows, r + 1),
-                 together * part_begin(blocks / together, cut.columns, c),
-                 together * part_begin(blocks / together, cut.columns, c + 1),
-                 together * part_begin(blocks / together, cut.columns, next));
+    gemm_range(params,
+               {.row_begin = part_begin(params.rows, cut.rows, r),
+                .row_end = part_begin(params.rows, cut.rows, r + 1),
+                .begin = together * part_begin(parts, cut.columns, c),
+                .end = together * part_begin(parts, cut.columns, c + 1),
+                .next = together * part_begin(parts, cut.columns, next),
+                .product = product});
   });
 }
 
+// A block of gates and that of their ups are never parted.
+template <typename S>
+void run_blocks(const LinearParams& params) {
+  int64_t together = is_gated(params.weight.activation) ? 2 : 1;
+  int64_t blocks = packed_blocks(params.weight.num_outputs, params.weight.activation);
+  int64_t bytes = blocks * steps_of<S>(params.weight.num_inputs) * S::kBytes;
+  int64_t least = max64((max_blocks(params.rows) + 1) / 2, together);
+  int64_t row_tiles = ceil_div(params.rows, Shape::kMaxRows);
+  run(params, blocks, together, Ranges(bytes, params.rows, row_tiles, ceil_div(blocks, least)));
+}
+
 template <typename Codes>
-void run_integers(const LinearParams& params) {
+void run_panels(const LinearParams& params) {
   int64_t panels = weight_panels(params.weight.num_outputs, params.weight.activation);
   int64_t bytes = panels * panel_bytes<Codes>(params.weight.num_inputs);
-  Ranges cut(bytes, params.rows, ceil_div(params.rows, kIntegerRows), panels);
-  uint64_t call = next_call();
-  parallel_for(cut.columns * cut.rows, 1, [&](int64_t index, int64_t) {
-    int64_t c = index / cut.rows, r = index % cut.rows;
-    integer_range<Codes>(params,
-                         part_begin(params.rows, cut.rows, r),
-                         part_begin(params.rows, cut.rows, r + 1),
-                         part_begin(panels, cut.columns, c),
-                         part_begin(panels, cut.columns, c + 1),
-                         call);
-  });
+  int64_t row_tiles = ceil_div(params.rows, kIntegerRows);
+  run(params, panels, 1, Ranges(bytes, params.rows, row_tiles, panels));
 }
 
 // packed[block][step][i] = the word of inputs `step` of output 16 * block + i, zero where missing;
@@ -193,11 +193,13 @@ void linear_cpu(const LinearParams& params) {
   bool is_bf16 = params.dtype == DType::kBFloat16;
   switch (params.weight.kind) {
     case WeightKind::kPlain:
-      return is_bf16 ? run<Step<bfloat16, bfloat16>>(params) : run<Step<float, float>>(params);
+      return is_bf16 ? run_blocks<Step<bfloat16, bfloat16>>(params)
+                     : run_blocks<Step<float, float>>(params);
     case WeightKind::kFp8:
-      return is_bf16 ? run<Step<bfloat16, E4M3>>(params) : run<Step<float, E4M3>>(params);
+      return is_bf16 ? run_blocks<Step<bfloat16, E4M3>>(params)
+                     : run_blocks<Step<float, E4M3>>(params);
     default:
-      with_codes(params.weight, [&]<typename Codes>() { run_integers<Codes>(params); });
+      with_codes(params.weight, [&]<typename Codes>() { run_panels<Codes>(params); });
   }
 }
 

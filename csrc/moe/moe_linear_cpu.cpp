@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
+#include "common/growing_array.h"
 #include "common/parallel.h"
-#include "gemm/integer_tile_cpu.h"
-#include "gemm/ranges_cpu.h"
+#include "gemm/finish_cpu.h"
+#include "gemm/gemm_range.h"
 #include "moe/moe_linear.h"
 
 namespace specops::SPECOPS_ISA {
@@ -10,10 +11,8 @@ namespace {
 // The experts that have rows, of the call at hand.
 thread_local GrowingArray<int32_t> busy_experts;
 
-// part(product of one expert, first column, last column): columns are blocks or panels, of which
-// `together` are never parted.
-template <typename Fn>
-void run(const MoeLinearParams& params, int64_t num_columns, int64_t together, const Fn& part) {
+// The products of the experts that have rows. Columns are cut between `together` of them.
+void run(const MoeLinearParams& params, int64_t num_columns, int64_t together) {
   int32_t* busy = busy_experts.reserve(params.num_experts);
   int64_t count = 0;
   for (int64_t e = 0; e < params.num_experts; ++e) {
@@ -24,32 +23,21 @@ void run(const MoeLinearParams& params, int64_t num_columns, int64_t together, c
   if (count == 0) return;
   constexpr int64_t kRangesOfThread = 8;
   int64_t wanted = ceil_div(kRangesOfThread * num_threads(), count);
-  int64_t ranges = max64(1, min64(wanted, num_columns / together));
+  int64_t parts = num_columns / together;
+  int64_t ranges = max64(1, min64(wanted, parts));
+  uint64_t product = next_product();
   parallel_for(count * ranges, 1, [&](int64_t item, int64_t) {
     int64_t e = busy[item / ranges], r = item % ranges;
     int64_t first = params.expert_indptr[e];
-    part(of_expert(params, e, first, params.expert_indptr[e + 1] - first),
-         together * part_begin(num_columns / together, ranges, r),
-         together * part_begin(num_columns / together, ranges, r + 1));
-  });
-}
-
-template <typename S>
-void run_blocks(const MoeLinearParams& params) {
-  // A block of gates and that of their ups.
-  int64_t together = is_gated(params.weight.activation) ? 2 : 1;
-  int64_t blocks = packed_blocks(params.weight.num_outputs, params.weight.activation);
-  run(params, blocks, together, [](const GemmParams& one, int64_t begin, int64_t end) {
-    run_range<S>(one, 0, one.rows, begin, end, end);
-  });
-}
-
-template <typename Codes>
-void run_panels(const MoeLinearParams& params) {
-  int64_t panels = weight_panels(params.weight.num_outputs, params.weight.activation);
-  uint64_t call = next_call();
-  run(params, panels, 1, [=](const GemmParams& one, int64_t begin, int64_t end) {
-    integer_range<Codes>(one, 0, one.rows, begin, end, call);
+    GemmParams one = of_expert(params, e, first, params.expert_indptr[e + 1] - first);
+    int64_t end = together * part_begin(parts, ranges, r + 1);
+    gemm_range(one,
+               {.row_begin = 0,
+                .row_end = one.rows,
+                .begin = together * part_begin(parts, ranges, r),
+                .end = end,
+                .next = end,
+                .product = product});
   });
 }
 
@@ -64,17 +52,13 @@ void run_panels(const MoeLinearParams& params) {
 // Threads: ranges of blocks or panels of one expert, with all its rows; so many that threads end
 //          together.
 void moe_linear_cpu(const MoeLinearParams& params) {
-  bool is_bf16 = params.dtype == DType::kBFloat16;
-  switch (params.weight.kind) {
-    case WeightKind::kPlain:
-      return is_bf16 ? run_blocks<Step<bfloat16, bfloat16>>(params)
-                     : run_blocks<Step<float, float>>(params);
-    case WeightKind::kFp8:
-      return is_bf16 ? run_blocks<Step<bfloat16, E4M3>>(params)
-                     : run_blocks<Step<float, E4M3>>(params);
-    default:
-      with_codes(params.weight, [&]<typename Codes>() { run_panels<Codes>(params); });
+  const WeightParams& weight = params.weight;
+  if (is_in_panels(weight.kind)) {
+    return run(params, weight_panels(weight.num_outputs, weight.activation), 1);
   }
+  // A block of gates and that of their ups.
+  int64_t together = is_gated(weight.activation) ? 2 : 1;
+  run(params, packed_blocks(weight.num_outputs, weight.activation), together);
 }
 
 }  // namespace specops::SPECOPS_ISA

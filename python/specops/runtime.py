@@ -5,13 +5,10 @@ No setting changes a result's reproducibility: neither the thread count nor the 
 ever changes a bit; two instruction sets may differ in the last bits, as two machines may.
 """
 
-import platform
-import re
-from pathlib import Path
-
 from torch import Tensor
 
 from specops import _C
+from specops._cpu_name import cpu_name
 
 
 def set_num_threads(num_threads: int) -> None:
@@ -70,20 +67,7 @@ def get_isa() -> str:
 
 def get_cpu_name() -> str:
     """Returns the kind of this machine's CPU, such as "AMD EPYC family 25"."""
-    file = Path("/proc/cpuinfo")
-    return _name_in(file.read_text()) if file.exists() else platform.processor()
-
-
-def _name_in(cpuinfo: str) -> str:
-    """The name of the first CPU that Linux lists."""
-    first = cpuinfo.partition("\n\n")[0]
-    said: dict[str, str] = dict(re.findall(r"^(.*?)\s*: (.*)$", first, re.MULTILINE))
-    if "CPU part" in said:  # ARM has numbers instead of a name
-        return f"ARM {said.get('CPU implementer')} part {said['CPU part']}"
-    name = said.get("model name", platform.processor())
-    if "cpu family" in said and not re.search("[0-9]", name.partition("@")[0]):
-        name += f" family {said['cpu family']}"  # many generations share the name
-    return name
+    return cpu_name()
 
 
 def build_facts() -> dict[str, str]:

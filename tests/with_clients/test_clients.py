@@ -6,13 +6,12 @@
 what a plain request for the same gets.
 """
 
-import asyncio
 from collections.abc import Iterator
 from typing import Any, Literal
 
 import pytest
 
-for name in ("langchain_openai", "langchain_anthropic", "litellm", "instructor", "pydantic_ai"):
+for name in ("langchain_openai", "langchain_anthropic", "litellm", "instructor"):
     pytest.importorskip(name, reason=f"{name} is not installed: make test-clients")
 
 import httpx
@@ -23,11 +22,6 @@ from conformity_base import ASK, MODEL, PROMPT, TEMPLATE
 from langchain_anthropic import ChatAnthropic
 from langchain_openai import ChatOpenAI, OpenAI
 from pydantic import BaseModel
-from pydantic_ai import Agent
-from pydantic_ai.models.anthropic import AnthropicModel
-from pydantic_ai.models.openai import OpenAIChatModel, OpenAIResponsesModel
-from pydantic_ai.providers.anthropic import AnthropicProvider
-from pydantic_ai.providers.openai import OpenAIProvider
 from serving import Served, serving
 from specops.engine import Engine, EngineConfig, SpeculativeConfig
 from specops.server.chat import ChatFormat
@@ -116,20 +110,4 @@ def test_instructor(served: Served, mode: str) -> None:
     found = patched.chat.completions.create(
         model=MODEL, response_model=Weather, messages=[ASK], max_tokens=200, temperature=0
     )
-    assert found.place in ("Bonn", "Rome")
-
-
-@pytest.mark.parametrize("api", ["chat", "responses", "messages"])
-def test_pydantic_ai(served: Served, plain: str, api: str) -> None:
-    provider = OpenAIProvider(base_url=f"{served.url}/v1", api_key="none")
-    model: Any = OpenAIChatModel(MODEL, provider=provider)
-    if api == "responses":
-        model = OpenAIResponsesModel(MODEL, provider=provider)
-    if api == "messages":
-        own = AnthropicProvider(base_url=served.url, api_key="none")
-        model = AnthropicModel(MODEL, provider=own)
-    asked = {"max_tokens": 24, "temperature": 0}
-    assert asyncio.run(Agent(model).run(PROMPT, model_settings=asked)).output == plain
-    typed = Agent(model, output_type=Weather)
-    found = asyncio.run(typed.run("x", model_settings={**asked, "max_tokens": 200})).output
     assert found.place in ("Bonn", "Rome")

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib import import_module
-from typing import Any
+from typing import Any, NoReturn
 
 _OPTIONAL = {"aiohttp", "huggingface_hub", "numpy", "rich", "safetensors", "tokenizers", "torch"}
 _INTERRUPTED = 130  # the code that a shell gives for a program ended by Ctrl-C
@@ -115,6 +115,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 1
 
 
+class Parser(argparse.ArgumentParser):
+    """Of a command's options; a mistake is one line, since --help says the rest."""
+
+    def error(self, message: str) -> NoReturn:
+        """Prints a mistake, and exits with 2."""
+        self.exit(2, f"{self.prog}: {message}; see {self.prog} --help\n")
+
+
 def fail(message: str) -> int:
     """Prints a mistake on standard error, and returns the exit code for it."""
     print(f"specops: {message}", file=sys.stderr)
@@ -176,7 +184,7 @@ def _open(option: str, file: str, mode: str, text: str) -> None:
 def _parser() -> argparse.ArgumentParser:
     width = max(map(len, COMMANDS))
     lines = [f"  {name.ljust(width)}  {command.summary}" for name, command in COMMANDS.items()]
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="specops",
         usage="specops COMMAND [OPTIONS]",
         formatter_class=argparse.RawDescriptionHelpFormatter,

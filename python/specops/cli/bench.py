@@ -16,7 +16,8 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from specops.cli import fail, json_object, require_url, require_writable, write_file
+from specops._cpu_name import cpu_name
+from specops.cli import Parser, fail, json_object, require_url, require_writable, write_file
 from specops.cli.load.answers import Answer, ask
 from specops.cli.load.arrivals import due_times, keep_busy, send_at
 from specops.cli.load.figures import PERCENTILES, figures, request_records
@@ -46,7 +47,7 @@ def main(arguments: Sequence[str], program: str) -> int:
 
 
 def _parser(program: str) -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog=program,
         description="Sends streaming requests to an OpenAI-compatible server (specops', vLLM's, "
         "any other) and measures how long it takes to the first token, from token to token, and "
@@ -235,6 +236,7 @@ async def _measure(
         "name": target.name or model,
         "model": model,
         "started": started.isoformat(timespec="seconds"),
+        "client": f"{len(os.sched_getaffinity(0))} CPUs of {cpu_name()}",
         "options": {**_options(args), "url": url},
         "figures": figures(answers, counted),
         "requests": request_records(answers),

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
-from specops.cli import fail, write_file
+from specops.cli import Parser, fail, write_file
 from specops.cli.comparison import Comparison, Decoder, Run, compare
 from specops.cli.options import add_draft_lengths, add_model_options, engine_settings
 from specops.cli.tint import has_colours, tinted
@@ -41,7 +41,7 @@ def main(arguments: Sequence[str], program: str) -> int:
 
 
 def _parser(program: str) -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog=program,
         description="Completes a text with a model of this machine, token by token as it comes.",
     )

@@ -15,6 +15,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, TextIO
 
+from specops.cli import Parser
 from specops.cli.options import add_draft_lengths, add_model_options, engine_settings
 from specops.cli.progress import progress
 from specops.engine.config import ALL_METHODS, EngineConfig
@@ -138,7 +139,7 @@ def _doubts(comparisons: Sequence[Comparison]) -> list[str]:
 
 
 def _parser(program: str) -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog=program,
         description="Decodes prompts plainly, one by one, and again with speculation, together; "
         "compares every token, its rank, and the bits of its logprob and of its alternatives'.",

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from specops.cli import Parser
 from specops.engine.config import BUNDLED_MODEL, BUNDLED_MODEL_NAME
 from specops.engine.errors import ModelError
 from specops.engine.models.families import read_model_config
@@ -53,7 +54,7 @@ def main(arguments: Sequence[str], program: str) -> int:
 
 
 def _parser(program: str) -> argparse.ArgumentParser:
-    return argparse.ArgumentParser(
+    return Parser(
         prog=program,
         description="Lists the models that have been tried here, with the method that pays and how "
         "many times as fast one greedy request gets with it (docs/figures.md), and those in the "

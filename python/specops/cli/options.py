@@ -155,7 +155,8 @@ def _add_sizes(parser: argparse.ArgumentParser) -> None:
         "--max-num-batched-tokens",
         type=int,
         metavar="N",
-        help=f"rows of one step (default: {default.max_num_batched_tokens})",
+        help=f"rows of one step (default: {default.max_num_batched_tokens}); prompts get at most "
+        "128 of them on a CPU, and 2,048 on a GPU",
     )
     add("--page-size", type=int, choices=(16, 32, 64), help=f"(default: {default.page_size})")
     add("--num-pages", type=int, metavar="N", help="KV pages (default: enough for the requests)")

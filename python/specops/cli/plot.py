@@ -8,7 +8,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from specops.cli import fail, write_file
+from specops.cli import Parser, fail, write_file
 from specops.cli.bar_charts import Panel, picture
 from specops.cli.results import KIND, VERSION
 
@@ -40,7 +40,7 @@ def main(arguments: Sequence[str], program: str) -> int:
 
 
 def _parser(program: str) -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog=program,
         description="Draws runs of `specops bench --json FILE` side by side: tokens and requests "
         "a second, accepted drafts, and latencies.",
@@ -74,7 +74,9 @@ def _read_all(files: Sequence[str]) -> dict[str, dict[str, Any]]:
 def _read(file: str) -> dict[str, Any]:
     try:
         results = json.loads(Path(file).read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except OSError as error:
+        raise ValueError(f"{file} cannot be read: {error.strerror or error}") from None
+    except ValueError as error:
         raise ValueError(f"{file} must be results of specops bench: {error}") from None
     kind = results.get("kind") if isinstance(results, dict) else None
     if kind != KIND:
@@ -87,11 +89,13 @@ def _read(file: str) -> dict[str, Any]:
 
 
 def _facts(name: str, run: dict[str, Any]) -> str:
-    """Model, server, load and date of the runs, as their results state them."""
+    """Model, server, machine, load and date of the runs, as their results state them."""
     options = run.get("options", {})
     facts = []
     if "model" in run:
         facts.append(f"{run['model']} at {options['url']}" if "url" in options else run["model"])
+    if "client" in run:
+        facts.append(f"client on {run['client']}")
     if options.get("rate") is not None:
         facts.append(f"{options['rate']:g} requests a second")
     elif options.get("concurrency") is not None:

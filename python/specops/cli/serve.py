@@ -16,6 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from specops.cli import Parser
 from specops.cli.config_file import arguments_of
 from specops.cli.fastdeploy import require_known
 from specops.cli.options import add_engine_options, engine_settings, plain_settings
@@ -47,7 +48,7 @@ _EXTRAS = {
 
 def _parser(program: str = _PROGRAM) -> argparse.ArgumentParser:
     """Of the server."""
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog=program,
         allow_abbrev=False,
         description="Serves a model with speculative decoding behind an OpenAI-compatible API, and "

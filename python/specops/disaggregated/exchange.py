@@ -171,7 +171,8 @@ class Exchange(Inbox):
         ports = wanted.remote_ports or [port]
         if len(ports) != self._ranks.size:
             raise HandoffError(
-                f"handoff: tensor_parallel_size must be {self._ranks.size}, got {len(ports)}"
+                f"handoff: tensor_parallel_size must be that of the other engine, {len(ports)}, "
+                f"got {self._ranks.size}"
             )
         return Address(name, host, ports[self._ranks.rank])
 

@@ -94,7 +94,8 @@ class EngineConfig:
         exact_across_tp: the bits are those of so many ranks, whatever tensor_parallel_size is,
             which must divide it: a power of two. None: they are those of tensor_parallel_size.
         max_num_seqs: requests that run at once.
-        max_num_batched_tokens: rows of one step, prefill chunks and verification together.
+        max_num_batched_tokens: rows of one step, prefill chunks and verification together. Prompts
+            get at most 128 of them on a CPU, and 2,048 on a GPU.
         max_model_len: longest prompt and output; the model's own limit when absent.
         enable_prefix_caching: share the pages of equal prefixes.
         enable_cascade_attention: read the pages that several requests of a step share once for all
@@ -273,6 +274,11 @@ class EngineConfig:
     def num_slices(self) -> int:
         """Summands of every sum that ranks share, on which its bits depend."""
         return self.exact_across_tp or self.tensor_parallel_size
+
+    @property
+    def num_drafts(self) -> int:
+        """Drafts of a step of one request: the most, of models that keep states of each."""
+        return self.speculative_config.num_speculative_tokens
 
     def decided_for(self, device: str) -> "EngineConfig":
         """Decides what is left to the engine: whether drafts are selected.

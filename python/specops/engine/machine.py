@@ -1,12 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What an engine makes of its machine: pages, and from where on sharing pays."""
+"""What an engine makes of its machine and model: pages, and from where on sharing pays."""
+
+import logging
+from dataclasses import replace
 
 from specops.engine.config import EngineConfig
 from specops.engine.device import Device
 from specops.engine.memory.kv_cache import PagePool
 from specops.engine.models import Transformer
 from specops.engine.parallel.ranks import Ranks
+from specops.engine.scheduling.prompt_rows import MAX_PROMPT_ROWS
 from specops.engine.sharing.prefixes import PrefixFinder
+
+logger = logging.getLogger(__name__)
 
 # Of a GPU's memory beside the weights, for keys and values; activations, logits and graphs are the
 # rest.
@@ -23,6 +29,18 @@ _LEAST_SAVED_BYTES = {"cpu": 0, "cuda": 16 << 20}
 FREE_ROWS = {"cpu": 4, "cuda": 64}
 
 
+def free_rows_of(config: EngineConfig, device: Device) -> int:
+    """The rows that a step computes on a device in about the time that it takes anyway.
+
+    The log says where prompts get fewer rows than a configuration asks for by name.
+    """
+    free_rows = FREE_ROWS[device.device.type]
+    asked, most = config.max_num_batched_tokens, MAX_PROMPT_ROWS * free_rows
+    if asked > most and asked != EngineConfig.max_num_batched_tokens:
+        logger.info("of the %d rows of a step (max_num_batched_tokens) prompts get %d", asked, most)
+    return free_rows
+
+
 def one_rank(config: EngineConfig) -> Ranks:
     """Returns the only rank of an engine by itself.
 
@@ -37,25 +55,47 @@ def one_rank(config: EngineConfig) -> Ranks:
     return Ranks(config.num_slices)
 
 
+def fitted(config: EngineConfig, model: Transformer) -> EngineConfig:
+    """Returns a configuration as the model can have it.
+
+    A prefix is of no use to a request without the states that its end left, and these are kept for
+    running requests alone: such models have no prefix cache.
+    """
+    config = config.decided_for(model.device.type)
+    if model.keeps_states and config.enable_prefix_caching:
+        logger.info("enable_prefix_caching is off: the model has linear attention")
+        config = replace(config, enable_prefix_caching=False)
+    return config
+
+
 def num_pages_of(
-    config: EngineConfig, device: Device, max_model_len: int, bytes_per_token: int, ranks: Ranks
+    config: EngineConfig, device: Device, bytes_per_token: int, model: Transformer
 ) -> int:
     """Chooses how many KV pages an engine has.
 
     Args:
         config: of the engine.
         device: where they will lie; the weights are there.
-        max_model_len: tokens of the longest request.
         bytes_per_token: of the keys and values of model and drafters.
-        ranks: that have as many, each of its own heads: those of a CPU share one memory.
+        model: what its slots keep needs room as well. Its ranks have as many pages, each of its own
+            heads: those of a CPU share one memory.
 
     Raises:
         ValueError: they do not fit the memory, or no request of full length fits them.
     """
+    ranks, max_model_len = model.ranks, model.max_model_len
     per_request = -(-max_model_len // config.page_size)
     page_bytes = bytes_per_token * config.page_size
     shared = ranks.size if device.device.type == "cpu" else 1
+    kept = config.max_num_seqs * model.kv_bytes_per_slot(config.num_drafts)
     free = ranks.least(device.free_bytes() // shared)
+    if kept > free:
+        raise ValueError(
+            f"max_num_seqs must fit the memory of {device.device}: what {config.max_num_seqs} "
+            f"requests of {config.num_drafts} drafts keep takes {_gib(kept)}, and {_gib(free)} are "
+            "free"
+        )
+    free -= kept
     if config.num_pages is not None:
         pages = config.num_pages
         if pages * page_bytes > free:

@@ -34,7 +34,8 @@ REAL_RANGES = {
     "presence_penalty": (-2.0, 2.0),
     "frequency_penalty": (-2.0, 2.0),
 }
-_MAX_BIAS = 100.0
+POSITIVE = ("top_p", "typical_p", "repetition_penalty")  # of these: 0 is not in the range
+MAX_BIAS = 100.0  # and its negative
 
 # Tables have room for every request's, so that there must be a limit.
 MAX_BIASES = 4096
@@ -52,13 +53,14 @@ class SamplingParams:
     Attributes:
         max_tokens: most tokens to generate. None means up to the context length; with 0 the prompt
             is computed and nothing generated.
-        temperature: 0 is greedy decoding; otherwise logits are divided by it.
-        top_k: keep the k most likely tokens; 0 keeps all.
+        temperature: in [0, 1e6]. 0 is greedy decoding; otherwise logits are divided by it.
+        top_k: keep the k most likely tokens; 0 keeps all. Over HTTP, -1 does, too.
         top_p: keep the smallest set of tokens whose mass reaches top_p, in (0, 1].
         min_p: drop tokens less likely than min_p times the likeliest one, in [0, 1].
         typical_p: keep the tokens nearest to the expected surprise, of that mass, in (0, 1].
-        repetition_penalty: above 0. Logits of tokens that are there already, in the prompt or the
-            output, are divided by it where they are positive, and multiplied where they are not.
+        repetition_penalty: in (0, 1e6]. Logits of tokens that are there already, in the prompt or
+            the output, are divided by it where they are positive, and multiplied where they are
+            not.
         presence_penalty: subtracted once from the logits of tokens in the output, in [-2, 2].
         frequency_penalty: subtracted for every time a token is in the output, in [-2, 2].
         logit_bias: by token id, what is added to its logit, in [-100, 100].
@@ -70,18 +72,19 @@ class SamplingParams:
         min_tokens: tokens to generate before a stop token, stop string or stop sequence counts;
             stop tokens are not chosen before.
         seed: 64-bit seed of the request's random numbers. None draws one, which the output reports.
-        n: number of independent choices for the prompt.
+        n: number of independent choices for the prompt, 1 to 128.
         stop: strings that end the text; they are not part of it.
         stop_token_ids: token ids that end the output; they are not part of the text.
         stop_token_sequences: sequences of token ids that end the output; they are part of the text.
         ignore_eos: go on past the model's end-of-sequence tokens.
-        logprobs: None for none; otherwise the number of alternatives beside each emitted token.
+        logprobs: None for none; otherwise the number of alternatives beside each emitted token, 0
+            to 100.
         report_drafts: say with each step's output which drafts it verified.
         prompt_logprobs: the same for the tokens of the prompt. All of its rows are computed then:
             none are taken from the prefix cache.
         think_end_token_id: the token that ends the model's thinking; "</think>" when absent.
-        reasoning_max_tokens: tokens of thinking after which it is ended by force.
-        response_max_tokens: tokens after the thinking that end the output.
+        reasoning_max_tokens: tokens of thinking after which it is ended by force, from 0 on.
+        response_max_tokens: tokens after the thinking that end the output, from 1 on.
         think_inject_token_ids: what ends the thinking by force: think_end_token_id when absent. An
             end of sequence in the middle of thinking is replaced by it, too.
         structured_output: the form of the output: tokens are chosen from those with which it can
@@ -165,9 +168,9 @@ class SamplingParams:
         """What is more than a range."""
         if self.top_p == 0.0:
             raise ValueError("top_p must be above 0, got 0; use temperature 0 for greedy decoding")
-        for name in ("typical_p", "repetition_penalty"):
+        for name in POSITIVE:
             value = getattr(self, name)
-            if np.float32(value) == 0.0:  # what the ops would see
+            if name != "top_p" and np.float32(value) == 0.0:  # what the ops would see
                 raise ValueError(f"{name} must be above 0, got {value!r}; 1 is off")
         for name in ("stop", "bad_words"):
             if any(not isinstance(text, str) or not text for text in getattr(self, name)):
@@ -318,9 +321,9 @@ def _bias(given: Any) -> tuple[tuple[int, float], ...]:
         _check_token_ids("logit_bias", [token_id])
         if isinstance(bias, bool) or not isinstance(bias, (int, float)) or bias != bias:
             raise ValueError(f"logit_bias must hold numbers, got {bias!r} for token {token_id}")
-        if abs(bias) > _MAX_BIAS:
+        if abs(bias) > MAX_BIAS:
             raise ValueError(
-                f"logit_bias must be in [-{_MAX_BIAS:g}, {_MAX_BIAS:g}], got {bias!r} for token "
+                f"logit_bias must be in [-{MAX_BIAS:g}, {MAX_BIAS:g}], got {bias!r} for token "
                 f"{token_id}"
             )
         pairs[token_id] = float(bias)

@@ -7,7 +7,6 @@ answer with what comes back. A client that goes away, at whatever point, takes i
 
 import contextlib
 import functools
-import gc
 import json
 import signal
 import socket
@@ -43,14 +42,21 @@ from specops.server.hosts import Access, AllowedHosts, Forwarded
 from specops.server.intake import Intake, Turns
 from specops.server.metrics import Metrics
 from specops.server.metrics_port import add_metrics, metrics_served
-from specops.server.openai_responses import Responses, ResponsesRequest
+from specops.server.openai_responses import (
+    OF_A_RESPONSE,
+    OF_ITEMS,
+    Responses,
+    ResponsesRequest,
+)
 from specops.server.openapi import describe, operation_id, reads, takes
 from specops.server.page import add_page
 from specops.server.protocol import ChatCompletionRequest, CompletionRequest
 from specops.server.replies import (
     ChatCompletion,
     Contract,
+    DeletedResponse,
     Health,
+    InputItems,
     MessageReply,
     MessagesError,
     Model,
@@ -67,6 +73,7 @@ from specops.server.request_ids import RequestIds
 from specops.server.streaming import dumped
 from specops.server.tokens import DetokenizeRequest, TokenizeRequest
 from specops.service.client import EngineClient
+from specops.service.garbage import search_seldom
 from specops.tokenizer import Tokenizer
 
 R = TypeVar("R", CompletionRequest, ChatCompletionRequest)
@@ -75,11 +82,6 @@ A = TypeVar("A", TextAnswer, ChatAnswer)
 # After so long a thread that has Python's lock gives way to the event loop, which has little to do:
 # one that reads a request, or the engine's with --in-process. Python's own value is ten times that.
 _SWITCH_SECONDS = 0.0005
-
-# Python looks for garbage among what is new after so many objects more, and among older ones after
-# so many such looks. With its own values (700, 10, 10) some 256 streams that came and went were
-# stopped for 0.7 s of 14, everybody with them, three times for 50 ms at once.
-_GARBAGE_THRESHOLDS = 5_000, 20, 50
 
 # Connections taken in a round of the event loop. libuv takes one from each listener, and a round
 # lasts a millisecond while the engine's thread runs: of somebody who makes more of them, thousands
@@ -159,7 +161,7 @@ def make_app(
     api = _openai_routes(generation)
     app.include_router(api)
     _add_description(app, api if api_keys else None)
-    _add_error_handlers(app)
+    _add_error_handlers(app, api)
     _add_middleware(app, access, metrics, Clients(api_keys))
     return app
 
@@ -218,11 +220,13 @@ def _add_own_routes(app: FastAPI, client: EngineClient) -> None:
 
     @app.api_route("/health", methods=_READ, **_HEALTH)
     async def health() -> Response:
+        """Whether the engine works; 503 if it does not."""
         status = client.health
         return JSONResponse({"status": status}, 200 if status == "ok" else 503)
 
     @app.api_route("/version", methods=_READ, **reads(Version))
     async def version() -> Response:
+        """The version of specops."""
         return JSONResponse({"version": specops.__version__})
 
 
@@ -255,31 +259,38 @@ def _openai_routes(generation: Generation) -> APIRouter:
 
     @api.api_route("/v1/models", methods=_READ, **reads(ModelList))
     async def models() -> Response:
+        """The model, its context length, and the methods that a request may name."""
         return JSONResponse({"object": "list", "data": [generation.model_card()]})
 
     @api.api_route("/v1/models/{name:path}", methods=_READ, **reads(Model, 404))
     async def model(name: str) -> Response:
+        """The same of one name."""
         generation.check_model(name)
         return JSONResponse(generation.model_card())
 
     @api.api_route("/v1/contract", methods=_READ, **reads(Contract))
     async def contract() -> Response:
+        """What the bits of outputs depend on, and a digest of it."""
         return JSONResponse(generation.contract)
 
     @api.post("/v1/completions", **takes(CompletionRequest, TextCompletion, streams=True))
     async def completions(request: Request) -> Response:
+        """Continues a text, in OpenAI's form."""
         return await generation.answer(request, CompletionRequest, _as_it_is(TextAnswer))
 
     @api.post("/v1/chat/completions", **takes(ChatCompletionRequest, ChatCompletion, streams=True))
     async def chat_completions(request: Request) -> Response:
+        """Answers a chat, in OpenAI's form."""
         return await generation.answer(request, ChatCompletionRequest, _as_it_is(ChatAnswer))
 
     @api.post("/tokenize", **takes(TokenizeRequest, TokensReply))
     async def tokenize(request: Request) -> Response:
+        """A text, or a chat as its prompt, as tokens."""
         return await generation.tokenize(request)
 
     @api.post("/detokenize", **takes(DetokenizeRequest, TextReply))
     async def detokenize(request: Request) -> Response:
+        """The text of tokens."""
         return await generation.detokenize(request)
 
     _add_blocks_routes(api, generation)
@@ -297,21 +308,53 @@ def _add_blocks_routes(api: APIRouter, generation: Generation) -> None:
 
     @api.post("/v1/responses", **takes(ResponsesRequest, ResponsesReply, streams=True))
     async def create_response(request: Request) -> Response:
+        """Answers a chat, in the form of OpenAI's Responses API."""
         return await generation.answer(request, ResponsesRequest, responses.begin)
+
+    one = "/v1/responses/{response_id}"
+
+    @api.api_route(one, methods=_READ, **reads(ResponsesReply, 400, 404, query=OF_A_RESPONSE))
+    async def response(request: Request, response_id: str) -> Response:
+        """A kept response, as it was answered."""
+        found = responses.retrieve(request.state.client, response_id, request.query_params)
+        return Response(found, media_type="application/json")
+
+    @api.delete(one, **reads(DeletedResponse, 404))
+    async def delete_response(request: Request, response_id: str) -> Response:
+        """Forgets a kept response."""
+        return JSONResponse(responses.delete(request.state.client, response_id))
+
+    items = f"{one}/input_items"
+
+    @api.api_route(items, methods=_READ, **reads(InputItems, 400, 404, query=OF_ITEMS))
+    async def input_items(request: Request, response_id: str) -> Response:
+        """The items that a kept response's own request has sent."""
+        found = responses.input_items(request.state.client, response_id, request.query_params)
+        return Response(dumped(found), media_type="application/json")
 
     error = MessagesError
 
     @api.post(_ANTHROPIC, **takes(MessagesRequest, MessageReply, streams=True, error=error))
     async def create_message(request: Request) -> Response:
+        """Answers a chat, in Anthropic's form."""
         return await generation.answer(request, MessagesRequest, begin_message)
 
     @api.post(f"{_ANTHROPIC}/count_tokens", **takes(CountTokensRequest, TokenCount, error=error))
     async def count_tokens(request: Request) -> Response:
+        """How many tokens the prompt of a chat has."""
         count = await generation.count(request, CountTokensRequest, CountTokensRequest.as_chat)
         return JSONResponse({"input_tokens": count})
 
 
-def _add_error_handlers(app: FastAPI) -> None:
+def _methods_of(app: FastAPI, api: APIRouter, path: str) -> list[str]:
+    """The methods that a path is served with."""
+    routes = (route for route in [*app.routes, *api.routes] if isinstance(route, APIRoute))
+    return sorted(
+        {one for route in routes if route.path_regex.match(path) for one in route.methods or ()}
+    )
+
+
+def _add_error_handlers(app: FastAPI, api: APIRouter) -> None:
     """Every error leaves in the shape of the API that is asked."""
 
     @app.exception_handler(ApiError)
@@ -330,7 +373,10 @@ def _add_error_handlers(app: FastAPI) -> None:
         message = f"{error.detail}: {request.method} {request.url.path}"
         message += _ABSENT.get(request.url.path, "")
         code = "unknown_url" if error.status_code == 404 else None  # OpenAI's word
-        refusal = ApiError(error.status_code, message, code=code, headers=error.headers)
+        headers = {**(error.headers or {})}
+        if error.status_code == 405:  # a path may have several routes, and Starlette names one's
+            headers["Allow"] = ", ".join(_methods_of(app, api, request.url.path))
+        refusal = ApiError(error.status_code, message, code=code, headers=headers)
         return await refuse(request, refusal)
 
     @app.exception_handler(Exception)
@@ -387,10 +433,7 @@ def serve(
         header_timeout: seconds that a client may take over the headers of a request.
         metrics_listener: from `listen`, for an application with `metrics_apart`.
     """
-    # What is there by now stays: to look for garbage in it took 0.15 s, and nobody was answered.
-    gc.collect()
-    gc.freeze()
-    gc.set_threshold(*_GARBAGE_THRESHOLDS)
+    search_seldom()
     sys.setswitchinterval(_SWITCH_SECONDS)
     # uvicorn raises the signal again once it has drained; that is no reason to die of it.
     signal.signal(signal.SIGTERM, lambda *_: None)

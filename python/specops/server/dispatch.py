@@ -84,7 +84,7 @@ class Dispatch:
         )
         self._jobs[job.number] = job
         try:
-            await job.accepted
+            await job.until_accepted()
         except asyncio.CancelledError:
             self.abort(job)
             raise

@@ -115,9 +115,22 @@ class Job:
         self.times = [Times() for _ in range(self.num_running)]
         self.num_speculative_tokens = 0
         self._loop = asyncio.get_running_loop()
-        self.accepted: asyncio.Future[None] = self._loop.create_future()
+        self._accepted: asyncio.Future[None] | None = self._loop.create_future()
         self._events: list[ChoiceOutput | Exception] = []
         self._arrival: asyncio.Future[None] | None = None  # of an event that somebody waits for
+
+    async def until_accepted(self) -> None:
+        """Waits for the engine's word; called once.
+
+        Raises:
+            Exception: the refusal, or the failure.
+        """
+        assert self._accepted is not None, "nobody has waited before"
+        try:
+            await self._accepted
+        finally:
+            # An exception knows who raised it, and so this job, which shall go with its request.
+            self._accepted = None
 
     async def next_outputs(self) -> list[ChoiceOutput]:
         """Waits for outputs and returns all that are there.
@@ -132,7 +145,10 @@ class Job:
         outputs = []
         for event in events:
             if isinstance(event, Exception):
-                raise event
+                try:
+                    raise event
+                finally:
+                    del event, events
             outputs.append(event)
             self.num_unfinished -= event.output.end is not None
         return outputs
@@ -141,11 +157,11 @@ class Job:
         """Called on the event loop: it is accepted, an output, or a refusal or failure."""
         if isinstance(event, Accepted):
             self.num_speculative_tokens = event.num_speculative_tokens
-            if not self.accepted.done():
-                self.accepted.set_result(None)
-        elif not self.accepted.done():
+            if self._accepted is not None and not self._accepted.done():
+                self._accepted.set_result(None)
+        elif self._accepted is not None and not self._accepted.done():
             assert isinstance(event, Exception)
-            self.accepted.set_exception(event)
+            self._accepted.set_exception(event)
         else:
             self._events.append(event)
             if self._arrival is not None and not self._arrival.done():

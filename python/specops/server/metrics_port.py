@@ -26,6 +26,7 @@ def add_metrics(app: FastAPI, metrics: Metrics) -> None:
 
     @app.api_route("/metrics", methods=["GET", "HEAD"], response_class=PlainTextResponse)
     async def prometheus() -> Response:
+        """Metrics in the format of Prometheus."""
         return Response(metrics.render(), media_type="text/plain; version=0.0.4; charset=utf-8")
 
 

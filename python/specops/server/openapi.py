@@ -6,7 +6,11 @@ route is completed here.
 """
 
 import copy
+import functools
+import inspect
+import re
 import warnings
+from collections.abc import Mapping
 from typing import Any
 
 from fastapi import FastAPI
@@ -16,7 +20,13 @@ from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
 import specops
-from specops.engine.sampling_params import REAL_RANGES, WHOLE_RANGES
+from specops.engine.sampling_params import (
+    MAX_BIAS,
+    POSITIVE,
+    REAL_RANGES,
+    WHOLE_RANGES,
+    SamplingParams,
+)
 from specops.server.anthropic_messages import CountTokensRequest, MessagesRequest
 from specops.server.openai_responses import ResponsesRequest
 from specops.server.protocol import (
@@ -63,9 +73,9 @@ _EVENTS = {
 }
 
 _REASONS = {
-    400: "the body is not what the schema says, or a value cannot be used with this model",
+    400: "the request is not what the schema says, or a value cannot be used with this model",
     401: "the API key is missing or wrong",
-    404: "there is no such model",
+    404: "there is no such model, or no such response",
     408: "the body was too slow in coming",
     413: "the body is too long",
     415: "the content type is not application/json",
@@ -77,14 +87,23 @@ _OF_BODIES = (400, 404, 408, 413, 415, 500)
 _OF_GENERATION = (*_OF_BODIES, 429, 503)
 
 
-def reads(reply: type[BaseModel], *errors: int) -> dict[str, Any]:
+def reads(
+    reply: type[BaseModel], *errors: int, query: Mapping[str, dict[str, Any]] | None = None
+) -> dict[str, Any]:
     """What a route without a body is declared with.
 
     Args:
         reply: its answer.
         errors: the statuses of its refusals, besides that of a wrong key.
+        query: the schemas of what its query may have; the route itself reads and checks it.
     """
-    return {"responses": {200: {"model": reply}, **_refusals(errors)}}
+    declared: dict[str, Any] = {"responses": {200: {"model": reply}, **_refusals(errors)}}
+    if query:
+        parameters = [
+            {"name": name, "in": "query", "schema": schema} for name, schema in query.items()
+        ]
+        declared["openapi_extra"] = {"parameters": parameters}
+    return declared
 
 
 def takes(
@@ -192,11 +211,18 @@ def _body_schemas() -> dict[str, Any]:
 def _complete_body(schema: dict[str, Any], body: type[Body]) -> None:
     properties = schema["properties"]
     ranges: dict[str, tuple[float, float | None]] = {**WHOLE_RANGES, **REAL_RANGES}
+    ranges["top_logprobs"] = WHOLE_RANGES["logprobs"]
+    if body is not CompletionRequest:
+        ranges |= dict.fromkeys(("max_tokens", "max_completion_tokens"), (1, None))
+    meanings = _meanings()
     for name, field in properties.items():
+        if name in meanings:
+            field.setdefault("description", meanings[name])
         if name in ranges:
             low, high = ranges[name]
             for branch in _branches(field, "integer", "number"):
-                branch["minimum"] = -1 if name == "top_k" else low  # -1 is off, too
+                least = "exclusiveMinimum" if name in POSITIVE else "minimum"
+                branch[least] = -1 if name == "top_k" else low  # -1 is off, too
                 if high is not None:
                     branch["maximum"] = high
         if name in MAX_LISTS:
@@ -213,6 +239,8 @@ def _complete_body(schema: dict[str, Any], body: type[Body]) -> None:
         for branch in _branches(properties["stop"], "string"):
             branch |= {"minLength": 1, "maxLength": MAX_STOP_LENGTH}
     if "logit_bias" in properties:
+        bias = {"type": "number", "minimum": -MAX_BIAS, "maximum": MAX_BIAS}
+        properties["logit_bias"] |= {"additionalProperties": bias}
         properties["logit_bias"]["propertyNames"] = {"pattern": "^[0-9]+$"}
     for name, values in body.neutral.items():
         if name not in properties:
@@ -221,6 +249,14 @@ def _complete_body(schema: dict[str, Any], body: type[Body]) -> None:
     for name, field in properties.items():
         if name not in schema.get("required", ()):
             properties[name] = _nullable(field)
+
+
+@functools.cache
+def _meanings() -> dict[str, str]:
+    """What `SamplingParams` says of each of its attributes."""
+    told = (inspect.getdoc(SamplingParams) or "").partition("Attributes:\n")[2]
+    found = re.findall(r"^    (\w+): (.*(?:\n {8}.*)*)", told, re.MULTILINE)
+    return {name: " ".join(meaning.split()) for name, meaning in found}
 
 
 def _branches(field: dict[str, Any], *types: str) -> list[dict[str, Any]]:
@@ -234,6 +270,7 @@ def _nullable(field: dict[str, Any]) -> dict[str, Any]:
         return {**field, "enum": [*field["enum"], None]}
     if _branches(field, "null"):
         return field
-    outer: dict[str, Any] = {name: field[name] for name in ("default", "title") if name in field}
+    about = ("default", "title", "description")
+    outer: dict[str, Any] = {name: field[name] for name in about if name in field}
     inner = {name: value for name, value in field.items() if name not in outer}
     return {"anyOf": [inner, {"type": "null"}], **outer}

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The web page at `/`: files that ship with the package, and what a browser may do with them."""
+"""The web pages `/` and `/docs`: files that ship with the package, and what browsers may do."""
 
 from pathlib import Path
 
@@ -25,10 +25,10 @@ _HEADERS = {
 
 
 def add_page(app: FastAPI) -> None:
-    """Adds the page at `/` and its files below `/page/`."""
+    """Adds the pages, and their files below `/page/`."""
     for path in sorted(_FOLDER.iterdir()):
         if path.suffix in _TYPES:
-            route = "/" if path.name == "index.html" else f"/page/{path.name}"
+            route = {"index.html": "/", "docs.html": "/docs"}.get(path.name, f"/page/{path.name}")
             _add_file(app, route, path)
 
 

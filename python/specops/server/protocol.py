@@ -5,7 +5,8 @@ A field is either honoured or refused by name, never ignored.
 """
 
 import json
-from collections.abc import Iterator, Mapping
+import re
+from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 from pydantic import Field, ValidationError
@@ -38,11 +39,25 @@ MAX_LISTS = {
 }
 MAX_PARTS = 1000  # of one message
 
+# What half of a pair is written with in JSON; a whole pair is written with two of these.
+_HALF_PAIR = re.compile(rb"\\u[dD][89a-fA-F]")
+
 # What pydantic calls the branches of a union: they are left out of the paths that clients are told.
 _UNION_BRANCHES = (
     *("str", "NamedTool", "ToolsAllowed", "NamedFunction", "FunctionsAllowed"),
     *("system", "developer", "user", "assistant", "tool", "auto", "any", "none"),
 )
+
+# What JSON calls the types that pydantic misses.
+_TYPES = {
+    "bool_type": "a boolean",
+    "int_type": "an integer",
+    "float_type": "a number",
+    "string_type": "a string",
+    "list_type": "a list",
+    "none_required": "null",
+    **dict.fromkeys(("dict_type", "model_type", "model_attributes_type"), "an object"),
+}
 
 # Fields of OpenAI's API, and of engines like this one, for features that this one lacks. With these
 # values, or null, they ask for nothing and are ignored: client libraries send many of them unasked.
@@ -548,18 +563,32 @@ def parse(model: type[B], body: bytes, max_ids: int) -> B:
         if isinstance(values.get(name), list):
             values[name] = [_without_nothing(message, name) for message in values[name]]
     try:
-        return model.model_validate(values)
+        checked = model.model_validate(values)
     except ValidationError as error:
         raise _from_validation(error) from None
+    if _HALF_PAIR.search(body):  # few bodies have one, so that few are looked through
+        for name, value in values.items():
+            _check_unicode(name, value)
+    return checked
+
+
+def _check_unicode(name: str, value: Any) -> None:
+    """Refuses halves of pairs where a field may hold anything, such as a schema."""
+    try:
+        json.dumps(value, ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        message = f"{name} is not valid Unicode: it has half of a surrogate pair"
+        raise ApiError(400, message, param=name, code="invalid_value") from None
 
 
 def _from_validation(error: ValidationError) -> ApiError:
     """One mistake that pydantic found; of a union, that of the branch which got furthest."""
     if error.error_count() > 100:  # it would take long to find out about each
         return ApiError(400, f"the body has {error.error_count()} mistakes")
-    first = max(error.errors(), key=lambda one: len(one["loc"]))
+    found = error.errors()
+    first = max(found, key=lambda one: len(one["loc"]))
     kind = first["type"]
-    param = ".".join(_path(first["loc"]))
+    param = _path(first["loc"])
     if kind == "extra_forbidden":
         return _unknown_field(param)
     if kind in ("union_tag_invalid", "union_tag_not_found"):  # of messages, by their role
@@ -572,25 +601,33 @@ def _from_validation(error: ValidationError) -> ApiError:
     if kind == "missing":
         return ApiError(400, f"{param} is missing", param=param, code="missing_parameter")
     if kind == "literal_error":
-        got = f"got {first['input']!r}"
-        return ApiError(400, f"{param}: {first['msg']}, {got}", param=param, code="invalid_value")
+        wanted = first["msg"].removeprefix("Input should be ")
+        message = f"{param} must be {wanted}, got {first['input']!r}"
+        return ApiError(400, message, param=param, code="invalid_value")
     if kind == "string_unicode":
         return ApiError(400, f"{param or 'the body'} is not valid Unicode", param=param or None)
-    message = first["msg"].removeprefix("Input should be ")
+    if kind == "greater_than_equal":
+        message = f"{param} must be at least {first['ctx']['ge']}, got {first['input']}"
+        return ApiError(400, message, param=param, code="invalid_value")
+    here = (_TYPES.get(one["type"]) for one in found if _path(one["loc"]) == param)
+    wanted = " or ".join(filter(None, dict.fromkeys(here)))
+    wanted = wanted or first["msg"].removeprefix("Input should be ")
     got = _json_type(first["input"])
-    return ApiError(400, f"{param} must be {message}, got {got}", param=param, code="invalid_type")
+    return ApiError(400, f"{param} must be {wanted}, got {got}", param=param, code="invalid_type")
 
 
-def _path(place: tuple[int | str, ...]) -> Iterator[str]:
+def _path(place: tuple[int | str, ...]) -> str:
     """Where in a body pydantic found a mistake, without the branches of unions."""
+    found: list[str] = []
     kind = ""  # of the list that an index is of
     for index, part in enumerate(place):
         if isinstance(part, str) and "[" in part:
             kind = part
         elif index and isinstance(place[index - 1], int) and "tagged-union" in kind:
             kind = ""
-        elif part not in _UNION_BRANCHES:
-            yield str(part)
+        elif not index or part not in _UNION_BRANCHES:  # a body's own field may be called as they
+            found.append(str(part))
+    return ".".join(found)
 
 
 def _unknown_field(name: str) -> ApiError:

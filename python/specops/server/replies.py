@@ -333,6 +333,59 @@ class ResponsesReply(Strict):
     timings: Timings
 
 
+class InputText(Strict):
+    type: Literal["input_text"]
+    text: str
+
+
+class _InputItem(Strict):
+    id: str
+    status: Literal["completed", "incomplete", "in_progress"]
+
+
+class ListedMessage(_InputItem):
+    """A message that a request has sent."""
+
+    type: Literal["message"]
+    role: Literal["user", "system", "developer", "assistant"]
+    content: list[InputText | OutputText]
+
+
+class ListedCall(_InputItem):
+    """A call that a request has sent back."""
+
+    type: Literal["function_call"]
+    call_id: str
+    name: str
+    arguments: str
+
+
+class ListedOutput(_InputItem):
+    """What a function has answered."""
+
+    type: Literal["function_call_output"]
+    call_id: str
+    output: str | list[InputText]
+
+
+class InputItems(Strict):
+    """A page of the items that a response's request has sent."""
+
+    object: Literal["list"]
+    data: list[ListedMessage | ListedCall | ListedOutput]
+    first_id: str | None
+    last_id: str | None
+    has_more: bool
+
+
+class DeletedResponse(Strict):
+    """The answer of DELETE /v1/responses/{response_id}."""
+
+    id: str
+    object: Literal["response"]
+    deleted: Literal[True]
+
+
 # ---- Anthropic's API ----
 
 

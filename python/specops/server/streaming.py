@@ -45,6 +45,7 @@ async def until_gone(work: Coroutine[Any, Any, T], receive: Receive) -> T:
         task.cancel()
         gone.cancel()
         await asyncio.gather(task, gone, return_exceptions=True)
+        del task, gone  # an exception knows this frame, which would know the exception's task
 
 
 def dumped(body: Any) -> bytes:

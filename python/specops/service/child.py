@@ -5,7 +5,6 @@ It ends when it is told to, and when the other end of its socket is closed: it o
 """
 
 import contextlib
-import gc
 import logging
 import os
 import select
@@ -17,6 +16,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
+from specops.service.garbage import search_seldom
 from specops.service.messages import Batch, Command, Fetched, Hello, NoEngine, Stop
 from specops.service.wire import Frames, Setup, encoded, receive, to_process
 
@@ -171,8 +171,7 @@ def _serve(
             return 1
         finally:
             parent.has_engine.set()
-        gc.collect()
-        gc.freeze()  # what is there by now stays
+        search_seldom()
         sys.setswitchinterval(_SWITCH_SECONDS)
         parent.send(hello)
         EngineLoop(engine, commands, send).run()

@@ -12,7 +12,7 @@ from dataclasses import asdict, replace
 from datetime import datetime, timezone
 from typing import Any
 
-from specops.cli import fail, json_object, require_url, require_writable, write_file
+from specops.cli import Parser, fail, json_object, require_url, require_writable, write_file
 from specops.cli.lossless.answers import Answer
 from specops.cli.lossless.card import card
 from specops.cli.lossless.modes import ALONE, BESIDE, Ask, Mode, asks_of, modes_of
@@ -53,7 +53,7 @@ def main(arguments: Sequence[str], program: str) -> int:
 
 
 def _parser(program: str) -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog=program,
         description="Asks a server with OpenAI's API the same with and without speculation, alone "
         "and beside others, greedy and with seeds, and compares texts, tokens, logprobs and "

@@ -42,6 +42,7 @@ from specops.engine.memory.step_memory import Array, Layout
 from specops.engine.memory.step_shape import StepShape
 from specops.engine.plan import Part, Plan
 from specops.engine.request import Request
+from specops.engine.speculative_config import SpeculativeConfig
 
 logger = logging.getLogger(__name__)
 
@@ -68,7 +69,8 @@ class Drafting:
 
     Raises:
         ModelError: a method that the configuration asks for cannot run.
-        ValueError: what the configuration names for one cannot be used.
+        ValueError: what the configuration names for one cannot be used, or it asks one for more
+            drafts than it makes.
     """
 
     def __init__(self, context: DrafterContext) -> None:
@@ -98,6 +100,8 @@ class Drafting:
         self._running: dict[int, Request] = {}  # by slot
         self.scheduled: list[Scheduled] = []
         self._places: dict[int, int] = {}  # in the last step, of its requests, by slot
+        # Of models that keep states of each draft.
+        self._most_kept = context.config.num_drafts if context.target.keeps_states else None
         slots = context.config.max_num_seqs
         self.proposals = _no_proposals(slots, 0)
         drawing = {
@@ -107,6 +111,49 @@ class Drafting:
         }
         self.draft_probs = DraftProbs(drawing, slots, context.device.device)
         self._most_drawn = 0  # drafts of any request that one of these has drafted for
+        self._check_lengths(context.config.speculative_config)
+        self._check_room(context.config.speculative_config)
+
+    def check(self, config: SpeculativeConfig) -> None:
+        """Refuses what a request asks for if drafters cannot do it.
+
+        Raises:
+            ValueError: it wants a longer chain than one drafts, a selection without costs, or what
+                the model's slots have no room for.
+        """
+        self._check_lengths(config)
+        self._check_room(config)
+        if config.selects_drafts and self._selector is None:
+            raise ValueError(
+                "adaptive_verification needs an engine that knows what a row costs: turn it on in "
+                "the engine's own speculative_config, got it for a request alone"
+            )
+
+    def _check_lengths(self, config: SpeculativeConfig) -> None:
+        """Refuses longer chains than drafters draft. A tree may have more nodes."""
+        for name, wanted in config.draft_stages:
+            most = self.drafters[name].max_drafts
+            if most is not None and wanted > most and not config.tree:
+                raise ValueError(
+                    f"num_model_steps must be at most {most}, the drafts of a step that the "
+                    f'weights of "{name}" make in this engine, got {wanted}; where it is not '
+                    "given, it is num_speculative_tokens"
+                )
+
+    def _check_room(self, config: SpeculativeConfig) -> None:
+        """Refuses trees, and more drafts than the server's, where states are kept of each."""
+        if self._most_kept is None:
+            return
+        if config.tree:
+            raise ValueError(
+                "tree must be false for a model with linear attention, whose states are of chains"
+            )
+        if config.num_speculative_tokens > self._most_kept:
+            raise ValueError(
+                f"num_speculative_tokens must be at most {self._most_kept}, the server's own, for "
+                "a model with linear attention, whose slots have room for so many drafts; got "
+                f"{config.num_speculative_tokens}"
+            )
 
     @property
     def methods(self) -> tuple[str, ...]:
@@ -240,11 +287,6 @@ class Drafting:
             seconds: of a step, by its rows from 0 on.
         """
         self._selector = DraftSelector(seconds)
-
-    @property
-    def can_select(self) -> bool:
-        """Whether requests may ask for it."""
-        return self._selector is not None
 
     def select(self, requests: Sequence[Request], room: int) -> None:
         """Decides how many of their proposed drafts requests verify.
@@ -432,6 +474,8 @@ class Drafting:
         if drafter not in request.draft_stages:
             return begin
         place = list(request.draft_stages).index(drafter)
+        if place and request.speculative.tree:
+            return begin  # it has added branches, and noted them
         self.proposals.stages[request.slot, begin:end] = place
         return end
 

@@ -15,7 +15,7 @@ from specops.engine.sharing.prompt_shares import PromptShares, client_of
 _PROMPT_ROWS_BESIDE = 4
 # And at most: whoever comes next waits for the end of the step. A prompt is computed as fast in
 # steps of so many rows as in longer ones.
-_MAX_PROMPT_ROWS = 32
+MAX_PROMPT_ROWS = 32
 
 
 def plan_prompt_rows(plan: Plan, slots: Slots, max_rows: int, free_rows: int | None) -> None:
@@ -38,7 +38,7 @@ def plan_prompt_rows(plan: Plan, slots: Slots, max_rows: int, free_rows: int | N
     shares = PromptShares(
         chain(prompts, slots.waiting if may_start else ()),
         decoding={client_of(slots.at[part.slot]) for part in plan.parts},
-        max_rows=budget if free_rows is None else min(budget, _MAX_PROMPT_ROWS * free_rows),
+        max_rows=budget if free_rows is None else min(budget, MAX_PROMPT_ROWS * free_rows),
         max_beside=None if free_rows is None else _PROMPT_ROWS_BESIDE * free_rows,
     )
     for request in prompts:

@@ -3,22 +3,33 @@
 
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
+from starlette.datastructures import QueryParams
+
+from specops.server.api_error import ApiError
 from specops.server.openai_responses.answer import ResponsesAnswer
-from specops.server.openai_responses.conversations import Conversations
+from specops.server.openai_responses.conversations import Conversations, Kept
 from specops.server.openai_responses.request import (
     FunctionCall,
     InputMessage,
     ResponsesRequest,
     messages_of,
 )
+from specops.server.openai_responses.retrieval import (
+    OF_A_RESPONSE,
+    OF_ITEMS,
+    listed,
+    page_of,
+    read_query,
+)
 from specops.server.protocol import ChatCompletionRequest
 
-__all__ = ["Responses", "ResponsesRequest"]
+__all__ = ["OF_A_RESPONSE", "OF_ITEMS", "Responses", "ResponsesRequest"]
 
 
 class Responses:
-    """What requests become, and the conversations that they may go on with."""
+    """What requests become, and the responses that are kept."""
 
     def __init__(self) -> None:
         self._conversations = Conversations()
@@ -32,11 +43,58 @@ class Responses:
             ApiError: there is no such chat.
         """
         previous = body.previous_response_id
-        earlier = () if previous is None else self._conversations.find(client, previous)
-        messages = body.messages(earlier)
+        kept = None if previous is None else self._conversations.find(client, previous)
+        if previous is not None and kept is None:
+            raise ApiError(
+                400,
+                f"previous_response_id {previous!r} is not kept: {self._conversations.bound}; "
+                "send the conversation as input",
+                param="previous_response_id",
+                code="previous_response_not_found",
+            )
+        messages = body.messages(kept.messages if kept else ())
 
-        def keep(response_id: str, items: list[InputMessage | FunctionCall]) -> None:
-            whole = [*messages, *messages_of(items)]
-            self._conversations.keep(client, response_id, whole)
+        def keep(response: dict[str, Any], output: list[InputMessage | FunctionCall]) -> None:
+            items = [*listed(body.items, response["id"])]
+            whole = [*messages, *messages_of(output)]
+            self._conversations.keep(client, response, items, whole)
 
         return body.as_chat(messages), partial(ResponsesAnswer, body, keep)
+
+    def retrieve(self, client: str, response_id: str, query: QueryParams) -> bytes:
+        """A response in JSON, as it was answered.
+
+        Raises:
+            ApiError: 404; it is not kept. 400; the query asks for what is not there.
+        """
+        read_query(query, OF_A_RESPONSE)
+        return self._find(client, response_id).response
+
+    def input_items(self, client: str, response_id: str, query: QueryParams) -> dict[str, Any]:
+        """A page of the items that were the input of a response's own request.
+
+        Raises:
+            ApiError: 404; it is not kept. 400; there is no such page.
+        """
+        values = read_query(query, OF_ITEMS)
+        return page_of(self._find(client, response_id).items, values)
+
+    def delete(self, client: str, response_id: str) -> dict[str, Any]:
+        """Forgets a response.
+
+        Raises:
+            ApiError: 404; it is not kept.
+        """
+        if not self._conversations.drop(client, response_id):
+            raise self._absent(response_id)
+        return {"id": response_id, "object": "response", "deleted": True}
+
+    def _find(self, client: str, response_id: str) -> Kept:
+        kept = self._conversations.find(client, response_id)
+        if kept is None:
+            raise self._absent(response_id)
+        return kept
+
+    def _absent(self, response_id: str) -> ApiError:
+        message = f"response_id {response_id!r} is not kept: {self._conversations.bound}"
+        return ApiError(404, message, param="response_id", code="response_not_found")

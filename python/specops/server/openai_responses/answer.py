@@ -15,7 +15,7 @@ class ResponsesAnswer(BlockAnswer):
 
     Args:
         body: as the client has sent it.
-        keep: takes the response's id and items once it is complete.
+        keep: takes the response, and its items as those of a next request, once it is complete.
     """
 
     id_prefix = "resp_"
@@ -23,7 +23,7 @@ class ResponsesAnswer(BlockAnswer):
     def __init__(
         self,
         body: ResponsesRequest,
-        keep: Callable[[str, list[InputMessage | FunctionCall]], None],
+        keep: Callable[[dict[str, Any], list[InputMessage | FunctionCall]], None],
         *args: Any,
     ) -> None:
         super().__init__(*args)
@@ -96,10 +96,11 @@ class ResponsesAnswer(BlockAnswer):
             "output_tokens_details": {"reasoning_tokens": 0},
             "total_tokens": counts["total_tokens"],
         }
-        if self._body.store:
-            self._keep(self._frame["id"], [_sent_back(one) for one in self.blocks])
         own = {"seed": self._ends[0].seed, **totals}
-        return self._response(status, output=output, usage=usage, **why, **own)
+        response = self._response(status, output=output, usage=usage, **why, **own)
+        if self._body.store:
+            self._keep(response, [_sent_back(one) for one in self.blocks])
+        return response
 
     def _response(self, status: str, **more: Any) -> dict[str, Any]:
         """The response with what the request says of it."""

@@ -1,21 +1,34 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Conversations that a next response may go on with, kept in memory up to a bound."""
+"""Responses that may be asked for, or gone on with, kept in memory up to a bound."""
 
 from collections import Counter, OrderedDict
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from specops.server.api_error import ApiError
 from specops.server.protocol import AnyMessage
+from specops.server.streaming import dumped
 
 MAX_BYTES = 64 << 20
 
 
-class _Kept(NamedTuple):
-    """A conversation, and its bytes in JSON."""
+class Kept(NamedTuple):
+    """A response.
 
+    Attributes:
+        response: as it was answered, in JSON.
+        items: of the input of its request, in JSON.
+        messages: the conversation that ends with it.
+    """
+
+    response: bytes
+    items: bytes
     messages: tuple[AnyMessage, ...]
-    size: int
+
+    @property
+    def size(self) -> int:
+        """Its bytes in JSON."""
+        said = sum(len(one.model_dump_json()) for one in self.messages)
+        return len(self.response) + len(self.items) + said
 
 
 class Conversations:
@@ -25,44 +38,51 @@ class Conversations:
     that it has not used for longest.
 
     Args:
-        max_bytes: of all conversations, each counted as a whole, in JSON.
+        max_bytes: of all responses, each with its whole conversation, in JSON.
     """
 
     def __init__(self, max_bytes: int = MAX_BYTES) -> None:
         self._max_bytes = max_bytes
-        self._kept: dict[str, OrderedDict[str, _Kept]] = {}  # by client, then by response
+        self._kept: dict[str, OrderedDict[str, tuple[Kept, int]]] = {}  # by client, by response
         self._sizes: Counter[str] = Counter()  # of a client's
 
-    def find(self, client: str, response_id: str) -> tuple[AnyMessage, ...]:
-        """The conversation up to a response.
+    @property
+    def bound(self) -> str:
+        """What is kept, for messages."""
+        most = f"up to {self._max_bytes >> 20} MiB of all clients' text"
+        return f"responses are, in memory, unless store is false, {most}"
 
-        Raises:
-            ApiError: 400; it is not kept, or another client's.
-        """
+    def find(self, client: str, response_id: str) -> Kept | None:
+        """A response; None: it is not kept, or another client's."""
         mine = self._kept.get(client, OrderedDict())
         if response_id not in mine:
-            raise ApiError(
-                400,
-                f"previous_response_id {response_id!r} is not kept: responses are, in memory, "
-                f"unless store is false, up to {self._max_bytes >> 20} MiB of all clients' text; "
-                "send the conversation as input",
-                param="previous_response_id",
-                code="previous_response_not_found",
-            )
+            return None
         mine.move_to_end(response_id)
-        return mine[response_id].messages
+        return mine[response_id][0]
 
-    def keep(self, client: str, response_id: str, messages: Sequence[AnyMessage]) -> None:
-        """Keeps a conversation that ends with a response."""
-        size = sum(len(one.model_dump_json()) for one in messages)
-        mine = self._kept.setdefault(client, OrderedDict())
-        mine[response_id] = _Kept(tuple(messages), size)
+    def keep(
+        self,
+        client: str,
+        response: dict[str, Any],
+        items: Sequence[dict[str, Any]],
+        messages: Sequence[AnyMessage],
+    ) -> None:
+        """Keeps a response, as Kept describes it."""
+        kept = Kept(dumped(response), dumped(items), tuple(messages))
+        size = kept.size
+        self._kept.setdefault(client, OrderedDict())[response["id"]] = kept, size
         self._sizes[client] += size
         while self._sizes.total() > self._max_bytes:
-            self._drop_oldest(self._sizes.most_common(1)[0][0])
+            most = self._sizes.most_common(1)[0][0]
+            self.drop(most, next(iter(self._kept[most])))
 
-    def _drop_oldest(self, client: str) -> None:
-        _, dropped = self._kept[client].popitem(last=False)
-        self._sizes[client] -= dropped.size
-        if not self._kept[client]:
+    def drop(self, client: str, response_id: str) -> bool:
+        """Forgets a response; returns whether it was kept."""
+        mine = self._kept.get(client, OrderedDict())
+        if response_id not in mine:
+            return False
+        _, size = mine.pop(response_id)
+        self._sizes[client] -= size
+        if not mine:
             del self._kept[client], self._sizes[client]
+        return True

@@ -204,6 +204,13 @@ class ResponsesRequest(Sampling):
         return {**values, "input": typed}
 
     @property
+    def items(self) -> list[Item]:
+        """The input; a text is the user's message."""
+        if isinstance(self.input, str):
+            return [InputMessage(type="message", role="user", content=self.input)]
+        return self.input
+
+    @property
     def wants_logprobs(self) -> bool:
         """Whether the text's tokens are to have their log-probabilities."""
         return "message.output_text.logprobs" in self.include or self.top_logprobs is not None
@@ -217,10 +224,7 @@ class ResponsesRequest(Sampling):
         Raises:
             ApiError: there is none.
         """
-        items = self.input
-        if isinstance(items, str):
-            items = [InputMessage(type="message", role="user", content=items)]
-        messages = [*earlier, *messages_of(items)]
+        messages = [*earlier, *messages_of(self.items)]
         if not messages:
             raise ApiError(400, "input must hold at least one item, got none", param="input")
         return messages

@@ -83,7 +83,7 @@ export async function race(context) {
   const {settings} = context;
   board.clear("race");
   const lanes = ["naive", settings.method].map((method) =>
-    board.addLane(method, {prompt: settings.prompt, showsSeed: false, unit: "tokens/s, in shared steps"}),
+    board.addLane(method, {prompt: settings.prompt, showsSeed: false, unit: "tokens/s, both at once"}),
   );
   for (const id of ["factor", "spread", "verdict-note"]) $(id).textContent = "";
   board.extra = () => {

@@ -1,7 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Ranges of rows and blocks of outputs, which a thread computes tile by tile.
-#pragma once
-
+#include "gemm/gemm_range.h"
+#include "gemm/integer_tile_cpu.h"
 #include "gemm/tile_cpu.h"
 
 namespace specops::SPECOPS_ISA {
@@ -25,16 +24,11 @@ constexpr int64_t kFetchTiles = 4;
 // So many rows are made floats once; more would push a panel out, so there each tile's are for it.
 constexpr int64_t kKeptRows = 16;
 
-// One range of rows and blocks. Its thread probably goes on with the one that begins at `next_block`
-// (the number of blocks: there is none).
+// One range of rows and blocks, tile by tile.
 template <typename S>
-void run_range(const GemmParams& params,
-               int64_t row_begin,
-               int64_t row_end,
-               int64_t block_begin,
-               int64_t block_end,
-               int64_t next_block) {
-  int64_t rows = row_end - row_begin;
+void range_of_blocks(const GemmParams& params, const GemmRange& range) {
+  int64_t row_begin = range.row_begin, block_begin = range.begin, block_end = range.end;
+  int64_t rows = range.row_end - row_begin;
   int64_t row_tiles = ceil_div(rows, Shape::kMaxRows);
   int64_t block_bytes = max64(1, steps_of<S>(params.weight.num_inputs) * S::kBytes);
   int64_t panels = ceil_div(block_end - block_begin, panel_blocks(rows, block_bytes));
@@ -52,7 +46,7 @@ void run_range(const GemmParams& params,
     int64_t last = block_begin + part_begin(block_end - block_begin, panels, p + 1);
     int64_t to_next = last - first;
     // Not past the end, where the next range's first panel is the shorter one.
-    if (p + 1 == panels) to_next = min64(next_block, blocks - to_next) - first;
+    if (p + 1 == panels) to_next = min64(range.next, blocks - to_next) - first;
     bool fetches = rows >= fetch_rows && to_next >= last - first;
     const char* next_panel = static_cast<const char*>(params.weight.data) + to_next * block_bytes;
     for (int64_t t = 0; t < row_tiles; ++t) {
@@ -80,5 +74,35 @@ void run_range(const GemmParams& params,
   }
 }
 
+template <typename Codes>
+void range_of_panels(const GemmParams& params, const GemmRange& range) {
+  integer_range<Codes>(
+      params, range.row_begin, range.row_end, range.begin, range.end, range.product);
+}
+
 }  // namespace
+
+uint64_t next_product() { return next_call(); }
+
+// out[row, n] = bias[n] + sum_k x[row, k] * weight[n, k]; of gates and ups: activation(gate) * up.
+// Cost:    the weights of the columns once from memory, those of a panel from the cache for every row
+//          tile but the first.
+// Assumes: weights packed by pack_weight.
+// Order:   that of the tiles; ranges and tiles are a schedule.
+// Source:  -
+// Threads: none here.
+void gemm_range(const GemmParams& params, const GemmRange& range) {
+  bool is_bf16 = params.dtype == DType::kBFloat16;
+  switch (params.weight.kind) {
+    case WeightKind::kPlain:
+      return is_bf16 ? range_of_blocks<Step<bfloat16, bfloat16>>(params, range)
+                     : range_of_blocks<Step<float, float>>(params, range);
+    case WeightKind::kFp8:
+      return is_bf16 ? range_of_blocks<Step<bfloat16, E4M3>>(params, range)
+                     : range_of_blocks<Step<float, E4M3>>(params, range);
+    default:
+      with_codes(params.weight, [&]<typename Codes>() { range_of_panels<Codes>(params, range); });
+  }
+}
+
 }  // namespace specops::SPECOPS_ISA

@@ -1,0 +1,126 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is asked of a kept response: queries, and the list of its input's items."""
+
+import json
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+from starlette.datastructures import QueryParams
+
+from specops.server.api_error import ApiError
+from specops.server.openai_responses.request import (
+    FunctionCall,
+    FunctionCallOutput,
+    InputMessage,
+    InputPart,
+    Item,
+)
+
+_MOST_ITEMS = 100
+_WHOLE = "not supported: a kept response is answered whole, with what its request included"
+_NEUTRAL = {"type": "string", "enum": ["false"], "description": f"true is {_WHOLE}"}
+
+# The queries, as OpenAPI describes them; others are not read.
+OF_A_RESPONSE: Mapping[str, dict[str, Any]] = {
+    "stream": _NEUTRAL,
+    "include_obfuscation": _NEUTRAL,
+}
+OF_ITEMS: Mapping[str, dict[str, Any]] = {
+    "limit": {"type": "integer", "minimum": 1, "maximum": _MOST_ITEMS, "default": 20},
+    "order": {"type": "string", "enum": ["asc", "desc"], "default": "desc"},
+    "after": {"type": "string", "description": "the id of the item before the first one"},
+}
+_REFUSED = ("include", "include[]", "starting_after")
+
+
+def read_query(query: QueryParams, known: Mapping[str, dict[str, Any]]) -> dict[str, Any]:
+    """The values of a query, with defaults in the place of absent ones.
+
+    Raises:
+        ApiError: one is out of range, or asks for what is not there.
+    """
+    for name in _REFUSED:
+        if name in query:
+            raise _wrong(name.removesuffix("[]"), f"is {_WHOLE}", "unsupported_parameter")
+    values = {}
+    for name, schema in known.items():
+        given = query.getlist(name)
+        if len(given) > 1:
+            raise _wrong(name, f"must be given once, got {len(given)} times")
+        values[name] = _value(name, schema, given[0]) if given else schema.get("default")
+    return values
+
+
+def _value(name: str, schema: Mapping[str, Any], text: str) -> Any:
+    if "enum" in schema and text not in schema["enum"]:
+        wanted = " or ".join(schema["enum"])
+        raise _wrong(name, f"must be {wanted}, got {text!r}")
+    if schema["type"] != "integer":
+        return text
+    low, high = schema["minimum"], schema["maximum"]
+    if not (text.isascii() and text.isdecimal() and len(text) < 10 and low <= int(text) <= high):
+        raise _wrong(name, f"must be an integer from {low} to {high}, got {text!r}")
+    return int(text)
+
+
+def _wrong(name: str, what: str, code: str = "invalid_value") -> ApiError:
+    return ApiError(400, f"{name} {what}", param=name, code=code)
+
+
+def listed(items: Iterable[Item], response_id: str) -> Iterator[dict[str, Any]]:
+    """The items of an input in the form of the API's answers, where each has an id and a status."""
+    number = response_id.partition("_")[2]
+    for index, item in enumerate(items):
+        kind = {InputMessage: "msg", FunctionCall: "fc", FunctionCallOutput: "fco"}[type(item)]
+        own = {"id": item.id or f"{kind}_{number}_in{index}", "type": item.type}
+        own["status"] = item.status or "completed"
+        if isinstance(item, InputMessage):
+            content = [*_parts(item)]
+            yield {**own, "role": item.role, "content": content}
+        elif isinstance(item, FunctionCall):
+            called = {"name": item.name, "arguments": item.arguments}
+            yield {**own, "call_id": item.call_id, **called}
+        else:
+            output = item.output
+            told = output if isinstance(output, str) else [_text(part) for part in output]
+            yield {**own, "call_id": item.call_id, "output": told}
+
+
+def _parts(item: InputMessage) -> Iterator[dict[str, Any]]:
+    """A message's texts: of the assistant's with what an output has beside them."""
+    parts = item.content
+    if isinstance(parts, str):
+        parts = [InputPart.model_validate({"type": "input_text", "text": parts})]
+    for part in parts:
+        if item.role == "assistant":
+            beside = {"annotations": part.annotations or [], "logprobs": part.logprobs or []}
+            yield {"type": "output_text", "text": part.text, **beside}
+        else:
+            yield _text(part)
+
+
+def _text(part: InputPart) -> dict[str, Any]:
+    return {"type": "input_text", "text": part.text}
+
+
+def page_of(items: bytes, query: Mapping[str, Any]) -> dict[str, Any]:
+    """One page of a list of items.
+
+    Raises:
+        ApiError: there is no item that the page is to come after.
+    """
+    whole = json.loads(items)
+    if query["order"] == "desc":
+        whole.reverse()
+    begin = 0
+    if query["after"] is not None:
+        ids = [one["id"] for one in whole]
+        if query["after"] not in ids:
+            got = f"got {query['after']!r}"
+            raise _wrong("after", f"must be the id of an item of the response's input, {got}")
+        begin = ids.index(query["after"]) + 1
+    data = whole[begin : begin + query["limit"]]
+    ends = {"first_id": data[0]["id"], "last_id": data[-1]["id"]} if data else {}
+    more = begin + len(data) < len(whole)
+    none = {"first_id": None, "last_id": None}
+    return {"object": "list", "data": data, **none, **ends, "has_more": more}

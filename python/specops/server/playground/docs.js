@@ -1,0 +1,88 @@
+// SPDX-License-Identifier: Apache-2.0
+// The page /docs: every route with its fields, from /openapi.json.
+
+import {ask} from "./api.js";
+import {$, make} from "./dom.js";
+
+const NUMBER = new Intl.NumberFormat("en", {maximumFractionDigits: 6});
+
+let schemas = {};
+
+const nameOf = (reference) => reference.split("/").at(-1);
+const isNothing = ({type}) => type === "null"; // null is the same as absent
+
+/** The alternatives of a field, without null. */
+const branchesOf = (field) => (field.anyOf ?? field.oneOf ?? [field]).flatMap((one) => (one.anyOf ? branchesOf(one) : [one])).filter((one) => !isNothing(one));
+
+function typeOf(field) {
+  if (field.$ref) return nameOf(field.$ref);
+  if (field.anyOf || field.oneOf) return [...new Set(branchesOf(field).map(typeOf))].join(" or ");
+  if (field.const !== undefined) return JSON.stringify(field.const);
+  if (field.enum) return field.enum.map((one) => JSON.stringify(one)).join(" or ");
+  if (field.type === "array") return `list of ${field.items ? typeOf(field.items).replace(/^\w+/, "$&s") : "anything"}`;
+  return field.type ?? "anything";
+}
+
+/** What a value must be in, such as "above 0, to 1" or "at most 16". */
+function rangeOf(field) {
+  const ranges = branchesOf(field).map(({minimum, exclusiveMinimum, maximum, maxItems, maxLength, maxProperties}) => {
+    const low = exclusiveMinimum === undefined ? minimum : exclusiveMinimum;
+    const most = maxItems ?? maxLength ?? maxProperties;
+    if (low === undefined) return most === undefined ? "" : `at most ${NUMBER.format(most)}`;
+    const from = `${exclusiveMinimum === undefined ? "" : "above "}${NUMBER.format(low)}`;
+    return maximum === undefined ? `${from} or more` : `${from} to ${NUMBER.format(maximum)}`;
+  });
+  return [...new Set(ranges.filter(Boolean))].join("; ");
+}
+
+const code = (text) => make("code", {}, text);
+const cellsOf = (tag, cells) => make("tr", {}, ...cells.map((cell) => make(tag, tag === "th" ? {scope: "col"} : {}, cell)));
+
+/** A table of fields: [name, schema, whether it is required]. */
+function tableOf(fields, label) {
+  const rows = fields.map(([name, field, isRequired]) => {
+    const isShown = field.default !== undefined && field.default !== null;
+    const otherwise = isRequired ? "required" : isShown ? JSON.stringify(field.default) : "";
+    return cellsOf("td", [code(name), typeOf(field), rangeOf(field), otherwise, field.description ?? ""]);
+  });
+  const head = make("thead", {}, cellsOf("th", ["field", "type", "range", "default", "meaning"]));
+  const table = make("table", {}, head, make("tbody", {}, ...rows));
+  return make("div", {class: "scrolls", tabindex: 0, role: "group", "aria-label": label}, table);
+}
+
+const isNeutral = ({description = ""}) => description.startsWith("not supported");
+
+function bodyOf(name, label) {
+  const {properties, required = []} = schemas[name];
+  const fields = Object.entries(properties);
+  const known = fields.filter(([, field]) => !isNeutral(field));
+  const others = fields.filter(([, field]) => isNeutral(field)).map(([other]) => other);
+  known.sort(([a], [b]) => required.includes(b) - required.includes(a));
+  const table = tableOf(known.map(([one, field]) => [one, field, required.includes(one)]), label);
+  if (!others.length) return [table];
+  return [table, make("p", {class: "soft"}, `Refused, unless they ask for nothing: ${others.join(", ")}.`)];
+}
+
+function routeOf(path, method, {description = "", requestBody, parameters = [], responses}) {
+  const title = `${method.toUpperCase()} ${path}`;
+  const parts = [make("h2", {}, title), make("p", {}, description)];
+  const label = `Fields of ${title}`;
+  if (parameters.length) parts.push(tableOf(parameters.map(({name, schema, required}) => [name, schema, required]), label));
+  if (requestBody) parts.push(...bodyOf(nameOf(requestBody.content["application/json"].schema.$ref), label));
+  const statuses = Object.entries(responses).map(([status, one]) => `${status}${status === "200" ? "" : `: ${one.description}`}`);
+  parts.push(make("p", {class: "soft"}, `Answers ${statuses.join("; ")}.`));
+  return make("section", {id: title.replaceAll(/\W+/g, "-"), class: "route", "aria-label": title}, ...parts);
+}
+
+async function show() {
+  const {paths, components} = await (await ask("openapi.json")).json();
+  schemas = components.schemas;
+  const routes = Object.entries(paths).flatMap(([path, item]) =>
+    Object.entries(item).filter(([method]) => method !== "head").map(([method, route]) => routeOf(path, method, route)));
+  const links = routes.map(({id, ariaLabel}) => make("li", {}, make("a", {href: `#${id}`}, ariaLabel)));
+  $("contents").append(make("ul", {}, ...links));
+  $("routes").append(...routes);
+  if (location.hash) document.getElementById(location.hash.slice(1))?.scrollIntoView();
+}
+
+show().catch((error) => ($("error").textContent = error.message));
