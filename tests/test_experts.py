@@ -519,7 +519,9 @@ def completions(directory: str, method: str, **options: Any) -> list[Completion]
 
 @pytest.mark.parametrize("options", [{}, {"quantization": "wint4", "kv_cache_dtype": "int8"}])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("family", ["qwen3", "gpt_oss", "Glm4Moe", "DeepseekV3", "Ernie4_5_Moe"])
+@pytest.mark.parametrize(
+    "family", ["qwen3", "gpt_oss", "Glm4Moe", "DeepseekV3", "Ernie4_5_Moe", "Qwen3Next"]
+)
 @pytest.mark.corners("*-bfloat16-options0", "Ernie4_5_Moe-*-options1", "Glm4Moe-*-options1")
 def test_speculation_changes_no_bit(family: str, dtype: str, options: dict[str, Any]) -> None:
     if family == "DeepseekV3":
