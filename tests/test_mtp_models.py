@@ -74,6 +74,7 @@ def step_of(token_ids: list[int], begin: int) -> StepBatch:
         kv_indptr=kv_indptr,
         kv_indices=kv_indices,
         kv_lens=kv_lens,
+        slots=torch.zeros(1, dtype=torch.int32),
     )
 
 
@@ -84,7 +85,6 @@ def pass_of(text: list[int], drafts: list[int], begin: int, end: int) -> MtpBatc
         **{one.name: getattr(step, one.name) for one in dataclasses.fields(LayerBatch)},
         row_to_request=torch.zeros(end - begin, dtype=torch.int32),
         source_rows=torch.arange(end - begin, dtype=torch.int32),
-        slots=torch.zeros(1, dtype=torch.int32),
         token_ids=torch.tensor([text], dtype=torch.int32),
         lens=torch.tensor([len(text)], dtype=torch.int32),
         draft_token_ids=torch.tensor([drafts or [-1]], dtype=torch.int32),
@@ -589,8 +589,8 @@ def test_modules_for_another_target_are_refused(tiny: Tiny, tmp_path: Path) -> N
 @pytest.mark.parametrize(
     "architecture,words",
     [
-        ("Qwen3NextForCausalLM", "linear attention"),
-        ("Qwen3_5MoeForCausalLM", "linear attention and mixtures of experts"),
+        ("Qwen3_5ForCausalLM", "projections of linear attention under other names"),
+        ("Qwen3_5MoeForCausalLM", "projections of linear attention under other names"),
     ],
 )
 def test_targets_that_do_not_run_yet_are_refused_by_name(

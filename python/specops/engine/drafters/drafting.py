@@ -100,6 +100,8 @@ class Drafting:
         self._running: dict[int, Request] = {}  # by slot
         self.scheduled: list[Scheduled] = []
         self._places: dict[int, int] = {}  # in the last step, of its requests, by slot
+        # Of models that keep states of each draft.
+        self._most_kept = context.config.num_drafts if context.target.keeps_states else None
         slots = context.config.max_num_seqs
         self.proposals = _no_proposals(slots, 0)
         drawing = {
@@ -110,14 +112,17 @@ class Drafting:
         self.draft_probs = DraftProbs(drawing, slots, context.device.device)
         self._most_drawn = 0  # drafts of any request that one of these has drafted for
         self._check_lengths(context.config.speculative_config)
+        self._check_room(context.config.speculative_config)
 
     def check(self, config: SpeculativeConfig) -> None:
         """Refuses what a request asks for if drafters cannot do it.
 
         Raises:
-            ValueError: it wants a longer chain than one drafts, or a selection without costs.
+            ValueError: it wants a longer chain than one drafts, a selection without costs, or what
+                the model's slots have no room for.
         """
         self._check_lengths(config)
+        self._check_room(config)
         if config.selects_drafts and self._selector is None:
             raise ValueError(
                 "adaptive_verification needs an engine that knows what a row costs: turn it on in "
@@ -134,6 +139,21 @@ class Drafting:
                     f'weights of "{name}" make in this engine, got {wanted}; where it is not '
                     "given, it is num_speculative_tokens"
                 )
+
+    def _check_room(self, config: SpeculativeConfig) -> None:
+        """Refuses trees, and more drafts than the server's, where states are kept of each."""
+        if self._most_kept is None:
+            return
+        if config.tree:
+            raise ValueError(
+                "tree must be false for a model with linear attention, whose states are of chains"
+            )
+        if config.num_speculative_tokens > self._most_kept:
+            raise ValueError(
+                f"num_speculative_tokens must be at most {self._most_kept}, the server's own, for "
+                "a model with linear attention, whose slots have room for so many drafts; got "
+                f"{config.num_speculative_tokens}"
+            )
 
     @property
     def methods(self) -> tuple[str, ...]:
