@@ -35,7 +35,8 @@ DENSE: dict[str, tuple[str, dict[str, Any]]] = {
     "one_kv_head": ("Qwen2", {"num_key_value_heads": 1}),
     "odd_vocabulary": ("Qwen3", {"vocab_size": 159}),
 }
-MODELS = (*DENSE, "qwen3", "glm4", "deepseek_v3", "gpt_oss")  # with experts, from there on
+# Those of `test_experts.py` behind the dense ones.
+MODELS = (*DENSE, "qwen3", "glm4", "deepseek_v3", "gpt_oss", "qwen3_next", "qwen3_5")
 WIDE = {"intermediate_size": 256, "moe_intermediate_size": 64}  # for groups of codes
 DRAFTS = {"num_speculative_tokens": 4, "adaptive_verification": False}
 
@@ -161,7 +162,7 @@ def test_four_ranks_and_two_that_add_as_four_do(directory_of: Any) -> None:
     assert four == generate(Engine(config(model, exact_across_tp=4)), 5)
 
 
-@pytest.mark.parametrize("name", ["llama", "deepseek_v3"])
+@pytest.mark.parametrize("name", ["llama", "deepseek_v3", "qwen3_next", "qwen3_5"])
 def test_one_rank_is_close(name: str, directory_of: Any) -> None:
     """Sums over inputs are rounded elsewhere; all else has the same bits."""
     model = directory_of(name)
