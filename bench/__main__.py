@@ -34,8 +34,10 @@ FAMILIES = {
     "attention": "attention",
     "kv_cache": "kv_cache",
     "latent": "latent",
+    "linear_attention": "linear_attention",
     "cascade": "cascade",
     "trees": "trees",
+    "answers": "answers",
     "structured": "structured",
     "sampling": "sampling",
     "suffix_tree": "suffix_tree",
@@ -89,6 +91,7 @@ GROUPS = {
 # Minutes each, so apart: `make bench-methods`, `make bench-replay` and the like.
 ON_REQUEST = (
     "accuracy",
+    "answers",
     "gemma",
     "gemma_greedy",
     "gemma_seeded",

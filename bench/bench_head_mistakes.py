@@ -17,6 +17,8 @@ from unittest import mock
 import torch
 from safetensors.torch import load_file, save_file
 from specops.engine import Engine, EngineConfig, SamplingParams, SpeculativeConfig
+from specops.engine.drafters.head import DraftRows
+from specops.engine.drafters.newest import NewestTokens
 from specops.engine.models import BlockDrafter, KvCache, LayerBatch
 from specops.engine.models.state_head import StateHead
 from torch import Tensor
@@ -40,6 +42,7 @@ class Mistake:
         method: whose heads it concerns.
         config: changes what config.json says.
         tensor: changes a tensor, by its name.
+        renamed: the name that a tensor is given, by its own.
         patch: what is put in the place of an attribute: the class, its name, and this.
     """
 
@@ -48,6 +51,7 @@ class Mistake:
     method: str
     config: Callable[[Config], None] | None = None
     tensor: Callable[[str, Tensor], Tensor] | None = None
+    renamed: Callable[[str], str] | None = None
     patch: tuple[type, str, Any] | None = None
 
 
@@ -101,7 +105,34 @@ def _too_far(
     return _FORWARD(self, token_ids, places, moved, cache)
 
 
-_FORWARD = BlockDrafter.forward
+_FORWARD, _BEFORE = BlockDrafter.forward, NewestTokens.before
+
+
+def _without_bias(
+    self: BlockDrafter, logits: Tensor, states: Tensor, token_ids: Tensor, sums: Tensor | None
+) -> Tensor:
+    return logits
+
+
+def _behind_newest(self: NewestTokens, index: int, rows: DraftRows) -> Tensor:
+    return _BEFORE(self, 0, rows)
+
+
+def _one_too_early(self: NewestTokens, index: int, rows: DraftRows) -> Tensor:
+    return _BEFORE(self, max(index - 1, 0), rows)
+
+
+def _swapped(name: str) -> str:
+    """The two matrices of the Markov head, which have one shape."""
+    if "markov_w1" in name:
+        return name.replace("markov_w1", "markov_w2")
+    return name.replace("markov_w2", "markov_w1")
+
+
+def _default_anchor(config: Config) -> None:
+    """As where a head is DSpark's, and nothing says that its masks draft in their own places."""
+    del config["sample_from_anchor"]
+
 
 MISTAKES = (
     Mistake("layers", "layer ids are read one too low", "eagle3", config=_layers_below),
@@ -147,7 +178,41 @@ MISTAKES = (
         patch=(BlockDrafter, "states_of", StateHead.states_of),
     ),
     Mistake("rope", "rotary embeddings of the other layout", "dflash", tensor=_interleaved),
+    Mistake(
+        "no_markov",
+        "the Markov head is not used",
+        "dspark",
+        patch=(BlockDrafter, "with_tokens_before", _without_bias),
+    ),
+    Mistake(
+        "newest_token",
+        "the Markov head reads the newest token for every draft",
+        "dspark",
+        patch=(NewestTokens, "before", _behind_newest),
+    ),
+    Mistake(
+        "early_token",
+        "the Markov head reads one token too early from the second draft on",
+        "dspark",
+        patch=(NewestTokens, "before", _one_too_early),
+    ),
+    Mistake("swapped", "the Markov head's matrices are swapped", "dspark", renamed=_swapped),
+    Mistake(
+        "default_anchor",
+        "each row drafts the token behind it, as where `sample_from_anchor` is missing",
+        "dspark",
+        _default_anchor,
+    ),
 )
+
+
+def tensors_of(directory: Path) -> dict[str, Tensor]:
+    """The tensors of a head, in one file or as its index has them."""
+    index = directory / "model.safetensors.index.json"
+    files = {"model.safetensors"}
+    if index.exists():
+        files = set(json.loads(index.read_text())["weight_map"].values())
+    return {name: one for file in files for name, one in load_file(directory / file).items()}
 
 
 @contextmanager
@@ -155,11 +220,13 @@ def planted(directory: Path, mistake: Mistake) -> Iterator[Path]:
     """Makes a mistake: gives a copy of the head that has it, or lets the engine make it."""
     with TemporaryDirectory() as folder:
         config = json.loads((directory / "config.json").read_text())
-        tensors = load_file(directory / "model.safetensors")
+        tensors = tensors_of(directory)
         if mistake.config is not None:
             mistake.config(config)
         if mistake.tensor is not None:
             tensors = {name: mistake.tensor(name, one) for name, one in tensors.items()}
+        if mistake.renamed is not None:
+            tensors = {mistake.renamed(name): one for name, one in tensors.items()}
         (Path(folder) / "config.json").write_text(json.dumps(config))
         save_file(tensors, Path(folder) / "model.safetensors")
         if mistake.patch is None:
@@ -211,7 +278,7 @@ def trained_head(method: str) -> Path | None:
 
 def run_head_mistakes(bench: Bench) -> None:
     """Every mistake with every head that there is."""
-    for method in ("eagle3", "dflash"):
+    for method in ("eagle3", "dflash", "dspark"):
         directory = trained_head(method)
         if directory is None:
             continue

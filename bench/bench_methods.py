@@ -48,7 +48,7 @@ CASES: dict[str, dict[str, object]] = {
     **METHODS,
 }
 # Methods whose heads are trained for the bundled model: those that are there (trained_head).
-HEADS = ("eagle", "eagle3", "dflash", "hydra", "medusa")
+HEADS = ("eagle", "eagle3", "dflash", "dspark", "hydra", "medusa", "draft_model")
 HEAD_DRAFTS = 3
 
 

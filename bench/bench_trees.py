@@ -34,10 +34,11 @@ CHAIN = list(range(-1, 15))
 # Method, drafts a step, text, temperature.
 RUNS = [
     (method, k, text, temperature)
-    for method, k in (("ngram", 8), ("suffix", 16), ("mtp", 4), ("mtp", 6))
+    for method, k in (("ngram", 8), ("suffix", 16), ("mtp", 4), ("mtp", 6), ("mtp+suffix", 8))
     for text in ("edits", "completions")
     for temperature in (0.0, 0.8)
 ]
+MODEL_STEPS = {"mtp+suffix": 3}  # elsewhere as many as drafts
 
 
 def run_trees(bench: Bench) -> None:
@@ -159,6 +160,7 @@ def _add_run(bench: Bench, method: str, k: int, text: str, temperature: float) -
                 speculative_config=SpeculativeConfig(
                     method=method,
                     num_speculative_tokens=k,
+                    num_model_steps=MODEL_STEPS.get(method),
                     tree=tree,
                     suffix_decoding_max_spec_factor=4.0,
                     suffix_decoding_min_token_prob=0.02,

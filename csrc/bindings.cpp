@@ -6,6 +6,7 @@
 #include "batching/ops.h"
 #include "common/ops.h"
 #include "dense/ops.h"
+#include "linear_attention/ops.h"
 #include "moe/ops.h"
 #include "sampling/ops.h"
 #include "suffix_tree/ops.h"
@@ -20,6 +21,7 @@ PYBIND11_MODULE(SPECOPS_MODULE, m) {
   register_batching(m);
   register_attention(m);
   register_dense(m);
+  register_linear_attention(m);
   register_moe(m);
   register_sampling(m);
   register_suffix_tree(m);

@@ -17,7 +17,17 @@ import skips
 import specops
 import torch
 from rounding import assert_error_at_most, distance, rounding_errors
-from specops import _C, attention, batching, dense, moe, ngram, runtime, sampling
+from specops import (
+    _C,
+    attention,
+    batching,
+    dense,
+    linear_attention,
+    moe,
+    ngram,
+    runtime,
+    sampling,
+)
 from torch import Tensor
 
 # The references' torch ops: a barrier among threads that share a core costs more than they save.
@@ -58,7 +68,7 @@ def keep_smoke(config: pytest.Config, items: list[pytest.Item]) -> None:
 # What sets with bf16 products have kernels of their own for (SPECOPS_BF16_KERNELS, CMakeLists.txt).
 BF16_OPS = frozenset({"append_attention", "linear", "moe_linear", "pack_weight"})
 
-OP_MODULES = [attention, batching, dense, moe, ngram, runtime, sampling]
+OP_MODULES = [attention, batching, dense, linear_attention, moe, ngram, runtime, sampling]
 
 
 def leave_to_prove(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -38,6 +38,7 @@ SMALL: dict[str, dict[str, Any]] = {
     },
     "attention": {"BATCH": 2, "KV_LEN": 64, "SIZES_8BIT": ((2, 64), (1, 128))},
     "latent": {"KV_LEN": 100, "SIZES": ((4, 2),)},
+    "linear_attention": {"KEY_HEADS": 2, "VALUE_HEADS": 4, "KEY_DIM": 16, "ROWS": (2, 20)},
     "kv_cache": {"PROMPTS": 2, "TOKENS": 40, "NEW_TOKENS": 8, "RANDOM_TOKENS": 100},
     "cascade": {
         "SHARING": 3,
@@ -56,6 +57,7 @@ SMALL: dict[str, dict[str, Any]] = {
         "NEW_TOKENS": 8,
         "RUNS": [("suffix", 6, "edits", 0.0), ("mtp", 3, "completions", 0.8)],
     },
+    "answers": {"NUM_PROMPTS": 2, "GROUP": 2, "NEW_TOKENS": 8, "SHORT_TOKENS": 4},
     "structured": {
         "LARGE_VOCAB": 2048,
         "BATCH": 2,
@@ -119,7 +121,7 @@ def tiny(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         module = importlib.import_module(f"bench.bench_{name}")
         for constant, value in constants.items():
             monkeypatch.setattr(module, constant, value)
-    for name in ("engine", "head_mistakes", "lossless", "methods", "trees", "vllm"):
+    for name in ("answers", "engine", "head_mistakes", "lossless", "methods", "trees", "vllm"):
         module = importlib.import_module(f"bench.bench_{name}")
         monkeypatch.setattr(module, "prompt_token_ids", prompts)
     methods = importlib.import_module("bench.bench_methods")

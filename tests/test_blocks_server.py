@@ -168,6 +168,9 @@ def _text(message: dict[str, str]) -> dict[str, str]:
          "input.0.content.0.text is missing"),
         ("responses", {"input": "x", "tools": [TOOL], "tool_choice": {"type": "x"}},
          "tool_choice.type must be 'function', got 'x'"),
+        ("responses", {"input": "x", "tools": [TOOL, {**TOOL, "name": "w-1", "parameters":
+         {"type": "object", "properties": {"a": {"enum": 1}}}}, {**TOOL, "name": "last"}]},
+         "tools: parameters of 'w-1' cannot be used: enum must be an array"),
         ("responses", {"input": "x", "top_logprobs": 999}, "top_logprobs must be"),
         ("responses", {"input": "x", "text": {"format": {"type": "json_schema", "schema":
          {"not": {}}}}}, "text.format"),

@@ -55,6 +55,56 @@ def test_swiglu_oai_of_any_gate_and_up(device: str, isa: str) -> None:
     assert out[5].isnan() and out[11].isnan()
 
 
+@pytest.mark.no_bf16
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("rows,heads,dim", [(0, 2, 64), (1, 1, 16), (5, 3, 77), (1500, 1, 128)])
+@pytest.mark.parametrize("activation,has_norm", [("sigmoid", False), ("silu", True)])
+def test_output_gate(
+    device: str,
+    isa: str,
+    dtype: torch.dtype,
+    rows: int,
+    heads: int,
+    dim: int,
+    activation: str,
+    has_norm: bool,
+) -> None:
+    x, gate = (3 * torch.randn(2, rows, heads, dim)).to(dtype).to(device)
+    for gates in (gate, gate[..., :1].contiguous()):
+        norm = torch.randn(dim).to(dtype).to(device) if has_norm else None
+        out = dense.output_gate(x, gates, activation, norm_weight=norm)
+        assert out.shape == x.shape
+
+        def op(x: torch.Tensor, gates: torch.Tensor, *norm: torch.Tensor) -> torch.Tensor:
+            weight = norm[0] if norm else None
+            return reference.output_gate(x, gates, activation, norm_weight=weight)
+
+        if rows:
+            assert_close(op, out, x, gates, *([] if norm is None else [norm]))
+
+
+@pytest.mark.no_bf16
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_output_gate_rows_keep_their_bits(device: str, isa: str, dtype: torch.dtype) -> None:
+    """Alone, among others with poison between them, in place, and as a norm and a gate."""
+    wide = torch.full((2, 9, 100), torch.nan, dtype=dtype)
+    wide[:, :, 2:98] = torch.randn(2, 9, 96).to(dtype)
+    x, gate = wide.to(device)[:, :, 2:98].unflatten(2, (3, 32))
+    norm = torch.randn(32).to(dtype).to(device)
+    for weight in (None, norm):
+        want = dense.output_gate(x, gate, "silu", norm_weight=weight)
+        alone = [
+            dense.output_gate(x[i : i + 1], gate[i : i + 1], "silu", norm_weight=weight)
+            for i in range(9)
+        ]
+        assert torch.equal(torch.cat(alone), want)
+        own = x.contiguous()
+        assert dense.output_gate(own, gate, "silu", norm_weight=weight, out=own) is own
+        assert torch.equal(own, want)
+    heads = dense.rms_norm(x.contiguous().view(27, 32), norm, 1e-6).view(9, 3, 32)
+    assert torch.equal(dense.output_gate(heads, gate, "silu"), want)
+
+
 @pytest.mark.parametrize("activation", GATED)
 @pytest.mark.no_bf16
 def test_gated_mul_strided_rows(device: str, isa: str, activation: str) -> None:

@@ -10,7 +10,17 @@ import pytest
 import specops
 import torch
 from exercised import Recorded, missing, whole_files
-from specops import _C, attention, batching, dense, moe, ngram, runtime, sampling
+from specops import (
+    _C,
+    attention,
+    batching,
+    dense,
+    linear_attention,
+    moe,
+    ngram,
+    runtime,
+    sampling,
+)
 from test_errors import TENSOR_OPS, ints
 
 CSRC = Path(__file__).resolve().parent.parent / "csrc"
@@ -20,6 +30,7 @@ TESTS_OF = {
     attention: "test_attention.py",
     batching: "test_batching.py",
     dense: "test_dense.py",
+    linear_attention: "test_linear_attention.py",
     moe: "test_moe.py",
     runtime: "test_devices.py",
     sampling: "test_sampling.py",

@@ -320,7 +320,7 @@ def test_drafts_are_the_reference_s(target: tuple[Path, Any], tmp_path: Path, ki
     head = KINDS[kind]
     head.write(tmp_path)
     limits = {"max_num_seqs": 4, "max_num_batched_tokens": 24, "max_model_len": 200}
-    engine = make(target, tmp_path, num_speculative_tokens=7, **limits)
+    engine = make(target, tmp_path, num_speculative_tokens=head.num_drafts, **limits)
     each = [replace(one, max_tokens=20) for one in told(3)]
     found = reported(engine, TEXTS[:3], each)
     full = shifted = 0

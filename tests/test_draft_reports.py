@@ -33,6 +33,12 @@ METHODS = {
         "num_speculative_tokens": 5,
         "num_model_steps": 1,
     },
+    "mtp+suffix tree": {
+        "method": "mtp+suffix",
+        "num_speculative_tokens": 12,
+        "num_model_steps": 2,
+        "tree": True,
+    },
 }
 
 
@@ -82,7 +88,7 @@ def test_every_verified_draft_is_reported(
             assert (drafts.token_ids[node], drafts.parents[node]) == (token, before)
             before = node
         seen.update(drafts.sources)
-        if name.startswith("mtp+"):
+        if name.startswith("mtp+") and not name.endswith("tree"):
             first = METHODS[name]["num_model_steps"]
             both = ["mtp"] * first + [name[4:]] * (count - first)
             assert drafts.sources == both[:count], "the modules come first, in every step"
@@ -131,6 +137,30 @@ def test_requests_of_one_step_have_reports_of_their_own(engine: Engine) -> None:
     for name in names:
         engine.completion(name)
     assert [found[name] for name in names] == [{"mtp", "ngram"}, set(), {"ngram"}]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_merged_trees_are_the_same_in_any_batch(temperature: float) -> None:
+    """Where the suffix tree knows nothing of other requests."""
+    own = {**METHODS["mtp+suffix tree"], "suffix_decoding_max_cached_requests": 0}
+    engine = Engine(
+        EngineConfig(speculative_config=SpeculativeConfig.from_dict(own), max_num_seqs=3, seed=0)
+    )
+    told = SamplingParams(max_tokens=30, temperature=temperature, seed=5, report_drafts=True)
+    prompts = [PROMPT, TWICE, TWICE + " 5\nx"]
+
+    def drafts_of(*together: str) -> list[list[object]]:
+        names = [engine.add_request(prompt, told) for prompt in together]
+        found: dict[str, list[object]] = {name: [] for name in names}
+        while engine.has_unfinished():
+            for output in engine.step():
+                if output.drafts is not None:
+                    found[output.request_id].append(output.drafts)
+        return list(found.values())
+
+    alone = [drafts_of(prompt)[0] for prompt in prompts]
+    assert drafts_of(*prompts) == alone
+    assert sum(map(len, alone)) > 10
 
 
 @pytest.mark.parametrize("name", ["ngram", "mtp", "mtp+ngram"])

@@ -398,13 +398,13 @@ def test_a_request_may_turn_it_off_but_not_on(model_dir: Path) -> None:
 
 def test_it_is_on_where_steps_are_long(model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def is_on(**own: Any) -> bool:
-        return make(model_dir, {"method": "ngram", **own})._drafting.can_select
+        return make(model_dir, {"method": "ngram", **own})._drafting._selector is not None
 
     size = (model_dir / "model.safetensors").stat().st_size
     assert not is_on() and is_on(adaptive_verification=True)
     monkeypatch.setattr(engine_config, "_LEAST_SELECTED_BYTES", size)
     assert is_on() and not is_on(adaptive_verification=False)
-    assert not make(model_dir, {"method": "naive"})._drafting.can_select
+    assert make(model_dir, {"method": "naive"})._drafting._selector is None
 
     def decided(method: str, device: str) -> bool | None:
         own = SpeculativeConfig(method=method)

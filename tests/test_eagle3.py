@@ -95,6 +95,24 @@ def test_masks_read_what_they_should(
     assert first == 0 and later > 5
 
 
+def test_a_request_has_no_more_drafts_than_there_are_masks_for(
+    target: tuple[Path, Any], tmp_path: Path
+) -> None:
+    """It is refused, and not given fewer; a tree has more nodes, and others continue."""
+    head, layout = HEADS["parallel"]
+    eagle_oracle.write(tmp_path, head, layout)
+    engine = make(target, tmp_path)
+    (one,) = told(1)
+    with pytest.raises(ValueError, match=r'at most 3, .* of "eagle3" make in this engine, got 4;'):
+        engine.add_request(TEXTS[0], one, speculative_config={"num_speculative_tokens": 4})
+    for own in (
+        {"num_speculative_tokens": 2},
+        {"num_speculative_tokens": 4, "num_model_steps": 3, "method": "eagle3+suffix"},
+        {"num_speculative_tokens": 4, "tree": True},
+    ):
+        engine.add_request(TEXTS[0], one, speculative_config=own)
+
+
 CASES: dict[str, dict[str, Any]] = {
     "wide": {},
     "tree": {"tree": True, "num_speculative_tokens": 7, "num_model_steps": 4},

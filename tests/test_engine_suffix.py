@@ -22,6 +22,8 @@ from specops.engine import (
     SpeculativeConfig,
 )
 from specops.engine.drafters import suffix_store
+from specops.engine.drafters.methods.suffix import SuffixOptions
+from specops.engine.drafters.suffix_answers import EarlierAnswers
 from specops.suffix_tree import SuffixCache
 
 PROMPT = [5, 6, 7, 5, 6, 7, 5, 6]
@@ -187,6 +189,57 @@ def test_a_second_time_everything_is_known(model_dir: Path) -> None:
     assert warm.token_ids == cold.token_ids
     assert warm.stats.num_accepted_tokens > 2 * cold.stats.num_accepted_tokens
     assert warm.stats.num_steps < 30
+
+
+# ---- earlier answers to the same prompt ----
+
+
+def test_an_answer_that_comes_again_is_drafted_from_its_first_token(model_dir: Path) -> None:
+    """The end of the prompt is the match; a shared tree alone has none there."""
+    params = SamplingParams(max_tokens=24, temperature=0.9, seed=4, ignore_eos=True, logprobs=1)
+    prompt = list(range(20, 60))
+    (plain,) = make(model_dir, NAIVE).generate([prompt], params)
+    steps = {}
+    for answers in (0, 2):
+        engine = make(model_dir, suffix(8, earlier_answers=answers), enable_prefix_caching=False)
+        first, again = (engine.generate([prompt], params)[0] for _ in range(2))
+        for done in (first, again):
+            assert (done.token_ids, done.logprobs) == (plain.token_ids, plain.logprobs)
+        steps[answers] = again.stats.num_steps
+        # Another prompt's tree has none of it, and nobody's has it once all is forgotten.
+        engine.drafters["suffix"].forget()
+        assert engine.generate([prompt], params)[0].stats == first.stats
+    assert steps[2] == 4 < steps[0]  # a token, and then nine a step
+
+
+def test_which_answers_are_kept() -> None:
+    """The latest to a prompt, each behind its prompt's end; under every budget."""
+    kept = EarlierAnswers(
+        SuffixOptions(suffix_decoding_earlier_answers=2, suffix_decoding_max_tree_depth=2)
+    )
+    prompt, other = [1, 2, 3], [4]
+    for answer in ([5, 6], [7], [], [8, 9]):
+        kept.add(prompt, answer)
+    kept.add(other, [5])
+    assert list(kept.text_of(prompt, [1, 2, 3, 10])) == [2, 3, 7, 2, 3, 8, 9, 1, 2, 3, 10]
+    assert list(kept.text_of(other, other)) == [4, 5, 4]
+    assert kept.text_of([1, 2], [1, 2]) == [1, 2]
+    kept.forget()
+    assert kept.text_of(prompt, prompt) == prompt
+
+
+@pytest.mark.parametrize("budget,most", [("requests", 2), ("tokens", 5), ("bytes", 23)])
+def test_answers_keep_to_the_budgets(budget: str, most: int) -> None:
+    """Of the prompt that was answered longest ago, the oldest first."""
+    limit: dict[str, Any] = {f"suffix_decoding_max_cached_{budget}": most}
+    kept = EarlierAnswers(SuffixOptions(suffix_decoding_earlier_answers=9, **limit))
+    for prompt, answer in (([1], [11, 12]), ([2], [21, 22]), ([1], [13, 14])):
+        kept.add(prompt, answer)
+    assert list(kept.text_of([1], [1])) == [1, 11, 12, 1, 13, 14, 1]
+    assert kept.text_of([2], [2]) == [2]
+    kept.add([3], [31, 32])
+    assert list(kept.text_of([1], [1])) == [1, 13, 14, 1]
+    assert list(kept.text_of([3], [3])) == [3, 31, 32, 3]
 
 
 # ---- what a request leaves, and when ----

@@ -23,6 +23,7 @@ from specops import (
     attention,
     batching,
     dense,
+    linear_attention,
     moe,
     ngram,
     reference,
@@ -35,7 +36,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 STUB = Path(specops.__file__).with_name("_C.pyi")
-FAMILIES = (attention, batching, dense, moe, ngram, runtime, sampling)
+FAMILIES = (attention, batching, dense, linear_attention, moe, ngram, runtime, sampling)
 DEFS = [node for node in ast.parse(STUB.read_text()).body if isinstance(node, ast.FunctionDef)]
 OPS = {
     node.name: {
@@ -327,6 +328,46 @@ def rms_norm() -> dict[str, Any]:
     }
 
 
+def output_gate() -> dict[str, Any]:
+    return {
+        "x": torch.zeros(2, 3, 4),
+        "gate": torch.zeros(2, 3, 4),
+        "activation": "silu",
+        "norm_weight": torch.ones(4),
+        "norm_eps": 1e-6,
+        "out": torch.zeros(2, 3, 4),
+    }
+
+
+def requests_of_slots() -> dict[str, Any]:
+    return {"slots": ints(1, 0), "qo_indptr": ints(0, 1, 3), "kv_lens": ints(1, 7)}
+
+
+def causal_conv1d() -> dict[str, Any]:
+    return {
+        "x": torch.zeros(3, 5),
+        "weight": torch.zeros(4, 5),
+        "states": torch.zeros(2, 6, 5),
+        **requests_of_slots(),
+        "out": torch.zeros(3, 5),
+    }
+
+
+def gated_delta_rule() -> dict[str, Any]:
+    return {
+        "q": torch.zeros(3, 2, 16),
+        "k": torch.zeros(3, 2, 16),
+        "v": torch.zeros(3, 4, 32),
+        "a": torch.zeros(3, 4),
+        "b": torch.zeros(3, 4),
+        "a_log": torch.zeros(4),
+        "dt_bias": torch.zeros(4),
+        "states": torch.zeros(2, 3, 4, 16, 32),
+        **requests_of_slots(),
+        "out": torch.zeros(3, 4, 32),
+    }
+
+
 def embedding() -> dict[str, Any]:
     return {"token_ids": ints(0, 4), "weight": torch.zeros(5, 4), "out": torch.zeros(2, 4)}
 
@@ -578,8 +619,11 @@ GOOD_CALLS: dict[str, Callable[[], dict[str, Any]]] = {
         pack_weight,
         linear,
         rms_norm,
+        output_gate,
         embedding,
         mtp_input,
+        causal_conv1d,
+        gated_delta_rule,
         moe_route,
         moe_sort,
         moe_linear,

@@ -46,6 +46,17 @@ LATENT: dict[str, Any] = {
     "qk_nope_head_dim": 32,
     "v_head_dim": 48,
 }
+LINEAR: dict[str, Any] = {
+    **EXPERTS,
+    "num_hidden_layers": 3,
+    "num_experts": 8,
+    "shared_expert_intermediate_size": 32,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 32,
+    "linear_value_head_dim": 16,
+    "layer_types": ["full_attention", "linear_attention", "linear_attention"],
+}
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3": ("Qwen3Moe", {**EXPERTS, "num_experts": 8, "norm_topk_prob": True}),
     "qwen3_steps": (
@@ -125,6 +136,35 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
+FAMILIES["qwen3_next"] = ("Qwen3Next", LINEAR)
+FAMILIES["qwen3_next_dense"] = (
+    "Qwen3Next",
+    {
+        **LINEAR,
+        "layer_types": None,  # every fourth layer has attention
+        "num_hidden_layers": 5,
+        "mlp_only_layers": [0, 1, 2, 3],
+        "attention_bias": True,
+        "linear_num_value_heads": 2,
+        "linear_conv_kernel_dim": 3,
+        "tie_word_embeddings": True,
+    },
+)
+
+# As Qwen3-Next, but for the names of linear attention's projections.
+FAMILIES["qwen3_5"] = ("Qwen3_5", {**LINEAR, "linear_num_value_heads": 6})
+FAMILIES["qwen3_5_experts"] = ("Qwen3_5Moe", LINEAR)
+
+
+@pytest.fixture(autouse=True)
+def _row_by_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their delta rule as they decode: `RandomRounding` has no model of the one by chunks."""
+    for name in ("qwen3_next", "qwen3_5", "qwen3_5_moe"):
+        theirs = pytest.importorskip(f"transformers.models.{name}.modeling_{name}")
+        rule = theirs.torch_recurrent_gated_delta_rule
+        monkeypatch.setattr(theirs, "torch_chunk_gated_delta_rule", rule)
+
+
 def make_experts(directory: Path, family: str, **changes: Any) -> Any:
     """Saves a tiny random model; returns it. Routers' biases matter, and clamps and sinks."""
     kind, own = FAMILIES[family]
@@ -136,6 +176,8 @@ def make_experts(directory: Path, family: str, **changes: Any) -> Any:
         for name, parameter in theirs.named_parameters():
             if name.endswith("sinks"):
                 parameter.normal_()
+            elif name.endswith("conv1d.weight"):
+                parameter.mul_(5)
             elif kind == "GptOss" and name.endswith("gate_up_proj"):
                 parameter.mul_(4)
     theirs.save_pretrained(directory)
@@ -191,10 +233,18 @@ def routed(**changes: Any) -> Fault:
 
 def attention(**changes: Any) -> Fault:
     def fault(layer: LayerConfig) -> LayerConfig:
-        assert isinstance(layer.attention, AttentionConfig)
+        if not isinstance(layer.attention, AttentionConfig):
+            return layer
         return replace(layer, attention=replace(layer.attention, **changes))
 
     return fault
+
+
+def fully_rotated(layer: LayerConfig) -> LayerConfig:
+    """RoPE of whole heads."""
+    if not isinstance(layer.attention, AttentionConfig):
+        return layer
+    return attention(rope=replace(layer.attention.rope, dim=64))(layer)
 
 
 def truncated(layer: LayerConfig) -> LayerConfig:
@@ -221,6 +271,11 @@ FAULTS: list[tuple[str, Fault]] = [
     ("deepseek_v3", routed(top_k_groups=3)),
     ("deepseek_v3", routed(scale=1.0)),
     ("deepseek_v3_yarn", routed(min_sum=1e-20)),
+    ("qwen3_next", experts(shared_gate_name=None)),
+    ("qwen3_next", routed(min_sum=None)),
+    ("qwen3_next", experts(shared=None)),
+    ("qwen3_next", attention(qk_norm=False)),
+    ("qwen3_next", fully_rotated),
     ("gpt_oss", routed(min_sum=None)),
     ("gpt_oss", routed(scoring="sigmoid")),
     ("gpt_oss", experts(activation="silu")),
@@ -252,8 +307,13 @@ def test_a_rule_left_out_is_noticed(tmp_path: Path, family: str, fault: Fault) -
 
 @pytest.mark.parametrize("quantization", ["none", "wint8"])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-@pytest.mark.parametrize("family", ["ernie4_5", "deepseek_v3", "gpt_oss"])
-@pytest.mark.corners("*-ernie4_5-*", "*-deepseek_v3-bfloat16-none", "*-gpt_oss-bfloat16-none")
+@pytest.mark.parametrize("family", ["ernie4_5", "deepseek_v3", "gpt_oss", "qwen3_next"])
+@pytest.mark.corners(
+    "*-ernie4_5-*",
+    "*-deepseek_v3-bfloat16-none",
+    "*-gpt_oss-bfloat16-none",
+    "*-qwen3_next-bfloat16-none",
+)
 def test_a_row_has_the_same_bits_however_it_is_computed(
     tmp_path: Path, isa: str, family: str, dtype: str, quantization: str
 ) -> None:
@@ -365,6 +425,7 @@ MTP_BASES: list[tuple[str, tuple[str, dict[str, Any]]]] = [
     ("deepseek_v3", ("DeepseekV3", {**FAMILIES["deepseek_v3"][1], "first_k_dense_replace": 0})),
     ("ernie4_5", FAMILIES["ernie4_5"]),
     ("ernie4_5", FAMILIES["ernie4_5_dense"]),
+    ("qwen3_next", FAMILIES["qwen3_next"]),
 ]
 
 
@@ -458,7 +519,9 @@ def completions(directory: str, method: str, **options: Any) -> list[Completion]
 
 @pytest.mark.parametrize("options", [{}, {"quantization": "wint4", "kv_cache_dtype": "int8"}])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("family", ["qwen3", "gpt_oss", "Glm4Moe", "DeepseekV3", "Ernie4_5_Moe"])
+@pytest.mark.parametrize(
+    "family", ["qwen3", "gpt_oss", "Glm4Moe", "DeepseekV3", "Ernie4_5_Moe", "Qwen3Next"]
+)
 @pytest.mark.corners("*-bfloat16-options0", "Ernie4_5_Moe-*-options1", "Glm4Moe-*-options1")
 def test_speculation_changes_no_bit(family: str, dtype: str, options: dict[str, Any]) -> None:
     if family == "DeepseekV3":
@@ -494,6 +557,7 @@ def test_ernies_4_bits_are_those_of_its_experts() -> None:
         ("Ernie4_5_Moe", "mtp", False, {}),
         ("gpt_oss", "ngram", True, {}),
         ("gpt_oss", "ngram", True, {"exact_across_tp": 2, "enable_expert_parallel": True}),
+        ("Qwen3Next", "mtp", True, {}),
     ],
     ids=str,
 )

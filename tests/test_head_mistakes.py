@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Mistakes with draft heads that other engines have made cost acceptance on trained heads.
 
-golden/ has EAGLE-3's of the bundled model's card, and DFlash's after 295 steps of 400, both as
-tools.train.train_heads has left them.
+golden/ has EAGLE-3's of the bundled model's card, DFlash's after 295 steps of 400, and a Markov
+head that makes it DSpark's, all as tools.train.train_heads has left them.
 """
 
 from functools import lru_cache
@@ -20,7 +20,7 @@ def right(method: str) -> Kept:
     return kept(method, GOLDEN / method, "completions", 12)
 
 
-@pytest.mark.corners("eagle3-*", "dflash-anchor", "dflash-rope")
+@pytest.mark.corners("eagle3-*", "dflash-anchor", "dflash-rope", "dspark-no_markov")
 @pytest.mark.parametrize("mistake", MISTAKES, ids=lambda one: f"{one.method}-{one.name}")
 def test_a_mistake_costs_acceptance(mistake: Mistake) -> None:
     """So a head that an engine reads rightly is told from one that it reads wrongly."""

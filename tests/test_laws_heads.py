@@ -90,6 +90,7 @@ class Trial(NamedTuple):
 TRIALS = [
     Trial("draft_model", "rejection", False, {}, FEW_ROWS),
     Trial("draft_model", "rejection", True, WARM, {}),
+    Trial("draft_model+suffix", "rejection", True, {}, FEW_PAGES),
     Trial("draft_model", "block", False, COOL, FEW_PAGES),
     Trial("eagle3", "rejection", False, COOL, FEW_PAGES),
     Trial("eagle3", "rejection", True, {"min_p": 0.1}, FEW_ROWS),
@@ -110,7 +111,7 @@ METHODS = {"peagle": "eagle3", "dflash2": "dflash"}  # of heads whose method has
 def p_values_of(heads: Heads, trial: Trial, count: int, k: int) -> dict[str, float]:
     speculative = SpeculativeConfig(
         method=METHODS.get(trial.method, trial.method),
-        model=str(heads.directories[trial.method]),
+        model=str(heads.directories[trial.method.split("+")[0]]),
         num_speculative_tokens=k,
         verify_strategy=trial.strategy,
         tree=trial.tree,
@@ -126,7 +127,8 @@ def p_values_of(heads: Heads, trial: Trial, count: int, k: int) -> dict[str, flo
 
 @pytest.mark.parametrize("trial", TRIALS, ids=str)
 @pytest.mark.corners(
-    "*'draft_model', *tree=False, filters={}*", "*'eagle3', *tree=True*", "*'eagle', *filters={}*"
+    *("*'draft_model', *tree=False, filters={}*", "*'draft_model+suffix', *"),
+    *("*'eagle3', *tree=True*", "*'eagle', *filters={}*"),
 )
 def test_texts_follow_the_target(heads: Heads, trial: Trial, drafts: Drafts) -> None:
     found = p_values_of(heads, trial, 400, 3)

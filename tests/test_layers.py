@@ -17,7 +17,9 @@ ROOT = Path(__file__).resolve().parent.parent
 CSRC = ROOT / "csrc"
 PACKAGE = ROOT / "python" / "specops"
 
-FAMILIES = ("batching", "attention", "dense", "moe", "sampling", "suffix_tree")
+FAMILIES = (
+    *("batching", "attention", "dense", "linear_attention", "moe", "sampling", "suffix_tree"),
+)
 # What several families are made of, and which these are.
 SHARED = {"gemm": ("dense", "moe")}
 SERVER_STACK = ("fastapi", "uvicorn", "pydantic", "prometheus_client", "starlette", "jinja2")

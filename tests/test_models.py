@@ -94,7 +94,7 @@ class Runner:
     def run(self, sequences: list[list[int]], steps: list[list[int]]) -> list[Tensor]:
         """`steps[s][i]` rows of sequence i go into step s. Returns the logits of each sequence."""
         count = len(sequences)
-        cache = self.model.new_kv_cache(self.pages_each * count + 3, self.page_size)
+        cache = self.model.new_kv_cache(self.pages_each * count + 3, self.page_size, count)
         for tensor in cache.tensors:
             tensor.fill_(float("nan"))
         order = torch.arange(self.pages_each * count)
@@ -128,6 +128,7 @@ class Runner:
                 kv_indptr=kv_indptr,
                 kv_indices=kv_indices,
                 kv_lens=kv_lens,
+                slots=torch.arange(count, dtype=torch.int32),
             )
             out = self.model.logits(self.model.forward(batch, cache))
             for i, piece in enumerate(out.split(rows)):

@@ -57,6 +57,9 @@ TOP_LOGPROBS = "test_sampling.py top_logprobs"
 PROCESSORS = "test_logits_processors.py edits or ends_of_words or keeps_the_smallest or reference"
 TREES = "test_trees.py copy_kv or node_is_a_row or compaction or states_of"
 OVERLAYS = "test_logits_processors.py in_the_workspace"
+CONV = "test_linear_attention.py conv"
+STATES = "test_linear_attention.py delta or states or zeros"
+GATE = "test_dense.py output_gate"
 ROUTE = "test_moe.py route or lowest or router"
 EXPERTS = "test_moe.py sort or combine or alone or none"
 TYPICAL = "test_logits_processors.py typical and not large and not spread"
@@ -126,6 +129,55 @@ MUTATIONS = [
         "if (params.shared != nullptr) total =",
         "if (params.rows < 0) total =",
         EXPERTS,
+    ),
+    Mutation(
+        "a convolution looks at what the step has kept already",
+        "linear_attention/causal_conv1d.cuh",
+        "back >= 0 ? x + back * params.x_stride : kept",
+        "back > 0 ? x + back * params.x_stride : kept",
+        CONV,
+    ),
+    Mutation(
+        "what a slot keeps begins with the step, not with the text",
+        "linear_attention/causal_conv1d.cuh",
+        "kept[(range.begin + i) % window * channels] =",
+        "kept[i % window * channels] =",
+        CONV,
+    ),
+    Mutation(
+        "a text that begins takes over the state of its slot",
+        "linear_attention/gated_delta_rule.cuh",
+        "if (range.begin > 0 && has_column) {",
+        "if (has_column) {",
+        STATES,
+    ),
+    Mutation(
+        "a step goes on behind the drafts that were rejected",
+        "linear_attention/gated_delta_rule.cuh",
+        "const float* from = state_of(range.begin - 1);",
+        "const float* from = state_of(range.begin);",
+        STATES,
+    ),
+    Mutation(
+        "only the state behind the last row is kept",
+        "linear_attention/gated_delta_rule.cuh",
+        "if (row + window < range.end) continue;",
+        "if (row + 1 < range.end) continue;",
+        STATES,
+    ),
+    Mutation(
+        "a correction is made before the state decays",
+        "linear_attention/gated_delta_rule.cuh",
+        "state[i] = __fmul_rn(decay, state[i]);",
+        "state[i] = __fmul_rn(range.begin < 0 ? decay : 1.0f, state[i]);",
+        STATES,
+    ),
+    Mutation(
+        "a head is gated by the one before it",
+        "dense/output_gate.cuh",
+        "row * params.gate_stride + head * params.gate_dim;",
+        "row * params.gate_stride + max(head - 1, int64_t{0}) * params.gate_dim;",
+        GATE,
     ),
     Mutation(
         "values are copied from keys",

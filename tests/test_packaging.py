@@ -127,7 +127,8 @@ def python(code: str) -> subprocess.CompletedProcess[str]:
 def test_ops_need_torch_alone() -> None:
     done = python("""
 import torch, specops
-from specops import attention, batching, dense, moe, ngram, runtime, sampling, suffix_tree
+from specops import attention, batching, dense, linear_attention, moe, ngram, runtime
+from specops import sampling, suffix_tree
 print(sampling.sample(torch.eye(3), positions=torch.arange(3, dtype=torch.int32)).tolist())
 print(specops.SuffixCache().num_cached_requests)
 """)

@@ -35,8 +35,9 @@ DENSE: dict[str, tuple[str, dict[str, Any]]] = {
     "one_kv_head": ("Qwen2", {"num_key_value_heads": 1}),
     "odd_vocabulary": ("Qwen3", {"vocab_size": 159}),
 }
-WITH_EXPERTS = ("qwen3", "glm4", "deepseek_v3", "gpt_oss")
-MODELS = (*DENSE, *WITH_EXPERTS)
+# Of `test_experts.py`.
+WITH_EXPERTS = ("qwen3", "glm4", "deepseek_v3", "gpt_oss", "qwen3_next")
+MODELS = (*DENSE, *WITH_EXPERTS, "qwen3_5")
 WIDE = {"intermediate_size": 256, "moe_intermediate_size": 64}  # for groups of codes
 DRAFTS = {"num_speculative_tokens": 4, "adaptive_verification": False}
 
@@ -144,8 +145,9 @@ def test_whole_experts_on_ranks(name: str, directory_of: Any) -> None:
     """Other sums than those of parts of each expert, of the same bits on any number of ranks."""
     model, apart = directory_of(name), {"enable_expert_parallel": True}
     check(model, 5, **apart)
-    four = shared_out(4, 3, model, "ngram", **apart)
-    assert four == shared_out(2, 3, model, "naive", exact_across_tp=4, **apart)
+    if name != "qwen3_next":  # which has two heads of linear attention
+        four = shared_out(4, 3, model, "ngram", **apart)
+        assert four == shared_out(2, 3, model, "naive", exact_across_tp=4, **apart)
     parts = generate(Engine(config(model, exact_across_tp=2)), 5)
     assert parts != generate(Engine(config(model, exact_across_tp=2, **apart)), 5)
 
@@ -190,7 +192,7 @@ def test_four_ranks_and_two_that_add_as_four_do(directory_of: Any) -> None:
     assert four == generate(Engine(config(model, exact_across_tp=4)), 5)
 
 
-@pytest.mark.parametrize("name", ["llama", "deepseek_v3"])
+@pytest.mark.parametrize("name", ["llama", "deepseek_v3", "qwen3_next", "qwen3_5"])
 def test_one_rank_is_close(name: str, directory_of: Any) -> None:
     """Sums over inputs are rounded elsewhere; all else has the same bits."""
     model = directory_of(name)

@@ -85,6 +85,9 @@ def test_a_race_of_the_bundled_model_ends_in_the_same_bits(
         expect(page.locator("#timeline svg")).to_have_attribute(
             "aria-label", re.compile("^Plain decoding: 60 tokens in 60 steps; With .* 60 tokens in")
         )
+        expect(page.locator("#bundled")).to_be_hidden()
+        choose(page, "chat")
+        expect(page.locator("#bundled")).to_contain_text("The bundled model continues Python code")
 
 
 @needs_chromium

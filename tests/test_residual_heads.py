@@ -187,7 +187,7 @@ def test_drafts_are_the_reference_s(target: tuple[Path, Any], tmp_path: Path, ki
     heads = KINDS[kind]
     heads.write(tmp_path)
     limits = {"max_num_seqs": 4, "max_num_batched_tokens": 24}
-    engine = make(target, heads, tmp_path, num_speculative_tokens=6, **limits)
+    engine = make(target, heads, tmp_path, num_speculative_tokens=heads.count, **limits)
     found = reported(engine, TEXTS[:3], told(3))
     compared = 0
     for text, drafts in [one for of_request in found for one in of_request[:5]]:
@@ -195,6 +195,15 @@ def test_drafts_are_the_reference_s(target: tuple[Path, Any], tmp_path: Path, ki
         compared += len(drafts) == heads.count
     assert compared > 8
     assert reported(engine, TEXTS[:3], told(3)) == found and engine.stats.prefix_cache_hits > 0
+
+
+def test_more_drafts_than_heads_are_refused(target: tuple[Path, Any], tmp_path: Path) -> None:
+    heads = KINDS["medusa"]
+    heads.write(tmp_path)
+    wanted = heads.count + 1
+    message = f'at most {heads.count}, the drafts of a step that the weights of "medusa" make'
+    with pytest.raises(ValueError, match=f"num_model_steps must be {message}.*, got {wanted};"):
+        make(target, heads, tmp_path, num_speculative_tokens=wanted)
 
 
 @pytest.mark.parametrize("mistake", ["no layer", "another state", "another place"])

@@ -64,7 +64,7 @@ def test_every_field_of_fastdeploy_is_accepted_or_refused_by_name() -> None:
     accepted = set(SpeculativeConfig.field_defaults())
     own = {"synthetic_acceptance_rates", "ngram_match", "max_total_draft_tokens"}
     own |= {"adaptive_verification", "tree", "suffix_decoding_read_on", "draft_vocab"}
-    own |= {"medusa_choices"}
+    own |= {"medusa_choices", "suffix_decoding_earlier_answers"}
     own |= {f"suffix_decoding_max_cached_{budget}" for budget in ("tokens", "bytes")}
     assert accepted - own | set(REFUSED_FIELDS) == FASTDEPLOY_FIELDS
     assert not accepted & set(REFUSED_FIELDS)
@@ -163,6 +163,16 @@ def test_method_names(name: str) -> None:
         ),
         ({"suffix_decoding_max_cached_bytes": 1.0}, r"cached_bytes must be an integer, got 1.0"),
         ({"suffix_decoding_read_on": 1}, r"suffix_decoding_read_on must be true or false, got 1"),
+        ({"suffix_decoding_earlier_answers": -1}, r"earlier_answers must be at least 0 .* got -1"),
+        (
+            {"suffix_decoding_earlier_answers": 4, "suffix_decoding_max_cached_tokens": 0},
+            r"earlier_answers must be 0 where suffix_decoding_max_cached_tokens is 0: .*, got 4",
+        ),
+        (
+            {"method": "mtp+ngram", "tree": True},
+            r"tree needs method 'ngram' or .*, which 'suffix' may follow, got 'mtp\+ngram'",
+        ),
+        ({"method": "naive", "tree": True}, r"tree needs method 'ngram' or .*, got 'naive'"),
         ({"suffix_decoding_max_spec_factor": float("nan")}, r"max_spec_factor must be in .* nan"),
         ({"suffix_decoding_min_token_prob": 1.5}, r"min_token_prob must be in \[0, 1\], got 1.5"),
         ({"suffix_decoding_min_token_prob": "x"}, r"min_token_prob must be a number, got 'x'"),
@@ -315,6 +325,13 @@ def test_a_request_of_a_server_without_speculation() -> None:
     assert (config.method, config.num_speculative_tokens) == ("ngram", 1)
     with pytest.raises(ValueError, match='with method "naive"'):
         SpeculativeConfig().override({"num_speculative_tokens": 3})
+
+
+def test_a_request_keeps_a_tree_where_its_method_has_one() -> None:
+    server = SpeculativeConfig(method="mtp", num_speculative_tokens=6, tree=True)
+    assert server.override({"method": "mtp+suffix"}).tree
+    assert not server.override({"method": "naive"}).tree
+    assert not server.override({"method": "prediction"}).tree
 
 
 def test_a_request_leaves_a_hybrid() -> None:

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import specops
 import torch
-from specops import _C, attention, batching, dense, moe, ngram, sampling
+from specops import _C, attention, batching, dense, linear_attention, moe, ngram, sampling
 from torch import Tensor
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -432,11 +432,26 @@ def experts_job(generator: torch.Generator) -> list[Tensor]:
     return [scales, moe.moe_combine(out, order.places, scales)]
 
 
+def states_job(generator: torch.Generator) -> list[Tensor]:
+    """Linear attention of requests that begin, over many heads and channels."""
+    x = torch.randn(60, 1024, generator=generator)
+    given = [torch.tensor(one, dtype=torch.int32) for one in ([1, 0], [0, 20, 60], [20, 40])]
+    weight, conv = torch.randn(4, 1024, generator=generator), torch.zeros(2, 6, 1024)
+    mixed = linear_attention.causal_conv1d(x, weight, conv, *given)
+    heads = mixed[:, :960].unflatten(1, (3, 5, 64)).unbind(1)
+    gates = mixed[:, 960:970].split(5, 1)
+    states = torch.zeros(2, 3, 5, 64, 64)
+    out = linear_attention.gated_delta_rule(
+        *heads, *gates, torch.zeros(5), torch.ones(5), states, *given
+    )
+    return [conv, states, dense.output_gate(out, heads[0], norm_weight=x[0, :64].contiguous())]
+
+
 def big_job() -> list[Tensor]:
     """All ops that several threads work on, with enough work for them; and small ones."""
     generator = torch.Generator().manual_seed(7)
     jobs = [attention_job, latent_job, sampling_job, batching_job, dense_job, experts_job]
-    jobs.append(drafting_job)
+    jobs += [states_job, drafting_job]
     return [tensor for job in jobs for tensor in job(generator)]
 
 
@@ -448,7 +463,7 @@ def test_the_big_job_has_every_op_that_threads_share(monkeypatch: pytest.MonkeyP
             called.add(name)
             return getattr(_C, name)
 
-    for module in (attention, batching, dense, moe, ngram, sampling):
+    for module in (attention, batching, dense, linear_attention, moe, ngram, sampling):
         monkeypatch.setattr(module, "_C", Noted())
     big_job()
     shared = {

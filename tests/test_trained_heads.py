@@ -49,6 +49,7 @@ def test_an_engine_drafts_what_was_trained(
         for one in head.parameters():
             one.copy_((one + 0.1 * torch.randn(one.shape)).bfloat16().float())
     save_head(tmp_path, head, 0)
+    write_tokenizer(tmp_path)  # a draft model has one
     drafting = {"method": name, "model": str(tmp_path), "num_speculative_tokens": head.depth}
     engine = Engine(
         EngineConfig(

@@ -19,7 +19,14 @@ from specops import attention, batching, reference
 from specops.batching import BatchIndices, TreeChains, num_spare_pages
 from specops.engine import Completion, Engine, EngineConfig, SamplingParams, SpeculativeConfig
 from specops.engine.drafters.base import Drafter, StepResults, stage_limit
-from specops.engine.drafters.trees import first_chain, join_chains, num_chains
+from specops.engine.drafters.trees import (
+    Branch,
+    first_chain,
+    join_chains,
+    merge_trees,
+    num_chains,
+    paths_of,
+)
 from torch import Tensor
 from twin_device import OP_MODULES, TwinDevice
 
@@ -88,6 +95,50 @@ def test_random_chains_make_trees() -> None:
         assert len({tuple(path) for path in paths}) == len(paths)
         together = {tuple(one[: i + 1]) for one in (first, second) for i in range(len(one))}
         assert len(paths) == min(room, len(together))
+
+
+def test_trees_are_merged() -> None:
+    """What two agree on is there once, as sure as the surer one is."""
+    first = [((5,), 0.6, 0), ((5, 6), 0.3, 0), ((7,), 0.2, 0)]
+    second = [((5,), 0.5, 1), ((5, 6), 0.4, 1), ((5, 6, 8), 0.2, 1), ((9,), 0.2, 1)]
+    branches = [Branch(*one) for one in first + second]
+    tree, sources = merge_trees(branches, 4)
+    assert tree.token_ids == [5, 6, 7, 9] and tree.parents == [-1, 0, -1, -1]
+    assert tree.chances == [0.6, 0.4 / 0.6, 0.2, 0.2] and sources == [0, 1, 0, 1]
+    whole, sources = merge_trees(branches, 9)
+    assert whole.token_ids[4:] == [8] and whole.parents[4:] == [1] and sources[4:] == [1]
+    assert merge_trees([], 3) == (([], [], []), [])
+    assert paths_of([1, 2, 3], [-1, 0, -1], (9,)) == [(9, 1), (9, 1, 2), (9, 3)]
+
+
+def test_merged_trees_are_the_likeliest_paths() -> None:
+    """Of all nodes, in any order of the trees; what a node hangs on is there."""
+    draw = random.Random(4)
+    for _ in range(300):
+        trees = [_random_branches(draw, source) for source in range(draw.randint(1, 3))]
+        branches = [one for of_tree in trees for one in of_tree]
+        room = draw.randint(1, len(branches))
+        tree, _ = merge_trees(branches, room)
+        paths = paths_of(tree.token_ids, tree.parents)
+        assert all(parent < node for node, parent in enumerate(tree.parents))
+        surest: dict[tuple[int, ...], float] = {}
+        for one in branches:
+            surest[one.path] = max(one.chance, surest.get(one.path, 0.0))
+        assert len(set(paths)) == len(paths) == min(room, len(surest))
+        left = [chance for path, chance in surest.items() if path not in paths]
+        assert max(left, default=0.0) <= min(surest[path] for path in paths)
+        again = [one for of_tree in reversed(trees) for one in of_tree]
+        assert merge_trees(again, room)[0] == tree
+
+
+def _random_branches(draw: random.Random, source: int) -> list[Branch]:
+    parents = random_tree(draw, draw.randint(1, 8))
+    tokens = [10 * draw.randrange(3) + node for node in range(len(parents))]
+    paths = paths_of(tokens, parents, behind=())
+    chances: list[float] = []
+    for parent in parents:
+        chances.append(draw.choice([1.0, 0.5, 0.25]) * (chances[parent] if parent >= 0 else 1.0))
+    return [Branch(path, chance, source) for path, chance in zip(paths, chances, strict=True)]
 
 
 def test_preorder_keeps_families_together() -> None:
@@ -785,7 +836,7 @@ def test_selection_verifies_parts_of_trees(
 ) -> None:
     want = expected[False, "raw_logprobs"]
     engine, _ = scripted(model_dir, want, max_num_seqs=8, adaptive_verification=True)
-    assert engine._drafting.can_select
+    assert engine._drafting._selector is not None
     branches = count_steps(engine)
     assert run(engine) == want
     assert max(branches) > 0 and engine.stats.speculative.num_accepted_tokens > 0
@@ -905,8 +956,15 @@ NGRAM_TREE = SpeculativeConfig(
     adaptive_verification=False,
 )  # fmt: skip
 
+MERGED_TREE = SpeculativeConfig(
+    method="mtp+suffix", num_speculative_tokens=7, num_model_steps=3, tree=True,
+    adaptive_verification=False, suffix_decoding_min_token_prob=0.02,
+)  # fmt: skip
+
 DRAFTERS = pytest.mark.parametrize(
-    "speculative", [NGRAM_TREE, SUFFIX_TREE, MTP_TREE], ids=["ngram", "suffix", "mtp"]
+    "speculative",
+    [NGRAM_TREE, SUFFIX_TREE, MTP_TREE, MERGED_TREE],
+    ids=["ngram", "suffix", "mtp", "merged"],
 )
 
 

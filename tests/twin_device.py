@@ -12,11 +12,22 @@ from types import ModuleType
 from typing import Any
 
 import torch
-from specops import attention, batching, dense, moe, ngram, runtime, sampling
+from specops import (
+    attention,
+    batching,
+    dense,
+    linear_attention,
+    moe,
+    ngram,
+    runtime,
+    sampling,
+)
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-OP_MODULES: list[ModuleType] = [attention, batching, dense, moe, ngram, runtime, sampling]
+OP_MODULES: list[ModuleType] = [
+    *(attention, batching, dense, linear_attention, moe, ngram, runtime, sampling),
+]
 
 # Questions, even where they are asked with a tensor.
 _ANSWERS = ("_bytes", "_size")

@@ -225,6 +225,23 @@ const char* sentence_of(ErrorCode code) {
              "one outside";
     case ErrorCode::kMoeCombinePlaces:
       return "moe_combine: places must be -1 or a row of expert_out{, below #}, got one outside";
+
+    case ErrorCode::kCausalConv1dSlots:
+      return "causal_conv1d: slots must be -1 or a slot of states{, below #}, got one outside";
+    case ErrorCode::kCausalConv1dQoIndptr:
+      return "causal_conv1d: qo_indptr must be non-decreasing from 0, at least the entry "
+             "before it{ = #} and at most the rows of x{, #}, got one outside";
+    case ErrorCode::kCausalConv1dKvLens:
+      return "causal_conv1d: kv_lens must be at least the request's {# }rows by qo_indptr, "
+             "got less";
+    case ErrorCode::kGatedDeltaRuleSlots:
+      return "gated_delta_rule: slots must be -1 or a slot of states{, below #}, got one outside";
+    case ErrorCode::kGatedDeltaRuleQoIndptr:
+      return "gated_delta_rule: qo_indptr must be non-decreasing from 0, at least the entry "
+             "before it{ = #} and at most the rows of q{, #}, got one outside";
+    case ErrorCode::kGatedDeltaRuleKvLens:
+      return "gated_delta_rule: kv_lens must be at least the request's {# }rows by qo_indptr, "
+             "got less";
   }
   return nullptr;
 }

@@ -17,6 +17,7 @@ constexpr int32_t kBatchingCodes = 3000;
 constexpr int32_t kSamplingCodes = 4000;
 constexpr int32_t kSuffixTreeCodes = 5000;
 constexpr int32_t kMoeCodes = 6000;
+constexpr int32_t kLinearAttentionCodes = 7000;
 
 // Stored as int32; each has its sentence in error_flag.cpp. What several ops of the sampling family
 // refuse for the same reason is a SamplingRule below.
@@ -109,6 +110,14 @@ enum class ErrorCode : int32_t {
   kMoeLinearExpertIndptr = kMoeCodes + 2,
   kMoeLinearRowIndices = kMoeCodes + 3,
   kMoeCombinePlaces = kMoeCodes + 4,
+
+  // linear_attention; slots, qo_indptr and kv_lens of an op have neighbouring codes
+  kCausalConv1dSlots = kLinearAttentionCodes + 1,
+  kCausalConv1dQoIndptr = kLinearAttentionCodes + 2,
+  kCausalConv1dKvLens = kLinearAttentionCodes + 3,
+  kGatedDeltaRuleSlots = kLinearAttentionCodes + 4,
+  kGatedDeltaRuleQoIndptr = kLinearAttentionCodes + 5,
+  kGatedDeltaRuleKvLens = kLinearAttentionCodes + 6,
 };
 
 // The ops that share rules, and the rules: a code is the sum of the two.

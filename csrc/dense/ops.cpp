@@ -15,6 +15,7 @@
 #include "dense/gated_mul.h"
 #include "dense/linear.h"
 #include "dense/mtp_input.h"
+#include "dense/output_gate.h"
 #include "dense/rms_norm.h"
 #include "gemm/checks.h"
 
@@ -253,6 +254,55 @@ void rms_norm(const TensorView& x,
   rms_norm_cpu(params);
 }
 
+void output_gate(const TensorView& x,
+                 const TensorView& gate,
+                 Argument activation_given,
+                 const TensorView& norm_weight,
+                 Argument norm_eps_given,
+                 const TensorView& out) {
+  Checker check("output_gate");
+  Dim rows{"rows"}, heads{"heads"}, dim{"dim"}, gate_dim{"dim or 1"};
+  check.tensor("x",
+               x,
+               {DType::kFloat32, DType::kBFloat16, DType::kFloat16},
+               {&rows, &heads, &dim},
+               Layout::kRows);
+  DType dtype = x.dtype();
+  check.tensor("gate", gate, {dtype}, {&rows, &heads, &gate_dim}, Layout::kRows);
+  check.that(gate_dim == dim || gate_dim == 1,
+             "gate",
+             "of dim=" + std::to_string(dim.value) + " elements a head, or one",
+             gate_dim.value);
+  std::string activation = check.text("activation", activation_given, "'sigmoid' or 'silu'");
+  check.that(activation == "sigmoid" || activation == "silu",
+             "activation",
+             "'sigmoid' or 'silu'",
+             "'" + activation + "'");
+  check.optional("norm_weight", norm_weight, {dtype}, {&dim});
+  float eps = check.number("norm_eps", norm_eps_given);
+  check.tensor("out", out, {dtype}, {&rows, &heads, &dim});
+  if (rows == 0 || heads == 0 || dim == 0) return;
+  if (overlap(gate, out)) check.fail("out", "another tensor than gate", "overlapping memory");
+  OutputGateParams params{
+      .x = x.raw(),
+      .gate = gate.raw(),
+      .weight = norm_weight.data<void>(),
+      .out = out.raw(),
+      .rows = rows,
+      .heads = heads,
+      .dim = dim,
+      .gate_dim = gate_dim,
+      .x_stride = x.stride(0),
+      .gate_stride = gate.stride(0),
+      .eps = eps,
+      .is_silu = activation == "silu",
+      .dtype = dtype,
+  };
+  if (check.on_cuda()) return output_gate_cuda(params, check.stream());
+  ReleaseGil release(rows * heads * dim > (256 << 10));
+  output_gate_cpu(params);
+}
+
 void embedding(const TensorView& token_ids, const TensorView& weight, const TensorView& out) {
   Checker check("embedding");
   Dim rows{"rows"}, vocab{"vocab"}, width{"width"};
@@ -370,6 +420,7 @@ void register_dense(pybind11::module_& m) {
   m.def("set_linear_kernel", &set_linear_kernel);
   m.def("linear", &linear);
   m.def("rms_norm", &rms_norm);
+  m.def("output_gate", &output_gate);
   m.def("embedding", &embedding);
   m.def("mtp_input", &mtp_input);
 }

@@ -253,6 +253,14 @@ def linear(
 def rms_norm(
     x: Tensor, weight: Tensor, eps: float, residual: Written | None, out: Written
 ) -> None: ...
+def output_gate(
+    x: Tensor,
+    gate: Tensor,
+    activation: str,
+    norm_weight: Tensor | None,
+    norm_eps: float,
+    out: Written,
+) -> None: ...
 def embedding(token_ids: Tensor, weight: Tensor, out: Written) -> None: ...
 def mtp_input(
     row_to_request: Tensor,
@@ -271,6 +279,31 @@ def mtp_input(
     ahead: int,
     hidden_first: bool,
     mask_first_position: bool,
+    out: Written,
+) -> None: ...
+
+# linear_attention
+def causal_conv1d(
+    x: Tensor,
+    weight: Tensor,
+    states: Written,
+    slots: Tensor,
+    qo_indptr: Tensor,
+    kv_lens: Tensor,
+    out: Written,
+) -> None: ...
+def gated_delta_rule(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    a: Tensor,
+    b: Tensor,
+    a_log: Tensor,
+    dt_bias: Tensor,
+    states: Written,
+    slots: Tensor,
+    qo_indptr: Tensor,
+    kv_lens: Tensor,
     out: Written,
 ) -> None: ...
 

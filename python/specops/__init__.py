@@ -3,6 +3,7 @@
 
 batching      index arrays of a step, rows of logits, trees of drafts
 attention     rotary embedding into a paged KV cache, and attention over it
+linear_attention    attention by a state of fixed size: convolution, gated delta rule
 dense, moe    the layers between: linear, norms, activations; mixtures of experts
 sampling      choosing tokens, verifying drafts, ending requests
 ngram, suffix_tree, predicted_text    drafts without a model
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     from specops import attention as attention
     from specops import batching as batching
     from specops import dense as dense
+    from specops import linear_attention as linear_attention
     from specops import moe as moe
     from specops import ngram as ngram
     from specops import predicted_text as predicted_text
@@ -65,6 +67,7 @@ _MODULES = {
     "attention",
     "batching",
     "dense",
+    "linear_attention",
     "moe",
     "ngram",
     "predicted_text",

@@ -374,6 +374,49 @@ def rms_norm(
     return out
 
 
+def output_gate(
+    x: Tensor,
+    gate: Tensor,
+    activation: str = "sigmoid",
+    *,
+    norm_weight: Tensor | None = None,
+    norm_eps: float = 1e-6,
+    out: Tensor | None = None,
+) -> Tensor:
+    """Lets through a gate what heads of attention give, normed before it or not.
+
+    Same as `reference.output_gate`. Of each head of a row:
+
+        y = rms_norm(x, norm_weight, norm_eps)   # or x, without a norm; rounded to the dtype
+        out = y * sigmoid(gate)                  # or y * silu(gate); in fp32, rounded once
+
+    Args:
+        x: [rows, heads, dim], float32, bfloat16 or float16. Rows may be strided.
+        gate: [rows, heads, dim], or [rows, heads, 1] for one gate a head; dtype of `x`. Rows may be
+            strided.
+        activation: of the gate, "sigmoid" or "silu".
+        norm_weight: [dim], dtype of `x`; or None.
+        norm_eps: added to the mean square; finite, at least 0.
+        out: [rows, heads, dim], dtype of `x`; may be `x` itself, not `gate`. Allocated when absent.
+
+    Returns:
+        `out`.
+
+    Raises:
+        ValueError: a shape, dtype, layout or device differs from the above.
+
+    Note:
+        Deterministic; a head is summed by one fixed tree, that of `rms_norm`.
+
+    Source: Qiu et al. 2025, "Gated Attention for Large Language Models"; with a norm: Yang, Kautz
+    and Hatamizadeh 2024, "Gated Delta Networks".
+    """
+    if out is None:
+        out = empty(lambda: (x.shape, None, x))
+    _C.output_gate(x, gate, activation, norm_weight, norm_eps, out)
+    return out
+
+
 def embedding(token_ids: Tensor, weight: Tensor, *, out: Tensor | None = None) -> Tensor:
     """Gathers one row of `weight` per token id.
 

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Draft heads in plain PyTorch: EAGLE, EAGLE-3, Medusa, Hydra and DFlash, for the bundled model.
+"""Draft heads in plain PyTorch, for the bundled model: of every method that the engine has.
+
+A draft model is one of them here, though it reads nothing of its target.
 
 All of them draft chains along a text, which is given. The chain of start s is what an engine drafts
 when token s + 1 is the newest one: the target's states are there of rows 0 to s, and draft k is
@@ -9,16 +11,17 @@ for token s + 1 + k. Names of parameters are those of published files.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from tools.train.chains import Branches, heads_of, keys_values
-from tools.train.model import Attention, DecoderLayer, Model, ModelConfig, RMSNorm, rotate
+from tools.train.export import config_json
+from tools.train.model import Attention, DecoderLayer, Model, ModelConfig, RMSNorm, Trunk, rotate
 
-HEADS = ("eagle", "eagle3", "dflash", "hydra", "medusa")
+HEADS = ("eagle", "eagle3", "dflash", "dspark", "hydra", "medusa", "draft_model")
 
 
 @dataclass(frozen=True)
@@ -409,12 +412,78 @@ class BlockHead(Head):
         }
 
 
+class MarkovHead(BlockHead):
+    """DSpark's head: what the token before says of a draft is added to its logits.
+
+    Its masks draft in their own places, as DFlash's do, so that it may begin as a head of that.
+    """
+
+    def __init__(self, model: Model, depth: int = 5, rank: int = 32) -> None:
+        super().__init__(model, depth)
+        self.rank, size = rank, model.config.vocab_size
+        self.markov_head = nn.ModuleDict(
+            {"markov_w1": nn.Embedding(size, rank), "markov_w2": nn.Linear(rank, size, bias=False)}
+        )
+        nn.init.zeros_(self.markov_head["markov_w2"].weight)
+
+    def chains(self, target: Target, starts: Tensor) -> Iterator[Tensor]:
+        """As `Head.chains`: one pass, and then a look at each token."""
+        before, behind = self.markov_head["markov_w1"], self.markov_head["markov_w2"]
+        for draft, logits in enumerate(super().chains(target, starts)):
+            yield logits + behind(before(target.tokens[:, starts + 1 + draft]))
+
+    def fields(self) -> dict[str, Any]:
+        """Its config.json."""
+        own = {"markov_rank": self.rank, "sample_from_anchor": False}
+        return {**super().fields(), "architectures": ["DSparkDraftModel"], **own}
+
+
+class DraftModel(Head):
+    """A small model that reads nothing of the target, and decodes ahead of it.
+
+    It begins with the target's embedding, and the attention of its first and last layer.
+    """
+
+    def __init__(self, model: Model, depth: int = 5) -> None:
+        super().__init__()
+        config = model.config
+        self.depth = depth
+        self.config = replace(config, num_hidden_layers=2, intermediate_size=config.hidden_size)
+        self.model = Trunk(self.config)
+        del self.model.layers[-1]  # the MTP module
+        own, whole = self.model, model.model
+        last = config.num_hidden_layers - 1
+        with torch.no_grad():
+            own.embed_tokens.weight.copy_(whole.embed_tokens.weight)
+            own.norm.weight.copy_(whole.norm.weight)
+            for layer, other in zip(own.layers, (0, last), strict=True):
+                layer.self_attn.load_state_dict(whole.layers[other].self_attn.state_dict())
+
+    def chains(self, target: Target, starts: Tensor) -> Iterator[Tensor]:
+        """As `Head.chains`; a draft is what one row says of the next token."""
+        length = target.tokens.shape[1]
+        x = self.model.embed_tokens(target.tokens)
+        for layer in self.model.layers:
+            x = layer(x, target.cos[:length], target.sin[:length])
+        logits = nn.functional.linear(self.model.norm(x), self.model.embed_tokens.weight)
+        for draft in range(1, self.depth + 1):
+            yield logits[:, starts + draft]
+
+    def fields(self) -> dict[str, Any]:
+        """Its config.json."""
+        return {**config_json(self.config), "num_nextn_predict_layers": 0}
+
+
 def new_head(name: str, model: Model) -> Head:
     """Makes a head of `HEADS`, before its training."""
+    if name == "draft_model":
+        return DraftModel(model)
     if name == "eagle":
         return EagleHead(model)
     if name == "eagle3":
         return Eagle3Head(model)
     if name == "dflash":
         return BlockHead(model)
+    if name == "dspark":
+        return MarkovHead(model)
     return ResidualHeads(model, 4, reads_tokens=name == "hydra")

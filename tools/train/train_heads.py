@@ -17,7 +17,7 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 from torch import Tensor
 
@@ -30,6 +30,7 @@ from tools.train.train import Ids, encode
 
 ASSETS = Path("python/specops/assets")
 PROBE_TEXTS = 48
+TABLES = {"lm_head", "embed_tokens", "markov_head"}  # by token
 
 
 @dataclass(frozen=True)
@@ -98,13 +99,18 @@ def save_head(directory: Path, head: Head, step: int) -> None:
 def _optimizers(head: Head, recipe: HeadRecipe) -> list[torch.optim.Optimizer]:
     matrices, vectors = [], []
     for name, parameter in head.named_parameters():
-        is_matrix = parameter.ndim == 2 and "lm_head" not in name
+        if not parameter.requires_grad:
+            continue
+        is_matrix = parameter.ndim == 2 and not TABLES & set(name.split("."))
         (matrices if is_matrix else vectors).append(parameter)
     decay = recipe.weight_decay
-    return [
-        torch.optim.Muon(matrices, lr=recipe.matrix_lr, momentum=0.95, weight_decay=decay),
-        torch.optim.AdamW(vectors, lr=recipe.vector_lr, betas=(0.9, 0.95), weight_decay=0.0),
-    ]
+    of_vectors = torch.optim.AdamW(
+        vectors, lr=recipe.vector_lr, betas=(0.9, 0.95), weight_decay=0.0
+    )
+    if not matrices:
+        return [of_vectors]
+    muon = torch.optim.Muon(matrices, lr=recipe.matrix_lr, momentum=0.95, weight_decay=decay)
+    return [muon, of_vectors]
 
 
 def train_head(
@@ -132,6 +138,7 @@ def train_head(
     """
     model.requires_grad_(False)
     optimizers, first = _optimizers(head, recipe), 0
+    rates = [group["lr"] for optimizer in optimizers for group in optimizer.param_groups]
     state = out / "state.pt"
     if state.exists():
         found = torch.load(state, weights_only=True)
@@ -140,7 +147,6 @@ def train_head(
         for optimizer, one in zip(optimizers, found["optimizers"], strict=True):
             optimizer.load_state_dict(one)
     groups = [group for optimizer in optimizers for group in optimizer.param_groups]
-    rates = [recipe.matrix_lr, recipe.vector_lr]
     losses = torch.compile(losses_of, dynamic=False) if compile_head else losses_of
     probe, trained = texts[:PROBE_TEXTS], texts[PROBE_TEXTS:]
     last_start = texts.shape[1] - head.depth - 1
@@ -196,6 +202,14 @@ def train_head(
                 saved = time.monotonic()
 
 
+def begin_with(head: Head, directory: Path) -> None:
+    """Copies a head's tensors into one that has more, where they stay as they are."""
+    tensors = load_file(directory / head.file)
+    head.load_state_dict(tensors, strict=False)
+    for name, parameter in head.named_parameters():
+        parameter.requires_grad_(name not in tensors)
+
+
 def training_documents(tokenizer: Tokenizer, directory: Path | None) -> list[Ids]:
     """The documents that prompts are cut from; library modules come twice."""
     documents = [one for one in corpus.load(directory) if not one.held_out]
@@ -219,6 +233,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument(
         "--outputs", type=Path, help="file of the target's texts; default: beside out"
     )
+    parser.add_argument(
+        "--begin-with", type=Path, help="a head whose tensors it has, such as DFlash's of DSpark's"
+    )
     parser.add_argument("--steps", type=int, default=recipe.steps, help="total, resumed or not")
     parser.add_argument("--corpus", type=Path, help="as for tools.train")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
@@ -234,6 +251,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     documents = [] if outputs.exists() else training_documents(tokenizer, args.corpus)
     texts = own_outputs(args.model, documents, recipe.texts, recipe.seed, outputs)
     head = new_head(args.head, model)
+    if args.begin_with is not None:
+        begin_with(head, args.begin_with)
+    if args.head == "draft_model":  # it is a model, of the same vocabulary
+        write_text(args.out / "tokenizer.json", tokenizer.to_str())
     train_head(head, model, texts, recipe, args.out, compile_head=not args.eager)
 
 

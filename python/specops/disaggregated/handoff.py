@@ -127,6 +127,8 @@ class PagesEngine(Engine):
             raise ValueError("enable_prefix_caching must be on for a role, got off")
         self.ranks = ranks or one_rank(config)
         super().__init__(config, self.ranks)
+        if not self.config.enable_prefix_caching:
+            raise ValueError("a role needs a prefix cache, which this model cannot have")
         self.contract = contract_of(self)
 
     def take_pages(

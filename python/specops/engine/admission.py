@@ -73,11 +73,7 @@ class Admission:
         speculative = self.config.speculative_for(
             speculative_config, self.drafting.methods, self.drafting.missing, params
         )
-        if speculative.selects_drafts and not self.drafting.can_select:
-            raise ValueError(
-                "adaptive_verification needs an engine that knows what a row costs: turn it on in "
-                "the engine's own speculative_config, got it for a request alone"
-            )
+        self.drafting.check(speculative)
         think_end, inject = self._thinking(params)
         if not 0 <= choice_index < 2**31:
             raise ValueError(f"choice_index must be in [0, 2^31), got {choice_index}")

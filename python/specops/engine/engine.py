@@ -17,7 +17,7 @@ from specops.engine.drafters.base import Drafter, DrafterContext
 from specops.engine.drafters.drafting import Drafting
 from specops.engine.emitted import Emitted
 from specops.engine.errors import EngineError, ModelError, QueueFull, described
-from specops.engine.machine import free_rows_of, num_pages_of, one_rank, prefix_finder_of
+from specops.engine.machine import fitted, free_rows_of, num_pages_of, one_rank, prefix_finder_of
 from specops.engine.memory.kv_cache import PagePool
 from specops.engine.models import WeightCache, load_model
 from specops.engine.outputs import Completion, EngineStats, RequestOutput
@@ -62,7 +62,6 @@ class Engine:
         # A wrong SPECOPS_NUM_THREADS is refused here, before a file is read.
         specops.set_num_threads(config.num_threads or specops.get_num_threads())
         self._device = open_device(config.device, graphs=not config.enforce_eager)
-        self.config = config = config.decided_for(self._device.device.type)
         model = load_model(
             config.model_dir,
             dtype=config.dtype,
@@ -75,6 +74,7 @@ class Engine:
             weight_cache=WeightCache.of_setting(config.weight_cache, config.weight_cache_bytes),
             ranks=ranks or one_rank(config),
         )
+        self.config = config = fitted(config, model)
         self.model_name = config.model_name
         self.model_dtype = str(model.dtype).removeprefix("torch.")
         self.max_model_len, self.vocab_size = model.max_model_len, model.config.vocab_size
@@ -88,9 +88,7 @@ class Engine:
         self.drafters: Mapping[str, Drafter] = self._drafting.drafters
         self.runnable_methods, self.missing_methods = self._drafting.methods, self._drafting.missing
         kv_bytes = model.kv_bytes_per_token() + self._drafting.kv_bytes_per_token
-        self.num_pages = num_pages_of(
-            config, self._device, self.max_model_len, kv_bytes, model.ranks
-        )
+        self.num_pages = num_pages_of(config, self._device, kv_bytes, model)
         self._drafting.allocate(self.num_pages)
         pool_type, caching = self._pool_type, config.enable_prefix_caching
         self._pool = pool_type(self.num_pages, config.page_size, enable_prefix_caching=caching)

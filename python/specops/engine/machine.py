@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What an engine makes of its machine: pages, and from where on sharing pays."""
+"""What an engine makes of its machine and model: pages, and from where on sharing pays."""
 
 import logging
+from dataclasses import replace
 
 from specops.engine.config import EngineConfig
 from specops.engine.device import Device
@@ -54,25 +55,47 @@ def one_rank(config: EngineConfig) -> Ranks:
     return Ranks(config.num_slices, config.enable_expert_parallel)
 
 
+def fitted(config: EngineConfig, model: Transformer) -> EngineConfig:
+    """Returns a configuration as the model can have it.
+
+    A prefix is of no use to a request without the states that its end left, and these are kept for
+    running requests alone: such models have no prefix cache.
+    """
+    config = config.decided_for(model.device.type)
+    if model.keeps_states and config.enable_prefix_caching:
+        logger.info("enable_prefix_caching is off: the model has linear attention")
+        config = replace(config, enable_prefix_caching=False)
+    return config
+
+
 def num_pages_of(
-    config: EngineConfig, device: Device, max_model_len: int, bytes_per_token: int, ranks: Ranks
+    config: EngineConfig, device: Device, bytes_per_token: int, model: Transformer
 ) -> int:
     """Chooses how many KV pages an engine has.
 
     Args:
         config: of the engine.
         device: where they will lie; the weights are there.
-        max_model_len: tokens of the longest request.
         bytes_per_token: of the keys and values of model and drafters.
-        ranks: that have as many, each of its own heads: those of a CPU share one memory.
+        model: what its slots keep needs room as well. Its ranks have as many pages, each of its own
+            heads: those of a CPU share one memory.
 
     Raises:
         ValueError: they do not fit the memory, or no request of full length fits them.
     """
+    ranks, max_model_len = model.ranks, model.max_model_len
     per_request = -(-max_model_len // config.page_size)
     page_bytes = bytes_per_token * config.page_size
     shared = ranks.size if device.device.type == "cpu" else 1
+    kept = config.max_num_seqs * model.kv_bytes_per_slot(config.num_drafts)
     free = ranks.least(device.free_bytes() // shared)
+    if kept > free:
+        raise ValueError(
+            f"max_num_seqs must fit the memory of {device.device}: what {config.max_num_seqs} "
+            f"requests of {config.num_drafts} drafts keep takes {_gib(kept)}, and {_gib(free)} are "
+            "free"
+        )
+    free -= kept
     if config.num_pages is not None:
         pages = config.num_pages
         if pages * page_bytes > free:

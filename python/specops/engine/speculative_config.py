@@ -183,6 +183,14 @@ def _continued(stages: tuple[str, ...], options: dict[str, Options]) -> tuple[st
     return stages
 
 
+def _can_draft_trees(stages: tuple[str, ...]) -> bool:
+    """Whether drafts of these methods may be a tree."""
+    if not stages:
+        return False
+    first, *others = map(method_of, stages)
+    return first.can_draft_trees and all(one.may_branch for one in others)
+
+
 def request_fields() -> tuple[str, ...]:
     """The fields that one request may set for itself.
 
@@ -241,7 +249,8 @@ class SpeculativeConfig:
             200 MB, whose steps are long enough for it, where no drafter runs a model of its own;
             False elsewhere.
         tree: drafts are the likeliest continuations as a tree, not the likeliest one, and k is the
-            number of its nodes. With one method that can draft trees, verify_strategy
+            number of its nodes. With a method that can draft trees, alone or before others that can
+            add branches to one (the tree is then the likeliest nodes of all), verify_strategy
             "target_match", "greedy" or "rejection", and accept_policy "normal" or "reject_all".
             Where a step verifies drafts of other strategies or policies beside them, only its first
             path is verified.
@@ -371,8 +380,13 @@ class SpeculativeConfig:
             ("verify_strategy", self.verify_strategy, _TREE_STRATEGIES),
             ("accept_policy", self.accept_policy, _TREE_POLICIES),
         ]
-        can = tuple(one.name for one in methods() if one.can_draft_trees)
-        wanted.insert(0, ("method", self.method, can))
+        if not _can_draft_trees(self.stages):
+            can = (one.name for one in methods() if one.can_draft_trees)
+            more = (one.name for one in methods() if one.may_branch)
+            raise ValueError(
+                f"tree needs method {' or '.join(map(repr, can))}, which "
+                f"{' or '.join(map(repr, more))} may follow, got {self.method!r}"
+            )
         for name, value, allowed in wanted:
             if value not in allowed:
                 raise ValueError(
@@ -587,8 +601,7 @@ class SpeculativeConfig:
         asked.setdefault("num_speculative_tokens", self.num_speculative_tokens if keeps else None)
         asked.setdefault("num_model_steps", None)
         if stages[:1] != before[:1]:
-            can = len(stages) == 1 and method_of(stages[0]).can_draft_trees
-            asked.setdefault("tree", self.tree and can)
+            asked.setdefault("tree", self.tree and _can_draft_trees(stages))
 
     def require_runnable(
         self,

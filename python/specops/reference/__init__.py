@@ -35,6 +35,7 @@ from specops.reference.dense import (
     integer_rows,
     linear,
     mtp_input,
+    output_gate,
     quantize_weight,
     quantized_linear,
     rms_norm,
@@ -53,6 +54,7 @@ from specops.reference.distribution import (
     process_logits,
     target_probs,
 )
+from specops.reference.linear_attention import causal_conv1d, gated_delta_rule
 from specops.reference.moe import moe_combine, moe_linear, moe_route, moe_sort
 from specops.reference.sampling import (
     ACCEPT_ALL,
@@ -90,6 +92,7 @@ __all__ = [
     "advance_draft_batch",
     "append_attention",
     "build_tree",
+    "causal_conv1d",
     "commit",
     "compact_kv",
     "copy_kv",
@@ -98,6 +101,7 @@ __all__ = [
     "expanded_attention",
     "find_shared_prefixes",
     "fused_multiply_add",
+    "gated_delta_rule",
     "gather_input_ids",
     "gather_output_rows",
     "gelu_tanh_mul",
@@ -112,6 +116,7 @@ __all__ = [
     "moe_sort",
     "mtp_input",
     "ngram_propose",
+    "output_gate",
     "philox4x32",
     "philox_uniform",
     "preorder",

@@ -219,6 +219,21 @@ def rms_norm(
     return weight * normed.to(x.dtype), hidden
 
 
+def output_gate(
+    x: Tensor,
+    gate: Tensor,
+    activation: str = "sigmoid",
+    *,
+    norm_weight: Tensor | None = None,
+    norm_eps: float = 1e-6,
+) -> Tensor:
+    """`x`, or its norm as `rms_norm` rounds it, times sigmoid(gate) or silu(gate) in fp32."""
+    y = x if norm_weight is None else rms_norm(x, norm_weight, norm_eps)[0]
+    wide = torch.float64 if x.dtype == torch.float64 else torch.float32
+    share = F.silu(gate.to(wide)) if activation == "silu" else torch.sigmoid(gate.to(wide))
+    return (y.to(wide) * share).to(x.dtype)
+
+
 def embedding(token_ids: Tensor, weight: Tensor) -> Tensor:
     """Row token_ids[i] of weight."""
     return weight[token_ids.long()]

@@ -14,6 +14,15 @@ from specops.server.strict import Strict
 _SCHEMA = re.compile(r"^(structured_output: (?:\w+ needs )?)json_schema")
 
 
+# What llguidance says of a schema in the grammar of calls: a line, why, and the lines around it.
+_OF_A_TOOL = re.compile(
+    r"at (?P<line>\d+)\(\d+\): failed to compile JSON schema: (?P<why>.*?)\s+\d+ \| .*"
+    r'call(?P<tool>\d+): "\{\\"name\\": \\"(?P<name>[\w.-]+)\\".*'
+    r"\s(?P=line) \| arguments(?P=tool): %json",
+    re.DOTALL,
+)
+
+
 class JsonSchema(Strict):
     """A schema as OpenAI wraps it. It constrains the output whatever `strict` says."""
 
@@ -138,6 +147,8 @@ def refusal(error: ValueError, param: str) -> ApiError:
     message = str(error)
     if param == "tools":  # the grammar of calls is ours
         message = message.replace("structured_output: grammar", param, 1)
+        if found := _OF_A_TOOL.search(message):
+            message = f"tools: parameters of {found['name']!r} cannot be used: {found['why']}"
     if param == "structured_outputs":
         message = _SCHEMA.sub(r"\1json", message)
     message = message.replace("structured_output", param, 1)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from specops import attention, batching, dense, moe, ngram, sampling
+from specops import attention, batching, dense, linear_attention, moe, ngram, sampling
 from specops.quantization import QuantizedWeight
 from torch import Tensor
 
@@ -359,6 +359,50 @@ def moe_experts(generator: torch.Generator, move: Move) -> Call:
     return call
 
 
+def output_gate(generator: torch.Generator, move: Move) -> Call:
+    """Heads that are gated, by silu behind a norm or by sigmoid."""
+    shape = (_number(generator, 1, 9), _number(generator, 1, 6), 16 * _number(generator, 1, 16))
+    dtype = _dtype(generator)
+    x, gate = (move(_randn(generator, *shape, dtype=dtype)) for _ in range(2))
+    weight = move(_randn(generator, shape[-1], dtype=dtype))
+    return lambda: [
+        dense.output_gate(x, gate),
+        dense.output_gate(x, gate, "silu", norm_weight=weight),
+    ]
+
+
+def linear_attention_rows(generator: torch.Generator, move: Move) -> Call:
+    """Requests that begin and go on: the convolution, then the gated delta rule."""
+    keys, each, rows = (_number(generator, 1, most) for most in (3, 3, 12))
+    key_dim, value_dim = (16 * _number(generator, 1, 8) for _ in range(2))
+    values, dtype = keys * each, _dtype(generator)
+    sizes = (keys * key_dim, keys * key_dim, values * value_dim)
+    x = move(_randn(generator, 2 * rows, sum(sizes), dtype=dtype))
+    weight = move(_randn(generator, 4, sum(sizes), dtype=dtype))
+    a, b = (move(_randn(generator, 2 * rows, values, dtype=dtype)) for _ in range(2))
+    a_log, dt_bias = (move(_randn(generator, values, dtype=torch.float32)) for _ in range(2))
+    conv = move(_randn(generator, 2, 8, sum(sizes), dtype=dtype))
+    states = move(_randn(generator, 2, 5, values, key_dim, value_dim, dtype=torch.float32))
+    given = [
+        move(torch.tensor(one, dtype=torch.int32))
+        for one in ([1, 0], [0, rows, 2 * rows], [rows, rows + 9])
+    ]
+
+    def call() -> list[Tensor]:
+        kept, inputs = states.clone(), conv.clone()
+        mixed = linear_attention.causal_conv1d(x, weight, inputs, *given)
+        q, k, v = mixed.split(list(sizes), 1)
+        heads = [
+            q.unflatten(1, (keys, -1)),
+            k.unflatten(1, (keys, -1)),
+            v.unflatten(1, (values, -1)),
+        ]
+        out = linear_attention.gated_delta_rule(*heads, a, b, a_log, dt_bias, kept, *given)
+        return [mixed, out, kept]
+
+    return call
+
+
 CACHES_8BIT = (torch.int8, torch.float8_e4m3fn)
 LATENT_KEY = 576  # elements of a token's key of latent attention
 
@@ -380,6 +424,8 @@ OPS: dict[str, Op] = {
     "moe experts": Op(moe_experts, APPROXIMATE),
     "rms_norm": Op(rms_norm, APPROXIMATE),
     "silu_mul": Op(silu_mul, APPROXIMATE),
+    "output_gate": Op(output_gate, APPROXIMATE),
+    "linear attention": Op(linear_attention_rows, APPROXIMATE),
     "rope_append_kv": Op(rope_append_kv, APPROXIMATE),
     "append_attention": Op(append_attention, APPROXIMATE),
     "append_attention 8-bit": Op(append_8bit_attention, APPROXIMATE),

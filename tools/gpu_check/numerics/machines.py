@@ -9,7 +9,16 @@ from types import ModuleType
 from typing import Any, TypeVar
 
 import torch
-from specops import attention, batching, dense, moe, ngram, runtime, sampling
+from specops import (
+    attention,
+    batching,
+    dense,
+    linear_attention,
+    moe,
+    ngram,
+    runtime,
+    sampling,
+)
 from torch import Tensor
 
 from tools.cuda_toolkit import ROOT
@@ -18,7 +27,9 @@ Prepared = TypeVar("Prepared")
 
 ROUNDS_OF_GRAPH = 100
 
-OP_MODULES: tuple[Any, ...] = (attention, batching, dense, moe, ngram, runtime, sampling)
+OP_MODULES: tuple[Any, ...] = (
+    *(attention, batching, dense, linear_attention, moe, ngram, runtime, sampling),
+)
 
 
 @cache

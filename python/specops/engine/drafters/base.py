@@ -113,8 +113,35 @@ class Proposals:
     parents: NDArray[np.int32]
     are_trees: NDArray[np.bool_]
     # [slots, k]: who made each, by its place among the request's drafters; -1: the companion, which
-    # writes that itself. Of requests that report their drafts alone.
+    # writes that itself, as who adds branches to a tree does. Of requests that report their drafts
+    # alone.
     stages: NDArray[np.int8]
+
+    @classmethod
+    def empty(cls, slots: int, width: int) -> "Proposals":
+        """A table of no proposals.
+
+        Args:
+            slots: its rows.
+            width: most drafts of each.
+        """
+        return cls(
+            np.full((slots, width), -1, dtype=np.int32),
+            np.zeros(slots, dtype=np.int32),
+            np.zeros((slots, width), dtype=np.float32),
+            np.full((slots, width), -1, dtype=np.int32),
+            np.zeros(slots, dtype=np.bool_),
+            np.zeros((slots, width), dtype=np.int8),
+        )
+
+    def widened(self, width: int) -> "Proposals":
+        """The same with room for more drafts."""
+        slots, have = self.token_ids.shape
+        wider = Proposals.empty(slots, width)
+        for one in fields(self):
+            mine, its = getattr(self, one.name), getattr(wider, one.name)
+            its[(slice(None), slice(have))[: mine.ndim]] = mine
+        return wider
 
     def put_tree(self, slot: int, tree: DraftTree) -> None:
         """Writes a tree in the place of a row."""
@@ -190,12 +217,15 @@ class Drafter:
         kv_bytes_per_token: what it keeps on pages, over all its layers.
         drawn_from: the vocabulary of drafts that it draws with numbers of their own; None: it draws
             none. It writes what they were drawn from into `TargetStep.draft_probs`.
+        max_drafts: the longest chain that it drafts for a request in a step; None: as long as is
+            wanted. Requests that want more are refused.
     """
 
     name: str
     taps: tuple[int, ...] = ()
     kv_bytes_per_token = 0
     drawn_from: DrawnFrom | None = None
+    max_drafts: int | None = None
 
     def allocate(self, num_pages: int) -> None:
         """Allocates what it keeps on the engine's pages, whose number was chosen with it."""

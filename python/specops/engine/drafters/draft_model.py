@@ -42,6 +42,10 @@ def load(context: DrafterContext) -> Drafter:
         )
     except ModelError as error:
         raise ModelError(f"draft model {directory}: {error}") from error
+    if model.keeps_states:
+        raise ModelError(
+            f"draft model {directory}: linear attention is not supported in a draft model"
+        )
     sizes = model.config.vocab_size, context.target.config.vocab_size
     if sizes[0] != sizes[1]:
         raise ModelError(

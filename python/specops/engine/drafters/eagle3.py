@@ -79,7 +79,8 @@ class ParallelHead(BlockStackHead):
     """
 
     def __init__(self, head: Eagle3, context: DrafterContext) -> None:
-        # A head has no most drafts of its own. An engine that drafts otherwise names none either.
+        # The head itself has no most drafts; an engine's masks are as many as it is made with. One
+        # that does not draft so by itself names no number.
         drafts = context.config.speculative_config.num_model_steps or _DRAFTS
         super().__init__(head, drafts - 1, context)
         self.head, self.taps, self.token_map = head, head.taps, head.token_map

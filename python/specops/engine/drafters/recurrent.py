@@ -110,7 +110,7 @@ class RecurrentDrafter(Drafter):
         self.name, self.taps = name, head.taps
         self.head, self.num_passes = head, head.num_passes
         self.reads_own_tokens = not head.reads_states
-        self.kv_bytes_per_token = head.kv_bytes_per_token
+        self.kv_bytes_per_token, self.max_drafts = head.kv_bytes_per_token, head.max_drafts
         self.max_redrafts = max(max_rows, WINDOW)
         # A row behind the step's for each request, or for each pass but the first one.
         more = 1 if self.reads_own_tokens else head.num_passes - 1
@@ -160,8 +160,8 @@ class RecurrentDrafter(Drafter):
         self.own_numbers[slot] = config.draws_drafts
         self.has_anchors[slot] = config.verify_strategy == "block"
         passes = request.draft_stages[self.name]
-        if self.head.max_drafts is not None:
-            passes = min(passes, self.head.max_drafts)
+        if self.max_drafts is not None:  # a tree has more nodes than its longest chain
+            passes = min(passes, self.max_drafts)
         has_moved = passes > self.num_steps
         self.num_steps = max(self.num_steps, passes)
         return has_moved

@@ -3,15 +3,36 @@
 
 import secrets
 from collections.abc import Mapping
+from enum import IntEnum
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from specops.engine.drafters.base import Drafter, DrafterContext, StepResults, stage_limit
+from specops.engine.drafters.base import (
+    Drafter,
+    DrafterContext,
+    Proposals,
+    StepResults,
+    stage_limit,
+)
 from specops.engine.drafters.suffix_store import SuffixStore
+from specops.engine.drafters.trees import Branch, merge_trees, paths_of
 from specops.engine.request import Request
+
+# What counts say of the next token is trusted by half where the match is so long, and what they say
+# of each later token by a power more of that.
+_HALF_SURE, _LATER = 3.0, 0.3
+_NOTHING = Branch((), 1.0, -1)  # nothing but the text
+
+
+class _Kind(IntEnum):
+    """Of drafts."""
+
+    CHAIN = 0
+    TREE = 1
+    BRANCHES = 2  # of the tree of another drafter
 
 
 def load(context: DrafterContext) -> Drafter:
@@ -51,6 +72,7 @@ class SuffixDrafter(Drafter):
         self._max_drafts: NDArray[np.int32] = np.zeros(slots, dtype=np.int32)
         self._num_given: NDArray[np.int32] = np.zeros(slots, dtype=np.int32)
         self._counts: NDArray[np.int32] = np.zeros(slots, dtype=np.int32)
+        self._match_lens: NDArray[np.int32] = np.zeros(slots, dtype=np.int32)
         self._drafts: NDArray[np.int32] = np.empty((slots, 0), dtype=np.int32)
         self._probs: NDArray[np.float32] = np.empty((slots, 0), dtype=np.float32)
         self._parents: NDArray[np.int32] = np.empty((slots, 0), dtype=np.int32)
@@ -65,7 +87,8 @@ class SuffixDrafter(Drafter):
         """Builds the tree of a request's prompt, unless it is here already."""
         number = self._started.get(request.arrival)
         if number is None:
-            number = self.cache.start(self._name_of(request), request.token_ids)
+            text = self._store.answers.text_of(_prompt_of(request), request.token_ids)
+            number = self.cache.start(self._name_of(request), text)
             self._started[request.arrival] = number
         self._numbers[request.slot] = number
         self._lens_told[request.slot] = len(request.token_ids)
@@ -82,6 +105,7 @@ class SuffixDrafter(Drafter):
         """Drops the request's own tree; its response stays in the shared one."""
         if self._started.pop(request.arrival, None) is not None:
             self.cache.stop(self._name_of(request))
+            self._store.answers.add(_prompt_of(request), request.output_token_ids)
             if not request.output_token_ids:  # there is no response
                 self.cache.discard(self._name_of(request))
 
@@ -98,30 +122,53 @@ class SuffixDrafter(Drafter):
             if slot in self._requests:
                 self._tell(self._requests[slot], slot, int(before[row]))
         self._lens_told[slots] = lens[slots]
-        # Trees and chains are calls of their own; mostly all are one or the other.
-        kinds = [part.request.speculative.tree for part in results.parts]
-        for tree in set(kinds):
-            self._draft(results, limits, kinds, tree)
+        # Each kind of drafts is a call of its own; mostly all are of one.
+        kinds = [_kind_of(part.request, self.name) for part in results.parts]
+        for kind in sorted(set(kinds)):
+            self._draft(results, limits, kinds, kind)
 
     def _draft(
-        self, results: StepResults, limits: list[int], kinds: list[bool], tree: bool
+        self, results: StepResults, limits: list[int], kinds: list[_Kind], kind: _Kind
     ) -> None:
-        """Appends what was emitted by those who draft trees, or chains, and continues them."""
+        """Appends what was emitted by those whose drafts are of a kind, and drafts for them."""
         proposals, batch, slots = results.proposals, len(limits), results.slots
-        requests, *others = self._views(batch, proposals.token_ids.shape[1])
+        self._views(batch, proposals.token_ids.shape[1])
         # Slots are not out of range, and no mode but this writes without a copy.
         np.take(self._numbers, slots, out=self._rows[:batch], mode="clip")
-        if (not tree) in kinds:
-            self._rows[:batch][np.array(kinds) != tree] = -1
+        if kinds.count(kind) < batch:
+            self._rows[:batch][np.array(kinds) != kind] = -1
         np.subtract(results.lens[slots], results.lens_before, out=self._num_tokens[:batch])
         given = self._num_given[:batch]
         np.take(proposals.counts, slots, out=given, mode="clip")
+        if kind == _Kind.BRANCHES:
+            given.fill(0)  # what is there is not continued
         np.subtract(limits, given, out=self._max_drafts[:batch], casting="unsafe")
         np.maximum(self._max_drafts[:batch], 0, out=self._max_drafts[:batch])
         given[self._max_drafts[:batch] == 0] = 0  # nothing to continue
         if given.any():
             np.take(proposals.token_ids, slots, axis=0, out=self._drafts[:batch], mode="clip")
-        num_tokens, max_drafts, drafts, counts, num_given, probs, parents = others
+        self._step(results, kind)
+        if kind == _Kind.BRANCHES:
+            self._branch(results, limits)
+            return
+        found_rows = self._counts[:batch].nonzero()[0]
+        found, of_rows = slots[found_rows], self._counts[found_rows]
+        proposals.counts[found] += of_rows
+        proposals.token_ids[found] = self._drafts[found_rows]
+        if kind == _Kind.TREE:
+            proposals.parents[found] = self._parents[found_rows]
+            proposals.are_trees[found] = True
+        if any(part.request.speculative.selects_drafts for part in results.parts):
+            behind = np.arange(self._probs.shape[1]) >= given[found_rows, None]
+            proposals.confidences[found] = np.where(
+                behind, self._probs[found_rows], proposals.confidences[found]
+            )
+
+    def _step(self, results: StepResults, kind: _Kind) -> None:
+        """Calls the cache with the rows that are prepared."""
+        requests, num_tokens, max_drafts, drafts, counts, num_given, probs, parents, match_lens = (
+            self._views(len(results.parts), results.proposals.token_ids.shape[1])
+        )
         self.cache.step(
             requests,
             results.token_ids,
@@ -130,22 +177,55 @@ class SuffixDrafter(Drafter):
             draft_token_ids=drafts,
             num_draft_tokens=counts,
             num_given_drafts=num_given,
-            parents=parents if tree else None,
+            parents=None if kind == _Kind.CHAIN else parents,
             probs=probs,
-            use_tree=tree,
+            match_lens=match_lens,
+            use_tree=kind != _Kind.CHAIN,
         )
-        found_rows = self._counts[:batch].nonzero()[0]
-        found, of_rows = slots[found_rows], self._counts[found_rows]
-        proposals.counts[found] += of_rows
-        proposals.token_ids[found] = self._drafts[found_rows]
-        if tree:
-            proposals.parents[found] = self._parents[found_rows]
-            proposals.are_trees[found] = True
-        if any(part.request.speculative.selects_drafts for part in results.parts):
-            behind = np.arange(self._probs.shape[1]) >= given[found_rows, None]
-            proposals.confidences[found] = np.where(
-                behind, self._probs[found_rows], proposals.confidences[found]
+
+    def _branch(self, results: StepResults, limits: list[int]) -> None:
+        """Adds the trees that were found to those of other drafters.
+
+        A second call looks for what follows the longest path of each of these; it is added as well.
+        """
+        proposals, batch = results.proposals, len(limits)
+        wants = (self._rows[:batch] >= 0) & (self._max_drafts[:batch] > 0)
+        rows = [(row, int(results.slots[row])) for row in wants.nonzero()[0].tolist()]
+        branches, longest = {}, {}
+        for row, slot in rows:
+            given = _branches_of(proposals, slot)
+            longest[row] = max(given, key=lambda one: len(one.path), default=_NOTHING)
+            branches[row] = [*given, *self._found(row, slot, _NOTHING)]
+        self._num_tokens[:batch] = 0  # they are there
+        for row, _ in rows:
+            path = longest[row].path
+            self._drafts[row, : len(path)] = path
+            self._num_given[row] = len(path)
+            self._max_drafts[row] = limits[row] - len(path) if path else 0
+        self._step(results, _Kind.BRANCHES)
+        for row, slot in rows:
+            branches[row] += self._found(row, slot, longest[row])
+            tree, sources = merge_trees(branches[row], limits[row])
+            proposals.put_tree(slot, tree)
+            proposals.stages[slot, : len(sources)] = sources
+
+    def _found(self, row: int, slot: int, behind: Branch) -> list[Branch]:
+        """The tree that was found for a row, behind what was given."""
+        count, given = int(self._counts[row]), int(self._num_given[row])
+        its = slice(given, given + count)
+        length = int(self._match_lens[row])
+        weight = length / (length + _HALF_SURE)
+        source = list(self._requests[slot].draft_stages).index(self.name)
+        parents = (self._parents[row, its] - given).tolist()
+        paths = paths_of(self._drafts[row, its].tolist(), parents, behind.path)
+        return [
+            Branch(
+                path,
+                behind.chance * prob * weight ** (1 + _LATER * (len(path) - len(behind.path) - 1)),
+                source,
             )
+            for path, prob in zip(paths, self._probs[row, its].tolist(), strict=True)
+        ]
 
     @property
     def is_unsaved(self) -> bool:
@@ -196,6 +276,7 @@ class SuffixDrafter(Drafter):
                 self._num_given,
                 self._probs,
                 self._parents,
+                self._match_lens,
             )
             tensors = tuple(torch.from_numpy(array[:batch]) for array in arrays)
             self._tensors[batch] = tensors
@@ -203,3 +284,26 @@ class SuffixDrafter(Drafter):
 
     def _name_of(self, request: Request) -> str:
         return f"{self._prefix}-{request.arrival}"
+
+
+def _kind_of(request: Request, name: str) -> _Kind:
+    """What kind of drafts a request has of the drafter of this name."""
+    if not request.speculative.tree:
+        return _Kind.CHAIN
+    return _Kind.TREE if request.speculative.stages[0] == name else _Kind.BRANCHES
+
+
+def _branches_of(proposals: Proposals, slot: int) -> list[Branch]:
+    """The tree that there is for a request."""
+    count = int(proposals.counts[slot])
+    parents = proposals.parents[slot, :count].tolist()
+    paths = paths_of(proposals.token_ids[slot, :count].tolist(), parents)
+    chances: list[float] = []
+    for parent, own in zip(parents, proposals.confidences[slot, :count].tolist(), strict=True):
+        chances.append(own * (chances[parent] if parent >= 0 else 1.0))
+    sources = proposals.stages[slot, :count].tolist()
+    return list(map(Branch, paths, chances, sources))
+
+
+def _prompt_of(request: Request) -> list[int]:
+    return request.token_ids[: request.prompt_len]

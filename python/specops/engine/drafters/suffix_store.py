@@ -13,6 +13,7 @@ import numpy as np
 
 from specops.engine.config import EngineConfig
 from specops.engine.drafters.methods.suffix import SuffixOptions
+from specops.engine.drafters.suffix_answers import EarlierAnswers
 from specops.suffix_tree import SuffixCache
 from specops.tokenizer import Tokenizer
 
@@ -33,6 +34,10 @@ class SuffixStore:
         tokenizer: of the model.
         vocab_size: of the model.
 
+    Attributes:
+        cache: this.
+        answers: earlier ones, by prompt, which are not in the file.
+
     Raises:
         ValueError: the corpus or the file cannot be used.
     """
@@ -48,6 +53,7 @@ class SuffixStore:
             max_cached_bytes=own.suffix_decoding_max_cached_bytes,
             read_on=own.suffix_decoding_read_on,
         )
+        self.answers = EarlierAnswers(own)
         self._path: Path | None = None
         self._vocabulary = ""
         self._saved: tuple[int, int] | None = None  # what the file has
@@ -61,7 +67,8 @@ class SuffixStore:
             self._add_corpus(Path(config.suffix_corpus), tokenizer)
 
     def forget(self) -> None:
-        """Empties the cache of responses."""
+        """Empties the cache of responses, and drops the answers to prompts."""
+        self.answers.forget()
         for response in self.cache.cached_requests:
             self.cache.evict(response)
         self.cache.reclaim()

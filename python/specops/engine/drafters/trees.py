@@ -6,7 +6,7 @@ other (`batching.tree_chains`), and its first nodes are a chain as well.
 """
 
 import heapq
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 # The target agrees with what a drafter holds likeliest more often than that says. Of powers 1 to 3
@@ -119,6 +119,58 @@ def joint_tree(places: Sequence[Sequence[tuple[int, float]]], room: int) -> Draf
         if depth + 1 < len(places):
             heapq.heappush(left, (path * places[depth + 1][0][1], depth + 1, node, 0))
     return DraftTree(tokens, parents, chances)
+
+
+Path = tuple[int, ...]
+
+
+class Branch(NamedTuple):
+    """A node of one of several trees that are merged."""
+
+    path: Path  # the tokens that lead there, its own the last
+    chance: float  # that all of these are right; at most that of what the path goes on from
+    source: int  # whose it is
+
+
+def paths_of(token_ids: Sequence[int], parents: Sequence[int], behind: Path = ()) -> list[Path]:
+    """Returns the paths of a tree's nodes.
+
+    Args:
+        token_ids: of the nodes.
+        parents: of each, the place of the one before it that it hangs on, or -1.
+        behind: the path that nodes without a parent hang on.
+    """
+    paths: list[Path] = []
+    for token, parent in zip(token_ids, parents, strict=True):
+        paths.append((paths[parent] if parent >= 0 else behind) + (token,))
+    return paths
+
+
+def merge_trees(branches: Iterable[Branch], room: int) -> tuple[DraftTree, list[int]]:
+    """Makes one tree of several, of the likeliest paths.
+
+    Args:
+        branches: the nodes of all. Equal paths become one node, which is its surest source's, the
+            first's among equals. What a path goes on from is among the nodes of its tree.
+        room: most nodes.
+
+    Returns:
+        The tree, and the source of each node.
+    """
+    surest: dict[Path, Branch] = {}
+    for one in branches:
+        if one.path not in surest or one.chance > surest[one.path].chance:
+            surest[one.path] = one
+    # Chances fall along a path, and among equals the shorter ones come first: parents precede.
+    order = sorted(surest.values(), key=lambda one: (-one.chance, len(one.path), one.path))[:room]
+    places = {one.path: place for place, one in enumerate(order)}
+    whole = {one.path: one.chance for one in order}
+    tree = DraftTree(
+        [one.path[-1] for one in order],
+        [places.get(one.path[:-1], -1) for one in order],
+        [one.chance / (whole.get(one.path[:-1], 1.0) or 1.0) for one in order],
+    )
+    return tree, [one.source for one in order]
 
 
 def static_tree(

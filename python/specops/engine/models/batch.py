@@ -16,6 +16,7 @@ class LayerBatch:
     kv_indptr: Tensor  # int32 [batch + 1], pages
     kv_indices: Tensor  # int32 [pages]
     kv_lens: Tensor  # int32 [batch]
+    slots: Tensor | None = None  # int32 [batch]; None: of models that keep nothing in slots
     # Both int32 [levels, batch]; None: nobody shares anything.
     prefix_leaders: Tensor | None = None
     prefix_lens: Tensor | None = None

@@ -23,7 +23,7 @@ from specops.dense import PackedWeight
 from specops.engine.errors import ModelError
 from specops.engine.models.batch import LayerBatch
 from specops.engine.models.blocks.activations import Rows
-from specops.engine.models.blocks.block import Norm
+from specops.engine.models.blocks.block import AttentionBlock, Norm
 from specops.engine.models.dflash2 import (
     Convolution,
     Dflash2Config,
@@ -149,6 +149,7 @@ class BlockDrafter(StateHead):
         gather_states(batch, states, given)
         for index, layer in enumerate(self.layers):
             views = rows.layers[index].attention
+            assert isinstance(layer.attention, AttentionBlock)
             layer.attention.append_kv(given, batch, cache.layers[index], views)
         return given
 

@@ -31,6 +31,7 @@ def dry_run(model: Transformer) -> Tensor:
         kv_indptr=ints(0, 1),
         kv_indices=ints(0),
         kv_lens=ints(1),
+        slots=ints(0),
     )
     cache = model.new_kv_cache(1, _PAGE_SIZE)
     return model.logits(model.forward(batch, cache)).cpu()

@@ -1,14 +1,31 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Keys and values on pages: what a layer keeps of a token, and the tensors that hold it."""
+"""What layers keep: of a token on pages, of a request in its slot; and the tensors that hold it."""
 
 import math
 import mmap
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
+
+
+class CacheRoom(NamedTuple):
+    """For how much there is to be room.
+
+    Attributes:
+        num_pages: of tokens.
+        page_size: tokens of a page.
+        num_slots: requests that run at once.
+        num_drafts: most drafts that a step verifies for one of them.
+    """
+
+    num_pages: int
+    page_size: int
+    num_slots: int = 1
+    num_drafts: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,9 +57,13 @@ class KvSpec:
             head_bytes += torch.float32.itemsize
         return (1 + self.has_values) * self.num_heads * head_bytes
 
-    def new(self, num_pages: int, page_size: int, device: torch.device) -> "LayerKv":
+    def bytes_per_slot(self, num_drafts: int) -> int:
+        """The bytes that a request takes beside: none."""
+        return 0
+
+    def new(self, room: CacheRoom, device: torch.device) -> "LayerKv":
         """Allocates the pages of one layer."""
-        slots = (num_pages, page_size, self.num_heads)
+        slots = (room.num_pages, room.page_size, self.num_heads)
 
         def cache() -> Tensor:
             return _zeros((*slots, self.head_dim), self.dtype, device)
@@ -53,6 +74,48 @@ class KvSpec:
         if not self.has_values:
             return LayerKv(cache(), None, scales(), None)
         return LayerKv(cache(), cache(), scales(), scales())
+
+
+@dataclass(frozen=True, kw_only=True)
+class StateSpec:
+    """What a layer with linear attention keeps of a request, however long it is.
+
+    Each row that a step may accept last leaves its own, by its position, so that drafts which are
+    rejected need no rollback; see `specops.linear_attention`.
+
+    Attributes:
+        num_heads: states, of [key_dim, value_dim] float32 each.
+        key_dim: rows of a state.
+        value_dim: columns of one.
+        channels: that are convolved.
+        taps: of the convolution.
+        dtype: of what is convolved.
+    """
+
+    bytes_per_token: ClassVar[int] = 0
+
+    num_heads: int
+    key_dim: int
+    value_dim: int
+    channels: int
+    taps: int
+    dtype: torch.dtype
+
+    def bytes_per_slot(self, num_drafts: int) -> int:
+        """The bytes that a request takes, with so many drafts a step."""
+        conv, states = self._shapes(CacheRoom(0, 0, 1, num_drafts))
+        return math.prod(conv) * self.dtype.itemsize + math.prod(states) * torch.float32.itemsize
+
+    def new(self, room: CacheRoom, device: torch.device) -> "LayerStates":
+        """Allocates what the slots of one layer keep."""
+        conv, states = self._shapes(room)
+        return LayerStates(_zeros(conv, self.dtype, device), _zeros(states, torch.float32, device))
+
+    def _shapes(self, room: CacheRoom) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        window = max(room.num_drafts + self.taps - 1, 1)
+        heads = (self.num_heads, self.key_dim, self.value_dim)
+        slots = room.num_slots
+        return (slots, window, self.channels), (slots, room.num_drafts + 1, *heads)
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -83,23 +146,47 @@ class LayerKv:
             pairs.append((self.k_scales[..., None], v_scales))
         return pairs
 
+    @property
+    def tensors(self) -> list[Tensor]:
+        """All of them, scales included."""
+        tensors = (self.k, self.v, self.k_scales, self.v_scales)
+        return [tensor for tensor in tensors if tensor is not None]
+
+
+@dataclass(frozen=True)
+class LayerStates:
+    """What the slots of one layer with linear attention keep."""
+
+    conv: Tensor  # [num_slots, window, channels]
+    states: Tensor  # float32 [num_slots, window, num_heads, key_dim, value_dim]
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """Both."""
+        return [self.conv, self.states]
+
 
 @dataclass(frozen=True)
 class KvCache:
-    """The paged key and value caches of layers, which may differ in all but the page size."""
+    """What layers keep, which may differ in all but the page size."""
 
-    layers: list[LayerKv]
+    layers: list[Any]  # a LayerKv or LayerStates each
     page_size: int  # tokens of a page
 
     @classmethod
     def new(
-        cls, specs: Iterable[KvSpec], num_pages: int, page_size: int, device: torch.device
+        cls, specs: Iterable[KvSpec | StateSpec], room: CacheRoom, device: torch.device
     ) -> "KvCache":
-        """Allocates the pages of every layer."""
-        return cls([spec.new(num_pages, page_size, device) for spec in specs], page_size)
+        """Allocates what every layer keeps."""
+        return cls([spec.new(room, device) for spec in specs], room.page_size)
+
+    @property
+    def pairs(self) -> list[tuple[Tensor, Tensor | None]]:
+        """What moves when tokens move, of all layers."""
+        on_pages = [layer for layer in self.layers if isinstance(layer, LayerKv)]
+        return [pair for layer in on_pages for pair in layer.pairs]
 
     @property
     def tensors(self) -> list[Tensor]:
-        """Every tensor of it, scales included."""
-        of_layers = [(one.k, one.v, one.k_scales, one.v_scales) for one in self.layers]
-        return [tensor for tensors in of_layers for tensor in tensors if tensor is not None]
+        """Every tensor of it."""
+        return [tensor for layer in self.layers for tensor in layer.tensors]

@@ -96,7 +96,7 @@ class Runner:
         }
         self.parts = RunnerParts(
             model=model,
-            cache=model.new_kv_cache(num_pages, page_size),
+            cache=model.new_kv_cache(num_pages, page_size, slots, config.num_drafts),
             taps=taps,
             slots=slots,
             tables=self._tables,

@@ -165,9 +165,8 @@ class StepTrees:
         """
         requests = self._requests
         pages = requests.kv_lens, requests.kv_indptr, requests.kv_indices
-        for layer in cache.layers:
-            for pair in layer.pairs:
-                attention.compact_kv(*pair, *self._accepted, *pages)
+        for pair in cache.pairs:
+            attention.compact_kv(*pair, *self._accepted, *pages)
         rows = self._qo_lens, requests.qo_indptr, row_numbers  # pages of one row
         for one in states:
             attention.compact_kv(one.view(len(one), 1, 1, -1), None, *self._accepted, *rows)

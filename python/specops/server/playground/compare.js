@@ -75,7 +75,7 @@ class Entry {
 }
 
 function newTable(choices, seed) {
-  const notes = ["Each alone, by the server’s clock, in turn: the medians."];
+  const notes = ["Each alone, by the server’s clock, in turn: the medians. naive is plain decoding."];
   if (seed) notes.push(`Seed ${seed}.`);
   const learners = choices.filter(learns);
   if (learners.length) notes.push(`The ${learns(learners[0])} drafts from texts it has seen, so it is timed once.`);

@@ -150,6 +150,7 @@ function changed() {
   showLegend(board.lanes);
   showExamples(mode === "chat" ? MESSAGES : PROMPTS);
   if (mode !== "chat") $("chats").hidden = true;
+  $("bundled").hidden = mode !== "chat" || card?.id !== "specops-bundled"; // its name by default
   showRequest();
 }
 

@@ -75,6 +75,7 @@ class Method:
         draws: it draws drafts where that pays: with the target's numbers under "target_match", and
             with numbers of its own under "rejection" and "block".
         may_follow: it can continue what another method has drafted.
+        may_branch: where that is a tree, it can add branches to it.
         is_on_host: it drafts on the host, behind all that draft on the device.
         learns: the same request has other drafts the next time.
         gauges: metrics of its drafter, by name, with what each says.
@@ -96,6 +97,7 @@ class Method:
     can_draft_trees: bool = False
     draws: bool = False
     may_follow: bool = False
+    may_branch: bool = False
     is_on_host: bool = False
     learns: bool = False
     gauges: tuple[tuple[str, str], ...] = ()

@@ -26,6 +26,8 @@ class SuffixOptions(Options):
         suffix_decoding_max_cached_bytes: memory of the shared tree; 0 for no tree, -1 for no limit.
         suffix_decoding_read_on: past the longest context, or where only one text is left, drafts
             read on in the youngest text that matches.
+        suffix_decoding_earlier_answers: a request's own tree begins with so many of the latest
+            answers to the same prompt; 0: with none. They are kept under the budgets above.
     """
 
     suffix_decoding_max_tree_depth: int = 64
@@ -35,6 +37,7 @@ class SuffixOptions(Options):
     suffix_decoding_max_cached_tokens: int = -1
     suffix_decoding_max_cached_bytes: int = -1
     suffix_decoding_read_on: bool = True
+    suffix_decoding_earlier_answers: int = 0
 
     def __post_init__(self) -> None:
         depth = self.suffix_decoding_max_tree_depth
@@ -51,6 +54,15 @@ class SuffixOptions(Options):
         name = "suffix_decoding_min_token_prob"
         checks.number(name, self.suffix_decoding_min_token_prob, 0.0, 1.0)
         checks.flag("suffix_decoding_read_on", self.suffix_decoding_read_on)
+        answers = self.suffix_decoding_earlier_answers
+        checks.integer("suffix_decoding_earlier_answers", answers, 0)
+        for budget in _BUDGETS:
+            name = f"suffix_decoding_max_cached_{budget}"
+            if answers and getattr(self, name) == 0:
+                raise ValueError(
+                    f"suffix_decoding_earlier_answers must be 0 where {name} is 0: nothing would "
+                    f"be kept, got {answers}"
+                )
 
     def check_engine(self, config: Any) -> None:
         """A corpus and a file need the shared tree, which a budget of 0 switches off."""
@@ -72,6 +84,7 @@ METHOD = Method(
     options=SuffixOptions,
     can_draft_trees=True,
     may_follow=True,
+    may_branch=True,
     is_on_host=True,
     learns=True,
     gauges=(

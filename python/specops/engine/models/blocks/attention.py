@@ -27,6 +27,7 @@ class AttentionViews:
     q: Tensor  # of qkv, as the next two: [rows, heads, head_dim]
     k: Tensor
     v: Tensor
+    gate: Tensor | None  # of qkv as well, [rows, num_qo_heads, head_dim]: of what is attended
     q_rotated: Tensor  # [rows, num_qo_heads, head_dim]
     attended: Tensor  # likewise
     attended_rows: Tensor  # the same as [rows, num_qo_heads * head_dim]
@@ -39,11 +40,13 @@ class AttentionShape:
     num_qo_heads: int
     num_kv_heads: int
     head_dim: int
+    has_gate: bool = False
 
     def views(self, new: NewRows) -> AttentionViews:
         """Returns the views of some rows."""
         qo_heads, kv_heads, dim = self.num_qo_heads, self.num_kv_heads, self.head_dim
-        num_heads = qo_heads + 2 * kv_heads
+        gated = qo_heads + 2 * kv_heads
+        num_heads = gated + self.has_gate * qo_heads
         qkv = new("qkv", num_heads * dim)
         attended = new("attended", qo_heads * dim)
         heads = qkv.view(len(qkv), num_heads, dim)
@@ -51,7 +54,8 @@ class AttentionShape:
             qkv=qkv,
             q=heads[:, :qo_heads],
             k=heads[:, qo_heads : qo_heads + kv_heads],
-            v=heads[:, qo_heads + kv_heads :],
+            v=heads[:, qo_heads + kv_heads : gated],
+            gate=heads[:, gated:] if self.has_gate else None,
             q_rotated=new("q_rotated", qo_heads * dim).view(len(qkv), qo_heads, dim),
             attended=attended.view(len(qkv), qo_heads, dim),
             attended_rows=attended,
@@ -59,7 +63,7 @@ class AttentionShape:
 
 
 class Attention(AttentionBlock):
-    """Attention with grouped queries; projections packed, q|k|v fused."""
+    """Attention with grouped queries; projections packed, q|k|v (and gates) fused."""
 
     def __init__(
         self, config: "AttentionConfig", shape: AttentionShape, kv: KvSpec, qkv: PackedWeight,
@@ -137,6 +141,8 @@ class Attention(AttentionBlock):
             out=views.attended,
             workspace=batch.workspace,
         )
+        if views.gate is not None:
+            dense.output_gate(views.attended, views.gate, out=views.attended)
         self._o.run(views.attended_rows, out, batch.sums)
 
 
@@ -156,6 +162,7 @@ class AttentionConfig:
         qk_norm: whether q and k are normed per head.
         interleaved: RoPE rotates neighbours, not halves.
         has_sinks: whether each query head has a score more, without a value.
+        has_gate: whether q_proj makes, behind the query of each head, a gate for what it attends.
         input_size: width of what q, k and v are projected from; None: that of the states.
     """
 
@@ -172,6 +179,7 @@ class AttentionConfig:
     qk_norm: bool = False
     interleaved: bool = False
     has_sinks: bool = False
+    has_gate: bool = False
     input_size: int | None = None
 
     def without_window(self) -> "AttentionConfig":
@@ -186,23 +194,28 @@ class AttentionConfig:
         """
         source, hidden, dim = loader.source, loader.hidden_size, self.head_dim
         q_size, kv_size = self.num_qo_heads * dim, self.num_kv_heads * dim
-        sizes = (q_size, kv_size, kv_size)
-        own_q = loader.shares.of_rank(self.num_qo_heads, "heads of queries", dim)
+        of_q = (1 + self.has_gate) * dim
+        sizes = (q_size // dim * of_q, kv_size, kv_size)
+        own_q = loader.shares.of_rank(self.num_qo_heads, "heads of queries", of_q)
         own_kv = loader.shares.of_copies(self.num_kv_heads, "heads of keys", dim)
         cut = Cut(outputs=(own_q, own_kv, own_kv))
-        shape = AttentionShape(len(own_q) // dim, len(own_kv) // dim, dim)
+        shape = AttentionShape(len(own_q) // of_q, len(own_kv) // dim, dim, self.has_gate)
+        order = _gates_last(shape, loader.source.device) if self.has_gate else None
+        qkv_bias = source.bias(prefix, _QKV, sizes, cut=cut) if self.qkv_bias else None
+        if qkv_bias is not None and order is not None:
+            qkv_bias = qkv_bias[order.long()]
         q_norm = k_norm = sinks = None
         if self.qk_norm:
             q_norm = source.norm(f"{prefix}q_norm.weight", dim)
             k_norm = source.norm(f"{prefix}k_norm.weight", dim)
         if self.has_sinks:
             sinks = source.tensor(f"{prefix}sinks", self.num_qo_heads, dtype=torch.float32)
-            sinks = sinks[own_q.start // dim : own_q.stop // dim].contiguous()
+            sinks = sinks[own_q.start // of_q : own_q.stop // of_q].contiguous()
         return Attention(
             self,
             shape,
             KvSpec(num_heads=shape.num_kv_heads, head_dim=dim, dtype=loader.kv_dtype),
-            source.linear(prefix, _QKV, sizes, self.input_size or hidden, cut=cut),
+            source.linear(prefix, _QKV, sizes, self.input_size or hidden, cut=cut, rows=order),
             load_summed(
                 source,
                 f"{prefix}o_proj",
@@ -212,9 +225,17 @@ class AttentionConfig:
                 ranks=loader.ranks,
             ),
             loader.ropes.of(self.rope),
-            qkv_bias=source.bias(prefix, _QKV, sizes, cut=cut) if self.qkv_bias else None,
+            qkv_bias=qkv_bias,
             q_norm=q_norm,
             k_norm=k_norm,
             norm_eps=loader.norm_eps,
             sinks=sinks,
         )
+
+
+def _gates_last(shape: AttentionShape, device: torch.device) -> Tensor:
+    """Which outputs of q|k|v go where, so that gates come last and not behind their queries."""
+    q_size, kv_size = shape.num_qo_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
+    places = torch.arange(2 * (q_size + kv_size), dtype=torch.int32, device=device)
+    q, gate = places[: 2 * q_size].view(shape.num_qo_heads, 2, shape.head_dim).unbind(1)
+    return torch.cat([q.flatten(), places[2 * q_size :], gate.flatten()])

@@ -12,7 +12,7 @@ from torch import Tensor
 from specops import attention
 from specops.dense import PackedWeight
 from specops.engine.models.batch import LayerBatch
-from specops.engine.models.kv import KvSpec, LayerKv
+from specops.engine.models.kv import KvSpec, LayerKv, StateSpec
 from specops.engine.models.shards import Shares
 from specops.engine.models.weights import WeightSource
 from specops.engine.parallel.ranks import ALONE, Ranks
@@ -62,20 +62,42 @@ def bytes_of(weight: PackedWeight) -> int:
     return sum(one.nbytes for one in weight if isinstance(one, Tensor))
 
 
-class AttentionBlock(Block):
-    """A part that looks at other rows, by what it keeps of them on pages.
+class MixingBlock(Block):
+    """A part that looks at other rows, by what it keeps of them.
 
     Attributes:
-        kv: what it keeps of a token.
+        kv: what it keeps.
         sliding_window: positions that a row sees; None: all of them.
     """
 
-    kv: KvSpec
+    kv: KvSpec | StateSpec
     sliding_window: int | None
 
     @abstractmethod
     def workspace_size(self, rows: int, batch: int, pages: int, page_size: int) -> int:
         """Returns the floats of workspace for steps of up to these sizes."""
+
+    @abstractmethod
+    def run(self, x: Tensor, batch: LayerBatch, cache: Any, views: Any, out: Tensor) -> None:
+        """Keeps what later rows are to see, and looks at what earlier ones left.
+
+        Args:
+            x: [rows, hidden_size], normed.
+            batch: the rows.
+            cache: of the layer, made by `kv`.
+            views: of `shape`, for as many rows.
+            out: [rows, hidden_size].
+        """
+
+
+class AttentionBlock(MixingBlock):
+    """One that keeps keys and values of each row on pages.
+
+    Attributes:
+        kv: what it keeps of a token.
+    """
+
+    kv: KvSpec
 
     @abstractmethod
     def append_kv(self, x: Tensor, batch: LayerBatch, cache: LayerKv, views: Any) -> None:
@@ -89,18 +111,6 @@ class AttentionBlock(Block):
             batch: whose positions and slots these are.
             cache: of the layer.
             views: of `shape`, for as many rows.
-        """
-
-    @abstractmethod
-    def run(self, x: Tensor, batch: LayerBatch, cache: LayerKv, views: Any, out: Tensor) -> None:
-        """Writes keys and values, and attends.
-
-        Args:
-            x: [rows, hidden_size], normed.
-            batch: the rows.
-            cache: of the layer.
-            views: of `shape`, for as many rows.
-            out: [rows, hidden_size].
         """
 
 

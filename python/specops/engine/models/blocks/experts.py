@@ -25,7 +25,9 @@ class ExpertsViews:
     """The activations of some rows; pairs are of a row and one of its experts."""
 
     x: Tensor  # [rows, hidden_size], float32: what the router reads
-    logits: Tensor  # [rows, num_experts], float32
+    scores: Tensor  # [rows, num_experts + gates], float32: all that the router makes
+    logits: Tensor  # [rows, num_experts], of these
+    shared_gate: Tensor | None  # [rows, 1, 1], of these: how much of the shared expert there is
     expert_ids: Tensor  # [rows, top_k], int32
     expert_weights: Tensor  # [rows, top_k], float32
     row_indices: Tensor  # [pairs], int32
@@ -46,6 +48,7 @@ class ExpertsShape:
     top_k: int
     width: int
     shared_width: int
+    has_shared_gate: bool
     is_apart: bool = False
 
     def views(self, new: NewRows) -> ExpertsViews:
@@ -53,9 +56,12 @@ class ExpertsShape:
         hidden, top_k = self.hidden_size, self.top_k
         places = new("places", top_k, torch.int32)
         pairs = places.shape[0] * top_k
+        scores = new("router_logits", self.num_experts + self.has_shared_gate, torch.float32)
         return ExpertsViews(
             x=new("router_x", hidden, torch.float32),
-            logits=new("router_logits", self.num_experts, torch.float32),
+            scores=scores,
+            logits=scores[:, : self.num_experts],
+            shared_gate=scores[:, self.num_experts :, None] if self.has_shared_gate else None,
             expert_ids=new("expert_ids", top_k, torch.int32),
             expert_weights=new("expert_weights", top_k, torch.float32),
             row_indices=new("row_indices", top_k, torch.int32).view(pairs),
@@ -119,7 +125,12 @@ class Experts(MlpBlock):
         shared_width = 0 if shared is None else shared.shape.width
         width = sum(one.num_inputs for one in down.slices)
         self.shape = self._shape = ExpertsShape(
-            router.num_inputs, config.num_experts, config.routing.top_k, width, shared_width
+            router.num_inputs,
+            config.num_experts,
+            config.routing.top_k,
+            width,
+            shared_width,
+            config.shared_gate_name is not None,
         )
         self._routing, self._router, self._bias = config.routing, router, bias
         self._router_bias = router_bias
@@ -161,20 +172,26 @@ class Experts(MlpBlock):
                 bias=self.down.bias if ranks.rank == index == 0 else None,
                 out=views.expert_out,
             )
-            of_shared = None
-            if shared is not None:
-                of_shared = views.shared_out
-                shared.down.summand(index, views.shared_gated, of_shared, sums)
-            pairs = (views.expert_out, views.places, views.expert_weights)
-            moe.moe_combine(*pairs, of_shared, out=summand)
+            self._combine(index, sums, views, summand)
         if not is_whole:
             ranks.add(summands, None, out)
+
+    def _combine(self, index: int, sums: Tensor | None, views: ExpertsViews, out: Tensor) -> None:
+        """Adds what experts gave for a summand, and what the shared one gives for it."""
+        of_shared = None
+        if self._shared is not None:
+            of_shared = views.shared_out
+            self._shared.down.summand(index, views.shared_gated, of_shared, sums)
+            if views.shared_gate is not None:
+                whole = of_shared[:, None]
+                dense.output_gate(whole, views.shared_gate, out=whole)
+        moe.moe_combine(views.expert_out, views.places, views.expert_weights, of_shared, out=out)
 
     def _route(self, x: Tensor, views: ExpertsViews) -> None:
         """Chooses the experts of rows."""
         routing = self._routing
         views.x.copy_(x)
-        dense.linear(views.x, self._router, self._router_bias, out=views.logits)
+        dense.linear(views.x, self._router, self._router_bias, out=views.scores)
         moe.moe_route(
             views.logits,
             routing.top_k,
@@ -258,12 +275,7 @@ class ExpertsApart(Experts):
             rows = order.row_indices
             moe.moe_linear(x, own.gate_up, indptr, rows, own.gate_up_bias, out=views.gated)
             moe.moe_linear(views.gated, own.down, indptr, bias=own.down_bias, out=views.expert_out)
-            of_shared = None
-            if shared is not None:
-                of_shared = views.shared_out
-                shared.down.summand(index, views.shared_gated, of_shared, sums)
-            pairs = (views.expert_out, views.places, views.expert_weights)
-            moe.moe_combine(*pairs, of_shared, out=summand)
+            self._combine(index, sums, views, summand)
         ranks.add(summands, None, out)
 
 
@@ -280,6 +292,7 @@ class ExpertsConfig:
         has_bias: whether the router and the experts' projections have biases.
         router_name: of the router.
         shared_name: what the names of the shared MLP begin with.
+        shared_gate_name: of the projection to a gate for all of the shared MLP; None: it has none.
     """
 
     kind: ClassVar[str] = "a mixture of experts"
@@ -292,6 +305,7 @@ class ExpertsConfig:
     has_bias: bool = False
     router_name: str = "gate"
     shared_name: str = "shared_experts."
+    shared_gate_name: str | None = None
 
     def narrowed(self, width: int) -> "ExpertsConfig":
         """The same, as narrow as can be."""
@@ -308,6 +322,10 @@ class ExpertsConfig:
         router = source.tensor(
             f"{prefix}{self.router_name}.weight", count, hidden, dtype=torch.float32
         )
+        if self.shared_gate_name is not None:  # the last output of the router
+            name = f"{prefix}{self.shared_gate_name}.weight"
+            gate = source.tensor(name, 1, hidden, dtype=torch.float32)
+            router = torch.cat([router, gate])
         router_bias = None
         if self.has_bias:
             name = f"{prefix}{self.router_name}.bias"

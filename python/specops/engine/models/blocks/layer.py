@@ -3,7 +3,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import ClassVar, Protocol
+from typing import Any, ClassVar, Protocol
 
 from torch import Tensor
 
@@ -11,8 +11,7 @@ from specops import dense
 from specops.dense import PackedWeight
 from specops.engine.models.batch import LayerBatch
 from specops.engine.models.blocks.activations import LayerViews, Rows
-from specops.engine.models.blocks.block import AttentionBlock, BlockLoader, MlpBlock, Norm
-from specops.engine.models.kv import LayerKv
+from specops.engine.models.blocks.block import BlockLoader, MixingBlock, MlpBlock, Norm
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,7 +20,7 @@ class Layer:
 
     Attributes:
         input_norm: before attention.
-        attention: the first branch.
+        attention: the first branch, of whatever kind.
         attention_norm: of what attention gives; None: there is none.
         mlp_norm: before the MLP.
         mlp: the second branch.
@@ -29,7 +28,7 @@ class Layer:
     """
 
     input_norm: Norm
-    attention: AttentionBlock
+    attention: MixingBlock
     attention_norm: Norm | None
     mlp_norm: Norm
     mlp: MlpBlock
@@ -47,7 +46,7 @@ class Layer:
     def run(
         self,
         batch: LayerBatch,
-        cache: LayerKv,
+        cache: Any,
         rows: Rows,
         views: LayerViews,
         given: Tensor | None = None,
@@ -91,7 +90,7 @@ class AnyAttentionConfig(Protocol):
     def without_window(self) -> "AnyAttentionConfig":
         """The same, but that rows see all positions."""
 
-    def load(self, loader: BlockLoader, prefix: str) -> AttentionBlock:
+    def load(self, loader: BlockLoader, prefix: str) -> MixingBlock:
         """Loads the block whose tensors begin with `prefix`."""
 
 

@@ -11,7 +11,7 @@ from specops.dense import PackedWeight
 from specops.engine.models.blocks.activations import Activations
 from specops.engine.models.blocks.block import bytes_of
 from specops.engine.models.blocks.layer import Layer
-from specops.engine.models.kv import KvCache
+from specops.engine.models.kv import CacheRoom, KvCache
 
 
 class LayerStack:
@@ -52,14 +52,26 @@ class LayerStack:
         """Allocates the buffers of steps with up to `rows` rows, which then stay where they are."""
         self.activations.reserve(rows)
 
-    def new_kv_cache(self, num_pages: int, page_size: int) -> KvCache:
-        """Allocates the paged cache of every layer."""
+    def new_kv_cache(
+        self, num_pages: int, page_size: int, num_slots: int = 1, num_drafts: int = 0
+    ) -> KvCache:
+        """Allocates what every layer keeps; see `CacheRoom`."""
         specs = [layer.attention.kv for layer in self.layers]
-        return KvCache.new(specs, num_pages, page_size, self.device)
+        room = CacheRoom(num_pages, page_size, num_slots, num_drafts)
+        return KvCache.new(specs, room, self.device)
 
     def kv_bytes_per_token(self) -> int:
         """Returns the bytes one cached token takes over all layers."""
         return sum(layer.attention.kv.bytes_per_token for layer in self.layers)
+
+    def kv_bytes_per_slot(self, num_drafts: int) -> int:
+        """Returns the bytes a request takes over all layers, whatever its length."""
+        return sum(layer.attention.kv.bytes_per_slot(num_drafts) for layer in self.layers)
+
+    @property
+    def keeps_states(self) -> bool:
+        """Whether a layer keeps what has no place on pages, nor one for each node of a tree."""
+        return self.kv_bytes_per_slot(0) > 0
 
     def bytes_read(self, rows: int) -> float:
         """Returns how many bytes of weights a step of so many rows is expected to read."""

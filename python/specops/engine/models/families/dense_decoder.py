@@ -65,6 +65,7 @@ def dense_decoder(
     partial_rotary_factor: float = 1.0,
     interleaved: bool = False,
     has_sinks: bool = False,
+    has_gate: bool = False,
     mlps: Mlps | None = None,
 ) -> ModelConfig:
     """Reads a config.json.
@@ -78,6 +79,7 @@ def dense_decoder(
         partial_rotary_factor: the share of a head that is rotated, where the file does not say it.
         interleaved: RoPE rotates neighbours, not halves.
         has_sinks: whether each query head has a score more, without a value.
+        has_gate: whether q_proj makes a gate for what each head attends.
         mlps: reads the MLP of each layer; None: all are dense.
 
     Raises:
@@ -106,6 +108,7 @@ def dense_decoder(
                 qk_norm=qk_norm,
                 interleaved=interleaved,
                 has_sinks=has_sinks,
+                has_gate=has_gate,
             ),
             mlp=mlp,
         )

@@ -9,7 +9,8 @@ from typing import Any
 
 from specops.engine.errors import ModelError
 
-FULL, SLIDING = "full_attention", "sliding_attention"  # kinds of layers
+# Kinds of layers.
+FULL, SLIDING, LINEAR = "full_attention", "sliding_attention", "linear_attention"
 
 
 def read_config(directory: str | Path) -> dict[str, Any]:
@@ -79,8 +80,8 @@ def mapping(raw: Mapping[str, Any], *fields: str) -> dict[str, Any]:
     return {}
 
 
-def layer_types(raw: Mapping[str, Any], num_layers: int) -> list[str] | None:
-    """Returns whether each layer's attention is FULL or SLIDING, where the file says so.
+def layer_types(raw: Mapping[str, Any], num_layers: int, other: str = SLIDING) -> list[str] | None:
+    """Returns whether each layer's attention is FULL or of another kind, where the file says so.
 
     Raises:
         ModelError: it does not say so of each layer, or says something else.
@@ -92,8 +93,8 @@ def layer_types(raw: Mapping[str, Any], num_layers: int) -> list[str] | None:
         got = len(types) if isinstance(types, list) else repr(types)
         raise ModelError(f"layer_types must name num_hidden_layers={num_layers} kinds, got {got}")
     for one in types:
-        if one not in (FULL, SLIDING):
-            raise ModelError(f"layer_types must hold {FULL} or {SLIDING} alone, got {one!r}")
+        if one not in (FULL, other):
+            raise ModelError(f"layer_types must hold {FULL} or {other} alone, got {one!r}")
     return types
 
 

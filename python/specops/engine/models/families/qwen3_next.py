@@ -1,18 +1,126 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Qwen3-Next and Qwen3.5: their decoders do not run yet, their MTP modules do."""
+"""Qwen3-Next and Qwen3.5: linear attention beside attention with gates, and their MTP modules."""
 
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from specops.engine.errors import ModelError
+from specops.engine.models.blocks.experts import ExpertsConfig
+from specops.engine.models.blocks.layer import AnyMlpConfig, LayerNames
+from specops.engine.models.blocks.linear_attention import LinearAttentionConfig
+from specops.engine.models.blocks.mlp import DenseMlpConfig
+from specops.engine.models.config import ModelConfig, Place
+from specops.engine.models.families import qwen3_moe
+from specops.engine.models.families.dense_decoder import Mlps, dense_decoder
 from specops.engine.models.families.family import Family, MtpConvention
+from specops.engine.models.families.fields import (
+    FULL,
+    LINEAR,
+    count,
+    layer_types,
+    refuse_values,
+    text_config,
+)
 
-_LINEAR = "linear attention"
-_BOTH = "linear attention and mixtures of experts"
+# What multimodal files say outside of the part about text.
+_AROUND = ("architectures", "tie_word_embeddings", "dtype", "torch_dtype")
+_PLACES = (Place("model.", "lm_head"), Place("model.language_model.", "lm_head"))
+
+
+def read_next(raw: Mapping[str, Any]) -> ModelConfig:
+    """Reads the config.json of a Qwen3-Next.
+
+    Raises:
+        KeyError: a field is missing.
+        ModelError: a field holds what it cannot hold, or what does not run.
+    """
+    return _read({"norm_topk_prob": True, **raw}, mlps=mlps)
+
+
+def read_dense(whole: Mapping[str, Any]) -> ModelConfig:
+    """Reads that of a dense Qwen3.5, its part about text; as `read_next`."""
+    return replace(_read(_text(whole), is_fused=False), places=_PLACES)
+
+
+def read_experts(whole: Mapping[str, Any]) -> ModelConfig:
+    """Reads that of a Qwen3.5 with experts, whose weights always have the sum 1; as `read_next`."""
+    raw = {**_text(whole), "norm_topk_prob": True}
+    return replace(_read(raw, mlps=mlps, is_fused=False), places=_PLACES)
+
+
+def _text(whole: Mapping[str, Any]) -> dict[str, Any]:
+    around = {name: whole[name] for name in _AROUND if name in whole}
+    said = {name: value for name, value in text_config(whole).items() if value is not None}
+    return {**said, **{name: one for name, one in around.items() if name not in said}}
+
+
+def _read(
+    raw: Mapping[str, Any], *, mlps: Mlps | None = None, is_fused: bool = True
+) -> ModelConfig:
+    refuse_values(raw, {"attn_output_gate": (True, None)})
+    num_layers = count(raw, "num_hidden_layers")
+    types = layer_types(raw, num_layers, LINEAR) or _types(raw, num_layers)
+    config = dense_decoder(
+        {**raw, "layer_types": None},
+        qk_norm=True,
+        has_gate=True,
+        partial_rotary_factor=0.25,
+        mlps=mlps,
+    )
+    linear = replace(_linear_attention(raw), is_fused=is_fused)
+    layers = [
+        replace(layer, attention=linear, names=LayerNames(attention="linear_attn."))
+        if kind == LINEAR
+        else layer
+        for kind, layer in zip(types, config.layers, strict=True)
+    ]
+    # Modules have attention with gates, whatever the last layer has.
+    return replace(config, layers=tuple(layers), mtp_layer=config.layers[-1], norm_offset=1.0)
+
+
+def _types(raw: Mapping[str, Any], num_layers: int) -> Sequence[str]:
+    interval = count(raw, "full_attention_interval", 4)
+    return [LINEAR if (layer + 1) % interval else FULL for layer in range(num_layers)]
+
+
+def _linear_attention(raw: Mapping[str, Any]) -> LinearAttentionConfig:
+    key_heads, value_heads = (count(raw, f"linear_num_{one}_heads") for one in ("key", "value"))
+    if value_heads % key_heads:
+        raise ModelError(
+            f"linear_num_value_heads must be a multiple of linear_num_key_heads={key_heads}, got "
+            f"{value_heads}"
+        )
+    return LinearAttentionConfig(
+        num_key_heads=key_heads,
+        num_value_heads=value_heads,
+        key_dim=count(raw, "linear_key_head_dim"),
+        value_dim=count(raw, "linear_value_head_dim"),
+        taps=count(raw, "linear_conv_kernel_dim"),
+    )
+
+
+def mlps(raw: Mapping[str, Any], num_layers: int) -> Sequence[AnyMlpConfig]:
+    """As of Qwen3-MoE, but that experts have one beside that all rows share, by a gate."""
+    shared = DenseMlpConfig(width=count(raw, "shared_expert_intermediate_size"))
+    return [
+        replace(
+            one, shared=shared, shared_name="shared_expert.", shared_gate_name="shared_expert_gate"
+        )
+        if isinstance(one, ExpertsConfig)
+        else one
+        for one in qwen3_moe.mlps(raw, num_layers)
+    ]
+
 
 FAMILY = Family(
-    lacks={
-        "Qwen3NextForCausalLM": _LINEAR,
-        "Qwen3_5ForCausalLM": _LINEAR,
-        "Qwen3_5ForConditionalGeneration": _LINEAR,
-        "Qwen3_5MoeForCausalLM": _BOTH,
-        "Qwen3_5MoeForConditionalGeneration": _BOTH,
+    title="Qwen3-Next and Qwen3.5",
+    read={
+        "Qwen3NextForCausalLM": read_next,
+        "Qwen3_5ForCausalLM": read_dense,
+        "Qwen3_5ForConditionalGeneration": read_dense,
+        "Qwen3_5MoeForCausalLM": read_experts,
+        "Qwen3_5MoeForConditionalGeneration": read_experts,
     },
     mtp=MtpConvention(
         name="qwen3_next",

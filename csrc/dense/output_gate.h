@@ -1,0 +1,32 @@
+// SPDX-License-Identifier: Apache-2.0
+// output_gate: what attention gives, let through by a gate; normed before that, where there is a norm.
+#pragma once
+
+#include <cstdint>
+
+#include "common/cuda_stream.h"
+#include "common/dtype.h"
+#include "common/isa.h"
+
+namespace specops {
+
+struct OutputGateParams {
+  const void* x;       // [rows, heads, dim], rows x_stride apart
+  const void* gate;    // [rows, heads, gate_dim], rows gate_stride apart
+  const void* weight;  // [dim], of the norm; may be nullptr
+  void* out;           // [rows, heads, dim], contiguous; may be x
+  int64_t rows;
+  int64_t heads;
+  int64_t dim;
+  int64_t gate_dim;  // dim, or 1: one gate for a head
+  int64_t x_stride;
+  int64_t gate_stride;
+  float eps;
+  bool is_silu;  // of the gate; otherwise sigmoid
+  DType dtype;   // float32, bfloat16 or float16; of all tensors
+};
+
+SPECOPS_DECLARE_CPU(output_gate_cpu, OutputGateParams);
+SPECOPS_DECLARE_CUDA(output_gate_cuda, OutputGateParams);
+
+}  // namespace specops

@@ -1,0 +1,35 @@
+// SPDX-License-Identifier: Apache-2.0
+// causal_conv1d: a short convolution of each channel over a request's positions, and silu.
+#pragma once
+
+#include <cstdint>
+
+#include "common/dtype.h"
+#include "common/isa.h"
+#include "linear_attention/slot_rows.h"
+
+namespace specops {
+
+constexpr int kMostTaps = 8;
+
+struct CausalConv1dParams {
+  const void* x;       // [rows, channels], rows x_stride apart
+  const void* weight;  // [taps, channels]; the last tap is of the row itself
+  void* states;        // [num_slots, window, channels]: x of position i at i % window
+  void* out;           // [rows, channels], contiguous
+  SlotRows of;
+  int64_t channels;
+  int64_t taps;
+  int64_t x_stride;
+  DType dtype;  // float32, bfloat16 or float16; of all
+  ErrorFlag error;
+};
+
+SPECOPS_HOST_DEVICE Fault fault_of(const CausalConv1dParams& params, int64_t request) {
+  return fault_of(params.of, request, ErrorCode::kCausalConv1dSlots);
+}
+
+SPECOPS_DECLARE_CPU(causal_conv1d_cpu, CausalConv1dParams);
+SPECOPS_DECLARE_CUDA(causal_conv1d_cuda, CausalConv1dParams);
+
+}  // namespace specops

@@ -1,0 +1,23 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "common/launch.cuh"
+#include "linear_attention/gated_delta_rule.cuh"
+
+namespace specops {
+
+void gated_delta_rule_cuda(const GatedDeltaRuleParams& params, CudaStream stream) {
+  int64_t pieces = (params.value_dim + kDeltaColumns - 1) / kDeltaColumns;
+  int64_t blocks = (params.of.batch + 1) * params.num_value_heads * pieces;
+  auto run = [&](auto kernel) {
+    launch(kernel,
+           dim3(static_cast<unsigned>(blocks)),
+           kDeltaThreads,
+           sizeof(DeltaShared),
+           stream,
+           params);
+  };
+  if (params.dtype == DType::kBFloat16) return run(gated_delta_rule_kernel<bfloat16>);
+  if (params.dtype == DType::kFloat16) return run(gated_delta_rule_kernel<float16>);
+  run(gated_delta_rule_kernel<float>);
+}
+
+}  // namespace specops

@@ -1,0 +1,163 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include "common/device.cuh"
+#include "linear_attention/gated_delta_rule.h"
+
+namespace specops {
+
+constexpr int kDeltaThreads = 128;
+constexpr int kDeltaLanes = 4;                              // threads of a column
+constexpr int kDeltaColumns = kDeltaThreads / kDeltaLanes;  // of a block
+constexpr int kDeltaKeys = kMostKeyDim / kDeltaLanes;       // rows of a column that a thread has
+constexpr int kDeltaWarps = kDeltaThreads / kWarpSize;
+static_assert(kMostKeyDim == kDeltaThreads, "a thread normalises one element of q and of k");
+
+// q and k of a row, and what their squares add up to in each warp.
+struct DeltaShared {
+  float q[kMostKeyDim];
+  float k[kMostKeyDim];
+  float q_squares[kDeltaWarps];
+  float k_squares[kDeltaWarps];
+};
+
+__device__ inline float warp_sum(float x) {
+#pragma unroll
+  for (int lanes = kWarpSize / 2; lanes > 0; lanes /= 2) {
+    x = __fadd_rn(x, __shfl_xor_sync(kFullMask, x, lanes));
+  }
+  return x;
+}
+
+// Over the threads of a column.
+__device__ inline float column_sum(float x) {
+  x = __fadd_rn(x, __shfl_xor_sync(kFullMask, x, 1));
+  return __fadd_rn(x, __shfl_xor_sync(kFullMask, x, 2));
+}
+
+// Puts q and k of one row into shared memory, as floats of length `scale` and 1.
+template <typename T>
+__device__ inline void load_row(DeltaShared& shared, const T* q, const T* k, int dim, float scale) {
+  int thread = static_cast<int>(threadIdx.x);
+  float query = 0.0f, key = 0.0f;
+  if (thread < dim) {
+    query = to_float(q[thread]);
+    key = to_float(k[thread]);
+  }
+  float q_squares = warp_sum(__fmul_rn(query, query)), k_squares = warp_sum(__fmul_rn(key, key));
+  __syncthreads();  // the row before is done with
+  if (thread % kWarpSize == 0) {
+    shared.q_squares[thread / kWarpSize] = q_squares;
+    shared.k_squares[thread / kWarpSize] = k_squares;
+  }
+  __syncthreads();
+  q_squares = k_squares = 0.0f;
+#pragma unroll
+  for (int warp = 0; warp < kDeltaWarps; ++warp) {
+    q_squares = __fadd_rn(q_squares, shared.q_squares[warp]);
+    k_squares = __fadd_rn(k_squares, shared.k_squares[warp]);
+  }
+  auto inverse = [](float squares) {
+    return __fdiv_rn(1.0f, __fsqrt_rn(__fadd_rn(squares, kKeyNormEps)));
+  };
+  shared.q[thread] = __fmul_rn(__fmul_rn(query, inverse(q_squares)), scale);
+  shared.k[thread] = __fmul_rn(key, inverse(k_squares));
+  __syncthreads();
+}
+
+// For each row in order, with q and k of length key_dim^-1/2 and 1:
+// state = decay * state; state += k (v - k state) strength; out = q state.
+// Grid:    x = (batch + 1) * value heads * pieces of 32 columns of a state (unbounded); the last are
+//          of rows of nobody.
+// Block:   128 threads; four have a column of a state in registers, every fourth element each.
+// Smem:    DeltaShared.
+// Cost:    7 * key_dim * value_dim operations a row and value head; a state is read once and written
+//          once for each row that may be the last that is accepted.
+// Assumes: no slot twice.
+// Order:   row by row, in fp32. Sums over key_dim: chains from zero over the elements of a thread,
+//          then a tree of four; of squares, a tree over a warp, then warps in order. No order depends
+//          on how many rows a step has. A request at fault is reported, its rows are not written.
+// Source:  Yang, Kautz and Hatamizadeh 2024 (Gated DeltaNet).
+template <typename T>
+__global__ void __launch_bounds__(kDeltaThreads)
+    gated_delta_rule_kernel(GatedDeltaRuleParams params) {
+  wait_for_previous_kernel();
+  auto& shared = *reinterpret_cast<DeltaShared*>(shared_memory());
+  int64_t heads = params.num_value_heads, value_dim = params.value_dim;
+  int dim = static_cast<int>(params.key_dim), thread = static_cast<int>(threadIdx.x);
+  int64_t pieces = (value_dim + kDeltaColumns - 1) / kDeltaColumns, window = params.of.window;
+  int64_t request = blockIdx.x / (heads * pieces), head = blockIdx.x / pieces % heads;
+  int64_t col = blockIdx.x % pieces * kDeltaColumns + thread / kDeltaLanes;
+  int lane = thread % kDeltaLanes;
+  bool has_column = col < value_dim;
+  Fault fault = fault_of(params, request);
+  if (fault.found()) {
+    if (head == 0 && col == 0 && lane == 0) report_error(params.error, fault.code);
+    return;
+  }
+  SlotRange range = range_of(params.of, request);
+  T* out = static_cast<T*>(params.out) + head * value_dim + col;
+  if (range.slot < 0) {
+    if (!has_column || lane > 0) return;
+    for (int64_t row = range.first; row < range.end; ++row) {
+      out[row * heads * value_dim] = from_float<T>(0.0f);
+    }
+    return;
+  }
+  // The first element that this thread has of the state after a position, and from there to the next.
+  auto state_of = [&](int64_t position) {
+    int64_t place = (range.slot * window + position % window) * heads + head;
+    return params.states + (place * dim + lane) * value_dim + col;
+  };
+  int step = kDeltaLanes * static_cast<int>(value_dim);
+  float state[kDeltaKeys] = {};
+  if (range.begin > 0 && has_column) {
+    const float* from = state_of(range.begin - 1);
+#pragma unroll
+    for (int i = 0; i < kDeltaKeys; ++i) {
+      if (i * kDeltaLanes < dim) state[i] = from[i * step];
+    }
+  }
+  int64_t key_head = head / (heads / params.num_key_heads) * dim;
+  float scale = __fdiv_rn(1.0f, __fsqrt_rn(static_cast<float>(dim)));
+  for (int64_t row = range.first; row < range.end; ++row) {
+    load_row(shared,
+             static_cast<const T*>(params.q) + row * params.q_stride + key_head,
+             static_cast<const T*>(params.k) + row * params.k_stride + key_head,
+             dim,
+             scale);
+    float a = to_float(static_cast<const T*>(params.a)[row * params.a_stride + head]);
+    float decay = decay_of(a, params.a_log[head], params.dt_bias[head]);
+    float strength =
+        strength_of(to_float(static_cast<const T*>(params.b)[row * params.b_stride + head]));
+    float v = 0.0f;
+    if (has_column) {
+      int64_t place = row * params.v_stride + head * value_dim + col;
+      v = to_float(static_cast<const T*>(params.v)[place]);
+    }
+    float sum = 0.0f;
+#pragma unroll
+    for (int i = 0; i < kDeltaKeys; ++i) {
+      state[i] = __fmul_rn(decay, state[i]);
+      sum = __fmaf_rn(shared.k[i * kDeltaLanes + lane], state[i], sum);
+    }
+    float delta = __fmul_rn(__fsub_rn(v, column_sum(sum)), strength);
+    sum = 0.0f;
+#pragma unroll
+    for (int i = 0; i < kDeltaKeys; ++i) {
+      state[i] = __fmaf_rn(shared.k[i * kDeltaLanes + lane], delta, state[i]);
+      sum = __fmaf_rn(shared.q[i * kDeltaLanes + lane], state[i], sum);
+    }
+    sum = column_sum(sum);
+    if (!has_column) continue;
+    if (lane == 0) out[row * heads * value_dim] = from_float<T>(sum);
+    if (row + window < range.end) continue;  // a later row takes its place
+    float* to = state_of(range.begin + row - range.first);
+#pragma unroll
+    for (int i = 0; i < kDeltaKeys; ++i) {
+      if (i * kDeltaLanes < dim) to[i * step] = state[i];
+    }
+  }
+}
+
+}  // namespace specops

@@ -1,0 +1,60 @@
+// SPDX-License-Identifier: Apache-2.0
+// A request's rows of a step, and the slot that keeps what earlier rows left: both ops see them so.
+//
+// What position i leaves lies at i % window of its slot. So a step finds what the position before its
+// first row left, however many rows behind that one were rejected: nothing is rolled back.
+#pragma once
+
+#include <cstdint>
+
+#include "common/error_flag.h"
+#include "common/host_device.h"
+#include "common/index_rule.h"
+
+namespace specops {
+
+struct SlotRows {
+  const int32_t* slots;      // [batch]; -1: the request has no slot, and its rows become zeros
+  const int32_t* qo_indptr;  // [batch + 1]
+  const int32_t* kv_lens;    // [batch], this step's rows included
+  int64_t batch;
+  int64_t num_slots;
+  int64_t window;  // positions that a slot keeps
+  int64_t rows;
+};
+
+// One request of a step.
+struct SlotRange {
+  int64_t slot;   // -1: rows become zeros
+  int64_t first;  // row
+  int64_t end;    // row
+  int64_t begin;  // position of the first row
+};
+
+// Request `batch` has the rows behind those of all requests, which are nobody's.
+SPECOPS_HOST_DEVICE SlotRange range_of(const SlotRows& rows, int64_t request) {
+  int64_t first = rows.qo_indptr[request];
+  if (request == rows.batch) return {-1, first, rows.rows, 0};
+  int64_t end = rows.qo_indptr[request + 1];
+  return {rows.slots[request], first, end, rows.kv_lens[request] - (end - first)};
+}
+
+// Of `request`, which may be `batch`; codes are those of slots, qo_indptr and kv_lens, in this order.
+SPECOPS_HOST_DEVICE Fault fault_of(const SlotRows& rows, int64_t request, ErrorCode first_code) {
+  auto code = [&](int32_t rule) {
+    return static_cast<ErrorCode>(static_cast<int32_t>(first_code) + rule);
+  };
+  int32_t first = rows.qo_indptr[request];
+  if (request == rows.batch) {
+    int32_t before = request > 0 ? rows.qo_indptr[request - 1] : 0;
+    return fault_of_range(code(1), before, first, request - 1, rows.rows);
+  }
+  Fault fault = fault_of_slot(first_code, rows.slots[request], request, rows.num_slots);
+  if (fault.found()) return fault;
+  int32_t end = rows.qo_indptr[request + 1], kv_len = rows.kv_lens[request];
+  fault = fault_of_range(code(1), first, end, request, rows.rows);
+  if (fault.found() || kv_len >= end - first) return fault;
+  return fault_at(code(2), kv_len, request).with(end - first);
+}
+
+}  // namespace specops

@@ -1,0 +1,89 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Earlier answers to the same prompts: what samples of a group and retries are drafted from."""
+
+import hashlib
+from collections import OrderedDict, deque
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from specops.engine.drafters.methods.suffix import SuffixOptions
+
+_TOKEN_BYTES = 4
+
+Tokens = NDArray[np.int32]
+
+
+class EarlierAnswers:
+    """Keeps the latest answers to each prompt; the prompt that was answered first leaves first.
+
+    Args:
+        options: how many of each prompt, and the budgets, which are those of the shared tree.
+    """
+
+    def __init__(self, options: SuffixOptions) -> None:
+        self._each = options.suffix_decoding_earlier_answers
+        self._context = options.suffix_decoding_max_tree_depth
+        self._most = {
+            "answers": options.suffix_decoding_max_cached_requests,
+            "tokens": options.suffix_decoding_max_cached_tokens,
+            "bytes": options.suffix_decoding_max_cached_bytes,
+        }
+        self._by_prompt: OrderedDict[bytes, deque[Tokens]] = OrderedDict()
+        self._num_answers = self._num_tokens = 0
+
+    def text_of(self, prompt: Sequence[int], token_ids: list[int]) -> list[int] | Tokens:
+        """Returns what a request's tree begins with: each answer behind the end of its prompt.
+
+        Args:
+            prompt: of the request.
+            token_ids: its text so far, the prompt included; it ends what is returned.
+        """
+        answers = self._by_prompt.get(_digest(prompt)) if self._by_prompt else None
+        if answers is None:
+            return token_ids
+        end = np.array(prompt[-self._context :], dtype=np.int32)
+        parts = [part for answer in answers for part in (end, answer)]
+        return np.concatenate((*parts, np.array(token_ids, dtype=np.int32)))
+
+    def add(self, prompt: Sequence[int], answer: Sequence[int]) -> None:
+        """Keeps an answer, and drops what is too many then."""
+        if not (self._each and answer):
+            return
+        key = _digest(prompt)
+        answers = self._by_prompt.setdefault(key, deque())
+        self._by_prompt.move_to_end(key)
+        answers.append(np.array(answer, dtype=np.int32))
+        self._num_answers += 1
+        self._num_tokens += len(answer)
+        if len(answers) > self._each:
+            self._drop(answers)
+        while self._is_over():
+            key = next(iter(self._by_prompt))
+            self._drop(self._by_prompt[key])
+            if not self._by_prompt[key]:
+                del self._by_prompt[key]
+
+    def forget(self) -> None:
+        """Drops all."""
+        self._by_prompt.clear()
+        self._num_answers = self._num_tokens = 0
+
+    def _drop(self, answers: deque[Tokens]) -> None:
+        """Drops the oldest answer to a prompt."""
+        self._num_tokens -= len(answers.popleft())
+        self._num_answers -= 1
+
+    def _is_over(self) -> bool:
+        """Whether a budget is exceeded; -1 is none."""
+        has = {
+            "answers": self._num_answers,
+            "tokens": self._num_tokens,
+            "bytes": self._num_tokens * _TOKEN_BYTES,
+        }
+        return any(0 <= most < has[name] for name, most in self._most.items())
+
+
+def _digest(prompt: Sequence[int]) -> bytes:
+    return hashlib.sha256(np.array(prompt, dtype=np.int32).tobytes()).digest()

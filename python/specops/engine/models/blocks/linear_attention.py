@@ -1,0 +1,300 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Linear attention by the gated delta rule: a request keeps a state of fixed size, no tokens."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from specops import dense, linear_attention
+from specops.dense import PackedWeight
+from specops.engine.models.batch import LayerBatch
+from specops.engine.models.blocks.block import BlockLoader, MixingBlock, NewRows
+from specops.engine.models.blocks.summed import SummedLinear, load_summed
+from specops.engine.models.kv import LayerStates, StateSpec
+from specops.engine.models.shards import Cut
+from specops.engine.models.weights import WeightSource
+
+_KEY_HEADS = "heads of keys in linear attention"
+
+
+@dataclass(frozen=True)
+class LinearAttentionViews:
+    """The activations of some rows."""
+
+    projected: Tensor  # q|k|v|z
+    qkv: Tensor  # of that
+    z: Tensor  # of that, [rows, num_value_heads, value_dim]
+    ba: Tensor  # b|a
+    b: Tensor  # of that, as the next: [rows, num_value_heads]
+    a: Tensor
+    mixed: Tensor  # q|k|v, convolved
+    q: Tensor  # of that, as the next: [rows, num_key_heads, key_dim]
+    k: Tensor
+    v: Tensor  # of that, [rows, num_value_heads, value_dim]
+    attended: Tensor  # likewise
+    attended_rows: Tensor  # the same as [rows, num_value_heads * value_dim]
+
+
+@dataclass(frozen=True)
+class LinearAttentionShape:
+    """Heads, and their elements."""
+
+    num_key_heads: int
+    num_value_heads: int
+    key_dim: int
+    value_dim: int
+
+    @property
+    def key_size(self) -> int:
+        """Of the keys of a row."""
+        return self.num_key_heads * self.key_dim
+
+    @property
+    def value_size(self) -> int:
+        """Of the values of a row."""
+        return self.num_value_heads * self.value_dim
+
+    @property
+    def channels(self) -> int:
+        """That are convolved: q|k|v."""
+        return 2 * self.key_size + self.value_size
+
+    def views(self, new: NewRows) -> LinearAttentionViews:
+        """Returns the views of some rows."""
+        projected = new("qkv", self.channels + self.value_size)
+        mixed = new("mixed", self.channels)
+        ba = new("ba", 2 * self.num_value_heads)
+        attended = new("attended", self.value_size)
+        rows = len(projected)
+        keys = (rows, self.num_key_heads, self.key_dim)
+        values = (rows, self.num_value_heads, self.value_dim)
+        q, k, v = torch.split(mixed, [self.key_size, self.key_size, self.value_size], 1)
+        return LinearAttentionViews(
+            projected=projected,
+            qkv=projected[:, : self.channels],
+            z=projected[:, self.channels :].view(values),
+            ba=ba,
+            b=ba[:, : self.num_value_heads],
+            a=ba[:, self.num_value_heads :],
+            mixed=mixed,
+            q=q.view(keys),
+            k=k.view(keys),
+            v=v.view(values),
+            attended=attended.view(values),
+            attended_rows=attended,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class LinearAttentionWeights:
+    """What it computes with; outputs of projections in the order of the views."""
+
+    projection: PackedWeight
+    ba: PackedWeight
+    conv: Tensor  # [taps, channels]
+    a_log: Tensor  # float32 [num_value_heads]
+    dt_bias: Tensor  # likewise
+    norm: Tensor  # [value_dim]
+    o: SummedLinear
+
+
+class LinearAttention(MixingBlock):
+    """A short convolution, the gated delta rule, a norm and a gate of each head."""
+
+    sliding_window = None
+
+    def __init__(
+        self, shape: LinearAttentionShape, weights: LinearAttentionWeights, norm_eps: float
+    ) -> None:
+        self.shape = shape
+        self._weights, self._norm_eps = weights, norm_eps
+        self.kv = StateSpec(
+            num_heads=shape.num_value_heads,
+            key_dim=shape.key_dim,
+            value_dim=shape.value_dim,
+            channels=shape.channels,
+            taps=len(weights.conv),
+            dtype=weights.conv.dtype,
+        )
+
+    @property
+    def weights(self) -> Sequence[PackedWeight]:
+        """Its projections."""
+        return (self._weights.projection, self._weights.ba, *self._weights.o.slices)
+
+    def workspace_size(self, rows: int, batch: int, pages: int, page_size: int) -> int:
+        """Returns the floats of workspace that it needs: none."""
+        return 0
+
+    def run(
+        self,
+        x: Tensor,
+        batch: LayerBatch,
+        cache: LayerStates,
+        views: LinearAttentionViews,
+        out: Tensor,
+    ) -> None:
+        """Goes on from the state before the first row of each request, and keeps those of rows."""
+        own = self._weights
+        dense.linear(x, own.projection, out=views.projected, workspace=batch.sums)
+        dense.linear(x, own.ba, out=views.ba, workspace=batch.sums)
+        assert batch.slots is not None, "the rows are those of a target"
+        requests = batch.slots, batch.qo_indptr, batch.kv_lens
+        linear_attention.causal_conv1d(views.qkv, own.conv, cache.conv, *requests, out=views.mixed)
+        linear_attention.gated_delta_rule(
+            *(views.q, views.k, views.v, views.a, views.b, own.a_log, own.dt_bias),
+            cache.states,
+            *requests,
+            out=views.attended,
+        )
+        dense.output_gate(
+            views.attended,
+            views.z,
+            "silu",
+            norm_weight=own.norm,
+            norm_eps=self._norm_eps,
+            out=views.attended,
+        )
+        own.o.run(views.attended_rows, out, batch.sums)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LinearAttentionConfig:
+    """What such a block is made from.
+
+    Attributes:
+        num_key_heads: heads of queries and keys.
+        num_value_heads: heads of values, as many or a multiple.
+        key_dim: elements of a query or key.
+        value_dim: elements of a value.
+        taps: of the convolution.
+        is_fused: whether q, k, v and z are one tensor in which they take turns by heads of keys,
+            and b and a another one. Otherwise q|k|v is one, and the others are one each.
+    """
+
+    kind: ClassVar[str] = "linear attention"
+
+    num_key_heads: int
+    num_value_heads: int
+    key_dim: int
+    value_dim: int
+    taps: int
+    is_fused: bool = True
+
+    def without_window(self) -> "LinearAttentionConfig":
+        """The same: it has none."""
+        return self
+
+    @property
+    def _values_of_key(self) -> int:
+        """Heads of values that share a key."""
+        return self.num_value_heads // self.num_key_heads
+
+    @property
+    def _widths(self) -> Sequence[int]:
+        """Outputs of q, k, v and z for a head of keys."""
+        values = self._values_of_key * self.value_dim
+        return (self.key_dim, self.key_dim, values, values)
+
+    def load(self, loader: BlockLoader, prefix: str) -> LinearAttention:
+        """Loads the block whose tensors begin with `prefix`.
+
+        Raises:
+            ModelError: a tensor is missing, or has another shape.
+        """
+        source, heads = loader.source, loader.shares.of_rank(self.num_key_heads, _KEY_HEADS)
+        whole, own = self._shape(self.num_key_heads), self._shape(len(heads))
+        own_values = _times(heads, self._values_of_key)
+
+        def of_heads(name: str) -> Tensor:
+            values = source.tensor(f"{prefix}{name}", self.num_value_heads, dtype=torch.float32)
+            return values[own_values.start : own_values.stop].contiguous()
+
+        conv = source.tensor(f"{prefix}conv1d.weight", whole.channels, 1, self.taps)[:, 0]
+        places = self._places(heads, conv.device)[: own.channels].long()
+        make = self._fused if self.is_fused else self._apart
+        projection, ba = make(source, prefix, loader.hidden_size, heads)
+        weights = LinearAttentionWeights(
+            projection=projection,
+            ba=ba,
+            conv=conv[places].t().contiguous(),
+            a_log=of_heads("A_log"),
+            dt_bias=of_heads("dt_bias"),
+            norm=source.tensor(f"{prefix}norm.weight", self.value_dim),
+            o=load_summed(
+                source,
+                f"{prefix}out_proj",
+                loader.hidden_size,
+                *(self.num_key_heads, _KEY_HEADS, self._widths[-1]),
+                has_bias=False,
+                ranks=loader.ranks,
+            ),
+        )
+        return LinearAttention(own, weights, loader.norm_eps)
+
+    def _shape(self, key_heads: int) -> LinearAttentionShape:
+        value_heads = key_heads * self._values_of_key
+        return LinearAttentionShape(key_heads, value_heads, self.key_dim, self.value_dim)
+
+    def _places(self, heads: range, device: torch.device) -> Tensor:
+        """Where q|k|v|z has the outputs of some heads of keys, int32."""
+        places, begin = [], 0
+        for width in self._widths:
+            own = _times(heads, width)
+            places.append(torch.arange(begin + own.start, begin + own.stop, dtype=torch.int32))
+            begin += self.num_key_heads * width
+        return torch.cat(places).to(device)
+
+    def _fused(
+        self, source: WeightSource, prefix: str, hidden: int, heads: range
+    ) -> tuple[PackedWeight, PackedWeight]:
+        """The projections of files in which parts take turns, part by part."""
+
+        def load(name: str, widths: Sequence[int], quantization: str | None) -> PackedWeight:
+            width = sum(widths)
+            places = torch.arange(len(heads) * width, dtype=torch.int32, device=source.device)
+            parts = torch.split(places.view(len(heads), width), list(widths), 1)
+            return source.linear(
+                prefix,
+                (name,),
+                (self.num_key_heads * width,),
+                hidden,
+                quantization=quantization,
+                rows=torch.cat([part.flatten() for part in parts]),
+                cut=Cut(outputs=(_times(heads, width),)),
+            )
+
+        each = self._values_of_key
+        return load("in_proj_qkvz", self._widths, None), load("in_proj_ba", (each, each), "none")
+
+    def _apart(
+        self, source: WeightSource, prefix: str, hidden: int, heads: range
+    ) -> tuple[PackedWeight, PackedWeight]:
+        """The projections of files that have them part by part."""
+        whole = self._shape(self.num_key_heads)
+        is_whole = len(heads) == self.num_key_heads
+        own_values = _times(heads, self._values_of_key)
+        projection = source.linear(
+            prefix,
+            ("in_proj_qkv", "in_proj_z"),
+            (whole.channels, whole.value_size),
+            hidden,
+            rows=None if is_whole else self._places(heads, source.device),
+        )
+        ba = source.linear(
+            prefix,
+            ("in_proj_b", "in_proj_a"),
+            (self.num_value_heads, self.num_value_heads),
+            hidden,
+            quantization="none",
+            cut=Cut(outputs=(own_values, own_values)),
+        )
+        return projection, ba
+
+
+def _times(heads: range, width: int) -> range:
+    """What some heads of a width have."""
+    return range(heads.start * width, heads.stop * width)

@@ -1,0 +1,135 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Linear attention: of all positions before a row, a state of fixed size is kept.
+
+    mixed = causal_conv1d(x, conv_weight, conv_states, slots, qo_indptr, kv_lens)
+    q, k, v = ...                                     # heads of mixed
+    out = gated_delta_rule(q, k, v, a, b, a_log, dt_bias, states, slots, qo_indptr, kv_lens)
+    out = dense.output_gate(out, z, "silu", norm_weight=norm)
+
+A slot keeps what the last `window` positions of its request left, that of position i at
+i % window. So drafts need no rollback: the next step begins behind the last accepted row, and finds
+what that row left, whatever the rows behind it were. The window holds all rows that a step may
+reject, and what the ops read beside; they say how much that is. A request whose first row has
+position 0 begins from zeros, whatever its slot holds.
+"""
+
+from torch import Tensor
+
+from specops import _C
+from specops._wrong import empty
+
+
+def causal_conv1d(
+    x: Tensor,
+    weight: Tensor,
+    states: Tensor,
+    slots: Tensor,
+    qo_indptr: Tensor,
+    kv_lens: Tensor,
+    *,
+    out: Tensor | None = None,
+) -> Tensor:
+    """Convolves each channel over the last positions of a request, and applies silu.
+
+    Same as `reference.causal_conv1d`. Of position i of a request, in fp32, from the oldest tap on:
+
+        out[i] = silu(sum of weight[t] * x[i - taps + 1 + t], for t where that is a position)
+
+    Positions before this step's rows are read from `states`; then this step's rows are kept there.
+
+    Args:
+        x: [rows, channels], float32, bfloat16 or float16. Rows may be strided.
+        weight: [taps, channels], dtype of `x`; 1 to 8 taps, the last one of the row itself.
+        states: [num_slots, window, channels], dtype of `x`; `x` of position i lies at i % window.
+            The window must be at least taps - 1, and taps - 1 more than the rows of a step that may
+            be rejected. Written for the last `window` rows of each request, elsewhere untouched.
+        slots: [batch], int32. None twice; -1: the request's rows of `out` become zeros.
+        qo_indptr: [batch + 1], int32. Rows behind the last are nobody's, and become zeros.
+        kv_lens: [batch], int32. Positions of each request, this step's rows included.
+        out: [rows, channels], dtype of `x`, another tensor than `x`. Allocated when absent.
+
+    Returns:
+        `out`.
+
+    Raises:
+        ValueError: a shape, dtype, layout or device differs from the above; a slot or a length is
+            out of range. Nothing has been written then. On CUDA wrong values are reported by
+            `specops.check_errors`; such a request stays unchanged.
+
+    Note:
+        Mutates `states`. Deterministic; a row's bits depend on its own request alone, not on how
+        its positions are cut into steps.
+
+    Source: Gu and Dao 2023, "Mamba".
+    """
+    if out is None:
+        out = empty(lambda: (x.shape, None, x))
+    _C.causal_conv1d(x, weight, states, slots, qo_indptr, kv_lens, out)
+    return out
+
+
+def gated_delta_rule(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    a: Tensor,
+    b: Tensor,
+    a_log: Tensor,
+    dt_bias: Tensor,
+    states: Tensor,
+    slots: Tensor,
+    qo_indptr: Tensor,
+    kv_lens: Tensor,
+    *,
+    out: Tensor | None = None,
+) -> Tensor:
+    """Updates the state of each head row by row, and asks it what it has for `q`.
+
+    Same as `reference.gated_delta_rule`. For each row of a request in order, in fp32; value head h
+    has the query and key of head h * num_key_heads // num_value_heads:
+
+        q, k  = q / sqrt(sum(q ** 2) + 1e-6) / sqrt(key_dim), k / sqrt(sum(k ** 2) + 1e-6)
+        state = exp(-exp(a_log) * softplus(a + dt_bias)) * state
+        state = state + outer(k, (v - k @ state) * sigmoid(b))
+        out   = q @ state
+
+    The state begins as that of the position before the first row, or as zeros at position 0.
+
+    Args:
+        q: [rows, num_key_heads, key_dim], float32, bfloat16 or float16; key_dim a multiple of 16 up
+            to 128. Rows may be strided; so may those of the next four, which have its dtype.
+        k: [rows, num_key_heads, key_dim].
+        v: [rows, num_value_heads, value_dim]; as many heads or a multiple; value_dim a multiple of
+            16 up to 256.
+        a: [rows, num_value_heads].
+        b: [rows, num_value_heads].
+        a_log: [num_value_heads], float32.
+        dt_bias: [num_value_heads], float32.
+        states: [num_slots, window, num_value_heads, key_dim, value_dim], float32; that of position
+            i lies at i % window. The window must be one more than the rows of a step that may be
+            rejected. Written for the last `window` rows of each request, elsewhere untouched.
+        slots: [batch], int32. None twice; -1: the request's rows of `out` become zeros.
+        qo_indptr: [batch + 1], int32. Rows behind the last are nobody's, and become zeros.
+        kv_lens: [batch], int32. Positions of each request, this step's rows included.
+        out: [rows, num_value_heads, value_dim], dtype of `v`, another tensor than `q`, `k` and `v`.
+            Allocated when absent.
+
+    Returns:
+        `out`.
+
+    Raises:
+        ValueError: a shape, dtype, layout or device differs from the above; a slot or a length is
+            out of range. Nothing has been written then. On CUDA wrong values are reported by
+            `specops.check_errors`; such a request stays unchanged.
+
+    Note:
+        Mutates `states`. Deterministic; a row's bits depend on its own request alone, not on how
+        its positions are cut into steps. The form that computes chunks of rows as products of
+        matrices suits tensor cores, but its bits depend on the chunks: it is not offered.
+
+    Source: Yang, Kautz and Hatamizadeh 2024, "Gated Delta Networks".
+    """
+    if out is None:
+        out = empty(lambda: (v.shape, None, v))
+    _C.gated_delta_rule(*(q, k, v, a, b, a_log, dt_bias, states, slots, qo_indptr, kv_lens), out)
+    return out

@@ -1,0 +1,296 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The ops of linear attention against their references; and no row sees how its text was cut."""
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import pytest
+import specops
+import torch
+from conftest import assert_close, expect_fault
+from specops import linear_attention, reference
+from torch import Tensor
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+NUM_SLOTS, TAPS, WINDOW = 7, 4, 6  # positions that a slot keeps of states; of inputs, TAPS more
+CHANNELS = 70
+
+
+class Rows(NamedTuple):
+    """The rows of one request in a step."""
+
+    slot: int
+    begin: int
+    count: int
+
+
+# Ragged, without rows, without a slot, from the beginning of a text and from within.
+STEP = [Rows(3, 0, 1), Rows(1, 5, 0), Rows(6, 2, 9), Rows(-1, 4, 2), Rows(0, 0, 12), Rows(2, 30, 3)]
+SPARE = 3  # rows of nobody
+
+
+def indices(step: Sequence[Rows], device: str) -> dict[str, Tensor]:
+    ends = torch.tensor([0, *(one.count for one in step)]).cumsum(0)
+    ints = {
+        "slots": torch.tensor([one.slot for one in step]),
+        "qo_indptr": ends,
+        "kv_lens": torch.tensor([one.begin + one.count for one in step]),
+    }
+    return {name: values.int().to(device) for name, values in ints.items()}
+
+
+def poisoned(step: Sequence[Rows], shape: tuple[int, ...], back: int, dtype: torch.dtype) -> Tensor:
+    """States of all slots, with numbers where a step may look: at the `back` positions before."""
+    states = torch.full(shape, torch.nan, dtype=dtype)
+    for slot, begin, _ in step:
+        for position in range(max(begin - back, 0), begin) if slot >= 0 else ():
+            states[slot, position % shape[1]] = torch.randn(shape[2:]).to(dtype)
+    return states
+
+
+class Heads(NamedTuple):
+    """Sizes of gated_delta_rule."""
+
+    keys: int
+    values: int
+    key_dim: int
+    value_dim: int
+
+
+HEADS = [Heads(1, 1, 16, 16), Heads(2, 6, 48, 80), Heads(2, 2, 128, 32)]
+
+
+def delta_inputs(heads: Heads, rows: int, dtype: torch.dtype, device: str) -> list[Tensor]:
+    """q, k, v, a and b, of rows that have poison between them, a_log and dt_bias."""
+    keys, values = (heads.keys, heads.key_dim), (heads.values, heads.value_dim)
+    made = []
+    for shape in (keys, keys, values, (heads.values,), (heads.values,)):
+        size = torch.Size(shape).numel()
+        wide = torch.full((rows, size + 5), torch.nan, dtype=dtype)
+        wide[:, 2 : 2 + size] = torch.randn(rows, size).to(dtype)
+        made.append(wide.to(device)[:, 2 : 2 + size].unflatten(1, shape))
+    a_log = torch.rand(heads.values).mul(4).log().to(device)
+    return [*made, a_log, torch.randn(heads.values).to(device)]
+
+
+def delta_states(heads: Heads) -> tuple[int, ...]:
+    return (NUM_SLOTS, WINDOW, heads.values, heads.key_dim, heads.value_dim)
+
+
+def check_states(got: Tensor, want: Tensor, before: Tensor) -> None:
+    """What a step has not written is as it was, bit for bit; the rest is there."""
+    untouched = torch.equal(want.nan_to_num(9), before.nan_to_num(9))
+    assert not untouched and torch.equal(got.isnan(), want.isnan())
+    kept = want.nan_to_num(9) == before.nan_to_num(9)
+    assert torch.equal(got.nan_to_num(9)[kept], before.nan_to_num(9)[kept])
+
+
+@pytest.mark.no_bf16
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("taps,channels", [(TAPS, CHANNELS), (1, 16), (8, 130)])
+def test_causal_conv1d(device: str, isa: str, dtype: torch.dtype, taps: int, channels: int) -> None:
+    rows = sum(one.count for one in STEP) + SPARE
+    wide = torch.full((rows, channels + 6), torch.nan, dtype=dtype)
+    wide[:, 3:-3] = torch.randn(rows, channels).to(dtype)
+    weight = torch.randn(taps, channels).to(dtype)
+    before = poisoned(STEP, (NUM_SLOTS, WINDOW + taps, channels), taps - 1, dtype)
+    given = indices(STEP, "cpu")
+    want, want_states = reference.causal_conv1d(wide[:, 3:-3], weight, before, *given.values())
+    states = before.clone().to(device)
+    got = linear_attention.causal_conv1d(
+        wide.to(device)[:, 3:-3], weight.to(device), states, **indices(STEP, device)
+    )
+    assert torch.equal(states.cpu().nan_to_num(9), want_states.nan_to_num(9))
+    nobody = [*range(10, 12), *range(rows - SPARE, rows)]
+    assert (got[nobody] == 0).all() and (want[nobody] == 0).all()
+
+    def op(x: Tensor, weight: Tensor, states: Tensor) -> Tensor:
+        return reference.causal_conv1d(x, weight, states, *given.values())[0]
+
+    assert_close(op, got.cpu(), wide[:, 3:-3], weight, before)
+
+
+@pytest.mark.no_bf16
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("heads", HEADS)
+def test_gated_delta_rule(device: str, isa: str, dtype: torch.dtype, heads: Heads) -> None:
+    rows = sum(one.count for one in STEP) + SPARE
+    inputs = delta_inputs(heads, rows, dtype, "cpu")
+    before = poisoned(STEP, delta_states(heads), 1, torch.float32)
+    given = indices(STEP, "cpu")
+    want, want_states = reference.gated_delta_rule(*inputs, before, *given.values())
+    states = before.clone().to(device)
+    moved = [one.to(device) for one in inputs]
+    got = linear_attention.gated_delta_rule(*moved, states, **indices(STEP, device))
+    check_states(states.cpu(), want_states, before)
+    nobody = [*range(10, 12), *range(rows - SPARE, rows)]
+    assert (got[nobody] == 0).all() and (want[nobody] == 0).all()
+
+    def outs(*args: Tensor) -> Tensor:
+        return reference.gated_delta_rule(*args, *given.values())[0]
+
+    def kept(*args: Tensor) -> Tensor:
+        return reference.gated_delta_rule(*args, *given.values())[1].nan_to_num(0)
+
+    assert_close(outs, got.cpu(), *inputs, before)
+    assert_close(kept, states.cpu().nan_to_num(0), *inputs, before)
+
+
+# How a text of 24 positions is cut into steps: accepted rows, and rejected ones behind them.
+LENGTH = 24
+CUTS: dict[str, list[tuple[int, int]]] = {
+    "one by one": [(1, 0)] * LENGTH,
+    "chunks": [(7, 0), (1, 0), (13, 0), (3, 0)],
+    # Of 5 drafts every number is accepted, and no drafts follow where some were rejected or not.
+    "drafts": [
+        (4, 0),
+        (1, 5),
+        (1, 0),
+        (2, 4),
+        (3, 3),
+        (1, 0),
+        (4, 2),
+        (5, 1),
+        (1, 0),
+        (1, 3),
+        (1, 0),
+    ],
+    "five by five": [(5, 0)] * 4 + [(4, 1)],
+}
+
+Op = Callable[[list[Tensor], dict[str, Tensor]], Tensor]
+
+
+def play(op: Op, text: list[Tensor], junk: list[Tensor], cut: str, other: int) -> Tensor:
+    """The rows of a text, step by step, beside another request; every step checked to be all."""
+    parts, begin = [], 0
+    for accepted, rejected in CUTS[cut]:
+        end = begin + accepted
+        neighbours = [Rows(5, other, 2)] * (other > 0)
+        step = [*neighbours, Rows(2, begin, accepted + rejected)]
+        rows = [
+            torch.cat([own[:2]] * (other > 0) + [one[begin:end], own[:rejected]])
+            for one, own in zip(text, junk, strict=True)
+        ]
+        out = op(rows, indices(step, str(rows[0].device)))
+        first = 2 * (other > 0)
+        parts.append(out[first : first + accepted])
+        begin = end
+    assert begin == LENGTH
+    return torch.cat(parts)
+
+
+def keeps_bits(
+    make: Callable[[], Op], text: list[Tensor], junk: list[Tensor], on_cuda: bool
+) -> None:
+    want = make()(text, indices([Rows(2, 0, LENGTH)], str(text[0].device)))
+    for threads in (1,) if on_cuda else (1, 2, 3):
+        specops.set_num_threads(threads)
+        for cut in CUTS:
+            assert torch.equal(play(make(), text, junk, cut, 0), want)
+    assert torch.equal(play(make(), text, junk, "drafts", 9), want)
+
+
+@pytest.mark.no_bf16
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_convolved_rows_keep_their_bits(
+    device: str, isa: str, on_cuda: bool, dtype: torch.dtype
+) -> None:
+    """In chunks and one by one, behind drafts of which some were rejected, beside others."""
+    weight = torch.randn(TAPS, CHANNELS).to(dtype).to(device)
+
+    def make() -> Op:
+        shape = (NUM_SLOTS, WINDOW - 1 + TAPS - 1, CHANNELS)
+        states = torch.full(shape, 3.0, dtype=dtype, device=device)
+
+        def op(rows: list[Tensor], given: dict[str, Tensor]) -> Tensor:
+            return linear_attention.causal_conv1d(rows[0], weight, states, **given)
+
+        return op
+
+    text, junk = ([torch.randn(rows, CHANNELS).to(dtype).to(device)] for rows in (LENGTH, WINDOW))
+    keeps_bits(make, text, junk, on_cuda)
+
+
+@pytest.mark.no_bf16
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("heads", HEADS[:2])
+def test_rows_of_states_keep_their_bits(
+    device: str, isa: str, on_cuda: bool, dtype: torch.dtype, heads: Heads
+) -> None:
+    """In chunks and one by one, behind drafts of which some were rejected, beside others."""
+    *text, a_log, dt_bias = delta_inputs(heads, LENGTH, dtype, device)
+    junk = delta_inputs(heads, WINDOW, dtype, device)[:5]
+
+    def make() -> Op:
+        states = torch.full(delta_states(heads), 3.0, device=device)
+
+        def op(rows: list[Tensor], given: dict[str, Tensor]) -> Tensor:
+            return linear_attention.gated_delta_rule(*rows, a_log, dt_bias, states, **given)
+
+        return op
+
+    keeps_bits(make, text, junk, on_cuda)
+
+
+@pytest.mark.no_bf16
+def test_the_zeros_before_a_text_are_no_memory(device: str, isa: str) -> None:
+    """A request that begins takes nothing from whoever had its slot, not even NaN."""
+    heads = HEADS[0]
+    inputs = delta_inputs(heads, 3, torch.float32, device)
+    given = indices([Rows(1, 0, 3)], device)
+    outs = []
+    for value in (0.0, torch.nan):
+        states = torch.full(delta_states(heads), value, device=device)
+        conv = torch.full((NUM_SLOTS, 3, 16), value, device=device)
+        mixed = linear_attention.causal_conv1d(
+            inputs[2].flatten(1), torch.ones(TAPS, 16, device=device), conv, **given
+        )
+        outs += [mixed, linear_attention.gated_delta_rule(*inputs, states, **given)]
+    assert torch.equal(outs[0], outs[2]) and torch.equal(outs[1], outs[3])
+
+
+@pytest.mark.no_bf16
+@pytest.mark.parametrize("step,rows", [([], 0), ([], 2), ([Rows(0, 3, 0), Rows(1, 0, 0)], 0)])
+def test_no_rows(device: str, isa: str, step: list[Rows], rows: int) -> None:
+    heads = HEADS[0]
+    states = torch.ones(delta_states(heads), device=device)
+    conv = torch.ones(NUM_SLOTS, WINDOW, 16, device=device)
+    inputs, given = delta_inputs(heads, rows, torch.float32, device), indices(step, device)
+    out = linear_attention.gated_delta_rule(*inputs, states, **given)
+    x, weight = torch.ones(rows, 16, device=device), torch.ones(TAPS, 16, device=device)
+    mixed = linear_attention.causal_conv1d(x, weight, conv, **given)
+    assert out.shape == (rows, 1, 16) and mixed.shape == (rows, 16)
+    assert not out.any() and not mixed.any() and (states == 1).all() and (conv == 1).all()
+
+
+FAULTS: dict[str, tuple[str, list[int], str]] = {
+    "a slot outside": ("slots", [NUM_SLOTS, 1], r"slots.* must be -1 or a slot of states"),
+    "no slot is -2": ("slots", [-2, 1], r"slots.* must be -1 or a slot of states"),
+    "a negative entry": ("qo_indptr", [-1, 2, 4], r"qo_indptr.* must be non-decreasing from 0"),
+    "a falling entry": ("qo_indptr", [0, 3, 2], r"qo_indptr.* must be non-decreasing from 0"),
+    "rows that are not there": ("qo_indptr", [0, 2, 5], r"qo_indptr.* at most the rows"),
+    "less than the rows": ("kv_lens", [2, 1], r"kv_lens.* must be at least the request's"),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_wrong_requests(device: str, on_cuda: bool, fault: str) -> None:
+    """A wrong one is told; on CUDA the states of the others are what they would be."""
+    name, values, words = FAULTS[fault]
+    heads = HEADS[0]
+    inputs = delta_inputs(heads, 4, torch.float32, device)
+    x, weight = torch.ones(4, 16, device=device), torch.ones(TAPS, 16, device=device)
+    given = indices([Rows(0, 1, 2), Rows(1, 4, 2)], device)
+    given[name] = torch.tensor(values, dtype=torch.int32, device=device)
+    states = torch.ones(delta_states(heads), device=device)
+    conv = torch.ones(NUM_SLOTS, WINDOW, 16, device=device)
+    calls: list[tuple[str, Callable[..., Any], list[Tensor], Tensor]] = [
+        ("causal_conv1d", linear_attention.causal_conv1d, [x, weight], conv),
+        ("gated_delta_rule", linear_attention.gated_delta_rule, inputs, states),
+    ]
+    for op, call, args, kept in calls:
+        with expect_fault(on_cuda, f"{op}: {words}"):
+            call(*args, kept, **given)
+        if not on_cuda:
+            assert (kept == 1).all()

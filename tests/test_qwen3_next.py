@@ -1,0 +1,360 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Linear attention in the engine: states need no rollback, and speculation changes no bit.
+
+Drafts are rejected at every place, steps without drafts follow steps that accepted some, requests
+lose their slots and prompts come in chunks; and each mistake that this could hide is planted.
+"""
+
+import json
+import random
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from tempfile import mkdtemp
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from draft_lengths import Lengths, RandomLengths
+from mtp_checkpoints import make_mtp_checkpoint, save_checkpoint
+from safetensors.torch import load_file
+from specops import linear_attention
+from specops.engine import Completion, Engine, EngineConfig, SamplingParams, SpeculativeConfig
+from specops.engine.errors import ModelError
+from specops.engine.machine import num_pages_of
+from specops.engine.models import load_model
+from specops.engine.models.kv import CacheRoom, StateSpec
+from test_experts import FAMILIES, engine_directory, make_experts
+from test_lossless import bits
+from test_models import Runner, random_ids
+from torch import Tensor
+
+DRAFTS, TOKENS = 4, 24
+
+
+@cache
+def directory() -> str:
+    """A tiny Qwen3-Next with an MTP module and a tokenizer."""
+    return engine_directory("Qwen3Next")
+
+
+@pytest.mark.parametrize("family", ["qwen3_next", "qwen3_next_dense", "qwen3_5", "qwen3_5_experts"])
+def test_logits_equal_transformers(tmp_path: Path, family: str) -> None:
+    """Also their rule by chunks of 64 rows; `tests/test_experts.py` has it row by row."""
+    theirs, ids = make_experts(tmp_path, family), random_ids(150)
+    with torch.no_grad():
+        expected = theirs(torch.tensor([ids])).logits[0]
+    ours = Runner(load_model(tmp_path)).run([ids], [[90], [60]])[0]
+    assert (ours - expected).abs().max().item() < 2e-5 * expected.abs().max().item()
+    assert expected.std().item() > 0.5
+
+
+@pytest.mark.parametrize("family", ["qwen3_5", "qwen3_5_experts"])
+def test_the_text_part_of_a_multimodal_file_is_read(tmp_path: Path, family: str) -> None:
+    make_experts(tmp_path, family)
+    ids = random_ids(20)
+    alone = Runner(load_model(tmp_path)).run([ids], [[20]])[0]
+    config = json.loads((tmp_path / "config.json").read_text())
+    (name,) = config.pop("architectures")
+    around = {"architectures": [name.replace("CausalLM", "ConditionalGeneration")]}
+    around["text_config"] = config
+    tensors = load_file(tmp_path / "model.safetensors")
+    moved = {key.replace("model.", "model.language_model.", 1): t for key, t in tensors.items()}
+    assert len(moved) > 40
+    save_checkpoint(tmp_path, around, {**moved, "model.visual.some.weight": torch.zeros(2)})
+    assert torch.equal(Runner(load_model(tmp_path)).run([ids], [[20]])[0], alone)
+
+
+def texts(count: int) -> tuple[list[list[int]], list[SamplingParams]]:
+    """Prompts that repeat themselves, and their parameters."""
+    chance = random.Random(7)
+    prompts = []
+    for _ in range(count):
+        period = [chance.randrange(1, 257) for _ in range(chance.randrange(1, 9))]
+        prompts.append((period * 20)[: chance.randrange(1, 50)])
+    params = [
+        SamplingParams(
+            max_tokens=TOKENS,
+            temperature=0.7 * (index % 2),
+            seed=index,
+            ignore_eos=True,
+            logprobs=1,
+        )
+        for index in range(count)
+    ]
+    return prompts, params
+
+
+def make(method: str, **options: Any) -> Engine:
+    drafts = {"num_speculative_tokens": DRAFTS, "min_ngram_size": 1} if method != "naive" else {}
+    speculative = SpeculativeConfig(method=method, adaptive_verification=False, **drafts)
+    return Engine(
+        EngineConfig(
+            model=directory(),
+            speculative_config=speculative,
+            **{"num_pages": 100, "max_num_seqs": 8, "max_model_len": 128, **options},
+        )
+    )
+
+
+@cache
+def plain(count: int) -> list[Completion]:
+    """One request at a time, without drafts."""
+    return make("naive", max_num_seqs=1).generate(*texts(count))
+
+
+def expected_texts(count: int) -> tuple[list[list[int]], list[SamplingParams]]:
+    """The same; most say what they expect, and are right but for a token every now and then.
+
+    Random models hardly repeat more than a token: so drafts are accepted, and rejected anywhere.
+    """
+    prompts, params = texts(count)
+    for index, (one, done) in enumerate(zip(params, plain(count), strict=True)):
+        told = [
+            (token + (place % (index % 6 + 2) == index % 3)) % 257
+            for place, token in enumerate(done.token_ids)
+        ]
+        if index % 4:
+            params[index] = replace(one, prediction=tuple(told))
+    return prompts, params
+
+
+class Steps:
+    """What steps of an engine did with drafts.
+
+    Attributes:
+        rejected_at: how often the first rejected draft of a step was which, from 0.
+        num_bare: steps without drafts right behind one that accepted some and rejected others.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        self.rejected_at: Counter[int] = Counter()
+        self.num_bare = 0
+        self._was_cut: dict[str, bool] = {}
+        collect = engine._runner.collect
+
+        def collecting(plan: Any) -> Any:
+            done = collect(plan)
+            for part, one in zip(plan.parts, done, strict=True):
+                accepted, drafts = len(one.accepted), part.num_drafts
+                self.num_bare += drafts == 0 and self._was_cut.get(part.request_id, False)
+                self._was_cut[part.request_id] = 0 < accepted < drafts
+                if accepted < drafts:
+                    self.rejected_at[accepted] += 1
+            return done
+
+        engine._runner.collect = collecting  # type: ignore[method-assign]
+
+
+LIMITS: dict[str, dict[str, Any]] = {
+    "together": {},
+    "chunks": {"max_num_batched_tokens": 16, "max_num_seqs": 3},
+    "preempted": {"num_pages": 9, "max_num_seqs": 6},
+}
+
+
+def same_bits(method: str, limits: str, count: int, **options: Any) -> Steps:
+    engine = RandomLengths().decide_for(make(method, **LIMITS[limits], **options))
+    steps = Steps(engine)
+    done = engine.generate(*expected_texts(count))
+    assert [bits(one) for one in done] == [bits(one) for one in plain(count)]
+    spec = engine.stats.speculative
+    assert 0 < spec.num_accepted_tokens < spec.num_draft_tokens
+    assert steps.num_bare > 0
+    assert (engine.stats.num_preemptions > 0) == (limits == "preempted")
+    assert engine.num_free_pages == engine.num_pages
+    return steps
+
+
+@pytest.mark.parametrize("limits", LIMITS)
+@pytest.mark.parametrize("method", ["ngram", "suffix", "mtp", "mtp+ngram"])
+@pytest.mark.corners("ngram-chunks", "suffix-together", "mtp-preempted")
+def test_speculation_changes_no_bit(method: str, limits: str) -> None:
+    same_bits(method, limits, 20)
+
+
+@pytest.mark.prove
+@pytest.mark.parametrize("method", ["ngram", "suffix", "mtp"])
+def test_speculation_changes_no_bit_of_300_requests(method: str) -> None:
+    same_bits(method, "preempted", 300)
+
+
+def test_drafts_are_rejected_at_every_place() -> None:
+    """Also right before steps without any."""
+    rejected_at: set[int] = set()
+    for lengths in (Lengths, RandomLengths):
+        engine = lengths().decide_for(make("ngram"))
+        steps = Steps(engine)
+        done = engine.generate(*expected_texts(20))
+        assert [bits(one) for one in done] == [bits(one) for one in plain(20)]
+        rejected_at |= set(steps.rejected_at)
+    assert rejected_at == set(range(DRAFTS)) and steps.num_bare > 5
+
+
+def with_last_states(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step without drafts goes on behind the last row of the step before, accepted or not."""
+    real, ends = linear_attention.gated_delta_rule, dict[tuple[int, int], int]()
+
+    def wrong(*args: Tensor, **options: Any) -> Tensor:
+        *_, states, slots, qo_indptr, kv_lens = args
+        lens = qo_indptr.diff().tolist()
+        for slot, count, end in zip(slots.tolist(), lens, kv_lens.tolist(), strict=True):
+            last = ends.get((states.data_ptr(), slot), 0)
+            window = states.shape[1]
+            if count == 1 and end > 1 and last >= end:
+                states[slot, (end - 2) % window] = states[slot, (last - 1) % window]
+            ends[states.data_ptr(), slot] = end
+        return real(*args, **options)
+
+    monkeypatch.setattr(linear_attention, "gated_delta_rule", wrong)
+
+
+def with_small_windows(part: int) -> Callable[[pytest.MonkeyPatch], None]:
+    """A slot keeps one position too few, of states (1) or of what is convolved (0)."""
+
+    def plant(monkeypatch: pytest.MonkeyPatch) -> None:
+        real = StateSpec._shapes
+
+        def wrong(self: StateSpec, room: CacheRoom) -> Any:
+            shapes = [list(one) for one in real(self, room)]
+            shapes[part][1] -= room.num_drafts > 0
+            return tuple(map(tuple, shapes))
+
+        monkeypatch.setattr(StateSpec, "_shapes", wrong)
+
+    return plant
+
+
+def with_old_inputs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is convolved is kept of the last rows of a step, as if all had been accepted."""
+    real = linear_attention.causal_conv1d
+
+    def wrong(x: Tensor, weight: Tensor, states: Tensor, *requests: Tensor, **options: Any) -> Any:
+        out = real(x, weight, states, *requests, **options)
+        slots, qo_indptr, kv_lens = requests
+        for b, slot in enumerate(slots.tolist()):
+            first, end = int(qo_indptr[b]), int(qo_indptr[b + 1])
+            begin = int(kv_lens[b]) - (end - first)
+            if begin == 0 or end - first > DRAFTS + 1:
+                continue  # a prompt
+            for back in range(1, min(end - first, len(weight))):
+                states[slot, (begin + back - 1) % states.shape[1]] = x[end - back]
+        return out
+
+    monkeypatch.setattr(linear_attention, "causal_conv1d", wrong)
+
+
+TRAPS: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
+    "a step without drafts reads the last state": with_last_states,
+    "too few states": with_small_windows(1),
+    "too few inputs": with_small_windows(0),
+    "inputs of rejected rows": with_old_inputs,
+}
+
+
+@pytest.mark.parametrize("trap", TRAPS)
+def test_traps_are_noticed(trap: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = [bits(one) for one in plain(20)]
+    TRAPS[trap](monkeypatch)
+    engine = RandomLengths().decide_for(make("ngram"))
+    assert [bits(one) for one in engine.generate(*expected_texts(20))] != expected
+
+
+def test_prefixes_are_computed_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No page of a request is of use to another, which would lack the states at its end."""
+    prompt, params = list(range(1, 60)), texts(1)[1]
+    engine = make("naive")
+    assert not engine.config.enable_prefix_caching
+    first, second = engine.generate([prompt], params), engine.generate([prompt], params)
+    assert bits(first[0]) == bits(second[0]) and second[0].num_cached_tokens == 0
+    # Were they found:
+    monkeypatch.setattr("specops.engine.engine.fitted", lambda config, model: config)
+    engine = make("naive")
+    engine.generate([prompt], params)
+    engine.generate([[3] * 70], params)  # takes the slot
+    assert bits(engine.generate([prompt], params)[0]) != bits(first[0])
+
+
+def test_a_slot_has_nothing_of_who_had_it_before() -> None:
+    """Whatever is in memory, a request begins without it, also after it was aborted."""
+    engine = make("ngram", max_num_seqs=1)
+    for tensor in engine._runner.parts.cache.tensors:
+        tensor.fill_(torch.nan)
+    prompts, params = texts(3)
+    aborted = engine.add_request(prompts[2], params[2])
+    for _ in range(3):
+        engine.step()
+    assert engine.abort(aborted)
+    assert list(map(bits, engine.generate(prompts, params))) == list(map(bits, plain(20)[:3]))
+
+
+def test_what_has_no_states_is_refused_by_name(tmp_path: Path) -> None:
+    engine = make("ngram")
+    prompts, params = texts(1)
+    for own, words in [
+        (
+            {"method": "suffix", "tree": True},
+            "tree must be false for a model with linear attention",
+        ),
+        ({"num_speculative_tokens": 5}, r"num_speculative_tokens must be at most 4, .*; got 5"),
+    ]:
+        with pytest.raises(ValueError, match=words):
+            engine.add_request(prompts[0], params[0], speculative_config=own)
+    with pytest.raises(ValueError, match="tree must be false for a model with linear attention"):
+        Engine(
+            EngineConfig(
+                model=directory(),
+                speculative_config=SpeculativeConfig(
+                    method="suffix", num_speculative_tokens=4, tree=True
+                ),
+            )
+        )
+    with pytest.raises(ModelError, match="linear attention is not supported in a draft model"):
+        own = SpeculativeConfig(method="draft_model", model=directory(), num_speculative_tokens=2)
+        Engine(EngineConfig(model=directory(), speculative_config=own))
+    with pytest.raises(ValueError, match="a role needs a prefix cache, which this model cannot"):
+        from specops.disaggregated.handoff import PagesEngine
+
+        PagesEngine(EngineConfig(model=directory()))
+
+
+def test_memory_has_room_for_states() -> None:
+    """They are paid for before pages are."""
+    model = load_model(directory(), max_model_len=128)
+    each = model.kv_bytes_per_slot(DRAFTS)
+    cache = model.new_kv_cache(10, 16, 3, DRAFTS)
+    on_pages = 10 * 16 * model.kv_bytes_per_token()
+    assert sum(one.nbytes for one in cache.tensors) == on_pages + 3 * each
+    # 4 value heads of 32 by 16, and 192 channels of 4 + 3 inputs, of two layers.
+    assert each == 2 * 4 * ((DRAFTS + 1) * 4 * 32 * 16 + (DRAFTS + 3) * 192)
+    config = replace(make("ngram").config, num_pages=None)
+
+    def pages(free: int) -> int:
+        device: Any = SimpleNamespace(device=torch.device("cpu"), free_bytes=lambda: free)
+        return num_pages_of(config, device, model.kv_bytes_per_token(), model)
+
+    page = 16 * model.kv_bytes_per_token()
+    assert pages(8 * each + 20 * page) == 20
+    with pytest.raises(
+        ValueError, match="max_num_seqs must fit the memory of cpu: what 8 requests"
+    ):
+        pages(8 * each - 1)
+
+
+def test_tensors_that_have_no_place_are_refused() -> None:
+    """As those of another projection: every tensor of a layer is read."""
+    naming, base = "qwen3_next", FAMILIES["qwen3_next"]
+    tiny = make_mtp_checkpoint(Path(mkdtemp()), naming, base=base)
+    name = "model.layers.1.linear_attn.in_proj_z.weight"
+    save_checkpoint(tiny.directory, tiny.config, {**tiny.tensors, name: torch.zeros(64, 64)})
+    with pytest.raises(ModelError, match=f"tensor {name} has no place in the model"):
+        load_model(tiny.directory)
+    left = {
+        key: one for key, one in tiny.tensors.items() if "layers.1.linear_attn.A_log" not in key
+    }
+    save_checkpoint(tiny.directory, tiny.config, left)
+    with pytest.raises(ModelError, match=r"model\.layers\.1\.linear_attn\.A_log is missing"):
+        load_model(tiny.directory)
