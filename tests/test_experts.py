@@ -551,16 +551,22 @@ def test_ernies_4_bits_are_those_of_its_experts() -> None:
 
 
 @pytest.mark.parametrize(
-    "family,drafting,captures",
+    "family,drafting,captures,more",
     [
-        ("Ernie4_5_Moe", "mtp", True),
-        ("Ernie4_5_Moe", "mtp", False),
-        ("gpt_oss", "ngram", True),
-        ("Qwen3Next", "mtp", True),
+        ("Ernie4_5_Moe", "mtp", True, {}),
+        ("Ernie4_5_Moe", "mtp", False, {}),
+        ("gpt_oss", "ngram", True, {}),
+        ("gpt_oss", "ngram", True, {"exact_across_tp": 2, "enable_expert_parallel": True}),
+        ("Qwen3Next", "mtp", True, {}),
     ],
+    ids=str,
 )
 def test_graphs_of_experts_change_no_bit(
-    family: str, drafting: str, captures: bool, monkeypatch: pytest.MonkeyPatch
+    family: str,
+    drafting: str,
+    captures: bool,
+    more: dict[str, Any],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The CUDA kernels, with nothing read by the host: a replay has the experts of its own rows."""
     module = simt.load()
@@ -579,6 +585,7 @@ def test_graphs_of_experts_change_no_bit(
                 speculative_config=SpeculativeConfig(method=method, num_speculative_tokens=drafts),
                 num_pages=20,
                 max_model_len=64,
+                **more,
             )
         )
         params = SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True, logprobs=1)
