@@ -34,6 +34,7 @@ FAMILIES = {
     "attention": "attention",
     "kv_cache": "kv_cache",
     "latent": "latent",
+    "linear_attention": "linear_attention",
     "cascade": "cascade",
     "trees": "trees",
     "answers": "answers",

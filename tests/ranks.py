@@ -38,9 +38,9 @@ class Meeting:
 class ThreadRanks(Ranks):
     """One rank of several, in a thread of its own."""
 
-    def __init__(self, meeting: Meeting, rank: int, slices: int) -> None:
+    def __init__(self, meeting: Meeting, rank: int, slices: int, whole: bool) -> None:
         self.rank, self.size, self._meeting = rank, meeting.size, meeting
-        super().__init__(slices)
+        super().__init__(slices, has_whole_experts=whole)
 
     def least(self, number: int) -> int:
         return min(self._meeting.exchange(self.rank, number))
@@ -57,13 +57,18 @@ class ThreadRanks(Ranks):
         everyone.copy_(torch.stack(self._meeting.exchange(self.rank, own.clone())))
 
 
-def on_ranks(size: int, work: Callable[[Ranks], T], slices: int | None = None) -> list[T]:
+def on_ranks(
+    size: int,
+    work: Callable[[Ranks], T],
+    slices: int | None = None,
+    has_whole_experts: bool = False,
+) -> list[T]:
     """Does the same on every rank at once; returns what each returned."""
     meeting = Meeting(size)
 
     def run(rank: int) -> T:
         try:
-            return work(ThreadRanks(meeting, rank, slices or size))
+            return work(ThreadRanks(meeting, rank, slices or size, has_whole_experts))
         except BaseException:
             meeting.leave()
             raise

@@ -38,6 +38,7 @@ SMALL: dict[str, dict[str, Any]] = {
     },
     "attention": {"BATCH": 2, "KV_LEN": 64, "SIZES_8BIT": ((2, 64), (1, 128))},
     "latent": {"KV_LEN": 100, "SIZES": ((4, 2),)},
+    "linear_attention": {"KEY_HEADS": 2, "VALUE_HEADS": 4, "KEY_DIM": 16, "ROWS": (2, 20)},
     "kv_cache": {"PROMPTS": 2, "TOKENS": 40, "NEW_TOKENS": 8, "RANDOM_TOKENS": 100},
     "cascade": {
         "SHARING": 3,

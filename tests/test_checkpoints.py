@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from specops.checkpoints.checkpoint import Checkpoint
 from specops.checkpoints.directory import open_checkpoint
-from specops.checkpoints.fused import fused
+from specops.checkpoints.fused import fused, rows_of
 from specops.engine.errors import ModelError
 from specops.quantization import QuantizedWeight, dequantize_weight
 from torch import Tensor
@@ -136,6 +136,20 @@ def test_older_files_have_the_group_of_each_input(tmp_path: Path) -> None:
     scales = tensors["weight_scale"].float()[:, index.roll(5)]
     codes = numbers(decoded(tmp_path, {**tensors, "weight_scale": torch.ones(12, 3)}))
     assert torch.equal(numbers(weight), codes * scales)
+
+
+def test_blocks_of_fp8_change_places_as_a_whole() -> None:
+    """As where a file has the gate of each head behind its query."""
+    codes = torch.randn(512, 160).to(torch.float8_e4m3fn)
+    weight = QuantizedWeight("fp8", codes, torch.rand(4, 2), group=128)
+    order = torch.arange(512).view(2, 2, 128).transpose(0, 1).flatten()
+    moved = rows_of(weight, order.int())
+    assert isinstance(moved, QuantizedWeight)
+    assert torch.equal(dequantize_weight(moved), dequantize_weight(weight)[order])
+    assert not torch.equal(moved.scales, weight.scales)
+    for wrong in (order.flip(0), order[:-1], torch.arange(64, 192)):
+        with pytest.raises(ModelError, match="FP8 weight in blocks of 128 cannot be told apart"):
+            rows_of(weight, wrong.int())
 
 
 def test_blocks_of_fp8_are_cut_off_at_the_edges(tmp_path: Path) -> None:

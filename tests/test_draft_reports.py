@@ -139,6 +139,30 @@ def test_requests_of_one_step_have_reports_of_their_own(engine: Engine) -> None:
     assert [found[name] for name in names] == [{"mtp", "ngram"}, set(), {"ngram"}]
 
 
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_merged_trees_are_the_same_in_any_batch(temperature: float) -> None:
+    """Where the suffix tree knows nothing of other requests."""
+    own = {**METHODS["mtp+suffix tree"], "suffix_decoding_max_cached_requests": 0}
+    engine = Engine(
+        EngineConfig(speculative_config=SpeculativeConfig.from_dict(own), max_num_seqs=3, seed=0)
+    )
+    told = SamplingParams(max_tokens=30, temperature=temperature, seed=5, report_drafts=True)
+    prompts = [PROMPT, TWICE, TWICE + " 5\nx"]
+
+    def drafts_of(*together: str) -> list[list[object]]:
+        names = [engine.add_request(prompt, told) for prompt in together]
+        found: dict[str, list[object]] = {name: [] for name in names}
+        while engine.has_unfinished():
+            for output in engine.step():
+                if output.drafts is not None:
+                    found[output.request_id].append(output.drafts)
+        return list(found.values())
+
+    alone = [drafts_of(prompt)[0] for prompt in prompts]
+    assert drafts_of(*prompts) == alone
+    assert sum(map(len, alone)) > 10
+
+
 @pytest.mark.parametrize("name", ["ngram", "mtp", "mtp+ngram"])
 def test_forced_tokens_are_told_from_drafts(engine: Engine, name: str) -> None:
     schema = {

@@ -151,13 +151,18 @@ FAMILIES["qwen3_next_dense"] = (
     },
 )
 
+# As Qwen3-Next, but for the names of linear attention's projections.
+FAMILIES["qwen3_5"] = ("Qwen3_5", {**LINEAR, "linear_num_value_heads": 6})
+FAMILIES["qwen3_5_experts"] = ("Qwen3_5Moe", LINEAR)
+
 
 @pytest.fixture(autouse=True)
 def _row_by_row(monkeypatch: pytest.MonkeyPatch) -> None:
     """Their delta rule as they decode: `RandomRounding` has no model of the one by chunks."""
-    theirs = pytest.importorskip("transformers.models.qwen3_next.modeling_qwen3_next")
-    rule = theirs.torch_recurrent_gated_delta_rule
-    monkeypatch.setattr(theirs, "torch_chunk_gated_delta_rule", rule)
+    for name in ("qwen3_next", "qwen3_5", "qwen3_5_moe"):
+        theirs = pytest.importorskip(f"transformers.models.{name}.modeling_{name}")
+        rule = theirs.torch_recurrent_gated_delta_rule
+        monkeypatch.setattr(theirs, "torch_chunk_gated_delta_rule", rule)
 
 
 def make_experts(directory: Path, family: str, **changes: Any) -> Any:
@@ -514,7 +519,9 @@ def completions(directory: str, method: str, **options: Any) -> list[Completion]
 
 @pytest.mark.parametrize("options", [{}, {"quantization": "wint4", "kv_cache_dtype": "int8"}])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("family", ["qwen3", "gpt_oss", "Glm4Moe", "DeepseekV3", "Ernie4_5_Moe"])
+@pytest.mark.parametrize(
+    "family", ["qwen3", "gpt_oss", "Glm4Moe", "DeepseekV3", "Ernie4_5_Moe", "Qwen3Next"]
+)
 @pytest.mark.corners("*-bfloat16-options0", "Ernie4_5_Moe-*-options1", "Glm4Moe-*-options1")
 def test_speculation_changes_no_bit(family: str, dtype: str, options: dict[str, Any]) -> None:
     if family == "DeepseekV3":
@@ -544,16 +551,22 @@ def test_ernies_4_bits_are_those_of_its_experts() -> None:
 
 
 @pytest.mark.parametrize(
-    "family,drafting,captures",
+    "family,drafting,captures,more",
     [
-        ("Ernie4_5_Moe", "mtp", True),
-        ("Ernie4_5_Moe", "mtp", False),
-        ("gpt_oss", "ngram", True),
-        ("Qwen3Next", "mtp", True),
+        ("Ernie4_5_Moe", "mtp", True, {}),
+        ("Ernie4_5_Moe", "mtp", False, {}),
+        ("gpt_oss", "ngram", True, {}),
+        ("gpt_oss", "ngram", True, {"exact_across_tp": 2, "enable_expert_parallel": True}),
+        ("Qwen3Next", "mtp", True, {}),
     ],
+    ids=str,
 )
 def test_graphs_of_experts_change_no_bit(
-    family: str, drafting: str, captures: bool, monkeypatch: pytest.MonkeyPatch
+    family: str,
+    drafting: str,
+    captures: bool,
+    more: dict[str, Any],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The CUDA kernels, with nothing read by the host: a replay has the experts of its own rows."""
     module = simt.load()
@@ -572,6 +585,7 @@ def test_graphs_of_experts_change_no_bit(
                 speculative_config=SpeculativeConfig(method=method, num_speculative_tokens=drafts),
                 num_pages=20,
                 max_model_len=64,
+                **more,
             )
         )
         params = SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True, logprobs=1)

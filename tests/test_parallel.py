@@ -35,7 +35,9 @@ DENSE: dict[str, tuple[str, dict[str, Any]]] = {
     "one_kv_head": ("Qwen2", {"num_key_value_heads": 1}),
     "odd_vocabulary": ("Qwen3", {"vocab_size": 159}),
 }
-MODELS = (*DENSE, "qwen3", "glm4", "deepseek_v3", "gpt_oss")  # with experts, from there on
+# Of `test_experts.py`.
+WITH_EXPERTS = ("qwen3", "glm4", "deepseek_v3", "gpt_oss", "qwen3_next")
+MODELS = (*DENSE, *WITH_EXPERTS, "qwen3_5")
 WIDE = {"intermediate_size": 256, "moe_intermediate_size": 64}  # for groups of codes
 DRAFTS = {"num_speculative_tokens": 4, "adaptive_verification": False}
 
@@ -111,8 +113,8 @@ def generate(engine: Engine, count: int) -> list[Any]:
 def shared_out(size: int, count: int, model: Path, method: str, **changes: Any) -> list[Any]:
     """What all of so many ranks say."""
     settings = config(model, method, tensor_parallel_size=size, **changes)
-    slices = settings.num_slices
-    said = on_ranks(size, lambda ranks: generate(Engine(settings, ranks), count), slices)
+    kind = settings.num_slices, settings.enable_expert_parallel
+    said = on_ranks(size, lambda ranks: generate(Engine(settings, ranks), count), *kind)
     assert said == [said[0]] * size
     return said[0]
 
@@ -138,10 +140,39 @@ def test_ranks_speak_as_one_does(name: str, directory_of: Any) -> None:
     check(directory_of(name), 7)
 
 
+@pytest.mark.parametrize("name", WITH_EXPERTS)
+def test_whole_experts_on_ranks(name: str, directory_of: Any) -> None:
+    """Other sums than those of parts of each expert, of the same bits on any number of ranks."""
+    model, apart = directory_of(name), {"enable_expert_parallel": True}
+    check(model, 5, **apart)
+    if name != "qwen3_next":  # which has two heads of linear attention
+        four = shared_out(4, 3, model, "ngram", **apart)
+        assert four == shared_out(2, 3, model, "naive", exact_across_tp=4, **apart)
+    parts = generate(Engine(config(model, exact_across_tp=2)), 5)
+    assert parts != generate(Engine(config(model, exact_across_tp=2, **apart)), 5)
+
+
+def test_quantized_experts_that_cannot_be_cut(directory_of: Any) -> None:
+    """Whole ones need no border of a group where a rank's share ends."""
+    model = directory_of("qwen3")
+    kinds: dict[str, Any] = {"quantization": "mix_quant", "exact_across_tp": 2}
+    with pytest.raises(ModelError, match="cannot be shared out: 64 of its 48 inputs"):
+        Engine(config(model, **kinds))
+    kinds["enable_expert_parallel"] = True
+    one = generate(Engine(config(model, **kinds)), 3)
+    assert one == shared_out(2, 3, model, "ngram", **kinds)
+
+
 @pytest.mark.prove
 @pytest.mark.parametrize("name", MODELS)
 def test_five_hundred_requests(name: str, directory_of: Any) -> None:
     check(directory_of(name), 500, max_waiting=500)
+
+
+@pytest.mark.prove
+@pytest.mark.parametrize("name", WITH_EXPERTS)
+def test_five_hundred_requests_of_whole_experts(name: str, directory_of: Any) -> None:
+    check(directory_of(name), 500, max_waiting=500, enable_expert_parallel=True)
 
 
 @pytest.mark.parametrize("quantization", ["wint8", "wint4", "mix_quant"])
@@ -161,7 +192,7 @@ def test_four_ranks_and_two_that_add_as_four_do(directory_of: Any) -> None:
     assert four == generate(Engine(config(model, exact_across_tp=4)), 5)
 
 
-@pytest.mark.parametrize("name", ["llama", "deepseek_v3"])
+@pytest.mark.parametrize("name", ["llama", "deepseek_v3", "qwen3_next", "qwen3_5"])
 def test_one_rank_is_close(name: str, directory_of: Any) -> None:
     """Sums over inputs are rounded elsewhere; all else has the same bits."""
     model = directory_of(name)
@@ -242,6 +273,26 @@ def test_what_cannot_be_shared_out(
     settings = config(directory_of("llama"), tensor_parallel_size=size, **changes)
     with pytest.raises(ModelError, match=said):
         on_ranks(size, lambda ranks: Engine(settings, ranks), settings.num_slices)
+
+
+@pytest.mark.parametrize(
+    ("name", "size", "said"),
+    [
+        ("llama", 2, "enable_expert_parallel must be off for a model without experts, got on"),
+        ("qwen3_steps", 4, "tensor_parallel_size must divide the 6 experts, got 4"),
+    ],
+)
+def test_experts_that_cannot_be_shared_out(
+    name: str, size: int, said: str, directory_of: Any
+) -> None:
+    settings = config(directory_of(name), tensor_parallel_size=size, enable_expert_parallel=True)
+    with pytest.raises(ModelError, match=said):
+        on_ranks(size, lambda ranks: Engine(settings, ranks), size, has_whole_experts=True)
+
+
+def test_whole_experts_of_one_summand() -> None:
+    with pytest.raises(ValueError, match="enable_expert_parallel needs tensor_parallel_size or"):
+        EngineConfig(enable_expert_parallel=True)
 
 
 # ---- sums and columns ----

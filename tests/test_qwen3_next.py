@@ -5,6 +5,7 @@ Drafts are rejected at every place, steps without drafts follow steps that accep
 lose their slots and prompts come in chunks; and each mistake that this could hide is planted.
 """
 
+import json
 import random
 from collections import Counter
 from collections.abc import Callable
@@ -19,6 +20,7 @@ import pytest
 import torch
 from draft_lengths import Lengths, RandomLengths
 from mtp_checkpoints import make_mtp_checkpoint, save_checkpoint
+from safetensors.torch import load_file
 from specops import linear_attention
 from specops.engine import Completion, Engine, EngineConfig, SamplingParams, SpeculativeConfig
 from specops.engine.errors import ModelError
@@ -39,7 +41,7 @@ def directory() -> str:
     return engine_directory("Qwen3Next")
 
 
-@pytest.mark.parametrize("family", ["qwen3_next", "qwen3_next_dense"])
+@pytest.mark.parametrize("family", ["qwen3_next", "qwen3_next_dense", "qwen3_5", "qwen3_5_experts"])
 def test_logits_equal_transformers(tmp_path: Path, family: str) -> None:
     """Also their rule by chunks of 64 rows; `tests/test_experts.py` has it row by row."""
     theirs, ids = make_experts(tmp_path, family), random_ids(150)
@@ -48,6 +50,22 @@ def test_logits_equal_transformers(tmp_path: Path, family: str) -> None:
     ours = Runner(load_model(tmp_path)).run([ids], [[90], [60]])[0]
     assert (ours - expected).abs().max().item() < 2e-5 * expected.abs().max().item()
     assert expected.std().item() > 0.5
+
+
+@pytest.mark.parametrize("family", ["qwen3_5", "qwen3_5_experts"])
+def test_the_text_part_of_a_multimodal_file_is_read(tmp_path: Path, family: str) -> None:
+    make_experts(tmp_path, family)
+    ids = random_ids(20)
+    alone = Runner(load_model(tmp_path)).run([ids], [[20]])[0]
+    config = json.loads((tmp_path / "config.json").read_text())
+    (name,) = config.pop("architectures")
+    around = {"architectures": [name.replace("CausalLM", "ConditionalGeneration")]}
+    around["text_config"] = config
+    tensors = load_file(tmp_path / "model.safetensors")
+    moved = {key.replace("model.", "model.language_model.", 1): t for key, t in tensors.items()}
+    assert len(moved) > 40
+    save_checkpoint(tmp_path, around, {**moved, "model.visual.some.weight": torch.zeros(2)})
+    assert torch.equal(Runner(load_model(tmp_path)).run([ids], [[20]])[0], alone)
 
 
 def texts(count: int) -> tuple[list[list[int]], list[SamplingParams]]:

@@ -1777,7 +1777,8 @@ def answer_to(asked: socket.socket) -> None:
 def test_metrics_on_a_port_of_their_own(capsys: pytest.CaptureFixture[str]) -> None:
     with running_server(metrics_apart=True) as (process, port, metrics_port):
         url, own = f"http://127.0.0.1:{port}", f"http://127.0.0.1:{metrics_port}"
-        assert HTTP.get(f"{url}/metrics").status_code == 404
+        absent = HTTP.get(f"{url}/metrics")
+        assert absent.status_code == 404 and "--metrics-port" in absent.json()["error"]["message"]
         assert "/metrics" not in HTTP.get(f"{url}/openapi.json").json()["paths"]
         body = {"prompt": "abc", "max_tokens": 100, "speculative_config": {"method": "naive"}}
         with HTTP.stream("POST", f"{url}/v1/completions", json=body | STREAM) as running:

@@ -125,7 +125,7 @@ def gated_delta_rule(
     Note:
         Mutates `states`. Deterministic; a row's bits depend on its own request alone, not on how
         its positions are cut into steps. The form that computes chunks of rows as products of
-        matrices is faster for long prompts, and its bits depend on the chunks: it is not offered.
+        matrices suits tensor cores, but its bits depend on the chunks: it is not offered.
 
     Source: Yang, Kautz and Hatamizadeh 2024, "Gated Delta Networks".
     """

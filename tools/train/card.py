@@ -129,7 +129,8 @@ How often drafts are kept is told of the continuations above.
 
 None is in this directory: no one of them makes a request faster than the MTP module does. They were
 trained for minutes. Each head of Medusa and Hydra has a matrix of logits of its own, which makes
-them large.
+them large. DSpark's steps are those of its Markov head; the DFlash head below it had 295. The draft
+model has an embedding and two layers, and reads nothing of the target.
 """
 
 

@@ -42,7 +42,7 @@ def chain_figures(head: Head, model: Model, texts: Tensor) -> dict[str, Any]:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Measures every head below a directory."""
+    """Measures every head below a directory; the card keeps what it has of others."""
     parser = argparse.ArgumentParser(prog="python -m tools.train.head_card", description=__doc__)
     parser.add_argument("--heads", type=Path, default=Path("build/heads"))
     parser.add_argument("--corpus", type=Path, help="as for tools.train")
@@ -53,10 +53,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     prompts = [ids[:PROMPT_TOKENS].astype(int).tolist() for ids in encoded]
     texts = continuations(ASSETS, prompts, NEW_TOKENS, temperature=0.0)
     metrics = json.loads((ASSETS / "metrics.json").read_text(encoding="utf-8"))
-    metrics["heads"] = {}
+    before, metrics["heads"] = metrics.get("heads", {}), {}
     for name in HEADS:
         state = args.heads / name / "state.pt"
         if not state.exists():
+            metrics["heads"] |= {name: before[name]} if name in before else {}
             continue
         found = torch.load(state, weights_only=True)
         head = new_head(name, model)

@@ -60,16 +60,23 @@ def rows_of(weight: Tensor | QuantizedWeight, rows: Tensor) -> Tensor | Quantize
     """Returns some outputs of a weight, in any order.
 
     Raises:
-        ModelError: scales are those of blocks of outputs.
+        ModelError: outputs that share the scales of a block would be told apart.
     """
     rows = rows.long()
     if isinstance(weight, Tensor):
         return weight[rows]
+    scaled = rows
     if weight.kind == "fp8" and weight.group:
-        raise ModelError("outputs of an FP8 weight in blocks cannot be told apart")
+        firsts = rows[::FP8_BLOCK]
+        whole = firsts[:, None] + torch.arange(FP8_BLOCK, device=rows.device)
+        if (firsts % FP8_BLOCK).any() or not torch.equal(whole.flatten(), rows):
+            raise ModelError(
+                f"outputs of an FP8 weight in blocks of {FP8_BLOCK} cannot be told apart"
+            )
+        scaled = firsts // FP8_BLOCK
     offsets = None if weight.offsets is None else weight.offsets[rows]
     codes = weight.codes.view(torch.uint8)[rows].view(weight.codes.dtype)
-    return weight._replace(codes=codes, scales=weight.scales[rows], offsets=offsets)
+    return weight._replace(codes=codes, scales=weight.scales[scaled], offsets=offsets)
 
 
 def _refuse(names: Sequence[str], reason: str) -> None:

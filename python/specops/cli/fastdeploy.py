@@ -15,7 +15,6 @@ REFUSED = {
     "--disable-custom-all-reduce": "sums over ranks have one order; leave it out",
     "--dynamic-load-weight": "weights do not change while a server runs; start it again",
     "--enable-chunked-prefill": f"long prompts are always cut; {_ONE_STEP}",
-    "--enable-expert-parallel": "--tensor-parallel-size shares experts out, too",
     "--enable-logprob": "logprobs are always there; a request asks for them",
     "--enable-mm": _NO_IMAGES,
     "--engine-worker-queue-port": "server and engine talk through a socket pair; leave it out",

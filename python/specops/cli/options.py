@@ -145,6 +145,12 @@ def _add_ranks(parser: argparse.ArgumentParser) -> None:
         help="give the bits of N of these, however many there are: a power of two (default: "
         "those of as many as there are)",
     )
+    add(
+        "--enable-expert-parallel",
+        action="store_true",
+        default=None,
+        help="of these, each has whole experts rather than a part of each (default: a part)",
+    )
 
 
 def _add_sizes(parser: argparse.ArgumentParser) -> None:

@@ -93,6 +93,8 @@ class EngineConfig:
             weights, keys and values. They are processes, which a server starts.
         exact_across_tp: the bits are those of so many ranks, whatever tensor_parallel_size is,
             which must divide it: a power of two. None: they are those of tensor_parallel_size.
+        enable_expert_parallel: of several summands, each is what some experts give, and a rank has
+            whole experts; else a part of each expert. Other bits in the last places.
         max_num_seqs: requests that run at once.
         max_num_batched_tokens: rows of one step, prefill chunks and verification together. Prompts
             get at most 128 of them on a CPU, and 2,048 on a GPU.
@@ -129,6 +131,7 @@ class EngineConfig:
     kv_cache_bytes: int | None = None
     tensor_parallel_size: int = 1
     exact_across_tp: int | None = None
+    enable_expert_parallel: bool = False
     max_num_seqs: int = 32
     max_num_batched_tokens: int = 512
     max_model_len: int | None = None
@@ -169,7 +172,10 @@ class EngineConfig:
             value = getattr(self, name)
             if (value is not None or name in texts) and not (isinstance(value, str) and value):
                 raise ValueError(f"{name} must be a non-empty text, got {value!r}")
-        flags = ("enforce_eager", "enable_prefix_caching", "enable_cascade_attention")
+        flags = (
+            *("enforce_eager", "enable_prefix_caching", "enable_cascade_attention"),
+            "enable_expert_parallel",
+        )
         for name in flags:
             value = getattr(self, name)
             if not isinstance(value, bool):
@@ -198,12 +204,7 @@ class EngineConfig:
                 f"max_num_batched_tokens must be at least max_num_seqs={self.max_num_seqs} "
                 f"(every running request needs a row), got {self.max_num_batched_tokens}"
             )
-        slices = self.exact_across_tp
-        if slices is not None and (slices & (slices - 1) or slices % self.tensor_parallel_size):
-            raise ValueError(
-                "exact_across_tp must be a power of two and a multiple of tensor_parallel_size="
-                f"{self.tensor_parallel_size}, got {slices}"
-            )
+        self._check_ranks()
         for _, options in self.speculative_config.options:
             options.check_engine(self)
         drafts = self.speculative_config.num_speculative_tokens
@@ -211,6 +212,19 @@ class EngineConfig:
             raise ValueError(
                 f"num_speculative_tokens must be below max_num_batched_tokens="
                 f"{self.max_num_batched_tokens}, got {drafts}"
+            )
+
+    def _check_ranks(self) -> None:
+        slices = self.exact_across_tp
+        if slices is not None and (slices & (slices - 1) or slices % self.tensor_parallel_size):
+            raise ValueError(
+                "exact_across_tp must be a power of two and a multiple of tensor_parallel_size="
+                f"{self.tensor_parallel_size}, got {slices}"
+            )
+        if self.enable_expert_parallel and self.num_slices == 1:
+            raise ValueError(
+                "enable_expert_parallel needs tensor_parallel_size or exact_across_tp above 1, "
+                "got 1"
             )
 
     def _check_methods(self) -> None:

@@ -23,7 +23,7 @@ from specops.engine.machine import LEAF_TOKENS
 # What of an engine's configuration it depends on.
 OPTIONS = (
     *("model", "device", "dtype", "kv_cache_dtype", "quantization", "quantize_head"),
-    *("tensor_parallel_size", "exact_across_tp"),
+    *("tensor_parallel_size", "exact_across_tp", "enable_expert_parallel"),
     *("load_format", "logprobs_mode", "json_whitespace"),
 )
 
@@ -46,7 +46,8 @@ def contract_of(engine: Engine) -> dict[str, Any]:
         how projections and the head are quantized;
         "attention_leaf_tokens", after how many tokens attention rounds; "sampling_leaf_tokens",
         after how many logits sums over the vocabulary round; "num_slices", summands of what ranks
-        share; "logprobs_mode" and
+        share; "has_whole_experts", whether those of experts are some experts' each;
+        "logprobs_mode" and
         "json_whitespace", as configured; and "digest", of all that.
     """
     config = engine.config
@@ -68,6 +69,7 @@ def contract_of(engine: Engine) -> dict[str, Any]:
         "attention_leaf_tokens": LEAF_TOKENS[kind],
         "sampling_leaf_tokens": _SAMPLING_LEAF_TOKENS[kind],
         "num_slices": config.num_slices,
+        "has_whole_experts": config.enable_expert_parallel,
         "logprobs_mode": config.logprobs_mode,
         "json_whitespace": config.json_whitespace,
     }

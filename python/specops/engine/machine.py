@@ -52,7 +52,7 @@ def one_rank(config: EngineConfig) -> Ranks:
             f"tensor_parallel_size={config.tensor_parallel_size} needs as many processes, which a "
             "server starts; an engine in a process of its caller's must have 1"
         )
-    return Ranks(config.num_slices)
+    return Ranks(config.num_slices, config.enable_expert_parallel)
 
 
 def fitted(config: EngineConfig, model: Transformer) -> EngineConfig:

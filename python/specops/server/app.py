@@ -97,6 +97,7 @@ _ANTHROPIC = "/v1/messages"
 # Routes that clients call, and why they are not there.
 _ABSENT = {
     "/v1/embeddings": ": this server generates text, and has no embeddings",
+    "/metrics": ": metrics have a port of their own (--metrics-port)",
 }
 
 _READ = ["GET", "HEAD"]

@@ -65,7 +65,8 @@ class RankEngine(Engine):
         kind = open_device(config.device).device.type
         size = config.tensor_parallel_size
         self._rank = setup.rank
-        group = Group(Path(setup.store), setup.rank, size, config.num_slices, kind)
+        whole = config.enable_expert_parallel
+        group = Group(Path(setup.store), setup.rank, size, config.num_slices, kind, whole)
         super().__init__(config, group)
 
     @property

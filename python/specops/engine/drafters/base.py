@@ -117,6 +117,32 @@ class Proposals:
     # alone.
     stages: NDArray[np.int8]
 
+    @classmethod
+    def empty(cls, slots: int, width: int) -> "Proposals":
+        """A table of no proposals.
+
+        Args:
+            slots: its rows.
+            width: most drafts of each.
+        """
+        return cls(
+            np.full((slots, width), -1, dtype=np.int32),
+            np.zeros(slots, dtype=np.int32),
+            np.zeros((slots, width), dtype=np.float32),
+            np.full((slots, width), -1, dtype=np.int32),
+            np.zeros(slots, dtype=np.bool_),
+            np.zeros((slots, width), dtype=np.int8),
+        )
+
+    def widened(self, width: int) -> "Proposals":
+        """The same with room for more drafts."""
+        slots, have = self.token_ids.shape
+        wider = Proposals.empty(slots, width)
+        for one in fields(self):
+            mine, its = getattr(self, one.name), getattr(wider, one.name)
+            its[(slice(None), slice(have))[: mine.ndim]] = mine
+        return wider
+
     def put_tree(self, slot: int, tree: DraftTree) -> None:
         """Writes a tree in the place of a row."""
         count = self.counts[slot] = len(tree.token_ids)

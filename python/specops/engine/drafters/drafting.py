@@ -7,7 +7,7 @@ was raised for are decoded plainly from then on; its next ones have it again.
 
 import logging
 from collections.abc import Collection, Hashable, Sequence
-from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -17,12 +17,10 @@ from specops.batching import Preorder, preorder
 from specops.engine.drafters.base import (
     Drafter,
     DrafterContext,
-    DrafterStep,
     MethodUnavailable,
     Proposals,
     Scheduled,
     StepResults,
-    TargetStep,
 )
 from specops.engine.drafters.chances import RequestChances
 from specops.engine.drafters.draft_probs import DraftProbs
@@ -36,9 +34,10 @@ from specops.engine.drafters.methods import (
 )
 from specops.engine.drafters.selection import DraftSelector
 from specops.engine.drafters.trees import num_chains
+from specops.engine.drafters.watched_step import WatchedStep
 from specops.engine.features import Feature
 from specops.engine.memory.kv_cache import DraftKv
-from specops.engine.memory.step_memory import Array, Layout
+from specops.engine.memory.step_memory import Layout
 from specops.engine.memory.step_shape import StepShape
 from specops.engine.plan import Part, Plan
 from specops.engine.request import Request
@@ -103,7 +102,7 @@ class Drafting:
         # Of models that keep states of each draft.
         self._most_kept = context.config.num_drafts if context.target.keeps_states else None
         slots = context.config.max_num_seqs
-        self.proposals = _no_proposals(slots, 0)
+        self.proposals = Proposals.empty(slots, 0)
         drawing = {
             name: one.drawn_from
             for name, one in self.drafters.items()
@@ -233,10 +232,7 @@ class Drafting:
             return False
         has_moved = request.speculative.num_speculative_tokens > self.width
         if has_moved:
-            slots = len(self.proposals.counts)
-            self.proposals = _widened(
-                self.proposals, slots, request.speculative.num_speculative_tokens
-            )
+            self.proposals = self.proposals.widened(request.speculative.num_speculative_tokens)
         config = request.speculative
         if self._selector is not None and config.selects_drafts and request not in self._chances:
             self._chances[request] = self._selector.start(config.drafters_name)
@@ -278,7 +274,7 @@ class Drafting:
 
     def forget(self) -> None:
         """Forgets the proposals, and how wide their table had to be."""
-        self.proposals = _no_proposals(len(self.proposals.counts), 0)
+        self.proposals = Proposals.empty(len(self.proposals.counts), 0)
 
     def select_by(self, seconds: Sequence[float]) -> None:
         """Selects the drafts of requests that ask for it.
@@ -410,7 +406,7 @@ class Drafting:
         reports = len(work) > 1 and bool(self._reporting())
         return shape._replace(drafters=tuple(work), reports_stages=reports)
 
-    def new_steps(self, shape: StepShape, inputs: Layout, results: Layout) -> "list[WatchedStep]":
+    def new_steps(self, shape: StepShape, inputs: Layout, results: Layout) -> list[WatchedStep]:
         """Makes the drafters' parts of the steps of one shape, in their order."""
         steps: list[WatchedStep] = []
         for name, key in shape.drafters:
@@ -420,7 +416,8 @@ class Drafting:
                 counts = None
                 if shape.reports_stages:
                     counts = results.int32(len(self.proposals.counts))
-                steps.append(WatchedStep(made, drafter, self, counts))
+                lose = partial(self.lose_all_of, drafter)
+                steps.append(WatchedStep(made, name, counts, lambda: self.scheduled, lose))
         return steps
 
     def read(
@@ -428,7 +425,7 @@ class Drafting:
         plan: Plan,
         token_ids: NDArray[np.int32],
         counts: NDArray[np.int32],
-        steps: "Sequence[WatchedStep]",
+        steps: Sequence[WatchedStep],
     ) -> None:
         """Takes over what a step's drafters on the device have drafted, and whose each draft is.
 
@@ -544,51 +541,6 @@ class Drafting:
             self.leave(request)
 
 
-class WatchedStep:
-    """A drafter's part in the steps of one shape, as the steps see it: it does not raise.
-
-    Attributes:
-        name: of the drafter.
-        counts: int32 [slots], how many drafts there are behind it; None: nobody asks.
-    """
-
-    def __init__(
-        self, step: DrafterStep, drafter: Drafter, drafting: Drafting, counts: Array | None
-    ) -> None:
-        self.name, self.counts = drafter.name, counts
-        self.workspace_size, self.sums_size = step.workspace_size, step.sums_size
-        self._step, self._drafter, self._drafting = step, drafter, drafting
-        self._error: Exception | None = None  # of a launch, while its results are on their way
-
-    def fill(self) -> None:
-        """Writes the host's side of its arrays, before the step runs."""
-        self._error = None
-        try:
-            self._step.fill(self._drafting.scheduled)
-        except Exception as error:
-            self._drafting.lose_all_of(self._drafter, "fill", error)
-
-    def launch(self, target: TargetStep) -> None:
-        """Drafts on the device."""
-        try:
-            self._step.launch(target)
-        except Exception as error:
-            self._error = error
-        if self.counts is not None:
-            self.counts.device.copy_(target.num_draft_tokens)
-
-    def read(self, proposals: Proposals) -> None:
-        """Takes over what its results say beside the drafts."""
-        error, self._error = self._error, None
-        if error is not None:
-            self._drafting.lose_all_of(self._drafter, "launch", error)
-            return
-        try:
-            self._step.read(self._drafting.scheduled, proposals)
-        except Exception as wrong:
-            self._drafting.lose_all_of(self._drafter, "read", wrong)
-
-
 def share_out(wanted: Sequence[int], total: int) -> list[int]:
     """Cuts every number to the largest equal cap with which all keep within the total.
 
@@ -611,24 +563,3 @@ def share_out(wanted: Sequence[int], total: int) -> list[int]:
             rest -= 1
         shares.append(share)
     return shares
-
-
-def _no_proposals(slots: int, width: int) -> Proposals:
-    return Proposals(
-        np.full((slots, width), -1, dtype=np.int32),
-        np.zeros(slots, dtype=np.int32),
-        np.zeros((slots, width), dtype=np.float32),
-        np.full((slots, width), -1, dtype=np.int32),
-        np.zeros(slots, dtype=np.bool_),
-        np.zeros((slots, width), dtype=np.int8),
-    )
-
-
-def _widened(proposals: Proposals, slots: int, width: int) -> Proposals:
-    wider = _no_proposals(slots, width)
-    have = proposals.token_ids.shape[1]
-    wider.token_ids[:, :have] = proposals.token_ids
-    wider.confidences[:, :have] = proposals.confidences
-    wider.parents[:, :have] = proposals.parents
-    wider.stages[:, :have] = proposals.stages
-    return replace(wider, counts=proposals.counts, are_trees=proposals.are_trees)

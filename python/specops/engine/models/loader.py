@@ -11,6 +11,7 @@ import torch
 from specops.engine.drafters.methods.checks import QUANTIZATIONS
 from specops.engine.errors import ModelError
 from specops.engine.models.blocks.block import BlockLoader, RopeTables
+from specops.engine.models.blocks.experts import ExpertsConfig
 from specops.engine.models.config import ModelConfig, Place
 from specops.engine.models.dry_run import dry_run
 from specops.engine.models.families import read_model_config
@@ -69,8 +70,8 @@ def load_model(
     directory = Path(directory)
     if not directory.is_dir():
         raise ModelError(f"{directory}: no such directory")
-    config = read_model_config(directory)
-    file = directory / "config.json"
+    config, file = read_model_config(directory), directory / "config.json"
+    _check_experts(config, ranks)
     if max_model_len is not None and max_model_len > config.max_model_len:
         raise ModelError(
             f"max_model_len must be at most the model's {config.max_model_len}, got {max_model_len}"
@@ -94,6 +95,12 @@ def load_model(
     model = build(config, source, kv_kind, max_model_len or config.max_model_len, ranks)
     _refuse_unread(config, source)
     return model
+
+
+def _check_experts(config: ModelConfig, ranks: Ranks) -> None:
+    has_experts = any(isinstance(layer.mlp, ExpertsConfig) for layer in config.layers)
+    if ranks.has_whole_experts and not has_experts:
+        raise ModelError("enable_expert_parallel must be off for a model without experts, got on")
 
 
 def _refuse_unread(config: ModelConfig, source: WeightSource) -> None:

@@ -181,7 +181,7 @@ class WeightSource(ABC):
     def experts(
         self,
         prefix: str,
-        num_experts: int,
+        which: range,
         parts: Sequence[str],
         outputs: Sequence[int],
         inputs: int,
@@ -193,10 +193,10 @@ class WeightSource(ABC):
 
         Args:
             prefix: what the names of all experts begin with; the expert's number follows.
-            num_experts: how many there are.
+            which: their numbers.
             parts, outputs, inputs, activation, cut: of one; see `linear`.
         """
-        each = [[f"{prefix}{e}.{part}.weight" for part in parts] for e in range(num_experts)]
+        each = [[f"{prefix}{e}.{part}.weight" for part in parts] for e in which]
         quantization = self.settings.quantization
         quantization = _OF_EXPERTS.get(quantization, quantization)
 
@@ -204,7 +204,7 @@ class WeightSource(ABC):
             packed = (
                 self._pack(one, outputs, inputs, activation, quantization, cut) for one in each
             )
-            return moe.stack_experts(packed, num_experts)
+            return moe.stack_experts(packed, len(which))
 
         names = [name for one in each for name in one]
         what = (outputs, inputs, activation, quantization, "experts", cut.key)
@@ -213,14 +213,14 @@ class WeightSource(ABC):
     def expert_biases(
         self,
         prefix: str,
-        num_experts: int,
+        which: range,
         parts: Sequence[str],
         outputs: Sequence[int],
         *,
         cut: Cut = WHOLE,
     ) -> Tensor:
-        """Returns the biases [num_experts, outputs] of a projection; see `experts`."""
-        each = (self.bias(f"{prefix}{e}.", parts, outputs, cut=cut) for e in range(num_experts))
+        """Returns the biases [len(which), outputs] of a projection; see `experts`."""
+        each = (self.bias(f"{prefix}{e}.", parts, outputs, cut=cut) for e in which)
         return torch.stack(list(each))
 
     def _pack(
@@ -271,6 +271,10 @@ class WeightSource(ABC):
             group = next((size for size in (128, 64, 32) if not len(inputs) % size), 64)
         kind = {"wint8": ("int8", 0), "wint4": ("int4", group)}[quantization]
         return quantize_weight(weight, kind=kind[0], group=kind[1])
+
+    def leave_to_others(self, prefix: str) -> None:
+        """Says that other ranks read what begins so."""
+        self.read.update(name for name in self.names() if name.startswith(prefix))
 
     def _kept(
         self, names: Sequence[str], *what: Any, make: Callable[[], PackedWeight]

@@ -27,7 +27,7 @@ class Group(Ranks):
         store: a file that is not there yet, by which they find each other; all name the same.
         rank: this one's number.
         size: how many there are; every one makes a `Group`, and waits here for the others.
-        slices: as in `Ranks`; a multiple of `size`.
+        slices, has_whole_experts: as in `Ranks`; slices are a multiple of `size`.
         device: "cpu" or "cuda": where the tensors are that they exchange. What the host has goes by
             gloo in any case.
 
@@ -35,9 +35,17 @@ class Group(Ranks):
         RuntimeError: another one did not come.
     """
 
-    def __init__(self, store: Path, rank: int, size: int, slices: int, device: str) -> None:
+    def __init__(
+        self,
+        store: Path,
+        rank: int,
+        size: int,
+        slices: int,
+        device: str,
+        has_whole_experts: bool = False,
+    ) -> None:
         self.rank, self.size = rank, size
-        super().__init__(slices)
+        super().__init__(slices, has_whole_experts)
         dist.init_process_group(
             "gloo" if device == "cpu" else "cpu:gloo,cuda:nccl",
             store=dist.FileStore(str(store), size),  # type: ignore[attr-defined]

@@ -21,6 +21,8 @@ class Ranks:
 
     Args:
         slices: summands of a sum over inputs that are shared out.
+        has_whole_experts: a summand of experts is what some of them give, not a part of what each
+            gives; of several summands.
 
     Attributes:
         rank: this one's number, from 0.
@@ -32,8 +34,8 @@ class Ranks:
     rank = 0
     size = 1
 
-    def __init__(self, slices: int = 1) -> None:
-        self.slices = slices
+    def __init__(self, slices: int = 1, has_whole_experts: bool = False) -> None:
+        self.slices, self.has_whole_experts = slices, has_whole_experts
         self.local_slices = slices // self.size
         self._buffers: dict[str, list[Tensor]] = {}
 

@@ -14,6 +14,7 @@ from specops.engine.models.blocks.block import BlockLoader, MlpBlock, NewRows, b
 from specops.engine.models.blocks.mlp import DenseMlp, DenseMlpConfig
 from specops.engine.models.blocks.summed import SummedLinear
 from specops.engine.models.shards import Cut
+from specops.engine.parallel.ranks import Ranks
 
 _GATE_UP = ("gate_proj", "up_proj")
 _WIDTHS = "inner widths of an expert"
@@ -35,6 +36,7 @@ class ExpertsViews:
     expert_out: Tensor  # [pairs, hidden_size], float32
     shared_gated: Tensor  # [rows, shared_width]
     shared_out: Tensor  # [rows, hidden_size], float32; [rows, 0] where nothing is shared
+    own_ids: Tensor  # [rows, top_k], int32; [rows, 0] where all experts are here
 
 
 @dataclass(frozen=True)
@@ -47,6 +49,7 @@ class ExpertsShape:
     width: int
     shared_width: int
     has_shared_gate: bool
+    is_apart: bool = False
 
     def views(self, new: NewRows) -> ExpertsViews:
         """Returns the views of some rows."""
@@ -67,6 +70,7 @@ class ExpertsShape:
             expert_out=new("expert_out", top_k * hidden, torch.float32).view(pairs, hidden),
             shared_gated=new("activated", self.shared_width),
             shared_out=new("shared_out", hidden if self.shared_width else 0, torch.float32),
+            own_ids=new("own_expert_ids", top_k if self.is_apart else 0, torch.int32),
         )
 
 
@@ -150,7 +154,9 @@ class Experts(MlpBlock):
 
     def run(self, x: Tensor, sums: Tensor | None, views: ExpertsViews, out: Tensor) -> None:
         """Computes rows."""
-        order = self._route(x, views)
+        self._route(x, views)
+        order = moe.ExpertOrder(self._indptr, views.row_indices, views.places)
+        moe.moe_sort(views.expert_ids, self._shape.num_experts, order=order)
         indptr, gated = order.expert_indptr, views.gated
         moe.moe_linear(x, self.gate_up, indptr, order.row_indices, self._gate_up_bias, out=gated)
         shared, ranks = self._shared, self.down.ranks
@@ -166,20 +172,23 @@ class Experts(MlpBlock):
                 bias=self.down.bias if ranks.rank == index == 0 else None,
                 out=views.expert_out,
             )
-            of_shared = None
-            if shared is not None:
-                of_shared = views.shared_out
-                shared.down.summand(index, views.shared_gated, of_shared, sums)
-                if views.shared_gate is not None:
-                    whole = of_shared[:, None]
-                    dense.output_gate(whole, views.shared_gate, out=whole)
-            pairs = (views.expert_out, views.places, views.expert_weights)
-            moe.moe_combine(*pairs, of_shared, out=summand)
+            self._combine(index, sums, views, summand)
         if not is_whole:
             ranks.add(summands, None, out)
 
-    def _route(self, x: Tensor, views: ExpertsViews) -> moe.ExpertOrder:
-        """Chooses the experts of rows, and orders them."""
+    def _combine(self, index: int, sums: Tensor | None, views: ExpertsViews, out: Tensor) -> None:
+        """Adds what experts gave for a summand, and what the shared one gives for it."""
+        of_shared = None
+        if self._shared is not None:
+            of_shared = views.shared_out
+            self._shared.down.summand(index, views.shared_gated, of_shared, sums)
+            if views.shared_gate is not None:
+                whole = of_shared[:, None]
+                dense.output_gate(whole, views.shared_gate, out=whole)
+        moe.moe_combine(views.expert_out, views.places, views.expert_weights, of_shared, out=out)
+
+    def _route(self, x: Tensor, views: ExpertsViews) -> None:
+        """Chooses the experts of rows."""
         routing = self._routing
         views.x.copy_(x)
         dense.linear(views.x, self._router, self._router_bias, out=views.scores)
@@ -195,8 +204,79 @@ class Experts(MlpBlock):
             expert_ids=views.expert_ids,
             expert_weights=views.expert_weights,
         )
+
+
+@dataclass(frozen=True)
+class OwnExperts:
+    """The experts of one summand, whole.
+
+    Attributes:
+        places: int32 [num_experts of the block]; where each of them is among these, -1: not here.
+        gate_up, down: of `moe.stack_experts`, with their biases.
+    """
+
+    places: Tensor
+    gate_up: PackedWeight
+    gate_up_bias: Tensor | None
+    down: PackedWeight
+    down_bias: Tensor | None
+
+
+class ExpertsApart(Experts):
+    """The same, where ranks have whole experts, each others.
+
+    A summand is what neighbouring experts give, rather than what neighbouring inner widths give.
+    The shared MLP is cut by its inner widths here, too.
+    """
+
+    def __init__(
+        self,
+        config: "ExpertsConfig",
+        own: Sequence[OwnExperts],
+        *,
+        router: PackedWeight,
+        router_bias: Tensor | None,
+        bias: Tensor | None,
+        shared: DenseMlp | None,
+        ranks: Ranks,
+    ) -> None:
+        super().__init__(
+            config,
+            router=router,
+            router_bias=router_bias,
+            bias=bias,
+            gate_up=own[0].gate_up,
+            gate_up_bias=None,
+            down=SummedLinear([one.down for one in own], None, ranks),
+            shared=shared,
+        )
+        self.shape = self._shape = replace(self._shape, width=config.width, is_apart=True)
+        self._own = own
+        self._indptr = self._indptr[: config.num_experts // ranks.slices + 1]
+
+    def bytes_read(self, rows: int) -> float:
+        """As if all summands' experts were one's."""
+        others = sum(bytes_of(one.gate_up) for one in self._own[1:])
+        routing, count = self._routing, self._shape.num_experts
+        return super().bytes_read(rows) + (1.0 - (1.0 - routing.top_k / count) ** rows) * others
+
+    def run(self, x: Tensor, sums: Tensor | None, views: ExpertsViews, out: Tensor) -> None:
+        """Computes rows."""
+        self._route(x, views)
+        shared, ranks = self._shared, self.down.ranks
+        if shared is not None:
+            shared.activate(x, sums, views.shared_gated)
         order = moe.ExpertOrder(self._indptr, views.row_indices, views.places)
-        return moe.moe_sort(views.expert_ids, self._shape.num_experts, order=order)
+        indptr, chosen = order.expert_indptr, views.expert_ids.view(-1)
+        summands = ranks.summands(out.shape, out.device)
+        for index, (own, summand) in enumerate(zip(self._own, summands, strict=True)):
+            torch.index_select(own.places, 0, chosen, out=views.own_ids.view(-1))
+            moe.moe_sort(views.own_ids, len(indptr) - 1, order=order)
+            rows = order.row_indices
+            moe.moe_linear(x, own.gate_up, indptr, rows, own.gate_up_bias, out=views.gated)
+            moe.moe_linear(views.gated, own.down, indptr, bias=own.down_bias, out=views.expert_out)
+            self._combine(index, sums, views, summand)
+        ranks.add(summands, None, out)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -246,17 +326,33 @@ class ExpertsConfig:
             name = f"{prefix}{self.shared_gate_name}.weight"
             gate = source.tensor(name, 1, hidden, dtype=torch.float32)
             router = torch.cat([router, gate])
-        experts, sizes, what = f"{prefix}experts.", (self.width, self.width), ("down_proj",)
-        own = loader.shares.of_rank(self.width, _WIDTHS)
-        cut = Cut(outputs=(own, own))
-        router_bias = gate_up_bias = down_bias = None
+        router_bias = None
         if self.has_bias:
             name = f"{prefix}{self.router_name}.bias"
             router_bias = source.tensor(name, count, dtype=torch.float32)
-            gate_up_bias = source.expert_biases(experts, count, _GATE_UP, sizes, cut=cut)
-            down_bias = source.expert_biases(experts, count, what, (hidden,))
+        shared = None
+        if self.shared is not None:
+            shared = self.shared.load(loader, prefix + self.shared_name)
+        experts, sizes, what = f"{prefix}experts.", (self.width, self.width), ("down_proj",)
+        if loader.ranks.has_whole_experts:
+            return ExpertsApart(
+                self,
+                self._load_own(loader, experts),
+                router=dense.pack_weight(router),
+                router_bias=router_bias,
+                bias=self._load_bias(loader, prefix),
+                shared=shared,
+                ranks=loader.ranks,
+            )
+        every = range(count)
+        own = loader.shares.of_rank(self.width, _WIDTHS)
+        cut = Cut(outputs=(own, own))
+        gate_up_bias = down_bias = None
+        if self.has_bias:
+            gate_up_bias = source.expert_biases(experts, every, _GATE_UP, sizes, cut=cut)
+            down_bias = source.expert_biases(experts, every, what, (hidden,))
         down = [
-            source.experts(experts, count, what, (hidden,), self.width, cut=one)
+            source.experts(experts, every, what, (hidden,), self.width, cut=one)
             for one in loader.shares.summands(self.width, _WIDTHS)
         ]
         return Experts(
@@ -265,14 +361,35 @@ class ExpertsConfig:
             router_bias=router_bias,
             bias=self._load_bias(loader, prefix),
             gate_up=source.experts(
-                *(experts, count, _GATE_UP, sizes, hidden), activation=self.activation, cut=cut
+                *(experts, every, _GATE_UP, sizes, hidden), activation=self.activation, cut=cut
             ),
             gate_up_bias=gate_up_bias,
             down=SummedLinear(down, down_bias, loader.ranks),
-            shared=None
-            if self.shared is None
-            else self.shared.load(loader, prefix + self.shared_name),
+            shared=shared,
         )
+
+    def _load_own(self, loader: BlockLoader, prefix: str) -> list[OwnExperts]:
+        """The experts of this rank's summands."""
+        source, hidden, sizes = loader.source, loader.hidden_size, (self.width, self.width)
+        source.leave_to_others(prefix)
+        whole = loader.shares.of_rank(self.num_experts, "experts")
+        count = len(whole) // loader.ranks.local_slices
+        found = []
+        for begin in whole[::count]:
+            which = range(begin, begin + count)
+            gate_up_bias = down_bias = None
+            if self.has_bias:
+                gate_up_bias = source.expert_biases(prefix, which, _GATE_UP, sizes)
+                down_bias = source.expert_biases(prefix, which, ("down_proj",), (hidden,))
+            places = torch.full((self.num_experts,), -1, dtype=torch.int32)
+            places[begin : begin + count] = torch.arange(count)
+            gate_up = source.experts(
+                *(prefix, which, _GATE_UP, sizes, hidden), activation=self.activation
+            )
+            down = source.experts(prefix, which, ("down_proj",), (hidden,), self.width)
+            places = places.to(gate_up.data.device)
+            found.append(OwnExperts(places, gate_up, gate_up_bias, down, down_bias))
+        return found
 
     def _load_bias(self, loader: BlockLoader, prefix: str) -> Tensor | None:
         name, shape = self.routing.bias, (*self.routing.bias_shape, self.num_experts)

@@ -15,6 +15,7 @@ from specops.engine.models.blocks.block import BlockLoader, MixingBlock, NewRows
 from specops.engine.models.blocks.summed import SummedLinear, load_summed
 from specops.engine.models.kv import LayerStates, StateSpec
 from specops.engine.models.shards import Cut
+from specops.engine.models.weights import WeightSource
 
 _KEY_HEADS = "heads of keys in linear attention"
 
@@ -170,6 +171,8 @@ class LinearAttentionConfig:
         key_dim: elements of a query or key.
         value_dim: elements of a value.
         taps: of the convolution.
+        is_fused: whether q, k, v and z are one tensor in which they take turns by heads of keys,
+            and b and a another one. Otherwise q|k|v is one, and the others are one each.
     """
 
     kind: ClassVar[str] = "linear attention"
@@ -179,10 +182,22 @@ class LinearAttentionConfig:
     key_dim: int
     value_dim: int
     taps: int
+    is_fused: bool = True
 
     def without_window(self) -> "LinearAttentionConfig":
         """The same: it has none."""
         return self
+
+    @property
+    def _values_of_key(self) -> int:
+        """Heads of values that share a key."""
+        return self.num_value_heads // self.num_key_heads
+
+    @property
+    def _widths(self) -> Sequence[int]:
+        """Outputs of q, k, v and z for a head of keys."""
+        values = self._values_of_key * self.value_dim
+        return (self.key_dim, self.key_dim, values, values)
 
     def load(self, loader: BlockLoader, prefix: str) -> LinearAttention:
         """Loads the block whose tensors begin with `prefix`.
@@ -190,55 +205,96 @@ class LinearAttentionConfig:
         Raises:
             ModelError: a tensor is missing, or has another shape.
         """
-        source, hidden = loader.source, loader.hidden_size
-        key_heads, value_heads = self.num_key_heads, self.num_value_heads
-        each = value_heads // key_heads  # heads of values that share a key
-        whole = LinearAttentionShape(key_heads, value_heads, self.key_dim, self.value_dim)
-        heads = loader.shares.of_rank(key_heads, _KEY_HEADS)
-        own = LinearAttentionShape(len(heads), each * len(heads), self.key_dim, self.value_dim)
-
-        def project(name: str, widths: Sequence[int], quantization: str | None) -> PackedWeight:
-            """Of outputs that lie head by head, in parts of these widths: part by part."""
-            width = sum(widths)
-            places = torch.arange(len(heads) * width, dtype=torch.int32, device=source.device)
-            parts = torch.split(places.view(len(heads), width), list(widths), 1)
-            return source.linear(
-                prefix,
-                (name,),
-                (key_heads * width,),
-                hidden,
-                quantization=quantization,
-                rows=torch.cat([part.flatten() for part in parts]),
-                cut=Cut(outputs=(range(heads.start * width, heads.stop * width),)),
-            )
+        source, heads = loader.source, loader.shares.of_rank(self.num_key_heads, _KEY_HEADS)
+        whole, own = self._shape(self.num_key_heads), self._shape(len(heads))
+        own_values = _times(heads, self._values_of_key)
 
         def of_heads(name: str) -> Tensor:
-            values = source.tensor(f"{prefix}{name}", value_heads, dtype=torch.float32)
-            return values[heads.start * each : heads.stop * each].contiguous()
+            values = source.tensor(f"{prefix}{name}", self.num_value_heads, dtype=torch.float32)
+            return values[own_values.start : own_values.stop].contiguous()
 
-        values = each * self.value_dim
         conv = source.tensor(f"{prefix}conv1d.weight", whole.channels, 1, self.taps)[:, 0]
-        sizes = (whole.key_size, whole.key_size, whole.value_size)
-        kept = [
-            part[heads.start * size : heads.stop * size]
-            for part, size in zip(
-                torch.split(conv, list(sizes)), (self.key_dim, self.key_dim, values), strict=True
-            )
-        ]
+        places = self._places(heads, conv.device)[: own.channels].long()
+        make = self._fused if self.is_fused else self._apart
+        projection, ba = make(source, prefix, loader.hidden_size, heads)
         weights = LinearAttentionWeights(
-            projection=project("in_proj_qkvz", (self.key_dim, self.key_dim, values, values), None),
-            ba=project("in_proj_ba", (each, each), "none"),
-            conv=torch.cat(kept).t().contiguous(),
+            projection=projection,
+            ba=ba,
+            conv=conv[places].t().contiguous(),
             a_log=of_heads("A_log"),
             dt_bias=of_heads("dt_bias"),
             norm=source.tensor(f"{prefix}norm.weight", self.value_dim),
             o=load_summed(
                 source,
                 f"{prefix}out_proj",
-                hidden,
-                *(key_heads, _KEY_HEADS, values),
+                loader.hidden_size,
+                *(self.num_key_heads, _KEY_HEADS, self._widths[-1]),
                 has_bias=False,
                 ranks=loader.ranks,
             ),
         )
         return LinearAttention(own, weights, loader.norm_eps)
+
+    def _shape(self, key_heads: int) -> LinearAttentionShape:
+        value_heads = key_heads * self._values_of_key
+        return LinearAttentionShape(key_heads, value_heads, self.key_dim, self.value_dim)
+
+    def _places(self, heads: range, device: torch.device) -> Tensor:
+        """Where q|k|v|z has the outputs of some heads of keys, int32."""
+        places, begin = [], 0
+        for width in self._widths:
+            own = _times(heads, width)
+            places.append(torch.arange(begin + own.start, begin + own.stop, dtype=torch.int32))
+            begin += self.num_key_heads * width
+        return torch.cat(places).to(device)
+
+    def _fused(
+        self, source: WeightSource, prefix: str, hidden: int, heads: range
+    ) -> tuple[PackedWeight, PackedWeight]:
+        """The projections of files in which parts take turns, part by part."""
+
+        def load(name: str, widths: Sequence[int], quantization: str | None) -> PackedWeight:
+            width = sum(widths)
+            places = torch.arange(len(heads) * width, dtype=torch.int32, device=source.device)
+            parts = torch.split(places.view(len(heads), width), list(widths), 1)
+            return source.linear(
+                prefix,
+                (name,),
+                (self.num_key_heads * width,),
+                hidden,
+                quantization=quantization,
+                rows=torch.cat([part.flatten() for part in parts]),
+                cut=Cut(outputs=(_times(heads, width),)),
+            )
+
+        each = self._values_of_key
+        return load("in_proj_qkvz", self._widths, None), load("in_proj_ba", (each, each), "none")
+
+    def _apart(
+        self, source: WeightSource, prefix: str, hidden: int, heads: range
+    ) -> tuple[PackedWeight, PackedWeight]:
+        """The projections of files that have them part by part."""
+        whole = self._shape(self.num_key_heads)
+        is_whole = len(heads) == self.num_key_heads
+        own_values = _times(heads, self._values_of_key)
+        projection = source.linear(
+            prefix,
+            ("in_proj_qkv", "in_proj_z"),
+            (whole.channels, whole.value_size),
+            hidden,
+            rows=None if is_whole else self._places(heads, source.device),
+        )
+        ba = source.linear(
+            prefix,
+            ("in_proj_b", "in_proj_a"),
+            (self.num_value_heads, self.num_value_heads),
+            hidden,
+            quantization="none",
+            cut=Cut(outputs=(own_values, own_values)),
+        )
+        return projection, ba
+
+
+def _times(heads: range, width: int) -> range:
+    """What some heads of a width have."""
+    return range(heads.start * width, heads.stop * width)

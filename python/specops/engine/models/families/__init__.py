@@ -81,8 +81,5 @@ def _family_of(architecture: str) -> Family:
     for family in FAMILIES:
         if architecture in family.read:
             return family
-        if architecture in family.lacks:
-            lacks = family.lacks[architecture]
-            raise ModelError(f"architecture {architecture} is not supported yet: {lacks}")
     known = ", ".join(name for family in FAMILIES for name in family.read)
     raise ModelError(f"architecture {architecture} is not supported; supported: {known}")

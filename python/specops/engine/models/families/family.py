@@ -2,7 +2,7 @@
 """What a family of models says of itself."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from specops.engine.models.config import ModelConfig
@@ -56,15 +56,13 @@ class Family:
     """A family of models: one file, and one line in the registry.
 
     Attributes:
-        title: what documents call the models of it that run; "": none runs.
+        title: what documents call its models.
         read: by architecture, as config.json calls it: reads the file into a model's configuration.
-        lacks: likewise, of architectures that do not run yet: what they need.
         mtp: the convention of its MTP modules; None: it has none of its own.
         gguf: how GGUF files have its models; None: they are not read.
     """
 
-    title: str = ""
-    read: Mapping[str, Callable[[Mapping[str, Any]], ModelConfig]] = field(default_factory=dict)
-    lacks: Mapping[str, str] = field(default_factory=dict)
+    title: str
+    read: Mapping[str, Callable[[Mapping[str, Any]], ModelConfig]]
     mtp: MtpConvention | None = None
     gguf: GgufForm | None = None

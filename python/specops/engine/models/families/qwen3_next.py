@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Qwen3-Next: linear attention beside attention with gates; MTP modules, also those of Qwen3.5."""
+"""Qwen3-Next and Qwen3.5: linear attention beside attention with gates, and their MTP modules."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -10,23 +10,55 @@ from specops.engine.models.blocks.experts import ExpertsConfig
 from specops.engine.models.blocks.layer import AnyMlpConfig, LayerNames
 from specops.engine.models.blocks.linear_attention import LinearAttentionConfig
 from specops.engine.models.blocks.mlp import DenseMlpConfig
-from specops.engine.models.config import ModelConfig
+from specops.engine.models.config import ModelConfig, Place
 from specops.engine.models.families import qwen3_moe
-from specops.engine.models.families.dense_decoder import dense_decoder
+from specops.engine.models.families.dense_decoder import Mlps, dense_decoder
 from specops.engine.models.families.family import Family, MtpConvention
-from specops.engine.models.families.fields import FULL, LINEAR, count, layer_types
+from specops.engine.models.families.fields import (
+    FULL,
+    LINEAR,
+    count,
+    layer_types,
+    refuse_values,
+    text_config,
+)
 
-_LACKS = "projections of linear attention under other names"
+# What multimodal files say outside of the part about text.
+_AROUND = ("architectures", "tie_word_embeddings", "dtype", "torch_dtype")
+_PLACES = (Place("model.", "lm_head"), Place("model.language_model.", "lm_head"))
 
 
-def read(raw: Mapping[str, Any]) -> ModelConfig:
-    """Reads a config.json.
+def read_next(raw: Mapping[str, Any]) -> ModelConfig:
+    """Reads the config.json of a Qwen3-Next.
 
     Raises:
         KeyError: a field is missing.
         ModelError: a field holds what it cannot hold, or what does not run.
     """
-    raw = {"norm_topk_prob": True, **raw}
+    return _read({"norm_topk_prob": True, **raw}, mlps=mlps)
+
+
+def read_dense(whole: Mapping[str, Any]) -> ModelConfig:
+    """Reads that of a dense Qwen3.5, its part about text; as `read_next`."""
+    return replace(_read(_text(whole), is_fused=False), places=_PLACES)
+
+
+def read_experts(whole: Mapping[str, Any]) -> ModelConfig:
+    """Reads that of a Qwen3.5 with experts, whose weights always have the sum 1; as `read_next`."""
+    raw = {**_text(whole), "norm_topk_prob": True}
+    return replace(_read(raw, mlps=mlps, is_fused=False), places=_PLACES)
+
+
+def _text(whole: Mapping[str, Any]) -> dict[str, Any]:
+    around = {name: whole[name] for name in _AROUND if name in whole}
+    said = {name: value for name, value in text_config(whole).items() if value is not None}
+    return {**said, **{name: one for name, one in around.items() if name not in said}}
+
+
+def _read(
+    raw: Mapping[str, Any], *, mlps: Mlps | None = None, is_fused: bool = True
+) -> ModelConfig:
+    refuse_values(raw, {"attn_output_gate": (True, None)})
     num_layers = count(raw, "num_hidden_layers")
     types = layer_types(raw, num_layers, LINEAR) or _types(raw, num_layers)
     config = dense_decoder(
@@ -36,7 +68,7 @@ def read(raw: Mapping[str, Any]) -> ModelConfig:
         partial_rotary_factor=0.25,
         mlps=mlps,
     )
-    linear = _linear_attention(raw)
+    linear = replace(_linear_attention(raw), is_fused=is_fused)
     layers = [
         replace(layer, attention=linear, names=LayerNames(attention="linear_attn."))
         if kind == LINEAR
@@ -82,13 +114,13 @@ def mlps(raw: Mapping[str, Any], num_layers: int) -> Sequence[AnyMlpConfig]:
 
 
 FAMILY = Family(
-    title="Qwen3-Next",
-    read={"Qwen3NextForCausalLM": read},
-    lacks={
-        "Qwen3_5ForCausalLM": _LACKS,
-        "Qwen3_5ForConditionalGeneration": _LACKS,
-        "Qwen3_5MoeForCausalLM": _LACKS,
-        "Qwen3_5MoeForConditionalGeneration": _LACKS,
+    title="Qwen3-Next and Qwen3.5",
+    read={
+        "Qwen3NextForCausalLM": read_next,
+        "Qwen3_5ForCausalLM": read_dense,
+        "Qwen3_5ForConditionalGeneration": read_dense,
+        "Qwen3_5MoeForCausalLM": read_experts,
+        "Qwen3_5MoeForConditionalGeneration": read_experts,
     },
     mtp=MtpConvention(
         name="qwen3_next",
