@@ -24,9 +24,8 @@ def ask_for_huge_pages(tensor: Tensor) -> Tensor:
     size = tensor.nbytes
     if _ADVICE is None or type(tensor) is not Tensor or not tensor.is_cpu or size < _HUGE:
         return tensor
-    begin = (
-        tensor.data_ptr() // _HUGE * _HUGE
-    )  # what shares its first page and its last has it, too
+    # Whatever shares its first page and its last is asked for, too.
+    begin = tensor.data_ptr() // _HUGE * _HUGE
     end = -(-(tensor.data_ptr() + size) // _HUGE) * _HUGE
     ctypes.CDLL(None).madvise(
         ctypes.c_void_p(begin), ctypes.c_size_t(end - begin), ctypes.c_int(_ADVICE)
