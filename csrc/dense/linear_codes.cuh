@@ -58,13 +58,14 @@ __global__ void __launch_bounds__(kPackCodesThreads)
 // n]) * out[row, width + n], both rounded first.
 // Grid:    x = tiles of outputs times tiles of rows, rows fastest (unbounded).
 // Block:   4 warps. Few rows (Shape::kSplits): each has every fourth stage of the same 32 outputs, and
-//          sums of pieces meet in shared memory, where each thread adds some outputs' in order. Many
-//          rows: each has all stages of its own 32 outputs, and 32 or 64 rows.
+//          sums of pieces meet in shared memory, where each thread adds some outputs' in order; of wide
+//          layers every second stage, beside a warp for 32 outputs more. Many rows: each has all
+//          stages of its own 32 outputs, and 32 or 64 rows.
 // Smem:    rings of three stages of weights; the rows of a stage, rounded; the sums that meet. 30 to
 //          100 KiB by kind and group.
 // Cost:    the weights once from memory for every tile of rows. Few rows: rows are rounded once for 32
-//          outputs, which is as many instructions as all else. Many: three float operations a sum of a
-//          piece, output and row, beside the products.
+//          outputs (of wide layers 64), which is as many instructions as all else. Many: three float
+//          operations a sum of a piece, output and row, beside the products.
 // Assumes: weights packed by pack_weight. Pieces of 16 inputs: Shape::kHalves.
 // Order:   a piece's sum is exact (of fp8 a chain of mma.m16n8k16 from zero); pieces are added in order,
 //          by one chain of fused multiply-adds; then the output's scale, then the bias. Of integers the
