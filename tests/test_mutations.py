@@ -470,6 +470,13 @@ MUTATIONS = [
         CODES,
     ),
     Mutation(
+        "outputs side by side have the scales of the first",
+        "gemm/code_product.cuh",
+        "int of_warp = other * Shape::kSides + side;",
+        "int of_warp = other * Shape::kSides;",
+        CODES,
+    ),
+    Mutation(
         "every up has the scale of a gate",
         "gemm/code_product.cuh",
         "output / 2 + output % 2 * half",

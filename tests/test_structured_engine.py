@@ -40,6 +40,7 @@ METHODS: dict[str, dict[str, Any]] = {
     "mtp+suffix": {"method": "mtp", "mtp_strategy": "with_suffix"},
     "suffix tree": {"method": "suffix", "tree": True},
     "mtp tree": {"method": "mtp", "tree": True},
+    "merged tree": {"method": "mtp+suffix", "tree": True},
 }
 
 Job = tuple[str, SamplingParams]

@@ -22,10 +22,11 @@ void pack(const PackWeightParams& params, CudaStream stream) {
          vectors);
 }
 
-// How a block's tile is cut: for up to 8 rows; for up to 16 of few outputs and of many; for more
-// rows; and for pieces of 16 inputs.
+// How a block's tile is cut: for up to 8 rows; for up to 16 of few outputs, of more and of many; for
+// more rows; and for pieces of 16 inputs.
 using Few = CodeShape<4, 1, 1>;
 using Several = CodeShape<4, 1, 2>;
+using Pairs = CodeShape<2, 2, 2>;
 using Wide = CodeShape<1, 4, 2>;
 using Many = CodeShape<1, 4, 4>;
 using Halves = CodeShape<1, 4, 4, true>;
@@ -51,10 +52,11 @@ void run(const LinearParams& params, CudaStream stream) {
 }
 
 // Sums of many pieces of 16 rows need more shared memory than some devices have.
-template <typename Codes, typename Numbers>
-bool fits_several(const LinearParams& params) {
+template <typename Codes, typename Numbers, typename Shape>
+bool fits(const LinearParams& params) {
   constexpr size_t kMostBytes = 99 << 10;
-  return code_bytes<Codes, Numbers, Several>(code_plan<Codes>(params)) <= kMostBytes;
+  return params.rows <= Shape::kRows &&
+         code_bytes<Codes, Numbers, Shape>(code_plan<Codes>(params)) <= kMostBytes;
 }
 
 }  // namespace
@@ -70,10 +72,17 @@ void linear_codes_cuda(const LinearParams& params, CudaStream stream) {
     }
     if (params.rows <= Few::kRows) return run<Codes, Numbers, Few>(params, stream);
     if constexpr (kAreUsual<Codes, Numbers>) {
-      bool fills = ceil_div(params.weight.num_outputs, Wide::kOutputs) >= num_sms(stream);
-      if (params.rows <= Wide::kRows && fills) return run<Codes, Numbers, Wide>(params, stream);
+      auto fills = [&](int64_t outputs) {
+        return ceil_div(params.weight.num_outputs, outputs) >= num_sms(stream);
+      };
+      if (params.rows <= Wide::kRows && fills(Wide::kOutputs)) {
+        return run<Codes, Numbers, Wide>(params, stream);
+      }
+      if (fits<Codes, Numbers, Pairs>(params) && fills(Pairs::kOutputs)) {
+        return run<Codes, Numbers, Pairs>(params, stream);
+      }
     }
-    if (params.rows <= Several::kRows && fits_several<Codes, Numbers>(params)) {
+    if (fits<Codes, Numbers, Several>(params)) {
       return run<Codes, Numbers, Several>(params, stream);
     }
     run<Codes, Numbers, Many>(params, stream);

@@ -23,8 +23,9 @@ struct CodePlan {
   bool quads;      // out can be written by four outputs
 };
 
-// How a block's tile is cut. kSplits warps have every kSplits-th stage each of the same outputs, and
-// leave their sums to all. Or kSides warps, side by side, have all stages of 32 outputs each.
+// How a block's tile is cut. kSides warps, side by side, have 32 outputs each and round the rows of a
+// stage together. kSplits times as many have every kSplits-th stage each, and leave their sums to all
+// that have these outputs; one split has nobody to leave them to.
 template <int kSplitsOf, int kSidesOf, int kColumnsOf, bool kHalvesOf = false>
 struct CodeShape {
   static constexpr int kSplits = kSplitsOf;
@@ -36,8 +37,7 @@ struct CodeShape {
   static constexpr int kOutputs = 32 * kSides;
   static constexpr int kSumBytes =
       144;  // of a piece of a row, that are left; 16 more than 32 outputs
-  static_assert(kSplits == 1 || kSides == 1);
-  static_assert(kSplits == 1 || kColumns * 8 % kSplits == 0);
+  static_assert(kSplits == 1 || kRows % kSplits == 0);
   static_assert(kSplits == 1 || !kHalves);
 };
 
@@ -163,7 +163,7 @@ struct CodeProduct {
   int64_t first_row, group;  // group: of 32 outputs
   RowAt row_at;
   Codes codes{};
-  int warp, lane, split, turn;
+  int warp, lane, side, split, turn;
   unsigned char* memory;
   CodeRing<Codes> ring;
   Rows rows;
@@ -180,12 +180,13 @@ struct CodeProduct {
         plan(by),
         error(flag),
         first_row(row),
-        group(block * Shape::kSides + (kSplits == 1 ? threadIdx.x / kWarpSize : 0)),
+        group(block * Shape::kSides + threadIdx.x / kWarpSize % Shape::kSides),
         row_at(at),
         warp(static_cast<int>(threadIdx.x) / kWarpSize),
         lane(static_cast<int>(threadIdx.x) % kWarpSize),
-        split(kSplits == 1 ? 0 : warp),
-        turn(kSplits == 1 ? static_cast<int>(threadIdx.x) : lane),
+        side(warp % Shape::kSides),
+        split(warp / Shape::kSides),
+        turn(static_cast<int>(threadIdx.x) % kTurnThreads),
         memory(shared_memory()),
         ring(of.weight, by, group, memory + warp * kCodeDepth * by.slot_bytes),
         rows{rows_of(split)} {}
@@ -197,9 +198,10 @@ struct CodeProduct {
     constexpr int kWarps = Shape::kThreads / kWarpSize;
     return memory + kWarps * kCodeDepth * plan.slot_bytes + which * Rows::kBytes;
   }
-  // Of a piece of a row, 32 of each group.
-  __device__ float* left_sums(int which, int piece, int row) const {
+  // Of a piece of a row, 32 of what this side's warp of a split has.
+  __device__ float* left_sums(int of_split, int piece, int row) const {
     unsigned char* at = rows_of(kSplits);
+    int which = of_split * Shape::kSides + side;
     return reinterpret_cast<float*>(at + ((which * num_pieces() + piece) * Shape::kRows + row) *
                                              Shape::kSumBytes);
   }
@@ -394,10 +396,10 @@ struct CodeProduct {
   __device__ void begin_turn(int turn_of, int slot) {
     store_rows(turn_of * kSplits + split);
     ptx::cp_async_wait<kCodeDepth - 2>();
-    if constexpr (kSplits == 1) {
-      __syncthreads();
-    } else {
+    if constexpr (Shape::kSides == 1) {
       __syncwarp(kFullMask);
+    } else {
+      __syncthreads();
     }
     int later = slot == 0 ? kCodeDepth - 1 : slot - 1;
     ring.fetch(plan, later, (turn_of + kCodeDepth - 1) * kSplits + split);
@@ -495,7 +497,7 @@ struct CodeProduct {
     float scale = output_scale(output);
 #pragma unroll
     for (int i = 0; i < kOwnRows; ++i) {
-      finish_one(first_row + warp * kOwnRows + i, output, __fmul_rn(totals[i], scale));
+      finish_one(first_row + split * kOwnRows + i, output, __fmul_rn(totals[i], scale));
     }
   }
 
@@ -504,12 +506,13 @@ struct CodeProduct {
   __device__ void add_stage(float (&totals)[kOwnRows], int stage, int other, int slot) {
     int left = left_inputs(stage);
     Rows of{rows_of(other)};
-    StageLines<Codes> lines(plan, memory + other * kCodeDepth * plan.slot_bytes, slot);
+    int of_warp = other * Shape::kSides + side;
+    StageLines<Codes> lines(plan, memory + of_warp * kCodeDepth * plan.slot_bytes, slot);
     auto add_piece = [&](int piece) {
       float scale = plan.lines == 0 ? 1.0f : lines.scales(plan, piece)[lane];
 #pragma unroll
       for (int i = 0; i < kOwnRows; ++i) {
-        int row = warp * kOwnRows + i;
+        int row = split * kOwnRows + i;
         float step = row_scale(of, piece, row), sum = left_sums(other, piece, row)[lane];
         totals[i] = __fmaf_rn(sum, __fmul_rn(step, scale), totals[i]);
         if (ring.offsets == nullptr) continue;
@@ -558,8 +561,9 @@ template <typename Codes, typename Numbers, typename Shape>
 size_t code_bytes(const CodePlan& plan) {
   constexpr int kRowsBytes = StageRows<Numbers, Shape::kRows>::kBytes;
   int ring = Shape::kThreads / kWarpSize * kCodeDepth * plan.slot_bytes;
-  int left =
-      Shape::kSplits == 1 ? 0 : Shape::kSplits * plan.pieces * Shape::kRows * Shape::kSumBytes;
+  int left = Shape::kSplits == 1
+                 ? 0
+                 : Shape::kSplits * Shape::kSides * plan.pieces * Shape::kRows * Shape::kSumBytes;
   return static_cast<size_t>(ring + Shape::kSplits * kRowsBytes + left);
 }
 

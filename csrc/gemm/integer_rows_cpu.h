@@ -35,19 +35,22 @@ template <typename Integer>
 struct IntegerRows {
   const Integer* x;  // zeros behind the last input
   int64_t stride;
-  const float* scales;  // [rows, pieces]
-  const int32_t* sums;  // [rows, pieces]: of a piece's integers
-  int64_t pieces;
+  // [pieces, count]
+  const float* scales;
+  const int32_t* starts;  // what a sum of codes begins at
+  const float* sums;      // of a piece's integers
+  int64_t count;          // of rows
 
   IntegerRows from(int64_t row) const {
-    return {x + row * stride, stride, scales + row * pieces, sums + row * pieces, pieces};
+    return {x + row * stride, stride, scales + row, starts + row, sums + row, count};
   }
 };
 
 // Rows that a thread has made integers of, and whose: it meets them again in every range of a call.
 thread_local GrowingArray<int16_t> integer_rows;
 thread_local GrowingArray<float> row_scales;
-thread_local GrowingArray<int32_t> row_sums;
+thread_local GrowingArray<int32_t> row_starts;
+thread_local GrowingArray<float> row_sums;
 struct RoundedRows {
   uint64_t call;
   const void* out;  // experts of a call have rows of their own
@@ -62,10 +65,11 @@ inline uint64_t next_call() {
   return ++calls;
 }
 
-// Rounds `count` numbers, a whole group, and returns their scale.
-inline float round_group(const float* values, int64_t count, RowNumbers numbers, int32_t* out) {
+// Rounds the numbers of a group, and returns their scale.
+template <int kGroup>
+float round_group(const float* values, int32_t* out) {
   uint32_t peak_bits = 0;
-  for (int64_t i = 0; i < count; ++i) {
+  for (int i = 0; i < kGroup; ++i) {
     uint32_t bits;
     std::memcpy(&bits, values + i, 4);
     bits &= 0x7fffffffu;
@@ -73,7 +77,7 @@ inline float round_group(const float* values, int64_t count, RowNumbers numbers,
   }
   GroupScale group = group_scale(peak_bits);
   float scale, inverse;
-  if (numbers == RowNumbers::kInt16 || !group.is_finite) {
+  if (kGroup == kIntegerGroup || !group.is_finite) {
     std::memcpy(&scale, &group.scale, 4);
     std::memcpy(&inverse, &group.inverse, 4);
   } else {
@@ -84,13 +88,13 @@ inline float round_group(const float* values, int64_t count, RowNumbers numbers,
     inverse = counts ? 127.0f / peak : 0.0f;
   }
   if (!group.is_finite) {
-    std::memset(out, 0, count * sizeof(int32_t));
+    std::memset(out, 0, kGroup * sizeof(int32_t));
     return scale;
   }
   // Beside 1.5 * 2^23 a float has no digits behind the point: the addition rounds as it should.
   constexpr float kWhole = 12582912.0f;
   constexpr int32_t kWholeBits = 0x4b400000;
-  for (int64_t i = 0; i < count; ++i) {
+  for (int i = 0; i < kGroup; ++i) {
     float whole = values[i] * inverse + kWhole;
     int32_t code;
     std::memcpy(&code, &whole, 4);
@@ -110,17 +114,23 @@ inline void swap_middles(int16_t* integers, int64_t count) {
   }
 }
 
-// One row. `x` has num_inputs elements; what lies behind them is not read.
-template <typename T, typename Integer>
+// One row, whose groups have kGroup inputs. `x` has num_inputs elements; what lies behind them is not
+// read.
+template <int kGroup, typename T, typename Integer>
 void round_row(const T* x,
                const WeightParams& weight,
                const Pieces& pieces,
+               int bias,
                Integer* out,
+               int64_t count,
                float* scales,
-               int32_t* sums) {
-  for (int64_t first = 0; first < weight.num_inputs; first += pieces.row_group) {
-    alignas(64) float values[kIntegerGroup];
-    for (int64_t i = 0; i < pieces.row_group; i += kLanes) {
+               int32_t* starts,
+               float* sums) {
+  constexpr int kParts = kGroup / kWeightBlock;  // the smallest piece is one
+  int64_t piece_parts = pieces.inputs / kWeightBlock;
+  for (int64_t first = 0; first < weight.num_inputs; first += kGroup) {
+    alignas(64) float values[kGroup];
+    for (int i = 0; i < kGroup; i += kLanes) {
       int64_t left = max64(min64(weight.num_inputs - first - i, kLanes), 0);
       if (weight.input_order == nullptr) {
         bool whole = left == kLanes;
@@ -131,28 +141,30 @@ void round_row(const T* x,
       std::memset(values + i, 0, kLanes * sizeof(float));
       for (int64_t j = i; j < i + left; ++j) values[j] = to_float(x[weight.input_order[first + j]]);
     }
-    alignas(64) int32_t integers[kIntegerGroup];
-    float scale = round_group(values, pieces.row_group, weight.row_numbers, integers);
+    alignas(64) int32_t integers[kGroup];
+    float scale = round_group<kGroup>(values, integers);
     Integer* group = out + first;
-    for (int64_t i = 0; i < pieces.row_group; ++i) group[i] = static_cast<Integer>(integers[i]);
-    if constexpr (std::is_same_v<Integer, int16_t>) swap_middles(group, pieces.row_group);
-    int64_t end = min64(first + pieces.row_group, weight.num_inputs);
-    for (int64_t begin = first; begin < end; begin += pieces.inputs) {
-      int64_t piece = begin / pieces.inputs;
+    for (int i = 0; i < kGroup; ++i) group[i] = static_cast<Integer>(integers[i]);
+    if constexpr (std::is_same_v<Integer, int16_t>) swap_middles(group, kGroup);
+    for (int part = 0; part < kParts && first + part * kWeightBlock < weight.num_inputs;) {
       int32_t sum = 0;
-      for (int64_t i = 0; i < pieces.inputs; ++i) sum += integers[begin - first + i];
-      sums[piece] = sum;
-      scales[piece] = scale;
+      for (int end = part + static_cast<int>(piece_parts); part < end; ++part) {
+        for (int i = 0; i < kWeightBlock; ++i) sum += integers[part * kWeightBlock + i];
+      }
+      *scales = scale;
+      *starts = -bias * sum;
+      *sums = static_cast<float>(sum);
+      scales += count;
+      starts += count;
+      sums += count;
     }
   }
 }
 
 // The rows from `row` on of a call; of what this thread's memory had, they alone are kept.
 template <typename Integer>
-IntegerRows<Integer> integer_rows_from(const GemmParams& params,
-                                       int64_t row,
-                                       int64_t rows,
-                                       uint64_t call) {
+IntegerRows<Integer> integer_rows_from(
+    const GemmParams& params, int64_t row, int64_t rows, int bias, uint64_t call) {
   const WeightParams& weight = params.weight;
   Pieces pieces(weight);
   int64_t width = ceil_div(weight.num_inputs, kIntegerGroup) * kIntegerGroup;
@@ -160,15 +172,20 @@ IntegerRows<Integer> integer_rows_from(const GemmParams& params,
   int64_t stride = width + 64 / sizeof(Integer);
   auto* integers = reinterpret_cast<Integer*>(integer_rows.reserve(rows * stride));
   float* scales = row_scales.reserve(rows * pieces.count);
-  int32_t* sums = row_sums.reserve(rows * pieces.count);
-  IntegerRows<Integer> made{integers, stride, scales, sums, pieces.count};
+  int32_t* starts = row_starts.reserve(rows * pieces.count);
+  float* sums = row_sums.reserve(rows * pieces.count);
+  IntegerRows<Integer> made{integers, stride, scales, starts, sums, rows};
   RoundedRows wanted{call, params.out, row, rows};
   if (rounded_rows == wanted) return made;
   rounded_rows = wanted;
   for (int64_t r = 0; r < rows; ++r) {
     auto round = [&](const auto* x) {
-      float* own_scales = scales + r * pieces.count;
-      round_row(x, weight, pieces, integers + r * stride, own_scales, sums + r * pieces.count);
+      auto with_group = [&]<int kGroup>() {
+        round_row<kGroup>(
+            x, weight, pieces, bias, integers + r * stride, rows, scales + r, starts + r, sums + r);
+      };
+      if (pieces.row_group == kInt8Group) return with_group.template operator()<kInt8Group>();
+      with_group.template operator()<kIntegerGroup>();
     };
     if (params.dtype == DType::kBFloat16) {
       round(row_at<bfloat16>(params, row + r));

@@ -23,14 +23,16 @@ inline int32_t word_at(const void* p) {
   return word;
 }
 
-// Ends an addition: gcc would gather the terms of many and add them later, and they do not fit the
-// registers.
+// Ends an addition: gcc would gather the terms of many and add them later, or keep sums in other
+// registers from turn to turn, and they do not fit the registers.
 #if defined(SPECOPS_AVX512)
 #define SPECOPS_ADDED(sums) asm("" : "+v"(sums))
 #elif defined(SPECOPS_AVX2)
 #define SPECOPS_ADDED(sums) asm("" : "+x"(sums))
 #elif defined(SPECOPS_NEON)
 #define SPECOPS_ADDED(sums) asm("" : "+w"(sums))
+#else
+#define SPECOPS_ADDED(sums) static_cast<void>(sums)
 #endif
 
 #if defined(SPECOPS_AVX512)
@@ -217,18 +219,22 @@ struct Wide {
                                  const int16_t* x,
                                  int64_t stride,
                                  Acc (&acc)[kRows][kParts]) {
-    Codes even[kParts], odd[kParts];
-    unrolled<kParts>([&](int p) SPECOPS_INLINE {
-      even[p] = evens(quads[p]);
-      odd[p] = odds(quads[p]);
-    });
+    Codes halves[kParts];
+    unrolled<kParts>([&](int p) SPECOPS_INLINE { halves[p] = evens(quads[p]); });
+    add_halves<kRows, kParts>(halves, x, stride, acc);
+    unrolled<kParts>([&](int p) SPECOPS_INLINE { halves[p] = odds(quads[p]); });
+    add_halves<kRows, kParts>(halves, x + 2, stride, acc);
+  }
+
+  template <int kRows, int kParts>
+  SPECOPS_INLINE static void add_halves(const Codes (&halves)[kParts],
+                                        const int16_t* x,
+                                        int64_t stride,
+                                        Acc (&acc)[kRows][kParts]) {
     unrolled<kRows>([&](int r) SPECOPS_INLINE {
-      Sums of_even = spread(word_at(x + r * stride));
+      Sums of_row = spread(word_at(x + r * stride));
       unrolled<kParts>([&](int p)
-                           SPECOPS_INLINE { acc[r][p] = add_pairs(acc[r][p], even[p], of_even); });
-      Sums of_odd = spread(word_at(x + r * stride + 2));
-      unrolled<kParts>([&](int p)
-                           SPECOPS_INLINE { acc[r][p] = add_pairs(acc[r][p], odd[p], of_odd); });
+                           SPECOPS_INLINE { acc[r][p] = add_pairs(acc[r][p], halves[p], of_row); });
     });
   }
   static Sums sums(Acc acc, int32_t) { return acc; }

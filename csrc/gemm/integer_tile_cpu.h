@@ -20,6 +20,19 @@ constexpr int64_t kIntegerRowsKept = 64;
 // So far ahead of what is read a panel is fetched.
 constexpr int64_t kIntegerFetch = 8 << 10;
 
+// So far ahead each page is asked for, once every so many bytes. Finding where a page lies takes longer
+// than reading it, under a hypervisor above all, and the fetches of its lines would wait for that.
+constexpr int64_t kPageFetch = 32 << 10;
+constexpr int64_t kPageFetchEvery = 2 << 10;
+
+// So many groups ahead their scales are fetched.
+constexpr int64_t kScaleFetch = 8;
+
+// One line for all that ask for a page: what is under way already costs no second place.
+inline void fetch_page(const uint8_t* p) {
+  __builtin_prefetch(p - (reinterpret_cast<uintptr_t>(p) & 4095), 0, 2);
+}
+
 constexpr int kPanelParts = kPanelOutputs / kPartOutputs;
 constexpr int kLineParts = kWeightBlock / kPartOutputs;
 
@@ -37,43 +50,58 @@ int64_t panel_bytes(int64_t num_inputs) {
 // Of how many parts the sums of a piece are made at once: a few rows' alone would wait for each other,
 // and parts share the integers that they load. Many have no registers.
 constexpr int parts_at_once(int rows, bool narrow) {
-#if defined(SPECOPS_AVX512) || defined(SPECOPS_NEON)
+#if defined(SPECOPS_AVX512)
+  return rows <= (narrow ? 6 : 5) ? 4 : 2;
+#elif defined(SPECOPS_NEON)
   return rows <= (narrow ? 4 : 2) ? 4 : 2;
 #else
   return narrow && rows == 1 ? 4 : 2;
 #endif
 }
 
-// The sums of a piece: inputs `begin` to `end` of kParts parts from `part` on.
+// The sums of a piece, of kParts parts from `part` on: so many chunks of a panel, and the rows' inputs.
 template <typename Kind, typename Product, int kRows, int kParts>
 SPECOPS_INLINE inline void sum_piece(const Kind& kind,
-                                     const uint8_t* panel,
+                                     const uint8_t* chunk,
+                                     int64_t chunks,
                                      int part,
-                                     int64_t begin,
-                                     int64_t end,
                                      const typename Product::Integer* x,
                                      int64_t stride,
                                      typename Product::Acc (&acc)[kRows][kParts]) {
   constexpr int kLines = kChunkInputs / Kind::kLineInputs;
-  const uint8_t* chunk = panel + begin / kChunkInputs * kPanelChunkBytes<Kind>;
-  for (int64_t input = begin; input < end; input += kChunkInputs) {
+  constexpr int kBlocks = kParts / kLineParts > 0 ? kParts / kLineParts : 1;
+  chunk += part / kLineParts * kBlockChunkBytes<Kind>;
+  for (int64_t c = 0; c < chunks; ++c) {
     unrolled<kLines>([&](int line) SPECOPS_INLINE {
       Codes lines[kParts];
       unrolled<kParts>([&](int p) SPECOPS_INLINE {
-        int block = (part + p) / kLineParts, within = (part + p) % kLineParts;
-        const uint8_t* at = chunk + block * kBlockChunkBytes<Kind> + 64 * line;
-        if (within == 0) __builtin_prefetch(at + kIntegerFetch, 0, 3);
-        lines[p] = load_codes(at + within * 4 * kPartOutputs);
+        int block = p / kLineParts, within = (part + p) % kLineParts;
+        // Lines are fetched in their order in memory, whatever the order in which they are read.
+        if (within == 0) {
+          __builtin_prefetch(chunk + kIntegerFetch + 64 * (kBlocks * line + block), 0, 3);
+        }
+        lines[p] = load_codes(chunk + block * kBlockChunkBytes<Kind> + 64 * line +
+                              within * 4 * kPartOutputs);
       });
       unrolled<Kind::kLineInputs / 4>([&](int quad) SPECOPS_INLINE {
         Codes quads[kParts];
         unrolled<kParts>([&](int p) SPECOPS_INLINE { quads[p] = kind.quad(lines[p], quad); });
-        const auto* own = x + input + line * Kind::kLineInputs + 4 * quad;
+        const auto* own = x + line * Kind::kLineInputs + 4 * quad;
         Product::template add<kRows, kParts>(quads, own, stride, acc);
       });
+      asm volatile("");  // or gcc would fetch all lines of a chunk at its begin
+    });
+    unrolled<kRows>([&](int r) SPECOPS_INLINE {
+      unrolled<kParts>([&](int p) SPECOPS_INLINE { SPECOPS_ADDED(acc[r][p]); });
     });
     chunk += kPanelChunkBytes<Kind>;
+    x += kChunkInputs;
   }
+}
+
+// Of a panel and group, scales or offsets.
+inline void fetch_scales(const float* scales) {
+  for (int i = 0; i < kPanelOutputs; i += kWeightBlock) __builtin_prefetch(scales + i, 0, 3);
 }
 
 // The scales of a block's outputs where an output has one, zeros past the last output.
@@ -103,61 +131,78 @@ template <typename Kind, typename Product, int kRows>
                                     int64_t panel) {
   constexpr int kParts = parts_at_once(kRows, Product::kIsNarrow);
   const WeightParams& weight = params.weight;
-  const auto* data = static_cast<const uint8_t*>(weight.data);
-  data += panel * panel_bytes<Kind>(weight.num_inputs);
+  const auto* chunk = static_cast<const uint8_t*>(weight.data);
+  chunk += panel * panel_bytes<Kind>(weight.num_inputs);
   Kind kind(weight);
   Pieces pieces(weight);
-  int64_t width = weight_chunks(weight.num_inputs) * kChunkInputs;
-  int64_t groups = scale_groups(weight.num_inputs, weight.group);
   bool grouped = weight.group != 0, shifted = weight.offsets != nullptr;
-  Floats totals[kRows][kPanelParts] = {};
+  int64_t pieces_of_group = grouped ? weight.group / pieces.inputs : pieces.count;
+  int64_t first = grouped ? panel * scale_groups(weight.num_inputs, weight.group) : 0;
+  const float* scales = weight.scales + first * kPanelOutputs;
+  const float* offsets = shifted ? weight.offsets + first * kPanelOutputs : nullptr;
+  const auto* x = rows.x;
+  const float* steps = rows.scales;
+  const int32_t* starts = rows.starts;
+  const float* row_sums = rows.sums;
+  // In memory, since the sums of a piece fill the registers; gcc would keep others there instead.
+  alignas(64) float memory[kRows * kPanelOutputs] = {};
+  float* totals = memory;
+  asm("" : "+r"(totals));
+  int64_t chunks = weight_chunks(weight.num_inputs), next_group = pieces_of_group;
   for (int64_t piece = 0; piece < pieces.count; ++piece) {
-    int64_t begin = piece * pieces.inputs, end = min64(begin + pieces.inputs, width);
-    const float* scales = weight.scales;
-    const float* offsets = weight.offsets;
-    if (grouped) {
-      int64_t at = (panel * groups + begin / weight.group) * kPanelOutputs;
-      scales += at;
-      if (shifted) offsets += at;
-    }
+    int64_t own = min64(pieces.inputs / kChunkInputs, chunks);
+    int64_t bytes = own * kPanelChunkBytes<Kind>;
+    for (int64_t i = 0; i < bytes; i += kPageFetchEvery) fetch_page(chunk + kPageFetch + i);
     unrolled<kPanelParts / kParts>([&](int turn) SPECOPS_INLINE {
       int part = turn * kParts;
       typename Product::Acc acc[kRows][kParts];
       unrolled<kRows>([&](int r) SPECOPS_INLINE {
-        int32_t start = -Kind::kBias * rows.sums[r * rows.pieces + piece];
-        unrolled<kParts>([&](int p) SPECOPS_INLINE { acc[r][p] = Product::begin(start); });
+        unrolled<kParts>([&](int p) SPECOPS_INLINE { acc[r][p] = Product::begin(starts[r]); });
       });
-      sum_piece<Kind, Product, kRows, kParts>(
-          kind, data, part, begin, end, rows.x, rows.stride, acc);
-      unrolled<kParts>([&](int p) SPECOPS_INLINE {
-        Floats scale{}, offset{};
-        if (grouped) scale = load_floats(scales + (part + p) * kPartOutputs);
-        if (shifted) offset = load_floats(offsets + (part + p) * kPartOutputs);
-        unrolled<kRows>([&](int r) SPECOPS_INLINE {
-          int32_t of_row = rows.sums[r * rows.pieces + piece];
-          Floats step = spread_float(rows.scales[r * rows.pieces + piece]);
-          Floats sum = floats(Product::sums(acc[r][p], -Kind::kBias * of_row));
-          Floats& total = totals[r][part + p];
-          total = fused(sum, grouped ? times(step, scale) : step, total);
+      sum_piece<Kind, Product, kRows, kParts>(kind, chunk, own, part, x, rows.stride, acc);
+      unrolled<kRows>([&](int r) SPECOPS_INLINE {
+        Floats step = spread_float(steps[r]);
+        unrolled<kParts>([&](int p) SPECOPS_INLINE {
+          float* total = totals + r * kPanelOutputs + (part + p) * kPartOutputs;
+          Floats scale = step;
+          if (grouped) scale = times(step, load_floats(scales + (part + p) * kPartOutputs));
+          Floats sum = floats(Product::sums(acc[r][p], starts[r]));
+          sum = fused(sum, scale, load_floats(total));
           if (shifted) {
-            total = fused(spread_float(static_cast<float>(of_row)), times(step, offset), total);
+            Floats offset = times(step, load_floats(offsets + (part + p) * kPartOutputs));
+            sum = fused(spread_float(row_sums[r]), offset, sum);
           }
+          store_floats(total, sum);
         });
       });
     });
+    chunk += bytes;
+    chunks -= own;
+    x += pieces.inputs;
+    steps += rows.count;
+    starts += rows.count;
+    row_sums += rows.count;
+    if (--next_group == 0) {
+      next_group = pieces_of_group;
+      if (grouped) {
+        scales += kPanelOutputs;
+        fetch_scales(scales + kScaleFetch * kPanelOutputs);
+      }
+      if (shifted) {
+        offsets += kPanelOutputs;
+        fetch_scales(offsets + kScaleFetch * kPanelOutputs);
+      }
+    }
   }
   int64_t first_block = panel * kPanelBlocks;
   int64_t all_blocks = packed_blocks(weight.num_outputs, weight.activation);
   int64_t blocks = min64(kPanelBlocks, all_blocks - first_block);
   alignas(64) float sums[kRows * kPanelOutputs];
   for (int r = 0; r < kRows; ++r) {
-    float* of_row = sums + r * blocks * kWeightBlock;
-    for (int p = 0; p < blocks * kLineParts; ++p) {
-      store_floats(of_row + p * kPartOutputs, totals[r][p]);
-    }
-    for (int64_t b = 0; b < blocks && !grouped; ++b) {
-      F32x16 scaled = mul(load(of_row + b * kWeightBlock), output_scales(weight, first_block + b));
-      store(of_row + b * kWeightBlock, scaled);
+    for (int64_t b = 0; b < blocks; ++b) {
+      F32x16 sum = load(totals + r * kPanelOutputs + b * kWeightBlock);
+      if (!grouped) sum = mul(sum, output_scales(weight, first_block + b));
+      store(sums + (r * blocks + b) * kWeightBlock, sum);
     }
   }
   finish_rows(params, row, first_block, kRows, static_cast<int>(blocks), sums);
@@ -175,6 +220,15 @@ void integer_tile_of(const GemmParams& params,
   }
 }
 
+// The begin of a range, which no panel before it has asked for: on its way while rows are rounded.
+template <typename Kind>
+void fetch_first(const WeightParams& weight, int64_t panel) {
+  const auto* data = static_cast<const uint8_t*>(weight.data);
+  data += panel * panel_bytes<Kind>(weight.num_inputs);
+  for (int64_t i = 0; i < kPageFetch; i += kPageFetchEvery) fetch_page(data + i);
+  for (int64_t i = 0; i < kIntegerFetch; i += 64) __builtin_prefetch(data + i, 0, 3);
+}
+
 // A range of rows and panels, as one thread has it. `call`: from next_call, of all ranges of a product.
 template <typename Kind, typename Product>
 void integer_range_of(const GemmParams& params,
@@ -183,9 +237,11 @@ void integer_range_of(const GemmParams& params,
                       int64_t panel_begin,
                       int64_t panel_end,
                       uint64_t call) {
+  fetch_first<Kind>(params.weight, panel_begin);
   for (int64_t kept = row_begin; kept < row_end; kept += kIntegerRowsKept) {
     int64_t count = min64(kIntegerRowsKept, row_end - kept);
-    auto rows = integer_rows_from<typename Product::Integer>(params, kept, count, call);
+    auto rows =
+        integer_rows_from<typename Product::Integer>(params, kept, count, Kind::kBias, call);
     int64_t tiles = ceil_div(count, kIntegerRows);
     for (int64_t panel = panel_begin; panel < panel_end; ++panel) {
       for (int64_t t = 0; t < tiles; ++t) {

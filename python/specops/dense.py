@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from specops import _C
+from specops._huge_pages import ask_for_huge_pages
 from specops._wrong import check_int, check_kind, describe, empty, unless_wrong
 from specops.quantization import (
     CODES,
@@ -109,7 +110,7 @@ def pack_weight(
     *shape, _, _, num_leaves, max_split_rows = _C.packed_weight_layout(
         weight.device.type, "plain", weight.element_size(), num_outputs, num_inputs, activation, 0
     )
-    data = torch.empty(shape, dtype=weight.dtype, device=weight.device)
+    data = ask_for_huge_pages(torch.empty(shape, dtype=weight.dtype, device=weight.device))
     _C.pack_weight(weight, data, activation)
     return PackedWeight(
         "plain",
@@ -147,7 +148,7 @@ def _pack_codes(
     *shape, scale_block, turn, num_leaves, max_split_rows = _C.packed_weight_layout(
         codes.device.type, kind, 1, num_outputs, num_inputs, activation, group
     )
-    data = torch.empty(shape, dtype=codes.dtype, device=codes.device)
+    data = ask_for_huge_pages(torch.empty(shape, dtype=codes.dtype, device=codes.device))
     _C.pack_weight(codes, data, activation)
     if kind == "fp8" and group:
         scales = scales.repeat_interleave(FP8_BLOCK, 0)[:num_outputs]

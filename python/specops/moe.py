@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from specops import _C
+from specops._huge_pages import ask_for_huge_pages
 from specops._wrong import check_int, check_kind, describe, empty, unless_wrong
 from specops.dense import PackedWeight
 
@@ -184,7 +185,9 @@ def stack_experts(weights: Iterable[PackedWeight], num_experts: int) -> PackedWe
         if weight.input_order is not None:
             raise ValueError("stack_experts: weights must have no input_order, got one")
         if stacked is None:
-            stacked = _each_field(weight, lambda one: one.new_empty(num_experts, *one.shape))
+            stacked = _each_field(
+                weight, lambda one: ask_for_huge_pages(one.new_empty(num_experts, *one.shape))
+            )
         if count > num_experts:
             break
         _put(stacked, count - 1, weight)

@@ -43,6 +43,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 import specops
+from specops._huge_pages import ask_for_huge_pages
 from specops.dense import PackedWeight
 
 logger = logging.getLogger(__name__)
@@ -275,7 +276,7 @@ def _mapped(path: Path, key: str) -> PackedWeight:
             raise ValueError("it is another weight")
         fields = dict(facts["plain"])
         for name, one in facts["tensors"].items():
-            data = file.get_tensor(name)
+            data = ask_for_huge_pages(file.get_tensor(name))
             if _sum(data) != one["sum"]:
                 raise ValueError(f"{name} has another sum")
             dtype = getattr(torch, one["dtype"])
