@@ -1,0 +1,112 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`python -m tools.bare_debian`: from a wheel to the first token, on a Debian with Python alone.
+
+Makes the smallest Debian that has Python in build/bare, by debootstrap as root: no compiler, no
+make. The wheel of `make wheel` and what it needs are installed there without a network,
+and the bundled model completes a text twice. Prints seconds and MB. Wheels of others are downloaded
+here before, so this Python must be Debian's version.
+"""
+
+import argparse
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+WORK = ROOT / "build" / "bare"
+SYSTEM = WORK / "root"
+PACKAGES = "python3,python3-venv"
+PROMPT = "def add(a, b):"
+# Whatever could compile.
+COMPILERS = ("gcc", "g++", "cc", "c++", "clang", "make", "cmake", "ninja", "ld", "as")
+PATHS = ("usr/bin", "usr/local/bin", "opt/specops/bin")
+
+
+def make_system(mirror: str, suite: str) -> None:
+    """Makes it, unless it is there."""
+    if (SYSTEM / "usr/bin/python3").is_file():
+        return
+    command = ["debootstrap", "--variant=minbase", f"--include={PACKAGES}", suite]
+    subprocess.run([*command, str(SYSTEM), mirror], check=True)
+
+
+def inside(command: Sequence[str]) -> tuple[float, str]:
+    """Runs a command there, in an environment of its own; returns seconds and what it prints."""
+    clean = ["env", "-i", "PATH=/opt/specops/bin:/usr/bin:/bin", "HOME=/root", "LANG=C.UTF-8"]
+    begin = time.monotonic()
+    done = subprocess.run(
+        ["chroot", str(SYSTEM), *clean, *command], check=True, text=True, stdout=subprocess.PIPE
+    )
+    return time.monotonic() - begin, done.stdout
+
+
+def megabytes(path: Path) -> float:
+    """What the files of a folder take."""
+    return sum(one.lstat().st_size for one in path.rglob("*") if not one.is_dir()) / 1e6
+
+
+def missing() -> str:
+    """What this needs and does not find; empty: nothing."""
+    if os.geteuid():
+        return "root is needed, for debootstrap and chroot"
+    if shutil.which("debootstrap") is None and not SYSTEM.is_dir():
+        return "apt-get install debootstrap"
+    return ""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Returns the exit status."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--wheel", type=Path, help="default: that of build/wheels")
+    parser.add_argument("--suite", default="bookworm", help="of Debian (default: %(default)s)")
+    parser.add_argument("--mirror", default="http://deb.debian.org/debian")
+    given = parser.parse_args(arguments)
+    wheels = [given.wheel] if given.wheel else sorted((ROOT / "build/wheels").glob("*.whl"))
+    if len(wheels) != 1 or (lack := missing()):
+        print(lack if len(wheels) == 1 else f"one wheel is needed, found {len(wheels)}")
+        return 2
+    make_system(given.mirror, given.suite)
+    target = SYSTEM / "wheels"
+    shutil.rmtree(target, ignore_errors=True)
+    shutil.rmtree(SYSTEM / "opt/specops", ignore_errors=True)
+    wanted = [f"{wheels[0]}[server]", "-c", str(ROOT / "constraints.txt")]
+    pip = [sys.executable, "-m", "pip", "download", "--quiet", "--dest", str(target)]
+    subprocess.run([*pip, *wanted], check=True)
+
+    making, _ = inside(["python3", "-m", "venv", "/opt/specops"])
+    install = ["pip", "install", "--quiet", "--no-index", "--find-links", "/wheels"]
+    installing, _ = inside([*install, "specops[server]"])
+    found = [name for name in COMPILERS for one in PATHS if (SYSTEM / one / name).exists()]
+    assert not found, f"it has compilers: {found}"
+    complete = ["specops", "complete", PROMPT, "--max-tokens", "1", "--temperature", "0"]
+    first, text = inside(complete)
+    second, again = inside(complete)
+    assert text and text == again, text
+    site = next((SYSTEM / "opt/specops/lib").glob("python3*")) / "site-packages"
+    print(
+        json.dumps(
+            {
+                "wheel_mb": round(wheels[0].stat().st_size / 1e6, 1),
+                "all_wheels_mb": round(megabytes(target), 1),
+                "debian_mb": round(megabytes(SYSTEM) - megabytes(target) - megabytes(site), 1),
+                "site_packages_mb": round(megabytes(site), 1),
+                "torch_mb": round(megabytes(site / "torch"), 1),
+                "specops_mb": round(megabytes(site / "specops"), 1),
+                "venv_s": round(making, 1),
+                "install_s": round(installing, 1),
+                "first_token_s": round(first, 1),
+                "again_s": round(second, 1),
+            },
+            indent=2,
+        )
+    )
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
