@@ -18,8 +18,9 @@ OUT ?=
 ARCHS ?=
 SOAK_SECONDS ?= 1800
 CAMPAIGN_MINUTES ?= 30
-# Test processes side by side: one per core, as far as memory goes.
-WORKERS ?= $(shell n=$$(nproc 2>/dev/null || echo 1); test $$n -gt 6 && echo 6 || echo $$n)
+# Test processes side by side: one more than there are cores, for tests that wait, as far as memory
+# goes.
+WORKERS ?= $(shell n=$$(nproc 2>/dev/null || echo 1); test $$n -gt 5 && echo 6 || echo $$((n + 1)))
 # auto, ON or OFF: whether the package gets CUDA kernels (tools/cuda_toolkit.py says how it chooses).
 SPECOPS_CUDA ?= auto
 export SPECOPS_CUDA

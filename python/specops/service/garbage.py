@@ -8,10 +8,10 @@ that. So Python's search finds nothing, and only bounds what an unknown circle c
 import gc
 
 # Python looks among what is new after so many objects more than there were, and among older ones
-# after so many such looks. A thousand connections with their requests are fewer. With its own
+# after so many such looks. Five hundred connections with their requests are fewer. With its own
 # values (700, 10, 10), or with (5000, 20, 50), everybody waited for up to 90 ms at a time beside
 # 256 streams that came and went.
-_THRESHOLDS = 200_000, 20, 50
+_THRESHOLDS = 50_000, 20, 50
 
 
 def search_seldom() -> None:
