@@ -288,12 +288,13 @@ attacks: setup
 bench: setup
 	$(BIN)/python -m bench $(if $(ONLY),--only $(ONLY))
 
-# Every method at every batch size; what mistakes of an MTP drafter and of heads cost; vLLM with
-# specops and without, where `make test-vllm` has installed it; real texts through n-gram and suffix
-# decoding, priced as steps of a realistic model and run with it; what its steps take; what quantized
-# weights cost; Gemma beside llama.cpp (`make gemma` first); how long a start takes. Minutes each.
+# Drafts from earlier answers; every method at every batch size; what mistakes of an MTP drafter and
+# of heads cost; vLLM with specops and without, where `make test-vllm` has installed it; real texts
+# through n-gram and suffix decoding, priced as steps of a realistic model and run with it; what its
+# steps take; what quantized weights cost; Gemma beside llama.cpp (`make gemma` first); how long a
+# start takes. Minutes each.
 ON_REQUEST = $(BIN)/python -m bench --only $(subst -,_,$(@:bench-%=%))
-bench-replay bench-methods bench-vllm bench-replay-whole bench-step-costs: setup
+bench-answers bench-replay bench-methods bench-vllm bench-replay-whole bench-step-costs: setup
 	$(ON_REQUEST)
 bench-mtp-mistakes bench-head-mistakes: setup
 	$(ON_REQUEST)

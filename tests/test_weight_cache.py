@@ -131,7 +131,7 @@ def test_experts_are_one_file(
     def experts(root: Path | None) -> PackedWeight:
         of = source(model_dir, root, quantization=quantization)
         parts = ("gate_proj", "up_proj")
-        return of.experts("experts.", 3, parts, (32, 32), 52, activation="silu")
+        return of.experts("experts.", range(3), parts, (32, 32), 52, activation="silu")
 
     want = experts(None)
     assert want.kind == kind and len(want.data) == 3 == len(packed)
