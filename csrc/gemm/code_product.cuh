@@ -484,11 +484,11 @@ struct CodeProduct {
               make_float4(sums[r][0], sums[r][1], sums[r][2], sums[r][3]);
         }
       };
-      if (first + split < plan.stages) multiply(slot, end);
+      if (first + split < ring.stages) multiply(slot, end);
       __syncthreads();
 #pragma unroll
       for (int other = 0; other < kSplits; ++other) {
-        if (first + other < plan.stages) add_stage(totals, first + other, other, slot);
+        if (first + other < ring.stages) add_stage(totals, first + other, other, slot);
       }
       __syncthreads();
       slot = slot == kCodeDepth - 1 ? 0 : slot + 1;
