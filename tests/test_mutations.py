@@ -457,7 +457,7 @@ MUTATIONS = [
     Mutation(
         "warps' stages are added in another order",
         "gemm/code_product.cuh",
-        "if (first + other < plan.stages) add_stage(totals, first + other, other, slot);",
+        "if (first + other < ring.stages) add_stage(totals, first + other, other, slot);",
         "int mine = (other + warp) % kSplits;\n"
         "        if (first + mine < plan.stages) add_stage(totals, first + mine, mine, slot);",
         CODES,
