@@ -459,14 +459,14 @@ MUTATIONS = [
         "gemm/code_product.cuh",
         "if (first + other < ring.stages) add_stage(totals, first + other, other, slot);",
         "int mine = (other + warp) % kSplits;\n"
-        "        if (first + mine < plan.stages) add_stage(totals, first + mine, mine, slot);",
+        "        if (first + mine < ring.stages) add_stage(totals, first + mine, mine, slot);",
         CODES,
     ),
     Mutation(
         "no barrier between the warps' sums and their total",
         "gemm/code_product.cuh",
-        "      if (first + split < plan.stages) multiply(slot, end);\n      __syncthreads();",
-        "      if (first + split < plan.stages) multiply(slot, end);",
+        "      if (first + split < ring.stages) multiply(slot, end);\n      __syncthreads();",
+        "      if (first + split < ring.stages) multiply(slot, end);",
         CODES,
     ),
     Mutation(
