@@ -24,20 +24,20 @@ PACKAGES = "python3,python3-venv"
 PROMPT = "def add(a, b):"
 # Whatever could compile.
 COMPILERS = ("gcc", "g++", "cc", "c++", "clang", "make", "cmake", "ninja", "ld", "as")
-PATHS = ("usr/bin", "usr/local/bin", "opt/specops/bin")
+PATHS = ("usr/bin", "usr/local/bin", "specops/bin")
 
 
-def make_system(mirror: str, suite: str) -> None:
+def make_system(suite: str) -> None:
     """Makes it, unless it is there."""
     if (SYSTEM / "usr/bin/python3").is_file():
         return
     command = ["debootstrap", "--variant=minbase", f"--include={PACKAGES}", suite]
-    subprocess.run([*command, str(SYSTEM), mirror], check=True)
+    subprocess.run([*command, str(SYSTEM)], check=True)
 
 
 def inside(command: Sequence[str]) -> tuple[float, str]:
     """Runs a command there, in an environment of its own; returns seconds and what it prints."""
-    clean = ["env", "-i", "PATH=/opt/specops/bin:/usr/bin:/bin", "HOME=/root", "LANG=C.UTF-8"]
+    clean = ["env", "-i", "LANG=C.UTF-8"]  # commands begin at the root
     begin = time.monotonic()
     done = subprocess.run(
         ["chroot", str(SYSTEM), *clean, *command], check=True, text=True, stdout=subprocess.PIPE
@@ -64,30 +64,37 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--wheel", type=Path, help="default: that of build/wheels")
     parser.add_argument("--suite", default="bookworm", help="of Debian (default: %(default)s)")
-    parser.add_argument("--mirror", default="http://deb.debian.org/debian")
     given = parser.parse_args(arguments)
     wheels = [given.wheel] if given.wheel else sorted((ROOT / "build/wheels").glob("*.whl"))
     if len(wheels) != 1 or (lack := missing()):
         print(lack if len(wheels) == 1 else f"one wheel is needed, found {len(wheels)}")
         return 2
-    make_system(given.mirror, given.suite)
+    make_system(given.suite)
     target = SYSTEM / "wheels"
     shutil.rmtree(target, ignore_errors=True)
-    shutil.rmtree(SYSTEM / "opt/specops", ignore_errors=True)
+    shutil.rmtree(SYSTEM / "specops", ignore_errors=True)
     wanted = [f"{wheels[0]}[server]", "-c", str(ROOT / "constraints.txt")]
     pip = [sys.executable, "-m", "pip", "download", "--quiet", "--dest", str(target)]
     subprocess.run([*pip, *wanted], check=True)
 
-    making, _ = inside(["python3", "-m", "venv", "/opt/specops"])
-    install = ["pip", "install", "--quiet", "--no-index", "--find-links", "/wheels"]
-    installing, _ = inside([*install, "specops[server]"])
+    making, _ = inside(["usr/bin/python3", "-m", "venv", "specops"])
+    install = ["specops/bin/pip", "install", "--quiet", "--no-deps"]
+    installing, _ = inside([*install, *(f"wheels/{one.name}" for one in target.iterdir())])
     found = [name for name in COMPILERS for one in PATHS if (SYSTEM / one / name).exists()]
     assert not found, f"it has compilers: {found}"
-    complete = ["specops", "complete", PROMPT, "--max-tokens", "1", "--temperature", "0"]
+    complete = [
+        "specops/bin/specops",
+        "complete",
+        PROMPT,
+        "--max-tokens",
+        "1",
+        "--temperature",
+        "0",
+    ]
     first, text = inside(complete)
     second, again = inside(complete)
     assert text and text == again, text
-    site = next((SYSTEM / "opt/specops/lib").glob("python3*")) / "site-packages"
+    site = next((SYSTEM / "specops/lib").glob("python3*")) / "site-packages"
     print(
         json.dumps(
             {

@@ -289,11 +289,6 @@ class EngineConfig:
         """Summands of every sum that ranks share, on which its bits depend."""
         return self.exact_across_tp or self.tensor_parallel_size
 
-    @property
-    def num_drafts(self) -> int:
-        """Drafts of a step of one request: the most, of models that keep states of each."""
-        return self.speculative_config.num_speculative_tokens
-
     def decided_for(self, device: str) -> "EngineConfig":
         """Decides what is left to the engine: whether drafts are selected.
 

@@ -46,9 +46,8 @@ def contract_of(engine: Engine) -> dict[str, Any]:
         how projections and the head are quantized;
         "attention_leaf_tokens", after how many tokens attention rounds; "sampling_leaf_tokens",
         after how many logits sums over the vocabulary round; "num_slices", summands of what ranks
-        share; "has_whole_experts", whether those of experts are some experts' each;
-        "logprobs_mode" and
-        "json_whitespace", as configured; and "digest", of all that.
+        share; "has_whole_experts", whether those of experts are some experts' each; "logprobs_mode"
+        and "json_whitespace", as configured; and "digest", of all that.
     """
     config = engine.config
     kind = engine.device.partition(":")[0]

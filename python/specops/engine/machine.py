@@ -87,12 +87,13 @@ def num_pages_of(
     per_request = -(-max_model_len // config.page_size)
     page_bytes = bytes_per_token * config.page_size
     shared = ranks.size if device.device.type == "cpu" else 1
-    kept = config.max_num_seqs * model.kv_bytes_per_slot(config.num_drafts)
+    num_drafts = config.speculative_config.num_speculative_tokens
+    kept = config.max_num_seqs * model.kv_bytes_per_slot(num_drafts)
     free = ranks.least(device.free_bytes() // shared)
     if kept > free:
         raise ValueError(
             f"max_num_seqs must fit the memory of {device.device}: what {config.max_num_seqs} "
-            f"requests of {config.num_drafts} drafts keep takes {_gib(kept)}, and {_gib(free)} are "
+            f"requests of {num_drafts} drafts keep takes {_gib(kept)}, and {_gib(free)} are "
             "free"
         )
     free -= kept

@@ -100,7 +100,8 @@ class Drafting:
         self.scheduled: list[Scheduled] = []
         self._places: dict[int, int] = {}  # in the last step, of its requests, by slot
         # Of models that keep states of each draft.
-        self._most_kept = context.config.num_drafts if context.target.keeps_states else None
+        own = context.config.speculative_config
+        self._most_kept = own.num_speculative_tokens if context.target.keeps_states else None
         slots = context.config.max_num_seqs
         self.proposals = Proposals.empty(slots, 0)
         drawing = {

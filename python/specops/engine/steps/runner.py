@@ -96,7 +96,9 @@ class Runner:
         }
         self.parts = RunnerParts(
             model=model,
-            cache=model.new_kv_cache(num_pages, page_size, slots, config.num_drafts),
+            cache=model.new_kv_cache(
+                num_pages, page_size, slots, config.speculative_config.num_speculative_tokens
+            ),
             taps=taps,
             slots=slots,
             tables=self._tables,
