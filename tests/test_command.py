@@ -130,7 +130,7 @@ def test_the_engine_s_own_names_stay(capsys: pytest.CaptureFixture[str]) -> None
 
 
 def test_contract_helps_with_what_changes_it(capsys: pytest.CaptureFixture[str]) -> None:
-    options = import_module("specops.engine.contract").OPTIONS
+    options = import_module("specops.service.contract").OPTIONS
     with pytest.raises(SystemExit):
         main(["contract", "--help"])
     told = set(re.findall(r"--([a-z-]+)", capsys.readouterr().out))

@@ -14,9 +14,9 @@ from serving import serving
 from specops.cli.serve import main
 from specops.engine import Engine, EngineConfig, SpeculativeConfig
 from specops.engine.config import BUNDLED_MODEL
-from specops.engine.contract import _SAMPLING_LEAF_TOKENS, contract_of
 from specops.engine.errors import ModelError
 from specops.engine.machine import LEAF_TOKENS
+from specops.service.contract import _SAMPLING_LEAF_TOKENS, contract_of
 
 
 def digest(**config: Any) -> str:

@@ -58,7 +58,6 @@ ENGINE_GROUPS = (
     {"admission"},
     {"step_costs"},
     {"engine"},
-    {"contract"},
     {""},
     {"__main__"},
 )

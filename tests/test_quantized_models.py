@@ -13,9 +13,9 @@ from checkpoints import make_checkpoint
 from mtp_checkpoints import make_mtp_model
 from safetensors.torch import load_file, save_file
 from specops.engine import Completion, Engine, EngineConfig, SamplingParams, SpeculativeConfig
-from specops.engine.contract import contract_of
 from specops.engine.errors import ModelError
 from specops.engine.models import load_model, load_mtp, loader
+from specops.service.contract import contract_of
 from test_models import Runner, random_ids
 from torch import Tensor
 

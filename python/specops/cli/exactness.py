@@ -19,7 +19,6 @@ from specops.cli import Parser
 from specops.cli.options import add_draft_lengths, add_model_options, engine_settings
 from specops.cli.progress import progress
 from specops.engine.config import ALL_METHODS, EngineConfig
-from specops.engine.contract import contract_of
 from specops.engine.drafters.methods import method_choices, method_of
 from specops.engine.engine import Engine
 from specops.engine.errors import EngineError
@@ -27,6 +26,7 @@ from specops.engine.outputs import Completion, TokenLogprob
 from specops.engine.sampling_params import SamplingParams
 from specops.engine.speculative_config import SpeculativeConfig
 from specops.prompts import PROMPTS, read_prompts
+from specops.service.contract import contract_of
 
 _SHOWN = 40  # characters of a prompt
 _ALTERNATIVES = 5  # of every token, compared by id and logprob

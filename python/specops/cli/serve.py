@@ -77,7 +77,7 @@ def _parser(program: str = _PROGRAM) -> argparse.ArgumentParser:
 
 def _contract_parser(program: str) -> argparse.ArgumentParser:
     """The server's, so that its command line can be given as it is; help tells what matters."""
-    from specops.engine.contract import OPTIONS
+    from specops.service.contract import OPTIONS
 
     parser = _parser(program)
     parser.description = (
@@ -352,8 +352,8 @@ def _listeners(args: argparse.Namespace) -> tuple[socket.socket, socket.socket |
 
 def contract(given: Sequence[str], program: str) -> int:
     """Prints what the bits of an engine with these options depend on; returns the exit code."""
-    from specops.engine.contract import contract_of
     from specops.engine.engine import Engine
+    from specops.service.contract import contract_of
 
     try:
         args = _read(_contract_parser(program), given)

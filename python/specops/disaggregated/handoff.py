@@ -15,13 +15,13 @@ from msgspec import Struct
 from torch import Tensor
 
 from specops.engine.config import EngineConfig
-from specops.engine.contract import contract_of
 from specops.engine.engine import Engine
 from specops.engine.machine import one_rank
 from specops.engine.memory.kv_cache import DraftKv
 from specops.engine.parallel.ranks import Ranks
 from specops.engine.sampling_params import SamplingParams
 from specops.engine.speculative_config import SpeculativeConfig
+from specops.service.contract import contract_of
 
 VERSION = 2
 
@@ -116,7 +116,7 @@ class PagesEngine(Engine):
 
     Attributes:
         ranks: this one and its others.
-        contract: what its bits depend on (engine/contract.py).
+        contract: what its bits depend on (service/contract.py).
 
     Raises:
         ValueError: as `Engine`, or it has no prefix cache.

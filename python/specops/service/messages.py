@@ -34,7 +34,7 @@ class Capabilities(Struct, frozen=True):
         drafters: what every method that there is says of itself.
         drafter_gauges: what the numbers of `Status.drafter_gauges` are, by name.
         speculative_config: of requests that do not choose, without the server's paths.
-        contract: what the bits of outputs depend on (engine/contract.py).
+        contract: what the bits of outputs depend on (service/contract.py).
         role: "prefill", "decode" or "mixed" of an engine that hands prompts over; empty: none.
     """
 

@@ -4,9 +4,9 @@
 import copy
 from typing import Any
 
-from specops.engine.contract import contract_of
 from specops.engine.drafters.methods import methods
 from specops.engine.engine import Engine
+from specops.service.contract import contract_of
 from specops.service.messages import Capabilities, Status
 
 

@@ -16,7 +16,7 @@ Tokens = NDArray[np.int32]
 
 
 class EarlierAnswers:
-    """Keeps the latest answers to each prompt; the prompt that was answered first leaves first.
+    """Keeps the latest answers to each prompt; the prompt answered longest ago leaves first.
 
     Args:
         options: how many of each prompt, and the budgets, which are those of the shared tree.
