@@ -158,7 +158,7 @@ def test_a_stop_token_that_cuts_a_text_is_the_stop_reason(served: Served) -> Non
     (token,) = served.engine.tokenizer.encode("x")
     for regex, reason in (("[ab][xy]{3}", token), ("[ab]([xy]{3})?", None)):
         body = {"structured_outputs": {"regex": regex}, "stop_token_ids": [token]}
-        body |= {"logit_bias": {str(token): 100.0}, "max_tokens": 9}
+        body |= {"logit_bias": {str(token): 100.0}, "max_tokens": 9, "temperature": 0}
         for path, prompt in (
             ("", {"prompt": "value = "}),
             ("chat/", {"messages": [{"role": "user", "content": "value = "}]}),
