@@ -25,6 +25,10 @@ constexpr int64_t kIntegerFetch = 8 << 10;
 constexpr int64_t kPageFetch = 32 << 10;
 constexpr int64_t kPageFetchEvery = 2 << 10;
 
+// Behind a tile of fewer rows than that no other tile reads the panel: it passes by the second-level
+// cache, which keeps what a step needs between its products.
+constexpr int fetch_locality(int rows) { return rows < kIntegerRows ? 0 : 3; }
+
 // So many groups ahead their scales are fetched.
 constexpr int64_t kScaleFetch = 8;
 
@@ -78,7 +82,8 @@ SPECOPS_INLINE inline void sum_piece(const Kind& kind,
         int block = p / kLineParts, within = (part + p) % kLineParts;
         // Lines are fetched in their order in memory, whatever the order in which they are read.
         if (within == 0) {
-          __builtin_prefetch(chunk + kIntegerFetch + 64 * (kBlocks * line + block), 0, 3);
+          const uint8_t* ahead = chunk + kIntegerFetch + 64 * (kBlocks * line + block);
+          __builtin_prefetch(ahead, 0, fetch_locality(kRows));
         }
         lines[p] = load_codes(chunk + block * kBlockChunkBytes<Kind> + 64 * line +
                               within * 4 * kPartOutputs);
@@ -253,11 +258,9 @@ void integer_range_of(const GemmParams& params,
     int64_t count = min64(kIntegerRowsKept, row_end - kept);
     auto rows =
         integer_rows_from<typename Product::Integer>(params, kept, count, Kind::kBias, call);
-    int64_t tiles = ceil_div(count, kIntegerRows);
     for (int64_t panel = panel_begin; panel < panel_end; ++panel) {
-      for (int64_t t = 0; t < tiles; ++t) {
-        int64_t row = part_begin(count, tiles, t);
-        int tall = static_cast<int>(part_begin(count, tiles, t + 1) - row);
+      for (int64_t row = 0; row < count; row += kIntegerRows) {  // a low tile comes last
+        int tall = static_cast<int>(min64(kIntegerRows, count - row));
         integer_tile_of<Kind, Product, kIntegerRows>(
             params, rows.from(row), kept + row, tall, panel);
       }
