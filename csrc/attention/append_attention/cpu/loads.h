@@ -87,14 +87,13 @@ LeafLines find_lines(const AppendAttentionParams& params, const Unit& unit, cons
 
 // Reads one leaf of K and V into L2, for all heads of the unit, before the arithmetic does: pieces
 // of one head at the stride of a token never start the hardware's prefetcher, and prefetch
-// instructions are dropped when the miss buffers are full. One block after the other: side by side
-// they are more streams than the hardware follows.
+// instructions are dropped when the miss buffers are full. The blocks advance side by side, so that
+// the start of a page that lies elsewhere in memory hides behind the other streams.
 inline void load_leaf(const LeafLines& lines) {
-  for (int block = 0; block < lines.num_blocks; ++block) {
-    const char* first = lines.blocks[block];
-    for (int64_t begin = 0; begin < lines.pieces * lines.step; begin += lines.step) {
-      for (int64_t at = begin; at < begin + lines.bytes; at += LeafLines::kLine) {
-        (void)*static_cast<const volatile char*>(first + at);
+  for (int64_t begin = 0; begin < lines.pieces * lines.step; begin += lines.step) {
+    for (int64_t at = begin; at < begin + lines.bytes; at += LeafLines::kLine) {
+      for (int block = 0; block < lines.num_blocks; ++block) {
+        (void)*static_cast<const volatile char*>(lines.blocks[block] + at);
       }
     }
   }
