@@ -71,74 +71,40 @@ inline void copy_allowed(const bfloat16* from, const int32_t* mask, int count, b
   }
 }
 
-// Writes a row's processed logits into a copy, in passes that keep what they touch near: `write` in
-// ascending pieces, then `write_late`.
+// Writes the processed logits of the tokens that the tables name. The two ascending lists are walked
+// side by side; the few drafts on the way to the row are done again, with all their counts, and what
+// is forbidden comes last.
 template <typename T>
-class Overlay {
- public:
-  Overlay(const RowProcessors& row, const T* logits, int64_t vocab_size, T* processed)
-      : row_(row),
-        logits_(logits),
-        processed_(processed),
-        vocab_size_(static_cast<uint32_t>(vocab_size)) {}
-
-  // Ids from `begin`, a multiple of 32, on: allowed ones as they are, then those that the two
-  // ascending lists name, which are walked side by side.
-  void write(int64_t begin, int size) {
-    if (row_.mask) {
-      copy_allowed(logits_ + begin, row_.mask + begin / 32, size, processed_ + begin);
-    } else {
-      copy_all(logits_ + begin, size, processed_ + begin);
+[[maybe_unused]] void patch_named(const RowProcessors& row,
+                                  const T* logits,
+                                  uint32_t vocab_size,
+                                  T* processed) {
+  int32_t counted = 0, biased = 0;
+  while (true) {
+    // -1, the end of a list, is the largest as unsigned.
+    uint32_t count_id = counted < row.max_counted ? row.counted_token_ids[counted] : 0xffffffffu;
+    uint32_t bias_id = biased < row.max_biases ? row.bias_token_ids[biased] : 0xffffffffu;
+    uint32_t id = count_id < bias_id ? count_id : bias_id;
+    if (id >= vocab_size) break;
+    float x = clean_logit(to_float(logits[id]));
+    if (bias_id == id) x += row.biases[biased++];
+    if (count_id == id) {
+      int32_t counts = row.token_counts[counted++];
+      x = penalized_logit(row, x, counts >> 1, (counts & 1) != 0);
     }
-    uint32_t end = static_cast<uint32_t>(begin) + static_cast<uint32_t>(size);
-    while (true) {
-      // -1, the end of a list, is the largest as unsigned.
-      uint32_t count_id = at(row_.counted_token_ids, counted_, row_.max_counted);
-      uint32_t bias_id = at(row_.bias_token_ids, biased_, row_.max_biases);
-      uint32_t id = count_id < bias_id ? count_id : bias_id;
-      if (id >= end) break;
-      float x = clean_logit(to_float(logits_[id]));
-      if (bias_id == id) x += row_.biases[biased_++];
-      if (count_id == id) {
-        int32_t counts = row_.token_counts[counted_++];
-        x = penalized_logit(row_, x, counts >> 1, (counts & 1) != 0);
-      }
-      // No branch on the mask, which is hard to predict: what it forbids is -inf already.
-      processed_[id] = from_float<T>(is_allowed(row_, id) ? clean_logit(x) : -INFINITY);
-    }
+    if (is_allowed(row, id)) processed[id] = from_float<T>(clean_logit(x));
   }
-
-  // The few tokens that come in no order: the drafts on the way to the row, again with all their
-  // counts, and what is forbidden. Calls visit(id) for each.
-  template <typename Visit>
-  void write_late(Visit&& visit) {
-    if (row_.penalizes) {
-      for_each_in_flight(row_, [&](int32_t id) {
-        if (static_cast<uint32_t>(id) >= vocab_size_ || !is_allowed(row_, id)) return;
-        float x = adjusted_logit(row_, id, to_float(logits_[id]));
-        processed_[id] = from_float<T>(clean_logit(x));
-        visit(id);
-      });
-    }
-    for_each_forbidden(row_, 0, 1, [&](int32_t id) {
-      if (static_cast<uint32_t>(id) >= vocab_size_) return;
-      processed_[id] = from_float<T>(-INFINITY);
-      visit(id);
+  if (row.penalizes) {
+    for_each_in_flight(row, [&](int32_t id) {
+      if (static_cast<uint32_t>(id) >= vocab_size || !is_allowed(row, id)) return;
+      float x = adjusted_logit(row, id, to_float(logits[id]));
+      processed[id] = from_float<T>(clean_logit(x));
     });
   }
-
- private:
-  static uint32_t at(const int32_t* ids, int32_t index, int32_t size) {
-    return index < size ? static_cast<uint32_t>(ids[index]) : 0xffffffffu;
-  }
-
-  const RowProcessors& row_;
-  const T* logits_;
-  T* processed_;
-  uint32_t vocab_size_;
-  int32_t counted_ = 0;  // places in the lists
-  int32_t biased_ = 0;
-};
+  for_each_forbidden(row, 0, 1, [&](int32_t id) {
+    if (static_cast<uint32_t>(id) < vocab_size) processed[id] = from_float<T>(-INFINITY);
+  });
+}
 
 // Whether a row's processors change anything.
 inline bool changes(const RowProcessors& row) {

@@ -55,35 +55,21 @@ struct Row {
 
   // The one read of the row from memory: maxima, and the two sums that were asked for.
   void scan(bool want_raw, bool want_warm) {
-    begin_scan(/*untouched=*/false);
-    for (int32_t leaf = 0; leaf < num_leaves; ++leaf) look_at(leaf, want_raw, want_warm);
-    end_scan(want_raw);
+    scan(want_raw, want_warm, /*untouched=*/false, [](int64_t, int) {});
   }
 
-  // The scan in parts, for who does more with a leaf while it is near: begin_scan, every leaf, again
-  // those that have changed since, end_scan. untouched: of the caller's row beside a changed copy.
-  void begin_scan(bool untouched) {
-    scratch = &tls_scratch;
-    scratch->reserve(num_leaves);
-    leaves = (untouched ? scratch->untouched_stats : scratch->stats).data;
+  // The same of the caller's row beside a copy that is being made of it: visit(first id, size) for
+  // every leaf, while it is near.
+  template <typename Visit>
+  void scan_untouched(bool want_raw, Visit&& visit) {
+    scan(want_raw, false, /*untouched=*/true, visit);
   }
 
-  void look_at(int32_t leaf, bool want_raw, bool want_warm) {
-    leaves[leaf] = scan_leaf(leaf_data(leaf), leaf_size(leaf), want_raw, want_warm, inverse, scale);
-  }
-
-  void end_scan(bool want_raw) {
-    max = -INFINITY;
+  template <typename Visit>
+  void for_each_leaf(Visit&& visit) const {
     for (int32_t leaf = 0; leaf < num_leaves; ++leaf) {
-      if (leaves[leaf].max > max) max = leaves[leaf].max;
+      visit(static_cast<int64_t>(leaf) * kLeaf, leaf_size(leaf));
     }
-    if (!want_raw || max == -INFINITY) return;
-    double sum = 0.0;
-    for (int32_t leaf = 0; leaf < num_leaves; ++leaf) {
-      if (leaves[leaf].max == -INFINITY) continue;
-      sum += leaves[leaf].raw * std::exp(static_cast<double>(leaves[leaf].max) - max);
-    }
-    log_sum = std::log(sum);
   }
 
   float lse() const { return max == -INFINITY ? max : static_cast<float>(max + log_sum); }
@@ -165,6 +151,28 @@ struct Row {
   float leaf_origin(int32_t leaf) const { return kept == Kept::kScanned ? leaves[leaf].max : max; }
 
   double weight_unit(int32_t leaf) const { return kept == Kept::kScanned ? leaf_scale(leaf) : 1.0; }
+
+ private:
+  template <typename Visit>
+  void scan(bool want_raw, bool want_warm, bool untouched, Visit&& visit) {
+    scratch = &tls_scratch;
+    scratch->reserve(num_leaves);
+    leaves = (untouched ? scratch->untouched_stats : scratch->stats).data;
+    max = -INFINITY;
+    for (int32_t leaf = 0; leaf < num_leaves; ++leaf) {
+      leaves[leaf] =
+          scan_leaf(leaf_data(leaf), leaf_size(leaf), want_raw, want_warm, inverse, scale);
+      if (leaves[leaf].max > max) max = leaves[leaf].max;
+      visit(static_cast<int64_t>(leaf) * kLeaf, leaf_size(leaf));
+    }
+    if (!want_raw || max == -INFINITY) return;
+    double sum = 0.0;
+    for (int32_t leaf = 0; leaf < num_leaves; ++leaf) {
+      if (leaves[leaf].max == -INFINITY) continue;
+      sum += leaves[leaf].raw * std::exp(static_cast<double>(leaves[leaf].max) - max);
+    }
+    log_sum = std::log(sum);
+  }
 };
 
 // Rows per chunk: enough logits to be worth waking a thread.

@@ -21,7 +21,6 @@ struct Scratch {
   GrowingArray<float> sums;                 // [num_leaves, kThresholds]
   GrowingArray<int32_t> segments;  // [num_leaves + 1], where a leaf's tokens begin in the list
   GrowingArray<char> row;          // the copy that processors change
-  GrowingArray<bool> changed;      // [num_leaves], since the copy's leaf was scanned
   TokenList list;                  // a list of the few that matter
   TokenList all;                   // room for a whole row, made when a filter asks for it
 
@@ -31,7 +30,6 @@ struct Scratch {
     masses.reserve(num_leaves);
     sums.reserve(num_leaves * kThresholds);
     segments.reserve(num_leaves + 1);
-    changed.reserve(num_leaves);
     list.reserve(kListCapacity);
   }
 };

@@ -82,26 +82,22 @@ class TargetRow {
       processed_ = untouched_;
       return;
     }
-    // Each leaf is copied, changed and looked at while it is near.
     T* copy = reinterpret_cast<T*>(tls_scratch.row.reserve(vocab_size * sizeof(T)));
-    Overlay<T> overlay(*processors, logits, vocab_size, copy);
+    auto copy_leaf = [&](int64_t begin, int size) {
+      if (processors->mask) {
+        copy_allowed(logits + begin, processors->mask + begin / 32, size, copy + begin);
+      } else {
+        copy_all(logits + begin, size, copy + begin);
+      }
+    };
+    if (raw_sum || (scores.rank && !scores.processed)) {
+      untouched_.scan_untouched(raw_sum, copy_leaf);
+    } else {
+      untouched_.for_each_leaf(copy_leaf);
+    }
+    patch_named(*processors, logits, static_cast<uint32_t>(vocab_size), copy);
     processed_ = Row<T>(copy, vocab_size, filters.temperature);
-    processed_.begin_scan(/*untouched=*/false);
-    untouched_.begin_scan(/*untouched=*/true);
-    bool of_untouched = raw_sum || (scores.rank && !scores.processed);
-    bool* changed = tls_scratch.changed.data;
-    for (int32_t leaf = 0; leaf < processed_.num_leaves; ++leaf) {
-      if (of_untouched) untouched_.look_at(leaf, raw_sum, false);
-      overlay.write(static_cast<int64_t>(leaf) * kLeaf, processed_.leaf_size(leaf));
-      processed_.look_at(leaf, processed_sum, warm);
-      changed[leaf] = false;
-    }
-    overlay.write_late([&](int32_t id) { changed[id / kLeaf] = true; });
-    for (int32_t leaf = 0; leaf < processed_.num_leaves; ++leaf) {
-      if (changed[leaf]) processed_.look_at(leaf, processed_sum, warm);
-    }
-    if (of_untouched) untouched_.end_scan(raw_sum);
-    processed_.end_scan(processed_sum);
+    processed_.scan(processed_sum, warm);
   }
 
   // The processed logits, whether the processors changed some or not.
