@@ -90,9 +90,8 @@ struct SuffixTree::State {
     }
   }
 
-  int32_t write_tokens(Sequence& sequence, int32_t handle, const int32_t* tokens, int32_t size);
-  void push_tokens(int32_t handle, const int32_t* tokens, int32_t size);
-  int32_t slide(int32_t node, const int32_t* tokens, int32_t size);
+  void push_token(int32_t handle, int32_t token);
+  bool slide(int32_t node, int32_t child);
   int32_t extend_suffix(int32_t node, int32_t child, int32_t start, int32_t token);
   bool adopt_leaf(int32_t node, int32_t start);
   int32_t new_node();
@@ -134,11 +133,6 @@ struct SuffixTree::State {
     int32_t child;
   };
   std::vector<Suffix> scratch;
-  struct Active {
-    int32_t start;
-    int32_t num_done;  // of the tokens that are being appended
-  };
-  std::vector<Active> active;
 };
 
 }  // namespace specops

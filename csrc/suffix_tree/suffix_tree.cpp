@@ -9,11 +9,6 @@
 #include "suffix_tree/suffix_state.h"
 
 namespace specops {
-namespace {
-
-constexpr int64_t kTokensTogether = 16;  // are appended, at most
-
-}  // namespace
 
 void SuffixTree::State::clear() {
   text.clear();
@@ -130,31 +125,26 @@ bool SuffixTree::State::adopt_leaf(int32_t node, int32_t start) {
   return false;
 }
 
-// Most extensions of a copy: where only this suffix ended at `node`, and the child is further off, the
-// node moves along. Returns by how many of the tokens it did.
-inline int32_t SuffixTree::State::slide(int32_t node, const int32_t* tokens, int32_t size) {
+// Most extensions of a copy: where only this suffix ended at `node`, and `child` is further off than one
+// token, the node moves along. Returns whether it did.
+inline bool SuffixTree::State::slide(int32_t node, int32_t child) {
   Node& sliding = nodes[node];
-  if (node == kRoot || sliding.kind != ChildTable::kOneChild ||
-      sliding.count != count(sliding.best) + 1) {
-    return 0;
-  }
-  const int32_t source = ref(sliding.best);
-  const int32_t end = sliding.best >= 0 ? nodes[sliding.best].depth : max_depth;
-  int32_t depth = sliding.depth;
-  int32_t next = sliding.children;
-  int32_t num_tokens = 0;
-  while (num_tokens < size && next == tokens[num_tokens] && depth + 1 < end) {
-    const int32_t behind = text.token(source, depth + 1);
-    if (behind == kEnd) {
-      break;
+  const int32_t depth = sliding.depth + 1;
+  int32_t next = kEnd;
+  if (child >= 0) {
+    const Node& below = nodes[child];
+    if (sliding.count == below.count + 1 && below.depth > depth && node != kRoot) {
+      next = text.token(below.ref, depth);
     }
-    next = behind;
-    ++depth;
-    ++num_tokens;
+  } else if (sliding.count == 2 && depth < max_depth && node != kRoot) {
+    next = text.token(~child, depth);
+  }
+  if (next == kEnd) {
+    return false;
   }
   sliding.depth = static_cast<int16_t>(depth);
   sliding.children = next;
-  return num_tokens;
+  return true;
 }
 
 // The suffix that ends at `node` goes on with the token, as `child` does; returns where it ends now.
@@ -212,14 +202,10 @@ int32_t SuffixTree::State::extend_suffix(int32_t node,
   return middle;
 }
 
-// Writes tokens behind a sequence, all in one block, and says where they are. Leaves that end there
-// grow by this alone.
-int32_t SuffixTree::State::write_tokens(Sequence& sequence,
-                                        int32_t handle,
-                                        const int32_t* tokens,
-                                        int32_t size) {
+void SuffixTree::State::push_token(int32_t handle, int32_t token) {
+  Sequence& sequence = sequences[static_cast<size_t>(handle)];
   const int32_t offset = sequence.length & (kBlockTokens - 1);
-  if (sequence.length > INT32_MAX - size) {
+  if (sequence.length == INT32_MAX) {
     throw std::length_error("SuffixTree: a sequence of more than 2^31 tokens");
   }
   if (offset == 0) {
@@ -229,81 +215,49 @@ int32_t SuffixTree::State::write_tokens(Sequence& sequence,
       sequence.first_block = sequence.last_block;
     }
   }
+  // Leaves that end here grow by this alone.
   const int32_t position = sequence.last_block * kBlockTokens + offset;
-  std::copy_n(tokens, size, &text.text_[position]);
-  if (offset + size < kBlockTokens) {
-    text.text_[position + size] = kEnd;
+  text.text_[position] = token;
+  if (offset + 1 < kBlockTokens) {
+    text.text_[position + 1] = kEnd;
   }
-  sequence.length += size;
-  num_tokens += size;
-  return position;
-}
+  if (sequence.num_active == max_depth) {
+    sequence.first_active = text.advance(sequence.first_active, 1);
+    --sequence.num_active;
+  }
+  ++sequence.length;
+  ++num_tokens;
+  ++nodes[kRoot].count;
 
-// Appends tokens that fit in one block. A tree is that of its windows, whatever the order in which
-// these grow. So each suffix that is alone on its way goes as far as it can at once, and the others
-// follow token by token.
-void SuffixTree::State::push_tokens(int32_t handle, const int32_t* tokens, int32_t size) {
-  Sequence& sequence = sequences[static_cast<size_t>(handle)];
-  const int32_t num_old = sequence.num_active;
-  const auto room = static_cast<size_t>(num_old + size);
-  if (room > scratch.size()) {
-    scratch.resize(2 * room);
-    active.resize(2 * room);
+  // The new suffix, and those that occur elsewhere, from the longest on.
+  const int32_t num_suffixes = sequence.num_active + 1;
+  if (static_cast<size_t>(num_suffixes) > scratch.size()) {
+    scratch.resize(static_cast<size_t>(num_suffixes) * 2);
   }
-  Active* const all = active.data();
-  for (int32_t i = 0, start = sequence.first_active; i < num_old; ++i) {
-    all[i].start = start;
+  Suffix* const suffixes = scratch.data();
+  // All are found before any is extended, and what is found is asked for: the waits overlap.
+  for (int32_t i = 0, start = sequence.first_active; i < num_suffixes - 1; ++i) {
+    const int32_t node = text.home_[start];
+    const int32_t child = table.find(nodes[node], token);
+    prefetch_child(child);
+    suffixes[i] = {start, node, child};
     start = text.next(start);
   }
-  const int32_t position = write_tokens(sequence, handle, tokens, size);
-  for (int32_t i = 0; i < size; ++i) {
-    all[num_old + i] = {position + i, i};
+  suffixes[num_suffixes - 1] = {position, kRoot, root.find(token)};
+  // Those that nothing goes on as become leaves: a longer one with every shorter.
+  int32_t first = 0;
+  while (first < num_suffixes && suffixes[first].child == kNone) {
+    add_leaf(suffixes[first].node, token, suffixes[first].start);
+    ++first;
   }
-  for (int32_t i = 0; i < num_old; ++i) {
-    all[i].num_done = size > 1 ? slide(text.home_[all[i].start], tokens, size) : 0;
+  sequence.num_active = num_suffixes - first;
+  if (first < num_suffixes) {
+    sequence.first_active = suffixes[first].start;
   }
-
-  Suffix* const suffixes = scratch.data();
-  int32_t longest = 0;  // the place in `all` of the longest active one
-  for (int32_t k = 0; k < size; ++k) {
-    const int32_t token = tokens[k];
-    const int32_t newest = num_old + k;
-    if (k + 1 < size) {
-      root.prefetch(tokens[k + 1]);
-    }
-    if (newest - longest == max_depth) {
-      ++longest;
-    }
-    ++nodes[kRoot].count;
-    // The new suffix, and those that occur elsewhere, from the longest on. All are found before any
-    // is extended, and what is found is asked for: the waits overlap.
-    int32_t num_suffixes = 0;
-    for (int32_t i = longest; i < newest; ++i) {
-      if (all[i].num_done > k) {
-        continue;
-      }
-      const int32_t node = text.home_[all[i].start];
-      const int32_t child = table.find(nodes[node], token);
-      prefetch_child(child);
-      suffixes[num_suffixes++] = {all[i].start, node, child};
-    }
-    suffixes[num_suffixes++] = {all[newest].start, kRoot, root.find(token)};
-    // Those that nothing goes on as become leaves: a longer one with every shorter.
-    int32_t first = 0;
-    while (first < num_suffixes && suffixes[first].child == kNone) {
-      add_leaf(suffixes[first].node, token, suffixes[first].start);
-      ++first;
-    }
-    longest += first;
-    sequence.num_active = newest + 1 - longest;
-    if (sequence.num_active > 0) {
-      sequence.first_active = all[longest].start;
-    }
-    for (int32_t i = num_suffixes - 1; i >= first; --i) {
-      const auto [start, node, child] = suffixes[i];
-      if (slide(node, &token, 1) == 0) {
-        text.home_[start] = extend_suffix(node, child, start, token);
-      }
+  for (int32_t i = num_suffixes - 1; i >= first; --i) {
+    const auto [start, node, child] = suffixes[i];
+    if (!slide(node, child)) {
+      text.home_[start] = extend_suffix(node, child, start, token);
     }
   }
 }
@@ -563,13 +517,11 @@ int32_t SuffixTree::start() {
 }
 
 void SuffixTree::append(int32_t sequence, const int32_t* token_ids, int64_t size) {
-  const Sequence& it = state_->sequences[static_cast<size_t>(sequence)];
-  while (size > 0) {
-    const int64_t room = kBlockTokens - (it.length & (kBlockTokens - 1));
-    const auto together = static_cast<int32_t>(std::min({size, room, kTokensTogether}));
-    state_->push_tokens(sequence, token_ids, together);
-    token_ids += together;
-    size -= together;
+  for (int64_t i = 0; i < size; ++i) {
+    if (i + 1 < size) {
+      state_->root.prefetch(token_ids[i + 1]);
+    }
+    state_->push_token(sequence, token_ids[i]);
   }
 }
 
