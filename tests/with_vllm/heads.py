@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Draft heads for the bundled model, in the layouts that vLLM reads: trained ones and random ones."""
+"""Draft heads for the bundled model as vLLM reads them: trained ones and random ones."""
 
 import json
 from pathlib import Path
