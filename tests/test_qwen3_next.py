@@ -276,7 +276,7 @@ def follow_up(prompt: list[int], done: Completion) -> list[int]:
 
 
 def test_a_request_goes_on_from_the_states_of_a_prefix() -> None:
-    """The same prompt, one that has a beginning in common, once that is known, and the next turn."""
+    """The same prompt; one that begins as two before it did; the next turn of a conversation."""
     system, (params,) = list(range(1, 41)), texts(1)[1]
     prompts = [[*system, *[100 + index] * 13] for index in range(3)]
     prompts = [prompts[0], prompts[0], *prompts[1:]]

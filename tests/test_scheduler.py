@@ -264,7 +264,7 @@ class World:
             request.token_ids += [*drafts[:accepted], rng.randrange(2)]
         if request.draft_kv is not None and rng.random() < 0.7:  # else the drafter has a rest
             self._draft(request)
-        self.scheduler.register_full_pages(request, begin + part.num_rows)
+        self.scheduler.register_full_pages(request, part)
         if len(request.token_ids) >= request.max_len or rng.random() < 0.02:
             self._finish(request)
 
@@ -357,10 +357,10 @@ def test_pages_are_registered_when_what_follows_them_is_known(lookahead: int) ->
     for length in range(9, 13):
         first.token_ids.append(length)
         first.num_computed = length - 1
-        scheduler.register_full_pages(first, first.num_computed)
+        scheduler.register_full_pages(first, scheduler.part(first, 1, emits=True))
         assert first.num_registered_pages == 0  # the drafter had a rest
     first.num_final_draft_kv = min(first.num_computed, len(first.token_ids) - lookahead)
-    scheduler.register_full_pages(first, first.num_computed)
+    scheduler.register_full_pages(first, scheduler.part(first, 1, emits=True))
     assert first.num_registered_pages == 2
     # With all that follows, with less, and by a request that does not care.
     for count, hits in ((lookahead, 8), (lookahead - 1, 4)):

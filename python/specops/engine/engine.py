@@ -393,7 +393,7 @@ class Engine:
                 continue
             request = self._scheduler.at[part.slot]
             try:
-                self._scheduler.register_full_pages(request, part.begin + part.num_rows)
+                self._scheduler.register_full_pages(request, part)
             except Exception as error:
                 plan.fail(part.request_id, error)
                 continue

@@ -31,7 +31,6 @@ class _Running:
 
     borders: Sequence[int]  # of its prompt, at which its states are to be kept, ascending
     end: int  # the last of them, or where it begins behind it
-    latest: int  # tokens whose states were kept last, or that it began with
     waiting: tuple[int, int] | None = None  # tokens and entry of states whose page is not known yet
     decoded: Prefix | None = None  # that gives way to the next one
 
@@ -106,7 +105,7 @@ class KeptStates:
         # As far as the next request with these tokens finds pages.
         last = (num_tokens - max(1, 0 if draft_kv is None else draft_kv.lookahead)) // size * size
         borders = [one for one in sorted({num_cached, last}) if one > begin]
-        self._running[slot] = _Running(borders, max(last, begin), begin)
+        self._running[slot] = _Running(borders, max(last, begin))
 
     def chunk(self, slot: int, begin: int, rows: int) -> int:
         """How many of so many rows of a prompt a step may have, to end where states are kept."""
@@ -116,14 +115,17 @@ class KeptStates:
                 return border - begin
         return rows
 
-    def keep(self, slot: int, pages: Sequence[int], num_computed: int, end: int) -> None:
+    def keep(
+        self, slot: int, pages: Sequence[int], num_computed: int, begin: int, num_rows: int
+    ) -> None:
         """Keeps the states at the last border that a request has come to with a step.
 
         Args:
             slot: that it has.
             pages: of its text, those that are registered.
             num_computed: tokens whose rows are computed, of those that are committed.
-            end: of the step's rows, rejected ones included.
+            begin: position of the first row of the step.
+            num_rows: of the step; some of the last may be rejected.
         """
         own = self._running.get(slot)
         if own is None:
@@ -132,14 +134,31 @@ class KeptStates:
         size = self._pool.page_size
         border = num_computed // size * size
         is_wanted = border in own.borders or border > own.end
-        if border <= own.latest or not is_wanted or border < end - self._num_drafts:
+        # Rejected rows of steps before have overwritten what these left there.
+        if not is_wanted or not begin < border or begin + num_rows > border + self._num_drafts:
             return
         entry = self._take(own)
         if entry is not None:
             assert self._cache is not None
-            own.latest, own.waiting = border, (border, entry)
+            own.waiting = border, entry
             self._cache.keep_states(slot, border, entry)
             self._give(pages, own)
+
+    def entry_of(self, pages: Sequence[int]) -> int | None:
+        """The entry with the states at the end of pages that begin a text; None: there is none."""
+        return self._entry_of.get(self._pool.prefix_of(pages[-1])) if pages else None
+
+    def new_entry(self, pages: Sequence[int]) -> int | None:
+        """An entry for the states at the end of registered pages, which the caller writes.
+
+        None: they are there already, need none, or all entries wait for pages.
+        """
+        if self._cache is None or not pages or self.entry_of(pages) is not None:
+            return None
+        entry = self._evicted()
+        if entry is not None:
+            self._entry_of[self._pool.prefix_of(pages[-1])] = entry
+        return entry
 
     def leave(self, slot: int) -> None:
         """Forgets the request of a slot."""
@@ -171,6 +190,10 @@ class KeptStates:
             return own.waiting[1]
         if own.decoded in self._entry_of:
             return self._entry_of.pop(own.decoded)
+        return self._evicted()
+
+    def _evicted(self) -> int | None:
+        """An entry that was free, or is now."""
         if self._free:
             return self._free.pop()
         if not self._entry_of:

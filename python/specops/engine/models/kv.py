@@ -223,6 +223,12 @@ class KvCache:
         return [pair for layer in on_pages for pair in layer.pairs]
 
     @property
+    def page_tensors(self) -> list[Tensor]:
+        """Those that are indexed by pages."""
+        on_pages = [layer for layer in self.layers if isinstance(layer, LayerKv)]
+        return [tensor for layer in on_pages for tensor in layer.tensors]
+
+    @property
     def tensors(self) -> list[Tensor]:
         """Every tensor of it."""
         return [tensor for layer in (*self.layers, *self.kept) for tensor in layer.tensors]

@@ -167,8 +167,8 @@ class Slots:
         """Notes of how many tokens keys and values are there."""
         request.num_computed = num_computed
 
-    def register_full_pages(self, request: Request, end: int) -> None:
-        """Makes newly complete pages findable, after a step whose rows of the request end there."""
+    def register_full_pages(self, request: Request, part: Part) -> None:
+        """Makes newly complete pages findable, after a step and its commit, and keeps states."""
         size, complete, draft_kv = self.pool.page_size, request.num_computed, request.draft_kv
         if draft_kv is not None:
             complete = min(complete, request.num_final_draft_kv)
@@ -183,7 +183,7 @@ class Slots:
             )
             request.num_registered_pages += 1
         known = request.pages[: request.num_registered_pages]
-        self.states.keep(request.slot, known, request.num_computed, end)
+        self.states.keep(part.slot, known, request.num_computed, part.begin, part.num_rows)
 
     def finish(self, request: Request) -> None:
         """Takes a request out, wherever it is, and releases its slot and pages."""
