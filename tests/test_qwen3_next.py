@@ -376,7 +376,7 @@ def live(engine: Engine, talk: Conversations) -> list[Completion]:
 CACHES: dict[str, dict[str, Any]] = {
     "all kept": {},
     "few kept": {"num_kept": 3, "max_num_batched_tokens": 24, "max_num_seqs": 5},
-    "few pages": {"num_kept": 12, "num_pages": 24, "max_num_seqs": 6},
+    "few pages": {"num_kept": 12, "num_pages": 12, "max_num_seqs": 6},
 }
 
 
