@@ -188,7 +188,7 @@ class KeptStates:
         """An entry to overwrite; None: all wait for prefixes of others."""
         if own.waiting is not None:
             return own.waiting[1]
-        if own.decoded in self._entry_of:
+        if own.decoded is not None and own.decoded in self._entry_of:
             return self._entry_of.pop(own.decoded)
         return self._evicted()
 
