@@ -384,11 +384,12 @@ def check_conversations(method: str, cache: str, count: int) -> None:
     options = dict(CACHES[cache])
     num_kept = options.pop("num_kept", 100)
     options["state_cache_bytes"] = num_kept * load_model(directory()).kv_bytes_per_slot(0)
-    engine = make(method, **options)
+    engine, talk = make(method, **options), conversations(count)
     assert engine._runner.parts.cache.room.num_kept == num_kept
     if method != "naive":
         engine = RandomLengths().decide_for(engine)
-    talk = conversations(count)
+    else:
+        talk = talk._replace(params=[replace(one, prediction=()) for one in talk.params])
     done = live(engine, talk)
     assert list(map(bits, done)) == list(map(bits, talk.done))
     stats, states = engine.stats, engine._scheduler.states
