@@ -27,7 +27,7 @@ from torch import Tensor
 
 from tools.train.chains import Branches, draft_chains
 from tools.train.corpus import Document
-from tools.train.model import Model, rope_cos_sin
+from tools.train.model import Experts, Model, rope_cos_sin
 from tools.train.train import encode
 
 
@@ -203,3 +203,36 @@ def evaluate_continuations(
         "new_tokens": new_tokens,
         **figures.summary(),
     }
+
+
+@torch.no_grad()
+def evaluate_routing(
+    model: Model, tokenizer: Tokenizer, documents: Sequence[Document], device: torch.device
+) -> dict[str, Any]:
+    """How many different experts some neighbouring rows have, on average over layers and texts.
+
+    Beside it, how many they would have if they chose independently of each other. Nothing of a
+    model without experts.
+    """
+    layers = [one for one in model.modules() if isinstance(one, Experts)]
+    if not layers:
+        return {}
+    window = model.config.max_position_embeddings
+    cos, sin = rope_cos_sin(window, model.config, device)
+    chosen: list[Tensor] = []  # [rows, experts] of a layer and text
+    hooks = [
+        one.register_forward_pre_hook(lambda layer, x: chosen.append(layer.weights(x[0])[0] > 0))
+        for one in layers
+    ]
+    for ids in encode(tokenizer, documents):
+        tokens = torch.from_numpy(ids[:window].astype("int64")).to(device)
+        model.hidden(tokens[None], cos[: len(tokens)], sin[: len(tokens)])
+    for hook in hooks:
+        hook.remove()
+    share, count = layers[0].top_k / len(layers[0].experts), len(layers[0].experts)
+    figures: dict[str, Any] = {"rows": [1, 2, 4, 6, 8, 16], "distinct": [], "independent": []}
+    for rows in figures["rows"]:
+        found = [one.unfold(0, rows, rows).any(-1).sum(-1) for one in chosen if len(one) >= rows]
+        figures["distinct"].append(round(torch.cat(found).float().mean().item(), 2))
+        figures["independent"].append(round(count * (1 - (1 - share) ** rows), 2))
+    return figures

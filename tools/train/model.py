@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The model in plain PyTorch: a Qwen3-shaped decoder and one DeepSeek-V3-style MTP module.
+"""The models in plain PyTorch: a Qwen3-shaped decoder and one DeepSeek-V3-style MTP module.
+
+Their MLPs are dense, or mixtures of experts as in Qwen3-MoE.
 
 Module and parameter names are those of the exported file, so `state_dict()` is the checkpoint.
 Row i of the MTP module takes (Emb(t[i+1]), h[i]), with h[i] the target's hidden state *after* its
@@ -30,6 +32,19 @@ class ModelConfig:
     rope_theta: float = 10000.0
     rms_norm_eps: float = 1e-6
     initializer_range: float = 0.02
+
+
+@dataclass(frozen=True)
+class MixtureConfig(ModelConfig):
+    """Shape of the small model whose MLPs, the module's too, are mixtures of experts."""
+
+    hidden_size: int = 128
+    num_hidden_layers: int = 3
+    num_attention_heads: int = 2
+    num_key_value_heads: int = 1
+    num_experts: int = 8
+    num_experts_per_tok: int = 2
+    moe_intermediate_size: int = 96
 
 
 class RMSNorm(nn.Module):
@@ -111,15 +126,57 @@ class Attention(nn.Module):
 class MLP(nn.Module):
     """SwiGLU."""
 
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, hidden_size: int, width: int) -> None:
         super().__init__()
-        self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
-        self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
-        self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
+        self.gate_proj = nn.Linear(hidden_size, width, bias=False)
+        self.up_proj = nn.Linear(hidden_size, width, bias=False)
+        self.down_proj = nn.Linear(width, hidden_size, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
         out: Tensor = self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
         return out
+
+
+class Experts(nn.Module):
+    """A router and several MLPs, of which each row has a few, weighted so that they add up to one.
+
+    All are computed for every row, as one wide MLP whose parts are weighted, most of them by zero:
+    at these sizes that is faster than gathering the rows of each.
+
+    Attributes:
+        unevenness: of the last rows: the sum over experts of the share of rows times the mean
+            probability, times the number of experts (Switch Transformer's loss). 1 is even.
+    """
+
+    def __init__(self, config: MixtureConfig) -> None:
+        super().__init__()
+        hidden_size, width = config.hidden_size, config.moe_intermediate_size
+        self.top_k = config.num_experts_per_tok
+        self.gate = nn.Linear(hidden_size, config.num_experts, bias=False)
+        self.experts = nn.ModuleList(MLP(hidden_size, width) for _ in range(config.num_experts))
+        self.unevenness = torch.ones(())
+
+    def weights(self, x: Tensor) -> Tensor:
+        """What each expert weighs [..., experts]; in float32, as in the engine."""
+        with torch.autocast(x.device.type, enabled=False):
+            probabilities = F.linear(x.float(), self.gate.weight).softmax(-1)
+        chosen = probabilities.topk(self.top_k, -1)
+        scaled = chosen.values / chosen.values.sum(-1, keepdim=True)
+        weights = torch.zeros_like(probabilities).scatter(-1, chosen.indices, scaled)
+        with torch.no_grad():
+            share = (weights > 0).flatten(0, -2).float().mean(0) / self.top_k
+        self.unevenness = len(share) * (share * probabilities.flatten(0, -2).mean(0)).sum()
+        return weights
+
+    def _stacked(self, name: str, dim: int) -> Tensor:
+        return torch.cat([one.get_parameter(f"{name}.weight") for one in self.experts], dim)
+
+    def forward(self, x: Tensor) -> Tensor:
+        weights = self.weights(x).to(x.dtype)
+        gated = F.silu(F.linear(x, self._stacked("gate_proj", 0)))
+        gated = gated * F.linear(x, self._stacked("up_proj", 0))
+        gated = gated.unflatten(-1, (len(self.experts), -1)) * weights[..., None]
+        return F.linear(gated.flatten(-2), self._stacked("down_proj", 1))
 
 
 class DecoderLayer(nn.Module):
@@ -128,7 +185,10 @@ class DecoderLayer(nn.Module):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.self_attn = Attention(config)
-        self.mlp = MLP(config)
+        if isinstance(config, MixtureConfig):
+            self.mlp: nn.Module = Experts(config)
+        else:
+            self.mlp = MLP(config.hidden_size, config.intermediate_size)
         self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
 
@@ -223,15 +283,20 @@ class Model(nn.Module):
         """The shared LM head."""
         return F.linear(hidden, self.model.embed_tokens.weight)
 
-    def forward(self, tokens: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-        """Mean losses in nats of the target and of the MTP module on tokens [batch, length + 2].
+    def unevenness(self) -> Tensor:
+        """Of the last rows, the mean over all mixtures of experts; 1 without any."""
+        found = [one.unevenness for one in self.modules() if isinstance(one, Experts)]
+        return torch.stack(found).mean() if found else torch.ones(())
+
+    def forward(self, tokens: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Losses on tokens [batch, length + 2]: of the target, of the MTP module, of the routers.
 
         Row i of the target predicts tokens[:, i + 1]; row i of the module predicts
-        tokens[:, i + 2] from the embedding of tokens[:, i + 1].
+        tokens[:, i + 2] from the embedding of tokens[:, i + 1]. Their losses are means in nats.
         """
         here, after, beyond = tokens[:, :-2], tokens[:, 1:-1], tokens[:, 2:]
         hidden = self.hidden(here, cos, sin)
         loss = F.cross_entropy(self.logits(hidden).flatten(0, 1).float(), after.flatten())
         drafted = self.mtp().draft(self.model.embed_tokens(after), hidden, cos, sin)
         mtp_loss = F.cross_entropy(self.logits(drafted).flatten(0, 1).float(), beyond.flatten())
-        return loss, mtp_loss
+        return loss, mtp_loss, self.unevenness()
