@@ -28,6 +28,8 @@ from tools.train.recycle import MIXTURE_RECYCLE_RECIPE, RecycleRecipe, train_cha
 from tools.train.tokenizer import train_tokenizer
 from tools.train.train import MIXTURE_RECIPE, Batches, Recipe, encode, train
 
+BUNDLED = Path("python/specops/assets")
+
 
 def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m tools.train", description=__doc__)
@@ -173,7 +175,10 @@ def main(argv: Sequence[str] | None = None) -> None:
         if before.exists() and not log.exists():  # how the directory came about is not in this log
             note(log, earlier=json.loads(before.read_text(encoding="utf-8")))
     else:
-        tokenizer = train_tokenizer(document.text for document in training)
+        if args.mixture:  # the prompts of tests and benches have the same tokens for both models
+            tokenizer = Tokenizer.from_file(str(BUNDLED / "tokenizer.json"))
+        else:
+            tokenizer = train_tokenizer(document.text for document in training)
         model, step, recycled = Model(config), 0, 0
         model.reset(recipe.seed)
     encoded = encode(tokenizer, training)
