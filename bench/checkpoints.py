@@ -21,6 +21,7 @@ from safetensors.torch import save_file
 from bench.common import BENCH, PEER_PYTHON, ROOT, WORK
 
 BUNDLED = ROOT / "python" / "specops" / "assets"
+MIXTURE = ROOT / "tools" / "train" / "mixture"
 QWEN06: dict[str, Any] = {
     "architectures": ["Qwen3ForCausalLM"],
     "model_type": "qwen3",

@@ -131,7 +131,8 @@ def tiny(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         module = importlib.import_module(f"bench.bench_{name}")
         monkeypatch.setattr(module, "prompt_token_ids", prompts)
     methods = importlib.import_module("bench.bench_methods")
-    monkeypatch.setattr(methods, "SIZES", (methods.Size(2, 6, 3),))
+    for name in ("SIZES", "MIXTURE_SIZES"):
+        monkeypatch.setattr(methods, name, (methods.Size(2, 6, 3),))
     monkeypatch.setattr(methods, "PROMPT_TOKENS", 32)
     monkeypatch.setattr(methods, "NEW_TOKENS", 4)
     monkeypatch.setattr(methods, "CHAINS_AT_ONCE", 4)

@@ -17,21 +17,15 @@ from tokenizers import Tokenizer
 
 from tools.train import corpus, export
 from tools.train.card import write_papers
-from tools.train.evaluate import (
-    evaluate_chains,
-    evaluate_continuations,
-    evaluate_routing,
-    evaluate_text,
-)
-from tools.train.model import MixtureConfig, Model, ModelConfig
-from tools.train.recycle import MIXTURE_RECYCLE_RECIPE, RecycleRecipe, train_chains
+from tools.train.evaluate import evaluate_chains, evaluate_continuations, evaluate_text
+from tools.train.model import Model, ModelConfig
+from tools.train.recycle import RecycleRecipe, train_chains
 from tools.train.tokenizer import train_tokenizer
-from tools.train.train import MIXTURE_RECIPE, Batches, Recipe, encode, train
-
-BUNDLED = Path("python/specops/assets")
+from tools.train.train import Batches, Recipe, encode, train
 
 
 def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
+    recipe, recycle = Recipe(), RecycleRecipe()
     parser = argparse.ArgumentParser(prog="python -m tools.train", description=__doc__)
     parser.add_argument(
         "--corpus",
@@ -41,23 +35,19 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--out", type=Path, default=Path("build/model"))
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
-    parser.add_argument(
-        "--mixture",
-        action="store_true",
-        help="the small mixture of experts of this folder, not the model in the package",
-    )
-    parser.add_argument("--steps", type=int, help="total, resumed or not; default: the recipe's")
+    parser.add_argument("--steps", type=int, default=recipe.steps, help="total, resumed or not")
     parser.add_argument(
         "--recycle-steps",
         type=int,
+        default=recycle.steps,
         help="total of the second phase, which trains the MTP module alone on its own chains",
     )
-    parser.add_argument("--recycle-depth", type=int, help="drafts per chain")
+    parser.add_argument("--recycle-depth", type=int, default=recycle.depth, help="drafts per chain")
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
     parser.add_argument("--resume", type=Path, help="a directory written by an earlier run")
-    parser.add_argument("--matrix-lr", type=float)
-    parser.add_argument("--vector-lr", type=float)
-    parser.add_argument("--micro-batch-tokens", type=int)
+    parser.add_argument("--matrix-lr", type=float, default=recipe.matrix_lr)
+    parser.add_argument("--vector-lr", type=float, default=recipe.vector_lr)
+    parser.add_argument("--micro-batch-tokens", type=int, default=recipe.micro_batch_tokens)
     parser.add_argument("--eager", action="store_true", help="do not use torch.compile")
     parser.add_argument(
         "--write-manifest",
@@ -151,21 +141,20 @@ def main(argv: Sequence[str] | None = None) -> None:
         return
     torch.set_num_threads(args.threads)
     device = torch.device(args.device)
-    config, recipe, recycle = ModelConfig(), Recipe(), RecycleRecipe()
-    if args.mixture:
-        config, recipe, recycle = MixtureConfig(), MIXTURE_RECIPE, MIXTURE_RECYCLE_RECIPE
-    asked = ("steps", "matrix_lr", "vector_lr", "micro_batch_tokens")
     recipe = dataclasses.replace(
-        recipe, **{name: value for name in asked if (value := getattr(args, name)) is not None}
-    )
-    asked_of_chains = {"steps": args.recycle_steps, "depth": args.recycle_depth}
-    recycle = dataclasses.replace(
-        recycle, **{name: value for name, value in asked_of_chains.items() if value is not None}
+        Recipe(),
+        steps=args.steps,
+        matrix_lr=args.matrix_lr,
+        vector_lr=args.vector_lr,
+        micro_batch_tokens=args.micro_batch_tokens,
     )
     documents = corpus.load(args.corpus)
     training = [document for document in documents if not document.held_out]
     library = [item for item in documents if item.held_out and not item.is_test]
     tests = [item for item in documents if item.held_out and item.is_test]
+    recycle = dataclasses.replace(
+        RecycleRecipe(), steps=args.recycle_steps, depth=args.recycle_depth
+    )
     args.out.mkdir(parents=True, exist_ok=True)
     log = args.out / "train.jsonl"
     if args.resume:
@@ -175,11 +164,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         if before.exists() and not log.exists():  # how the directory came about is not in this log
             note(log, earlier=json.loads(before.read_text(encoding="utf-8")))
     else:
-        if args.mixture:  # the prompts of tests and benches have the same tokens for both models
-            tokenizer = Tokenizer.from_file(str(BUNDLED / "tokenizer.json"))
-        else:
-            tokenizer = train_tokenizer(document.text for document in training)
-        model, step, recycled = Model(config), 0, 0
+        tokenizer = train_tokenizer(document.text for document in training)
+        model, step, recycled = Model(ModelConfig()), 0, 0
         model.reset(recipe.seed)
     encoded = encode(tokenizer, training)
     repeated = [
@@ -252,7 +238,6 @@ def main(argv: Sequence[str] | None = None) -> None:
         "held_out": {
             "library": evaluate_text(model, tokenizer, library, device).summary(),
             "tests": evaluate_text(model, tokenizer, tests, device).summary(),
-            "routing": evaluate_routing(model, tokenizer, library, device),
             "chains": chain_metrics(model, tokenizer, library, device),
             "chains_before_recycling": noted(log, "before_recycling")
             or earlier.get("held_out", {}).get("chains_before_recycling", {}),

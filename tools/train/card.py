@@ -18,23 +18,24 @@ pipeline_tag: text-generation
 ---
 <!-- Written by tools/train; run that instead of editing this file. -->
 
-# {title}
+# The bundled model
 
 A small language model of Python source code, {parameters:.1f} M parameters, that continues code.
-{purpose} It is not a coding assistant: it knows the shape of Python and
+It exists so that `python -m specops.engine` can show, test and measure speculative decoding
+on any machine without a download. It is not a coding assistant: it knows the shape of Python and
 the idioms of the standard library, and it reasons about nothing.
 
 | | |
 | --- | --- |
-| architecture | `{architecture}`: hidden {hidden_size}, {num_hidden_layers} layers, \
-{num_attention_heads} query and {num_key_value_heads} key/value heads of {head_dim}, {mlp}, \
-tied embeddings, context {max_position_embeddings} |
+| architecture | `Qwen3ForCausalLM`: hidden {hidden_size}, {num_hidden_layers} layers, \
+{num_attention_heads} query and {num_key_value_heads} key/value heads of {head_dim}, MLP \
+{intermediate_size}, tied embeddings, context {max_position_embeddings} |
 | MTP | one DeepSeek-V3-style module, `model.layers.{num_hidden_layers}.*`, \
 `num_nextn_predict_layers: 1` |
 | tokenizer | byte-level BPE, {vocab_size} entries; `<\\|endoftext\\|>` before every document |
 | weights | bf16, {megabytes:.1f} MB |
 
-`transformers` loads the directory as `{architecture}` and ignores the MTP tensors.
+`transformers` loads the directory as `Qwen3ForCausalLM` and ignores the MTP tensors.
 
 A prompt that begins a file should begin with `<|endoftext|>`. A prompt should end *before* a line
 break rather than after it: a line break and the indentation that follows are one token here, so a
@@ -63,7 +64,7 @@ Muon (lr {matrix_lr}) for matrices, AdamW (lr {vector_lr}) for the embedding and
 autocast; sequences of {length} tokens, of {long_length} for the last {long_percent} % of the steps;
 {warmup_steps} steps of warm-up, constant, linear down over the last {decay_percent} %. The MTP
 loss has weight {mtp_weight}, {mtp_weight_in_decay} from the start of the warm-down.
-{balance}{resumed}
+{resumed}
 In a second phase the MTP module alone was trained on draft chains, the target frozen:
 {recycle_steps} steps of {recycle_batch_tokens} tokens, in {recycle_duration} on {recycle_machine}.
 After {chain_percent} % of the tokens it drafts {depth} tokens along the target's greedy \
@@ -73,7 +74,7 @@ with weight {dead_weight} once a draft before it is wrong. Muon (lr {recycle_mat
 (lr {recycle_vector_lr}),
 {recycle_warmup_steps} steps of warm-up, linear down over {recycle_decay_percent} % of the steps.
 {recycle_resumed}
-`{command}` repeats all of it; `--resume` continues from this directory.
+`python -m tools.train` repeats all of it; `--resume` continues from this directory.
 
 ## Held-out figures
 
@@ -107,7 +108,7 @@ greedy choice after all drafts before it. Small models repeat themselves when th
 greedily, and repetition is easy to draft: read the continuations as upper figures.
 "Before": the module as the first phase of training left it, which knew nothing of its own output.
 
-{methods}{routing}{heads}
+{heads}
 ## Limits and licence
 
 The model was trained on code under the PSF licence, and **its output may repeat that code**: treat
@@ -116,52 +117,6 @@ in `NOTICE`. The model knows one code base of one language, English comments onl
 instruction tuning and no safety tuning, and its code must not be run unread.
 """
 
-
-# What the two models of tools/train differ in.
-_BUNDLED = {
-    "title": "The bundled model",
-    "purpose": """\
-It exists so that `python -m specops.engine` can show, test and measure speculative decoding
-on any machine without a download.""",
-    "architecture": "Qwen3ForCausalLM",
-    "mlp": "MLP {intermediate_size}",
-    "balance": "",
-    "command": "python -m tools.train",
-}
-_MIXTURE = {
-    "title": "A small mixture of experts",
-    "purpose": """\
-Tests and benches use it for what random weights do not show: how often drafts are accepted by a
-mixture of experts, and how many experts the rows of a text share. It is not in the package, since
-the bundled model, larger and longer trained, predicts code better.""",
-    "architecture": "Qwen3MoeForCausalLM",
-    "mlp": "{num_experts} experts of width {moe_intermediate_size}, {num_experts_per_tok} for each row",
-    "balance": """\
-That of the routers, Switch Transformer's, has weight {balance_weight}. AdamW trains them, too.
-""",
-    "command": "python -m tools.train --mixture",
-}
-
-_METHODS = """\
-## Methods in the engine
-
-`python -m tools.train.method_card` continues the prompts of `bench/prompts` greedily, {new_tokens} tokens each,
-in bf16. Of all steps with drafts, how often draft k is accepted, counted only while all before it
-are; and the tokens of a step, of all steps. Every text was that of plain decoding.
-
-{table}
-
-"""
-
-_ROUTING = """\
-## Experts that rows share
-
-How many of the {count} experts neighbouring rows of held-out library modules read together, on
-average over layers, and how many they would if they chose independently, as the engine expects:
-
-{table}
-
-"""
 
 _HEADS = """\
 ## Heads of other methods
@@ -195,37 +150,6 @@ def _heads_section(heads: dict[str, Any]) -> str:
         "|---|---|---|---|---|",
     ]
     return _HEADS.format(texts=one["texts"], table="\n".join([*head, *rows])) + "\n"
-
-
-def _methods_section(methods: dict[str, Any]) -> str:
-    """Markdown: a row for each text and method; nothing without any."""
-    if not methods:
-        return ""
-    depth = max(len(one["accepted_by_position"]) for one in methods["runs"])
-    rows = [
-        f"| | | {' | '.join(f'k = {k}' for k in range(1, depth + 1))} | tokens of a step |",
-        "|---|---|" + "---|" * (depth + 1),
-    ]
-    for one in methods["runs"]:
-        accepted = [f"{value:.3f}" for value in one["accepted_by_position"]]
-        accepted += [""] * (depth - len(accepted))
-        length = f"{one['tokens_per_step']:.2f}"
-        rows.append(f"| {one['text']} | {one['method']} | {' | '.join(accepted)} | {length} |")
-    return _METHODS.format(new_tokens=methods["new_tokens"], table="\n".join(rows))
-
-
-def _routing_section(metrics: dict[str, Any]) -> str:
-    """Markdown: how many experts some rows have; nothing of a model without any."""
-    routing = metrics["held_out"].get("routing")
-    if not routing:
-        return ""
-    rows = [
-        f"| rows | {' | '.join(map(str, routing['rows']))} |",
-        "|---|" + "---|" * len(routing["rows"]),
-        f"| of a text | {' | '.join(f'{value:.2f}' for value in routing['distinct'])} |",
-        f"| independent | {' | '.join(f'{value:.2f}' for value in routing['independent'])} |",
-    ]
-    return _ROUTING.format(count=metrics["model"]["num_experts"], table="\n".join(rows))
 
 
 def _chains_table(held_out: dict[str, Any]) -> str:
@@ -299,11 +223,8 @@ def write_papers(directory: Path, metrics: dict[str, Any]) -> None:
     pinned = corpus["manifest_sha256"] is not None
     recycle, recycling = metrics["recycle_recipe"], metrics["recycling"]
     held_out = metrics["held_out"]
-    known = {**metrics["model"], **recipe, "steps": metrics["training"]["steps"]}
-    kind = _MIXTURE if "num_experts" in metrics["model"] else _BUNDLED
     card = _CARD.format(
-        **known,
-        **{name: text.format(**known) for name, text in kind.items()},
+        **{**metrics["model"], **recipe, "steps": metrics["training"]["steps"]},
         corpus=(_PINNED if pinned else _OTHER).format(
             **corpus, million_bytes=corpus["bytes"] / 1e6
         ),
@@ -331,8 +252,6 @@ def write_papers(directory: Path, metrics: dict[str, Any]) -> None:
         chains=_chains_table(held_out),
         chain_count=held_out["chains"]["library"]["chains"],
         own=held_out["chains"]["own_continuations"],
-        methods=_methods_section(metrics.get("methods", {})),
-        routing=_routing_section(metrics),
         heads=_heads_section(metrics.get("heads", {})),
     )
     write_text(directory / "README.md", card)

@@ -36,14 +36,10 @@ class ModelConfig:
 
 @dataclass(frozen=True)
 class MixtureConfig(ModelConfig):
-    """Shape of the small model whose MLPs, the module's too, are mixtures of experts."""
+    """With a mixture of experts in place of every MLP, the module's too."""
 
-    hidden_size: int = 128
-    num_hidden_layers: int = 3
-    num_attention_heads: int = 2
-    num_key_value_heads: int = 1
     num_experts: int = 8
-    num_experts_per_tok: int = 2
+    num_experts_per_tok: int = 4
     moe_intermediate_size: int = 96
 
 

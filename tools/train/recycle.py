@@ -60,10 +60,6 @@ class RecycleRecipe:
         return self.long_length if step >= (1 - self.long_fraction) * self.steps else self.length
 
 
-# For `MixtureConfig`.
-MIXTURE_RECYCLE_RECIPE = RecycleRecipe(steps=200, batch_tokens=2048, length=256)
-
-
 def chain_losses(
     model: Model,
     tokens: Tensor,

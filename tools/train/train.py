@@ -63,10 +63,6 @@ class Recipe:
         return self.long_length if step >= (1 - self.long_fraction) * self.steps else self.length
 
 
-# For `MixtureConfig`: minutes of a core, so few tokens a step.
-MIXTURE_RECIPE = Recipe(steps=900, batch_tokens=2048, length=256)
-
-
 def encode(tokenizer: Tokenizer, documents: Sequence[Document]) -> list[Ids]:
     """Encodes each document, with the EOS that separates documents in front of it."""
     encoded = tokenizer.encode_batch([document.text for document in documents])
