@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """All methods on the bundled model: speed against plain decoding, MTP drafts against its card.
 
-The same on the small mixture of experts of tools/train, at fewer sizes.
+The same on the mixture of experts that is made of it, at fewer sizes.
 
 Each case has an engine of its own, as a server with that configuration does; all of them get the
 same requests, in turn, once with drafts and once decoded plainly, since two equal engines may
@@ -21,7 +21,7 @@ from tokenizers import Tokenizer
 
 from bench.bench_engine import prompt_token_ids
 from bench.bench_head_mistakes import trained_head
-from bench.checkpoints import BUNDLED, MIXTURE, bundled
+from bench.checkpoints import BUNDLED, bundled, mixture
 from bench.common import Bench, Figure
 from bench.engine_runs import Decoding, decode_together
 from tools.train import corpus
@@ -80,7 +80,7 @@ def run_methods(bench: Bench) -> None:
 
 def run_mixture(bench: Bench) -> None:
     """Likewise, of a mixture of experts."""
-    _compare(bench, "mixture", "mixture of experts", MIXTURE, CASES, MIXTURE_SIZES)
+    _compare(bench, "mixture", "mixture of experts", mixture().path, CASES, MIXTURE_SIZES)
 
 
 def _compare(

@@ -19,9 +19,9 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 from bench.common import BENCH, PEER_PYTHON, ROOT, WORK
+from tools.train.mixture import write_mixture
 
 BUNDLED = ROOT / "python" / "specops" / "assets"
-MIXTURE = ROOT / "tools" / "train" / "mixture"
 QWEN06: dict[str, Any] = {
     "architectures": ["Qwen3ForCausalLM"],
     "model_type": "qwen3",
@@ -162,6 +162,12 @@ class Checkpoint:
 def bundled() -> Checkpoint:
     """The model in the package."""
     return Checkpoint("bundled", BUNDLED)
+
+
+def mixture() -> Checkpoint:
+    """The bundled model as a mixture of experts."""
+    write_mixture(path := WORK / "mixture")
+    return Checkpoint("mixture", path)
 
 
 def qwen06() -> Checkpoint:

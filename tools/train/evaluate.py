@@ -207,8 +207,8 @@ def evaluate_continuations(
 
 @torch.no_grad()
 def evaluate_routing(
-    model: Model, tokenizer: Tokenizer, documents: Sequence[Document], device: torch.device
-) -> dict[str, Any]:
+    model: Model, tokenizer: Tokenizer, documents: Sequence[Document]
+) -> dict[str, list[float]]:
     """How many different experts some neighbouring rows have, on average over layers and texts.
 
     Beside it, how many they would have if they chose independently of each other. Nothing of a
@@ -218,21 +218,25 @@ def evaluate_routing(
     if not layers:
         return {}
     window = model.config.max_position_embeddings
-    cos, sin = rope_cos_sin(window, model.config, device)
+    cos, sin = rope_cos_sin(window, model.config, torch.device("cpu"))
     chosen: list[Tensor] = []  # [rows, experts] of a layer and text
     hooks = [
         one.register_forward_pre_hook(lambda layer, x: chosen.append(layer.weights(x[0])[0] > 0))
         for one in layers
     ]
     for ids in encode(tokenizer, documents):
-        tokens = torch.from_numpy(ids[:window].astype("int64")).to(device)
+        tokens = torch.from_numpy(ids[:window].astype("int64"))
         model.hidden(tokens[None], cos[: len(tokens)], sin[: len(tokens)])
     for hook in hooks:
         hook.remove()
-    share, count = layers[0].top_k / len(layers[0].experts), len(layers[0].experts)
-    figures: dict[str, Any] = {"rows": [1, 2, 4, 6, 8, 16], "distinct": [], "independent": []}
-    for rows in figures["rows"]:
-        found = [one.unfold(0, rows, rows).any(-1).sum(-1) for one in chosen if len(one) >= rows]
-        figures["distinct"].append(round(torch.cat(found).float().mean().item(), 2))
-        figures["independent"].append(round(count * (1 - (1 - share) ** rows), 2))
-    return figures
+    count = len(layers[0].experts)
+    left = 1 - layers[0].top_k / count
+    rows = (1, 2, 3, 4, 6, 8)
+    of_rows = [
+        torch.cat([one.unfold(0, size, size).any(-1).sum(-1) for one in chosen]) for size in rows
+    ]
+    return {
+        "rows": list(rows),
+        "distinct": [round(one.float().mean().item(), 2) for one in of_rows],
+        "independent": [round(count * (1 - left**size), 2) for size in rows],
+    }

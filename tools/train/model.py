@@ -138,10 +138,6 @@ class Experts(nn.Module):
 
     All are computed for every row, as one wide MLP whose parts are weighted, most of them by zero:
     at these sizes that is faster than gathering the rows of each.
-
-    Attributes:
-        unevenness: of the last rows: the sum over experts of the share of rows times the mean
-            probability, times the number of experts (Switch Transformer's loss). 1 is even.
     """
 
     def __init__(self, config: MixtureConfig) -> None:
@@ -150,7 +146,6 @@ class Experts(nn.Module):
         self.top_k = config.num_experts_per_tok
         self.gate = nn.Linear(hidden_size, config.num_experts, bias=False)
         self.experts = nn.ModuleList(MLP(hidden_size, width) for _ in range(config.num_experts))
-        self.unevenness = torch.ones(())
 
     def weights(self, x: Tensor) -> Tensor:
         """What each expert weighs [..., experts]; in float32, as in the engine."""
@@ -158,11 +153,7 @@ class Experts(nn.Module):
             probabilities = F.linear(x.float(), self.gate.weight).softmax(-1)
         chosen = probabilities.topk(self.top_k, -1)
         scaled = chosen.values / chosen.values.sum(-1, keepdim=True)
-        weights = torch.zeros_like(probabilities).scatter(-1, chosen.indices, scaled)
-        with torch.no_grad():
-            share = (weights > 0).flatten(0, -2).float().mean(0) / self.top_k
-        self.unevenness = len(share) * (share * probabilities.flatten(0, -2).mean(0)).sum()
-        return weights
+        return torch.zeros_like(probabilities).scatter(-1, chosen.indices, scaled)
 
     def _stacked(self, name: str, dim: int) -> Tensor:
         return torch.cat([one.get_parameter(f"{name}.weight") for one in self.experts], dim)
@@ -279,20 +270,15 @@ class Model(nn.Module):
         """The shared LM head."""
         return F.linear(hidden, self.model.embed_tokens.weight)
 
-    def unevenness(self) -> Tensor:
-        """Of the last rows, the mean over all mixtures of experts; 1 without any."""
-        found = [one.unevenness for one in self.modules() if isinstance(one, Experts)]
-        return torch.stack(found).mean() if found else torch.ones(())
-
-    def forward(self, tokens: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Losses on tokens [batch, length + 2]: of the target, of the MTP module, of the routers.
+    def forward(self, tokens: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+        """Mean losses in nats of the target and of the MTP module on tokens [batch, length + 2].
 
         Row i of the target predicts tokens[:, i + 1]; row i of the module predicts
-        tokens[:, i + 2] from the embedding of tokens[:, i + 1]. Their losses are means in nats.
+        tokens[:, i + 2] from the embedding of tokens[:, i + 1].
         """
         here, after, beyond = tokens[:, :-2], tokens[:, 1:-1], tokens[:, 2:]
         hidden = self.hidden(here, cos, sin)
         loss = F.cross_entropy(self.logits(hidden).flatten(0, 1).float(), after.flatten())
         drafted = self.mtp().draft(self.model.embed_tokens(after), hidden, cos, sin)
         mtp_loss = F.cross_entropy(self.logits(drafted).flatten(0, 1).float(), beyond.flatten())
-        return loss, mtp_loss, self.unevenness()
+        return loss, mtp_loss

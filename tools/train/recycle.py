@@ -22,7 +22,7 @@ from torch import Tensor
 
 from tools.train.chains import draft_chains
 from tools.train.model import Model, rope_cos_sin
-from tools.train.train import Batches, Ids, optimizers_of
+from tools.train.train import Batches, Ids
 
 
 @dataclass(frozen=True)
@@ -116,9 +116,14 @@ def train_chains(
     config = model.config
     cos, sin = rope_cos_sin(config.max_position_embeddings, config, device)
     parameters = _freeze_target(model)
-    optimizers = optimizers_of(
-        model.mtp().named_parameters(), recipe.matrix_lr, recipe.vector_lr, recipe.weight_decay
-    )
+    matrices = [item for item in parameters if item.ndim == 2]
+    vectors = [item for item in parameters if item.ndim < 2]
+    optimizers: list[torch.optim.Optimizer] = [
+        torch.optim.Muon(
+            matrices, lr=recipe.matrix_lr, momentum=0.95, weight_decay=recipe.weight_decay
+        ),
+        torch.optim.AdamW(vectors, lr=recipe.vector_lr, betas=(0.9, 0.95), weight_decay=0.0),
+    ]
     rates = [group["lr"] for optimizer in optimizers for group in optimizer.param_groups]
     sources = {
         length: Batches(training, length, recipe.batch_tokens, recipe.seed)

@@ -6,7 +6,7 @@ from __future__ import annotations
 import json
 import math
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -44,7 +44,6 @@ class Recipe:
     final_lr: float = 0.02
     mtp_weight: float = 0.3
     mtp_weight_in_decay: float = 0.1
-    balance_weight: float = 0.01  # of how unevenly routers choose experts
     seed: int = 17
 
     def lr_scale(self, step: int) -> float:
@@ -105,22 +104,17 @@ class Batches:
         return torch.from_numpy(window.astype(np.int64))
 
 
-def optimizers_of(
-    parameters: Iterable[tuple[str, torch.nn.Parameter]],
-    matrix_lr: float,
-    vector_lr: float,
-    weight_decay: float,
-) -> list[torch.optim.Optimizer]:
-    """Muon for matrices, AdamW for what is none, by name and value."""
+def _optimizers(model: Model, recipe: Recipe) -> list[torch.optim.Optimizer]:
     matrices: list[torch.nn.Parameter] = []
     vectors: list[torch.nn.Parameter] = []
-    for name, parameter in parameters:
-        # The embedding is also the LM head: its rows are looked up, so Adam, not Muon. A router's
-        # rows are as independent of each other.
-        of_rows = name.endswith(("embed_tokens.weight", "mlp.gate.weight"))
-        (matrices if parameter.ndim == 2 and not of_rows else vectors).append(parameter)
-    muon = torch.optim.Muon(matrices, lr=matrix_lr, momentum=0.95, weight_decay=weight_decay)
-    adam = torch.optim.AdamW(vectors, lr=vector_lr, betas=(0.9, 0.95), weight_decay=0.0)
+    for name, parameter in model.named_parameters():
+        # The embedding is also the LM head: its rows are looked up, so Adam, not Muon.
+        is_matrix = parameter.ndim == 2 and "embed_tokens" not in name
+        (matrices if is_matrix else vectors).append(parameter)
+    muon = torch.optim.Muon(
+        matrices, lr=recipe.matrix_lr, momentum=0.95, weight_decay=recipe.weight_decay
+    )
+    adam = torch.optim.AdamW(vectors, lr=recipe.vector_lr, betas=(0.9, 0.95), weight_decay=0.0)
     return [muon, adam]
 
 
@@ -144,9 +138,7 @@ def train(
     torch.manual_seed(recipe.seed)
     config = model.config
     cos, sin = rope_cos_sin(config.max_position_embeddings, config, device)
-    optimizers = optimizers_of(
-        model.named_parameters(), recipe.matrix_lr, recipe.vector_lr, recipe.weight_decay
-    )
+    optimizers = _optimizers(model, recipe)
     rates = [group["lr"] for optimizer in optimizers for group in optimizer.param_groups]
     sources = {
         length: Batches(training, length, recipe.batch_tokens, recipe.seed)
@@ -154,10 +146,10 @@ def train(
     }
     forward = torch.compile(model, dynamic=False) if compile_model else model
 
-    def losses(tokens: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def losses(tokens: Tensor) -> tuple[Tensor, Tensor]:
         length = tokens.shape[1] - 2
         with torch.autocast(device.type, dtype=torch.bfloat16):
-            result: tuple[Tensor, Tensor, Tensor] = forward(tokens, cos[:length], sin[:length])
+            result: tuple[Tensor, Tensor] = forward(tokens, cos[:length], sin[:length])
         return result
 
     with log.open("a") as file:
@@ -175,13 +167,11 @@ def train(
         groups = [group for optimizer in optimizers for group in optimizer.param_groups]
         for group, rate in zip(groups, rates, strict=True):
             group["lr"] = rate * scale
-        totals = torch.zeros(3, device=device)
+        totals = torch.zeros(2, device=device)
         for part in parts:
-            of_part = losses(part)
-            loss, mtp_loss, unevenness = of_part
-            loss = loss + recipe.mtp_scale(step) * mtp_loss + recipe.balance_weight * unevenness
-            (loss / len(parts)).backward()
-            totals += torch.stack(of_part).detach() / len(parts)
+            loss, mtp_loss = losses(part)
+            ((loss + recipe.mtp_scale(step) * mtp_loss) / len(parts)).backward()
+            totals += torch.stack((loss.detach(), mtp_loss.detach())) / len(parts)
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         for optimizer in optimizers:
             optimizer.step()
@@ -197,7 +187,6 @@ def train(
                 "step": step + 1,
                 "loss": round(totals[0].item(), 4),
                 "mtp_loss": round(totals[1].item(), 4),
-                "unevenness": round(totals[2].item(), 4),
                 "lr_scale": round(scale, 4),
                 "tokens_per_s": round(
                     (step + 1 - logged_step) * recipe.batch_tokens / (now - last_logged)
@@ -207,9 +196,8 @@ def train(
             if step % 100 == 99 or last:
                 with torch.no_grad():
                     held = [losses(part) for part in probe.to(device).split(rows)]
-                for name, values in zip(("", "mtp_"), zip(*held, strict=True), strict=False):
-                    mean = sum(value.item() for value in values) / len(held)
-                    row[f"held_out_{name}loss"] = round(mean, 4)
+                row["held_out_loss"] = round(sum(a.item() for a, _ in held) / len(held), 4)
+                row["held_out_mtp_loss"] = round(sum(b.item() for _, b in held) / len(held), 4)
             with log.open("a") as file:
                 file.write(json.dumps(row) + "\n")
             last_logged, logged_step = time.monotonic(), step + 1
