@@ -27,7 +27,7 @@ from tools.train.mixture import ASSETS, write_mixture
 PROMPTS = Path(__file__).resolve().parents[2] / "bench" / "prompts"
 METHODS = ("mtp", "ngram", "suffix")
 DRAFTS, NEW_TOKENS, NUM_PROMPTS = 5, 128, 16
-CHARS = 3000  # that are read of each held-out module
+CHARS = 1500  # that are read of each held-out module
 
 
 def engine_of(model: Path, method: str) -> Engine:
