@@ -135,7 +135,6 @@ model has an embedding and two layers, and reads nothing of the target.
 
 
 _MIXTURE = """\
-
 ## As a mixture of experts
 
 `python -m tools.train.mixture` makes a mixture of this model without training, in
