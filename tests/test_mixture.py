@@ -2,6 +2,7 @@
 """The bundled model as a mixture of experts: the same in transformers, and with speculation."""
 
 import json
+import math
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,14 @@ from unittest import mock
 import pytest
 import torch
 from specops import moe
-from specops.engine import Completion, Engine, EngineConfig, SamplingParams, SpeculativeConfig
+from specops.engine import (
+    Completion,
+    Engine,
+    EngineConfig,
+    SamplingParams,
+    SpeculativeConfig,
+    step_costs,
+)
 from test_assets import ASSETS, TEXT
 from torch import Tensor
 
@@ -135,7 +143,7 @@ def generate(directory: Path, speculative: dict[str, Any], temperature: float) -
             device="cpu",
             max_num_seqs=4,
             max_num_batched_tokens=96,
-            num_pages=48,
+            num_pages=80,
             speculative_config=SpeculativeConfig.from_dict(speculative),
         )
     )
@@ -164,14 +172,14 @@ def test_speculation_changes_no_bit(directory: Path, temperature: float) -> None
 
 def test_acceptance_is_that_of_the_card(directory: Path, metrics: dict[str, Any]) -> None:
     """Of fewer prompts; that texts are plain decoding's is checked as well."""
-    runs = measure(directory, {"edits": prompts("edits", 4)}, 64)
+    runs = measure(directory, {"edits": prompts("edits", 4)}, 128)
     card = {one["method"]: one for one in metrics["mixture"]["runs"] if one["text"] == "edits"}
     assert [one["method"] for one in runs] == ["mtp", "ngram", "suffix"]
     for one in runs:
         accepted = one["accepted_by_position"]
         assert accepted == sorted(accepted, reverse=True) and len(accepted) == DRAFTS
         assert one["tokens_per_step"] == pytest.approx(
-            card[one["method"]]["tokens_per_step"], rel=0.3
+            card[one["method"]]["tokens_per_step"], rel=0.25
         )
 
 
@@ -189,12 +197,13 @@ def test_the_card_gives_the_measured_figures(metrics: dict[str, Any]) -> None:
 
 
 def test_a_step_that_is_measured_reads_the_experts_of_different_rows(
-    directory: Path, metrics: dict[str, Any]
+    directory: Path, metrics: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """So that the costs of drafts are those of the experts that they read.
 
     Rows of one token would read those of one row.
     """
+    monkeypatch.setattr(step_costs, "_FACTOR", math.inf)  # no step is too long
     engine = Engine(
         EngineConfig(
             model=str(directory),
