@@ -257,10 +257,10 @@ def test_an_engine_that_is_killed_is_started_again(
         assert apart.post(long | {"max_tokens": 9}).json()["choices"] == expected
         apart.wait_until_idle()
         assert started.connection.fileno() == -1, "its socket is closed"
-        # In the middle of a stream; and one that does not come back.
-        with HTTP.stream(
-            "POST", f"{apart.url}/v1/completions", json=long | {"stream": True}
-        ) as answer:
+        # In the middle of a stream, of more steps than it has time for; and one that does not come
+        # back.
+        many = long | {"stream": True, "n": 64}
+        with HTTP.stream("POST", f"{apart.url}/v1/completions", json=many) as answer:
             lines = answer.iter_lines()
             assert "error" not in json.loads(next(lines)[6:])
             monkeypatch.setattr(process, "_PAUSES", (0.0, 0.01))
