@@ -1789,6 +1789,8 @@ def test_metrics_on_a_port_of_their_own(capsys: pytest.CaptureFixture[str]) -> N
         absent = HTTP.get(f"{url}/metrics")
         assert absent.status_code == 404 and "--metrics-port" in absent.json()["error"]["message"]
         assert "/metrics" not in HTTP.get(f"{url}/openapi.json").json()["paths"]
+        page = HTTP.get(url).text
+        assert 'href="docs"' in page and "Metrics" not in page, "no link that leads nowhere"
         body = {"prompt": "abc", "max_tokens": 250, "speculative_config": {"method": "naive"}}
         with HTTP.stream("POST", f"{url}/v1/completions", json=body | STREAM) as running:
             next(running.iter_lines())
