@@ -42,7 +42,7 @@ class Served:
             self.engine.holds_at = None
 
 
-def wait_for(condition: Callable[[], bool], seconds: float = 30.0) -> None:
+def wait_for(condition: Callable[[], bool], seconds: float = 60.0) -> None:
     """Waits for something another thread does."""
     end = time.monotonic() + seconds
     while not condition():

@@ -61,7 +61,7 @@ from specops.server.protocol import ChatCompletionRequest, CompletionRequest, pa
 from specops.service.thread import ThreadClient
 
 TESTS = Path(__file__).parent
-HTTP = httpx.Client(timeout=30)
+HTTP = httpx.Client(timeout=120)
 
 
 @pytest.fixture(scope="module")
@@ -77,7 +77,7 @@ def client(fake: Served) -> Iterator[openai.OpenAI]:
 
 
 def connect(served: Served, key: str = "none") -> openai.OpenAI:
-    return openai.OpenAI(base_url=f"{served.url}/v1", api_key=key, max_retries=0, timeout=30)
+    return openai.OpenAI(base_url=f"{served.url}/v1", api_key=key, max_retries=0, timeout=120)
 
 
 def post(served: Served, path: str, body: Any, **options: Any) -> httpx.Response:
@@ -1686,7 +1686,7 @@ def running_server(metrics_apart: bool = False) -> Iterator[Any]:
             except httpx.TransportError:
                 return False
 
-        wait_for(is_up, 30)
+        wait_for(is_up, 120)
         yield process, *ports
     finally:
         process.kill()

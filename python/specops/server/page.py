@@ -22,7 +22,7 @@ _HEADERS = {
     "Referrer-Policy": "no-referrer",
     "Cache-Control": "no-cache",
 }
-_METRICS = b'<a href="metrics">Metrics</a> '
+_METRICS = b' <a href="metrics">Metrics</a>'
 
 
 def add_page(app: FastAPI, *, has_metrics: bool) -> None:
