@@ -18,7 +18,7 @@ needs_chromium = pytest.mark.skipif(
 )
 
 # A loaded machine is slow: what is there is seen at once, however long one would wait for it.
-_MILLISECONDS = 30_000
+_MILLISECONDS = 120_000
 expect.set_options(timeout=_MILLISECONDS)
 
 # Chromium asks its maker's hosts for updates otherwise.
@@ -57,6 +57,7 @@ def opened(
         options: of the browser's context, such as viewport.
     """
     context = browser.new_context(**{"viewport": {"width": 1180, "height": 900}, **options})
+    context.set_default_timeout(_MILLISECONDS)
     page = context.new_page()
     problems: list[str] = []
     page.on("pageerror", lambda error: problems.append(str(error)))
