@@ -62,10 +62,9 @@ def test_the_package_still_has_all_its_names() -> None:
     assert set(specops.__all__) <= set(dir(specops))
     for name in specops.__all__:
         assert getattr(specops, name).__module__.startswith("specops")
-    code = "import specops; print(specops.runtime.get_isa() == specops.get_isa())"
-    assert python("-c", code).stdout == "True\n"
-    code = "import specops; print(specops.sampling.verify.__name__, 'moe' in dir(specops))"
-    assert python("-c", code).stdout == "verify True\n"
+    code = "import specops; print(specops.runtime.get_isa() == specops.get_isa()); "
+    code += "print(specops.sampling.verify.__name__, 'moe' in dir(specops))"
+    assert python("-c", code).stdout == "True\nverify True\n"
     with pytest.raises(AttributeError, match="module 'specops' has no attribute 'nothing'"):
         specops.nothing  # noqa: B018
 

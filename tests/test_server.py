@@ -1655,10 +1655,10 @@ from fake_engine import FakeEngine
 from specops.server import listen, make_app, serve
 from specops.server.hosts import Access
 from specops.service.thread import ThreadClient
-listener = listen("127.0.0.1", int(sys.argv[1]))
-apart = listen("127.0.0.1", int(sys.argv[2])) if sys.argv[2:] else None
+listener = listen("127.0.0.1", int(sys.argv[2]))
+apart = listen("127.0.0.1", int(sys.argv[3])) if sys.argv[3:] else None
 access = Access(allowed_hosts=["127.0.0.1", "x", "somebody"])
-engine = FakeEngine(step_seconds=0.02)
+engine = FakeEngine(step_seconds=float(sys.argv[1]))
 client = ThreadClient(engine)
 app = make_app(client, engine.tokenizer, metrics_apart=apart is not None, access=access)
 limits = {"header_timeout": 4, "max_connections": 40}
@@ -1667,7 +1667,7 @@ serve(app, listener, drain_timeout=20, log_level="warning", metrics_listener=apa
 
 
 @contextlib.contextmanager
-def running_server(metrics_apart: bool = False) -> Iterator[Any]:
+def running_server(step_seconds: float = 0.02, *, metrics_apart: bool = False) -> Iterator[Any]:
     """The program RUN, its port, and the port of its metrics where they have one."""
     with contextlib.ExitStack() as stack:
         free = [
@@ -1677,7 +1677,8 @@ def running_server(metrics_apart: bool = False) -> Iterator[Any]:
         ports = [one.getsockname()[1] for one in free]
     port = ports[0]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(TESTS), *sys.path])}
-    process = subprocess.Popen([sys.executable, "-c", RUN, *map(str, ports)], env=environment)
+    arguments = map(str, [step_seconds, *ports])
+    process = subprocess.Popen([sys.executable, "-c", RUN, *arguments], env=environment)
     try:
 
         def is_up() -> bool:
@@ -1784,7 +1785,8 @@ def answer_to(asked: socket.socket) -> None:
 
 
 def test_metrics_on_a_port_of_their_own(capsys: pytest.CaptureFixture[str]) -> None:
-    with running_server(metrics_apart=True) as (process, port, metrics_port):
+    # Its steps are so long that nothing ends before the client leaves.
+    with running_server(0.2, metrics_apart=True) as (process, port, metrics_port):
         url, own = f"http://127.0.0.1:{port}", f"http://127.0.0.1:{metrics_port}"
         absent = HTTP.get(f"{url}/metrics")
         assert absent.status_code == 404 and "--metrics-port" in absent.json()["error"]["message"]
@@ -1794,7 +1796,7 @@ def test_metrics_on_a_port_of_their_own(capsys: pytest.CaptureFixture[str]) -> N
         body = {"prompt": "abc", "max_tokens": 250, "speculative_config": {"method": "naive"}}
         with HTTP.stream("POST", f"{url}/v1/completions", json=body | STREAM) as running:
             next(running.iter_lines())
-            assert running_requests(own) == 1
+            wait_for(lambda: running_requests(own) == 1)
             assert HTTP.head(f"{own}/metrics").status_code == 200
             rebound = HTTP.get(f"{own}/metrics", headers={"Host": "somewhere.example"})
             assert rebound.status_code == 400
