@@ -258,6 +258,28 @@ def test_a_consumer_that_reads_again_keeps_its_jobs(redis: Redis) -> None:
     assert 0 < left <= 60, "what is told to a dead node goes away"
 
 
+def test_a_task_that_swallows_a_cancellation_ends() -> None:
+    """As calls of redis-py do when their time is over, too; the node would wait for it forever."""
+
+    async def swallow(seen: list[int]) -> None:
+        while True:
+            try:
+                await asyncio.sleep(60)
+            except asyncio.CancelledError:
+                seen.append(1)
+                if len(seen) == 2:
+                    raise
+
+    async def run() -> int:
+        seen: list[int] = []
+        task = asyncio.ensure_future(swallow(seen))
+        await asyncio.sleep(0)
+        await asyncio.wait_for(splitwise._ended([task]), 10)
+        return len(seen)
+
+    assert asyncio.run(run()) == 2
+
+
 @pytest.mark.parametrize("was_stopped", [False, True])
 def test_who_was_stopped_takes_nobody_for_dead(
     monkeypatch: pytest.MonkeyPatch, was_stopped: bool

@@ -163,8 +163,7 @@ class SplitwiseClient(EngineClient):
     async def stop(self) -> None:
         """Drops what is left, and waits for the engine to end. Others go on with what it ran."""
         if self._task is not None:
-            self._task.cancel()
-            await asyncio.gather(self._task, return_exceptions=True)
+            await _ended([self._task])
         await self._engine.stop()
 
     # ---- jobs of this node's door ----
@@ -327,11 +326,11 @@ class SplitwiseClient(EngineClient):
                 try:
                     await asyncio.gather(*tasks)
                 finally:
-                    for task in tasks:
-                        task.cancel()
-                    await asyncio.gather(*tasks, return_exceptions=True)
-            except _ERRORS as error:
-                if not is_away:
+                    await _ended(tasks)
+            except Exception as error:
+                if not isinstance(error, _ERRORS):
+                    logger.exception("the queue's work failed, and begins anew")
+                elif not is_away:
                     logger.warning("Redis is away: %s", error)
                 is_away = True
                 self._fail_old()
@@ -490,3 +489,12 @@ class SplitwiseClient(EngineClient):
         for entry, fields in await client.xclaim(stream, _GROUP, self.node, idle, ids):
             if fields:
                 self._again(stream, entry, _ticket.decode(fields[b"t"]))
+
+
+async def _ended(tasks: Iterable[asyncio.Task[None]]) -> None:
+    """Cancels tasks until they have ended: a client of Redis sometimes swallows a cancellation."""
+    left = set(tasks)
+    while left:
+        for task in left:
+            task.cancel()
+        _, left = await asyncio.wait(left, timeout=_AWAY_SECONDS)
