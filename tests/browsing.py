@@ -17,6 +17,10 @@ needs_chromium = pytest.mark.skipif(
     CHROMIUM is None, reason="Chromium is not installed (Debian's package chromium)"
 )
 
+# A loaded machine is slow: what is there is seen at once, however long one would wait for it.
+_MILLISECONDS = 120_000
+expect.set_options(timeout=_MILLISECONDS)
+
 # Chromium asks its maker's hosts for updates otherwise.
 _QUIET = ("--disable-background-networking", "--disable-component-update", "--disable-sync")
 
@@ -53,6 +57,7 @@ def opened(
         options: of the browser's context, such as viewport.
     """
     context = browser.new_context(**{"viewport": {"width": 1180, "height": 900}, **options})
+    context.set_default_timeout(_MILLISECONDS)
     page = context.new_page()
     problems: list[str] = []
     page.on("pageerror", lambda error: problems.append(str(error)))
@@ -87,7 +92,7 @@ def fill(page: Page, **fields: str) -> None:
 
 def done(page: Page, state: str = "done") -> None:
     """Waits for the end of a run."""
-    expect(page.locator("body")).to_have_attribute("data-state", state, timeout=10_000)
+    expect(page.locator("body")).to_have_attribute("data-state", state)
 
 
 def run(page: Page, state: str = "done") -> None:
@@ -95,6 +100,11 @@ def run(page: Page, state: str = "done") -> None:
     page.locator("#run").click()
     expect(page.locator("body")).not_to_have_attribute("data-state", "idle")
     done(page, state)
+
+
+def stop_the_clock(page: Page) -> None:
+    """Has the page's clock stand still: of what it repeats while there is time, it does all."""
+    page.evaluate("performance.now = () => 0")
 
 
 def fact(page: Page, name: str, lane: int = 0) -> str:

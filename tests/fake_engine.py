@@ -103,6 +103,7 @@ class FakeEngine:
         self.most_accepted, self.flaw = most_accepted, flaw
         self.num_failures = 0  # steps to come that fail
         self.keeps_failed = False  # what a step that fails has ended
+        self.holds_at: int | None = None  # a request that has so many tokens gets no more
         self.owners: set[tuple[str, ...]] = set()  # of all requests so far
         self._running: list[_Request] = []
         self._waiting: list[_Request] = []
@@ -199,7 +200,9 @@ class FakeEngine:
         if self.num_failures:
             self.num_failures -= 1
             return self._fail()
-        outputs = [self._advance(request) for request in self._running]
+        outputs = [self._advance(request) for request in self._running if self._may_go_on(request)]
+        if not outputs:
+            time.sleep(0.001)  # all are held
         for request in [one for one in self._running if one.reason is not None]:
             self._running.remove(request)
             self._done[request.id] = request
@@ -289,6 +292,9 @@ class FakeEngine:
             report = StepDrafts(proposed, parents, [request.method] * drafts, accepted)
         of_prompt = _prompt_logprobs(request) if first else None
         return RequestOutput(request.id, tokens, text, logprobs, request.reason, report, of_prompt)
+
+    def _may_go_on(self, request: _Request) -> bool:
+        return self.holds_at is None or len(request.token_ids) < self.holds_at
 
     def _next_token(self, request: _Request, ahead: int) -> int:
         """What follows so many further tokens; choices differ by where in the prompt they begin."""

@@ -12,7 +12,12 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 WORDS = [f" w{number}" for number in range(50)]
-CARD = {"id": "m", "methods": ["naive", "ngram"], "speculative_config": {"method": "ngram"}}
+CARD = {
+    "id": "m",
+    "methods": ["naive", "ngram", "prediction"],
+    "drafters": [{"name": "ngram"}, {"name": "prediction", "parameter": "prediction"}],
+    "speculative_config": {"method": "ngram"},
+}
 AT = 3  # the token that is wrong
 
 

@@ -2,6 +2,8 @@
 """Runs the server inside a test, on a real socket."""
 
 import contextlib
+import json
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -27,13 +29,35 @@ class Served:
         wait_for(lambda: engine.num_running == engine.num_waiting == 0)
         wait_for(lambda: engine.num_free_pages == engine.num_pages)
 
+    @contextlib.contextmanager
+    def holding(self, tokens: int) -> Iterator[None]:
+        """Of a FakeEngine, requests with so many tokens get no more before the block ends.
 
-def wait_for(condition: Callable[[], bool], seconds: float = 10.0) -> None:
+        What a test does in the block happens before they end, however slow the machine is.
+        """
+        self.engine.holds_at = tokens
+        try:
+            yield
+        finally:
+            self.engine.holds_at = None
+
+
+def wait_for(condition: Callable[[], bool], seconds: float = 60.0) -> None:
     """Waits for something another thread does."""
     end = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < end, "it did not happen in time"
         time.sleep(0.002)
+
+
+def hang_up_on(served: Served, path: str, body: dict[str, Any]) -> socket.socket:
+    """Sends a request and returns the open socket."""
+    host, port = served.url.removeprefix("http://").split(":")
+    data = json.dumps(body).encode()
+    head = f"POST /v1/{path} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+    connection = socket.create_connection((host, int(port)))
+    connection.sendall(head.encode() + f"Content-Length: {len(data)}\r\n\r\n".encode() + data)
+    return connection
 
 
 @contextlib.contextmanager

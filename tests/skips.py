@@ -6,7 +6,10 @@ from collections.abc import Iterable
 from pathlib import PurePath
 from typing import Any
 
-PAGE = {"test_page_access.py", "test_page_firefox.py", "test_playground.py"}
+PAGE = {
+    *("test_page_access.py", "test_page_chats.py", "test_page_firefox.py"),
+    *("test_page_replay.py", "test_playground.py"),
+}
 
 
 def of_page(skipped: Iterable[Any]) -> str | None:

@@ -3,6 +3,7 @@
 
 import asyncio
 import json
+import time
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -129,19 +130,21 @@ def test_as_many_are_under_way_as_it_is_told() -> None:
 
 @pytest.mark.parametrize("load", [("--concurrency", "3"), ("--rate", "40", "--even")])
 def test_known_delays(load: tuple[str, ...], tmp_path: Path) -> None:
-    """The server's sleeps are never shorter; how much longer depends on the machine's others."""
+    """The server's sleeps are never shorter, and nothing is longer than the whole command."""
     known = Known(first=0.05, gap=0.01, pieces=11, tokens=21)
     with known_server(known):
+        begun = time.perf_counter()
         results = bench(known.url, tmp_path / "a.json", "--requests", "12", *load)
+        took = time.perf_counter() - begun
     found = results["figures"]
     assert (found["num_requests"], found["completion_tokens"]) == (12, 12 * 21)
-    assert 50 <= found["first_token_ms"]["p50"] < 200
+    assert 50 <= found["first_token_ms"]["p50"] < 1e3 * took
     # Eleven texts in ten gaps hold 21 tokens.
-    assert 4.5 < found["per_output_token_ms"]["p50"] < 20
-    assert 150 <= found["whole_ms"]["p50"] < 600
+    assert 4.5 < found["per_output_token_ms"]["p50"] < 1e3 * took / 20
+    assert 150 <= found["whole_ms"]["p50"] < 1e3 * took
     seconds = found["seconds"]
     least = 4 * 0.15 if load[0] == "--concurrency" else 11 / 40 + 0.15
-    assert least <= seconds < 5 * least
+    assert least <= seconds < took
     assert found["output_tokens_per_s"] == pytest.approx(12 * 21 / seconds)
     assert len(known.bodies) == 13, "one request to warm up, which does not count"
 

@@ -44,6 +44,16 @@ METHODS: dict[str, dict[str, Any]] = {
 CACHES = {"auto": {}, "int8": {"kv_cache_dtype": "int8"}, "fp8": {"kv_cache_dtype": "fp8_e4m3"}}
 GREEDY = SamplingParams(max_tokens=16, temperature=0.0, logprobs=2, seed=1)
 SEEDED = replace(GREEDY, temperature=0.9, top_p=0.9, seed=7)
+STATES = {
+    "architectures": ["Qwen3_5ForCausalLM"],
+    "layer_types": ["linear_attention", "full_attention"],
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 32,
+    "linear_conv_kernel_dim": 4,
+    "max_position_embeddings": 192,
+}
 LENGTHS = (5, 16, 17, 33, 48, 70)
 PROMPTS = [random.Random(n).choices(range(3, 150), k=n) for n in LENGTHS]
 
@@ -58,6 +68,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         "latents": write_config(
             tmp_path_factory.mktemp("latents"), **FAMILIES["deepseek_v3"], **common
         ),
+        "states": write_config(tmp_path_factory.mktemp("states"), **STATES, **common),
     }
 
 
@@ -98,6 +109,9 @@ CASES = [
     ("heads", "int8", "mtp"),
     ("heads", "fp8", "mtp"),
     ("latents", "auto", "mtp"),
+    ("states", "auto", "naive"),
+    ("states", "auto", "suffix"),
+    ("states", "int8", "mtp"),
 ]
 
 
@@ -190,6 +204,23 @@ def test_without_room_nothing_is_put_in(models: dict[str, Path]) -> None:
     assert decode.give_pages(pages, short) == 2 and decode.num_free_pages == 3
 
 
+def test_states_that_find_no_room_are_computed(models: dict[str, Path]) -> None:
+    """What was kept before makes room, but for what waits for the page of a running request."""
+    settings = {"model": str(models["states"]), "max_model_len": 128}
+    prefill, decode = make(NAIVE, **settings), make(NAIVE, **settings, state_cache_bytes=10_000)
+    states = decode._scheduler.states
+    assert decode._runner.parts.cache.room.num_kept == 1
+    for has_room, prompt in zip((True, True, False), PROMPTS[3:], strict=True):
+        (want,) = prefill.generate([prompt], GREEDY)
+        pages, expected = prefill.take_pages(prompt, GREEDY), decode.expected(prompt, GREEDY)
+        if not has_room:
+            states._entry_of.clear()
+        count = (len(prompt) - 1) // 16 if has_room else 0
+        assert decode.give_pages(pages, expected) == count
+        (done,) = decode.generate([prompt], GREEDY)
+        assert done.logprobs == want.logprobs and done.num_cached_tokens == 16 * count
+
+
 def test_a_role_needs_a_prefix_cache(models: dict[str, Path]) -> None:
     with pytest.raises(ValueError, match="enable_prefix_caching must be on for a role"):
         make(NAIVE, model=str(models["heads"]), enable_prefix_caching=False)
@@ -224,10 +255,14 @@ def exchange(engine: PagesEngine, *commands: Command) -> tuple[Exchange, Command
     return Exchange(engine, transport, inbox, lambda batch: None), inbox
 
 
-@pytest.mark.parametrize("lacking", [None, 0, 1])
-def test_each_rank_hands_over_its_share(models: dict[str, Path], lacking: int | None) -> None:
+@pytest.mark.parametrize(
+    "kind,lacking", [("heads", None), ("heads", 0), ("heads", 1), ("states", None), ("states", 0)]
+)
+def test_each_rank_hands_over_its_share(
+    models: dict[str, Path], kind: str, lacking: int | None
+) -> None:
     """All go on with the pages that came; where one rank's are missing, all compute the prompt."""
-    settings = {"model": str(models["heads"]), "exact_across_tp": 2}
+    settings = {"model": str(models[kind]), "exact_across_tp": 2}
     (alone,) = make(NAIVE, **settings).generate([PROMPTS[-1]], GREEDY)
 
     def work(ranks: Ranks) -> Any:

@@ -62,7 +62,7 @@ def test_a_race_by_keyboard_alone(served: Served, browser: Browser) -> None:
         page.keyboard.press("Tab")
         assert page.evaluate("document.activeElement.value") == "race", "the first stop"
         page.keyboard.press("ArrowRight")
-        assert page.locator("#results").get_attribute("data-mode") == "write"
+        expect(page.locator("#results")).to_have_attribute("data-mode", "write")
         page.keyboard.press("ArrowLeft")
         tab_to(page, "prompt")
         page.keyboard.press("Control+A")
@@ -104,7 +104,7 @@ def test_a_race_by_keyboard_alone(served: Served, browser: Browser) -> None:
 
 @needs_chromium
 def test_escape_stops_and_the_focus_stays(served: Served, browser: Browser) -> None:
-    with opened(browser, served) as page:
+    with opened(browser, served) as page, served.holding(5):
         connected(page)
         page.locator("#method").select_option("naive")
         fill(page, prompt="abc", tokens="250")
@@ -173,7 +173,7 @@ TOO_SMALL = """() => [...document.querySelectorAll("button, select, input, texta
 
 @needs_chromium
 def test_a_phone_shows_the_race_and_can_stop_it(served: Served, browser: Browser) -> None:
-    with opened(browser, served, **PHONE) as page:
+    with opened(browser, served, **PHONE) as page, served.holding(5):
         connected(page)
         page.locator("#method").select_option("naive")
         fill(page, prompt="abc", tokens="250")

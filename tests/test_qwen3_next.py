@@ -14,7 +14,7 @@ from functools import cache
 from pathlib import Path
 from tempfile import mkdtemp
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -24,12 +24,13 @@ from safetensors.torch import load_file
 from specops import linear_attention
 from specops.engine import Completion, Engine, EngineConfig, SamplingParams, SpeculativeConfig
 from specops.engine.errors import ModelError
-from specops.engine.machine import num_pages_of
+from specops.engine.machine import room_of
 from specops.engine.models import load_model
-from specops.engine.models.kv import CacheRoom, StateSpec
+from specops.engine.models.kv import CacheRoom, KvCache, StateSpec
 from test_experts import FAMILIES, engine_directory, make_experts
 from test_lossless import bits
 from test_models import Runner, random_ids
+from test_scheduler import check_entries
 from torch import Tensor
 
 DRAFTS, TOKENS = 4, 24
@@ -101,9 +102,15 @@ def make(method: str, **options: Any) -> Engine:
 
 
 @cache
+def alone() -> Engine:
+    """One request at a time, without drafts, each computed from its first token on."""
+    return make("naive", max_num_seqs=1, enable_prefix_caching=False)
+
+
+@cache
 def plain(count: int) -> list[Completion]:
-    """One request at a time, without drafts."""
-    return make("naive", max_num_seqs=1).generate(*texts(count))
+    """The texts as they are."""
+    return alone().generate(*texts(count))
 
 
 def expected_texts(count: int) -> tuple[list[list[int]], list[SamplingParams]]:
@@ -263,19 +270,148 @@ def test_traps_are_noticed(trap: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert [bits(one) for one in engine.generate(*expected_texts(20))] != expected
 
 
-def test_prefixes_are_computed_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No page of a request is of use to another, which would lack the states at its end."""
+def follow_up(prompt: list[int], done: Completion) -> list[int]:
+    """The next turn of a conversation."""
+    return [*prompt, *done.token_ids, 3, 1, 4, 1, 5]
+
+
+def test_a_request_goes_on_from_the_states_of_a_prefix() -> None:
+    """The same prompt; one that begins as two before it did; the next turn of a conversation."""
+    system, (params,) = list(range(1, 41)), texts(1)[1]
+    prompts = [[*system, *[100 + index] * 13] for index in range(3)]
+    prompts = [prompts[0], prompts[0], *prompts[1:]]
+    prompts.append(follow_up(prompts[0], alone().generate(prompts[:1], params)[0]))
+    for method in ("naive", "ngram", "mtp"):
+        engine, cached = make(method), []
+        for prompt in prompts:
+            (done,), (want,) = engine.generate([prompt], params), alone().generate([prompt], params)
+            assert bits(done) == bits(want)
+            cached.append(done.num_cached_tokens)
+        # 53 tokens; 40 in common, and 53 + 24 in the first turn: of pages of 16.
+        assert cached == [0, 48, 0, 32, 64]
+        assert engine.stats.prefix_cache_hits == sum(cached)
+        assert engine.stats.prefix_cache_queries == sum(map(len, prompts))
+
+
+def test_the_states_of_another_prefix_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    prompt, (params,) = list(range(1, 60)), texts(1)[1]
+    engine = make("naive")
+    first, _ = engine.generate([prompt, [7] * 50], params)
+    load = KvCache.load_states
+    monkeypatch.setattr(
+        KvCache, "load_states", lambda kv, entry, *place: load(kv, (entry + 1) % 2, *place)
+    )
+    again = engine.generate([prompt], params)[0]
+    assert again.num_cached_tokens == 48 and bits(again) != bits(first)
+
+
+def test_without_a_prefix_cache_nothing_is_looked_up() -> None:
     prompt, params = list(range(1, 60)), texts(1)[1]
-    engine = make("naive")
-    assert not engine.config.enable_prefix_caching
-    first, second = engine.generate([prompt], params), engine.generate([prompt], params)
-    assert bits(first[0]) == bits(second[0]) and second[0].num_cached_tokens == 0
-    # Were they found:
-    monkeypatch.setattr("specops.engine.engine.fitted", lambda config, model: config)
-    engine = make("naive")
-    engine.generate([prompt], params)
-    engine.generate([[3] * 70], params)  # takes the slot
-    assert bits(engine.generate([prompt], params)[0]) != bits(first[0])
+    engine = make("naive", enable_prefix_caching=False)
+    for _ in range(2):
+        assert engine.generate([prompt], params)[0].num_cached_tokens == 0
+    assert engine.stats.prefix_cache_queries == 0 and not engine._runner.parts.cache.room.num_kept
+
+
+class Conversations(NamedTuple):
+    """Requests that begin alike, and what each gives by itself."""
+
+    prompts: list[list[int]]
+    params: list[SamplingParams]
+    done: list[Completion]
+
+
+@cache
+def conversations(count: int) -> Conversations:
+    """Each is new, goes on from an earlier one, or has some of its tokens and then others."""
+    chance = random.Random(11)
+    made = Conversations([], [], [])
+    for index in range(count):
+        period = [chance.randrange(1, 257) for _ in range(chance.randrange(1, 9))]
+        prompt = (period * 20)[: chance.randrange(1, 60)]
+        if index and chance.random() < 0.8:
+            before = chance.randrange(max(index - 12, 0), index)
+            whole = follow_up(made.prompts[before], made.done[before])
+            prompt = whole[: chance.randrange(1, len(whole) + 1)] + prompt[:8]
+        prompt = prompt[: 127 - TOKENS]
+        params = SamplingParams(
+            max_tokens=TOKENS,
+            temperature=0.7 * (index % 2),
+            seed=index,
+            ignore_eos=True,
+            logprobs=1,
+        )
+        (done,) = alone().generate([prompt], params)
+        told = [
+            (token + (place % (index % 6 + 2) == index % 3)) % 257
+            for place, token in enumerate(done.token_ids)
+        ]
+        if index % 4:
+            params = replace(params, prediction=tuple(told))
+        made.prompts.append(prompt)
+        made.params.append(params)
+        made.done.append(done)
+    return made
+
+
+def live(engine: Engine, talk: Conversations) -> list[Completion]:
+    """All requests, a few at a time; some are aborted and come again."""
+    chance, count = random.Random(3), len(talk.prompts)
+    coming, names, done = list(range(count))[::-1], dict[str, int](), dict[int, Completion]()
+    while len(done) < count:
+        while coming and len(names) < 8:
+            index = coming.pop()
+            names[engine.add_request(talk.prompts[index], talk.params[index])] = index
+        if chance.random() < 0.05:
+            name = chance.choice(list(names))
+            assert engine.abort(name)
+            coming.append(names.pop(name))
+            continue
+        for output in engine.step():
+            if output.finish_reason is not None:
+                done[names.pop(output.request_id)] = engine.completion(output.request_id)
+    return [done[index] for index in range(count)]
+
+
+CACHES: dict[str, dict[str, Any]] = {
+    "all kept": {},
+    "few kept": {"num_kept": 3, "max_num_batched_tokens": 24, "max_num_seqs": 5},
+    "few pages": {"num_kept": 12, "num_pages": 12, "max_num_seqs": 6},
+}
+
+
+def check_conversations(method: str, cache: str, count: int) -> None:
+    options = dict(CACHES[cache])
+    num_kept = options.pop("num_kept", 100)
+    options["state_cache_bytes"] = num_kept * load_model(directory()).kv_bytes_per_slot(0)
+    engine, talk = make(method, **options), conversations(count)
+    assert engine._runner.parts.cache.room.num_kept == num_kept
+    if method != "naive":
+        engine = RandomLengths().decide_for(engine)
+    else:
+        talk = talk._replace(params=[replace(one, prediction=()) for one in talk.params])
+    done = live(engine, talk)
+    assert list(map(bits, done)) == list(map(bits, talk.done))
+    stats, states = engine.stats, engine._scheduler.states
+    assert stats.prefix_cache_hits > 0.05 * stats.prefix_cache_queries > 0
+    assert (stats.num_preemptions > 0) == (cache == "few pages")
+    assert engine.num_free_pages == engine.num_pages
+    check_entries(states)
+
+
+@pytest.mark.parametrize("cache", CACHES)
+@pytest.mark.parametrize("method", ["naive", "ngram", "suffix", "mtp"])
+@pytest.mark.corners("naive-few kept", "ngram-few pages", "mtp-all kept", "mtp-few kept")
+def test_prefixes_change_no_bit(method: str, cache: str) -> None:
+    """Beside drafts across borders, evictions, preemptions and aborts."""
+    check_conversations(method, cache, 30)
+
+
+@pytest.mark.prove
+@pytest.mark.parametrize("cache", CACHES)
+@pytest.mark.parametrize("method", ["naive", "ngram", "suffix", "mtp"])
+def test_prefixes_change_no_bit_of_300_requests(method: str, cache: str) -> None:
+    check_conversations(method, cache, 300)
 
 
 def test_a_slot_has_nothing_of_who_had_it_before() -> None:
@@ -315,10 +451,6 @@ def test_what_has_no_states_is_refused_by_name(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match="linear attention is not supported in a draft model"):
         own = SpeculativeConfig(method="draft_model", model=directory(), num_speculative_tokens=2)
         Engine(EngineConfig(model=directory(), speculative_config=own))
-    with pytest.raises(ValueError, match="a role needs a prefix cache, which this model cannot"):
-        from specops.disaggregated.handoff import PagesEngine
-
-        PagesEngine(EngineConfig(model=directory()))
 
 
 def test_memory_has_room_for_states() -> None:
@@ -332,16 +464,25 @@ def test_memory_has_room_for_states() -> None:
     assert each == 2 * 4 * ((DRAFTS + 1) * 4 * 32 * 16 + (DRAFTS + 3) * 192)
     config = replace(make("ngram").config, num_pages=None)
 
-    def pages(free: int) -> int:
+    def room(free: int, **options: Any) -> CacheRoom:
         device: Any = SimpleNamespace(device=torch.device("cpu"), free_bytes=lambda: free)
-        return num_pages_of(config, device, model.kv_bytes_per_token(), model)
+        return room_of(replace(config, **options), device, model, 0)
 
-    page = 16 * model.kv_bytes_per_token()
-    assert pages(8 * each + 20 * page) == 20
-    with pytest.raises(
-        ValueError, match="max_num_seqs must fit the memory of cpu: what 8 requests"
-    ):
-        pages(8 * each - 1)
+    page, kept = 16 * model.kv_bytes_per_token(), model.kv_bytes_per_slot(0)
+    assert room(8 * each + 20 * page, enable_prefix_caching=False) == (20, 16, 8, DRAFTS, 0)
+    assert room(8 * each + 4 * kept + 20 * page, state_cache_bytes=4 * kept)[::4] == (20, 4)
+    # A quarter, of the whole cache or what is free, and no more than pages.
+    assert room(1 << 30, kv_cache_bytes=40 * kept) == (30 * kept // page, 16, 8, DRAFTS, 10)
+    assert room(1 << 30, num_pages=9).num_kept == 9
+    cache = model.new_kv_cache(*room(1 << 30, num_pages=9))
+    assert sum(one.nbytes for one in cache.tensors) == 9 * page + 8 * each + 9 * kept
+    for free, options, words in [
+        (8 * each - 1, {}, "max_num_seqs must fit the memory of cpu: what 8 requests"),
+        (1 << 30, {"state_cache_bytes": kept - 1}, f"state_cache_bytes must be at least {kept}"),
+        (8 * each + kept, {"state_cache_bytes": 2 * kept}, f"at most {kept}, what keys, values"),
+    ]:
+        with pytest.raises(ValueError, match=words):
+            room(free, **options)
 
 
 def test_tensors_that_have_no_place_are_refused() -> None:

@@ -5,7 +5,7 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -14,6 +14,7 @@ from specops.engine import SamplingParams, SpeculativeConfig
 from specops.engine.config import EngineConfig
 from specops.engine.machine import free_rows_of
 from specops.engine.memory.kv_cache import DraftKv, PagePool
+from specops.engine.models import CacheRoom, KeptStates, KvCache
 from specops.engine.plan import Part, Plan
 from specops.engine.request import Request
 from specops.engine.scheduling.scheduler import Scheduler
@@ -56,19 +57,61 @@ def make_request(
     return request
 
 
+def check_entries(states: KeptStates) -> None:
+    """Fails if an entry is lost, or two things at once."""
+    waiting = [own.waiting[1] for own in states._running.values() if own.waiting is not None]
+    entries = [*states._free, *states._entry_of.values(), *waiting]
+    num_kept = 0 if states._cache is None else states._cache.room.num_kept
+    assert sorted(entries) == list(range(num_kept)), "an entry is lost, or has two owners"
+
+
+class States:
+    """States as a model keeps them: of a position, the text up to it."""
+
+    def __init__(self, room: CacheRoom) -> None:
+        self.room = room
+        Texts = list[tuple[int, ...] | None]
+        self.slots: list[Texts] = [[None] * (room.num_drafts + 1) for _ in range(room.num_slots)]
+        self.kept: Texts = [None] * room.num_kept
+        self.num_loads = self.num_kept = 0
+
+    def of_slot(self, slot: int, num_tokens: int) -> tuple[int, ...] | None:
+        return self.slots[slot][(num_tokens - 1) % len(self.slots[slot])]
+
+    def keep_states(self, slot: int, num_tokens: int, entry: int) -> None:
+        self.kept[entry] = text = self.of_slot(slot, num_tokens)
+        assert text is not None and len(text) == num_tokens, "it is another position's"
+        self.num_kept += 1
+
+    def load_states(self, entry: int, num_tokens: int, slot: int) -> None:
+        window = self.slots[slot]
+        window[:] = [None] * len(window)
+        window[(num_tokens - 1) % len(window)] = self.kept[entry]
+        self.num_loads += 1
+
+
 class World:
     """An engine's loop with random drafts, acceptance, rests of drafters, endings and aborts."""
 
     def __init__(
-        self, seed: int, lookahead: int, *, num_pages: int = 24, caching: bool = True, k: int = 5
+        self,
+        seed: int,
+        lookahead: int,
+        *,
+        num_pages: int = 24,
+        caching: bool = True,
+        k: int = 5,
+        num_kept: int = 0,
     ) -> None:
         self.rng = random.Random(seed)
         self.lookahead, self.size, self.k = lookahead, 4, k
         self.pool = PagePool(num_pages, self.size, enable_prefix_caching=caching)
         self.leaf = 2 * self.size
+        self.states = States(CacheRoom(num_pages, 4, 6, k, num_kept)) if num_kept else None
         self.scheduler = Scheduler(
             self.pool,
             EngineConfig(max_num_seqs=6, max_num_batched_tokens=24),
+            KeptStates(self.pool, cast(KvCache | None, self.states)),
             prefix_finder=PrefixFinder(self.pool, leaf_tokens=self.leaf),
         )
         self.memory = [[Row() for _ in range(self.size)] for _ in range(num_pages)]
@@ -107,6 +150,19 @@ class World:
         for part in plan:
             self._execute(part)
         check_pages(self.pool)
+        check_entries(self.scheduler.states)
+
+    def live(self, num_steps: int) -> None:
+        """So many steps in which requests come and go, and those that the last ones need."""
+        for _ in range(num_steps):
+            if len(self.scheduler.waiting) < 4 and self.rng.random() < 0.5:
+                self.arrive()
+            if self.rng.random() < 0.03:
+                self.abort()
+            self.step()
+        while self.scheduler.running or self.scheduler.waiting:
+            self.step()
+        assert self.pool.num_available == self.pool.num_pages
 
     def abort(self) -> None:
         if self.scheduler.running:
@@ -196,14 +252,19 @@ class World:
         accepted = rng.randint(0, part.num_drafts)
         tokens = tuple(request.token_ids[: begin + known])
         drafts = tuple(rng.randrange(2) for _ in range(part.num_drafts))
+        if begin and self.states is not None:
+            assert self.states.of_slot(part.slot, begin) == tokens[:begin], "states are others'"
         for row in range(part.num_rows):
-            self._write(request, begin + row).model = (tokens + drafts)[: begin + row + 1]
+            text = (tokens + drafts)[: begin + row + 1]
+            self._write(request, begin + row).model = text
+            if self.states is not None:
+                self.states.slots[part.slot][(begin + row) % len(self.states.slots[0])] = text
         request.num_computed += known + accepted
         if part.emits:
             request.token_ids += [*drafts[:accepted], rng.randrange(2)]
         if request.draft_kv is not None and rng.random() < 0.7:  # else the drafter has a rest
             self._draft(request)
-        self.scheduler.register_full_pages(request)
+        self.scheduler.register_full_pages(request, part)
         if len(request.token_ids) >= request.max_len or rng.random() < 0.02:
             self._finish(request)
 
@@ -224,21 +285,28 @@ def test_rows_are_those_of_the_tokens(lookahead: int) -> None:
     hits, preemptions, spare, saved = {"naive": 0, "mtp": 0}, 0, 0, 0
     for seed in range(8):
         world = World(seed, lookahead)
-        for _ in range(400):
-            if len(world.scheduler.waiting) < 4 and world.rng.random() < 0.5:
-                world.arrive()
-            if world.rng.random() < 0.03:
-                world.abort()
-            world.step()
-        while world.scheduler.running or world.scheduler.waiting:
-            world.step()
-        assert world.pool.num_available == 24
+        world.live(400)
         preemptions += world.num_preemptions
         spare += world.num_spare
         saved += world.num_saved_tokens
         hits = {method: count + world.num_hits[method] for method, count in hits.items()}
     assert preemptions > 100 and hits["naive"] > 1000 and saved > 1000
     assert (hits["mtp"] > 1000) == (spare > 1000) == bool(lookahead)
+
+
+@pytest.mark.parametrize("num_kept", [1, 4, 24])
+@pytest.mark.parametrize("lookahead", [0, 1, 3])
+def test_states_are_those_of_the_tokens(lookahead: int, num_kept: int) -> None:
+    """Kept, evicted and found, whoever is preempted, ends or rejects drafts in between."""
+    num_hits = num_preemptions = num_loads = 0
+    for seed in range(3):
+        world = World(seed, lookahead, num_kept=num_kept, k=5 + 2 * seed)
+        world.live(300)
+        assert world.states is not None and world.states.num_kept > 2 * num_kept
+        num_loads += world.states.num_loads
+        num_preemptions += world.num_preemptions
+        num_hits += sum(world.num_hits.values())
+    assert num_preemptions > 30 and num_loads > 30 * (num_kept > 1) and num_hits >= 4 * num_loads
 
 
 @pytest.mark.parametrize("lookahead", [1, 3])
@@ -289,10 +357,10 @@ def test_pages_are_registered_when_what_follows_them_is_known(lookahead: int) ->
     for length in range(9, 13):
         first.token_ids.append(length)
         first.num_computed = length - 1
-        scheduler.register_full_pages(first)
+        scheduler.register_full_pages(first, scheduler.part(first, 1, emits=True))
         assert first.num_registered_pages == 0  # the drafter had a rest
     first.num_final_draft_kv = min(first.num_computed, len(first.token_ids) - lookahead)
-    scheduler.register_full_pages(first)
+    scheduler.register_full_pages(first, scheduler.part(first, 1, emits=True))
     assert first.num_registered_pages == 2
     # With all that follows, with less, and by a request that does not care.
     for count, hits in ((lookahead, 8), (lookahead - 1, 4)):

@@ -14,7 +14,7 @@ from fake_engine import FakeEngine
 from serving import serving
 from specops.server import Access, default_hosts
 
-HTTP = httpx.Client(timeout=30)
+HTTP = httpx.Client(timeout=120)
 BODY = {"prompt": "abc", "max_tokens": 1}
 
 

@@ -42,7 +42,7 @@ from specops.service.process import EngineProcess, ProcessClient
 from specops.service.wire import Frames, Setup, encoded, from_process, to_process
 from specops.tokenizer import Tokenizer
 
-HTTP = httpx.Client(timeout=30)
+HTTP = httpx.Client(timeout=120)
 TEXT = "for i in range(3): for i in range"
 
 
@@ -251,16 +251,16 @@ def test_an_engine_that_is_killed_is_started_again(
         away = apart.post(long)
         assert away.status_code == 503 and int(away.headers["retry-after"]) >= 1
         assert away.json()["error"]["code"] == "engine_restarting"
-        wait_for(lambda: apart.health() == (200, "ok"), 30)
+        wait_for(lambda: apart.health() == (200, "ok"), 120)
         second = apart.client.pid
         assert second != first and not is_running(first)
         assert apart.post(long | {"max_tokens": 9}).json()["choices"] == expected
         apart.wait_until_idle()
         assert started.connection.fileno() == -1, "its socket is closed"
-        # In the middle of a stream; and one that does not come back.
-        with HTTP.stream(
-            "POST", f"{apart.url}/v1/completions", json=long | {"stream": True}
-        ) as answer:
+        # In the middle of a stream, of more steps than it has time for; and one that does not come
+        # back.
+        many = long | {"stream": True, "n": 64}
+        with HTTP.stream("POST", f"{apart.url}/v1/completions", json=many) as answer:
             lines = answer.iter_lines()
             assert "error" not in json.loads(next(lines)[6:])
             monkeypatch.setattr(process, "_PAUSES", (0.0, 0.01))
@@ -269,7 +269,7 @@ def test_an_engine_that_is_killed_is_started_again(
             rest = [line for line in lines if line]
         assert rest[-1] == "data: [DONE]"
         assert json.loads(rest[-2][6:])["error"]["message"] == message
-        wait_for(lambda: apart.health() == (503, "failed"), 30)
+        wait_for(lambda: apart.health() == (503, "failed"), 120)
         stopped = apart.post(long)
         assert stopped.status_code == 500
         assert stopped.json()["error"]["message"] == "the engine has stopped"
@@ -352,7 +352,7 @@ def command(settings: dict[str, Any], *more: str) -> Iterator[tuple[Any, str]]:
         return False
 
     try:
-        wait_for(is_up, 30)
+        wait_for(is_up, 120)
         yield server, f"http://127.0.0.1:{port}"
     finally:
         server.kill()

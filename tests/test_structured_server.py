@@ -19,9 +19,11 @@ import httpx
 import jsonschema
 import openai
 from schemas import BY_HAND, bounded, record
-from serving import Served, serving, wait_for
+from serving import Served, hang_up_on, serving, wait_for
 from specops.engine import Engine, EngineConfig, SpeculativeConfig, StructuredOutput
 from specops.server import generation
+from specops.server.dispatch import Dispatch
+from specops.server.jobs import Job
 from specops.service import loop
 
 # What the prompt asks for begins with the trigger.
@@ -38,7 +40,7 @@ FORMAT = {
         "triggers": ["{"],
     },
 }
-HTTP = httpx.Client(timeout=60)
+HTTP = httpx.Client(timeout=150)
 PERSON, EXAMPLE = BY_HAND[25]
 PROMPT = f"values = [\n{json.dumps(EXAMPLE)},\n{json.dumps(EXAMPLE)},\n"
 
@@ -259,8 +261,11 @@ def test_refusals(served: Served, body: dict[str, Any], param: str | None, messa
     served.wait_until_idle()
 
 
-def test_rules_that_refer_to_rules_do_not_end_the_server(served: Served) -> None:
+def test_rules_that_refer_to_rules_do_not_end_the_server(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A chain of thousands: each is a call of llguidance's inside another."""
+    monkeypatch.setattr(generation, "_COMPILE_SECONDS", 120.0)  # on a busy machine
     count = 5000
     rules = [f'r{i}: "a" r{i + 1} | "b"' for i in range(count)]
     grammar = "\n".join(["start: r0", *rules, f'r{count}: "z"'])
@@ -294,19 +299,19 @@ def test_a_grammar_that_takes_long_holds_up_nobody(
         target=lambda: answers.append(complete(served, structured_outputs={"regex": "slow"}))
     )
     slow.start()
-    assert begun.wait(10)
+    assert begun.wait(30)
+    monkeypatch.setattr(generation, "_COMPILE_SECONDS", 30.0)  # of those that come now
     try:
         assert complete(served, max_tokens=4).status_code == 200
         assert (
             complete(served, structured_outputs={"choice": ["quick"]}).json()["choices"][0]["text"]
             == "quick"
         )
-        assert not answers
-        slow.join(10)
+        slow.join(30)
     finally:
         may_end.set()
     (answer,) = answers
-    assert answer.status_code == 400 and "takes longer than 1 seconds" in answer.text
+    assert answer.status_code == 400 and "seconds to compile" in answer.text
     # What was begun is there in the end.
     wait_for(lambda: complete(served, structured_outputs={"regex": "slow"}).status_code == 200)
 
@@ -329,7 +334,7 @@ def test_too_many_grammars_that_wait_are_refused(
     with concurrent.futures.ThreadPoolExecutor(4) as pool:
         asked = [pool.submit(ask, number) for number in range(4)]
         done, waiting = concurrent.futures.wait(
-            asked, 10, return_when=concurrent.futures.FIRST_COMPLETED
+            asked, 30, return_when=concurrent.futures.FIRST_COMPLETED
         )
         assert [one.result() for one in done] == [429] and len(waiting) == 3
         assert complete(served, max_tokens=4).status_code == 200, "it is nobody else's affair"
@@ -367,20 +372,24 @@ def test_many_schemas_at_once(served: Served) -> None:
 def test_a_client_that_leaves_while_its_grammar_is_compiled(
     served: Served, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    begun, may_end = threading.Event(), threading.Event()
+    begun, has_left, may_end = threading.Event(), threading.Event(), threading.Event()
+    abort = Dispatch.abort
 
     def slowly(wanted: StructuredOutput) -> Any:
         begun.set()
         assert may_end.wait(30)
 
+    def aborting(self: Dispatch, job: Job) -> None:
+        abort(self, job)
+        has_left.set()
+
     monkeypatch.setattr(served.engine, "compile_structured_output", slowly)
+    monkeypatch.setattr(Dispatch, "abort", aborting)
     requests = served.engine._admission._arrivals
-    with pytest.raises(httpx.ReadTimeout):
-        httpx.post(
-            f"{served.url}/v1/completions", timeout=0.5,
-            json={"prompt": "x", "structured_outputs": {"json": record(left={"const": 1})}},
-        )  # fmt: skip
-    assert begun.is_set()
+    body = {"prompt": "x", "structured_outputs": {"json": record(left={"const": 1})}}
+    with hang_up_on(served, "completions", body):
+        assert begun.wait(30)
+    assert has_left.wait(30)
     may_end.set()
     served.wait_until_idle()
     assert served.engine._admission._arrivals == requests, "it never reached the engine"

@@ -167,6 +167,13 @@ def _add_sizes(parser: argparse.ArgumentParser) -> None:
     add("--page-size", type=int, choices=(16, 32, 64), help=f"(default: {default.page_size})")
     add("--num-pages", type=int, metavar="N", help="KV pages (default: enough for the requests)")
     add(
+        "--state-cache-bytes",
+        type=int,
+        metavar="N",
+        help="for states of prefixes, of a model with linear attention (default: a quarter of what "
+        "the cache takes)",
+    )
+    add(
         "--enable-prefix-caching",
         action=argparse.BooleanOptionalAction,
         default=None,

@@ -5,6 +5,8 @@ Whatever an engine does with a prompt that it finds in its prefix cache has the 
 computes, so nothing else has to move. The engine that gets the pages computes the rest of the
 prompt itself, less than a page and what drafts look ahead, and with it the first token. Random
 numbers follow from the seed and the position. Pages that come too late, or not at all, cost time.
+
+Behind the pages are the states at the end of the last one, of a model with linear attention.
 """
 
 from collections.abc import Mapping, Sequence
@@ -23,12 +25,12 @@ from specops.engine.sampling_params import SamplingParams
 from specops.engine.speculative_config import SpeculativeConfig
 from specops.service.contract import contract_of
 
-VERSION = 2
+VERSION = 3
 
 # In this order.
 _CHECKED = [
     *("version", "contract", "num_ranks", "rank", "page_size", "model", "token_ids", "owner"),
-    *("lookahead", "draft"),
+    *("lookahead", "draft", "states"),
 ]
 
 
@@ -37,11 +39,11 @@ class HandoffError(ValueError):
 
 
 class Layout(Struct, frozen=True, array_like=True):
-    """A tensor of pages.
+    """A tensor of pages, or of states.
 
     Attributes:
         dtype: of its elements.
-        shape: of one page of it.
+        shape: of one page of it, or of the states of one prefix.
     """
 
     dtype: str
@@ -49,7 +51,7 @@ class Layout(Struct, frozen=True, array_like=True):
 
     @property
     def num_bytes(self) -> int:
-        """The bytes of a page."""
+        """The bytes of a page, or of one prefix."""
         return int(getattr(torch, self.dtype).itemsize * torch.Size(self.shape).numel())
 
 
@@ -68,6 +70,7 @@ class Header(Struct, frozen=True, tag=True):
         lookahead: tokens behind a position that these depend on.
         model: the model's tensors, in order.
         draft: the drafter's, behind them.
+        states: of layers with linear attention, behind all pages, if there are any.
     """
 
     version: int
@@ -81,11 +84,14 @@ class Header(Struct, frozen=True, tag=True):
     lookahead: int
     model: list[Layout]
     draft: list[Layout]
+    states: list[Layout]
 
     @property
     def num_bytes(self) -> int:
-        """Of the pages."""
-        return self.num_pages * sum(one.num_bytes for one in (*self.model, *self.draft))
+        """Of the pages and states."""
+        of_page = sum(one.num_bytes for one in (*self.model, *self.draft))
+        of_states = sum(one.num_bytes for one in self.states) if self.num_pages else 0
+        return self.num_pages * of_page + of_states
 
 
 class Pages(Struct, array_like=True):
@@ -93,7 +99,7 @@ class Pages(Struct, array_like=True):
 
     Attributes:
         header: what they are of.
-        data: tensor by tensor, of each its pages in order.
+        data: tensor by tensor, of each its pages in order; then the states.
     """
 
     header: Header
@@ -127,8 +133,6 @@ class PagesEngine(Engine):
             raise ValueError("enable_prefix_caching must be on for a role, got off")
         self.ranks = ranks or one_rank(config)
         super().__init__(config, self.ranks)
-        if not self.config.enable_prefix_caching:
-            raise ValueError("a role needs a prefix cache, which this model cannot have")
         self.contract = contract_of(self)
 
     def take_pages(
@@ -139,7 +143,8 @@ class PagesEngine(Engine):
     ) -> Pages:
         """Copies the full pages of a prompt that the prefix cache has, for another engine.
 
-        Pages that were evicted, or that another method computed, end what is found.
+        Pages that were evicted, or that another method computed, end what is found. Of a model with
+        linear attention the last one is one whose states are kept.
 
         Args:
             token_ids: the prompt.
@@ -155,9 +160,13 @@ class PagesEngine(Engine):
         draft_kv = self._draft_kv(token_ids, params, speculative_config)
         pages = self._pool.match_prefix(token_ids, len(token_ids) - 1, draft_kv)
         try:
+            self._scheduler.states.cut(pages)
             model, draft = self._tensors("" if draft_kv is None else draft_kv.owner)
             index = torch.tensor(pages, dtype=torch.int64, device=self._device.device)
             data = bytearray().join(_taken(tensor, index) for tensor in (*model, *draft))
+            entry = self._scheduler.states.entry_of(pages)
+            if entry is not None:
+                data += b"".join(_taken(tensor, index.new_tensor([entry])) for tensor in self._kept)
         finally:
             self._pool.release(pages)
         return Pages(self._header(token_ids, draft_kv, len(pages)), data)
@@ -177,6 +186,7 @@ class PagesEngine(Engine):
             lookahead=0 if draft_kv is None else draft_kv.lookahead,
             model=[_layout(tensor) for tensor in model],
             draft=[_layout(tensor) for tensor in draft],
+            states=[_layout(tensor) for tensor in self._kept],
         )
 
     def expected(
@@ -193,14 +203,15 @@ class PagesEngine(Engine):
         """Puts pages into the prefix cache, where the next request with this prompt finds them.
 
         Those that are there already stay. Where there is no room, as all pages are held, none are
-        put in: the request computes its prompt.
+        put in: the request computes its prompt. So it does without states that it needs, which find
+        no room while all wait for the pages of running requests.
 
         Args:
             pages: that another engine has computed.
             expected: of the request that is to find them.
 
         Returns:
-            How many leading pages of the prompt the cache has now.
+            How many leading pages of the prompt the cache has now, to go on behind.
 
         Raises:
             HandoffError: they are of another contract, prompt or layout.
@@ -219,18 +230,19 @@ class PagesEngine(Engine):
         try:
             missing = range(len(held), header.num_pages)
             new = self._pool.allocate(len(missing))
-            if new is None:
-                return len(held)
-            held += new
-            self._put(pages, expected.owner, missing, new)
-            for page in missing:
-                end = (page + 1) * size
-                held[page] = self._pool.register(
-                    held[page],
-                    held[page - 1] if page else None,
-                    tokens[end - size : end],
-                    None if draft_kv is None else draft_kv.key(tokens, end),
-                )
+            if new is not None:
+                held += new
+                self._put(pages, expected.owner, missing, new)
+                for page in missing:
+                    end = (page + 1) * size
+                    held[page] = self._pool.register(
+                        held[page],
+                        held[page - 1] if page else None,
+                        tokens[end - size : end],
+                        None if draft_kv is None else draft_kv.key(tokens, end),
+                    )
+                self._put_states(pages, held)
+            self._scheduler.states.cut(held)
             return len(held)
         finally:
             self._pool.release(held)
@@ -250,6 +262,16 @@ class PagesEngine(Engine):
                 rows = source.view(header.num_pages, size)[which.start :]
                 _bytes_of(tensor).index_copy_(0, index, rows.to(tensor.device))
             begin = end
+
+    def _put_states(self, pages: Pages, held: Sequence[int]) -> None:
+        """Copies the states at the end of pages to where they are found, unless they are there."""
+        entry = self._scheduler.states.new_entry(held)
+        begin = len(pages.data) - sum(one.num_bytes for one in pages.header.states)
+        for tensor in self._kept if entry is not None else ():
+            size = _layout(tensor).num_bytes
+            source = torch.frombuffer(pages.data, dtype=torch.uint8, offset=begin, count=size)
+            _bytes_of(tensor)[entry].copy_(source)
+            begin += size
 
     def _draft_kv(
         self,
@@ -272,7 +294,13 @@ class PagesEngine(Engine):
 
     def _tensors(self, owner: str) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
         """The tensors that are indexed by pages: the model's, and a drafter's."""
-        return self._runner.parts.cache.tensors, self.drafters[owner].kv_tensors() if owner else ()
+        model = self._runner.parts.cache.page_tensors
+        return model, self.drafters[owner].kv_tensors() if owner else ()
+
+    @property
+    def _kept(self) -> Sequence[Tensor]:
+        """The tensors that are indexed by entries of states of prefixes."""
+        return [tensor for one in self._runner.parts.cache.kept for tensor in one.tensors]
 
 
 def check(header: Header, expected: Header) -> None:
@@ -298,7 +326,7 @@ def _layout(tensor: Tensor) -> Layout:
 
 
 def _bytes_of(tensor: Tensor) -> Tensor:
-    """A view of a tensor of pages as [pages, bytes]."""
+    """A view of a tensor of pages as [pages, bytes], or likewise of states."""
     return tensor.view(tensor.shape[0], -1).view(torch.uint8)
 
 

@@ -89,6 +89,8 @@ class EngineConfig:
             more than `kv_cache_bytes` take.
         kv_cache_bytes: upper bound of the default num_pages; 4 GiB on the CPU when absent, and most
             of what is free beside the weights on a GPU.
+        state_cache_bytes: of kv_cache_bytes, those for states of prefixes, which a model with
+            linear attention has; a quarter when absent. See docs/models.md.
         tensor_parallel_size: engines that compute the model together, each with a share of its
             weights, keys and values. They are processes, which a server starts.
         exact_across_tp: the bits are those of so many ranks, whatever tensor_parallel_size is,
@@ -129,6 +131,7 @@ class EngineConfig:
     page_size: int = 16
     num_pages: int | None = None
     kv_cache_bytes: int | None = None
+    state_cache_bytes: int | None = None
     tensor_parallel_size: int = 1
     exact_across_tp: int | None = None
     enable_expert_parallel: bool = False
@@ -182,7 +185,7 @@ class EngineConfig:
                 raise ValueError(f"{name} must be True or False, got {value!r}")
         optional = (
             *("num_pages", "max_model_len", "num_threads", "kv_cache_bytes"),
-            "exact_across_tp",
+            *("exact_across_tp", "state_cache_bytes"),
         )
         needed = (
             *("max_num_seqs", "max_num_batched_tokens", "max_waiting", "weight_cache_bytes"),

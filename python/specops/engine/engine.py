@@ -16,10 +16,10 @@ from specops.engine.device import open_device
 from specops.engine.drafters.base import Drafter, DrafterContext
 from specops.engine.drafters.drafting import Drafting
 from specops.engine.emitted import Emitted
-from specops.engine.errors import EngineError, ModelError, QueueFull, described
-from specops.engine.machine import fitted, free_rows_of, num_pages_of, one_rank, prefix_finder_of
+from specops.engine.errors import EngineError, QueueFull, described
+from specops.engine.machine import free_rows_of, one_rank, prefix_finder_of, room_of, tokenizer_of
 from specops.engine.memory.kv_cache import PagePool
-from specops.engine.models import WeightCache, load_model
+from specops.engine.models import KeptStates, WeightCache, load_model
 from specops.engine.outputs import Completion, EngineStats, RequestOutput
 from specops.engine.parallel.ranks import Ranks
 from specops.engine.plan import Part, Plan
@@ -30,7 +30,6 @@ from specops.engine.speculative_config import SpeculativeConfig
 from specops.engine.step_costs import known_steps, measure_steps
 from specops.engine.steps.runner import Runner
 from specops.engine.structured import Grammar, StructuredOutput
-from specops.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
 
@@ -61,12 +60,12 @@ class Engine:
         self.config = config = config or EngineConfig()
         # A wrong SPECOPS_NUM_THREADS is refused here, before a file is read.
         specops.set_num_threads(config.num_threads or specops.get_num_threads())
-        self._device = open_device(config.device, graphs=not config.enforce_eager)
+        self._device = device = open_device(config.device, graphs=not config.enforce_eager)
         model = load_model(
             config.model_dir,
             dtype=config.dtype,
             max_model_len=config.max_model_len,
-            device=self._device.device,
+            device=device.device,
             load_format=config.load_format,
             kv_cache_dtype=config.kv_cache_dtype,
             quantization=config.quantization,
@@ -74,29 +73,25 @@ class Engine:
             weight_cache=WeightCache.of_setting(config.weight_cache, config.weight_cache_bytes),
             ranks=ranks or one_rank(config),
         )
-        self.config = config = fitted(config, model)
+        self.config = config = config.decided_for(model.device.type)
         self.model_name = config.model_name
         self.model_dtype = str(model.dtype).removeprefix("torch.")
         self.max_model_len, self.vocab_size = model.max_model_len, model.config.vocab_size
-        self.tokenizer = _tokenizer_of(config, self.vocab_size)
-        self._drafting = Drafting(
-            DrafterContext(
-                config=config, target=model, tokenizer=self.tokenizer, device=self._device
-            )
-        )
-        self.device, self.times_drafting = str(self._device.device), not self._device.is_async
+        self.tokenizer = tokenizer_of(config, self.vocab_size)
+        self._drafting = Drafting(DrafterContext(config, model, self.tokenizer, device))
+        self.device, self.times_drafting = str(device.device), not device.is_async
         self.drafters: Mapping[str, Drafter] = self._drafting.drafters
         self.runnable_methods, self.missing_methods = self._drafting.methods, self._drafting.missing
-        kv_bytes = model.kv_bytes_per_token() + self._drafting.kv_bytes_per_token
-        self.num_pages = num_pages_of(config, self._device, kv_bytes, model)
+        room = room_of(config, device, model, self._drafting.kv_bytes_per_token)
+        self.num_pages = room.num_pages
         self._drafting.allocate(self.num_pages)
         pool_type, caching = self._pool_type, config.enable_prefix_caching
         self._pool = pool_type(self.num_pages, config.page_size, enable_prefix_caching=caching)
         self._cascade_bytes_per_token = model.bytes_of_whole_layers()
-        finder = prefix_finder_of(config, model, self._pool)
-        free_rows = free_rows_of(config, self._device)
-        self._scheduler = Scheduler(self._pool, config, free_rows=free_rows, prefix_finder=finder)
-        self._runner = Runner(model, self._device, self._drafting, config, self.num_pages)
+        sharing = free_rows_of(config, device), prefix_finder_of(config, model, self._pool)
+        self._runner = Runner(model, device, self._drafting, config, room)
+        states = KeptStates(self._pool, self._runner.parts.cache)
+        self._scheduler = Scheduler(self._pool, config, states, *sharing)
         shared = self.tokenizer, self._drafting, self.max_model_len
         if config.speculative_config.adaptive_verification:  # of requests, too
             measure = partial(self._measure_steps, model.bytes_read, model.ranks)
@@ -332,7 +327,7 @@ class Engine:
         for request_id, _ in plan.started:
             request = self._requests[request_id]
             if not request.was_preempted:
-                if request.prompt_logprobs is None:  # whose rows are all computed
+                if self.config.enable_prefix_caching and request.prompt_logprobs is None:
                     self.stats.prefix_cache_queries += request.prompt_len
                 self.stats.prefix_cache_hits += request.num_cached_tokens
             try:
@@ -398,7 +393,7 @@ class Engine:
                 continue
             request = self._scheduler.at[part.slot]
             try:
-                self._scheduler.register_full_pages(request)
+                self._scheduler.register_full_pages(request, part)
             except Exception as error:
                 plan.fail(part.request_id, error)
                 continue
@@ -493,10 +488,3 @@ class Engine:
     def _leave(self, request: Request) -> None:
         self._runner.leave(request)
         self._scheduler.finish(request)
-
-
-def _tokenizer_of(config: EngineConfig, vocab_size: int) -> Tokenizer:
-    tokenizer = Tokenizer.from_dir(config.model_dir)
-    if tokenizer.vocab_size > vocab_size:
-        raise ModelError(f"the tokenizer has {tokenizer.vocab_size} tokens, the model {vocab_size}")
-    return tokenizer

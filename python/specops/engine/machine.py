@@ -2,15 +2,16 @@
 """What an engine makes of its machine and model: pages, and from where on sharing pays."""
 
 import logging
-from dataclasses import replace
 
 from specops.engine.config import EngineConfig
 from specops.engine.device import Device
+from specops.engine.errors import ModelError
 from specops.engine.memory.kv_cache import PagePool
-from specops.engine.models import Transformer
+from specops.engine.models import CacheRoom, Transformer
 from specops.engine.parallel.ranks import Ranks
 from specops.engine.scheduling.prompt_rows import MAX_PROMPT_ROWS
 from specops.engine.sharing.prefixes import PrefixFinder
+from specops.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
 
@@ -18,6 +19,7 @@ logger = logging.getLogger(__name__)
 # rest.
 _GPU_SHARE = 0.85
 _CPU_BYTES = 4 << 30  # for keys and values, where nothing else is said
+_STATE_SHARE = 0.25  # of these, for states of prefixes, likewise
 
 # Attention shares whole leaves of so many tokens. On a GPU declaring adds two launches to each
 # layer, in the time of which so many bytes are read.
@@ -55,66 +57,86 @@ def one_rank(config: EngineConfig) -> Ranks:
     return Ranks(config.num_slices, config.enable_expert_parallel)
 
 
-def fitted(config: EngineConfig, model: Transformer) -> EngineConfig:
-    """Returns a configuration as the model can have it.
+def tokenizer_of(config: EngineConfig, vocab_size: int) -> Tokenizer:
+    """Reads the model's tokenizer.
 
-    A prefix is of no use to a request without the states that its end left, and these are kept for
-    running requests alone: such models have no prefix cache.
+    Raises:
+        ModelError: it has more tokens than the model.
+        ValueError: it cannot be read.
     """
-    config = config.decided_for(model.device.type)
-    if model.keeps_states and config.enable_prefix_caching:
-        logger.info("enable_prefix_caching is off: the model has linear attention")
-        config = replace(config, enable_prefix_caching=False)
-    return config
+    tokenizer = Tokenizer.from_dir(config.model_dir)
+    if tokenizer.vocab_size > vocab_size:
+        raise ModelError(f"the tokenizer has {tokenizer.vocab_size} tokens, the model {vocab_size}")
+    return tokenizer
 
 
-def num_pages_of(
-    config: EngineConfig, device: Device, bytes_per_token: int, model: Transformer
-) -> int:
-    """Chooses how many KV pages an engine has.
+def room_of(
+    config: EngineConfig, device: Device, model: Transformer, draft_bytes_per_token: int
+) -> CacheRoom:
+    """Chooses for how much an engine has room.
+
+    What slots keep comes first, then states of prefixes, then pages. Ranks have as many of each, of
+    their own heads: those of a CPU share one memory.
 
     Args:
         config: of the engine.
-        device: where they will lie; the weights are there.
-        bytes_per_token: of the keys and values of model and drafters.
-        model: what its slots keep needs room as well. Its ranks have as many pages, each of its own
-            heads: those of a CPU share one memory.
+        device: where it will lie; the weights are there.
+        model: the target.
+        draft_bytes_per_token: what drafters keep of a token on pages.
 
     Raises:
-        ValueError: they do not fit the memory, or no request of full length fits them.
+        ValueError: it does not fit the memory, or no request of full length fits the pages.
     """
-    ranks, max_model_len = model.ranks, model.max_model_len
-    per_request = -(-max_model_len // config.page_size)
-    page_bytes = bytes_per_token * config.page_size
-    shared = ranks.size if device.device.type == "cpu" else 1
+    shared = model.ranks.size if device.device.type == "cpu" else 1
     num_drafts = config.speculative_config.num_speculative_tokens
-    kept = config.max_num_seqs * model.kv_bytes_per_slot(num_drafts)
-    free = ranks.least(device.free_bytes() // shared)
-    if kept > free:
+    slots = config.max_num_seqs * model.kv_bytes_per_slot(num_drafts)
+    free = model.ranks.least(device.free_bytes() // shared)
+    if slots > free:
         raise ValueError(
             f"max_num_seqs must fit the memory of {device.device}: what {config.max_num_seqs} "
-            f"requests of {num_drafts} drafts keep takes {_gib(kept)}, and {_gib(free)} are "
-            "free"
+            f"requests of {num_drafts} drafts keep takes {_gib(slots)}, and {_gib(free)} are free"
         )
-    free -= kept
-    if config.num_pages is not None:
-        pages = config.num_pages
-        if pages * page_bytes > free:
-            raise ValueError(
-                f"num_pages must fit the memory of {device.device}: {pages} pages take "
-                f"{_gib(pages * page_bytes)}, and {_gib(free)} are free"
-            )
-    else:
-        budget = config.kv_cache_bytes
-        if budget is None:
-            budget = _CPU_BYTES if device.device.type == "cpu" else int(free * _GPU_SHARE)
-        pages = min(per_request * config.max_num_seqs, min(budget, free) // page_bytes)
+    free -= slots
+    budget = config.kv_cache_bytes
+    if budget is None:
+        budget = _CPU_BYTES if device.device.type == "cpu" else int(free * _GPU_SHARE)
+    per_request = -(-model.max_model_len // config.page_size)
+    most_pages = config.num_pages or per_request * config.max_num_seqs
+    num_kept, state_bytes = 0, model.kv_bytes_per_slot(0)
+    if state_bytes and config.enable_prefix_caching:
+        # At ends of pages: no more than these.
+        num_kept = min(_num_kept(config, state_bytes, min(budget, free)), most_pages)
+        free, budget = free - num_kept * state_bytes, budget - num_kept * state_bytes
+        logger.info("states of %d prefixes are kept, %d bytes each", num_kept, state_bytes)
+    page_bytes = (model.kv_bytes_per_token() + draft_bytes_per_token) * config.page_size
+    pages = most_pages
+    if config.num_pages is None:
+        pages = min(most_pages, min(budget, free) // page_bytes)
+    elif pages * page_bytes > free:
+        raise ValueError(
+            f"num_pages must fit the memory of {device.device}: {pages} pages take "
+            f"{_gib(pages * page_bytes)}, and {_gib(free)} are free"
+        )
     if pages < per_request:
         raise ValueError(
             f"num_pages must be at least {per_request} so that one request of max_model_len="
-            f"{max_model_len} tokens fits, got {pages}; lower max_model_len or raise it"
+            f"{model.max_model_len} tokens fits, got {pages}; lower max_model_len or raise it"
         )
-    return pages
+    return CacheRoom(pages, config.page_size, config.max_num_seqs, num_drafts, num_kept)
+
+
+def _num_kept(config: EngineConfig, state_bytes: int, budget: int) -> int:
+    """Of how many prefixes states are kept: of one at least."""
+    asked = config.state_cache_bytes
+    if asked is None:
+        asked = max(int(budget * _STATE_SHARE), state_bytes)
+    if not state_bytes <= asked <= budget:
+        raise ValueError(
+            f"state_cache_bytes must be at least {state_bytes}, what the states of one prefix "
+            f"take, and at most {budget}, what keys, values and they may take; got {asked}: change "
+            "it or kv_cache_bytes, or turn enable_prefix_caching off"
+        )
+    return asked // state_bytes
 
 
 def prefix_finder_of(

@@ -228,7 +228,8 @@ class EngineStats:
     num_preemptions: int = 0
     prompt_tokens: int = 0  # of accepted prompts, each once, however many choices it has
     generation_tokens: int = 0
-    prefix_cache_queries: int = 0  # prompt tokens looked up
+    # Prompt tokens looked up, but for prompts whose rows are all computed, for their logprobs.
+    prefix_cache_queries: int = 0
     prefix_cache_hits: int = 0  # of these, found
     cascade_saved_bytes: int = 0  # of keys and values that were not read again, but shared
     speculative: SpeculativeStats = field(default_factory=SpeculativeStats)

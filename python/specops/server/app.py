@@ -148,7 +148,7 @@ def make_app(
     app = FastAPI(lifespan=lifespan, openapi_url=None, generate_unique_id_function=operation_id)
     access = access or Access()
     app.state.metrics, app.state.allowed_hosts = metrics, access.allowed_hosts
-    _add_own_routes(app, client)
+    _add_own_routes(app, client, has_metrics=not metrics_apart)
     if not metrics_apart:
         add_metrics(app, metrics)
     generation = Generation(
@@ -215,9 +215,9 @@ def _chat_format(
         raise ValueError(f"chat_template {chat_template}: {error}") from None
 
 
-def _add_own_routes(app: FastAPI, client: EngineClient) -> None:
+def _add_own_routes(app: FastAPI, client: EngineClient, *, has_metrics: bool) -> None:
     """The page, and what operators look at."""
-    add_page(app)
+    add_page(app, has_metrics=has_metrics)
 
     @app.api_route("/health", methods=_READ, **_HEALTH)
     async def health() -> Response:

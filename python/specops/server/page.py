@@ -22,17 +22,27 @@ _HEADERS = {
     "Referrer-Policy": "no-referrer",
     "Cache-Control": "no-cache",
 }
+_METRICS = b' <a href="metrics">Metrics</a>'
 
 
-def add_page(app: FastAPI) -> None:
-    """Adds the pages, and their files below `/page/`."""
+def add_page(app: FastAPI, *, has_metrics: bool) -> None:
+    """Adds the pages, and their files below `/page/`.
+
+    Args:
+        app: what they are added to.
+        has_metrics: whether it has /metrics; else no link leads there. Another port's may be closed
+            to who sees the page.
+    """
     for path in sorted(_FOLDER.iterdir()):
         if path.suffix in _TYPES:
             route = {"index.html": "/", "docs.html": "/docs"}.get(path.name, f"/page/{path.name}")
-            _add_file(app, route, path)
+            _add_file(app, route, path, without=None if has_metrics else _METRICS)
 
 
-def _add_file(app: FastAPI, route: str, path: Path) -> None:
+def _add_file(app: FastAPI, route: str, path: Path, *, without: bytes | None) -> None:
     @app.api_route(route, methods=["GET", "HEAD"], include_in_schema=False)
     async def file() -> Response:
-        return Response(path.read_bytes(), headers=_HEADERS, media_type=_TYPES[path.suffix])
+        text = path.read_bytes()
+        if without is not None:
+            text = text.replace(without, b"")
+        return Response(text, headers=_HEADERS, media_type=_TYPES[path.suffix])

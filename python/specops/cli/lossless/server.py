@@ -65,8 +65,14 @@ class Server:
 
     @property
     def methods(self) -> list[str]:
-        """The drafting methods that a request chooses by `speculative_config`: specops' card."""
-        return list(self.card.get("methods") or ()) if "speculative_config" in self.card else []
+        """The drafting methods that a request chooses by `speculative_config`: specops' card.
+
+        Those that draft from a parameter of the request, which none has here, are left out.
+        """
+        if "speculative_config" not in self.card:
+            return []
+        lacking = {one["name"] for one in self.card.get("drafters") or () if one.get("parameter")}
+        return [name for name in self.card.get("methods") or () if name not in lacking]
 
     def connect(self) -> None:
         """Finds the model, and which endpoints answer how much of what is asked.

@@ -44,7 +44,7 @@ class MethodUnavailable(ModelError):
         self.reason = reason
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class DrafterContext:
     """What a drafter is made from.
 

@@ -40,7 +40,7 @@ class DraftKv:
         return min(draft_limit, self.max_drafts) - self.lookahead
 
 
-class _Prefix:
+class Prefix:
     """A prefix that ends with a page, and the pages that hold its end.
 
     It exists as long as it has pages. They outlive those of longer prefixes: whoever holds a page
@@ -49,10 +49,10 @@ class _Prefix:
 
     __slots__ = ("children", "pages", "parent", "tokens")
 
-    def __init__(self, parent: "_Prefix | None", tokens: bytes) -> None:
+    def __init__(self, parent: "Prefix | None", tokens: bytes) -> None:
         self.parent = parent  # None: this is the empty prefix
         self.tokens = tokens  # of its last page
-        self.children: dict[bytes, _Prefix] = {}  # by their last page's tokens
+        self.children: dict[bytes, Prefix] = {}  # by their last page's tokens
         # Oldest first, by the key of their draft KV; None: without draft KV.
         self.pages: dict[bytes | None, int] = {}
 
@@ -78,9 +78,9 @@ class PagePool:
         # A heap, because pages in ascending order are read faster than shuffled ones.
         self._free = list(range(num_pages))
         self._cached: OrderedDict[int, None] = OrderedDict()  # count 0, content known
-        self._root = _Prefix(None, b"")
+        self._root = Prefix(None, b"")
         # Of each findable page: its prefix, and its key there.
-        self._place_of: dict[int, tuple[_Prefix, bytes | None]] = {}
+        self._place_of: dict[int, tuple[Prefix, bytes | None]] = {}
 
     @property
     def num_available(self) -> int:
@@ -118,6 +118,10 @@ class PagePool:
             pages.append(page)
             prefix = child
         return pages
+
+    def prefix_of(self, page: int) -> Prefix:
+        """The prefix that ends with a registered page."""
+        return self._place_of[page][0]
 
     def allocate(self, count: int) -> list[int] | None:
         """Takes `count` pages, evicting cached ones if need be; None (and no change) if too few."""
@@ -160,7 +164,7 @@ class PagePool:
         tokens = _token_bytes(token_ids)
         prefix = before.children.get(tokens)
         if prefix is None:
-            prefix = before.children[tokens] = _Prefix(before, tokens)
+            prefix = before.children[tokens] = Prefix(before, tokens)
         known = prefix.youngest if draft_key is None else prefix.pages.get(draft_key)
         if known is None:
             prefix.pages[draft_key] = page

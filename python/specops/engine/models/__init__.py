@@ -10,7 +10,8 @@ from specops.engine.models.eagle.loader import load_eagle3
 from specops.engine.models.eagle.modules import Eagle3
 from specops.engine.models.families import CONVENTIONS
 from specops.engine.models.families.family import MtpConvention
-from specops.engine.models.kv import KvCache, KvSpec, LayerKv
+from specops.engine.models.kept_states import KeptStates
+from specops.engine.models.kv import CacheRoom, KvCache, KvSpec, LayerKv
 from specops.engine.models.loader import load_model
 from specops.engine.models.mtp.loader import load_mtp
 from specops.engine.models.mtp.modules import MtpBatch, MtpModule, MtpModules, MtpOutput
@@ -22,9 +23,11 @@ from specops.engine.models.weight_cache import CachedWeights, WeightCache
 __all__ = [
     "CONVENTIONS",
     "BlockDrafter",
+    "CacheRoom",
     "CachedWeights",
     "Eagle",
     "Eagle3",
+    "KeptStates",
     "KvCache",
     "KvSpec",
     "LayerBatch",

@@ -20,12 +20,14 @@ class CacheRoom(NamedTuple):
         page_size: tokens of a page.
         num_slots: requests that run at once.
         num_drafts: most drafts that a step verifies for one of them.
+        num_kept: prefixes whose states are kept, of layers with linear attention.
     """
 
     num_pages: int
     page_size: int
     num_slots: int = 1
     num_drafts: int = 0
+    num_kept: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -165,20 +167,54 @@ class LayerStates:
         """Both."""
         return [self.conv, self.states]
 
+    def copy(self, slot: int, to: "LayerStates", to_slot: int, num_tokens: int) -> None:
+        """Copies what a request of so many tokens needs to go on, from a slot to one of `to`.
+
+        Each keeps what position i left at i modulo its window, and the smaller window is enough.
+        """
+        for own, other in zip(self.tensors, to.tensors, strict=True):
+            window, other_window = own.shape[1], other.shape[1]
+            for position in range(num_tokens - min(window, other_window), num_tokens):
+                other[to_slot, position % other_window].copy_(own[slot, position % window])
+
 
 @dataclass(frozen=True)
 class KvCache:
     """What layers keep, which may differ in all but the page size."""
 
     layers: list[Any]  # a LayerKv or LayerStates each
-    page_size: int  # tokens of a page
+    room: CacheRoom
+    # Of layers with LayerStates, in order: those of prefixes, as of requests without drafts.
+    kept: list[LayerStates]
 
     @classmethod
     def new(
         cls, specs: Iterable[KvSpec | StateSpec], room: CacheRoom, device: torch.device
     ) -> "KvCache":
         """Allocates what every layer keeps."""
-        return cls([spec.new(room, device) for spec in specs], room.page_size)
+        specs = list(specs)
+        of_prefixes = room._replace(num_slots=room.num_kept, num_drafts=0)
+        kept = [spec.new(of_prefixes, device) for spec in specs if isinstance(spec, StateSpec)]
+        return cls([spec.new(room, device) for spec in specs], room, kept)
+
+    @property
+    def page_size(self) -> int:
+        """Tokens of a page."""
+        return self.room.page_size
+
+    @property
+    def _states(self) -> list[LayerStates]:
+        return [layer for layer in self.layers if isinstance(layer, LayerStates)]
+
+    def keep_states(self, slot: int, num_tokens: int, entry: int) -> None:
+        """Copies the states behind the first tokens of a slot's request to an entry of `kept`."""
+        for own, kept in zip(self._states, self.kept, strict=True):
+            own.copy(slot, kept, entry, num_tokens)
+
+    def load_states(self, entry: int, num_tokens: int, slot: int) -> None:
+        """Copies the states behind so many tokens to the slot of a request that begins so."""
+        for own, kept in zip(self._states, self.kept, strict=True):
+            kept.copy(entry, own, slot, num_tokens)
 
     @property
     def pairs(self) -> list[tuple[Tensor, Tensor | None]]:
@@ -187,6 +223,12 @@ class KvCache:
         return [pair for layer in on_pages for pair in layer.pairs]
 
     @property
+    def page_tensors(self) -> list[Tensor]:
+        """Those that are indexed by pages."""
+        on_pages = [layer for layer in self.layers if isinstance(layer, LayerKv)]
+        return [tensor for layer in on_pages for tensor in layer.tensors]
+
+    @property
     def tensors(self) -> list[Tensor]:
         """Every tensor of it."""
-        return [tensor for layer in self.layers for tensor in layer.tensors]
+        return [tensor for layer in (*self.layers, *self.kept) for tensor in layer.tensors]

@@ -68,6 +68,7 @@ def _plan_chunk(
     """Plans the next rows of a prompt; returns how many."""
     missing = len(request.token_ids) - request.num_computed
     rows = min(missing, budget, shares.left(request))
+    rows = slots.states.chunk(request.slot, request.num_computed, rows)
     if rows <= 0 or not slots.make_room(request, rows, plan):
         return 0
     shares.take(request, rows)

@@ -10,6 +10,7 @@ from itertools import chain
 
 from specops.engine.config import EngineConfig
 from specops.engine.memory.kv_cache import PagePool
+from specops.engine.models import KeptStates
 from specops.engine.plan import Plan
 from specops.engine.request import Request
 from specops.engine.scheduling.decode_rows import plan_decode_rows
@@ -27,6 +28,7 @@ class Scheduler(Slots):
     Args:
         pool: of pages.
         config: of the engine: its slots, and the rows and drafts of a step.
+        states: of prefixes; None: the model has none.
         free_rows: that a step computes in the time that it takes however few it has; None: a step
             is never made shorter for the sake of an owner with few rows.
         prefix_finder: finds what the requests of a step share; None: nobody asks.
@@ -36,11 +38,11 @@ class Scheduler(Slots):
         self,
         pool: PagePool,
         config: EngineConfig,
-        *,
+        states: KeptStates | None = None,
         free_rows: int | None = None,
         prefix_finder: PrefixFinder | None = None,
     ) -> None:
-        super().__init__(pool, config.max_num_seqs)
+        super().__init__(pool, config.max_num_seqs, states)
         self._max_rows = self._max_drafts = config.max_num_batched_tokens
         if (most := config.speculative_config.max_total_draft_tokens) is not None:
             self._max_drafts = min(self._max_rows, most)

@@ -7,6 +7,7 @@ from collections import deque
 from collections.abc import Sequence
 
 from specops.engine.memory.kv_cache import PagePool
+from specops.engine.models import KeptStates
 from specops.engine.plan import Part, Plan
 from specops.engine.request import Request
 from specops.engine.sharing.fairness import Shares
@@ -18,16 +19,18 @@ class Slots:
     Args:
         pool: of pages.
         max_num_seqs: slots.
+        states: of prefixes; None: the model has none.
 
     Attributes:
         waiting: requests without a slot, in the order in which they came or lost theirs.
         running: those with one, in order of arrival.
         at: the same, by slot.
         shares: who is next, and who gives way.
+        states: as given.
     """
 
-    def __init__(self, pool: PagePool, max_num_seqs: int) -> None:
-        self.pool = pool
+    def __init__(self, pool: PagePool, max_num_seqs: int, states: KeptStates | None = None) -> None:
+        self.pool, self.states = pool, states or KeptStates(pool)
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []
         self.at: dict[int, Request] = {}
@@ -81,6 +84,7 @@ class Slots:
     def start(self, request: Request, plan: Plan) -> bool:
         """Gives a waiting request a slot and its cached prefix, if all its tokens find room."""
         hits = self.pool.match_prefix(request.token_ids, request.num_reusable, request.draft_kv)
+        num_cached = self.states.cut(hits)
         needed = self.num_pages_for(len(request.token_ids)) - len(hits)
         if needed > self.pool.num_available:
             self.pool.release(hits)
@@ -96,6 +100,7 @@ class Slots:
         self.running.append(request)
         self.running.sort(key=lambda one: one.arrival)
         self.at[request.slot] = request
+        self.states.start(request.slot, hits, num_cached, len(request.token_ids), request.draft_kv)
         self.shares.started(request)
         self._num_changes += 1
         plan.started.append((request.request_id, request.slot))
@@ -162,8 +167,8 @@ class Slots:
         """Notes of how many tokens keys and values are there."""
         request.num_computed = num_computed
 
-    def register_full_pages(self, request: Request) -> None:
-        """Makes the request's newly completed pages findable for later prompts."""
+    def register_full_pages(self, request: Request, part: Part) -> None:
+        """Makes newly complete pages findable, after a step and its commit, and keeps states."""
         size, complete, draft_kv = self.pool.page_size, request.num_computed, request.draft_kv
         if draft_kv is not None:
             complete = min(complete, request.num_final_draft_kv)
@@ -177,6 +182,8 @@ class Slots:
                 None if draft_kv is None else draft_kv.key(request.token_ids, end),
             )
             request.num_registered_pages += 1
+        known = request.pages[: request.num_registered_pages]
+        self.states.keep(part.slot, known, request.num_computed, part.begin, part.num_rows)
 
     def finish(self, request: Request) -> None:
         """Takes a request out, wherever it is, and releases its slot and pages."""
@@ -191,6 +198,7 @@ class Slots:
         self.pool.release(request.pages)
         request.pages = array("i")
         request.num_registered_pages = 0
+        self.states.leave(request.slot)
         self._free_slots.append(request.slot)
         del self.at[request.slot]
         request.slot = -1

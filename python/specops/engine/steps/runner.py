@@ -17,7 +17,7 @@ from specops.engine.emitted import Emitted
 from specops.engine.features import Feature
 from specops.engine.memory.step_memory import StepMemory
 from specops.engine.memory.step_shape import StepShape, page_capacity, rounded, rung
-from specops.engine.models import Transformer
+from specops.engine.models import CacheRoom, Transformer
 from specops.engine.outputs import StepDrafts, TokenLogprob
 from specops.engine.plan import Part, Plan, PrefixGroups
 from specops.engine.prompt_logprobs import PromptScorer
@@ -55,7 +55,7 @@ class Runner:
         device: where steps run.
         drafting: the drafters, with their pages allocated.
         config: of the engine; `max_num_seqs` slots, `max_num_batched_tokens` rows a step.
-        num_pages: pages of the KV cache.
+        room: of the cache.
 
     Attributes:
         memory: of the steps.
@@ -68,7 +68,7 @@ class Runner:
         device: Device,
         drafting: Drafting,
         config: EngineConfig,
-        num_pages: int,
+        room: CacheRoom,
     ) -> None:
         self._device = device
         self._drafting = drafting
@@ -96,9 +96,7 @@ class Runner:
         }
         self.parts = RunnerParts(
             model=model,
-            cache=model.new_kv_cache(
-                num_pages, page_size, slots, config.speculative_config.num_speculative_tokens
-            ),
+            cache=model.new_kv_cache(*room),
             taps=taps,
             slots=slots,
             tables=self._tables,

@@ -53,11 +53,16 @@ class LayerStack:
         self.activations.reserve(rows)
 
     def new_kv_cache(
-        self, num_pages: int, page_size: int, num_slots: int = 1, num_drafts: int = 0
+        self,
+        num_pages: int,
+        page_size: int,
+        num_slots: int = 1,
+        num_drafts: int = 0,
+        num_kept: int = 0,
     ) -> KvCache:
         """Allocates what every layer keeps; see `CacheRoom`."""
         specs = [layer.attention.kv for layer in self.layers]
-        room = CacheRoom(num_pages, page_size, num_slots, num_drafts)
+        room = CacheRoom(num_pages, page_size, num_slots, num_drafts, num_kept)
         return KvCache.new(specs, room, self.device)
 
     def kv_bytes_per_token(self) -> int:

@@ -1,0 +1,202 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which prefixes have their states kept, so that another request can go on from their end.
+
+Layers with linear attention have a state of a request, which every token changes. Pages of a prefix
+are of use to another request only with the states at their end. Few prefixes have theirs kept, as
+one takes as much as thousands of tokens do on pages. They are those that are likely to come again:
+
+- a prompt up to its last whole page, for those that begin with it, or are it;
+- what a prompt has in common with those before it, once two of them do;
+- a text up to the last page that decoding has filled, for the next turn of a conversation. It gives
+  way to that of the next page.
+
+Chunks of prompts end where the first two do. States do not depend on how a text was cut, so a
+request has the same bits wherever it goes on.
+
+Source: the second rule is that of SGLang's radix cache for such models, which calls the place a
+branching point; vLLM's chunks end at borders as well.
+"""
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from specops.engine.memory.kv_cache import DraftKv, PagePool, Prefix
+from specops.engine.models.kv import CacheRoom, KvCache
+
+
+@dataclass(slots=True)
+class _Running:
+    """A request with a slot."""
+
+    borders: Sequence[int]  # of its prompt, at which its states are to be kept, ascending
+    end: int  # the last of them, or where it begins behind it
+    waiting: tuple[int, int] | None = None  # tokens and entry of states whose page is not known yet
+    decoded: Prefix | None = None  # that gives way to the next one
+
+
+class KeptStates:
+    """Finds, keeps and evicts states of prefixes; an entry has those of all layers.
+
+    An entry is free, a prefix's, or waits for its prefix: some drafters complete a page later than
+    the model does. A prefix whose pages are gone is never found again, and the first to give way;
+    then it is the one that was not used for longest.
+
+    Args:
+        pool: of pages.
+        cache: has the states; None, or one without room for any: prefixes are of use as they are.
+    """
+
+    def __init__(self, pool: PagePool, cache: KvCache | None = None) -> None:
+        self._pool = pool
+        self._cache = cache if cache is not None and cache.room.num_kept else None
+        room = CacheRoom(0, 0) if cache is None else cache.room
+        # Of so many positions before the last row slots have what is needed.
+        self._num_drafts = room.num_drafts
+        # A chunk may end so far behind a border, which is the last one then.
+        self._slack = min(room.num_drafts, pool.page_size - 1)
+        self._free = list(range(room.num_kept - 1, -1, -1))
+        self._entry_of: OrderedDict[Prefix, int] = OrderedDict()  # least recently used first
+        self._running: dict[int, _Running] = {}  # by slot
+
+    def cut(self, pages: list[int]) -> int:
+        """Lets go of the pages, of those that begin a text, that are of no use without states.
+
+        Args:
+            pages: as `PagePool.match_prefix` has found them; those behind the last one with states
+                are taken out.
+
+        Returns:
+            How many tokens there were pages of.
+        """
+        count = found = len(pages)
+        if self._cache is not None:
+            while count and self._pool.prefix_of(pages[count - 1]) not in self._entry_of:
+                count -= 1
+            self._pool.release(pages[count:])
+            del pages[count:]
+        return found * self._pool.page_size
+
+    def start(
+        self,
+        slot: int,
+        pages: Sequence[int],
+        num_cached: int,
+        num_tokens: int,
+        draft_kv: DraftKv | None,
+    ) -> None:
+        """Loads what a request goes on from.
+
+        Args:
+            slot: that it got.
+            pages: that it begins with, as `cut` has left them.
+            num_cached: what that has returned.
+            num_tokens: that the request has.
+            draft_kv: what its drafters keep on pages.
+        """
+        if self._cache is None:
+            return
+        size = self._pool.page_size
+        begin = len(pages) * size
+        if pages:
+            prefix = self._pool.prefix_of(pages[-1])
+            self._entry_of.move_to_end(prefix)
+            self._cache.load_states(self._entry_of[prefix], begin, slot)
+        # As far as the next request with these tokens finds pages.
+        last = (num_tokens - max(1, 0 if draft_kv is None else draft_kv.lookahead)) // size * size
+        borders = [one for one in sorted({num_cached, last}) if one > begin]
+        self._running[slot] = _Running(borders, max(last, begin))
+
+    def chunk(self, slot: int, begin: int, rows: int) -> int:
+        """How many of so many rows of a prompt a step may have, to end where states are kept."""
+        own = self._running.get(slot)
+        for border in () if own is None else own.borders:
+            if begin < border < begin + rows - self._slack:
+                return border - begin
+        return rows
+
+    def keep(
+        self, slot: int, pages: Sequence[int], num_computed: int, begin: int, num_rows: int
+    ) -> None:
+        """Keeps the states at the last border that a request has come to with a step.
+
+        Args:
+            slot: that it has.
+            pages: of its text, those that are registered.
+            num_computed: tokens whose rows are computed, of those that are committed.
+            begin: position of the first row of the step.
+            num_rows: of the step; some of the last may be rejected.
+        """
+        own = self._running.get(slot)
+        if own is None:
+            return
+        self._give(pages, own)
+        size = self._pool.page_size
+        border = num_computed // size * size
+        is_wanted = border in own.borders or border > own.end
+        # Rejected rows of steps before have overwritten what these left there.
+        if not is_wanted or not begin < border or begin + num_rows > border + self._num_drafts:
+            return
+        entry = self._take(own)
+        if entry is not None:
+            assert self._cache is not None
+            own.waiting = border, entry
+            self._cache.keep_states(slot, border, entry)
+            self._give(pages, own)
+
+    def entry_of(self, pages: Sequence[int]) -> int | None:
+        """The entry with the states at the end of pages that begin a text; None: there is none."""
+        return self._entry_of.get(self._pool.prefix_of(pages[-1])) if pages else None
+
+    def new_entry(self, pages: Sequence[int]) -> int | None:
+        """An entry for the states at the end of registered pages, which the caller writes.
+
+        None: they are there already, need none, or all entries wait for pages.
+        """
+        if self._cache is None or not pages or self.entry_of(pages) is not None:
+            return None
+        entry = self._evicted()
+        if entry is not None:
+            self._entry_of[self._pool.prefix_of(pages[-1])] = entry
+        return entry
+
+    def leave(self, slot: int) -> None:
+        """Forgets the request of a slot."""
+        own = self._running.pop(slot, None)
+        if own is not None and own.waiting is not None:
+            self._free.append(own.waiting[1])
+
+    def _give(self, pages: Sequence[int], own: _Running) -> None:
+        """Gives a prefix the entry that waits for it, if its page is known by now."""
+        if own.waiting is None:
+            return
+        border, entry = own.waiting
+        index = border // self._pool.page_size
+        if index > len(pages):
+            return
+        own.waiting = own.decoded = None
+        prefix = self._pool.prefix_of(pages[index - 1])
+        if prefix in self._entry_of:  # the same states
+            self._entry_of.move_to_end(prefix)
+            self._free.append(entry)
+            return
+        self._entry_of[prefix] = entry
+        if border > own.end:
+            own.decoded = prefix
+
+    def _take(self, own: _Running) -> int | None:
+        """An entry to overwrite; None: all wait for prefixes of others."""
+        if own.waiting is not None:
+            return own.waiting[1]
+        if own.decoded is not None and own.decoded in self._entry_of:
+            return self._entry_of.pop(own.decoded)
+        return self._evicted()
+
+    def _evicted(self) -> int | None:
+        """An entry that was free, or is now."""
+        if self._free:
+            return self._free.pop()
+        if not self._entry_of:
+            return None
+        gone = (prefix for prefix in self._entry_of if not prefix.pages)
+        return self._entry_of.pop(next(gone, next(iter(self._entry_of))))
