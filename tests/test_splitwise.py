@@ -70,7 +70,7 @@ def answers_of(door: ServerProcess, asked: list[dict[str, Any]], then: Any = Non
 
     def one(body: dict[str, Any]) -> Any:
         nonlocal count
-        answer = httpx.post(f"{door.url}/v1/completions", json=body, timeout=90)
+        answer = httpx.post(f"{door.url}/v1/completions", json=body, timeout=300)
         assert answer.status_code == 200, answer.text
         with lock:
             count += 1
