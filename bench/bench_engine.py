@@ -54,7 +54,7 @@ def run_qwen06(bench: Bench) -> None:
                 (1, 1): {
                     "floor": "ratio <= 1.25",
                     "llama_cpp_peer": "ratio >= 0.95",
-                    "openvino_peer": "ratio >= 1.3",
+                    "openvino_peer": "ratio >= 1.1",  # it is within 1.3 times the floor itself
                 },
                 (1, 5): {"one_row": "ratio <= 1.2"},
                 (8, 1): {"openvino_peer": "ratio >= 1.15"},

@@ -151,6 +151,7 @@ def _run(
             "read bandwidth",
             timing.read_gb_s("ours"),
             timing.share("ours", num_bytes),
+            bar="ratio >= 0.87",
             threads=bench.num_threads,
             read_gb_s=timing.read_gb_s("ours"),
         )

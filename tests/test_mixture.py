@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import numpy as np
 import pytest
 import torch
 from specops import moe
@@ -27,6 +28,7 @@ from tools.train.export import load_model
 from tools.train.mixture import fit, share_out, split, write_mixture
 from tools.train.mixture_card import DRAFTS, measure
 from tools.train.model import MixtureConfig, Model, ModelConfig, rope_cos_sin
+from tools.train.train import Recipe, train
 
 ROOT = Path(__file__).resolve().parents[1]
 PROMPTS = ROOT / "bench" / "prompts"
@@ -101,6 +103,23 @@ def test_routers_choose_experts_that_give_much() -> None:
         }
         errors.append((logits_of(split(model, changed, config), tokens) - dense).std().item())
     assert errors[0] < 0.8 * errors[1]
+
+
+def test_training_goes_on_from_a_mixture(tmp_path: Path) -> None:
+    """Routers and all experts that rows have learn."""
+    model, config = tiny()
+    rng = np.random.default_rng(0)
+    documents = [rng.integers(0, 97, 400).astype(np.uint16) for _ in range(4)]
+    texts = torch.from_numpy(np.stack(documents).astype(np.int64))
+    mixed = split(model, fit(model, texts[:, :64], config), config)
+    before = {name: value.clone() for name, value in mixed.state_dict().items()}
+    recipe = Recipe(steps=2, batch_tokens=256, length=32, long_length=32)
+    probe = texts[:, :34]
+    log = tmp_path / "train.jsonl"
+    device = torch.device("cpu")
+    train(mixed, documents, probe, recipe, 0, device, log, lambda _: None, compile_model=False)
+    for name, value in mixed.state_dict().items():
+        assert value.isfinite().all() and (value != before[name]).any(), name
 
 
 def test_another_model_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
