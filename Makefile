@@ -40,7 +40,7 @@ SOURCES := CMakeLists.txt setup.py tools/cuda_toolkit.py $(shell find csrc -type
 .PHONY: bench-mtp-mistakes bench-head-mistakes
 .PHONY: test-lm-eval test-clients test-dynamo bench-vllm bench-replay bench-replay-whole bench-step-costs bench-peers
 .PHONY: bench-accuracy bench-gemma bench-gemma-greedy bench-gemma-seeded bench-start
-.PHONY: gpu-check screenshots docs pyz wheel test-bare lint format clean
+.PHONY: gpu-check screenshots docs pyz wheel sdist wheel-arm test-bare lint format clean
 
 # The package with the kernels of every instruction set, as tests and wheels need it.
 setup: $(VENV)/built
@@ -341,6 +341,18 @@ wheel: setup
 	SPECOPS_ISAS=all SPECOPS_CUDA=OFF SPECOPS_CMAKE_ARGS=-DSPECOPS_WERROR=ON PATH="$(abspath $(BIN)):$$PATH" \
 	  $(BIN)/pip wheel --quiet --no-deps --no-build-isolation --wheel-dir build/linked .
 	PATH="$(abspath $(BIN)):$$PATH" $(BIN)/auditwheel repair --wheel-dir build/wheels build/linked/*.whl
+
+# The source distribution in build/sdist, and beside it the wheel that it makes away from this tree,
+# with build tools of its own.
+sdist: $(VENV)/build-deps
+	rm -rf build/sdist
+	$(BIN)/python -c "from setuptools.build_meta import build_sdist; build_sdist('build/sdist')" > /dev/null
+	SPECOPS_ISAS=all SPECOPS_CUDA=OFF MAKEFLAGS= $(BIN)/pip wheel --quiet --no-deps --wheel-dir build/sdist \
+	  $(PIP_ARGS) build/sdist/*.tar.gz
+
+# A wheel for 64-bit ARM, cross-compiled from the source distribution; it completes a text under qemu.
+wheel-arm: $(VENV)/build-deps
+	$(ARM) --wheel
 
 # The wheel of `make wheel` on a Debian with Python alone, made by debootstrap: root is needed.
 test-bare: setup

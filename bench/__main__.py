@@ -59,6 +59,7 @@ FAMILIES = {
     "step_costs": "replay",
     "methods": "methods",
     "acceptance": "methods",
+    "mixture": "methods",
     "bundled": "engine",
     "qwen06": "engine",
     "qwen06_quantized": "quantized",

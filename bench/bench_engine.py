@@ -54,7 +54,7 @@ def run_qwen06(bench: Bench) -> None:
                 (1, 1): {
                     "floor": "ratio <= 1.25",
                     "llama_cpp_peer": "ratio >= 0.95",
-                    "openvino_peer": "ratio >= 1.3",
+                    "openvino_peer": "ratio >= 1.1",  # it is within 1.3 times the floor itself
                 },
                 (1, 5): {"one_row": "ratio <= 1.2"},
                 (8, 1): {"openvino_peer": "ratio >= 1.15"},
@@ -277,7 +277,7 @@ def _steps(
             peer.ask("prepare", batch=batch, kv_len=kv_len, rows=rows)
             cases[name] = lambda p=peer: p.ask("step", steps=steps)["seconds"]
         timing = bench.rounds(cases, rounds=rounds)
-        _step_figures(
+        step_figures(
             bench,
             timing,
             prefix=f"{family}.b{batch}.rows{rows}",
@@ -287,7 +287,7 @@ def _steps(
         )
 
 
-def _step_figures(
+def step_figures(
     bench: Bench,
     timing: Timing,
     *,
@@ -296,6 +296,7 @@ def _step_figures(
     bytes_read: float,
     bars: dict[str, str],
 ) -> None:
+    """Those of a step: over the memory floor, and beside one row and peers in the same run."""
     step = timing.median("ours")
     common = {"threads": bench.num_threads, "read_gb_s": timing.read_gb_s("ours")}
     bench.add(

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """All methods on the bundled model: speed against plain decoding, MTP drafts against its card.
 
+The same on the mixture of experts that is made of it, at fewer sizes.
+
 Each case has an engine of its own, as a server with that configuration does; all of them get the
 same requests, in turn, once with drafts and once decoded plainly, since two equal engines may
 differ by some percent by the place of their memory.
@@ -11,6 +13,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice
+from pathlib import Path
 from statistics import mean, median
 
 from specops.engine import Engine, EngineConfig, SamplingParams, SpeculativeConfig
@@ -18,7 +21,7 @@ from tokenizers import Tokenizer
 
 from bench.bench_engine import prompt_token_ids
 from bench.bench_head_mistakes import trained_head
-from bench.checkpoints import bundled
+from bench.checkpoints import BUNDLED, bundled, mixture
 from bench.common import Bench, Figure
 from bench.engine_runs import Decoding, decode_together
 from tools.train import corpus
@@ -61,6 +64,7 @@ class Size:
     rounds: int
 
 
+MIXTURE_SIZES = (Size(1, 128, 6), Size(8, 96, 4))
 SIZES = (Size(1, 128, 8), Size(8, 96, 6), Size(32, 48, 6), Size(64, 32, 6))
 
 DRAFTS = 5  # of a chain
@@ -71,17 +75,35 @@ CHAINS_AT_ONCE = 32
 
 def run_methods(bench: Bench) -> None:
     """Tokens per second of every method, by batch size, text and sampling."""
-    slots = max(size.batch for size in SIZES)
-    cases = {**CASES, **_trained_heads()}
-    engines = {case: _engine(bench, config, slots) for case, config in cases.items()}
+    _compare(bench, "methods", "bundled model", BUNDLED, {**CASES, **_trained_heads()}, SIZES)
+
+
+def run_mixture(bench: Bench) -> None:
+    """Likewise, of a mixture of experts."""
+    _compare(bench, "mixture", "mixture of experts", mixture().path, CASES, MIXTURE_SIZES)
+
+
+def _compare(
+    bench: Bench,
+    family: str,
+    name: str,
+    model: Path,
+    cases: dict[str, dict[str, object]],
+    sizes: Sequence[Size],
+) -> None:
+    slots = max(size.batch for size in sizes)
+    engines = {case: _engine(bench, config, slots, model) for case, config in cases.items()}
     some = next(iter(engines.values()))
     prompts = {kind: prompt_token_ids(some, kind) for kind in ("completions", "edits")}
     for engine in engines.values():
-        _warm_up(engine, prompts)
+        _warm_up(engine, prompts, sizes)
     for kind, texts in prompts.items():
         for temperature in (0.0, 0.8):
-            for size in SIZES:
-                _methods(bench, engines, kind, texts, size, temperature)
+            for size in sizes:
+                mode = "greedy" if temperature == 0 else f"t{temperature}"
+                prefix = f"{family}.{kind}.{mode}.b{size.batch}"
+                what = f"{name}, {kind}, {mode}, batch {size.batch}"
+                _methods(bench, engines, prefix, what, texts, size, temperature)
 
 
 def _trained_heads() -> dict[str, dict[str, object]]:
@@ -98,19 +120,22 @@ def _trained_heads() -> dict[str, dict[str, object]]:
     }
 
 
-def _warm_up(engine: Engine, prompts: dict[str, list[list[int]]]) -> None:
+def _warm_up(engine: Engine, prompts: dict[str, list[list[int]]], sizes: Sequence[Size]) -> None:
     """Gets the engine where a server is after a while: its prefixes are cached, its costs known."""
     texts = [text for kind in prompts.values() for text in kind]
     # With their prompts in the cache, the requests of a run begin together.
     engine.generate(texts, SamplingParams(max_tokens=1))
-    for size in SIZES:
+    for size in sizes:
         params = SamplingParams(max_tokens=size.max_tokens, temperature=0.8, ignore_eos=True)
         engine.generate((texts * 2)[: size.batch], params)
 
 
-def _engine(bench: Bench, config: dict[str, object], max_num_seqs: int) -> Engine:
+def _engine(
+    bench: Bench, config: dict[str, object], max_num_seqs: int, model: Path = BUNDLED
+) -> Engine:
     return Engine(
         EngineConfig(
+            model=str(model),
             device="cpu",
             speculative_config=SpeculativeConfig.from_dict(config),
             max_num_seqs=max_num_seqs,
@@ -122,7 +147,8 @@ def _engine(bench: Bench, config: dict[str, object], max_num_seqs: int) -> Engin
 def _methods(
     bench: Bench,
     engines: dict[str, Engine],
-    kind: str,
+    prefix: str,
+    what: str,
     prompts: list[list[int]],
     size: Size,
     temperature: float,
@@ -150,9 +176,6 @@ def _methods(
             runs[case].append((done, expected))
             pairs = zip(done.token_ids, expected.token_ids, strict=True)
             differ += sum(one != other for one, other in pairs)
-    mode = "greedy" if temperature == 0 else f"t{temperature}"
-    prefix = f"methods.{kind}.{mode}.b{size.batch}"
-    what = f"bundled model, {kind}, {mode}, batch {size.batch}"
     common = {"threads": bench.num_threads, "read_gb_s": median(reads)}
     for case, rounds in runs.items():
         num_steps = sum(done.num_steps for done, _ in rounds)

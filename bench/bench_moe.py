@@ -7,18 +7,15 @@ Then those of DeepSeek-V3, with as many of its 256 experts as five rows need at 
 turns among rows of other experts, so that no cache keeps weights. torch's case computes as
 transformers does: expert by expert, its rows gathered, and added to the sum, with bf16 weights.
 
-Last, what an engine measures when it starts, of two such layers with attention and a small head:
-seconds of steps by rows, by which adaptive verification decides how many drafts pay, beside the
-bytes that these rows are expected to read.
+Then a step of one request on two layers of the first shape, with attention and a small head: beside
+llama.cpp, and over the bytes that its rows are expected to read. Last, what an engine measures when
+it starts, of the same model: seconds of steps by rows, by which adaptive verification decides how
+many drafts pay.
 """
 
-import json
-import shutil
-import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import cycle
-from pathlib import Path
 
 import torch
 import torch.nn.functional as F
@@ -28,8 +25,10 @@ from specops.engine import Engine, EngineConfig, SpeculativeConfig
 from specops.quantization import quantize_weight
 from torch import Tensor
 
-from bench.checkpoints import BUNDLED
+from bench.bench_engine import load_peers, step_figures
+from bench.checkpoints import qwen30
 from bench.common import Bench, Figure
+from bench.engine_runs import Stepper
 
 
 @dataclass(frozen=True)
@@ -49,7 +48,10 @@ SHAPES = (
     Shape("DeepSeek-V3", 40, 8, 7168, 2048, (5,)),
 )
 TURNS = 6  # sets of rows
-STEPS = (2, 5, 16, 64)  # rows of steps
+STEP_ROWS = (1, 5, 16)
+STEPS_OF_CASE = 20
+KV_LEN = 256
+STEPS = (2, 5, 16, 64)  # rows of steps that an engine measures
 # By name: kind and group.
 KINDS = {"bf16": ("plain", 0), "int8": ("int8", 0), "int4": ("int4", 128)}
 
@@ -93,7 +95,8 @@ def run_moe(bench: Bench) -> None:
             weights = _packed(gate_up, down, kind, group)
             for rows in shape.rows:
                 _run(bench, shape, name, weights, rows, gate_up, down)
-    _run_steps(bench)
+    _run_table(bench)
+    _run_step(bench)
 
 
 def _packed(gate_up: list[Tensor], down: list[Tensor], kind: str, group: int) -> Weights:
@@ -148,6 +151,7 @@ def _run(
             "read bandwidth",
             timing.read_gb_s("ours"),
             timing.share("ours", num_bytes),
+            bar="ratio >= 0.87",
             threads=bench.num_threads,
             read_gb_s=timing.read_gb_s("ours"),
         )
@@ -169,38 +173,48 @@ def _run(
     )
 
 
-def _run_steps(bench: Bench) -> None:
-    shape = SHAPES[0]
-    with tempfile.TemporaryDirectory() as folder:
-        config = {
-            "architectures": ["Qwen3MoeForCausalLM"],
-            "vocab_size": 4096,
-            "hidden_size": shape.hidden,
-            "num_hidden_layers": 2,
-            "num_attention_heads": 32,
-            "num_key_value_heads": 4,
-            "head_dim": 128,
-            "intermediate_size": shape.width,
-            "moe_intermediate_size": shape.width,
-            "num_experts": shape.num_experts,
-            "num_experts_per_tok": shape.top_k,
-            "norm_topk_prob": True,
+def _run_step(bench: Bench) -> None:
+    """A step of one request, ours and llama.cpp's in turn."""
+    checkpoint = qwen30()
+    stepper = Stepper(
+        checkpoint,
+        batch=1,
+        kv_len=KV_LEN,
+        drafts=max(STEP_ROWS) - 1,
+        num_threads=bench.num_threads,
+    )
+    bytes_read = stepper.engine._runner.parts.model.bytes_read
+    peers = load_peers(bench, checkpoint, ("llama_cpp_peer",))
+    for rows in STEP_ROWS:
+        cases: dict[str, Callable[[], float]] = {
+            "ours": lambda r=rows: stepper.step(STEPS_OF_CASE, drafts=r - 1)
         }
-        (Path(folder) / "config.json").write_text(json.dumps(config))
-        shutil.copy(BUNDLED / "tokenizer.json", folder)
-        engine = Engine(
-            EngineConfig(
-                model=folder,
-                load_format="dummy",
-                dtype="bfloat16",
-                num_threads=bench.num_threads,
-                max_num_seqs=1,
-                max_num_batched_tokens=64,
-                max_model_len=256,
-                num_pages=16,
-                speculative_config=SpeculativeConfig(method="ngram", adaptive_verification=False),
-            )
+        for name, peer in peers.items():
+            peer.ask("prepare", batch=1, kv_len=KV_LEN, rows=rows)
+            cases[name] = lambda p=peer: p.ask("step", steps=STEPS_OF_CASE)["seconds"]
+        step_figures(
+            bench,
+            bench.rounds(cases, rounds=5),
+            prefix=f"moe.two_layers.rows{rows}",
+            what=f"two layers of {SHAPES[0].name} in bf16, a step of {rows} rows",
+            bytes_read=bytes_read(rows) + stepper.kv_len * checkpoint.kv_bytes,
+            bars={},
         )
+
+
+def _run_table(bench: Bench) -> None:
+    """What an engine measures when it starts, beside the bytes of distinct experts."""
+    engine = Engine(
+        EngineConfig(
+            model=str(qwen30().path),
+            num_threads=bench.num_threads,
+            max_num_seqs=1,
+            max_num_batched_tokens=64,
+            max_model_len=256,
+            num_pages=16,
+            speculative_config=SpeculativeConfig(method="ngram", adaptive_verification=False),
+        )
+    )
     model = engine._runner.parts.model
     bytes_read = model.bytes_read
     seconds = engine._measure_steps(bytes_read, model.ranks)
@@ -209,7 +223,8 @@ def _run_steps(bench: Bench) -> None:
         bench.add(
             Figure(
                 f"moe.steps.rows{rows}",
-                f"two layers of {shape.name} in bf16, a step of {rows} rows: in steps of one row",
+                f"two layers of {SHAPES[0].name} in bf16, a step of {rows} rows as the engine "
+                "measures it: in steps of one row",
                 more,
                 "x one row",
                 "bytes that are read",

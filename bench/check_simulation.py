@@ -2,9 +2,10 @@
 """Compares tools.simulate with a prefill and a decode server: `python -m bench.check_simulation`.
 
 It measures here what the simulation is told: steps of the bundled model by their rows on one
-thread, and the way of a prompt's pages. Then it sends the same requests, at the same times, to two
-servers of one thread each and to the simulation, and prints what requests waited in both. The
-machine should have two free cores.
+thread, and the way of a prompt's pages. Then it asks two servers of one thread each for first
+tokens, apart and one of them alone. At last it sends the same requests, at the same times, to both
+servers and to the simulation, and prints what requests waited in both. The machine should have two
+free cores.
 """
 
 import argparse
@@ -24,7 +25,7 @@ from statistics import mean, median
 from typing import Any
 
 from specops.disaggregated.handoff import PagesEngine
-from specops.disaggregated.transport import Leases, TcpTransport
+from specops.disaggregated.transport import Address, Leases, TcpTransport
 from specops.engine import Engine, EngineConfig, SamplingParams
 
 from tools.simulate import Machine, Request, arrivals, simulate
@@ -39,6 +40,8 @@ SETTINGS: dict[str, Any] = {
 ONE = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True)
 WARM_UP = 4  # requests, at first
 LONGEST = 600  # tokens of a prompt
+PROMPTS = (64, 256, 900)  # tokens of those whose first tokens are measured
+FIRST_TOKENS = 15  # of each of them
 SEED = 11
 
 
@@ -65,9 +68,9 @@ def hand_off() -> tuple[int, float]:
         prompt = _prompt(tokens + 1)
         engines[0].generate([prompt], ONE)
         begin = time.perf_counter()
-        address = transport.lease(str(round_), engines[0].take_pages(prompt, ONE))
+        transport.lease(str(round_), engines[0].take_pages(prompt, ONE))
         expected = engines[1].expected(prompt, ONE)
-        pages = transport.fetch(address, expected)
+        pages = transport.fetch(Address(str(round_), transport.host, transport.port), expected)
         engines[1].give_pages(pages, expected)
         taken.append(time.perf_counter() - begin)
         num_bytes = len(pages.data)
@@ -124,15 +127,22 @@ def _post(url: str, body: dict[str, Any]) -> Any:
 
 
 def serve(urls: Sequence[str], request: Request, begin: float) -> Request:
-    """Sends a request at its time, as a router does; returns when it got its tokens."""
+    """Sends a request at its time, as a router does; returns when it got its tokens.
+
+    Args:
+        urls: of the server for its prompt, and of the one that goes on; of one, it does both.
+        request: this.
+        begin: of time, by `time.monotonic`.
+    """
     time.sleep(max(begin + request.arrival - time.monotonic(), 0))
     body = {"prompt": _prompt(request.prompt), "temperature": 0, "ignore_eos": True}
-    first = {**body, "max_tokens": 1, "kv_transfer_params": {"do_remote_decode": True}}
-    with _post(urls[0], first) as answer:
-        told = json.load(answer)["kv_transfer_params"]
-    rest = {**body, "max_tokens": request.left, "stream": True, "kv_transfer_params": told}
+    rest: dict[str, Any] = {**body, "max_tokens": request.left, "stream": True}
+    if len(urls) > 1:
+        first = {**body, "max_tokens": 1, "kv_transfer_params": {"do_remote_decode": True}}
+        with _post(urls[0], first) as answer:
+            rest["kv_transfer_params"] = json.load(answer)["kv_transfer_params"]
     times: list[tuple[float, int]] = []
-    with _post(urls[1], rest) as answer:
+    with _post(urls[-1], rest) as answer:
         for line in answer:
             if line.startswith(b"data: {"):
                 times.append((time.monotonic() - begin, 1))
@@ -144,6 +154,19 @@ def measured(urls: Sequence[str], requests: Sequence[Request]) -> list[Request]:
     begin = time.monotonic() + 0.1
     with ThreadPoolExecutor(len(requests)) as pool:
         return list(pool.map(lambda one: serve(urls, one, begin), requests))
+
+
+def first_tokens(urls: Sequence[str], prompt: int, rounds: int) -> tuple[float, float]:
+    """Seconds to the first token of a prompt of so many tokens, medians: of the pair, and of one.
+
+    They take turns, and nothing else runs.
+    """
+    found: tuple[list[float], list[float]] = [], []
+    for _ in range(rounds):
+        for ways, seconds in zip((urls, urls[1:]), found, strict=True):
+            told = serve(ways, Request(0.0, prompt, 2), time.monotonic())
+            seconds.append(told.first_token)
+    return median(found[0]), median(found[1])
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -167,11 +190,20 @@ def main(arguments: Sequence[str] | None = None) -> None:
         output_tokens=64,
     )
     steps = ", ".join(f"{rows}: {1e3 * seconds:.2f}" for rows, seconds in points)
-    print(f"ms of steps by rows: {steps}; {bytes_per_token} bytes a token, {speed / 1e6:.0f} MB/s")
-    print("| requests a second | first token, ms | simulated | a later token, ms | simulated |")
-    print("| --- | --- | --- | --- | --- |")
+    print(f"ms of steps by rows: {steps}")
+    print(
+        f"pages of 1,000 tokens: {bytes_per_token / 1e3:.2f} MB, "
+        f"{1e6 * bytes_per_token / speed:.1f} ms ({speed / 1e6:.0f} MB/s)"
+    )
     with pair() as urls:
         measured(urls, arrivals(machine, 4.0, WARM_UP, SEED))
+        print("| tokens of a prompt | first token of the pair, ms | of one server |")
+        print("| --- | --- | --- |")
+        for prompt in PROMPTS:
+            cells = [f"{1e3 * one:.1f}" for one in first_tokens(urls, prompt, FIRST_TOKENS)]
+            print(f"| {prompt} | " + " | ".join(cells) + " |", flush=True)
+        print("| requests a second | first token, ms | simulated | a later token, ms | simulated |")
+        print("| --- | --- | --- | --- | --- |")
         for rate in given.rates:
             told = measured(urls, arrivals(machine, rate, given.requests, SEED))
             expected = arrivals(machine, rate, given.requests, SEED)

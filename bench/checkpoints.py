@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The two models of the engine figures, and their copies in each peer's format (bench/work/).
+"""The models of the engine figures, and their copies in each peer's format (bench/work/).
 
 Every copy holds the same bf16 weights. Copies are made once and again when the source changes.
 """
@@ -19,6 +19,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 from bench.common import BENCH, PEER_PYTHON, ROOT, WORK
+from tools.train.mixture import write_mixture
 
 BUNDLED = ROOT / "python" / "specops" / "assets"
 QWEN06: dict[str, Any] = {
@@ -68,6 +69,22 @@ QWEN8 = {
     "num_attention_heads": 32,
     "intermediate_size": 12288,
     "tie_word_embeddings": False,
+}
+# Two layers of Qwen3-30B-A3B, and a vocabulary that takes no part in their time.
+QWEN30 = {
+    **QWEN06,
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "model_type": "qwen3_moe",
+    "vocab_size": 4096,
+    "hidden_size": 2048,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 4,
+    "intermediate_size": 6144,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "moe_intermediate_size": 768,
+    "norm_topk_prob": True,
 }
 
 
@@ -147,16 +164,31 @@ def bundled() -> Checkpoint:
     return Checkpoint("bundled", BUNDLED)
 
 
+def mixture() -> Checkpoint:
+    """The bundled model as a mixture of experts."""
+    write_mixture(path := WORK / "mixture")
+    return Checkpoint("mixture", path)
+
+
 def qwen06() -> Checkpoint:
     """Random weights in the shape of Qwen3-0.6B: speeds do not depend on values."""
-    path = WORK / "qwen06"
-    if not (path / "model.safetensors").exists():
+    return _random_checkpoint("qwen06", QWEN06)
+
+
+def qwen30() -> Checkpoint:
+    """Random weights in the shape of two layers of Qwen3-30B-A3B, 2.4 GB in one file."""
+    return _random_checkpoint("qwen30", QWEN30)
+
+
+def _random_checkpoint(name: str, config: dict[str, Any]) -> Checkpoint:
+    path = WORK / name
+    if not (path / "config.json").exists():  # which is written last
         path.mkdir(parents=True, exist_ok=True)
-        save_file(_random_weights(QWEN06), path / "model.safetensors", metadata={"format": "pt"})
-        (path / "config.json").write_text(json.dumps(QWEN06, indent=1))
+        save_file(_random_weights(config), path / "model.safetensors", metadata={"format": "pt"})
         # The engine wants a tokenizer; prompts are token ids, and texts are not looked at.
         shutil.copy(BUNDLED / "tokenizer.json", path)
-    return Checkpoint("qwen06", path)
+        (path / "config.json").write_text(json.dumps(config, indent=1))
+    return Checkpoint(name, path)
 
 
 def llama3() -> Checkpoint:
@@ -201,18 +233,20 @@ def _random_weights(config: dict[str, Any]) -> dict[str, torch.Tensor]:
 def _random_parts(config: dict[str, Any]) -> Iterator[dict[str, torch.Tensor]]:
     """What stands around the layers, then each layer; q_norm and k_norm where a model has them."""
     generator = torch.Generator().manual_seed(0)
+    num_experts = config.get("num_experts", 0)
 
-    def matrix(rows: int, columns: int) -> torch.Tensor:
-        return (torch.randn(rows, columns, generator=generator) * 0.02).bfloat16()
+    def matrix(rows: int, columns: int, std: float = 0.02) -> torch.Tensor:
+        return (torch.randn(rows, columns, generator=generator) * std).bfloat16()
 
-    width, wide, head_dim = (
-        config[name] for name in ("hidden_size", "intermediate_size", "head_dim")
-    )
+    width, head_dim = config["hidden_size"], config["head_dim"]
     queries, keys = (
         head_dim * config[name] for name in ("num_attention_heads", "num_key_value_heads")
     )
     yield {
-        "model.embed_tokens.weight": matrix(config["vocab_size"], width),
+        # Beside a smaller embedding, what rows attend to weighs so much that they share experts.
+        "model.embed_tokens.weight": matrix(
+            config["vocab_size"], width, 1.0 if num_experts else 0.02
+        ),
         "model.norm.weight": torch.ones(width).bfloat16(),
     }
     for layer in range(config["num_hidden_layers"]):
@@ -221,21 +255,34 @@ def _random_parts(config: dict[str, Any]) -> Iterator[dict[str, torch.Tensor]]:
             "self_attn.k_proj": (keys, width),
             "self_attn.v_proj": (keys, width),
             "self_attn.o_proj": (width, queries),
-            "mlp.gate_proj": (wide, width),
-            "mlp.up_proj": (wide, width),
-            "mlp.down_proj": (width, wide),
+            **_mlp_shapes(config),
         }
         norms = {
             "input_layernorm": width,
             "post_attention_layernorm": width,
         }
-        if config["model_type"] == "qwen3":
+        if config["model_type"] in ("qwen3", "qwen3_moe"):
             norms |= {"self_attn.q_norm": head_dim, "self_attn.k_norm": head_dim}
         prefix = f"model.layers.{layer}"
         weights = {f"{prefix}.{name}.weight": matrix(*shape) for name, shape in shapes.items()}
         for name, size in norms.items():
             weights[f"{prefix}.{name}.weight"] = torch.ones(size).bfloat16()
         yield weights
+
+
+def _mlp_shapes(config: dict[str, Any]) -> dict[str, tuple[int, int]]:
+    """Of the matrices of a layer's MLP, or of its router and experts."""
+    width, num_experts = config["hidden_size"], config.get("num_experts", 0)
+    wide = config["moe_intermediate_size" if num_experts else "intermediate_size"]
+    parts = {"gate_proj": (wide, width), "up_proj": (wide, width), "down_proj": (width, wide)}
+    if not num_experts:
+        return {f"mlp.{name}": shape for name, shape in parts.items()}
+    experts = {
+        f"mlp.experts.{expert}.{name}": shape
+        for expert in range(num_experts)
+        for name, shape in parts.items()
+    }
+    return {"mlp.gate": (num_experts, width), **experts}
 
 
 def _run(script: Path, source: Path, out: Path, *arguments: str) -> None:

@@ -29,7 +29,13 @@ SMALL: dict[str, dict[str, Any]] = {
         "HEAD": ((96, 32),),
         "SMALL": (32, 16),
     },
-    "moe": {"SHAPES": (Shape("tiny", 4, 2, 32, 16, (3,)),), "STEPS": (2, 4)},
+    "moe": {
+        "SHAPES": (Shape("tiny", 4, 2, 32, 16, (3,)),),
+        "STEP_ROWS": (1, 3),
+        "STEPS_OF_CASE": 2,
+        "KV_LEN": 32,
+        "STEPS": (2, 4),
+    },
     "quantized": {
         "COLD_BYTES": 1 << 12,
         "LAYER": ((64, 128), (32, 256)),
@@ -97,7 +103,7 @@ def two_layers() -> dict[str, Any]:
     """What makes a shape one of two small layers."""
     small = {"vocab_size": 4096, "hidden_size": 64, "num_hidden_layers": 2, "head_dim": 64}
     heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "intermediate_size": 64}
-    return {**small, **heads}
+    return {**small, **heads, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
 
 
 @pytest.fixture
@@ -107,7 +113,7 @@ def tiny(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
     for module in (common, checkpoints, suffix_streams):
         monkeypatch.setattr(module, "WORK", tmp_path)
-    for name in ("QWEN06", "LLAMA3"):
+    for name in ("QWEN06", "QWEN30", "LLAMA3"):
         monkeypatch.setattr(checkpoints, name, {**getattr(checkpoints, name), **two_layers()})
     whole = bench_engine.prompt_token_ids
 
@@ -125,7 +131,8 @@ def tiny(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         module = importlib.import_module(f"bench.bench_{name}")
         monkeypatch.setattr(module, "prompt_token_ids", prompts)
     methods = importlib.import_module("bench.bench_methods")
-    monkeypatch.setattr(methods, "SIZES", (methods.Size(2, 6, 3),))
+    for name in ("SIZES", "MIXTURE_SIZES"):
+        monkeypatch.setattr(methods, name, (methods.Size(2, 6, 3),))
     monkeypatch.setattr(methods, "PROMPT_TOKENS", 32)
     monkeypatch.setattr(methods, "NEW_TOKENS", 4)
     monkeypatch.setattr(methods, "CHAINS_AT_ONCE", 4)

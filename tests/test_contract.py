@@ -16,6 +16,8 @@ from specops.engine import Engine, EngineConfig, SpeculativeConfig
 from specops.engine.config import BUNDLED_MODEL
 from specops.engine.errors import ModelError
 from specops.engine.machine import LEAF_TOKENS
+from specops.engine.models import weight_cache
+from specops.service import contract
 from specops.service.contract import _SAMPLING_LEAF_TOKENS, contract_of
 
 
@@ -63,6 +65,18 @@ def test_what_changes_bits_is_in_it(own: str, tmp_path: Path) -> None:
     assert len(set(found)) == len(found)
     of_isas = {digest() for _ in every_isa()}
     assert own in of_isas and len(of_isas) == len(specops.supported_isas())
+
+
+def test_what_is_remembered_is_not_read_again(
+    own: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A start of a large model would take twice as long."""
+    monkeypatch.setattr(weight_cache, "_SETTLED_SECONDS", -1.0)
+    config = {"weight_cache": str(tmp_path)}
+    assert digest(**config) == own
+    read: list[str] = []
+    monkeypatch.setattr(contract, "digest_of_bytes", lambda file: read.append(file.name) or "")
+    assert digest(**config) != own and read == ["config.json"]
 
 
 def test_random_weights_follow_from_the_configuration(own: str) -> None:

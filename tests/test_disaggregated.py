@@ -5,6 +5,7 @@
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +31,8 @@ from serving import Served
 
 @pytest.fixture(scope="module")
 def pair(mtp_model: Path) -> Iterator[list[ServerProcess]]:
-    roles = [options(mtp_model, "--role", role) for role in ("prefill", "decode")]
+    lease = ("--kv-lease-seconds", "20")
+    roles = [options(mtp_model, "--role", role, *lease) for role in ("prefill", "decode")]
     with servers(*roles) as started:
         yield started
 
@@ -78,6 +80,30 @@ def test_a_server_that_is_killed_loses_no_request(
     assert answers == choices_of(together, asked)
     assert [router.answers[place] for place in range(count)] == [1] * count
     victim.wait()
+
+
+@pytest.mark.prove
+@pytest.mark.parametrize("side", ["prefill", "decode"])
+def test_a_server_that_is_stopped_loses_no_request(
+    pair: list[ServerProcess], together: Served, side: str
+) -> None:
+    """For longer than pages are waited for and than a lease lasts: it then goes on."""
+    prefill, decode = pair
+    asked, seconds = bodies(200, seed=202), 35.0
+    router = Router(prefill.url, decode.url)
+    victim = prefill if side == "prefill" else decode
+
+    def stall() -> None:
+        while router.answers.total() < 50:
+            time.sleep(0.005)
+        victim.stall(seconds)
+
+    with ThreadPoolExecutor(1) as pool:
+        stalled = pool.submit(stall)
+        answers = router.run(asked, at_once=24)
+        stalled.result()
+    assert answers == choices_of(together, asked)
+    assert [router.answers[place] for place in range(200)] == [1] * 200
 
 
 @pytest.mark.prove

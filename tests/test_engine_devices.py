@@ -644,6 +644,33 @@ def test_the_bundled_model_in_the_interpreter(
     assert engine.stats.speculative.num_accepted_tokens > 0
 
 
+def test_states_of_prefixes_on_the_device(
+    tmp_path: Path, interpreter: None, twin: Callable[..., TwinDevice]
+) -> None:
+    """Linear attention goes on from what an earlier request has left, between graphs as well."""
+    write_config(
+        tmp_path,
+        architectures=["Qwen3_5ForCausalLM"],
+        layer_types=["linear_attention", "full_attention"],
+        num_hidden_layers=2,
+        linear_num_key_heads=1,
+        linear_num_value_heads=2,
+        linear_key_head_dim=16,
+        linear_value_head_dim=16,
+        linear_conv_kernel_dim=4,
+    )
+    params = SamplingParams(max_tokens=8, temperature=0, ignore_eos=True, logprobs=1)
+    prompts = [list(range(1, 40)), list(range(1, 40)), [*range(1, 36), 9, 9]]
+    want = None
+    for speculative, caching in ((NAIVE, False), (NGRAM, True)):
+        twin(captures=caching)
+        engine = make(tmp_path, speculative, max_num_seqs=2, enable_prefix_caching=caching)
+        done = [engine.generate([prompt], params)[0] for prompt in prompts]
+        assert [one.num_cached_tokens for one in done] == ([0, 32, 32] if caching else [0] * 3)
+        want = want or bits(done)
+        assert bits(done) == want
+
+
 def test_faults_of_cuda_kernels_come_with_the_results(
     tiny_dir: Path, interpreter: None, twin: Callable[..., TwinDevice]
 ) -> None:

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from checkpoints import make_checkpoint, write_tokenizer
@@ -55,6 +56,16 @@ def generate(model_dir: Path, **params: Any) -> Completion:
     for name in ("token_ids", "text", "finish_reason", "stop_reason"):
         assert getattr(done[0], name) == getattr(done[1], name)
     return done[0]
+
+
+def test_numbers_that_came_as_float32_have_the_same_bits(model_dir: Path) -> None:
+    """The ops take them so; Dynamo's frontend and vLLM's router write them so."""
+    numbers = {"temperature": 0.7, "top_p": 0.9, "min_p": 0.01, "repetition_penalty": 1.1}
+    numbers |= {"presence_penalty": 0.3, "frequency_penalty": 0.3}
+    told = {name: float(np.float32(one)) for name, one in numbers.items()}
+    assert told != numbers
+    done = [generate(model_dir, seed=3, logprobs=1, **one) for one in (numbers, told)]
+    assert done[0].logprobs == done[1].logprobs and len(set(done[0].token_ids)) > 8
 
 
 # ---- logits ----

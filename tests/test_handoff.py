@@ -156,7 +156,7 @@ def pair(models: dict[str, Path]) -> tuple[PagesEngine, PagesEngine, Pages]:
 
 
 WRONG: dict[str, tuple[dict[str, Any], str]] = {
-    "version": ({"version": 1}, "version must be 2, got 1"),
+    "version": ({"version": 1}, "version must be 3, got 1"),
     "contract": ({"contract": "0" * 16}, "contract must be '.*', got '0000000000000000'"),
     "ranks": ({"num_ranks": 2}, "num_ranks must be 1, got 2"),
     "rank": ({"rank": 1}, "rank must be 0, got 1"),

@@ -18,7 +18,7 @@ from specops.disaggregated.handoff import HandoffError, Header, Layout, Pages
 from specops.disaggregated.nixl import NixlTransport, Place
 from specops.disaggregated.transport import Address, Leases, TcpTransport, send
 
-HEADER = Header(1, "", 1, 0, 16, list(range(33)), 2, "", 0, [Layout("uint8", (16, 999))], [])
+HEADER = Header(1, "", 1, 0, 16, list(range(33)), 2, "", 0, [Layout("uint8", (16, 999))], [], [])
 
 
 def transport(kind: type[TcpTransport]) -> TcpTransport:
@@ -51,7 +51,7 @@ def test_ranks_hand_over_their_own_shares(mtp_model: Path) -> None:
 
 @pytest.mark.parametrize("num_pages", [0, 1, 300])
 def test_every_byte_comes_and_the_lease_ends(num_pages: int) -> None:
-    header = Header(1, "", 1, 0, 16, [1], num_pages, "", 0, HEADER.model, [])
+    header = Header(1, "", 1, 0, 16, [1], num_pages, "", 0, HEADER.model, [], [])
     data = bytearray(n * n % 251 for n in range(header.num_bytes))
     here, there = transport(NixlTransport), transport(NixlTransport)
     there.lease("a", Pages(header, data))

@@ -1694,6 +1694,20 @@ def running_server(step_seconds: float = 0.02, *, metrics_apart: bool = False) -
         process.wait()
 
 
+def test_a_request_that_came_while_the_server_was_stopped_is_answered() -> None:
+    """Its connection's time is over when the server goes on: it is read all the same."""
+    with contextlib.ExitStack() as stack:
+        process, port = stack.enter_context(running_server())
+        address = "127.0.0.1", port
+        connection = stack.enter_context(socket.create_connection(address, timeout=10))
+        time.sleep(0.5)  # it is accepted
+        process.send_signal(signal.SIGSTOP)
+        time.sleep(2.2)
+        connection.sendall(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
+        process.send_signal(signal.SIGCONT)
+        assert connection.recv(12) == b"HTTP/1.1 200"
+
+
 def test_connections_that_ask_nothing_are_closed() -> None:
     with running_server() as (_, port), contextlib.ExitStack() as stack:
 

@@ -6,7 +6,9 @@ from dataclasses import replace
 from statistics import mean
 
 import pytest
+from specops.engine import Engine, EngineConfig
 
+from bench import check_simulation
 from tools.pictures import DOCS
 from tools.simulate import (
     EXAMPLE,
@@ -97,3 +99,32 @@ def test_the_page_has_the_table_that_is_simulated() -> None:
 @pytest.mark.prove
 def test_the_committed_picture_is_what_is_simulated() -> None:
     assert PICTURE.read_text() == drawn(Machine.load(EXAMPLE)), "python -m tools.simulate --draw"
+
+
+def test_what_the_simulation_is_told_can_be_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the bundled model: bytes as its cache has them."""
+    monkeypatch.setattr(check_simulation, "ROUNDS", 1)
+    bytes_per_token, speed = check_simulation.hand_off()
+    engine = Engine(EngineConfig.from_plain(check_simulation.SETTINGS))
+    kept = sum(one[0, 0].numel() * one.element_size() for one in engine._runner.parts.cache.tensors)
+    assert bytes_per_token == kept and speed > 0
+
+
+@pytest.mark.prove
+def test_it_is_compared_with_servers(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("ROUNDS", "FIRST_TOKENS"):
+        monkeypatch.setattr(check_simulation, name, 1)
+    check_simulation.main(["--requests", "3", "--rates", "20"])
+    rows = [line.split("|")[1].strip() for line in capsys.readouterr().out.splitlines()[2:]]
+    assert rows == [
+        "tokens of a prompt",
+        "---",
+        "64",
+        "256",
+        "900",
+        "requests a second",
+        "---",
+        "20",
+    ]

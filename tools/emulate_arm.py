@@ -6,6 +6,9 @@ torch and the tests' needs from wheels), and runs tests under qemu's user-mode e
 instruction set of ARM, compared bit by bit. Nothing is installed on this machine. All of it is in
 build/arm, and the module is with the others in python/specops. An emulator cannot show time, nor
 the order in which threads of a real ARM see each other's writes.
+
+With --wheel, it makes a wheel of the same module instead, for Debian's Python and C library or
+newer ones, and the bundled model completes a text from it.
 """
 
 import argparse
@@ -139,20 +142,25 @@ def make_site(version: str) -> None:
     done("site", wanted)
 
 
-def make_python(version: str, cpu: str) -> None:
-    """A script that is ARM's Python to whoever starts it, to itself as well."""
+def make_python(version: str, cpu: str, *paths: Path) -> None:
+    """A script that is ARM's Python to whoever starts it, to itself as well.
+
+    Args:
+        version: of Python.
+        cpu: as qemu calls it.
+        paths: where it finds modules, beside those of the wheels.
+    """
+    found = ":".join(map(str, (SITE, *paths)))
     PYTHON.write_text(f"""#!/bin/sh
-export PYTHONHOME="{SYSROOT}/usr" PYTHONPATH="{SITE}:{ROOT}/python:{ROOT}"
+export PYTHONHOME="{SYSROOT}/usr" PYTHONPATH="{found}"
 exec qemu-aarch64-static -cpu {cpu} -L "{SYSROOT}" -0 "{PYTHON}" \\
   "{SYSROOT}/usr/bin/python{version}" "$@"
 """)
     PYTHON.chmod(0o755)
 
 
-def build(version: str) -> None:
-    """specops._C for ARM, of every instruction set."""
-    import pybind11
-
+def options_of(version: str) -> list[str]:
+    """What CMake is told, so that it builds for ARM."""
     tag = f"cpython-{version.replace('.', '')}-aarch64-linux-gnu"
     options = {
         "CMAKE_TOOLCHAIN_FILE": ROOT / "tools" / "aarch64.cmake",
@@ -162,14 +170,57 @@ def build(version: str) -> None:
         "PYTHON_MODULE_EXTENSION": f".{tag}.so",
         "PYTHON_MODULE_DEBUG_POSTFIX": "",
         "PYTHON_IS_DEBUG": "OFF",
-        "pybind11_DIR": pybind11.get_cmake_dir(),
-        "CMAKE_LIBRARY_OUTPUT_DIRECTORY": ROOT / "python" / "specops",
     }
-    given = [f"-D{name}={value}" for name, value in options.items()]
+    return [f"-D{name}={value}" for name, value in options.items()]
+
+
+def build(version: str) -> None:
+    """specops._C for ARM, of every instruction set."""
+    import pybind11
+
+    given = [
+        f"-Dpybind11_DIR={pybind11.get_cmake_dir()}",
+        f"-DCMAKE_LIBRARY_OUTPUT_DIRECTORY={ROOT / 'python' / 'specops'}",
+        *options_of(version),
+    ]
     folder = WORK / "cmake"
     command = ["cmake", "-G", "Ninja", "-S", ROOT, "-B", folder, "--log-level=NOTICE", *given]
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
     subprocess.run(["cmake", "--build", folder], check=True)
+
+
+def make_wheel(version: str) -> Path:
+    """A wheel for ARM in build/arm/wheels, of the source distribution."""
+    source, wheels = WORK / "source", WORK / "wheels"
+    for folder in (source, wheels):
+        shutil.rmtree(folder, ignore_errors=True)
+    sdist = "from setuptools.build_meta import build_sdist; build_sdist('build/arm/source')"
+    quiet: dict[str, Any] = {"check": True, "stdout": subprocess.DEVNULL}
+    subprocess.run([sys.executable, "-c", sdist], cwd=ROOT, **quiet)
+    (archive,) = source.glob("*.tar.gz")
+    shutil.unpack_archive(archive, source)
+    environment = {
+        "SPECOPS_CMAKE_ARGS": " ".join(options_of(version)),
+        "SPECOPS_ISAS": "all",
+        "SPECOPS_CUDA": "OFF",
+    }
+    command = [sys.executable, "setup.py", "--quiet", "bdist_wheel"]
+    command += ["--plat-name", "linux_aarch64", "--dist-dir", str(wheels)]
+    unpacked = archive.with_name(archive.name.removesuffix(".tar.gz"))
+    subprocess.run(command, cwd=unpacked, env={**os.environ, **environment}, **quiet)
+    (wheel,) = wheels.glob("*.whl")
+    return wheel
+
+
+def complete_from(wheel: Path, version: str, cpu: str) -> None:
+    """Completes a text with nothing of specops but what a wheel has."""
+    installed = WORK / "installed"
+    shutil.rmtree(installed, ignore_errors=True)
+    shutil.unpack_archive(wheel, installed, "zip")
+    make_python(version, cpu, installed)
+    command = [PYTHON, "-m", "specops", "complete", "def add(a, b):", "--max-tokens", "1"]
+    text = subprocess.run([*command, "--temperature", "0"], cwd=installed, **_TEXT).stdout
+    print(f"{wheel.relative_to(ROOT)}, {wheel.stat().st_size / 1e6:.1f} MB: {text.strip()!r}")
 
 
 def main() -> int:
@@ -177,6 +228,7 @@ def main() -> int:
     parser.add_argument("--if-possible", action="store_true", help="do without what is missing")
     parser.add_argument("--cpu", default="max", help="qemu's name of the CPU; max has bfloat16")
     parser.add_argument("--build-only", action="store_true")
+    parser.add_argument("--wheel", action="store_true", help="a wheel, and a text completed by it")
     parser.add_argument("--workers", default="1", help="test processes side by side")
     parser.add_argument("pytest", nargs="*", help="arguments of pytest, after --")
     arguments = parser.parse_args()
@@ -190,7 +242,13 @@ def main() -> int:
     version = python_version()
     make_sysroot(version)
     make_site(version)
-    make_python(version, arguments.cpu)
+    if arguments.wheel:
+        if version != platform.python_version().rpartition(".")[0]:
+            print(f"test-arm: a wheel for Debian's Python is made by Python {version}")
+            return 1
+        complete_from(make_wheel(version), version, arguments.cpu)
+        return 0
+    make_python(version, arguments.cpu, ROOT / "python", ROOT)
     build(version)
     if arguments.build_only:
         return 0

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Writes a Qwen3-shaped checkpoint as a GGUF file: `write_gguf.py CHECKPOINT OUT.gguf [KIND]`.
 
-KIND is "bf16", "int8" (all matrices Q8_0) or "int4" (Q4_0, embedding and head Q8_0).
+KIND is "bf16", "int8" (all matrices Q8_0) or "int4" (Q4_0, embedding and head Q8_0). A layer's
+experts become one tensor of each projection.
 """
 
 import json
@@ -9,6 +10,7 @@ import sys
 from pathlib import Path
 
 import gguf
+import numpy as np
 from safetensors import safe_open
 
 LAYER_NAMES = {
@@ -23,6 +25,7 @@ LAYER_NAMES = {
     "mlp.gate_proj": "ffn_gate",
     "mlp.up_proj": "ffn_up",
     "mlp.down_proj": "ffn_down",
+    "mlp.gate": "ffn_gate_inp",
 }
 FILE_TYPES = {"bf16": "BF16", "int8": "Q8_0", "int4": "Q4_0"}
 NAMES = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
@@ -49,7 +52,12 @@ def stored_as(name: str, kind: str) -> gguf.GGMLQuantizationType:
 def main(checkpoint: Path, out: str, kind: str = "bf16") -> None:
     """Copies the weights as they are; norms become fp32, as llama.cpp wants them."""
     config = json.loads((checkpoint / "config.json").read_text())
-    writer = gguf.GGUFWriter(out, "qwen3")
+    num_experts = config.get("num_experts", 0)
+    writer = gguf.GGUFWriter(out, "qwen3moe" if num_experts else "qwen3")
+    if num_experts:
+        writer.add_expert_count(num_experts)
+        writer.add_expert_used_count(config["num_experts_per_tok"])
+        writer.add_expert_feed_forward_length(config["moe_intermediate_size"])
     writer.add_block_count(config["num_hidden_layers"])
     writer.add_context_length(config["max_position_embeddings"])
     writer.add_embedding_length(config["hidden_size"])
@@ -65,13 +73,30 @@ def main(checkpoint: Path, out: str, kind: str = "bf16") -> None:
     writer.add_tokenizer_model("none")
     with safe_open(checkpoint / "model.safetensors", framework="pt") as file:
         for name in file.keys():  # noqa: SIM118
-            tensor = file.get_tensor(name)
-            if tensor.ndim == 1:
-                writer.add_tensor(gguf_name(name), tensor.float().numpy())
+            if ".experts." in name:
+                continue
+            tensor = file.get_tensor(name).float().numpy()
+            if tensor.ndim == 1 or name.endswith("mlp.gate.weight"):  # routers are fp32 as well
+                writer.add_tensor(gguf_name(name), tensor)
                 continue
             number = stored_as(name, kind)
-            data = gguf.quants.quantize(tensor.float().numpy(), number)
-            writer.add_tensor(gguf_name(name), data, raw_dtype=number)
+            writer.add_tensor(
+                gguf_name(name), gguf.quants.quantize(tensor, number), raw_dtype=number
+            )
+        for layer in range(config["num_hidden_layers"] if num_experts else 0):
+            for part in ("gate", "up", "down"):
+                names = [
+                    f"model.layers.{layer}.mlp.experts.{expert}.{part}_proj.weight"
+                    for expert in range(num_experts)
+                ]
+                number = stored_as(names[0], kind)
+                experts = np.stack(
+                    [
+                        gguf.quants.quantize(file.get_tensor(name).float().numpy(), number)
+                        for name in names
+                    ]
+                )
+                writer.add_tensor(f"blk.{layer}.ffn_{part}_exps.weight", experts, raw_dtype=number)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

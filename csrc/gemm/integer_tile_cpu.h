@@ -25,6 +25,10 @@ constexpr int64_t kIntegerFetch = 8 << 10;
 constexpr int64_t kPageFetch = 32 << 10;
 constexpr int64_t kPageFetchEvery = 2 << 10;
 
+// Behind a tile of fewer rows than that no other tile reads the panel: it passes by the second-level
+// cache, which keeps what a step needs between its products.
+constexpr int fetch_locality(int rows) { return rows < kIntegerRows ? 0 : 3; }
+
 // So many groups ahead their scales are fetched.
 constexpr int64_t kScaleFetch = 8;
 
@@ -78,7 +82,8 @@ SPECOPS_INLINE inline void sum_piece(const Kind& kind,
         int block = p / kLineParts, within = (part + p) % kLineParts;
         // Lines are fetched in their order in memory, whatever the order in which they are read.
         if (within == 0) {
-          __builtin_prefetch(chunk + kIntegerFetch + 64 * (kBlocks * line + block), 0, 3);
+          const uint8_t* ahead = chunk + kIntegerFetch + 64 * (kBlocks * line + block);
+          __builtin_prefetch(ahead, 0, fetch_locality(kRows));
         }
         lines[p] = load_codes(chunk + block * kBlockChunkBytes<Kind> + 64 * line +
                               within * 4 * kPartOutputs);
@@ -116,6 +121,17 @@ inline F32x16 output_scales(const WeightParams& weight, int64_t block) {
   return load_partial(scales + first, static_cast<int>(min64(width - first, kWeightBlock)));
 }
 
+// What the offsets of a group add to the totals of a panel, by the sums of the rows' integers.
+template <int kRows>
+void add_offsets(const float* steps, const float* row_sums, const float* offsets, float* totals) {
+  for (int r = 0; r < kRows; ++r, totals += kPanelOutputs) {
+    for (int at = 0; at < kPanelOutputs; at += kPartOutputs) {
+      Floats offset = times(spread_float(steps[r]), load_floats(offsets + at));
+      store_floats(totals + at, fused(spread_float(row_sums[r]), offset, load_floats(totals + at)));
+    }
+  }
+}
+
 // out[row, n] = bias[n] + sum_k x[row, k] * weight[n, k], of kRows rows and a panel; of gates and ups:
 // activation(out[row, n]) * out[row, width + n].
 // Cost:    the panel once from memory or cache, from its begin to its end.
@@ -147,9 +163,9 @@ template <typename Kind, typename Product, int kRows>
   // In memory, since the sums of a piece fill the registers; gcc would keep others there instead.
   alignas(64) float memory[kRows * kPanelOutputs] = {};
   float* totals = memory;
-  asm("" : "+r"(totals));
   int64_t chunks = weight_chunks(weight.num_inputs), next_group = pieces_of_group;
   for (int64_t piece = 0; piece < pieces.count; ++piece) {
+    asm("" : "+r"(totals));
     int64_t own = min64(pieces.inputs / kChunkInputs, chunks);
     int64_t bytes = own * kPanelChunkBytes<Kind>;
     for (int64_t i = 0; i < bytes; i += kPageFetchEvery) fetch_page(chunk + kPageFetch + i);
@@ -160,22 +176,22 @@ template <typename Kind, typename Product, int kRows>
         unrolled<kParts>([&](int p) SPECOPS_INLINE { acc[r][p] = Product::begin(starts[r]); });
       });
       sum_piece<Kind, Product, kRows, kParts>(kind, chunk, own, part, x, rows.stride, acc);
-      unrolled<kRows>([&](int r) SPECOPS_INLINE {
-        Floats step = spread_float(steps[r]);
-        unrolled<kParts>([&](int p) SPECOPS_INLINE {
-          float* total = totals + r * kPanelOutputs + (part + p) * kPartOutputs;
-          Floats scale = step;
-          if (grouped) scale = times(step, load_floats(scales + (part + p) * kPartOutputs));
-          Floats sum = floats(Product::sums(acc[r][p], starts[r]));
-          sum = fused(sum, scale, load_floats(total));
-          if (shifted) {
-            Floats offset = times(step, load_floats(offsets + (part + p) * kPartOutputs));
-            sum = fused(spread_float(row_sums[r]), offset, sum);
-          }
-          store_floats(total, sum);
+      auto add_up = [&](auto in_groups) SPECOPS_INLINE {
+        unrolled<kRows>([&](int r) SPECOPS_INLINE {
+          Floats step = spread_float(steps[r]);
+          unrolled<kParts>([&](int p) SPECOPS_INLINE {
+            int at = (part + p) * kPartOutputs;
+            float* total = totals + r * kPanelOutputs + at;
+            Floats scale = step;
+            if constexpr (in_groups) scale = times(step, load_floats(scales + at));
+            Floats sum = floats(Product::sums(acc[r][p], starts[r]));
+            store_floats(total, fused(sum, scale, load_floats(total)));
+          });
         });
-      });
+      };
+      grouped ? add_up(std::true_type{}) : add_up(std::false_type{});
     });
+    if (shifted) add_offsets<kRows>(steps, row_sums, offsets, totals);
     chunk += bytes;
     chunks -= own;
     x += pieces.inputs;
@@ -242,11 +258,9 @@ void integer_range_of(const GemmParams& params,
     int64_t count = min64(kIntegerRowsKept, row_end - kept);
     auto rows =
         integer_rows_from<typename Product::Integer>(params, kept, count, Kind::kBias, call);
-    int64_t tiles = ceil_div(count, kIntegerRows);
     for (int64_t panel = panel_begin; panel < panel_end; ++panel) {
-      for (int64_t t = 0; t < tiles; ++t) {
-        int64_t row = part_begin(count, tiles, t);
-        int tall = static_cast<int>(part_begin(count, tiles, t + 1) - row);
+      for (int64_t row = 0; row < count; row += kIntegerRows) {  // a low tile comes last
+        int tall = static_cast<int>(min64(kIntegerRows, count - row));
         integer_tile_of<Kind, Product, kIntegerRows>(
             params, rows.from(row), kept + row, tall, panel);
       }

@@ -22,6 +22,12 @@ void normalise(const T* src, float* dst, int64_t dim, float scale) {
   }
 }
 
+// Rows that are computed for some columns before the next columns are, which stay in the first-level
+// cache with what these rows bring.
+constexpr int64_t kRows = 8;
+constexpr int kVectors = 4;
+constexpr int64_t kColumns = kVectors * kLanes;
+
 // What a row brings to its state.
 struct RowInput {
   float q[kMostKeyDim];
@@ -30,93 +36,122 @@ struct RowInput {
   float strength;
 };
 
-// kVectors * 16 columns of a state for one row: `from` becomes `to`, which may be the same.
-template <int kVectors, typename T>
+// kCount * 16 columns of a state for one row: `from` becomes `to`, which may be the same.
+template <int kCount, typename T>
 void step_columns(const RowInput& row,
                   const float* from,
                   int64_t from_stride,
                   float* to,
+                  int64_t to_stride,
                   int64_t dim,
-                  int64_t value_dim,
                   const T* v,
                   T* out) {
   F32x16 decay = set1(row.decay), strength = set1(row.strength);
-  F32x16 delta[kVectors], sum[kVectors];
-  for (int c = 0; c < kVectors; ++c) sum[c] = zero();
+  F32x16 delta[kCount], sum[kCount];
+  for (int c = 0; c < kCount; ++c) sum[c] = zero();
   for (int64_t i = 0; i < dim; ++i) {
     F32x16 key = set1(row.k[i]);
-    for (int c = 0; c < kVectors; ++c) {
+    for (int c = 0; c < kCount; ++c) {
       sum[c] = fma(key, mul(decay, load(from + i * from_stride + c * kLanes)), sum[c]);
     }
   }
-  for (int c = 0; c < kVectors; ++c) {
+  for (int c = 0; c < kCount; ++c) {
     delta[c] = mul(sub(load(v + c * kLanes), sum[c]), strength);
     sum[c] = zero();
   }
   for (int64_t i = 0; i < dim; ++i) {
     F32x16 key = set1(row.k[i]), query = set1(row.q[i]);
-    for (int c = 0; c < kVectors; ++c) {
+    for (int c = 0; c < kCount; ++c) {
       F32x16 old = mul(decay, load(from + i * from_stride + c * kLanes));
       F32x16 state = fma(key, delta[c], old);
-      store(to + i * value_dim + c * kLanes, state);
+      store(to + i * to_stride + c * kLanes, state);
       sum[c] = fma(query, state, sum[c]);
     }
   }
-  for (int c = 0; c < kVectors; ++c) store(out + c * kLanes, sum[c]);
+  for (int c = 0; c < kCount; ++c) store(out + c * kLanes, sum[c]);
 }
 
-// One head of a request, row by row.
+template <typename T>
+const T* of_row(const void* data, int64_t stride, int64_t row) {
+  return static_cast<const T*>(data) + row * stride;
+}
+
+// What row `row` brings to the state of a head.
+template <typename T>
+void load_row(const GatedDeltaRuleParams& params, int64_t row, int64_t head, RowInput& input) {
+  int64_t dim = params.key_dim;
+  int64_t key = head / (params.num_value_heads / params.num_key_heads) * dim;
+  float scale = 1.0f / __builtin_sqrtf(static_cast<float>(dim));
+  normalise(of_row<T>(params.q, params.q_stride, row) + key, input.q, dim, scale);
+  normalise(of_row<T>(params.k, params.k_stride, row) + key, input.k, dim, 1.0f);
+  float a = to_float(of_row<T>(params.a, params.a_stride, row)[head]);
+  input.decay = decay_of(a, params.a_log[head], params.dt_bias[head]);
+  input.strength = strength_of(to_float(of_row<T>(params.b, params.b_stride, row)[head]));
+}
+
+// One head of a request that has a slot, a few rows at a time. The states of rows that are followed
+// by others, and by more than a slot keeps, lie in `passing`.
 template <typename T>
 void run_head(const GatedDeltaRuleParams& params, SlotRange range, int64_t head) {
   static const float zeros[kMostValueDim] = {};
-  constexpr int kVectors = 4;
+  float passing[kMostKeyDim * kColumns];
+  RowInput inputs[kRows];
   int64_t heads = params.num_value_heads, dim = params.key_dim, value_dim = params.value_dim;
-  int64_t key_head = head / (heads / params.num_key_heads), window = params.of.window;
-  float scale = 1.0f / __builtin_sqrtf(static_cast<float>(dim));
-  RowInput input;
-  const float* from = zeros;  // before the first position
-  int64_t from_stride = 0;
-  auto state_of = [&](int64_t position) {
-    int64_t place = range.slot * window + position % window;
+  int64_t window = params.of.window;
+  auto state_of = [&](int64_t row) {  // -1: before the first row
+    int64_t place = range.slot * window + (range.begin + row) % window;
     return params.states + (place * heads + head) * dim * value_dim;
   };
-  if (range.slot >= 0 && range.begin > 0) {
-    from = state_of(range.begin - 1);
-    from_stride = value_dim;
+  int64_t rows = range.end - range.first;
+  // Where all are kept, each is written from its beginning to its end.
+  int64_t most = rows > window ? kRows : 1;
+  for (int64_t begin = 0; begin < rows; begin += most) {
+    int64_t end = begin + most < rows ? begin + most : rows;
+    for (int64_t i = begin; i < end; ++i) {
+      load_row<T>(params, range.first + i, head, inputs[i - begin]);
+    }
+    bool is_text = begin == 0 && range.begin == 0;
+    const float* before = is_text ? zeros : state_of(begin - 1);
+    auto step = [&]<int kCount>(int64_t col) {
+      const float* from = before + col;
+      int64_t from_stride = is_text ? 0 : value_dim;
+      for (int64_t i = begin; i < end; ++i) {
+        bool is_kept = i + 1 == end || i + window >= rows;
+        float* to = is_kept ? state_of(i) + col : passing;
+        int64_t to_stride = is_kept ? value_dim : kColumns;
+        int64_t row = range.first + i, place = head * value_dim + col;
+        step_columns<kCount>(inputs[i - begin],
+                             from,
+                             from_stride,
+                             to,
+                             to_stride,
+                             dim,
+                             of_row<T>(params.v, params.v_stride, row) + place,
+                             static_cast<T*>(params.out) + row * heads * value_dim + place);
+        from = to;
+        from_stride = to_stride;
+      }
+    };
+    int64_t col = 0;
+    for (; col + kColumns <= value_dim; col += kColumns) step.template operator()<kVectors>(col);
+    for (; col < value_dim; col += kLanes) step.template operator()<1>(col);
   }
+}
+
+// Rows of nobody.
+template <typename T>
+void clear_head(const GatedDeltaRuleParams& params, SlotRange range, int64_t head) {
+  int64_t heads = params.num_value_heads, value_dim = params.value_dim;
   for (int64_t row = range.first; row < range.end; ++row) {
     T* out = static_cast<T*>(params.out) + (row * heads + head) * value_dim;
-    if (range.slot < 0) {
-      std::memset(static_cast<void*>(out), 0, value_dim * sizeof(T));
-      continue;
-    }
-    auto of_head = [&](const void* data, int64_t stride, int64_t offset) {
-      return static_cast<const T*>(data) + row * stride + offset;
-    };
-    normalise(of_head(params.q, params.q_stride, key_head * dim), input.q, dim, scale);
-    normalise(of_head(params.k, params.k_stride, key_head * dim), input.k, dim, 1.0f);
-    float a = to_float(*of_head(params.a, params.a_stride, head));
-    input.decay = decay_of(a, params.a_log[head], params.dt_bias[head]);
-    input.strength = strength_of(to_float(*of_head(params.b, params.b_stride, head)));
-    const T* v = of_head(params.v, params.v_stride, head * value_dim);
-    float* to = state_of(range.begin + row - range.first);
-    int64_t col = 0;
-    auto step = [&]<int kCount>() {
-      step_columns<kCount>(
-          input, from + col, from_stride, to + col, dim, value_dim, v + col, out + col);
-      col += kCount * kLanes;
-    };
-    while (col + kVectors * kLanes <= value_dim) step.template operator()<kVectors>();
-    while (col < value_dim) step.template operator()<1>();
-    from = to;
-    from_stride = value_dim;
+    std::memset(static_cast<void*>(out), 0, value_dim * sizeof(T));
   }
 }
 
 // For each row in order, with q and k of length key_dim^-1/2 and 1:
 // state = decay * state; state += k (v - k state) strength; out = q state.
-// Cost:    7 * key_dim * value_dim operations a row and value head, on a state that stays in the
-//          second-level cache; of one row a request it is read and written once.
+// Cost:    7 * key_dim * value_dim operations a row and value head. Of prompts 64 columns of a state
+//          stay in the first-level cache for 8 rows; rows that a step may reject write one each.
 // Assumes: slots, lengths and rows checked by ops.cpp; no slot twice.
 // Order:   row by row, in fp32. Sums over key_dim are chains from zero in its order; of squares, 16
 //          lane sums, then one tree. No order depends on how many rows a step has: the form that
@@ -128,7 +163,12 @@ void run(const GatedDeltaRuleParams& params) {
   int64_t heads = params.num_value_heads;
   parallel_for((params.of.batch + 1) * heads, 1, [&](int64_t begin, int64_t end) {
     for (int64_t item = begin; item < end; ++item) {
-      run_head<T>(params, range_of(params.of, item / heads), item % heads);
+      SlotRange range = range_of(params.of, item / heads);
+      if (range.slot < 0) {
+        clear_head<T>(params, range, item % heads);
+      } else {
+        run_head<T>(params, range, item % heads);
+      }
     }
   });
 }

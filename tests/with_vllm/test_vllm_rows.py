@@ -107,37 +107,63 @@ def test_linear(remove_weight: bool) -> None:
 HEADS, KV_HEADS, HEAD_DIM, PAGE = 4, 2, 64, 16
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, cuts: list[int], blocks: list[int]) -> Tensor:
-    """One request's attention through the backend, in chunks that end at `cuts`."""
+def batch_of(begin: int, end: int, blocks: list[int], causal: bool = True) -> Any:
+    """vLLM's description of a step with a request's rows `begin` to `end`, as far as it is read."""
+    places = torch.arange(begin, end)
+    return SimpleNamespace(
+        num_reqs=1,
+        num_actual_tokens=end - begin,
+        query_start_loc=torch.tensor([0, end - begin], dtype=torch.int32),
+        seq_lens=torch.tensor([end], dtype=torch.int32),
+        max_seq_len=end,
+        block_table_tensor=torch.tensor([blocks], dtype=torch.int32),
+        slot_mapping=torch.tensor(blocks)[places // PAGE] * PAGE + places % PAGE,
+        causal=causal,
+    )
+
+
+def backend(dtype: torch.dtype) -> tuple[Any, Any, Tensor]:
+    """What builds metadata, a layer's implementation, and an empty cache."""
     from specops.vllm.attention import SpecopsAttentionImpl, SpecopsMetadataBuilder
 
-    builder = SpecopsMetadataBuilder(
-        SimpleNamespace(block_size=PAGE), [], None, torch.device("cpu")
-    )
+    spec = SimpleNamespace(block_size=PAGE)
+    builder = SpecopsMetadataBuilder(spec, [], None, torch.device("cpu"))
     impl = SpecopsAttentionImpl(HEADS, HEAD_DIM, HEAD_DIM**-0.5, KV_HEADS)
-    cache = torch.full((20, KV_HEADS, PAGE, 2 * HEAD_DIM), torch.nan, dtype=q.dtype)
-    table = torch.tensor([blocks], dtype=torch.int32)
+    return builder, impl, torch.full((20, KV_HEADS, PAGE, 2 * HEAD_DIM), torch.nan, dtype=dtype)
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, cuts: list[int], blocks: list[int]) -> Tensor:
+    """One request's attention through the backend, in chunks that end at `cuts`."""
+    builder, impl, cache = backend(q.dtype)
     outs = []
     for begin, end in zip([0, *cuts], cuts, strict=False):
-        places = torch.arange(begin, end)
-        slots = torch.tensor(blocks)[places // PAGE] * PAGE + places % PAGE
-        metadata = builder.build(
-            0,
-            SimpleNamespace(
-                num_reqs=1,
-                num_actual_tokens=end - begin,
-                query_start_loc=torch.tensor([0, end - begin], dtype=torch.int32),
-                seq_lens=torch.tensor([end], dtype=torch.int32),
-                max_seq_len=end,
-                block_table_tensor=table,
-                slot_mapping=slots,
-                causal=True,
-            ),
-        )
+        metadata = builder.build(0, batch_of(begin, end, blocks))
         out = torch.empty(end - begin, HEADS, HEAD_DIM, dtype=q.dtype)
         impl.forward(None, q[begin:end], k[begin:end], v[begin:end], cache, metadata, out)
         outs.append(out)
     return torch.cat(outs)
+
+
+def test_a_drafter_s_block_sees_all_of_itself() -> None:
+    """Behind a context that was written alone; a model's own rows must be causal."""
+    text, length, blocks = 37, 43, [4, 0, 2]
+    q = torch.randn(length, HEADS, HEAD_DIM).bfloat16()
+    k, v = torch.randn(2, length, KV_HEADS, HEAD_DIM).bfloat16().unbind()
+    builder, impl, cache = backend(q.dtype)
+    slots = batch_of(0, text, blocks).slot_mapping
+    # One row more than is to be written.
+    slots = torch.cat((slots, torch.tensor([-1])))
+    impl.do_kv_cache_update(None, k[: text + 1], v[: text + 1], cache, slots)
+    given = batch_of(text, length, blocks, causal=False)
+    out = torch.empty(length - text, HEADS, HEAD_DIM, dtype=q.dtype)
+    metadata = builder.build_for_drafting(given, 0)
+    impl.forward(None, q[text:], k[text:], v[text:], cache, metadata, out)
+    want = torch.nn.functional.scaled_dot_product_attention(
+        *(one.float().transpose(0, 1) for one in (q[text:], k, v)), enable_gqa=True
+    )
+    torch.testing.assert_close(out.float(), want.transpose(0, 1), rtol=2e-2, atol=2e-2)
+    with pytest.raises(ValueError, match="attention is causal, got a batch that is not"):
+        builder.build(0, given)
 
 
 def test_attention_in_any_chunks_and_blocks() -> None:

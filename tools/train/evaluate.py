@@ -27,7 +27,7 @@ from torch import Tensor
 
 from tools.train.chains import Branches, draft_chains
 from tools.train.corpus import Document
-from tools.train.model import Model, rope_cos_sin
+from tools.train.model import Experts, Model, rope_cos_sin
 from tools.train.train import encode
 
 
@@ -202,4 +202,41 @@ def evaluate_continuations(
         "prompt_tokens": prompt_tokens,
         "new_tokens": new_tokens,
         **figures.summary(),
+    }
+
+
+@torch.no_grad()
+def evaluate_routing(
+    model: Model, tokenizer: Tokenizer, documents: Sequence[Document]
+) -> dict[str, list[float]]:
+    """How many different experts some neighbouring rows have, on average over layers and texts.
+
+    Beside it, how many they would have if they chose independently of each other. Nothing of a
+    model without experts.
+    """
+    layers = [one for one in model.modules() if isinstance(one, Experts)]
+    if not layers:
+        return {}
+    window = model.config.max_position_embeddings
+    cos, sin = rope_cos_sin(window, model.config, torch.device("cpu"))
+    chosen: list[Tensor] = []  # [rows, experts] of a layer and text
+    hooks = [
+        one.register_forward_pre_hook(lambda layer, x: chosen.append(layer.weights(x[0])[0] > 0))
+        for one in layers
+    ]
+    for ids in encode(tokenizer, documents):
+        tokens = torch.from_numpy(ids[:window].astype("int64"))
+        model.hidden(tokens[None], cos[: len(tokens)], sin[: len(tokens)])
+    for hook in hooks:
+        hook.remove()
+    count = len(layers[0].experts)
+    left = 1 - layers[0].top_k / count
+    rows = (1, 2, 3, 4, 6, 8)
+    of_rows = [
+        torch.cat([one.unfold(0, size, size).any(-1).sum(-1) for one in chosen]) for size in rows
+    ]
+    return {
+        "rows": list(rows),
+        "distinct": [round(one.float().mean().item(), 2) for one in of_rows],
+        "independent": [round(count * (1 - left**size), 2) for size in rows],
     }

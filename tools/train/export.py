@@ -18,7 +18,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from tokenizers import Tokenizer
 
-from tools.train.model import Model, ModelConfig
+from tools.train.model import MixtureConfig, Model, ModelConfig
 from tools.train.tokenizer import EOS, EOS_ID
 
 # A code model has no turns: messages are joined by newlines and the answer continues the text.
@@ -31,10 +31,20 @@ CHAT_TEMPLATE = (
 
 
 def config_json(config: ModelConfig) -> dict[str, Any]:
-    """The `config.json` of the model: Qwen3's fields and the number of MTP modules."""
+    """The `config.json` of the model: Qwen3's fields, or Qwen3-MoE's, and the number of modules."""
+    experts: dict[str, Any] = {}
+    if isinstance(config, MixtureConfig):
+        experts = {
+            "num_experts": config.num_experts,
+            "num_experts_per_tok": config.num_experts_per_tok,
+            "moe_intermediate_size": config.moe_intermediate_size,
+            "norm_topk_prob": True,
+            "decoder_sparse_step": 1,
+            "mlp_only_layers": [],
+        }
     return {
-        "architectures": ["Qwen3ForCausalLM"],
-        "model_type": "qwen3",
+        "architectures": ["Qwen3MoeForCausalLM" if experts else "Qwen3ForCausalLM"],
+        "model_type": "qwen3_moe" if experts else "qwen3",
         "vocab_size": config.vocab_size,
         "hidden_size": config.hidden_size,
         "num_hidden_layers": config.num_hidden_layers,
@@ -43,6 +53,7 @@ def config_json(config: ModelConfig) -> dict[str, Any]:
         "num_key_value_heads": config.num_key_value_heads,
         "head_dim": config.head_dim,
         "intermediate_size": config.intermediate_size,
+        **experts,
         "hidden_act": "silu",
         "max_position_embeddings": config.max_position_embeddings,
         "rope_theta": config.rope_theta,
@@ -123,8 +134,8 @@ def save_model(
 def load_model(directory: Path) -> tuple[Model, Tokenizer, int]:
     """Reads a directory written by `save_model`: the model in fp32, its tokenizer, its step."""
     fields = json.loads((directory / "config.json").read_text(encoding="utf-8"))
-    names = ModelConfig.__dataclass_fields__
-    model = Model(ModelConfig(**{name: fields[name] for name in names}))
+    kind = MixtureConfig if "num_experts" in fields else ModelConfig
+    model = Model(kind(**{name: fields[name] for name in kind.__dataclass_fields__}))
     with safe_open(directory / "model.safetensors", framework="pt") as file:
         step = int(file.metadata()["step"])
         state = {name: file.get_tensor(name).float() for name in file.keys()}  # noqa: SIM118

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The model in plain PyTorch: a Qwen3-shaped decoder and one DeepSeek-V3-style MTP module.
+"""The models in plain PyTorch: a Qwen3-shaped decoder and one DeepSeek-V3-style MTP module.
+
+Their MLPs are dense, or mixtures of experts as in Qwen3-MoE.
 
 Module and parameter names are those of the exported file, so `state_dict()` is the checkpoint.
 Row i of the MTP module takes (Emb(t[i+1]), h[i]), with h[i] the target's hidden state *after* its
@@ -30,6 +32,15 @@ class ModelConfig:
     rope_theta: float = 10000.0
     rms_norm_eps: float = 1e-6
     initializer_range: float = 0.02
+
+
+@dataclass(frozen=True)
+class MixtureConfig(ModelConfig):
+    """With a mixture of experts in place of every MLP, the module's too."""
+
+    num_experts: int = 8
+    num_experts_per_tok: int = 4
+    moe_intermediate_size: int = 96
 
 
 class RMSNorm(nn.Module):
@@ -111,15 +122,48 @@ class Attention(nn.Module):
 class MLP(nn.Module):
     """SwiGLU."""
 
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, hidden_size: int, width: int) -> None:
         super().__init__()
-        self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
-        self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
-        self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
+        self.gate_proj = nn.Linear(hidden_size, width, bias=False)
+        self.up_proj = nn.Linear(hidden_size, width, bias=False)
+        self.down_proj = nn.Linear(width, hidden_size, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
         out: Tensor = self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
         return out
+
+
+class Experts(nn.Module):
+    """A router and several MLPs, of which each row has a few, weighted so that they add up to one.
+
+    All are computed for every row, as one wide MLP whose parts are weighted, most of them by zero:
+    at these sizes that is faster than gathering the rows of each.
+    """
+
+    def __init__(self, config: MixtureConfig) -> None:
+        super().__init__()
+        hidden_size, width = config.hidden_size, config.moe_intermediate_size
+        self.top_k = config.num_experts_per_tok
+        self.gate = nn.Linear(hidden_size, config.num_experts, bias=False)
+        self.experts = nn.ModuleList(MLP(hidden_size, width) for _ in range(config.num_experts))
+
+    def weights(self, x: Tensor) -> Tensor:
+        """What each expert weighs [..., experts]; in float32, as in the engine."""
+        with torch.autocast(x.device.type, enabled=False):
+            probabilities = F.linear(x.float(), self.gate.weight).softmax(-1)
+        chosen = probabilities.topk(self.top_k, -1)
+        scaled = chosen.values / chosen.values.sum(-1, keepdim=True)
+        return torch.zeros_like(probabilities).scatter(-1, chosen.indices, scaled)
+
+    def _stacked(self, name: str, dim: int) -> Tensor:
+        return torch.cat([one.get_parameter(f"{name}.weight") for one in self.experts], dim)
+
+    def forward(self, x: Tensor) -> Tensor:
+        weights = self.weights(x).to(x.dtype)
+        gated = F.silu(F.linear(x, self._stacked("gate_proj", 0)))
+        gated = gated * F.linear(x, self._stacked("up_proj", 0))
+        gated = gated.unflatten(-1, (len(self.experts), -1)) * weights[..., None]
+        return F.linear(gated.flatten(-2), self._stacked("down_proj", 1))
 
 
 class DecoderLayer(nn.Module):
@@ -128,7 +172,10 @@ class DecoderLayer(nn.Module):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.self_attn = Attention(config)
-        self.mlp = MLP(config)
+        if isinstance(config, MixtureConfig):
+            self.mlp: nn.Module = Experts(config)
+        else:
+            self.mlp = MLP(config.hidden_size, config.intermediate_size)
         self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
 

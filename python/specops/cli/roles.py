@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from specops.service.wire import KvEventSettings, RoleSettings, Setup
 
 ROLES = ("prefill", "decode", "mixed")
+_REDIS_SECONDS = 5.0  # without an answer, after which Redis is away
 _LOOPBACK = ["127.0.0.1", "localhost", "::1"]
 
 
@@ -291,6 +292,7 @@ def scheduled(args: argparse.Namespace, client: "EngineClient") -> "EngineClient
             port=args.scheduler_port,
             password=args.scheduler_password,
             socket_connect_timeout=2.0,
+            socket_timeout=_REDIS_SECONDS,
             retry=Retry(NoBackoff(), 0),  # the client begins anew itself
         )
 

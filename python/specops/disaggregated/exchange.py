@@ -12,12 +12,13 @@ import json
 import logging
 import secrets
 import struct
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 
 from specops.disaggregated.handoff import HandoffError, Header, Pages, PagesEngine
-from specops.disaggregated.transport import Address, Leases, TcpTransport, Transport
+from specops.disaggregated.transport import SECONDS, Address, Leases, TcpTransport, Transport
 from specops.engine.engine import Engine
 from specops.service.lockstep import RankEngine
 from specops.service.loop import Compiled, Inbox
@@ -151,11 +152,18 @@ class Exchange(Inbox):
         except ValueError as error:  # of the request itself: the engine refuses it in its own words
             logger.warning("the prompt of a job is computed here: %s", error)
             return False
-        pages = self._threads.submit(self._transport.fetch, address, expected)
+        latest = time.monotonic() + SECONDS
+        pages = self._threads.submit(self._fetch, address, expected, latest)
         self._fetching[job.job] = _Fetching(job, expected, pages)
         if self._ranks.rank == 0:  # which tells the others
             pages.add_done_callback(lambda _: self._inbox.put(Fetched(job.job)))
         return True
+
+    def _fetch(self, address: Address, expected: Header, latest: float) -> Pages:
+        """Fetches pages, if that begins in time: behind a peer that hangs, many would wait long."""
+        if time.monotonic() > latest:
+            raise HandoffError(f"handoff: those before it took more than {SECONDS:g} s")
+        return self._transport.fetch(address, expected)
 
     def _address_of(self, wanted: KvTransfer) -> Address:
         """Where this rank's share of the pages is.

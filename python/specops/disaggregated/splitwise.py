@@ -9,7 +9,8 @@ steps bring goes to the stream of the node where the job came in.
 Nothing that is lost loses a job. A node that dies stops its heartbeat, and another one writes what
 it had read to the stream again. A Redis that has lost its memory is written everything again by
 those who wait for it. The job is then computed anew, with the same bits, for its seed was drawn at
-the door; and the door counts what it has passed on, so that no token comes twice.
+the door; and the door counts what it has passed on, so that no token comes twice. A node that was
+taken for dead and goes on does no harm: its runs are some of several.
 
 Names begin with the topic and the digest of the execution contract: engines with other bits never
 meet. All values are MessagePack.
@@ -51,6 +52,14 @@ _BEAT_SECONDS = 0.3
 _DEAD_SECONDS = 2.0  # without a heartbeat
 _BLOCK_MILLISECONDS = 500
 _AWAY_SECONDS = 0.2  # before Redis is tried again
+# Who reads which jobs. Those of a stream whose readers are all dead are read by the others.
+_READS = {"prefill": {"prefill"}, "decode": {"decode"}, "mixed": {"prefill", "decode"}}
+# A consumer that has read something since it was looked at stays: its jobs would be nobody's.
+_FORGET = """
+if #redis.call('XPENDING', KEYS[1], ARGV[1], '-', '+', 1, ARGV[2]) == 0 then
+  redis.call('XGROUP', 'DELCONSUMER', KEYS[1], ARGV[1], ARGV[2])
+end
+"""
 _MOST_RUNS = 32  # jobs of others that a node has at a time
 _MOST_ATTEMPTS = 5  # of a job whose nodes die: it may be what they die of
 _FRAME = 4  # bytes before a message that `encoded` writes
@@ -127,11 +136,6 @@ class SplitwiseClient(EngineClient):
         prefix = f"{topic}:{engine.capabilities.contract['digest']}"
         self._prefix = prefix
         self._streams = {name: f"{prefix}:{name}" for name in ("prefill", "decode")}
-        self._reads = {
-            "prefill": [self._streams["prefill"]],
-            "decode": [self._streams["decode"]],
-            "mixed": [*self._streams.values()],
-        }[role]
         self._numbers = itertools.count()  # of runs, for the engine
         self._waiting: dict[int, Waiting] = {}
         self._runs: dict[int, _Run] = {}
@@ -159,8 +163,7 @@ class SplitwiseClient(EngineClient):
     async def stop(self) -> None:
         """Drops what is left, and waits for the engine to end. Others go on with what it ran."""
         if self._task is not None:
-            self._task.cancel()
-            await asyncio.gather(self._task, return_exceptions=True)
+            await _ended([self._task])
         await self._engine.stop()
 
     # ---- jobs of this node's door ----
@@ -179,7 +182,7 @@ class SplitwiseClient(EngineClient):
                 self._post(("SET", gone, b"1", "EX", int(self._ttl) or 1))
                 if waiting.runner is not None:
                     node, run = waiting.runner
-                    self._post(self._told(node, Drop(run)))
+                    self._post(*self._told(node, Drop(run)))
 
     def _enqueue(self, job: Submit) -> None:
         params = job.params
@@ -192,7 +195,8 @@ class SplitwiseClient(EngineClient):
     def _take_told(self, told: Told) -> None:
         waiting = self._waiting.get(told.job)
         if waiting is None:
-            return self._post(self._told(told.node, Drop(told.run)))
+            return self._post(*self._told(told.node, Drop(told.run)))
+        waiting.since = time.monotonic()
         events = waiting.news(told)
         if not events:
             return
@@ -259,7 +263,7 @@ class SplitwiseClient(EngineClient):
             message = Told(run.ticket.job, self.node, run.name, run.place, events)
             run.place += 1
             told = self._told(run.ticket.node, message)
-            self._post(told, *self._done(run.stream, run.entry, is_over))
+            self._post(*told, *self._done(run.stream, run.entry, is_over))
         self._take(structs.replace(batch, full=None, events=[]))
 
     def _hand_over(self, run: _Run, events: Iterable[Event]) -> None:
@@ -285,13 +289,18 @@ class SplitwiseClient(EngineClient):
             first = self._told(ticket.node, message)
         else:
             again = structs.replace(ticket, attempt=ticket.attempt + 1)
-            first = ("XADD", stream, "*", "t", _encode(again))
-        self._post(first, *self._done(stream, entry, True))
+            first = [("XADD", stream, "*", "t", _encode(again))]
+        self._post(*first, *self._done(stream, entry, True))
 
     # ---- Redis ----
 
-    def _told(self, node: str, message: Told | Drop) -> tuple[Any, ...]:
-        return "XADD", f"{self._prefix}:node:{node}", "*", "m", _encode(message)
+    def _told(self, node: str, message: Told | Drop) -> list[tuple[Any, ...]]:
+        stream = f"{self._prefix}:node:{node}"
+        # A node that is dead would not let it expire.
+        return [("XADD", stream, "*", "m", _encode(message)), self._expiring(stream)]
+
+    def _expiring(self, stream: str) -> tuple[Any, ...]:
+        return "EXPIRE", stream, int(self._ttl) or 1
 
     def _done(self, stream: str, entry: bytes, is_over: bool) -> list[tuple[Any, ...]]:
         if not is_over:
@@ -317,11 +326,11 @@ class SplitwiseClient(EngineClient):
                 try:
                     await asyncio.gather(*tasks)
                 finally:
-                    for task in tasks:
-                        task.cancel()
-                    await asyncio.gather(*tasks, return_exceptions=True)
-            except _ERRORS as error:
-                if not is_away:
+                    await _ended(tasks)
+            except Exception as error:
+                if not isinstance(error, _ERRORS):
+                    logger.exception("the queue's work failed, and begins anew")
+                elif not is_away:
                     logger.warning("Redis is away: %s", error)
                 is_away = True
                 self._fail_old()
@@ -363,7 +372,7 @@ class SplitwiseClient(EngineClient):
         alive = f"{self._prefix}:alive"
         now, _ = await client.time()
         await client.hset(alive, self.node, _encode([now, self._role]))
-        await client.expire(f"{self._prefix}:node:{self.node}", int(self._ttl) or 1)
+        await client.execute_command(*self._expiring(f"{self._prefix}:node:{self.node}"))
         self._roles = {role for _, role in (await self._nodes(client)).values()}
 
     async def _nodes(self, client: Any) -> Mapping[str, tuple[int, str]]:
@@ -391,7 +400,7 @@ class SplitwiseClient(EngineClient):
     async def _read(self, client: Any) -> None:
         """Reads jobs while the engine may have more."""
         own = {run.entry for run in self._runs.values()}
-        for stream in self._reads:  # read, but lost on the way
+        for stream in self._streams.values():  # read, but lost on the way
             for _, entries in await client.xreadgroup(_GROUP, self.node, {stream: "0"}, count=1000):
                 for entry, fields in entries:
                     if entry not in own and fields:
@@ -402,13 +411,21 @@ class SplitwiseClient(EngineClient):
                 await asyncio.sleep(0.02)
                 continue
             found = await client.xreadgroup(
-                *(_GROUP, self.node, dict.fromkeys(self._reads, ">")),
+                *(_GROUP, self.node, dict.fromkeys(self._readable(), ">")),
                 count=min(room, 4),
                 block=_BLOCK_MILLISECONDS,
             )
             for stream, entries in found:
                 for entry, fields in entries:
                     await self._accept(client, stream.decode(), entry, fields)
+
+    def _readable(self) -> list[str]:
+        """The streams that this node reads now: its own, and those that nobody else reads."""
+        others = set[str]().union(*(_READS[role] for role in self._roles))
+        own = _READS[self._role]
+        return [
+            stream for name, stream in self._streams.items() if name in own or name not in others
+        ]
 
     async def _accept(
         self, client: Any, stream: str, entry: bytes, fields: Mapping[bytes, Any]
@@ -448,20 +465,23 @@ class SplitwiseClient(EngineClient):
     async def _mourn(self, client: Any) -> None:
         """Writes to the streams again what dead nodes had read."""
         while True:
+            begin = time.monotonic()
             await asyncio.sleep(_DEAD_SECONDS / 2)
             alive = await self._nodes(client)
+            if time.monotonic() - begin > _DEAD_SECONDS:
+                continue  # this node was stopped, or Redis was: so the others may live as well
             for stream in self._streams.values():
                 for one in await client.xinfo_consumers(stream, _GROUP):
-                    if one["name"].decode() not in alive:
+                    if one["name"].decode() not in (*alive, self.node):
                         await self._inherit(client, stream, one["name"])
             for node in await client.hkeys(f"{self._prefix}:alive"):
-                if node.decode() not in alive:
+                if node.decode() not in (*alive, self.node):
                     await client.hdel(f"{self._prefix}:alive", node)
 
     async def _inherit(self, client: Any, stream: str, dead: bytes) -> None:
         pending = await client.xpending_range(stream, _GROUP, "-", "+", 1000, consumername=dead)
         if not pending:
-            await client.xgroup_delconsumer(stream, _GROUP, dead)
+            await client.eval(_FORGET, 1, stream, _GROUP, dead)
             return
         ids = [one["message_id"] for one in pending]
         # Who claims first gets it: for the others it is no longer idle.
@@ -469,3 +489,12 @@ class SplitwiseClient(EngineClient):
         for entry, fields in await client.xclaim(stream, _GROUP, self.node, idle, ids):
             if fields:
                 self._again(stream, entry, _ticket.decode(fields[b"t"]))
+
+
+async def _ended(tasks: Iterable[asyncio.Task[None]]) -> None:
+    """Cancels tasks until they have ended: a client of Redis sometimes swallows a cancellation."""
+    left = set(tasks)
+    while left:
+        for task in left:
+            task.cancel()
+        _, left = await asyncio.wait(left, timeout=_AWAY_SECONDS)

@@ -15,6 +15,9 @@ from specops.server.clients import network_of
 
 _MAX_HEAD_BYTES = 1 << 16  # a request's line and headers
 _LONG_HEAD = f"The headers exceed {_MAX_HEAD_BYTES} bytes."
+# Between the end of a connection's time and its end. A process that was stopped finds timers due
+# and requests unread; timers come first, and by then these are read.
+_MOMENT = 0.05
 
 _MOMENTS = itertools.count()  # the event loop's clock stands still within a round
 
@@ -90,16 +93,23 @@ class _BoundedProtocol(HttpToolsProtocol):
         self._head_bytes = 0
         super().on_body(body)
 
+    def timeout_keep_alive_handler(self) -> None:
+        close = super().timeout_keep_alive_handler
+        self.timeout_keep_alive_task = self.loop.call_later(_MOMENT, close)
+
     def _is_answering(self) -> bool:
         return self.cycle is not None and not self.cycle.response_complete
 
     def _watch(self) -> None:
-        self._deadline = self.loop.call_later(self.header_timeout, self._close)
+        self._deadline = self.loop.call_later(self.header_timeout, self._close_soon)
 
     def _rest(self) -> None:
         if self._deadline is not None:
             self._deadline.cancel()
             self._deadline = None
+
+    def _close_soon(self) -> None:
+        self._deadline = self.loop.call_later(_MOMENT, self._close)
 
     def _close(self) -> None:
         self._deadline = None

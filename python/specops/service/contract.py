@@ -8,8 +8,10 @@ verify, and under forced acceptance, tokens depend on the drafts (docs/exactness
 contract").
 """
 
+import contextlib
 import hashlib
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +19,10 @@ import torch
 
 import specops
 from specops.checkpoints.directory import weight_files
+from specops.engine.config import EngineConfig
 from specops.engine.engine import Engine
 from specops.engine.machine import LEAF_TOKENS
+from specops.engine.models.weight_cache import WeightCache, digest_of_bytes
 
 # What of an engine's configuration it depends on.
 OPTIONS = (
@@ -26,8 +30,6 @@ OPTIONS = (
     *("tensor_parallel_size", "exact_across_tp", "enable_expert_parallel"),
     *("load_format", "logprobs_mode", "json_whitespace"),
 )
-
-_PIECE = 1 << 20  # bytes of a file at once
 
 # Sums over the vocabulary are made of sums over so many logits, float32 as the engine's are.
 _SAMPLING_LEAF_TOKENS = {"cpu": 1024, "cuda": 512}
@@ -37,7 +39,7 @@ def contract_of(engine: Engine) -> dict[str, Any]:
     """Returns what an engine's bits depend on.
 
     Args:
-        engine: whose model's files are read once, as a whole.
+        engine: whose model's files are read, unless the weight cache remembers their digests.
 
     Returns:
         JSON: "specops", the version; "kernels", what was compiled and by what; "torch", the version
@@ -57,7 +59,7 @@ def contract_of(engine: Engine) -> dict[str, Any]:
         "torch": str(torch.__version__),  # a plain text, not torch's kind of one
         "device": _device(engine.device),
         "model": {
-            "digest": _model_digest(Path(config.model_dir), config.load_format),
+            "digest": _model_digest(config),
             "dtype": engine.model_dtype,
             "kv_cache_dtype": (
                 engine.model_dtype if config.kv_cache_dtype == "auto" else config.kv_cache_dtype
@@ -83,19 +85,25 @@ def _device(name: str) -> dict[str, str]:
     return {"kind": "cuda", "name": properties.name, "compute_capability": capability}
 
 
-def _model_digest(directory: Path, load_format: str) -> str:
+def _model_digest(config: EngineConfig) -> str:
     """Of the configuration and the weights; random ones follow from the configuration."""
-    whole = hashlib.sha256()
-    names = ["config.json"]
-    if load_format == "dummy":
-        whole.update(b"random weights")
+    directory = Path(config.model_dir)
+    digests = [digest_of_bytes(directory / "config.json")]
+    if config.load_format == "dummy":
+        digests.append("random weights")
     else:
-        names += weight_files(directory)
-    for name in names:
-        with open(directory / name, "rb") as file:
-            while piece := file.read(_PIECE):
-                whole.update(piece)
-    return whole.hexdigest()[:16]
+        digests += _digests_of([directory / name for name in weight_files(directory)], config)
+    return _digest(json.dumps(digests).encode())
+
+
+def _digests_of(files: Sequence[Path], config: EngineConfig) -> list[str]:
+    """Of the bytes of each file: reading a large model takes longer than all else of a start."""
+    cache = WeightCache.of_setting(config.weight_cache, config.weight_cache_bytes)
+    if cache is not None:
+        with contextlib.suppress(OSError):  # nothing can be remembered
+            if (digests := cache.digests(files)) is not None:
+                return digests
+    return [digest_of_bytes(file) for file in files]
 
 
 def _digest(data: bytes) -> str:

@@ -18,7 +18,7 @@ def capabilities_of(
     Args:
         engine: this.
         role: as in `Capabilities`.
-        contract: the engine's; None: the model's files are read once for it.
+        contract: the engine's; None: it is made, as `contract_of` does.
     """
     config = engine.config
     return Capabilities(

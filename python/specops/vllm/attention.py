@@ -48,8 +48,8 @@ class SpecopsAttentionBackend(CPUAttentionBackend):  # type: ignore[misc]
 
     @classmethod
     def supports_non_causal(cls) -> bool:
-        """False: rows see only the tokens before them."""
-        return False
+        """True: blocks of a drafter may be (`SpecopsMetadataBuilder.build_for_drafting`)."""
+        return True
 
     @classmethod
     def supports_attn_type(cls, attn_type: str) -> bool:
@@ -67,6 +67,31 @@ class SpecopsAttentionBackend(CPUAttentionBackend):  # type: ignore[misc]
         return SpecopsMetadataBuilder
 
 
+@dataclass(frozen=True)
+class _Slots:
+    """Where rows of keys and values go, counted in rows of all pages.
+
+    Attributes:
+        rows: [written], int64. Rows that are written; None: all.
+        keys: [written], int64.
+        values: [written], int64.
+    """
+
+    rows: Tensor | None
+    keys: Tensor
+    values: Tensor
+
+    @classmethod
+    def of(cls, slot_mapping: Tensor, page_size: int) -> "_Slots":
+        """Reads vLLM's slots, where -1 is a row that is not written."""
+        slots, rows = slot_mapping.to(torch.int64), None
+        if len(slots) and int(slots.min()) < 0:
+            rows = (slots >= 0).nonzero()[:, 0]
+            slots = slots[rows]
+        keys = slots + slots // page_size * page_size
+        return cls(rows, keys, keys + page_size)
+
+
 @dataclass
 class SpecopsAttentionMetadata:
     """A step's batch as the op takes it; one for all layers of a group.
@@ -78,9 +103,8 @@ class SpecopsAttentionMetadata:
         kv_indices: [pages], int32. Pages of the keys; those of the values have the same numbers.
             Entries past a request's last page may hold anything.
         kv_lens: [batch], int32.
-        rows: rows that are written to the cache; None: all.
-        key_slots: [rows], int64. Where each key goes, counted in rows of all pages.
-        value_slots: [rows], int64.
+        causal: rows see no position after their own. vLLM's name, as its DFlash asks for it.
+        slots: of the new keys and values.
         workspaces: for the op, by the shape of q and the cache.
     """
 
@@ -89,9 +113,8 @@ class SpecopsAttentionMetadata:
     kv_indptr: Tensor
     kv_indices: Tensor
     kv_lens: Tensor
-    rows: Tensor | None
-    key_slots: Tensor
-    value_slots: Tensor
+    causal: bool
+    slots: _Slots
     workspaces: dict[tuple[torch.Size, torch.Size], Tensor | None]
 
 
@@ -119,28 +142,31 @@ class SpecopsMetadataBuilder(AttentionMetadataBuilder[SpecopsAttentionMetadata])
         Raises:
             ValueError: the batch is not causal.
         """
-        given = common_attn_metadata
-        if given.causal is not True:
+        if common_attn_metadata.causal is not True:
             raise ValueError("specops.vllm: attention is causal, got a batch that is not")
+        return self._metadata_of(common_attn_metadata)
+
+    def build_for_drafting(
+        self, common_attn_metadata: CommonAttentionMetadata, draft_index: int
+    ) -> SpecopsAttentionMetadata:
+        """As `build`, for a drafter: rows of its block may see those behind them."""
+        return self._metadata_of(common_attn_metadata)
+
+    def _metadata_of(self, given: CommonAttentionMetadata) -> SpecopsAttentionMetadata:
+        if not isinstance(given.causal, bool):
+            raise ValueError("specops.vllm: a batch is causal or not, got one of both kinds")
         widest = -(-int(given.max_seq_len) // self.page_size)
         blocks = given.block_table_tensor[: given.num_reqs, :widest]
         widest = blocks.shape[1]
         kv_indptr = torch.arange(0, given.num_reqs * widest + 1, widest, dtype=torch.int32)
-        slots = given.slot_mapping[: given.num_actual_tokens].to(torch.int64)
-        rows = None
-        if int(slots.min()) < 0:
-            rows = (slots >= 0).nonzero()[:, 0]
-            slots = slots[rows]
-        key_slots = slots + slots // self.page_size * self.page_size
         return SpecopsAttentionMetadata(
             num_actual_tokens=given.num_actual_tokens,
             qo_indptr=given.query_start_loc[: given.num_reqs + 1],
             kv_indptr=kv_indptr,
             kv_indices=(2 * blocks).flatten(),
             kv_lens=given.seq_lens[: given.num_reqs],
-            rows=rows,
-            key_slots=key_slots,
-            value_slots=key_slots + self.page_size,
+            causal=given.causal,
+            slots=_Slots.of(given.slot_mapping[: given.num_actual_tokens], self.page_size),
             workspaces={},
         )
 
@@ -219,16 +245,14 @@ class SpecopsAttentionImpl(AttentionImpl):  # type: ignore[misc]
             raise ValueError("specops.vllm: attention does not quantise its output")
         if attn_metadata is None:
             return output
-        pages = self._pages
-        if pages is None or pages.kv_cache is not kv_cache:
-            pages = self._pages = _Pages.of(kv_cache, self.head_size)
+        pages = self._pages_of(kv_cache)
         num_tokens = attn_metadata.num_actual_tokens
         if len(query) != num_tokens:
             query, output_rows = query[:num_tokens], output[:num_tokens]
         else:
             output_rows = output
         if self.kv_sharing_target_layer_name is None and key is not None and value is not None:
-            _write(pages.slots, key, value, attn_metadata)
+            _write(pages.slots, key[:num_tokens], value[:num_tokens], attn_metadata.slots)
         append_attention(
             query,
             pages.keys,
@@ -239,10 +263,31 @@ class SpecopsAttentionImpl(AttentionImpl):  # type: ignore[misc]
             attn_metadata.kv_lens,
             sm_scale=self.scale,
             sliding_window=self.sliding_window,
+            is_causal=attn_metadata.causal,
             out=output_rows,
             workspace=_workspace(query, pages, attn_metadata),
         )
         return output
+
+    def do_kv_cache_update(
+        self, layer: Any, key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor
+    ) -> None:
+        """Writes keys and values alone: the context of a DFlash head.
+
+        Args:
+            layer: the layer.
+            key: [tokens, num_kv_heads, head_dim].
+            value: as `key`.
+            kv_cache: [blocks, num_kv_heads, block_size, 2 * head_dim].
+            slot_mapping: [tokens], int64. Counted in tokens of all blocks; -1: not written.
+        """
+        slots = _Slots.of(slot_mapping, kv_cache.shape[2])
+        _write(self._pages_of(kv_cache).slots, key, value, slots)
+
+    def _pages_of(self, kv_cache: Tensor) -> "_Pages":
+        if self._pages is None or self._pages.kv_cache is not kv_cache:
+            self._pages = _Pages.of(kv_cache, self.head_size)
+        return self._pages
 
 
 @dataclass(frozen=True)
@@ -268,14 +313,12 @@ class _Pages:
         return cls(kv_cache, pages[:-1], pages[1:], pages.view(-1, num_kv_heads, head_dim))
 
 
-def _write(slots: Tensor, key: Tensor, value: Tensor, metadata: SpecopsAttentionMetadata) -> None:
-    """Copies a step's keys and values to their slots."""
-    if len(key) != metadata.num_actual_tokens:
-        key, value = key[: metadata.num_actual_tokens], value[: metadata.num_actual_tokens]
-    if metadata.rows is not None:
-        key, value = key[metadata.rows], value[metadata.rows]
-    slots.index_copy_(0, metadata.key_slots, key)
-    slots.index_copy_(0, metadata.value_slots, value)
+def _write(pages: Tensor, key: Tensor, value: Tensor, slots: _Slots) -> None:
+    """Copies keys and values to their slots."""
+    if slots.rows is not None:
+        key, value = key[slots.rows], value[slots.rows]
+    pages.index_copy_(0, slots.keys, key)
+    pages.index_copy_(0, slots.values, value)
 
 
 def _workspace(q: Tensor, pages: _Pages, metadata: SpecopsAttentionMetadata) -> Tensor | None:

@@ -73,6 +73,8 @@ class Decoded:
         seconds: that the run took.
         steps: of the engine.
         num_preemptions: since the engine was started, if it keeps statistics.
+        num_drafts: that were verified, likewise.
+        num_accepted: of these, likewise.
     """
 
     token_ids: list[list[int]] = field(default_factory=list)
@@ -80,6 +82,8 @@ class Decoded:
     seconds: float = 0.0
     steps: int = 0
     num_preemptions: int = 0
+    num_drafts: int = 0
+    num_accepted: int = 0
 
 
 def decode(job: Job, python: str = sys.executable) -> list[Decoded]:
@@ -149,12 +153,18 @@ def _decode(engine: Any, run: Run, name: str) -> Decoded:
                 running.discard(index)
     decoded.seconds = time.perf_counter() - started
     if engine.log_stats:
-        counts = [one for one in engine.get_metrics() if one.name == "vllm:num_preemptions"]
-        decoded.num_preemptions = sum(int(one.value) for one in counts)
+        metrics = engine.get_metrics()
+        decoded.num_preemptions = _count_of(metrics, "num_preemptions")
+        decoded.num_drafts = _count_of(metrics, "spec_decode_num_draft_tokens")
+        decoded.num_accepted = _count_of(metrics, "spec_decode_num_accepted_tokens")
     for index in range(len(run.prompts)):
         decoded.token_ids.append(list(finished[index].token_ids))
         decoded.logprobs.append([_bits(one) for one in finished[index].logprobs or []])
     return decoded
+
+
+def _count_of(metrics: Sequence[Any], name: str) -> int:
+    return sum(int(one.value) for one in metrics if one.name == f"vllm:{name}")
 
 
 def _prompt(prompt: str | Sequence[int]) -> Any:

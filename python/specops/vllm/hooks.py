@@ -102,6 +102,12 @@ HOOKS = (
     _hook(
         "attention",
         "subclassed",
+        f"{_CPU_ATTN}:CPUAttentionBackendImpl.do_kv_cache_update",
+        "self layer key value kv_cache slot_mapping",
+    ),
+    _hook(
+        "attention",
+        "subclassed",
         f"{_BACKEND}:AttentionMetadataBuilder.__init__",
         "self kv_cache_spec layer_names vllm_config device",
     ),
@@ -110,6 +116,12 @@ HOOKS = (
         "subclassed",
         f"{_BACKEND}:AttentionMetadataBuilder.build",
         "self common_prefix_len common_attn_metadata fast_build",
+    ),
+    _hook(
+        "attention",
+        "subclassed",
+        f"{_BACKEND}:AttentionMetadataBuilder.build_for_drafting",
+        "self common_attn_metadata draft_index",
     ),
     _hook(
         "attention",

@@ -5,18 +5,41 @@
 
 #include <cmath>
 #include <cstdint>
+#include <cstring>
 
 #include "common/simd.h"
+#include "sampling/row/cpu/logit_lanes.h"
 #include "sampling/row/logits_processors.h"
 
 namespace specops::SPECOPS_ISA {
 namespace {
+
+// So far ahead of a copy its source is asked for, past the L2 cache: the copy is read again and the
+// source is not, and the two do not fit together.
+constexpr int kCopyAhead = 4096;  // bytes
+
+template <typename T>
+inline void prefetch_source(const T* from) {
+  __builtin_prefetch(reinterpret_cast<const char*>(from) + kCopyAhead, 0, 0);
+}
+
+template <typename T>
+inline void copy_all(const T* from, int count, T* to) {
+  constexpr int kLine = 64 / sizeof(T);
+  int i = 0;
+  for (; i + kLine <= count; i += kLine) {
+    prefetch_source(from + i);
+    std::memcpy(to + i, from + i, 64);
+  }
+  std::memcpy(to + i, from + i, (count - i) * sizeof(T));
+}
 
 // Logits where the mask's bits are set, elsewhere -inf; `count` of them, from a multiple of 32.
 inline void copy_allowed(const float* from, const int32_t* mask, int count, float* to) {
   int i = 0;
   for (; i + kLanes <= count; i += kLanes) {
     uint32_t bits = static_cast<uint32_t>(mask[i / 32]) >> (i % 32) & 0xffffu;
+    prefetch_source(from + i);
 #if defined(SPECOPS_AVX512)
     __m512 none = _mm512_set1_ps(-INFINITY);
     _mm512_storeu_ps(to + i, _mm512_mask_loadu_ps(none, static_cast<__mmask16>(bits), from + i));
@@ -35,6 +58,7 @@ inline void copy_allowed(const bfloat16* from, const int32_t* mask, int count, b
   int i = 0;
   for (; i + 32 <= count; i += 32) {
     uint32_t bits = static_cast<uint32_t>(mask[i / 32]);
+    prefetch_source(from + i);
 #if defined(SPECOPS_AVX512)
     __m512i none = _mm512_set1_epi16(static_cast<int16_t>(kNone));
     _mm512_storeu_si512(to + i, _mm512_mask_loadu_epi16(none, bits, from + i));
@@ -48,34 +72,74 @@ inline void copy_allowed(const bfloat16* from, const int32_t* mask, int count, b
   }
 }
 
-// Writes the processed logits of the tokens that the tables name. The two ascending lists are walked
-// side by side; the few drafts on the way to the row are done again, with all their counts, and what
-// is forbidden comes last.
+// penalized_logit of sixteen clean logits, by their tokens' entries of token_counts. It has no
+// branches: signs and counts come in no order.
+inline F32x16 penalized_lanes(const RowProcessors& row, F32x16 x, const int32_t* counts) {
+  float repetition[kLanes], outputs[kLanes], presence[kLanes];
+  for (int i = 0; i < kLanes; ++i) {
+    repetition[i] = counts[i] > 0 ? row.repetition : 1.0f;
+    outputs[i] = static_cast<float>(counts[i] >> 1);
+    presence[i] = counts[i] > 1 ? row.presence : 0.0f;
+  }
+  F32x16 factor = load(repetition);
+  x = add(div(max(x, zero()), factor), mul(min(x, zero()), factor));
+  x = sub(x, mul(set1(row.frequency), load(outputs)));
+  return sub(x, load(presence));
+}
+
+// Writes the processed logits of the tokens that were counted, as if they had no bias.
+template <typename T>
+inline void patch_counted(const RowProcessors& row,
+                          const T* logits,
+                          uint32_t vocab_size,
+                          T* processed) {
+  for (int32_t begin = 0; begin < row.max_counted; begin += kLanes) {
+    const int32_t* ids = row.counted_token_ids + begin;
+    int32_t most = row.max_counted - begin < kLanes ? row.max_counted - begin : kLanes;
+    float x[kLanes] = {};
+    int32_t counts[kLanes] = {};
+    int32_t count = 0;
+    // -1, the end of the list, is the largest as unsigned.
+    for (; count < most && static_cast<uint32_t>(ids[count]) < vocab_size; ++count) {
+      x[count] = to_float(logits[ids[count]]);
+      counts[count] = row.token_counts[begin + count];
+    }
+    store(x, clean(penalized_lanes(row, clean(load(x)), counts)));
+    for (int32_t i = 0; i < count; ++i) {
+      processed[ids[i]] = from_float<T>(is_allowed(row, ids[i]) ? x[i] : -INFINITY);
+    }
+    if (count < most) return;
+  }
+}
+
+// Writes the processed logits of the tokens that the tables name: of those that were counted; again
+// of those with a bias, and of the few drafts on the way to the row with all their counts; and last
+// what is forbidden.
 template <typename T>
 [[maybe_unused]] void patch_named(const RowProcessors& row,
                                   const T* logits,
                                   uint32_t vocab_size,
                                   T* processed) {
-  int32_t counted = 0, biased = 0;
-  while (true) {
-    // -1, the end of a list, is the largest as unsigned.
-    uint32_t count_id = counted < row.max_counted ? row.counted_token_ids[counted] : 0xffffffffu;
-    uint32_t bias_id = biased < row.max_biases ? row.bias_token_ids[biased] : 0xffffffffu;
-    uint32_t id = count_id < bias_id ? count_id : bias_id;
-    if (id >= vocab_size) break;
-    float x = clean_logit(to_float(logits[id]));
-    if (bias_id == id) x += row.biases[biased++];
-    if (count_id == id) {
-      int32_t counts = row.token_counts[counted++];
-      x = penalized_logit(row, x, counts >> 1, (counts & 1) != 0);
-    }
-    if (is_allowed(row, id)) processed[id] = from_float<T>(clean_logit(x));
+  patch_counted(row, logits, vocab_size, processed);
+  auto patch = [&](int32_t id, const auto& find) {
+    if (!is_allowed(row, id)) return;
+    processed[id] = from_float<T>(clean_logit(adjusted_logit(row, id, to_float(logits[id]), find)));
+  };
+  int32_t counted = 0;
+  for (int32_t i = 0; i < row.max_biases; ++i) {
+    int32_t id = row.bias_token_ids[i];
+    if (static_cast<uint32_t>(id) >= vocab_size) break;
+    // The two ascending lists are walked side by side.
+    patch(id, [&](const int32_t* ids, int32_t size, int32_t wanted) {
+      if (ids == row.bias_token_ids) return i;
+      auto at = [&] { return static_cast<uint32_t>(ids[counted]); };
+      while (counted < size && at() < static_cast<uint32_t>(wanted)) ++counted;
+      return counted < size && ids[counted] == wanted ? counted : -1;
+    });
   }
   if (row.penalizes) {
     for_each_in_flight(row, [&](int32_t id) {
-      if (static_cast<uint32_t>(id) >= vocab_size || !is_allowed(row, id)) return;
-      float x = adjusted_logit(row, id, to_float(logits[id]));
-      processed[id] = from_float<T>(clean_logit(x));
+      if (static_cast<uint32_t>(id) < vocab_size) patch(id, find_sorted);
     });
   }
   for_each_forbidden(row, 0, 1, [&](int32_t id) {

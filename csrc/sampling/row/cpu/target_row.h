@@ -87,7 +87,7 @@ class TargetRow {
       if (processors->mask) {
         copy_allowed(logits + begin, processors->mask + begin / 32, size, copy + begin);
       } else {
-        std::memcpy(copy + begin, logits + begin, size * sizeof(T));
+        copy_all(logits + begin, size, copy + begin);
       }
     };
     if (raw_sum || (scores.rank && !scores.processed)) {

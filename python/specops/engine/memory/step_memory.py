@@ -13,7 +13,7 @@ from torch import Tensor
 from specops.engine.device import Device
 from specops.engine.memory.step_shape import StepShape
 
-# Shapes whose views, or graphs, are kept; the one not used for longest goes first.
+# Shapes whose views (17 KB each), or graphs, are kept; the one not used for longest goes first.
 _MAX_KEPT_STEPS, _MAX_KEPT_GRAPHS = 1024, 128
 _MAX_KEPT_VIEWS = 4096  # of a block
 _ALIGNMENT = 128  # of every array in a block, in bytes

@@ -56,8 +56,8 @@ from specops.engine.models.state_head import (
 from specops.engine.models.transformer import Transformer
 from specops.engine.models.weights import WeightSource
 
-# The first says the same as d2t, the next is computed, and the last ones are not used: verification
-# says how likely drafts are.
+# The first says the same as d2t, the next is computed, and the last ones are not used: a draft's
+# own probability says more of how likely it is (docs/notebook/drafters.md).
 _UNREAD = ("t2d", "rotary_emb.inv_freq", "confidence_head.proj.weight", "confidence_head.proj.bias")
 _KINDS = ("dflash", "dspark")
 

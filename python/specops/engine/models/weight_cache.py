@@ -102,11 +102,9 @@ class WeightCache:
             how: what is said elsewhere of how weights are stored in them.
         """
         try:
-            if sum(file.stat().st_size for file in files) < self._least_bytes:
+            digests = self.digests(files)
+            if digests is None:
                 return None
-            (self._root / _DIGESTS).mkdir(mode=0o700, parents=True, exist_ok=True)
-            with ThreadPoolExecutor(specops.get_num_threads()) as pool:
-                digests = list(pool.map(self._digest_of, files))
             name = _digest([*digests, how, _code_digest(), specops.get_isa()])
             folder = self._root / name
             folder.mkdir(mode=0o700, exist_ok=True)
@@ -115,6 +113,18 @@ class WeightCache:
             logger.warning("%s cannot keep packed weights: %s", self._root, error)
             return None
         return CachedWeights(self, folder)
+
+    def digests(self, files: Sequence[Path]) -> list[str] | None:
+        """Returns a digest of each file of a checkpoint, remembered or read; None: none are kept.
+
+        Raises:
+            OSError: a file cannot be read, or nothing can be written to the folder.
+        """
+        if sum(file.stat().st_size for file in files) < self._least_bytes:
+            return None
+        (self._root / _DIGESTS).mkdir(mode=0o700, parents=True, exist_ok=True)
+        with ThreadPoolExecutor(specops.get_num_threads()) as pool:
+            return list(pool.map(self._digest_of, files))
 
     def make_room(self, num_bytes: int, folder: Path) -> str | None:
         """Makes room for a file.
@@ -154,15 +164,12 @@ class WeightCache:
             text = known.read_text(encoding="ascii")
             if len(text) == hashlib.sha256().digest_size * 2:
                 return text
-        digest = hashlib.sha256()
-        with open(file, "rb") as bytes_:
-            while piece := bytes_.read(_PIECE):
-                digest.update(piece)
+        digest = digest_of_bytes(file)
         changed = max(file.stat().st_mtime, file.stat().st_ctime)
         if facts == _facts(file) and time.time() - changed > _SETTLED_SECONDS:
             with _replacing(known) as out:
-                out.write(digest.hexdigest().encode())
-        return digest.hexdigest()
+                out.write(digest.encode())
+        return digest
 
 
 class CachedWeights:
@@ -231,6 +238,15 @@ class CachedWeights:
         if problem is not None:
             self._writes = False
             logger.warning("%s keeps no more packed weights: %s", self._folder, problem)
+
+
+def digest_of_bytes(file: Path) -> str:
+    """Returns the digest of a file's bytes, which it reads."""
+    digest = hashlib.sha256()
+    with open(file, "rb") as bytes_:
+        while piece := bytes_.read(_PIECE):
+            digest.update(piece)
+    return digest.hexdigest()
 
 
 def _file_of(weight: PackedWeight, key: str) -> tuple[list[Tensor], bytes]:
