@@ -72,11 +72,11 @@ class Clients:
 
 
 def _openai(served: Served) -> openai.OpenAI:
-    return openai.OpenAI(base_url=f"{served.url}/v1", api_key="none", max_retries=0, timeout=60)
+    return openai.OpenAI(base_url=f"{served.url}/v1", api_key="none", max_retries=0, timeout=300)
 
 
 def _anthropic(served: Served) -> anthropic.Anthropic:
-    return anthropic.Anthropic(base_url=served.url, api_key="none", max_retries=0, timeout=60)
+    return anthropic.Anthropic(base_url=served.url, api_key="none", max_retries=0, timeout=300)
 
 
 @contextlib.contextmanager

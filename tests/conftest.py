@@ -204,6 +204,19 @@ def repeatable_seeds() -> Iterator[None]:
         yield
 
 
+@pytest.fixture(scope="session", autouse=True)
+def patient_clients() -> None:
+    """httpx waits five minutes where a test does not say how long: its own five seconds are little
+    for a server on a busy machine.
+    """
+    try:
+        from httpx._config import DEFAULT_TIMEOUT_CONFIG
+    except ImportError:  # nothing is served without it
+        return
+    for phase in ("connect", "read", "write", "pool"):
+        setattr(DEFAULT_TIMEOUT_CONFIG, phase, 300.0)
+
+
 @pytest.fixture
 def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """Where the tensors of an op test live: cpu (for the interpreter too) or cuda."""

@@ -39,7 +39,7 @@ def served() -> Iterator[Served]:
 
 
 def post(served: Served, path: str, **body: Any) -> Any:
-    answer = httpx.post(f"{served.url}/v1/{path}", json=body, timeout=60)
+    answer = httpx.post(f"{served.url}/v1/{path}", json=body, timeout=300)
     assert answer.status_code == 200, answer.text
     return answer.json()
 
@@ -48,7 +48,7 @@ def events(served: Served, path: str, **body: Any) -> list[dict[str, Any]]:
     """The events of a stream; each has its name twice."""
     found = []
     with httpx.stream(
-        "POST", f"{served.url}/v1/{path}", json={**body, "stream": True}, timeout=60
+        "POST", f"{served.url}/v1/{path}", json={**body, "stream": True}, timeout=300
     ) as answer:
         for one in answer.read().decode().split("\n\n")[:-1]:
             name, data = one.split("\n")
@@ -85,7 +85,7 @@ def test_a_text_may_end_with_its_stop_string(served: Served, stream: bool) -> No
     asked = {"messages": [ASK], "max_tokens": 24, "temperature": 0, "stop": [",", "zz"]}
     cut = post(served, "chat/completions", **asked)["choices"][0]["message"]["content"]
     body = {**asked, "include_stop_str_in_output": True, "stream": stream}
-    answer = httpx.post(f"{served.url}/v1/chat/completions", json=body, timeout=60)
+    answer = httpx.post(f"{served.url}/v1/chat/completions", json=body, timeout=300)
     if stream:
         lines = [one[6:] for one in answer.text.split("\n\n") if one[6:7] == "{"]
         deltas = [json.loads(one)["choices"][0]["delta"] for one in lines]

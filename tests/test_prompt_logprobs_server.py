@@ -20,7 +20,7 @@ from serving import Served, serving
 from specops.engine import Engine, EngineConfig, SamplingParams, SpeculativeConfig
 from specops.server.chat import ChatFormat
 
-HTTP = httpx.Client(timeout=30)
+HTTP = httpx.Client(timeout=300)
 CHAT = ChatFormat("{% for m in messages %}{{ m.content }}{% endfor %}")
 PROMPT = "for i in range(3): for i in range"
 

@@ -63,7 +63,7 @@ def complete(served: Served, **body: Any) -> httpx.Response:
 
 
 def client(served: Served) -> openai.OpenAI:
-    return openai.OpenAI(base_url=f"{served.url}/v1", api_key="none", max_retries=0, timeout=60)
+    return openai.OpenAI(base_url=f"{served.url}/v1", api_key="none", max_retries=0, timeout=300)
 
 
 def compact(value: Any) -> str:

@@ -262,7 +262,7 @@ def served() -> Iterator[Served]:
 
 
 def client(served: Served) -> openai.OpenAI:
-    return openai.OpenAI(base_url=f"{served.url}/v1", api_key="none", max_retries=0, timeout=60)
+    return openai.OpenAI(base_url=f"{served.url}/v1", api_key="none", max_retries=0, timeout=300)
 
 
 ASK: dict[str, Any] = {
@@ -395,7 +395,7 @@ def test_a_conversation_with_calls(served: Served) -> None:
 )  # fmt: skip
 def test_refusals(served: Served, change: dict[str, Any], param: str, message: str) -> None:
     body = {**ASK, **change}
-    answer = httpx.post(f"{served.url}/v1/chat/completions", json=body, timeout=30)
+    answer = httpx.post(f"{served.url}/v1/chat/completions", json=body, timeout=300)
     error = answer.json()["error"]
     assert answer.status_code == 400 and error["param"] == param, error
     assert message in error["message"], error

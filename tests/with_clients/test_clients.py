@@ -46,7 +46,7 @@ def served() -> Iterator[Served]:
 def plain(served: Served) -> str:
     """What a plain request gets."""
     body = {"messages": [ASK], "max_tokens": 24, "temperature": 0}
-    answer = httpx.post(f"{served.url}/v1/chat/completions", json=body, timeout=60)
+    answer = httpx.post(f"{served.url}/v1/chat/completions", json=body, timeout=300)
     text: str = answer.json()["choices"][0]["message"]["content"]
     return text
 
@@ -89,7 +89,7 @@ def test_langchain_completes(served: Served) -> None:
         model=MODEL, base_url=f"{served.url}/v1", api_key="none", temperature=0, max_tokens=12
     )
     body = {"prompt": PROMPT, "max_tokens": 12, "temperature": 0}
-    answer = httpx.post(f"{served.url}/v1/completions", json=body, timeout=60).json()
+    answer = httpx.post(f"{served.url}/v1/completions", json=body, timeout=300).json()
     assert model.invoke(PROMPT) == answer["choices"][0]["text"]
 
 
