@@ -11,7 +11,7 @@ from specops.engine.parallel.ranks import Ranks
 from torch import Tensor
 
 T = TypeVar("T")
-_SECONDS = 60.0
+_SECONDS = 600.0  # that one waits for another: machines are busy, or stand still
 
 
 class Meeting:
