@@ -218,9 +218,10 @@ def complete_from(wheel: Path, version: str, cpu: str) -> None:
     shutil.rmtree(installed, ignore_errors=True)
     shutil.unpack_archive(wheel, installed, "zip")
     make_python(version, cpu, installed)
-    command = [PYTHON, "-m", "specops", "complete", "def add(a, b):", "--max-tokens", "1"]
+    command = [PYTHON, "-m", "specops", "complete", "def add(a, b):", "--max-tokens", "8"]
     text = subprocess.run([*command, "--temperature", "0"], cwd=installed, **_TEXT).stdout
-    print(f"{wheel.relative_to(ROOT)}, {wheel.stat().st_size / 1e6:.1f} MB: {text.strip()!r}")
+    assert text.strip(), "no text came"
+    print(f"{wheel.relative_to(ROOT)}, {wheel.stat().st_size / 1e6:.1f} MB: {text!r}")
 
 
 def main() -> int:
