@@ -6,6 +6,9 @@ from dataclasses import replace
 from statistics import mean
 
 import pytest
+
+pytest.importorskip("msgspec")
+
 from specops.engine import Engine, EngineConfig
 
 from bench import check_simulation
