@@ -46,6 +46,8 @@ class Block:
         rank: of the Markov head; 0: none.
         layout: "authors", "nested" (DSpark in dflash_config) or "speculators".
         second: fields of DFlash2.
+        window: of the layers that slide, which are all but the last.
+        is_causal: whether rows of these do not see those behind them.
     """
 
     left: tuple[int, ...] = (0, 1, 3)
@@ -56,6 +58,8 @@ class Block:
     rank: int = 0
     layout: str = "authors"
     second: dict[str, Any] | None = None
+    window: int | None = None
+    is_causal: bool = False
 
     def __post_init__(self) -> None:
         generator = torch.Generator().manual_seed(9)
@@ -116,6 +120,9 @@ class Block:
             "rope_theta": THETA,
             "hidden_act": "silu",
         }
+        if self.window is not None:
+            types = ["sliding_attention"] * (self.num_layers - 1) + ["full_attention"]
+            layer |= {"layer_types": types, "sliding_window": self.window}
         own: dict[str, Any] = {"target_layer_ids": list(self.left), "mask_token_id": MASK}
         if self.rank:
             own |= {"markov_rank": self.rank, "markov_head_type": "vanilla"}
@@ -179,7 +186,8 @@ class Block:
             }
             normed = _norm(x, own["input_layernorm.weight"])
             mixed, deltas = self._mixed(own, "attention", normed, None, mistake)
-            out = _attention(own, mixed, context)
+            slides = self.window is not None and index < self.num_layers - 1
+            out = _attention(own, mixed, context, self._mask(len(context), slides, mistake))
             x = x + self._mixed(own, "attention", out, deltas, mistake)[0]
             normed = _norm(x, own["post_attention_layernorm.weight"])
             mixed, deltas = self._mixed(own, "mlp", normed, None, mistake)
@@ -201,6 +209,18 @@ class Block:
             best = int(scores.argmax())
             drafted.append(best + (int(self.tensors["d2t"][best]) if self.draft_vocab else 0))
         return drafted
+
+    def _mask(self, num_before: int, slides: bool, mistake: str) -> Tensor:
+        """Which positions rows see, [rows, positions]."""
+        rows = torch.arange(num_before, num_before + self.num_rows)[:, None]
+        columns = torch.arange(num_before + self.num_rows)
+        seen = torch.ones(self.num_rows, len(columns), dtype=torch.bool)
+        if slides and mistake != "no window":
+            assert self.window is not None
+            seen &= columns > rows - self.window
+        if slides and self.is_causal != (mistake == "other rows"):
+            seen &= columns <= rows
+        return seen
 
     def _mixed(
         self, own: dict[str, Tensor], kind: str, x: Tensor, deltas: Tensor | None, mistake: str
@@ -239,7 +259,7 @@ class Block:
         return torch.full_like(scores, -torch.inf).scatter(0, kept, values)
 
 
-def _attention(own: dict[str, Tensor], x: Tensor, context: Tensor) -> Tensor:
+def _attention(own: dict[str, Tensor], x: Tensor, context: Tensor, seen: Tensor) -> Tensor:
     def heads(given: Tensor, name: str) -> Tensor:
         made = (given @ own[f"self_attn.{name}_proj.weight"].T).view(len(given), -1, DIM)
         if name == "v":
@@ -250,7 +270,8 @@ def _attention(own: dict[str, Tensor], x: Tensor, context: Tensor) -> Tensor:
     k = _rotated(torch.cat([heads(context, "k"), heads(x, "k")], 1), 0)
     v = torch.cat([heads(context, "v"), heads(x, "v")], 1)
     k, v = (one.repeat_interleave(HEADS // KV_HEADS, 0) for one in (k, v))
-    attended = ((q @ k.transpose(1, 2) / DIM**0.5).softmax(-1) @ v).transpose(0, 1)
+    scores = (q @ k.transpose(1, 2) / DIM**0.5).masked_fill(~seen, -torch.inf)
+    attended = (scores.softmax(-1) @ v).transpose(0, 1)
     return attended.reshape(len(x), -1) @ own["self_attn.o_proj.weight"].T
 
 
@@ -292,6 +313,8 @@ KINDS = {
             "final_logit_softcapping": 5.0,
         },
     ),
+    "windows": Block(num_layers=3, window=9, is_causal=True),
+    "windows of speculators": Block(window=4, layout="speculators", samples_anchor=True),
     "dspark of speculators": Block(rank=4, layout="speculators", num_layers=1),
 }
 
@@ -347,6 +370,32 @@ def test_the_parts_of_dflash2_matter(
     assert sum(list(drafts) != other for (_, drafts), other in zip(pairs, others, strict=True)) > 3
 
 
+@pytest.mark.parametrize("mistake", ["no window", "other rows"])
+@pytest.mark.parametrize("kind", ["windows", "windows of speculators"])
+def test_windows_matter(target: tuple[Path, Any], tmp_path: Path, kind: str, mistake: str) -> None:
+    """Of a whole block, and of one whose rows see those before them alone."""
+    head = KINDS[kind]
+    head.write(tmp_path)
+    found = reported(make(target, tmp_path, max_num_seqs=4), TEXTS[:3], told(3))
+    pairs = [one for of_request in found for one in of_request if one[1]]
+    others = [head.drafts(target[1], text, len(drafts), 0, mistake) for text, drafts in pairs]
+    assert sum(list(drafts) != other for (_, drafts), other in zip(pairs, others, strict=True)) > 3
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("field", ["causal", "sliding_window_non_causal"])
+def test_a_file_says_what_rows_of_a_window_see(
+    target: tuple[Path, Any], tmp_path: Path, field: str, is_causal: bool
+) -> None:
+    head = Block(window=9, is_causal=is_causal)
+    head.write(tmp_path, **{field: is_causal == (field == "causal")})
+    found = reported(make(target, tmp_path, max_num_seqs=4), TEXTS[:3], told(3))
+    pairs = [one for of_request in found for one in of_request if one[1]]
+    assert len(pairs) > 10
+    for text, drafts in pairs:
+        assert list(drafts) == head.drafts(target[1], text, len(drafts))
+
+
 CASES: dict[str, dict[str, Any]] = {
     "wide": {},
     "tree": {"tree": True, "num_speculative_tokens": 12, "num_model_steps": 4},
@@ -357,8 +406,10 @@ CASES: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("kind", ["dflash", "dspark", "dflash2"])
-@pytest.mark.corners(*("dflash-tree", "dspark-preempted", "dspark-int8", "dflash2-preempted"))
+@pytest.mark.parametrize("kind", ["dflash", "dspark", "dflash2", "windows"])
+@pytest.mark.corners(
+    *("dflash-tree", "windows-hybrid", "dspark-preempted", "dspark-int8", "dflash2-preempted")
+)
 def test_every_bit_is_plain_decoding_s(
     target: tuple[Path, Any], tmp_path: Path, kind: str, case: str
 ) -> None:
@@ -378,7 +429,7 @@ def test_every_bit_is_plain_decoding_s(
     assert (engine.stats.num_preemptions > 0) == ("num_pages" in CASES[case])
 
 
-@pytest.mark.parametrize("kind", ["dflash", "dspark", "dflash2"])
+@pytest.mark.parametrize("kind", ["dflash", "dspark", "dflash2", "windows"])
 def test_drafts_are_the_same_in_any_batch(
     target: tuple[Path, Any], tmp_path: Path, kind: str
 ) -> None:
@@ -417,12 +468,13 @@ def test_drawn_drafts_are_the_same_in_any_batch(
         ({"dflash_config": {"mask_token_id": 1}}, {}, "'target_layer_ids' is missing"),
         ({"target_layer_ids": [5]}, {}, r"layers must be in \[0, 4\] for a target of 5 layers"),
         ({"block_size": 1}, {}, "block_size must leave a row that drafts, got 1"),
-        ({"causal": True}, {}, "causal must be false, got True"),
+        ({"causal": True}, {}, "causal must be false without sliding_attention, got True"),
+        ({"use_swa": True}, {}, "use_swa must be false, got True"),
         ({"markov_head_type": "rnn"}, {}, "markov_head_type must be vanilla, got rnn"),
         (
             {"layer_types": ["sliding_attention"] * 2},
             {},
-            "layer_types must be full_attention alone",
+            "'sliding_window' is missing",
         ),
         ({"speculators_model_type": "eagle3"}, {}, "must be dflash or dspark, got eagle3"),
         ({"draft_vocab_size": 9}, {}, "tensor d2t is missing: draft_vocab_size is 9"),

@@ -23,7 +23,9 @@ from specops.dense import PackedWeight
 from specops.engine.errors import ModelError
 from specops.engine.models.batch import LayerBatch
 from specops.engine.models.blocks.activations import Rows
+from specops.engine.models.blocks.attention import AttentionConfig
 from specops.engine.models.blocks.block import AttentionBlock, Norm
+from specops.engine.models.blocks.layer import LayerConfig
 from specops.engine.models.dflash2 import (
     Convolution,
     Dflash2Config,
@@ -38,8 +40,8 @@ from specops.engine.models.eagle.layout import (
     taps_of,
     token_of,
 )
-from specops.engine.models.families.dense_decoder import dense_decoder
-from specops.engine.models.families.fields import count, read_config
+from specops.engine.models.families.dense_decoder import Windows, dense_decoder
+from specops.engine.models.families.fields import FULL, SLIDING, count, layer_types, read_config
 from specops.engine.models.head_files import open_head, refuse_unread
 from specops.engine.models.kv import KvCache
 from specops.engine.models.mtp.modules import MtpBatch
@@ -270,6 +272,29 @@ def load_dflash(
     return head
 
 
+def _windows(raw: Mapping[str, Any], num_layers: int) -> Windows:
+    """Layers of the kind that slides have the window of the file."""
+    types = layer_types(raw, num_layers) or [FULL] * num_layers
+    return [count(raw, "sliding_window") if one == SLIDING else None for one in types]
+
+
+def _is_causal(own: Mapping[str, Any], kind: str | None) -> bool:
+    """Whether the rows of a block do not see those behind them in layers with a window.
+
+    Source: vLLM, which makes one field of both, and has these defaults.
+    """
+    if own.get("sliding_window_non_causal") is not None:
+        return not flag_of(own, "sliding_window_non_causal")
+    return flag_of(own, "causal", default=kind is None)
+
+
+def _masked(layer: LayerConfig, is_causal: bool) -> LayerConfig:
+    attention = layer.attention
+    assert isinstance(attention, AttentionConfig)
+    has_window = attention.sliding_window is not None
+    return replace(layer, attention=replace(attention, is_causal=is_causal and has_window))
+
+
 def _read(
     raw: Mapping[str, Any], directory: Path, names: Collection[str], target: Transformer
 ) -> BlockConfig:
@@ -279,14 +304,14 @@ def _read(
     own = {**mapping_of(raw, "dflash_config"), **raw}
     is_dspark = kind == "dspark" or "markov_rank" in own or own.get("projector_type") == "dspark"
     layer = mapping_of(raw, "transformer_layer_config") or raw
-    for field in ("causal", "use_swa", "attention_sink_bias", "sliding_window_non_causal"):
+    for field in ("use_swa", "attention_sink_bias"):
         if own.get(field):
             raise ModelError(f"{field} must be false, got {own[field]!r}")
     if own.get("markov_head_type", "vanilla") != "vanilla":
         raise ModelError(f"markov_head_type must be vanilla, got {own['markov_head_type']}")
-    if "sliding_attention" in (layer.get("layer_types") or ()):
-        raise ModelError("layer_types must be full_attention alone, got sliding_attention")
-    decoder = dense_decoder({**layer, "architectures": ["DFlash"]})
+    if own.get("causal") and SLIDING not in (layer.get("layer_types") or ()):
+        raise ModelError(f"causal must be false without sliding_attention, got {own['causal']!r}")
+    decoder = dense_decoder({**layer, "architectures": ["DFlash"]}, windows=_windows)
     vocab_size, num_layers = target.config.vocab_size, target.config.num_layers
     if decoder.vocab_size != vocab_size:
         raise ModelError(f"vocab_size is {decoder.vocab_size}, but the target has {vocab_size}")
@@ -304,8 +329,9 @@ def _read(
     samples_anchor = flag_of(own, "sample_from_anchor", default=is_dspark)
     if num_rows < 2 - samples_anchor:
         raise ModelError(f"block_size must leave a row that drafts, got {num_rows}")
+    is_causal = _is_causal(own, kind)
     layers = (
-        with_qk_norms(one, f"layers.{index}.self_attn.q_norm.weight" in names)
+        _masked(with_qk_norms(one, f"layers.{index}.self_attn.q_norm.weight" in names), is_causal)
         for index, one in enumerate(decoder.layers)
     )
     second = read_dflash2(own, decoder.hidden_size, vocab_size)

@@ -72,7 +72,7 @@ class Attention(AttentionBlock):
     ) -> None:  # fmt: skip
         self.shape = self._shape = shape
         self.kv = kv
-        self.sliding_window = config.sliding_window
+        self.sliding_window, self._is_causal = config.sliding_window, config.is_causal
         self._sm_scale, self._interleaved = config.sm_scale, config.interleaved
         self._qkv, self._qkv_bias, self._o = qkv, qkv_bias, o
         self._q_norm, self._k_norm, self._norm_eps = q_norm, k_norm, norm_eps
@@ -132,7 +132,7 @@ class Attention(AttentionBlock):
             batch.kv_lens,
             sm_scale=self._sm_scale,
             sliding_window=self.sliding_window,
-            is_causal=batch.is_causal,
+            is_causal=batch.is_causal or self._is_causal,
             k_scales=cache.k_scales,
             v_scales=cache.v_scales,
             prefix_leaders=batch.prefix_leaders,
@@ -157,6 +157,7 @@ class AttentionConfig:
         sm_scale: what scores are multiplied with.
         rope: its rotary embedding.
         sliding_window: positions that a row sees, its own included; None: all.
+        is_causal: a row does not see those behind it, in a batch that is not causal either.
         qkv_bias: whether q_proj, k_proj and v_proj have biases.
         o_bias: whether o_proj has one.
         qk_norm: whether q and k are normed per head.
@@ -174,6 +175,7 @@ class AttentionConfig:
     sm_scale: float
     rope: Rope
     sliding_window: int | None = None
+    is_causal: bool = False
     qkv_bias: bool = False
     o_bias: bool = False
     qk_norm: bool = False
