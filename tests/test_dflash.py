@@ -31,6 +31,7 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
 
 
 _OF = ("attention", "mlp")  # convolutions of DFlash2
+_WINDOW = ("no window", "other rows")  # mistakes with it
 
 
 @dataclass
@@ -48,6 +49,7 @@ class Block:
         second: fields of DFlash2.
         window: of the layers that slide, which are all but the last.
         is_causal: whether rows of these do not see those behind them.
+        mask: a file says what masks embed.
     """
 
     left: tuple[int, ...] = (0, 1, 3)
@@ -60,6 +62,7 @@ class Block:
     second: dict[str, Any] | None = None
     window: int | None = None
     is_causal: bool = False
+    mask: bool = False
 
     def __post_init__(self) -> None:
         generator = torch.Generator().manual_seed(9)
@@ -104,7 +107,7 @@ class Block:
             made[f"{book}predecessor_codebook"] = 2 * matrix(VOCAB, rank)
             made[f"{book}successor_codebook"] = 2 * matrix(VOCAB, rank)
             made[f"{book}hidden_projection.weight"] = 2 * matrix(rank, WIDTH)
-        self.tensors = made
+        self.tensors, self.embedded = made, matrix(1, WIDTH) * WIDTH**0.5
 
     def write(self, directory: Path, **changes: Any) -> None:
         layer = {
@@ -151,6 +154,8 @@ class Block:
         (own if self.second else config)["block_size"] = self.num_rows
         (directory / "config.json").write_text(json.dumps({**config, **changes}))
         save_file(self.tensors, directory / "model.safetensors")
+        if self.mask:
+            torch.save(self.embedded, directory / "mask_embedding.pt")
 
     @property
     def num_drafts(self) -> int:
@@ -176,6 +181,8 @@ class Block:
         joined = torch.cat([found[one + 1 + shift][0, :-1] for one in self.left], -1)
         context = _norm(joined @ tensors["fc.weight"].T, tensors["hidden_norm.weight"])
         x = table[torch.tensor([text[-1]] + [MASK] * (self.num_rows - 1))]
+        if self.mask and mistake != "no mask":
+            x[1:] = self.embedded.double()
         x = x * second.get("input_embedding_scale", 1.0)
         for index in range(self.num_layers):
             prefix = f"layers.{index}."
@@ -315,6 +322,8 @@ KINDS = {
     ),
     "windows": Block(num_layers=3, window=9, is_causal=True),
     "windows of speculators": Block(window=4, layout="speculators", samples_anchor=True),
+    "mask": Block(mask=True),
+    "mask of scaled dflash2": Block(mask=True, second={**SECOND, "input_embedding_scale": 2.0}),
     "dspark of speculators": Block(rank=4, layout="speculators", num_layers=1),
 }
 
@@ -370,10 +379,17 @@ def test_the_parts_of_dflash2_matter(
     assert sum(list(drafts) != other for (_, drafts), other in zip(pairs, others, strict=True)) > 3
 
 
-@pytest.mark.parametrize("mistake", ["no window", "other rows"])
-@pytest.mark.parametrize("kind", ["windows", "windows of speculators"])
-def test_windows_matter(target: tuple[Path, Any], tmp_path: Path, kind: str, mistake: str) -> None:
-    """Of a whole block, and of one whose rows see those before them alone."""
+@pytest.mark.parametrize(
+    "kind,mistake",
+    [
+        *[(kind, mistake) for kind in ("windows", "windows of speculators") for mistake in _WINDOW],
+        ("mask", "no mask"),
+    ],
+)
+def test_windows_and_masks_matter(
+    target: tuple[Path, Any], tmp_path: Path, kind: str, mistake: str
+) -> None:
+    """Windows of a block that all rows see, and of one that is causal; what masks embed."""
     head = KINDS[kind]
     head.write(tmp_path)
     found = reported(make(target, tmp_path, max_num_seqs=4), TEXTS[:3], told(3))
@@ -503,11 +519,35 @@ def test_what_does_not_fit(
         make(target, tmp_path)
 
 
-def test_what_is_named_by_nobody(target: tuple[Path, Any], tmp_path: Path) -> None:
-    (tmp_path / "mask_embedding.pt").touch()
+@pytest.mark.parametrize(
+    "content,message",
+    [
+        (torch.ones(9), r"mask_embedding\.pt: expected a vector of 64, got \[9\]"),
+        ({"mask_token_id": MASK}, "expected a vector of 64, got NoneType"),
+        ({"mask_token_id": 7}, "mask_token_id is 7, and 159 in config"),
+        (Path("x"), "not a file of tensors alone"),
+    ],
+)
+def test_masks_that_do_not_fit(
+    target: tuple[Path, Any], tmp_path: Path, content: Any, message: str
+) -> None:
     Block().write(tmp_path)
-    with pytest.raises(ModelError, match=r"mask_embedding\.pt: masks of their own do not run yet"):
+    torch.save(content, tmp_path / "mask_embedding.pt")
+    with pytest.raises(ModelError, match=message):
         make(target, tmp_path)
+
+
+def test_a_mask_with_its_token(target: tuple[Path, Any], tmp_path: Path) -> None:
+    head = Block(mask=True)
+    head.write(tmp_path)
+    told_so = {"mask_token_id": MASK, "embedding": head.embedded[0]}
+    torch.save(told_so, tmp_path / "mask_embedding.pt")
+    for of_request in reported(make(target, tmp_path, max_num_seqs=4), TEXTS[:3], told(3)):
+        for text, drafts in of_request[:3]:
+            assert list(drafts) == head.drafts(target[1], text, len(drafts))
+
+
+def test_what_is_named_by_nobody(target: tuple[Path, Any]) -> None:
     assert SpeculativeConfig(method="dspark").method == "dflash"
     with pytest.raises(ModelError, match="no head of DFlash or DSpark is named"):
         Engine(

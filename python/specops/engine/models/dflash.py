@@ -98,12 +98,14 @@ class BlockWeights:
         markov: [vocab_size, rank] and the projection from there to the draft vocabulary; None:
             there is no such head.
         second: parts of DFlash2; None: there are none.
+        mask: [hidden_size], what masks embed; None: what mask_token_id does.
     """
 
     parts: StateHeadWeights
     hidden_norm: Norm
     markov: tuple[Tensor, PackedWeight] | None
     second: Dflash2Weights | None
+    mask: Tensor | None
 
 
 class BlockDrafter(StateHead):
@@ -173,6 +175,9 @@ class BlockDrafter(StateHead):
         self.reserve(num_rows)
         rows = self.activations.first(num_rows)
         dense.embedding(token_ids, self.weights.parts.embedding, out=rows.residual)
+        if self.weights.mask is not None:
+            is_mask = places.unsqueeze(1) > 0
+            torch.where(is_mask, self.weights.mask, rows.residual, out=rows.residual)
         if self.config.second is not None:
             rows.residual.mul_(self.config.second.embedding_scale)
         dense.rms_norm(rows.residual, *self.layers[0].input_norm, out=rows.normed)
@@ -254,13 +259,12 @@ def load_dflash(
     """
     directory, where = Path(directory), Path(target_directory)
     source = open_head(directory, target.settings.of_drafter(quantization), ())
-    if (directory / "mask_embedding.pt").exists():
-        raise ModelError(f"{directory / 'mask_embedding.pt'}: masks of their own do not run yet")
     raw = read_config(directory)
     with naming(directory):
         config = _read(raw, directory, source.names(), target)
     loader = StateHeadLoader(source, config, directory, target, where)
-    weights = _load(source, config, loader, len(config.taps) * target.hidden_size)
+    mask = _mask_embedding(directory / "mask_embedding.pt", config)
+    weights = _load(source, config, loader, len(config.taps) * target.hidden_size, mask)
     refuse_unread(source, directory, "a head of DFlash or DSpark", _UNREAD)
     head = BlockDrafter(config, weights, target.hidden_size)
 
@@ -356,8 +360,32 @@ def _read(
     )
 
 
+def _mask_embedding(path: Path, config: BlockConfig) -> Tensor | None:
+    """Reads what masks embed, if there is a file of it: the vector, or it and its token id."""
+    if not path.exists():
+        return None
+    try:
+        found = torch.load(path, map_location="cpu", weights_only=True)
+    except Exception as error:  # torch's errors are of many kinds
+        raise ModelError(f"{path}: not a file of tensors alone: {error}") from error
+    token_id = config.mask_token_id
+    if isinstance(found, dict):
+        if found.get("mask_token_id", token_id) != token_id:
+            got = found["mask_token_id"]
+            raise ModelError(f"{path}: mask_token_id is {got}, and {token_id} in config.json")
+        found = found.get("embedding")
+    if not isinstance(found, Tensor) or found.numel() != config.hidden_size:
+        got = type(found).__name__ if not isinstance(found, Tensor) else list(found.shape)
+        raise ModelError(f"{path}: expected a vector of {config.hidden_size}, got {got}")
+    return found.flatten()
+
+
 def _load(
-    source: WeightSource, config: BlockConfig, loader: StateHeadLoader, joined: int
+    source: WeightSource,
+    config: BlockConfig,
+    loader: StateHeadLoader,
+    joined: int,
+    mask: Tensor | None,
 ) -> BlockWeights:
     parts = loader.parts([f"layers.{i}." for i in range(len(config.layers))], joined)
     markov, rank = None, config.markov_rank
@@ -376,4 +404,5 @@ def _load(
         hidden_norm=loader.blocks.norm("hidden_norm"),
         markov=markov,
         second=second,
+        mask=None if mask is None else mask.to(parts.embedding),  # its type and device
     )
