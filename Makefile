@@ -355,7 +355,7 @@ wheel-arm: $(VENV)/build-deps
 	$(ARM) --wheel
 
 # The wheel of `make wheel` on a Debian with Python alone, made by debootstrap: root is needed.
-test-bare: setup
+test-bare: wheel
 	$(BIN)/python -m tools.bare_debian
 
 lint: docs

@@ -67,7 +67,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = parser.parse_args(arguments)
     wheels = [given.wheel] if given.wheel else sorted((ROOT / "build/wheels").glob("*.whl"))
     if len(wheels) != 1 or (lack := missing()):
-        print(lack if len(wheels) == 1 else f"one wheel is needed, found {len(wheels)}")
+        print(
+            lack
+            if len(wheels) == 1
+            else f"build/wheels must hold one wheel, which `make wheel` makes, got {len(wheels)}"
+        )
         return 2
     make_system(given.suite)
     target = SYSTEM / "wheels"
