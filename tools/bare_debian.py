@@ -66,12 +66,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--suite", default="bookworm", help="of Debian (default: %(default)s)")
     given = parser.parse_args(arguments)
     wheels = [given.wheel] if given.wheel else sorted((ROOT / "build/wheels").glob("*.whl"))
-    if len(wheels) != 1 or (lack := missing()):
-        print(
-            lack
-            if len(wheels) == 1
-            else f"build/wheels must hold one wheel, which `make wheel` makes, got {len(wheels)}"
-        )
+    lack = missing()
+    if len(wheels) != 1:
+        lack = f"build/wheels must hold one wheel, which `make wheel` makes, got {len(wheels)}"
+    if lack:
+        print(lack)
         return 2
     make_system(given.suite)
     target = SYSTEM / "wheels"

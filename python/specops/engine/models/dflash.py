@@ -42,7 +42,7 @@ from specops.engine.models.eagle.layout import (
 )
 from specops.engine.models.families.dense_decoder import Windows, dense_decoder
 from specops.engine.models.families.fields import FULL, SLIDING, count, layer_types, read_config
-from specops.engine.models.head_files import open_head, refuse_unread
+from specops.engine.models.head_files import open_head, read_tensors, refuse_unread
 from specops.engine.models.kv import KvCache
 from specops.engine.models.mtp.modules import MtpBatch
 from specops.engine.models.state_head import (
@@ -364,11 +364,7 @@ def _mask_embedding(path: Path, config: BlockConfig) -> Tensor | None:
     """Reads what masks embed, if there is a file of it: the vector, or it and its token id."""
     if not path.exists():
         return None
-    try:
-        found = torch.load(path, map_location="cpu", weights_only=True)
-    except Exception as error:  # torch's errors are of many kinds
-        raise ModelError(f"{path}: not a file of tensors alone: {error}") from error
-    token_id = config.mask_token_id
+    found, token_id = read_tensors(path), config.mask_token_id
     if isinstance(found, dict):
         if found.get("mask_token_id", token_id) != token_id:
             got = found["mask_token_id"]

@@ -3,6 +3,7 @@
 
 from collections.abc import Sequence, Set
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import load_file
@@ -12,10 +13,24 @@ from specops.engine.errors import ModelError
 from specops.engine.models.weights import WeightSettings, WeightSource
 
 
-class HeadFile(WeightSource):
-    """The tensors of one file: of safetensors, or one that torch has pickled.
+def read_tensors(path: Path) -> Any:
+    """Returns what a file of safetensors holds, or one that torch has pickled.
 
     Of a pickled one tensors alone are read, and no code is run.
+
+    Raises:
+        ModelError: the file is damaged, or holds something else.
+    """
+    try:
+        if path.suffix == ".safetensors":
+            return load_file(path)
+        return torch.load(path, map_location="cpu", weights_only=True)
+    except Exception as error:  # both raise errors of their own
+        raise ModelError(f"{path}: not a file of tensors alone: {error}") from error
+
+
+class HeadFile(WeightSource):
+    """The tensors of one file: of safetensors, or one that torch has pickled.
 
     Args:
         path: the file.
@@ -28,13 +43,7 @@ class HeadFile(WeightSource):
     def __init__(self, path: Path, settings: WeightSettings) -> None:
         super().__init__(settings)
         self._path = path
-        try:
-            if path.suffix == ".safetensors":
-                found = load_file(path)
-            else:
-                found = torch.load(path, map_location="cpu", weights_only=True)
-        except Exception as error:  # both raise errors of their own
-            raise ModelError(f"{path}: not a file of tensors alone: {error}") from error
+        found = read_tensors(path)
         if not isinstance(found, dict) or not all(
             isinstance(name, str) and isinstance(one, Tensor) for name, one in found.items()
         ):

@@ -116,13 +116,20 @@ class KeptStates:
         return rows
 
     def keep(
-        self, slot: int, pages: Sequence[int], num_computed: int, begin: int, num_rows: int
+        self,
+        slot: int,
+        pages: Sequence[int],
+        num_registered: int,
+        num_computed: int,
+        begin: int,
+        num_rows: int,
     ) -> None:
         """Keeps the states at the last border that a request has come to with a step.
 
         Args:
             slot: that it has.
-            pages: of its text, those that are registered.
+            pages: of its text.
+            num_registered: of these, from the first on, so many are registered.
             num_computed: tokens whose rows are computed, of those that are committed.
             begin: position of the first row of the step.
             num_rows: of the step; some of the last may be rejected.
@@ -130,7 +137,7 @@ class KeptStates:
         own = self._running.get(slot)
         if own is None:
             return
-        self._give(pages, own)
+        self._give(pages, num_registered, own)
         size = self._pool.page_size
         border = num_computed // size * size
         is_wanted = border in own.borders or border > own.end
@@ -142,7 +149,7 @@ class KeptStates:
             assert self._cache is not None
             own.waiting = border, entry
             self._cache.keep_states(slot, border, entry)
-            self._give(pages, own)
+            self._give(pages, num_registered, own)
 
     def entry_of(self, pages: Sequence[int]) -> int | None:
         """The entry with the states at the end of pages that begin a text; None: there is none."""
@@ -166,13 +173,13 @@ class KeptStates:
         if own is not None and own.waiting is not None:
             self._free.append(own.waiting[1])
 
-    def _give(self, pages: Sequence[int], own: _Running) -> None:
+    def _give(self, pages: Sequence[int], num_registered: int, own: _Running) -> None:
         """Gives a prefix the entry that waits for it, if its page is known by now."""
         if own.waiting is None:
             return
         border, entry = own.waiting
         index = border // self._pool.page_size
-        if index > len(pages):
+        if index > num_registered:
             return
         own.waiting = own.decoded = None
         prefix = self._pool.prefix_of(pages[index - 1])

@@ -203,6 +203,10 @@ class KvCache:
         return self.room.page_size
 
     @property
+    def _on_pages(self) -> list[LayerKv]:
+        return [layer for layer in self.layers if isinstance(layer, LayerKv)]
+
+    @property
     def _states(self) -> list[LayerStates]:
         return [layer for layer in self.layers if isinstance(layer, LayerStates)]
 
@@ -219,14 +223,12 @@ class KvCache:
     @property
     def pairs(self) -> list[tuple[Tensor, Tensor | None]]:
         """What moves when tokens move, of all layers."""
-        on_pages = [layer for layer in self.layers if isinstance(layer, LayerKv)]
-        return [pair for layer in on_pages for pair in layer.pairs]
+        return [pair for layer in self._on_pages for pair in layer.pairs]
 
     @property
     def page_tensors(self) -> list[Tensor]:
         """Those that are indexed by pages."""
-        on_pages = [layer for layer in self.layers if isinstance(layer, LayerKv)]
-        return [tensor for layer in on_pages for tensor in layer.tensors]
+        return [tensor for layer in self._on_pages for tensor in layer.tensors]
 
     @property
     def tensors(self) -> list[Tensor]:

@@ -182,8 +182,8 @@ class Slots:
                 None if draft_kv is None else draft_kv.key(request.token_ids, end),
             )
             request.num_registered_pages += 1
-        known = request.pages[: request.num_registered_pages]
-        self.states.keep(part.slot, known, request.num_computed, part.begin, part.num_rows)
+        known = request.pages, request.num_registered_pages
+        self.states.keep(part.slot, *known, request.num_computed, part.begin, part.num_rows)
 
     def finish(self, request: Request) -> None:
         """Takes a request out, wherever it is, and releases its slot and pages."""
