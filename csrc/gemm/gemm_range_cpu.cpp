@@ -74,12 +74,6 @@ void range_of_blocks(const GemmParams& params, const GemmRange& range) {
   }
 }
 
-template <typename Codes>
-void range_of_panels(const GemmParams& params, const GemmRange& range) {
-  integer_range<Codes>(
-      params, range.row_begin, range.row_end, range.begin, range.end, range.product);
-}
-
 }  // namespace
 
 uint64_t next_product() { return next_call(); }
@@ -101,7 +95,7 @@ void gemm_range(const GemmParams& params, const GemmRange& range) {
       return is_bf16 ? range_of_blocks<Step<bfloat16, E4M3>>(params, range)
                      : range_of_blocks<Step<float, E4M3>>(params, range);
     default:
-      with_codes(params.weight, [&]<typename Codes>() { range_of_panels<Codes>(params, range); });
+      with_codes(params.weight, [&]<typename Codes>() { integer_range<Codes>(params, range); });
   }
 }
 

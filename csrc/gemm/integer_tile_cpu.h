@@ -2,6 +2,7 @@
 // Rows times int8 and int4 weights: tiles of rows and one panel of outputs.
 #pragma once
 
+#include "gemm/gemm_range.h"
 #include "gemm/integer_rows_cpu.h"
 #include "gemm/integer_step_cpu.h"
 
@@ -64,9 +65,11 @@ constexpr int parts_at_once(int rows, bool narrow) {
 }
 
 // The sums of a piece, of kParts parts from `part` on: so many chunks of a panel, and the rows' inputs.
+// What is read some time later lies at `ahead`.
 template <typename Kind, typename Product, int kRows, int kParts>
 SPECOPS_INLINE inline void sum_piece(const Kind& kind,
                                      const uint8_t* chunk,
+                                     const uint8_t* ahead,
                                      int64_t chunks,
                                      int part,
                                      const typename Product::Integer* x,
@@ -75,6 +78,7 @@ SPECOPS_INLINE inline void sum_piece(const Kind& kind,
   constexpr int kLines = kChunkInputs / Kind::kLineInputs;
   constexpr int kBlocks = kParts / kLineParts > 0 ? kParts / kLineParts : 1;
   chunk += part / kLineParts * kBlockChunkBytes<Kind>;
+  ahead += part / kLineParts * kBlockChunkBytes<Kind>;
   for (int64_t c = 0; c < chunks; ++c) {
     unrolled<kLines>([&](int line) SPECOPS_INLINE {
       Codes lines[kParts];
@@ -82,8 +86,8 @@ SPECOPS_INLINE inline void sum_piece(const Kind& kind,
         int block = p / kLineParts, within = (part + p) % kLineParts;
         // Lines are fetched in their order in memory, whatever the order in which they are read.
         if (within == 0) {
-          const uint8_t* ahead = chunk + kIntegerFetch + 64 * (kBlocks * line + block);
-          __builtin_prefetch(ahead, 0, fetch_locality(kRows));
+          const uint8_t* fetched = ahead + 64 * (kBlocks * line + block);
+          __builtin_prefetch(fetched, 0, fetch_locality(kRows));
         }
         lines[p] = load_codes(chunk + block * kBlockChunkBytes<Kind> + 64 * line +
                               within * 4 * kPartOutputs);
@@ -100,6 +104,7 @@ SPECOPS_INLINE inline void sum_piece(const Kind& kind,
       unrolled<kParts>([&](int p) SPECOPS_INLINE { SPECOPS_ADDED(acc[r][p]); });
     });
     chunk += kPanelChunkBytes<Kind>;
+    ahead += kPanelChunkBytes<Kind>;
     x += kChunkInputs;
   }
 }
@@ -144,11 +149,18 @@ template <typename Kind, typename Product, int kRows>
 [[gnu::noinline]] void integer_tile(const GemmParams& params,
                                     const IntegerRows<typename Product::Integer>& rows,
                                     int64_t row,
-                                    int64_t panel) {
+                                    int64_t panel,
+                                    int64_t next) {
   constexpr int kParts = parts_at_once(kRows, Product::kIsNarrow);
   const WeightParams& weight = params.weight;
   const auto* chunk = static_cast<const uint8_t*>(weight.data);
   chunk += panel * panel_bytes<Kind>(weight.num_inputs);
+  const uint8_t* end = chunk + panel_bytes<Kind>(weight.num_inputs);
+  int64_t to_next = (next - panel - 1) * panel_bytes<Kind>(weight.num_inputs);
+  auto later = [&](int64_t bytes) {
+    const uint8_t* p = chunk + bytes;
+    return p < end ? p : p + to_next;
+  };
   Kind kind(weight);
   Pieces pieces(weight);
   bool grouped = weight.group != 0, shifted = weight.offsets != nullptr;
@@ -168,14 +180,15 @@ template <typename Kind, typename Product, int kRows>
     asm("" : "+r"(totals));
     int64_t own = min64(pieces.inputs / kChunkInputs, chunks);
     int64_t bytes = own * kPanelChunkBytes<Kind>;
-    for (int64_t i = 0; i < bytes; i += kPageFetchEvery) fetch_page(chunk + kPageFetch + i);
+    for (int64_t i = 0; i < bytes; i += kPageFetchEvery) fetch_page(later(kPageFetch + i));
+    const uint8_t* ahead = later(kIntegerFetch);
     unrolled<kPanelParts / kParts>([&](int turn) SPECOPS_INLINE {
       int part = turn * kParts;
       typename Product::Acc acc[kRows][kParts];
       unrolled<kRows>([&](int r) SPECOPS_INLINE {
         unrolled<kParts>([&](int p) SPECOPS_INLINE { acc[r][p] = Product::begin(starts[r]); });
       });
-      sum_piece<Kind, Product, kRows, kParts>(kind, chunk, own, part, x, rows.stride, acc);
+      sum_piece<Kind, Product, kRows, kParts>(kind, chunk, ahead, own, part, x, rows.stride, acc);
       auto add_up = [&](auto in_groups) SPECOPS_INLINE {
         unrolled<kRows>([&](int r) SPECOPS_INLINE {
           Floats step = spread_float(steps[r]);
@@ -229,10 +242,11 @@ void integer_tile_of(const GemmParams& params,
                      const IntegerRows<typename Product::Integer>& rows,
                      int64_t row,
                      int count,
-                     int64_t panel) {
-  if (count == kRows) return integer_tile<Kind, Product, kRows>(params, rows, row, panel);
+                     int64_t panel,
+                     int64_t next) {
+  if (count == kRows) return integer_tile<Kind, Product, kRows>(params, rows, row, panel, next);
   if constexpr (kRows > 1) {
-    integer_tile_of<Kind, Product, kRows - 1>(params, rows, row, count, panel);
+    integer_tile_of<Kind, Product, kRows - 1>(params, rows, row, count, panel, next);
   }
 }
 
@@ -245,42 +259,33 @@ void fetch_first(const WeightParams& weight, int64_t panel) {
   for (int64_t i = 0; i < kIntegerFetch; i += 64) __builtin_prefetch(data + i, 0, 3);
 }
 
-// A range of rows and panels, as one thread has it. `call`: from next_call, of all ranges of a product.
+// A range of rows and panels, as one thread has it.
 template <typename Kind, typename Product>
-void integer_range_of(const GemmParams& params,
-                      int64_t row_begin,
-                      int64_t row_end,
-                      int64_t panel_begin,
-                      int64_t panel_end,
-                      uint64_t call) {
-  fetch_first<Kind>(params.weight, panel_begin);
-  for (int64_t kept = row_begin; kept < row_end; kept += kIntegerRowsKept) {
-    int64_t count = min64(kIntegerRowsKept, row_end - kept);
-    auto rows =
-        integer_rows_from<typename Product::Integer>(params, kept, count, Kind::kBias, call);
-    for (int64_t panel = panel_begin; panel < panel_end; ++panel) {
+void integer_range_of(const GemmParams& params, const GemmRange& range) {
+  fetch_first<Kind>(params.weight, range.begin);
+  for (int64_t kept = range.row_begin; kept < range.row_end; kept += kIntegerRowsKept) {
+    int64_t count = min64(kIntegerRowsKept, range.row_end - kept);
+    auto rows = integer_rows_from<typename Product::Integer>(
+        params, kept, count, Kind::kBias, range.product);
+    for (int64_t panel = range.begin; panel < range.end; ++panel) {
+      int64_t next = panel + 1 < range.end ? panel + 1 : range.next;
       for (int64_t row = 0; row < count; row += kIntegerRows) {  // a low tile comes last
         int tall = static_cast<int>(min64(kIntegerRows, count - row));
         integer_tile_of<Kind, Product, kIntegerRows>(
-            params, rows.from(row), kept + row, tall, panel);
+            params, rows.from(row), kept + row, tall, panel, next);
       }
     }
   }
 }
 
 template <typename Kind>
-void integer_range(const GemmParams& params,
-                   int64_t row_begin,
-                   int64_t row_end,
-                   int64_t panel_begin,
-                   int64_t panel_end,
-                   uint64_t call) {
-  auto* range = integer_range_of<Kind, Wide<Kind>>;
+void integer_range(const GemmParams& params, const GemmRange& range) {
+  auto* rows_and_panels = integer_range_of<Kind, Wide<Kind>>;
   if constexpr (Narrow<Kind>::kIsNarrow) {
     if (params.weight.row_numbers == RowNumbers::kInt8)
-      range = integer_range_of<Kind, Narrow<Kind>>;
+      rows_and_panels = integer_range_of<Kind, Narrow<Kind>>;
   }
-  range(params, row_begin, row_end, panel_begin, panel_end, call);
+  rows_and_panels(params, range);
 }
 
 // fn of the codes of a weight's kind.
