@@ -10,7 +10,6 @@
 #include "gemm/finish_cpu.h"
 #include "gemm/gathered_cpu.h"
 #include "gemm/integer_rows.h"
-#include "gemm/unrolled_cpu.h"
 
 namespace specops::SPECOPS_ISA {
 namespace {
@@ -66,53 +65,19 @@ inline uint64_t next_call() {
   return ++calls;
 }
 
-// Rows are rounded by 128 inputs: four quarters, whose largest numbers and sums are found side by side.
-constexpr int kQuarter = kIntegerGroup / 4;
-static_assert(kQuarter == kInt8Group);
-template <typename Number>
-using Quarters [[gnu::vector_size(16)]] = Number;
-
-struct Largest {
-  template <typename V>
-  V operator()(V a, V b) const {
-    return a > b ? a : b;
-  }
-};
-struct Sum {
-  template <typename V>
-  V operator()(V a, V b) const {
-    return a + b;
-  }
-};
-
-// All numbers of each quarter, joined.
-template <typename Number, typename Join>
-Quarters<Number> join_quarters(const Number* numbers, const Join& join) {
-  Quarters<Number> joined[4];
-  unrolled<4>([&](int q) SPECOPS_INLINE {
-    alignas(32) Number eight[8];
-    const Number* own = numbers + q * kQuarter;
-    for (int i = 0; i < 8; ++i) {
-      eight[i] = join(join(own[i], own[8 + i]), join(own[16 + i], own[24 + i]));
-    }
-    Quarters<Number> low, high;
-    std::memcpy(&low, eight, 16);
-    std::memcpy(&high, eight + 4, 16);
-    joined[q] = join(low, high);
-  });
-  auto pairs = [&](const Quarters<Number>& a, const Quarters<Number>& b) {
-    return join(__builtin_shufflevector(a, b, 0, 4, 1, 5), __builtin_shufflevector(a, b, 2, 6, 3, 7));
-  };
-  Quarters<Number> first = pairs(joined[0], joined[1]), last = pairs(joined[2], joined[3]);
-  return join(__builtin_shufflevector(first, last, 0, 1, 4, 5),
-              __builtin_shufflevector(first, last, 2, 3, 6, 7));
-}
-
-// Scale and inverse of a group, by the bits of its largest magnitude.
+// Rounds the numbers of a group, and returns their scale.
 template <int kGroup>
-void scale_group(uint32_t peak_bits, float& scale, float& inverse) {
-  if constexpr (kGroup == kIntegerGroup) {
-    GroupScale group = group_scale(peak_bits);
+float round_group(const float* values, int32_t* out) {
+  uint32_t peak_bits = 0;
+  for (int i = 0; i < kGroup; ++i) {
+    uint32_t bits;
+    std::memcpy(&bits, values + i, 4);
+    bits &= 0x7fffffffu;
+    peak_bits = bits > peak_bits ? bits : peak_bits;
+  }
+  GroupScale group = group_scale(peak_bits);
+  float scale, inverse;
+  if (kGroup == kIntegerGroup || !group.is_finite) {
     std::memcpy(&scale, &group.scale, 4);
     std::memcpy(&inverse, &group.inverse, 4);
   } else {
@@ -122,73 +87,30 @@ void scale_group(uint32_t peak_bits, float& scale, float& inverse) {
     scale = counts ? peak / 127.0f : 0.0f;
     inverse = counts ? 127.0f / peak : 0.0f;
   }
-}
-
-// Makes integers of 128 numbers; scales[q] is that of quarter q.
-template <int kGroup>
-void round_numbers(float* values, int32_t* integers, float* scales) {
-  alignas(64) uint32_t magnitudes[kIntegerGroup];
-  std::memcpy(magnitudes, values, sizeof(magnitudes));
-  for (uint32_t& bits : magnitudes) bits &= 0x7fffffffu;
-  alignas(16) uint32_t peaks[4];
-  auto largest = join_quarters(magnitudes, Largest());
-  std::memcpy(peaks, &largest, 16);
-  uint32_t peak = Largest()(Largest()(peaks[0], peaks[1]), Largest()(peaks[2], peaks[3]));
-  float inverses[4];
-  if constexpr (kGroup == kIntegerGroup) {
-    scale_group<kGroup>(peak, scales[0], inverses[0]);
-    for (int q = 1; q < 4; ++q) scales[q] = scales[0], inverses[q] = inverses[0];
-  } else {
-    for (int q = 0; q < 4; ++q) scale_group<kGroup>(peaks[q], scales[q], inverses[q]);
-  }
-  constexpr uint32_t kInfinity = 0x7f800000u;
-  if (peak >= kInfinity) {
-    for (int q = 0; q < 4; ++q) {
-      if (kGroup == kInt8Group && peaks[q] < kInfinity) continue;
-      std::memset(values + q * kQuarter, 0, kQuarter * sizeof(float));
-      scales[q] = __builtin_nanf("");
-      inverses[q] = 0.0f;
-    }
+  if (!group.is_finite) {
+    std::memset(out, 0, kGroup * sizeof(int32_t));
+    return scale;
   }
   // Beside 1.5 * 2^23 a float has no digits behind the point: the addition rounds as it should.
   constexpr float kWhole = 12582912.0f;
   constexpr int32_t kWholeBits = 0x4b400000;
-  for (int q = 0; q < 4; ++q) {
-    for (int i = q * kQuarter; i < (q + 1) * kQuarter; ++i) {
-      float whole = values[i] * inverses[q] + kWhole;
-      int32_t code;
-      std::memcpy(&code, &whole, 4);
-      code -= kWholeBits;
-      integers[i] = code < 32767 ? code : 32767;
-    }
+  for (int i = 0; i < kGroup; ++i) {
+    float whole = values[i] * inverse + kWhole;
+    int32_t code;
+    std::memcpy(&code, &whole, 4);
+    code -= kWholeBits;
+    out[i] = code < 32767 ? code : 32767;
   }
+  return scale;
 }
 
-// Narrows integers; in int16_t, the second and the third of every four change places.
-inline void narrow(const int32_t* integers, int8_t* out) {
-  for (int i = 0; i < kIntegerGroup; ++i) out[i] = static_cast<int8_t>(integers[i]);
-}
-inline void narrow(const int32_t* integers, int16_t* out) {
-  using Word [[gnu::may_alias]] = uint64_t;
-  constexpr uint64_t kLow = 0x0000ffff0000ffffu;  // of two integers
-  const auto* pairs = reinterpret_cast<const Word*>(integers);
-  auto* quads = reinterpret_cast<Word*>(out);
-  for (int i = 0; i < kIntegerGroup / 4; ++i) {
-    quads[i] = (pairs[2 * i] & kLow) | (pairs[2 * i + 1] & kLow) << 16;
-  }
-}
-
-// 128 inputs as floats, zeros behind the last one.
-template <typename T>
-[[gnu::noinline]] void gather_inputs(const T* x,
-                                     const WeightParams& weight,
-                                     int64_t first,
-                                     float* values) {
-  for (int i = 0; i < kIntegerGroup; ++i) {
-    int64_t k = first + i;
-    bool is_there = k < weight.num_inputs;
-    if (is_there && weight.input_order != nullptr) k = weight.input_order[k];
-    values[i] = is_there ? to_float(x[k]) : 0.0f;
+// Of every four integers, the second and the third change places.
+inline void swap_middles(int16_t* integers, int64_t count) {
+  for (int64_t i = 0; i < count; i += 4) {
+    uint64_t quad;
+    std::memcpy(&quad, integers + i, 8);
+    quad = (quad & 0xffff00000000ffffu) | (quad & 0xffff0000u) << 16 | (quad >> 16 & 0xffff0000u);
+    std::memcpy(integers + i, &quad, 8);
   }
 }
 
@@ -204,32 +126,32 @@ void round_row(const T* x,
                float* scales,
                int32_t* starts,
                float* sums) {
-  for (int64_t first = 0; first < weight.num_inputs; first += kIntegerGroup) {
-    alignas(64) float values[kIntegerGroup];
-    int64_t left = weight.num_inputs - first;
-    if (weight.input_order == nullptr && left >= kIntegerGroup) {
-      unrolled<kIntegerGroup / kLanes>([&](int i) SPECOPS_INLINE {
-        store(values + i * kLanes, load(x + first + i * kLanes));
-      });
-    } else {
-      gather_inputs(x, weight, first, values);
-    }
-    alignas(64) int32_t integers[kIntegerGroup];
-    float quarter_scales[4];
-    round_numbers<kGroup>(values, integers, quarter_scales);
-    narrow(integers, out + first);
-    int32_t quarter_sums[4];
-    auto joined = join_quarters(integers, Sum());
-    std::memcpy(quarter_sums, &joined, 16);
-    for (int i = 0; i < min64(kIntegerGroup, left);) {
-      int quarter = i / kQuarter;
-      int32_t sum = 0;
-      if (pieces.inputs < kQuarter) {
-        for (int64_t end = i + pieces.inputs; i < end; ++i) sum += integers[i];
-      } else {
-        for (int64_t end = i + pieces.inputs; i < end; i += kQuarter) sum += quarter_sums[i / kQuarter];
+  constexpr int kParts = kGroup / kWeightBlock;  // the smallest piece is one
+  int64_t piece_parts = pieces.inputs / kWeightBlock;
+  for (int64_t first = 0; first < weight.num_inputs; first += kGroup) {
+    alignas(64) float values[kGroup];
+    for (int i = 0; i < kGroup; i += kLanes) {
+      int64_t left = max64(min64(weight.num_inputs - first - i, kLanes), 0);
+      if (weight.input_order == nullptr) {
+        bool whole = left == kLanes;
+        store(values + i,
+              whole ? load(x + first + i) : load_partial(x + first + i, static_cast<int>(left)));
+        continue;
       }
-      *scales = quarter_scales[quarter];
+      std::memset(values + i, 0, kLanes * sizeof(float));
+      for (int64_t j = i; j < i + left; ++j) values[j] = to_float(x[weight.input_order[first + j]]);
+    }
+    alignas(64) int32_t integers[kGroup];
+    float scale = round_group<kGroup>(values, integers);
+    Integer* group = out + first;
+    for (int i = 0; i < kGroup; ++i) group[i] = static_cast<Integer>(integers[i]);
+    if constexpr (std::is_same_v<Integer, int16_t>) swap_middles(group, kGroup);
+    for (int part = 0; part < kParts && first + part * kWeightBlock < weight.num_inputs;) {
+      int32_t sum = 0;
+      for (int end = part + static_cast<int>(piece_parts); part < end; ++part) {
+        for (int i = 0; i < kWeightBlock; ++i) sum += integers[part * kWeightBlock + i];
+      }
+      *scales = scale;
       *starts = -bias * sum;
       *sums = static_cast<float>(sum);
       scales += count;
