@@ -59,6 +59,8 @@ constexpr int parts_at_once(int rows, bool narrow) {
   return rows <= (narrow ? 6 : 5) ? 4 : 2;
 #elif defined(SPECOPS_NEON)
   return rows <= (narrow ? 4 : 2) ? 4 : 2;
+#elif defined(SPECOPS_ISA_avx2_vnni)
+  return rows <= 2 ? 4 : 2;
 #else
   return narrow && rows == 1 ? 4 : 2;
 #endif
