@@ -97,20 +97,11 @@ inline void store_floats(float* p, Floats x) { _mm256_storeu_ps(p, x); }
 inline Floats spread_float(float x) { return _mm256_set1_ps(x); }
 inline Floats times(Floats a, Floats b) { return _mm256_mul_ps(a, b); }
 inline Floats fused(Floats a, Floats b, Floats c) { return _mm256_fmadd_ps(a, b, c); }
-#if defined(SPECOPS_ISA_avx2_vnni)
-inline Sums add_pairs(Sums sums, Codes pairs, Sums x) {
-  return _mm256_dpwssd_avx_epi32(sums, pairs, x);
-}
-inline Sums add_quads(Sums sums, Codes quads, Sums x) {
-  return _mm256_dpbusd_avx_epi32(sums, quads, x);
-}
-#else
 inline Sums add_pairs(Sums sums, Codes pairs, Sums x) {
   sums = _mm256_add_epi32(sums, _mm256_madd_epi16(pairs, x));
   SPECOPS_ADDED(sums);
   return sums;
 }
-#endif
 #elif defined(SPECOPS_NEON)
 constexpr int kPartOutputs = 4;
 using Codes = uint8x16_t;
@@ -249,7 +240,7 @@ struct Wide {
   static Sums sums(Acc acc, int32_t) { return acc; }
 };
 
-#if defined(SPECOPS_ISA_avx512_bf16) || defined(SPECOPS_ISA_amx) || defined(SPECOPS_ISA_avx2_vnni)
+#if defined(SPECOPS_ISA_avx512_bf16) || defined(SPECOPS_ISA_amx)
 // With integers of 8 bits.
 template <typename Kind>
 struct Narrow {
