@@ -67,6 +67,13 @@ constexpr int parts_at_once(int rows, bool narrow) {
 #endif
 }
 
+// Whether totals are in registers while a run of pieces is added to them; few sets have so many.
+#if defined(SPECOPS_AVX512)
+constexpr bool kHoldsTotals = true;
+#else
+constexpr bool kHoldsTotals = false;
+#endif
+
 // The sums of a piece, of kParts parts from `part` on: so many chunks of a panel, and the rows' inputs.
 // What is read some time later lies at `ahead`.
 template <typename Kind, typename Product, int kRows, int kParts>
@@ -198,12 +205,16 @@ template <typename Kind, typename Product, int kRows>
       int part = turn * kParts;
       place = at;
       const uint8_t* ahead = run_ahead;
-      Floats sums[kRows][kParts];
-      unrolled<kRows>([&](int r) SPECOPS_INLINE {
-        unrolled<kParts>([&](int p) SPECOPS_INLINE {
-          sums[r][p] = load_floats(totals + r * kPanelOutputs + (part + p) * kPartOutputs);
+      float* own_totals = totals + part * kPartOutputs;
+      asm("" : "+r"(own_totals));
+      Floats held[kRows][kParts];
+      if constexpr (kHoldsTotals) {
+        unrolled<kRows>([&](int r) SPECOPS_INLINE {
+          unrolled<kParts>([&](int p) SPECOPS_INLINE {
+            held[r][p] = load_floats(own_totals + r * kPanelOutputs + p * kPartOutputs);
+          });
         });
-      });
+      }
       for (int64_t i = 0; i < count; ++i) {
         int64_t own = min64(pieces.inputs / kChunkInputs, place.chunks);
         typename Product::Acc acc[kRows][kParts];
@@ -221,10 +232,16 @@ template <typename Kind, typename Product, int kRows>
               Floats scale = step;
               if constexpr (in_groups) scale = times(step, load_floats(place.scales + of_part));
               Floats sum = floats(Product::sums(acc[r][p], place.starts[r]));
-              sums[r][p] = fused(sum, scale, sums[r][p]);
+              float* memory = own_totals + r * kPanelOutputs + p * kPartOutputs;
+              Floats total = fused(sum, scale, kHoldsTotals ? held[r][p] : load_floats(memory));
               if constexpr (with_offsets) {
                 Floats offset = times(step, load_floats(place.offsets + of_part));
-                sums[r][p] = fused(spread_float(place.row_sums[r]), offset, sums[r][p]);
+                total = fused(spread_float(place.row_sums[r]), offset, total);
+              }
+              if constexpr (kHoldsTotals) {
+                held[r][p] = total;
+              } else {
+                store_floats(memory, total);
               }
             });
           });
@@ -254,11 +271,13 @@ template <typename Kind, typename Product, int kRows>
           }
         }
       }
-      unrolled<kRows>([&](int r) SPECOPS_INLINE {
-        unrolled<kParts>([&](int p) SPECOPS_INLINE {
-          store_floats(totals + r * kPanelOutputs + (part + p) * kPartOutputs, sums[r][p]);
+      if constexpr (kHoldsTotals) {
+        unrolled<kRows>([&](int r) SPECOPS_INLINE {
+          unrolled<kParts>([&](int p) SPECOPS_INLINE {
+            store_floats(own_totals + r * kPanelOutputs + p * kPartOutputs, held[r][p]);
+          });
         });
-      });
+      }
     });
     at = place;
   }
