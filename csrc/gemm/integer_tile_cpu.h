@@ -53,11 +53,10 @@ int64_t panel_bytes(int64_t num_inputs) {
 }
 
 // Of how many parts the sums of a piece are made at once: a few rows' alone would wait for each other,
-// and parts share the integers that they load. Many have no registers; short pieces, which narrow
-// products have, need some for the totals as well.
+// and parts share the integers that they load. Many have no registers.
 constexpr int parts_at_once(int rows, bool narrow) {
 #if defined(SPECOPS_AVX512)
-  return rows <= (narrow ? 2 : 5) ? 4 : 2;
+  return rows <= (narrow ? 6 : 5) ? 4 : 2;
 #elif defined(SPECOPS_NEON)
   return rows <= (narrow ? 4 : 2) ? 4 : 2;
 #elif defined(SPECOPS_AVX2)
@@ -66,13 +65,6 @@ constexpr int parts_at_once(int rows, bool narrow) {
   return narrow && rows == 1 ? 4 : 2;
 #endif
 }
-
-// Whether totals are in registers while a run of pieces is added to them; few sets have so many.
-#if defined(SPECOPS_AVX512)
-constexpr bool kHoldsTotals = true;
-#else
-constexpr bool kHoldsTotals = false;
-#endif
 
 // The sums of a piece, of kParts parts from `part` on: so many chunks of a panel, and the rows' inputs.
 // What is read some time later lies at `ahead`.
@@ -136,21 +128,16 @@ inline F32x16 output_scales(const WeightParams& weight, int64_t block) {
   return load_partial(scales + first, static_cast<int>(min64(width - first, kWeightBlock)));
 }
 
-// Where a tile is in its panel and rows: at the begin of a piece.
-template <typename Integer>
-struct PiecePlace {
-  const uint8_t* chunk;
-  int64_t chunks;  // from here to the panel's end
-  const Integer* x;
-  // Of the piece's rows, one after the other.
-  const float* steps;
-  const int32_t* starts;
-  const float* row_sums;
-  // Of the panel's outputs, in this group; of weights without groups scales are not looked at.
-  const float* scales;
-  const float* offsets;  // or nullptr
-  int64_t left;          // pieces of the group
-};
+// What the offsets of a group add to the totals of a panel, by the sums of the rows' integers.
+template <int kRows>
+void add_offsets(const float* steps, const float* row_sums, const float* offsets, float* totals) {
+  for (int r = 0; r < kRows; ++r, totals += kPanelOutputs) {
+    for (int at = 0; at < kPanelOutputs; at += kPartOutputs) {
+      Floats offset = times(spread_float(steps[r]), load_floats(offsets + at));
+      store_floats(totals + at, fused(spread_float(row_sums[r]), offset, load_floats(totals + at)));
+    }
+  }
+}
 
 // out[row, n] = bias[n] + sum_k x[row, k] * weight[n, k], of kRows rows and a panel; of gates and ups:
 // activation(out[row, n]) * out[row, width + n].
@@ -168,118 +155,75 @@ template <typename Kind, typename Product, int kRows>
                                     int64_t next) {
   constexpr int kParts = parts_at_once(kRows, Product::kIsNarrow);
   const WeightParams& weight = params.weight;
-  const auto* data = static_cast<const uint8_t*>(weight.data);
-  data += panel * panel_bytes<Kind>(weight.num_inputs);
-  const uint8_t* end = data + panel_bytes<Kind>(weight.num_inputs);
+  const auto* chunk = static_cast<const uint8_t*>(weight.data);
+  chunk += panel * panel_bytes<Kind>(weight.num_inputs);
+  const uint8_t* end = chunk + panel_bytes<Kind>(weight.num_inputs);
   int64_t to_next = (next - panel - 1) * panel_bytes<Kind>(weight.num_inputs);
-  auto later = [&](const uint8_t* p) { return p < end ? p : p + to_next; };
+  auto later = [&](int64_t bytes) {
+    const uint8_t* p = chunk + bytes;
+    return p < end ? p : p + to_next;
+  };
   Kind kind(weight);
   Pieces pieces(weight);
   bool grouped = weight.group != 0, shifted = weight.offsets != nullptr;
   int64_t pieces_of_group = grouped ? weight.group / pieces.inputs : pieces.count;
   int64_t first = grouped ? panel * scale_groups(weight.num_inputs, weight.group) : 0;
-  PiecePlace<typename Product::Integer> at{
-      .chunk = data,
-      .chunks = weight_chunks(weight.num_inputs),
-      .x = rows.x,
-      .steps = rows.scales,
-      .starts = rows.starts,
-      .row_sums = rows.sums,
-      .scales = weight.scales + first * kPanelOutputs,
-      .offsets = shifted ? weight.offsets + first * kPanelOutputs : nullptr,
-      .left = pieces_of_group,
-  };
-  alignas(64) float totals[kRows * kPanelOutputs] = {};
-  // Parts take turns piece by piece where a piece is long, and a run of pieces by another where pieces
-  // are short: so totals are loaded and stored once a run.
-  int64_t run = kIntegerGroup / pieces.inputs;
-  for (int64_t piece = 0; piece < pieces.count; piece += run) {
-    int64_t count = min64(run, pieces.count - piece);
-    int64_t bytes = min64(kIntegerGroup / kChunkInputs, at.chunks) * kPanelChunkBytes<Kind>;
-    for (int64_t i = 0; i < bytes; i += kPageFetchEvery) {
-      fetch_page(later(at.chunk + kPageFetch + i));
-    }
-    const uint8_t* run_ahead = later(at.chunk + kIntegerFetch);
-    auto place = at;
+  const float* scales = weight.scales + first * kPanelOutputs;
+  const float* offsets = shifted ? weight.offsets + first * kPanelOutputs : nullptr;
+  const auto* x = rows.x;
+  const float* steps = rows.scales;
+  const int32_t* starts = rows.starts;
+  const float* row_sums = rows.sums;
+  // In memory, since the sums of a piece fill the registers; gcc would keep others there instead.
+  alignas(64) float memory[kRows * kPanelOutputs] = {};
+  float* totals = memory;
+  int64_t chunks = weight_chunks(weight.num_inputs), next_group = pieces_of_group;
+  for (int64_t piece = 0; piece < pieces.count; ++piece) {
+    asm("" : "+r"(totals));
+    int64_t own = min64(pieces.inputs / kChunkInputs, chunks);
+    int64_t bytes = own * kPanelChunkBytes<Kind>;
+    for (int64_t i = 0; i < bytes; i += kPageFetchEvery) fetch_page(later(kPageFetch + i));
+    const uint8_t* ahead = later(kIntegerFetch);
     unrolled<kPanelParts / kParts>([&](int turn) SPECOPS_INLINE {
       int part = turn * kParts;
-      place = at;
-      const uint8_t* ahead = run_ahead;
-      float* own_totals = totals + part * kPartOutputs;
-      asm("" : "+r"(own_totals));
-      Floats held[kRows][kParts];
-      if constexpr (kHoldsTotals) {
+      typename Product::Acc acc[kRows][kParts];
+      unrolled<kRows>([&](int r) SPECOPS_INLINE {
+        unrolled<kParts>([&](int p) SPECOPS_INLINE { acc[r][p] = Product::begin(starts[r]); });
+      });
+      sum_piece<Kind, Product, kRows, kParts>(kind, chunk, ahead, own, part, x, rows.stride, acc);
+      auto add_up = [&](auto in_groups) SPECOPS_INLINE {
         unrolled<kRows>([&](int r) SPECOPS_INLINE {
+          Floats step = spread_float(steps[r]);
           unrolled<kParts>([&](int p) SPECOPS_INLINE {
-            held[r][p] = load_floats(own_totals + r * kPanelOutputs + p * kPartOutputs);
+            int at = (part + p) * kPartOutputs;
+            float* total = totals + r * kPanelOutputs + at;
+            Floats scale = step;
+            if constexpr (in_groups) scale = times(step, load_floats(scales + at));
+            Floats sum = floats(Product::sums(acc[r][p], starts[r]));
+            store_floats(total, fused(sum, scale, load_floats(total)));
           });
         });
-      }
-      for (int64_t i = 0; i < count; ++i) {
-        int64_t own = min64(pieces.inputs / kChunkInputs, place.chunks);
-        typename Product::Acc acc[kRows][kParts];
-        unrolled<kRows>([&](int r) SPECOPS_INLINE {
-          unrolled<kParts>([&](int p)
-                               SPECOPS_INLINE { acc[r][p] = Product::begin(place.starts[r]); });
-        });
-        sum_piece<Kind, Product, kRows, kParts>(
-            kind, place.chunk, ahead, own, part, place.x, rows.stride, acc);
-        auto add_up = [&](auto in_groups, auto with_offsets) SPECOPS_INLINE {
-          unrolled<kRows>([&](int r) SPECOPS_INLINE {
-            Floats step = spread_float(place.steps[r]);
-            unrolled<kParts>([&](int p) SPECOPS_INLINE {
-              int64_t of_part = (part + p) * kPartOutputs;
-              Floats scale = step;
-              if constexpr (in_groups) scale = times(step, load_floats(place.scales + of_part));
-              Floats sum = floats(Product::sums(acc[r][p], place.starts[r]));
-              float* memory = own_totals + r * kPanelOutputs + p * kPartOutputs;
-              Floats total = fused(sum, scale, kHoldsTotals ? held[r][p] : load_floats(memory));
-              if constexpr (with_offsets) {
-                Floats offset = times(step, load_floats(place.offsets + of_part));
-                total = fused(spread_float(place.row_sums[r]), offset, total);
-              }
-              if constexpr (kHoldsTotals) {
-                held[r][p] = total;
-              } else {
-                store_floats(memory, total);
-              }
-            });
-          });
-        };
-        if (shifted) {
-          add_up(std::true_type{}, std::true_type{});
-        } else {
-          grouped ? add_up(std::true_type{}, std::false_type{})
-                  : add_up(std::false_type{}, std::false_type{});
-        }
-        place.chunk += own * kPanelChunkBytes<Kind>;
-        ahead += own * kPanelChunkBytes<Kind>;
-        place.chunks -= own;
-        place.x += pieces.inputs;
-        place.steps += rows.count;
-        place.starts += rows.count;
-        place.row_sums += rows.count;
-        if (--place.left == 0) {
-          place.left = pieces_of_group;
-          if (grouped) {
-            place.scales += kPanelOutputs;
-            if (turn == 0) fetch_scales(place.scales + kScaleFetch * kPanelOutputs);
-          }
-          if (shifted) {
-            place.offsets += kPanelOutputs;
-            if (turn == 0) fetch_scales(place.offsets + kScaleFetch * kPanelOutputs);
-          }
-        }
-      }
-      if constexpr (kHoldsTotals) {
-        unrolled<kRows>([&](int r) SPECOPS_INLINE {
-          unrolled<kParts>([&](int p) SPECOPS_INLINE {
-            store_floats(own_totals + r * kPanelOutputs + p * kPartOutputs, held[r][p]);
-          });
-        });
-      }
+      };
+      grouped ? add_up(std::true_type{}) : add_up(std::false_type{});
     });
-    at = place;
+    if (shifted) add_offsets<kRows>(steps, row_sums, offsets, totals);
+    chunk += bytes;
+    chunks -= own;
+    x += pieces.inputs;
+    steps += rows.count;
+    starts += rows.count;
+    row_sums += rows.count;
+    if (--next_group == 0) {
+      next_group = pieces_of_group;
+      if (grouped) {
+        scales += kPanelOutputs;
+        fetch_scales(scales + kScaleFetch * kPanelOutputs);
+      }
+      if (shifted) {
+        offsets += kPanelOutputs;
+        fetch_scales(offsets + kScaleFetch * kPanelOutputs);
+      }
+    }
   }
   int64_t first_block = panel * kPanelBlocks;
   int64_t all_blocks = packed_blocks(weight.num_outputs, weight.activation);
