@@ -53,11 +53,14 @@ int64_t panel_bytes(int64_t num_inputs) {
 
 // Of how many parts the sums of a piece are made at once: a few rows' alone would wait for each other,
 // and parts share the integers that they load. Many have no registers.
-constexpr int parts_at_once(int rows, bool narrow) {
+constexpr int parts_at_once(int rows, [[maybe_unused]] bool narrow) {
 #if defined(SPECOPS_AVX512)
   return rows <= (narrow ? 6 : 5) ? 4 : 2;
+#elif defined(SPECOPS_ISA_neon_bf16)
+  if (narrow) return rows <= 4 ? 4 : 2;
+  return rows <= 2 ? 4 : rows <= 6 ? 2 : 1;  // two sums each
 #elif defined(SPECOPS_NEON)
-  return rows <= (narrow ? 4 : 2) ? 4 : 2;
+  return rows <= 2 ? 4 : 2;
 #else
   return narrow && rows == 1 ? 4 : 2;
 #endif
@@ -91,13 +94,13 @@ SPECOPS_INLINE inline void sum_piece(const Kind& kind,
       unrolled<Kind::kLineInputs / 4>([&](int quad) SPECOPS_INLINE {
         Codes quads[kParts];
         unrolled<kParts>([&](int p) SPECOPS_INLINE { quads[p] = kind.quad(lines[p], quad); });
-        const auto* own = x + line * Kind::kLineInputs + 4 * quad;
-        Product::template add<kRows, kParts>(quads, own, stride, acc);
+        int at = line * Kind::kLineInputs + 4 * quad;
+        Product::template add<kRows, kParts>(quads, x, at, stride, acc);
       });
       asm volatile("");  // or gcc would fetch all lines of a chunk at its begin
     });
     unrolled<kRows>([&](int r) SPECOPS_INLINE {
-      unrolled<kParts>([&](int p) SPECOPS_INLINE { SPECOPS_ADDED(acc[r][p]); });
+      unrolled<kParts>([&](int p) SPECOPS_INLINE { Product::added(acc[r][p]); });
     });
     chunk += kPanelChunkBytes<Kind>;
     x += kChunkInputs;
@@ -256,8 +259,7 @@ void integer_range_of(const GemmParams& params,
   fetch_first<Kind>(params.weight, panel_begin);
   for (int64_t kept = row_begin; kept < row_end; kept += kIntegerRowsKept) {
     int64_t count = min64(kIntegerRowsKept, row_end - kept);
-    auto rows =
-        integer_rows_from<typename Product::Integer>(params, kept, count, Kind::kBias, call);
+    auto rows = integer_rows_from<Product>(params, kept, count, Kind::kBias, call);
     for (int64_t panel = panel_begin; panel < panel_end; ++panel) {
       for (int64_t row = 0; row < count; row += kIntegerRows) {  // a low tile comes last
         int tall = static_cast<int>(min64(kIntegerRows, count - row));
