@@ -59,15 +59,15 @@ Isa best_isa() {
 #endif
 
 #if defined(SPECOPS_HAS_amx)
-// Whether the CPU has tiles and products of bf16 on them, and Linux grants them to this process, for
+// Whether the CPU has tiles and products of bf16 and of 8 bits on them, and Linux grants them to this process, for
 // good and for all of its threads: without that the first tile instruction ends it.
 bool has_amx() {
 #if defined(__x86_64__) && defined(__linux__)
-  constexpr unsigned kAmxBf16 = 1u << 22, kAmxTile = 1u << 24;  // leaf 7, edx
-  constexpr int kRequestPermission = 0x1023, kTileData = 18;    // ARCH_REQ_XCOMP_PERM
+  constexpr unsigned kAmx = 1u << 22 | 1u << 24 | 1u << 25;   // leaf 7, edx: bf16, tiles, int8
+  constexpr int kRequestPermission = 0x1023, kTileData = 18;  // ARCH_REQ_XCOMP_PERM
   unsigned eax = 0, ebx = 0, ecx = 0, edx = 0;
   if (__get_cpuid_count(7, 0, &eax, &ebx, &ecx, &edx) == 0) return false;
-  if ((edx & kAmxBf16) == 0 || (edx & kAmxTile) == 0) return false;
+  if ((edx & kAmx) != kAmx) return false;
   static const bool granted = syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0;
   return granted;
 #else

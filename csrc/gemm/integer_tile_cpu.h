@@ -135,6 +135,25 @@ void add_offsets(const float* steps, const float* row_sums, const float* offsets
   }
 }
 
+// Of the totals of a panel and `rows` rows, at most kMostRows, the outputs.
+template <int kMostRows>
+void finish_panel(
+    const GemmParams& params, int64_t row, int rows, int64_t panel, const float* totals) {
+  const WeightParams& weight = params.weight;
+  int64_t first_block = panel * kPanelBlocks;
+  int64_t all_blocks = packed_blocks(weight.num_outputs, weight.activation);
+  int64_t blocks = min64(kPanelBlocks, all_blocks - first_block);
+  alignas(64) float sums[kMostRows * kPanelOutputs];
+  for (int r = 0; r < rows; ++r) {
+    for (int64_t b = 0; b < blocks; ++b) {
+      F32x16 sum = load(totals + r * kPanelOutputs + b * kWeightBlock);
+      if (weight.group == 0) sum = mul(sum, output_scales(weight, first_block + b));
+      store(sums + (r * blocks + b) * kWeightBlock, sum);
+    }
+  }
+  finish_rows(params, row, first_block, rows, static_cast<int>(blocks), sums);
+}
+
 // out[row, n] = bias[n] + sum_k x[row, k] * weight[n, k], of kRows rows and a panel; of gates and ups:
 // activation(out[row, n]) * out[row, width + n].
 // Cost:    the panel once from memory or cache, from its begin to its end.
@@ -213,18 +232,7 @@ template <typename Kind, typename Product, int kRows>
       }
     }
   }
-  int64_t first_block = panel * kPanelBlocks;
-  int64_t all_blocks = packed_blocks(weight.num_outputs, weight.activation);
-  int64_t blocks = min64(kPanelBlocks, all_blocks - first_block);
-  alignas(64) float sums[kRows * kPanelOutputs];
-  for (int r = 0; r < kRows; ++r) {
-    for (int64_t b = 0; b < blocks; ++b) {
-      F32x16 sum = load(totals + r * kPanelOutputs + b * kWeightBlock);
-      if (!grouped) sum = mul(sum, output_scales(weight, first_block + b));
-      store(sums + (r * blocks + b) * kWeightBlock, sum);
-    }
-  }
-  finish_rows(params, row, first_block, kRows, static_cast<int>(blocks), sums);
+  finish_panel<kRows>(params, row, kRows, panel, totals);
 }
 
 template <typename Kind, typename Product, int kRows>
