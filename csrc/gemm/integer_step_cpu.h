@@ -157,12 +157,24 @@ inline Sums add_quads(Sums sums, Codes quads, uint8x16_t x, int lane) {
   }
 }
 #else
-inline Sums add_pairs(Sums sums, Codes pairs, Sums x) {
-  int16x8_t codes = vreinterpretq_s16_u8(pairs), spread = vreinterpretq_s16_s32(x);
-  int32x4_t low = vmull_s16(vget_low_s16(codes), vget_low_s16(spread));
-  sums = vaddq_s32(sums, vpaddq_s32(low, vmull_high_s16(codes, spread)));
-  SPECOPS_ADDED(sums);
+// An output's sum is that of two neighbours.
+struct PairSums {
+  Sums low, high;
+};
+inline PairSums begin_pairs(int32_t start) {
+  Sums half = vreinterpretq_s32_u64(vdupq_n_u64(static_cast<uint32_t>(start)));
+  return {half, half};
+}
+inline PairSums add_pairs(PairSums sums, Codes pairs, Sums x) {
+  int16x8_t codes = vreinterpretq_s16_u8(pairs), integers = vreinterpretq_s16_s32(x);
+  sums.low = vmlal_s16(sums.low, vget_low_s16(codes), vget_low_s16(integers));
+  sums.high = vmlal_high_s16(sums.high, codes, integers);
   return sums;
+}
+inline Sums end_pairs(PairSums sums) { return vpaddq_s32(sums.low, sums.high); }
+inline void added_pairs(PairSums& sums) {
+  SPECOPS_ADDED(sums.low);
+  SPECOPS_ADDED(sums.high);
 }
 #endif
 #else
@@ -208,6 +220,13 @@ inline Sums add_pairs(Sums sums, Codes pairs, Sums x) {
   Sums low = (Sums)(pairs & 0xffffu), high = (Sums)(pairs >> 16);
   return sums + low * (x << 16 >> 16) + high * (x >> 16);
 }
+#endif
+
+#if !defined(SPECOPS_NEON)
+using PairSums = Sums;
+inline PairSums begin_pairs(int32_t start) { return spread(start); }
+inline Sums end_pairs(PairSums sums) { return sums; }
+inline void added_pairs(PairSums& sums) { SPECOPS_ADDED(sums); }
 #endif
 
 // What a line of codes is to a tile: its quads, in the order of the inputs.
@@ -307,10 +326,10 @@ struct Narrow {
 template <typename Kind>
 struct Wide {
   using Integer = int16_t;
-  using Acc = Sums;
+  using Acc = PairSums;
   static constexpr bool kIsNarrow = false;
   static void arrange(int16_t* integers, int64_t count) { swap_middles(integers, count); }
-  static Acc begin(int32_t start) { return spread(start); }
+  static Acc begin(int32_t start) { return begin_pairs(start); }
   template <int kRows, int kParts>
   SPECOPS_INLINE static void add(const Codes (&quads)[kParts],
                                  const int16_t* x,
@@ -335,8 +354,8 @@ struct Wide {
                            SPECOPS_INLINE { acc[r][p] = add_pairs(acc[r][p], halves[p], of_row); });
     });
   }
-  static void added(Acc& acc) { SPECOPS_ADDED(acc); }
-  static Sums sums(Acc acc, int32_t) { return acc; }
+  static void added(Acc& acc) { added_pairs(acc); }
+  static Sums sums(Acc acc, int32_t) { return end_pairs(acc); }
 };
 
 #if defined(SPECOPS_ISA_avx512_bf16) || defined(SPECOPS_ISA_amx)

@@ -53,14 +53,12 @@ int64_t panel_bytes(int64_t num_inputs) {
 
 // Of how many parts the sums of a piece are made at once: a few rows' alone would wait for each other,
 // and parts share the integers that they load. Many have no registers.
-constexpr int parts_at_once(int rows, [[maybe_unused]] bool narrow) {
+constexpr int parts_at_once(int rows, bool narrow) {
 #if defined(SPECOPS_AVX512)
   return rows <= (narrow ? 6 : 5) ? 4 : 2;
-#elif defined(SPECOPS_ISA_neon_bf16)
+#elif defined(SPECOPS_NEON)
   if (narrow) return rows <= 4 ? 4 : 2;
   return rows <= 2 ? 4 : rows <= 6 ? 2 : 1;  // two sums each
-#elif defined(SPECOPS_NEON)
-  return rows <= 2 ? 4 : 2;
 #else
   return narrow && rows == 1 ? 4 : 2;
 #endif
