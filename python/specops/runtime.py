@@ -52,7 +52,8 @@ def set_isa(isa: str) -> None:
     Args:
         isa: one of `supported_isas()`: "portable"; on x86 "avx2", "avx512", "avx512_bf16" and
             "amx", which is "avx512_bf16" with `linear` of bfloat16 on tiles, whose bits are its
-            own; on 64-bit ARM "neon", "neon_bf16".
+            own, and with products of int8 and int4 on tiles, whose bits are everyone's; on 64-bit
+            ARM "neon", "neon_bf16".
 
     Raises:
         ValueError: the name is unknown, or this CPU cannot run it.
