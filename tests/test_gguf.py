@@ -164,6 +164,14 @@ def test_damaged_files_are_refused(tmp_path: Path) -> None:
         assert sentence in str(error.value)
 
 
+@pytest.mark.parametrize("shape", [(1, 1), (0, 64), (64, 0), (64,)])
+def test_rows_that_are_of_no_heads_are_refused(tmp_path: Path, shape: tuple[int, ...]) -> None:
+    tensors = {"blk.0.attn_q.weight": torch.ones(shape)}
+    write(tmp_path, tensors, "llama", **{"llama.attention.head_count": 3})
+    with pytest.raises(ModelError, match=r"must have rows of (3 heads|a multiple of 1)"):
+        opened(tmp_path).load("model.layers.0.self_attn.q_proj.weight")
+
+
 # ---- models ----
 
 # Keys of a config.json's fields, behind the architecture's name.

@@ -10,7 +10,7 @@ import torch
 from checkpoints import make_checkpoint
 from conftest import every_isa
 from rounding import assert_error_at_most, distance, rounding_errors
-from specops import batching
+from specops import attention, batching
 from specops.batching import OutputMode
 from specops.engine.errors import ModelError
 from specops.engine.models import KvCache, StepBatch, Transformer, load_model
@@ -354,4 +354,21 @@ def test_refusals(tmp_path: Path) -> None:
         load_model(tmp_path)
     (tmp_path / "model.safetensors").unlink()
     with pytest.raises(ModelError, match=r"no model\.safetensors"):
+        load_model(tmp_path)
+
+
+def test_positions_that_do_not_fit_the_memory_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = attention.rope_cos_sin
+
+    def up_to_64(max_positions: int, *args: Any) -> Tensor:
+        if max_positions > 64:
+            raise RuntimeError("can't allocate memory")
+        return made(max_positions, *args)
+
+    make_checkpoint(tmp_path, "Qwen3")
+    monkeypatch.setattr(attention, "rope_cos_sin", up_to_64)
+    load_model(tmp_path, max_model_len=64)
+    with pytest.raises(ModelError, match="max_model_len must be smaller: positions up to 256 do"):
         load_model(tmp_path)
