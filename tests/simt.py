@@ -6,7 +6,7 @@ out with the same bits: most missing barriers and every dependence on the order 
 In a test, the first calls of an op run under all schedules. The others, which are there for their
 values, take the schedules in turn: what depends on the schedule differs there, too, from what the
 test compares it with. SPECOPS_SIMT_SCHEDULES=all (`make prove`) runs all calls under all. The race
-detector and AddressSanitizer compare nothing: there, all of an op's calls take the schedules in turn.
+detector and AddressSanitizer compare nothing: there, all calls take the schedules in turn.
 """
 
 import importlib.util
