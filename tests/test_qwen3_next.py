@@ -12,7 +12,6 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
-from tempfile import mkdtemp
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -485,10 +484,10 @@ def test_memory_has_room_for_states() -> None:
             room(free, **options)
 
 
-def test_tensors_that_have_no_place_are_refused() -> None:
+def test_tensors_that_have_no_place_are_refused(tmp_path: Path) -> None:
     """As those of another projection: every tensor of a layer is read."""
     naming, base = "qwen3_next", FAMILIES["qwen3_next"]
-    tiny = make_mtp_checkpoint(Path(mkdtemp()), naming, base=base)
+    tiny = make_mtp_checkpoint(tmp_path, naming, base=base)
     name = "model.layers.1.linear_attn.in_proj_z.weight"
     save_checkpoint(tiny.directory, tiny.config, {**tiny.tensors, name: torch.zeros(64, 64)})
     with pytest.raises(ModelError, match=f"tensor {name} has no place in the model"):
