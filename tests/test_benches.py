@@ -85,7 +85,7 @@ SMALL: dict[str, dict[str, Any]] = {
     },
     "head_mistakes": {"NEW_TOKENS": 24, "MISTAKES": (MISTAKES[0], MISTAKES[-1])},
     "accuracy": {"TEXTS": 1, "TOKENS": 20, "GEMMA": Path("nowhere")},
-    "start": {"QUANTIZATIONS": ("wint8",), "STARTS": ("next",)},
+    "start": {"QUANTIZATIONS": {"wint8": "int8"}, "STARTS": ("next",), "ROUNDS": 1},
     "replay": {
         "PROMPT_TOKENS": 32,
         "NEW_TOKENS": 16,

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Writes a Qwen3-shaped checkpoint as a GGUF file: `write_gguf.py CHECKPOINT OUT.gguf [KIND]`.
+"""Writes a checkpoint of Qwen3 or Llama as a GGUF file: `write_gguf.py CHECKPOINT OUT.gguf [KIND]`.
 
 KIND is "bf16", "int8" (all matrices Q8_0) or "int4" (Q4_0, embedding and head Q8_0). A layer's
 experts become one tensor of each projection.
@@ -8,6 +8,7 @@ experts become one tensor of each projection.
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 import gguf
 import numpy as np
@@ -28,6 +29,7 @@ LAYER_NAMES = {
     "mlp.gate": "ffn_gate_inp",
 }
 FILE_TYPES = {"bf16": "BF16", "int8": "Q8_0", "int4": "Q4_0"}
+ARCHITECTURES = {"llama": "llama", "qwen3": "qwen3", "qwen3_moe": "qwen3moe"}
 NAMES = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
 
 
@@ -49,11 +51,22 @@ def stored_as(name: str, kind: str) -> gguf.GGMLQuantizationType:
     return gguf.GGMLQuantizationType.Q4_0 if is_small else gguf.GGMLQuantizationType.Q8_0
 
 
+def in_pairs(name: str, tensor: np.ndarray, config: dict[str, Any]) -> np.ndarray:
+    """Queries and keys of Llama as llama.cpp rotates them: by neighbours, not by halves of heads."""
+    heads = {"q_proj": "num_attention_heads", "k_proj": "num_key_value_heads"}
+    projection = name.removesuffix(".weight").rpartition(".")[2]
+    if config["model_type"] != "llama" or projection not in heads:
+        return tensor
+    halves = tensor.reshape(config[heads[projection]], 2, -1, tensor.shape[1])
+    return halves.swapaxes(1, 2).reshape(tensor.shape)
+
+
 def main(checkpoint: Path, out: str, kind: str = "bf16") -> None:
     """Copies the weights as they are; norms become fp32, as llama.cpp wants them."""
     config = json.loads((checkpoint / "config.json").read_text())
     num_experts = config.get("num_experts", 0)
-    writer = gguf.GGUFWriter(out, "qwen3moe" if num_experts else "qwen3")
+    # With a file for what waits to be written, in place of memory.
+    writer = gguf.GGUFWriter(out, ARCHITECTURES[config["model_type"]], use_temp_file=True)
     if num_experts:
         writer.add_expert_count(num_experts)
         writer.add_expert_used_count(config["num_experts_per_tok"])
@@ -71,32 +84,30 @@ def main(checkpoint: Path, out: str, kind: str = "bf16") -> None:
     writer.add_vocab_size(config["vocab_size"])
     writer.add_file_type(gguf.LlamaFileType[f"MOSTLY_{FILE_TYPES[kind]}"])
     writer.add_tokenizer_model("none")
-    with safe_open(checkpoint / "model.safetensors", framework="pt") as file:
-        for name in file.keys():  # noqa: SIM118
-            if ".experts." in name:
-                continue
-            tensor = file.get_tensor(name).float().numpy()
-            if tensor.ndim == 1 or name.endswith("mlp.gate.weight"):  # routers are fp32 as well
-                writer.add_tensor(gguf_name(name), tensor)
-                continue
-            number = stored_as(name, kind)
-            writer.add_tensor(
-                gguf_name(name), gguf.quants.quantize(tensor, number), raw_dtype=number
-            )
-        for layer in range(config["num_hidden_layers"] if num_experts else 0):
-            for part in ("gate", "up", "down"):
-                names = [
-                    f"model.layers.{layer}.mlp.experts.{expert}.{part}_proj.weight"
-                    for expert in range(num_experts)
-                ]
-                number = stored_as(names[0], kind)
-                experts = np.stack(
-                    [
-                        gguf.quants.quantize(file.get_tensor(name).float().numpy(), number)
-                        for name in names
-                    ]
-                )
-                writer.add_tensor(f"blk.{layer}.ffn_{part}_exps.weight", experts, raw_dtype=number)
+    files = [safe_open(path, "pt") for path in sorted(checkpoint.glob("*.safetensors"))]
+    where = {name: file for file in files for name in file.keys()}  # noqa: SIM118
+
+    def values(name: str) -> np.ndarray:
+        return in_pairs(name, where[name].get_tensor(name).float().numpy(), config)
+
+    for name in where:
+        if ".experts." in name:
+            continue
+        tensor = values(name)
+        if tensor.ndim == 1 or name.endswith("mlp.gate.weight"):  # routers are fp32 as well
+            writer.add_tensor(gguf_name(name), tensor)
+            continue
+        number = stored_as(name, kind)
+        writer.add_tensor(gguf_name(name), gguf.quants.quantize(tensor, number), raw_dtype=number)
+    for layer in range(config["num_hidden_layers"] if num_experts else 0):
+        for part in ("gate", "up", "down"):
+            names = [
+                f"model.layers.{layer}.mlp.experts.{expert}.{part}_proj.weight"
+                for expert in range(num_experts)
+            ]
+            number = stored_as(names[0], kind)
+            experts = np.stack([gguf.quants.quantize(values(name), number) for name in names])
+            writer.add_tensor(f"blk.{layer}.ffn_{part}_exps.weight", experts, raw_dtype=number)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
