@@ -3,7 +3,7 @@
 
 A process of its own each time, from its command on. "First" fills a cache of packed weights, "next"
 finds it, and "without" has none. llama.cpp starts from a GGUF file of the same weights, in bf16 or
-Q4_0 (embedding Q8_0), which it maps, or reads. The files are in the page cache, as after a download.
+Q4_0 (embedding Q8_0), which it maps or reads. The files are in the page cache, as after a download.
 """
 
 import json
@@ -22,6 +22,13 @@ from bench.common import Bench, Figure, PeerError, resident_gb
 # Ours, and llama.cpp's kind of file.
 QUANTIZATIONS = {"none": "bf16", "wint4": "int4"}
 STARTS = ("without", "first", "next")
+WORDS = {
+    "without": "start without a cache",
+    "first": "first start",
+    "next": "next start",
+    "llama_cpp_mapped": "llama.cpp, which maps its file",
+    "llama_cpp_read": "llama.cpp, which reads its file",
+}
 ROUNDS = 3
 PROMPT = [5, 6, 7]
 _CHILD = f"""
@@ -117,7 +124,7 @@ def _add(bench: Bench, told: str, which: str, starts: list[Start]) -> None:
         bench.add(
             Figure(
                 f"start.{told}.{which}.{name}",
-                f"3B in {told}, start {which}: {what}",
+                f"3B in {told}, {WORDS[which]}: {what}",
                 median(getattr(one, name) for one in starts),
                 unit,
                 bar="value <= 3" if (which, name) == ("next", "seconds") else None,

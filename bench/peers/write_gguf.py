@@ -52,7 +52,7 @@ def stored_as(name: str, kind: str) -> gguf.GGMLQuantizationType:
 
 
 def in_pairs(name: str, tensor: np.ndarray, config: dict[str, Any]) -> np.ndarray:
-    """Queries and keys of Llama as llama.cpp rotates them: by neighbours, not by halves of heads."""
+    """Llama's queries and keys as llama.cpp rotates them: by neighbours, not by halves of heads."""
     heads = {"q_proj": "num_attention_heads", "k_proj": "num_key_value_heads"}
     projection = name.removesuffix(".weight").rpartition(".")[2]
     if config["model_type"] != "llama" or projection not in heads:
