@@ -12,6 +12,7 @@ from typing import Any
 
 import gguf
 import numpy as np
+import torch
 from safetensors import safe_open
 
 LAYER_NAMES = {
@@ -51,14 +52,21 @@ def stored_as(name: str, kind: str) -> gguf.GGMLQuantizationType:
     return gguf.GGMLQuantizationType.Q4_0 if is_small else gguf.GGMLQuantizationType.Q8_0
 
 
-def in_pairs(name: str, tensor: np.ndarray, config: dict[str, Any]) -> np.ndarray:
+def in_pairs(name: str, tensor: torch.Tensor, config: dict[str, Any]) -> torch.Tensor:
     """Llama's queries and keys as llama.cpp rotates them: by neighbours, not by halves of heads."""
     heads = {"q_proj": "num_attention_heads", "k_proj": "num_key_value_heads"}
     projection = name.removesuffix(".weight").rpartition(".")[2]
     if config["model_type"] != "llama" or projection not in heads:
         return tensor
-    halves = tensor.reshape(config[heads[projection]], 2, -1, tensor.shape[1])
-    return halves.swapaxes(1, 2).reshape(tensor.shape)
+    halves = tensor.view(config[heads[projection]], 2, -1, tensor.shape[1])
+    return halves.transpose(1, 2).reshape(tensor.shape)
+
+
+def packed(tensor: torch.Tensor, number: gguf.GGMLQuantizationType) -> np.ndarray:
+    """A matrix as bytes of a type."""
+    if number == gguf.GGMLQuantizationType.BF16:
+        return tensor.bfloat16().view(torch.uint8).numpy()
+    return gguf.quants.quantize(tensor.float().numpy(), number)
 
 
 def main(checkpoint: Path, out: str, kind: str = "bf16") -> None:
@@ -87,26 +95,25 @@ def main(checkpoint: Path, out: str, kind: str = "bf16") -> None:
     files = [safe_open(path, "pt") for path in sorted(checkpoint.glob("*.safetensors"))]
     where = {name: file for file in files for name in file.keys()}  # noqa: SIM118
 
-    def values(name: str) -> np.ndarray:
-        return in_pairs(name, where[name].get_tensor(name).float().numpy(), config)
+    def matrix(name: str) -> np.ndarray:
+        tensor = in_pairs(name, where[name].get_tensor(name), config)
+        return packed(tensor, stored_as(name, kind))
 
     for name in where:
         if ".experts." in name:
             continue
-        tensor = values(name)
+        tensor = where[name].get_tensor(name)
         if tensor.ndim == 1 or name.endswith("mlp.gate.weight"):  # routers are fp32 as well
-            writer.add_tensor(gguf_name(name), tensor)
-            continue
-        number = stored_as(name, kind)
-        writer.add_tensor(gguf_name(name), gguf.quants.quantize(tensor, number), raw_dtype=number)
+            writer.add_tensor(gguf_name(name), tensor.float().numpy())
+        else:
+            writer.add_tensor(gguf_name(name), matrix(name), raw_dtype=stored_as(name, kind))
     for layer in range(config["num_hidden_layers"] if num_experts else 0):
         for part in ("gate", "up", "down"):
             names = [
                 f"model.layers.{layer}.mlp.experts.{expert}.{part}_proj.weight"
                 for expert in range(num_experts)
             ]
-            number = stored_as(names[0], kind)
-            experts = np.stack([gguf.quants.quantize(values(name), number) for name in names])
+            experts, number = np.stack([matrix(name) for name in names]), stored_as(names[0], kind)
             writer.add_tensor(f"blk.{layer}.ffn_{part}_exps.weight", experts, raw_dtype=number)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
