@@ -28,7 +28,7 @@ def start(threads: int) -> Answer:
 def load(model: str, mapped: bool = True) -> Answer:
     """Maps a GGUF file, or reads it."""
     params = llama_cpp.llama_model_default_params()
-    params.use_mmap = mapped
+    params.load_mode = llama_cpp.LLAMA_LOAD_MODE_MMAP if mapped else llama_cpp.LLAMA_LOAD_MODE_NONE
     _state["model"] = llama_cpp.llama_model_load_from_file(model.encode(), params)
     if not _state["model"]:
         raise ValueError(f"llama.cpp does not load {model}")
