@@ -173,6 +173,7 @@ def test_logits_equal_transformers(tmp_path: Path, family: str, changes: dict[st
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize("family", ["Mistral", "Qwen3", "Gemma3"])
+@pytest.mark.pairs
 def test_a_row_has_the_same_bits_however_it_is_computed(
     tmp_path: Path, isa: str, family: str, dtype: str
 ) -> None:
