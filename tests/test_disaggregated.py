@@ -21,6 +21,7 @@ from server_pairs import (
     ServerProcess,
     bodies,
     choices_of,
+    of_ranks,
     one_server,
     options,
     servers,
@@ -107,12 +108,11 @@ def test_a_server_that_is_stopped_loses_no_request(
 
 
 @pytest.mark.prove
-def test_ranks_hand_over_their_own_shares(mtp_model: Path) -> None:
-    """Two ranks compute prompts, two others go on: the bits of one process with two summands."""
-    size = ("--tensor-parallel-size", "2")
-    roles = [options(mtp_model, "--role", role, *size) for role in ("prefill", "decode")]
-    asked = bodies(40, seed=3)
-    with servers(*roles) as both, one_server(mtp_model, exact_across_tp=2) as one:
+@pytest.mark.parametrize("sizes", [(2, 2), (2, 1), (1, 2), (4, 2)], ids=str)
+def test_ranks_hand_over_their_shares(mtp_model: Path, sizes: tuple[int, int]) -> None:
+    """Some compute prompts, others go on: the bits of one process with as many summands."""
+    roles, asked = of_ranks(mtp_model, sizes), bodies(40, seed=3)
+    with servers(*roles) as both, one_server(mtp_model, exact_across_tp=max(sizes)) as one:
         router = Router(both[0].url, both[1].url)
         assert router.run(asked) == choices_of(one, asked)
         pages = sum((len(body["prompt"]) - 1) // 16 for body in asked)
