@@ -44,6 +44,7 @@ METHODS: dict[str, dict[str, Any]] = {
     "ngram": {"method": "ngram", "num_speculative_tokens": 4},
     "suffix": {"method": "suffix", "num_speculative_tokens": 4},
     "mtp": {"method": "mtp", "num_speculative_tokens": 3},
+    "draft_model": {"method": "draft_model", "num_speculative_tokens": 3},
 }
 CACHES = {"auto": {}, "int8": {"kv_cache_dtype": "int8"}, "fp8": {"kv_cache_dtype": "fp8_e4m3"}}
 GREEDY = SamplingParams(max_tokens=16, temperature=0.0, logprobs=2, seed=1)
@@ -95,6 +96,12 @@ def run(engine: PagesEngine, params: SamplingParams = GREEDY) -> list[Any]:
     return [(one.token_ids, one.logprobs, one.text) for one in done]
 
 
+def method_of(models: dict[str, Path], method: str) -> dict[str, Any]:
+    """Its configuration; a draft model is the one with states."""
+    own = {"model": str(models["states"])} if method == "draft_model" else {}
+    return METHODS[method] | own
+
+
 def hand_over(prefill: PagesEngine, decode: PagesEngine, params: SamplingParams) -> list[int]:
     """Computes all prompts on one engine and gives their pages to another; pages of each."""
     prefill.generate(PROMPTS, replace(params, max_tokens=1))
@@ -116,6 +123,8 @@ CASES = [
     ("states", "auto", "naive"),
     ("states", "auto", "suffix"),
     ("states", "int8", "mtp"),
+    ("states", "auto", "draft_model"),
+    ("heads", "auto", "draft_model"),
 ]
 
 
@@ -126,7 +135,7 @@ def test_a_prompt_that_was_handed_over_goes_on_with_the_same_bits(
     """Greedy and seeded; of each prompt the most pages came that a prefix cache would have."""
     settings = {**CACHES[cache], "model": str(models[kind])}
     alone = make(NAIVE, **settings)
-    prefill, decode = (make(METHODS[method], **settings) for _ in range(2))
+    prefill, decode = (make(method_of(models, method), **settings) for _ in range(2))
     lookahead = 1 if method == "mtp" else 0
     for params in (GREEDY, SEEDED):
         moved = hand_over(prefill, decode, params)
@@ -136,6 +145,9 @@ def test_a_prompt_that_was_handed_over_goes_on_with_the_same_bits(
         assert decode.stats.prefix_cache_hits - hits >= 16 * sum(moved)
         assert decode.num_free_pages == decode.num_pages
         assert prefill.num_free_pages == prefill.num_pages
+    if (kind, method) == ("states", "draft_model"):  # it is the target, and has its states
+        spec = decode.stats.speculative
+        assert spec.num_accepted_tokens == spec.num_draft_tokens > 50
 
 
 def test_pages_without_draft_kv_serve_requests_without_drafts(models: dict[str, Path]) -> None:
@@ -360,6 +372,7 @@ WITH_RANKS = [
     ("latents", "auto", "mtp", 1, 2),
     ("states", "auto", "naive", 1, 2),
     ("states", "int8", "mtp", 2, 1),
+    ("states", "auto", "draft_model", 2, 1),
 ]
 
 
@@ -373,7 +386,8 @@ def test_any_numbers_of_ranks_go_on_with_the_bits_of_one(
     lookahead = 1 if method == "mtp" else 0
 
     def engine(ranks: Ranks) -> PagesEngine:
-        return make(METHODS[method], ranks, **settings, tensor_parallel_size=ranks.size)
+        own = method_of(models, method)
+        return make(own, ranks, **settings, tensor_parallel_size=ranks.size)
 
     def compute(ranks: Ranks) -> list[Pages]:
         prefill = engine(ranks)
@@ -390,6 +404,9 @@ def test_any_numbers_of_ranks_go_on_with_the_bits_of_one(
         assert moved == [(length - max(1, lookahead)) // 16 for length in LENGTHS]
         said = run(decode, SEEDED)
         assert decode.stats.prefix_cache_hits >= 16 * sum(moved)
+        if method == "draft_model":
+            spec = decode.stats.speculative
+            assert spec.num_accepted_tokens == spec.num_draft_tokens > 50
         return said
 
     computed = on_ranks(computing, compute, slices=summands)

@@ -163,6 +163,7 @@ def test_processed_strided_rows_with_poisoned_slack(
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("vocab", [511, 513, 8201, 1023, 3072, 1025])
+@pytest.mark.pairs
 def test_named_tokens_at_the_ends_of_words_and_leaves(
     device: str, isa: str, dtype: torch.dtype, vocab: int
 ) -> None:
@@ -344,6 +345,7 @@ def chains_of(batch: int, k: int, vocab: int) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("tree", [False, True])
 @pytest.mark.parametrize("batch,k,vocab,n", [(9, 3, 90, 7), (4, 2, 5000, 30), (3, 0, 40, 40)])
+@pytest.mark.pairs
 def test_processed_top_logprobs(
     device: str, isa: str, tree: bool, batch: int, k: int, vocab: int, n: int
 ) -> None:

@@ -10,7 +10,7 @@ import torch
 from checkpoints import make_checkpoint
 from conftest import every_isa
 from rounding import assert_error_at_most, distance, rounding_errors
-from specops import batching
+from specops import attention, batching
 from specops.batching import OutputMode
 from specops.engine.errors import ModelError
 from specops.engine.models import KvCache, StepBatch, Transformer, load_model
@@ -253,6 +253,9 @@ YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0}
         ("Qwen3", {"num_attention_heads": 0}, "num_attention_heads must be an integer of at"),
         ("Qwen3", {"num_key_value_heads": 0}, "num_key_value_heads must be an integer of at"),
         ("Qwen3", {"num_hidden_layers": 0}, "num_hidden_layers must be an integer of at least 1"),
+        ("Qwen3", {"num_hidden_layers": 20_000}, "num_hidden_layers must be at most 16384, got 20"),
+        ("Qwen3", {"num_attention_heads": 1 << 40}, "num_attention_heads must be at most 16384, "),
+        ("Qwen3", {"intermediate_size": 1 << 64}, "intermediate_size must be at most 2147483647"),
         ("Qwen3", {"hidden_size": 64.5}, "hidden_size must be an integer of at least 1, got 64.5"),
         ("Qwen3", {"intermediate_size": -1}, "intermediate_size must be an integer of at least 1"),
         ("Qwen3", {"vocab_size": True}, "vocab_size must be an integer of at least 1, got True"),
@@ -351,4 +354,21 @@ def test_refusals(tmp_path: Path) -> None:
         load_model(tmp_path)
     (tmp_path / "model.safetensors").unlink()
     with pytest.raises(ModelError, match=r"no model\.safetensors"):
+        load_model(tmp_path)
+
+
+def test_positions_that_do_not_fit_the_memory_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = attention.rope_cos_sin
+
+    def up_to_64(max_positions: int, *args: Any) -> Tensor:
+        if max_positions > 64:
+            raise RuntimeError("can't allocate memory")
+        return made(max_positions, *args)
+
+    make_checkpoint(tmp_path, "Qwen3")
+    monkeypatch.setattr(attention, "rope_cos_sin", up_to_64)
+    load_model(tmp_path, max_model_len=64)
+    with pytest.raises(ModelError, match="max_model_len must be smaller: positions up to 256 do"):
         load_model(tmp_path)

@@ -526,6 +526,7 @@ class TreeStep:
 @pytest.mark.parametrize("window", [None, 40])
 @pytest.mark.parametrize("page_size", [16, 64])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.pairs
 def test_a_node_is_a_row_of_plain_decoding(
     device: str, isa: str, on_cuda: bool, dtype: torch.dtype, page_size: int, window: int | None
 ) -> None:

@@ -243,6 +243,9 @@ def test_what_is_damaged_is_made_anew(
 
 
 def test_the_longest_unused_makes_room(tmp_path: Path, root: Path, packed: list[Tensor]) -> None:
+    somebodys = root / "photos"  # was there before the folder became a cache
+    somebodys.mkdir(parents=True)
+    os.utime(somebodys, (0, 0))
     folders = []
     for number in range(3):
         (tmp_path / str(number)).mkdir()
@@ -259,6 +262,7 @@ def test_the_longest_unused_makes_room(tmp_path: Path, root: Path, packed: list[
     read(source(folders[0], root, limit))  # now the second is the longest unused
     read(source(folders[2], root, limit))
     assert len(files(root)) == 2 and file in files(root) and len(packed) == 3
+    assert somebodys.exists()
     # Its own folder stays, and what has no room is used all the same.
     tight = source(folders[2], root, limit)
     read(tight, activation="silu")

@@ -5,10 +5,13 @@ No setting changes a result's reproducibility: neither the thread count nor the 
 ever changes a bit; two instruction sets may differ in the last bits, as two machines may.
 """
 
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from specops import _C
 from specops._cpu_name import cpu_name
+
+if TYPE_CHECKING:  # whoever asks for threads or instruction sets need not wait for torch
+    from torch import Tensor
 
 
 def set_num_threads(num_threads: int) -> None:
@@ -106,7 +109,7 @@ def has_cuda() -> bool:
     return _C.has_cuda
 
 
-def take_error(out: Tensor) -> Tensor:
+def take_error(out: "Tensor") -> "Tensor":
     """Moves the error code of the device `out` lives on INTO `out`, and clears it there.
 
     A CUDA kernel that meets wrong data (a token or page id out of range) skips the row and leaves a

@@ -76,13 +76,14 @@ class PagesEngine(Engine):
         draft_kv = self._draft_kv(token_ids, params, speculative_config)
         pages = self._pool.match_prefix(token_ids, len(token_ids) - 1, draft_kv)
         try:
-            self._scheduler.states.cut(pages)
+            self._scheduler.states.cut(pages, draft_kv)
             model, draft = self._shares("" if draft_kv is None else draft_kv.owner)
             index = torch.tensor(pages, dtype=torch.int64, device=self._device.device)
             data = bytearray().join(_taken(share, index) for share in (*model, *draft))
-            entry = self._scheduler.states.entry_of(pages)
+            entry = self._scheduler.states.entry_of(pages, draft_kv)
             if entry is not None:
-                data += b"".join(_taken(share, index.new_tensor([entry])) for share in self._kept)
+                at = index.new_tensor([entry])
+                data += b"".join(_taken(share, at) for share in self._kept(draft_kv))
         finally:
             self._pool.release(pages)
         return Pages(self._header(token_ids, draft_kv, len(pages)), data)
@@ -105,7 +106,7 @@ class PagesEngine(Engine):
             lookahead=0 if draft_kv is None else draft_kv.lookahead,
             model=[_layout(share) for share in model],
             draft=[_layout(share) for share in draft],
-            states=[_layout(share) for share in self._kept],
+            states=[_layout(share) for share in self._kept(draft_kv)],
         )
 
     def expected(
@@ -160,8 +161,8 @@ class PagesEngine(Engine):
                         tokens[end - size : end],
                         None if draft_kv is None else draft_kv.key(tokens, end),
                     )
-                self._put_states(pages, held)
-            self._scheduler.states.cut(held)
+                self._put_states(pages, held, draft_kv)
+            self._scheduler.states.cut(held, draft_kv)
             return len(held)
         finally:
             self._pool.release(held)
@@ -183,11 +184,11 @@ class PagesEngine(Engine):
                 own.index_copy_(0, index, rows.to(own.device))
             begin = end
 
-    def _put_states(self, pages: Pages, held: Sequence[int]) -> None:
+    def _put_states(self, pages: Pages, held: Sequence[int], draft_kv: DraftKv | None) -> None:
         """Copies the states at the end of pages to where they are found, unless they are there."""
-        entry = self._scheduler.states.new_entry(held)
-        begin = len(pages.data) - sum(_bytes_of(share).shape[1] for share in self._kept)
-        for share in self._kept if entry is not None else ():
+        entry, kept = self._scheduler.states.new_entry(held, draft_kv), self._kept(draft_kv)
+        begin = len(pages.data) - sum(_bytes_of(share).shape[1] for share in kept)
+        for share in kept if entry is not None else ():
             own = _bytes_of(share)[entry]
             source = torch.frombuffer(pages.data, dtype=torch.uint8, offset=begin, count=len(own))
             own.copy_(source)
@@ -218,13 +219,17 @@ class PagesEngine(Engine):
         All ranks have the whole of a drafter's, as if it were one head.
         """
         draft = self.drafters[owner].kv_tensors() if owner else ()
-        whole = [Share(tensor, 1, (tensor.shape[2],)) for tensor in draft]
-        return self._runner.parts.cache.page_shares, whole
+        return self._runner.parts.cache.page_shares, list(map(_whole, draft))
 
-    @property
-    def _kept(self) -> Sequence[Share]:
-        """The tensors that are indexed by entries of states of prefixes."""
-        return self._runner.parts.cache.prefix_shares
+    def _kept(self, draft_kv: DraftKv | None) -> Sequence[Share]:
+        """The tensors that are indexed by entries of states of prefixes, likewise."""
+        states = None if draft_kv is None else self.drafters[draft_kv.owner].states
+        draft = () if states is None else states.prefix_shares
+        return [*self._runner.parts.cache.prefix_shares, *(_whole(one.tensor) for one in draft)]
+
+
+def _whole(tensor: Tensor) -> Share:
+    return Share(tensor, 1, (tensor.shape[2],))
 
 
 def _layout(share: Share) -> Layout:

@@ -71,7 +71,8 @@ class Header(Struct, frozen=True, tag=True):
         lookahead: tokens behind a position that these depend on.
         model: the model's tensors, in order.
         draft: the drafter's, behind them.
-        states: of layers with linear attention, behind all pages, if there are any.
+        states: of layers with linear attention, the model's and then the drafter's, behind all
+            pages, if there are any.
     """
 
     version: int

@@ -12,6 +12,20 @@ import torch
 from torch import Tensor
 
 
+class KvBytes(NamedTuple):
+    """The bytes that is kept takes.
+
+    Attributes:
+        per_token: on pages.
+        per_slot: of a request, whatever its length.
+        per_prefix: of one whose states are kept.
+    """
+
+    per_token: int = 0
+    per_slot: int = 0
+    per_prefix: int = 0
+
+
 class CacheRoom(NamedTuple):
     """For how much there is to be room.
 

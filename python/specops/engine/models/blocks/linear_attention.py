@@ -146,7 +146,7 @@ class LinearAttention(MixingBlock):
         own = self._weights
         dense.linear(x, own.projection, out=views.projected, workspace=batch.sums)
         dense.linear(x, own.ba, out=views.ba, workspace=batch.sums)
-        assert batch.slots is not None, "the rows are those of a target"
+        assert batch.slots is not None, "the rows are those of a model, not of a head"
         requests = batch.slots, batch.qo_indptr, batch.kv_lens
         linear_attention.causal_conv1d(views.qkv, own.conv, cache.conv, *requests, out=views.mixed)
         linear_attention.gated_delta_rule(
