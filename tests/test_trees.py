@@ -785,6 +785,7 @@ def expected(model_dir: Path) -> dict[tuple[bool, str], list[Any]]:
 @pytest.mark.parametrize("limits", LIMITS.values(), ids=LIMITS)
 @pytest.mark.parametrize("mode", ["raw_logprobs", "processed_logprobs"])
 @pytest.mark.parametrize("everything", [False, True], ids=["plain", "everything"])
+@pytest.mark.pairs
 def test_trees_change_no_bit(
     model_dir: Path, expected: dict[tuple[bool, str], list[Any]], scripted: Scripted,
     everything: bool, mode: str, limits: dict[str, Any],

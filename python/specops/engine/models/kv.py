@@ -13,7 +13,7 @@ from torch import Tensor
 
 
 class KvBytes(NamedTuple):
-    """The bytes that is kept takes.
+    """Bytes of what layers keep.
 
     Attributes:
         per_token: on pages.

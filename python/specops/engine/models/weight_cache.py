@@ -110,7 +110,8 @@ class WeightCache:
             name = _digest([*digests, how, _code_digest(), specops.get_isa()])
             folder = self._root / name
             folder.mkdir(mode=0o700, exist_ok=True)
-            os.utime(folder)  # for whoever looks for what was not used for longest
+            with contextlib.suppress(OSError):  # what is there can be read all the same
+                os.utime(folder)  # for whoever looks for what was not used for longest
         except OSError as error:
             logger.warning("%s cannot keep packed weights: %s", self._root, error)
             return None
