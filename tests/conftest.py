@@ -111,16 +111,18 @@ def pairs(cases: list[tuple[int, ...]]) -> set[tuple[int, ...]]:
 
 
 def keep_pairs(items: list[pytest.Item]) -> None:
-    """Marks as `prove` what `pairs` leaves out, for each device on its own.
+    """Marks as `prove` what `pairs` leaves out, for each device on its own; what is `prove` anyway
+    counts for nothing.
 
-    Its arguments are patterns of case ids that the test skips: they stay, and count for nothing.
+    Its arguments are patterns of case ids that the test skips: they stay, and do not count, either.
     """
     found: dict[tuple[str, str], list[Any]] = {}
     for item in items:
         marker, callspec = item.get_closest_marker("pairs"), getattr(item, "callspec", None)
         if marker is None or callspec is None or callspec.params.get("device") == "cuda":
             continue
-        if not any(fnmatchcase(callspec.id, pattern) for pattern in marker.args):
+        is_skipped = any(fnmatchcase(callspec.id, pattern) for pattern in marker.args)
+        if not is_skipped and item.get_closest_marker("prove") is None:
             key = item.nodeid.split("[")[0], str(callspec.params.get("device"))
             found.setdefault(key, []).append(item)
     for of_test in found.values():

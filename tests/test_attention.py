@@ -905,6 +905,7 @@ def test_the_comparison_catches_faults() -> None:
 @pytest.mark.parametrize("rows", [1, 40])
 @pytest.mark.corners("*-40-*", "*-1-*-64-64-*")
 @pytest.mark.no_bf16
+@pytest.mark.pairs
 def test_rope_append_kv(
     device: str,
     isa: str,

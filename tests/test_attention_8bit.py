@@ -338,6 +338,7 @@ def test_a_planted_fault_is_noticed() -> None:
     ],
 )
 @pytest.mark.corners("cpu-*", "simt-dtype0-*", "simt-*-torch.int8")
+@pytest.mark.pairs
 def test_rows_are_decode_rows(
     device: str,
     isa: str,

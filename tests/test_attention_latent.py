@@ -72,6 +72,7 @@ def skip_float32(on_cuda: bool, dtype: torch.dtype) -> None:
     *("cpu-*-1-16-*", "cpu-*-16-32-*", "cpu-*-20-64-*", "cpu-*-128-16-dtype1"),
     *("simt-16-32-*", "simt-128-16-dtype1"),
 )
+@pytest.mark.pairs("simt-*-dtype0")
 def test_against_the_reference(
     device: str, isa: str, on_cuda: bool, dtype: torch.dtype, heads: int, page_size: int
 ) -> None:

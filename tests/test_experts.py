@@ -313,6 +313,7 @@ def test_a_rule_left_out_is_noticed(tmp_path: Path, family: str, fault: Fault) -
     "*-gpt_oss-bfloat16-none",
     "*-qwen3_next-bfloat16-none",
 )
+@pytest.mark.pairs
 def test_a_row_has_the_same_bits_however_it_is_computed(
     tmp_path: Path, isa: str, family: str, dtype: str, quantization: str
 ) -> None:

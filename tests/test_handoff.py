@@ -5,6 +5,8 @@
 import json
 import math
 import random
+import socket
+import struct
 import threading
 import time
 from dataclasses import replace
@@ -20,6 +22,7 @@ from checkpoints import write_config
 from engine_campaign import FAMILIES
 from msgspec import structs
 from ranks import on_ranks
+from specops.disaggregated import transport as transports
 from specops.disaggregated.exchange import Exchange
 from specops.disaggregated.handoff import PagesEngine
 from specops.disaggregated.pages import HandoffError, Header, Layout, Pages, cut, joined, sources
@@ -283,6 +286,15 @@ def offered(engine: PagesEngine) -> tuple[Exchange, Leases, KvTransfer]:
     leasing.send(Batch(0.0, "ok", status_of(engine), None, {}, [output]))
     assert output.end is not None and output.end.kv_transfer is not None
     return leasing, leases, output.end.kv_transfer
+
+
+def test_a_reader_that_announces_much_gets_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(transports, "SECONDS", 600.0)  # for the bytes, if they were awaited
+    transport = TcpTransport("127.0.0.1", 0, Leases(60, 1 << 30), frozenset())
+    with socket.create_connection((transport.host, transport.port), timeout=60) as reader:
+        reader.sendall(struct.pack("<I", 60 << 20))
+        assert reader.recv(1) == b""
+    transport.close()
 
 
 @pytest.mark.parametrize("kind", ["heads", "states"])

@@ -74,6 +74,7 @@ def check_as_if_edited(
     "rows,vocab", [(0, 9), (2, 151_936), (300, 60), (12, 1000), (5, 1), (7, 31), (7, 33)]
 )
 @pytest.mark.corners("cpu-*", "simt-*-dtype0", "simt-7-*")
+@pytest.mark.pairs
 def test_processors_are_edits_in_place(
     device: str, isa: str, dtype: torch.dtype, rows: int, vocab: int
 ) -> None:
@@ -289,6 +290,7 @@ def typical_row(kind: str, vocab: int) -> Tensor:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("kind", ["flat", "spread", "peaked", "tied", "rounded", "tail"])
 @pytest.mark.corners("cpu-*", "simt-*-dtype1", "simt-tied-dtype0")
+@pytest.mark.pairs
 def test_typical_p_cuts_by_distance(device: str, isa: str, kind: str, dtype: torch.dtype) -> None:
     """What is kept are the nearest tokens to the mean surprise, as many as typical_p asks for."""
     vocab, shares = 20_011, [0.02, 0.3, 0.8, 0.995]

@@ -20,7 +20,17 @@ pytest.importorskip("redis")
 
 import httpx
 from redis.asyncio import Redis as AsyncRedis
-from server_pairs import Redis, ServerProcess, bodies, choices_of, options, redis_server, servers
+from server_pairs import (
+    Redis,
+    ServerProcess,
+    bodies,
+    choices_of,
+    of_ranks,
+    one_server,
+    options,
+    redis_server,
+    servers,
+)
 from serving import Served
 from specops.disaggregated import splitwise
 from specops.disaggregated.splitwise import Drop, SplitwiseClient, Ticket
@@ -62,6 +72,20 @@ def nodes(mtp_model: Path, redis: Redis) -> Iterator[list[ServerProcess]]:
         *(options(mtp_model, "--splitwise-role", role, *shared) for role in roles)
     ) as started:
         yield started
+
+
+@pytest.mark.prove
+def test_nodes_of_other_numbers_of_ranks(mtp_model: Path, redis: Redis) -> None:
+    """Two ranks compute prompts, one goes on, and the other way round."""
+    asked = bodies(20, seed=2)
+    with one_server(mtp_model, exact_across_tp=2) as one:
+        expected = choices_of(one, asked)
+    for sizes in ((2, 1), (1, 2)):
+        shared = ["--scheduler-name", "splitwise", "--scheduler-port", str(redis.port)]
+        shared += ["--scheduler-password", PASSWORD, "--scheduler-topic", f"ranks{sizes}"]
+        with servers(*([*own, *shared] for own in of_ranks(mtp_model, sizes))) as both:
+            assert answers_of(both[0], asked) == expected
+            assert both[1].gauge("prefix_cache_hits_total") > 0, "no prompt was handed over"
 
 
 def answers_of(door: ServerProcess, asked: list[dict[str, Any]], then: Any = None) -> list[Any]:

@@ -32,6 +32,7 @@ logger = logging.getLogger(__name__)
 
 _LENGTH = struct.Struct("<I")
 _MOST_HEADER = 64 << 20  # bytes; a prompt's token ids are most of it
+_MOST_ASKED = 1 << 12  # bytes of what a reader says, who may be anybody that reaches the port
 SECONDS = 10.0  # that a peer may take over the next bytes
 
 
@@ -275,7 +276,7 @@ def _reader_of(transport: TcpTransport) -> type[socketserver.BaseRequestHandler]
         def handle(self) -> None:
             connection: socket.socket = self.request
             connection.settimeout(SECONDS)
-            asked = received(connection, Fetch)
+            asked = received(connection, Fetch, _MOST_ASKED)
             if asked.transport != transport.name:
                 sentence = (
                     f"handoff: kv_transport must be {transport.name} as the other engine's, "
@@ -291,7 +292,7 @@ def _reader_of(transport: TcpTransport) -> type[socketserver.BaseRequestHandler]
                 return send(connection, Refused(str(error)))
             send(connection, part.header)
             with transport.offered(connection, part.data):
-                received(connection, Release)
+                received(connection, Release, _MOST_ASKED)
             leases.release(asked.lease, asked.num_readers, asked.reader)
 
     return Reader
@@ -303,16 +304,16 @@ def send(connection: socket.socket, message: Struct) -> None:
     connection.sendall(_LENGTH.pack(len(body)) + body)
 
 
-def received(connection: socket.socket, kind: Any) -> Any:
-    """The next message.
+def received(connection: socket.socket, kind: Any, most: int = _MOST_HEADER) -> Any:
+    """The next message, of at most so many bytes.
 
     Raises:
-        HandoffError: it is none of this kind.
+        HandoffError: it is none of this kind, or longer.
         OSError: the peer has gone, or takes too long.
     """
     (length,) = _LENGTH.unpack(_exactly(connection, _LENGTH.size))
-    if length > _MOST_HEADER:
-        raise HandoffError(f"handoff: a message must have at most {_MOST_HEADER} bytes")
+    if length > most:
+        raise HandoffError(f"handoff: a message must have at most {most} bytes, got {length}")
     try:
         return msgspec.msgpack.decode(_exactly(connection, length), type=kind)
     except msgspec.DecodeError as error:
