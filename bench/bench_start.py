@@ -2,7 +2,8 @@
 """How long an engine of a model of 3B takes to its first token, and the memory that it then holds.
 
 A process of its own each time, from its command on. "First" fills a cache of packed weights, "next"
-finds it, and "without" has none. The files are in the page cache, as after a download.
+finds it, and "without" has none. llama.cpp starts from a GGUF file of the same weights, in bf16 or
+Q4_0 (embedding Q8_0), which it maps or reads. The files are in the page cache, as after a download.
 """
 
 import json
@@ -10,56 +11,111 @@ import shutil
 import subprocess
 import sys
 import time
+from collections.abc import Callable
+from functools import partial
 from statistics import median
+from typing import NamedTuple
 
 from bench import checkpoints
-from bench.common import Bench, Figure
+from bench.common import Bench, Figure, PeerError, resident_gb
 
-QUANTIZATIONS = ("none", "wint4")
-STARTS = ("without", "first", "next", "next", "next")
-_CHILD = """
+# Ours, and llama.cpp's kind of file.
+QUANTIZATIONS = {"none": "bf16", "wint4": "int4"}
+STARTS = ("without", "first", "next")
+WORDS = {
+    "without": "start without a cache",
+    "first": "first start",
+    "next": "next start",
+    "llama_cpp_mapped": "llama.cpp, which maps its file",
+    "llama_cpp_read": "llama.cpp, which reads its file",
+}
+ROUNDS = 3
+PROMPT = [5, 6, 7]
+_CHILD = f"""
 import json, sys
 from specops.engine import Engine, EngineConfig, SamplingParams
 engine = Engine(EngineConfig(**json.loads(sys.argv[1])))
-engine.generate([[5, 6, 7]], SamplingParams(max_tokens=1))
-lines = open("/proc/self/status").read().splitlines()
-print(json.dumps({name: int(value.split()[0]) for name, value in
-                  (line.split(":") for line in lines if line.startswith("Rss"))}), flush=True)
+engine.generate([{PROMPT}], SamplingParams(max_tokens=1))
+print("ready", flush=True)
+sys.stdin.read()
 """
+
+
+class Start(NamedTuple):
+    """Seconds to the first token; GB of memory: own pages, and pages of files."""
+
+    seconds: float
+    own: float
+    files: float
 
 
 def run_start(bench: Bench) -> None:
     """The first start and the next ones, in bfloat16 and quantized."""
-    model = str(checkpoints.llama3().path)
-    cache = checkpoints.WORK / "weight-cache"
+    checkpoint, cache = checkpoints.llama3(), checkpoints.WORK / "weight-cache"
     shutil.rmtree(cache, ignore_errors=True)
-    for quantization in QUANTIZATIONS:
-        settings = {"model": model, "device": "cpu", "num_threads": bench.num_threads}
-        settings |= {"quantization": quantization, "quantize_head": quantization}
-        for which in dict.fromkeys(STARTS):
-            settings["weight_cache"] = "none" if which == "without" else str(cache)
-            found = [_start(settings) for _ in range(STARTS.count(which))]
-            _add(bench, quantization, which, found)
+    for quantization, kind in QUANTIZATIONS.items():
+        settings = {
+            "model": str(checkpoint.path),
+            "device": "cpu",
+            "num_threads": bench.num_threads,
+            "quantization": quantization,
+            "quantize_head": quantization,
+        }
+        told = "bfloat16" if quantization == "none" else quantization
+        for which in STARTS:
+            where = "none" if which == "without" else str(cache)
+            ours = partial(_start, {**settings, "weight_cache": where})
+            if which != "next":
+                _add(bench, told, which, [ours()])
+                continue
+            cases = {which: ours, **_llama_cpp(bench, checkpoint, kind)}
+            found = [{name: start() for name, start in cases.items()} for _ in range(ROUNDS)]
+            for name in cases:
+                _add(bench, told, name, [one[name] for one in found])
     shutil.rmtree(cache)
 
 
-def _start(settings: dict[str, object]) -> dict[str, float]:
-    """Seconds to the first token, and GB of memory: own pages, and pages of files."""
+def _start(settings: dict[str, object]) -> Start:
+    """Starts an engine in a process that ends afterwards."""
     begun = time.perf_counter()
     command = [sys.executable, "-c", _CHILD, json.dumps(settings)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None
-        line = process.stdout.readline()
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True) as process:
+        assert process.stdin and process.stdout
+        is_ready = process.stdout.readline() == "ready\n"
         seconds = time.perf_counter() - begun
-    if process.returncode:
+        memory = resident_gb(process.pid) if is_ready else (0.0, 0.0)
+    if not is_ready:
         raise RuntimeError(f"the engine ended with {process.returncode}")
-    sizes = json.loads(line)
-    files = sizes["RssFile"] + sizes["RssShmem"]
-    return {"seconds": seconds, "own": sizes["RssAnon"] / 1e6, "files": files / 1e6}
+    return Start(seconds, *memory)
 
 
-def _add(bench: Bench, quantization: str, which: str, starts: list[dict[str, float]]) -> None:
-    told = "bfloat16" if quantization == "none" else quantization
+def _llama_cpp(
+    bench: Bench, checkpoint: checkpoints.Checkpoint, kind: str
+) -> dict[str, Callable[[], Start]]:
+    """Its starts, where it is installed; the file is made before, or found."""
+    peer = bench.peer("llama_cpp_peer")
+    if peer is None:
+        return {}
+    peer.close()
+    file = str(checkpoint.for_peer("llama_cpp_peer", kind))
+
+    def start(mapped: bool) -> Start:
+        begun = time.perf_counter()
+        peer = bench.peer("llama_cpp_peer")
+        if peer is None:
+            raise PeerError("llama.cpp does not start again")
+        peer.ask("load", model=file, mapped=mapped)
+        peer.ask("generate", prompts=[PROMPT], max_tokens=1, lookup=0)
+        seconds = time.perf_counter() - begun
+        memory = peer.resident_gb()
+        peer.close()
+        return Start(seconds, *memory)
+
+    return {"llama_cpp_mapped": partial(start, True), "llama_cpp_read": partial(start, False)}
+
+
+def _add(bench: Bench, told: str, which: str, starts: list[Start]) -> None:
     for name, what, unit in (
         ("seconds", "to the first token", "s"),
         ("own", "memory of its own", "GB"),
@@ -68,8 +124,8 @@ def _add(bench: Bench, quantization: str, which: str, starts: list[dict[str, flo
         bench.add(
             Figure(
                 f"start.{told}.{which}.{name}",
-                f"3B in {told}, start {which}: {what}",
-                median(one[name] for one in starts),
+                f"3B in {told}, {WORDS[which]}: {what}",
+                median(getattr(one, name) for one in starts),
                 unit,
                 bar="value <= 3" if (which, name) == ("next", "seconds") else None,
                 threads=bench.num_threads,

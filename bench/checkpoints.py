@@ -118,7 +118,9 @@ class Checkpoint:
 
         kind: of its weights: "bf16"; for llama.cpp and OpenVINO also "int8" or "int4".
         """
-        plain, scripts = self._copy("plain", self._write_plain), BENCH / "peers"
+        scripts, plain = BENCH / "peers", self.path
+        if "num_nextn_predict_layers" in self.config:
+            plain = self._copy("plain", self._write_plain)
         if peer == "llama_cpp_peer":
             name = "model.gguf" if kind == "bf16" else f"model-{kind}.gguf"
             return self._copy(name, lambda out: _run(scripts / "write_gguf.py", plain, out, kind))
@@ -145,7 +147,7 @@ class Checkpoint:
         save_file(self._weights(), out / "model.safetensors", metadata={"format": "pt"})
 
     def _copy(self, name: str, make: Callable[[Path], None]) -> Path:
-        source = (self.path / "model.safetensors").stat()
+        source = min(self.path.glob("*.safetensors")).stat()
         key = hashlib.sha256(f"{source.st_size} {source.st_mtime_ns}".encode()).hexdigest()[:12]
         folder = WORK / f"{self.name}-{key}"
         folder.mkdir(parents=True, exist_ok=True)

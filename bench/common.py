@@ -271,12 +271,27 @@ class Peer:
             return 0.0
         return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
+    def resident_gb(self) -> tuple[float, float]:
+        """Memory of the peer: pages of its own, and pages of files."""
+        return resident_gb(self._process.pid)
+
     def close(self) -> None:
         """Ends the peer's process."""
         if self._process.poll() is None:
             self._process.terminate()
             self._process.wait()
         self._log.close()
+
+
+def resident_gb(pid: int) -> tuple[float, float]:
+    """Memory that a process has in use: pages of its own, and pages of files (10^9 bytes)."""
+    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    sizes = {
+        name: int(value.split()[0]) * 1024e-9
+        for name, value in (line.split(":", 1) for line in lines)
+        if name.startswith("Rss")
+    }
+    return sizes["RssAnon"], sizes["RssFile"] + sizes["RssShmem"]
 
 
 def _window(function: Callable[[], object], calls: int) -> Callable[[], float]:

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // What the tile instructions do, from Intel's description of them (SDM volume 2: LDTILECFG, TILELOADD,
-// TDPBF16PS): each product of tiles takes two chains of fused multiply-adds per output, of even and of
-// odd elements, rounds to nearest even, takes denormals for zero and flushes them, and faults where the
-// CPU would. Payloads of NaNs are not modelled, nor results that only rounding makes normal.
+// TDPBF16PS, TDPBSSD, TDPBUSD): each product of tiles of bf16 takes two chains of fused multiply-adds
+// per output, of even and of odd elements, rounds to nearest even, takes denormals for zero and flushes
+// them; products of 8 bits are added modulo 2^32. All fault where the CPU would. Payloads of NaNs are not modelled, nor results that only rounding makes normal.
 #pragma once
 
 #include <cmath>
@@ -86,14 +86,21 @@ inline void store_tile(void* p, int64_t stride) {
   }
 }
 
+// The shapes that a product may have.
 template <int kSums, int kA, int kB>
-inline void dot_tiles() {
+inline void check_shapes() {
   static_assert(kSums != kA && kA != kB && kSums != kB);
-  ModelTile &sums = model_tile<kSums>(), &a = model_tile<kA>(), &b = model_tile<kB>();
   const TileConfig& config = model.config;
   fault_unless(config.rows[kSums] == config.rows[kA], "rows of sums and a");
   fault_unless(config.row_bytes[kSums] == config.row_bytes[kB], "columns of sums and b");
   fault_unless(config.row_bytes[kA] == 4 * config.rows[kB], "columns of a, rows of b");
+}
+
+template <int kSums, int kA, int kB>
+inline void dot_tiles() {
+  ModelTile &sums = model_tile<kSums>(), &a = model_tile<kA>(), &b = model_tile<kB>();
+  check_shapes<kSums, kA, kB>();
+  const TileConfig& config = model.config;
   for (int m = 0; m < config.rows[kSums]; ++m) {
     for (int n = 0; n < config.row_bytes[kSums] / 4; ++n) {
       float even = 0.0f, odd = 0.0f, sum;
@@ -107,6 +114,34 @@ inline void dot_tiles() {
       std::memcpy(&sums.row[m][n], &sum, 4);
     }
   }
+}
+
+template <int kSums, int kA, int kB, typename ByteOfA>
+inline void dot_byte_tiles() {
+  ModelTile &sums = model_tile<kSums>(), &a = model_tile<kA>(), &b = model_tile<kB>();
+  check_shapes<kSums, kA, kB>();
+  const TileConfig& config = model.config;
+  for (int m = 0; m < config.rows[kSums]; ++m) {
+    for (int n = 0; n < config.row_bytes[kSums] / 4; ++n) {
+      for (int k = 0; k < config.rows[kB]; ++k) {
+        for (int shift = 0; shift < 32; shift += 8) {
+          int x = static_cast<ByteOfA>(a.row[m][k] >> shift);
+          int w = static_cast<int8_t>(b.row[k][n] >> shift);
+          sums.row[m][n] += static_cast<uint32_t>(x * w);
+        }
+      }
+    }
+  }
+}
+
+template <int kSums, int kA, int kB>
+inline void dot_signed_tiles() {
+  dot_byte_tiles<kSums, kA, kB, int8_t>();
+}
+
+template <int kSums, int kA, int kB>
+inline void dot_unsigned_tiles() {
+  dot_byte_tiles<kSums, kA, kB, uint8_t>();
 }
 
 }  // namespace

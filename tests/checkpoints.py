@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tiny random Hugging Face checkpoints, made with transformers."""
 
+import atexit
 import json
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
@@ -21,6 +23,13 @@ BASE: dict[str, Any] = {
     "eos_token_id": 0,
     "pad_token_id": None,
 }
+
+
+def lasting_directory() -> Path:
+    """A new directory that several tests share; it goes when the process ends."""
+    folder = TemporaryDirectory()
+    atexit.register(folder.cleanup)
+    return Path(folder.name)
 
 
 def make_checkpoint(directory: Path, family: str, **changes: Any) -> Any:

@@ -26,6 +26,7 @@ import specops
 from checkpoints import write_config
 from pages import check_pages
 from specops.engine import Completion, Engine, EngineConfig, SamplingParams, SpeculativeConfig
+from specops.engine.models import load_model
 from specops.engine.structured import StructuredOutput
 
 VOCAB = 64  # of the small model; its few tokens repeat themselves
@@ -79,8 +80,24 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "num_experts_per_tok": 3,
         "sliding_window": 24,
     },
+    "qwen3_next": {
+        **_EXPERTS,
+        "architectures": ["Qwen3NextForCausalLM"],
+        "layer_types": ["linear_attention", "full_attention"],
+        "num_experts": 8,
+        "shared_expert_intermediate_size": 32,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "linear_key_head_dim": 32,
+        "linear_value_head_dim": 32,
+        "linear_conv_kernel_dim": 4,
+    },
 }
 NO_8_BIT_CACHES = {"deepseek_v3"}  # latents
+HAVE_STATES = {"qwen3_next"}  # of requests: no trees, and as many drafts as there is room for
+MOST_DRAFTS = 12
 
 
 def random_speculation(draw: random.Random) -> dict[str, Any]:
@@ -90,7 +107,7 @@ def random_speculation(draw: random.Random) -> dict[str, Any]:
         return {"method": method}
     asked: dict[str, Any] = {
         "method": method,
-        "num_speculative_tokens": draw.randint(1, 12),
+        "num_speculative_tokens": draw.randint(1, MOST_DRAFTS),
         "adaptive_verification": draw.random() < 0.2,
         "accept_policy": draw.choice(["normal"] * 9 + ["reject_all"]),
         "tree": draw.random() < 0.5,
@@ -275,11 +292,18 @@ def run_round(
     vocab = VOCAB if is_small else plain.tokenizer.vocab_size
     prompts = random_prompts(draw, vocab, longest)
     params = [random_params(draw, vocab, draw.randint(1, max_tokens)) for _ in prompts]
-    want = [bits(one) for one in plain.generate(prompts, params)]
+    alone = plain.generate(prompts, params, speculative_config={"method": "naive"})
+    want = [bits(one) for one in alone]
     for _ in range(ENGINES):
         limits = random_limits(draw, longest + max_tokens + 1)
         speculations = [random_speculation(draw) for _ in prompts]
-        default = SpeculativeConfig(**random_speculation(draw), **random_budgets(draw))
+        own = random_speculation(draw)
+        if name in HAVE_STATES:
+            speculations = [{**one, "tree": False} for one in speculations]
+            own = {"method": "ngram", "num_speculative_tokens": MOST_DRAFTS}
+            states = load_model(model, load_format="dummy").kv_bytes_per_slot(0)
+            limits["state_cache_bytes"] = draw.choice([1, 2, 4, 30]) * states
+        default = SpeculativeConfig(**own, **random_budgets(draw))
         if not default.selects_drafts:  # else the engine has not measured its steps
             speculations = [{**one, "adaptive_verification": False} for one in speculations]
         config = EngineConfig(speculative_config=default, methods=("mtp",), **limits, **shared)

@@ -195,6 +195,15 @@ def options(model: Path, *more: str) -> list[str]:
     return ["--model", str(model), "--speculative-config", MTP, *plain, *more]
 
 
+def of_ranks(model: Path, sizes: tuple[int, int]) -> list[list[str]]:
+    """Options of a prefill and a decode server of so many ranks, which have the same bits."""
+    bits = ("--exact-across-tp", str(max(sizes)))
+    return [
+        options(model, "--role", role, "--tensor-parallel-size", str(size), *bits)
+        for role, size in zip(("prefill", "decode"), sizes, strict=True)
+    ]
+
+
 @contextlib.contextmanager
 def one_server(model: Path, **more: Any) -> Iterator[Served]:
     """A server of one process with the options of `options`, in a thread."""

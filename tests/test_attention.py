@@ -141,6 +141,7 @@ def check_against_reference(batch: Batch, window: int | None = None) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("page_size", [16, 32, 64])
+@pytest.mark.pairs
 def test_append_attention(device: str, isa: str, dtype: torch.dtype, page_size: int) -> None:
     batch = random_batch(
         [1, 5, 17, 64, 130, 600, 65, 520],
@@ -157,6 +158,7 @@ def test_append_attention(device: str, isa: str, dtype: torch.dtype, page_size: 
 @pytest.mark.parametrize(
     "heads,head_dim", [((1, 1), 256), ((2, 1), 96), ((6, 2), 64), ((8, 2), 128), ((16, 2), 64)]
 )
+@pytest.mark.pairs
 def test_append_attention_shapes(
     device: str, isa: str, dtype: torch.dtype, heads: tuple[int, int], head_dim: int
 ) -> None:
@@ -903,6 +905,7 @@ def test_the_comparison_catches_faults() -> None:
 @pytest.mark.parametrize("rows", [1, 40])
 @pytest.mark.corners("*-40-*", "*-1-*-64-64-*")
 @pytest.mark.no_bf16
+@pytest.mark.pairs
 def test_rope_append_kv(
     device: str,
     isa: str,
@@ -1122,6 +1125,7 @@ def test_what_append_attention_returns_has_a_type() -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("states,rows", [(1, 3), (2, 1), (7, 1500)])
 @pytest.mark.no_bf16
+@pytest.mark.pairs
 def test_merge_states(device: str, isa: str, dtype: torch.dtype, states: int, rows: int) -> None:
     outs, lses = torch.randn(states, rows, 3, 64).to(dtype), 5 * torch.randn(states, rows, 3)
     lses[torch.rand(lses.shape) < 0.3] = -torch.inf

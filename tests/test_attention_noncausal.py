@@ -32,6 +32,7 @@ def attend(batch: Batch, **options: Any) -> Tensor:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("window", [None, 1, 100])
+@pytest.mark.pairs
 def test_against_the_reference(
     device: str, isa: str, dtype: torch.dtype, window: int | None
 ) -> None:

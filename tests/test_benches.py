@@ -11,6 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import load_file
 from specops.vllm.decoding import Decoded, Job
 
 from bench import bench_engine, checkpoints, common
@@ -85,7 +87,7 @@ SMALL: dict[str, dict[str, Any]] = {
     },
     "head_mistakes": {"NEW_TOKENS": 24, "MISTAKES": (MISTAKES[0], MISTAKES[-1])},
     "accuracy": {"TEXTS": 1, "TOKENS": 20, "GEMMA": Path("nowhere")},
-    "start": {"QUANTIZATIONS": ("wint8",), "STARTS": ("next",)},
+    "start": {"QUANTIZATIONS": {"wint8": "int8"}, "STARTS": ("next",), "ROUNDS": 1},
     "replay": {
         "PROMPT_TOKENS": 32,
         "NEW_TOKENS": 16,
@@ -160,6 +162,30 @@ def test_a_family_runs(tiny: None, family: str) -> None:
         assert figure.id.startswith(f"{family}.") and math.isfinite(figure.value)
         if figure.id.endswith(".differ") or "lossless" in family:
             assert figure.value == 0, figure.id  # speculation changes no text, at any size
+
+
+def test_a_llama_of_several_files_becomes_one_gguf_file(tiny: None, tmp_path: Path) -> None:
+    """Rows of queries and keys take turns: llama.cpp rotates neighbours, not halves of heads."""
+    gguf = pytest.importorskip("gguf")
+    write_gguf = importlib.import_module("bench.peers.write_gguf")
+    source, file = checkpoints.llama3().path, tmp_path / "it.gguf"
+    write_gguf.main(source, str(file))
+    weights = {
+        name: one for path in source.glob("*.safetensors") for name, one in load_file(path).items()
+    }
+    found = {
+        one.name: torch.tensor(one.data).view(torch.bfloat16)
+        for one in gguf.GGUFReader(file).tensors
+        if one.tensor_type == gguf.GGMLQuantizationType.BF16
+    }
+    assert len(weights) == 2 + 2 * 9 and len(found) == 1 + 2 * 7
+    for name, heads in (("q", 2), ("k", 1)):
+        rows = [64 * h + 32 * half + i for h in range(heads) for i in range(32) for half in (0, 1)]
+        want = weights[f"model.layers.1.self_attn.{name}_proj.weight"][rows]
+        assert torch.equal(found[f"blk.1.attn_{name}.weight"], want)
+    for ours, theirs in (("self_attn.v_proj", "attn_v"), ("mlp.down_proj", "ffn_down")):
+        want = weights[f"model.layers.0.{ours}.weight"]
+        assert torch.equal(found[f"blk.0.{theirs}.weight"], want)
 
 
 def test_vllm_is_measured_with_specops_and_without(

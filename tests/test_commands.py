@@ -2,6 +2,8 @@
 # ruff: noqa: E402  (where the server's packages are missing, nothing else is imported)
 """The commands of docs/fastdeploy.md, as they stand there, on small models."""
 
+import functools
+import json
 import os
 import re
 import shutil
@@ -85,7 +87,14 @@ def started(settings: Settings) -> AbstractContextManager[Any]:
 def plainly(settings: Settings) -> list[Any]:
     """The answers of one process without speculation."""
     alone = settings | {"speculative_config": '{"method": "naive"}', "tensor_parallel_size": 1}
-    with started(alone | {"exact_across_tp": settings.get("tensor_parallel_size")}) as one:
+    alone["exact_across_tp"] = settings.get("tensor_parallel_size")
+    return answers_of(json.dumps(alone, sort_keys=True))
+
+
+@functools.cache
+def answers_of(settings: str) -> list[Any]:
+    """The same of several commands is asked once."""
+    with started(json.loads(settings)) as one:
         return answers(one.url)
 
 

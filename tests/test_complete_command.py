@@ -192,7 +192,7 @@ def test_from_standard_input_to_standard_output(
         (["--temperature", "-1"], "temperature must be"),
         (["--model", "/nowhere"], "no such directory"),
         (["--speculative-config", "{"], "speculative_config is not valid JSON"),
-        (["--max-tokens", "3", "--json", "/nowhere/a"], "--json must be a file to write, got"),
+        (["--model", "/nowhere", "--json", "/nowhere/a"], "--json must be a file to write, got"),
     ],
 )
 def test_mistakes(options: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:

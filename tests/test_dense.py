@@ -22,6 +22,7 @@ COUNTERS = 128  # at the head of linear's workspace
 @pytest.mark.parametrize("rows,width", [(0, 64), (1, 64), (5, 77), (1500, 128)])
 @pytest.mark.no_bf16
 @pytest.mark.parametrize("activation", GATED)
+@pytest.mark.pairs
 def test_gated_mul(
     device: str, isa: str, dtype: torch.dtype, rows: int, width: int, activation: str
 ) -> None:
@@ -59,6 +60,7 @@ def test_swiglu_oai_of_any_gate_and_up(device: str, isa: str) -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("rows,heads,dim", [(0, 2, 64), (1, 1, 16), (5, 3, 77), (1500, 1, 128)])
 @pytest.mark.parametrize("activation,has_norm", [("sigmoid", False), ("silu", True)])
+@pytest.mark.pairs
 def test_output_gate(
     device: str,
     isa: str,
@@ -166,6 +168,7 @@ def linear_dtype(request: pytest.FixtureRequest, on_cuda: bool) -> torch.dtype:
         (1500, 64, 48),
     ],
 )
+@pytest.mark.pairs("cpu-*-dtype3-*")
 def test_linear(
     device: str,
     isa: str,
@@ -231,6 +234,7 @@ def test_linear_wide_output(device: str) -> None:
 
 @pytest.mark.parametrize("dtype,out_dtype", LINEAR_DTYPES)
 @pytest.mark.parametrize("num_inputs,num_outputs", [(256, 1024), (77, 100), (1030, 40)])
+@pytest.mark.pairs("cpu-*-dtype3-*")
 def test_linear_rows_keep_their_bits(
     device: str,
     isa: str,
@@ -576,6 +580,7 @@ def gated_apart(
     "rows,num_inputs,width",
     [(0, 8, 8), (1, 0, 5), (1, 1, 1), (3, 7, 17), (5, 256, 192), (13, 129, 125), (300, 64, 22)],
 )
+@pytest.mark.pairs("cpu-*-dtype2")
 def test_linear_gate_up(
     device: str,
     isa: str,
@@ -733,6 +738,7 @@ def test_linear_gate_up_refuses(device: str) -> None:
     "rows,width", [(0, 64), (1, 1), (3, 77), (6, 1024), (1500, 48), (2, 17003)]
 )
 @pytest.mark.no_bf16
+@pytest.mark.pairs
 def test_rms_norm(
     device: str, isa: str, dtype: torch.dtype, use_residual: bool, rows: int, width: int
 ) -> None:

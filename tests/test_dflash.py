@@ -523,8 +523,10 @@ def test_what_does_not_fit(
     "content,message",
     [
         (torch.ones(9), r"mask_embedding\.pt: expected a vector of 64, got \[9\]"),
-        ({"mask_token_id": MASK}, "expected a vector of 64, got NoneType"),
+        (torch.ones(64, dtype=torch.int64), "expected a tensor of floats, got torch.int64"),
+        ({"mask_token_id": MASK}, "expected a tensor of floats, got NoneType"),
         ({"mask_token_id": 7}, "mask_token_id is 7, and 159 in config"),
+        ({"mask_token_id": torch.tensor([7, 8])}, r"mask_token_id is \[7, 8\], and 159 in config"),
         (Path("x"), "not a file of tensors alone"),
     ],
 )

@@ -21,6 +21,7 @@ from server_pairs import (
     ServerProcess,
     bodies,
     choices_of,
+    of_ranks,
     one_server,
     options,
     servers,
@@ -65,10 +66,19 @@ def test_a_server_that_is_killed_loses_no_request(
     prefill, decode = pair
     asked = bodies(count, seed=count + 1)
     router = Router(prefill.url, decode.url)
-    victim = prefill if side == "prefill" else decode
+    answers = answers_with_a_kill(router, prefill if side == "prefill" else decode, asked)
+    assert answers == choices_of(together, asked)
+    assert [router.answers[place] for place in range(count)] == [1] * count
+
+
+def answers_with_a_kill(
+    router: Router, victim: ServerProcess, asked: list[dict[str, Any]]
+) -> list[Any]:
+    """What a router says, while one server is killed when a quarter is there, and started again."""
+    begun = router.answers.total()
 
     def kill() -> None:
-        while router.answers.total() < count // 4:
+        while router.answers.total() < begun + len(asked) // 4:
             time.sleep(0.005)
         victim.kill()
         victim.start()
@@ -77,9 +87,8 @@ def test_a_server_that_is_killed_loses_no_request(
     killer.start()
     answers = router.run(asked)
     killer.join()
-    assert answers == choices_of(together, asked)
-    assert [router.answers[place] for place in range(count)] == [1] * count
     victim.wait()
+    return answers
 
 
 @pytest.mark.prove
@@ -107,18 +116,23 @@ def test_a_server_that_is_stopped_loses_no_request(
 
 
 @pytest.mark.prove
-def test_ranks_hand_over_their_own_shares(mtp_model: Path) -> None:
-    """Two ranks compute prompts, two others go on: the bits of one process with two summands."""
-    size = ("--tensor-parallel-size", "2")
-    roles = [options(mtp_model, "--role", role, *size) for role in ("prefill", "decode")]
-    asked = bodies(40, seed=3)
-    with servers(*roles) as both, one_server(mtp_model, exact_across_tp=2) as one:
+@pytest.mark.parametrize("sizes", [(2, 2), (2, 1), (1, 2), (4, 2)], ids=str)
+def test_ranks_hand_over_their_shares(mtp_model: Path, sizes: tuple[int, int]) -> None:
+    """Some compute prompts, others go on: the bits of one process with as many summands.
+
+    So they have when the ranks that compute prompts die in the middle.
+    """
+    roles, asked = of_ranks(mtp_model, sizes), bodies(40, seed=3)
+    with servers(*roles) as both, one_server(mtp_model, exact_across_tp=max(sizes)) as one:
         router = Router(both[0].url, both[1].url)
         assert router.run(asked) == choices_of(one, asked)
         pages = sum((len(body["prompt"]) - 1) // 16 for body in asked)
         assert both[1].gauge("prefix_cache_hits_total") >= 16 * pages
         for server in both:
             wait_until_idle(server)
+        asked = bodies(40, seed=4)
+        assert answers_with_a_kill(router, both[0], asked) == choices_of(one, asked)
+        assert set(router.answers.values()) == {2}
 
 
 @pytest.mark.prove

@@ -65,6 +65,7 @@ def steps_of(
 @pytest.mark.parametrize("prompt", [PROMPT, TWICE], ids=["new", "repeating"])
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 @pytest.mark.parametrize("name", METHODS)
+@pytest.mark.pairs
 def test_every_verified_draft_is_reported(
     engine: Engine, name: str, temperature: float, prompt: str
 ) -> None:

@@ -662,13 +662,17 @@ def test_states_of_prefixes_on_the_device(
     params = SamplingParams(max_tokens=8, temperature=0, ignore_eos=True, logprobs=1)
     prompts = [list(range(1, 40)), list(range(1, 40)), [*range(1, 36), 9, 9]]
     want = None
-    for speculative, caching in ((NAIVE, False), (NGRAM, True)):
+    # It is its own draft model, and always right.
+    own = SpeculativeConfig(method="draft_model", model=str(tmp_path), num_speculative_tokens=3)
+    for speculative, caching in ((NAIVE, False), (NGRAM, True), (own, True)):
         twin(captures=caching)
         engine = make(tmp_path, speculative, max_num_seqs=2, enable_prefix_caching=caching)
         done = [engine.generate([prompt], params)[0] for prompt in prompts]
         assert [one.num_cached_tokens for one in done] == ([0, 32, 32] if caching else [0] * 3)
         want = want or bits(done)
         assert bits(done) == want
+    spec = engine.stats.speculative
+    assert spec.num_accepted_tokens == spec.num_draft_tokens > 10
 
 
 def test_faults_of_cuda_kernels_come_with_the_results(

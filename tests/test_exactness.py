@@ -241,6 +241,7 @@ def test_little_evidence_is_called_so(tmp_path: Path, capsys: pytest.CaptureFixt
     "options,message",
     [
         (["--prompts", "0"], "--prompts must be 1 to 20, got 0"),
+        (["--json", "/nowhere/a"], "--json must be a file to write, got /nowhere/a"),
         (["--prompts", "21"], "--prompts must be 1 to 20, got 21"),
         (["--prompt-file", "/nowhere"], "No such file"),
         (["--model", "/nowhere"], "no such directory"),

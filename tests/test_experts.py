@@ -7,14 +7,13 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
-from tempfile import mkdtemp
 from typing import Any
 
 import pytest
 import simt
 import specops
 import torch
-from checkpoints import make_checkpoint, write_config, write_tokenizer
+from checkpoints import lasting_directory, make_checkpoint, write_config, write_tokenizer
 from conftest import every_isa
 from mtp_checkpoints import SlowModules, Tiny, make_mtp_checkpoint
 from rounding import assert_error_at_most, distance, rounding_errors
@@ -314,6 +313,7 @@ def test_a_rule_left_out_is_noticed(tmp_path: Path, family: str, fault: Fault) -
     "*-gpt_oss-bfloat16-none",
     "*-qwen3_next-bfloat16-none",
 )
+@pytest.mark.pairs
 def test_a_row_has_the_same_bits_however_it_is_computed(
     tmp_path: Path, isa: str, family: str, dtype: str, quantization: str
 ) -> None:
@@ -483,7 +483,7 @@ def test_modules_equal_transformers(
 @lru_cache
 def engine_directory(family: str) -> str:
     """A tiny model with an MTP module and a tokenizer."""
-    directory = Path(mkdtemp())
+    directory = lasting_directory()
     if family in FAMILIES:
         make_experts(directory, family, vocab_size=257)
     else:

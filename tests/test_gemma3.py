@@ -4,12 +4,11 @@
 import json
 from functools import lru_cache
 from pathlib import Path
-from tempfile import mkdtemp
 from typing import Any
 
 import pytest
 import torch
-from checkpoints import make_checkpoint, write_tokenizer
+from checkpoints import lasting_directory, make_checkpoint, write_tokenizer
 from safetensors.torch import load_file, save_file
 from specops.engine import Completion, Engine, EngineConfig, SamplingParams, SpeculativeConfig
 from specops.engine.errors import ModelError
@@ -141,7 +140,7 @@ PERIOD = [5, 9, 23, 77, 101, 5, 9, 44]
 
 @lru_cache
 def model() -> tuple[Path, Any]:
-    directory = Path(mkdtemp())
+    directory = lasting_directory()
     theirs = make_checkpoint(directory, "Gemma3", **SIZES, max_position_embeddings=512)
     write_tokenizer(directory)
     return directory, theirs

@@ -164,6 +164,14 @@ def test_damaged_files_are_refused(tmp_path: Path) -> None:
         assert sentence in str(error.value)
 
 
+@pytest.mark.parametrize("shape", [(1, 1), (0, 64), (64, 0), (64,)])
+def test_rows_that_are_of_no_heads_are_refused(tmp_path: Path, shape: tuple[int, ...]) -> None:
+    tensors = {"blk.0.attn_q.weight": torch.ones(shape)}
+    write(tmp_path, tensors, "llama", **{"llama.attention.head_count": 3})
+    with pytest.raises(ModelError, match=r"must have rows of (3 heads|a multiple of 1)"):
+        opened(tmp_path).load("model.layers.0.self_attn.q_proj.weight")
+
+
 # ---- models ----
 
 # Keys of a config.json's fields, behind the architecture's name.
@@ -408,6 +416,10 @@ def test_speculation_changes_no_bit(tmp_path: Path) -> None:
         ({"qwen3.attention.head_count": None}, "'num_attention_heads' is missing"),
         ({"qwen3.block_count": 2}, "tensor model.layers.2"),
         ({"split.count": 2}, "split.count must be 1, got 2: join its parts"),
+        ({"split.count": "two"}, "split.count must be 1, got two"),
+        ({"tokenizer.ggml.tokens": 7}, "tokenizer.ggml.tokens must be a list of texts, got 7"),
+        ({"tokenizer.ggml.merges": [7]}, "tokenizer.ggml.merges must be a list of texts, got [7]"),
+        ({"tokenizer.ggml.token_type": "a"}, "token_type must be a list of numbers, got 'a'"),
         ({"tokenizer.ggml.model": "rwkv"}, "tokenizer.ggml.model must be llama or gpt2, got rwkv"),
         ({"tokenizer.ggml.pre": "tekken"}, "tokenizer.ggml.pre must be one of default, gpt-2,"),
         ({"tokenizer.ggml.tokens": ["a", "a"]}, "tokenizer.ggml.tokens has a token twice"),

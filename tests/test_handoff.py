@@ -3,13 +3,18 @@
 """A prompt's pages in another engine: tokens and logprobs are those of one engine, bit for bit."""
 
 import json
+import math
 import random
+import socket
+import struct
 import threading
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 pytest.importorskip("msgspec")
 
@@ -17,8 +22,10 @@ from checkpoints import write_config
 from engine_campaign import FAMILIES
 from msgspec import structs
 from ranks import on_ranks
+from specops.disaggregated import transport as transports
 from specops.disaggregated.exchange import Exchange
-from specops.disaggregated.handoff import HandoffError, Pages, PagesEngine
+from specops.disaggregated.handoff import PagesEngine
+from specops.disaggregated.pages import HandoffError, Header, Layout, Pages, cut, joined, sources
 from specops.disaggregated.transport import Leases, TcpTransport
 from specops.engine import EngineConfig, SamplingParams
 from specops.engine.outputs import SpeculativeStats
@@ -40,6 +47,7 @@ METHODS: dict[str, dict[str, Any]] = {
     "ngram": {"method": "ngram", "num_speculative_tokens": 4},
     "suffix": {"method": "suffix", "num_speculative_tokens": 4},
     "mtp": {"method": "mtp", "num_speculative_tokens": 3},
+    "draft_model": {"method": "draft_model", "num_speculative_tokens": 3},
 }
 CACHES = {"auto": {}, "int8": {"kv_cache_dtype": "int8"}, "fp8": {"kv_cache_dtype": "fp8_e4m3"}}
 GREEDY = SamplingParams(max_tokens=16, temperature=0.0, logprobs=2, seed=1)
@@ -91,6 +99,12 @@ def run(engine: PagesEngine, params: SamplingParams = GREEDY) -> list[Any]:
     return [(one.token_ids, one.logprobs, one.text) for one in done]
 
 
+def method_of(models: dict[str, Path], method: str) -> dict[str, Any]:
+    """Its configuration; a draft model is the one with states."""
+    own = {"model": str(models["states"])} if method == "draft_model" else {}
+    return METHODS[method] | own
+
+
 def hand_over(prefill: PagesEngine, decode: PagesEngine, params: SamplingParams) -> list[int]:
     """Computes all prompts on one engine and gives their pages to another; pages of each."""
     prefill.generate(PROMPTS, replace(params, max_tokens=1))
@@ -112,6 +126,8 @@ CASES = [
     ("states", "auto", "naive"),
     ("states", "auto", "suffix"),
     ("states", "int8", "mtp"),
+    ("states", "auto", "draft_model"),
+    ("heads", "auto", "draft_model"),
 ]
 
 
@@ -122,7 +138,7 @@ def test_a_prompt_that_was_handed_over_goes_on_with_the_same_bits(
     """Greedy and seeded; of each prompt the most pages came that a prefix cache would have."""
     settings = {**CACHES[cache], "model": str(models[kind])}
     alone = make(NAIVE, **settings)
-    prefill, decode = (make(METHODS[method], **settings) for _ in range(2))
+    prefill, decode = (make(method_of(models, method), **settings) for _ in range(2))
     lookahead = 1 if method == "mtp" else 0
     for params in (GREEDY, SEEDED):
         moved = hand_over(prefill, decode, params)
@@ -132,6 +148,9 @@ def test_a_prompt_that_was_handed_over_goes_on_with_the_same_bits(
         assert decode.stats.prefix_cache_hits - hits >= 16 * sum(moved)
         assert decode.num_free_pages == decode.num_pages
         assert prefill.num_free_pages == prefill.num_pages
+    if (kind, method) == ("states", "draft_model"):  # it is the target, and has its states
+        spec = decode.stats.speculative
+        assert spec.num_accepted_tokens == spec.num_draft_tokens > 50
 
 
 def test_pages_without_draft_kv_serve_requests_without_drafts(models: dict[str, Path]) -> None:
@@ -156,10 +175,13 @@ def pair(models: dict[str, Path]) -> tuple[PagesEngine, PagesEngine, Pages]:
 
 
 WRONG: dict[str, tuple[dict[str, Any], str]] = {
-    "version": ({"version": 1}, "version must be 3, got 1"),
+    "version": ({"version": 1}, "version must be 4, got 1"),
+    "summands": ({"exact_across_tp": 2}, "exact_across_tp must be 1, got 2"),
     "contract": ({"contract": "0" * 16}, "contract must be '.*', got '0000000000000000'"),
     "ranks": ({"num_ranks": 2}, "num_ranks must be 1, got 2"),
     "rank": ({"rank": 1}, "rank must be 0, got 1"),
+    "readers": ({"num_readers": 2}, "num_readers must be 1, got 2"),
+    "reader": ({"reader": 1}, "reader must be 0, got 1"),
     "page_size": ({"page_size": 32}, "page_size must be 16, got 32"),
     "model": ({"model": []}, r"model must be \[Layout.*, got \[\]"),
     "prompt": ({"token_ids": [1]}, "token_ids must be the request's prompt"),
@@ -249,59 +271,213 @@ LEASING = structs.replace(JOB, kv_transfer=KvTransfer(do_remote_decode=True))
 ENDED = Output(*(4, 0, [1], "", []), end=End("length", None, 1, 1, 0, 0.0, SpeculativeStats()))
 
 
-def exchange(engine: PagesEngine, *commands: Command) -> tuple[Exchange, Commands]:
-    transport = TcpTransport("127.0.0.1", 0, Leases(60, 1 << 30), frozenset({"127.0.0.1"}))
-    inbox = Commands(*commands)
-    return Exchange(engine, transport, inbox, lambda batch: None), inbox
+def exchange(engine: PagesEngine, *commands: Command) -> tuple[Exchange, Commands, Leases]:
+    leases, inbox = Leases(60, 1 << 30), Commands(*commands)
+    transport = TcpTransport("127.0.0.1", 0, leases, frozenset({"127.0.0.1"}))
+    return Exchange(engine, transport, inbox, lambda batch: None), inbox, leases
 
 
-@pytest.mark.parametrize(
-    "kind,lacking", [("heads", None), ("heads", 0), ("heads", 1), ("states", None), ("states", 0)]
-)
-def test_each_rank_hands_over_its_share(
-    models: dict[str, Path], kind: str, lacking: int | None
+def offered(engine: PagesEngine) -> tuple[Exchange, Leases, KvTransfer]:
+    """The pages of `JOB` on one rank, and what it says of them."""
+    leasing, _, leases = exchange(engine, LEASING)
+    leasing.take(0.0)
+    engine.generate(JOB.prompts, replace(GREEDY, max_tokens=1))
+    output = structs.replace(ENDED, end=structs.replace(ENDED.end))
+    leasing.send(Batch(0.0, "ok", status_of(engine), None, {}, [output]))
+    assert output.end is not None and output.end.kv_transfer is not None
+    return leasing, leases, output.end.kv_transfer
+
+
+def test_a_reader_that_announces_much_gets_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(transports, "SECONDS", 600.0)  # for the bytes, if they were awaited
+    transport = TcpTransport("127.0.0.1", 0, Leases(60, 1 << 30), frozenset())
+    with socket.create_connection((transport.host, transport.port), timeout=60) as reader:
+        reader.sendall(struct.pack("<I", 60 << 20))
+        assert reader.recv(1) == b""
+    transport.close()
+
+
+@pytest.mark.parametrize("kind", ["heads", "states"])
+@pytest.mark.parametrize("lacking", [None, 0, -1])
+@pytest.mark.parametrize("computing,going_on", [(2, 2), (2, 1), (1, 2)])
+def test_ranks_fetch_their_shares(
+    models: dict[str, Path], kind: str, lacking: int | None, computing: int, going_on: int
 ) -> None:
     """All go on with the pages that came; where one rank's are missing, all compute the prompt."""
     settings = {"model": str(models[kind]), "exact_across_tp": 2}
     (alone,) = make(NAIVE, **settings).generate([PROMPTS[-1]], GREEDY)
 
-    def work(ranks: Ranks) -> Any:
-        prefill, decode = (
-            make(METHODS["mtp"], ranks, **settings, tensor_parallel_size=2) for _ in range(2)
-        )
-        leasing, _ = exchange(prefill, LEASING)
-        leasing.take(0.0)
-        prefill.generate(JOB.prompts, replace(GREEDY, max_tokens=1))
-        output = structs.replace(ENDED, end=structs.replace(ENDED.end))
-        leasing.send(Batch(0.0, "ok", status_of(prefill), None, {}, [output]))
-        told = output.end.kv_transfer if output.end else None
-        assert (
-            told is not None and told.remote_ports is not None and len(set(told.remote_ports)) == 2
-        )
-        if lacking is not None:
-            told.remote_ports = [1 if i == lacking else told.remote_ports[i] for i in range(2)]
-        wanted = structs.replace(JOB, kv_transfer=told)
-        fetching, inbox = exchange(decode, wanted, Fetched(JOB.job))
-        assert fetching.take(0.0) == []
-        if ranks.rank == 0:
-            assert inbox.was_told.wait(20)
-        assert fetching.take(0.0) == [wanted]
+    def engine(ranks: Ranks) -> PagesEngine:
+        return make(METHODS["mtp"], ranks, **settings, tensor_parallel_size=ranks.size)
+
+    def go_on(ranks: Ranks) -> Any:
+        decode = engine(ranks)
+        fetching, inbox, _ = exchange(decode, wanted, Fetched(JOB.job))
+        with fetching:
+            assert fetching.take(0.0) == []
+            if ranks.rank == 0:
+                assert inbox.was_told.wait(20)
+            assert fetching.take(0.0) == [wanted]
         (done,) = decode.generate(JOB.prompts, GREEDY)
-        with leasing, fetching:
-            return done.token_ids, done.logprobs, decode.stats.prefix_cache_hits
+        return done.token_ids, done.logprobs, decode.stats.prefix_cache_hits
 
+    leased = on_ranks(computing, lambda ranks: offered(engine(ranks)), slices=2)
+    told = leased[0][2]
+    assert [one for _, _, one in leased] == [told] * computing and told.remote_port is not None
+    ports = told.remote_ports or [told.remote_port]
+    assert len(set(ports)) == computing
+    if lacking is not None:
+        ports[lacking] = 1
+    wanted = structs.replace(JOB, kv_transfer=structs.replace(told, remote_ports=ports))
     hits = 64 if lacking is None else 0
-    assert on_ranks(2, work) == [(alone.token_ids, alone.logprobs, hits)] * 2
+    said = on_ranks(going_on, go_on, slices=2)
+    assert said == [(alone.token_ids, alone.logprobs, hits)] * going_on
+    for leasing, leases, _ in leased:
+        with leasing:
+            while lacking is None and leases.num_bytes:  # until the last reader's word is there
+                time.sleep(0.001)
 
 
-def test_another_number_of_ranks_is_refused_by_name(
+def test_a_lease_ends_with_its_last_reader(pair: tuple[PagesEngine, PagesEngine, Pages]) -> None:
+    leases = Leases(60, 1 << 30)
+    leases.add("a", pair[2])
+    for reader in (0, 2, 2, 1):
+        leases.release("a", 4, reader)
+        assert leases.get("a") is pair[2]
+    leases.release("a", 4, 3)
+    assert leases.get("a") is None and leases.num_bytes == 0
+
+
+def test_numbers_of_ranks_that_share_nothing_are_refused_by_name(
     models: dict[str, Path], caplog: pytest.LogCaptureFixture
 ) -> None:
     """The prompt is computed then, at once."""
-    place = {"remote_request_id": "a", "remote_host": "127.0.0.1", "remote_port": 1}
-    told = KvTransfer(do_remote_prefill=True, remote_ports=[1, 2], **place)
+    told = KvTransfer(
+        do_remote_prefill=True,
+        remote_request_id="a",
+        remote_host="127.0.0.1",
+        remote_port=1,
+        remote_ports=[1, 2, 3],
+    )
     wanted = structs.replace(JOB, kv_transfer=told)
-    fetching, _ = exchange(make(NAIVE, model=str(models["heads"])), wanted)
-    with fetching:
-        assert fetching.take(0.0) == [wanted]
-    assert "tensor_parallel_size must be that of the other engine, 2, got 1" in caplog.text
+
+    def take(ranks: Ranks) -> list[Any]:
+        engine = make(NAIVE, ranks, model=str(models["heads"]), tensor_parallel_size=2)
+        fetching, _, _ = exchange(engine, wanted)
+        with fetching:
+            return list(fetching.take(0.0))
+
+    assert on_ranks(2, take) == [[wanted]] * 2
+    assert "tensor_parallel_size of one engine must divide the other's, got 3 and 2" in caplog.text
+
+
+# Models, caches, methods, and the ranks of both engines.
+WITH_RANKS = [
+    ("heads", "auto", "naive", 2, 1),
+    ("heads", "auto", "ngram", 1, 2),
+    ("heads", "auto", "mtp", 2, 1),
+    ("heads", "int8", "mtp", 1, 2),
+    ("heads", "fp8", "mtp", 2, 4),
+    ("heads", "auto", "suffix", 4, 1),
+    ("heads", "int8", "mtp", 4, 2),
+    ("latents", "auto", "mtp", 2, 1),
+    ("latents", "auto", "mtp", 1, 2),
+    ("states", "auto", "naive", 1, 2),
+    ("states", "int8", "mtp", 2, 1),
+    ("states", "auto", "draft_model", 2, 1),
+]
+
+
+@pytest.mark.parametrize("kind,cache,method,computing,going_on", WITH_RANKS)
+def test_any_numbers_of_ranks_go_on_with_the_bits_of_one(
+    models: dict[str, Path], kind: str, cache: str, method: str, computing: int, going_on: int
+) -> None:
+    """Of one that has as many summands, and does not speculate."""
+    summands = max(computing, going_on)
+    settings = {**CACHES[cache], "model": str(models[kind]), "exact_across_tp": summands}
+    lookahead = 1 if method == "mtp" else 0
+
+    def engine(ranks: Ranks) -> PagesEngine:
+        own = method_of(models, method)
+        return make(own, ranks, **settings, tensor_parallel_size=ranks.size)
+
+    def compute(ranks: Ranks) -> list[Pages]:
+        prefill = engine(ranks)
+        prefill.generate(PROMPTS, replace(SEEDED, max_tokens=1))
+        return [prefill.take_pages(prompt, SEEDED) for prompt in PROMPTS]
+
+    def go_on(ranks: Ranks) -> Any:
+        decode, moved = engine(ranks), []
+        own = [computed[one] for one in sources(computing, ranks.size, ranks.rank)]
+        for prompt, *parts in zip(PROMPTS, *own, strict=True):
+            expected = decode.expected(prompt, SEEDED)
+            parts = [cut(part, ranks.size, ranks.rank) for part in parts]
+            moved.append(decode.give_pages(joined(parts, expected), expected))
+        assert moved == [(length - max(1, lookahead)) // 16 for length in LENGTHS]
+        said = run(decode, SEEDED)
+        assert decode.stats.prefix_cache_hits >= 16 * sum(moved)
+        if method == "draft_model":
+            spec = decode.stats.speculative
+            assert spec.num_accepted_tokens == spec.num_draft_tokens > 50
+        return said
+
+    computed = on_ranks(computing, compute, slices=summands)
+    assert (
+        on_ranks(going_on, go_on, slices=summands)
+        == [run(make(NAIVE, **settings), SEEDED)] * going_on
+    )
+
+
+def test_pages_of_other_summands_are_refused_by_name(models: dict[str, Path]) -> None:
+    """Their bits are others than those that this engine would compute."""
+    settings = {"model": str(models["heads"])}
+    prefill, decode = make(NAIVE, **settings, exact_across_tp=2), make(NAIVE, **settings)
+    prefill.generate([PROMPTS[-1]], replace(GREEDY, max_tokens=1))
+    pages, expected = (one(PROMPTS[-1], GREEDY) for one in (prefill.take_pages, decode.expected))
+    with pytest.raises(HandoffError, match="exact_across_tp must be 1, got 2"):
+        decode.give_pages(pages, expected)
+
+
+COUNTS = (1, 2, 4, 8)
+
+
+@pytest.mark.parametrize("computing", COUNTS)
+@pytest.mark.parametrize("going_on", COUNTS)
+def test_every_head_comes_once(computing: int, going_on: int) -> None:
+    """Each to the rank that has it, out of parts that are counted by hand; and no rank is idle."""
+    widths = (3, 1)
+    layouts = [Layout("int16", (2, 4 * heads, 5), widths) for heads in (1, 2, 4, 8, 16)]
+
+    def header(size: int, rank: int) -> Header:
+        return Header(
+            *(4, 8, "", size, rank, size, rank, 16, [1], 3, "", 0, layouts[1:], layouts[:1]),
+            [layouts[-1]],
+        )
+
+    def pages(own: Header) -> Pages:
+        """Numbers that say which tensor, page, row, column and element they are."""
+        data = b""
+        for number, (layout, count) in enumerate(own.tensors):
+            heads = layout.num_heads
+            shape = (count, *layout.shape)
+            whole = torch.arange(math.prod(shape), dtype=torch.int16).view(shape) + 1000 * number
+            begin = own.rank * heads // own.num_ranks
+            end = begin + max(heads // own.num_ranks, 1)
+            first, second = whole[:, :, : 3 * heads], whole[:, :, 3 * heads :]
+            part = torch.cat([first[:, :, 3 * begin : 3 * end], second[:, :, begin:end]], 2)
+            data += part.numpy().tobytes()
+        return Pages(own, bytearray(data))
+
+    given = [pages(header(computing, rank)) for rank in range(computing)]
+    for reader in range(going_on):
+        ranks = sources(computing, going_on, reader)
+        parts = [cut(given[rank], going_on, reader) for rank in ranks]
+        expected = header(going_on, reader)
+        assert sum(len(part.data) for part in parts) == expected.num_bytes
+        assert joined(parts, expected) == pages(expected)
+        for rank in set(range(computing)) - set(ranks):
+            with pytest.raises(HandoffError, match=f"nothing to read of rank {rank} of"):
+                cut(given[rank], going_on, reader)
+    assert {one for i in range(going_on) for one in sources(computing, going_on, i)} == set(
+        range(computing)
+    )

@@ -7,7 +7,7 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 import pytest
@@ -97,6 +97,25 @@ def relative(path: Path) -> str:
     return str(path.relative_to(ROOT))
 
 
+def of_every(paths: Iterable[Path]) -> Callable[[Callable[[Path], None]], Callable[[], None]]:
+    """One test of a rule for each of many files: its failure names all that break it."""
+
+    def decorate(rule: Callable[[Path], None]) -> Callable[[], None]:
+        def test() -> None:
+            broken = []
+            for path in paths:
+                try:
+                    rule(path)
+                except AssertionError as error:
+                    broken.append(f"{relative(path)}: {error}")
+            assert not broken, "\n".join(broken)
+
+        test.__doc__ = rule.__doc__
+        return test
+
+    return decorate
+
+
 CPP = sources(CSRC, ".h", ".cpp", ".cuh", ".cu")
 PYTHON = sources(PACKAGE, ".py")
 
@@ -105,7 +124,7 @@ def test_the_files_are_found() -> None:
     assert len(CPP) > 20 and len(PYTHON) > 10
 
 
-@pytest.mark.parametrize("path", CPP, ids=relative)
+@of_every(CPP)
 def test_includes(path: Path) -> None:
     area = path.relative_to(CSRC).parts[0]
     checks = path.name.endswith(("ops.cpp", "checks.h"))
@@ -133,7 +152,7 @@ def test_includes(path: Path) -> None:
 SIMT_DOORS = {"csrc/common/device.cuh", "csrc/common/ptx.cuh", "csrc/bindings.cpp"}
 
 
-@pytest.mark.parametrize("path", sources(CSRC / "simt", ".h", ".cpp"), ids=relative)
+@of_every(sources(CSRC / "simt", ".h", ".cpp"))
 def test_the_interpreter_knows_no_family(path: Path) -> None:
     for name in includes(path):
         if "/" in name and (CSRC / name).is_file():
@@ -177,7 +196,7 @@ KERNEL_HEADERS = {
 }
 
 
-@pytest.mark.parametrize("path", [path for path in CPP if "_cpu" in path.name], ids=relative)
+@of_every([path for path in CPP if "_cpu" in path.name])
 def test_kernel_files_use_no_standard_templates(path: Path) -> None:
     assert not KERNEL_HEADERS & set(includes(path))
     assert "std::sort" not in path.read_text()
@@ -192,14 +211,19 @@ def closure(path: Path, seen: set[Path]) -> set[Path]:
     return seen
 
 
+def kernels_of(cmake: str, variable: str) -> set[str]:
+    match = re.search(rf"^set\({variable}\n(.*?)\)", cmake, re.MULTILINE | re.DOTALL)
+    assert match is not None
+    return set(re.findall(r"csrc/\S+", match.group(1)))
+
+
 def test_what_sets_with_bf16_have_of_their_own() -> None:
     """Files with instructions that only they have; those of the set without serve all others."""
     cmake = (ROOT / "CMakeLists.txt").read_text()
-    named = {}
-    for variable in ("SPECOPS_CPU_KERNELS", "SPECOPS_BF16_KERNELS"):
-        match = re.search(rf"^set\({variable}\n(.*?)\)", cmake, re.MULTILINE | re.DOTALL)
-        assert match is not None
-        named[variable] = set(re.findall(r"csrc/\S+", match.group(1)))
+    named = {
+        variable: kernels_of(cmake, variable)
+        for variable in ("SPECOPS_CPU_KERNELS", "SPECOPS_BF16_KERNELS")
+    }
     own = set()
     for name in named["SPECOPS_CPU_KERNELS"]:
         files = closure(ROOT / name, set()) - {CSRC / "common" / "simd.h"}
@@ -212,7 +236,8 @@ def test_what_sets_with_bf16_have_of_their_own() -> None:
     users = {
         relative(path) for path in CPP if path.suffix == ".cpp" and tiles & closure(path, set())
     }
-    assert f"set(SPECOPS_AMX_KERNELS {' '.join(sorted(users))})" in cmake
+    users.add("csrc/moe/moe_linear_cpu.cpp")  # over ranges of tiles
+    assert users == kernels_of(cmake, "SPECOPS_AMX_KERNELS")
     # simd.h is everyone's: once for what the set without has as well, once for dot_pairs.
     for isa in ("avx512_bf16", "neon_bf16"):
         assert (CSRC / "common" / "simd.h").read_text().count(f"ISA_{isa}") == 2
@@ -251,13 +276,13 @@ def test_no_instruction_set_lends_code_to_another(folder: Path) -> None:
         assert kind not in "WVu" or f"specops::{isa}::" in name, name
 
 
-@pytest.mark.parametrize("path", CPP + PYTHON + sources(ROOT / "tests", ".py"), ids=relative)
+@of_every(CPP + PYTHON + sources(ROOT / "tests", ".py"))
 def test_spdx_line(path: Path) -> None:
     head = path.read_text()[:400]
     assert "SPDX-License-Identifier: Apache-2.0" in head or path.name == "dlpack.h"
 
 
-@pytest.mark.parametrize("path", PYTHON, ids=relative)
+@of_every(PYTHON)
 def test_imports(path: Path) -> None:
     inside = path.relative_to(PACKAGE)
     names = imports(path)
@@ -330,7 +355,7 @@ def engine_module(parts: Sequence[str]) -> str:
     return next((name for name in (".".join(parts[:2]), *parts[:1]) if name in GROUP_OF), "")
 
 
-@pytest.mark.parametrize("path", sources(PACKAGE / "engine", ".py"), ids=relative)
+@of_every(sources(PACKAGE / "engine", ".py"))
 def test_engine_groups(path: Path) -> None:
     inside = path.relative_to(PACKAGE / "engine").with_suffix("").parts
     module = engine_module(inside)
@@ -373,14 +398,12 @@ def test_the_engine_imports_in_no_circle() -> None:
     assert len(modules) > 40 and circles(modules) == []
 
 
-@pytest.mark.parametrize(
-    "path",
+@of_every(
     [
         path
         for folder in ("cli", "disaggregated", "engine", "server", "service", "vllm")
         for path in sources(PACKAGE / folder, ".py")
-    ],
-    ids=relative,
+    ]
 )
 def test_a_function_fits_a_screen(path: Path) -> None:
     for node in ast.walk(ast.parse(path.read_text())):
@@ -408,7 +431,7 @@ CONFIGURATION = [
 ]
 
 
-@pytest.mark.parametrize("path", CONFIGURATION, ids=relative)
+@of_every(CONFIGURATION)
 def test_config_is_standard_library_only(path: Path) -> None:
     """Methods are described without torch: a command's --help names them."""
     for name in imports(path):
@@ -443,8 +466,7 @@ OTHER_WORDS = re.compile(
 )
 
 
-@pytest.mark.parametrize(
-    "path",
+@of_every(
     [
         path
         for folder in ("engine", "server")
@@ -454,8 +476,7 @@ OTHER_WORDS = re.compile(
         and "models" not in path.relative_to(PACKAGE).parts
         and path != PACKAGE / "server" / "infill.py"
     ]
-    + [PACKAGE / "cli" / "exactness.py"],
-    ids=relative,
+    + [PACKAGE / "cli" / "exactness.py"]
 )
 def test_the_loop_names_no_method(path: Path) -> None:
     assert METHOD_NAMES.findall(OTHER_WORDS.sub("", path.read_text())) == []
@@ -476,15 +497,13 @@ FAMILY_FILES = {
 FORMATS = ("server/call_forms.py",)
 
 
-@pytest.mark.parametrize(
-    "path",
+@of_every(
     [
         path
         for folder in ("engine", "server")
         for path in sources(PACKAGE / folder, ".py", ".js", ".html")
         if path.parent != MODELS / "families" and not relative(path).endswith(FORMATS)
-    ],
-    ids=relative,
+    ]
 )
 def test_what_runs_every_family_names_none(path: Path) -> None:
     """A family of models is its own file and a line of the registry."""
@@ -493,7 +512,7 @@ def test_what_runs_every_family_names_none(path: Path) -> None:
     assert re.findall("|".join(sorted(stems)), path.read_text(), re.IGNORECASE) == []
 
 
-@pytest.mark.parametrize("path", FAMILY_FILES.values(), ids=lambda path: path.stem)
+@of_every(FAMILY_FILES.values())
 def test_a_family_is_one_file_and_one_line(path: Path) -> None:
     assert not {name for name in imports(path) if name.split(".")[-2] in FAMILY_FILES}
     registry = (MODELS / "families" / "__init__.py").read_text()
@@ -501,7 +520,7 @@ def test_a_family_is_one_file_and_one_line(path: Path) -> None:
     assert len(path.read_text().splitlines()) < 150
 
 
-@pytest.mark.parametrize("path", sources(MODELS, ".py"), ids=relative)
+@of_every(sources(MODELS, ".py"))
 def test_models_import_in_one_direction(path: Path) -> None:
     """Blocks know no model, models no family, families no loader."""
     floors = (

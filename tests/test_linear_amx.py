@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """linear on AMX tiles: no bit of a row depends on the other rows, on threads, strides or the place
-of an output, and each is what Intel's description of the instruction says. Over a model of the
-instructions (amx_model.h) everywhere, and over the instructions where the CPU has them.
+of an output, and each is what Intel's description of the instruction says; of int8 and int4 it is
+that of other instruction sets. Over a model of the instructions (amx_model.h) everywhere, and over
+the instructions where the CPU has them.
 """
 
 import ctypes
@@ -15,12 +16,16 @@ import pytest
 import specops
 import torch
 from specops import dense, reference
+from specops.dense import PackedWeight
+from specops.quantization import QuantizedWeight
+from test_quantized import INTEGERS, Case, make
 from torch import Tensor
 
 ROOT = Path(__file__).resolve().parent.parent
 SOURCES = (
     "tests/amx_linear.cpp",
     "csrc/dense/linear_amx_cpu.cpp",
+    "csrc/gemm/gemm_range_amx_cpu.cpp",
     "csrc/common/parallel.cpp",
     "csrc/common/cpus.cpp",
 )
@@ -59,7 +64,7 @@ def linear(request: pytest.FixtureRequest) -> Iterator[Linear]:
 def over_the_instructions() -> Iterator[Linear]:
     def call(
         x: Tensor,
-        weight: dense.PackedWeight,
+        weight: PackedWeight,
         bias: Tensor | None = None,
         out_dtype: torch.dtype = torch.float32,
         threads: int = 1,
@@ -74,10 +79,47 @@ def over_the_instructions() -> Iterator[Linear]:
     specops.set_num_threads(threads)
 
 
+class WeightParams(ctypes.Structure):
+    """That of csrc/gemm/weight.h."""
+
+    _fields_ = (
+        ("kind", ctypes.c_int32),
+        ("data", ctypes.c_void_p),
+        ("scales", ctypes.c_void_p),
+        ("offsets", ctypes.c_void_p),
+        ("group", ctypes.c_int64),
+        ("row_numbers", ctypes.c_int32),
+        ("input_order", ctypes.c_void_p),
+        ("code_values", ctypes.c_void_p),
+        ("num_outputs", ctypes.c_int64),
+        ("num_inputs", ctypes.c_int64),
+        ("activation", ctypes.c_int32),
+    )
+
+    def __init__(self, weight: PackedWeight) -> None:
+        super().__init__(
+            ("plain", "int8", "int4").index(weight.kind),
+            address(weight.data),
+            address(weight.scales),
+            address(weight.offsets),
+            weight.group,
+            ("float", "int16", "int8").index(weight.activations),
+            address(weight.input_order),
+            address(weight.code_values),
+            weight.num_outputs,
+            weight.num_inputs,
+            ACTIVATIONS.index(weight.activation),
+        )
+
+
+def address(tensor: Tensor | None) -> int | None:
+    return None if tensor is None else tensor.data_ptr()
+
+
 def over_the_model(library: ctypes.CDLL) -> Iterator[Linear]:
     def call(
         x: Tensor,
-        weight: dense.PackedWeight,
+        weight: PackedWeight,
         bias: Tensor | None = None,
         out_dtype: torch.dtype = torch.float32,
         threads: int = 1,
@@ -88,17 +130,19 @@ def over_the_model(library: ctypes.CDLL) -> Iterator[Linear]:
         library.set_threads(threads)
         library.linear(
             ctypes.c_void_p(x.data_ptr()),
-            ctypes.c_void_p(weight.data.data_ptr()),
-            ctypes.c_void_p(bias.data_ptr() if bias is not None else None),
+            ctypes.byref(WeightParams(weight)),
+            ctypes.c_void_p(address(bias)),
             ctypes.c_void_p(memory.data_ptr()),
-            *(ctypes.c_int64(n) for n in (x.shape[0], weight.num_outputs, x.shape[1], x.stride(0))),
-            ctypes.c_bool(out_dtype == torch.float32),
-            ctypes.c_int(ACTIVATIONS.index(weight.activation)),
+            *(ctypes.c_int64(n) for n in (x.shape[0], x.stride(0))),
+            *(ctypes.c_bool(dtype == torch.float32) for dtype in (x.dtype, out_dtype)),
         )
         assert memory[-64:].isnan().all()
         return memory[:-64].view(x.shape[0], width)
 
+    isa = specops.get_isa()
+    specops.set_isa("portable")  # as which the rest of the library is compiled
     yield call
+    specops.set_isa(isa)
     library.set_threads(1)
 
 
@@ -143,6 +187,7 @@ def test_bits_are_those_of_the_description(
 
 @pytest.mark.parametrize("outputs,inputs", [(1024, 256), (100, 77), (40, 1030), (2500, 64)])
 @pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.corners("*-None-*", "*-swiglu_oai-[14]0*", "*-gelu_tanh-*-77", "*-silu-2500-*")
 def test_rows_keep_their_bits(
     linear: Linear, outputs: int, inputs: int, activation: str | None
 ) -> None:
@@ -198,17 +243,61 @@ def test_denormals_are_zeros(linear: Linear) -> None:
     assert not got.any()
 
 
-def test_the_kernel_is_compiled_with_the_instructions_themselves() -> None:
-    """The same file without the model: every tile instruction is in it."""
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("case", INTEGERS, ids=str)
+def test_codes_have_the_bits_of_other_sets(linear: Linear, dtype: torch.dtype, case: Case) -> None:
+    """Of more rows than vectors multiply, whole tiles of them or not, on any threads."""
+    for rows, num_inputs, num_outputs in [
+        (9, 7, 17),
+        (16, 129, 64),
+        (33, 320, 130),
+        (70, 1030, 50),
+    ]:
+        x, q, bias = make(case, "cpu", rows, num_inputs, num_outputs, dtype)
+        packed = dense.pack_weight(q, activations=case.activations)
+        want = reference.quantized_linear(x, q, bias, torch.float32, activations=case.activations)
+        for threads in (1, 3):
+            assert torch.equal(linear(x, packed, bias, torch.float32, threads), want)
+        alone = linear(x[3:13] if rows > 12 else x, packed, bias)
+        assert torch.equal(alone, want[3:13] if rows > 12 else want)
+    if case.group % 32 == 0 and not case.order:
+        gated = dense.pack_weight(q, activation="silu", activations=case.activations)
+        apart = linear(x, packed, bias, dtype)
+        assert torch.equal(linear(x, gated, bias, dtype), dense.silu_mul(apart))
+
+
+@pytest.mark.parametrize("activations", ["int16", "int8"])
+def test_the_largest_codes_and_rows(linear: Linear, activations: str) -> None:
+    """Bytes of either sign at their ends; infinities and NaN are their rows' own."""
+    q = QuantizedWeight("int8", torch.full((40, 256), 127, dtype=torch.int8), torch.ones(40, 1))
+    q.codes[1::3], q.codes[2::3, ::2] = -128, -1
+    x = torch.full((20, 256), 127.0 if activations == "int8" else 32767.0)
+    x[1::2] = -x[1::2] - int(activations == "int16")
+    x[5, ::2], x[6, 1::2] = 255.0, -256.0
+    packed = dense.pack_weight(q, activations=activations)
+    want = reference.quantized_linear(x, q, None, torch.float32, activations=activations)
+    assert torch.equal(linear(x, packed), want)
+    x[7, 3], x[9, 200] = torch.inf, torch.nan
+    spoilt = linear(x, packed)
+    rows = torch.tensor([r not in (7, 9) for r in range(20)])
+    assert torch.equal(spoilt[rows], want[rows]) and spoilt[~rows].isnan().all()
+
+
+def test_the_kernels_are_compiled_with_the_instructions_themselves() -> None:
+    """The same files without the model: every tile instruction is in them."""
     compiler, objdump = shutil.which(os.environ.get("CXX", "c++")), shutil.which("objdump")
     if compiler is None or objdump is None or os.uname().machine != "x86_64":
         pytest.skip("needs a compiler for x86-64, and objdump")
     flags = "-std=c++20 -O1 -mavx512f -mavx512bw -mavx512dq -mavx512vl -mavx2 -mfma -mf16c"
-    sets = "-mamx-tile -mamx-bf16 -DSPECOPS_ISA=amx -DSPECOPS_ISA_amx=1 -Icsrc"
-    command = [compiler, *flags.split(), *sets.split(), "-S", SOURCES[1], "-o", "-"]
-    code = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
-    for name in ("ldtilecfg", "tilerelease", "tilezero", "tileloadd", "tilestored", "tdpbf16ps"):
-        assert f"\t{name}" in code
+    sets = "-mamx-tile -mamx-bf16 -mamx-int8 -DSPECOPS_ISA=amx -DSPECOPS_ISA_amx=1 -Icsrc"
     # Sums last, inputs before, weights first, in the order of AT&T's syntax.
-    assert "tdpbf16ps %tmm6, %tmm4, %tmm0" in code
-    assert "tdpbf16ps %tmm7, %tmm5, %tmm3" in code
+    products = (
+        ("tdpbf16ps %tmm6, %tmm4, %tmm0", "tdpbf16ps %tmm7, %tmm5, %tmm3"),
+        ("tdpbssd %tmm6, %tmm4, %tmm0", "tdpbusd %tmm7, %tmm5, %tmm3"),
+    )
+    for source, own in zip(SOURCES[1:3], products, strict=True):
+        command = [compiler, *flags.split(), *sets.split(), "-S", source, "-o", "-"]
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+        for name in ("ldtilecfg", "tilerelease", "tilezero", "tileloadd", "tilestored"):
+            assert f"\t{name}" in done.stdout
+        assert all(line in done.stdout for line in own)

@@ -74,6 +74,7 @@ def check_as_if_edited(
     "rows,vocab", [(0, 9), (2, 151_936), (300, 60), (12, 1000), (5, 1), (7, 31), (7, 33)]
 )
 @pytest.mark.corners("cpu-*", "simt-*-dtype0", "simt-7-*")
+@pytest.mark.pairs
 def test_processors_are_edits_in_place(
     device: str, isa: str, dtype: torch.dtype, rows: int, vocab: int
 ) -> None:
@@ -163,6 +164,7 @@ def test_processed_strided_rows_with_poisoned_slack(
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("vocab", [511, 513, 8201, 1023, 3072, 1025])
+@pytest.mark.pairs
 def test_named_tokens_at_the_ends_of_words_and_leaves(
     device: str, isa: str, dtype: torch.dtype, vocab: int
 ) -> None:
@@ -288,6 +290,7 @@ def typical_row(kind: str, vocab: int) -> Tensor:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("kind", ["flat", "spread", "peaked", "tied", "rounded", "tail"])
 @pytest.mark.corners("cpu-*", "simt-*-dtype1", "simt-tied-dtype0")
+@pytest.mark.pairs
 def test_typical_p_cuts_by_distance(device: str, isa: str, kind: str, dtype: torch.dtype) -> None:
     """What is kept are the nearest tokens to the mean surprise, as many as typical_p asks for."""
     vocab, shares = 20_011, [0.02, 0.3, 0.8, 0.995]
@@ -344,6 +347,7 @@ def chains_of(batch: int, k: int, vocab: int) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("tree", [False, True])
 @pytest.mark.parametrize("batch,k,vocab,n", [(9, 3, 90, 7), (4, 2, 5000, 30), (3, 0, 40, 40)])
+@pytest.mark.pairs
 def test_processed_top_logprobs(
     device: str, isa: str, tree: bool, batch: int, k: int, vocab: int, n: int
 ) -> None:

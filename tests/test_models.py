@@ -10,7 +10,8 @@ import torch
 from checkpoints import make_checkpoint
 from conftest import every_isa
 from rounding import assert_error_at_most, distance, rounding_errors
-from specops import batching
+from safetensors.torch import load_file, save_file
+from specops import attention, batching
 from specops.batching import OutputMode
 from specops.engine.errors import ModelError
 from specops.engine.models import KvCache, StepBatch, Transformer, load_model
@@ -172,6 +173,7 @@ def test_logits_equal_transformers(tmp_path: Path, family: str, changes: dict[st
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize("family", ["Mistral", "Qwen3", "Gemma3"])
+@pytest.mark.pairs
 def test_a_row_has_the_same_bits_however_it_is_computed(
     tmp_path: Path, isa: str, family: str, dtype: str
 ) -> None:
@@ -253,6 +255,11 @@ YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0}
         ("Qwen3", {"num_attention_heads": 0}, "num_attention_heads must be an integer of at"),
         ("Qwen3", {"num_key_value_heads": 0}, "num_key_value_heads must be an integer of at"),
         ("Qwen3", {"num_hidden_layers": 0}, "num_hidden_layers must be an integer of at least 1"),
+        ("Qwen3", {"architectures": 5}, "architectures must be a list of names, got 5"),
+        ("Qwen3", {"dtype": [1]}, "dtype must be bfloat16 or float32, got [1]"),
+        ("Qwen3", {"num_hidden_layers": 20_000}, "num_hidden_layers must be at most 16384, got 20"),
+        ("Qwen3", {"num_attention_heads": 1 << 40}, "num_attention_heads must be at most 16384, "),
+        ("Qwen3", {"intermediate_size": 1 << 64}, "intermediate_size must be at most 2147483647"),
         ("Qwen3", {"hidden_size": 64.5}, "hidden_size must be an integer of at least 1, got 64.5"),
         ("Qwen3", {"intermediate_size": -1}, "intermediate_size must be an integer of at least 1"),
         ("Qwen3", {"vocab_size": True}, "vocab_size must be an integer of at least 1, got True"),
@@ -351,4 +358,36 @@ def test_refusals(tmp_path: Path) -> None:
         load_model(tmp_path)
     (tmp_path / "model.safetensors").unlink()
     with pytest.raises(ModelError, match=r"no model\.safetensors"):
+        load_model(tmp_path)
+    for broken in ("{", "[]", '{"weight_map": null}', '{"weight_map": {"a": 1}}'):
+        (tmp_path / "model.safetensors.index.json").write_text(broken)
+        with pytest.raises(ModelError, match=r"must name a file of each|1 is named in the index"):
+            load_model(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["model.embed_tokens", "model.norm", "model.layers.0.mlp.up_proj"])
+def test_weights_of_integers_are_refused(tmp_path: Path, name: str) -> None:
+    make_checkpoint(tmp_path, "Qwen3")
+    file = tmp_path / "model.safetensors"
+    tensors = load_file(file)
+    tensors[f"{name}.weight"] = tensors[f"{name}.weight"].int()
+    save_file(tensors, file)
+    with pytest.raises(ModelError, match=rf"{name}\.weight must be of floats, got torch\.int32"):
+        load_model(tmp_path)
+
+
+def test_positions_that_do_not_fit_the_memory_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = attention.rope_cos_sin
+
+    def up_to_64(max_positions: int, *args: Any) -> Tensor:
+        if max_positions > 64:
+            raise RuntimeError("can't allocate memory")
+        return made(max_positions, *args)
+
+    make_checkpoint(tmp_path, "Qwen3")
+    monkeypatch.setattr(attention, "rope_cos_sin", up_to_64)
+    load_model(tmp_path, max_model_len=64)
+    with pytest.raises(ModelError, match="max_model_len must be smaller: positions up to 256 do"):
         load_model(tmp_path)

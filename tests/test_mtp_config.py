@@ -358,7 +358,7 @@ def test_only_what_is_named_is_loaded_and_paid_for(
     engine = tiny_engine(whole.directory, methods=methods, **own)
     assert len(loaded) == is_loaded
     assert ("mtp" in engine.runnable_methods) == is_loaded == ("mtp" in engine.drafters)
-    assert (engine._drafting.kv_bytes_per_token > 0) == is_loaded
+    assert (engine._drafting.kv_bytes.per_token > 0) == is_loaded
     asked = {"method": "mtp", "num_speculative_tokens": 2}
     if is_loaded:
         assert len(outcome(engine, **asked)) == len(PROMPTS)

@@ -203,6 +203,7 @@ def assert_is_about_something(
 
 @pytest.mark.parametrize("rows", [6, 13, 512])
 @pytest.mark.parametrize("k", [1, 2, 5])
+@pytest.mark.pairs
 def test_chunks_and_batches(served: Path, made: list[Made], rows: int, k: int) -> None:
     prompts = [random_ids(length) for length in (1, 17, 50, 33, 2)]
     engine = engine_of(served, k=k, max_num_batched_tokens=rows, **SOME)

@@ -3,6 +3,7 @@
 """Pages by NIXL, where it is installed: a pair's answers are one server's, bit for bit."""
 
 import socket
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -11,14 +12,25 @@ import torch
 for name in ("nixl", "fastapi", "uvicorn", "pydantic", "msgspec", "prometheus_client", "httpx"):
     pytest.importorskip(name)
 
+from msgspec.structs import replace
 from nixl import nixl_agent
-from server_pairs import Router, bodies, choices_of, one_server, options, servers, wait_until_idle
+from server_pairs import (
+    Router,
+    bodies,
+    choices_of,
+    of_ranks,
+    one_server,
+    options,
+    servers,
+    wait_until_idle,
+)
 from serving import Served
-from specops.disaggregated.handoff import HandoffError, Header, Layout, Pages
 from specops.disaggregated.nixl import NixlTransport, Place
+from specops.disaggregated.pages import HandoffError, Header, Layout, Pages, cut
 from specops.disaggregated.transport import Address, Leases, TcpTransport, send
 
-HEADER = Header(1, "", 1, 0, 16, list(range(33)), 2, "", 0, [Layout("uint8", (16, 999))], [], [])
+TWO_HEADS = Layout("uint8", (16, 2, 999), (1,))
+HEADER = Header(1, 1, "", 1, 0, 1, 0, 16, list(range(33)), 2, "", 0, [TWO_HEADS], [], [])
 
 
 def transport(kind: type[TcpTransport]) -> TcpTransport:
@@ -39,9 +51,9 @@ def test_a_pair_answers_as_one_server(mtp_model: Path, together: Served) -> None
 
 
 @pytest.mark.prove
-def test_ranks_hand_over_their_own_shares(mtp_model: Path) -> None:
-    more = ("--kv-transport", "nixl", "--tensor-parallel-size", "2")
-    roles = [options(mtp_model, "--role", role, *more) for role in ("prefill", "decode")]
+@pytest.mark.parametrize("sizes", [(2, 2), (2, 1), (1, 2)], ids=str)
+def test_ranks_hand_over_their_shares(mtp_model: Path, sizes: tuple[int, int]) -> None:
+    roles = [(*one, "--kv-transport", "nixl") for one in of_ranks(mtp_model, sizes)]
     asked = bodies(20, seed=38)
     with servers(*roles) as both, one_server(mtp_model, exact_across_tp=2) as one:
         assert Router(both[0].url, both[1].url).run(asked) == choices_of(one, asked)
@@ -51,11 +63,29 @@ def test_ranks_hand_over_their_own_shares(mtp_model: Path) -> None:
 
 @pytest.mark.parametrize("num_pages", [0, 1, 300])
 def test_every_byte_comes_and_the_lease_ends(num_pages: int) -> None:
-    header = Header(1, "", 1, 0, 16, [1], num_pages, "", 0, HEADER.model, [], [])
+    header = replace(HEADER, num_pages=num_pages)
     data = bytearray(n * n % 251 for n in range(header.num_bytes))
     here, there = transport(NixlTransport), transport(NixlTransport)
     there.lease("a", Pages(header, data))
     assert here.fetch(Address("a", there.host, there.port), header).data == data
+    here.close()
+    there.close()
+
+
+@pytest.mark.parametrize("num_heads", [1, 2])
+def test_several_ranks_read_one_lease(num_heads: int) -> None:
+    """At once: the same bytes, or each its own."""
+    layout = replace(TWO_HEADS, shape=(16, num_heads, 999))
+    header = replace(HEADER, num_pages=300, model=[layout])
+    pages = Pages(header, bytearray(n * n % 251 for n in range(header.num_bytes)))
+    here, there = transport(NixlTransport), transport(NixlTransport)
+    wanted = [replace(header, num_readers=4, reader=reader) for reader in range(4)]
+    for name in "abcdefgh":
+        there.lease(name, pages)
+        address = Address(name, there.host, there.port)
+        with ThreadPoolExecutor(4) as pool:
+            got = list(pool.map(here.fetch, [address] * 4, wanted))
+        assert [part.data for part in got] == [cut(pages, 4, reader).data for reader in range(4)]
     here.close()
     there.close()
 

@@ -217,6 +217,14 @@ def test_mtp(directory_of: Any) -> None:
     assert one == shared_out(2, 6, model, "mtp", quantization="none", max_num_seqs=2)
 
 
+def test_a_draft_model_with_states(directory_of: Any) -> None:
+    """Likewise; every rank has all of its states."""
+    model = directory_of("qwen3_next")
+    own = SpeculativeConfig(method="draft_model", model=str(model), **DRAFTS)
+    one = generate(Engine(config(model, exact_across_tp=2)), 6)
+    assert one == shared_out(2, 6, model, "draft_model", speculative_config=own)
+
+
 def test_clocks_of_ranks_may_differ(directory_of: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """What was measured on the first rank is what all go by, and grammars are not timed at all."""
     times = threading.local()

@@ -4,12 +4,11 @@
 from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
-from tempfile import mkdtemp
 from typing import Any
 
 import pytest
 import torch
-from checkpoints import make_checkpoint
+from checkpoints import lasting_directory, make_checkpoint
 from mtp_checkpoints import make_mtp_model
 from safetensors.torch import load_file, save_file
 from specops.engine import Completion, Engine, EngineConfig, SamplingParams, SpeculativeConfig
@@ -134,7 +133,7 @@ def test_a_drafters_quantization_is_the_servers() -> None:
 
 @lru_cache
 def model_dir() -> str:
-    return str(make_mtp_model(Path(mkdtemp())))
+    return str(make_mtp_model(lasting_directory()))
 
 
 def completions(

@@ -12,12 +12,12 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
-from tempfile import mkdtemp
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
 import torch
+from checkpoints import write_config
 from draft_lengths import Lengths, RandomLengths
 from mtp_checkpoints import make_mtp_checkpoint, save_checkpoint
 from safetensors.torch import load_file
@@ -25,7 +25,7 @@ from specops import linear_attention
 from specops.engine import Completion, Engine, EngineConfig, SamplingParams, SpeculativeConfig
 from specops.engine.errors import ModelError
 from specops.engine.machine import room_of
-from specops.engine.models import load_model
+from specops.engine.models import KvBytes, load_model
 from specops.engine.models.kv import CacheRoom, KvCache, StateSpec
 from test_experts import FAMILIES, engine_directory, make_experts
 from test_lossless import bits
@@ -396,7 +396,7 @@ def check_conversations(method: str, cache: str, count: int) -> None:
     assert stats.prefix_cache_hits > 0.05 * stats.prefix_cache_queries > 0
     assert (stats.num_preemptions > 0) == (cache == "few pages")
     assert engine.num_free_pages == engine.num_pages
-    check_entries(states)
+    check_entries(states, num_kept)
 
 
 @pytest.mark.parametrize("cache", CACHES)
@@ -448,9 +448,20 @@ def test_what_has_no_states_is_refused_by_name(tmp_path: Path) -> None:
                 ),
             )
         )
-    with pytest.raises(ModelError, match="linear attention is not supported in a draft model"):
-        own = SpeculativeConfig(method="draft_model", model=directory(), num_speculative_tokens=2)
-        Engine(EngineConfig(model=directory(), speculative_config=own))
+
+
+@pytest.mark.parametrize(
+    "layers", [{"layer_types": ["linear_attention"] * 2}, {"full_attention_interval": 3}]
+)
+def test_layers_that_keep_nothing_on_pages_are_refused(
+    tmp_path: Path, layers: dict[str, Any]
+) -> None:
+    changes = {"architectures": ["Qwen3_5ForCausalLM"], "num_hidden_layers": 2, **layers}
+    heads = {"linear_num_key_heads": 1, "linear_num_value_heads": 2, "linear_key_head_dim": 16}
+    heads |= {"linear_value_head_dim": 16, "linear_conv_kernel_dim": 4}
+    write_config(tmp_path, **changes, **heads)
+    with pytest.raises(ModelError, match=r"must give one layer at least .* got .* in all 2"):
+        load_model(tmp_path, load_format="dummy")
 
 
 def test_memory_has_room_for_states() -> None:
@@ -466,7 +477,7 @@ def test_memory_has_room_for_states() -> None:
 
     def room(free: int, **options: Any) -> CacheRoom:
         device: Any = SimpleNamespace(device=torch.device("cpu"), free_bytes=lambda: free)
-        return room_of(replace(config, **options), device, model, 0)
+        return room_of(replace(config, **options), device, model, KvBytes())
 
     page, kept = 16 * model.kv_bytes_per_token(), model.kv_bytes_per_slot(0)
     assert room(8 * each + 20 * page, enable_prefix_caching=False) == (20, 16, 8, DRAFTS, 0)
@@ -485,10 +496,10 @@ def test_memory_has_room_for_states() -> None:
             room(free, **options)
 
 
-def test_tensors_that_have_no_place_are_refused() -> None:
+def test_tensors_that_have_no_place_are_refused(tmp_path: Path) -> None:
     """As those of another projection: every tensor of a layer is read."""
     naming, base = "qwen3_next", FAMILIES["qwen3_next"]
-    tiny = make_mtp_checkpoint(Path(mkdtemp()), naming, base=base)
+    tiny = make_mtp_checkpoint(tmp_path, naming, base=base)
     name = "model.layers.1.linear_attn.in_proj_z.weight"
     save_checkpoint(tiny.directory, tiny.config, {**tiny.tensors, name: torch.zeros(64, 64)})
     with pytest.raises(ModelError, match=f"tensor {name} has no place in the model"):

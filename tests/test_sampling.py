@@ -54,6 +54,7 @@ def test_philox_known_answers(seed: int, counter: list[int], expected: list[int]
 @pytest.mark.parametrize(
     "rows,vocab", [(0, 32), (1, 1), (1, 4096), (60, 77), (1500, 40), (24, 5000)]
 )
+@pytest.mark.pairs
 def test_sample(device: str, isa: str, dtype: torch.dtype, rows: int, vocab: int) -> None:
     logits = (3 * torch.randn(rows, vocab)).to(dtype).to(device)
     positions = positions_from(5, rows)
@@ -369,6 +370,7 @@ def test_sample_strided_probs(device: str, isa: str, on_cuda: bool, rows: int, v
     "rows,vocab,n",
     [(0, 9, 2), (3, 9, 0), (3, 9, 9), (7, 5000, 20), (2, 50_000, 20_000), (1500, 70, 5)],
 )
+@pytest.mark.pairs
 def test_top_logprobs(
     device: str, isa: str, dtype: torch.dtype, rows: int, vocab: int, n: int
 ) -> None:

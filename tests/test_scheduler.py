@@ -14,7 +14,7 @@ from specops.engine import SamplingParams, SpeculativeConfig
 from specops.engine.config import EngineConfig
 from specops.engine.machine import free_rows_of
 from specops.engine.memory.kv_cache import DraftKv, PagePool
-from specops.engine.models import CacheRoom, KeptStates, KvCache
+from specops.engine.models import CacheRoom, KeptStates
 from specops.engine.plan import Part, Plan
 from specops.engine.request import Request
 from specops.engine.scheduling.scheduler import Scheduler
@@ -52,16 +52,15 @@ def make_request(
         token_ids=list(tokens),
         stream=None,  # type: ignore[arg-type]
     )
-    if lookahead:
+    if method == "mtp":
         request.draft_kv = DraftKv(method, lookahead, request.draft_stages[method])
     return request
 
 
-def check_entries(states: KeptStates) -> None:
+def check_entries(states: KeptStates, num_kept: int) -> None:
     """Fails if an entry is lost, or two things at once."""
     waiting = [own.waiting[1] for own in states._running.values() if own.waiting is not None]
     entries = [*states._free, *states._entry_of.values(), *waiting]
-    num_kept = 0 if states._cache is None else states._cache.room.num_kept
     assert sorted(entries) == list(range(num_kept)), "an entry is lost, or has two owners"
 
 
@@ -102,16 +101,24 @@ class World:
         caching: bool = True,
         k: int = 5,
         num_kept: int = 0,
+        has_states: bool = True,
+        drafter_has_states: bool = False,
     ) -> None:
         self.rng = random.Random(seed)
         self.lookahead, self.size, self.k = lookahead, 4, k
         self.pool = PagePool(num_pages, self.size, enable_prefix_caching=caching)
         self.leaf = 2 * self.size
-        self.states = States(CacheRoom(num_pages, 4, 6, k, num_kept)) if num_kept else None
+        self.room = room = CacheRoom(num_pages, 4, 6, k, num_kept)
+        self.states = States(room) if num_kept and has_states else None
+        # Of its window, what the drafter makes up takes the last places.
+        self.drafter_states = None
+        if drafter_has_states:
+            self.drafter_states = States(room._replace(num_drafts=2 * k))
+        drafters = {} if self.drafter_states is None else {"mtp": self.drafter_states}
         self.scheduler = Scheduler(
             self.pool,
             EngineConfig(max_num_seqs=6, max_num_batched_tokens=24),
-            KeptStates(self.pool, cast(KvCache | None, self.states)),
+            KeptStates(self.pool, room, cast(Any, self.states), cast(Any, drafters)),
             prefix_finder=PrefixFinder(self.pool, leaf_tokens=self.leaf),
         )
         self.memory = [[Row() for _ in range(self.size)] for _ in range(num_pages)]
@@ -123,7 +130,8 @@ class World:
         self._arrivals = 0
 
     def arrive(self) -> None:
-        method = self.rng.choice(["naive", "mtp"]) if self.lookahead else "naive"
+        has_drafter = self.lookahead or self.drafter_states
+        method = self.rng.choice(["naive", "mtp"]) if has_drafter else "naive"
         own = {"num_speculative_tokens": self.k, "lookahead": self.lookahead}
         own = own if method == "mtp" else {}
         # Prompts that share beginnings, some of them longer than what a request may still write.
@@ -150,7 +158,7 @@ class World:
         for part in plan:
             self._execute(part)
         check_pages(self.pool)
-        check_entries(self.scheduler.states)
+        check_entries(self.scheduler.states, self.room.num_kept)
 
     def live(self, num_steps: int) -> None:
         """So many steps in which requests come and go, and those that the last ones need."""
@@ -277,7 +285,20 @@ class World:
             row.drafts = None
             if position < final:
                 row.drafts = tokens[position + 1 : position + 1 + self.lookahead]
+        self._draft_states(request, tokens, final)
         request.num_final_draft_kv = max(final, request.num_final_draft_kv)
+
+    def _draft_states(self, request: Request, tokens: Tokens, final: int) -> None:
+        """Goes on from the state of what was final; so many rows behind that are made up."""
+        if self.drafter_states is None:
+            return
+        begin, window = request.num_final_draft_kv, self.drafter_states.slots[request.slot]
+        if begin:
+            found = self.drafter_states.of_slot(request.slot, begin)
+            assert found == tokens[:begin], "states are others'"
+        for position in range(begin, final + self.k):
+            is_final = position < final
+            window[position % len(window)] = tokens[: position + 1] if is_final else None
 
 
 @pytest.mark.parametrize("lookahead", [0, 1, 2, 3])
@@ -307,6 +328,23 @@ def test_states_are_those_of_the_tokens(lookahead: int, num_kept: int) -> None:
         num_preemptions += world.num_preemptions
         num_hits += sum(world.num_hits.values())
     assert num_preemptions > 30 and num_loads > 30 * (num_kept > 1) and num_hits >= 4 * num_loads
+
+
+@pytest.mark.parametrize("has_states", [True, False], ids=["of both", "of the drafter"])
+@pytest.mark.parametrize("num_kept", [1, 4, 24])
+def test_states_of_drafters_are_those_of_the_tokens(num_kept: int, has_states: bool) -> None:
+    """Beside the target's or without, and of requests with drafts alone; also behind rests."""
+    num_kepts = num_preemptions = num_loads = 0
+    for seed in range(3):
+        settings = {"num_kept": num_kept, "has_states": has_states, "k": 3 + 2 * seed}
+        world = World(seed, 0, drafter_has_states=True, **settings)
+        world.live(300)
+        assert world.drafter_states is not None
+        num_kepts += world.drafter_states.num_kept
+        num_loads += world.drafter_states.num_loads
+        num_preemptions += world.num_preemptions
+    assert num_kepts > 6 * num_kept and num_preemptions > 30
+    assert num_loads > 10 * (num_kept > 1)
 
 
 @pytest.mark.parametrize("lookahead", [1, 3])

@@ -20,10 +20,20 @@ pytest.importorskip("redis")
 
 import httpx
 from redis.asyncio import Redis as AsyncRedis
-from server_pairs import Redis, ServerProcess, bodies, choices_of, options, redis_server, servers
+from server_pairs import (
+    Redis,
+    ServerProcess,
+    bodies,
+    choices_of,
+    of_ranks,
+    one_server,
+    options,
+    redis_server,
+    servers,
+)
 from serving import Served
 from specops.disaggregated import splitwise
-from specops.disaggregated.splitwise import Drop, SplitwiseClient
+from specops.disaggregated.splitwise import Drop, SplitwiseClient, Ticket
 from specops.disaggregated.waiting import Told, Waiting
 from specops.engine import SamplingParams
 from specops.engine.outputs import TokenLogprob
@@ -62,6 +72,20 @@ def nodes(mtp_model: Path, redis: Redis) -> Iterator[list[ServerProcess]]:
         *(options(mtp_model, "--splitwise-role", role, *shared) for role in roles)
     ) as started:
         yield started
+
+
+@pytest.mark.prove
+def test_nodes_of_other_numbers_of_ranks(mtp_model: Path, redis: Redis) -> None:
+    """Two ranks compute prompts, one goes on, and the other way round."""
+    asked = bodies(20, seed=2)
+    with one_server(mtp_model, exact_across_tp=2) as one:
+        expected = choices_of(one, asked)
+    for sizes in ((2, 1), (1, 2)):
+        shared = ["--scheduler-name", "splitwise", "--scheduler-port", str(redis.port)]
+        shared += ["--scheduler-password", PASSWORD, "--scheduler-topic", f"ranks{sizes}"]
+        with servers(*([*own, *shared] for own in of_ranks(mtp_model, sizes))) as both:
+            assert answers_of(both[0], asked) == expected
+            assert both[1].gauge("prefix_cache_hits_total") > 0, "no prompt was handed over"
 
 
 def answers_of(door: ServerProcess, asked: list[dict[str, Any]], then: Any = None) -> list[Any]:
@@ -256,6 +280,32 @@ def test_a_consumer_that_reads_again_keeps_its_jobs(redis: Redis) -> None:
     consumers, left = asyncio.run(run())
     assert consumers == [0, 1]
     assert 0 < left <= 60, "what is told to a dead node goes away"
+
+
+def test_what_cannot_be_read_stops_nobody(redis: Redis) -> None:
+    """A job and a heartbeat of another version of specops, say: both are dropped."""
+
+    async def run() -> None:
+        one = node("decode", redis)
+        client = one._connect()
+        await client.flushall()
+        await one._meet(client)
+        await client.hset(f"{one._prefix}:alive", "other", splitwise._encode("alive"))
+        job = splitwise._encode(Ticket("other", 1, splitwise._encode("job")))
+        await client.xadd(one._streams["decode"], {"t": job})
+        await one.start(lambda batch: None, lambda message: None, 1)
+        one.submit(Submit(4, "", [[1]], SamplingParams(seed=1), None, False))
+        engine: Any = one._engine
+        end = time.monotonic() + 20
+        while not engine.jobs or await client.hlen(f"{one._prefix}:alive") > 1:
+            assert time.monotonic() < end, "the node does not go on"
+            await asyncio.sleep(0.05)
+        assert await client.xlen(one._streams["decode"]) == 1, "that of this node's door"
+        assert one._task is not None
+        await splitwise._ended([one._task])
+        await client.aclose()
+
+    asyncio.run(run())
 
 
 def test_a_task_that_swallows_a_cancellation_ends() -> None:

@@ -28,7 +28,16 @@ for name in ("fastapi", "uvicorn", "pydantic", "msgspec", "prometheus_client", "
 import httpx
 import numpy as np
 from fake_engine import CHAT
-from server_pairs import ServerProcess, bodies, free_port, options, servers, wait_until_idle
+from server_pairs import (
+    ServerProcess,
+    bodies,
+    free_port,
+    of_ranks,
+    one_server,
+    options,
+    servers,
+    wait_until_idle,
+)
 from serving import Served
 
 ROUTER = shutil.which(
@@ -109,6 +118,22 @@ def test_the_router_gives_the_answers_of_one_server(
     assert pair[1].gauge("prefix_cache_hits_total") - hits >= 16 * pages > 0
     for one in pair:
         wait_until_idle(one)
+
+
+def test_the_router_drives_ranks(mtp_model: Path) -> None:
+    """Two compute prompts, one goes on: the router passes on where all of them are."""
+    asked = bodies(20, seed=5)
+    with (
+        servers(*of_ranks(mtp_model, (2, 1))) as (prefill, decode),
+        one_server(mtp_model, exact_across_tp=2) as one,
+        routing(
+            "--vllm-pd-disaggregation", "--prefill", prefill.url, "--decode", decode.url
+        ) as url,
+    ):
+        told = choices_at(url, "/v1/completions", asked)
+        assert told == choices_at(one.url, "/v1/completions", asked)
+        pages = sum((len(body["prompt"]) - 1) // 16 for body in asked)
+        assert decode.gauge("prefix_cache_hits_total") >= 16 * pages > 0
 
 
 CHATS: list[dict[str, Any]] = [

@@ -5,6 +5,7 @@ import errno
 import json
 import os
 import shutil
+import tempfile
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -243,6 +244,9 @@ def test_what_is_damaged_is_made_anew(
 
 
 def test_the_longest_unused_makes_room(tmp_path: Path, root: Path, packed: list[Tensor]) -> None:
+    somebodys = root / "photos"  # was there before the folder became a cache
+    somebodys.mkdir(parents=True)
+    os.utime(somebodys, (0, 0))
     folders = []
     for number in range(3):
         (tmp_path / str(number)).mkdir()
@@ -259,6 +263,7 @@ def test_the_longest_unused_makes_room(tmp_path: Path, root: Path, packed: list[
     read(source(folders[0], root, limit))  # now the second is the longest unused
     read(source(folders[2], root, limit))
     assert len(files(root)) == 2 and file in files(root) and len(packed) == 3
+    assert somebodys.exists()
     # Its own folder stays, and what has no room is used all the same.
     tight = source(folders[2], root, limit)
     read(tight, activation="silu")
@@ -298,6 +303,25 @@ def test_a_folder_that_cannot_be_is_a_warning(
     root.write_text("a file")
     assert_equal(read(source(model_dir, root)), read(source(model_dir, None)))
     assert f"{root} cannot keep packed weights: " in caplog.text
+
+
+def test_a_filled_folder_that_cannot_be_written_to_is_read(
+    model_dir: Path,
+    root: Path,
+    packed: list[Tensor],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def read_only(*_: Any, **__: Any) -> None:
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+
+    monkeypatch.setattr(weight_cache, "_SETTLED_SECONDS", -1.0)
+    want = read(source(model_dir, root))
+    for name in ("utime", "replace"):
+        monkeypatch.setattr(os, name, read_only)
+    monkeypatch.setattr(tempfile, "NamedTemporaryFile", read_only)
+    assert_equal(read(source(model_dir, root)), want)
+    assert len(packed) == 1 and not caplog.text
 
 
 def test_several_make_the_same_at_once(model_dir: Path, root: Path) -> None:

@@ -16,6 +16,7 @@ from specops.engine.drafters.head import DraftRows
 from specops.engine.drafters.methods import Method, Options, checks
 from specops.engine.drafters.recurrent import RecurrentDrafter
 from specops.engine.errors import ModelError
+from specops.engine.models import CacheRoom
 from torch import Tensor
 
 FILE = "toy.safetensors"
@@ -89,10 +90,10 @@ class ToyHead:
     def reserve(self, rows: int) -> None:
         pass
 
-    def allocate(self, num_pages: int, page_size: int) -> None:
-        self.page_size = page_size
+    def allocate(self, room: CacheRoom) -> None:
+        self.page_size = room.page_size
         # One place more, for rows of no request.
-        shape = (num_pages * page_size + 1, self.hidden_size)
+        shape = (room.num_pages * room.page_size + 1, self.hidden_size)
         self.kept = torch.zeros(shape, device=self.follows.device)
 
     def workspace_size(self, rows: int, batch: int, pages: int) -> int:

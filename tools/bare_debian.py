@@ -2,9 +2,9 @@
 """`python -m tools.bare_debian`: from a wheel to the first token, on a Debian with Python alone.
 
 Makes the smallest Debian that has Python in build/bare, by debootstrap as root: no compiler, no
-make. The wheel of `make wheel` and what it needs are installed there without a network,
-and the bundled model completes a text twice. Prints seconds and MB. Wheels of others are downloaded
-here before, so this Python must be Debian's version.
+make. The wheel of `make wheel` and what it needs are installed there without a network. The bundled
+model completes a text twice, and instruction sets are those of this tree. Prints seconds and MB.
+Wheels of others are downloaded here before, so this Python must be Debian's version.
 """
 
 import argparse
@@ -16,6 +16,8 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
+
+import specops
 
 ROOT = Path(__file__).resolve().parent.parent
 WORK = ROOT / "build" / "bare"
@@ -97,6 +99,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     first, text = inside(complete)
     second, again = inside(complete)
     assert text and text == again, text
+    _, isas = inside(
+        ["specops/bin/python", "-c", "import specops; print(*specops.supported_isas())"]
+    )
+    assert isas.split() == specops.supported_isas(), f"instruction sets: {isas}"
     site = next((SYSTEM / "specops/lib").glob("python3*")) / "site-packages"
     print(
         json.dumps(

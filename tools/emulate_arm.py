@@ -51,8 +51,9 @@ GLIBCS = (28, 27, 17)  # of wheels that run there
 
 # What runs without a choice: bits against bits of the ops with vectors, and texts of the engine.
 TESTS = """
-tests/test_dense.py tests/test_attention.py tests/test_attention_8bit.py
-tests/test_attention_sinks.py tests/test_sampling.py tests/test_verify.py
+tests/test_dense.py tests/test_quantized.py tests/test_moe.py tests/test_attention.py
+tests/test_attention_8bit.py tests/test_attention_sinks.py tests/test_linear_attention.py
+tests/test_sampling.py tests/test_verify.py
 tests/test_trees.py::test_a_node_is_a_row_of_plain_decoding
 tests/test_trees.py::test_after_compaction_the_cache_is_plain_decodings
 tests/test_suffix_cache.py tests/test_suffix_tree.py tests/test_ngram.py

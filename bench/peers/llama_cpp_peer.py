@@ -25,11 +25,11 @@ def start(threads: int) -> Answer:
     return {"version": f"llama-cpp-python {llama_cpp.__version__}"}
 
 
-def load(model: str) -> Answer:
-    """Maps a GGUF file."""
-    _state["model"] = llama_cpp.llama_model_load_from_file(
-        model.encode(), llama_cpp.llama_model_default_params()
-    )
+def load(model: str, mapped: bool = True) -> Answer:
+    """Maps a GGUF file, or reads it."""
+    params = llama_cpp.llama_model_default_params()
+    params.load_mode = llama_cpp.LLAMA_LOAD_MODE_MMAP if mapped else llama_cpp.LLAMA_LOAD_MODE_NONE
+    _state["model"] = llama_cpp.llama_model_load_from_file(model.encode(), params)
     if not _state["model"]:
         raise ValueError(f"llama.cpp does not load {model}")
     vocab = llama_cpp.llama_model_get_vocab(_state["model"])

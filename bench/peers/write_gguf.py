@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Writes a Qwen3-shaped checkpoint as a GGUF file: `write_gguf.py CHECKPOINT OUT.gguf [KIND]`.
+"""Writes a checkpoint of Qwen3 or Llama as a GGUF file: `write_gguf.py CHECKPOINT OUT.gguf [KIND]`.
 
 KIND is "bf16", "int8" (all matrices Q8_0) or "int4" (Q4_0, embedding and head Q8_0). A layer's
 experts become one tensor of each projection.
@@ -8,9 +8,11 @@ experts become one tensor of each projection.
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 import gguf
 import numpy as np
+import torch
 from safetensors import safe_open
 
 LAYER_NAMES = {
@@ -28,6 +30,7 @@ LAYER_NAMES = {
     "mlp.gate": "ffn_gate_inp",
 }
 FILE_TYPES = {"bf16": "BF16", "int8": "Q8_0", "int4": "Q4_0"}
+ARCHITECTURES = {"llama": "llama", "qwen3": "qwen3", "qwen3_moe": "qwen3moe"}
 NAMES = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
 
 
@@ -49,11 +52,29 @@ def stored_as(name: str, kind: str) -> gguf.GGMLQuantizationType:
     return gguf.GGMLQuantizationType.Q4_0 if is_small else gguf.GGMLQuantizationType.Q8_0
 
 
+def in_pairs(name: str, tensor: torch.Tensor, config: dict[str, Any]) -> torch.Tensor:
+    """Llama's queries and keys as llama.cpp rotates them: by neighbours, not by halves of heads."""
+    heads = {"q_proj": "num_attention_heads", "k_proj": "num_key_value_heads"}
+    projection = name.removesuffix(".weight").rpartition(".")[2]
+    if config["model_type"] != "llama" or projection not in heads:
+        return tensor
+    halves = tensor.view(config[heads[projection]], 2, -1, tensor.shape[1])
+    return halves.transpose(1, 2).reshape(tensor.shape)
+
+
+def packed(tensor: torch.Tensor, number: gguf.GGMLQuantizationType) -> np.ndarray:
+    """A matrix as bytes of a type."""
+    if number == gguf.GGMLQuantizationType.BF16:
+        return tensor.bfloat16().view(torch.uint8).numpy()
+    return gguf.quants.quantize(tensor.float().numpy(), number)
+
+
 def main(checkpoint: Path, out: str, kind: str = "bf16") -> None:
     """Copies the weights as they are; norms become fp32, as llama.cpp wants them."""
     config = json.loads((checkpoint / "config.json").read_text())
     num_experts = config.get("num_experts", 0)
-    writer = gguf.GGUFWriter(out, "qwen3moe" if num_experts else "qwen3")
+    # With a file for what waits to be written, in place of memory.
+    writer = gguf.GGUFWriter(out, ARCHITECTURES[config["model_type"]], use_temp_file=True)
     if num_experts:
         writer.add_expert_count(num_experts)
         writer.add_expert_used_count(config["num_experts_per_tok"])
@@ -71,32 +92,29 @@ def main(checkpoint: Path, out: str, kind: str = "bf16") -> None:
     writer.add_vocab_size(config["vocab_size"])
     writer.add_file_type(gguf.LlamaFileType[f"MOSTLY_{FILE_TYPES[kind]}"])
     writer.add_tokenizer_model("none")
-    with safe_open(checkpoint / "model.safetensors", framework="pt") as file:
-        for name in file.keys():  # noqa: SIM118
-            if ".experts." in name:
-                continue
-            tensor = file.get_tensor(name).float().numpy()
-            if tensor.ndim == 1 or name.endswith("mlp.gate.weight"):  # routers are fp32 as well
-                writer.add_tensor(gguf_name(name), tensor)
-                continue
-            number = stored_as(name, kind)
-            writer.add_tensor(
-                gguf_name(name), gguf.quants.quantize(tensor, number), raw_dtype=number
-            )
-        for layer in range(config["num_hidden_layers"] if num_experts else 0):
-            for part in ("gate", "up", "down"):
-                names = [
-                    f"model.layers.{layer}.mlp.experts.{expert}.{part}_proj.weight"
-                    for expert in range(num_experts)
-                ]
-                number = stored_as(names[0], kind)
-                experts = np.stack(
-                    [
-                        gguf.quants.quantize(file.get_tensor(name).float().numpy(), number)
-                        for name in names
-                    ]
-                )
-                writer.add_tensor(f"blk.{layer}.ffn_{part}_exps.weight", experts, raw_dtype=number)
+    files = [safe_open(path, "pt") for path in sorted(checkpoint.glob("*.safetensors"))]
+    where = {name: file for file in files for name in file.keys()}  # noqa: SIM118
+
+    def matrix(name: str) -> np.ndarray:
+        tensor = in_pairs(name, where[name].get_tensor(name), config)
+        return packed(tensor, stored_as(name, kind))
+
+    for name in where:
+        if ".experts." in name:
+            continue
+        tensor = where[name].get_tensor(name)
+        if tensor.ndim == 1 or name.endswith("mlp.gate.weight"):  # routers are fp32 as well
+            writer.add_tensor(gguf_name(name), tensor.float().numpy())
+        else:
+            writer.add_tensor(gguf_name(name), matrix(name), raw_dtype=stored_as(name, kind))
+    for layer in range(config["num_hidden_layers"] if num_experts else 0):
+        for part in ("gate", "up", "down"):
+            names = [
+                f"model.layers.{layer}.mlp.experts.{expert}.{part}_proj.weight"
+                for expert in range(num_experts)
+            ]
+            experts, number = np.stack([matrix(name) for name in names]), stored_as(names[0], kind)
+            writer.add_tensor(f"blk.{layer}.ffn_{part}_exps.weight", experts, raw_dtype=number)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

@@ -35,16 +35,23 @@ Isa best_isa() {
 }
 
 #if defined(__aarch64__)
-// Vectors are part of every 64-bit ARM; products of bfloat16 are not. Where the system has no word
-// for them they count as missing.
-[[maybe_unused]] bool has_arm_bf16() {
+// Vectors are part of every 64-bit ARM; products of bfloat16, and of 8 bits of either sign, are not.
+// Where the system has no word for them they count as missing.
+[[maybe_unused]] bool has_arm_products() {
 #if defined(__linux__)
-  constexpr unsigned long kBf16 = 1ul << 14;  // HWCAP2_BF16, which older headers lack
-  return (getauxval(AT_HWCAP2) & kBf16) != 0;
+  // HWCAP_ASIMDDP, HWCAP2_BF16 and HWCAP2_I8MM, which older headers lack.
+  constexpr unsigned long kDotProducts = 1ul << 20, kBf16 = 1ul << 14, kInt8 = 1ul << 13;
+  unsigned long second = getauxval(AT_HWCAP2);
+  return (getauxval(AT_HWCAP) & kDotProducts) != 0 && (second & kBf16) != 0 &&
+         (second & kInt8) != 0;
 #elif defined(__APPLE__)
-  int has = 0;
-  size_t size = sizeof(has);
-  return sysctlbyname("hw.optional.arm.FEAT_BF16", &has, &size, nullptr, 0) == 0 && has != 0;
+  auto has = [](const char* name) {
+    int value = 0;
+    size_t size = sizeof(value);
+    return sysctlbyname(name, &value, &size, nullptr, 0) == 0 && value != 0;
+  };
+  return has("hw.optional.arm.FEAT_DotProd") && has("hw.optional.arm.FEAT_BF16") &&
+         has("hw.optional.arm.FEAT_I8MM");
 #else
   return false;
 #endif
@@ -52,15 +59,15 @@ Isa best_isa() {
 #endif
 
 #if defined(SPECOPS_HAS_amx)
-// Whether the CPU has tiles and products of bf16 on them, and Linux grants them to this process, for
+// Whether the CPU has tiles and products of bf16 and of 8 bits on them, and Linux grants them to this process, for
 // good and for all of its threads: without that the first tile instruction ends it.
 bool has_amx() {
 #if defined(__x86_64__) && defined(__linux__)
-  constexpr unsigned kAmxBf16 = 1u << 22, kAmxTile = 1u << 24;  // leaf 7, edx
-  constexpr int kRequestPermission = 0x1023, kTileData = 18;    // ARCH_REQ_XCOMP_PERM
+  constexpr unsigned kAmx = 1u << 22 | 1u << 24 | 1u << 25;   // leaf 7, edx: bf16, tiles, int8
+  constexpr int kRequestPermission = 0x1023, kTileData = 18;  // ARCH_REQ_XCOMP_PERM
   unsigned eax = 0, ebx = 0, ecx = 0, edx = 0;
   if (__get_cpuid_count(7, 0, &eax, &ebx, &ecx, &edx) == 0) return false;
-  if ((edx & kAmxBf16) == 0 || (edx & kAmxTile) == 0) return false;
+  if ((edx & kAmx) != kAmx) return false;
   static const bool granted = syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0;
   return granted;
 #else
@@ -124,7 +131,7 @@ bool isa_supported(Isa isa) {
 #endif
 #ifdef SPECOPS_HAS_neon_bf16
     case Isa::kNeonBf16:
-      return has_arm_bf16();
+      return has_arm_products();
 #endif
 #ifdef SPECOPS_HAS_neon
     case Isa::kNeon:

@@ -1,13 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
 #include <cstring>
 
-#include "common/parallel.h"
-#include "dense/linear.h"
-#include "gemm/finish_cpu.h"
+#include "dense/linear_ranges_cpu.h"
 #include "gemm/tiles_cpu.h"
 
 namespace specops::avx512_bf16 {
-void linear_cpu(const LinearParams& params);  // float32 and int8 have no tiles
+void linear_cpu(const LinearParams& params);  // float32 and fp8 have no tiles
 }
 
 namespace specops::SPECOPS_ISA {
@@ -167,8 +165,8 @@ void run_range(const LinearParams& params,
   release_tiles();  // so that the system need not keep them when this thread stops
 }
 
-// Ranges as in linear_cpu.cpp. A block of gates and that of their ups are never parted.
-void run(const LinearParams& params) {
+// Ranges as in linear_ranges_cpu.h. A block of gates and that of their ups are never parted.
+void run_tiles(const LinearParams& params) {
   int64_t together = is_gated(params.weight.activation) ? 2 : 1;
   int64_t blocks = packed_blocks(params.weight.num_outputs, params.weight.activation);
   int64_t row_tiles = ceil_div(params.rows, kMaxRows);
@@ -194,9 +192,10 @@ void run(const LinearParams& params) {
 }  // namespace
 
 void linear_cpu(const LinearParams& params) {
+  if (is_in_panels(params.weight.kind)) return run_panels(params, kIntegerRowsKept);
   bool has_tiles = params.weight.kind == WeightKind::kPlain && params.dtype == DType::kBFloat16;
   if (!has_tiles) return avx512_bf16::linear_cpu(params);
-  run(params);
+  run_tiles(params);
 }
 
 }  // namespace specops::SPECOPS_ISA

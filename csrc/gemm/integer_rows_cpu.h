@@ -4,7 +4,6 @@
 
 #include <atomic>
 #include <cstring>
-#include <type_traits>
 
 #include "common/growing_array.h"
 #include "gemm/finish_cpu.h"
@@ -30,7 +29,7 @@ struct Pieces {
   }
 };
 
-// Of int16_t every four inputs are the first, third, second, fourth; of int8_t they are in order.
+// In the order in which products want them (integer_step_cpu.h).
 template <typename Integer>
 struct IntegerRows {
   const Integer* x;  // zeros behind the last input
@@ -114,14 +113,29 @@ inline void swap_middles(int16_t* integers, int64_t count) {
   }
 }
 
+// Of every kRun integers, the high bytes come first, then the low ones.
+template <int kRun>
+void split_bytes(int16_t* integers, int64_t count) {
+  for (int64_t i = 0; i < count; i += kRun) {
+    int16_t run[kRun];
+    std::memcpy(run, integers + i, sizeof(run));
+    uint8_t bytes[2 * kRun];
+    for (int j = 0; j < kRun; ++j) {
+      bytes[j] = static_cast<uint8_t>(run[j] >> 8);
+      bytes[kRun + j] = static_cast<uint8_t>(run[j]);
+    }
+    std::memcpy(integers + i, bytes, sizeof(bytes));
+  }
+}
+
 // One row, whose groups have kGroup inputs. `x` has num_inputs elements; what lies behind them is not
 // read.
-template <int kGroup, typename T, typename Integer>
+template <typename Product, int kGroup, typename T>
 void round_row(const T* x,
                const WeightParams& weight,
                const Pieces& pieces,
                int bias,
-               Integer* out,
+               typename Product::Integer* out,
                int64_t count,
                float* scales,
                int32_t* starts,
@@ -143,9 +157,11 @@ void round_row(const T* x,
     }
     alignas(64) int32_t integers[kGroup];
     float scale = round_group<kGroup>(values, integers);
-    Integer* group = out + first;
-    for (int i = 0; i < kGroup; ++i) group[i] = static_cast<Integer>(integers[i]);
-    if constexpr (std::is_same_v<Integer, int16_t>) swap_middles(group, kGroup);
+    auto* group = out + first;
+    for (int i = 0; i < kGroup; ++i) {
+      group[i] = static_cast<typename Product::Integer>(integers[i]);
+    }
+    Product::arrange(group, kGroup);
     for (int part = 0; part < kParts && first + part * kWeightBlock < weight.num_inputs;) {
       int32_t sum = 0;
       for (int end = part + static_cast<int>(piece_parts); part < end; ++part) {
@@ -162,9 +178,10 @@ void round_row(const T* x,
 }
 
 // The rows from `row` on of a call; of what this thread's memory had, they alone are kept.
-template <typename Integer>
-IntegerRows<Integer> integer_rows_from(
+template <typename Product>
+IntegerRows<typename Product::Integer> integer_rows_from(
     const GemmParams& params, int64_t row, int64_t rows, int bias, uint64_t call) {
+  using Integer = typename Product::Integer;
   const WeightParams& weight = params.weight;
   Pieces pieces(weight);
   int64_t width = ceil_div(weight.num_inputs, kIntegerGroup) * kIntegerGroup;
@@ -181,7 +198,7 @@ IntegerRows<Integer> integer_rows_from(
   for (int64_t r = 0; r < rows; ++r) {
     auto round = [&](const auto* x) {
       auto with_group = [&]<int kGroup>() {
-        round_row<kGroup>(
+        round_row<Product, kGroup>(
             x, weight, pieces, bias, integers + r * stride, rows, scales + r, starts + r, sums + r);
       };
       if (pieces.row_group == kInt8Group) return with_group.template operator()<kInt8Group>();

@@ -4,13 +4,15 @@
 // In a vector of codes four bytes are of one output. Quads have one code in every byte, none negative:
 // what a code lacks to its value (`kBias`) is taken from the sum at its begin. Wide products multiply
 // pairs of 16 bits, the even codes of a quad and the odd ones, with integers of 16 bits; narrow ones
-// quads with integers of 8 bits.
+// quads with integers of 8 bits. Where quads can be multiplied with 8 bits of either sign, wide ones are
+// quads, too: with the high bytes of the integers, and with the low ones.
 #pragma once
 
 #include <cstdint>
 #include <cstring>
 
 #include "common/simd.h"
+#include "gemm/integer_rows_cpu.h"
 #include "gemm/unrolled_cpu.h"
 #include "gemm/weight.h"
 
@@ -127,13 +129,54 @@ inline void store_floats(float* p, Floats x) { vst1q_f32(p, x); }
 inline Floats spread_float(float x) { return vdupq_n_f32(x); }
 inline Floats times(Floats a, Floats b) { return vmulq_f32(a, b); }
 inline Floats fused(Floats a, Floats b, Floats c) { return vfmaq_f32(c, a, b); }
-inline Sums add_pairs(Sums sums, Codes pairs, Sums x) {
-  int16x8_t codes = vreinterpretq_s16_u8(pairs), spread = vreinterpretq_s16_s32(x);
-  int32x4_t low = vmull_s16(vget_low_s16(codes), vget_low_s16(spread));
-  sums = vaddq_s32(sums, vpaddq_s32(low, vmull_high_s16(codes, spread)));
-  SPECOPS_ADDED(sums);
+#if defined(SPECOPS_ISA_neon_bf16)
+// With the four integers in lane `lane` of x; the compiler wants a literal number.
+inline Sums add_quads(Sums sums, Codes quads, int8x16_t x, int lane) {
+  switch (lane) {
+    case 0:
+      return vusdotq_laneq_s32(sums, quads, x, 0);
+    case 1:
+      return vusdotq_laneq_s32(sums, quads, x, 1);
+    case 2:
+      return vusdotq_laneq_s32(sums, quads, x, 2);
+    default:
+      return vusdotq_laneq_s32(sums, quads, x, 3);
+  }
+}
+inline Sums add_quads(Sums sums, Codes quads, uint8x16_t x, int lane) {
+  uint32x4_t words = vreinterpretq_u32_s32(sums);
+  switch (lane) {
+    case 0:
+      return vreinterpretq_s32_u32(vdotq_laneq_u32(words, quads, x, 0));
+    case 1:
+      return vreinterpretq_s32_u32(vdotq_laneq_u32(words, quads, x, 1));
+    case 2:
+      return vreinterpretq_s32_u32(vdotq_laneq_u32(words, quads, x, 2));
+    default:
+      return vreinterpretq_s32_u32(vdotq_laneq_u32(words, quads, x, 3));
+  }
+}
+#else
+// An output's sum is that of two neighbours.
+struct PairSums {
+  Sums low, high;
+};
+inline PairSums begin_pairs(int32_t start) {
+  Sums half = vreinterpretq_s32_u64(vdupq_n_u64(static_cast<uint32_t>(start)));
+  return {half, half};
+}
+inline PairSums add_pairs(PairSums sums, Codes pairs, Sums x) {
+  int16x8_t codes = vreinterpretq_s16_u8(pairs), integers = vreinterpretq_s16_s32(x);
+  sums.low = vmlal_s16(sums.low, vget_low_s16(codes), vget_low_s16(integers));
+  sums.high = vmlal_high_s16(sums.high, codes, integers);
   return sums;
 }
+inline Sums end_pairs(PairSums sums) { return vpaddq_s32(sums.low, sums.high); }
+inline void added_pairs(PairSums& sums) {
+  SPECOPS_ADDED(sums.low);
+  SPECOPS_ADDED(sums.high);
+}
+#endif
 #else
 constexpr int kPartOutputs = 4;
 // Vectors of four live in registers anywhere.
@@ -179,6 +222,13 @@ inline Sums add_pairs(Sums sums, Codes pairs, Sums x) {
 }
 #endif
 
+#if !defined(SPECOPS_NEON)
+using PairSums = Sums;
+inline PairSums begin_pairs(int32_t start) { return spread(start); }
+inline Sums end_pairs(PairSums sums) { return sums; }
+inline void added_pairs(PairSums& sums) { SPECOPS_ADDED(sums); }
+#endif
+
 // What a line of codes is to a tile: its quads, in the order of the inputs.
 struct Int8Codes {
   static constexpr int kLineInputs = 4;
@@ -207,23 +257,90 @@ struct Int4Table {
   }
 };
 
+// A product is made of a chunk's quads, one after the other: `at` is the first of a quad's four inputs
+// in the chunk, `x` where the chunk's integers begin. They lie as `arrange` leaves them.
+
+#if defined(SPECOPS_ISA_neon_bf16)
+// Products of quads with integers of 16 bits: 256 times those of their high bytes, and of the low ones,
+// which have no sign.
+template <typename Kind>
+struct Wide {
+  using Integer = int16_t;
+  struct Acc {
+    Sums high, low;
+  };
+  static constexpr bool kIsNarrow = false;
+  static void arrange(int16_t* integers, int64_t count) {
+    split_bytes<kChunkInputs>(integers, count);
+  }
+  static Acc begin(int32_t start) { return {spread(0), spread(start)}; }
+  template <int kRows, int kParts>
+  SPECOPS_INLINE static void add(const Codes (&quads)[kParts],
+                                 const int16_t* x,
+                                 int at,
+                                 int64_t stride,
+                                 Acc (&acc)[kRows][kParts]) {
+    unrolled<kRows>([&](int r) SPECOPS_INLINE {
+      const auto* bytes = reinterpret_cast<const uint8_t*>(x + r * stride);
+      int8x16_t high = vreinterpretq_s8_u8(vld1q_u8(bytes));
+      uint8x16_t low = vld1q_u8(bytes + kChunkInputs);
+      unrolled<kParts>([&](int p) SPECOPS_INLINE {
+        acc[r][p].high = add_quads(acc[r][p].high, quads[p], high, at / 4);
+        acc[r][p].low = add_quads(acc[r][p].low, quads[p], low, at / 4);
+      });
+    });
+  }
+  static void added(Acc& acc) {
+    SPECOPS_ADDED(acc.high);
+    SPECOPS_ADDED(acc.low);
+  }
+  static Sums sums(Acc acc, int32_t) { return vaddq_s32(acc.low, vshlq_n_s32(acc.high, 8)); }
+};
+
+// With integers of 8 bits.
+template <typename Kind>
+struct Narrow {
+  using Integer = int8_t;
+  using Acc = Sums;
+  static constexpr bool kIsNarrow = true;
+  static void arrange(int8_t*, int64_t) {}
+  static Acc begin(int32_t start) { return spread(start); }
+  template <int kRows, int kParts>
+  SPECOPS_INLINE static void add(const Codes (&quads)[kParts],
+                                 const int8_t* x,
+                                 int at,
+                                 int64_t stride,
+                                 Acc (&acc)[kRows][kParts]) {
+    unrolled<kRows>([&](int r) SPECOPS_INLINE {
+      int8x16_t of_row = vld1q_s8(x + r * stride);
+      unrolled<kParts>([&](int p) SPECOPS_INLINE {
+        acc[r][p] = add_quads(acc[r][p], quads[p], of_row, at / 4);
+      });
+    });
+  }
+  static void added(Acc& acc) { SPECOPS_ADDED(acc); }
+  static Sums sums(Acc acc, int32_t) { return acc; }
+};
+#else
 // Products of quads with integers of 16 bits: of four inputs the first, third, second, fourth.
 template <typename Kind>
 struct Wide {
   using Integer = int16_t;
-  using Acc = Sums;
+  using Acc = PairSums;
   static constexpr bool kIsNarrow = false;
-  static Acc begin(int32_t start) { return spread(start); }
+  static void arrange(int16_t* integers, int64_t count) { swap_middles(integers, count); }
+  static Acc begin(int32_t start) { return begin_pairs(start); }
   template <int kRows, int kParts>
   SPECOPS_INLINE static void add(const Codes (&quads)[kParts],
                                  const int16_t* x,
+                                 int at,
                                  int64_t stride,
                                  Acc (&acc)[kRows][kParts]) {
     Codes halves[kParts];
     unrolled<kParts>([&](int p) SPECOPS_INLINE { halves[p] = evens(quads[p]); });
-    add_halves<kRows, kParts>(halves, x, stride, acc);
+    add_halves<kRows, kParts>(halves, x + at, stride, acc);
     unrolled<kParts>([&](int p) SPECOPS_INLINE { halves[p] = odds(quads[p]); });
-    add_halves<kRows, kParts>(halves, x + 2, stride, acc);
+    add_halves<kRows, kParts>(halves, x + at + 2, stride, acc);
   }
 
   template <int kRows, int kParts>
@@ -237,7 +354,8 @@ struct Wide {
                            SPECOPS_INLINE { acc[r][p] = add_pairs(acc[r][p], halves[p], of_row); });
     });
   }
-  static Sums sums(Acc acc, int32_t) { return acc; }
+  static void added(Acc& acc) { added_pairs(acc); }
+  static Sums sums(Acc acc, int32_t) { return end_pairs(acc); }
 };
 
 #if defined(SPECOPS_ISA_avx512_bf16) || defined(SPECOPS_ISA_amx)
@@ -247,18 +365,21 @@ struct Narrow {
   using Integer = int8_t;
   using Acc = Sums;
   static constexpr bool kIsNarrow = true;
+  static void arrange(int8_t*, int64_t) {}
   static Acc begin(int32_t start) { return spread(start); }
   template <int kRows, int kParts>
   SPECOPS_INLINE static void add(const Codes (&quads)[kParts],
                                  const int8_t* x,
+                                 int at,
                                  int64_t stride,
                                  Acc (&acc)[kRows][kParts]) {
     unrolled<kRows>([&](int r) SPECOPS_INLINE {
-      Sums of_row = spread(word_at(x + r * stride));
+      Sums of_row = spread(word_at(x + at + r * stride));
       unrolled<kParts>([&](int p)
                            SPECOPS_INLINE { acc[r][p] = add_quads(acc[r][p], quads[p], of_row); });
     });
   }
+  static void added(Acc& acc) { SPECOPS_ADDED(acc); }
   static Sums sums(Acc acc, int32_t) { return acc; }
 };
 #elif defined(SPECOPS_AVX2)
@@ -273,20 +394,23 @@ struct Narrow<Int4Codes> {
   using Integer = int8_t;
   using Acc = __m256i;
   static constexpr bool kIsNarrow = true;
+  static void arrange(int8_t*, int64_t) {}
   static Acc begin(int32_t) { return _mm256_setzero_si256(); }
   template <int kRows, int kParts>
   SPECOPS_INLINE static void add(const Codes (&quads)[kParts],
                                  const int8_t* x,
+                                 int at,
                                  int64_t stride,
                                  Acc (&acc)[kRows][kParts]) {
     unrolled<kRows>([&](int r) SPECOPS_INLINE {
-      Sums of_row = spread(word_at(x + r * stride));
+      Sums of_row = spread(word_at(x + at + r * stride));
       unrolled<kParts>([&](int p) SPECOPS_INLINE {
         acc[r][p] = _mm256_add_epi16(acc[r][p], _mm256_maddubs_epi16(quads[p], of_row));
         SPECOPS_ADDED(acc[r][p]);
       });
     });
   }
+  static void added(Acc& acc) { SPECOPS_ADDED(acc); }
   static Sums sums(Acc acc, int32_t start) {
     return _mm256_add_epi32(_mm256_madd_epi16(acc, _mm256_set1_epi16(1)), spread(start));
   }
@@ -296,6 +420,7 @@ template <typename Kind>
 struct Narrow {
   static constexpr bool kIsNarrow = false;
 };
+#endif
 #endif
 
 }  // namespace

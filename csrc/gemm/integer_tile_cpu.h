@@ -59,7 +59,8 @@ constexpr int parts_at_once(int rows, bool narrow) {
 #if defined(SPECOPS_AVX512)
   return rows <= (narrow ? 6 : 5) ? 4 : 2;
 #elif defined(SPECOPS_NEON)
-  return rows <= (narrow ? 4 : 2) ? 4 : 2;
+  if (narrow) return rows <= 4 ? 4 : 2;
+  return rows <= 2 ? 4 : rows <= 6 ? 2 : 1;  // two sums each
 #elif defined(SPECOPS_AVX2)
   return rows == 1 ? 8 : rows == 2 ? 4 : 2;
 #else
@@ -98,13 +99,13 @@ SPECOPS_INLINE inline void sum_piece(const Kind& kind,
       unrolled<Kind::kLineInputs / 4>([&](int quad) SPECOPS_INLINE {
         Codes quads[kParts];
         unrolled<kParts>([&](int p) SPECOPS_INLINE { quads[p] = kind.quad(lines[p], quad); });
-        const auto* own = x + line * Kind::kLineInputs + 4 * quad;
-        Product::template add<kRows, kParts>(quads, own, stride, acc);
+        int at = line * Kind::kLineInputs + 4 * quad;
+        Product::template add<kRows, kParts>(quads, x, at, stride, acc);
       });
       asm volatile("");  // or gcc would fetch all lines of a chunk at its begin
     });
     unrolled<kRows>([&](int r) SPECOPS_INLINE {
-      unrolled<kParts>([&](int p) SPECOPS_INLINE { SPECOPS_ADDED(acc[r][p]); });
+      unrolled<kParts>([&](int p) SPECOPS_INLINE { Product::added(acc[r][p]); });
     });
     chunk += kPanelChunkBytes<Kind>;
     ahead += kPanelChunkBytes<Kind>;
@@ -138,6 +139,25 @@ void add_offsets(const float* steps, const float* row_sums, const float* offsets
       store_floats(totals + at, fused(spread_float(row_sums[r]), offset, load_floats(totals + at)));
     }
   }
+}
+
+// Of the totals of a panel and `rows` rows, at most kMostRows, the outputs.
+template <int kMostRows>
+void finish_panel(
+    const GemmParams& params, int64_t row, int rows, int64_t panel, const float* totals) {
+  const WeightParams& weight = params.weight;
+  int64_t first_block = panel * kPanelBlocks;
+  int64_t all_blocks = packed_blocks(weight.num_outputs, weight.activation);
+  int64_t blocks = min64(kPanelBlocks, all_blocks - first_block);
+  alignas(64) float sums[kMostRows * kPanelOutputs];
+  for (int r = 0; r < rows; ++r) {
+    for (int64_t b = 0; b < blocks; ++b) {
+      F32x16 sum = load(totals + r * kPanelOutputs + b * kWeightBlock);
+      if (weight.group == 0) sum = mul(sum, output_scales(weight, first_block + b));
+      store(sums + (r * blocks + b) * kWeightBlock, sum);
+    }
+  }
+  finish_rows(params, row, first_block, rows, static_cast<int>(blocks), sums);
 }
 
 // out[row, n] = bias[n] + sum_k x[row, k] * weight[n, k], of kRows rows and a panel; of gates and ups:
@@ -226,18 +246,7 @@ template <typename Kind, typename Product, int kRows>
       }
     }
   }
-  int64_t first_block = panel * kPanelBlocks;
-  int64_t all_blocks = packed_blocks(weight.num_outputs, weight.activation);
-  int64_t blocks = min64(kPanelBlocks, all_blocks - first_block);
-  alignas(64) float sums[kRows * kPanelOutputs];
-  for (int r = 0; r < kRows; ++r) {
-    for (int64_t b = 0; b < blocks; ++b) {
-      F32x16 sum = load(totals + r * kPanelOutputs + b * kWeightBlock);
-      if (!grouped) sum = mul(sum, output_scales(weight, first_block + b));
-      store(sums + (r * blocks + b) * kWeightBlock, sum);
-    }
-  }
-  finish_rows(params, row, first_block, kRows, static_cast<int>(blocks), sums);
+  finish_panel<kRows>(params, row, kRows, panel, totals);
 }
 
 template <typename Kind, typename Product, int kRows>
@@ -268,8 +277,7 @@ void integer_range_of(const GemmParams& params, const GemmRange& range) {
   fetch_first<Kind>(params.weight, range.begin);
   for (int64_t kept = range.row_begin; kept < range.row_end; kept += kIntegerRowsKept) {
     int64_t count = min64(kIntegerRowsKept, range.row_end - kept);
-    auto rows = integer_rows_from<typename Product::Integer>(
-        params, kept, count, Kind::kBias, range.product);
+    auto rows = integer_rows_from<Product>(params, kept, count, Kind::kBias, range.product);
     for (int64_t panel = range.begin; panel < range.end; ++panel) {
       int64_t next = panel + 1 < range.end ? panel + 1 : range.next;
       for (int64_t row = 0; row < count; row += kIntegerRows) {  // a low tile comes last

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The tile instructions of AMX (CPUID: AMX-TILE, AMX-BF16), each a function of tile numbers. Tests
-// put a model of them in their place (SPECOPS_AMX_MODEL), since few machines have them.
+// The tile instructions of AMX (CPUID: AMX-TILE, AMX-BF16, AMX-INT8), each a function of tile numbers.
+// Tests put a model of them in their place (SPECOPS_AMX_MODEL), since few machines have them.
 #pragma once
 
 #include <cstdint>
@@ -60,6 +60,18 @@ inline void store_tile(void* p, int64_t stride) {
 template <int kSums, int kA, int kB>
 inline void dot_tiles() {
   asm volatile("tdpbf16ps %%tmm%c2, %%tmm%c1, %%tmm%c0" : : "i"(kSums), "i"(kA), "i"(kB));
+}
+
+// The same of integers of 8 bits, in fours in place of pairs.
+template <int kSums, int kA, int kB>
+inline void dot_signed_tiles() {
+  asm volatile("tdpbssd %%tmm%c2, %%tmm%c1, %%tmm%c0" : : "i"(kSums), "i"(kA), "i"(kB));
+}
+
+// Those of a have no sign.
+template <int kSums, int kA, int kB>
+inline void dot_unsigned_tiles() {
+  asm volatile("tdpbusd %%tmm%c2, %%tmm%c1, %%tmm%c0" : : "i"(kSums), "i"(kA), "i"(kB));
 }
 
 }  // namespace

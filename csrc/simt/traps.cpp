@@ -6,6 +6,7 @@
 
 #include <csignal>
 #include <cstdio>
+#include <cstdlib>
 #include <string>
 
 #include "simt/machine.h"
@@ -43,17 +44,18 @@ struct OutOfBounds {
   const TypeDescriptor* index_type;
 };
 
-void report(const std::string& what, const SourceLocation& location) {
+[[noreturn]] void report(const std::string& what, const SourceLocation& location) {
   std::string path = location.file == nullptr ? "unknown" : location.file;
   std::string place = path.substr(path.rfind('/') + 1) + ":" + std::to_string(location.line);
   if (current_thread >= 0) fail_at(what, place);
   std::fprintf(
       stderr, "specops: host code of a kernel file: %s (%s)\n", what.c_str(), place.c_str());
+  std::abort();
 }
 
-void report_mismatch(const TypeMismatch* data, uintptr_t pointer) {
+[[noreturn]] void report_mismatch(const TypeMismatch* data, uintptr_t pointer) {
   std::string type = data->type->name;
-  if (pointer == 0) return report("a null pointer to " + type, data->location);
+  if (pointer == 0) report("a null pointer to " + type, data->location);
   report("a pointer to " + type + " must be aligned to " +
              std::to_string(1u << data->log_alignment) + " bytes",
          data->location);
@@ -130,24 +132,26 @@ FaultGuard::~FaultGuard() {}
 
 extern "C" {
 
-void __ubsan_handle_type_mismatch_v1(const void* data, uintptr_t pointer) {
+[[noreturn]] void __ubsan_handle_type_mismatch_v1_abort(const void* data, uintptr_t pointer) {
   specops::simt::report_mismatch(static_cast<const specops::simt::TypeMismatch*>(data), pointer);
 }
 
-void __ubsan_handle_out_of_bounds(const void* data, uintptr_t index) {
+[[noreturn]] void __ubsan_handle_out_of_bounds_abort(const void* data, uintptr_t index) {
   const auto* facts = static_cast<const specops::simt::OutOfBounds*>(data);
   specops::simt::report("index " + std::to_string(static_cast<int64_t>(index)) + " of an array " +
                             facts->array_type->name,
                         facts->location);
 }
 
-void __ubsan_handle_shift_out_of_bounds(const void* data, uintptr_t, uintptr_t by) {
+[[noreturn]] void __ubsan_handle_shift_out_of_bounds_abort(const void* data,
+                                                           uintptr_t,
+                                                           uintptr_t by) {
   specops::simt::report(
       "a shift by " + std::to_string(static_cast<int64_t>(by)) + ", more than the type has",
       *static_cast<const specops::simt::SourceLocation*>(data));
 }
 
-void __ubsan_handle_divrem_overflow(const void* data, uintptr_t, uintptr_t) {
+[[noreturn]] void __ubsan_handle_divrem_overflow_abort(const void* data, uintptr_t, uintptr_t) {
   specops::simt::report("a division by zero",
                         *static_cast<const specops::simt::SourceLocation*>(data));
 }

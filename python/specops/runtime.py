@@ -5,10 +5,13 @@ No setting changes a result's reproducibility: neither the thread count nor the 
 ever changes a bit; two instruction sets may differ in the last bits, as two machines may.
 """
 
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from specops import _C
 from specops._cpu_name import cpu_name
+
+if TYPE_CHECKING:  # whoever asks for threads or instruction sets need not wait for torch
+    from torch import Tensor
 
 
 def set_num_threads(num_threads: int) -> None:
@@ -52,7 +55,8 @@ def set_isa(isa: str) -> None:
     Args:
         isa: one of `supported_isas()`: "portable"; on x86 "avx2", "avx512", "avx512_bf16" and
             "amx", which is "avx512_bf16" with `linear` of bfloat16 on tiles, whose bits are its
-            own; on 64-bit ARM "neon", "neon_bf16".
+            own, and with products of int8 and int4 on tiles, whose bits are everyone's; on 64-bit
+            ARM "neon", "neon_bf16".
 
     Raises:
         ValueError: the name is unknown, or this CPU cannot run it.
@@ -106,7 +110,7 @@ def has_cuda() -> bool:
     return _C.has_cuda
 
 
-def take_error(out: Tensor) -> Tensor:
+def take_error(out: "Tensor") -> "Tensor":
     """Moves the error code of the device `out` lives on INTO `out`, and clears it there.
 
     A CUDA kernel that meets wrong data (a token or page id out of range) skips the row and leaves a

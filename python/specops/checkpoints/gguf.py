@@ -104,7 +104,12 @@ class GgufCheckpoint(Checkpoint):
         weight = self._decoded(name, self._tensors[name])
         for part, heads in self._paired.items():
             if part in name:
-                return _unpaired(weight, heads)
+                rows = len(weight) if isinstance(weight, Tensor) else len(weight.codes)
+                if rows % (2 * heads):
+                    raise ModelError(
+                        f"{self._path}: tensor {name} must have rows of {heads} heads, got {rows}"
+                    )
+                return rows_of(weight, _unpaired(rows, heads))
         return weight
 
     def _decoded(self, name: str, tensor: GgufTensor) -> Tensor | QuantizedWeight:
@@ -140,10 +145,9 @@ class GgufCheckpoint(Checkpoint):
                 raise ModelError(f"{self._path}: tensor {name} has no place in a model here")
 
 
-def _unpaired(weight: Tensor | QuantizedWeight, heads: int) -> Tensor | QuantizedWeight:
-    """Rows of neighbours, brought into halves."""
-    rows = len(weight) if isinstance(weight, Tensor) else len(weight.codes)
-    return rows_of(weight, torch.arange(rows).view(heads, -1, 2).transpose(1, 2).flatten())
+def _unpaired(rows: int, heads: int) -> Tensor:
+    """Where rows of neighbours are when they are brought into halves."""
+    return torch.arange(rows).view(heads, -1, 2).transpose(1, 2).flatten()
 
 
 def _split(octets: Tensor, width: int) -> Tensor:

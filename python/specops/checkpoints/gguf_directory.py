@@ -68,7 +68,7 @@ def _files(file: GgufFile) -> dict[str, dict[str, Any]]:
     """What the directory's files hold, by their names."""
     metadata = file.metadata
     try:
-        if metadata.get("split.count", 1) > 1:
+        if metadata.get("split.count", 1) not in (0, 1):
             raise ModelError(
                 f"split.count must be 1, got {metadata['split.count']}: join its parts"
             )

@@ -201,7 +201,7 @@ class _Header:
         if kind not in TYPES:
             raise ModelError(f"{self._path}: tensor {name} is of unknown type {kind}")
         type_name, numbers, size = TYPES[kind]
-        if not shape or shape[-1] % numbers:
+        if not shape or 0 in shape or shape[-1] % numbers:
             raise ModelError(
                 f"{self._path}: tensor {name} of type {type_name} must have rows of a multiple of "
                 f"{numbers} numbers, got {list(shape)}"

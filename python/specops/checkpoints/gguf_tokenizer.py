@@ -40,15 +40,12 @@ def tokenizer_files(metadata: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
         ModelError: the tokenizer is missing, or of a kind that is not known.
     """
 
-    def said(key: str) -> Any:
-        return metadata.get(f"tokenizer.ggml.{key}")
-
-    kind, tokens = said("model"), said("tokens")
+    kind, tokens = metadata.get("tokenizer.ggml.model"), _list(metadata, "tokens", "texts")
     if not tokens:
         raise ModelError("tokenizer.ggml.tokens is missing: the file has no tokenizer")
     if len(set(tokens)) != len(tokens):
         raise ModelError("tokenizer.ggml.tokens has a token twice")
-    types = said("token_type") or [_NORMAL] * len(tokens)
+    types = _list(metadata, "token_type", "numbers") or [_NORMAL] * len(tokens)
     if len(types) != len(tokens):
         raise ModelError(f"tokenizer.ggml.token_type has {len(types)} of {len(tokens)} tokens")
     specials = _special_tokens(metadata, tokens)
@@ -69,6 +66,16 @@ def tokenizer_files(metadata: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
         config["chat_template"] = metadata["tokenizer.chat_template"]
     empty = {"version": "1.0", "truncation": None, "padding": None}
     return {"tokenizer.json": {**empty, **whole}, "tokenizer_config.json": config}
+
+
+def _list(metadata: Mapping[str, Any], key: str, of: str) -> list[Any] | None:
+    """A list of the tokenizer's, of "texts" or "numbers"; None: the file has none."""
+    found = metadata.get(f"tokenizer.ggml.{key}")
+    kinds = (str,) if of == "texts" else (int, float)
+    is_list = isinstance(found, list) and all(isinstance(one, kinds) for one in found)
+    if found is not None and not is_list:
+        raise ModelError(f"tokenizer.ggml.{key} must be a list of {of}, got {found!r:.60}")
+    return found
 
 
 def _special_tokens(metadata: Mapping[str, Any], tokens: Sequence[str]) -> dict[str, str]:
@@ -97,7 +104,7 @@ def _sentencepiece(
     unknown: str | None,
 ) -> dict[str, Any]:
     """BPE whose merges follow from the tokens' scores: of two pieces, the best token they make."""
-    scores = metadata.get("tokenizer.ggml.scores")
+    scores = _list(metadata, "scores", "numbers")
     if scores is None or len(scores) != len(tokens):
         raise ModelError("tokenizer.ggml.scores must have a score for each token")
     replaced = {"type": "Replace", "pattern": {"String": " "}, "content": _SPACE}
@@ -137,7 +144,7 @@ def _byte_level(metadata: Mapping[str, Any], tokens: Sequence[str]) -> dict[str,
     if pre not in _SPLITS:
         known = ", ".join(_SPLITS)
         raise ModelError(f"tokenizer.ggml.pre must be one of {known}, got {pre}")
-    merges = metadata.get("tokenizer.ggml.merges")
+    merges = _list(metadata, "merges", "texts")
     if merges is None:
         raise ModelError("tokenizer.ggml.merges is missing")
     split = _SPLITS[pre]

@@ -220,8 +220,11 @@ def safetensors_files(directory: Path) -> list[str]:
     """
     index = directory / "model.safetensors.index.json"
     if index.is_file():
-        weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-        files = sorted(set(weight_map.values()))
+        try:
+            found = json.loads(index.read_text(encoding="utf-8"))
+            files = sorted({str(name) for name in found["weight_map"].values()})
+        except (ValueError, LookupError, TypeError, AttributeError) as error:
+            raise ModelError(f"{index}: weight_map must name a file of each tensor") from error
     elif (directory / "model.safetensors").is_file():
         files = ["model.safetensors"]
     else:

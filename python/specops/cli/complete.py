@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
-from specops.cli import Parser, fail, write_file
+from specops.cli import Parser, fail, require_writable, write_file
 from specops.cli.comparison import Comparison, Decoder, Run, compare
 from specops.cli.options import add_draft_lengths, add_model_options, engine_settings
 from specops.cli.tint import has_colours, tinted
@@ -84,6 +84,8 @@ def _parser(program: str) -> argparse.ArgumentParser:
 
 def _complete(args: argparse.Namespace) -> int:
     prompt = sys.stdin.read() if args.prompt == "-" else args.prompt
+    if args.json not in (None, "-"):
+        require_writable("--json", args.json)
     settings = engine_settings(args)
     if args.compare:  # the second run must not find the first one's pages
         settings["enable_prefix_caching"] = False

@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, TextIO
 
-from specops.cli import Parser
+from specops.cli import Parser, fail, require_writable
 from specops.cli.options import add_draft_lengths, add_model_options, engine_settings
 from specops.cli.progress import progress
 from specops.engine.config import ALL_METHODS, EngineConfig
@@ -90,10 +90,11 @@ def main(arguments: Sequence[str], program: str) -> int:
 def _run(args: argparse.Namespace, json_out: TextIO | None = None) -> int:
     """The same, with the options read; the table in JSON goes to `json_out` instead of a file."""
     try:
+        if args.json is not None and json_out is None:
+            require_writable("--json", args.json)
         comparisons, contract = _compare_all(args)
     except (EngineError, OSError, ValueError) as error:
-        print(f"specops: {error}", file=sys.stderr)
-        return 2
+        return fail(str(error))
     print(_verdict(comparisons))
     if not args.quiet:
         for line in [*_differences(comparisons), *_doubts(comparisons), ""]:

@@ -17,7 +17,10 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 
-from specops.disaggregated.handoff import HandoffError, Header, Pages, PagesEngine
+from msgspec import structs
+
+from specops.disaggregated.handoff import PagesEngine
+from specops.disaggregated.pages import HandoffError, Header, Pages, joined, sources
 from specops.disaggregated.transport import SECONDS, Address, Leases, TcpTransport, Transport
 from specops.engine.engine import Engine
 from specops.service.lockstep import RankEngine
@@ -58,8 +61,9 @@ class _Fetching:
 class Exchange(Inbox):
     """The inbox of a loop whose engine has a role, and the end of its batches.
 
-    Of several ranks each has one, which takes the same commands. Each leases and fetches its own
-    share of a prompt's pages. Where one rank lacks its share, none uses the others.
+    Of several ranks each has one, which takes the same commands. Each leases its own share of a
+    prompt's pages, and fetches its own from those ranks of the other engine that have it. Where one
+    rank lacks its share, none uses the others.
 
     Args:
         engine: of the loop.
@@ -147,29 +151,33 @@ class Exchange(Inbox):
         if not wanted.do_remote_prefill:
             return False
         try:
-            address = self._address_of(wanted)
+            addresses = self._addresses_of(wanted)
             expected = self._engine.expected(job.prompts[0], job.params, speculative_of(job))
         except ValueError as error:  # of the request itself: the engine refuses it in its own words
             logger.warning("the prompt of a job is computed here: %s", error)
             return False
         latest = time.monotonic() + SECONDS
-        pages = self._threads.submit(self._fetch, address, expected, latest)
+        pages = self._threads.submit(self._fetch, addresses, expected, latest)
         self._fetching[job.job] = _Fetching(job, expected, pages)
         if self._ranks.rank == 0:  # which tells the others
             pages.add_done_callback(lambda _: self._inbox.put(Fetched(job.job)))
         return True
 
-    def _fetch(self, address: Address, expected: Header, latest: float) -> Pages:
+    def _fetch(self, addresses: Sequence[Address], expected: Header, latest: float) -> Pages:
         """Fetches pages, if that begins in time: behind a peer that hangs, many would wait long."""
         if time.monotonic() > latest:
             raise HandoffError(f"handoff: those before it took more than {SECONDS:g} s")
-        return self._transport.fetch(address, expected)
+        parts = []
+        for rank in sources(len(addresses), self._ranks.size, self._ranks.rank):
+            part = structs.replace(expected, num_ranks=len(addresses), rank=rank)
+            parts.append(self._transport.fetch(addresses[rank], part))
+        return joined(parts, expected)
 
-    def _address_of(self, wanted: KvTransfer) -> Address:
-        """Where this rank's share of the pages is.
+    def _addresses_of(self, wanted: KvTransfer) -> list[Address]:
+        """Where the ranks of the other engine have the pages.
 
         Raises:
-            HandoffError: it is not said, or the other engine has another number of ranks.
+            HandoffError: it is not said, or so many ranks share nothing with those of this engine.
         """
         name, host, port = wanted.remote_request_id, wanted.remote_host, wanted.remote_port
         if name is None or host is None or port is None:
@@ -177,12 +185,8 @@ class Exchange(Inbox):
                 "handoff: remote_request_id, remote_host and remote_port must be given"
             )
         ports = wanted.remote_ports or [port]
-        if len(ports) != self._ranks.size:
-            raise HandoffError(
-                f"handoff: tensor_parallel_size must be that of the other engine, {len(ports)}, "
-                f"got {self._ranks.size}"
-            )
-        return Address(name, host, ports[self._ranks.rank])
+        sources(len(ports), self._ranks.size, self._ranks.rank)
+        return [Address(name, host, one) for one in ports]
 
     def _put_in(self, fetching: _Fetching) -> None:
         """Gives a job's pages to the engine, if they came to all ranks."""

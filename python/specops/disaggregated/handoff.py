@@ -13,102 +13,18 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import torch
-from msgspec import Struct
 from torch import Tensor
 
+from specops.disaggregated.pages import VERSION, HandoffError, Header, Layout, Pages, check
 from specops.engine.config import EngineConfig
 from specops.engine.engine import Engine
 from specops.engine.machine import one_rank
 from specops.engine.memory.kv_cache import DraftKv
+from specops.engine.models.kv import Share
 from specops.engine.parallel.ranks import Ranks
 from specops.engine.sampling_params import SamplingParams
 from specops.engine.speculative_config import SpeculativeConfig
 from specops.service.contract import contract_of
-
-VERSION = 3
-
-# In this order.
-_CHECKED = [
-    *("version", "contract", "num_ranks", "rank", "page_size", "model", "token_ids", "owner"),
-    *("lookahead", "draft", "states"),
-]
-
-
-class HandoffError(ValueError):
-    """These pages are of no use to this engine."""
-
-
-class Layout(Struct, frozen=True, array_like=True):
-    """A tensor of pages, or of states.
-
-    Attributes:
-        dtype: of its elements.
-        shape: of one page of it, or of the states of one prefix.
-    """
-
-    dtype: str
-    shape: tuple[int, ...]
-
-    @property
-    def num_bytes(self) -> int:
-        """The bytes of a page, or of one prefix."""
-        return int(getattr(torch, self.dtype).itemsize * torch.Size(self.shape).numel())
-
-
-class Header(Struct, frozen=True, tag=True):
-    """What pages are of.
-
-    Attributes:
-        version: of this format.
-        contract: the digest of the execution contract of the engine that computed them.
-        num_ranks: among which its keys and values are shared out.
-        rank: whose share this is.
-        page_size: tokens of a page.
-        token_ids: the prompt's, to its end: draft KV of the last page may depend on those behind.
-        num_pages: that follow, from the prompt's first on.
-        owner: the drafter whose keys and values they have beside the model's; empty: none.
-        lookahead: tokens behind a position that these depend on.
-        model: the model's tensors, in order.
-        draft: the drafter's, behind them.
-        states: of layers with linear attention, behind all pages, if there are any.
-    """
-
-    version: int
-    contract: str
-    num_ranks: int
-    rank: int
-    page_size: int
-    token_ids: list[int]
-    num_pages: int
-    owner: str
-    lookahead: int
-    model: list[Layout]
-    draft: list[Layout]
-    states: list[Layout]
-
-    @property
-    def num_bytes(self) -> int:
-        """Of the pages and states."""
-        of_page = sum(one.num_bytes for one in (*self.model, *self.draft))
-        of_states = sum(one.num_bytes for one in self.states) if self.num_pages else 0
-        return self.num_pages * of_page + of_states
-
-
-class Pages(Struct, array_like=True):
-    """A prompt's pages.
-
-    Attributes:
-        header: what they are of.
-        data: tensor by tensor, of each its pages in order; then the states.
-    """
-
-    header: Header
-    data: bytearray
-
-    @property
-    def num_bytes(self) -> int:
-        """What they take, about."""
-        return len(self.data) + 4 * len(self.header.token_ids)
 
 
 class PagesEngine(Engine):
@@ -152,7 +68,7 @@ class PagesEngine(Engine):
             speculative_config: of that request.
 
         Returns:
-            The pages; their bytes are a copy.
+            The pages, all that this rank has of them; their bytes are a copy.
 
         Raises:
             ValueError: no request could have this prompt or these arguments.
@@ -160,33 +76,37 @@ class PagesEngine(Engine):
         draft_kv = self._draft_kv(token_ids, params, speculative_config)
         pages = self._pool.match_prefix(token_ids, len(token_ids) - 1, draft_kv)
         try:
-            self._scheduler.states.cut(pages)
-            model, draft = self._tensors("" if draft_kv is None else draft_kv.owner)
+            self._scheduler.states.cut(pages, draft_kv)
+            model, draft = self._shares("" if draft_kv is None else draft_kv.owner)
             index = torch.tensor(pages, dtype=torch.int64, device=self._device.device)
-            data = bytearray().join(_taken(tensor, index) for tensor in (*model, *draft))
-            entry = self._scheduler.states.entry_of(pages)
+            data = bytearray().join(_taken(share, index) for share in (*model, *draft))
+            entry = self._scheduler.states.entry_of(pages, draft_kv)
             if entry is not None:
-                data += b"".join(_taken(tensor, index.new_tensor([entry])) for tensor in self._kept)
+                at = index.new_tensor([entry])
+                data += b"".join(_taken(share, at) for share in self._kept(draft_kv))
         finally:
             self._pool.release(pages)
         return Pages(self._header(token_ids, draft_kv, len(pages)), data)
 
     def _header(self, token_ids: Sequence[int], draft_kv: DraftKv | None, num_pages: int) -> Header:
         owner = "" if draft_kv is None else draft_kv.owner
-        model, draft = self._tensors(owner)
+        model, draft = self._shares(owner)
         return Header(
             version=VERSION,
+            exact_across_tp=self.ranks.slices,
             contract=self.contract["digest"],
             num_ranks=self.ranks.size,
             rank=self.ranks.rank,
+            num_readers=self.ranks.size,
+            reader=self.ranks.rank,
             page_size=self.config.page_size,
             token_ids=list(token_ids),
             num_pages=num_pages,
             owner=owner,
             lookahead=0 if draft_kv is None else draft_kv.lookahead,
-            model=[_layout(tensor) for tensor in model],
-            draft=[_layout(tensor) for tensor in draft],
-            states=[_layout(tensor) for tensor in self._kept],
+            model=[_layout(share) for share in model],
+            draft=[_layout(share) for share in draft],
+            states=[_layout(share) for share in self._kept(draft_kv)],
         )
 
     def expected(
@@ -207,7 +127,7 @@ class PagesEngine(Engine):
         no room while all wait for the pages of running requests.
 
         Args:
-            pages: that another engine has computed.
+            pages: that another engine has computed, all that this rank has of them.
             expected: of the request that is to find them.
 
         Returns:
@@ -241,8 +161,8 @@ class PagesEngine(Engine):
                         tokens[end - size : end],
                         None if draft_kv is None else draft_kv.key(tokens, end),
                     )
-                self._put_states(pages, held)
-            self._scheduler.states.cut(held)
+                self._put_states(pages, held, draft_kv)
+            self._scheduler.states.cut(held, draft_kv)
             return len(held)
         finally:
             self._pool.release(held)
@@ -250,28 +170,29 @@ class PagesEngine(Engine):
     def _put(self, pages: Pages, owner: str, which: range, new: Sequence[int]) -> None:
         """Copies some of the pages to where they belong."""
         header, begin = pages.header, 0
-        model, draft = self._tensors(owner)
+        model, draft = self._shares(owner)
         index = torch.tensor(new, dtype=torch.int64, device=self._device.device)
-        for tensor in (*model, *draft):
-            size = _layout(tensor).num_bytes
+        for share in (*model, *draft):
+            own = _bytes_of(share)
+            size = own.shape[1]
             end = begin + header.num_pages * size
             if which:
                 source = torch.frombuffer(
                     pages.data, dtype=torch.uint8, offset=begin, count=end - begin
                 )
                 rows = source.view(header.num_pages, size)[which.start :]
-                _bytes_of(tensor).index_copy_(0, index, rows.to(tensor.device))
+                own.index_copy_(0, index, rows.to(own.device))
             begin = end
 
-    def _put_states(self, pages: Pages, held: Sequence[int]) -> None:
+    def _put_states(self, pages: Pages, held: Sequence[int], draft_kv: DraftKv | None) -> None:
         """Copies the states at the end of pages to where they are found, unless they are there."""
-        entry = self._scheduler.states.new_entry(held)
-        begin = len(pages.data) - sum(one.num_bytes for one in pages.header.states)
-        for tensor in self._kept if entry is not None else ():
-            size = _layout(tensor).num_bytes
-            source = torch.frombuffer(pages.data, dtype=torch.uint8, offset=begin, count=size)
-            _bytes_of(tensor)[entry].copy_(source)
-            begin += size
+        entry, kept = self._scheduler.states.new_entry(held, draft_kv), self._kept(draft_kv)
+        begin = len(pages.data) - sum(_bytes_of(share).shape[1] for share in kept)
+        for share in kept if entry is not None else ():
+            own = _bytes_of(share)[entry]
+            source = torch.frombuffer(pages.data, dtype=torch.uint8, offset=begin, count=len(own))
+            own.copy_(source)
+            begin += len(own)
 
     def _draft_kv(
         self,
@@ -292,43 +213,35 @@ class PagesEngine(Engine):
         )
         return request.draft_kv
 
-    def _tensors(self, owner: str) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
-        """The tensors that are indexed by pages: the model's, and a drafter's."""
-        model = self._runner.parts.cache.page_tensors
-        return model, self.drafters[owner].kv_tensors() if owner else ()
+    def _shares(self, owner: str) -> tuple[Sequence[Share], Sequence[Share]]:
+        """The tensors that are indexed by pages: the model's, and a drafter's.
 
-    @property
-    def _kept(self) -> Sequence[Tensor]:
-        """The tensors that are indexed by entries of states of prefixes."""
-        return [tensor for one in self._runner.parts.cache.kept for tensor in one.tensors]
+        All ranks have the whole of a drafter's, as if it were one head.
+        """
+        draft = self.drafters[owner].kv_tensors() if owner else ()
+        return self._runner.parts.cache.page_shares, list(map(_whole, draft))
 
-
-def check(header: Header, expected: Header) -> None:
-    """Refuses pages that would not have the bits of the engine that is to read them.
-
-    Raises:
-        HandoffError: they are of something else; the sentence names it.
-    """
-    for name in _CHECKED:
-        got, wanted = getattr(header, name), getattr(expected, name)
-        if got != wanted:
-            if name == "token_ids":
-                raise HandoffError("handoff: token_ids must be the request's prompt, got others")
-            raise HandoffError(f"handoff: {name} must be {wanted!r}, got {got!r}")
-    if not 0 <= header.num_pages <= expected.num_pages:
-        raise HandoffError(
-            f"handoff: num_pages must be in [0, {expected.num_pages}], got {header.num_pages}"
-        )
+    def _kept(self, draft_kv: DraftKv | None) -> Sequence[Share]:
+        """The tensors that are indexed by entries of states of prefixes, likewise."""
+        states = None if draft_kv is None else self.drafters[draft_kv.owner].states
+        draft = () if states is None else states.prefix_shares
+        return [*self._runner.parts.cache.prefix_shares, *(_whole(one.tensor) for one in draft)]
 
 
-def _layout(tensor: Tensor) -> Layout:
-    return Layout(str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape[1:]))
+def _whole(tensor: Tensor) -> Share:
+    return Share(tensor, 1, (tensor.shape[2],))
 
 
-def _bytes_of(tensor: Tensor) -> Tensor:
+def _layout(share: Share) -> Layout:
+    dtype = str(share.tensor.dtype).removeprefix("torch.")
+    _, rows, _, *more = share.tensor.shape
+    return Layout(dtype, (rows, share.all_heads * sum(share.widths), *more), share.widths)
+
+
+def _bytes_of(share: Share) -> Tensor:
     """A view of a tensor of pages as [pages, bytes], or likewise of states."""
-    return tensor.view(tensor.shape[0], -1).view(torch.uint8)
+    return share.tensor.view(share.tensor.shape[0], -1).view(torch.uint8)
 
 
-def _taken(tensor: Tensor, index: Tensor) -> bytes:
-    return _bytes_of(tensor).index_select(0, index).cpu().numpy().tobytes()
+def _taken(share: Share, index: Tensor) -> bytes:
+    return _bytes_of(share).index_select(0, index).cpu().numpy().tobytes()

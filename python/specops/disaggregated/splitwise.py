@@ -17,6 +17,7 @@ meet. All values are MessagePack.
 """
 
 import asyncio
+import contextlib
 import itertools
 import logging
 import secrets
@@ -24,7 +25,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 from msgspec import Struct, structs
@@ -92,6 +93,7 @@ class Drop(Struct, tag=True, array_like=True):
 
 
 _ticket = msgspec.msgpack.Decoder(Ticket)
+_heartbeat = msgspec.msgpack.Decoder(tuple[int, Literal["prefill", "decode", "mixed"]])
 _message = msgspec.msgpack.Decoder(Told | Drop, dec_hook=unpacked)
 _encode = msgspec.msgpack.Encoder(enc_hook=packed).encode
 
@@ -221,10 +223,9 @@ class SplitwiseClient(EngineClient):
 
     # ---- jobs of all, on this node's engine ----
 
-    def _begin(self, stream: str, entry: bytes, ticket: Ticket) -> None:
+    def _begin(self, stream: str, entry: bytes, ticket: Ticket, submit: Submit) -> None:
         if self._engine.health not in _TAKES:
             return self._again(stream, entry, ticket)
-        submit: Submit = to_process(memoryview(ticket.submit))
         number = next(self._numbers)
         is_prefill = stream == self._streams["prefill"] and self._role == "prefill"
         if is_prefill:
@@ -373,16 +374,18 @@ class SplitwiseClient(EngineClient):
         now, _ = await client.time()
         await client.hset(alive, self.node, _encode([now, self._role]))
         await client.execute_command(*self._expiring(f"{self._prefix}:node:{self.node}"))
-        self._roles = {role for _, role in (await self._nodes(client)).values()}
+        self._roles = set((await self._nodes(client)).values())
 
-    async def _nodes(self, client: Any) -> Mapping[str, tuple[int, str]]:
-        """The nodes that live: their last heartbeats and roles."""
+    async def _nodes(self, client: Any) -> Mapping[bytes, str]:
+        """The nodes that live, and their roles. Whose heartbeat cannot be read does not."""
         now, _ = await client.time()
-        known = {
-            node.decode(): msgspec.msgpack.decode(value, type=tuple[int, str])
-            for node, value in (await client.hgetall(f"{self._prefix}:alive")).items()
-        }
-        return {node: one for node, one in known.items() if now - one[0] <= _DEAD_SECONDS + 1}
+        alive = {}
+        for node, value in (await client.hgetall(f"{self._prefix}:alive")).items():
+            with contextlib.suppress(msgspec.DecodeError):
+                since, role = _heartbeat.decode(value)
+                if now - since <= _DEAD_SECONDS + 1:
+                    alive[node] = role
+        return alive
 
     async def _write(self, client: Any) -> None:
         while True:
@@ -433,12 +436,13 @@ class SplitwiseClient(EngineClient):
         """Begins a job that was read, unless nobody waits for it."""
         try:
             ticket = _ticket.decode(fields[b"t"])
-        except (KeyError, msgspec.DecodeError):
+            submit = to_process(memoryview(ticket.submit))
+        except (KeyError, ValueError, msgspec.DecodeError):
             logger.error("a job in %s cannot be read, and is dropped", stream)
             return self._post(*self._done(stream, entry, True))
         if await client.exists(f"{self._prefix}:gone:{ticket.node}:{ticket.job}"):
             return self._post(*self._done(stream, entry, True))
-        self._begin(stream, entry, ticket)
+        self._begin(stream, entry, ticket, submit)
 
     async def _listen(self, client: Any) -> None:
         """Reads what nodes have to say to this one."""
@@ -467,15 +471,15 @@ class SplitwiseClient(EngineClient):
         while True:
             begin = time.monotonic()
             await asyncio.sleep(_DEAD_SECONDS / 2)
-            alive = await self._nodes(client)
+            alive = {*await self._nodes(client), self.node.encode()}
             if time.monotonic() - begin > _DEAD_SECONDS:
                 continue  # this node was stopped, or Redis was: so the others may live as well
             for stream in self._streams.values():
                 for one in await client.xinfo_consumers(stream, _GROUP):
-                    if one["name"].decode() not in (*alive, self.node):
+                    if one["name"] not in alive:
                         await self._inherit(client, stream, one["name"])
             for node in await client.hkeys(f"{self._prefix}:alive"):
-                if node.decode() not in (*alive, self.node):
+                if node not in alive:
                     await client.hdel(f"{self._prefix}:alive", node)
 
     async def _inherit(self, client: Any, stream: str, dead: bytes) -> None:

@@ -2,13 +2,14 @@
 """Pages on their way between engines: leases here, and a reader there.
 
 An engine that has computed a prompt leases its pages: a copy of them waits under a name until it is
-fetched and released, or until its time is over. Who comes too late computes the prompt itself.
+fetched and released, or until its time is over. Who comes too late computes the prompt itself. If
+the other engine has more ranks, several of them read one lease, and it ends with the last of them.
 
-One connection fetches one lease: the reader's name for it, in MessagePack behind four bytes of
-length; the header in the same way, and the bytes; then the reader's `Release`. `TcpTransport` sends
-the bytes on the same connection, `NixlTransport` (nixl.py) says where they are to be read. Nothing
-on the wire is code, encrypted or signed: a peer can give wrong pages, so engines fetch from named
-hosts alone.
+One connection fetches one lease: the reader's name for it, and which rank the reader is, in
+MessagePack behind four bytes of length; the header in the same way, and the bytes of what that rank
+needs; then the reader's `Release`. `TcpTransport` sends the bytes on the same connection,
+`NixlTransport` (nixl.py) says where they are to be read. Nothing on the wire is code, encrypted or
+signed: a peer can give wrong pages, so engines fetch from named hosts alone.
 """
 
 import contextlib
@@ -19,17 +20,19 @@ import struct
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import msgspec
 from msgspec import Struct
 
-from specops.disaggregated.handoff import HandoffError, Header, Pages, check
+from specops.disaggregated.pages import HandoffError, Header, Pages, check, cut
 
 logger = logging.getLogger(__name__)
 
 _LENGTH = struct.Struct("<I")
 _MOST_HEADER = 64 << 20  # bytes; a prompt's token ids are most of it
+_MOST_ASKED = 1 << 12  # bytes of what a reader says, who may be anybody that reaches the port
 SECONDS = 10.0  # that a peer may take over the next bytes
 
 
@@ -39,20 +42,24 @@ class Fetch(Struct, frozen=True, tag=True):
     Attributes:
         lease: its name.
         transport: that the reader has.
+        num_readers: ranks of the engine that reads.
+        reader: which of these asks.
     """
 
     lease: str
     transport: str
+    num_readers: int
+    reader: int
 
 
 class Gone(Struct, frozen=True, tag=True):
     """There is no such lease (any more)."""
 
 
-class Differs(Struct, frozen=True, tag=True):
-    """The reader has another transport than the one here."""
+class Refused(Struct, frozen=True, tag=True):
+    """The reader gets nothing of it, and why."""
 
-    transport: str
+    sentence: str
 
 
 class Release(Struct, frozen=True, tag=True):
@@ -101,6 +108,13 @@ class Transport(Protocol):
         """Ends; leases are over."""
 
 
+@dataclass
+class _Lease:
+    end: float
+    pages: Pages
+    readers: set[int] = field(default_factory=set)  # that have theirs
+
+
 class Leases:
     """Pages that wait for their readers.
 
@@ -114,13 +128,13 @@ class Leases:
         self, seconds: float, most_bytes: int, clock: Callable[[], float] = time.monotonic
     ) -> None:
         self._seconds, self._most_bytes, self._clock = seconds, most_bytes, clock
-        self._leases: dict[str, tuple[float, Pages]] = {}  # oldest first
+        self._leases: dict[str, _Lease] = {}  # oldest first
         self._lock = threading.Lock()
 
     def add(self, name: str, pages: Pages) -> None:
         """Begins a lease under a name that no other has."""
         with self._lock:
-            self._leases[name] = self._clock() + self._seconds, pages
+            self._leases[name] = _Lease(self._clock() + self._seconds, pages)
             self._drop_old()
 
     def get(self, name: str) -> Pages | None:
@@ -128,27 +142,40 @@ class Leases:
         with self._lock:
             self._drop_old()
             found = self._leases.get(name)
-        return None if found is None else found[1]
+        return None if found is None else found.pages
 
-    def release(self, name: str) -> None:
-        """Ends a lease, if it has not ended."""
+    def release(self, name: str, num_readers: int, reader: int) -> None:
+        """Ends a lease, if it has not ended, when all have released it who read it.
+
+        Args:
+            name: of the lease.
+            num_readers: ranks of the engine that reads.
+            reader: the one that has its part.
+        """
         with self._lock:
-            self._leases.pop(name, None)
+            lease = self._leases.get(name)
+            if lease is not None:
+                lease.readers.add(reader)
+                if len(lease.readers) * lease.pages.header.num_ranks >= num_readers:
+                    del self._leases[name]
 
     @property
     def num_bytes(self) -> int:
         """What all take."""
         with self._lock:
             self._drop_old()
-            return sum(pages.num_bytes for _, pages in self._leases.values())
+            return self._total
+
+    @property
+    def _total(self) -> int:
+        return sum(lease.pages.num_bytes for lease in self._leases.values())
 
     def _drop_old(self) -> None:
-        total = sum(pages.num_bytes for _, pages in self._leases.values())
-        now = self._clock()
-        for name, (end, pages) in list(self._leases.items()):
-            if end > now and total <= self._most_bytes:
+        total, now = self._total, self._clock()
+        for name, lease in list(self._leases.items()):
+            if lease.end > now and total <= self._most_bytes:
                 break
-            total -= pages.num_bytes
+            total -= lease.pages.num_bytes
             del self._leases[name]
 
 
@@ -199,15 +226,13 @@ class TcpTransport:
             )
         where = address.host, address.port
         with socket.create_connection(where, timeout=SECONDS) as connection:
-            send(connection, Fetch(address.lease, self.name))
-            answer = received(connection, Header | Gone | Differs)
+            asked = Fetch(address.lease, self.name, expected.num_readers, expected.reader)
+            send(connection, asked)
+            answer = received(connection, Header | Gone | Refused)
             if isinstance(answer, Gone):
                 raise HandoffError("handoff: the lease is over")
-            if isinstance(answer, Differs):
-                raise HandoffError(
-                    f"handoff: kv_transport must be {answer.transport} as the other engine's, "
-                    f"got {self.name}"
-                )
+            if isinstance(answer, Refused):
+                raise HandoffError(answer.sentence)
             check(answer, expected)  # which bounds the bytes, too
             data = self.taken(connection, answer.num_bytes)
             with contextlib.suppress(OSError):  # then its time ends it
@@ -251,16 +276,24 @@ def _reader_of(transport: TcpTransport) -> type[socketserver.BaseRequestHandler]
         def handle(self) -> None:
             connection: socket.socket = self.request
             connection.settimeout(SECONDS)
-            asked = received(connection, Fetch)
+            asked = received(connection, Fetch, _MOST_ASKED)
             if asked.transport != transport.name:
-                return send(connection, Differs(transport.name))
+                sentence = (
+                    f"handoff: kv_transport must be {transport.name} as the other engine's, "
+                    f"got {asked.transport}"
+                )
+                return send(connection, Refused(sentence))
             pages = leases.get(asked.lease)
             if pages is None:
                 return send(connection, Gone())
-            send(connection, pages.header)
-            with transport.offered(connection, pages.data):
-                received(connection, Release)
-            leases.release(asked.lease)
+            try:
+                part = cut(pages, asked.num_readers, asked.reader)
+            except HandoffError as error:
+                return send(connection, Refused(str(error)))
+            send(connection, part.header)
+            with transport.offered(connection, part.data):
+                received(connection, Release, _MOST_ASKED)
+            leases.release(asked.lease, asked.num_readers, asked.reader)
 
     return Reader
 
@@ -271,16 +304,16 @@ def send(connection: socket.socket, message: Struct) -> None:
     connection.sendall(_LENGTH.pack(len(body)) + body)
 
 
-def received(connection: socket.socket, kind: Any) -> Any:
-    """The next message.
+def received(connection: socket.socket, kind: Any, most: int = _MOST_HEADER) -> Any:
+    """The next message, of at most so many bytes.
 
     Raises:
-        HandoffError: it is none of this kind.
+        HandoffError: it is none of this kind, or longer.
         OSError: the peer has gone, or takes too long.
     """
     (length,) = _LENGTH.unpack(_exactly(connection, _LENGTH.size))
-    if length > _MOST_HEADER:
-        raise HandoffError(f"handoff: a message must have at most {_MOST_HEADER} bytes")
+    if length > most:
+        raise HandoffError(f"handoff: a message must have at most {most} bytes, got {length}")
     try:
         return msgspec.msgpack.decode(_exactly(connection, length), type=kind)
     except msgspec.DecodeError as error:

@@ -82,15 +82,15 @@ class Engine:
         self.device, self.times_drafting = str(device.device), not device.is_async
         self.drafters: Mapping[str, Drafter] = self._drafting.drafters
         self.runnable_methods, self.missing_methods = self._drafting.methods, self._drafting.missing
-        room = room_of(config, device, model, self._drafting.kv_bytes_per_token)
+        room = room_of(config, device, model, self._drafting.kv_bytes)
         self.num_pages = room.num_pages
-        self._drafting.allocate(self.num_pages)
+        self._drafting.allocate(room)
         pool_type, caching = self._pool_type, config.enable_prefix_caching
         self._pool = pool_type(self.num_pages, config.page_size, enable_prefix_caching=caching)
         self._cascade_bytes_per_token = model.bytes_of_whole_layers()
         sharing = free_rows_of(config, device), prefix_finder_of(config, model, self._pool)
         self._runner = Runner(model, device, self._drafting, config, room)
-        states = KeptStates(self._pool, self._runner.parts.cache)
+        states = KeptStates(self._pool, room, self._runner.parts.cache, self._drafting.states)
         self._scheduler = Scheduler(self._pool, config, states, *sharing)
         shared = self.tokenizer, self._drafting, self.max_model_len
         if config.speculative_config.adaptive_verification:  # of requests, too

@@ -7,7 +7,7 @@ from specops.engine.config import EngineConfig
 from specops.engine.device import Device
 from specops.engine.errors import ModelError
 from specops.engine.memory.kv_cache import PagePool
-from specops.engine.models import CacheRoom, Transformer
+from specops.engine.models import CacheRoom, KvBytes, Transformer
 from specops.engine.parallel.ranks import Ranks
 from specops.engine.scheduling.prompt_rows import MAX_PROMPT_ROWS
 from specops.engine.sharing.prefixes import PrefixFinder
@@ -71,7 +71,7 @@ def tokenizer_of(config: EngineConfig, vocab_size: int) -> Tokenizer:
 
 
 def room_of(
-    config: EngineConfig, device: Device, model: Transformer, draft_bytes_per_token: int
+    config: EngineConfig, device: Device, model: Transformer, of_drafters: KvBytes
 ) -> CacheRoom:
     """Chooses for how much an engine has room.
 
@@ -82,14 +82,14 @@ def room_of(
         config: of the engine.
         device: where it will lie; the weights are there.
         model: the target.
-        draft_bytes_per_token: what drafters keep of a token on pages.
+        of_drafters: what all that drafters keep takes.
 
     Raises:
         ValueError: it does not fit the memory, or no request of full length fits the pages.
     """
     shared = model.ranks.size if device.device.type == "cpu" else 1
     num_drafts = config.speculative_config.num_speculative_tokens
-    slots = config.max_num_seqs * model.kv_bytes_per_slot(num_drafts)
+    slots = config.max_num_seqs * (model.kv_bytes_per_slot(num_drafts) + of_drafters.per_slot)
     free = model.ranks.least(device.free_bytes() // shared)
     if slots > free:
         raise ValueError(
@@ -102,13 +102,13 @@ def room_of(
         budget = _CPU_BYTES if device.device.type == "cpu" else int(free * _GPU_SHARE)
     per_request = -(-model.max_model_len // config.page_size)
     most_pages = config.num_pages or per_request * config.max_num_seqs
-    num_kept, state_bytes = 0, model.kv_bytes_per_slot(0)
+    num_kept, state_bytes = 0, model.kv_bytes_per_slot(0) + of_drafters.per_prefix
     if state_bytes and config.enable_prefix_caching:
         # At ends of pages: no more than these.
         num_kept = min(_num_kept(config, state_bytes, min(budget, free)), most_pages)
         free, budget = free - num_kept * state_bytes, budget - num_kept * state_bytes
         logger.info("states of %d prefixes are kept, %d bytes each", num_kept, state_bytes)
-    page_bytes = (model.kv_bytes_per_token() + draft_bytes_per_token) * config.page_size
+    page_bytes = (model.kv_bytes_per_token() + of_drafters.per_token) * config.page_size
     pages = most_pages
     if config.num_pages is None:
         pages = min(most_pages, min(budget, free) // page_bytes)

@@ -40,8 +40,9 @@ def ngram_propose(
         matches = (
             (start + size, size)
             for size in range(of(max_ngram_size, b), of(min_ngram_size, b) - 1, -1)
+            for ngram in [tokens[len(tokens) - size :]]
             for start in range(max(len(tokens) - size, 0))[::step]
-            if tokens[start : start + size] == tokens[len(tokens) - size :]
+            if tokens[start] == ngram[0] and tokens[start : start + size] == ngram
         )
         end, size = next(matches, (len(tokens), 0))
         room = max(min(int(max_draft_tokens[b]), k) - num_given, 0)

@@ -5,6 +5,7 @@ Handlers run on the event loop. They give jobs to `Dispatch`, which hands them t
 answer with what comes back. A client that goes away, at whatever point, takes its job with it.
 """
 
+import asyncio
 import contextlib
 import functools
 import json
@@ -232,14 +233,19 @@ def _add_own_routes(app: FastAPI, client: EngineClient, *, has_metrics: bool) ->
 
 
 def _add_description(app: FastAPI, keyed: APIRouter | None) -> None:
-    """/openapi.json, of the routes that are there by now; of `keyed` all need a key."""
+    """/openapi.json; of `keyed` all routes need a key."""
     routes = keyed.routes if keyed is not None else ()
     paths = frozenset(route.path_format for route in routes if isinstance(route, APIRoute))
-    description = dumped(describe(app, keyed=paths))
+
+    @functools.cache
+    def description() -> bytes:
+        return dumped(describe(app, keyed=paths))
 
     @app.api_route("/openapi.json", methods=_READ, include_in_schema=False)
     async def openapi() -> Response:
-        return Response(description, media_type="application/json")
+        # Made for the first who asks, in a seventh of a second: no server starts later for it, and
+        # streams go on meanwhile.
+        return Response(await asyncio.to_thread(description), media_type="application/json")
 
 
 def _openai_routes(generation: Generation) -> APIRouter:

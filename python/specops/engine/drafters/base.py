@@ -27,7 +27,7 @@ from specops.engine.errors import ModelError
 from specops.engine.memory.kv_cache import DraftKv
 from specops.engine.memory.step_memory import Layout
 from specops.engine.memory.step_shape import StepShape
-from specops.engine.models import LayerBatch, Transformer
+from specops.engine.models import CacheRoom, KvBytes, KvCache, LayerBatch, Transformer
 from specops.engine.request import Request
 from specops.tokenizer import Tokenizer
 
@@ -214,7 +214,8 @@ class Drafter:
         name: of the method, as the registry has it.
         taps: layers of the target whose states it reads, beside those after the final norm. They
             are there in the steps that it has planned something for.
-        kv_bytes_per_token: what it keeps on pages, over all its layers.
+        kv_bytes: what all that it keeps takes: on pages, and in slots if its layers have states.
+        states: what has these, once it is allocated; None: there are none.
         drawn_from: the vocabulary of drafts that it draws with numbers of their own; None: it draws
             none. It writes what they were drawn from into `TargetStep.draft_probs`.
         max_drafts: the longest chain that it drafts for a request in a step; None: as long as is
@@ -223,12 +224,13 @@ class Drafter:
 
     name: str
     taps: tuple[int, ...] = ()
-    kv_bytes_per_token = 0
+    kv_bytes = KvBytes()
+    states: KvCache | None = None
     drawn_from: DrawnFrom | None = None
     max_drafts: int | None = None
 
-    def allocate(self, num_pages: int) -> None:
-        """Allocates what it keeps on the engine's pages, whose number was chosen with it."""
+    def allocate(self, room: CacheRoom) -> None:
+        """Allocates what it keeps: for so much there is room, which was chosen with it."""
 
     def draft_kv(self, request: Request) -> DraftKv | None:
         """What it keeps on a request's pages; None: nothing. Asked once, when a request comes."""

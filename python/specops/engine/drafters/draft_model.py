@@ -13,7 +13,7 @@ from specops.engine.drafters.methods.draft_model import METHOD, DraftModelOption
 from specops.engine.drafters.recurrent import RecurrentDrafter
 from specops.engine.drafters.stack_head import StackHead, named_weights
 from specops.engine.errors import ModelError
-from specops.engine.models import StepBatch, Transformer, load_model
+from specops.engine.models import CacheRoom, KvBytes, StepBatch, Transformer, load_model
 from specops.tokenizer import Tokenizer
 
 
@@ -42,17 +42,12 @@ def load(context: DrafterContext) -> Drafter:
         )
     except ModelError as error:
         raise ModelError(f"draft model {directory}: {error}") from error
-    if model.keeps_states:
-        raise ModelError(
-            f"draft model {directory}: linear attention is not supported in a draft model"
-        )
     sizes = model.config.vocab_size, context.target.config.vocab_size
     if sizes[0] != sizes[1]:
         raise ModelError(
             f"{directory / 'config.json'}: vocab_size is {sizes[0]}, but the target has {sizes[1]}"
         )
-    head = DraftModelHead(model, config.max_num_seqs)
-    return RecurrentDrafter(METHOD.name, context, head, draws=True)
+    return DraftModelDrafter(context, model)
 
 
 def _check_vocabulary(directory: Path, context: DrafterContext) -> None:
@@ -68,12 +63,47 @@ def _check_vocabulary(directory: Path, context: DrafterContext) -> None:
         )
 
 
+class DraftModelDrafter(RecurrentDrafter):
+    """The recurrent drafter with what a model with linear attention keeps beside its pages.
+
+    Its slots have the states of the last positions, as the target's have. A step goes on behind the
+    last token that was known before it, whatever was drafted there; so nothing is rolled back.
+
+    Args:
+        context: of the engine.
+        model: on the target's device.
+    """
+
+    head: "DraftModelHead"
+
+    def __init__(self, context: DrafterContext, model: Transformer) -> None:
+        config = context.config
+        max_drafts = config.speculative_config.num_speculative_tokens
+        head = DraftModelHead(model, config.max_num_seqs, max_drafts)
+        super().__init__(METHOD.name, context, head, draws=True)
+        # Behind the last known token lie drafts. Where states of prefixes are kept, those within
+        # the step's own tokens must be left, too: as many again.
+        self._num_behind = max_drafts * (1 + config.enable_prefix_caching)
+        self.kv_bytes = KvBytes(
+            model.kv_bytes_per_token(),
+            model.kv_bytes_per_slot(self._num_behind),
+            model.kv_bytes_per_slot(0),
+        )
+
+    def allocate(self, room: CacheRoom) -> None:
+        """Allocates keys and values, on the target's pages, and states, if there are any."""
+        super().allocate(room._replace(num_drafts=self._num_behind))
+        if self.head.model.keeps_states:
+            self.states = self.head.cache
+
+
 class DraftModelHead(StackHead):
     """A model as a `DraftHead`: a row reads the token at its own position, and no states.
 
     Args:
         model: on the target's device.
         slots: requests that run at once.
+        max_drafts: that these have room for, of a model that keeps states.
 
     Attributes:
         model: this.
@@ -82,9 +112,10 @@ class DraftModelHead(StackHead):
     reads_states = False
     lookahead = 0
 
-    def __init__(self, model: Transformer, slots: int) -> None:
+    def __init__(self, model: Transformer, slots: int, max_drafts: int) -> None:
         super().__init__(model)
         self.model = model
+        self.max_drafts = max_drafts if model.keeps_states else None
         self._slots = torch.arange(slots, dtype=torch.int32, device=model.device)
         self._ints: Tensor
 
@@ -103,6 +134,7 @@ class DraftModelHead(StackHead):
             kv_indptr=rows.kv_indptr,
             kv_indices=rows.kv_indices,
             kv_lens=rows.kv_lens,
+            slots=rows.slots,
             prefix_leaders=rows.prefix_leaders,
             prefix_lens=rows.prefix_lens,
             workspace=rows.workspace,

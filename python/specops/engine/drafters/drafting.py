@@ -39,6 +39,7 @@ from specops.engine.features import Feature
 from specops.engine.memory.kv_cache import DraftKv
 from specops.engine.memory.step_memory import Layout
 from specops.engine.memory.step_shape import StepShape
+from specops.engine.models import CacheRoom, KvBytes, KvCache
 from specops.engine.plan import Part, Plan
 from specops.engine.request import Request
 from specops.engine.speculative_config import SpeculativeConfig
@@ -171,9 +172,16 @@ class Drafting:
         return int(self.proposals.token_ids.shape[1])
 
     @property
-    def kv_bytes_per_token(self) -> int:
-        """What drafters keep of a token on pages."""
-        return sum(one.kv_bytes_per_token for one in self.drafters.values())
+    def kv_bytes(self) -> KvBytes:
+        """What all that drafters keep takes."""
+        each = [KvBytes(), *(one.kv_bytes for one in self.drafters.values())]
+        return KvBytes(*map(sum, zip(*each, strict=True)))
+
+    @property
+    def states(self) -> dict[str, KvCache]:
+        """What has the states of those drafters whose layers have any, by name."""
+        found = {name: one.states for name, one in self.drafters.items()}
+        return {name: cache for name, cache in found.items() if cache is not None}
 
     def taps_of(self, shape: StepShape) -> tuple[int, ...]:
         """Those that the drafters read which have work in the steps of a shape."""
@@ -221,10 +229,10 @@ class Drafting:
         assert len(found) <= 1, "two drafters of one request keep keys and values on its pages"
         return found[0] if found else None
 
-    def allocate(self, num_pages: int) -> None:
-        """Allocates what drafters keep on pages."""
+    def allocate(self, room: CacheRoom) -> None:
+        """Allocates what drafters keep."""
         for drafter in self.drafters.values():
-            drafter.allocate(num_pages)
+            drafter.allocate(room)
 
     def start(self, request: Request) -> bool:
         """A request got its slot; returns whether memory has moved that steps use."""

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from specops.engine.drafters.base import TargetStep
 from specops.engine.drafters.trees import TreeMaker
-from specops.engine.models import LayerBatch
+from specops.engine.models import CacheRoom, LayerBatch
 
 
 @dataclass(slots=True, kw_only=True)
@@ -107,7 +107,7 @@ class DraftHead(Protocol):
     def reserve(self, rows: int) -> None:
         """Allocates the buffers of passes with up to `rows` rows, which then stay there."""
 
-    def allocate(self, num_pages: int, page_size: int) -> None:
+    def allocate(self, room: CacheRoom) -> None:
         """Allocates keys and values, on the target's pages."""
 
     def kv_tensors(self) -> Sequence[Tensor]:

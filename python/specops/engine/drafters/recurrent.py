@@ -33,6 +33,7 @@ from specops.engine.drafters.pass_reports import PassReports, Second
 from specops.engine.memory.kv_cache import DraftKv
 from specops.engine.memory.step_memory import Layout
 from specops.engine.memory.step_shape import StepShape, rung
+from specops.engine.models import CacheRoom, KvBytes
 from specops.engine.request import Request
 from specops.sampling import Purpose
 
@@ -110,7 +111,7 @@ class RecurrentDrafter(Drafter):
         self.name, self.taps = name, head.taps
         self.head, self.num_passes = head, head.num_passes
         self.reads_own_tokens = not head.reads_states
-        self.kv_bytes_per_token, self.max_drafts = head.kv_bytes_per_token, head.max_drafts
+        self.kv_bytes, self.max_drafts = KvBytes(head.kv_bytes_per_token), head.max_drafts
         self.max_redrafts = max(max_rows, WINDOW)
         # A row behind the step's for each request, or for each pass but the first one.
         more = 1 if self.reads_own_tokens else head.num_passes - 1
@@ -137,9 +138,9 @@ class RecurrentDrafter(Drafter):
         num_kept = WINDOW if self.keeps_states else 0
         self.kept = torch.zeros((slots, num_kept, width), dtype=head.dtype, device=where)
 
-    def allocate(self, num_pages: int) -> None:
+    def allocate(self, room: CacheRoom) -> None:
         """Allocates the head's keys and values, on the target's pages."""
-        self.head.allocate(num_pages, self.page_size)
+        self.head.allocate(room)
 
     def kv_tensors(self) -> Sequence[Tensor]:
         """The head's keys and values."""
@@ -147,7 +148,7 @@ class RecurrentDrafter(Drafter):
 
     def draft_kv(self, request: Request) -> DraftKv | None:
         """The head's keys and values, which depend on as many tokens behind them as it says."""
-        if not self.kv_bytes_per_token:
+        if not self.kv_bytes.per_token:
             return None
         return DraftKv(self.name, self.head.lookahead, request.draft_stages[self.name])
 
@@ -186,7 +187,7 @@ class RecurrentDrafter(Drafter):
         for part, progress in ours:
             progress.redraft_len = -1
             slot = part.request.slot
-            if not self.kv_bytes_per_token and not (part.emits and part.draft_limit):
+            if not self.kv_bytes.per_token and not (part.emits and part.draft_limit):
                 continue  # there is nothing to keep of it
             if part.emits:
                 draws = draws or bool(self.temperatures[slot] > 0)
@@ -215,7 +216,7 @@ class RecurrentDrafter(Drafter):
     def _begin(self, progress: _Progress) -> int:
         """The first position that runs when the head runs in the next step."""
         begin, end = progress.num_drafted, progress.request.num_computed
-        if not self.kv_bytes_per_token:
+        if not self.kv_bytes.per_token:
             return end
         if end - begin <= (self.window if self.reads_own_tokens else CATCH_UP):
             return begin

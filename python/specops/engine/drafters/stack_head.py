@@ -10,7 +10,7 @@ from torch import Tensor
 from specops.engine.drafters.base import DrafterContext, MethodUnavailable, TargetStep
 from specops.engine.drafters.methods.method import WeightOptions
 from specops.engine.drafters.trees import TreeMaker
-from specops.engine.models import KvCache, LayerStack
+from specops.engine.models import CacheRoom, KvCache, LayerStack
 
 Options = TypeVar("Options", bound=WeightOptions)
 
@@ -85,13 +85,13 @@ class StackHead:
         """Allocates the buffers of passes with up to `rows` rows."""
         self.stack.reserve(rows)
 
-    def allocate(self, num_pages: int, page_size: int) -> None:
+    def allocate(self, room: CacheRoom) -> None:
         """Allocates its keys and values, on the target's pages."""
-        self.cache = self.stack.new_kv_cache(num_pages, page_size)
+        self.cache = self.stack.new_kv_cache(*room)
 
     def kv_tensors(self) -> Sequence[Tensor]:
         """Returns its keys and values."""
-        return self.cache.tensors
+        return [share.tensor for share in self.cache.page_shares]
 
     def workspace_size(self, rows: int, batch: int, pages: int) -> int:
         """Returns the floats of workspace that attention takes."""

@@ -11,7 +11,7 @@ from specops.engine.models.eagle.modules import Eagle3
 from specops.engine.models.families import CONVENTIONS
 from specops.engine.models.families.family import MtpConvention
 from specops.engine.models.kept_states import KeptStates
-from specops.engine.models.kv import CacheRoom, KvCache, KvSpec, LayerKv
+from specops.engine.models.kv import CacheRoom, KvBytes, KvCache, KvSpec, LayerKv
 from specops.engine.models.loader import load_model
 from specops.engine.models.mtp.loader import load_mtp
 from specops.engine.models.mtp.modules import MtpBatch, MtpModule, MtpModules, MtpOutput
@@ -28,6 +28,7 @@ __all__ = [
     "Eagle",
     "Eagle3",
     "KeptStates",
+    "KvBytes",
     "KvCache",
     "KvSpec",
     "LayerBatch",

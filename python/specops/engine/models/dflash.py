@@ -366,13 +366,17 @@ def _mask_embedding(path: Path, config: BlockConfig) -> Tensor | None:
         return None
     found, token_id = read_tensors(path), config.mask_token_id
     if isinstance(found, dict):
-        if found.get("mask_token_id", token_id) != token_id:
-            got = found["mask_token_id"]
-            raise ModelError(f"{path}: mask_token_id is {got}, and {token_id} in config.json")
+        own = found.get("mask_token_id", token_id)
+        own = own.tolist() if isinstance(own, Tensor) else own
+        if own != token_id:
+            raise ModelError(f"{path}: mask_token_id is {own}, and {token_id} in config.json")
         found = found.get("embedding")
-    if not isinstance(found, Tensor) or found.numel() != config.hidden_size:
-        got = type(found).__name__ if not isinstance(found, Tensor) else list(found.shape)
-        raise ModelError(f"{path}: expected a vector of {config.hidden_size}, got {got}")
+    if not isinstance(found, Tensor) or not found.is_floating_point():
+        got = found.dtype if isinstance(found, Tensor) else type(found).__name__
+        raise ModelError(f"{path}: expected a tensor of floats, got {got}")
+    if found.numel() != config.hidden_size:
+        size = config.hidden_size
+        raise ModelError(f"{path}: expected a vector of {size}, got {list(found.shape)}")
     return found.flatten()
 
 

@@ -12,6 +12,20 @@ import torch
 from torch import Tensor
 
 
+class KvBytes(NamedTuple):
+    """Bytes of what layers keep.
+
+    Attributes:
+        per_token: on pages.
+        per_slot: of a request, whatever its length.
+        per_prefix: of one whose states are kept.
+    """
+
+    per_token: int = 0
+    per_slot: int = 0
+    per_prefix: int = 0
+
+
 class CacheRoom(NamedTuple):
     """For how much there is to be room.
 
@@ -30,18 +44,35 @@ class CacheRoom(NamedTuple):
     num_kept: int = 0
 
 
+class Share(NamedTuple):
+    """What a rank has of a tensor whose third axis has heads.
+
+    Attributes:
+        tensor: [pages or slots, rows, this rank's heads, ...].
+        all_heads: of all ranks; which of them are this rank's, `parallel.ranks.dealt` says.
+        widths: elements of that axis that a head has in each part: parts, like those of q|k|v, lie
+            behind each other, and each has all of the rank's heads.
+    """
+
+    tensor: Tensor
+    all_heads: int
+    widths: tuple[int, ...]
+
+
 @dataclass(frozen=True, kw_only=True)
 class KvSpec:
     """What a layer keeps of a token.
 
     Attributes:
         num_heads: heads of keys, and as many of values.
+        all_heads: those of all ranks; some may have the same.
         head_dim: elements of a head.
         dtype: of the elements. Those of 8 bits have a float32 scale per token and head.
         has_values: False: values are part of the keys, as in latent attention.
     """
 
     num_heads: int
+    all_heads: int
     head_dim: int
     dtype: torch.dtype
     has_values: bool = True
@@ -74,8 +105,8 @@ class KvSpec:
             return _zeros(slots, torch.float32, device) if self.has_scales else None
 
         if not self.has_values:
-            return LayerKv(cache(), None, scales(), None)
-        return LayerKv(cache(), cache(), scales(), scales())
+            return LayerKv(self.all_heads, cache(), None, scales(), None)
+        return LayerKv(self.all_heads, cache(), cache(), scales(), scales())
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,9 +118,10 @@ class StateSpec:
 
     Attributes:
         num_heads: states, of [key_dim, value_dim] float32 each.
+        num_key_heads: heads of queries and keys, each of as many states.
+        all_key_heads: those of all ranks.
         key_dim: rows of a state.
         value_dim: columns of one.
-        channels: that are convolved.
         taps: of the convolution.
         dtype: of what is convolved.
     """
@@ -97,9 +129,10 @@ class StateSpec:
     bytes_per_token: ClassVar[int] = 0
 
     num_heads: int
+    num_key_heads: int
+    all_key_heads: int
     key_dim: int
     value_dim: int
-    channels: int
     taps: int
     dtype: torch.dtype
 
@@ -111,13 +144,20 @@ class StateSpec:
     def new(self, room: CacheRoom, device: torch.device) -> "LayerStates":
         """Allocates what the slots of one layer keep."""
         conv, states = self._shapes(room)
-        return LayerStates(_zeros(conv, self.dtype, device), _zeros(states, torch.float32, device))
+        of_key = self.num_heads // self.num_key_heads
+        return LayerStates(
+            _zeros(conv, self.dtype, device),
+            _zeros(states, torch.float32, device),
+            self.all_key_heads,
+            ((self.key_dim, self.key_dim, of_key * self.value_dim), (of_key,)),
+        )
 
     def _shapes(self, room: CacheRoom) -> tuple[tuple[int, ...], tuple[int, ...]]:
         window = max(room.num_drafts + self.taps - 1, 1)
         heads = (self.num_heads, self.key_dim, self.value_dim)
         slots = room.num_slots
-        return (slots, window, self.channels), (slots, room.num_drafts + 1, *heads)
+        channels = 2 * self.num_key_heads * self.key_dim + self.num_heads * self.value_dim
+        return (slots, window, channels), (slots, room.num_drafts + 1, *heads)
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -133,6 +173,7 @@ def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> 
 class LayerKv:
     """The paged key and value caches of one layer."""
 
+    all_heads: int  # of all ranks
     k: Tensor  # [num_pages, page_size, num_kv_heads, head_dim]
     v: Tensor | None  # None: values are part of the keys
     # Of 8-bit caches, float32 [num_pages, page_size, num_kv_heads]; None: the model's dtype.
@@ -154,18 +195,31 @@ class LayerKv:
         tensors = (self.k, self.v, self.k_scales, self.v_scales)
         return [tensor for tensor in tensors if tensor is not None]
 
+    @property
+    def shares(self) -> list[Share]:
+        """Which heads of each they have."""
+        return [Share(tensor, self.all_heads, (1,)) for tensor in self.tensors]
+
 
 @dataclass(frozen=True)
 class LayerStates:
     """What the slots of one layer with linear attention keep."""
 
-    conv: Tensor  # [num_slots, window, channels]
+    conv: Tensor  # [num_slots, window, channels], the channels q|k|v
     states: Tensor  # float32 [num_slots, window, num_heads, key_dim, value_dim]
+    all_key_heads: int  # of all ranks
+    widths: tuple[tuple[int, ...], ...]  # of both, that a head of keys has in each part
 
     @property
     def tensors(self) -> list[Tensor]:
         """Both."""
         return [self.conv, self.states]
+
+    @property
+    def shares(self) -> list[Share]:
+        """Which heads of keys they are of."""
+        both = zip(self.tensors, self.widths, strict=True)
+        return [Share(tensor, self.all_key_heads, widths) for tensor, widths in both]
 
     def copy(self, slot: int, to: "LayerStates", to_slot: int, num_tokens: int) -> None:
         """Copies what a request of so many tokens needs to go on, from a slot to one of `to`.
@@ -226,9 +280,14 @@ class KvCache:
         return [pair for layer in self._on_pages for pair in layer.pairs]
 
     @property
-    def page_tensors(self) -> list[Tensor]:
-        """Those that are indexed by pages."""
-        return [tensor for layer in self._on_pages for tensor in layer.tensors]
+    def page_shares(self) -> list[Share]:
+        """The tensors that are indexed by pages."""
+        return [share for layer in self._on_pages for share in layer.shares]
+
+    @property
+    def prefix_shares(self) -> list[Share]:
+        """The tensors that are indexed by entries of `kept`."""
+        return [share for layer in self.kept for share in layer.shares]
 
     @property
     def tensors(self) -> list[Tensor]:

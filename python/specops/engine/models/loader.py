@@ -119,7 +119,7 @@ def _check_choice(name: str, value: str, choices: Sequence[str]) -> None:
 def _dtype_of(config: ModelConfig, dtype: str, file: Path) -> torch.dtype:
     """Of weights and states; `file` is config.json."""
     chosen = config.dtype if dtype == "auto" else dtype
-    if chosen not in _DTYPES:
+    if not isinstance(chosen, str) or chosen not in _DTYPES:
         where = f"{file}: " if dtype == "auto" else ""
         raise ModelError(
             f"{where}dtype must be bfloat16 or float32, got {chosen}; pass dtype to convert the "

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from specops.engine.errors import ModelError
-from specops.engine.parallel.ranks import ALONE, Ranks
+from specops.engine.parallel.ranks import ALONE, Ranks, dealt
 from specops.quantization import FP8_BLOCK, QuantizedWeight
 
 
@@ -54,9 +54,8 @@ class Shares:
                 f"tensor_parallel_size must divide the {total} {what}, or be a multiple of them, "
                 f"got {size}"
             )
-        own = max(total // size, 1)
-        begin = rank * total // size * each
-        return range(begin, begin + own * each)
+        own = dealt(total, size, rank)
+        return range(own.start * each, own.stop * each)
 
     def of_vocabulary(self, total: int) -> range:
         """Returns this rank's share of tokens: the last ranks may have fewer."""

@@ -30,6 +30,7 @@ import hashlib
 import json
 import logging
 import os
+import re
 import shutil
 import tempfile
 import time
@@ -58,6 +59,7 @@ _ALIGNMENT = 4096  # of the first tensor of a file; of the others what a vector 
 _VECTOR = 64
 
 _DIGESTS = "digests"  # the folder of what digests were
+_OWN_FOLDER = re.compile(r"[0-9a-f]{32}")  # of a checkpoint: a digest
 _UNFINISHED = "unfinished-"
 _STALE_SECONDS = 3600.0  # an unfinished file that old has no writer any more
 
@@ -108,7 +110,8 @@ class WeightCache:
             name = _digest([*digests, how, _code_digest(), specops.get_isa()])
             folder = self._root / name
             folder.mkdir(mode=0o700, exist_ok=True)
-            os.utime(folder)  # for whoever looks for what was not used for longest
+            with contextlib.suppress(OSError):  # what is there can be read all the same
+                os.utime(folder)  # for whoever looks for what was not used for longest
         except OSError as error:
             logger.warning("%s cannot keep packed weights: %s", self._root, error)
             return None
@@ -152,8 +155,8 @@ class WeightCache:
         return None
 
     def _folders(self) -> list[Path]:
-        """Those of checkpoints, the longest unused first."""
-        found = [one for one in self._root.iterdir() if one.is_dir() and one.name != _DIGESTS]
+        """Those of checkpoints, the longest unused first; whatever else lies there is not its."""
+        found = [one for one in self._root.iterdir() if _OWN_FOLDER.fullmatch(one.name)]
         return sorted(found, key=lambda one: one.stat().st_mtime)
 
     def _digest_of(self, file: Path) -> str:

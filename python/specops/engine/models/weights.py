@@ -117,7 +117,11 @@ class WeightSource(ABC):
 
     def integers(self, name: str, *shape: int) -> Tensor:
         """Returns one tensor as it is in the file, on the CPU: of ids, which have no dtype here."""
-        return self._named(name, shape, self.dtype).cpu()
+        self.read.add(name)
+        ids = self._load(name, shape)
+        if not isinstance(ids, Tensor):
+            raise ModelError(f"tensor {name} must be of integers, got a quantized weight")
+        return ids.cpu()
 
     def norm(self, name: str, width: int) -> Tensor:
         """Returns the weight [width] of a norm."""
@@ -234,7 +238,7 @@ class WeightSource(ABC):
         rows: Tensor | None = None,
     ) -> PackedWeight:
         weights = [
-            self._load(name, (size, inputs)) for name, size in zip(names, outputs, strict=True)
+            self._numbers(name, (size, inputs)) for name, size in zip(names, outputs, strict=True)
         ]
         if cut.outputs is not None:
             kept = zip(weights, cut.outputs, names, strict=True)
@@ -288,8 +292,15 @@ class WeightSource(ABC):
     def _named(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """A tensor as it is; of a quantized weight its numbers, rounded to `dtype`."""
         self.read.add(name)
-        weight = self._load(name, shape)
+        weight = self._numbers(name, shape)
         return weight if isinstance(weight, Tensor) else dequantize_weight(weight, dtype)
+
+    def _numbers(self, name: str, shape: tuple[int, ...]) -> Tensor | QuantizedWeight:
+        """A weight: what has neither floats nor scales is none."""
+        weight = self._load(name, shape)
+        if isinstance(weight, Tensor) and not weight.is_floating_point():
+            raise ModelError(f"tensor {name} must be of floats, got {weight.dtype}")
+        return weight
 
     def _placed(self, tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
         return tensor.to(dtype or self.dtype).contiguous().to(self.device)

@@ -132,3 +132,15 @@ def _folded(summands: Tensor) -> Tensor:
 
 
 ALONE = Ranks()
+
+
+def dealt(total: int, size: int, rank: int) -> range:
+    """Which of some things a rank has: equal shares, and neighbours the same if there are too few.
+
+    Args:
+        total: how many things there are; it divides `size`, or is a multiple of it.
+        size: how many ranks there are.
+        rank: one of them.
+    """
+    begin = rank * total // size
+    return range(begin, begin + max(total // size, 1))

@@ -84,7 +84,7 @@ class Slots:
     def start(self, request: Request, plan: Plan) -> bool:
         """Gives a waiting request a slot and its cached prefix, if all its tokens find room."""
         hits = self.pool.match_prefix(request.token_ids, request.num_reusable, request.draft_kv)
-        num_cached = self.states.cut(hits)
+        num_cached = self.states.cut(hits, request.draft_kv)
         needed = self.num_pages_for(len(request.token_ids)) - len(hits)
         if needed > self.pool.num_available:
             self.pool.release(hits)
@@ -182,8 +182,8 @@ class Slots:
                 None if draft_kv is None else draft_kv.key(request.token_ids, end),
             )
             request.num_registered_pages += 1
-        known = request.pages, request.num_registered_pages
-        self.states.keep(part.slot, *known, request.num_computed, part.begin, part.num_rows)
+        known = request.pages, request.num_registered_pages, request.num_computed
+        self.states.keep(part.slot, *known, request.num_final_draft_kv, part.begin, part.num_rows)
 
     def finish(self, request: Request) -> None:
         """Takes a request out, wherever it is, and releases its slot and pages."""

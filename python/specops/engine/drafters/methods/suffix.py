@@ -35,7 +35,7 @@ class SuffixOptions(Options):
     suffix_decoding_max_spec_factor: float = 1.0
     suffix_decoding_min_token_prob: float = 0.1
     suffix_decoding_max_cached_tokens: int = -1
-    suffix_decoding_max_cached_bytes: int = -1
+    suffix_decoding_max_cached_bytes: int = 2**30
     suffix_decoding_read_on: bool = True
     suffix_decoding_earlier_answers: int = 0
 

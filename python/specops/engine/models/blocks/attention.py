@@ -216,7 +216,12 @@ class AttentionConfig:
         return Attention(
             self,
             shape,
-            KvSpec(num_heads=shape.num_kv_heads, head_dim=dim, dtype=loader.kv_dtype),
+            KvSpec(
+                num_heads=shape.num_kv_heads,
+                all_heads=self.num_kv_heads,
+                head_dim=dim,
+                dtype=loader.kv_dtype,
+            ),
             source.linear(prefix, _QKV, sizes, self.input_size or hidden, cut=cut, rows=order),
             load_summed(
                 source,

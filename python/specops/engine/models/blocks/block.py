@@ -11,6 +11,7 @@ from torch import Tensor
 
 from specops import attention
 from specops.dense import PackedWeight
+from specops.engine.errors import ModelError
 from specops.engine.models.batch import LayerBatch
 from specops.engine.models.kv import KvSpec, LayerKv, StateSpec
 from specops.engine.models.shards import Shares
@@ -154,11 +155,21 @@ class RopeTables:
     _tables: list[tuple[Rope, Tensor]] = field(default_factory=list)
 
     def of(self, rope: Rope) -> Tensor:
-        """Returns the table of one."""
+        """Returns the table of one.
+
+        Raises:
+            ModelError: it does not fit the memory.
+        """
         for known, table in self._tables:
             if known == rope:
                 return table
-        table = attention.rope_cos_sin(self.num_positions, rope.dim, rope.theta, rope.scaling)
+        try:
+            table = attention.rope_cos_sin(self.num_positions, rope.dim, rope.theta, rope.scaling)
+        except RuntimeError as error:
+            raise ModelError(
+                f"max_model_len must be smaller: positions up to {self.num_positions} do not fit "
+                "the memory"
+            ) from error
         self._tables.append((rope, table.to(self.device)))
         return self._tables[-1][1]
 

@@ -250,7 +250,13 @@ class LatentAttentionConfig:
                 ranks=loader.ranks,
             ),
         )
-        kv = KvSpec(num_heads=1, head_dim=key_dim, dtype=loader.kv_dtype, has_values=False)
+        kv = KvSpec(
+            num_heads=1,
+            all_heads=1,
+            head_dim=key_dim,
+            dtype=loader.kv_dtype,
+            has_values=False,
+        )
         ranks = (self.q_rank or 0, self.nope_dim, self.rope.dim, self.value_dim)
         shape = LatentShape(len(own), *ranks)
         return LatentAttention(self, shape, kv, weights, loader.ropes.of(self.rope))

@@ -107,15 +107,20 @@ class LinearAttention(MixingBlock):
     sliding_window = None
 
     def __init__(
-        self, shape: LinearAttentionShape, weights: LinearAttentionWeights, norm_eps: float
+        self,
+        shape: LinearAttentionShape,
+        weights: LinearAttentionWeights,
+        norm_eps: float,
+        all_key_heads: int,
     ) -> None:
         self.shape = shape
         self._weights, self._norm_eps = weights, norm_eps
         self.kv = StateSpec(
             num_heads=shape.num_value_heads,
+            num_key_heads=shape.num_key_heads,
+            all_key_heads=all_key_heads,
             key_dim=shape.key_dim,
             value_dim=shape.value_dim,
-            channels=shape.channels,
             taps=len(weights.conv),
             dtype=weights.conv.dtype,
         )
@@ -141,7 +146,7 @@ class LinearAttention(MixingBlock):
         own = self._weights
         dense.linear(x, own.projection, out=views.projected, workspace=batch.sums)
         dense.linear(x, own.ba, out=views.ba, workspace=batch.sums)
-        assert batch.slots is not None, "the rows are those of a target"
+        assert batch.slots is not None, "the rows are those of a model, not of a head"
         requests = batch.slots, batch.qo_indptr, batch.kv_lens
         linear_attention.causal_conv1d(views.qkv, own.conv, cache.conv, *requests, out=views.mixed)
         linear_attention.gated_delta_rule(
@@ -233,7 +238,7 @@ class LinearAttentionConfig:
                 ranks=loader.ranks,
             ),
         )
-        return LinearAttention(own, weights, loader.norm_eps)
+        return LinearAttention(own, weights, loader.norm_eps, self.num_key_heads)
 
     def _shape(self, key_heads: int) -> LinearAttentionShape:
         value_heads = key_heads * self._values_of_key

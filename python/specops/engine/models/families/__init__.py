@@ -48,7 +48,10 @@ def read_model_config(directory: str | Path) -> ModelConfig:
     if (Path(directory) / "adapter_config.json").exists():
         raise ModelError(f"{directory}: LoRA adapters are not supported; merge it into its base")
     raw = read_config(directory)
-    architecture = (raw.get("architectures") or ["none"])[0]
+    names = raw.get("architectures") or ["none"]
+    if not isinstance(names, list) or not isinstance(names[0], str):
+        raise ModelError(f"{path}: architectures must be a list of names, got {names!r}")
+    architecture = names[0]
     try:
         if "gguf" in raw:
             return _read_gguf(raw)

@@ -11,6 +11,10 @@ from specops.engine.errors import ModelError
 
 # Kinds of layers.
 FULL, SLIDING, LINEAR = "full_attention", "sliding_attention", "linear_attention"
+# Of what each takes memory before a tensor is read, no model has more than this: a file that is
+# damaged may have any number.
+_COUNTED_ONE_BY_ONE = ("_layers", "_heads", "_experts")
+_MOST_OF_THESE, _MOST = 1 << 14, (1 << 31) - 1
 
 
 def read_config(directory: str | Path) -> dict[str, Any]:
@@ -42,13 +46,16 @@ def count(raw: Mapping[str, Any], field: str, default: int | None = None) -> int
 
     Raises:
         KeyError: it is absent, and there is no default.
-        ModelError: it is no integer of at least 1.
+        ModelError: it is no integer of at least 1, or a larger one than any model's.
     """
     value = raw[field] if default is None else raw.get(field)
     if value is None and default is not None:
         return default
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise ModelError(f"{field} must be an integer of at least 1, got {value!r}")
+    most = _MOST_OF_THESE if field.endswith(_COUNTED_ONE_BY_ONE) else _MOST
+    if value > most:
+        raise ModelError(f"{field} must be at most {most}, got {value}")
     return value
 
 

@@ -61,6 +61,11 @@ def _read(
     refuse_values(raw, {"attn_output_gate": (True, None)})
     num_layers = count(raw, "num_hidden_layers")
     types = layer_types(raw, num_layers, LINEAR) or _types(raw, num_layers)
+    if FULL not in types:
+        raise ModelError(
+            "layer_types, or full_attention_interval, must give one layer at least attention with "
+            f"keys and values, got {LINEAR} in all {num_layers}"
+        )
     config = dense_decoder(
         {**raw, "layer_types": None},
         qk_norm=True,

@@ -1,0 +1,255 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "gemm/gemm_range.h"
+#include "gemm/integer_tile_cpu.h"
+#include "gemm/tiles_cpu.h"
+
+namespace specops::avx512_bf16 {
+uint64_t next_product();
+void gemm_range(const GemmParams& params, const GemmRange& range);
+}  // namespace specops::avx512_bf16
+
+namespace specops::SPECOPS_ISA {
+namespace {
+
+constexpr int kTileInputs = 64;  // at most, of a product of tiles
+constexpr int kTileWords = kTileRows * kWeightBlock;
+constexpr int kPieceTiles = kIntegerGroup / kTileInputs;  // at most
+constexpr int kRowTiles = kIntegerRowsKept / kTileRows;   // at most
+
+// The codes of a piece and panel as tiles of weights: a row is four inputs of each output of a block.
+struct PieceCodes {
+  alignas(64) uint8_t values[kPanelBlocks][kPieceTiles][4 * kTileWords];
+};
+
+// What products of a piece, a tile of rows and a panel are.
+struct PieceSums {
+  alignas(64) int32_t values[kTileRows * kPanelOutputs];
+};
+
+// Rows of integers of 16 bits: of every 64 inputs the high bytes, then the low ones.
+struct WideTiles {
+  using Integer = int16_t;
+  static constexpr bool kIsWide = true;
+  static void arrange(int16_t* integers, int64_t count) {
+    split_bytes<kTileInputs>(integers, count);
+  }
+  static const void* bytes_at(const int16_t* x, int64_t input) {
+    int64_t within = input % kTileInputs;
+    return reinterpret_cast<const uint8_t*>(x + (input - within)) + within;
+  }
+  // Sums are tiles 0 to 3: of a block's high and low bytes, and of the next block's.
+  static void multiply(const void* x,
+                       int64_t stride,
+                       int tiles,
+                       const PieceCodes& codes,
+                       PieceSums& high,
+                       PieceSums& low) {
+    const auto* bytes = static_cast<const uint8_t*>(x);
+    for (int b = 0; b < kPanelBlocks; b += 2) {
+      zero_tile<0>();
+      zero_tile<1>();
+      zero_tile<2>();
+      zero_tile<3>();
+      for (int t = 0; t < tiles; ++t) {
+        load_tile<4>(bytes + 2 * t * kTileInputs, stride);
+        load_tile<5>(bytes + (2 * t + 1) * kTileInputs, stride);
+        load_tile<6>(codes.values[b][t], kTileRowBytes);
+        load_tile<7>(codes.values[b + 1][t], kTileRowBytes);
+        dot_signed_tiles<0, 4, 6>();
+        dot_unsigned_tiles<1, 5, 6>();
+        dot_signed_tiles<2, 4, 7>();
+        dot_unsigned_tiles<3, 5, 7>();
+      }
+      store_tile<0>(high.values + b * kWeightBlock, kPanelOutputs * 4);
+      store_tile<1>(low.values + b * kWeightBlock, kPanelOutputs * 4);
+      store_tile<2>(high.values + (b + 1) * kWeightBlock, kPanelOutputs * 4);
+      store_tile<3>(low.values + (b + 1) * kWeightBlock, kPanelOutputs * 4);
+    }
+  }
+};
+
+// Rows of integers of 8 bits, in their order: a piece is one tile at most.
+struct NarrowTiles {
+  using Integer = int8_t;
+  static constexpr bool kIsWide = false;
+  static void arrange(int8_t*, int64_t) {}
+  static const void* bytes_at(const int8_t* x, int64_t input) { return x + input; }
+  static void multiply(
+      const void* x, int64_t stride, int, const PieceCodes& codes, PieceSums&, PieceSums& sums) {
+    zero_tile<0>();
+    zero_tile<1>();
+    zero_tile<2>();
+    zero_tile<3>();
+    load_tile<4>(x, stride);
+    load_tile<6>(codes.values[0][0], kTileRowBytes);
+    load_tile<7>(codes.values[1][0], kTileRowBytes);
+    dot_signed_tiles<0, 4, 6>();
+    dot_signed_tiles<1, 4, 7>();
+    load_tile<6>(codes.values[2][0], kTileRowBytes);
+    load_tile<7>(codes.values[3][0], kTileRowBytes);
+    dot_signed_tiles<2, 4, 6>();
+    dot_signed_tiles<3, 4, 7>();
+    store_tile<0>(sums.values, kPanelOutputs * 4);
+    store_tile<1>(sums.values + kWeightBlock, kPanelOutputs * 4);
+    store_tile<2>(sums.values + 2 * kWeightBlock, kPanelOutputs * 4);
+    store_tile<3>(sums.values + 3 * kWeightBlock, kPanelOutputs * 4);
+  }
+};
+
+// For tiles of so many rows, whose pieces have so many inputs.
+inline void configure(int rows, int64_t inputs) {
+  TileConfig config;
+  int tile_inputs = static_cast<int>(min64(inputs, kTileInputs));
+  for (int tile : {0, 1, 2, 3}) {
+    config.rows[tile] = static_cast<uint8_t>(rows);
+    config.row_bytes[tile] = kTileRowBytes;
+  }
+  for (int tile : {4, 5}) {
+    config.rows[tile] = static_cast<uint8_t>(rows);
+    config.row_bytes[tile] = static_cast<uint16_t>(tile_inputs);
+  }
+  for (int tile : {6, 7}) {
+    config.rows[tile] = static_cast<uint8_t>(tile_inputs / 4);
+    config.row_bytes[tile] = kTileRowBytes;
+  }
+  configure_tiles(config);
+}
+
+// Reads the codes of so many chunks, and takes their bias off. Where a piece ends before its last tile
+// does, codes of the piece before stay: they meet inputs that are zeros.
+template <typename Kind>
+void read_codes(const Kind& kind, const uint8_t* chunk, int64_t chunks, PieceCodes& codes) {
+  using Bytes = uint8_t __attribute__((vector_size(sizeof(Codes))));
+  constexpr int kLines = kChunkInputs / Kind::kLineInputs, kQuads = Kind::kLineInputs / 4;
+  for (int64_t c = 0; c < chunks; ++c, chunk += kPanelChunkBytes<Kind>) {
+    for (int b = 0; b < kPanelBlocks; ++b) {
+      const uint8_t* line = chunk + b * kBlockChunkBytes<Kind>;
+      uint8_t* out = codes.values[b][0] + c * kChunkInputs * kWeightBlock;
+      for (int i = 0; i < kLines; ++i, line += 64, out += kQuads * 64) {
+        __builtin_prefetch(line + kIntegerFetch, 0, 3);
+        for (size_t at = 0; at < 64; at += sizeof(Codes)) {
+          Codes own = load_codes(line + at);
+          for (int quad = 0; quad < kQuads; ++quad) {
+            Bytes values = (Bytes)kind.quad(own, quad) - static_cast<uint8_t>(Kind::kBias);
+            std::memcpy(out + quad * 64 + at, &values, sizeof(values));
+          }
+        }
+      }
+    }
+  }
+}
+
+// Adds a piece to the totals of a tile of rows and a panel.
+template <bool kIsWide>
+void add_piece(const PieceSums& high,
+               const PieceSums& low,
+               int rows,
+               const float* steps,
+               const float* scales,
+               float* totals) {
+  using Words = int32_t __attribute__((vector_size(sizeof(Sums))));
+  for (int r = 0; r < rows; ++r) {
+    Floats step = spread_float(steps[r]);
+    for (int i = 0; i < kPanelOutputs; i += kPartOutputs) {
+      int at = r * kPanelOutputs + i;
+      Words sum, upper;
+      std::memcpy(&sum, low.values + at, sizeof(sum));
+      if constexpr (kIsWide) {
+        std::memcpy(&upper, high.values + at, sizeof(upper));
+        sum += upper * 256;
+      }
+      Floats scale = scales == nullptr ? step : times(step, load_floats(scales + i));
+      store_floats(totals + at, fused(floats((Sums)sum), scale, load_floats(totals + at)));
+    }
+  }
+}
+
+// out[row, n] = bias[n] + sum_k x[row, k] * weight[n, k], of up to 64 rows and a panel.
+// Cost:    the panel once from memory or cache; of 64 inputs and a block two products of tiles for 16
+//          rows of 16 bits, of 32 inputs one for rows of 8 bits.
+// Assumes: weights packed by pack_weight; rows made integers for tiles; tiles configured.
+// Order:   as integer_tile (integer_tile_cpu.h): sums of a piece are exact, and pieces one chain of
+//          fused multiply-adds. So the bits are those of every other instruction set.
+// Source:  TDPBSSD, TDPBUSD, Intel SDM volume 2.
+// Threads: none here.
+template <typename Kind, typename Tiles>
+void panel_of_tiles(const GemmParams& params,
+                    const IntegerRows<typename Tiles::Integer>& rows,
+                    int64_t row,
+                    int64_t panel) {
+  const WeightParams& weight = params.weight;
+  Kind kind(weight);
+  Pieces pieces(weight);
+  bool grouped = weight.group != 0, shifted = weight.offsets != nullptr;
+  int64_t pieces_of_group = grouped ? weight.group / pieces.inputs : pieces.count;
+  int64_t first_group = grouped ? panel * scale_groups(weight.num_inputs, weight.group) : 0;
+  const auto* chunk = static_cast<const uint8_t*>(weight.data);
+  chunk += panel * panel_bytes<Kind>(weight.num_inputs);
+  int64_t chunks = weight_chunks(weight.num_inputs);
+  int height = static_cast<int>(min64(rows.count, kTileRows));
+  int tiles = static_cast<int>(ceil_div(pieces.inputs, kTileInputs));
+  PieceCodes codes{};
+  PieceSums high, low;
+  alignas(64) float totals[kRowTiles][kTileRows * kPanelOutputs] = {};
+  // The last tile may share rows with the one before: both have all of their totals.
+  auto row_of = [&](int64_t t) { return min64(t * kTileRows, rows.count - height); };
+  int64_t row_tiles = ceil_div(rows.count, kTileRows);
+  for (int64_t piece = 0; piece < pieces.count; ++piece) {
+    int64_t own = min64(pieces.inputs / kChunkInputs, chunks);
+    int64_t bytes = own * kPanelChunkBytes<Kind>;
+    for (int64_t i = 0; i < bytes; i += kPageFetchEvery) fetch_page(chunk + kPageFetch + i);
+    read_codes(kind, chunk, own, codes);
+    int64_t at = (first_group + piece / pieces_of_group) * kPanelOutputs;
+    const float* scales = grouped ? weight.scales + at : nullptr;
+    for (int64_t t = 0; t < row_tiles; ++t) {
+      int64_t first = row_of(t);
+      const void* x = Tiles::bytes_at(rows.x + first * rows.stride, piece * pieces.inputs);
+      int64_t stride = rows.stride * static_cast<int64_t>(sizeof(typename Tiles::Integer));
+      const float* steps = rows.scales + piece * rows.count + first;
+      Tiles::multiply(x, stride, tiles, codes, high, low);
+      add_piece<Tiles::kIsWide>(high, low, height, steps, scales, totals[t]);
+      if (!shifted) continue;
+      const float* row_sums = rows.sums + piece * rows.count + first;
+      for (int r = 0; r < height; ++r) {
+        add_offsets<1>(steps + r, row_sums + r, weight.offsets + at, totals[t] + r * kPanelOutputs);
+      }
+    }
+    chunk += bytes;
+    chunks -= own;
+  }
+  for (int64_t t = 0; t < row_tiles; ++t) {
+    finish_panel<kTileRows>(params, row + row_of(t), height, panel, totals[t]);
+  }
+}
+
+template <typename Kind, typename Tiles>
+void range_of_tiles(const GemmParams& params, const GemmRange& range) {
+  fetch_first<Kind>(params.weight, range.begin);
+  for (int64_t row = range.row_begin; row < range.row_end; row += kIntegerRowsKept) {
+    int64_t count = min64(kIntegerRowsKept, range.row_end - row);
+    auto rows = integer_rows_from<Tiles>(params, row, count, Kind::kBias, range.product);
+    configure(static_cast<int>(min64(count, kTileRows)), Pieces(params.weight).inputs);
+    for (int64_t panel = range.begin; panel < range.end; ++panel) {
+      panel_of_tiles<Kind, Tiles>(params, rows, row, panel);
+    }
+  }
+  release_tiles();  // so that the system need not keep them when this thread stops
+}
+
+}  // namespace
+
+uint64_t next_product() { return avx512_bf16::next_product(); }
+
+// As gemm_range_cpu.cpp; of int8 and int4, more rows than the vectors' tiles have are multiplied by
+// tiles of AMX, to the same bits.
+void gemm_range(const GemmParams& params, const GemmRange& range) {
+  bool is_tall = range.row_end - range.row_begin > kIntegerRows;
+  if (!is_in_panels(params.weight.kind) || !is_tall) return avx512_bf16::gemm_range(params, range);
+  with_codes(params.weight, [&]<typename Kind>() {
+    bool is_narrow = params.weight.row_numbers == RowNumbers::kInt8;
+    auto* tiles = is_narrow ? range_of_tiles<Kind, NarrowTiles> : range_of_tiles<Kind, WideTiles>;
+    tiles(params, range);
+  });
+}
+
+}  // namespace specops::SPECOPS_ISA

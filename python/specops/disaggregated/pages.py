@@ -1,0 +1,239 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A prompt's pages on their way: what they are of, and which heads of them a reader gets.
+
+Ranks share keys, values and states by heads. Engines of a pair may have different numbers of ranks:
+a reader gets its heads from one or more ranks of the other engine, each head once. So what is sent
+is a part of what one rank has, and the header says whose part, and for whom.
+"""
+
+from collections.abc import Iterator, Sequence
+
+import torch
+from msgspec import Struct
+from msgspec.structs import replace
+from torch import Tensor
+
+from specops.engine.parallel.ranks import dealt
+
+VERSION = 4
+
+# In this order.
+_CHECKED = [
+    *("version", "exact_across_tp", "contract", "num_ranks", "rank", "num_readers", "reader"),
+    *("page_size", "model", "token_ids", "owner", "lookahead", "draft", "states"),
+]
+
+
+class HandoffError(ValueError):
+    """These pages are of no use to this engine."""
+
+
+class Layout(Struct, frozen=True, array_like=True):
+    """A tensor of pages, or of states.
+
+    Attributes:
+        dtype: of its elements.
+        shape: [rows, heads of all ranks, ...] of one page of it, or of the states of one prefix.
+        widths: elements that a head has on the second axis, in each part of it: parts lie behind
+            each other.
+    """
+
+    dtype: str
+    shape: tuple[int, ...]
+    widths: tuple[int, ...]
+
+    @property
+    def num_heads(self) -> int:
+        """Of all ranks."""
+        return self.shape[1] // sum(self.widths)
+
+    @property
+    def element_bytes(self) -> int:
+        """The bytes of an element of the second axis, in one row."""
+        return int(getattr(torch, self.dtype).itemsize * torch.Size(self.shape[2:]).numel())
+
+
+class Header(Struct, frozen=True, tag=True):
+    """What pages are of.
+
+    Attributes:
+        version: of this format.
+        exact_across_tp: summands of the engine that computed them.
+        contract: the digest of its execution contract.
+        num_ranks: among which its keys and values are shared out.
+        rank: whose they are.
+        num_readers: ranks of the engine that they are for.
+        reader: which of these they are for.
+        page_size: tokens of a page.
+        token_ids: the prompt's, to its end: draft KV of the last page may depend on those behind.
+        num_pages: that follow, from the prompt's first on.
+        owner: the drafter whose keys and values they have beside the model's; empty: none.
+        lookahead: tokens behind a position that these depend on.
+        model: the model's tensors, in order.
+        draft: the drafter's, behind them.
+        states: of layers with linear attention, the model's and then the drafter's, behind all
+            pages, if there are any.
+    """
+
+    version: int
+    exact_across_tp: int
+    contract: str
+    num_ranks: int
+    rank: int
+    num_readers: int
+    reader: int
+    page_size: int
+    token_ids: list[int]
+    num_pages: int
+    owner: str
+    lookahead: int
+    model: list[Layout]
+    draft: list[Layout]
+    states: list[Layout]
+
+    @property
+    def num_bytes(self) -> int:
+        """Of the pages and states."""
+        return sum(count * self.bytes_of(layout) for layout, count in self.tensors)
+
+    @property
+    def tensors(self) -> list[tuple[Layout, int]]:
+        """All that follows in its order, and of each how many pages or prefixes."""
+        of_pages = [(one, self.num_pages) for one in (*self.model, *self.draft)]
+        return of_pages + [(one, 1) for one in self.states if self.num_pages]
+
+    def bytes_of(self, layout: Layout) -> int:
+        """What follows of a page of a tensor, or of a prefix."""
+        columns = len(self.heads_of(layout)) * sum(layout.widths)
+        return layout.shape[0] * columns * layout.element_bytes
+
+    def heads_of(self, layout: Layout) -> range:
+        """Those that this rank gives the reader, who gets each head from the first that has it."""
+        own = dealt(layout.num_heads, self.num_ranks, self.rank)
+        wanted = dealt(layout.num_heads, self.num_readers, self.reader)
+        begin = max(own.start, wanted.start)
+        if self.rank - 1 in dealt(self.num_ranks, self.num_readers, self.reader):
+            begin = max(begin, dealt(layout.num_heads, self.num_ranks, self.rank - 1).stop)
+        return range(begin, max(begin, min(own.stop, wanted.stop)))
+
+
+class Pages(Struct, array_like=True):
+    """A prompt's pages.
+
+    Attributes:
+        header: what they are of.
+        data: tensor by tensor, of each its pages in order; then the states.
+    """
+
+    header: Header
+    data: bytearray
+
+    @property
+    def num_bytes(self) -> int:
+        """What they take, about."""
+        return len(self.data) + 4 * len(self.header.token_ids)
+
+
+def check(header: Header, expected: Header) -> None:
+    """Refuses pages that would not have the bits of the engine that is to read them.
+
+    Raises:
+        HandoffError: they are of something else; the sentence names it.
+    """
+    for name in _CHECKED:
+        got, wanted = getattr(header, name), getattr(expected, name)
+        if got != wanted:
+            if name == "token_ids":
+                raise HandoffError("handoff: token_ids must be the request's prompt, got others")
+            raise HandoffError(f"handoff: {name} must be {wanted!r}, got {got!r}")
+    if not 0 <= header.num_pages <= expected.num_pages:
+        raise HandoffError(
+            f"handoff: num_pages must be in [0, {expected.num_pages}], got {header.num_pages}"
+        )
+
+
+def sources(num_ranks: int, num_readers: int, reader: int) -> range:
+    """The ranks of an engine that one of so many readers gets its heads from.
+
+    Raises:
+        HandoffError: neither number of ranks divides the other.
+    """
+    if num_ranks < 1 or (num_ranks % num_readers and num_readers % num_ranks):
+        raise HandoffError(
+            "handoff: tensor_parallel_size of one engine must divide the other's, got "
+            f"{num_ranks} and {num_readers}"
+        )
+    return dealt(num_ranks, num_readers, reader)
+
+
+def cut(pages: Pages, num_readers: int, reader: int) -> Pages:
+    """The part of a rank's pages that a reader gets from it.
+
+    Args:
+        pages: all that the rank has.
+        num_readers: ranks of the engine that reads.
+        reader: one of them.
+
+    Raises:
+        HandoffError: it reads nothing of this rank.
+    """
+    header = pages.header
+    is_one = 0 <= reader < num_readers
+    if not is_one or header.rank not in sources(header.num_ranks, num_readers, reader):
+        raise HandoffError(
+            f"handoff: rank {reader} of {num_readers} has nothing to read of rank {header.rank} of "
+            f"{header.num_ranks}"
+        )
+    part = Pages(replace(header, num_readers=num_readers, reader=reader), pages.data)
+    if part.header.num_bytes < header.num_bytes:
+        part.data = bytearray(part.header.num_bytes)
+        _copy(pages, part, part.header)
+    return part
+
+
+def joined(parts: Sequence[Pages], expected: Header) -> Pages:
+    """The pages of a reader, of the parts that it got from ranks of another engine.
+
+    Args:
+        parts: of all `sources`, in their order.
+        expected: as of pages of its own.
+
+    Raises:
+        HandoffError: they do not have as many pages.
+    """
+    counts = [part.header.num_pages for part in parts]
+    if counts != counts[:1] * len(parts):
+        raise HandoffError(f"handoff: num_pages must be the same of all ranks, got {counts}")
+    header = replace(expected, num_pages=counts[0])
+    if len(parts) == 1:
+        return Pages(header, parts[0].data)
+    whole = Pages(header, bytearray(header.num_bytes))
+    for part in parts:
+        _copy(part, whole, part.header)
+    return whole
+
+
+def _copy(source: Pages, to: Pages, which: Header) -> None:
+    """Copies the heads of one header from pages that have them to others."""
+    every = zip(source.header.tensors, _tensors(source), _tensors(to), strict=True)
+    for (layout, _), (own, old), (others, new) in every:
+        moved, begin, end = which.heads_of(layout), 0, 0
+        for width in layout.widths:
+            count = len(moved) * width
+            first, other = ((moved.start - heads.start) * width for heads in (own, others))
+            new.narrow(2, end + other, count).copy_(old.narrow(2, begin + first, count))
+            begin, end = begin + len(own) * width, end + len(others) * width
+
+
+def _tensors(pages: Pages) -> Iterator[tuple[range, Tensor]]:
+    """Heads and bytes of each tensor, [pages, rows, columns, bytes of an element]."""
+    header, begin = pages.header, 0
+    data = torch.empty(0, dtype=torch.uint8)
+    if pages.data:
+        data = torch.frombuffer(pages.data, dtype=torch.uint8)
+    for layout, count in header.tensors:
+        heads = header.heads_of(layout)
+        columns = len(heads) * sum(layout.widths)
+        end = begin + count * header.bytes_of(layout)
+        yield heads, data[begin:end].view(count, layout.shape[0], columns, layout.element_bytes)
+        begin = end
