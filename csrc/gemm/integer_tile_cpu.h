@@ -55,7 +55,7 @@ int64_t panel_bytes(int64_t num_inputs) {
 // Of how many parts the sums of a piece are made at once: a few rows' alone would wait for each other,
 // and parts share the integers that they load. Many have no registers. A panel that is read in one turn
 // is read from its begin to its end.
-constexpr int parts_at_once(int rows, bool narrow) {
+constexpr int parts_at_once(int rows, [[maybe_unused]] bool narrow) {
 #if defined(SPECOPS_AVX512)
   return rows <= (narrow ? 6 : 5) ? 4 : 2;
 #elif defined(SPECOPS_NEON)
