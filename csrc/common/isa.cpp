@@ -59,8 +59,8 @@ Isa best_isa() {
 #endif
 
 #if defined(SPECOPS_HAS_amx)
-// Whether the CPU has tiles and products of bf16 and of 8 bits on them, and Linux grants them to this process, for
-// good and for all of its threads: without that the first tile instruction ends it.
+// Whether the CPU has tiles and products of bf16 and of 8 bits on them, and Linux grants them to this
+// process, for good and for all of its threads: without that the first tile instruction ends it.
 bool has_amx() {
 #if defined(__x86_64__) && defined(__linux__)
   constexpr unsigned kAmx = 1u << 22 | 1u << 24 | 1u << 25;   // leaf 7, edx: bf16, tiles, int8
