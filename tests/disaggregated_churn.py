@@ -118,8 +118,11 @@ def main(arguments: list[str] | None = None) -> int:
     draw, found, number = random.Random(given.seed), Counter[str](), 0
     with contextlib.ExitStack() as stack:
         model = make_mtp_model(Path(stack.enter_context(tempfile.TemporaryDirectory())))
-        more = ("--kv-lease-seconds", str(LEASE_SECONDS), "--speculative-config", _CONFIG)
-        roles = [options(model, "--role", role, *more) for role in ("prefill", "decode")]
+        more = ("--kv-lease-seconds", str(LEASE_SECONDS))
+        roles = [
+            options(model, "--role", role, *more, speculative_config=_CONFIG)
+            for role in ("prefill", "decode")
+        ]
         pair = stack.enter_context(servers(*roles))
         one = stack.enter_context(one_server(model, speculative_config=_CONFIG))
         run_round(pair, one, draw, Counter())  # whatever is made once is made here

@@ -189,10 +189,10 @@ def bodies(count: int, seed: int) -> list[dict[str, Any]]:
     ]
 
 
-def options(model: Path, *more: str) -> list[str]:
+def options(model: Path, *more: str, speculative_config: str = MTP) -> list[str]:
     given = [("--" + name.replace("_", "-"), str(value)) for name, value in SETTINGS.items()]
     plain = [text for pair in given for text in pair]
-    return ["--model", str(model), "--speculative-config", MTP, *plain, *more]
+    return ["--model", str(model), "--speculative-config", speculative_config, *plain, *more]
 
 
 def of_ranks(model: Path, sizes: tuple[int, int]) -> list[list[str]]:
