@@ -152,32 +152,3 @@ def test_the_server_page_names_every_option() -> None:
     table = text.split("| options | for |")[1].split("\n\n")[0]
     named = {flag.replace("[no-]", "") for flag in re.findall(r"`(--[a-z\[\]-]+)`", table)}
     assert named == {flag for flag in flags if not re.match(r"-h|--help|--no-", flag)}
-
-
-def sentences(markdown: str) -> list[str]:
-    """The sentences of a document's prose: no code, tables, headings or pictures."""
-    text = re.sub(r"^```.*?^```$|<!--.*?-->", "\n\n", markdown, flags=re.MULTILINE | re.DOTALL)
-    text = re.sub(r"^\s*(\||#|!\[).*$|^\s*([*-]|\d+\.) ", "\n\n", text, flags=re.MULTILINE)
-    text = re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", text)
-    text = re.sub(r"`[^`]*`", "code", text)
-    paragraphs = [" ".join(paragraph.split()) for paragraph in re.split(r"\n\s*\n", text)]
-    found = [part for one in paragraphs for part in re.split(r"(?<=[.!?])[)*]*\s+", one)]
-    return [sentence for sentence in found if " " in sentence]
-
-
-def test_sentences_are_counted() -> None:
-    text = (
-        "# A title\n\nOne two. `a b c` [three four](x.md)!\n\n```\nno\n```\n* five six\n\n| no |\n"
-    )
-    assert sentences(text) == ["One two.", "code three four!", "five six"]
-
-
-@pytest.mark.parametrize(
-    "path", [ROOT / "README.md", *sorted(ROOT.glob("docs/**/*.md"))], ids=relative
-)
-def test_documents_have_short_sentences(path: Path) -> None:
-    """At most 20 words on average, and none of more than 40."""
-    lengths = [len(sentence.split()) for sentence in sentences(path.read_text())]
-    assert lengths
-    assert sum(lengths) / len(lengths) <= 20
-    assert max(lengths) <= 40

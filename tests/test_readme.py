@@ -39,7 +39,3 @@ def test_the_map_and_the_traced_op_name_files_that_exist() -> None:
     trace = blocks.split("layer by layer")[1]
     for name, path in re.findall(r"(verify\w*)\(.*?\)\s+(\S+\.(?:py|cpp|cu))", trace):
         assert re.search(rf"\b{name}\b", (ROOT / path).read_text(encoding="utf-8")), (name, path)
-
-
-def test_it_is_short() -> None:
-    assert len(README.splitlines()) <= 158
