@@ -24,6 +24,9 @@ WORKERS ?= $(shell n=$$(nproc 2>/dev/null || echo 1); test $$n -gt 5 && echo 6 |
 # auto, ON or OFF: whether the package gets CUDA kernels (tools/cuda_toolkit.py says how it chooses).
 SPECOPS_CUDA ?= auto
 export SPECOPS_CUDA
+# Instruction sets of the CPU kernels that tests and benches get: this machine's best one and the
+# portable one. CI passes ISAS=all.
+ISAS ?= native portable
 # Byte code is kept, whatever the environment says: otherwise each of the many processes of a run
 # compiles all of torch for itself, in 2 s.
 export PYTHONDONTWRITEBYTECODE :=
@@ -42,7 +45,7 @@ SOURCES := CMakeLists.txt setup.py tools/cuda_toolkit.py $(shell find csrc -type
 .PHONY: bench-accuracy bench-gemma bench-gemma-greedy bench-gemma-seeded bench-start
 .PHONY: gpu-check screenshots docs pyz wheel sdist wheel-old wheel-arm test-bare lint format clean
 
-# The package with the kernels of every instruction set, as tests and wheels need it.
+# The package with the kernels of ISAS.
 setup: $(VENV)/built
 
 # What the compiler needs; none of it asks for torch.
@@ -74,12 +77,18 @@ $(VENV)/cpu-%: | $(VENV)/build-deps
 	rm -f $(VENV)/cpu-*
 	touch $@
 
+ISAS_STAMP := $(VENV)/isas-$(subst $() ,-,$(ISAS))
+$(ISAS_STAMP): | $(VENV)/build-deps
+	rm -f $(VENV)/isas-*
+	touch $@
+
 # ninja has as many jobs as there are CPUs: a job server of this make it could not reach.
 BUILD := MAKEFLAGS= PATH="$(abspath $(BIN)):$$PATH" $(BIN)/python setup.py --quiet build_ext --inplace
 
-$(VENV)/built: $(VENV)/serve-deps $(VENV)/cuda-$(SPECOPS_CUDA) $(SOURCES)
-	SPECOPS_ISAS=all $(BUILD)
-	touch $(VENV)/native $@
+$(VENV)/built: $(VENV)/serve-deps $(VENV)/cuda-$(SPECOPS_CUDA) $(ISAS_STAMP) $(SOURCES)
+	SPECOPS_ISAS="$(ISAS)" $(BUILD)
+	touch $(VENV)/native
+	echo "$(ISAS)" > $@
 
 # What this machine runs, for `make serve`: its best instruction set. The same objects serve
 # $(VENV)/built later; where that was made once, all stay up to date. On another machine it is made
@@ -89,7 +98,7 @@ CPU := $(shell grep -m 1 -i -E "^(flags|features)" /proc/cpuinfo 2>/dev/null | c
 NVCC := $(shell $(PYTHON) tools/cuda_toolkit.py 2>/dev/null)
 $(VENV)/native: $(VENV)/build-deps $(if $(NVCC),$(VENV)/torch) $(VENV)/cuda-$(SPECOPS_CUDA) \
     $(VENV)/cpu-$(CPU) $(SOURCES)
-	SPECOPS_ISAS=$$(test -e $(VENV)/built && echo all || echo native) $(BUILD)
+	SPECOPS_ISAS="$$(cat $(VENV)/built 2> /dev/null || echo native)" $(BUILD)
 	touch $@
 
 $(VENV)/test-deps: $(VENV)/serve-deps
@@ -109,8 +118,8 @@ simt: $(VENV)/simt $(VENV)/serve-deps
 SIMT_TARGETS := all _simt _simt_test _simt_test_race _simt_test_asan _scripted _scripted_simt
 SIMT_SOURCES := $(shell find tests/simt_kernels tests/scripted -type f)
 
-$(VENV)/simt: $(VENV)/build-deps $(VENV)/cuda-$(SPECOPS_CUDA) $(SOURCES) $(SIMT_SOURCES)
-	SPECOPS_ISAS=all SPECOPS_TARGETS="$(SIMT_TARGETS)" $(BUILD)
+$(VENV)/simt: $(VENV)/build-deps $(VENV)/cuda-$(SPECOPS_CUDA) $(ISAS_STAMP) $(SOURCES) $(SIMT_SOURCES)
+	SPECOPS_ISAS="$(ISAS)" SPECOPS_TARGETS="$(SIMT_TARGETS)" $(BUILD)
 	touch $@
 
 # The same with every access to memory checked for races, and under AddressSanitizer: test-smoke

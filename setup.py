@@ -3,9 +3,9 @@
 
 SPECOPS_CUDA=auto|ON|OFF says whether CUDA kernels are built (auto: if nvcc is there and the
 installed torch has CUDA, which an isolated build cannot see), SPECOPS_CUDA_ARCHS for which GPUs
-(`80 90a`; default: those of this machine, else that list). SPECOPS_ISAS=all|native says which CPU
-kernels: those of every instruction set, as a wheel needs them, or those that this machine runs
-best. SPECOPS_TARGETS names what else to build (`all _simt`: the interpreter, for tests). Warnings
+(`80 90a`; default: those of this machine, else that list). SPECOPS_ISAS names the instruction sets
+of the CPU kernels: `all`, as a wheel needs them, `native`, those that this machine runs best, or a
+list such as `native portable`. SPECOPS_TARGETS names what else to build (`all _simt`: the interpreter, for tests). Warnings
 are errors in place, as `make` builds, and nowhere else: who installs has other compilers.
 """
 
@@ -40,7 +40,7 @@ class CMakeBuild(build_ext):
             f"-DPython_EXECUTABLE={sys.executable}",
             f"-Dpybind11_DIR={pybind11.get_cmake_dir()}",
             f"-DCMAKE_LIBRARY_OUTPUT_DIRECTORY={out}",
-            f"-DSPECOPS_ISAS={os.environ.get('SPECOPS_ISAS') or 'all'}",
+            f"-DSPECOPS_ISAS={';'.join(os.environ.get('SPECOPS_ISAS', '').split()) or 'all'}",
             f"-DSPECOPS_WERROR={self.werror}",
             *cuda_toolkit.cmake_options(),
             *os.environ.get("SPECOPS_CMAKE_ARGS", "").split(),

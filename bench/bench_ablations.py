@@ -33,7 +33,7 @@ from bench.bench_sampling_cuda import ROWS as VERIFY_ROWS
 from bench.common import Figure
 from bench.cuda import Call, CudaBench, time_figure
 from bench.cuda_caches import TOKEN_BYTES, Cache, loads
-from bench.variants import build, using
+from bench.variants import BF16_ATTENTION, build, using
 
 LOADS = ("b32.4k", "b8.4k", "b8.32k", "b1.4k", "b1.32k")
 ROWS = (1, 8)
@@ -66,9 +66,7 @@ def run_ablations_cuda(bench: CudaBench) -> None:
     module = attention._C
     if not bench.rehearsal:
         variants = {"no_mma": NO_MMA}
-        module = build(
-            variants, "common/ptx.cuh", "attention/append_attention/append_attention.cu"
-        )["no_mma"]
+        module = build(variants, "common/ptx.cuh", BF16_ATTENTION)["no_mma"]
     for id, what, cache, q, qo_indptr, _ in _calls(bench):
         whole = cache.ours(q, qo_indptr)
         cases = {"whole": whole, "no_mma": [using(module, call) for call in whole]}

@@ -14,7 +14,7 @@ from specops import attention
 from bench.common import Timing
 from bench.cuda import CudaBench, bandwidth_figure, seconds, time_figure
 from bench.cuda_caches import TOKEN_BYTES_8BIT, Cache, Load, loads
-from bench.variants import build, constants, using
+from bench.variants import BF16_ATTENTION, build, constants, using
 
 ROWS = (1, 2, 5, 8)
 GROUPS = (4, 8)
@@ -86,10 +86,7 @@ def run_attention_8bit_cuda(bench: CudaBench) -> None:
 
 # Leaves and chunks of other sizes. The product's never depend on the load; a schedule that is free
 # to choose would take the fastest of these, so that is what exactness is priced against.
-SPLITS_HEADER, SPLITS_SOURCE = (
-    "attention/append_attention/cuda/plan.cuh",
-    "attention/append_attention/append_attention.cu",
-)
+SPLITS_HEADER = "attention/append_attention/cuda/plan.cuh"
 FREE_SPLITS = {
     "leaf512": constants(kLeafTokens=512, kChunkLeaves=4),
     "leaf2048": constants(kLeafTokens=2048, kChunkLeaves=1),
@@ -102,7 +99,7 @@ def run_exactness_cuda(bench: CudaBench) -> None:
     """The fixed leaves and chunks against the fastest of other sizes, chosen for each load."""
     modules = {"leaf512": attention._C}
     if not bench.rehearsal:
-        modules = build(FREE_SPLITS, SPLITS_HEADER, SPLITS_SOURCE)
+        modules = build(FREE_SPLITS, SPLITS_HEADER, BF16_ATTENTION)
     for load in loads(bench).values():
         cache = Cache(bench, load)
         for q_len in (1, 5):

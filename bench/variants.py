@@ -2,14 +2,14 @@
 """Builds of the package with a changed line in a CUDA kernel: the cost of a choice.
 
 A variant is a header of csrc/ with other text, in a folder that nvcc searches first when it
-compiles one source; every other object is the package's own. Nothing of it is ever shipped.
+compiles some sources; every other object is the package's own. Nothing of it is ever shipped.
 """
 
 import importlib.util
 import re
 import subprocess
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import TypeVar
@@ -20,6 +20,12 @@ from bench.common import ROOT, WORK
 from tools.cuda_toolkit import cmake_options
 
 Result = TypeVar("Result")
+
+# The plan and the bf16 forms of append_attention.
+BF16_ATTENTION = (
+    "attention/append_attention/append_attention.cu",
+    "attention/append_attention/append_attention_bf16.cu",
+)
 
 Edits = Mapping[str, str]  # patterns, each of which is there once, and what stands there instead
 
@@ -43,13 +49,15 @@ def write_overlay(folder: Path, header: str, edits: Edits) -> None:
         path.write_text(text)
 
 
-def build(variants: Mapping[str, Edits], header: str, source: str) -> dict[str, ModuleType]:
+def build(
+    variants: Mapping[str, Edits], header: str, sources: Sequence[str]
+) -> dict[str, ModuleType]:
     """Builds and loads a module for every variant, all at the same time.
 
     Args:
         variants: what differs, by name of the variant.
         header: of csrc/, where it stands.
-        source: of csrc/, the only one that is compiled anew.
+        sources: of csrc/, compiled anew.
     """
     folders = {name: WORK / "variants" / name for name in variants}
     for name, edits in variants.items():
@@ -58,7 +66,7 @@ def build(variants: Mapping[str, Edits], header: str, source: str) -> dict[str, 
     configure = [
         *("cmake", *configured, "-B", str(tree)),
         f"-DSPECOPS_CUDA_VARIANTS={';'.join(map(str, folders.values()))}",
-        f"-DSPECOPS_CUDA_VARIED=csrc/{source}",
+        f"-DSPECOPS_CUDA_VARIED={';'.join(f'csrc/{source}' for source in sources)}",
     ]
     log = WORK / "variants" / "log"
     targets = [f"_C_{name}" for name in variants]

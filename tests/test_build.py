@@ -77,6 +77,15 @@ def test_native_is_what_this_machine_runs_best(folder: Path) -> None:
             assert (f"specops_{isa}.dir/csrc/dense/embedding_cpu.cpp.o:" in built) == compiled
 
 
+def test_native_is_allowed_in_a_list(folder: Path) -> None:
+    """`make test` compiles this machine's best set and the portable one."""
+    done = configure(folder, "native;portable")
+    assert done.returncode == 0, done.stderr
+    sets = re.search(r"-- Instruction sets: (.*)\n", done.stdout)
+    assert sets and {default_isa(), "portable"} <= set(sets.group(1).split(";"))
+    assert "native" not in sets.group(1)
+
+
 def test_the_sets_of_this_kind_of_cpu() -> None:
     isas = specops.supported_isas()
     assert isas == [isa for isa in SETS if isa in isas]

@@ -462,11 +462,11 @@ def test_variants_are_one_object_each(tmp_path: Path, monkeypatch: pytest.Monkey
     monkeypatch.setattr(variants, "_load", lambda name, folder: folder)
     monkeypatch.setattr(variants, "cmake_options", lambda: ["-DSPECOPS_CUDA=ON"])
     both = {"one": {}, "two": {}}
-    assert list(variants.build(both, "h", "attention/x.cu")) == ["one", "two"]
+    assert list(variants.build(both, "h", ["attention/x.cu", "y.cu"])) == ["one", "two"]
     configure, build = commands
     folders = ";".join(str(tmp_path / "work" / "variants" / name) for name in both)
     assert f"-DSPECOPS_CUDA_VARIANTS={folders}" in configure and "-DSPECOPS_CUDA=ON" in configure
-    assert "-DSPECOPS_CUDA_VARIED=csrc/attention/x.cu" in configure
+    assert "-DSPECOPS_CUDA_VARIED=csrc/attention/x.cu;csrc/y.cu" in configure
     assert build[-3:] == ["--target", "_C_one", "_C_two"]
     assert build[2] == str(tmp_path / "work" / "variants" / "build")
     own = tmp_path / "build" / f"cmake-{sys.implementation.cache_tag}"
@@ -475,5 +475,5 @@ def test_variants_are_one_object_each(tmp_path: Path, monkeypatch: pytest.Monkey
         (own / "CMakeCache.txt").write_text(f"SPECOPS_CUDA:BOOL={cuda}\n")
         for name in both:
             (tmp_path / "work" / "variants" / name).rmdir()
-        variants.build(both, "h", "attention/x.cu")
+        variants.build(both, "h", ["attention/x.cu"])
         assert commands[-1][2] == tree

@@ -7,30 +7,19 @@
 #include <utility>
 
 #include "attention/append_attention/append_attention.h"
+#include "attention/checks.h"
 #include "attention/compact_kv/compact_kv.h"
 #include "attention/copy_kv/copy_kv.h"
 #include "attention/merge_states/merge_states.h"
 #include "attention/rope_append_kv/rope_append_kv.h"
 #include "common/stamps_checks.h"
-#include "common/tensor_view.h"
 
 namespace specops {
 namespace {
 
 constexpr int64_t kMaxInt32 = Checker::kMaxInt32;
-constexpr auto kFloats = {DType::kFloat32, DType::kBFloat16, DType::kFloat16};
 constexpr auto kSlots = {
     DType::kFloat32, DType::kBFloat16, DType::kFloat16, DType::kInt8, DType::kFloat8E4M3};
-
-// Above this many elements of work an op takes more than about 50 us and lets go of the GIL.
-constexpr int64_t kGilElements = int64_t{1} << 18;
-
-template <typename Fn>
-void launch(int64_t elements, Fn&& fn) {
-  if (elements < kGilElements) return fn();
-  pybind11::gil_scoped_release release;
-  fn();
-}
 
 bool is_8_bit(DType cache_dtype) {
   return cache_dtype == DType::kInt8 || cache_dtype == DType::kFloat8E4M3;
@@ -298,16 +287,6 @@ void check_prefixes(Checker& check, const AppendAttentionParams& params) {
   }
 }
 
-// CUDA kernels load vectors of 16 bytes.
-void check_aligned(Checker& check, const char* name, const TensorView& view) {
-  int64_t row_bytes = view.ndim() > 0 ? view.stride(0) * dtype_bytes(view.dtype()) : 0;
-  bool one_row = view.ndim() == 0 || view.ndim() == 1 || view.size(0) < 2;
-  check.that(reinterpret_cast<uintptr_t>(view.raw()) % 16 == 0 && (one_row || row_bytes % 16 == 0),
-             name,
-             "aligned to 16 bytes, in every row",
-             "an address or a row stride that is no multiple of 16 bytes");
-}
-
 // Where append_attention on CUDA keeps time.
 GivenPhaseStamps given_phase_stamps;
 
@@ -441,7 +420,16 @@ void append_attention(const TensorView& q,
   int64_t tokens = check_paged_batch(check, params);
   check_prefixes(check, params);
   if (rows == 0) return;
-  launch(tokens * qo_heads * head_dim / 16, [&] { append_attention_cpu(params); });
+  launch(tokens * qo_heads * head_dim / 16, [&] {
+    switch (params.dtype) {
+      case DType::kBFloat16:
+        return append_attention_bf16_cpu(params);
+      case DType::kFloat16:
+        return append_attention_f16_cpu(params);
+      default:
+        return append_attention_f32_cpu(params);
+    }
+  });
 }
 
 // (floats, zeros): a size of workspace with which append_attention splits as it likes, and how much

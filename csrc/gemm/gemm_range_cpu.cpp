@@ -1,80 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "gemm/gemm_range.h"
-#include "gemm/integer_tile_cpu.h"
-#include "gemm/tile_cpu.h"
+#include "gemm/integer_rows_cpu.h"
 
 namespace specops::SPECOPS_ISA {
-namespace {
-
-// A panel is the blocks that stay in the second-level cache while every row tile passes over them.
-constexpr int64_t kPanelBytes = 128 << 10;
-
-inline int64_t panel_blocks(int64_t rows, int64_t block_bytes) {
-  int64_t most = max_blocks(rows);
-  if (rows <= Shape::kMaxRows) return most;  // nothing passes twice
-  // Small first tiles need two blocks, or their few sums wait for each other.
-  int64_t least = Shape::kFillsTiles ? 2 : most;
-  return max64(kPanelBytes / block_bytes / most * most, least);
-}
-
-// So many row tiles, the last ones, fetch the next panel, each as much as it has of their rows: so
-// memory is asked for evenly.
-constexpr int64_t kFetchTiles = 4;
-
-// So many rows are made floats once; more would push a panel out, so there each tile's are for it.
-constexpr int64_t kKeptRows = 16;
-
-// One range of rows and blocks, tile by tile.
-template <typename S>
-void range_of_blocks(const GemmParams& params, const GemmRange& range) {
-  int64_t row_begin = range.row_begin, block_begin = range.begin, block_end = range.end;
-  int64_t rows = range.row_end - row_begin;
-  int64_t row_tiles = ceil_div(rows, Shape::kMaxRows);
-  int64_t block_bytes = max64(1, steps_of<S>(params.weight.num_inputs) * S::kBytes);
-  int64_t panels = ceil_div(block_end - block_begin, panel_blocks(rows, block_bytes));
-  // From some rows on arithmetic leaves time to bring the next panel closer. Below, the hardware's own
-  // prefetching does better, unless blocks are so short that they end before it has begun.
-  int64_t fetch_rows = Shape::kFetchRows;
-  if (block_bytes <= (16 << 10)) fetch_rows = min64(fetch_rows, 3);
-  int64_t fetch_row = tile_begin(rows, row_tiles, max64(row_tiles - kFetchTiles, 0));
-  int64_t blocks = packed_blocks(params.weight.num_outputs, params.weight.activation);
-  bool keeps = rows <= kKeptRows;
-  Rows<S> all{};
-  if (keeps) all = rows_from<S>(params, row_begin, rows);
-  for (int64_t p = 0; p < panels; ++p) {
-    int64_t first = block_begin + part_begin(block_end - block_begin, panels, p);
-    int64_t last = block_begin + part_begin(block_end - block_begin, panels, p + 1);
-    int64_t to_next = last - first;
-    // Not past the end, where the next range's first panel is the shorter one.
-    if (p + 1 == panels) to_next = min64(range.next, blocks - to_next) - first;
-    bool fetches = rows >= fetch_rows && to_next >= last - first;
-    const char* next_panel = static_cast<const char*>(params.weight.data) + to_next * block_bytes;
-    for (int64_t t = 0; t < row_tiles; ++t) {
-      int64_t row = tile_begin(rows, row_tiles, t);
-      int64_t next_row = tile_begin(rows, row_tiles, t + 1);
-      int64_t groups = ceil_div(last - first, Shape::kMaxBlocks[next_row - row]);
-      Rows<S> inputs =
-          keeps ? all.from(row) : rows_from<S>(params, row_begin + row, next_row - row);
-      for (int64_t g = 0; g < groups; ++g) {
-        int64_t block = first + part_begin(last - first, groups, g);
-        int64_t next = first + part_begin(last - first, groups, g + 1);
-        TilePlace at{.row = row_begin + row,
-                     .block = block,
-                     .rows = static_cast<int>(next_row - row),
-                     .blocks = static_cast<int>(next - block),
-                     .fetch = {}};
-        if (fetches && row >= fetch_row) {
-          int64_t share = rows - fetch_row;
-          at.fetch = {next_panel + block * block_bytes + (row - fetch_row) * block_bytes / share,
-                      ceil_div((next_row - row) * S::kBytes, share)};
-        }
-        tile_of<S, Shape::kMaxRows>(params, inputs, at);
-      }
-    }
-  }
-}
-
-}  // namespace
 
 uint64_t next_product() { return next_call(); }
 
@@ -86,17 +14,9 @@ uint64_t next_product() { return next_call(); }
 // Source:  -
 // Threads: none here.
 void gemm_range(const GemmParams& params, const GemmRange& range) {
-  bool is_bf16 = params.dtype == DType::kBFloat16;
-  switch (params.weight.kind) {
-    case WeightKind::kPlain:
-      return is_bf16 ? range_of_blocks<Step<bfloat16, bfloat16>>(params, range)
-                     : range_of_blocks<Step<float, float>>(params, range);
-    case WeightKind::kFp8:
-      return is_bf16 ? range_of_blocks<Step<bfloat16, E4M3>>(params, range)
-                     : range_of_blocks<Step<float, E4M3>>(params, range);
-    default:
-      with_codes(params.weight, [&]<typename Codes>() { integer_range<Codes>(params, range); });
-  }
+  if (is_in_panels(params.weight.kind)) return gemm_range_integers(params, range);
+  if (params.dtype == DType::kBFloat16) return gemm_range_bf16(params, range);
+  SPECOPS_FLOAT_ISA::gemm_range_f32(params, range);
 }
 
 }  // namespace specops::SPECOPS_ISA

@@ -11,8 +11,10 @@ namespace {
 
 #if defined(SPECOPS_AVX512) || defined(SPECOPS_NEON)
 constexpr int kIntegerRows = 8;  // of a tile, at most
-#else
+#elif defined(SPECOPS_AVX2)
 constexpr int kIntegerRows = 5;
+#else
+constexpr int kIntegerRows = 1;  // portable: taller tiles cost seven times the compiler's time
 #endif
 
 // So many rows are made integers at once, while every panel passes over them.

@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 #include <stdexcept>
 #include <string>
-#include <type_traits>
 
-#include "attention/append_attention/append_attention.cuh"
-#include "attention/append_attention/cuda/plan.cuh"
+#include "attention/append_attention/cuda/block.cuh"
+#include "attention/append_attention/cuda/form.h"
+#include "attention/append_attention/cuda/plan_groups.cuh"
 #include "common/launch.cuh"
 
 namespace specops {
@@ -30,9 +30,6 @@ struct Sizes {
   int leaf_cost;         // of one with a state
   int64_t chunk_states;  // floats
 };
-
-// Blocks that an SM has for a kernel, at most: of two row tiles and fewer, and of more.
-constexpr int kMostBlocksPerSm = 3, kBlocksOfHighTiles = 2;
 
 // Rows of a tile, at most. 64 rows of latents take more shared memory than some devices have.
 using WideShape = AttentionShape<bfloat16, kLatentKeyDim, 4>;
@@ -80,56 +77,22 @@ Sizes workspace_sizes(const AttentionWorkspaceParams& shape, CudaStream stream) 
 // Shared memory of plan_groups_kernel.
 int64_t plan_bytes(int64_t batch) { return (kScanInts + kGroupSums * batch) * sizeof(int); }
 
-// A kernel for tiles of kTiles times 16 rows, of caches of elements `Cache`.
-template <typename T, typename Cache, int kHeadDim, int kTiles>
-auto* kernel_of([[maybe_unused]] const AppendAttentionParams& params) {
-  if constexpr (kIsScaled<Cache>) {
-    return append_8bit_attention_kernel<T, Cache, kHeadDim, kTiles>;
-  } else {
-    if constexpr (std::is_same_v<T, bfloat16> && kHeadDim == 128) {
-      if (params.stamps != nullptr) return append_attention_stamped_kernel<T, kHeadDim, kTiles>;
-    }
-    return append_attention_kernel<T, kHeadDim, kTiles>;
-  }
-}
-
-// How a form of the kernel is launched.
-struct Form {
-  void (*kernel)(AttentionLaunch);
-  int threads;  // of a block
-  int rows;     // of a tile
-  int blocks_per_sm;
-  int shared_bytes;
-  int total_bytes;  // on top, where totals have no workspace
-};
-
-// The form with the lowest tiles that hold `rows` packed rows, or the highest of at most `most_rows`.
-template <typename T, typename Cache, int kHeadDim, int kTiles = 1>
-Form form_of(const AppendAttentionParams& params, int64_t rows, int64_t most_rows) {
-  if constexpr (kTiles < kMostRowTiles<T, kHeadDim>) {
-    if (rows > 16 * kTiles && most_rows > 16 * kTiles) {
-      constexpr int kNext = kNextRowTiles<kHeadDim, kTiles>;
-      return form_of<T, Cache, kHeadDim, kNext>(params, rows, most_rows);
-    }
-  }
-  using Shape = AttentionShape<T, kHeadDim, kTiles, Cache>;
-  static_assert(Shape::kBlocksPerSm <= (kTiles <= 2 ? kMostBlocksPerSm : kBlocksOfHighTiles));
-  return {kernel_of<T, Cache, kHeadDim, kTiles>(params),
-          Shape::kThreads,
-          Shape::kRows,
-          Shape::kBlocksPerSm,
-          Shape::kSharedBytes,
-          Shape::kTotalFloats * static_cast<int>(sizeof(float))};
+AttentionForm form_of(const AppendAttentionParams& params, int64_t rows, int64_t most_rows) {
+  if (params.cache_dtype == DType::kInt8) return attention_form_int8(params, rows, most_rows);
+  if (params.cache_dtype == DType::kFloat8E4M3) return attention_form_e4m3(params, rows, most_rows);
+  if (params.dtype == DType::kBFloat16) return attention_form_bf16(params, rows, most_rows);
+  if (params.dtype == DType::kFloat16) return attention_form_f16(params, rows, most_rows);
+  return attention_form_f32(params, rows, most_rows);
 }
 
 // Blocks that run at once: as many as an SM of this device has the shared memory for. A grid of more
 // would take two waves where the plan counts on one.
-int blocks_of(const Form& form, size_t bytes, int sms, CudaStream stream) {
+int blocks_of(const AttentionForm& form, size_t bytes, int sms, CudaStream stream) {
   int fit = sm_shared_bytes(stream) / (static_cast<int>(bytes) + kBlockSharedBytes);
   return sms * (fit < 1 ? 1 : fit < form.blocks_per_sm ? fit : form.blocks_per_sm);
 }
 
-void start(const Form& form,
+void start(const AttentionForm& form,
            const AttentionLaunch& launch_params,
            size_t bytes,
            int blocks,
@@ -143,17 +106,15 @@ void start(const Form& form,
   launch(form.kernel, blocks, form.threads, bytes, stream, launch_params);
 }
 
-template <typename T, typename Cache, int kHeadDim>
 void run(AttentionLaunch launch_params, const Sizes& sizes, int sms, CudaStream stream) {
   const AppendAttentionParams& params = launch_params.params;
   int64_t rows = params.rows * launch_params.group;
   // Requests mostly have equally many rows; where one has more, it has more tiles.
   int64_t batch = params.batch < 1 ? 1 : params.batch;
   // 64 rows of latents need the workspace for the states of their chunks.
-  bool has_room = kHeadDim != kLatentKeyDim || launch_params.totals != nullptr;
-  int64_t most_rows = has_room ? most_rows_of(kHeadDim, stream) : 16;
-  Form form = form_of<T, Cache, kHeadDim>(
-      params, ceil_div(params.rows, batch) * launch_params.group, most_rows);
+  bool has_room = params.head_dim != kLatentKeyDim || launch_params.totals != nullptr;
+  int64_t most_rows = has_room ? most_rows_of(params.head_dim, stream) : 16;
+  AttentionForm form = form_of(params, ceil_div(params.rows, batch) * launch_params.group, most_rows);
   size_t bytes = form.shared_bytes + (launch_params.totals == nullptr ? form.total_bytes : 0);
   if (bytes > static_cast<size_t>(max_shared_bytes(stream))) {
     throw std::invalid_argument("append_attention: workspace must have at least " +
@@ -164,7 +125,7 @@ void run(AttentionLaunch launch_params, const Sizes& sizes, int sms, CudaStream 
   launch_params.tile_rows = form.rows;
   launch_params.least_share = least_share_of_wave(form.blocks_per_sm);
   if (launch_params.groups != nullptr) {
-    Form shared = form_of<T, Cache, kHeadDim>(params, rows, most_rows);
+    AttentionForm shared = form_of(params, rows, most_rows);
     launch_params.group_rows = shared.rows;
     int blocks = blocks_of(shared, shared.shared_bytes, sms, stream);
     launch(plan_groups_kernel,
@@ -179,25 +140,6 @@ void run(AttentionLaunch launch_params, const Sizes& sizes, int sms, CudaStream 
     launch_params.is_shared_launch = false;
   }
   start(form, launch_params, bytes, blocks_of(form, bytes, sms, stream), stream);
-}
-
-template <typename T, typename Cache = T>
-void run(const AttentionLaunch& launch_params, const Sizes& sizes, int sms, CudaStream stream) {
-  switch (launch_params.params.head_dim) {
-    case 64:
-      return run<T, Cache, 64>(launch_params, sizes, sms, stream);
-    case 96:
-      return run<T, Cache, 96>(launch_params, sizes, sms, stream);
-    case 128:
-      return run<T, Cache, 128>(launch_params, sizes, sms, stream);
-    case kLatentKeyDim:
-      if constexpr (sizeof(Cache) == 2) {
-        return run<T, Cache, kLatentKeyDim>(launch_params, sizes, sms, stream);
-      }
-      throw std::invalid_argument("append_attention: latents must be bfloat16 or float16 on cuda");
-    default:
-      return run<T, Cache, 256>(launch_params, sizes, sms, stream);
-  }
 }
 
 }  // namespace
@@ -259,17 +201,7 @@ void append_attention_cuda(const AppendAttentionParams& params, CudaStream strea
     launch_params.chunk_states = next;
     launch_params.chunk_capacity = static_cast<int>(left / 4);
   }
-  if (params.cache_dtype == DType::kInt8) {
-    run<bfloat16, KvInt8>(launch_params, sizes, sms, stream);
-  } else if (params.cache_dtype == DType::kFloat8E4M3) {
-    run<bfloat16, KvE4M3>(launch_params, sizes, sms, stream);
-  } else if (params.dtype == DType::kBFloat16) {
-    run<bfloat16>(launch_params, sizes, sms, stream);
-  } else if (params.dtype == DType::kFloat16) {
-    run<float16>(launch_params, sizes, sms, stream);
-  } else {
-    run<float>(launch_params, sizes, sms, stream);
-  }
+  run(launch_params, sizes, sms, stream);
 }
 
 }  // namespace specops

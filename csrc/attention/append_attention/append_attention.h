@@ -128,7 +128,10 @@ SPECOPS_HOST_DEVICE Fault fault_of_page(const AppendAttentionParams& params,
   return fault_at(ErrorCode::kAttentionPage, page, place).with(params.num_pages);
 }
 
-SPECOPS_DECLARE_CPU(append_attention_cpu, AppendAttentionParams);
+// By the dtype of q, so that an instruction set has variants of only those that it speeds up.
+SPECOPS_DECLARE_CPU(append_attention_bf16_cpu, AppendAttentionParams);
+SPECOPS_DECLARE_CPU(append_attention_f16_cpu, AppendAttentionParams);
+SPECOPS_DECLARE_CPU(append_attention_f32_cpu, AppendAttentionParams);
 SPECOPS_DECLARE_CUDA(append_attention_cuda, AppendAttentionParams);
 
 // The stamped kernel has one form.

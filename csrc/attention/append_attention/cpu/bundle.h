@@ -21,24 +21,24 @@ inline int64_t shared_leaves(const AppendAttentionParams& params, int64_t a, int
 
 // Cycles of one KV head, about. Of a leaf that is not read again, which mostly lies in a cache; of a
 // row's state that goes through the workspace.
-template <typename T, int D>
-constexpr int64_t kLeafSaving = 8 * D * static_cast<int64_t>(sizeof(T));
-template <int D>
-constexpr int64_t kStateCost = 2 * D;
+inline int64_t leaf_saving(const AppendAttentionParams& params) {
+  return 8 * params.head_dim * dtype_bytes(params.dtype);
+}
+inline int64_t state_cost(const AppendAttentionParams& params) { return 2 * params.head_dim; }
 // Of a request's leaf: reading it (8 bytes a cycle), and a quarter of a multiplied vector.
-template <typename T, int D>
-int64_t leaf_cost(int64_t rows) {
-  return 16 * D * static_cast<int64_t>(sizeof(T)) + 4 * D * rows;
+inline int64_t leaf_cost(const AppendAttentionParams& params, int64_t rows) {
+  return params.head_dim * (16 * dtype_bytes(params.dtype) + 4 * rows);
 }
 // Units of bundles are waited for before the others begin: less than this part of the work is not
 // worth that.
 constexpr int64_t kLeastPart = 32;
 
 // What bundling a request costs when it shares so many leading leaves: the states of their chunks.
-template <int D>
-int64_t bundling_cost(const Request& r, int64_t shared) {
+inline int64_t bundling_cost(const AppendAttentionParams& params,
+                             const Request& r,
+                             int64_t shared) {
   int64_t slots = (shared - 1) / kChunkLeaves - r.first_leaf / kChunkLeaves + 1;
-  return r.rows * slots * kStateCost<D>;
+  return r.rows * slots * state_cost(params);
 }
 
 // Dissolves a bundle: its members read all of their leaves alone.
@@ -71,24 +71,24 @@ inline bool place_states(const AppendAttentionParams& params, Plan& plan, const 
 }
 
 // Joins neighbours to bundles, as far as that pays.
-template <typename T, int D>
-void find_bundles(const AppendAttentionParams& params, Plan& plan) {
-  constexpr int64_t kMostRows = kStateFloats / D < kMaxBundle ? kStateFloats / D : kMaxBundle;
+inline void find_bundles(const AppendAttentionParams& params, Plan& plan) {
+  int64_t most_rows = kStateFloats / params.head_dim;
+  if (most_rows > kMaxBundle) most_rows = kMaxBundle;
   Bundle* bundle = nullptr;  // that may go on
   Request* before = nullptr;
   int64_t saved = 0, whole = 0;
   for (int64_t i = 0; i < plan.count; ++i) {
     Request& r = plan.requests[i];
     if (r.qo_len == 0) continue;
-    whole += (r.last_leaf - r.first_leaf + 1) * leaf_cost<T, D>(r.rows);
+    whole += (r.last_leaf - r.first_leaf + 1) * leaf_cost(params, r.rows);
     if (r.tiles > 1) continue;
     int64_t gain = 0, shared = 0;
     int64_t rows = before == nullptr ? 0 : bundle == nullptr ? before->rows : bundle->rows;
-    if (before != nullptr && rows + r.rows <= kMostRows) {
+    if (before != nullptr && rows + r.rows <= most_rows) {
       shared = shared_leaves(params, before->batch_idx, r.batch_idx);
       if (shared > r.first_leaf && shared > before->first_leaf) {
-        gain = (shared - r.first_leaf) * kLeafSaving<T, D> - bundling_cost<D>(r, shared);
-        if (bundle == nullptr) gain -= bundling_cost<D>(*before, shared);
+        gain = (shared - r.first_leaf) * leaf_saving(params) - bundling_cost(params, r, shared);
+        if (bundle == nullptr) gain -= bundling_cost(params, *before, shared);
       }
     }
     if (gain > 0) {

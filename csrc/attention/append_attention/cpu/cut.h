@@ -8,19 +8,23 @@
 namespace specops::SPECOPS_ISA {
 namespace {
 
+// K and V of one head's leaf, as wide as q.
+inline int64_t leaf_bytes(const AppendAttentionParams& params) {
+  return 2 * kLeafTokens * params.head_dim * dtype_bytes(params.dtype);
+}
+
 // Loads the requests and says what they cost.
-template <typename T, int D>
-void plan_requests(const AppendAttentionParams& params, int64_t first_request, Plan& plan) {
+inline void plan_requests(const AppendAttentionParams& params, int64_t first_request, Plan& plan) {
   plan.used_floats = plan.num_bundles = plan.bundle_cost = plan.total_cost = 0;
   for (int64_t i = 0; i < plan.count; ++i) {
     load_request(params, first_request + i, plan.requests[i]);
   }
-  if (params.num_prefix_levels > 0) find_bundles<T, D>(params, plan);
+  if (params.num_prefix_levels > 0) find_bundles(params, plan);
   int64_t kv_leaves = 0;
   for (int64_t i = 0; i < plan.num_bundles; ++i) {
     const Bundle& bundle = plan.bundles[i];
     int64_t leaves = bundle.end_leaf - bundle.first_leaf;
-    plan.bundle_cost += params.num_kv_heads * leaves * leaf_cost<T, D>(bundle.rows);
+    plan.bundle_cost += params.num_kv_heads * leaves * leaf_cost(params, bundle.rows);
     kv_leaves += leaves;
   }
   for (int64_t i = 0; i < plan.count; ++i) {
@@ -28,13 +32,12 @@ void plan_requests(const AppendAttentionParams& params, int64_t first_request, P
     plan.costs[i] = 0;
     if (r.qo_len == 0) continue;
     int64_t leaves = r.last_leaf - r.own_leaf + 1;
-    plan.costs[i] = params.num_kv_heads * leaves * leaf_cost<T, D>(r.rows);
+    plan.costs[i] = params.num_kv_heads * leaves * leaf_cost(params, r.rows);
     plan.total_cost += plan.costs[i];
     kv_leaves += leaves;
   }
-  constexpr int64_t kLeafBytes = 2 * kLeafTokens * D * static_cast<int64_t>(sizeof(T));
   plan.small = num_threads() == 1 || plan.bundle_cost + plan.total_cost < kSmallCost;
-  plan.cold = kv_leaves * params.num_kv_heads * kLeafBytes > kColdBytes;
+  plan.cold = kv_leaves * params.num_kv_heads * leaf_bytes(params) > kColdBytes;
 }
 
 // Cuts requests of much work into their chunks, and returns how many pieces there are then.
@@ -60,12 +63,11 @@ inline int64_t cut_chunks(const AppendAttentionParams& params, Plan& plan) {
 }
 
 // How many KV heads a unit of so many rows takes, if the heads are cut into `groups` at least.
-template <typename T, int D>
-int64_t heads_of_unit(const AppendAttentionParams& params, int64_t rows, int64_t groups) {
-  constexpr int64_t kLeafBytes = 2 * kLeafTokens * D * static_cast<int64_t>(sizeof(T));
-  int64_t heads = kAheadBytes / kLeafBytes;
+inline int64_t heads_of_unit(const AppendAttentionParams& params, int64_t rows, int64_t groups) {
+  int64_t heads = kAheadBytes / leaf_bytes(params);
   int64_t share = (params.num_kv_heads + groups - 1) / groups;
-  if (heads > kStateFloats / (rows * D)) heads = kStateFloats / (rows * D);
+  int64_t most = kStateFloats / (rows * params.head_dim);
+  if (heads > most) heads = most;
   if (heads > share) heads = share;
   return heads < 1 ? 1 : heads;
 }
@@ -81,11 +83,10 @@ inline int64_t chunks_of(const Bundle& bundle) {
 
 // Cuts the requests into units. Only the cutting knows of threads: it decides where states live,
 // never the order in which they are folded.
-template <typename T, int D>
-void make_plan(const AppendAttentionParams& params, int64_t first_request, Plan& plan) {
+inline void make_plan(const AppendAttentionParams& params, int64_t first_request, Plan& plan) {
   int64_t left = params.batch - first_request;
   plan.count = left < kPlanned ? left : kPlanned;
-  plan_requests<T, D>(params, first_request, plan);
+  plan_requests(params, first_request, plan);
   int64_t pieces = 0;
   for (int64_t i = 0; i < plan.num_bundles; ++i) pieces += chunks_of(plan.bundles[i]);
   int64_t groups = groups_for(plan, pieces);
@@ -93,7 +94,7 @@ void make_plan(const AppendAttentionParams& params, int64_t first_request, Plan&
   for (int64_t i = 0; i < plan.num_bundles; ++i) {
     Bundle& bundle = plan.bundles[i];
     bundle.first_unit = plan.bundle_units;
-    bundle.heads_per_unit = heads_of_unit<T, D>(params, bundle.rows, groups);
+    bundle.heads_per_unit = heads_of_unit(params, bundle.rows, groups);
     bundle.head_groups = (params.num_kv_heads + bundle.heads_per_unit - 1) / bundle.heads_per_unit;
     plan.bundle_units += chunks_of(bundle) * bundle.head_groups;
   }
@@ -105,8 +106,8 @@ void make_plan(const AppendAttentionParams& params, int64_t first_request, Plan&
     if (r.qo_len == 0) continue;
     int64_t group = params.num_qo_heads / params.num_kv_heads;
     r.heads_per_unit = r.tiles > 1
-                           ? heads_of_unit<T, D>(params, r.tile_rows * group, params.num_kv_heads)
-                           : heads_of_unit<T, D>(params, r.rows, groups);
+                           ? heads_of_unit(params, r.tile_rows * group, params.num_kv_heads)
+                           : heads_of_unit(params, r.rows, groups);
     r.head_groups = (params.num_kv_heads + r.heads_per_unit - 1) / r.heads_per_unit;
     plan.units += r.tiles * r.chunks * r.head_groups;
   }

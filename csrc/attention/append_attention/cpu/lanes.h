@@ -334,8 +334,8 @@ void fold_lanes(const uint32_t* q,
     row += LaneTiles::pick(rows - row, [&]<int kRows>() {
       RowFold folded{at_once ? kept + row : nullptr, taken + row};
       LaneWeights weights{own.probs + 2 * row};
-      weigh<T, kRows, kColumns, true>(
-          weights, kv, own.packed_v, 0, kSteps, true, dst + row, folded, own.prefetch);
+      weigh<T, kRows, true>(
+          weights, kv, own.packed_v, kColumns, 0, kSteps, true, dst + row, folded, own.prefetch);
     });
   }
   if (!at_once) fold(m, l, o, own.leaf_m, own.leaf_l, dst, rows, kColumns);

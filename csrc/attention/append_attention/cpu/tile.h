@@ -267,11 +267,12 @@ struct RowFold {
 };
 
 // o[r] (+)= sum over steps [begin, end) of p[r] * v, for kRows rows and kParts * 16 columns from part
-// `part` on.
-template <typename T, int kRows, int kParts, int D, bool kPacked, typename Weights>
+// `part` on. `width` is the number of columns of V.
+template <typename T, int kRows, int kParts, bool kPacked, typename Weights>
 inline void weigh_tile(const Weights& p,
                        const LeafKv<T>& kv,
                        const T* packed_v,
+                       int width,
                        int begin,
                        int end,
                        int part,
@@ -294,7 +295,7 @@ inline void weigh_tile(const Weights& p,
     int block = step * kStep / kPageBlock;
     int stop = (block + 1) * kPageBlock / kStep;
     stop = stop < end ? stop : end;
-    const T* v = kPacked ? packed_v + (static_cast<int64_t>(step) * D + part * kLanes) * kStep
+    const T* v = kPacked ? packed_v + (static_cast<int64_t>(step) * width + part * kLanes) * kStep
                          : kv.v[block] + (step * kStep % kPageBlock) * kv.stride + part * kLanes;
     for (; step < stop; ++step) {
       Vec x[kParts];
@@ -309,7 +310,7 @@ inline void weigh_tile(const Weights& p,
           columns(v + i * kLanes, v + i * kLanes + kv.stride, x + i);
         }
       }
-      v += kPacked ? D * kStep : kStep * kv.stride;
+      v += kPacked ? width * kStep : kStep * kv.stride;
 #pragma GCC unroll 16
       for (int r = 0; r < kRows; ++r) {
         Vec weight = broadcast_step(p.at(r, step));
@@ -337,10 +338,13 @@ inline void weigh_tile(const Weights& p,
   }
 }
 
-template <typename T, int kRows, int D, bool kPacked, typename Weights>
+// The same for all columns of V. `width` is a run-time argument: as a template argument it would make
+// every head size compile all of these tiles anew.
+template <typename T, int kRows, bool kPacked, typename Weights>
 inline void weigh(const Weights& p,
                   const LeafKv<T>& kv,
                   const T* packed_v,
+                  int width,
                   int begin,
                   int end,
                   bool fresh,
@@ -348,27 +352,35 @@ inline void weigh(const Weights& p,
                   const RowFold& fold_with,
                   LeafPrefetch& prefetch) {
 #if defined(SPECOPS_AVX512)
-  constexpr int kWant = kRows <= 3 ? 8 : kRows <= 6 ? 4 : 2;
+  constexpr int kParts = kRows <= 3 ? 8 : kRows <= 6 ? 4 : 2;
 #else
-  constexpr int kWant = kRows <= 1 ? 4 : kRows <= 2 ? 2 : 1;
+  constexpr int kParts = kRows <= 1 ? 4 : kRows <= 2 ? 2 : 1;
 #endif
-  constexpr int kAll = D / kLanes;
-  constexpr int kParts = kWant < kAll ? kWant : kAll;
-  int part = 0;
-  for (; part + kParts <= kAll; part += kParts) {
-    weigh_tile<T, kRows, kParts, D, kPacked>(
-        p, kv, packed_v, begin, end, part, fresh, o, fold_with, prefetch);
+  int all = width / kLanes, part = 0;
+  for (; part + kParts <= all; part += kParts) {
+    weigh_tile<T, kRows, kParts, kPacked>(
+        p, kv, packed_v, width, begin, end, part, fresh, o, fold_with, prefetch);
   }
-  if constexpr (kAll % kParts != 0) {
-    weigh_tile<T, kRows, kAll % kParts, D, kPacked>(
-        p, kv, packed_v, begin, end, part, fresh, o, fold_with, prefetch);
+  // A width is a multiple of 32 columns.
+  if constexpr (kParts > 4) {
+    for (; part + 4 <= all; part += 4) {
+      weigh_tile<T, kRows, 4, kPacked>(
+          p, kv, packed_v, width, begin, end, part, fresh, o, fold_with, prefetch);
+    }
+  }
+  if constexpr (kParts > 2) {
+    for (; part + 2 <= all; part += 2) {
+      weigh_tile<T, kRows, 2, kPacked>(
+          p, kv, packed_v, width, begin, end, part, fresh, o, fold_with, prefetch);
+    }
   }
 }
 
 // One pair of which the row sees only one half: the other half is zero, whatever the cache holds.
-template <typename T, int D>
+template <typename T>
 void weigh_half_pair(const typename Element<T>::Prob* p,
                      const LeafKv<T>& kv,
+                     int width,
                      int step,
                      int lo,
                      int hi,
@@ -378,7 +390,7 @@ void weigh_half_pair(const typename Element<T>::Prob* p,
   int token = step * Element<T>::kStep;
   const T* v = kv.v[token / kPageBlock] + (token % kPageBlock) * kv.stride;
   Vec weight = broadcast_step(p + token);
-  for (int i = 0; i < D; i += 32) {
+  for (int i = 0; i < width; i += 32) {
     Vec x[2];
     columns(v + i, v + i + kv.stride, x);
     for (int j = 0; j < 2; ++j) {
@@ -391,10 +403,11 @@ void weigh_half_pair(const typename Element<T>::Prob* p,
 
 // P V of kRows rows. Steps that all of them see wholly run together; what remains at either end
 // runs row by row. A row's own additions are the same ones in the same order either way.
-template <typename T, int kRows, int D, bool kPacked>
+template <typename T, int kRows, bool kPacked>
 void weigh_rows(const typename Element<T>::Prob* p,
                 const LeafKv<T>& kv,
                 const T* packed_v,
+                int width,
                 const int* lo,
                 const int* hi,
                 float* const* o,
@@ -411,16 +424,16 @@ void weigh_rows(const typename Element<T>::Prob* p,
     int first = (from + kStep - 1) / kStep, last = to / kStep;
     const auto* weights = p + r * kLeafTokens;
     if (first * kStep != from) {
-      weigh_half_pair<T, D>(weights, kv, first - 1, from, to, fresh[r], o[r]);
+      weigh_half_pair<T>(weights, kv, width, first - 1, from, to, fresh[r], o[r]);
       fresh[r] = false;
     }
     if (first < last) {
-      weigh<T, 1, D, kPacked>(
-          RowWeights<T>{weights}, kv, packed_v, first, last, fresh[r], o + r, {}, prefetch);
+      weigh<T, 1, kPacked>(
+          RowWeights<T>{weights}, kv, packed_v, width, first, last, fresh[r], o + r, {}, prefetch);
       fresh[r] = false;
     }
     if (last * kStep != to && last >= first) {
-      weigh_half_pair<T, D>(weights, kv, last, from, to, fresh[r], o[r]);
+      weigh_half_pair<T>(weights, kv, width, last, from, to, fresh[r], o[r]);
       fresh[r] = false;
     }
   };
@@ -431,10 +444,10 @@ void weigh_rows(const typename Element<T>::Prob* p,
   }
   if (!together) return;
   for (int r = 0; r < kRows && !all_fresh; ++r) {
-    if (fresh[r]) std::memset(o[r], 0, D * sizeof(float));
+    if (fresh[r]) std::memset(o[r], 0, width * sizeof(float));
   }
-  weigh<T, kRows, D, kPacked>(
-      RowWeights<T>{p}, kv, packed_v, begin, end, all_fresh, o, {}, prefetch);
+  weigh<T, kRows, kPacked>(
+      RowWeights<T>{p}, kv, packed_v, width, begin, end, all_fresh, o, {}, prefetch);
   for (int r = 0; r < kRows; ++r) {
     fresh[r] = false;
     alone(r, end * kStep, hi[r]);
@@ -627,13 +640,13 @@ void reduce_leaf(const Tile<T>& tile,
     const auto* probs = own.probs + row * kLeafTokens;
     if (packed) {
       row += PackedTiles::pick(last - row, [&]<int kRows>() {
-        weigh_rows<T, kRows, kColumns, true>(
-            probs, kv, own.packed_v, tile.lo + row, tile.hi + row, o + row, own.prefetch);
+        weigh_rows<T, kRows, true>(
+            probs, kv, own.packed_v, kColumns, tile.lo + row, tile.hi + row, o + row, own.prefetch);
       });
     } else {
       row += WeighTiles<T>::pick(last - row, [&]<int kRows>() {
-        weigh_rows<T, kRows, kColumns, false>(
-            probs, kv, nullptr, tile.lo + row, tile.hi + row, o + row, own.prefetch);
+        weigh_rows<T, kRows, false>(
+            probs, kv, nullptr, kColumns, tile.lo + row, tile.hi + row, o + row, own.prefetch);
       });
     }
   }

@@ -1,4 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
+// append_attention on the CPU for queries of one dtype. Each dtype has a file of its own: a set that
+// adds products of bf16 compiles that one alone, and no file keeps the compiler for long.
+#pragma once
+
 #include "attention/append_attention/append_attention.h"
 #include "attention/append_attention/cpu/split.h"
 #include "attention/append_attention/cpu/walk.h"
@@ -30,7 +34,7 @@ template <typename T, int D, bool kScaled>
 void run_all(const AppendAttentionParams& params) {
   Plan plan;
   for (int64_t first = 0; first < params.batch; first += kPlanned) {
-    make_plan<T, D>(params, first, plan);
+    make_plan(params, first, plan);
     int64_t grain = plan.small ? plan.bundle_units : 1;
     parallel_for(plan.bundle_units, grain, [&](int64_t begin, int64_t end) {
       run_shared_units<T, D, kScaled>(params, plan, begin, end);
@@ -55,7 +59,7 @@ void run(const AppendAttentionParams& params) {
 }
 
 template <typename T>
-void dispatch(const AppendAttentionParams& params) {
+void run_dtype(const AppendAttentionParams& params) {
   switch (params.head_dim) {
     case 64:
       return run<T, 64>(params);
@@ -71,16 +75,4 @@ void dispatch(const AppendAttentionParams& params) {
 }
 
 }  // namespace
-
-void append_attention_cpu(const AppendAttentionParams& params) {
-  switch (params.dtype) {
-    case DType::kBFloat16:
-      return dispatch<bfloat16>(params);
-    case DType::kFloat16:
-      return dispatch<float16>(params);
-    default:
-      return dispatch<float>(params);
-  }
-}
-
 }  // namespace specops::SPECOPS_ISA

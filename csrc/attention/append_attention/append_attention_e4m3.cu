@@ -1,0 +1,10 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "attention/append_attention/cuda/form.cuh"
+
+namespace specops {
+
+AttentionForm attention_form_e4m3(const AppendAttentionParams& params, int64_t rows, int64_t most_rows) {
+  return form_for<bfloat16, KvE4M3>(params, rows, most_rows);
+}
+
+}  // namespace specops

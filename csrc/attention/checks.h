@@ -1,0 +1,32 @@
+// SPDX-License-Identifier: Apache-2.0
+// Argument checks that the ops of the attention family share.
+#pragma once
+
+#include "common/tensor_view.h"
+
+namespace specops {
+namespace {
+
+constexpr auto kFloats = {DType::kFloat32, DType::kBFloat16, DType::kFloat16};
+
+// Above this many elements of work an op takes more than about 50 us and lets go of the GIL.
+constexpr int64_t kGilElements = int64_t{1} << 18;
+
+template <typename Fn>
+void launch(int64_t elements, Fn&& fn) {
+  if (elements < kGilElements) return fn();
+  pybind11::gil_scoped_release release;
+  fn();
+}
+
+// CUDA kernels load vectors of 16 bytes; rows are a multiple of that.
+[[maybe_unused]] void check_aligned(const Checker& check, const char* name, const TensorView& view) {
+  check.on_16_bytes(name, view);
+  if (view.ndim() < 2 || view.size(0) < 2) return;
+  int64_t row_bytes = view.stride(0) * dtype_bytes(view.dtype());
+  if (row_bytes % 16 == 0) return;
+  check.fail(name, "made of rows that lie 16 bytes apart", std::to_string(row_bytes) + " bytes");
+}
+
+}  // namespace
+}  // namespace specops
