@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 # Two commands on a fresh machine: `make serve` and `make test`. Every target sets up what it needs
-# in .venv; a second run starts in seconds. PIP_ARGS reaches every pip call, so that a CPU build of
-# torch can be chosen (for example the index that the PyTorch site names for it).
+# in .venv; a second run starts in seconds. TORCH=cpu installs PyTorch's CPU build in place of PyPI's,
+# which has CUDA. PIP_ARGS reaches every pip call.
 
 PYTHON ?= python3
 PIP_ARGS ?=
+TORCH ?=
 HOST ?= 127.0.0.1
 PORT ?= 8000
 MODEL ?=
@@ -50,18 +51,24 @@ setup: $(VENV)/built
 
 # What the compiler needs; none of it asks for torch.
 $(VENV)/build-deps: constraints.txt
+	@echo "specops: installing the build tools into $(VENV)"
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(PIP) setuptools pybind11 cmake ninja
 	touch $@
 
-# torch alone: any other request could pull another build of it.
+# torch alone: any other request could pull another build of it. uv knows where PyTorch's CPU builds
+# are; pip shows how far the download is.
+TORCH_PINNED := torch==$(shell sed -n 's/^torch==//p' constraints.txt)
 $(VENV)/torch: constraints.txt | $(VENV)/build-deps
-	$(PIP) "torch==$$(sed -n 's/^torch==//p' constraints.txt)"
+	@echo "specops: installing $(TORCH_PINNED)$(if $(TORCH),, (for CPUs alone: make TORCH=cpu))"
+	$(if $(TORCH),$(PIP) uv && $(BIN)/uv pip install --python $(BIN)/python --torch-backend $(TORCH), \
+	  $(filter-out --quiet,$(PIP))) "$(TORCH_PINNED)"
 	touch $@
 
 # The package is used where it stands: a path file does what an editable install would, at once, and
 # a line of shell what its console script would.
 $(VENV)/serve-deps: $(VENV)/torch pyproject.toml
+	@echo "specops: installing the packages of the server"
 	$(PIP) numpy safetensors tokenizers jinja2 llguidance \
 	  fastapi uvicorn httptools uvloop pydantic msgspec prometheus-client pyyaml aiohttp rich redis pyzmq
 	echo "$(abspath python)" > "$$($(BIN)/python -c 'import site; print(site.getsitepackages()[0])')/specops.pth"
@@ -98,6 +105,7 @@ CPU := $(shell grep -m 1 -i -E "^(flags|features)" /proc/cpuinfo 2>/dev/null | c
 NVCC := $(shell $(PYTHON) tools/cuda_toolkit.py 2>/dev/null)
 $(VENV)/native: $(VENV)/build-deps $(if $(NVCC),$(VENV)/torch) $(VENV)/cuda-$(SPECOPS_CUDA) \
     $(VENV)/cpu-$(CPU) $(SOURCES)
+	@echo "specops: compiling the kernels for this CPU, [done/all] below"
 	SPECOPS_ISAS="$$(cat $(VENV)/built 2> /dev/null || echo native)" $(BUILD)
 	touch $@
 
@@ -167,6 +175,7 @@ gates: $(VENV)/nvcc $(VENV)/nvdisasm
 # The wheels come in while the compiler works.
 serve:
 	$(MAKE) --no-print-directory -j2 $(VENV)/native $(VENV)/serve-deps
+	@echo "specops: loading the model"
 	$(BIN)/specops serve --host $(HOST) --port $(PORT) \
 	  $(if $(MODEL),--model "$(MODEL)") \
 	  $(if $(SPECULATIVE_CONFIG),--speculative-config '$(SPECULATIVE_CONFIG)')
