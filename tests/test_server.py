@@ -816,7 +816,8 @@ def test_a_full_queue() -> None:
     config = EngineConfig(
         served_model_name="fake", max_num_seqs=1, max_waiting=2, max_model_len=256
     )
-    engine = FakeEngine(config, step_seconds=0.05)  # until all have been refused
+    engine = FakeEngine(config)
+    engine.holds_at = 5  # until all have been refused
     with serving(engine) as served:
         long = {"prompt": "abc", "max_tokens": 250, "speculative_config": {"method": "naive"}}
         with concurrent.futures.ThreadPoolExecutor(8) as pool:
@@ -832,7 +833,7 @@ def test_a_full_queue() -> None:
                 assert error["type"] == "rate_limit_error" and error["code"] == "queue_full"
             with pytest.raises(openai.RateLimitError), connect(served) as client:
                 client.completions.create(model="fake", prompt="a")
-            engine.step_seconds = 0.0
+            engine.holds_at = None
             for future in (running, *waiting):
                 assert future.result().status_code == 200
         assert post(served, "completions", TEXT).status_code == 200
@@ -846,7 +847,8 @@ def test_a_greedy_key_leaves_room_for_others() -> None:
     config = EngineConfig(
         served_model_name="fake", max_num_seqs=1, max_waiting=8, max_model_len=256
     )
-    engine = FakeEngine(config, step_seconds=0.05)
+    engine = FakeEngine(config)
+    engine.holds_at = 5
     keys = [{"Authorization": f"Bearer {key}"} for key in "abc"]
     with serving(engine, api_keys="abc") as served:
         body = {"prompt": "abc", "max_tokens": 250, "speculative_config": {"method": "naive"}}
@@ -865,7 +867,7 @@ def test_a_greedy_key_leaves_room_for_others() -> None:
                 refused = post(served, "completions", body, headers=keys[number])
                 assert refused.status_code == 429
                 assert f"{places} requests of this API key" in refused.json()["error"]["message"]
-            engine.step_seconds = 0.0
+            engine.holds_at = None
             for future in (running, *asked[0], *asked[1], *asked[2]):
                 assert future.result().status_code == 200
         too_many = post(served, "completions", TEXT | {"n": 5}, headers=keys[0])
@@ -879,7 +881,7 @@ def test_without_keys_addresses_are_clients() -> None:
     config = EngineConfig(
         served_model_name="fake", max_num_seqs=1, max_waiting=8, max_model_len=256
     )
-    engine = FakeEngine(config, step_seconds=0.05)
+    engine = FakeEngine(config)
     greedy, normal, same = (
         {"X-Forwarded-For": address}
         for address in (
@@ -895,6 +897,7 @@ def test_without_keys_addresses_are_clients() -> None:
     ):
         assert post(served, "completions", TEXT | {"n": 8}, headers=greedy).status_code == 200
         assert post(served, "completions", TEXT, headers=normal).status_code == 200
+        engine.holds_at = 5
         running = [pool.submit(post, served, "completions", body, headers=greedy)]
         wait_for(lambda: engine.num_running == 1)
         running += [pool.submit(post, served, "completions", body, headers=same) for _ in range(4)]
@@ -908,7 +911,7 @@ def test_without_keys_addresses_are_clients() -> None:
             "from 2001:db8::/64",
             "from 203.0.113.7",
         }
-        engine.step_seconds = 0.0
+        engine.holds_at = None
         assert {future.result().status_code for future in running} == {200}
         served.wait_until_idle()
 
