@@ -14,7 +14,7 @@ from serving import Served
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
 needs_chromium = pytest.mark.skipif(
-    CHROMIUM is None, reason="Chromium is not installed (Debian's package chromium)"
+    CHROMIUM is None, reason="Chromium is not installed (apt install chromium)"
 )
 
 # A loaded machine is slow: what is there is seen at once, however long one would wait for it.

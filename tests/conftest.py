@@ -137,7 +137,7 @@ def keep_pairs(items: list[pytest.Item]) -> None:
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """Runs an op test on cpu (under every instruction set, if it asks), simt and cuda."""
+    """Run an op test on cpu (under every instruction set, if it asks), simt and a GPU if there is one."""
     isas = specops.supported_isas()
     if metafunc.definition.get_closest_marker("no_bf16"):
         isas = [isa for isa in isas if f"{isa}_bf16" not in isas and isa != "amx"]
@@ -146,14 +146,14 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
             metafunc.parametrize("isa", isas, indirect=True)
         return
     if "isa" not in metafunc.fixturenames:
-        metafunc.parametrize("device", ["cpu", "simt", "cuda"], indirect=True, scope="function")
+        metafunc.parametrize("device", exercised.DEVICES, indirect=True, scope="function")
         return
-    pairs = [("cpu", isa) for isa in isas]
+    others = exercised.DEVICES[1:]
     metafunc.parametrize(
         ("device", "isa"),
-        [*pairs, ("simt", "simt"), ("cuda", "cuda")],
+        [*(("cpu", isa) for isa in isas), *((device, device) for device in others)],
         indirect=True,
-        ids=[f"cpu-{isa}" for _, isa in pairs] + ["simt", "cuda"],
+        ids=[*(f"cpu-{isa}" for isa in isas), *others],
         scope="function",
     )
 
@@ -186,12 +186,11 @@ def pytest_collection_modifyitems(
     yield
     chosen = set(items)
     for item in everything:
-        tests = exercised.whole_files.setdefault(item.path.name, set())
-        tests.add(exercised.test_and_device(item))
+        exercised.whole_files.add(item.path.name)
     for item in everything:
         in_part = any("::" in arg and item.path.name in arg for arg in config.args)
         if in_part or (item not in chosen and item.get_closest_marker("prove") is None):
-            exercised.whole_files.pop(item.path.name, None)
+            exercised.whole_files.discard(item.path.name)
     items.sort(key=lambda item: item.get_closest_marker("at_the_end") is not None)
 
 
@@ -222,8 +221,8 @@ def pytest_testnodedown(node: Any, error: object) -> None:
 
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:
-    """Says what the controller found, and whether the page was looked at."""
-    if line := skips.of_page(terminalreporter.stats.get("skipped", [])):
+    """Report why tests were skipped, and what the controller found."""
+    for line in skips.summary(terminalreporter.stats.get("skipped", [])):
         terminalreporter.write_line(line, yellow=True)
     for line in _lacking:
         terminalreporter.write_line(f"FAILED every op is tested on every device: {line}", red=True)
@@ -268,8 +267,6 @@ def patient_clients() -> None:
 @pytest.fixture
 def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """Where the tensors of an op test live: cpu (for the interpreter too) or cuda."""
-    if request.param == "cuda" and not (specops.has_cuda() and torch.cuda.is_available()):
-        pytest.skip("needs an NVIDIA GPU and a build with CUDA kernels: make gpu-check")
     module: Any = simt.UnderEverySchedule(simt.load()) if request.param == "simt" else _C
     marked = request.node.get_closest_marker("no_bf16") is not None
     module = exercised.Recorded(

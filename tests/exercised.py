@@ -8,22 +8,19 @@ from collections import defaultdict
 from types import ModuleType
 from typing import Any
 
-DEVICES = ("cpu", "simt", "cuda")
+import specops
+import torch
+
+HAS_GPU = specops.has_cuda() and torch.cuda.is_available()
+# On which the op tests of this run are collected.
+DEVICES = ("cpu", "simt", "cuda") if HAS_GPU else ("cpu", "simt")
 
 # (file of the test, device) -> ops that were called and returned
 calls: dict[tuple[str, str], set[str]] = defaultdict(set)
 # Whether other processes run the rest of the tests of this run.
 in_worker = False
-# Files whose tests all run in this session: (test and parameters, device) of each.
-whole_files: dict[str, set[tuple[str, str]]] = {}
-
-
-def test_and_device(item: Any) -> tuple[str, str]:
-    """What a collected test is but for its device, and the device; "" for a test without one."""
-    if not hasattr(item, "callspec"):
-        return item.name, ""
-    params = {k: v for k, v in item.callspec.params.items() if k not in ("device", "isa")}
-    return f"{item.originalname} {params}", str(item.callspec.params.get("device", ""))
+# Files whose tests all run in this session.
+whole_files: set[str] = set()
 
 
 class Recorded:
@@ -55,31 +52,17 @@ class Recorded:
 
 
 def packed() -> list[Any]:
-    """What a worker tells the controller, in types that travel."""
-    return [
-        [[*key, sorted(ops)] for key, ops in calls.items()],
-        [[file, sorted(tests)] for file, tests in whole_files.items()],
-    ]
+    """Return what a worker reports to the controller, in types that travel."""
+    return [[[*key, sorted(ops)] for key, ops in calls.items()], sorted(whole_files)]
 
 
-def merge(told: list[Any]) -> None:
-    """Adds what a worker has told."""
-    for file, device, ops in told[0]:
+def merge(reported: list[Any]) -> None:
+    """Add the report of a worker."""
+    for file, device, ops in reported[0]:
         calls[file, device] |= set(ops)
-    for file, tests in told[1]:
-        whole_files[file] = {(test, device) for test, device in tests}
+    whole_files.update(reported[1])
 
 
 def missing(op: str, file: str) -> list[str]:
-    """The devices on which no test of the file called the op.
-
-    Without a GPU the cuda tests are skipped, so there the simt tests stand in: each must have its
-    twin on cuda, the same body with the same parameters.
-    """
-    lacking = [device for device in DEVICES[:2] if op not in calls[file, device]]
-    ran_on_cuda = any(calls[other, "cuda"] for other in whole_files)
-    if ran_on_cuda:
-        return lacking + ["cuda"] * (op not in calls[file, "cuda"])
-    tests = whole_files[file]
-    simt, cuda = ({test for test, on in tests if on == device} for device in ("simt", "cuda"))
-    return lacking + ["cuda"] * ("simt" in lacking or not simt <= cuda)
+    """Return the devices on which no test of the file called the op."""
+    return [device for device in DEVICES if op not in calls[file, device]]

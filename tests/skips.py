@@ -1,28 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a run leaves out and whoever reads its end should know: the tests of the page."""
+"""The end of a run: how many tests were skipped, and why."""
 
 from collections import Counter
 from collections.abc import Iterable
-from pathlib import PurePath
 from typing import Any
 
-PAGE = {
-    *("test_page_access.py", "test_page_chats.py", "test_page_firefox.py"),
-    *("test_page_replay.py", "test_playground.py"),
-}
+MOST_LINES = 10
 
 
-def of_page(skipped: Iterable[Any]) -> str | None:
-    """One line about tests of the page that were skipped, and why; None: there are none.
+def summary(skipped: Iterable[Any]) -> list[str]:
+    """Return a line for each reason, the most frequent first, at most `MOST_LINES` lines.
 
     Args:
         skipped: pytest's reports of skipped tests and files.
     """
-    reasons: Counter[str] = Counter()
-    for report in skipped:
-        if PurePath(report.nodeid.partition("::")[0]).name in PAGE:
-            reasons[report.longrepr[2].removeprefix("Skipped: ")] += 1
-    if not reasons:
-        return None
-    why = "; ".join(sorted(reasons))
-    return f"SKIPPED {reasons.total()} of the page's tests, in a browser: {why}"
+    reasons = Counter(report.longrepr[2].removeprefix("Skipped: ") for report in skipped)
+    lines = [f"SKIPPED {count}: {reason}" for reason, count in reasons.most_common()]
+    if len(lines) > MOST_LINES:
+        rest = reasons.most_common()[MOST_LINES - 1 :]
+        count = sum(count for _, count in rest)
+        lines[MOST_LINES - 1 :] = [f"SKIPPED {count} for {len(rest)} other reasons (pytest -rs)"]
+    return lines

@@ -127,7 +127,7 @@ async def use(url: str, profile: Path) -> None:
         assert page.errors == []
 
 
-@pytest.mark.skipif(FIREFOX is None, reason="Firefox is not installed (Debian's firefox-esr)")
+@pytest.mark.skipif(FIREFOX is None, reason="Firefox is not installed (apt install firefox-esr)")
 def test_the_page_works_in_firefox(tmp_path: Path) -> None:
     with serving(FakeEngine(step_seconds=0.002, most_accepted=2)) as served:
         run: Coroutine[Any, Any, None] = use(served.url, tmp_path)

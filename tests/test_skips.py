@@ -1,12 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A run without a browser says so at its end."""
+"""A run says at its end why tests were skipped, and what to install."""
 
 import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import skips
 
 pytest.importorskip("playwright")
 pytest.importorskip("axe_playwright_python")
@@ -14,7 +16,19 @@ pytest.importorskip("axe_playwright_python")
 TESTS = Path(__file__).resolve().parent
 
 
-def test_skipped_tests_of_the_page_are_told_in_one_line(tmp_path: Path) -> None:
+def report(reason: str) -> SimpleNamespace:
+    return SimpleNamespace(longrepr=("file", 1, f"Skipped: {reason}"))
+
+
+def test_reasons_are_counted_in_ten_lines() -> None:
+    skipped = [report(f"reason {i}") for i in range(12) for _ in range(20 - i)]
+    lines = skips.summary(skipped)
+    assert lines[0] == "SKIPPED 20: reason 0" and len(lines) == 10
+    assert lines[-1] == "SKIPPED 30 for 3 other reasons (pytest -rs)"
+    assert skips.summary(skipped[:20]) == ["SKIPPED 20: reason 0"] and skips.summary([]) == []
+
+
+def test_skipped_tests_of_the_page_name_the_package(tmp_path: Path) -> None:
     """Of a run with workers, as `make test` is one."""
     command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-n", "1"]
     command += [str(TESTS / "test_page_access.py")]
@@ -27,6 +41,5 @@ def test_skipped_tests_of_the_page_are_told_in_one_line(tmp_path: Path) -> None:
         timeout=120,
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    (line,) = [one for one in done.stdout.splitlines() if "of the page's tests" in one]
-    assert line.startswith("SKIPPED ")
-    assert line.endswith(": Chromium is not installed (Debian's package chromium)")
+    (line,) = [one for one in done.stdout.splitlines() if one.startswith("SKIPPED ")]
+    assert line.endswith(": Chromium is not installed (apt install chromium)")
