@@ -137,7 +137,7 @@ def keep_pairs(items: list[pytest.Item]) -> None:
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """Run an op test on cpu (under every instruction set, if it asks), simt and a GPU if there is one."""
+    """Run an op test on cpu, under every instruction set if it asks, on simt, and on a GPU."""
     isas = specops.supported_isas()
     if metafunc.definition.get_closest_marker("no_bf16"):
         isas = [isa for isa in isas if f"{isa}_bf16" not in isas and isa != "amx"]
