@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A minimal decoding engine composed of the specops ops; `python -m specops.engine` serves it."""
+"""The serving engine, composed of the specops ops; `python -m specops.engine` runs its server."""
 
 from typing import TYPE_CHECKING, Any
 
