@@ -39,7 +39,7 @@ PIP := $(BIN)/pip install --quiet --disable-pip-version-check --no-compile $(PIP
 SOURCES := CMakeLists.txt setup.py tools/cuda_toolkit.py $(shell find csrc -type f)
 
 .PHONY: setup serve gemma simt simt-race simt-asan simt-smoke test-race test-asan test-arm test-sanitize
-.PHONY: test-smoke gates test
+.PHONY: test-smoke gates test test-ci test-build
 .PHONY: prove campaign soak attacks test-vllm vllm-campaign bench bench-methods
 .PHONY: bench-mtp-mistakes bench-head-mistakes
 .PHONY: test-lm-eval test-clients test-dynamo bench-vllm bench-replay bench-replay-whole bench-step-costs bench-peers
@@ -141,11 +141,11 @@ simt-race simt-asan simt-smoke: $(VENV)/simt
 
 # By test, so that the workers end together; the tests of one file lie close for what they share.
 SIDE_BY_SIDE := -n $(WORKERS) --dist worksteal
-PYTEST := $(BIN)/python -m pytest -m "not prove" $(SIDE_BY_SIDE)
-RACE := SPECOPS_SIMT_BUILD=race $(PYTEST)
+PYTEST := $(BIN)/python -m pytest $(SIDE_BY_SIDE) -m
+RACE := SPECOPS_SIMT_BUILD=race $(PYTEST) "not prove"
 ASAN := SPECOPS_SIMT_BUILD=asan \
   LD_PRELOAD="$$(g++ -print-file-name=libasan.so) $$(g++ -print-file-name=libstdc++.so)" \
-  ASAN_OPTIONS=detect_leaks=0:halt_on_error=0 $(PYTEST)
+  ASAN_OPTIONS=detect_leaks=0:halt_on_error=0 $(PYTEST) "not prove"
 
 test-race: simt-race $(VENV)/test-deps
 	$(RACE) -k simt
@@ -187,11 +187,17 @@ gemma:
 	model=$$($(BIN)/python -m tools.gemma $(if $(filter yes,$(ACCEPT_GEMMA_TERMS)),--accept-terms)) && \
 	  $(MAKE) --no-print-directory serve MODEL="$$model"
 
-# The wheels come in while the compiler works.
-test:
+# Every promise once, on the cases most likely to break. The wheels come in while the compiler works.
+test: test-build
+	$(PYTEST) "not prove and not ci"
+
+# What CI adds: the tools, the page, and what takes long for what it finds.
+test-ci: test-build
+	$(PYTEST) "ci and not prove"
+
+test-build:
 	$(MAKE) --no-print-directory -j2 $(VENV)/simt $(VENV)/test-deps
 	$(MAKE) --no-print-directory setup
-	$(PYTEST)
 
 # The files that have op tests: reading the others takes longer than running these.
 OP_TESTS = $(shell grep -l 'device: str' tests/test_*.py)
@@ -205,7 +211,7 @@ test-smoke: simt-smoke $(VENV)/test-deps
 prove: setup simt $(VENV)/test-deps
 	$(BIN)/python -m pytest -m prove $(SIDE_BY_SIDE) --ignore tests/test_mutations.py
 	$(BIN)/python -m pytest -m prove tests/test_mutations.py
-	SPECOPS_SIMT_SCHEDULES=all $(PYTEST) -k simt
+	SPECOPS_SIMT_SCHEDULES=all $(PYTEST) "not prove" -k simt
 	$(ARM) --if-possible
 
 # 64-bit ARM on a machine of another kind, cross-compiled and under qemu: the bitwise tests of NEON's

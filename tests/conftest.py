@@ -189,7 +189,8 @@ def pytest_collection_modifyitems(
         exercised.whole_files.add(item.path.name)
     for item in everything:
         in_part = any("::" in arg and item.path.name in arg for arg in config.args)
-        if in_part or (item not in chosen and item.get_closest_marker("prove") is None):
+        is_left = any(item.get_closest_marker(mark) for mark in ("prove", "ci"))
+        if in_part or (item not in chosen and not is_left):
             exercised.whole_files.discard(item.path.name)
     items.sort(key=lambda item: item.get_closest_marker("at_the_end") is not None)
 

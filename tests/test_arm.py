@@ -20,6 +20,8 @@ import specops
 
 from tools import emulate_arm
 
+pytestmark = pytest.mark.ci
+
 ROOT = Path(__file__).resolve().parent.parent
 ON_ARM = platform.machine() in ("aarch64", "arm64")
 ARM_SETS = ("neon", "neon_bf16")

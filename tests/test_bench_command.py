@@ -25,6 +25,8 @@ from specops.cli.load.figures import DraftCounts, figures, request_records, spre
 from specops.cli.load.turns import Spread, compare, spread_of
 from specops.prompts import PROMPTS
 
+pytestmark = pytest.mark.ci
+
 
 def bench(url: str, file: Path, *options: str, code: int = 0) -> dict[str, Any]:
     """Runs it; what it writes."""

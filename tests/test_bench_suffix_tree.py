@@ -8,6 +8,8 @@ import pytest
 
 from bench import bench_suffix_tree, common, suffix_streams
 
+pytestmark = pytest.mark.ci
+
 
 def small_streams(folder: Path) -> None:
     """Requests of words that come again and again, and near-copies of some."""

@@ -22,6 +22,8 @@ from bench.bench_head_mistakes import MISTAKES
 from bench.bench_moe import Shape
 from tools.train import corpus
 
+pytestmark = pytest.mark.ci
+
 # What makes each module's cases small: constants of the module, by name.
 SMALL: dict[str, dict[str, Any]] = {
     "binding": {},

@@ -34,6 +34,8 @@ from bench.peers import flashinfer_attention, flashinfer_cascade, flashinfer_pee
 from bench.recorded_logits import record
 from tools.gpu_check import held_back
 
+pytestmark = pytest.mark.ci
+
 ROOT = Path(__file__).resolve().parent.parent
 
 

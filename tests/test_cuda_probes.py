@@ -16,6 +16,8 @@ from bench.cuda import CudaBench
 from tools import cuda_toolkit
 from tools.gates import sass
 
+pytestmark = pytest.mark.ci
+
 SOURCE = cuda_toolkit.ROOT / "bench" / "gpu_facts.cu"
 TIMED = {name: f"facts.{name}" for name in facts.ARRIVALS} | {
     "chase": "facts.chase",

@@ -9,6 +9,8 @@ import pytest
 
 from bench.plot_docs import CASCADE, COMPARISON, SYSTEMS, Picture, comparison, figures_of
 
+pytestmark = pytest.mark.ci
+
 
 @pytest.mark.parametrize("picture", [COMPARISON, CASCADE], ids=lambda one: one.name)
 def test_a_committed_picture_is_that_of_committed_results(picture: Picture) -> None:

@@ -24,6 +24,8 @@ from mtp_checkpoints import make_mtp_checkpoint, save_checkpoint
 from server_attacks import Server
 from test_experts import MTP_BASES
 
+pytestmark = pytest.mark.ci
+
 FAMILIES = ("Ernie4_5_Moe", "Glm4Moe")
 OWN = {"Ernie4_5_Moe": "model.mtp_", "Glm4Moe": "model.layers.2."}  # tensors of the module
 TEXT = "for i in range(3): for i in range"

@@ -24,6 +24,8 @@ from tools.gates.budgets import (
 )
 from tools.gates.kernels import Kernel, judge
 
+pytestmark = pytest.mark.ci
+
 GOOD = Kernel(
     name="x_kernel<bfloat16>",
     arch="80",

@@ -26,6 +26,8 @@ from tools.gpu_check.runner import Outcome
 from tools.gpu_check.steps import Plan, Step
 from tools.predictions import Prediction
 
+pytestmark = pytest.mark.ci
+
 ROOT = Path(__file__).resolve().parent.parent
 
 

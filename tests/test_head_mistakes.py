@@ -12,6 +12,8 @@ import pytest
 
 from bench.bench_head_mistakes import MISTAKES, Kept, Mistake, kept, planted
 
+pytestmark = pytest.mark.ci
+
 GOLDEN = Path(__file__).parent / "golden"
 
 

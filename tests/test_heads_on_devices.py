@@ -22,6 +22,8 @@ from tools.train.heads import HEADS, new_head
 from tools.train.model import Model
 from tools.train.train_heads import save_head
 
+pytestmark = pytest.mark.ci
+
 __all__ = ["interpreter", "target", "twin"]  # fixtures
 
 

@@ -33,6 +33,8 @@ from test_laws_mtp import (
 )
 from test_lossless_mtp import make_engine, make_tiny
 
+pytestmark = pytest.mark.ci
+
 __all__ = ["drafts"]  # a fixture
 
 

@@ -21,6 +21,8 @@ from specops.quantization import QuantizedWeight
 from test_quantized import INTEGERS, Case, make
 from torch import Tensor
 
+pytestmark = pytest.mark.ci
+
 ROOT = Path(__file__).resolve().parent.parent
 SOURCES = (
     "tests/amx_linear.cpp",

@@ -17,6 +17,8 @@ from specops.cli.lossless.differences import difference
 from specops.cli.lossless.texts import TEXTS
 from specops.cli.lossless.verdict import Comparison
 
+pytestmark = pytest.mark.ci
+
 ROOT = Path(__file__).resolve().parent.parent
 NO_CARD = {"id": "m"}
 

@@ -15,6 +15,8 @@ from tools.gates.overlap import overlap_problems
 from tools.gates.pipes import RATES
 from tools.gates.sass import NO_BARRIER, Control, Function, Instruction
 
+pytestmark = pytest.mark.ci
+
 KERNEL = Kernel("x_kernel<bfloat16>", "90a", True, 128, 64, 0, 0, 0)
 
 

@@ -29,6 +29,8 @@ from specops.disaggregated.nixl import NixlTransport, Place
 from specops.disaggregated.pages import HandoffError, Header, Layout, Pages, cut
 from specops.disaggregated.transport import Address, Leases, TcpTransport, send
 
+pytestmark = pytest.mark.ci
+
 TWO_HEADS = Layout("uint8", (16, 2, 999), (1,))
 HEADER = Header(1, 1, "", 1, 0, 1, 0, 16, list(range(33)), 2, "", 0, [TWO_HEADS], [], [])
 

@@ -18,6 +18,8 @@ from tools.gpu_check.numerics.cases import APPROXIMATE, CHOICES, OPS, Op
 from tools.gpu_check.numerics.machines import Machine
 from tools.gpu_check.numerics.trials import EQUAL, Found, Limits, Trial
 
+pytestmark = pytest.mark.ci
+
 
 @pytest.fixture(autouse=True)
 def settings() -> Iterator[None]:

@@ -26,6 +26,8 @@ from specops.engine import Engine, EngineConfig, SpeculativeConfig
 from specops.server.chat import ChatFormat
 from test_tools import TEMPLATE, TOOLS
 
+pytestmark = pytest.mark.ci
+
 EVERY_PATH = {
     *("/health", "/metrics", "/version", "/v1/models", "/v1/models/{name}", "/v1/contract"),
     *("/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize"),

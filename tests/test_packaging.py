@@ -13,6 +13,8 @@ from pathlib import Path
 import pytest
 from test_build import configure
 
+pytestmark = pytest.mark.ci
+
 ROOT = Path(__file__).resolve().parent.parent
 PROJECT = (
     *("CHANGELOG.md", "CMakeLists.txt", "LICENSE", "MANIFEST.in", "README.md"),

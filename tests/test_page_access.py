@@ -28,6 +28,8 @@ from fake_engine import FakeEngine
 from playwright.sync_api import Browser, Page, expect
 from serving import Served, serving
 
+pytestmark = pytest.mark.ci
+
 PHONE = {"viewport": {"width": 390, "height": 844}, "has_touch": True, "is_mobile": True}
 
 

@@ -28,6 +28,8 @@ from fake_engine import FakeEngine
 from playwright.sync_api import Browser, Page, expect
 from serving import Served, serving
 
+pytestmark = pytest.mark.ci
+
 
 @pytest.fixture(scope="module")
 def served() -> Iterator[Served]:

@@ -20,6 +20,8 @@ import aiohttp
 from fake_engine import FakeEngine
 from serving import serving
 
+pytestmark = pytest.mark.ci
+
 FIREFOX = shutil.which("firefox-esr") or shutil.which("firefox")
 
 # What Firefox asks its maker's hosts for.

@@ -19,6 +19,8 @@ from playwright.sync_api import Browser, Page, Route, expect
 from serving import Served, serving
 from test_playground import FOLDER
 
+pytestmark = pytest.mark.ci
+
 
 @pytest.fixture(scope="module")
 def served() -> Iterator[Served]:

@@ -23,6 +23,8 @@ from specops.service.process import EngineProcess
 from specops.service.wire import Setup
 from test_server_process import BODIES, STRUCTURED, Apart, is_running, serving_apart, told
 
+pytestmark = pytest.mark.ci
+
 
 @pytest.fixture(scope="module")
 def settings(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:

@@ -31,6 +31,8 @@ from serving import Served, serving, wait_for
 from specops.engine import Engine, EngineConfig, RequestOutput, SpeculativeConfig
 from specops.server.chat import ChatFormat
 
+pytestmark = pytest.mark.ci
+
 FOLDER = Path(__file__).parents[1] / "python/specops/server/playground"
 FILES = sorted(path for path in FOLDER.iterdir() if path.suffix in (".html", ".css", ".js"))
 

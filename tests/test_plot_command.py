@@ -11,6 +11,8 @@ import pytest
 from specops.cli import main
 from specops.cli.bar_charts import Panel, picture
 
+pytestmark = pytest.mark.ci
+
 
 def spread(value: float) -> dict[str, float]:
     return {name: value * (2 if name == "p99" else 1) for name in ("mean", "p50", "p99", "max")}

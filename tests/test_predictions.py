@@ -13,6 +13,8 @@ from tools.gpu_check.goals import GOALS
 from tools.predict import Model, caps_of, predictions_of, renewed
 from tools.predictions import Card
 
+pytestmark = pytest.mark.ci
+
 ASSUMED = {
     "launch_us": 2.0,
     "blocks_per_sm": 2,

@@ -11,6 +11,8 @@ import server_attacks
 from attackers import ATTACKS, Sizes
 from specops.engine.config import BUNDLED_MODEL
 
+pytestmark = pytest.mark.ci
+
 SMALL = Sizes(
     words=3000,
     ids=6000,

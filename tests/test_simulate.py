@@ -24,6 +24,8 @@ from tools.simulate import (
     table,
 )
 
+pytestmark = pytest.mark.ci
+
 # A row takes 10 ms, and a step nothing else; pages are there at once.
 PLAIN = Machine(
     step_seconds=((1, 0.01), (2, 0.02)),

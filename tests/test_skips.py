@@ -10,6 +10,8 @@ from types import SimpleNamespace
 import pytest
 import skips
 
+pytestmark = pytest.mark.ci
+
 pytest.importorskip("playwright")
 pytest.importorskip("axe_playwright_python")
 

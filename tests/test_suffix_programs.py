@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.ci
+
 ROOT = Path(__file__).resolve().parent.parent
 SOURCES = [
     *sorted(set(ROOT.glob("csrc/suffix_tree/suffix_*.cpp")) - set(ROOT.glob("csrc/*/*_ops.cpp"))),

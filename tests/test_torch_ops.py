@@ -20,6 +20,8 @@ from specops.ngram import NgramIndex
 from test_errors import FIELDS, GOOD_CALLS, OPS, TENSOR_OPS, fields_apart, ints
 from torch import Tensor
 
+pytestmark = pytest.mark.ci
+
 # Not an op of a graph: torch_ops.py says why.
 NAMES = sorted(set(TENSOR_OPS) - {"take_error"})
 ASSETS = Path(specops.__file__).with_name("assets")

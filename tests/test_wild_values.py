@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.ci
+
 PROGRAM = Path(__file__).with_name("wild_values.py")
 
 
