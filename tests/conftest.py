@@ -72,10 +72,11 @@ BF16_OPS = frozenset({"append_attention", "linear", "moe_linear", "pack_weight"}
 OP_MODULES = [attention, batching, dense, linear_attention, moe, ngram, runtime, sampling]
 
 
-def leave_to_prove(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Marks as `prove` what `corners` does not name: the cases that `make test` leaves out.
+def split_cases(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Mark the cases that `corners` leaves to CI or to `make prove`.
 
-    Its arguments are patterns of case ids (`*`, `?`), each of which some case must match.
+    Its arguments are patterns of case ids (`*`, `?`) that `make test` runs, each of which some case
+    must match. `ci` has the patterns of those that CI adds; all others are marked `prove`.
     """
     unmatched: dict[str, set[str]] = {}
     for item in items:
@@ -83,10 +84,12 @@ def leave_to_prove(config: pytest.Config, items: list[pytest.Item]) -> None:
         if marker is None or callspec is None:
             continue
         test = item.nodeid.split("[")[0]
-        matched = {pattern for pattern in marker.args if fnmatchcase(callspec.id, pattern)}
-        unmatched[test] = unmatched.get(test, set(marker.args)) - matched
-        if not matched and callspec.params.get("device") != "cuda":  # a GPU has time for all
-            item.add_marker(pytest.mark.prove)
+        of_ci = marker.kwargs.get("ci", ())
+        matched = {one for one in (*marker.args, *of_ci) if fnmatchcase(callspec.id, one)}
+        unmatched[test] = unmatched.get(test, {*marker.args, *of_ci}) - matched
+        # A GPU has time for all.
+        if matched.isdisjoint(marker.args) and callspec.params.get("device") != "cuda":
+            item.add_marker("ci" if matched else "prove")
     for test, patterns in unmatched.items():
         if patterns and not any("[" in arg for arg in config.args):
             raise pytest.UsageError(f"{test}: no case is called {', '.join(sorted(patterns))}")
@@ -180,7 +183,7 @@ def pytest_collection_modifyitems(
 ) -> Iterator[None]:
     """Notes which files run whole, and leaves the look at what they called to the end."""
     everything = list(items)
-    leave_to_prove(config, items)
+    split_cases(config, items)
     keep_pairs(items)
     keep_smoke(config, items)
     yield

@@ -73,6 +73,7 @@ def skip_float32(on_cuda: bool, dtype: torch.dtype) -> None:
     *("simt-16-32-*", "simt-128-16-dtype1"),
 )
 @pytest.mark.pairs("simt-*-dtype0")
+@pytest.mark.corners("cpu-*", "simt-16-*", ci=("*",))
 def test_against_the_reference(
     device: str, isa: str, on_cuda: bool, dtype: torch.dtype, heads: int, page_size: int
 ) -> None:
@@ -148,6 +149,7 @@ def test_equals_attention_without_absorption(
     ],
 )
 @pytest.mark.corners("cpu-*", "simt-dtype2-*")
+@pytest.mark.corners("cpu-[!p]*", "cpu-portable-dtype[23]-*", "simt-*", ci=("*",))
 def test_rows_are_decode_rows(
     device: str, isa: str, on_cuda: bool, dtype: torch.dtype, heads: int
 ) -> None:

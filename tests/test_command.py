@@ -204,6 +204,7 @@ def test_a_missing_package_is_named(
     )
 
 
+@pytest.mark.ci
 def test_kernels_that_are_not_compiled(tmp_path: Path) -> None:
     """A clone in which nobody has run make."""
     package = tmp_path / "specops"
@@ -219,6 +220,7 @@ def test_kernels_that_are_not_compiled(tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.ci
 def test_interrupts_and_closed_pipes_are_no_tracebacks(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

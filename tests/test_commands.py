@@ -118,6 +118,7 @@ def test_each_command_has_a_name() -> None:
 
 @pytest.mark.corners(*(name for name in NAMES if name != "yaml"))  # that one is "ranks" again
 @pytest.mark.parametrize("command", COMMANDS, ids=NAMES)
+@pytest.mark.corners("[!r]*", ci=("ranks",))
 def test_answers_are_those_of_one_process_without_speculation(
     command: str, paths: dict[str, str]
 ) -> None:

@@ -47,6 +47,7 @@ def statuses_and_choices(url: str, asked: list[dict[str, Any]]) -> list[Any]:
 
 @pytest.mark.corners("20")
 @pytest.mark.parametrize("count", [20, 500])
+@pytest.mark.ci
 def test_answers_do_not_depend_on_the_engine(
     server: ServerProcess, together: Served, count: int
 ) -> None:

@@ -59,6 +59,7 @@ def test_a_pair_answers_as_one_server(
 @pytest.mark.corners("20-decode")
 @pytest.mark.parametrize("side", ["prefill", "decode"])
 @pytest.mark.parametrize("count", [20, 200])
+@pytest.mark.ci
 def test_a_server_that_is_killed_loses_no_request(
     pair: list[ServerProcess], together: Served, side: str, count: int
 ) -> None:

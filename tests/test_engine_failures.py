@@ -279,7 +279,7 @@ CASES = [
 ]
 
 
-@pytest.mark.corners("*-suffix", "*-mtp")
+@pytest.mark.corners("*-suffix", ci=("*-mtp",))
 @pytest.mark.parametrize("hook,method", CASES, ids=lambda value: value)
 def test_a_drafter_that_raises_ends_nothing(
     model_dir: Path,
@@ -438,6 +438,7 @@ PLACES = [
 
 @pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
 @pytest.mark.parametrize("place", PLACES, ids=lambda place: f"{place.name}-{place.at}")
+@pytest.mark.corners("*-before", ci=("*",))
 def test_what_fails_of_one_request_ends_that_one(
     model_dir: Path,
     plain: list[Completion],

@@ -578,6 +578,7 @@ def test_files_that_cannot_be_written(
         make(model_dir, suffix_cache=str(tmp_path / "file"))
 
 
+@pytest.mark.ci
 def test_mistakes_on_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "file").write_text("no cache")
     for arguments in (

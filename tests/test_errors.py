@@ -957,6 +957,7 @@ def test_out_of_memory_is_told_as_such(name: str, monkeypatch: pytest.MonkeyPatc
         function(**good)
 
 
+@pytest.mark.ci
 def test_out_of_memory_by_the_system() -> None:
     """An output beyond what the address space may hold."""
     program = """if True:

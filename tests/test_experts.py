@@ -289,6 +289,7 @@ FAULTS: list[tuple[str, Fault]] = [
 @pytest.mark.parametrize(
     "family,fault", FAULTS, ids=[f"{family}-{i}" for i, (family, _) in enumerate(FAULTS)]
 )
+@pytest.mark.ci
 def test_a_rule_left_out_is_noticed(tmp_path: Path, family: str, fault: Fault) -> None:
     theirs = make_experts(tmp_path, family)
     ids = random_ids(40)
@@ -561,6 +562,7 @@ def test_ernies_4_bits_are_those_of_its_experts() -> None:
     ],
     ids=str,
 )
+@pytest.mark.ci
 def test_graphs_of_experts_change_no_bit(
     family: str,
     drafting: str,

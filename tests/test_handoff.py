@@ -300,6 +300,7 @@ def test_a_reader_that_announces_much_gets_no_memory(monkeypatch: pytest.MonkeyP
 @pytest.mark.parametrize("kind", ["heads", "states"])
 @pytest.mark.parametrize("lacking", [None, 0, -1])
 @pytest.mark.parametrize("computing,going_on", [(2, 2), (2, 1), (1, 2)])
+@pytest.mark.pairs
 def test_ranks_fetch_their_shares(
     models: dict[str, Path], kind: str, lacking: int | None, computing: int, going_on: int
 ) -> None:

@@ -638,6 +638,7 @@ def cases() -> list[Any]:
 
 
 @pytest.mark.parametrize(("ops", "name"), cases())
+@pytest.mark.corners("reference-*", "_scripted-*", ci=("_scripted_simt-*",))
 def test_checks(ops: str, name: str) -> None:
     CHECKS[name](ops_named(ops))
 

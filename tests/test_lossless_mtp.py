@@ -339,6 +339,7 @@ def drafts_stay(tiny: Tiny, k: int, each: list[dict[str, Any]]) -> None:
 
 @pytest.mark.parametrize("verify", ["rejection", "block"])
 @pytest.mark.parametrize("modules", [1, 2, 3])
+@pytest.mark.corners("2-block", "1-rejection", ci=("*",))
 def test_drawn_drafts_depend_on_the_text_and_the_seed_alone(
     tinies: dict[int, Tiny], modules: int, verify: str
 ) -> None:

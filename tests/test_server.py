@@ -1697,6 +1697,7 @@ def running_server(step_seconds: float = 0.02, *, metrics_apart: bool = False) -
         process.wait()
 
 
+@pytest.mark.ci
 def test_a_request_that_came_while_the_server_was_stopped_is_answered() -> None:
     """Its connection's time is over when the server goes on: it is read all the same."""
     with contextlib.ExitStack() as stack:
@@ -1711,6 +1712,7 @@ def test_a_request_that_came_while_the_server_was_stopped_is_answered() -> None:
         assert connection.recv(12) == b"HTTP/1.1 200"
 
 
+@pytest.mark.ci
 def test_connections_that_ask_nothing_are_closed() -> None:
     with running_server() as (_, port), contextlib.ExitStack() as stack:
 
@@ -1801,6 +1803,7 @@ def answer_to(asked: socket.socket) -> None:
     assert answer.startswith(b"HTTP/1.1 200")
 
 
+@pytest.mark.ci
 def test_metrics_on_a_port_of_their_own(capsys: pytest.CaptureFixture[str]) -> None:
     # Its steps are so long that nothing ends before the client leaves.
     with running_server(0.2, metrics_apart=True) as (process, port, metrics_port):
@@ -2015,6 +2018,7 @@ enforce-eager: true
     assert main(["--config", str(tmp_path / "none.yaml")]) == 2
 
 
+@pytest.mark.ci
 def test_every_default_serves_the_bundled_model(monkeypatch: pytest.MonkeyPatch) -> None:
     from specops import server
 

@@ -408,6 +408,7 @@ def test_planted_bugs(name: str, build: str) -> None:
     run_planted(module, name, fixed=True)  # an error leaves nothing behind
 
 
+@pytest.mark.ci
 def test_planted_bugs_under_address_sanitizer() -> None:
     """In a process of its own: the sanitizer's library must be the first to be loaded."""
     env = {**os.environ, "SPECOPS_SIMT_BUILD": "asan", **simt.asan_environment()}
