@@ -27,6 +27,8 @@ import httpx
 import uvicorn
 from msgspec import structs
 from redis.asyncio import Redis as AsyncRedis
+from redis.asyncio.retry import Retry
+from redis.backoff import NoBackoff
 from redis.exceptions import DataError, OutOfMemoryError, ResponseError
 from server_pairs import (
     Redis,
@@ -248,9 +250,10 @@ def test_requests_of_unusual_values_are_answered_as_by_one_server(
     assert not CompletionRequest.model_fields.keys() - UNUSUAL.keys(), "fields without values here"
     asked = [{name: value} for name, values in UNUSUAL.items() for value in values] + TOGETHER
     plain = {"prompt": "def f(x):", "max_tokens": 8, "seed": 3, "temperature": 0.7}
+    http = httpx.Client(timeout=60)
 
     def answer(url: str, body: dict[str, Any]) -> Any:
-        found = httpx.post(f"{url}/v1/completions", json=plain | body, timeout=60)
+        found = http.post(f"{url}/v1/completions", json=plain | body)
         if "text/event-stream" in found.headers["content-type"]:
             return found.status_code, "data: [DONE]" in found.text
         told = found.json()
@@ -265,6 +268,7 @@ def test_requests_of_unusual_values_are_answered_as_by_one_server(
         else:
             assert one == right, body
     assert answer(nodes[2].url, {}) == answer(together.url, {})
+    http.close()
 
 
 @pytest.mark.corners("20-redis")
@@ -337,7 +341,7 @@ def node(role: str, redis: Redis | None = None, ttl: float = 60.0) -> SplitwiseC
 
     def connect() -> Any:
         assert redis is not None
-        return AsyncRedis(port=redis.port, password=PASSWORD)
+        return AsyncRedis(port=redis.port, password=PASSWORD, retry=Retry(NoBackoff(), 0))
 
     return SplitwiseClient(FakeClient(), role=role, topic="alone", ttl=ttl, connect=connect)
 
