@@ -7,10 +7,13 @@ and for which it writes the job to the next stream; one of role decode or mixed 
 steps bring goes to the stream of the node where the job came in.
 
 Nothing that is lost loses a job. A node that dies stops its heartbeat, and another one writes what
-it had read to the stream again. A Redis that has lost its memory is written everything again by
-those who wait for it. The job is then computed anew, with the same bits, for its seed was drawn at
-the door; and the door counts what it has passed on, so that no token comes twice. A node that was
-taken for dead and goes on does no harm: its runs are some of several.
+it had read to the stream again. Where Redis has lost keys, the nodes submit the jobs that they wait
+for again. The job is then computed anew, with the same bits, for its seed was drawn at the door;
+and the door counts what it has passed on, so that no token comes twice. A node that was taken for
+dead and goes on does no harm: its runs are some of several.
+
+An error while one job or message is handled ends that job. An error of the connection begins the
+work anew. Other errors that repeat end the process.
 
 Names begin with the topic and the digest of the execution contract: engines with other bits never
 meet. All values are MessagePack.
