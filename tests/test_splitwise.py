@@ -115,12 +115,18 @@ def test_nodes_of_other_numbers_of_ranks(mtp_model: Path, redis: Redis) -> None:
 
 
 def answers_of(door: ServerProcess, asked: list[dict[str, Any]], then: Any = None) -> list[Any]:
-    """The choices of all, asked for eight at a time; `then` is called when a quarter is there."""
+    """Return the choices of all, eight at a time; call `then` when a quarter is there.
+
+    A request that is refused while Redis is away is sent again, as clients do.
+    """
     lock, count = threading.Lock(), 0
 
     def one(body: dict[str, Any]) -> Any:
         nonlocal count
         answer = httpx.post(f"{door.url}/v1/completions", json=body, timeout=300)
+        while "queue_unavailable" in answer.text and answer.status_code == 503:
+            time.sleep(int(answer.headers["retry-after"]))
+            answer = httpx.post(f"{door.url}/v1/completions", json=body, timeout=300)
         assert answer.status_code == 200, answer.text
         with lock:
             count += 1
@@ -288,6 +294,19 @@ def test_nothing_that_is_killed_loses_a_request(
     assert answers_of(nodes[2], asked, kill) == choices_of(together, asked)
     if victim != "redis":
         one.wait()
+
+
+@pytest.mark.prove
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_node_that_is_terminated_loses_no_request(
+    nodes: list[ServerProcess], together: Served, victim: int
+) -> None:
+    asked = bodies(100, seed=12)
+    try:
+        assert answers_of(nodes[2], asked, nodes[victim].stop) == choices_of(together, asked)
+    finally:
+        nodes[victim].start()
+        nodes[victim].wait()
 
 
 @pytest.mark.corners("20-4-1")
@@ -628,8 +647,11 @@ def test_a_prefill_engine_takes_every_parameter(name: str) -> None:
         assert (sent.params.max_tokens, sent.params.n, sent.streaming) == (1, 1, False)
 
 
+@pytest.mark.parametrize(
+    "error", [AttributeError("a mistake in the code"), ResponseError("NOPERM no permissions")]
+)
 def test_work_that_always_fails_ends_the_server(
-    redis: Redis, monkeypatch: pytest.MonkeyPatch
+    redis: Redis, monkeypatch: pytest.MonkeyPatch, error: Exception
 ) -> None:
     """A supervisor can start another one, by the exit code; the log stays small."""
     raised, lost = list[int](), list[str]()
@@ -637,7 +659,7 @@ def test_work_that_always_fails_ends_the_server(
     monkeypatch.setattr(splitwise, "_AWAY_SECONDS", 0.001)
 
     async def broken(client: Any) -> None:
-        raise AttributeError("a mistake in the code")
+        raise error
 
     async def run() -> SplitwiseClient:
         one = node("mixed", redis)

@@ -283,8 +283,8 @@ class SplitwiseClient(EngineClient):
             if command.params.seed is None:  # every run has to draw the same
                 seeded = replace(command.params, seed=secrets.randbits(53))
                 command = structs.replace(command, params=seeded)
-            self._waiting[command.job] = Waiting(command, time.monotonic())
             self._enqueue(command)
+            self._waiting[command.job] = Waiting(command, time.monotonic())
         elif isinstance(command, Abort):
             self._forget(command.job)
 
@@ -481,9 +481,10 @@ class SplitwiseClient(EngineClient):
         """Talk to Redis, and begin anew when it goes away."""
         num_failures = 0
         while True:
-            client, begin = self._connect(), time.monotonic()
+            client, begin, has_met = self._connect(), time.monotonic(), False
             try:
                 await self._meet(client)
+                has_met = True
                 parts = (self._beat, self._write, self._read, self._listen, self._mourn)
                 tasks = [asyncio.ensure_future(part(client)) for part in parts]
                 try:
@@ -491,13 +492,15 @@ class SplitwiseClient(EngineClient):
                 finally:
                     await _ended(tasks)
             except Exception as error:
-                if isinstance(error, _ERRORS):
-                    if self._away_since is None:
-                        logger.warning("Redis is away: %s", error)
-                else:
+                is_away = isinstance(error, _ERRORS)
+                if not is_away:
                     logger.exception("the queue's work failed, and begins anew")
-                    is_well = time.monotonic() - begin > _WELL_SECONDS
-                    num_failures = 1 if is_well else num_failures + 1
+                elif self._away_since is None:
+                    logger.warning("Redis is away, or has lost keys: %s", error)
+                if time.monotonic() - begin > _WELL_SECONDS:
+                    num_failures = 0
+                # A Redis that refuses even the heartbeat may be waited for.
+                num_failures += not is_away or (has_met and isinstance(error, ResponseError))
                 if num_failures >= _MOST_FAILURES:
                     return self._end_process()
                 if self._away_since is None:
