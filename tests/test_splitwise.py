@@ -939,6 +939,23 @@ def test_a_node_whose_engine_takes_no_jobs_has_no_heartbeat(redis: Redis, health
     asyncio.run(run())
 
 
+def test_keys_that_are_lost_often_do_not_end_the_server(
+    redis: Redis, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("_AWAY_SECONDS", "_BEAT_SECONDS"):
+        monkeypatch.setattr(splitwise, name, 0.01)
+
+    async def run() -> None:
+        async with working(redis) as (one, client, found):
+            for job in range(2 * splitwise._MOST_FAILURES):
+                await client.delete(*one._streams.values())
+                one.submit(job_of(job))
+                assert await ends(found, job) == "x"
+            assert one.health == "ok"
+
+    asyncio.run(run())
+
+
 def test_a_task_that_swallows_a_cancellation_ends() -> None:
     """As calls of redis-py do when their time is over, too; the node would wait for it forever."""
 

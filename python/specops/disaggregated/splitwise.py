@@ -482,9 +482,12 @@ class SplitwiseClient(EngineClient):
         num_failures = 0
         while True:
             client, begin, has_met = self._connect(), time.monotonic(), False
+            memory = self._memory
             try:
                 await self._meet(client)
                 has_met = True
+                if self._memory != memory:  # the last failure was the loss of keys
+                    num_failures = 0
                 parts = (self._beat, self._write, self._read, self._listen, self._mourn)
                 tasks = [asyncio.ensure_future(part(client)) for part in parts]
                 try:
