@@ -62,11 +62,17 @@ class Redis:
         self.start()
 
     def start(self) -> None:
-        """Starts it (again)."""
+        """Start the server, again after `kill`, and wait until it answers."""
         assert self._program is not None
         command = [self._program, "--port", str(self.port), "--requirepass", self._password]
         command += ["--save", "", "--appendonly", "no", "--bind", "127.0.0.1"]
         self._process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
+        end = time.monotonic() + 60
+        while True:
+            with contextlib.suppress(ConnectionRefusedError):
+                return socket.create_connection(("127.0.0.1", self.port), 10).close()
+            assert time.monotonic() < end, "Redis does not start"
+            time.sleep(0.02)
 
     def kill(self) -> None:
         """Ends it at once."""

@@ -3,11 +3,16 @@
 """Servers that share a queue in Redis: every answer is one server's, whoever dies."""
 
 import asyncio
+import contextlib
+import copy
 import json
+import random
+import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import fields, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,34 +24,55 @@ for name in ("fastapi", "uvicorn", "pydantic", "msgspec", "prometheus_client", "
 pytest.importorskip("redis")
 
 import httpx
+import uvicorn
+from msgspec import structs
 from redis.asyncio import Redis as AsyncRedis
+from redis.asyncio.retry import Retry
+from redis.backoff import NoBackoff
+from redis.exceptions import DataError, OutOfMemoryError, ResponseError
 from server_pairs import (
     Redis,
     ServerProcess,
     bodies,
     choices_of,
+    free_port,
     of_ranks,
     one_server,
     options,
     redis_server,
     servers,
 )
-from serving import Served
+from serving import Served, wait_for
+from specops.cli import main
+from specops.cli.roles import check_scheduler
+from specops.cli.serve import _parser, _read
 from specops.disaggregated import splitwise
 from specops.disaggregated.splitwise import Drop, SplitwiseClient, Ticket
 from specops.disaggregated.waiting import Told, Waiting
 from specops.engine import SamplingParams
-from specops.engine.outputs import TokenLogprob
+from specops.engine.outputs import SpeculativeStats, TokenLogprob
+from specops.engine.sampling_params import POSITIVE, REAL_RANGES, WHOLE_RANGES
+from specops.engine.structured import StructuredOutput
+from specops.server import listen, serve
+from specops.server.protocol import CompletionRequest
+from specops.service.client import EngineClient
 from specops.service.messages import (
+    Abort,
     Accepted,
     Batch,
+    Begin,
+    Command,
+    End,
     Event,
     Failed,
+    Health,
     Output,
     Progress,
     Refused,
+    Stop,
     Submit,
 )
+from specops.service.wire import encoded
 from test_data_parallel import FakeClient
 
 if redis_server() is None:
@@ -89,12 +115,18 @@ def test_nodes_of_other_numbers_of_ranks(mtp_model: Path, redis: Redis) -> None:
 
 
 def answers_of(door: ServerProcess, asked: list[dict[str, Any]], then: Any = None) -> list[Any]:
-    """The choices of all, asked for eight at a time; `then` is called when a quarter is there."""
+    """Return the choices of all, eight at a time; call `then` when a quarter is there.
+
+    A request that is refused while Redis is away is sent again, as clients do.
+    """
     lock, count = threading.Lock(), 0
 
     def one(body: dict[str, Any]) -> Any:
         nonlocal count
         answer = httpx.post(f"{door.url}/v1/completions", json=body, timeout=300)
+        while "queue_unavailable" in answer.text and answer.status_code == 503:
+            time.sleep(int(answer.headers["retry-after"]))
+            answer = httpx.post(f"{door.url}/v1/completions", json=body, timeout=300)
         assert answer.status_code == 200, answer.text
         with lock:
             count += 1
@@ -162,6 +194,89 @@ def test_requests_are_refused_in_the_same_words(
         assert told[0].json() == told[1].json()
 
 
+# Unusual values of each field of a request, beside a prompt, a seed and 8 tokens.
+UNUSUAL: dict[str, list[Any]] = {
+    "prompt": ["", "a" * 3000, [[5, 6], [7]], [5] * 40, [10**30], 5],
+    "max_tokens": [0, 1, None, 10**6, 10**400, -1],
+    "min_tokens": [1, 2, 8, 9, -1],
+    "n": [2, 16, 129, 0],
+    "best_of": [1, 2],
+    "stop": ["a", ["a", "b"], [""]],
+    "include_stop_str_in_output": [True],
+    "stop_token_ids": [[0], [5, 10**6]],
+    "stop_token_sequences": [[[5, 6]], [[]]],
+    "ignore_eos": [True],
+    "echo": [True],
+    "logprobs": [0, 100, 101],
+    "prompt_logprobs": [0, 3, 101],
+    "temperature": [0, 1e6, 1e7],
+    "top_p": [1e-9, 0, 2],
+    "top_k": [-1, 1, 2**31 - 1, 2**31],
+    "min_p": [1, 2],
+    "typical_p": [1e-9, 0],
+    "repetition_penalty": [1e-9, 1e6, 0],
+    "presence_penalty": [-2, 2, 3],
+    "frequency_penalty": [-2, 2, 3],
+    "logit_bias": [{"5": 100, "6": -100}, {"1000000": 1}, {"x": 1}],
+    "bad_words": [["a"], [""]],
+    "bad_words_token_ids": [[[5], [6, 7]], [[]]],
+    "allowed_token_ids": [[5], []],
+    "seed": [None, -(2**63), 2**64 - 1, 2**64],
+    "think_end_token_id": [5],
+    "reasoning_max_tokens": [0, 2, -1],
+    "response_max_tokens": [1, 0],
+    "think_inject_token_ids": [[5]],
+    "speculative_config": [{}, {"method": "ngram", "num_speculative_tokens": 20}, {"x": 1}],
+    "stream": [True],
+    "stream_options": [{"include_usage": True}],
+    "kv_transfer_params": [{}, {"do_remote_decode": True}],
+    "response_format": [{"type": "json_object"}, {"type": "text"}],
+    "structured_outputs": [{"choice": ["aa", "b"]}, {"regex": "["}, {"regex": "a{3}"}],
+    "suffix": ["x"],
+    "model": ["other"],
+    "user": ["x"],
+    "metadata": [{"a": "b"}],
+    "safety_identifier": ["x"],
+    "prompt_cache_key": ["x"],
+}
+# Values that need others.
+TOGETHER: list[dict[str, Any]] = [
+    {"min_tokens": 2, "n": 2, "stop": ["a"], "structured_outputs": {"regex": "a{3}"}},
+    {"min_tokens": 8, "reasoning_max_tokens": 2, "think_end_token_id": 5},
+    {"reasoning_max_tokens": 2, "think_inject_token_ids": [5], "think_end_token_id": 6},
+    {"stream": True, "stream_options": {"include_steps": True}, "min_tokens": 8},
+    {"max_tokens": 1000, "min_tokens": 900, "prompt": "a" * 30},
+]
+
+
+def test_requests_of_unusual_values_are_answered_as_by_one_server(
+    nodes: list[ServerProcess], together: Served
+) -> None:
+    """None of them stops the queue, whose next ordinary request is answered, too."""
+    assert not CompletionRequest.model_fields.keys() - UNUSUAL.keys(), "fields without values here"
+    asked = [{name: value} for name, values in UNUSUAL.items() for value in values] + TOGETHER
+    plain = {"prompt": "def f(x):", "max_tokens": 8, "seed": 3, "temperature": 0.7}
+    http = httpx.Client(timeout=60)
+
+    def answer(url: str, body: dict[str, Any]) -> Any:
+        found = http.post(f"{url}/v1/completions", json=plain | body)
+        if "text/event-stream" in found.headers["content-type"]:
+            return found.status_code, "data: [DONE]" in found.text
+        told = found.json()
+        return found.status_code, told.get("error", told.get("choices"))
+
+    with ThreadPoolExecutor(8) as pool:
+        found = list(pool.map(lambda body: answer(nodes[2].url, body), asked))
+        expected = list(pool.map(lambda body: answer(together.url, body), asked))
+    for body, one, right in zip(asked, found, expected, strict=True):
+        if "seed" in body and body["seed"] is None:
+            assert one[0] == right[0] == 200
+        else:
+            assert one == right, body
+    assert answer(nodes[2].url, {}) == answer(together.url, {})
+    http.close()
+
+
 @pytest.mark.corners("20-redis")
 @pytest.mark.parametrize("victim", ["0", "1", "redis"])
 @pytest.mark.parametrize("count", [20, 200])
@@ -179,6 +294,19 @@ def test_nothing_that_is_killed_loses_a_request(
     assert answers_of(nodes[2], asked, kill) == choices_of(together, asked)
     if victim != "redis":
         one.wait()
+
+
+@pytest.mark.prove
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_node_that_is_terminated_loses_no_request(
+    nodes: list[ServerProcess], together: Served, victim: int
+) -> None:
+    asked = bodies(100, seed=12)
+    try:
+        assert answers_of(nodes[2], asked, nodes[victim].stop) == choices_of(together, asked)
+    finally:
+        nodes[victim].start()
+        nodes[victim].wait()
 
 
 @pytest.mark.corners("20-4-1")
@@ -232,7 +360,7 @@ def node(role: str, redis: Redis | None = None, ttl: float = 60.0) -> SplitwiseC
 
     def connect() -> Any:
         assert redis is not None
-        return AsyncRedis(port=redis.port, password=PASSWORD)
+        return AsyncRedis(port=redis.port, password=PASSWORD, retry=Retry(NoBackoff(), 0))
 
     return SplitwiseClient(FakeClient(), role=role, topic="alone", ttl=ttl, connect=connect)
 
@@ -308,6 +436,526 @@ def test_what_cannot_be_read_stops_nobody(redis: Redis) -> None:
     asyncio.run(run())
 
 
+class AnsweringClient(FakeClient):
+    """An engine that accepts every job and answers each choice with one token."""
+
+    def _send(self, command: Command) -> None:
+        super()._send(command)
+        if isinstance(command, Submit):
+            asyncio.get_running_loop().call_soon(self.answer, command)
+
+    def answer(self, job: Submit) -> None:
+        events: list[Event] = [Accepted(job.job, 4)]
+        for index in range(len(job.prompts) * job.params.n):
+            end = End("length", None, 1, 1, 0, 0.0, SpeculativeStats())
+            events.append(Output(job.job, index, [7], "x", [], end=end))
+        self._take(Batch(0.0, "ok", self.status, None, {}, events))
+
+    async def stop(self) -> None:
+        """Do nothing: there is no engine."""
+
+
+@contextlib.asynccontextmanager
+async def working(
+    redis: Redis, engine: EngineClient | None = None, role: str = "mixed"
+) -> AsyncIterator[tuple[SplitwiseClient, AsyncRedis, "asyncio.Queue[Event]"]]:
+    """A node that works, in a Redis that was empty; a connection; and what its frontend gets."""
+    one = node(role, redis)
+    one._engine = engine or AnsweringClient()
+    client, found = one._connect(), asyncio.Queue[Event]()
+    await client.flushall()
+
+    def receive(batch: Batch) -> None:
+        for event in batch.events:
+            found.put_nowait(event)
+
+    await one.start(receive, lambda message: None, 1)
+    try:
+        yield one, client, found
+    finally:
+        assert one._task is not None
+        await splitwise._ended([one._task])
+        await client.aclose()
+
+
+async def ends(found: "asyncio.Queue[Event]", job: int) -> str:
+    """Wait for the end of a job; return its text, or the error's message."""
+    while True:
+        event = await asyncio.wait_for(found.get(), 60)
+        if event.job == job and isinstance(event, (Refused, Failed)):
+            return event.message
+        if event.job == job and isinstance(event, Output) and event.end is not None:
+            return event.text
+
+
+async def eventually(holds: Callable[[], Awaitable[bool]]) -> None:
+    """Wait for a state that stays."""
+    end = time.monotonic() + 60
+    while not await holds():
+        assert time.monotonic() < end, "it did not happen in time"
+        await asyncio.sleep(0.01)
+
+
+def job_of(number: int, **params: Any) -> Submit:
+    return Submit(number, "", [[1]], SamplingParams(seed=1, **params), None, False)
+
+
+def mutated(message: bytes, draw: random.Random) -> bytes:
+    """The message with some bytes changed, cut off or repeated."""
+    data = bytearray(message)
+    for _ in range(draw.randint(1, 3)):
+        at = draw.randrange(len(data))
+        if (kind := draw.randrange(3)) == 0:
+            data[at] = draw.randrange(256)
+        elif kind == 1 and at:
+            del data[at:]
+        else:
+            data[at:at] = data[at : at + 8]
+    return bytes(data)
+
+
+def forged_tickets() -> list[dict[str, Any]]:
+    """Entries of a stream of jobs that no node has written."""
+    valid = job_of(1, structured_output=StructuredOutput(regex="a"))
+    jobs: list[Any] = [Stop(), Abort(1), Begin(1)]
+    jobs += [structs.replace(valid, prompts=prompts) for prompts in ([], [[]])]
+    jobs += [structs.replace(valid, speculative_config=one) for one in ("[1]", "{", "\0")]
+    params = copy.copy(valid.params)
+    params.__dict__.update(n=0, min_tokens=-1, temperature=float("nan"))
+    form = copy.copy(valid.params.structured_output)
+    form.__dict__.update(regex=None)
+    jobs += [structs.replace(valid, params=params)]
+    jobs += [structs.replace(valid, params=replace(valid.params, structured_output=None))]
+    jobs[-1].params.__dict__.update(structured_output=form)
+    tickets = [Ticket("other", 1, encoded(one)[splitwise._FRAME :]) for one in jobs]
+    tickets += [Ticket("other", 2**63 - 1, b""), Ticket("", -1, b"\xc1" * 99)]
+    entries = [splitwise._encode(one) for one in tickets]
+    good = splitwise._encode(Ticket("other", 1, encoded(valid)[splitwise._FRAME :]))
+    draw = random.Random(3)
+    entries += [mutated(good, draw) for _ in range(300)]
+    values = [[], ["other"], ["other", "1", b""], ["other", 1, b"", -5], {"node": 1}, 5, "x", None]
+    entries += [b"", b"\xff", *map(splitwise._encode, values), b"\x91" * 100_000]
+    return [{"t": one} for one in entries] + [{"x": b"y"}, {"t": b"x", "m": b"y"}]
+
+
+def forged_messages(node: str) -> list[dict[str, Any]]:
+    """Messages to a node that has job 3, of which each may end that job and no other."""
+    good = Told(3, "other", "run", 0, [Accepted(3, 4), output("ab", 0)])
+    end = End("no such reason", None, 1, -5, -5, float("nan"), SpeculativeStats())
+    messages: list[Any] = [
+        structs.replace(good, job=99),
+        structs.replace(good, events=[Output(3, index, [1], "a", []) for index in (-1, 5)]),
+        structs.replace(good, run="later", place=9),
+        structs.replace(good, run="ends", events=[Output(3, 0, [1], "a", [], end=end)]),
+        structs.replace(good, run="p", place=-1),
+        Drop("no such run"),
+        ["Told", 3, "other", "run", 0, [["Output", 3]]],
+        ["Told", 3],
+        ["Other", 3],
+    ]
+    entries = [splitwise._encode(one) for one in messages]
+    draw = random.Random(4)
+    entries += [mutated(splitwise._encode(good), draw) for _ in range(300)]
+    return [{"m": one} for one in entries] + [{"m": b"\xc1"}, {"x": b"y"}]
+
+
+@pytest.mark.parametrize("role", ["mixed", "prefill"])
+def test_forged_entries_end_no_other_job(redis: Redis, role: str) -> None:
+    """Entries of wrong types, with missing fields or of other bytes; also as a dead node's."""
+
+    async def run() -> None:
+        async with working(redis, role=role) as (one, client, found):
+            stream = one._streams["prefill"]
+            for entry in forged_tickets():
+                await client.xadd(stream, entry)
+            one.submit(job_of(3, min_tokens=2, max_tokens=4))
+            assert await ends(found, 3) == "x"
+
+            async def is_done() -> bool:
+                return not one._outbox and not await client.xlen(stream)
+
+            await eventually(is_done)
+
+    asyncio.run(run())
+
+
+def test_forged_entries_of_a_dead_node_are_inherited_or_dropped(
+    redis: Redis, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(splitwise, "_DEAD_SECONDS", 0.0)
+
+    async def run() -> None:
+        one = node("mixed", redis)
+        client = one._connect()
+        await client.flushall()
+        await one._meet(client)
+        stream, entries = one._streams["decode"], forged_tickets()
+        for entry in entries:
+            await client.xadd(stream, entry)
+        await client.xreadgroup(splitwise._GROUP, "dead", {stream: ">"})
+        await one._inherit(client, stream, b"dead")
+        done = [command for mail in one._outbox for command in mail.commands]
+        assert sum(command[0] == "XACK" for command in done) == len(entries)
+        await client.aclose()
+
+    asyncio.run(run())
+
+
+def test_forged_messages_end_no_other_job(redis: Redis) -> None:
+    async def run() -> None:
+        async with working(redis, FakeClient()) as (one, client, found):
+            one.submit(job_of(3))
+            for entry in forged_messages(one.node):
+                await client.xadd(one._own, entry)
+            one._engine = AnsweringClient()
+            await one._engine.start(one._from_engine, one._engine_lost, 1)
+            one.submit(job_of(4))
+            assert await ends(found, 4) == "x"
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("name", [one.name for one in fields(SamplingParams)])
+def test_a_prefill_engine_takes_every_parameter(name: str) -> None:
+    """At the ends of its range, or with some other value of its type."""
+    others: dict[str, Any] = {
+        "logit_bias": {5: 100.0},
+        "bad_words": ("a",),
+        "bad_words_token_ids": ((5,),),
+        "allowed_token_ids": (5,),
+        "stop": ("a",),
+        "stop_token_ids": (5,),
+        "stop_token_sequences": ((5,),),
+        "ignore_eos": True,
+        "report_drafts": True,
+        "think_inject_token_ids": (5,),
+        "structured_output": StructuredOutput(regex="a"),
+        "prediction": (5,),
+    }
+    values = WHOLE_RANGES.get(name) or REAL_RANGES.get(name) or [others[name]]
+    for value in values:
+        if value == 0 and name in POSITIVE:
+            value = 1e-6
+        thinks = {"response_max_tokens": 5} if name.startswith("think_") else {}
+        job = Submit(
+            1, "", [[1]], SamplingParams(**{"max_tokens": None, **thinks, name: value}), None, True
+        )
+        one = node("prefill")
+        one._begin(one._streams["prefill"], b"1-1", Ticket("other", 1, b""), job)
+        engine: Any = one._engine
+        (sent,) = engine.sent
+        assert (sent.params.max_tokens, sent.params.n, sent.streaming) == (1, 1, False)
+
+
+@pytest.mark.parametrize(
+    "error", [AttributeError("a mistake in the code"), ResponseError("NOPERM no permissions")]
+)
+def test_work_that_always_fails_ends_the_server(
+    redis: Redis, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    """A supervisor can start another one, by the exit code; the log stays small."""
+    raised, lost = list[int](), list[str]()
+    monkeypatch.setattr(splitwise.signal, "raise_signal", raised.append)
+    monkeypatch.setattr(splitwise, "_AWAY_SECONDS", 0.001)
+
+    async def broken(client: Any) -> None:
+        raise error
+
+    async def run() -> SplitwiseClient:
+        one = node("mixed", redis)
+        one._listen = broken  # type: ignore[method-assign]
+        await one.start(lambda batch: None, lost.append, 1)
+        assert one._task is not None
+        await asyncio.wait_for(one._task, 60)
+        return one
+
+    one = asyncio.run(run())
+    assert one.health == "failed" and raised == [signal.SIGTERM] and len(lost) == 1
+    monkeypatch.setattr(uvicorn.Server, "run", lambda self, sockets: None)
+    monkeypatch.setattr(signal, "signal", lambda *_: None)
+    app: Any = SimpleNamespace(state=SimpleNamespace(client=one))
+    with listen("127.0.0.1", 0) as listener:
+        assert serve(app, listener, drain_timeout=1, log_level="error") == 1
+
+
+# ---- what Redis loses or refuses ----
+
+
+@pytest.mark.corners("20-all keys", "20-messages")
+@pytest.mark.parametrize("lost", ["all keys", "jobs", "messages", "heartbeats"])
+@pytest.mark.parametrize("count", [20, 200])
+def test_keys_that_are_lost_lose_no_request(
+    nodes: list[ServerProcess], together: Served, redis: Redis, lost: str, count: int
+) -> None:
+    """Redis lives on: the keys were flushed, evicted or deleted."""
+
+    def lose() -> None:
+        client = redis.client()
+        if lost == "all keys":
+            client.flushall()
+        patterns = {"jobs": ["*:prefill", "*:decode"], "messages": ["*:node:*"]}
+        for pattern in patterns.get(lost, ["*:alive"]):
+            for key in client.keys(pattern):
+                client.delete(key)
+
+    asked = bodies(count, seed=count + 9)
+    assert answers_of(nodes[2], asked, lose) == choices_of(together, asked)
+
+
+@pytest.mark.parametrize("lost", ["all keys", "jobs", "messages"])
+def test_a_stream_goes_on_where_it_was_when_keys_are_lost(redis: Redis, lost: str) -> None:
+    async def run() -> None:
+        engine = FakeClient()
+        async with working(redis, engine) as (one, client, found):
+            one.submit(Submit(4, "", [[1]], SamplingParams(seed=1), None, True))
+
+            async def runs(count: int) -> bool:
+                return len(engine.jobs) == count
+
+            await eventually(lambda: runs(1))
+            for job, text in enumerate(["ab", "abcd"]):
+                events: list[Event] = [Accepted(job, 4), output(text, 0)]
+                for event in events:
+                    event.job = job
+                engine._take(Batch(0.0, "ok", engine.status, None, {}, events))
+                if job:
+                    break
+                assert isinstance(await asyncio.wait_for(found.get(), 60), Accepted)
+                assert (await asyncio.wait_for(found.get(), 60)).text == "ab"  # type: ignore[union-attr]
+                if lost == "all keys":
+                    await client.flushall()
+                else:
+                    await client.delete(
+                        *([one._own] if lost == "messages" else one._streams.values())
+                    )
+                await eventually(lambda: runs(2))
+            assert (await asyncio.wait_for(found.get(), 60)).text == "cd"  # type: ignore[union-attr]
+            assert 0 in [command.job for command in engine.sent if isinstance(command, Abort)]
+            keys = await client.keys(f"{one._prefix}*")
+            assert all([await client.ttl(key) > 0 for key in keys]) and len(keys) >= 5
+
+    asyncio.run(run())
+
+
+def test_a_job_whose_messages_are_lost_is_submitted_again() -> None:
+    """But not for ever."""
+    one, found = node("decode"), list[Event]()
+    one._receive = lambda batch: found.extend(batch.events)
+    one.submit(Submit(4, "", [[1]], SamplingParams(seed=1), None, True))
+    one._take_told(told("0", 0, output("ab", 0)))
+    for run in range(splitwise._MOST_ATTEMPTS):
+        one._outbox.clear()
+        one._take_told(told(str(run), 2, output("ef", 4)))
+        names = [command[0] for mail in one._outbox for command in mail.commands]
+        if run + 1 < splitwise._MOST_ATTEMPTS:
+            assert names == ["XADD", "EXPIRE", "XADD"], "the run is dropped, and the job is there"
+            one._take_told(told(str(run), 3, output("gh", 6)))
+            one._take_told(told(str(run + 1), 0, output("abc"[: run + 2], 0)))
+    assert [one.text for one in found if isinstance(one, Output)] == ["ab", "c"]
+    assert isinstance(found[-1], Failed) and not one._waiting
+
+
+@pytest.mark.parametrize(
+    "message,is_final",
+    [
+        ("Invalid stream ID specified as stream command argument", True),
+        ("Command # 1 (XACK x) of pipeline caused error: Invalid stream ID specified", True),
+        ("WRONGTYPE Operation against a key holding the wrong kind of value", True),
+        ("MISCONF Redis is configured to save RDB snapshots", False),
+        ("Command # 1 (XADD x) of pipeline caused error: NOREPLICAS Not enough", False),
+        ("BUSY Redis is busy running a script", False),
+    ],
+)
+def test_refusals_that_pass_are_told_from_those_that_do_not(message: str, is_final: bool) -> None:
+    assert splitwise._is_final(ResponseError(message)) is is_final
+    assert not splitwise._is_final(OutOfMemoryError(message))
+    assert splitwise._is_final(DataError(message))
+
+
+def test_a_command_that_redis_refuses_is_dropped(
+    redis: Redis, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def run() -> None:
+        async with working(redis) as (one, client, found):
+            await client.set("text", "x")
+            one._post(("XACK", one._streams["decode"], "nodes", "no id"))
+            one._post(("XADD", "text", "*", "t", b"x"), job=3)
+            one._waiting[3] = Waiting(job_of(3), time.monotonic())
+            one.submit(job_of(4))
+            assert "refuses" in await ends(found, 3)
+            assert await ends(found, 4) == "x"
+
+    asyncio.run(run())
+    assert sum("which is dropped" in one.message for one in caplog.records) == 2
+
+
+@pytest.mark.parametrize("trouble", ["memory", "away"])
+def test_redis_that_is_away_or_full_shows_in_health(
+    redis: Redis, monkeypatch: pytest.MonkeyPatch, trouble: str
+) -> None:
+    """A job that waited meanwhile is answered when Redis is back."""
+    monkeypatch.setattr(splitwise, "_BRIDGED_SECONDS", 0.1)
+
+    async def run() -> None:
+        async with working(redis) as (one, client, found):
+
+            async def is_healthy() -> bool:
+                return one.health == "ok"
+
+            async def is_disconnected() -> bool:
+                return one.health == "disconnected"
+
+            one.submit(job_of(3))
+            assert await ends(found, 3) == "x" and one.health == "ok"
+            if trouble == "memory":
+                await client.config_set("maxmemory", 1)
+            else:
+                redis.kill()
+            try:
+                one.submit(job_of(4))
+                await eventually(is_disconnected)
+            finally:
+                if trouble == "memory":
+                    await client.config_set("maxmemory", 0)
+                else:
+                    redis.start()
+            assert await ends(found, 4) == "x"
+            await eventually(is_healthy)
+
+    asyncio.run(run())
+
+
+def test_jobs_that_wait_for_redis_for_long_end(
+    redis: Redis, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(splitwise, "_OUTAGE_SECONDS", 0.1)
+
+    async def run() -> None:
+        async with working(redis, FakeClient()) as (one, _, found):
+            one.submit(job_of(3))
+            redis.kill()
+            try:
+                assert "Redis has been away" in await ends(found, 3)
+            finally:
+                redis.start()
+
+    asyncio.run(run())
+
+
+def test_requests_are_refused_while_redis_is_away(
+    nodes: list[ServerProcess], together: Served, redis: Redis
+) -> None:
+    def health() -> tuple[int, str]:
+        answer = httpx.get(f"{nodes[2].url}/health", timeout=30)
+        return answer.status_code, answer.json()["status"]
+
+    body = bodies(1, seed=5)[0]
+    redis.kill()
+    try:
+        wait_for(lambda: health() == (503, "disconnected"))
+        refused = httpx.post(f"{nodes[2].url}/v1/completions", json=body, timeout=30)
+        assert refused.status_code == 503 and int(refused.headers["retry-after"]) >= 1
+        assert refused.json()["error"]["code"] == "queue_unavailable"
+    finally:
+        redis.start()
+    wait_for(lambda: health() == (200, "ok"))
+    assert answers_of(nodes[2], [body]) == choices_of(together, [body])
+
+
+def test_a_redis_that_does_not_answer_is_a_mistake_in_the_arguments(
+    mtp_model: Path, redis: Redis, capsys: pytest.CaptureFixture[str]
+) -> None:
+    given = ["serve", *options(mtp_model, "--role", "mixed", "--scheduler-name", "splitwise")]
+    right = ["--scheduler-port", str(redis.port)]
+    for wrong, name in (
+        (right, "scheduler_password"),
+        ([*right, "--scheduler-password", "other"], "scheduler_password"),
+        (["--scheduler-port", str(free_port())], "scheduler_port"),
+        ([*right, "--scheduler-host", "no-such-host.invalid"], "scheduler_host"),
+    ):
+        args = _read(_parser(), [*given[1:], *wrong])
+        with pytest.raises(ValueError, match=name):
+            check_scheduler(args)
+    assert main([*given, *right]) == 2
+    assert "scheduler_password must be" in capsys.readouterr().err
+
+
+def test_a_node_that_stops_hands_its_jobs_back(redis: Redis) -> None:
+    """At once, and as they were: the next node need not wait for a heartbeat to stop."""
+
+    class Held(FakeClient):
+        async def stop(self) -> None:
+            """Do nothing: there is no engine."""
+
+    async def run() -> None:
+        engine = Held()
+        async with working(redis, engine, role="decode") as (one, client, _):
+            ticket = splitwise._encode(Ticket("other", 1, encoded(job_of(1))[splitwise._FRAME :]))
+            stream = one._streams["decode"]
+            await client.xadd(stream, {"t": ticket})
+            one.submit(job_of(2))
+
+            async def has_all() -> bool:
+                return len(engine.jobs) == 2
+
+            await eventually(has_all)
+            await one.stop()
+            left = await client.xrange(stream)
+            assert {"t": ticket} in [{"t": entry[b"t"]} for _, entry in left]
+            pending = await client.xpending(stream, splitwise._GROUP)
+            assert pending["pending"] == 0 and not await client.hlen(one._alive)
+            assert await client.exists(f"{one._prefix}:gone:{one.node}:2")
+
+    asyncio.run(run())
+
+
+def test_a_prompt_that_exceeds_the_context_is_not_computed_first() -> None:
+    one = node("decode")
+    one._roles = {"prefill", "decode"}
+    most = one.capabilities.max_model_len
+    for length, more, stream in (
+        (most - 2, 2, "prefill"),
+        (most - 2, 3, "decode"),
+        (most, None, "decode"),
+        (most - 1, None, "prefill"),
+    ):
+        params = SamplingParams(max_tokens=more, seed=1)
+        one._send(Submit(1, "", [[1] * length], params, None, False))
+        assert one._outbox[-1].commands[0][1] == one._streams[stream]
+
+
+@pytest.mark.parametrize("health", ["failed", "restarting"])
+def test_a_node_whose_engine_takes_no_jobs_has_no_heartbeat(redis: Redis, health: Health) -> None:
+    async def run() -> None:
+        one = node("decode", redis)
+        client = one._connect()
+        await client.flushall()
+        for takes in (True, False, True):
+            one._engine.health = "ok" if takes else health
+            await one._beat_once(client)
+            assert await client.hexists(one._alive, one.node) is takes
+        await client.aclose()
+
+    asyncio.run(run())
+
+
+def test_keys_that_are_lost_often_do_not_end_the_server(
+    redis: Redis, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("_AWAY_SECONDS", "_BEAT_SECONDS"):
+        monkeypatch.setattr(splitwise, name, 0.01)
+
+    async def run() -> None:
+        async with working(redis) as (one, client, found):
+            for job in range(2 * splitwise._MOST_FAILURES):
+                await client.delete(*one._streams.values())
+                one.submit(job_of(job))
+                assert await ends(found, job) == "x"
+            assert one.health == "ok"
+
+    asyncio.run(run())
+
+
 def test_a_task_that_swallows_a_cancellation_ends() -> None:
     """As calls of redis-py do when their time is over, too; the node would wait for it forever."""
 
@@ -371,6 +1019,7 @@ def test_a_job_that_is_being_answered_does_not_fail(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(splitwise, "time", clock)
     one = node("decode", ttl=10.0)
     one._receive = found.append
+    gone = f"{one._prefix}:gone:{one.node}:4"
     params = SamplingParams(max_tokens=8, seed=1)
     one.submit(Submit(4, "", [[1]], params, None, True))
     for place in range(4):
@@ -381,6 +1030,7 @@ def test_a_job_that_is_being_answered_does_not_fail(monkeypatch: pytest.MonkeyPa
     one._fail_old()
     events = [event for batch in found for event in batch.events]
     assert [type(event) for event in events] == [Output] * 4 + [Failed]
+    assert gone in {command[1] for mail in one._outbox for command in mail.commands}
 
 
 # ---- what the door passes on ----

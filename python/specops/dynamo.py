@@ -13,7 +13,6 @@ import asyncio
 import itertools
 import sys
 from collections.abc import AsyncGenerator, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -221,9 +220,7 @@ class SpecopsBackend(LLMEngine):  # type: ignore[misc]
             params = params_of(request)
             transfer = None
             if self._role == "prefill":
-                # With the first token, the pages are there.
-                least = min(params.min_tokens, 1)
-                params = replace(params, max_tokens=1, min_tokens=least, logprobs=None)
+                params = params.for_prompt()  # with the first token, the pages are complete
                 transfer = KvTransfer(do_remote_decode=True)
             elif self._role == "decode":
                 told = (request.get("prefill_result") or {}).get("disaggregated_params") or {}

@@ -261,25 +261,67 @@ def add_scheduler_options(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def scheduled(args: argparse.Namespace, client: "EngineClient") -> "EngineClient":
-    """The engine behind the scheduler that was asked for.
+def check_scheduler(args: argparse.Namespace) -> None:
+    """Check the options of the scheduler, and that its Redis answers.
 
     Args:
         args: of the command line.
-        client: of this server's engine.
 
     Raises:
         ModuleNotFoundError: redis is not installed.
-        ValueError: an option is out of range, or there is no role.
+        ValueError: an option is out of range, there is no role, or Redis does not answer.
     """
     if args.scheduler_name == "local":
-        return client
+        return
     if args.role is None:
         raise ValueError("scheduler_name splitwise needs a role (--role), got none")
     if args.scheduler_ttl < 1:
         raise ValueError(f"scheduler_ttl must be at least 1, got {args.scheduler_ttl}")
     if not 0 < args.scheduler_port < 1 << 16:
         raise ValueError(f"scheduler_port must be in [1, 65535], got {args.scheduler_port}")
+    from redis import Redis
+    from redis.backoff import NoBackoff
+    from redis.exceptions import AuthenticationError, RedisError, ResponseError
+    from redis.retry import Retry
+
+    where = f"{args.scheduler_host}:{args.scheduler_port}"
+    client = Redis(**_redis_options(args), retry=Retry(NoBackoff(), 0))
+    try:
+        client.info("server")
+    except (AuthenticationError, ResponseError) as error:
+        raise ValueError(
+            f"scheduler_password must be the password of the Redis at {where}, got "
+            f"{'another one' if args.scheduler_password else 'none'}: {error}"
+        ) from None
+    except (RedisError, OSError) as error:
+        raise ValueError(
+            "scheduler_host and scheduler_port must be those of a Redis that answers, got "
+            f"{where}: {error}"
+        ) from None
+    finally:
+        client.close()
+
+
+def _redis_options(args: argparse.Namespace) -> dict[str, Any]:
+    """Return the arguments of a connection to Redis."""
+    return {
+        "host": args.scheduler_host,
+        "port": args.scheduler_port,
+        "password": args.scheduler_password,
+        "socket_connect_timeout": 2.0,
+        "socket_timeout": _REDIS_SECONDS,
+    }
+
+
+def scheduled(args: argparse.Namespace, client: "EngineClient") -> "EngineClient":
+    """Return the engine behind the scheduler that was asked for.
+
+    Args:
+        args: of the command line, which `check_scheduler` has checked.
+        client: of this server's engine.
+    """
+    if args.scheduler_name == "local":
+        return client
     from redis.asyncio import Redis
     from redis.asyncio.retry import Retry
     from redis.backoff import NoBackoff
@@ -287,14 +329,8 @@ def scheduled(args: argparse.Namespace, client: "EngineClient") -> "EngineClient
     from specops.disaggregated.splitwise import SplitwiseClient
 
     def connect() -> Redis:
-        return Redis(
-            host=args.scheduler_host,
-            port=args.scheduler_port,
-            password=args.scheduler_password,
-            socket_connect_timeout=2.0,
-            socket_timeout=_REDIS_SECONDS,
-            retry=Retry(NoBackoff(), 0),  # the client begins anew itself
-        )
+        # The client begins anew itself.
+        return Redis(**_redis_options(args), retry=Retry(NoBackoff(), 0))
 
     return SplitwiseClient(
         client,

@@ -25,6 +25,7 @@ from specops.cli.roles import (
     add_kv_event_options,
     add_role_options,
     add_scheduler_options,
+    check_scheduler,
     scheduled,
     setups,
 )
@@ -237,8 +238,8 @@ def serve(given: Sequence[str], program: str) -> int:
             return _fail(str(error))
         from specops import server
 
-        server.serve(app, **options)
-    return 0
+        exit_code = server.serve(app, **options)
+    return exit_code
 
 
 def _process(setup: "Setup") -> "EngineProcess":
@@ -259,6 +260,7 @@ def _app(
     from specops import server
 
     _check_limits(args)
+    check_scheduler(args)
     api_keys = _api_keys(args.api_key, args.api_key_file)
     listener, metrics_listener = _listeners(args)  # before the model, which takes longer
     own = server.default_hosts(listener.getsockname()[0], has_keys=bool(api_keys))
@@ -267,7 +269,7 @@ def _app(
     )
     with ThreadPoolExecutor(1) as pool:
         tokenizer = pool.submit(Tokenizer.from_dir, config.model_dir)  # while the engine loads
-        client = scheduled(args, _client(config, processes))  # whose mistakes are told first
+        client = scheduled(args, _client(config, processes))
     app = server.make_app(
         client,
         tokenizer.result(),

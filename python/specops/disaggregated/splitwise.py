@@ -7,10 +7,13 @@ and for which it writes the job to the next stream; one of role decode or mixed 
 steps bring goes to the stream of the node where the job came in.
 
 Nothing that is lost loses a job. A node that dies stops its heartbeat, and another one writes what
-it had read to the stream again. A Redis that has lost its memory is written everything again by
-those who wait for it. The job is then computed anew, with the same bits, for its seed was drawn at
-the door; and the door counts what it has passed on, so that no token comes twice. A node that was
-taken for dead and goes on does no harm: its runs are some of several.
+it had read to the stream again. Where Redis has lost keys, the nodes submit the jobs that they wait
+for again. The job is then computed anew, with the same bits, for its seed was drawn at the door;
+and the door counts what it has passed on, so that no token comes twice. A node that was taken for
+dead and goes on does no harm: its runs are some of several.
+
+An error while one job or message is handled ends that job. An error of the connection begins the
+work anew. Other errors that repeat end the process.
 
 Names begin with the topic and the digest of the execution contract: engines with other bits never
 meet. All values are MessagePack.
@@ -20,16 +23,18 @@ import asyncio
 import contextlib
 import itertools
 import logging
+import re
 import secrets
+import signal
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
 from msgspec import Struct, structs
-from redis.exceptions import RedisError, ResponseError
+from redis.exceptions import DataError, RedisError, ResponseError
 
 from specops.disaggregated.waiting import Told, Waiting
 from specops.service.client import EngineClient
@@ -39,6 +44,7 @@ from specops.service.messages import (
     Command,
     Event,
     Failed,
+    Health,
     KvTransfer,
     Output,
     Refused,
@@ -55,17 +61,74 @@ _BLOCK_MILLISECONDS = 500
 _AWAY_SECONDS = 0.2  # before Redis is tried again
 # Who reads which jobs. Those of a stream whose readers are all dead are read by the others.
 _READS = {"prefill": {"prefill"}, "decode": {"decode"}, "mixed": {"prefill", "decode"}}
-# A consumer that has read something since it was looked at stays: its jobs would be nobody's.
+# Write a node's heartbeat, and create what Redis lacks: the groups of the two streams of jobs and
+# of the node's own stream (KEYS 1 to 3), and the epoch. The epoch is new whenever a stream of jobs
+# is: all nodes then submit their jobs again. The own stream has a group for the sake of the answer
+# alone, which tells a stream that was lost from one that a sender has created since. EXPIRE comes
+# first: a script that has written may go on where Redis has no memory left, and reading frees it.
+_BEAT = """
+local streams, epoch, alive = {KEYS[1], KEYS[2], KEYS[3]}, KEYS[4], KEYS[5]
+local group, new_epoch, node, heartbeat, seconds = unpack(ARGV)
+local function has_group(key)
+  if redis.call('EXISTS', key) == 0 then return false end
+  for _, one in ipairs(redis.call('XINFO', 'GROUPS', key)) do
+    if one[2] == group then return true end
+  end
+  return false
+end
+redis.call('EXPIRE', alive, seconds)
+local made = {}
+for i, key in ipairs(streams) do
+  if not has_group(key) then
+    redis.call('XGROUP', 'CREATE', key, group, '0', 'MKSTREAM')
+    made[i] = true
+  end
+  redis.call('EXPIRE', key, seconds)
+end
+if made[1] or made[2] or redis.call('EXISTS', epoch) == 0 then
+  redis.call('SET', epoch, new_epoch)
+end
+if heartbeat == '' then
+  redis.call('HDEL', alive, node)
+else
+  redis.call('HSET', alive, node, heartbeat)
+end
+redis.call('EXPIRE', epoch, seconds)
+redis.call('EXPIRE', alive, seconds)
+return {redis.call('GET', epoch), made[3] and 1 or 0}
+"""
+_KEPT_SECONDS = 60  # least time to live of keys, which each heartbeat renews
+# A consumer that has read something since it was looked at stays: its jobs would be lost.
 _FORGET = """
 if #redis.call('XPENDING', KEYS[1], ARGV[1], '-', '+', 1, ARGV[2]) == 0 then
   redis.call('XGROUP', 'DELCONSUMER', KEYS[1], ARGV[1], ARGV[2])
 end
 """
 _MOST_RUNS = 32  # jobs of others that a node has at a time
-_MOST_ATTEMPTS = 5  # of a job whose nodes die: it may be what they die of
+_MOST_ATTEMPTS = 5  # of a job whose nodes die, or whose messages are lost: it may be the cause
+_BRIDGED_SECONDS = 2.0  # of a Redis that is away, in which new jobs wait for it
+_OUTAGE_SECONDS = 30.0  # of a Redis that is away, after which waiting jobs end
+_MOST_FAILURES = 10  # in a row, of the queue's work, each within
+_WELL_SECONDS = 10.0
+_STOP_SECONDS = 2.0  # for handing jobs back
 _FRAME = 4  # bytes before a message that `encoded` writes
 _TAKES = ("ok", "failing")  # an engine of such health takes jobs
+_CODE = re.compile("(?!ERR )[A-Z]+ ")
 _ERRORS = (RedisError, OSError, asyncio.TimeoutError)
+# Errors of values that another node has written: decoding them again cannot succeed.
+_MALFORMED = (KeyError, TypeError, ValueError, RecursionError, msgspec.MsgspecError)
+
+
+@dataclass
+class _Mail:
+    """Commands for Redis: all are carried out or none.
+
+    Attributes:
+        job: the job of this node that ends if Redis refuses them.
+    """
+
+    commands: tuple[tuple[Any, ...], ...]
+    job: int | None = None
 
 
 class Ticket(Struct, array_like=True):
@@ -75,14 +138,14 @@ class Ticket(Struct, array_like=True):
         node: where it came in.
         job: its number there.
         submit: the job, as it goes over an engine's socket.
-        attempt: how often it has been written to a stream before, as its node was lost.
+        attempt: number of times the job was written to a stream before, as its node was lost.
         kv_transfer: where the pages of its prompt are; None: nowhere.
     """
 
     node: str
     job: int
     submit: bytes
-    attempt: int = 0
+    attempt: Annotated[int, msgspec.Meta(ge=0)] = 0
     kv_transfer: KvTransfer | None = None
 
 
@@ -134,20 +197,49 @@ class SplitwiseClient(EngineClient):
         # Its own requests hand nothing over: the nodes do.
         super().__init__(structs.replace(engine.capabilities, role=""), engine.status)
         self._engine, self._role, self._ttl, self._connect = engine, role, ttl, connect
+        self._seconds = max(int(ttl), _KEPT_SECONDS)  # time to live of keys
         self.node = secrets.token_hex(8)
         prefix = f"{topic}:{engine.capabilities.contract['digest']}"
         self._prefix = prefix
+        self._own, self._alive = f"{prefix}:node:{self.node}", f"{prefix}:alive"
         self._streams = {name: f"{prefix}:{name}" for name in ("prefill", "decode")}
         self._numbers = itertools.count()  # of runs, for the engine
         self._waiting: dict[int, Waiting] = {}
         self._runs: dict[int, _Run] = {}
-        # Commands for Redis, in order: all of one are carried out or none.
-        self._outbox: deque[list[tuple[Any, ...]]] = deque()
+        self._outbox: deque[_Mail] = deque()
         self._has_mail = asyncio.Event()
         self._roles: set[str] = set()  # of nodes that live
-        self._redis_run = ""  # which Redis it was, the last time
+        self._memory: tuple[str, bytes] | None = None  # Redis' run and epoch
+        self._own_is_lost = False  # the stream of messages to this node
         self._last = b"0"  # message that was read
+        self._away_since: float | None = None  # no connection
+        self._refused_since: float | None = None  # no command is carried out
+        self._has_failed = False
+        self._is_stopping = False
+        self._has_stopped_reading = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
+
+    @property
+    def health(self) -> Health:
+        """Health of the queue and of this node's engine.
+
+        "disconnected" if Redis has been away for longer than jobs wait for it. A restarting engine
+        is "ok": its node goes on taking jobs, which wait for it or for another node's engine.
+        """
+        if self._has_failed:
+            return "failed"
+        if self._seconds_away() > _BRIDGED_SECONDS:
+            return "disconnected"
+        return "ok" if self._engine.health == "restarting" else self._engine.health
+
+    @health.setter
+    def health(self, value: Health) -> None:
+        """Ignore the health of a batch: the engine is asked."""
+
+    def _seconds_away(self) -> float:
+        """Return how long Redis has not been reached, or has refused to carry out commands."""
+        begins = [one for one in (self._away_since, self._refused_since) if one is not None]
+        return time.monotonic() - min(begins) if begins else 0.0
 
     @property
     def is_behind(self) -> bool:
@@ -163,10 +255,26 @@ class SplitwiseClient(EngineClient):
         self._task = asyncio.ensure_future(self._work())
 
     async def stop(self) -> None:
-        """Drops what is left, and waits for the engine to end. Others go on with what it ran."""
+        """Hand the jobs of others back, drop the node's own, and wait for the engine to end."""
+        self._is_stopping = True
+        for job in list(self._waiting):
+            self._forget(job)
+        runs, self._runs = self._runs, {}
+        for number, run in runs.items():
+            self._engine.abort(number)
+            self._hand_back(run.stream, run.entry, run.ticket)
         if self._task is not None:
+            with contextlib.suppress(asyncio.TimeoutError):
+                await asyncio.wait_for(self._all_written(), _STOP_SECONDS)
             await _ended([self._task])
         await self._engine.stop()
+
+    async def _all_written(self) -> None:
+        """Wait until no job can be read any more, and Redis has all that was to be written."""
+        await self._has_stopped_reading.wait()
+        self._post(("HDEL", self._alive, self.node))
+        while self._outbox:
+            await asyncio.sleep(0.01)
 
     # ---- jobs of this node's door ----
 
@@ -175,24 +283,28 @@ class SplitwiseClient(EngineClient):
             if command.params.seed is None:  # every run has to draw the same
                 seeded = replace(command.params, seed=secrets.randbits(53))
                 command = structs.replace(command, params=seeded)
-            self._waiting[command.job] = Waiting(command, time.monotonic())
             self._enqueue(command)
+            self._waiting[command.job] = Waiting(command, time.monotonic())
         elif isinstance(command, Abort):
-            waiting = self._waiting.pop(command.job, None)
-            if waiting is not None:
-                gone = f"{self._prefix}:gone:{self.node}:{command.job}"
-                self._post(("SET", gone, b"1", "EX", int(self._ttl) or 1))
-                if waiting.runner is not None:
-                    node, run = waiting.runner
-                    self._post(*self._told(node, Drop(run)))
+            self._forget(command.job)
 
     def _enqueue(self, job: Submit) -> None:
+        """Write a job to the stream whose readers run it first."""
         params = job.params
         has_prefill = bool(self._roles & {"prefill"}) and len(job.prompts) == 1
         wants_rows = params.prompt_logprobs is not None or params.max_tokens == 0
-        name = "prefill" if has_prefill and not wants_rows else "decode"
+        # A decode engine refuses what exceeds the context; a prefill engine would compute it first.
+        length = len(job.prompts[0]) + (1 if params.max_tokens is None else params.max_tokens)
+        fits = length <= self.capabilities.max_model_len
+        name = "prefill" if has_prefill and fits and not wants_rows else "decode"
         ticket = Ticket(self.node, job.job, encoded(job)[_FRAME:])
-        self._post(("XADD", self._streams[name], "*", "t", _encode(ticket)))
+        self._post(("XADD", self._streams[name], "*", "t", _encode(ticket)), job=job.job)
+
+    def _submit_again(self, waiting: Waiting) -> None:
+        """Submit a job whose messages or entry are lost: it has the same tokens again."""
+        for node, run in waiting.abandon_runs():
+            self._post(*self._told(node, Drop(run)))
+        self._enqueue(waiting.job)
 
     def _take_told(self, told: Told) -> None:
         waiting = self._waiting.get(told.job)
@@ -200,12 +312,21 @@ class SplitwiseClient(EngineClient):
             return self._post(*self._told(told.node, Drop(told.run)))
         waiting.since = time.monotonic()
         events = waiting.news(told)
+        if events is None:
+            if waiting.num_gaps >= _MOST_ATTEMPTS:
+                sentence = f"messages of {_MOST_ATTEMPTS} runs were lost"
+                return self._give_up(Failed(told.job, sentence))
+            logger.warning("messages of a run are lost: its job is submitted again")
+            return self._submit_again(waiting)
         if not events:
             return
         if any(isinstance(event, (Refused, Failed)) for event in events) or (
             len(waiting.ended) == len(waiting.job.prompts) * waiting.job.params.n
         ):
-            del self._waiting[told.job]
+            if waiting.abandoned:  # the job may be in a stream once more
+                self._forget(told.job)
+            else:
+                del self._waiting[told.job]
         self._tell_door(events)
 
     def _tell_door(self, events: list[Event]) -> None:
@@ -213,28 +334,50 @@ class SplitwiseClient(EngineClient):
         self._take(Batch(now, "ok", status, None, {}, events))
 
     def _fail_old(self) -> None:
-        """Ends jobs that have waited too long."""
+        """End jobs that have waited too long."""
+        if self._seconds_away() > _OUTAGE_SECONDS:
+            for number in list(self._waiting):
+                sentence = f"Redis has been away for {_OUTAGE_SECONDS:g} seconds"
+                self._give_up(Refused(number, "away", sentence))
         now = time.monotonic()
         for number, waiting in list(self._waiting.items()):
             if now - waiting.since > self._ttl:
-                del self._waiting[number]
-                message = f"no node has answered in {self._ttl:g} seconds"
-                self._tell_door([Failed(number, message)])
+                self._give_up(Failed(number, f"no node has answered in {self._ttl:g} seconds"))
+
+    def _give_up(self, event: Failed | Refused) -> None:
+        """End a job of this node for its client, and everywhere else."""
+        self._forget(event.job)
+        self._tell_door([event])
+
+    def _forget(self, job: int) -> None:
+        """Stop waiting for a job: nodes that read it drop it, and the node that runs it stops."""
+        waiting = self._waiting.pop(job, None)
+        if waiting is None:
+            return
+        gone = f"{self._prefix}:gone:{self.node}:{job}"
+        self._post(("SET", gone, b"1", "EX", self._seconds))
+        if waiting.runner is not None:
+            node, run = waiting.runner
+            self._post(*self._told(node, Drop(run)))
 
     # ---- jobs of all, on this node's engine ----
 
     def _begin(self, stream: str, entry: bytes, ticket: Ticket, submit: Submit) -> None:
+        """Submit a job that was read from a stream to this node's engine.
+
+        Raises:
+            Exception: the engine was not given the job, which cannot be run.
+        """
+        if self._is_stopping:
+            return self._hand_back(stream, entry, ticket)
         if self._engine.health not in _TAKES:
             return self._again(stream, entry, ticket)
         number = next(self._numbers)
         is_prefill = stream == self._streams["prefill"] and self._role == "prefill"
         if is_prefill:
-            params = replace(
-                submit.params, max_tokens=1, n=1, structured_output=None, logprobs=None, stop=()
-            )
             submit = structs.replace(
                 submit,
-                params=params,
+                params=submit.params.for_prompt(),
                 streaming=False,
                 kv_transfer=KvTransfer(do_remote_decode=True),
             )
@@ -242,8 +385,8 @@ class SplitwiseClient(EngineClient):
             submit = structs.replace(submit, kv_transfer=ticket.kv_transfer)
         count = len(submit.prompts) * submit.params.n
         run = _Run(ticket, stream, entry, secrets.token_hex(8), count, is_prefill)
-        self._runs[number] = run
         self._engine.submit(structs.replace(submit, job=number))
+        self._runs[number] = run
 
     def _from_engine(self, batch: Batch) -> None:
         """Passes on what a step of this node's engine has brought."""
@@ -253,19 +396,28 @@ class SplitwiseClient(EngineClient):
                 by_run.setdefault(event.job, []).append(event)
         for number, events in by_run.items():
             run = self._runs[number]
-            run.num_left -= sum(isinstance(one, Output) and one.end is not None for one in events)
-            is_over = not run.num_left or any(isinstance(one, (Refused, Failed)) for one in events)
-            if is_over:
-                del self._runs[number]
-            if run.is_prefill:
-                if is_over:
-                    self._hand_over(run, events)
-                continue
-            message = Told(run.ticket.job, self.node, run.name, run.place, events)
-            run.place += 1
-            told = self._told(run.ticket.node, message)
-            self._post(*told, *self._done(run.stream, run.entry, is_over))
+            try:
+                self._pass_on(number, run, events)
+            except Exception as error:
+                if self._runs.pop(number, None) is not None:
+                    self._engine.abort(number)
+                self._refuse(run.stream, run.entry, run.ticket, error)
         self._take(structs.replace(batch, full=None, events=[]))
+
+    def _pass_on(self, number: int, run: _Run, events: list[Event]) -> None:
+        """Send the events of one run to the node that waits for them."""
+        run.num_left -= sum(isinstance(one, Output) and one.end is not None for one in events)
+        is_over = not run.num_left or any(isinstance(one, (Refused, Failed)) for one in events)
+        if is_over:
+            del self._runs[number]
+        if run.is_prefill:
+            if is_over:
+                self._hand_over(run, events)
+            return
+        message = Told(run.ticket.job, self.node, run.name, run.place, events)
+        told = self._told(run.ticket.node, message)
+        run.place += 1
+        self._post(*told, *self._done(run.stream, run.entry, is_over))
 
     def _hand_over(self, run: _Run, events: Iterable[Event]) -> None:
         """Writes a job to the next stream; without pages where there are none."""
@@ -281,17 +433,30 @@ class SplitwiseClient(EngineClient):
             self._again(run.stream, run.entry, run.ticket)
 
     def _again(self, stream: str, entry: bytes, ticket: Ticket) -> None:
-        """Writes a job whose run is lost to its stream again."""
+        """Write a job whose run is lost to its stream again."""
         if ticket.attempt + 1 >= _MOST_ATTEMPTS:
             sentence = f"{_MOST_ATTEMPTS} nodes were lost while they ran it"
-            message = Told(
-                ticket.job, self.node, secrets.token_hex(8), 0, [Failed(ticket.job, sentence)]
-            )
-            first = self._told(ticket.node, message)
-        else:
-            again = structs.replace(ticket, attempt=ticket.attempt + 1)
-            first = [("XADD", stream, "*", "t", _encode(again))]
-        self._post(*first, *self._done(stream, entry, True))
+            return self._fail(stream, entry, ticket, sentence)
+        self._hand_back(stream, entry, structs.replace(ticket, attempt=ticket.attempt + 1))
+
+    def _hand_back(self, stream: str, entry: bytes, ticket: Ticket) -> None:
+        """Write a job that another node shall run to its stream."""
+        added = ("XADD", stream, "*", "t", _encode(ticket))
+        self._post(added, *self._done(stream, entry, True))
+
+    def _refuse(self, stream: str, entry: bytes, ticket: Ticket, error: Exception) -> None:
+        """End a job whose handling raised an error, so that no node meets the error again."""
+        is_malformed = isinstance(error, _MALFORMED)
+        why = str(error) if is_malformed else "internal error"
+        log_error = None if is_malformed else error
+        logger.error("a job in %s cannot be run, and ends: %s", stream, why, exc_info=log_error)
+        self._fail(stream, entry, ticket, f"a node could not run the request: {why}")
+
+    def _fail(self, stream: str, entry: bytes, ticket: Ticket, sentence: str) -> None:
+        """End a job with an error for its client."""
+        event = Failed(ticket.job, sentence.encode("utf-8", "replace").decode())
+        message = Told(ticket.job, self.node, secrets.token_hex(8), 0, [event])
+        self._post(*self._told(ticket.node, message), *self._done(stream, entry, True))
 
     # ---- Redis ----
 
@@ -301,27 +466,28 @@ class SplitwiseClient(EngineClient):
         return [("XADD", stream, "*", "m", _encode(message)), self._expiring(stream)]
 
     def _expiring(self, stream: str) -> tuple[Any, ...]:
-        return "EXPIRE", stream, int(self._ttl) or 1
+        return "EXPIRE", stream, self._seconds
 
     def _done(self, stream: str, entry: bytes, is_over: bool) -> list[tuple[Any, ...]]:
         if not is_over:
             return []
         return [("XACK", stream, _GROUP, entry), ("XDEL", stream, entry)]
 
-    def _post(self, *commands: tuple[Any, ...]) -> None:
-        self._outbox.append(list(commands))
+    def _post(self, *commands: tuple[Any, ...], job: int | None = None) -> None:
+        self._outbox.append(_Mail(commands, job))
         self._has_mail.set()
 
     async def _work(self) -> None:
-        """Talks to Redis, and begins anew when it goes away."""
-        is_away = False
+        """Talk to Redis, and begin anew when it goes away."""
+        num_failures = 0
         while True:
-            client = self._connect()
+            client, begin, has_met = self._connect(), time.monotonic(), False
+            memory = self._memory
             try:
                 await self._meet(client)
-                if is_away:
-                    logger.warning("Redis is back")
-                is_away = False
+                has_met = True
+                if self._memory != memory:  # the last failure was the loss of keys
+                    num_failures = 0
                 parts = (self._beat, self._write, self._read, self._listen, self._mourn)
                 tasks = [asyncio.ensure_future(part(client)) for part in parts]
                 try:
@@ -329,75 +495,113 @@ class SplitwiseClient(EngineClient):
                 finally:
                     await _ended(tasks)
             except Exception as error:
-                if not isinstance(error, _ERRORS):
+                is_away = isinstance(error, _ERRORS)
+                if not is_away:
                     logger.exception("the queue's work failed, and begins anew")
-                elif not is_away:
-                    logger.warning("Redis is away: %s", error)
-                is_away = True
+                elif self._away_since is None:
+                    logger.warning("Redis is away, or has lost keys: %s", error)
+                if time.monotonic() - begin > _WELL_SECONDS:
+                    num_failures = 0
+                # A Redis that refuses even the heartbeat may be waited for.
+                num_failures += not is_away or (has_met and isinstance(error, ResponseError))
+                if num_failures >= _MOST_FAILURES:
+                    return self._end_process()
+                if self._away_since is None:
+                    self._away_since = time.monotonic()
                 self._fail_old()
                 await asyncio.sleep(_AWAY_SECONDS)
             finally:
                 await client.aclose()
 
+    def _end_process(self) -> None:
+        """End the server, whose supervisor starts another one: the queue's work always fails."""
+        sentence = f"the queue's work failed {_MOST_FAILURES} times in a row"
+        logger.critical("%s: the server ends", sentence)
+        self._has_failed = True
+        self._lost(sentence)
+        signal.raise_signal(signal.SIGTERM)
+
     async def _meet(self, client: Any) -> None:
-        """Makes what has to be there; where Redis is another one, everything is written again."""
-        info = await client.info("server")
-        if self._redis_run and info["run_id"] != self._redis_run:
-            # What was told last may be lost: the runs end, and begin again where they are read.
+        """Create what Redis lacks; where it has lost keys, write again what may be lost."""
+        last, memory = self._memory, await self._beat_once(client)
+        if last is not None and memory != last:
+            # What was written last may be lost: the runs end, and begin again where they are read.
             for number in self._runs:
                 self._engine.abort(number)
             self._runs.clear()
             self._outbox.clear()
+        if last is not None and (memory != last or self._own_is_lost):
             self._last = b"0"
             for waiting in self._waiting.values():
-                self._enqueue(waiting.job)
-        self._redis_run = info["run_id"]
-        for stream in self._streams.values():
-            try:
-                await client.xgroup_create(stream, _GROUP, id="0", mkstream=True)
-            except ResponseError as error:
-                if "BUSYGROUP" not in str(error):
-                    raise
-        await self._beat_once(client)
+                self._submit_again(waiting)
+        self._memory, self._own_is_lost = memory, False
 
     async def _beat(self, client: Any) -> None:
+        """Write heartbeats, and begin anew where Redis has lost keys."""
         while True:
-            if (await client.info("server"))["run_id"] != self._redis_run:
-                raise ConnectionError("it is another one than before")
-            await self._beat_once(client)
-            self._fail_old()
             await asyncio.sleep(_BEAT_SECONDS)
+            if await self._beat_once(client) != self._memory or self._own_is_lost:
+                raise ConnectionError("it has lost keys")
+            if self._away_since is not None:
+                logger.warning("Redis is back")
+                self._away_since = None
+            self._fail_old()
 
-    async def _beat_once(self, client: Any) -> None:
-        """Says that this node lives, and finds out who does."""
-        alive = f"{self._prefix}:alive"
+    async def _beat_once(self, client: Any) -> tuple[str, bytes]:
+        """Write the heartbeat of this node, create what Redis lacks, and read other heartbeats.
+
+        A node whose engine takes no jobs has no heartbeat: others run what it would read.
+
+        Returns:
+            Redis' run and epoch, which change where it has lost its memory.
+        """
         now, _ = await client.time()
-        await client.hset(alive, self.node, _encode([now, self._role]))
-        await client.execute_command(*self._expiring(f"{self._prefix}:node:{self.node}"))
+        takes = self._engine.health in _TAKES and not self._is_stopping
+        heartbeat = _encode([now, self._role]) if takes else b""
+        keys = (*self._streams.values(), self._own, f"{self._prefix}:epoch", self._alive)
+        arguments = (_GROUP, secrets.token_hex(8), self.node, heartbeat, self._seconds)
+        epoch, is_new = await client.eval(_BEAT, len(keys), *keys, *arguments)
+        self._own_is_lost |= bool(is_new) and self._memory is not None
+        run = (await client.info("server"))["run_id"]
         self._roles = set((await self._nodes(client)).values())
+        return run, epoch
 
     async def _nodes(self, client: Any) -> Mapping[bytes, str]:
         """The nodes that live, and their roles. Whose heartbeat cannot be read does not."""
         now, _ = await client.time()
         alive = {}
-        for node, value in (await client.hgetall(f"{self._prefix}:alive")).items():
-            with contextlib.suppress(msgspec.DecodeError):
+        for node, value in (await client.hgetall(self._alive)).items():
+            with contextlib.suppress(*_MALFORMED):
                 since, role = _heartbeat.decode(value)
-                if now - since <= _DEAD_SECONDS + 1:
+                if abs(now - since) <= _DEAD_SECONDS + 1:
                     alive[node] = role
         return alive
 
     async def _write(self, client: Any) -> None:
+        """Carry out the commands of the outbox, in order.
+
+        A command that Redis always refuses is dropped. Where Redis refuses all, as without memory,
+        reading goes on meanwhile: it frees memory.
+        """
         while True:
             await self._has_mail.wait()
             while self._outbox:
-                commands = self._outbox[0]
-                async with client.pipeline(transaction=True) as pipe:
-                    for command in commands:
-                        pipe.execute_command(*command)
-                    await pipe.execute()
-                if self._outbox and self._outbox[0] is commands:
+                mail = self._outbox[0]
+                error = await _carried_out(client, mail.commands)
+                if error is not None and not _is_final(error):
+                    if self._refused_since is None:
+                        logger.warning("Redis refuses commands: %s", error)
+                        self._refused_since = time.monotonic()
+                    await asyncio.sleep(_AWAY_SECONDS)
+                    continue
+                if self._outbox and self._outbox[0] is mail:
                     self._outbox.popleft()
+                self._refused_since = None
+                if error is not None:
+                    logger.error("Redis refuses a command, which is dropped: %s", error)
+                    if mail.job in self._waiting:
+                        self._give_up(Failed(mail.job, "Redis refuses the request"))
+            self._refused_since = None
             self._has_mail.clear()
 
     async def _read(self, client: Any) -> None:
@@ -408,7 +612,7 @@ class SplitwiseClient(EngineClient):
                 for entry, fields in entries:
                     if entry not in own and fields:
                         await self._accept(client, stream, entry, fields)
-        while True:
+        while not self._is_stopping:
             room = _MOST_RUNS - len(self._runs)
             if room <= 0 or self._engine.health not in _TAKES:
                 await asyncio.sleep(0.02)
@@ -421,6 +625,7 @@ class SplitwiseClient(EngineClient):
             for stream, entries in found:
                 for entry, fields in entries:
                     await self._accept(client, stream.decode(), entry, fields)
+        self._has_stopped_reading.set()
 
     def _readable(self) -> list[str]:
         """The streams that this node reads now: its own, and those that nobody else reads."""
@@ -433,31 +638,51 @@ class SplitwiseClient(EngineClient):
     async def _accept(
         self, client: Any, stream: str, entry: bytes, fields: Mapping[bytes, Any]
     ) -> None:
-        """Begins a job that was read, unless nobody waits for it."""
-        try:
-            ticket = _ticket.decode(fields[b"t"])
-            submit = to_process(memoryview(ticket.submit))
-        except (KeyError, ValueError, msgspec.DecodeError):
-            logger.error("a job in %s cannot be read, and is dropped", stream)
-            return self._post(*self._done(stream, entry, True))
+        """Begin a job that was read, unless its client has left."""
+        ticket = self._ticket_of(stream, entry, fields)
+        if ticket is None:
+            return
         if await client.exists(f"{self._prefix}:gone:{ticket.node}:{ticket.job}"):
             return self._post(*self._done(stream, entry, True))
-        self._begin(stream, entry, ticket, submit)
+        try:
+            self._begin(stream, entry, ticket, _job_of(ticket))
+        except Exception as error:
+            self._refuse(stream, entry, ticket, error)
+
+    def _ticket_of(self, stream: str, entry: bytes, fields: Mapping[bytes, Any]) -> Ticket | None:
+        """Return the ticket of an entry. An unreadable one is dropped: it names no client."""
+        try:
+            return _ticket.decode(fields[b"t"])
+        except _MALFORMED:
+            logger.error("a job in %s cannot be read, and is dropped", stream)
+            self._post(*self._done(stream, entry, True))
+            return None
 
     async def _listen(self, client: Any) -> None:
         """Reads what nodes have to say to this one."""
-        own = f"{self._prefix}:node:{self.node}"
+        own = self._own
         while True:
             found = await client.xread({own: self._last}, count=256, block=_BLOCK_MILLISECONDS)
             for _, entries in found:
                 for entry, fields in entries:
                     self._last = entry
-                    message = _message.decode(fields[b"m"])
-                    if isinstance(message, Told):
-                        self._take_told(message)
-                    else:
-                        self._drop(message.run)
+                    self._take_message(fields)
                 await client.xdel(own, *[entry for entry, _ in entries])
+
+    def _take_message(self, fields: Mapping[bytes, Any]) -> None:
+        """Handle one message. An error ends the job that the message names, and nothing else."""
+        message = None
+        try:
+            message = _message.decode(fields[b"m"])
+            if isinstance(message, Told):
+                self._take_told(message)
+            else:
+                self._drop(message.run)
+        except Exception as error:
+            log_error = None if isinstance(error, _MALFORMED) else error
+            logger.error("a message cannot be handled: %s", error, exc_info=log_error)
+            if isinstance(message, Told) and message.job in self._waiting:
+                self._give_up(Failed(message.job, "a node's answer cannot be read"))
 
     def _drop(self, name: str) -> None:
         for number, run in list(self._runs.items()):
@@ -478,9 +703,9 @@ class SplitwiseClient(EngineClient):
                 for one in await client.xinfo_consumers(stream, _GROUP):
                     if one["name"] not in alive:
                         await self._inherit(client, stream, one["name"])
-            for node in await client.hkeys(f"{self._prefix}:alive"):
+            for node in await client.hkeys(self._alive):
                 if node not in alive:
-                    await client.hdel(f"{self._prefix}:alive", node)
+                    await client.hdel(self._alive, node)
 
     async def _inherit(self, client: Any, stream: str, dead: bytes) -> None:
         pending = await client.xpending_range(stream, _GROUP, "-", "+", 1000, consumername=dead)
@@ -491,8 +716,49 @@ class SplitwiseClient(EngineClient):
         # Who claims first gets it: for the others it is no longer idle.
         idle = int(_DEAD_SECONDS * 500)
         for entry, fields in await client.xclaim(stream, _GROUP, self.node, idle, ids):
-            if fields:
-                self._again(stream, entry, _ticket.decode(fields[b"t"]))
+            if fields and (ticket := self._ticket_of(stream, entry, fields)) is not None:
+                self._again(stream, entry, ticket)
+
+
+def _job_of(ticket: Ticket) -> Submit:
+    """Return the job of a ticket, whose values the engine does not check.
+
+    Raises:
+        Exception: the ticket holds no job that an engine could run.
+    """
+    job = to_process(memoryview(ticket.submit))
+    if not isinstance(job, Submit):
+        raise ValueError(f"a ticket must hold a Submit, got {type(job).__name__}")
+    if not job.prompts:
+        raise ValueError("prompts must hold at least one prompt, got none")
+    if not isinstance(msgspec.json.decode(job.speculative_config or "null"), dict | None):
+        raise ValueError("speculative_config must be an object or absent")
+    form = job.params.structured_output
+    checked = None if form is None else replace(form)  # values are checked when one is made
+    return structs.replace(job, params=replace(job.params, structured_output=checked))
+
+
+async def _carried_out(client: Any, commands: Iterable[tuple[Any, ...]]) -> RedisError | None:
+    """Send commands as one transaction; return the error if Redis refuses one of them."""
+    async with client.pipeline(transaction=True) as pipe:
+        for command in commands:
+            pipe.execute_command(*command)
+        try:
+            answers = await pipe.execute(raise_on_error=False)
+        except (ResponseError, DataError) as error:
+            return error
+    return next((one for one in answers if isinstance(one, RedisError)), None)
+
+
+def _is_final(error: RedisError) -> bool:
+    """Return whether Redis would refuse the same command again whatever happens.
+
+    Refusals that pass begin with a code of their own, such as OOM or MISCONF.
+    """
+    if type(error) is not ResponseError:
+        return isinstance(error, DataError)
+    reason = str(error).rpartition("caused error: ")[2]
+    return reason.startswith("WRONGTYPE ") or _CODE.match(reason) is None
 
 
 async def _ended(tasks: Iterable[asyncio.Task[None]]) -> None:

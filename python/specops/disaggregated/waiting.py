@@ -59,17 +59,44 @@ class Waiting:
     # Of each run: the place that comes next, and what it has told.
     places: dict[str, int] = field(default_factory=dict)
     told: dict[tuple[str, int], _Counts] = field(default_factory=lambda: defaultdict(_Counts))
+    nodes: dict[str, str] = field(default_factory=dict)  # of runs that are not abandoned
+    abandoned: set[str] = field(default_factory=set)  # runs of which a message is lost
+    num_gaps: int = 0  # lost messages that were noticed
     runner: tuple[str, str] | None = None  # the last node and run that told something
     accepted_at: float = 0.0
     ended: set[int] = field(default_factory=set)
 
-    def news(self, told: Told) -> list[Event]:
-        """What a message says that has not been said yet."""
-        if told.place != self.places.setdefault(told.run, 0):
-            return []  # it came twice; or one before it is lost, and so is the run
-        self.places[told.run] += 1
+    def news(self, told: Told) -> list[Event] | None:
+        """Return the events of a message that have not been passed on yet.
+
+        Returns:
+            The events; None with the first message behind a lost one, whose run is abandoned.
+
+        Raises:
+            ValueError: an event names a choice that the job does not have.
+        """
+        count = len(self.job.prompts) * self.job.params.n
+        for event in told.events:
+            if isinstance(event, (Progress, Output)) and not 0 <= event.index < count:
+                raise ValueError(f"index must be below {count}, got {event.index}")
+        place = self.places.setdefault(told.run, 0)
+        if told.run in self.abandoned or told.place < place:
+            return []
         self.runner = told.node, told.run
+        self.nodes[told.run] = told.node
+        if told.place > place:
+            self.num_gaps += 1
+            return None
+        self.places[told.run] += 1
         return [new for event in told.events if (new := self._new(told.run, event)) is not None]
+
+    def abandon_runs(self) -> list[tuple[str, str]]:
+        """Ignore all runs known so far; return their nodes and names."""
+        left = [(node, run) for run, node in self.nodes.items()]
+        self.abandoned.update(self.nodes)
+        self.nodes.clear()
+        self.runner = None
+        return left
 
     def _new(self, run: str, event: Event) -> Event | None:
         event.job = self.job.job

@@ -2,7 +2,7 @@
 """What a request may ask of the sampler, validated once when it is made."""
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import numpy as np
@@ -236,6 +236,23 @@ class SamplingParams:
             if not isinstance(sequence, (list, tuple)):
                 raise ValueError(f"{name} must be a list of lists of integers, got {value!r}")
         object.__setattr__(self, name, tuple(map(tuple, value)))
+
+    def for_prompt(self) -> "SamplingParams":
+        """Return the parameters with which a prefill engine computes the prompt and one token.
+
+        Another engine generates the output, so limits and forms of the output are removed. All
+        other parameters stay: they choose the drafters whose pages the other engine fetches.
+        """
+        return replace(
+            self,
+            max_tokens=1,
+            min_tokens=min(self.min_tokens, 1),
+            n=1,
+            stop=(),
+            logprobs=None,
+            report_drafts=False,
+            structured_output=None,
+        )
 
     @property
     def has_penalties(self) -> bool:

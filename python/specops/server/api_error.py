@@ -78,12 +78,17 @@ def shutting_down() -> ApiError:
 
 def restarting(message: str) -> ApiError:
     """There is no engine at the moment."""
+    return _unavailable(message, "engine_restarting")
+
+
+def disconnected(message: str) -> ApiError:
+    """Return the error of a request that found no queue, or waited in one that is away."""
+    return _unavailable(message, "queue_unavailable")
+
+
+def _unavailable(message: str, code: str) -> ApiError:
     return ApiError(
-        503,
-        message,
-        type="service_unavailable",
-        code="engine_restarting",
-        headers={"Retry-After": "1"},
+        503, message, type="service_unavailable", code=code, headers={"Retry-After": "1"}
     )
 
 

@@ -149,6 +149,7 @@ def make_app(
     app = FastAPI(lifespan=lifespan, openapi_url=None, generate_unique_id_function=operation_id)
     access = access or Access()
     app.state.metrics, app.state.allowed_hosts = metrics, access.allowed_hosts
+    app.state.client = client
     _add_own_routes(app, client, has_metrics=not metrics_apart)
     if not metrics_apart:
         add_metrics(app, metrics)
@@ -427,8 +428,8 @@ def serve(
     max_connections: int = 1024,
     header_timeout: float = 20.0,
     metrics_listener: socket.socket | None = None,
-) -> None:
-    """Serves until SIGTERM or SIGINT, then lets running requests finish for `drain_timeout` s.
+) -> int:
+    """Serve until SIGTERM or SIGINT, then let running requests finish for `drain_timeout` s.
 
     Args:
         app: from `make_app`.
@@ -439,6 +440,10 @@ def serve(
             one that has asked for nothing for longest.
         header_timeout: seconds that a client may take over the headers of a request.
         metrics_listener: from `listen`, for an application with `metrics_apart`.
+
+    Returns:
+        The exit code: 1 if the engine or the queue has failed for good, so that a supervisor starts
+        another server; else 0.
     """
     search_seldom()
     sys.setswitchinterval(_SWITCH_SECONDS)
@@ -462,3 +467,4 @@ def serve(
             stack.enter_context(metrics_served(metrics, metrics_listener, hosts))
         listeners = [listener, *(listener.dup() for _ in range(_ACCEPTED_AT_ONCE - 1))]
         uvicorn.Server(config).run(sockets=listeners)
+    return 1 if app.state.client.health == "failed" else 0

@@ -13,6 +13,7 @@ from specops.server.jobs import (
     EngineAway,
     Job,
     JobFailed,
+    QueueAway,
     Span,
     StepSeconds,
 )
@@ -26,6 +27,7 @@ _REFUSALS: dict[str, type[Exception]] = {
     "full": QueueFull,
     "speculative_config": BadSpeculation,
     "value": ValueError,
+    "away": QueueAway,
 }
 
 
@@ -68,12 +70,14 @@ class Dispatch:
         Raises:
             QueueFull: the engine refuses it, or does not read what it was sent.
             ValueError: the engine refuses it, wholly.
-            JobFailed: the engine has failed.
+            JobFailed: the engine has failed, is being restarted, or cannot be reached.
         """
         if self._client.health == "failed":
             raise JobFailed("the engine has stopped")
         if self._client.health == "restarting":
             raise EngineAway("the engine is being restarted")
+        if self._client.health == "disconnected":
+            raise QueueAway("the queue of requests cannot be reached")
         if self._client.is_behind:
             raise QueueFull("the engine has not taken the requests before this one yet")
         self._client.submit(

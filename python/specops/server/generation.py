@@ -22,6 +22,7 @@ from specops.server.answers import Answer
 from specops.server.api_error import (
     ApiError,
     bad_value,
+    disconnected,
     restarting,
     server_error,
     shutting_down,
@@ -32,7 +33,7 @@ from specops.server.chat import ChatFormat
 from specops.server.dispatch import Dispatch
 from specops.server.infill import infill_prompt
 from specops.server.intake import Turn, Turns
-from specops.server.jobs import BadSpeculation, EngineAway, Job, JobFailed
+from specops.server.jobs import BadSpeculation, EngineAway, Job, JobFailed, QueueAway
 from specops.server.kv_transfer import kv_transfer_of
 from specops.server.logprobs import check_prompt_logprobs
 from specops.server.protocol import (
@@ -439,6 +440,8 @@ def _refusal(error: BaseException, request: CompletionRequest | ChatCompletionRe
         return shutting_down()
     if isinstance(error, EngineAway):
         return restarting(str(error))
+    if isinstance(error, QueueAway):
+        return disconnected(str(error))
     return server_error(str(error))
 
 

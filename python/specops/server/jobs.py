@@ -60,6 +60,10 @@ class EngineAway(JobFailed):
     """There is no engine at the moment, but there will be."""
 
 
+class QueueAway(JobFailed):
+    """The queue of jobs cannot be reached at the moment."""
+
+
 class BadSpeculation(ValueError):
     """The engine does not run a job's `speculative_config`."""
 

@@ -16,7 +16,8 @@ class EngineClient:
     Attributes:
         capabilities: what never changes about the engine.
         status: what it was doing last. Any thread may read it.
-        health: "ok"; "failing", its last steps failed; "restarting"; or "failed", it runs no more.
+        health: "ok"; "failing", its last steps failed; "restarting"; "disconnected", the queue of
+            its jobs cannot be reached; or "failed", it runs no more.
         full: clients whose share of the room to wait is full, and what they are to be told.
         pid: the engine's process; None: this one.
     """

@@ -36,7 +36,7 @@ from specops.service.messages import (
 
 _SEED_BITS = 53  # as the loop of an engine draws them
 _MOST_PREFIXES = 1 << 18  # pages of prompts that are remembered
-_BEST_FIRST: tuple[Health, ...] = ("ok", "failing", "restarting", "failed")
+_BEST_FIRST: tuple[Health, ...] = ("ok", "failing", "restarting", "disconnected", "failed")
 
 
 @dataclass

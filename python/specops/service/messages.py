@@ -14,7 +14,7 @@ from specops.engine.outputs import (
 )
 from specops.engine.sampling_params import SamplingParams
 
-Health = Literal["ok", "failing", "failed", "restarting"]
+Health = Literal["ok", "failing", "failed", "restarting", "disconnected"]
 
 
 class Capabilities(Struct, frozen=True):
@@ -171,12 +171,12 @@ class Refused(Struct, tag=True, array_like=True):
     Attributes:
         job: its number.
         kind: "context", it is too long; "full", too many wait; "speculative_config" or "value",
-            something in it is wrong.
+            something in it is wrong; "away", the queue that it waited in cannot be reached.
         message: a sentence.
     """
 
     job: int
-    kind: Literal["context", "full", "speculative_config", "value"]
+    kind: Literal["context", "full", "speculative_config", "value", "away"]
     message: str
 
 
