@@ -9,8 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import small_heads
 import torch
+from checkpoints import write_tokenizer
 from draft_lengths import RandomLengths
+from mtp_checkpoints import make_mtp_checkpoint
 from specops import sampling
 from specops.engine import Completion, Engine, EngineConfig, SamplingParams, SpeculativeConfig
 from specops.engine.config import BUNDLED_MODEL
@@ -372,6 +375,42 @@ def test_at_most_one_drafter_of_a_request_keeps_anything_on_its_pages(
     engine = make(SpeculativeConfig(method="mtp", mtp_strategy="with_ngram"))
     with pytest.raises(AssertionError, match="two drafters of one request"):
         engine.add_request([1, 2], SamplingParams(max_tokens=2))
+
+
+@pytest.fixture(scope="module")
+def small_target(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("target")
+    small_heads.write_target(directory)
+    return directory
+
+
+@pytest.mark.parametrize("kind", [*small_heads.KINDS, "draft model", "mtp", "3 modules"])
+def test_every_head_drafts_at_every_number_of_drafts(
+    small_target: Path, tmp_path: Path, kind: str
+) -> None:
+    """On a new engine each, and by requests of one engine that is configured with the most."""
+    target, own, most = small_target, {"method": "mtp"}, small_heads.UNLIMITED
+    if kind in small_heads.KINDS:
+        head = small_heads.KINDS[kind]
+        head.write(tmp_path)
+        own, most = {"method": head.method, "model": str(tmp_path)}, head.most
+    elif kind == "draft model":
+        own = {"method": "draft_model", "model": str(target)}
+    elif kind == "3 modules":
+        target = make_mtp_checkpoint(tmp_path, "qwen3_next", 3).directory
+        write_tokenizer(target)
+    each = small_heads.params(2, 8)
+    for count in range(1, most + 1):
+        engine = small_heads.new_engine(target, {**own, "num_speculative_tokens": count})
+        engine.generate(small_heads.TEXTS[:2], each)
+        spec = engine.stats.speculative
+        assert (engine._drafting.num_failures, spec.num_draft_tokens > 0) == (0, True), count
+    engine = small_heads.new_engine(target, {**own, "num_speculative_tokens": most})
+    for count in range(1, most + 1):
+        asked = {"num_speculative_tokens": count}
+        done = engine.generate(small_heads.TEXTS[:2], each, speculative_config=asked)
+        assert all(one.stats.num_draft_tokens > 0 for one in done), count
+    assert not engine._drafting.num_failures
 
 
 def test_share_out_is_fair() -> None:

@@ -420,7 +420,10 @@ class RecurrentStep(DrafterStep):
             torch.add(first.draft_positions, 1, out=anchors)
             anchors.mul_(rows.has_anchors)
         source_rows = indices.source_rows
-        for index in range(drafter.num_passes):
+        # Passes whose keys and values later steps read run in every step, as does the first one.
+        # Others only draft: the proposals have no column for what those beyond `count` would read.
+        num_passes = min(drafter.num_passes, max(count, head.lookahead, 1))
+        for index in range(num_passes):
             passed = self._pass(target, indices, source_rows)
             hidden, recycled = head.forward(index, passed, states)
             if head.is_chained:
