@@ -295,7 +295,7 @@ class RecurrentStep(DrafterStep):
         head, trees = drafter.head, None
         if shape.branches:
             trees = Second(head.num_likeliest, head.new_tree, drafter.token_map)
-        self.reports = PassReports(results, batch, passes, trees)
+        self.reports = PassReports(results, batch, drafter.slots, passes, trees)
         # The target's states may be projected where no rows run, too.
         self.sums_size = drafter.head.sums_size(max(shape.rows, step.rows), batch)
         if shape.rows:
@@ -364,6 +364,7 @@ class RecurrentStep(DrafterStep):
         states = self._drafter.head.target_states(target)
         if self._shape.rows:
             self._draft(target, states)
+        self.reports.note_counts(target.num_draft_tokens)
         if not self._drafter.keeps_states:
             return
         # After the passes: these rows may take the place of some that ran again.
