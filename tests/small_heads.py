@@ -154,9 +154,8 @@ def main(arguments: list[str] | None = None) -> int:
         target.mkdir()
         model = write_target(target)
         outputs = outputs_of(target) if options.steps else torch.empty(0)
-        print(
-            "| head | drafts a step | drafts | accepted | failures |\n| --- | --- | --- | --- | --- |"
-        )
+        print("| head | drafts a step | drafts | accepted | failures |")
+        print("| --- | --- | --- | --- | --- |")
         for name in [options.kind] if options.kind else [*KINDS, "draft model", "mtp"]:
             own, most = {"method": "mtp"}, UNLIMITED
             if name != "mtp":
