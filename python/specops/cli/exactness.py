@@ -368,7 +368,7 @@ def lost_drafts(
             f"the drafter of {config.method} failed (failures: {num_failures}; the log says how), "
             "and requests were decoded plainly"
         )
-    # N-grams and suffixes may find nothing; weights draft something for every longer text.
+    # A look-up may find nothing; weights draft something for every longer text.
     drafts = sum(one.stats.num_draft_tokens for one in drafted)
     needs_weights = config.stages and method_of(config.stages[0]).needs_weights
     is_long = max((len(one.token_ids) for one in drafted), default=0) > _MOST_WITHOUT_DRAFTS
