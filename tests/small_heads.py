@@ -84,12 +84,12 @@ KINDS: dict[str, Kind] = {
 TRAINED = {name: name for name in HEADS} | {"draft model": "draft_model"}
 
 
-def write_target(directory: Path) -> Model:
+def write_target(directory: Path, vocab_size: int = VOCAB) -> Model:
     """Write a target with random weights and an MTP module."""
-    write_tokenizer(directory)
+    write_tokenizer(directory, vocab_size)
     tokenizer = Tokenizer.from_file(str(directory / "tokenizer.json"))
     config = ModelConfig(
-        vocab_size=VOCAB, hidden_size=WIDTH, num_hidden_layers=LAYERS, intermediate_size=96
+        vocab_size=vocab_size, hidden_size=WIDTH, num_hidden_layers=LAYERS, intermediate_size=96
     )
     model = Model(config)
     model.reset(5)

@@ -69,7 +69,10 @@ class DraftHead(Protocol):
 
     @property
     def num_likeliest(self) -> int:
-        """How many of the likeliest tokens of each pass make trees, at least 2."""
+        """Number of the likeliest tokens of each pass that make trees, at least 2.
+
+        A smaller vocabulary limits it.
+        """
 
     @property
     def new_tree(self) -> TreeMaker | None:

@@ -125,6 +125,8 @@ class PassReports:
         if self._trees.new_tree is not None:
             proposals.put_tree(slot, self._trees.new_tree(places, part.draft_limit))
             return
+        if self._trees.num_likeliest < 2:
+            return  # the vocabulary has no second token: the drafts stay a chain
         tokens = proposals.token_ids[slot, :count].tolist()
         chances = proposals.confidences[slot, :count].tolist()
         others: list[tuple[int, float]] = []

@@ -294,7 +294,8 @@ class RecurrentStep(DrafterStep):
         passes = min(drafter.num_steps, step.proposals) if shape.tells else 0
         head, trees = drafter.head, None
         if shape.branches:
-            trees = Second(head.num_likeliest, head.new_tree, drafter.token_map)
+            likeliest = min(head.num_likeliest, head.vocab_size)
+            trees = Second(likeliest, head.new_tree, drafter.token_map)
         self.reports = PassReports(results, batch, drafter.slots, passes, trees)
         # The target's states may be projected where no rows run, too.
         self.sums_size = drafter.head.sums_size(max(shape.rows, step.rows), batch)
