@@ -30,6 +30,7 @@ from specops.engine.memory.step_memory import Layout
 from specops.engine.memory.step_shape import StepShape
 from specops.engine.models import CacheRoom, KvBytes, KvCache, LayerBatch, Transformer
 from specops.engine.request import Request
+from specops.sampling import LogitsProcessors
 from specops.tokenizer import Tokenizer
 
 
@@ -105,8 +106,12 @@ class TargetStep(LayerBatch):
     top_k: Tensor
     top_p: Tensor
     min_p: Tensor
+    typical_p: Tensor | None
     seeds: Tensor
     choice_index: Tensor
+    # Changes of the logits of the token behind the known ones, a row per request; None: none. A
+    # grammar's masks are not there: the host knows them once it has read this step's tokens.
+    processors: LogitsProcessors | None
     # By the names of drafters that draw drafts with numbers of their own: receives what they were
     # drawn from, float32 [slots, drafts, vocabulary], by request of the step and draft.
     draft_probs: Mapping[str, Tensor]

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """What passes of a recurrent drafter tell the host: how likely drafts are, and trees of them."""
 
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -62,13 +62,23 @@ class PassReports:
         if self.logprobs:
             self._counts.device.copy_(num_draft_tokens)
 
-    def note_likeliest(self, choices: Choices, step: int, workspace: Tensor) -> None:
-        """Notes the likeliest tokens of a pass, where there are trees."""
+    def note_likeliest(
+        self, choices: Choices, step: int, workspace: Tensor, options: Mapping[str, Any]
+    ) -> None:
+        """Note the likeliest tokens of a pass, where there are trees.
+
+        Args:
+            choices: with the logits of the pass.
+            step: the draft.
+            workspace: of the op.
+            options: further arguments of the op: of changes of the logits.
+        """
         if self._trees is None or not self._likeliest:
             return
         sampling.top_logprobs(
             choices.logits,
             self._trees.num_likeliest,
+            **options,
             token_ids=self._likeliest[step].device,
             logprobs=self._their_logprobs[step].device,
             lse=choices.lse,
@@ -128,7 +138,13 @@ class PassReports:
         if self._trees.num_likeliest < 2:
             return  # the vocabulary has no second token: the drafts stay a chain
         tokens = proposals.token_ids[slot, :count].tolist()
-        chances = proposals.confidences[slot, :count].tolist()
+        # As likely as in its place: what is reported of drafts ignores changes of the logits.
+        chances = [
+            dict(place).get(token, chance)
+            for place, token, chance in zip(
+                places, tokens, proposals.confidences[slot, :count].tolist(), strict=True
+            )
+        ]
         others: list[tuple[int, float]] = []
         for token, (first, second, *_) in zip(tokens, places, strict=True):
             others.append(second if first[0] == token else first)

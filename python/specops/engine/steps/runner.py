@@ -337,9 +337,16 @@ class Runner:
         arrays.accept_rates.host.fill(0)
         arrays.draft_prob_rows.host.fill(-1)
         if step.shape.masks:
-            masks, indices = arrays.token_masks.host, arrays.mask_indices.host
+            arrays.draft_mask_indices.host.fill(-1)
             thinking = self._state[THINKING_STATE]
-            self._masks.fill(plan, self._drafting.drafts_of, thinking, masks, indices)
+            self._masks.fill(
+                plan,
+                self._drafting.drafts_of,
+                thinking,
+                arrays.token_masks.host,
+                arrays.mask_indices.host,
+                arrays.draft_mask_indices.host,
+            )
         for index, part in enumerate(parts):
             if not part.emits:
                 continue
