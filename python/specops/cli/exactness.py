@@ -310,6 +310,11 @@ def _to_compare(
         if first.needs_weights:
             own["num_model_steps"] = steps
         compared.append((method, own))
+    if not compared:
+        raise ValueError(
+            f"there is no method to compare: the engine runs {', '.join(runnable)}; name one in "
+            "--speculative-config"
+        )
     return compared
 
 

@@ -54,6 +54,10 @@ _NOT_LOADED = (
     "its weights were not loaded, since the server's configuration names it neither in "
     "speculative_config nor in methods"
 )
+_NO_ROOM = (
+    "the slots of a model with linear attention have room for the drafts of the server's own "
+    "speculative_config, which has none"
+)
 
 
 class Drafting:
@@ -111,6 +115,8 @@ class Drafting:
         # Of models that keep states of each draft.
         own = context.config.speculative_config
         self._most_kept = own.num_speculative_tokens if context.target.keeps_states else None
+        if self._most_kept == 0:
+            self.missing = dict.fromkeys(METHODS, _NO_ROOM)
         slots = context.config.max_num_seqs
         self.proposals = Proposals.empty(slots, 0)
         drawing = {
@@ -167,6 +173,8 @@ class Drafting:
     @property
     def methods(self) -> tuple[str, ...]:
         """The methods that requests may choose."""
+        if self._most_kept == 0:
+            return (NAIVE,)
         return (NAIVE, *(name for name in METHODS if name in self.drafters))
 
     @property
