@@ -327,7 +327,10 @@ class Runner:
             padding = RequestRow(*requests[:, batch:])
             padding.slots.fill(-1)
             padding.processor_slots.fill(-1)
-            arrays.sampling.host[:, batch:] = 0
+            sampled = arrays.sampling.host[:, batch:]
+            sampled.fill(0)
+            # Drafters choose a token in these rows as well, and 0 is out of range.
+            SamplingRow.of(sampled, np.float32).typical_p.fill(1)
             arrays.kv_indptr.host[batch + 1 :] = page_ends[-1]
 
     def _fill_features(self, step: Step, plan: Plan) -> None:
