@@ -303,7 +303,7 @@ soak: setup
 
 # Engines at random, with every method, against plain decoding.
 campaign: setup
-	$(BIN)/python tests/engine_campaign.py --minutes $(CAMPAIGN_MINUTES)
+	PYTHONPATH=. $(BIN)/python tests/engine_campaign.py --minutes $(CAMPAIGN_MINUTES)
 
 # A normal client's latency while others attack the server, and what its memory does: ten minutes.
 attacks: setup

@@ -1,15 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """Engines at random against plain decoding, for half an hour: no token and no logprob bit differs.
 
-    python tests/engine_campaign.py [--minutes 30] [--seed 0] [--family NAME] [--quantization KIND]
+    PYTHONPATH=. python tests/engine_campaign.py [--minutes 30] [--seed 0] [--family NAME]
+        [--quantization KIND]
 
-A round has a model (the bundled one, or a small one of some family with random weights and an MTP
-module), requests of which some
+A round has a model (the bundled one, or a small one of some family with random weights; with an MTP
+module, or with a draft model and a head of every method), requests of which some
 share their first tokens, and what each says when it is decoded alone and without speculation. Then
 come engines with other limits, instruction sets and threads: few pages, small chunks, no shared
 prefixes, other defaults. There each request has a method of its own, chains or trees; they arrive
 at random, and others beside them are aborted. What differs is printed with all it takes to see it
-again, and the exit status is 1. A drafter or a request that fails ends the campaign.
+again, and the exit status is 1. A drafter or a request that fails ends the campaign. The end is a
+table of drafts and accepted drafts by method, or kind of head, and num_model_steps.
 """
 
 import argparse
@@ -22,8 +24,9 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import small_heads
 import specops
-from checkpoints import write_config
+from checkpoints import make_checkpoint, write_config, write_tokenizer
 from pages import check_pages
 from specops.engine import Completion, Engine, EngineConfig, SamplingParams, SpeculativeConfig
 from specops.engine.models import load_model
@@ -94,15 +97,53 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "linear_value_head_dim": 32,
         "linear_conv_kernel_dim": 4,
     },
+    "qwen3_5": {
+        "architectures": ["Qwen3_5ForCausalLM"],
+        "layer_types": ["linear_attention", "full_attention"],
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "linear_key_head_dim": 32,
+        "linear_value_head_dim": 32,
+        "linear_conv_kernel_dim": 4,
+    },
+    "gemma3": {
+        "architectures": ["Gemma3ForCausalLM"],
+        "sliding_window": 24,
+        "sliding_window_pattern": 2,
+        "query_pre_attn_scalar": 50,
+        "num_nextn_predict_layers": 0,
+    },
 }
+# Families whose checkpoints are written, since heads need a target with weights in files: class of
+# transformers, changes of its configuration, and the kinds of heads that do not fit the target.
+_STATES = {one: FAMILIES["qwen3_5"][one] for one in FAMILIES["qwen3_5"] if "linear" in one}
+_MIXED = ["linear_attention", "full_attention"] * (small_heads.LAYERS // 2)
+HEAD_FAMILIES: dict[str, tuple[str, dict[str, Any], set[str]]] = {
+    "qwen3 with heads": ("Qwen3", {}, set()),
+    # A prefix layer is like the target's, which must have attention alone.
+    "qwen3_5 with heads": ("Qwen3_5", {**_STATES, "layer_types": _MIXED}, {"hydra++"}),
+    "gemma3 with heads": (
+        "Gemma3",
+        {"sliding_window": 24, "sliding_window_pattern": 2, "query_pre_attn_scalar": 50},
+        # They read an embedding as it is, and Gemma's is scaled.
+        {"hydra", "hydra++", "dflash", "anchored", "dspark", "dflash2", "windows"},
+    ),
+}
+NO_MTP = {"gemma3", *HEAD_FAMILIES}
 NO_8_BIT_CACHES = {"deepseek_v3"}  # latents
-HAVE_STATES = {"qwen3_next"}  # of requests: no trees, and as many drafts as there is room for
+# Requests have states: no trees, and as many drafts as there is room for.
+HAVE_STATES = {"qwen3_next", "qwen3_5", "qwen3_5 with heads"}
 MOST_DRAFTS = 12
 
 
-def random_speculation(draw: random.Random) -> dict[str, Any]:
-    """What a request may ask for itself."""
-    method = draw.choice(["naive", "ngram", "ngram", "suffix", "suffix", "mtp", "mtp"])
+def random_speculation(draw: random.Random, weights: dict[str, int]) -> dict[str, Any]:
+    """Return what a request may ask for itself.
+
+    Args:
+        draw: decides.
+        weights: the most drafts of each method with weights.
+    """
+    method = draw.choice(["naive", "ngram", "ngram", "suffix", "suffix", *weights, *weights])
     if method == "naive":
         return {"method": method}
     asked: dict[str, Any] = {
@@ -116,8 +157,15 @@ def random_speculation(draw: random.Random) -> dict[str, Any]:
         asked["min_ngram_size"] = draw.randint(1, 2)
         asked["max_ngram_size"] = draw.randint(2, 5)
         asked["ngram_match"] = draw.choice(["most_recent", "leftmost"])
+    if method in weights:
+        most = min(asked["num_speculative_tokens"], weights[method])
+        asked["num_model_steps"] = draw.randint(1, most)
+    if method in weights and method != "mtp":
+        behind = ["", "", "+suffix"] if asked["tree"] else ["", "", "+ngram", "+suffix"]
+        asked["method"] += draw.choice(behind)
+    if method in weights and asked["method"] == method != "mtp" and not asked["tree"]:
+        asked["num_speculative_tokens"] = asked["num_model_steps"]
     if method == "mtp":
-        asked["num_model_steps"] = draw.randint(1, min(asked["num_speculative_tokens"], 4))
         hybrids = [] if asked["tree"] else ["with_ngram", "with_suffix", "with_prediction"]
         asked["mtp_strategy"] = draw.choice(["default", *hybrids])
     return asked
@@ -218,6 +266,45 @@ def bits(one: Completion) -> list[Any]:
     ]
 
 
+def write_heads(
+    draw: random.Random, name: str, folder: Path, target: Path
+) -> dict[str, tuple[str, Path, int]]:
+    """Write a draft model, and a head for every method.
+
+    Args:
+        draw: chooses among the kinds of heads of a method.
+        name: of the target's family.
+        folder: for their directories, which stay for later rounds.
+        target: drafts for itself, too.
+
+    Returns:
+        Kind, directory and most drafts of each method.
+    """
+    chosen = {"draft_model": ("draft model", target, 4)}
+    kinds = [kind for kind in small_heads.KINDS if kind not in HEAD_FAMILIES[name][2]]
+    draw.shuffle(kinds)
+    for kind in kinds:
+        head = small_heads.KINDS[kind]
+        directory = folder / kind
+        if not directory.exists():
+            directory.mkdir()
+            head.write(directory)
+        chosen[head.method] = (kind, directory, head.most)
+    return chosen
+
+
+def write_target(name: str, folder: Path) -> Path:
+    """Write a target for heads, unless it is there, and return its directory."""
+    directory = folder / name
+    if not directory.exists():
+        directory.mkdir()
+        family, changes, _ = HEAD_FAMILIES[name]
+        sizes = {"num_hidden_layers": small_heads.LAYERS, "vocab_size": small_heads.VOCAB}
+        make_checkpoint(directory, family, **sizes, **changes)
+        write_tokenizer(directory)
+    return directory
+
+
 def run_at_random(
     engine: Engine,
     draw: random.Random,
@@ -253,6 +340,8 @@ def run_round(
     name: str,
     folder: Path,
     found: Counter[str],
+    drafted: Counter[tuple[str, int]],
+    accepted: Counter[tuple[str, int]],
     quantization: str | None = None,
 ) -> None:
     """One model, one set of requests, some engines.
@@ -262,6 +351,7 @@ def run_round(
         name: of the family, or "bundled".
         folder: for the small model's configuration.
         found: counts.
+        drafted, accepted: drafts by method, or kind of head, and num_model_steps.
         quantization: of the model; None: any.
     """
     isa = draw.choice(specops.runtime.supported_isas())
@@ -279,9 +369,15 @@ def run_round(
         shared["quantization"] = quantization
     if name in NO_8_BIT_CACHES:
         shared["kv_cache_dtype"] = "auto"
-    if is_small:
+    weights, heads = ({} if name in NO_MTP else {"mtp": 4}), {}
+    if name in HEAD_FAMILIES:
+        model = write_target(name, folder)
+        heads = write_heads(draw, name, folder, model)
+        weights |= {method: most for method, (_, _, most) in heads.items()}
+        shared["model"] = str(model)
+    elif is_small:
         sizes = {"num_hidden_layers": 2, "vocab_size": VOCAB, "num_nextn_predict_layers": 1}
-        model = write_config(folder, **sizes, **FAMILIES[name])
+        model = write_config(folder, **{**sizes, **FAMILIES[name]})
         shared |= {"model": str(model), "load_format": "dummy"}
     naive = SpeculativeConfig(method="naive")
     plain = Engine(
@@ -290,23 +386,33 @@ def run_round(
         )
     )
     vocab = VOCAB if is_small else plain.tokenizer.vocab_size
+    if heads:
+        vocab = small_heads.VOCAB
     prompts = random_prompts(draw, vocab, longest)
     params = [random_params(draw, vocab, draw.randint(1, max_tokens)) for _ in prompts]
     alone = plain.generate(prompts, params, speculative_config={"method": "naive"})
     want = [bits(one) for one in alone]
     for _ in range(ENGINES):
         limits = random_limits(draw, longest + max_tokens + 1)
-        speculations = [random_speculation(draw) for _ in prompts]
-        own = random_speculation(draw)
+        speculations = [random_speculation(draw, weights) for _ in prompts]
+        own = random_speculation(draw, weights)
+        if heads:  # the engine's own number limits P-EAGLE's
+            own = {"method": "ngram", "num_speculative_tokens": MOST_DRAFTS}
+            own["adaptive_verification"] = draw.random() < 0.3
         if name in HAVE_STATES:
             speculations = [{**one, "tree": False} for one in speculations]
             own = {"method": "ngram", "num_speculative_tokens": MOST_DRAFTS}
             states = load_model(model, load_format="dummy").kv_bytes_per_slot(0)
+            if heads:  # the draft model has as many, and drafts beside them
+                states *= 2
             limits["state_cache_bytes"] = draw.choice([1, 2, 4, 30]) * states
-        default = SpeculativeConfig(**own, **random_budgets(draw))
+        options = {method: {"model": str(directory)} for method, (_, directory, _) in heads.items()}
+        default = SpeculativeConfig(**own, **random_budgets(draw), options=options)
         if not default.selects_drafts:  # else the engine has not measured its steps
             speculations = [{**one, "adaptive_verification": False} for one in speculations]
-        config = EngineConfig(speculative_config=default, methods=("mtp",), **limits, **shared)
+        config = EngineConfig(
+            speculative_config=default, methods=tuple(weights), **limits, **shared
+        )
         engine = Engine(config)
         got = run_at_random(engine, draw, prompts, params, speculations)
         for index, (one, expected) in enumerate(zip(got, want, strict=True)):
@@ -317,6 +423,13 @@ def run_round(
                 print(f"\nrequest {index} of {name} differs: {isa}, {shared}, {limits}")
                 print(f"  {speculations[index]}\n  {params[index]}\n  prompt {prompts[index]}")
                 print(f"  expected {expected[0]}\n  got      {one.token_ids}", flush=True)
+        for speculation, one in zip(speculations, got, strict=True):
+            method = speculation["method"].partition("+")[0]
+            if method in weights and speculation["method"] in (method, "mtp"):
+                kind = heads[method][0] if method in heads else method
+                key = kind, speculation["num_model_steps"]
+                drafted[key] += one.stats.num_draft_tokens
+                accepted[key] += one.stats.num_accepted_tokens
         stats = engine.stats
         found["drafts accepted"] += stats.speculative.num_accepted_tokens
         found["drafts rejected"] += (
@@ -331,20 +444,26 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--minutes", type=float, default=30)
     parser.add_argument("--rounds", type=int, help="so many instead, however long they take")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--family", choices=FAMILIES, help="of all rounds (default: each in turn)")
+    names = [*FAMILIES, *HEAD_FAMILIES]
+    parser.add_argument("--family", choices=names, help="of all rounds (default: each in turn)")
     parser.add_argument("--quantization", help="of all rounds (default: any)")
     options = parser.parse_args(arguments)
     found: Counter[str] = Counter()
+    drafted: Counter[tuple[str, int]] = Counter()
+    accepted: Counter[tuple[str, int]] = Counter()
     end, number = time.monotonic() + 60 * options.minutes, 0
-    turns = [options.family] if options.family else [*FAMILIES, "bundled"]
+    turns = [options.family] if options.family else [*names, "bundled"]
     with tempfile.TemporaryDirectory() as folder:
         while number < options.rounds if options.rounds else time.monotonic() < end:
             draw = random.Random(f"{options.seed}-{number}")
             name = turns[number % len(turns)]
-            run_round(draw, name, Path(folder), found, options.quantization)
+            run_round(draw, name, Path(folder), found, drafted, accepted, options.quantization)
             number += 1
             counts = ", ".join(f"{found[one]:,} {one}" for one in found if one != "differ")
             print(f"{number} rounds: {counts}, {found['differ']} differ", flush=True)
+    print("| drafter | drafts a step | drafts | accepted |\n| --- | --- | --- | --- |")
+    for (kind, count), drafts in sorted(drafted.items()):
+        print(f"| {kind} | {count} | {drafts} | {accepted[kind, count]} |")
     return int(found["differ"] > 0)
 
 

@@ -34,7 +34,7 @@ def test_rounds_of_mixtures(family: str, kind: str) -> None:
 
 @pytest.mark.prove
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("family", engine_campaign.FAMILIES)
+@pytest.mark.parametrize("family", [*engine_campaign.FAMILIES, *engine_campaign.HEAD_FAMILIES])
 def test_three_hundred_requests(family: str, kind: str, capsys: pytest.CaptureFixture[str]) -> None:
     options = ["--rounds", "7", "--seed", "1", "--family", family, "--quantization", kind]
     assert engine_campaign.main(options) == 0

@@ -14,6 +14,7 @@ from specops.cli import complete, main
 from specops.cli.tint import has_colours
 from specops.engine import Engine, EngineConfig, SamplingParams
 from specops.engine.config import BUNDLED_MODEL
+from specops.engine.drafters.mtp import MtpHead
 from specops.engine.steps import runner
 
 pytestmark = pytest.mark.skipif(
@@ -158,6 +159,19 @@ def test_a_difference_is_told(
     assert f"  plain:   token {plain[place]} " in error
     assert f"  drafted: token {drafted[place]} " in error
     assert "promises no more" not in error
+
+
+def test_lost_drafts_are_told(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(self: MtpHead, *rows: object) -> None:
+        raise IndexError("planted")
+
+    monkeypatch.setattr(MtpHead, "forward", fails)
+    assert main([*COMMAND, PROMPT, "--compare", "--method", "mtp"]) == 1
+    error = capsys.readouterr().err
+    assert "identical: 24 of 24 tokens" in error
+    assert "drafts were lost: the drafter of mtp failed" in error
 
 
 def test_a_strategy_that_promises_less_says_so(capsys: pytest.CaptureFixture[str]) -> None:

@@ -173,6 +173,7 @@ def test_a_death_ends_the_jobs_of_that_engine_and_counters_go_on() -> None:
     door.submit(1, [2])
     one, other = door.engines
     stats = EngineStats(num_steps=4, speculative=SpeculativeStats(num_drafts_per_length=[0, 2]))
+    stats.drafter_failures = {"mtp": 1}
     one._take(Batch(0.0, "ok", structs.replace(one.status, stats=stats), None, {}, []))
     other._take(Batch(0.0, "ok", structs.replace(other.status, stats=stats), None, {}, []))
     one._lost("it is gone")
@@ -180,6 +181,7 @@ def test_a_death_ends_the_jobs_of_that_engine_and_counters_go_on() -> None:
     assert door.batches[-1].dropped == {"error": 1}
     counted = door.client.status.stats
     assert counted.num_steps == 8 and counted.speculative.num_drafts_per_length == [0, 4]
+    assert counted.drafter_failures == {"mtp": 2}
     door.client.abort(0)
     door.client.abort(1)
     assert Abort(1) in other.sent and Abort(0) not in one.sent

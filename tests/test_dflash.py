@@ -445,6 +445,20 @@ def test_every_bit_is_plain_decoding_s(
     assert (engine.stats.num_preemptions > 0) == ("num_pages" in CASES[case])
 
 
+def test_blocks_are_whole_where_the_request_ends_with_a_page(
+    target: tuple[Path, Any], tmp_path: Path
+) -> None:
+    """Rows of a block see each other, so a shorter block would draft otherwise."""
+    block = KINDS["dflash"]
+    block.write(tmp_path)
+    engine = make(target, tmp_path, num_speculative_tokens=4, page_size=16)
+    (one,) = told(1)
+    (found,) = reported(engine, [TEXTS[0][:10]], [replace(one, max_tokens=6)])
+    assert len(found) > 3 and engine.num_free_pages == engine.num_pages
+    for text, drafts in found:
+        assert list(drafts) == block.drafts(target[1], text, len(drafts))
+
+
 @pytest.mark.parametrize("kind", ["dflash", "dspark", "dflash2", "windows"])
 def test_drafts_are_the_same_in_any_batch(
     target: tuple[Path, Any], tmp_path: Path, kind: str

@@ -124,6 +124,40 @@ def test_a_model_that_is_the_target_is_always_right() -> None:
     assert spec.num_accepted_tokens == spec.num_draft_tokens > 100
 
 
+OWN_PARAMETERS: dict[str, tuple[dict[str, Any], float]] = {
+    "bias": ({"logit_bias": dict.fromkeys(range(200, 260), 3.0)}, 1.0),
+    "allowed tokens": ({"allowed_token_ids": list(range(5, 4000, 3))}, 1.0),
+    "minimum length": ({"min_tokens": 20, "stop_token_ids": list(range(300, 420))}, 1.0),
+    "bad words": ({"bad_words_token_ids": [[token] for token in range(200, 400)]}, 1.0),
+    "typical": ({"typical_p": 0.5}, 1.0),
+    # Drafts count the text, and not the drafts before them.
+    "repetition": ({"repetition_penalty": 1.3}, 0.9),
+    "presence": ({"presence_penalty": 0.5}, 0.9),
+    "frequency": ({"frequency_penalty": 0.5}, 0.85),
+}
+
+
+@pytest.mark.parametrize("name", OWN_PARAMETERS)
+def test_drafts_are_chosen_by_the_parameters_of_their_request(name: str) -> None:
+    """Beside requests that ask for nothing, which have the drafts that they have alone."""
+    own, least = OWN_PARAMETERS[name]
+    texts, each, expected = (of_all[:4] for of_all in plain())
+    each = [replace(one, max_tokens=24) for one in each]
+    changed = [replace(one, **own) for one in each]
+    for settings in ({}, {"tree": True, "num_speculative_tokens": 6, "num_model_steps": 3}):
+        engine = make(BUNDLED_MODEL, max_num_seqs=8, **settings)
+        done = engine.generate([*texts, *texts], [*changed, *each])
+        spec = [one.stats for one in done[:4]]
+        drafts = sum(one.num_draft_tokens for one in spec)
+        accepted = sum(one.num_accepted_tokens for one in spec)
+        if not settings:
+            assert least * drafts <= accepted
+        assert list(map(bits, done[4:])) == [bits(one)[:24] for one in expected]
+        assert not engine._drafting.num_failures
+        naive = engine.generate(texts, changed, speculative_config={"method": "naive"})
+        assert list(map(bits, done[:4])) == list(map(bits, naive))
+
+
 def test_a_pause_is_caught_up_with(similar: Path) -> None:
     """Requests without drafts for a while: then all that was missed runs in one go."""
     texts, each, _ = plain()

@@ -12,12 +12,16 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import numpy as np
 import pytest
 from checkpoints import write_tokenizer
 from mtp_checkpoints import make_mtp_checkpoint
 from specops.engine import Engine, EngineConfig, SamplingParams, SpeculativeConfig, step_costs
 from specops.engine import config as engine_config
+from specops.engine.drafters.base import Scheduled
 from specops.engine.drafters.chances import MethodChances, RequestChances
+from specops.engine.drafters.pass_reports import PassReports
+from specops.engine.drafters.recurrent import RecurrentStep
 from specops.engine.drafters.selection import DraftSelector
 from specops.engine.plan import Plan
 from test_lossless import bits
@@ -365,6 +369,94 @@ def test_measuring_leaves_nothing_and_selecting_changes_no_token(
         elif name == "dear":
             assert drafts < free / 2
     assert engine.num_free_pages == engine.num_pages and engine._drafting._chances == {}
+
+
+@pytest.mark.parametrize("second", ["ngram", "suffix"])
+def test_confidences_are_those_of_the_stage_that_drafted(
+    model_dir: Path, monkeypatch: pytest.MonkeyPatch, second: str
+) -> None:
+    """Beside requests for which more passes of the head run, whose reports are of no one else."""
+    fill = RecurrentStep.fill
+
+    def poisoned(self: RecurrentStep, parts: Sequence[Scheduled]) -> None:
+        for array in self.reports.logprobs:
+            array.host[:] = np.nan
+        fill(self, parts)
+
+    monkeypatch.setattr(RecurrentStep, "fill", poisoned)
+    engine = make(model_dir, {"method": "mtp", "adaptive_verification": True})
+    engine._drafting.select_by([1.0] * 65)
+    hybrid: dict[str, Any] = {"method": f"mtp+{second}", "num_model_steps": 1}
+    hybrid |= {"num_speculative_tokens": 4, "min_ngram_size": 1}
+    prompts = [list(range(1, 150)), [3, 4]] * 2  # whatever is drafted has been there before
+    names = [
+        engine.add_request(prompt, params, speculative_config=own)
+        for prompt, params, own in zip(prompts, PARAMS, (hybrid, None) * 2, strict=True)
+    ]
+    seen = 0
+    while engine.has_unfinished():
+        engine.step()
+        proposals = engine._drafting.proposals
+        for name in names[::2]:
+            request = engine._requests[name]
+            behind = proposals.confidences[request.slot, 1 : proposals.counts[request.slot]]
+            seen += len(behind)
+            if second == "ngram":
+                lengths = behind / (1 - behind)  # a match of L tokens is given L / (L + 1)
+                assert lengths == pytest.approx(lengths.round(), abs=1e-3)
+            assert ((behind > 0) & (behind <= 1)).all()
+    assert seen > 20 and not engine._drafting.num_failures
+    done = [engine.completion(name) for name in names]
+    plain = make(model_dir, {"method": "naive"}).generate(prompts, PARAMS)
+    assert list(map(bits, done)) == list(map(bits, plain))
+
+
+@pytest.mark.parametrize("tree", [False, True], ids=["chains", "trees"])
+def test_nan_among_the_probabilities_of_one_request_concerns_no_other(
+    model_dir: Path, monkeypatch: pytest.MonkeyPatch, tree: bool
+) -> None:
+    read, victim = PassReports.read, PROMPTS[1]
+
+    def poisoned(self: PassReports, parts: Sequence[Scheduled], *others: Any) -> None:
+        for index, part in enumerate(parts):
+            if part.request.token_ids[: len(victim)] == victim:
+                for array in self.logprobs:
+                    array.host[index] = np.nan
+        read(self, parts, *others)
+
+    monkeypatch.setattr(PassReports, "read", poisoned)
+    engine = make(model_dir, {"method": "mtp", "adaptive_verification": not tree, "tree": tree})
+    if not tree:
+        engine._drafting.select_by([1.0] * 65)
+    done = engine.generate(PROMPTS, PARAMS)
+    drafts = [one.stats.num_draft_tokens for one in done]
+    assert [count > 0 for count in drafts] == [True, False, True, True]
+    assert engine.stats.drafter_failures["mtp"] == engine._drafting.num_failures == 1
+    plain = make(model_dir, {"method": "naive"}).generate(PROMPTS, PARAMS)
+    assert list(map(bits, done)) == list(map(bits, plain))
+
+
+def test_a_confidence_that_is_no_probability_concerns_no_other_request(model_dir: Path) -> None:
+    """As of a drafter that writes such numbers on the host."""
+    engine = make(
+        model_dir, {"method": "ngram", "min_ngram_size": 1, "adaptive_verification": True}
+    )
+    engine._drafting.select_by([1.0] * 65)
+    names = [engine.add_request(*one) for one in zip(PROMPTS, PARAMS, strict=True)]
+    wrong = iter([np.nan, 1.5, -0.5])
+    planted = 0
+    while engine.has_unfinished():
+        for name in names[:3]:
+            slot = engine._requests[name].slot
+            if slot >= 0 and engine._drafting.proposals.counts[slot] and planted < 2:
+                engine._drafting.proposals.confidences[slot, 0] = next(wrong)
+                planted += 1
+        engine.step()
+    assert engine.stats.drafter_failures["adaptive_verification"] == planted == 2
+    done = [engine.completion(name) for name in names]
+    assert max(one.stats.num_draft_tokens for one in done) > 20
+    plain = make(model_dir, {"method": "naive"}).generate(PROMPTS, PARAMS)
+    assert list(map(bits, done)) == list(map(bits, plain))
 
 
 def test_a_request_may_turn_it_off_but_not_on(model_dir: Path) -> None:

@@ -8,9 +8,15 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import eagle_oracle
 import pytest
+import small_heads
+import test_dflash
+import test_residual_heads
 import torch
+from checkpoints import write_tokenizer
 from draft_lengths import RandomLengths
+from mtp_checkpoints import make_mtp_checkpoint
 from specops import sampling
 from specops.engine import Completion, Engine, EngineConfig, SamplingParams, SpeculativeConfig
 from specops.engine.config import BUNDLED_MODEL
@@ -34,6 +40,7 @@ from toy_drafter import ToyHead, write_weights
 from twin_device import TwinDevice
 
 NAIVE = SpeculativeConfig(method="naive")
+RESIDUAL = ("medusa", "hydra", "hydra++")
 
 
 @pytest.fixture
@@ -372,6 +379,84 @@ def test_at_most_one_drafter_of_a_request_keeps_anything_on_its_pages(
     engine = make(SpeculativeConfig(method="mtp", mtp_strategy="with_ngram"))
     with pytest.raises(AssertionError, match="two drafters of one request"):
         engine.add_request([1, 2], SamplingParams(max_tokens=2))
+
+
+@pytest.fixture(scope="module")
+def small_target(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("target")
+    small_heads.write_target(directory)
+    return directory
+
+
+@pytest.mark.parametrize("kind", [*small_heads.KINDS, "draft model", "mtp", "3 modules"])
+def test_every_head_drafts_at_every_number_of_drafts(
+    small_target: Path, tmp_path: Path, kind: str
+) -> None:
+    """On a new engine each, and by requests of one engine that is configured with the most."""
+    target, own, most = small_target, {"method": "mtp"}, small_heads.UNLIMITED
+    if kind in small_heads.KINDS:
+        head = small_heads.KINDS[kind]
+        head.write(tmp_path)
+        own, most = {"method": head.method, "model": str(tmp_path)}, head.most
+    elif kind == "draft model":
+        own = {"method": "draft_model", "model": str(target)}
+    elif kind == "3 modules":
+        target = make_mtp_checkpoint(tmp_path, "qwen3_next", 3).directory
+        write_tokenizer(target)
+    each = small_heads.params(2, 8)
+    for count in range(1, most + 1):
+        engine = small_heads.new_engine(target, {**own, "num_speculative_tokens": count})
+        engine.generate(small_heads.TEXTS[:2], each)
+        spec = engine.stats.speculative
+        assert (engine._drafting.num_failures, spec.num_draft_tokens > 0) == (0, True), count
+    engine = small_heads.new_engine(target, {**own, "num_speculative_tokens": most})
+    for count in range(1, most + 1):
+        asked = {"num_speculative_tokens": count}
+        done = engine.generate(small_heads.TEXTS[:2], each, speculative_config=asked)
+        assert all(one.stats.num_draft_tokens > 0 for one in done), count
+    assert not engine._drafting.num_failures
+
+
+@pytest.mark.parametrize("vocab,draft_vocab", [(6, 6), (6, 1), (1, 1)])
+def test_trees_of_every_head_keep_within_a_small_vocabulary(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, vocab: int, draft_vocab: int
+) -> None:
+    """Of the target, or of the drafts alone: there are fewer tokens than a pass would report."""
+    for module in (eagle_oracle, test_dflash, test_residual_heads):
+        monkeypatch.setattr(module, "VOCAB", vocab)
+    monkeypatch.setattr(test_dflash, "MASK", 0)
+    target = tmp_path / "target"
+    target.mkdir()
+    small_heads.write_target(target, vocab)
+    reduced = {"draft_vocab": draft_vocab} if draft_vocab < vocab else {}
+    heads: dict[str, Any] = {
+        "eagle3": eagle_oracle.Head((1, 2, 3), draft_vocab=draft_vocab),
+        "p-eagle": eagle_oracle.Head((1, 2, 3), draft_vocab=draft_vocab, mask=0),
+        "dflash": test_dflash.Block(**reduced),
+        "dspark": test_dflash.Block(rank=4, **reduced),
+    }
+    if not reduced:
+        heads |= {name: replace(test_residual_heads.KINDS[name]) for name in RESIDUAL}
+        second = {**test_dflash.SECOND, "selector_top_k": vocab}
+        heads["dflash2"] = test_dflash.Block(second=second)
+    for name, head in heads.items():
+        folder = tmp_path / name
+        folder.mkdir()
+        if isinstance(head, eagle_oracle.Head):
+            eagle_oracle.write(folder, head, "official")
+        elif isinstance(head, test_dflash.Block):
+            head.write(folder, num_target_layers=small_heads.LAYERS)
+        else:
+            head.write(folder)
+        method = "dflash" if name.startswith("d") else "eagle3" if "eagle" in name else head.method
+        for stages in (method, f"{method}+suffix"):
+            own = {"method": stages, "model": str(folder), "tree": True}
+            own |= {"num_speculative_tokens": 9, "num_model_steps": 3}
+            engine = small_heads.new_engine(target, own)
+            texts = [[token % vocab for token in text] for text in small_heads.TEXTS[:2]]
+            done = engine.generate(texts, small_heads.params(2, 12))
+            assert all(one.stats.num_draft_tokens > 0 for one in done), (name, stages)
+            assert not engine._drafting.num_failures, (name, stages)
 
 
 def test_share_out_is_fair() -> None:

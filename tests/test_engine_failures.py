@@ -7,6 +7,7 @@ not in a table below fails the tests.
 """
 
 import logging
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
@@ -327,9 +328,11 @@ def test_a_drafter_that_always_raises_ends_nothing(
     model_dir: Path,
     plain: list[Completion],
     monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
     hook: str,
     method: str,
 ) -> None:
+    """Every failure is counted by method, and few are logged."""
     engine = drafting_engine(model_dir)
     own = METHODS[method] | {"tree": False, "adaptive_verification": True}
     for place in classes_with(hook, method):
@@ -337,7 +340,12 @@ def test_a_drafter_that_always_raises_ends_nothing(
         monkeypatch.setattr(kind, hook, Planted(getattr(kind, hook), times=10**9))
     forgets = hook not in {"stop", "leave"}
     assert_equal(run(engine, lambda index: own, forgets=forgets).done, plain)
-    assert engine._drafting.num_failures >= 1
+    failures = engine._drafting.num_failures
+    assert failures >= 1 and sum(engine.stats.drafter_failures.values()) == failures
+    said = Counter(
+        one.args[0] for one in caplog.records if one.levelno == logging.ERROR and one.args
+    )
+    assert max(said.values()) <= len(str(failures))  # the 1st, 10th, 100th and so on
 
 
 def test_what_outlives_an_engine_may_raise(

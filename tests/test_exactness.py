@@ -14,6 +14,8 @@ from specops import sampling
 from specops.cli import exactness
 from specops.cli.serve import main
 from specops.engine import Completion, Engine, SpeculativeStats, TokenLogprob
+from specops.engine.drafters.mtp import MtpHead
+from specops.engine.drafters.recurrent import RecurrentDrafter
 from specops.engine.steps import runner
 
 Plant = Callable[[TokenLogprob], TokenLogprob]
@@ -106,6 +108,30 @@ def test_it_runs_without_rich(
         monkeypatch.setitem(sys.modules, name, None)
     assert main([*COMMAND, *SHORT]) == 0
     assert "No difference in 48 tokens" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "hook,words", [("forward", "the drafter of mtp failed"), ("plan", "mtp drafted nothing")]
+)
+def test_lost_drafts_are_found(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, hook: str, words: str
+) -> None:
+    """A drafter that raises, and one that never has anything to do."""
+
+    def fails(self: MtpHead, *rows: object) -> None:
+        raise IndexError("planted")
+
+    def rests(self: RecurrentDrafter, *planned: object) -> None:
+        return None
+
+    if hook == "forward":
+        monkeypatch.setattr(MtpHead, hook, fails)
+    else:
+        monkeypatch.setattr(RecurrentDrafter, hook, rests)
+    own = ["--prompts", "2", "--max-tokens", "12", "--temperature", "0", "--method", "mtp"]
+    assert main([*COMMAND, *own, "--quiet"]) == 1
+    out = capsys.readouterr().out
+    assert out.startswith("No verdict on mtp, temperature 0, which lost drafts: ") and words in out
 
 
 def test_drafts_let_through_are_found(

@@ -17,6 +17,7 @@ from eagle_oracle import Head
 from mtp_checkpoints import Tiny, save_checkpoint
 from specops.engine import SpeculativeConfig
 from test_laws_mtp import (
+    CHANGED,
     COOL,
     FEW_PAGES,
     FEW_ROWS,
@@ -104,6 +105,9 @@ TRIALS = [
     Trial("peagle", "block", False, WARM, FEW_ROWS),
     Trial("dflash2", "rejection", False, WARM, FEW_ROWS),
     Trial("dflash2", "block", False, {}, FEW_PAGES),
+    Trial("draft_model", "rejection", False, CHANGED, FEW_ROWS),
+    Trial("draft_model", "block", False, CHANGED, FEW_PAGES),
+    Trial("eagle", "rejection", True, CHANGED, FEW_ROWS),
 ]
 
 
@@ -130,7 +134,7 @@ def p_values_of(heads: Heads, trial: Trial, count: int, k: int) -> dict[str, flo
 @pytest.mark.parametrize("trial", TRIALS, ids=str)
 @pytest.mark.corners(
     *("*'draft_model', *tree=False, filters={}*", "*'draft_model+suffix', *"),
-    *("*'eagle3', *tree=True*", "*'eagle', *filters={}*"),
+    *("*'eagle3', *tree=True*", "*'eagle', *filters={}*", "*'block', *logit_bias*"),
 )
 def test_texts_follow_the_target(heads: Heads, trial: Trial, drafts: Drafts) -> None:
     found = p_values_of(heads, trial, 400, 3)

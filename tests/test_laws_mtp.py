@@ -68,6 +68,26 @@ def target_probs(logits: Tensor, filters: dict[str, Any]) -> Tensor:
     return torch.zeros_like(weights).scatter(1, ids, weights)
 
 
+def changed_logits(rows: Tensor, texts: Texts, filters: dict[str, Any]) -> Tensor:
+    """Return the logits of every token of the outputs with the changes of `CHANGED` applied."""
+    rows = rows.double()
+    for token, bias in filters.get("logit_bias", {}).items():
+        rows[:, token] += bias
+    if penalty := filters.get("repetition_penalty"):
+        places = (
+            prompt + output[:place]
+            for prompt, output in zip(texts.prompts, texts.outputs, strict=True)
+            for place in range(len(output))
+        )
+        for row, known in zip(rows, places, strict=True):
+            ids = sorted(set(known))
+            row[ids] = torch.where(row[ids] > 0, row[ids] / penalty, row[ids] * penalty)
+    if allowed := filters.get("allowed_token_ids"):
+        kept = torch.zeros(VOCAB, dtype=torch.bool).index_fill(0, torch.tensor(allowed), True)
+        rows.masked_fill_(~kept, -torch.inf)
+    return rows
+
+
 def rows_of(model: Transformer, texts: Texts, filters: dict[str, Any]) -> Tensor:
     """The target's distribution of every token of the outputs, one text after another."""
     logits = []
@@ -75,10 +95,11 @@ def rows_of(model: Transformer, texts: Texts, filters: dict[str, Any]) -> Tensor
         pairs = list(zip(texts.prompts, texts.outputs, strict=True))[first : first + 512]
         each = Runner(model).run([a + b for a, b in pairs], [[len(a + b) for a, b in pairs]])
         logits += [rows[len(a) - 1 : -1] for (a, _), rows in zip(pairs, each, strict=True)]
-    rows = torch.cat(logits)
+    rows = changed_logits(torch.cat(logits), texts, filters)
     probs = target_probs(rows, filters)
+    own = {name: value for name, value in filters.items() if name not in CHANGED}
     for row in range(0, len(rows), 1 + len(rows) // 20):
-        wanted = reference.target_probs(rows[row], **{**FILTERS, **filters})
+        wanted = reference.target_probs(rows[row], **{**FILTERS, **own})
         assert torch.allclose(probs[row], wanted, rtol=1e-9, atol=1e-12)
     return probs
 
@@ -254,6 +275,11 @@ def texts_of(done: dict[int, Completion]) -> Texts:
 FEW_PAGES = {"num_pages": 12, "max_num_seqs": 20}
 FEW_ROWS = {"max_num_batched_tokens": 40, "max_num_seqs": 30}
 WARM, COOL = {"temperature": 1.3, "top_k": 8}, {"temperature": 0.7, "top_p": 0.9}
+CHANGED = {
+    "logit_bias": {3: 1.5, 9: -2.0},
+    "repetition_penalty": 1.4,
+    "allowed_token_ids": [token for token in range(VOCAB) if token % 7 != 2],
+}
 TRIALS = [
     Trial(1, 1, "rejection", {}, {}),
     Trial(1, 2, "rejection", COOL, {}),
@@ -264,6 +290,7 @@ TRIALS = [
     Trial(1, 3, "block", {}, {}),
     Trial(2, 2, "block", {"top_k": 6, "top_p": 0.95}, FEW_PAGES),
     Trial(2, 3, "block", COOL, FEW_ROWS),
+    Trial(2, 3, "rejection", CHANGED, FEW_PAGES),
 ]
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from specops.engine import Completion, Engine, EngineConfig, SamplingParams, SpeculativeConfig
+from specops.engine.drafters.methods import METHODS
 from test_lossless import bits, params, prompts
 
 COUNT = 12
@@ -107,18 +108,19 @@ def test_it_stands_before_what_the_method_drafts() -> None:
 def test_who_chooses_it() -> None:
     config = SpeculativeConfig(method="mtp", num_speculative_tokens=4, tree=True)
     given, none = SamplingParams(prediction="text"), SamplingParams()
-    assert config.asked_for_by(none, None) is None
+    assert config.asked_for_by(none, None, METHODS) is None
     own = {"num_speculative_tokens": 6}
-    assert config.asked_for_by(none, own) is own
-    chosen = config.override(config.asked_for_by(given, own) or {})
+    assert config.asked_for_by(none, own, METHODS) is own
+    chosen = config.override(config.asked_for_by(given, own, METHODS) or {})
     assert chosen.draft_stages == (("mtp", 4), ("prediction", 6)) and not chosen.tree
     named = {"method": "ngram"}
-    assert config.asked_for_by(given, named) is named
+    assert config.asked_for_by(given, named, METHODS) is named
     naive = SpeculativeConfig()
-    alone = naive.override(naive.asked_for_by(given, None) or {})
+    alone = naive.override(naive.asked_for_by(given, None, METHODS) or {})
     assert alone.draft_stages == (("prediction", 8),)
+    assert naive.asked_for_by(given, None, ("naive",)) is None
     again = SpeculativeConfig(method="ngram+prediction")
-    assert again.asked_for_by(given, None) is None
+    assert again.asked_for_by(given, None, METHODS) is None
     assert SpeculativeConfig(method="mtp", mtp_strategy="with_prediction").stages == (
         *("mtp", "prediction"),
     )

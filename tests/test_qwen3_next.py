@@ -450,6 +450,17 @@ def test_what_has_no_states_is_refused_by_name(tmp_path: Path) -> None:
         )
 
 
+def test_a_prediction_that_has_no_room_is_dropped() -> None:
+    engine = make("naive")
+    prompts, each = texts(2)
+    asked = [replace(one, prediction=tuple(prompts[0])) for one in each]
+    done = engine.generate(prompts, asked)
+    assert list(map(bits, done)) == list(map(bits, engine.generate(prompts, each)))
+    assert engine.runnable_methods == ("naive",)
+    with pytest.raises(ValueError, match=r'"prediction" cannot run .* have room for the drafts'):
+        engine.add_request([1], asked[0], speculative_config={"method": "prediction"})
+
+
 @pytest.mark.parametrize(
     "layers", [{"layer_types": ["linear_attention"] * 2}, {"full_attention_interval": 3}]
 )

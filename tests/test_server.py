@@ -1076,6 +1076,18 @@ def test_steps_that_keep_failing_show_in_health(slow: Served) -> None:
     assert health(slow) == (200, "ok")
 
 
+def test_failures_of_drafters_show_and_leave_the_server_well() -> None:
+    with serving(FakeEngine()) as served:
+        assert HTTP.get(f"{served.url}/health").json() == {"status": "ok"}
+        served.engine.stats.drafter_failures = {"mtp": 0, "hydra": 2}
+        assert post(served, "completions", TEXT).status_code == 200  # the engine tells it
+        answer = HTTP.get(f"{served.url}/health")
+        assert answer.status_code == 200
+        assert answer.json() == {"status": "ok", "drafter_failures": {"hydra": 2}}
+        told = counters(served)["specops:drafter_failures_total"]
+        assert told == {"mtp": 0, "hydra": 2}
+
+
 @pytest.mark.parametrize("drops", [False, True])
 def test_an_engine_that_drops_the_requests_of_a_failed_step_itself(drops: bool) -> None:
     """Nor does it matter whether it does: the thread drops what is left, and the others go on."""

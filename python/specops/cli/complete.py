@@ -10,6 +10,7 @@ from typing import Any
 
 from specops.cli import Parser, fail, require_writable, write_file
 from specops.cli.comparison import Comparison, Decoder, Run, compare
+from specops.cli.exactness import lost_drafts, num_failures
 from specops.cli.options import add_draft_lengths, add_model_options, engine_settings
 from specops.cli.tint import has_colours, tinted
 from specops.engine import (
@@ -31,7 +32,8 @@ def main(arguments: Sequence[str], program: str) -> int:
     """Completes, and compares if `--compare` is given.
 
     Returns:
-        The exit code: 1 if plain decoding gives another text, 2 for a mistake.
+        The exit code: 1 if plain decoding gives another text or a comparison has lost drafts, 2 for
+        a mistake.
     """
     args = _parser(program).parse_args(arguments)
     try:
@@ -71,7 +73,7 @@ def _parser(program: str) -> argparse.ArgumentParser:
         "--compare",
         action="store_true",
         help="decode plainly as well: is it identical, and how much faster? 1 is the exit code if "
-        "a token or a bit of a logprob differs",
+        "a token or a bit of a logprob differs, or the drafter failed or drafted nothing",
     )
     add(
         "--json",
@@ -120,7 +122,12 @@ def _complete(args: argparse.Namespace) -> int:
         _write(args.json, _report(engine, speculative, drafted, compared))
     if compared is None:
         return 0
-    return _tell(engine, compared, speculative.verify_strategy)
+    status = _tell(engine, compared, speculative.verify_strategy)
+    done = [compared.drafted.completion]
+    if (lost := lost_drafts(speculative, done, num_failures(engine))) is not None:
+        print(f"drafts were lost: {lost}", file=sys.stderr)
+        return 1
+    return status
 
 
 def _chosen(args: argparse.Namespace) -> dict[str, Any] | None:

@@ -30,6 +30,7 @@ from specops.service.contract import contract_of
 
 _SHOWN = 40  # characters of a prompt
 _ALTERNATIVES = 5  # of every token, compared by id and logprob
+_MOST_WITHOUT_DRAFTS = 3  # tokens of an output that may end before its first draft
 
 # What is compared unless something is chosen, as far as the model runs it.
 METHODS = method_choices()
@@ -48,6 +49,8 @@ class Comparison:
     num_drafts: int = 0
     num_accepted: int = 0
     num_different: int = 0  # prompts
+    num_failures: int = 0  # of drafters
+    lost_drafts: str | None = None  # a sentence, where a drafter failed or drafted nothing
     differences: list[str] = field(default_factory=list)  # a text for each of them
 
     @property
@@ -78,7 +81,10 @@ _COLUMNS = (
 
 
 def main(arguments: Sequence[str], program: str) -> int:
-    """Compares, prints, and returns the exit code: 1 for any difference, 2 for a mistake."""
+    """Compare, print, and return the exit code.
+
+    It is 1 for any difference, and where a drafter failed or drafted nothing; 2 for a mistake.
+    """
     args = _parser(program).parse_args(arguments)
     if args.json != "-":
         return _run(args)
@@ -107,7 +113,7 @@ def _run(args: argparse.Namespace, json_out: TextIO | None = None) -> int:
             json_out.write(text)
         else:
             Path(args.json).write_text(text, encoding="utf-8")
-    return int(any(one.num_different for one in comparisons))
+    return int(any(one.num_different or one.lost_drafts for one in comparisons))
 
 
 def _verdict(comparisons: Sequence[Comparison]) -> str:
@@ -116,6 +122,8 @@ def _verdict(comparisons: Sequence[Comparison]) -> str:
         outputs = sum(one.num_prompts for one in comparisons)
         return f"{different} of {outputs} outputs differ: speculation changed what the model says."
     tokens = sum(one.num_tokens for one in comparisons)
+    if lost := [one for one in comparisons if one.lost_drafts]:
+        return f"No verdict on {lost[0].title}, which lost drafts: {lost[0].lost_drafts}"
     return (
         f"No difference in {tokens:,} tokens: every token and rank, and every logprob bit, is "
         "plain decoding's, alternatives included."
@@ -231,9 +239,12 @@ def _compare_all(args: argparse.Namespace) -> tuple[list[Comparison], dict[str, 
             for method, own in compared:
                 # A comparison must not draft from the texts that the one before it has decoded.
                 forget_responses(engine)
+                failures = num_failures(engine)
                 drafted = engine.generate(prompts, params, speculative_config=own)
-                k = config.override(own).num_speculative_tokens
-                comparison = Comparison(method, k, temperature)
+                asked = config.override(own)
+                comparison = Comparison(method, asked.num_speculative_tokens, temperature)
+                comparison.num_failures = num_failures(engine) - failures
+                comparison.lost_drafts = lost_drafts(asked, drafted, comparison.num_failures)
                 lines = [
                     _compare(engine, comparison, *texts)
                     for texts in zip(prompts, plain, drafted, strict=True)
@@ -299,6 +310,11 @@ def _to_compare(
         if first.needs_weights:
             own["num_model_steps"] = steps
         compared.append((method, own))
+    if not compared:
+        raise ValueError(
+            f"there is no method to compare: the engine runs {', '.join(runnable)}; name one in "
+            "--speculative-config"
+        )
     return compared
 
 
@@ -335,6 +351,35 @@ def _describe(engine: Engine, one: TokenLogprob) -> str:
     text = engine.tokenizer.decode([one.token_id], skip_special_tokens=False)
     others = ", ".join(f"{token_id} {logprob!r}" for token_id, logprob in one.alternatives)
     return f"token {one.token_id} {text!r}, logprob {one.logprob!r}, rank {one.rank}, of [{others}]"
+
+
+def num_failures(engine: Engine) -> int:
+    """Return how often drafters of an engine have failed."""
+    return sum(engine.stats.drafter_failures.values())
+
+
+def lost_drafts(
+    config: SpeculativeConfig, drafted: Sequence[Completion], num_failures: int
+) -> str | None:
+    """Return a sentence about drafts that were lost; None if no drafts were.
+
+    Args:
+        config: of the requests.
+        drafted: what they gave.
+        num_failures: of drafters meanwhile.
+    """
+    if num_failures:
+        return (
+            f"the drafter of {config.method} failed (failures: {num_failures}; the log says how), "
+            "and requests were decoded plainly"
+        )
+    # A look-up may find nothing; weights draft something for every longer text.
+    drafts = sum(one.stats.num_draft_tokens for one in drafted)
+    needs_weights = config.stages and method_of(config.stages[0]).needs_weights
+    is_long = max((len(one.token_ids) for one in drafted), default=0) > _MOST_WITHOUT_DRAFTS
+    if needs_weights and is_long and not (drafts or config.selects_drafts):
+        return f"{config.method} drafted nothing"
+    return None
 
 
 def first_difference(left: Completion, right: Completion) -> int | None:

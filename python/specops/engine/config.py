@@ -277,7 +277,7 @@ class EngineConfig:
         if isinstance(override, SpeculativeConfig):
             return override
         chosen = self.speculative_config
-        override = chosen.asked_for_by(params, override)
+        override = chosen.asked_for_by(params, override, methods)
         if override is not None:
             chosen = chosen.override(
                 override,

@@ -103,7 +103,7 @@ class Engine:
         self._timer = time.perf_counter if self._device.is_async else time.thread_time
         self._spent = 0.0, 0.0  # on the launch of the step under way, by that timer and the clock
         self._aborted: list[Request] = []  # with rows in it
-        self.stats = EngineStats()
+        self.stats = EngineStats(drafter_failures=self._drafting.failures)
 
     def _measure_steps(self, bytes_read: Callable[[int], float], ranks: Ranks) -> list[float]:
         return measure_steps(

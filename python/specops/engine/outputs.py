@@ -237,3 +237,6 @@ class EngineStats:
     # Of all steps; 0 where `Engine.times_drafting` is False.
     verify_seconds: float = 0.0  # the model, and the choice of tokens
     draft_seconds: float = 0.0
+    # Failures of drafters by method, with zeros; "adaptive_verification" has those of the selection
+    # of drafts. The requests concerned were decoded plainly from there on.
+    drafter_failures: dict[str, int] = field(default_factory=dict)

@@ -544,18 +544,25 @@ class SpeculativeConfig:
         return config
 
     def asked_for_by(
-        self, params: object, request: Mapping[str, Any] | None
+        self,
+        params: object,
+        request: Mapping[str, Any] | None,
+        available: Collection[str],
     ) -> Mapping[str, Any] | None:
-        """Returns a request's own choices, with the method that one of its parameters asks for.
+        """Return a request's own choices, with the method that one of its parameters asks for.
 
         Args:
             params: the request's sampling parameters.
             request: the object that it sent; if that names a method, this one it is.
+            available: the methods that the engine can run. Others are not added: the parameter is a
+                hint that changes no token.
         """
         own = dict(request) if isinstance(request, Mapping) else {}
         for method in methods():
             is_asked = method.parameter is not None and getattr(params, method.parameter, None)
             if not is_asked or own.get("method") is not None or method.name in self.stages:
+                continue
+            if method.name not in available:
                 continue
             own["method"] = "+".join((*self.stages, method.name))
             if self.stages:  # they draft as before, but what has several stages drafts no tree

@@ -225,7 +225,11 @@ def _add_own_routes(app: FastAPI, client: EngineClient, *, has_metrics: bool) ->
     async def health() -> Response:
         """Whether the engine works; 503 if it does not."""
         status = client.health
-        return JSONResponse({"status": status}, 200 if status == "ok" else 503)
+        answer: dict[str, Any] = {"status": status}
+        counts = client.status.stats.drafter_failures
+        if failures := {method: count for method, count in counts.items() if count}:
+            answer["drafter_failures"] = failures
+        return JSONResponse(answer, 200 if status == "ok" else 503)
 
     @app.api_route("/version", methods=_READ, **reads(Version))
     async def version() -> Response:

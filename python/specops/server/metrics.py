@@ -189,6 +189,7 @@ class _EngineCollector(Collector):
         yield self._cache_config()
         yield self._draft_lengths()
         yield from self._positions()
+        yield self._drafter_failures()
 
     def _gauges(self) -> Iterator[Metric]:
         """What there is at the moment."""
@@ -281,6 +282,17 @@ class _EngineCollector(Collector):
             for position, count in enumerate(counts):
                 per_pos.add_metric([self._model, str(position)], count)
             yield per_pos
+
+    def _drafter_failures(self) -> Metric:
+        """Return the failures of drafters by method."""
+        failures = CounterMetricFamily(
+            "specops:drafter_failures",
+            "Failures of a drafter; the requests concerned continue without drafts",
+            labels=(*_LABELS, "method"),
+        )
+        for method, count in self._client.status.stats.drafter_failures.items():
+            failures.add_metric([self._model, method], count)
+        return failures
 
     def _draft_lengths(self) -> Metric:
         """How many drafts were verified, over all steps of all choices."""

@@ -33,6 +33,8 @@ class Health(Strict):
     """Whether the engine works."""
 
     status: Literal["ok", "failing", "restarting", "disconnected", "failed"]
+    # Failures by method since the start; absent without any. They change no token, and no status.
+    drafter_failures: dict[str, int] | None = None
 
 
 class Version(Strict):

@@ -220,7 +220,12 @@ class DataParallelClient(EngineClient):
 
 
 def _added(one: Any, other: Any) -> Any:
-    """Counters of two engines together: numbers, lists of them, and dataclasses of these."""
+    """Return the sum of the counters of two engines.
+
+    They are numbers, lists of numbers, numbers by name, and dataclasses of these.
+    """
+    if isinstance(one, dict):
+        return {name: one.get(name, 0) + other.get(name, 0) for name in one | other}
     if isinstance(one, list):
         return [a + b for a, b in zip_longest(one, other, fillvalue=0)]
     if is_dataclass(one) and not isinstance(one, type):

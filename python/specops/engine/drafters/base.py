@@ -10,7 +10,8 @@ continues what those before it have drafted. So a hybrid is a sequence of drafte
 knows of another. Proposals are only ever proposals: no drafter can change a token that is emitted.
 
 Nor can a drafter that raises end a request. Where it was asked about one request, that one goes on
-without drafts; where it was asked about a step, all do that it drafts for.
+without drafts; where it was asked about a step, all do that it drafts for, or those that a
+`RequestsFailed` names. The engine counts failures by method.
 """
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
@@ -29,7 +30,23 @@ from specops.engine.memory.step_memory import Layout
 from specops.engine.memory.step_shape import StepShape
 from specops.engine.models import CacheRoom, KvBytes, KvCache, LayerBatch, Transformer
 from specops.engine.request import Request
+from specops.sampling import LogitsProcessors
 from specops.tokenizer import Tokenizer
+
+
+class RequestsFailed(Exception):
+    """A failure in a drafter's part of a step that concerns some of its requests only.
+
+    A hook raises it once it has done its work for the other requests, which keep their drafts.
+
+    Args:
+        message: the failure.
+        requests: that continue without drafts.
+    """
+
+    def __init__(self, message: str, requests: Sequence[Request]) -> None:
+        super().__init__(message)
+        self.requests = requests
 
 
 class MethodUnavailable(ModelError):
@@ -89,8 +106,12 @@ class TargetStep(LayerBatch):
     top_k: Tensor
     top_p: Tensor
     min_p: Tensor
+    typical_p: Tensor | None
     seeds: Tensor
     choice_index: Tensor
+    # Changes of the logits of the token behind the known ones, a row per request; None: none. A
+    # grammar's masks are not there: the host knows them once it has read this step's tokens.
+    processors: LogitsProcessors | None
     # By the names of drafters that draw drafts with numbers of their own: receives what they were
     # drawn from, float32 [slots, drafts, vocabulary], by request of the step and draft.
     draft_probs: Mapping[str, Tensor]

@@ -42,11 +42,13 @@ class Blocks:
     Attributes:
         num_rows: this.
         most_rows: of a step.
+        max_len: tokens of the context.
     """
 
     def __init__(self, num_rows: int, context: DrafterContext) -> None:
         self.num_rows = num_rows
         self.most_rows = context.config.max_num_seqs * num_rows
+        self.max_len = context.target.max_model_len
         self._is_async, self._page_size = context.device.is_async, context.config.page_size
         self._by_size: dict[int, BatchIndices] = {}
         # By request, the row of its first one and how many it has.
@@ -177,13 +179,19 @@ class BlockKv(DraftKv):
 
     Attributes:
         num_rows: of a block.
+        context_len: tokens of the context.
     """
 
     num_rows: int
+    context_len: int
 
     def num_rows_behind(self, draft_limit: int) -> int:
         """Rows that drafting writes behind those of the step itself."""
         return self.num_rows
+
+    def end_of_rows(self, max_len: int) -> int:
+        """Return the end of the context: a block that ends with the request drafts otherwise."""
+        return self.context_len
 
 
 class HasBlocks(DraftHead, Protocol):
@@ -201,5 +209,5 @@ class BlocksDrafter(RecurrentDrafter):
 
     def draft_kv(self, request: Request) -> DraftKv | None:
         """Keys and values of the text, and a block behind them."""
-        drafts, rows = request.draft_stages[self.name], self.head.blocks.num_rows
-        return BlockKv(self.name, self.head.lookahead, drafts, rows)
+        drafts, blocks = request.draft_stages[self.name], self.head.blocks
+        return BlockKv(self.name, self.head.lookahead, drafts, blocks.num_rows, blocks.max_len)

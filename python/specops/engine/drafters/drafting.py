@@ -19,6 +19,7 @@ from specops.engine.drafters.base import (
     DrafterContext,
     MethodUnavailable,
     Proposals,
+    RequestsFailed,
     Scheduled,
     StepResults,
 )
@@ -46,9 +47,16 @@ from specops.engine.speculative_config import SpeculativeConfig
 
 logger = logging.getLogger(__name__)
 
+# The name under which failures of the selection of drafts are counted, beside those of methods.
+_SELECTION = "adaptive_verification"
+
 _NOT_LOADED = (
     "its weights were not loaded, since the server's configuration names it neither in "
     "speculative_config nor in methods"
+)
+_NO_ROOM = (
+    "the slots of a model with linear attention have room for the drafts of the server's own "
+    "speculative_config, which has none"
 )
 
 
@@ -66,6 +74,8 @@ class Drafting:
         scheduled: the parts of the step, as drafters have them.
         num_failures: how often one has raised. Steps made before may not run again: a part of one
             may be missing, or recorded by halves.
+        failures: the same by method, with zeros; "adaptive_verification" counts failures of the
+            selection of drafts. The keys never change.
 
     Raises:
         ModelError: a method that the configuration asks for cannot run.
@@ -92,6 +102,8 @@ class Drafting:
         # Who has a slot and drafts by it.
         self._requests: dict[Drafter, set[Request]] = {one: set() for one in everyone}
         self.num_failures = 0
+        self.failures = dict.fromkeys((*(one.name for one in everyone), _SELECTION), 0)
+        self._num_logged: dict[str, int] = {}  # failures by what has failed
         self._selector: DraftSelector | None = None
         self._chances: dict[Request, RequestChances] = {}  # of those whose drafts are selected
         # Of the step to come: confidences of the drafts that were selected; by slot, the trees.
@@ -103,6 +115,8 @@ class Drafting:
         # Of models that keep states of each draft.
         own = context.config.speculative_config
         self._most_kept = own.num_speculative_tokens if context.target.keeps_states else None
+        if self._most_kept == 0:
+            self.missing = dict.fromkeys(METHODS, _NO_ROOM)
         slots = context.config.max_num_seqs
         self.proposals = Proposals.empty(slots, 0)
         drawing = {
@@ -159,6 +173,8 @@ class Drafting:
     @property
     def methods(self) -> tuple[str, ...]:
         """The methods that requests may choose."""
+        if self._most_kept == 0:
+            return (NAIVE,)
         return (NAIVE, *(name for name in METHODS if name in self.drafters))
 
     @property
@@ -251,7 +267,7 @@ class Drafting:
         try:
             has_moved |= self._reserve_draft_probs(request)
         except Exception as error:
-            self._lose("memory for draft_probs", error, [request])
+            self._lose(next(iter(request.draft_stages)), "memory for draft_probs", error, [request])
             return has_moved
         return any(self._ask_each(drafters, "start", request)) or has_moved
 
@@ -321,16 +337,25 @@ class Drafting:
             except Exception as error:
                 for request in selected:
                     request.num_drafts, request.draft_parents = 0, None
-                self._lose("the selection of drafts", error, selected)
+                self._lose(_SELECTION, "the selection of drafts", error, selected)
 
-    def _select(self, requests: Sequence[Request], room: int, others: int) -> None:
-        """The same for those whose drafts are selected, beside so many rows of others."""
+    def _select(self, candidates: Sequence[Request], room: int, others: int) -> None:
+        """Select the drafts of some requests, beside so many rows of others."""
         assert self._selector is not None
+        requests: list[Request] = []
         confidences: list[list[float]] = []
         parents: list[Sequence[int] | None] = []
-        for request in requests:
+        for request in candidates:
             count, slot = self.num_proposed(request), request.slot
-            confidences.append(self.proposals.confidences[slot, :count].tolist())
+            own = self.proposals.confidences[slot, :count].tolist()
+            if not all(0.0 <= one <= 1.0 for one in own):  # NaN, too
+                request.num_drafts, request.draft_parents = 0, None
+                others += 1
+                message = f"confidences of drafts must be within [0, 1], got {own}"
+                self._lose(_SELECTION, "the selection of drafts", ValueError(message), [request])
+                continue
+            requests.append(request)
+            confidences.append(own)
             is_tree = count and self._is_tree(request)
             parents.append(self.proposals.parents[slot, :count].tolist() if is_tree else None)
         chances = [self._chances[request] for request in requests]
@@ -363,7 +388,7 @@ class Drafting:
         try:
             self._selector.observe(*zip(*seen, strict=True))
         except Exception as error:
-            self._lose("the selection of drafts", error, list(self._selected))
+            self._lose(_SELECTION, "the selection of drafts", error, list(self._selected))
 
     def num_proposed(self, request: Request) -> int:
         """How many drafts there are for a request, as far as they could be emitted."""
@@ -533,17 +558,38 @@ class Drafting:
             except Exception as error:
                 failures.append((drafter.name, error))
         for name, failure in failures:  # now that all have been asked
-            self._lose(f"{hook} of drafter {name}", failure, [request])
+            self._lose(name, f"{hook} of drafter {name}", failure, [request])
         return said
 
     def lose_all_of(self, drafter: Drafter, hook: str, error: Exception) -> None:
-        """Goes on without the drafts of a drafter that has failed in what it does for a step."""
-        self._lose(f"{hook} of drafter {drafter.name}", error, self._requests[drafter])
+        """Continue without the drafts of a drafter that has failed in its part of a step."""
+        requests = self._requests[drafter]
+        if isinstance(error, RequestsFailed):
+            requests = requests.intersection(error.requests)
+        self._lose(drafter.name, f"{hook} of drafter {drafter.name}", error, requests)
 
-    def _lose(self, what: str, error: Exception, requests: Collection[Request]) -> None:
-        """Decodes some requests plainly from here on."""
-        logger.error("%s failed; without drafts: %d requests", what, len(requests), exc_info=error)
+    def _lose(
+        self, method: str, what: str, error: Exception, requests: Collection[Request]
+    ) -> None:
+        """Decode some requests plainly from here on.
+
+        Args:
+            method: the key of `failures` that is counted.
+            what: has failed. Its 1st, 10th, 100th failure and so on are logged.
+            error: the exception.
+            requests: that lose their drafts.
+        """
         self.num_failures += 1
+        self.failures[method] += 1
+        times = self._num_logged[what] = self._num_logged.get(what, 0) + 1
+        if str(times).rstrip("0") == "1":
+            logger.error(
+                "%s failed (failure %d of this kind); without drafts: %d requests",
+                what,
+                times,
+                len(requests),
+                exc_info=error,
+            )
         for request in list(requests):
             if any(request in here for here in self._requests.values()):
                 self.stop(request, request.slot)

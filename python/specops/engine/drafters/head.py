@@ -49,9 +49,10 @@ class DraftHead(Protocol):
 
     @property
     def lookahead(self) -> int:
-        """How many tokens behind its position a row's keys and values depend on.
+        """Tokens behind its position that the keys and values of a row depend on.
 
-        As many as there are passes where they read these tokens; 0 where they do not.
+        It is also the number of passes that write keys and values which later steps read: pass m
+        reads token m + 1 behind its row. 0: only the first pass writes any, and it reads no token.
         """
 
     @property
@@ -68,7 +69,10 @@ class DraftHead(Protocol):
 
     @property
     def num_likeliest(self) -> int:
-        """How many of the likeliest tokens of each pass make trees, at least 2."""
+        """Number of the likeliest tokens of each pass that make trees, at least 2.
+
+        A smaller vocabulary limits it.
+        """
 
     @property
     def new_tree(self) -> TreeMaker | None:

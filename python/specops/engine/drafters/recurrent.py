@@ -5,7 +5,7 @@ All of it that does not depend on the head is here: how far a request has come, 
 again, rows and pages, kept states, choosing and drawing drafts. Chances and trees: pass_reports.py.
 """
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -35,7 +35,7 @@ from specops.engine.memory.step_memory import Layout
 from specops.engine.memory.step_shape import StepShape, rung
 from specops.engine.models import CacheRoom, KvBytes
 from specops.engine.request import Request
-from specops.sampling import Purpose
+from specops.sampling import LogitsProcessors, Purpose
 
 # Positions of a request whose states are kept, for heads that have been behind: as many as they
 # catch up with, and as they begin anew with, what is before these on their page included.
@@ -294,15 +294,18 @@ class RecurrentStep(DrafterStep):
         passes = min(drafter.num_steps, step.proposals) if shape.tells else 0
         head, trees = drafter.head, None
         if shape.branches:
-            trees = Second(head.num_likeliest, head.new_tree, drafter.token_map)
-        self.reports = PassReports(results, batch, passes, trees)
+            likeliest = min(head.num_likeliest, head.vocab_size)
+            trees = Second(likeliest, head.new_tree, drafter.token_map)
+        self.reports = PassReports(results, batch, drafter.slots, passes, trees)
         # The target's states may be projected where no rows run, too.
         self.sums_size = drafter.head.sums_size(max(shape.rows, step.rows), batch)
         if shape.rows:
             self.workspace_size = drafter.head.workspace_size(shape.rows, batch, step.pages)
         self.rows: _Inputs
         self.max_draft_tokens: Tensor
-        self._choosing: Mapping[str, Tensor]
+        self._choosing: dict[str, Tensor]
+        # Changes of the logits of the first draft; None: none.
+        self._processors: LogitsProcessors | None
         self._target: TargetStep | None = None
 
     def fill(self, parts: Sequence[Scheduled]) -> None:
@@ -364,6 +367,7 @@ class RecurrentStep(DrafterStep):
         states = self._drafter.head.target_states(target)
         if self._shape.rows:
             self._draft(target, states)
+        self.reports.note_counts(target.num_draft_tokens)
         if not self._drafter.keeps_states:
             return
         # After the passes: these rows may take the place of some that ran again.
@@ -401,6 +405,11 @@ class RecurrentStep(DrafterStep):
                 "seeds": target.seeds,
                 "choice_index": target.choice_index,
             }
+            if target.typical_p is not None:
+                self._choosing["typical_p"] = target.typical_p
+        # They are of the target's vocabulary.
+        has_processors = self._drafter.head.token_map is None
+        self._processors = target.processors if has_processors else None
 
     @property
     def num_skipped(self) -> Tensor | None:
@@ -420,7 +429,10 @@ class RecurrentStep(DrafterStep):
             torch.add(first.draft_positions, 1, out=anchors)
             anchors.mul_(rows.has_anchors)
         source_rows = indices.source_rows
-        for index in range(drafter.num_passes):
+        # Passes whose keys and values later steps read run in every step, as does the first one.
+        # Others only draft: the proposals have no column for what those beyond `count` would read.
+        num_passes = min(drafter.num_passes, max(count, head.lookahead, 1))
+        for index in range(num_passes):
             passed = self._pass(target, indices, source_rows)
             hidden, recycled = head.forward(index, passed, states)
             if head.is_chained:
@@ -512,16 +524,24 @@ class RecurrentStep(DrafterStep):
         batching.gather_output_rows(hidden, indices.last_rows, out=choices.states)
         head.logits(step, choices.states, out=choices.logits, sums=target.sums)
         positions = indices.draft_positions
-        if 0 < step < drafter.num_passes and self._choosing:
+        if 0 < step < drafter.num_passes and (self._choosing or self._processors):
             # The rows are the first pass's, and the token is one further on for each pass.
             positions = torch.add(positions, step, out=choices.positions)
+            positions.clamp_(max=target.token_ids.shape[1])
         choosing: dict[str, Any] = {**self._choosing, "workspace": drafter.arrays.workspace}
+        processors = self._processors
+        if processors is not None:
+            processors = later_processors(processors) if step else processors
+            choosing["processors"] = processors
         reported = self.reports.logprobs
         logprobs = reported[step].device if reported else None
         sampling.sample(
             choices.logits, positions, **choosing, logprobs=logprobs, out=choices.sampled
         )
-        self.reports.note_likeliest(choices, step, drafter.arrays.workspace)
+        # In every step alike, so that no tree depends on what other requests ask for.
+        processed = {"processed_logprobs": True, "positions": positions, "processors": processors}
+        options = processed if head.token_map is None else {}
+        self.reports.note_likeliest(choices, step, drafter.arrays.workspace, options)
         if self._shape.has_own_numbers:
             sampling.sample(
                 choices.logits,
@@ -557,3 +577,19 @@ class RecurrentStep(DrafterStep):
         )
         if following is not None:
             self._note_positions(following)
+
+
+def later_processors(first: LogitsProcessors) -> LogitsProcessors:
+    """Return what changes the logits of the drafts behind the first one.
+
+    The drafts before these are in no table. So penalties do not count them, and bad words of
+    several tokens, which may begin in them, are left out.
+
+    Args:
+        first: what changes the logits of the first draft.
+    """
+    words = first.bad_words
+    if words is None or words.shape[2] == 1:
+        return first
+    single = words[:, :, :1].masked_fill(words[:, :, 1:2] >= 0, -1)
+    return first._replace(bad_words=single)

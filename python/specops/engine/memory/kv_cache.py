@@ -39,6 +39,14 @@ class DraftKv:
         """Rows that drafting writes behind those of the step itself."""
         return min(draft_limit, self.max_drafts) - self.lookahead
 
+    def end_of_rows(self, max_len: int) -> int:
+        """Return the position before which these rows end.
+
+        Args:
+            max_len: the number of tokens at which the request ends.
+        """
+        return max_len
+
 
 class Prefix:
     """A prefix that ends with a page, and the pages that hold its end.

@@ -9,9 +9,10 @@ from specops.engine.sharing.grammar_turns import GrammarTurns
 
 
 def lend_tree_pages(plan: Plan, slots: Slots) -> None:
-    """Lends trees the pages that their chains but the first need; without, that one is verified.
+    """Reserve the pages that all chains of a tree but the first need.
 
-    So are all trees beside a request whose drafts cannot be verified in a step of trees.
+    Without pages, the first chain alone is verified. So is that of every tree in a step with a
+    request that cannot be verified beside trees: one call of `verify` serves the whole step.
     """
     trees = [part for part in plan.parts if part.draft_parents is not None]
     if not trees:
@@ -48,4 +49,4 @@ def lend_draft_pages(plan: Plan, slots: Slots, grammar_turns: GrammarTurns) -> N
             behind = request.draft_kv.num_rows_behind(part.draft_limit)
             if behind > 0:
                 end = part.begin + part.num_rows + behind
-                slots.lend_behind(request, min(end, request.max_len))
+                slots.lend_behind(request, min(end, request.draft_kv.end_of_rows(request.max_len)))

@@ -327,7 +327,10 @@ class Runner:
             padding = RequestRow(*requests[:, batch:])
             padding.slots.fill(-1)
             padding.processor_slots.fill(-1)
-            arrays.sampling.host[:, batch:] = 0
+            sampled = arrays.sampling.host[:, batch:]
+            sampled.fill(0)
+            # Drafters choose a token in these rows as well, and 0 is out of range.
+            SamplingRow.of(sampled, np.float32).typical_p.fill(1)
             arrays.kv_indptr.host[batch + 1 :] = page_ends[-1]
 
     def _fill_features(self, step: Step, plan: Plan) -> None:
@@ -337,9 +340,16 @@ class Runner:
         arrays.accept_rates.host.fill(0)
         arrays.draft_prob_rows.host.fill(-1)
         if step.shape.masks:
-            masks, indices = arrays.token_masks.host, arrays.mask_indices.host
+            arrays.draft_mask_indices.host.fill(-1)
             thinking = self._state[THINKING_STATE]
-            self._masks.fill(plan, self._drafting.drafts_of, thinking, masks, indices)
+            self._masks.fill(
+                plan,
+                self._drafting.drafts_of,
+                thinking,
+                arrays.token_masks.host,
+                arrays.mask_indices.host,
+                arrays.draft_mask_indices.host,
+            )
         for index, part in enumerate(parts):
             if not part.emits:
                 continue

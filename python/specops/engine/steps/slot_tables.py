@@ -126,13 +126,13 @@ class SlotTables:
         prompt_lens: Tensor,
         mask_indices: Tensor,
         token_masks: Tensor | None = None,
-    ) -> Any:
-        """What changes logits, of the tables there are.
+    ) -> LogitsProcessors:
+        """Return what changes logits, of the tables there are.
 
         Args:
             slots: [batch], int32. Of each request that asks for any of it; -1 for others.
             prompt_lens: [slots], int32.
-            mask_indices: [rows of logits], int32.
+            mask_indices: [rows of logits], int32; read with `token_masks` only.
             token_masks: [masks, words], int32; None: all tokens are allowed.
         """
         given = {name: self._tables.get(name) for name in (*_PROCESSORS, *_COUNTS)}

@@ -25,6 +25,7 @@ from specops.engine.memory.step_shape import StepShape
 from specops.engine.models import KvCache, StepBatch, Transformer
 from specops.engine.steps.slot_tables import SlotTables
 from specops.engine.steps.step_trees import StepTrees, batch_indices, index_arrays
+from specops.sampling import LogitsProcessors
 
 
 class RequestRow(NamedTuple):
@@ -141,6 +142,7 @@ class Exchange:
         self.mask_indices = inputs.int32(shape.outputs if features & Feature.PROCESSORS else 0)
         words = -(-parts.model.config.vocab_size // 32)
         self.token_masks = inputs.int32(shape.masks, words)
+        self.draft_mask_indices = inputs.int32(batch if shape.masks else 0)
         self.token_ids = inputs.int32(shape.rows)
         self.kv_indices = inputs.int32(shape.pages)  # last: only what is used of it is copied
 
@@ -253,15 +255,19 @@ class Step:
         if not features & Feature.TYPICAL_P:
             choosing["typical_p"] = None
         if features & Feature.PROCESSORS:
-            choosing["processors"] = self._parts.tables.processors(
-                self._row.processor_slots,
-                self._state.prompt_lens,
-                arrays.mask_indices.device,
-                arrays.token_masks.device if self.shape.masks else None,
-            )
+            choosing["processors"] = self._processors(arrays.mask_indices.device)
         if arrays.trees is not None:
             choosing["parents"] = arrays.trees.parents.device
         return choosing
+
+    def _processors(self, mask_indices: Tensor) -> LogitsProcessors:
+        """Return what changes logits, with the masks of some rows of them."""
+        return self._parts.tables.processors(
+            self._row.processor_slots,
+            self._state.prompt_lens,
+            mask_indices,
+            self.arrays.token_masks.device if self.shape.masks else None,
+        )
 
     def _bind_sampling(self, scratch: Scratch) -> None:
         """Notes the tensors that choosing and committing tokens takes."""
@@ -321,6 +327,9 @@ class Step:
     def _target_step(self) -> TargetStep:
         """The tensors that drafters read."""
         arrays, sampled, rows = self.arrays, self._sampling, self._rows
+        features, processors = self.shape.features, None
+        if features & Feature.PROCESSORS:
+            processors = self._processors(arrays.draft_mask_indices.device)
         if arrays.trees is not None:  # these are of chains then, which drafters know nothing of
             rows = {**rows, "prefix_leaders": None, "prefix_lens": None}
         return TargetStep(
@@ -334,6 +343,8 @@ class Step:
             top_k=sampled.top_k,
             top_p=sampled.top_p,
             min_p=sampled.min_p,
+            typical_p=sampled.typical_p if features & Feature.TYPICAL_P else None,
+            processors=processors,
             seeds=arrays.seeds.device,
             choice_index=sampled.choice_index,
             draft_probs=self._parts.drafting.draft_probs.views(),

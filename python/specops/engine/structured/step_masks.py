@@ -66,6 +66,7 @@ class StepMasks:
         thinking: NDArray[np.int32],
         masks: NDArray[np.int32],
         indices: NDArray[np.int32],
+        draft_indices: NDArray[np.int32],
     ) -> None:
         """Fills the masks of a step that has some; a request whose own cannot be filled fails.
 
@@ -75,10 +76,12 @@ class StepMasks:
             thinking: int32 [slots], as `sampling.commit` has `thinking_state`.
             masks: int32 [masks, ceil(vocab_size / 32)]; written.
             indices: int32 [rows with logits], -1; written where a row has a mask.
+            draft_indices: int32 [requests], -1; written where the mask of a request is the same in
+                every row, and so that of the drafts behind them.
         """
         wanted: list[tuple[str, MaskRows]] = []
         row = count = 0
-        for part in plan.parts:
+        for place, part in enumerate(plan.parts):
             if not part.emits:
                 continue
             rows, rule = 1 + part.num_drafts, self._rules.get(part.slot)
@@ -94,6 +97,7 @@ class StepMasks:
             elif rule is not None:
                 masks[count] = self._fixed[part.slot]
                 indices[row : row + rows] = count
+                draft_indices[place] = count
                 count += 1
             row += rows
         if not wanted:
