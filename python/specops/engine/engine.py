@@ -17,7 +17,14 @@ from specops.engine.drafters.base import Drafter, DrafterContext
 from specops.engine.drafters.drafting import Drafting
 from specops.engine.emitted import Emitted
 from specops.engine.errors import EngineError, QueueFull, described
-from specops.engine.machine import free_rows_of, one_rank, prefix_finder_of, room_of, tokenizer_of
+from specops.engine.machine import (
+    ROW_COSTS,
+    free_rows_of,
+    one_rank,
+    prefix_finder_of,
+    room_of,
+    tokenizer_of,
+)
 from specops.engine.memory.kv_cache import PagePool
 from specops.engine.models import KeptStates, WeightCache, load_model
 from specops.engine.outputs import Completion, EngineStats, RequestOutput
@@ -88,7 +95,8 @@ class Engine:
         pool_type, caching = self._pool_type, config.enable_prefix_caching
         self._pool = pool_type(self.num_pages, config.page_size, enable_prefix_caching=caching)
         self._cascade_bytes_per_token = model.bytes_of_whole_layers()
-        sharing = free_rows_of(config, device), prefix_finder_of(config, model, self._pool)
+        finder, costs = prefix_finder_of(config, model, self._pool), ROW_COSTS[model.device.type]
+        sharing = free_rows_of(config, device), finder, costs
         self._runner = Runner(model, device, self._drafting, config, room)
         states = KeptStates(self._pool, room, self._runner.parts.cache, self._drafting.states)
         self._scheduler = Scheduler(self._pool, config, states, *sharing)
