@@ -9,7 +9,13 @@ from collections import Counter
 from typing import Any
 
 import pytest
-from specops.engine import Completion, Engine, SamplingParams, SpeculativeConfig
+from specops.engine import (
+    Completion,
+    Engine,
+    SamplingParams,
+    SpeculativeConfig,
+    step_costs,
+)
 from specops.engine.config import EngineConfig
 from specops.engine.memory.kv_cache import PagePool
 from specops.engine.outputs import PromptLogprobs
@@ -489,3 +495,39 @@ def test_who_alone_has_owners_never_rests() -> None:
     while engine.has_unfinished():
         engine.step()
     assert engine.stats.num_paused_steps == 0
+
+
+# ---- costs ----
+
+
+def test_costs_of_rows_are_measured_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By a clock that only steps move; afterwards the engine is as if nothing had run."""
+    engine = engine_of("ngram")
+    clock, kinds = [0.0], list[tuple[int, bool, bool]]()
+    launch = engine._runner.launch
+
+    def launching(plan: Plan, **options: Any) -> None:
+        (part,) = plan.parts
+        is_scored = part.prompt_rows is not None
+        kinds.append((part.num_rows, part.emits, is_scored))
+        # The first run of each kind, and all that other work disturbs, do not count.
+        seen = kinds.count(kinds[-1])
+        time = 4.0 if part.emits else 2.0 + 0.5 * part.num_rows + 0.25 * part.num_rows * is_scored
+        clock[0] += time * (9 if seen == 1 else 1 if seen == 3 else 1.5) / 1000
+        launch(plan, **options)
+
+    monkeypatch.setattr(engine._runner, "launch", launching)
+    monkeypatch.setattr(step_costs.time, "perf_counter", lambda: clock[0])
+    engine.measure_row_costs()
+    rows = 4 * FREE
+    kinds_of_a_round = [(1, True, False), (1, False, False), (rows, False, False)]
+    assert kinds[:4] == [*kinds_of_a_round, (rows, False, True)]
+    assert len(kinds) == 4 * (1 + step_costs._ROW_ROUNDS)
+    costs = engine._scheduler.costs
+    found = costs.step, costs.row, costs.scored_row
+    assert found == pytest.approx((3.5e-3, 0.5e-3, 0.25e-3))
+    assert engine.num_free_pages == engine.num_pages and engine.stats.num_steps == 0
+    monkeypatch.undo()
+    texts, each, expected = plain()
+    found_tokens = engine.generate(texts[:2], each[:2])
+    assert [bits(one) for one in found_tokens] == [bits(one) for one in expected[:2]]

@@ -320,7 +320,9 @@ def _client(config: EngineConfig, processes: "Sequence[EngineProcess]") -> "Engi
     from specops.engine.engine import Engine
     from specops.service.thread import ThreadClient
 
-    return ThreadClient(Engine(config))
+    engine = Engine(config)
+    engine.measure_row_costs()
+    return ThreadClient(engine)
 
 
 def _say_where(client: "EngineClient", host: str, port: int) -> None:

@@ -16,7 +16,7 @@ from specops.engine.sharing.row_costs import RowCosts
 # limits these rows, too, and this limit is for many of them. The second is for every step, since a
 # newcomer waits for its end. A prompt is computed as fast in steps of so many rows as in longer
 # ones.
-_PROMPT_ROWS_BESIDE = 4
+PROMPT_ROWS_BESIDE = 4
 MAX_PROMPT_ROWS = 32
 
 
@@ -48,7 +48,7 @@ def plan_prompt_rows(
         costs=costs,
         decoding=decoding,
         max_rows=budget if free_rows is None else min(budget, MAX_PROMPT_ROWS * free_rows),
-        max_rows_beside=None if free_rows is None else _PROMPT_ROWS_BESIDE * free_rows,
+        max_rows_beside=None if free_rows is None else PROMPT_ROWS_BESIDE * free_rows,
     )
     for request in prompts:
         if request.slot >= 0 and budget > 0:

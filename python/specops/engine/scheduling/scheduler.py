@@ -34,6 +34,9 @@ class Scheduler(Slots):
             is never made shorter for the sake of an owner with few rows.
         prefix_finder: finds what the requests of a step share; None: nobody asks.
         costs: of the rows of a step; by default a step costs as much as `free_rows` of its rows.
+
+    Attributes:
+        costs: as given. The engine may replace them by measured ones.
     """
 
     def __init__(
@@ -50,7 +53,7 @@ class Scheduler(Slots):
         if (most := config.speculative_config.max_total_draft_tokens) is not None:
             self._max_drafts = min(self._max_rows, most)
         self._free_rows = free_rows
-        self._costs = costs or RowCosts(free_rows or 0)
+        self.costs = costs or RowCosts(free_rows or 0)
         self._prefix_finder = prefix_finder
         self._num_steps = 0
         self._turns: Set[Request] | None = None  # who decodes in the next step; None: everybody
@@ -99,7 +102,7 @@ class Scheduler(Slots):
         self._num_steps += 1
         self.take_back()
         plan_decode_rows(plan, self, turns, self._grammar_turns)
-        plan_prompt_rows(plan, self, self._max_rows, self._free_rows, self._costs)
+        plan_prompt_rows(plan, self, self._max_rows, self._free_rows, self.costs)
         lend_tree_pages(plan, self)
         lend_draft_pages(plan, self, self._grammar_turns)
         for part in plan.parts:

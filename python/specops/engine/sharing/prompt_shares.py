@@ -56,9 +56,9 @@ class PromptShares:
         shared = most
         if max_rows_beside is not None:
             shared = min(max_rows_beside * costs.row, most)
-            rows = Counter(decoding) + Counter({one: wanted[one] for one in ending})
+            of_others = Counter(decoding) + Counter({one: wanted[one] for one in ending})
             for one in beside:
-                others = rows.total() - rows[one]
+                others = of_others.total() - of_others[one]
                 bounds[one] = min(time[one], costs.of_step(others))
         self._left = _shared(shared, bounds, least)
         rest = {one: time[one] for one in wanted if one not in beside}
