@@ -32,6 +32,7 @@ class Sizes:
     body: int = 64 << 20
     tokens: int = 200
     prompt: int = 1000  # tokens
+    one_prompt: int = 900  # tokens of a prompt that comes alone
 
 
 @dataclass
@@ -243,6 +244,23 @@ async def prompt_logprobs(target: Target) -> None:
     await target.at_once(one, target.sizes.clients)
 
 
+async def one_prompt_after_another(target: Target) -> None:
+    """One connection at a time, with a new prompt of 900 tokens."""
+    await _one_after_another(target, {})
+
+
+async def one_scored_prompt_after_another(target: Target) -> None:
+    """The same, with 100 alternatives for each token of the prompt."""
+    await _one_after_another(target, {"prompt_logprobs": 100})
+
+
+async def _one_after_another(target: Target, fields: dict[str, Any]) -> None:
+    draw = random.Random(0)
+    while target.goes_on:
+        prompt = [draw.randrange(1, 1000) for _ in range(target.sizes.one_prompt)]
+        await answered(target, {"prompt": prompt, "max_tokens": 1, **fields})
+
+
 async def forwarded_for(target: Target) -> None:
     """Clients that claim to speak for another address each time."""
     draw = random.Random(0)
@@ -292,6 +310,7 @@ ATTACKS: dict[str, Callable[[Target], Awaitable[None]]] = {
         *(bad_words, long_ids, many_choices, trickling, half_open, big_heads),
         *(broken_uploads, huge_bodies, announced_bodies),
         *(connect_send_close, fresh_prompts, prompt_logprobs, forwarded_for, leaving_streams),
+        *(one_prompt_after_another, one_scored_prompt_after_another),
         ambiguous_grammars,
     )
 }

@@ -2,6 +2,7 @@
 """One client misbehaves; what does another one notice? `make attacks`, of the bundled model.
 
     python tests/server_attacks.py [--seconds 20] [--stream-seconds 60] [--rounds 3] [--only NAME]
+        [--tokens 8] [--rate 20]
 
 A server runs as a process of its own. A normal client, another process, asks for short completions
 at a steady rate; the time of each counts from when it was due, so that a server that stalls cannot
@@ -28,7 +29,7 @@ import time
 import urllib.request
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -36,17 +37,29 @@ from typing import Any
 from attackers import ATTACKS, Sizes, Target, connected, request, status_of
 
 ADDRESS = "127.0.0.1"  # of the normal client
-RATE = 20.0  # of its requests a second
 
 
-async def normal_client(port: int, seconds: float) -> dict[str, Any]:
-    """Asks at a steady rate; returns the seconds of each answer, and the statuses."""
+@dataclass(frozen=True)
+class Normal:
+    """The requests of the normal client.
+
+    Attributes:
+        tokens: of each answer.
+        rate: requests a second.
+    """
+
+    tokens: int = 8
+    rate: float = 20.0
+
+
+async def normal_client(port: int, seconds: float, normal: Normal) -> dict[str, Any]:
+    """Ask at a steady rate; return the seconds of each answer, and the statuses."""
     took: list[float] = []
     statuses: Counter[str] = Counter()
 
     async def one(number: int, due: float) -> None:
         await asyncio.sleep(due - time.monotonic())
-        body = {"prompt": f"# {number}\ndef f(", "max_tokens": 8, "temperature": 0}
+        body = {"prompt": f"# {number}\ndef f(", "max_tokens": normal.tokens, "temperature": 0}
         async with connected(port, ADDRESS) as (reader, writer):
             writer.write(request(json.dumps(body).encode()))
             statuses[await status_of(reader)] += 1
@@ -54,8 +67,8 @@ async def normal_client(port: int, seconds: float) -> dict[str, Any]:
                 await reader.read()
         took.append(time.monotonic() - due)
 
-    begun = time.monotonic()
-    await asyncio.gather(*(one(i, begun + i / RATE) for i in range(int(seconds * RATE))))
+    begun, rate = time.monotonic(), normal.rate
+    await asyncio.gather(*(one(i, begun + i / rate) for i in range(int(seconds * rate))))
     return {"seconds": took, "statuses": statuses}
 
 
@@ -116,9 +129,12 @@ def percentile(seconds: list[float], share: float) -> float:
 
 
 @contextlib.contextmanager
-def measuring(port: int, seconds: float, found: list[float], wrong: list[str]) -> Iterator[None]:
-    """Runs the normal client beside a block, for so long."""
+def measuring(
+    port: int, seconds: float, normal: Normal, found: list[float], wrong: list[str]
+) -> Iterator[None]:
+    """Run the normal client beside a block, for so long."""
     command = [sys.executable, __file__, "--client", str(port), "--seconds", str(seconds)]
+    command += ["--tokens", str(normal.tokens), "--rate", str(normal.rate)]
     with subprocess.Popen(command, stdout=subprocess.PIPE) as client:
         time.sleep(0.3)  # it starts
         yield
@@ -129,13 +145,13 @@ def measuring(port: int, seconds: float, found: list[float], wrong: list[str]) -
 
 
 def assault(
-    server: Server, name: str, seconds: float, sizes: Sizes, wrong: list[str]
+    server: Server, name: str, seconds: float, sizes: Sizes, normal: Normal, wrong: list[str]
 ) -> tuple[list[float], Counter[str]]:
     """One attack; returns the normal client's times, and what the attackers got."""
     found: list[float] = []
     command = [sys.executable, __file__, "--client", str(server.port), "--seconds", str(seconds)]
     command += ["--attack", name, "--sizes", json.dumps(asdict(sizes))]
-    with measuring(server.port, seconds, found, wrong):
+    with measuring(server.port, seconds, normal, found, wrong):
         done = subprocess.run(command, stdout=subprocess.PIPE, text=True)
     if done.returncode != 0:
         wrong.append(f"the attackers of {name} broke")
@@ -160,6 +176,7 @@ def run(
     names: list[str],
     sizes: Sizes,
     options: list[str],
+    normal: Normal = Normal(),
 ) -> list[str]:
     """Prints the tables; returns what was wrong."""
     wrong: list[str] = []
@@ -175,10 +192,10 @@ def run(
                 memory["start"].append(server.megabytes())
                 for name in names:
                     quiet[name].append([])
-                    with measuring(server.port, seconds, quiet[name][-1], wrong):
+                    with measuring(server.port, seconds, normal, quiet[name][-1], wrong):
                         pass
                     length = stream_seconds if name == "leaving_streams" else seconds
-                    found, got = assault(server, name, length, sizes, wrong)
+                    found, got = assault(server, name, length, sizes, normal, wrong)
                     during[name].append(found)
                     outcomes[name] += got
                     memory[name].append(server.megabytes())
@@ -221,6 +238,8 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=20.0, help="of each attack")
     parser.add_argument("--stream-seconds", type=float, default=60.0, help="of leaving_streams")
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--tokens", type=int, default=8, help="of the normal client's answers")
+    parser.add_argument("--rate", type=float, default=20.0, help="its requests a second")
     parser.add_argument("--only", choices=list(ATTACKS), action="append")
     # Of the processes that this one starts.
     parser.add_argument("--client", type=int, metavar="PORT", help=argparse.SUPPRESS)
@@ -228,12 +247,13 @@ def main() -> int:
     parser.add_argument("--sizes", help=argparse.SUPPRESS)
     arguments, options = parser.parse_known_args()
     port, seconds = arguments.client, arguments.seconds
+    normal = Normal(arguments.tokens, arguments.rate)
     if arguments.attack is not None:
         sizes = Sizes(**json.loads(arguments.sizes))
         print(json.dumps(asyncio.run(attack(arguments.attack, port, seconds, sizes))))
         return 0
     if port is not None:
-        print(json.dumps(asyncio.run(normal_client(port, seconds))))
+        print(json.dumps(asyncio.run(normal_client(port, seconds, normal))))
         return 0
     wrong = run(
         seconds=arguments.seconds,
@@ -242,6 +262,7 @@ def main() -> int:
         names=arguments.only or list(ATTACKS),
         sizes=Sizes(),
         options=options,
+        normal=normal,
     )
     for one in wrong:
         print(f"wrong: {one}")

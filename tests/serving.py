@@ -50,18 +50,26 @@ def wait_for(condition: Callable[[], bool], seconds: float = 60.0) -> None:
         time.sleep(0.002)
 
 
-def hang_up_on(served: Served, path: str, body: dict[str, Any]) -> socket.socket:
-    """Sends a request and returns the open socket."""
+def hang_up_on(
+    served: Served, path: str, body: dict[str, Any], *, receive_bytes: int | None = None
+) -> socket.socket:
+    """Send a request and return the open socket, with a receive buffer of a given size."""
     host, port = served.url.removeprefix("http://").split(":")
     data = json.dumps(body).encode()
     head = f"POST /v1/{path} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
-    connection = socket.create_connection((host, int(port)))
+    connection = socket.socket()
+    if receive_bytes is not None:
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_bytes)
+    connection.settimeout(60)
+    connection.connect((host, int(port)))
     connection.sendall(head.encode() + f"Content-Length: {len(data)}\r\n\r\n".encode() + data)
     return connection
 
 
 @contextlib.contextmanager
-def serving(engine: Any, *, drain_timeout: int = 5, **options: Any) -> Iterator[Served]:
+def serving(
+    engine: Any, *, drain_timeout: int = 5, write_timeout: float = 60.0, **options: Any
+) -> Iterator[Served]:
     """Serves `engine` in a thread until the block ends; what then runs gets `drain_timeout` s."""
     for name in STACK:
         pytest.importorskip(name)
@@ -72,12 +80,12 @@ def serving(engine: Any, *, drain_timeout: int = 5, **options: Any) -> Iterator[
     if isinstance(engine, FakeEngine):
         options.setdefault("chat_format", ChatFormat(CHAT))
     app = make_app(ThreadClient(engine), engine.tokenizer, **options)
-    with serving_app(app, drain_timeout=drain_timeout) as url:
+    with serving_app(app, drain_timeout=drain_timeout, write_timeout=write_timeout) as url:
         yield Served(engine, url)
 
 
 @contextlib.contextmanager
-def serving_app(app: Any, *, drain_timeout: int = 5) -> Iterator[str]:
+def serving_app(app: Any, *, drain_timeout: int = 5, write_timeout: float = 60.0) -> Iterator[str]:
     """Serves an application in a thread until the block ends; yields where."""
     import uvicorn
     from specops.server.connections import bounded_protocol
@@ -85,7 +93,9 @@ def serving_app(app: Any, *, drain_timeout: int = 5) -> Iterator[str]:
     config = uvicorn.Config(
         app,
         port=0,
-        http=bounded_protocol(max_connections=1024, header_timeout=20.0),
+        http=bounded_protocol(
+            max_connections=1024, header_timeout=20.0, write_timeout=write_timeout
+        ),
         log_level="warning",
         lifespan="on",
         ws="none",

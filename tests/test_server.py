@@ -1740,22 +1740,34 @@ def test_connections_that_ask_nothing_are_closed() -> None:
         asked.sendall(ask)
         wait_for(lambda: running_requests(f"http://127.0.0.1:{port}") == 1)
         crowd = [connection() for _ in range(60)]
-        # Forty may be open, and the one that has asked is one of them.
-        for one in crowd[:21]:
+        # Forty may be open, five of them by addresses that have no other. One of this address's
+        # is the one that has asked.
+        for one in crowd[:26]:
             assert one.recv(1) == b""
         other = stack.enter_context(
             socket.create_connection(("127.0.0.1", port), 10, source_address=("127.0.0.2", 0))
         )
         other.sendall(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
         assert other.recv(65536).startswith(b"HTTP/1.1 200")
-        assert crowd[21].recv(1) == b""
         # The others, which came with them, have time: it is for want of room that those had to go.
-        for one in crowd[22:]:
+        for one in crowd[26:]:
             one.setblocking(False)
             with pytest.raises(BlockingIOError):
                 one.recv(1)
             one.close()
         answer_to(asked)
+        # A body that does not come keeps no place from another address either.
+        crowd = [connection() for _ in range(60)]
+        for one in crowd:
+            with contextlib.suppress(OSError):  # it may have had to go
+                one.sendall(ask[:-1])
+        other = stack.enter_context(
+            socket.create_connection(("127.0.0.1", port), 10, source_address=("127.0.0.3", 0))
+        )
+        other.sendall(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
+        assert other.recv(65536).startswith(b"HTTP/1.1 200")
+        for one in crowd:
+            one.close()
         # A byte now and then keeps nothing open.
         slow = connection()
         with pytest.raises(OSError):

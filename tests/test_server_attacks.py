@@ -24,6 +24,7 @@ SMALL = Sizes(
     body=5 << 20,
     tokens=16,
     prompt=100,
+    one_prompt=90,
 )
 # What attackers are told, or do.
 EXPECTED = {
@@ -39,6 +40,8 @@ EXPECTED = {
     "connect_send_close": {"left"},
     "fresh_prompts": {"200"},
     "prompt_logprobs": {"200"},
+    "one_prompt_after_another": {"200"},
+    "one_scored_prompt_after_another": {"200"},
     "forwarded_for": {"200"},
     "leaving_streams": {"200", "left", "read"},
     "ambiguous_grammars": {"200"},

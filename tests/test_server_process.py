@@ -292,7 +292,8 @@ def test_what_a_hung_engine_is_sent_is_bounded(
         await dispatch.start()
 
         def submit() -> "asyncio.Task[None]":
-            job = Job([[3] * 10_000], SamplingParams(), None, client="", streaming=False)
+            own = {"client": "", "streaming": False, "unread": dispatch.unread}
+            job = Job([[3] * 10_000], SamplingParams(), None, **own)  # type: ignore[arg-type]
             return asyncio.ensure_future(dispatch.submit(job))
 
         waiting = []

@@ -9,12 +9,20 @@ from collections import Counter
 from typing import Any
 
 import pytest
-from specops.engine import Completion, Engine, SamplingParams, SpeculativeConfig
+from specops.engine import (
+    Completion,
+    Engine,
+    SamplingParams,
+    SpeculativeConfig,
+    step_costs,
+)
 from specops.engine.config import EngineConfig
 from specops.engine.memory.kv_cache import PagePool
+from specops.engine.outputs import PromptLogprobs
 from specops.engine.plan import Part, Plan
 from specops.engine.request import Request
 from specops.engine.scheduling.scheduler import Scheduler
+from specops.engine.sharing.row_costs import RowCosts
 from specops.engine.sharing.turns import Ask, take_turns
 from test_drafter_protocol import make, plain
 from test_lossless import bits
@@ -145,10 +153,10 @@ def test_whatever_is_asked_for() -> None:
 # ---- steps ----
 
 
-def slots(num_slots: int, free_rows: int | None = FREE) -> Scheduler:
+def slots(num_slots: int, free_rows: int | None = FREE, costs: RowCosts | None = None) -> Scheduler:
     pool = PagePool(2000, 4, enable_prefix_caching=False)
     config = EngineConfig(max_num_seqs=num_slots, max_num_batched_tokens=256)
-    return Scheduler(pool, config, free_rows=free_rows)
+    return Scheduler(pool, config, free_rows=free_rows, costs=costs)
 
 
 def run(scheduler: Scheduler, steps: int, drafts: int = 0) -> list[Plan]:
@@ -216,9 +224,58 @@ def test_prompts_have_a_bounded_number_of_rows_beside_others() -> None:
     scheduler.waiting.append(owned(0, "normal", "one"))
     run(scheduler, 2)
     scheduler.waiting.append(owned(1, "other", "one", tokens=300))
-    plans = run(scheduler, 20)
-    assert [rows_of(plan, "other") for plan in plans] == [4 * FREE] * 18 + [300 - 72 * FREE, 1]
-    assert [rows_of(plan, "normal") for plan in plans] == [1] * 20
+    plans = run(scheduler, 61)
+    # As much time as a step of the other's row takes.
+    assert [rows_of(plan, "other") for plan in plans] == [1 + FREE] * 60 + [1]
+    assert [rows_of(plan, "normal") for plan in plans] == [1] * 61
+
+
+@pytest.mark.parametrize("drafts", [0, 4, 20])
+@pytest.mark.parametrize("is_scored", [False, True])
+@pytest.mark.parametrize(
+    "costs",
+    [
+        RowCosts(step=4, row=1, scored_row=0.5),
+        RowCosts(step=0.3, row=0.08, scored_row=0.3),
+        RowCosts(step=1000, row=1, scored_row=1),
+    ],
+)
+def test_prompts_take_as_much_time_as_decoding_beside_them(
+    drafts: int, is_scored: bool, costs: RowCosts
+) -> None:
+    """Beside a decoding client, another one's prompts at most double the time of a step."""
+    scheduler = slots(4, costs=costs)
+    scheduler.waiting.append(owned(0, "normal", "one"))
+    run(scheduler, 2)
+    for i in range(1, 4):
+        prompt = owned(i, "greedy", f"call {i}", tokens=900, max_tokens=1)
+        prompt.prompt_logprobs = PromptLogprobs(prompt.token_ids, 100) if is_scored else None
+        scheduler.waiting.append(prompt)
+    row = costs.row + is_scored * costs.scored_row
+    rows = []
+    for plan in run(scheduler, 20, drafts):
+        decoding = costs.of_step(rows_of(plan, "normal"))
+        rows.append(rows_of(plan, "greedy"))
+        assert rows[-1] * row <= decoding + 1e-6
+        assert rows[-1] * row <= 4 * FREE * costs.row
+        assert rows_of(plan, "normal") == 1 + drafts, "decoding never waits for a prompt"
+    most = min(decoding, 4 * FREE * costs.row)
+    assert min(rows) == max(rows) == int(most / row + 1e-6) > 0, "prompts get all of their share"
+    # Alone, they get the rows of a step that costs as much as it may.
+    alone = slots(4, costs=costs)
+    prompt.num_computed, prompt.slot = 0, -1
+    alone.waiting.append(prompt)
+    (plan,) = run(alone, 1)
+    assert rows_of(plan, "greedy") == int(32 * FREE * costs.row / row + 1e-6)
+
+
+def test_scored_rows_cost_more_until_they_are_scored() -> None:
+    prompt = owned(0, "a", "one", tokens=3)
+    prompt.prompt_logprobs = PromptLogprobs(prompt.token_ids, 0)
+    costs = RowCosts(step=4, row=1, scored_row=0.5)
+    assert costs.of_prompt_row(prompt) == 1.5
+    prompt.prompt_logprobs.num_scored = 2
+    assert costs.of_prompt_row(prompt) == 1
 
 
 def test_prompts_beside_calls_of_the_same_client_have_all_rows_of_prompts() -> None:
@@ -244,7 +301,7 @@ def test_short_prompts_are_not_behind_long_ones() -> None:
     assert {client: rows_of(plans[1], client) for client in expected} == {
         "normal": 1,
         "third": 1,
-        "greedy": 4 * FREE,
+        "greedy": 2 + FREE,
     }
 
 
@@ -284,7 +341,7 @@ def test_newcomers_of_others_come_a_few_at_a_time() -> None:
     run(scheduler, 2)
     scheduler.waiting += [owned(i, "greedy", "many") for i in range(1, 60)]
     plans = run(scheduler, 3)
-    assert [len(plan.started) for plan in plans] == [6, 5, 5]  # of three tokens
+    assert [len(plan.started) for plan in plans] == [2, 2, 1]  # of three tokens
     assert all(rows_of(plan, "greedy") <= 4 * FREE + FREE + 1 for plan in plans)
 
 
@@ -438,3 +495,39 @@ def test_who_alone_has_owners_never_rests() -> None:
     while engine.has_unfinished():
         engine.step()
     assert engine.stats.num_paused_steps == 0
+
+
+# ---- costs ----
+
+
+def test_costs_of_rows_are_measured_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By a clock that only steps move; afterwards the engine is as if nothing had run."""
+    engine = engine_of("ngram")
+    clock, kinds = [0.0], list[tuple[int, bool, bool]]()
+    launch = engine._runner.launch
+
+    def launching(plan: Plan, **options: Any) -> None:
+        (part,) = plan.parts
+        is_scored = part.prompt_rows is not None
+        kinds.append((part.num_rows, part.emits, is_scored))
+        # The first run of each kind, and all that other work disturbs, do not count.
+        seen = kinds.count(kinds[-1])
+        time = 4.0 if part.emits else 2.0 + 0.5 * part.num_rows + 0.25 * part.num_rows * is_scored
+        clock[0] += time * (9 if seen == 1 else 1 if seen == 3 else 1.5) / 1000
+        launch(plan, **options)
+
+    monkeypatch.setattr(engine._runner, "launch", launching)
+    monkeypatch.setattr(step_costs.time, "perf_counter", lambda: clock[0])
+    engine.measure_row_costs()
+    rows = 4 * FREE
+    kinds_of_a_round = [(1, True, False), (1, False, False), (rows, False, False)]
+    assert kinds[:4] == [*kinds_of_a_round, (rows, False, True)]
+    assert len(kinds) == 4 * (1 + step_costs._ROW_ROUNDS)
+    costs = engine._scheduler.costs
+    found = costs.step, costs.row, costs.scored_row
+    assert found == pytest.approx((3.5e-3, 0.5e-3, 0.25e-3))
+    assert engine.num_free_pages == engine.num_pages and engine.stats.num_steps == 0
+    monkeypatch.undo()
+    texts, each, expected = plain()
+    found_tokens = engine.generate(texts[:2], each[:2])
+    assert [bits(one) for one in found_tokens] == [bits(one) for one in expected[:2]]

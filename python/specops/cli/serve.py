@@ -188,6 +188,20 @@ def _add_limits(parser: argparse.ArgumentParser) -> None:
         help="time that a client may take over the headers of a request (default: %(default)s)",
     )
     add(
+        "--write-timeout",
+        type=float,
+        default=60.0,
+        metavar="SECONDS",
+        help="time that a client may take to read what was written for it (default: %(default)s)",
+    )
+    add(
+        "--max-unread-bytes",
+        type=int,
+        default=64 << 20,
+        metavar="N",
+        help="output that may wait for one client to read it (default: %(default)s)",
+    )
+    add(
         "--max-connections",
         type=int,
         default=1024,
@@ -276,6 +290,7 @@ def _app(
         api_keys=api_keys,
         max_body_bytes=args.max_body_bytes,
         body_timeout=args.body_timeout,
+        max_unread_bytes=args.max_unread_bytes,
         metrics_apart=metrics_listener is not None,
         tool_call_parser=args.tool_call_parser,
         chat_template=args.chat_template,
@@ -288,6 +303,7 @@ def _app(
         "log_level": args.log_level,
         "max_connections": args.max_connections,
         "header_timeout": args.header_timeout,
+        "write_timeout": args.write_timeout,
         "metrics_listener": metrics_listener,
     }
 
@@ -306,7 +322,9 @@ def _client(config: EngineConfig, processes: "Sequence[EngineProcess]") -> "Engi
     from specops.engine.engine import Engine
     from specops.service.thread import ThreadClient
 
-    return ThreadClient(Engine(config))
+    engine = Engine(config)
+    engine.measure_row_costs()
+    return ThreadClient(engine)
 
 
 def _say_where(client: "EngineClient", host: str, port: int) -> None:
@@ -329,8 +347,8 @@ def _check_limits(args: argparse.Namespace) -> None:
         ValueError: one of them would.
     """
     for name in (
-        *("max_body_bytes", "drain_timeout", "max_connections"),
-        *("body_timeout", "header_timeout"),
+        *("max_body_bytes", "drain_timeout", "max_connections", "max_unread_bytes"),
+        *("body_timeout", "header_timeout", "write_timeout"),
     ):
         if getattr(args, name) < 1:
             raise ValueError(f"{name} must be at least 1, got {getattr(args, name)}")

@@ -17,7 +17,15 @@ from specops.engine.drafters.base import Drafter, DrafterContext
 from specops.engine.drafters.drafting import Drafting
 from specops.engine.emitted import Emitted
 from specops.engine.errors import EngineError, QueueFull, described
-from specops.engine.machine import free_rows_of, one_rank, prefix_finder_of, room_of, tokenizer_of
+from specops.engine.machine import (
+    FREE_ROWS,
+    ROW_COSTS,
+    free_rows_of,
+    one_rank,
+    prefix_finder_of,
+    room_of,
+    tokenizer_of,
+)
 from specops.engine.memory.kv_cache import PagePool
 from specops.engine.models import KeptStates, WeightCache, load_model
 from specops.engine.outputs import Completion, EngineStats, RequestOutput
@@ -25,13 +33,17 @@ from specops.engine.parallel.ranks import Ranks
 from specops.engine.plan import Part, Plan
 from specops.engine.request import Request
 from specops.engine.sampling_params import SamplingParams
+from specops.engine.scheduling.prompt_rows import PROMPT_ROWS_BESIDE
 from specops.engine.scheduling.scheduler import Scheduler
+from specops.engine.sharing.row_costs import RowCosts
 from specops.engine.speculative_config import SpeculativeConfig
-from specops.engine.step_costs import known_steps, measure_steps
+from specops.engine.step_costs import known_steps, measure_row_costs, measure_steps
 from specops.engine.steps.runner import Runner
 from specops.engine.structured import Grammar, StructuredOutput
 
 logger = logging.getLogger(__name__)
+
+_TOKENS_BEFORE = 512  # of the text before a row whose cost is measured
 
 
 class Engine:
@@ -88,7 +100,8 @@ class Engine:
         pool_type, caching = self._pool_type, config.enable_prefix_caching
         self._pool = pool_type(self.num_pages, config.page_size, enable_prefix_caching=caching)
         self._cascade_bytes_per_token = model.bytes_of_whole_layers()
-        sharing = free_rows_of(config, device), prefix_finder_of(config, model, self._pool)
+        finder, costs = prefix_finder_of(config, model, self._pool), ROW_COSTS[model.device.type]
+        sharing = free_rows_of(config, device), finder, costs
         self._runner = Runner(model, device, self._drafting, config, room)
         states = KeptStates(self._pool, room, self._runner.parts.cache, self._drafting.states)
         self._scheduler = Scheduler(self._pool, config, states, *sharing)
@@ -96,6 +109,7 @@ class Engine:
         if config.speculative_config.adaptive_verification:  # of requests, too
             measure = partial(self._measure_steps, model.bytes_read, model.ranks)
             self._drafting.select_by(known_steps(model.cached, config, measure))
+        self._cached, self._ranks = model.cached, model.ranks
         self._admission = Admission(config, *shared, self.vocab_size)
         self._requests: dict[str, Request] = {}
         self._plan: Plan | None = None  # of the step under way
@@ -112,6 +126,33 @@ class Engine:
             ranks=ranks,
             max_rows=self.config.max_num_batched_tokens,
             max_model_len=self.max_model_len,
+        )
+
+    def measure_row_costs(self) -> None:
+        """Measure the costs of rows, by which clients share steps. Called before any request.
+
+        Without it, the costs are fixed numbers of the device.
+        """
+        num_before = min(_TOKENS_BEFORE, self.max_model_len // 2)
+        most = min(self.config.max_num_batched_tokens, self.max_model_len - num_before - 2)
+        num_rows = min(PROMPT_ROWS_BESIDE * FREE_ROWS[torch.device(self.device).type], most)
+        if num_rows < 2:
+            return
+
+        def measure() -> list[float]:
+            return measure_row_costs(
+                *(self.tokenizer, self._runner, self._drafting, self._pool),
+                num_rows=num_rows,
+                num_before=num_before,
+                ranks=self._ranks,
+            )
+
+        costs = known_steps(self._cached, self.config, measure, what="rows")
+        if len(costs) != 3:  # the file holds something else
+            costs = measure()
+        self._scheduler.costs = RowCosts(*costs)
+        logger.info(
+            "a step takes %.3g s, a row %.3g s, a row of prompt_logprobs %.3g s more", *costs
         )
 
     @property

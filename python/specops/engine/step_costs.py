@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Measures, when an engine starts, how long its steps take by their rows."""
+"""Measures, when an engine starts, how long its steps and their rows take."""
 
 import json
 import math
 import time
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
@@ -17,37 +17,47 @@ from specops.engine.drafters.drafting import Drafting
 from specops.engine.drafters.methods import default_method
 from specops.engine.memory.kv_cache import PagePool
 from specops.engine.models import CachedWeights
+from specops.engine.outputs import PromptLogprobs
 from specops.engine.parallel.ranks import ALONE, Ranks
 from specops.engine.plan import Part, Plan
+from specops.engine.prompt_logprobs import PromptRows
 from specops.engine.request import Request
-from specops.engine.sampling_params import SamplingParams
+from specops.engine.sampling_params import WHOLE_RANGES, SamplingParams
 from specops.engine.speculative_config import SpeculativeConfig
 from specops.engine.steps.runner import Runner
 from specops.tokenizer import TextStream, Tokenizer
 
 _ROUNDS = 4  # at most; on a GPU always, which makes a step in one and captures it in the next
+_ROW_ROUNDS = 20  # likewise; they are short, and other work of the machine disturbs some of them
 _SECONDS = 1.0  # no round is begun after so long
 # No longer steps than so many times the first, beside what more bytes take: from there on it is a
 # line.
 _FACTOR = 3.0
+# Rows that take as long as a step, at most: a measured time of a row is no shorter.
+_MOST_FREE_ROWS = 1024
 
 
 def known_steps(
-    cached: CachedWeights | None, config: EngineConfig, measure: Callable[[], list[float]]
+    cached: CachedWeights | None,
+    config: EngineConfig,
+    measure: Callable[[], list[float]],
+    *,
+    what: str = "steps",
 ) -> list[float]:
-    """Returns what `measure_steps` does, from beside the packed weights if it was kept there.
+    """Return what a measurement returns, from beside the packed weights if it was kept there.
 
     Args:
         cached: the packed weights.
         config: of the engine.
-        measure: calls `measure_steps`.
+        measure: calls `measure_steps` or `measure_row_costs`.
+        what: name of the measurement.
     """
     if cached is None or config.tensor_parallel_size > 1:  # ranks measure together, or none does
         return measure()
     sizes = (config.max_num_batched_tokens, config.max_model_len, config.page_size)
     kinds = (config.dtype, config.kv_cache_dtype, config.quantization, config.quantize_head)
     machine = (specops.runtime.get_cpu_name(), specops.get_num_threads())
-    return cached.numbers(json.dumps(["steps", *sizes, *kinds, *machine]), measure)
+    return cached.numbers(json.dumps([what, *sizes, *kinds, *machine]), measure)
 
 
 @torch.no_grad()
@@ -113,6 +123,88 @@ def measure_steps(
     return _line(seconds, max_rows)
 
 
+@torch.no_grad()
+def measure_row_costs(
+    tokenizer: Tokenizer,
+    runner: Runner,
+    drafting: Drafting,
+    pool: PagePool,
+    *,
+    num_rows: int,
+    num_before: int,
+    ranks: Ranks = ALONE,
+) -> list[float]:
+    """Run a decode row, a short and a long chunk of a prompt, and the long one with logprobs.
+
+    Args:
+        tokenizer, runner, drafting, pool: of an engine that has no request yet. All pages are free
+            before and after.
+        num_rows: of the long chunk, at least 2.
+        num_before: tokens before the rows. What their keys and values hold is not used.
+        ranks: all of them get what the first one measures.
+
+    Returns:
+        The fields of `RowCosts`, in seconds: each from the least of a few runs.
+    """
+    of_first = ranks.of_first
+    num_alternatives = min(WHOLE_RANGES["prompt_logprobs"][1] or 0, tokenizer.vocab_size)
+    # Different tokens, or rows would share the experts of a mixture.
+    tokens = [token % tokenizer.vocab_size for token in range(num_before + num_rows + 1)]
+    request = _trial(tokenizer, pool, num_before + num_rows, tokens)
+    runner.start(request)
+    decode = _chunk(request, num_before, 1)
+    decode.parts[0].emits, decode.parts[0].num_tokens = True, num_before + 1
+    kinds = [decode, _chunk(request, num_before, 1), _chunk(request, num_before, num_rows)]
+    kinds.append(_chunk(request, num_before, num_rows, num_alternatives))
+    seconds = [math.inf] * len(kinds)
+    begun = math.inf
+    try:
+        for number in range(-1, _ROW_ROUNDS):
+            passed = of_first(time.perf_counter() - begun)
+            if number == 0:
+                begun, seconds = time.perf_counter(), [math.inf] * len(kinds)
+            elif number > 0 and passed > _SECONDS:
+                break
+            for index, plan in enumerate(kinds):
+                started = time.perf_counter()
+                runner.launch(plan)
+                runner.collect(plan)
+                taken = of_first(time.perf_counter() - started)
+                seconds[index] = min(seconds[index], taken)
+    finally:
+        runner.leave(request)
+        pool.release(request.pages)
+        runner.memory.forget()
+        drafting.forget()
+    one, short, long, scored = seconds
+    row = min(max((long - short) / (num_rows - 1), one / _MOST_FREE_ROWS), one)
+    return [one - row, row, max((scored - long) / num_rows, 0.0)]
+
+
+def _chunk(
+    request: Request, begin: int, num_rows: int, num_alternatives: int | None = None
+) -> Plan:
+    """Return a step with rows of a prompt, with log-probabilities if they are wanted."""
+    end = begin + num_rows
+    part = Part(
+        request.request_id,
+        request.slot,
+        begin,
+        num_tokens=len(request.token_ids),
+        num_rows=num_rows,
+        num_drafts=0,
+        emits=False,
+        token_ids=request.token_ids[begin:end],
+        pages=request.pages,
+    )
+    if num_alternatives is not None:
+        wanted = PromptLogprobs(request.token_ids, num_alternatives)
+        wanted.num_scored = begin
+        name, slot = request.request_id, request.slot
+        part.prompt_rows = PromptRows.missing(name, slot, wanted, begin, end)
+    return Plan(parts=[part])
+
+
 def _plan(request: Request, count: int) -> Plan:
     """A step of so many rows."""
     part = Part(
@@ -138,8 +230,10 @@ def _line(seconds: dict[int, float], max_rows: int) -> list[float]:
     return line.tolist()  # type: ignore[no-any-return]
 
 
-def _trial(tokenizer: Tokenizer, pool: PagePool, most: int) -> Request:
-    """A request with room for so many rows, of which nothing is committed."""
+def _trial(
+    tokenizer: Tokenizer, pool: PagePool, most: int, tokens: Sequence[int] = (1,)
+) -> Request:
+    """Return a request with pages for so many rows, of which nothing is committed."""
     return Request(
         request_id="trial",
         arrival=-1,  # of no request that comes
@@ -151,7 +245,7 @@ def _trial(tokenizer: Tokenizer, pool: PagePool, most: int) -> Request:
         choice_index=0,
         prompt_len=1,
         max_len=1 + most,
-        token_ids=[1],
+        token_ids=list(tokens),
         stream=TextStream(tokenizer, ()),
         slot=0,
         pages=array("i", pool.allocate(-(-(1 + most) // pool.page_size)) or ()),

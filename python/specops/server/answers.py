@@ -11,7 +11,7 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Any, Generic, TypeVar
 
 from specops.engine.outputs import SpeculativeStats, TokenLogprob
-from specops.server.api_error import ApiError, server_error
+from specops.server.api_error import ApiError
 from specops.server.call_forms import CallForm, CallReader
 from specops.server.intake import Turn
 from specops.server.jobs import ChoiceOutput, Job, JobFailed, Span
@@ -155,7 +155,7 @@ class Answer(Generic[R]):
             if options.include_usage:
                 yield chunk([], **self._totals())
         except JobFailed as error:
-            yield self.failed(server_error(str(error)))
+            yield self.failed(error.as_api_error())
         yield b"data: [DONE]\n\n"
 
     def failed(self, error: ApiError) -> bytes:

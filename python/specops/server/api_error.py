@@ -92,6 +92,11 @@ def _unavailable(message: str, code: str) -> ApiError:
     )
 
 
+def not_read(message: str) -> ApiError:
+    """Return the error of a client that does not read what it has asked for."""
+    return ApiError(408, message, code="output_not_read")
+
+
 def server_error(message: str) -> ApiError:
     """Something failed that is not the client's fault."""
     return ApiError(500, message, type="server_error", code="internal_error")

@@ -36,7 +36,7 @@ from specops.server.api_error import ApiError, server_error
 from specops.server.call_forms import CALL_FORMS
 from specops.server.chat import ChatFormat
 from specops.server.clients import Clients
-from specops.server.connections import bounded_protocol
+from specops.server.connections import bounded_protocol, connections_within_files
 from specops.server.dispatch import Dispatch
 from specops.server.generation import Generation
 from specops.server.hosts import Access, AllowedHosts, Forwarded
@@ -73,6 +73,7 @@ from specops.server.request_counts import RequestCounts
 from specops.server.request_ids import RequestIds
 from specops.server.streaming import dumped
 from specops.server.tokens import DetokenizeRequest, TokenizeRequest
+from specops.server.unread import Unread
 from specops.service.client import EngineClient
 from specops.service.garbage import search_seldom
 from specops.tokenizer import Tokenizer
@@ -114,6 +115,7 @@ def make_app(
     api_keys: Sequence[str] = (),
     max_body_bytes: int = 4 << 20,
     body_timeout: float = 60.0,
+    max_unread_bytes: int = 64 << 20,
     metrics_apart: bool = False,
     tool_call_parser: str | None = None,
     chat_template: str | Path | None = None,
@@ -130,6 +132,7 @@ def make_app(
             from one address are. Slots and rows of steps are shared equally among clients.
         max_body_bytes: longer bodies are refused.
         body_timeout: seconds that a client may take over its body.
+        max_unread_bytes: bytes of output that may wait for one client to read them.
         metrics_apart: there is no /metrics, since `serve` has another port for it.
         tool_call_parser: how the model writes calls of tools, a name of `CALL_FORMS`; by default as
             its chat template teaches it.
@@ -144,7 +147,8 @@ def make_app(
         raise ValueError("api_keys must hold keys of at least one character, got an empty one")
     chat_format = chat_format or _chat_format(client, tokenizer, tool_call_parser, chat_template)
     metrics = Metrics(client)
-    dispatch = Dispatch(client, metrics, num_clients=len(set(api_keys)))
+    num_clients = len(set(api_keys))
+    dispatch = Dispatch(client, metrics, num_clients, max_unread_bytes=max_unread_bytes)
     lifespan = functools.partial(_running, dispatch)
     app = FastAPI(lifespan=lifespan, openapi_url=None, generate_unique_id_function=operation_id)
     access = access or Access()
@@ -165,7 +169,7 @@ def make_app(
     app.include_router(api)
     _add_description(app, api if api_keys else None)
     _add_error_handlers(app, api)
-    _add_middleware(app, access, metrics, Clients(api_keys))
+    _add_middleware(app, access, metrics, Clients(api_keys), dispatch.unread)
     return app
 
 
@@ -176,7 +180,9 @@ async def _running(dispatch: Dispatch, app: FastAPI) -> AsyncIterator[None]:
     await dispatch.stop()
 
 
-def _add_middleware(app: FastAPI, access: Access, metrics: Metrics, clients: Clients) -> None:
+def _add_middleware(
+    app: FastAPI, access: Access, metrics: Metrics, clients: Clients, unread: Unread
+) -> None:
     """What is around the routes; each is around those before it."""
     if access.allowed_hosts is not None:
         app.add_middleware(AllowedHosts, hosts=access.allowed_hosts)
@@ -190,7 +196,7 @@ def _add_middleware(app: FastAPI, access: Access, metrics: Metrics, clients: Cli
         )
     app.add_middleware(RequestIds)
     app.add_middleware(RequestCounts, count=metrics.answer)
-    app.add_middleware(Intake, clients=clients, turns=Turns())
+    app.add_middleware(Intake, clients=clients, turns=Turns(), unread=unread)
     if access.forwarded_allow_ips:
         app.add_middleware(Forwarded, proxies=access.forwarded_allow_ips)
 
@@ -431,6 +437,7 @@ def serve(
     log_level: str,
     max_connections: int = 1024,
     header_timeout: float = 20.0,
+    write_timeout: float = 60.0,
     metrics_listener: socket.socket | None = None,
 ) -> int:
     """Serve until SIGTERM or SIGINT, then let running requests finish for `drain_timeout` s.
@@ -441,8 +448,9 @@ def serve(
         drain_timeout: seconds.
         log_level: of uvicorn.
         max_connections: open at a time. For one more, the address that has most of them loses the
-            one that has asked for nothing for longest.
+            one that has waited for its client for longest.
         header_timeout: seconds that a client may take over the headers of a request.
+        write_timeout: seconds that a client may take to read what was written for it.
         metrics_listener: from `listen`, for an application with `metrics_apart`.
 
     Returns:
@@ -455,7 +463,11 @@ def serve(
     signal.signal(signal.SIGTERM, lambda *_: None)
     config = uvicorn.Config(
         app,
-        http=bounded_protocol(max_connections=max_connections, header_timeout=header_timeout),
+        http=bounded_protocol(
+            max_connections=connections_within_files(max_connections),
+            header_timeout=header_timeout,
+            write_timeout=write_timeout,
+        ),
         loop="uvloop",
         log_level=log_level,
         timeout_graceful_shutdown=drain_timeout,

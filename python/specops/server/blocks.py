@@ -10,7 +10,6 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from specops.server.answers import ChatAnswer
-from specops.server.api_error import server_error
 from specops.server.jobs import ChoiceOutput, JobFailed
 from specops.server.logprobs import chat_logprobs
 from specops.server.streaming import dumped
@@ -92,7 +91,7 @@ class BlockAnswer(ChatAnswer):
             for event in self.finish(self._why()):
                 yield event
         except JobFailed as error:
-            yield self.failed(server_error(str(error)))
+            yield self.failed(error.as_api_error())
 
     def _render(self, outputs: Mapping[int, ChoiceOutput]) -> bytes:
         for _ in self._changes(outputs[0].output):

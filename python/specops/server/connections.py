@@ -1,17 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a connection may cost before it has asked for anything: a place, some memory, some time.
+"""Limits of a connection: its place among others, and the memory and time that its client may take.
 
-uvicorn bounds the pause between two requests, not what a client sends for one, nor how long that
-takes.
+uvicorn bounds the pause between two requests. It bounds neither what a client sends for one, nor
+the time that a client takes to send a request or to read an answer.
 """
 
 import asyncio
 import itertools
+import logging
+import resource
+from collections import Counter
 from typing import Any
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from specops.server.clients import network_of
+
+logger = logging.getLogger(__name__)
 
 _MAX_HEAD_BYTES = 1 << 16  # a request's line and headers
 _LONG_HEAD = f"The headers exceed {_MAX_HEAD_BYTES} bytes."
@@ -19,16 +24,28 @@ _LONG_HEAD = f"The headers exceed {_MAX_HEAD_BYTES} bytes."
 # and requests unread; timers come first, and by then these are read.
 _MOMENT = 0.05
 
+# Connections kept free for addresses that have none, as a share of all and at most.
+_RESERVED_SHARE = 8
+_MAX_RESERVED = 16
+# Files that the server opens beside its clients' connections: listeners, the engine's sockets, a
+# Redis, connections to the port of metrics, logs.
+_OWN_FILES = 128
+# While the server shuts down, clients get less time to read what was written for them.
+_SHUTDOWN_WRITE_SECONDS = 5.0
+
 _MOMENTS = itertools.count()  # the event loop's clock stands still within a round
 
 
 class _BoundedProtocol(HttpToolsProtocol):
     max_connections: int
     header_timeout: float
+    write_timeout: float
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
         self._deadline: asyncio.TimerHandle | None = None
+        self._write_deadline: asyncio.TimerHandle | None = None
+        self._unread_bytes = -1  # in the write buffer when the write deadline passed before
         self._head_bytes = 0  # at least so many have come of a head that is not complete
         self._fault = ""  # of a head that was refused
         self._network = ""
@@ -38,28 +55,92 @@ class _BoundedProtocol(HttpToolsProtocol):
         super().connection_made(transport)
         self._network = network_of(self.client[0] if self.client else "")
         self._watch()
-        if len(self.connections) > self.max_connections:
+        if len(self.connections) > self.max_connections - self._num_reserved:
             self._make_room()
 
-    def _make_room(self) -> None:
-        """Closes a connection of the network that has most: the one that is idle for longest.
+    @property
+    def _num_reserved(self) -> int:
+        """Connections that only addresses without another connection may open."""
+        return min(self.max_connections // _RESERVED_SHARE, _MAX_RESERVED)
 
-        It is this one where the server is answering all others of that network.
+    def _make_room(self) -> None:
+        """Close a connection if there are too many.
+
+        It is one of the address that has most: the one that has waited for its client for longest.
+        If the server is at work for all connections of that address, this connection closes.
         """
-        networks: dict[str, list[_BoundedProtocol]] = {}
-        count = 0
-        for one in self.connections:
-            if isinstance(one, _BoundedProtocol) and not one.transport.is_closing():
-                networks.setdefault(one._network, []).append(one)
-                count += 1
-        if count > self.max_connections:
-            most = max(networks.values(), key=len)
-            idle = [one for one in most if one is not self and not one._is_answering()]
-            min(idle, key=lambda one: one._idle_since, default=self).transport.close()
+        open_ones = [one for one in self.connections if isinstance(one, _BoundedProtocol)]
+        open_ones = [one for one in open_ones if not one._is_closed()]
+        counts = Counter(one._network for one in open_ones)
+        is_first = counts[self._network] == 1
+        if len(open_ones) <= self.max_connections - (0 if is_first else self._num_reserved):
+            return
+        (most, _), *_ = counts.most_common(1)
+        idle = [
+            one
+            for one in open_ones
+            if one._network == most and one is not self and one._waits_for_client()
+        ]
+        min(idle, key=lambda one: one._idle_since, default=self)._give_way()
+
+    def _give_way(self) -> None:
+        """Close the connection at once, even if its client has not read everything."""
+        if self.transport.get_write_buffer_size():
+            self.transport.abort()
+        else:
+            self.transport.close()
+
+    def _is_closed(self) -> bool:
+        """Return whether the connection ends in this round of the event loop."""
+        return self.transport.is_closing() and not self.transport.get_write_buffer_size()
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._rest()
+        self._stop_write_deadline()
         super().connection_lost(exc)
+
+    # ---- what the client has not read ----
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._start_write_deadline(self.write_timeout)
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        self._stop_write_deadline()
+
+    def shutdown(self) -> None:
+        if self._write_deadline is not None:
+            self._start_write_deadline(min(self.write_timeout, _SHUTDOWN_WRITE_SECONDS))
+        self.write_timeout = min(self.write_timeout, _SHUTDOWN_WRITE_SECONDS)
+        super().shutdown()
+
+    def _start_write_deadline(self, seconds: float) -> None:
+        self._stop_write_deadline()
+        self._write_deadline = self.loop.call_later(seconds, self._end_writing)
+
+    def _stop_write_deadline(self) -> None:
+        self._unread_bytes = -1
+        if self._write_deadline is not None:
+            self._write_deadline.cancel()
+            self._write_deadline = None
+
+    def _end_writing(self) -> None:
+        """End the connection of a client that does not read what was written for it.
+
+        The end of an answer is short enough for the write buffer, and further answers may follow
+        it there. Then the client is reading as long as the buffer changes.
+        """
+        self._write_deadline = None
+        size = self.transport.get_write_buffer_size()
+        must_end = self.flow.write_paused or self.transport.is_closing()
+        if size and (must_end or size == self._unread_bytes):
+            self.transport.abort()
+        elif size:
+            self._start_write_deadline(self.write_timeout)
+            self._unread_bytes = size
+
+    # ---- what the client sends ----
 
     def data_received(self, data: bytes) -> None:
         self._head_bytes += len(data)
@@ -83,10 +164,13 @@ class _BoundedProtocol(HttpToolsProtocol):
         self._head_bytes = 0
         super().on_headers_complete()
         cycle = self.cycle
+        self._idle_since = next(_MOMENTS)  # until the body has come
         self.scope["state"]["is_gone"] = lambda: cycle.disconnected
 
     def on_response_complete(self) -> None:
         self._idle_since = next(_MOMENTS)
+        if self._write_deadline is None and self.transport.get_write_buffer_size():
+            self._start_write_deadline(self.write_timeout)
         super().on_response_complete()
 
     def on_body(self, body: bytes) -> None:
@@ -99,6 +183,12 @@ class _BoundedProtocol(HttpToolsProtocol):
 
     def _is_answering(self) -> bool:
         return self.cycle is not None and not self.cycle.response_complete
+
+    def _waits_for_client(self) -> bool:
+        """Return whether the client has to act: to ask, to send its body, or to read."""
+        if not self._is_answering() or self.flow.write_paused:
+            return True
+        return bool(self.cycle.more_body) and not self.pipeline
 
     def _watch(self) -> None:
         self._deadline = self.loop.call_later(self.header_timeout, self._close_soon)
@@ -117,14 +207,52 @@ class _BoundedProtocol(HttpToolsProtocol):
             self.transport.close()
 
 
-def bounded_protocol(*, max_connections: int, header_timeout: float) -> type[asyncio.Protocol]:
-    """uvicorn's HTTP protocol, for connections that are bounded.
+def bounded_protocol(
+    *, max_connections: int, header_timeout: float, write_timeout: float
+) -> type[asyncio.Protocol]:
+    """Return uvicorn's HTTP protocol with limits.
 
     Args:
         max_connections: open at a time. For one more, the address that has most of them loses the
-            one that has asked for nothing for longest.
+            one that has waited for its client for longest. The last ones are for addresses that
+            have no other connection.
         header_timeout: seconds from the first byte of a request, or from the beginning of the
             connection, to the end of its headers; then the connection is closed.
+        write_timeout: seconds that a client may take to read what is in the write buffer; then the
+            connection is closed.
     """
-    bounds = {"max_connections": max_connections, "header_timeout": header_timeout}
+    bounds = {
+        "max_connections": max_connections,
+        "header_timeout": header_timeout,
+        "write_timeout": write_timeout,
+    }
     return type("BoundedProtocol", (_BoundedProtocol,), bounds)
+
+
+def connections_within_files(max_connections: int) -> int:
+    """Raise the limit of open files as far as connections need it.
+
+    Args:
+        max_connections: open at a time.
+
+    Returns:
+        The connections that the limit allows: `max_connections`, or fewer, with a warning.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    needed = max_connections + _OWN_FILES
+    if soft == resource.RLIM_INFINITY or soft >= needed:
+        return max_connections
+    files = needed if hard == resource.RLIM_INFINITY else min(needed, hard)
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (files, hard))
+    except (OSError, ValueError):  # the system has a limit of its own
+        files = soft
+    allowed = max(files - _OWN_FILES, files // 2, 1)
+    if allowed < max_connections:
+        logger.warning(
+            "the limit of %d open files allows %d connections, fewer than max_connections=%d; "
+            "raise it with ulimit -n",
+            *(files, allowed, max_connections),
+        )
+        return allowed
+    return max_connections

@@ -5,6 +5,7 @@ Everything here belongs to the event loop.
 """
 
 import asyncio
+import logging
 
 from specops.engine.errors import ContextOverflow, QueueFull
 from specops.server.jobs import (
@@ -13,14 +14,18 @@ from specops.server.jobs import (
     EngineAway,
     Job,
     JobFailed,
+    OutputNotRead,
     QueueAway,
     Span,
     StepSeconds,
 )
 from specops.server.metrics import Metrics
 from specops.server.outbox import Event, Outbox
+from specops.server.unread import Stream, Unread
 from specops.service.client import EngineClient
 from specops.service.messages import Accepted, Batch, Failed, Output, Progress, Refused, Submit
+
+logger = logging.getLogger(__name__)
 
 _REFUSALS: dict[str, type[Exception]] = {
     "context": ContextOverflow,
@@ -38,13 +43,26 @@ class Dispatch:
         client: of the engine.
         metrics: of the server.
         num_clients: that have keys; at most 1 where there are no keys.
+        max_unread_bytes: bytes of output that may wait for one client to read them.
+
+    Attributes:
+        unread: the output that clients have not read.
     """
 
-    def __init__(self, client: EngineClient, metrics: Metrics, num_clients: int = 1) -> None:
+    def __init__(
+        self,
+        client: EngineClient,
+        metrics: Metrics,
+        num_clients: int = 1,
+        *,
+        max_unread_bytes: int = 64 << 20,
+    ) -> None:
         self._client, self._metrics, self._num_clients = client, metrics, num_clients
         self._jobs: dict[int, Job] = {}  # with choices of which the last output has not come
         self._outbox: Outbox | None = None
         self._num_rows = client.status.stats.num_rows
+        self.unread = Unread(max_unread_bytes, self._end_unread)
+        metrics.watch(self.unread)
 
     async def start(self) -> None:
         """Begins, on the event loop that jobs live on."""
@@ -56,13 +74,15 @@ class Dispatch:
         await self._client.stop()
 
     def require_room(self, client: str) -> None:
-        """Refuses a client whose share of the room to wait is known to be full.
+        """Refuse a client that has its share of waiting requests, or too much unread output.
 
         Raises:
-            QueueFull: it is.
+            QueueFull: the client has one or the other.
         """
         if (reason := self._client.full.get(client)) is not None:
             raise QueueFull(reason)
+        if (size := self.unread.of(client)) > self.unread.most:
+            raise QueueFull(f"{size} bytes of earlier answers are unread; read them first")
 
     async def submit(self, job: Job) -> None:
         """Hands over a job, and waits until the engine has taken it.
@@ -94,9 +114,20 @@ class Dispatch:
             raise
 
     def abort(self, job: Job) -> None:
-        """Drops what is unfinished of a job and frees its pages; harmless for a finished one."""
+        """Drop a job and its output, and free its pages; harmless for a finished one."""
+        job.close()
         if self._jobs.pop(job.number, None) is not None:
             self._client.abort(job.number)
+
+    def _end_unread(self, stream: Stream) -> None:
+        """End a stream whose client has left too much output unread."""
+        assert isinstance(stream, Job)
+        logger.warning("a stream ends: its client, %s, does not read it", stream.client)
+        if self._jobs.pop(stream.number, None) is not None:
+            self._client.abort(stream.number)
+        stream.fail(
+            OutputNotRead(f"more than {self.unread.most} bytes of output were waiting to be read")
+        )
 
     def _receive(self, batch: Batch) -> None:
         stats = batch.status.stats

@@ -171,6 +171,7 @@ class Generation:
             None if speculative is None else json.dumps(speculative),
             client=http.state.client,
             streaming=request.stream,
+            unread=self._dispatch.unread,
             kv_transfer=kv_transfer,
         )
         answer = answer_type(

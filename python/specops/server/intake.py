@@ -16,16 +16,21 @@ turn is a pause later for it. A client that asks and leaves in a loop waits for 
 import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 from starlette.requests import HTTPConnection
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from specops.server.clients import Clients
+from specops.server.unread import Unread
 
 # What an abandoned request adds to the time before its client's next turn, and how much there may
 # be: many may be abandoned at once, by a client that ends.
 _PAUSE_SECONDS = 0.01
 _MOST_PAUSE_SECONDS = 1.0
+
+# Bytes of a body that are written at a time; the write buffer pauses when it has so many.
+_PIECE_BYTES = 1 << 16
 
 
 @dataclass(eq=False)
@@ -122,6 +127,8 @@ class Turn:
 class Intake:
     """Middleware around an application: says who asks, and gives turns to requests with bodies.
 
+    Long bodies of answers are written in pieces, each when the client has read those before it.
+
     `state` of a request gets `client`, a name; `may_ask`; `turn`, a `Turn`; and `send_body`, which
     goes around the other middleware: of an answer that has begun it wants to know nothing more. It
     has `is_gone` already, by which a connection says whether it has ended (connections.py).
@@ -130,10 +137,13 @@ class Intake:
         app: the application.
         clients: who tells them apart.
         turns: of the clients.
+        unread: counts what is left of long bodies.
     """
 
-    def __init__(self, app: ASGIApp, clients: Clients, turns: Turns) -> None:
-        self._app, self._clients, self._turns = app, clients, turns
+    def __init__(
+        self, app: ASGIApp, clients: Clients, turns: Turns, unread: Unread | None = None
+    ) -> None:
+        self._app, self._clients, self._turns, self._unread = app, clients, turns, unread
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serves a request."""
@@ -142,6 +152,7 @@ class Intake:
         name, may_ask = self._clients.identify(HTTPConnection(scope))
         turn = Turn(self._turns, name)
         state = scope.setdefault("state", {})
+        send = partial(self._send_in_pieces, send, name)
         state.update(client=name, may_ask=may_ask, turn=turn, send_body=send)
         # Another HTTP server than ours does not say.
         is_gone: Callable[[], bool] = state.setdefault("is_gone", lambda: False)
@@ -165,3 +176,25 @@ class Intake:
             # The connection knows the scope, and what is here knows the connection. Without that
             # circle a request's objects go when it ends, and garbage is looked for less often.
             state.clear()
+
+    async def _send_in_pieces(self, send: Send, client: str, message: Message) -> None:
+        """Send a message; a long body waits piece by piece for the client to read it."""
+        body = message.get("body", b"")
+        if len(body) <= _PIECE_BYTES:
+            return await send(message)
+        rest = len(body)
+        try:
+            self._count(client, rest)
+            for begin in range(0, len(body), _PIECE_BYTES):
+                piece = body[begin : begin + _PIECE_BYTES]
+                is_last = begin + len(piece) == len(body)
+                more_body = not is_last or message.get("more_body", False)
+                await send({**message, "body": piece, "more_body": more_body})
+                rest -= len(piece)
+                self._count(client, -len(piece))
+        finally:
+            self._count(client, -rest)
+
+    def _count(self, client: str, size: int) -> None:
+        if self._unread is not None:
+            self._unread.add_body(client, size)

@@ -4,11 +4,14 @@
 import asyncio
 import itertools
 import time
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from specops.engine.sampling_params import SamplingParams
+from specops.server.api_error import ApiError, not_read, server_error
+from specops.server.unread import Unread, size_of
 from specops.service.messages import Accepted, KvTransfer, Output
 
 _numbers = itertools.count()
@@ -53,7 +56,19 @@ class ChoiceOutput:
 
 
 class JobFailed(Exception):
-    """The engine could not finish a job; the reason is in the log."""
+    """Failure of a job that the engine could not finish; the log has the reason."""
+
+    def as_api_error(self) -> ApiError:
+        """Return the error that ends the job's stream."""
+        return server_error(str(self))
+
+
+class OutputNotRead(JobFailed):
+    """End of a stream whose client left too much output unread."""
+
+    def as_api_error(self) -> ApiError:
+        """Return the error that ends the job's stream."""
+        return not_read(str(self))
 
 
 class EngineAway(JobFailed):
@@ -87,6 +102,7 @@ class Job:
         speculative_config: the request's own, as JSON, or None.
         client: who asks, as slots are shared among clients.
         streaming: hand out every step's output, rather than finished choices only.
+        unread: counts the outputs of a streaming job until they are taken.
         kv_transfer: the prompt's pages come from another engine, or are for one.
 
     Attributes:
@@ -105,6 +121,7 @@ class Job:
         *,
         client: str,
         streaming: bool,
+        unread: Unread,
         kv_transfer: KvTransfer | None = None,
     ) -> None:
         self.kv_transfer = kv_transfer
@@ -120,7 +137,9 @@ class Job:
         self.num_speculative_tokens = 0
         self._loop = asyncio.get_running_loop()
         self._accepted: asyncio.Future[None] | None = self._loop.create_future()
-        self._events: list[ChoiceOutput | Exception] = []
+        self._unread = unread
+        self._is_closed = False  # takes no further event
+        self._events: deque[ChoiceOutput | Exception] = deque()
         self._arrival: asyncio.Future[None] | None = None  # of an event that somebody waits for
 
     async def until_accepted(self) -> None:
@@ -137,7 +156,7 @@ class Job:
             self._accepted = None
 
     async def next_outputs(self) -> list[ChoiceOutput]:
-        """Waits for outputs and returns all that are there.
+        """Wait for outputs. Return one if the job streams, else all that have come.
 
         Raises:
             JobFailed: the engine gave the job up.
@@ -145,20 +164,37 @@ class Job:
         if not self._events:
             self._arrival = self._loop.create_future()
             await self._arrival
-        events, self._events = self._events, []
-        outputs = []
-        for event in events:
+        outputs: list[ChoiceOutput] = []
+        while self._events and not (self.streaming and outputs):
+            event = self._events.popleft()
             if isinstance(event, Exception):
                 try:
                     raise event
                 finally:
-                    del event, events
+                    del event
             outputs.append(event)
             self.num_unfinished -= event.output.end is not None
+            if self.streaming:
+                self._unread.add(self, -size_of(event.output))
         return outputs
 
+    def fail(self, error: JobFailed) -> None:
+        """End the job with an error, and drop the outputs that were not taken."""
+        self._events.clear()
+        self._unread.drop(self)
+        self.put(error)
+        self._is_closed = True
+
+    def close(self) -> None:
+        """Drop the outputs that were not taken, and those that are still to come."""
+        self._is_closed = True
+        self._events.clear()
+        self._unread.drop(self)
+
     def put(self, event: ChoiceOutput | Accepted | Exception) -> None:
-        """Called on the event loop: it is accepted, an output, or a refusal or failure."""
+        """Take an acceptance, a refusal, a failure or an output. Runs on the event loop."""
+        if self._is_closed:
+            return
         if isinstance(event, Accepted):
             self.num_speculative_tokens = event.num_speculative_tokens
             if self._accepted is not None and not self._accepted.done():
@@ -170,3 +206,5 @@ class Job:
             self._events.append(event)
             if self._arrival is not None and not self._arrival.done():
                 self._arrival.set_result(None)
+            if self.streaming and isinstance(event, ChoiceOutput):
+                self._unread.add(self, size_of(event.output))  # may end the job

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from prometheus_client import (
     CollectorRegistry,
     Counter,
+    Gauge,
     Histogram,
     PlatformCollector,
     ProcessCollector,
@@ -26,6 +27,7 @@ from prometheus_client.metrics_core import (
 from prometheus_client.registry import Collector
 
 from specops.server.jobs import Span
+from specops.server.unread import Unread
 from specops.service.client import EngineClient
 
 _SECONDS = (
@@ -125,6 +127,12 @@ class Metrics:
         )
         labelled: Histogram = histogram.labels(self._model)
         return labelled
+
+    def watch(self, unread: Unread) -> None:
+        """Report the output that clients have not read; called once."""
+        text = "Estimated bytes of output that clients have not read yet"
+        gauge = Gauge("specops:unread_output_bytes", text, _LABELS, registry=self._registry)
+        gauge.labels(self._model).set_function(lambda: unread.total)
 
     def tokens(self, count: int, seconds: float, *, first: bool) -> None:
         """A choice got `count` tokens in one step, so long after its last ones or its arrival."""

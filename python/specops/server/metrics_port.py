@@ -19,6 +19,7 @@ from specops.server.metrics import Metrics
 
 _MAX_CONNECTIONS = 64
 _HEADER_TIMEOUT = 20.0
+_WRITE_TIMEOUT = 20.0
 
 
 def add_metrics(app: FastAPI, metrics: Metrics) -> None:
@@ -47,7 +48,11 @@ def metrics_served(
         app.add_middleware(AllowedHosts, hosts=allowed_hosts)
     config = uvicorn.Config(
         app,
-        http=bounded_protocol(max_connections=_MAX_CONNECTIONS, header_timeout=_HEADER_TIMEOUT),
+        http=bounded_protocol(
+            max_connections=_MAX_CONNECTIONS,
+            header_timeout=_HEADER_TIMEOUT,
+            write_timeout=_WRITE_TIMEOUT,
+        ),
         loop="uvloop",
         log_level="warning",  # of the scrapes nobody wants a line each
         timeout_graceful_shutdown=1,

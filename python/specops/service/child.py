@@ -246,6 +246,7 @@ def main() -> None:
         engine: Engine = kind(setup if is_rank else EngineConfig.from_plain(setup.settings))
         # From now on the kernels' own threads have the cores: torch's would spin beside them.
         torch.set_num_threads(1)
+        engine.measure_row_costs()
         return engine
 
     code = 1

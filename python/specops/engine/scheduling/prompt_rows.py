@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The pass that gives prompts the rows that decoding leaves, and slots to those who wait."""
 
+from collections import Counter
 from itertools import chain
 
 from specops.engine.plan import Plan
@@ -8,18 +9,21 @@ from specops.engine.prompt_logprobs import PromptRows
 from specops.engine.request import Request
 from specops.engine.scheduling.slots import Slots
 from specops.engine.sharing.prompt_shares import PromptShares, client_of
+from specops.engine.sharing.row_costs import RowCosts
 
-# Rows that prompts have, over those that a step computes in the time that it takes anyway. Beside
-# decoding requests of other clients: such a step takes about three times as long as without them,
-# and a prompt one and a half times as long as if it had all rows.
-_PROMPT_ROWS_BESIDE = 4
-# And at most: whoever comes next waits for the end of the step. A prompt is computed as fast in
-# steps of so many rows as in longer ones.
+# Limits of the rows of prompts, as multiples of the rows that a step computes in the time that it
+# takes anyway. The first is for a step that has decoding requests of other clients: their time
+# limits these rows, too, and this limit is for many of them. The second is for every step, since a
+# newcomer waits for its end. A prompt is computed as fast in steps of so many rows as in longer
+# ones.
+PROMPT_ROWS_BESIDE = 4
 MAX_PROMPT_ROWS = 32
 
 
-def plan_prompt_rows(plan: Plan, slots: Slots, max_rows: int, free_rows: int | None) -> None:
-    """Plans chunks of prompts.
+def plan_prompt_rows(
+    plan: Plan, slots: Slots, max_rows: int, free_rows: int | None, costs: RowCosts
+) -> None:
+    """Plan chunks of prompts.
 
     Args:
         plan: of the step, with its decode rows.
@@ -27,6 +31,7 @@ def plan_prompt_rows(plan: Plan, slots: Slots, max_rows: int, free_rows: int | N
         max_rows: of the step.
         free_rows: that a step computes in the time that it takes however few it has; None: prompts
             may have all rows.
+        costs: of the rows of a step.
     """
     may_start = slots.may_start
     if len(plan.parts) + len(plan.paused) == len(slots.running) and not may_start:
@@ -35,11 +40,15 @@ def plan_prompt_rows(plan: Plan, slots: Slots, max_rows: int, free_rows: int | N
     if budget <= 0:
         return
     prompts = [request for request in slots.running if not request.is_decoding]
+    decoding: Counter[str] = Counter()
+    for part in plan.parts:
+        decoding[client_of(slots.at[part.slot])] += part.num_rows
     shares = PromptShares(
         chain(prompts, slots.waiting if may_start else ()),
-        decoding={client_of(slots.at[part.slot]) for part in plan.parts},
+        costs=costs,
+        decoding=decoding,
         max_rows=budget if free_rows is None else min(budget, MAX_PROMPT_ROWS * free_rows),
-        max_beside=None if free_rows is None else _PROMPT_ROWS_BESIDE * free_rows,
+        max_rows_beside=None if free_rows is None else PROMPT_ROWS_BESIDE * free_rows,
     )
     for request in prompts:
         if request.slot >= 0 and budget > 0:

@@ -19,6 +19,7 @@ from specops.engine.scheduling.slots import Slots
 from specops.engine.scheduling.spare_pages import lend_draft_pages, lend_tree_pages
 from specops.engine.sharing.grammar_turns import GrammarTurns
 from specops.engine.sharing.prefixes import PrefixFinder
+from specops.engine.sharing.row_costs import RowCosts
 from specops.engine.sharing.turns import Ask, take_turns
 
 
@@ -32,6 +33,10 @@ class Scheduler(Slots):
         free_rows: that a step computes in the time that it takes however few it has; None: a step
             is never made shorter for the sake of an owner with few rows.
         prefix_finder: finds what the requests of a step share; None: nobody asks.
+        costs: of the rows of a step; by default a step costs as much as `free_rows` of its rows.
+
+    Attributes:
+        costs: as given. The engine may replace them by measured ones.
     """
 
     def __init__(
@@ -41,12 +46,14 @@ class Scheduler(Slots):
         states: KeptStates | None = None,
         free_rows: int | None = None,
         prefix_finder: PrefixFinder | None = None,
+        costs: RowCosts | None = None,
     ) -> None:
         super().__init__(pool, config.max_num_seqs, states)
         self._max_rows = self._max_drafts = config.max_num_batched_tokens
         if (most := config.speculative_config.max_total_draft_tokens) is not None:
             self._max_drafts = min(self._max_rows, most)
         self._free_rows = free_rows
+        self.costs = costs or RowCosts(free_rows or 0)
         self._prefix_finder = prefix_finder
         self._num_steps = 0
         self._turns: Set[Request] | None = None  # who decodes in the next step; None: everybody
@@ -95,7 +102,7 @@ class Scheduler(Slots):
         self._num_steps += 1
         self.take_back()
         plan_decode_rows(plan, self, turns, self._grammar_turns)
-        plan_prompt_rows(plan, self, self._max_rows, self._free_rows)
+        plan_prompt_rows(plan, self, self._max_rows, self._free_rows, self.costs)
         lend_tree_pages(plan, self)
         lend_draft_pages(plan, self, self._grammar_turns)
         for part in plan.parts:

@@ -1,68 +1,95 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How many rows each client's prompts have in a step.
+"""Shares of a step's time for the prompts of each client.
 
-Whoever is alone has all of them. Several clients with prompts have equal parts, so that a short
-prompt is not behind all of somebody's long ones. Beside another client's decoding requests, prompts
-have fewer: those wait for the end of the step. So have long prompts beside another client's whose
-equal part is enough for its end. They still have far more than decoding requests get of each
-other's steps (turns.py), or a long prompt would never end.
+A client that is alone gets all of the time. Several clients with prompts get equal shares, so that
+a short prompt does not wait for all long ones of another client. Beside decoding requests of
+another client, which wait for the end of the step, prompts get as much time as these take. So do
+long prompts beside a prompt of another client whose equal share is enough for its end. A row takes
+more time if log-probabilities of the prompt are reported for it, so such a prompt gets fewer rows.
 None of this can change a token: it only decides when.
 """
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Set
+from collections.abc import Iterable, Mapping
 
 from specops.engine.request import Request
+from specops.engine.sharing.row_costs import RowCosts
+
+_EPSILON = 1e-6  # rows; a share is a quotient of floats
 
 
 class PromptShares:
-    """The rows that clients' prompts may still have in one step.
+    """Time that prompts of each client may still take of one step.
 
     Args:
-        prompts: requests that are to have such rows, in the order of their turn.
-        decoding: clients of whom requests decode in the step.
-        max_rows: that prompts may have in the step.
-        max_beside: that they may have beside a client who gets tokens from it; None: all.
+        prompts: requests that are to get rows, in the order of their turn.
+        costs: of steps and rows.
+        decoding: decode rows of the step, by client.
+        max_rows: rows that prompts may have in the step.
+        max_rows_beside: rows that prompts without log-probabilities may have at most beside a
+            client that gets tokens from the step; None: as many as without that client.
     """
 
     def __init__(
         self,
         prompts: Iterable[Request],
         *,
-        decoding: Set[str],
+        costs: RowCosts,
+        decoding: Mapping[str, int],
         max_rows: int,
-        max_beside: int | None,
+        max_rows_beside: int | None,
     ) -> None:
-        wanted: Counter[str] = Counter()
+        self._costs = costs
+        wanted: Counter[str] = Counter()  # rows
+        time: dict[str, float] = {}  # of these rows
+        least: dict[str, float] = {}  # time of one of the rows
         for request in prompts:
-            wanted[client_of(request)] += len(request.token_ids) - request.num_computed
-        bound = max_rows if max_beside is None else min(max_beside, max_rows)
-        ending = {one for one, rows in wanted.items() if rows <= max_rows // len(wanted)}
-        beside = [one for one in wanted if decoding - {one} or (ending and one not in ending)]
-        others = {client: rows for client, rows in wanted.items() if client not in beside}
-        self._left = _shared(bound, {client: wanted[client] for client in beside})
-        self._left |= _shared(max_rows - sum(self._left.values()), others)
+            client, row = client_of(request), costs.of_prompt_row(request)
+            rows = len(request.token_ids) - request.num_computed
+            wanted[client] += rows
+            time[client] = time.get(client, 0.0) + rows * row
+            least[client] = max(least.get(client, 0.0), row)
+        most = max_rows * costs.row
+        ending = {one for one in wanted if time[one] <= most / len(wanted)}
+        beside = [one for one in wanted if set(decoding) - {one} or (ending and one not in ending)]
+        bounds = {one: time[one] for one in beside}
+        shared = most
+        if max_rows_beside is not None:
+            shared = min(max_rows_beside * costs.row, most)
+            of_others = Counter(decoding) + Counter({one: wanted[one] for one in ending})
+            for one in beside:
+                others = of_others.total() - of_others[one]
+                bounds[one] = min(time[one], costs.of_step(others))
+        self._left = _shared(shared, bounds, least)
+        rest = {one: time[one] for one in wanted if one not in beside}
+        self._left |= _shared(most - sum(self._left.values()), rest, least)
 
     def left(self, request: Request) -> int:
-        """How many rows a prompt may have."""
-        return self._left.get(client_of(request), 0)
+        """Return the rows that a prompt may have."""
+        time = self._left.get(client_of(request), 0.0)
+        return int(time / self._costs.of_prompt_row(request) + _EPSILON)
 
     def take(self, request: Request, rows: int) -> None:
-        """Gives a prompt some of these rows."""
-        self._left[client_of(request)] -= rows
+        """Give a prompt some of these rows."""
+        self._left[client_of(request)] -= rows * self._costs.of_prompt_row(request)
 
 
 def client_of(request: Request) -> str:
-    """The widest owner of a request; all without one are one client."""
+    """Return the widest owner of a request; all requests without an owner are one client."""
     return request.owners[0] if request.owners else ""
 
 
-def _shared(rows: int, wanted: Mapping[str, int]) -> dict[str, int]:
-    """Equal parts of some rows, at least one each; what one does not want, the others get."""
+def _shared(
+    time: float, wanted: Mapping[str, float], least: Mapping[str, float]
+) -> dict[str, float]:
+    """Return equal parts of some time, each of `least` at least.
+
+    What one client does not want goes to the others.
+    """
     parts = {}
     for count, client in zip(
         range(len(wanted), 0, -1), sorted(wanted, key=lambda one: wanted[one]), strict=True
     ):
-        parts[client] = min(max(rows // count, 1), wanted[client])
-        rows -= parts[client]
+        parts[client] = min(max(time / count, least[client]), wanted[client])
+        time -= parts[client]
     return parts

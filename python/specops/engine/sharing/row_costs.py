@@ -1,0 +1,32 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Costs of a step's rows, by which clients share the time of steps."""
+
+from dataclasses import dataclass
+
+from specops.engine.request import Request
+
+
+@dataclass(frozen=True, slots=True)
+class RowCosts:
+    """Time that a step takes, and that its rows add. Only the ratios matter.
+
+    Attributes:
+        step: time of a step without rows.
+        row: time that a row adds, of a prompt or of a decoding request.
+        scored_row: time that a row of a prompt adds to this if log-probabilities are reported for
+            it, with as many alternatives as a request may ask for.
+    """
+
+    step: float
+    row: float = 1.0
+    scored_row: float = 0.0
+
+    def of_step(self, rows: int) -> float:
+        """Return the time of a step with some decode rows."""
+        return self.step + rows * self.row
+
+    def of_prompt_row(self, request: Request) -> float:
+        """Return the time that each of a prompt's next rows adds."""
+        wanted = request.prompt_logprobs
+        is_scored = wanted is not None and bool(wanted.num_missing)
+        return self.row + (self.scored_row if is_scored else 0.0)
