@@ -31,9 +31,9 @@ _LEAST_SAVED_BYTES = {"cpu": 0, "cuda": 16 << 20}
 # the bundled model on two cores of a Zen 5: 0.33 ms a step, and 0.07 to 0.11 ms a row.
 FREE_ROWS = {"cpu": 4, "cuda": 64}
 
-# Costs of rows in an engine that does not measure its own, as servers do (step_costs.py). A scored row of the bundled model
-# takes 1.3 to 1.5 times as long as a row without log-probabilities. On a GPU, rows beyond the free
-# ones take little time until arithmetic limits the step and not memory.
+# Costs of rows in an engine that does not measure its own, as servers do (step_costs.py). A scored
+# row of the bundled model takes 1.3 to 1.5 times as long as a row without log-probabilities. On a
+# GPU, rows beyond the free ones take little time until arithmetic limits the step and not memory.
 ROW_COSTS = {
     "cpu": RowCosts(step=4, row=1, scored_row=0.5),
     "cuda": RowCosts(step=256, row=1, scored_row=1),
