@@ -151,6 +151,28 @@ class Tokenizer:
         """Bytes of the longest token; looks at all of them."""
         return max((len(self.token_bytes(token)) for token in range(self.vocab_size)), default=0)
 
+    def check_ids(self, field: str, token_ids: Iterable[int], vocab_size: int) -> None:
+        """Refuse token ids outside a model's vocabulary.
+
+        A tokenizer may know more tokens than its model: text-only checkpoints of multimodal
+        families keep placeholders such as `<image_soft_token>`, which have no embedding.
+
+        Args:
+            field: argument that holds the ids, for the message.
+            token_ids: ids to check.
+            vocab_size: number of rows of the model's embedding.
+
+        Raises:
+            ValueError: an id is outside; the message names it, and the token if it is one.
+        """
+        outside = next((i for i in token_ids if not 0 <= i < vocab_size), None)
+        if outside is None:
+            return
+        message = f"{field}: token id {outside} is outside the vocabulary of {vocab_size}"
+        if text := self.token_bytes(outside).decode("utf-8", "replace"):
+            message += f"; {text!r} is a token of the tokenizer, but the model has no row for it"
+        raise ValueError(message)
+
     def fingerprint(self) -> str:
         """Tells vocabularies apart: two are equal if every id stands for the same token in both."""
         vocabulary = self._tokenizer.get_vocab(with_added_tokens=True)

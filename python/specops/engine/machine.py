@@ -5,7 +5,6 @@ import logging
 
 from specops.engine.config import EngineConfig
 from specops.engine.device import Device
-from specops.engine.errors import ModelError
 from specops.engine.memory.kv_cache import PagePool
 from specops.engine.models import CacheRoom, KvBytes, Transformer
 from specops.engine.parallel.ranks import Ranks
@@ -58,15 +57,24 @@ def one_rank(config: EngineConfig) -> Ranks:
 
 
 def tokenizer_of(config: EngineConfig, vocab_size: int) -> Tokenizer:
-    """Reads the model's tokenizer.
+    """Read the model's tokenizer.
+
+    A tokenizer with more tokens than the model is accepted. Logits have no column for such tokens,
+    so they are never sampled; a prompt that holds one is refused.
 
     Raises:
-        ModelError: it has more tokens than the model.
-        ValueError: it cannot be read.
+        ValueError: the tokenizer cannot be read.
     """
     tokenizer = Tokenizer.from_dir(config.model_dir)
     if tokenizer.vocab_size > vocab_size:
-        raise ModelError(f"the tokenizer has {tokenizer.vocab_size} tokens, the model {vocab_size}")
+        logger.warning(
+            "the tokenizer has %d tokens, the model %d: prompts with tokens from %d on are refused",
+            tokenizer.vocab_size,
+            vocab_size,
+            vocab_size,
+        )
+        if tokenizer.eos_token_ids and min(tokenizer.eos_token_ids) >= vocab_size:
+            logger.warning("no output ends by itself: the model has no row for any of its ends")
     return tokenizer
 
 

@@ -47,7 +47,6 @@ from specops.server.structured import refusal
 from specops.server.tokens import (
     DetokenizeRequest,
     TokenizeRequest,
-    checked_ids,
     detokenized,
     tokenized,
 )
@@ -406,12 +405,15 @@ class Generation:
         is_plain = isinstance(request, CompletionRequest)  # a template writes special tokens itself
 
         def encode() -> list[list[int]]:
-            return [
+            encoded = [
                 self._tokenizer.encode(prompt, add_special_tokens=is_plain)
                 if isinstance(prompt, str)
-                else checked_ids(prompt, self._capabilities.vocab_size)
+                else prompt
                 for prompt in prompts
             ]
+            for token_ids in encoded:
+                self._tokenizer.check_ids("prompt", token_ids, self._capabilities.vocab_size)
+            return encoded
 
         try:
             if sum(map(len, prompts)) < _SHORT_TEXT:
