@@ -201,7 +201,7 @@ def test_tokens_are_those_of_transformers() -> None:
 def test_tokens_without_a_row_are_never_sampled_and_refused_in_prompts(
     tmp_path: Path, family: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The tokenizer.json of all Gemma 3 has an image token, which text-only sizes have no row of."""
+    """Gemma 3 has one tokenizer.json, with an image token; text-only sizes have no row for it."""
     make_checkpoint(tmp_path, family, **{**BASE, **(SIZES if family == "Gemma3" else {})})
     write_tokenizer(tmp_path)
     file = tmp_path / "tokenizer.json"
