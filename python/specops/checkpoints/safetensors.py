@@ -2,10 +2,10 @@
 """Directories of safetensors files, whose modules may be quantized, each in a way of its own."""
 
 import json
-from collections.abc import Callable, Mapping, Set
+from collections.abc import Callable, Set
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from safetensors import safe_open
@@ -15,6 +15,7 @@ from specops.checkpoints import floats, integers
 from specops.checkpoints.checkpoint import Checkpoint
 from specops.checkpoints.errors import ModelError
 from specops.checkpoints.module import Module
+from specops.checkpoints.quantization_config import quantization_settings
 from specops.quantization import QuantizedWeight
 
 # Tensors that make a module a quantized one.
@@ -83,7 +84,7 @@ class SafetensorsCheckpoint(Checkpoint):
                         self._facts[tensor] = _Facts(part.get_dtype(), part.get_shape())
             except Exception as error:  # safetensors raises its own error type for damaged files
                 raise ModelError(f"{directory / name}: not a safetensors file: {error}") from error
-        self.settings = _quantization_settings(directory)
+        self.settings = quantization_settings(directory)
         self._readers: dict[str, Callable[[], Tensor | QuantizedWeight]] = {}
         suffixes: dict[str, list[str]] = {}
         for name in self._where:
@@ -133,7 +134,9 @@ class SafetensorsCheckpoint(Checkpoint):
         tensor = self._tensor(name)
         if tensor.dtype in _NO_NUMBERS:
             kind = str(tensor.dtype).removeprefix("torch.")
-            raise ModelError(f"{self._directory}: tensor {name} is {kind}, but has no scales")
+            method = self.settings.get("quant_method")
+            by = "" if method is None else f" (quant_method {method})"
+            raise ModelError(f"{self._directory}: tensor {name} is {kind}, but has no scales{by}")
         return tensor
 
     def _decoded(self, name: str, suffixes: list[str]) -> Tensor | QuantizedWeight:
@@ -233,18 +236,3 @@ def safetensors_files(directory: Path) -> list[str]:
         if not (directory / name).is_file():
             raise ModelError(f"{directory}: {name} is named in the index but missing")
     return files
-
-
-def _quantization_settings(directory: Path) -> Mapping[str, Any]:
-    """What config.json, or else quantize_config.json, says of how weights are stored."""
-    for name, field in (("config.json", "quantization_config"), ("quantize_config.json", None)):
-        if not (directory / name).is_file():
-            continue
-        try:
-            found = json.loads((directory / name).read_text(encoding="utf-8"))
-            settings = found if field is None else found.get(field)
-        except (ValueError, AttributeError) as error:
-            raise ModelError(f"{directory / name}: not a JSON object: {error}") from error
-        if isinstance(settings, dict) and settings:
-            return settings
-    return {}
