@@ -27,7 +27,7 @@ _NO_NUMBERS = (torch.int8, torch.uint8, torch.float8_e5m2)
 # Experts in one tensor: the projections of each part, and in MXFP4 its two tensors.
 _STACKED = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
 _BLOCKS, _SCALES, _BIAS = "_blocks", "_scales", "_bias"
-_FLOATS = ("F64", "F32", "BF16", "F16")
+_DTYPES = {"F64": "float64", "F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 _COPIED_BYTES = 1 << 20  # of tensors up to this no file is kept mapped
 
 
@@ -96,6 +96,10 @@ class SafetensorsCheckpoint(Checkpoint):
     def names(self) -> Set[str]:
         """Returns all names."""
         return self._readers.keys()
+
+    def dtype(self, name: str) -> str | None:
+        """Return the dtype of a tensor of floats as torch calls it; None: it is of another kind."""
+        return _DTYPES.get(self._facts[name].dtype) if name in self._facts else None
 
     def load(self, name: str) -> Tensor | QuantizedWeight:
         """Reads a weight, or another tensor."""
@@ -203,7 +207,7 @@ class SafetensorsCheckpoint(Checkpoint):
         return floats.of_e2m1(module, blocks.flatten(1), scales)
 
     def _floats_of_expert(self, name: str, which: _Rows) -> Tensor:
-        if (dtype := self._facts[name].dtype) not in _FLOATS:
+        if (dtype := self._facts[name].dtype) not in _DTYPES:
             raise ModelError(
                 f"{self._directory}: tensor {name} of all experts must be of floats, or in MXFP4, "
                 f"got {dtype}"

@@ -230,6 +230,11 @@ def load_hydra(
             f"{directory / 'config.json'}: hydra_head_arch must be {' or '.join(_ARCHITECTURES)}, "
             f"got {kind}"
         )
+    offset = raw.get("hidden_state_offset", 0)
+    if offset != 0:
+        raise ModelError(
+            f"{directory / 'config.json'}: hidden_state_offset must be 0, got {offset!r}"
+        )
     grounded = raw.get("grounded_heads", True)
     if not isinstance(grounded, bool):
         raise ModelError(

@@ -91,6 +91,8 @@ class GgufForm:
         head_dim = config.get("head_dim")
         if head_dim is None:
             head_dim = count(config, "hidden_size") // count(config, "num_attention_heads")
+            config["head_dim"] = head_dim
+        config.setdefault("num_key_value_heads", count(config, "num_attention_heads"))
         for key in _HEAD_SIZES:
             if said.get(key, head_dim) != head_dim:
                 raise ModelError(f"{prefix}{key} must be {head_dim}, as a head, got {said[key]}")

@@ -7,9 +7,10 @@ from typing import Any
 
 from specops.engine.models.blocks.experts import ExpertsConfig, Routing
 from specops.engine.models.blocks.layer import AnyMlpConfig
+from specops.engine.models.families.defaults import QWEN3_MOE
 from specops.engine.models.families.dense_decoder import dense_decoder, dense_mlp, windows_of_last
 from specops.engine.models.families.family import Family
-from specops.engine.models.families.fields import count
+from specops.engine.models.families.fields import count, flag
 
 
 def mlps(raw: Mapping[str, Any], num_layers: int) -> Sequence[AnyMlpConfig]:
@@ -21,7 +22,7 @@ def mlps(raw: Mapping[str, Any], num_layers: int) -> Sequence[AnyMlpConfig]:
         width=count(raw, "moe_intermediate_size"),
         routing=Routing(
             top_k=count(raw, "num_experts_per_tok"),
-            min_sum=0.0 if raw.get("norm_topk_prob", False) else None,
+            min_sum=0.0 if flag(raw, "norm_topk_prob") else None,
         ),
     )
     has_experts = [layer not in dense and (layer + 1) % step == 0 for layer in range(num_layers)]
@@ -32,7 +33,11 @@ FAMILY = Family(
     title="Qwen3-MoE",
     read={
         "Qwen3MoeForCausalLM": partial(
-            dense_decoder, windows=windows_of_last, qk_norm=True, mlps=mlps
+            dense_decoder,
+            windows=windows_of_last,
+            qk_norm=True,
+            mlps=mlps,
+            defaults=QWEN3_MOE,
         )
     },
 )
