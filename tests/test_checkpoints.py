@@ -503,6 +503,30 @@ def test_fields_that_state_known_layouts_are_accepted(tmp_path: Path, settings: 
     assert opened(tmp_path, {"a.weight": torch.ones(2, 2)}, settings).names() == {"a.weight"}
 
 
+@pytest.mark.parametrize(
+    "file,sentence",
+    [
+        ("pytorch_model.bin", "but pytorch_model.bin, which is not read: take a revision with mod"),
+        ("pytorch_model-1-of-2.bin", "or save it with transformers' save_pretrained"),
+        ("consolidated.00.pth", "but consolidated.00.pth, which is not read"),
+        ("consolidated.safetensors", "but consolidated.safetensors, which is not read"),
+    ],
+)
+def test_weights_in_other_files_are_named(tmp_path: Path, file: str, sentence: str) -> None:
+    (tmp_path / file).touch()
+    with pytest.raises(ModelError) as refusal:
+        open_checkpoint(tmp_path)
+    assert "no model.safetensors and no model.safetensors.index.json, but" in str(refusal.value)
+    assert sentence in str(refusal.value)
+
+
+def test_pointers_of_git_lfs_are_named(tmp_path: Path) -> None:
+    text = "version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 9\n"
+    (tmp_path / "model.safetensors").write_text(text)
+    with pytest.raises(ModelError, match=r"model\.safetensors is a git-lfs pointer, .*lfs pull"):
+        open_checkpoint(tmp_path)
+
+
 def test_settings_of_other_programs_are_found(tmp_path: Path) -> None:
     """ModelOpt's file of its own, MLX's field, and settings of the text part of a wrapper."""
     save_file({"a.weight": torch.ones(2, 2)}, tmp_path / "model.safetensors")

@@ -28,6 +28,7 @@ _NO_NUMBERS = (torch.int8, torch.uint8, torch.float8_e5m2)
 _STACKED = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
 _BLOCKS, _SCALES, _BIAS = "_blocks", "_scales", "_bias"
 _DTYPES = {"F64": "float64", "F32": "float32", "BF16": "bfloat16", "F16": "float16"}
+_LFS = b"version https://git-lfs"  # the beginning of a pointer
 _COPIED_BYTES = 1 << 20  # of tensors up to this no file is kept mapped
 
 
@@ -83,6 +84,11 @@ class SafetensorsCheckpoint(Checkpoint):
                         self._where[tensor] = directory / name
                         self._facts[tensor] = _Facts(part.get_dtype(), part.get_shape())
             except Exception as error:  # safetensors raises its own error type for damaged files
+                if is_lfs_pointer(directory / name):
+                    raise ModelError(
+                        f"{directory / name} is a git-lfs pointer, not the file itself; run "
+                        "`git lfs pull` there"
+                    ) from None
                 raise ModelError(f"{directory / name}: not a safetensors file: {error}") from error
         self.settings = quantization_settings(directory)
         self._readers: dict[str, Callable[[], Tensor | QuantizedWeight]] = {}
@@ -219,6 +225,33 @@ class SafetensorsCheckpoint(Checkpoint):
         return which.of(self._tensor(name, which.expert))
 
 
+def is_lfs_pointer(path: Path) -> bool:
+    """Return whether a file only names another, as a clone without git-lfs leaves it."""
+    with open(path, "rb") as file:
+        return file.read(len(_LFS)) == _LFS
+
+
+def _other_weights(directory: Path) -> str:
+    """Return what a message says of weights in files that are not read; "" if there are none."""
+    found = sorted(
+        path.name
+        for pattern in (
+            "pytorch_model*.bin",
+            "consolidated*",
+            "*.safetensors",
+            "*.pth",
+            "*.msgpack",
+        )
+        for path in directory.glob(pattern)
+    )
+    if not found:
+        return ""
+    how = "take a revision with model.safetensors"
+    if found[-1].endswith(".bin"):
+        how += ", or save it with transformers' save_pretrained"
+    return f", but {found[0]}, which is not read: {how}"
+
+
 def safetensors_files(directory: Path) -> list[str]:
     """Returns the names of a checkpoint's safetensors files, in order.
 
@@ -235,7 +268,10 @@ def safetensors_files(directory: Path) -> list[str]:
     elif (directory / "model.safetensors").is_file():
         files = ["model.safetensors"]
     else:
-        raise ModelError(f"{directory}: no model.safetensors and no model.safetensors.index.json")
+        raise ModelError(
+            f"{directory}: no model.safetensors and no model.safetensors.index.json"
+            f"{_other_weights(directory)}"
+        )
     for name in files:
         if not (directory / name).is_file():
             raise ModelError(f"{directory}: {name} is named in the index but missing")
