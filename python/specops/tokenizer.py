@@ -84,7 +84,7 @@ class Tokenizer:
             tokenizer = tokenizers.Tokenizer.from_str(text)
         except Exception as error:  # the library raises bare Exception
             if isinstance(error, UnicodeDecodeError) or not text.startswith(_LFS):
-                raise ValueError(f"{file} is not a tokenizer: {error}") from None
+                raise ValueError(f"{file} is not a tokenizer: {error!s:.200}") from None
             raise ValueError(
                 f"{file} is a git-lfs pointer, not the file itself; run `git lfs pull` there"
             ) from None
@@ -104,12 +104,11 @@ class Tokenizer:
         bos = next(iter(_first(_ids(file, "bos_token_id") for file in files) or ()), None)
         if "bos_token" in specials:
             bos = tokenizer.token_to_id(specials["bos_token"])
-        return cls(
-            tokenizer,
-            eos_token_ids=eos,
-            bos_token_id=bos,
-            special_tokens=specials,
-        )
+        options: dict[str, Any] = {"eos_token_ids": eos, "bos_token_id": bos}
+        try:
+            return cls(tokenizer, special_tokens=specials, **options)
+        except ValueError as error:  # it names the file, but not where that is
+            raise ValueError(f"{path}: {error}") from None
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Token ids of a text.
@@ -160,8 +159,9 @@ class Tokenizer:
         return known
 
     def longest_token(self) -> int:
-        """Bytes of the longest token; looks at all of them."""
-        return max((len(self.token_bytes(token)) for token in range(self.vocab_size)), default=0)
+        """Return the bytes of the longest token, of all that the vocabulary has."""
+        ids = self._tokenizer.get_vocab(with_added_tokens=True).values()
+        return max((len(self.token_bytes(token)) for token in ids), default=0)
 
     def check_ids(self, field: str, token_ids: Iterable[int], vocab_size: int) -> None:
         """Refuse token ids outside a model's vocabulary.

@@ -29,6 +29,7 @@ _STACKED = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",
 _BLOCKS, _SCALES, _BIAS = "_blocks", "_scales", "_bias"
 _DTYPES = {"F64": "float64", "F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 _LFS = b"version https://git-lfs"  # the beginning of a pointer
+_LONGEST_NAME = 255  # of a file, in characters
 _COPIED_BYTES = 1 << 20  # of tensors up to this no file is kept mapped
 
 
@@ -263,7 +264,7 @@ def safetensors_files(directory: Path) -> list[str]:
         try:
             found = json.loads(index.read_text(encoding="utf-8"))
             files = sorted({str(name) for name in found["weight_map"].values()})
-        except (ValueError, LookupError, TypeError, AttributeError) as error:
+        except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
             raise ModelError(f"{index}: weight_map must name a file of each tensor") from error
     elif (directory / "model.safetensors").is_file():
         files = ["model.safetensors"]
@@ -273,6 +274,6 @@ def safetensors_files(directory: Path) -> list[str]:
             f"{_other_weights(directory)}"
         )
     for name in files:
-        if not (directory / name).is_file():
-            raise ModelError(f"{directory}: {name} is named in the index but missing")
+        if len(name) > _LONGEST_NAME or not (directory / name).is_file():
+            raise ModelError(f"{directory}: {name:.60} is named in the index but missing")
     return files

@@ -5,6 +5,7 @@ import logging
 
 from specops.engine.config import EngineConfig
 from specops.engine.device import Device
+from specops.engine.errors import ModelError
 from specops.engine.memory.kv_cache import PagePool
 from specops.engine.models import CacheRoom, KvBytes, Transformer
 from specops.engine.parallel.ranks import Ranks
@@ -63,9 +64,12 @@ def tokenizer_of(config: EngineConfig, vocab_size: int) -> Tokenizer:
     so they are never sampled; a prompt that holds one is refused.
 
     Raises:
-        ValueError: the tokenizer cannot be read.
+        ModelError: the tokenizer cannot be read.
     """
-    tokenizer = Tokenizer.from_dir(config.model_dir)
+    try:
+        tokenizer = Tokenizer.from_dir(config.model_dir)
+    except ValueError as error:
+        raise ModelError(str(error)) from error
     if tokenizer.vocab_size > vocab_size:
         logger.warning(
             "the tokenizer has %d tokens, the model %d: prompts with tokens from %d on are refused",

@@ -125,8 +125,8 @@ def _dtype_of(config: ModelConfig, dtype: str, file: Path) -> torch.dtype:
     if not isinstance(chosen, str) or chosen not in _DTYPES:
         where = f"{file}: " if dtype == "auto" else ""
         raise ModelError(
-            f"{where}dtype must be bfloat16 or float32, got {chosen}; pass dtype to convert the "
-            "checkpoint"
+            f"{where}dtype must be bfloat16 or float32, got {chosen!s:.60}; pass dtype to convert "
+            "the checkpoint"
         )
     return _DTYPES[chosen]
 
@@ -229,4 +229,4 @@ def _refuse_what_ops_refuse(
     except ValueError as error:
         op, _, sentence = str(error).partition(": ")
         sentence = re.sub(r"\w+", lambda word: _FIELD_OF_ARGUMENT.get(word[0], word[0]), sentence)
-        raise ModelError(f"{file}: {sentence} ({op})") from error
+        raise ModelError(f"{file}: {sentence:.300} ({op})") from error

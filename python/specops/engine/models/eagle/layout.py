@@ -103,7 +103,7 @@ def _read(
 ) -> Eagle3Config:
     kind = raw.get("speculators_model_type")
     if kind not in (None, *_KINDS):
-        raise ModelError(f"speculators_model_type must be {' or '.join(_KINDS)}, got {kind}")
+        raise ModelError(f"speculators_model_type must be {' or '.join(_KINDS)}, got {kind!s:.60}")
     nested = raw.get("transformer_layer_config")
     layer = nested if isinstance(nested, dict) else raw
     own = {**mapping_of(raw, "eagle_config"), **raw}
@@ -119,12 +119,12 @@ def _read(
     vocab_size = raw.get("target_vocab_size", decoder.vocab_size)
     if vocab_size != target.config.vocab_size:
         raise ModelError(
-            f"vocab_size is {vocab_size}, but the target has {target.config.vocab_size}"
+            f"vocab_size is {vocab_size!s:.60}, but the target has {target.config.vocab_size}"
         )
     width = own.get("target_hidden_size") or decoder.hidden_size
     if width != target.hidden_size:
         field = "target_hidden_size" if own.get("target_hidden_size") else "hidden_size"
-        raise ModelError(f"{field} is {width}, but the target has {target.hidden_size}")
+        raise ModelError(f"{field} is {width!s:.60}, but the target has {target.hidden_size}")
     first, *others = (
         with_qk_norms(one, f"{of_layer}self_attn.q_norm.weight" in names)
         for one, of_layer in zip(decoder.layers, layer_prefixes, strict=True)
@@ -206,7 +206,7 @@ def token_of(own: Mapping[str, Any], field: str, vocab_size: int) -> int:
     """
     token = own[field]
     if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token < vocab_size:
-        raise ModelError(f"{field} must be a token of the {vocab_size}, got {token!r}")
+        raise ModelError(f"{field} must be a token of the {vocab_size}, got {token!r:.60}")
     return token
 
 
@@ -253,7 +253,7 @@ def taps_of(
 def _checked(field: str, ids: Any, shift: int, directory: Path, num_layers: int) -> tuple[int, ...]:
     is_list = isinstance(ids, Sequence) and not isinstance(ids, str) and len(ids) > 0
     if not is_list or any(isinstance(one, bool) or not isinstance(one, int) for one in ids):
-        raise ModelError(f"{field} must be a list of layers, got {ids!r}")
+        raise ModelError(f"{field} must be a list of layers, got {ids!r:.60}")
     taps = tuple(one - shift for one in ids)
     if min(taps) < 0 or max(taps) >= num_layers:
         raise ModelError(
@@ -277,7 +277,7 @@ def flag_of(own: Mapping[str, Any], field: str, *, default: bool = False) -> boo
     """
     value = own.get(field)
     if value is not None and not isinstance(value, bool):
-        raise ModelError(f"{field} must be true or false, got {value!r}")
+        raise ModelError(f"{field} must be true or false, got {value!r:.60}")
     return default if value is None else value
 
 

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
+from specops.engine.errors import ModelError
 from specops.engine.models.blocks.attention import AttentionConfig
 from specops.engine.models.blocks.block import Rope
 from specops.engine.models.blocks.layer import AnyMlpConfig, LayerConfig
@@ -145,10 +146,13 @@ def _rope(raw: Mapping[str, Any], head_dim: int, partial_rotary_factor: float) -
     part = scaling.pop(
         "partial_rotary_factor", raw.get("partial_rotary_factor", partial_rotary_factor)
     )
+    part = number("partial_rotary_factor", part)
+    if part > 1:
+        raise ModelError(f"partial_rotary_factor must be at most 1, got {part}")
     return Rope(
         theta=number("rope_theta", theta),
         scaling=scaling_of(scaling),
-        dim=int(head_dim * number("partial_rotary_factor", part)),
+        dim=int(head_dim * part),
     )
 
 

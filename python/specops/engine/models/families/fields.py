@@ -81,7 +81,7 @@ def count(raw: Mapping[str, Any], field: str, default: int | None = None) -> int
     if value is None and default is not None:
         return default
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ModelError(f"{field} must be an integer of at least 1, got {value!r}")
+        raise ModelError(f"{field} must be an integer of at least 1, got {value!r:.60}")
     most = _MOST_OF_THESE if field.endswith(_COUNTED_ONE_BY_ONE) else _MOST
     if value > most:
         raise ModelError(f"{field} must be at most {most}, got {value}")
@@ -114,7 +114,7 @@ def number(field: str, value: Any, *, or_zero: bool = False) -> float:
     is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
     if not is_number or not math.isfinite(value) or value < 0 or (value == 0 and not or_zero):
         least = "of at least" if or_zero else "above"
-        raise ModelError(f"{field} must be a number {least} 0, got {value!r}")
+        raise ModelError(f"{field} must be a number {least} 0, got {value!r:.60}")
     return float(value)
 
 
@@ -128,7 +128,7 @@ def mapping(raw: Mapping[str, Any], *fields: str) -> dict[str, Any]:
         value = raw.get(field)
         if value:
             if not isinstance(value, dict):
-                raise ModelError(f"{field} must be an object, got {value!r}")
+                raise ModelError(f"{field} must be an object, got {value!r:.60}")
             return dict(value)
     return {}
 
@@ -143,11 +143,11 @@ def layer_types(raw: Mapping[str, Any], num_layers: int, other: str = SLIDING) -
     if not types:
         return None
     if not isinstance(types, list) or len(types) != num_layers:
-        got = len(types) if isinstance(types, list) else repr(types)
+        got = len(types) if isinstance(types, list) else f"{types!r:.60}"
         raise ModelError(f"layer_types must name num_hidden_layers={num_layers} kinds, got {got}")
     for one in types:
         if one not in (FULL, other):
-            raise ModelError(f"layer_types must hold {FULL} or {other} alone, got {one!r}")
+            raise ModelError(f"layer_types must hold {FULL} or {other} alone, got {one!r:.60}")
     return types
 
 
@@ -159,4 +159,4 @@ def refuse_values(raw: Mapping[str, Any], allowed: Mapping[str, tuple[Any, ...]]
     """
     for field, values in allowed.items():
         if raw.get(field) not in values:
-            raise ModelError(f"{field} must be {values[0]}, got {raw[field]}")
+            raise ModelError(f"{field} must be {values[0]}, got {raw[field]!s:.60}")

@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
+from specops.engine.errors import ModelError
 from specops.engine.models.blocks.experts import ExpertsConfig, Routing
 from specops.engine.models.blocks.layer import AnyMlpConfig
 from specops.engine.models.families.defaults import QWEN3_MOE
@@ -15,7 +16,9 @@ from specops.engine.models.families.fields import count, flag
 
 def mlps(raw: Mapping[str, Any], num_layers: int) -> Sequence[AnyMlpConfig]:
     """Every decoder_sparse_step-th layer has experts, but for those of mlp_only_layers."""
-    step, dense = count(raw, "decoder_sparse_step", 1), raw.get("mlp_only_layers") or []
+    step, dense = count(raw, "decoder_sparse_step", 1), raw.get("mlp_only_layers", [])
+    if not isinstance(dense, list):
+        raise ModelError(f"mlp_only_layers must be a list of layers, got {dense!r:.60}")
     field = "num_experts" if "num_experts" in raw else "num_local_experts"
     experts = ExpertsConfig(
         num_experts=count(raw, field),
