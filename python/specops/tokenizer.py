@@ -16,7 +16,7 @@ from typing import Any
 import tokenizers
 
 _LONG_TEXT = 4096
-_LFS = "version https://git-lfs"  # the beginning of a pointer to a file
+_LFS = b"version https://git-lfs"  # the beginning of a pointer to a file
 # Files of tokenizers in other formats, and how a tokenizer.json is made of each.
 _CONVERT = "make a tokenizer.json with transformers, AutoTokenizer.from_pretrained(DIR) and then "
 _OTHER_FORMATS = {
@@ -79,15 +79,15 @@ class Tokenizer:
         file = path / "tokenizer.json"
         if not file.is_file():
             raise ValueError(f"no tokenizer: {file} does not exist{_other_tokenizer(path)}")
-        try:
-            text = file.read_text(encoding="utf-8")
-            tokenizer = tokenizers.Tokenizer.from_str(text)
-        except Exception as error:  # the library raises bare Exception
-            if isinstance(error, UnicodeDecodeError) or not text.startswith(_LFS):
-                raise ValueError(f"{file} is not a tokenizer: {error!s:.200}") from None
+        data = file.read_bytes()
+        if data.startswith(_LFS):
             raise ValueError(
                 f"{file} is a git-lfs pointer, not the file itself; run `git lfs pull` there"
-            ) from None
+            )
+        try:
+            tokenizer = tokenizers.Tokenizer.from_str(data.decode("utf-8"))
+        except Exception as error:  # the library raises bare Exception
+            raise ValueError(f"{file} is not a tokenizer: {error!s:.200}") from None
 
         specials = {
             name: text

@@ -129,7 +129,7 @@ def _check(file: Path, prefix: str, settings: Mapping[str, Any]) -> None:
     if method is None and settings.get("mode") is not None:
         raise ModelError(f"{file}: {prefix}mode is MLX's, whose checkpoints cannot be read")
     known = GPTQ if method is None else method_of(settings)
-    if known not in _FIELDS:
+    if known is None or known not in _FIELDS:
         raise ModelError(
             f"{file}: {prefix}quant_method must be one of {', '.join(_FIELDS)}, got {method!r:.60}"
         )
