@@ -222,6 +222,9 @@ def test_tokens_without_a_row_are_never_sampled_and_refused_in_prompts(
         (done,) = engine.generate([[1, 2, 3]], params)
         assert done.token_ids and max(done.token_ids) < 160
     text, named = "a <image_soft_token> b", "token id 160 .* of 160; '<image_soft_token>'"
+    for unknown in (-1, 161, 10**30):
+        with pytest.raises(ValueError, match=f"prompt: token id {unknown} is outside .* of 160$"):
+            engine.add_request([1, unknown], SamplingParams(max_tokens=2))
     for prompt, changes, field in (
         (text, {}, "prompt"),
         ([1, 160], {}, "prompt"),

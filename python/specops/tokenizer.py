@@ -181,7 +181,8 @@ class Tokenizer:
         if outside is None:
             return
         message = f"{field}: token id {outside} is outside the vocabulary of {vocab_size}"
-        if text := self.token_bytes(outside).decode("utf-8", "replace"):
+        is_known = 0 <= outside < self.vocab_size
+        if is_known and (text := self.token_bytes(outside).decode("utf-8", "replace")):
             message += f"; {text!r} is a token of the tokenizer, but the model has no row for it"
         raise ValueError(message)
 
