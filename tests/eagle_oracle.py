@@ -108,7 +108,7 @@ _OUTSIDE = ("d2t", "t2d", "lm_head.weight", "mask_hidden")
 
 
 def write(directory: Path, head: Head, layout: str, **changes: Any) -> None:
-    """Writes a head in a layout: "official", "specforge", "speculators" or "pickled"."""
+    """Write a head in a layout: "official", "specforge", "modelopt", "speculators" or "pickled"."""
     tensors = dict(head.tensors)
     config: dict[str, Any] = {**head.layer_config, "draft_vocab_size": head.draft_vocab}
     config |= {"target_hidden_size": WIDTH, **head.flags}
@@ -118,10 +118,20 @@ def write(directory: Path, head: Head, layout: str, **changes: Any) -> None:
         tensors = {
             name.replace("layers.0.", "midlayer."): tensor for name, tensor in tensors.items()
         }
-    elif layout == "specforge":
+    elif layout in ("specforge", "modelopt"):
         config["architectures"] = ["LlamaForCausalLMEagle3"]
-        ids = {"eagle_aux_hidden_state_layer_ids": list(head.entered)}
+        # SpecForge counts by the states that leave layers, where its list begins with 1.
+        left = layout == "specforge" and head.entered[0] == 2
+        ids = {"eagle_aux_hidden_state_layer_ids": [one - left for one in head.entered]}
         config["eagle_config"] = {"use_aux_hidden_state": True, **ids}
+        if layout == "modelopt":
+            config["eagle_config"] |= {
+                "use_input_layernorm_in_first_layer": True,
+                "use_last_layernorm": True,
+                "use_mtp_layernorm": False,
+                "next_layer_regular": True,
+                "parallel_draft_step": 1,
+            }
         tensors = {
             name if name in _OUTSIDE else f"model.{name}": tensor
             for name, tensor in tensors.items()

@@ -12,6 +12,7 @@ from safetensors.torch import load_file, save_file
 from specops.checkpoints.checkpoint import Checkpoint
 from specops.checkpoints.directory import open_checkpoint
 from specops.checkpoints.fused import fused, rows_of
+from specops.checkpoints.module import ACTIVATION_SCALES
 from specops.engine.errors import ModelError
 from specops.quantization import QuantizedWeight, dequantize_weight
 from torch import Tensor
@@ -266,7 +267,10 @@ def test_the_file_counts_not_the_list_of_the_configuration(tmp_path: Path) -> No
 
 
 def test_biases_and_scales_of_activations_are_apart(tmp_path: Path) -> None:
-    tensors = {**stored("int8"), "bias": torch.ones(6), "input_scale": torch.ones(1)}
+    tensors = {**stored("int8"), "bias": torch.ones(6)}
+    tensors |= dict.fromkeys(ACTIVATION_SCALES, torch.ones(1))
+    assert {"k_scale", "v_scale", "output_scale", "input_scale_ub"} < ACTIVATION_SCALES
+    tensors = {name: one.clone() for name, one in tensors.items()}
     file = opened(tmp_path, {f"a.b.{name}": one for name, one in tensors.items()})
     assert set(file.names()) == {"a.b.weight", "a.b.bias"}
     assert torch.equal(numbers(file.load("a.b.weight")), golden()["int8"]["numbers"])
@@ -373,7 +377,19 @@ REFUSALS: dict[str, tuple[str, Any, dict[str, Any], str]] = {
         "gptq",
         lambda tensors: None,
         {"checkpoint_format": "marlin"},
-        "checkpoint_format must be gptq or gptq_v2, got marlin",
+        "quantization_config.checkpoint_format must be gptq or gptq_v2, got 'marlin'",
+    ),
+    "AutoRound without a packing": (
+        "gptq_v2",
+        lambda tensors: None,
+        {"quant_method": "auto-round", "sym": False},
+        "a.b is AutoRound's with zero points, but quantization_config names no packing_format",
+    ),
+    "AutoRound in another layout": (
+        "gptq",
+        lambda tensors: None,
+        {"quant_method": "auto-round", "packing_format": "auto_round:auto_awq"},
+        "quant_method is auto-round, but a.b.qweight [12, 32] is laid out as GPTQ does",
     ),
     "another method": (
         "gptq",
@@ -403,7 +419,157 @@ def test_what_cannot_be_read_is_refused_by_name(tmp_path: Path, case: str) -> No
     change(tensors)
     with pytest.raises(ModelError) as refusal:
         decoded(tmp_path, tensors, settings)
-    assert str(refusal.value).startswith(f"{tmp_path}: {sentence}")
+    message = str(refusal.value)
+    assert message.startswith((f"{tmp_path}: {sentence}", f"{tmp_path}/config.json: {sentence}"))
+
+
+@pytest.mark.parametrize(
+    "settings,sentence",
+    [
+        *(
+            ({"quant_method": method}, "quant_method must be one of gptq, awq,")
+            for method in ("bitsandbytes", "torchao", "hqq", "quip", "", 7, ["gptq"])
+        ),
+        ({"quant_method": "gptq", "is_marlin_format": True}, "is_marlin_format must be False"),
+        ({"quant_method": "gptq", "format": "bitblas"}, "format must be gptq or gptq_v2, got"),
+        ({"quant_method": "gptq", "pack_dtype": "int8"}, "pack_dtype must be int32, got 'int8'"),
+        ({"quant_method": "gptq", "adapter": {"name": "lora"}}, "adapter must be absent, got"),
+        ({"quant_method": "awq", "version": "GEMV_FAST"}, "version must be gemm or exllama or"),
+        (
+            {"quant_method": "intel/auto-round", "packing_format": "auto_round:gptq3"},
+            "packing_format must be auto_round:auto_gptq or",
+        ),
+        ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, "quant_algo must be FP8 or"),
+        (
+            {"quant_method": "compressed-tensors", "format": "nvfp4-pack-quantized"},
+            "format must be dense or pack-quantized or",
+        ),
+        (
+            {
+                "quant_method": "compressed-tensors",
+                "config_groups": {"group_0": {"format": "marlin-24"}},
+            },
+            "config_groups.*.format must be dense or",
+        ),
+        (
+            {
+                "quant_method": "compressed-tensors",
+                "sparsity_config": {"format": "sparse-24-bitmask"},
+            },
+            "sparsity_config.format must be dense, got 'sparse-24-bitmask'",
+        ),
+        (
+            {
+                "quant_method": "compressed-tensors",
+                "transform_config": {"config_groups": {"R1": 1}},
+            },
+            "transform_config must be absent, got",
+        ),
+        ({"quant_method": "fp8", "fmt": "e5m2"}, "fmt must be e4m3 or float8_e4m3fn, got 'e5m2'"),
+        ({"bits": 4, "group_size": 64, "mode": "affine"}, "mode is MLX's"),
+        ("gptq", "quantization_config must be an object, got 'gptq'"),
+    ],
+)
+def test_fields_that_state_an_unknown_layout_are_refused_by_name(
+    tmp_path: Path, settings: Any, sentence: str
+) -> None:
+    """Before a tensor is read: those of another layout may have the same names and shapes."""
+    with pytest.raises(ModelError) as refusal:
+        opened(tmp_path, {"a.weight": torch.ones(2, 2)}, settings)
+    assert str(refusal.value).startswith(f"{tmp_path}/config.json: quantization_config")
+    assert sentence in str(refusal.value)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"quant_method": "awq", "version": "GEMM", "backend": "auto", "zero_point": True},
+        {"quant_method": "gptq", "checkpoint_format": "gptq", "is_marlin_format": False},
+        {"quant_method": "gptq", "format": None, "adapter": None, "meta": {"quantizer": ["a"]}},
+        {
+            "quant_method": "compressed-tensors",
+            "format": "float-quantized",
+            "sparsity_config": {},
+            "transform_config": {},
+            "config_groups": {"group_0": {"format": None}},
+        },
+        {"quant_method": "fbgemm_fp8", "activation_scale_ub": 1200.0},
+        {"quant_method": "quark", "export": {"pack_method": "reorder"}},
+        {},
+        None,
+    ],
+)
+def test_fields_that_state_known_layouts_are_accepted(tmp_path: Path, settings: Any) -> None:
+    assert opened(tmp_path, {"a.weight": torch.ones(2, 2)}, settings).names() == {"a.weight"}
+
+
+@pytest.mark.parametrize(
+    "file,sentence",
+    [
+        ("pytorch_model.bin", "but pytorch_model.bin, which is not read: take a revision with mod"),
+        ("pytorch_model-1-of-2.bin", "or save it with transformers' save_pretrained"),
+        ("consolidated.00.pth", "but consolidated.00.pth, which is not read"),
+        ("consolidated.safetensors", "but consolidated.safetensors, which is not read"),
+    ],
+)
+def test_weights_in_other_files_are_named(tmp_path: Path, file: str, sentence: str) -> None:
+    (tmp_path / file).touch()
+    with pytest.raises(ModelError) as refusal:
+        open_checkpoint(tmp_path)
+    assert "no model.safetensors and no model.safetensors.index.json, but" in str(refusal.value)
+    assert sentence in str(refusal.value)
+
+
+def test_pointers_of_git_lfs_are_named(tmp_path: Path) -> None:
+    text = "version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 9\n"
+    (tmp_path / "model.safetensors").write_text(text)
+    with pytest.raises(ModelError, match=r"model\.safetensors is a git-lfs pointer, .*lfs pull"):
+        open_checkpoint(tmp_path)
+
+
+def test_settings_of_other_programs_are_found(tmp_path: Path) -> None:
+    """ModelOpt's file of its own, MLX's field, and settings of the text part of a wrapper."""
+    save_file({"a.weight": torch.ones(2, 2)}, tmp_path / "model.safetensors")
+    config, own = tmp_path / "config.json", tmp_path / "hf_quant_config.json"
+    own.write_text(json.dumps({"quantization": {"quant_algo": "NVFP4"}}))
+    with pytest.raises(
+        ModelError, match=r"hf_quant_config\.json: quantization\.quant_algo must be"
+    ):
+        open_checkpoint(tmp_path)
+    config.write_text(json.dumps({"quantization": {"bits": 4}}))
+    with pytest.raises(ModelError, match="quantization is MLX's"):
+        open_checkpoint(tmp_path)
+    settings = {"quant_method": "gptq", "checkpoint_format": "gptq_v2"}
+    config.write_text(json.dumps({"text_config": {"quantization_config": settings}}))
+    assert open_checkpoint(tmp_path).settings == settings
+
+
+@pytest.mark.parametrize(
+    "case,packing",
+    [
+        ("gptq", "auto_round:auto_gptq"),
+        ("gptq", "auto_gptq"),
+        ("gptq_v2", "auto_round"),
+        ("gptq_v2", "auto_round:gptqmodel"),
+        ("awq", "auto_round:auto_awq"),
+    ],
+)
+def test_layouts_of_auto_round_are_told_by_its_packing(
+    tmp_path: Path, case: str, packing: str
+) -> None:
+    settings = {"quant_method": "auto-round", "packing_format": packing, "sym": False}
+    weight = decoded(tmp_path, stored(case), settings)
+    assert torch.equal(numbers(weight), golden()[case]["numbers"])
+
+
+def test_older_symmetric_weights_of_auto_round_need_no_packing(tmp_path: Path) -> None:
+    weights = []
+    for stored_zero in (0x77777777, -0x77777778):  # 7 and 8 in each field
+        tensors = stored("gptq")
+        tensors["qzeros"].fill_(stored_zero)
+        weights.append(decoded(tmp_path, tensors, {"quant_method": "intel/auto-round"}))
+        assert isinstance(weights[-1], QuantizedWeight) and weights[-1].offsets is None
+    assert torch.equal(numbers(weights[0]), numbers(weights[1]))
 
 
 # ---- weights side by side ----

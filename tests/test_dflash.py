@@ -533,6 +533,25 @@ def test_what_does_not_fit(
         make(target, tmp_path)
 
 
+@pytest.mark.parametrize("layout,rank", [("speculators", 0), ("speculators", 8), ("authors", 8)])
+def test_null_is_no_value(target: tuple[Path, Any], tmp_path: Path, layout: str, rank: int) -> None:
+    """Programs that save all fields of a class write null for those that are not set."""
+    block = Block(layout=layout, rank=rank)
+    block.write(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    fields = (
+        *("target_hidden_size", "num_target_layers", "markov_rank", "markov_head_type"),
+        *("conv_kernel_size", "selector_rank", "sliding_window_non_causal", "causal", "use_swa"),
+        *("speculators_model_type", "draft_vocab_size", "projector_type", "sample_from_anchor"),
+        *("output_multiplier", "final_logit_softcapping", "layer_ids", "rope_scaling"),
+    )
+    nulls = {name: None for name in fields if name not in config}
+    nested = config.get("transformer_layer_config", {})
+    nested |= {name: None for name in ("layer_types", "rope_parameters", "attention_bias")}
+    (tmp_path / "config.json").write_text(json.dumps({**config, **nulls}))
+    assert make(target, tmp_path) is not None
+
+
 @pytest.mark.parametrize(
     "content,message",
     [

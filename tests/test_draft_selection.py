@@ -542,6 +542,7 @@ def test_steps_are_measured_by_rows_until_they_are_long(
         engine._pool,
         engine._device,
         bytes_read,
+        vocab_size=engine.vocab_size,
         max_rows=16,
         max_model_len=64,
     )

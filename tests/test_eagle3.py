@@ -44,11 +44,13 @@ def make(target: tuple[Path, Any], head: Path | None, **config: Any) -> Engine:
 HEADS: dict[str, tuple[Head, str]] = {
     "official": (Head(), "official"),
     "pickled": (Head(norm_before_residual=True), "pickled"),
-    "specforge": (Head(entered=(1, 3, 4)), "specforge"),
+    "specforge": (Head(entered=(2, 3, 5)), "specforge"),
+    "specforge by boundaries": (Head(entered=(3, 4, 5)), "specforge"),
+    "modelopt": (Head(entered=(1, 3, 4)), "modelopt"),
     "speculators": (Head(entered=(5, 2, 1), norm_before_residual=True), "speculators"),
     "3.1": (Head(entered=(2, 5), norm_output=True, fc_norm=True), "specforge"),
     "deep": (Head(entered=(1, 2, 5), num_layers=2, norm_before_fc=True), "speculators"),
-    "narrow": (Head(entered=(1, 2, 4), width=48, draft_vocab=VOCAB), "specforge"),
+    "narrow": (Head(entered=(1, 2, 4), width=48, draft_vocab=VOCAB), "modelopt"),
     # P-EAGLE's: in the layouts of speculators and of its first trainer.
     "parallel": (Head(entered=(1, 3, 4), mask=7, norm_before_residual=True), "speculators"),
     "deep parallel": (Head(mask=9, num_layers=2, fc_norm=True, norm_before_fc=True), "official"),
@@ -207,6 +209,27 @@ def change_tensors(directory: Path, **changes: Any) -> None:
         ({"num_key_value_heads": 3}, {}, r"k_proj\.weight must be \[192, 128\], got \[128, 128\]"),
         ({"norm_output": 1}, {}, r"config\.json: norm_output must be true or false, got 1"),
         ({"logit_scale": 0.5}, {}, r"config\.json: logit_scale must be 1, got 0\.5"),
+        *(
+            ({"eagle_config": {field: value}}, {}, rf"config\.json: {field} must be {right}, got")
+            for field, value, right in (
+                ("use_aux_hidden_state", False, True),
+                ("use_last_layernorm", False, True),
+                ("use_input_layernorm_in_first_layer", False, True),
+                ("use_mtp_layernorm", True, False),
+                ("parallel_draft_step", 4, 1),
+            )
+        ),
+        (
+            {
+                "speculators_model_type": "eagle3",
+                "transformer_layer_config": {
+                    **Head().layer_config,
+                    "layer_types": ["sliding_attention"],
+                },
+            },
+            {},
+            "layer_types must hold full_attention alone, got",
+        ),
         ({"speculators_model_type": "dflash"}, {}, "must be eagle3 or peagle, got dflash"),
         ({"speculators_model_type": "peagle"}, {}, "tensor mask_hidden is missing"),
         ({}, {"mask_hidden": torch.ones(1, 1, 192)}, r"config\.json: 'mask_token_id' is missing"),
@@ -250,6 +273,22 @@ def test_what_does_not_fit(
     change_tensors(tmp_path, **tensors)
     with pytest.raises(ModelError, match=message):
         make(target, tmp_path)
+
+
+@pytest.mark.parametrize("ids", [None, []])
+def test_layers_that_no_file_names_are_the_default(
+    target: tuple[Path, Any], tmp_path: Path, ids: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    """ModelOpt writes an empty list; programs that save all fields write null."""
+    nothing = dict.fromkeys(
+        ("target_layer_ids", "layer_ids", "logit_scale", "speculators_model_type", "norm_output")
+    )
+    config = {"use_aux_hidden_state": True, "eagle_aux_hidden_state_layer_ids": ids}
+    head = Head(entered=(2, 3, 3))
+    eagle_oracle.write(tmp_path, head, "modelopt", eagle_config=config, **nothing)
+    with caplog.at_level("INFO"):
+        make(target, tmp_path)
+    assert "leave layers (1, 2, 2) (no field, so by the method's default)" in caplog.text
 
 
 def test_what_no_op_runs(

@@ -2,20 +2,23 @@
 """Gemma 3: what its files may look like, and the engine on it; its logits are in test_models."""
 
 import json
+from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from checkpoints import lasting_directory, make_checkpoint, write_tokenizer
+from checkpoints import BASE, lasting_directory, make_checkpoint, write_tokenizer
 from safetensors.torch import load_file, save_file
 from specops.engine import Completion, Engine, EngineConfig, SamplingParams, SpeculativeConfig
 from specops.engine.errors import ModelError
 from specops.engine.models import load_model
 from specops.engine.models.dry_run import dry_run
 from specops.engine.models.families import read_model_config
+from specops.engine.structured import StructuredOutput
 from test_models import Runner, random_ids
+from tokenizers import Tokenizer as HfTokenizer
 
 # Few layers see all positions; a window that is no multiple of a page.
 SIZES: dict[str, Any] = {
@@ -192,6 +195,47 @@ def test_tokens_are_those_of_transformers() -> None:
             torch.tensor([PERIOD * 9]), max_new_tokens=50, do_sample=False, eos_token_id=None
         )
     assert greedy == want[0, 72:].tolist()
+
+
+@pytest.mark.parametrize("family", ["Gemma3", "Qwen3"])
+def test_tokens_without_a_row_are_never_sampled_and_refused_in_prompts(
+    tmp_path: Path, family: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Gemma 3 has one tokenizer.json, with an image token; text-only sizes have no row for it."""
+    make_checkpoint(tmp_path, family, **{**BASE, **(SIZES if family == "Gemma3" else {})})
+    write_tokenizer(tmp_path)
+    file = tmp_path / "tokenizer.json"
+    tokenizer = HfTokenizer.from_file(str(file))
+    tokenizer.add_special_tokens(["<image_soft_token>"])
+    tokenizer.save(str(file))
+    corpus = tmp_path / "corpus.txt"
+    corpus.write_text("a <image_soft_token>")
+    config = EngineConfig(model=str(tmp_path), max_num_seqs=2, max_model_len=128)
+    engine = Engine(config)
+    assert (engine.tokenizer.vocab_size, engine.vocab_size) == (161, 160)
+    assert "the tokenizer has 161 tokens, the model 160" in caplog.text
+    constrained = StructuredOutput(regex="[a-d]{8}")
+    for params in (
+        SamplingParams(max_tokens=20, ignore_eos=True, logprobs=100, temperature=5.0, seed=1),
+        SamplingParams(max_tokens=8, structured_output=constrained),
+    ):
+        (done,) = engine.generate([[1, 2, 3]], params)
+        assert done.token_ids and max(done.token_ids) < 160
+    text, named = "a <image_soft_token> b", "token id 160 .* of 160; '<image_soft_token>'"
+    for unknown in (-1, 161, 10**30):
+        with pytest.raises(ValueError, match=f"prompt: token id {unknown} is outside .* of 160$"):
+            engine.add_request([1, unknown], SamplingParams(max_tokens=2))
+    for prompt, changes, field in (
+        (text, {}, "prompt"),
+        ([1, 160], {}, "prompt"),
+        ("a", {"bad_words": (text,)}, "bad_words"),
+        ("a", {"prediction": text}, "prediction"),
+    ):
+        with pytest.raises(ValueError, match=f"{field}: {named}"):
+            engine.add_request(prompt, SamplingParams(max_tokens=2, **changes))
+    with pytest.raises(ValueError, match=f"suffix_corpus: .*corpus.txt: {named}"):
+        suffix = SpeculativeConfig(method="suffix")
+        Engine(replace(config, suffix_corpus=str(corpus), speculative_config=suffix))
 
 
 def test_every_device_computes_it(tmp_path: Path, device: str) -> None:

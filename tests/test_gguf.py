@@ -21,7 +21,7 @@ from specops.checkpoints.directory import open_checkpoint
 from specops.checkpoints.fused import fused
 from specops.checkpoints.gguf_directory import gguf_directory
 from specops.checkpoints.gguf_file import TYPES, read_gguf
-from specops.checkpoints.gguf_tokenizer import tokenizer_files
+from specops.checkpoints.gguf_tokenizer import end_token_ids, tokenizer_files
 from specops.engine import Completion, Engine, EngineConfig, SamplingParams, SpeculativeConfig
 from specops.engine.errors import ModelError
 from specops.engine.models import WeightCache, load_model
@@ -30,7 +30,8 @@ from specops.quantization import QuantizedWeight, dequantize_weight
 from specops.tokenizer import Tokenizer
 from test_models import Runner
 from test_tokenizer import byte_level
-from tokenizers import pre_tokenizers
+from tokenizers import Tokenizer as HfTokenizer
+from tokenizers import decoders, pre_tokenizers
 from torch import Tensor
 
 gguf = pytest.importorskip("gguf")
@@ -410,6 +411,8 @@ def test_speculation_changes_no_bit(tmp_path: Path) -> None:
     [
         ({"general.architecture": "mamba"}, "general.architecture must be one of"),
         ({"qwen3.attention.softcap": 3.0}, "qwen3.attention.softcap is not known: 3.0"),
+        ({"qwen3.expert_count": 8}, "qwen3.expert_count is not known: 8"),
+        ({"qwen3.tensor_data_layout": "rows"}, "qwen3.tensor_data_layout is not known: rows"),
         ({"qwen3.rope.dimension_count": 32}, "qwen3.rope.dimension_count must be 64, as a head"),
         ({"qwen3.rope.scaling.type": "longrope"}, "qwen3.rope.scaling.type longrope does not run"),
         ({"qwen3.block_count": -1}, "num_hidden_layers must be an integer of at least 1, got -1"),
@@ -421,7 +424,10 @@ def test_speculation_changes_no_bit(tmp_path: Path) -> None:
         ({"tokenizer.ggml.merges": [7]}, "tokenizer.ggml.merges must be a list of texts, got [7]"),
         ({"tokenizer.ggml.token_type": "a"}, "token_type must be a list of numbers, got 'a'"),
         ({"tokenizer.ggml.model": "rwkv"}, "tokenizer.ggml.model must be llama or gpt2, got rwkv"),
-        ({"tokenizer.ggml.pre": "tekken"}, "tokenizer.ggml.pre must be one of default, gpt-2,"),
+        ({"tokenizer.ggml.pre": "viking"}, "tokenizer.ggml.pre must be one of default, gpt-2,"),
+        ({"tokenizer.ggml.pre": ["a"]}, "smollm, deepseek-llm, deepseek-coder, got ['a']"),
+        ({"tokenizer.ggml.eot_token_id": -1}, "tokenizer.ggml.eot_token_id must be one of 160"),
+        ({"tokenizer.ggml.eos_token_ids": [0, 160]}, "tokenizer.ggml.eos_token_ids must be one"),
         ({"tokenizer.ggml.tokens": ["a", "a"]}, "tokenizer.ggml.tokens has a token twice"),
         ({"tokenizer.ggml.eos_token_id": 160}, "tokenizer.ggml.eos_token_id must be one of 160"),
         ({"tokenizer.ggml.add_bos_token": True}, "tokenizer.ggml.bos_token_id is missing"),
@@ -440,6 +446,23 @@ def test_metadata_that_do_not_run_are_refused(
     with pytest.raises(ModelError) as error:
         load_model(gguf_directory(file))
     assert sentence in str(error.value)
+
+
+def test_metadata_that_change_nothing_are_accepted(tmp_path: Path) -> None:
+    file = make_file(tmp_path, "Qwen2")
+    plain = read_model_config(gguf_directory(file))
+    found = read_gguf(file)
+    data = {name: torch.ones(one.shape) for name, one in found.tensors.items()}
+    architecture = found.metadata.pop("general.architecture")
+    neutral = {
+        "qwen2.expert_count": 0,
+        "qwen2.expert_used_count": 0,
+        "qwen2.tensor_data_layout": "Meta AI original pth",
+        "qwen2.rope.scaling.attn_factor": 1.0,
+        "qwen2.rope.scaling.finetuned": True,
+    }
+    file = write(tmp_path, data, architecture, **found.metadata, **neutral)
+    assert read_model_config(gguf_directory(file)) == plain
 
 
 def test_factors_of_another_scaling_are_refused(tmp_path: Path) -> None:
@@ -564,3 +587,137 @@ def test_scores_are_merges(tmp_path: Path) -> None:
         tokens.index("▁"),
         tokens.index("b"),
     ]
+
+
+@pytest.mark.parametrize(
+    "texts,keys,ends",
+    [
+        # Gemma 3: the key has the end of a document, the text that of a turn. </s> is HTML's.
+        (["<pad>", "<eos>", "<bos>", "</s>", "<end_of_turn>"], {"eos": 1}, [1, 4]),
+        # Llama 3.1: a turn, a message and a document.
+        (["<|eot_id|>", "<|eom_id|>", "<|end_of_text|>", "a"], {"eos": 0}, [0, 1, 2]),
+        # Qwen2.5, which also has tokens that part files.
+        (
+            ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|repo_name|>", "<|file_sep|>", "a"],
+            {"eos": 2},
+            [2, 0, 3, 4],
+        ),
+        # SmolLM2, and keys without texts.
+        (["<|endoftext|>", "<|im_end|>", "a"], {"eos": 1}, [1, 0]),
+        (["a", "b", "c", "d", "e"], {"eos": 4, "eot": 1, "eom": 0, "fim_sep": 2}, [4, 1, 0, 2]),
+        # A message of harmony ends with <|end|>, and the output does not.
+        (["<|end|>", "<|return|>", "<|call|>"], {"eos": 1}, [1, 2]),
+        (["<|end|>", "a"], {}, [0]),
+        (["a", "b"], {}, []),
+    ],
+)
+def test_ends_of_outputs_are_those_of_llama_cpp(
+    tmp_path: Path, texts: list[str], keys: dict[str, int], ends: list[int]
+) -> None:
+    metadata: dict[str, Any] = {
+        "tokenizer.ggml.model": "gpt2",
+        "tokenizer.ggml.tokens": [*texts, "x", "y", "xy"],
+        "tokenizer.ggml.merges": ["x y"],
+    }
+    metadata |= {f"tokenizer.ggml.{name}_token_id": one for name, one in keys.items()}
+    assert end_token_ids(metadata) == ends
+    tensors = {"token_embd.weight": torch.zeros(len(texts) + 3, 32)}
+    found = Tokenizer.from_dir(gguf_directory(write(tmp_path, tensors, "llama", **metadata)))
+    assert found.eos_token_ids == set(ends)
+    # Common tokens by the file's types, but not in a text.
+    assert all(found.is_special(one) for one in ends)
+
+
+def test_ends_by_other_keys(tmp_path: Path) -> None:
+    metadata = {"tokenizer.ggml.tokens": ["a", "b"], "tokenizer.ggml.eos_token_ids": [1, 0]}
+    assert end_token_ids(metadata) == [1, 0]
+
+
+# The parts of a text by kind of splits: pieces of it, in order, that must be parts of their own.
+WORDS = "It's 12345 coöperate HTTPServer, don't\n\n  x=\u4e2d\u6587\u3002 caf\u00e9!\r\n"
+PARTS = {
+    "qwen2": ["It", "'s", " ", "1", "2", "3", "4", "5", " coöperate", " HTTPServer", ","],
+    "llama-bpe": ["It", "'s", " ", "123", "45", " coöperate", " HTTPServer", ","],
+    "tekken": ["It", "'s", " ", "1", "2", "3", "4", "5", " coöperate", " HTTPServer", ","],
+    "smollm": ["It", "'s", " ", "1", "2", "3", "4", "5", " coöperate", " HTTPServer", ","],
+    "deepseek-coder": ["It", "'", "s", " ", "1", "2", "3", "4", "5", " coöperate"],
+    "deepseek-llm": ["It", "'", "s", " ", "12345", " co", "ö", "perate", " HTTPServer", ","],
+}
+
+
+def split_of(pre: str) -> Any:
+    """The pre-tokenizer of a file, without the last step, which spells parts in bytes."""
+    metadata = {
+        "tokenizer.ggml.model": "gpt2",
+        "tokenizer.ggml.tokens": ["a"],
+        "tokenizer.ggml.merges": [],
+        "tokenizer.ggml.pre": pre,
+    }
+    whole = tokenizer_files(metadata)["tokenizer.json"]
+    return HfTokenizer.from_str(json.dumps(whole)).pre_tokenizer
+
+
+def spelt(pre_tokenizer: Any, text: str) -> list[str]:
+    parts = [part for part, _ in pre_tokenizer.pre_tokenize_str(text)]
+    decoder = decoders.ByteLevel()
+    return [decoder.decode([part]) for part in parts]
+
+
+def test_texts_are_split_as_the_models_own_pre_tokenizers_do() -> None:
+    for pre, parts in PARTS.items():
+        found = spelt(split_of(pre), WORDS)
+        assert found[: len(parts)] == parts, pre
+        assert "".join(found) == WORDS
+    for pre, same in {
+        "deepseek-r1-qwen": "qwen2",
+        "llama3": "llama-bpe",
+        "llama-v3": "llama-bpe",
+        "smaug-bpe": "llama-bpe",
+        "gpt-2": "default",
+    }.items():
+        assert spelt(split_of(pre), WORDS) == spelt(split_of(same), WORDS)
+
+
+def test_single_expressions_split_as_another_engine_does() -> None:
+    """The tokenizers library's engine against Python's, on texts of all kinds of characters."""
+    regex = pytest.importorskip("regex")
+    contractions = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
+    rest = r"[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+    words = r"[^\r\n\p{L}\p{N}]?\p{L}+"
+    upper, lower = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+    known = {
+        "qwen2": rf"{contractions}|{words}|\p{{N}}| ?[^\s\p{{L}}\p{{N}}]+{rest}",
+        "llama-bpe": rf"{contractions}|{words}|\p{{N}}{{1,3}}| ?[^\s\p{{L}}\p{{N}}]+{rest}",
+        "tekken": rf"[^\r\n\p{{L}}\p{{N}}]?{upper}*{lower}+|[^\r\n\p{{L}}\p{{N}}]?{upper}+{lower}*|"
+        rf"\p{{N}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+",
+    }
+    generator = random.Random(7)
+    letters = "aZéÉ́ǅ中ก🙂²Ⅻ'sTR veLL0123 \n\r\t/._-!。"
+    for _ in range(300):
+        text = "".join(generator.choices(letters, k=30))
+        for pre, expression in known.items():
+            assert spelt(split_of(pre), text) == regex.findall(expression, text), (pre, text)
+    # SmolLM's own is of two steps of the library: digits apart, then GPT-2's expression.
+    own = pre_tokenizers.Sequence(
+        [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(False)]
+    )
+    for _ in range(300):
+        text = "".join(generator.choices(letters.replace("²", "").replace("Ⅻ", ""), k=30))
+        assert spelt(split_of("smollm"), text) == spelt(own, text)
+
+
+@pytest.mark.parametrize("pre,begins", [("llama-bpe", True), ("tekken", True), ("qwen2", False)])
+def test_some_kinds_begin_texts_with_a_token_if_the_file_does_not_say(
+    tmp_path: Path, pre: str, begins: bool
+) -> None:
+    metadata = {
+        "tokenizer.ggml.model": "gpt2",
+        "tokenizer.ggml.tokens": ["<s>", "a"],
+        "tokenizer.ggml.token_type": [3, 1],
+        "tokenizer.ggml.merges": [],
+        "tokenizer.ggml.bos_token_id": 0,
+        "tokenizer.ggml.pre": pre,
+    }
+    assert tokenizer_of(tmp_path, metadata).encode("a") == ([0, 1] if begins else [1])
+    metadata["tokenizer.ggml.add_bos_token"] = not begins
+    assert tokenizer_of(tmp_path, metadata).encode("a") == ([1] if begins else [0, 1])

@@ -18,12 +18,33 @@ import pytest
 
 pytest.importorskip("huggingface_hub")
 
+from specops.cli import hub as hub_module
 from specops.cli import main, options
 from specops.cli.hub import is_name
 
 ASSETS = Path(options.__file__).parents[1] / "assets"
 SHA = "1234567890" * 4
 FILES = {"config.json": b"{}", "model.safetensors": b"weights", "pytorch_model.bin": b"never"}
+_PARTS = ("model-1-of-2.safetensors", "model-2-of-2.safetensors")
+_INDEX = {"weight_map": {"a.weight": _PARTS[0], "b.weight": _PARTS[1]}}
+# Files of other models: with copies in the authors' format, and draft heads.
+OTHERS: dict[str, dict[str, bytes]] = {
+    "org/parts": {
+        "config.json": b"{}",
+        "chat_template.jinja": b"{{ messages }}",
+        "model.safetensors.index.json": json.dumps(_INDEX).encode(),
+        **{name: b"part" for name in _PARTS},
+        "consolidated.safetensors": b"copy",
+        "original/model.safetensors": b"copy",
+        "original/config.json": b"{}",
+        "model.fp32.safetensors": b"copy",
+        "tokenizer.model": b"never",
+    },
+    "org/eagle": {"config.json": b"{}", "pytorch_model.bin": b"head", "optimizer.pt": b"never"},
+    "org/medusa": {"config.json": b"{}", "medusa_lm_head.pt": b"head"},
+    "org/hydra": {"config.json": b"{}", "hydra_lm_head.pt": b"head"},
+    "org/dflash": {**FILES, "mask_embedding.pt": b"mask"},
+}
 REFUSALS = {
     "org/gated": (403, "GatedRepo"),
     "org/none": (404, "RepoNotFound"),
@@ -42,16 +63,18 @@ class _Hub(BaseHTTPRequestHandler):
             status, code = REFUSALS[name]
             self._send(status, b"{}", {"X-Error-Code": code} if code else {})
         elif parts[0] == "api":
-            siblings = [{"rfilename": file} for file in FILES]
+            files = OTHERS.get(name, FILES)
+            siblings = [{"rfilename": file} for file in files]
             whole = {"id": name, "modelId": name, "sha": SHA, "siblings": siblings}
             tree = [
                 {"type": "file", "path": file, "size": len(data), "oid": file}
-                for file, data in FILES.items()
+                for file, data in files.items()
             ]
             self._send(200, json.dumps(tree if "tree" in parts else whole).encode(), {})
         else:
-            file = parts[-1]
-            self._send(200, FILES[file], {"ETag": f'"{file}"', "X-Repo-Commit": SHA})
+            file = "/".join(parts[4:])
+            data = OTHERS.get(name, FILES)[file]
+            self._send(200, data, {"ETag": f'"{name}/{file}"', "X-Repo-Commit": SHA})
 
     do_HEAD = do_GET
 
@@ -83,14 +106,19 @@ def hub() -> Iterator[tuple[str, list[str]]]:
         thread.join(timeout=10)
 
 
-def directories(names: list[str], cache: Path, **environment: str) -> list[str]:
+def directories(
+    names: list[str], cache: Path, *, of_drafters: bool = False, **environment: str
+) -> list[str]:
     """What becomes of some names, each a directory or a mistake."""
-    code = """
-import sys
-from specops.cli.hub import directory_of
+    found = "directory_of(name)"
+    if of_drafters:
+        found = "json.loads(resolved(json.dumps({'model': name})))['model']"
+    code = f"""
+import json, sys
+from specops.cli.hub import directory_of, resolved
 for name in sys.argv[1:]:
     try:
-        print(directory_of(name))
+        print({found})
     except ValueError as error:
         print(error)
 """
@@ -115,6 +143,56 @@ def test_a_model_is_downloaded_once_and_then_needs_no_network(tmp_path: Path) ->
     assert offline[1].startswith("--model must be a directory, or a model of the Hugging Face Hub")
     assert "got org/other: no such directory here; it is not in the cache" in offline[1]
     assert "HF_HUB_OFFLINE" in offline[1], "why the Hub is not asked"
+
+
+def names_of(directory: str) -> set[str]:
+    root = Path(directory)
+    return {str(path.relative_to(root)) for path in root.rglob("*") if not path.is_dir()}
+
+
+def test_only_files_that_are_read_are_downloaded(tmp_path: Path) -> None:
+    """No copy of the weights in another format; of drafters, whatever file has their weights."""
+    names = ["org/parts", "org/eagle"]
+    with hub() as (url, asked):
+        parts, eagle = directories(names, tmp_path, HF_ENDPOINT=url)
+        known = {"config.json", "chat_template.jinja", "model.safetensors.index.json"}
+        assert names_of(parts) == {*known, *_PARTS}
+        assert names_of(eagle) == {"config.json"}, "a model needs safetensors"
+        assert not any("consolidated" in path or "original" in path for path in asked)
+        heads = ["org/parts", "org/eagle", "org/medusa", "org/hydra", "org/dflash"]
+        found = directories(heads, tmp_path, of_drafters=True, HF_ENDPOINT=url)
+        offline = directories(heads, tmp_path, of_drafters=True, HF_HUB_OFFLINE="1")
+    assert offline == found
+    config = {"config.json"}
+    assert [names_of(one) for one in found] == [
+        {*known, *_PARTS},
+        config | {"pytorch_model.bin"},
+        config | {"medusa_lm_head.pt"},
+        config | {"hydra_lm_head.pt"},
+        config | {"model.safetensors", "mask_embedding.pt"},
+    ]
+
+
+def test_drafters_have_names_as_models_have(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hub_module, "directory_of", lambda name, field: f"/cache/{name}: {field}")
+    parser = argparse.ArgumentParser()
+    options.add_engine_options(parser)
+
+    def model_of(config: str) -> Any:
+        args = parser.parse_args(["--speculative-config", config])
+        return options.plain_settings(args)["speculative_config"]
+
+    named = "/cache/org/head: model of --speculative-config"
+    for config in ({"method": "eagle3"}, {"method": "draft_model", "num_speculative_tokens": 2}):
+        found = json.loads(model_of(json.dumps({**config, "model": "org/head"})))
+        assert found == {**config, "model": named}
+    own = {"options": {"mtp": {"model": "org/head"}, "eagle": {}}}
+    assert json.loads(model_of(json.dumps(own)))["options"]["mtp"] == {"model": named}
+    # All else is left to the configuration, letter by letter.
+    for left in ('{"model":  "/a/b"}', '{"model": 7}', "[]", "no JSON", '{"options": [1]}', "{}"):
+        assert model_of(left) == left
 
 
 def test_why_a_model_cannot_be_had(tmp_path: Path) -> None:

@@ -16,6 +16,8 @@ from specops.batching import OutputMode
 from specops.engine.errors import ModelError
 from specops.engine.models import KvCache, StepBatch, Transformer, load_model
 from specops.engine.models.dry_run import dry_run
+from specops.engine.models.families import FAMILIES as FAMILY_REGISTRY
+from specops.engine.models.families import read_model_config
 from torch import Tensor
 
 FAMILIES: list[tuple[str, dict[str, Any]]] = [
@@ -391,3 +393,136 @@ def test_positions_that_do_not_fit_the_memory_are_refused(
     load_model(tmp_path, max_model_len=64)
     with pytest.raises(ModelError, match="max_model_len must be smaller: positions up to 256 do"):
         load_model(tmp_path)
+
+
+def changed(directory: Path, **fields: Any) -> Path:
+    """A directory whose config.json has other fields; None: without them."""
+    file = directory / "config.json"
+    config = {**json.loads(file.read_text()), **fields}
+    file.write_text(json.dumps({key: one for key, one in config.items() if one is not None}))
+    return directory
+
+
+@pytest.mark.parametrize("family", ["Qwen3", "Gemma3"])
+def test_without_a_dtype_the_tensors_have_it(tmp_path: Path, family: str) -> None:
+    make_checkpoint(tmp_path, family)
+    changed(tmp_path, dtype=None)
+    assert load_model(tmp_path).dtype == torch.float32
+    file = tmp_path / "model.safetensors"
+    tensors = load_file(file)
+    for dtype in (torch.bfloat16, torch.float16):
+        save_file({name: one.to(dtype) for name, one in tensors.items()}, file)
+        if dtype == torch.bfloat16:
+            assert load_model(tmp_path).dtype == dtype
+            assert load_model(tmp_path, dtype="float32").dtype == torch.float32
+        else:
+            with pytest.raises(ModelError, match="dtype must be bfloat16 or float32, got float16"):
+                load_model(tmp_path)
+    assert load_model(tmp_path, load_format="dummy").dtype == torch.float32
+
+
+@pytest.mark.parametrize(
+    "family,changes",
+    [
+        *((one, {}) for one in ("Llama", "Mistral", "Qwen2", "Qwen3", "Gemma3", "Ernie4_5")),
+        ("GptOss", {"num_local_experts": 2, "num_experts_per_tok": 1}),
+    ],
+)
+def test_a_head_in_the_file_counts_though_it_is_tied(
+    tmp_path: Path, family: str, changes: dict[str, Any]
+) -> None:
+    """As in transformers, which ties nothing that the file has with other numbers."""
+    transformers = pytest.importorskip("transformers")
+    make_checkpoint(tmp_path, family, **{**changes, "tie_word_embeddings": False})
+    changed(tmp_path, tie_word_embeddings=True)
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
+    ids = random_ids(20)
+    ours = Runner(load_model(tmp_path, dtype="float32")).run([ids], [[20]])[0]
+    with torch.no_grad():
+        expected = theirs(torch.tensor([ids])).logits[0]
+    assert (ours - expected).abs().max().item() <= 1e-3 * expected.std().item()
+
+
+# ---- fields that files leave out ----
+
+COMPUTED = ("layer_types", "qk_head_dim")
+# Fields of which the classes tell null from absence.
+NULL_IS_A_VALUE = ("sliding_window", "q_lora_rank", "head_dim", "num_key_value_heads")
+SMALL = {
+    "vocab_size": 160,
+    "hidden_size": 8192,
+    "intermediate_size": 96,
+    "num_hidden_layers": 40,
+    "num_attention_heads": 64,
+}
+WINDOWS = {"use_sliding_window": True, "max_window_layers": 4, "sliding_window": 32}
+CONFIGS = {
+    "LlamaForCausalLM": "LlamaConfig",
+    "MistralForCausalLM": "MistralConfig",
+    "Qwen2ForCausalLM": "Qwen2Config",
+    "Qwen3ForCausalLM": "Qwen3Config",
+    "MiMoForCausalLM": "Qwen2Config",  # its own is code of the checkpoint, derived from this one
+    "Qwen3MoeForCausalLM": "Qwen3MoeConfig",
+    "DeepseekV3ForCausalLM": "DeepseekV3Config",
+    "Glm4MoeForCausalLM": "Glm4MoeConfig",
+    "Ernie4_5ForCausalLM": "Ernie4_5Config",
+    "Ernie4_5_MoeForCausalLM": "Ernie4_5_MoeConfig",
+    "GptOssForCausalLM": "GptOssConfig",
+    "Qwen3NextForCausalLM": "Qwen3NextConfig",
+    "Qwen3_5ForCausalLM": "Qwen3_5TextConfig",
+    "Qwen3_5MoeForCausalLM": "Qwen3_5MoeTextConfig",
+    "Gemma3ForCausalLM": "Gemma3TextConfig",
+}
+
+
+def test_every_architecture_is_compared() -> None:
+    known = {one for family in FAMILY_REGISTRY for one in family.read}
+    assert known == {*CONFIGS, *(one for one in known if "ConditionalGeneration" in one)}
+
+
+@pytest.mark.parametrize("architecture", CONFIGS)
+@pytest.mark.parametrize("as_null", [False, True])
+def test_fields_that_are_left_out_are_as_transformers_has_them(
+    tmp_path: Path, architecture: str, as_null: bool
+) -> None:
+    """Each field by itself, and all at once. A field without a default is missing by its name."""
+    transformers = pytest.importorskip("transformers")
+    from huggingface_hub.errors import StrictDataclassError
+
+    kind = getattr(transformers, CONFIGS[architecture])
+
+    def whole(fields: dict[str, Any]) -> dict[str, Any]:
+        """All fields, as the class fills them in."""
+        found: dict[str, Any] = kind(**fields).to_dict()
+        return {key: one for key, one in found.items() if key not in ("dtype", "architectures")}
+
+    def read(fields: dict[str, Any]) -> Any:
+        said = {**fields, "architectures": [architecture]}
+        (tmp_path / "config.json").write_text(json.dumps(said))
+        try:
+            return read_model_config(tmp_path)
+        except ModelError as error:
+            assert str(error).endswith((" is missing", "got None")), error
+            return None
+
+    num_compared = 0
+    for more in ({}, WINDOWS, {"use_sliding_window": True}):
+        fields = {**SMALL, **more}
+        # What the class computes from other fields is left to the reader.
+        given = {key: one for key, one in whole(fields).items() if key not in COMPUTED}
+        given |= {key: one for key, one in fields.items() if key in given}
+        if more and "sliding_window" not in more:
+            given.pop("sliding_window", None)
+        assert read(given) is not None
+        for field in given:
+            left = {key: one for key, one in given.items() if key != field}
+            found = read({**left, field: None} if as_null else left)
+            null = {field: None} if as_null and field in NULL_IS_A_VALUE else {}
+            try:
+                expected = read(whole({**left, **null}))
+            except StrictDataclassError:  # null is refused there
+                continue
+            if found is not None:
+                assert found == expected, field
+                num_compared += 1
+    assert num_compared > 30

@@ -126,6 +126,35 @@ def test_mtp_modules_are_what_their_file_says(tmp_path: Path) -> None:
     assert same(completions(tmp_path, "naive"), completions(tmp_path, "mtp"))
 
 
+def test_scales_of_8_bit_caches_and_activations_may_stand_anywhere(tmp_path: Path) -> None:
+    """ModelOpt has them beside k_proj and v_proj, others beside these, quantized or not."""
+    make_checkpoint(tmp_path, "Qwen3", **SIZES)
+    file = tmp_path / "model.safetensors"
+    name = "model.layers.1.self_attn."
+    scales = (f"{name}k_proj.k_scale", f"{name}v_proj.v_scale", f"{name}k_proj.output_scale")
+    scales += (f"{name}k_scale", f"{name}q_scale", f"{name}kv_scale")
+    plain = load_file(file)
+    for is_quantized in (False, True):
+        save_file(plain, file)
+        if is_quantized:
+            quantize(tmp_path, "fp8")
+        save_file({**load_file(file), **{one: torch.ones(1) for one in scales}}, file)
+        load_model(tmp_path)
+
+
+def test_experts_with_desc_act_are_refused_by_name(tmp_path: Path) -> None:
+    experts = {"num_experts": 2, "num_experts_per_tok": 1, "moe_intermediate_size": 128}
+    make_checkpoint(
+        tmp_path, "Qwen3Moe", **SIZES, **experts, quantization_config=FORMATS["gptq"][1]
+    )
+    quantize(tmp_path, "gptq")
+    with pytest.raises(ModelError) as refusal:
+        load_model(tmp_path)
+    tensor = "model.layers.0.mlp.experts.0.down_proj.g_idx"
+    assert str(refusal.value).startswith(f"{tmp_path}: tensor {tensor} must be absent")
+    assert "GPTQ with desc_act is not supported for experts" in str(refusal.value)
+
+
 def test_every_tensor_of_a_layer_has_its_place(tmp_path: Path) -> None:
     """But for biases of zeros, which old tools wrote for every module."""
     make_checkpoint(tmp_path, "Qwen3", **SIZES)

@@ -390,6 +390,7 @@ def test_what_is_no_tree(
             {"hydra_head_arch": "prefix-mlp"},
             r"tensor prefix_embeding_layer\.layers\.0\..* is missing",
         ),
+        ("hydra", {}, {"hidden_state_offset": 1}, "hidden_state_offset must be 0, got 1"),
         ("hydra", {}, {"grounded_heads": 1}, "grounded_heads must be true or false, got 1"),
         (
             "hydra",
@@ -418,6 +419,13 @@ def test_what_does_not_fit(
         torch.save(tensors, tmp_path / heads.file)
     with pytest.raises(ModelError, match=message):
         make(target, heads, tmp_path)
+
+
+@pytest.mark.parametrize("kind", ["medusa", "hydra"])
+def test_null_is_no_value(target: tuple[Path, Any], tmp_path: Path, kind: str) -> None:
+    fields = ("truncated_vocab_size", "hydra_head_arch", "grounded_heads", "hidden_state_offset")
+    KINDS[kind].write(tmp_path, **dict.fromkeys(fields))
+    assert make(target, KINDS[kind], tmp_path) is not None
 
 
 @pytest.mark.parametrize("method", ["medusa", "hydra"])

@@ -49,6 +49,7 @@ from specops.engine import (
     SpeculativeConfig,
 )
 from specops.engine.config import BUNDLED_MODEL
+from specops.engine.errors import ModelError
 from specops.engine.models import Transformer
 from specops.server import Access, make_app
 from specops.server.answers import TextAnswer
@@ -74,6 +75,58 @@ def fake() -> Iterator[Served]:
 def client(fake: Served) -> Iterator[openai.OpenAI]:
     with connect(fake) as client:
         yield client
+
+
+def test_parameters_that_are_not_sent_are_the_models_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of generation_config.json; what a request sends counts, though it is the API's default."""
+    from specops.server import sampling_defaults
+
+    file = tmp_path / "generation_config.json"
+    said = {"temperature": 0.6, "top_k": 20, "top_p": 0.95, "min_p": None, "do_sample": True}
+    file.write_text(json.dumps({**said, "eos_token_id": [0], "max_new_tokens": 9}))
+    defaults = sampling_defaults("auto", tmp_path)
+    assert defaults == {"temperature": 0.6, "top_k": 20, "top_p": 0.95}
+    assert sampling_defaults(str(tmp_path), tmp_path / "none") == defaults
+    assert sampling_defaults("none", tmp_path) == sampling_defaults("auto", tmp_path / "none") == {}
+    for value, sentence in (
+        (-1, "temperature must be"),
+        ("a", "temperature must be"),
+        ([], "temp"),
+    ):
+        file.write_text(json.dumps({"temperature": value}))
+        with pytest.raises(ModelError, match=rf"generation_config\.json: .*{sentence}"):
+            sampling_defaults("auto", tmp_path)
+    file.write_text("[]")
+    with pytest.raises(ModelError, match=r"generation_config\.json must hold a JSON object"):
+        sampling_defaults("auto", tmp_path)
+    with pytest.raises(ModelError, match="generation_config must be auto, none or a directory"):
+        sampling_defaults(str(tmp_path / "none"), tmp_path)
+
+    engine, seen = FakeEngine(), []
+    add = engine.add_request
+
+    def adding(prompt: Any, params: Any, **more: Any) -> str:
+        seen.append((params.temperature, params.top_k, params.top_p, params.min_p))
+        return add(prompt, params, **more)
+
+    monkeypatch.setattr(engine, "add_request", adding)
+    chat = {"messages": [{"role": "user", "content": "a"}], "max_tokens": 2}
+    with serving(engine, sampling_defaults=defaults) as served:
+        for path, body in (
+            ("completions", {"prompt": "a", "max_tokens": 2}),
+            ("chat/completions", chat),
+            ("messages", chat),
+            ("responses", {"input": "a", "max_output_tokens": 20}),
+        ):
+            answer = post(served, path, body)
+            assert answer.status_code == 200, answer.text
+            if path == "responses":
+                assert answer.json()["temperature"] == 0.6
+            own = post(served, path, {**body, "temperature": 1.0, "top_k": 0, "min_p": 0.5})
+            assert own.status_code == 200, own.text
+    assert seen == [(0.6, 20, 0.95, 0.0), (1.0, 0, 0.95, 0.5)] * 4
 
 
 def connect(served: Served, key: str = "none") -> openai.OpenAI:

@@ -282,6 +282,40 @@ def test_from_dir(model_dir: Callable[..., Path]) -> None:
     assert tokenizer.special_tokens == {"eos_token": "<|im_end|>", "pad_token": "<|end|>"}
 
 
+def test_special_tokens_may_stand_in_a_map_of_their_own(model_dir: Callable[..., Path]) -> None:
+    tokens = {"eos_token": {"content": "<|end|>"}, "pad_token": "<|end|>", "unk_token": None}
+    path = model_dir(special_tokens_map=tokens, tokenizer_config={"pad_token": "<|im_end|>"})
+    tokenizer = Tokenizer.from_dir(path)
+    assert tokenizer.eos_token_ids == {0}
+    assert tokenizer.special_tokens == {"eos_token": "<|end|>", "pad_token": "<|im_end|>"}
+
+
+@pytest.mark.parametrize(
+    "file,sentence",
+    [
+        ("tokenizer.model", "only tokenizer.model, which is not read: make a tokenizer.json with"),
+        ("tekken.json", "only tekken.json, which is not read: make a tokenizer.json with"),
+        ("tiktoken.model", "only tiktoken.model, which is not read: take a tokenizer.json from"),
+    ],
+)
+def test_other_formats_are_named(tmp_path: Path, file: str, sentence: str) -> None:
+    (tmp_path / file).touch()
+    with pytest.raises(ValueError) as refusal:
+        Tokenizer.from_dir(tmp_path)
+    assert f"no tokenizer: {tmp_path}/tokenizer.json does not exist, {sentence}" in str(
+        refusal.value
+    )
+
+
+@pytest.mark.parametrize("value", ["<|end|>", [0, "a"], True, {"id": 0}, 1.5])
+def test_ids_that_are_none_are_refused_by_name(model_dir: Callable[..., Path], value: Any) -> None:
+    path = model_dir(generation_config={"eos_token_id": value})
+    with pytest.raises(
+        ValueError, match=r"generation_config\.json: eos_token_id must be a token id"
+    ):
+        Tokenizer.from_dir(path)
+
+
 def test_generation_config_goes_before_config(model_dir: Callable[..., Path]) -> None:
     path = model_dir(generation_config={"eos_token_id": 1}, config={"eos_token_id": 0})
     assert Tokenizer.from_dir(path).eos_token_ids == {1}
@@ -299,6 +333,9 @@ def test_refusals(tmp_path: Path, model_dir: Callable[..., Path]) -> None:
         Tokenizer.from_dir(path)
     (path / "tokenizer.json").write_text("{}", encoding="utf-8")
     with pytest.raises(ValueError, match="is not a tokenizer"):
+        Tokenizer.from_dir(path)
+    (path / "tokenizer.json").write_text("version https://git-lfs.github.com/spec/v1\noid", "utf-8")
+    with pytest.raises(ValueError, match=r"tokenizer\.json is a git-lfs pointer, .*git lfs pull"):
         Tokenizer.from_dir(path)
     library = byte_level()
     library.decoder = decoders.WordPiece()

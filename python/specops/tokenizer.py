@@ -16,6 +16,14 @@ from typing import Any
 import tokenizers
 
 _LONG_TEXT = 4096
+_LFS = b"version https://git-lfs"  # the beginning of a pointer to a file
+# Files of tokenizers in other formats, and how a tokenizer.json is made of each.
+_CONVERT = "make a tokenizer.json with transformers, AutoTokenizer.from_pretrained(DIR) and then "
+_OTHER_FORMATS = {
+    "tokenizer.model": f"{_CONVERT}save_pretrained(DIR)",
+    "tekken.json": f"{_CONVERT}save_pretrained(DIR), or take it from a converted copy of the model",
+    "tiktoken.model": "take a tokenizer.json from a converted copy of the model",
+}
 # Special tokens that are text all the same: they begin calls of tools, which somebody must read.
 _SHOWN = frozenset({"[TOOL_CALLS]"})
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
@@ -70,34 +78,37 @@ class Tokenizer:
         path = Path(path)
         file = path / "tokenizer.json"
         if not file.is_file():
-            raise ValueError(f"no tokenizer: {file} does not exist")
+            raise ValueError(f"no tokenizer: {file} does not exist{_other_tokenizer(path)}")
+        data = file.read_bytes()
+        if data.startswith(_LFS):
+            raise ValueError(
+                f"{file} is a git-lfs pointer, not the file itself; run `git lfs pull` there"
+            )
         try:
-            tokenizer = tokenizers.Tokenizer.from_str(file.read_text(encoding="utf-8"))
+            tokenizer = tokenizers.Tokenizer.from_str(data.decode("utf-8"))
         except Exception as error:  # the library raises bare Exception
-            raise ValueError(f"{file} is not a tokenizer: {error}") from None
+            raise ValueError(f"{file} is not a tokenizer: {error!s:.200}") from None
 
-        config = read_json_object(path / "tokenizer_config.json")
         specials = {
-            name: _token_text(value)
-            for name, value in config.items()
-            if name.endswith("_token") and isinstance(value, (str, dict))
+            name: text
+            for file in ("special_tokens_map.json", "tokenizer_config.json")  # the last one counts
+            for name, value in read_json_object(path / file).items()
+            if name.endswith("_token") and (text := _token_text(value)) is not None
         }
         # What ends an output is said in up to three places; chat models add their own to the first.
-        files = [
-            read_json_object(path / name) for name in ("generation_config.json", "config.json")
-        ]
-        eos = _id_list(_first(file.get("eos_token_id") for file in files))
+        files = [path / name for name in ("generation_config.json", "config.json")]
+        eos = _first(_ids(file, "eos_token_id") for file in files) or []
         if "eos_token" in specials:
-            eos += _id_list(tokenizer.token_to_id(specials["eos_token"]))
-        bos = _first(file.get("bos_token_id") for file in files)
+            token = tokenizer.token_to_id(specials["eos_token"])
+            eos = eos if token is None else [*eos, token]
+        bos = next(iter(_first(_ids(file, "bos_token_id") for file in files) or ()), None)
         if "bos_token" in specials:
             bos = tokenizer.token_to_id(specials["bos_token"])
-        return cls(
-            tokenizer,
-            eos_token_ids=eos,
-            bos_token_id=bos,
-            special_tokens=specials,
-        )
+        options: dict[str, Any] = {"eos_token_ids": eos, "bos_token_id": bos}
+        try:
+            return cls(tokenizer, special_tokens=specials, **options)
+        except ValueError as error:  # it names the file, but not where that is
+            raise ValueError(f"{path}: {error}") from None
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Token ids of a text.
@@ -148,8 +159,32 @@ class Tokenizer:
         return known
 
     def longest_token(self) -> int:
-        """Bytes of the longest token; looks at all of them."""
-        return max((len(self.token_bytes(token)) for token in range(self.vocab_size)), default=0)
+        """Return the bytes of the longest token, of all that the vocabulary has."""
+        ids = self._tokenizer.get_vocab(with_added_tokens=True).values()
+        return max((len(self.token_bytes(token)) for token in ids), default=0)
+
+    def check_ids(self, field: str, token_ids: Iterable[int], vocab_size: int) -> None:
+        """Refuse token ids outside a model's vocabulary.
+
+        A tokenizer may know more tokens than its model: text-only checkpoints of multimodal
+        families keep placeholders such as `<image_soft_token>`, which have no embedding.
+
+        Args:
+            field: argument that holds the ids, for the message.
+            token_ids: ids to check.
+            vocab_size: number of rows of the model's embedding.
+
+        Raises:
+            ValueError: an id is outside; the message names it, and the token if it is one.
+        """
+        outside = next((i for i in token_ids if not 0 <= i < vocab_size), None)
+        if outside is None:
+            return
+        message = f"{field}: token id {outside} is outside the vocabulary of {vocab_size}"
+        is_known = 0 <= outside < self.vocab_size
+        if is_known and (text := self.token_bytes(outside).decode("utf-8", "replace")):
+            message += f"; {text!r} is a token of the tokenizer, but the model has no row for it"
+        raise ValueError(message)
 
     def fingerprint(self) -> str:
         """Tells vocabularies apart: two are equal if every id stands for the same token in both."""
@@ -338,22 +373,41 @@ def read_json_object(path: Path) -> dict[str, Any]:
         return {}
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{path} is not JSON: {error}") from None
     if not isinstance(value, dict):
         raise ValueError(f"{path} must hold a JSON object, got {type(value).__name__}")
     return value
 
 
-def _token_text(value: str | Mapping[str, Any]) -> str:
-    return value if isinstance(value, str) else str(value["content"])
+def _other_tokenizer(directory: Path) -> str:
+    """Return what a message says of a tokenizer in another format; "" if there is none."""
+    found = next((name for name in _OTHER_FORMATS if (directory / name).is_file()), None)
+    return "" if found is None else f", only {found}, which is not read: {_OTHER_FORMATS[found]}"
+
+
+def _token_text(value: object) -> str | None:
+    """Return the text of a special token, given as it or as an object; None: it is neither."""
+    text = value.get("content") if isinstance(value, dict) else value
+    return text if isinstance(text, str) else None
 
 
 def _first(values: Iterable[Any]) -> Any:
     return next((value for value in values if value is not None), None)
 
 
-def _id_list(value: int | Sequence[int] | None) -> list[int]:
+def _ids(file: Path, field: str) -> list[int] | None:
+    """Return the token ids of a field; None: the file does not have it.
+
+    Raises:
+        ValueError: the field holds something else.
+    """
+    value = read_json_object(file).get(field)
     if value is None:
-        return []
-    return [value] if isinstance(value, int) else list(value)
+        return None
+    ids = value if isinstance(value, list) else [value]
+    if not all(isinstance(one, int) and not isinstance(one, bool) for one in ids):
+        raise ValueError(
+            f"{file}: {field} must be a token id, or a list of them, got {value!r:.60}"
+        )
+    return ids

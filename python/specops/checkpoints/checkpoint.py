@@ -26,6 +26,10 @@ class Checkpoint(ABC):
     def names(self) -> Set[str]:
         """Returns all names; a quantized weight has the one name that it would have otherwise."""
 
+    def dtype(self, name: str) -> str | None:
+        """Return the dtype of a tensor of floats as torch calls it; None: it is of another kind."""
+        return None
+
     @abstractmethod
     def load(self, name: str) -> Tensor | QuantizedWeight:
         """Reads a weight, or another tensor.

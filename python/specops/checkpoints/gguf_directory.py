@@ -14,10 +14,10 @@ from typing import Any
 
 from specops.checkpoints.errors import ModelError
 from specops.checkpoints.gguf_file import GgufFile, read_gguf
-from specops.checkpoints.gguf_tokenizer import tokenizer_files
+from specops.checkpoints.gguf_tokenizer import end_token_ids, tokenizer_files
 
 SUFFIX = ".gguf"
-_VERSION = 1  # of what is made: directories of another one are not found
+_VERSION = 2  # of what is made: directories of another one are not found
 _EMBEDDING, _HEAD = "token_embd.weight", "output.weight"
 ROPE_FACTORS = "rope_freqs.weight"  # what frequencies of RoPE are divided by; part of config.json
 
@@ -84,7 +84,7 @@ def _files(file: GgufFile) -> dict[str, dict[str, Any]]:
     }
     if ROPE_FACTORS in file.tensors:
         config["rope_factors"] = file.floats(ROPE_FACTORS)
-    for name in ("bos", "eos"):
-        if f"tokenizer.ggml.{name}_token_id" in metadata:
-            config[f"{name}_token_id"] = metadata[f"tokenizer.ggml.{name}_token_id"]
+    if "tokenizer.ggml.bos_token_id" in metadata:
+        config["bos_token_id"] = metadata["tokenizer.ggml.bos_token_id"]
+    config["eos_token_id"] = end_token_ids(metadata)
     return {"config.json": config, **tokenizer}

@@ -7,27 +7,142 @@ github.com/ggml-org/ggml; the tokenizers library for the JSON.
 """
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from specops.checkpoints.errors import ModelError
 
 # Types of tokens.
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _BYTE = 1, 2, 3, 4, 6
 _SPACE = "\u2581"  # SentencePiece's
+_GGML = "tokenizer.ggml."
 _SPECIALS = ("bos", "eos", "unknown", "padding")
 _NAMES = {"unknown": "unk", "padding": "pad"}
 
 _CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _WORDS = r"[^\r\n\p{L}\p{N}]?\p{L}+"
-_REST = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-# How texts are split before byte-level BPE, by tokenizer.ggml.pre; None: as GPT-2 does.
-_SPLITS: dict[str, str | None] = {
-    "default": None,
-    "gpt-2": None,
-    "qwen2": rf"{_CONTRACTIONS}|{_WORDS}|\p{{N}}|{_REST}",
-    "llama-bpe": rf"{_CONTRACTIONS}|{_WORDS}|\p{{N}}{{1,3}}|{_REST}",
+_SPACES = r"\s*[\r\n]+|\s+(?!\S)|\s+"
+_REST = rf" ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|{_SPACES}"
+_UPPER, _LOWER = r"\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}", r"\p{Ll}\p{Lm}\p{Lo}\p{M}"
+_CASED = (
+    rf"[^\r\n\p{{L}}\p{{N}}]?[{_UPPER}]*[{_LOWER}]+|[^\r\n\p{{L}}\p{{N}}]?[{_UPPER}]+[{_LOWER}]*"
+)
+# Letters of scripts with case, as DeepSeek-LLM lists them.
+_DEEPSEEK_LETTERS = (
+    "A-Za-z\u00b5\u00c0-\u00d6\u00d8-\u00f6\u00f8-\u01ba\u01bc-\u01bf\u01c4-\u0293\u0295-\u02af"
+    "\u0370-\u0373\u0376\u0377\u037b-\u037d\u037f\u0386\u0388-\u038a\u038c\u038e-\u03a1\u03a3-\u03f5"
+    "\u03f7-\u0481\u048a-\u052f\u0531-\u0556\u10a0-\u10c5\u13a0-\u13f5\u13f8-\u13fd\u1c90-\u1cba"
+    "\u1cbd-\u1cbf\u1d00-\u1d2b\u1d6b-\u1d77\u1d79-\u1d9a\u1e00-\u1f15\u1f18-\u1f1d\u1f20-\u1f45"
+    "\u1f48-\u1f4d\u1f50-\u1f57\u1f59\u1f5b\u1f5d\u1f5f-\u1f7d\u1f80-\u1fb4\u1fb6-\u1fbc\u1fbe"
+    "\u1fc2-\u1fc4\u1fc6-\u1fcc\u1fd0-\u1fd3\u1fd6-\u1fdb\u1fe0-\u1fec\u1ff2-\u1ff4\u1ff6-\u1ffc"
+    "\u2102\u2107\u210a-\u2113\u2115\u2119-\u211d\u2124\u2126\u2128\u212a-\u212d\u212f-\u2134\u2139"
+    "\u213c-\u213f\u2145-\u2149\u214e\u2183\u2184\u2c00-\u2c7b\u2c7e-\u2ce4\u2ceb-\u2cee\u2cf2\u2cf3"
+    "\ua640-\ua66d\ua680-\ua69b\ua722-\ua76f\ua771-\ua787\ua78b-\ua78e\uab70-\uabbf\ufb00-\ufb06"
+    "\ufb13-\ufb17\uff21-\uff3a\uff41-\uff5a\U00010400-\U0001044f\U000104b0-\U000104d3"
+    "\U000104d8-\U000104fb\U00010c80-\U00010cb2\U00010cc0-\U00010cf2\U000118a0-\U000118df"
+    "\U0001e900-\U0001e943"
+)
+_DEEPSEEK_CHINESE = "[\u4e00-\u9fa5\u0800-\u4e00\uac00-\ud7ff]+"
+
+
+class _Split(NamedTuple):
+    """Rules of a kind of byte-level BPE.
+
+    Attributes:
+        patterns: regular expressions that split a text, one after the other.
+        like_gpt2: whether GPT-2's expression splits the parts further.
+        ignores_merges: whether a part that is a token stays one, whatever the merges are.
+        adds_bos: whether texts begin with the BOS token in files that do not say so.
+        is_normalized: whether texts are normalized to NFC.
+    """
+
+    patterns: tuple[str, ...] = ()
+    like_gpt2: bool = False
+    ignores_merges: bool = False
+    adds_bos: bool = False
+    is_normalized: bool = False
+
+
+_GPT2 = _Split(like_gpt2=True)
+_QWEN2 = _Split((rf"{_CONTRACTIONS}|{_WORDS}|\p{{N}}|{_REST}",), is_normalized=True)
+_THREE_DIGITS = rf"{_CONTRACTIONS}|{_WORDS}|\p{{N}}{{1,3}}|{_REST}"
+_LLAMA3 = _Split((_THREE_DIGITS,), ignores_merges=True, adds_bos=True)
+# By tokenizer.ggml.pre. Source: llama.cpp (src/llama-vocab.cpp), which names for most kinds the
+# expression of the tokenizer.json that a file was converted from.
+_SPLITS = {
+    "default": _GPT2,
+    "gpt-2": _GPT2,
+    "qwen2": _QWEN2,
+    "deepseek-r1-qwen": _QWEN2,
+    "llama-bpe": _LLAMA3,
+    "llama3": _LLAMA3,
+    "llama-v3": _LLAMA3,
+    "smaug-bpe": _Split((_THREE_DIGITS,)),
+    "tekken": _Split(
+        (rf"{_CASED}|\p{{N}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|{_SPACES}",),
+        ignores_merges=True,
+        adds_bos=True,
+    ),
+    "smollm": _Split((r"\p{N}",), like_gpt2=True),
+    "deepseek-llm": _Split(
+        (
+            r"[\r\n]",
+            rf"\s?[{_DEEPSEEK_LETTERS}]+",
+            "\\s?[!-/:-~\uff01-\uff0f\uff1a-\uff5e\u2018-\u201f\u3000-\u3002]+",
+            r"\s+$",
+            _DEEPSEEK_CHINESE,
+            r"\p{N}+",
+        )
+    ),
+    "deepseek-coder": _Split((r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", _DEEPSEEK_CHINESE, r"\p{N}")),
 }
-_NORMALIZED = ("qwen2",)  # texts are brought into NFC before
+
+# Texts of tokens that end an output in any file, as llama.cpp has them: files of chat models name
+# the end of a document as their end of sequence. Left out are ends of architectures that are not
+# read here, such as </s>, which is a mark of HTML in Gemma's vocabulary.
+_END_TEXTS = frozenset(
+    (
+        *("<|eot_id|>", "<|im_end|>", "<|end|>", "<|return|>", "<|call|>", "<end_of_turn>"),
+        *("<|endoftext|>", "<|eom_id|>", "<EOT>", "_<EOT>", "[EOT]", "[EOS]", "<|end_of_text|>"),
+        "<end_of_utterance>",
+    )
+)
+# The same of one token for each part of a request to fill in: the key, and its texts.
+_FILL_IN_ENDS = {
+    "fim_pad": ("<|fim_pad|>", "<fim-pad>", "<fim_pad>", "<PAD>", "[PAD]"),
+    "fim_rep": ("<|fim_repo|>", "<|repo_name|>", "<fim-repo>", "<REPO>", "<reponame>"),
+    "fim_sep": ("<|file_sep|>",),
+}
+_HARMONY = frozenset(("<|return|>", "<|call|>", "<|end|>"))  # the last ends a message only
+
+
+def end_token_ids(metadata: Mapping[str, Any]) -> list[int]:
+    """Return the ids of the tokens that end an output, that of the key eos_token_id first.
+
+    The rules are those of llama.cpp (src/llama-vocab.cpp, special_eog_ids): the keys of ends of a
+    sequence, a turn and a message; texts that are ends in any file; and tokens that part files.
+
+    Args:
+        metadata: key-value pairs of a GGUF file.
+
+    Raises:
+        ModelError: a key holds what is no token.
+    """
+    tokens = _list(metadata, "tokens", "texts") or []
+    ids = {text: i for i, text in enumerate(tokens)}
+    found = [_token_id(metadata, name, tokens) for name in ("eos", "eot", "eom")]
+    found += [
+        _checked_id(f"{_GGML}eos_token_ids", one, tokens)
+        for one in _list(metadata, "eos_token_ids", "numbers") or ()
+    ]
+    texts = _END_TEXTS
+    if ids.keys() >= _HARMONY:
+        texts -= {"<|end|>"}
+    found += sorted(ids[text] for text in texts if text in ids)
+    for name, own in _FILL_IN_ENDS.items():
+        by_text = next((ids[text] for text in own if text in ids), None)
+        by_key = _token_id(metadata, name, tokens)
+        found.append(by_text if by_key is None else by_key)
+    return list(dict.fromkeys(one for one in found if one is not None))
 
 
 def tokenizer_files(metadata: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
@@ -49,6 +164,9 @@ def tokenizer_files(metadata: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     if len(types) != len(tokens):
         raise ModelError(f"tokenizer.ggml.token_type has {len(types)} of {len(tokens)} tokens")
     specials = _special_tokens(metadata, tokens)
+    # An end is never text, even if the file has it as a common token.
+    ends = set(end_token_ids(metadata))
+    types = [_CONTROL if i in ends else one for i, one in enumerate(types)]
     if kind == "llama":
         whole = _sentencepiece(metadata, tokens, types, specials.get("unk_token"))
     elif kind == "gpt2":
@@ -82,14 +200,22 @@ def _special_tokens(metadata: Mapping[str, Any], tokens: Sequence[str]) -> dict[
     """The texts of special tokens, by what they are for."""
     found = {}
     for name in _SPECIALS:
-        key = f"tokenizer.ggml.{name}_token_id"
-        token = metadata.get(key)
-        if token is None:
-            continue
-        if not isinstance(token, int) or not 0 <= token < len(tokens):
-            raise ModelError(f"{key} must be one of {len(tokens)} tokens, got {token}")
-        found[f"{_NAMES.get(name, name)}_token"] = tokens[token]
+        token = _token_id(metadata, name, tokens)
+        if token is not None:
+            found[f"{_NAMES.get(name, name)}_token"] = tokens[token]
     return found
+
+
+def _token_id(metadata: Mapping[str, Any], name: str, tokens: Sequence[str]) -> int | None:
+    """Return the id under a token's key; None if the file does not have the key."""
+    key = f"{_GGML}{name}_token_id"
+    return None if metadata.get(key) is None else _checked_id(key, metadata[key], tokens)
+
+
+def _checked_id(key: str, token: Any, tokens: Sequence[str]) -> int:
+    if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token < len(tokens):
+        raise ModelError(f"{key} must be one of {len(tokens)} tokens, got {token}")
+    return token
 
 
 def _added_token(i: int, text: str, is_special: bool) -> dict[str, Any]:
@@ -140,34 +266,36 @@ def _merges(scores: Mapping[str, float]) -> list[tuple[str, str]]:
 
 
 def _byte_level(metadata: Mapping[str, Any], tokens: Sequence[str]) -> dict[str, Any]:
-    pre = metadata.get("tokenizer.ggml.pre", "default")
-    if pre not in _SPLITS:
-        known = ", ".join(_SPLITS)
-        raise ModelError(f"tokenizer.ggml.pre must be one of {known}, got {pre}")
+    split = _split_of(metadata)
     merges = _list(metadata, "merges", "texts")
     if merges is None:
         raise ModelError("tokenizer.ggml.merges is missing")
-    split = _SPLITS[pre]
     bytes_of = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False}
-    pre_tokenizer: dict[str, Any] = {**bytes_of, "use_regex": split is None}
-    if split is not None:
-        first = {"type": "Split", "pattern": {"Regex": split}, "behavior": "Isolated"}
-        pre_tokenizer = {
-            "type": "Sequence",
-            "pretokenizers": [{**first, "invert": False}, pre_tokenizer],
-        }
+    parts: list[dict[str, Any]] = [
+        {"type": "Split", "pattern": {"Regex": one}, "behavior": "Isolated", "invert": False}
+        for one in split.patterns
+    ]
+    parts.append({**bytes_of, "use_regex": split.like_gpt2})
     model = {
         "type": "BPE",
         "vocab": {text: i for i, text in enumerate(tokens)},
         "merges": [tuple(merge.split(" ")) for merge in merges],
-        "ignore_merges": pre == "llama-bpe",
+        "ignore_merges": split.ignores_merges,
     }
     return {
-        "normalizer": {"type": "NFC"} if pre in _NORMALIZED else None,
-        "pre_tokenizer": pre_tokenizer,
+        "normalizer": {"type": "NFC"} if split.is_normalized else None,
+        "pre_tokenizer": {"type": "Sequence", "pretokenizers": parts},
         "decoder": {**bytes_of, "use_regex": True},
         "model": model,
     }
+
+
+def _split_of(metadata: Mapping[str, Any]) -> _Split:
+    pre = metadata.get(f"{_GGML}pre", "default")
+    if not isinstance(pre, str) or pre not in _SPLITS:
+        known = ", ".join(_SPLITS)
+        raise ModelError(f"tokenizer.ggml.pre must be one of {known}, got {pre}")
+    return _SPLITS[pre]
 
 
 def _around(
@@ -179,8 +307,9 @@ def _around(
     """What is put around a text."""
     parts: list[dict[str, Any]] = [{"Sequence": {"id": "A", "type_id": 0}}]
     named = {}
-    # Files of SentencePiece's that say nothing begin texts with a token.
-    for name, default in (("bos", not is_byte_level), ("eos", False)):
+    # Files of SentencePiece's that say nothing begin texts with a token, as do some others.
+    adds_bos = not is_byte_level or (_split_of(metadata).adds_bos and "bos_token" in specials)
+    for name, default in (("bos", adds_bos), ("eos", False)):
         if metadata.get(f"tokenizer.ggml.add_{name}_token", default):
             if f"{name}_token" not in specials:
                 raise ModelError(f"tokenizer.ggml.{name}_token_id is missing, but is to be added")

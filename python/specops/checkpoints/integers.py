@@ -5,11 +5,21 @@ Sources: compressed-tensors 0.20 (compressors/pack_quantized, naive_quantized), 
 (nn_modules/qlinear), AutoAWQ (modules/linear/gemm.py).
 """
 
+from collections.abc import Mapping
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from specops.checkpoints.bits import Groups, even_groups, groups_of, unpacked
 from specops.checkpoints.module import Module
+from specops.checkpoints.quantization_config import (
+    AUTO_ROUND,
+    AUTO_ROUND_LAYOUTS,
+    AWQ,
+    GPTQ,
+    method_of,
+)
 from specops.quantization import QuantizedWeight
 
 _INTEGERS = (torch.int32, torch.int64)
@@ -17,7 +27,6 @@ _BITS = (4, 8)
 # Field i of a word of AWQ is output _AWQ_ORDER[i] of eight; and the reverse.
 _AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 _AWQ_FIELD = torch.tensor(_AWQ_ORDER).argsort()
-_GPTQ_VERSIONS = ("gptq", "gptq_v2")
 
 
 def pack_quantized(module: Module) -> QuantizedWeight:
@@ -95,21 +104,21 @@ def qweight(module: Module) -> QuantizedWeight:
     module.check_shape("qzeros", words, count, rows * bits // 32)
     packed = module.take("qweight", torch.int32, dims=2)
     is_gptq = packed.shape[1] == rows
-    method = module.settings.get("quant_method")
+    method = _layout_of(module.settings)
     if not is_gptq and (packed.shape[1] != words.shape[1] or bits != 4):
         module.refuse(
             f"tensor {module.name}.qweight must have {rows} columns (GPTQ) or, of 4 bits, "
             f"{words.shape[1]} (AWQ), got {list(packed.shape)} of {bits} bits"
         )
-    if method in ("gptq", "awq") and is_gptq != (method == "gptq"):
+    if method in (GPTQ, AWQ) and is_gptq != (method == GPTQ):
         module.refuse(
-            f"quant_method is {method}, but {module.name}.qweight {list(packed.shape)} is laid out "
-            f"as {'GPTQ' if is_gptq else 'AWQ'} does"
+            f"quant_method is {module.settings.get('quant_method')}, but {module.name}.qweight "
+            f"{list(packed.shape)} is laid out as {'GPTQ' if is_gptq else 'AWQ'} does"
         )
     zeros = unpacked(words, bits)
     if is_gptq:
         codes = unpacked(packed.T, bits)
-        if _gptq_version(module) == "gptq":
+        if _gptq_version(module, zeros, bits) == "gptq":
             zeros = (zeros + 1) & (2**bits - 1)
     else:
         codes, zeros = (
@@ -125,17 +134,42 @@ def qweight(module: Module) -> QuantizedWeight:
     return _integers(module, bits, codes, scales.T.contiguous(), zeros.T, groups)
 
 
-def _gptq_version(module: Module) -> str:
+def _layout_of(settings: Mapping[str, Any]) -> str | None:
+    """Return the layout that the settings name, GPTQ's or AWQ's; None: they name neither."""
+    method = method_of(settings)
+    if method == AUTO_ROUND:
+        layout = AUTO_ROUND_LAYOUTS.get(settings.get("packing_format") or "")
+        return None if layout is None else AWQ if layout == AWQ else GPTQ
+    return method
+
+
+def _gptq_version(module: Module, zeros: Tensor, bits: int) -> str:
+    """Return the version of GPTQ's layout.
+
+    Args:
+        module: with its settings.
+        zeros: zero points as they are stored.
+        bits: per weight.
+    """
     settings = module.settings
     if not settings:
         module.refuse(
             f"{module.name} is GPTQ, but neither config.json (quantization_config) nor "
             "quantize_config.json says whether zero points are stored less one"
         )
-    version = settings.get("checkpoint_format", settings.get("format")) or "gptq"
-    if version not in _GPTQ_VERSIONS:
-        module.refuse(f"checkpoint_format must be {' or '.join(_GPTQ_VERSIONS)}, got {version}")
-    return str(version)
+    if method_of(settings) == AUTO_ROUND:
+        packing = settings.get("packing_format")
+        if packing:
+            return AUTO_ROUND_LAYOUTS[packing]
+        # Older files do not say it. Symmetric weights have the middle, in either version.
+        for version, middle in (("gptq", 2 ** (bits - 1) - 1), ("gptq_v2", 2 ** (bits - 1))):
+            if bool((zeros == middle).all()):
+                return version
+        module.refuse(
+            f"{module.name} is AutoRound's with zero points, but quantization_config names no "
+            f"packing_format; add one of {', '.join(AUTO_ROUND_LAYOUTS)}"
+        )
+    return str(settings.get("checkpoint_format") or settings.get("format") or "gptq")
 
 
 def _scales_of_rows(module: Module, rows: int) -> Tensor:

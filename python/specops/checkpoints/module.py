@@ -9,8 +9,16 @@ from torch import Tensor
 
 from specops.checkpoints.errors import ModelError
 
-# Of activations, which are not rounded as these say: served weights have them in more bits.
-_OF_ACTIVATIONS = frozenset({"input_scale", "input_zero_point", "input_global_scale"})
+# Suffixes of tensors about activations and caches, which are ignored: activations are not rounded
+# as these say, and an 8-bit cache has scales of its own. The names are those of compressed-tensors,
+# AutoFP8, ModelOpt (k_proj.k_scale), Quark (output_scale) and FBGEMM (input_scale_ub).
+ACTIVATION_SCALES = frozenset(
+    {
+        *("input_scale", "input_zero_point", "input_global_scale", "input_scale_ub"),
+        *("output_scale", "output_zero_point", "kv_scale", "q_scale", "prob_scale"),
+        *("k_scale", "k_zero_point", "v_scale", "v_zero_point"),
+    }
+)
 
 
 class Module:
@@ -76,12 +84,14 @@ class Module:
 
     def done(self) -> None:
         """Refuses tensors that nothing has read."""
-        for suffix in sorted(self._left - _OF_ACTIVATIONS - {"bias"}):
+        for suffix in sorted(self._left - ACTIVATION_SCALES - {"bias"}):
             self.refuse(f"tensor {self.name}.{suffix} has no place in a weight of this format")
 
     def refuse(self, sentence: str) -> NoReturn:
-        """Raises a ModelError that says where."""
-        raise ModelError(f"{self._where}: {sentence}")
+        """Raise a ModelError that names the directory and the method of quantization."""
+        method = self.settings.get("quant_method")
+        by = "" if method is None else f" (quant_method {method})"
+        raise ModelError(f"{self._where}: {sentence}{by}")
 
     def _refuse_tensor(self, suffix: str, wanted: str, got: str) -> NoReturn:
         self.refuse(f"tensor {self.name}.{suffix} must be {wanted}, got {got}")

@@ -2,10 +2,10 @@
 """Directories of safetensors files, whose modules may be quantized, each in a way of its own."""
 
 import json
-from collections.abc import Callable, Mapping, Set
+from collections.abc import Callable, Set
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from safetensors import safe_open
@@ -15,6 +15,7 @@ from specops.checkpoints import floats, integers
 from specops.checkpoints.checkpoint import Checkpoint
 from specops.checkpoints.errors import ModelError
 from specops.checkpoints.module import Module
+from specops.checkpoints.quantization_config import quantization_settings
 from specops.quantization import QuantizedWeight
 
 # Tensors that make a module a quantized one.
@@ -26,7 +27,9 @@ _NO_NUMBERS = (torch.int8, torch.uint8, torch.float8_e5m2)
 # Experts in one tensor: the projections of each part, and in MXFP4 its two tensors.
 _STACKED = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
 _BLOCKS, _SCALES, _BIAS = "_blocks", "_scales", "_bias"
-_FLOATS = ("F64", "F32", "BF16", "F16")
+_DTYPES = {"F64": "float64", "F32": "float32", "BF16": "bfloat16", "F16": "float16"}
+_LFS = b"version https://git-lfs"  # the beginning of a pointer
+_LONGEST_NAME = 255  # of a file, in characters
 _COPIED_BYTES = 1 << 20  # of tensors up to this no file is kept mapped
 
 
@@ -82,8 +85,13 @@ class SafetensorsCheckpoint(Checkpoint):
                         self._where[tensor] = directory / name
                         self._facts[tensor] = _Facts(part.get_dtype(), part.get_shape())
             except Exception as error:  # safetensors raises its own error type for damaged files
+                if is_lfs_pointer(directory / name):
+                    raise ModelError(
+                        f"{directory / name} is a git-lfs pointer, not the file itself; run "
+                        "`git lfs pull` there"
+                    ) from None
                 raise ModelError(f"{directory / name}: not a safetensors file: {error}") from error
-        self.settings = _quantization_settings(directory)
+        self.settings = quantization_settings(directory)
         self._readers: dict[str, Callable[[], Tensor | QuantizedWeight]] = {}
         suffixes: dict[str, list[str]] = {}
         for name in self._where:
@@ -95,6 +103,10 @@ class SafetensorsCheckpoint(Checkpoint):
     def names(self) -> Set[str]:
         """Returns all names."""
         return self._readers.keys()
+
+    def dtype(self, name: str) -> str | None:
+        """Return the dtype of a tensor of floats as torch calls it; None: it is of another kind."""
+        return _DTYPES.get(self._facts[name].dtype) if name in self._facts else None
 
     def load(self, name: str) -> Tensor | QuantizedWeight:
         """Reads a weight, or another tensor."""
@@ -133,7 +145,9 @@ class SafetensorsCheckpoint(Checkpoint):
         tensor = self._tensor(name)
         if tensor.dtype in _NO_NUMBERS:
             kind = str(tensor.dtype).removeprefix("torch.")
-            raise ModelError(f"{self._directory}: tensor {name} is {kind}, but has no scales")
+            method = self.settings.get("quant_method")
+            by = "" if method is None else f" (quant_method {method})"
+            raise ModelError(f"{self._directory}: tensor {name} is {kind}, but has no scales{by}")
         return tensor
 
     def _decoded(self, name: str, suffixes: list[str]) -> Tensor | QuantizedWeight:
@@ -200,7 +214,7 @@ class SafetensorsCheckpoint(Checkpoint):
         return floats.of_e2m1(module, blocks.flatten(1), scales)
 
     def _floats_of_expert(self, name: str, which: _Rows) -> Tensor:
-        if (dtype := self._facts[name].dtype) not in _FLOATS:
+        if (dtype := self._facts[name].dtype) not in _DTYPES:
             raise ModelError(
                 f"{self._directory}: tensor {name} of all experts must be of floats, or in MXFP4, "
                 f"got {dtype}"
@@ -210,6 +224,33 @@ class SafetensorsCheckpoint(Checkpoint):
 
     def _bias_of_expert(self, name: str, which: _Rows) -> Tensor:
         return which.of(self._tensor(name, which.expert))
+
+
+def is_lfs_pointer(path: Path) -> bool:
+    """Return whether a file only names another, as a clone without git-lfs leaves it."""
+    with open(path, "rb") as file:
+        return file.read(len(_LFS)) == _LFS
+
+
+def _other_weights(directory: Path) -> str:
+    """Return what a message says of weights in files that are not read; "" if there are none."""
+    found = sorted(
+        path.name
+        for pattern in (
+            "pytorch_model*.bin",
+            "consolidated*",
+            "*.safetensors",
+            "*.pth",
+            "*.msgpack",
+        )
+        for path in directory.glob(pattern)
+    )
+    if not found:
+        return ""
+    how = "take a revision with model.safetensors"
+    if found[-1].endswith(".bin"):
+        how += ", or save it with transformers' save_pretrained"
+    return f", but {found[0]}, which is not read: {how}"
 
 
 def safetensors_files(directory: Path) -> list[str]:
@@ -223,28 +264,16 @@ def safetensors_files(directory: Path) -> list[str]:
         try:
             found = json.loads(index.read_text(encoding="utf-8"))
             files = sorted({str(name) for name in found["weight_map"].values()})
-        except (ValueError, LookupError, TypeError, AttributeError) as error:
+        except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
             raise ModelError(f"{index}: weight_map must name a file of each tensor") from error
     elif (directory / "model.safetensors").is_file():
         files = ["model.safetensors"]
     else:
-        raise ModelError(f"{directory}: no model.safetensors and no model.safetensors.index.json")
+        raise ModelError(
+            f"{directory}: no model.safetensors and no model.safetensors.index.json"
+            f"{_other_weights(directory)}"
+        )
     for name in files:
-        if not (directory / name).is_file():
-            raise ModelError(f"{directory}: {name} is named in the index but missing")
+        if len(name) > _LONGEST_NAME or not (directory / name).is_file():
+            raise ModelError(f"{directory}: {name:.60} is named in the index but missing")
     return files
-
-
-def _quantization_settings(directory: Path) -> Mapping[str, Any]:
-    """What config.json, or else quantize_config.json, says of how weights are stored."""
-    for name, field in (("config.json", "quantization_config"), ("quantize_config.json", None)):
-        if not (directory / name).is_file():
-            continue
-        try:
-            found = json.loads((directory / name).read_text(encoding="utf-8"))
-            settings = found if field is None else found.get(field)
-        except (ValueError, AttributeError) as error:
-            raise ModelError(f"{directory / name}: not a JSON object: {error}") from error
-        if isinstance(settings, dict) and settings:
-            return settings
-    return {}

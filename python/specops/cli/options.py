@@ -8,7 +8,7 @@ import argparse
 from dataclasses import fields
 from typing import Any
 
-from specops.cli.hub import directory_of, is_name
+from specops.cli.hub import directory_of, is_name, resolved
 from specops.engine.config import EngineConfig
 from specops.engine.drafters.methods.checks import QUANTIZATIONS
 from specops.engine.speculative_config import SpeculativeConfig
@@ -200,7 +200,7 @@ def plain_settings(args: argparse.Namespace) -> dict[str, Any]:
         args: as a parser with these options, or some of them, reads them.
 
     Raises:
-        ValueError: there is no such model.
+        ValueError: there is no such model, or no such drafter.
     """
     settings = {
         field.name: getattr(args, field.name)
@@ -211,6 +211,8 @@ def plain_settings(args: argparse.Namespace) -> dict[str, Any]:
     if name is not None and is_name(name):
         settings["model"] = directory_of(name)
         settings.setdefault("served_model_name", name)  # the directory's is a digest
+    if settings.get("speculative_config") is not None:
+        settings["speculative_config"] = resolved(settings["speculative_config"])
     return settings
 
 
@@ -225,5 +227,5 @@ def engine_settings(args: argparse.Namespace) -> dict[str, Any]:
     """
     settings = plain_settings(args)
     if settings.get("speculative_config") is not None:
-        settings["speculative_config"] = SpeculativeConfig.from_json(args.speculative_config)
+        settings["speculative_config"] = SpeculativeConfig.from_json(settings["speculative_config"])
     return settings

@@ -162,6 +162,13 @@ def _add_chat(parser: argparse.ArgumentParser) -> None:
         help="Jinja template that makes a prompt of a chat's messages, or `tools`: one with tools "
         "that comes with specops (default: the model's)",
     )
+    add(
+        "--generation-config",
+        default="auto",
+        metavar="auto|none|DIR",
+        help="sampling parameters of requests that do not set them: of the model's "
+        "generation_config.json, none, or those of another directory's (default: %(default)s)",
+    )
 
 
 def _add_limits(parser: argparse.ArgumentParser) -> None:
@@ -281,6 +288,7 @@ def _app(
     access = server.Access(
         args.allowed_hosts or own, args.allowed_origins, args.forwarded_allow_ips
     )
+    defaults = server.sampling_defaults(args.generation_config, config.model_dir)
     with ThreadPoolExecutor(1) as pool:
         tokenizer = pool.submit(Tokenizer.from_dir, config.model_dir)  # while the engine loads
         client = scheduled(args, _client(config, processes))
@@ -295,6 +303,7 @@ def _app(
         tool_call_parser=args.tool_call_parser,
         chat_template=args.chat_template,
         access=access,
+        sampling_defaults=defaults,
     )
     _say_where(client, args.host, listener.getsockname()[1])
     return app, {

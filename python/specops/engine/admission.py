@@ -3,7 +3,7 @@
 
 import random
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from specops.engine.config import EngineConfig
 from specops.engine.drafters.drafting import Drafting
@@ -152,6 +152,7 @@ class Admission:
     def _prompt_token_ids(self, prompt: str | Sequence[int]) -> list[int]:
         if isinstance(prompt, str):
             token_ids = self.tokenizer.encode(prompt)
+            self._check_ids("prompt", token_ids)
         else:
             if isinstance(prompt, (bytes, bytearray)):
                 raise ValueError("prompt must be text or token ids, got bytes")
@@ -159,14 +160,13 @@ class Admission:
             for token_id in token_ids:
                 if isinstance(token_id, bool) or not isinstance(token_id, int):
                     raise ValueError(f"prompt must be text or token ids, got {token_id!r} in it")
-                if not 0 <= token_id < self.vocab_size:
-                    raise ValueError(
-                        f"prompt: token id {token_id} is outside the vocabulary of "
-                        f"{self.vocab_size}"
-                    )
+            self._check_ids("prompt", token_ids)
         if not token_ids:
             raise ValueError("prompt must hold at least one token, got none")
         return token_ids
+
+    def _check_ids(self, field: str, token_ids: Iterable[int]) -> None:
+        self.tokenizer.check_ids(field, token_ids, self.vocab_size)
 
     def _stop_token_ids(self, params: SamplingParams) -> tuple[int, ...]:
         """The request's own, and the model's end of sequence."""
@@ -202,6 +202,7 @@ class Admission:
             stem = word.lstrip(" ") or word
             bare = tuple(self.tokenizer.encode(stem, add_special_tokens=False))
             spaced = tuple(self.tokenizer.encode(" " + stem, add_special_tokens=False))
+            self._check_ids("bad_words", (*bare, *spaced))
             sequences.append(bare)
             # A space and then the bare word is refused with the bare word already.
             if spaced[-len(bare) :] != bare:
@@ -214,6 +215,7 @@ class Admission:
         token_ids = params.prediction
         if isinstance(token_ids, str):
             token_ids = tuple(self.tokenizer.encode(token_ids, add_special_tokens=False))
+            self._check_ids("prediction", token_ids)
         if len(token_ids) > self.max_model_len:
             raise ValueError(
                 f"prediction must hold at most the context's {self.max_model_len} tokens, got "
@@ -232,6 +234,7 @@ class Admission:
                 raise ValueError(
                     "think_end_token_id must be given: the tokenizer has no token </think>"
                 )
+            self._check_ids("think_end_token_id", ids)
             (think_end,) = ids
         inject = params.think_inject_token_ids
         return think_end, (think_end,) if inject is None else inject

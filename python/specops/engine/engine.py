@@ -124,6 +124,7 @@ class Engine:
             *(self.tokenizer, self._runner, self._drafting, self._pool, self._device),
             bytes_read,
             ranks=ranks,
+            vocab_size=self.vocab_size,
             max_rows=self.config.max_num_batched_tokens,
             max_model_len=self.max_model_len,
         )

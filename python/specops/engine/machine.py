@@ -67,15 +67,27 @@ def one_rank(config: EngineConfig) -> Ranks:
 
 
 def tokenizer_of(config: EngineConfig, vocab_size: int) -> Tokenizer:
-    """Reads the model's tokenizer.
+    """Read the model's tokenizer.
+
+    A tokenizer with more tokens than the model is accepted. Logits have no column for such tokens,
+    so they are never sampled; a prompt that holds one is refused.
 
     Raises:
-        ModelError: it has more tokens than the model.
-        ValueError: it cannot be read.
+        ModelError: the tokenizer cannot be read.
     """
-    tokenizer = Tokenizer.from_dir(config.model_dir)
+    try:
+        tokenizer = Tokenizer.from_dir(config.model_dir)
+    except ValueError as error:
+        raise ModelError(str(error)) from error
     if tokenizer.vocab_size > vocab_size:
-        raise ModelError(f"the tokenizer has {tokenizer.vocab_size} tokens, the model {vocab_size}")
+        logger.warning(
+            "the tokenizer has %d tokens, the model %d: prompts with tokens from %d on are refused",
+            tokenizer.vocab_size,
+            vocab_size,
+            vocab_size,
+        )
+        if tokenizer.eos_token_ids and min(tokenizer.eos_token_ids) >= vocab_size:
+            logger.warning("no output ends by itself: the model has no row for any of its ends")
     return tokenizer
 
 

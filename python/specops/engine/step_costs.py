@@ -69,6 +69,7 @@ def measure_steps(
     device: Device,
     bytes_read: Callable[[int], float],
     *,
+    vocab_size: int,
     max_rows: int,
     max_model_len: int,
     ranks: Ranks = ALONE,
@@ -80,6 +81,7 @@ def measure_steps(
             after.
         bytes_read: how many bytes of weights a step of so many rows reads. More rows read more
             experts of a mixture, but not in proportion: its steps are measured further.
+        vocab_size: rows of the target's embedding.
         max_rows: of a step.
         max_model_len: tokens of the longest request.
         ranks: what the first of them measures is everybody's.
@@ -105,7 +107,7 @@ def measure_steps(
             for count in counts:
                 # Of different tokens, or rows would share the experts of a mixture.
                 tokens = drafting.proposals.token_ids
-                tokens[:] = np.arange(tokens.shape[1]) % tokenizer.vocab_size
+                tokens[:] = np.arange(tokens.shape[1]) % vocab_size
                 plan = _plan(request, count)
                 started = time.perf_counter()
                 runner.launch(plan)

@@ -12,8 +12,9 @@ import json
 import signal
 import socket
 import sys
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, TypeVar
 
 import uvicorn
@@ -120,6 +121,7 @@ def make_app(
     tool_call_parser: str | None = None,
     chat_template: str | Path | None = None,
     access: Access | None = None,
+    sampling_defaults: Mapping[str, Any] = MappingProxyType({}),
 ) -> FastAPI:
     """The application that serves an engine.
 
@@ -139,6 +141,8 @@ def make_app(
         chat_template: file of one to use instead of the model's, or a name of `_TEMPLATES`.
         access: by which names it is asked, from whose pages, and through which proxies; by default
             by any name, from no other page, and through no proxy.
+        sampling_defaults: sampling parameters of requests that do not set them, by name; see
+            `sampling_defaults`.
 
     Raises:
         ValueError: the chat template cannot be read, a key is empty, or the parser is unknown.
@@ -164,6 +168,7 @@ def make_app(
         chat_format,
         max_body_bytes=max_body_bytes,
         body_timeout=body_timeout,
+        sampling_defaults=sampling_defaults,
     )
     api = _openai_routes(generation)
     app.include_router(api)

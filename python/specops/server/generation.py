@@ -7,9 +7,10 @@ There are two kinds of requests, chats and completions; bodies of other APIs bec
 import asyncio
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
+from types import MappingProxyType
 from typing import Any, TypeVar
 
 from fastapi import Request, Response
@@ -43,12 +44,12 @@ from specops.server.protocol import (
     CompletionRequest,
     parse,
 )
+from specops.server.sampling_defaults import with_defaults
 from specops.server.streaming import ClientGone, EventStream, until_gone
 from specops.server.structured import refusal
 from specops.server.tokens import (
     DetokenizeRequest,
     TokenizeRequest,
-    checked_ids,
     detokenized,
     tokenized,
 )
@@ -87,8 +88,9 @@ class Generation:
         *,
         max_body_bytes: int,
         body_timeout: float,
+        sampling_defaults: Mapping[str, Any] = MappingProxyType({}),
     ) -> None:
-        self._capabilities = capabilities
+        self._capabilities, self._sampling_defaults = capabilities, sampling_defaults
         self.contract = contract = capabilities.contract
         self._fingerprint = f"specops-{contract['specops']}-{contract['digest']}"
         self._dispatch = dispatch
@@ -146,7 +148,7 @@ class Generation:
             self._dispatch.require_room(http.state.client)
         except QueueFull as error:  # before anything is done for it
             raise _busy(error) from None
-        body = await self.read(http, body_type)
+        body = with_defaults(await self.read(http, body_type), self._sampling_defaults)
         try:
             request, answer_type = begin(body, http.state.client)
             return await self._answer(http, request, answer_type)
@@ -408,12 +410,15 @@ class Generation:
         is_plain = isinstance(request, CompletionRequest)  # a template writes special tokens itself
 
         def encode() -> list[list[int]]:
-            return [
+            encoded = [
                 self._tokenizer.encode(prompt, add_special_tokens=is_plain)
                 if isinstance(prompt, str)
-                else checked_ids(prompt, self._capabilities.vocab_size)
+                else prompt
                 for prompt in prompts
             ]
+            for token_ids in encoded:
+                self._tokenizer.check_ids("prompt", token_ids, self._capabilities.vocab_size)
+            return encoded
 
         try:
             if sum(map(len, prompts)) < _SHORT_TEXT:

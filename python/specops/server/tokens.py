@@ -41,20 +41,6 @@ def tokenized(
     return answer
 
 
-def checked_ids(prompt: list[int], vocab_size: int) -> list[int]:
-    """The token ids of a prompt, if all are of the vocabulary.
-
-    Raises:
-        ValueError: one is not.
-    """
-    for token_id in (min(prompt), max(prompt)):
-        if not 0 <= token_id < vocab_size:
-            raise ValueError(
-                f"prompt: token id {token_id} is outside the vocabulary of {vocab_size}"
-            )
-    return prompt
-
-
 def detokenized(tokenizer: Tokenizer, tokens: list[int], vocab_size: int) -> dict[str, Any]:
     """The answer of /detokenize.
 

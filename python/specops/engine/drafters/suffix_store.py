@@ -64,7 +64,7 @@ class SuffixStore:
             self._vocabulary = f"{tokenizer.fingerprint()} of {vocab_size} tokens"
             self._load(self._path)
         if config.suffix_corpus is not None:
-            self._add_corpus(Path(config.suffix_corpus), tokenizer)
+            self._add_corpus(Path(config.suffix_corpus), tokenizer, vocab_size)
 
     def forget(self) -> None:
         """Empties the cache of responses, and drops the answers to prompts."""
@@ -125,14 +125,16 @@ class SuffixStore:
         self._saved = self._size()
         logger.info("suffix cache loaded: %s from %s", self._told(), path)
 
-    def _add_corpus(self, path: Path, tokenizer: Tokenizer) -> None:
+    def _add_corpus(self, path: Path, tokenizer: Tokenizer, vocab_size: int) -> None:
         """Adds a file's text, or those of all files below a folder."""
         files = _texts_below(path)
         cached = {name for name in self._names() if name is not None}
         num_tokens = num_known = 0
         for file in files:
             for text in _pieces(file):
-                token_ids = np.array(tokenizer.encode(text, add_special_tokens=False), np.int32)
+                ids = tokenizer.encode(text, add_special_tokens=False)
+                tokenizer.check_ids(f"suffix_corpus: {file}", ids, vocab_size)
+                token_ids = np.array(ids, np.int32)
                 num_tokens += len(token_ids)
                 # By its content, so that the saved cache of an earlier run is not added to.
                 name = _CORPUS + hashlib.sha256(token_ids.tobytes()).hexdigest()[:32]

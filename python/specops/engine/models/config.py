@@ -32,7 +32,7 @@ class ModelConfig:
         rms_norm_eps: of every norm.
         max_model_len: positions that the model was made for.
         tie_word_embeddings: whether the LM head is the embedding.
-        dtype: of the checkpoint: "bfloat16", "float16" or "float32".
+        dtype: of the checkpoint: "bfloat16", "float16" or "float32"; None: config.json names none.
         norm_offset: added to every norm weight of the checkpoint, as of norms that multiply with
             1 + w.
         embedding_scale: what embeddings are multiplied with, rounded to the model's dtype.
@@ -48,7 +48,7 @@ class ModelConfig:
     rms_norm_eps: float
     max_model_len: int
     tie_word_embeddings: bool
-    dtype: str
+    dtype: str | None
     norm_offset: float = 0.0
     embedding_scale: float = 1.0
     mtp_layer: LayerConfig | None = None

@@ -304,28 +304,31 @@ def _read(
 ) -> BlockConfig:
     kind = raw.get("speculators_model_type")
     if kind not in (None, *_KINDS):
-        raise ModelError(f"speculators_model_type must be {' or '.join(_KINDS)}, got {kind}")
+        raise ModelError(f"speculators_model_type must be {' or '.join(_KINDS)}, got {kind!s:.60}")
     own = {**mapping_of(raw, "dflash_config"), **raw}
     is_dspark = kind == "dspark" or "markov_rank" in own or own.get("projector_type") == "dspark"
     layer = mapping_of(raw, "transformer_layer_config") or raw
     for field in ("use_swa", "attention_sink_bias"):
         if own.get(field):
-            raise ModelError(f"{field} must be false, got {own[field]!r}")
+            raise ModelError(f"{field} must be false, got {own[field]!r:.60}")
     if own.get("markov_head_type", "vanilla") != "vanilla":
-        raise ModelError(f"markov_head_type must be vanilla, got {own['markov_head_type']}")
+        raise ModelError(f"markov_head_type must be vanilla, got {own['markov_head_type']!s:.60}")
     if own.get("causal") and SLIDING not in (layer.get("layer_types") or ()):
-        raise ModelError(f"causal must be false without sliding_attention, got {own['causal']!r}")
+        raise ModelError(
+            f"causal must be false without sliding_attention, got {own['causal']!r:.60}"
+        )
     decoder = dense_decoder({**layer, "architectures": ["DFlash"]}, windows=_windows)
     vocab_size, num_layers = target.config.vocab_size, target.config.num_layers
     if decoder.vocab_size != vocab_size:
         raise ModelError(f"vocab_size is {decoder.vocab_size}, but the target has {vocab_size}")
     if own.get("num_target_layers", num_layers) != num_layers:
         raise ModelError(
-            f"num_target_layers is {own['num_target_layers']}, but the target has {num_layers}"
+            f"num_target_layers is {own['num_target_layers']!s:.60}, but the target has "
+            f"{num_layers}"
         )
     if own.get("target_hidden_size", target.hidden_size) != target.hidden_size:
         raise ModelError(
-            f"target_hidden_size is {own['target_hidden_size']}, but the target has "
+            f"target_hidden_size is {own['target_hidden_size']!s:.60}, but the target has "
             f"{target.hidden_size}"
         )
     mask = token_of(own, "mask_token_id", vocab_size)

@@ -115,7 +115,7 @@ def _number(own: Mapping[str, Any], field: str, default: float) -> float:
     if value is None:
         return default
     if isinstance(value, bool) or not isinstance(value, (int, float)) or value < 0:
-        raise ModelError(f"{field} must be a number from 0 on, got {value!r}")
+        raise ModelError(f"{field} must be a number from 0 on, got {value!r:.60}")
     return float(value)
 
 

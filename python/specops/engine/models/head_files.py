@@ -42,7 +42,7 @@ class HeadFile(WeightSource):
 
     def __init__(self, path: Path, settings: WeightSettings) -> None:
         super().__init__(settings)
-        self._path = path
+        self._path, self.where = path, f"{path}: "
         found = read_tensors(path)
         if not isinstance(found, dict) or not all(
             isinstance(name, str) and isinstance(one, Tensor) for name, one in found.items()

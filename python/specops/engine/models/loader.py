@@ -8,6 +8,7 @@ from pathlib import Path
 
 import torch
 
+from specops.checkpoints.directory import open_checkpoint
 from specops.engine.drafters.methods.checks import QUANTIZATIONS
 from specops.engine.errors import ModelError
 from specops.engine.models.blocks.block import BlockLoader, RopeTables
@@ -80,6 +81,8 @@ def load_model(
     _check_choice("quantization", quantization, QUANTIZATIONS)
     _check_choice("quantize_head", quantize_head, QUANTIZATIONS)
     is_mixed = quantization == "wint4" and config.wint4_is_mixed
+    if config.dtype is None and dtype == "auto" and load_format != "dummy":
+        config = replace(config, dtype=_stored_dtype(config, directory))
     kind = _dtype_of(config, dtype, file)
     kv_kind = _KV_CACHE_DTYPES[kv_cache_dtype] or kind
     settings = WeightSettings(
@@ -117,21 +120,34 @@ def _check_choice(name: str, value: str, choices: Sequence[str]) -> None:
 
 
 def _dtype_of(config: ModelConfig, dtype: str, file: Path) -> torch.dtype:
-    """Of weights and states; `file` is config.json."""
-    chosen = config.dtype if dtype == "auto" else dtype
+    """Return the dtype of weights and states; `file` is config.json."""
+    chosen = (config.dtype or "float32") if dtype == "auto" else dtype
     if not isinstance(chosen, str) or chosen not in _DTYPES:
         where = f"{file}: " if dtype == "auto" else ""
         raise ModelError(
-            f"{where}dtype must be bfloat16 or float32, got {chosen}; pass dtype to convert the "
-            "checkpoint"
+            f"{where}dtype must be bfloat16 or float32, got {chosen!s:.60}; pass dtype to convert "
+            "the checkpoint"
         )
     return _DTYPES[chosen]
 
 
+def _stored_dtype(config: ModelConfig, directory: Path) -> str | None:
+    """Return the dtype of the embedding in the checkpoint's files, as transformers takes the
+    tensors' dtype if config.json names none; None: it is quantized, or missing."""
+    checkpoint = open_checkpoint(directory)
+    names = (f"{place.prefix}embed_tokens.weight" for place in config.places)
+    return next((checkpoint.dtype(name) for name in names if name in checkpoint.names()), None)
+
+
 def head_name(config: ModelConfig, source: WeightSource) -> str:
-    """Returns the name of the LM head, without ".weight"."""
+    """Return the name of the LM head, without ".weight".
+
+    A checkpoint whose config.json ties the head to the embedding may still have a head of its own,
+    which then counts, as in transformers.
+    """
     place = place_of(config, source)
-    return f"{place.prefix}embed_tokens" if config.tie_word_embeddings else place.head
+    is_tied = config.tie_word_embeddings and f"{place.head}.weight" not in source.names()
+    return f"{place.prefix}embed_tokens" if is_tied else place.head
 
 
 def place_of(config: ModelConfig, source: WeightSource) -> Place:
@@ -213,4 +229,4 @@ def _refuse_what_ops_refuse(
     except ValueError as error:
         op, _, sentence = str(error).partition(": ")
         sentence = re.sub(r"\w+", lambda word: _FIELD_OF_ARGUMENT.get(word[0], word[0]), sentence)
-        raise ModelError(f"{file}: {sentence} ({op})") from error
+        raise ModelError(f"{file}: {sentence:.300} ({op})") from error

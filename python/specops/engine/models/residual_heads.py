@@ -203,7 +203,7 @@ def load_medusa(
     size = raw.get("truncated_vocab_size") or target.config.vocab_size
     if size != target.config.vocab_size:
         raise ModelError(
-            f"{directory / 'config.json'}: truncated_vocab_size is {size}, and must be the "
+            f"{directory / 'config.json'}: truncated_vocab_size is {size!s:.60}, and must be the "
             f"target's vocab_size {target.config.vocab_size}"
         )
     return _load(target, source, directory, _MEDUSA, "Medusa heads", 0)
@@ -228,12 +228,18 @@ def load_hydra(
     if kind not in _ARCHITECTURES:
         raise ModelError(
             f"{directory / 'config.json'}: hydra_head_arch must be {' or '.join(_ARCHITECTURES)}, "
-            f"got {kind}"
+            f"got {kind!s:.60}"
+        )
+    offset = raw.get("hidden_state_offset", 0)
+    if offset != 0:
+        raise ModelError(
+            f"{directory / 'config.json'}: hidden_state_offset must be 0, got {offset!r:.60}"
         )
     grounded = raw.get("grounded_heads", True)
     if not isinstance(grounded, bool):
         raise ModelError(
-            f"{directory / 'config.json'}: grounded_heads must be true or false, got {grounded!r}"
+            f"{directory / 'config.json'}: grounded_heads must be true or false, "
+            f"got {grounded!r:.60}"
         )
     if grounded and target.config.embedding_scale != 1.0:
         raise ModelError(f"{directory}: Hydra heads cannot read the target's scaled embedding")

@@ -19,6 +19,7 @@ from torch import Tensor
 from specops import dense, moe
 from specops.checkpoints.directory import open_checkpoint, weight_files
 from specops.checkpoints.fused import fused, rows_of
+from specops.checkpoints.module import ACTIVATION_SCALES
 from specops.dense import PackedWeight
 from specops.engine.errors import ModelError
 from specops.engine.models.shards import WHOLE, Cut, inputs_of, outputs_of
@@ -26,8 +27,8 @@ from specops.engine.models.weight_cache import CachedWeights, WeightCache
 from specops.quantization import QuantizedWeight, dequantize_weight, quantize_weight
 
 _SEED = 1  # of random weights
-# Tables that are computed, and scales of 8-bit caches, which have their own here.
-_NO_WEIGHTS = (".rotary_emb.inv_freq", ".k_scale", ".v_scale")
+# Ends of names of tensors that are ignored: tables that are computed, and scales of activations.
+_NO_WEIGHTS = (".rotary_emb.inv_freq", *(f".{suffix}" for suffix in sorted(ACTIVATION_SCALES)))
 # What a quantization of several kinds is to experts, and to all else.
 _OF_EXPERTS, _OF_DENSE = {"mix_quant": "wint4"}, {"mix_quant": "wint8"}
 
@@ -84,7 +85,10 @@ class WeightSource(ABC):
             checkpoint holds w of norms that multiply with 1 + w.
         read: the names that were asked for.
         cached: where packed weights are kept; None: they are packed when they are asked for.
+        where: beginning of messages about its tensors, with the file or directory.
     """
+
+    where = ""
 
     def __init__(self, settings: WeightSettings) -> None:
         self.settings = settings
@@ -120,7 +124,9 @@ class WeightSource(ABC):
         self.read.add(name)
         ids = self._load(name, shape)
         if not isinstance(ids, Tensor):
-            raise ModelError(f"tensor {name} must be of integers, got a quantized weight")
+            raise ModelError(
+                f"{self.where}tensor {name} must be of integers, got a quantized weight"
+            )
         return ids.cpu()
 
     def norm(self, name: str, width: int) -> Tensor:
@@ -204,11 +210,19 @@ class WeightSource(ABC):
         quantization = self.settings.quantization
         quantization = _OF_EXPERTS.get(quantization, quantization)
 
+        def packed(names: Sequence[str]) -> PackedWeight:
+            weight = self._pack(names, outputs, inputs, activation, quantization, cut)
+            if weight.input_order is not None:
+                module = names[0].removesuffix(".weight")
+                raise ModelError(
+                    f"{self.where}tensor {module}.g_idx must be absent, or list the groups in "
+                    "order: GPTQ with desc_act is not supported for experts; quantize them with "
+                    "desc_act false"
+                )
+            return weight
+
         def make() -> PackedWeight:
-            packed = (
-                self._pack(one, outputs, inputs, activation, quantization, cut) for one in each
-            )
-            return moe.stack_experts(packed, len(which))
+            return moe.stack_experts((packed(one) for one in each), len(which))
 
         names = [name for one in each for name in one]
         what = (outputs, inputs, activation, quantization, "experts", cut.key)
@@ -299,7 +313,7 @@ class WeightSource(ABC):
         """A weight: what has neither floats nor scales is none."""
         weight = self._load(name, shape)
         if isinstance(weight, Tensor) and not weight.is_floating_point():
-            raise ModelError(f"tensor {name} must be of floats, got {weight.dtype}")
+            raise ModelError(f"{self.where}tensor {name} must be of floats, got {weight.dtype}")
         return weight
 
     def _placed(self, tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
@@ -329,7 +343,7 @@ class Checkpoint(WeightSource):
 
     def __init__(self, directory: Path, settings: WeightSettings) -> None:
         super().__init__(settings)
-        self._directory = directory
+        self._directory, self.where = directory, f"{directory}: "
         self._checkpoint = open_checkpoint(directory)
         # A GPU packs weights as fast as it is given them.
         if settings.cache is not None and settings.device.type == "cpu":

@@ -164,11 +164,11 @@ def _read(
 ) -> StateHeadConfig:
     if "speculators_model_type" in raw:
         raise ModelError(
-            f"speculators_model_type must be absent, got {raw['speculators_model_type']}"
+            f"speculators_model_type must be absent, got {raw['speculators_model_type']!s:.60}"
         )
     for field, allowed in _FOREIGN.items():
         if raw.get(field) not in allowed:
-            raise ModelError(f"{field} must be {allowed[0]}, got {raw[field]!r}")
+            raise ModelError(f"{field} must be {allowed[0]}, got {raw[field]!r:.60}")
     num_layers = 0
     while any(name.startswith(f"{prefix}layers.{num_layers}.") for name in names):
         num_layers += 1

@@ -11,7 +11,13 @@ from specops.engine.errors import ModelError
 from specops.engine.models.blocks.attention import AttentionConfig
 from specops.engine.models.blocks.layer import LayerConfig
 from specops.engine.models.families.dense_decoder import dense_decoder
-from specops.engine.models.families.fields import count, read_config
+from specops.engine.models.families.fields import (
+    FULL,
+    SLIDING,
+    count,
+    read_config,
+    refuse_values,
+)
 from specops.engine.models.state_head import StateHeadConfig, naming, with_qk_norms
 from specops.engine.models.transformer import Transformer
 
@@ -21,6 +27,22 @@ logger = logging.getLogger(__name__)
 # state that enters it, which leaves the one before.
 _ENTERED = ("eagle_aux_hidden_state_layer_ids", "aux_hidden_state_layer_ids")
 _LEFT = ("target_layer_ids", "layer_ids")
+# Fields that only ModelOpt writes into eagle_config. Its layers count by the state that enters
+# (sglang's pull request 32334), but SpecForge's by the one that leaves: its default begins with 1,
+# which is the 2 of others (sglang's pull request 25454 tells them apart by that).
+_OF_MODELOPT = (
+    *("use_input_layernorm_in_first_layer", "use_last_layernorm", "use_mtp_layernorm"),
+    *("next_layer_regular", "parallel_draft_step"),
+)
+# Fields of variants that compute something else, and what they must hold; absent ones hold None.
+_VARIANTS: Mapping[str, tuple[Any, ...]] = {
+    "use_aux_hidden_state": (True, None),
+    "use_input_layernorm_in_first_layer": (True, None),
+    "use_last_layernorm": (True, None),
+    "use_mtp_layernorm": (False, None),
+    "parallel_draft_step": (1, None),
+    "logit_scale": (1, None),
+}
 _KINDS = ("eagle3", "peagle")
 # P-EAGLE's mask, as speculators, vLLM's converter and its first trainer name it.
 _MASKS = ("mask_token_id", "pard_token", "ptd_token_id")
@@ -81,12 +103,13 @@ def _read(
 ) -> Eagle3Config:
     kind = raw.get("speculators_model_type")
     if kind not in (None, *_KINDS):
-        raise ModelError(f"speculators_model_type must be {' or '.join(_KINDS)}, got {kind}")
+        raise ModelError(f"speculators_model_type must be {' or '.join(_KINDS)}, got {kind!s:.60}")
     nested = raw.get("transformer_layer_config")
     layer = nested if isinstance(nested, dict) else raw
     own = {**mapping_of(raw, "eagle_config"), **raw}
-    if own.get("logit_scale", 1) != 1:
-        raise ModelError(f"logit_scale must be 1, got {own['logit_scale']}")
+    refuse_values(own, _VARIANTS)
+    if SLIDING in (layer.get("layer_types") or ()) and layer is nested:
+        raise ModelError(f"layer_types must hold {FULL} alone, got {layer['layer_types']!r:.60}")
     prefix = "model." if any(name.startswith("model.") for name in names) else ""
     layer_prefixes = _layer_prefixes(directory, names, prefix)
     # The number of layers is wrong in some files, and so are their kinds.
@@ -96,12 +119,12 @@ def _read(
     vocab_size = raw.get("target_vocab_size", decoder.vocab_size)
     if vocab_size != target.config.vocab_size:
         raise ModelError(
-            f"vocab_size is {vocab_size}, but the target has {target.config.vocab_size}"
+            f"vocab_size is {vocab_size!s:.60}, but the target has {target.config.vocab_size}"
         )
     width = own.get("target_hidden_size") or decoder.hidden_size
     if width != target.hidden_size:
         field = "target_hidden_size" if own.get("target_hidden_size") else "hidden_size"
-        raise ModelError(f"{field} is {width}, but the target has {target.hidden_size}")
+        raise ModelError(f"{field} is {width!s:.60}, but the target has {target.hidden_size}")
     first, *others = (
         with_qk_norms(one, f"{of_layer}self_attn.q_norm.weight" in names)
         for one, of_layer in zip(decoder.layers, layer_prefixes, strict=True)
@@ -112,7 +135,13 @@ def _read(
         hidden_size=decoder.hidden_size,
         layers=(first, *others),
         norm_eps=decoder.rms_norm_eps,
-        taps=taps_of(own, directory, num_layers, (2, num_layers // 2, num_layers - 3)),
+        taps=taps_of(
+            own,
+            directory,
+            num_layers,
+            (2, num_layers // 2, num_layers - 3),
+            counts_left=_counts_left(raw),
+        ),
         draft_vocab_size=count(own, "draft_vocab_size", target.config.vocab_size),
         norm_before_residual=flag_of(own, "norm_before_residual"),
         norm_before_fc=flag_of(own, "norm_before_fc"),
@@ -177,20 +206,35 @@ def token_of(own: Mapping[str, Any], field: str, vocab_size: int) -> int:
     """
     token = own[field]
     if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token < vocab_size:
-        raise ModelError(f"{field} must be a token of the {vocab_size}, got {token!r}")
+        raise ModelError(f"{field} must be a token of the {vocab_size}, got {token!r:.60}")
     return token
 
 
+def _counts_left(raw: Mapping[str, Any]) -> bool:
+    """Return whether `eagle_config` names layers by the states that leave them, as SpecForge's."""
+    own = mapping_of(raw, "eagle_config")
+    ids = own.get(_ENTERED[0])
+    is_modelopt = any(field in own for field in _OF_MODELOPT)
+    return isinstance(ids, list) and ids[:1] == [1] and not is_modelopt
+
+
 def taps_of(
-    own: Mapping[str, Any], directory: Path, num_layers: int, default: Sequence[int] | None
+    own: Mapping[str, Any],
+    directory: Path,
+    num_layers: int,
+    default: Sequence[int] | None,
+    *,
+    counts_left: bool = False,
 ) -> tuple[int, ...]:
-    """Returns the target's layers whose states are read, as those that the states leave.
+    """Return the target's layers whose states are read, as those that the states leave.
 
     Args:
         own: fields of config.json.
         directory: of the head.
         num_layers: of the target.
-        default: layers by the states that enter them, where no field names any; None: one must.
+        default: layers by the states that enter them, where no field names any or a list is empty;
+            None: one must.
+        counts_left: whether all fields name layers by the states that leave them.
 
     Raises:
         KeyError: none does.
@@ -199,8 +243,8 @@ def taps_of(
     for fields, shift in ((_ENTERED, 1), (_LEFT, 0)):
         for field in fields:
             ids = own.get(field)
-            if ids is not None:
-                return _checked(field, ids, shift, directory, num_layers)
+            if ids is not None and ids != []:
+                return _checked(field, ids, shift * (not counts_left), directory, num_layers)
     if default is None:
         raise KeyError(_LEFT[0])
     return _checked("no field, so by the method's default", default, 1, directory, num_layers)
@@ -209,7 +253,7 @@ def taps_of(
 def _checked(field: str, ids: Any, shift: int, directory: Path, num_layers: int) -> tuple[int, ...]:
     is_list = isinstance(ids, Sequence) and not isinstance(ids, str) and len(ids) > 0
     if not is_list or any(isinstance(one, bool) or not isinstance(one, int) for one in ids):
-        raise ModelError(f"{field} must be a list of layers, got {ids!r}")
+        raise ModelError(f"{field} must be a list of layers, got {ids!r:.60}")
     taps = tuple(one - shift for one in ids)
     if min(taps) < 0 or max(taps) >= num_layers:
         raise ModelError(
@@ -233,7 +277,7 @@ def flag_of(own: Mapping[str, Any], field: str, *, default: bool = False) -> boo
     """
     value = own.get(field)
     if value is not None and not isinstance(value, bool):
-        raise ModelError(f"{field} must be true or false, got {value!r}")
+        raise ModelError(f"{field} must be true or false, got {value!r:.60}")
     return default if value is None else value
 
 

@@ -50,7 +50,7 @@ def read_model_config(directory: str | Path) -> ModelConfig:
     raw = read_config(directory)
     names = raw.get("architectures") or ["none"]
     if not isinstance(names, list) or not isinstance(names[0], str):
-        raise ModelError(f"{path}: architectures must be a list of names, got {names!r}")
+        raise ModelError(f"{path}: architectures must be a list of names, got {names!r:.60}")
     architecture = names[0]
     try:
         if "gguf" in raw:
@@ -85,4 +85,4 @@ def _family_of(architecture: str) -> Family:
         if architecture in family.read:
             return family
     known = ", ".join(name for family in FAMILIES for name in family.read)
-    raise ModelError(f"architecture {architecture} is not supported; supported: {known}")
+    raise ModelError(f"architecture {architecture:.60} is not supported; supported: {known}")

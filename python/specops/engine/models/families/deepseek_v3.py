@@ -10,10 +10,17 @@ from specops.engine.models.blocks.block import Rope
 from specops.engine.models.blocks.latent_attention import LatentAttentionConfig
 from specops.engine.models.blocks.layer import LayerConfig
 from specops.engine.models.config import ModelConfig
+from specops.engine.models.families.defaults import DEEPSEEK_V3, LLAMA
 from specops.engine.models.families.dense_decoder import model_config, scaling_of
 from specops.engine.models.families.experts_of_groups import experts_of_groups
 from specops.engine.models.families.family import Family, MtpConvention
-from specops.engine.models.families.fields import count, mapping, number, refuse_values
+from specops.engine.models.families.fields import (
+    count,
+    flag,
+    mapping,
+    number,
+    refuse_values,
+)
 
 
 def read(raw: Mapping[str, Any]) -> ModelConfig:
@@ -23,17 +30,18 @@ def read(raw: Mapping[str, Any]) -> ModelConfig:
         KeyError: a field is missing.
         ModelError: a field holds what it cannot hold, or what does not run.
     """
+    raw = {**DEEPSEEK_V3, **raw}
     refuse_values(
         raw,
         {
-            "hidden_act": ("silu", None),
+            "hidden_act": ("silu", "swish", None),
             "kv_lora_rank": (LATENT_DIM,),
             "moe_layer_freq": (1, None),
         },
     )
     nope_dim, rope_dim = count(raw, "qk_nope_head_dim"), count(raw, "qk_rope_head_dim")
-    rope = mapping(raw, "rope_parameters", "rope_scaling")
-    theta = number("rope_theta", rope.pop("rope_theta", raw.get("rope_theta", 10000.0)))
+    rope = mapping(raw, "rope_scaling", "rope_parameters")
+    theta = number("rope_theta", rope.pop("rope_theta", raw.get("rope_theta", LLAMA["rope_theta"])))
     attention = LatentAttentionConfig(
         num_qo_heads=count(raw, "num_attention_heads"),
         q_rank=None if raw.get("q_lora_rank") is None else count(raw, "q_lora_rank"),
@@ -41,8 +49,8 @@ def read(raw: Mapping[str, Any]) -> ModelConfig:
         value_dim=count(raw, "v_head_dim"),
         sm_scale=_sharpness(rope) ** 2 / sqrt(nope_dim + rope_dim),
         rope=Rope(theta=theta, scaling=scaling_of(rope), dim=rope_dim),
-        interleaved=bool(raw.get("rope_interleave", True)),
-        has_bias=bool(raw.get("attention_bias", False)),
+        interleaved=flag(raw, "rope_interleave", True),
+        has_bias=flag(raw, "attention_bias"),
     )
     of_layers = experts_of_groups(raw, count(raw, "num_hidden_layers"))
     return model_config(raw, [LayerConfig(attention=attention, mlp=one) for one in of_layers])

@@ -3,16 +3,22 @@
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
+from specops.engine.errors import ModelError
 from specops.engine.models.blocks.attention import AttentionConfig
 from specops.engine.models.blocks.block import Rope
 from specops.engine.models.blocks.layer import AnyMlpConfig, LayerConfig
 from specops.engine.models.blocks.mlp import DenseMlpConfig
 from specops.engine.models.config import ModelConfig
+from specops.engine.models.families.defaults import LLAMA
 from specops.engine.models.families.fields import (
     SLIDING,
     count,
+    dtype_of,
+    flag,
+    index,
     layer_types,
     mapping,
     number,
@@ -25,9 +31,7 @@ Mlps = Callable[[Mapping[str, Any], int], Sequence[AnyMlpConfig]]  # of each lay
 
 def dense_mlp(raw: Mapping[str, Any]) -> DenseMlpConfig:
     """The dense MLP of a file."""
-    return DenseMlpConfig(
-        width=count(raw, "intermediate_size"), has_bias=bool(raw.get("mlp_bias", False))
-    )
+    return DenseMlpConfig(width=count(raw, "intermediate_size"), has_bias=flag(raw, "mlp_bias"))
 
 
 def no_windows(raw: Mapping[str, Any], num_layers: int) -> Windows:
@@ -47,11 +51,11 @@ def windows_of_all(raw: Mapping[str, Any], num_layers: int) -> Windows:
 def windows_of_last(raw: Mapping[str, Any], num_layers: int) -> Windows:
     """Where the file asks for windows, its last layers have one: from max_window_layers on."""
     windows = windows_of_all(raw, num_layers)
-    if not raw.get("use_sliding_window", False):
+    if not flag(raw, "use_sliding_window"):
         return [None] * num_layers
     if layer_types(raw, num_layers) is not None:
         return windows
-    first = raw.get("max_window_layers", num_layers)
+    first = index(raw, "max_window_layers", num_layers)
     return [window if layer >= first else None for layer, window in enumerate(windows)]
 
 
@@ -67,6 +71,7 @@ def dense_decoder(
     has_sinks: bool = False,
     has_gate: bool = False,
     mlps: Mlps | None = None,
+    defaults: Mapping[str, Any] = MappingProxyType({}),
 ) -> ModelConfig:
     """Reads a config.json.
 
@@ -81,16 +86,18 @@ def dense_decoder(
         has_sinks: whether each query head has a score more, without a value.
         has_gate: whether q_proj makes a gate for what each head attends.
         mlps: reads the MLP of each layer; None: all are dense.
+        defaults: of the fields that files of the family may leave out, over those of Llama.
 
     Raises:
         KeyError: a field is missing.
         ModelError: a field holds what it cannot hold, or what does not run.
     """
-    refuse_values(raw, {"hidden_act": ("silu", None)})
+    raw = {**LLAMA, **defaults, **raw}
+    refuse_values(raw, {"hidden_act": ("silu", "swish", None)})
     heads, hidden_size = count(raw, "num_attention_heads"), count(raw, "hidden_size")
     head_dim = count(raw, "head_dim") if raw.get("head_dim") else hidden_size // heads
     num_layers = count(raw, "num_hidden_layers")
-    has_bias = bool(raw.get("attention_bias", False))
+    has_bias = flag(raw, "attention_bias")
     rope = _rope(raw, head_dim, partial_rotary_factor)
     of_layers = [dense_mlp(raw)] * num_layers if mlps is None else mlps(raw, num_layers)
     layer_types(raw, num_layers)  # other kinds of attention are refused
@@ -118,34 +125,42 @@ def dense_decoder(
 
 
 def model_config(raw: Mapping[str, Any], layers: Sequence[LayerConfig]) -> ModelConfig:
-    """What stands around the layers of a file."""
+    """Return what stands around the layers of a file."""
+    raw = {**LLAMA, **raw}
     return ModelConfig(
         architecture=raw["architectures"][0],
         vocab_size=count(raw, "vocab_size"),
         hidden_size=count(raw, "hidden_size"),
         layers=tuple(layers),
-        rms_norm_eps=number("rms_norm_eps", raw.get("rms_norm_eps", 1e-6), or_zero=True),
-        max_model_len=count(raw, "max_position_embeddings", 2048),
-        tie_word_embeddings=bool(raw.get("tie_word_embeddings", False)),
-        dtype=raw.get("dtype") or raw.get("torch_dtype") or "float32",
+        rms_norm_eps=number("rms_norm_eps", raw["rms_norm_eps"], or_zero=True),
+        max_model_len=count(raw, "max_position_embeddings"),
+        tie_word_embeddings=flag(raw, "tie_word_embeddings"),
+        dtype=dtype_of(raw),
     )
 
 
 def _rope(raw: Mapping[str, Any], head_dim: int, partial_rotary_factor: float) -> Rope:
     # transformers 5 keeps RoPE in one mapping, older files in two keys.
-    scaling = mapping(raw, "rope_parameters", "rope_scaling")
-    theta = scaling.pop("rope_theta", None) or raw.get("rope_theta", 10000.0)
+    scaling = mapping(raw, "rope_scaling", "rope_parameters")
+    theta = scaling.pop("rope_theta", None) or raw["rope_theta"]
     part = scaling.pop(
         "partial_rotary_factor", raw.get("partial_rotary_factor", partial_rotary_factor)
     )
+    part = number("partial_rotary_factor", part)
+    if part > 1:
+        raise ModelError(f"partial_rotary_factor must be at most 1, got {part}")
     return Rope(
         theta=number("rope_theta", theta),
         scaling=scaling_of(scaling),
-        dim=int(head_dim * number("partial_rotary_factor", part)),
+        dim=int(head_dim * part),
     )
 
 
 def scaling_of(rope: Mapping[str, Any]) -> Mapping[str, Any] | None:
-    """Returns what a file says of its RoPE's scaling; None: it has none."""
+    """Return what a file says of its RoPE's scaling; None: it has none."""
     kind = rope.get("rope_type", rope.get("type", "default"))
-    return None if kind == "default" else rope
+    if kind == "default":
+        return None
+    # Whether a model was trained with the scaling changes no number, nor does a factor of 1.
+    neutral = {"finetuned": (True, False), "attn_factor": (1.0,)}
+    return {key: one for key, one in rope.items() if one not in neutral.get(key, ())}

@@ -9,9 +9,16 @@ from specops.engine.models.blocks.experts import ExpertsConfig, Routing
 from specops.engine.models.blocks.layer import AnyMlpConfig
 from specops.engine.models.blocks.mlp import DenseMlpConfig
 from specops.engine.models.config import ModelConfig
+from specops.engine.models.families.defaults import ERNIE4_5, ERNIE4_5_MOE
 from specops.engine.models.families.dense_decoder import dense_decoder, dense_mlp
 from specops.engine.models.families.family import Family, MtpConvention
-from specops.engine.models.families.fields import count, number, refuse_values
+from specops.engine.models.families.fields import (
+    count,
+    flag,
+    index,
+    number,
+    refuse_values,
+)
 
 
 def read_dense(raw: Mapping[str, Any]) -> ModelConfig:
@@ -21,9 +28,9 @@ def read_dense(raw: Mapping[str, Any]) -> ModelConfig:
         KeyError: a field is missing.
         ModelError: a field holds what it cannot hold.
     """
-    has_bias = bool(raw.get("use_bias", False))
+    has_bias = flag(raw, "use_bias")
     biases = {"attention_bias": has_bias, "mlp_bias": has_bias}
-    return dense_decoder({"rope_theta": 500000.0, **raw, **biases}, interleaved=True)
+    return dense_decoder({**raw, **biases}, interleaved=True, defaults=ERNIE4_5)
 
 
 def read_experts(raw: Mapping[str, Any]) -> ModelConfig:
@@ -34,7 +41,7 @@ def read_experts(raw: Mapping[str, Any]) -> ModelConfig:
         ModelError: a field holds what it cannot hold, or what does not run.
     """
     refuse_values(raw, {"use_bias": (False, None)})
-    raw = {"rope_theta": 500000.0, **raw}
+    raw = {**ERNIE4_5_MOE, **raw}
     config = dense_decoder(raw, qkv_bias=False, o_bias=False, interleaved=True, mlps=mlps)
     module = replace(config.layers[-1], mlp=dense_mlp(raw))
     return replace(config, mtp_layer=module, wint4_is_mixed=True)
@@ -42,10 +49,10 @@ def read_experts(raw: Mapping[str, Any]) -> ModelConfig:
 
 def mlps(raw: Mapping[str, Any], num_layers: int) -> Sequence[AnyMlpConfig]:
     """Every moe_layer_interval-th layer from the first to the last index has experts."""
-    first, last = raw.get("moe_layer_start_index", 0), raw.get("moe_layer_end_index", -1)
-    last = num_layers - 1 if last == -1 else last
+    first, last = index(raw, "moe_layer_start_index", 1), raw.get("moe_layer_end_index", -1)
+    last = num_layers - 1 if last == -1 else index(raw, "moe_layer_end_index", 0)
     step = count(raw, "moe_layer_interval", 1)
-    width, shared = count(raw, "moe_intermediate_size"), raw.get("moe_num_shared_experts") or 0
+    width, shared = count(raw, "moe_intermediate_size"), index(raw, "moe_num_shared_experts", 2)
     experts = ExpertsConfig(
         num_experts=count(raw, "moe_num_experts"),
         width=width,

@@ -8,13 +8,19 @@ from specops.engine.models.blocks.experts import ExpertsConfig, Routing
 from specops.engine.models.blocks.layer import AnyMlpConfig
 from specops.engine.models.blocks.mlp import DenseMlpConfig
 from specops.engine.models.families.dense_decoder import dense_mlp
-from specops.engine.models.families.fields import count, number, refuse_values
+from specops.engine.models.families.fields import (
+    count,
+    flag,
+    index,
+    number,
+    refuse_values,
+)
 
 
 def experts_of_groups(raw: Mapping[str, Any], num_layers: int) -> Sequence[AnyMlpConfig]:
     """The first layers are dense, the others have experts."""
     refuse_values(raw, {"scoring_func": ("sigmoid", None), "topk_method": ("noaux_tc", None)})
-    width, shared = count(raw, "moe_intermediate_size"), raw.get("n_shared_experts") or 0
+    width, shared = count(raw, "moe_intermediate_size"), index(raw, "n_shared_experts", 1)
     experts = ExpertsConfig(
         num_experts=count(raw, "n_routed_experts"),
         width=width,
@@ -23,11 +29,11 @@ def experts_of_groups(raw: Mapping[str, Any], num_layers: int) -> Sequence[AnyMl
             scoring="sigmoid",
             num_groups=count(raw, "n_group", 1),
             top_k_groups=count(raw, "topk_group", 1),
-            min_sum=1e-20 if raw.get("norm_topk_prob", True) else None,
+            min_sum=1e-20 if flag(raw, "norm_topk_prob", True) else None,
             scale=number("routed_scaling_factor", raw.get("routed_scaling_factor", 1.0)),
             bias="gate.e_score_correction_bias",
         ),
         shared=DenseMlpConfig(width=shared * width) if shared else None,
     )
-    dense = raw.get("first_k_dense_replace", 0)
+    dense = index(raw, "first_k_dense_replace", 1)
     return [dense_mlp(raw) if layer < dense else experts for layer in range(num_layers)]

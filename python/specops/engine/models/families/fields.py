@@ -15,10 +15,16 @@ FULL, SLIDING, LINEAR = "full_attention", "sliding_attention", "linear_attention
 # damaged may have any number.
 _COUNTED_ONE_BY_ONE = ("_layers", "_heads", "_experts")
 _MOST_OF_THESE, _MOST = 1 << 14, (1 << 31) - 1
+# Fields whose absence means a default of the family, and null something else: no window, no
+# compression of queries, a size that follows from others.
+_NULL_IS_A_VALUE = frozenset({"sliding_window", "q_lora_rank", "head_dim", "num_key_value_heads"})
 
 
 def read_config(directory: str | Path) -> dict[str, Any]:
-    """Returns what `directory/config.json` holds.
+    """Return what `directory/config.json` holds, without the fields that are null.
+
+    Programs that save a configuration write null for every field that is not set, so null means
+    absent: no other code needs to tell the two apart. The exceptions are in `_NULL_IS_A_VALUE`.
 
     Raises:
         ModelError: the file is missing or not a JSON object.
@@ -28,11 +34,34 @@ def read_config(directory: str | Path) -> dict[str, Any]:
         raise ModelError(f"{directory}: config.json is missing; expected a Hugging Face directory")
     try:
         raw = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ModelError(f"{path}: not valid JSON: {error}") from error
     if not isinstance(raw, dict):
         raise ModelError(f"{path}: expected a JSON object, got {type(raw).__name__}")
-    return raw
+    found: dict[str, Any] = _without_nulls(raw)
+    return found
+
+
+def _without_nulls(value: Any) -> Any:
+    if not isinstance(value, dict):
+        return value
+    return {
+        name: _without_nulls(one)
+        for name, one in value.items()
+        if one is not None or name in _NULL_IS_A_VALUE
+    }
+
+
+def flag(raw: Mapping[str, Any], field: str, default: bool = False) -> bool:
+    """Return a field that is true or false.
+
+    Raises:
+        ModelError: it is neither.
+    """
+    value = raw.get(field, default)
+    if not isinstance(value, bool):
+        raise ModelError(f"{field} must be true or false, got {value!r:.60}")
+    return value
 
 
 def text_config(raw: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -52,11 +81,28 @@ def count(raw: Mapping[str, Any], field: str, default: int | None = None) -> int
     if value is None and default is not None:
         return default
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ModelError(f"{field} must be an integer of at least 1, got {value!r}")
+        raise ModelError(f"{field} must be an integer of at least 1, got {value!r:.60}")
     most = _MOST_OF_THESE if field.endswith(_COUNTED_ONE_BY_ONE) else _MOST
     if value > most:
         raise ModelError(f"{field} must be at most {most}, got {value}")
     return value
+
+
+def index(raw: Mapping[str, Any], field: str, default: int) -> int:
+    """Return a field that is an integer from 0 on.
+
+    Raises:
+        ModelError: it is not.
+    """
+    value = raw.get(field, default)
+    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= _MOST:
+        raise ModelError(f"{field} must be an integer of at least 0, got {value!r:.60}")
+    return value
+
+
+def dtype_of(raw: Mapping[str, Any]) -> str | None:
+    """Return the dtype that a file names, in its new field or the old one; None: it names none."""
+    return raw.get("dtype") or raw.get("torch_dtype")
 
 
 def number(field: str, value: Any, *, or_zero: bool = False) -> float:
@@ -68,7 +114,7 @@ def number(field: str, value: Any, *, or_zero: bool = False) -> float:
     is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
     if not is_number or not math.isfinite(value) or value < 0 or (value == 0 and not or_zero):
         least = "of at least" if or_zero else "above"
-        raise ModelError(f"{field} must be a number {least} 0, got {value!r}")
+        raise ModelError(f"{field} must be a number {least} 0, got {value!r:.60}")
     return float(value)
 
 
@@ -82,7 +128,7 @@ def mapping(raw: Mapping[str, Any], *fields: str) -> dict[str, Any]:
         value = raw.get(field)
         if value:
             if not isinstance(value, dict):
-                raise ModelError(f"{field} must be an object, got {value!r}")
+                raise ModelError(f"{field} must be an object, got {value!r:.60}")
             return dict(value)
     return {}
 
@@ -97,11 +143,11 @@ def layer_types(raw: Mapping[str, Any], num_layers: int, other: str = SLIDING) -
     if not types:
         return None
     if not isinstance(types, list) or len(types) != num_layers:
-        got = len(types) if isinstance(types, list) else repr(types)
+        got = len(types) if isinstance(types, list) else f"{types!r:.60}"
         raise ModelError(f"layer_types must name num_hidden_layers={num_layers} kinds, got {got}")
     for one in types:
         if one not in (FULL, other):
-            raise ModelError(f"layer_types must hold {FULL} or {other} alone, got {one!r}")
+            raise ModelError(f"layer_types must hold {FULL} or {other} alone, got {one!r:.60}")
     return types
 
 
@@ -113,4 +159,4 @@ def refuse_values(raw: Mapping[str, Any], allowed: Mapping[str, tuple[Any, ...]]
     """
     for field, values in allowed.items():
         if raw.get(field) not in values:
-            raise ModelError(f"{field} must be {values[0]}, got {raw[field]}")
+            raise ModelError(f"{field} must be {values[0]}, got {raw[field]!s:.60}")

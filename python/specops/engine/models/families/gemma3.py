@@ -9,12 +9,15 @@ from specops.engine.models.blocks.block import Rope
 from specops.engine.models.blocks.layer import LayerConfig, LayerNames
 from specops.engine.models.blocks.mlp import DenseMlpConfig
 from specops.engine.models.config import ModelConfig, Place
+from specops.engine.models.families.defaults import GEMMA3
 from specops.engine.models.families.dense_decoder import scaling_of
 from specops.engine.models.families.family import Family
 from specops.engine.models.families.fields import (
     FULL,
     SLIDING,
     count,
+    dtype_of,
+    flag,
     layer_types,
     mapping,
     number,
@@ -23,19 +26,6 @@ from specops.engine.models.families.fields import (
 )
 from specops.engine.models.families.gguf import GgufForm
 
-# What files leave out where it is so: those of multimodal models say little else.
-_DEFAULTS: Mapping[str, Any] = {
-    "vocab_size": 262_208,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 4,
-    "head_dim": 256,
-    "rms_norm_eps": 1e-6,
-    "max_position_embeddings": 131_072,
-    "query_pre_attn_scalar": 256,
-    "sliding_window": 4096,
-    "sliding_window_pattern": 6,
-    "tie_word_embeddings": True,
-}
 # What multimodal files say outside of the part about text.
 _AROUND = ("tie_word_embeddings", "dtype", "torch_dtype")
 _GELU = "gelu_pytorch_tanh"
@@ -59,8 +49,7 @@ def read(whole: Mapping[str, Any]) -> ModelConfig:
         ModelError: a field holds what it cannot hold, or what does not run.
     """
     around = {name: whole[name] for name in _AROUND if name in whole}
-    said = {name: value for name, value in text_config(whole).items() if value is not None}
-    raw = {**_DEFAULTS, **around, **said}
+    raw = {**GEMMA3, **around, **text_config(whole)}
     refuse_values(
         raw,
         {
@@ -73,15 +62,16 @@ def read(whole: Mapping[str, Any]) -> ModelConfig:
     )
     kinds = _kinds(raw, count(raw, "num_hidden_layers"))
     hidden_size = count(raw, "hidden_size")
-    ropes = {kind: _rope(raw, kind) for kind in (FULL, SLIDING)}
+    head_dim = count(raw, "head_dim", hidden_size // count(raw, "num_attention_heads"))
+    ropes = {kind: _rope(raw, kind, head_dim) for kind in (FULL, SLIDING)}
     window = count(raw, "sliding_window")
-    has_bias = bool(raw.get("attention_bias", False))
+    has_bias = flag(raw, "attention_bias")
     layers = [
         LayerConfig(
             attention=AttentionConfig(
                 num_qo_heads=count(raw, "num_attention_heads"),
-                num_kv_heads=count(raw, "num_key_value_heads"),
-                head_dim=count(raw, "head_dim"),
+                num_kv_heads=count(raw, "num_key_value_heads", count(raw, "num_attention_heads")),
+                head_dim=head_dim,
                 sm_scale=number("query_pre_attn_scalar", raw["query_pre_attn_scalar"]) ** -0.5,
                 rope=ropes[kind],
                 sliding_window=window if kind == SLIDING else None,
@@ -101,8 +91,8 @@ def read(whole: Mapping[str, Any]) -> ModelConfig:
         layers=tuple(layers),
         rms_norm_eps=number("rms_norm_eps", raw["rms_norm_eps"], or_zero=True),
         max_model_len=count(raw, "max_position_embeddings"),
-        tie_word_embeddings=bool(raw["tie_word_embeddings"]),
-        dtype=raw.get("dtype") or raw.get("torch_dtype") or "float32",
+        tie_word_embeddings=flag(raw, "tie_word_embeddings"),
+        dtype=dtype_of(raw),
         norm_offset=1.0,
         embedding_scale=hidden_size**0.5,
         places=_PLACES,
@@ -116,7 +106,7 @@ def _kinds(raw: Mapping[str, Any], num_layers: int) -> list[str]:
     return layer_types(raw, num_layers) or by_pattern
 
 
-def _rope(raw: Mapping[str, Any], kind: str) -> Rope:
+def _rope(raw: Mapping[str, Any], kind: str, head_dim: int) -> Rope:
     """The rotary embedding of a kind of layers: one mapping for each, or older files' keys."""
     whole = mapping(raw, "rope_parameters")
     rope = mapping(whole, kind)
@@ -126,9 +116,7 @@ def _rope(raw: Mapping[str, Any], kind: str) -> Rope:
     else:
         default = raw.get("rope_local_base_freq", 10_000.0)
     theta = rope.pop("rope_theta", None) or default
-    return Rope(
-        theta=number("rope_theta", theta), scaling=scaling_of(rope), dim=count(raw, "head_dim")
-    )
+    return Rope(theta=number("rope_theta", theta), scaling=scaling_of(rope), dim=head_dim)
 
 
 def _scale_of_queries(raw: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -31,6 +31,17 @@ _SCALING_FIELDS = {"original_context_length": "original_max_position_embeddings"
 # Sizes that must be those of a head, and what config.json has from the tensors.
 _HEAD_SIZES = ("attention.value_length", "rope.dimension_count")
 _ELSEWHERE = ("vocab_size",)
+# Keys that change nothing with these values; the layout is `_PAIRED` of checkpoints/gguf.py.
+_NEUTRAL: Mapping[str, tuple[Any, ...]] = {
+    "expert_count": (0,),
+    "expert_used_count": (0,),
+    "tensor_data_layout": ("reference", "Meta AI original pth"),
+    "rope.scaling.attn_factor": (1.0,),
+    "rope.scaling.yarn_attn_factor": (1.0,),
+    "rope.scaling.yarn_ext_factor": (1.0,),
+    "rope.scaling.yarn_beta_fast": (32.0,),
+    "rope.scaling.yarn_beta_slow": (1.0,),
+}
 # Of all models whose files have factors in place of a scaling's parameters.
 _LLAMA3_LENGTH, _LLAMA3_LOW, _LLAMA3_HIGH = 8192, 1.0, 4.0
 
@@ -69,7 +80,7 @@ class GgufForm:
         said = {
             key.removeprefix(prefix): value
             for key, value in mapping(raw, "gguf").items()
-            if key.startswith(prefix)
+            if key.startswith(prefix) and value not in _NEUTRAL.get(key.removeprefix(prefix), ())
         }
         fields = {**_FIELDS, **self.keys}
         known = {*fields, *_HEAD_SIZES, *_ELSEWHERE}
@@ -80,6 +91,8 @@ class GgufForm:
         head_dim = config.get("head_dim")
         if head_dim is None:
             head_dim = count(config, "hidden_size") // count(config, "num_attention_heads")
+            config["head_dim"] = head_dim
+        config.setdefault("num_key_value_heads", count(config, "num_attention_heads"))
         for key in _HEAD_SIZES:
             if said.get(key, head_dim) != head_dim:
                 raise ModelError(f"{prefix}{key} must be {head_dim}, as a head, got {said[key]}")

@@ -7,9 +7,10 @@ from typing import Any
 from specops.engine.models.blocks.experts import ExpertsConfig, Routing
 from specops.engine.models.blocks.layer import AnyMlpConfig
 from specops.engine.models.config import ModelConfig
+from specops.engine.models.families.defaults import GPT_OSS, GPT_OSS_ROPE
 from specops.engine.models.families.dense_decoder import dense_decoder, windows_of_all
 from specops.engine.models.families.family import Family
-from specops.engine.models.families.fields import FULL, SLIDING, count, refuse_values
+from specops.engine.models.families.fields import FULL, SLIDING, count, mapping, refuse_values
 
 
 def read(raw: Mapping[str, Any]) -> ModelConfig:
@@ -21,13 +22,10 @@ def read(raw: Mapping[str, Any]) -> ModelConfig:
     """
     refuse_values(raw, {"swiglu_limit": (7.0, None), "swiglu_alpha": (1.702, None)})
     types = [FULL if i % 2 else SLIDING for i in range(count(raw, "num_hidden_layers"))]
-    defaults = {
-        "layer_types": types,
-        "attention_bias": True,
-        "rms_norm_eps": 1e-5,
-        "rope_theta": 150000.0,
-    }
-    return dense_decoder({**defaults, **raw}, windows=windows_of_all, has_sinks=True, mlps=mlps)
+    defaults = {**GPT_OSS, "layer_types": types}
+    if not mapping(raw, "rope_scaling", "rope_parameters"):
+        raw = {**raw, "rope_scaling": GPT_OSS_ROPE}
+    return dense_decoder(raw, windows=windows_of_all, has_sinks=True, mlps=mlps, defaults=defaults)
 
 
 def mlps(raw: Mapping[str, Any], num_layers: int) -> Sequence[AnyMlpConfig]:

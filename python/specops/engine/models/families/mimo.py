@@ -3,14 +3,22 @@
 
 from functools import partial
 
-from specops.engine.models.families.dense_decoder import dense_decoder, windows_of_last
+from specops.engine.models.families.defaults import QWEN2
+from specops.engine.models.families.dense_decoder import (
+    dense_decoder,
+    windows_of_last,
+)
 from specops.engine.models.families.family import Family, MtpConvention
 
 FAMILY = Family(
     title="MiMo",
     read={
         "MiMoForCausalLM": partial(
-            dense_decoder, windows=windows_of_last, qkv_bias=True, o_bias=False
+            dense_decoder,
+            windows=windows_of_last,
+            qkv_bias=True,
+            o_bias=False,
+            defaults=QWEN2,
         )
     },
     mtp=MtpConvention(

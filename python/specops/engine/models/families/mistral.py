@@ -3,10 +3,11 @@
 
 from functools import partial
 
+from specops.engine.models.families.defaults import MISTRAL
 from specops.engine.models.families.dense_decoder import dense_decoder, windows_of_all
 from specops.engine.models.families.family import Family
 
 FAMILY = Family(
     title="Mistral",
-    read={"MistralForCausalLM": partial(dense_decoder, windows=windows_of_all)},
+    read={"MistralForCausalLM": partial(dense_decoder, windows=windows_of_all, defaults=MISTRAL)},
 )

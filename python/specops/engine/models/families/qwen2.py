@@ -3,7 +3,11 @@
 
 from functools import partial
 
-from specops.engine.models.families.dense_decoder import dense_decoder, windows_of_last
+from specops.engine.models.families.defaults import QWEN2
+from specops.engine.models.families.dense_decoder import (
+    dense_decoder,
+    windows_of_last,
+)
 from specops.engine.models.families.family import Family
 from specops.engine.models.families.gguf import GgufForm
 
@@ -11,7 +15,11 @@ FAMILY = Family(
     title="Qwen2",
     read={
         "Qwen2ForCausalLM": partial(
-            dense_decoder, windows=windows_of_last, qkv_bias=True, o_bias=False
+            dense_decoder,
+            windows=windows_of_last,
+            qkv_bias=True,
+            o_bias=False,
+            defaults=QWEN2,
         )
     },
     gguf=GgufForm("qwen2", "Qwen2ForCausalLM"),

@@ -12,6 +12,7 @@ from specops.engine.models.blocks.linear_attention import LinearAttentionConfig
 from specops.engine.models.blocks.mlp import DenseMlpConfig
 from specops.engine.models.config import ModelConfig, Place
 from specops.engine.models.families import qwen3_moe
+from specops.engine.models.families.defaults import QWEN3_5, QWEN3_5_MOE, QWEN3_NEXT
 from specops.engine.models.families.dense_decoder import Mlps, dense_decoder
 from specops.engine.models.families.family import Family, MtpConvention
 from specops.engine.models.families.fields import (
@@ -35,24 +36,23 @@ def read_next(raw: Mapping[str, Any]) -> ModelConfig:
         KeyError: a field is missing.
         ModelError: a field holds what it cannot hold, or what does not run.
     """
-    return _read({"norm_topk_prob": True, **raw}, mlps=mlps)
+    return _read({**QWEN3_NEXT, **raw}, mlps=mlps)
 
 
 def read_dense(whole: Mapping[str, Any]) -> ModelConfig:
     """Reads that of a dense Qwen3.5, its part about text; as `read_next`."""
-    return replace(_read(_text(whole), is_fused=False), places=_PLACES)
+    return replace(_read(_text(whole, QWEN3_5), is_fused=False), places=_PLACES)
 
 
 def read_experts(whole: Mapping[str, Any]) -> ModelConfig:
     """Reads that of a Qwen3.5 with experts, whose weights always have the sum 1; as `read_next`."""
-    raw = {**_text(whole), "norm_topk_prob": True}
+    raw = {**_text(whole, QWEN3_5_MOE), "norm_topk_prob": True}
     return replace(_read(raw, mlps=mlps, is_fused=False), places=_PLACES)
 
 
-def _text(whole: Mapping[str, Any]) -> dict[str, Any]:
+def _text(whole: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
     around = {name: whole[name] for name in _AROUND if name in whole}
-    said = {name: value for name, value in text_config(whole).items() if value is not None}
-    return {**said, **{name: one for name, one in around.items() if name not in said}}
+    return {**defaults, **around, **text_config(whole)}
 
 
 def _read(
@@ -67,7 +67,7 @@ def _read(
             f"keys and values, got {LINEAR} in all {num_layers}"
         )
     config = dense_decoder(
-        {**raw, "layer_types": None},
+        {name: one for name, one in raw.items() if name != "layer_types"},
         qk_norm=True,
         has_gate=True,
         partial_rotary_factor=0.25,

@@ -1,0 +1,143 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Values of fields that files leave out, by transformers' class of a family.
+
+A class that is not listed has Llama's. Fields without a value here must be in the file, but for
+those whose value follows from others. `tests/test_models.py` compares every value with its class.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+Fields = Mapping[str, Any]
+
+LLAMA: Fields = {
+    "rms_norm_eps": 1e-6,
+    "max_position_embeddings": 2048,
+    "tie_word_embeddings": False,
+    "rope_theta": 10000.0,
+}
+QWEN2: Fields = {
+    "num_key_value_heads": 32,
+    "max_position_embeddings": 32768,
+    "sliding_window": 4096,
+    "max_window_layers": 28,
+}
+QWEN3: Fields = {**QWEN2, "head_dim": 128}
+# Null is no window.
+MISTRAL: Fields = {
+    "num_key_value_heads": 8,
+    "max_position_embeddings": 131_072,
+    "sliding_window": 4096,
+}
+# Windows, if there are any, are those of all layers.
+QWEN3_MOE: Fields = {
+    "num_key_value_heads": 4,
+    "max_position_embeddings": 32768,
+    "sliding_window": 4096,
+    "max_window_layers": 0,
+}
+DEEPSEEK_V3: Fields = {
+    "q_lora_rank": 1536,
+    "kv_lora_rank": 512,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+    "rope_theta": 10000.0,
+    "max_position_embeddings": 4096,
+    "n_shared_experts": 1,
+    "n_group": 8,
+    "topk_group": 4,
+    "routed_scaling_factor": 2.5,
+    "first_k_dense_replace": 3,
+}
+GLM4_MOE: Fields = {
+    "num_key_value_heads": 8,
+    "rms_norm_eps": 1e-5,
+    "max_position_embeddings": 131_072,
+}
+ERNIE4_5: Fields = {
+    "rope_theta": 500000.0,
+    "rms_norm_eps": 1e-5,
+    "max_position_embeddings": 131_072,
+    "tie_word_embeddings": True,
+    "num_key_value_heads": 2,
+    "head_dim": 128,
+}
+ERNIE4_5_MOE: Fields = {
+    "rope_theta": 500000.0,
+    "rms_norm_eps": 1e-5,
+    "max_position_embeddings": 131_072,
+    "tie_word_embeddings": True,
+    "num_key_value_heads": 4,
+    "moe_layer_start_index": 1,
+    "moe_num_shared_experts": 2,
+}
+GPT_OSS: Fields = {
+    "head_dim": 64,
+    "num_key_value_heads": 8,
+    "sliding_window": 128,
+    "attention_bias": True,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 150000.0,
+    "max_position_embeddings": 131_072,
+}
+GPT_OSS_ROPE: Fields = {
+    "rope_type": "yarn",
+    "factor": 32.0,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "truncate": False,
+    "original_max_position_embeddings": 4096,
+}
+_QWEN3_NEXT: Fields = {
+    "num_attention_heads": 16,
+    "head_dim": 256,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 32768,
+    "linear_conv_kernel_dim": 4,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 32,
+}
+QWEN3_NEXT: Fields = {
+    **_QWEN3_NEXT,
+    "norm_topk_prob": True,
+    "moe_intermediate_size": 512,
+    "shared_expert_intermediate_size": 512,
+    "num_experts": 512,
+    "num_experts_per_tok": 10,
+}
+QWEN3_5: Fields = {
+    **_QWEN3_NEXT,
+    "vocab_size": 248_320,
+    "hidden_size": 4096,
+    "intermediate_size": 12288,
+    "num_hidden_layers": 32,
+    "num_key_value_heads": 4,
+}
+QWEN3_5_MOE: Fields = {
+    **_QWEN3_NEXT,
+    "vocab_size": 248_320,
+    "hidden_size": 2048,
+    "num_hidden_layers": 40,
+    "moe_intermediate_size": 512,
+    "shared_expert_intermediate_size": 512,
+    "num_experts": 256,
+    "num_experts_per_tok": 8,
+}
+GEMMA3: Fields = {
+    "vocab_size": 262_208,
+    "hidden_size": 2304,
+    "intermediate_size": 9216,
+    "num_hidden_layers": 26,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 256,
+    "rms_norm_eps": 1e-6,
+    "max_position_embeddings": 131_072,
+    "query_pre_attn_scalar": 256,
+    "sliding_window": 4096,
+    "sliding_window_pattern": 6,
+    "tie_word_embeddings": True,
+}
