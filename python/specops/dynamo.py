@@ -79,7 +79,7 @@ def params_of(request: Mapping[str, Any]) -> SamplingParams:
     Raises:
         ValueError: something is asked that does not exist here, or has a wrong value.
     """
-    values: dict[str, Any] = {"max_tokens": None}
+    values: dict[str, Any] = {"max_tokens": None, "cache_salt": _cache_salt(request)}
     for group, names in _FIELDS.items():
         for name, value in (request.get(group) or {}).items():
             if value is None or name in _OTHERS:
@@ -105,6 +105,15 @@ def params_of(request: Mapping[str, Any]) -> SamplingParams:
         return SamplingParams(**values)
     except TypeError as error:  # a form that does not exist
         raise ValueError(f"guided_decoding: {error}") from None
+
+
+def _cache_salt(request: Mapping[str, Any]) -> str | None:
+    """Return the cache salt that Dynamo's frontend resolved; an empty one is none."""
+    extra = request.get("extra_args") or {}
+    for place in (request.get("routing"), request.get("nvext"), extra.get("nvext")):
+        if isinstance(place, Mapping) and place.get("cache_salt"):
+            return str(place["cache_salt"])
+    return None
 
 
 class SpecopsBackend(LLMEngine):  # type: ignore[misc]

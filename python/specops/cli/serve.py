@@ -110,6 +110,14 @@ def _add_server_options(parser: argparse.ArgumentParser) -> None:
     )
     add("--api-key-file", metavar="FILE", help="further keys, one a line")
     add(
+        "--cache-scope",
+        choices=("key", "server"),
+        default="key",
+        help="requests that share pages of the prefix cache and earlier responses to draft from: "
+        "those of one API key, or all of the server (default: %(default)s). cache_salt of a "
+        "request separates further",
+    )
+    add(
         "--allowed-hosts",
         metavar="NAME",
         action="append",
@@ -278,6 +286,7 @@ def _app(
         tool_call_parser=args.tool_call_parser,
         chat_template=args.chat_template,
         access=access,
+        cache_scope=args.cache_scope,
     )
     _say_where(client, args.host, listener.getsockname()[1])
     return app, {

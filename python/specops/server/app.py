@@ -14,7 +14,7 @@ import socket
 import sys
 from collections.abc import AsyncIterator, Callable, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import uvicorn
 from fastapi import APIRouter, Depends, FastAPI, Request, Response
@@ -118,6 +118,7 @@ def make_app(
     tool_call_parser: str | None = None,
     chat_template: str | Path | None = None,
     access: Access | None = None,
+    cache_scope: Literal["key", "server"] = "key",
 ) -> FastAPI:
     """The application that serves an engine.
 
@@ -136,6 +137,8 @@ def make_app(
         chat_template: file of one to use instead of the model's, or a name of `_TEMPLATES`.
         access: by which names it is asked, from whose pages, and through which proxies; by default
             by any name, from no other page, and through no proxy.
+        cache_scope: "key", requests of different keys share no pages of the prefix cache and no
+            earlier responses to draft from; "server", they share both.
 
     Raises:
         ValueError: the chat template cannot be read, a key is empty, or the parser is unknown.
@@ -152,6 +155,7 @@ def make_app(
     _add_own_routes(app, client, has_metrics=not metrics_apart)
     if not metrics_apart:
         add_metrics(app, metrics)
+    clients = Clients(api_keys, cache_scope)
     generation = Generation(
         client.capabilities,
         dispatch,
@@ -159,12 +163,13 @@ def make_app(
         chat_format,
         max_body_bytes=max_body_bytes,
         body_timeout=body_timeout,
+        shares_caches=clients.shares_caches,
     )
     api = _openai_routes(generation)
     app.include_router(api)
     _add_description(app, api if api_keys else None)
     _add_error_handlers(app, api)
-    _add_middleware(app, access, metrics, Clients(api_keys))
+    _add_middleware(app, access, metrics, clients)
     return app
 
 

@@ -122,9 +122,10 @@ class Turn:
 class Intake:
     """Middleware around an application: says who asks, and gives turns to requests with bodies.
 
-    `state` of a request gets `client`, a name; `may_ask`; `turn`, a `Turn`; and `send_body`, which
-    goes around the other middleware: of an answer that has begun it wants to know nothing more. It
-    has `is_gone` already, by which a connection says whether it has ended (connections.py).
+    `state` of a request gets `client`, a name; `cache_scope`, of that client; `may_ask`; `turn`, a
+    `Turn`; and `send_body`, which goes around the other middleware: of an answer that has begun it
+    wants to know nothing more. It has `is_gone` already, by which a connection says whether it has
+    ended (connections.py).
 
     Args:
         app: the application.
@@ -142,7 +143,9 @@ class Intake:
         name, may_ask = self._clients.identify(HTTPConnection(scope))
         turn = Turn(self._turns, name)
         state = scope.setdefault("state", {})
-        state.update(client=name, may_ask=may_ask, turn=turn, send_body=send)
+        cache_scope = self._clients.cache_scope(name)
+        state.update(client=name, cache_scope=cache_scope, may_ask=may_ask)
+        state.update(turn=turn, send_body=send)
         # Another HTTP server than ours does not say.
         is_gone: Callable[[], bool] = state.setdefault("is_gone", lambda: False)
 

@@ -4,7 +4,7 @@
 import asyncio
 import itertools
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -84,6 +84,7 @@ class Job:
         client: who asks, as slots are shared among clients.
         streaming: hand out every step's output, rather than finished choices only.
         kv_transfer: the prompt's pages come from another engine, or are for one.
+        hidden_drafters: drafters whose rejected drafts are not reported.
 
     Attributes:
         number: of no other job.
@@ -102,8 +103,10 @@ class Job:
         client: str,
         streaming: bool,
         kv_transfer: KvTransfer | None = None,
+        hidden_drafters: Collection[str] = (),
     ) -> None:
         self.kv_transfer = kv_transfer
+        self.hidden_drafters = hidden_drafters
         self.number = next(_numbers)
         self.client = client
         self.prompts = list(prompts)
