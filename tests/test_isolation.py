@@ -3,6 +3,8 @@
 """Nothing that a request leaves behind is visible to a client with another key, or another salt."""
 
 import json
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,9 +18,11 @@ import httpx
 from checkpoints import make_checkpoint, write_tokenizer
 from fake_engine import FakeEngine
 from serving import Served, serving
+from specops.cli.serve import main
 from specops.engine import Engine, EngineConfig, SamplingParams, SpeculativeConfig
 from specops.engine.outputs import HIDDEN, StepDrafts, without_rejected
 from specops.server.clients import Clients, scoped_salt
+from specops.service.file_lock import FileLock
 
 KEYS = ["alice", "bob", "carol"]
 PROMPT = list(range(20, 52))  # two pages
@@ -264,3 +268,35 @@ def test_scopes_of_keys() -> None:
 def test_salts_are_texts(wrong: Any) -> None:
     with pytest.raises(ValueError, match=r"^cache_salt must be"):
         SamplingParams(cache_salt=wrong)
+
+
+# ---- a file of two servers ----
+
+
+def test_two_servers_do_not_save_to_one_file(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    file = tmp_path / "cache"
+    holder = (
+        "import sys; from specops.service.file_lock import FileLock\n"
+        "lock = FileLock('suffix_cache', sys.argv[1]); print('held', flush=True); sys.stdin.read()"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", holder, str(file)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as process:
+        assert process.stdout is not None and process.stdout.readline() == "held\n"
+        assert main(["--suffix-cache", str(file), "--port", "0"]) == 2
+        error = capsys.readouterr().err
+        assert f"suffix_cache: {file} is in use by another server (process {process.pid})" in error
+        process.kill()
+    with FileLock("suffix_cache", str(file)):
+        with pytest.raises(ValueError, match="is in use by another server"):
+            FileLock("suffix_cache", str(file))
+        lock = tmp_path / "cache.lock"
+        assert lock.stat().st_mode & 0o777 == 0o600
+    with FileLock("suffix_cache", str(file)):
+        pass
+    FileLock("suffix_cache", str(tmp_path / "nowhere" / "file"))  # the engine says what is wrong

@@ -36,6 +36,7 @@ from specops.engine.config import EngineConfig
 from specops.engine.outputs import TokenLogprob
 from specops.engine.sampling_params import SamplingParams
 from specops.engine.structured import StructuredOutput
+from specops.service.file_lock import FileLock
 from specops.service.messages import Batch, Event, Failed, KvTransfer, Output, Refused, Submit
 from specops.service.process import EngineProcess, ProcessClient
 from specops.service.wire import Setup
@@ -134,6 +135,8 @@ class SpecopsBackend(LLMEngine):  # type: ignore[misc]
         self._numbers = itertools.count()
         self._publisher: Any = None
         self._has_ended = False
+        file = setup.settings.get("suffix_cache")
+        self._lock = None if file is None else FileLock("suffix_cache", file)
 
     @classmethod
     async def from_args(

@@ -29,6 +29,7 @@ from specops.cli.roles import (
     setups,
 )
 from specops.engine.config import EngineConfig
+from specops.service.file_lock import FileLock
 from specops.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -230,6 +231,8 @@ def serve(given: Sequence[str], program: str) -> int:
         try:
             settings = plain_settings(args)
             config = EngineConfig.from_plain(settings)
+            if config.suffix_cache is not None:
+                stack.enter_context(FileLock("suffix_cache", config.suffix_cache))
             processes = []
             for setup in setups(args, settings):  # they load while everything else is made ready
                 processes.append(_process(setup))
