@@ -97,6 +97,8 @@ class FakeEngine:
         names = [f"suffix_cache_{what}" for what in ("requests", "tokens", "bytes")]
         self.drafter_gauges = dict.fromkeys(names, 0)
         self.has_unsaved_drafters = False
+        self.drafters_of_common_text: set[str] = set()
+        self.salts: list[str | None] = []  # of all requests so far
         self.times_drafting = times_drafting
         self.num_pages = 1000
         self.step_seconds = step_seconds
@@ -150,6 +152,7 @@ class FakeEngine:
         if (1 if params.max_tokens is None else params.max_tokens) > room:
             raise ContextOverflow(f"a prompt of {len(prompt)} tokens exceeds the context")
         self.owners.add(tuple(owners))
+        self.salts.append(params.cache_salt)
         config = self.config.speculative_config
         if speculative_config is not None:
             config = self.config.speculative_for(speculative_config, self.runnable_methods)

@@ -15,7 +15,8 @@ def check_pages(pool: PagePool) -> None:
     assert shared == pool.num_shared_pages, "shared pages are counted wrongly"
     assert not (free & set(pool._place_of)), "a free page is findable"
     assert cached <= set(pool._place_of), "a cached page is not findable"
-    found, prefixes = {}, [pool._root]
+    assert all(root.children for root in pool._roots.values()), "a salt without a page"
+    found, prefixes = {}, [*pool._roots.values()]
     while prefixes:
         prefix = prefixes.pop()
         assert prefix.pages or prefix.parent is None, "a prefix without a page"

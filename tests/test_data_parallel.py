@@ -200,6 +200,15 @@ def test_only_the_latest_prefixes_are_remembered() -> None:
     assert prefixes.num_known(second, 1) == 0 and prefixes.num_known(second, 0) == 1
 
 
+def test_a_prefix_of_another_salt_is_another_one() -> None:
+    prefixes = Prefixes(page_size=2, most=10)
+    salts = (None, "a", "b")
+    names = [tuple(prefixes.pages([1, 2, 3, 4], salt)) for salt in salts]
+    assert len({one for name in names for one in name}) == 6
+    prefixes.note(names[1], 0)
+    assert [prefixes.num_known(name, 0) for name in names] == [0, 2, 0]
+
+
 # ---- processes ----
 
 

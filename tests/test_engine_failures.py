@@ -57,7 +57,8 @@ OF_A_REQUEST = {"draft_kv", "start", "stop", "leave"}
 OF_A_STEP = {"plan", "new_step", "finish"}
 OF_A_LAUNCH = {"fill", "launch", "read"}  # a `DrafterStep`'s
 # When an engine begins, and has nothing to do; `kv_tensors` where it has a role.
-AT_REST = {"allocate", "forget", "gauges", "is_unsaved", "kv_tensors", "save"}
+AT_REST = {"allocate", "drafts_common_text", "forget"}
+AT_REST |= {"gauges", "is_unsaved", "kv_tensors", "save"}
 
 METHODS: dict[str, dict[str, Any]] = {
     "ngram": {"method": "ngram", "num_speculative_tokens": 4, "min_ngram_size": 1},
@@ -361,6 +362,11 @@ def test_what_outlives_an_engine_may_raise(
         f"suffix_cache_{what}" for what in ("bytes", "requests", "tokens")
     ]
     assert "gauges of drafter ngram failed" in caplog.text
+    monkeypatch.setattr(
+        kind, "drafts_common_text", property(Planted(lambda self: False, times=10**9))
+    )
+    assert engine.drafters_of_common_text == {"ngram"}
+    assert "drafts_common_text of drafter ngram failed" in caplog.text
 
 
 @pytest.mark.parametrize("strategy", ["rejection", "block"])

@@ -111,8 +111,25 @@ def hand_over(prefill: PagesEngine, decode: PagesEngine, params: SamplingParams)
     moved = []
     for prompt in PROMPTS:
         pages = prefill.take_pages(prompt, params)
-        moved.append(decode.give_pages(pages, decode.expected(prompt, params)))
+        expected = decode.expected(prompt, params)
+        moved.append(decode.give_pages(pages, expected, params.cache_salt))
     return moved
+
+
+@pytest.mark.parametrize("kind", ["heads", "states"])
+def test_pages_are_found_with_the_salt_of_their_request_alone(
+    models: dict[str, Path], kind: str
+) -> None:
+    prefill, decode = (make(NAIVE, model=str(models[kind])) for _ in range(2))
+    salted = replace(GREEDY, cache_salt="a")
+    moved = hand_over(prefill, decode, salted)
+    assert sum(moved) > 0
+    for other in (GREEDY, replace(GREEDY, cache_salt="b")):
+        assert prefill.take_pages(PROMPTS[-1], other).header.num_pages == 0
+        found = decode.generate(PROMPTS[-1:], other)[0]
+        assert found.num_cached_tokens == 0
+        assert found.token_ids == decode.generate(PROMPTS[-1:], salted)[0].token_ids
+    assert decode.generate(PROMPTS[-1:], salted)[0].num_cached_tokens >= 16 * moved[-1]
 
 
 CASES = [

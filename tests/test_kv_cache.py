@@ -398,6 +398,29 @@ class Sharing(RuleBasedStateMachine):
             assert self.content[page] == content
 
 
+def test_pages_are_found_with_their_salt_alone() -> None:
+    pool = PagePool(4, 2, enable_prefix_caching=True)
+    for salt in ("a", None):
+        pages = pool.allocate(1)
+        assert pages is not None
+        assert pool.register(pages[0], None, [1, 2], None, salt) == pages[0], "another's page"
+        pool.release(pages)
+    assert pool.match_prefix([1, 2], 2, None, "b") == []
+    found = [pool.match_prefix([1, 2], 2, None, salt) for salt in ("a", None)]
+    assert [len(one) for one in found] == [1, 1] and found[0] != found[1]
+    for one in found:
+        pool.release(one)
+    check_pages(pool)
+    # A salt is forgotten with its last page, however many there were.
+    for number in range(50):
+        pages = pool.allocate(2)
+        assert pages is not None
+        pool.register(pages[0], None, [number, 2], None, f"salt {number}")
+        pool.release(pages)
+    assert len(pool._roots) <= pool.num_pages
+    check_pages(pool)
+
+
 def test_histories_against_a_slow_pool() -> None:
     run_state_machine_as_test(
         Sharing,

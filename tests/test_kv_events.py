@@ -66,7 +66,9 @@ class Subscriber:
 def cached(engine: Engine) -> set[tuple[int, ...]]:
     """The prefixes that the pool has."""
     found: set[tuple[int, ...]] = set()
-    waiting: list[tuple[Any, tuple[int, ...]]] = [(engine._pool._root, ())]
+    waiting: list[tuple[Any, tuple[int, ...]]] = [
+        (root, ()) for root in engine._pool._roots.values()
+    ]
     while waiting:
         prefix, before = waiting.pop()
         for data, child in prefix.children.items():
@@ -187,6 +189,22 @@ def test_pages_from_another_engine_are_told_as_well(engine: Engine) -> None:
     one, other = pool.events[1:]
     assert isinstance(one, BlockStored) and isinstance(other, BlockStored)
     assert other.parent_block_hash == one.block_hashes[0] != other.block_hashes[0]
+
+
+def test_hashes_depend_on_the_salt(engine: Engine) -> None:
+    """A block of equal tokens has another hash under another salt, and so have all behind it."""
+    pool = engine._pool
+    assert isinstance(pool, TellingPool)
+    before = len(pool.events)
+    for salt in (None, "a", "b"):
+        pages = pool.allocate(2)
+        assert pages is not None
+        first = pool.register(pages[0], None, range(SIZE), None, salt)
+        pool.register(pages[1], first, range(SIZE), None, salt)
+        pool.release(pages)
+    stored = pool.events[before:]
+    hashes = [one.block_hashes[0] for one in stored if isinstance(one, BlockStored)]
+    assert len(stored) == 6 == len(set(hashes))
 
 
 @pytest.mark.parametrize("name", ["endpoint", "replay"])

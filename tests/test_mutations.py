@@ -1352,8 +1352,8 @@ SUFFIX = [
     Mutation(
         "more is given back than two tokens for one",
         "suffix_tree/suffix_cache.cpp",
-        "shared->reclaim(kReclaimPerToken * appended)",
-        "shared->reclaim(kReclaimPerToken * appended + 1)",
+        "reclaim(kReclaimPerToken * appended)",
+        "reclaim(kReclaimPerToken * appended + 1)",
         PROGRAM,
         "program",
     ),
@@ -1400,8 +1400,8 @@ SUFFIX = [
     Mutation(
         "one token more than the budget",
         "suffix_tree/suffix_cache.cpp",
-        "shared->num_tokens() > options.max_cached_tokens",
-        "shared->num_tokens() > options.max_cached_tokens + 1",
+        "num_tokens > options.max_cached_tokens",
+        "num_tokens > options.max_cached_tokens + 1",
         PROGRAM,
         "program",
     ),

@@ -1553,6 +1553,7 @@ def test_every_sampling_parameter_reaches_the_engine(tiny: Served, model_dir: Pa
     others |= {"report_drafts"}  # no parameter of sampling: of what a stream tells
     others |= {"prompt_logprobs"}  # tests/test_prompt_logprobs.py
     others |= {"prediction"}  # of chats; tests/conformity.py
+    others |= {"cache_salt"}  # sent as a digest; tests/test_isolation.py
     given = {*common, *own, "logit_bias"}
     assert given | others == {field.name for field in dataclasses.fields(SamplingParams)}
     last = events(post(tiny, "completions", body | STREAM))[-1]

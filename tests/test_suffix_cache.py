@@ -5,9 +5,12 @@ What a tree counts and drafts is proven in test_suffix_tree.py.
 """
 
 import array
+import base64
+import os
 import random
 import re
 import threading
+import zlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -971,7 +974,7 @@ def test_other_files(tmp_path: Path) -> None:
     whole = bytearray(path.read_bytes())
     whole[16] += 1
     path.write_bytes(whole)
-    refused(path, "has format 2, and format 1 is what this version reads")
+    refused(path, "has format 3, and format 2 is the latest that this version reads")
     whole[16] -= 1
     whole[20:24] = whole[20:24][::-1]
     path.write_bytes(whole)
@@ -997,6 +1000,138 @@ def test_what_the_system_refuses(tmp_path: Path) -> None:
         with pytest.raises(TypeError):
             cache.load(wrong)  # type: ignore[arg-type]
     sound(cache)
+
+
+# A file of format 1, of `add([1, 2, 3])` and `add([1, 2, 4])` with max_tree_depth 4.
+FIRST_FORMAT = (
+    b"c-rk&U1%It6h1RMGrK$czq3j9FZ&;pCQ&1{>Pk@(MQy1fn2KGfir(336%!1i#Awq}@vUw^)Ic8grM7R$gVnr9ON$"
+    b"^BRD5yzB7N~i5w1cgHQ0LYojc=XOky5<Q1A@reBZtIoO93IJ3n`3+I)U$dZse-TD$$?8vqgjC;?dtfGvlfc;LCY%"
+    b"d?A9FO#I`y6^la@9z3`c}@{+Szt)u?9t}o#}3^1jB%FE68)zpn?HSZY3e(FoP!$dTv*<l{~}>EO^e$0caA*#=){#"
+    b"%o7Ei<b%Q`j+>8I-9F#n9^Bx~3)+=KIC)b|5^y!al=fUUi%<H6*{QY8M_I`h4_K|}Zk4s{2oSNsvge%pF&YK4TI="
+    b"|M|SC0Xl4V~l2<oeBxHT8Sy^2<|~&uxhBytnon!?ERC*S!cI-_PgU_IXfazc~CuFrg(8Xvsus1&G{INT8(>g{VX$"
+    b"L9{9fkucGhLL_2pB#Ig{gCvfcK%PWRnIV!!G)ShMCOs#$R+#jfI_Wbb#4xqCMzSZBR+RVUSReXnB#(VD5+E6V6_y"
+    b"k}Uc@~8n2*honGFK)nQT_VSeqGUyd5WHoGBsV?JGbkOF>dKlca`PM=hc@PzO-$*jrpS=&~V~?Q+?$%UC^znKF}Rv"
+    b"MuM_Rcz<U2v(5hbsNt9D`NlmATlkW4x_#*#;3pd`iisvAbh-j*PZv{Z~Xq3e?}I>2en%>`FnGr_{{od>u#X-p}v9"
+    b"|W$&qPf1K~ZSo>)BhsEYK$@8sde)P2cUOG7MUQ`}YLll^4Nsu}$&F`}+1K%k9REKiast;JzhE=Is)w)%wS=pjh9i"
+    b"Tl0^==BT(I8i(LB>K*s?soHI^@eV!dMh?B^qNa4#hG}FqVWuiKZA!L%Nq5jAhs;&)f@ooc3*;gPVI3>YgqZi?A}p"
+    b"VReRs-_#=NXg5m%VdVu57j|>-n+BF?4UJlZBUXKorb?<#!7*1eMXIuf#;Of6ri0N(BaB5cu$x&d(im&S@gBR%Vw5"
+    b"IWD+%fRM-MKP?R;s_d#JG?vuz%iVB~gd_%>WotBkALuo^=au2uhpq~1Z{PkS|;r7CY~ki|+k4MDC<!<_0+sL}|ha"
+    b"mZI_VnXun|4yW$+Sn06bDR9@yw4;1PwYk|;-9mXAJcn;pSq3TUBd63E$a5?%WZKV-ujwiUTqt{y{O~t9JGUc<Nu-"
+    b"W%CiE$Y!<F9kFI{8{q<Y{-eZdFX~<#+j(N^Jtmn9U*0DX__Ka7=*m%#0rw<kGeBC*RC?XGQ-w<sU=lDPLd7}ICiH"
+    b"k4Ep8wZdp1dsXchA}F%=^K>!oKF@AEa$7wE"
+)
+
+
+def test_a_file_of_format_1_is_of_no_named_scope(tmp_path: Path) -> None:
+    path = tmp_path / "x"
+    path.write_bytes(zlib.decompress(base64.b85decode(FIRST_FORMAT)))
+    assert SuffixCache.read_label(path) == "old"
+    cache = SuffixCache(max_tree_depth=4)
+    cache.load(path)
+    assert cache.num_cached_requests == 2 and cache.num_common_requests == 0
+    cache.start("same", [1, 2])
+    cache.start("other", [1, 2], scope="other")
+    assert cache.speculate("same", 4).token_ids == [4]
+    assert cache.speculate("other", 4).token_ids == []
+    sound(cache)
+
+
+def test_only_their_owner_may_read_files(tmp_path: Path) -> None:
+    path = tmp_path / "x"
+    path.touch(mode=0o644)
+    before = os.umask(0)
+    try:
+        corpus().save(path)
+    finally:
+        os.umask(before)
+    assert path.stat().st_mode & 0o777 == 0o600
+
+
+# ---- scopes ----
+
+
+def test_no_draft_comes_from_another_scope(tmp_path: Path) -> None:
+    cache = SuffixCache(max_tree_depth=8)
+    said = {"": 10, "a": 20, "b": 30}
+    for scope, token in said.items():
+        cache.start(("first", scope), [1], scope=scope)
+        cache.extend(("first", scope), [2, 3, token, token + 1])
+        cache.stop(("first", scope))
+    cache.add([2, 3, 40, 41], scope=None)
+    cache.add([7, 8, 50], scope="a")
+    path = tmp_path / "x"
+    cache.save(path)
+    loaded = SuffixCache(max_tree_depth=8)
+    loaded.load(path)
+    for one in (cache, loaded):
+        assert one.num_scopes == 3 and one.num_common_requests == 1
+        for scope in (*said, "new"):
+            one.start(("second", scope), [2, 3], scope=scope)
+            own = said.get(scope)
+            tree = one.speculate(("second", scope), 4, use_tree=True).token_ids
+            assert set(tree) == ({40, 41} if own is None else {own, own + 1}), "of its scope first"
+            longer = one.speculate(("second", scope), 4, context=[2, 3, 40]).token_ids
+            assert longer == [41], "all scopes have the common tree"
+            found = one.speculate(("second", scope), 4, context=[7, 8]).token_ids
+            assert found == ([50] if scope == "a" else [])
+        rows = [one.start(("row", scope), [1, 2], scope=scope) for scope in said]
+        drafts = torch.full((3, 2), -1, dtype=torch.int32)
+        one.step(
+            *(torch.tensor(rows), ints(3, 3, 3).view(3, 1), ints(1, 1, 1), ints(2, 2, 2)),
+            draft_token_ids=drafts,
+        )
+        assert drafts[:, 0].tolist() == list(said.values())
+        sound(one)
+
+
+def test_budgets_are_those_of_all_scopes_together() -> None:
+    """The oldest response leaves, of whatever scope, and an unused scope leaves nothing behind."""
+    cache = SuffixCache(max_tree_depth=4, max_cached_requests=3)
+    for number in range(40):
+        cache.start(number, [1], scope=f"scope {number}")
+        cache.extend(number, [2, 3, number])
+        cache.stop(number)
+        assert cache.cached_requests == list(range(max(number - 2, 0), number + 1))
+        assert cache.num_scopes == 1 + min(number + 1, 3)
+        sound(cache)
+    cache = SuffixCache(max_tree_depth=4, max_cached_tokens=100)
+    for number in range(40):
+        cache.start(number, [1], scope=f"scope {number % 7}")
+        cache.extend(number, list(range(10)))
+        cache.stop(number)
+        assert cache.num_cached_tokens == min(10 * (number + 1), 100)
+        sound(cache)
+
+
+def test_memory_of_many_scopes_is_bounded() -> None:
+    budget = 1 << 20
+    cache = SuffixCache(max_tree_depth=16, max_cached_bytes=budget)
+    rng = random.Random(5)
+    most = 0
+    for number in range(60):
+        scope = f"scope {number}" if number % 2 else "busy"
+        tokens = text(rng, 4000 if number % 3 else 20_000, 50)
+        cache.start(number, [1], scope=scope)
+        cache.extend(number, tokens)
+        cache.stop(number)
+        most = max(most, cache.num_bytes)
+        assert cache.num_cached_requests < 40
+    sound(cache)
+    assert most < 4 * budget and cache.num_scopes < 40
+    for number in cache.cached_requests:
+        cache.evict(number)
+    cache.reclaim()
+    assert cache.num_scopes == 1
+    sound(cache)
+
+
+def test_scopes_are_texts() -> None:
+    cache = SuffixCache()
+    with pytest.raises(ValueError, match=r"^SuffixCache\.start: scope must be a str, got 3"):
+        cache.start(1, [1], scope=3)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"^SuffixCache\.add: scope must be a str, or None, got 3"):
+        cache.add([1], scope=3)  # type: ignore[arg-type]
+    assert cache.running_requests == cache.cached_requests == []
 
 
 def test_loading_wants_an_empty_cache(tmp_path: Path) -> None:

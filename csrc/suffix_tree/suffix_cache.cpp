@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // Requests stand in slots; a linked list through them is the order in which those that are cached were
-// started. One mutex guards everything but the trees that the builder thread is at work on.
+// started, whatever their scope. One mutex guards everything but the trees that the builder thread is
+// at work on.
 #include "suffix_tree/suffix_cache.h"
 
 #include <unistd.h>
@@ -10,7 +11,9 @@
 #include <condition_variable>
 #include <cstring>
 #include <deque>
+#include <map>
 #include <mutex>
+#include <set>
 #include <stdexcept>
 #include <thread>
 #include <utility>
@@ -26,6 +29,8 @@ constexpr int32_t kNoSequence = -1;
 // For each token appended so many of those taken out are given back: more than one, so that what
 // waits gets less.
 constexpr int64_t kReclaimPerToken = 2;
+// Shared trees may keep twice the budget of bytes and so many more, freed memory included.
+constexpr int64_t kSpareBytes = int64_t{1} << 20;
 // Trees of ended requests are kept for later ones, so many and not larger than this.
 constexpr size_t kMaxIdleTrees = 256;
 constexpr int64_t kMaxIdleTreeBytes = int64_t{1} << 18;
@@ -81,13 +86,27 @@ struct Build {
   std::atomic<bool> cancelled{false};
 };
 
+// The responses of one scope, or, of the common one, those that every request drafts from.
+struct SharedTree {
+  SharedTree(std::string name, int32_t max_depth, bool common)
+      : name(std::move(name)), common(common), tree(std::make_unique<SuffixTree>(max_depth)) {}
+  const std::string name;
+  const bool common;
+  std::unique_ptr<SuffixTree> tree;
+  int64_t users = 0;  // slots that name it
+  // Part of the cache's totals, as of the last change.
+  int64_t tokens = 0, pending = 0, used_bytes = 0, taken_bytes = 0;
+  bool is_reclaimed = false;  // listed among those that have something to give back
+};
+
 struct Request {
   int64_t number = -1;  // -1: the slot is free
   int64_t generation = 0;
   int64_t step = 0;  // the last step that it was part of
   bool running = false;
-  int32_t shared = kNoSequence;                // in the shared tree
-  int32_t older = kNoSlot, younger = kNoSlot;  // of those in the shared tree
+  SharedTree* scope = nullptr;                 // nullptr: there are no shared trees
+  int32_t shared = kNoSequence;                // in that tree
+  int32_t older = kNoSlot, younger = kNoSlot;  // of those in a shared tree
   int32_t earlier = kNoSlot, later = kNoSlot;  // of those running
   std::unique_ptr<OwnTree> own;                // of a running request; nullptr while it is built
   std::shared_ptr<Build> build;
@@ -157,17 +176,28 @@ void copy_draft(const SuffixDraft& from, SuffixDraft& to) {
   to.match_len = from.match_len;
 }
 
-std::unique_ptr<SuffixTree> make_shared_tree(const SuffixCacheOptions& options) {
-  bool off = options.max_cached_requests == 0 || options.max_cached_tokens == 0 ||
-             options.max_cached_bytes == 0;
-  return off ? nullptr : std::make_unique<SuffixTree>(options.max_tree_depth);
+bool has_shared_trees(const SuffixCacheOptions& options) {
+  return options.max_cached_requests != 0 && options.max_cached_tokens != 0 &&
+         options.max_cached_bytes != 0;
 }
 
-// A file: the label, this head, the requests' handles, the tree.
+// A file: the label, this head, the places of the requests, and of each tree its name and itself.
+// Format 1 has no number of trees, a handle for each place, and one tree without a name.
 struct FileHead {
   int64_t max_depth;
   int64_t num_requests;
+  int64_t num_trees;
 };
+constexpr size_t kFirstHeadBytes = 2 * sizeof(int64_t);
+
+struct FilePlace {
+  int32_t tree;
+  int32_t handle;
+};
+
+// Before a tree's name in a file.
+constexpr char kScoped = 's';
+constexpr char kCommon = 'c';
 
 std::string next_text(FileReader& file) {
   std::string text(file.section_bytes(), '\0');
@@ -179,7 +209,9 @@ std::string next_text(FileReader& file) {
 
 struct SuffixCache::State {
   explicit State(const SuffixCacheOptions& given)
-      : options(given), depth(given.max_tree_depth), shared(make_shared_tree(given)) {}
+      : options(given), depth(given.max_tree_depth), has_shared(has_shared_trees(given)) {
+    if (has_shared) tree_of("");
+  }
 
   ~State() {
     if (!builder.joinable()) return;
@@ -235,41 +267,144 @@ struct SuffixCache::State {
     if (request.running || request.shared != kNoSequence) return;
     free_slots.push_back(slot_of(request));
     request.number = -1;
+    SharedTree* scope = std::exchange(request.scope, nullptr);
+    if (scope != nullptr) leave(*scope);
   }
 
-  // ---- the shared tree ----
+  // ---- shared trees ----
+
+  // The tree of a scope, made where it is wanted first.
+  SharedTree& tree_of(const std::string& scope) {
+    std::unique_ptr<SharedTree>& found = trees[scope];
+    if (found == nullptr) {
+      found = std::make_unique<SharedTree>(scope, options.max_tree_depth, false);
+      account(*found);
+    }
+    return *found;
+  }
+
+  SharedTree& common_tree() {
+    if (common == nullptr) {
+      common = std::make_unique<SharedTree>("", options.max_tree_depth, true);
+      account(*common);
+    }
+    return *common;
+  }
+
+  void join(Request& request, SharedTree& tree) {
+    request.scope = &tree;
+    ++tree.users;
+  }
+
+  // A scope of its own ends with its last request: its memory goes back to the system.
+  void leave(SharedTree& tree) {
+    if (--tree.users > 0 || tree.common || tree.name.empty()) return;
+    num_tokens -= tree.tokens;
+    num_pending -= tree.pending;
+    used_bytes -= tree.used_bytes;
+    taken_bytes -= tree.taken_bytes;
+    forget_reclaiming(tree);
+    trees.erase(trees.find(tree.name));
+  }
+
+  void forget_reclaiming(SharedTree& tree) {
+    if (!std::exchange(tree.is_reclaimed, false)) return;
+    to_reclaim.erase(std::find(to_reclaim.begin(), to_reclaim.end(), &tree));
+  }
+
+  // Brings the totals up to date after a tree has changed.
+  void account(SharedTree& shared) {
+    const SuffixTree& tree = *shared.tree;
+    num_tokens += tree.num_tokens() - shared.tokens;
+    num_pending += tree.num_pending_tokens() - shared.pending;
+    used_bytes += tree.num_used_bytes() - shared.used_bytes;
+    taken_bytes += tree.num_bytes() - shared.taken_bytes;
+    shared.tokens = tree.num_tokens();
+    shared.pending = tree.num_pending_tokens();
+    shared.used_bytes = tree.num_used_bytes();
+    shared.taken_bytes = tree.num_bytes();
+    if (shared.pending > 0 && !shared.is_reclaimed) {
+      shared.is_reclaimed = true;
+      to_reclaim.push_back(&shared);
+    }
+  }
+
+  int64_t reclaim(int64_t most) {
+    int64_t given = 0;
+    while (given < most && !to_reclaim.empty()) {
+      SharedTree& shared = *to_reclaim.back();
+      given += shared.tree->reclaim(most - given);
+      account(shared);
+      if (shared.pending > 0) break;
+      shared.is_reclaimed = false;
+      to_reclaim.pop_back();
+    }
+    return given;
+  }
 
   void evict(Request& request) {
-    shared->remove(request.shared);
+    request.scope->tree->remove(request.shared);
+    account(*request.scope);
     request.shared = kNoSequence;
     cached.remove(slots, slot_of(request));
     free_if_unused(request);
   }
 
   bool over_budget() const {
-    if (options.max_cached_tokens >= 0 && shared->num_tokens() > options.max_cached_tokens) {
-      return true;
-    }
+    if (options.max_cached_tokens >= 0 && num_tokens > options.max_cached_tokens) return true;
     if (options.max_cached_bytes < 0) return false;
     // What is taken out still holds its share until it is given back.
-    auto used = static_cast<double>(shared->num_used_bytes());
-    auto tokens = static_cast<double>(shared->num_tokens());
-    double all = tokens + static_cast<double>(shared->num_pending_tokens());
+    auto used = static_cast<double>(used_bytes);
+    auto tokens = static_cast<double>(num_tokens);
+    double all = tokens + static_cast<double>(num_pending);
     return all > 0 && used * (tokens / all) > static_cast<double>(options.max_cached_bytes);
   }
 
   // After so many tokens were appended.
   void keep_within_budgets(int64_t appended) {
     while (cached.first != kNoSlot && over_budget()) evict(slots[cached.first]);
-    if (shared->num_pending_tokens() > 0) shared->reclaim(kReclaimPerToken * appended);
+    if (num_pending > 0) reclaim(kReclaimPerToken * appended);
+    if (trees.size() > 1 && options.max_cached_bytes >= 0 &&
+        (taken_bytes - kSpareBytes) / 2 > options.max_cached_bytes) {
+      drop_emptiest();
+    }
   }
 
-  void begin_shared(Request& request) {
+  // Memory that one tree has freed is of no use to another. Where trees keep too much of it, the
+  // responses of the scope that keeps most are evicted, and its tree gives all of it back.
+  void drop_emptiest() {
+    SharedTree* emptiest = nullptr;
+    int64_t most = 0;
+    for (const auto& [name, tree] : trees) {
+      if (tree->taken_bytes - tree->used_bytes <= most) continue;
+      most = tree->taken_bytes - tree->used_bytes;
+      emptiest = tree.get();
+    }
+    if (emptiest == nullptr) return;
+    ++emptiest->users;
+    for (int32_t slot = cached.first; slot != kNoSlot;) {
+      int32_t next = slots[slot].younger;
+      if (slots[slot].scope == emptiest) evict(slots[slot]);
+      slot = next;
+    }
+    emptiest->tree = std::make_unique<SuffixTree>(options.max_tree_depth);
+    account(*emptiest);
+    forget_reclaiming(*emptiest);
+    leave(*emptiest);
+  }
+
+  void begin_shared(Request& request, SharedTree& tree) {
+    join(request, tree);
     while (options.max_cached_requests >= 0 && cached.size >= options.max_cached_requests) {
       evict(slots[cached.first]);
     }
-    request.shared = shared->start();
+    request.shared = tree.tree->start();
     cached.push(slots, slot_of(request));
+  }
+
+  void append_shared(Request& request, const int32_t* token_ids, int64_t size) {
+    request.scope->tree->append(request.shared, token_ids, size);
+    account(*request.scope);
   }
 
   // ---- own trees ----
@@ -390,16 +525,27 @@ struct SuffixCache::State {
     if (request.own) request.own->tree.speculate(sequence, context, size, draft_options, draft);
   }
 
-  // Replaces the draft where the shared tree has a better one.
-  void draft_shared(int32_t sequence,
+  // Replaces the draft where the request's shared tree has a better one, or the common tree.
+  void draft_shared(const Request& request,
+                    int32_t sequence,
                     const int32_t* context,
                     int64_t size,
-                    DraftOptions draft_options,
+                    const DraftOptions& draft_options,
                     SuffixDraft& draft) const {
-    if (shared == nullptr) return;
+    if (!has_shared) return;
+    draft_better(*request.scope->tree, sequence, context, size, draft_options, draft);
+    if (common) draft_better(*common->tree, kNoSequence, context, size, draft_options, draft);
+  }
+
+  static void draft_better(const SuffixTree& tree,
+                           int32_t sequence,
+                           const int32_t* context,
+                           int64_t size,
+                           DraftOptions draft_options,
+                           SuffixDraft& draft) {
     draft_options.above_score = draft.score;
     SuffixDraft better = scratch().draft(draft_options.max_draft_tokens, draft);
-    shared->speculate(sequence, context, size, draft_options, better);
+    tree.speculate(sequence, context, size, draft_options, better);
     if (better.size > 0) copy_draft(better, draft);
   }
 
@@ -429,23 +575,24 @@ struct SuffixCache::State {
     }
   }
 
-  void append_shared(const SuffixStepParams& params) {
-    if (shared == nullptr) return;
-    // Of the shared tree little is in a cache since the last step; the own ones are small.
+  void append_rows(const SuffixStepParams& params) {
+    if (!has_shared) return;
+    // Of the shared trees little is in a cache since the last step; the own ones are small.
     for (int32_t pass = 0; pass < 3; ++pass) {
       for (int64_t b = 0; b < params.batch; ++b) {
         const Request* request = rows[b].request;
         if (request == nullptr || request->shared == kNoSequence) continue;
         if (params.num_new_tokens[b] == 0) continue;
-        shared->prefetch(request->shared, params.new_token_ids[b * params.new_stride], pass);
+        int32_t token = params.new_token_ids[b * params.new_stride];
+        request->scope->tree->prefetch(request->shared, token, pass);
       }
     }
     int64_t appended = 0;
     for (int64_t b = 0; b < params.batch; ++b) {
-      const Request* request = rows[b].request;
+      Request* request = rows[b].request;
       if (request == nullptr || request->shared == kNoSequence) continue;
       int32_t size = params.num_new_tokens[b];
-      shared->append(request->shared, params.new_token_ids + b * params.new_stride, size);
+      append_shared(*request, params.new_token_ids + b * params.new_stride, size);
       appended += size;
     }
     keep_within_budgets(appended);
@@ -494,7 +641,7 @@ struct SuffixCache::State {
       int64_t size = 0;
       const int32_t* context = row_context(params, b, size);
       int32_t sequence = row.given == 0 ? row.request->shared : kNoSequence;
-      draft_shared(sequence, context, size, draft_options, row.draft);
+      draft_shared(*row.request, sequence, context, size, draft_options, row.draft);
     }
     const SuffixDraft& draft = row.draft;
     int64_t end = row.given + draft.size;
@@ -517,12 +664,12 @@ struct SuffixCache::State {
 
   void step(const SuffixStepParams& params) {
     find_rows(params);
-    // One writer of the shared tree; beside it the own trees, each of them one row's alone.
+    // One writer of the shared trees; beside it the own trees, each of them one row's alone.
     int64_t pieces = (params.batch + kRowsAtOnce - 1) / kRowsAtOnce;
     parallel_for(pieces + 1, 1, [&](int64_t begin, int64_t end) {
       for (int64_t piece = begin; piece < end; ++piece) {
         if (piece == 0) {
-          append_shared(params);
+          append_rows(params);
           continue;
         }
         int64_t last = std::min(piece * kRowsAtOnce, params.batch);
@@ -534,24 +681,48 @@ struct SuffixCache::State {
     });
   }
 
+  template <typename Function>
+  void for_each_tree(Function&& function) const {
+    for (const auto& [name, tree] : trees) function(*tree);
+    if (common) function(*common);
+  }
+
   // ---- checks ----
 
   std::string check() const {
-    if (shared) {
-      std::string wrong = shared->check_integrity();
-      if (!wrong.empty()) return "the shared tree: " + wrong;
-      int64_t tokens = 0;
-      int64_t count = 0;
-      for (int32_t slot = cached.first; slot != kNoSlot; slot = slots[slot].younger) {
-        if (slots[slot].shared == kNoSequence) return "a cached request has no sequence";
-        tokens += shared->length(slots[slot].shared);
-        ++count;
-      }
-      if (count != cached.size || count != shared->num_sequences()) {
-        return "the shared tree and the list of requests differ in number";
-      }
-      if (tokens != shared->num_tokens()) return "the shared tree's tokens are not the requests'";
+    std::map<const SharedTree*, std::pair<int64_t, int64_t>> found;  // requests and tokens
+    int64_t count = 0;
+    for (int32_t slot = cached.first; slot != kNoSlot; slot = slots[slot].younger) {
+      const Request& request = slots[slot];
+      if (request.shared == kNoSequence) return "a cached request has no sequence";
+      auto& [requests, tokens] = found[request.scope];
+      tokens += request.scope->tree->length(request.shared);
+      ++requests;
+      ++count;
     }
+    if (count != cached.size) return "the list of cached requests has another length";
+    int64_t all_tokens = 0;
+    int64_t all_pending = 0;
+    std::string wrong;
+    for_each_tree([&](const SharedTree& shared) {
+      const SuffixTree& tree = *shared.tree;
+      auto [requests, tokens] = found[&shared];
+      if (!wrong.empty()) return;
+      wrong = tree.check_integrity();
+      if (!wrong.empty()) {
+        wrong = "the shared tree: " + wrong;
+      } else if (requests != tree.num_sequences()) {
+        wrong = "the shared tree and the list of requests differ in number";
+      } else if (tokens != tree.num_tokens()) {
+        wrong = "the shared tree's tokens are not the requests'";
+      } else if (shared.users == 0 && !shared.common && !shared.name.empty()) {
+        wrong = "a scope without requests has a tree";
+      }
+      all_tokens += tokens;
+      all_pending += tree.num_pending_tokens();
+    });
+    if (!wrong.empty()) return wrong;
+    if (all_tokens != num_tokens || all_pending != num_pending) return "the totals are wrong";
     int64_t num_running = 0;
     int64_t num_cached = 0;
     int64_t num_free = 0;
@@ -576,8 +747,13 @@ struct SuffixCache::State {
 
   const SuffixCacheOptions options;
   const int64_t depth;
+  const bool has_shared;  // trees of many requests' responses; false: off
   std::mutex mutex;
-  std::unique_ptr<SuffixTree> shared;  // nullptr: off
+  std::map<std::string, std::unique_ptr<SharedTree>> trees;  // by scope; "" has one always
+  std::unique_ptr<SharedTree> common;                        // nullptr until something is added
+  std::vector<SharedTree*> to_reclaim;                       // with tokens to give back
+  // Of all shared trees.
+  int64_t num_tokens = 0, num_pending = 0, used_bytes = 0, taken_bytes = 0;
   std::vector<Request> slots;
   std::vector<int32_t> free_slots;
   Chain<&Request::older, &Request::younger> cached;
@@ -600,7 +776,7 @@ SuffixCache::SuffixCache(const SuffixCacheOptions& options)
 
 SuffixCache::~SuffixCache() = default;
 
-int64_t SuffixCache::start(const int32_t* prompt, int64_t size) {
+int64_t SuffixCache::start(const int32_t* prompt, int64_t size, const std::string& scope) {
   State& state = *state_;
   std::lock_guard<std::mutex> guard(state.mutex);
   Request& request = state.take_slot();
@@ -608,7 +784,7 @@ int64_t SuffixCache::start(const int32_t* prompt, int64_t size) {
   state.running.push(state.slots, state.slot_of(request));
   request.tail.clear();
   request.tail.append(prompt, size, state.depth);
-  if (state.shared) state.begin_shared(request);
+  if (state.has_shared) state.begin_shared(request, state.tree_of(scope));
   if (state.options.background_tokens >= 0 && size >= state.options.background_tokens) {
     state.build_in_background(request, prompt, size);
   } else {
@@ -624,7 +800,7 @@ void SuffixCache::extend(int64_t number, const int32_t* token_ids, int64_t size)
   Request& request = state.running_request(number);
   state.append_own(request, token_ids, size);
   if (request.shared == kNoSequence) return;
-  state.shared->append(request.shared, token_ids, size);
+  state.append_shared(request, token_ids, size);
   state.keep_within_budgets(size);
 }
 
@@ -636,7 +812,7 @@ void SuffixCache::speculate(int64_t number, const DraftOptions& options, SuffixD
   int64_t size = request.tail.size(state.depth);
   int32_t own = request.own ? request.own->sequence : kNoSequence;
   state.draft_own(request, own, context, size, options, draft);
-  state.draft_shared(request.shared, context, size, options, draft);
+  state.draft_shared(request, request.shared, context, size, options, draft);
 }
 
 void SuffixCache::speculate_after(int64_t number,
@@ -657,7 +833,7 @@ void SuffixCache::speculate_after(int64_t number,
   int32_t own = its_own && request.own ? request.own->sequence : kNoSequence;
   int32_t shared = its_own ? request.shared : kNoSequence;
   state.draft_own(request, own, context, used, options, draft);
-  state.draft_shared(shared, context, used, options, draft);
+  state.draft_shared(request, shared, context, used, options, draft);
 }
 
 void SuffixCache::step(const SuffixStepParams& params) {
@@ -671,7 +847,7 @@ void SuffixCache::stop(int64_t number) {
   Request& request = state.running_request(number);
   request.running = false;
   state.running.remove(state.slots, state.slot_of(request));
-  if (request.shared != kNoSequence) state.shared->finish(request.shared);
+  if (request.shared != kNoSequence) request.scope->tree->finish(request.shared);
   if (request.own) state.retire(std::move(request.own));
   if (request.build) {
     request.build->cancelled = true;
@@ -692,24 +868,24 @@ void SuffixCache::evict(int64_t number) {
   state.evict(*request);
 }
 
-int64_t SuffixCache::add(const int32_t* token_ids, int64_t size) {
+int64_t SuffixCache::add(const int32_t* token_ids, int64_t size, const std::string* scope) {
   State& state = *state_;
   std::lock_guard<std::mutex> guard(state.mutex);
-  if (state.shared == nullptr) {
+  if (!state.has_shared) {
     throw std::invalid_argument("a budget is 0, so that there is no shared tree to add to");
   }
   Request& request = state.take_slot();
   int64_t number = request.number;
-  state.begin_shared(request);
-  state.shared->append(request.shared, token_ids, size);
-  state.shared->finish(request.shared);
+  state.begin_shared(request, scope ? state.tree_of(*scope) : state.common_tree());
+  state.append_shared(request, token_ids, size);
+  request.scope->tree->finish(request.shared);
   state.keep_within_budgets(size);
   return number;
 }
 
 int64_t SuffixCache::reclaim() {
   std::lock_guard<std::mutex> guard(state_->mutex);
-  return state_->shared ? state_->shared->reclaim(state_->shared->num_pending_tokens()) : 0;
+  return state_->reclaim(state_->num_pending);
 }
 
 void SuffixCache::wait() {
@@ -755,7 +931,12 @@ bool SuffixCache::is_building(int64_t number) const {
 int64_t SuffixCache::count(const int32_t* token_ids, int64_t size, int64_t number) const {
   State& state = *state_;
   std::unique_lock<std::mutex> lock(state.mutex);
-  if (number == -1) return state.shared ? state.shared->count(token_ids, size) : 0;
+  if (number == -1) {
+    int64_t found = 0;
+    state.for_each_tree(
+        [&](const SharedTree& shared) { found += shared.tree->count(token_ids, size); });
+    return found;
+  }
   state.running_request(number);
   state.wait_for(lock, number);
   return state.running_request(number).own->tree.count(token_ids, size);
@@ -768,12 +949,24 @@ int64_t SuffixCache::num_cached_requests() const {
 
 int64_t SuffixCache::num_cached_tokens() const {
   std::lock_guard<std::mutex> guard(state_->mutex);
-  return state_->shared ? state_->shared->num_tokens() : 0;
+  return state_->num_tokens;
+}
+
+int64_t SuffixCache::num_common_requests() const {
+  std::lock_guard<std::mutex> guard(state_->mutex);
+  return state_->common ? state_->common->tree->num_sequences() : 0;
+}
+
+int64_t SuffixCache::num_scopes() const {
+  std::lock_guard<std::mutex> guard(state_->mutex);
+  return static_cast<int64_t>(state_->trees.size());
 }
 
 int64_t SuffixCache::num_bytes() const {
   std::lock_guard<std::mutex> guard(state_->mutex);
-  return state_->shared ? state_->shared->num_bytes() : 0;
+  int64_t bytes = 0;
+  state_->for_each_tree([&](const SharedTree& shared) { bytes += shared.tree->num_bytes(); });
+  return bytes;
 }
 
 std::string SuffixCache::check_integrity() const {
@@ -784,20 +977,34 @@ std::string SuffixCache::check_integrity() const {
 void SuffixCache::save(const std::string& path, const std::string& label) const {
   State& state = *state_;
   std::lock_guard<std::mutex> guard(state.mutex);
-  if (state.shared == nullptr) {
+  if (!state.has_shared) {
     throw std::invalid_argument("a budget is 0, so that there is no shared tree to save");
   }
   FileWriter file(path);
-  state.shared->reclaim(state.shared->num_pending_tokens());
+  state.reclaim(state.num_pending);
   file.section(label.data(), label.size());
-  FileHead head{.max_depth = state.depth, .num_requests = state.cached.size};
+  std::map<const SharedTree*, int32_t> numbers;
+  state.for_each_tree([&](const SharedTree& shared) {
+    if (shared.tree->num_sequences() > 0) {
+      numbers.emplace(&shared, static_cast<int32_t>(numbers.size()));
+    }
+  });
+  FileHead head{.max_depth = state.depth,
+                .num_requests = state.cached.size,
+                .num_trees = static_cast<int64_t>(numbers.size())};
   file.section(&head, sizeof(head));
-  std::vector<int32_t> handles;  // oldest first
+  std::vector<FilePlace> places;  // oldest first
   for (int32_t slot = state.cached.first; slot != kNoSlot; slot = state.slots[slot].younger) {
-    handles.push_back(state.slots[slot].shared);
+    const Request& request = state.slots[slot];
+    places.push_back({.tree = numbers.at(request.scope), .handle = request.shared});
   }
-  file.section(handles.data(), handles.size() * sizeof(int32_t));
-  state.shared->save(file);
+  file.section(places.data(), places.size() * sizeof(FilePlace));
+  state.for_each_tree([&](const SharedTree& shared) {
+    if (numbers.count(&shared) == 0) return;
+    std::string name = (shared.common ? kCommon : kScoped) + shared.name;
+    file.section(name.data(), name.size());
+    shared.tree->save(file);
+  });
   file.finish();
 }
 
@@ -809,7 +1016,7 @@ std::string SuffixCache::read_label(const std::string& path) {
 void SuffixCache::load(const std::string& path) {
   State& state = *state_;
   std::lock_guard<std::mutex> guard(state.mutex);
-  if (state.shared == nullptr) {
+  if (!state.has_shared) {
     throw std::invalid_argument("a budget is 0, so that there is no shared tree to load into");
   }
   if (state.cached.size > 0) {
@@ -820,29 +1027,55 @@ void SuffixCache::load(const std::string& path) {
   auto refuse = [&](const std::string& what) {
     throw std::runtime_error("the file '" + path + "' " + what);
   };
+  bool is_first = file.version() == 1;
   next_text(file);  // the label
-  FileHead head{};
-  file.section(&head, sizeof(head));
+  FileHead head{.max_depth = 0, .num_requests = 0, .num_trees = 1};
+  file.section(&head, is_first ? kFirstHeadBytes : sizeof(head));
   if (head.max_depth != state.depth) {
     refuse("holds a tree of depth " + std::to_string(head.max_depth) + ", and this cache's is " +
            std::to_string(state.depth));
   }
-  std::vector<int32_t> handles(file.section_bytes() / sizeof(int32_t));
-  file.section(handles.data(), handles.size() * sizeof(int32_t));
-  auto tree = std::make_unique<SuffixTree>(state.options.max_tree_depth);
-  tree->load(file);
+  std::vector<FilePlace> places;
+  if (is_first) {
+    std::vector<int32_t> handles(file.section_bytes() / sizeof(int32_t));
+    file.section(handles.data(), handles.size() * sizeof(int32_t));
+    for (int32_t handle : handles) places.push_back({.tree = 0, .handle = handle});
+  } else {
+    places.resize(file.section_bytes() / sizeof(FilePlace));
+    file.section(places.data(), places.size() * sizeof(FilePlace));
+  }
+  std::vector<std::pair<std::string, std::unique_ptr<SuffixTree>>> loaded;
+  std::set<std::string> names;
+  int64_t num_sequences = 0;
+  for (int64_t i = 0; i < head.num_trees; ++i) {
+    std::string name = is_first ? std::string(1, kScoped) : next_text(file);
+    bool valid = !name.empty() && (name[0] == kScoped || name == std::string(1, kCommon));
+    if (!valid || !names.insert(name).second) refuse("is damaged: a tree has a wrong name");
+    loaded.emplace_back(name, std::make_unique<SuffixTree>(state.options.max_tree_depth));
+    loaded.back().second->load(file);
+    num_sequences += loaded.back().second->num_sequences();
+  }
   file.finish();
-  std::vector<int32_t> sorted = handles;
-  std::sort(sorted.begin(), sorted.end());
-  bool distinct = std::adjacent_find(sorted.begin(), sorted.end()) == sorted.end();
-  bool complete = static_cast<int64_t>(handles.size()) == head.num_requests &&
-                  tree->num_sequences() == head.num_requests;
-  for (int32_t handle : handles) complete = complete && tree->length(handle) >= 0;
-  if (!distinct || !complete) refuse("is damaged: its requests are not those of its tree");
-  state.shared = std::move(tree);
-  for (int32_t handle : handles) {
+  std::set<std::pair<int32_t, int32_t>> distinct;
+  bool complete = static_cast<int64_t>(places.size()) == head.num_requests &&
+                  num_sequences == head.num_requests;
+  for (FilePlace place : places) {
+    complete = complete && place.tree >= 0 && place.tree < static_cast<int64_t>(loaded.size()) &&
+               loaded[place.tree].second->length(place.handle) >= 0 &&
+               distinct.emplace(place.tree, place.handle).second;
+  }
+  if (!complete) refuse("is damaged: its requests are not those of its tree");
+  std::vector<SharedTree*> trees;
+  for (auto& [name, tree] : loaded) {
+    bool is_common = name[0] == kCommon;
+    trees.push_back(is_common ? &state.common_tree() : &state.tree_of(name.substr(1)));
+    trees.back()->tree = std::move(tree);
+    state.account(*trees.back());
+  }
+  for (FilePlace place : places) {
     Request& request = state.take_slot();
-    request.shared = handle;
+    state.join(request, *trees[place.tree]);
+    request.shared = place.handle;
     state.cached.push(state.slots, state.slot_of(request));
   }
   while (state.options.max_cached_requests >= 0 &&
@@ -850,7 +1083,7 @@ void SuffixCache::load(const std::string& path) {
     state.evict(state.slots[state.cached.first]);
   }
   state.keep_within_budgets(0);
-  state.shared->reclaim(state.shared->num_pending_tokens());
+  state.reclaim(state.num_pending);
 }
 
 }  // namespace specops

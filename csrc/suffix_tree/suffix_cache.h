@@ -1,9 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
-// SuffixCache: a tree of each running request's own text, and one of many requests' responses.
+// SuffixCache: a tree of each running request's own text, and shared trees of many requests' responses.
 //
-// A request is drafted for from both trees; its own wins where the scores are equal. The shared tree
-// is kept within its budgets by taking out the request that was started first, running or not; what
-// is taken out is given back a little at a time, so that no call takes long.
+// Each scope has a shared tree, and there may be a common one. A request is drafted for from its own
+// tree, that of its scope and the common one; the former wins where scores are equal. No request is
+// drafted for from another scope's responses. All shared trees together are kept within one set of
+// budgets by taking out the request that was started first, of whatever scope, running or not; what is
+// taken out is given back a little at a time, so that no call takes long. A named scope's tree goes
+// with its last request.
 //
 // Any thread may call anything: one lock a cache.
 #pragma once
@@ -19,7 +22,7 @@ namespace specops {
 
 struct SuffixCacheOptions {
   int32_t max_tree_depth = 64;
-  // Budgets of the shared tree: -1: any number; 0: no shared tree.
+  // Budgets of all shared trees together: -1: any number; 0: no shared tree.
   int64_t max_cached_requests = -1;
   int64_t max_cached_tokens = -1;
   int64_t max_cached_bytes = -1;
@@ -56,10 +59,10 @@ class SuffixCache {
   SuffixCache(const SuffixCache&) = delete;
   SuffixCache& operator=(const SuffixCache&) = delete;
 
-  // Begins a request and returns its number, which is never used again. Its lower half is that of a
+  // Begins a request of a scope and returns its number, which is never used again. Its lower half is that of a
   // slot, and slots are used again. Below, unknown numbers, and those of requests that have stopped
   // where a running one is wanted: std::invalid_argument, and nothing has changed.
-  int64_t start(const int32_t* prompt, int64_t size);
+  int64_t start(const int32_t* prompt, int64_t size, const std::string& scope = "");
   static int64_t slot(int64_t request) { return request & 0xffffffff; }
   void extend(int64_t request, const int32_t* token_ids, int64_t size);
   void speculate(int64_t request, const DraftOptions& options, SuffixDraft& draft);
@@ -75,8 +78,9 @@ class SuffixCache {
   // Takes a response out of the shared tree, its request running or not.
   void evict(int64_t request);
   // Adds a finished response that no request wrote, such as a file of a corpus; returns its number,
-  // which is out of use already where a budget is smaller than the response.
-  int64_t add(const int32_t* token_ids, int64_t size);
+  // which is out of use already where a budget is smaller than the response. scope: whose requests
+  // draft from it; nullptr: all requests do.
+  int64_t add(const int32_t* token_ids, int64_t size, const std::string* scope);
   // Gives back all that was taken out; returns how many tokens.
   int64_t reclaim();
   // Waits until prompts given to `start` are built.
@@ -90,14 +94,16 @@ class SuffixCache {
   bool is_busy() const;
   bool is_building(int64_t request) const;
 
-  // Of the shared tree; of the request's own where one is named (-1: the shared one).
+  // Of all shared trees; of the request's own where one is named (-1: the shared ones).
   int64_t count(const int32_t* token_ids, int64_t size, int64_t request) const;
   int64_t num_cached_requests() const;
   int64_t num_cached_tokens() const;
-  int64_t num_bytes() const;  // of the shared tree
+  int64_t num_common_requests() const;  // responses that all requests draft from
+  int64_t num_scopes() const;           // with a tree; "" always has one
+  int64_t num_bytes() const;            // of the shared trees
   std::string check_integrity() const;
 
-  // The shared tree; what runs comes back stopped. Errors are those of suffix_file.h.
+  // The shared trees; what runs comes back stopped. Errors are those of suffix_file.h.
   // label: the caller's own, kept in the file.
   void save(const std::string& path, const std::string& label = "") const;
   void load(const std::string& path);  // into a cache that has nothing in its shared tree

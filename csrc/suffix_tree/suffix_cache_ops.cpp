@@ -187,12 +187,14 @@ class CacheForPython {
         depth_(options.max_tree_depth),
         draft_type_(draft_type) {}
 
-  int64_t start(const py::object& request_id, const py::object& prompt) {
+  int64_t start(const py::object& request_id, const py::object& prompt, Argument scope) {
     Checker check(names_.start);
+    std::string of_scope = check.text("scope", scope, "a str");
     Tokens tokens(check, names_.prompt, prompt.ptr());
     give_up_old(check, request_id);
     int64_t number = -1;
-    run(tokens.size() >= kLongExtend, [&] { number = cache_.start(tokens.data(), tokens.size()); });
+    run(tokens.size() >= kLongExtend,
+        [&] { number = cache_.start(tokens.data(), tokens.size(), of_scope); });
     int64_t other = find(check, request_id.ptr());
     if (other >= 0 && cache_.is_running(other)) {  // another thread was faster
       cache_.stop(number);
@@ -347,13 +349,17 @@ class CacheForPython {
     return number >= 0 && evict_if_cached(number);
   }
 
-  void add(const py::object& token_ids, const py::object& request_id) {
+  void add(const py::object& token_ids, const py::object& request_id, const py::object& scope) {
     Checker check("SuffixCache.add");
+    std::string of_scope;
+    if (!scope.is_none()) of_scope = check.text("scope", {scope.ptr()}, "a str, or None");
     Tokens tokens(check, "token_ids", token_ids.ptr());
     if (!request_id.is_none()) give_up_old(check, request_id);
     int64_t number = -1;
     with_name("SuffixCache.add", [&] {
-      run(tokens.size() >= kLongExtend, [&] { number = cache_.add(tokens.data(), tokens.size()); });
+      const std::string* whose = scope.is_none() ? nullptr : &of_scope;
+      run(tokens.size() >= kLongExtend,
+          [&] { number = cache_.add(tokens.data(), tokens.size(), whose); });
     });
     remember(request_id, number);
   }
@@ -389,6 +395,8 @@ class CacheForPython {
   py::list running_requests() const { return ids_of(cache_.running()); }
   py::list cached_requests() const { return ids_of(cache_.cached()); }
   int64_t num_cached_requests() const { return cache_.num_cached_requests(); }
+  int64_t num_common_requests() const { return cache_.num_common_requests(); }
+  int64_t num_scopes() const { return cache_.num_scopes(); }
   int64_t num_cached_tokens() const { return cache_.num_cached_tokens(); }
   int64_t num_bytes() const { return cache_.num_bytes(); }
 
@@ -695,6 +703,8 @@ void register_suffix_cache(py::module_& m) {
       .def("cached_requests", &CacheForPython::cached_requests)
       .def("num_cached_requests", &CacheForPython::num_cached_requests)
       .def("num_cached_tokens", &CacheForPython::num_cached_tokens)
+      .def("num_common_requests", &CacheForPython::num_common_requests)
+      .def("num_scopes", &CacheForPython::num_scopes)
       .def("num_bytes", &CacheForPython::num_bytes)
       .def("count", &CacheForPython::count)
       .def("check_integrity", &CacheForPython::check_integrity);

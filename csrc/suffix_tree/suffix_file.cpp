@@ -22,7 +22,7 @@ namespace specops {
 namespace {
 
 constexpr char kMagic[16] = "specops suffix";
-constexpr uint32_t kVersion = 1;
+constexpr uint32_t kVersion = 2;
 constexpr uint32_t kByteOrder = 0x01020304;
 constexpr size_t kPiece = size_t{1} << 20;
 
@@ -127,7 +127,7 @@ FileWriter::FileWriter(const std::string& path) : state_(std::make_unique<State>
   state_->path = path;
   state_->unfinished =
       path + ".unfinished-" + std::to_string(::getpid()) + "-" + std::to_string(count.fetch_add(1));
-  state_->fd = ::open(state_->unfinished.c_str(), O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC, 0666);
+  state_->fd = ::open(state_->unfinished.c_str(), O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC, 0600);
   if (state_->fd < 0) refused(errno, path);
   Header header{.magic = {}, .version = kVersion, .byte_order = kByteOrder};
   std::memcpy(header.magic, kMagic, sizeof(kMagic));
@@ -177,6 +177,7 @@ void FileWriter::finish() {
 struct FileReader::State {
   std::string path;
   int fd = -1;
+  uint32_t version = 0;
   uint64_t size = 0;
   uint64_t at = 0;
   uint64_t sections = 0;
@@ -229,9 +230,10 @@ FileReader::FileReader(const std::string& path) : state_(std::make_unique<State>
     refuse(path, "was not written by SuffixCache.save");
   }
   if (header.byte_order != kByteOrder) refuse(path, "was written by a machine of other byte order");
-  if (header.version != kVersion) {
+  state.version = header.version;
+  if (header.version < 1 || header.version > kVersion) {
     std::string what = "has format " + std::to_string(header.version) + ", and format " +
-                       std::to_string(kVersion) + " is what this version reads";
+                       std::to_string(kVersion) + " is the latest that this version reads";
     refuse(path, what.c_str());
   }
   state.at = sizeof(header);
@@ -239,6 +241,8 @@ FileReader::FileReader(const std::string& path) : state_(std::make_unique<State>
 }
 
 FileReader::~FileReader() = default;
+
+uint32_t FileReader::version() const { return state_->version; }
 
 size_t FileReader::section_bytes() const {
   if (state_->next.num_bytes == kEnd) refuse(state_->path, "is damaged: a section is missing");

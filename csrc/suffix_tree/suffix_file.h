@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // The one file that a suffix cache is saved to: a versioned header, then sections of plain arrays, each
-// with a checksum. Written under another name and moved into place when it is complete.
+// with a checksum. Written under another name and moved into place when it is complete. Only its owner
+// may read it: it holds texts of the server's clients.
 //
 //   header     magic, version, byte order
 //   section*   its size and checksum, then its bytes
@@ -33,11 +34,12 @@ class FileWriter {
 
 class FileReader {
  public:
-  explicit FileReader(const std::string& path);  // foreign files, other versions: refused
+  explicit FileReader(const std::string& path);  // foreign files, later versions: refused
   ~FileReader();
   FileReader(const FileReader&) = delete;
   FileReader& operator=(const FileReader&) = delete;
 
+  uint32_t version() const;  // of what the sections hold, 1 or 2
   // Of the next section; never more than the file has left, so that it may be allocated.
   size_t section_bytes() const;
   // Reads the next section, which must be num_bytes long and as it was written.

@@ -35,6 +35,7 @@ from specops.engine.config import EngineConfig
 from specops.engine.outputs import TokenLogprob
 from specops.engine.sampling_params import SamplingParams
 from specops.engine.structured import StructuredOutput
+from specops.service.file_lock import FileLock
 from specops.service.messages import Batch, Event, Failed, KvTransfer, Output, Refused, Submit
 from specops.service.process import EngineProcess, ProcessClient
 from specops.service.wire import Setup
@@ -78,7 +79,7 @@ def params_of(request: Mapping[str, Any]) -> SamplingParams:
     Raises:
         ValueError: something is asked that does not exist here, or has a wrong value.
     """
-    values: dict[str, Any] = {"max_tokens": None}
+    values: dict[str, Any] = {"max_tokens": None, "cache_salt": _cache_salt(request)}
     for group, names in _FIELDS.items():
         for name, value in (request.get(group) or {}).items():
             if value is None or name in _OTHERS:
@@ -106,6 +107,15 @@ def params_of(request: Mapping[str, Any]) -> SamplingParams:
         raise ValueError(f"guided_decoding: {error}") from None
 
 
+def _cache_salt(request: Mapping[str, Any]) -> str | None:
+    """Return the cache salt that Dynamo's frontend resolved; an empty one is none."""
+    extra = request.get("extra_args") or {}
+    for place in (request.get("routing"), request.get("nvext"), extra.get("nvext")):
+        if isinstance(place, Mapping) and place.get("cache_salt"):
+            return str(place["cache_salt"])
+    return None
+
+
 class SpecopsBackend(LLMEngine):  # type: ignore[misc]
     """Dynamo's engine: hands its requests over to ours, and tokens back.
 
@@ -124,6 +134,8 @@ class SpecopsBackend(LLMEngine):  # type: ignore[misc]
         self._numbers = itertools.count()
         self._publisher: Any = None
         self._has_ended = False
+        file = setup.settings.get("suffix_cache")
+        self._lock = None if file is None else FileLock("suffix_cache", file)
 
     @classmethod
     async def from_args(

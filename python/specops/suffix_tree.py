@@ -61,6 +61,11 @@ class SuffixCache:
     in the shared tree when its request stops. Over a budget, the response whose request was started
     first leaves, even if it is still being written: it then continues in its own tree alone.
 
+    Each scope has a shared tree of its own, so that no request drafts from another scope's
+    responses. Responses that were added for all scopes are in one more tree, from which every
+    request drafts as well. The budgets are those of all shared trees together. A scope's tree is
+    freed with its last response and request.
+
     Args:
         max_tree_depth: 1 to 32,767. Longest string that is counted, and so the longest match.
         max_cached_requests: responses in the shared tree; -1: any number. 0 here, or in one of the
@@ -123,13 +128,14 @@ class SuffixCache:
         self.max_tree_depth = max_tree_depth
         self.max_cached_requests = max_cached_requests
 
-    def start(self, request_id: Hashable, prompt: TokenIds) -> int:
+    def start(self, request_id: Hashable, prompt: TokenIds, *, scope: str = "") -> int:
         """Begins a request whose text so far is `prompt`.
 
         Args:
             request_id: anything hashable but None, of no running request. The cached response of an
                 earlier request of this id is evicted first.
             prompt: [n], int32. Its tokens, as a list, an array or a tensor on cpu.
+            scope: requests of the same scope draft from each other's responses.
 
         Returns:
             The request's number, for `step`. No other request ever has it.
@@ -138,7 +144,7 @@ class SuffixCache:
             ValueError: a token is negative, the array is not contiguous int32, or the id is that of
                 a running request. Nothing has changed then.
         """
-        return self._cache.start(request_id, prompt)
+        return self._cache.start(request_id, prompt, scope)
 
     def extend(self, request_id: Hashable, token_ids: TokenIds) -> None:
         """Appends to a running request's response; visible to every later draft.
@@ -277,17 +283,24 @@ class SuffixCache:
         """
         return self._cache.discard(request_id)
 
-    def add(self, token_ids: TokenIds, request_id: Hashable | None = None) -> None:
-        """Adds a response that no request wrote to the shared tree, such as a file of a corpus.
+    def add(
+        self,
+        token_ids: TokenIds,
+        request_id: Hashable | None = None,
+        *,
+        scope: str | None = "",
+    ) -> None:
+        """Adds a response that no request wrote to a shared tree, such as a file of a corpus.
 
         Args:
             token_ids: [n], int32. As in `start`.
             request_id: for `evict`, as in `start`; None: it leaves with the budgets alone.
+            scope: the scope whose requests draft from it; None: the requests of all scopes do.
 
         Raises:
             ValueError: as in `start`, or there is no shared tree.
         """
-        self._cache.add(token_ids, request_id)
+        self._cache.add(token_ids, request_id, scope)
 
     def reclaim(self) -> int:
         """Gives back all that has been evicted; returns how many tokens. May take a while."""
@@ -298,10 +311,10 @@ class SuffixCache:
         self._cache.wait()
 
     def save(self, path: str | PathLike[str], *, label: str = "") -> None:
-        """Writes the shared tree to one file; an older file of that name is replaced at the end.
+        """Writes the shared trees to one file; an older file of that name is replaced at the end.
 
-        Unfinished responses are saved as they are. Ids are not saved. Evicted memory is freed
-        first.
+        Only the user of this process may read the file. Unfinished responses are saved as they are.
+        Ids are not saved. Evicted memory is freed first.
 
         Args:
             path: of the file.
@@ -344,30 +357,40 @@ class SuffixCache:
 
     @property
     def cached_requests(self) -> list[Hashable | None]:
-        """Ids of the responses in the shared tree, oldest first; None for those without."""
+        """Ids of the responses in the shared trees, oldest first; None for those without."""
         return self._cache.cached_requests()
 
     @property
     def num_cached_requests(self) -> int:
-        """Responses in the shared tree."""
+        """Responses in the shared trees."""
         return self._cache.num_cached_requests()
 
     @property
     def num_cached_tokens(self) -> int:
-        """Tokens of the responses in the shared tree."""
+        """Tokens of the responses in the shared trees."""
         return self._cache.num_cached_tokens()
 
     @property
+    def num_common_requests(self) -> int:
+        """Responses that the requests of all scopes draft from."""
+        return self._cache.num_common_requests()
+
+    @property
+    def num_scopes(self) -> int:
+        """Scopes that have a shared tree; the scope "" always has one."""
+        return self._cache.num_scopes()
+
+    @property
     def num_bytes(self) -> int:
-        """Bytes that the shared tree has taken from the system, for later use as well."""
+        """Bytes that the shared trees have taken from the system, for later use as well."""
         return self._cache.num_bytes()
 
     def count(self, token_ids: TokenIds, request_id: Hashable | None = None) -> int:
-        """Returns how often a string occurs in the shared tree, or in a running request's own.
+        """Returns how often a string occurs in the shared trees, or in a running request's own.
 
         Args:
             token_ids: [n], int32. As in `start`, at least one. Longer than max_tree_depth: 0.
-            request_id: of a running request; None: the shared tree.
+            request_id: of a running request; None: the shared trees of all scopes.
 
         Raises:
             ValueError: as in `start`, or no running request has this id.

@@ -30,6 +30,7 @@ from specops.cli.roles import (
     setups,
 )
 from specops.engine.config import EngineConfig
+from specops.service.file_lock import FileLock
 from specops.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -110,6 +111,14 @@ def _add_server_options(parser: argparse.ArgumentParser) -> None:
         "environment as SPECOPS_API_KEY. Slots are shared equally among keys",
     )
     add("--api-key-file", metavar="FILE", help="further keys, one a line")
+    add(
+        "--cache-scope",
+        choices=("key", "server"),
+        default="key",
+        help="requests that share pages of the prefix cache and earlier responses to draft from: "
+        "those of one API key, or all of the server (default: %(default)s). cache_salt of a "
+        "request separates further",
+    )
     add(
         "--allowed-hosts",
         metavar="NAME",
@@ -244,6 +253,8 @@ def serve(given: Sequence[str], program: str) -> int:
         try:
             settings = plain_settings(args)
             config = EngineConfig.from_plain(settings)
+            if config.suffix_cache is not None:
+                stack.enter_context(FileLock("suffix_cache", config.suffix_cache))
             processes = []
             for setup in setups(args, settings):  # they load while everything else is made ready
                 processes.append(_process(setup))
@@ -304,6 +315,7 @@ def _app(
         chat_template=args.chat_template,
         access=access,
         sampling_defaults=defaults,
+        cache_scope=args.cache_scope,
     )
     _say_where(client, args.host, listener.getsockname()[1])
     return app, {

@@ -202,7 +202,7 @@ class Exchange(Inbox):
         if pages is None or not is_whole:
             logger.warning("the prompt of a job is computed here: %s", why)
             return
-        self._engine.give_pages(pages, fetching.expected)
+        self._engine.give_pages(pages, fetching.expected, fetching.job.params.cache_salt)
 
     def _leased(self, job: Submit) -> KvTransfer | None:
         """Where another engine finds the pages of a prompt; None: there are none."""

@@ -74,7 +74,7 @@ class PagesEngine(Engine):
             ValueError: no request could have this prompt or these arguments.
         """
         draft_kv = self._draft_kv(token_ids, params, speculative_config)
-        pages = self._pool.match_prefix(token_ids, len(token_ids) - 1, draft_kv)
+        pages = self._pool.match_prefix(token_ids, len(token_ids) - 1, draft_kv, params.cache_salt)
         try:
             self._scheduler.states.cut(pages, draft_kv)
             model, draft = self._shares("" if draft_kv is None else draft_kv.owner)
@@ -119,7 +119,7 @@ class PagesEngine(Engine):
         draft_kv = self._draft_kv(token_ids, params, speculative_config)
         return self._header(token_ids, draft_kv, (len(token_ids) - 1) // self.config.page_size)
 
-    def give_pages(self, pages: Pages, expected: Header) -> int:
+    def give_pages(self, pages: Pages, expected: Header, cache_salt: str | None = None) -> int:
         """Puts pages into the prefix cache, where the next request with this prompt finds them.
 
         Those that are there already stay. Where there is no room, as all pages are held, none are
@@ -129,6 +129,7 @@ class PagesEngine(Engine):
         Args:
             pages: that another engine has computed, all that this rank has of them.
             expected: of the request that is to find them.
+            cache_salt: of that request.
 
         Returns:
             How many leading pages of the prompt the cache has now, to go on behind.
@@ -146,7 +147,7 @@ class PagesEngine(Engine):
         if expected.owner:
             draft_kv = DraftKv(expected.owner, expected.lookahead, max_drafts=0)
         tokens, size = header.token_ids, header.page_size
-        held = self._pool.match_prefix(tokens, header.num_pages * size, draft_kv)
+        held = self._pool.match_prefix(tokens, header.num_pages * size, draft_kv, cache_salt)
         try:
             missing = range(len(held), header.num_pages)
             new = self._pool.allocate(len(missing))
@@ -160,6 +161,7 @@ class PagesEngine(Engine):
                         held[page - 1] if page else None,
                         tokens[end - size : end],
                         None if draft_kv is None else draft_kv.key(tokens, end),
+                        cache_salt,
                     )
                 self._put_states(pages, held, draft_kv)
             self._scheduler.states.cut(held, draft_kv)

@@ -7,7 +7,8 @@ three parts, the topic, a number of eight bytes (big-endian, from 0, one more ea
 endpoint the first number that it wants again; it gets those messages that are kept, and at last one
 with the number -1.
 
-A block is a page. Its hash stands for all tokens from the prompt's first on.
+A block is a page. Its hash stands for all tokens from the prompt's first on, and for the cache salt
+of its request.
 """
 
 import contextlib
@@ -106,14 +107,15 @@ class TellingPool(PagePool):
         parent: int | None,
         token_ids: Sequence[int],
         draft_key: bytes | None = None,
+        salt: str | None = None,
     ) -> int:
         """Does what `PagePool.register` does, and notes a prefix that had no page before."""
-        known = super().register(page, parent, token_ids, draft_key)
+        known = super().register(page, parent, token_ids, draft_key, salt)
         found = self._place_of.get(known)
         if found is not None and found[0] not in self._hash_of:
             prefix = found[0]
             before = self._hash_of.get(prefix.parent)
-            own = self._hash_of[prefix] = _hash_of(before, token_ids)
+            own = self._hash_of[prefix] = _hash_of(before, token_ids, salt)
             told = list(token_ids)
             self.events.append(BlockStored([own], before, told, self.page_size, None, "GPU", None))
         return known
@@ -125,9 +127,13 @@ class TellingPool(PagePool):
             self.events.append(BlockRemoved([self._hash_of.pop(prefix)], "GPU"))
 
 
-def _hash_of(before: int | None, token_ids: Sequence[int]) -> int:
-    """Of a prefix, from that of the one before it and its last block's tokens."""
-    data = b"" if before is None else before.to_bytes(8, "big")
+def _hash_of(before: int | None, token_ids: Sequence[int], salt: str | None) -> int:
+    """Return the hash of a prefix from the one before it and the tokens of its last block.
+
+    The salt is part of the first block's hash, and so of all that follow, as in vLLM.
+    """
+    first = b"" if salt is None else hashlib.sha256(salt.encode()).digest()
+    data = first if before is None else before.to_bytes(8, "big")
     data += array("i", token_ids).tobytes()
     return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "big")
 

@@ -178,6 +178,14 @@ class Engine:
         self._drafting.save()
 
     @property
+    def drafters_of_common_text(self) -> set[str]:
+        """Names of the drafters whose drafts may come from an operator's text, such as a corpus.
+
+        A server does not show clients the drafts of these that were rejected.
+        """
+        return self._drafting.of_common_text
+
+    @property
     def num_captures(self) -> int:
         """CUDA graphs captured so far."""
         return self._runner.memory.num_captures

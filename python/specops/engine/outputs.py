@@ -1,13 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """What steps bring, and the engine hands back: deltas of requests, completions, and counts."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias, overload
 
 import numpy as np
 from numpy.typing import NDArray
 
+HIDDEN = -1  # in place of a rejected draft that is not reported
 TARGET = "target"  # proposed by nobody: the model's own token. No drafter has this name
 
 
@@ -162,6 +163,23 @@ class StepDrafts:
     parents: list[int]
     sources: list[str]
     accepted: list[int]
+
+
+def without_rejected(drafts: StepDrafts, names: Collection[str]) -> StepDrafts:
+    """Return the drafts of a step with HIDDEN in place of those that some drafters were wrong with.
+
+    Args:
+        drafts: of the step.
+        names: of the drafters.
+    """
+    kept = set(drafts.accepted)
+    token_ids = [
+        HIDDEN if source in names and node not in kept else token_id
+        for node, (token_id, source) in enumerate(
+            zip(drafts.token_ids, drafts.sources, strict=True)
+        )
+    ]
+    return replace(drafts, token_ids=token_ids)
 
 
 @dataclass(frozen=True)

@@ -97,6 +97,8 @@ class SamplingParams:
             a stop_reason that says which.
         prediction: a text, or token ids, that the output may follow in part. It is drafted from,
             and changes no token.
+        cache_salt: requests share pages of the prefix cache, and earlier responses to draft from,
+            only with requests of the same salt; None: with those without one. It changes no token.
     """
 
     max_tokens: int | None = 16
@@ -128,6 +130,7 @@ class SamplingParams:
     think_inject_token_ids: tuple[int, ...] | None = None
     structured_output: StructuredOutput | None = None
     prediction: str | tuple[int, ...] = ()
+    cache_salt: str | None = None
 
     def __post_init__(self) -> None:
         defaults = {field.name: field.default for field in fields(self)}
@@ -195,6 +198,7 @@ class SamplingParams:
                 f"think_inject_token_ids must hold at most {MAX_SEQUENCE_LENGTH} token ids, got "
                 f"{len(self.think_inject_token_ids or ())}"
             )
+        check_cache_salt(self.cache_salt)
         if self.structured_output is not None:
             self._check_structured_output()
         if self.allowed_token_ids == ():
@@ -294,6 +298,20 @@ class SamplingParams:
 
 def _flat(sequences: _Sequences) -> Iterable[int]:
     return (token_id for sequence in sequences for token_id in sequence)
+
+
+def check_cache_salt(salt: Any) -> None:
+    """Refuse a salt that is neither None nor a non-empty text.
+
+    Raises:
+        ValueError: it is something else.
+    """
+    if salt is None:
+        return
+    if not isinstance(salt, str) or not salt:
+        raise ValueError(f"cache_salt must be a non-empty string, got {salt!r}")
+    if any("\ud800" <= letter <= "\udfff" for letter in salt):
+        raise ValueError("cache_salt must be valid Unicode, got half of a surrogate pair")
 
 
 def _check_token_ids(name: str, token_ids: Iterable[Any]) -> None:

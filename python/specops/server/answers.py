@@ -142,7 +142,7 @@ class Answer(Generic[R]):
                     for late in self.late_first(step.index):
                         yield chunk([late])
                     if options.include_steps:
-                        report = step_report(self.tokenizer, output)
+                        report = step_report(self.tokenizer, output, self.job.hidden_drafters)
                         yield chunk([{**self.delta(step), "step": report}])
                     elif step.text or step.logprobs:
                         yield chunk([self.delta(step)])

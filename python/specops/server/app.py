@@ -15,7 +15,7 @@ import sys
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import uvicorn
 from fastapi import APIRouter, Depends, FastAPI, Request, Response
@@ -122,6 +122,7 @@ def make_app(
     chat_template: str | Path | None = None,
     access: Access | None = None,
     sampling_defaults: Mapping[str, Any] = MappingProxyType({}),
+    cache_scope: Literal["key", "server"] = "key",
 ) -> FastAPI:
     """The application that serves an engine.
 
@@ -143,6 +144,8 @@ def make_app(
             by any name, from no other page, and through no proxy.
         sampling_defaults: sampling parameters of requests that do not set them, by name; see
             `sampling_defaults`.
+        cache_scope: "key", requests of different keys share no pages of the prefix cache and no
+            earlier responses to draft from; "server", they share both.
 
     Raises:
         ValueError: the chat template cannot be read, a key is empty, or the parser is unknown.
@@ -161,6 +164,7 @@ def make_app(
     _add_own_routes(app, client, has_metrics=not metrics_apart)
     if not metrics_apart:
         add_metrics(app, metrics)
+    clients = Clients(api_keys, cache_scope)
     generation = Generation(
         client.capabilities,
         dispatch,
@@ -169,12 +173,13 @@ def make_app(
         max_body_bytes=max_body_bytes,
         body_timeout=body_timeout,
         sampling_defaults=sampling_defaults,
+        shares_caches=clients.shares_caches,
     )
     api = _openai_routes(generation)
     app.include_router(api)
     _add_description(app, api if api_keys else None)
     _add_error_handlers(app, api)
-    _add_middleware(app, access, metrics, Clients(api_keys), dispatch.unread)
+    _add_middleware(app, access, metrics, clients, dispatch.unread)
     return app
 
 

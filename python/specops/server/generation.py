@@ -89,8 +89,13 @@ class Generation:
         max_body_bytes: int,
         body_timeout: float,
         sampling_defaults: Mapping[str, Any] = MappingProxyType({}),
+        shares_caches: bool = False,
     ) -> None:
         self._capabilities, self._sampling_defaults = capabilities, sampling_defaults
+        # A rejected draft of these may be from another client's answer.
+        self._hidden_drafters = frozenset(
+            one["name"] for one in capabilities.drafters if shares_caches and one["learns"]
+        )
         self.contract = contract = capabilities.contract
         self._fingerprint = f"specops-{contract['specops']}-{contract['digest']}"
         self._dispatch = dispatch
@@ -175,6 +180,7 @@ class Generation:
             streaming=request.stream,
             unread=self._dispatch.unread,
             kv_transfer=kv_transfer,
+            hidden_drafters=self._hidden_drafters,
         )
         answer = answer_type(
             request,
@@ -354,9 +360,10 @@ class Generation:
         self, http: Request, request: CompletionRequest | ChatCompletionRequest
     ) -> SamplingParams:
         """The parameters; those of a long body are checked beside the event loop."""
+        scope = http.state.cache_scope
         if int(http.headers.get("content-length", _SHORT_BODY)) < _SHORT_BODY:
-            return request.sampling_params(self._call_form)
-        return await asyncio.to_thread(request.sampling_params, self._call_form)
+            return request.sampling_params(self._call_form, scope)
+        return await asyncio.to_thread(request.sampling_params, self._call_form, scope)
 
     async def _with_prediction(self, params: SamplingParams) -> SamplingParams:
         """The parameters, with the predicted text as tokens."""

@@ -129,9 +129,10 @@ class Intake:
 
     Long bodies of answers are written in pieces, each when the client has read those before it.
 
-    `state` of a request gets `client`, a name; `may_ask`; `turn`, a `Turn`; and `send_body`, which
-    goes around the other middleware: of an answer that has begun it wants to know nothing more. It
-    has `is_gone` already, by which a connection says whether it has ended (connections.py).
+    `state` of a request gets `client`, a name; `cache_scope`, of that client; `may_ask`; `turn`, a
+    `Turn`; and `send_body`, which goes around the other middleware: of an answer that has begun it
+    wants to know nothing more. It has `is_gone` already, by which a connection says whether it has
+    ended (connections.py).
 
     Args:
         app: the application.
@@ -153,7 +154,9 @@ class Intake:
         turn = Turn(self._turns, name)
         state = scope.setdefault("state", {})
         send = partial(self._send_in_pieces, send, name)
-        state.update(client=name, may_ask=may_ask, turn=turn, send_body=send)
+        cache_scope = self._clients.cache_scope(name)
+        state.update(client=name, cache_scope=cache_scope, may_ask=may_ask)
+        state.update(turn=turn, send_body=send)
         # Another HTTP server than ours does not say.
         is_gone: Callable[[], bool] = state.setdefault("is_gone", lambda: False)
 

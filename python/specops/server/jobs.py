@@ -5,7 +5,7 @@ import asyncio
 import itertools
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -104,6 +104,7 @@ class Job:
         streaming: hand out every step's output, rather than finished choices only.
         unread: counts the outputs of a streaming job until they are taken.
         kv_transfer: the prompt's pages come from another engine, or are for one.
+        hidden_drafters: drafters whose rejected drafts are not reported.
 
     Attributes:
         number: of no other job.
@@ -123,8 +124,10 @@ class Job:
         streaming: bool,
         unread: Unread,
         kv_transfer: KvTransfer | None = None,
+        hidden_drafters: Collection[str] = (),
     ) -> None:
         self.kv_transfer = kv_transfer
+        self.hidden_drafters = hidden_drafters
         self.number = next(_numbers)
         self.client = client
         self.prompts = list(prompts)

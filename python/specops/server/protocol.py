@@ -12,10 +12,16 @@ from typing import Annotated, Any, ClassVar, Literal, TypeVar
 from pydantic import Field, ValidationError
 from pydantic.config import JsonDict
 
-from specops.engine.sampling_params import MAX_BIASES, MAX_SEQUENCES, SamplingParams
+from specops.engine.sampling_params import (
+    MAX_BIASES,
+    MAX_SEQUENCES,
+    SamplingParams,
+    check_cache_salt,
+)
 from specops.engine.structured import StructuredOutput
 from specops.server.api_error import ApiError, bad_value
 from specops.server.call_forms import HERMES, CallForm
+from specops.server.clients import scoped_salt
 from specops.server.outline import without_long_lists
 from specops.server.strict import Strict
 from specops.server.structured import ResponseFormat, StructuredOutputs, wanted_output
@@ -167,6 +173,7 @@ class Sampling(Body):
     response_max_tokens: int | None = None
     think_inject_token_ids: list[int] | None = Field(None, fail_fast=True)
     speculative_config: dict[str, Any] | None = None
+    cache_salt: str | None = None  # caches are shared among requests with the same one
 
     def sampling(self) -> dict[str, Any]:
         """The fields above that the client has sent."""
@@ -194,11 +201,14 @@ class _Request(Sampling):
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None  # prompts are found in the cache by their tokens
 
-    def sampling_params(self, call_form: CallForm = HERMES) -> SamplingParams:
+    def sampling_params(
+        self, call_form: CallForm = HERMES, cache_scope: str = ""
+    ) -> SamplingParams:
         """The request's parameters as the engine takes them.
 
         Args:
             call_form: how the model writes calls of tools.
+            cache_scope: of the client, as `Clients.cache_scope` has it.
 
         Raises:
             ApiError: one is out of range.
@@ -217,8 +227,10 @@ class _Request(Sampling):
             raise ApiError(400, message, param="prompt_logprobs")
         wanted = self.wanted_output(call_form)
         try:
+            check_cache_salt(self.cache_salt)
             return SamplingParams(
                 structured_output=wanted,
+                cache_salt=scoped_salt(cache_scope, self.cache_salt),
                 max_tokens=self._max_tokens(),
                 top_k=max(self.top_k, 0) if self.top_k >= -1 else self.top_k,  # -1 is off, too
                 stop=stop,
@@ -342,7 +354,9 @@ class CompletionRequest(_Request):
             param="prompt",
         )
 
-    def sampling_params(self, call_form: CallForm = HERMES) -> SamplingParams:
+    def sampling_params(
+        self, call_form: CallForm = HERMES, cache_scope: str = ""
+    ) -> SamplingParams:
         """As for any request; refuses what only completions have."""
         if self.best_of is not None and self.best_of != self.n:
             raise ApiError(
@@ -351,7 +365,7 @@ class CompletionRequest(_Request):
         if self.suffix is not None and self.echoes_logprobs:
             message = "suffix must be absent where the prompt's logprobs are echoed"
             raise ApiError(400, message, param="suffix", code="invalid_value")
-        return super().sampling_params(call_form)
+        return super().sampling_params(call_form, cache_scope)
 
     @property
     def echoes_logprobs(self) -> bool:

@@ -1,20 +1,26 @@
 # SPDX-License-Identifier: Apache-2.0
 """What one step did for one choice, for streams with `include_steps`."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
-from specops.engine.outputs import sources_of
+from specops.engine.outputs import HIDDEN, sources_of, without_rejected
 from specops.server.jobs import ChoiceOutput
 from specops.tokenizer import Tokenizer
 
 
-def step_report(tokenizer: Tokenizer, output: ChoiceOutput) -> dict[str, Any]:
-    """The tokens of a step, who proposed each, and all drafts that were verified for them.
+def step_report(
+    tokenizer: Tokenizer, output: ChoiceOutput, hidden_drafters: Collection[str] = ()
+) -> dict[str, Any]:
+    """Return the tokens of a step, the proposer of each, and the drafts that were verified.
+
+    A rejected draft that may be another client's text, or an operator's, has no token id and no
+    bytes.
 
     Args:
         tokenizer: of the model.
         output: of one step and choice; its request has `report_drafts`.
+        hidden_drafters: names of the drafters whose drafts may be another client's text.
 
     Returns:
         `seconds` from the request's arrival to the end of the step; `token_ids`, `bytes` (empty for
@@ -31,18 +37,21 @@ def step_report(tokenizer: Tokenizer, output: ChoiceOutput) -> dict[str, Any]:
         "drafts": None,
     }
     if step.drafts is not None:
+        drafts = without_rejected(step.drafts, hidden_drafters)
         report["drafts"] = {
-            "token_ids": step.drafts.token_ids,
-            "bytes": _bytes_of(tokenizer, step.drafts.token_ids),
-            "sources": step.drafts.sources,
-            "parents": step.drafts.parents,
-            "accepted": step.drafts.accepted,
+            "token_ids": [None if one == HIDDEN else one for one in drafts.token_ids],
+            "bytes": _bytes_of(tokenizer, drafts.token_ids),
+            "sources": drafts.sources,
+            "parents": drafts.parents,
+            "accepted": drafts.accepted,
         }
     return report
 
 
 def _bytes_of(tokenizer: Tokenizer, token_ids: Sequence[int]) -> list[list[int]]:
     return [
-        [] if tokenizer.is_special(token_id) else list(tokenizer.token_bytes(token_id))
+        []
+        if token_id == HIDDEN or tokenizer.is_special(token_id)
+        else list(tokenizer.token_bytes(token_id))
         for token_id in token_ids
     ]

@@ -61,9 +61,10 @@ class Prefixes:
         self._size, self._most = page_size, most
         self._engines: OrderedDict[bytes, set[int]] = OrderedDict()  # oldest first
 
-    def pages(self, prompt: Sequence[int]) -> list[bytes]:
-        """A name of each full page of a prompt, for its tokens from the first on."""
-        names, name = list[bytes](), b""
+    def pages(self, prompt: Sequence[int], salt: str | None = None) -> list[bytes]:
+        """Return a name of each full page of a prompt, for its salt and its tokens so far."""
+        names = list[bytes]()
+        name = b"" if salt is None else hashlib.blake2b(salt.encode(), digest_size=16).digest()
         for end in range(self._size, len(prompt) + 1, self._size):
             tokens = array("q", prompt[end - self._size : end]).tobytes()
             name = hashlib.blake2b(name + tokens, digest_size=16).digest()
@@ -157,7 +158,7 @@ class DataParallelClient(EngineClient):
 
     def _choose(self, job: Submit) -> int:
         """The engine that a job goes to."""
-        pages = self._prefixes.pages(job.prompts[0])
+        pages = self._prefixes.pages(job.prompts[0], job.params.cache_salt)
         loads = [0] * len(self._clients)
         for running in self._jobs.values():
             loads[running.engine] += running.num_left

@@ -15,7 +15,7 @@ from typing import Protocol
 
 from specops.engine.engine import Engine
 from specops.engine.errors import ContextOverflow, EngineError, QueueFull
-from specops.engine.outputs import RequestOutput
+from specops.engine.outputs import RequestOutput, without_rejected
 from specops.engine.sampling_params import SamplingParams
 from specops.engine.speculative_config import SpeculativeConfig
 from specops.engine.structured import Grammar
@@ -412,9 +412,12 @@ class EngineLoop:
                 self._events.append(Progress(job.job, index, len(output.token_ids)))
         if output.finish_reason is None and not job.streaming:
             return
+        drafts = output.drafts
+        if drafts is not None and (hidden := self._engine.drafters_of_common_text):
+            drafts = without_rejected(drafts, hidden)
         told = Output(
             *(job.job, index, output.token_ids, output.text, output.logprobs),
-            drafts=output.drafts,
+            drafts=drafts,
             prompt_logprobs=output.prompt_logprobs,  # type: ignore[arg-type]
         )
         if output.finish_reason is not None:

@@ -313,6 +313,11 @@ class Drafter:
         """Drops what it has learnt from other requests; none is running."""
 
     @property
+    def drafts_common_text(self) -> bool:
+        """Whether drafts may come from a text that neither the request nor its client has."""
+        return False
+
+    @property
     def is_unsaved(self) -> bool:
         """Whether `save` would write something that is in no file."""
         return False

@@ -228,6 +228,23 @@ class Drafting:
                 drafter.save()
 
     @property
+    def of_common_text(self) -> set[str]:
+        """Names of the drafters whose drafts may come from an operator's text.
+
+        A drafter that cannot be asked is one of these.
+        """
+        found: set[str] = set()
+        for name, drafter in self.drafters.items():
+            try:
+                is_common = drafter.drafts_common_text
+            except Exception as error:
+                logger.error("drafts_common_text of drafter %s failed", name, exc_info=error)
+                is_common = True
+            if is_common:
+                found.add(name)
+        return found
+
+    @property
     def gauges(self) -> dict[str, int]:
         """What drafters have to show in metrics, as far as they can be asked."""
         found: dict[str, int] = {}

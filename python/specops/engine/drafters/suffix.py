@@ -87,8 +87,9 @@ class SuffixDrafter(Drafter):
         """Builds the tree of a request's prompt, unless it is here already."""
         number = self._started.get(request.arrival)
         if number is None:
-            text = self._store.answers.text_of(_prompt_of(request), request.token_ids)
-            number = self.cache.start(self._name_of(request), text)
+            scope = _scope_of(request)
+            text = self._store.answers.text_of(_prompt_of(request), request.token_ids, scope)
+            number = self.cache.start(self._name_of(request), text, scope=scope)
             self._started[request.arrival] = number
         self._numbers[request.slot] = number
         self._lens_told[request.slot] = len(request.token_ids)
@@ -105,7 +106,9 @@ class SuffixDrafter(Drafter):
         """Drops the request's own tree; its response stays in the shared one."""
         if self._started.pop(request.arrival, None) is not None:
             self.cache.stop(self._name_of(request))
-            self._store.answers.add(_prompt_of(request), request.output_token_ids)
+            self._store.answers.add(
+                _prompt_of(request), request.output_token_ids, _scope_of(request)
+            )
             if not request.output_token_ids:  # there is no response
                 self.cache.discard(self._name_of(request))
 
@@ -228,6 +231,11 @@ class SuffixDrafter(Drafter):
         ]
 
     @property
+    def drafts_common_text(self) -> bool:
+        """Whether there is a corpus, or was when the loaded file was saved."""
+        return self._store.has_common_text
+
+    @property
     def is_unsaved(self) -> bool:
         """Whether there is a file that has not what is here."""
         return self._store.is_unsaved
@@ -303,6 +311,11 @@ def _branches_of(proposals: Proposals, slot: int) -> list[Branch]:
         chances.append(own * (chances[parent] if parent >= 0 else 1.0))
     sources = proposals.stages[slot, :count].tolist()
     return list(map(Branch, paths, chances, sources))
+
+
+def _scope_of(request: Request) -> str:
+    """Return the scope of the responses that a request drafts from."""
+    return request.params.cache_salt or ""
 
 
 def _prompt_of(request: Request) -> list[int]:

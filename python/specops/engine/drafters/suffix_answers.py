@@ -33,25 +33,28 @@ class EarlierAnswers:
         self._by_prompt: OrderedDict[bytes, deque[Tokens]] = OrderedDict()
         self._num_answers = self._num_tokens = 0
 
-    def text_of(self, prompt: Sequence[int], token_ids: list[int]) -> list[int] | Tokens:
+    def text_of(
+        self, prompt: Sequence[int], token_ids: list[int], scope: str = ""
+    ) -> list[int] | Tokens:
         """Returns what a request's tree begins with: each answer behind the end of its prompt.
 
         Args:
             prompt: of the request.
             token_ids: its text so far, the prompt included; it ends what is returned.
+            scope: of the request, as in `SuffixCache.start`.
         """
-        answers = self._by_prompt.get(_digest(prompt)) if self._by_prompt else None
+        answers = self._by_prompt.get(_digest(prompt, scope)) if self._by_prompt else None
         if answers is None:
             return token_ids
         end = np.array(prompt[-self._context :], dtype=np.int32)
         parts = [part for answer in answers for part in (end, answer)]
         return np.concatenate((*parts, np.array(token_ids, dtype=np.int32)))
 
-    def add(self, prompt: Sequence[int], answer: Sequence[int]) -> None:
-        """Keeps an answer, and drops what is too many then."""
+    def add(self, prompt: Sequence[int], answer: Sequence[int], scope: str = "") -> None:
+        """Keeps an answer for its scope, and drops the oldest answers over a budget."""
         if not (self._each and answer):
             return
-        key = _digest(prompt)
+        key = _digest(prompt, scope)
         answers = self._by_prompt.setdefault(key, deque())
         self._by_prompt.move_to_end(key)
         answers.append(np.array(answer, dtype=np.int32))
@@ -85,5 +88,6 @@ class EarlierAnswers:
         return any(0 <= most < has[name] for name, most in self._most.items())
 
 
-def _digest(prompt: Sequence[int]) -> bytes:
-    return hashlib.sha256(np.array(prompt, dtype=np.int32).tobytes()).digest()
+def _digest(prompt: Sequence[int], scope: str) -> bytes:
+    of_scope = hashlib.sha256(scope.encode()).digest()
+    return hashlib.sha256(of_scope + np.array(prompt, dtype=np.int32).tobytes()).digest()

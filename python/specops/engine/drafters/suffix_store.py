@@ -35,7 +35,7 @@ class SuffixStore:
         vocab_size: of the model.
 
     Attributes:
-        cache: this.
+        cache: this; requests with the same cache salt are one scope, and the corpus is in all.
         answers: earlier ones, by prompt, which are not in the file.
 
     Raises:
@@ -57,6 +57,8 @@ class SuffixStore:
         self._path: Path | None = None
         self._vocabulary = ""
         self._saved: tuple[int, int] | None = None  # what the file has
+        # A file of specops 0.x mixes the corpus with the responses of requests without a salt.
+        self._mixes_corpus = False
         # Which of the responses that were loaded, oldest first, are texts of a corpus: their names.
         self._loaded: list[str | None] = []
         if config.suffix_cache is not None:
@@ -72,6 +74,11 @@ class SuffixStore:
         for response in self.cache.cached_requests:
             self.cache.evict(response)
         self.cache.reclaim()
+
+    @property
+    def has_common_text(self) -> bool:
+        """Whether requests may be drafted for from a corpus."""
+        return self._mixes_corpus or self.cache.num_common_requests > 0
 
     @property
     def is_unsaved(self) -> bool:
@@ -115,6 +122,7 @@ class SuffixStore:
             if _is_damaged(path, error):
                 aside = path.with_name(f"{path.name}.damaged")
                 path.replace(aside)
+                aside.chmod(0o600)
                 logger.warning("suffix cache begins empty, %s is kept: %s", aside, error)
                 return
             raise ValueError(
@@ -141,7 +149,7 @@ class SuffixStore:
                 if name in cached:
                     num_known += 1
                 else:
-                    self.cache.add(token_ids, request_id=name)
+                    self.cache.add(token_ids, request_id=name, scope=None)
                     cached.add(name)
         if not num_tokens:
             raise ValueError(f"suffix_corpus: {path} has no text")
@@ -177,7 +185,7 @@ class SuffixStore:
         names = self._names()
         corpus = {index: name for index, name in enumerate(names) if name is not None}
         return json.dumps(
-            {"vocabulary": self._vocabulary, "responses": len(names), "corpus": corpus}
+            {"vocabulary": self._vocabulary, "responses": len(names), "common": corpus}
         )
 
     def _read_label(self, path: Path) -> list[str | None]:
@@ -191,8 +199,11 @@ class SuffixStore:
             values = json.loads(label)
             vocabulary = values["vocabulary"]
             names: list[str | None] = [None] * values["responses"]
-            for index, name in values["corpus"].items():
-                names[int(index)] = name
+            if "common" in values:
+                for index, name in values["common"].items():
+                    names[int(index)] = name
+            else:  # format 1: the corpus is added again
+                self._mixes_corpus = bool(values["corpus"])
         except (ValueError, TypeError, KeyError, IndexError):
             raise ValueError(
                 f"{path} was not written by an engine: its label is {label!r}"

@@ -55,11 +55,12 @@ class Prefix:
     holds one of each shorter prefix as well, and lets go of it later.
     """
 
-    __slots__ = ("children", "pages", "parent", "tokens")
+    __slots__ = ("children", "pages", "parent", "salt", "tokens")
 
-    def __init__(self, parent: "Prefix | None", tokens: bytes) -> None:
+    def __init__(self, parent: "Prefix | None", tokens: bytes, salt: str | None = None) -> None:
         self.parent = parent  # None: this is the empty prefix
         self.tokens = tokens  # of its last page
+        self.salt = salt  # of the empty prefix: the salt whose requests alone find what follows
         self.children: dict[bytes, Prefix] = {}  # by their last page's tokens
         # Oldest first, by the key of their draft KV; None: without draft KV.
         self.pages: dict[bytes | None, int] = {}
@@ -74,7 +75,10 @@ class Prefix:
 
 
 class PagePool:
-    """Allocates, shares and frees pages of `page_size` tokens."""
+    """Allocates, shares and frees pages of `page_size` tokens.
+
+    Each cache salt has a tree of prefixes of its own, as long as the tree has a page.
+    """
 
     def __init__(self, num_pages: int, page_size: int, *, enable_prefix_caching: bool) -> None:
         self.num_pages = num_pages
@@ -86,7 +90,7 @@ class PagePool:
         # A heap, because pages in ascending order are read faster than shuffled ones.
         self._free = list(range(num_pages))
         self._cached: OrderedDict[int, None] = OrderedDict()  # count 0, content known
-        self._root = Prefix(None, b"")
+        self._roots: dict[str | None, Prefix] = {}  # by salt
         # Of each findable page: its prefix, and its key there.
         self._place_of: dict[int, tuple[Prefix, bytes | None]] = {}
 
@@ -96,7 +100,11 @@ class PagePool:
         return len(self._free) + len(self._cached)
 
     def match_prefix(
-        self, token_ids: Sequence[int], max_tokens: int, draft_kv: DraftKv | None = None
+        self,
+        token_ids: Sequence[int],
+        max_tokens: int,
+        draft_kv: DraftKv | None = None,
+        salt: str | None = None,
     ) -> list[int]:
         """Takes hold of the cached pages that start `token_ids`, at most `max_tokens` of them.
 
@@ -105,11 +113,13 @@ class PagePool:
             max_tokens: how many of them the pages may hold.
             draft_kv: what the pages must have, computed from tokens that all are in `token_ids`;
                 None: pages with and without draft KV will do.
+            salt: pages are found only if they were registered with the same salt.
         """
         pages: list[int] = []
-        if not self._caching:
+        prefix = self._roots.get(salt)
+        if prefix is None:
             return pages
-        prefix, size = self._root, self.page_size
+        size = self.page_size
         if draft_kv is not None:
             max_tokens = min(max_tokens, len(token_ids) - draft_kv.lookahead)
         for end in range(size, min(max_tokens, len(token_ids)) + 1, size):
@@ -152,6 +162,7 @@ class PagePool:
         parent: int | None,
         token_ids: Sequence[int],
         draft_key: bytes | None = None,
+        salt: str | None = None,
     ) -> int:
         """Makes a full page findable by content.
 
@@ -160,6 +171,7 @@ class PagePool:
             parent: the page before it, whose own content is registered; None for the first page.
             token_ids: the page's tokens, exactly page_size of them.
             draft_key: `DraftKv.key` of what it has beside; None: it has no draft KV.
+            salt: of its request; the same for all pages of a prefix.
 
         Returns:
             The page that stands for this content from now on: `page`, or, when an equal page is
@@ -168,7 +180,7 @@ class PagePool:
         """
         if not self._caching:
             return page
-        before = self._root if parent is None else self._place_of[parent][0]
+        before = self._root_of(salt) if parent is None else self._place_of[parent][0]
         tokens = _token_bytes(token_ids)
         prefix = before.children.get(tokens)
         if prefix is None:
@@ -209,7 +221,17 @@ class PagePool:
         prefix, key = self._place_of.pop(page)
         del prefix.pages[key]
         if not prefix.pages and prefix.parent is not None:
-            del prefix.parent.children[prefix.tokens]
+            before = prefix.parent
+            del before.children[prefix.tokens]
+            if before.parent is None and not before.children:
+                del self._roots[before.salt]
+
+    def _root_of(self, salt: str | None) -> Prefix:
+        """Return the empty prefix of a salt, which the caller extends."""
+        root = self._roots.get(salt)
+        if root is None:
+            root = self._roots[salt] = Prefix(None, b"", salt)
+        return root
 
 
 def _token_bytes(token_ids: Sequence[int]) -> bytes:

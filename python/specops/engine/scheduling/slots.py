@@ -83,7 +83,9 @@ class Slots:
 
     def start(self, request: Request, plan: Plan) -> bool:
         """Gives a waiting request a slot and its cached prefix, if all its tokens find room."""
-        hits = self.pool.match_prefix(request.token_ids, request.num_reusable, request.draft_kv)
+        hits = self.pool.match_prefix(
+            request.token_ids, request.num_reusable, request.draft_kv, request.params.cache_salt
+        )
         num_cached = self.states.cut(hits, request.draft_kv)
         needed = self.num_pages_for(len(request.token_ids)) - len(hits)
         if needed > self.pool.num_available:
@@ -180,6 +182,7 @@ class Slots:
                 parent,
                 request.token_ids[end - size : end],
                 None if draft_kv is None else draft_kv.key(request.token_ids, end),
+                request.params.cache_salt,
             )
             request.num_registered_pages += 1
         known = request.pages, request.num_registered_pages, request.num_computed

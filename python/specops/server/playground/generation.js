@@ -48,7 +48,7 @@ export class Generation {
     });
   }
 
-  takeDrafts({bytes, sources, parents, accepted}) {
+  takeDrafts({token_ids: ids, bytes, sources, parents, accepted}) {
     const depths = [];
     const taken = new Set(accepted);
     parents.forEach((parent, node) => {
@@ -61,7 +61,8 @@ export class Generation {
     this.drafted += parents.length;
     this.accepted += accepted.length;
     const decoder = new TextDecoder();
-    const texts = bytes.map((data) => decoder.decode(Uint8Array.from(data)));
+    // A rejected draft from a text that clients share is not told.
+    const texts = bytes.map((data, node) => (ids[node] === null ? "…" : decoder.decode(Uint8Array.from(data))));
     return {texts, sources, parents, depths, accepted};
   }
 

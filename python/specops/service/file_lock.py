@@ -1,0 +1,71 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Lock of a file that one server at a time may use."""
+
+import fcntl
+import logging
+import os
+from pathlib import Path
+from types import TracebackType
+
+logger = logging.getLogger(__name__)
+
+
+class FileLock:
+    """Exclusive use of a file, from now on until `release` or the end of this process.
+
+    A file that is replaced as a whole cannot be locked itself, so the lock is on another file,
+    FILE.lock, which stays. The lock is the process's own: processes it starts do not inherit it.
+
+    Args:
+        option: option that names the file, for errors.
+        file: file to lock; it need not exist.
+
+    Raises:
+        ValueError: another process has the lock.
+    """
+
+    def __init__(self, option: str, file: str) -> None:
+        self._number: int | None = None
+        path = Path(f"{file}.lock")
+        try:
+            number = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+        except OSError as error:
+            # Where nothing can be written, whatever reads the file says so by itself.
+            logger.debug("%s: %s cannot be opened: %s", option, path, error.strerror)
+            return
+        try:
+            fcntl.flock(number, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            owner = os.pread(number, 32, 0).decode(errors="replace").strip()
+            os.close(number)
+            raise ValueError(
+                f"{option}: {file} is in use by another server"
+                f"{f' (process {owner})' if owner else ''}; name another file"
+            ) from None
+        except OSError as error:  # such as a file system without locks
+            logger.warning(
+                "%s: %s cannot be locked (%s): use the file for one server only",
+                *(option, path, error.strerror),
+            )
+            os.close(number)
+            return
+        os.ftruncate(number, 0)
+        os.pwrite(number, f"{os.getpid()}\n".encode(), 0)
+        self._number = number
+
+    def release(self) -> None:
+        """Release the lock, if this object holds it."""
+        if self._number is not None:
+            os.close(self._number)
+            self._number = None
+
+    def __enter__(self) -> "FileLock":
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.release()

@@ -1,0 +1,302 @@
+# SPDX-License-Identifier: Apache-2.0
+# ruff: noqa: E402  (where a package is missing, nothing else is imported)
+"""Nothing that a request leaves behind is visible to a client with another key, or another salt."""
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+for name in ("fastapi", "uvicorn", "pydantic", "prometheus_client", "jinja2", "httpx", "msgspec"):
+    pytest.importorskip(name)
+
+import httpx
+from checkpoints import make_checkpoint, write_tokenizer
+from fake_engine import FakeEngine
+from serving import Served, serving
+from specops.cli.serve import main
+from specops.engine import Engine, EngineConfig, SamplingParams, SpeculativeConfig
+from specops.engine.outputs import HIDDEN, StepDrafts, without_rejected
+from specops.server.clients import Clients, scoped_salt
+from specops.service.file_lock import FileLock
+
+KEYS = ["alice", "bob", "carol"]
+PROMPT = list(range(20, 52))  # two pages
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("model")
+    make_checkpoint(directory, "Qwen3", num_hidden_layers=1)
+    write_tokenizer(directory)
+    return directory
+
+
+def make(model_dir: Path, **config: Any) -> Engine:
+    speculative = SpeculativeConfig(
+        method="suffix", num_speculative_tokens=6, adaptive_verification=False
+    )
+    settings: dict[str, Any] = {"dtype": "float32", "device": "cpu", "num_threads": 1}
+    return Engine(
+        EngineConfig(model=str(model_dir), speculative_config=speculative, **settings, **config)
+    )
+
+
+def ask(served: Served, key: str, body: dict[str, Any]) -> dict[str, Any]:
+    """All that an answer says, but names, times and prices of the clock."""
+    asked = {
+        "max_tokens": 24,
+        "temperature": 0.9,
+        "seed": 4,
+        "ignore_eos": True,
+        "logprobs": 2,
+        "stream": True,
+        "stream_options": {"include_steps": True, "include_usage": True},
+        **body,
+    }
+    response = httpx.post(
+        f"{served.url}/v1/completions",
+        json=asked,
+        headers={"Authorization": f"Bearer {key}"} if key else {},
+        timeout=60,
+    )
+    assert response.status_code == 200, response.text
+    frames = [json.loads(one[6:]) for one in response.text.split("\n\n")[:-2]]
+    steps = [one["step"] for frame in frames for one in frame["choices"] if "step" in one]
+    for step in steps:
+        del step["seconds"]
+    last = frames[-1]
+    return {
+        "steps": steps,
+        "token_ids": [one for step in steps for one in step["token_ids"]],
+        "usage": last["usage"],
+        "metrics": last["metrics"],
+    }
+
+
+def guess(token_ids: list[int]) -> dict[str, Any]:
+    """A request held to the last of some tokens: what followed it is drafted, and wrong."""
+    *known, last = token_ids
+    return {"prompt": known, "allowed_token_ids": [last], "max_tokens": 5}
+
+
+def rejected(answer: dict[str, Any]) -> list[Any]:
+    """Tokens of the drafts that were verified in vain."""
+    return [
+        token
+        for step in answer["steps"]
+        if step["drafts"] is not None
+        for node, token in enumerate(step["drafts"]["token_ids"])
+        if node not in step["drafts"]["accepted"]
+    ]
+
+
+def cached(answer: dict[str, Any]) -> int:
+    found: int = answer["usage"]["prompt_tokens_details"]["cached_tokens"]
+    return found
+
+
+def accepted(answer: dict[str, Any]) -> int:
+    found: int = answer["usage"]["completion_tokens_details"]["accepted_prediction_tokens"]
+    return found
+
+
+@pytest.fixture(scope="module")
+def keyed(model_dir: Path) -> Iterator[Served]:
+    with serving(make(model_dir), api_keys=KEYS) as served:
+        yield served
+
+
+def test_another_key_s_requests_change_nothing_that_a_key_sees(keyed: Served) -> None:
+    """What Bob sees after Alice's requests is what Carol saw before them: every draft and count."""
+    plain = ask(keyed, "carol", {"prompt": PROMPT})
+    said = plain["token_ids"]
+    asked = [{"prompt": PROMPT, "cache_salt": "x"}, guess(PROMPT + said[:6]), guess(said[:4])]
+    before = [ask(keyed, "carol", {**body, "cache_salt": f"{n}"}) for n, body in enumerate(asked)]
+    first = ask(keyed, "alice", {"prompt": PROMPT})
+    assert first == plain
+    second = ask(keyed, "alice", {"prompt": PROMPT})
+    assert second["token_ids"] == said, "sharing changes no token"
+    assert cached(second) > 0 < accepted(second), "one key shares with itself"
+    assert ask(keyed, "bob", {"prompt": PROMPT}) == plain
+    for number, body in enumerate(asked):
+        assert ask(keyed, "bob", {**body, "cache_salt": f"{number}"}) == before[number]
+    fresh = ask(keyed, "bob", {**asked[2], "cache_salt": "new"})
+    assert not set(rejected(fresh)) & (set(said[4:]) - set(said[:4]))
+    # Without the separation there is something to see.
+    own = rejected(ask(keyed, "alice", guess(said[:4])))
+    assert own[:2] == said[4:6]
+
+
+def test_salts_separate_the_requests_of_a_key(keyed: Served) -> None:
+    prompt = [one + 60 for one in PROMPT]
+    plain = ask(keyed, "alice", {"prompt": prompt, "cache_salt": "cold"})
+    for salt in ("a", "b"):
+        first = ask(keyed, "alice", {"prompt": prompt, "cache_salt": salt})
+        assert first == plain, "as if nobody had asked before"
+        again = ask(keyed, "alice", {"prompt": prompt, "cache_salt": salt})
+        assert cached(again) > 0 < accepted(again)
+        assert again["token_ids"] == plain["token_ids"]
+    assert cached(ask(keyed, "bob", {"prompt": prompt, "cache_salt": "a"})) == 0
+
+
+def test_an_operator_may_share_caches_among_keys(model_dir: Path) -> None:
+    """Then the number of rejected drafts is told, and not their text."""
+    with serving(make(model_dir), api_keys=KEYS, cache_scope="server") as served:
+        said = ask(served, "alice", {"prompt": PROMPT})["token_ids"]
+        again = ask(served, "bob", {"prompt": PROMPT})
+        assert again["token_ids"] == said and cached(again) > 0 < accepted(again)
+        found = rejected(ask(served, "bob", guess(said[:4])))
+        assert found and set(found) == {None}
+        salted = ask(served, "bob", {"prompt": PROMPT, "cache_salt": "a"})
+        assert cached(salted) == 0
+
+
+def test_without_keys_all_clients_are_one(model_dir: Path) -> None:
+    with serving(make(model_dir)) as served:
+        said = ask(served, "", {"prompt": PROMPT})["token_ids"]
+        again = ask(served, "", {"prompt": PROMPT})
+        assert cached(again) > 0 < accepted(again)
+        assert rejected(ask(served, "", guess(said[:4])))[:2] == said[4:6]
+
+
+@pytest.mark.parametrize("keys", [[], KEYS])
+def test_a_corpus_is_drafted_from_and_not_told(
+    model_dir: Path, tmp_path: Path, keys: list[str]
+) -> None:
+    corpus = tmp_path / "corpus"
+    engine = make(model_dir)
+    text = engine.tokenizer.decode(list(range(40, 60)))
+    corpus.write_text(text)
+    token_ids = engine.tokenizer.encode(text, add_special_tokens=False)
+    with serving(make(model_dir, suffix_corpus=str(corpus)), api_keys=keys) as served:
+        for key in keys or [""]:
+            answer = ask(served, key, guess(token_ids[:4]))
+            found = rejected(answer)
+            assert found and set(found) == {None}
+            for step in answer["steps"]:
+                for token, data in zip(
+                    *(step["drafts"][name] for name in ("token_ids", "bytes"))
+                    if step["drafts"]
+                    else ([], []),
+                    strict=True,
+                ):
+                    assert (token is None) <= (data == [])
+
+
+def test_earlier_answers_are_of_their_salt(model_dir: Path) -> None:
+    engine = Engine(
+        EngineConfig(
+            model=str(model_dir),
+            dtype="float32",
+            device="cpu",
+            speculative_config=SpeculativeConfig(
+                method="suffix",
+                num_speculative_tokens=4,
+                adaptive_verification=False,
+                suffix_decoding_earlier_answers=2,
+            ),
+        )
+    )
+    stats = []
+    for salt in ("a", "b", "b"):
+        params = SamplingParams(max_tokens=20, seed=1, ignore_eos=True, cache_salt=salt)
+        stats.append(engine.generate([PROMPT], params)[0].stats)
+    assert stats[0] == stats[1]
+    assert stats[2].num_accepted_tokens > stats[1].num_accepted_tokens
+
+
+def test_the_names_that_are_hidden() -> None:
+    drafts = StepDrafts([5, 6, 7, 8], [-1, 0, 1, -1], ["suffix", "suffix", "suffix", "mtp"], [0])
+    assert without_rejected(drafts, {"suffix"}).token_ids == [5, HIDDEN, HIDDEN, 8]
+    assert without_rejected(drafts, ()) == drafts
+
+
+# ---- the salt of a request ----
+
+CHAT = [{"role": "user", "content": "abc"}]
+BODIES = {
+    "completions": {"prompt": "abc", "max_tokens": 4},
+    "chat/completions": {"messages": CHAT, "max_tokens": 4},
+    "responses": {"input": "abc", "max_output_tokens": 4},
+    "messages": {"messages": CHAT, "max_tokens": 4},
+}
+
+
+@pytest.mark.parametrize("path", BODIES)
+def test_every_api_takes_a_salt(path: str) -> None:
+    with serving(FakeEngine(), api_keys=KEYS) as served:
+
+        def status(key: str, **more: Any) -> tuple[int, str]:
+            answer = httpx.post(
+                f"{served.url}/v1/{path}",
+                content=json.dumps(BODIES[path] | more),
+                headers={"x-api-key": key, "Content-Type": "application/json"},
+            )
+            return answer.status_code, answer.text
+
+        for key in KEYS[:2]:
+            for more in ({}, {"cache_salt": None}, {"cache_salt": "x"}, {"cache_salt": "y"}):
+                assert status(key, **more)[0] == 200
+        one, null, x, y, *others = served.engine.salts
+        assert one == null and len({one, x, y, *others}) == 6
+        scope = Clients(KEYS).cache_scope("key-0")
+        assert (one, x) == (scoped_salt(scope, None), scoped_salt(scope, "x"))
+        for wrong in ("", 3, ["x"], {}):
+            code, text = status("bob", cache_salt=wrong)
+            assert code == 400 and "cache_salt must be a" in text
+        assert status("bob", cache_salt="\ud800")[0] == 400
+
+
+def test_scopes_of_keys() -> None:
+    one, other = Clients(["a", "b"]), Clients(["c", "b", "a"])
+    assert one.cache_scope("key-0") == other.cache_scope("key-2") != one.cache_scope("key-1")
+    assert one.cache_scope("key-0") != "a" and len(one.cache_scope("key-0")) == 64
+    assert one.cache_scope("from 10.0.0.1") == "" and not one.shares_caches
+    shared = Clients(["a", "b"], "server")
+    assert shared.cache_scope("key-0") == "" and shared.shares_caches
+    assert not Clients(["a"], "server").shares_caches
+    assert scoped_salt("", None) is None
+    assert len({scoped_salt(*one) for one in [("", "a"), ("a", None), ("a", "a"), ("b", "a")]}) == 4
+
+
+@pytest.mark.parametrize("wrong", ["", 3, b"x", "\udc00"])
+def test_salts_are_texts(wrong: Any) -> None:
+    with pytest.raises(ValueError, match=r"^cache_salt must be"):
+        SamplingParams(cache_salt=wrong)
+
+
+# ---- a file of two servers ----
+
+
+def test_two_servers_do_not_save_to_one_file(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    file = tmp_path / "cache"
+    holder = (
+        "import sys; from specops.service.file_lock import FileLock\n"
+        "lock = FileLock('suffix_cache', sys.argv[1]); print('held', flush=True); sys.stdin.read()"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", holder, str(file)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as process:
+        assert process.stdout is not None and process.stdout.readline() == "held\n"
+        assert main(["--suffix-cache", str(file), "--port", "0"]) == 2
+        error = capsys.readouterr().err
+        assert f"suffix_cache: {file} is in use by another server (process {process.pid})" in error
+        process.kill()
+    with FileLock("suffix_cache", str(file)):
+        with pytest.raises(ValueError, match="is in use by another server"):
+            FileLock("suffix_cache", str(file))
+        lock = tmp_path / "cache.lock"
+        assert lock.stat().st_mode & 0o777 == 0o600
+    with FileLock("suffix_cache", str(file)):
+        pass
+    FileLock("suffix_cache", str(tmp_path / "nowhere" / "file"))  # the engine says what is wrong
