@@ -631,6 +631,7 @@ def test_a_prefill_engine_takes_every_parameter(name: str) -> None:
         "think_inject_token_ids": (5,),
         "structured_output": StructuredOutput(regex="a"),
         "prediction": (5,),
+        "cache_salt": "a salt",
     }
     values = WHOLE_RANGES.get(name) or REAL_RANGES.get(name) or [others[name]]
     for value in values:
