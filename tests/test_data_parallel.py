@@ -206,7 +206,7 @@ def made(*given: str) -> list[Any]:
 
 
 def test_each_engine_has_its_ports() -> None:
-    given = ("--data-parallel-size", "2", "--tensor-parallel-size", "2", "--role", "decode")
+    given = ("--data-parallel-size", "2", "--tensor-parallel-size", "2", "--role", "prefill")
     one, other = made(*given, "--kv-port", "6000")
     assert [one.role.port, other.role.port] == [6000, 6002]
     assert [one.data_parallel_rank, other.data_parallel_rank] == [0, 1]

@@ -3,6 +3,7 @@
 """A prompt's pages in another engine: tokens and logprobs are those of one engine, bit for bit."""
 
 import json
+import logging
 import math
 import random
 import socket
@@ -40,6 +41,7 @@ from specops.service.messages import (
     Submit,
 )
 from specops.service.snapshot import status_of
+from specops.service.wire import Peer
 
 NAIVE = {"method": "naive"}
 METHODS: dict[str, dict[str, Any]] = {
@@ -175,7 +177,7 @@ def pair(models: dict[str, Path]) -> tuple[PagesEngine, PagesEngine, Pages]:
 
 
 WRONG: dict[str, tuple[dict[str, Any], str]] = {
-    "version": ({"version": 1}, "version must be 4, got 1"),
+    "version": ({"version": 1}, "version must be 5, got 1"),
     "summands": ({"exact_across_tp": 2}, "exact_across_tp must be 1, got 2"),
     "contract": ({"contract": "0" * 16}, "contract must be '.*', got '0000000000000000'"),
     "ranks": ({"num_ranks": 2}, "num_ranks must be 1, got 2"),
@@ -255,7 +257,7 @@ class Commands:
     """An inbox whose commands are there from the beginning."""
 
     def __init__(self, *commands: Command) -> None:
-        self._commands = list(commands)
+        self.commands = list(commands)
         self.was_told = threading.Event()
 
     def put(self, command: Any) -> None:
@@ -263,7 +265,7 @@ class Commands:
         self.was_told.set()
 
     def take(self, seconds: float | None) -> list[Any]:
-        return [self._commands.pop(0)] if self._commands else []
+        return [self.commands.pop(0)] if self.commands else []
 
 
 JOB = Submit(4, "", [PROMPTS[-1]], GREEDY, None, False)
@@ -273,7 +275,7 @@ ENDED = Output(*(4, 0, [1], "", []), end=End("length", None, 1, 1, 0, 0.0, Specu
 
 def exchange(engine: PagesEngine, *commands: Command) -> tuple[Exchange, Commands, Leases]:
     leases, inbox = Leases(60, 1 << 30), Commands(*commands)
-    transport = TcpTransport("127.0.0.1", 0, leases, frozenset({"127.0.0.1"}))
+    transport = TcpTransport("127.0.0.1", 0, leases, [Peer("127.0.0.1", 1, 65535)])
     return Exchange(engine, transport, inbox, lambda batch: None), inbox, leases
 
 
@@ -288,11 +290,127 @@ def offered(engine: PagesEngine) -> tuple[Exchange, Leases, KvTransfer]:
     return leasing, leases, output.end.kv_transfer
 
 
+# ---- damaged messages ----
+
+
+class Stream:
+    """Messages of another engine on their way: bytes that were recorded, and may be changed."""
+
+    def __init__(self, engine: PagesEngine, prompt: list[int]) -> None:
+        leases = Leases(60, 1 << 30)
+        leases.add(LEASE, engine.take_pages(prompt, GREEDY))
+        there = TcpTransport("127.0.0.1", 0, leases, [])
+        asked, limit = transports.Fetch(LEASE, "tcp", 1, 0), transports.Deadline(60)
+        with socket.create_connection((there.host, there.port), timeout=60) as reader:
+            transports.send(reader, asked, limit)
+            reader.shutdown(socket.SHUT_WR)  # it does not wait for `Release` then
+            self.data = b"".join(iter(lambda: reader.recv(1 << 16), b""))
+        there.close()
+        self.offer_end = struct.unpack_from("<I", self.data)[0] + 8
+
+    def damaged(self, kind: str, draw: random.Random, other: "Stream") -> bytes:
+        """The bytes after damage of a kind, in the header or in the pages."""
+        data = bytearray(self.data)
+        end = draw.choice([self.offer_end, len(data)])
+        if kind == "flips":
+            for place in draw.choices(range(end), k=draw.choice([1, 1, 2, 20])):
+                data[place] ^= 1 << draw.randrange(8)
+        elif kind == "zeros":
+            begin = draw.randrange(end)
+            data[begin : begin + 64] = bytes(len(data[begin : begin + 64]))
+        elif kind == "cut":
+            del data[draw.randrange(end) :]
+        elif kind == "missing":
+            begin = draw.randrange(end)
+            del data[begin : begin + draw.randint(1, 40)]
+        elif kind == "inserted":
+            begin = draw.randrange(end)
+            data[begin:begin] = draw.randbytes(draw.randint(1, 40))
+        elif kind == "longer":
+            data += draw.randbytes(draw.randint(1, 40))
+        elif kind == "header of another":
+            data[: self.offer_end] = other.data[: other.offer_end]
+        elif kind == "spliced":
+            data[draw.randrange(end) :] = other.data[draw.randrange(len(other.data)) :]
+        return bytes(data)
+
+
+LEASE = "0123456789abcdef" * 2
+DAMAGE = [
+    *("flips", "zeros", "cut", "missing", "inserted", "longer", "header of another", "spliced")
+]
+
+
+@pytest.mark.parametrize("kind,method", [("heads", "mtp"), ("states", "naive")])
+def test_damaged_messages_are_never_used(
+    models: dict[str, Path],
+    kind: str,
+    method: str,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """1,000 of them: pages of the model, of a drafter and states, headers and bodies."""
+    caplog.set_level(logging.CRITICAL)
+    settings = {"model": str(models[kind])}
+    prefill, decode = (make(METHODS[method], **settings) for _ in range(2))
+    prompt, similar = PROMPTS[-1], [*PROMPTS[-1][:-1], 2]
+    (alone,) = prefill.generate([prompt], GREEDY)
+    prefill.generate([similar], GREEDY)
+    stream, other = Stream(prefill, prompt), Stream(prefill, similar)
+    right, given = prefill.take_pages(prompt, GREEDY).data, list[bytearray]()
+    monkeypatch.setattr(decode, "give_pages", lambda pages, expected: given.append(pages.data))
+    seconds, on_the_wire = iter(range(0, 10_000_000, 1000)), stream.data
+
+    def connect(address: Any, timeout: float) -> socket.socket:
+        ours, theirs = socket.socketpair()
+        theirs.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 21)
+        theirs.sendall(on_the_wire)
+        theirs.shutdown(socket.SHUT_WR)
+        open_ends.append(theirs)
+        return ours
+
+    open_ends: list[socket.socket] = []
+    monkeypatch.setattr(socket, "create_connection", connect)
+    told = KvTransfer(do_remote_prefill=True, remote_request_id=LEASE)
+    told.remote_host, told.remote_port = "127.0.0.1", 1
+    wanted = structs.replace(JOB, kv_transfer=told)
+    peers = [Peer("127.0.0.1", 1, 1)]
+    transport = TcpTransport("127.0.0.1", 0, Leases(60, 1), peers, lambda: next(seconds))
+    inbox = Commands()
+    draw = random.Random(1)
+    with Exchange(decode, transport, inbox, lambda batch: None) as fetching:
+
+        def fetch(data: bytes) -> int:
+            nonlocal on_the_wire
+            on_the_wire = data
+            inbox.was_told.clear()
+            inbox.commands += [wanted, Fetched(JOB.job)]
+            assert fetching.take(0.0) == []
+            assert inbox.was_told.wait(60)
+            assert fetching.take(0.0) == [wanted]
+            open_ends.pop().close()
+            assert decode.num_free_pages == decode.num_pages
+            return decode.stats.num_damaged_kv_pages
+
+        for count in range(1000):
+            how = DAMAGE[count % len(DAMAGE)]
+            before, data = decode.stats.num_damaged_kv_pages, stream.damaged(how, draw, other)
+            num_new = fetch(data) - before
+            if data[: len(stream.data)] == stream.data:  # the pages are whole
+                assert given.pop() == right and num_new == 0
+            assert given == []
+            if how == "flips" and data[:4] == stream.data[:4]:  # else the length is wrong
+                assert num_new == 4
+        assert fetch(stream.data) and given.pop() == right
+    (done,) = decode.generate([prompt], GREEDY)
+    assert (done.token_ids, done.logprobs) == (alone.token_ids, alone.logprobs)
+
+
 def test_a_reader_that_announces_much_gets_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(transports, "SECONDS", 600.0)  # for the bytes, if they were awaited
-    transport = TcpTransport("127.0.0.1", 0, Leases(60, 1 << 30), frozenset())
+    transport = TcpTransport("127.0.0.1", 0, Leases(60, 1 << 30), [])
     with socket.create_connection((transport.host, transport.port), timeout=60) as reader:
-        reader.sendall(struct.pack("<I", 60 << 20))
+        reader.sendall(struct.pack("<II", 60 << 20, 0))
         assert reader.recv(1) == b""
     transport.close()
 
@@ -354,7 +472,7 @@ def test_numbers_of_ranks_that_share_nothing_are_refused_by_name(
     """The prompt is computed then, at once."""
     told = KvTransfer(
         do_remote_prefill=True,
-        remote_request_id="a",
+        remote_request_id="0" * 32,
         remote_host="127.0.0.1",
         remote_port=1,
         remote_ports=[1, 2, 3],
