@@ -2,15 +2,18 @@
 
 """A prompt's pages in another engine: tokens and logprobs are those of one engine, bit for bit."""
 
+import contextlib
 import json
 import logging
 import math
+import queue
 import random
 import socket
 import struct
 import threading
 import time
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,9 +28,11 @@ from msgspec import structs
 from ranks import on_ranks
 from specops.disaggregated import transport as transports
 from specops.disaggregated.exchange import Exchange
+from specops.disaggregated.fair_threads import FairThreads
 from specops.disaggregated.handoff import PagesEngine
 from specops.disaggregated.pages import HandoffError, Header, Layout, Pages, cut, joined, sources
-from specops.disaggregated.transport import Leases, TcpTransport
+from specops.disaggregated.peers import Peers
+from specops.disaggregated.transport import Address, Leases, TcpTransport
 from specops.engine import EngineConfig, SamplingParams
 from specops.engine.outputs import SpeculativeStats
 from specops.engine.parallel.ranks import Ranks
@@ -413,6 +418,147 @@ def test_a_reader_that_announces_much_gets_no_memory(monkeypatch: pytest.MonkeyP
         reader.sendall(struct.pack("<II", 60 << 20, 0))
         assert reader.recv(1) == b""
     transport.close()
+
+
+def test_a_message_has_one_time_limit_for_all_its_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A peer that sends a byte each three seconds is not waited for any longer."""
+    now = [0.0]
+    monkeypatch.setattr(transports.time, "monotonic", lambda: now[0])
+
+    class Drip:
+        def settimeout(self, seconds: float) -> None:
+            assert 0 < seconds <= 10 - now[0]
+
+        def recv_into(self, view: memoryview) -> int:
+            now[0] += 3
+            return 1
+
+    with pytest.raises(TimeoutError, match="the peer takes too long"):
+        transports.received(Drip(), transports.Fetch, transports.Deadline(10))  # type: ignore[arg-type]
+    assert now == [12.0]
+
+
+def test_strangers_do_not_take_the_place_of_readers(
+    pair: tuple[PagesEngine, PagesEngine, Pages], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of four places, one is a reader's that has named a lease; the others' oldest ends."""
+    monkeypatch.setattr(transports, "_MOST_CONNECTIONS", 4)
+    _, decode, pages = pair
+    leases, expected = Leases(60, 1 << 30), decode.expected(PROMPTS[-1], GREEDY)
+    leases.add(LEASE, pages)
+    leases.add("f" * 32, pages)
+    there = TcpTransport("127.0.0.1", 0, leases, [Peer("127.0.0.1", 1, 65535)])
+    where, limit = (there.host, there.port), transports.Deadline(60)
+    with contextlib.ExitStack() as stack:
+
+        def connect() -> socket.socket:
+            return stack.enter_context(socket.create_connection(where, timeout=60))
+
+        reader = connect()
+        transports.send(reader, transports.Fetch(LEASE, "tcp", 1, 0), limit)
+        offer = transports.received(reader, transports.Offer, limit)
+        strangers = [connect() for _ in range(20)]
+        assert [one.recv(1) for one in strangers[:17]] == [b""] * 17
+        assert there.fetch(Address("f" * 32, *where), expected).data == pages.data
+        assert transports._exactly(reader, offer.header.num_bytes, limit) == pages.data
+        transports.send(reader, transports.Release(), limit)
+        assert reader.recv(1) == b"" and leases.num_bytes == 0
+    there.close()
+
+
+def test_the_host_with_the_most_connections_loses_its_oldest() -> None:
+    with contextlib.ExitStack() as stack:
+
+        def ends() -> tuple[socket.socket, socket.socket]:
+            one, other = socket.socketpair()
+            other.setblocking(False)
+            return stack.enter_context(one), stack.enter_context(other)
+
+        both = {name: ends() for name in ("a1", "b1", "b2", "c1", "a2", "b3")}
+        connections = transports._Connections(4)
+        closed = []
+        for name, (own, _) in both.items():
+            connections.add(own, name[0])
+            if name == "b1":
+                connections.know(own)
+            for one, (_, peer) in both.items():
+                with contextlib.suppress(BlockingIOError):
+                    if peer.recv(1) == b"" and one not in closed:
+                        closed.append(one)
+        assert closed == ["a1", "b2"]
+
+
+@pytest.mark.parametrize("fault", [ConnectionError, TimeoutError])
+def test_a_peer_that_does_not_answer_is_tried_again_later(fault: type[OSError]) -> None:
+    """After 1, 2, 4 .. 30 s, by one request, until it answers; others fail at once."""
+    now = [100.0]
+    peers = Peers([Peer("a", 5, 6)], 10.0, lambda: now[0])
+
+    def attempt(port: int = 5, error: Exception | None = None, seconds: float = 0.0) -> str:
+        try:
+            with peers.attempt("a", port):
+                now[0] += seconds
+                if error is not None:
+                    raise error
+        except (HandoffError, OSError) as found:
+            return str(found)
+        return "answered"
+
+    with peers.attempt("a", 5):  # one that began before takes longer, and gets an answer at last
+        assert attempt(error=fault("away"), seconds=10.0) == "away"
+        for pause in (1, 2, 4, 8, 16, 30, 30):
+            assert (
+                attempt()
+                == f"handoff: a:5 did not answer lately, and is tried again in {pause}.0 s"
+            )
+            assert attempt(port=6) == "answered"
+            now[0] += pause
+            with contextlib.suppress(fault), peers.attempt("a", 5):
+                assert "did not answer lately" in attempt()
+                raise fault("away")
+        now[0] += 30
+        assert attempt(error=HandoffError("the lease is over")) == "the lease is over"
+        assert attempt() == "answered"
+    assert attempt() == "answered"
+    with contextlib.ExitStack() as stack:  # what fails at the same time is one failure
+        for _ in range(5):
+            stack.enter_context(contextlib.suppress(fault))
+            stack.enter_context(peers.attempt("a", 5))
+        raise fault("away")
+    with contextlib.suppress(fault), peers.attempt("a", 6):
+        raise fault("away")
+    now[0] += 1
+    assert attempt() == attempt(port=6) == "answered"
+
+
+@pytest.mark.parametrize("host,port", [("b", 5), ("a", 4), ("a", 7), ("A", 5), ("", 5)])
+def test_other_addresses_than_peers_are_refused(host: str, port: int) -> None:
+    with pytest.raises(HandoffError, match="remote_host and remote_port must be one of kv_peers"):
+        Peers([Peer("a", 5, 6)], 10.0).require(host, port)
+
+
+def test_no_client_takes_all_threads() -> None:
+    """Of four, the first gets two, and the next ones one each; then clients take turns."""
+    threads, begun = FairThreads[str](4, "test"), queue.SimpleQueue[str]()
+    gates = {name: threading.Event() for name in ("a0", "a1", "a2", "a3", "b0", "b1", "c0", "d0")}
+
+    def work(name: str) -> str:
+        begun.put(name)
+        assert gates[name].wait(60)
+        return name
+
+    futures = {name: threads.submit(name[0], partial(work, name)) for name in gates}
+    assert {begun.get(timeout=60) for _ in range(4)} == {"a0", "a1", "b0", "c0"}
+    for ended, then in (("c0", "d0"), ("d0", None), ("b0", "b1"), ("a0", "a2"), ("a2", "a3")):
+        gates[ended].set()
+        assert futures[ended].result(60) == ended
+        if then is not None:
+            assert begun.get(timeout=60) == then
+    assert begun.empty()
+    for gate in gates.values():
+        gate.set()
+    assert [future.result(60) for future in futures.values()] == list(gates)
+    threads.shutdown()
 
 
 @pytest.mark.parametrize("kind", ["heads", "states"])

@@ -14,8 +14,8 @@ _Work = Callable[[], T]
 class FairThreads(Generic[T]):
     """A pool of threads that no client can fill.
 
-    A client may use half of the threads that other clients do not use, and always one if any is
-    free. Clients take turns.
+    A client may use half of the threads that other clients do not use, rounded up. Clients take
+    turns.
 
     Args:
         num_threads: of the pool.
@@ -63,7 +63,8 @@ class FairThreads(Generic[T]):
 
     def _may_run(self, client: str) -> bool:
         own = self._running[client]
-        return own < max((self._num_threads - self._running.total() + own) // 2, 1)
+        free_of_others = self._num_threads - (self._running.total() - own)
+        return own < (free_of_others + 1) // 2
 
     def _run(self, client: str, future: "Future[T]", work: _Work[T]) -> None:
         try:
