@@ -3,6 +3,8 @@
 """What the prefix cache has, as a subscriber rebuilds it from vLLM's messages."""
 
 import random
+import threading
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,6 +16,7 @@ zmq = pytest.importorskip("zmq")
 
 from checkpoints import write_config
 from msgspec import structs
+from specops.disaggregated import kv_events
 from specops.disaggregated.kv_events import BlockStored, KvEvents, TellingPool, telling
 from specops.engine import Engine, EngineConfig, SamplingParams
 from specops.service.messages import Batch
@@ -196,3 +199,84 @@ def test_an_endpoint_that_is_none_is_refused(
     wrong = structs.replace(settings, **{name: "tcp://nowhere"})
     with pytest.raises(ValueError, match=f"kv_events_{name} must be an endpoint to bind"):
         KvEvents(engine, wrong, 1, lambda batch: None)
+
+
+@pytest.fixture
+def talkative(
+    engine: Engine, settings: KvEventSettings, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[KvEvents]:
+    """One that has sent 400 messages, each of as many tokens as there can be in it."""
+    are_there, add = threading.Event(), kv_events._Kept.add
+
+    def noted(kept: kv_events._Kept, data: bytes) -> int:
+        if (number := add(kept, data)) == 399:
+            are_there.set()
+        return number
+
+    monkeypatch.setattr(kv_events._Kept, "add", noted)
+    with KvEvents(engine, settings, 1, lambda batch: None) as made:
+        block = BlockStored([1 << 63], 1 << 63, [(1 << 31) - 1] * 64, 64, None, "GPU", None)
+        made._pool.events = [block] * (32 * 399 + 1)
+        made.send(batch_of(engine))
+        assert are_there.wait(60)
+        yield made
+
+
+def requester(context: Any, settings: KvEventSettings) -> Any:
+    socket = context.socket(zmq.DEALER)
+    socket.linger, socket.rcvhwm = 0, 1
+    socket.connect(settings.replay)
+    return socket
+
+
+def test_messages_have_a_most_of_bytes(talkative: KvEvents, settings: KvEventSettings) -> None:
+    """Which bounds what waits for a subscriber that does not read."""
+    told = replayed(settings, 0)
+    assert sorted(told) == list(range(400))
+    assert 12_000 < max(map(len, told.values())) < 16 << 10
+    assert talkative._publisher is not None and talkative._replayer is not None
+    assert talkative._publisher.sndhwm == 2048 and talkative._replayer.sndhwm == 64
+
+
+def test_clients_that_do_not_read_replays_hold_up_no_other_one(
+    talkative: KvEvents, settings: KvEventSettings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They ask often; a client that reads gets all, and each of them what its queue takes."""
+    monkeypatch.setattr(kv_events, "_MOST_REPLAYS", 4)
+    sent: Counter[bytes] = Counter()
+    assert talkative._replayer is not None
+    send = talkative._replayer.send_multipart
+
+    def counting(parts: Any, flags: int) -> None:
+        send(parts, flags)
+        sent[parts[0]] += 1
+
+    monkeypatch.setattr(talkative._replayer, "send_multipart", counting, raising=False)
+    with zmq.Context() as context:
+        idle = [requester(context, settings) for _ in range(3)]
+        for socket in idle:
+            for _ in range(50):
+                socket.send_multipart((b"", bytes(8)))
+        assert all(socket.poll(20_000) for socket in idle)
+        assert sorted(replayed(settings, 0)) == list(range(400))
+        context.destroy(linger=0)
+    *unread, read = sorted(sent.values())
+    assert read == 401 and len(unread) == 3
+    assert max(unread) < 200  # 64, and what the sockets' own buffers take
+
+
+def test_a_long_request_ends_the_connection(talkative: KvEvents, settings: KvEventSettings) -> None:
+    with zmq.Context() as context, requester(context, settings) as socket:
+        socket.send_multipart((b"", bytes(1 << 20)))
+        assert sorted(replayed(settings, 390)) == list(range(390, 400))
+        assert not socket.poll(0)
+
+
+def test_only_the_latest_messages_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So many, or so many bytes; their numbers go on."""
+    monkeypatch.setattr(kv_events, "_MOST_KEPT", 3)
+    monkeypatch.setattr(kv_events, "_MOST_KEPT_BYTES", 10)
+    kept = kv_events._Kept()
+    assert [kept.add(data) for data in (b"1", b"2", b"3", b"4")] == [0, 1, 2, 3]
+    assert kept.data == {1: b"2", 2: b"3", 3: b"4"} and (kept.first, kept.end) == (1, 4)
+    assert kept.add(b"123456789") == 4 and kept.data == {3: b"4", 4: b"123456789"}

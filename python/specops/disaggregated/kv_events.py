@@ -3,9 +3,12 @@
 
 The messages are vLLM's (`vllm.distributed.kv_events` of vLLM 0.32): each is a ZeroMQ message of
 three parts, the topic, a number of eight bytes (big-endian, from 0, one more each time), and an
-`EventBatch` in MessagePack, a list whose events are maps. Who has missed some sends the replay
-endpoint the first number that it wants again; it gets those messages that are kept, and at last one
-with the number -1.
+`EventBatch` in MessagePack, a list whose events are maps. A subscriber that has missed some sends
+the replay endpoint the first number that it wants again; it gets those messages that are kept, and
+at last one with the number -1.
+
+A client that does not read costs a limited number of bytes: messages have at most 32 events, and so
+less than 16 KiB, and a limited number of them waits for each client.
 
 A block is a page. Its hash stands for all tokens from the prompt's first on.
 """
@@ -17,8 +20,8 @@ import queue
 import threading
 import time
 from array import array
-from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -32,9 +35,18 @@ from specops.service.wire import KvEventSettings
 
 logger = logging.getLogger(__name__)
 
-_KEPT = 10_000  # messages, for those who have missed them
-_UNSENT = 100_000  # messages that may wait for a slow subscriber; further ones it misses
+_MOST_EVENTS = 32  # of a message
+_MOST_KEPT = 10_000  # messages, for clients that have missed them
+_MOST_KEPT_BYTES = 64 << 20
+_UNSENT = 2048  # messages that may wait for a slow subscriber; further ones it misses
+_UNSENT_REPLAYED = 64  # messages that may wait for a client of the replay endpoint
+_MOST_REPLAYS = 32  # clients whose replay is not over
+_MOST_REQUESTS = 100  # that are read between two messages
+_STALLED_SECONDS = 10.0  # without a message sent, after which a replay is given up
+_MOST_FRAME = 1024  # bytes of a part of a client's message; a longer one ends its connection
+_HANDSHAKE_SECONDS = 5  # after which a connection that does not speak ZeroMQ is closed
 _POLL_SECONDS = 0.1
+_REPLAY_SECONDS = 0.002  # between two parts of a replay
 _NUMBER_BYTES = 8
 _END = (-1).to_bytes(_NUMBER_BYTES, "big", signed=True)
 
@@ -173,7 +185,11 @@ class KvEvents:
             return None
         found = self._context.socket(kind)
         found.linger = 0
-        found.sndhwm = _UNSENT
+        found.sndhwm = _UNSENT if kind == zmq.PUB else _UNSENT_REPLAYED
+        found.maxmsgsize = _MOST_FRAME  # of what comes in
+        found.handshake_ivl = 1000 * _HANDSHAKE_SECONDS
+        if kind == zmq.ROUTER:
+            found.router_mandatory = 1  # tells when a client has too many unread messages
         try:
             found.bind(endpoint)
         except zmq.ZMQError as error:
@@ -196,38 +212,96 @@ class KvEvents:
         """Delivers what a step brought, and tells what it has done to the cache."""
         self._deliver(batch)
         events, self._pool.events = self._pool.events, []
-        if events:
-            self._queue.put(EventBatch(time.time(), events, self._data_parallel_rank))
+        now = time.time()
+        for begin in range(0, len(events), _MOST_EVENTS):
+            part = events[begin : begin + _MOST_EVENTS]
+            self._queue.put(EventBatch(now, part, self._data_parallel_rank))
 
     def _work(self) -> None:
-        """Sends from a thread of its own: sockets do not hold up the loop."""
-        kept: deque[tuple[int, bytes]] = deque(maxlen=_KEPT)
-        encode, number = msgspec.msgpack.Encoder().encode, 0
+        """Send from a thread of its own: sockets do not hold up the loop."""
+        kept, encode = _Kept(), msgspec.msgpack.Encoder().encode
+        replays: dict[bytes, _Replay] = {}  # by client
         while True:
             with contextlib.suppress(queue.Empty):
-                batch = self._queue.get(timeout=_POLL_SECONDS)
+                batch = self._queue.get(timeout=_REPLAY_SECONDS if replays else _POLL_SECONDS)
                 if batch is None:
                     return
                 data = encode(batch)
-                kept.append((number, data))
                 assert self._publisher is not None
-                self._publisher.send_multipart((self._topic, _number(number), data))
-                number += 1
-            while self._replayer is not None and self._replayer.poll(0):
-                self._replay(self._replayer, kept)
+                self._publisher.send_multipart((self._topic, _number(kept.add(data)), data))
+            if self._replayer is not None:
+                self._read_requests(self._replayer, replays)
+                for client, replay in list(replays.items()):
+                    if not self._send_on(self._replayer, client, replay, kept):
+                        del replays[client]
 
-    def _replay(self, socket: "zmq.Socket[bytes]", kept: "deque[tuple[int, bytes]]") -> None:
-        """Answers one who has missed messages."""
-        client, *_, asked = socket.recv_multipart()
-        if len(asked) != _NUMBER_BYTES:
-            return logger.warning(
-                "kv_events_replay: a number must have 8 bytes, got %d", len(asked)
-            )
-        first = int.from_bytes(asked, "big")
-        for number, data in kept:
-            if number >= first:
-                socket.send_multipart((client, b"", self._topic, _number(number), data))
-        socket.send_multipart((client, b"", b"", _END, b""))
+    def _read_requests(self, socket: "zmq.Socket[bytes]", replays: "dict[bytes, _Replay]") -> None:
+        """Begin the replays that clients ask for. A client has one: the latest."""
+        for _ in range(_MOST_REQUESTS):
+            if not socket.poll(0):
+                return
+            client, *_, asked = socket.recv_multipart()
+            if len(asked) != _NUMBER_BYTES:
+                logger.warning("kv_events_replay: a number must have 8 bytes, got %d", len(asked))
+            elif client in replays or len(replays) < _MOST_REPLAYS:
+                replays[client] = _Replay(int.from_bytes(asked, "big"), time.monotonic())
+            else:
+                logger.warning("kv_events_replay: %d replays run; one is refused", len(replays))
+
+    def _send_on(
+        self, socket: "zmq.Socket[bytes]", client: bytes, replay: "_Replay", kept: "_Kept"
+    ) -> bool:
+        """Send as much of a replay as the client's queue takes; return False if it is over."""
+        now = time.monotonic()
+        try:
+            replay.next = max(replay.next, kept.first)
+            while replay.next < kept.end:
+                number = _number(replay.next)
+                parts = (client, b"", self._topic, number, kept.data[replay.next])
+                socket.send_multipart(parts, zmq.NOBLOCK)
+                replay.next, replay.moved_at = replay.next + 1, now
+            socket.send_multipart((client, b"", b"", _END, b""), zmq.NOBLOCK)
+        except zmq.Again:
+            return now - replay.moved_at < _STALLED_SECONDS
+        except zmq.ZMQError:  # the client has gone
+            return False
+        return False
+
+
+@dataclass
+class _Replay:
+    """Messages that a client has asked for.
+
+    Attributes:
+        next: number of the next one.
+        moved_at: when one was sent the last time.
+    """
+
+    next: int
+    moved_at: float
+
+
+class _Kept:
+    """The latest messages.
+
+    Attributes:
+        data: by number.
+        first, end: numbers of the first one, and of the next one that comes.
+    """
+
+    def __init__(self) -> None:
+        self.data: dict[int, bytes] = {}
+        self.first = self.end = self._num_bytes = 0
+
+    def add(self, data: bytes) -> int:
+        """Add a message, for which the oldest may have to go; return its number."""
+        number = self.end
+        self.data[number], self.end = data, number + 1
+        self._num_bytes += len(data)
+        while len(self.data) > _MOST_KEPT or self._num_bytes > _MOST_KEPT_BYTES:
+            self._num_bytes -= len(self.data.pop(self.first))
+            self.first += 1
+        return number
 
 
 def _number(value: int) -> bytes:
