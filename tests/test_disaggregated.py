@@ -185,7 +185,10 @@ def test_pages_that_cannot_be_had_are_computed(pair: list[ServerProcess], togeth
     first = {**body, "max_tokens": 1, "kv_transfer_params": {"do_remote_decode": True}}
     told = httpx.post(f"{prefill.url}/v1/completions", json=first).json()["kv_transfer_params"]
     (expected,) = choices_of(together, [body])
+    stranger = socket.create_server(("127.0.0.1", 0))
+    stranger.setblocking(False)
     for change in (
+        {"remote_port": stranger.getsockname()[1]},
         {"remote_request_id": "0" * 32},
         {"remote_port": CLOSED_PORT},
         {"remote_port": 1},
@@ -197,6 +200,8 @@ def test_pages_that_cannot_be_had_are_computed(pair: list[ServerProcess], togeth
         asked = {**body, "kv_transfer_params": {**told, **change}}
         answer = httpx.post(f"{decode.url}/v1/completions", json=asked, timeout=30)
         assert answer.json()["choices"] == expected, change
+    with stranger, pytest.raises(BlockingIOError):  # no connection was made to it
+        stranger.accept()
 
 
 @contextlib.contextmanager
