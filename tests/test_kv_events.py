@@ -2,7 +2,9 @@
 # ruff: noqa: E402  (where the packages are missing, nothing else is imported)
 """What the prefix cache has, as a subscriber rebuilds it from vLLM's messages."""
 
+import contextlib
 import random
+import socket
 import threading
 from collections import Counter
 from collections.abc import Iterator
@@ -22,6 +24,7 @@ from specops.engine import Engine, EngineConfig, SamplingParams
 from specops.service.messages import Batch
 from specops.service.snapshot import status_of
 from specops.service.wire import KvEventSettings
+from zmq.utils.monitor import parse_monitor_message
 
 SIZE = 16
 SHORT = SamplingParams(max_tokens=4, temperature=0.0, ignore_eos=True)
@@ -263,6 +266,53 @@ def test_clients_that_do_not_read_replays_hold_up_no_other_one(
     *unread, read = sorted(sent.values())
     assert read == 401 and len(unread) == 3
     assert max(unread) < 200  # 64, and what the sockets' own buffers take
+
+
+def test_an_endpoint_has_a_most_of_clients(
+    engine: Engine, settings: KvEventSettings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A host has half of what others leave free; connections that say nothing do not count.
+
+    A client that finds no place gets one as soon as another client leaves.
+    """
+    monkeypatch.setattr(kv_events, "_MOST_CLIENTS", 6)
+    monkeypatch.setattr(kv_events, "_HANDSHAKE_SECONDS", 1)
+    with (
+        KvEvents(engine, settings, 1, lambda batch: None),
+        contextlib.ExitStack() as stack,
+        zmq.Context() as context,
+    ):
+        for _ in range(20):
+            silent = stack.enter_context(socket.socket(socket.AF_UNIX))
+            silent.connect(settings.replay.removeprefix("ipc://"))
+
+        def client(*events: int) -> tuple[Any, Any]:
+            made = context.socket(zmq.DEALER)
+            monitor = made.get_monitor_socket(sum(events))
+            made.connect(settings.replay)
+            assert monitor.poll(20_000)
+            return made, monitor
+
+        admitted = [client(zmq.EVENT_HANDSHAKE_SUCCEEDED) for _ in range(3)]
+        waiting, refused = client(zmq.EVENT_HANDSHAKE_SUCCEEDED, zmq.EVENT_DISCONNECTED)
+        told = parse_monitor_message(refused.recv_multipart())["event"]
+        assert told == zmq.EVENT_DISCONNECTED
+        admitted[0][0].close()
+        while told != zmq.EVENT_HANDSHAKE_SUCCEEDED:
+            assert refused.poll(20_000)
+            told = parse_monitor_message(refused.recv_multipart())["event"]
+        waiting.close()
+        context.destroy(linger=0)
+
+
+@pytest.mark.parametrize("hosts,admitted", [("aaaaaaaa", 4), ("aaaaabbbcc", 7), ("aaabcdefgh", 8)])
+def test_hosts_share_the_clients_of_an_endpoint(
+    hosts: str, admitted: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kv_events, "_MOST_CLIENTS", 8)
+    clients = kv_events._Clients(None)  # type: ignore[arg-type]
+    clients._host_of = dict(enumerate(hosts))
+    assert sum(map(clients.admits, hosts)) == admitted
 
 
 def test_a_long_request_ends_the_connection(talkative: KvEvents, settings: KvEventSettings) -> None:

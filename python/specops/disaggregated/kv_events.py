@@ -16,10 +16,13 @@ A block is a page. Its hash stands for all tokens from the prompt's first on.
 import contextlib
 import hashlib
 import logging
+import os
 import queue
+import socket
 import threading
 import time
 from array import array
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -27,6 +30,7 @@ from typing import Any
 import msgspec
 import zmq
 from msgspec import Struct
+from zmq.utils.monitor import parse_monitor_message
 
 from specops.engine.engine import Engine
 from specops.engine.memory.kv_cache import PagePool
@@ -44,9 +48,15 @@ _MOST_REPLAYS = 32  # clients whose replay is not over
 _MOST_REQUESTS = 100  # that are read between two messages
 _STALLED_SECONDS = 10.0  # without a message sent, after which a replay is given up
 _MOST_FRAME = 1024  # bytes of a part of a client's message; a longer one ends its connection
-_HANDSHAKE_SECONDS = 5  # after which a connection that does not speak ZeroMQ is closed
+_HANDSHAKE_SECONDS = 5  # in which a connection has to become a client
+_MOST_CLIENTS = 64  # of an endpoint
 _POLL_SECONDS = 0.1
 _REPLAY_SECONDS = 0.002  # between two parts of a replay
+_HANDSHAKE_FAILED = {
+    zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL,
+    zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL,
+    zmq.EVENT_HANDSHAKE_FAILED_AUTH,
+}
 _NUMBER_BYTES = 8
 _END = (-1).to_bytes(_NUMBER_BYTES, "big", signed=True)
 
@@ -174,6 +184,7 @@ class KvEvents:
         self._topic = settings.topic.encode()
         self._data_parallel_rank = data_parallel_rank
         self._context = zmq.Context()
+        self._gate = _Gate(self._context)
         self._publisher = self._bound(zmq.PUB, "kv_events_endpoint", settings.endpoint)
         self._replayer = self._bound(zmq.ROUTER, "kv_events_replay", settings.replay)
         self._queue: queue.SimpleQueue[EventBatch | None] = queue.SimpleQueue()
@@ -188,6 +199,7 @@ class KvEvents:
         found.sndhwm = _UNSENT if kind == zmq.PUB else _UNSENT_REPLAYED
         found.maxmsgsize = _MOST_FRAME  # of what comes in
         found.handshake_ivl = 1000 * _HANDSHAKE_SECONDS
+        self._gate.watch(found, name)
         if kind == zmq.ROUTER:
             found.router_mandatory = 1  # tells when a client has too many unread messages
         try:
@@ -222,6 +234,7 @@ class KvEvents:
         kept, encode = _Kept(), msgspec.msgpack.Encoder().encode
         replays: dict[bytes, _Replay] = {}  # by client
         while True:
+            self._gate.answer()
             with contextlib.suppress(queue.Empty):
                 batch = self._queue.get(timeout=_REPLAY_SECONDS if replays else _POLL_SECONDS)
                 if batch is None:
@@ -235,12 +248,14 @@ class KvEvents:
                     if not self._send_on(self._replayer, client, replay, kept):
                         del replays[client]
 
-    def _read_requests(self, socket: "zmq.Socket[bytes]", replays: "dict[bytes, _Replay]") -> None:
+    def _read_requests(
+        self, replayer: "zmq.Socket[bytes]", replays: "dict[bytes, _Replay]"
+    ) -> None:
         """Begin the replays that clients ask for. A client has one: the latest."""
         for _ in range(_MOST_REQUESTS):
-            if not socket.poll(0):
+            if not replayer.poll(0):
                 return
-            client, *_, asked = socket.recv_multipart()
+            client, *_, asked = replayer.recv_multipart()
             if len(asked) != _NUMBER_BYTES:
                 logger.warning("kv_events_replay: a number must have 8 bytes, got %d", len(asked))
             elif client in replays or len(replays) < _MOST_REPLAYS:
@@ -249,7 +264,7 @@ class KvEvents:
                 logger.warning("kv_events_replay: %d replays run; one is refused", len(replays))
 
     def _send_on(
-        self, socket: "zmq.Socket[bytes]", client: bytes, replay: "_Replay", kept: "_Kept"
+        self, replayer: "zmq.Socket[bytes]", client: bytes, replay: "_Replay", kept: "_Kept"
     ) -> bool:
         """Send as much of a replay as the client's queue takes; return False if it is over."""
         now = time.monotonic()
@@ -258,14 +273,95 @@ class KvEvents:
             while replay.next < kept.end:
                 number = _number(replay.next)
                 parts = (client, b"", self._topic, number, kept.data[replay.next])
-                socket.send_multipart(parts, zmq.NOBLOCK)
+                replayer.send_multipart(parts, zmq.NOBLOCK)
                 replay.next, replay.moved_at = replay.next + 1, now
-            socket.send_multipart((client, b"", b"", _END, b""), zmq.NOBLOCK)
+            replayer.send_multipart((client, b"", b"", _END, b""), zmq.NOBLOCK)
         except zmq.Again:
             return now - replay.moved_at < _STALLED_SECONDS
         except zmq.ZMQError:  # the client has gone
             return False
         return False
+
+
+class _Gate:
+    """Limits the clients of endpoints, by ZeroMQ's protocol for authentication (ZAP, RFC 27).
+
+    A host may have half of the clients of an endpoint that other hosts do not have, rounded up. One
+    that finds no place tries again when the time of its handshake is over.
+
+    Args:
+        context: of the endpoints' sockets.
+    """
+
+    def __init__(self, context: "zmq.Context[zmq.Socket[bytes]]") -> None:
+        self._requests = context.socket(zmq.REP)
+        self._requests.bind("inproc://zeromq.zap.01")
+        self._clients: dict[bytes, _Clients] = {}  # by endpoint
+
+    def watch(self, endpoint: "zmq.Socket[bytes]", name: str) -> None:
+        """Limit the clients of an endpoint, which is not bound yet."""
+        endpoint.zap_domain = name.encode()
+        self._clients[name.encode()] = _Clients(endpoint.get_monitor_socket())
+
+    def answer(self) -> None:
+        """Admit or refuse the clients that have come."""
+        for clients in self._clients.values():
+            clients.count()
+        for _ in range(_MOST_REQUESTS):
+            if not self._requests.poll(0):
+                return
+            version, request, name, host, *_ = self._requests.recv_multipart()
+            clients = self._clients[name]
+            clients.count()  # this one, too
+            is_admitted = clients.admits(host.decode())
+            answer = (b"200", b"") if is_admitted else (b"300", b"too many clients")
+            self._requests.send_multipart((version, request, *answer, b"", b""))
+
+
+class _Clients:
+    """Clients of an endpoint.
+
+    Args:
+        monitor: tells of the endpoint's connections. It does not say which of them were admitted,
+            but that one ends in its handshake is told right before its end.
+    """
+
+    def __init__(self, monitor: "zmq.Socket[bytes]") -> None:
+        self._monitor = monitor
+        self._host_of: dict[int, str] = {}  # by file, of all connections
+        self._admitted: Counter[str] = Counter()  # by host
+        self._is_handshake_over = True  # of the connection that ends next
+
+    def count(self) -> None:
+        """Take note of connections that have begun or ended."""
+        while self._monitor.poll(0):
+            event = parse_monitor_message(self._monitor.recv_multipart())
+            kind, file = event["event"], event["value"]
+            if kind == zmq.EVENT_ACCEPTED:
+                self._host_of[file] = _peer_of(file)
+            elif kind == zmq.EVENT_DISCONNECTED:
+                host = self._host_of.pop(file, "")
+                self._admitted[host] -= self._is_handshake_over
+            self._is_handshake_over = kind not in _HANDSHAKE_FAILED
+        connected = Counter(self._host_of.values())
+        self._admitted &= connected  # one may have gone between its admission and its handshake
+
+    def admits(self, host: str) -> bool:
+        """Return whether a host may have one more client, and count it if so."""
+        host = host if host in self._host_of.values() else ""  # it has no address
+        others = self._admitted.total() - self._admitted[host]
+        if self._admitted[host] >= (_MOST_CLIENTS - others + 1) // 2:
+            return False
+        self._admitted[host] += 1
+        return True
+
+
+def _peer_of(file: int) -> str:
+    """Return the address of a connection's other end; empty where it has none, or has gone."""
+    with contextlib.suppress(OSError), socket.socket(fileno=os.dup(file)) as connection:
+        if connection.family != socket.AF_UNIX:
+            return str(connection.getpeername()[0])
+    return ""
 
 
 @dataclass
