@@ -27,6 +27,7 @@ from typing import Any
 from specops.disaggregated.handoff import PagesEngine
 from specops.disaggregated.transport import Address, Leases, TcpTransport
 from specops.engine import Engine, EngineConfig, SamplingParams
+from specops.service.wire import Peer
 
 from tools.simulate import Machine, Request, arrivals, simulate
 
@@ -62,7 +63,7 @@ def step_seconds() -> tuple[tuple[int, float], ...]:
 def hand_off() -> tuple[int, float]:
     """Bytes of a token, and bytes a second on their way between two engines of one process."""
     engines = [PagesEngine(EngineConfig.from_plain(SETTINGS)) for _ in range(2)]
-    transport = TcpTransport("127.0.0.1", 0, Leases(60, 1 << 30), frozenset({"127.0.0.1"}))
+    transport = TcpTransport("127.0.0.1", 0, Leases(60, 1 << 30), [Peer("127.0.0.1", 1, 65535)])
     taken, num_bytes, tokens = [], 0, 512
     for round_ in range(ROUNDS + 1):
         prompt = _prompt(tokens + 1)
@@ -88,12 +89,11 @@ def _prompt(count: int) -> list[int]:
 @contextlib.contextmanager
 def pair() -> Iterator[list[str]]:
     """The addresses of a prefill and of a decode server of the bundled model."""
-    processes, urls = [], []
-    for role in ("prefill", "decode"):
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
-        command = [sys.executable, "-m", "specops", "serve", "--role", role, "--port", str(port)]
+    processes, urls, kv_port = [], [], _free_port()
+    own = (("prefill", "--kv-port", str(kv_port)), ("decode", "--kv-peers", f"127.0.0.1:{kv_port}"))
+    for role in own:
+        port = _free_port()
+        command = [sys.executable, "-m", "specops", "serve", "--role", *role, "--port", str(port)]
         command += ["--num-threads", "1", "--device", "cpu"]
         command += ["--speculative-config", '{"method": "naive"}', "--log-level", "error"]
         processes.append(subprocess.Popen(command))
@@ -107,6 +107,12 @@ def pair() -> Iterator[list[str]]:
             process.terminate()
         for process in processes:
             process.wait()
+
+
+def _free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return int(free.getsockname()[1])
 
 
 def _wait(url: str) -> None:

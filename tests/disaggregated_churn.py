@@ -31,7 +31,7 @@ from server_pairs import (
     bodies,
     choices_of,
     one_server,
-    options,
+    pair_options,
     servers,
     wait_until_idle,
 )
@@ -119,10 +119,7 @@ def main(arguments: list[str] | None = None) -> int:
     with contextlib.ExitStack() as stack:
         model = make_mtp_model(Path(stack.enter_context(tempfile.TemporaryDirectory())))
         more = ("--kv-lease-seconds", str(LEASE_SECONDS))
-        roles = [
-            options(model, "--role", role, *more, speculative_config=_CONFIG)
-            for role in ("prefill", "decode")
-        ]
+        roles = pair_options(model, *more, speculative_config=_CONFIG)
         pair = stack.enter_context(servers(*roles))
         one = stack.enter_context(one_server(model, speculative_config=_CONFIG))
         run_round(pair, one, draw, Counter())  # whatever is made once is made here

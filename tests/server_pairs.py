@@ -37,6 +37,16 @@ def free_port() -> int:
         return int(free.getsockname()[1])
 
 
+def free_ports(count: int) -> int:
+    """Return the first of so many ports in a row that no process has at the moment."""
+    while True:
+        first = free_port()
+        with contextlib.ExitStack() as stack, contextlib.suppress(OSError, OverflowError):
+            for port in range(first, first + count):
+                stack.enter_context(socket.socket()).bind(("127.0.0.1", port))
+            return first
+
+
 def children_of(pid: int | None) -> list[int]:
     """The processes that one has started, from whichever thread."""
     paths = Path(f"/proc/{pid}/task").glob("*/children")
@@ -201,12 +211,27 @@ def options(model: Path, *more: str, speculative_config: str = MTP) -> list[str]
     return ["--model", str(model), "--speculative-config", speculative_config, *plain, *more]
 
 
+def pair_options(
+    model: Path, *more: str, num_ports: int = 1, also: str = "", **config: str
+) -> list[list[str]]:
+    """Return the options of a prefill server, and of a decode server that fetches from it.
+
+    Args:
+        model, more, config: as in `options`, of both.
+        num_ports: of the prefill server.
+        also: a further address that the decode server may fetch from.
+    """
+    first = free_ports(num_ports)
+    peers = ",".join(filter(None, (f"127.0.0.1:{first}-{first + num_ports - 1}", also)))
+    own = (("prefill", "--kv-port", str(first)), ("decode", "--kv-peers", peers))
+    return [options(model, *more, "--role", *one, **config) for one in own]
+
+
 def of_ranks(model: Path, sizes: tuple[int, int]) -> list[list[str]]:
-    """Options of a prefill and a decode server of so many ranks, which have the same bits."""
-    bits = ("--exact-across-tp", str(max(sizes)))
+    """Return the options of a prefill and a decode server of so many ranks with the same bits."""
+    both = pair_options(model, "--exact-across-tp", str(max(sizes)), num_ports=sizes[0])
     return [
-        options(model, "--role", role, "--tensor-parallel-size", str(size), *bits)
-        for role, size in zip(("prefill", "decode"), sizes, strict=True)
+        [*one, "--tensor-parallel-size", str(size)] for one, size in zip(both, sizes, strict=True)
     ]
 
 

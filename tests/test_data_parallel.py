@@ -28,6 +28,7 @@ from specops.service.client import EngineClient
 from specops.service.data_parallel import DataParallelClient, Prefixes
 from specops.service.messages import Abort, Batch, Command, End, Failed, Output, Submit
 from specops.service.snapshot import capabilities_of, status_of
+from specops.service.wire import Peer
 
 
 @pytest.fixture(scope="module")
@@ -218,7 +219,7 @@ def made(*given: str) -> list[Any]:
 
 
 def test_each_engine_has_its_ports() -> None:
-    given = ("--data-parallel-size", "2", "--tensor-parallel-size", "2", "--role", "decode")
+    given = ("--data-parallel-size", "2", "--tensor-parallel-size", "2", "--role", "prefill")
     one, other = made(*given, "--kv-port", "6000")
     assert [one.role.port, other.role.port] == [6000, 6002]
     assert [one.data_parallel_rank, other.data_parallel_rank] == [0, 1]
@@ -229,6 +230,19 @@ def test_each_engine_has_its_ports() -> None:
     assert [one.replay, other.replay] == ["tcp://*:6557", "tcp://*:6558"]
 
 
+def test_peers_have_ports_unless_servers_tell_them() -> None:
+    given = ("--kv-peers", "node1:7-9, [::1]:5", "--kv-peers", "10.0.0.1:80")
+    named = [Peer("node1", 7, 9), Peer("::1", 5, 5), Peer("10.0.0.1", 80, 80)]
+    queue = ("--scheduler-name", "splitwise")
+    for more in ((), queue):
+        assert made("--role", "decode", *given, *more)[0].role.peers == named
+    (bare,) = made("--role", "decode", "--kv-peers", "node1,::1", *queue)
+    assert bare.role.peers == [Peer("node1", 1, 65535), Peer("::1", 1, 65535)]
+    (mine,) = made("--role", "decode", *queue)
+    assert {one.host for one in mine.role.peers} == {"127.0.0.1", "localhost", "::1"}
+    assert made("--role", "mixed")[0].role.peers == []
+
+
 @pytest.mark.parametrize(
     "given,message",
     [
@@ -237,6 +251,14 @@ def test_each_engine_has_its_ports() -> None:
         (
             ["--data-parallel-size", "2", "--role", "mixed", "--scheduler-name", "splitwise"],
             "data_parallel_size must be 1 with a scheduler, got 2",
+        ),
+        (
+            ["--role", "decode"],
+            "role decode needs kv_peers .HOST:PORT or HOST:FIRST-LAST, .*got none",
+        ),
+        *(
+            (["--role", "mixed", "--kv-peers", wrong], f"kv_peers must be HOST:PORT or .*'{wrong}'")
+            for wrong in ("node1", "::1", "node1:", "node1:0", "node1:9-8", "node1:65536", ":7", "")
         ),
         (["--kv-events-topic", "a"], "kv_events_topic needs kv_events_endpoint"),
     ],

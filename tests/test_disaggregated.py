@@ -2,6 +2,9 @@
 # ruff: noqa: E402  (where the server's packages are missing, nothing else is imported)
 """A prefill and a decode server, each a process: their answers are one server's, bit for bit."""
 
+import contextlib
+import socket
+import struct
 import threading
 import time
 from collections.abc import Iterator
@@ -21,20 +24,23 @@ from server_pairs import (
     ServerProcess,
     bodies,
     choices_of,
+    free_port,
     of_ranks,
     one_server,
-    options,
+    pair_options,
     servers,
     wait_until_idle,
 )
 from serving import Served
 
+# Where the decode server may fetch pages as well: a test listens at one, and the other is closed.
+PROXY_PORT, CLOSED_PORT = free_port(), free_port()
+ALSO = f"127.0.0.1:{PROXY_PORT},127.0.0.1:{CLOSED_PORT}"
+
 
 @pytest.fixture(scope="module")
 def pair(mtp_model: Path) -> Iterator[list[ServerProcess]]:
-    lease = ("--kv-lease-seconds", "20")
-    roles = [options(mtp_model, "--role", role, *lease) for role in ("prefill", "decode")]
-    with servers(*roles) as started:
+    with servers(*pair_options(mtp_model, "--kv-lease-seconds", "20", also=ALSO)) as started:
         yield started
 
 
@@ -148,6 +154,17 @@ REFUSED: list[tuple[str, dict[str, Any], dict[str, Any], str]] = [
     ("prefill", {"do_remote_decode": True}, {"prompt": ["a", "b"]}, "must come with one prompt"),
     ("prefill", {"do_remote_decode": True}, {"stream": True}, "must be absent where stream"),
     ("decode", {"remote_port": 0}, {}, "remote_port"),
+    *(
+        ("decode", {"do_remote_prefill": True, **fields}, {}, message)
+        for fields, message in (
+            ({"remote_request_id": "0" * 31}, "remote_request_id must have 32 hexadecimal digits"),
+            ({"remote_request_id": "0" * 33}, "remote_request_id must have 32 hexadecimal digits"),
+            ({"remote_request_id": f"{'0' * 32}\n"}, "remote_request_id must have 32 hexadecimal"),
+            ({"remote_request_id": "x\r\nset a 0 0 1\r\n"}, "must have 32 hexadecimal digits"),
+            ({"remote_host": "a" * 256}, "remote_host must have 1 to 255 characters, got 256"),
+            ({"remote_ports": [1] * 1025}, "remote_ports must hold at most 1024 ports, got 1025"),
+        )
+    ),
     ("decode", {"remote_planet": 1}, {}, "remote_planet"),
 ]
 
@@ -163,14 +180,18 @@ def test_what_a_role_does_not_do_is_refused(
 
 
 def test_pages_that_cannot_be_had_are_computed(pair: list[ServerProcess], together: Served) -> None:
-    """A lease that is over, a peer that is not there, a host that nobody trusts, and no name."""
+    """A lease that is over, a peer that is away, addresses that are not peers, and no name."""
     prefill, decode = pair
     (body,) = bodies(1, seed=9)
     first = {**body, "max_tokens": 1, "kv_transfer_params": {"do_remote_decode": True}}
     told = httpx.post(f"{prefill.url}/v1/completions", json=first).json()["kv_transfer_params"]
     (expected,) = choices_of(together, [body])
+    stranger = socket.create_server(("127.0.0.1", 0))
+    stranger.setblocking(False)
     for change in (
+        {"remote_port": stranger.getsockname()[1]},
         {"remote_request_id": "0" * 32},
+        {"remote_port": CLOSED_PORT},
         {"remote_port": 1},
         {"remote_host": "192.0.2.1"},
         {"remote_host": None},
@@ -180,6 +201,72 @@ def test_pages_that_cannot_be_had_are_computed(pair: list[ServerProcess], togeth
         asked = {**body, "kv_transfer_params": {**told, **change}}
         answer = httpx.post(f"{decode.url}/v1/completions", json=asked, timeout=30)
         assert answer.json()["choices"] == expected, change
+    with stranger, pytest.raises(BlockingIOError):  # no connection was made to it
+        stranger.accept()
+
+
+@contextlib.contextmanager
+def flipping(port: int, place: int) -> Iterator[None]:
+    """Listen at `PROXY_PORT` for a fetch from a port, and flip a bit of what comes from there.
+
+    Args:
+        port: of the prefill server.
+        place: of the bit's byte: if negative, before the pages' first byte, else behind it.
+    """
+
+    def forward(source: socket.socket, to: socket.socket) -> None:
+        with contextlib.suppress(OSError):
+            while data := source.recv(1 << 16):
+                to.sendall(data)
+
+    def serve() -> None:
+        listener.settimeout(60)
+        reader, _ = listener.accept()
+        reader.settimeout(60)
+        with reader, socket.create_connection(("127.0.0.1", port)) as there:
+            asking = threading.Thread(target=forward, args=(reader, there))
+            asking.start()
+            stream = there.makefile("rb")
+            prefix = stream.read(8)
+            begin = struct.unpack("<I", prefix[:4])[0] + 8
+            head = bytearray(prefix + stream.read(begin + max(place, 0) + 1 - 8))
+            head[begin + place] ^= 4
+            reader.sendall(head)
+            with contextlib.suppress(OSError):
+                while data := stream.read1():
+                    reader.sendall(data)
+            asking.join()
+
+    with socket.create_server(("127.0.0.1", PROXY_PORT)) as listener:
+        thread = threading.Thread(target=serve)
+        thread.start()
+        yield
+        thread.join()
+
+
+@pytest.mark.parametrize("place", [-40, 0, 1500])
+def test_a_bit_that_flips_on_the_way_changes_no_answer(
+    pair: list[ServerProcess], together: Served, place: int
+) -> None:
+    """In the header or in the pages: the request, and a later one, have the bits of one server."""
+    prefill, decode = pair
+    prompt = [place % 97 + 100, *range(3, 103)]  # one that no other case has sent
+    body = {"prompt": prompt, "max_tokens": 12, "temperature": 0.0, "logprobs": 2, "seed": 1}
+    first = {**body, "max_tokens": 1, "kv_transfer_params": {"do_remote_decode": True}}
+    told = httpx.post(f"{prefill.url}/v1/completions", json=first).json()["kv_transfer_params"]
+    (expected,) = choices_of(together, [body])
+    damaged = decode.gauge("kv_transfer_corrupt_pages_total")
+    asked = {**body, "kv_transfer_params": {**told, "remote_port": PROXY_PORT}}
+    with flipping(told["remote_port"], place):
+        answer = httpx.post(f"{decode.url}/v1/completions", json=asked, timeout=60).json()
+    assert answer["choices"] == expected
+    assert answer["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
+    assert decode.gauge("kv_transfer_corrupt_pages_total") - damaged == (len(prompt) - 1) // 16
+    later = httpx.post(f"{decode.url}/v1/completions", json=body, timeout=60).json()
+    assert later["choices"] == expected
+    assert later["usage"]["prompt_tokens_details"]["cached_tokens"] > 0
+    for one in pair:
+        wait_until_idle(one)
 
 
 def test_a_server_without_a_role_refuses(together: Served) -> None:

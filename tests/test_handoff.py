@@ -2,14 +2,18 @@
 
 """A prompt's pages in another engine: tokens and logprobs are those of one engine, bit for bit."""
 
+import contextlib
 import json
+import logging
 import math
+import queue
 import random
 import socket
 import struct
 import threading
 import time
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,9 +28,11 @@ from msgspec import structs
 from ranks import on_ranks
 from specops.disaggregated import transport as transports
 from specops.disaggregated.exchange import Exchange
+from specops.disaggregated.fair_threads import FairThreads
 from specops.disaggregated.handoff import PagesEngine
 from specops.disaggregated.pages import HandoffError, Header, Layout, Pages, cut, joined, sources
-from specops.disaggregated.transport import Leases, TcpTransport
+from specops.disaggregated.peers import Peers
+from specops.disaggregated.transport import Address, Leases, TcpTransport
 from specops.engine import EngineConfig, SamplingParams
 from specops.engine.outputs import SpeculativeStats
 from specops.engine.parallel.ranks import Ranks
@@ -40,6 +46,7 @@ from specops.service.messages import (
     Submit,
 )
 from specops.service.snapshot import status_of
+from specops.service.wire import Peer
 
 NAIVE = {"method": "naive"}
 METHODS: dict[str, dict[str, Any]] = {
@@ -192,7 +199,7 @@ def pair(models: dict[str, Path]) -> tuple[PagesEngine, PagesEngine, Pages]:
 
 
 WRONG: dict[str, tuple[dict[str, Any], str]] = {
-    "version": ({"version": 1}, "version must be 4, got 1"),
+    "version": ({"version": 1}, "version must be 5, got 1"),
     "summands": ({"exact_across_tp": 2}, "exact_across_tp must be 1, got 2"),
     "contract": ({"contract": "0" * 16}, "contract must be '.*', got '0000000000000000'"),
     "ranks": ({"num_ranks": 2}, "num_ranks must be 1, got 2"),
@@ -272,7 +279,7 @@ class Commands:
     """An inbox whose commands are there from the beginning."""
 
     def __init__(self, *commands: Command) -> None:
-        self._commands = list(commands)
+        self.commands = list(commands)
         self.was_told = threading.Event()
 
     def put(self, command: Any) -> None:
@@ -280,7 +287,7 @@ class Commands:
         self.was_told.set()
 
     def take(self, seconds: float | None) -> list[Any]:
-        return [self._commands.pop(0)] if self._commands else []
+        return [self.commands.pop(0)] if self.commands else []
 
 
 JOB = Submit(4, "", [PROMPTS[-1]], GREEDY, None, False)
@@ -290,7 +297,7 @@ ENDED = Output(*(4, 0, [1], "", []), end=End("length", None, 1, 1, 0, 0.0, Specu
 
 def exchange(engine: PagesEngine, *commands: Command) -> tuple[Exchange, Commands, Leases]:
     leases, inbox = Leases(60, 1 << 30), Commands(*commands)
-    transport = TcpTransport("127.0.0.1", 0, leases, frozenset({"127.0.0.1"}))
+    transport = TcpTransport("127.0.0.1", 0, leases, [Peer("127.0.0.1", 1, 65535)])
     return Exchange(engine, transport, inbox, lambda batch: None), inbox, leases
 
 
@@ -305,13 +312,270 @@ def offered(engine: PagesEngine) -> tuple[Exchange, Leases, KvTransfer]:
     return leasing, leases, output.end.kv_transfer
 
 
+# ---- damaged messages ----
+
+
+class Stream:
+    """Messages of another engine on their way: bytes that were recorded, and may be changed."""
+
+    def __init__(self, engine: PagesEngine, prompt: list[int]) -> None:
+        leases = Leases(60, 1 << 30)
+        leases.add(LEASE, engine.take_pages(prompt, GREEDY))
+        there = TcpTransport("127.0.0.1", 0, leases, [])
+        asked, limit = transports.Fetch(LEASE, "tcp", 1, 0), transports.Deadline(60)
+        with socket.create_connection((there.host, there.port), timeout=60) as reader:
+            transports.send(reader, asked, limit)
+            reader.shutdown(socket.SHUT_WR)  # it does not wait for `Release` then
+            self.data = b"".join(iter(lambda: reader.recv(1 << 16), b""))
+        there.close()
+        self.offer_end = struct.unpack_from("<I", self.data)[0] + 8
+
+    def damaged(self, kind: str, draw: random.Random, other: "Stream") -> bytes:
+        """The bytes after damage of a kind, in the header or in the pages."""
+        data = bytearray(self.data)
+        end = draw.choice([self.offer_end, len(data)])
+        if kind == "flips":
+            for place in draw.choices(range(end), k=draw.choice([1, 1, 2, 20])):
+                data[place] ^= 1 << draw.randrange(8)
+        elif kind == "zeros":
+            begin = draw.randrange(end)
+            data[begin : begin + 64] = bytes(len(data[begin : begin + 64]))
+        elif kind == "cut":
+            del data[draw.randrange(end) :]
+        elif kind == "missing":
+            begin = draw.randrange(end)
+            del data[begin : begin + draw.randint(1, 40)]
+        elif kind == "inserted":
+            begin = draw.randrange(end)
+            data[begin:begin] = draw.randbytes(draw.randint(1, 40))
+        elif kind == "longer":
+            data += draw.randbytes(draw.randint(1, 40))
+        elif kind == "header of another":
+            data[: self.offer_end] = other.data[: other.offer_end]
+        elif kind == "spliced":
+            data[draw.randrange(end) :] = other.data[draw.randrange(len(other.data)) :]
+        return bytes(data)
+
+
+LEASE = "0123456789abcdef" * 2
+DAMAGE = [
+    *("flips", "zeros", "cut", "missing", "inserted", "longer", "header of another", "spliced")
+]
+
+
+@pytest.mark.parametrize("kind,method", [("heads", "mtp"), ("states", "naive")])
+def test_damaged_messages_are_never_used(
+    models: dict[str, Path],
+    kind: str,
+    method: str,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """1,000 of them: pages of the model, of a drafter and states, headers and bodies."""
+    caplog.set_level(logging.CRITICAL)
+    settings = {"model": str(models[kind])}
+    prefill, decode = (make(METHODS[method], **settings) for _ in range(2))
+    prompt, similar = PROMPTS[-1], [*PROMPTS[-1][:-1], 2]
+    (alone,) = prefill.generate([prompt], GREEDY)
+    prefill.generate([similar], GREEDY)
+    stream, other = Stream(prefill, prompt), Stream(prefill, similar)
+    right, given = prefill.take_pages(prompt, GREEDY).data, list[bytearray]()
+    monkeypatch.setattr(decode, "give_pages", lambda pages, expected: given.append(pages.data))
+    seconds, on_the_wire = iter(range(0, 10_000_000, 1000)), stream.data
+
+    def connect(address: Any, timeout: float) -> socket.socket:
+        ours, theirs = socket.socketpair()
+        theirs.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 21)
+        theirs.sendall(on_the_wire)
+        theirs.shutdown(socket.SHUT_WR)
+        open_ends.append(theirs)
+        return ours
+
+    open_ends: list[socket.socket] = []
+    monkeypatch.setattr(socket, "create_connection", connect)
+    told = KvTransfer(do_remote_prefill=True, remote_request_id=LEASE)
+    told.remote_host, told.remote_port = "127.0.0.1", 1
+    wanted = structs.replace(JOB, kv_transfer=told)
+    peers = [Peer("127.0.0.1", 1, 1)]
+    transport = TcpTransport("127.0.0.1", 0, Leases(60, 1), peers, lambda: next(seconds))
+    inbox = Commands()
+    draw = random.Random(1)
+    with Exchange(decode, transport, inbox, lambda batch: None) as fetching:
+
+        def fetch(data: bytes) -> int:
+            nonlocal on_the_wire
+            on_the_wire = data
+            inbox.was_told.clear()
+            inbox.commands += [wanted, Fetched(JOB.job)]
+            assert fetching.take(0.0) == []
+            assert inbox.was_told.wait(60)
+            assert fetching.take(0.0) == [wanted]
+            open_ends.pop().close()
+            assert decode.num_free_pages == decode.num_pages
+            return decode.stats.num_damaged_kv_pages
+
+        for count in range(1000):
+            how = DAMAGE[count % len(DAMAGE)]
+            before, data = decode.stats.num_damaged_kv_pages, stream.damaged(how, draw, other)
+            num_new = fetch(data) - before
+            if data[: len(stream.data)] == stream.data:  # the pages are whole
+                assert given.pop() == right and num_new == 0
+            assert given == []
+            if how == "flips" and data[:4] == stream.data[:4]:  # else the length is wrong
+                assert num_new == 4
+        assert fetch(stream.data) and given.pop() == right
+    (done,) = decode.generate([prompt], GREEDY)
+    assert (done.token_ids, done.logprobs) == (alone.token_ids, alone.logprobs)
+
+
 def test_a_reader_that_announces_much_gets_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(transports, "SECONDS", 600.0)  # for the bytes, if they were awaited
-    transport = TcpTransport("127.0.0.1", 0, Leases(60, 1 << 30), frozenset())
+    transport = TcpTransport("127.0.0.1", 0, Leases(60, 1 << 30), [])
     with socket.create_connection((transport.host, transport.port), timeout=60) as reader:
-        reader.sendall(struct.pack("<I", 60 << 20))
+        reader.sendall(struct.pack("<II", 60 << 20, 0))
         assert reader.recv(1) == b""
     transport.close()
+
+
+def test_a_message_has_one_time_limit_for_all_its_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A peer that sends a byte each three seconds is not waited for any longer."""
+    now = [0.0]
+    monkeypatch.setattr(transports.time, "monotonic", lambda: now[0])
+
+    class Drip:
+        def settimeout(self, seconds: float) -> None:
+            assert 0 < seconds <= 10 - now[0]
+
+        def recv_into(self, view: memoryview) -> int:
+            now[0] += 3
+            return 1
+
+    with pytest.raises(TimeoutError, match="the peer takes too long"):
+        transports.received(Drip(), transports.Fetch, transports.Deadline(10))  # type: ignore[arg-type]
+    assert now == [12.0]
+
+
+def test_strangers_do_not_take_the_place_of_readers(
+    pair: tuple[PagesEngine, PagesEngine, Pages], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of four places, one is a reader's that has named a lease; the others' oldest ends."""
+    monkeypatch.setattr(transports, "_MOST_CONNECTIONS", 4)
+    _, decode, pages = pair
+    leases, expected = Leases(60, 1 << 30), decode.expected(PROMPTS[-1], GREEDY)
+    leases.add(LEASE, pages)
+    leases.add("f" * 32, pages)
+    there = TcpTransport("127.0.0.1", 0, leases, [Peer("127.0.0.1", 1, 65535)])
+    where, limit = (there.host, there.port), transports.Deadline(60)
+    with contextlib.ExitStack() as stack:
+
+        def connect() -> socket.socket:
+            return stack.enter_context(socket.create_connection(where, timeout=60))
+
+        reader = connect()
+        transports.send(reader, transports.Fetch(LEASE, "tcp", 1, 0), limit)
+        offer = transports.received(reader, transports.Offer, limit)
+        strangers = [connect() for _ in range(20)]
+        assert [one.recv(1) for one in strangers[:17]] == [b""] * 17
+        assert there.fetch(Address("f" * 32, *where), expected).data == pages.data
+        assert transports._exactly(reader, offer.header.num_bytes, limit) == pages.data
+        transports.send(reader, transports.Release(), limit)
+        assert reader.recv(1) == b"" and leases.num_bytes == 0
+    there.close()
+
+
+def test_the_host_with_the_most_connections_loses_its_oldest() -> None:
+    with contextlib.ExitStack() as stack:
+
+        def ends() -> tuple[socket.socket, socket.socket]:
+            one, other = socket.socketpair()
+            other.setblocking(False)
+            return stack.enter_context(one), stack.enter_context(other)
+
+        both = {name: ends() for name in ("a1", "b1", "b2", "c1", "a2", "b3")}
+        connections = transports._Connections(4)
+        closed = []
+        for name, (own, _) in both.items():
+            connections.add(own, name[0])
+            if name == "b1":
+                connections.know(own)
+            for one, (_, peer) in both.items():
+                with contextlib.suppress(BlockingIOError):
+                    if peer.recv(1) == b"" and one not in closed:
+                        closed.append(one)
+        assert closed == ["a1", "b2"]
+
+
+@pytest.mark.parametrize("fault", [ConnectionError, TimeoutError])
+def test_a_peer_that_does_not_answer_is_tried_again_later(fault: type[OSError]) -> None:
+    """After 1, 2, 4 .. 30 s, by one request, until it answers; others fail at once."""
+    now = [100.0]
+    peers = Peers([Peer("a", 5, 6)], 10.0, lambda: now[0])
+
+    def attempt(port: int = 5, error: Exception | None = None, seconds: float = 0.0) -> str:
+        try:
+            with peers.attempt("a", port):
+                now[0] += seconds
+                if error is not None:
+                    raise error
+        except (HandoffError, OSError) as found:
+            return str(found)
+        return "answered"
+
+    with peers.attempt("a", 5):  # one that began before takes longer, and gets an answer at last
+        assert attempt(error=fault("away"), seconds=10.0) == "away"
+        for pause in (1, 2, 4, 8, 16, 30, 30):
+            assert (
+                attempt()
+                == f"handoff: a:5 did not answer lately, and is tried again in {pause}.0 s"
+            )
+            assert attempt(port=6) == "answered"
+            now[0] += pause
+            with contextlib.suppress(fault), peers.attempt("a", 5):
+                assert "did not answer lately" in attempt()
+                raise fault("away")
+        now[0] += 30
+        assert attempt(error=HandoffError("the lease is over")) == "the lease is over"
+        assert attempt() == "answered"
+    assert attempt() == "answered"
+    with contextlib.ExitStack() as stack:  # what fails at the same time is one failure
+        for _ in range(5):
+            stack.enter_context(contextlib.suppress(fault))
+            stack.enter_context(peers.attempt("a", 5))
+        raise fault("away")
+    with contextlib.suppress(fault), peers.attempt("a", 6):
+        raise fault("away")
+    now[0] += 1
+    assert attempt() == attempt(port=6) == "answered"
+
+
+@pytest.mark.parametrize("host,port", [("b", 5), ("a", 4), ("a", 7), ("A", 5), ("", 5)])
+def test_other_addresses_than_peers_are_refused(host: str, port: int) -> None:
+    with pytest.raises(HandoffError, match="remote_host and remote_port must be one of kv_peers"):
+        Peers([Peer("a", 5, 6)], 10.0).require(host, port)
+
+
+def test_no_client_takes_all_threads() -> None:
+    """Of four, the first gets two, and the next ones one each; then clients take turns."""
+    threads, begun = FairThreads[str](4, "test"), queue.SimpleQueue[str]()
+    gates = {name: threading.Event() for name in ("a0", "a1", "a2", "a3", "b0", "b1", "c0", "d0")}
+
+    def work(name: str) -> str:
+        begun.put(name)
+        assert gates[name].wait(60)
+        return name
+
+    futures = {name: threads.submit(name[0], partial(work, name)) for name in gates}
+    assert {begun.get(timeout=60) for _ in range(4)} == {"a0", "a1", "b0", "c0"}
+    for ended, then in (("c0", "d0"), ("d0", None), ("b0", "b1"), ("a0", "a2"), ("a2", "a3")):
+        gates[ended].set()
+        assert futures[ended].result(60) == ended
+        if then is not None:
+            assert begun.get(timeout=60) == then
+    assert begun.empty()
+    for gate in gates.values():
+        gate.set()
+    assert [future.result(60) for future in futures.values()] == list(gates)
+    threads.shutdown()
 
 
 @pytest.mark.parametrize("kind", ["heads", "states"])
@@ -372,7 +636,7 @@ def test_numbers_of_ranks_that_share_nothing_are_refused_by_name(
     """The prompt is computed then, at once."""
     told = KvTransfer(
         do_remote_prefill=True,
-        remote_request_id="a",
+        remote_request_id="0" * 32,
         remote_host="127.0.0.1",
         remote_port=1,
         remote_ports=[1, 2, 3],

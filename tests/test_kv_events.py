@@ -2,7 +2,11 @@
 # ruff: noqa: E402  (where the packages are missing, nothing else is imported)
 """What the prefix cache has, as a subscriber rebuilds it from vLLM's messages."""
 
+import contextlib
 import random
+import socket
+import threading
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,11 +18,13 @@ zmq = pytest.importorskip("zmq")
 
 from checkpoints import write_config
 from msgspec import structs
+from specops.disaggregated import kv_events
 from specops.disaggregated.kv_events import BlockStored, KvEvents, TellingPool, telling
 from specops.engine import Engine, EngineConfig, SamplingParams
 from specops.service.messages import Batch
 from specops.service.snapshot import status_of
 from specops.service.wire import KvEventSettings
+from zmq.utils.monitor import parse_monitor_message
 
 SIZE = 16
 SHORT = SamplingParams(max_tokens=4, temperature=0.0, ignore_eos=True)
@@ -214,3 +220,131 @@ def test_an_endpoint_that_is_none_is_refused(
     wrong = structs.replace(settings, **{name: "tcp://nowhere"})
     with pytest.raises(ValueError, match=f"kv_events_{name} must be an endpoint to bind"):
         KvEvents(engine, wrong, 1, lambda batch: None)
+
+
+@pytest.fixture
+def talkative(
+    engine: Engine, settings: KvEventSettings, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[KvEvents]:
+    """One that has sent 400 messages, each of as many tokens as there can be in it."""
+    are_there, add = threading.Event(), kv_events._Kept.add
+
+    def noted(kept: kv_events._Kept, data: bytes) -> int:
+        if (number := add(kept, data)) == 399:
+            are_there.set()
+        return number
+
+    monkeypatch.setattr(kv_events._Kept, "add", noted)
+    with KvEvents(engine, settings, 1, lambda batch: None) as made:
+        block = BlockStored([1 << 63], 1 << 63, [(1 << 31) - 1] * 64, 64, None, "GPU", None)
+        made._pool.events = [block] * (32 * 399 + 1)
+        made.send(batch_of(engine))
+        assert are_there.wait(60)
+        yield made
+
+
+def requester(context: Any, settings: KvEventSettings) -> Any:
+    socket = context.socket(zmq.DEALER)
+    socket.linger, socket.rcvhwm = 0, 1
+    socket.connect(settings.replay)
+    return socket
+
+
+def test_messages_have_a_most_of_bytes(talkative: KvEvents, settings: KvEventSettings) -> None:
+    """Which bounds what waits for a subscriber that does not read."""
+    told = replayed(settings, 0)
+    assert sorted(told) == list(range(400))
+    assert 12_000 < max(map(len, told.values())) < 16 << 10
+    assert talkative._publisher is not None and talkative._replayer is not None
+    assert talkative._publisher.sndhwm == 2048 and talkative._replayer.sndhwm == 64
+
+
+def test_clients_that_do_not_read_replays_hold_up_no_other_one(
+    talkative: KvEvents, settings: KvEventSettings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They ask often; a client that reads gets all, and each of them what its queue takes."""
+    monkeypatch.setattr(kv_events, "_MOST_REPLAYS", 4)
+    sent: Counter[bytes] = Counter()
+    assert talkative._replayer is not None
+    send = talkative._replayer.send_multipart
+
+    def counting(parts: Any, flags: int) -> None:
+        send(parts, flags)
+        sent[parts[0]] += 1
+
+    monkeypatch.setattr(talkative._replayer, "send_multipart", counting, raising=False)
+    with zmq.Context() as context:
+        idle = [requester(context, settings) for _ in range(3)]
+        for socket in idle:
+            for _ in range(50):
+                socket.send_multipart((b"", bytes(8)))
+        assert all(socket.poll(20_000) for socket in idle)
+        assert sorted(replayed(settings, 0)) == list(range(400))
+        context.destroy(linger=0)
+    *unread, read = sorted(sent.values())
+    assert read == 401 and len(unread) == 3
+    assert max(unread) < 200  # 64, and what the sockets' own buffers take
+
+
+def test_an_endpoint_has_a_most_of_clients(
+    engine: Engine, settings: KvEventSettings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A host has half of what others leave free; connections that say nothing do not count.
+
+    A client that finds no place gets one as soon as another client leaves.
+    """
+    monkeypatch.setattr(kv_events, "_MOST_CLIENTS", 6)
+    monkeypatch.setattr(kv_events, "_HANDSHAKE_SECONDS", 1)
+    with (
+        KvEvents(engine, settings, 1, lambda batch: None),
+        contextlib.ExitStack() as stack,
+        zmq.Context() as context,
+    ):
+        for _ in range(20):
+            silent = stack.enter_context(socket.socket(socket.AF_UNIX))
+            silent.connect(settings.replay.removeprefix("ipc://"))
+
+        def client(*events: int) -> tuple[Any, Any]:
+            made = context.socket(zmq.DEALER)
+            monitor = made.get_monitor_socket(sum(events))
+            made.connect(settings.replay)
+            assert monitor.poll(20_000)
+            return made, monitor
+
+        admitted = [client(zmq.EVENT_HANDSHAKE_SUCCEEDED) for _ in range(3)]
+        waiting, refused = client(zmq.EVENT_HANDSHAKE_SUCCEEDED, zmq.EVENT_DISCONNECTED)
+        told = parse_monitor_message(refused.recv_multipart())["event"]
+        assert told == zmq.EVENT_DISCONNECTED
+        admitted[0][0].close()
+        while told != zmq.EVENT_HANDSHAKE_SUCCEEDED:
+            assert refused.poll(20_000)
+            told = parse_monitor_message(refused.recv_multipart())["event"]
+        waiting.close()
+        context.destroy(linger=0)
+
+
+@pytest.mark.parametrize("hosts,admitted", [("aaaaaaaa", 4), ("aaaaabbbcc", 7), ("aaabcdefgh", 8)])
+def test_hosts_share_the_clients_of_an_endpoint(
+    hosts: str, admitted: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kv_events, "_MOST_CLIENTS", 8)
+    clients = kv_events._Clients(None)  # type: ignore[arg-type]
+    clients._host_of = dict(enumerate(hosts))
+    assert sum(map(clients.admits, hosts)) == admitted
+
+
+def test_a_long_request_ends_the_connection(talkative: KvEvents, settings: KvEventSettings) -> None:
+    with zmq.Context() as context, requester(context, settings) as socket:
+        socket.send_multipart((b"", bytes(1 << 20)))
+        assert sorted(replayed(settings, 390)) == list(range(390, 400))
+        assert not socket.poll(0)
+
+
+def test_only_the_latest_messages_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So many, or so many bytes; their numbers go on."""
+    monkeypatch.setattr(kv_events, "_MOST_KEPT", 3)
+    monkeypatch.setattr(kv_events, "_MOST_KEPT_BYTES", 10)
+    kept = kv_events._Kept()
+    assert [kept.add(data) for data in (b"1", b"2", b"3", b"4")] == [0, 1, 2, 3]
+    assert kept.data == {1: b"2", 2: b"3", 3: b"4"} and (kept.first, kept.end) == (1, 4)
+    assert kept.add(b"123456789") == 4 and kept.data == {3: b"4", 4: b"123456789"}

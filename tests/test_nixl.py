@@ -5,6 +5,7 @@
 import socket
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -20,14 +21,22 @@ from server_pairs import (
     choices_of,
     of_ranks,
     one_server,
-    options,
+    pair_options,
     servers,
     wait_until_idle,
 )
 from serving import Served
 from specops.disaggregated.nixl import NixlTransport, Place
 from specops.disaggregated.pages import HandoffError, Header, Layout, Pages, cut
-from specops.disaggregated.transport import Address, Leases, TcpTransport, send
+from specops.disaggregated.transport import (
+    Address,
+    DamagedError,
+    Deadline,
+    Leases,
+    TcpTransport,
+    send,
+)
+from specops.service.wire import Peer
 
 pytestmark = pytest.mark.ci
 
@@ -36,12 +45,11 @@ HEADER = Header(1, 1, "", 1, 0, 1, 0, 16, list(range(33)), 2, "", 0, [TWO_HEADS]
 
 
 def transport(kind: type[TcpTransport]) -> TcpTransport:
-    return kind("127.0.0.1", 0, Leases(60, 1 << 30), frozenset({"127.0.0.1"}))
+    return kind("127.0.0.1", 0, Leases(60, 1 << 30), [Peer("127.0.0.1", 1, 65535)])
 
 
 def test_a_pair_answers_as_one_server(mtp_model: Path, together: Served) -> None:
-    nixl = ("--kv-transport", "nixl")
-    roles = [options(mtp_model, "--role", role, *nixl) for role in ("prefill", "decode")]
+    roles = pair_options(mtp_model, "--kv-transport", "nixl")
     asked = bodies(20, seed=37)
     with servers(*roles) as (prefill, decode):
         router = Router(prefill.url, decode.url)
@@ -101,11 +109,29 @@ def test_pages_that_cannot_be_read_are_an_error() -> None:
     for what, offset in ((agent, 1), (agent, 0), (b"none", 0)):
         ours, theirs = socket.socketpair()
         with ours, theirs:
-            send(theirs, Place(what, one.data_ptr() + offset))
+            send(theirs, Place(what, one.data_ptr() + offset), Deadline(60))
             with pytest.raises(ConnectionError, match="NIXL cannot read the pages: NIXL_ERR"):
-                here.taken(ours, 1 << 16)
+                here.taken(ours, 1 << 16, Deadline(60))
         there = None
     here.close()
+
+
+def test_pages_that_change_while_they_are_read_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By their checksums, which are those of the bytes that were offered."""
+    here, there = transport(NixlTransport), transport(NixlTransport)
+    there.lease("a", Pages(HEADER, bytearray(HEADER.num_bytes)))
+    taken = here.taken
+
+    def damaged(*given: Any) -> bytearray:
+        data = taken(*given)
+        data[-1] ^= 1
+        return data
+
+    monkeypatch.setattr(here, "taken", damaged)
+    with pytest.raises(DamagedError, match="the pages were damaged on the way"):
+        here.fetch(Address("a", there.host, there.port), HEADER)
+    here.close()
+    there.close()
 
 
 @pytest.mark.parametrize("kinds", [(TcpTransport, NixlTransport), (NixlTransport, TcpTransport)])

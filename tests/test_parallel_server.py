@@ -2,10 +2,13 @@
 # ruff: noqa: E402  (where the server's packages are missing, nothing else is imported)
 """Ranks behind one door, a process each: the answers of one engine, and what happens to a death."""
 
+import fcntl
 import json
 import os
 import signal
+import socket
 import tempfile
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -19,6 +22,8 @@ from mtp_checkpoints import make_mtp_model
 from server_pairs import children_of
 from serving import Served, serving, wait_for
 from specops.engine import Engine, EngineConfig
+from specops.service import lockstep
+from specops.service.messages import Abort, Stop
 from specops.service.process import EngineProcess
 from specops.service.wire import Setup
 from test_server_process import BODIES, STRUCTURED, Apart, is_running, serving_apart, told
@@ -82,6 +87,61 @@ def test_a_rank_that_is_killed_ends_all_and_all_are_started_again(
     os.kill(second, signal.SIGKILL)
     wait_for(lambda: not is_alive(follower))
     assert not list(Path(tempfile.gettempdir()).glob(f"specops-ranks-{second}-*"))
+
+
+def test_folders_of_ranks_that_were_killed_are_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not those of living ranks, which have a lock, of ranks that begin, or files and links."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    hour, week = 3600.0, 7 * 86400.0
+    folders = {  # the age of each, and whether it has the file on which the first rank has a lock
+        "left": (hour, True),
+        "locked": (hour, True),
+        "new": (0.0, True),
+        "old-without": (week, False),
+        "without": (hour, False),
+    }
+    for name, (age, has_owner) in folders.items():
+        folder = tmp_path / f"specops-ranks-{name}"
+        folder.mkdir()
+        (folder / "meeting").touch()
+        if has_owner:
+            (folder / "owner").touch()
+        os.utime(folder, 2 * (time.time() - age,))
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "specops-ranks-link").symlink_to(tmp_path / "elsewhere")
+    (tmp_path / "specops-ranks-file").touch()
+    with (tmp_path / "specops-ranks-locked/owner").open("w") as owner:
+        fcntl.flock(owner, fcntl.LOCK_EX)
+        lockstep.remove_left_folders()
+    left = {one.name.removeprefix("specops-ranks-") for one in tmp_path.iterdir()}
+    assert left == {"locked", "new", "without", "elsewhere", "link", "file"}
+
+
+def test_a_rank_that_ends_as_it_was_told_is_not_lost(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Though it ends before the first one does."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    settings = {"tensor_parallel_size": 2, "device": "cpu"}
+    ends, lost = [], list[str]()
+
+    class Rank:
+        def __init__(self, setup: Setup) -> None:
+            self.connection, theirs = socket.socketpair()
+            ends.append(theirs)
+
+        def end(self, seconds: float) -> str:
+            return "exit status 0"
+
+    monkeypatch.setattr(lockstep, "EngineProcess", Rank)
+    for commands in ([Abort(1)], [Abort(1), Stop()]):
+        followers = lockstep.Followers(Setup(settings, "error"), lost.append)
+        followers.tell(commands)
+        ends.pop().close()
+        followers._watcher.join()
+    assert lost == ["rank 1 has ended (exit status 0)"]
 
 
 def is_alive(pid: int) -> bool:

@@ -35,6 +35,7 @@ from server_pairs import (
     of_ranks,
     one_server,
     options,
+    pair_options,
     servers,
     wait_until_idle,
 )
@@ -55,11 +56,7 @@ def pair(
 ) -> Iterator[list[ServerProcess]]:
     template = tmp_path_factory.mktemp("chat") / "template.jinja"
     template.write_text(CHAT)
-    roles = [
-        options(mtp_model, "--role", role, "--chat-template", str(template))
-        for role in ("prefill", "decode")
-    ]
-    with servers(*roles) as started:
+    with servers(*pair_options(mtp_model, "--chat-template", str(template))) as started:
         yield started
 
 

@@ -148,7 +148,8 @@ class SpecopsBackend(LLMEngine):  # type: ignore[misc]
         """
         args = _parser().parse_args(argv)
         settings = plain_settings(args)
-        role, events = role_settings(args), kv_event_settings(args)
+        role = role_settings(args, clients_name_peers=False)  # the router carries addresses
+        events = kv_event_settings(args)
         kind = "" if role is None else role.role
         if kind not in _MODES:
             raise ValueError(f"role must be prefill or decode with Dynamo, got {kind}")

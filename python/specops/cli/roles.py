@@ -6,12 +6,15 @@ import math
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from specops.service.client import EngineClient
-    from specops.service.wire import KvEventSettings, RoleSettings, Setup
+    from specops.service.wire import KvEventSettings, Peer, RoleSettings, Setup
 
 ROLES = ("prefill", "decode", "mixed")
 _REDIS_SECONDS = 5.0  # without an answer, after which Redis is away
 _LOOPBACK = ["127.0.0.1", "localhost", "::1"]
+_PEER_FORM = "HOST:PORT or HOST:FIRST-LAST, the other server's --kv-host and --kv-port"
 
 
 def add_role_options(parser: argparse.ArgumentParser) -> None:
@@ -43,14 +46,18 @@ def add_role_options(parser: argparse.ArgumentParser) -> None:
         type=int,
         default=0,
         metavar="PORT",
-        help="of --kv-host, and of further ranks those behind it (default: free ones)",
+        help="of --kv-host; further ranks and engines have the next ones (default: free ones)",
     )
     add(
         "--kv-peers",
-        metavar="HOST",
+        metavar="HOST:PORT[-LAST][,..]",
         action="append",
         default=[],
-        help="a host that pages are fetched from, several times for several (default: loopback)",
+        help="addresses that pages are fetched from: --kv-host and --kv-port of servers that "
+        "compute prompts, with a range of ports for several ranks or engines; may be given several "
+        "times; --role decode needs it. Where servers tell each other their ports "
+        "(--scheduler-name splitwise, Dynamo), a HOST alone permits all its ports (default there: "
+        "loopback)",
     )
     add(
         "--kv-lease-seconds",
@@ -68,8 +75,15 @@ def add_role_options(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def role_settings(args: argparse.Namespace) -> "RoleSettings | None":
-    """What these options say; None: there is no role.
+def role_settings(
+    args: argparse.Namespace, *, clients_name_peers: bool = True
+) -> "RoleSettings | None":
+    """Return what these options say; None: there is no role.
+
+    Args:
+        args: of the command line.
+        clients_name_peers: whether requests of clients say where pages are; else servers tell each
+            other.
 
     Raises:
         ModuleNotFoundError: a package that the server needs is not installed.
@@ -87,6 +101,9 @@ def role_settings(args: argparse.Namespace) -> "RoleSettings | None":
         raise ValueError(f"kv_lease_seconds must be above 0, got {args.kv_lease_seconds}")
     if args.kv_lease_bytes < 0:
         raise ValueError(f"kv_lease_bytes must be at least 0, got {args.kv_lease_bytes}")
+    peers = _peers(args.kv_peers or ([] if clients_name_peers else _LOOPBACK), clients_name_peers)
+    if clients_name_peers and args.role == "decode" and not peers:
+        raise ValueError(f"role decode needs kv_peers ({_PEER_FORM}), got none")
     if args.kv_transport == "nixl":
         try:
             import nixl  # noqa: F401  (the engine's process needs it; here it is told by name)
@@ -101,11 +118,49 @@ def role_settings(args: argparse.Namespace) -> "RoleSettings | None":
         args.role,
         args.kv_host,
         args.kv_port,
-        args.kv_peers or _LOOPBACK,
+        peers,
         args.kv_lease_seconds,
         args.kv_lease_bytes,
         args.kv_transport,
     )
+
+
+def _peers(given: "Iterable[str]", are_ports_needed: bool) -> "list[Peer]":
+    """Return the addresses of `--kv-peers`.
+
+    Raises:
+        ValueError: one has another form, or lacks the port that it needs.
+    """
+    from specops.service.wire import Peer
+
+    found = []
+    for one in (text.strip() for texts in given for text in texts.split(",")):
+        try:
+            host, ports = _host_and_ports(one)
+            first, last = ports or (1, 65535)
+            if not host or not 1 <= first <= last <= 65535 or (are_ports_needed and not ports):
+                raise ValueError
+        except ValueError:
+            other = "" if are_ports_needed else "HOST or "
+            raise ValueError(f"kv_peers must be {other}{_PEER_FORM}, got {one!r}") from None
+        found.append(Peer(host, first, last))
+    return found
+
+
+def _host_and_ports(text: str) -> tuple[str, tuple[int, int] | None]:
+    """Split an address into its host and its range of ports, if it has one.
+
+    An IPv6 address with ports is in brackets.
+
+    Raises:
+        ValueError: what is behind the last colon is not a number or a range.
+    """
+    is_bare = text.count(":") > 1 and not text.startswith("[")
+    host, colon, ports = (text, "", "") if is_bare or text.endswith("]") else text.rpartition(":")
+    if not colon:
+        return (host or ports).strip("[]"), None
+    first, dash, last = ports.partition("-")
+    return host.strip("[]"), (int(first), int(last if dash else first))
 
 
 def add_data_parallel_options(parser: argparse.ArgumentParser) -> None:
@@ -131,7 +186,9 @@ def setups(args: argparse.Namespace, settings: dict[str, Any]) -> "list[Setup]":
         ModuleNotFoundError: a package that the server needs is not installed.
         ValueError: an option is out of range, or needs another.
     """
-    role, events, size = role_settings(args), kv_event_settings(args), args.data_parallel_size
+    is_queue = args.scheduler_name == "splitwise"
+    role = role_settings(args, clients_name_peers=not is_queue)
+    events, size = kv_event_settings(args), args.data_parallel_size
     if size < 1:
         raise ValueError(f"data_parallel_size must be at least 1, got {size}")
     if args.in_process:

@@ -10,18 +10,28 @@ to go on with are leased as soon as its choice has ended.
 import hashlib
 import json
 import logging
+import re
 import secrets
 import struct
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import dataclass
+from functools import partial
 
 from msgspec import structs
 
+from specops.disaggregated.fair_threads import FairThreads
 from specops.disaggregated.handoff import PagesEngine
 from specops.disaggregated.pages import HandoffError, Header, Pages, joined, sources
-from specops.disaggregated.transport import SECONDS, Address, Leases, TcpTransport, Transport
+from specops.disaggregated.transport import (
+    SECONDS,
+    Address,
+    DamagedError,
+    Leases,
+    TcpTransport,
+    Transport,
+)
 from specops.engine.engine import Engine
 from specops.service.lockstep import RankEngine
 from specops.service.loop import Compiled, Inbox
@@ -41,7 +51,9 @@ from specops.service.wire import RoleSettings
 
 logger = logging.getLogger(__name__)
 
-_FETCHING_THREADS = 8
+_FETCHING_THREADS = 16  # a client alone may use half of them
+_LEASE_NAME = re.compile(r"[0-9a-f]{32}")
+_MOST_REASON = 300  # characters of a peer's or a client's words that a line of the log repeats
 _SECRET_BITS = 53  # that a number of ranks holds
 
 
@@ -85,7 +97,7 @@ class Exchange(Inbox):
         self._engine, self._transport = engine, transport
         self._inbox, self._deliver = inbox, deliver
         self._ranks, self.contract = engine.ranks, engine.contract
-        self._threads = ThreadPoolExecutor(_FETCHING_THREADS, "specops-fetches")
+        self._threads = FairThreads[Pages](_FETCHING_THREADS, "specops-fetches")
         self._fetching: dict[int, _Fetching] = {}  # by job
         self._leasing: dict[int, Submit] = {}  # jobs whose pages are for another engine
         self._ports = [
@@ -102,7 +114,7 @@ class Exchange(Inbox):
 
     def __exit__(self, *error: object) -> None:
         """Ends the transport and what is being fetched."""
-        self._threads.shutdown(wait=False, cancel_futures=True)
+        self._threads.shutdown()
         self._transport.close()
 
     def put(self, command: Compiled | Fetched) -> None:
@@ -125,7 +137,9 @@ class Exchange(Inbox):
                     ready.append(fetching.job)
                 continue
             elif isinstance(command, Abort):
-                self._fetching.pop(command.job, None)
+                fetching = self._fetching.pop(command.job, None)
+                if fetching is not None:
+                    fetching.pages.cancel()  # unless it has begun
                 self._leasing.pop(command.job, None)
             elif isinstance(command, Stop):
                 self._fetching.clear()
@@ -154,10 +168,10 @@ class Exchange(Inbox):
             addresses = self._addresses_of(wanted)
             expected = self._engine.expected(job.prompts[0], job.params, speculative_of(job))
         except ValueError as error:  # of the request itself: the engine refuses it in its own words
-            logger.warning("the prompt of a job is computed here: %s", error)
+            _log_computed(error)
             return False
         latest = time.monotonic() + SECONDS
-        pages = self._threads.submit(self._fetch, addresses, expected, latest)
+        pages = self._threads.submit(job.client, partial(self._fetch, addresses, expected, latest))
         self._fetching[job.job] = _Fetching(job, expected, pages)
         if self._ranks.rank == 0:  # which tells the others
             pages.add_done_callback(lambda _: self._inbox.put(Fetched(job.job)))
@@ -174,34 +188,45 @@ class Exchange(Inbox):
         return joined(parts, expected)
 
     def _addresses_of(self, wanted: KvTransfer) -> list[Address]:
-        """Where the ranks of the other engine have the pages.
+        """Return the addresses of the ranks of the other engine.
+
+        All ranks of this engine decide alike here.
 
         Raises:
-            HandoffError: it is not said, or so many ranks share nothing with those of this engine.
+            HandoffError: one is missing or not configured, the lease has no proper name, or so many
+                ranks share nothing with those of this engine.
         """
         name, host, port = wanted.remote_request_id, wanted.remote_host, wanted.remote_port
         if name is None or host is None or port is None:
             raise HandoffError(
                 "handoff: remote_request_id, remote_host and remote_port must be given"
             )
+        if not _LEASE_NAME.fullmatch(name):
+            raise HandoffError("handoff: remote_request_id must be 32 hexadecimal digits")
         ports = wanted.remote_ports or [port]
         sources(len(ports), self._ranks.size, self._ranks.rank)
-        return [Address(name, host, one) for one in ports]
+        addresses = [Address(name, host, one) for one in ports]
+        for address in addresses:
+            self._transport.require_peer(address)
+        return addresses
 
     def _put_in(self, fetching: _Fetching) -> None:
-        """Gives a job's pages to the engine, if they came to all ranks."""
-        pages, why = None, "another rank lacks its share of the pages"
+        """Give a job's pages to the engine, if they came to all ranks undamaged."""
+        pages, num_damaged = None, 0
+        why: object = "another rank lacks its share of the pages"
         try:
             pages = fetching.pages.result()
+        except DamagedError as error:
+            why, num_damaged = error, max(fetching.expected.num_pages, 1)
         except (HandoffError, OSError) as error:
-            why = str(error)
+            why = error
         except Exception:
             logger.exception("pages could not be fetched")
             why = "pages could not be fetched"
         is_whole = self._ranks.least(int(pages is not None)) == 1
         if pages is None or not is_whole:
-            logger.warning("the prompt of a job is computed here: %s", why)
-            return
+            self._engine.stats.num_damaged_kv_pages -= self._ranks.least(-num_damaged)
+            return _log_computed(why)
         self._engine.give_pages(pages, fetching.expected, fetching.job.params.cache_salt)
 
     def _leased(self, job: Submit) -> KvTransfer | None:
@@ -230,6 +255,14 @@ class Exchange(Inbox):
         )
 
 
+def _log_computed(why: object) -> None:
+    """Log that this engine computes a prompt that another engine has computed, and the reason."""
+    reason = str(why)
+    if len(reason) > _MOST_REASON:
+        reason = f"{reason[:_MOST_REASON]} ..."
+    logger.warning("the prompt of a job is computed here: %s", reason)
+
+
 def speculative_of(job: Submit) -> dict[str, object] | None:
     """What a job asks of its drafts."""
     return None if job.speculative_config is None else json.loads(job.speculative_config)
@@ -251,7 +284,7 @@ def exchange_of(
 
         make = NixlTransport
     try:
-        transport = make(role.host, role.port, leases, frozenset(role.peers))
+        transport = make(role.host, role.port, leases, role.peers)
     except OSError as error:
         raise ValueError(
             f"kv_host and kv_port must be an address to listen on, got {role.host}:{role.port}: "

@@ -3,9 +3,12 @@
 
 The messages are vLLM's (`vllm.distributed.kv_events` of vLLM 0.32): each is a ZeroMQ message of
 three parts, the topic, a number of eight bytes (big-endian, from 0, one more each time), and an
-`EventBatch` in MessagePack, a list whose events are maps. Who has missed some sends the replay
-endpoint the first number that it wants again; it gets those messages that are kept, and at last one
-with the number -1.
+`EventBatch` in MessagePack, a list whose events are maps. A subscriber that has missed some sends
+the replay endpoint the first number that it wants again; it gets those messages that are kept, and
+at last one with the number -1.
+
+A client that does not read costs a limited number of bytes: messages have at most 32 events, and so
+less than 16 KiB, and a limited number of them waits for each client.
 
 A block is a page. Its hash stands for all tokens from the prompt's first on, and for the cache salt
 of its request.
@@ -14,17 +17,21 @@ of its request.
 import contextlib
 import hashlib
 import logging
+import os
 import queue
+import socket
 import threading
 import time
 from array import array
-from collections import deque
+from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
 import zmq
 from msgspec import Struct
+from zmq.utils.monitor import parse_monitor_message
 
 from specops.engine.engine import Engine
 from specops.engine.memory.kv_cache import PagePool
@@ -33,9 +40,24 @@ from specops.service.wire import KvEventSettings
 
 logger = logging.getLogger(__name__)
 
-_KEPT = 10_000  # messages, for those who have missed them
-_UNSENT = 100_000  # messages that may wait for a slow subscriber; further ones it misses
+_MOST_EVENTS = 32  # of a message
+_MOST_KEPT = 10_000  # messages, for clients that have missed them
+_MOST_KEPT_BYTES = 64 << 20
+_UNSENT = 2048  # messages that may wait for a slow subscriber; further ones it misses
+_UNSENT_REPLAYED = 64  # messages that may wait for a client of the replay endpoint
+_MOST_REPLAYS = 32  # clients whose replay is not over
+_MOST_REQUESTS = 100  # that are read between two messages
+_STALLED_SECONDS = 10.0  # without a message sent, after which a replay is given up
+_MOST_FRAME = 1024  # bytes of a part of a client's message; a longer one ends its connection
+_HANDSHAKE_SECONDS = 5  # in which a connection has to become a client
+_MOST_CLIENTS = 64  # of an endpoint
 _POLL_SECONDS = 0.1
+_REPLAY_SECONDS = 0.002  # between two parts of a replay
+_HANDSHAKE_FAILED = {
+    zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL,
+    zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL,
+    zmq.EVENT_HANDSHAKE_FAILED_AUTH,
+}
 _NUMBER_BYTES = 8
 _END = (-1).to_bytes(_NUMBER_BYTES, "big", signed=True)
 
@@ -168,6 +190,7 @@ class KvEvents:
         self._topic = settings.topic.encode()
         self._data_parallel_rank = data_parallel_rank
         self._context = zmq.Context()
+        self._gate = _Gate(self._context)
         self._publisher = self._bound(zmq.PUB, "kv_events_endpoint", settings.endpoint)
         self._replayer = self._bound(zmq.ROUTER, "kv_events_replay", settings.replay)
         self._queue: queue.SimpleQueue[EventBatch | None] = queue.SimpleQueue()
@@ -179,7 +202,12 @@ class KvEvents:
             return None
         found = self._context.socket(kind)
         found.linger = 0
-        found.sndhwm = _UNSENT
+        found.sndhwm = _UNSENT if kind == zmq.PUB else _UNSENT_REPLAYED
+        found.maxmsgsize = _MOST_FRAME  # of what comes in
+        found.handshake_ivl = 1000 * _HANDSHAKE_SECONDS
+        self._gate.watch(found, name)
+        if kind == zmq.ROUTER:
+            found.router_mandatory = 1  # tells when a client has too many unread messages
         try:
             found.bind(endpoint)
         except zmq.ZMQError as error:
@@ -202,38 +230,180 @@ class KvEvents:
         """Delivers what a step brought, and tells what it has done to the cache."""
         self._deliver(batch)
         events, self._pool.events = self._pool.events, []
-        if events:
-            self._queue.put(EventBatch(time.time(), events, self._data_parallel_rank))
+        now = time.time()
+        for begin in range(0, len(events), _MOST_EVENTS):
+            part = events[begin : begin + _MOST_EVENTS]
+            self._queue.put(EventBatch(now, part, self._data_parallel_rank))
 
     def _work(self) -> None:
-        """Sends from a thread of its own: sockets do not hold up the loop."""
-        kept: deque[tuple[int, bytes]] = deque(maxlen=_KEPT)
-        encode, number = msgspec.msgpack.Encoder().encode, 0
+        """Send from a thread of its own: sockets do not hold up the loop."""
+        kept, encode = _Kept(), msgspec.msgpack.Encoder().encode
+        replays: dict[bytes, _Replay] = {}  # by client
         while True:
+            self._gate.answer()
             with contextlib.suppress(queue.Empty):
-                batch = self._queue.get(timeout=_POLL_SECONDS)
+                batch = self._queue.get(timeout=_REPLAY_SECONDS if replays else _POLL_SECONDS)
                 if batch is None:
                     return
                 data = encode(batch)
-                kept.append((number, data))
                 assert self._publisher is not None
-                self._publisher.send_multipart((self._topic, _number(number), data))
-                number += 1
-            while self._replayer is not None and self._replayer.poll(0):
-                self._replay(self._replayer, kept)
+                self._publisher.send_multipart((self._topic, _number(kept.add(data)), data))
+            if self._replayer is not None:
+                self._read_requests(self._replayer, replays)
+                for client, replay in list(replays.items()):
+                    if not self._send_on(self._replayer, client, replay, kept):
+                        del replays[client]
 
-    def _replay(self, socket: "zmq.Socket[bytes]", kept: "deque[tuple[int, bytes]]") -> None:
-        """Answers one who has missed messages."""
-        client, *_, asked = socket.recv_multipart()
-        if len(asked) != _NUMBER_BYTES:
-            return logger.warning(
-                "kv_events_replay: a number must have 8 bytes, got %d", len(asked)
-            )
-        first = int.from_bytes(asked, "big")
-        for number, data in kept:
-            if number >= first:
-                socket.send_multipart((client, b"", self._topic, _number(number), data))
-        socket.send_multipart((client, b"", b"", _END, b""))
+    def _read_requests(
+        self, replayer: "zmq.Socket[bytes]", replays: "dict[bytes, _Replay]"
+    ) -> None:
+        """Begin the replays that clients ask for. A client has one: the latest."""
+        for _ in range(_MOST_REQUESTS):
+            if not replayer.poll(0):
+                return
+            client, *_, asked = replayer.recv_multipart()
+            if len(asked) != _NUMBER_BYTES:
+                logger.warning("kv_events_replay: a number must have 8 bytes, got %d", len(asked))
+            elif client in replays or len(replays) < _MOST_REPLAYS:
+                replays[client] = _Replay(int.from_bytes(asked, "big"), time.monotonic())
+            else:
+                logger.warning("kv_events_replay: %d replays run; one is refused", len(replays))
+
+    def _send_on(
+        self, replayer: "zmq.Socket[bytes]", client: bytes, replay: "_Replay", kept: "_Kept"
+    ) -> bool:
+        """Send as much of a replay as the client's queue takes; return False if it is over."""
+        now = time.monotonic()
+        try:
+            replay.next = max(replay.next, kept.first)
+            while replay.next < kept.end:
+                number = _number(replay.next)
+                parts = (client, b"", self._topic, number, kept.data[replay.next])
+                replayer.send_multipart(parts, zmq.NOBLOCK)
+                replay.next, replay.moved_at = replay.next + 1, now
+            replayer.send_multipart((client, b"", b"", _END, b""), zmq.NOBLOCK)
+        except zmq.Again:
+            return now - replay.moved_at < _STALLED_SECONDS
+        except zmq.ZMQError:  # the client has gone
+            return False
+        return False
+
+
+class _Gate:
+    """Limits the clients of endpoints, by ZeroMQ's protocol for authentication (ZAP, RFC 27).
+
+    A host may have half of the clients of an endpoint that other hosts do not have, rounded up. One
+    that finds no place tries again when the time of its handshake is over.
+
+    Args:
+        context: of the endpoints' sockets.
+    """
+
+    def __init__(self, context: "zmq.Context[zmq.Socket[bytes]]") -> None:
+        self._requests = context.socket(zmq.REP)
+        self._requests.bind("inproc://zeromq.zap.01")
+        self._clients: dict[bytes, _Clients] = {}  # by endpoint
+
+    def watch(self, endpoint: "zmq.Socket[bytes]", name: str) -> None:
+        """Limit the clients of an endpoint, which is not bound yet."""
+        endpoint.zap_domain = name.encode()
+        self._clients[name.encode()] = _Clients(endpoint.get_monitor_socket())
+
+    def answer(self) -> None:
+        """Admit or refuse the clients that have come."""
+        for clients in self._clients.values():
+            clients.count()
+        for _ in range(_MOST_REQUESTS):
+            if not self._requests.poll(0):
+                return
+            version, request, name, host, *_ = self._requests.recv_multipart()
+            clients = self._clients[name]
+            clients.count()  # this one, too
+            is_admitted = clients.admits(host.decode())
+            answer = (b"200", b"") if is_admitted else (b"300", b"too many clients")
+            self._requests.send_multipart((version, request, *answer, b"", b""))
+
+
+class _Clients:
+    """Clients of an endpoint.
+
+    Args:
+        monitor: tells of the endpoint's connections. It does not say which of them were admitted,
+            but that one ends in its handshake is told right before its end.
+    """
+
+    def __init__(self, monitor: "zmq.Socket[bytes]") -> None:
+        self._monitor = monitor
+        self._host_of: dict[int, str] = {}  # by file, of all connections
+        self._admitted: Counter[str] = Counter()  # by host
+        self._is_handshake_over = True  # of the connection that ends next
+
+    def count(self) -> None:
+        """Take note of connections that have begun or ended."""
+        while self._monitor.poll(0):
+            event = parse_monitor_message(self._monitor.recv_multipart())
+            kind, file = event["event"], event["value"]
+            if kind == zmq.EVENT_ACCEPTED:
+                self._host_of[file] = _peer_of(file)
+            elif kind == zmq.EVENT_DISCONNECTED:
+                host = self._host_of.pop(file, "")
+                self._admitted[host] -= self._is_handshake_over
+            self._is_handshake_over = kind not in _HANDSHAKE_FAILED
+        connected = Counter(self._host_of.values())
+        self._admitted &= connected  # one may have gone between its admission and its handshake
+
+    def admits(self, host: str) -> bool:
+        """Return whether a host may have one more client, and count it if so."""
+        host = host if host in self._host_of.values() else ""  # it has no address
+        others = self._admitted.total() - self._admitted[host]
+        if self._admitted[host] >= (_MOST_CLIENTS - others + 1) // 2:
+            return False
+        self._admitted[host] += 1
+        return True
+
+
+def _peer_of(file: int) -> str:
+    """Return the address of a connection's other end; empty where it has none, or has gone."""
+    with contextlib.suppress(OSError), socket.socket(fileno=os.dup(file)) as connection:
+        if connection.family != socket.AF_UNIX:
+            return str(connection.getpeername()[0])
+    return ""
+
+
+@dataclass
+class _Replay:
+    """Messages that a client has asked for.
+
+    Attributes:
+        next: number of the next one.
+        moved_at: when one was sent the last time.
+    """
+
+    next: int
+    moved_at: float
+
+
+class _Kept:
+    """The latest messages.
+
+    Attributes:
+        data: by number.
+        first, end: numbers of the first one, and of the next one that comes.
+    """
+
+    def __init__(self) -> None:
+        self.data: dict[int, bytes] = {}
+        self.first = self.end = self._num_bytes = 0
+
+    def add(self, data: bytes) -> int:
+        """Add a message, for which the oldest may have to go; return its number."""
+        number = self.end
+        self.data[number], self.end = data, number + 1
+        self._num_bytes += len(data)
+        while len(self.data) > _MOST_KEPT or self._num_bytes > _MOST_KEPT_BYTES:
+            self._num_bytes -= len(self.data.pop(self.first))
+            self.first += 1
+        return number
 
 
 def _number(value: int) -> bytes:

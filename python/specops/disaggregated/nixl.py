@@ -11,15 +11,15 @@ import contextlib
 import socket
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from msgspec import Struct
 from nixl import nixl_agent, nixl_agent_config, nixl_thread_sync_t
 
-from specops.disaggregated.transport import SECONDS, Leases, TcpTransport, received, send
+from specops.disaggregated.transport import Deadline, Leases, TcpTransport, received, send
+from specops.service.wire import Peer
 
-_BYTES_PER_SECOND = 10e6  # that any network has
 _POLL_SECONDS = 2e-4
 
 
@@ -41,7 +41,7 @@ class NixlTransport(TcpTransport):
     A reader has an agent for each fetch: one that is kept holds a connection of every fetch open.
 
     Args:
-        host, port, leases, peers: as in `TcpTransport`.
+        host, port, leases, peers, clock: as in `TcpTransport`.
 
     Raises:
         OSError: the address does not exist or is in use.
@@ -50,16 +50,25 @@ class NixlTransport(TcpTransport):
 
     name = "nixl"
 
-    def __init__(self, host: str, port: int, leases: Leases, peers: frozenset[str]) -> None:
+    def __init__(
+        self,
+        host: str,
+        port: int,
+        leases: Leases,
+        peers: Sequence[Peer],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         try:
             self._agent = _new_agent(nixl_thread_sync_t.NIXL_THREAD_SYNC_STRICT)  # of all readers
         except OSError as error:
             raise ValueError(f"kv_transport nixl cannot be had: {error}") from None
-        super().__init__(host, port, leases, peers)
+        super().__init__(host, port, leases, peers, clock)
 
     @contextlib.contextmanager
-    def offered(self, connection: socket.socket, data: bytearray) -> Iterator[None]:
-        """Has the bytes of pages for a reader until the block ends, when it has released them."""
+    def offered(
+        self, connection: socket.socket, data: bytearray, deadline: Deadline
+    ) -> Iterator[None]:
+        """Offer the bytes of pages to a reader until the block ends, when it has released them."""
         if not data:
             yield
             return
@@ -67,31 +76,29 @@ class NixlTransport(TcpTransport):
         registered = self._agent.register_memory([pages])
         try:
             agent = self._agent.get_partial_agent_metadata(registered, True, ["UCX"])
-            send(connection, Place(agent, pages.data_ptr()))
-            connection.settimeout(_most_seconds(len(data)) + SECONDS)  # the reader gives up first
+            send(connection, Place(agent, pages.data_ptr()), deadline)
             yield
         finally:
             self._agent.deregister_memory(registered)
 
-    def taken(self, connection: socket.socket, num_bytes: int) -> bytearray:
-        """The bytes that another engine offers on a connection.
+    def taken(self, connection: socket.socket, num_bytes: int, deadline: Deadline) -> bytearray:
+        """Return the bytes that another engine offers on a connection.
 
         Raises:
             OSError: the other engine went away, or takes too long.
         """
         data = bytearray(num_bytes)
         if num_bytes:
-            _read(received(connection, Place), data)
+            _read(received(connection, Place, deadline), data, deadline)
         return data
 
 
-def _read(place: Place, data: bytearray) -> None:
-    """Fills `data` with what is there.
+def _read(place: Place, data: bytearray, deadline: Deadline) -> None:
+    """Fill `data` from the other engine's memory.
 
     Raises:
         OSError: the other engine went away, or takes too long.
     """
-    end = time.monotonic() + _most_seconds(len(data))
     pages = torch.frombuffer(data, dtype=torch.uint8)
     agent, reading = _new_agent(nixl_thread_sync_t.NIXL_THREAD_SYNC_NONE), None
     try:
@@ -100,16 +107,18 @@ def _read(place: Place, data: bytearray) -> None:
         there = agent.get_xfer_descs([(place.address, len(data), 0)], "DRAM")
         reading = agent.initialize_xfer("READ", here, there, agent.add_remote_agent(place.agent))
         state = agent.transfer(reading)
-        while state == "PROC" and time.monotonic() < end:
-            time.sleep(_POLL_SECONDS)
+        while state == "PROC":
+            time.sleep(min(_POLL_SECONDS, deadline.left()))
             state = agent.check_xfer_state(reading)
+    except TimeoutError:
+        raise TimeoutError("NIXL has not read the pages in time") from None
     except Exception as error:  # NIXL's have no common class
         raise ConnectionError(f"NIXL cannot read the pages: {error}") from None
     finally:
         # Before `data`, which is written to as long as they exist.
         del reading, agent
     if state != "DONE":
-        raise TimeoutError(f"NIXL has not read the pages in {_most_seconds(len(data)):.0f} seconds")
+        raise ConnectionError(f"NIXL cannot read the pages: its state is {state}")
 
 
 def _new_agent(threads: nixl_thread_sync_t) -> nixl_agent:
@@ -122,8 +131,3 @@ def _new_agent(threads: nixl_thread_sync_t) -> nixl_agent:
         return nixl_agent(uuid.uuid4().hex, nixl_agent_config(backends=["UCX"], sync_mode=threads))
     except Exception as error:  # NIXL's have no common class
         raise OSError(f"NIXL cannot start UCX: {error}") from None
-
-
-def _most_seconds(num_bytes: int) -> float:
-    """What a reader may take."""
-    return SECONDS + num_bytes / _BYTES_PER_SECOND

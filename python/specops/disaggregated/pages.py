@@ -15,7 +15,7 @@ from torch import Tensor
 
 from specops.engine.parallel.ranks import dealt
 
-VERSION = 4
+VERSION = 5
 
 # In this order.
 _CHECKED = [

@@ -5,11 +5,17 @@ An engine that has computed a prompt leases its pages: a copy of them waits unde
 fetched and released, or until its time is over. Who comes too late computes the prompt itself. If
 the other engine has more ranks, several of them read one lease, and it ends with the last of them.
 
-One connection fetches one lease: the reader's name for it, and which rank the reader is, in
-MessagePack behind four bytes of length; the header in the same way, and the bytes of what that rank
-needs; then the reader's `Release`. `TcpTransport` sends the bytes on the same connection,
-`NixlTransport` (nixl.py) says where they are to be read. Nothing on the wire is code, encrypted or
-signed: a peer can give wrong pages, so engines fetch from named hosts alone.
+One connection fetches one lease. The reader sends a `Fetch` with the lease's name and its own rank.
+The other engine answers with an `Offer`, followed by the bytes that this rank needs. The reader
+ends with a `Release`. `TcpTransport` sends the bytes on the same connection; `NixlTransport`
+(nixl.py) sends the address that they are to be read from.
+
+A message is MessagePack behind eight bytes: its length and its CRC-32. An offer contains a CRC-32
+of each block of the bytes. So a damaged message or damaged pages are refused, and the reader
+computes the prompt. Nothing on the wire is code, encrypted or signed, and a checksum does not stop
+an attacker: a peer can give wrong pages, so engines fetch from configured addresses alone.
+
+A whole message has a time limit, and the port has a limit of connections.
 """
 
 import contextlib
@@ -19,7 +25,8 @@ import socketserver
 import struct
 import threading
 import time
-from collections.abc import Callable, Iterator
+import zlib
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -27,13 +34,50 @@ import msgspec
 from msgspec import Struct
 
 from specops.disaggregated.pages import HandoffError, Header, Pages, check, cut
+from specops.disaggregated.peers import Peers
+from specops.service.wire import Peer
 
 logger = logging.getLogger(__name__)
 
-_LENGTH = struct.Struct("<I")
+_PREFIX = struct.Struct("<II")  # the length of a message, and its CRC-32
 _MOST_HEADER = 64 << 20  # bytes; a prompt's token ids are most of it
-_MOST_ASKED = 1 << 12  # bytes of what a reader says, who may be anybody that reaches the port
-SECONDS = 10.0  # that a peer may take over the next bytes
+_MOST_ASKED = 1 << 12  # bytes of a reader's message: any host that reaches the port can send one
+_BLOCK_BYTES = 1 << 20  # of pages with a checksum of their own
+SECONDS = 10.0  # time limit of connecting and of a message; pages have `seconds_for`
+_BYTES_PER_SECOND = 10e6  # that any network has
+_MOST_CONNECTIONS = 256  # to the port, each with a thread and a file
+_PAUSE_SECONDS = 0.1  # before the next connection where no file is left
+
+
+class DamagedError(HandoffError):
+    """A message or pages were damaged on the way: a checksum does not match."""
+
+
+class Deadline:
+    """Time limit of a whole message, however many pieces it comes in.
+
+    Args:
+        seconds: from now on.
+    """
+
+    def __init__(self, seconds: float) -> None:
+        self._end = time.monotonic() + seconds
+
+    def left(self) -> float:
+        """Return the seconds that are left.
+
+        Raises:
+            TimeoutError: none are left.
+        """
+        left = self._end - time.monotonic()
+        if left <= 0:
+            raise TimeoutError("the peer takes too long")
+        return left
+
+
+def seconds_for(num_bytes: int) -> float:
+    """Return the time limit of pages."""
+    return SECONDS + num_bytes / _BYTES_PER_SECOND
 
 
 class Fetch(Struct, frozen=True, tag=True):
@@ -50,6 +94,18 @@ class Fetch(Struct, frozen=True, tag=True):
     transport: str
     num_readers: int
     reader: int
+
+
+class Offer(Struct, frozen=True, tag=True):
+    """Announces pages.
+
+    Attributes:
+        header: what the pages are of.
+        checksums: CRC-32 of each MiB of their bytes, in order.
+    """
+
+    header: Header
+    checksums: list[int]
 
 
 class Gone(Struct, frozen=True, tag=True):
@@ -92,15 +148,24 @@ class Transport(Protocol):
     def lease(self, name: str, pages: Pages) -> None:
         """Keeps pages for another engine under a new name."""
 
+    def require_peer(self, address: Address) -> None:
+        """Refuse an address that is not configured.
+
+        Raises:
+            HandoffError: it is not.
+        """
+
     def fetch(self, address: Address, expected: Header) -> Pages:
-        """Waits for pages that another engine has leased, and releases them there.
+        """Wait for pages that another engine has leased, and release them there.
 
         Args:
             address: of the lease.
             expected: what they must be of: nothing else is read to its end.
 
         Raises:
-            HandoffError: they are of something else, or the lease is over.
+            DamagedError: they were damaged on the way.
+            HandoffError: they are of something else, the lease is over, or the address is not that
+                of a peer that is thought to be alive.
             OSError: the other engine cannot be reached, or went away.
         """
 
@@ -187,7 +252,8 @@ class TcpTransport:
     Args:
         host, port: to listen on; port 0: any free one.
         leases: what it serves.
-        peers: hosts, as names or addresses, that pages are fetched from.
+        peers: addresses that pages are fetched from.
+        clock: in seconds, for the pauses between attempts to reach a peer.
 
     Attributes:
         name: as `--kv-transport` has it.
@@ -199,9 +265,16 @@ class TcpTransport:
 
     name = "tcp"
 
-    def __init__(self, host: str, port: int, leases: Leases, peers: frozenset[str]) -> None:
-        self.leases, self._peers = leases, peers
-        self._server = _Server((host, port), _reader_of(self))
+    def __init__(
+        self,
+        host: str,
+        port: int,
+        leases: Leases,
+        peers: Sequence[Peer],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.leases, self._peers = leases, Peers(peers, SECONDS, clock)
+        self._server = _Server(host, port, self)
         self.host, self.port = host, int(self._server.server_address[1])
         self._thread = threading.Thread(
             target=self._server.serve_forever, name="specops-pages", daemon=True
@@ -212,46 +285,63 @@ class TcpTransport:
         """Keeps pages for another engine under a new name."""
         self.leases.add(name, pages)
 
-    def fetch(self, address: Address, expected: Header) -> Pages:
-        """Waits for pages that another engine has leased, and releases them there.
+    def require_peer(self, address: Address) -> None:
+        """Refuse an address that is not configured.
 
         Raises:
-            HandoffError: they are of something else, or the lease is over, or the host is none of
-                the peers.
+            HandoffError: it is not.
+        """
+        self._peers.require(address.host, address.port)
+
+    def fetch(self, address: Address, expected: Header) -> Pages:
+        """Wait for pages that another engine has leased, and release them there.
+
+        Raises:
+            DamagedError: they were damaged on the way.
+            HandoffError: they are of something else, the lease is over, or the address is not that
+                of a peer that is thought to be alive.
             OSError: the other engine cannot be reached, or went away.
         """
-        if address.host not in self._peers:
-            raise HandoffError(
-                f"handoff: remote_host must be one of kv_peers, got {address.host!r}"
-            )
+        with self._peers.attempt(address.host, address.port):
+            return self._fetch(address, expected)
+
+    def _fetch(self, address: Address, expected: Header) -> Pages:
+        deadline = Deadline(SECONDS)
         where = address.host, address.port
-        with socket.create_connection(where, timeout=SECONDS) as connection:
+        with socket.create_connection(where, timeout=deadline.left()) as connection:
             asked = Fetch(address.lease, self.name, expected.num_readers, expected.reader)
-            send(connection, asked)
-            answer = received(connection, Header | Gone | Refused)
+            send(connection, asked, deadline)
+            answer = received(connection, Offer | Gone | Refused, deadline)
             if isinstance(answer, Gone):
                 raise HandoffError("handoff: the lease is over")
             if isinstance(answer, Refused):
                 raise HandoffError(answer.sentence)
-            check(answer, expected)  # which bounds the bytes, too
-            data = self.taken(connection, answer.num_bytes)
+            header = answer.header
+            check(header, expected)  # which bounds the bytes, too
+            deadline = Deadline(seconds_for(header.num_bytes))
+            data = self.taken(connection, header.num_bytes, deadline)
             with contextlib.suppress(OSError):  # then its time ends it
-                send(connection, Release())
-        return Pages(answer, data)
+                send(connection, Release(), Deadline(SECONDS))
+        if checksums_of(data) != answer.checksums:
+            raise DamagedError("handoff: the pages were damaged on the way: a checksum is wrong")
+        return Pages(header, data)
 
     @contextlib.contextmanager
-    def offered(self, connection: socket.socket, data: bytearray) -> Iterator[None]:
-        """Has the bytes of pages for a reader until the block ends, when it has released them."""
+    def offered(
+        self, connection: socket.socket, data: bytearray, deadline: Deadline
+    ) -> Iterator[None]:
+        """Offer the bytes of pages to a reader until the block ends, when it has released them."""
+        connection.settimeout(deadline.left())  # of all bytes: `sendall` counts it down
         connection.sendall(data)
         yield
 
-    def taken(self, connection: socket.socket, num_bytes: int) -> bytearray:
-        """The bytes that another engine offers on a connection.
+    def taken(self, connection: socket.socket, num_bytes: int, deadline: Deadline) -> bytearray:
+        """Return the bytes that another engine offers on a connection.
 
         Raises:
             OSError: the other engine went away, or takes too long.
         """
-        return _exactly(connection, num_bytes)
+        return _exactly(connection, num_bytes, deadline)
 
     def close(self) -> None:
         """Ends; leases are over."""
@@ -259,11 +349,89 @@ class TcpTransport:
         self._server.server_close()
 
 
+@dataclass(eq=False)
+class _Connection:
+    """An open connection to the port.
+
+    Attributes:
+        host: of the other end.
+        is_reader: whether it has named a lease that is here.
+    """
+
+    socket: socket.socket
+    host: str
+    is_reader: bool = False
+
+
+class _Connections:
+    """Open connections to the port, of which each costs a thread and a file.
+
+    A connection that has named a lease stays until its time is over. Names of leases cannot be
+    guessed, so these are known peers. If there are too many connections, the host with the most
+    others loses the oldest of them.
+
+    Args:
+        most: connections.
+    """
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._open: dict[socket.socket, _Connection] = {}  # oldest first
+        self._lock = threading.Lock()
+
+    def add(self, connection: socket.socket, host: str) -> None:
+        """Add a connection, which may close another one or this one."""
+        with self._lock:
+            self._open[connection] = _Connection(connection, host)
+            if len(self._open) <= self._most:
+                return
+            by_host: dict[str, list[_Connection]] = {}
+            for one in self._open.values():
+                if not one.is_reader:
+                    by_host.setdefault(one.host, []).append(one)
+            oldest, *_ = max(by_host.values(), key=len)
+            del self._open[oldest.socket]
+            with contextlib.suppress(OSError):
+                oldest.socket.shutdown(socket.SHUT_RDWR)  # its thread closes it
+
+    def know(self, connection: socket.socket) -> None:
+        """Note that a connection has named a lease that is here."""
+        with self._lock:
+            if connection in self._open:
+                self._open[connection].is_reader = True
+
+    def remove(self, connection: socket.socket) -> None:
+        """Remove a connection that ends."""
+        with self._lock:
+            self._open.pop(connection, None)
+
+
 class _Server(socketserver.ThreadingTCPServer):
     allow_reuse_address = True
     daemon_threads = True
     block_on_close = False
     request_queue_size = 128
+
+    def __init__(self, host: str, port: int, transport: "TcpTransport") -> None:
+        self.connections = _Connections(_MOST_CONNECTIONS)
+        if ":" in host:
+            self.address_family = socket.AF_INET6
+        super().__init__((host, port), _reader_of(transport))
+
+    def get_request(self) -> tuple[socket.socket, Any]:
+        try:
+            return super().get_request()
+        except OSError:  # no file is left: without a pause, this would be tried again at once
+            time.sleep(_PAUSE_SECONDS)
+            raise
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        self.connections.add(request, client_address[0])
+        super().process_request(request, client_address)
+
+    def shutdown_request(self, request: Any) -> None:
+        self.connections.remove(request)
+        super().shutdown_request(request)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         logger.debug("a reader of pages went away", exc_info=True)
@@ -273,58 +441,86 @@ def _reader_of(transport: TcpTransport) -> type[socketserver.BaseRequestHandler]
     leases = transport.leases
 
     class Reader(socketserver.BaseRequestHandler):
+        server: _Server
+
         def handle(self) -> None:
             connection: socket.socket = self.request
-            connection.settimeout(SECONDS)
-            asked = received(connection, Fetch, _MOST_ASKED)
+            deadline = Deadline(SECONDS)
+            asked = received(connection, Fetch, deadline, _MOST_ASKED)
             if asked.transport != transport.name:
                 sentence = (
                     f"handoff: kv_transport must be {transport.name} as the other engine's, "
                     f"got {asked.transport}"
                 )
-                return send(connection, Refused(sentence))
+                return send(connection, Refused(sentence), deadline)
             pages = leases.get(asked.lease)
             if pages is None:
-                return send(connection, Gone())
+                return send(connection, Gone(), deadline)
+            self.server.connections.know(connection)
             try:
                 part = cut(pages, asked.num_readers, asked.reader)
             except HandoffError as error:
-                return send(connection, Refused(str(error)))
-            send(connection, part.header)
-            with transport.offered(connection, part.data):
-                received(connection, Release, _MOST_ASKED)
+                return send(connection, Refused(str(error)), deadline)
+            deadline = Deadline(SECONDS + seconds_for(len(part.data)))  # the reader gives up first
+            send(connection, Offer(part.header, checksums_of(part.data)), deadline)
+            with transport.offered(connection, part.data, deadline):
+                received(connection, Release, deadline, _MOST_ASKED)
             leases.release(asked.lease, asked.num_readers, asked.reader)
 
     return Reader
 
 
-def send(connection: socket.socket, message: Struct) -> None:
-    """Sends a message."""
-    body = msgspec.msgpack.encode(message)
-    connection.sendall(_LENGTH.pack(len(body)) + body)
+def checksums_of(data: bytearray) -> list[int]:
+    """Return the checksums of pages, one for each block."""
+    with memoryview(data) as view:
+        return [
+            zlib.crc32(view[begin : begin + _BLOCK_BYTES])
+            for begin in range(0, len(data), _BLOCK_BYTES)
+        ]
 
 
-def received(connection: socket.socket, kind: Any, most: int = _MOST_HEADER) -> Any:
-    """The next message, of at most so many bytes.
+def send(connection: socket.socket, message: Struct, deadline: Deadline) -> None:
+    """Send a message.
 
     Raises:
-        HandoffError: it is none of this kind, or longer.
         OSError: the peer has gone, or takes too long.
     """
-    (length,) = _LENGTH.unpack(_exactly(connection, _LENGTH.size))
+    body = msgspec.msgpack.encode(message)
+    connection.settimeout(deadline.left())
+    connection.sendall(_PREFIX.pack(len(body), zlib.crc32(body)) + body)
+
+
+def received(
+    connection: socket.socket, kind: Any, deadline: Deadline, most: int = _MOST_HEADER
+) -> Any:
+    """Wait for the next message, of at most `most` bytes.
+
+    Raises:
+        DamagedError: its checksum does not match.
+        HandoffError: it is not of this kind, or it is longer.
+        OSError: the peer has gone, or takes too long.
+    """
+    length, checksum = _PREFIX.unpack(_exactly(connection, _PREFIX.size, deadline))
     if length > most:
         raise HandoffError(f"handoff: a message must have at most {most} bytes, got {length}")
+    body = _exactly(connection, length, deadline)
+    if zlib.crc32(body) != checksum:
+        raise DamagedError(
+            "handoff: a message was damaged on the way, or the peer is of another version: its "
+            "checksum is wrong"
+        )
     try:
-        return msgspec.msgpack.decode(_exactly(connection, length), type=kind)
-    except msgspec.DecodeError as error:
-        raise HandoffError(f"handoff: what a peer says cannot be read: {error}") from None
+        return msgspec.msgpack.decode(body, type=kind)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise HandoffError(f"handoff: a peer's message cannot be read: {error}") from None
 
 
-def _exactly(connection: socket.socket, count: int) -> bytearray:
+def _exactly(connection: socket.socket, count: int, deadline: Deadline) -> bytearray:
     data = bytearray(count)
     with memoryview(data) as view:
         begin = 0
         while begin < count:
+            connection.settimeout(deadline.left())
             got = connection.recv_into(view[begin:])
             if not got:
                 raise ConnectionError("the peer has closed the connection")

@@ -252,6 +252,8 @@ class EngineStats:
     cascade_saved_bytes: int = 0  # of keys and values that were not read again, but shared
     speculative: SpeculativeStats = field(default_factory=SpeculativeStats)
     num_paused_steps: int = 0  # of requests, in which it was not their turn
+    # Pages of prompts from other engines that were damaged on the way, and were computed instead.
+    num_damaged_kv_pages: int = 0
     # Of all steps; 0 where `Engine.times_drafting` is False.
     verify_seconds: float = 0.0  # the model, and the choice of tokens
     draft_seconds: float = 0.0

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """`kv_transfer_params`: prompts that one server computes and another goes on with."""
 
+import re
 from collections.abc import Iterable
 from typing import Any
 
@@ -11,6 +12,9 @@ from specops.server.protocol import ChatCompletionRequest, CompletionRequest
 from specops.service.messages import End, KvTransfer
 
 _FIELD = "kv_transfer_params"
+_LEASE_NAME = re.compile(r"[0-9a-f]{32}")
+_MOST_HOST = 255  # characters, as in DNS
+_MOST_RANKS = 1024
 # Which servers do it for others.
 _MAY = {"do_remote_decode": ("prefill", "mixed"), "do_remote_prefill": ("decode", "mixed")}
 
@@ -18,20 +22,30 @@ _MAY = {"do_remote_decode": ("prefill", "mixed"), "do_remote_prefill": ("decode"
 def kv_transfer_of(
     request: CompletionRequest | ChatCompletionRequest, num_prompts: int, role: str
 ) -> KvTransfer | None:
-    """What a request asks of pages, as the engine takes it.
+    """Return what a request asks of pages, as the engine takes it.
 
     Args:
-        request: this.
-        num_prompts: that it has.
+        request: of a client.
+        num_prompts: of the request.
         role: of this server; empty: none.
 
     Raises:
-        ApiError: this server does nothing of the kind, or not with such a request.
+        ApiError: this server does nothing of the kind, not with such a request, or a field has a
+            form that no server has given it.
     """
     asked = request.kv_transfer_params
     message = None if asked is None else asked.as_message()
-    if message is None:
+    if asked is None or message is None:
         return None
+    name, host, ports = asked.remote_request_id, asked.remote_host, asked.remote_ports
+    if name is not None and not _LEASE_NAME.fullmatch(name):
+        raise _refused(
+            "remote_request_id must have 32 hexadecimal digits, as the other server's answer has"
+        )
+    if host is not None and not 0 < len(host) <= _MOST_HOST:
+        raise _refused(f"remote_host must have 1 to {_MOST_HOST} characters, got {len(host)}")
+    if ports is not None and len(ports) > _MOST_RANKS:
+        raise _refused(f"remote_ports must hold at most {_MOST_RANKS} ports, got {len(ports)}")
     for name, roles in _MAY.items():
         if getattr(message, name) and role not in roles:
             needed, got = " or ".join(roles), role or "none"

@@ -245,6 +245,11 @@ class _EngineCollector(Collector):
                 "Steps in which it was another client's turn, per choice",
                 stats.num_paused_steps,
             ),
+            (
+                "kv_transfer_corrupt_pages",
+                "Pages from other servers that were damaged on the way, and were computed instead",
+                stats.num_damaged_kv_pages,
+            ),
             ("spec_decode_num_drafts", "Steps with drafts, per choice", speculative.num_drafts),
             ("spec_decode_num_draft_tokens", "Draft tokens", speculative.num_draft_tokens),
             (

@@ -6,14 +6,18 @@ own loop takes. Their loops and engines do with it what its own do; what they sa
 one ends, or fails in a step, all do: then the server starts a new first rank.
 """
 
+import contextlib
+import fcntl
 import logging
 import os
 import secrets
 import select
 import shutil
 import socket
+import stat
 import tempfile
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
@@ -26,7 +30,7 @@ from specops.engine.engine import Engine
 from specops.engine.outputs import RequestOutput
 from specops.engine.parallel.group import Group
 from specops.service.loop import Compiled, Inbox
-from specops.service.messages import Command, Fetched, NoEngine
+from specops.service.messages import Command, Fetched, NoEngine, Stop
 from specops.service.process import EngineProcess
 from specops.service.wire import (
     Frames,
@@ -44,6 +48,10 @@ logger = logging.getLogger(__name__)
 
 _END_SECONDS = 10.0  # that a rank may take to end when it is told to
 _NEWS_SECONDS = 1.0  # in which it is known of a rank that it has ended
+_FOLDERS = "specops-ranks-"  # what names of folders begin with in which ranks meet
+_OWNER = "owner"  # a file of such a folder; the first rank has a lock on it
+_NEW_SECONDS = 60.0  # in which a folder gets its lock
+_OLD_SECONDS = 86400.0  # after which a folder that never got one is left over
 
 
 class RankLost(BaseException):
@@ -103,7 +111,10 @@ class Followers:
         if settings.get("num_threads") is None:
             settings["num_threads"] = max(specops.get_num_threads() // size, 1)
         first = size * (setup.data_parallel_rank or 0)  # GPU of the first rank
-        self._folder = tempfile.mkdtemp(prefix=f"specops-ranks-{os.getpid()}-")
+        remove_left_folders()
+        self._folder = tempfile.mkdtemp(prefix=f"{_FOLDERS}{os.getpid()}-")
+        self._owner = os.open(Path(self._folder) / _OWNER, os.O_CREAT | os.O_RDWR, 0o600)
+        fcntl.flock(self._owner, fcntl.LOCK_EX)
         setup.store = str(Path(self._folder) / "meeting")
         self._lost, self._is_ending = lost, False
         self._processes = [
@@ -120,7 +131,9 @@ class Followers:
         self._watcher.start()
 
     def tell(self, commands: Sequence[Command | Compiled]) -> None:
-        """Hands over what the first one's loop has taken."""
+        """Hand over what the first one's loop has taken. After a `Stop`, ranks are to end."""
+        if any(isinstance(one, Stop) for one in commands):
+            self._is_ending = True
         plain = [GrammarReady(one.job) if isinstance(one, Compiled) else one for one in commands]
         data = encoded(Taken(b"".join(map(encoded, plain))))
         for process in self._processes:
@@ -139,6 +152,7 @@ class Followers:
         for process in self._processes:
             process.end(_END_SECONDS)
         shutil.rmtree(self._folder, ignore_errors=True)
+        os.close(self._owner)
 
     def _watch(self) -> None:
         """Waits for one that ends before it is told to."""
@@ -155,6 +169,36 @@ class Followers:
         how = f"rank {index + 1} has ended ({process.end(_END_SECONDS)})"
         shutil.rmtree(self._folder, ignore_errors=True)
         self._lost(said[0] if said else how)
+
+
+def remove_left_folders() -> None:
+    """Remove the folders in which ranks have met that were all killed."""
+    for folder in Path(tempfile.gettempdir()).glob(f"{_FOLDERS}*"):
+        with contextlib.suppress(OSError):
+            if _is_left(folder):
+                shutil.rmtree(folder)
+
+
+def _is_left(folder: Path) -> bool:
+    """Return whether a folder is this user's, and no process has the lock on it.
+
+    Numbers of processes say nothing where containers share a folder of temporary files.
+    """
+    found = folder.lstat()
+    age = time.time() - found.st_mtime
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or age < _NEW_SECONDS:
+        return False
+    try:
+        owner = os.open(folder / _OWNER, os.O_RDWR | os.O_NOFOLLOW)
+    except FileNotFoundError:
+        return age > _OLD_SECONDS
+    try:
+        fcntl.flock(owner, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    finally:
+        os.close(owner)
+    return True
 
 
 def of_rank(settings: dict[str, object], rank: int) -> dict[str, object]:

@@ -31,6 +31,19 @@ _LENGTH = struct.Struct("<I")
 _READ_BYTES = 1 << 18
 
 
+class Peer(Struct, array_like=True, frozen=True):
+    """A host that pages are fetched from, and the range of its ports.
+
+    Attributes:
+        host: a name or an address, as requests spell it.
+        first, last: the ports.
+    """
+
+    host: str
+    first: int
+    last: int
+
+
 class RoleSettings(Struct, array_like=True, frozen=True):
     """How an engine hands prompts over.
 
@@ -38,7 +51,7 @@ class RoleSettings(Struct, array_like=True, frozen=True):
         role: "prefill", "decode" or "mixed".
         host, port: where its transport listens; port 0: any free one. Rank `i` of several listens
             `i` ports further.
-        peers: hosts that it fetches pages from.
+        peers: addresses that it fetches pages from.
         lease_seconds: that pages wait for their reader.
         lease_bytes: most bytes of pages that wait.
         transport: "tcp" or "nixl".
@@ -47,7 +60,7 @@ class RoleSettings(Struct, array_like=True, frozen=True):
     role: str
     host: str
     port: int
-    peers: list[str]
+    peers: list[Peer]
     lease_seconds: float
     lease_bytes: int
     transport: str

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Ranks that are processes, and meet by torch.distributed: gloo on CPUs, NCCL between GPUs."""
 
+import os
+import socket
 import zlib
 from datetime import timedelta
 from pathlib import Path
@@ -14,6 +16,7 @@ from specops.engine.parallel.ranks import Ranks
 
 # One rank may load for so long after another; in a step nobody waits long.
 _TIMEOUT = timedelta(minutes=30)
+_LOOPBACK = "lo"  # network device; all ranks run on one machine
 
 
 class RanksApart(EngineError):
@@ -46,6 +49,9 @@ class Group(Ranks):
     ) -> None:
         self.rank, self.size = rank, size
         super().__init__(slices, has_whole_experts)
+        # Without it, gloo listens at the address that the host's name has.
+        if any(name == _LOOPBACK for _, name in socket.if_nameindex()):
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", _LOOPBACK)
         dist.init_process_group(
             "gloo" if device == "cpu" else "cpu:gloo,cuda:nccl",
             store=dist.FileStore(str(store), size),  # type: ignore[attr-defined]

@@ -1,0 +1,81 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Threads that several clients share fairly."""
+
+import threading
+from collections import Counter, OrderedDict, deque
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Generic, TypeVar
+
+T = TypeVar("T")
+_Work = Callable[[], T]
+
+
+class FairThreads(Generic[T]):
+    """A pool of threads that no client can fill.
+
+    A client may use half of the threads that other clients do not use, rounded up. Clients take
+    turns.
+
+    Args:
+        num_threads: of the pool.
+        name: what names of threads begin with.
+    """
+
+    def __init__(self, num_threads: int, name: str) -> None:
+        self._num_threads = num_threads
+        self._threads = ThreadPoolExecutor(num_threads, name)
+        self._waiting: OrderedDict[str, deque[tuple[Future[T], _Work[T]]]] = OrderedDict()
+        self._running: Counter[str] = Counter()  # by client
+        self._is_closed = False
+        self._lock = threading.Lock()
+
+    def submit(self, client: str, work: _Work[T]) -> "Future[T]":
+        """Run work of a client on a thread, as soon as the client may use one."""
+        future: Future[T] = Future()
+        with self._lock:
+            self._waiting.setdefault(client, deque()).append((future, work))
+            self._start()
+        return future
+
+    def shutdown(self) -> None:
+        """Cancel what has not begun, and do not wait for the rest."""
+        with self._lock:
+            self._is_closed = True
+            waiting = [future for queue in self._waiting.values() for future, _ in queue]
+            self._waiting.clear()
+        for future in waiting:
+            future.cancel()
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+    def _start(self) -> None:
+        """Start what may begin; the lock is held."""
+        while not self._is_closed and self._running.total() < self._num_threads:
+            client = next(filter(self._may_run, self._waiting), None)
+            if client is None:
+                return
+            queue = self._waiting.pop(client)
+            future, work = queue.popleft()
+            if queue:
+                self._waiting[client] = queue  # the others' turn is first
+            self._running[client] += 1
+            self._threads.submit(self._run, client, future, work)
+
+    def _may_run(self, client: str) -> bool:
+        own = self._running[client]
+        free_of_others = self._num_threads - (self._running.total() - own)
+        return own < (free_of_others + 1) // 2
+
+    def _run(self, client: str, future: "Future[T]", work: _Work[T]) -> None:
+        try:
+            if future.set_running_or_notify_cancel():
+                try:
+                    result = work()
+                except BaseException as error:
+                    future.set_exception(error)
+                else:
+                    future.set_result(result)
+        finally:
+            with self._lock:
+                self._running -= Counter([client])  # without clients that have none
+                self._start()

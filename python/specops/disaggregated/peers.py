@@ -1,0 +1,115 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Addresses that pages are fetched from, and the peers that did not answer lately."""
+
+import contextlib
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+from specops.disaggregated.pages import HandoffError
+from specops.service.wire import Peer
+
+_FIRST_PAUSE = 1.0  # seconds after the first failure; each further failure doubles the pause
+_LONGEST_PAUSE = 30.0
+_MOST_OUTAGES = 1024  # of ports; the oldest is forgotten
+
+
+@dataclass
+class _Outage:
+    """A peer that did not answer.
+
+    Attributes:
+        count: failed attempts in a row; attempts that ran at the same time count as one.
+        noted_at: time of the last of these failures.
+        next_at: time from which it is tried again.
+    """
+
+    count: int
+    noted_at: float
+    next_at: float
+
+
+class Peers:
+    """Configured peers. Any thread may call it.
+
+    A peer that did not answer is not tried for a second. Then one request tries it, and each
+    further failure doubles the pause, up to 30 s. Other requests fail at once meanwhile.
+
+    Args:
+        allowed: the addresses that the operator has configured.
+        attempt_seconds: time limit of an attempt. As long as one runs, no other request tries the
+            peer.
+        clock: in seconds.
+    """
+
+    def __init__(
+        self,
+        allowed: Sequence[Peer],
+        attempt_seconds: float,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._allowed, self._attempt_seconds, self._clock = allowed, attempt_seconds, clock
+        self._outages: dict[tuple[str, int], _Outage] = {}  # oldest first
+        self._lock = threading.Lock()
+
+    def require(self, host: str, port: int) -> None:
+        """Refuse an address that is not configured.
+
+        Raises:
+            HandoffError: it is not.
+        """
+        if not any(one.host == host and one.first <= port <= one.last for one in self._allowed):
+            raise HandoffError(
+                f"handoff: remote_host and remote_port must be one of kv_peers, got {host!r} and "
+                f"{port}"
+            )
+
+    @contextlib.contextmanager
+    def attempt(self, host: str, port: int) -> Iterator[None]:
+        """Run a block that connects to a peer, and note from its OSError that the peer is away.
+
+        Raises:
+            HandoffError: the peer is not configured, or did not answer lately.
+        """
+        self.require(host, port)
+        begin = self._begin(host, port)
+        try:
+            yield
+        except OSError:
+            self._note_failure(host, port, begin)
+            raise
+        except HandoffError:  # which is an answer
+            self._note_answer(host, port)
+            raise
+        self._note_answer(host, port)
+
+    def _begin(self, host: str, port: int) -> float:
+        """Return the time; the caller is to try the peer."""
+        with self._lock:
+            now, outage = self._clock(), self._outages.get((host, port))
+            if outage is not None:
+                if now < outage.next_at:
+                    raise HandoffError(
+                        f"handoff: {host}:{port} did not answer lately, and is tried again in "
+                        f"{outage.next_at - now:.1f} s"
+                    )
+                outage.next_at = now + self._attempt_seconds
+            return now
+
+    def _note_failure(self, host: str, port: int, begin: float) -> None:
+        with self._lock:
+            now, outage = self._clock(), self._outages.pop((host, port), None)
+            if outage is None:
+                outage = _Outage(0, begin, now)
+            if begin >= outage.noted_at:
+                outage.count += 1
+                pause = min(_FIRST_PAUSE * 2 ** min(outage.count - 1, 10), _LONGEST_PAUSE)
+                outage.noted_at, outage.next_at = now, now + pause
+            self._outages[host, port] = outage
+            if len(self._outages) > _MOST_OUTAGES:
+                del self._outages[next(iter(self._outages))]
+
+    def _note_answer(self, host: str, port: int) -> None:
+        with self._lock:
+            self._outages.pop((host, port), None)
