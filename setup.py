@@ -5,8 +5,9 @@ SPECOPS_CUDA=auto|ON|OFF says whether CUDA kernels are built (auto: if nvcc is t
 installed torch has CUDA, which an isolated build cannot see), SPECOPS_CUDA_ARCHS for which GPUs
 (`80 90a`; default: those of this machine, else that list). SPECOPS_ISAS names the instruction sets
 of the CPU kernels: `all`, as a wheel needs them, `native`, those that this machine runs best, or a
-list such as `native portable`. SPECOPS_TARGETS names what else to build (`all _simt`: the interpreter, for tests). Warnings
-are errors in place, as `make` builds, and nowhere else: who installs has other compilers.
+list such as `native portable`. SPECOPS_TARGETS names what else to build (`all _simt`: the
+interpreter, for tests). Warnings are errors in place, as `make` builds, and nowhere else: who
+installs has other compilers.
 """
 
 import os

@@ -238,6 +238,7 @@ UNUSUAL: dict[str, list[Any]] = {
     "metadata": [{"a": "b"}],
     "safety_identifier": ["x"],
     "prompt_cache_key": ["x"],
+    "cache_salt": ["a", "", "x" * 5000, 1],
 }
 # Values that need others.
 TOGETHER: list[dict[str, Any]] = [
