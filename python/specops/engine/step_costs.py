@@ -47,7 +47,8 @@ def known_steps(
     sizes = (config.max_num_batched_tokens, config.max_model_len, config.page_size)
     kinds = (config.dtype, config.kv_cache_dtype, config.quantization, config.quantize_head)
     machine = (specops.runtime.get_cpu_name(), specops.get_num_threads())
-    return cached.numbers(json.dumps(["steps", *sizes, *kinds, *machine]), measure)
+    key = json.dumps(["steps", *sizes, *kinds, *machine])
+    return cached.numbers(key, measure, config.max_num_batched_tokens + 1)
 
 
 @torch.no_grad()
