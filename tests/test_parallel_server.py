@@ -19,7 +19,7 @@ from mtp_checkpoints import make_mtp_model
 from server_pairs import children_of
 from serving import Served, serving, wait_for
 from specops.engine import Engine, EngineConfig
-from specops.service.process import EngineProcess
+from specops.service.process import ENGINE_TIMEOUT, EngineProcess
 from specops.service.wire import Setup
 from test_server_process import BODIES, STRUCTURED, Apart, is_running, serving_apart, told
 
@@ -80,6 +80,21 @@ def test_a_rank_that_is_killed_ends_all_and_all_are_started_again(
     os.kill(second, signal.SIGKILL)
     wait_for(lambda: not is_alive(follower))
     assert not list(Path(tempfile.gettempdir()).glob(f"specops-ranks-{second}-*"))
+
+
+def test_a_rank_that_hangs_is_noticed_without_any_request(apart: Apart, together: Served) -> None:
+    """The others wait for it, and so give no sign of life either."""
+    wait_for(lambda: apart.health() == (200, "ok"), 60)
+    first, apart.client._num_deaths = apart.client.pid, 0
+    (follower,) = children_of(first)
+    os.kill(follower, signal.SIGSTOP)
+    wait_for(lambda: apart.client.silent_seconds > 3.0)  # an idle engine beats every second
+    apart.client._timeout = 0.1
+    wait_for(lambda: not is_running(first) and not is_alive(follower))
+    apart.client._timeout = ENGINE_TIMEOUT
+    wait_for(lambda: apart.health() == (200, "ok"), 60)
+    _, expected = told(together.url, BODIES[0])
+    assert told(apart.url, BODIES[0])[1]["choices"] == expected["choices"]
 
 
 def is_alive(pid: int) -> bool:

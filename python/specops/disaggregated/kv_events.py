@@ -35,6 +35,7 @@ logger = logging.getLogger(__name__)
 _KEPT = 10_000  # messages, for those who have missed them
 _UNSENT = 100_000  # messages that may wait for a slow subscriber; further ones it misses
 _POLL_SECONDS = 0.1
+_MOST_REPLAYS = 64  # between two messages, or strangers that ask for replays would stop them
 _NUMBER_BYTES = 8
 _END = (-1).to_bytes(_NUMBER_BYTES, "big", signed=True)
 
@@ -165,7 +166,9 @@ class KvEvents:
         self._publisher = self._bound(zmq.PUB, "kv_events_endpoint", settings.endpoint)
         self._replayer = self._bound(zmq.ROUTER, "kv_events_replay", settings.replay)
         self._queue: queue.SimpleQueue[EventBatch | None] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._work, name="specops-kv-events", daemon=True)
+        self._has_warned = False  # of a replay request that is malformed
+        self._has_failed = False
+        self._thread = threading.Thread(target=self._run, name="specops-kv-events", daemon=True)
         self._thread.start()
 
     def _bound(self, kind: int, name: str, endpoint: str) -> "zmq.Socket[bytes] | None":
@@ -196,11 +199,19 @@ class KvEvents:
         """Delivers what a step brought, and tells what it has done to the cache."""
         self._deliver(batch)
         events, self._pool.events = self._pool.events, []
-        if events:
+        if events and not self._has_failed:
             self._queue.put(EventBatch(time.time(), events, self._data_parallel_rank))
 
+    def _run(self) -> None:
+        """Publish until the end. After a failure, events are dropped: a queue would only grow."""
+        try:
+            self._work()
+        except Exception:
+            self._has_failed = True
+            logger.exception("events of the prefix cache are published no more")
+
     def _work(self) -> None:
-        """Sends from a thread of its own: sockets do not hold up the loop."""
+        """Send from a thread of its own: sockets do not hold up the loop."""
         kept: deque[tuple[int, bytes]] = deque(maxlen=_KEPT)
         encode, number = msgspec.msgpack.Encoder().encode, 0
         while True:
@@ -213,16 +224,23 @@ class KvEvents:
                 assert self._publisher is not None
                 self._publisher.send_multipart((self._topic, _number(number), data))
                 number += 1
-            while self._replayer is not None and self._replayer.poll(0):
+            for _ in range(_MOST_REPLAYS):
+                if self._replayer is None or not self._replayer.poll(0):
+                    break
                 self._replay(self._replayer, kept)
 
     def _replay(self, socket: "zmq.Socket[bytes]", kept: "deque[tuple[int, bytes]]") -> None:
         """Answers one who has missed messages."""
         client, *_, asked = socket.recv_multipart()
         if len(asked) != _NUMBER_BYTES:
-            return logger.warning(
-                "kv_events_replay: a number must have 8 bytes, got %d", len(asked)
-            )
+            if not self._has_warned:
+                self._has_warned = True
+                logger.warning(
+                    "kv_events_replay: a number must have 8 bytes, got %d; further such requests "
+                    "are dropped silently",
+                    len(asked),
+                )
+            return
         first = int.from_bytes(asked, "big")
         for number, data in kept:
             if number >= first:

@@ -210,16 +210,23 @@ class Engine:
         if self.num_waiting + count > self.config.max_waiting:
             raise QueueFull(f"{self.num_waiting} requests are waiting already")
 
-    def compile_structured_output(self, wanted: StructuredOutput) -> Grammar:
-        """Compiles what constrains an output, on any thread.
+    def compile_structured_output(
+        self, wanted: StructuredOutput, overdue: Callable[[], None] | None = None
+    ) -> Grammar:
+        """Compile what constrains an output, on any thread.
 
         Requests that ask for the same find it for as long as the caller holds it, so that the
         thread that owns the engine need not compile it.
 
+        Args:
+            wanted: the constraint.
+            overdue: called from the calling thread if compilation takes more than 10 seconds of
+                processor time. Compilation cannot be interrupted, and continues.
+
         Raises:
             ValueError: it is not valid, too large, or says what is not supported.
         """
-        return self._admission.compile(wanted)
+        return self._admission.compile(wanted, overdue)
 
     def draw_seed(self, bits: int = 64) -> int:
         """Draws a seed, as `add_request` does for a request that came without one."""

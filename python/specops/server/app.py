@@ -23,6 +23,7 @@ from fastapi.routing import APIRoute
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect
+from starlette.types import Scope
 
 import specops
 from specops.server.answers import ChatAnswer, TextAnswer
@@ -32,7 +33,7 @@ from specops.server.anthropic_messages import (
     begin_message,
     error_body,
 )
-from specops.server.api_error import ApiError, server_error
+from specops.server.api_error import ApiError, server_error, shutting_down
 from specops.server.call_forms import CALL_FORMS
 from specops.server.chat import ChatFormat
 from specops.server.clients import Clients
@@ -103,7 +104,10 @@ _ABSENT = {
 
 _READ = ["GET", "HEAD"]
 _HEALTH: dict[str, Any] = reads(Health)
-_HEALTH["responses"][503] = {"model": Health, "description": "the engine fails, or has stopped"}
+_HEALTH["responses"][503] = {
+    "model": Health,
+    "description": "the engine fails, hangs, is restarted or has stopped",
+}
 
 
 def make_app(
@@ -149,6 +153,7 @@ def make_app(
     app = FastAPI(lifespan=lifespan, openapi_url=None, generate_unique_id_function=operation_id)
     access = access or Access()
     app.state.metrics, app.state.allowed_hosts = metrics, access.allowed_hosts
+    app.state.client = client
     _add_own_routes(app, client, has_metrics=not metrics_apart)
     if not metrics_apart:
         add_metrics(app, metrics)
@@ -189,7 +194,7 @@ def _add_middleware(app: FastAPI, access: Access, metrics: Metrics, clients: Cli
         )
     app.add_middleware(RequestIds)
     app.add_middleware(RequestCounts, count=metrics.answer)
-    app.add_middleware(Intake, clients=clients, turns=Turns())
+    app.add_middleware(Intake, clients=clients, turns=Turns(), cancelled=_cancelled)
     if access.forwarded_allow_ips:
         app.add_middleware(Forwarded, proxies=access.forwarded_allow_ips)
 
@@ -361,15 +366,24 @@ def _methods_of(app: FastAPI, api: APIRouter, path: str) -> list[str]:
     )
 
 
+def _error_response(error: ApiError, path: str) -> Response:
+    """Return an error in the shape of the API that `path` belongs to."""
+    # In ASCII, since a message may quote half a surrogate pair, which UTF-8 cannot spell.
+    body = json.dumps(error_body(error) if path.startswith(_ANTHROPIC) else error.body)
+    return Response(body, error.status, error.headers, media_type="application/json")
+
+
+def _cancelled(scope: Scope) -> Response:
+    """Return the answer to a request that had none when the time for draining was over."""
+    return _error_response(shutting_down(), scope["path"])
+
+
 def _add_error_handlers(app: FastAPI, api: APIRouter) -> None:
     """Every error leaves in the shape of the API that is asked."""
 
     @app.exception_handler(ApiError)
     async def refuse(request: Request, error: ApiError) -> Response:
-        # In ASCII, since a message may quote half a surrogate pair, which UTF-8 cannot spell.
-        is_anthropic = request.url.path.startswith(_ANTHROPIC)
-        body = json.dumps(error_body(error) if is_anthropic else error.body)
-        return Response(body, error.status, error.headers, media_type="application/json")
+        return _error_response(error, request.url.path)
 
     @app.exception_handler(ClientDisconnect)
     async def gone(request: Request, error: ClientDisconnect) -> Response:
@@ -427,8 +441,10 @@ def serve(
     max_connections: int = 1024,
     header_timeout: float = 20.0,
     metrics_listener: socket.socket | None = None,
-) -> None:
-    """Serves until SIGTERM or SIGINT, then lets running requests finish for `drain_timeout` s.
+) -> int:
+    """Serve until SIGTERM or SIGINT, then let running requests finish for `drain_timeout` s.
+
+    A server whose engine has failed for good ends in the same way.
 
     Args:
         app: from `make_app`.
@@ -439,6 +455,10 @@ def serve(
             one that has asked for nothing for longest.
         header_timeout: seconds that a client may take over the headers of a request.
         metrics_listener: from `listen`, for an application with `metrics_apart`.
+
+    Returns:
+        The exit code: 1 if the engine or the queue has failed for good, so that a supervisor starts
+        another server; else 0.
     """
     search_seldom()
     sys.setswitchinterval(_SWITCH_SECONDS)
@@ -461,4 +481,29 @@ def serve(
             metrics, hosts = app.state.metrics, app.state.allowed_hosts
             stack.enter_context(metrics_served(metrics, metrics_listener, hosts))
         listeners = [listener, *(listener.dup() for _ in range(_ACCEPTED_AT_ONCE - 1))]
-        uvicorn.Server(config).run(sockets=listeners)
+        server = _Server(config, app.state.client)
+        server.run(sockets=listeners)
+    return 1 if server.has_failed else 0
+
+
+class _Server(uvicorn.Server):
+    """A server that ends when its engine has failed for good.
+
+    Args:
+        config: of the server.
+        client: of the engine.
+
+    Attributes:
+        has_failed: whether the server ended for that reason.
+    """
+
+    def __init__(self, config: uvicorn.Config, client: EngineClient) -> None:
+        super().__init__(config)
+        self._client, self.has_failed = client, False
+
+    async def on_tick(self, counter: int) -> bool:
+        """Return whether the server ends; called ten times a second until then."""
+        if self._client.health == "failed":
+            self.has_failed = True
+            return True
+        return await super().on_tick(counter)

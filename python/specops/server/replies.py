@@ -32,7 +32,7 @@ class ErrorReply(Strict):
 class Health(Strict):
     """Whether the engine works."""
 
-    status: Literal["ok", "failing", "restarting", "failed"]
+    status: Literal["ok", "failing", "stalled", "restarting", "failed"]
 
 
 class Version(Strict):
