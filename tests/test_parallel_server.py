@@ -24,7 +24,7 @@ from serving import Served, serving, wait_for
 from specops.engine import Engine, EngineConfig
 from specops.service import lockstep
 from specops.service.messages import Abort, Stop
-from specops.service.process import EngineProcess
+from specops.service.process import ENGINE_TIMEOUT, EngineProcess
 from specops.service.wire import Setup
 from test_server_process import BODIES, STRUCTURED, Apart, is_running, serving_apart, told
 
@@ -142,6 +142,21 @@ def test_a_rank_that_ends_as_it_was_told_is_not_lost(
         ends.pop().close()
         followers._watcher.join()
     assert lost == ["rank 1 has ended (exit status 0)"]
+
+
+def test_a_rank_that_hangs_is_noticed_without_any_request(apart: Apart, together: Served) -> None:
+    """The others wait for it, and so give no sign of life either."""
+    wait_for(lambda: apart.health() == (200, "ok"), 60)
+    first, apart.client._num_deaths = apart.client.pid, 0
+    (follower,) = children_of(first)
+    os.kill(follower, signal.SIGSTOP)
+    wait_for(lambda: apart.client.silent_seconds > 3.0)  # an idle engine beats every second
+    apart.client._timeout = 0.1
+    wait_for(lambda: not is_running(first) and not is_alive(follower))
+    apart.client._timeout = ENGINE_TIMEOUT
+    wait_for(lambda: apart.health() == (200, "ok"), 60)
+    _, expected = told(together.url, BODIES[0])
+    assert told(apart.url, BODIES[0])[1]["choices"] == expected["choices"]
 
 
 def is_alive(pid: int) -> bool:

@@ -12,6 +12,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -26,7 +27,9 @@ for name in ("fastapi", "uvicorn", "pydantic", "msgspec", "prometheus_client", "
 import httpx
 import msgspec
 import numpy as np
+from fake_engine import FakeEngine
 from mtp_checkpoints import make_mtp_model
+from server_pairs import children_of
 from serving import Served, serving, serving_app, wait_for
 from specops.engine import Engine, EngineConfig, SamplingParams, StructuredOutput
 from specops.engine.errors import QueueFull
@@ -35,9 +38,9 @@ from specops.server import make_app
 from specops.server.dispatch import Dispatch
 from specops.server.jobs import Job
 from specops.server.metrics import Metrics
-from specops.service import child, process
-from specops.service.loop import Compiled
-from specops.service.messages import Batch, Hello, Output, Status, Stop, Submit
+from specops.service import child, loop, process
+from specops.service.loop import Compiled, EngineLoop
+from specops.service.messages import Batch, Begin, Failed, Hello, Output, Status, Stop, Submit
 from specops.service.process import EngineProcess, ProcessClient
 from specops.service.wire import Frames, Setup, encoded, from_process, to_process
 from specops.tokenizer import Tokenizer
@@ -242,15 +245,22 @@ def test_an_engine_that_is_killed_is_started_again(
             asked = [pool.submit(apart.post, long | {"stream": True}) for _ in range(2)]
             asked += [pool.submit(apart.post, long | {"n": 2}) for _ in range(2)]
             wait_for(lambda: len(apart.client._receive.__self__._jobs) == 4)  # type: ignore[attr-defined]
+            may_start = threading.Event()
+            again = EngineProcess.again
+            monkeypatch.setattr(
+                EngineProcess, "again", lambda self: may_start.wait(120) and again(self)
+            )
             os.kill(first, signal.SIGKILL)
             answers = [one.result() for one in asked]
         message = "the engine's process has ended; the server's log says more"
-        for answer in answers:  # nobody has got a token yet
-            assert answer.status_code == 500 and answer.json()["error"]["message"] == message
+        for answer in answers:  # the engine had accepted none of them
+            assert answer.status_code == 503 and answer.headers["retry-after"] == "1"
+            assert answer.json()["error"]["message"] == message
         assert apart.health() == (503, "restarting")
         away = apart.post(long)
         assert away.status_code == 503 and int(away.headers["retry-after"]) >= 1
         assert away.json()["error"]["code"] == "engine_restarting"
+        may_start.set()
         wait_for(lambda: apart.health() == (200, "ok"), 120)
         second = apart.client.pid
         assert second != first and not is_running(first)
@@ -338,13 +348,87 @@ def test_an_engine_with_another_model_does_not_take_over(apart: Apart) -> None:
     asyncio.run(run())
 
 
+def test_a_hung_engine_is_noticed_and_started_again(
+    settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    body = {"prompt": TEXT, "max_tokens": 9, "temperature": 0}
+    with serving_apart(settings) as apart, concurrent.futures.ThreadPoolExecutor(2) as pool:
+        first, expected = apart.client.pid, apart.post(body).json()["choices"]
+        long = body | {"stream": True, "max_tokens": 200, "n": 32, "ignore_eos": True}
+        with HTTP.stream("POST", f"{apart.url}/v1/completions", json=long) as answer:
+            lines = answer.iter_lines()
+            next(lines)
+            assert first is not None
+            os.kill(first, signal.SIGSTOP)
+            form = {"structured_outputs": {"choice": ["a"]}}
+            waiting = [pool.submit(apart.post, body), pool.submit(apart.post, body | form)]
+            wait_for(lambda: len(apart.client._receive.__self__._jobs) == 3)  # type: ignore[attr-defined]
+            monkeypatch.setattr(process, "_STALLED_SHARE", 1e-6)
+            wait_for(lambda: apart.health() == (503, "stalled"))
+            monkeypatch.undo()
+            away = apart.post(body)
+            apart.client._timeout = 0.1
+            rest = [line for line in lines if line]
+        apart.client._timeout = process.ENGINE_TIMEOUT
+        for refused in [away, *(one.result() for one in waiting)]:
+            assert refused.status_code == 503 and refused.headers["retry-after"] == "1"
+            assert refused.json()["error"]["code"] == "engine_restarting"
+        assert rest[-1] == "data: [DONE]" and "error" in json.loads(rest[-2][6:])
+        wait_for(lambda: apart.health() == (200, "ok"), 120)
+        assert apart.client.pid != first and not is_running(first)
+        assert apart.post(body).json()["choices"] == expected
+
+
+def test_an_engine_counts_as_hung_by_the_ticks_of_its_watcher(
+    apart: Apart, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each sleep counts as one tick, however long it was: the machine may have slept, too."""
+    killed: list[float] = []
+    told: list[tuple[float, str]] = []
+    hello = Hello(apart.client.capabilities, apart.client.status)
+
+    async def run() -> None:
+        started: Any = SimpleNamespace(
+            hello=lambda: hello, pid=1, send_kill=lambda: killed.append(len(told))
+        )
+        client = ProcessClient(started, 20.0)
+        client._transport = SimpleNamespace(abort=lambda: None)  # type: ignore[assignment]
+        link = process._Link(client)
+
+        async def sleep(seconds: float) -> None:
+            told.append((client.silent_seconds, client.health))
+            if len(told) == 5:
+                client._begun_at = 0.0  # it has been loaded
+            if len(told) == 10:
+                batch = Batch(0.0, "ok", hello.status, None, {}, [])
+                link.data_received(encoded(batch))
+            if killed:
+                raise asyncio.CancelledError
+
+        with monkeypatch.context() as patch:
+            patch.setattr(process.asyncio, "sleep", sleep)
+            with contextlib.suppress(asyncio.CancelledError):
+                await client._watch()
+
+    asyncio.run(run())
+    tick = 20.0 / process._TICKS
+    assert told[:5] == [(0.0, "ok")] * 5, "it was loading"
+    assert [one for one, _ in told[5:10]] == pytest.approx([tick * i for i in range(1, 6)])
+    healths = [health for _, health in told]
+    assert healths[:20] == ["ok"] * 20 and healths[22:] == ["stalled"] * len(healths[22:])
+    assert killed == [pytest.approx(process._TICKS + 10, abs=2)]
+
+
 @contextlib.contextmanager
-def command(settings: dict[str, Any], *more: str) -> Iterator[tuple[Any, str]]:
-    """The command, and where it serves."""
+def command(
+    settings: dict[str, Any], *more: str, before: str = "pass"
+) -> Iterator[tuple[Any, str]]:
+    """The command, and where it serves; `before` is code that its process runs first."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     options = ["--model", settings["model"], "--device", "cpu", "--port", str(port), *more]
-    server = subprocess.Popen([sys.executable, "-m", "specops.engine", *options])
+    code = f"import sys; from specops.cli import serve; {before}; sys.exit(serve.main())"
+    server = subprocess.Popen([sys.executable, "-c", code, *options])
 
     def is_up() -> bool:
         with contextlib.suppress(httpx.TransportError):
@@ -361,8 +445,8 @@ def command(settings: dict[str, Any], *more: str) -> Iterator[tuple[Any, str]]:
 
 
 def child_of(pid: int) -> int:
-    (child,) = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
-    return int(child)
+    (child,) = children_of(pid)
+    return child
 
 
 def test_sigterm_drains_and_saves(settings: dict[str, Any], tmp_path: Path) -> None:
@@ -384,12 +468,114 @@ def test_sigterm_drains_and_saves(settings: dict[str, Any], tmp_path: Path) -> N
         assert not is_running(engine) and cache.exists()
 
 
+@contextlib.contextmanager
+def long_stream(url: str, path: str = "completions") -> Iterator[Iterator[str]]:
+    """Lines of a stream that has begun, of more steps than any test takes."""
+    body = {"prompt": TEXT, "max_tokens": 200, "n": 64, "stream": True, "ignore_eos": True}
+    with HTTP.stream("POST", f"{url}/v1/{path}", json=body) as answer:
+        lines = (line for line in answer.iter_lines() if line)
+        next(lines)
+        yield lines
+
+
+@contextlib.contextmanager
+def begun_request(url: str, body: bytes, sent: int) -> Iterator[socket.socket]:
+    """A request that the server has begun to read, and of whose body it gets so many bytes."""
+    host, port = url.removeprefix("http://").split(":")
+    with socket.create_connection((host, int(port))) as connection:
+        connection.sendall(
+            b"POST /v1/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nConnection: close\r\n"
+            b"Content-Type: application/json\r\nExpect: 100-continue\r\n"
+            b"Content-Length: %d\r\n\r\n" % len(body)
+        )
+        assert b"100 Continue" in connection.recv(1 << 12)
+        connection.sendall(body[:sent])
+        yield connection
+
+
+def test_sigterm_ends_a_server_whose_engine_hangs(settings: dict[str, Any]) -> None:
+    """All clients are told so: streams, requests that wait, and bodies that are not complete."""
+    body = json.dumps({"prompt": TEXT}).encode()
+    with command(settings, "--drain-timeout", "1") as (server, url), long_stream(url) as lines:
+        engine = child_of(server.pid)
+        os.kill(engine, signal.SIGSTOP)
+        with (
+            begun_request(url, body, len(body)) as waiting,
+            begun_request(url, body, 3) as incomplete,
+        ):
+            server.terminate()
+            for connection in (waiting, incomplete):
+                with connection.makefile("rb") as answer:
+                    told = answer.read()
+                assert b" 503 " in told and b"shutting_down" in told, told
+                assert b"\r\nretry-after: 1\r\n" in told.lower()
+        *_, event, done = lines
+        assert done == "data: [DONE]"
+        assert json.loads(event[6:])["error"]["code"] == "shutting_down"
+        assert server.wait(30) == 0
+        assert not is_running(engine)
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_a_server_ends_when_its_engines_have_failed_for_good(
+    settings: dict[str, Any], count: int
+) -> None:
+    never = "from specops.service import process; process._PAUSES = ()"
+    with command(settings, "--data-parallel-size", str(count), before=never) as (server, url):
+        *others, last = children_of(server.pid)
+        for engine in others:
+            os.kill(engine, signal.SIGKILL)
+            wait_for(lambda engine=engine: not is_running(engine))
+            answer = HTTP.post(f"{url}/v1/completions", json={"prompt": TEXT, "max_tokens": 2})
+            assert answer.status_code == 200 and HTTP.get(f"{url}/health").status_code == 200
+        with long_stream(url) as lines:
+            os.kill(last, signal.SIGKILL)
+            *_, event, done = lines
+        assert done == "data: [DONE]" and "has ended" in json.loads(event[6:])["error"]["message"]
+        assert server.wait(60) == 1
+
+
 def test_an_engine_does_not_outlive_its_server(settings: dict[str, Any]) -> None:
     with command(settings) as (server, _):
         engine = child_of(server.pid)
         server.kill()
         server.wait()
         wait_for(lambda: not is_running(engine))
+
+
+# ---- the loop ----
+
+
+class FailingInbox:
+    """An inbox that fails for ever, after it has given some commands."""
+
+    def __init__(self, *commands: Any) -> None:
+        self._commands, self.num_failures = list(commands), 0
+
+    def take(self, seconds: float | None) -> list[Any]:
+        if self._commands:
+            return [self._commands.pop(0)]
+        self.num_failures += 1
+        raise MemoryError
+
+    def put(self, command: Any) -> None:
+        raise AssertionError("no grammar is compiled here")
+
+
+def test_a_loop_that_cannot_take_commands_ends(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """With an error for every job and a bounded log; then the server starts another process."""
+    monkeypatch.setattr(loop, "_FAILURE_SECONDS", 0.0)
+    job = Submit(7, "", [[3, 4]], SamplingParams(max_tokens=100), None, True)
+    inbox, batches = FailingInbox(Begin(1), job), list[Batch]()
+    engine: Any = FakeEngine()
+    EngineLoop(engine, inbox, batches.append).run()
+    failed = [event for batch in batches for event in batch.events if isinstance(event, Failed)]
+    assert [one.job for one in failed] == [7]
+    assert [one.health for one in batches].count("failed") == 1 and batches[-1].health == "failed"
+    assert inbox.num_failures == 10 and len(caplog.records) == 11
+    assert not engine.has_unfinished()
 
 
 # ---- messages ----

@@ -184,12 +184,68 @@ def test_a_changed_file_is_read_again(
     after = read(source(model_dir, root))
     assert_equal(after, read(source(model_dir, None)))
     assert not torch.equal(before.data, after.data)
-    # What is remembered is believed, and only a digest is one.
+    # What is remembered of this file is believed, and nothing else.
     (other,) = set((root / "digests").iterdir()) - {known}
-    other.write_text(known.read_text())
+    (digest, _), whole = known.read_text().split(" "), other.read_bytes()
+    check = weight_cache._check([*weight_cache._facts(file), digest])
+    other.write_bytes(digest.encode() + b" " + check)
     assert_equal(read(source(model_dir, root)), before)
-    other.write_text("0")
-    assert_equal(read(source(model_dir, root)), after)
+    flipped = bytearray(whole)
+    flipped[0] ^= 1
+    for damaged in (b"", b"0", b"\xff" * 64, bytes(flipped), whole[:-1], known.read_bytes()):
+        other.write_bytes(damaged)
+        assert_equal(read(source(model_dir, root)), after)
+        assert other.read_bytes() == whole
+
+
+def test_numbers_are_measured_once_and_again_when_damaged(tmp_path: Path) -> None:
+    cached = CachedWeights(WeightCache(tmp_path, ROOMY), tmp_path)
+    measured: list[int] = []
+
+    def measure() -> list[float]:
+        measured.append(1)
+        return [0.5, 1.0, 2.25]
+
+    def numbers() -> list[float]:
+        return cached.numbers("key", measure, 3)
+
+    assert numbers() == numbers() == [0.5, 1.0, 2.25] and len(measured) == 1
+    assert cached.numbers("other", lambda: [7.0], 1) == [7.0]
+    (tmp_path / f"{weight_cache._digest(['other'])}.json").unlink()
+    (file,) = tmp_path.glob("*.json")
+    whole = file.read_bytes()
+
+    def signed(text: str) -> bytes:
+        return text.encode() + b"\n" + weight_cache._check(["key", text])
+
+    wrong = [
+        "[]",
+        "{}",
+        "null",
+        "[0.5, 1.0]",
+        "[0.5, 1.0, NaN]",
+        "[0.5, 1.0, Infinity]",
+        "[" * 9999,
+    ]
+    wrong += [
+        "[0.5, 1.0, -2.25]",
+        '[0.5, 1.0, "2.25"]',
+        "[0.5, 1.0, true]",
+        "[0.5, 1.0, 2.25, 3.0]",
+    ]
+    damaged = [
+        b"",
+        b"[]",
+        b"\xff\n",
+        whole[:-1],
+        whole.replace(b"2.25", b"3.25"),
+        *map(signed, wrong),
+    ]
+    for number, content in enumerate(damaged, 2):
+        file.write_bytes(content)
+        assert numbers() == [0.5, 1.0, 2.25] and len(measured) == number, content
+        assert file.read_bytes() == whole
+    assert numbers() == [0.5, 1.0, 2.25] and len(measured) == number
 
 
 def test_what_was_just_written_is_not_remembered(model_dir: Path, root: Path) -> None:
@@ -363,20 +419,6 @@ def test_what_a_setting_means(
             EngineConfig(weight_cache=wrong)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="weight_cache_bytes must be at least 1, got 0"):
         EngineConfig(weight_cache_bytes=0)
-
-
-def test_numbers_are_measured_once(root: Path, model_dir: Path) -> None:
-    measured = iter(range(9))
-    cached = source(model_dir, root).cached
-    assert cached is not None
-
-    def numbers(key: str) -> list[float]:
-        return cached.numbers(key, lambda: [0.25, float(next(measured))])
-
-    assert numbers("a") == numbers("a") == [0.25, 0.0] != numbers("b")
-    for file in files(root):
-        file.write_text('["x"]')
-    assert numbers("a") == [0.25, 2.0] == numbers("a")
 
 
 def mappings(name: str) -> list[dict[str, int]]:

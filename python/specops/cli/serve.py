@@ -231,6 +231,14 @@ def _add_limits(parser: argparse.ArgumentParser) -> None:
         metavar="SECONDS",
         help="time that running requests get after SIGTERM (default: %(default)s)",
     )
+    add(
+        "--engine-timeout",
+        type=float,
+        default=300.0,
+        metavar="SECONDS",
+        help="longest step: an engine that gives no sign of life for so long is restarted "
+        "(default: %(default)s)",
+    )
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -243,7 +251,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def serve(given: Sequence[str], program: str) -> int:
-    """Serves until it is told to stop; returns the exit code, 2 for a mistake in the arguments."""
+    """Serve until SIGTERM, and return the exit code.
+
+    It is 2 for a mistake in the arguments, and 1 if the engine has failed for good.
+    """
     try:
         args = _read(_parser(program), given)
     except ValueError as error:
@@ -302,7 +313,7 @@ def _app(
     defaults = server.sampling_defaults(args.generation_config, config.model_dir)
     with ThreadPoolExecutor(1) as pool:
         tokenizer = pool.submit(Tokenizer.from_dir, config.model_dir)  # while the engine loads
-        client = scheduled(args, _client(config, processes))
+        client = scheduled(args, _client(config, processes, args.engine_timeout))
     app = server.make_app(
         client,
         tokenizer.result(),
@@ -329,12 +340,14 @@ def _app(
     }
 
 
-def _client(config: EngineConfig, processes: "Sequence[EngineProcess]") -> "EngineClient":
-    """The engine, in processes or in this one."""
+def _client(
+    config: EngineConfig, processes: "Sequence[EngineProcess]", timeout: float
+) -> "EngineClient":
+    """Return the client of the engine, or of several, in processes or in this one."""
     if processes:
         from specops.service.process import ProcessClient
 
-        clients = [ProcessClient(one) for one in processes]
+        clients = [ProcessClient(one, timeout) for one in processes]
         if len(clients) == 1:
             return clients[0]
         from specops.service.data_parallel import DataParallelClient
@@ -369,9 +382,9 @@ def _check_limits(args: argparse.Namespace) -> None:
     """
     for name in (
         *("max_body_bytes", "drain_timeout", "max_connections", "max_unread_bytes"),
-        *("body_timeout", "header_timeout", "write_timeout"),
+        *("body_timeout", "header_timeout", "write_timeout", "engine_timeout"),
     ):
-        if getattr(args, name) < 1:
+        if not getattr(args, name) >= 1:  # a NaN is not, either
             raise ValueError(f"{name} must be at least 1, got {getattr(args, name)}")
 
 

@@ -43,6 +43,7 @@ from specops.service.messages import (
     Fetched,
     KvTransfer,
     Output,
+    Overdue,
     Refused,
     Stop,
     Submit,
@@ -117,7 +118,7 @@ class Exchange(Inbox):
         self._threads.shutdown()
         self._transport.close()
 
-    def put(self, command: Compiled | Fetched) -> None:
+    def put(self, command: Compiled | Fetched | Overdue) -> None:
         """Adds one, from any thread."""
         self._inbox.put(command)
 

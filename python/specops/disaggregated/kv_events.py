@@ -194,7 +194,9 @@ class KvEvents:
         self._publisher = self._bound(zmq.PUB, "kv_events_endpoint", settings.endpoint)
         self._replayer = self._bound(zmq.ROUTER, "kv_events_replay", settings.replay)
         self._queue: queue.SimpleQueue[EventBatch | None] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._work, name="specops-kv-events", daemon=True)
+        self._has_warned = False  # of a replay request that is malformed
+        self._has_failed = False
+        self._thread = threading.Thread(target=self._run, name="specops-kv-events", daemon=True)
         self._thread.start()
 
     def _bound(self, kind: int, name: str, endpoint: str) -> "zmq.Socket[bytes] | None":
@@ -230,10 +232,20 @@ class KvEvents:
         """Delivers what a step brought, and tells what it has done to the cache."""
         self._deliver(batch)
         events, self._pool.events = self._pool.events, []
+        if self._has_failed:
+            return
         now = time.time()
         for begin in range(0, len(events), _MOST_EVENTS):
             part = events[begin : begin + _MOST_EVENTS]
             self._queue.put(EventBatch(now, part, self._data_parallel_rank))
+
+    def _run(self) -> None:
+        """Publish until the end. After a failure, events are dropped: a queue would only grow."""
+        try:
+            self._work()
+        except Exception:
+            self._has_failed = True
+            logger.exception("events of the prefix cache are published no more")
 
     def _work(self) -> None:
         """Send from a thread of its own: sockets do not hold up the loop."""

@@ -3,7 +3,7 @@
 
 import random
 import time
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
 from specops.engine.config import EngineConfig
 from specops.engine.drafters.drafting import Drafting
@@ -103,13 +103,18 @@ class Admission:
         self._arrivals += 1
         return request
 
-    def compile(self, wanted: StructuredOutput) -> Grammar:
-        """Compiles what constrains an output; any thread may. Requests find it while it is in use.
+    def compile(
+        self, wanted: StructuredOutput, overdue: Callable[[], None] | None = None
+    ) -> Grammar:
+        """Compile a constraint on any thread. Requests find the grammar while it is in use.
+
+        Args:
+            wanted, overdue: as in `GrammarCompiler.compile`.
 
         Raises:
             ValueError: it cannot be used.
         """
-        return self._grammars.compile(wanted)
+        return self._grammars.compile(wanted, overdue)
 
     def draw_seed(self, bits: int) -> int:
         """Draws a seed of so many bits, for a request that came without one."""

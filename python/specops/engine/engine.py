@@ -4,6 +4,7 @@
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import fields
 from functools import partial
 from typing import NoReturn
 
@@ -108,7 +109,8 @@ class Engine:
         shared = self.tokenizer, self._drafting, self.max_model_len
         if config.speculative_config.adaptive_verification:  # of requests, too
             measure = partial(self._measure_steps, model.bytes_read, model.ranks)
-            self._drafting.select_by(known_steps(model.cached, config, measure))
+            count = config.max_num_batched_tokens + 1
+            self._drafting.select_by(known_steps(model.cached, config, measure, count))
         self._cached, self._ranks = model.cached, model.ranks
         self._admission = Admission(config, *shared, self.vocab_size)
         self._requests: dict[str, Request] = {}
@@ -148,9 +150,8 @@ class Engine:
                 ranks=self._ranks,
             )
 
-        costs = known_steps(self._cached, self.config, measure, what="rows")
-        if len(costs) != 3:  # the file holds something else
-            costs = measure()
+        count = len(fields(RowCosts))
+        costs = known_steps(self._cached, self.config, measure, count, what="rows")
         self._scheduler.costs = RowCosts(*costs)
         logger.info(
             "a step takes %.3g s, a row %.3g s, a row of prompt_logprobs %.3g s more", *costs
@@ -260,16 +261,23 @@ class Engine:
         if self.num_waiting + count > self.config.max_waiting:
             raise QueueFull(f"{self.num_waiting} requests are waiting already")
 
-    def compile_structured_output(self, wanted: StructuredOutput) -> Grammar:
-        """Compiles what constrains an output, on any thread.
+    def compile_structured_output(
+        self, wanted: StructuredOutput, overdue: Callable[[], None] | None = None
+    ) -> Grammar:
+        """Compile what constrains an output, on any thread.
 
         Requests that ask for the same find it for as long as the caller holds it, so that the
         thread that owns the engine need not compile it.
 
+        Args:
+            wanted: the constraint.
+            overdue: called from the calling thread if compilation takes more than 10 seconds of
+                processor time. Compilation cannot be interrupted, and continues.
+
         Raises:
             ValueError: it is not valid, too large, or says what is not supported.
         """
-        return self._admission.compile(wanted)
+        return self._admission.compile(wanted, overdue)
 
     def draw_seed(self, bits: int = 64) -> int:
         """Draws a seed, as `add_request` does for a request that came without one."""

@@ -41,15 +41,17 @@ def known_steps(
     cached: CachedWeights | None,
     config: EngineConfig,
     measure: Callable[[], list[float]],
+    count: int,
     *,
     what: str = "steps",
 ) -> list[float]:
-    """Return what a measurement returns, from beside the packed weights if it was kept there.
+    """Return the numbers of a measurement, from beside the packed weights if they were kept there.
 
     Args:
         cached: the packed weights.
         config: of the engine.
         measure: calls `measure_steps` or `measure_row_costs`.
+        count: how many numbers that returns.
         what: name of the measurement.
     """
     if cached is None or config.tensor_parallel_size > 1:  # ranks measure together, or none does
@@ -57,7 +59,7 @@ def known_steps(
     sizes = (config.max_num_batched_tokens, config.max_model_len, config.page_size)
     kinds = (config.dtype, config.kv_cache_dtype, config.quantization, config.quantize_head)
     machine = (specops.runtime.get_cpu_name(), specops.get_num_threads())
-    return cached.numbers(json.dumps([what, *sizes, *kinds, *machine]), measure)
+    return cached.numbers(json.dumps([what, *sizes, *kinds, *machine]), measure, count)
 
 
 @torch.no_grad()

@@ -40,6 +40,8 @@ R = TypeVar("R", CompletionRequest, ChatCompletionRequest)
 # So many take milliseconds to spell: beside the event loop.
 _MANY_LOGPROBS = 2048
 
+_DONE = b"data: [DONE]\n\n"  # the end of a stream, after an error as well
+
 
 class Answer(Generic[R]):
     """Collects the choices of one job, and puts them into OpenAI's shape."""
@@ -156,11 +158,12 @@ class Answer(Generic[R]):
                 yield chunk([], **self._totals())
         except JobFailed as error:
             yield self.failed(error.as_api_error())
-        yield b"data: [DONE]\n\n"
+        else:
+            yield _DONE
 
     def failed(self, error: ApiError) -> bytes:
-        """The event of a stream that ends with an error."""
-        return event(error.body)
+        """Return the last events of a stream that ends with an error."""
+        return event(error.body) + _DONE
 
     def first(self, index: int) -> list[dict[str, Any]]:
         """What a choice's stream begins with."""

@@ -71,13 +71,12 @@ def too_long(message: str, param: str) -> ApiError:
 
 
 def shutting_down() -> ApiError:
-    """The answer was not complete when the time for draining was over."""
-    message = "the server is shutting down"
-    return ApiError(503, message, type="service_unavailable", code="shutting_down")
+    """Return the error of an answer that was not complete when the time for draining was over."""
+    return _unavailable("the server is shutting down", "shutting_down")
 
 
 def restarting(message: str) -> ApiError:
-    """There is no engine at the moment."""
+    """Return the error of a request that finds no engine, or one that does not respond."""
     return _unavailable(message, "engine_restarting")
 
 

@@ -24,6 +24,7 @@ from fastapi.routing import APIRoute
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect
+from starlette.types import Scope
 
 import specops
 from specops.server.answers import ChatAnswer, TextAnswer
@@ -33,7 +34,7 @@ from specops.server.anthropic_messages import (
     begin_message,
     error_body,
 )
-from specops.server.api_error import ApiError, server_error
+from specops.server.api_error import ApiError, server_error, shutting_down
 from specops.server.call_forms import CALL_FORMS
 from specops.server.chat import ChatFormat
 from specops.server.clients import Clients
@@ -105,7 +106,10 @@ _ABSENT = {
 
 _READ = ["GET", "HEAD"]
 _HEALTH: dict[str, Any] = reads(Health)
-_HEALTH["responses"][503] = {"model": Health, "description": "the engine fails, or has stopped"}
+_HEALTH["responses"][503] = {
+    "model": Health,
+    "description": "the engine fails, hangs, is restarted or has stopped",
+}
 
 
 def make_app(
@@ -206,7 +210,7 @@ def _add_middleware(
         )
     app.add_middleware(RequestIds)
     app.add_middleware(RequestCounts, count=metrics.answer)
-    app.add_middleware(Intake, clients=clients, turns=Turns(), unread=unread)
+    app.add_middleware(Intake, clients=clients, turns=Turns(), unread=unread, cancelled=_cancelled)
     if access.forwarded_allow_ips:
         app.add_middleware(Forwarded, proxies=access.forwarded_allow_ips)
 
@@ -382,15 +386,24 @@ def _methods_of(app: FastAPI, api: APIRouter, path: str) -> list[str]:
     )
 
 
+def _error_response(error: ApiError, path: str) -> Response:
+    """Return an error in the shape of the API that `path` belongs to."""
+    # In ASCII, since a message may quote half a surrogate pair, which UTF-8 cannot spell.
+    body = json.dumps(error_body(error) if path.startswith(_ANTHROPIC) else error.body)
+    return Response(body, error.status, error.headers, media_type="application/json")
+
+
+def _cancelled(scope: Scope) -> Response:
+    """Return the answer to a request that had none when the time for draining was over."""
+    return _error_response(shutting_down(), scope["path"])
+
+
 def _add_error_handlers(app: FastAPI, api: APIRouter) -> None:
     """Every error leaves in the shape of the API that is asked."""
 
     @app.exception_handler(ApiError)
     async def refuse(request: Request, error: ApiError) -> Response:
-        # In ASCII, since a message may quote half a surrogate pair, which UTF-8 cannot spell.
-        is_anthropic = request.url.path.startswith(_ANTHROPIC)
-        body = json.dumps(error_body(error) if is_anthropic else error.body)
-        return Response(body, error.status, error.headers, media_type="application/json")
+        return _error_response(error, request.url.path)
 
     @app.exception_handler(ClientDisconnect)
     async def gone(request: Request, error: ClientDisconnect) -> Response:
@@ -452,6 +465,8 @@ def serve(
 ) -> int:
     """Serve until SIGTERM or SIGINT, then let running requests finish for `drain_timeout` s.
 
+    A server whose engine has failed for good ends in the same way.
+
     Args:
         app: from `make_app`.
         listener: from `listen`.
@@ -492,5 +507,29 @@ def serve(
             metrics, hosts = app.state.metrics, app.state.allowed_hosts
             stack.enter_context(metrics_served(metrics, metrics_listener, hosts))
         listeners = [listener, *(listener.dup() for _ in range(_ACCEPTED_AT_ONCE - 1))]
-        uvicorn.Server(config).run(sockets=listeners)
-    return 1 if app.state.client.health == "failed" else 0
+        server = _Server(config, app.state.client)
+        server.run(sockets=listeners)
+    return 1 if server.has_failed or app.state.client.health == "failed" else 0
+
+
+class _Server(uvicorn.Server):
+    """A server that ends when its engine has failed for good.
+
+    Args:
+        config: of the server.
+        client: of the engine.
+
+    Attributes:
+        has_failed: whether the server ended for that reason.
+    """
+
+    def __init__(self, config: uvicorn.Config, client: EngineClient) -> None:
+        super().__init__(config)
+        self._client, self.has_failed = client, False
+
+    async def on_tick(self, counter: int) -> bool:
+        """Return whether the server ends; called ten times a second until then."""
+        if self._client.health == "failed":
+            self.has_failed = True
+            return True
+        return await super().on_tick(counter)

@@ -90,7 +90,8 @@ class Dispatch:
         Raises:
             QueueFull: the engine refuses it, or does not read what it was sent.
             ValueError: the engine refuses it, wholly.
-            JobFailed: the engine has failed, is being restarted, or cannot be reached.
+            JobFailed: the engine has failed, does not respond, is being restarted, or cannot be
+                reached.
         """
         if self._client.health == "failed":
             raise JobFailed("the engine has stopped")
@@ -98,6 +99,8 @@ class Dispatch:
             raise EngineAway("the engine is being restarted")
         if self._client.health == "disconnected":
             raise QueueAway("the queue of requests cannot be reached")
+        if self._client.health == "stalled":
+            raise EngineAway("the engine does not respond; it is restarted if it hangs")
         if self._client.is_behind:
             raise QueueFull("the engine has not taken the requests before this one yet")
         self._client.submit(
@@ -151,7 +154,7 @@ class Dispatch:
                 events.append((job, event))
             else:
                 del self._jobs[job.number]
-                events.append((job, _error(event)))
+                events.append((job, _error(event, job)))
         self._hand_out(events)
 
     def _hand_out(self, events: list[Event]) -> None:
@@ -200,10 +203,15 @@ class Dispatch:
         self._num_rows = 0  # another engine counts anew
         for job in jobs.values():
             self._metrics.dropped("error", job.num_running)
-        self._hand_out([(job, JobFailed(message)) for job in jobs.values()])
+        self._hand_out([(job, _lost(message, job)) for job in jobs.values()])
 
 
-def _error(event: Refused | Failed) -> Exception:
+def _lost(message: str, job: Job) -> JobFailed:
+    """Return the error of a job whose engine has ended: another engine may take one that waited."""
+    return JobFailed(message) if job.is_accepted else EngineAway(message)
+
+
+def _error(event: Refused | Failed, job: Job) -> Exception:
     if isinstance(event, Failed):
-        return JobFailed(event.message)
+        return _lost(event.message, job) if event.is_lost else JobFailed(event.message)
     return _REFUSALS[event.kind](event.message)

@@ -69,9 +69,6 @@ _READ_ON = 16
 # Jobs of one client that the engine's thread may not have looked at yet.
 _SUBMITTED = 8
 
-# In which a grammar is to be compiled, and its job taken.
-_COMPILE_SECONDS = 10.0
-
 # Texts shorter than this are tokenised on the event loop: a thread would cost more.
 _SHORT_TEXT = 4096
 
@@ -191,7 +188,7 @@ class Generation:
             self._call_form,
         )
         try:
-            await until_gone(self._submit(job, http.state.turn, request), http.receive)
+            await until_gone(self._submit(job, http.state.turn), http.receive)
             if request.stream:
                 close = partial(self._dispatch.abort, job)
                 return EventStream(answer.chunks(), close, failed=answer.failed)
@@ -218,18 +215,11 @@ class Generation:
         except ApiError as error:
             raise error.under_names(body_type.chat_names) from None
 
-    async def _submit(
-        self, job: Job, turn: Turn, request: CompletionRequest | ChatCompletionRequest
-    ) -> None:
-        """Gives a job to the engine; the client's next request may be prepared meanwhile."""
+    async def _submit(self, job: Job, turn: Turn) -> None:
+        """Give a job to the engine; the client's next request may be prepared meanwhile."""
         if job.params.structured_output is not None:  # the engine compiles its grammar first
             turn.end()
-            try:
-                return await asyncio.wait_for(self._dispatch.submit(job), _COMPILE_SECONDS)
-            except asyncio.TimeoutError:  # another class than TimeoutError until Python 3.11
-                param = request.form_field
-                message = f"{param} takes longer than {_COMPILE_SECONDS:g} seconds to compile"
-                raise ApiError(400, message, param=param, code="invalid_value") from None
+            return await self._dispatch.submit(job)
         place = Turn(self._submitting, job.client)
         await place.begin()
         turn.end()

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from starlette.requests import HTTPConnection
+from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from specops.server.clients import Clients
@@ -139,12 +140,20 @@ class Intake:
         clients: who tells them apart.
         turns: of the clients.
         unread: counts what is left of long bodies.
+        cancelled: makes the answer to a request that is cancelled before its answer has begun,
+            which happens when the time for draining is over.
     """
 
     def __init__(
-        self, app: ASGIApp, clients: Clients, turns: Turns, unread: Unread | None = None
+        self,
+        app: ASGIApp,
+        clients: Clients,
+        turns: Turns,
+        unread: Unread | None = None,
+        cancelled: Callable[[Scope], Response] = lambda scope: Response(status_code=503),
     ) -> None:
         self._app, self._clients, self._turns, self._unread = app, clients, turns, unread
+        self._cancelled = cancelled
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serves a request."""
@@ -160,7 +169,11 @@ class Intake:
         # Another HTTP server than ours does not say.
         is_gone: Callable[[], bool] = state.setdefault("is_gone", lambda: False)
 
+        has_begun = False
+
         async def answering(message: Message) -> None:
+            nonlocal has_begun
+            has_begun = True
             turn.end()  # how long the client reads is nobody's affair
             await send(message)
 
@@ -174,6 +187,10 @@ class Intake:
             finally:
                 if scope["method"] == "POST" and is_gone():
                     self._turns.pause(name)
+        except asyncio.CancelledError:
+            if has_begun:
+                raise
+            await self._cancelled(scope)(scope, receive, send)
         finally:
             turn.end()
             # The connection knows the scope, and what is here knows the connection. Without that

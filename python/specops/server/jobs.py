@@ -145,6 +145,11 @@ class Job:
         self._events: deque[ChoiceOutput | Exception] = deque()
         self._arrival: asyncio.Future[None] | None = None  # of an event that somebody waits for
 
+    @property
+    def is_accepted(self) -> bool:
+        """Whether the engine has taken the job, or the caller has stopped waiting for that."""
+        return self._accepted is None or self._accepted.done()
+
     async def until_accepted(self) -> None:
         """Waits for the engine's word; called once.
 

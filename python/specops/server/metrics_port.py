@@ -20,6 +20,8 @@ from specops.server.metrics import Metrics
 _MAX_CONNECTIONS = 64
 _HEADER_TIMEOUT = 20.0
 _WRITE_TIMEOUT = 20.0
+_DRAIN_SECONDS = 1
+_END_SECONDS = 3.0  # that the thread may take to end
 
 
 def add_metrics(app: FastAPI, metrics: Metrics) -> None:
@@ -55,7 +57,7 @@ def metrics_served(
         ),
         loop="uvloop",
         log_level="warning",  # of the scrapes nobody wants a line each
-        timeout_graceful_shutdown=1,
+        timeout_graceful_shutdown=_DRAIN_SECONDS,
         server_header=False,
         proxy_headers=False,
         lifespan="off",
@@ -70,4 +72,4 @@ def metrics_served(
         yield
     finally:
         server.should_exit = True
-        thread.join()
+        thread.join(_END_SECONDS)

@@ -32,7 +32,7 @@ class ErrorReply(Strict):
 class Health(Strict):
     """Whether the engine works."""
 
-    status: Literal["ok", "failing", "restarting", "disconnected", "failed"]
+    status: Literal["ok", "failing", "stalled", "restarting", "disconnected", "failed"]
     # Failures by method since the start; absent without any. They change no token, and no status.
     drafter_failures: dict[str, int] | None = None
 

@@ -72,7 +72,7 @@ class EventStream(Response):
     Args:
         chunks: the events.
         close: runs when the stream ends, for whatever reason.
-        failed: the event of an error, as the last one.
+        failed: makes the last events of a stream that ends with an error.
     """
 
     media_type = "text/event-stream"
@@ -88,6 +88,7 @@ class EventStream(Response):
         del self.headers["content-length"]
         self._chunks = chunks
         self._close, self._failed = close, failed
+        self._has_begun = False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Sends the chunks as they come."""
@@ -96,12 +97,15 @@ class EventStream(Response):
         except ClientGone:
             logger.debug("a client left in the middle of its stream")
         except asyncio.CancelledError:  # the time for draining is over
+            if not self._has_begun:
+                raise
             body = self._failed(shutting_down())
             await send({"type": "http.response.body", "body": body, "more_body": False})
         finally:
             self._close()
 
     async def _send(self, send: Send, send_body: Send) -> None:
+        self._has_begun = True
         await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
         async for chunk in self._chunks:
             await send_body({"type": "http.response.body", "body": chunk, "more_body": True})

@@ -12,21 +12,23 @@ import signal
 import socket
 import sys
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from specops.service.garbage import search_seldom
-from specops.service.messages import Batch, Command, Fetched, Hello, NoEngine, Stop
+from specops.service.messages import Batch, Command, Fetched, Hello, NoEngine, Overdue, Stop
 from specops.service.wire import Frames, Setup, encoded, receive, to_process
 
 if TYPE_CHECKING:
     from specops.engine.engine import Engine
-    from specops.service.loop import Compiled, Inbox
+    from specops.service.loop import Compiled, EngineLoop, Inbox
 
 # After so long a thread that has Python's lock gives way: those that compile grammars, to the loop.
 _SWITCH_SECONDS = 0.0005
-_WATCH_MILLISECONDS = 500.0
+# That an engine may take to end, and to save what its drafters learnt, when its server is gone.
+_LAST_SECONDS = 90.0
 
 
 class SocketInbox:
@@ -49,8 +51,8 @@ class SocketInbox:
         self._poll.register(connection, select.POLLIN)
         self._poll.register(self._waker, select.POLLIN)
 
-    def put(self, command: "Compiled | Fetched") -> None:
-        """Adds one, from any thread; a `take` that waits returns it at once."""
+    def put(self, command: "Compiled | Fetched | Overdue") -> None:
+        """Add a command, from any thread; a `take` that waits returns it at once."""
         self._own.append(command)
         with contextlib.suppress(BlockingIOError):  # then it is awake, or about to be
             self._wake.send(b"x")
@@ -140,7 +142,6 @@ def _serve(
     parent: _Parent, setup: Setup, inbox: SocketInbox, make: "Callable[[Setup], Engine]"
 ) -> int:
     """Makes the engine, or the first of several, and runs it."""
-    from specops.service.loop import EngineLoop
     from specops.service.snapshot import capabilities_of, status_of
 
     commands: Inbox = inbox
@@ -174,7 +175,7 @@ def _serve(
         search_seldom()
         sys.setswitchinterval(_SWITCH_SECONDS)
         parent.send(hello)
-        EngineLoop(engine, commands, send).run()
+        _loop_of(engine, commands, send).run()
     return 0
 
 
@@ -183,7 +184,6 @@ def _follow(
 ) -> int:
     """Does as the first rank does, to which the connection is, until its loop ends."""
     from specops.service.lockstep import FollowInbox, end_with_the_first
-    from specops.service.loop import EngineLoop
 
     end_with_the_first(connection, setup.store)
     commands: Inbox = FollowInbox(connection, frames)
@@ -199,17 +199,32 @@ def _follow(
         except ValueError as error:
             connection.sendall(encoded(NoEngine(str(error))))
             return 1
-        EngineLoop(engine, commands, send).run()
+        _loop_of(engine, commands, send).run()
     return 0
 
 
+def _loop_of(engine: "Engine", commands: "Inbox", send: Callable[[Batch], None]) -> "EngineLoop":
+    """Return the loop of an engine, or of one rank."""
+    from specops.service.lockstep import RankEngine
+    from specops.service.loop import EngineLoop
+
+    if isinstance(engine, RankEngine):
+        return EngineLoop(engine, commands, send, engine.meet)
+    return EngineLoop(engine, commands, send)
+
+
 def _watch(connection: socket.socket, loaded: threading.Event) -> None:
-    """Ends this process if the other end goes away while an engine is loaded, which takes long."""
+    """End this process when the other end goes away.
+
+    While the engine loads, that is at once. Later the loop reads the same end of the connection,
+    and ends by itself unless it hangs.
+    """
     poll = select.poll()
     poll.register(connection, 0)  # POLLHUP is always told
-    while not loaded.is_set():
-        if poll.poll(_WATCH_MILLISECONDS) and not loaded.is_set():  # else the loop is told
-            os._exit(1)
+    poll.poll()
+    if loaded.is_set():
+        time.sleep(_LAST_SECONDS)
+    os._exit(1)
 
 
 def _kind_of(setup: Setup) -> "tuple[type[Any], bool]":

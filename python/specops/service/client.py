@@ -16,8 +16,12 @@ class EngineClient:
     Attributes:
         capabilities: what never changes about the engine.
         status: what it was doing last. Any thread may read it.
-        health: "ok"; "failing", its last steps failed; "restarting"; "disconnected", the queue of
-            its jobs cannot be reached; or "failed", it runs no more.
+        health: "ok"; "failing", its last steps failed; "stalled", it has been silent for long;
+            "restarting"; "disconnected", the queue of its jobs cannot be reached; or "failed", it
+            runs no more.
+        silent_seconds: time since the engine's last sign of life, as far as this process was awake.
+            An engine gives one after each step, and each second when it is idle. 0 while an
+            engine is loaded, for an engine in a thread of this process, and for several engines.
         full: clients whose share of the room to wait is full, and what they are to be told.
         pid: the engine's process; None: this one.
     """
@@ -26,6 +30,7 @@ class EngineClient:
         self.capabilities = capabilities
         self.status = status
         self.health: Health = "ok"
+        self.silent_seconds = 0.0
         self.full: dict[str, str] = {}
         self.pid: int | None = None
         self._receive: Callable[[Batch], None] = lambda batch: None

@@ -36,7 +36,14 @@ from specops.service.messages import (
 
 _SEED_BITS = 53  # as the loop of an engine draws them
 _MOST_PREFIXES = 1 << 18  # pages of prompts that are remembered
-_BEST_FIRST: tuple[Health, ...] = ("ok", "failing", "restarting", "disconnected", "failed")
+_BEST_FIRST: tuple[Health, ...] = (
+    "ok",
+    "failing",
+    "stalled",
+    "restarting",
+    "disconnected",
+    "failed",
+)
 
 
 @dataclass
@@ -165,7 +172,7 @@ class DataParallelClient(EngineClient):
 
         def cost(engine: int) -> tuple[bool, bool, int, int]:
             client = self._clients[engine]
-            is_away = client.health in ("restarting", "failed")
+            is_away = client.health in ("stalled", "restarting", "failed")
             has_no_room = client.is_behind or job.client in client.full
             unknown = len(pages) - self._prefixes.num_known(pages, engine)
             return is_away, has_no_room, unknown + loads[engine], loads[engine]
@@ -195,7 +202,7 @@ class DataParallelClient(EngineClient):
         for job in own:
             del self._jobs[job]
         dropped = {"error": sum(one.num_left for one in own.values())}
-        self._tell(0.0, dropped, [Failed(job, message) for job in own])
+        self._tell(0.0, dropped, [Failed(job, message, is_lost=True) for job in own])
 
     def _tell(self, now: float, dropped: dict[str, int], events: list[Event]) -> None:
         full = set.intersection(*(set(one.full) for one in self._clients))

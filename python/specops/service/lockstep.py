@@ -7,14 +7,17 @@ one ends, or fails in a step, all do: then the server starts a new first rank.
 """
 
 import contextlib
+import ctypes
 import fcntl
 import logging
 import os
 import secrets
 import select
 import shutil
+import signal
 import socket
 import stat
+import sys
 import tempfile
 import threading
 import time
@@ -30,7 +33,7 @@ from specops.engine.engine import Engine
 from specops.engine.outputs import RequestOutput
 from specops.engine.parallel.group import Group
 from specops.service.loop import Compiled, Inbox
-from specops.service.messages import Command, Fetched, NoEngine, Stop
+from specops.service.messages import Command, Fetched, NoEngine, Overdue, Stop
 from specops.service.process import EngineProcess
 from specops.service.wire import (
     Frames,
@@ -46,7 +49,8 @@ from specops.service.wire import (
 
 logger = logging.getLogger(__name__)
 
-_END_SECONDS = 10.0  # that a rank may take to end when it is told to
+_END_SECONDS = 3.0  # that all ranks may take to end, of which none has anything to save
+_PR_SET_PDEATHSIG = 1  # of Linux's prctl
 _NEWS_SECONDS = 1.0  # in which it is known of a rank that it has ended
 _FOLDERS = "specops-ranks-"  # what names of folders begin with in which ranks meet
 _OWNER = "owner"  # a file of such a folder; the first rank has a lock on it
@@ -74,8 +78,9 @@ class RankEngine(Engine):
         size = config.tensor_parallel_size
         self._rank = setup.rank
         whole = config.enable_expert_parallel
-        group = Group(Path(setup.store), setup.rank, size, config.num_slices, kind, whole)
-        super().__init__(config, group)
+        store = Path(setup.store)
+        self._group = Group(store, setup.rank, size, config.num_slices, kind, whole)
+        super().__init__(config, self._group)
 
     @property
     def has_unsaved_drafters(self) -> bool:
@@ -92,6 +97,17 @@ class RankEngine(Engine):
             return super().step(even_if_idle=even_if_idle)
         except Exception as error:
             raise RankLost(f"a step failed on rank {self._rank}") from error
+
+    def meet(self) -> None:
+        """Return when all ranks have called this method.
+
+        Raises:
+            RankLost: another rank is gone.
+        """
+        try:
+            self._group.least(0)
+        except Exception as error:
+            raise RankLost(f"rank {self._rank} did not meet the others") from error
 
 
 class Followers:
@@ -145,12 +161,13 @@ class Followers:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: object
     ) -> None:
-        """Waits until they have ended, as they do with the first one's loop."""
+        """Wait for the ends of the other ranks, which follow that of the first one's loop."""
         if error is not None:  # which may be the end of another one: then that is what is told
             self._watcher.join(_NEWS_SECONDS)
         self._is_ending = True
+        latest = time.monotonic() + _END_SECONDS
         for process in self._processes:
-            process.end(_END_SECONDS)
+            process.end(max(latest - time.monotonic(), 0.0))
         shutil.rmtree(self._folder, ignore_errors=True)
         os.close(self._owner)
 
@@ -239,8 +256,8 @@ class LeadInbox:
     def __init__(self, inbox: Inbox, followers: Followers) -> None:
         self._inbox, self._followers = inbox, followers
 
-    def put(self, command: Compiled | Fetched) -> None:
-        """Adds one, from any thread."""
+    def put(self, command: Compiled | Fetched | Overdue) -> None:
+        """Add a command, from any thread."""
         self._inbox.put(command)
 
     def take(self, seconds: float | None) -> Sequence[Command | Compiled]:
@@ -264,9 +281,9 @@ class FollowInbox:
         self._compiled: dict[int, Compiled] = {}  # by job
         self._has_compiled = threading.Condition()
 
-    def put(self, command: Compiled | Fetched) -> None:
-        """Adds one, from any thread; it counts when the first rank has taken its own."""
-        if isinstance(command, Fetched):
+    def put(self, command: Compiled | Fetched | Overdue) -> None:
+        """Add a grammar, from any thread; it counts when the first rank has taken its own."""
+        if not isinstance(command, Compiled):
             return
         with self._has_compiled:
             self._compiled[command.job] = command
@@ -292,7 +309,9 @@ class FollowInbox:
 
 
 def end_with_the_first(connection: socket.socket, store: str) -> None:
-    """Ends this process as soon as the first rank is gone, whatever it does at the moment."""
+    """End this process as soon as the first rank is gone, whatever it does at the moment."""
+    if sys.platform == "linux":  # the system continues a stopped rank, which then can watch
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGCONT)
 
     def watch() -> None:
         poll = select.poll()

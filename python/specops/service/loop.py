@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Protocol
 
 from specops.engine.engine import Engine
@@ -31,6 +32,7 @@ from specops.service.messages import (
     Fetched,
     Health,
     Output,
+    Overdue,
     Progress,
     Refused,
     Stop,
@@ -45,6 +47,12 @@ _SEED_BITS = 53
 # Failed steps in a row after which the engine counts as failing. One alone may be the fault of a
 # single request.
 _FAILING = 3
+# Failures in a row to take commands, after which the loop ends: nothing else ends them, such as
+# those of a process without memory.
+_MOST_INBOX_FAILURES = 10
+_FAILURE_SECONDS = 0.1  # pause after each of them
+# An idle loop sends a batch so often, by which its server knows that it does not hang.
+_BEAT_SECONDS = 1.0
 _STEP_FAILED = "a step of the engine failed; the server's log says why"
 _REQUEST_FAILED = "the request failed within the engine; the server's log says why"
 _NOT_ADDED = "the engine could not take the request; the server's log says why"
@@ -68,8 +76,8 @@ class Inbox(Protocol):
     def take(self, seconds: float | None) -> Sequence[Command | Compiled]:
         """Returns those that are there, waiting for one at most so long; None: without end."""
 
-    def put(self, command: Compiled | Fetched) -> None:
-        """Adds one, from any thread."""
+    def put(self, command: Compiled | Fetched | Overdue) -> None:
+        """Add a command, from any thread."""
 
 
 @dataclass(eq=False)
@@ -93,17 +101,30 @@ class EngineLoop:
 
     What fails in the engine ends the jobs that it says; the loop goes on with the others. Where it
     says nothing, every job ends, and the loop goes on unless the engine keeps a request or a page.
+    If commands cannot be taken ten times in a row, the loop ends.
+
+    From `Begin` on, a batch goes out after every step, and once a second when there is none.
 
     Args:
         engine: the loop's from now on.
         inbox: where commands come in; `Begin` is the first.
         send: called with every batch.
+        meet: called before a batch of an idle loop; returns when the other ranks' loops have called
+            it as well. A rank that hangs then keeps all of them silent.
     """
 
-    def __init__(self, engine: Engine, inbox: Inbox, send: Callable[[Batch], None]) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        inbox: Inbox,
+        send: Callable[[Batch], None],
+        meet: Callable[[], None] = lambda: None,
+    ) -> None:
         self._engine = engine
         self._inbox = inbox
         self._send = send
+        self._meet = meet
+        self._has_begun = False
         self._num_clients = 1  # that have keys
         self._choices: dict[str, _Choice] = {}  # in the engine, by request id
         self._held: list[_Choice] = []  # ready to be added, but the engine's queue is full
@@ -119,15 +140,17 @@ class EngineLoop:
         self._has_news = False  # beside events: something was dropped, or health has changed
         self._num_requests = 0
         self._num_failures = 0  # steps that failed since the last one that succeeded
+        self._num_inbox_failures = 0  # since commands were taken the last time
         self._saved_at = time.monotonic()  # what drafters learnt, the last time
 
     def run(self) -> None:
-        """Works until it is told to stop, or the engine does not recover."""
-        health: Health = "ok"
+        """Work until a command stops the loop, or the engine does not recover."""
         while True:
             try:
+                self._num_inbox_failures += 1
                 if not self._take_commands():
                     break
+                self._num_inbox_failures = 0
                 if self._engine.has_unfinished():
                     self._step()
             except Exception:
@@ -136,27 +159,38 @@ class EngineLoop:
                 self._give_up("error", _STEP_FAILED)
                 if not self._is_empty():
                     logger.critical("the engine does not recover; it ends")
-                    health = "failed"
                     break
+                if self._num_inbox_failures >= _MOST_INBOX_FAILURES:
+                    logger.critical("the engine cannot take commands; it ends")
+                    break
+                if self._num_inbox_failures:
+                    time.sleep(_FAILURE_SECONDS)
             self._look_for_room()
-            self._deliver("ok" if self._num_failures < _FAILING else "failing")
+            self._deliver(self._health)
         self._give_up("abort", "the engine has stopped")
-        self._deliver(health)
+        self._deliver("failed")
         self._threads.shutdown(wait=False, cancel_futures=True)
         if self._engine.has_unsaved_drafters:
             self._save_drafters()
 
+    @property
+    def _health(self) -> Health:
+        return "ok" if self._num_failures < _FAILING else "failing"
+
     # ---- commands ----
 
     def _take_commands(self) -> bool:
-        """Carries out what has come, waiting for it when there is nothing else to do."""
+        """Carry out what has come; wait for it when there is nothing else to do."""
         is_idle = not self._engine.has_unfinished() and not self._held
-        seconds = self._seconds_to_save() if is_idle else 0.0
-        commands = self._inbox.take(seconds)
+        commands = self._inbox.take(self._seconds_to_wait() if is_idle else 0.0)
         while is_idle and not commands:
             if self._seconds_to_save() == 0.0:
                 self._save_drafters()
-            commands = self._inbox.take(self._seconds_to_save())
+            if self._has_begun:  # what comes before is not read
+                self._meet()
+                self._has_news = True
+                self._deliver(self._health)
+            commands = self._inbox.take(self._seconds_to_wait())
         for command in commands:
             if isinstance(command, Submit):
                 try:
@@ -167,13 +201,22 @@ class EngineLoop:
                 self._abort_job(command.job)
             elif isinstance(command, Compiled):
                 self._take_compiled(command)
+            elif isinstance(command, Overdue):
+                self._refuse_overdue(command.job)
             elif isinstance(command, Begin):
-                self._num_clients = command.num_clients
+                self._num_clients, self._has_begun = command.num_clients, True
             elif isinstance(command, Stop):
                 return False
         if self._held:
             self._add_held()
         return True
+
+    def _seconds_to_wait(self) -> float | None:
+        """Return how long a loop with nothing to do waits for commands; None: without end."""
+        seconds = self._seconds_to_save()
+        if not self._has_begun:
+            return seconds
+        return _BEAT_SECONDS if seconds is None else min(seconds, _BEAT_SECONDS)
 
     def _seconds_to_save(self) -> float | None:
         """How long a loop with nothing to do waits before it saves; None if there is no need."""
@@ -199,10 +242,20 @@ class EngineLoop:
             reason = f"{self._num_compiling} grammars wait to be compiled"
             self._events.append(Refused(job.job, "full", reason))
             return
-        compiling = self._threads.submit(self._engine.compile_structured_output, wanted)
+        overdue = partial(self._inbox.put, Overdue(job.job))
+        compiling = self._threads.submit(self._engine.compile_structured_output, wanted, overdue)
         self._num_compiling += 1
         self._compiling[job.job] = job
         compiling.add_done_callback(lambda done: self._inbox.put(Compiled(job.job, done)))
+
+    def _refuse_overdue(self, number: int) -> None:
+        """Refuse a job whose grammar takes too long to compile."""
+        job = self._compiling.pop(number, None)
+        if job is not None:
+            assert job.params.structured_output is not None
+            kind = job.params.structured_output.kind
+            reason = f"structured_output: {kind} takes longer than 10 seconds to compile"
+            self._events.append(Refused(number, "value", reason))
 
     def _take_compiled(self, compiled: Compiled) -> None:
         """Adds a job whose grammar is there; the engine finds it as long as it is held here."""

@@ -14,7 +14,7 @@ from specops.engine.outputs import (
 )
 from specops.engine.sampling_params import SamplingParams
 
-Health = Literal["ok", "failing", "failed", "restarting", "disconnected"]
+Health = Literal["ok", "failing", "stalled", "failed", "restarting", "disconnected"]
 
 
 class Capabilities(Struct, frozen=True):
@@ -147,7 +147,13 @@ class Fetched(Struct, tag=True, array_like=True):
     job: int
 
 
-Command = Begin | Submit | Abort | Fetched | Stop
+class Overdue(Struct, tag=True, array_like=True):
+    """From a thread of the engine's process: compiling the grammar of a job takes too long."""
+
+    job: int
+
+
+Command = Begin | Submit | Abort | Fetched | Overdue | Stop
 
 
 # ---- from the engine ----
@@ -181,10 +187,17 @@ class Refused(Struct, tag=True, array_like=True):
 
 
 class Failed(Struct, tag=True, array_like=True):
-    """The job ends with an error that is not its own, whether it was accepted or not."""
+    """The job ends with an error that is not its own, whether it was accepted or not.
+
+    Attributes:
+        job: its number.
+        message: a sentence.
+        is_lost: its engine has ended, and another one may take the job.
+    """
 
     job: int
     message: str
+    is_lost: bool = False
 
 
 class Progress(Struct, tag=True, array_like=True):
@@ -251,7 +264,7 @@ class Batch(Struct, tag=True):
 
     Attributes:
         now: when, by `time.perf_counter`.
-        health: of the engine.
+        health: of the engine; "failed" in the last batch, after which the loop ends.
         status: at the end of it.
         full: clients whose share of the room to wait is full, and what they are told; None: the
             same as before.

@@ -25,10 +25,17 @@ _CODE = "import sys; sys.path[:] = {path!r}; from specops.service.child import m
 # Before a process that has died is started again, for the first time and once more, ...
 _PAUSES = (0.0, 2.0, 8.0)
 _WELL_SECONDS = 60.0  # after which one that dies counts as the first
+_STOP_SECONDS = 4.0  # that one may take to end its loop, or it hangs
 _END_SECONDS = 60.0  # that one may take to end, for it may have to save what its drafters learnt
 _REAP_SECONDS = 2.0  # that one may take to end once its socket is closed
 _MOST_UNREAD = 64 << 20  # bytes that may wait for a process to read them, but for a job's
 _LOST = "the engine's process has ended; the server's log says more"
+
+# Longest silence of an engine that does not hang: a step, or saving what drafters learnt.
+ENGINE_TIMEOUT = 300.0
+_STALLED_SHARE = 0.1  # of it, after which the engine counts as stalled
+_TICKS = 100  # of this process's clock in that time
+_TICK_SECONDS = 1.0  # at most
 
 
 class EngineProcess:
@@ -77,19 +84,26 @@ class EngineProcess:
         assert isinstance(message, Hello)
         return message
 
-    def kill(self) -> None:
-        """Ends it at once, unless it has ended."""
+    def send_kill(self) -> None:
+        """Kill the process, even one that hangs or is stopped, without waiting for its end."""
         self._process.kill()
+
+    def kill(self) -> None:
+        """End the process at once, unless it has ended."""
+        self.send_kill()
         self.end()
 
     def end(self, seconds: float = _END_SECONDS) -> str:
-        """Waits for the end, which comes by force after so long; returns how it ended."""
+        """Wait for the end of the process, kill it after `seconds`, and return how it ended."""
         self.connection.close()
         try:
             code = self._process.wait(seconds)
         except subprocess.TimeoutExpired:
             self._process.kill()
-            code = self._process.wait()
+            try:
+                code = self._process.wait(_REAP_SECONDS)
+            except subprocess.TimeoutExpired:  # the system waits for a device
+                return "it was killed, and has not ended yet"
         if code >= 0:
             return f"exit status {code}"
         known = {int(one): one.name for one in signal.Signals}
@@ -103,6 +117,7 @@ class _Link(asyncio.Protocol):
         self._client, self._frames = client, Frames()
 
     def data_received(self, data: bytes) -> None:
+        self._client.silent_seconds = 0.0
         for body in self._frames.feed(data):
             self._client.received(from_process(body))
 
@@ -113,24 +128,33 @@ class _Link(asyncio.Protocol):
 class ProcessClient(EngineClient):
     """Talks to an engine in a process, and starts it again when it dies.
 
-    Jobs that it had are lost then. After a few deaths in a row it stays dead.
+    Jobs that it had are lost then. After a few deaths in a row it stays dead. An engine that hangs
+    is killed. Its silence is measured in ticks of this process's event loop, so that neither a
+    clock that is set nor a machine that was asleep counts. Signs of life come over the socket: this
+    process reads all that is there before it waits, so a full socket means that this process is the
+    slow one, and then its ticks are slow, too.
 
     Args:
         process: waited for until its engine is there.
+        timeout: seconds of silence after which an engine counts as hung and is killed. A process
+            that loads its engine may be silent for any time.
 
     Raises:
         ValueError: the engine's configuration or its model cannot be used, or the process ended.
     """
 
-    def __init__(self, process: EngineProcess) -> None:
+    def __init__(self, process: EngineProcess, timeout: float = ENGINE_TIMEOUT) -> None:
         hello = process.hello()
         super().__init__(hello.capabilities, hello.status)
         self.pid = process.pid
         self._process = process
+        self._timeout = timeout
+        self._watching: asyncio.Task[None] | None = None
         self._num_clients = 1
         self._transport: asyncio.WriteTransport | None = None
         self._outgoing: list[bytes] = []
         self._is_stopping = False
+        self._loop_has_ended = asyncio.Event()
         self._is_gone = asyncio.Event()
         self._restarting: asyncio.Task[None] | None = None
         self._num_deaths = 0  # in a row
@@ -152,27 +176,34 @@ class ProcessClient(EngineClient):
         self._num_clients = num_clients
         await self._connect()
         self._begin()
+        self._watching = asyncio.ensure_future(self._watch())
 
     async def stop(self) -> None:
-        """Drops what is left, and waits for the process to end."""
+        """Drop what is left, and wait for the process to end; kill it if it hangs."""
         self._is_stopping = True
-        if self._restarting is not None:
-            self._restarting.cancel()
+        for task in (self._restarting, self._watching):
+            if task is not None:
+                task.cancel()
         if self._transport is not None and self._begun_at is None:  # it loads, and cannot hear
             self._transport.abort()
             return await asyncio.to_thread(self._process.kill)
         if self._transport is not None:
             self._send(Stop())
             try:
+                await asyncio.wait_for(self._loop_has_ended.wait(), _STOP_SECONDS)
                 await asyncio.wait_for(self._is_gone.wait(), _END_SECONDS)
             except asyncio.TimeoutError:  # another class than TimeoutError until Python 3.11
                 logger.error("the engine's process does not end, and is killed")
+                self._process.send_kill()
                 self._transport.abort()
         await asyncio.to_thread(self._process.end, _REAP_SECONDS)
 
     def received(self, message: Hello | NoEngine | Batch) -> None:
         """Called with every message of the process."""
         if isinstance(message, Batch):
+            if message.health == "failed":  # the last one: another process starts
+                self._loop_has_ended.set()
+                message.health = "restarting"
             self._take(message)
         elif isinstance(message, NoEngine):
             logger.critical("the engine cannot be started again: %s", message.message)
@@ -188,6 +219,7 @@ class ProcessClient(EngineClient):
         """Called when the process is gone."""
         self._transport = None
         self._outgoing.clear()
+        self._loop_has_ended.set()
         self._is_gone.set()
         if self._is_stopping:
             return
@@ -196,6 +228,29 @@ class ProcessClient(EngineClient):
         self.status = replace(self.status, num_running=0, num_waiting=0, num_free_pages=pages)
         self._lost(_LOST)
         self._restarting = asyncio.ensure_future(self._restart())
+
+    async def _watch(self) -> None:
+        """Count the seconds in which the engine gives no sign of life, and kill one that hangs."""
+        while True:
+            stalled = _STALLED_SHARE * self._timeout
+            tick = min(self._timeout / _TICKS, _TICK_SECONDS)
+            await asyncio.sleep(tick)
+            if self._transport is None or self._begun_at is None:  # none is there, or it loads
+                self.silent_seconds = 0.0
+                continue
+            self.silent_seconds += tick
+            if self.silent_seconds > self._timeout:
+                logger.critical(
+                    "the engine has been silent for %g s and is killed; raise --engine-timeout if "
+                    "it was at work",
+                    self._timeout,
+                )
+                self.silent_seconds = 0.0
+                self._process.send_kill()
+                self._transport.abort()
+            elif self.silent_seconds > stalled and self.health in ("ok", "failing"):
+                logger.error("the engine has been silent for %g s", stalled)
+                self.health = "stalled"
 
     async def _restart(self) -> None:
         how = await asyncio.to_thread(self._process.end)
@@ -218,6 +273,7 @@ class ProcessClient(EngineClient):
 
     async def _connect(self) -> None:
         loop = asyncio.get_running_loop()
+        self._loop_has_ended.clear()
         self._is_gone.clear()
         connected = loop.create_unix_connection(lambda: _Link(self), sock=self._process.connection)
         self._transport, _ = await connected

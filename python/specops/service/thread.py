@@ -15,6 +15,8 @@ from specops.service.snapshot import capabilities_of, status_of
 
 logger = logging.getLogger(__name__)
 
+_END_SECONDS = 60.0  # that the thread may take to end, for it may have to save drafters
+
 
 class _QueueInbox:
     def __init__(self) -> None:
@@ -59,9 +61,11 @@ class ThreadClient(EngineClient):
         self._thread.start()
 
     async def stop(self) -> None:
-        """Drops what is left, and waits for the thread to end."""
+        """Drop what is left, and wait for the thread to end."""
         self._send(Stop())
-        await asyncio.to_thread(self._thread.join)
+        await asyncio.to_thread(self._thread.join, _END_SECONDS)
+        if self._thread.is_alive():
+            logger.error("the engine's thread does not end")
 
     def _send(self, command: Command) -> None:
         self._inbox.put(command)

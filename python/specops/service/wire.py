@@ -21,6 +21,7 @@ from specops.service.messages import (
     Hello,
     KvTransfer,
     NoEngine,
+    Overdue,
     Stop,
     Submit,
 )
@@ -181,12 +182,12 @@ def unpacked(kind: type, value: Any) -> Any:
     return PromptLogprobs.unpacked(value)
 
 
-ToProcess = Setup | Begin | Submit | Abort | Fetched | Stop | Taken | GrammarReady
+ToProcess = Setup | Begin | Submit | Abort | Fetched | Overdue | Stop | Taken | GrammarReady
 FromProcess = Hello | NoEngine | Batch
 
 _encoder = msgspec.msgpack.Encoder(enc_hook=packed)
 _to_process = msgspec.msgpack.Decoder(
-    Setup | Begin | _Submit | Abort | Fetched | Stop | Taken | GrammarReady
+    Setup | Begin | _Submit | Abort | Fetched | Overdue | Stop | Taken | GrammarReady
 )
 _from_process = msgspec.msgpack.Decoder(FromProcess, dec_hook=unpacked)
 

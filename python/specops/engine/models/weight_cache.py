@@ -29,6 +29,7 @@ import functools
 import hashlib
 import json
 import logging
+import math
 import os
 import re
 import shutil
@@ -164,14 +165,14 @@ class WeightCache:
         facts = _facts(file)
         known = self._root / _DIGESTS / _digest(facts)
         with contextlib.suppress(OSError):
-            text = known.read_text(encoding="ascii")
-            if len(text) == hashlib.sha256().digest_size * 2:
-                return text
+            kept, _, check = known.read_bytes().partition(b" ")
+            if check and check == _check([*facts, kept.decode("latin-1")]):
+                return kept.decode("ascii")
         digest = digest_of_bytes(file)
         changed = max(file.stat().st_mtime, file.stat().st_ctime)
         if facts == _facts(file) and time.time() - changed > _SETTLED_SECONDS:
             with _replacing(known) as out:
-                out.write(digest.encode())
+                out.write(digest.encode() + b" " + _check([*facts, digest]))
         return digest
 
 
@@ -198,21 +199,31 @@ class CachedWeights:
                 weight = self._read(path, key)
         return made if weight is None else weight
 
-    def numbers(self, key: str, measure: Callable[[], list[float]]) -> list[float]:
-        """Returns what was once measured, or measures it.
+    def numbers(self, key: str, measure: Callable[[], list[float]], count: int) -> list[float]:
+        """Return numbers that were measured before, or measure them.
 
         Args:
-            key: what it is, beside what the folder says.
-            measure: measures it.
+            key: what they are, beside what the folder says.
+            measure: returns `count` numbers, each finite and at least 0.
+            count: how many there are.
         """
         path = self._folder / f"{_digest([key])}.json"
         try:
-            found = json.loads(path.read_text(encoding="utf-8"))
-            return [float(number) for number in found]
-        except (OSError, TypeError, ValueError):  # it is not there, or not whole
-            numbers = measure()
+            data = path.read_bytes()
+        except OSError:
+            data = b""
+        text, _, check = data.partition(b"\n")
+        # The check covers the numbers as the code that measured them wrote them; their count and
+        # range are compared even so, since other code may have written the file.
+        if check and check == _check([key, text.decode("latin-1")]):
+            with contextlib.suppress(ValueError, RecursionError):
+                found = json.loads(text)
+                if _are_numbers(found, count):
+                    return [float(number) for number in found]
+        numbers = measure()
+        text = json.dumps(numbers).encode()
         with contextlib.suppress(OSError), _replacing(path) as out:
-            out.write(json.dumps(numbers).encode())
+            out.write(text + b"\n" + _check([key, text.decode()]))
         return numbers
 
     def _read(self, path: Path, key: str) -> PackedWeight | None:
@@ -359,6 +370,18 @@ def _code_digest() -> str:
     facts = specops.runtime.build_facts()
     texts = [file.read_text(encoding="utf-8") for file in _code_files()]
     return _digest([facts["source_digest"], facts["compiler"], *texts])
+
+
+def _are_numbers(found: Any, count: int) -> bool:
+    """Return whether a JSON value is a list of `count` finite numbers, each at least 0."""
+    if not isinstance(found, list) or len(found) != count:
+        return False
+    return all(type(one) in (int, float) and 0 <= one < math.inf for one in found)
+
+
+def _check(texts: Sequence[str]) -> bytes:
+    """Return what stands behind a small file's content, so that a damaged one is not believed."""
+    return _digest(texts).encode()
 
 
 def _digest(texts: Sequence[str]) -> str:

@@ -7,6 +7,7 @@ Any thread may compile: a server does it beside the engine's thread, which then 
 import json
 import re
 import threading
+import time
 from collections import OrderedDict
 from collections.abc import Callable
 from functools import partial
@@ -38,6 +39,11 @@ _MAX_STEP_FUEL = 100_000  # of the lexer
 # a chain of ten thousand and more. Only what is used of a stack takes memory.
 _STACK_BYTES = 1 << 29
 
+# Processor time of one compilation. Time on the wall would count what others do on the machine, and
+# a process that was stopped.
+_COMPILE_SECONDS = 10.0
+_LEAST_WAIT_SECONDS = 0.05  # between two looks at it
+
 
 class GrammarCompiler:
     """Compiles grammars for one model.
@@ -57,8 +63,15 @@ class GrammarCompiler:
         self._kept: OrderedDict[StructuredOutput, Grammar] = OrderedDict()
         self._used: WeakValueDictionary[StructuredOutput, Grammar] = WeakValueDictionary()
 
-    def compile(self, wanted: StructuredOutput) -> Grammar:
-        """Returns the grammar of what a request asks for; at once, if it is known already.
+    def compile(
+        self, wanted: StructuredOutput, overdue: Callable[[], None] | None = None
+    ) -> Grammar:
+        """Return the grammar of what a request asks for; at once, if it is known already.
+
+        Args:
+            wanted: the constraint.
+            overdue: called from the calling thread if compilation takes more than 10 seconds of
+                processor time. Compilation cannot be interrupted, and continues.
 
         Raises:
             ValueError: it is not valid, too large, or says what is not supported; or llguidance is
@@ -70,7 +83,8 @@ class GrammarCompiler:
                 vocabulary = self._vocabulary_of_model()
         if found is None:
             # Two threads may compile the same: neither waits for what a third one compiles.
-            found = _with_a_deep_stack(partial(_grammar, vocabulary, wanted, self._whitespace))
+            work = partial(_grammar, vocabulary, wanted, self._whitespace)
+            found = _with_a_deep_stack(work, overdue)
         with self._lock:
             found = self._used.setdefault(wanted, found)
             self._kept[wanted] = found
@@ -96,12 +110,14 @@ _TEMPERATURE = re.compile(r"^\s*\w+\s*\[[^\]\n]*\btemperature\b", re.MULTILINE) 
 _starting = threading.Lock()  # the size of the next thread's stack is the process's
 
 
-def _with_a_deep_stack(work: Callable[[], Grammar]) -> Grammar:
-    """Does the work in a thread of its own, with room for rules that refer to rules."""
+def _with_a_deep_stack(work: Callable[[], Grammar], overdue: Callable[[], None] | None) -> Grammar:
+    """Run `work` in a thread whose stack is deep enough for rules that refer to rules."""
     done: list[Grammar] = []
     failed: list[Exception] = []
+    clocks: list[int] = []  # of the thread, which may read its own safely
 
     def run() -> None:
+        clocks.append(time.pthread_getcpuclockid(threading.get_ident()))
         try:
             done.append(work())
         except Exception as error:
@@ -114,10 +130,25 @@ def _with_a_deep_stack(work: Callable[[], Grammar]) -> Grammar:
             thread.start()
         finally:
             threading.stack_size(before)
+    if overdue is not None:
+        left = _COMPILE_SECONDS
+        while thread.is_alive() and left > 0:
+            thread.join(max(left, _LEAST_WAIT_SECONDS))
+            left = _COMPILE_SECONDS - _seconds_of(clocks)
+        if thread.is_alive():
+            overdue()
     thread.join()
     if failed:
         raise failed[0]
     return done[0]
+
+
+def _seconds_of(clocks: list[int]) -> float:
+    """Return the processor time of a thread; 0 before it has begun and after it has ended."""
+    try:
+        return time.clock_gettime(clocks[0]) if clocks else 0.0
+    except OSError:
+        return 0.0
 
 
 def _grammar(vocabulary: Vocabulary, wanted: StructuredOutput, whitespace: str) -> Grammar:
