@@ -95,9 +95,9 @@ class LegacyLogprobs:
             text: the prompt, if it was sent as text: it has the special tokens that the client has
                 spelt. Empty for token ids, whose echo has none.
         """
-        told = self._build(token_ids, logprobs, num_alternatives, text)
+        reply = self._build(token_ids, logprobs, num_alternatives, text)
         self._offset = len(text) or self._offset
-        return told
+        return reply
 
     def _build(
         self,
