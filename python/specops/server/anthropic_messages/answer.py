@@ -41,9 +41,8 @@ class MessagesAnswer(BlockAnswer):
             delta = {"type": "text_delta", "text": change.text}
             yield _event("content_block_delta", index=index, delta=delta)
         elif change.kind == "begin":
-            if isinstance(block, TextBlock):
-                begun = {"type": "text", "text": ""}
-            else:
+            begun: dict[str, Any] = {"type": "text", "text": ""}
+            if not isinstance(block, TextBlock):
                 begun = {**_tool_use(block), "input": {}}
             yield _event("content_block_start", index=index, content_block=begun)
         else:
