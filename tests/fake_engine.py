@@ -278,6 +278,7 @@ class FakeEngine:
                 stats.num_drafts += 1
                 stats.num_draft_tokens += drafts
                 stats.num_accepted_tokens += len(tokens) - 1
+                stats.num_emitted_tokens += len(tokens)
                 per_pos = stats.num_accepted_tokens_per_pos
                 per_pos.extend([0] * (drafts - len(per_pos)))
                 for position in range(len(tokens) - 1):
@@ -291,7 +292,7 @@ class FakeEngine:
             text += request.stream.finish()
         report = None
         if drafts and request.params.report_drafts:
-            parents, accepted = list(range(-1, drafts - 1)), list(range(right))
+            parents, accepted = list(range(-1, drafts - 1)), list(range(min(right, len(tokens))))
             report = StepDrafts(proposed, parents, [request.method] * drafts, accepted)
         of_prompt = _prompt_logprobs(request) if first else None
         return RequestOutput(request.id, tokens, text, logprobs, request.reason, report, of_prompt)

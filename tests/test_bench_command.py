@@ -286,7 +286,7 @@ def test_specops_own_server(tmp_path: Path) -> None:
         (["--concurrency", "0"], "--concurrency must be at least 1, got 0"),
         (["--warm-up", "-1"], "--warm-up must be at least 0, got -1"),
         (["--rate", "0"], "--rate must be above 0, got 0"),
-        (["--timeout", "nan"], "--timeout must be above 0, got nan"),
+        (["--timeout", "-1"], "--timeout must be above 0, got -1"),
         (["--url", "127.0.0.1"], "--url must begin with http:// or https://, got 127.0.0.1"),
         (["--even"], "--even needs --rate"),
         (["--against", "there"], "--against must begin with http:// or https://, got there"),

@@ -15,7 +15,8 @@ from typing import Any
 
 import pytest
 import specops
-from specops.cli import COMMANDS, main
+from specops.cli import COMMANDS, finite, main
+from specops.engine import EngineConfig, SpeculativeConfig
 
 ROOT = Path(__file__).resolve().parent.parent
 EXTRA = ("aiohttp", "rich")
@@ -112,6 +113,97 @@ def test_documented_lines_are_understood(words: list[str]) -> None:
     asks_server = words[:2] == ["verify-exactness", "--url"]
     module, name = PARSERS["verify-exactness --url" if asks_server else words[0]]
     getattr(import_module(module), name)("specops").parse_args(words[1:])
+
+
+@pytest.mark.parametrize("name", PARSERS)
+def test_every_number_of_a_command_line_is_finite(
+    name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    if name == "bench":
+        need_the_extra()
+    module, function = PARSERS[name]
+    parser = getattr(import_module(module), function)("specops")
+    # type=float would take NaN, which no comparison with a bound refuses.
+    assert {one.type for one in parser._actions} <= {None, int, finite, str.lower}
+    for action in parser._actions:
+        for text in ("nan", "inf", "-Infinity", "1e999") if action.type in (int, finite) else ():
+            with pytest.raises(SystemExit) as exit:
+                parser.parse_args([f"{action.option_strings[0]}={text}"])
+            assert exit.value.code == 2
+            assert f"argument {'/'.join(action.option_strings)}: " in capsys.readouterr().err
+
+
+def test_choices_of_a_server_have_any_case() -> None:
+    parser = import_module("specops.cli.serve")._parser()
+    chosen = [one for one in parser._actions if one.choices and one.dest != "page_size"]
+    assert {"dtype", "quantization", "quantize_head", "role"} < {one.dest for one in chosen}
+    for action in chosen:
+        for value in action.choices:
+            args = parser.parse_args([action.option_strings[0], value.upper()])
+            assert getattr(args, action.dest) == value
+    for value in ("WINT4", "Wint8", "wint4"):
+        drafter = {"method": "MTP", "quantization": value, "verify_strategy": "TARGET_MATCH"}
+        found = SpeculativeConfig.from_dict(drafter)
+        assert (found.method, found.verify_strategy) == ("mtp", "target_match")
+        assert found.quantization == EngineConfig(quantization=value).quantization == value.lower()
+
+
+DRAFTS = "speculative_config"
+
+
+@pytest.mark.parametrize(
+    "given,message",
+    [
+        (["--kv-transport", "nixl"], "kv_transport needs role"),
+        (["--kv-host", "0.0.0.0"], "kv_host needs role"),
+        (["--kv-port", "5"], "kv_port needs role"),
+        (["--kv-peers", "localhost"], "kv_peers needs role"),
+        (["--kv-lease-seconds", "-1"], "kv_lease_seconds needs role"),
+        (["--kv-lease-bytes", "5"], "kv_lease_bytes needs role"),
+        (["--scheduler-host", "a"], "scheduler_host needs scheduler_name splitwise"),
+        (["--scheduler-port", "0"], "scheduler_port needs scheduler_name splitwise"),
+        (["--scheduler-password", "a"], "scheduler_password needs scheduler_name splitwise"),
+        (["--scheduler-topic", "a"], "scheduler_topic needs scheduler_name splitwise"),
+        (["--role", "mixed", "--scheduler-ttl", "-9"], "scheduler_ttl needs scheduler_name splitw"),
+        ({"method": "ngram", "quantization": "wint4"}, f"{DRAFTS}.quantization needs method 'mtp'"),
+        ({"method": "suffix", "num_speculative_tokens": 4, "num_model_steps": 2},
+         f"{DRAFTS}.num_model_steps needs a method that runs a model, got 'suffix'"),
+        (
+            {"method": "ngram", "suffix_decoding_max_tree_depth": 5},
+            f"{DRAFTS}.suffix_decoding_max_tree_depth needs method 'suffix', got 'ngram'",
+        ),
+        ({"method": "suffix", "min_ngram_size": 1},
+         f"{DRAFTS}.min_ngram_size needs method 'ngram', got 'suffix'"),
+        ({"method": "mtp", "mtp_strategy": "with_ngram", "suffix_decoding_read_on": False},
+         f"{DRAFTS}.suffix_decoding_read_on needs method 'suffix', got 'mtp+ngram'"),
+    ],
+)  # fmt: skip
+def test_options_without_effect_are_refused(
+    given: list[str] | dict[str, Any], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["--speculative-config", json.dumps(given)] if isinstance(given, dict) else given
+    assert main(["serve", *words]) == 2
+    assert f"specops: {message}" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"method": "ngram", "suffix_decoding_max_tree_depth": 64, "num_model_steps": 1},
+        {"method": "mtp", "mtp_strategy": "with_suffix", "suffix_decoding_read_on": False},
+        {"method": "ngram", "options": {"suffix": {"suffix_decoding_read_on": False}}},
+        {"method": "ngram", "model": "modules", "quantization": "wint4"},  # for requests with mtp
+        {"method": "mtp", "num_speculative_tokens": 4, "num_model_steps": 2},
+        {"method": "naive", "num_speculative_tokens": 0},
+    ],
+)
+def test_options_with_an_effect_or_at_their_defaults_are_fine(config: dict[str, Any]) -> None:
+    serve = import_module("specops.cli.serve")
+    parser = serve._parser()
+    words = ["--scheduler-port", "6379", "--kv-transport", "tcp", "--kv-lease-seconds", "120"]
+    args = parser.parse_args([*words, "--speculative-config", json.dumps(config)])
+    serve.require_effect(parser, args)
+    serve.require_effective_drafts(serve.plain_settings(args))
 
 
 def test_the_engine_s_own_names_stay(capsys: pytest.CaptureFixture[str]) -> None:

@@ -24,8 +24,8 @@ from server_attacks import Server
 from server_pairs import Redis, redis_server, servers
 from serving import serving
 from specops.cli import main
-from specops.cli.fastdeploy import REFUSED
-from specops.cli.options import plain_settings
+from specops.cli.fastdeploy import REFUSED, translated
+from specops.cli.options import plain_settings, require_effective_drafts
 from specops.cli.serve import _parser, _read
 from specops.engine import Engine, EngineConfig
 from test_experts_server import BODIES, answers, split_checkpoint
@@ -109,6 +109,39 @@ def num_drafts(url: str) -> float:
     told = httpx.get(f"{url}/metrics").text
     (number,) = re.findall(r"^specops:spec_decode_num_draft_tokens_total\S* (\S+)$", told, re.M)
     return float(number)
+
+
+@pytest.mark.parametrize(
+    "config,runs,note",
+    [
+        ('{"method": "naive", "num_speculative_tokens": 1}', "naive", "in place of 1"),
+        ('{"method": "NAIVE", "num_speculative_tokens": 5}', "naive", "in place of 5"),
+        ('{"method": "mtp", "num_speculative_tokens": 4, "suffix_decoding_max_tree_depth": 64, '
+         '"suffix_decoding_max_cached_requests": 10000, "suffix_decoding_max_spec_factor": 1.0, '
+         '"suffix_decoding_min_token_prob": 0.1}', "mtp", '"mtp" runs MTP modules'),
+    ],
+)  # fmt: skip
+def test_configurations_of_its_page_run_and_say_what_runs(
+    config: str, runs: str, note: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    settings = settings_of(["--speculative-config", config])
+    assert note in caplog.text
+    found = EngineConfig.from_plain(settings).speculative_config
+    assert found.method == runs
+    require_effective_drafts(settings)
+    if runs == "mtp":
+        suffix = dict(found.options)["suffix"]
+        assert suffix.suffix_decoding_max_cached_requests == 10000  # type: ignore[attr-defined]
+    caplog.clear()
+    settings_of(["--speculative-config", '{"method": "naive", "num_speculative_tokens": 0}'])
+    assert not caplog.text
+
+
+def test_what_is_no_configuration_is_refused_later() -> None:
+    for text in ("{", "[]", '{"method": 1}', '{"method": "naive", "method": "mtp"}', "[" * 99999):
+        assert translated(text) == text
+        with pytest.raises(ValueError, match=r"speculative_config|method"):
+            EngineConfig.from_plain({"speculative_config": text})
 
 
 def test_each_command_has_a_name() -> None:

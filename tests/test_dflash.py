@@ -346,6 +346,17 @@ def told(count: int, temperature: float = 0.0) -> list[SamplingParams]:
     ]
 
 
+def test_a_scaled_embedding_is_not_a_head_s(tmp_path: Path) -> None:
+    target, head = tmp_path / "target", tmp_path / "head"
+    for one in (target, head):
+        one.mkdir()
+    model = make_checkpoint(target, "Gemma3", num_hidden_layers=LAYERS, vocab_size=VOCAB)
+    write_tokenizer(target)
+    Block().write(head)
+    with pytest.raises(ModelError, match=r"embed_tokens\.weight is missing, .* it is scaled by 8,"):
+        make((target, model), head)
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_drafts_are_the_reference_s(target: tuple[Path, Any], tmp_path: Path, kind: str) -> None:
     """As many as a block has, in a batch and in chunks; other layers would give others."""

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """What steps report of their drafts: all that was verified, by whom, and nothing changes by it."""
 
+from copy import deepcopy
+
 import pytest
 from specops.engine import (
     Engine,
@@ -10,6 +12,7 @@ from specops.engine import (
     SpeculativeConfig,
     StructuredOutput,
 )
+from specops.engine.outputs import TARGET
 
 PROMPT = "def add(a, b):\n    return a + b\n\n\ndef sub(a, b):\n"
 # What followed `x =` before differs, so trees branch.
@@ -56,10 +59,84 @@ def steps_of(
     while engine.has_unfinished():
         outputs += engine.step()
     completion = engine.completion(name)
+    stats = completion.stats
     drafts = [one.drafts for one in outputs if one.drafts is not None]
-    assert sum(len(one.token_ids) for one in drafts) == completion.stats.num_draft_tokens
-    assert sum(len(one.accepted) for one in drafts) == completion.stats.num_accepted_tokens
+    assert sum(len(one.token_ids) for one in drafts) == stats.num_draft_tokens
+    assert sum(len(one.accepted) for one in drafts) == stats.num_accepted_tokens
+    assert sum(stats.num_accepted_tokens_per_pos) == stats.num_accepted_tokens
+    sources = [source for one in outputs for source in one.sources]
+    assert len(sources) - sources.count(TARGET) == stats.num_accepted_tokens
+    assert stats.num_emitted_tokens == len(sources) - (stats.num_steps - stats.num_drafts)
     return outputs
+
+
+# Each way to end a request that plain decoding has, found in its own output.
+CUTS = {
+    "string": lambda text, ids: {"stop": (text[len(text) // 2 :][:3],)},
+    "token": lambda text, ids: {"stop_token_ids": (ids[len(ids) // 2],)},
+    "sequence": lambda text, ids: {"stop_token_sequences": (tuple(ids[len(ids) // 2 :][:2]),)},
+    "thinking": lambda text, ids: {
+        "think_end_token_id": 1,
+        "reasoning_max_tokens": len(ids) // 2,
+        "think_inject_token_ids": (ids[len(ids) // 2], 5, 1),
+    },
+    "response": lambda text, ids: {
+        "think_end_token_id": ids[len(ids) // 3],
+        "response_max_tokens": len(ids) // 3,
+    },
+    "grammar": lambda text, ids: {"structured_output": StructuredOutput(regex="(ab){9}|(ba){9}c")},
+    "max_tokens": lambda text, ids: {"max_tokens": len(ids) // 2},
+}
+
+
+@pytest.mark.parametrize("cut", CUTS)
+@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.pairs
+def test_accepted_drafts_are_tokens_of_the_output(engine: Engine, name: str, cut: str) -> None:
+    """A cut in the middle of accepted drafts counts only those before it, everywhere."""
+    before = deepcopy(engine.stats)
+    num_cut, found = 0, []
+    for length in range(15, 21):
+        plain = {"max_tokens": length, "temperature": 0.0, "ignore_eos": True}
+        (done,) = engine.generate(
+            [TWICE], SamplingParams(**plain), speculative_config={"method": "naive"}
+        )
+        wanted = {**plain, **CUTS[cut](done.text, done.token_ids)}
+        params = SamplingParams(**wanted, report_drafts=True)
+        (same,) = engine.generate([TWICE], params, speculative_config={"method": "naive"})
+        assert same.stats.num_accepted_tokens == 0
+        outputs = steps_of(engine, TWICE, params, METHODS[name])
+        assert [token for one in outputs for token in one.token_ids] == same.token_ids
+        last = outputs[-1]
+        num_cut += last.drafts is not None and len(last.drafts.accepted) == len(last.token_ids)
+        found.append(outputs)
+    speculative, drafts = engine.stats.speculative, before.speculative
+    steps = [one.drafts for outputs in found for one in outputs if one.drafts is not None]
+    assert speculative.num_accepted_tokens - drafts.num_accepted_tokens == sum(
+        len(one.accepted) for one in steps
+    )
+    without = [s.num_steps - s.num_drafts for s in (speculative, drafts)]
+    assert speculative.num_emitted_tokens - drafts.num_emitted_tokens == (
+        engine.stats.generation_tokens - before.generation_tokens - (without[0] - without[1])
+    )
+    if cut in ("string", "token") and name.startswith("ngram"):
+        assert num_cut, "some end among accepted drafts"
+
+
+def test_an_aborted_request_counts_its_output(engine: Engine) -> None:
+    before = deepcopy(engine.stats)
+    params = SamplingParams(max_tokens=40, temperature=0.0, report_drafts=True)
+    name = engine.add_request(TWICE, params, speculative_config=METHODS["ngram"])
+    outputs = []
+    while sum(len(one.token_ids) for one in outputs) < 20:
+        outputs += engine.step()
+    engine.launch()
+    assert engine.abort(name)
+    assert engine.collect() == []
+    accepted = sum(len(one.drafts.accepted) for one in outputs if one.drafts is not None)
+    now, then = engine.stats.speculative, before.speculative
+    assert 0 < accepted == now.num_accepted_tokens - then.num_accepted_tokens
+    assert now.num_steps - then.num_steps == len(outputs)
 
 
 @pytest.mark.parametrize("prompt", [PROMPT, TWICE], ids=["new", "repeating"])

@@ -16,9 +16,11 @@ for name in ("fastapi", "uvicorn", "pydantic", "prometheus_client", "jinja2", "h
 import httpx
 import torch
 from checkpoints import make_checkpoint, write_tokenizer
+from fake_engine import byte_tokenizer
 from serving import Served, serving
 from specops.engine import Engine, EngineConfig, SamplingParams, SpeculativeConfig
 from specops.server.chat import ChatFormat
+from specops.server.logprobs import LegacyLogprobs
 
 HTTP = httpx.Client(timeout=300)
 CHAT = ChatFormat("{% for m in messages %}{{ m.content }}{% endfor %}")
@@ -74,6 +76,40 @@ def test_an_echo_with_logprobs(served: Served) -> None:
     assert told["text_offset"][len(ids) :] == [len(PROMPT) + one for one in own["text_offset"]]
     assert told["token_logprobs"][0] is None and told["top_logprobs"][0] is None
     assert "".join(told["tokens"][: len(ids)]) == PROMPT
+
+
+def test_offsets_count_the_special_tokens_that_a_prompt_spells(served: Served) -> None:
+    tokenizer = served.engine.tokenizer
+    end = tokenizer.decode([0], skip_special_tokens=False)
+    assert tokenizer.is_special(0)
+    base = {"temperature": 0, "max_tokens": 4, "logprobs": 0, "echo": True, "ignore_eos": True}
+    for prompt in (f"x = 1{end}def f{end}", f"{end}{end}a", f"{end}x{end}y"):
+        ids = tokenizer.encode(prompt)
+        (spelt,) = post(served, base | {"prompt": prompt})["choices"]
+        (counted,) = post(served, base | {"prompt": ids})["choices"]
+        assert spelt["text"].startswith(prompt)
+        assert counted["text"].startswith(prompt.replace(end, ""))
+        for index in range(len(ids)):
+            token, at = (spelt["logprobs"][name][index] for name in ("tokens", "text_offset"))
+            assert spelt["text"].startswith(token, at)
+            if token != end:
+                at = counted["logprobs"]["text_offset"][index]
+                assert counted["text"].startswith(token, at)
+        assert spelt["logprobs"]["text_offset"][len(ids)] == len(prompt)
+
+
+def test_a_token_before_a_text_is_not_in_it() -> None:
+    """Such as the beginning that a tokenizer adds, even if the text spells it, too."""
+    tokenizer = byte_tokenizer()
+    end = "<|end|>"
+    for ids, text, offsets in (
+        ([0, 98], "a", [0, 0]),
+        ([0, 0, 98], f"{end}a", [0, 0, 7]),
+        ([0, 98], f"{end}a", [0, 7]),
+        ([98, 0], "a", [0, 1]),
+    ):
+        told = LegacyLogprobs(tokenizer).build_prompt(ids, [None] * len(ids), 0, text)
+        assert told["text_offset"] == offsets
 
 
 def test_an_echo_alone(served: Served, model_dir: Path) -> None:

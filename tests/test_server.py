@@ -762,7 +762,7 @@ def test_bodies_that_are_no_json_object(fake: Served, content: bytes) -> None:
         (b'{"prompt": "a", "speculative_config": {"k": 1, "k": 1}}', "k is given more than once"),
         (b'{"prompt": "\xff"}', "the body must be UTF-8, got byte 0xff at 12"),
         ('{"prompt": "a"}'.encode("utf-16"), "the body must be UTF-8, got byte 0xff at 0"),
-        (b'{"prompt": ' + b"[" * 100_000, "the body is nested too deeply"),
+        (b'{"prompt": ' + b"[" * 100_000, "the body is nested more than 128 levels deep"),
     ],
 )
 def test_bodies_that_say_what_is_wrong(fake: Served, content: bytes, message: str) -> None:

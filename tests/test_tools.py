@@ -23,7 +23,7 @@ from serving import Served, serving
 from specops.cli.serve import _parser
 from specops.engine import Engine, EngineConfig, SpeculativeConfig
 from specops.engine.config import BUNDLED_MODEL
-from specops.engine.structured import GrammarCompiler, GrammarState
+from specops.engine.structured import GrammarCompiler, GrammarState, StructuredOutput
 from specops.server import make_app
 from specops.server.call_forms import (
     CALL_FORMS,
@@ -251,6 +251,302 @@ def test_a_closing_inside_of_an_argument_is_no_end() -> None:
         reader = CallReader()
         calls = reader.feed(text[:cut])[1] + reader.feed(text[cut:])[1]
         assert [call["function"]["arguments"] for call in calls] == ['{"a": "</tool_call>}"}']
+
+
+# Arguments that a grammar admits and a value of Python, or of JavaScript, does not keep.
+EXACT = [
+    '{"x": 1e999}',
+    '{"x": -1e999, "y": [1E5, 1e5, 1.0, 1.50, -0, -0.0]}',
+    '{"x": 0.1234567890123456789012345678901234567890}',
+    '{"x": 1, "x": 2}',
+    f'{{"x": {"9" * 4300}}}',
+    f'{{"x": -{"9" * 5000}}}',
+    '{"x": "\\ud800 \\u00e9 \\/ é 🌍 {\\"}"}',
+    '{"x":\t{ },"y" :[ ]\n}',
+    f'{{"x": {"[" * 99}{"]" * 99}}}',
+    '{"x": {"NaN": "Infinity", "": null}}',
+]
+ROUND = {
+    HERMES: '<tool_call>\n{"name": "f", "arguments": %s}\n</tool_call>',
+    LLAMA: '{"name": "f", "parameters": %s}',
+    MISTRAL: '[TOOL_CALLS][{"name": "f", "arguments": %s}]',
+}
+
+
+def read(form: CallForm, pieces: list[str]) -> tuple[str, list[tuple[str, str]]]:
+    reader, content, calls = CallReader(form), "", []
+    for piece in pieces:
+        more, found = reader.feed(piece)
+        content += more
+        calls += [(one["function"]["name"], one["function"]["arguments"]) for one in found]
+    return content + reader.finish(), calls
+
+
+@pytest.mark.parametrize("form", ROUND, ids=lambda form: form.name)
+def test_arguments_are_the_text_that_the_model_wrote(form: CallForm) -> None:
+    for arguments in EXACT:
+        text = ROUND[form] % arguments
+        assert read(form, [text]) == read(form, list(text)) == ("", [("f", arguments)])
+
+
+@pytest.mark.parametrize("form", ROUND, ids=lambda form: form.name)
+def test_a_call_that_cannot_be_parsed_stays_text(form: CallForm) -> None:
+    whole = ROUND[form]
+    wrong = [
+        *(whole % one for one in ('{"x": NaN}', '{"x": -Infinity}', "{'x': 1}", '{"x": 01}')),
+        *(whole % one for one in ('{"x": "\t"}', "{1: 2}", '{"x" 1}', '{"x": 1,}', '{"x": 1]')),
+        whole % f'{{"x": {"[" * 100}{"]" * 100}}}',
+        whole % f'{{"x": {"[" * 20_000}{"]" * 20_000}}}',
+        whole.replace('"name": "f", ', "") % "{}",
+        whole.replace('"f"', "7") % "{}",
+        whole.replace("arguments", "x").replace("parameters", "x") % "{}",
+        whole[:-1] % '{"x": [' + '{"a":' * 5000,
+    ]
+    if form.opening:
+        wrong += [f"a {form.opening}", f"{form.opening} 12 {form.opening[:3]}"]
+    for text in wrong:
+        assert read(form, [text]) == read(form, list(text)) == (text, [])
+    # It does not hide the next one.
+    if form is HERMES:
+        good = whole % "{}"
+        assert read(form, [f"{wrong[0]} {good}"]) == (wrong[0], [("f", "{}")])
+
+
+def mutated(draw: random.Random, text: str) -> str:
+    """A text with some characters replaced, added, taken out, or repeated elsewhere."""
+    marks = ['"', "\\", "{", "}", "[", "]", ",", ":", ";", " ", "\n", "e", "1", "é", "<", ">"]
+    marks += ["<tool_call>", "</tool_call>", "[TOOL_CALLS]", "NaN", "1e999", "\\u", "null"]
+    for _ in range(draw.randrange(4)):
+        at, end = sorted(draw.randrange(len(text) + 1) for _ in range(2))
+        end = min(end, at + draw.choice([1, 1, 2, 5, 40]))
+        other = draw.choice(
+            ["", draw.choice(marks), text[at:end] * 2, draw.choice("[{") * draw.choice([9, 150])]
+        )
+        text = text[:at] + other + text[end:]
+    return text
+
+
+def mutations(count: int, seed: int) -> Iterator[tuple[CallForm, str]]:
+    draw = random.Random(seed)
+    texts = {
+        HERMES: [f"hello\n{NOW}\n{RAIN}", f"{TREE} a < b"],
+        LLAMA: [f"{L_NOW}; {L_RAIN}", f" {L_RAIN}"],
+        MISTRAL: [f"hello [TOOL_CALLS][{M_NOW}, {M_RAIN}] [1]", f"[TOOL_CALLS][{M_RAIN}]"],
+    }
+    for form in ROUND:
+        texts[form] += [ROUND[form] % one for one in EXACT if len(one) < 300]
+    for _ in range(count):
+        form = draw.choice(list(texts))
+        yield form, mutated(draw, draw.choice(texts[form]))
+
+
+def strictly(text: str) -> Any:
+    """The value of a JSON text as a strict parser reads it."""
+
+    def refuse(name: str) -> None:
+        raise AssertionError(f"{name} is not JSON")
+
+    return json.loads(text, parse_constant=refuse, parse_int=str)
+
+
+def test_mutated_calls_are_read_the_same_however_they_arrive() -> None:
+    draw, num_calls, num_texts = random.Random(1), 0, 0
+    for form, text in mutations(1000, 0):
+        content, calls = read(form, [text])
+        for _, arguments in calls:
+            strictly(arguments)
+            assert arguments in text
+        cuts = sorted(draw.randrange(len(text) + 1) for _ in range(draw.randrange(1, 9)))
+        pieces = [text[a:b] for a, b in zip([0, *cuts], [*cuts, len(text)], strict=True)]
+        assert read(form, pieces) == read(form, list(text)) == (content, calls), text
+        num_calls += len(calls)
+        num_texts += not calls
+    assert num_calls > 300 and num_texts > 100
+
+
+def data_of(answer: httpx.Response) -> list[Any]:
+    """The events of a stream."""
+    lines = [one[6:] for one in answer.text.split("\n") if one.startswith("data: {")]
+    return [strictly(line) for line in lines]
+
+
+def calls_everywhere(client: httpx.Client, text: str) -> list[tuple[str, list[str]]]:
+    """Text and arguments of a model's answer by each API, whole and streamed."""
+
+    def post(path: str, **body: Any) -> httpx.Response:
+        answer = client.post(f"/v1/{path}", json=body)
+        assert answer.status_code == 200, answer.text
+        return answer
+
+    found = []
+    size = len(text.encode())
+    function = {"name": "f", "parameters": {"type": "object"}}
+    asked = {"messages": [{"role": "user", "content": text}], "max_tokens": size}
+    ask = {**asked, "tools": [{"type": "function", "function": function}]}
+    message = strictly(post("chat/completions", **ask).text)["choices"][0]["message"]
+    calls = [one["function"]["arguments"] for one in message.get("tool_calls") or []]
+    found.append((message["content"] or "", calls))
+    deltas = [
+        choice["delta"]
+        for event in data_of(post("chat/completions", **ask, stream=True))
+        for choice in event["choices"]
+    ]
+    said = "".join(one.get("content") or "" for one in deltas)
+    called = [call for one in deltas for call in one.get("tool_calls") or []]
+    found.append((said, [one["function"]["arguments"] for one in called]))
+
+    tools = [{"type": "function", **function}]
+    ask = {"input": text, "max_output_tokens": size, "tools": tools}
+    streamed = data_of(post("responses", **ask, stream=True))[-1]["response"]
+    for response in (strictly(post("responses", **ask).text), streamed):
+        output = response["output"]
+        texts = [one["content"][0]["text"] for one in output if one["type"] == "message"]
+        calls = [one["arguments"] for one in output if one["type"] == "function_call"]
+        found.append(("".join(texts), calls))
+
+    ask = {**asked, "tools": [{"name": "f", "input_schema": {"type": "object"}}]}
+    whole = post("messages", **ask).text
+    json.loads(whole)  # as any client reads it
+    texts = [one["text"] for one in strictly(whole)["content"] if one["type"] == "text"]
+    inputs = [one["input"] for one in strictly(whole)["content"] if one["type"] == "tool_use"]
+    deltas = [
+        one["delta"] for one in data_of(post("messages", **ask, stream=True)) if "delta" in one
+    ]
+    said = "".join(one.get("text", "") for one in deltas)
+    calls = [one["partial_json"] for one in deltas if "partial_json" in one]
+    found.append((said, calls))
+    assert "".join(texts) == said and len(inputs) == len(calls)
+    for value, arguments in zip(inputs, calls, strict=True):
+        if "9" * 4301 not in arguments:  # becomes a decimal number with the same digits
+            assert value == strictly(arguments)
+        elif isinstance(value, dict):
+            assert value["x"] == float(strictly(arguments)["x"])
+        assert arguments in whole or "9" * 4301 in arguments
+    return found
+
+
+class Unconstrained(FakeEngine):
+    """Engine that repeats its prompt whatever the grammar says: any text is an answer."""
+
+    def compile_structured_output(self, wanted: StructuredOutput) -> None:
+        pass
+
+
+def test_every_api_hands_out_the_same_calls() -> None:
+    engine = Unconstrained(
+        EngineConfig(
+            speculative_config=SpeculativeConfig(method="ngram", num_speculative_tokens=6),
+            max_model_len=40_000,
+        ),
+        most_accepted=4,
+    )
+    chat = ChatFormat("{% if tools %}{% endif %}{{ messages[0].content }}", call_form=HERMES)
+    exact = [one for one in EXACT if len(one) < 300] + [f'{{"x": {"9" * 4301}}}']
+    texts = [ROUND[HERMES] % arguments for arguments in exact]
+    texts += [text for form, text in mutations(40, 7) if form is HERMES]
+    texts.append(ROUND[HERMES] % f'{{"x": {"[" * 101}{"]" * 101}}}')
+    with serving(engine, chat_format=chat) as one, httpx.Client(base_url=one.url) as http:
+        for index, text in enumerate(texts):
+            found = calls_everywhere(http, text)
+            assert found == found[:1] * 5, text
+            assert index >= len(exact) or found[0][1] == [exact[index]]
+        one.wait_until_idle()
+
+
+@pytest.fixture(scope="module")
+def repeating() -> Iterator[httpx.Client]:
+    """Client of a server whose template shows tools, calls and variables."""
+    engine = Unconstrained(EngineConfig(served_model_name="fake", max_model_len=40_000))
+    chat = ChatFormat(TEMPLATE + "{{ shown | default(0) | tojson }}")
+    with serving(engine, chat_format=chat) as one, httpx.Client(base_url=one.url) as http:
+        yield http
+        one.wait_until_idle()
+
+
+def with_arguments(arguments: str) -> dict[str, dict[str, Any]]:
+    """Bodies by path, of a conversation with a call."""
+    function = {"name": "now", "arguments": arguments}
+    call = {"role": "assistant", "tool_calls": [{"id": "1", "function": function}]}
+    ask = {"role": "user", "content": "x"}
+    item = {"type": "function_call", "call_id": "1", **function}
+    return {
+        "/v1/chat/completions": {"messages": [call, ask], "max_tokens": 1},
+        "/v1/responses": {"input": [item, ask], "max_output_tokens": 1},
+        "/tokenize": {"messages": [call, ask], "return_token_strs": True},
+    }
+
+
+def test_a_prompt_has_the_arguments_that_a_call_had(repeating: httpx.Client) -> None:
+    for arguments in EXACT:
+        if "\t" in arguments or "ud800" in arguments or '"x": 2' in arguments:
+            continue  # a template writes space and strings in its own way
+        body = with_arguments(arguments)["/tokenize"]
+        shown = "".join(repeating.post("/tokenize", json=body).json()["token_strs"])
+        assert f'"arguments": {arguments}}}' in shown
+    for path, body in with_arguments(EXACT[0]).items():
+        assert repeating.post(path, json=body).status_code == 200
+
+
+@pytest.mark.parametrize(
+    "arguments,why",
+    [
+        ('{"x": NaN}', "NaN is not a JSON number"),
+        ('{"x": [-Infinity]}', "-Infinity is not a JSON number"),
+        (f'{{"x": {"[" * 100}{"]" * 100}}}', "nested more than 100 levels deep"),
+        (f'{{"x": {"[" * 1000}{"]" * 1000}}}', "nested more than 100 levels deep"),
+        ("[" * 100_000, "nested more than 100 levels deep"),
+    ],
+)
+def test_arguments_that_are_refused(repeating: httpx.Client, arguments: str, why: str) -> None:
+    for path, body in with_arguments(arguments).items():
+        answer = repeating.post(path, json=body)
+        assert answer.status_code == 400 and why in answer.json()["error"]["message"], path
+
+
+def test_deep_bodies_are_answered_or_refused(repeating: httpx.Client) -> None:
+    ask = {"role": "user", "content": "x"}
+    for depth in (60, 99, 100, 101, 123, 129, 200, 700):
+        value: Any = {}
+        for _ in range(depth - 1):
+            value = {"not": value}
+        text = '{"not":' * (depth - 1) + "{}" + "}" * (depth - 1)
+        chat = {"messages": [ask], "max_tokens": 1}
+        use = {"type": "tool_use", "id": "1", "name": "now", "input": value}
+        used = {"messages": [ask, {"role": "assistant", "content": [use]}, ask]}
+        part = {"type": "output_text", "text": "x", "annotations": [value]}
+        said = [{"role": "assistant", "content": [part]}, ask]
+        function = {"name": "f", "parameters": value}
+        tool, most = {"type": "function", **function}, {"max_output_tokens": 1}
+        calls = [
+            *with_arguments(text).items(),
+            ("/v1/messages", {**used, "max_tokens": 1}),
+            ("/v1/messages/count_tokens", used),
+        ]
+        others: list[tuple[str, dict[str, Any]]] = [
+            *(
+                ("/v1/chat/completions", {**chat, **more})
+                for more in (
+                    {"tools": [{"type": "function", "function": function}]},
+                    {"tool_choice": value},
+                    {"chat_template_kwargs": {"shown": value}},
+                    {"speculative_config": value},
+                    {"metadata": value},
+                    {"response_format": {"type": "json_schema", "json_schema": {"schema": value}}},
+                    {"structured_outputs": {"json": text}},
+                    {"structured_outputs": {"structural_tag": text}},
+                    {"structured_outputs": {"grammar": f"start: %json {text}"}},
+                )
+            ),
+            ("/v1/completions", {"prompt": value, "max_tokens": 1}),
+            ("/v1/responses", {"input": said, **most}),
+            ("/v1/responses", {"input": "x", "tools": [tool], **most}),
+        ]
+        for path, body in calls:
+            status = repeating.post(path, json=body).status_code
+            assert status == (200 if depth <= 100 else 400), (path, depth)
+        for path, body in others:
+            answer = repeating.post(path, json=body)
+            assert answer.status_code in (200, 400), (path, depth, [*body], answer.text)
 
 
 @pytest.fixture(scope="module")

@@ -3,6 +3,7 @@
 
 import argparse
 import json
+import math
 import os
 import sys
 from collections.abc import Sequence
@@ -121,6 +122,22 @@ class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         """Prints a mistake, and exits with 2."""
         self.exit(2, f"{self.prog}: {message}; see {self.prog} --help\n")
+
+
+def finite(text: str) -> float:
+    """Read a number of a command line: the `type` of every option that is not an integer.
+
+    Raises:
+        argparse.ArgumentTypeError: it is not a number, or NaN or infinite, which comparisons with
+            bounds let through.
+    """
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not math.isfinite(value):
+        raise argparse.ArgumentTypeError(f"must be a finite number, got {text}")
+    return value
 
 
 def fail(message: str) -> int:

@@ -17,7 +17,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from specops._cpu_name import cpu_name
-from specops.cli import Parser, fail, json_object, require_url, require_writable, write_file
+from specops.cli import Parser, fail, finite, json_object, require_url, require_writable, write_file
 from specops.cli.load.answers import Answer, ask
 from specops.cli.load.arrivals import due_times, keep_busy, send_at
 from specops.cli.load.figures import PERCENTILES, figures, request_records
@@ -69,7 +69,7 @@ def _parser(program: str) -> argparse.ArgumentParser:
     _add_load(parser)
     _add_request(parser)
     _add_other(parser)
-    add("--timeout", type=float, default=300.0, metavar="SECONDS", help="(default: %(default)s)")
+    add("--timeout", type=finite, default=300.0, metavar="SECONDS", help="(default: %(default)s)")
     add("--name", help="of this run in plots (default: the model's)")
     add("--json", metavar="FILE", help="write options, figures and every request there")
     return parser
@@ -87,7 +87,7 @@ def _add_load(parser: argparse.ArgumentParser) -> None:
     )
     load.add_argument(
         "--rate",
-        type=float,
+        type=finite,
         metavar="R",
         help="requests a second, sent whether or not others are answered, at random times",
     )
@@ -112,8 +112,8 @@ def _add_request(parser: argparse.ArgumentParser) -> None:
     add("--chat", action="store_true", help="send prompts as messages, to /v1/chat/completions")
     add("--max-tokens", type=int, default=128, metavar="N", help="(default: %(default)s)")
     add("--ignore-eos", action="store_true", help="continue to --max-tokens (specops, vLLM)")
-    add("--temperature", type=float, default=0.0, metavar="T", help="(default: 0, greedy)")
-    add("--top-p", type=float, metavar="P", help="(default: the server's)")
+    add("--temperature", type=finite, default=0.0, metavar="T", help="(default: 0, greedy)")
+    add("--top-p", type=finite, metavar="P", help="(default: the server's)")
     add(
         "--seed",
         type=int,

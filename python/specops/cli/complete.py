@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
-from specops.cli import Parser, fail, require_writable, write_file
+from specops.cli import Parser, fail, finite, require_writable, write_file
 from specops.cli.comparison import Comparison, Decoder, Run, compare
 from specops.cli.exactness import lost_drafts, num_failures
 from specops.cli.options import add_draft_lengths, add_model_options, engine_settings
@@ -58,8 +58,8 @@ def _parser(program: str) -> argparse.ArgumentParser:
         help="the server's; --method and the lengths change it",
     )
     add("--max-tokens", type=int, default=128, metavar="N", help="(default: %(default)s)")
-    add("--temperature", type=float, default=0.0, metavar="T", help="0 is greedy, the default")
-    add("--top-p", type=float, default=1.0, metavar="P", help="(default: 1, all tokens)")
+    add("--temperature", type=finite, default=0.0, metavar="T", help="0 is greedy, the default")
+    add("--top-p", type=finite, default=1.0, metavar="P", help="(default: 1, all tokens)")
     add("--seed", type=int, metavar="N", dest="request_seed", help="(default: one at random)")
     add("--stop", action="append", default=[], metavar="TEXT", help="ends the text; repeatable")
     add(

@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, TextIO
 
-from specops.cli import Parser, fail, require_writable
+from specops.cli import Parser, fail, finite, require_writable
 from specops.cli.options import add_draft_lengths, add_model_options, engine_settings
 from specops.cli.progress import progress
 from specops.engine.config import ALL_METHODS, EngineConfig
@@ -177,14 +177,14 @@ def _parser(program: str) -> argparse.ArgumentParser:
     add("--max-tokens", type=int, default=128, metavar="M", help="per prompt (default: 128)")
     add(
         "--temperature",
-        type=float,
+        type=finite,
         nargs="+",
         default=[0.0, 0.8],
         metavar="T",
         help="0 is greedy (default: 0 0.8)",
     )
-    add("--top-p", type=float, default=0.95, metavar="P", help="(default: 0.95)")
-    add("--repetition-penalty", type=float, default=1.0, metavar="R", help="(default: 1, off)")
+    add("--top-p", type=finite, default=0.95, metavar="P", help="(default: 0.95)")
+    add("--repetition-penalty", type=finite, default=1.0, metavar="R", help="(default: 1, off)")
     add(
         "--seed",
         type=int,

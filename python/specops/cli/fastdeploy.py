@@ -1,8 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Flags of FastDeploy that this server has not: each is refused with what to do instead.
+"""FastDeploy's command lines: flags that are refused, and configurations that mean another thing.
 
 Names as in its docs/parameters.md and docs/features/speculative_decoding.md.
 """
+
+import json
+import logging
+from typing import Any
 
 _ONE_STEP = "steps mix prompts and decoding here; --max-num-batched-tokens bounds them"
 _NO_IMAGES = "models read text alone; leave it out"
@@ -43,6 +47,53 @@ REFUSED = {
     "--use-warmup": "the server is ready once /health says so; leave it out",
     "--workers": "one process serves HTTP, and one runs the engine; leave it out",
 }
+
+
+# With one of these, fields of suffix decoding have their place beside method "mtp", or are refused.
+_OF_STAGES = ("mtp_strategy", "options")
+
+logger = logging.getLogger(__name__)
+
+
+def translated(text: str) -> str:
+    """Return a speculative configuration as specops reads it; the log says what was changed.
+
+    FastDeploy decodes plainly with "naive", whatever the number of drafts is. Its page has a
+    command with method "mtp" and fields of suffix decoding, of which the method counts.
+
+    Args:
+        text: a JSON object. Any other text is returned as it is, to be refused later.
+    """
+
+    def pairs(items: list[tuple[str, Any]]) -> dict[str, Any]:
+        if len(dict(items)) < len(items):
+            raise ValueError("a name is given twice")
+        return dict(items)
+
+    try:
+        given = json.loads(text, object_pairs_hook=pairs)
+    except (ValueError, RecursionError):
+        return text
+    method = given.get("method") if isinstance(given, dict) else None
+    if not isinstance(method, str):
+        return text
+    tokens = given.get("num_speculative_tokens")
+    if method.lower() == "naive" and type(tokens) is int and tokens > 0:
+        logger.warning(
+            'speculative_config: method "naive" drafts nothing: num_speculative_tokens is 0 in '
+            "place of %d, as in FastDeploy",
+            tokens,
+        )
+        return json.dumps({**given, "num_speculative_tokens": 0})
+    of_suffix = {key: value for key, value in given.items() if key.startswith("suffix_decoding_")}
+    if method.lower() == "mtp" and of_suffix and given.keys().isdisjoint(_OF_STAGES):
+        logger.warning(
+            'speculative_config: method "mtp" runs MTP modules; the fields suffix_decoding_* are '
+            'for requests with method "suffix". Say "method": "suffix" for suffix decoding'
+        )
+        others = {key: value for key, value in given.items() if key not in of_suffix}
+        return json.dumps({**others, "options": {"suffix": of_suffix}})
+    return text
 
 
 def require_known(flag: str) -> None:

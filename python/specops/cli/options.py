@@ -5,11 +5,15 @@ An option that is not given is absent, and EngineConfig's default holds.
 """
 
 import argparse
+import json
+from collections.abc import Mapping
 from dataclasses import fields
 from typing import Any
 
+from specops.cli.fastdeploy import translated
 from specops.cli.hub import directory_of, is_name, resolved
-from specops.engine.config import EngineConfig
+from specops.engine.config import ALL_METHODS, EngineConfig
+from specops.engine.drafters.methods import METHODS
 from specops.engine.drafters.methods.checks import QUANTIZATIONS
 from specops.engine.speculative_config import SpeculativeConfig
 
@@ -28,20 +32,28 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
         metavar="NAME",
         help="auto, cpu, cuda or cuda:N (default: auto, a GPU where one can be used)",
     )
-    add("--dtype", choices=("auto", "bfloat16", "float32"), help="(default: the checkpoint's)")
+    add(
+        "--dtype",
+        type=str.lower,
+        choices=("auto", "bfloat16", "float32"),
+        help="(default: the checkpoint's)",
+    )
     add(
         "--kv-cache-dtype",
+        type=str.lower,
         choices=("auto", "int8", "fp8_e4m3"),
         help="of keys and values: 8 bits take half the memory (default: the model's)",
     )
     add(
         "--quantization",
+        type=str.lower,
         choices=QUANTIZATIONS,
         help="of projections, as they are loaded: 8 bits a number, 4, or 4 of experts and 8 of "
         "all else (default: none)",
     )
     add(
         "--quantize-head",
+        type=str.lower,
         choices=QUANTIZATIONS,
         help="of the LM head, as it is loaded (default: none)",
     )
@@ -100,16 +112,19 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
     )
     add(
         "--load-format",
+        type=str.lower,
         choices=("auto", "dummy"),
         help="dummy makes random weights for measurements (default: the checkpoint's)",
     )
     add(
         "--logprobs-mode",
+        type=str.lower,
         choices=("raw_logprobs", "processed_logprobs"),
         help="logprobs of the model's logits, or of the sampled distribution (default: raw)",
     )
     add(
         "--json-whitespace",
+        type=str.lower,
         choices=("bounded", "any", "none"),
         help="between the tokens of constrained JSON: at most a space, or a line end and "
         "indentation; any amount; or none (default: bounded)",
@@ -207,6 +222,8 @@ def plain_settings(args: argparse.Namespace) -> dict[str, Any]:
         for field in fields(EngineConfig)
         if getattr(args, field.name, None) is not None
     }
+    if "speculative_config" in settings:
+        settings["speculative_config"] = translated(settings["speculative_config"])
     name = settings.get("model")
     if name is not None and is_name(name):
         settings["model"] = directory_of(name)
@@ -214,6 +231,21 @@ def plain_settings(args: argparse.Namespace) -> dict[str, Any]:
     if settings.get("speculative_config") is not None:
         settings["speculative_config"] = resolved(settings["speculative_config"])
     return settings
+
+
+def require_effective_drafts(settings: Mapping[str, Any]) -> None:
+    """Refuse a field of the speculative configuration that has no effect.
+
+    Args:
+        settings: of a server, as `plain_settings` returns them.
+
+    Raises:
+        ValueError: there is one, or the configuration is invalid.
+    """
+    if (text := settings.get("speculative_config")) is not None:
+        config = SpeculativeConfig.from_json(text)
+        loaded = settings.get("methods") or ()
+        config.require_effect(json.loads(text), METHODS if ALL_METHODS in loaded else loaded)
 
 
 def engine_settings(args: argparse.Namespace) -> dict[str, Any]:
@@ -227,5 +259,6 @@ def engine_settings(args: argparse.Namespace) -> dict[str, Any]:
     """
     settings = plain_settings(args)
     if settings.get("speculative_config") is not None:
-        settings["speculative_config"] = SpeculativeConfig.from_json(settings["speculative_config"])
+        text = settings["speculative_config"]
+        settings["speculative_config"] = SpeculativeConfig.from_json(text)
     return settings

@@ -5,6 +5,8 @@ import argparse
 import math
 from typing import TYPE_CHECKING, Any
 
+from specops.cli import finite
+
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
@@ -17,18 +19,48 @@ _LOOPBACK = ["127.0.0.1", "localhost", "::1"]
 _PEER_FORM = "HOST:PORT or HOST:FIRST-LAST, the other server's --kv-host and --kv-port"
 
 
+# Options that have no effect without another one.
+_NEEDS = {
+    "role": (
+        *("kv_transport", "kv_host", "kv_port", "kv_peers"),
+        *("kv_lease_seconds", "kv_lease_bytes"),
+    ),
+    "scheduler_name": (
+        *("scheduler_host", "scheduler_port", "scheduler_password"),
+        *("scheduler_topic", "scheduler_ttl"),
+    ),
+}
+
+
+def require_effect(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
+    """Refuse options that have no effect without another one, unless they are at their defaults.
+
+    Raises:
+        ValueError: there is one.
+    """
+    for needed, names in _NEEDS.items():
+        if getattr(args, needed) != parser.get_default(needed):
+            continue
+        for name in names:
+            if getattr(args, name) != parser.get_default(name):
+                value = " splitwise" if needed == "scheduler_name" else ""
+                raise ValueError(f"{name} needs {needed}{value}, without which it has no effect")
+
+
 def add_role_options(parser: argparse.ArgumentParser) -> None:
     """Adds them."""
     add = parser.add_argument
     add(
         "--role",
         "--splitwise-role",
+        type=str.lower,
         choices=ROLES,
         help="compute prompts for other servers (prefill), go on with prompts of others (decode), "
         "or both (mixed), as kv_transfer_params of requests ask (default: neither)",
     )
     add(
         "--kv-transport",
+        type=str.lower,
         choices=("tcp", "nixl"),
         default="tcp",
         help="what moves pages, the same in all servers: TCP, or NIXL by UCX, for networks with "
@@ -61,7 +93,7 @@ def add_role_options(parser: argparse.ArgumentParser) -> None:
     )
     add(
         "--kv-lease-seconds",
-        type=float,
+        type=finite,
         default=120.0,
         metavar="SECONDS",
         help="time that pages wait for their reader (default: %(default)g)",
@@ -296,6 +328,7 @@ def add_scheduler_options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add(
         "--scheduler-name",
+        type=str.lower,
         choices=("local", "splitwise"),
         default="local",
         help="who runs the requests that come in here: this server's engine (local), or that of "

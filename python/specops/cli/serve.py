@@ -16,16 +16,22 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from specops.cli import Parser
+from specops.cli import Parser, finite
 from specops.cli.config_file import arguments_of
 from specops.cli.fastdeploy import require_known
-from specops.cli.options import add_engine_options, engine_settings, plain_settings
+from specops.cli.options import (
+    add_engine_options,
+    engine_settings,
+    plain_settings,
+    require_effective_drafts,
+)
 from specops.cli.roles import (
     add_data_parallel_options,
     add_kv_event_options,
     add_role_options,
     add_scheduler_options,
     check_scheduler,
+    require_effect,
     scheduled,
     setups,
 )
@@ -152,6 +158,7 @@ def _add_server_options(parser: argparse.ArgumentParser) -> None:
     )
     add(
         "--log-level",
+        type=str.lower,
         choices=("debug", "info", "warning", "error"),
         default="info",
         help="(default: %(default)s)",
@@ -162,6 +169,7 @@ def _add_chat(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add(
         "--tool-call-parser",
+        type=str.lower,
         choices=("hermes", "llama3_json", "mistral"),
         help="how the model writes calls of tools (default: as its chat template teaches it)",
     )
@@ -191,14 +199,14 @@ def _add_limits(parser: argparse.ArgumentParser) -> None:
     )
     add(
         "--body-timeout",
-        type=float,
+        type=finite,
         default=60.0,
         metavar="SECONDS",
         help="time that a client may take over a body (default: %(default)s)",
     )
     add(
         "--header-timeout",
-        type=float,
+        type=finite,
         default=20.0,
         metavar="SECONDS",
         help="time that a client may take over the headers of a request (default: %(default)s)",
@@ -255,14 +263,17 @@ def serve(given: Sequence[str], program: str) -> int:
 
     It is 2 for a mistake in the arguments, and 1 if the engine has failed for good.
     """
+    parser = _parser(program)
     try:
-        args = _read(_parser(program), given)
+        args = _read(parser, given)
+        require_effect(parser, args)
     except ValueError as error:
         return _fail(str(error))
     logging.basicConfig(level=args.log_level.upper(), format="%(levelname)s %(name)s: %(message)s")
     with contextlib.ExitStack() as stack:
         try:
             settings = plain_settings(args)
+            require_effective_drafts(settings)
             config = EngineConfig.from_plain(settings)
             if config.suffix_cache is not None:
                 stack.enter_context(FileLock("suffix_cache", config.suffix_cache))

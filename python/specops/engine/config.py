@@ -166,6 +166,9 @@ class EngineConfig:
         self._check_methods()
         for name, choices in _CHOICES.items():
             value = getattr(self, name)
+            if isinstance(value, str):
+                value = value.lower()
+                object.__setattr__(self, name, value)
             # By type first: True is 1, and a list cannot be looked up.
             if type(value) is not type(choices[0]) or value not in choices:
                 *most, last = map(str, choices)

@@ -14,7 +14,8 @@ class Emitted:
     """What a step committed for one request; stop strings are yet to be looked for."""
 
     token_ids: Sequence[int] = ()
-    accepted: Sequence[int] = ()  # which of its drafts
+    accepted: Sequence[int] = ()  # drafts that verification accepted; some may not be committed
+    num_from_drafts: int = 0  # leading tokens that are these drafts
     logprobs: list[TokenLogprob] = field(default_factory=list)  # if the request asks for them
     drafts: StepDrafts | None = None  # likewise
     finish_reason: FinishReason = FinishReason.RUNNING

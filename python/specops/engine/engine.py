@@ -433,8 +433,7 @@ class Engine:
         computed = part.begin + part.num_rows - part.num_drafts + max(len(result.token_ids) - 1, 0)
         outputs: list[RequestOutput] = []
         if part.emits:
-            self.stats.speculative.count(part.num_drafts, len(result.accepted))
-            outputs = [request.commit(result, part.num_drafts)]
+            outputs = [request.commit(result, part.num_drafts, self.stats.speculative)]
             self._runner.commit(request)
             self.stats.generation_tokens += len(outputs[0].token_ids)
             # Keys and values of tokens that were cut are never read again.

@@ -115,23 +115,35 @@ class PromptLogprobs(Sequence["TokenLogprob | None"]):
 
 @dataclass
 class SpeculativeStats:
-    """Counts of one request, or of the engine's whole life."""
+    """Counts of one request, or of the engine's whole life.
+
+    A draft is accepted if it was verified and is a token of the output. Drafts behind the token
+    that ends a request are not, and neither are those that a limit on the thinking replaces.
+    """
 
     num_steps: int = 0  # steps in which a row of the request was verified or decoded
     num_drafts: int = 0  # steps with at least one draft token
     num_draft_tokens: int = 0
     num_accepted_tokens: int = 0
+    num_emitted_tokens: int = 0  # in steps with drafts, the accepted ones included
     num_accepted_tokens_per_pos: list[int] = field(default_factory=list)
     num_drafts_per_length: list[int] = field(default_factory=list)  # by the drafts of the step
 
-    def count(self, num_drafts: int, num_accepted: int) -> None:
-        """Counts a step that verified so many drafts."""
+    def count(self, num_drafts: int, num_accepted: int, num_emitted: int) -> None:
+        """Count a step that verified drafts.
+
+        Args:
+            num_drafts: drafts that it verified; 0: it decoded plainly.
+            num_accepted: of these, drafts in the output.
+            num_emitted: tokens that it added to the output.
+        """
         self.num_steps += 1
         if not num_drafts:
             return
         self.num_drafts += 1
         self.num_draft_tokens += num_drafts
         self.num_accepted_tokens += num_accepted
+        self.num_emitted_tokens += num_emitted
         per_pos, per_length = self.num_accepted_tokens_per_pos, self.num_drafts_per_length
         per_pos.extend([0] * (num_drafts - len(per_pos)))
         for position in range(num_accepted):
@@ -155,8 +167,7 @@ class StepDrafts:
         token_ids: in the order in which they were verified.
         parents: of each, the place of the one before it that it hangs on; -1: the last token.
         sources: of each, the name of the drafter that proposed it.
-        accepted: the places of those that were accepted, in the order of the text. A stop may cut
-            the text before the last of them.
+        accepted: places of the drafts that are tokens of the output, in the order of the text.
     """
 
     token_ids: list[int]
@@ -207,10 +218,8 @@ def sources_of(token_ids: Sequence[int], drafts: StepDrafts | None) -> list[str]
     """Who proposed each token of a step: a drafter's name, or TARGET."""
     sources = [TARGET] * len(token_ids)
     if drafts is not None:
-        for place, node in enumerate(drafts.accepted[: len(sources)]):
-            # A limit on the thinking may put another token in the place of an accepted draft.
-            if drafts.token_ids[node] == token_ids[place]:
-                sources[place] = drafts.sources[node]
+        for place, node in enumerate(drafts.accepted):
+            sources[place] = drafts.sources[node]
     return sources
 
 

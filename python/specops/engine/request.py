@@ -3,7 +3,7 @@
 
 from array import array
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from specops.engine.emitted import Emitted
 from specops.engine.memory.kv_cache import DraftKv
@@ -117,19 +117,25 @@ class Request:
         """The tokens generated so far."""
         return self.token_ids[self.prompt_len :]
 
-    def commit(self, emitted: Emitted, num_drafts: int) -> RequestOutput:
-        """Appends the tokens that a step emitted one by one, unless a stop string cuts the rest.
+    def commit(self, emitted: Emitted, num_drafts: int, totals: SpeculativeStats) -> RequestOutput:
+        """Append the tokens that a step emitted one by one, unless a stop string cuts the rest.
 
         Args:
-            emitted: what the step brought.
-            num_drafts: how many drafts it verified.
+            emitted: the step's results for this request.
+            num_drafts: drafts that the step verified.
+            totals: counts of all requests, which count the step, too.
         """
-        self.stats.count(num_drafts, len(emitted.accepted))
         if emitted.thinking_state is not None:
             self.thinking_state = emitted.thinking_state
         num_output = len(self.token_ids) - self.prompt_len
         kept = self._keep(emitted, num_output)
         self.token_ids.extend(kept)
+        num_accepted = min(emitted.num_from_drafts, len(kept))
+        for stats in (self.stats, totals):
+            stats.count(num_drafts, num_accepted, len(kept))
+        drafts = emitted.drafts
+        if drafts is not None:
+            drafts = replace(drafts, accepted=drafts.accepted[:num_accepted])
         logprobs = emitted.logprobs[: len(kept)]
         self.logprobs.extend(logprobs)
         if self.finish_reason is None and emitted.finish_reason is not FinishReason.RUNNING:
@@ -143,7 +149,7 @@ class Request:
             text,
             logprobs,
             self.finish_reason,
-            emitted.drafts,
+            drafts,
             None if num_output else self.prompt_logprobs,  # told once
         )
 

@@ -213,7 +213,12 @@ def _check_request(values: object) -> dict[str, Any]:
                 f"{', '.join(known)}"
             )
         _refuse_unknown(key, known)
-    return {key: value for key, value in values.items() if value is not None}
+    strategies = {one.continued_by for one in methods()}
+    return {
+        key: value.lower() if key in strategies and isinstance(value, str) else value
+        for key, value in values.items()
+        if value is not None
+    }
 
 
 @dataclass(frozen=True, init=False)
@@ -331,8 +336,8 @@ class SpeculativeConfig:
         return next(one for _, one in self.options if isinstance(one, kind))
 
     def _check(self) -> None:
-        checks.choice("verify_strategy", self.verify_strategy, VERIFY_STRATEGIES)
-        checks.choice("accept_policy", self.accept_policy, ACCEPT_POLICIES)
+        checks.spelling(self, "verify_strategy", VERIFY_STRATEGIES)
+        checks.spelling(self, "accept_policy", ACCEPT_POLICIES)
         self._resolve_lengths()
         self._check_rates()
         if self.max_total_draft_tokens is not None:
@@ -500,6 +505,33 @@ class SpeculativeConfig:
         """Reads the server's configuration from a JSON object, as `from_dict` does."""
         return cls.from_dict(_object(text))
 
+    def require_effect(self, given: Mapping[str, Any], methods: Collection[str]) -> None:
+        """Refuse fields of a server's configuration that no method of it reads.
+
+        Args:
+            given: the fields as they were given to make this configuration.
+            methods: further methods that the server is told to load.
+
+        Raises:
+            ValueError: a field is of another method, and not at its default.
+        """
+        defaults, named = self.field_defaults(), {*self.named_methods, *methods}
+        for key, value in given.items():
+            owners = [name for name in METHODS if key in method_of(name).option_names]
+            if owners and value != defaults[key] and named.isdisjoint(owners):
+                raise ValueError(
+                    f"speculative_config.{key} needs method {' or '.join(map(repr, owners))}, got "
+                    f"{self.method!r}; for requests that choose their own method, say it in "
+                    f"speculative_config.options.{owners[0]}"
+                )
+        steps = given.get("num_model_steps")
+        runs_model = any(method_of(name).needs_weights for name in self.stages)
+        if steps is not None and steps != self.num_speculative_tokens and not runs_model:
+            raise ValueError(
+                "speculative_config.num_model_steps needs a method that runs a model, got "
+                f"{self.method!r}; leave it out"
+            )
+
     def override(
         self,
         request: Mapping[str, Any],
@@ -566,7 +598,8 @@ class SpeculativeConfig:
                 continue
             own["method"] = "+".join((*self.stages, method.name))
             if self.stages:  # they draft as before, but what has several stages drafts no tree
-                own.setdefault("num_model_steps", self.num_model_steps)
+                if self._first.needs_weights:
+                    own.setdefault("num_model_steps", self.num_model_steps)
                 own.setdefault("tree", False)
             return own
         return request

@@ -383,7 +383,9 @@ class TextAnswer(Answer[CompletionRequest]):
     def _echoed_logprobs(self, index: int, builder: LegacyLogprobs) -> dict[str, Any]:
         prompt = self.prompt_of(index)
         token_ids, found = self.job.prompts[prompt], self._prompt_logprobs[prompt]
-        return builder.build_prompt(token_ids, found, self.request.logprobs or 0)
+        sent, most = self.request.prompts()[prompt], self.request.logprobs or 0
+        text = sent if isinstance(sent, str) else ""
+        return builder.build_prompt(token_ids, found, most, text)
 
     def _echo(self, index: int) -> str:
         if not self.request.echo:

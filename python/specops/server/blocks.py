@@ -77,6 +77,10 @@ class BlockAnswer(ChatAnswer):
         """The whole answer."""
         raise NotImplementedError
 
+    def whole_reply(self, end: str) -> bytes:
+        """Return the whole answer in JSON."""
+        return dumped(self.reply(end))
+
     async def chunks(self) -> AsyncIterator[bytes]:
         """The answer as server-sent events."""
         for event in self.begin():
@@ -96,7 +100,7 @@ class BlockAnswer(ChatAnswer):
     def _render(self, outputs: Mapping[int, ChoiceOutput]) -> bytes:
         for _ in self._changes(outputs[0].output):
             pass
-        return dumped(self.reply(self._why()))
+        return self.whole_reply(self._why())
 
     def _why(self) -> str:
         """Why the answer ended, as a chat has it; calls that were demanded by name are a reason."""

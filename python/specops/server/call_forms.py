@@ -12,6 +12,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from specops.server.json_text import MAX_ARGUMENTS_DEPTH, ObjectScanner, members_of
+
 _TEXT = "TEXT: /(.|\\n)*/"
 _SPACE = " \t\r\n"
 
@@ -94,31 +96,36 @@ def form_of_template(source: str) -> CallForm | None:
 
 
 class CallReader:
-    """Takes the calls out of a text, as it comes.
+    """Reads calls from a text as it arrives.
+
+    A call that is incomplete, no valid JSON, without a name or arguments, or nested more than
+    MAX_ARGUMENTS_DEPTH levels deep stays text.
 
     Args:
-        form: how they are written.
+        form: how the model writes calls.
 
     Attributes:
-        num_calls: read so far.
+        num_calls: calls read so far.
     """
 
     def __init__(self, form: CallForm = HERMES) -> None:
         self.num_calls = 0
         self._form = form
         self._held = ""  # may become a call, or space before one
+        self._opening = ""  # text before the call that `_held` may become, if it is none
         self._is_open = False
         self._is_content = False  # without an opening: the text has begun, and with no call
-        self._decoder = json.JSONDecoder()
+        self._scanner: ObjectScanner | None = None  # of the object that `_held` begins with
+        self._end: int | None = None  # of that object
 
     def feed(self, text: str) -> tuple[str, list[dict[str, Any]]]:
-        """Adds a piece of the text; returns what of it is no call, and the complete calls."""
+        """Add a piece of the text; return its content and its complete calls."""
         pieces = list(self.pieces(text))
         content = "".join(one for one in pieces if isinstance(one, str))
         return content, [one for one in pieces if not isinstance(one, str)]
 
     def pieces(self, text: str) -> Iterator[str | dict[str, Any]]:
-        """Adds a piece of the text; yields texts that are no calls, and calls, as they stand."""
+        """Add a piece of the text; yield contents and complete calls in their order."""
         self._held += text
         while True:
             if not self._is_open:
@@ -127,17 +134,15 @@ class CallReader:
                     yield content
                 if not self._is_open:
                     return
-            # Nothing can have become complete but with one of these.
-            may_end = any(mark in text for mark in "}" + self._form.closing[-1:])
-            calls: list[dict[str, Any]] = []
-            is_found = may_end and self._read_call(calls)
-            yield from calls
-            if not is_found:
+            found = self._next()
+            if found is None:
                 return
+            if found:
+                yield found
 
     def finish(self) -> str:
-        """The content that is left when the text has ended: a call that is not complete is text."""
-        left = (self._form.opening if self._is_open else "") + self._held
+        """Return the content that is left at the end of the text, such as half of a call."""
+        left = (self._opening if self._is_open else "") + self._held
         is_rest = self._is_open and not self._held.strip(_SPACE + "[],;")
         self._held, self._is_open = "", False
         if self.num_calls and (is_rest or not left.strip()):
@@ -145,7 +150,7 @@ class CallReader:
         return left
 
     def _outside(self) -> tuple[str, bool]:
-        """Takes content off what is held; returns it, and whether calls begin behind it."""
+        """Take content off the held text; return it, and whether calls begin behind it."""
         opening = self._form.opening
         if not opening:
             begun = self._held.lstrip(_SPACE)
@@ -159,42 +164,73 @@ class CallReader:
             return content, False
         before, found, rest = self._held.partition(opening)
         if found:
-            self._held = rest
-            return before.rstrip(), True
+            content = before.rstrip()
+            # Space behind a call separates it from the next one; other space is content.
+            space = "" if self.num_calls else before[len(content) :]
+            self._opening, self._held = space + opening, rest
+            return content, True
         free = len(self._held) - _num_held(self._held, opening)
         content, self._held = self._held[:free], self._held[free:]
         return content, False
 
-    def _read_call(self, calls: list[dict[str, Any]]) -> bool:
-        """Reads the next call, or what stands behind the last one; whether it found something."""
+    def _next(self) -> str | dict[str, Any] | None:
+        """Take the next call off the held text, or text that is no call.
+
+        Returns:
+            The call or the text, which is empty at the end of a list; None if more must arrive.
+        """
         form = self._form
-        body = self._held.lstrip(_SPACE + ("[,;" if form.is_list or not form.opening else ""))
-        if form.is_list and body.startswith(form.closing):
-            self._held, self._is_open = body[len(form.closing) :], False
-            return True
-        try:
-            call, end = self._decoder.raw_decode(body)
-        except ValueError:
-            return False
-        rest = body[end:]
-        if form.closing and not form.is_list:
+        if self._scanner is None:
+            body = self._held.lstrip(_SPACE + ("[,;" if form.is_list or not form.opening else ""))
+            if not body:
+                return None
+            if form.is_list and not self._opening and body.startswith(form.closing):
+                self._held, self._is_open = body[len(form.closing) :], False
+                return ""
+            if body[0] != "{":
+                return self._as_text(0)
+            self._opening += self._held[: len(self._held) - len(body)]
+            self._held, self._scanner = body, ObjectScanner()
+        if self._end is None:
+            self._end = self._scanner.end_in(self._held)
+        if self._end is None:
+            return None
+        rest, is_one = self._held[self._end :], bool(form.closing) and not form.is_list
+        if is_one:
             _, closing, rest = rest.partition(form.closing)
             if not closing:
-                return False
-            self._is_open = False
-        self._held = rest
-        calls.append(self._call(call))
-        return True
+                return None
+        is_shallow = self._scanner.depth <= 1 + MAX_ARGUMENTS_DEPTH  # with the call's own level
+        call = self._call(self._held[: self._end]) if is_shallow else None
+        if call is None:
+            return self._as_text(self._end)
+        self._held, self._opening, self._is_open = rest, "", not is_one
+        self._scanner = self._end = None
+        return call
 
-    def _call(self, call: dict[str, Any]) -> dict[str, Any]:
-        """A call as an answer has it; the grammar has seen to its form."""
-        arguments = json.dumps(call[self._form.arguments], ensure_ascii=False)
+    def _as_text(self, end: int) -> str:
+        """Take the opening and the held text up to `end` as content."""
+        content = self._opening + self._held[:end]
+        self._held, self._opening, self._is_open = self._held[end:], "", False
+        self._scanner = self._end = None
+        self._is_content = True
+        return content
+
+    def _call(self, text: str) -> dict[str, Any] | None:
+        """Return a call as an answer has it, with the model's own text as arguments."""
+        try:
+            members = members_of(text)
+            name, arguments = json.loads(members["name"]), members[self._form.arguments]
+        except (ValueError, KeyError):
+            return None
+        if not isinstance(name, str):
+            return None
         self.num_calls += 1
         return {
             "index": self.num_calls - 1,
             "id": self._form.new_id(),
             "type": "function",
-            "function": {"name": call["name"], "arguments": arguments},
+            "function": {"name": name, "arguments": arguments},
         }
 
 

@@ -2,7 +2,6 @@
 """A conversation as the one text that a model was trained to read: its chat template."""
 
 import datetime
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ import jinja2.parser
 import jinja2.sandbox
 
 from specops.server.call_forms import CALL_FORMS, CallForm, form_of_template
+from specops.server.json_text import dumps
 from specops.tokenizer import read_json_object
 
 
@@ -168,7 +168,7 @@ def _environment() -> jinja2.Environment:
     )
 
     def to_json(value: Any, indent: int | None = None, **options: Any) -> str:
-        return json.dumps(value, ensure_ascii=False, indent=indent, **options)
+        return dumps(value, indent=indent, **options)
 
     def raise_exception(message: str) -> None:
         raise jinja2.TemplateError(message)

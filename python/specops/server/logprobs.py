@@ -84,19 +84,32 @@ class LegacyLogprobs:
         token_ids: Sequence[int],
         logprobs: Sequence[TokenLogprob | None],
         num_alternatives: int,
+        text: str,
     ) -> dict[str, Any]:
-        """A prompt's log-probabilities, with null for the first token."""
-        return self._build(token_ids, logprobs, num_alternatives)
+        """Return a prompt's log-probabilities, with null for the first token.
+
+        Args:
+            token_ids: the prompt.
+            logprobs: one per token.
+            num_alternatives: kept per token.
+            text: the prompt, if it was sent as text: it has the special tokens that the client has
+                spelt. Empty for token ids, whose echo has none.
+        """
+        reply = self._build(token_ids, logprobs, num_alternatives, text)
+        self._offset = len(text) or self._offset
+        return reply
 
     def _build(
         self,
         token_ids: Sequence[int],
         logprobs: Sequence[TokenLogprob | None],
         num_alternatives: int | None,
+        text: str = "",
     ) -> dict[str, Any]:
         tokens, offsets, raw = [], [], []
         values: list[float | None] = []
         top: list[dict[str, float] | None] = []
+        is_added = bool(text) and self._is_added(token_ids, text)
         for token_id, one in zip(token_ids, logprobs, strict=True):
             data = self._tokenizer.token_bytes(token_id)
             tokens.append(token_text(data))
@@ -104,6 +117,10 @@ class LegacyLogprobs:
             offsets.append(self._offset)
             if not self._tokenizer.is_special(token_id):
                 self._offset += len(self._utf8.decode(data))
+            elif is_added and len(offsets) == 1:
+                pass  # not in the text, even if the client has spelt the same token behind it
+            elif text and text.startswith(name := token_text(data), self._offset):
+                self._offset += len(name)
             values.append(None if one is None else _finite(one.logprob))
             top.append(None if one is None else self._alternatives(one, num_alternatives))
         return {
@@ -113,6 +130,14 @@ class LegacyLogprobs:
             "text_offset": offsets,
             "bytes": raw,
         }
+
+    def _is_added(self, token_ids: Sequence[int], text: str) -> bool:
+        """Return whether the first token is special, and put before a text by the tokenizer."""
+        first = token_ids[0]
+        if not self._tokenizer.is_special(first):
+            return False
+        name = token_text(self._tokenizer.token_bytes(first))
+        return list(token_ids).count(first) > text.count(name)
 
     def _alternatives(self, one: TokenLogprob, most: int | None) -> dict[str, float]:
         """The likeliest tokens, by their text, and the token itself."""

@@ -22,6 +22,7 @@ from specops.engine.structured import StructuredOutput
 from specops.server.api_error import ApiError, bad_value
 from specops.server.call_forms import HERMES, CallForm
 from specops.server.clients import scoped_salt
+from specops.server.json_text import MAX_DEPTH, refuse_constant, require_shallow
 from specops.server.outline import without_long_lists
 from specops.server.strict import Strict
 from specops.server.structured import ResponseFormat, StructuredOutputs, wanted_output
@@ -544,16 +545,22 @@ def parse(model: type[B], body: bytes, max_ids: int) -> B:
         body, long_lists = without_long_lists(body, MAX_LISTS, max_ids)
         if long_lists:
             text = body.decode("utf-8-sig")
-        values = json.loads(text, parse_constant=_refuse_constant, object_pairs_hook=_object)
+        values = json.loads(text, parse_constant=refuse_constant, object_pairs_hook=_object)
     except UnicodeDecodeError as error:
         message = f"the body must be UTF-8, got byte 0x{body[error.start]:02x} at {error.start}"
         raise ApiError(400, message, code="invalid_json") from None
     except RecursionError:
-        raise ApiError(400, "the body is nested too deeply", code="invalid_json") from None
+        message = f"the body is nested more than {MAX_DEPTH} levels deep"
+        raise ApiError(400, message, code="invalid_json") from None
     except ValueError as error:
         raise ApiError(400, f"the body is not valid JSON: {error}", code="invalid_json") from None
     if not isinstance(values, dict):
         raise ApiError(400, f"the body must be a JSON object, got {_json_type(values)}")
+    if body.count(b"{") + body.count(b"[") > MAX_DEPTH:
+        try:
+            require_shallow(values, MAX_DEPTH)
+        except ValueError as error:
+            raise ApiError(400, f"the body is {error}", code="invalid_json") from None
     values |= long_lists
     for name in list(values):
         if name in model.neutral and name not in model.model_fields:
@@ -659,10 +666,6 @@ def _object(items: list[tuple[str, Any]]) -> dict[str, Any]:
                 )
             del values[name]
     return values
-
-
-def _refuse_constant(name: str) -> None:
-    raise ValueError(f"{name} is not a JSON number")
 
 
 def _without_nothing(message: Any, field: str) -> Any:

@@ -14,6 +14,7 @@ from pydantic import Field
 from specops.engine.structured import StructuredOutput
 from specops.server.api_error import ApiError
 from specops.server.call_forms import HERMES, CallForm
+from specops.server.json_text import loads
 from specops.server.strict import Strict
 from specops.server.structured import refusal
 
@@ -83,13 +84,13 @@ class ToolCall(Strict):
     index: int | None = Field(default=None, exclude=True)  # as streams have it
 
     def for_template(self) -> dict[str, Any]:
-        """The call as chat templates expect it: with arguments that are no text.
+        """Return the call as chat templates expect it: with arguments as an object.
 
         Raises:
             ValueError: the arguments are no JSON object.
         """
         try:
-            arguments = json.loads(self.function.arguments or "{}")
+            arguments = loads(self.function.arguments or "{}")
         except ValueError as error:
             raise ValueError(f"messages: arguments of a tool call are no JSON: {error}") from None
         if not isinstance(arguments, dict):

@@ -25,14 +25,18 @@ def usage(
 
 
 def metrics(stats: SpeculativeStats, num_speculative_tokens: int) -> dict[str, Any]:
-    """What speculation did for one request, in vLLM's shape."""
+    """Return the counts of speculation for one answer, in vLLM's shape.
+
+    `mean_acceptance_length` is the mean number of tokens that a step with drafts added to the
+    output; 1.0 where no step had drafts.
+    """
     # At least j drafts were accepted in per_pos[j - 1] steps.
     at_least = [stats.num_drafts, *stats.num_accepted_tokens_per_pos]
     at_least += [0] * (num_speculative_tokens + 2 - len(at_least))
-    drafts = max(stats.num_drafts, 1)
+    length = stats.num_emitted_tokens / stats.num_drafts if stats.num_drafts else 1.0
     return {
         "speculative_decoding": {
-            "mean_acceptance_length": 1 + stats.num_accepted_tokens / drafts,
+            "mean_acceptance_length": length,
             "draft_acceptance_rate": stats.num_accepted_tokens / max(stats.num_draft_tokens, 1),
             "acceptance_histogram": [
                 at_least[j] - at_least[j + 1] for j in range(num_speculative_tokens + 1)
@@ -80,6 +84,7 @@ def add_stats(each: Sequence[SpeculativeStats]) -> SpeculativeStats:
         total.num_drafts += stats.num_drafts
         total.num_draft_tokens += stats.num_draft_tokens
         total.num_accepted_tokens += stats.num_accepted_tokens
+        total.num_emitted_tokens += stats.num_emitted_tokens
         for name in ("num_accepted_tokens_per_pos", "num_drafts_per_length"):
             counts, sums = getattr(stats, name), getattr(total, name)
             sums.extend([0] * (len(counts) - len(sums)))

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from specops.cli import finite
 from specops.prompts import PROMPTS
 from specops.vllm.decoding import Decoded, DecodingError, Job, Run, decode
 from specops.vllm.settings import EXACT, PARTS, STRATEGIES, TARGET_MATCH
@@ -113,14 +114,16 @@ def _parser() -> argparse.ArgumentParser:
     add("--num-speculative-tokens", type=int, default=4, metavar="K", help="(default: 4)")
     add("--verify", choices=STRATEGIES, default=TARGET_MATCH, help="(default: target_match)")
     add("--batch", type=int, nargs="+", default=[1, 8], metavar="N", help="(default: 1 8)")
-    add("--temperature", type=float, nargs="+", default=[0.0, 0.8], metavar="T")
+    add("--temperature", type=finite, nargs="+", default=[0.0, 0.8], metavar="T")
     add("--prompts", type=int, metavar="N", help="use the first N prompts (default: all)")
     add("--prompt-file", metavar="FILE", help="a JSON list of texts (default: 20 built in)")
     add("--max-tokens", type=int, default=64, metavar="M", help="per prompt (default: 64)")
     add("--dtype", default="auto")
     add("--compiled", action="store_true", help="by torch, as vLLM is by default (default: eager)")
     add("--max-model-len", type=int, default=1024, metavar="N")
-    add("--kv-cache-gib", type=float, default=1.0, metavar="G", help="of every engine (default: 1)")
+    add(
+        "--kv-cache-gib", type=finite, default=1.0, metavar="G", help="of every engine (default: 1)"
+    )
     add(
         "--bisect",
         action="store_true",

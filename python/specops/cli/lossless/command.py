@@ -12,7 +12,7 @@ from dataclasses import asdict, replace
 from datetime import datetime, timezone
 from typing import Any
 
-from specops.cli import Parser, fail, json_object, require_url, require_writable, write_file
+from specops.cli import Parser, fail, finite, json_object, require_url, require_writable, write_file
 from specops.cli.lossless.answers import Answer
 from specops.cli.lossless.card import card
 from specops.cli.lossless.modes import ALONE, BESIDE, Ask, Mode, asks_of, modes_of
@@ -107,7 +107,7 @@ def _add_servers(parser: argparse.ArgumentParser) -> None:
         default=os.environ.get("SPECOPS_API_KEY"),
         help="bearer token (default: SPECOPS_API_KEY of the environment)",
     )
-    add("--timeout", type=float, default=600.0, metavar="SECONDS", help="(default: %(default)g)")
+    add("--timeout", type=finite, default=600.0, metavar="SECONDS", help="(default: %(default)g)")
 
 
 def _add_requests(parser: argparse.ArgumentParser) -> None:
@@ -122,7 +122,7 @@ def _add_requests(parser: argparse.ArgumentParser) -> None:
     add("--max-tokens", type=int, default=128, metavar="M", help="of each (default: %(default)s)")
     add(
         "--temperature",
-        type=float,
+        type=finite,
         default=0.8,
         metavar="T",
         help="of requests with a seed (default: %(default)s); the others are greedy",

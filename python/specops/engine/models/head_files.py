@@ -9,6 +9,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
+from specops.checkpoints.gguf import gguf_file
 from specops.engine.errors import ModelError
 from specops.engine.models.weights import WeightSettings, WeightSource
 
@@ -85,6 +86,8 @@ def open_head(directory: Path, settings: WeightSettings, files: Sequence[str]) -
         for name in files:
             if (directory / name).is_file():
                 return HeadFile(directory / name, settings)
+        if files and gguf_file(directory) is None:
+            raise ModelError(f"{directory}: no {', '.join((*names, *files[:-1]))} or {files[-1]}")
     return settings.open(directory)
 
 

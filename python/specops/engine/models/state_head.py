@@ -248,10 +248,15 @@ class StateHeadLoader:
         )
         if name in self._source.names():
             return self._source.tensor(name, self.vocab_size, width)
-        if width != target.hidden_size or target.config.embedding_scale != 1.0:
+        if width != target.hidden_size:
             raise ModelError(
-                f"{self._directory}: tensor {name} is missing, and the target's embedding does "
-                "not fit"
+                f"{self._directory}: tensor {name} is missing, and the target's embedding has "
+                f"hidden_size {target.hidden_size}, not the head's {width}"
+            )
+        if (scale := target.config.embedding_scale) != 1.0:
+            raise ModelError(
+                f"{self._directory}: tensor {name} is missing, and the target's embedding cannot "
+                f"take its place: it is scaled by {scale:g}, and heads read it without the scale"
             )
         return target.embedding
 

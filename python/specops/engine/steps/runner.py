@@ -376,14 +376,16 @@ class Runner:
             path: Sequence[int] = range(accepted[index])
             if part.draft_parents is not None and arrays.trees is not None:
                 path = arrays.trees.accepted_nodes.host[index, : len(path)].tolist()
-            one = Emitted(tokens[index][: counts[index]], path, [])
+            one = Emitted(tokens[index][: counts[index]], path)
+            if part.num_drafts:
+                drafts = arrays.draft_token_ids.host[index, : part.num_drafts].tolist()
+                one.num_from_drafts = _num_equal(one.token_ids, [drafts[node] for node in path])
             if thinks:
                 one.thinking_state = int(state[THINKING_STATE, part.slot])
             if reason := reasons[part.slot]:
                 one.finish_reason, one.stop_index = FinishReason(reason), stops[part.slot]
             if part.num_drafts and self._running[part.slot].params.report_drafts:
                 sources = self._drafting.sources_of(part.slot, part.num_drafts)
-                drafts = arrays.draft_token_ids.host[index, : part.num_drafts].tolist()
                 parents = list(part.draft_parents or range(-1, part.num_drafts - 1))
                 one.drafts = StepDrafts(drafts, parents, sources, list(path))
             emitted.append(one)
@@ -411,6 +413,15 @@ class Runner:
                     logprob, rank = chosen[index][column], ranks[index][column]
                     result.logprobs.append(TokenLogprob(token_id, logprob, tuple(top), rank))
             first += 1 + part.num_drafts if part.emits else 0
+
+
+def _num_equal(tokens: Sequence[int], drafts: Sequence[int]) -> int:
+    """Return the number of leading tokens that are drafts.
+
+    Tokens that end the thinking by force may have taken the place of accepted drafts.
+    """
+    count = min(len(tokens), len(drafts))
+    return next((i for i in range(count) if tokens[i] != drafts[i]), count)
 
 
 def _fill_prefixes(step: Step, prefixes: PrefixGroups) -> None:

@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """The answer of POST /v1/messages, as one object or as a stream of events."""
 
-import json
 from collections.abc import Iterator
 from typing import Any
 
 from specops.server.anthropic_messages.errors import error_body
 from specops.server.anthropic_messages.request import MessagesRequest
 from specops.server.api_error import ApiError
-from specops.server.blocks import Block, BlockAnswer, Change, TextBlock
-from specops.server.streaming import event
+from specops.server.blocks import Block, BlockAnswer, CallBlock, Change, TextBlock
+from specops.server.json_text import with_short_integers
+from specops.server.streaming import dumped, event, with_members
 
 _REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 
@@ -31,7 +31,8 @@ class MessagesAnswer(BlockAnswer):
         """The message before there is anything in it."""
         num_tokens = sum(map(len, self.job.prompts))
         usage = {"input_tokens": num_tokens, "output_tokens": 0}
-        yield _event("message_start", message=self._message([], None, None, usage))
+        message = {**self._message(None, None, usage), "content": []}
+        yield _event("message_start", message=message)
 
     def change(self, index: int, change: Change) -> Iterator[bytes]:
         """The events of a block."""
@@ -40,7 +41,9 @@ class MessagesAnswer(BlockAnswer):
             delta = {"type": "text_delta", "text": change.text}
             yield _event("content_block_delta", index=index, delta=delta)
         elif change.kind == "begin":
-            begun = _content(TextBlock()) if isinstance(block, TextBlock) else _content(block, {})
+            begun: dict[str, Any] = {"type": "text", "text": ""}
+            if not isinstance(block, TextBlock):
+                begun = {**_tool_use(block), "input": {}}
             yield _event("content_block_start", index=index, content_block=begun)
         else:
             if not isinstance(block, TextBlock):
@@ -60,8 +63,13 @@ class MessagesAnswer(BlockAnswer):
         """The event of an error."""
         return event(error_body(error), "error")
 
+    def whole_reply(self, end: str) -> bytes:
+        """Return the whole message in JSON, in which inputs are the model's own text."""
+        blocks = b",".join(map(_content, self.blocks))
+        return with_members(dumped(self.reply(end)), {"content": b"[%b]" % blocks})
+
     def reply(self, end: str) -> dict[str, Any]:
-        """The whole message."""
+        """Return the message without its content, which a stream has sent already."""
         totals = self._totals()
         counts = totals.pop("usage")
         cached = counts["prompt_tokens_details"]["cached_tokens"]
@@ -76,16 +84,11 @@ class MessagesAnswer(BlockAnswer):
         stop = text if isinstance(text, str) and text in self._body.stop_sequences else None
         # "abort" is a text that cannot go on: the nearest word is that for one that must not.
         reason = _REASONS.get(end, "refusal") if stop is None else "stop_sequence"
-        blocks = [_content(block) for block in self.blocks]
-        message = self._message(blocks, reason, stop, usage)
+        message = self._message(reason, stop, usage)
         return {**message, "seed": self._ends[0].seed, **totals}
 
     def _message(
-        self,
-        blocks: list[dict[str, Any]],
-        reason: str | None,
-        stop: str | None,
-        usage: dict[str, int],
+        self, reason: str | None, stop: str | None, usage: dict[str, int]
     ) -> dict[str, Any]:
         frame = self._frame
         return {
@@ -93,7 +96,6 @@ class MessagesAnswer(BlockAnswer):
             "type": "message",
             "role": "assistant",
             "model": frame["model"],
-            "content": blocks,
             "stop_reason": reason,
             "stop_sequence": stop,
             "usage": usage,
@@ -105,9 +107,13 @@ def _event(name: str, /, **members: Any) -> bytes:
     return event({"type": name, **members}, name)
 
 
-def _content(block: Block, given: dict[str, Any] | None = None) -> dict[str, Any]:
-    """A block as a message has it; of a call with `given` as input, if there is any."""
+def _content(block: Block) -> bytes:
+    """Return a block of a whole message in JSON."""
     if isinstance(block, TextBlock):
-        return {"type": "text", "text": block.text}
-    called = json.loads(block.arguments) if given is None else given
-    return {"type": "tool_use", "id": block.id, "name": block.name, "input": called}
+        return dumped({"type": "text", "text": block.text})
+    called = with_short_integers(block.arguments).encode()
+    return with_members(dumped(_tool_use(block)), {"input": called})
+
+
+def _tool_use(block: CallBlock) -> dict[str, Any]:
+    return {"type": "tool_use", "id": block.id, "name": block.name}

@@ -13,6 +13,15 @@ def choice(name: str, value: object, choices: Collection[str]) -> None:
         raise ValueError(f"{name} must be one of {', '.join(choices)}; got {value!r}")
 
 
+def spelling(holder: object, name: str, choices: Collection[str]) -> None:
+    """Refuse a field whose value is none of the choices, and write a choice in lower case."""
+    value = getattr(holder, name)
+    lower = value.lower() if isinstance(value, str) else value
+    if lower not in choices:
+        choice(name, value, choices)
+    object.__setattr__(holder, name, lower)
+
+
 def integer(name: str, value: object, lowest: int, bits: int = 32) -> None:
     """Refuses what is no integer from `lowest` on that fits so many bits."""
     if isinstance(value, bool) or not isinstance(value, int):

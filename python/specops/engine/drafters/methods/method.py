@@ -6,7 +6,7 @@ from dataclasses import dataclass, fields
 from functools import cached_property
 from typing import Any
 
-from specops.engine.drafters.methods.checks import QUANTIZATIONS, choice, path
+from specops.engine.drafters.methods.checks import QUANTIZATIONS, path, spelling
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,7 +47,7 @@ class WeightOptions(Options):
     def __post_init__(self) -> None:
         path("model", self.model)
         if self.quantization is not None:
-            choice("quantization", self.quantization, QUANTIZATIONS)
+            spelling(self, "quantization", QUANTIZATIONS)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -33,11 +33,11 @@ class MtpOptions(Options):
     quantization: str | None = None
 
     def __post_init__(self) -> None:
-        checks.choice("mtp_strategy", self.mtp_strategy, MTP_STRATEGIES)
+        checks.spelling(self, "mtp_strategy", MTP_STRATEGIES)
         checks.path("model", self.model)
         checks.path("draft_vocab", self.draft_vocab)
         if self.quantization is not None:
-            checks.choice("quantization", self.quantization, checks.QUANTIZATIONS)
+            checks.spelling(self, "quantization", checks.QUANTIZATIONS)
 
     @property
     def draws(self) -> bool:

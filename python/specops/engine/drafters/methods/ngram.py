@@ -31,7 +31,7 @@ class NgramOptions(Options):
                 f"max_ngram_size must be at least min_ngram_size = {self.min_ngram_size}, "
                 f"got {self.max_ngram_size}"
             )
-        checks.choice("ngram_match", self.ngram_match, NGRAM_MATCHES)
+        checks.spelling(self, "ngram_match", NGRAM_MATCHES)
 
 
 METHOD = Method(

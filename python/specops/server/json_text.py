@@ -1,0 +1,204 @@
+# SPDX-License-Identifier: Apache-2.0
+"""JSON as text: read strictly, without recursion limits, and with numbers as they are written."""
+
+import json
+import re
+import secrets
+from typing import Any
+
+# Levels of lists and objects in a body: JSON parsers of other languages read so many, and Python's
+# recursive functions many more. A call's arguments leave some for the body that they are sent in.
+MAX_DEPTH = 128
+MAX_ARGUMENTS_DEPTH = 100
+
+# Python's json refuses an integer with more digits.
+MAX_DIGITS = 4300
+
+_BRACKET_OR_QUOTE = re.compile(r'["\[\]{}]')
+_REST_OF_STRING = re.compile(r'[^"\\]*(?:\\.[^"\\]*)*', re.DOTALL)
+_SPACE = re.compile(r"[ \t\r\n]*")
+_STRING_OR_NUMBER = re.compile(
+    r'"[^"\\]*(?:\\.[^"\\]*)*"|-?[0-9]+(?:\.[0-9]+)?(?:[eE][-+]?[0-9]+)?'
+)
+_MARK = f"number {secrets.token_hex(8)} "  # no client can know it
+_MARKED = re.compile(f'"{_MARK}([^"]*)"')
+
+
+class Number:
+    """Number whose text Python's int or float would change, such as 1e999 or 1.50."""
+
+    def __init__(self, text: str) -> None:
+        self._text = text
+
+    def __repr__(self) -> str:
+        return self._text
+
+
+def require_shallow(value: Any, most: int) -> None:
+    """Refuse a JSON value with more than `most` levels; without recursion.
+
+    Raises:
+        ValueError: it has more.
+    """
+    level = [value]
+    for _ in range(most):
+        level = [
+            inner
+            for one in level
+            if isinstance(one, (dict, list))
+            for inner in (one.values() if isinstance(one, dict) else one)
+            if isinstance(inner, (dict, list))
+        ]
+        if not level:
+            return
+    raise ValueError(f"nested more than {most} levels deep")
+
+
+def refuse_constant(name: str) -> None:
+    """Refuse NaN and Infinity, which Python's json reads by default.
+
+    Raises:
+        ValueError: always.
+    """
+    raise ValueError(f"{name} is not a JSON number")
+
+
+def loads(text: str) -> Any:
+    """Return the value of a call's arguments; `dumps` writes its numbers as they are in the text.
+
+    Raises:
+        ValueError: the text is not valid JSON, or nested more than MAX_ARGUMENTS_DEPTH levels deep.
+    """
+    try:
+        value = json.loads(
+            text, parse_int=_integer, parse_float=_float, parse_constant=refuse_constant
+        )
+    except RecursionError:
+        raise ValueError(f"nested more than {MAX_ARGUMENTS_DEPTH} levels deep") from None
+    require_shallow(value, MAX_ARGUMENTS_DEPTH)
+    return value
+
+
+def dumps(value: Any, **options: Any) -> str:
+    """Return the JSON text of a value that may hold `Number`s."""
+    text = json.dumps(value, ensure_ascii=False, default=_marked, **options)
+    return _MARKED.sub(r"\1", text) if _MARK in text else text
+
+
+def _integer(text: str) -> int | Number:
+    if len(text) > MAX_DIGITS:
+        return Number(text)
+    value = int(text)
+    return value if str(value) == text else Number(text)
+
+
+def _float(text: str) -> float | Number:
+    value = float(text)
+    return value if repr(value) == text else Number(text)
+
+
+def _marked(value: Any) -> str:
+    if isinstance(value, Number):
+        return f"{_MARK}{value}"
+    raise TypeError(f"Object of type {type(value).__name__} is not JSON serializable")
+
+
+def with_short_integers(text: str) -> str:
+    """Return valid JSON text that Python's json reads, too: no integer is too long for it.
+
+    A longer integer becomes a decimal number with the same digits and value.
+    """
+
+    def shorter(found: re.Match[str]) -> str:
+        number = found[0]
+        is_long = number.lstrip("-").isdecimal() and len(number.lstrip("-")) > MAX_DIGITS
+        return f"{number}.0" if is_long else number
+
+    return _STRING_OR_NUMBER.sub(shorter, text) if len(text) > MAX_DIGITS else text
+
+
+# Checks a member's value; its numbers are not converted.
+_DECODER = json.JSONDecoder(parse_int=str, parse_float=str, parse_constant=refuse_constant)
+
+
+def members_of(text: str) -> dict[str, str]:
+    """Return the members of a JSON object as text, by name.
+
+    Args:
+        text: the object; it is not nested too deeply for Python's json.
+
+    Raises:
+        ValueError: the text is not a valid JSON object.
+    """
+    members: dict[str, str] = {}
+    at = _after(text, 0, "{")
+    while True:
+        name, at = _DECODER.raw_decode(text, _space(text, at))
+        if not isinstance(name, str):
+            raise ValueError("the name of a member is not a string")
+        begin = _space(text, _after(text, at, ":"))
+        _, at = _DECODER.raw_decode(text, begin)
+        members[name] = text[begin:at]
+        if text[_space(text, at) :] == "}":
+            return members
+        at = _after(text, at, ",")
+
+
+def _space(text: str, at: int) -> int:
+    found = _SPACE.match(text, at)
+    assert found is not None
+    return found.end()
+
+
+def _after(text: str, at: int, mark: str) -> int:
+    at = _space(text, at)
+    if not text.startswith(mark, at):
+        raise ValueError(f"no {mark} at {at}")
+    return at + 1
+
+
+class ObjectScanner:
+    """Finds the end of a JSON object in a text that grows.
+
+    It counts brackets outside of strings, so the end of a text that is not valid JSON depends only
+    on the text, too, and not on the pieces that it arrives in.
+
+    Attributes:
+        depth: most levels so far.
+    """
+
+    def __init__(self) -> None:
+        self.depth = 0
+        self._at = 0
+        self._num_open = 0
+        self._in_string = False
+
+    def end_in(self, text: str) -> int | None:
+        """Return the end of the object that the text begins with, or None if it goes on.
+
+        Args:
+            text: begins with "{", and with the text of the last call.
+        """
+        while True:
+            if self._in_string:
+                rest = _REST_OF_STRING.match(text, self._at)
+                assert rest is not None
+                self._at = rest.end()
+                if not text.startswith('"', self._at):
+                    return None
+                self._at += 1
+                self._in_string = False
+            found = _BRACKET_OR_QUOTE.search(text, self._at)
+            if found is None:
+                self._at = len(text)
+                return None
+            self._at = found.end()
+            if found[0] == '"':
+                self._in_string = True
+            elif found[0] in "[{":
+                self._num_open += 1
+                self.depth = max(self.depth, self._num_open)
+            else:
+                self._num_open -= 1
+                if not self._num_open:
+                    return self._at
