@@ -19,7 +19,7 @@ import httpx
 import jsonschema
 import openai
 from schemas import BY_HAND, bounded, record
-from serving import Served, hang_up_on, serving, wait_for
+from serving import HANG_SECONDS, Served, hang_up_on, serving, wait_for
 from specops.engine import Engine, EngineConfig, SpeculativeConfig, StructuredOutput
 from specops.server import generation
 from specops.server.dispatch import Dispatch
@@ -40,7 +40,7 @@ FORMAT = {
         "triggers": ["{"],
     },
 }
-HTTP = httpx.Client(timeout=150)
+HTTP = httpx.Client(timeout=HANG_SECONDS)
 PERSON, EXAMPLE = BY_HAND[25]
 PROMPT = f"values = [\n{json.dumps(EXAMPLE)},\n{json.dumps(EXAMPLE)},\n"
 
@@ -53,7 +53,8 @@ def served() -> Iterator[Served]:
             speculative_config=SpeculativeConfig(method="mtp", num_speculative_tokens=4),
         )
     )
-    with serving(engine) as one:
+    with serving(engine) as one, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(generation, "_COMPILE_SECONDS", HANG_SECONDS)
         yield one
 
 
@@ -265,7 +266,6 @@ def test_rules_that_refer_to_rules_do_not_end_the_server(
     served: Served, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A chain of thousands: each is a call of llguidance's inside another."""
-    monkeypatch.setattr(generation, "_COMPILE_SECONDS", 120.0)  # on a busy machine
     count = 5000
     rules = [f'r{i}: "a" r{i + 1} | "b"' for i in range(count)]
     grammar = "\n".join(["start: r0", *rules, f'r{count}: "z"'])
@@ -289,7 +289,7 @@ def test_a_grammar_that_takes_long_holds_up_nobody(
     def slowly(wanted: StructuredOutput) -> Any:
         if wanted.regex == "slow":
             begun.set()
-            assert may_end.wait(30)
+            assert may_end.wait(HANG_SECONDS)
         return compile_it(wanted)
 
     monkeypatch.setattr(served.engine, "compile_structured_output", slowly)
@@ -299,15 +299,15 @@ def test_a_grammar_that_takes_long_holds_up_nobody(
         target=lambda: answers.append(complete(served, structured_outputs={"regex": "slow"}))
     )
     slow.start()
-    assert begun.wait(30)
-    monkeypatch.setattr(generation, "_COMPILE_SECONDS", 30.0)  # of those that come now
+    assert begun.wait(HANG_SECONDS)
+    monkeypatch.setattr(generation, "_COMPILE_SECONDS", HANG_SECONDS)  # of those that come now
     try:
         assert complete(served, max_tokens=4).status_code == 200
         assert (
             complete(served, structured_outputs={"choice": ["quick"]}).json()["choices"][0]["text"]
             == "quick"
         )
-        slow.join(30)
+        slow.join(HANG_SECONDS)
     finally:
         may_end.set()
     (answer,) = answers
@@ -322,7 +322,7 @@ def test_too_many_grammars_that_wait_are_refused(
     compile_it, may_end = served.engine.compile_structured_output, threading.Event()
 
     def slowly(wanted: StructuredOutput) -> Any:
-        assert may_end.wait(30)
+        assert may_end.wait(HANG_SECONDS)
         return compile_it(wanted)
 
     def ask(number: int) -> int:
@@ -334,7 +334,7 @@ def test_too_many_grammars_that_wait_are_refused(
     with concurrent.futures.ThreadPoolExecutor(4) as pool:
         asked = [pool.submit(ask, number) for number in range(4)]
         done, waiting = concurrent.futures.wait(
-            asked, 30, return_when=concurrent.futures.FIRST_COMPLETED
+            asked, HANG_SECONDS, return_when=concurrent.futures.FIRST_COMPLETED
         )
         assert [one.result() for one in done] == [429] and len(waiting) == 3
         assert complete(served, max_tokens=4).status_code == 200, "it is nobody else's affair"
@@ -377,7 +377,7 @@ def test_a_client_that_leaves_while_its_grammar_is_compiled(
 
     def slowly(wanted: StructuredOutput) -> Any:
         begun.set()
-        assert may_end.wait(30)
+        assert may_end.wait(HANG_SECONDS)
 
     def aborting(self: Dispatch, job: Job) -> None:
         abort(self, job)
@@ -388,8 +388,8 @@ def test_a_client_that_leaves_while_its_grammar_is_compiled(
     requests = served.engine._admission._arrivals
     body = {"prompt": "x", "structured_outputs": {"json": record(left={"const": 1})}}
     with hang_up_on(served, "completions", body):
-        assert begun.wait(30)
-    assert has_left.wait(30)
+        assert begun.wait(HANG_SECONDS)
+    assert has_left.wait(HANG_SECONDS)
     may_end.set()
     served.wait_until_idle()
     assert served.engine._admission._arrivals == requests, "it never reached the engine"
