@@ -80,7 +80,7 @@ def hub() -> Iterator[tuple[str, list[str]]]:
     finally:
         server.shutdown()
         server.server_close()
-        thread.join(timeout=10)
+        thread.join()
 
 
 def directories(names: list[str], cache: Path, **environment: str) -> list[str]:
