@@ -2089,10 +2089,11 @@ def test_every_default_serves_the_bundled_model(monkeypatch: pytest.MonkeyPatch)
 
     seen: dict[str, Any] = {}
 
-    def remember(app: Any, listener: socket.socket, **options: Any) -> None:
+    def remember(app: Any, listener: socket.socket, **options: Any) -> int:
         host, port = listener.getsockname()
         listener.close()
         seen.update(options, host=host, port=port)
+        return 0
 
     monkeypatch.setattr(server, "serve", remember)
     assert main([]) == 0
