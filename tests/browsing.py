@@ -42,6 +42,7 @@ def opened(
     served: Served,
     *,
     fragment: str = "",
+    script: str = "",
     expects: tuple[str, ...] = (),
     **options: Any,
 ) -> Iterator[Page]:
@@ -53,11 +54,13 @@ def opened(
         browser: to open it in.
         served: its server.
         fragment: of the address.
+        script: run in every document before its own scripts.
         expects: texts in messages of the console that are no errors of the page.
         options: of the browser's context, such as viewport.
     """
     context = browser.new_context(**{"viewport": {"width": 1180, "height": 900}, **options})
     context.set_default_timeout(_MILLISECONDS)
+    context.add_init_script(script)
     page = context.new_page()
     problems: list[str] = []
     page.on("pageerror", lambda error: problems.append(str(error)))
@@ -105,6 +108,20 @@ def run(page: Page, state: str = "done") -> None:
 def stop_the_clock(page: Page) -> None:
     """Has the page's clock stand still: of what it repeats while there is time, it does all."""
     page.evaluate("performance.now = () => 0")
+
+
+# A clock of the page's animations, which stands still until a test sets `window.at`.
+HELD_CLOCK = """(() => {
+  window.at = 0;
+  performance.now = () => window.at;
+  const request = window.requestAnimationFrame.bind(window);
+  window.requestAnimationFrame = (call) => request(() => call(window.at));
+})()"""
+
+
+def advance(page: Page, milliseconds: float) -> None:
+    """Set the held clock of a page forward."""
+    page.evaluate(f"window.at += {milliseconds}")
 
 
 def fact(page: Page, name: str, lane: int = 0) -> str:

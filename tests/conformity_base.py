@@ -5,16 +5,18 @@ import contextlib
 import inspect
 import json
 import socket
+import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
+from unittest import mock
 
 import anthropic
 import openai
 from fake_engine import FakeEngine
 from serving import Served, serving
-from specops.engine import Engine, EngineConfig, SpeculativeConfig
+from specops.engine import Engine, EngineConfig, RequestOutput, SpeculativeConfig
 from specops.server.chat import ChatFormat
 
 # Knows tools and `reasoning_effort`, which the bundled model's own template does not.
@@ -318,6 +320,18 @@ def silent_timeout(method: str) -> str:
     raise AssertionError("the client waited")
 
 
+@contextlib.contextmanager
+def no_steps(engine: Engine) -> Iterator[None]:
+    """Have an engine answer nothing until the block ends."""
+
+    def held() -> list[RequestOutput]:
+        time.sleep(0.001)
+        return []
+
+    with mock.patch.object(engine, "step", held):
+        yield
+
+
 def transport_rows(method: str, most: str | None) -> list[Row]:
     """What clients say of the call itself: its headers, its query, and how long they wait.
 
@@ -336,9 +350,10 @@ def transport_rows(method: str, most: str | None) -> list[Row]:
         if most is None:
             return silent_timeout(method)
         try:
-            METHODS[method].call(clients)(
-                **{most: 900}, timeout=0.05, extra_body={"ignore_eos": True}
-            )
+            with no_steps(clients.served.engine):
+                METHODS[method].call(clients)(
+                    **{most: 900}, timeout=0.05, extra_body={"ignore_eos": True}
+                )
         except (openai.APITimeoutError, anthropic.APITimeoutError):
             return "the client gives up, and the server ends the request"
         raise AssertionError("the client waited")

@@ -195,11 +195,12 @@ class FakeEngine:
         self._check_thread()
         time.sleep(self.step_seconds)
         while self._waiting and len(self._running) < self.config.max_num_seqs:
-            request = self._waiting.pop(0)
+            request = self._waiting[0]
             request.pages = math.ceil((len(request.prompt) + request.limit) / 16)
             key = tuple(request.prompt)
             request.cached = (len(key) - 1) // 16 * 16 if key in self._seen else 0
             self._running.append(request)
+            del self._waiting[0]  # other threads see it all the time
         if self.num_failures:
             self.num_failures -= 1
             return self._fail()
@@ -207,8 +208,8 @@ class FakeEngine:
         if not outputs:
             time.sleep(0.001)  # all are held
         for request in [one for one in self._running if one.reason is not None]:
-            self._running.remove(request)
             self._done[request.id] = request
+            self._running.remove(request)
         self.stats.num_steps += 1
         self.stats.num_rows += len(self._running)
         self.stats.verify_seconds += 0.7 * self.step_seconds

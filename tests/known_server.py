@@ -118,4 +118,4 @@ def known_server(known: Known) -> Iterator[Known]:
     finally:
         server.shutdown()
         server.server_close()
-        thread.join(timeout=10)
+        thread.join()

@@ -4,7 +4,6 @@
 import contextlib
 import json
 import threading
-import time
 import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -20,6 +19,10 @@ CARD = {
 }
 AT = 3  # the token that is wrong
 
+# Requests of the command with four prompts: of what the server can do, and of a mode in one go.
+_PROBES, _BATCH = 4, 8
+_COUNTING = threading.Lock()
+
 
 @dataclass
 class Lossy:
@@ -28,7 +31,7 @@ class Lossy:
     Attributes:
         flaw: "text", "token", "logprob", "alternative" or "ending", of requests with drafts;
             None: none.
-        in_batch: only beside other requests.
+        in_batch: only beside other requests. Each batch meets here before it is answered.
         seeded: only of requests with a seed.
         plain: of requests without drafts, too.
         speculates: whether requests that do not say so have drafts.
@@ -40,7 +43,6 @@ class Lossy:
         refused: endpoints that it does not have.
         failing: from which request on it fails, with 500.
         hangs_up: it then ends the connection instead.
-        seconds: that a request takes.
         bodies: that were sent.
         keys: of these requests.
         url: where it is.
@@ -59,11 +61,10 @@ class Lossy:
     refused: tuple[str, ...] = ()
     failing: int | None = None
     hangs_up: bool = False
-    seconds: float = 0.0
     bodies: list[dict[str, Any]] = field(default_factory=list)
     keys: list[str | None] = field(default_factory=list)
     url: str = ""
-    under_way: int = 0
+    meeting: threading.Barrier = field(default_factory=lambda: threading.Barrier(_BATCH))
     drafted: int = 0
 
     def drafts(self, body: dict[str, Any]) -> bool:
@@ -71,8 +72,17 @@ class Lossy:
         config = body.get("speculative_config")
         return self.speculates if config is None else config["method"] != "naive"
 
-    def reply(self, body: dict[str, Any]) -> dict[str, Any]:
-        """The answer to a request."""
+    def is_beside(self, number: int) -> bool:
+        """Return whether a request belongs to a batch, from the order in which they come.
+
+        After the probes come the expected outputs, one by one, and of each mode those alone and
+        those beside others.
+        """
+        place = (number - _PROBES) // _BATCH
+        return self.in_batch and place >= 2 and place % 2 == 0
+
+    def reply(self, body: dict[str, Any], is_beside: bool) -> dict[str, Any]:
+        """Return the answer to a request."""
         is_chat = "messages" in body
         prompt = body["messages"][0]["content"] if is_chat else body["prompt"]
         seed = body["seed"] if body.get("temperature") else None
@@ -84,7 +94,7 @@ class Lossy:
             for one, p in zip(ids, logprobs, strict=True)
         ]
         ending = "length"
-        flaw = self.flaw if self._is_wrong(body) and len(ids) > AT else None
+        flaw = self.flaw if self._is_wrong(body, is_beside) and len(ids) > AT else None
         if flaw == "token":
             ids[AT] = (ids[AT] + 1) % 50
             logprobs[AT] -= 1.0
@@ -117,10 +127,10 @@ class Lossy:
             choice["token_ids"] = ids
         return {"choices": [choice], **self._counts(body)}
 
-    def _is_wrong(self, body: dict[str, Any]) -> bool:
+    def _is_wrong(self, body: dict[str, Any], is_beside: bool) -> bool:
         return (
             (self.plain or self.drafts(body))
-            and (not self.in_batch or self.under_way > 1)
+            and (not self.in_batch or is_beside)
             and (not self.seeded or "seed" in body)
         )
 
@@ -157,7 +167,9 @@ class _Handler(BaseHTTPRequestHandler):
     def do_POST(self) -> None:
         lossy = self.lossy
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        lossy.bodies.append(body)
+        with _COUNTING:
+            number = len(lossy.bodies)
+            lossy.bodies.append(body)
         lossy.keys.append(self.headers["Authorization"])
         if self.path in lossy.refused:
             self._send(404, "no such path")
@@ -169,10 +181,9 @@ class _Handler(BaseHTTPRequestHandler):
             if not lossy.hangs_up:
                 self._send(500, json.dumps({"error": {"message": "broken"}}))
         else:
-            lossy.under_way += 1
-            time.sleep(lossy.seconds)
-            self._send(200, json.dumps(lossy.reply(body)))
-            lossy.under_way -= 1
+            if is_beside := lossy.is_beside(number):
+                lossy.meeting.wait(300)
+            self._send(200, json.dumps(lossy.reply(body, is_beside)))
 
     def _send(self, status: int, text: str) -> None:
         self.send_response(status)
@@ -198,4 +209,4 @@ def lossy_server(lossy: Lossy) -> Iterator[Lossy]:
     finally:
         server.shutdown()
         server.server_close()
-        thread.join(timeout=10)
+        thread.join()

@@ -77,7 +77,7 @@ class Redis:
         command = [self._program, "--port", str(self.port), "--requirepass", self._password]
         command += ["--save", "", "--appendonly", "no", "--bind", "127.0.0.1"]
         self._process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
-        end = time.monotonic() + 60
+        end = time.monotonic() + 300
         while True:
             with contextlib.suppress(ConnectionRefusedError):
                 return socket.create_connection(("127.0.0.1", self.port), 10).close()
@@ -131,7 +131,7 @@ class ServerProcess:
         """The processes that it has started."""
         return children_of(self.pid)
 
-    def wait(self, seconds: float = 240.0) -> None:
+    def wait(self, seconds: float = 600.0) -> None:
         """Waits until it answers."""
         end = time.monotonic() + seconds
         while time.monotonic() < end:
@@ -158,13 +158,13 @@ class ServerProcess:
         """Ends it as a supervisor does."""
         self._process.terminate()
         try:
-            self._process.wait(20)
+            self._process.wait(300)
         finally:
             self.kill()
 
     def gauge(self, name: str) -> float:
         """A metric's value."""
-        text = httpx.get(f"{self.url}/metrics", timeout=30).text
+        text = httpx.get(f"{self.url}/metrics", timeout=300).text
         (line,) = [one for one in text.splitlines() if one.startswith(f"specops:{name}{{")]
         return float(line.rsplit(" ", 1)[1])
 
@@ -251,7 +251,7 @@ def choices_of(server: Served, asked: list[dict[str, Any]]) -> list[Any]:
 
 def wait_until_idle(server: ServerProcess) -> None:
     """All pages are back."""
-    end = time.monotonic() + 20
+    end = time.monotonic() + 300
     names = ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc")
     while any(server.gauge(name) for name in names):
         assert time.monotonic() < end, "a page or a request is left"

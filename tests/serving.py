@@ -24,14 +24,23 @@ class Served:
         self.url = url
 
     def wait_until_idle(self) -> None:
-        """Returns once nothing runs or waits; fails if a KV page is still held then."""
+        """Return once the engine has no request and no KV page is held.
+
+        Requests go from waiting to running to done, so they are looked for in that order.
+        """
         engine = self.engine
-        wait_for(lambda: engine.num_running == engine.num_waiting == 0)
-        wait_for(lambda: engine.num_free_pages == engine.num_pages)
+        wait_for(
+            lambda: (
+                not engine.num_waiting
+                and not engine.num_running
+                and not getattr(engine, "num_uncollected", 0)
+                and engine.num_free_pages == engine.num_pages
+            )
+        )
 
     @contextlib.contextmanager
     def holding(self, tokens: int) -> Iterator[None]:
-        """Of a FakeEngine, requests with so many tokens get no more before the block ends.
+        """Have a FakeEngine give requests with so many tokens no more until the block ends.
 
         What a test does in the block happens before they end, however slow the machine is.
         """
@@ -42,8 +51,12 @@ class Served:
             self.engine.holds_at = None
 
 
-def wait_for(condition: Callable[[], bool], seconds: float = 60.0) -> None:
-    """Waits for something another thread does."""
+# Seconds after which something counts as hung. No test waits so long unless it is about to fail.
+HANG_SECONDS = 300.0
+
+
+def wait_for(condition: Callable[[], bool], seconds: float = HANG_SECONDS) -> None:
+    """Wait until a condition holds, which must then stay true: it may be seen late."""
     end = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < end, "it did not happen in time"
@@ -94,7 +107,7 @@ def serving_app(app: Any, *, drain_timeout: int = 5, write_timeout: float = 60.0
         app,
         port=0,
         http=bounded_protocol(
-            max_connections=1024, header_timeout=20.0, write_timeout=write_timeout
+            max_connections=1024, header_timeout=HANG_SECONDS, write_timeout=write_timeout
         ),
         log_level="warning",
         lifespan="on",
@@ -102,6 +115,7 @@ def serving_app(app: Any, *, drain_timeout: int = 5, write_timeout: float = 60.0
         proxy_headers=False,
     )
     config.timeout_graceful_shutdown = drain_timeout
+    config.timeout_keep_alive = int(HANG_SECONDS)  # else it may end while a request is on its way
     server = uvicorn.Server(config)
     thread = threading.Thread(target=server.run, daemon=True)
     thread.start()
@@ -111,5 +125,5 @@ def serving_app(app: Any, *, drain_timeout: int = 5, write_timeout: float = 60.0
         yield f"http://127.0.0.1:{port}"
     finally:
         server.should_exit = True
-        thread.join(timeout=10)
+        thread.join(HANG_SECONDS)
         assert not thread.is_alive(), "the server did not stop"

@@ -606,6 +606,7 @@ def test_the_server_saves_when_it_ends_and_when_it_is_idle(
         answer: dict[str, Any] = httpx.post(f"{url}/v1/completions", json=body).json()
         return answer
 
+    monkeypatch.setattr("specops.service.loop._SAVE_SECONDS", 3600.0)
     with serving(make(model_dir, suffix_cache=str(file))) as served:
         cold = ask(served.url)
         assert not file.exists()

@@ -81,7 +81,7 @@ def answers(url: str) -> list[Any]:
 
     def answer(body: dict[str, Any]) -> list[Any]:
         asked = {"max_tokens": 24, "ignore_eos": True, "logprobs": 2, **body}
-        done = httpx.post(f"{url}/v1/completions", json=asked, timeout=60)
+        done = httpx.post(f"{url}/v1/completions", json=asked, timeout=300)
         choices = done.raise_for_status().json()["choices"]
         return [(one["text"], one["finish_reason"], one["logprobs"]) for one in choices]
 

@@ -5,7 +5,6 @@ import json
 import re
 import subprocess
 import sys
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,6 +12,7 @@ from typing import Any
 
 import pytest
 from conftest import keep_smoke
+from serving import wait_for
 
 from bench import common
 from bench.__main__ import CUDA_FAMILIES
@@ -90,21 +90,34 @@ def test_steps_end_as_they_should(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 def test_a_step_and_all_it_started_end_at_the_limit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(runner, "LOGS", tmp_path)
+    """Its time is up once it has started what is to end with it."""
     code = """
 import subprocess, sys
-child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(3600)"])
 print(child.pid, flush=True)
 child.wait()
 """
-    slow = runner.run(Step("slow", command(code), 2), 2)
-    assert slow.status == "timed out" and slow.seconds < 30
+
+    class Started(subprocess.Popen[bytes]):
+        def wait(self, timeout: float | None = None) -> int:
+            if timeout is not None:
+                wait_for(lambda: "\n" in (tmp_path / "slow.log").read_text())
+                timeout = 0.0
+            return super().wait(timeout)
+
+    monkeypatch.setattr(runner, "LOGS", tmp_path)
+    monkeypatch.setattr(subprocess, "Popen", Started)
+    slow = runner.run(Step("slow", command(code), 60), 60)
+    assert slow.status == "timed out"
     state = Path(f"/proc/{slow.summary}/stat")
-    for _ in range(100):
-        if not state.exists() or state.read_text().rsplit(")", 1)[1].split()[0] in "ZX":
-            return
-        time.sleep(0.1)
-    pytest.fail("the child lives on")
+
+    def has_ended() -> bool:
+        try:
+            return state.read_text().rsplit(")", 1)[1].split()[0] in "ZX"
+        except (FileNotFoundError, ProcessLookupError):  # between two looks at it
+            return True
+
+    wait_for(has_ended)
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,6 @@ import random
 import socket
 import struct
 import threading
-import time
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -26,6 +25,7 @@ from checkpoints import write_config
 from engine_campaign import FAMILIES
 from msgspec import structs
 from ranks import on_ranks
+from serving import wait_for
 from specops.disaggregated import transport as transports
 from specops.disaggregated.exchange import Exchange
 from specops.disaggregated.fair_threads import FairThreads
@@ -380,7 +380,7 @@ def test_damaged_messages_are_never_used(
     prefill.generate([similar], GREEDY)
     stream, other = Stream(prefill, prompt), Stream(prefill, similar)
     right, given = prefill.take_pages(prompt, GREEDY).data, list[bytearray]()
-    monkeypatch.setattr(decode, "give_pages", lambda pages, expected: given.append(pages.data))
+    monkeypatch.setattr(decode, "give_pages", lambda pages, *_: given.append(pages.data))
     seconds, on_the_wire = iter(range(0, 10_000_000, 1000)), stream.data
 
     def connect(address: Any, timeout: float) -> socket.socket:
@@ -431,7 +431,7 @@ def test_damaged_messages_are_never_used(
 def test_a_reader_that_announces_much_gets_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(transports, "SECONDS", 600.0)  # for the bytes, if they were awaited
     transport = TcpTransport("127.0.0.1", 0, Leases(60, 1 << 30), [])
-    with socket.create_connection((transport.host, transport.port), timeout=60) as reader:
+    with socket.create_connection((transport.host, transport.port), timeout=300) as reader:
         reader.sendall(struct.pack("<II", 60 << 20, 0))
         assert reader.recv(1) == b""
     transport.close()
@@ -598,7 +598,7 @@ def test_ranks_fetch_their_shares(
         with fetching:
             assert fetching.take(0.0) == []
             if ranks.rank == 0:
-                assert inbox.was_told.wait(20)
+                assert inbox.was_told.wait(300)
             assert fetching.take(0.0) == [wanted]
         (done,) = decode.generate(JOB.prompts, GREEDY)
         return done.token_ids, done.logprobs, decode.stats.prefix_cache_hits
@@ -616,8 +616,8 @@ def test_ranks_fetch_their_shares(
     assert said == [(alone.token_ids, alone.logprobs, hits)] * going_on
     for leasing, leases, _ in leased:
         with leasing:
-            while lacking is None and leases.num_bytes:  # until the last reader's word is there
-                time.sleep(0.001)
+            if lacking is None:  # until the last reader's word is there
+                wait_for(lambda leases=leases: not leases.num_bytes)  # type: ignore[misc]
 
 
 def test_a_lease_ends_with_its_last_reader(pair: tuple[PagesEngine, PagesEngine, Pages]) -> None:

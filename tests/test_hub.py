@@ -103,7 +103,7 @@ def hub() -> Iterator[tuple[str, list[str]]]:
     finally:
         server.shutdown()
         server.server_close()
-        thread.join(timeout=10)
+        thread.join()
 
 
 def directories(

@@ -104,8 +104,8 @@ def test_every_flaw_is_noticed(flaw: str, capsys: pytest.CaptureFixture[str]) ->
 
 
 def test_a_flaw_in_a_batch_or_with_a_seed_alone(capsys: pytest.CaptureFixture[str]) -> None:
-    """Requests of 10 ms, of which eight are under way at a time, are beside others."""
-    in_batch = verify(capsys, Lossy(flaw="token", in_batch=True, seconds=0.01), code=1)
+    """Of a batch, eight requests are under way at a time."""
+    in_batch = verify(capsys, Lossy(flaw="token", in_batch=True), code=1)
     assert different(in_batch, "token")[:6] == [0] * 6 and min(different(in_batch, "token")[6:]) > 0
     assert "Without speculation, all repeat." in in_batch["sentence"]
     seeded = verify(capsys, Lossy(flaw="token", seeded=True), code=1)
@@ -116,10 +116,10 @@ def test_a_flaw_in_a_batch_or_with_a_seed_alone(capsys: pytest.CaptureFixture[st
 def test_a_batch_that_changes_plain_decoding_too_is_told_apart(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    lossy = Lossy(flaw="token", in_batch=True, plain=True, seconds=0.01)
+    lossy = Lossy(flaw="token", in_batch=True, plain=True)
     said = verify(capsys, lossy, code=1)["sentence"]
     assert "Alone, all are; it is the batch that changes them. Without speculation, " in said
-    one = Lossy(flaw="token", in_batch=True, plain=True, seconds=0.01, card=NO_CARD)
+    one = Lossy(flaw="token", in_batch=True, plain=True, card=NO_CARD)
     said = verify(capsys, one, code=1)["sentence"]
     assert said.startswith("Differs without speculation: of the outputs, ")
     assert said.endswith(" of 8 beside others are not what they are alone the first time.")

@@ -142,7 +142,7 @@ def test_answers_of_every_kind(
         body_schema = "ChatCompletionRequest"
     else:
         body_schema = "CompletionRequest"
-    answer = httpx.post(f"{tiny.url}/v1/{path}", json=body, timeout=30)
+    answer = httpx.post(f"{tiny.url}/v1/{path}", json=body, timeout=300)
     assert (answer.status_code == 200) == (schema != "ErrorReply")
     check(description, schema, answer.json())
     if answer.status_code == 200:

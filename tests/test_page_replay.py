@@ -13,7 +13,7 @@ import pytest
 for name in ("fastapi", "uvicorn", "pydantic", "prometheus_client", "jinja2", "playwright"):
     pytest.importorskip(name)
 
-from browsing import choose, connected, fill, needs_chromium, opened, run
+from browsing import HELD_CLOCK, advance, choose, connected, fill, needs_chromium, opened, run
 from fake_engine import FakeEngine
 from playwright.sync_api import Browser, Page, Route, expect
 from serving import Served, serving
@@ -76,19 +76,26 @@ def test_the_recorded_race_has_the_same_bits_in_fewer_steps() -> None:
 
 
 @needs_chromium
-def test_the_first_visit_plays_a_recorded_race(page: Page) -> None:
-    expect(page.locator("#verdict-note")).to_contain_text("A recorded race: the bundled model on")
-    expect(page.locator("#identical")).to_have_text(re.compile(r"^Same bits: (\d+) of \1 tokens"))
-    page.locator("#slower").select_option("200")  # so that it is not over meanwhile
-    expect(page.locator("#play")).to_have_text("Pause")
-    moment = page.locator("#moment").inner_text()
-    expect(page.locator("#moment")).not_to_have_text(moment)
-    race(page)
-    expect(page.locator("#verdict-note")).not_to_contain_text("recorded")
-    page.reload()
-    connected(page)
-    expect(page.locator("#idle")).to_be_visible()
-    expect(page.locator("#replay")).to_be_hidden()
+def test_the_first_visit_plays_a_recorded_race(served: Served, browser: Browser) -> None:
+    with opened(browser, served, script=HELD_CLOCK) as page:
+        connected(page)
+        note = page.locator("#verdict-note")
+        expect(note).to_contain_text("A recorded race: the bundled model on")
+        expect(page.locator("#identical")).to_have_text(
+            re.compile(r"^Same bits: (\d+) of \1 tokens")
+        )
+        expect(page.locator("#play")).to_have_text("Pause")
+        expect(page.locator("#moment")).to_have_text("0 ms")
+        page.locator("#slower").select_option("20")
+        advance(page, 1000)
+        expect(page.locator("#moment")).to_have_text("50 ms")
+        expect(page.locator("#play")).to_have_text("Pause")
+        race(page)
+        expect(note).not_to_contain_text("recorded")
+        page.reload()
+        connected(page)
+        expect(page.locator("#idle")).to_be_visible()
+        expect(page.locator("#replay")).to_be_hidden()
 
 
 @needs_chromium
@@ -127,6 +134,7 @@ def test_results_are_above_the_fold(served: Served, browser: Browser) -> None:
 
 @needs_chromium
 def test_a_race_is_replayed_step_by_step(page: Page) -> None:
+    page.evaluate(HELD_CLOCK)
     race(page)
     assert shown(page) == [12, 12]
     page.locator("#time").focus()
@@ -152,6 +160,8 @@ def test_a_race_is_replayed_step_by_step(page: Page) -> None:
     assert shown(page) == [1, 1]
     page.locator("#slower").select_option("1")
     page.locator("#play").click()
+    expect(page.locator("#play")).to_have_text("Pause")
+    advance(page, 1000)
     expect(page.locator("#play")).to_have_text("Replay")
     assert shown(page) == [12, 12]
     page.locator("#slower").select_option("200")

@@ -369,6 +369,6 @@ def test_ranks_that_are_processes(tmp_path: Path) -> None:
         )
         for rank in range(2)
     ]
-    told = [one.communicate(timeout=60)[0] for one in both]
+    told = [one.communicate(timeout=300)[0] for one in both]
     row, columns = [1.0, 1.0, 1.0], [0.0, 0.0, 1.0]
     assert told == [f"7 0.25 {[row, row]} {[columns, columns]}\nTrue\n"] * 2

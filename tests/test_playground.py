@@ -728,7 +728,7 @@ def test_another_mode_ends_what_runs(page: Page, served: Served, mode: str) -> N
         expect(page.locator(".lane .token").first).to_be_visible()
         choose(page, mode)
         done(page, "stopped")
-    served.wait_until_idle()
+        served.wait_until_idle()
     expect(page.locator("#results")).to_have_attribute("data-mode", mode)
     expect(page.locator(".lane")).to_have_count(0)
     assert page.locator("#idle").is_visible() == (mode != "chat")
@@ -765,7 +765,7 @@ def test_stop_frees_the_engine(page: Page, served: Served) -> None:
         expect(page.locator(".lane .token").first).to_be_visible()
         page.locator("#stop").click()
         done(page, "stopped")
-    served.wait_until_idle()
+        served.wait_until_idle()
     expect(page.locator("#status")).to_have_text("Stopped.")
     assert 0 < int(fact(page, "tokens")) < 250
     run(page)  # and it can begin again

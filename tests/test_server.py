@@ -33,11 +33,12 @@ for name in ("fastapi", "uvicorn", "pydantic", "prometheus_client", "jinja2", "h
 import httpx
 import openai
 import specops
+import uvicorn
 from checkpoints import make_checkpoint
 from fake_engine import FakeEngine, byte_tokenizer
 from mtp_checkpoints import make_mtp_model
 from prometheus_client.parser import text_string_to_metric_families
-from serving import Served, hang_up_on, serving, serving_app, wait_for
+from serving import HANG_SECONDS, Served, hang_up_on, serving, serving_app, wait_for
 from specops.cli.config_file import arguments_of
 from specops.cli.serve import _parser, main
 from specops.engine import (
@@ -54,15 +55,15 @@ from specops.engine.models import Transformer
 from specops.server import Access, make_app
 from specops.server.answers import TextAnswer
 from specops.server.chat import ChatFormat
-from specops.server.dispatch import Dispatch
+from specops.server.connections import bounded_protocol
 from specops.server.infill import infill_prompt
-from specops.server.jobs import Job
 from specops.server.metrics import Metrics
 from specops.server.protocol import ChatCompletionRequest, CompletionRequest, parse
 from specops.service.thread import ThreadClient
+from uvicorn.server import ServerState
 
 TESTS = Path(__file__).parent
-HTTP = httpx.Client(timeout=120)
+HTTP = httpx.Client(timeout=HANG_SECONDS)
 
 
 @pytest.fixture(scope="module")
@@ -130,7 +131,9 @@ def test_parameters_that_are_not_sent_are_the_models_own(
 
 
 def connect(served: Served, key: str = "none") -> openai.OpenAI:
-    return openai.OpenAI(base_url=f"{served.url}/v1", api_key=key, max_retries=0, timeout=120)
+    return openai.OpenAI(
+        base_url=f"{served.url}/v1", api_key=key, max_retries=0, timeout=HANG_SECONDS
+    )
 
 
 def post(served: Served, path: str, body: Any, **options: Any) -> httpx.Response:
@@ -832,7 +835,7 @@ def told(served: Served, headers: list[str], body: bytes, *, until: bytes) -> by
     """What is answered to a request for completions in one piece, up to a mark."""
     head = ["POST /v1/completions HTTP/1.1", "Host: x", "Content-Type: application/json", *headers]
     address = ("127.0.0.1", int(served.url.rpartition(":")[2]))
-    with socket.create_connection(address, timeout=5) as asked:
+    with socket.create_connection(address, timeout=HANG_SECONDS) as asked:
         asked.sendall("\r\n".join([*head, "", ""]).encode() + body)
         answer = b""
         while until not in answer:
@@ -987,8 +990,11 @@ def test_lists_are_counted_before_they_are_looked_at(fake: Served) -> None:
 
 @pytest.fixture
 def slow() -> Iterator[Served]:
+    """An engine that is at work on a LONG request until something ends it."""
     config = EngineConfig(served_model_name="fake", max_num_seqs=1, max_model_len=100_000)
-    with serving(FakeEngine(config, step_seconds=0.005)) as served:
+    engine = FakeEngine(config, step_seconds=0.005)
+    engine.holds_at = 1000
+    with serving(engine) as served:
         yield served
 
 
@@ -1384,7 +1390,7 @@ def assault(served: Served, prompts: list[Any]) -> None:
         body = mixed_body(mine, mine.choice(prompts), methods)
         if mine.random() < 0.3:
             connection = hang_up_on(served, "completions", body)
-            time.sleep(mine.random() * 0.03)
+            time.sleep(mine.random() * 0.03)  # wherever it is by then
             connection.close()
             return 0
         response = post(served, "completions", body)
@@ -1395,8 +1401,9 @@ def assault(served: Served, prompts: list[Any]) -> None:
     with concurrent.futures.ThreadPoolExecutor(24) as pool:
         seen = set(pool.map(one, [draw.getrandbits(32) for _ in range(200)]))
     assert {0, 200, 400, 404} <= seen <= {0, 200, 400, 404, 429}
-    served.wait_until_idle()
-    assert post(served, "completions", {"prompt": prompts[0]}).status_code == 200
+    # A connection of its own: those before it have been accepted, and read, when it is answered.
+    answer = httpx.post(f"{served.url}/v1/completions", json={"prompt": prompts[0]})
+    assert answer.status_code == 200
     served.wait_until_idle()
 
 
@@ -1626,16 +1633,30 @@ def is_whole(response: httpx.Response, body: dict[str, Any]) -> bool:
     )
 
 
+def hold_when_full(
+    engine: Engine, may_go_on: threading.Event, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Have an engine of two slots make no step while both are taken, until it may."""
+    step = engine.step
+
+    def stepping() -> Any:
+        if engine.num_running < 2 or may_go_on.is_set():
+            return step()
+        time.sleep(0.001)
+        return []
+
+    monkeypatch.setattr(engine, "step", stepping)
+
+
 @pytest.mark.parametrize("mistake", [ValueError, RuntimeError])
 def test_a_failed_step_of_the_real_engine_ends_its_requests(
     model_dir: Path, monkeypatch: pytest.MonkeyPatch, mistake: type[Exception]
 ) -> None:
     """An op that refuses its arguments, and anything else that may happen in a step."""
-    real, fail, all_are_there = Transformer.forward, threading.Event(), threading.Event()
+    real, fail, may_go_on = Transformer.forward, threading.Event(), threading.Event()
 
     def forward(self: Transformer, *args: Any, **options: Any) -> Any:
         states = real(self, *args, **options)
-        all_are_there.wait(0.1)  # the first ones have many steps, and do not end meanwhile
         if fail.is_set():
             fail.clear()
             raise mistake("as the test wished")
@@ -1645,9 +1666,8 @@ def test_a_failed_step_of_the_real_engine_ends_its_requests(
     with serving(tiny_engine(model_dir, max_num_seqs=2, max_waiting=64)) as served:
         engine = served.engine
         body = {"prompt": "abc abc", "temperature": 0, "ignore_eos": True, "max_tokens": 30}
-        all_are_there.set()
         expected = post(served, "completions", body).json()["choices"][0]
-        all_are_there.clear()
+        hold_when_full(engine, may_go_on, monkeypatch)
         bodies = [
             body | {"max_tokens": 240, "speculative_config": {"method": method}} | stream
             for method in ("naive", *engine.runnable_methods)
@@ -1657,7 +1677,7 @@ def test_a_failed_step_of_the_real_engine_ends_its_requests(
             answers = [pool.submit(post, served, "completions", one) for one in bodies]
             wait_for(lambda: engine.num_running == 2 and engine.num_waiting == len(bodies) - 2)
             fail.set()
-            all_are_there.set()
+            may_go_on.set()
             done = [answer.result() for answer in answers]
         # Who waited for a slot had no part in the step.
         ended = [is_whole(one, body | {"max_tokens": 240}) for one in done]
@@ -1680,31 +1700,22 @@ def test_a_call_with_many_choices_lets_others_in(
         engine = served.engine
         alone = post(served, "completions", many).json()["choices"]
         before = engine.stats.num_preemptions
-        arrived, ended = threading.Event(), []
-        submit, step, completion = Dispatch.submit, engine.step, engine.completion
-
-        async def submitting(self: Dispatch, job: Job) -> None:
-            if job.params.n == 1:
-                asyncio.get_running_loop().call_soon(arrived.set)  # once it is on its way
-            await submit(self, job)
-
-        def stepping() -> Any:
-            if engine.num_waiting == 6:  # the newcomer comes now, however slow the machine is
-                assert arrived.wait(10)
-            return step()
+        may_go_on, ended, completion = threading.Event(), [], engine.completion
 
         def completing(request_id: str) -> Any:
             ended.append(completion(request_id))
             return ended[-1]
 
-        monkeypatch.setattr(Dispatch, "submit", submitting)
-        monkeypatch.setattr(engine, "step", stepping)
+        hold_when_full(engine, may_go_on, monkeypatch)
         monkeypatch.setattr(engine, "completion", completing)
-        with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        newcomer = {"prompt": "x", "max_tokens": 5, "seed": 1}
+        with concurrent.futures.ThreadPoolExecutor(2) as pool:
             running = pool.submit(post, served, "completions", many)
             wait_for(lambda: engine.num_running == 2 and engine.num_waiting == 6)
-            answer = post(served, "completions", {"prompt": "x", "max_tokens": 5, "seed": 1})
-            assert answer.status_code == 200
+            answer = pool.submit(post, served, "completions", newcomer)
+            wait_for(lambda: engine.num_waiting == 7)
+            may_go_on.set()
+            assert answer.result().status_code == 200
             assert running.result().json()["choices"] == alone
         assert len(ended[0].token_ids) == 5, "none of them has ended before"
         assert len(ended) == 9 and engine.stats.num_preemptions == before + 1
@@ -1719,71 +1730,118 @@ def test_no_page_leaks_in_the_real_engine(tiny: Served) -> None:
 # ---- the command ----
 
 RUN = """
-import sys
+import json, signal, sys
 from fake_engine import FakeEngine
 from specops.server import listen, make_app, serve
 from specops.server.hosts import Access
 from specops.service.thread import ThreadClient
-listener = listen("127.0.0.1", int(sys.argv[2]))
-apart = listen("127.0.0.1", int(sys.argv[3])) if sys.argv[3:] else None
+limits = json.loads(sys.argv[2])
+listener = listen("127.0.0.1", 0)
+apart = listen("127.0.0.1", 0) if int(sys.argv[1]) else None
 access = Access(allowed_hosts=["127.0.0.1", "x", "somebody"])
-engine = FakeEngine(step_seconds=float(sys.argv[1]))
+engine = FakeEngine()
+engine.holds_at = 5
+signal.signal(signal.SIGUSR1, lambda *_: setattr(engine, "holds_at", None))
 client = ThreadClient(engine)
 app = make_app(client, engine.tokenizer, metrics_apart=apart is not None, access=access)
-limits = {"header_timeout": 4, "max_connections": 40}
-serve(app, listener, drain_timeout=20, log_level="warning", metrics_listener=apart, **limits)
+print(*(one.getsockname()[1] for one in (listener, apart) if one), flush=True)
+serve(app, listener, log_level="warning", metrics_listener=apart, **limits)
 """
 
 
 @contextlib.contextmanager
-def running_server(step_seconds: float = 0.02, *, metrics_apart: bool = False) -> Iterator[Any]:
-    """The program RUN, its port, and the port of its metrics where they have one."""
-    with contextlib.ExitStack() as stack:
-        free = [
-            stack.enter_context(socket.create_server(("127.0.0.1", 0)))
-            for _ in range(1 + metrics_apart)
-        ]
-        ports = [one.getsockname()[1] for one in free]
-    port = ports[0]
+def running_server(*, metrics_apart: bool = False, **limits: Any) -> Iterator[Any]:
+    """Run the program RUN; yield its process, its port, and the port of its metrics if apart.
+
+    Its engine gives a request five tokens, and the others after SIGUSR1.
+    """
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(TESTS), *sys.path])}
-    arguments = map(str, [step_seconds, *ports])
-    process = subprocess.Popen([sys.executable, "-c", RUN, *arguments], env=environment)
+    limits = {"header_timeout": 3600, "drain_timeout": 3600, "max_connections": 40} | limits
+    command = [sys.executable, "-c", RUN, str(int(metrics_apart)), json.dumps(limits)]
+    process = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True)
     try:
+        assert process.stdout is not None
+        ports = [int(port) for port in process.stdout.readline().split()]
 
         def is_up() -> bool:
             try:
-                return HTTP.get(f"http://127.0.0.1:{port}/health").status_code == 200
+                return HTTP.get(f"http://127.0.0.1:{ports[0]}/health").status_code == 200
             except httpx.TransportError:
                 return False
 
-        wait_for(is_up, 120)
+        wait_for(is_up)
         yield process, *ports
     finally:
         process.kill()
-        process.wait()
+        process.communicate()
 
 
-@pytest.mark.ci
 def test_a_request_that_came_while_the_server_was_stopped_is_answered() -> None:
-    """Its connection's time is over when the server goes on: it is read all the same."""
-    with contextlib.ExitStack() as stack:
-        process, port = stack.enter_context(running_server())
-        address = "127.0.0.1", port
-        connection = stack.enter_context(socket.create_connection(address, timeout=10))
-        time.sleep(0.5)  # it is accepted
-        process.send_signal(signal.SIGSTOP)
-        time.sleep(2.2)
-        connection.sendall(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
-        process.send_signal(signal.SIGCONT)
-        assert connection.recv(12) == b"HTTP/1.1 200"
+    """The time of its connection is over when the server goes on: it is read all the same."""
+    timers: list[Any] = []
+    written: list[bytes] = []
+
+    class Clock:
+        """The event loop, whose timers are due when the test says so."""
+
+        def call_later(self, seconds: float, call: Any, *args: Any) -> asyncio.Handle:
+            timers.append(asyncio.Handle(call, args, asyncio.get_running_loop()))
+            return timers[-1]
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(asyncio.get_running_loop(), name)
+
+    class Transport(asyncio.Transport):
+        is_closed = False
+
+        def write(self, data: Any) -> None:
+            written.append(bytes(data))
+
+        def close(self) -> None:
+            self.is_closed = True
+
+        def is_closing(self) -> bool:
+            return self.is_closed
+
+    def run_due() -> None:
+        due, timers[:] = timers[:], []
+        for timer in due:
+            if not timer.cancelled():
+                timer._run()
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        head = [(b"content-length", b"0")]
+        await send({"type": "http.response.start", "status": 200, "headers": head})
+        await send({"type": "http.response.body"})
+
+    async def requests() -> None:
+        kind = bounded_protocol(max_connections=10, header_timeout=20.0, write_timeout=20.0)
+        config = uvicorn.Config(app, http=kind, lifespan="off", log_level="critical")
+        config.load()
+        protocol: Any = kind(config, ServerState(), {}, _loop=Clock())  # type: ignore[call-arg]
+        transport = Transport()
+        protocol.connection_made(transport)
+        for count in (1, 2):  # the second is late for the time between requests
+            run_due()
+            protocol.data_received(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
+            run_due()
+            while protocol.tasks:
+                await asyncio.wait(protocol.tasks)
+            assert b"".join(written).count(b"HTTP/1.1 200") == count and not transport.is_closed
+        run_due()
+        run_due()
+        assert transport.is_closed, "nothing has come in time"
+
+    asyncio.run(requests())
 
 
 @pytest.mark.ci
 def test_connections_that_ask_nothing_are_closed() -> None:
-    with running_server() as (_, port), contextlib.ExitStack() as stack:
+    with running_server() as (process, port), contextlib.ExitStack() as stack:
 
         def connection() -> socket.socket:
-            return stack.enter_context(socket.create_connection(("127.0.0.1", port), timeout=10))
+            address = "127.0.0.1", port
+            return stack.enter_context(socket.create_connection(address, HANG_SECONDS))
 
         # More than may be open at a time: of the address with most the oldest ones end at once,
         # another address gets in, and what has been asked is answered.
@@ -1799,7 +1857,7 @@ def test_connections_that_ask_nothing_are_closed() -> None:
         for one in crowd[:26]:
             assert one.recv(1) == b""
         other = stack.enter_context(
-            socket.create_connection(("127.0.0.1", port), 10, source_address=("127.0.0.2", 0))
+            socket.create_connection(("127.0.0.1", port), HANG_SECONDS, ("127.0.0.2", 0))
         )
         other.sendall(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
         assert other.recv(65536).startswith(b"HTTP/1.1 200")
@@ -1809,6 +1867,7 @@ def test_connections_that_ask_nothing_are_closed() -> None:
             with pytest.raises(BlockingIOError):
                 one.recv(1)
             one.close()
+        process.send_signal(signal.SIGUSR1)
         answer_to(asked)
         # A body that does not come keeps no place from another address either.
         crowd = [connection() for _ in range(60)]
@@ -1822,13 +1881,7 @@ def test_connections_that_ask_nothing_are_closed() -> None:
         assert other.recv(65536).startswith(b"HTTP/1.1 200")
         for one in crowd:
             one.close()
-        # A byte now and then keeps nothing open.
-        slow = connection()
-        with pytest.raises(OSError):
-            for letter in b"GET /health HTTP/1.1\r\nHost: somebody\r\nX-Long: " + b"a" * 200:
-                slow.send(bytes([letter]))
-                time.sleep(0.05)
-        # Nor does it matter how fast what never ends comes: one header, many, a line.
+        # It does not matter how fast what never ends comes: one header, many, a line.
         for endless in (b"a", b"a\r\nX-Next: ", b""):
             fast = connection()
             with contextlib.suppress(OSError):  # it may have ended meanwhile
@@ -1853,6 +1906,17 @@ def test_connections_that_ask_nothing_are_closed() -> None:
         for _ in range(2):
             asked.sendall(ask)
             answer_to(asked)
+
+
+@pytest.mark.ci
+def test_a_byte_now_and_then_keeps_no_connection_open() -> None:
+    with running_server(header_timeout=1) as (_, port):
+        slow = socket.create_connection(("127.0.0.1", port), HANG_SECONDS)
+        head = b"GET /health HTTP/1.1\r\nHost: somebody\r\nX-Long: "
+        with slow, pytest.raises(OSError):
+            for letter in head + b"a" * 6000:  # five minutes of them
+                slow.send(bytes([letter]))
+                time.sleep(0.05)
 
 
 def running_requests(url: str) -> float:
@@ -1883,8 +1947,7 @@ def answer_to(asked: socket.socket) -> None:
 
 @pytest.mark.ci
 def test_metrics_on_a_port_of_their_own(capsys: pytest.CaptureFixture[str]) -> None:
-    # Its steps are so long that nothing ends before the client leaves.
-    with running_server(0.2, metrics_apart=True) as (process, port, metrics_port):
+    with running_server(metrics_apart=True) as (process, port, metrics_port):
         url, own = f"http://127.0.0.1:{port}", f"http://127.0.0.1:{metrics_port}"
         absent = HTTP.get(f"{url}/metrics")
         assert absent.status_code == 404 and "--metrics-port" in absent.json()["error"]["message"]
@@ -1893,7 +1956,8 @@ def test_metrics_on_a_port_of_their_own(capsys: pytest.CaptureFixture[str]) -> N
         assert 'href="docs"' in page and "Metrics" not in page, "no link that leads nowhere"
         body = {"prompt": "abc", "max_tokens": 250, "speculative_config": {"method": "naive"}}
         with HTTP.stream("POST", f"{url}/v1/completions", json=body | STREAM) as running:
-            next(running.iter_lines())
+            lines = running.iter_lines()  # the client leaves when they are no longer wanted
+            next(lines)
             wait_for(lambda: running_requests(own) == 1)
             assert HTTP.head(f"{own}/metrics").status_code == 200
             rebound = HTTP.get(f"{own}/metrics", headers={"Host": "somewhere.example"})
@@ -1904,7 +1968,7 @@ def test_metrics_on_a_port_of_their_own(capsys: pytest.CaptureFixture[str]) -> N
             wait_for(lambda: is_closed(url))
             with httpx.Client() as fresh:  # while the rest drains, one may still look
                 assert fresh.get(f"{own}/metrics").status_code == 200
-        assert process.wait(30) == 0, "the last client has left"
+        assert process.wait(HANG_SECONDS) == 0, "the last client has left"
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         assert main(["--port", "0", "--metrics-port", str(port)]) == 2
@@ -1921,12 +1985,13 @@ def test_sigterm_drains() -> None:
             first = next(lines)
             process.send_signal(signal.SIGTERM)
             wait_for(lambda: is_closed(url))
+            process.send_signal(signal.SIGUSR1)
             rest = [first, *lines]
         parts = [json.loads(line[6:]) for line in rest if line and line != "data: [DONE]"]
         assert rest[-2] == "data: [DONE]"
         text = "".join(part["choices"][0]["text"] for part in parts)
         assert text == ("abc" * 14)[:40], "what ran has finished"
-        assert process.wait(30) == 0
+        assert process.wait(HANG_SECONDS) == 0
 
 
 @pytest.mark.parametrize(

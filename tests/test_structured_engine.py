@@ -679,7 +679,7 @@ def test_a_request_may_leave_while_its_mask_is_computed(monkeypatch: pytest.Monk
 
     def prepare(self: GrammarState) -> None:
         begun.set()
-        assert may_end.wait(30)
+        assert may_end.wait(300)
 
     def slowly(self: GrammarState, num_rows: int) -> None:
         self.step_seconds = self.row_seconds = 1.0

@@ -19,7 +19,7 @@ import httpx
 import jsonschema
 import openai
 from schemas import BY_HAND, bounded, record
-from serving import Served, hang_up_on, serving
+from serving import HANG_SECONDS, Served, hang_up_on, serving
 from specops.engine import Engine, EngineConfig, SpeculativeConfig, StructuredOutput
 from specops.engine.structured import compiler
 from specops.server.dispatch import Dispatch
@@ -40,7 +40,7 @@ FORMAT = {
         "triggers": ["{"],
     },
 }
-HTTP = httpx.Client(timeout=150)
+HTTP = httpx.Client(timeout=HANG_SECONDS)
 PERSON, EXAMPLE = BY_HAND[25]
 PROMPT = f"values = [\n{json.dumps(EXAMPLE)},\n{json.dumps(EXAMPLE)},\n"
 
@@ -53,7 +53,8 @@ def served() -> Iterator[Served]:
             speculative_config=SpeculativeConfig(method="mtp", num_speculative_tokens=4),
         )
     )
-    with serving(engine) as one:
+    with serving(engine) as one, pytest.MonkeyPatch.context() as patch:
+        patch.setattr("specops.engine.structured.compiler._COMPILE_SECONDS", HANG_SECONDS)
         yield one
 
 
@@ -285,7 +286,7 @@ def held(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[threading.Event, thr
     def slowly(vocabulary: Any, wanted: StructuredOutput, whitespace: str) -> Any:
         if wanted.regex == "slow":
             begun.set()
-            assert may_end.wait(120)
+            assert may_end.wait(HANG_SECONDS)
         return compile_it(vocabulary, wanted, whitespace)
 
     monkeypatch.setattr(compiler, "_grammar", slowly)
@@ -345,7 +346,7 @@ def test_too_many_grammars_that_wait_are_refused(
     compile_it, may_end = served.engine.compile_structured_output, threading.Event()
 
     def slowly(wanted: StructuredOutput, overdue: Any) -> Any:
-        assert may_end.wait(30)
+        assert may_end.wait(HANG_SECONDS)
         return compile_it(wanted)
 
     def ask(number: int) -> int:
@@ -357,7 +358,7 @@ def test_too_many_grammars_that_wait_are_refused(
     with concurrent.futures.ThreadPoolExecutor(4) as pool:
         asked = [pool.submit(ask, number) for number in range(4)]
         done, waiting = concurrent.futures.wait(
-            asked, 30, return_when=concurrent.futures.FIRST_COMPLETED
+            asked, HANG_SECONDS, return_when=concurrent.futures.FIRST_COMPLETED
         )
         assert [one.result() for one in done] == [429] and len(waiting) == 3
         assert complete(served, max_tokens=4).status_code == 200, "it is nobody else's affair"
@@ -400,7 +401,7 @@ def test_a_client_that_leaves_while_its_grammar_is_compiled(
 
     def slowly(wanted: StructuredOutput, overdue: Any) -> Any:
         begun.set()
-        assert may_end.wait(30)
+        assert may_end.wait(HANG_SECONDS)
 
     def aborting(self: Dispatch, job: Job) -> None:
         abort(self, job)
@@ -411,8 +412,8 @@ def test_a_client_that_leaves_while_its_grammar_is_compiled(
     requests = served.engine._admission._arrivals
     body = {"prompt": "x", "structured_outputs": {"json": record(left={"const": 1})}}
     with hang_up_on(served, "completions", body):
-        assert begun.wait(30)
-    assert has_left.wait(30)
+        assert begun.wait(HANG_SECONDS)
+    assert has_left.wait(HANG_SECONDS)
     may_end.set()
     served.wait_until_idle()
     assert served.engine._admission._arrivals == requests, "it never reached the engine"

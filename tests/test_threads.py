@@ -501,7 +501,7 @@ def test_host_threads_calling_at_once(num_threads: int) -> None:
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(timeout=120)
+        thread.join()
     assert results == [True] * 9
 
 

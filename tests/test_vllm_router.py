@@ -69,7 +69,7 @@ def routing(*given: str) -> Iterator[str]:
     process = subprocess.Popen(command, start_new_session=True, stdout=subprocess.DEVNULL)
     url = f"http://127.0.0.1:{port}"
     try:
-        end = time.monotonic() + 120
+        end = time.monotonic() + 300
         while time.monotonic() < end:
             with contextlib.suppress(httpx.HTTPError):
                 if httpx.get(f"{url}/health", timeout=5).status_code == 200:
@@ -94,7 +94,7 @@ def choices_at(url: str, path: str, asked: list[dict[str, Any]]) -> list[Any]:
     """The choices of all answers, eight requests at a time, with numbers as float32."""
 
     def one(body: dict[str, Any]) -> Any:
-        answer = httpx.post(f"{url}{path}", json=body, timeout=60)
+        answer = httpx.post(f"{url}{path}", json=body, timeout=300)
         assert answer.status_code == 200, answer.text
         return json.loads(answer.text, parse_float=np.float32)["choices"]
 
@@ -151,7 +151,9 @@ def test_chats_and_streams_come_through(router: str, pair: list[ServerProcess]) 
     expected = choices_at(pair[1].url, path, CHATS)
     assert choices_at(router, path, CHATS) == expected
     for body, (choice,) in zip(CHATS, expected, strict=True):
-        with httpx.stream("POST", router + path, json={**body, "stream": True}, timeout=60) as told:
+        with httpx.stream(
+            "POST", router + path, json={**body, "stream": True}, timeout=300
+        ) as told:
             lines = [line[6:] for line in told.iter_lines() if line.startswith("data: {")]
         deltas = [one["choices"][0]["delta"] for one in map(json.loads, lines)]
         assert "".join(one.get("content") or "" for one in deltas) == choice["message"]["content"]
@@ -170,7 +172,7 @@ def test_the_router_sends_a_prompt_where_its_pages_are(mtp_model: Path) -> None:
         prompts = [[5 + number] * 90 for number in range(6)]
         for number, prompt in enumerate(prompts):  # before the router has heard of either
             body = {"prompt": prompt, "max_tokens": 1}
-            httpx.post(f"{urls[number % 2]}/v1/completions", json=body, timeout=60)
+            httpx.post(f"{urls[number % 2]}/v1/completions", json=body, timeout=300)
         sources = [
             option
             for url, (live, replay) in zip(urls, endpoints, strict=True)
@@ -183,12 +185,12 @@ def test_the_router_sends_a_prompt_where_its_pages_are(mtp_model: Path) -> None:
         with routing("--policy", "kv_aware", "--worker-urls", *urls, *sources, *model) as url:
             # An event after the router's beginning has it ask for those before.
             for one in urls:
-                httpx.post(f"{one}/v1/completions", json={"prompt": [3] * 40}, timeout=60)
+                httpx.post(f"{one}/v1/completions", json={"prompt": [3] * 40}, timeout=300)
             time.sleep(2)
             hits = [one.gauge("prefix_cache_hits_total") for one in both]
             for prompt in prompts:
                 body = {"model": mtp_model.name, "prompt": prompt, "max_tokens": 1}
-                answer = httpx.post(f"{url}/v1/completions", json=body, timeout=60)
+                answer = httpx.post(f"{url}/v1/completions", json=body, timeout=300)
                 assert answer.status_code == 200, answer.text
         found = [one.gauge("prefix_cache_hits_total") for one in both]
         assert [new - old for new, old in zip(found, hits, strict=True)] == [240, 240]
