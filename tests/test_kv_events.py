@@ -14,6 +14,7 @@ zmq = pytest.importorskip("zmq")
 
 from checkpoints import write_config
 from msgspec import structs
+from specops.disaggregated import kv_events
 from specops.disaggregated.kv_events import BlockStored, KvEvents, TellingPool, telling
 from specops.engine import Engine, EngineConfig, SamplingParams
 from specops.service.messages import Batch
@@ -169,6 +170,28 @@ def test_a_subscriber_rebuilds_the_set_of_cached_blocks(
         subscriber.take(place, data)
     assert subscriber.cleared == 1 and subscriber.removed > 20
     assert set(subscriber.tokens.values()) == cached(engine) and len(subscriber.tokens) > 10
+
+
+def test_events_that_cannot_be_published_end_the_publisher_alone(
+    engine: Engine,
+    settings: KvEventSettings,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The engine goes on, the log has one traceback, and no queue grows."""
+
+    def failing(value: int) -> bytes:
+        raise MemoryError
+
+    monkeypatch.setattr(kv_events, "_number", failing)
+    batches: list[Batch] = []
+    with KvEvents(engine, settings, 1, batches.append) as events:
+        events.send(batch_of(engine))  # all blocks are cleared
+        events._thread.join(60)
+        assert not events._thread.is_alive()
+        run(engine, events, 3)
+        assert events._queue.empty() and len(batches) > 3
+    assert [record.levelname for record in caplog.records] == ["ERROR"]
 
 
 def test_pages_from_another_engine_are_told_as_well(engine: Engine) -> None:

@@ -33,6 +33,7 @@ from specops.service.messages import (
     Fetched,
     KvTransfer,
     Output,
+    Overdue,
     Refused,
     Stop,
     Submit,
@@ -105,8 +106,8 @@ class Exchange(Inbox):
         self._threads.shutdown(wait=False, cancel_futures=True)
         self._transport.close()
 
-    def put(self, command: Compiled | Fetched) -> None:
-        """Adds one, from any thread."""
+    def put(self, command: Compiled | Fetched | Overdue) -> None:
+        """Add a command, from any thread."""
         self._inbox.put(command)
 
     def take(self, seconds: float | None) -> Sequence[Command | Compiled]:
