@@ -183,6 +183,28 @@ def test_a_subscriber_rebuilds_the_set_of_cached_blocks(
     assert set(subscriber.tokens.values()) == cached(engine) and len(subscriber.tokens) > 10
 
 
+def test_events_that_cannot_be_published_end_the_publisher_alone(
+    engine: Engine,
+    settings: KvEventSettings,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The engine goes on, the log has one traceback, and no queue grows."""
+
+    def failing(value: int) -> bytes:
+        raise MemoryError
+
+    monkeypatch.setattr(kv_events, "_number", failing)
+    batches: list[Batch] = []
+    with KvEvents(engine, settings, 1, batches.append) as events:
+        events.send(batch_of(engine))  # all blocks are cleared
+        events._thread.join(60)
+        assert not events._thread.is_alive()
+        run(engine, events, 3)
+        assert events._queue.empty() and len(batches) > 3
+    assert [record.levelname for record in caplog.records] == ["ERROR"]
+
+
 def test_pages_from_another_engine_are_told_as_well(engine: Engine) -> None:
     """Whoever registers a page: the pool tells."""
     pool = engine._pool

@@ -23,9 +23,10 @@ from server_pairs import children_of
 from serving import Served, serving, wait_for
 from specops.engine import Engine, EngineConfig
 from specops.service import lockstep
-from specops.service.messages import Abort, Stop
+from specops.service.lockstep import FollowInbox
+from specops.service.messages import Abort, Overdue, Stop
 from specops.service.process import ENGINE_TIMEOUT, EngineProcess
-from specops.service.wire import Setup
+from specops.service.wire import Frames, Setup, Taken, encoded
 from test_server_process import BODIES, STRUCTURED, Apart, is_running, serving_apart, told
 
 pytestmark = pytest.mark.ci
@@ -69,6 +70,16 @@ def test_constrained_answers_are_the_same(apart: Apart, together: Served) -> Non
     pytest.importorskip("llguidance")
     for body in STRUCTURED:
         assert told(apart.url, body) == told(together.url, body), body
+
+
+def test_the_first_rank_alone_decides_that_a_grammar_takes_too_long() -> None:
+    """Ranks compile at different speeds, and have to refuse the same jobs before the same step."""
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        inbox = FollowInbox(theirs, Frames())
+        inbox.put(Overdue(1))
+        ours.sendall(encoded(Taken(encoded(Overdue(2)) + encoded(Abort(3)))))
+        assert list(inbox.take(None)) == [Overdue(2), Abort(3)]
 
 
 def test_a_rank_that_is_killed_ends_all_and_all_are_started_again(

@@ -1179,7 +1179,9 @@ def test_what_does_not_finish_in_time_is_told_so() -> None:
             stream = pool.submit(post, served, "completions", long | STREAM)
             wait_for(lambda: engine.num_running == 2)
         assert whole.result().status_code == 503
-        last = [line for line in stream.result().text.splitlines() if line][-1]
+        assert whole.result().headers["retry-after"] == "1"
+        *_, last, done = [line for line in stream.result().text.splitlines() if line]
+        assert done == "data: [DONE]"
         for error in (whole.result().json()["error"], json.loads(last[6:])["error"]):
             assert error["message"] == "the server is shutting down"
     assert engine.num_free_pages == engine.num_pages
@@ -2007,6 +2009,8 @@ def test_sigterm_drains() -> None:
         (["--max-num-seqs", "0"], "max_num_seqs must be at least 1"),
         (["--max-body-bytes", "0"], "max_body_bytes must be at least 1"),
         (["--header-timeout", "0.5"], "header_timeout must be at least 1"),
+        (["--engine-timeout", "0"], "engine_timeout must be at least 1, got 0"),
+        (["--body-timeout", "nan"], "body_timeout must be at least 1, got nan"),
         (["--port", "99999"], "port must be in [0, 65535], got 99999"),
         (["--metrics-port", "99999"], "metrics_port must be in [0, 65535], got 99999"),
         (["--metrics-port", "8000"], "metrics_port must be another than port, got 8000 twice"),

@@ -119,7 +119,7 @@ class Exchange(Inbox):
         self._transport.close()
 
     def put(self, command: Compiled | Fetched | Overdue) -> None:
-        """Adds one, from any thread."""
+        """Add a command, from any thread."""
         self._inbox.put(command)
 
     def take(self, seconds: float | None) -> Sequence[Command | Compiled]:

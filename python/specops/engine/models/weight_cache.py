@@ -165,9 +165,9 @@ class WeightCache:
         facts = _facts(file)
         known = self._root / _DIGESTS / _digest(facts)
         with contextlib.suppress(OSError):
-            kept, _, check = known.read_bytes().partition(b" ")
-            if check and check == _check([*facts, kept.decode("latin-1")]):
-                return kept.decode("ascii")
+            data, _, check = known.read_bytes().partition(b" ")
+            if check and check == _check([*facts, data.decode("latin-1")]):
+                return data.decode("ascii")
         digest = digest_of_bytes(file)
         changed = max(file.stat().st_mtime, file.stat().st_ctime)
         if facts == _facts(file) and time.time() - changed > _SETTLED_SECONDS:
