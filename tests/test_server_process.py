@@ -14,7 +14,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -40,7 +40,17 @@ from specops.server.jobs import Job
 from specops.server.metrics import Metrics
 from specops.service import child, loop, process
 from specops.service.loop import Compiled, EngineLoop
-from specops.service.messages import Batch, Begin, Failed, Hello, Output, Status, Stop, Submit
+from specops.service.messages import (
+    Abort,
+    Batch,
+    Begin,
+    Failed,
+    Hello,
+    Output,
+    Status,
+    Stop,
+    Submit,
+)
 from specops.service.process import EngineProcess, ProcessClient
 from specops.service.wire import Frames, Setup, encoded, from_process, to_process
 from specops.tokenizer import Tokenizer
@@ -634,6 +644,37 @@ child.run(socket.socket(fileno=int(sys.argv[-1])), lambda setup: time.sleep(60))
     assert is_running(started.pid)
     begun = time.monotonic()
     assert started.end() == "exit status 1" and time.monotonic() - begun < 30
+
+
+def test_a_failure_to_read_loses_no_command(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The next call reads the same messages, though no further ones have come."""
+    sent = [Abort(number) for number in range(5)]
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        inbox = child.SocketInbox(theirs, Frames(), [Begin(1)])
+        ours.sendall(b"".join(map(encoded, sent)))
+        for number in range(5):
+            with monkeypatch.context() as patch:
+                patch.setattr(child, "to_process", failing_at(number))
+                with pytest.raises(MemoryError):
+                    inbox.take(None)
+        assert inbox.take(None) == [Begin(1), *sent]
+        ours.sendall(b"\1\0\0\0\xc1")
+        for _ in range(3):  # what can never be read fails at once, not with the next message
+            with pytest.raises(msgspec.DecodeError):
+                inbox.take(None)
+
+
+def failing_at(number: int) -> Callable[[memoryview], Any]:
+    """Reads messages up to one that finds no memory."""
+
+    def read(body: memoryview) -> Any:
+        message = to_process(body)
+        if message == Abort(number):
+            raise MemoryError
+        return message
+
+    return read
 
 
 def test_a_busy_loop_is_told_of_any_number_of_grammars() -> None:

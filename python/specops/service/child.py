@@ -45,6 +45,8 @@ class SocketInbox:
     ) -> None:
         self._connection, self._frames = connection, frames
         self._own: deque[Command | Compiled] = deque(early)
+        self._read: list[Command | Compiled] = []
+        self._has_unread = False  # messages that have come, but could not be read
         self._waker, self._wake = socket.socketpair()
         self._wake.setblocking(False)
         self._poll = select.poll()
@@ -58,22 +60,28 @@ class SocketInbox:
             self._wake.send(b"x")
 
     def take(self, seconds: float | None) -> "Sequence[Command | Compiled]":
-        """Returns those that are there, waiting for one at most so long; None: without end."""
-        if seconds != 0.0 and not self._own:
+        """Return the commands that have come; wait for one for `seconds`, or None: without end.
+
+        After a failure nothing is lost, and the next call reads the same messages again.
+        """
+        if seconds != 0.0 and not self._own and not self._has_unread:
             ready = self._poll.poll(None if seconds is None else 1e3 * seconds)
             if any(number == self._waker.fileno() for number, _ in ready):
                 self._waker.recv(1 << 12)
-        commands: list[Command | Compiled] = []
-        while self._own:
-            commands.append(self._own.popleft())
+        has_unread, self._has_unread = self._has_unread, True
+        if has_unread:
+            self._read += [*map(to_process, self._frames.feed(b""))]
         try:
             while True:
                 bodies = receive(self._connection, self._frames, socket.MSG_DONTWAIT)
-                commands += map(to_process, bodies)
+                self._read += [*map(to_process, bodies)]  # of some bytes all or none
         except BlockingIOError:
             pass
         except (EOFError, ConnectionError):
-            commands.append(Stop())
+            self._read.append(Stop())
+        self._has_unread = False
+        commands = [*(self._own.popleft() for _ in range(len(self._own))), *self._read]
+        self._read.clear()
         return commands
 
 
