@@ -31,7 +31,7 @@ from server_pairs import (
     servers,
     wait_until_idle,
 )
-from serving import Served
+from serving import Served, wait_for
 
 # Where the decode server may fetch pages as well: a test listens at one, and the other is closed.
 PROXY_PORT, CLOSED_PORT = free_port(), free_port()
@@ -261,7 +261,8 @@ def test_a_bit_that_flips_on_the_way_changes_no_answer(
         answer = httpx.post(f"{decode.url}/v1/completions", json=asked, timeout=60).json()
     assert answer["choices"] == expected
     assert answer["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
-    assert decode.gauge("kv_transfer_corrupt_pages_total") - damaged == (len(prompt) - 1) // 16
+    num_pages = (len(prompt) - 1) // 16
+    wait_for(lambda: decode.gauge("kv_transfer_corrupt_pages_total") == damaged + num_pages)
     later = httpx.post(f"{decode.url}/v1/completions", json=body, timeout=60).json()
     assert later["choices"] == expected
     assert later["usage"]["prompt_tokens_details"]["cached_tokens"] > 0

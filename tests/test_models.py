@@ -240,7 +240,7 @@ YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0}
         (
             "Llama",
             {"partial_rotary_factor": 2},
-            "head_dim * partial_rotary_factor must be even and at most head_dim=64, got 128 (rope_",
+            "partial_rotary_factor must be at most 1, got 2",
         ),
         (
             "Llama",

@@ -539,7 +539,7 @@ def prefix_without_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         PagePool,
         "match_prefix",
-        lambda self, token_ids, most, draft_kv=None: original(self, token_ids, most),
+        lambda self, token_ids, most, draft_kv, salt: original(self, token_ids, most, None, salt),
     )
 
 
@@ -550,7 +550,9 @@ def plain_block_key(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         PagePool,
         "register",
-        lambda self, page, parent, token_ids, key=None: original(self, page, parent, token_ids),
+        lambda self, page, parent, token_ids, key, salt: original(
+            self, page, parent, token_ids, None, salt
+        ),
     )
 
 

@@ -1805,6 +1805,9 @@ def test_a_request_that_came_while_the_server_was_stopped_is_answered() -> None:
         def is_closing(self) -> bool:
             return self.is_closed
 
+        def get_write_buffer_size(self) -> int:
+            return 0
+
     def run_due() -> None:
         due, timers[:] = timers[:], []
         for timer in due:
@@ -2010,7 +2013,6 @@ def test_sigterm_drains() -> None:
         (["--max-body-bytes", "0"], "max_body_bytes must be at least 1"),
         (["--header-timeout", "0.5"], "header_timeout must be at least 1"),
         (["--engine-timeout", "0"], "engine_timeout must be at least 1, got 0"),
-        (["--body-timeout", "nan"], "body_timeout must be at least 1, got nan"),
         (["--port", "99999"], "port must be in [0, 65535], got 99999"),
         (["--metrics-port", "99999"], "metrics_port must be in [0, 65535], got 99999"),
         (["--metrics-port", "8000"], "metrics_port must be another than port, got 8000 twice"),

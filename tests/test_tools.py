@@ -428,7 +428,7 @@ def calls_everywhere(client: httpx.Client, text: str) -> list[tuple[str, list[st
 class Unconstrained(FakeEngine):
     """Engine that repeats its prompt whatever the grammar says: any text is an answer."""
 
-    def compile_structured_output(self, wanted: StructuredOutput) -> None:
+    def compile_structured_output(self, wanted: StructuredOutput, overdue: object) -> None:
         pass
 
 

@@ -119,6 +119,7 @@ def _add_server_options(parser: argparse.ArgumentParser) -> None:
     add("--api-key-file", metavar="FILE", help="further keys, one a line")
     add(
         "--cache-scope",
+        type=str.lower,
         choices=("key", "server"),
         default="key",
         help="requests that share pages of the prefix cache and earlier responses to draft from: "
@@ -213,7 +214,7 @@ def _add_limits(parser: argparse.ArgumentParser) -> None:
     )
     add(
         "--write-timeout",
-        type=float,
+        type=finite,
         default=60.0,
         metavar="SECONDS",
         help="time that a client may take to read what was written for it (default: %(default)s)",
@@ -241,7 +242,7 @@ def _add_limits(parser: argparse.ArgumentParser) -> None:
     )
     add(
         "--engine-timeout",
-        type=float,
+        type=finite,
         default=300.0,
         metavar="SECONDS",
         help="longest step: an engine that gives no sign of life for so long is restarted "
