@@ -20,7 +20,9 @@ void launch(int64_t elements, Fn&& fn) {
 }
 
 // CUDA kernels load vectors of 16 bytes; rows are a multiple of that.
-[[maybe_unused]] void check_aligned(const Checker& check, const char* name, const TensorView& view) {
+[[maybe_unused]] void check_aligned(const Checker& check,
+                                    const char* name,
+                                    const TensorView& view) {
   check.on_16_bytes(name, view);
   if (view.ndim() < 2 || view.size(0) < 2) return;
   int64_t row_bytes = view.stride(0) * dtype_bytes(view.dtype());

@@ -114,7 +114,8 @@ void run(AttentionLaunch launch_params, const Sizes& sizes, int sms, CudaStream 
   // 64 rows of latents need the workspace for the states of their chunks.
   bool has_room = params.head_dim != kLatentKeyDim || launch_params.totals != nullptr;
   int64_t most_rows = has_room ? most_rows_of(params.head_dim, stream) : 16;
-  AttentionForm form = form_of(params, ceil_div(params.rows, batch) * launch_params.group, most_rows);
+  AttentionForm form =
+      form_of(params, ceil_div(params.rows, batch) * launch_params.group, most_rows);
   size_t bytes = form.shared_bytes + (launch_params.totals == nullptr ? form.total_bytes : 0);
   if (bytes > static_cast<size_t>(max_shared_bytes(stream))) {
     throw std::invalid_argument("append_attention: workspace must have at least " +

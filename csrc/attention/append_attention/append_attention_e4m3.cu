@@ -3,7 +3,9 @@
 
 namespace specops {
 
-AttentionForm attention_form_e4m3(const AppendAttentionParams& params, int64_t rows, int64_t most_rows) {
+AttentionForm attention_form_e4m3(const AppendAttentionParams& params,
+                                  int64_t rows,
+                                  int64_t most_rows) {
   return form_for<bfloat16, KvE4M3>(params, rows, most_rows);
 }
 

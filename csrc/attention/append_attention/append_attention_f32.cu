@@ -3,7 +3,9 @@
 
 namespace specops {
 
-AttentionForm attention_form_f32(const AppendAttentionParams& params, int64_t rows, int64_t most_rows) {
+AttentionForm attention_form_f32(const AppendAttentionParams& params,
+                                 int64_t rows,
+                                 int64_t most_rows) {
   return form_for<float>(params, rows, most_rows);
 }
 

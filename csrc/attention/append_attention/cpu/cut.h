@@ -105,9 +105,8 @@ inline void make_plan(const AppendAttentionParams& params, int64_t first_request
     r.first_unit = plan.units;
     if (r.qo_len == 0) continue;
     int64_t group = params.num_qo_heads / params.num_kv_heads;
-    r.heads_per_unit = r.tiles > 1
-                           ? heads_of_unit(params, r.tile_rows * group, params.num_kv_heads)
-                           : heads_of_unit(params, r.rows, groups);
+    r.heads_per_unit = r.tiles > 1 ? heads_of_unit(params, r.tile_rows * group, params.num_kv_heads)
+                                   : heads_of_unit(params, r.rows, groups);
     r.head_groups = (params.num_kv_heads + r.heads_per_unit - 1) / r.heads_per_unit;
     plan.units += r.tiles * r.chunks * r.head_groups;
   }

@@ -23,10 +23,20 @@ struct AttentionForm {
 };
 
 // The form with the lowest tiles that hold `rows` packed rows, or the highest of at most `most_rows`.
-AttentionForm attention_form_bf16(const AppendAttentionParams& params, int64_t rows, int64_t most_rows);
-AttentionForm attention_form_f16(const AppendAttentionParams& params, int64_t rows, int64_t most_rows);
-AttentionForm attention_form_f32(const AppendAttentionParams& params, int64_t rows, int64_t most_rows);
-AttentionForm attention_form_int8(const AppendAttentionParams& params, int64_t rows, int64_t most_rows);
-AttentionForm attention_form_e4m3(const AppendAttentionParams& params, int64_t rows, int64_t most_rows);
+AttentionForm attention_form_bf16(const AppendAttentionParams& params,
+                                  int64_t rows,
+                                  int64_t most_rows);
+AttentionForm attention_form_f16(const AppendAttentionParams& params,
+                                 int64_t rows,
+                                 int64_t most_rows);
+AttentionForm attention_form_f32(const AppendAttentionParams& params,
+                                 int64_t rows,
+                                 int64_t most_rows);
+AttentionForm attention_form_int8(const AppendAttentionParams& params,
+                                  int64_t rows,
+                                  int64_t most_rows);
+AttentionForm attention_form_e4m3(const AppendAttentionParams& params,
+                                  int64_t rows,
+                                  int64_t most_rows);
 
 }  // namespace specops
