@@ -57,14 +57,14 @@ class Mistake:
 
 def _layers_below(config: Config) -> None:
     """The layer ids of one convention, read by the other."""
-    for own in (config.get("eagle_config", {}), config.get("dflash_config", {})):
-        for field, layers in own.items():
-            if isinstance(layers, list):
-                own[field] = [layer - 1 for layer in layers]
+    for own in (config, config.get("dflash_config", {})):
+        for field in ("eagle_aux_hidden_state_layer_ids", "target_layer_ids"):
+            if field in own:
+                own[field] = [layer - 1 for layer in own[field]]
 
 
 def _without_layers(config: Config) -> None:
-    del config["eagle_config"]
+    del config["eagle_aux_hidden_state_layer_ids"]
 
 
 def _another_mask(config: Config) -> None:

@@ -26,6 +26,8 @@
 namespace specops {
 namespace {
 
+const std::string kScope;  // of all requests here
+
 std::string journal;  // of the operations of the running input
 
 struct Failure : std::logic_error {
@@ -511,10 +513,10 @@ class CacheRun {
     } else if (op == 17) {
       std::vector<int32_t> ids = some_text(0);
       if (!has_shared()) {
-        refused("add without a shared tree", [&] { cache_->add(ids.data(), ids.size()); });
+        refused("add without a shared tree", [&] { cache_->add(ids.data(), ids.size(), &kScope); });
         return;
       }
-      int64_t request = cache_->add(ids.data(), ids.size());
+      int64_t request = cache_->add(ids.data(), ids.size(), &kScope);
       note("add " + text(ids) + " -> " + std::to_string(request));
       new_number(request);
       model_.add(request, ids);
@@ -872,7 +874,7 @@ class FileRun {
     SuffixCache cache(options);
     for (uint32_t i = 0, size = input_.below(5); i < size; ++i) {
       std::vector<int32_t> ids = draw_tokens(input_, 3, input_.below(40));
-      cache.add(ids.data(), ids.size());
+      cache.add(ids.data(), ids.size(), &kScope);
     }
     if (input_.below(3) == 1 && !cache.cached().empty()) cache.evict(cache.cached()[0]);
     cache.save(scratch_file());

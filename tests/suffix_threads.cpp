@@ -132,7 +132,7 @@ void watcher(SuffixCache& cache, const std::string& path, const std::atomic<bool
       }
     }
     ids = text.next(200);
-    cache.add(ids.data(), 200);
+    cache.add(ids.data(), 200, nullptr);
     std::vector<int64_t> cached = cache.cached();
     try {
       if (!cached.empty()) cache.evict(cached[text.random() % cached.size()]);

@@ -245,7 +245,6 @@ def test_lines_show_both_sides_in_context(capsys: pytest.CaptureFixture[str]) ->
         (("--max-tokens", "0"), "--max-tokens must be at least 1, got 0"),
         (("--concurrency", "1"), "--concurrency must be at least 2, got 1"),
         (("--temperature", "0"), "--temperature must be above 0, got 0"),
-        (("--timeout", "inf"), "--timeout must be above 0, got inf"),
         (("--plain-body", "{"), "--plain-body is not valid JSON"),
         (("--drafted-body", "[1]"), "--drafted-body must be a JSON object, got [1]"),
         (("--baseline-url", "here"), "--baseline-url must begin with http:// or https://"),

@@ -174,13 +174,13 @@ class Eagle3Head(Head):
             yield target.model.logits(self.norm(state))
 
     def fields(self) -> dict[str, Any]:
-        """Its config.json, as SpecForge lays it out."""
+        """Return the head's config.json. The layers are named by the states that enter them."""
         entered = [layer + 1 for layer in self.taps]
         return {
             "architectures": ["LlamaForCausalLMEagle3"],
             **decoder_fields(self.config, 1),
             "draft_vocab_size": self.config.vocab_size,
-            "eagle_config": {"eagle_aux_hidden_state_layer_ids": entered},
+            "eagle_aux_hidden_state_layer_ids": entered,
         }
 
 
