@@ -62,7 +62,7 @@ def heads(tmp_path_factory: pytest.TempPathFactory) -> Heads:
         patch.setattr(test_eagle, "VOCAB", VOCAB)
         head = Head(entered=(1, 2), draft_vocab=VOCAB - 4)
         head.tensors["lm_head.weight"] *= 0.2  # nearly flat: no draft is hopeless
-        eagle_oracle.write(eagle, head, "specforge")
+        eagle_oracle.write(eagle, head, "modelopt")
         head = Head(entered=(1, 2), draft_vocab=VOCAB - 4, mask=5)
         head.tensors["lm_head.weight"] *= 0.2
         eagle_oracle.write(parallel, head, "speculators")
