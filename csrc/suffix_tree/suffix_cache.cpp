@@ -577,7 +577,7 @@ struct SuffixCache::State {
 
   void append_rows(const SuffixStepParams& params) {
     if (!has_shared) return;
-    // Of the shared trees little is in a cache since the last step; the own ones are small.
+    // Since the last step, most of the shared trees has left the caches; the own trees are small.
     for (int32_t pass = 0; pass < 3; ++pass) {
       for (int64_t b = 0; b < params.batch; ++b) {
         const Request* request = rows[b].request;

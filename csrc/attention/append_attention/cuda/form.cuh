@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Which form of append_attention on CUDA a call takes, of queries of type T and caches of elements
+// The form of append_attention on CUDA that a call takes, of queries of type T and caches of elements
 // `Cache`.
 #pragma once
 

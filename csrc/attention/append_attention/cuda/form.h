@@ -12,7 +12,7 @@ struct AttentionLaunch;
 // Blocks that an SM has for a kernel, at most: of two row tiles and fewer, and of more.
 constexpr int kMostBlocksPerSm = 3, kBlocksOfHighTiles = 2;
 
-// How a form of the kernel is launched.
+// The kernel of a form, and its launch parameters.
 struct AttentionForm {
   void (*kernel)(AttentionLaunch);
   int threads;  // of a block

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Which groups of requests that share a prefix append_attention on CUDA reduces together. Nothing
+// Groups of requests with a shared prefix that append_attention on CUDA reduces together. Nothing
 // here reaches a bit of the result.
 #pragma once
 
