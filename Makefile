@@ -142,10 +142,10 @@ simt-race simt-asan simt-smoke: $(VENV)/simt
 # By test, so that the workers end together; the tests of one file lie close for what they share.
 SIDE_BY_SIDE := -n $(WORKERS) --dist worksteal
 PYTEST := $(BIN)/python -m pytest $(SIDE_BY_SIDE) -m
-RACE := SPECOPS_SIMT_BUILD=race $(PYTEST) "not prove"
+RACE := SPECOPS_SIMT_BUILD=race $(PYTEST) "not slow"
 ASAN := SPECOPS_SIMT_BUILD=asan \
   LD_PRELOAD="$$(g++ -print-file-name=libasan.so) $$(g++ -print-file-name=libstdc++.so)" \
-  ASAN_OPTIONS=detect_leaks=0:halt_on_error=0 $(PYTEST) "not prove"
+  ASAN_OPTIONS=detect_leaks=0:halt_on_error=0 $(PYTEST) "not slow"
 
 test-race: simt-race $(VENV)/test-deps
 	$(RACE) -k simt
@@ -189,11 +189,11 @@ gemma:
 
 # Every promise once, on the cases most likely to break. The wheels come in while the compiler works.
 test: test-build
-	$(PYTEST) "not prove and not ci"
+	$(PYTEST) "not slow and not ci"
 
 # What CI adds: the tools, the page, and what takes long for what it finds.
 test-ci: test-build
-	$(PYTEST) "ci and not prove"
+	$(PYTEST) "ci and not slow"
 
 test-build:
 	$(MAKE) --no-print-directory -j2 $(VENV)/simt $(VENV)/test-deps
@@ -209,9 +209,9 @@ test-smoke: simt-smoke $(VENV)/test-deps
 # Longer proofs, run before a release; CI does not. Every call in the interpreter runs under every
 # schedule here, so the tests of `make test` that have one run again.
 prove: setup simt $(VENV)/test-deps
-	$(BIN)/python -m pytest -m prove $(SIDE_BY_SIDE) --ignore tests/test_mutations.py
-	$(BIN)/python -m pytest -m prove tests/test_mutations.py
-	SPECOPS_SIMT_SCHEDULES=all $(PYTEST) "not prove" -k simt
+	$(BIN)/python -m pytest -m slow $(SIDE_BY_SIDE) --ignore tests/test_mutations.py
+	$(BIN)/python -m pytest -m slow tests/test_mutations.py
+	SPECOPS_SIMT_SCHEDULES=all $(PYTEST) "not slow" -k simt
 	$(ARM) --if-possible
 
 # 64-bit ARM on a machine of another kind, cross-compiled and under qemu: the bitwise tests of NEON's

@@ -59,7 +59,7 @@ def keep_smoke(config: pytest.Config, items: list[pytest.Item]) -> None:
     for item in items:
         callspec = getattr(item, "callspec", None)
         on_device = callspec is not None and callspec.params.get("device") == wanted
-        if on_device and item.get_closest_marker("prove") is None:
+        if on_device and item.get_closest_marker("slow") is None:
             cases.setdefault(item.nodeid.split("[")[0], []).append(item)
     kept = {id(of_test[end]) for of_test in cases.values() for end in ends}
     config.hook.pytest_deselected(items=[item for item in items if id(item) not in kept])
@@ -73,14 +73,14 @@ OP_MODULES = [attention, batching, dense, linear_attention, moe, ngram, runtime,
 
 
 def split_cases(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Mark the cases that `corners` leaves to CI or to `make prove`.
+    """Mark the cases that `fast` leaves to CI or to `make prove`.
 
     Its arguments are patterns of case ids (`*`, `?`) that `make test` runs, each of which some case
-    must match. `ci` has the patterns of those that CI adds; all others are marked `prove`.
+    must match. `ci` has the patterns of those that CI adds; all others are marked `slow`.
     """
     unmatched: dict[str, set[str]] = {}
     for item in items:
-        marker, callspec = item.get_closest_marker("corners"), getattr(item, "callspec", None)
+        marker, callspec = item.get_closest_marker("fast"), getattr(item, "callspec", None)
         if marker is None or callspec is None:
             continue
         test = item.nodeid.split("[")[0]
@@ -89,7 +89,7 @@ def split_cases(config: pytest.Config, items: list[pytest.Item]) -> None:
         unmatched[test] = unmatched.get(test, {*marker.args, *of_ci}) - matched
         # A GPU has time for all.
         if matched.isdisjoint(marker.args) and callspec.params.get("device") != "cuda":
-            item.add_marker("ci" if matched else "prove")
+            item.add_marker("ci" if matched else "slow")
     for test, patterns in unmatched.items():
         if patterns and not any("[" in arg for arg in config.args):
             raise pytest.UsageError(f"{test}: no case is called {', '.join(sorted(patterns))}")
@@ -114,18 +114,19 @@ def pairs(cases: list[tuple[int, ...]]) -> set[tuple[int, ...]]:
 
 
 def keep_pairs(items: list[pytest.Item]) -> None:
-    """Marks as `prove` what `pairs` leaves out, for each device on its own; what is `prove` anyway
-    counts for nothing.
+    """Mark as `slow` the cases that `pairwise` leaves out, for each device on its own.
+
+    Cases that are `slow` anyway do not count.
 
     Its arguments are patterns of case ids that the test skips: they stay, and do not count, either.
     """
     found: dict[tuple[str, str], list[Any]] = {}
     for item in items:
-        marker, callspec = item.get_closest_marker("pairs"), getattr(item, "callspec", None)
+        marker, callspec = item.get_closest_marker("pairwise"), getattr(item, "callspec", None)
         if marker is None or callspec is None or callspec.params.get("device") == "cuda":
             continue
         is_skipped = any(fnmatchcase(callspec.id, pattern) for pattern in marker.args)
-        if not is_skipped and item.get_closest_marker("prove") is None:
+        if not is_skipped and item.get_closest_marker("slow") is None:
             key = item.nodeid.split("[")[0], str(callspec.params.get("device"))
             found.setdefault(key, []).append(item)
     for of_test in found.values():
@@ -136,7 +137,7 @@ def keep_pairs(items: list[pytest.Item]) -> None:
         kept = pairs(cases)
         for item, case in zip(of_test, cases, strict=True):
             if case not in kept:
-                item.add_marker(pytest.mark.prove)
+                item.add_marker(pytest.mark.slow)
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
@@ -192,7 +193,7 @@ def pytest_collection_modifyitems(
         exercised.whole_files.add(item.path.name)
     for item in everything:
         in_part = any("::" in arg and item.path.name in arg for arg in config.args)
-        is_left = any(item.get_closest_marker(mark) for mark in ("prove", "ci"))
+        is_left = any(item.get_closest_marker(mark) for mark in ("slow", "ci"))
         if in_part or (item not in chosen and not is_left):
             exercised.whole_files.discard(item.path.name)
     items.sort(key=lambda item: item.get_closest_marker("at_the_end") is not None)
@@ -301,7 +302,7 @@ def place(request: pytest.FixtureRequest, device: str) -> Iterator[Callable[[int
 
 
 @pytest.fixture(
-    params=[*simt.ACCUMULATIONS[:2], pytest.param(simt.ACCUMULATIONS[2], marks=pytest.mark.prove)]
+    params=[*simt.ACCUMULATIONS[:2], pytest.param(simt.ACCUMULATIONS[2], marks=pytest.mark.slow)]
 )
 def accumulation(request: pytest.FixtureRequest, device: str) -> Iterator[str]:
     """Runs the test under each rounding rule of mma; once where the hardware has its own."""

@@ -141,7 +141,7 @@ def check_against_reference(batch: Batch, window: int | None = None) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("page_size", [16, 32, 64])
-@pytest.mark.pairs
+@pytest.mark.pairwise
 def test_append_attention(device: str, isa: str, dtype: torch.dtype, page_size: int) -> None:
     batch = random_batch(
         [1, 5, 17, 64, 130, 600, 65, 520],
@@ -158,7 +158,7 @@ def test_append_attention(device: str, isa: str, dtype: torch.dtype, page_size: 
 @pytest.mark.parametrize(
     "heads,head_dim", [((1, 1), 256), ((2, 1), 96), ((6, 2), 64), ((8, 2), 128), ((16, 2), 64)]
 )
-@pytest.mark.pairs
+@pytest.mark.pairwise
 def test_append_attention_shapes(
     device: str, isa: str, dtype: torch.dtype, heads: tuple[int, int], head_dim: int
 ) -> None:
@@ -211,7 +211,7 @@ def attend_one(
         (torch.float16, None, (2, 1), 96),
     ],
 )
-@pytest.mark.corners("cpu-*", "simt-dtype[02358]-*")
+@pytest.mark.fast("cpu-*", "simt-dtype[05]-*", ci=("simt-dtype[238]-*",))
 def test_append_attention_rows_are_decode_rows(
     device: str,
     isa: str,
@@ -281,7 +281,7 @@ def new_workspace(floats: int, on_cuda: bool, device: str) -> Tensor:
         (torch.float32, (2, 2), 64, None),
     ],
 )
-@pytest.mark.corners("fma-*", "hopper-*-dtype0-*")
+@pytest.mark.fast("fma-*-dtype[01]-*", "hopper-*-dtype0-*", ci=("fma-*",))
 def test_append_attention_schedules(
     device: str,
     request: pytest.FixtureRequest,
@@ -640,7 +640,7 @@ def test_append_attention_prefix_of_many_requests(device: str, isa: str, on_cuda
 
 
 @pytest.mark.parametrize("members", [12, 23, 24, 25, 32, 33, 47, 64, 65, 131])
-@pytest.mark.corners("cpu-*", "simt-33")
+@pytest.mark.fast("cpu-*", "simt-33")
 def test_append_attention_rows_of_a_bundle(device: str, isa: str, members: int) -> None:
     # Tiles of one row up to several tiles, with scores of -inf and NaN among the tokens.
     page_size, shared = 64, 11
@@ -686,7 +686,7 @@ def test_append_attention_rows_of_a_bundle(device: str, isa: str, members: int) 
     "dtype,head_dim,window",
     [(torch.bfloat16, 64, None), (torch.float32, 64, 9000), (torch.float16, 64, 3000)],
 )
-@pytest.mark.corners("fma-*-dtype0-*", "hopper-*-dtype2-*")
+@pytest.mark.fast("fma-*-dtype0-*", ci=("hopper-*-dtype2-*",))
 def test_append_attention_prefix_schedules(
     device: str,
     request: pytest.FixtureRequest,
@@ -903,9 +903,9 @@ def test_the_comparison_catches_faults() -> None:
 @pytest.mark.parametrize("head_dim,rotary_dim", [(64, 64), (96, 24), (128, 128), (256, 64)])
 @pytest.mark.parametrize("norm", [False, True])
 @pytest.mark.parametrize("rows", [1, 40])
-@pytest.mark.corners("*-40-*", "*-1-*-64-64-*")
+@pytest.mark.fast("*-40-*", "*-1-*-64-64-*")
 @pytest.mark.no_bf16
-@pytest.mark.pairs
+@pytest.mark.pairwise
 def test_rope_append_kv(
     device: str,
     isa: str,
@@ -1125,7 +1125,7 @@ def test_what_append_attention_returns_has_a_type() -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("states,rows", [(1, 3), (2, 1), (7, 1500)])
 @pytest.mark.no_bf16
-@pytest.mark.pairs
+@pytest.mark.pairwise
 def test_merge_states(device: str, isa: str, dtype: torch.dtype, states: int, rows: int) -> None:
     outs, lses = torch.randn(states, rows, 3, 64).to(dtype), 5 * torch.randn(states, rows, 3)
     lses[torch.rand(lses.shape) < 0.3] = -torch.inf

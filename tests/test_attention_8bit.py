@@ -274,7 +274,7 @@ def test_append_attention(
 @pytest.mark.parametrize(
     "heads,head_dim", [((1, 1), 256), ((2, 1), 96), ((6, 2), 64), ((8, 2), 128), ((16, 2), 64)]
 )
-@pytest.mark.pairs
+@pytest.mark.pairwise
 def test_append_attention_shapes(
     device: str,
     isa: str,
@@ -337,8 +337,8 @@ def test_a_planted_fault_is_noticed() -> None:
         (torch.float32, 1, (1, 1), 256),
     ],
 )
-@pytest.mark.corners("cpu-*", "simt-dtype0-*", "simt-*-torch.int8")
-@pytest.mark.pairs
+@pytest.mark.fast("cpu-*", "simt-dtype0-*", "simt-*-torch.int8")
+@pytest.mark.pairwise
 def test_rows_are_decode_rows(
     device: str,
     isa: str,

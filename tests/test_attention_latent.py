@@ -68,12 +68,7 @@ def skip_float32(on_cuda: bool, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("heads,page_size", [(1, 16), (16, 32), (20, 64), (128, 16)])
-@pytest.mark.corners(
-    *("cpu-*-1-16-*", "cpu-*-16-32-*", "cpu-*-20-64-*", "cpu-*-128-16-dtype1"),
-    *("simt-16-32-*", "simt-128-16-dtype1"),
-)
-@pytest.mark.pairs("simt-*-dtype0")
-@pytest.mark.corners("cpu-*", "simt-16-*", ci=("*",))
+@pytest.mark.fast("cpu-*-1-16-*", "cpu-*-16-32-*", "simt-16-32-*", ci=("cpu-*-20-64-*", "simt-*"))
 def test_against_the_reference(
     device: str, isa: str, on_cuda: bool, dtype: torch.dtype, heads: int, page_size: int
 ) -> None:
@@ -92,7 +87,7 @@ def test_against_the_reference(
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("heads,nope,value_dim", [(16, 128, 128), (3, 64, 32)])
-@pytest.mark.pairs("simt-*-dtype0")
+@pytest.mark.pairwise("simt-*-dtype0")
 def test_equals_attention_without_absorption(
     device: str,
     isa: str,
@@ -148,8 +143,9 @@ def test_equals_attention_without_absorption(
         (torch.bfloat16, 1),
     ],
 )
-@pytest.mark.corners("cpu-*", "simt-dtype2-*")
-@pytest.mark.corners("cpu-[!p]*", "cpu-portable-dtype[23]-*", "simt-*", ci=("*",))
+@pytest.mark.fast(
+    "cpu-[!p]*", "cpu-portable-dtype[23]-*", "simt-dtype2-*", ci=("cpu-*", "simt-dtype[04]-*")
+)
 def test_rows_are_decode_rows(
     device: str, isa: str, on_cuda: bool, dtype: torch.dtype, heads: int
 ) -> None:
@@ -179,7 +175,7 @@ def test_rows_are_decode_rows(
 
 
 @pytest.mark.parametrize("dtype,heads", [(torch.bfloat16, 16), (torch.float16, 3)])
-@pytest.mark.corners("simt-dtype1-*", "cpu-*")
+@pytest.mark.fast("simt-dtype1-*", "cpu-*")
 def test_schedules_change_nothing(
     device: str,
     place: Callable[[int, int], None],
@@ -277,7 +273,7 @@ def test_many_heads_read_latents_twice(
 
 
 @pytest.mark.parametrize("seed", range(12))
-@pytest.mark.corners("*-?")
+@pytest.mark.fast("*-?")
 def test_prefixes_change_nothing(device: str, isa: str, on_cuda: bool, seed: int) -> None:
     if on_cuda and seed % 4:
         pytest.skip("one seed in four is enough for the interpreter")
@@ -445,7 +441,7 @@ def test_the_example_of_the_documents_runs() -> None:
 @pytest.mark.parametrize("interleaved", [False, True])
 @pytest.mark.parametrize("norm", [False, True])
 @pytest.mark.parametrize("rows,heads", [(1, 16), (40, 3)])
-@pytest.mark.pairs
+@pytest.mark.pairwise
 def test_rope_append_latent(
     device: str,
     isa: str,

@@ -52,7 +52,7 @@ def attend(batch: Batch, **options: Any) -> Tensor:
     ],
 )
 @pytest.mark.parametrize("starts", [None, [0, 2, 60, 300, -5, 400]], ids=["rows", "starts"])
-@pytest.mark.pairs
+@pytest.mark.pairwise
 def test_against_the_reference(
     device: str,
     isa: str,

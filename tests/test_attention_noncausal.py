@@ -32,7 +32,7 @@ def attend(batch: Batch, **options: Any) -> Tensor:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("window", [None, 1, 100])
-@pytest.mark.pairs
+@pytest.mark.pairwise
 def test_against_the_reference(
     device: str, isa: str, dtype: torch.dtype, window: int | None
 ) -> None:
@@ -71,7 +71,7 @@ def test_the_reference_is_torchs_attention() -> None:
     ],
 )
 @pytest.mark.parametrize("with_sinks", [False, True])
-@pytest.mark.corners("*cpu-*", "*simt-True-dtype3-*", "*simt-False-dtype1-*")
+@pytest.mark.fast("*cpu-*", "*simt-True-dtype3-*", ci=("*simt-False-dtype1-*",))
 def test_rows_are_the_last_rows_of_their_requests(
     device: str,
     place: Callable[[int, int], None],

@@ -41,7 +41,7 @@ def attend(batch: Batch, **options: Any) -> Tensor:
     "heads,head_dim,window",
     [((4, 2), 64, None), ((3, 1), 96, 100), ((8, 2), 128, None), ((2, 2), 256, 1)],
 )
-@pytest.mark.pairs
+@pytest.mark.pairwise
 def test_against_the_reference(
     device: str,
     isa: str,

@@ -550,7 +550,7 @@ def check_tree(got: DraftTree, want: dict[str, Tensor]) -> None:
 
 @pytest.mark.parametrize("batch", [0, 1, 9])
 @pytest.mark.parametrize("nodes", [0, 1, 7, 31, 32, 63, 64, 200])
-@pytest.mark.pairs
+@pytest.mark.pairwise
 def test_build_tree(device: str, isa: str, batch: int, nodes: int) -> None:
     counts = [nodes, nodes, nodes, nodes, 0, *torch.randint(0, nodes + 1, (4,)).tolist()][:batch]
     trees = make_trees(counts, nodes, device)

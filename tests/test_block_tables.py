@@ -23,7 +23,7 @@ def block_table(batch: Batch, more_columns: int) -> Tensor:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("page_size,more", [(16, 0), (32, 9), (64, 200)])
-@pytest.mark.pairs
+@pytest.mark.pairwise
 def test_attention_is_that_of_lists(
     device: str, isa: str, on_cuda: bool, dtype: torch.dtype, page_size: int, more: int
 ) -> None:

@@ -32,7 +32,7 @@ def test_rounds_of_mixtures(family: str, kind: str) -> None:
     assert engine_campaign.main(options) == 0
 
 
-@pytest.mark.prove
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("family", [*engine_campaign.FAMILIES, *engine_campaign.HEAD_FAMILIES])
 def test_three_hundred_requests(family: str, kind: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -149,9 +149,8 @@ def test_each_command_has_a_name() -> None:
     assert (ROOT / "docs" / "examples" / "fastdeploy.yaml").read_text() == YAML
 
 
-@pytest.mark.corners(*(name for name in NAMES if name != "yaml"))  # that one is "ranks" again
 @pytest.mark.parametrize("command", COMMANDS, ids=NAMES)
-@pytest.mark.corners("[!r]*", ci=("ranks",))
+@pytest.mark.fast("mtp", "hybrid", ci=("ngram", "suffix", "greedy", "steps", "ranks"))
 def test_answers_are_those_of_one_process_without_speculation(
     command: str, paths: dict[str, str]
 ) -> None:
@@ -162,7 +161,7 @@ def test_answers_are_those_of_one_process_without_speculation(
         assert (num_drafts(one.url) > 0) == ("naive" not in command)
 
 
-@pytest.mark.prove
+@pytest.mark.slow
 @pytest.mark.parametrize("command", COMMANDS, ids=NAMES)
 def test_the_whole_command_does_the_same(
     command: str, paths: dict[str, str], tmp_path: Path
@@ -174,7 +173,7 @@ def test_the_whole_command_does_the_same(
     assert server.stop() == []
 
 
-@pytest.mark.prove
+@pytest.mark.slow
 def test_prefill_and_decode_apart_on_ranks_do_the_same(paths: dict[str, str]) -> None:
     """The two commands as they stand there, and Redis: whichever door a request comes in at."""
     pytest.importorskip("redis")

@@ -298,6 +298,6 @@ def test_damaged_configurations_are_refused_by_name(tmp_path: Path) -> None:
     check(tmp_path, range(100))
 
 
-@pytest.mark.prove
+@pytest.mark.slow
 def test_more_damaged_configurations_are_refused_by_name(tmp_path: Path) -> None:
     check(tmp_path, range(100, 1000))

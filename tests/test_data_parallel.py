@@ -48,7 +48,7 @@ def statuses_and_choices(url: str, asked: list[dict[str, Any]], at_once: int = 8
         return list(pool.map(one, asked))
 
 
-@pytest.mark.corners("20")
+@pytest.mark.fast("20")
 @pytest.mark.parametrize("count", [20, 500])
 @pytest.mark.ci
 def test_answers_do_not_depend_on_the_engine(
@@ -67,6 +67,7 @@ def test_answers_do_not_depend_on_the_engine(
     wait_until_idle(server)
 
 
+@pytest.mark.ci
 def test_an_engine_that_dies_ends_its_own_requests_alone(
     server: ServerProcess, together: Served
 ) -> None:

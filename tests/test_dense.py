@@ -22,7 +22,7 @@ COUNTERS = 128  # at the head of linear's workspace
 @pytest.mark.parametrize("rows,width", [(0, 64), (1, 64), (5, 77), (1500, 128)])
 @pytest.mark.no_bf16
 @pytest.mark.parametrize("activation", GATED)
-@pytest.mark.pairs
+@pytest.mark.pairwise
 def test_gated_mul(
     device: str, isa: str, dtype: torch.dtype, rows: int, width: int, activation: str
 ) -> None:
@@ -60,7 +60,7 @@ def test_swiglu_oai_of_any_gate_and_up(device: str, isa: str) -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("rows,heads,dim", [(0, 2, 64), (1, 1, 16), (5, 3, 77), (1500, 1, 128)])
 @pytest.mark.parametrize("activation,has_norm", [("sigmoid", False), ("silu", True)])
-@pytest.mark.pairs
+@pytest.mark.pairwise
 def test_output_gate(
     device: str,
     isa: str,
@@ -168,7 +168,7 @@ def linear_dtype(request: pytest.FixtureRequest, on_cuda: bool) -> torch.dtype:
         (1500, 64, 48),
     ],
 )
-@pytest.mark.pairs("cpu-*-dtype3-*")
+@pytest.mark.pairwise("cpu-*-dtype3-*")
 def test_linear(
     device: str,
     isa: str,
@@ -234,7 +234,7 @@ def test_linear_wide_output(device: str) -> None:
 
 @pytest.mark.parametrize("dtype,out_dtype", LINEAR_DTYPES)
 @pytest.mark.parametrize("num_inputs,num_outputs", [(256, 1024), (77, 100), (1030, 40)])
-@pytest.mark.pairs("cpu-*-dtype3-*")
+@pytest.mark.pairwise("cpu-*-dtype3-*")
 def test_linear_rows_keep_their_bits(
     device: str,
     isa: str,
@@ -268,8 +268,8 @@ def test_linear_rows_keep_their_bits(
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-@pytest.mark.parametrize("num_inputs", [650, 1200, pytest.param(2112, marks=pytest.mark.prove)])
-@pytest.mark.corners("fma-*", "hopper-*-1200-dtype0")
+@pytest.mark.parametrize("num_inputs", [650, 1200, pytest.param(2112, marks=pytest.mark.slow)])
+@pytest.mark.fast("fma-*", "hopper-*-1200-dtype0")
 def test_linear_schedules_keep_their_bits(
     device: str,
     accumulation: str,
@@ -380,7 +380,7 @@ def test_linear_reports_a_workspace_that_does_not_begin_with_zeros(
         dense.linear(x, packed, workspace=workspace)
 
 
-@pytest.mark.prove
+@pytest.mark.slow
 def test_linear_tiles_beyond_the_counters(
     device: str, force_linear: Callable[[str | None], None]
 ) -> None:
@@ -444,7 +444,7 @@ def test_linear_workspace_size(device: str, on_cuda: bool) -> None:
         assert not any(sizes)
 
 
-@pytest.mark.prove
+@pytest.mark.slow
 @pytest.mark.parametrize("num_outputs,rows", [(8100, 17), (40, 1200), (4200, 70), (700, 640)])
 def test_linear_splits_keep_their_bits(device: str, num_outputs: int, rows: int) -> None:
     """Four leaves in four blocks or in one: the same bits."""
@@ -580,7 +580,7 @@ def gated_apart(
     "rows,num_inputs,width",
     [(0, 8, 8), (1, 0, 5), (1, 1, 1), (3, 7, 17), (5, 256, 192), (13, 129, 125), (300, 64, 22)],
 )
-@pytest.mark.pairs("cpu-*-dtype2")
+@pytest.mark.pairwise("cpu-*-dtype2")
 def test_linear_gate_up(
     device: str,
     isa: str,
@@ -738,7 +738,7 @@ def test_linear_gate_up_refuses(device: str) -> None:
     "rows,width", [(0, 64), (1, 1), (3, 77), (6, 1024), (1500, 48), (2, 17003)]
 )
 @pytest.mark.no_bf16
-@pytest.mark.pairs
+@pytest.mark.pairwise
 def test_rms_norm(
     device: str, isa: str, dtype: torch.dtype, use_residual: bool, rows: int, width: int
 ) -> None:

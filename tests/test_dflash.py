@@ -434,7 +434,7 @@ CASES: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("kind", ["dflash", "dspark", "dflash2", "windows"])
-@pytest.mark.corners(
+@pytest.mark.fast(
     *("dflash-tree", "windows-hybrid", "dspark-preempted", "dspark-int8", "dflash2-preempted")
 )
 def test_every_bit_is_plain_decoding_s(

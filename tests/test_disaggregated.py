@@ -44,7 +44,7 @@ def pair(mtp_model: Path) -> Iterator[list[ServerProcess]]:
         yield started
 
 
-@pytest.mark.corners("20")
+@pytest.mark.fast("20")
 @pytest.mark.parametrize("count", [20, 500])
 def test_a_pair_answers_as_one_server(
     pair: list[ServerProcess], together: Served, count: int
@@ -62,7 +62,7 @@ def test_a_pair_answers_as_one_server(
         wait_until_idle(one)
 
 
-@pytest.mark.corners("20-decode")
+@pytest.mark.fast("20-decode")
 @pytest.mark.parametrize("side", ["prefill", "decode"])
 @pytest.mark.parametrize("count", [20, 200])
 @pytest.mark.ci
@@ -98,7 +98,7 @@ def answers_with_a_kill(
     return answers
 
 
-@pytest.mark.prove
+@pytest.mark.slow
 @pytest.mark.parametrize("side", ["prefill", "decode"])
 def test_a_server_that_is_stopped_loses_no_request(
     pair: list[ServerProcess], together: Served, side: str
@@ -122,7 +122,7 @@ def test_a_server_that_is_stopped_loses_no_request(
     assert [router.answers[place] for place in range(200)] == [1] * 200
 
 
-@pytest.mark.prove
+@pytest.mark.slow
 @pytest.mark.parametrize("sizes", [(2, 2), (2, 1), (1, 2), (4, 2)], ids=str)
 def test_ranks_hand_over_their_shares(mtp_model: Path, sizes: tuple[int, int]) -> None:
     """Some compute prompts, others go on: the bits of one process with as many summands.
@@ -142,7 +142,7 @@ def test_ranks_hand_over_their_shares(mtp_model: Path, sizes: tuple[int, int]) -
         assert set(router.answers.values()) == {2}
 
 
-@pytest.mark.prove
+@pytest.mark.slow
 def test_churn_leaves_nothing(capsys: pytest.CaptureFixture[str]) -> None:
     assert disaggregated_churn.main(["--rounds", "3"]) == 0
     assert "120 requests, 0 differ, 12 given up; all pages are back" in capsys.readouterr().out

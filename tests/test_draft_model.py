@@ -70,7 +70,7 @@ CASES: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("case", CASES)
-@pytest.mark.corners("preempted", "tree")
+@pytest.mark.fast("preempted", "tree")
 def test_every_bit_is_plain_decoding_s(similar: Path, case: str) -> None:
     texts, each, expected = plain()
     engine = make(similar, **{"max_model_len": 900, "max_num_seqs": 8, **CASES[case]})
@@ -138,6 +138,7 @@ OWN_PARAMETERS: dict[str, tuple[dict[str, Any], float]] = {
 
 
 @pytest.mark.parametrize("name", OWN_PARAMETERS)
+@pytest.mark.ci
 def test_drafts_are_chosen_by_the_parameters_of_their_request(name: str) -> None:
     """Beside requests that ask for nothing, which have the drafts that they have alone."""
     own, least = OWN_PARAMETERS[name]
@@ -196,7 +197,7 @@ def test_drawn_drafts_are_the_same_in_any_batch(similar: Path) -> None:
 
 
 @pytest.mark.parametrize("captures", [True, False], ids=["graphs", "eager"])
-@pytest.mark.corners("graphs")
+@pytest.mark.fast("graphs")
 def test_its_steps_are_replayed(
     similar: Path, monkeypatch: pytest.MonkeyPatch, captures: bool
 ) -> None:

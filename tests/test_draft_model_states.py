@@ -118,7 +118,7 @@ LIMITS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("limits", LIMITS)
-@pytest.mark.corners("chunks", "preempted")
+@pytest.mark.fast("chunks", "preempted")
 def test_drafts_are_its_own_decoding(limits: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also behind steps that drafted nothing; and the tokens are the target's own."""
     drafts = Drafts(monkeypatch)
@@ -152,14 +152,14 @@ def converse(
 
 
 @pytest.mark.parametrize("cache", CACHES)
-@pytest.mark.corners("few kept", "few pages")
+@pytest.mark.fast("few kept", "few pages")
 def test_drafts_go_on_from_prefixes(cache: str, monkeypatch: pytest.MonkeyPatch) -> None:
     engine, num_wrong = converse(cache, monkeypatch)
     assert num_wrong == 0
     assert engine.stats.prefix_cache_hits > 0.05 * engine.stats.prefix_cache_queries > 0
 
 
-@pytest.mark.prove
+@pytest.mark.slow
 @pytest.mark.parametrize("cache", CACHES)
 def test_drafts_of_300_requests_go_on_from_prefixes(
     cache: str, monkeypatch: pytest.MonkeyPatch
@@ -246,6 +246,7 @@ TRAPS: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
 
 
 @pytest.mark.parametrize("trap", TRAPS)
+@pytest.mark.slow
 def test_traps_are_noticed(trap: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """By the drafts alone: no token depends on them."""
     TRAPS[trap](monkeypatch)

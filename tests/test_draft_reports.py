@@ -91,7 +91,7 @@ CUTS = {
 
 @pytest.mark.parametrize("cut", CUTS)
 @pytest.mark.parametrize("name", METHODS)
-@pytest.mark.pairs
+@pytest.mark.pairwise
 def test_accepted_drafts_are_tokens_of_the_output(engine: Engine, name: str, cut: str) -> None:
     """A cut in the middle of accepted drafts counts only those before it, everywhere."""
     before = deepcopy(engine.stats)
@@ -142,7 +142,7 @@ def test_an_aborted_request_counts_its_output(engine: Engine) -> None:
 @pytest.mark.parametrize("prompt", [PROMPT, TWICE], ids=["new", "repeating"])
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 @pytest.mark.parametrize("name", METHODS)
-@pytest.mark.pairs
+@pytest.mark.pairwise
 def test_every_verified_draft_is_reported(
     engine: Engine, name: str, temperature: float, prompt: str
 ) -> None:

@@ -171,7 +171,7 @@ CASES: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("case", CASES)
-@pytest.mark.corners("tree", "preempted")
+@pytest.mark.fast("tree", "preempted")
 def test_every_bit_is_plain_decoding_s(target: tuple[Path, Any], tmp_path: Path, case: str) -> None:
     KINDS["safetensors"][0].write(tmp_path)
     each = [replace(params(i, 0.8 * (i % 2)), max_tokens=60) for i in range(6)]

@@ -126,7 +126,7 @@ CASES: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("name", ["specforge", "parallel"])
-@pytest.mark.corners("specforge-tree", "specforge-preempted", "parallel-preempted")
+@pytest.mark.fast("specforge-tree", "specforge-preempted", "parallel-preempted")
 def test_every_bit_is_plain_decoding_s(
     target: tuple[Path, Any], tmp_path: Path, name: str, case: str
 ) -> None:

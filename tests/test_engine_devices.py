@@ -598,7 +598,7 @@ def test_strategies_in_the_interpreter(
     assert 0 < stats.num_accepted_tokens < stats.num_draft_tokens
 
 
-@pytest.mark.prove
+@pytest.mark.slow
 @pytest.mark.parametrize("model", simt.ACCUMULATIONS)
 def test_cuda_kernels_under_any_rounding(
     tiny_dir: Path, interpreter: None, twin: Callable[..., TwinDevice], model: str
@@ -627,6 +627,7 @@ def test_cuda_kernels_under_any_rounding(
         assert other == results[0]
 
 
+@pytest.mark.ci
 def test_the_bundled_model_in_the_interpreter(
     twin: Callable[..., TwinDevice], request: pytest.FixtureRequest
 ) -> None:

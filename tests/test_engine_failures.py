@@ -281,7 +281,7 @@ CASES = [
 ]
 
 
-@pytest.mark.corners("*-suffix", ci=("*-mtp",))
+@pytest.mark.fast("*-suffix", ci=("*-mtp",))
 @pytest.mark.parametrize("hook,method", CASES, ids=lambda value: value)
 def test_a_drafter_that_raises_ends_nothing(
     model_dir: Path,
@@ -323,7 +323,7 @@ def test_a_drafter_that_raises_ends_nothing(
             assert engine.stats.speculative.num_draft_tokens > before + 20
 
 
-@pytest.mark.corners("*-suffix", "*-mtp")
+@pytest.mark.fast("*-suffix", "*-mtp")
 @pytest.mark.parametrize("hook,method", CASES, ids=lambda value: value)
 def test_a_drafter_that_always_raises_ends_nothing(
     model_dir: Path,
@@ -452,7 +452,7 @@ PLACES = [
 
 @pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
 @pytest.mark.parametrize("place", PLACES, ids=lambda place: f"{place.name}-{place.at}")
-@pytest.mark.corners("*-before", ci=("*",))
+@pytest.mark.fast("*-before", ci=("*",))
 def test_what_fails_of_one_request_ends_that_one(
     model_dir: Path,
     plain: list[Completion],

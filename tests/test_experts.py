@@ -289,7 +289,7 @@ FAULTS: list[tuple[str, Fault]] = [
 @pytest.mark.parametrize(
     "family,fault", FAULTS, ids=[f"{family}-{i}" for i, (family, _) in enumerate(FAULTS)]
 )
-@pytest.mark.ci
+@pytest.mark.slow
 def test_a_rule_left_out_is_noticed(tmp_path: Path, family: str, fault: Fault) -> None:
     theirs = make_experts(tmp_path, family)
     ids = random_ids(40)
@@ -308,13 +308,13 @@ def test_a_rule_left_out_is_noticed(tmp_path: Path, family: str, fault: Fault) -
 @pytest.mark.parametrize("quantization", ["none", "wint8"])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize("family", ["ernie4_5", "deepseek_v3", "gpt_oss", "qwen3_next"])
-@pytest.mark.corners(
+@pytest.mark.fast(
     "*-ernie4_5-*",
     "*-deepseek_v3-bfloat16-none",
     "*-gpt_oss-bfloat16-none",
     "*-qwen3_next-bfloat16-none",
 )
-@pytest.mark.pairs
+@pytest.mark.pairwise
 def test_a_row_has_the_same_bits_however_it_is_computed(
     tmp_path: Path, isa: str, family: str, dtype: str, quantization: str
 ) -> None:
@@ -523,7 +523,7 @@ def completions(directory: str, method: str, **options: Any) -> list[Completion]
 @pytest.mark.parametrize(
     "family", ["qwen3", "gpt_oss", "Glm4Moe", "DeepseekV3", "Ernie4_5_Moe", "Qwen3Next"]
 )
-@pytest.mark.corners("*-bfloat16-options0", "Ernie4_5_Moe-*-options1", "Glm4Moe-*-options1")
+@pytest.mark.fast("*-bfloat16-options0", "Ernie4_5_Moe-*-options1", "Glm4Moe-*-options1")
 def test_speculation_changes_no_bit(family: str, dtype: str, options: dict[str, Any]) -> None:
     if family == "DeepseekV3":
         options = {name: one for name, one in options.items() if name != "kv_cache_dtype"}

@@ -179,7 +179,7 @@ def test_the_whole_run(
     assert "| first | ok |" in (tmp_path / "out" / "gpu.md").read_text()
 
 
-@pytest.mark.prove
+@pytest.mark.slow
 def test_a_rehearsal_of_everything(tmp_path: Path) -> None:
     """`make gpu-check` on the CPU: every step ends well, but for what needs a GPU's own tools."""
     command = [sys.executable, "-m", "tools.gpu_check", "--rehearsal", "--out", str(tmp_path)]
@@ -291,7 +291,7 @@ def test_smoke_takes_two_cases_of_a_test() -> None:
         )
 
     cases = [case("many", i, device) for i in range(4) for device in ("cpu", "simt", "cuda")]
-    cases += [case("one", 0, "cpu"), case("one", 1, "cpu", "prove"), case("other", 0, "simt")]
+    cases += [case("one", 0, "cpu"), case("one", 1, "cpu", "slow"), case("other", 0, "simt")]
     cases.append(
         SimpleNamespace(nodeid="tests/test_x.py::plain", get_closest_marker=lambda _: None)
     )

@@ -22,7 +22,7 @@ def right(method: str) -> Kept:
     return kept(method, GOLDEN / method, "completions", 12)
 
 
-@pytest.mark.corners("eagle3-*", "dflash-anchor", "dflash-rope", "dspark-no_markov")
+@pytest.mark.fast("eagle3-layers", "eagle3-rope", "dflash-anchor")
 @pytest.mark.parametrize("mistake", MISTAKES, ids=lambda one: f"{one.method}-{one.name}")
 def test_a_mistake_costs_acceptance(mistake: Mistake) -> None:
     """So a head that an engine reads rightly is told from one that it reads wrongly."""

@@ -42,7 +42,7 @@ RANDOM: dict[str, tuple[str, Callable[[Path], None]]] = {
 }
 
 
-@pytest.mark.corners("eagle*", "dflash", "hydra", "medusa", "draft_model", "dflash2")
+@pytest.mark.fast("eagle*", "dflash", "hydra", "medusa", "draft_model", "dflash2")
 @pytest.mark.parametrize("name", [*HEADS, *RANDOM])
 def test_every_bit_is_plain_decoding_s_in_the_interpreter(
     target: tuple[Path, Model],

@@ -61,7 +61,7 @@ def expected(model_dir: Path) -> dict[str, list[Any]]:
 @pytest.mark.parametrize("limits", LIMITS.values(), ids=LIMITS)
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.corners("int8-*-at once", "fp8_e4m3-*-preempted", "fp8_e4m3-* tree-chunks")
+@pytest.mark.fast("int8-*-at once", "fp8_e4m3-*-preempted", "fp8_e4m3-* tree-chunks")
 def test_speculation_changes_no_bit(
     model_dir: Path,
     expected: dict[str, list[Any]],
@@ -116,6 +116,7 @@ def test_captured_steps(
 
 
 @pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.fast("fp8_e4m3", ci=("int8",))
 def test_in_the_interpreter(
     tmp_path: Path,
     twin: Callable[..., TwinDevice],

@@ -583,12 +583,13 @@ BUGS = [
 
 
 @pytest.mark.parametrize("bug", BUGS, ids=lambda bug: bug.name)
+@pytest.mark.slow
 def test_bugs_are_noticed(bug: Bug) -> None:
     with pytest.raises(AssertionError):
         CHECKS[bug.checks[0]](ReferenceOps((bug.old, bug.new)))
 
 
-@pytest.mark.prove
+@pytest.mark.slow
 @pytest.mark.parametrize("bug", BUGS, ids=lambda bug: bug.name)
 def test_bugs_are_noticed_more_than_once(bug: Bug) -> None:
     for name in bug.checks[1:]:
@@ -630,7 +631,7 @@ def cases() -> list[Any]:
     left = {"reference": set(CHECKS) - TOLD, "_scripted": set(), "_scripted_simt": later}
     return [
         pytest.param(
-            ops, name, id=f"{ops}-{name}", marks=[pytest.mark.prove] if name in names else []
+            ops, name, id=f"{ops}-{name}", marks=[pytest.mark.slow] if name in names else []
         )
         for ops, names in left.items()
         for name in CHECKS
@@ -638,17 +639,18 @@ def cases() -> list[Any]:
 
 
 @pytest.mark.parametrize(("ops", "name"), cases())
-@pytest.mark.corners("reference-*", "_scripted-*", ci=("_scripted_simt-*",))
+@pytest.mark.fast("_scripted-*", ci=("reference-*", "_scripted_simt-*"))
 def test_checks(ops: str, name: str) -> None:
     CHECKS[name](ops_named(ops))
 
 
 @pytest.mark.parametrize("name", OF_THREE)
+@pytest.mark.ci
 def test_checks_of_three_tokens(name: str) -> None:
     OF_THREE[name](ProductionOps("_scripted_simt"))
 
 
-@pytest.mark.prove
+@pytest.mark.slow
 @pytest.mark.parametrize("name", LARGER)
 def test_larger_laws(name: str) -> None:
     LARGER[name](ProductionOps("_scripted"))
@@ -782,19 +784,20 @@ def check_trials(device: str, trials: Trials, count: int) -> None:
 
 @pytest.mark.parametrize("form", ["dense", "rows"])
 @pytest.mark.parametrize("strategy", [REJECTION, BLOCK])
-@pytest.mark.corners("cpu-*", "simt-2-rows")
+@pytest.mark.fast("cpu-*", ci=("simt-2-rows",))
 def test_a_few_trials(device: str, on_cuda: bool, strategy: VerifyStrategy, form: str) -> None:
     trials = Trials(1, 0.6, strategy, {"top_p": 0.95}, form=form)
     check_trials(device, trials, 512 if on_cuda and device == "cpu" else 20 * 1024)
 
 
 @pytest.mark.parametrize("strategy", [REJECTION, BLOCK])
+@pytest.mark.slow
 def test_trials_notice_a_wrong_distribution(strategy: VerifyStrategy) -> None:
     with pytest.raises(AssertionError, match="chi-square"):
         check_trials("cpu", Trials(1, 1.0, strategy, {}, lie=True), 10 * VOCAB)
 
 
-@pytest.mark.prove
+@pytest.mark.slow
 @pytest.mark.parametrize("k", [1, 3])
 @pytest.mark.parametrize("temperature", [0.6, 1.0])
 @pytest.mark.parametrize("form", ["dense", "one_hot", "rows"])
@@ -814,7 +817,7 @@ def test_trials(
     check_trials(device, Trials(k, temperature, strategy, filters, form=form), 10 * VOCAB)
 
 
-@pytest.mark.prove
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", [TARGET_MATCH, REJECTION, BLOCK])
 def test_trials_with_penalties(device: str, on_cuda: bool, strategy: VerifyStrategy) -> None:
     if on_cuda and device == "cpu":

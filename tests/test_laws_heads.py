@@ -132,7 +132,7 @@ def p_values_of(heads: Heads, trial: Trial, count: int, k: int) -> dict[str, flo
 
 
 @pytest.mark.parametrize("trial", TRIALS, ids=str)
-@pytest.mark.corners(
+@pytest.mark.fast(
     *("*'draft_model', *tree=False, filters={}*", "*'draft_model+suffix', *"),
     *("*'eagle3', *tree=True*", "*'eagle', *filters={}*", "*'block', *logit_bias*"),
 )
@@ -143,7 +143,7 @@ def test_texts_follow_the_target(heads: Heads, trial: Trial, drafts: Drafts) -> 
     assert min(found.values()) > NOTICED, found
 
 
-@pytest.mark.prove
+@pytest.mark.slow
 @pytest.mark.parametrize("k", [1, 2, 5])
 @pytest.mark.parametrize("trial", TRIALS, ids=str)
 def test_more_texts_follow_the_target(heads: Heads, trial: Trial, k: int, drafts: Drafts) -> None:

@@ -295,12 +295,14 @@ TRIALS = [
 
 
 @pytest.mark.parametrize("trial", TRIALS, ids=str)
-@pytest.mark.corners(
-    "*modules=1, k=1, *'rejection'*",
-    "*modules=1, k=3, *'rejection'*",
+@pytest.mark.fast(
     "*modules=2, k=3, *'rejection'*",
     "*modules=1, k=1, *'block'*",
-    "*modules=2, k=2, *'block'*",
+    ci=(
+        "*modules=1, k=1, *'rejection'*",
+        "*modules=1, k=3, *'rejection'*",
+        "*modules=2, k=2, *'block'*",
+    ),
 )
 def test_texts_follow_the_target(tinies: dict[int, Tiny], trial: Trial, drafts: Drafts) -> None:
     found = p_values_of(tinies[trial.modules], trial, 1200)
@@ -308,7 +310,7 @@ def test_texts_follow_the_target(tinies: dict[int, Tiny], trial: Trial, drafts: 
     assert min(found.values()) > NOTICED, found
 
 
-@pytest.mark.prove
+@pytest.mark.slow
 @pytest.mark.parametrize("filters", [{}, WARM, COOL, {"min_p": 0.1}], ids=str)
 @pytest.mark.parametrize("strategy", ["rejection", "block"])
 @pytest.mark.parametrize("k", [1, 2, 3, 4])
@@ -426,7 +428,7 @@ def cases(faults: Sequence[Fault]) -> list[Any]:
         pytest.param(
             *(fault, trial),
             id=f"{fault.name}-{trial.strategy}",
-            marks=[] if place == number % len(fault.trials) else [pytest.mark.prove],
+            marks=[] if place == number % len(fault.trials) else [pytest.mark.slow],
         )
         for number, fault in enumerate(faults)
         for place, trial in enumerate(fault.trials)
@@ -434,6 +436,7 @@ def cases(faults: Sequence[Fault]) -> list[Any]:
 
 
 @pytest.mark.parametrize(("fault", "trial"), cases(FAULTS))
+@pytest.mark.slow
 def test_faults_are_noticed(
     tinies: dict[int, Tiny], fault: Fault, trial: Trial, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -441,7 +444,7 @@ def test_faults_are_noticed(
     assert min(found.values()) < NOTICED, found
 
 
-@pytest.mark.prove
+@pytest.mark.slow
 @pytest.mark.parametrize(("fault", "trial"), cases(NO_FAULTS))
 def test_what_costs_drafts_at_most(
     tinies: dict[int, Tiny], fault: Fault, trial: Trial, monkeypatch: pytest.MonkeyPatch
@@ -531,6 +534,7 @@ MIXED: list[tuple[str, dict[str, Any]]] = [
 @pytest.mark.parametrize(
     ("modules", "limits"), [(1, FEW_PAGES), (2, {"max_num_seqs": 64})], ids=str
 )
+@pytest.mark.fast("1-*", ci=("2-*",))
 def test_each_keeps_its_promise_among_others(
     tinies: dict[int, Tiny], modules: int, limits: dict[str, Any]
 ) -> None:

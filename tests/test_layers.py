@@ -370,6 +370,7 @@ def test_the_engine_imports_in_no_circle() -> None:
     assert len(modules) > 40 and circles(modules) == []
 
 
+@pytest.mark.ci
 def test_the_drafters_for_vllm_import_without_it() -> None:
     code = """
 import sys

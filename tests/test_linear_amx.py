@@ -189,7 +189,7 @@ def test_bits_are_those_of_the_description(
 
 @pytest.mark.parametrize("outputs,inputs", [(1024, 256), (100, 77), (40, 1030), (2500, 64)])
 @pytest.mark.parametrize("activation", ACTIVATIONS)
-@pytest.mark.corners("*-None-*", "*-swiglu_oai-[14]0*", "*-gelu_tanh-*-77", "*-silu-2500-*")
+@pytest.mark.fast("*-None-*", "*-swiglu_oai-[14]0*", "*-gelu_tanh-*-77", "*-silu-2500-*")
 def test_rows_keep_their_bits(
     linear: Linear, outputs: int, inputs: int, activation: str | None
 ) -> None:

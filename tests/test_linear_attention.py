@@ -88,7 +88,7 @@ def check_states(got: Tensor, want: Tensor, before: Tensor) -> None:
 @pytest.mark.no_bf16
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("taps,channels", [(TAPS, CHANNELS), (1, 16), (8, 130)])
-@pytest.mark.pairs
+@pytest.mark.pairwise
 def test_causal_conv1d(device: str, isa: str, dtype: torch.dtype, taps: int, channels: int) -> None:
     rows = sum(one.count for one in STEP) + SPARE
     wide = torch.full((rows, channels + 6), torch.nan, dtype=dtype)
@@ -114,7 +114,7 @@ def test_causal_conv1d(device: str, isa: str, dtype: torch.dtype, taps: int, cha
 @pytest.mark.no_bf16
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("heads", HEADS)
-@pytest.mark.pairs
+@pytest.mark.pairwise
 def test_gated_delta_rule(device: str, isa: str, dtype: torch.dtype, heads: Heads) -> None:
     rows = sum(one.count for one in STEP) + SPARE
     inputs = delta_inputs(heads, rows, dtype, "cpu")
@@ -217,7 +217,7 @@ def test_convolved_rows_keep_their_bits(
 @pytest.mark.no_bf16
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("heads", HEADS[:2])
-@pytest.mark.pairs
+@pytest.mark.pairwise
 def test_rows_of_states_keep_their_bits(
     device: str, isa: str, on_cuda: bool, dtype: torch.dtype, heads: Heads
 ) -> None:

@@ -73,8 +73,8 @@ def check_as_if_edited(
 @pytest.mark.parametrize(
     "rows,vocab", [(0, 9), (2, 151_936), (300, 60), (12, 1000), (5, 1), (7, 31), (7, 33)]
 )
-@pytest.mark.corners("cpu-*", "simt-*-dtype0", "simt-7-*")
-@pytest.mark.pairs
+@pytest.mark.fast("cpu-*", "simt-*-dtype0", "simt-7-*")
+@pytest.mark.pairwise
 def test_processors_are_edits_in_place(
     device: str, isa: str, dtype: torch.dtype, rows: int, vocab: int
 ) -> None:
@@ -164,7 +164,7 @@ def test_processed_strided_rows_with_poisoned_slack(
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("vocab", [511, 513, 8201, 1023, 3072, 1025])
-@pytest.mark.pairs
+@pytest.mark.pairwise
 def test_named_tokens_at_the_ends_of_words_and_leaves(
     device: str, isa: str, dtype: torch.dtype, vocab: int
 ) -> None:
@@ -242,7 +242,7 @@ def test_typical_p_keeps_the_smallest_typical_set(device: str, isa: str) -> None
 
 
 @pytest.mark.parametrize("vocab", [7_003, 151_936, 40_003])
-@pytest.mark.corners("cpu-*", "simt-7003", "simt-40003")
+@pytest.mark.fast("cpu-*", "simt-7003", "simt-40003")
 def test_typical_p_of_large_rows(device: str, isa: str, on_cuda: bool, vocab: int) -> None:
     """More kept tokens than a list holds, ties among them, and whatever else narrows the row."""
     cases: list[dict[str, Any]] = [
@@ -289,8 +289,8 @@ def typical_row(kind: str, vocab: int) -> Tensor:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("kind", ["flat", "spread", "peaked", "tied", "rounded", "tail"])
-@pytest.mark.corners("cpu-*", "simt-*-dtype1", "simt-tied-dtype0")
-@pytest.mark.pairs
+@pytest.mark.fast("cpu-*", "simt-*-dtype1", "simt-tied-dtype0")
+@pytest.mark.pairwise
 def test_typical_p_cuts_by_distance(device: str, isa: str, kind: str, dtype: torch.dtype) -> None:
     """What is kept are the nearest tokens to the mean surprise, as many as typical_p asks for."""
     vocab, shares = 20_011, [0.02, 0.3, 0.8, 0.995]
@@ -347,7 +347,7 @@ def chains_of(batch: int, k: int, vocab: int) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("tree", [False, True])
 @pytest.mark.parametrize("batch,k,vocab,n", [(9, 3, 90, 7), (4, 2, 5000, 30), (3, 0, 40, 40)])
-@pytest.mark.pairs
+@pytest.mark.pairwise
 def test_processed_top_logprobs(
     device: str, isa: str, tree: bool, batch: int, k: int, vocab: int, n: int
 ) -> None:
@@ -573,7 +573,7 @@ def overlay_in_workspace(device: str, logits: Tensor, kib: int, batch: int = 0) 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("rows,vocab,kib", [(13, 9001, 42), (2, 9001, 42), (1, 151_936, 44)])
-@pytest.mark.corners("cpu-*", "simt-*-9001-*", "simt-1-*-dtype1")
+@pytest.mark.fast("cpu-*", "simt-*-9001-*", "simt-1-*-dtype1")
 def test_sample_with_the_overlay_in_the_workspace(
     request: pytest.FixtureRequest,
     device: str,
@@ -627,6 +627,7 @@ def test_top_logprobs_with_the_overlay_in_the_workspace(
     assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
 
 
+@pytest.mark.fast("cpu*", ci=("simt",))
 def test_no_row_is_too_wide_for_processors(device: str, isa: str) -> None:
     """Wider than any block's memory could say what becomes of each token."""
     vocab = 448 * 1024 + 1

@@ -137,8 +137,10 @@ CONFIGS: list[dict[str, Any]] = [
 )
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 @pytest.mark.parametrize("method", ["ngram", "suffix"])
-@pytest.mark.corners(
-    "ngram-0.0-chunks of 16", "ngram-0.8-preempted", "suffix-0.0-preempted", "suffix-0.8-32 at once"
+@pytest.mark.fast(
+    "ngram-0.8-preempted",
+    "suffix-0.0-preempted",
+    ci=("ngram-0.0-chunks of 16", "suffix-0.8-32 at once"),
 )
 def test_drafting_gives_what_naive_gives(
     method: str, temperature: float, config: dict[str, Any]
@@ -167,7 +169,7 @@ def test_drafting_gives_what_naive_gives(
     ],
     ids=["leftmost, preempted", "seven drafts a step", "none"],
 )
-@pytest.mark.corners("leftmost, preempted", "none")
+@pytest.mark.fast("leftmost, preempted", "none")
 def test_choices_of_drafts_change_nothing(own: dict[str, Any], config: dict[str, Any]) -> None:
     """Rows are indexed from their first token on here, and again after a preemption."""
     order = shuffled(5)[:24]
@@ -211,7 +213,7 @@ def test_rejecting_everything_changes_nothing() -> None:
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
-@pytest.mark.corners("0.8")
+@pytest.mark.fast("0.8")
 def test_what_others_said_changes_nothing(temperature: float, tmp_path: Path) -> None:
     """A cold cache, a warm one, one read from a file, and a corpus with the very answers in it."""
     order = list(range(0, NUM_PROMPTS, 5))
@@ -295,7 +297,7 @@ def test_a_request_may_choose_its_own_method_and_greedy_strategy(method: str) ->
     assert engine.stats.speculative.num_accepted_tokens > 0
 
 
-@pytest.mark.prove
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 def test_every_instruction_set_and_thread_count(isa: str, temperature: float, dtype: str) -> None:
@@ -449,6 +451,7 @@ def agree(got: list[Completion], expected: list[Completion]) -> None:
         assert ends[0] == ends[1], index
 
 
+@pytest.mark.ci
 def test_the_mixture_has_everything_in_it() -> None:
     """Nothing below proves anything about a parameter that no request has, or that does nothing."""
     each = [mixed(i) for i in range(NUM_MIXED)]
@@ -468,7 +471,7 @@ def test_the_mixture_has_everything_in_it() -> None:
 
 @pytest.mark.parametrize("k", [1, 3, 7])
 @pytest.mark.parametrize("drafter", ["ngram", "suffix", "scripted"])
-@pytest.mark.corners("ngram-3", "suffix-7", "scripted-1")
+@pytest.mark.fast("suffix-7", ci=("ngram-3", "scripted-1"))
 def test_all_parameters_mixed_change_nothing(
     drafter: str, k: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -497,6 +500,7 @@ def test_all_parameters_mixed_change_nothing(
 
 
 @pytest.mark.parametrize("drafter", ["ngram", "scripted"])
+@pytest.mark.fast("ngram", ci=("scripted",))
 def test_lengths_at_random_change_nothing(drafter: str, monkeypatch: pytest.MonkeyPatch) -> None:
     expected = mixed_plain()
     if drafter == "scripted":
@@ -515,7 +519,7 @@ def test_lengths_at_random_change_nothing(drafter: str, monkeypatch: pytest.Monk
     assert engine.stats.num_preemptions > 0
 
 
-@pytest.mark.prove
+@pytest.mark.slow
 def test_all_parameters_on_every_instruction_set(isa: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def engine(speculative: SpeculativeConfig, **config: Any) -> Engine:
         return Engine(EngineConfig(device="cpu", speculative_config=speculative, **config))

@@ -34,7 +34,7 @@ from test_lossless import (
 )
 
 VOCAB = 160
-proved = partial(pytest.param, marks=pytest.mark.prove)
+proved = partial(pytest.param, marks=pytest.mark.slow)
 STRATEGIES = ("default", "with_ngram", "with_suffix")
 
 
@@ -237,7 +237,7 @@ LIMITS: list[dict[str, Any]] = [
 @pytest.mark.parametrize("k", [1, proved(2), 3, proved(4), 5])
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("modules", [1, 2, 3])
-@pytest.mark.corners("1-*-5", "2-*-3", "3-*-1")
+@pytest.mark.fast("1-*-5", "2-*-3", "3-*-1")
 def test_modules_change_nothing(
     tinies: dict[int, Tiny], modules: int, strategy: str, k: int
 ) -> None:
@@ -264,7 +264,7 @@ def test_modules_change_nothing(
 
 @pytest.mark.parametrize("k", [1, 3, 5])
 @pytest.mark.parametrize("modules", [1, 2, 3])
-@pytest.mark.corners("1-5", "2-3", "3-5")
+@pytest.mark.fast("2-3", ci=("1-5", "3-5"))
 def test_drafts_depend_on_the_text_alone(tinies: dict[int, Tiny], modules: int, k: int) -> None:
     """Not on chunks, pages, prefixes found, preemptions, rests, or who else is there.
 
@@ -274,7 +274,7 @@ def test_drafts_depend_on_the_text_alone(tinies: dict[int, Tiny], modules: int, 
     drafts_stay(tinies[modules], k, LIMITS[case : case + 1])
 
 
-@pytest.mark.prove
+@pytest.mark.slow
 @pytest.mark.parametrize("k", [1, 2, 3, 4, 5])
 @pytest.mark.parametrize("modules", [1, 2, 3])
 def test_drafts_depend_on_the_text_alone_under_all_limits(
@@ -339,7 +339,7 @@ def drafts_stay(tiny: Tiny, k: int, each: list[dict[str, Any]]) -> None:
 
 @pytest.mark.parametrize("verify", ["rejection", "block"])
 @pytest.mark.parametrize("modules", [1, 2, 3])
-@pytest.mark.corners("2-block", "1-rejection", ci=("*",))
+@pytest.mark.fast("2-block", "1-rejection", ci=("*",))
 def test_drawn_drafts_depend_on_the_text_and_the_seed_alone(
     tinies: dict[int, Tiny], modules: int, verify: str
 ) -> None:
@@ -403,7 +403,7 @@ def test_rows_that_several_modules_always_run_again_keep_no_request_from_draftin
 
 @pytest.mark.parametrize("max_model_len", [9, 50])
 @pytest.mark.parametrize("modules", [1, 2, 3])
-@pytest.mark.corners("1-9", "2-50", "3-9")
+@pytest.mark.fast("1-9", "2-50", "3-9")
 def test_drafts_behind_the_end_of_the_context_change_nothing(
     tinies: dict[int, Tiny], modules: int, max_model_len: int
 ) -> None:
@@ -423,7 +423,7 @@ def test_drafts_behind_the_end_of_the_context_change_nothing(
 
 @pytest.mark.parametrize("limits", LIMITS, ids=str)
 @pytest.mark.parametrize("modules", [1, 2, 3])
-@pytest.mark.corners("[13]-{'max_num_seqs': 1}", "2-*")
+@pytest.mark.fast("2-*", ci=("[13]-{'max_num_seqs': 1}",))
 def test_all_methods_together_change_nothing(
     tinies: dict[int, Tiny],
     modules: int,
@@ -477,7 +477,7 @@ WITH_MODULES: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("strategy,k", [("default", 7), ("with_ngram", 3), ("with_suffix", 7)])
-@pytest.mark.corners("with_ngram-3")
+@pytest.mark.fast("with_ngram-3")
 def test_all_parameters_mixed_change_nothing(strategy: str, k: int) -> None:
     """A hundred requests with every sampling parameter, as test_lossless has them."""
     mode = "processed_logprobs" if k == 3 else "raw_logprobs"
@@ -522,7 +522,7 @@ def decode_hundred(temperature: float, **config: Any) -> tuple[list[Any], Engine
     return [bits(done) for done in engine.generate(hundred(), each)], engine
 
 
-@pytest.mark.prove
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 def test_a_hundred_prompts(temperature: float, dtype: str) -> None:

@@ -43,7 +43,7 @@ def expected(made: list[Request]) -> list[tuple[list[int], list[float]]]:
     return [(one.token_ids, [each.logprob for each in one.logprobs]) for one in completions]
 
 
-@pytest.mark.corners("24-*")
+@pytest.mark.fast("24-*")
 @pytest.mark.parametrize("method,drafts", [("naive", 0), ("ngram", 4), ("mtp", 1), ("mtp", 3)])
 @pytest.mark.parametrize("count", [24, 250])
 def test_tokens_and_logprob_bits_are_those_of_the_serving_engine(

@@ -175,7 +175,7 @@ def test_logits_equal_transformers(tmp_path: Path, family: str, changes: dict[st
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize("family", ["Mistral", "Qwen3", "Gemma3"])
-@pytest.mark.pairs
+@pytest.mark.pairwise
 def test_a_row_has_the_same_bits_however_it_is_computed(
     tmp_path: Path, isa: str, family: str, dtype: str
 ) -> None:
@@ -482,6 +482,7 @@ def test_every_architecture_is_compared() -> None:
 
 @pytest.mark.parametrize("architecture", CONFIGS)
 @pytest.mark.parametrize("as_null", [False, True])
+@pytest.mark.fast("False-*", ci=("True-*",))
 def test_fields_that_are_left_out_are_as_transformers_has_them(
     tmp_path: Path, architecture: str, as_null: bool
 ) -> None:

@@ -45,7 +45,7 @@ def route_options(family: str, experts: int, device: str) -> dict[str, Any]:
 @pytest.mark.no_bf16
 @pytest.mark.parametrize("family", ROUTES)
 @pytest.mark.parametrize("rows,experts,top_k", [(0, 16, 2), (3, 16, 6), (70, 128, 8), (9, 1000, 3)])
-@pytest.mark.pairs
+@pytest.mark.pairwise
 def test_moe_route(device: str, isa: str, family: str, rows: int, experts: int, top_k: int) -> None:
     logits = (2 * torch.randn(rows, experts)).to(device)
     options = route_options(family, experts, device)
@@ -150,7 +150,7 @@ def test_experts_that_are_none(device: str, on_cuda: bool) -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("has_shared", [False, True])
 @pytest.mark.parametrize("rows,top_k,width", [(0, 2, 8), (3, 0, 5), (5, 3, 77), (20, 8, 300)])
-@pytest.mark.pairs
+@pytest.mark.pairwise
 def test_moe_combine(
     device: str,
     isa: str,
@@ -219,7 +219,7 @@ def own_kernels(isa: str, dtype: torch.dtype) -> bool:
         (36, 129, "swiglu_oai", True),
     ],
 )
-@pytest.mark.pairs("cpu-*-dtype2-*")
+@pytest.mark.pairwise("cpu-*-dtype2-*")
 def test_rows_have_the_bits_of_their_expert_alone(
     device: str,
     isa: str,

@@ -203,7 +203,7 @@ def assert_is_about_something(
 
 @pytest.mark.parametrize("rows", [6, 13, 512])
 @pytest.mark.parametrize("k", [1, 2, 5])
-@pytest.mark.pairs
+@pytest.mark.pairwise
 def test_chunks_and_batches(served: Path, made: list[Made], rows: int, k: int) -> None:
     prompts = [random_ids(length) for length in (1, 17, 50, 33, 2)]
     engine = engine_of(served, k=k, max_num_batched_tokens=rows, **SOME)
@@ -319,6 +319,7 @@ def test_preemption(served: Path, made: list[Made]) -> None:
 
 
 @pytest.mark.parametrize("span", [3, 40, 70])
+@pytest.mark.fast("*40*", ci=("*",))
 def test_drafters_that_rest(served: Path, made: list[Made], span: int) -> None:
     """Requests that for so many tokens want no drafts, for as many do, and so on."""
 

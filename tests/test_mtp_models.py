@@ -177,7 +177,7 @@ def test_states_equal_the_slow_reference(
 
 @pytest.mark.parametrize("naming,base,bias", CASES)
 @pytest.mark.parametrize("normed", [True, False])
-@pytest.mark.corners("True-*", "False-mimo-*", "False-qwen3_next-*")
+@pytest.mark.fast("True-[dm]*", "False-qwen3_next-*", ci=("True-*", "False-mimo-*"))
 def test_recycled_drafts_equal_the_slow_reference(
     tmp_path: Path, naming: str, base: tuple[str, dict[str, Any]], bias: bool, normed: bool
 ) -> None:
@@ -268,6 +268,7 @@ FAULTS = (
 
 
 @pytest.mark.parametrize("naming,base,bias", CASES)
+@pytest.mark.slow
 def test_the_comparison_catches_faults(
     tmp_path: Path, naming: str, base: tuple[str, dict[str, Any]], bias: bool
 ) -> None:

@@ -1475,7 +1475,7 @@ def build_and_test(root: Path, tests: str, build: str) -> subprocess.CompletedPr
 
 def run_tests(root: Path, file: str, select: str, build: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "pytest", "-x", "-q", "-rf", "--tb=short"]
-    command += ["-p", "no:cacheprovider", "-m", "not prove", "-k", select, f"tests/{file}"]
+    command += ["-p", "no:cacheprovider", "-m", "not slow", "-k", select, f"tests/{file}"]
     env = simt.asan_environment() if build == "asan" else {}
     return run(command, root, SPECOPS_SIMT_BUILD=build, COLUMNS="400", **env)
 
@@ -1487,14 +1487,14 @@ def test_every_mutation_applies() -> None:
         assert text.count(mutation.old) == 1, f"{mutation.file}: {mutation.name}"
 
 
-@pytest.mark.prove
+@pytest.mark.slow
 @pytest.mark.parametrize("tests", SELECTIONS, ids=lambda pair: "-".join(pair))
 def test_the_kernels_as_they_are_pass(scratch: Path, tests: tuple[str, str]) -> None:
     done = build_and_test(scratch, *tests)
     assert done.returncode == 0, done.stdout[-3000:]
 
 
-@pytest.mark.prove
+@pytest.mark.slow
 @pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda mutation: mutation.name)
 def test_mutations_are_noticed(scratch: Path, table: list[str], mutation: Mutation) -> None:
     file = scratch / "csrc" / mutation.file

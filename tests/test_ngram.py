@@ -245,7 +245,7 @@ def test_shares_never_cut_given_drafts(device: str, isa: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "batch", [40, pytest.param(1500, marks=pytest.mark.prove, id="more than threads")]
+    "batch", [40, pytest.param(1500, marks=pytest.mark.slow, id="more than threads")]
 )
 def test_shares_among_many(device: str, batch: int) -> None:
     """What is left over goes one each to the first that were cut."""

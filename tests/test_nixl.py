@@ -60,7 +60,7 @@ def test_a_pair_answers_as_one_server(mtp_model: Path, together: Served) -> None
         wait_until_idle(decode)
 
 
-@pytest.mark.prove
+@pytest.mark.slow
 @pytest.mark.parametrize("sizes", [(2, 2), (2, 1), (1, 2)], ids=str)
 def test_ranks_hand_over_their_shares(mtp_model: Path, sizes: tuple[int, int]) -> None:
     roles = [(*one, "--kv-transport", "nixl") for one in of_ranks(mtp_model, sizes)]

@@ -48,6 +48,7 @@ def rehearse(path: Path, *more: str) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.slow
 def test_a_rehearsal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Two schedules of the interpreter give the same bits in every check of every op."""
     found = rehearse(tmp_path / "results.json")
@@ -60,7 +61,7 @@ def test_a_rehearsal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert "0 not as they should be" in capsys.readouterr().out.splitlines()[-1]
 
 
-@pytest.mark.prove
+@pytest.mark.slow
 def test_a_rehearsal_of_forty_seeds(tmp_path: Path) -> None:
     found = rehearse(tmp_path / "results.json", "--cases", "40", "--seconds", "3600")
     assert all(row["passed"] for row in found.values())
@@ -193,6 +194,7 @@ def test_approximate_functions_may_differ_and_nothing_else(monkeypatch: pytest.M
 # Faults of kernels
 
 
+@pytest.mark.slow
 def test_rows_that_depend_on_their_place_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     linear, append, sample = dense.linear, attention.append_attention, sampling.sample
 
@@ -216,6 +218,7 @@ def test_rows_that_depend_on_their_place_are_noticed(monkeypatch: pytest.MonkeyP
     assert not any(one.passed for one in found.values())
 
 
+@pytest.mark.slow
 def test_a_kernel_with_other_sums_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     """As one that cuts leaves elsewhere: only that kernel's rows differ."""
     force, linear, forced = dense.set_linear_kernel, dense.linear, [""]
@@ -299,6 +302,7 @@ def test_a_lost_arrival_is_noticed(monkeypatch: pytest.MonkeyPatch, op: str) -> 
 COUNTER_BYTES = {"append_attention": 512, "linear": 512, "sample": 4}
 
 
+@pytest.mark.slow
 def test_a_form_that_cannot_be_launched_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     append = attention.append_attention
 

@@ -54,7 +54,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     [("examples,fuzzing,stateful", 12, 40), ("examples,coverage,fuzzing,stateful", 40, 400)],
     ids=["some", "all"],
 )
-@pytest.mark.corners("some")
+@pytest.mark.fast("some")
 def test_the_server_does_what_it_says(
     tiny: Served, tmp_path: Path, phases: str, examples: int, least: int
 ) -> None:

@@ -136,11 +136,13 @@ def check(model: Path, count: int, size: int = 2, **changes: Any) -> None:
 
 
 @pytest.mark.parametrize("name", MODELS)
+@pytest.mark.fast("one_kv_head", "deepseek_v3", "qwen3_5", ci=("*",))
 def test_ranks_speak_as_one_does(name: str, directory_of: Any) -> None:
     check(directory_of(name), 7)
 
 
 @pytest.mark.parametrize("name", WITH_EXPERTS)
+@pytest.mark.fast("qwen3", ci=("*",))
 def test_whole_experts_on_ranks(name: str, directory_of: Any) -> None:
     """Other sums than those of parts of each expert, of the same bits on any number of ranks."""
     model, apart = directory_of(name), {"enable_expert_parallel": True}
@@ -163,13 +165,13 @@ def test_quantized_experts_that_cannot_be_cut(directory_of: Any) -> None:
     assert one == shared_out(2, 3, model, "ngram", **kinds)
 
 
-@pytest.mark.prove
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MODELS)
 def test_five_hundred_requests(name: str, directory_of: Any) -> None:
     check(directory_of(name), 500, max_waiting=500)
 
 
-@pytest.mark.prove
+@pytest.mark.slow
 @pytest.mark.parametrize("name", WITH_EXPERTS)
 def test_five_hundred_requests_of_whole_experts(name: str, directory_of: Any) -> None:
     check(directory_of(name), 500, max_waiting=500, enable_expert_parallel=True)

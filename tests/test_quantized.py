@@ -187,7 +187,7 @@ def test_what_codes_stand_for(case: Case) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("case", INTEGERS, ids=str)
-@pytest.mark.pairs("cpu-*-dtype2")
+@pytest.mark.pairwise("cpu-*-dtype2")
 def test_bits_are_the_references(
     device: str, isa: str, row_dtype: torch.dtype, dtype: torch.dtype, case: Case
 ) -> None:
@@ -282,7 +282,7 @@ def test_large_layers_have_the_same_bits_on_every_instruction_set(case: Case) ->
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("activation", GATED)
 @pytest.mark.parametrize("case", [*INTEGERS[::3], *FP8], ids=str)
-@pytest.mark.pairs
+@pytest.mark.pairwise
 def test_gates(device: str, isa: str, dtype: torch.dtype, activation: str, case: Case) -> None:
     """The bits of the activation's op after `linear`."""
     gated = GATED[activation]

@@ -160,7 +160,7 @@ def completions(
     return results
 
 
-@pytest.mark.corners(
+@pytest.mark.fast(
     *("wint8-wint8-auto-float32", "none-wint4-int8-bfloat16", "wint8-none-fp8_e4m3-bfloat16"),
     *("wint4-none-auto-bfloat16", "wint4-wint8-int8-float32"),
 )

@@ -178,12 +178,12 @@ def same_bits(method: str, limits: str, count: int, **options: Any) -> Steps:
 
 @pytest.mark.parametrize("limits", LIMITS)
 @pytest.mark.parametrize("method", ["ngram", "suffix", "mtp", "mtp+ngram"])
-@pytest.mark.corners("ngram-chunks", "suffix-together", "mtp-preempted")
+@pytest.mark.fast("ngram-chunks", "suffix-together", "mtp-preempted")
 def test_speculation_changes_no_bit(method: str, limits: str) -> None:
     same_bits(method, limits, 20)
 
 
-@pytest.mark.prove
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["ngram", "suffix", "mtp"])
 def test_speculation_changes_no_bit_of_300_requests(method: str) -> None:
     same_bits(method, "preempted", 300)
@@ -401,13 +401,13 @@ def check_conversations(method: str, cache: str, count: int) -> None:
 
 @pytest.mark.parametrize("cache", CACHES)
 @pytest.mark.parametrize("method", ["naive", "ngram", "suffix", "mtp"])
-@pytest.mark.corners("naive-few kept", "ngram-few pages", "mtp-all kept", "mtp-few kept")
+@pytest.mark.fast("naive-few kept", "ngram-few pages", "mtp-all kept", "mtp-few kept")
 def test_prefixes_change_no_bit(method: str, cache: str) -> None:
     """Beside drafts across borders, evictions, preemptions and aborts."""
     check_conversations(method, cache, 30)
 
 
-@pytest.mark.prove
+@pytest.mark.slow
 @pytest.mark.parametrize("cache", CACHES)
 @pytest.mark.parametrize("method", ["naive", "ngram", "suffix", "mtp"])
 def test_prefixes_change_no_bit_of_300_requests(method: str, cache: str) -> None:

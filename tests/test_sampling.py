@@ -54,7 +54,7 @@ def test_philox_known_answers(seed: int, counter: list[int], expected: list[int]
 @pytest.mark.parametrize(
     "rows,vocab", [(0, 32), (1, 1), (1, 4096), (60, 77), (1500, 40), (24, 5000)]
 )
-@pytest.mark.pairs
+@pytest.mark.pairwise
 def test_sample(device: str, isa: str, dtype: torch.dtype, rows: int, vocab: int) -> None:
     logits = (3 * torch.randn(rows, vocab)).to(dtype).to(device)
     positions = positions_from(5, rows)
@@ -144,12 +144,13 @@ def large_case(kind: str) -> tuple[Tensor, dict[str, Tensor], Tensor]:
 
 
 @pytest.mark.parametrize("kind", ["flat", "peaked", "tied", "tail", "wide"])
+@pytest.mark.fast("cpu-*", "simt-t*", ci=("simt-*",))
 def test_sample_large_vocabulary(device: str, isa: str, on_cuda: bool, kind: str) -> None:
     """At a huge temperature kept tokens weigh the same: one token more or less would show."""
     check_large_case(device, on_cuda, kind, slice(0, None, 3 if on_cuda else 1))
 
 
-@pytest.mark.prove
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["flat", "peaked", "tied", "tail", "huge"])
 def test_sample_every_large_vocabulary(device: str, isa: str, on_cuda: bool, kind: str) -> None:
     check_large_case(device, on_cuda, kind, slice(None))
@@ -311,6 +312,7 @@ def test_choices_and_positions_draw_apart(device: str) -> None:
 
 
 @pytest.mark.parametrize("filters", [{}, {"top_k": 9}, {"top_p": 0.8}, {"temperature": 0.5}])
+@pytest.mark.fast("cpu-*", "simt-filters2", ci=("simt-*",))
 def test_sampled_tokens_follow_the_distribution(
     device: str, isa: str, on_cuda: bool, filters: dict[str, Any]
 ) -> None:
@@ -370,7 +372,7 @@ def test_sample_strided_probs(device: str, isa: str, on_cuda: bool, rows: int, v
     "rows,vocab,n",
     [(0, 9, 2), (3, 9, 0), (3, 9, 9), (7, 5000, 20), (2, 50_000, 20_000), (1500, 70, 5)],
 )
-@pytest.mark.pairs
+@pytest.mark.pairwise
 def test_top_logprobs(
     device: str, isa: str, dtype: torch.dtype, rows: int, vocab: int, n: int
 ) -> None:

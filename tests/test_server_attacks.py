@@ -53,7 +53,7 @@ EXPECTED = {
     [list(ATTACKS), ["bad_words", "half_open", "huge_bodies", "leaving_streams"]],
     ids=["all", "some"],
 )
-@pytest.mark.corners("some")
+@pytest.mark.fast("some")
 @pytest.mark.skipif(
     not (BUNDLED_MODEL / "model.safetensors").is_file(), reason="the bundled model is not there"
 )

@@ -358,6 +358,7 @@ def test_an_engine_with_another_model_does_not_take_over(apart: Apart) -> None:
     asyncio.run(run())
 
 
+@pytest.mark.ci
 def test_a_hung_engine_is_noticed_and_started_again(
     settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -503,6 +504,7 @@ def begun_request(url: str, body: bytes, sent: int) -> Iterator[socket.socket]:
         yield connection
 
 
+@pytest.mark.ci
 def test_sigterm_ends_a_server_whose_engine_hangs(settings: dict[str, Any]) -> None:
     """All clients are told so: streams, requests that wait, and bodies that are not complete."""
     body = json.dumps({"prompt": TEXT}).encode()
@@ -527,6 +529,7 @@ def test_sigterm_ends_a_server_whose_engine_hangs(settings: dict[str, Any]) -> N
 
 
 @pytest.mark.parametrize("count", [1, 2])
+@pytest.mark.ci
 def test_a_server_ends_when_its_engines_have_failed_for_good(
     settings: dict[str, Any], count: int
 ) -> None:
@@ -545,6 +548,7 @@ def test_a_server_ends_when_its_engines_have_failed_for_good(
         assert server.wait(60) == 1
 
 
+@pytest.mark.ci
 def test_an_engine_does_not_outlive_its_server(settings: dict[str, Any]) -> None:
     with command(settings) as (server, _):
         engine = child_of(server.pid)

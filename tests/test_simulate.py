@@ -94,14 +94,14 @@ def test_fewer_drafts_pay_as_more_requests_decode() -> None:
     assert best_drafts(PLAIN, 1) == 0, "where rows cost all, a draft never pays"
 
 
-@pytest.mark.prove
+@pytest.mark.slow
 def test_the_page_has_the_table_that_is_simulated() -> None:
     page = (DOCS / "disaggregated.md").read_text()
     capacity, _, _ = table(Machine.load(EXAMPLE)).partition("\n\n")
     assert capacity in page
 
 
-@pytest.mark.prove
+@pytest.mark.slow
 def test_the_committed_picture_is_what_is_simulated() -> None:
     assert PICTURE.read_text() == drawn(Machine.load(EXAMPLE)), "python -m tools.simulate --draw"
 
@@ -115,7 +115,7 @@ def test_what_the_simulation_is_told_can_be_measured(monkeypatch: pytest.MonkeyP
     assert bytes_per_token == kept and speed > 0
 
 
-@pytest.mark.prove
+@pytest.mark.slow
 def test_it_is_compared_with_servers(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -100,7 +100,7 @@ def nodes(mtp_model: Path, redis: Redis) -> Iterator[list[ServerProcess]]:
         yield started
 
 
-@pytest.mark.prove
+@pytest.mark.slow
 def test_nodes_of_other_numbers_of_ranks(mtp_model: Path, redis: Redis) -> None:
     """Two ranks compute prompts, one goes on, and the other way round."""
     asked = bodies(20, seed=2)
@@ -139,7 +139,7 @@ def answers_of(door: ServerProcess, asked: list[dict[str, Any]], then: Any = Non
         return list(pool.map(one, asked))
 
 
-@pytest.mark.corners("20")
+@pytest.mark.fast("20")
 @pytest.mark.parametrize("count", [20, 500])
 def test_nodes_answer_as_one_server(
     nodes: list[ServerProcess], together: Served, redis: Redis, count: int
@@ -278,7 +278,7 @@ def test_requests_of_unusual_values_are_answered_as_by_one_server(
     http.close()
 
 
-@pytest.mark.corners("20-redis")
+@pytest.mark.fast("20-redis")
 @pytest.mark.parametrize("victim", ["0", "1", "redis"])
 @pytest.mark.parametrize("count", [20, 200])
 def test_nothing_that_is_killed_loses_a_request(
@@ -297,7 +297,7 @@ def test_nothing_that_is_killed_loses_a_request(
         one.wait()
 
 
-@pytest.mark.prove
+@pytest.mark.slow
 @pytest.mark.parametrize("victim", [0, 1])
 def test_a_node_that_is_terminated_loses_no_request(
     nodes: list[ServerProcess], together: Served, victim: int
@@ -310,7 +310,7 @@ def test_a_node_that_is_terminated_loses_no_request(
         nodes[victim].wait()
 
 
-@pytest.mark.corners("20-4-1")
+@pytest.mark.fast("20-4-1")
 @pytest.mark.parametrize("victim", ["0", "1", "2", "redis", "all"])
 @pytest.mark.parametrize("count,seconds", [(20, 4), (200, 12)])
 def test_nothing_that_is_stopped_loses_a_request(
@@ -334,7 +334,7 @@ def test_nothing_that_is_stopped_loses_a_request(
     assert answers_of(nodes[2], asked, stall) == choices_of(together, asked)
 
 
-@pytest.mark.prove
+@pytest.mark.slow
 @pytest.mark.parametrize("left", [0, 1])
 def test_one_node_is_enough(
     nodes: list[ServerProcess], together: Served, redis: Redis, left: int
@@ -684,7 +684,7 @@ def test_work_that_always_fails_ends_the_server(
 # ---- what Redis loses or refuses ----
 
 
-@pytest.mark.corners("20-all keys", "20-messages")
+@pytest.mark.fast("20-all keys", "20-messages")
 @pytest.mark.parametrize("lost", ["all keys", "jobs", "messages", "heartbeats"])
 @pytest.mark.parametrize("count", [20, 200])
 def test_keys_that_are_lost_lose_no_request(

@@ -142,8 +142,8 @@ def plain(temperature: float) -> tuple[list[Any], int]:
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 @pytest.mark.parametrize("method", METHODS)
-@pytest.mark.corners(
-    "ngram-0.8", "suffix-0.0", "mtp-0.8", "mtp+suffix-0.0", "*tree-0.8", "mtp tree-0.0"
+@pytest.mark.fast(
+    "ngram-0.8", "mtp+suffix-0.0", "mtp tree-0.8", ci=("suffix-0.0", "mtp-0.8", "*tree-*")
 )
 def test_constrained_texts_are_valid_and_those_of_plain_decoding(
     method: str, temperature: float
@@ -227,7 +227,7 @@ def test_structural_tags_are_those_of_plain_decoding(method: str) -> None:
     assert 0.2 * drafts < after.num_accepted_tokens - before.num_accepted_tokens < drafts
 
 
-@pytest.mark.prove
+@pytest.mark.slow
 @pytest.mark.parametrize("temperature", [0.0, 0.9])
 @pytest.mark.parametrize("part", range(4))
 def test_generated_schemas(part: int, temperature: float) -> None:
@@ -275,6 +275,7 @@ def bounded_jobs(temperature: float) -> list[Job]:
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
+@pytest.mark.ci
 def test_a_text_whose_strings_and_numbers_are_bounded_ends(temperature: float) -> None:
     jobs = bounded_jobs(temperature)
     expected = run(engine_of(), jobs, [NAIVE])
@@ -284,6 +285,7 @@ def test_a_text_whose_strings_and_numbers_are_bounded_ends(temperature: float) -
     assert bits(run(engine_of(), jobs, methods)) == bits(expected)
 
 
+@pytest.mark.ci
 def test_with_any_white_space_such_texts_need_not_end() -> None:
     """As vLLM has it: by the engine's option, and where a request says so itself."""
     jobs = bounded_jobs(0.0)[:40]
@@ -345,7 +347,7 @@ LIMITS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("limits", LIMITS)
-@pytest.mark.corners("chunks*", "preempted", "processed")
+@pytest.mark.fast("preempted", ci=("chunks*", "processed"))
 def test_all_parameters_beside_a_grammar_change_nothing(limits: str) -> None:
     draw = random.Random(5)
     prompts = [prompt_of(*BY_HAND[i % 40])[-300:] for i in range(56)]
@@ -523,7 +525,7 @@ def test_the_grammar_begins_behind_the_thinking(method: str) -> None:
 
 @pytest.mark.parametrize("strategy", ["rejection", "block"])
 @pytest.mark.parametrize("method", ["mtp", "ngram"])
-@pytest.mark.corners("mtp-block", "ngram-rejection")
+@pytest.mark.fast("ngram-rejection", ci=("mtp-block",))
 def test_texts_follow_the_law_of_constrained_sampling(method: str, strategy: str) -> None:
     """Chi-square of the texts of plain sampling and of those verified by other uniforms."""
     choices = ("a + b", "a - b", "b + a", "a", "None", "a.b", "b")
@@ -641,6 +643,7 @@ def test_a_limit_is_told_even_where_the_text_is_whole() -> None:
 
 
 @pytest.mark.parametrize("row", [1e-4, 1e-3, 1.0], ids=["many drafts", "few drafts", "copies"])
+@pytest.mark.fast("few drafts", ci=("*",))
 def test_slow_grammars_sit_out_and_change_nothing(
     row: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:

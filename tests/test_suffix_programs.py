@@ -78,6 +78,7 @@ def fuzz(program: Path, seconds: float) -> None:
     assert found is not None and int(found.group(1)) >= seconds, out
 
 
+@pytest.mark.slow
 def test_fuzz(tmp_path: Path) -> None:
     fuzz(build(tmp_path, "fuzz_suffix_tree", "-O1", objects() or SOURCES), seconds=3)
 
@@ -87,19 +88,19 @@ def test_arrays_that_grow_keep_what_they_hold(tmp_path: Path, system: str) -> No
     assert run(build(tmp_path, "grow_array_check", system, [])).endswith(" bytes\n")
 
 
-@pytest.mark.prove
+@pytest.mark.slow
 @pytest.mark.sanitize
 def test_fuzz_under_address_sanitizer(tmp_path: Path) -> None:
     fuzz(build(tmp_path, "fuzz_suffix_tree", ADDRESS), seconds=60)
 
 
-@pytest.mark.prove
+@pytest.mark.slow
 @pytest.mark.sanitize
 def test_threads_under_address_sanitizer(tmp_path: Path) -> None:
     run(build(tmp_path, "suffix_threads", ADDRESS), 15)
 
 
-@pytest.mark.prove
+@pytest.mark.slow
 @pytest.mark.sanitize
 def test_threads_under_thread_sanitizer(tmp_path: Path) -> None:
     run(build(tmp_path, "suffix_threads", THREAD), 30)

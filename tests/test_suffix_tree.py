@@ -279,6 +279,6 @@ def test_any_history(tmp_path: Path) -> None:
     run_histories(tmp_path, examples=120, steps=30)
 
 
-@pytest.mark.prove
+@pytest.mark.slow
 def test_many_histories(tmp_path: Path) -> None:
     run_histories(tmp_path, examples=1000, steps=50)

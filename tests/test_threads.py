@@ -56,11 +56,12 @@ def parallel_check(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("num_threads", THREADS)
+@pytest.mark.fast("3", ci=("*",))
 def test_the_pool_alone(parallel_check: Path, num_threads: int) -> None:
     assert run(parallel_check, num_threads, "fork") == ""
 
 
-@pytest.mark.prove
+@pytest.mark.slow
 @pytest.mark.sanitize
 def test_the_pool_under_thread_sanitizer(tmp_path: Path) -> None:
     program = build(tmp_path, "parallel_check", "-O1 -g -fsanitize=thread", SOURCES)

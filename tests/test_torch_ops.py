@@ -377,7 +377,7 @@ def run_steps(step: Callable[..., tuple[Tensor, ...]], model: Transformer) -> li
     return [*done, *cache.tensors]
 
 
-@pytest.fixture(scope="module", params=["tiny", pytest.param("bundled", marks=pytest.mark.prove)])
+@pytest.fixture(scope="module", params=["tiny", pytest.param("bundled", marks=pytest.mark.slow)])
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Transformer:
     """With the buffers that its first step makes: a compiled one would be compiled twice."""
     directory = ASSETS

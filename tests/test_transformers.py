@@ -83,7 +83,7 @@ def padded(lens: list[int]) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("cache", ["paged", "dynamic", "static"])
 @pytest.mark.parametrize("lens", [[30], [50, 50], [7, 70, 33]], ids=str)
-@pytest.mark.pairs
+@pytest.mark.pairwise
 def test_generates_what_eager_attention_does(model: Any, lens: list[int], cache: str) -> None:
     inputs = padded(lens)
     want = generated(model, "eager", inputs)
@@ -100,7 +100,7 @@ def test_generates_what_eager_attention_does(model: Any, lens: list[int], cache:
     "options", [{"num_beams": 3}, {"prompt_lookup_num_tokens": 4}, {"assistant": True}], ids=str
 )
 @pytest.mark.parametrize("paged", [True, False], ids=["paged", "dynamic"])
-@pytest.mark.pairs
+@pytest.mark.pairwise
 def test_beams_and_drafts(model: Any, options: dict[str, Any], paged: bool) -> None:
     """Caches are reordered and cropped."""
     inputs = padded([40])
@@ -146,7 +146,7 @@ class NoWaiting(TorchDispatchMode):
 
 @pytest.mark.parametrize("lens", [[30, 30], [7, 30]], ids=["whole", "padded"])
 @pytest.mark.parametrize("cache", ["dynamic", "static"])
-@pytest.mark.pairs
+@pytest.mark.pairwise
 def test_layers_share_indices_and_wait_for_nothing(
     model: Any, monkeypatch: pytest.MonkeyPatch, lens: list[int], cache: str
 ) -> None:
@@ -187,6 +187,7 @@ def test_a_static_cache_is_read_as_far_as_it_goes(model: Any) -> None:
     torch.testing.assert_close(logits["specops"], logits["eager"], atol=1e-4, rtol=1e-4)
 
 
+@pytest.mark.ci
 def test_a_compiled_model_with_a_static_cache() -> None:
     """What `generate` does by itself on a GPU."""
     torch.manual_seed(0)

@@ -526,7 +526,7 @@ class TreeStep:
 @pytest.mark.parametrize("window", [None, 40])
 @pytest.mark.parametrize("page_size", [16, 64])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-@pytest.mark.pairs
+@pytest.mark.pairwise
 def test_a_node_is_a_row_of_plain_decoding(
     device: str, isa: str, on_cuda: bool, dtype: torch.dtype, page_size: int, window: int | None
 ) -> None:
@@ -785,7 +785,7 @@ def expected(model_dir: Path) -> dict[tuple[bool, str], list[Any]]:
 @pytest.mark.parametrize("limits", LIMITS.values(), ids=LIMITS)
 @pytest.mark.parametrize("mode", ["raw_logprobs", "processed_logprobs"])
 @pytest.mark.parametrize("everything", [False, True], ids=["plain", "everything"])
-@pytest.mark.pairs
+@pytest.mark.pairwise
 def test_trees_change_no_bit(
     model_dir: Path, expected: dict[tuple[bool, str], list[Any]], scripted: Scripted,
     everything: bool, mode: str, limits: dict[str, Any],

@@ -416,7 +416,9 @@ def complete_owned(engine: Engine, count: int, **own: Any) -> list[Completion]:
     [{}, {"num_pages": 130, "max_model_len": 1024, "max_num_batched_tokens": 64}],
     ids=["wide", "narrow"],
 )
-@pytest.mark.corners("wide-naive", "narrow-ngram", "wide-suffix trees", "wide-mtp", "narrow-hybrid")
+@pytest.mark.fast(
+    "wide-suffix trees", "narrow-hybrid", ci=("wide-naive", "narrow-ngram", "wide-mtp")
+)
 def test_whoever_rests_goes_on_with_the_same_tokens(
     name: str, limits: dict[str, Any], tmp_path: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

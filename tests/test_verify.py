@@ -176,7 +176,7 @@ def test_verify(device: str, isa: str, batch: int, k: int, vocab: int) -> None:
 @pytest.mark.parametrize("given", ["none", "dense", "sparse"])
 @pytest.mark.parametrize("processed", [False, True])
 @pytest.mark.parametrize("batch,k,vocab", [(120, 4, 50), (10, 15, 2100)])
-@pytest.mark.pairs
+@pytest.mark.pairwise
 def test_verify_strategies(
     device: str, isa: str, batch: int, k: int, vocab: int, given: str, processed: bool
 ) -> None:
@@ -203,7 +203,7 @@ def test_verify_policies_of_every_strategy(device: str, isa: str, given: str) ->
 @pytest.mark.parametrize("given", ["none", "dense", "sparse"])
 @pytest.mark.parametrize("processed", [False, True])
 @pytest.mark.parametrize("batch,n,vocab", [(60, 9, 20), (8, 20, 2100), (2, 64, 9)])
-@pytest.mark.pairs
+@pytest.mark.pairwise
 def test_verify_trees(
     device: str, isa: str, batch: int, n: int, vocab: int, given: str, processed: bool
 ) -> None:
@@ -226,7 +226,7 @@ def test_verify_trees(
 
 
 @pytest.mark.parametrize("given", ["none", "dense", "sparse"])
-@pytest.mark.parametrize("vocab", [8193, pytest.param(151_936, marks=pytest.mark.prove)])
+@pytest.mark.parametrize("vocab", [8193, pytest.param(151_936, marks=pytest.mark.slow)])
 def test_verify_large_vocabularies(device: str, isa: str, vocab: int, given: str) -> None:
     """Every way in which the filters leave a row; with nothing in the last leaf of some."""
     batch, k = 7, 2
@@ -279,7 +279,7 @@ def test_verify_strided_logits(device: str, isa: str, dtype: torch.dtype) -> Non
 )
 @pytest.mark.parametrize("given", ["none", "sparse"])
 @pytest.mark.parametrize("tree", [False, True])
-@pytest.mark.pairs
+@pytest.mark.pairwise
 def test_verify_with_processors(
     device: str, isa: str, on_cuda: bool, rules: set[str], given: str, tree: bool
 ) -> None:
@@ -317,7 +317,7 @@ def test_verify_with_processors(
 
 @pytest.mark.parametrize("given", ["none", "sparse"])
 @pytest.mark.parametrize("tree", [False, True])
-@pytest.mark.pairs
+@pytest.mark.pairwise
 def test_verify_with_the_overlay_in_the_workspace(
     device: str, isa: str, given: str, tree: bool
 ) -> None:
@@ -374,7 +374,7 @@ def with_rows(
 
 @pytest.mark.parametrize("given", ["dense", "sparse"])
 @pytest.mark.parametrize("batch,k,vocab", [(120, 4, 50), (9, 3, 2100), (0, 2, 9), (5, 0, 9)])
-@pytest.mark.pairs
+@pytest.mark.pairwise
 def test_rows_of_draft_probs(
     device: str, isa: str, batch: int, k: int, vocab: int, given: str
 ) -> None:
@@ -397,7 +397,7 @@ def test_rows_of_draft_probs(
 
 @pytest.mark.parametrize("given", ["dense", "sparse"])
 @pytest.mark.parametrize("drawn", [2, 5])
-@pytest.mark.pairs
+@pytest.mark.pairwise
 def test_rows_of_draft_probs_for_trees(device: str, isa: str, given: str, drawn: int) -> None:
     """Those of the children of each row, from a row of the table."""
     strategies = [TARGET_MATCH, REJECTION, REJECTION]
@@ -409,7 +409,7 @@ def test_rows_of_draft_probs_for_trees(device: str, isa: str, given: str, drawn:
 
 @pytest.mark.parametrize("given", ["dense", "sparse"])
 @pytest.mark.parametrize("drawn", [0, 1, 3])
-@pytest.mark.pairs
+@pytest.mark.pairwise
 def test_rows_of_draft_probs_for_the_first_drafts(
     device: str, isa: str, on_cuda: bool, given: str, drawn: int
 ) -> None:
@@ -482,7 +482,7 @@ def request(step: dict[str, Any], b: int) -> dict[str, Any]:
 
 @pytest.mark.parametrize("given", ["none", "dense", "sparse"])
 @pytest.mark.parametrize("tree", [False, True])
-@pytest.mark.pairs
+@pytest.mark.pairwise
 def test_requests_alone_have_the_same_bits(
     device: str, isa: str, on_cuda: bool, tree: bool, given: str
 ) -> None:
@@ -644,7 +644,7 @@ PAST = [50, 51, 1023, 1024, 2**31 - 1]
 
 @pytest.mark.parametrize("given", ["none", "dense", "sparse"])
 @pytest.mark.parametrize("tree", [False, True])
-@pytest.mark.pairs
+@pytest.mark.pairwise
 def test_a_draft_past_the_vocabulary_is_rejected(
     device: str, isa: str, tree: bool, given: str
 ) -> None:
@@ -785,7 +785,7 @@ def test_a_draft_said_to_be_impossible(device: str, isa: str, strategy: int, spa
 
 @pytest.mark.parametrize("strategy", [REJECTION, BLOCK, TOPP])
 @pytest.mark.parametrize("filters", [{}, {"top_p": 0.8}, {"top_k": 5, "temperature": 0.7}])
-@pytest.mark.pairs
+@pytest.mark.pairwise
 def test_a_drafter_that_is_the_target_is_always_accepted(
     device: str, isa: str, strategy: int, filters: dict[str, float]
 ) -> None:
@@ -990,7 +990,7 @@ def test_workspace_of_the_caller(device: str, on_cuda: bool) -> None:
 
 @pytest.mark.parametrize("strategy", VerifyStrategy)
 @pytest.mark.parametrize("policy", AcceptPolicy)
-@pytest.mark.corners("cpu-*", "simt-0-[03]", "simt-[123]-2")
+@pytest.mark.fast("cpu-*", "simt-0-[03]", "simt-[123]-2")
 def test_one_number_for_all_requests(device: str, isa: str, strategy: int, policy: int) -> None:
     step = ragged_step(40, 3, 50, given="dense", strategies=[strategy], policies=[policy])
     numbers = {"temperature": 0.75, "top_k": 30, "top_p": 0.875, "min_p": 0.0625}

@@ -78,7 +78,7 @@ def test_what_is_let_through(function: Callable[[Tensor, Tensor], Any]) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("width", [1, 8, 100, 513])
 @pytest.mark.parametrize("name", ROUNDED)
-@pytest.mark.pairs
+@pytest.mark.pairwise
 def test_what_is_rounded_once_is_the_same_anywhere(
     name: str, width: int, dtype: torch.dtype
 ) -> None:

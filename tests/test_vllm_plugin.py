@@ -344,6 +344,7 @@ def test_the_cpus_that_vllm_binds(environment: dict[str, str], cpus: set[int]) -
 
 
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="there is one CPU")
+@pytest.mark.ci
 def test_threads_do_not_inherit_a_narrow_mask() -> None:
     """As in a process of vLLM, whose main thread has one CPU when the pool starts.
 

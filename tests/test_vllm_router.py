@@ -45,7 +45,7 @@ ROUTER = shutil.which(
     "vllm-router", path=os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
 )
 pytestmark = [
-    pytest.mark.prove,
+    pytest.mark.slow,
     pytest.mark.skipif(ROUTER is None, reason="vllm-router is not installed"),
 ]
 

@@ -255,7 +255,7 @@ def main() -> int:
     if arguments.build_only:
         return 0
     without = ELSEWHERE if arguments.pytest else ELSEWHERE + LONGEST
-    tests = [PYTHON, "-m", "pytest", "-p", "no:cacheprovider", "-m", "not prove"]
+    tests = [PYTHON, "-m", "pytest", "-p", "no:cacheprovider", "-m", "not slow"]
     tests += ["-k", " and ".join(f"not {name}" for name in without.split())]
     tests += ["-n", arguments.workers, "--dist", "worksteal"]
     tests += arguments.pytest or TESTS.split()
