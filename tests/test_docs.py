@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 
-from tools.pictures import PICTURES
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), ROOT / "tests" / "README.md"])
@@ -56,13 +55,6 @@ def test_the_site_names_every_document_once() -> None:
     files = {path.relative_to(ROOT / "docs").as_posix() for path in ROOT.glob("docs/**/*.md")}
     assert sorted(named(site["nav"])) == sorted(files)
     assert site["theme"]["font"] is False, "nothing is fetched from elsewhere"
-
-
-@pytest.mark.parametrize("name", PICTURES)
-def test_pictures_are_those_of_the_script(name: str) -> None:
-    """Whose page shows each of them."""
-    assert (ROOT / "docs" / name).read_text(encoding="utf-8") == PICTURES[name]()
-    assert f"]({name})" in (ROOT / "docs/how_exact.md").read_text()
 
 
 def test_every_module_of_ops_has_its_reference() -> None:

@@ -24,7 +24,7 @@ from tools.gpu_check.goals import GOALS, verdict
 from tools.gpu_check.prebuilt import Refused
 from tools.gpu_check.runner import Outcome
 from tools.gpu_check.steps import Plan, Step
-from tools.predictions import Prediction
+from tools.predictions import Prediction, read_predictions
 
 pytestmark = pytest.mark.ci
 
@@ -633,6 +633,13 @@ def test_a_report_is_about_its_own_card() -> None:
     assert "predicted 128" in rows["H100"][0] and rows["H100"][1].endswith("| 128 | 112 | 0.88 |")
     assert "NOT reached" in rows["H200"][0] and rows["H200"][1].endswith("| 95 | 112 | 1.18 |")
     assert len(rows["A100"]) == 1 and "predicted" not in rows["A100"][0]
+
+
+def test_the_predictions_of_the_document_are_read() -> None:
+    said = read_predictions()
+    assert {one.goal for one in said} == {goal.id for goal in GOALS}
+    (greedy,) = [one for one in said if one.goal == "G6"]
+    assert greedy.value_on("NVIDIA H100 80GB HBM3") == 116 and greedy.value_on("L40S") is None
 
 
 def test_a_report_of_nothing() -> None:

@@ -1,44 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
-"""docs/predictions.md as data: what is assumed, what the meter allows, and what follows."""
+"""The predictions of docs/predictions.md, which the report of `make gpu-check` prints beside results."""
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from tools.cuda_toolkit import ROOT
 
 DOCUMENT = ROOT / "docs" / "predictions.md"
-CARDS, ASSUMED, CAPS, BYTES = "Cards", "Assumed", "Caps", "Caches of 8 bits"
-PREDICTIONS = "Predictions"
-
-
-@dataclass(frozen=True)
-class Card:
-    """What tells one card from another.
-
-    Attributes:
-        name: part of what its driver calls it.
-        read_tb_s: bandwidth of reading memory.
-        sms: multiprocessors.
-        ghz: their clock.
-    """
-
-    name: str
-    read_tb_s: float
-    sms: int
-    ghz: float
 
 
 @dataclass(frozen=True)
 class Prediction:
-    """One row.
+    """One row of the table of predictions.
 
     Attributes:
         goal: G1 to G10 (tools/gpu_check/goals.py).
-        figure: id of the figure that will say.
-        unit: what is predicted of it: its time in `us`, or its `ratio`.
-        values: predicted, by the name of the card; of some cards nothing is.
+        figure: id of the predicted figure.
+        unit: `us` for its time, or `ratio`.
+        values: predicted value by the name of the card.
     """
 
     goal: str
@@ -47,69 +28,27 @@ class Prediction:
     values: Mapping[str, float]
 
     def value_on(self, gpu: str) -> float | None:
-        """What is predicted on a GPU; None: nothing."""
+        """Return the value predicted for a GPU, or None if there is none."""
         return next((value for card, value in self.values.items() if card in gpu), None)
 
 
-def rows_of(text: str, title: str) -> list[list[str]]:
-    """The cells of the table below a heading, without its head.
+def read_predictions(document: Path = DOCUMENT) -> list[Prediction]:
+    """Return the predictions of the document.
 
     Raises:
-        ValueError: there is no such table.
+        ValueError: the document has no table below the heading "Predictions".
     """
-    section = re.search(rf"^## {title}$(.*?)(?=^## |\Z)", text, re.MULTILINE | re.DOTALL)
+    section = re.search(r"^## Predictions$(.*?)(?=^## |\Z)", document.read_text(), re.M | re.S)
     lines = [line for line in section[1].splitlines() if line.startswith("|")] if section else []
     if len(lines) < 3:
-        raise ValueError(f"docs/predictions.md has no table below {title}")
-    return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines[2:]]
-
-
-def with_rows(text: str, title: str, rows: Sequence[Sequence[str]]) -> str:
-    """The text with other rows in the table below a heading."""
-    old = [line for line in _table_lines(text, title)]
-    new = [*old[:2], *("| " + " | ".join(row) + " |" for row in rows)]
-    return text.replace("\n".join(old), "\n".join(new))
-
-
-def _table_lines(text: str, title: str) -> list[str]:
-    start = text.index(f"## {title}\n")
-    end = text.find("\n## ", start + 1)
-    section = text[start : end if end > 0 else len(text)]
-    return [line for line in section.splitlines() if line.startswith("|")]
-
-
-def read_numbers(text: str, title: str) -> dict[str, float]:
-    """Names (in the first cell) and numbers (in the second) of a table."""
-    return {row[0]: float(row[1]) for row in rows_of(text, title)}
-
-
-def read_cards(text: str) -> list[Card]:
-    """The cards that predictions are for."""
-    return [Card(row[0], float(row[1]), int(row[2]), float(row[3])) for row in rows_of(text, CARDS)]
-
-
-def read_predictions(document: Path = DOCUMENT) -> list[Prediction]:
-    """The predictions as they are written down."""
-    text = document.read_text()
-    cards = [card.name for card in read_cards(text)]
-    said = []
-    for goal, figure, unit, *cells in rows_of(text, PREDICTIONS):
-        values = {card: float(cell) for card, cell in zip(cards, cells, strict=True) if cell}
-        said.append(Prediction(goal, figure.strip("`"), unit, values))
-    return said
-
-
-def rows_for(predictions: Sequence[Prediction], cards: Sequence[Card]) -> list[list[str]]:
-    """The table of predictions."""
+        raise ValueError(f"{document.name} has no table below Predictions")
+    head, _, *rows = ([cell.strip() for cell in line.strip("|").split("|")] for line in lines)
     return [
-        [
-            *(said.goal, f"`{said.figure}`", said.unit),
-            *(f"{said.values[c.name]:.3g}" if c.name in said.values else "" for c in cards),
-        ]
-        for said in predictions
+        Prediction(
+            row[0],
+            row[1].strip("`"),
+            row[2],
+            {card: float(cell) for card, cell in zip(head[3:], row[3:], strict=True) if cell},
+        )
+        for row in rows
     ]
-
-
-def rows_for_numbers(numbers: Mapping[str, float]) -> list[list[str]]:
-    """A table of names and numbers."""
-    return [[name, f"{value:.3g}"] for name, value in numbers.items()]
