@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The predictions of docs/predictions.md, which the report of `make gpu-check` prints beside results."""
+"""The predictions of docs/predictions.md, which `make gpu-check` reports beside its results."""
 
 import re
 from collections.abc import Mapping
