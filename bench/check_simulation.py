@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compares tools.simulate with a prefill and a decode server: `python -m bench.check_simulation`.
+"""Compare tools.simulate with a prefill and a decode server: `python -m bench.check_simulation`.
 
-It measures here what the simulation is told: steps of the bundled model by their rows on one
-thread, and the way of a prompt's pages. Then it asks two servers of one thread each for first
-tokens, apart and one of them alone. At last it sends the same requests, at the same times, to both
-servers and to the simulation, and prints what requests waited in both. The machine should have two
-free cores.
+It measures the inputs of the simulation here: steps of the bundled model by their rows on one
+thread, and the transfer of a prompt's pages. Then it requests first tokens from two servers of one
+thread each, as a pair and from one of them alone. Finally it sends the same requests, at the same
+times, to both servers and to the simulation, and prints the waiting times in both. The machine
+should have two free cores.
 """
 
 import argparse
@@ -39,15 +39,15 @@ SETTINGS: dict[str, Any] = {
     "speculative_config": '{"method": "naive"}',
 }
 ONE = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True)
-WARM_UP = 4  # requests, at first
+WARM_UP = 4  # requests at the beginning
 LONGEST = 600  # tokens of a prompt
-PROMPTS = (64, 256, 900)  # tokens of those whose first tokens are measured
-FIRST_TOKENS = 15  # of each of them
+PROMPTS = (64, 256, 900)  # prompt lengths whose first tokens are measured
+FIRST_TOKENS = 15  # measurements per prompt length
 SEED = 11
 
 
 def step_seconds() -> tuple[tuple[int, float], ...]:
-    """Of steps that compute so many rows of a prompt, medians."""
+    """Return the median seconds of steps that compute `rows` rows of a prompt."""
     engine = Engine(EngineConfig.from_plain({**SETTINGS, "enable_prefix_caching": False}))
     found: dict[int, list[float]] = {rows: [] for rows in ROWS}
     for _ in range(ROUNDS + 1):  # the first one warms up
@@ -61,7 +61,7 @@ def step_seconds() -> tuple[tuple[int, float], ...]:
 
 
 def hand_off() -> tuple[int, float]:
-    """Bytes of a token, and bytes a second on their way between two engines of one process."""
+    """Return the bytes per token, and bytes per second of a transfer between two engines."""
     engines = [PagesEngine(EngineConfig.from_plain(SETTINGS)) for _ in range(2)]
     transport = TcpTransport("127.0.0.1", 0, Leases(60, 1 << 30), [Peer("127.0.0.1", 1, 65535)])
     taken, num_bytes, tokens = [], 0, 512
@@ -88,7 +88,7 @@ def _prompt(count: int) -> list[int]:
 
 @contextlib.contextmanager
 def pair() -> Iterator[list[str]]:
-    """The addresses of a prefill and of a decode server of the bundled model."""
+    """Yield the addresses of a prefill and a decode server of the bundled model."""
     processes, urls, kv_port = [], [], _free_port()
     own = (("prefill", "--kv-port", str(kv_port)), ("decode", "--kv-peers", f"127.0.0.1:{kv_port}"))
     for role in own:
@@ -133,12 +133,12 @@ def _post(url: str, body: dict[str, Any]) -> Any:
 
 
 def serve(urls: Sequence[str], request: Request, begin: float) -> Request:
-    """Sends a request at its time, as a router does; returns when it got its tokens.
+    """Send a request at its time, as a router does; return it with the times of its tokens.
 
     Args:
-        urls: of the server for its prompt, and of the one that goes on; of one, it does both.
-        request: this.
-        begin: of time, by `time.monotonic`.
+        urls: the server for its prompt, and the one that decodes; a single one does both.
+        request: the request.
+        begin: start time, by `time.monotonic`.
     """
     time.sleep(max(begin + request.arrival - time.monotonic(), 0))
     body = {"prompt": _prompt(request.prompt), "temperature": 0, "ignore_eos": True}
@@ -156,16 +156,16 @@ def serve(urls: Sequence[str], request: Request, begin: float) -> Request:
 
 
 def measured(urls: Sequence[str], requests: Sequence[Request]) -> list[Request]:
-    """What the pair gives them."""
+    """Send the requests to the servers and return them with their times."""
     begin = time.monotonic() + 0.1
     with ThreadPoolExecutor(len(requests)) as pool:
         return list(pool.map(lambda one: serve(urls, one, begin), requests))
 
 
 def first_tokens(urls: Sequence[str], prompt: int, rounds: int) -> tuple[float, float]:
-    """Seconds to the first token of a prompt of so many tokens, medians: of the pair, and of one.
+    """Return the median seconds to a prompt's first token: from the pair, and from one server.
 
-    They take turns, and nothing else runs.
+    They alternate, and nothing else runs.
     """
     found: tuple[list[float], list[float]] = [], []
     for _ in range(rounds):
@@ -176,7 +176,7 @@ def first_tokens(urls: Sequence[str], prompt: int, rounds: int) -> tuple[float, 
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Measures and prints."""
+    """Measure and print."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--requests", type=int, default=60)
     parser.add_argument("--rates", type=float, nargs="+", default=[2.0, 6.0, 12.0])
@@ -185,7 +185,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     bytes_per_token, speed = hand_off()
     machine = Machine(
         step_seconds=points,
-        max_rows=128,  # as the engine has them on a CPU
+        max_rows=128,  # the engine's limit on a CPU
         max_beside=16,
         bytes_per_token=bytes_per_token,
         link_bytes_per_second=speed,

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`python -m tools.predict`: renews docs/predictions.md from the meter's results in build/gates.
+"""`python -m tools.predict`: update docs/predictions.md from the meter's results in build/gates.
 
     time = launch_us + code_us + item_us x (1 + other waves x exposed)
-         + bytes / min(read, cap x slots used) + folds
+           + bytes / min(read, cap x slots used) + folds
 
-Caps are the meter's (docs/meter.md), in bytes that an SM streams in a cycle; a card is its read
-bandwidth, its SMs and their clock. Everything else that is assumed stands in the document, with
-where it is from; whoever changes a kernel changes it there, and runs `make gates` and this.
+Caps are the meter's (docs/meter.md), in bytes that an SM streams per cycle; a card is its read
+bandwidth, its SMs and their clock. All other assumptions are in the document, with their sources.
+After changing a kernel, update them there, and run `make gates` and this.
 """
 
 import argparse
@@ -38,9 +38,9 @@ from tools.predictions import (
 ARCH = "90a"
 KV_HEADS, TOKEN_BYTES, CHUNK_TOKENS, CHUNK_LEAVES = 8, 4096, 2048, 8
 HEAD_DIM, TILE_ROWS = 128, 64
-LOW_ROWS = 32  # of tiles of which an SM has more blocks
-LEAST_SHARE = 2 / 3  # of a whole wave's time, however few its blocks; of these tiles
-START_SHARE = 3 / 128  # of the time of a whole chunk, what each unit costs beside it
+LOW_ROWS = 32  # tiles up to this many rows let an SM hold more blocks
+LEAST_SHARE = 2 / 3  # minimum time of a partial wave of these tiles, relative to a whole wave
+START_SHARE = 3 / 128  # fixed cost of each unit, relative to the time of a whole chunk
 LOADS = {
     "b1.4k": (1, 4096),
     "b1.32k": (1, 32768),
@@ -50,7 +50,7 @@ LOADS = {
 }
 VERIFY_ROWS, VOCAB = 1280, 128256
 
-# Caches by the loop that reads them, and what a token of a KV head takes of each.
+# Caches by the loop that reads them, and the bytes per token and KV head.
 CACHES = {
     "bf16": ("attention {}", 2 * 2 * HEAD_DIM),
     "fp8": ("fp8 {} rows", 2 * (HEAD_DIM + 4)),
@@ -58,8 +58,8 @@ CACHES = {
 }
 CACHE_CARDS = ("H200", "H100")
 
-# The loops that predictions use, by what they are called in the table of caps: kernel and unit of
-# work, whose number goes into the name.
+# Loops that the predictions use, by their name in the table of caps: kernel and unit of work, whose
+# number goes into the name.
 LOOPS = {
     "attention {}": (
         r"append_attention_kernel<bfloat16, 128\b.*>",
@@ -85,14 +85,14 @@ LOOPS = {
 
 
 def caps_of(meters: Sequence[Path], before: Mapping[str, float]) -> dict[str, float]:
-    """Bytes a cycle of an SM in the replay of each loop; of several copies the slowest.
+    """Return the replayed bytes per SM cycle of each loop; of several copies, the slowest.
 
     Args:
         meters: files of the meter.
-        before: caps of the kernels that are not among these.
+        before: caps of kernels that are not in these files.
 
     Raises:
-        ValueError: a kernel was metered, but in other units than predictions know.
+        ValueError: a kernel was metered in units unknown to the predictions.
     """
     loops = [loop for path in meters for loop in json.loads(path.read_text())["measured"]]
     caps = dict(before)
@@ -119,19 +119,19 @@ def _cap(loop: Mapping[str, Any]) -> float:
 
 @dataclass(frozen=True)
 class Model:
-    """Times in microseconds on a card, out of what is assumed and what the meter allows."""
+    """Times in microseconds on a card, from the assumptions and the meter's caps."""
 
     card: Card
     assumed: Mapping[str, float]
     caps: Mapping[str, float]
 
     def slots(self, rows: int = TILE_ROWS) -> int:
-        """Blocks at once, of kernels for tiles of so many rows."""
+        """Return the number of resident blocks, for kernels with tiles of `rows` rows."""
         low = " low" if rows <= LOW_ROWS else ""
         return int(self.assumed[f"blocks_per_sm{low}"]) * self.card.sms
 
     def attention(self, load: str, group: int, q_len: int) -> float:
-        """`append_attention` in bf16, d 128."""
+        """Return the time of `append_attention` in bf16, head_dim 128."""
         batch, kv_len = LOADS[load]
         rows = group * q_len
         chunks = math.ceil(kv_len / CHUNK_TOKENS)
@@ -139,7 +139,7 @@ class Model:
         # Chunks are folded side by side, the first part of each as one state; then the sequence.
         leaves = CHUNK_LEAVES - CHUNK_LEAVES // parts + 1 if parts > 1 else 0
         cap = self.cap_of_rows(rows)
-        # Two chunks that are cut throughout meet once, and are folded by one block.
+        # Two chunks that are both split meet once, and are folded by one block.
         meets_once = parts > 1 and waves == 1 and chunks == 2
         return (
             self.assumed["launch_us"]
@@ -152,8 +152,9 @@ class Model:
         )
 
     def exposed(self, cap: float, rows: int = TILE_ROWS) -> float:
-        """The share of a slot's time without a stream in which the SM's other blocks, which go on
-        meanwhile, do not stream for it.
+        """Return the fraction of a slot's idle time that the SM's other blocks do not hide.
+
+        The other blocks go on streaming while a slot does not.
         """
         blocks = self.slots(rows) // self.card.sms
         cap_tb_s = cap * self.card.sms * self.card.ghz / 1000
@@ -161,7 +162,7 @@ class Model:
         return max(0.0, 1.0 - (blocks - 1) / blocks * cap_tb_s / wanted)
 
     def fold(self, states: int, rows: int) -> float:
-        """Of states in the workspace, by one block: eight at a time, 256 quads of each at once."""
+        """Return one block's time to fold states: eight at a time, 256 quads of each at once."""
         quads = min(rows, TILE_ROWS) * HEAD_DIM // 4
         steps = math.ceil(states / CHUNK_LEAVES)
         arrival = self.assumed["arrival_us"] if states > 0 else 0.0
@@ -170,7 +171,7 @@ class Model:
         )
 
     def cut(self, units: int, rows: int) -> tuple[int, int, float]:
-        """Into how many parts a chunk is cut, in how many waves they run, which share of slots."""
+        """Return the parts per chunk, the waves they run in, and the fraction of slots used."""
         slots = self.slots(rows)
 
         def waves(parts: int) -> int:
@@ -183,12 +184,12 @@ class Model:
             return waves * (1 / parts + START_SHARE)
 
         choices = [parts for parts in (1, 2, 4, CHUNK_LEAVES)]
-        # The least time in waves of whole chunks; of equals, the least cut.
+        # The least time in waves of whole chunks; on ties, the fewest parts.
         parts = min(choices, key=lambda parts: (time(parts), parts))
         return parts, waves(parts), units * parts / (waves(parts) * slots)
 
     def cap_of_rows(self, rows: int) -> float:
-        """Of the smallest form of the kernel that has so many rows."""
+        """Return the cap of the smallest form of the kernel that fits `rows` rows."""
         forms = {
             int(name.split()[1]): cap for name, cap in self.caps.items() if "attention" in name
         }
@@ -196,12 +197,12 @@ class Model:
         return forms[min(fitting)] if fitting else forms[max(forms)] * max(forms) / rows
 
     def streaming(self, num_bytes: float, cap: float) -> float:
-        """At the cap of the loop or the bandwidth of the memory, whichever is lower."""
+        """Return the time at the loop's cap or the memory bandwidth, whichever is lower."""
         cap_tb_s = cap * self.card.sms * self.card.ghz / 1000
         return num_bytes * 1e-6 / min(self.card.read_tb_s, cap_tb_s)
 
     def verify(self, sums: int) -> float:
-        """1,280 rows of 128,256 logits in bf16."""
+        """Return the time for 1,280 rows of 128,256 logits in bf16."""
         waves = math.ceil(VERIFY_ROWS / self.slots())
         cap = self.caps[f"verify {sums} sums"]
         return (
@@ -211,14 +212,14 @@ class Model:
         )
 
 
-# The cards that the kernels are compiled for as the meter reads them.
+# The cards whose machine code the meter reads.
 MODELLED = ("H200", "H100")
 
 
 def predictions_of(
     cards: Sequence[Card], assumed: Mapping[str, float], caps: Mapping[str, float]
 ) -> list[Prediction]:
-    """All that is written down, goal by goal."""
+    """Return all predictions, goal by goal."""
     models = {card.name: Model(card, assumed, caps) for card in cards if card.name in MODELLED}
 
     def said(goal: str, figure: str, unit: str, of: Callable[[Model], float]) -> Prediction:
@@ -229,7 +230,7 @@ def predictions_of(
 
     rows = [said(*row) for row in _attention_rows()]
     for load in LOADS:
-        # The peers' times are of one card.
+        # The peers' times were measured on one card.
         ours, theirs = models["H200"].attention(load, 4, 1), assumed[f"peer_us {load}"]
         figure = f"attention_peers.{load}.g4.q1"
         rows.append(Prediction("G4", figure, "ratio", {"H200": theirs / ours}))
@@ -268,19 +269,19 @@ def _attention_rows() -> list[tuple[str, str, str, Callable[[Model], float]]]:
 
 
 def tokens_per_ns(card: Card, caps: Mapping[str, float], cache: str, rows: int) -> float:
-    """Tokens of a KV head that the loop of `append_attention` goes through in a nanosecond."""
+    """Return the tokens of a KV head that `append_attention`'s loop processes per nanosecond."""
     loop, token_bytes = CACHES[cache]
     cap_tb_s = caps[loop.format(rows)] * card.sms * card.ghz / 1000
     return 1000 * min(card.read_tb_s, cap_tb_s) / token_bytes
 
 
 def _cache_rows(cards: Sequence[Card], caps: Mapping[str, float]) -> list[list[str]]:
-    """The table of caches: of each card tokens, and how many times those of bf16."""
+    """Return the table of caches: tokens on each card, and the ratio to bf16."""
     rows = []
     for cache in CACHES:
         for height in (16, 32, 64):
             if {CACHES[one][0].format(height) for one in (cache, "bf16")} - set(caps):
-                continue  # no kernel has tiles of so many rows
+                continue  # no kernel has tiles of this many rows
             cells = [cache, str(height)]
             for card in cards:
                 tokens, of_bf16 = (tokens_per_ns(card, caps, c, height) for c in (cache, "bf16"))
@@ -290,10 +291,10 @@ def _cache_rows(cards: Sequence[Card], caps: Mapping[str, float]) -> list[list[s
 
 
 def renewed(text: str, meters: Sequence[Path]) -> str:
-    """The document with other caps, where there are any, and what follows from them."""
+    """Return the document with new caps, if any, and updated predictions."""
     caps = caps_of(meters, read_numbers(text, CAPS))
     text = with_rows(text, CAPS, rows_for_numbers(caps))
-    # From the numbers as they are written, so that anybody can follow.
+    # Use the rounded numbers of the document, so that a reader can check the results.
     cards = read_cards(text)
     caps = read_numbers(text, CAPS)
     of_caches = [card for card in cards if card.name in CACHE_CARDS]
@@ -303,7 +304,7 @@ def renewed(text: str, meters: Sequence[Path]) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Rewrites the document."""
+    """Rewrite the document."""
     parser = argparse.ArgumentParser(prog="python -m tools.predict", description=__doc__)
     parser.add_argument("--meter", type=Path, default=ROOT / "build" / "gates")
     asked = parser.parse_args(arguments)

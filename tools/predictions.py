@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""docs/predictions.md as data: what is assumed, what the meter allows, and what follows."""
+"""docs/predictions.md as data: assumptions, the meter's caps, and the resulting predictions."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -15,13 +15,13 @@ PREDICTIONS = "Predictions"
 
 @dataclass(frozen=True)
 class Card:
-    """What tells one card from another.
+    """Properties that distinguish one card from another.
 
     Attributes:
-        name: part of what its driver calls it.
-        read_tb_s: bandwidth of reading memory.
+        name: part of the name that its driver reports.
+        read_tb_s: memory read bandwidth.
         sms: multiprocessors.
-        ghz: their clock.
+        ghz: clock of the multiprocessors.
     """
 
     name: str
@@ -32,13 +32,13 @@ class Card:
 
 @dataclass(frozen=True)
 class Prediction:
-    """One row.
+    """One row of the table of predictions.
 
     Attributes:
         goal: G1 to G10 (tools/gpu_check/goals.py).
-        figure: id of the figure that will say.
-        unit: what is predicted of it: its time in `us`, or its `ratio`.
-        values: predicted, by the name of the card; of some cards nothing is.
+        figure: id of the figure that will decide.
+        unit: predicted field of the figure: its time in `us`, or its `ratio`.
+        values: predictions by card name; some cards have none.
     """
 
     goal: str
@@ -47,12 +47,12 @@ class Prediction:
     values: Mapping[str, float]
 
     def value_on(self, gpu: str) -> float | None:
-        """What is predicted on a GPU; None: nothing."""
+        """Return the prediction for a GPU, or None."""
         return next((value for card, value in self.values.items() if card in gpu), None)
 
 
 def rows_of(text: str, title: str) -> list[list[str]]:
-    """The cells of the table below a heading, without its head.
+    """Return the cells of the table below a heading, without its head.
 
     Raises:
         ValueError: there is no such table.
@@ -65,7 +65,7 @@ def rows_of(text: str, title: str) -> list[list[str]]:
 
 
 def with_rows(text: str, title: str, rows: Sequence[Sequence[str]]) -> str:
-    """The text with other rows in the table below a heading."""
+    """Return the text with the rows of the table below a heading replaced."""
     old = [line for line in _table_lines(text, title)]
     new = [*old[:2], *("| " + " | ".join(row) + " |" for row in rows)]
     return text.replace("\n".join(old), "\n".join(new))
@@ -79,17 +79,17 @@ def _table_lines(text: str, title: str) -> list[str]:
 
 
 def read_numbers(text: str, title: str) -> dict[str, float]:
-    """Names (in the first cell) and numbers (in the second) of a table."""
+    """Return the names (first cell) and numbers (second cell) of a table."""
     return {row[0]: float(row[1]) for row in rows_of(text, title)}
 
 
 def read_cards(text: str) -> list[Card]:
-    """The cards that predictions are for."""
+    """Return the cards that predictions are for."""
     return [Card(row[0], float(row[1]), int(row[2]), float(row[3])) for row in rows_of(text, CARDS)]
 
 
 def read_predictions(document: Path = DOCUMENT) -> list[Prediction]:
-    """The predictions as they are written down."""
+    """Return the predictions of the document."""
     text = document.read_text()
     cards = [card.name for card in read_cards(text)]
     said = []
@@ -100,7 +100,7 @@ def read_predictions(document: Path = DOCUMENT) -> list[Prediction]:
 
 
 def rows_for(predictions: Sequence[Prediction], cards: Sequence[Card]) -> list[list[str]]:
-    """The table of predictions."""
+    """Return the rows of the table of predictions."""
     return [
         [
             *(said.goal, f"`{said.figure}`", said.unit),
@@ -111,5 +111,5 @@ def rows_for(predictions: Sequence[Prediction], cards: Sequence[Card]) -> list[l
 
 
 def rows_for_numbers(numbers: Mapping[str, float]) -> list[list[str]]:
-    """A table of names and numbers."""
+    """Return the rows of a table of names and numbers."""
     return [[name, f"{value:.3g}"] for name, value in numbers.items()]

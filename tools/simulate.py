@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Simulates nodes that compute prompts, decode or do both: `python -m tools.simulate [FILE]`.
+"""Simulate nodes that compute prompts, decode or do both: `python -m tools.simulate [FILE]`.
 
-A simulation of discrete events. A node takes steps, one after the other. A step has the rows of all
-requests that decode there, one and its drafts each, and rows of prompts, first come, first served.
-It takes as long as a step of so many rows was measured to take. A request whose prompt was computed
-elsewhere waits for its pages, which cross a link. FILE has the measurements; the default is
-docs/examples/simulation.json, which says where its own are from.
+This is a discrete-event simulation. A node runs steps, one after the other. A step contains the
+rows of all requests that decode there, one plus its drafts each, and rows of prompts, first come,
+first served. It takes as long as a step of that many rows was measured to take. A request whose
+prompt was computed on another node waits until its pages have crossed a link. FILE has the
+measurements; the default is docs/examples/simulation.json, which names the source of its numbers.
 
 Without `--draw` it prints a table; with it, it draws docs/simulation.svg.
 """
@@ -35,17 +35,17 @@ REQUESTS = 200
 
 @dataclass(frozen=True)
 class Machine:
-    """What is measured, and what is asked for.
+    """Measured properties of a node, and the assumed load.
 
     Attributes:
-        step_seconds: of steps, by their rows; linear between these, and beyond.
-        max_rows: of prompts in a step.
-        max_beside: of these, where requests decode in the same step.
-        bytes_per_token: of a page, for each of its tokens.
-        link_bytes_per_second: of the link between two nodes.
-        link_seconds: that pages take beside that.
+        step_seconds: duration of steps by their rows; linear between these, and beyond.
+        max_rows: prompt rows in a step.
+        max_beside: prompt rows in a step in which requests also decode.
+        bytes_per_token: bytes of a page per token.
+        link_bytes_per_second: bandwidth of the link between two nodes.
+        link_seconds: fixed latency of a page transfer.
         page_size: tokens of a page; a decode node computes the prompt's last ones itself.
-        acceptance: chance that a draft is accepted, if those before it are.
+        acceptance: probability that a draft is accepted if those before it are.
         prompt_tokens, output_tokens: of a request, from half to one and a half times as many.
     """
 
@@ -62,18 +62,18 @@ class Machine:
 
     @classmethod
     def load(cls, path: Path) -> "Machine":
-        """Reads a file."""
+        """Read a file of measurements."""
         values: dict[str, Any] = json.loads(path.read_text())
         values.pop("measured")
         points = tuple((rows, seconds) for rows, seconds in values.pop("step_seconds"))
         return cls(step_seconds=points, **values)
 
     def seconds(self, rows: int) -> float:
-        """Of a step."""
+        """Return the seconds of a step."""
         return _seconds(self.step_seconds, rows)
 
     def on_the_link(self, tokens: int) -> float:
-        """Seconds that the pages of a prompt take."""
+        """Return the seconds that the transfer of a prompt's pages takes."""
         return self.link_seconds + tokens * self.bytes_per_token / self.link_bytes_per_second
 
 
@@ -88,13 +88,13 @@ def _seconds(points: tuple[tuple[int, float], ...], rows: int) -> float:
 
 @dataclass(eq=False)
 class Request:
-    """A request, and when it got its tokens.
+    """A request, and when it received its tokens.
 
     Attributes:
         arrival: in seconds.
-        prompt: tokens of it that have no keys and values yet.
-        left: tokens that it has not got yet.
-        times: when it got tokens, and how many.
+        prompt: prompt tokens that have no keys and values yet.
+        left: tokens still to generate.
+        times: when tokens arrived, and how many.
     """
 
     arrival: float
@@ -109,12 +109,12 @@ class Request:
 
     @property
     def gaps(self) -> list[float]:
-        """Seconds from each step that brought it tokens to the next one."""
+        """Seconds from each step that emitted tokens for it to the next one."""
         return [b - a for (a, _), (b, _) in itertools.pairwise(self.times)]
 
     @property
     def per_token(self) -> float:
-        """Mean seconds of a token after the first ones."""
+        """Mean seconds per token after the first step's tokens."""
         count = sum(tokens for _, tokens in self.times[1:])
         return (self.times[-1][0] - self.times[0][0]) / max(count, 1)
 
@@ -123,10 +123,10 @@ class Node:
     """One engine.
 
     Args:
-        machine: that it runs on.
-        drafts: of a request in a step.
-        draw: of acceptance, in [0, 1).
-        prompt_done: called with a request whose prompt is computed, if others go on with it.
+        machine: measurements of the engine.
+        drafts: drafts of a request in a step.
+        draw: returns random numbers in [0, 1) that decide acceptance.
+        prompt_done: called with a request whose prompt is computed, if another node decodes it.
     """
 
     def __init__(
@@ -140,16 +140,16 @@ class Node:
         self._prompt_done = prompt_done
         self.prompts: deque[Request] = deque()
         self._decoding: list[Request] = []
-        self._shares: list[tuple[Request, int]] = []  # rows of prompts in the step under way
+        self._shares: list[tuple[Request, int]] = []  # rows of prompts in the current step
         self.is_busy = False
 
     @property
     def load(self) -> int:
-        """Requests that are here."""
+        """Requests on this node."""
         return len(self.prompts) + len(self._decoding)
 
     def begin(self) -> float | None:
-        """Begins a step; returns how long it takes, or None: there is nothing to do."""
+        """Begin a step; return its duration, or None if there is nothing to do."""
         rows = len(self._decoding) * (1 + self._drafts)
         budget = self._machine.max_beside if self._decoding else self._machine.max_rows
         self._shares = []
@@ -164,7 +164,7 @@ class Node:
         return self._machine.seconds(rows) if rows else None
 
     def end(self, now: float) -> None:
-        """Ends the step: its requests get their tokens."""
+        """End the step: its requests get their tokens."""
         for request in self._decoding:
             count = 1
             while count <= self._drafts and self._draw() < self._machine.acceptance:
@@ -190,7 +190,7 @@ class Node:
 
 
 def arrivals(machine: Machine, rate: float, count: int, seed: int) -> list[Request]:
-    """Requests of a Poisson process, so many a second."""
+    """Return requests of a Poisson process with `rate` arrivals per second."""
     draw, now, requests = random.Random(seed), 0.0, []
     for _ in range(count):
         now += draw.expovariate(rate)
@@ -212,18 +212,18 @@ def simulate(
     drafts: int = 0,
     seed: int = SEED,
 ) -> None:
-    """Runs requests to their ends; each then has its times.
+    """Run requests to their ends and fill in their times.
 
     Args:
-        machine: of every node.
-        requests: by arrival; changed.
-        prefill, decode: nodes apart; both, or none.
-        mixed: nodes that do both, where there are none apart.
-        drafts: of a request in a step.
-        seed: of acceptance.
+        machine: measurements of every node.
+        requests: by arrival; modified.
+        prefill, decode: numbers of separate nodes; both, or none.
+        mixed: nodes that do both, if there are no separate ones.
+        drafts: drafts of a request in a step.
+        seed: seed of acceptance.
     """
     draw = random.Random(seed).random
-    numbers = itertools.count()  # of two events at the same time, the older one is first
+    numbers = itertools.count()  # of two events at the same time, the older one comes first
     events: list[tuple[float, int, Callable[[float], None]]] = []
     prompts: list[Node] = []
     decoders: list[Node] = []
@@ -265,7 +265,7 @@ def simulate(
 
 @dataclass(frozen=True)
 class Outcome:
-    """Of all requests: a 95th percentile each, and a mean."""
+    """Results over all requests: two 95th percentiles and a mean."""
 
     first_token: float
     gap: float
@@ -273,7 +273,7 @@ class Outcome:
 
 
 def outcome(machine: Machine, rate: float, count: int = REQUESTS, **nodes: int) -> Outcome:
-    """What requests get at so many a second."""
+    """Return the outcome at `rate` requests per second."""
     requests = arrivals(machine, rate, count, SEED)
     simulate(machine, requests, **{"prefill": 0, "decode": 0, **nodes})
     firsts = [one.first_token for one in requests]
@@ -286,7 +286,7 @@ def _p95(values: list[float]) -> float:
 
 
 def most(machine: Machine, first_token: float, gap: float, **nodes: int) -> float:
-    """The most requests a second that get their tokens within these times, by bisection."""
+    """Return the highest request rate per second that meets both time limits, by bisection."""
     row_seconds = machine.seconds(machine.max_rows) / machine.max_rows
     low, high = 0.0, sum(nodes.values()) / (machine.prompt_tokens * row_seconds)
     for _ in range(7):
@@ -298,7 +298,7 @@ def most(machine: Machine, first_token: float, gap: float, **nodes: int) -> floa
 
 
 def best_drafts(machine: Machine, running: int, most_drafts: int = 8) -> int:
-    """How many drafts give the most tokens a second where so many requests decode."""
+    """Return the number of drafts that maximizes the speed of `running` decoding requests."""
 
     def speed(drafts: int) -> float:
         chance = machine.acceptance
@@ -308,13 +308,13 @@ def best_drafts(machine: Machine, running: int, most_drafts: int = 8) -> int:
     return max(range(most_drafts + 1), key=speed)
 
 
-# ---- what is printed and drawn ----
+# ---- printing and drawing ----
 
-_FIRST_TOKEN, _GAPS = 5.0, (0.15, 0.1)  # seconds that 95 of 100 requests wait at most
+_FIRST_TOKEN, _GAPS = 5.0, (0.15, 0.1)  # limits in seconds for the 95th percentile
 _OUTPUTS = (32, 128, 512)
 _RUNNING = (1, 2, 4, 8, 16, 32, 64)
-_RATES = tuple(0.2 * place for place in range(1, 13))  # of three nodes, in requests a second
-# Three nodes: most rows of prompts beside decoding, and what they do.
+_RATES = tuple(0.2 * place for place in range(1, 13))  # for three nodes, in requests per second
+# Three nodes: most prompt rows beside decoding, and the roles of the nodes.
 _KINDS: dict[str, tuple[int, dict[str, int]]] = {
     "both, 128 rows": (128, {"mixed": 3}),
     "both, 16 rows": (16, {"mixed": 3}),
@@ -325,7 +325,7 @@ _PANEL, _LEFT = 170, 60
 
 
 def table(machine: Machine) -> str:
-    """What three nodes bear, together and apart, and how many drafts pay, as Markdown."""
+    """Return Markdown tables of the load that three nodes sustain, and of the best draft counts."""
     lines = [f"| gap | output tokens | {' | '.join(_KINDS)} |", "| --- " * (2 + len(_KINDS)) + "|"]
     for gap, output in itertools.product(_GAPS, _OUTPUTS):
         rates = [
@@ -344,7 +344,7 @@ def table(machine: Machine) -> str:
 def _curve(
     points: Sequence[tuple[float, float]], top: float, right: float, most_y: float, colour: str
 ) -> str:
-    """A line through points, in a panel whose lower left corner is (0, 0)."""
+    """Return a line through points, in a panel whose lower left corner is (0, 0)."""
     places = " ".join(
         f"{_LEFT + x / right * (WIDTH - _LEFT - MARGIN):.1f},"
         f"{top + _PANEL - min(y / most_y, 1.0) * _PANEL:.1f}"
@@ -354,7 +354,7 @@ def _curve(
 
 
 def _axes(top: float, most_y: float, unit: str, labels: Sequence[tuple[float, str]]) -> list[str]:
-    """A frame with its greatest value, and texts below it, each at its share of the width."""
+    """Return a frame with its greatest value, and texts below it at fractions of the width."""
     width = WIDTH - _LEFT - MARGIN
     frame = f'x="{_LEFT}" y="{top}" width="{width}" height="{_PANEL}"'
     return [
@@ -369,7 +369,7 @@ def _axes(top: float, most_y: float, unit: str, labels: Sequence[tuple[float, st
 
 
 def drawn(machine: Machine) -> str:
-    """The picture: gaps by load, together and apart; and the best drafts by load."""
+    """Return the picture: gaps by load, mixed and separate, and the best drafts by load."""
     top, most_gap, right = 76.0, 0.2, _RATES[-1]
     body = [words(MARGIN, 30, "Time between two steps of a request, 95th percentile", "title")]
     for place, (name, (rows, nodes)) in enumerate(_KINDS.items()):
@@ -403,7 +403,7 @@ def drawn(machine: Machine) -> str:
 
 
 def main() -> None:
-    """Prints or draws."""
+    """Print the table or draw the picture."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("file", nargs="?", type=Path, default=EXAMPLE)
     parser.add_argument("--draw", action="store_true", help=f"write {PICTURE.name}")
