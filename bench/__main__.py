@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`python -m bench [--only FAMILY[,FAMILY]]`: measures, prints the table, writes the JSON file.
+"""`python -m bench [--only FAMILY[,FAMILY]]`: measure, print the table, write the JSON file.
 
 The read line, the threads and the cores are fixed before torch is imported. Families run in an
-order that leaves the machine's memory to the big ones last; a family that fails is reported and
-the rest still runs. `--device cuda` measures on a GPU, with families of its own; `--device
-rehearsal` runs their code on the CPU with small sizes, and keeps figures, which mean nothing, only
-where --results says so.
+order in which the big ones, which need most memory, come last; a family that fails is reported and
+the rest still runs. `--device cuda` measures on a GPU, with separate families; `--device rehearsal`
+runs their code on the CPU with small sizes, and saves its figures, which mean nothing, only if
+--results names a file.
 """
 
 import argparse
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from bench.common import Figure
     from bench.cuda import CudaBench
 
-# Each family and the module it lives in.
+# Each family and its module.
 FAMILIES = {
     "machine": "machine",
     "binding": "binding",
@@ -65,7 +65,7 @@ FAMILIES = {
     "qwen06_quantized": "quantized",
     "vllm": "vllm",
 }
-# In the order in which they tell most (tools/gpu_check/steps.py runs them apart).
+# The most informative first (tools/gpu_check/steps.py runs them separately).
 CUDA_FAMILIES = {
     "facts": "gpu_facts",
     "ablations": "ablations",
@@ -89,7 +89,7 @@ GROUPS = {
     "engine": ("server", "lossless", "ngram", "suffix", "bundled", "qwen06"),
     "mtp": ("methods", "acceptance"),
 }
-# Minutes each, so apart: `make bench-methods`, `make bench-replay` and the like.
+# These take minutes each, so they run separately: `make bench-methods`, `make bench-replay`, ...
 ON_REQUEST = (
     "accuracy",
     "answers",
@@ -109,7 +109,7 @@ BUDGET_MINUTES = 20
 
 
 def main() -> int:
-    """Runs the chosen families; the exit status counts families that failed, not missed bars."""
+    """Run the chosen families; return how many failed (missed bars do not count)."""
     parser = argparse.ArgumentParser(prog="python -m bench", description=__doc__)
     parser.add_argument("--only", default="", help=f"comma-separated: {', '.join(FAMILIES)}")
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda", "rehearsal"))
@@ -175,7 +175,7 @@ def main() -> int:
 
 
 def main_cuda(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> int:
-    """The same on a GPU, or its rehearsal."""
+    """Run the families on a GPU, or their rehearsal."""
     from bench import common, cuda
 
     chosen = [name for name in arguments.only.split(",") if name] or list(CUDA_FAMILIES)
@@ -202,7 +202,7 @@ def main_cuda(parser: argparse.ArgumentParser, arguments: argparse.Namespace) ->
 
 
 def _keeper(family: str, path: Path) -> "Callable[[CudaBench], None]":
-    """Writes a family's figures whenever there is another: a run that is killed keeps them."""
+    """Return a function that saves a family's figures after each one, in case the run is killed."""
     from bench import common, cuda
 
     begun = time.monotonic()
@@ -224,7 +224,7 @@ def _keeper(family: str, path: Path) -> "Callable[[CudaBench], None]":
 
 
 def summary(figures: "list[Figure]", failed: list[str], minutes: float) -> None:
-    """What the run amounts to, in a few lines."""
+    """Print a summary of the run in a few lines."""
     missed = [figure for figure in figures if figure.met is False]
     print(f"{len(figures)} figures in {minutes:.1f} min, {len(missed)} below their bars")
     for figure in missed:

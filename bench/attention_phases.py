@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The phases of `append_attention`'s blocks during a call, as shares of it, from its stamps.
+"""Phases of `append_attention`'s blocks as fractions of a call, from their time stamps.
 
 A call lasts from the start of its first block to the end of its last one. Each block has that time
-once: the time in a phase is its share, and the rest is `idle`.
+once: the fraction spent in a phase is its share, and the rest is `idle`.
 """
 
 from collections.abc import Sequence
@@ -18,7 +18,7 @@ from bench.cuda import Call, CudaBench
 IDLE = "idle"  # blocks that have not begun or have ended
 SHARES = (*attention.PHASES, IDLE)
 WORDS = 3 + len(attention.PHASES)
-MOST_BLOCKS = 1024  # of any GPU's grid
+MOST_BLOCKS = 1024  # upper bound on any GPU's grid
 CALLS = 9
 WHAT = {
     "plan": "working out who does what",
@@ -31,10 +31,10 @@ WHAT = {
 
 
 def add_phases(bench: CudaBench, id: str, what: str, calls: Sequence[Call]) -> None:
-    """Microseconds of a call in which its blocks do each of these, and the share of the call.
+    """Add the microseconds and the fraction of a call that its blocks spend in each phase.
 
-    Each of some calls, on pages that are cold, is stamped; a figure is the median of them. Where
-    the calls cannot be stamped, a note says why.
+    Several calls on cold pages are stamped; a figure is their median. If the calls cannot be
+    stamped, a note says why.
     """
     stamps = torch.zeros(MOST_BLOCKS, WORDS, dtype=torch.int64, device=bench.device)
     if not bench.runs(f"{id}.phases", lambda: attention.set_phase_stamps(stamps)):
@@ -66,7 +66,7 @@ def add_phases(bench: CudaBench, id: str, what: str, calls: Sequence[Call]) -> N
 
 
 def shares_of(stamps: Tensor) -> tuple[float, dict[str, float]]:
-    """How long a call took, in microseconds, and the share of it that blocks spent on each thing.
+    """Return a call's duration in microseconds, and the fraction of it that each phase took.
 
     Args:
         stamps: [rows, 8], int64, as `attention.set_phase_stamps` describes them; rows of zeros
@@ -75,7 +75,7 @@ def shares_of(stamps: Tensor) -> tuple[float, dict[str, float]]:
     rows = stamps[stamps[:, 0] != 0].double()
     begin, end, cycles = rows[:, 0], rows[:, 1], rows[:, 2:-1]
     took = float(end.max() - begin.min())
-    # The clock of all blocks has steps of up to a microsecond: one rate for all of them.
+    # The global clock has steps of up to a microsecond, so all blocks share one rate.
     ns_of_cycle = float((end - begin).sum() / cycles.sum())
     spent = cycles.mean(dim=0) * ns_of_cycle / took
     shares = dict(zip(attention.PHASES, spent.tolist(), strict=True))

@@ -1,21 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where the time of `append_attention` goes on a GPU, from outside: the same call with less to do.
+"""Costs of the parts of `append_attention` on a GPU, measured by calls with less to do.
 
-Each case leaves one thing out of the whole call, and but for the last no kernel is built for it:
+Each case removes one thing from the whole call; only the last needs its own build of the kernel:
 
-* `hot`: the pages are some of 16 MB, which lie in the second-level cache, each block having others:
-  no key or value comes from memory. If it takes as long as the whole call, memory is not the
-  bottleneck.
+* `hot`: the pages are from 16 MB that stay in the L2 cache, different ones for each block: no key
+  or value comes from DRAM. If it takes as long as the whole call, memory is not the bottleneck.
 * `launch`: the requests are no longer than their rows. The grid, the plan, the results and one
   tile are left: the cost of a call before it streams.
 * `unsplit`: a workspace too small to split in. No states are written and merged: if it is faster
   than the whole call, splitting costs more than it gains; if slower, the difference is its gain.
-* `no_mma`: another build of the kernel, without one instruction of the tensor cores; its results
-  mean nothing. If it takes as long as the whole call, arithmetic is not the bottleneck.
+* `no_mma`: another build of the kernel, without tensor-core instructions; its results mean
+  nothing. If it takes as long as the whole call, arithmetic is not the bottleneck.
 
-`verify` with top-p is taken apart in the same way, for 256 requests of 5 rows.
+`verify` with top-p is analyzed in the same way, for 256 requests of 5 rows.
 
-The phases of the whole call are measured by a kernel whose blocks keep time
+The phases of the whole call are measured by a kernel whose blocks record time stamps
 (`bench/attention_phases.py`). `tools/gpu_check/held_back.py` draws the conclusion.
 """
 
@@ -51,18 +50,18 @@ WHAT_OF_VERIFY = {
     "scan": "rows read once and drafts walked, nothing chosen by a filter: greedy",
     "leaf": "over one leaf of tokens: launch, choice and walk alone",
 }
-LEAF_LOGITS = 1024  # of 2 KB in bf16
+LEAF_LOGITS = 1024  # 2 KB in bf16
 NO_MMA = {r"(void mma_m16n8k16\(.*?\) \{).*?\n\}\n": r"\g<1>}\n"}
 
 
 def run_ablations_cuda(bench: CudaBench) -> None:
-    """Microseconds of each case, and its share of the whole call."""
+    """Measure the microseconds of each case, and its fraction of the whole call."""
     for id, what, cache, q, qo_indptr, q_len in _calls(bench):
         cases = _cases(bench, id, cache, q, qo_indptr, q_len)
         _add(bench, id, what, cases)
         add_phases(bench, id, what, cases["whole"])
     _verify(bench)
-    # Last, since its kernel is compiled first: what takes so long leaves the rest alone.
+    # Last, because its kernel must be compiled first, which takes long.
     module = attention._C
     if not bench.rehearsal:
         variants = {"no_mma": NO_MMA}
@@ -74,7 +73,7 @@ def run_ablations_cuda(bench: CudaBench) -> None:
 
 
 def _verify(bench: CudaBench) -> None:
-    """The parts of `verify` with top-p: what it reads, what it chooses, what it walks."""
+    """Measure the parts of `verify` with top-p: scanning, choosing and walking."""
     batch = bench.pick(BATCH, 2)
     cold = random_logits(bench, batch * VERIFY_ROWS, torch.bfloat16)
     leaf = [cold[0][:, : bench.pick(LEAF_LOGITS, 64)].contiguous()]
@@ -98,7 +97,7 @@ def _verify(bench: CudaBench) -> None:
 
 
 def _verify_phases(bench: CudaBench, calls: Sequence[Call], batch: int) -> None:
-    """The shares of its blocks' time that `verify` scans, chooses and walks, of one cold call."""
+    """Add the fractions of block time that `verify` scans, chooses and walks in a cold call."""
     words = 3 + len(sampling.VERIFY_PHASES)
     blocks = max(batch * VERIFY_ROWS, MOST_BLOCKS)
     stamps = torch.zeros(blocks, words, dtype=torch.int64, device=bench.device)
@@ -119,7 +118,7 @@ def _verify_phases(bench: CudaBench, calls: Sequence[Call], batch: int) -> None:
 
 
 def _calls(bench: CudaBench) -> Iterator[tuple[str, str, Cache, Tensor, Tensor, int]]:
-    """Id, words, cache, q, qo_indptr and rows of every call that is looked at."""
+    """Yield id, description, cache, q, qo_indptr and rows of every measured call."""
     for name in LOADS:
         cache = Cache(bench, loads(bench)[name])
         for group in GROUPS:

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How far quantized models are from the one in float32: divergence (KL), and the likeliest token.
+"""Accuracy of quantized models against float32: KL divergence, and the most likely token.
 
-The texts are the benches' prompts. Models: the bundled one, and Gemma 3 270M where `make gemma` has
-put it. Weights are rounded as they are loaded; each row of the table runs in bfloat16 otherwise.
+The texts are the benchmarks' prompts. Models: the bundled one, and Gemma 3 270M if `make gemma` has
+fetched it. Weights are rounded as they are loaded; otherwise each row of the table runs in
+bfloat16.
 """
 
 from collections.abc import Iterator
@@ -26,21 +27,21 @@ from bench.common import Bench, Figure
 from bench.recorded_logits import one_step, prompts
 
 TEXTS = 12
-TOKENS = 160  # of a text
+TOKENS = 160  # per text
 FP8_BLOCK = 128  # inputs and outputs
 GEMMA = Path.home() / ".cache" / "specops" / "gemma" / "gemma-3-270m-q4_k_m.gguf"
 
 
 @dataclass(frozen=True)
 class Rounding:
-    """What becomes of weights: of layers' projections, and of the head.
+    """Quantization of the layers' projections and of the head.
 
     Attributes:
-        name: of the figures.
-        kind: "int8", "int4" or "fp8"; "file": they stay as they are in the file; None: plain.
-        group: inputs that share a scale; 0: all.
-        activations: to what rows are rounded; None: as kind's own.
-        head: the head's kind, as `quantize_head` has it.
+        name: name in the figures.
+        kind: "int8", "int4" or "fp8"; "file": as in the file; None: not quantized.
+        group: inputs that share a scale; 0 for all.
+        activations: rounding of rows; None for the kind's default.
+        head: the head's kind, as in `quantize_head`.
     """
 
     name: str
@@ -66,7 +67,7 @@ ROUNDINGS = (
 
 
 class _Rounded(Checkpoint):
-    """A checkpoint whose weights are rounded so."""
+    """A checkpoint that quantizes its weights by a Rounding."""
 
     def __init__(self, directory: Path, rounding: Rounding, dtype: torch.dtype) -> None:
         settings = WeightSettings(
@@ -91,7 +92,7 @@ class _Rounded(Checkpoint):
         kind, group, rows = self._of[quantization]
         if kind == "file":
             return dense.pack_weight(weight, activation=activation)
-        if isinstance(weight, QuantizedWeight):  # its numbers are the model's own here
+        if isinstance(weight, QuantizedWeight):  # use its values in the model's dtype
             weight = dequantize_weight(weight, self.dtype)
         if kind is None:
             return dense.pack_weight(weight, activation=activation)
@@ -100,7 +101,7 @@ class _Rounded(Checkpoint):
 
 
 def _fp8(weight: Tensor) -> QuantizedWeight:
-    """With a scale for 128 inputs of 128 outputs; the largest of them is the largest code."""
+    """Quantize with a scale per block of 128 x 128; its maximum maps to fp8's maximum."""
     below, right = (-size % FP8_BLOCK for size in weight.shape)
     padded = torch.nn.functional.pad(weight.float(), (0, right, 0, below))
     tiles = padded.unflatten(1, (-1, FP8_BLOCK)).unflatten(0, (-1, FP8_BLOCK))
@@ -111,7 +112,7 @@ def _fp8(weight: Tensor) -> QuantizedWeight:
 
 
 def run_accuracy(bench: Bench) -> None:
-    """Every rounding beside the model in float32, at every position of the texts."""
+    """Compare every rounding with the model in float32, at every position of the texts."""
     models = {"bundled": BUNDLED}
     if GEMMA.is_file():
         models["gemma"] = gguf_directory(GEMMA)
@@ -128,7 +129,7 @@ def run_accuracy(bench: Bench) -> None:
 def _log_probs(
     directory: Path, rounding: Rounding, dtype: torch.dtype, texts: list[list[int]]
 ) -> Iterator[Tensor]:
-    """[tokens, vocabulary] of each text."""
+    """Yield the log probabilities [tokens, vocabulary] of each text."""
     source = _Rounded(directory, rounding, dtype)
     model = build(read_model_config(directory), source, dtype, TOKENS)
     kinds = {weight.kind for layer in model.layers for weight in layer.weights}

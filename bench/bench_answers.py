@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Suffix drafts from earlier answers to the same prompt: tokens per step, which depend on no clock.
+"""Suffix drafts from earlier answers to the same prompt: tokens per step, which need no clock.
 
-Groups of samples of one prompt, as reinforcement learning has them: all of a group at once, and
-one of each prompt after the other; and retries, which give the same answer again.
+Groups of samples of one prompt, as in reinforcement learning: all of a group at once, and one of
+each prompt after the other; and retries, which give the same answer again.
 """
 
 from collections.abc import Sequence
@@ -16,7 +16,7 @@ NUM_PROMPTS, GROUP, NEW_TOKENS, SHORT_TOKENS, DRAFTS = 16, 8, 128, 32, 8
 
 
 def run_answers(bench: Bench) -> None:
-    """Every order of samples, at two temperatures, and retries of two lengths."""
+    """Measure every order of samples, at two temperatures, and retries of two lengths."""
     for text in ("completions", "edits"):
         for temperature in (0.4, 0.8):
             samples = [
@@ -46,7 +46,7 @@ def _add(
     *,
     last_alone: bool = False,
 ) -> None:
-    """Tokens per step with earlier answers and without, of all rounds or the last one."""
+    """Add tokens per step with earlier answers and without, of all rounds or the last one."""
     lengths, texts = {}, {}
     for answers in (0, GROUP):
         engine = Engine(

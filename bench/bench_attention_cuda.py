@@ -21,7 +21,7 @@ GROUPS = (4, 8)
 
 
 def run_attention_cuda(bench: CudaBench) -> None:
-    """Share of the read line by load, group and rows; what 8 rows cost over 1."""
+    """Measure the fraction of the read line by load, group and rows, and 8 rows over 1."""
     for load in loads(bench).values():
         for page_size in (16, 64) if load.name == "b32.4k" else (16,):
             cache = Cache(bench, load, page_size)
@@ -63,7 +63,7 @@ KINDS_8BIT = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
 
 
 def run_attention_8bit_cuda(bench: CudaBench) -> None:
-    """Caches of 8 bits: their share of the read line, and their time over that of bf16 caches."""
+    """Measure 8-bit caches: their fraction of the read line, and their time over bf16 caches."""
     for load in loads(bench).values():
         caches = {"bf16": Cache(bench, load)}
         caches |= {kind: Cache(bench, load, dtype=dtype) for kind, dtype in KINDS_8BIT.items()}
@@ -84,8 +84,8 @@ def run_attention_8bit_cuda(bench: CudaBench) -> None:
         del caches, cases
 
 
-# Leaves and chunks of other sizes. The product's never depend on the load; a schedule that is free
-# to choose would take the fastest of these, so that is what exactness is priced against.
+# Other sizes of leaves and chunks. The product's sizes never depend on the load; a schedule that is
+# free to choose would take the fastest of these, so they show the price of exactness.
 SPLITS_HEADER = "attention/append_attention/cuda/plan.cuh"
 FREE_SPLITS = {
     "leaf512": constants(kLeafTokens=512, kChunkLeaves=4),
@@ -96,7 +96,7 @@ FREE_SPLITS = {
 
 
 def run_exactness_cuda(bench: CudaBench) -> None:
-    """The fixed leaves and chunks against the fastest of other sizes, chosen for each load."""
+    """Time the fixed leaves and chunks against the fastest other sizes for each load."""
     modules = {"leaf512": attention._C}
     if not bench.rehearsal:
         modules = build(FREE_SPLITS, SPLITS_HEADER, BF16_ATTENTION)
@@ -107,7 +107,7 @@ def run_exactness_cuda(bench: CudaBench) -> None:
             id = f"exactness.{load.name}.q{q_len}"
             cases = {"ours": cache.ours(q, qo_indptr)}
             for name, module in modules.items():
-                # Each build says itself how large its workspace is.
+                # The workspace size depends on the build.
                 workspace = using(module, partial(cache.workspace, q))()
                 calls = cache.ours(q, qo_indptr, workspace=workspace)
                 calls = [using(module, call) for call in calls]

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """`append_attention` on a GPU against FlashInfer's fastest path, and cascades of both.
 
-Every path of FlashInfer that runs is timed in turn with ours on the same memory. For one that does
-not run, the reason is recorded with the figures. A path counts only if its result equals ours.
+Every path of FlashInfer that runs is timed in turn with ours on the same memory. For a path that
+does not run, the reason is recorded with the figures. A path counts only if its result equals ours.
 """
 
 from dataclasses import dataclass
@@ -22,7 +22,7 @@ GROUPS = (4, 8)
 
 
 def run_attention_peers_cuda(bench: CudaBench) -> None:
-    """Ours and every path of FlashInfer, in turn."""
+    """Time ours and every path of FlashInfer, in turn."""
     space = flashinfer.workspaces(bench.device, bench.pick(flashinfer.WORKSPACE_BYTES, 64))
     labels = _installed(bench, "attention_peers", tuple(flashinfer.PATHS))
     for name in LOADS:
@@ -51,7 +51,7 @@ def run_attention_peers_cuda(bench: CudaBench) -> None:
 
 
 def _installed(bench: CudaBench, family: str, labels: tuple[str, ...]) -> tuple[str, ...]:
-    """The labels; none where the package is missing, which is said once."""
+    """Return the labels; empty if the package is missing, which is noted once."""
     try:
         module()
     except Refused as refused:
@@ -74,7 +74,7 @@ def _paths(
 
 
 def _result(bench: CudaBench, call: Call) -> Tensor:
-    """A copy of what our call computes."""
+    """Return a copy of our call's result."""
     out = call()
     assert isinstance(out, Tensor)
     bench.synchronize()
@@ -92,12 +92,12 @@ class Shared:
 
     @property
     def num_bytes(self) -> int:
-        """Of keys and values, what is shared counted once."""
+        """Bytes of keys and values, counting shared ones once."""
         return TOKEN_BYTES * (self.prefix_len + self.batch * self.own_len)
 
 
 def shared_loads(bench: CudaBench) -> list[Shared]:
-    """A system prompt, and a long document, under many requests."""
+    """Return the loads: a system prompt and a long document, under many requests."""
     return bench.pick(
         [
             Shared("b32.2k", 32, 2048, 256),
@@ -109,7 +109,7 @@ def shared_loads(bench: CudaBench) -> list[Shared]:
 
 
 class SharedCache(Cache):
-    """A cache in which every request's table begins with the same pages."""
+    """A cache in which every request's page list begins with the same pages."""
 
     def __init__(self, bench: CudaBench, shared: Shared) -> None:
         self.shared = shared
@@ -135,7 +135,7 @@ class SharedCache(Cache):
         self._bench = bench
 
     def declared(self) -> dict[str, Tensor]:
-        """What tells our op of the prefix."""
+        """Return the arguments that declare the prefix to our op."""
         batch, ints = self.shared.batch, self._bench.ints
         return {
             "prefix_leaders": ints([[0] * batch]),
@@ -143,7 +143,7 @@ class SharedCache(Cache):
         }
 
     def levels(self, qo_indptr: Tensor) -> list[flashinfer_cascade.Level]:
-        """What tells FlashInfer of it: all rows are one group, then each request is its own."""
+        """Return FlashInfer's levels: all rows as one group, then each request as its own."""
         rows = [qo_indptr[[0, -1]].contiguous(), qo_indptr]
         ints = self._bench.ints
         return [
@@ -153,7 +153,7 @@ class SharedCache(Cache):
 
 
 def run_cascade_cuda(bench: CudaBench) -> None:
-    """The declared prefix beside none, beside the read line, and beside FlashInfer's cascades."""
+    """Time the declared prefix against none, the read line, and FlashInfer's cascades."""
     space = flashinfer.workspaces(bench.device, bench.pick(flashinfer.WORKSPACE_BYTES, 64))
     labels = _installed(bench, "cascade", flashinfer_cascade.CASCADES)
     for shared in shared_loads(bench):

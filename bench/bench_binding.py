@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The cost of a call into specops before any work: binding, checks, Python function."""
+"""The overhead of a call into specops before any work: binding, checks, Python function."""
 
 from unittest import mock
 
@@ -13,7 +13,7 @@ from bench.cuda import CudaBench
 
 
 def run_binding(bench: Bench) -> None:
-    """`sample` on no rows takes ten tensors, is checked in full, and then has nothing to do."""
+    """Time `sample` on no rows: it takes ten tensors, is checked in full, and has no work to do."""
     real, whole = torch.empty(0), torch.empty(0, dtype=torch.int32)
     logits, seeds = torch.empty(0, 16), torch.empty(0, dtype=torch.int64)
     names = ("temperature", "top_k", "top_p", "min_p", "seeds", "choice_index", "logprobs", "out")
@@ -21,7 +21,7 @@ def run_binding(bench: Bench) -> None:
     keywords = dict(zip(names, tensors, strict=True))
     with mock.patch.object(_C, "sample") as seen:
         sampling.sample(logits, whole, **keywords)
-    call = seen.call_args.args  # what the Python function hands on, whatever the order is
+    call = seen.call_args.args  # the arguments in the order that the Python function passes
     timing = bench.alternate(
         {
             "binding": lambda: _C.sample(*call),
@@ -47,7 +47,7 @@ def run_binding(bench: Bench) -> None:
 
 
 def run_binding_cuda(bench: CudaBench) -> None:
-    """Host time of eager calls, checks and launch included; buffers are the caller's."""
+    """Time eager calls on the host, including checks and launch; the caller provides buffers."""
     width = 1024
     x, weight, out = bench.randn(1, width), bench.randn(width), bench.randn(1, width)
     pair = bench.randn(1, 2 * width)

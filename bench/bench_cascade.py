@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Requests that share a prefix: `append_attention` with the sharing found, and whole engine runs.
+"""Requests that share a prefix: `append_attention` with detected sharing, and whole engine runs.
 
 The op: 16 requests that share 4,096 tokens and have 256 of their own, bf16, 16 query and 8 KV heads
-of 128, with the groups that the engine finds in the page lists, compared with the same call
-without. And groups that can hardly pay, few members or few tokens, where declaring them must cost
-nothing.
+with head_dim 128. The groups that the engine finds in the page lists are compared with the same
+call without them. Groups that can hardly pay, with few members or few tokens, are measured as well:
+there, declaring them must cost nothing.
 
 The engine: 16 requests on one prompt of 2,048 tokens in the shape of Qwen3-0.6B with random
-weights, with sharing and without; and the share of a run that finding shared pages takes.
+weights, with sharing and without; and the fraction of a run spent on finding shared pages.
 """
 
 import statistics
@@ -35,7 +35,7 @@ from bench.common import Bench, Figure
 QO_HEADS, KV_HEADS, HEAD_DIM, PAGE_SIZE, LEAF = 16, 8, 128, 16, 64
 SHARING, PREFIX_LEN, OWN_LEN = 16, 4096, 256
 PROMPT_LEN, NEW_TOKENS = 2048, 24  # of an engine run
-SHORT_PROMPT_LEN, SHORT_TOKENS = 512, 64  # of one with the bundled model
+SHORT_PROMPT_LEN, SHORT_TOKENS = 512, 64  # of a run with the bundled model
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ class Sharing:
 
 
 GAIN_REQUESTS, GAIN_PREFIX_LENS = (4, 16, 64), (512, 2048, 8192)
-# What sharing saves here is at most a few percent of the call.
+# Sharing saves at most a few percent of these calls.
 HARDLY = (
     Sharing("pairs", 16, 2, 64, 960),
     Sharing("short", 16, 16, 64, 1984),
@@ -59,7 +59,7 @@ HARDLY = (
 
 
 def run_cascade(bench: Bench) -> None:
-    """The op where sharing pays and where it does not, and the engine."""
+    """Measure the op where sharing pays and where it does not, and the engine."""
     whole = Sharing("whole", SHARING, SHARING, PREFIX_LEN, OWN_LEN)
     for q_len, bar in ((1, "ratio >= 3"), (5, "ratio >= 1.5")):
         what = f"{SHARING} requests, {PREFIX_LEN:,} tokens shared, {OWN_LEN} own, {q_len} rows each"
@@ -82,7 +82,7 @@ def run_cascade(bench: Bench) -> None:
 
 
 def gain_id(requests: int, length: int) -> str:
-    """Of the figure of one size, in results files."""
+    """Return the id of the figure of one size, in results files."""
     return f"cascade.gain.r{requests}.p{length}"
 
 
@@ -108,7 +108,7 @@ def _add_op(
 
 
 def _cases(sharing: Sharing, q_len: int) -> dict[str, Callable[[], object]]:
-    """A call with the groups that are found, and the same without."""
+    """Return a call with the groups that are found, and the same without."""
     count, generator = sharing.requests, torch.Generator().manual_seed(0)
     shared_pages, own_pages = sharing.shared // PAGE_SIZE, sharing.own // PAGE_SIZE
     num_shared = count // sharing.group * shared_pages
@@ -170,7 +170,7 @@ def _engine(
 
 
 def _add_engine(bench: Bench) -> None:
-    """Both engines have the prompt in their caches; they run in turn."""
+    """Time both engines in turn, with the prompt in their caches."""
     model = checkpoints.without_weights("qwen06_shape", checkpoints.QWEN06).path
     engines = {
         name: _engine(bench, model, PROMPT_LEN + NEW_TOKENS + 1, SHARING, shares=shares)
@@ -178,7 +178,7 @@ def _add_engine(bench: Bench) -> None:
     }
     prompt = [3 + i % 61 for i in range(PROMPT_LEN)]
     texts: dict[str, list[list[int]]] = {}
-    shares = []  # of the runs with sharing: what finding takes of them
+    shares = []  # fraction of the runs with sharing that finding takes
 
     def run(name: str, count: int = SHARING, max_tokens: int = NEW_TOKENS) -> float:
         params = [
@@ -237,7 +237,7 @@ def _add_engine(bench: Bench) -> None:
 
 @contextmanager
 def _finding_timed() -> Iterator[list[float]]:
-    """The seconds that finding takes in each step."""
+    """Yield the seconds that finding takes in each step."""
     arrange, taken = PrefixFinder.arrange, []
 
     def timed(self: PrefixFinder, plan: Plan, at: Mapping[int, Request]) -> None:
@@ -250,7 +250,7 @@ def _finding_timed() -> Iterator[list[float]]:
 
 
 def _add_finding(bench: Bench) -> None:
-    """The smallest model has the shortest steps; requests of all lengths come and go."""
+    """Time finding on the smallest model, whose steps are shortest; requests of all lengths."""
     count = 2 * SHARING
     limit = SHORT_PROMPT_LEN + SHORT_TOKENS + 1
     engine = _engine(bench, checkpoints.BUNDLED, limit, count, shares=True)
@@ -279,7 +279,7 @@ def _add_finding(bench: Bench) -> None:
             "%",
             "us per step",
             1e6 * seconds / num_steps,
-            bar="value <= 1.5",  # of steps as short as these; it takes 20 us
+            bar="value <= 1.5",  # for steps as short as these; it takes 20 us
             threads=bench.num_threads,
         )
     )

@@ -3,8 +3,8 @@
 
 A call multiplies all four of one layer; layers rotate over at least 512 MiB, so every weight comes
 from memory. Bytes are the weights'; torch multiplies the same numbers. One matrix of a small model,
-which stays in cache, shows the cost of a call itself. On a GPU the layer is that of an 8B model,
-and the elementwise ops of a layer are timed as well.
+which stays in cache, shows the overhead of a call. On a GPU the layer is that of an 8B model, and
+the elementwise ops of a layer are timed as well.
 """
 
 from collections.abc import Callable
@@ -34,7 +34,7 @@ SMALL = (1024, 256)
 
 
 def run_linear(bench: Bench) -> None:
-    """Share of the read line at M rows, M=5 against M=1, and torch beside each."""
+    """Measure the fraction of the read line at M rows, M=5 against M=1, and torch beside each."""
     for dtype, name, row_counts in (
         (torch.bfloat16, "bf16", (1, 2, 3, 4, 5, 8, 64, 256)),
         (torch.float32, "fp32", (1, 2, 5, 8)),
@@ -46,7 +46,7 @@ def run_linear(bench: Bench) -> None:
 
 
 def _gate_up(bench: Bench) -> None:
-    """Gate and up of a layer, and their activation: in one call, beside two."""
+    """Time gate, up and activation of a layer in one call, beside two."""
     outputs, inputs = LAYER[2]
     copies = -(-COLD_BYTES // (2 * outputs * inputs))
     plain = [torch.randn(outputs, inputs).to(torch.bfloat16) * 0.02 for _ in range(copies)]
@@ -76,7 +76,7 @@ def _gate_up(bench: Bench) -> None:
 
 
 def _gated(x: Tensor, weights: list[PackedWeight], outputs: int) -> list[Call]:
-    """Calls that end in silu(gate) * up: one for each weight, of linear alone or silu_mul too."""
+    """Return calls that compute silu(gate) * up, one per weight: fused, or linear plus silu_mul."""
     apart = x.new_empty(x.shape[0], outputs)
     out = x.new_empty(x.shape[0], outputs // 2)
     multiply = _linear(x.shape[0], weights)
@@ -100,7 +100,7 @@ def _in_turn(calls: list[Call]) -> Callable[[], None]:
 
 
 def _cached(bench: Bench) -> None:
-    """Microseconds of one call, its output allocated in it, on weights of 512 KiB."""
+    """Time one call including its output allocation, on weights of 512 KiB."""
     weight = torch.randn(SMALL).to(torch.bfloat16) * 0.02
     packed = pack_weight(weight)
     for rows in (1, 5):
@@ -180,7 +180,7 @@ def _matrices(
                 read_gb_s=timing.read_gb_s(case, peer),
             )
         )
-    # torch's cliff after M=1 in fp32 is a factor of 1.5 to 3; ours must stay far below it.
+    # torch's slowdown after M=1 in fp32 is a factor of 1.5 to 3; ours must stay far below it.
     bench.add(
         Figure(
             f"{prefix}.m5_over_m1",
@@ -225,12 +225,12 @@ def _torch(plain: list[list[Tensor]], inputs: list[Tensor]) -> Callable[[], None
 
 CUDA_LAYER = ((6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336))
 CUDA_HEAD = ((128256, 4096),)
-# Through every form of the kernel: weights streamed past few rows, then tiles of three sizes.
+# Covers every form of the kernel: weights streamed past few rows, then tiles of three sizes.
 CUDA_ROWS = (1, 2, 4, 5, 8, 16, 32, 64, 128, 256, 512, 1024, 2048)
 
 
 def run_linear_cuda(bench: CudaBench) -> None:
-    """Share of the read line at M rows, and torch's matmul beside each."""
+    """Measure the fraction of the read line at M rows, and torch's matmul beside each."""
     _cuda_matrices(bench, "layer", CUDA_LAYER, CUDA_ROWS)
     _cuda_matrices(bench, "head", CUDA_HEAD, (1, 5, 8, 64, 512, 1280))
     _cuda_matrices(bench, "small", (SMALL,), (1, 5, 8))
@@ -271,7 +271,7 @@ def _cuda_matrices(
 
 
 def _cuda_gate_up(bench: CudaBench) -> None:
-    """Microseconds of gate, up and their activation in one launch, beside two."""
+    """Time gate, up and their activation in one launch, beside two."""
     outputs, inputs = bench.pick(CUDA_LAYER[2], (64, 64))
     copies = range(bench.copies(2 * outputs * inputs))
     plain = [bench.randn(outputs, inputs, scale=0.02) for _ in copies]
@@ -287,7 +287,7 @@ def _cuda_gate_up(bench: CudaBench) -> None:
 
 
 def _linear(rows: int, weights: list[PackedWeight]) -> Callable[..., object]:
-    """`linear` with the workspace that the largest of the weights asks for, its head of zeros."""
+    """Return `linear` bound to a zeroed workspace that is large enough for all of the weights."""
     floats = max(linear_workspace_size(rows, weight) for weight in weights)
     device = weights[0].data.device
     workspace = torch.zeros(floats, dtype=torch.float32, device=device) if floats else None
@@ -303,7 +303,7 @@ def _each(op: Callable[..., object], xs: list[Tensor], weights: list, outs: list
 
 
 def run_elementwise_cuda(bench: CudaBench) -> None:
-    """rms_norm, silu_mul and embedding: 8 rows for the time, 4,096 for the bandwidth."""
+    """Time rms_norm, silu_mul and embedding: 8 rows for latency, 4,096 for bandwidth."""
     width, vocab = bench.pick((4096, 128256), (64, 256))
     weight, table = bench.randn(width), bench.randn(vocab, width)
     for rows in bench.pick((8, 4096), (2, 8)):

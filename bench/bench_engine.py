@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Engine steps compared with peers' on the same weights, n-gram speculation, server start.
 
-A peer's step does no more than ours: one forward over the same number of rows and an argmax.
+A peer's step does no more than ours: one forward pass over the same number of rows and an argmax.
 """
 
 import json
@@ -37,7 +37,7 @@ NGRAM = {"method": "ngram", "num_speculative_tokens": 4, "adaptive_verification"
 
 
 def run_qwen06(bench: Bench) -> None:
-    """Decoding and verification in the shape of Qwen3-0.6B at kv 1,024."""
+    """Measure decoding and verification in the shape of Qwen3-0.6B at kv 1,024."""
     peers = load_peers(bench, qwen06(), PEERS)
     for batch in (1, 8):
         names = PEERS if batch == 1 else PEERS[:2]
@@ -64,7 +64,7 @@ def run_qwen06(bench: Bench) -> None:
 
 
 def run_bundled(bench: Bench) -> None:
-    """The bundled model at kv 384: decoding, verification, host time; with others, after pauses."""
+    """Measure the bundled model at kv 384: decoding, verification, host time, load, pauses."""
     peers = load_peers(bench, bundled(), PEERS)
     for batch in (1, 8):
         _steps(
@@ -101,7 +101,7 @@ def run_bundled(bench: Bench) -> None:
 
 
 def run_ngram(bench: Bench) -> None:
-    """The bundled model with n-gram drafts on both kinds of prompts, batch 1, 128 tokens."""
+    """Measure the bundled model with n-gram drafts on both kinds of prompts, batch 1."""
     checkpoint = bundled()
     peers = load_peers(bench, checkpoint, PEERS[:1])
     engine = Engine(
@@ -119,7 +119,7 @@ def run_ngram(bench: Bench) -> None:
 
 
 def run_suffix(bench: Bench) -> None:
-    """The bundled model with suffix drafts, from an empty shared tree, and from known answers."""
+    """Measure suffix drafts on the bundled model, from an empty shared tree and known answers."""
     engine = Engine(
         EngineConfig(
             device="cpu",
@@ -137,7 +137,7 @@ def run_suffix(bench: Bench) -> None:
 def _suffix(
     bench: Bench, engine: Engine, kind: str, prompts: list[list[int]], temperature: float
 ) -> None:
-    """Tokens per second after the first token, over all prompts, plain and with suffix drafts."""
+    """Add tokens per second after the first token over all prompts, plain and with drafts."""
     cache = engine.drafters["suffix"].cache
     params = [
         SamplingParams(max_tokens=MAX_TOKENS, temperature=temperature, seed=i, ignore_eos=True)
@@ -147,7 +147,7 @@ def _suffix(
     def run(index: int, config: Mapping[str, object], known: Iterable[int]) -> Decoding:
         for name in cache.cached_requests:
             cache.evict(name)
-        cache.reclaim()  # what is evicted is drafted from until then
+        cache.reclaim()  # evicted answers are drafted from until then
         for other in known:
             cache.add(answers[other], request_id=other)
         return decode(engine, prompts[index], params[index], config)
@@ -210,7 +210,7 @@ def _suffix(
 
 
 def run_server(bench: Bench) -> None:
-    """From the server's command line to the first token of a streamed answer."""
+    """Time the server from its command line to the first token of a streamed answer."""
     seconds = [bench.undisturbed(_first_token_seconds) for _ in range(bench.pick(3, 1))]
     bench.add(
         Figure(
@@ -226,7 +226,7 @@ def run_server(bench: Bench) -> None:
 
 
 def prompt_token_ids(engine: Engine, kind: str) -> list[list[int]]:
-    """The committed prompts as the bundled model's tokens."""
+    """Return the committed prompts as the bundled model's tokens."""
     prompts = json.loads((BENCH / "prompts" / f"{kind}.json").read_text())
     return [engine.tokenizer.encode(prompt["text"]) for prompt in prompts]
 
@@ -234,7 +234,7 @@ def prompt_token_ids(engine: Engine, kind: str) -> list[list[int]]:
 def load_peers(
     bench: Bench, checkpoint: Checkpoint, names: tuple[str, ...], kind: str = "bf16"
 ) -> dict[str, Peer]:
-    """Starts the peers that are installed, each with its copy of the weights, of that kind."""
+    """Start the installed peers, each with its copy of the weights in format `kind`."""
     peers = {}
     for name in names:
         peer = bench.peer(name)
@@ -261,7 +261,7 @@ def _steps(
     rounds: int,
     bars: dict[tuple[int, int], dict[str, str]],
 ) -> None:
-    """One row, then 1 + DRAFTS rows a request: ours and every peer's, in turn."""
+    """Time one row, then 1 + DRAFTS rows per request: ours and every peer's, in turn."""
     stepper = Stepper(
         checkpoint, batch=batch, kv_len=kv_len, drafts=DRAFTS, num_threads=bench.num_threads
     )
@@ -296,7 +296,7 @@ def step_figures(
     bytes_read: float,
     bars: dict[str, str],
 ) -> None:
-    """Those of a step: over the memory floor, and beside one row and peers in the same run."""
+    """Add a step's figures: over the memory floor, and beside one row and peers of the same run."""
     step = timing.median("ours")
     common = {"threads": bench.num_threads, "read_gb_s": timing.read_gb_s("ours")}
     bench.add(
@@ -333,7 +333,7 @@ def step_figures(
 
 
 def _busy_neighbour(bench: Bench, stepper: Stepper) -> None:
-    """A step while another process keeps one of the two cores busy all the time."""
+    """Time a step while another process keeps one of the two cores busy."""
     busy = subprocess.Popen([sys.executable, "-c", "while True: pass"])
     os.kill(busy.pid, signal.SIGSTOP)
 
@@ -367,7 +367,7 @@ def _busy_neighbour(bench: Bench, stepper: Stepper) -> None:
 
 
 def _after_a_pause(bench: Bench, stepper: Stepper) -> None:
-    """Steps that follow a pause, as a server's do: the threads had gone to sleep."""
+    """Time steps after a pause, as in a server: the threads have gone to sleep."""
 
     def after() -> float:
         time.sleep(0.03)
@@ -398,7 +398,7 @@ def _speculation(
     prompts: list[list[int]],
     temperature: float,
 ) -> None:
-    """Tokens per second after the first token, over all prompts, ours plain and ours drafting."""
+    """Add tokens per second after the first token, over all prompts, plain and with drafts."""
     runs: dict[str, list[Decoding]] = {"plain": [], "ngram": []}
     llama_seconds, reads = 0.0, []
     for index, prompt in enumerate(prompts):
@@ -500,7 +500,7 @@ def _first_token_seconds() -> float:
 
 
 def run_bundled_cuda(bench: CudaBench) -> None:
-    """The bundled model: tokens a second plain and with n-gram drafts, and what they change."""
+    """Measure the bundled model's speed with and without n-gram drafts, and changed texts."""
     device = bench.pick("cuda", "cpu")
     count, max_tokens = bench.pick((20, MAX_TOKENS), (2, 8))
     for batch in (1, 8):
@@ -518,7 +518,7 @@ def run_bundled_cuda(bench: CudaBench) -> None:
             texts, rates = {}, {}
             for case, config in (("plain", {"method": "naive"}), ("ngram", NGRAM)):
                 took = []
-                for _ in range(bench.pick(3, 1)):  # the first captures graphs
+                for _ in range(bench.pick(3, 1)):  # the first one captures graphs
                     begun = time.perf_counter()
                     done = engine.generate(prompts, params, speculative_config=config)
                     took.append(time.perf_counter() - begun)
@@ -549,7 +549,7 @@ def run_bundled_cuda(bench: CudaBench) -> None:
 
 
 def run_qwen8_cuda(bench: CudaBench) -> None:
-    """Whole steps in the shape of Qwen3-8B, random weights, beside the time to read them."""
+    """Time whole steps in the shape of Qwen3-8B, random weights, beside the time to read them."""
     small = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2, "head_dim": 64}
     small |= {"num_key_value_heads": 1, "intermediate_size": 64}
     config = bench.pick(QWEN8, {**QWEN8, **small})

@@ -3,7 +3,7 @@
 
 `make gemma` fetches the file. Texts are of four kinds: edits and completions of Python, openings of
 prose, and questions; 25 each. specops selects its drafts, as it does by default on such a model;
-llama.cpp verifies up to four drafts of prompt lookup a step.
+llama.cpp verifies up to four drafts of prompt lookup per step.
 """
 
 import json
@@ -22,20 +22,20 @@ from bench.common import BENCH, Bench, Figure, Peer, PeerError
 from bench.engine_runs import Decoding, Stepper, decode
 
 MODEL: Path = GEMMA
-# What speculation must gain at its defaults: over plain decoding, at temperature 0.
+# Required gain of speculation at its defaults: over plain decoding, at temperature 0.
 KINDS = {"edits": 1.3, "completions": 1.3, "prose": 0.97, "chat": 0.97}
 METHODS = ("ngram", "suffix")
 DRAFTS = 4
 MAX_TOKENS = 128
-TIMED, COUNTED = 6, 25  # texts of a kind
-COUNTED_TOKENS = 32  # of a text
-BATCH = 8  # of counted texts
+TIMED, COUNTED = 6, 25  # texts per kind
+COUNTED_TOKENS = 32  # per text
+BATCH = 8  # for counted texts
 KV_LEN = 384
 TEMPERATURES = (0.0, 0.8)
 
 
 def run_gemma(bench: Bench) -> None:
-    """Tokens per second: of steps alone and of texts, plain and with drafts, beside llama.cpp."""
+    """Measure tokens per second of steps and texts, plain and with drafts, beside llama.cpp."""
     peer = _llama_cpp(bench)
     for batch in (1, 8):
         _steps(bench, peer, batch)
@@ -65,12 +65,12 @@ def run_gemma(bench: Bench) -> None:
 
 
 def run_gemma_greedy(bench: Bench) -> None:
-    """How many of all texts speculation changes: ours with others in a batch, llama.cpp's alone."""
+    """Count the texts that speculation changes: ours in batches, llama.cpp's alone."""
     _count(bench, 0.0)
 
 
 def run_gemma_seeded(bench: Bench) -> None:
-    """The same of texts that are drawn, each with its seed."""
+    """Count the changed texts of seeded sampling."""
     _count(bench, 0.8)
 
 
@@ -89,7 +89,7 @@ def _count(bench: Bench, temperature: float) -> None:
 
 
 def _steps(bench: Bench, peer: Peer | None, batch: int) -> None:
-    """One row a request, and five."""
+    """Time steps with one row per request, and with five."""
     directory = MODEL if MODEL.is_dir() else gguf_directory(MODEL)
     stepper = Stepper(
         Checkpoint("gemma", directory),
@@ -131,7 +131,7 @@ def _speeds(
     temperature: float,
     plain: dict[str, list[float]],
 ) -> None:
-    """One kind's texts, one by one: after the first token, the prompt's prefix kept."""
+    """Time one kind's texts, one by one, after the first token; prompt prefixes stay cached."""
     runs: dict[str, list[Decoding]] = {name: [] for name in ("plain", *METHODS)}
     theirs: dict[int, list[float]] = {0: [], DRAFTS: []}
     reads = []
@@ -221,11 +221,11 @@ def _engine(bench: Bench, method: str, batch: int) -> Engine:
 
 
 def _forget(engine: Engine) -> None:
-    """What suffix decoding has read, or it would draft from the same text."""
+    """Clear the cache of suffix decoding, which would otherwise draft from the same text."""
     if suffix := engine.drafters.get("suffix"):
         for name in suffix.cache.cached_requests:
             suffix.cache.evict(name)
-        suffix.cache.reclaim()  # what is evicted is drafted from until then
+        suffix.cache.reclaim()  # evicted texts are drafted from until then
 
 
 def _prompts(engine: Engine, kind: str) -> list[list[int]]:
@@ -255,7 +255,7 @@ def _mode(temperature: float) -> str:
 
 
 def _llama_cpp(bench: Bench) -> Peer | None:
-    """The peer with the same file."""
+    """Start llama.cpp with the same file."""
     peer = bench.peer("llama_cpp_peer")
     if peer is not None:
         try:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Properties of the GPU: bandwidths, clocks under load, gaps between kernels, latencies, flops.
 
-A prediction is arithmetic over these, so they are measured first and in the same run.
+Predictions are computed from these, so they are measured first and in the same run.
 """
 
 import ctypes
@@ -16,14 +16,14 @@ from bench.occupancy import add_occupancy
 
 COPY_BYTES = 1 << 30
 MM_SIZE = 8192
-ROUNDS = 1000  # of a chain of latencies
+ROUNDS = 1000  # length of a latency chain
 CLOCK_NS = 50_000_000
-CHAIN_STEP = 1 << 16  # bytes between two links: another page of memory each
-READ_BLOCK_BYTES = 256 * 8 * 16  # of read_cached_kernel: threads, loads, bytes of a load
+CHAIN_STEP = 1 << 16  # bytes between two links: each is on another memory page
+READ_BLOCK_BYTES = 256 * 8 * 16  # of read_cached_kernel: threads, loads, bytes per load
 MMA_WARPS, MMA_CHAINS, MMA_FLOPS = 8, 8, 2 * 16 * 8 * 16  # of mma_peak_kernel
-WGMMA_TILES = 1_000_000  # of 16 x 8
+WGMMA_TILES = 1_000_000  # tiles of 16 x 8
 WGMMA_OUTPUTS = (8, 64)
-RANDOM, EXACT, UNLIKE = range(3)  # Numbers of gpu_facts.cu
+RANDOM, EXACT, UNLIKE = range(3)  # numbers in gpu_facts.cu
 # By their numbers in gpu_facts.cu (Arrival).
 ARRIVALS = {
     "fence_atomic": "a fence (MEMBAR.SC) and an atomic behind it",
@@ -49,8 +49,8 @@ _START = {
 class Probes:
     """The kernels of gpu_facts.cu; in a rehearsal none of them runs.
 
-    A probe whose kernel did not do what is timed is as good as none, and its figure may look well.
-    So each leaves something that only the work itself leaves, and `proven` compares it.
+    A probe whose kernel skips the timed work is useless, although its figure may look good. So each
+    leaves a value that only the work itself produces, and `proven` compares it.
     """
 
     def __init__(self, bench: CudaBench) -> None:
@@ -61,14 +61,14 @@ class Probes:
                 getattr(self._library, name).argtypes = [*types, ctypes.c_void_p]
 
     def proven(self, id: str, what: str, got: int, expected: int) -> bool:
-        """Whether a probe left what it should; else a note says that it is wrong."""
+        """Return whether a probe left the expected value; otherwise add a note that it is wrong."""
         if self._library is not None and got != expected:
             self._bench.note(id, f"the probe is wrong: {what}: {got}, expected {expected}")
             return False
         return True
 
     def start(self, name: str, *arguments: Any, stream: int | None = None) -> None:
-        """Starts a kernel on a stream, the current one by default."""
+        """Start a kernel on a stream, the current one by default."""
         values = [x.data_ptr() if isinstance(x, torch.Tensor) else x for x in arguments]
         assert len(values) == len(_START[name])
         if self._library is None:
@@ -79,14 +79,14 @@ class Probes:
 
 
 def num_sms(bench: CudaBench) -> int:
-    """Of the GPU."""
+    """Return the number of SMs of the GPU."""
     if bench.rehearsal:
         return 1
     return int(torch.cuda.get_device_properties(bench.device).multi_processor_count)
 
 
 def run_facts_cuda(bench: CudaBench) -> None:
-    """All facts, the quickest first."""
+    """Measure all facts, the quickest first."""
     probes = Probes(bench)
     reads = sorted(bench.read_gb_s() for _ in range(9))
     bench.add(Figure("facts.read", "read bandwidth", reads[4], "GB/s"))
@@ -110,7 +110,7 @@ def _copy(bench: CudaBench) -> None:
 
 
 def _gaps(bench: CudaBench, probes: Probes) -> None:
-    """From kernel to kernel in one graph: all that a kernel costs that does nothing."""
+    """Measure kernel-to-kernel time in one graph: the full cost of an empty kernel."""
     timings = bench.time({"gap": [lambda: probes.start("start_empty")]})
     bench.add(time_figure(timings, "gap", "facts.gap", "an empty kernel of a graph"))
     if not bench.rehearsal and torch.cuda.get_device_capability() < (9, 0):
@@ -135,7 +135,7 @@ def _latencies(bench: CudaBench, probes: Probes) -> None:
         if probes.proven(f"facts.{name}", "arrivals that were counted", counter.item(), rounds):
             text = f"latency of {what}, seen by the same thread"
             bench.add(Figure(f"facts.{name}", text, int(passed[0]) / rounds, "cycles"))
-    bench.read_gb_s()  # nothing of the chain is left in the caches
+    bench.read_gb_s()  # clears the chain from the caches
     probes.start("start_chase", chain, passed, rounds)
     bench.synchronize()
     cycles, last = passed.tolist()
@@ -145,7 +145,7 @@ def _latencies(bench: CudaBench, probes: Probes) -> None:
 
 
 def _cached(bench: CudaBench, probes: Probes) -> None:
-    """The bandwidth of L2: data that fits it, read by every SM in turns."""
+    """Measure the bandwidth of L2: data that fits it, read by every SM in turn."""
     blocks, rounds = 4 * num_sms(bench), bench.pick(100, 1)
     num_bytes = blocks * READ_BLOCK_BYTES
     data = torch.ones(num_bytes // 4, dtype=torch.int32, device=bench.device)
@@ -162,7 +162,7 @@ def _cached(bench: CudaBench, probes: Probes) -> None:
 
 
 def _mma(bench: CudaBench, probes: Probes) -> None:
-    """The peak of mma.sync: what its kernels could do if nothing else took time."""
+    """Measure the peak of mma.sync: the limit of its kernels if nothing else took time."""
     blocks, rounds = 4 * num_sms(bench), bench.pick(100, 1)
     once, sums = torch.zeros(2, blocks * MMA_WARPS * 32, device=bench.device)
     probes.start("start_mma_peak", 1, blocks, once)
@@ -179,7 +179,7 @@ def _mma(bench: CudaBench, probes: Probes) -> None:
 
 
 def _wgmma(bench: CudaBench, probes: Probes) -> None:
-    """Whether wgmma has the bits of mma.sync: if it has, kernels may use either."""
+    """Check whether wgmma gives the bits of mma.sync: if so, kernels may use either."""
     if not bench.rehearsal and torch.cuda.get_device_capability() != (9, 0):
         for outputs in WGMMA_OUTPUTS:
             bench.note(f"facts.wgmma_n{outputs}", "only compute capability 9.0 has wgmma")
@@ -208,7 +208,7 @@ def _wgmma(bench: CudaBench, probes: Probes) -> None:
 
 
 def _mm(bench: CudaBench) -> Callable[[], object]:
-    """A large matmul in bf16, once timed as the peak of the tensor cores."""
+    """Return a large bf16 matmul, timed once as the peak of the tensor cores."""
     size = bench.pick(MM_SIZE, 16)
     a, b, out = (bench.randn(size, size) for _ in range(3))
 
@@ -222,7 +222,7 @@ def _mm(bench: CudaBench) -> Callable[[], object]:
 
 
 def _clocks(bench: CudaBench, probes: Probes, loads: Mapping[str, Callable[[], object]]) -> None:
-    """The clock of one SM while the others work: its cycles over the timer of the chip."""
+    """Measure the clock of one SM while the others work: its cycles over the chip's timer."""
     passed = bench.ints([0, 1], torch.int64)
     side = None if bench.rehearsal else torch.cuda.Stream()
     for name, load in loads.items():
@@ -230,7 +230,7 @@ def _clocks(bench: CudaBench, probes: Probes, loads: Mapping[str, Callable[[], o
         bench.synchronize()
         handle = 0 if side is None else side.cuda_stream
         probes.start("start_clock", passed, CLOCK_NS, stream=handle)
-        while side is not None and not side.query():  # until the probe has ended
+        while side is not None and not side.query():  # until the probe ends
             load()
             torch.cuda.current_stream().synchronize()
         bench.synchronize()

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What each mistake with a draft head costs, made in an engine: of its files, or of what it does.
+"""Cost of each mistake with a draft head, in its files or in the engine's use of it.
 
-The heads are those that tools.train.train_heads has left in build/heads, for the bundled model, or
+The heads are those that tools.train.train_heads wrote to build/heads for the bundled model, or
 those of the tests.
 """
 
@@ -34,16 +34,16 @@ DRAFTS, NEW_TOKENS = 5, 64
 
 @dataclass(frozen=True)
 class Mistake:
-    """One way to be wrong.
+    """One possible mistake.
 
     Attributes:
-        name: of its figures.
-        what: it is.
-        method: whose heads it concerns.
-        config: changes what config.json says.
+        name: name in its figures.
+        what: description.
+        method: method of the heads that it concerns.
+        config: changes config.json.
         tensor: changes a tensor, by its name.
-        renamed: the name that a tensor is given, by its own.
-        patch: what is put in the place of an attribute: the class, its name, and this.
+        renamed: maps the name of a tensor to a wrong one.
+        patch: a class, the name of its attribute, and the replacement.
     """
 
     name: str
@@ -56,7 +56,7 @@ class Mistake:
 
 
 def _layers_below(config: Config) -> None:
-    """The layer ids of one convention, read by the other."""
+    """Shift the layer ids by one, as if read under another convention."""
     for own in (config, config.get("dflash_config", {})):
         for field in ("eagle_aux_hidden_state_layer_ids", "target_layer_ids"):
             if field in own:
@@ -68,7 +68,7 @@ def _without_layers(config: Config) -> None:
 
 
 def _another_mask(config: Config) -> None:
-    """As where the field is missing and 0 is taken."""
+    """Set the mask token to 0, the default of a missing field."""
     assert config["dflash_config"]["mask_token_id"] != 0
     config["dflash_config"]["mask_token_id"] = 0
 
@@ -82,7 +82,7 @@ def _setting(field: str, value: Any) -> Callable[[Config], None]:
 
 
 def _interleaved(name: str, tensor: Tensor) -> Tensor:
-    """q and k, as if pairs that are rotated together lay side by side."""
+    """Reorder q and k, as if pairs that are rotated together lay side by side."""
     parts = name.split(".")
     if not {"q_proj", "k_proj", "q_norm", "k_norm"} & set(parts):
         return tensor
@@ -123,14 +123,14 @@ def _one_too_early(self: NewestTokens, index: int, rows: DraftRows) -> Tensor:
 
 
 def _swapped(name: str) -> str:
-    """The two matrices of the Markov head, which have one shape."""
+    """Swap the names of the two matrices of the Markov head, which have the same shape."""
     if "markov_w1" in name:
         return name.replace("markov_w1", "markov_w2")
     return name.replace("markov_w2", "markov_w1")
 
 
 def _default_anchor(config: Config) -> None:
-    """As where a head is DSpark's, and nothing says that its masks draft in their own places."""
+    """Remove the field that says that the masks of a DSpark head draft at their own positions."""
     del config["sample_from_anchor"]
 
 
@@ -207,7 +207,7 @@ MISTAKES = (
 
 
 def tensors_of(directory: Path) -> dict[str, Tensor]:
-    """The tensors of a head, in one file or as its index has them."""
+    """Load the tensors of a head, from one file or by its index."""
     index = directory / "model.safetensors.index.json"
     files = {"model.safetensors"}
     if index.exists():
@@ -217,7 +217,7 @@ def tensors_of(directory: Path) -> dict[str, Tensor]:
 
 @contextmanager
 def planted(directory: Path, mistake: Mistake) -> Iterator[Path]:
-    """Makes a mistake: gives a copy of the head that has it, or lets the engine make it."""
+    """Plant a mistake: yield a copy of the head with it, or patch the engine."""
     with TemporaryDirectory() as folder:
         config = json.loads((directory / "config.json").read_text())
         tensors = tensors_of(directory)
@@ -238,11 +238,11 @@ def planted(directory: Path, mistake: Mistake) -> Iterator[Path]:
 
 @dataclass(frozen=True)
 class Kept:
-    """How often drafts are kept.
+    """Acceptance of drafts.
 
     Attributes:
-        first: the share of first drafts.
-        length: tokens of a step.
+        first: fraction of first drafts that are kept.
+        length: tokens per step.
     """
 
     first: float
@@ -250,7 +250,7 @@ class Kept:
 
 
 def kept(method: str, directory: Path, kind: str, num_prompts: int | None = None) -> Kept:
-    """Drafts with a head behind prompts of a kind, which are continued greedily."""
+    """Draft with a head after prompts of a kind, which are continued greedily."""
     drafting = {
         "method": method,
         "model": str(directory),
@@ -268,7 +268,7 @@ def kept(method: str, directory: Path, kind: str, num_prompts: int | None = None
 
 
 def trained_head(method: str) -> Path | None:
-    """Where a trained head of a method is; None, and it says how to make one: nowhere."""
+    """Return the folder of a method's trained head; if None, print how to train one."""
     for folder in TRAINED:
         if (folder / method / "config.json").is_file():
             return folder / method
@@ -277,7 +277,7 @@ def trained_head(method: str) -> Path | None:
 
 
 def run_head_mistakes(bench: Bench) -> None:
-    """Every mistake with every head that there is."""
+    """Measure every mistake with every available head."""
     for method in ("eagle3", "dflash", "dspark"):
         directory = trained_head(method)
         if directory is None:

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The accuracy of 8-bit caches, compared with those of the model's dtype.
 
-Errors of attention against float64 over the bf16 keys and values, on random ones and on the bundled
-model's own; and the bundled model on texts that it has not seen: perplexity, the share of places
-with the same likeliest token as with a bf16 cache, and the share of drafts that are accepted.
-Nothing here is timed.
+It measures errors of attention against float64 over the bf16 keys and values, on random ones and on
+the bundled model's own. The bundled model also runs on texts that it has not seen: perplexity, the
+fraction of positions with the same most likely token as with a bf16 cache, and the fraction of
+accepted drafts. Nothing here is timed.
 """
 
 import json
@@ -35,7 +35,7 @@ METHODS: dict[str, dict[str, Any]] = {
 
 
 def run_kv_cache(bench: Bench) -> None:
-    """Attention, then the model, then its drafts."""
+    """Measure attention, then the model, then its drafts."""
     tokenizer = Tokenizer.from_dir(BUNDLED_MODEL)
     texts = [
         tokenizer.encode(prompt["text"])[:TOKENS]
@@ -57,7 +57,7 @@ def run_kv_cache(bench: Bench) -> None:
 def _add_errors(
     bench: Bench, id: str, what: str, calls: list[tuple[Tensor, Tensor, Tensor]]
 ) -> None:
-    """The root mean square of the errors over that of the outputs."""
+    """Add the root mean square of the errors over that of the outputs."""
     for kind in KINDS:
         error = size = 0.0
         for q, k, v in calls:
@@ -88,7 +88,7 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, kind: str) -> Tensor:
 
 
 def _paged(k: Tensor, v: Tensor, q: Tensor) -> tuple[Tensor, ...]:
-    """One request's keys and values on pages, and the arrays that say so."""
+    """Return one request's keys and values on pages, and their index arrays."""
     pages = -(-len(k) // PAGE_SIZE)
     caches = [one.new_zeros(pages * PAGE_SIZE, *one.shape[1:]) for one in (k, v)]
     for cache, one in zip(caches, (k, v), strict=True):
@@ -103,7 +103,7 @@ def _paged(k: Tensor, v: Tensor, q: Tensor) -> tuple[Tensor, ...]:
 
 
 def _calls_of(model: Transformer, text: list[int]) -> list[tuple[Tensor, Tensor, Tensor]]:
-    """Queries, keys and values of each layer over a text."""
+    """Record queries, keys and values of each layer over a text."""
     found = []
     run = attention.append_attention
 

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """A model's layers in one CUDA graph: the gaps between its kernels, and the gain of overlap.
 
-One forward pass, from the embedding to the last norm, of random weights. Each case runs twice: with
-kernels that start while the one before them ends (`specops.runtime.set_kernel_overlap`), and with
-kernels that do not. A graph keeps the choice that was made when it was captured.
+It runs one forward pass, from the embedding to the last norm, with random weights. Each case runs
+twice: with kernels that start while the previous one ends (`specops.runtime.set_kernel_overlap`),
+and with kernels that do not. A graph keeps the setting that was active when it was captured.
 """
 
 from typing import Any
@@ -22,7 +22,7 @@ SMALL |= {"num_key_value_heads": 1, "intermediate_size": 64, "vocab_size": 256}
 
 
 def run_layers_cuda(bench: CudaBench) -> None:
-    """GB/s of weights and KV beside the read line; the time without overlap over that with it."""
+    """Measure GB/s of weights and KV beside the read line, and the speedup of overlap."""
     shapes = {"qwen06": QWEN06, "qwen8": {**QWEN8, "num_hidden_layers": 12}}
     for name, shape in shapes.items():
         config = bench.pick(shape, {**shape, **SMALL})
@@ -63,7 +63,7 @@ def _time(
 
 
 def _step(bench: CudaBench, model: Transformer, batch: int, rows: int) -> tuple[StepBatch, KvCache]:
-    """The rows of a step in which every request has KV_LEN tokens, and the pages that hold them."""
+    """Return a step in which every request has KV_LEN tokens, and a cache with their pages."""
     pages = -(-KV_LEN // PAGE_SIZE)
     total = batch * rows
     positions = torch.arange(KV_LEN - rows, KV_LEN).repeat(batch)

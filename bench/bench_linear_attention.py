@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The gated delta rule of Qwen3-Next-80B's shape, against that of transformers in torch.
+"""The gated delta rule in Qwen3-Next-80B's shape, against the torch code of transformers.
 
-Decoding and verifying, the states of a request are read once and written once a row: 2 MB each, of
-32 heads of 128 by 128. A prompt's rows change them in the second-level cache, so arithmetic is the
-limit; transformers computes these by chunks of 64 rows as products of matrices, which is the form
-whose bits depend on the chunks (docs/models.md).
+In decoding and verification, the states of a request are read once and written once per row: 2 MB
+each, of 32 heads of 128 by 128. A prompt's rows update them in the L2 cache, so arithmetic is the
+limit; transformers computes these by chunks of 64 rows as matrix products, a form whose bits depend
+on the chunks (docs/models.md).
 """
 
 from collections.abc import Callable
@@ -17,13 +17,13 @@ from torch import Tensor
 from bench.common import Bench, Figure
 
 KEY_HEADS, VALUE_HEADS, KEY_DIM, VALUE_DIM = 16, 32, 128, 128
-ROWS = (1, 5, 256)  # of one request
-FLOPS = 7 * KEY_DIM * VALUE_DIM  # of a row and a head of values
+ROWS = (1, 5, 256)  # per request
+FLOPS = 7 * KEY_DIM * VALUE_DIM  # per row and value head
 DRAFTS = 4
 
 
 def run_linear_attention(bench: Bench) -> None:
-    """Rows of one request beside transformers' rule, row by row for few and by chunks for many."""
+    """Time rows of one request beside transformers' rule, by row for few and by chunks for many."""
     for rows in ROWS:
         _run(bench, rows)
 
@@ -66,7 +66,7 @@ def _run(bench: Bench, rows: int) -> None:
 
 
 def _inputs(rows: int) -> list[Tensor]:
-    """q, k, v, a and b."""
+    """Return q, k, v, a and b."""
     generator = torch.Generator().manual_seed(0)
     shapes = [(KEY_HEADS, KEY_DIM)] * 2 + [(VALUE_HEADS, VALUE_DIM)] + [(VALUE_HEADS,)] * 2
     return [torch.randn(rows, *shape, generator=generator).bfloat16() for shape in shapes]

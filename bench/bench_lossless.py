@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Does speculation change the text? 20 prompts of each kind x 128 greedy tokens in bf16.
+"""Texts changed by speculation: 20 prompts of each kind x 128 greedy tokens in bf16.
 
 Every system drafts 4 tokens by prompt lookup on the same weights and the same prompts.
 """
@@ -19,7 +19,7 @@ DRAFTS = 4
 
 
 def run_lossless(bench: Bench) -> None:
-    """Counts the prompts whose 128 tokens differ; ours must be none."""
+    """Count the prompts whose 128 tokens differ; ours must be none."""
     engine = Engine(
         EngineConfig(
             device="cpu",

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """All methods on the bundled model: speed against plain decoding, MTP drafts against its card.
 
-The same on the mixture of experts that is made of it, at fewer sizes.
+The mixture of experts made from it is measured in the same way, at fewer sizes.
 
-Each case has an engine of its own, as a server with that configuration does; all of them get the
-same requests, in turn, once with drafts and once decoded plainly, since two equal engines may
-differ by some percent by the place of their memory.
+Each case has its own engine, as a server with that configuration does. All engines get the same
+requests in turn, once with drafts and once plainly, since two equal engines may differ by some
+percent because of their memory placement.
 """
 
 import json
@@ -47,17 +47,17 @@ METHODS: dict[str, dict[str, object]] = {
     },
 }
 CASES: dict[str, dict[str, object]] = {
-    "plain": {"method": "naive"},  # beside itself: how far two runs differ
+    "plain": {"method": "naive"},  # shows how far two equal runs differ
     **METHODS,
 }
-# Methods whose heads are trained for the bundled model: those that are there (trained_head).
+# Methods whose heads are trained for the bundled model; only available ones run (trained_head).
 HEADS = ("eagle", "eagle3", "dflash", "dspark", "hydra", "medusa", "draft_model")
 HEAD_DRAFTS = 3
 
 
 @dataclass(frozen=True)
 class Size:
-    """Requests at once, the tokens of each, and how often all cases run."""
+    """Concurrent requests, the tokens of each, and how often all cases run."""
 
     batch: int
     max_tokens: int
@@ -67,19 +67,19 @@ class Size:
 MIXTURE_SIZES = (Size(1, 128, 6), Size(8, 96, 4))
 SIZES = (Size(1, 128, 8), Size(8, 96, 6), Size(32, 48, 6), Size(64, 32, 6))
 
-DRAFTS = 5  # of a chain
+DRAFTS = 5  # per chain
 STRIDE = 16  # between chains in held-out text
 PROMPT_TOKENS, NEW_TOKENS = 192, 64  # of a continuation
 CHAINS_AT_ONCE = 32
 
 
 def run_methods(bench: Bench) -> None:
-    """Tokens per second of every method, by batch size, text and sampling."""
+    """Measure tokens per second of every method, by batch size, text and sampling."""
     _compare(bench, "methods", "bundled model", BUNDLED, {**CASES, **_trained_heads()}, SIZES)
 
 
 def run_mixture(bench: Bench) -> None:
-    """Likewise, of a mixture of experts."""
+    """Measure the same for a mixture of experts."""
     _compare(bench, "mixture", "mixture of experts", mixture().path, CASES, MIXTURE_SIZES)
 
 
@@ -107,7 +107,7 @@ def _compare(
 
 
 def _trained_heads() -> dict[str, dict[str, object]]:
-    """A case of each head that there is."""
+    """Return a case for each available head."""
     found = {method: trained_head(method) for method in HEADS}
     return {
         method: {
@@ -121,7 +121,7 @@ def _trained_heads() -> dict[str, dict[str, object]]:
 
 
 def _warm_up(engine: Engine, prompts: dict[str, list[list[int]]], sizes: Sequence[Size]) -> None:
-    """Gets the engine where a server is after a while: its prefixes are cached, its costs known."""
+    """Warm up an engine as a server would be: with cached prefixes and known step costs."""
     texts = [text for kind in prompts.values() for text in kind]
     # With their prompts in the cache, the requests of a run begin together.
     engine.generate(texts, SamplingParams(max_tokens=1))
@@ -153,7 +153,7 @@ def _methods(
     size: Size,
     temperature: float,
 ) -> None:
-    """All cases in turn on the same requests; other requests in every round."""
+    """Run all cases in turn on the same requests; every round has other requests."""
     runs: dict[str, list[tuple[Decoding, Decoding]]] = {case: [] for case in engines}
     reads, differ = [], 0
     for turn in range(size.rounds):
@@ -184,7 +184,8 @@ def _methods(
             (done.num_tokens / done.seconds, plain.num_tokens / plain.seconds)
             for done, plain in rounds
         ]
-        # Not the median, which hides what a drafter loses now and then; but what disturbs one run.
+        # Not the median, which would hide a drafter's occasional losses; the extremes may be
+        # disturbed runs.
         gains = sorted(rate / plain_rate for rate, plain_rate in rates)[1:-1]
         bench.add(
             Figure(
@@ -218,34 +219,34 @@ def _decode_afresh(
     params: list[SamplingParams],
     speculative_config: dict[str, object],
 ) -> Decoding:
-    """Generates all at once, with nothing in the shared suffix tree."""
+    """Generate all at once, with an empty shared suffix tree."""
     cache = engine.drafters["suffix"].cache
     for name in cache.cached_requests:
         cache.evict(name)
-    cache.reclaim()  # what is evicted is drafted from until then
+    cache.reclaim()  # evicted answers are drafted from until then
     return decode_together(engine, prompts, params, speculative_config)
 
 
 @dataclass
 class Chains:
-    """Drafts behind given tokens: how often the first n are all kept."""
+    """Drafts after given tokens: how often the first n are all kept."""
 
     count: int = 0
     kept: list[int] = field(default_factory=lambda: [0] * DRAFTS)
 
     def add(self, num_accepted: int) -> None:
-        """One more, of whose drafts so many are kept."""
+        """Add a chain with `num_accepted` kept drafts."""
         self.count += 1
         for position in range(num_accepted):
             self.kept[position] += 1
 
     def length(self, drafts: int) -> float:
-        """Mean tokens of a step with so many drafts: those kept and the target's own."""
+        """Return the mean tokens per step with `drafts` drafts: kept ones and the target's."""
         return 1 + sum(self.kept[:drafts]) / self.count
 
 
 def run_acceptance(bench: Bench) -> None:
-    """Lengths of accepted drafts as the engine makes them, beside the model card's."""
+    """Compare the engine's acceptance lengths with the model card's."""
     try:
         documents = corpus.load(None)
     except corpus.CorpusError as error:
@@ -270,7 +271,7 @@ def run_acceptance(bench: Bench) -> None:
 
 
 def _windows(engine: Engine, encoded: Sequence[Ids]) -> list[list[int]]:
-    """Texts cut to the context; the next begins with the last token of the one before."""
+    """Return texts cut to the context; each begins with the last token of the previous one."""
     size = engine.max_model_len
     return [
         ids[start : start + size].tolist()
@@ -280,14 +281,14 @@ def _windows(engine: Engine, encoded: Sequence[Ids]) -> list[list[int]]:
 
 
 def _follow(engine: Engine, texts: Sequence[Sequence[int]], stride: int, first: int) -> Chains:
-    """Drafts a chain behind every `stride`-th token of texts from token `first` + 1 on.
+    """Draft a chain after every `stride`-th token of texts from token `first` + 1 on.
 
-    A request of the text up to there emits its next token by force, drafts, and verifies once.
+    A request with the text up to there is forced to emit the next token, drafts, and verifies once.
     """
     chains = Chains()
     for text in texts:
         room = engine.max_model_len - DRAFTS
-        # First the whole text, whose pages the others then find.
+        # Run the whole text first, so that the other requests find its pages.
         engine.generate([text[:room]], SamplingParams(max_tokens=1))
         ends = iter(range(first, min(len(text) - 1, room), stride))
         while part := list(islice(ends, CHAINS_AT_ONCE)):
@@ -297,7 +298,7 @@ def _follow(engine: Engine, texts: Sequence[Sequence[int]], stride: int, first: 
 
 
 def _verify_once(engine: Engine, text: Sequence[int], ends: list[int]) -> Iterator[int]:
-    """How many drafts each request keeps that has read the text up to its end, and one more."""
+    """Yield how many drafts each request keeps after reading the text up to its end plus one."""
     waiting = {}
     for end in ends:
         forced = text[end + 1]
@@ -305,7 +306,7 @@ def _verify_once(engine: Engine, text: Sequence[int], ends: list[int]) -> Iterat
             max_tokens=DRAFTS + 2,
             temperature=0.0,
             ignore_eos=True,
-            # After no token at all, thinking is over, and this is how it ends.
+            # A thinking budget of 0 ends at once and injects these tokens: that forces `forced`.
             reasoning_max_tokens=0,
             think_end_token_id=forced,
             think_inject_token_ids=(forced,),

@@ -1,16 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """A mixture of experts, from routed rows to their sum, beside the bytes of the experts it reads.
 
-Sizes are those of Qwen3-30B-A3B: 128 experts of width 768, eight a row. Rows choose experts
-independently of each other, so five rows read about 35 of them; neighbouring tokens share more.
-Then those of DeepSeek-V3, with as many of its 256 experts as five rows need at most. Calls take
-turns among rows of other experts, so that no cache keeps weights. torch's case computes as
+Sizes are those of Qwen3-30B-A3B: 128 experts of width 768, eight per row. Rows choose experts
+independently of each other, so five rows read about 35 of them; neighbouring tokens share more. The
+second shape is DeepSeek-V3's, with as many of its 256 experts as five rows need at most. Calls
+alternate among rows of other experts, so that no cache keeps weights. torch's case computes as
 transformers does: expert by expert, its rows gathered, and added to the sum, with bf16 weights.
 
-Then a step of one request on two layers of the first shape, with attention and a small head: beside
-llama.cpp, and over the bytes that its rows are expected to read. Last, what an engine measures when
-it starts, of the same model: seconds of steps by rows, by which adaptive verification decides how
-many drafts pay.
+Then a step of one request runs on two layers of the first shape, with attention and a small head:
+beside llama.cpp, and over the bytes that its rows are expected to read. Finally, the engine's
+start-up measurement of the same model: seconds of steps by rows, by which adaptive verification
+decides how many drafts pay.
 """
 
 from collections.abc import Callable, Sequence
@@ -33,7 +33,7 @@ from bench.engine_runs import Stepper
 
 @dataclass(frozen=True)
 class Shape:
-    """Of a mixture."""
+    """Shape of a mixture."""
 
     name: str
     num_experts: int
@@ -52,13 +52,13 @@ STEP_ROWS = (1, 5, 16)
 STEPS_OF_CASE = 20
 KV_LEN = 256
 STEPS = (2, 5, 16, 64)  # rows of steps that an engine measures
-# By name: kind and group.
+# Kind and group, by name.
 KINDS = {"bf16": ("plain", 0), "int8": ("int8", 0), "int4": ("int4", 128)}
 
 
 @dataclass
 class Weights:
-    """Of all experts."""
+    """Weights of all experts."""
 
     gate_up: PackedWeight
     down: PackedWeight
@@ -67,14 +67,14 @@ class Weights:
 
 @dataclass
 class Rows:
-    """What is computed, and the logits of its router."""
+    """Input rows, and their router logits."""
 
     x: Tensor
     logits: Tensor
 
 
 def run_moe(bench: Bench) -> None:
-    """Each kind at several numbers of rows; bfloat16 beside torch."""
+    """Time each kind at several numbers of rows; bfloat16 beside torch."""
     for shape in SHAPES:
         generator = torch.Generator().manual_seed(0)
 
@@ -174,7 +174,7 @@ def _run(
 
 
 def _run_step(bench: Bench) -> None:
-    """A step of one request, ours and llama.cpp's in turn."""
+    """Time a step of one request, ours and llama.cpp's in turn."""
     checkpoint = qwen30()
     stepper = Stepper(
         checkpoint,
@@ -203,7 +203,7 @@ def _run_step(bench: Bench) -> None:
 
 
 def _run_table(bench: Bench) -> None:
-    """What an engine measures when it starts, beside the bytes of distinct experts."""
+    """Compare the engine's start-up measurements with the bytes of distinct experts."""
     engine = Engine(
         EngineConfig(
             model=str(qwen30().path),

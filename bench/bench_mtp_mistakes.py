@@ -2,9 +2,9 @@
 """The cost of each known mistake for the bundled model's drafts, on unseen library modules.
 
 The texts and the two views are those of `tools.train.evaluate`, in fp32: chains after prefixes of
-human text, judged by the target's own greedy continuation; and the steps of greedy continuations.
-A mistake that matters at the edges of chunks or of shared prefixes is also judged by the chains
-right after them. There is one module, so mistakes with several are left out.
+human text, judged by the target's own greedy continuation; and the steps of greedy continuations. A
+mistake that matters at the edges of chunks or of shared prefixes is also judged by the chains right
+after them. There is one module, so mistakes that need several are skipped.
 """
 
 from collections.abc import Iterator, Sequence
@@ -25,12 +25,12 @@ from tools.train.train import encode
 DEPTH = 5
 WIDTHS = (1, 3, 5)
 CHUNKS = (64, 512)
-BEHIND = 4  # so many rows behind an edge are judged apart
+BEHIND = 4  # rows after an edge that are judged separately
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """How much is measured."""
+    """Amounts to measure."""
 
     window: int = 1024
     stride: int = 17
@@ -43,18 +43,18 @@ class Case:
     """A mistake, and where it is made."""
 
     mistake: Mistake | None
-    chunk: int | None = None  # every so many rows there is an edge
-    shared: bool = False  # of another prompt's pages
+    chunk: int | None = None  # distance between edges in rows
+    shared: bool = False  # whether another prompt wrote the pages
 
     @property
     def name(self) -> str:
-        """For figures."""
+        """Name in figures."""
         name = "right" if self.mistake is None else self.mistake.name.lower()
         return name if self.chunk is None else f"{name}_{self.chunk}"
 
     @property
     def what(self) -> str:
-        """For people."""
+        """Description for readers."""
         what = "no mistake" if self.mistake is None else self.mistake.value
         if self.chunk is None:
             return what
@@ -62,7 +62,7 @@ class Case:
         return f"{what}, {every} {self.chunk} tokens"
 
     def edges(self, rows: int) -> list[int]:
-        """Where chunks end, or shared pages, in a text of so many rows."""
+        """Return where chunks, or shared pages, end in a text of `rows` rows."""
         if self.chunk is None:
             return []
         if self.mistake is Mistake.PREFIX_EMPTY:
@@ -70,13 +70,13 @@ class Case:
         return list(range(self.chunk, rows, self.chunk))
 
     def judges(self, row: int) -> bool:
-        """Whether the chain from a row is one that the mistake may change."""
+        """Return whether the mistake may change the chain from a row."""
         return self.mistake is not Mistake.PREFIX_EMPTY or row >= (self.chunk or 0)
 
     def is_near(self, row: int) -> bool:
-        """Whether a row is right behind what is wrong, where that is at some places only."""
+        """Return whether a row comes right after the mistake, if it occurs in a few places only."""
         if self.mistake is Mistake.POSITION_0_MASKED:
-            return 0 < row < BEHIND  # all texts begin alike: the first row is one chain
+            return 0 < row < BEHIND  # the first row is the same in all texts
         if self.chunk is None or row < self.chunk:
             return False
         if self.mistake is Mistake.PREFIX_EMPTY:
@@ -89,7 +89,7 @@ _IN_STEPS = (Mistake.ACCEPTED_NOT_RUN_AGAIN, Mistake.REJECTED_STAY)
 
 
 def cases() -> Iterator[Case]:
-    """Nothing wrong first."""
+    """Yield the cases, the correct one first."""
     yield Case(None)
     for mistake in Mistake:
         if mistake is Mistake.UNCHAINED:
@@ -115,7 +115,7 @@ class Chains:
     judged: list[list[int]]
 
     def run(self, modules: MtpModules, case: Case) -> dict[int, Chain]:
-        """The chains that a case judges, by their rows."""
+        """Return the chains that a case judges, by their rows."""
         rows = [row for row in self.rows if case.judges(row)]
         drafts = drafts_along(
             Drafting(modules, self.text, case.mistake),
@@ -137,19 +137,19 @@ def _num_equal(drafts: Sequence[int], judged: Sequence[int]) -> int:
 
 
 class Counts(list[int]):
-    """How many drafts were kept, of each chain or step."""
+    """Number of drafts kept, per chain or step."""
 
     def first(self) -> float:
-        """How often the first draft was."""
+        """Return how often the first draft was kept."""
         return sum(count > 0 for count in self) / len(self)
 
     def length(self, width: int) -> float:
-        """Tokens of a step with so many drafts: those kept, and one more."""
+        """Return the tokens per step with `width` drafts: kept drafts plus one."""
         return 1 + sum(min(count, width) for count in self) / len(self)
 
 
 class Value(NamedTuple):
-    """One figure of a case, beside what is right at the same places."""
+    """One figure of a case, beside the correct value at the same places."""
 
     name: str
     what: str
@@ -159,7 +159,7 @@ class Value(NamedTuple):
 
 
 def run_mtp_mistakes(bench: Bench) -> None:
-    """Every mistake in both views."""
+    """Measure every mistake in both views."""
     _, tokenizer, _ = export.load_model(EngineConfig().model_dir)
     documents = [one for one in corpus.load(None) if one.held_out and not one.is_test]
     measure(bench, [ids.tolist() for ids in encode(tokenizer, documents)], Sizes())
@@ -167,7 +167,7 @@ def run_mtp_mistakes(bench: Bench) -> None:
 
 @torch.inference_mode()
 def measure(bench: Bench, encoded: Sequence[list[int]], sizes: Sizes) -> None:
-    """Adds the figures of every mistake on these texts."""
+    """Add the figures of every mistake on these texts."""
     directory = EngineConfig().model_dir
     target = load_model(directory, dtype="float32")
     modules = load_mtp(target, directory)
@@ -235,14 +235,14 @@ def _of_steps(
 
 
 def _shared(sizes: Sizes) -> int:
-    """All of a prompt that pages hold; its last token must run."""
+    """Return the tokens of a prompt that full pages hold; its last token must run."""
     return (sizes.prompt_tokens - 1) // PAGE_SIZE * PAGE_SIZE
 
 
 def _steps(
     modules: MtpModules, own: Sequence[Text], case: Case, width: int, sizes: Sizes
 ) -> Counts:
-    """Drafts kept in every step along the model's own texts."""
+    """Return the drafts kept in every step along the model's own texts."""
     return Counts(
         step.kept
         for text in own
@@ -258,7 +258,7 @@ def _steps(
 
 
 def _chains(target: Transformer, model: Model, ids: Sequence[int], sizes: Sizes) -> Chains:
-    """Chains at every few rows of a text, and at those behind every edge."""
+    """Return chains at every few rows of a text, and right after every edge."""
     rows = min(len(ids) - 1, sizes.window - DEPTH)
     chosen = set(range(sizes.stride // 2, rows, sizes.stride))
     chosen |= {row for row in range(rows) if row % CHUNKS[0] < BEHIND}
@@ -274,7 +274,7 @@ def _chains(target: Transformer, model: Model, ids: Sequence[int], sizes: Sizes)
 
 
 def _own_texts(target: Transformer, encoded: Sequence[Sequence[int]], sizes: Sizes) -> list[Text]:
-    """Greedy continuations of the texts' beginnings, with some tokens more to judge the last by."""
+    """Return greedy continuations of the texts' beginnings, with extra tokens for judging."""
     engine = Engine(
         EngineConfig(dtype="float32", speculative_config=SpeculativeConfig(method="naive"))
     )

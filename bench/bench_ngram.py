@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """`ngram_propose` for 64 requests whose contexts hold no match: with its index, and without.
 
-Every step brings each request one token. Without an index a step reads all contexts, as KMP-like
-passes do; with it, the cost is that of the new tokens.
+Every step appends one token to each request. Without an index a step reads all contexts, as
+KMP-like passes do; with it, the cost is that of the new tokens.
 """
 
 import time
@@ -20,19 +20,19 @@ STEPS, ROUNDS = 64, 7
 
 
 def run_ngram_propose(bench: Bench) -> None:
-    """A step at each length of context."""
+    """Time a step at each length of context."""
     for context in CONTEXTS:
         _context(bench, context)
 
 
 def _context(bench: Bench, context: int) -> None:
-    """Microseconds of a step with the index, beside one without."""
+    """Add the microseconds of a step with the index, beside one without."""
     # A disturbed window is measured again, up to three times in all.
     length = context + (3 * ROUNDS + 1) * STEPS
     generator = torch.Generator().manual_seed(0)
     rows = torch.randint(0, VOCAB, (BATCH, length), dtype=torch.int32, generator=generator)
     index = NgramIndex.empty(BATCH, length, num_sizes=3)
-    # All that stands there already is noted at once; from then on, what each step brings.
+    # The first call indexes the existing tokens; later steps index only new ones.
     all_at_once = NgramIndex(index.table, index.state, index_tokens=length)
     _steps(rows, context, all_at_once)(1)
     cases = {"index": _steps(rows, context, index), "rescan": _steps(rows, context, None)}
@@ -55,7 +55,7 @@ def _context(bench: Bench, context: int) -> None:
 
 
 def _steps(rows: torch.Tensor, context: int, index: NgramIndex | None) -> Callable[[int], float]:
-    """Takes so many steps from where the last ones ended; the seconds of one."""
+    """Return a function that runs steps where the last call ended and returns seconds per step."""
     lens = torch.full((BATCH,), context, dtype=torch.int32)
     limits = torch.full((BATCH,), DRAFTS, dtype=torch.int32)
     drafts = torch.empty(BATCH, DRAFTS, dtype=torch.int32)

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`linear` of codes on cold weights, beside torch's own products of the same codes; models' steps.
+"""`linear` of quantized weights, cold, beside torch's own products; steps of quantized models.
 
 A call multiplies the four matrices of a Qwen3-0.6B layer; layers rotate over at least 512 MiB, so
-every code comes from memory. Bytes are those of codes and scales. torch multiplies int8 codes with
-a scale for each output, and int4 codes in groups; it rounds no rows.
+every quantized value comes from memory. Bytes are those of values and scales. torch multiplies int8
+weights with a scale per output, and int4 weights in groups; it rounds no rows.
 """
 
 from collections.abc import Callable
@@ -41,7 +41,7 @@ STEP_GOALS = {
 
 
 class Form(NamedTuple):
-    """A kind of weight, and how its rows are rounded; goals: shares of the read line at ROWS."""
+    """A kind of weight, and the rounding of its rows; goals: fractions of the read line at ROWS."""
 
     kind: str
     group: int
@@ -60,7 +60,7 @@ FORMS = (
 
 
 def run_quantized(bench: Bench) -> None:
-    """Share of the read line, five rows against one, and torch beside each."""
+    """Measure the fraction of the read line, five rows against one, and torch beside each."""
     for form in FORMS:
         _layer(bench, form)
     if "avx2" in specops.supported_isas():
@@ -117,7 +117,7 @@ def _layer(bench: Bench, form: Form) -> None:
 
 
 def _avx2(bench: Bench) -> None:
-    """What machines without AVX-512 have."""
+    """Measure the AVX2 kernels, for machines without AVX-512."""
     chosen = specops.get_isa()
     specops.set_isa("avx2")
     packed = [[pack_weight(one) for one in layer] for layer in _codes(FORMS[0])]
@@ -144,7 +144,7 @@ def _avx2(bench: Bench) -> None:
 
 
 def _codes(form: Form) -> list[list[QuantizedWeight]]:
-    """Layers of random codes, as many as it takes to fill COLD_BYTES."""
+    """Return layers of random quantized weights that together fill COLD_BYTES."""
     bits = 4 if form.kind == "int4" else 8
     copies = -(-COLD_BYTES * 8 // sum(bits * outputs * inputs for outputs, inputs in LAYER))
     return [[_weight(form, *shape) for shape in LAYER] for _ in range(copies)]
@@ -216,14 +216,14 @@ def _torch_int4(layers: list[list[QuantizedWeight]], inputs: list[Tensor]) -> Ca
 _TORCH = {"int8": _torch_int8, "int4": _torch_int4}
 
 
-# A model of such weights
+# A model with such weights
 
 
 def run_qwen06_quantized(bench: Bench) -> None:
-    """Steps in the shape of Qwen3-0.6B, batch 1, beside own bfloat16 and peers with such weights.
+    """Time steps in the shape of Qwen3-0.6B, batch 1, beside bfloat16 and quantized peers.
 
-    Their layers are Q8_0 and Q4_0, or int8 by output and int4 in groups of 128; all heads are of 8
-    bits.
+    The peers' layers are Q8_0 and Q4_0, or int8 by output and int4 in groups of 128; all heads have
+    8 bits.
     """
     steppers = {
         name: Stepper(

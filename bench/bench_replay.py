@@ -2,14 +2,14 @@
 """Real texts through n-gram and suffix decoding, priced as steps of a realistic model.
 
 Each request emits a given text: before the target's tokens are verified, the logit of the text's
-next token is raised in every row. So what is drafted and accepted is that of real code, edits,
-dialogue and sessions of a coding agent, and nothing of the methods is changed. A small model does
-it, and each step is priced by a table of what steps of the Qwen3-0.6B shape take (step_costs.py);
-the drafters' own time is measured and added. `run_replay_whole` runs some of it on that shape for
-real, and `run_step_costs` measures the table of a machine.
+next token is raised in every row. So drafts and acceptance are those of real code, edits, dialogue
+and coding-agent sessions, and the methods run unchanged. A small model does the work, and each step
+is priced by a table of measured steps of the Qwen3-0.6B shape (step_costs.py); the drafters' own
+time is measured and added. `run_replay_whole` runs some of it on that shape for real, and
+`run_step_costs` measures the table of a machine.
 
-A run has so many requests at once as long as others wait for their place. Prompts are in the
-prefix cache.
+A run keeps its batch full until no more requests wait, and ends then. Prompts are in the prefix
+cache.
 """
 
 import json
@@ -41,7 +41,7 @@ TEXTS = Path(make_prompts.__file__).parent / "replay"
 PROMPT_TOKENS, NEW_TOKENS = 512, 160
 KINDS = ("code", "edits", "dialogue", "agent", "mixed")
 LENGTHS = (2, 4, 8, 16)
-BATCHES = {1: 8, 8: 32, 32: 64}  # requests at once, and of a run
+BATCHES = {1: 8, 8: 32, 32: 64}  # batch size, and requests of a run
 SMALL = {
     "vocab_size": 4096,
     "hidden_size": 64,
@@ -57,14 +57,14 @@ METHODS: dict[str, dict[str, object]] = {
     "suffix": {"method": "suffix"},
     "suffix-tree": {"method": "suffix", "tree": True},
 }
-WHOLE = (8, 16)  # requests at once and of a run, with the large model
+WHOLE = (8, 16)  # batch size and requests of a run with the large model
 COST_LENGTHS = (0, 1, 2, 4, 8, 16)
 COST_BATCHES = (1, 2, 4, 8, 16, 32)
 
 
 @dataclass(frozen=True)
 class Text:
-    """What one request is to emit."""
+    """The text that one request must emit."""
 
     prompt: list[int]
     reply: list[int]
@@ -72,14 +72,14 @@ class Text:
 
 @dataclass
 class Run:
-    """What a run did.
+    """Result of a run.
 
     Attributes:
         steps: requests and rows of each.
-        tokens: emitted.
-        drafting: seconds of the drafters and of selecting, on one thread.
-        seconds: all of it.
-        wrong: tokens that are not the texts'.
+        tokens: emitted tokens.
+        drafting: seconds of the drafters and of selection, on one thread.
+        seconds: total time.
+        wrong: tokens that differ from the texts.
     """
 
     steps: list[tuple[int, int]] = field(default_factory=list)
@@ -90,22 +90,22 @@ class Run:
 
     @property
     def length(self) -> float:
-        """Tokens of a request and step."""
+        """Tokens per request and step."""
         return self.tokens / sum(requests for requests, _ in self.steps)
 
     def priced(self, costs: StepCosts) -> float:
-        """Tokens per second where steps take as long as a table says."""
+        """Return the tokens per second at the step costs of a table."""
         return self.tokens / (costs.total(self.steps) + self.drafting)
 
 
 @cache
 def texts(prompt_tokens: int, new_tokens: int) -> dict[str, list[Text]]:
-    """All texts by kind, as the bundled tokenizer has them."""
+    """Return all texts by kind, encoded by the bundled tokenizer."""
     tokenizer = Tokenizer.from_dir(checkpoints.BUNDLED)
     found = {"code": list(_code(tokenizer, prompt_tokens, new_tokens))}
     for kind in ("edits", "dialogue", "agent"):
         documents = json.loads((TEXTS / f"{kind}.json").read_text())
-        # A document's second reply comes after the first ones of all.
+        # The second replies of documents come after the first replies of all documents.
         most = max(len(document["starts"]) for document in documents)
         found[kind] = [
             Text(
@@ -120,7 +120,7 @@ def texts(prompt_tokens: int, new_tokens: int) -> dict[str, list[Text]]:
 
 
 def _code(tokenizer: Tokenizer, prompt_tokens: int, new_tokens: int) -> Iterator[Text]:
-    """Library modules, as they go on after their beginning, and after their middle."""
+    """Yield library modules from their beginning, and from their middle if long enough."""
     for text in make_prompts.sources().values():
         ids = tokenizer.encode(text)
         room = len(ids) - prompt_tokens - new_tokens
@@ -131,7 +131,7 @@ def _code(tokenizer: Tokenizer, prompt_tokens: int, new_tokens: int) -> Iterator
 
 
 def chosen_of(kind: str, count: int) -> list[Text]:
-    """So many texts of a kind: at equal distances; of those of all kinds in turn the first."""
+    """Return `count` texts of a kind, evenly spaced; of "mixed", the first ones."""
     some = texts(PROMPT_TOKENS, NEW_TOKENS)[kind]
     stride = 1 if kind == "mixed" else len(some) // count
     return some[::stride][:count]
@@ -139,7 +139,7 @@ def chosen_of(kind: str, count: int) -> list[Text]:
 
 @contextmanager
 def forced(scripts: Sequence[Sequence[int]]) -> Iterator[None]:
-    """Has requests emit their scripts: prompt and reply, by the request's seed."""
+    """Force requests to emit their scripts: prompt and reply, indexed by the request's seed."""
     verify = sampling.verify
 
     def forcing(
@@ -166,13 +166,13 @@ def forced(scripts: Sequence[Sequence[int]]) -> Iterator[None]:
 
 
 class Replayer:
-    """An engine of so many requests at once that emits texts.
+    """An engine that emits given texts, `batch` requests at a time.
 
     Args:
         checkpoint: the model.
-        batch: requests at once.
-        costs: what drafts are selected by; None: what the engine measures itself.
-        num_threads: of the engine.
+        batch: concurrent requests.
+        costs: step costs for draft selection; None for those that the engine measures.
+        num_threads: threads of the engine.
     """
 
     def __init__(
@@ -232,18 +232,18 @@ class Replayer:
         return call
 
     def cache(self, some: Sequence[Text]) -> None:
-        """Computes prompts, which others then find."""
+        """Compute prompts, so that later requests find them in the cache."""
         params = SamplingParams(max_tokens=1, temperature=0.0)
         self.engine.generate([text.prompt for text in some], params, speculative_config=NAIVE)
 
     def run(self, some: Sequence[Text], speculative_config: Mapping[str, object]) -> Run:
-        """Emits texts, until no other waits: so many are at once all the time."""
+        """Emit texts until no request waits, so that the batch is always full."""
         engine = self.engine
         cache = engine.drafters["suffix"].cache  # type: ignore[attr-defined]
         for name in cache.cached_requests:
             cache.evict(name)
-        cache.reclaim()  # what is evicted is drafted from until then
-        engine._drafting.select_by(engine._drafting._selector.seconds)  # nothing is known yet
+        cache.reclaim()  # evicted texts are drafted from until then
+        engine._drafting.select_by(engine._drafting._selector.seconds)  # with no history
         self._run = run = Run()
         begun = time.perf_counter()
         replies: dict[str, list[int]] = {}
@@ -275,7 +275,7 @@ NAIVE: dict[str, object] = {"method": "naive"}
 
 
 def fixed(method: str, length: int) -> dict[str, object]:
-    """A method that verifies all of its drafts."""
+    """Return the configuration of a method that verifies all of its drafts."""
     return {
         **METHODS[method],
         "num_speculative_tokens": length,
@@ -284,12 +284,12 @@ def fixed(method: str, length: int) -> dict[str, object]:
 
 
 def selected(method: str) -> dict[str, object]:
-    """A method that verifies as many as pay."""
+    """Return the configuration of a method that selects how many drafts to verify."""
     return {**METHODS[method], "num_speculative_tokens": max(LENGTHS)}
 
 
 def run_replay(bench: Bench) -> None:
-    """Every kind of text, method and batch size, by every table of costs there is."""
+    """Run every kind of text, method and batch size, with every table of costs."""
     checkpoint = checkpoints.without_weights("replay", {**checkpoints.QWEN06, **SMALL})
     gains: dict[str, dict[str, list[float]]] = {}
     wrong = tokens = 0
@@ -344,7 +344,7 @@ def run_replay(bench: Bench) -> None:
 
 
 def _means(bench: Bench, gains: Mapping[str, Mapping[str, Sequence[float]]]) -> None:
-    """What each length brings over all cells of a table of costs, and the selection."""
+    """Add the mean gain of each draft length, and of selection, over all cells of a cost table."""
     for table, by_name in gains.items():
         means = {n: math.exp(sum(map(math.log, v)) / len(v)) for n, v in by_name.items()}
         best = max(value for name, value in means.items() if name != "selected")
@@ -365,7 +365,7 @@ def _means(bench: Bench, gains: Mapping[str, Mapping[str, Sequence[float]]]) -> 
 
 
 def _llama_cpp(bench: Bench) -> None:
-    """llama.cpp's prompt lookup on the same texts, one at a time, priced as steps of ours."""
+    """Run llama.cpp's prompt lookup on the same texts, one at a time, priced as our steps."""
     peer = bench.peer("llama_cpp_peer")
     if peer is None:
         return
@@ -388,13 +388,13 @@ def _llama_cpp(bench: Bench) -> None:
 
 
 def run_replay_whole(bench: Bench) -> None:
-    """Some of it with the Qwen3-0.6B shape itself, beside what the table of this machine says."""
+    """Run some texts on the Qwen3-0.6B shape itself, beside this machine's priced predictions."""
     batch, count = WHOLE
     replayer = Replayer(checkpoints.qwen06(), batch, None, num_threads=bench.num_threads)
     isa, cpu = specops.get_isa(), specops.runtime.get_cpu_name()
     priced = [one for one in tables() if (one.cpu, one.isa) == (cpu, isa)]
     for kind in KINDS:
-        # Of whole pages and one token, so that no rows of prompts are left to compute.
+        # Prompts of whole pages plus one token, so that no prompt rows are left to compute.
         page = replayer.engine.config.page_size
         some = [
             Text(text.prompt[(len(text.prompt) - 1) % page :], text.reply)
@@ -424,7 +424,7 @@ def run_replay_whole(bench: Bench) -> None:
 
 
 def run_step_costs(bench: Bench) -> None:
-    """Measures the table of this machine and instruction set."""
+    """Measure the table of this machine and instruction set."""
     isa, cpu = specops.get_isa(), specops.runtime.get_cpu_name()
     points: dict[tuple[int, int], float] = {}
     for batch in COST_BATCHES:

@@ -22,12 +22,12 @@ ROWS, VOCAB = 48, 151936
 BATCH, DRAFTS = 8, 5
 COLD_BYTES = 512 << 20
 TOP_K, TOP_P = 50, 0.9
-# Spread of the logits: a trained model's are peaked, and so are these.
+# Standard deviation of the logits, peaked like those of a trained model.
 SCALE = 3.0
 
 
 def run_sampling(bench: Bench) -> None:
-    """Sampling against torch's and transformers' pipelines, and everything against the read."""
+    """Time sampling against torch's and transformers' pipelines, and all against the read."""
     with torch.inference_mode():
         for dtype, name in ((torch.float32, "fp32"), (torch.bfloat16, "bf16")):
             generator = torch.Generator().manual_seed(0)
@@ -44,7 +44,7 @@ def run_sampling(bench: Bench) -> None:
 
 
 def _strategies(bench: Bench, logits: list[Tensor], name: str) -> None:
-    """What each kind of verification costs, and greedy's share of the read line."""
+    """Measure the cost of each kind of verification, and greedy's fraction of the read line."""
     greedy, target = VerifyStrategy.GREEDY, VerifyStrategy.TARGET_MATCH
     cases = {
         "greedy": _verify(logits, greedy),
@@ -93,7 +93,7 @@ def _over(
     peer: str,
     bar: str | None,
 ) -> Figure:
-    """A case's time over another one's, round by round."""
+    """Return the figure of a case's time over another case's, round by round."""
     return Figure(
         f"sampling.verify.{id}",
         f"{what}, 48 x 151,936: time over {peer}",
@@ -109,7 +109,7 @@ def _over(
 
 
 def _pipelines(bench: Bench, logits: list[Tensor]) -> None:
-    """The pipelines of others, over logits of fp32."""
+    """Time the pipelines of other libraries, on fp32 logits."""
     target = VerifyStrategy.TARGET_MATCH
     cases = {
         "top_p": _sample(logits, temperature=1.0, top_p=TOP_P),
@@ -172,7 +172,7 @@ HISTORY, BIASES, BAD_WORDS = 2000, 100, 10
 def request_filters(
     batch: int, values: dict[str, float], device: torch.device
 ) -> dict[str, Tensor]:
-    """Sampling parameters of every request; at temperature 1 unless they say another."""
+    """Return sampling parameters of every request; the temperature is 1 unless given."""
     tensors: dict[str, Tensor] = {"seeds": torch.arange(batch, device=device)}
     for name, value in {"temperature": 1.0, **values}.items():
         dtype = torch.int32 if name == "top_k" else torch.float32
@@ -183,7 +183,7 @@ def request_filters(
 def every_processor(
     batch: int, rows: int, vocab_size: int, device: torch.device
 ) -> tuple[LogitsProcessors, Tensor]:
-    """Everything at once, for requests with a long history; and their positions.
+    """Return all processors at once, for requests with a long history; and their positions.
 
     Penalties over 2,000 tokens, 100 biases, 10 bad words of up to 3 tokens, a minimal length, and a
     mask for every row that allows half of the tokens.
@@ -194,7 +194,7 @@ def every_processor(
         return torch.randint(high, shape, generator=generator).int()
 
     history = random(vocab_size, batch, HISTORY)
-    history[:, ::2] %= 1000  # words come again
+    history[:, ::2] %= 1000  # makes tokens recur
     tables = {
         "counted_token_ids": torch.empty(batch, HISTORY + 48, dtype=torch.int32),
         "token_counts": torch.empty(batch, HISTORY + 48, dtype=torch.int32),
@@ -202,7 +202,7 @@ def every_processor(
     for b in range(batch):
         row = {name: table[b] for name, table in tables.items()}
         count_tokens(history[b], HISTORY // 2, **row)
-    step = vocab_size // BIASES  # distinct and ascending
+    step = vocab_size // BIASES  # keeps ids distinct and ascending
     bias_ids = torch.arange(BIASES).int() * step + random(step, batch, BIASES)
     processors = LogitsProcessors(
         slots=torch.arange(batch).int(),
@@ -232,7 +232,7 @@ def _verify(
     values: dict[str, float] | None = None,
     processors: bool = False,
 ) -> Callable[[], object]:
-    """Drafts are the rows' most probable tokens."""
+    """Return calls whose drafts are the rows' most probable tokens."""
     rotated = cycle([(x, top_drafts(x, BATCH)) for x in logits])
     device, dtype = logits[0].device, torch.int32
     output_indptr = torch.arange(BATCH + 1, dtype=dtype) * (DRAFTS + 1)
@@ -255,12 +255,12 @@ def _verify(
 
 
 def top_drafts(logits: Tensor, batch: int) -> Tensor:
-    """The most probable token of every row but each request's last."""
+    """Return the most probable token of every row except each request's last."""
     return logits.argmax(-1).view(batch, -1)[:, :-1].to(torch.int32).contiguous()
 
 
 def _torch_sort(logits: list[Tensor], top_k: int) -> Callable[[], Tensor]:
-    """The usual pipeline: sort, softmax, cumulative sum, cut, scatter back, draw."""
+    """Return the usual pipeline: sort, softmax, cumulative sum, cut, scatter back, draw."""
     rotated = cycle(logits)
 
     def call() -> Tensor:
@@ -276,7 +276,7 @@ def _torch_sort(logits: list[Tensor], top_k: int) -> Callable[[], Tensor]:
 
 
 def _transformers(logits: list[Tensor]) -> Callable[[], Tensor] | None:
-    """The processors that `generate` of transformers builds for top-k and top-p, and its draw."""
+    """Return transformers' `generate` processors for top-k and top-p, and its draw."""
     try:
         from transformers.generation import logits_process
     except ImportError as error:
@@ -295,7 +295,7 @@ def _argmax(logits: list[Tensor]) -> Callable[[], Tensor]:
 
 
 def _commit(bench: Bench) -> None:
-    """What a step of 256 requests costs after verification, with every rule on."""
+    """Time `commit` of 256 requests after verification, with every rule on."""
     call = commit_call(256, 5, torch.device("cpu"))
     timing = bench.alternate({"commit": call}, rounds=9)
     what = "commit of 256 requests, 5 tokens each, with every rule: time"
@@ -304,7 +304,7 @@ def _commit(bench: Bench) -> None:
 
 
 def commit_call(batch: int, num_tokens: int, device: torch.device) -> Callable[[], object]:
-    """Lengths start anew in every call, so that rows never fill; nothing ends a request."""
+    """Return a `commit` call that resets the lengths, so that rows never fill; no request ends."""
 
     def ints(*shape: int, fill: int = -1) -> Tensor:
         return torch.full(shape, fill, dtype=torch.int32, device=device)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """`sample` and `verify` on a GPU: 256 requests with 4 drafts each over 128,256 tokens, and one.
 
-The logits are random ones with the spread of a trained model's, and the bundled model's own. The
-peer is FlashInfer's pipelines. Outputs and workspaces are made before the calls.
+The logits are random, with the spread of a trained model's, and the bundled model's own. The peers
+are FlashInfer's pipelines. Outputs and workspaces are allocated before the calls.
 """
 
 from typing import Any
@@ -32,7 +32,7 @@ DTYPES = ((torch.bfloat16, "bf16"), (torch.float32, "fp32"))
 
 
 def random_logits(bench: CudaBench, rows: int, dtype: torch.dtype) -> list[Tensor]:
-    """As many buffers of [rows, vocab] as it takes to be cold."""
+    """Return enough buffers of [rows, vocab] that each is cold when its turn comes."""
     vocab = bench.pick(VOCAB, 512)
     copies = bench.copies(rows * vocab * dtype.itemsize)
     return [bench.randn(rows, vocab, dtype=dtype, scale=SCALE) for _ in range(copies)]
@@ -46,7 +46,7 @@ def verify_calls(
     values: dict[str, float] | None = None,
     processors: bool = False,
 ) -> list[Call]:
-    """A call for each buffer of logits, with its drafts [batch, DRAFTS]."""
+    """Return a call per buffer of logits, with its drafts [batch, DRAFTS]."""
     batch = drafts[0].shape[0]
     arguments: dict[str, Any] = {
         "positions": bench.ints([0] * batch),
@@ -68,19 +68,19 @@ def verify_calls(
 
 
 def argmax_calls(bench: CudaBench, logits: list[Tensor]) -> list[Call]:
-    """Torch's argmax of every row."""
+    """Return torch's argmax of every row, as a call per buffer."""
     out = bench.ints(torch.zeros(logits[0].shape[0]), torch.int64)
     return [lambda x=x: torch.argmax(x, -1, out=out) for x in logits]
 
 
-# Without draft_probs a draft is one-hot.
+# Without draft_probs, a draft's distribution is one-hot.
 ONE_HOT = VerifyStrategy.REJECTION
 
 
 def strategy_calls(
     bench: CudaBench, logits: list[Tensor], drafts: list[Tensor]
 ) -> dict[str, list[Call]]:
-    """Verification of every kind, by name."""
+    """Return verification calls of every kind, by name."""
     greedy, target = VerifyStrategy.GREEDY, VerifyStrategy.TARGET_MATCH
     top_p = {"top_p": TOP_P}
     return {
@@ -93,7 +93,7 @@ def strategy_calls(
 
 
 def run_sampling_cuda(bench: CudaBench) -> None:
-    """Verification of every kind, beside the read line and beside greedy's time."""
+    """Time verification of every kind, beside the read line and greedy verification."""
     for dtype, name in DTYPES:
         for batch in bench.pick((BATCH, 1), (4, 1)):
             logits = random_logits(bench, batch * ROWS, dtype)
@@ -153,12 +153,12 @@ def _strategy_figures(
 
 
 def run_recorded_cuda(bench: CudaBench) -> None:
-    """Verification of the bundled model's logits, drafts the text that it read."""
+    """Time verification of the bundled model's logits, with its input text as drafts."""
     batch = bench.pick(BATCH, 2)
     rows = batch * ROWS
     recorded = record(bench.device, rows, bench.pick(768, 16))
     for dtype, name in DTYPES:
-        # Other rows in every buffer, as far as they go; they are small, so there are many.
+        # Each buffer has other rows, as far as there are enough; they are small, so there are many.
         num_bytes = rows * recorded.logits.shape[1] * dtype.itemsize
         sets = [recorded.rolled(number * ROWS) for number in range(bench.copies(num_bytes))]
         logits = [one.logits.to(dtype) for one in sets]
@@ -178,12 +178,12 @@ def run_recorded_cuda(bench: CudaBench) -> None:
 
 
 def _read_on(recorded: Recorded, batch: int) -> Tensor:
-    """The text's own tokens as drafts: [batch, DRAFTS]."""
+    """Return the text's own tokens as drafts: [batch, DRAFTS]."""
     return recorded.next_token_ids.view(batch, ROWS)[:, :DRAFTS].contiguous()
 
 
 def _accepted(call: Call) -> float:
-    """Accepted drafts a request, on average."""
+    """Return the mean number of accepted drafts per request."""
     result: Any = call()
     return float(result[1].float().mean())
 
@@ -205,7 +205,7 @@ def _sample_calls(bench: CudaBench, logits: list[Tensor], top_k: int, top_p: flo
 
 
 def run_sampling_peers_cuda(bench: CudaBench) -> None:
-    """Sampling and verification beside FlashInfer's pipelines on the same fp32 logits."""
+    """Time sampling and verification beside FlashInfer's pipelines on the same fp32 logits."""
     batch = bench.pick(BATCH, 4)
     logits = random_logits(bench, batch, torch.float32)
     for what, top_k in (("top-p", 0), ("top-k top-p", 50)):

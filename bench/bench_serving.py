@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The cost of HTTP: CPU time per streamed token beyond the engine's own, and first tokens.
 
-The server is a process of its own, and its CPU time is that of its metrics. Every stream is decoded
+The server is a separate process, and its CPU time comes from its metrics. Every stream is decoded
 plainly, so each token has its own step and chunk, which costs most.
 """
 
@@ -28,9 +28,9 @@ NAIVE = {"method": "naive"}
 
 
 def run_serving(bench: Bench) -> None:
-    """CPU time per token at 64 streams, and the time to the first token of one alone."""
+    """Measure CPU time per token at 64 streams, and the time to the first token of one alone."""
     with _serving() as port:
-        _load(port)  # both warm up
+        _load(port)  # warms up both
         alone = _offline_seconds()
         served, without = [], []
         for _ in range(bench.pick(ROUNDS, 1)):
@@ -85,7 +85,7 @@ def _serving() -> Iterator[int]:
 
 
 def _cpu_seconds(port: int) -> float:
-    """Of the server's processes, so far."""
+    """Return the CPU seconds of the server's processes so far."""
     with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=30) as answer:
         metrics = answer.read().decode()
     found = re.findall(r"^(?:engine_)?process_cpu_seconds_total (\S+)", metrics, re.MULTILINE)
@@ -94,7 +94,7 @@ def _cpu_seconds(port: int) -> float:
 
 
 def _load(port: int) -> None:
-    """All streams at once, from beginning to end."""
+    """Run all streams concurrently to their ends."""
 
     async def streams() -> None:
         await asyncio.gather(*(_stream(port, number, TOKENS) for number in range(STREAMS)))
@@ -103,7 +103,7 @@ def _load(port: int) -> None:
 
 
 async def _stream(port: int, number: int, tokens: int) -> float:
-    """One stream; the seconds to its first token."""
+    """Run one stream; return the seconds to its first token."""
     body = {"prompt": PROMPT.format(number), "max_tokens": tokens, "stream": True}
     body |= {"temperature": 0, "ignore_eos": True, "speculative_config": NAIVE}
     content = json.dumps(body).encode()
@@ -122,7 +122,7 @@ async def _stream(port: int, number: int, tokens: int) -> float:
 
 
 def _offline_seconds() -> Callable[[], float]:
-    """The same tokens from an engine without a server: its CPU seconds, whenever called."""
+    """Return a function that generates the same tokens without a server and returns CPU seconds."""
     from specops.engine import Engine, EngineConfig, SamplingParams, SpeculativeConfig
 
     naive = SpeculativeConfig(**NAIVE)

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How long an engine of a model of 3B takes to its first token, and the memory that it then holds.
+"""Time to the first token of an engine with a 3B model, and the memory that it then holds.
 
-A process of its own each time, from its command on. "First" fills a cache of packed weights, "next"
-finds it, and "without" has none. llama.cpp starts from a GGUF file of the same weights, in bf16 or
-Q4_0 (embedding Q8_0), which it maps or reads. The files are in the page cache, as after a download.
+Every start is a new process, timed from its command on. "First" fills a cache of packed weights,
+"next" finds it, and "without" has none. llama.cpp starts from a GGUF file of the same weights, in
+bf16 or Q4_0 (embedding Q8_0), which it maps or reads. The files are in the page cache, as after a
+download.
 """
 
 import json
@@ -19,7 +20,7 @@ from typing import NamedTuple
 from bench import checkpoints
 from bench.common import Bench, Figure, PeerError, resident_gb
 
-# Ours, and llama.cpp's kind of file.
+# Our quantization, and the kind of llama.cpp's file.
 QUANTIZATIONS = {"none": "bf16", "wint4": "int4"}
 STARTS = ("without", "first", "next")
 WORDS = {
@@ -42,7 +43,7 @@ sys.stdin.read()
 
 
 class Start(NamedTuple):
-    """Seconds to the first token; GB of memory: own pages, and pages of files."""
+    """Seconds to the first token; GB of memory: anonymous pages, and pages of files."""
 
     seconds: float
     own: float
@@ -50,7 +51,7 @@ class Start(NamedTuple):
 
 
 def run_start(bench: Bench) -> None:
-    """The first start and the next ones, in bfloat16 and quantized."""
+    """Measure the first start and the next ones, in bfloat16 and quantized."""
     checkpoint, cache = checkpoints.llama3(), checkpoints.WORK / "weight-cache"
     shutil.rmtree(cache, ignore_errors=True)
     for quantization, kind in QUANTIZATIONS.items():
@@ -76,7 +77,7 @@ def run_start(bench: Bench) -> None:
 
 
 def _start(settings: dict[str, object]) -> Start:
-    """Starts an engine in a process that ends afterwards."""
+    """Start an engine in a process that ends afterwards."""
     begun = time.perf_counter()
     command = [sys.executable, "-c", _CHILD, json.dumps(settings)]
     pipe = subprocess.PIPE
@@ -93,7 +94,7 @@ def _start(settings: dict[str, object]) -> Start:
 def _llama_cpp(
     bench: Bench, checkpoint: checkpoints.Checkpoint, kind: str
 ) -> dict[str, Callable[[], Start]]:
-    """Its starts, where it is installed; the file is made before, or found."""
+    """Return llama.cpp's starts, if it is installed; its file is made before, if missing."""
     peer = bench.peer("llama_cpp_peer")
     if peer is None:
         return {}

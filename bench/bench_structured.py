@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Constrained output: the cost of a mask and of a step, and the gain of forced tokens.
 
-Masks are those of rows in the middle of a text, and at every token of texts that the bundled model
-writes, over its own vocabulary and over one of the size of today's models, whose tokens are made
-up. A step is compared with one of the same
-requests without a grammar, where the grammar allows every text. Tokens per step depend on no clock.
+Masks are timed for rows in the middle of a text, and at every token of texts that the bundled model
+writes, over its own vocabulary and over a synthetic one of the size of today's models. A step is
+compared with one of the same requests without a grammar, where the grammar allows every text.
+Tokens per step depend on no clock.
 """
 
 import json
@@ -39,7 +39,7 @@ def _record(**properties: Any) -> dict[str, Any]:
 
 
 _TEXT = {"type": "string", "maxLength": 16}
-# As tools and extractions have them, with a text of the first tokens of each.
+# Typical schemas of tools and data extraction, with the beginning of a text for each.
 SCHEMAS: dict[str, dict[str, Any]] = {
     "tool": _record(
         name={"enum": ["get_current_weather", "get_forecast"]},
@@ -63,7 +63,7 @@ BEGUN = '{"name": "get_'
 
 
 class _MadeUp:
-    """A tokenizer of as many tokens as models of today have: bytes, and made-up words."""
+    """A tokenizer with the vocabulary size of today's models: bytes, and made-up words."""
 
     def __init__(self, size: int) -> None:
         draw = random.Random(0)
@@ -90,7 +90,7 @@ class _MadeUp:
 
 
 def run_structured(bench: Bench) -> None:
-    """Masks, steps and forced tokens."""
+    """Measure masks, steps and forced tokens."""
     bundled = Tokenizer.from_dir(EngineConfig().model_dir)
     vocabularies: dict[str, tuple[Tokenizer, int]] = {
         "bundled": (bundled, bundled.vocab_size),
@@ -147,7 +147,7 @@ def _add_masks_of_texts(
     size: int,
     texts: list[tuple[dict[str, Any], str]],
 ) -> None:
-    """Of the masks at every token: the median one, and the 99th of a hundred."""
+    """Add the time of the masks at every token: the median, and the 99th percentile."""
     filler = MaskFiller(bench.num_threads)
     out = np.empty((1, -(-size // 32)), dtype=np.int32)
     passes = []
@@ -189,7 +189,7 @@ def _engine(bench: Bench, method: str, k: int) -> Engine:
 
 
 def _add_step(bench: Bench) -> None:
-    """Plain decoding with a mask for every row, beside the same without."""
+    """Time plain decoding with a mask for every row, beside the same without masks."""
     engine = _engine(bench, "naive", 0)
     prompts = [[4 + index, 5, 6, 7] for index in range(BATCH)]
 
@@ -221,7 +221,7 @@ def _add_step(bench: Bench) -> None:
 
 
 def _requests() -> tuple[list[dict[str, Any]], list[str], list[SamplingParams]]:
-    """Schemas, prompts and parameters of sixteen requests for JSON."""
+    """Return schemas, prompts and parameters of sixteen requests for JSON."""
     schemas, prompts, params = [], [], []
     for index in range(16):
         schema = list(SCHEMAS.values())[index % 3]
@@ -240,14 +240,14 @@ def _requests() -> tuple[list[dict[str, Any]], list[str], list[SamplingParams]]:
 
 
 def _texts(bench: Bench) -> list[tuple[dict[str, Any], str]]:
-    """What the bundled model writes for them, with its schema."""
+    """Return the bundled model's texts for these requests, with their schemas."""
     schemas, prompts, params = _requests()
     done = _engine(bench, "naive", 0).generate(prompts, params)
     return [(schema, one.text) for schema, one in zip(schemas, done, strict=True)]
 
 
 def _add_tokens(bench: Bench, method: str, k: int) -> None:
-    """Emitted tokens per step, with forced tokens drafted and without."""
+    """Add emitted tokens per step, with and without drafting of forced tokens."""
     tokens, texts = {}, []
     for forced in (False, True):
         engine = _engine(bench, method, k)

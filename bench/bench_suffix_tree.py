@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The suffix tree against arctic-inference's, by public APIs, on one core, in CPU time.
 
-Each side runs the loops of bench/peers/suffix_replay.py in a process of its own, on the same core,
-and the two take turns piece by piece. Drafts end at the depth of the tree on both sides, unless a
+Each side runs the loops of bench/peers/suffix_replay.py in a separate process, on the same core,
+and the two alternate piece by piece. Drafts end at the depth of the tree on both sides, unless a
 figure says that they read on. `ratio` is the peer's time, or bytes, over ours.
 """
 
@@ -25,7 +25,7 @@ Answer = dict[str, Any]
 
 @dataclass(frozen=True)
 class Sizes:
-    """How much is measured."""
+    """Amounts to measure."""
 
     cached_tokens: int = 1_000_000
     saved_tokens: int = 5_000_000
@@ -39,8 +39,8 @@ class Sizes:
     loads: int = 3
 
 
-# The least that a figure's ratio must be: (stream, depth) or depth -> bar. Where the peer waits for
-# memory, a CPU with faster memory helps it more than us; these bars hold on a Zen 4 and on a Zen 5.
+# Minimum of a figure's ratio: (stream, depth) or depth -> bar. Where the peer waits for memory, a
+# CPU with faster memory helps the peer more than us; these bars hold on a Zen 4 and on a Zen 5.
 BARS: dict[str, dict[tuple[str, int], float]] = {
     "insert": {("code", 64): 5, ("edit", 64): 4},
     "resident": {("code", 64): 7, ("edit", 64): 7, ("code", 24): 5.5, ("edit", 24): 5.5},
@@ -51,17 +51,17 @@ BARS: dict[str, dict[tuple[str, int], float]] = {
     "read_on": {("edit", 24): 1.15},
     "evict": {("code", 64): 3, ("edit", 64): 3},
 }
-# Of two threads over one. Most of a step on near-copies is appending to the one shared tree.
+# Speedup of two threads over one. Most of a step on near-copies appends to the one shared tree.
 THREADS_BARS = {"code": 1.5, "edit": 1.1}
 
 
 def run_suffix_tree(bench: Bench) -> None:
-    """Every stream at both depths, then what a saved cache saves."""
+    """Measure every stream at both depths, then the gain of a saved cache."""
     measure(bench, Sizes(), streams(), (64, 24))
 
 
 def measure(bench: Bench, sizes: Sizes, folder: Path, depths: Sequence[int]) -> None:
-    """All figures, over the streams in a folder."""
+    """Add all figures, over the streams in a folder."""
     for depth in depths:
         for stream in NAMES:
             _Tree(bench, sizes, folder, stream, depth).run()
@@ -70,17 +70,18 @@ def measure(bench: Bench, sizes: Sizes, folder: Path, depths: Sequence[int]) -> 
 
 
 class _Tree:
-    """One stream at one depth: our process, the peer's where it is installed, and the figures."""
+    """One stream at one depth: our process, the peer's if it is installed, and the figures."""
 
     def __init__(self, bench: Bench, sizes: Sizes, folder: Path, stream: str, depth: int) -> None:
         self.bench, self.sizes, self.stream, self.depth = bench, sizes, stream, depth
         self.where = {"streams": str(folder), "stream": stream, "depth": depth}
         self.ends = np.load(folder / f"{stream}.ends.npy")
         num_held = len(np.load(folder / f"{stream}.held.ends.npy"))
-        # Requests that make up the tokens to be cached.
+        # Requests that together have the tokens to cache.
         self.cached = int(np.searchsorted(self.ends, sizes.cached_tokens)) + 1
         if stream == "edit":
-            # Only documents whose revisions are in the cache; one ninth revision of each at first.
+            # Only documents whose revisions are in the cache; one ninth revision of each comes
+            # first.
             num_held = self.cached // REVISIONS * HELD_REVISIONS
             order = sorted(range(num_held), key=lambda i: (i % HELD_REVISIONS, i))
         else:
@@ -109,7 +110,7 @@ class _Tree:
                 side.close()
 
     def _fill(self) -> None:
-        """Inserts whole requests, and weighs the process before and after."""
+        """Insert whole requests, and measure the process's memory before and after."""
         before = self._ask("open", **self.where, max_cached_requests=self.limit)
         took = self._pieces("insert", 0, self.cached)
         after = self._ask("resident")
@@ -121,7 +122,7 @@ class _Tree:
         self._add("resident", "resident memory", bytes_a_token, "B/token")
 
     def _replay(self) -> dict[str, float]:
-        """Held-out requests one by one: what a draft costs, and how much of it is right."""
+        """Replay held-out requests one by one: the cost of a draft, and how much of it is right."""
         passes: list[dict[str, list[Answer]]] = []
         for _ in range(self.sizes.passes):
             answers: dict[str, list[Answer]] = {name: [] for name in self.sides}
@@ -143,7 +144,7 @@ class _Tree:
         return tokens
 
     def _read_on(self, tokens: dict[str, float]) -> None:
-        """The same with drafts that read on past the depth of the tree."""
+        """Measure the same with drafts that read on past the depth of the tree."""
         ours = self.sides["ours"]
         ours.ask("open", **self.where, max_cached_requests=self.limit, read_on=True)
         ours.ask("insert", first=0, last=self.cached)
@@ -152,14 +153,14 @@ class _Tree:
         self._add("read_on", "tokens a step, reading on", reading, "tokens", better=1)
 
     def _batch(self) -> None:
-        """A decode step of the whole batch: one call against a loop."""
+        """Time a decode step of the whole batch: one call against a loop."""
         took = self._steps()
         self._ask("end_batch")
         step = {name: median(times) / 1e3 for name, times in took.items()}
         self._add("step", f"a step of {len(self.batched)} requests: CPU", step, "us")
 
     def _steps(self) -> dict[str, list[int]]:
-        """Steps of a batch with 128 generated tokens in, by turns, a few at a time."""
+        """Run steps of a batch with 128 generated tokens, alternating, a few at a time."""
         self._ask("begin_batch", held=self.batched, generated=128)
         took: dict[str, list[int]] = {name: [] for name in self.sides}
         for _ in range(4):
@@ -168,7 +169,7 @@ class _Tree:
         return took
 
     def _threads(self) -> None:
-        """Our batch with two threads beside one, by the wall clock."""
+        """Time our batch with two threads beside one, by the wall clock."""
         ours = self.sides["ours"]
         ours.ask("begin_batch", held=self.batched, generated=128)
         took: dict[int, list[float]] = {1: [], 2: []}
@@ -190,7 +191,7 @@ class _Tree:
         )
 
     def _prompt(self) -> None:
-        """A long prompt: how long its caller waits, and when all of it can be drafted from."""
+        """Time a long prompt: how long its caller waits, and when all of it can be drafted from."""
         answers: dict[str, list[Answer]] = {name: [] for name in self.sides}
         needed = self.sizes.prompt // SHORTEST + 1
         for turn in range(5):
@@ -209,7 +210,7 @@ class _Tree:
             self._add(f"prompt.{id}", f"{what}: {told}", times, "ms", bar=bar)
 
     def _full(self) -> None:
-        """A full cache: its longest pauses, what it weighs when all is new, what eviction costs."""
+        """Measure a full cache: longest pauses, memory after a full turnover, and eviction."""
         first = self.limit
         self._ask("insert", first=self.cached, last=first)
         full = self._ask("resident")
@@ -239,11 +240,11 @@ class _Tree:
         self._time("evict", "evicted and given back: CPU a token", took)
 
     def _ask(self, op: str, **arguments: Any) -> dict[str, Answer]:
-        """The same request to each side, in turn."""
+        """Send the same request to each side, in turn."""
         return {name: side.ask(op, **arguments) for name, side in self.sides.items()}
 
     def _pieces(self, op: str, first: int, last: int) -> dict[str, list[Answer]]:
-        """Requests `first` to `last`, by turns, a piece at a time."""
+        """Run requests `first` to `last`, alternating, a piece at a time."""
         edges = np.linspace(first, last, self.sizes.pieces + 1).astype(int).tolist()
         answers: dict[str, list[Answer]] = {name: [] for name in self.sides}
         for begin, end in pairwise(edges):
@@ -252,7 +253,7 @@ class _Tree:
         return answers
 
     def _time(self, id: str, what: str, took: dict[str, list[Answer]]) -> None:
-        """Nanoseconds a token, over all pieces."""
+        """Add the nanoseconds per token, over all pieces."""
         times = {
             name: sum(a["ns"] for a in answers) / sum(a["tokens"] for a in answers)
             for name, answers in took.items()
@@ -269,7 +270,7 @@ class _Tree:
         better: int = -1,
         bar: str | None = None,
     ) -> None:
-        """A figure of both sides. better: -1 where less is, 1 where more is, 0: no ratio."""
+        """Add a figure of both sides; better: -1 if less is, 1 if more is, 0 for no ratio."""
         ours, peer = values["ours"], values.get("peer")
         ratio = None
         if peer is not None and better:
@@ -310,7 +311,7 @@ class _Tree:
 
 
 def _load(bench: Bench, sizes: Sizes, folder: Path, stream: str) -> None:
-    """A saved cache read again, against inserting all of it again."""
+    """Time loading a saved cache against inserting all of it again."""
     tree = _Tree(bench, sizes, folder, stream, 64)
     last = int(np.searchsorted(tree.ends, sizes.saved_tokens)) + 1
     ours, peer = bench.peer("specops_suffix", own=True), bench.peer("arctic_peer")
@@ -350,6 +351,6 @@ def _tokens_a_step(answers: Sequence[Answer]) -> float:
 def _percentile(
     passes: Sequence[dict[str, list[Answer]]], name: str, field: str, percent: float
 ) -> float:
-    """Microseconds of one side's calls of one kind: the median over passes of a percentile."""
+    """Return a percentile of one side's calls in microseconds: the median over passes."""
     times = [np.concatenate([answer[field] for answer in answers[name]]) for answers in passes]
     return float(median([np.percentile(of, percent) for of in times])) / 1e3

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How the ops behave between the cases with goals: sweeps over sizes and workspace.
+"""Ops between the cases that have goals: sweeps over sizes and workspace.
 
-Batch, rows and group of `append_attention` at 4,096 tokens; how much of its workspace it gets; and
-the batch of `verify`. `linear` over M is a family of its own.
+The sweeps cover batch, rows and group of `append_attention` at 4,096 tokens; the fraction of its
+workspace that it gets; and the batch of `verify`. `linear` over M is a separate family.
 """
 
 from specops.sampling import VerifyStrategy
@@ -20,7 +20,7 @@ SHARES = (0.0, 0.25, 0.5, 1.0)
 
 
 def run_sweeps_cuda(bench: CudaBench) -> None:
-    """Shares of the read line; no bars, this is what they are chosen by."""
+    """Measure fractions of the read line. There are no bars: bars are chosen by these."""
     _workspaces(bench)
     _verify(bench)
     for batch in bench.pick(BATCHES, (1, 3)):

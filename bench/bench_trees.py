@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Trees of drafts compared with chains of as many: cost of attention, and tokens per step.
+"""Trees of drafts compared with chains of equal size: cost of attention, and tokens per step.
 
 The op: four requests of 4,096 tokens, each verifying 16 nodes, bf16, 16 query and 8 KV heads of
-128: `copy_kv` and `append_attention` over the chains of a tree, compared with `append_attention`
-    over one chain. The host: `tree_chains` for 16 such requests.
+size 128. `copy_kv` and `append_attention` over the chains of a tree are compared with
+`append_attention` over one chain. The host: `tree_chains` for 16 such requests.
 
 The engine: emitted tokens per step of the bundled model, which depend on no clock. Chain and tree
-have the same method and the same number of drafts, so a step of both has as many rows.
+have the same method and the same number of drafts, so a step of both has the same number of rows.
 """
 
 from collections.abc import Callable
@@ -25,24 +25,24 @@ from bench.common import Bench, Figure
 QO_HEADS, KV_HEADS, HEAD_DIM, PAGE_SIZE, LEAF = 16, 8, 128, 16, 64
 BATCH, KV_LEN, HOST_BATCH = 4, 4096, 16
 NUM_PROMPTS, NEW_TOKENS = 16, 96
-# 16 nodes: one likely path with a second guess at every other token; and every node with two below.
+# 16 nodes: a likely path with an alternative at every other token; and a binary tree.
 TREES = {
     "likely_path": [-1, 0, 1, 2, 3, 4, 5, 6, 7, 8, 7, 5, 3, 1, 0, -1],
     "binary": [-1, 0, 1, 2, 2, 1, 5, 0, 7, 7, -1, 10, 11, 11, 10, 14],
 }
 CHAIN = list(range(-1, 15))
-# Method, drafts a step, text, temperature.
+# Method, drafts per step, text, temperature.
 RUNS = [
     (method, k, text, temperature)
     for method, k in (("ngram", 8), ("suffix", 16), ("mtp", 4), ("mtp", 6), ("mtp+suffix", 8))
     for text in ("edits", "completions")
     for temperature in (0.0, 0.8)
 ]
-MODEL_STEPS = {"mtp+suffix": 3}  # elsewhere as many as drafts
+MODEL_STEPS = {"mtp+suffix": 3}  # as many as drafts for other methods
 
 
 def run_trees(bench: Bench) -> None:
-    """The op, the host's part, and whole engine runs."""
+    """Measure the op, the host's part, and whole engine runs."""
     for name, parents in TREES.items():
         cases = {"tree": _attention(parents), "chain": _attention(CHAIN)}
         timing = bench.alternate(cases, rounds=15, window_s=0.06)
@@ -68,7 +68,7 @@ def run_trees(bench: Bench) -> None:
 
 
 def _requests(parents: list[int], batch: int) -> dict[str, Tensor]:
-    """A batch of one tree, as `tree_chains` takes it."""
+    """Return the `tree_chains` arguments of a batch in which all requests have one tree."""
     nodes, root = len(parents), KV_LEN - 1
     pages = -(-(KV_LEN + nodes) // PAGE_SIZE)
     order = torch.randperm(batch * (pages + 2 * nodes), generator=_seeded()).int()
@@ -88,7 +88,7 @@ def _seeded() -> torch.Generator:
 
 
 def _attention(parents: list[int]) -> Callable[[], object]:
-    """One layer's attention over a batch of trees, and the copies that it needs."""
+    """Return a call of one layer's attention over a batch of trees, with the KV copies it needs."""
     requests = _requests(parents, BATCH)
     chains = batching.tree_chains(**requests, page_size=PAGE_SIZE)
     count, copies = int(chains.chain_indptr[-1]), int((chains.to_slots >= 0).sum())
@@ -137,7 +137,7 @@ def _attention(parents: list[int]) -> Callable[[], object]:
 
 
 def _add_host(bench: Bench) -> None:
-    """What the host does before a step."""
+    """Time the host's part of a step."""
     requests = _requests(TREES["likely_path"], HOST_BATCH)
     found = batching.tree_chains(**requests, page_size=PAGE_SIZE)
     sizes = (len(found.qo_lens), len(found.kv_indices), len(found.from_slots))
@@ -149,7 +149,7 @@ def _add_host(bench: Bench) -> None:
 
 
 def _add_run(bench: Bench, method: str, k: int, text: str, temperature: float) -> None:
-    """Emitted tokens per step, of chains and of trees of as many drafts."""
+    """Add the emitted tokens per step, with chains and with trees of equal size."""
     tokens = {}
     for tree in (False, True):
         engine = Engine(

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""vLLM on this CPU with its own kernels and with specops', and our engine; and changed texts.
+"""vLLM on this CPU with its own kernels and with specops', our engine, and changed texts.
 
 20 prompts, 64 greedy tokens, one at a time and eight at once: plain, n-gram and suffix drafts,
-eager and compiled. Every vLLM runs in a process of its own, in the environment of `make test-vllm`.
+eager and compiled. Every vLLM runs in a separate process, in the environment of `make test-vllm`.
 Texts are compared with plain decoding of each prompt alone by the same kernels.
 """
 
@@ -25,36 +25,36 @@ from bench.common import ROOT, Bench, Figure
 from bench.vllm_costs import BATCHES, KERNELS, METHODS, write_model
 
 VLLM_PYTHON = ROOT / ".venv-vllm" / "bin" / "python"
-ROUNDS = 1  # of about ten minutes: a compiled engine compiles for a minute at each start
+ROUNDS = 1  # ten minutes each: a compiled engine compiles for a minute at each start
 PROMPTS = 20
 MAX_TOKENS = 64
 MODES = ("eager", "compiled")
 _DRAFTS = 4
 _SUFFIX = {"num_speculative_tokens": _DRAFTS}
-# vLLM's own needs a package that `make test-vllm` does not install.
+# vLLM's own suffix decoding needs a package that `make test-vllm` does not install.
 _OWN_SUFFIX = _SUFFIX | {"method": "suffix"}
 _OUR_SUFFIX = _SUFFIX | {"method": "custom_class", "model": "specops.vllm.SuffixProposer"}
 
 
 @dataclass
 class Runs:
-    """What one kind of engine gave: by method and batch, tokens per second of each round, texts."""
+    """Results of one kind of engine by method and batch: tokens per second of each round, texts."""
 
     rates: dict[tuple[str, int], list[float]] = field(default_factory=dict)
     texts: dict[tuple[str, int], list[list[int]]] = field(default_factory=dict)
 
     def add(self, method: str, batch: int, texts: list[list[int]], seconds: float) -> None:
-        """Keeps a run."""
+        """Record a run."""
         rate = sum(map(len, texts)) / seconds
         self.rates.setdefault((method, batch), []).append(rate)
         self.texts[method, batch] = texts
 
     def rate(self, method: str, batch: int) -> float:
-        """Median tokens per second."""
+        """Return the median tokens per second."""
         return median(self.rates[method, batch])
 
     def differ(self) -> tuple[int, int]:
-        """How many texts differ from plain decoding alone, and of how many."""
+        """Return how many texts differ from plain decoding alone, and the number of texts."""
         base = self.texts["plain", 1]
         others = [texts for run, texts in self.texts.items() if run != ("plain", 1)]
         wrong = sum(a != b for texts in others for a, b in zip(base, texts, strict=True))
@@ -62,7 +62,7 @@ class Runs:
 
 
 def run_vllm(bench: Bench) -> None:
-    """All engines in turn, round by round; without vLLM only ours."""
+    """Run all engines in turn, round by round; without vLLM only ours."""
     engine = _engine(bench, 1)
     kinds = [prompt_token_ids(engine, kind) for kind in ("edits", "completions")]
     prompts = [prompt for kind in kinds for prompt in kind[: PROMPTS // 2]]
@@ -88,7 +88,7 @@ def run_vllm(bench: Bench) -> None:
 
 
 def _methods() -> dict[str, dict[str, Any]]:
-    """vLLM's speculative configurations; its own suffix decoding where it is installed."""
+    """Return vLLM's speculative configurations; its own suffix decoding if it is installed."""
     find = "import importlib.util; print(importlib.util.find_spec('arctic_inference') is not None)"
     found = subprocess.run([VLLM_PYTHON, "-c", find], capture_output=True, text=True, check=True)
     own = found.stdout.strip() == "True"
@@ -117,7 +117,7 @@ def _run_ours(bench: Bench, runs: Runs, prompts: list[list[int]]) -> None:
     }
     for batch in BATCHES:
         for method, config in configs.items():
-            engine = _engine(bench, batch)  # with an empty suffix tree, as vLLM's have
+            engine = _engine(bench, batch)  # with an empty suffix tree, like vLLM's
             engine.generate(prompts[:1], params)
             begun = time.perf_counter()
             done = engine.generate(prompts, params, speculative_config=config)
@@ -134,7 +134,7 @@ def _run_theirs(
     mode: str,
     prompts: list[list[int]],
 ) -> None:
-    """An engine of vLLM's; each batch first runs other prompts, of which drafters learn nothing."""
+    """Run an engine of vLLM's; each batch first warms up on prompts that teach drafters nothing."""
     params = [{"temperature": 0.0, "max_tokens": MAX_TOKENS, "ignore_eos": True}] * len(prompts)
     warm = [prompt[::-1] for prompt in prompts]
     wanted = [Run(each, params, batch) for batch in BATCHES for each in (warm, prompts)]
@@ -203,7 +203,7 @@ def _figures_of_ours(
 
 
 def _figure_of_texts(bench: Bench, id: str, what: str, runs: Runs) -> None:
-    """Ours (.differ) must be none."""
+    """Add the figure of changed texts; ours (.differ) must be zero."""
     wrong, count = runs.differ()
     bench.add(
         Figure(

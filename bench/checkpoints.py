@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The models of the engine figures, and their copies in each peer's format (bench/work/).
 
-Every copy holds the same bf16 weights. Copies are made once and again when the source changes.
+Every copy holds the same bf16 weights. Copies are made once, and again when the source changes.
 """
 
 import hashlib
@@ -70,7 +70,7 @@ QWEN8 = {
     "intermediate_size": 12288,
     "tie_word_embeddings": False,
 }
-# Two layers of Qwen3-30B-A3B, and a vocabulary that takes no part in their time.
+# Two layers of Qwen3-30B-A3B, and a vocabulary too small to affect their time.
 QWEN30 = {
     **QWEN06,
     "architectures": ["Qwen3MoeForCausalLM"],
@@ -90,7 +90,7 @@ QWEN30 = {
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A model: the directory that specops reads, and where the peers' copies live."""
+    """A model: the directory that specops reads, and the location of the peers' copies."""
 
     name: str
     path: Path
@@ -114,9 +114,9 @@ class Checkpoint:
         return 2 * 2 * config["num_hidden_layers"] * heads
 
     def for_peer(self, peer: str, kind: str = "bf16") -> Path:
-        """The copy that `peer` loads; raises CalledProcessError where it cannot be made.
+        """Return the copy that `peer` loads; raises CalledProcessError if it cannot be made.
 
-        kind: of its weights: "bf16"; for llama.cpp and OpenVINO also "int8" or "int4".
+        kind: weight format: "bf16"; for llama.cpp and OpenVINO also "int8" or "int4".
         """
         scripts, plain = BENCH / "peers", self.path
         if "num_nextn_predict_layers" in self.config:
@@ -140,7 +140,7 @@ class Checkpoint:
             return {name: file.get_tensor(name) for name in names}
 
     def _write_plain(self, out: Path) -> None:
-        """The checkpoint without its MTP layer, which no peer reads."""
+        """Write the checkpoint without its MTP layer, which no peer reads."""
         out.mkdir()
         config = {k: v for k, v in self.config.items() if k != "num_nextn_predict_layers"}
         (out / "config.json").write_text(json.dumps(config, indent=1))
@@ -162,41 +162,41 @@ class Checkpoint:
 
 
 def bundled() -> Checkpoint:
-    """The model in the package."""
+    """Return the model in the package."""
     return Checkpoint("bundled", BUNDLED)
 
 
 def mixture() -> Checkpoint:
-    """The bundled model as a mixture of experts."""
+    """Return the bundled model as a mixture of experts."""
     write_mixture(path := WORK / "mixture")
     return Checkpoint("mixture", path)
 
 
 def qwen06() -> Checkpoint:
-    """Random weights in the shape of Qwen3-0.6B: speeds do not depend on values."""
+    """Return random weights in the shape of Qwen3-0.6B: speeds do not depend on values."""
     return _random_checkpoint("qwen06", QWEN06)
 
 
 def qwen30() -> Checkpoint:
-    """Random weights in the shape of two layers of Qwen3-30B-A3B, 2.4 GB in one file."""
+    """Return random weights in the shape of two layers of Qwen3-30B-A3B, 2.4 GB in one file."""
     return _random_checkpoint("qwen30", QWEN30)
 
 
 def _random_checkpoint(name: str, config: dict[str, Any]) -> Checkpoint:
     path = WORK / name
-    if not (path / "config.json").exists():  # which is written last
+    if not (path / "config.json").exists():  # written last
         path.mkdir(parents=True, exist_ok=True)
         save_file(_random_weights(config), path / "model.safetensors", metadata={"format": "pt"})
-        # The engine wants a tokenizer; prompts are token ids, and texts are not looked at.
+        # The engine requires a tokenizer; prompts are token ids, and texts are not used.
         shutil.copy(BUNDLED / "tokenizer.json", path)
         (path / "config.json").write_text(json.dumps(config, indent=1))
     return Checkpoint(name, path)
 
 
 def llama3() -> Checkpoint:
-    """Random weights in the shape of Llama 3.2 3B, 6.4 GB in several files."""
+    """Return random weights in the shape of Llama 3.2 3B, 6.4 GB in several files."""
     path = WORK / "llama3"
-    if not (path / "config.json").exists():  # which is written last
+    if not (path / "config.json").exists():  # written last
         path.mkdir(parents=True, exist_ok=True)
         where: dict[str, str] = {}
         for number, weights in enumerate(_random_parts(LLAMA3)):
@@ -210,7 +210,7 @@ def llama3() -> Checkpoint:
 
 
 def without_weights(name: str, config: dict[str, object]) -> Checkpoint:
-    """A directory for load_format="dummy": config.json, and the tokenizer the engine wants."""
+    """Return a directory for load_format="dummy": config.json and the required tokenizer."""
     path = WORK / name
     path.mkdir(parents=True, exist_ok=True)
     (path / "config.json").write_text(json.dumps(config, indent=1))
@@ -219,7 +219,7 @@ def without_weights(name: str, config: dict[str, object]) -> Checkpoint:
 
 
 def decode_bytes(config: dict[str, Any], *, batch: int, kv_len: float) -> float:
-    """Bytes of bf16 weights and KV that one decode step of a dense model reads."""
+    """Return the bytes of bf16 weights and KV that one decode step of a dense model reads."""
     width, head_dim = config["hidden_size"], config["head_dim"]
     heads = config["num_attention_heads"] + config["num_key_value_heads"]
     layer = 2 * width * heads * head_dim + 3 * width * config["intermediate_size"]
@@ -233,7 +233,7 @@ def _random_weights(config: dict[str, Any]) -> dict[str, torch.Tensor]:
 
 
 def _random_parts(config: dict[str, Any]) -> Iterator[dict[str, torch.Tensor]]:
-    """What stands around the layers, then each layer; q_norm and k_norm where a model has them."""
+    """Yield the weights outside the layers, then each layer; q_norm and k_norm only if present."""
     generator = torch.Generator().manual_seed(0)
     num_experts = config.get("num_experts", 0)
 
@@ -245,7 +245,7 @@ def _random_parts(config: dict[str, Any]) -> Iterator[dict[str, torch.Tensor]]:
         head_dim * config[name] for name in ("num_attention_heads", "num_key_value_heads")
     )
     yield {
-        # Beside a smaller embedding, what rows attend to weighs so much that they share experts.
+        # With a smaller embedding, attention outputs would dominate and rows would share experts.
         "model.embed_tokens.weight": matrix(
             config["vocab_size"], width, 1.0 if num_experts else 0.02
         ),
@@ -273,7 +273,7 @@ def _random_parts(config: dict[str, Any]) -> Iterator[dict[str, torch.Tensor]]:
 
 
 def _mlp_shapes(config: dict[str, Any]) -> dict[str, tuple[int, int]]:
-    """Of the matrices of a layer's MLP, or of its router and experts."""
+    """Return the shapes of the matrices of a layer's MLP, or of its router and experts."""
     width, num_experts = config["hidden_size"], config.get("num_experts", 0)
     wide = config["moe_intermediate_size" if num_experts else "intermediate_size"]
     parts = {"gate_proj": (wide, width), "up_proj": (wide, width), "down_proj": (width, wide)}

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Shared by all benches: alternating timings with a read line, figures with bars, one table.
+"""Shared by all benchmarks: alternating timings with a read line, figures with bars, one table.
 
 A figure's `bar` tells how to read its `ratio`: `ratio >= x` counts how many times better than the
-peer (or which share of a limit), `ratio <= x` how many times the peer's value ours is, and
-`value <= x` judges the value alone. Memory bandwidth drifts on shared machines, so cases alternate,
-each with its own read line, and a share of bandwidth is taken round by round.
+peer (or which fraction of a limit), `ratio <= x` is our value over the peer's, and `value <= x`
+judges the value alone. Memory bandwidth drifts on shared machines, so cases alternate, each with
+its own read line (a bandwidth measurement), and a fraction of bandwidth is computed per round.
 """
 
 import ctypes
@@ -42,7 +42,7 @@ BAR = re.compile(r"(value|ratio) (<=|>=|==) ([0-9.]+)")
 
 @dataclass(frozen=True)
 class Figure:
-    """One line of the table and one object of the JSON file; later figures and plots keep to it."""
+    """One line of the table and one JSON object; later figures and plots depend on it."""
 
     id: str
     what: str
@@ -67,20 +67,20 @@ class Timing:
     reads: dict[str, list[float]] = field(default_factory=dict)
 
     def median(self, case: str) -> float:
-        """Median seconds of one call."""
+        """Return the median seconds of one call."""
         return median(self.seconds[case])
 
     def read_gb_s(self, *cases: str) -> float:
-        """Median read line beside these cases (all of them by default)."""
+        """Return the median read line beside these cases (all of them by default)."""
         return median([x for case in cases or self.reads for x in self.reads[case]])
 
     def share(self, case: str, num_bytes: float) -> float:
-        """Median over rounds of (bytes moved per second / read line of that round)."""
+        """Return the median over rounds of (bytes moved per second / read line of that round)."""
         pairs = zip(self.seconds[case], self.reads[case], strict=True)
         return median([num_bytes * 1e-9 / seconds / read for seconds, read in pairs])
 
     def ratio(self, case: str, other: str) -> float:
-        """Median over rounds of `case`'s time over `other`'s in the same round."""
+        """Return the median over rounds of `case`'s time over `other`'s in the same round."""
         pairs = zip(self.seconds[case], self.seconds[other], strict=True)
         return median([a / b for a, b in pairs])
 
@@ -89,7 +89,7 @@ class Bench:
     """One run: its threads, its read line, its figures."""
 
     def __init__(self, num_threads: int, *, rehearsal: bool = False) -> None:
-        """rehearsal: every case runs once, without a peer; the figures mean nothing."""
+        """Prepare a run; a rehearsal runs every case once, without peers or meaningful figures."""
         self.num_threads = num_threads
         self.rehearsal = rehearsal
         self.cpus = sorted(os.sched_getaffinity(0))
@@ -100,11 +100,11 @@ class Bench:
         self._read = (lambda _: 1.0) if rehearsal else _read_line()
 
     def pick(self, real: Result, rehearsed: Result) -> Result:
-        """The number of a measurement, or what a rehearsal can afford."""
+        """Return `real`, or in a rehearsal the smaller `rehearsed`."""
         return rehearsed if self.rehearsal else real
 
     def read_gb_s(self, num_threads: int | None = None) -> float:
-        """Reads 256 MiB once, by default with the run's threads; GB/s (10^9)."""
+        """Read 256 MiB once, by default with the run's threads; return GB/s (10^9)."""
         return self._read(num_threads or self.num_threads)
 
     def alternate(
@@ -114,10 +114,10 @@ class Bench:
         rounds: int = 9,
         window_s: float = 0.05,
     ) -> Timing:
-        """Times the cases in turn, `rounds` times; each window runs a case for about `window_s`.
+        """Time the cases in turn, `rounds` times; each window runs a case for about `window_s`.
 
-        A window in which other processes took over 5 % of this run's cores is repeated, up to
-        three times, then kept and counted.
+        A window in which other processes took over 5 % of this run's cores is repeated up to three
+        times; then its result is kept and counted as disturbed.
         """
         calls: dict[str, int] = {}
         for case, function in cases.items():
@@ -137,11 +137,11 @@ class Bench:
     def rounds(
         self, cases: Mapping[str, Callable[[], float]], *, rounds: int, guarded: bool = True
     ) -> Timing:
-        """Runs cases that return their own seconds in turn, each right after a read line."""
+        """Run cases that return their own seconds in turn, each right after a read line."""
         timing = Timing({case: [] for case in cases}, {case: [] for case in cases})
         for _ in range(self.pick(rounds, 1)):
             for case, window in cases.items():
-                # OpenMP threads of the case before spin for some milliseconds more.
+                # OpenMP threads of the previous case spin for some more milliseconds.
                 time.sleep(0.015)
                 timing.reads[case].append(self.read_gb_s())
                 seconds = self.undisturbed(window) if guarded else window()
@@ -149,7 +149,7 @@ class Bench:
         return timing
 
     def undisturbed(self, window: Callable[[], Result]) -> Result:
-        """Runs `window`, again if other processes took over 5 % of the cores meanwhile."""
+        """Run `window`, again if other processes took over 5 % of the cores during it."""
         if self.rehearsal:
             return window()
         for _ in range(3):
@@ -165,7 +165,7 @@ class Bench:
         return result
 
     def _foreign_seconds(self) -> float:
-        """Busy seconds of this run's cores that are neither ours nor our peers'."""
+        """Return the busy seconds of this run's cores that neither we nor our peers used."""
         wanted = {f"cpu{cpu}" for cpu in self.cpus}
         busy = 0
         for line in Path("/proc/stat").read_text().splitlines():
@@ -174,16 +174,16 @@ class Bench:
                 user, nice, system, _, _, irq, softirq, steal = map(int, ticks[:8])
                 busy += user + nice + system + irq + softirq + steal
         seconds = busy / os.sysconf("SC_CLK_TCK")
-        # Children that have ended; those still running are the peers.
+        # Children that have ended; running children are the peers.
         for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN):
             usage = resource.getrusage(who)
             seconds -= usage.ru_utime + usage.ru_stime
         return seconds - sum(peer.cpu_seconds() for peer in self._peers)
 
     def peer(self, name: str, *, own: bool = False) -> "Peer | None":
-        """Starts bench/peers/`name`.py in the peers' environment; None where it cannot run.
+        """Start bench/peers/`name`.py in the peers' environment; return None if it cannot run.
 
-        own: in this environment, for what we measure of ourselves in a process apart.
+        own: use this environment, for measurements of specops itself in a separate process.
         """
         if self.rehearsal and not own:
             return None
@@ -196,22 +196,22 @@ class Bench:
         return peer
 
     def peer_versions(self) -> dict[str, str]:
-        """Versions of the peers this run has started."""
+        """Return the versions of the peers that this run has started."""
         return {peer.name: peer.version for peer in self._peers if not peer.own}
 
     def add(self, figure: Figure) -> None:
-        """Judges a figure against its bar, keeps and prints it."""
+        """Judge a figure against its bar, record and print it."""
         self.figures.append(judged(figure))
         print(format_row(self.figures[-1]), flush=True)
 
     def close(self) -> None:
-        """Ends the peers that are still running."""
+        """Stop the peers that are still running."""
         for peer in self._peers:
             peer.close()
 
 
 def judged(figure: Figure) -> Figure:
-    """The figure with `met` filled in from its bar."""
+    """Return the figure with `met` filled in from its bar."""
     if figure.bar is None:
         return figure
     match = BAR.match(figure.bar)
@@ -224,11 +224,11 @@ def judged(figure: Figure) -> Figure:
 
 
 class PeerError(Exception):
-    """A peer is not installed, or failed at a request."""
+    """Error: a peer is not installed, or a request failed."""
 
 
 class Peer:
-    """A peer in a process of its own: a JSON request per line in, a JSON answer per line out."""
+    """A peer in its own process: a JSON request per line in, a JSON answer per line out."""
 
     def __init__(self, name: str, num_threads: int, own: bool = False) -> None:
         self.name, self.own = name, own
@@ -248,7 +248,7 @@ class Peer:
         self.version: str = self.ask("start", threads=num_threads)["version"]
 
     def ask(self, op: str, **arguments: Any) -> dict[str, Any]:
-        """Sends one request and waits for its answer."""
+        """Send one request and wait for its answer."""
         assert self._process.stdin and self._process.stdout
         try:
             self._process.stdin.write(json.dumps({"op": op, **arguments}) + "\n")
@@ -264,7 +264,7 @@ class Peer:
         return answer
 
     def cpu_seconds(self) -> float:
-        """CPU time the peer has used so far (0 once it has ended)."""
+        """Return the CPU time the peer has used so far (0 once it has ended)."""
         try:
             fields = Path(f"/proc/{self._process.pid}/stat").read_text().rsplit(")", 1)[1].split()
         except (OSError, IndexError):
@@ -272,11 +272,11 @@ class Peer:
         return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
     def resident_gb(self) -> tuple[float, float]:
-        """Memory of the peer: pages of its own, and pages of files."""
+        """Return the peer's memory in GB: anonymous pages, and pages of files."""
         return resident_gb(self._process.pid)
 
     def close(self) -> None:
-        """Ends the peer's process."""
+        """End the peer's process."""
         if self._process.poll() is None:
             self._process.terminate()
             self._process.wait()
@@ -284,7 +284,7 @@ class Peer:
 
 
 def resident_gb(pid: int) -> tuple[float, float]:
-    """Memory that a process has in use: pages of its own, and pages of files (10^9 bytes)."""
+    """Return the memory that a process uses: anonymous pages, and pages of files (10^9 bytes)."""
     lines = Path(f"/proc/{pid}/status").read_text().splitlines()
     sizes = {
         name: int(value.split()[0]) * 1024e-9
@@ -306,7 +306,7 @@ def _timed(function: Callable[[], object], calls: int) -> float:
 
 
 def host_library(name: str) -> ctypes.CDLL:
-    """The library of bench/`name`.cpp, compiled for this CPU at its first use."""
+    """Load the library of bench/`name`.cpp, compiled for this CPU at its first use."""
     WORK.mkdir(exist_ok=True)
     source, library = BENCH / f"{name}.cpp", WORK / f"{name}.so"
     if not library.exists() or library.stat().st_mtime < source.stat().st_mtime:
@@ -316,7 +316,7 @@ def host_library(name: str) -> ctypes.CDLL:
 
 
 def _read_line() -> Callable[[int], float]:
-    """Loads read_bandwidth.cpp and fills the memory it reads."""
+    """Load read_bandwidth.cpp and fill the memory it reads."""
     function = host_library("read_bandwidth").read_gb_s
     function.restype = ctypes.c_double
     function.argtypes = [ctypes.c_void_p, ctypes.c_int64, ctypes.c_int, ctypes.c_void_p]
@@ -339,7 +339,7 @@ HEADER = (
 
 
 def format_row(figure: Figure) -> str:
-    """One line of the table."""
+    """Format one line of the table."""
     met = {None: "", True: "yes", False: "NO"}[figure.met]
     bar = (figure.bar or "").split(",")[0]
     return (
@@ -350,14 +350,14 @@ def format_row(figure: Figure) -> str:
 
 
 def machine() -> dict[str, Any]:
-    """The machine in words that name the kind, not the instance."""
+    """Return the kind of machine, not the instance."""
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     cpu = specops.runtime.get_cpu_name()
     return {"cpu": cpu, "cores": os.cpu_count(), "memory_gib": round(memory / 2**30)}
 
 
 def cpu_results(cpu: str) -> Path:
-    """The results of a kind of CPU: bench/results/amd-epyc-family-26.json."""
+    """Return the results file of a kind of CPU: bench/results/amd-epyc-family-26.json."""
     bare = re.sub(r"@.*|[(]R[)]|[(]TM[)]|CPU", " ", cpu)
     return RESULTS / f"{_file_name(bare)}.json"
 
@@ -367,17 +367,16 @@ def _file_name(words: str) -> str:
 
 
 def commit() -> str:
-    """The commit that is measured, marked when the tree differs from it (results aside).
+    """Return the measured commit, marked if the tree differs from it (results aside).
 
-    Where there is no git, COMMIT says it.
+    Without git, COMMIT names it.
     """
-
     return _head(ROOT) or os.environ.get("COMMIT") or "unknown"
 
 
 @cache
 def _head(root: Path) -> str:
-    """As git says it; empty where there is none. Asked once: figures are saved one by one."""
+    """Return git's HEAD; empty without git. Cached, because figures are saved one by one."""
 
     def git(*arguments: str) -> str:
         command = ["git", "-C", str(root), *arguments]
@@ -389,7 +388,7 @@ def _head(root: Path) -> str:
 
 
 def gpu_results(date: str) -> Path:
-    """The results of this machine's GPU on a day: bench/results/nvidia-h200-2026-11-21.json."""
+    """Return the GPU's results file of a day: bench/results/nvidia-h200-2026-11-21.json."""
     name = (gpu_names() or ["no gpu"])[0]
     return RESULTS / f"{_file_name(name)}-{date}.json"
 
@@ -406,9 +405,9 @@ def save(
     path: Path,
     notes: Mapping[str, str] | None = None,
 ) -> None:
-    """Merges one family's figures into the results: by id, and the family's vanished ids go.
+    """Merge one family's figures into the results by id; remove its ids that vanished.
 
-    notes: why cases are not there, by id.
+    notes: why cases are missing, by id.
     """
     saved: dict[str, Any] = {"machine": {}, "runs": {}, "figures": []}
     if path.exists():
@@ -438,13 +437,13 @@ def _family(id: str) -> str:
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Writes a file so that whoever is killed meanwhile leaves the one before."""
+    """Write a file atomically: a killed process leaves the previous version."""
     new = path.with_name(path.name + ".new")
     new.write_text(text)
     new.replace(path)
 
 
 def versions(*modules: str) -> dict[str, str]:
-    """Versions of Python and of imported modules."""
+    """Return the versions of Python and of imported modules."""
     found = {name: str(getattr(sys.modules.get(name), "__version__", "")) for name in modules}
     return {"python": platform.python_version(), **{k: v for k, v in found.items() if v}}

@@ -2,11 +2,11 @@
 """Timings on a GPU: CUDA-graph replay, cold L2, random data, medians, everything twice.
 
 A case is a list of calls that touch different memory, together more than three times the L2, so
-that whatever a call reads has been pushed out since it was last read. The calls are captured in
-turn into one CUDA graph; a window replays it between two events, right after a read line.
+that each call's data has been evicted since it was last read. The calls are captured in turn into
+one CUDA graph; a window replays it between two events, right after a read line.
 
 On `cpu` the same code runs with small sizes and a host clock: a rehearsal, which tests use, so that
-the first run on a GPU does not end at a typing error. Its figures mean nothing and are not kept.
+a typo does not end the first run on a GPU. Its figures mean nothing and are not saved.
 """
 
 import ctypes
@@ -32,8 +32,8 @@ Size = TypeVar("Size")
 
 ROUNDS = 9
 REPEATS = 2
-GRAPH_S = 1e-3  # a graph holds about this much work, so that its own launch does not count
-MAX_CALLS = 512  # of a graph
+GRAPH_S = 1e-3  # work in a graph, large enough to make its launch negligible
+MAX_CALLS = 512  # per graph
 READ_BYTES = 1 << 30
 
 
@@ -43,7 +43,7 @@ class CudaBench:
     def __init__(
         self, device: str = "cuda", keep: "Callable[[CudaBench], None] | None" = None
     ) -> None:
-        """keep: called after each figure and note, so that what was measured outlives the run."""
+        """Prepare a run; `keep` is called after each figure and note, to survive a kill."""
         self.device = torch.device(device)
         self.rehearsal = self.device.type == "cpu"
         self.figures: list[Figure] = []
@@ -60,32 +60,32 @@ class CudaBench:
         return int(torch.cuda.get_device_properties(self.device).L2_cache_size)
 
     def pick(self, real: Size, rehearsed: Size) -> Size:
-        """The size on a GPU, or the one that a rehearsal can afford."""
+        """Return `real` on a GPU, or the smaller `rehearsed` in a rehearsal."""
         return rehearsed if self.rehearsal else real
 
     def copies(self, num_bytes: float) -> int:
-        """How many buffers of this size a case rotates over: more than three times the L2."""
+        """Return how many buffers of this size a case rotates over: over three times the L2."""
         return max(2, int(self.cold_bytes // num_bytes) + 1)
 
     def goal(self, id: str) -> str | None:
-        """The bar of a goal (tools/gpu_check/goals.py), where it is for this GPU."""
+        """Return the bar of a goal (tools/gpu_check/goals.py), if it applies to this GPU."""
         return bar_of(id, self.gpu)
 
     def on(self, gpu: str, bar: str) -> str | None:
-        """A bar in absolute units, which holds for one kind of GPU only."""
+        """Return a bar in absolute units, which applies to one kind of GPU only."""
         return bar if gpu in self.gpu else None
 
     def randn(self, *shape: int, dtype: torch.dtype = torch.bfloat16, scale: float = 1.0) -> Tensor:
-        """Random numbers on the device."""
+        """Return random numbers on the device."""
         numbers = torch.empty(shape, dtype=dtype, device=self.device)
         return numbers.normal_(0.0, scale, generator=self.generator)
 
     def ints(self, values: Sequence[int] | Tensor, dtype: torch.dtype = torch.int32) -> Tensor:
-        """Integers on the device."""
+        """Return integers on the device."""
         return torch.as_tensor(values, dtype=dtype).to(self.device)
 
     def time(self, cases: Mapping[str, Sequence[Call]]) -> "list[Timing]":
-        """Times the cases in turn, each window beside its read line; the whole REPEATS times."""
+        """Time the cases in turn, each window beside its read line; all of it REPEATS times."""
         windows = {case: self._window(calls) for case, calls in cases.items()}
         timings = []
         for _ in range(self.pick(REPEATS, 1)):
@@ -98,7 +98,7 @@ class CudaBench:
         return timings
 
     def host_us(self, call: Call, calls: int = 300) -> float:
-        """Microseconds the host spends in a call; the device is let to catch up now and then."""
+        """Return the microseconds the host spends in a call; the device catches up now and then."""
         per_call = []
         for _ in range(self.pick(20, 2)):
             self.synchronize()
@@ -110,30 +110,30 @@ class CudaBench:
         return median(per_call)
 
     def read_gb_s(self) -> float:
-        """Reads memory once; GB/s (10^9)."""
+        """Read memory once; return GB/s (10^9)."""
         num_bytes, window = self._read_graph
         return num_bytes * 1e-9 / window()
 
     def synchronize(self) -> None:
-        """Waits for the device."""
+        """Wait for the device."""
         if not self.rehearsal:
             torch.cuda.synchronize()
 
     def add(self, figure: Figure) -> None:
-        """Judges a figure against its bar, keeps and prints it."""
+        """Judge a figure against its bar, record and print it."""
         bar = None if self.rehearsal else figure.bar
         self.figures.append(judged(replace(figure, bar=bar, threads=None)))
         self._keep(self)
         print(format_row(self.figures[-1]), flush=True)
 
     def note(self, id: str, reason: str) -> None:
-        """Keeps and prints why a case is not there; `id` begins with the family, as a figure's."""
+        """Record and print why a case is missing; `id` begins with the family, as a figure's."""
         self.notes[id] = reason
         self._keep(self)
         print(f"  {id}: {reason}", flush=True)
 
     def runs(self, id: str, call: Call) -> bool:
-        """Whether a call is neither refused nor fails; else notes why the case is not there."""
+        """Return whether a call runs; otherwise note why the case is missing."""
         try:
             call()
             self.synchronize()
@@ -143,11 +143,11 @@ class CudaBench:
         return True
 
     def _window(self, calls: Sequence[Call]) -> Callable[[], float]:
-        """Something that returns the seconds of one call, averaged over a graph of many."""
+        """Return a function that returns the seconds of one call, averaged over a graph of many."""
         if self.rehearsal:
             return lambda: _host_seconds(calls)
         stream = torch.cuda.Stream()
-        torch.cuda.synchronize()  # what the calls read was written on another stream
+        torch.cuda.synchronize()  # the inputs were written on another stream
         with torch.cuda.stream(stream):
             for call in calls[:2]:
                 call()
@@ -211,13 +211,13 @@ def _host_seconds(calls: Sequence[Call]) -> float:
 
 
 def gpu_arch() -> str:
-    """This GPU's architecture, as nvcc names it: Hopper's with its own instructions."""
+    """Return this GPU's architecture as nvcc names it; Hopper's includes its own instructions."""
     major, minor = torch.cuda.get_device_capability()
     return "90a" if (major, minor) == (9, 0) else f"{major}{minor}"
 
 
 def compiled(name: str) -> ctypes.CDLL:
-    """Compiles bench/`name`.cu for this GPU, unless that has been done, and loads it."""
+    """Compile bench/`name`.cu for this GPU, unless that has been done, and load it."""
     WORK.mkdir(exist_ok=True)
     source, library = BENCH / f"{name}.cu", WORK / f"{name}_cuda.so"
     if not library.exists() or library.stat().st_mtime < source.stat().st_mtime:
@@ -231,25 +231,25 @@ def compiled(name: str) -> ctypes.CDLL:
 
 
 def spread(timings: Sequence[Timing], case: str) -> float:
-    """How far the repeats lie apart, as a share of the fastest."""
+    """Return how far the repeats differ, relative to the fastest."""
     medians = [timing.median(case) for timing in timings]
     return max(medians) / min(medians) - 1.0
 
 
 def seconds(timings: Sequence[Timing], case: str) -> float:
-    """Median over all rounds of all repeats."""
+    """Return the median over all rounds of all repeats."""
     return median([x for timing in timings for x in timing.seconds[case]])
 
 
 def read_line(timings: Sequence[Timing], case: str) -> float:
-    """Median read line beside a case, GB/s."""
+    """Return the median read line beside a case, GB/s."""
     return median([x for timing in timings for x in timing.reads[case]])
 
 
 def bandwidth_figure(
     timings: Sequence[Timing], case: str, id: str, what: str, num_bytes: float, bar: str | None
 ) -> Figure:
-    """Bytes per second of a case beside the read line of the same run."""
+    """Return the figure of a case's bytes per second beside the read line of the same run."""
     share = median([timing.share(case, num_bytes) for timing in timings])
     read = read_line(timings, case)
     took = seconds(timings, case)
@@ -277,9 +277,9 @@ def time_figure(
     bar: str | None = None,
     over: tuple[str, str] | None = None,
 ) -> Figure:
-    """Microseconds of a case, beside the fastest of its peers (case: name; ratio = peer / ours).
+    """Return a case's microseconds beside its fastest peer (case: name; ratio = peer / ours).
 
-    `over` names another case and what it is called: the ratio is then ours over that.
+    `over` names another case and its label: the ratio is then ours over that.
     """
     ours = seconds(timings, case)
     figure = Figure(
@@ -306,7 +306,7 @@ def time_figure(
 
 
 def gpu_machine() -> dict[str, Any]:
-    """The GPU and the driver, in words that name the kind, not the instance."""
+    """Return the kind of GPU and driver, not the instance."""
     if not torch.cuda.is_available():
         return {"gpu": "none"}
     properties = torch.cuda.get_device_properties(0)
@@ -323,7 +323,7 @@ def gpu_machine() -> dict[str, Any]:
 
 
 def gpu_versions() -> dict[str, str]:
-    """Of what a timing on a GPU depends on."""
+    """Return the versions that a timing on a GPU depends on."""
     nvcc = find_nvcc()
     found = {
         "python": platform.python_version(),
@@ -335,13 +335,13 @@ def gpu_versions() -> dict[str, str]:
         import flashinfer
 
         found["flashinfer"] = str(flashinfer.__version__)
-    except Exception:  # whatever it lacks, it is not there
+    except Exception:  # any failure counts as missing
         found["flashinfer"] = "none"
     return found
 
 
 def free_memory() -> None:
-    """Gives the memory of a family back to the device."""
+    """Return the memory of a family to the device."""
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The paged caches of the attention benches on a GPU, and calls of `append_attention` over them.
+"""Paged caches of the attention benchmarks on a GPU, and calls of `append_attention` over them.
 
-8 KV heads of 128, in bf16 or in 8 bits with scales. A case has as many sets of pages as it takes
-to be cold, shuffled. The outputs and the workspace are made before the calls, so that a call is the
-op's kernels alone.
+8 KV heads of 128, in bf16 or in 8 bits with scales. A case has as many shuffled sets of pages as
+needed for cold reads. The outputs and the workspace are allocated before the calls, so that a call
+consists of the op's kernels alone.
 """
 
 from collections.abc import Sequence
@@ -19,40 +19,40 @@ from bench.cuda import Call, CudaBench
 
 KV_HEADS, HEAD_DIM, PAGE_SIZE = 8, 128, 16
 TOKEN_BYTES = 2 * 2 * KV_HEADS * HEAD_DIM  # keys and values of one token
-TOKEN_BYTES_8BIT = 2 * KV_HEADS * (HEAD_DIM + 4)  # and its scales
-BIG_BYTES = 128 << 20  # of keys and values, from which on a share of bandwidth is asked for
+TOKEN_BYTES_8BIT = 2 * KV_HEADS * (HEAD_DIM + 4)  # with their scales
+BIG_BYTES = 128 << 20  # of keys and values: larger loads have a bandwidth bar
 
 
 @dataclass(frozen=True)
 class Load:
-    """What is in the cache: requests and their lengths."""
+    """Content of the cache: requests and their lengths."""
 
     name: str
     kv_lens: tuple[int, ...]
 
     @property
     def num_bytes(self) -> int:
-        """Of the keys and values of all requests."""
+        """Bytes of the keys and values of all requests."""
         return TOKEN_BYTES * sum(self.kv_lens)
 
     @property
     def is_big(self) -> bool:
-        """Whether reading it takes long enough for bandwidth to be what counts."""
+        """Whether reading it takes long enough for bandwidth to matter most."""
         return self.num_bytes >= BIG_BYTES
 
 
 def load(bench: CudaBench, name: str, *kv_lens: int) -> Load:
-    """A load; in a rehearsal three requests of a 256th of the length."""
+    """Return a load; in a rehearsal three requests of a 256th of the length."""
     return Load(name, bench.pick(kv_lens, tuple(max(16, length // 256) for length in kv_lens[:3])))
 
 
 def skewed_lens() -> list[int]:
-    """32 lengths from 256 to 32,768, evenly in their logarithm."""
+    """Return 32 lengths from 256 to 32,768, evenly in their logarithm."""
     return [int(256 * 128 ** (i / 31)) for i in range(32)]
 
 
 def loads(bench: CudaBench) -> dict[str, Load]:
-    """The loads that figures are about, by name."""
+    """Return the loads of the figures, by name."""
     found = (
         load(bench, "b1.4k", 4096),
         load(bench, "b1.32k", 32768),
@@ -65,7 +65,7 @@ def loads(bench: CudaBench) -> dict[str, Load]:
 
 
 class Cache:
-    """Keys and values of a load, as often as it takes to be cold, with shuffled pages."""
+    """Keys and values of a load, in as many copies as cold reads need, with shuffled pages."""
 
     def __init__(
         self,
@@ -93,12 +93,12 @@ class Cache:
         self.kv_last_page_len = bench.ints(last)
 
     def queries(self, bench: CudaBench, q_len: int, group: int) -> tuple[Tensor, Tensor]:
-        """q and qo_indptr of q_len rows a request."""
+        """Return q and qo_indptr with q_len rows per request."""
         q = bench.randn(self.batch * q_len, group * KV_HEADS, HEAD_DIM)
         return q, bench.ints(torch.arange(self.batch + 1) * q_len)
 
     def workspace(self, q: Tensor, share: float = 1.0) -> Tensor:
-        """What the op would take for itself, or a share of it: a short one means less splitting."""
+        """Return the op's default workspace, or a fraction of it, which means less splitting."""
         floats = attention_workspace_size(
             q.shape, self.k.shape, self.kv_indices[0].shape[0], self.batch, self.device
         )
@@ -114,7 +114,7 @@ class Cache:
         kv_indices: Sequence[Tensor] | None = None,
         **prefixes: Any,
     ) -> list[Call]:
-        """A call for each set of pages; all of them write to one output."""
+        """Return a call per set of pages; all of them write to one output."""
         out = torch.empty_like(q)
         keywords = {
             "out": out,

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How the engine is driven by the benches: steps at a fixed length, and single generations."""
+"""Engine drivers for the benchmarks: steps at a fixed length, and single generations."""
 
 import time
 from collections.abc import Hashable, Mapping, Sequence
@@ -20,27 +20,27 @@ from bench.checkpoints import Checkpoint
 
 
 class FixedDrafter(Drafter):
-    """Proposes the same number of different tokens at every step, to time verification."""
+    """A drafter that proposes a fixed number of distinct tokens per step, to time verification."""
 
-    name = "ngram"  # in whose place it is put
+    name = "ngram"  # the drafter that it replaces
 
     def __init__(self, slots: int, device: torch.device) -> None:
         self._slots = slots
-        # On the device, since what a step launches may have been captured.
+        # On the device, because the launches of a step may have been captured.
         self._num_drafts = torch.zeros(1, dtype=torch.int32, device=device)
 
     def set_num_drafts(self, num_drafts: int) -> None:
-        """From the next step on."""
+        """Set the number of drafts, from the next step on."""
         self._num_drafts.fill_(num_drafts)
 
     def plan(self, parts: Sequence[Scheduled], shape: StepShape) -> Hashable | None:
-        """It always drafts."""
+        """Return a key for every plan: it always drafts."""
         return True
 
     def new_step(
         self, key: Hashable, shape: StepShape, inputs: Layout, results: Layout
     ) -> DrafterStep:
-        """Its part of the steps of one shape."""
+        """Return its part of the steps of one shape."""
         return _FixedStep(self._num_drafts, inputs.int32(self._slots), self.name)
 
 
@@ -63,8 +63,8 @@ class Stepper:
     """An engine with `batch` decoding requests of `kv_len` tokens, ready to be stepped.
 
     Drafts are rejected, so a step moves every request by one token, however many rows it has.
-    Prompts differ and share no page. Where `quantization` makes codes of the layers' weights, the
-    head's are of 8 bits.
+    Prompts differ and share no page. If `quantization` quantizes the layers' weights, the head's
+    have 8 bits.
     """
 
     def __init__(
@@ -109,7 +109,7 @@ class Stepper:
             self._start()
 
     def _start(self) -> None:
-        """Prefills fresh requests, in place of those there are."""
+        """Replace the current requests by newly prefilled ones."""
         batch, kv_len, room = self._shape
         for name in self._names:
             self.engine.abort(name)
@@ -129,15 +129,15 @@ class Stepper:
             self._steps += 1
 
     def _make_room(self, steps: int) -> None:
-        """Starts anew when the requests would end within so many steps."""
+        """Restart if the requests would end within `steps` steps."""
         if self._steps + steps >= self._shape[2]:
             self._start()
 
     def step(self, steps: int, drafts: int = 0) -> float:
-        """Mean seconds of one `Engine.step` with 1 + `drafts` rows a request."""
+        """Return the mean seconds of one `Engine.step` with 1 + `drafts` rows per request."""
         self._make_room(steps + 1)
         self._drafter.set_num_drafts(drafts)
-        self.engine.step()  # which proposes for the next
+        self.engine.step()  # drafts for the next step
         self._steps += 1
         begun = time.perf_counter()
         for _ in range(steps):
@@ -153,7 +153,7 @@ class Stepper:
         return mean(self._lengths)
 
     def host_seconds(self, steps: int) -> float:
-        """Mean seconds of a step outside the compiled ops."""
+        """Return the mean seconds of a step outside the compiled ops."""
         self._make_room(steps)
         inside = [0.0]
 
@@ -178,7 +178,7 @@ class Decoding:
     token_ids: list[int]
     seconds: float
     num_steps: int  # steps that emitted the tokens after the first
-    num_tokens: int = 0  # in that time
+    num_tokens: int = 0  # emitted in that time
 
 
 def decode_together(
@@ -187,9 +187,9 @@ def decode_together(
     params: Sequence[SamplingParams],
     speculative_config: Mapping[str, object],
 ) -> Decoding:
-    """Generates all at once; timed from when the last prompt is computed until the last token.
+    """Generate all at once; timed from the end of the last prefill until the last token.
 
-    The tokens are those of all prompts, one after the other; with those from before the timing.
+    The tokens are those of all prompts, concatenated, including those from before the timing.
     """
     names = [
         engine.add_request(prompt, one, speculative_config=speculative_config)
@@ -215,7 +215,7 @@ def decode(
     params: SamplingParams,
     speculative_config: Mapping[str, object],
 ) -> Decoding:
-    """Generates alone in the engine; the prefill is not timed."""
+    """Generate alone in the engine; the prefill is not timed."""
     name = engine.add_request(prompt, params, speculative_config=speculative_config)
     while not engine.step():
         pass

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """One request's MTP drafts, step by step as an engine makes them: right, or with one mistake.
 
-The text that a request will have is known beforehand: drafts do not change it. So the target runs
-once, over the whole text, and only the possible mistakes remain: prompts in chunks, cached
-prefixes, drafts that are kept or rejected.
+The request's text is known beforehand, because drafts do not change it. So the target runs once,
+over the whole text. This leaves the possible mistakes: prompts in chunks, cached prefixes, drafts
+that are kept or rejected.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ PAGE_SIZE = 16
 
 
 class Mistake(Enum):
-    """What engines have been seen to get wrong, each for itself."""
+    """Mistakes observed in engines, one at a time."""
 
     IDS_NOT_SHIFTED = "row i reads t[i]: ids are not shifted"
     STATES_SHIFTED = "row i reads h[i+1]: states are shifted, too"
@@ -50,14 +50,14 @@ _CONVENTIONS = {
 
 @dataclass(frozen=True)
 class Text:
-    """A text that a request is given, or makes, and the target's part in it.
+    """A request's prompt and output, and the target's results on them.
 
     Attributes:
         token_ids: all of it.
         hidden: [tokens, hidden_size], the target's states after its final norm.
         chosen: the target's most likely token after each position.
-        others: the token of another prompt, which is the same up to here: the target's first or
-            second choice, whichever the text does not have.
+        others: the next token of another prompt with the same prefix: the target's first or second
+            choice, the one that the text does not have.
     """
 
     token_ids: list[int]
@@ -68,7 +68,7 @@ class Text:
     @classmethod
     @torch.inference_mode()
     def read(cls, target: Transformer, token_ids: Sequence[int]) -> Text:
-        """Runs the target over a text."""
+        """Run the target over a text."""
         rows, pages = len(token_ids), -(-len(token_ids) // PAGE_SIZE)
         step = StepBatch(
             token_ids=torch.tensor(token_ids, dtype=torch.int32),
@@ -83,12 +83,12 @@ class Text:
 
 
 class Drafting:
-    """The modules' side of one request.
+    """Draft state of one request.
 
     Args:
-        modules: of the target that read the text.
-        text: what the request has, and will have.
-        mistake: what is done wrong; None: nothing.
+        modules: MTP modules of the target that read the text.
+        text: the request's present and future tokens.
+        mistake: the mistake to make; None for none.
     """
 
     def __init__(self, modules: MtpModules, text: Text, mistake: Mistake | None = None) -> None:
@@ -103,18 +103,18 @@ class Drafting:
             slots *= 8
         self._cache = modules.new_kv_cache(-(-slots // PAGE_SIZE), PAGE_SIZE)
         self._final = 0  # rows that need not run again
-        self._recycled = 0  # rows behind them that the last drafts have written
-        self._used = 0  # slots of the cache, of all that was ever written
+        self._recycled = 0  # rows after them that the last drafts wrote
+        self._used = 0  # cache slots ever written
 
     def chunk(self, end: int) -> None:
-        """A piece of the prompt up to `end`, behind which the prompt goes on."""
+        """Read a chunk of the prompt up to `end`; the prompt continues after it."""
         wrong = self._mistake is Mistake.CHUNK_TAIL_SAMPLED
         self._prefill(end, self._text.chosen[end - 1] if wrong else None)
 
     def take_over(self, end: int) -> None:
-        """Pages up to `end` that another prompt has left; it went on with a token of its own.
+        """Use the pages up to `end` of another prompt, which continued with its own token.
 
-        What is right is what this prompt would have written itself.
+        The correct content is what this prompt would have written itself.
         """
         assert end % PAGE_SIZE == 0
         if self._mistake is Mistake.PREFIX_EMPTY:
@@ -124,12 +124,12 @@ class Drafting:
         self._prefill(end, self._text.others[end - 1] if wrong else None)
 
     def forget(self, row: int) -> None:
-        """Has the rows from `row` on run again."""
+        """Run the rows from `row` on again."""
         self._final = min(self._final, row)
 
     @torch.inference_mode()
     def draft(self, known: int, count: int) -> list[int]:
-        """The drafts after the text's first `known` tokens, which the target's step has brought."""
+        """Return the drafts after the first `known` tokens, which the target has emitted."""
         text, modules = self._text.token_ids[:known], self._modules
         begin, last = self._final, modules.num_modules - 1
         if self._mistake is Mistake.ACCEPTED_NOT_RUN_AGAIN:
@@ -161,10 +161,10 @@ class Drafting:
         self._final = end
 
     def _rows(self, text: list[int], begin: int, end: int) -> Iterator[MtpOutput]:
-        """Rows of every module, over the target's states; `text` may grow in between."""
+        """Yield rows of every module over the target's states; `text` may grow in between."""
         mistake, states = self._mistake, self._text.hidden
         hidden = states[begin:end]
-        if mistake is Mistake.STATES_SHIFTED:  # as far as there is one
+        if mistake is Mistake.STATES_SHIFTED:  # the last row has no later state
             hidden = torch.cat((states[begin + 1 : end], states[end - 1 : end]))
         elif mistake is Mistake.STATES_LATE:
             hidden = torch.cat((states[max(begin, 1) - 1 : max(begin, 1)], states[begin : end - 1]))
@@ -179,7 +179,7 @@ class Drafting:
     def _run(
         self, index: int, token_ids: list[int], position: int, slot: int, hidden: Tensor
     ) -> MtpOutput:
-        """A module's rows from `position` on, which read these tokens and write from `slot` on."""
+        """Run a module's rows from `position` on with these tokens, writing from `slot` on."""
         if self._mistake is Mistake.POSITIONS_SHIFTED:
             position += 1
         rows, behind = len(token_ids), position + index + 1
@@ -203,21 +203,21 @@ class Drafting:
 def drafts_along(
     drafting: Drafting, rows: Sequence[int], count: int, *, edges: Sequence[int], shared: bool
 ) -> list[list[int]]:
-    """Drafts after every prefix of a text that ends where one of `rows` reads its token.
+    """Return drafts after every prefix of a text that ends where one of `rows` reads its token.
 
     Args:
-        drafting: of the text; nothing of it has run.
+        drafting: draft state of the text; nothing has run yet.
         rows: ascending.
         count: drafts of each.
-        edges: ascending: where a chunk ends behind which the text goes on.
-        shared: these chunks were another prompt's.
+        edges: ascending ends of chunks after which the text continues.
+        shared: whether another prompt computed these chunks.
     """
     drafts, edges = [], list(edges)
     for row in rows:
         while edges and edges[0] <= row:
             (drafting.take_over if shared else drafting.chunk)(edges.pop(0))
         drafts.append(drafting.draft(row + 2, count))
-        drafting.forget(row)  # it may be a chunk's last, for those that come
+        drafting.forget(row)  # it may be the last row of a later chunk
     return drafts
 
 
@@ -240,16 +240,16 @@ def decode(
     shared: int = 0,
     known_to_fail: frozenset[int] = frozenset(),
 ) -> Iterator[Drafted]:
-    """Steps from a prompt to the end of a text, each of which drafts and keeps what is right.
+    """Yield the steps from a prompt to the end of a text; each drafts and keeps the right drafts.
 
     Args:
-        drafting: of the text; nothing of it has run.
-        text: the prompt and what follows, with `count` tokens more, to judge by.
+        drafting: draft state of the text; nothing has run yet.
+        text: the prompt and what follows, with `count` more tokens to judge by.
         prompt_len: tokens of the prompt.
         count: drafts of a step.
         chunk: rows of a step while the prompt is read.
         shared: tokens whose pages another prompt has left.
-        known_to_fail: lengths at which all drafts are rejected, whatever they are.
+        known_to_fail: lengths at which all drafts are rejected.
     """
     if shared:
         drafting.take_over(shared)
@@ -266,7 +266,7 @@ def decode(
 
 
 def _places(begin: int, end: int) -> dict[str, Tensor]:
-    """Where the rows of one request, in these slots, find their keys and values."""
+    """Return the index arrays for one request's rows at these slots."""
     num_pages = -(-end // PAGE_SIZE)
     return {
         "cache_slots": torch.arange(begin, end),

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The driver's number of blocks per SM for each kernel, compared with the gates' arithmetic.
 
-The machine code is taken out of the compiled module and given to the driver, which knows every
-kernel's registers and what its shared memory is rounded up to. The needs of a launch are in
+The machine code is extracted from the compiled module and loaded by the driver, which knows every
+kernel's registers and how its shared memory is rounded up. The launch parameters are in
 tools/gates/budgets.py.
 """
 
@@ -19,13 +19,13 @@ from bench.cuda import CudaBench, gpu_arch
 from tools.gates.budgets import LIMITS, blocks_per_sm, budget_of
 from tools.gates.kernels import demangle
 
-MAGIC = struct.pack("<I", 0xBA55ED50)  # of a fat binary: magic, version, its head's size, its size
+MAGIC = struct.pack("<I", 0xBA55ED50)  # header of a fat binary: magic, version, header size, size
 HEAD = struct.Struct("<IHHQ")
 MAX_THREADS, REGISTERS, DYNAMIC_SHARED_BYTES = 0, 4, 8  # CUfunction_attribute
 
 
 def fat_binaries(module: bytes) -> Iterator[bytes]:
-    """The fat binaries in a compiled module, one for each source file."""
+    """Yield the fat binaries in a compiled module, one for each source file."""
     at = module.find(MAGIC)
     while at >= 0:
         _, version, head, size = HEAD.unpack_from(module, at)
@@ -36,19 +36,19 @@ def fat_binaries(module: bytes) -> Iterator[bytes]:
 
 
 class Driver:
-    """CUDA's driver, in the context that torch has made."""
+    """The CUDA driver, in the context that torch has created."""
 
     def __init__(self, library: Any = None) -> None:
         self._library = library or ctypes.CDLL("libcuda.so.1")
 
     def call(self, name: str, *arguments: Any) -> None:
-        """Raises RuntimeError for an error code."""
+        """Call a driver function; raise RuntimeError for an error code."""
         error = getattr(self._library, name)(*arguments)
         if error != 0:
             raise RuntimeError(f"{name}: CUDA error {error}")
 
     def kernels(self, binary: bytes) -> "Iterator[tuple[str, Any]]":
-        """Names and handles of the functions in a fat binary."""
+        """Yield names and handles of the functions in a fat binary."""
         module, count = ctypes.c_void_p(), ctypes.c_uint()
         self.call("cuModuleLoadFatBinary", ctypes.byref(module), binary)
         self.call("cuModuleGetFunctionCount", ctypes.byref(count), module)
@@ -61,13 +61,13 @@ class Driver:
             yield (name.value or b"").decode(), function
 
     def attribute(self, function: Any, which: int) -> int:
-        """One of CUfunction_attribute."""
+        """Return a CUfunction_attribute."""
         value = ctypes.c_int()
         self.call("cuFuncGetAttribute", ctypes.byref(value), which, function)
         return value.value
 
     def blocks(self, function: Any, threads: int, smem_bytes: int) -> int:
-        """How many blocks an SM holds at once."""
+        """Return how many blocks an SM holds at once."""
         self.call("cuFuncSetAttribute", function, DYNAMIC_SHARED_BYTES, smem_bytes)
         value = ctypes.c_int()
         self.call(
@@ -78,7 +78,7 @@ class Driver:
 
 
 def add_occupancy(bench: CudaBench) -> None:
-    """How many kernels have fewer blocks on an SM than the gates reckon; each of them by a note."""
+    """Count the kernels with fewer blocks per SM than the gates compute, with a note for each."""
     if bench.rehearsal:
         return
     if (arch := gpu_arch()) in LIMITS:
@@ -88,7 +88,7 @@ def add_occupancy(bench: CudaBench) -> None:
 
 
 def look(bench: CudaBench, driver: Driver, binary: bytes, arch: str) -> None:
-    """The same of the kernels in a compiled module, for an architecture that the gates know."""
+    """Compare the kernels of a compiled module, for an architecture that the gates know."""
     asked = fewer = 0
     try:
         found = [kernel for fat in fat_binaries(binary) for kernel in driver.kernels(fat)]
@@ -105,7 +105,7 @@ def look(bench: CudaBench, driver: Driver, binary: bytes, arch: str) -> None:
             if told != reckoned:
                 id = f"facts.occupancy.{name}"
                 bench.note(id, f"{told} blocks an SM, {reckoned} by the gates' arithmetic")
-    except RuntimeError as error:  # of a driver that is older than these functions
+    except RuntimeError as error:  # from a driver that is older than these functions
         bench.note("facts.occupancy", str(error))
         return
     what = f"kernels of {asked} with fewer blocks on an SM than the gates reckon"

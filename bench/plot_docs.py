@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`python -m bench.plot_docs [RESULTS]` draws the pictures of figures from a results file.
+"""`python -m bench.plot_docs [RESULTS]`: draw the charts of docs/ from a results file.
 
 docs/comparison.svg, the README's: three bar charts of specops, llama.cpp, OpenVINO and
 transformers: the greedy texts that speculation changes, and tokens per second of plain decoding on
 two models. docs/cascade.svg: the gain of a shared prefix, by its length and by the number of
-requests. The cards have a background of their own, so they look alike on light and dark pages.
+requests. The charts have their own background, so they look alike on light and dark pages.
 """
 
 import argparse
@@ -28,14 +28,14 @@ SYSTEMS = {
 KINDS = ("edits", "completions")
 
 
-Figures = dict[str, dict[str, float]]  # of a results file, by their ids
+Figures = dict[str, dict[str, float]]  # figures of a results file by id
 
 
 def comparison(figures: Figures) -> list[Panel]:
-    """specops beside its peers."""
+    """Return the charts of specops beside its peers."""
 
     def tokens_per_s(case: str) -> dict[str, float]:
-        """Of one request, from milliseconds per step."""
+        """Return the tokens per second of one request, from milliseconds per step."""
         step_ms = {name: figures[f"{case}.vs_{name}"]["peer_value"] for name in list(SYSTEMS)[1:]}
         step_ms["specops"] = figures[f"{case}.floor"]["value"]
         return {shown: 1000 / step_ms[name] for name, shown in SYSTEMS.items()}
@@ -67,7 +67,7 @@ def comparison(figures: Figures) -> list[Panel]:
 
 
 def cascade(figures: Figures) -> list[Panel]:
-    """Shared prefixes beside the same call without."""
+    """Return the charts of shared prefixes beside the same call without sharing."""
     return [
         Panel(
             f"{requests} requests",
@@ -86,17 +86,17 @@ class Picture:
     """One picture of docs/."""
 
     name: str
-    title: str  # for those who cannot see it
+    title: str  # alternative text
     panels: Callable[[Figures], list[Panel]]
     ours: Collection[str]
 
     @property
     def path(self) -> Path:
-        """Where it is committed."""
+        """Path of the committed picture."""
         return BENCH.parent / "docs" / self.name
 
     def drawn(self, results: Path) -> str:
-        """The whole SVG of a results file.
+        """Return the complete SVG of a results file.
 
         Raises:
             KeyError: the file lacks one of the figures.
@@ -104,7 +104,7 @@ class Picture:
         return picture(self.panels(figures_of(results)), self.title, ours=self.ours)
 
     def complete_results(self) -> list[Path]:
-        """The committed results files that have every figure of the picture."""
+        """Return the committed results files that have every figure of the picture."""
         return [path for path in sorted((BENCH / "results").glob("*.json")) if self._fits(path)]
 
     def _fits(self, results: Path) -> bool:
@@ -127,12 +127,12 @@ CASCADE = Picture(
 
 
 def figures_of(results: Path) -> Figures:
-    """The figures of a results file."""
+    """Return the figures of a results file by id."""
     return {figure["id"]: figure for figure in json.loads(results.read_text())["figures"]}
 
 
 def main() -> None:
-    """Draws the pictures, each from the first complete results file if none is named."""
+    """Draw the pictures, each from the first complete results file if none is named."""
     parser = argparse.ArgumentParser(prog="python -m bench.plot_docs", description=__doc__)
     parser.add_argument("results", nargs="?", type=Path)
     named = parser.parse_args().results

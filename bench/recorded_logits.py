@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Logits of a real model on real text: the bundled model reads the benches' own prompts.
+"""Logits of a real model on real text: the bundled model reads the benchmarks' own prompts.
 
 A trained model's rows differ from random ones: some are certain, some flat, and tokens that never
-occur are far below the rest. So kernels take other times on them.
+occur are far below the rest. So kernels take different times on them.
 """
 
 import json
@@ -35,12 +35,12 @@ class Recorded:
     next_token_ids: Tensor
 
     def rolled(self, rows: int) -> "Recorded":
-        """The same with the first `rows` at the end."""
+        """Return the rows rotated so that the first `rows` come last."""
         return Recorded(self.logits.roll(-rows, 0), self.next_token_ids.roll(-rows, 0))
 
 
 def record(device: torch.device, num_rows: int, max_prompt: int) -> Recorded:
-    """Reads prompts until there are `num_rows` rows, at most `max_prompt` tokens of each."""
+    """Read prompts until there are `num_rows` rows, at most `max_prompt` tokens of each."""
     model = load_model(MODEL, device=device)
     logits, following = [], []
     left = num_rows
@@ -55,14 +55,14 @@ def record(device: torch.device, num_rows: int, max_prompt: int) -> Recorded:
 
 
 def prompts(tokenizer: Tokenizer) -> Iterator[list[int]]:
-    """The benches' prompts as tokens."""
+    """Yield the benchmarks' prompts as tokens."""
     for kind in ("edits", "completions"):
         for prompt in json.loads((BENCH / "prompts" / f"{kind}.json").read_text()):
             yield tokenizer.encode(prompt["text"])
 
 
 def one_step(model: Transformer, token_ids: list[int]) -> Tensor:
-    """The logits [len(token_ids), vocab_size] of one request, read in one step."""
+    """Return the logits [len(token_ids), vocab_size] of one request, read in one step."""
     rows, device = len(token_ids), model.device
     pages = -(-rows // PAGE_SIZE)
 

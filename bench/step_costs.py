@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What steps of the Qwen3-0.6B shape cost by their requests and rows: measured, kept, looked up.
+"""Measured costs of steps of the Qwen3-0.6B shape, by requests and rows.
 
 A table is a file of bench/results/step_costs/: {"machine", "command", "seconds": [[requests, rows,
-seconds], ...]}. With it, what a method does on a small model is priced as on the large one: how
-many drafts are accepted depends on the texts alone.
+seconds], ...]}. With it, the steps of a method on a small model are priced as on the large one: the
+number of accepted drafts depends on the texts alone.
 """
 
 import json
@@ -27,14 +27,14 @@ TABLES = RESULTS / "step_costs"
 class StepCosts:
     """Seconds of steps.
 
-    Seconds never fall with rows; they are linear between measured points and go on with the last
-    slope. For a number of requests between two that were measured, they are between those of both
-    for as many rows per request.
+    Seconds never fall with rows; they are linear between measured points and continue with the last
+    slope. For a number of requests between two measured ones, seconds are interpolated at the same
+    rows per request.
 
     Attributes:
-        name: of the table.
-        cpu: on which it was measured.
-        isa: with which instruction set.
+        name: name of the table.
+        cpu: CPU of the measurement.
+        isa: instruction set of the measurement.
         points: seconds by requests and rows.
     """
 
@@ -46,13 +46,13 @@ class StepCosts:
 
     @classmethod
     def load(cls, path: Path) -> "StepCosts":
-        """Reads a table."""
+        """Read a table."""
         table = json.loads(path.read_text())
         points = {(requests, rows): taken for requests, rows, taken in table["seconds"]}
         return cls(path.stem, table["machine"]["cpu"], table["machine"]["isa"], points)
 
     def save(self, command: str) -> None:
-        """Writes the table, in the place of one of the same name."""
+        """Write the table, replacing one of the same name."""
         about = {"machine": {"cpu": self.cpu, "isa": self.isa}, "command": command}
         rows = ",\n".join(
             json.dumps([*key, round(taken, 6)]) for key, taken in sorted(self.points.items())
@@ -63,7 +63,7 @@ class StepCosts:
 
     @property
     def max_requests(self) -> int:
-        """The most requests that were measured."""
+        """The largest measured number of requests."""
         return max(self._batches)
 
     @cached_property
@@ -71,14 +71,14 @@ class StepCosts:
         return sorted({requests for requests, _ in self.points})
 
     def of_rows(self, rows: int) -> float:
-        """Seconds of a step by its rows alone, as the engine measures them."""
+        """Return the seconds of a step by its rows alone, as the engine measures them."""
         least = {}
         for (_, count), taken in sorted(self.points.items(), reverse=True):
-            least[count] = taken  # of the fewest requests
+            least[count] = taken  # keeps the fewest requests
         return float(_along(sorted(least.items()), np.array([rows]))[0])
 
     def curve(self, requests: int) -> list[float]:
-        """Seconds of a step of so many decoding requests, by its rows from 0 on."""
+        """Return the seconds of a step of `requests` decoding requests, by its rows from 0 on."""
         if requests not in self._curves:
             known = self._batches
             index = max(min(bisect_right(known, requests) - 1, len(known) - 2), 0)
@@ -92,17 +92,17 @@ class StepCosts:
         return self._curves[requests]
 
     def total(self, steps: Iterable[tuple[int, int]]) -> float:
-        """Seconds of steps, each of so many requests and rows."""
+        """Return the total seconds of steps, given as (requests, rows)."""
         return sum(self.curve(requests)[rows] for requests, rows in steps if requests)
 
     def _at(self, batch: int, per_request: Floats) -> Floats:
-        """Seconds for a measured number of requests, by rows per request."""
+        """Return the seconds for a measured number of requests, by rows per request."""
         points = sorted((m / n, taken) for (n, m), taken in self.points.items() if n == batch)
         return _along(points, per_request)
 
 
 def _along(points: Sequence[tuple[float, float]], at: Floats) -> Floats:
-    """The line through some points, made monotone, and on with its last slope."""
+    """Interpolate the points, made monotone, and extrapolate with the last slope."""
     places, seconds = np.array(points).T
     seconds = np.maximum.accumulate(seconds)
     slope = np.diff(seconds[-2:]).sum() / max(np.diff(places[-2:]).sum(), 1e-9)
@@ -111,5 +111,5 @@ def _along(points: Sequence[tuple[float, float]], at: Floats) -> Floats:
 
 
 def tables() -> list[StepCosts]:
-    """All that are kept."""
+    """Load all stored tables."""
     return [StepCosts.load(path) for path in sorted(TABLES.glob("*.json"))]

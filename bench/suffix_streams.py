@@ -2,9 +2,9 @@
 """Token streams for the suffix tree: Python's standard library as requests, and near-copies of it.
 
 `code`: a BPE of 8,192 entries is trained on a third of the files; the files are cut into requests
-of 1,024 to 4,096 tokens, and 5 % of the files are held out. `edit`: what an agent's loop writes:
-each document eight times, every revision with about one edit of 1 to 8 tokens in 64 against the one
-before; the ninth revisions are held out, two of each document. Everything is seeded.
+of 1,024 to 4,096 tokens, and 5 % of the files are held out. `edit` imitates an agent's loop: each
+document eight times, every revision with about one edit of 1 to 8 tokens in 64 against the previous
+one; the ninth revisions are held out, two of each document. Everything is seeded.
 """
 
 import sys
@@ -28,10 +28,10 @@ STREAMS = ("code", "edit")
 
 
 def streams() -> Path:
-    """The folder of the streams, made where it is not there.
+    """Return the folder of the streams, creating them if they do not exist.
 
     `<stream>.npy` and `<stream>.held.npy` are the tokens of all requests, one after the other;
-    `.ends.npy` of either says where each request ends.
+    `.ends.npy` of either holds where each request ends.
     """
     folder = WORK / f"suffix-streams-{sys.version_info.major}.{sys.version_info.minor}"
     if all((folder / f"{stream}.held.ends.npy").exists() for stream in STREAMS):
@@ -46,7 +46,7 @@ def streams() -> Path:
 
 
 def _code(generator: np.random.Generator) -> tuple[list[Tokens], list[Tokens]]:
-    """The requests of the standard library, and those of the files held out."""
+    """Return the requests of the standard library, and those of the files held out."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
     texts = []
@@ -71,7 +71,7 @@ def _code(generator: np.random.Generator) -> tuple[list[Tokens], list[Tokens]]:
 
 
 def _cut(generator: np.random.Generator, token_ids: Tokens) -> Iterator[Tokens]:
-    """Pieces of SHORTEST to LONGEST tokens; what is left at the end is dropped."""
+    """Yield pieces of SHORTEST to LONGEST tokens; a shorter rest is dropped."""
     begin = 0
     while len(token_ids) - begin >= SHORTEST:
         size = min(int(generator.integers(SHORTEST, LONGEST + 1)), len(token_ids) - begin)
@@ -82,7 +82,7 @@ def _cut(generator: np.random.Generator, token_ids: Tokens) -> Iterator[Tokens]:
 def _edit(
     generator: np.random.Generator, documents: Sequence[Tokens]
 ) -> tuple[list[Tokens], list[Tokens]]:
-    """The revisions of each document, and its last ones apart."""
+    """Return the revisions of each document, and its held-out last ones."""
     words = np.concatenate(documents)
     shown: list[Tokens] = []
     held: list[Tokens] = []
@@ -99,7 +99,7 @@ def _edit(
 
 
 def _revised(generator: np.random.Generator, document: Tokens, words: Tokens) -> Tokens:
-    """The document with some runs of tokens replaced by others, of another length as a rule."""
+    """Return the document with runs of tokens replaced, usually by another number of tokens."""
     pieces, begin = [], 0
     while True:
         kept = int(generator.geometric(1 / TOKENS_AN_EDIT))
@@ -114,7 +114,7 @@ def _revised(generator: np.random.Generator, document: Tokens, words: Tokens) ->
 
 
 def save(stem: Path, shown: Sequence[Tokens], held: Sequence[Tokens]) -> None:
-    """Writes both halves; the file that `streams` looks for comes last."""
+    """Write both halves; the file that `streams` looks for comes last."""
     for name, requests in ((stem.name, shown), (f"{stem.name}.held", held)):
         np.save(stem.parent / f"{name}.npy", np.concatenate(requests))
         ends = np.cumsum([len(request) for request in requests])

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Builds of the package with a changed line in a CUDA kernel: the cost of a choice.
 
-A variant is a header of csrc/ with other text, in a folder that nvcc searches first when it
-compiles some sources; every other object is the package's own. Nothing of it is ever shipped.
+A variant is a header of csrc/ with edited text, in a folder that nvcc searches first when it
+compiles some sources; every other object is the package's own. Variants are never shipped.
 """
 
 import importlib.util
@@ -27,18 +27,18 @@ BF16_ATTENTION = (
     "attention/append_attention/append_attention_bf16.cu",
 )
 
-Edits = Mapping[str, str]  # patterns, each of which is there once, and what stands there instead
+Edits = Mapping[str, str]  # patterns, each of which must match once, and their replacements
 
 
 def constants(**values: int) -> Edits:
-    """Other values of `constexpr int`."""
+    """Return edits that change values of `constexpr int`."""
     return {
         rf"(constexpr int {name} = )[^;]+;": rf"\g<1>{value};" for name, value in values.items()
     }
 
 
 def write_overlay(folder: Path, header: str, edits: Edits) -> None:
-    """Writes `header` of csrc/ below `folder`, edited."""
+    """Write an edited `header` of csrc/ below `folder`."""
     text = (ROOT / "csrc" / header).read_text()
     for pattern, other in edits.items():
         text, count = re.subn(pattern, other, text, flags=re.DOTALL)
@@ -52,12 +52,12 @@ def write_overlay(folder: Path, header: str, edits: Edits) -> None:
 def build(
     variants: Mapping[str, Edits], header: str, sources: Sequence[str]
 ) -> dict[str, ModuleType]:
-    """Builds and loads a module for every variant, all at the same time.
+    """Build and load a module for every variant, all at the same time.
 
     Args:
-        variants: what differs, by name of the variant.
-        header: of csrc/, where it stands.
-        sources: of csrc/, compiled anew.
+        variants: edits, by name of the variant.
+        header: the edited header of csrc/.
+        sources: sources of csrc/ to recompile.
     """
     folders = {name: WORK / "variants" / name for name in variants}
     for name, edits in variants.items():
@@ -78,7 +78,7 @@ def build(
 
 
 def _tree() -> tuple[Path, list[str]]:
-    """A build's folder, and what configures it: one in which the package was built here, if any."""
+    """Return a build folder and its CMake arguments, reusing one of the package's build if any."""
     for name in (f"cmake-{sys.implementation.cache_tag}", "prebuilt"):
         cache = ROOT / "build" / name / "CMakeCache.txt"
         if cache.exists() and "SPECOPS_CUDA:BOOL=ON" in cache.read_text():
@@ -96,7 +96,7 @@ def _tree() -> tuple[Path, list[str]]:
 
 
 def using(module: ModuleType, call: Callable[[], Result]) -> Callable[[], Result]:
-    """A call of attention's ops with another compiled module; a graph keeps what was captured."""
+    """Return a call of attention ops with another compiled module, which graphs keep."""
 
     def run() -> Result:
         before = attention._C
@@ -111,7 +111,7 @@ def using(module: ModuleType, call: Callable[[], Result]) -> Callable[[], Result
 
 def _load(name: str, folder: Path) -> ModuleType:
     (path,) = folder.glob("_C*.so")
-    # The last part of the name is what the file's entry point is called after.
+    # The last part of the name determines the entry point that Python looks up.
     spec = importlib.util.spec_from_file_location(f"variant_{name}._C", path)
     assert spec and spec.loader
     module = importlib.util.module_from_spec(spec)

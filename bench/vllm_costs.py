@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """`.venv-vllm/bin/python -m bench.vllm_costs`: vLLM with specops' kernels against its own.
 
-The bundled model, 10 edits and 10 completions, 64 greedy tokens each. Engines alternate, each in a
-process of its own, so that other load on the machine affects all of them; the table has medians
-over the rounds. Needs the environment of `make test-vllm`.
+The bundled model completes 10 edits and 10 completions, 64 greedy tokens each. Engines alternate,
+each in its own process, so that other load on the machine affects all of them; the table has
+medians over the rounds. Needs the environment of `make test-vllm`.
 """
 
 import argparse
@@ -30,11 +30,11 @@ METHODS: dict[str, dict[str, Any]] = {
 }
 KERNELS = {"vllm": "", "specops": EXACT}
 BATCHES = (1, 8)
-_TIMES = 2  # each run, of which the first warms up
+_TIMES = 2  # runs of each case, the first of which warms up
 
 
 def main() -> None:
-    """Measures, and prints tokens per second and their ratios."""
+    """Measure, and print tokens per second and their ratios."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--prompts", type=int, default=20)
@@ -64,7 +64,7 @@ def main() -> None:
 
 
 def write_model(folder: Path) -> str:
-    """The bundled model as vLLM takes it."""
+    """Write the bundled model in vLLM's layout."""
     sys.path.insert(0, str(ROOT / "tests" / "with_vllm"))
     from models import write_bundled
 
@@ -72,7 +72,7 @@ def write_model(folder: Path) -> str:
 
 
 def _prompts(count: int) -> list[str]:
-    """As many edits as completions."""
+    """Return equal numbers of edits and completions."""
     found: list[str] = []
     for kind in ("edits", "completions"):
         texts = json.loads((ROOT / "bench" / "prompts" / f"{kind}.json").read_text())
@@ -83,7 +83,7 @@ def _prompts(count: int) -> list[str]:
 def _print(speeds: dict[tuple[str, str, int], list[float]]) -> None:
     for method in METHODS:
         for batch in BATCHES:
-            # The second of each pair: the first one warms up.
+            # The first run of each pair warms up.
             own, ours = (
                 statistics.median(speeds[method, kernels, batch][1::_TIMES]) for kernels in KERNELS
             )

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The attacks of `make attacks`: what a client that misbehaves sends to the server.
+"""The attacks of `make attacks`: what a misbehaving client sends to the server.
 
-Attackers come from an address of their own: the server can tell them from its other clients.
+Attackers use a separate address, so the server can tell them from its other clients.
 """
 
 import asyncio
@@ -15,29 +15,29 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-ADDRESS = "127.0.0.2"  # of the attackers; the normal client has 127.0.0.1
+ADDRESS = "127.0.0.2"  # of the attackers; the normal client uses 127.0.0.1
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """How much of everything; a test has less."""
+    """Sizes of the attacks; tests use smaller ones."""
 
     words: int = 300_000
     ids: int = 600_000
     choices: int = 128
     sockets: int = 600
-    half_open: int = 1100  # more than the server lets be open at a time
+    half_open: int = 1100  # more connections than the server allows at a time
     streams: int = 256
-    clients: int = 16  # of attacks that take a few at a time
+    clients: int = 16  # for attacks with few concurrent requests
     body: int = 64 << 20
     tokens: int = 200
     prompt: int = 1000  # tokens
-    one_prompt: int = 900  # tokens of a prompt that comes alone
+    one_prompt: int = 900  # tokens of a prompt sent alone
 
 
 @dataclass
 class Target:
-    """A server under attack, for as long as it is."""
+    """A server under attack, with the end time of the attack."""
 
     port: int
     until: float
@@ -49,7 +49,7 @@ class Target:
         return time.monotonic() < self.until
 
     async def at_once(self, attacker: Callable[[], Awaitable[None]], count: int) -> None:
-        """Runs so many attackers, each again and again."""
+        """Run `count` attackers concurrently, each repeatedly."""
 
         async def one() -> None:
             while self.goes_on:
@@ -59,12 +59,12 @@ class Target:
 
 
 def request(body: bytes, *, length: int | None = None, headers: str = "") -> bytes:
-    """A POST of completions.
+    """Return a POST of completions.
 
     Args:
-        body: what is sent of it.
-        length: said in the headers; by default the body's.
-        headers: further ones, each with the end of its line.
+        body: the part of the body that is sent.
+        length: Content-Length; by default the body's.
+        headers: additional header lines, each with its line ending.
     """
     size = len(body) if length is None else length
     lines = ["POST /v1/completions HTTP/1.1", "Host: localhost", "Connection: close"]
@@ -76,7 +76,7 @@ def request(body: bytes, *, length: int | None = None, headers: str = "") -> byt
 async def connected(
     port: int, address: str = ADDRESS
 ) -> AsyncIterator[tuple[asyncio.StreamReader, asyncio.StreamWriter]]:
-    """A connection to the server, from an address."""
+    """Open a connection to the server from an address."""
     reader, writer = await asyncio.open_connection("127.0.0.1", port, local_addr=(address, 0))
     try:
         yield reader, writer
@@ -85,7 +85,7 @@ async def connected(
 
 
 async def status_of(reader: asyncio.StreamReader) -> str:
-    """The status of the answer that comes; "closed" where none does."""
+    """Return the status of the next answer, or "closed" if the connection ends."""
     with contextlib.suppress(ConnectionResetError):
         if line := await reader.readline():
             return line.split()[1].decode()
@@ -93,7 +93,7 @@ async def status_of(reader: asyncio.StreamReader) -> str:
 
 
 async def answered(target: Target, body: dict[str, Any], headers: str = "") -> None:
-    """Asks, and reads the answer to its end."""
+    """Send a request and read the answer to its end."""
     async with connected(target.port) as (reader, writer):
         writer.write(request(json.dumps(body).encode(), headers=headers))
         target.outcomes[await status_of(reader)] += 1
@@ -102,7 +102,7 @@ async def answered(target: Target, body: dict[str, Any], headers: str = "") -> N
 
 
 async def refused(target: Target, head: bytes) -> None:
-    """Sends what is no complete request, and waits for what the server makes of it."""
+    """Send an incomplete request, and record the server's reaction."""
     async with connected(target.port) as (reader, writer):
         with contextlib.suppress(OSError):
             writer.write(head)
@@ -115,28 +115,28 @@ async def refused(target: Target, head: bytes) -> None:
 
 
 async def bad_words(target: Target) -> None:
-    """Bodies full of forbidden words."""
+    """Send bodies full of forbidden words."""
     body = {"prompt": "a", "bad_words": [f"w{i}" for i in range(target.sizes.words)]}
     while target.goes_on:
         await answered(target, body)
 
 
 async def long_ids(target: Target) -> None:
-    """Prompts of far more token ids than fit."""
+    """Send prompts of far more token ids than fit."""
     body = {"prompt": [i % 1000 for i in range(target.sizes.ids)]}
     while target.goes_on:
         await answered(target, body)
 
 
 async def many_choices(target: Target) -> None:
-    """Calls of as many choices as there may be."""
+    """Send calls with the maximum number of choices."""
     n, tokens = target.sizes.choices, target.sizes.tokens
     while target.goes_on:
         await answered(target, {"prompt": "def f(", "n": n, "max_tokens": tokens})
 
 
 async def trickling(target: Target) -> None:
-    """Connections that send a letter a second, and never end their headers."""
+    """Open connections that send a letter a second, and never end their headers."""
 
     async def one() -> None:
         while target.goes_on:
@@ -154,7 +154,7 @@ async def trickling(target: Target) -> None:
 
 
 async def broken_uploads(target: Target) -> None:
-    """Clients that leave in the middle of their body."""
+    """Disconnect in the middle of the body."""
     half = b'{"prompt": "' + b"a" * (1 << 18)
     while target.goes_on:
         async with connected(target.port) as (_, writer):
@@ -166,7 +166,7 @@ async def broken_uploads(target: Target) -> None:
 
 
 async def huge_bodies(target: Target) -> None:
-    """Bodies beyond every limit, which do not say so before."""
+    """Send bodies beyond every limit without announcing their size."""
     piece = b" " * (1 << 18)
     chunk = f"{len(piece):x}\r\n".encode() + piece + b"\r\n"
     head = request(b"").replace(b"Content-Length: 0", b"Transfer-Encoding: chunked")
@@ -183,7 +183,7 @@ async def huge_bodies(target: Target) -> None:
 
 
 async def announced_bodies(target: Target) -> None:
-    """Headers that announce a body beyond every limit, of which nothing comes."""
+    """Send headers that announce a body beyond every limit, and no body."""
     expecting = ("", "Expect: 100-continue\r\n")
     for number in itertools.count():
         if not target.goes_on:
@@ -192,13 +192,13 @@ async def announced_bodies(target: Target) -> None:
 
 
 async def big_heads(target: Target) -> None:
-    """Headers beyond the limit, in one piece."""
+    """Send headers beyond the limit, in one piece."""
     while target.goes_on:
         await refused(target, request(b"", headers=f"X-Long: {'a' * 70_000}\r\n"))
 
 
 async def half_open(target: Target) -> None:
-    """Connections that say nothing, and come again when they are closed."""
+    """Open silent connections, and reopen them when they are closed."""
 
     async def one() -> None:
         with contextlib.suppress(OSError):
@@ -213,7 +213,7 @@ async def half_open(target: Target) -> None:
 
 
 async def connect_send_close(target: Target) -> None:
-    """A client that asks and leaves at once, and again."""
+    """Send a request and disconnect at once, repeatedly."""
     while target.goes_on:
         body = {"prompt": f"def f{target.outcomes['left']}(", "max_tokens": target.sizes.tokens}
         with contextlib.suppress(OSError):
@@ -223,7 +223,7 @@ async def connect_send_close(target: Target) -> None:
 
 
 async def fresh_prompts(target: Target) -> None:
-    """Long prompts, each of them new."""
+    """Send long prompts, each of them new."""
     draw = random.Random(0)
 
     async def one() -> None:
@@ -234,7 +234,7 @@ async def fresh_prompts(target: Target) -> None:
 
 
 async def prompt_logprobs(target: Target) -> None:
-    """Long prompts with as many alternatives for each token as there may be."""
+    """Send long prompts with the maximum number of alternatives for each token."""
     draw = random.Random(0)
 
     async def one() -> None:
@@ -245,12 +245,12 @@ async def prompt_logprobs(target: Target) -> None:
 
 
 async def one_prompt_after_another(target: Target) -> None:
-    """One connection at a time, with a new prompt of 900 tokens."""
+    """Use one connection at a time, with a new prompt of 900 tokens."""
     await _one_after_another(target, {})
 
 
 async def one_scored_prompt_after_another(target: Target) -> None:
-    """The same, with 100 alternatives for each token of the prompt."""
+    """Do the same, with 100 alternatives for each token of the prompt."""
     await _one_after_another(target, {"prompt_logprobs": 100})
 
 
@@ -262,7 +262,7 @@ async def _one_after_another(target: Target, fields: dict[str, Any]) -> None:
 
 
 async def forwarded_for(target: Target) -> None:
-    """Clients that claim to speak for another address each time."""
+    """Claim a different forwarded address in each request."""
     draw = random.Random(0)
 
     async def one() -> None:
@@ -274,7 +274,7 @@ async def forwarded_for(target: Target) -> None:
 
 
 async def leaving_streams(target: Target) -> None:
-    """Many streams at once, most of which are hung up on somewhere."""
+    """Open many concurrent streams, most of which are dropped in the middle."""
     draw = random.Random(0)
 
     async def one() -> None:
@@ -290,13 +290,13 @@ async def leaving_streams(target: Target) -> None:
                     patience -= 1
                 target.outcomes["left" if not patience else "read"] += status == "200"
             if status == "429":
-                await asyncio.sleep(1.0)  # what Retry-After says
+                await asyncio.sleep(1.0)  # the value of Retry-After
 
     await asyncio.gather(*(one() for _ in range(target.sizes.streams)))
 
 
 async def ambiguous_grammars(target: Target) -> None:
-    """One connection, whose texts can be read in ever more ways."""
+    """Use one connection, whose texts have ever more parses."""
     body = {"prompt": "x x", "max_tokens": target.sizes.tokens}
     while target.goes_on:
         for rule in ("a a | a a a", "a a", "a a a a"):

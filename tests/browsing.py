@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The page in a real browser, for tests: Debian's Chromium, driven by Playwright."""
+"""The server's page in a real browser, for tests: Debian's Chromium, driven by Playwright."""
 
 import contextlib
 import os
@@ -17,18 +17,18 @@ needs_chromium = pytest.mark.skipif(
     CHROMIUM is None, reason="Chromium is not installed (apt install chromium)"
 )
 
-# A loaded machine is slow: what is there is seen at once, however long one would wait for it.
+# A loaded machine is slow. A long limit costs nothing, because a match returns at once.
 _MILLISECONDS = 120_000
 expect.set_options(timeout=_MILLISECONDS)
 
-# Chromium asks its maker's hosts for updates otherwise.
+# Otherwise Chromium contacts its maker's hosts for updates.
 _QUIET = ("--disable-background-networking", "--disable-component-update", "--disable-sync")
 
 
 @contextlib.contextmanager
 def running_browser() -> Iterator[Browser]:
-    """A browser, until the block ends."""
-    sandbox = ["--no-sandbox"] if os.geteuid() == 0 else []  # Chromium has none for root
+    """Run a browser until the block ends."""
+    sandbox = ["--no-sandbox"] if os.geteuid() == 0 else []  # Chromium cannot sandbox as root
     with sync_playwright() as playwright:
         args = [*sandbox, *_QUIET, "--no-first-run"]
         browser = playwright.chromium.launch(executable_path=CHROMIUM, args=args)
@@ -46,16 +46,17 @@ def opened(
     expects: tuple[str, ...] = (),
     **options: Any,
 ) -> Iterator[Page]:
-    """The page in a profile of its own.
+    """Open the page in a new browser context.
 
-    At the end of the block it must have had no errors, no blocked content, and no other hosts.
+    At the end of the block the page must have had no errors, no blocked content, and no requests to
+    other hosts.
 
     Args:
         browser: to open it in.
         served: its server.
-        fragment: of the address.
+        fragment: fragment of the address.
         script: run in every document before its own scripts.
-        expects: texts in messages of the console that are no errors of the page.
+        expects: texts of console messages that do not count as errors.
         options: of the browser's context, such as viewport.
     """
     context = browser.new_context(**{"viewport": {"width": 1180, "height": 900}, **options})
@@ -77,40 +78,40 @@ def opened(
 
 
 def connected(page: Page) -> Page:
-    """The page, once it knows the server's model."""
+    """Return the page, once it knows the server's model."""
     expect(page.locator("#model")).to_contain_text("context of")
     return page
 
 
 def choose(page: Page, mode: str) -> None:
-    """Chooses what to do: race, write, compare or chat."""
+    """Choose what to do: race, write, compare or chat."""
     page.locator(f"input[name=mode][value={mode}]").check()
 
 
 def fill(page: Page, **fields: str) -> None:
-    """Fills fields of the form, and has the page notice."""
+    """Fill fields of the form and dispatch their events."""
     for name, value in fields.items():
         page.locator(f"#{name}").fill(value)
 
 
 def done(page: Page, state: str = "done") -> None:
-    """Waits for the end of a run."""
+    """Wait for the end of a run."""
     expect(page.locator("body")).to_have_attribute("data-state", state)
 
 
 def run(page: Page, state: str = "done") -> None:
-    """Presses the button and waits for the end."""
+    """Press the button and wait for the end."""
     page.locator("#run").click()
     expect(page.locator("body")).not_to_have_attribute("data-state", "idle")
     done(page, state)
 
 
 def stop_the_clock(page: Page) -> None:
-    """Has the page's clock stand still: of what it repeats while there is time, it does all."""
+    """Freeze the page's clock, so that work limited by time is always completed."""
     page.evaluate("performance.now = () => 0")
 
 
-# A clock of the page's animations, which stands still until a test sets `window.at`.
+# A clock for the page's animations that stands still until a test sets `window.at`.
 HELD_CLOCK = """(() => {
   window.at = 0;
   performance.now = () => window.at;
@@ -120,18 +121,18 @@ HELD_CLOCK = """(() => {
 
 
 def advance(page: Page, milliseconds: float) -> None:
-    """Set the held clock of a page forward."""
+    """Advance the held clock of a page."""
     page.evaluate(f"window.at += {milliseconds}")
 
 
 def fact(page: Page, name: str, lane: int = 0) -> str:
-    """What stands beside a name under a lane's heading."""
+    """Return the value beside a name under a lane's heading."""
     facts = page.locator(".lane").nth(lane).locator(".facts div")
     found = facts.filter(has=page.locator("dt", has_text=re.compile(f"^{name}$")))
     return found.locator("dd").inner_text()
 
 
 def text_of(page: Page, lane: int = 0) -> str:
-    """The generated text of a lane, as it is there."""
+    """Return the generated text of a lane as displayed."""
     tokens = page.locator(".lane").nth(lane).locator(".token").all_text_contents()
     return "".join(tokens)

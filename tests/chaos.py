@@ -43,31 +43,31 @@ from server_pairs import (
 )
 
 AT_ONCE = 64
-LIMIT_SECONDS = 180.0  # for an answer; none is waited for longer
+LIMIT_SECONDS = 180.0  # timeout of an answer
 PASSWORD = "secret"
 
 
 @dataclass
 class Row:
-    """What one attack did."""
+    """Result of one attack."""
 
     attack: str
     requests: int = 0
     outcomes: Counter[str] = field(default_factory=Counter)
     afterwards: Counter[str] = field(default_factory=Counter)
     seconds: float = 0.0
-    left: list[str] = field(default_factory=list)  # behind by the attack
+    left: list[str] = field(default_factory=list)  # what the attack left behind
 
     @property
     def failed(self) -> bool:
-        """Whether the attack did what no attack may do."""
+        """Whether the attack had a result that is never acceptable."""
         bad = self.outcomes["wrong"] + self.outcomes["lost"]
         return bool(bad or self.left or set(self.afterwards) - {"same"})
 
 
 @dataclass(frozen=True)
 class Asked:
-    """Requests and the choices that one plain process gives."""
+    """Requests, and the choices of one plain process."""
 
     bodies: list[dict[str, Any]]
     choices: list[Any]
@@ -118,7 +118,7 @@ def run(
 def check_afterwards(
     row: Row, server: ServerProcess, asked: Asked, everyone: Sequence[ServerProcess]
 ) -> None:
-    """Ask twenty more, and look at pages."""
+    """Send twenty more requests, and check that all pages are returned."""
     deadline = time.monotonic() + 60
     while time.monotonic() < deadline:
         with contextlib.suppress(httpx.HTTPError):
@@ -135,7 +135,7 @@ def check_afterwards(
 
 
 class Attacks:
-    """Every attack, by name; each returns a row."""
+    """All attacks by name; each returns a row."""
 
     def __init__(self, model: Path, count: int) -> None:
         self.model = model
@@ -164,7 +164,7 @@ class Attacks:
         return row
 
     def engine_hangs(self) -> Row:
-        """An engine that is stopped for good is replaced."""
+        """Hang the engine for good; it must be replaced."""
         with self.single("--engine-timeout", "15") as server:
             stop = lambda: os.kill(server.engines[0], signal.SIGSTOP)  # noqa: E731
             row = run(
@@ -174,7 +174,7 @@ class Attacks:
         return row
 
     def engine_stopped(self) -> Row:
-        """A pause shorter than the limit changes nothing."""
+        """Pause the engine for less than the limit; nothing may change."""
         with self.single() as server:
 
             def pause() -> None:
@@ -188,7 +188,7 @@ class Attacks:
         return row
 
     def killed_too_often(self) -> Row:
-        """After the last permitted restart the process ends with an error code."""
+        """Kill the engine past the last permitted restart; the process must end with an error."""
         with self.single() as server:
             row = Row("engine: killed four times")
             for _ in range(4):
@@ -210,7 +210,7 @@ class Attacks:
         return row
 
     def hang_and_sigterm(self) -> Row:
-        """SIGTERM ends a server whose engine hangs within the drain time and five seconds."""
+        """Send SIGTERM while the engine hangs; the server must end within drain time plus 5 s."""
         with self.single("--drain-timeout", "3") as server:
             row = Row("engine hangs, SIGTERM (--drain-timeout 3)")
             os.kill(server.engines[0], signal.SIGSTOP)
@@ -232,7 +232,7 @@ class Attacks:
     # ---- clients ----
 
     def unread_output(self) -> Row:
-        """Sixteen streams that no client reads."""
+        """Open sixteen streams that no client reads."""
         with self.single() as server:
             row = Row("16 streams that are never read")
             body = {
@@ -263,7 +263,7 @@ class Attacks:
         return row
 
     def bodies_that_never_come(self) -> Row:
-        """1,100 connections from one address whose bodies do not come; another address asks."""
+        """Open 1,100 connections without bodies from one address; another sends requests."""
         with self.single() as server:
             row = Row("1,100 bodies that never come, from 127.0.0.2")
             head = head_of(server, 1000) + "{"
@@ -286,7 +286,7 @@ class Attacks:
 
     @contextlib.contextmanager
     def queue(self, *more: str) -> Iterator[tuple[Redis, list[ServerProcess]]]:
-        """Redis, a prefill and a decode node, and one that does both and takes the requests."""
+        """Start Redis, a prefill node, a decode node, and a mixed node that takes the requests."""
         redis = Redis(PASSWORD)
         shared = ["--scheduler-name", "splitwise", "--scheduler-port", str(redis.port)]
         shared += ["--scheduler-password", PASSWORD, "--scheduler-topic", "chaos", *more]
@@ -309,7 +309,7 @@ class Attacks:
         return row
 
     def queue_min_tokens(self) -> Row:
-        """One request with min_tokens 2 among all others."""
+        """Send one request with min_tokens 2 among all others."""
 
         def poison(_: Redis, nodes: list[ServerProcess]) -> None:
             body = {"prompt": [5, 6, 7], "max_tokens": 8, "min_tokens": 2, "seed": 1}
@@ -325,7 +325,7 @@ class Attacks:
         return self._queue("queue: kill -9 decode", lambda _, nodes: restart(nodes[1]))
 
     def queue_decode_hangs(self) -> Row:
-        """The engine of the decode node hangs for good."""
+        """Hang the engine of the decode node for good."""
         strike = lambda _, nodes: os.kill(nodes[1].engines[0], signal.SIGSTOP)  # noqa: E731
         with self.queue("--engine-timeout", "15") as (redis, nodes):
             row = Row("queue: engine of decode hangs (--engine-timeout 15)")
@@ -353,7 +353,7 @@ class Attacks:
         return self._queue("queue: all streams deleted", delete)
 
     def queue_eviction(self) -> Row:
-        """Redis may drop any key, and has little memory for 4 s."""
+        """Let Redis evict any key, with little memory for 4 s."""
 
         def evict(redis: Redis, _: Any) -> None:
             client = redis.client()
@@ -387,7 +387,7 @@ class Attacks:
     # ---- pages on the wire ----
 
     def pages_corrupted(self) -> Row:
-        """A proxy flips a bit in what the prefill server sends."""
+        """Flip a bit, by a proxy, in what the prefill server sends."""
         return self._pages("pages: one bit flips", flip=True)
 
     def pages_cut(self) -> Row:
@@ -416,7 +416,7 @@ class Attacks:
                         outcome_of(second.url, {**body, "kv_transfer_params": params}, expected)
                     ] += 1
                 row.outcomes, row.requests = outcomes, 60
-                # The prefix cache must not keep what came damaged.
+                # The prefix cache must not keep damaged pages.
                 few = Asked(self.asked.bodies[:60], self.asked.choices[:60])
                 row.outcomes += run(Row(""), second.url, few, at_once=8).outcomes
                 row.requests += 60
@@ -434,7 +434,7 @@ class Attacks:
 
 
 class Proxy:
-    """A port that passes bytes on to another one, and damages those that come back."""
+    """A port that forwards bytes to another one, and damages those that come back."""
 
     def __init__(self, to: int, *, flip: bool = False, cut: int | None = None) -> None:
         self._to, self._flip, self._cut = to, flip, cut
@@ -486,7 +486,7 @@ def restart(server: ServerProcess) -> None:
 
 
 def head_of(server: ServerProcess, length: int) -> str:
-    """Return the head of a completion request with a body of so many bytes."""
+    """Return the head of a completion request with a body of `length` bytes."""
     return (
         f"POST /v1/completions HTTP/1.1\r\nHost: 127.0.0.1:{server.port}\r\n"
         f"Content-Type: application/json\r\nContent-Length: {length}\r\n\r\n"

@@ -26,17 +26,17 @@ BASE: dict[str, Any] = {
 
 
 def lasting_directory() -> Path:
-    """A new directory that several tests share; it goes when the process ends."""
+    """Create a directory that several tests share; it is deleted when the process ends."""
     folder = TemporaryDirectory()
     atexit.register(folder.cleanup)
     return Path(folder.name)
 
 
 def make_checkpoint(directory: Path, family: str, **changes: Any) -> Any:
-    """Saves a random fp32 model of a family ("Llama", "Qwen3", "Gemma3" ..); returns it."""
+    """Save a random fp32 model of a family ("Llama", "Qwen3", "Gemma3" ..); return it."""
     transformers = pytest.importorskip("transformers")
     torch.manual_seed(1)
-    kind = getattr(transformers, f"{family}TextConfig", None)  # of multimodal families
+    kind = getattr(transformers, f"{family}TextConfig", None)  # exists for multimodal families
     kind = kind or getattr(transformers, f"{family}Config")
     config = kind(**{**BASE, **changes})
     model = getattr(transformers, f"{family}ForCausalLM")(config).eval()
@@ -44,7 +44,7 @@ def make_checkpoint(directory: Path, family: str, **changes: Any) -> Any:
         for name, parameter in model.named_parameters():
             # The default init is so flat that wrong attention would hardly show.
             scale = 0.2 if parameter.dim() == 2 else 0.1
-            # Norms begin at what leaves a row as it is: 1, or 0 where they multiply with 1 + w.
+            # Norm weights start at the identity: 1, or 0 where they multiply with 1 + w.
             offset = parameter.flatten()[0].item() if "norm" in name else 0.0
             parameter.copy_(offset + scale * torch.randn_like(parameter))
     model.save_pretrained(directory)
@@ -52,7 +52,7 @@ def make_checkpoint(directory: Path, family: str, **changes: Any) -> Any:
 
 
 def write_tokenizer(directory: Path, vocab_size: int = 160) -> None:
-    """Saves a byte-level tokenizer of bytes alone, token 0 being the end."""
+    """Save a byte-level tokenizer without merges; token 0 is the end."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
@@ -67,7 +67,7 @@ def write_tokenizer(directory: Path, vocab_size: int = 160) -> None:
 
 
 def write_config(directory: Path, **changes: Any) -> Path:
-    """A directory for random weights: a configuration and a tokenizer, nothing else."""
+    """Write a directory for random weights: only a configuration and a tokenizer."""
     config = {**BASE, "architectures": ["Qwen3ForCausalLM"], "dtype": "bfloat16", **changes}
     (directory / "config.json").write_text(json.dumps(config))
     write_tokenizer(directory, min(config["vocab_size"], 160))

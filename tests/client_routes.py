@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every route of the official `openai` client, from its source, and what the server says."""
+"""Every route of the official `openai` client, from its source, and the server's answers."""
 
 import ast
 import re
@@ -22,7 +22,7 @@ SERVED = {
 }
 _CALLS = {"_get", "_post", "_put", "_patch", "_delete", "_get_api_list"}
 
-# What people call of what is not here.
+# Common client calls that are not supported.
 SURFACES: dict[str, Callable[[openai.OpenAI], Any]] = {
     "responses.cancel": lambda client: client.responses.cancel("x"),
     "embeddings.create": lambda client: client.embeddings.create(model="x", input="x"),
@@ -43,7 +43,7 @@ SURFACES: dict[str, Callable[[openai.OpenAI], Any]] = {
 
 
 def client_routes() -> list[tuple[str, str]]:
-    """Method and path of every call in the client's resources."""
+    """Return method and path of every call in the client's resources."""
     assert openai.__file__ is not None
     found = set()
     for path in (Path(openai.__file__).parent / "resources").rglob("*.py"):
@@ -67,7 +67,7 @@ def _verb(call: ast.Call) -> str:
 
 
 def _template(call: ast.Call) -> str:
-    """The path, with its parameters in braces."""
+    """Return the path, with its parameters in braces."""
     path: Any = call.args[0]
     if isinstance(path, ast.Call):  # path_template("/batches/{batch_id}", ...)
         path = path.args[0]
@@ -76,7 +76,7 @@ def _template(call: ast.Call) -> str:
 
 
 def refusal_of(client: openai.OpenAI, verb: str, template: str) -> openai.APIStatusError:
-    """What the server says to a route; fails where that is no error of OpenAI's shape."""
+    """Return the server's refusal of a route; fail unless it is an error of OpenAI's shape."""
     path = re.sub(r"\{\w+\}", "x", template)
     send = getattr(client, verb.lower())
     try:
@@ -88,12 +88,12 @@ def refusal_of(client: openai.OpenAI, verb: str, template: str) -> openai.APISta
 
 
 def check_refusal(error: openai.APIStatusError, verb: str, path: str) -> None:
-    """Fails unless an error names the route, in JSON of OpenAI's shape."""
+    """Fail unless an error names the route, in JSON of OpenAI's shape."""
     assert error.response.headers["content-type"] == "application/json"
     body: Any = error.body
     assert set(body) == {"message", "type", "param", "code"}
     assert body["type"] == "invalid_request_error"
-    _, route, *_ = body["message"].split(": ", 2)  # what to call instead may follow
+    _, route, *_ = body["message"].split(": ", 2)  # an alternative may follow
     assert route == f"{verb} {path}"
     if error.status_code == 404:
         assert isinstance(error, openai.NotFoundError) and body["code"] == "unknown_url"
@@ -102,7 +102,7 @@ def check_refusal(error: openai.APIStatusError, verb: str, path: str) -> None:
 
 
 def surface_refusal(client: openai.OpenAI, name: str) -> openai.APIStatusError:
-    """What a call of SURFACES raises."""
+    """Return the error that a call of SURFACES raises."""
     try:
         SURFACES[name](client)
     except openai.APIStatusError as error:
@@ -113,7 +113,7 @@ def surface_refusal(client: openai.OpenAI, name: str) -> openai.APIStatusError:
 
 
 def routes_text(client: openai.OpenAI) -> str:
-    """What the document says of routes, by calling all that are not served."""
+    """Return the document's section on routes, by calling all that are not served."""
     others = [one for one in client_routes() if one not in SERVED]
     statuses = Counter(refusal_of(client, *one).status_code for one in others)
     assert set(statuses) == {404, 405}

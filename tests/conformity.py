@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the server makes of every parameter of the official clients, found out by calling.
+"""Behavior of the server for every parameter of the official clients, determined by calls.
 
-A row is a parameter with a value, and a call that shows what comes of it: an effect that is looked
-for, a refusal that names the parameter, or the same answer as without it. `docs/conformity.md` is
-what `python tests/conformity.py > docs/conformity.md` prints.
+A row is a parameter with a value, and a call that shows the result: an expected effect, a refusal
+that names the parameter, or the same answer as without it. `docs/conformity.md` is the output of
+`python tests/conformity.py > docs/conformity.md`.
 """
 
 import json
@@ -50,18 +50,18 @@ def streamed(chunks: Any) -> str:
     return "".join(pieces)
 
 
-# ---- what both ways to generate have ----
+# ---- shared by both generation methods ----
 
 
 def _tokens(call: Callable[..., Any], method: str, **given: Any) -> list[str]:
-    """The tokens of an answer, each as text."""
+    """Return the tokens of an answer, each as text."""
     if method == "completions.create":
         return list(call(logprobs=0, **given).choices[0].logprobs.tokens)
     return [one.token for one in call(logprobs=True, **given).choices[0].logprobs.content]
 
 
 def _seeds_matter(call: Callable[..., Any], **given: Any) -> bool:
-    """The same seed gives the same, and of some others one gives something else."""
+    """Check that equal seeds give equal texts, and that some other seed differs."""
     of_seeds = [text(call(**given, seed=seed)) for seed in (1, 1, 2, 3, 4)]
     return of_seeds[0] == of_seeds[1] and len(set(of_seeds)) > 1
 
@@ -71,7 +71,7 @@ def _sampling_rows(method: str) -> list[Row]:
         return honoured(method, parameter, shown(given), effect, check)
 
     def repeats(call: Callable[..., Any], **given: Any) -> int:
-        """How often the most frequent token comes."""
+        """Return the count of the most frequent token."""
         return max(Counter(_tokens(call, method, **given)).values())
 
     def kinds(call: Callable[..., Any], **given: Any) -> int:
@@ -268,7 +268,7 @@ def _chat_rows() -> list[Row]:
         return honoured(method, parameter, shown(given), effect, check)
 
     def places(reply: Any) -> int:
-        """How many texts ended; some have white space as long as they may."""
+        """Return how many texts ended; some use up their limit on white space."""
         ended = [one for one in reply.choices if one.finish_reason == "stop"]
         assert all(json.loads(one.message.content)["place"] in ("Bonn", "Rome") for one in ended)
         return len(ended)
@@ -333,7 +333,7 @@ def _chat_rows() -> list[Row]:
 
 
 def rows() -> list[Row]:
-    """All rows, by method, in the order of the client's parameters."""
+    """Return all rows, by method, in the order of the client's parameters."""
     found = [*_completions_rows(), *_message_rows(), *_tool_rows(), *_chat_rows(), *block_rows()]
     for method in ("completions.create", "chat.completions.create", "models.list"):
         found += _model_rows(method) + _transport_rows(method)
@@ -369,7 +369,7 @@ The model's chat template supports tools and `reasoning_effort`, except where a 
 
 
 def table(method: str, told: list[tuple[Row, str]]) -> str:
-    """The table of a method."""
+    """Return the table of a method."""
     title = f"## `{METHODS[method].package}`: `client.{method}`"
     lines = [title, "", "| parameter | value | result | |", "| - | - | - | - |"]
     for row, effect in told:
@@ -379,7 +379,7 @@ def table(method: str, told: list[tuple[Row, str]]) -> str:
 
 
 def document(clients: Clients, found: list[Row]) -> str:
-    """The whole page of all rows, by calling."""
+    """Return the whole page of all rows, by calling."""
     told = [(row, clients.tell(row)) for row in found]
     parts = [INTRODUCTION.format(openai=openai.__version__, anthropic=anthropic.__version__)]
     for method in METHODS:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the rows of the conformity tables are made of: clients, methods, and what a call shows."""
+"""Building blocks of the conformity rows: clients, methods, and checks of calls."""
 
 import contextlib
 import inspect
@@ -19,7 +19,7 @@ from serving import Served, serving
 from specops.engine import Engine, EngineConfig, RequestOutput, SpeculativeConfig
 from specops.server.chat import ChatFormat
 
-# Knows tools and `reasoning_effort`, which the bundled model's own template does not.
+# Supports tools and `reasoning_effort`, which the bundled model's own template does not.
 TEMPLATE = """
 {%- if reasoning_effort %}effort: {{ reasoning_effort }}{{ "\\n" }}{% endif %}
 {%- if tools %}Call as <tool_call>{name, arguments}</tool_call>:{{ "\\n" }}{% endif %}
@@ -41,7 +41,7 @@ WEATHER = {
 
 
 class Clients:
-    """The official clients of a server with everything, and of one whose template is bare."""
+    """Official clients of a server with all features, and of one with a minimal template."""
 
     def __init__(self, served: Served, bare: Served) -> None:
         self.served = served
@@ -52,24 +52,24 @@ class Clients:
         self._told: dict[Row, str] = {}
 
     def tell(self, row: "Row") -> str:
-        """What comes of a row; it is seen once."""
+        """Return the result of a row; each row runs once."""
         if row not in self._told:
             self._told[row] = row.see(self)
         return self._told[row]
 
     @cached_property
     def kept(self) -> str:
-        """The id of a response that is kept, with two items of input."""
+        """Id of a stored response, with two input items."""
         return self.keep()
 
     def keep(self) -> str:
-        """The same, of a new one."""
+        """Store a new response and return its id."""
         create = self.whole.responses.create
         return create(model=MODEL, input=[ASK, ASK], max_output_tokens=4).id
 
     @cached_property
     def method_answers(self) -> dict[str, Any]:
-        """What each method answers where nothing but its base is asked for."""
+        """Answer of each method called with only its base arguments."""
         return {name: method.call(self)() for name, method in METHODS.items()}
 
 
@@ -83,7 +83,7 @@ def _anthropic(served: Served) -> anthropic.Anthropic:
 
 @contextlib.contextmanager
 def clients() -> Iterator[Clients]:
-    """Both servers, until the block ends; then nothing may be left running in the first."""
+    """Run both servers until the block ends; then nothing may be left running in the first."""
     speculative = SpeculativeConfig(method="ngram", num_speculative_tokens=4, min_ngram_size=1)
     sizes = {"max_num_seqs": 8, "num_threads": 1}
     engine = Engine(EngineConfig(device="cpu", speculative_config=speculative, **sizes))
@@ -102,17 +102,17 @@ class Method:
     name: str
     base: Mapping[str, Any]
     package: str = "openai"
-    of_response: bool = False  # it is asked of a kept one
+    of_response: bool = False  # whether it takes the id of a stored response
 
     def arguments(self, clients: Clients) -> dict[str, Any]:
-        """What its rows have in common, for servers that are there."""
+        """Return the common arguments of its rows for running servers."""
         if not self.of_response:
             return {**self.base}
         is_last = self.name == "responses.delete"
         return {**self.base, "response_id": clients.keep() if is_last else clients.kept}
 
     def of(self, clients: Clients, *, bare: bool = False, raw: bool = False) -> Callable[..., Any]:
-        """The method of a client of one of the servers."""
+        """Return the method of a client of one of the servers."""
         if self.package == "openai":
             return self._method(clients.bare if bare else clients.whole, raw)
         return self._method(clients.anthropic_bare if bare else clients.anthropic, raw)
@@ -126,12 +126,12 @@ class Method:
         return method
 
     def call(self, clients: Clients, *, raw: bool = False) -> Callable[..., Any]:
-        """The method with the base's arguments, which others replace."""
+        """Return the method with the base arguments, which others replace."""
         method, base = self.of(clients, raw=raw), self.arguments(clients)
         return lambda **given: method(**{**base, **given})
 
     def connect(self, url: str) -> Any:
-        """A client of some other server."""
+        """Return a client of another server."""
         if self.package == "openai":
             return self._method(openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0))
         return self._method(anthropic.Anthropic(base_url=url, api_key="none", max_retries=0))
@@ -183,10 +183,10 @@ class Row:
 
     Attributes:
         method: a name of METHODS.
-        parameter: of it.
+        parameter: parameter of the method.
         given: the value, as the table shows it.
         outcome: HONOURED, WITHOUT or REFUSED.
-        see: calls, fails unless the outcome is that, and says what the table does.
+        see: makes the call, fails unless the outcome is as stated, and returns the table's text.
     """
 
     method: str
@@ -204,7 +204,7 @@ Check = Callable[[Callable[..., Any]], bool]
 
 
 def honoured(method: str, parameter: str, given: str, effect: str, check: Check) -> Row:
-    """A row of a parameter that does something: `check` gets the method, and looks for it."""
+    """Return a row of an effective parameter; `check` calls the method and checks the effect."""
 
     def see(clients: Clients) -> str:
         assert check(METHODS[method].call(clients)), effect
@@ -214,7 +214,7 @@ def honoured(method: str, parameter: str, given: str, effect: str, check: Check)
 
 
 def without(method: str, parameter: str, value: Any, why: str) -> Row:
-    """A row of a value that asks for nothing more: the answer is that without it."""
+    """Return a row of a value without effect: the answer is the same as without it."""
 
     def see(clients: Clients) -> str:
         with_it = METHODS[method].call(clients)(**{parameter: value})
@@ -235,13 +235,13 @@ def refused(
     given: str | None = None,
     **more: Any,
 ) -> Row:
-    """A row of a value that is refused.
+    """Return a row of a value that is refused.
 
     Args:
         method, parameter, value: of the row.
-        named: what the refusal names, if not the parameter itself.
-        bare: by a server whose model's chat template has neither tools nor variables.
-        status: of the refusal.
+        named: name in the refusal, if not the parameter itself.
+        bare: use a server whose model's chat template has neither tools nor variables.
+        status: status of the refusal.
         given: the value as the table shows it, if not as Python does.
         more: other arguments of the call.
     """
@@ -261,7 +261,7 @@ def refused(
 
 
 def _message(error: openai.APIStatusError | anthropic.APIStatusError, wanted: str) -> str:
-    """What a refusal says, which has the shape of its API and names what was wanted."""
+    """Return a refusal's message, after checking its API's shape and that it names `wanted`."""
     body: Any = error.body
     if isinstance(error, openai.APIStatusError):
         assert set(body) == {"message", "type", "param", "code"} and error.code == body["code"]
@@ -274,18 +274,18 @@ def _message(error: openai.APIStatusError | anthropic.APIStatusError, wanted: st
 
 
 def shown(value: Any) -> str:
-    """A value as Python and the table spell it."""
+    """Return a value in the notation of Python and the table."""
     return f"`{json.dumps(value) if isinstance(value, (dict, list, str)) else repr(value)}`"
 
 
 def blocks(reply: Any) -> list[Any]:
-    """The items of a response, or the content of a message."""
+    """Return the items of a response, or the content of a message."""
     found: list[Any] = reply.output if hasattr(reply, "output") else reply.content
     return found
 
 
 def said(reply: Any) -> Any:
-    """An answer without what differs from call to call."""
+    """Return an answer without the parts that differ from call to call."""
     if reply is None:
         return None
     if hasattr(reply, "choices"):
@@ -299,7 +299,7 @@ def said(reply: Any) -> Any:
 
 
 def text(reply: Any) -> str:
-    """The text of an answer."""
+    """Return the text of an answer."""
     if hasattr(reply, "output_text"):
         return str(reply.output_text)
     if hasattr(reply, "content"):
@@ -310,7 +310,7 @@ def text(reply: Any) -> str:
 
 
 def silent_timeout(method: str) -> str:
-    """Of what takes no time to answer: the client's own affair, with a server that says nothing."""
+    """Check the client's own timeout on a silent server, for calls without generation."""
     with socket.create_server(("127.0.0.1", 0)) as silent:
         url = f"http://127.0.0.1:{silent.getsockname()[1]}"
         try:
@@ -322,7 +322,7 @@ def silent_timeout(method: str) -> str:
 
 @contextlib.contextmanager
 def no_steps(engine: Engine) -> Iterator[None]:
-    """Have an engine answer nothing until the block ends."""
+    """Keep an engine from answering until the block ends."""
 
     def held() -> list[RequestOutput]:
         time.sleep(0.001)
@@ -333,11 +333,11 @@ def no_steps(engine: Engine) -> Iterator[None]:
 
 
 def transport_rows(method: str, most: str | None) -> list[Row]:
-    """What clients say of the call itself: its headers, its query, and how long they wait.
+    """Return the rows about the call itself: its headers, its query, and its timeout.
 
     Args:
-        method: of a client.
-        most: the parameter that bounds the tokens of an answer; None: it takes no time.
+        method: method of a client.
+        most: the parameter that bounds the tokens of an answer; None if it generates nothing.
     """
 
     def header(clients: Clients) -> str:

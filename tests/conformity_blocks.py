@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The rows of the APIs whose answers are blocks: OpenAI's responses, and Anthropic's messages."""
+"""Conformity rows of the APIs with block answers: OpenAI's responses, and Anthropic's messages."""
 
 import json
 from collections.abc import Callable
@@ -33,7 +33,7 @@ Rows = Callable[[str, Any, str, Check], Row]
 
 
 def block_rows() -> list[Row]:
-    """The rows of all methods."""
+    """Return the rows of all methods."""
     count = "messages.count_tokens"
     found = [*_responses_rows(), *_responses_neutral_rows(), *_kept_rows()]
     found += [*_messages_rows(), *_count_rows()]
@@ -50,7 +50,7 @@ def _of(method: str) -> Rows:
 
 
 def _uses(reply: Any) -> list[str]:
-    """The names of the tools that an answer calls; their arguments are of the schema."""
+    """Return the names of the tools that an answer calls, after checking their arguments."""
     found = []
     for one in blocks(reply):
         if one.type in ("function_call", "tool_use"):
@@ -61,7 +61,7 @@ def _uses(reply: Any) -> list[str]:
 
 
 def _is_place(reply: Any) -> bool:
-    """Whether the text is JSON of the schema."""
+    """Return whether the text is JSON of the schema."""
     return text(reply)[:1] == "{" and json.loads(text(reply))["place"] in ("Bonn", "Rome")
 
 
@@ -84,7 +84,7 @@ CALLED = [
 
 
 def _follows(call: Call) -> bool:
-    """Going on with a response is sending the conversation."""
+    """Check that continuing a response equals sending the whole conversation."""
     first = call()
     again = {"role": "user", "content": "more"}
     whole = [ASK, {"role": "assistant", "content": text(first)}, again]
@@ -96,7 +96,7 @@ def _follows(call: Call) -> bool:
 
 
 def _events(call: Call) -> bool:
-    """The stream's pieces make its whole, which is the answer that is not streamed."""
+    """Check that the stream's pieces add up to the answer that is not streamed."""
     events = list(call(stream=True, **_TOOLS))
     assert [one.sequence_number for one in events] == list(range(len(events)))
     last = events[-1].response
@@ -247,7 +247,7 @@ def _responses_neutral_rows() -> list[Row]:
 
 
 def _kept_rows() -> list[Row]:
-    """What is asked of a kept response."""
+    """Return the rows about stored responses."""
     get, delete, items = "responses.retrieve", "responses.delete", "responses.input_items.list"
     wanted = ["message.output_text.logprobs"]
 
@@ -346,7 +346,7 @@ _USES: dict[str, Any] = {"tools": [TOOL, OTHER], "max_tokens": 200}
 
 
 def _message_stream(call: Call) -> bool:
-    """The stream's pieces make the message that is not streamed."""
+    """Check that the stream's pieces add up to the message that is not streamed."""
     events = list(call(stream=True))
     pieces = [one.delta.text for one in events if one.type == "content_block_delta"]
     whole, last = call(), events[-2]
@@ -364,7 +364,7 @@ def _message_stream(call: Call) -> bool:
 
 
 def _prompt_rows(method: str) -> list[Row]:
-    """What makes a prompt, counted or generated from."""
+    """Return the rows about the prompt, for counting or generating."""
     row = _of(method)
     image = {"type": "image", "source": {"type": "url", "url": "http://x"}}
     pictures = [{"role": "user", "content": [image]}]
@@ -459,7 +459,7 @@ def _count_rows() -> list[Row]:
     method = "messages.count_tokens"
 
     def as_many(call: Call) -> bool:
-        """The client makes a schema of the type, which no token of the prompt comes from."""
+        """Check that a type, which the client turns into a schema, adds no token to the prompt."""
         return bool(call(output_format=int).input_tokens == call().input_tokens)
 
     return [
@@ -469,7 +469,7 @@ def _count_rows() -> list[Row]:
     ]  # fmt: skip
 
 
-# ---- what all have ----
+# ---- shared by all methods ----
 
 
 def _transport_rows(method: str) -> list[Row]:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Fixtures every op test takes: the device, the instruction set, the seed, and the error rule."""
+"""Fixtures of the op tests: the device, the instruction set, the seed, and the error rule."""
 
 import gc
 import os
@@ -36,21 +36,22 @@ torch.set_num_threads(1)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """--smoke DEVICE: the first and the last case of every op test on that device, no others;
-    DEVICE:first, DEVICE:last: only that one.
+    """Run the first and last case of every op test on DEVICE only.
+
+    DEVICE:first and DEVICE:last select one of the two.
     """
     parser.addoption("--smoke", metavar="DEVICE", help=pytest_addoption.__doc__)
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """A worker has one core: the others are the other workers'. test_threads.py takes more."""
+    """Configure a worker: it uses one core, as other workers do. test_threads.py uses more."""
     exercised.in_worker = hasattr(config, "workerinput")
     if exercised.in_worker:
         specops.set_num_threads(1)
 
 
 def keep_smoke(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Applies --smoke: enough for tools that make every kernel a hundred times slower."""
+    """Apply --smoke: few enough cases for tools that slow every kernel down a hundred times."""
     if not config.getoption("--smoke"):
         return
     wanted, _, which = config.getoption("--smoke").partition(":")
@@ -66,7 +67,8 @@ def keep_smoke(config: pytest.Config, items: list[pytest.Item]) -> None:
     items[:] = [item for item in items if id(item) in kept]
 
 
-# What sets with bf16 products have kernels of their own for (SPECOPS_BF16_KERNELS, CMakeLists.txt).
+# Ops with separate kernels for instruction sets with bf16 products (SPECOPS_BF16_KERNELS in
+# CMakeLists.txt).
 BF16_OPS = frozenset({"append_attention", "linear", "moe_linear", "pack_weight"})
 
 OP_MODULES = [attention, batching, dense, linear_attention, moe, ngram, runtime, sampling]
@@ -75,8 +77,8 @@ OP_MODULES = [attention, batching, dense, linear_attention, moe, ngram, runtime,
 def split_cases(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Mark the cases that `fast` leaves to CI or to `make prove`.
 
-    Its arguments are patterns of case ids (`*`, `?`) that `make test` runs, each of which some case
-    must match. `ci` has the patterns of those that CI adds; all others are marked `slow`.
+    The marker's arguments are patterns of case ids (`*`, `?`) that `make test` runs; each must
+    match some case. `ci` has the patterns of the cases that CI adds; all others are marked `slow`.
     """
     unmatched: dict[str, set[str]] = {}
     for item in items:
@@ -87,7 +89,7 @@ def split_cases(config: pytest.Config, items: list[pytest.Item]) -> None:
         of_ci = marker.kwargs.get("ci", ())
         matched = {one for one in (*marker.args, *of_ci) if fnmatchcase(callspec.id, one)}
         unmatched[test] = unmatched.get(test, {*marker.args, *of_ci}) - matched
-        # A GPU has time for all.
+        # A GPU has time for all cases.
         if matched.isdisjoint(marker.args) and callspec.params.get("device") != "cuda":
             item.add_marker("ci" if matched else "slow")
     for test, patterns in unmatched.items():
@@ -96,10 +98,10 @@ def split_cases(config: pytest.Config, items: list[pytest.Item]) -> None:
 
 
 def pairs(cases: list[tuple[int, ...]]) -> set[tuple[int, ...]]:
-    """Some of the cases, such that every two values that are in one case are in one of these.
+    """Return some of the cases that together contain every pair of values found in any case.
 
-    A case is one index per parameter. Few, but not the fewest: the best of them first, in an order
-    that is random and always the same.
+    A case is one index per parameter. The result is small, but not minimal: a greedy selection in a
+    fixed random order.
     """
     two = list(combinations_with_replacement(range(len(cases[0])), 2))
     left = {(i, case[i], j, case[j]) for case in cases for i, j in two}
@@ -114,11 +116,10 @@ def pairs(cases: list[tuple[int, ...]]) -> set[tuple[int, ...]]:
 
 
 def keep_pairs(items: list[pytest.Item]) -> None:
-    """Mark as `slow` the cases that `pairwise` leaves out, for each device on its own.
+    """Mark as `slow` the cases that `pairwise` drops, for each device separately.
 
-    Cases that are `slow` anyway do not count.
-
-    Its arguments are patterns of case ids that the test skips: they stay, and do not count, either.
+    Cases that are `slow` anyway do not count. The marker's arguments are patterns of case ids that
+    the test skips: those stay unmarked, and do not count, either.
     """
     found: dict[tuple[str, str], list[Any]] = {}
     for item in items:
@@ -130,7 +131,7 @@ def keep_pairs(items: list[pytest.Item]) -> None:
             key = item.nodeid.split("[")[0], str(callspec.params.get("device"))
             found.setdefault(key, []).append(item)
     for of_test in found.values():
-        # What is parametrized together, and the device, is one parameter.
+        # Parameters that are parametrized together, and the device, count as one.
         values = zip(*([repr(x) for x in i.callspec.params.values()] for i in of_test), strict=True)
         columns = dict.fromkeys(tuple(map(column.index, column)) for column in values)
         cases = list(zip(*columns, strict=True))
@@ -141,7 +142,7 @@ def keep_pairs(items: list[pytest.Item]) -> None:
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """Run an op test on cpu, under every instruction set if it asks, on simt, and on a GPU."""
+    """Run an op test on cpu, under every instruction set if requested, on simt, and on a GPU."""
     isas = specops.supported_isas()
     if metafunc.definition.get_closest_marker("no_bf16"):
         isas = [isa for isa in isas if f"{isa}_bf16" not in isas and isa != "amx"]
@@ -164,10 +165,10 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Iterator[None]:
-    """Reads the tests, which makes millions of objects that stay.
+    """Collect the tests with the garbage collector off: they are millions of permanent objects.
 
-    To look for garbage among them again and again would take a quarter of the time; and among what
-    tests make, at every 700 objects, a tenth of theirs.
+    Repeated collections would take a quarter of the time, and a tenth of the tests' own time at the
+    default threshold of 700 objects.
     """
     gc.disable()
     try:
@@ -182,7 +183,7 @@ def pytest_collection() -> Iterator[None]:
 def pytest_collection_modifyitems(
     config: pytest.Config, items: list[pytest.Item]
 ) -> Iterator[None]:
-    """Notes which files run whole, and leaves the look at what they called to the end."""
+    """Select the tests, note which files run whole, and move `at_the_end` tests to the end."""
     everything = list(items)
     split_cases(config, items)
     keep_pairs(items)
@@ -200,7 +201,7 @@ def pytest_collection_modifyitems(
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
-    """A worker tells what it called; the controller of workers asks whether anything lacks."""
+    """Report a worker's calls to the controller, which checks that nothing is missing."""
     if exercised.in_worker:
         session.config.workeroutput["exercised"] = exercised.packed()  # type: ignore[attr-defined]
         return
@@ -219,7 +220,7 @@ _lacking: list[str] = []
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_testnodedown(node: Any, error: object) -> None:
-    """A worker has ended; one that crashed tells nothing, and its tests are reported already."""
+    """Merge the report of an ended worker; a crashed one reports nothing, but its tests failed."""
     if told := getattr(node, "workeroutput", {}).get("exercised"):
         _told.append(node.gateway.id)
         exercised.merge(told)
@@ -235,7 +236,7 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
 
 @pytest.hookimpl(trylast=True)
 def pytest_runtest_teardown(item: pytest.Item) -> None:
-    """Ends a worker process whose GPU no longer answers; another one takes the tests left over."""
+    """End a worker whose GPU no longer answers; another worker takes over its remaining tests."""
     callspec = getattr(item, "callspec", None)
     if callspec is None or callspec.params.get("device") != "cuda":
         return
@@ -248,8 +249,9 @@ def pytest_runtest_teardown(item: pytest.Item) -> None:
 
 @pytest.fixture(scope="session", autouse=True)
 def repeatable_seeds() -> Iterator[None]:
-    """Engines give requests without a seed the same ones in every run: what may end at its first
-    token would do so in one run of many.
+    """Give requests without a seed the same seeds in every run.
+
+    Otherwise a request that can end at its first token would do so in a few runs only.
     """
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(random, "SystemRandom", lambda: random.Random(0))
@@ -258,12 +260,13 @@ def repeatable_seeds() -> Iterator[None]:
 
 @pytest.fixture(scope="session", autouse=True)
 def patient_clients() -> None:
-    """httpx waits five minutes where a test does not say how long: its own five seconds are little
-    for a server on a busy machine.
+    """Let httpx wait five minutes unless a test sets a timeout.
+
+    Its own default of five seconds is too short for a server on a busy machine.
     """
     try:
         from httpx._config import DEFAULT_TIMEOUT_CONFIG
-    except ImportError:  # nothing is served without it
+    except ImportError:  # without httpx, no test uses a server
         return
     for phase in ("connect", "read", "write", "pool"):
         setattr(DEFAULT_TIMEOUT_CONFIG, phase, 300.0)
@@ -271,7 +274,7 @@ def patient_clients() -> None:
 
 @pytest.fixture
 def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Where the tensors of an op test live: cpu (for the interpreter too) or cuda."""
+    """Return the tensor device of an op test: cpu (for the interpreter too) or cuda."""
     module: Any = simt.UnderEverySchedule(simt.load()) if request.param == "simt" else _C
     marked = request.node.get_closest_marker("no_bf16") is not None
     module = exercised.Recorded(
@@ -284,13 +287,13 @@ def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> s
 
 @pytest.fixture
 def on_cuda(request: pytest.FixtureRequest, device: str) -> bool:
-    """Whether CUDA kernels run, in the interpreter or on a GPU."""
+    """Return whether CUDA kernels run, in the interpreter or on a GPU."""
     return request.node.callspec.params["device"] != "cpu"
 
 
 @pytest.fixture
 def place(request: pytest.FixtureRequest, device: str) -> Iterator[Callable[[int, int], None]]:
-    """Moves the calls that follow to a machine of so many SMs, or to so many CPU threads."""
+    """Return a function that sets the number of SMs or CPU threads for the calls that follow."""
 
     def move(sms: int, threads: int) -> None:
         specops.set_num_threads(threads)
@@ -305,7 +308,7 @@ def place(request: pytest.FixtureRequest, device: str) -> Iterator[Callable[[int
     params=[*simt.ACCUMULATIONS[:2], pytest.param(simt.ACCUMULATIONS[2], marks=pytest.mark.slow)]
 )
 def accumulation(request: pytest.FixtureRequest, device: str) -> Iterator[str]:
-    """Runs the test under each rounding rule of mma; once where the hardware has its own."""
+    """Run the test under each rounding rule of mma; only once on hardware, which has its own."""
     if request.node.callspec.params["device"] != "simt":
         if request.param != simt.ACCUMULATIONS[0]:
             pytest.skip("only the interpreter has a choice of rounding rules")
@@ -317,7 +320,7 @@ def accumulation(request: pytest.FixtureRequest, device: str) -> Iterator[str]:
 
 @pytest.fixture
 def isa(request: pytest.FixtureRequest) -> Iterator[str]:
-    """Runs the test once per instruction set, the portable path included."""
+    """Run the test once per instruction set, including the portable path."""
     before = specops.get_isa()
     if request.param in specops.supported_isas():
         specops.set_isa(request.param)
@@ -327,7 +330,7 @@ def isa(request: pytest.FixtureRequest) -> Iterator[str]:
 
 @contextmanager
 def expect_fault(on_cuda: bool, match: str) -> Iterator[None]:
-    """Wrong data inside the block: raises at once on cpu, is reported afterwards by CUDA."""
+    """Expect an error from wrong data: cpu raises at once, CUDA reports it afterwards."""
     if not on_cuda:
         with pytest.raises(ValueError, match=match):
             yield
@@ -335,14 +338,14 @@ def expect_fault(on_cuda: bool, match: str) -> Iterator[None]:
     yield
     with pytest.raises(ValueError, match=match):
         specops.check_errors()
-    specops.check_errors()  # a fault is told once
+    specops.check_errors()  # a fault is reported once
 
 
 @pytest.fixture(autouse=True)
 def _seed_and_threads() -> Iterator[None]:
     if torch.cuda.is_available():
         torch.manual_seed(0)
-    else:  # without the stack trace that torch keeps for a GPU that may come
+    else:  # avoids the stack trace that torch records to seed a GPU later
         torch.default_generator.manual_seed(0)
     before = specops.get_num_threads()
     yield
@@ -351,7 +354,7 @@ def _seed_and_threads() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Any]:
-    """Chromium."""
+    """Start Chromium."""
     from browsing import running_browser
 
     with running_browser() as browser:
@@ -360,7 +363,7 @@ def browser() -> Iterator[Any]:
 
 @pytest.fixture
 def page(served: Any, browser: Any) -> Iterator[Any]:
-    """The page of the server `served` of the test's file."""
+    """Open the page of the server fixture `served` of the test's file."""
     from browsing import connected, opened
 
     with opened(browser, served) as page:
@@ -369,7 +372,7 @@ def page(served: Any, browser: Any) -> Iterator[Any]:
 
 @pytest.fixture(scope="module")
 def mtp_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A small model with an MTP module."""
+    """Create a small model with an MTP module."""
     from mtp_checkpoints import make_mtp_model
 
     return make_mtp_model(tmp_path_factory.mktemp("model"))
@@ -377,7 +380,7 @@ def mtp_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def together(mtp_model: Path) -> Iterator[Any]:
-    """One server of that model, which answers what several together should answer, too."""
+    """Start one server of that model, the reference for the answers of several servers together."""
     from server_pairs import one_server
 
     with one_server(mtp_model) as one:
@@ -385,7 +388,7 @@ def together(mtp_model: Path) -> Iterator[Any]:
 
 
 def assert_close(op: Callable[..., Tensor], got: Tensor, *inputs: Tensor) -> None:
-    """The error of `got` is at most twice what rounding alone makes of the reference's.
+    """Check that the error of `got` is at most twice that of the reference's own rounding.
 
     `op` is the reference; it is run on float64 inputs (the truth), and in the op's own dtype with
     torch's rounding and with random rounding (rounding.py).
@@ -396,7 +399,7 @@ def assert_close(op: Callable[..., Tensor], got: Tensor, *inputs: Tensor) -> Non
 
 
 def every_isa() -> Iterator[str]:
-    """Goes through the instruction sets, for a test whose other half needs no repetition."""
+    """Iterate over the instruction sets, for a test whose setup need not be repeated."""
     before = specops.get_isa()
     try:
         for name in specops.supported_isas():

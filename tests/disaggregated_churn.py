@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Requests of all kinds over a prefill and a decode server, for minutes: what is left of them?
+"""Requests of all kinds over a prefill and a decode server, for minutes, without leaks.
 
-`python tests/disaggregated_churn.py --minutes N`. Some clients go away in the middle, and some
-leases are fetched by nobody. Every answer is compared with one server's. At the end, both servers
-have all pages and no socket more than at the beginning. Their memory grows while caches fill (the
+`python tests/disaggregated_churn.py --minutes N`. Some clients disconnect in the middle, and some
+leases are never fetched. Every answer is compared with one server's. At the end, both servers must
+have all pages and no more sockets than at the beginning. Their memory grows while caches fill (the
 answers that suffix decoding keeps have a small budget here); its mean over the last third of the
 minutes must be within 3 % of that over the middle third.
 """
@@ -38,18 +38,18 @@ from server_pairs import (
 
 LEASE_SECONDS = 2
 _CLOSING_SECONDS = 15.0
-_AT_ONCE = 40  # requests of a round
+_AT_ONCE = 40  # requests per round
 FLAT = 0.03
 _CONFIG = json.dumps({**json.loads(MTP), "suffix_decoding_max_cached_bytes": 1 << 20})
 
 
 def processes_of(server: ServerProcess) -> list[int]:
-    """The server's and its engine's."""
+    """Return the process ids of the server and its engine."""
     return [server.pid, *server.engines]
 
 
 def num_sockets(server: ServerProcess) -> int:
-    """Open sockets of both."""
+    """Return the number of open sockets of both processes."""
     count = 0
     for pid in processes_of(server):
         for name in Path(f"/proc/{pid}/fd").iterdir():
@@ -59,13 +59,13 @@ def num_sockets(server: ServerProcess) -> int:
 
 
 def memory(server: ServerProcess) -> float:
-    """MiB of both."""
+    """Return the resident MiB of both processes."""
     pages = [int(Path(f"/proc/{pid}/statm").read_text().split()[1]) for pid in processes_of(server)]
     return sum(pages) * os.sysconf("SC_PAGE_SIZE") / 2**20
 
 
 def wait_for_sockets(server: ServerProcess, count: int) -> int:
-    """How many there are when no more than `count` are left, or some seconds are over."""
+    """Wait a few seconds until at most `count` sockets are open; return their number."""
     end = time.monotonic() + _CLOSING_SECONDS
     while (now := num_sockets(server)) > count and time.monotonic() < end:
         time.sleep(0.2)
@@ -73,13 +73,13 @@ def wait_for_sockets(server: ServerProcess, count: int) -> int:
 
 
 def growth(sizes: Sequence[float]) -> float:
-    """How much more the mean of the last third is than that of the middle third, as a share."""
+    """Return the growth of the mean from the middle third to the last third, as a fraction."""
     third = max(len(sizes) // 3, 1)
     return mean(sizes[-third:]) / mean(sizes[-2 * third : -third] or sizes) - 1
 
 
 def leave(pair: Sequence[ServerProcess], draw: random.Random, found: Counter[str]) -> None:
-    """A lease that nobody fetches, a stream that nobody reads on, and a prompt given up."""
+    """Leave a lease unfetched, a stream unread, and a prompt abandoned."""
     (body,) = bodies(1, draw.randrange(1 << 30))
     leasing = {**body, "n": 1, "max_tokens": 1, "kv_transfer_params": {"do_remote_decode": True}}
     url = f"{pair[0].url}/v1/completions"
@@ -97,7 +97,7 @@ def leave(pair: Sequence[ServerProcess], draw: random.Random, found: Counter[str
 def run_round(
     pair: Sequence[ServerProcess], one: Any, draw: random.Random, found: Counter[str]
 ) -> None:
-    """Requests over the pair, and over one server."""
+    """Run requests over the pair, and over one server."""
     asked = bodies(_AT_ONCE, draw.randrange(1 << 30))
     with contextlib.closing(Router(pair[0].url, pair[1].url)) as router:
         told = router.run(asked)
@@ -109,7 +109,7 @@ def run_round(
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Returns the exit status."""
+    """Run the churn; return the exit status."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--minutes", type=float, default=30)
     parser.add_argument("--rounds", type=int, help="so many instead, however long they take")
@@ -122,7 +122,7 @@ def main(arguments: list[str] | None = None) -> int:
         roles = pair_options(model, *more, speculative_config=_CONFIG)
         pair = stack.enter_context(servers(*roles))
         one = stack.enter_context(one_server(model, speculative_config=_CONFIG))
-        run_round(pair, one, draw, Counter())  # whatever is made once is made here
+        run_round(pair, one, draw, Counter())  # allocates everything that is allocated once
         sockets = [wait_for_sockets(server, 0) for server in pair]
         sizes = [[memory(server)] for server in pair]
         end = time.monotonic() + 60 * given.minutes

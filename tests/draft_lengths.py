@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tests decide how many drafts requests are given and verify: tokens must never depend on it."""
+"""Test-controlled numbers of drafts per request: tokens must never depend on them."""
 
 import random
 from collections import Counter
@@ -10,11 +10,11 @@ from specops.engine.request import Request
 
 
 class Lengths:
-    """Gives all that is asked for, and counts.
+    """Control that allows all requested drafts, and counts.
 
     Attributes:
-        verified: how often a request verified so many drafts.
-        num_suspended: how often a request was to have none.
+        verified: how often a request verified each number of drafts.
+        num_suspended: how often a request was allowed no drafts.
     """
 
     def __init__(self) -> None:
@@ -22,18 +22,18 @@ class Lengths:
         self.num_suspended = 0
 
     def begin_step(self) -> None:
-        """Called before the others, once in every step."""
+        """Prepare a step; called once per step, before the other methods."""
 
     def limit(self, request: Request) -> int:
-        """Most drafts that a request may be given at the end of a step."""
+        """Return the maximum number of drafts for a request at the end of a step."""
         return request.speculative.num_speculative_tokens
 
     def verify(self, request: Request) -> int:
-        """How many of those that it was given it verifies."""
+        """Return how many of its drafts a request verifies."""
         return request.num_drafts
 
     def decide_for(self, engine: Engine) -> Engine:
-        """Takes the engine's decisions from now on."""
+        """Replace the engine's decisions from now on."""
         select = engine._drafting.select
 
         def selecting(requests: Sequence[Request], room: int) -> None:
@@ -53,14 +53,14 @@ class Lengths:
 
 
 class NothingVerified(Lengths):
-    """All is drafted, and nothing verified: every step is of one token."""
+    """Control under which all is drafted and nothing verified: every step emits one token."""
 
     def verify(self, request: Request) -> int:
         return 0
 
 
 class RandomLengths(Lengths):
-    """Drafts of any length, and none at any time."""
+    """Control with drafts of any length, and none at any time."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -75,11 +75,11 @@ class RandomLengths(Lengths):
 
 
 class RandomRests(RandomLengths):
-    """Long rests of all, too."""
+    """Control that also suspends all drafting for long periods."""
 
     def __init__(self) -> None:
         super().__init__()
-        self._resting = 0  # steps to come
+        self._resting = 0  # steps left in this period
 
     def begin_step(self) -> None:
         if self._resting == 0 and self._random.random() < 0.04:

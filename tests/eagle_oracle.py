@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tiny EAGLE-3 heads laid out as they are published, and a slow float64 reference of their drafts.
+"""Tiny EAGLE-3 heads in published layouts, and a slow float64 reference of their drafts.
 
-The reference follows the method's description and no code of the engine: it computes all rows anew
-for every draft.
+The reference follows the method's description and uses no code of the engine: it recomputes all
+rows for every draft.
 """
 
 import json
@@ -21,14 +21,14 @@ THETA, EPS = 10000.0, 1e-5
 
 @dataclass
 class Head:
-    """A head, however it is laid out.
+    """A head, independent of its layout.
 
     Attributes:
-        entered: the target's layers whose states it reads, by the states that enter them.
+        entered: the target's layers whose input states it reads.
         tensors: by the names of the official layout.
         num_layers: decoder layers of the head.
-        width: of its states.
-        mask: the token of P-EAGLE's masks; None: the head drafts token by token.
+        width: width of its states.
+        mask: mask token of P-EAGLE; None if the head drafts token by token.
     """
 
     entered: tuple[int, ...] = (2, 3, 3)
@@ -82,7 +82,7 @@ class Head:
 
     @property
     def layer_config(self) -> dict[str, Any]:
-        """What config.json says of the decoder layer."""
+        """The config.json fields of the decoder layer."""
         return {
             "hidden_size": self.width,
             "intermediate_size": MLP,
@@ -99,7 +99,7 @@ class Head:
 
     @property
     def flags(self) -> dict[str, Any]:
-        """The parts that are there, as config.json says it."""
+        """The optional parts of the head, as config.json flags."""
         names = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
         return {name: True for name in names if getattr(self, name)}
 
@@ -113,14 +113,14 @@ def write(directory: Path, head: Head, layout: str, **changes: Any) -> None:
     config: dict[str, Any] = {**head.layer_config, "draft_vocab_size": head.draft_vocab}
     config |= {"target_hidden_size": WIDTH, **head.flags}
     if layout in ("official", "pickled"):
-        # Names the target's class, and has the target's number of layers.
+        # It names the target's class, and has the target's number of layers.
         config |= {"architectures": ["LlamaForCausalLM"], "num_hidden_layers": 40}
         tensors = {
             name.replace("layers.0.", "midlayer."): tensor for name, tensor in tensors.items()
         }
     elif layout in ("specforge", "modelopt"):
         config["architectures"] = ["LlamaForCausalLMEagle3"]
-        # SpecForge counts by the states that leave layers, where its list begins with 1.
+        # SpecForge counts layers by their output states, if its list begins with 1.
         left = layout == "specforge" and head.entered[0] == 2
         ids = {"eagle_aux_hidden_state_layer_ids": [one - left for one in head.entered]}
         config["eagle_config"] = {"use_aux_hidden_state": True, **ids}
@@ -162,15 +162,15 @@ def write(directory: Path, head: Head, layout: str, **changes: Any) -> None:
 def drafts(
     base: Any, head: Head, text: Sequence[int], count: int, *, shift: int = 0, mistake: str = ""
 ) -> list[int]:
-    """The likeliest drafts behind a text, one by one.
+    """Return the most likely drafts after a text, one by one.
 
     Args:
         base: the target in transformers, in float64.
         head: the head.
         text: token ids.
-        count: of drafts.
-        shift: added to the layers that are read, to see that it matters.
-        mistake: "token", "state" or "place": what is wrong of P-EAGLE's masks, likewise.
+        count: number of drafts.
+        shift: added to the indices of the layers that are read, to show that they matter.
+        mistake: "token", "state" or "place": an error in P-EAGLE's masks, for the same reason.
     """
     with torch.no_grad():
         found = base(torch.tensor([list(text)]), output_hidden_states=True).hidden_states
@@ -198,7 +198,7 @@ def drafts(
 
 
 def _projected(head: Head, tensors: dict[str, Tensor], joined: Tensor) -> Tensor:
-    """The states of several layers as a row reads them."""
+    """Return the states of several layers as the input of a row."""
     if head.fc_norm:
         parts = joined.chunk(len(head.entered), -1)
         parts = [norm(one, tensors[f"fc_norm.{i}.weight"]) for i, one in enumerate(parts)]
@@ -236,7 +236,7 @@ def _rows(
 
 
 def attention(own: dict[str, Tensor], x: Tensor, places: Tensor | None = None) -> Tensor:
-    """Causal attention of rows at `places`, or at positions 0, 1, .."""
+    """Apply causal attention to rows at `places`, or at positions 0, 1, .."""
     q, k, v = (
         (x @ own[f"self_attn.{name}_proj.weight"].T + own.get(f"self_attn.{name}_proj.bias", 0))
         .view(len(x), -1, DIM)
@@ -263,5 +263,5 @@ def _rotated(x: Tensor, places: Tensor) -> Tensor:
 
 
 def norm(x: Tensor, weight: Tensor) -> Tensor:
-    """RMSNorm."""
+    """Apply RMSNorm."""
     return x * (x.square().mean(-1, keepdim=True) + EPS).rsqrt() * weight

@@ -1,17 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Engines at random against plain decoding, for half an hour: no token and no logprob bit differs.
+"""Random engines against plain decoding, for half an hour: no token and no logprob bit differs.
 
     PYTHONPATH=. python tests/engine_campaign.py [--minutes 30] [--seed 0] [--family NAME]
         [--quantization KIND]
 
-A round has a model (the bundled one, or a small one of some family with random weights; with an MTP
-module, or with a draft model and a head of every method), requests of which some
-share their first tokens, and what each says when it is decoded alone and without speculation. Then
-come engines with other limits, instruction sets and threads: few pages, small chunks, no shared
-prefixes, other defaults. There each request has a method of its own, chains or trees; they arrive
-at random, and others beside them are aborted. What differs is printed with all it takes to see it
-again, and the exit status is 1. A drafter or a request that fails ends the campaign. The end is a
-table of drafts and accepted drafts by method, or kind of head, and num_model_steps.
+A round has a model, requests of which some share their first tokens, and the output of each request
+when decoded alone and without speculation. The model is the bundled one, or a small one of some
+family with random weights; with an MTP module, or with a draft model and a head of every method.
+Then engines run with other limits, instruction sets and threads: few pages, small chunks, no shared
+prefixes, other defaults. There each request has its own method, chains or trees; requests arrive at
+random, and others beside them are aborted. Differences are printed with all that is needed to
+reproduce them, and the exit status is 1. A failing drafter or request ends the campaign. The end is
+a table of drafts and accepted drafts by method, or kind of head, and num_model_steps.
 """
 
 import argparse
@@ -32,10 +32,10 @@ from specops.engine import Completion, Engine, EngineConfig, SamplingParams, Spe
 from specops.engine.models import load_model
 from specops.engine.structured import StructuredOutput
 
-VOCAB = 64  # of the small model; its few tokens repeat themselves
-REQUESTS, ENGINES = 12, 4  # of a round
+VOCAB = 64  # of the small model; with few tokens, texts repeat themselves
+REQUESTS, ENGINES = 12, 4  # per round
 _EXPERTS: dict[str, Any] = {"moe_intermediate_size": 48, "num_experts_per_tok": 3}
-# config.json of each small model, beside `checkpoints.BASE`.
+# config.json of each small model, in addition to `checkpoints.BASE`.
 FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3": {},
     "qwen3_moe": {
@@ -114,33 +114,33 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "num_nextn_predict_layers": 0,
     },
 }
-# Families whose checkpoints are written, since heads need a target with weights in files: class of
-# transformers, changes of its configuration, and the kinds of heads that do not fit the target.
+# Families with checkpoints on disk, since heads need a target with weights in files: transformers
+# class, changes of its configuration, and the kinds of heads that do not fit the target.
 _STATES = {one: FAMILIES["qwen3_5"][one] for one in FAMILIES["qwen3_5"] if "linear" in one}
 _MIXED = ["linear_attention", "full_attention"] * (small_heads.LAYERS // 2)
 HEAD_FAMILIES: dict[str, tuple[str, dict[str, Any], set[str]]] = {
     "qwen3 with heads": ("Qwen3", {}, set()),
-    # A prefix layer is like the target's, which must have attention alone.
+    # A prefix layer is like the target's, which must then have attention only.
     "qwen3_5 with heads": ("Qwen3_5", {**_STATES, "layer_types": _MIXED}, {"hydra++"}),
     "gemma3 with heads": (
         "Gemma3",
         {"sliding_window": 24, "sliding_window_pattern": 2, "query_pre_attn_scalar": 50},
-        # They read an embedding as it is, and Gemma's is scaled.
+        # These read unscaled embeddings, and Gemma scales them.
         {"hydra", "hydra++", "dflash", "anchored", "dspark", "dflash2", "windows"},
     ),
 }
 NO_MTP = {"gemma3", *HEAD_FAMILIES}
-NO_8_BIT_CACHES = {"deepseek_v3"}  # latents
-# Requests have states: no trees, and as many drafts as there is room for.
+NO_8_BIT_CACHES = {"deepseek_v3"}  # caches of latents
+# Models with recurrent states: no trees, and as many drafts as there is memory for.
 HAVE_STATES = {"qwen3_next", "qwen3_5", "qwen3_5 with heads"}
 MOST_DRAFTS = 12
 
 
 def random_speculation(draw: random.Random, weights: dict[str, int]) -> dict[str, Any]:
-    """Return what a request may ask for itself.
+    """Return a random speculative_config of a request.
 
     Args:
-        draw: decides.
+        draw: source of the choices.
         weights: the most drafts of each method with weights.
     """
     method = draw.choice(["naive", "ngram", "ngram", "suffix", "suffix", *weights, *weights])
@@ -172,7 +172,7 @@ def random_speculation(draw: random.Random, weights: dict[str, int]) -> dict[str
 
 
 def random_budgets(draw: random.Random) -> dict[str, int]:
-    """What suffix decoding may keep of all requests; mostly all of it, or else next to nothing."""
+    """Return random cache budgets of suffix decoding: mostly unlimited, otherwise nearly zero."""
     budgets = {"requests": [0, 3], "tokens": [0, 300], "bytes": [0, 1 << 16]}
     return {
         f"suffix_decoding_max_cached_{name}": draw.choice([-1, -1, *few])
@@ -181,7 +181,7 @@ def random_budgets(draw: random.Random) -> dict[str, int]:
 
 
 def random_params(draw: random.Random, vocab: int, max_tokens: int) -> SamplingParams:
-    """Each parameter is asked for, or not, by a coin of its own."""
+    """Return random parameters; an independent coin decides whether each one is set."""
 
     def token() -> int:
         return draw.randrange(vocab)
@@ -222,7 +222,7 @@ def random_params(draw: random.Random, vocab: int, max_tokens: int) -> SamplingP
 
 
 def random_prompts(draw: random.Random, vocab: int, longest: int) -> list[list[int]]:
-    """Some begin alike, on one of three levels, and all say what they have said before."""
+    """Return random prompts: some share beginnings on three levels, and all repeat themselves."""
 
     def text(size: int) -> list[int]:
         piece = [draw.randrange(vocab) for _ in range(draw.randint(3, 20))]
@@ -237,7 +237,7 @@ def random_prompts(draw: random.Random, vocab: int, longest: int) -> list[list[i
 
 
 def random_limits(draw: random.Random, longest: int) -> dict[str, Any]:
-    """What an engine may be limited to; a request of `longest` tokens has room."""
+    """Return random limits of an engine that still fit a request of `longest` tokens."""
     page_size = draw.choice([16, 16, 32, 64])
     limits: dict[str, Any] = {
         "max_num_seqs": draw.choice([1, 2, 3, 5, 8, 16]),
@@ -247,7 +247,7 @@ def random_limits(draw: random.Random, longest: int) -> dict[str, Any]:
         "enable_cascade_attention": draw.random() < 0.8,
         "num_threads": draw.choice([1, 2]),
     }
-    if draw.random() < 0.4:  # requests are preempted
+    if draw.random() < 0.4:  # makes the engine preempt requests
         limits["num_pages"] = -(-longest // page_size) + draw.randint(1, 8)
     return limits
 
@@ -273,9 +273,9 @@ def write_heads(
 
     Args:
         draw: chooses among the kinds of heads of a method.
-        name: of the target's family.
+        name: name of the target's family.
         folder: for their directories, which stay for later rounds.
-        target: drafts for itself, too.
+        target: the target's directory; it also serves as the draft model.
 
     Returns:
         Kind, directory and most drafts of each method.
@@ -294,7 +294,7 @@ def write_heads(
 
 
 def write_target(name: str, folder: Path) -> Path:
-    """Write a target for heads, unless it is there, and return its directory."""
+    """Write a target for heads, unless it exists, and return its directory."""
     directory = folder / name
     if not directory.exists():
         directory.mkdir()
@@ -312,7 +312,7 @@ def run_at_random(
     params: list[SamplingParams],
     speculations: list[dict[str, Any]],
 ) -> list[Completion]:
-    """Requests come in any order, at any time, among others that leave before they are done."""
+    """Run requests in random order and timing, among others that are aborted."""
     order = list(range(len(prompts)))
     draw.shuffle(order)
     names: dict[int, str] = {}
@@ -344,15 +344,15 @@ def run_round(
     accepted: Counter[tuple[str, int]],
     quantization: str | None = None,
 ) -> None:
-    """One model, one set of requests, some engines.
+    """Run one model and one set of requests on some engines.
 
     Args:
-        draw: decides.
-        name: of the family, or "bundled".
+        draw: source of the choices.
+        name: name of the family, or "bundled".
         folder: for the small model's configuration.
         found: counts.
         drafted, accepted: drafts by method, or kind of head, and num_model_steps.
-        quantization: of the model; None: any.
+        quantization: of the model; None for any.
     """
     isa = draw.choice(specops.runtime.supported_isas())
     specops.runtime.set_isa(isa)
@@ -396,19 +396,19 @@ def run_round(
         limits = random_limits(draw, longest + max_tokens + 1)
         speculations = [random_speculation(draw, weights) for _ in prompts]
         own = random_speculation(draw, weights)
-        if heads:  # the engine's own number limits P-EAGLE's
+        if heads:  # the engine's own number limits P-EAGLE's drafts
             own = {"method": "ngram", "num_speculative_tokens": MOST_DRAFTS}
             own["adaptive_verification"] = draw.random() < 0.3
         if name in HAVE_STATES:
             speculations = [{**one, "tree": False} for one in speculations]
             own = {"method": "ngram", "num_speculative_tokens": MOST_DRAFTS}
             states = load_model(model, load_format="dummy").kv_bytes_per_slot(0)
-            if heads:  # the draft model has as many, and drafts beside them
+            if heads:  # the draft model has as many states, and its drafts need more
                 states *= 2
             limits["state_cache_bytes"] = draw.choice([1, 2, 4, 30]) * states
         options = {method: {"model": str(directory)} for method, (_, directory, _) in heads.items()}
         default = SpeculativeConfig(**own, **random_budgets(draw), options=options)
-        if not default.selects_drafts:  # else the engine has not measured its steps
+        if not default.selects_drafts:  # otherwise the engine has not measured its steps
             speculations = [{**one, "adaptive_verification": False} for one in speculations]
         config = EngineConfig(
             speculative_config=default, methods=tuple(weights), **limits, **shared
@@ -439,7 +439,7 @@ def run_round(
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Returns the exit status."""
+    """Run the campaign; return the exit status."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--minutes", type=float, default=30)
     parser.add_argument("--rounds", type=int, help="so many instead, however long they take")

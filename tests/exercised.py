@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which ops the tests of a run called on which device; test_devices.py asks at its end.
+"""Record of the ops that the tests of a run called on each device, checked by test_devices.py.
 
-With pytest-xdist every worker knows its own calls alone: they go to the controller, which asks.
+With pytest-xdist every worker knows only its own calls: it reports them to the controller, which
+does the check.
 """
 
 from collections import defaultdict
@@ -12,19 +13,19 @@ import specops
 import torch
 
 HAS_GPU = specops.has_cuda() and torch.cuda.is_available()
-# On which the op tests of this run are collected.
+# Devices for which the op tests of this run are collected.
 DEVICES = ("cpu", "simt", "cuda") if HAS_GPU else ("cpu", "simt")
 
 # (file of the test, device) -> ops that were called and returned
 calls: dict[tuple[str, str], set[str]] = defaultdict(set)
-# Whether other processes run the rest of the tests of this run.
+# Whether this process runs only a part of the tests of this run.
 in_worker = False
 # Files whose tests all run in this session.
 whole_files: set[str] = set()
 
 
 class Recorded:
-    """Looks like `_C` or a stand-in for it, and notes every call that returns; refuses some."""
+    """Stand-in for `_C` that records every call that returns and refuses some ops."""
 
     def __init__(
         self,
@@ -52,7 +53,7 @@ class Recorded:
 
 
 def packed() -> list[Any]:
-    """Return what a worker reports to the controller, in types that travel."""
+    """Return what a worker reports to the controller, in serializable types."""
     return [[[*key, sorted(ops)] for key, ops in calls.items()], sorted(whole_files)]
 
 

@@ -30,7 +30,7 @@ CHAT += "{{ raise_exception('no such role') }}{% endif %}{{ m.content }}<|end|>{
 
 
 def byte_tokenizer() -> Tokenizer:
-    """One token per byte, its value plus 1; token 0 is the end."""
+    """Return a tokenizer with one token per byte, its value plus 1; token 0 is the end."""
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     printable = sorted(c for c in alphabet if ord(c) < 256)
     others = iter(sorted(c for c in alphabet if ord(c) >= 256))
@@ -62,7 +62,7 @@ class _Request:
 
 
 class FakeEngine:
-    """Has the surface of `specops.engine.Engine` that the server uses."""
+    """Stand-in with the part of the interface of `specops.engine.Engine` that the server uses."""
 
     def __init__(
         self,
@@ -74,7 +74,7 @@ class FakeEngine:
         flaw: int | None = None,
         times_drafting: bool = True,
     ) -> None:
-        """Of a step's drafts all, or the first `most_accepted`, are right.
+        """Create an engine whose drafts are all right, or the first `most_accepted` of each step.
 
         With `flaw`, speculation changes the token at that place of the output, as it never may.
         """
@@ -103,9 +103,9 @@ class FakeEngine:
         self.num_pages = 1000
         self.step_seconds = step_seconds
         self.most_accepted, self.flaw = most_accepted, flaw
-        self.num_failures = 0  # steps to come that fail
-        self.keeps_failed = False  # what a step that fails has ended
-        self.holds_at: int | None = None  # a request that has so many tokens gets no more
+        self.num_failures = 0  # number of coming steps that fail
+        self.keeps_failed = False  # whether a failed step keeps its requests
+        self.holds_at: int | None = None  # a request with this many tokens gets no more
         self.owners: set[tuple[str, ...]] = set()  # of all requests so far
         self._running: list[_Request] = []
         self._waiting: list[_Request] = []
@@ -200,13 +200,13 @@ class FakeEngine:
             key = tuple(request.prompt)
             request.cached = (len(key) - 1) // 16 * 16 if key in self._seen else 0
             self._running.append(request)
-            del self._waiting[0]  # other threads see it all the time
+            del self._waiting[0]  # removed last, because other threads read these lists at any time
         if self.num_failures:
             self.num_failures -= 1
             return self._fail()
         outputs = [self._advance(request) for request in self._running if self._may_go_on(request)]
         if not outputs:
-            time.sleep(0.001)  # all are held
+            time.sleep(0.001)  # all requests are held
         for request in [one for one in self._running if one.reason is not None]:
             self._done[request.id] = request
             self._running.remove(request)
@@ -234,7 +234,7 @@ class FakeEngine:
         )
 
     def _fail(self) -> list[RequestOutput]:
-        """Ends what runs, with a step that fails."""
+        """Fail the step and end the running requests."""
         message = "a step failed: as the test wished"
         ids = [request.id for request in self._running]
         if not self.keeps_failed:
@@ -302,7 +302,7 @@ class FakeEngine:
         return self.holds_at is None or len(request.token_ids) < self.holds_at
 
     def _next_token(self, request: _Request, ahead: int) -> int:
-        """What follows so many further tokens; choices differ by where in the prompt they begin."""
+        """Return the token after `ahead` more; choices differ in where in the prompt they begin."""
         place = len(request.token_ids) + ahead
         token = request.prompt[(place + request.index) % len(request.prompt)]
         return token + 1 if place == self.flaw and request.k else token

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""FlashInfer as the benches call it, on the CPU: its parameters, its workspaces, true results.
+"""A CPU stand-in for FlashInfer as the benchmarks call it: parameters, workspaces, true results.
 
-Results come from `reference`, out of nothing but what each call was given, so a wrong argument
-gives a wrong result, which the benches refuse. fa3 does not run here, as on anything before Hopper.
+Results come from `reference`, computed only from the arguments of each call, so a wrong argument
+gives a wrong result, which the benchmarks refuse. fa3 does not run here, as on GPUs before Hopper.
 """
 
 import math
@@ -15,13 +15,13 @@ from torch import Tensor
 
 
 def attend(q, caches, qo_indptr, kv_indptr, kv_indices, kv_lens, *, causal=True, **options):
-    """out and base-2 lse, as FlashInfer has it."""
+    """Return out and the base-2 lse, as FlashInfer does."""
     k, v = caches
     if causal:
         where = (qo_indptr, kv_indptr, kv_indices, kv_lens)
         out, lse = reference.append_attention(q, k, v, *where, **options)
         return out, lse / math.log(2)
-    # Every row sees all of its group: as if each were alone behind it.
+    # Every row sees all of its group, as if it were alone after it.
     outs, lses = [], []
     for group, (start, end) in enumerate(pairwise(qo_indptr)):
         pages = kv_indices[kv_indptr[group] : kv_indptr[group + 1]]
@@ -41,7 +41,7 @@ def lens_of(kv_indptr: Tensor, last_page_len: Tensor, page_size: int) -> Tensor:
 
 
 class Wrapper:
-    """What is planned before it runs, in a workspace that is the caller's."""
+    """Base of wrappers that are planned before they run, in a workspace provided by the caller."""
 
     def __init__(self, workspace, kv_layout, *, use_tensor_cores=False, backend="auto") -> None:
         assert workspace.dtype == torch.uint8 and kv_layout == "NHD"
@@ -167,7 +167,7 @@ def xqa_batch_decode_with_kv_cache(
     q_len_per_req=1,
     mask=None,
 ) -> Tensor:
-    """Counts in its workspace, which must be zero; rows see each other as the mask says."""
+    """Check that the workspace is zero and that the mask is causal, and compute the result."""
     assert not workspace_buffer.any() and kv_layout == "NHD" and bmm2_scale == 1.0
     assert seq_lens.dtype == torch.uint32 and block_tables.dtype == torch.int32
     lens = seq_lens.to(torch.int64)
@@ -263,7 +263,7 @@ def chain_speculative_sampling(
 
 
 def modules() -> dict[str, types.ModuleType]:
-    """What `import flashinfer` would find."""
+    """Return the modules that `import flashinfer` would find."""
     package = types.ModuleType("flashinfer")
     sampling, decode = (
         types.ModuleType("flashinfer.sampling"),

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A server of OpenAI's streams whose delays are known, for tests of the load generator."""
+"""A fake server of OpenAI's streams with known delays, for tests of the load generator."""
 
 import contextlib
 import json
@@ -10,25 +10,25 @@ from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
-DRAFTS = {"num_drafts": 5, "num_draft_tokens": 20, "num_accepted_tokens": 15}  # of a request
+DRAFTS = {"num_drafts": 5, "num_draft_tokens": 20, "num_accepted_tokens": 15}  # per request
 
 
 @dataclass
 class Known:
-    """What it does, and what it has seen.
+    """Behavior of the server, and the requests that it received.
 
     Attributes:
         first: seconds before the first text.
         gap: seconds between texts.
-        pieces: texts.
-        tokens: that they have, as `usage` says; None: it says nothing.
-        text: of each.
-        prefix: of its counters of drafts; None: it has no metrics.
-        refuse: a status, for requests whose prompt is "no".
-        cut: ends the stream before it is done.
-        bodies: that were sent.
-        keys: of these requests.
-        url: where it is.
+        pieces: number of texts.
+        tokens: token count in `usage`; None to omit it.
+        text: content of each text.
+        prefix: prefix of its draft counters; None if it has no metrics.
+        refuse: status for requests whose prompt is "no".
+        cut: whether it ends the stream early.
+        bodies: received bodies.
+        keys: API keys of these requests.
+        url: address of the server.
     """
 
     first: float = 0.0
@@ -44,7 +44,7 @@ class Known:
     url: str = ""
 
     def metrics(self) -> str:
-        """Its counters, beside another model's."""
+        """Return its counters, beside another model's."""
         lines = []
         for name, count in DRAFTS.items():
             full = f"{self.prefix}:spec_decode_{name}"
@@ -106,7 +106,7 @@ class _Handler(BaseHTTPRequestHandler):
 
 @contextlib.contextmanager
 def known_server(known: Known) -> Iterator[Known]:
-    """Serves until the block ends."""
+    """Serve until the block ends."""
     handler = type("Handler", (_Handler,), {"known": known})
     server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
     server.daemon_threads = True

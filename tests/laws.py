@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Laws of emitted tokens, exactly: the ops as they are, with their random numbers integrated out.
+"""Exact distributions of emitted tokens: the real ops, with their random numbers integrated out.
 
-Every uniform an op asks for (one per distinct Philox key) is a coordinate of a box of 24-bit
-numbers. A box whose lowest and highest corners have the same outcome is one piece of the law, since
-every decision compares one uniform with bounds in one direction; any other box is cut where the
-outcome changes, to the last bit. Nothing here knows how a strategy works.
+Every uniform that an op draws (one per distinct Philox key) is a coordinate of a box of 24-bit
+numbers. If the lowest and highest corners of a box have the same outcome, the box is one piece of
+the distribution, since every decision compares one uniform with bounds in one direction. Any other
+box is cut where the outcome changes, to the last bit. No knowledge of a strategy is used.
 
-Plays run many at once, as requests of one batch. What one of them emits may depend on no other:
-that is looked at as well, since no law could be integrated otherwise.
+Plays run many at once, as requests of one batch. The outcome of a play must not depend on the
+others: that is checked as well, since the distribution could not be integrated otherwise.
 """
 
 import importlib.util
@@ -29,13 +29,13 @@ from torch import Tensor
 
 ROOT = Path(__file__).resolve().parent.parent
 LATTICE = 2**24  # the values of a uniform
-OWN = 99  # a purpose no op has: coins of a game itself
+OWN = 99  # a purpose that no op uses: a game's own uniforms
 
 Key = tuple[int, int, int, int, int]  # position, purpose, choice_index, sub_index, anchor
 
 
 class NewKeysError(Exception):
-    """A uniform was asked for that is no coordinate yet."""
+    """Error: a uniform was requested that is not a coordinate yet."""
 
 
 class Coins:
@@ -48,7 +48,7 @@ class Coins:
     def of_seed(
         self, seed: int, position: int, purpose: int, choice: int, sub_index: int, anchor: int
     ) -> float:
-        """The reference's uniform."""
+        """Return the uniform of a key, for the reference."""
         return float(self.column((position, purpose, choice, sub_index, anchor))[seed])
 
     def column(self, key: Key) -> Tensor:
@@ -60,12 +60,12 @@ class Coins:
 
 
 class ReferenceOps:
-    """The ops in plain PyTorch, with some text of theirs replaced."""
+    """The ops in plain PyTorch, with parts of their source text replaced."""
 
     probs_dtype = torch.float64
 
     def __init__(self, *replaced: tuple[str, str]) -> None:
-        # Two modules in one, so that a replaced text holds for both.
+        # Both modules are joined, so that a replacement applies to both.
         source = inspect.getsource(reference.distribution) + re.sub(
             r"from specops\.reference\.distribution import \([^)]*\)",
             "",
@@ -80,7 +80,7 @@ class ReferenceOps:
         self.module.target_probs = self._remembered
 
     def _remembered(self, row: Tensor, *filters: Any, **named: Any) -> Tensor:
-        """The rows of a game are few, and come again and again."""
+        """Cache target distributions: a game has few distinct rows, and repeats them often."""
         key = (row.numpy().tobytes(), filters, *named.items())
         if key not in self.memory:
             self.memory[key] = self.target_probs(row, *filters, **named)
@@ -100,7 +100,7 @@ class ReferenceOps:
 
 @cache
 def scripted(name: str) -> ModuleType:
-    """The production ops compiled with a table in the place of the generator."""
+    """Load the production ops compiled with a table in place of the random generator."""
     found = sorted((ROOT / "build" / "scripted").glob(f"{name}.*so"))
     if not found:
         raise RuntimeError(f"the module {name} is not built: run `make simt`")
@@ -139,11 +139,11 @@ class ProductionOps:
 class Law(NamedTuple):
     outcomes: Tensor  # [pieces, ...]
     masses: Tensor  # [pieces], float64
-    keys: set[Key]  # whose uniforms decide anything
+    keys: set[Key]  # keys of the uniforms that affect outcomes
 
 
 def integrate(ops: Any, play: Callable[[Coins, int], Tensor]) -> Law:
-    """play(coins, n) runs n plays, with the uniforms of rows 0 .. n-1, to their outcomes."""
+    """Integrate `play(coins, n)`, which returns the outcomes of n plays, one per table row."""
     coins = Coins()
     while True:
         try:
@@ -163,7 +163,7 @@ def _integrate(ops: Any, play: Callable[[Coins, int], Tensor], coins: Coins) -> 
             raise NewKeysError
         return result
 
-    # plays at random points meet most keys before any work is done
+    # Plays at random points meet most keys before any work is done.
     outcomes(torch.randint(LATTICE, (64, count)))
     low = torch.zeros(1, count, dtype=torch.int64)
     high = torch.full((1, count), LATTICE - 1)
@@ -192,9 +192,9 @@ def _integrate(ops: Any, play: Callable[[Coins, int], Tensor], coins: Coins) -> 
 def _cut(
     low: Tensor, high: Tensor, lowest: Tensor, outcomes: Callable[[Tensor], Tensor]
 ) -> tuple[Tensor, Tensor]:
-    """(a coordinate that matters, its last value with the outcome of the lowest corner), per box.
+    """Return per box (a coordinate that matters, its last value with the lowest corner's outcome).
 
-    Found on the way from the lowest corner to the highest, one coordinate after another.
+    It is found on the way from the lowest corner to the highest, one coordinate after another.
     """
     order, at = torch.arange(low.shape[1]), torch.arange(len(low))
 
@@ -215,7 +215,7 @@ def _cut(
 
 
 def with_every_coin(ops: Any, value: float, n: int, call: Callable[[], Any]) -> Any:
-    """What a call of n requests gives where every uniform is `value`."""
+    """Return the result of a call of n requests in which every uniform is `value`."""
     coins = Coins()
     while True:
         known = len(coins.keys)
@@ -231,7 +231,7 @@ def _equal(a: Tensor, b: Tensor) -> Tensor:
 
 
 def _bisect(low: Tensor, high: Tensor, holds: Callable[[Tensor], Tensor]) -> Tensor:
-    """The last point from low, where it holds, before one where it does not, as at high."""
+    """Return the last point at which `holds`, which is true at `low` and false at `high`."""
     while bool((high - low > 1).any()):
         middle = (low + high) // 2
         good = holds(middle)
@@ -239,7 +239,7 @@ def _bisect(low: Tensor, high: Tensor, holds: Callable[[Tensor], Tensor]) -> Ten
     return low
 
 
-# ---- a small world: every prefix has a target and a draft distribution of its own ----
+# ---- a small world: every prefix has its own target and draft distribution ----
 
 START = 5  # position of the first token of a game
 
@@ -249,7 +249,7 @@ class World(NamedTuple):
 
     target_logits: Tensor  # [prefixes, V]
     draft_logits: Tensor  # [prefixes, V]
-    target: Tensor  # [prefixes, V], float64: what the law must be
+    target: Tensor  # [prefixes, V], float64: the required distribution
     draft: Tensor  # [prefixes, V], float64
     length: int
 
@@ -265,7 +265,7 @@ def make_world(
     filters: dict[str, Any] | None = None,
     processors_of: Callable[[Tensor, Tensor], Any] | None = None,
 ) -> World:
-    """Random logits, some of the drafter's equal to the target's, and some tokens of mass zero."""
+    """Return random logits; some draft logits equal the target's, and some tokens have no mass."""
     generator = torch.Generator().manual_seed(seed)
     size = num_prefixes(vocab, length)
     target_logits = torch.randn(size, vocab, generator=generator)
@@ -276,7 +276,7 @@ def make_world(
         draft_logits[rows % 5 == 2, vocab - 1] = -torch.inf
         draft_logits[rows % 7 == 3] = target_logits[rows % 7 == 3]
     plain = target_logits
-    if processors_of is not None:  # a prefix at a time, no draft in flight
+    if processors_of is not None:  # one prefix at a time, with no drafts
         depths = torch.tensor([len(tokens_of(s, vocab)) for s in range(size)])
         plain = reference.process_logits(target_logits, processors_of(rows, rows), START + depths)
     return World(
@@ -299,7 +299,7 @@ PROMPT = [0, 1, 1, 0, 0]  # its length is START
 
 
 def every_processor(vocab: int, length: int) -> Callable[[Tensor, Tensor], Any]:
-    """All at once; the tables have a slot per prefix, which is what plain decoding knows."""
+    """Return all processors at once; the tables have a slot per prefix, known to plain decoding."""
     size = num_prefixes(vocab, length)
     known = [PROMPT + tokens_of(s, vocab) for s in range(size)]
     distinct = [sorted(set(tokens)) for tokens in known]
@@ -338,7 +338,7 @@ def every_processor(vocab: int, length: int) -> Callable[[Tensor, Tensor], Any]:
 
 
 def extended(world: World, prefixes: Tensor, masses: Tensor) -> Tensor:
-    """The law of the first `length` tokens when each prefix goes on as plain decoding does."""
+    """Return the distribution of the first `length` tokens if each prefix continues plainly."""
     law = world.target
     vocab = law.shape[1]
     mass = torch.zeros(num_prefixes(vocab, world.length), dtype=torch.float64)
@@ -354,7 +354,7 @@ def target_law(world: World) -> Tensor:
 
 
 def append(world: World, prefixes: Tensor, tokens: Tensor) -> Tensor:
-    """Prefixes after one more token each; -1 appends nothing."""
+    """Return the prefixes after one more token each; -1 appends nothing."""
     vocab = world.target.shape[1]
     return torch.where(tokens >= 0, prefixes * vocab + 1 + tokens, prefixes)
 
@@ -367,7 +367,7 @@ def column(value: float, n: int, dtype: torch.dtype) -> Tensor:
 
 
 class Game(NamedTuple):
-    """Some steps of one request over and over, and what its sampling parameters are."""
+    """Steps of one request that are played repeatedly, and their sampling parameters."""
 
     world: World
     k: int
@@ -376,16 +376,16 @@ class Game(NamedTuple):
     policy: int = 0
     draft_form: str = "dense"  # or sparse, rows, one_hot
     ragged: bool = False  # whether some prefixes have fewer drafts than k, or none
-    anchored: bool = True  # whether the drafts of block verification have the step's anchor
+    anchored: bool = True  # whether the drafts of block verification use the step's anchor
     accept_rates: tuple[float, ...] = ()
     filters: dict[str, Any] = {}  # noqa: RUF012
     processors_of: Callable[[Tensor, Tensor], Any] | None = None  # (start of step, of each row)
 
 
 def play_chain(ops: Any, game: Game) -> Callable[[Coins, int], Tensor]:
-    """Drafts by the production sampler, verification, and so on; the outcome is all of it.
+    """Play drafting by the production sampler and verification; the outcome is the whole trace.
 
-    Its first column is the prefix in the end, its second how many drafts were accepted.
+    Its first column is the final prefix, its second the number of accepted drafts.
     """
 
     def play(coins: Coins, n: int) -> Tensor:
@@ -409,7 +409,7 @@ def play_chain(ops: Any, game: Game) -> Callable[[Coins, int], Tensor]:
 def draft_chain(
     ops: Any, game: Game, prefixes: Tensor, positions: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(drafts, their distributions, the prefix of every row)."""
+    """Return (drafts, their distributions, the prefix of every row)."""
     n, vocab = len(prefixes), game.world.draft.shape[1]
     drafts, probs, visited = [], [], [prefixes]
     anchors = positions + 1 if game.strategy == VerifyStrategy.BLOCK and game.anchored else None
@@ -434,11 +434,11 @@ def draft_chain(
 
 
 def draft_form(game: Game, probs: Tensor, prefixes: Tensor) -> dict[str, Any]:
-    """Arguments of verify; the sparse form is in no order, with a hole at the end.
+    """Return the draft arguments of verify; the sparse form is unordered, with a hole at the end.
 
-    The form of rows has the requests the other way round, one more of nobody's, no distribution of
-    the last of several drafts, and none at all of prefixes with an odd number: no matter where a
-    draft is from, it may be held to be certain.
+    The `rows` form reverses the requests and adds an unused row. It has no distribution for the
+    last of several drafts, and none at all for prefixes with an odd number: a draft may always be
+    treated as certain, regardless of its source.
     """
     if game.draft_form == "one_hot":
         return {}
@@ -489,7 +489,7 @@ def verify_chain(
 
 
 def play_tree(ops: Any, game: Game, parents: list[int]) -> Callable[[Coins, int], Tensor]:
-    """A node's token is drawn from the distribution of the prefix it hangs on, independently."""
+    """Play a tree: each node's token is drawn independently from its prefix's distribution."""
 
     def play(coins: Coins, n: int) -> Tensor:
         nodes, vocab = len(parents), game.world.draft.shape[1]
@@ -530,7 +530,7 @@ def play_tree(ops: Any, game: Game, parents: list[int]) -> Callable[[Coins, int]
 
 
 def law_error(law: Law, world: World, expected: Tensor | None = None) -> float:
-    """How far any sequence's probability is from what it must be."""
+    """Return the largest error of any sequence's probability."""
     assert abs(float(law.masses.sum()) - 1) < 1e-9
     got = extended(world, law.outcomes[:, 0], law.masses)
     return float((got - (target_law(world) if expected is None else expected)).abs().max())
@@ -541,7 +541,10 @@ def mean_accepted(law: Law) -> float:
 
 
 def closed_form(game: Game, taken: Callable[[int, int], Tensor | float]) -> Tensor:
-    """The law where row r takes draft x with probability taken(prefix, r)[x], else its own."""
+    """Return the distribution if row r takes draft x with probability taken(prefix, r)[x].
+
+    A row that takes no draft samples its own token.
+    """
     world, vocab = game.world, game.world.target.shape[1]
     mass = torch.zeros(num_prefixes(vocab, world.length), dtype=torch.float64)
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A server with OpenAI's API whose speculation is wrong in one way, as a test plants it."""
+"""A fake server with OpenAI's API whose speculation is wrong in one way chosen by the test."""
 
 import contextlib
 import json
@@ -17,35 +17,35 @@ CARD = {
     "drafters": [{"name": "ngram"}, {"name": "prediction", "parameter": "prediction"}],
     "speculative_config": {"method": "ngram"},
 }
-AT = 3  # the token that is wrong
+AT = 3  # index of the wrong token
 
-# Requests of the command with four prompts: of what the server can do, and of a mode in one go.
+# Requests of the command with four prompts: capability probes, and one pass of a mode.
 _PROBES, _BATCH = 4, 8
 _COUNTING = threading.Lock()
 
 
 @dataclass
 class Lossy:
-    """What it does, and what it has seen.
+    """Behavior of the server, and the requests that it received.
 
     Attributes:
-        flaw: "text", "token", "logprob", "alternative" or "ending", of requests with drafts;
-            None: none.
-        in_batch: only beside other requests. Each batch meets here before it is answered.
-        seeded: only of requests with a seed.
-        plain: of requests without drafts, too.
-        speculates: whether requests that do not say so have drafts.
-        card: of its model.
-        shape: of logprobs: "completions", "chat" in both endpoints, or None: it refuses them.
-        has_ids: whether it reports token ids to who asks.
+        flaw: "text", "token", "logprob", "alternative" or "ending" of requests with drafts is
+            wrong; None for nothing.
+        in_batch: wrong only beside other requests. A batch is answered once all of it has arrived.
+        seeded: wrong only for requests with a seed.
+        plain: wrong for requests without drafts, too.
+        speculates: whether requests without a speculative_config have drafts.
+        card: card of its model.
+        shape: shape of logprobs: "completions", "chat" in both endpoints, or None to refuse them.
+        has_ids: whether it reports token ids on request.
         counts: where it reports drafts: "metrics", "usage", "timings", "counters", or None.
-        accepts: drafts per request.
+        accepts: accepted drafts per request.
         refused: endpoints that it does not have.
-        failing: from which request on it fails, with 500.
-        hangs_up: it then ends the connection instead.
-        bodies: that were sent.
-        keys: of these requests.
-        url: where it is.
+        failing: number of the first request that fails, with status 500.
+        hangs_up: close the connection instead of answering 500.
+        bodies: received bodies.
+        keys: API keys of these requests.
+        url: address of the server.
     """
 
     flaw: str | None = None
@@ -68,15 +68,15 @@ class Lossy:
     drafted: int = 0
 
     def drafts(self, body: dict[str, Any]) -> bool:
-        """Whether the request has drafts."""
+        """Return whether the request has drafts."""
         config = body.get("speculative_config")
         return self.speculates if config is None else config["method"] != "naive"
 
     def is_beside(self, number: int) -> bool:
-        """Return whether a request belongs to a batch, from the order in which they come.
+        """Return whether a request belongs to a batch, from the order in which requests come.
 
-        After the probes come the expected outputs, one by one, and of each mode those alone and
-        those beside others.
+        After the probes come the expected outputs, one by one, and for each mode first the requests
+        alone, then beside others.
         """
         place = (number - _PROBES) // _BATCH
         return self.in_batch and place >= 2 and place % 2 == 0
@@ -197,7 +197,7 @@ class _Handler(BaseHTTPRequestHandler):
 
 @contextlib.contextmanager
 def lossy_server(lossy: Lossy) -> Iterator[Lossy]:
-    """Serves until the block ends."""
+    """Serve until the block ends."""
     handler = type("Handler", (_Handler,), {"lossy": lossy})
     server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
     server.daemon_threads = True

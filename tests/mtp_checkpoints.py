@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tiny checkpoints with MTP modules in every naming, and a slow reference of what they compute."""
+"""Tiny checkpoints with MTP modules in every naming, and a slow reference of their outputs."""
 
 import copy
 import json
@@ -13,8 +13,8 @@ from checkpoints import make_checkpoint, write_tokenizer
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-# The names of a module's own tensors, written out by hand and apart from the engine's table:
-# {i} counts modules from 0, {l} decoder layers.
+# The names of a module's own tensors, written by hand and independent of the engine's table: {i}
+# counts modules from 0, {l} decoder layers.
 NAMES: dict[str, dict[str, str]] = {
     "deepseek_v3": {
         "embed_norm": "model.layers.{l}.enorm.weight",
@@ -87,7 +87,7 @@ def make_mtp_checkpoint(
     base: tuple[str, dict[str, Any]] | None = None,
     projection_bias: bool = False,
 ) -> Tiny:
-    """Saves a random fp32 target and `modules` random modules in a naming; returns both."""
+    """Save a random fp32 target and `modules` random modules in a naming; return both."""
     family, changes = base or BASES[naming]
     theirs = make_checkpoint(directory, family, **changes)
     path = directory / "model.safetensors"
@@ -128,7 +128,7 @@ def make_mtp_checkpoint(
 
 
 def make_mtp_model(directory: Path) -> Path:
-    """Saves a Qwen3 of two layers with an MTP module and a tokenizer, for engines."""
+    """Save a Qwen3 of two layers with an MTP module and a tokenizer, for engines."""
     base = ("Qwen3", {"num_hidden_layers": 2, "vocab_size": 257})
     make_mtp_checkpoint(directory, "deepseek_v3", base=base)
     write_tokenizer(directory, 257)
@@ -138,7 +138,7 @@ def make_mtp_model(directory: Path) -> Path:
 def save_checkpoint(
     directory: Path, config: Mapping[str, Any], tensors: Mapping[str, Tensor]
 ) -> None:
-    """Replaces the configuration and the weights of a directory."""
+    """Replace the configuration and the weights of a directory."""
     (directory / "config.json").write_text(json.dumps(config))
     save_file({name: t.clone() for name, t in tensors.items()}, directory / "model.safetensors")
 
@@ -158,7 +158,7 @@ class SlowModules:
         self.tiny = tiny
         self.dtype = dtype
         self.base = copy.deepcopy(tiny.base).to(dtype)
-        self.base.set_attn_implementation("eager")  # sums that `RandomRounding` sees
+        self.base.set_attn_implementation("eager")  # uses ops that `RandomRounding` intercepts
         self.recycle_normed = recycle_normed
         self.masks_position_0 = masks_position_0
         self.chained = chained
@@ -166,13 +166,13 @@ class SlowModules:
         self.offset = 1.0 if tiny.naming == "qwen3_next" else 0.0
 
     def hidden(self, token_ids: list[int]) -> Tensor:
-        """The target's states after its final norm, from transformers."""
+        """Return the target's states after its final norm, from transformers."""
         with torch.no_grad():
             states: Tensor = self.base.model(torch.tensor([token_ids])).last_hidden_state[0]
         return states
 
     def logits(self, states: Tensor) -> Tensor:
-        """The target's head."""
+        """Apply the target's head."""
         tied = self.tiny.config.get("tie_word_embeddings")
         return states @ self.tensors["model.embed_tokens.weight" if tied else "lm_head.weight"].T
 
@@ -182,7 +182,7 @@ class SlowModules:
         return x / (x.square().mean(-1, keepdim=True) + eps).sqrt() * weight
 
     def module(self, index: int, token_ids: list[int], hidden: Tensor) -> tuple[Tensor, Tensor]:
-        """Rows 0.. of a module: (what the head reads, what is recycled), each [rows, hidden]."""
+        """Return rows 0.. of a module: (input of the head, recycled state), each [rows, hidden]."""
         names, layers = NAMES[self.tiny.naming], self.tiny.config["num_hidden_layers"]
 
         def named(part: str) -> str:
@@ -234,7 +234,7 @@ class SlowModules:
         return x + self._linear(torch.nn.functional.silu(gate) * up, prefix + "mlp.down_proj")
 
     def _rotate(self, x: Tensor) -> Tensor:
-        """RoPE at positions 0.. of [rows, heads, head_dim]."""
+        """Apply RoPE at positions 0.. of [rows, heads, head_dim]."""
         rope = self.tiny.config["rope_parameters"]
         size = int(x.shape[-1] * rope.get("partial_rotary_factor", 1.0))
         half = size // 2
@@ -251,7 +251,7 @@ class SlowModules:
         )
 
     def text(self, token_ids: list[int], modules: int) -> list[Tensor]:
-        """What the head reads of each module along a text: module m of rows 0 .. n - m - 1."""
+        """Return each module's input of the head along a text: module m has rows 0 .. n - m - 1."""
         target = previous = self.hidden(token_ids)
         states = []
         for m in range(1, modules + 1):
@@ -264,7 +264,7 @@ class SlowModules:
     def drafts(
         self, prefix: list[int], count: int, modules: int = 1
     ) -> tuple[list[int], list[Tensor]]:
-        """Greedy drafts after a prefix: tokens, and the logits they are from.
+        """Return the greedy drafts after a prefix: tokens, and their logits.
 
         The prefix ends in the token that the target has just chosen.
         """

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The drafts of docs/mtp.md for a prefix, from scratch: no cache, no state, nothing batched.
 
-It calls the ops that an engine calls, and a row has the same bits however it is computed: so an
-engine's drafts must equal these, and their logits to the bit. `SlowModules.drafts` is the same in
-plain torch and float64.
+It calls the ops that an engine calls, and a row has the same bits however it is computed. So an
+engine's drafts must equal these, and the bits of their logits, too. `SlowModules.drafts` is the
+same in plain torch and float64.
 """
 
 from collections.abc import Callable
@@ -18,10 +18,10 @@ PAGE_SIZE = 16
 
 @dataclass(frozen=True)
 class Drafts:
-    """What a request drafts after a prefix."""
+    """Drafts of a request after a prefix."""
 
     token_ids: list[int]
-    logits: Tensor  # [drafts, draft vocabulary], what each was taken from
+    logits: Tensor  # [drafts, draft vocabulary], from which the drafts were chosen
 
 
 def oracle_drafts(
@@ -33,10 +33,10 @@ def oracle_drafts(
     begin: int = 0,
     choose: Callable[[int, Tensor], int] | None = None,
 ) -> Drafts:
-    """The first `count` drafts after `prefix`, whose last token the target has just chosen.
+    """Return the first `count` drafts after `prefix`, whose last token the target has just chosen.
 
     The modules see nothing before position `begin`. `choose` takes a draft's number and its logits,
-    and returns the token; the most likely one if absent.
+    and returns the token; without it, the most likely token is drafted.
     """
     rows, num_modules = len(prefix) - 1, modules.num_modules
     text, logits = list(prefix), []
@@ -66,7 +66,7 @@ def oracle_drafts(
 
 
 def target_states(model: Transformer, token_ids: list[int]) -> Tensor:
-    """The target's states after its final norm, of every position of a text."""
+    """Return the target's states after its final norm, for every position of a text."""
     positions, pages = _rows(len(token_ids))
     step = StepBatch(
         token_ids=torch.tensor(token_ids, dtype=torch.int32), positions=positions, **pages
@@ -78,7 +78,7 @@ def target_states(model: Transformer, token_ids: list[int]) -> Tensor:
 def _whole(
     modules: MtpModules, index: int, text: list[int], hidden: Tensor, begin: int
 ) -> MtpOutput:
-    """All rows of a module, one for each state."""
+    """Run all rows of a module, one for each state."""
     rows, pages = _rows(len(hidden))
     batch = MtpBatch(
         positions=rows + begin,
@@ -95,7 +95,7 @@ def _whole(
 
 
 def _rows(count: int) -> tuple[Tensor, dict[str, Tensor]]:
-    """Positions of one request's first rows, and where their keys and values are."""
+    """Return the positions of one request's first rows, and the index arrays of its KV pages."""
     num_pages = -(-count // PAGE_SIZE)
     return torch.arange(count, dtype=torch.int32), {
         "cache_slots": torch.arange(count),

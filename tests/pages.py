@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What holds of the pages of an engine at any time."""
+"""Invariants of an engine's pages."""
 
 from specops.engine.memory.kv_cache import PagePool
 
 
 def check_pages(pool: PagePool) -> None:
-    """Fails if a page is lost, counted twice, or findable by a wrong key."""
+    """Fail if a page is lost, counted twice, or findable by a wrong key."""
     free, cached = set(pool._free), set(pool._cached)
     held = {page for page, refs in enumerate(pool._refs) if refs > 0}
     assert len(free) == len(pool._free), "a page is free twice"

@@ -5,7 +5,7 @@ import torch
 from specops.sampling import LogitsProcessors
 from torch import Tensor
 
-# What a request can ask for, and the fields that say so.
+# What a request can set, and the corresponding fields.
 RULES = {
     "mask": ("allowed_token_mask", "mask_indices"),
     "bad_words": ("bad_words", "token_ids"),
@@ -15,11 +15,11 @@ RULES = {
     "presence": ("presence_penalty",),
     "frequency": ("frequency_penalty",),
 }
-COUNTS = ("counted_token_ids", "token_counts")  # what the penalties need
+COUNTS = ("counted_token_ids", "token_counts")  # required by the penalties
 
 
 def only(processors: LogitsProcessors, rules: set[str]) -> LogitsProcessors:
-    """The same without the rules that are not named."""
+    """Return the processors with only the named rules."""
     fields = {field for rule in rules for field in RULES[rule]}
     if rules & {"repetition", "presence", "frequency"}:
         fields |= set(COUNTS)
@@ -35,9 +35,9 @@ def padded(ids: list[int], width: int) -> list[int]:
 def random_processors(
     batch: int, rows: int, vocab: int, positions: Tensor, drafts: Tensor | None = None
 ) -> LogitsProcessors:
-    """Every rule at once; one request in four has no slot, one row in three no mask.
+    """Return all rules at once; one request in four has no slot, one row in three no mask.
 
-    Slots are shuffled, tables wider than what they hold, and what no request owns is out of range.
+    Slots are shuffled, tables are wider than their contents, and unused entries are out of range.
     """
 
     def pick(values: list[float]) -> Tensor:
@@ -48,7 +48,7 @@ def random_processors(
     slots[3::4] = -1
     history = torch.full((num_slots, longest + 3), 2**30, dtype=torch.int32)
     prompt_lens = torch.full((num_slots,), 1, dtype=torch.int32)
-    common = min(vocab, 12)  # tokens that occur more than once
+    common = min(vocab, 12)  # the first tokens occur more than once
     num_words, word_len = 6, 4
     width = min(vocab, common + 2) + 1
     counted = torch.full((num_slots, width), -1, dtype=torch.int32)
@@ -82,7 +82,7 @@ def random_processors(
             last = int(torch.randint(vocab, ()))
             bad_words[slot, word] = torch.tensor(padded([*matching, last], word_len))
     words = (vocab + 31) // 32
-    # Bits past the vocabulary stand for nothing.
+    # Bits past the vocabulary have no meaning, so they are random.
     mask = torch.randint(-(2**31), 2**31 - 1, (3, words), dtype=torch.int32)
     mask[1] |= torch.randint(-(2**31), 2**31 - 1, (words,), dtype=torch.int32)
     mask_indices = torch.randint(3, (rows,), dtype=torch.int32)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ranks that are threads of one process: what they exchange is handed over in memory."""
+"""Ranks as threads of one process, which exchange data in memory."""
 
 import threading
 from collections.abc import Callable
@@ -11,11 +11,11 @@ from specops.engine.parallel.ranks import Ranks
 from torch import Tensor
 
 T = TypeVar("T")
-_SECONDS = 600.0  # that one waits for another: machines are busy, or stand still
+_SECONDS = 600.0  # timeout for other ranks; long, since machines may be busy or paused
 
 
 class Meeting:
-    """Where the ranks of one model meet."""
+    """Exchange point of the ranks of one model."""
 
     def __init__(self, size: int) -> None:
         self.size = size
@@ -23,7 +23,7 @@ class Meeting:
         self._brought: list[Any] = [None] * size
 
     def exchange(self, rank: int, value: Any) -> list[Any]:
-        """Returns what every rank has brought."""
+        """Return the values that all ranks have passed."""
         self._brought[rank] = value
         self._barrier.wait()
         everyone = list(self._brought)
@@ -31,12 +31,12 @@ class Meeting:
         return everyone
 
     def leave(self) -> None:
-        """Has the others fail, who would wait."""
+        """Make the other ranks fail instead of waiting forever."""
         self._barrier.abort()
 
 
 class ThreadRanks(Ranks):
-    """One rank of several, in a thread of its own."""
+    """One of several ranks, in its own thread."""
 
     def __init__(self, meeting: Meeting, rank: int, slices: int, whole: bool) -> None:
         self.rank, self.size, self._meeting = rank, meeting.size, meeting
@@ -63,7 +63,7 @@ def on_ranks(
     slices: int | None = None,
     has_whole_experts: bool = False,
 ) -> list[T]:
-    """Does the same on every rank at once; returns what each returned."""
+    """Run `work` on every rank concurrently; return the results."""
     meeting = Meeting(size)
 
     def run(rank: int) -> T:

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How far rounding alone may move a float32 computation, whoever does the sums.
+"""Bounds on the rounding error of a float32 computation, independent of the order of summation.
 
-The error of one float32 run is no measure of that: a library that happens to sum in a good order
-on one machine would make the bound unfair, in a bad one lax. So a run of plain torch code is
-repeated with every result rounded at random (Monte Carlo arithmetic, Parker 1997): each torch
-operation inside `RandomRounding` gets an error as large as float32 gives it in its natural worst
-order, one term after the other, and the errors travel through the rest of the code as real ones
-do. The largest error of a few such runs against float64 is the measure.
+The error of one float32 run is no good bound: it would be too strict if a library happens to sum in
+a good order, and too lax for a bad one. So a run of plain torch code is repeated with every result
+rounded at random (Monte Carlo arithmetic, Parker 1997): each torch operation inside
+`RandomRounding` gets an error as large as float32 causes in its natural worst order, one term after
+the other, and the errors propagate through the rest of the code as real ones do. The bound is the
+largest error of a few such runs against float64.
 """
 
 from collections.abc import Callable, Sequence
@@ -16,10 +16,10 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-UNIT = torch.finfo(torch.float32).eps / 2  # a result is off by at most this share of itself
+UNIT = torch.finfo(torch.float32).eps / 2  # largest relative error of one rounding
 RUNS = 4
-MANY = 4096  # results whose largest error is no matter of luck: one run tells it
-# Beside rounding: what exp and its like are off in different libraries, on values around 1.
+MANY = 4096  # from this many results on, the largest error of one run is reliable
+# Allowance for differences of exp and similar functions among libraries, on values around 1.
 FLOOR = 1e-5
 
 _EXACT = {
@@ -33,7 +33,7 @@ _EXACT = {
 
 
 class RandomRounding(TorchDispatchMode):
-    """Inside it, every float32 result of torch is off as float32 arithmetic may have it."""
+    """Mode that adds to every float32 result of torch an error that float32 arithmetic may have."""
 
     def __init__(self, seed: int) -> None:
         super().__init__()
@@ -54,7 +54,7 @@ class RandomRounding(TorchDispatchMode):
         return self._rounded(result, self._error(name, result, args, kwargs or {}))
 
     def _rounded(self, result: Tensor, error: Tensor) -> Tensor:
-        """The result off by a random part of the error; exact values and infinities stay."""
+        """Add a random part of the error to the result; exact values and infinities stay."""
         generator = self.generators.get(result.device)
         if generator is None:
             generator = torch.Generator(result.device).manual_seed(self.seed)
@@ -63,7 +63,7 @@ class RandomRounding(TorchDispatchMode):
         return result.copy_(torch.where(result.isfinite(), result + part * error, result))
 
     def _error(self, name: str, result: Tensor, args: Any, kwargs: Any) -> Tensor:
-        """The largest error of one result, the exact inputs given."""
+        """Return the largest error of one result, given exact inputs."""
         if name in ("mm", "bmm"):
             return sum_error(result, args[0].square() @ args[1].square(), args[0].shape[-1])
         if name in ("addmm", "baddbmm"):
@@ -90,13 +90,13 @@ class RandomRounding(TorchDispatchMode):
 
 
 def func_like(name: str, terms: Tensor, args: Any, kwargs: Any) -> Tensor:
-    """The same reduction over other terms."""
+    """Apply the same reduction to other terms."""
     function: Callable[..., Tensor] = getattr(torch, name)
     return function(terms, *args[1:], **kwargs)
 
 
 def sum_error(total: Tensor, squares: Tensor, length: int) -> Tensor:
-    """The error of a sum of `length` terms, added one after the other; `squares` is theirs.
+    """Return the error of adding `length` terms one by one; `squares` is the sum of their squares.
 
     Every addition rounds the sum so far, s_k: random signs make it UNIT * sqrt(sum of s_k^2). In a
     random order, s_k is k/n of the total with a spread of at most sqrt(k) terms; summed over k,
@@ -106,7 +106,7 @@ def sum_error(total: Tensor, squares: Tensor, length: int) -> Tensor:
 
 
 def rounding_errors(op: Callable[[], Sequence[Tensor]], truth: Sequence[Tensor]) -> list[float]:
-    """The largest error of each result of `op()`, by torch's rounding and by random rounding."""
+    """Return the largest error of each result of `op()`, by torch's and by random rounding."""
     runs = [op()]
     for seed in range(RUNS if min(one.numel() for one in truth) < MANY else 1):
         with RandomRounding(seed):
@@ -116,7 +116,7 @@ def rounding_errors(op: Callable[[], Sequence[Tensor]], truth: Sequence[Tensor])
 
 
 def distance(got: Tensor, truth: Tensor) -> float:
-    """The largest difference of two tensors, where equal infinities are equal."""
+    """Return the largest difference of two tensors; equal infinities count as equal."""
     if got.numel() == 0:
         return 0.0
     got, truth = got.double(), truth.double()
@@ -124,6 +124,6 @@ def distance(got: Tensor, truth: Tensor) -> float:
 
 
 def assert_error_at_most(error: float, rounding: float) -> None:
-    """An error is at most twice what rounding alone makes."""
+    """Assert that an error is at most twice what rounding alone causes."""
     allowed = 2 * rounding + FLOOR
     assert error <= allowed, f"max error {error:.3e}, allowed {allowed:.3e}"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the tests of the sampling family build their steps from."""
+"""Parameters and batches for the tests of the sampling family."""
 
 from typing import Any
 
@@ -8,7 +8,7 @@ from torch import Tensor
 
 
 def row_params(rows: int, **overrides: Any) -> dict[str, Tensor]:
-    """Per-row parameters: filters off and temperature 1 unless overridden by number or list."""
+    """Return per-row parameters: no filters, temperature 1, unless overridden by number or list."""
     columns: dict[str, Any] = {
         "temperature": 1.0,
         "top_k": 0,
@@ -28,7 +28,7 @@ def row_params(rows: int, **overrides: Any) -> dict[str, Tensor]:
 
 
 def mixed_params(rows: int) -> dict[str, Tensor]:
-    """Every combination of filters turns up somewhere in a few dozen rows."""
+    """Return random parameters that cover every combination of filters in a few dozen rows."""
 
     def pick(values: list[Any]) -> list[Any]:
         return [values[int(i)] for i in torch.randint(len(values), (rows,))]
@@ -49,7 +49,7 @@ def positions_from(start: int, rows: int) -> Tensor:
 
 
 def on_device(arguments: dict[str, Any], device: str | torch.device) -> dict[str, Any]:
-    """The tensors among them there; numbers as they are."""
+    """Return the arguments with tensors moved to the device; numbers stay as they are."""
     return {
         name: value.to(device) if isinstance(value, Tensor) else value
         for name, value in arguments.items()

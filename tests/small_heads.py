@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Small heads of every kind on one small target, and what they draft at every number of drafts.
+"""Small heads of every kind on one small target, with their drafts for each number of drafts.
 
     PYTHONPATH=. python tests/small_heads.py [--steps 60] [--kind NAME]
 
@@ -41,9 +41,9 @@ class Kind:
     """A kind of head.
 
     Attributes:
-        method: that drafts with it.
-        write: writes it, with random weights, to a directory.
-        most: the most drafts that it makes.
+        method: the method that drafts with it.
+        write: writes a head with random weights to a directory.
+        most: maximum number of drafts.
     """
 
     method: str
@@ -72,7 +72,7 @@ def _eagle3(layout: str, **fields: Any) -> Kind:
     return Kind("eagle3", write)
 
 
-# The kinds with weights in a directory of their own. A draft model and MTP modules: see `main`.
+# Kinds with weights in their own directory. Draft models and MTP modules are handled in `main`.
 KINDS: dict[str, Kind] = {
     **{name: _residual(name) for name in ("medusa", "deep", "hydra", "ungrounded", "hydra++")},
     "eagle": Kind("eagle", test_eagle.KINDS["safetensors"][0].write),
@@ -117,7 +117,7 @@ def params(count: int, max_tokens: int) -> list[SamplingParams]:
 
 
 def write_head(name: str, model: Model, folder: Path, steps: int, outputs: torch.Tensor) -> Kind:
-    """Write a head of a kind, trained where tools.train can do that."""
+    """Write a head of a kind, trained if tools.train supports it."""
     if name not in TRAINED or not steps:
         KINDS[name].write(folder)
         return KINDS[name]
@@ -126,7 +126,7 @@ def write_head(name: str, model: Model, folder: Path, steps: int, outputs: torch
     recipe = HeadRecipe(steps=steps, batch_texts=8, chains=24, warmup_steps=5)
     train_head(head, model, outputs, recipe, folder, compile_head=False)
     save_head(folder, head, steps)
-    write_tokenizer(folder)  # a draft model has one
+    write_tokenizer(folder)  # required for a draft model
     method = "dflash" if name == "dspark" else TRAINED[name]
     has_limit = method not in ("eagle", "eagle3", "draft_model")
     return Kind(method, lambda folder: None, head.depth if has_limit else UNLIMITED)

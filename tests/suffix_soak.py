@@ -3,10 +3,10 @@
 
     python tests/suffix_soak.py [--seconds 1800] [--seed 0]
 
-Requests with prompts of mixed lengths start, are stepped, stop and are evicted; the shared tree is
-at its budget from early on. Once a second the resident memory is looked at, without what was there
+Requests with prompts of mixed lengths start, are stepped, stop and are evicted; the shared tree
+reaches its budget early. Once a second the resident memory is recorded, without what was used
 before the cache: its mean over the last third of the time must be within 3% of that over the middle
-third. Prints how long calls took, too.
+third. Call durations are printed, too.
 """
 
 import argparse
@@ -24,9 +24,9 @@ import torch
 from specops.suffix_tree import SuffixCache
 
 BATCH = 64
-CAPACITY = 16  # drafts of a row
-MAX_CACHED_TOKENS = 2_000_000  # less where there is little time to reach it
-PROMPTS = [20, 200, 1_000, 3_000, 12_000]  # the last are built in the background
+CAPACITY = 16  # drafts per row
+MAX_CACHED_TOKENS = 2_000_000  # smaller if there is little time to reach it
+PROMPTS = [20, 200, 1_000, 3_000, 12_000]  # the last ones are built in the background
 FLAT = 0.03
 
 
@@ -35,7 +35,7 @@ def resident_bytes() -> int:
 
 
 class Text:
-    """Endless text that comes back to what was said: copies of a slowly changing pool of pieces."""
+    """Endless text that repeats itself: copies of a slowly changing pool of pieces."""
 
     def __init__(self, seed: int) -> None:
         self.random = np.random.default_rng(seed)
@@ -60,9 +60,9 @@ class Text:
 
 
 class Calls:
-    """Times calls. What the machine does meanwhile is in the wall time, not in the caller's CPU."""
+    """Timer of calls. Other load on the machine affects wall time, not the caller's CPU time."""
 
-    BUCKETS = 20  # for each doubling: quantiles to 4%, in memory that does not grow
+    BUCKETS = 20  # per doubling: quantiles to 4%, in memory that does not grow
 
     def __init__(self) -> None:
         self.counts: dict[tuple[str, str], Counter[int]] = defaultdict(Counter)
@@ -97,12 +97,12 @@ class Calls:
 
 
 def soak(seconds: float, seed: int) -> list[tuple[float, int]]:
-    """The samples of resident memory beyond what was there: seconds since the start, bytes."""
+    """Return samples of resident memory minus the initial one: seconds since the start, bytes."""
     text, calls = Text(seed), Calls()
     before = resident_bytes()
     budget = min(MAX_CACHED_TOKENS, int(2_500 * seconds))
     cache = SuffixCache(max_cached_tokens=budget)
-    slots: list[tuple[int, int, int] | None] = [None] * BATCH  # id, number, tokens still to come
+    slots: list[tuple[int, int, int] | None] = [None] * BATCH  # id, number, remaining tokens
     samples: list[tuple[float, int]] = []
     start, next_id, next_sample, next_check = time.monotonic(), 0, 0.0, 0.0
     drafts = torch.zeros(BATCH, CAPACITY, dtype=torch.int32)

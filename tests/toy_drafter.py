@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A drafter with weights as somebody would add one: this file and a line in the registry.
+"""A drafter with weights as a third party would add it: this file and a line in the registry.
 
 Its weights say how likely tokens follow each token, for a reduced vocabulary. The states of two
-layers, and what it keeps on pages of the position before, make that a little more or less sure.
+layers, and a value stored on the pages of the previous position, scale the logits a little.
 """
 
 from collections.abc import Sequence
@@ -24,7 +24,7 @@ FILE = "toy.safetensors"
 
 @dataclass(frozen=True, kw_only=True)
 class ToyOptions(Options):
-    """Where the weights are, and how much states weigh."""
+    """Location of the weights, and the influence of the states."""
 
     model: str | None = None
     toy_weight: float = 0.1
@@ -58,7 +58,7 @@ def load(context: DrafterContext) -> Drafter:
 
 
 def write_weights(folder: Path, texts: Sequence[Sequence[int]], vocab_size: int, size: int) -> None:
-    """Counts what follows what."""
+    """Count which token follows which, and write the tables."""
     counts = torch.zeros(vocab_size, vocab_size)
     for text in texts:
         pairs = torch.tensor(text)
@@ -92,7 +92,7 @@ class ToyHead:
 
     def allocate(self, room: CacheRoom) -> None:
         self.page_size = room.page_size
-        # One place more, for rows of no request.
+        # One more entry, for rows of no request.
         shape = (room.num_pages * room.page_size + 1, self.hidden_size)
         self.kept = torch.zeros(shape, device=self.follows.device)
 
@@ -124,7 +124,7 @@ class ToyHead:
         return hidden.float() if out is None else out.copy_(hidden)
 
     def _before(self, rows: DraftRows, request: Tensor) -> Tensor:
-        """Where the position before each row is kept; its own place if it has none."""
+        """Return where the previous position's value is stored; the row's own entry if none."""
         ends = (rows.qo_indptr[1:] - 1).clamp(min=0)
         skipped = rows.positions[ends.clamp(max=len(rows.positions) - 1)] + 1 - rows.kv_lens
         position = rows.positions - skipped[request] - 1
@@ -136,7 +136,7 @@ class ToyHead:
         return torch.where(found < 0, len(self.kept) - 1, found)
 
     def _tokens(self, rows: DraftRows, request: Tensor) -> Tensor:
-        """The token behind each row, of the text or of the drafts."""
+        """Return the token after each row, from the text or from the drafts."""
         slot = rows.slots[request].clamp(min=0).long()
         position = rows.positions + 1
         draft = position - rows.lens[slot]

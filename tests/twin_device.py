@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A GPU as the engine sees one, made of CPU memory: what only a GPU would punish fails here.
+"""A fake GPU in CPU memory: mistakes that only a GPU would expose fail here.
 
-Host and device blocks are two, and what a step does not copy stays poison. A capture records the
-calls into the compiled module without running them, and torch's own operators; a replay repeats
-just those, with the very tensors and numbers of the capture: as a CUDA graph does.
+Host and device blocks are separate, and what a step does not copy stays poisoned. A capture records
+the calls into the compiled module without running them, and torch's own operators. A replay repeats
+exactly those, with the same tensors and numbers as the capture, as a CUDA graph does.
 """
 
 from collections.abc import Callable, Iterator
@@ -29,12 +29,12 @@ OP_MODULES: list[ModuleType] = [
     *(attention, batching, dense, linear_attention, moe, ngram, runtime, sampling),
 ]
 
-# Questions, even where they are asked with a tensor.
+# Queries, which run immediately even if their arguments include tensors.
 _ANSWERS = ("_bytes", "_size")
 
 
 class _Recorder:
-    """Stands in for the compiled module: takes down the ops, lets questions be answered."""
+    """Stand-in for the compiled module: records op calls and lets queries run."""
 
     def __init__(self, module: Any, calls: list[tuple[Any, tuple[Any, ...]]]) -> None:
         self._module = module
@@ -55,7 +55,7 @@ class _Recorder:
 
 
 class _TorchRecorder(TorchDispatchMode):
-    """Takes down torch's operators; what one makes anew, a replay makes anew in its place."""
+    """Mode that records torch's operators; a replay recomputes new tensors in their old memory."""
 
     def __init__(self, calls: list[tuple[Any, tuple[Any, ...]]]) -> None:
         super().__init__()
@@ -88,10 +88,10 @@ def _recording(calls: list[tuple[Any, tuple[Any, ...]]]) -> Iterator[None]:
 
 
 class TwinDevice:
-    """Implements `specops.engine.device.Device`.
+    """Implementation of `specops.engine.device.Device` on the CPU.
 
     Args:
-        captures: replay the steps that repeat.
+        captures: whether repeating steps are captured and replayed.
         poison: byte that fills all device memory before each step; 0xff makes floats NaN and
             integers -1, 0x7f makes both huge.
     """

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every argument of every op, given values that nobody should give: a program of its own.
+"""Fuzzed arguments: invalid values for every argument of every op, as a separate program.
 
-`python tests/wild_values.py MODULE CALLS [EVERY]` goes through the ops that _C.pyi lists, as
-test_errors.py knows how to call them. MODULE is `cpu`, or `simt` for the interpreter of the CUDA
-kernels; CALLS is `compiled` for the functions of the compiled module, `public` for the documented
-ones. Of the cases it tries every EVERYth. A call may go through, or raise a ValueError that says
-op, argument, what it must be and what it is; anything else is printed, and the exit code is 1. A
-crash ends the program, so tensors end where a page begins that nobody may touch.
+`python tests/wild_values.py MODULE CALLS [EVERY]` goes through the ops that _C.pyi lists, called as
+in test_errors.py. MODULE is `cpu`, or `simt` for the interpreter of the CUDA kernels; CALLS is
+`compiled` for the functions of the compiled module, `public` for the documented ones. Every EVERYth
+case is tried. A call may succeed, or raise a ValueError that names the op and the argument, says
+what the argument must be and what it is; anything else is printed, and the exit code is 1. A crash
+ends the program, so tensors are placed right before an inaccessible page.
 """
 
 import ctypes
@@ -36,7 +36,7 @@ LIBC = ctypes.CDLL(None, use_errno=True)
 
 
 def guarded(tensor: Tensor) -> Tensor:
-    """Equal numbers that end where the memory of this process does."""
+    """Return a copy of the tensor that ends right before an inaccessible page."""
     if tensor.numel() == 0 or not tensor.is_contiguous() or tensor.is_quantized:
         return tensor
     num_bytes = tensor.numel() * tensor.element_size()
@@ -50,14 +50,14 @@ def guarded(tensor: Tensor) -> Tensor:
 
 
 class Indexed:
-    """Says that it is an int, and then is none."""
+    """An object that claims to be an int, but raises when converted."""
 
     def __index__(self) -> int:
         raise RuntimeError("nothing that an op should hear")
 
 
 class Subclass(Tensor):
-    """A tensor of a class of its own."""
+    """A subclass of Tensor."""
 
 
 def fake(tensor: Tensor) -> Tensor:
@@ -65,7 +65,7 @@ def fake(tensor: Tensor) -> Tensor:
         return mode.from_tensor(tensor)
 
 
-# What no argument of any op is; its message must name the argument.
+# Values that no argument of any op accepts; the message must name the argument.
 NOTHING: dict[str, Any] = {
     "str": "rejection",
     "empty str": "",
@@ -86,7 +86,7 @@ NOTHING: dict[str, Any] = {
     "nested": [[1], "x"],
 }
 
-# What some argument may be.
+# Values that some argument may accept.
 NUMBERS: dict[str, Any] = {
     "none": None,
     "true": True,
@@ -116,7 +116,7 @@ NUMBERS: dict[str, Any] = {
     "tuple of fifteen": (3,) * 15,
 }
 
-# Of a good tensor.
+# Changes of a good tensor.
 TENSORS: dict[str, Callable[[Tensor], Any]] = {
     "scalar": lambda t: torch.zeros((), dtype=t.dtype),
     "rank": lambda t: t.unsqueeze(-1),
@@ -164,13 +164,13 @@ def is_real(tensor: Tensor) -> bool:
 
 def narrow(values: dict[str, Callable[[Tensor], Any]], tensor: Tensor) -> Iterator[tuple[str, Any]]:
     for name, change in values.items():
-        # Torch itself makes no such tensor of some.
+        # Torch itself cannot make some of these tensors.
         with suppress(IndexError, OverflowError, RuntimeError, TypeError):
             yield name, change(tensor)
 
 
 def wild_values(good: Any) -> Iterator[tuple[str, Any, bool]]:
-    """Names and values for an argument, and whether the value is nothing that anybody takes."""
+    """Yield names and values for an argument, and whether no argument may accept the value."""
     yield from ((name, value, True) for name, value in NOTHING.items())
     yield from ((name, value, False) for name, value in NUMBERS.items())
     if isinstance(good, Tensor):
@@ -183,7 +183,7 @@ def wild_values(good: Any) -> Iterator[tuple[str, Any, bool]]:
 
 
 def in_bfloat16(good: dict[str, Any]) -> dict[str, Any]:
-    """What CUDA kernels take beside caches of 8 bits."""
+    """Return the arguments with the dtypes that CUDA kernels support beside 8-bit caches."""
     names = {"q", "k", "v", "out", "q_out", "q_norm_weight", "k_norm_weight"} & set(good)
     return good | {name: good[name].bfloat16() for name in names}
 
@@ -258,7 +258,7 @@ def public_calls(module: Any) -> Iterator[tuple[str, Callable[[], dict[str, Any]
 
 
 def whole_call(name: str) -> dict[str, Any]:
-    """A good call of a documented function, with its numbers and what it reads fields of."""
+    """Return the arguments of a good call of a documented function, including its numbers."""
     good = {**GOOD_CALLS[name](), **public_call(name)[1]}
     given = public_call(name)[1]
     options = (
@@ -289,22 +289,22 @@ def whole_call(name: str) -> dict[str, Any]:
 
 
 SENTENCE = re.compile(r"(?s)^(\w+): (.+?) (must be .+, got .+|has no key .+)")
-# Where the message speaks of another name than the caller's: the argument it goes on into.
+# Cases whose message uses another name than the caller's: the inner argument it is passed to.
 ALSO_CALLED = {
     ("linear_kernels", "rows"): "num_rows",
     ("ngram_propose", "scan_tokens"): "index.scan_tokens",
     ("ngram_propose", "index_tokens"): "index.index_tokens",
-    ("attention_workspace_size", "q_shape"): "rows",  # of an array of three rows
+    ("attention_workspace_size", "q_shape"): "rows",  # for an array of three rows
 }
-# Which of NOTHING some argument takes after all.
+# Values of NOTHING that some argument accepts after all.
 TAKEN = {
     ("packed_weight_layout", "device"): ("str", "empty str"),  # the type of any device
     ("linear", "out_dtype"): ("dtype",),
     ("attention_workspace_size", "q_shape"): ("range",),
     ("attention_workspace_size", "device"): ("device",),
-    ("rope_cos_sin", "scaling"): ("dict",),  # and is told that it has no such key
+    ("rope_cos_sin", "scaling"): ("dict",),  # whose error says that a key is missing
 }
-# Of these the wrapper would make outputs that no memory holds, or torch computes in its own way.
+# For these the wrapper would allocate impossible outputs, or torch computes in its own way.
 NOT_PUBLIC = {"endless and empty", "vast"}
 NOT_COUNTED = {"fake", "subclass"}
 SPEAKS_FOR = {
@@ -314,7 +314,7 @@ SPEAKS_FOR = {
 
 
 def fault_of(op: str, argument: str, call: Callable[[], Any], is_nothing: bool) -> str:
-    """What is wrong with how a call ends; "" for nothing."""
+    """Return what is wrong with the outcome of a call; "" if nothing."""
     try:
         call()
     except ValueError as error:

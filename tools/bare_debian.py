@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`python -m tools.bare_debian`: from a wheel to the first token, on a Debian with Python alone.
+"""`python -m tools.bare_debian`: from a wheel to the first token, on a Debian with only Python.
 
-Makes the smallest Debian that has Python in build/bare, by debootstrap as root: no compiler, no
-make. The wheel of `make wheel` and what it needs are installed there without a network. The bundled
-model completes a text twice, and instruction sets are those of this tree. Prints seconds and MB.
-Wheels of others are downloaded here before, so this Python must be Debian's version.
+It uses debootstrap as root to make the smallest Debian with Python in build/bare, without compiler
+or make. The wheel of `make wheel` and its dependencies are installed there without a network. The
+bundled model completes a text twice, and instruction sets are those of this tree. Prints seconds
+and MB. Dependencies are downloaded outside first, so this Python must be Debian's version.
 """
 
 import argparse
@@ -24,13 +24,13 @@ WORK = ROOT / "build" / "bare"
 SYSTEM = WORK / "root"
 PACKAGES = "python3,python3-venv"
 PROMPT = "def add(a, b):"
-# Whatever could compile.
+# Programs that could compile.
 COMPILERS = ("gcc", "g++", "cc", "c++", "clang", "make", "cmake", "ninja", "ld", "as")
 PATHS = ("usr/bin", "usr/local/bin", "specops/bin")
 
 
 def make_system(suite: str) -> None:
-    """Makes it, unless it is there."""
+    """Make the system, unless it exists."""
     if (SYSTEM / "usr/bin/python3").is_file():
         return
     command = ["debootstrap", "--variant=minbase", f"--include={PACKAGES}", suite]
@@ -38,8 +38,8 @@ def make_system(suite: str) -> None:
 
 
 def inside(command: Sequence[str]) -> tuple[float, str]:
-    """Runs a command there, in an environment of its own; returns seconds and what it prints."""
-    clean = ["env", "-i", "LANG=C.UTF-8"]  # commands begin at the root
+    """Run a command in the system with a clean environment; return seconds and its output."""
+    clean = ["env", "-i", "LANG=C.UTF-8"]  # commands start in the root directory
     begin = time.monotonic()
     done = subprocess.run(
         ["chroot", str(SYSTEM), *clean, *command], check=True, text=True, stdout=subprocess.PIPE
@@ -48,12 +48,12 @@ def inside(command: Sequence[str]) -> tuple[float, str]:
 
 
 def megabytes(path: Path) -> float:
-    """What the files of a folder take."""
+    """Return the total size of the files of a folder in MB."""
     return sum(one.lstat().st_size for one in path.rglob("*") if not one.is_dir()) / 1e6
 
 
 def missing() -> str:
-    """What this needs and does not find; empty: nothing."""
+    """Return what is missing on this machine; empty if nothing."""
     if os.geteuid():
         return "root is needed, for debootstrap and chroot"
     if shutil.which("debootstrap") is None and not SYSTEM.is_dir():
@@ -62,7 +62,7 @@ def missing() -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Returns the exit status."""
+    """Run the check; return the exit status."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--wheel", type=Path, help="default: that of build/wheels")
     parser.add_argument("--suite", default="bookworm", help="of Debian (default: %(default)s)")

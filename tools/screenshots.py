@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Takes the screenshots of the page for docs/: `python -m tools.screenshots`.
+"""Take the screenshots of the page for docs/: `python -m tools.screenshots`.
 
-And records the race that the page plays at the first visit.
+Also records the race that the page plays at the first visit.
 """
 
 import json
@@ -27,17 +27,17 @@ DOCS = ROOT / "docs"
 RECORDED = ROOT / "python/specops/server/playground/recorded.json"
 RACE = {"mode": "race", "method": "ngram", "k": "4", "tokens": "96"}
 RECORDED_RACES = 8
-MOST_BYTES = 200_000  # of a picture
+MOST_BYTES = 200_000  # per picture
 START_SECONDS = 120.0
 SEED = "6"
 
 
 def main() -> None:
-    """Serves the bundled model, and takes the pictures of it."""
+    """Serve the bundled model, and take the screenshots."""
     chromium = shutil.which("chromium") or shutil.which("chromium-browser")
     if chromium is None:
         sys.exit("Chromium must be installed to take screenshots")
-    sandbox = ["--no-sandbox"] if os.geteuid() == 0 else []  # Chromium has none for root
+    sandbox = ["--no-sandbox"] if os.geteuid() == 0 else []  # Chromium cannot sandbox as root
     with serving() as url, sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=chromium, args=sandbox)
         record(browser, url, RECORDED)
@@ -48,7 +48,7 @@ def main() -> None:
 
 @contextmanager
 def serving() -> Iterator[str]:
-    """A server of the bundled model, in a process of its own."""
+    """Run a server of the bundled model in its own process; yield its URL."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -68,7 +68,7 @@ def serving() -> Iterator[str]:
 
 
 def answers(url: str) -> bool:
-    """Whether the server is there."""
+    """Return whether the server is healthy."""
     try:
         urllib.request.urlopen(f"{url}health", timeout=5).close()
     except (urllib.error.URLError, OSError):
@@ -77,7 +77,7 @@ def answers(url: str) -> bool:
 
 
 def run(page: Page, url: str, **settings: str) -> None:
-    """Runs what a link's settings say, after a first time that warms caches up."""
+    """Run the page with a link's settings twice; the first run warms up caches."""
     page.goto(f"{url}#{urlencode({'seed': SEED, **settings})}")
     expect(page.locator("#model")).to_contain_text("context of")
     for _ in range(2):
@@ -88,7 +88,7 @@ def run(page: Page, url: str, **settings: str) -> None:
 
 
 def save(page: Page, path: Path, *, above: str = "#history") -> None:
-    """Writes the picture, down to what stands below it: the end of the results if nothing else."""
+    """Save a screenshot of the page down to the element `above`, by default the results' end."""
     page.mouse.move(0, 0)
     end = page.locator(above).evaluate("one => one.getBoundingClientRect().top + scrollY")
     width = page.evaluate("innerWidth")
@@ -101,13 +101,13 @@ def save(page: Page, path: Path, *, above: str = "#history") -> None:
 
 
 def machine() -> str:
-    """The CPUs that the server runs on."""
+    """Return the CPUs that the server runs on."""
     names = re.findall(r"^model name\s*: (.*)", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
     return f"{len(os.sched_getaffinity(0))} threads of {names[0] if names else 'this machine'}"
 
 
 def events_of(body: str) -> list[Any]:
-    """What a stream says of the steps, without what the page does not read."""
+    """Return the step events of a stream, without fields that the page does not read."""
     kept = []
     for frame in body.split("\n\n"):
         data = frame.removeprefix("data: ")
@@ -131,14 +131,14 @@ def events_of(body: str) -> list[Any]:
 
 
 def last_second(events: list[Any]) -> float:
-    """When the last step of a stream ended."""
+    """Return when the last step of a stream ended."""
     return float(
         max(one["step"]["seconds"] for event in events for one in event["choices"] if one["step"])
     )
 
 
 def record(browser: Browser, url: str, path: Path) -> None:
-    """The quickest of some races of the page's first example: prompt, machine and both streams."""
+    """Record the fastest of several races of the page's first example, with prompt and machine."""
     page = browser.new_page(viewport={"width": 1040, "height": 900})
     responses: list[Any] = []
     page.on("response", lambda one: responses.extend([one] * ("/v1/completions" in one.url)))
@@ -160,7 +160,7 @@ def record(browser: Browser, url: str, path: Path) -> None:
 
 
 def race(browser: Browser, url: str, path: Path) -> None:
-    """A race of plain decoding against n-gram drafts, without the charts, for the README."""
+    """Take a race of plain decoding against n-gram drafts, without the charts, for the README."""
     page = browser.new_page(viewport={"width": 1040, "height": 900})
     run(page, url, **RACE)
     page.evaluate("document.activeElement.blur()")
@@ -169,8 +169,8 @@ def race(browser: Browser, url: str, path: Path) -> None:
 
 
 def tree(browser: Browser, url: str, path: Path) -> None:
-    """Trees of drafts by the MTP module, what was rejected, and one token's card, in the dark."""
-    # So high that nothing need be scrolled: the card stands beside its token.
+    """Take the MTP module's draft trees with rejected drafts and one token's card, in dark mode."""
+    # Tall enough to need no scrolling: the card is drawn next to its token.
     page = browser.new_page(viewport={"width": 1040, "height": 1360}, color_scheme="dark")
     run(
         page,

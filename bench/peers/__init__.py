@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The peers: each runs in bench/.venv as a process of its own."""
+"""The peers; each runs in bench/.venv in its own process."""

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """arctic-inference's suffix decoding through its public class, as vLLM's proposer drives it.
 
-A step of a batch is a loop over its requests: append what is new, then ask for a draft after the
-last tokens of the sequence. It has no file to save to and nothing that runs in the background.
+A step of a batch is a loop over its requests: append what is new, then request a draft after the
+last tokens of the sequence. It cannot save to a file and runs nothing in the background.
 """
 
 from collections.abc import Mapping, Sequence
@@ -14,7 +14,7 @@ from suffix_replay import Batch, Call, Side, Tokens, serve_side
 
 
 class Arctic(Side):
-    """The class, with the parameters that vLLM gives it."""
+    """The class, with the parameters that vLLM uses."""
 
     version = version("arctic-inference")
 

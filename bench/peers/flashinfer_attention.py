@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""FlashInfer's paths over a paged cache, planned before they are timed, workspaces given.
+"""FlashInfer's paths over a paged cache, planned before they are timed, with given workspaces.
 
-Each path is a function from a `Case` to the calls to time and the tensor that they write. The
-plan of every one reads lengths on the host, so it can be no part of a captured step.
+Each path is a function from a `Case` to the calls to time and the tensor that they write. Every
+plan reads lengths on the host, so it cannot be part of a captured step.
 """
 
 import math
@@ -20,7 +20,7 @@ WORKSPACE_BYTES = 128 << 20
 
 
 class Cache(Protocol):
-    """A case's keys and values: buffers for as many calls as it takes to be cold."""
+    """A case's keys and values, with enough sets of pages that each call reads cold memory."""
 
     k: Tensor
     v: Tensor
@@ -37,8 +37,8 @@ class Case:
     """Queries over a cache, each request with `q_len` rows, and the workspaces of the peer.
 
     Attributes:
-        workspace: [bytes], uint8: of the planned wrappers, which take turns with it.
-        zeros: the same for paths that count in it; zero before the first call.
+        workspace: [bytes], uint8: for the planned wrappers, which use it in turn.
+        zeros: the same for paths that keep counters in it; zero before the first call.
     """
 
     cache: Cache
@@ -63,13 +63,13 @@ Path = Callable[[Case], tuple[list[Call], Tensor]]
 
 
 def workspaces(device: torch.device, num_bytes: int = WORKSPACE_BYTES) -> tuple[Tensor, Tensor]:
-    """`workspace` and `zeros` of a Case."""
+    """Return `workspace` and `zeros` of a Case."""
     workspace = torch.empty(num_bytes, dtype=torch.uint8, device=device)
     return workspace, torch.zeros(num_bytes, dtype=torch.uint8, device=device)
 
 
 def decode(case: Case) -> tuple[list[Call], Tensor]:
-    """The decode wrapper on tensor cores; one row a request."""
+    """Plan the decode wrapper on tensor cores; one row per request."""
     if case.q_len != 1:
         raise Refused("decodes one row a request")
     cache, out = case.cache, torch.empty_like(case.q)
@@ -85,7 +85,7 @@ def decode(case: Case) -> tuple[list[Call], Tensor]:
 
 
 def prefill(backend: str) -> Path:
-    """The append wrapper with one of its kernels: fa2 or fa3."""
+    """Return the path of the append wrapper with one of its kernels: fa2 or fa3."""
 
     def path(case: Case) -> tuple[list[Call], Tensor]:
         cache, out = case.cache, torch.empty_like(case.q)
@@ -105,7 +105,7 @@ def prefill(backend: str) -> Path:
 
 
 def batch_attention(case: Case) -> tuple[list[Call], Tensor]:
-    """The persistent kernel for mixed batches; each object holds a workspace of its own."""
+    """Plan the persistent kernel for mixed batches; each object has its own workspace."""
     cache, (num_qo_heads, num_kv_heads, head_dim) = case.cache, case.heads
     out = torch.empty_like(case.q)
     lse = torch.empty(case.q.shape[:2], dtype=torch.float32, device=case.q.device)
@@ -128,7 +128,7 @@ def batch_attention(case: Case) -> tuple[list[Call], Tensor]:
 
 
 def xqa(case: Case) -> tuple[list[Call], Tensor]:
-    """The decode kernel that takes several rows a request under a packed mask."""
+    """Plan the decode kernel that takes several rows per request under a packed mask."""
     cache, out = case.cache, torch.empty_like(case.q)
     run = named("decode.xqa_batch_decode_with_kv_cache")
     arguments = given(
@@ -153,7 +153,7 @@ def xqa(case: Case) -> tuple[list[Call], Tensor]:
 
 
 def packed_causal_mask(batch: int, q_len: int, device: torch.device) -> Tensor | None:
-    """Which of a request's new rows each of them sees, low bits first.
+    """Return which of a request's new rows each of them sees, low bits first.
 
     Returns:
         [batch, q_len, words], uint16, an even number of words; None for one row, which needs none.
@@ -167,7 +167,7 @@ def packed_causal_mask(batch: int, q_len: int, device: torch.device) -> Tensor |
 
 
 def block_table(kv_indptr: Tensor, pages: Tensor) -> Tensor:
-    """[batch, most pages], int32, from pages in a row; page 0 where a request has no more."""
+    """Return [batch, most pages], int32, from the flat page list; padded with 0."""
     ends = kv_indptr.tolist()
     counts = [end - start for start, end in pairwise(ends)]
     table = torch.zeros(len(counts), max(counts), dtype=torch.int32, device=pages.device)
@@ -186,7 +186,7 @@ PATHS: dict[str, Path] = {
 
 
 def attention(label: str, case: Case, wanted: Tensor) -> list[Call]:
-    """Calls of a path for each set of pages; the first set's result is compared with `wanted`.
+    """Return a path's calls, one per set of pages; the first result is compared with `wanted`.
 
     Raises:
         Refused: this path does not run here, or not on this case.
@@ -195,7 +195,7 @@ def attention(label: str, case: Case, wanted: Tensor) -> list[Call]:
 
 
 def checked(path: Path, case: Case, wanted: Tensor) -> list[Call]:
-    """The calls of a path; the first one's result is like `wanted`, or Refused says why not."""
+    """Return the calls of a path; raise Refused if the first result is not like `wanted`."""
     written: list[Tensor] = []
 
     def build() -> list[Call]:

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """FlashInfer's cascades, planned before they are timed: its wrapper, and the same by hand.
 
-The wrapper picks its kernels itself, on Hopper one made for prefill. A fair comparison also has the
-other: own tokens and shared ones with a kernel of our choice, and FlashInfer's merge.
+The wrapper picks its kernels itself, on Hopper one made for prefill. For a fair comparison the
+benchmark also runs the parts by hand: own and shared tokens with a kernel that we choose, and
+FlashInfer's merge.
 """
 
 from collections.abc import Sequence
@@ -18,13 +19,13 @@ from bench.peers.flashinfer_peer import Call, given, named
 
 @dataclass(frozen=True)
 class Level:
-    """What groups of requests share, or have for themselves, as FlashInfer's cascade takes it.
+    """One cascade level in FlashInfer's format: the pages that groups of requests share, or own.
 
     Attributes:
         qo_indptr: rows of each group.
         kv_indptr: pages of each group.
-        kv_last_page_len: of each group.
-        kv_indices: pages, for each set of them.
+        kv_last_page_len: tokens in the last page of each group.
+        kv_indices: page indices, for each set of pages.
     """
 
     qo_indptr: Tensor
@@ -34,7 +35,7 @@ class Level:
 
 
 def multi_level(levels: Sequence[Level]) -> Path:
-    """Its wrapper for cascades, which picks its kernels itself."""
+    """Return the path of FlashInfer's cascade wrapper, which picks its kernels itself."""
 
     def path(case: Case) -> tuple[list[Call], Tensor]:
         cache = case.cache
@@ -62,7 +63,7 @@ def multi_level(levels: Sequence[Level]) -> Path:
 
 
 def two_levels(levels: Sequence[Level], backend: str) -> Path:
-    """The same by hand with one of its kernels: own tokens, shared ones, and their merge."""
+    """Return the same by hand with one of its kernels: own tokens, shared ones, and their merge."""
 
     def path(case: Case) -> tuple[list[Call], Tensor]:
         cache = case.cache
@@ -100,7 +101,7 @@ def two_levels(levels: Sequence[Level], backend: str) -> Path:
 
 
 def cascade(label: str, levels: Sequence[Level], case: Case, wanted: Tensor) -> list[Call]:
-    """Calls of a cascade for each set of pages, in one of CASCADES.
+    """Return the calls of a cascade of CASCADES, one per set of pages.
 
     Raises:
         Refused: it does not run here.

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""FlashInfer in this process, on the memory of our own cases: both are timed in one run, in turn.
+"""FlashInfer in this process, on the memory of our own cases: both are timed in turn in one run.
 
-It compiles its kernels at first use, which takes minutes. What does not run, cannot be captured
-or computes something else raises `Refused` with the reason, which the bench writes down.
+It compiles its kernels at first use, which takes minutes. A path that does not run, cannot be
+captured or computes a different result raises `Refused` with the reason, which the benchmark
+records.
 """
 
 import inspect
@@ -16,21 +17,21 @@ from torch import Tensor
 
 Call = Callable[[], object]
 
-# Of the root mean square of a result in bf16. Rounded weights and partial results make less than
-# half of it; one row that sees a few tokens too many makes several times as much.
+# Relative to the root mean square of a bf16 result. Rounded weights and partial results cause less
+# than half of it; one row that sees a few tokens too many causes several times as much.
 MOST_DIFFERENCE = 0.01
 
 
 class Refused(Exception):
-    """Why a path of a peer is not among the figures."""
+    """Error that says why a path of a peer is not among the figures."""
 
 
 @cached
 def module() -> ModuleType:
-    """The package.
+    """Return the package.
 
     Raises:
-        Refused: it is not installed, or fails on a need of its own.
+        Refused: it is not installed, or one of its dependencies fails.
     """
     try:
         import flashinfer
@@ -40,7 +41,7 @@ def module() -> ModuleType:
 
 
 def named(path: str) -> Any:
-    """A function or class of the package by its dotted name; Refused if this version lacks it."""
+    """Return a function or class of the package by dotted name; Refused if it is missing."""
     found: Any = module()
     for part in path.split("."):
         found = getattr(found, part, None)
@@ -50,7 +51,7 @@ def named(path: str) -> Any:
 
 
 def given(function: Callable[..., Any], **arguments: Any) -> dict[str, Any]:
-    """Those arguments that this version's function takes."""
+    """Return those of the arguments that this version's function accepts."""
     parameters = inspect.signature(function).parameters.values()
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
         return arguments
@@ -59,7 +60,7 @@ def given(function: Callable[..., Any], **arguments: Any) -> dict[str, Any]:
 
 
 def made(build: Callable[[], list[Call]]) -> list[Call]:
-    """The calls that `build` plans, whatever it fails on told as Refused."""
+    """Return the calls that `build` plans; raise Refused for any error in it."""
     try:
         return build()
     except Refused:
@@ -69,15 +70,15 @@ def made(build: Callable[[], list[Call]]) -> list[Call]:
 
 
 def working(calls: list[Call], result: Tensor | None = None, wanted: Tensor | None = None) -> None:
-    """Runs the first call (kernels are compiled then) and captures it.
+    """Run the first call (kernels are compiled then) and capture it.
 
     Args:
-        calls: what would be timed.
-        result: where the first call leaves its result; None: nothing to compare.
-        wanted: what it should be like.
+        calls: the calls to time.
+        result: output of the first call; None if there is nothing to compare.
+        wanted: expected output.
 
     Raises:
-        Refused: it fails, cannot be captured, or the result is another.
+        Refused: it fails, cannot be captured, or the result differs.
     """
     try:
         calls[0]()

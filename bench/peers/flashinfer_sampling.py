@@ -1,17 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""FlashInfer's pipelines of sampling and of verification, on logits of fp32."""
+"""FlashInfer's pipelines of sampling and of verification, on fp32 logits."""
 
 import torch
 from torch import Tensor
 
 from bench.peers.flashinfer_peer import Call, given, made, named, working
 
-# Torch's generator cannot be asked while a graph is captured.
+# Torch's generator cannot be used while a graph is captured.
 RANDOM = {"seed": 1, "offset": 0}
 
 
 def sampling(what: str, logits: list[Tensor], top_k: int, top_p: float) -> list[Call]:
-    """Top-k and top-p sampling of every row.
+    """Return calls of top-k and top-p sampling of every row.
 
     Raises:
         Refused: it does not run here.
@@ -33,7 +33,7 @@ def sampling(what: str, logits: list[Tensor], top_k: int, top_p: float) -> list[
 def chain_verification(
     logits: list[Tensor], drafts: Tensor, top_p: float, draft_probs: Tensor
 ) -> list[Call]:
-    """Softmax, top-p renormalisation and chain verification: its pipeline of one step.
+    """Return its pipeline of one step: softmax, top-p renormalization and chain verification.
 
     Raises:
         Refused: it does not run here.
@@ -41,7 +41,8 @@ def chain_verification(
     batch, num_drafts = drafts.shape
     softmax, renorm = named("sampling.softmax"), named("sampling.top_p_renorm_probs")
     verify = named("sampling.chain_speculative_sampling")
-    # It adds to these; made by the call itself they would be filled in it.
+    # The kernel adds to these counters; if the call allocated them, it would also have to clear
+    # them.
     counts = torch.zeros(2, batch, dtype=torch.int32, device=drafts.device)
     counters = given(
         verify,

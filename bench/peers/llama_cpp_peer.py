@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """llama.cpp in bf16 (KV in f16, its default) through its C API, without per-token Python layers.
 
-Flash attention is off and sequences have KV streams of their own: its faster settings on a CPU.
-Greedy is a numpy argmax of its logits; at a temperature its own sampler draws, once a token, with a
-seed for each prompt. Prompt lookup drafts by llama-cpp-python's own rule.
+Flash attention is off and sequences have their own KV streams: its faster settings on a CPU. Greedy
+decoding is a numpy argmax of its logits; at a temperature its own sampler draws, once a token, with
+a seed for each prompt. Prompt lookup drafts by llama-cpp-python's own rule.
 """
 
 import time
@@ -19,14 +19,14 @@ _state: dict[str, Any] = {}
 
 
 def start(threads: int) -> Answer:
-    """Fixes the threads; names the version."""
+    """Set the number of threads; return the version."""
     llama_cpp.llama_backend_init()
     _state["threads"] = threads
     return {"version": f"llama-cpp-python {llama_cpp.__version__}"}
 
 
 def load(model: str, mapped: bool = True) -> Answer:
-    """Maps a GGUF file, or reads it."""
+    """Map a GGUF file, or read it."""
     params = llama_cpp.llama_model_default_params()
     params.load_mode = llama_cpp.LLAMA_LOAD_MODE_MMAP if mapped else llama_cpp.LLAMA_LOAD_MODE_NONE
     _state["model"] = llama_cpp.llama_model_load_from_file(model.encode(), params)
@@ -38,7 +38,7 @@ def load(model: str, mapped: bool = True) -> Answer:
 
 
 def prepare(batch: int, kv_len: int, rows: int) -> Answer:
-    """Prefills one sequence of random tokens and copies its KV to the others."""
+    """Prefill one sequence of random tokens and copy its KV to the others."""
     _new_context(kv_len + rows, batch)
     generator = np.random.default_rng(0)
     for begin in range(0, kv_len, 512):
@@ -65,7 +65,7 @@ def prepare(batch: int, kv_len: int, rows: int) -> Answer:
 
 
 def step(steps: int) -> Answer:
-    """Mean seconds of one step: rows new tokens a request, argmax of every row."""
+    """Return the mean seconds of one step: `rows` new tokens per request, argmax of every row."""
     memory = llama_cpp.llama_get_memory(_state["context"])
     begun = time.perf_counter()
     for _ in range(steps):
@@ -79,7 +79,7 @@ def step(steps: int) -> Answer:
 def generate(
     prompts: list[list[int]], max_tokens: int, lookup: int, temperature: float = 0.0
 ) -> Answer:
-    """Tokens of each prompt, end-of-text ignored; `lookup` drafts by prompt lookup."""
+    """Return the tokens of each prompt, end-of-text ignored; `lookup` drafts by prompt lookup."""
     _new_context(max(map(len, prompts)) + max_tokens + lookup + 1, 1)
     done = []
     for seed, prompt in enumerate(prompts):
@@ -96,13 +96,13 @@ def _argmax(logits: np.ndarray, row: int) -> int:
 
 
 def _sampler(temperature: float, seed: int) -> Callable[[np.ndarray, int], int]:
-    """Draws of the batch's last tokens; it takes one random number a call."""
+    """Return a sampler of the batch's last tokens; it uses one random number per call."""
     chain = llama_cpp.llama_sampler_chain_init(llama_cpp.llama_sampler_chain_default_params())
     llama_cpp.llama_sampler_chain_add(chain, llama_cpp.llama_sampler_init_temp(temperature))
     llama_cpp.llama_sampler_chain_add(chain, llama_cpp.llama_sampler_init_dist(seed))
 
     def choose(logits: np.ndarray, row: int) -> int:
-        # Counted from the end, as the output of a prompt is not at its place in the batch.
+        # Index from the end: the output of a prompt is not at its batch position.
         return llama_cpp.llama_sampler_sample(chain, _state["context"], row - len(logits))
 
     return choose
@@ -111,7 +111,7 @@ def _sampler(temperature: float, seed: int) -> Callable[[np.ndarray, int], int]:
 def _generate(
     prompt: list[int], max_tokens: int, lookup: int, choose: Callable[[np.ndarray, int], int]
 ) -> tuple[list[int], float]:
-    """Tokens, and the seconds from the first of them to the last."""
+    """Return tokens, and the seconds from the first of them to the last."""
     memory = llama_cpp.llama_get_memory(_state["context"])
     llama_cpp.llama_memory_clear(memory, False)
     for begin in range(0, len(prompt), 512):
@@ -142,9 +142,9 @@ def _generate(
 
 
 def replay(prompts: list[list[int]], replies: list[list[int]], lookup: int) -> Answer:
-    """What prompt lookup drafts of texts: accepted drafts and rows of every step, without a model.
+    """Return accepted drafts and rows of every prompt-lookup step on given texts, without a model.
 
-    The first token of a reply is that of the prompt's step.
+    The prompt's step emits the first token of a reply.
     """
     steps = []
     for prompt, reply in zip(prompts, replies, strict=True):
@@ -179,7 +179,7 @@ def _new_context(length: int, sequences: int) -> None:
 
 
 def _decode(entries: list[tuple[int, int, int]], outputs: int) -> np.ndarray:
-    """One llama_decode of (sequence, position, token) rows; logits of the last `outputs`."""
+    """Run one llama_decode of (sequence, position, token) rows; return `outputs` last logits."""
     batch, context = _state["batch_buffer"], _state["context"]
     batch.n_tokens = len(entries)
     for i, (sequence, position, token) in enumerate(entries):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Makes an exported model's weights int8 or int4: `openvino_compress.py EXPORTED OUT KIND`.
+"""Quantize an exported model's weights to int8 or int4: `openvino_compress.py EXPORTED OUT KIND`.
 
 Symmetric, as OpenVINO's own tools make them: int8 with a scale for each output; int4 in groups of
 128, embedding and head int8.
@@ -19,7 +19,7 @@ MODES = {
 
 
 def main(exported: Path, out: Path, kind: str) -> None:
-    """Copies what is not the model."""
+    """Write the compressed model, and copy all other files."""
     shutil.copytree(exported, out, ignore=shutil.ignore_patterns("openvino_model.*"))
     model = openvino.Core().read_model(exported / "openvino_model.xml")
     openvino.save_model(nncf.compress_weights(model, **MODES[kind]), out / "openvino_model.xml")

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Exports a checkpoint for OpenVINO: `openvino_export.py CHECKPOINT OUT`.
+"""Export a checkpoint for OpenVINO: `openvino_export.py CHECKPOINT OUT`.
 
 Runs with bench/.venv/export ahead of the peers' packages: the exporter needs an older transformers
-than the one that is measured.
+than the measured one.
 """
 
 import sys

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""OpenVINO GenAI in bf16: one row a request in its continuous batching, more in its paged model.
+"""OpenVINO GenAI in bf16: one row per request in continuous batching, more in its paged model.
 
-One row a request is a `step()` of `ContinuousBatchingPipeline`. Several rows a request are a call
-of the same model after the paged-attention transform, on which its speculating pipelines run, with
-argmax of every row.
+One row per request is a `step()` of `ContinuousBatchingPipeline`. Several rows per request are a
+call of the same model after the paged-attention transform, which its speculating pipelines use,
+with argmax of every row.
 """
 
 import time
@@ -20,7 +20,7 @@ _state: dict[str, Any] = {}
 
 
 def start(threads: int) -> Answer:
-    """Fixes the threads; names the version."""
+    """Set the number of threads; return the version."""
     _state["options"] = {
         "INFERENCE_PRECISION_HINT": "bf16",
         "INFERENCE_NUM_THREADS": threads,
@@ -30,18 +30,18 @@ def start(threads: int) -> Answer:
 
 
 def load(model: str) -> Answer:
-    """Notes the exported model; pipelines are made when a request needs one."""
+    """Record the exported model; pipelines are created when a request needs one."""
     _state.update(model=model, pipeline=None, infer=None)
     return {}
 
 
 def prepare(batch: int, kv_len: int, rows: int) -> Answer:
-    """Brings `batch` requests to `kv_len` positions, by prefill or in a filled cache."""
+    """Bring `batch` requests to `kv_len` positions, by prefill or in a filled cache."""
     _state.update(pipeline=None, infer=None)
     generator = np.random.default_rng(0)
     if rows == 1:
         _state["pipeline"] = pipeline = _pipeline(lookup=0)
-        # A request whose handle is gone is dropped.
+        # A request is dropped when its handle is deleted.
         _state["handles"] = [
             pipeline.add_request(
                 request,
@@ -60,7 +60,7 @@ def prepare(batch: int, kv_len: int, rows: int) -> Answer:
 
 
 def step(steps: int) -> Answer:
-    """Mean seconds of one step."""
+    """Return the mean seconds of one step."""
     begun = time.perf_counter()
     for _ in range(steps):
         if _state["pipeline"]:
@@ -72,7 +72,7 @@ def step(steps: int) -> Answer:
 
 
 def generate(prompts: list[list[int]], max_tokens: int, lookup: int) -> Answer:
-    """Greedy tokens of each prompt, end-of-text ignored; `lookup` drafts by prompt lookup."""
+    """Return the greedy tokens of each prompt, end-of-text ignored; `lookup` drafts by lookup."""
     _state.update(pipeline=None, infer=None)
     pipeline = _pipeline(lookup)
     token_ids = []

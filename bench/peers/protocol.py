@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The loop every peer runs: a JSON request per line in, a JSON answer per line out.
 
-Runs in the peers' own environment, so it needs nothing but the standard library. Prints of a
-library go to stderr, which the bench keeps as bench/work/<peer>.log.
+Runs in the peers' own environment, so it uses only the standard library. Output of a library goes
+to stderr, which the benchmark stores as bench/work/<peer>.log.
 """
 
 import json
@@ -16,7 +16,7 @@ Answer = dict[str, Any]
 
 
 def serve(handlers: Mapping[str, Callable[..., Answer]]) -> None:
-    """Answers requests until stdin ends; `op` names the handler, the rest are its arguments."""
+    """Answer requests until stdin ends; `op` names the handler, the rest are its arguments."""
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     for line in sys.stdin:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`python -m bench.peers.setup`: makes bench/.venv, the environment of the peers.
+"""`python -m bench.peers.setup`: make bench/.venv, the environment of the peers.
 
-Two come last and may fail, because they are built from source, which needs a compiler and minutes:
-arctic-inference and llama-cpp-python. The bench leaves out a missing peer.
+The last two may fail, because they are built from source, which needs a compiler and minutes:
+arctic-inference and llama-cpp-python. The benchmarks skip a missing peer.
 """
 
 import argparse
@@ -14,16 +14,16 @@ from pathlib import Path
 PEERS = Path(__file__).resolve().parent
 VENV = PEERS.parent / ".venv"
 MEASURED = ("numpy", "transformers", "openvino", "openvino-genai", "openvino-tokenizers", "gguf")
-# The exporter pins an older transformers and asks for torchvision, which it does not need.
+# The exporter pins an older transformers and requires torchvision, which it does not need.
 EXPORTER = ("transformers", "requests", "setuptools")
 EXPORTER_ALONE = ("optimum-intel", "optimum")
-# What the suffix trees of arctic-inference are built with. What else it names (grpc, CUDA) has no
-# part in them, and an isolated build would fetch another torch.
+# Build requirements for the suffix trees of arctic-inference. Its other requirements (grpc, CUDA)
+# are not used by them, and an isolated build would fetch another torch.
 ARCTIC_BUILD = ("nanobind", "setuptools", "wheel", "cmake", "ninja")
 
 
 def main() -> None:
-    """Installs what is missing, torch first and alone."""
+    """Install what is missing, torch first and alone."""
     parser = argparse.ArgumentParser(prog="python -m bench.peers.setup", description=__doc__)
     parser.add_argument("--pip-args", default="", help="handed to every pip call")
     extra = parser.parse_args().pip_args.split()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Our own suffix cache in a process of its own, so that it is measured as its peer is.
+"""Our own suffix cache in a separate process, so that it is measured as its peer is.
 
 A step of a batch is one call, between the tensors that `verify` and `commit` wrote and those that
 the next step drafts into.
@@ -17,7 +17,7 @@ from suffix_replay import Batch, Call, Side, Tokens, serve_side
 
 
 class Specops(Side):
-    """The class with its defaults; drafts end at the depth of the tree unless asked otherwise."""
+    """`SuffixCache` with its defaults; drafts end at the tree's depth unless `read_on` is set."""
 
     version = specops.__version__
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The measured loops over a suffix cache, the same for every side.
 
-Each side runs them in a process of its own, with a `Side` that calls its library.
+Each side runs them in its own process, with a `Side` that calls its library.
 
 Only calls into a library are timed, with prepared arguments; the cost of reading the clock is
 subtracted. Times are CPU time unless they say `wall`.
@@ -28,69 +28,69 @@ PAGE = os.sysconf("SC_PAGE_SIZE")
 
 
 class Batch(Protocol):
-    """Rows of running requests that take their steps together."""
+    """Rows of running requests that step together."""
 
     def prepare(self, new: Sequence[Tokens], contexts: Sequence[Tokens]) -> None:
-        """Lays out what the next step is given: a row's new tokens, and its text up to there."""
+        """Prepare the next step's arguments: each row's new tokens, and its text up to there."""
 
     def step(self) -> None:
-        """Appends every row's new tokens and drafts for every row; this is timed."""
+        """Append every row's new tokens and draft for every row; this is timed."""
 
     def drafts(self) -> list[list[int]]:
-        """What the last step drafted."""
+        """Return the drafts of the last step."""
 
 
 class Side(Protocol):
-    """A library under measurement. What is timed comes back as a function and its arguments."""
+    """A library under measurement. Timed operations return a function and its arguments."""
 
     version: str
 
     def open(self, depth: int, max_cached_requests: int, read_on: bool) -> None:
-        """A new cache."""
+        """Create a new cache."""
 
     @abstractmethod
     def start(self, request: int, prompt: Tokens) -> Call:
-        """Opens a request."""
+        """Open a request."""
 
     @abstractmethod
     def extend(self, request: int, token_ids: Tokens) -> Call:
-        """Appends to its response."""
+        """Append to its response."""
 
     @abstractmethod
     def speculate(self, request: int, context: Tokens, factor: float) -> Call:
-        """A draft, whose `token_ids` are a list."""
+        """Draft; the result's `token_ids` are a list."""
 
     @abstractmethod
     def stop(self, request: int) -> Call:
-        """Ends a request."""
+        """End a request."""
 
     @abstractmethod
     def evict(self, request: int) -> Call:
-        """Takes a response out of the cache and gives all of it back."""
+        """Remove a response from the cache and free its memory."""
 
     @abstractmethod
     def wait(self) -> None:
-        """Until nothing is being built."""
+        """Wait until background work is done."""
 
     @abstractmethod
     def batch(self, requests: Mapping[int, Any]) -> Batch:
-        """Running requests as a batch, with what starting each of them returned."""
+        """Return running requests as a batch; values are the results of starting each request."""
 
     @abstractmethod
     def threads(self, count: int) -> None:
-        """How many threads a batch may use."""
+        """Set how many threads a batch may use."""
 
     @abstractmethod
     def wake(self) -> None:
-        """Gives every thread something to do."""
+        """Wake every thread with some work."""
 
     @abstractmethod
     def save(self, path: str) -> None:
-        """Writes what is cached to a file."""
+        """Write the cached content to a file."""
 
     @abstractmethod
     def load(self, path: str) -> None:
-        """Reads it again, into a new cache."""
+        """Load the file into a new cache."""
 
 
 class Replay:
@@ -106,7 +106,7 @@ class Replay:
         self._batch: Batch | None = None
 
     def start(self, threads: int) -> Answer:
-        """On the run's last core; names the version."""
+        """Pin the process to the run's last core; return the version."""
         self._cpus = sorted(os.sched_getaffinity(0))
         os.sched_setaffinity(0, self._cpus[-1:])
         gc.disable()
@@ -116,22 +116,22 @@ class Replay:
     def open(
         self, streams: str, stream: str, depth: int, max_cached_requests: int, read_on: bool = False
     ) -> Answer:
-        """Reads a stream and makes a cache; the bytes that are resident then."""
+        """Read a stream and create a cache; return the bytes that are resident then."""
         self._shown = _read(Path(streams) / stream)
         self._held = _read(Path(streams) / f"{stream}.held")
         self._depth = depth
         self._side.open(depth, max_cached_requests, read_on)
-        # Whatever a first request sets up is no part of what a cached token costs.
+        # One-time setup by a first request must not count as the cost of a cached token.
         self._insert(-1, self._held[0][:64])
         _run(self._side.evict(-1))
         return self.resident()
 
     def resident(self) -> Answer:
-        """Bytes of the process."""
+        """Return the resident bytes of the process."""
         return {"bytes": int(Path("/proc/self/statm").read_text().split()[1]) * PAGE}
 
     def insert(self, first: int, last: int) -> Answer:
-        """Whole requests: opened, their response appended, ended."""
+        """Insert whole requests: open, append their response, end."""
         requests = self._shown[first:last]
         begun = time.process_time_ns()
         for i, token_ids in enumerate(requests, first):
@@ -140,7 +140,7 @@ class Replay:
         return {"ns": nanoseconds, "tokens": sum(map(len, requests))}
 
     def evict(self, first: int, last: int) -> Answer:
-        """Responses taken out again, oldest first."""
+        """Evict responses, oldest first."""
         tokens = sum(map(len, self._shown[first:last]))
         begun = time.process_time_ns()
         for i in range(first, last):
@@ -148,7 +148,7 @@ class Replay:
         return {"ns": time.process_time_ns() - begun, "tokens": tokens}
 
     def replay(self, held: int, factor: float = 1.0) -> Answer:
-        """A held-out request, greedily: each draft is checked, what is right is appended."""
+        """Replay a held-out request greedily: check each draft and append its right tokens."""
         request = -2 - held
         text = self._held[held][: PROMPT + GENERATED]
         _run(self._side.start(request, text[:PROMPT]))
@@ -167,28 +167,28 @@ class Replay:
         return {"draft_ns": draft_ns, "extend_ns": extend_ns, "tokens": tokens, "drafted": drafted}
 
     def forget(self, held: Sequence[int]) -> Answer:
-        """Takes the responses of replays out of the cache."""
+        """Remove the responses of replays from the cache."""
         for i in held:
             _run(self._side.evict(-2 - i))
         return {}
 
     def begin_batch(self, held: Sequence[int], generated: int) -> Answer:
-        """Running requests with `generated` tokens already in."""
+        """Start running requests with `generated` tokens already appended."""
         self._rows = {-2 - i: (self._held[i], PROMPT + generated) for i in held}
         started = {}
         for request, (text, position) in self._rows.items():
             started[request] = _run(self._side.start(request, text[:PROMPT]))
             _run(self._side.extend(request, text[PROMPT : position - 1]))
         self._side.wait()
-        # The first step brings the last of them.
+        # The first step appends the last of these tokens.
         self._fresh = [text[position - 1 : position] for text, position in self._rows.values()]
         self._batch = self._side.batch(started)
         return {}
 
     def steps(self, count: int, threads: int | None = None) -> Answer:
-        """Steps of the batch, each row with what was right of its draft and one token more.
+        """Run steps of the batch; each row appends its right drafts and one more token.
 
-        threads: for those that are awake at each step, as they are after a verification.
+        threads: number of threads, woken before each step as they would be after a verification.
         """
         assert self._batch is not None
         if threads:
@@ -221,7 +221,7 @@ class Replay:
         return {"ns": cpu, "wall_ns": wall, "tokens": tokens}
 
     def end_batch(self, evict: bool = True) -> Answer:
-        """Ends the requests of the batch and, as a rule, takes them out of the cache."""
+        """End the requests of the batch and, by default, remove them from the cache."""
         for request in self._rows:
             _run(self._side.stop(request))
             if evict:
@@ -230,7 +230,7 @@ class Replay:
         return {}
 
     def churn(self, first: int, last: int) -> Answer:
-        """Requests, one after the other, through a full cache: the time of every single call."""
+        """Run requests, one after the other, through a full cache, timing every single call."""
         cpu: list[int] = []
         wall: list[int] = []
         kinds: list[str] = []
@@ -266,7 +266,7 @@ class Replay:
         }
 
     def prompt(self, begin: int, size: int) -> Answer:
-        """Opens a long prompt: what the caller waits, and when all of it is there to draft from."""
+        """Open a long prompt: time the caller's wait, and when all of it can be drafted from."""
         text = np.concatenate(self._shown[begin : begin + size // 1024 + 1])[:size]
         os.sched_setaffinity(0, self._cpus)
         function, arguments = self._side.start(-1, np.ascontiguousarray(text))
@@ -287,13 +287,13 @@ class Replay:
         }
 
     def save(self, path: str) -> Answer:
-        """Writes the cache; the size of the file."""
+        """Write the cache; return the size of the file."""
         begun = _wall()
         self._side.save(path)
         return {"wall_ns": _wall() - begun, "bytes": Path(path).stat().st_size}
 
     def load(self, path: str) -> Answer:
-        """Reads it into a new cache."""
+        """Load the file into a new cache."""
         begun, begun_cpu = _wall(), time.process_time_ns()
         self._side.load(path)
         cpu = time.process_time_ns() - begun_cpu
@@ -312,7 +312,7 @@ class Replay:
 
 
 def serve_side(side: Side) -> None:
-    """Answers for a side until stdin ends."""
+    """Answer for a side until stdin ends."""
     replay = Replay(side)
     operations = [name for name in dir(Replay) if not name.startswith("_")]
     serve({name: getattr(replay, name) for name in operations})
@@ -327,7 +327,7 @@ def _wall() -> int:
 
 
 def _clock_cost(clock: Callable[[], int]) -> int:
-    """What two readings in a row differ by."""
+    """Return the median difference between two consecutive readings."""
     differences = []
     for _ in range(10_000):
         begun = clock()
@@ -341,7 +341,7 @@ def _run(call: Call) -> Any:
 
 
 def _accepted(draft: Sequence[int], text: Tokens) -> int:
-    """How many tokens of a draft are right; the last token of a text is never a draft's."""
+    """Return how many tokens of a draft are right; the last token of a text never counts."""
     right = 0
     for token, wanted in zip(draft, text[: len(text) - 1].tolist(), strict=False):
         if token != wanted:
@@ -351,7 +351,7 @@ def _accepted(draft: Sequence[int], text: Tokens) -> int:
 
 
 def _longest(nanoseconds: Sequence[int], kinds: Sequence[str] = ()) -> Answer:
-    """Calls, and their median, 99.9th percentile and maximum."""
+    """Return the number of calls, and their median, 99.9th percentile and maximum."""
     times = np.asarray(nanoseconds)
     return {
         "calls": len(times),
@@ -363,7 +363,7 @@ def _longest(nanoseconds: Sequence[int], kinds: Sequence[str] = ()) -> Answer:
 
 
 def _read(stem: Path) -> list[Tokens]:
-    """Requests of a stream, each an array of its own."""
+    """Return the requests of a stream, each a separate array."""
     tokens = np.load(f"{stem}.npy")
     ends = np.load(f"{stem}.ends.npy")
     return [piece.copy() for piece in np.split(tokens, ends[:-1])]

@@ -16,20 +16,20 @@ _state: dict[str, Any] = {}
 
 
 def start(threads: int) -> Answer:
-    """Fixes the threads; names the version."""
+    """Set the number of threads; return the version."""
     torch.set_num_threads(threads)
     torch.set_grad_enabled(False)
     return {"version": f"{transformers.__version__}, torch {torch.__version__}"}
 
 
 def load(model: str) -> Answer:
-    """Loads a checkpoint."""
+    """Load a checkpoint."""
     _state["model"] = Qwen3ForCausalLM.from_pretrained(model, dtype=torch.bfloat16).eval()
     return {}
 
 
 def prepare(batch: int, kv_len: int, rows: int) -> Answer:
-    """A cache of `kv_len` random positions for each of `batch` requests."""
+    """Fill a cache of `kv_len` random positions for each of `batch` requests."""
     model = _state["model"]
     config, cache = model.config, DynamicCache()
     shape = (batch, config.num_key_value_heads, kv_len, config.head_dim)
@@ -44,7 +44,7 @@ def prepare(batch: int, kv_len: int, rows: int) -> Answer:
 
 
 def step(steps: int) -> Answer:
-    """Mean seconds of one step: rows new tokens a request, argmax of every row."""
+    """Return the mean seconds of one step: `rows` new tokens per request, argmax of every row."""
     model, cache, rows = _state["model"], _state["cache"], _state["token_ids"].shape[1]
     begun = time.perf_counter()
     for _ in range(steps):
@@ -55,7 +55,7 @@ def step(steps: int) -> Answer:
 
 
 def generate(prompts: list[list[int]], max_tokens: int, lookup: int) -> Answer:
-    """Greedy tokens of each prompt, end-of-text ignored; `lookup` drafts by prompt lookup."""
+    """Return the greedy tokens of each prompt, end-of-text ignored; `lookup` drafts by lookup."""
     model = _state["model"]
     options: dict[str, Any] = {"max_new_tokens": max_tokens, "do_sample": False}
     if lookup:

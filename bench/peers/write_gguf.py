@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Writes a checkpoint of Qwen3 or Llama as a GGUF file: `write_gguf.py CHECKPOINT OUT.gguf [KIND]`.
+"""Write a checkpoint of Qwen3 or Llama as a GGUF file: `write_gguf.py CHECKPOINT OUT.gguf [KIND]`.
 
 KIND is "bf16", "int8" (all matrices Q8_0) or "int4" (Q4_0, embedding and head Q8_0). A layer's
 experts become one tensor of each projection.
@@ -35,7 +35,7 @@ NAMES = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_he
 
 
 def gguf_name(name: str) -> str:
-    """The GGUF name of a checkpoint tensor."""
+    """Return the GGUF name of a checkpoint tensor."""
     stem = name.removesuffix(".weight")
     if stem in NAMES:
         return f"{NAMES[stem]}.weight"
@@ -44,7 +44,7 @@ def gguf_name(name: str) -> str:
 
 
 def stored_as(name: str, kind: str) -> gguf.GGMLQuantizationType:
-    """The type of a matrix."""
+    """Return the type of a matrix."""
     if kind == "bf16":
         return gguf.GGMLQuantizationType.BF16
     of_layer = name.startswith("model.layers.")
@@ -53,7 +53,7 @@ def stored_as(name: str, kind: str) -> gguf.GGMLQuantizationType:
 
 
 def in_pairs(name: str, tensor: torch.Tensor, config: dict[str, Any]) -> torch.Tensor:
-    """Llama's queries and keys as llama.cpp rotates them: by neighbours, not by halves of heads."""
+    """Reorder Llama's q and k for llama.cpp, which rotates neighbours, not halves of heads."""
     heads = {"q_proj": "num_attention_heads", "k_proj": "num_key_value_heads"}
     projection = name.removesuffix(".weight").rpartition(".")[2]
     if config["model_type"] != "llama" or projection not in heads:
@@ -63,17 +63,17 @@ def in_pairs(name: str, tensor: torch.Tensor, config: dict[str, Any]) -> torch.T
 
 
 def packed(tensor: torch.Tensor, number: gguf.GGMLQuantizationType) -> np.ndarray:
-    """A matrix as bytes of a type."""
+    """Return a matrix as bytes of a type."""
     if number == gguf.GGMLQuantizationType.BF16:
         return tensor.bfloat16().view(torch.uint8).numpy()
     return gguf.quants.quantize(tensor.float().numpy(), number)
 
 
 def main(checkpoint: Path, out: str, kind: str = "bf16") -> None:
-    """Copies the weights as they are; norms become fp32, as llama.cpp wants them."""
+    """Write the weights; norms become fp32, as llama.cpp requires."""
     config = json.loads((checkpoint / "config.json").read_text())
     num_experts = config.get("num_experts", 0)
-    # With a file for what waits to be written, in place of memory.
+    # Buffer pending tensors in a file instead of memory.
     writer = gguf.GGUFWriter(out, ARCHITECTURES[config["model_type"]], use_temp_file=True)
     if num_experts:
         writer.add_expert_count(num_experts)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Cuts the benchmark prompts from library modules that the bundled model never saw.
+"""Extract the benchmark prompts from library modules that the bundled model never saw.
 
 `python bench/prompts/make_prompts.py` rewrites edits.json and completions.json from the running
 Python's standard library, whose files must be those of tools/train/manifest.json.
@@ -22,14 +22,14 @@ from pathlib import Path
 PROMPTS = Path(__file__).resolve().parent
 TRAIN = PROMPTS.parents[1] / "tools" / "train"
 NUM_PROMPTS = 32
-# The bundled model reads 1,024 tokens, at about three characters each; 128 stay for the answer.
+# The bundled model reads 1,024 tokens, about three characters each; 128 remain for the answer.
 EDIT_CHARS = 1100
 COMPLETION_CHARS = 900
 RENAMED = 3
 
 
 def sources() -> dict[str, str]:
-    """The held-out modules by path, checked against the manifest."""
+    """Return the held-out modules by path, checked against the manifest."""
     library = Path(sysconfig.get_paths()["stdlib"])
     wanted = json.loads((TRAIN / "manifest.json").read_text())["files"]
     texts = {}
@@ -38,18 +38,18 @@ def sources() -> dict[str, str]:
         if hashlib.sha256(content).hexdigest() != wanted[path]:
             raise SystemExit(f"{path} is not the file that the manifest names")
         lines = content.decode().replace("\r\n", "\n").splitlines(keepends=True)
-        # Web addresses are neither code nor anything a prompt of ours should name.
+        # Web addresses are not code, and our prompts should not name any.
         texts[path] = "".join(line for line in lines if "://" not in line)
     return texts
 
 
 def first_lines(text: str, limit: int) -> str:
-    """Whole lines from the start of `text`, at most `limit` characters."""
+    """Return whole lines from the start of `text`, at most `limit` characters."""
     return text[: text.rfind("\n", 0, limit) + 1]
 
 
 def names(text: str) -> Counter[str]:
-    """How often each identifier occurs; the text may end in the middle of a construct."""
+    """Count each identifier; the text may end in the middle of a construct."""
     counts: Counter[str] = Counter()
     try:
         for token in tokenize.generate_tokens(io.StringIO(text).readline):
@@ -61,7 +61,7 @@ def names(text: str) -> Counter[str]:
 
 
 def renamed(text: str, renames: dict[str, str]) -> str:
-    """`text` with identifiers replaced wherever the tokenizer sees a name; nothing else moves."""
+    """Return `text` with identifiers replaced wherever the tokenizer sees a name."""
     lines = text.splitlines(keepends=True)
     edits = []
     try:
@@ -77,7 +77,7 @@ def renamed(text: str, renames: dict[str, str]) -> str:
 
 
 def edit(path: str, text: str) -> dict[str, object] | None:
-    """An edit prompt, or None where too few identifiers occur twice."""
+    """Return an edit prompt, or None if too few identifiers occur twice."""
     head = first_lines(text, EDIT_CHARS)
     counts = names(head)
     often = [name for name, count in counts.most_common() if count >= 2 and len(name) >= 3]
@@ -91,7 +91,7 @@ def edit(path: str, text: str) -> dict[str, object] | None:
 
 
 def completion(path: str, text: str) -> dict[str, object] | None:
-    """A completion prompt, or None where the module's second half defines no function."""
+    """Return a completion prompt, or None if the module's second half defines no function."""
     match = re.search(r"^( *)def [^\n]*:\n", text[len(text) // 2 :], re.MULTILINE)
     if not match:
         return None
@@ -101,7 +101,7 @@ def completion(path: str, text: str) -> dict[str, object] | None:
 
 
 def main() -> None:
-    """Writes both files, one prompt per module, modules in path order."""
+    """Write both files, one prompt per module, modules in path order."""
     texts = sources()
     for name, make in (("edits", edit), ("completions", completion)):
         prompts = [prompt for path, text in texts.items() if (prompt := make(path, text))]

@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Cuts the texts of the replay bench (`bench/bench_replay.py`) out of their sources.
+"""Extract the texts of the replay benchmark (`bench/bench_replay.py`) from their sources.
 
 `python bench/prompts/make_replay.py CHAT_HISTORY` rewrites replay/*.json. CHAT_HISTORY is
 tests/fixtures/chat-history.md of aider-chat 0.86.2 (PyPI, Apache-2.0): the sessions of a programmer
-with aider and the models behind it, over a year.
+with aider and its models, over a year.
 
 * agent: replies that edit files, in sessions with the output of tools.
 * dialogue: replies of prose.
 * edits: pieces of this repository's files, before a commit and then after it.
 
-Each file is a list of documents: where the text is from, the text, and `starts`. At each start a
+Each file is a list of documents: the source of the text, the text, and `starts`. At each start a
 reply begins; all before it is the prompt.
 """
 
@@ -34,7 +34,7 @@ UNWANTED = re.compile(r"://|/Users/|/home/|/tmp/|gauthier|@|Tokens: |> ?Aider v"
 
 
 def replies(history: str) -> Iterator[tuple[str, int]]:
-    """Every reply: the session and where it begins in it."""
+    """Yield every reply: the session's text and the position where the reply begins."""
     for session in re.split(r"^# aider chat started.*$", history, flags=re.MULTILINE):
         lines = [line.rstrip() for line in session.splitlines() if not UNWANTED.search(line)]
         text, place, is_answered = "\n".join(lines), 0, True
@@ -48,7 +48,7 @@ def replies(history: str) -> Iterator[tuple[str, int]]:
 
 
 def chats(history: str) -> dict[str, list[dict[str, Any]]]:
-    """Documents of agents and of dialogue: one reply each, spread over the whole history."""
+    """Return agent and dialogue documents: one reply each, spread over the whole history."""
     found: dict[str, dict[str, str]] = {"agent": {}, "dialogue": {}}  # prompts by their replies
     for text, start in replies(history):
         whole = re.split(r"^(?:>|####)", text[start:], maxsplit=1, flags=re.MULTILINE)[0]
@@ -71,20 +71,20 @@ def chats(history: str) -> dict[str, list[dict[str, Any]]]:
 
 
 def spread(found: list[Any], count: int) -> list[Any]:
-    """So many of them, at equal distances."""
+    """Return `count` elements at equal distances."""
     if len(found) < count:
         raise SystemExit(f"{len(found)} texts found, {count} wanted")
     return [found[index * len(found) // count] for index in range(count)]
 
 
 def git(*arguments: str) -> str:
-    """What git prints, in this repository."""
+    """Return git's output in this repository."""
     command = ["git", "-C", str(OUT.parent), *arguments]
     return subprocess.run(command, capture_output=True, text=True, check=True).stdout
 
 
 def edits() -> list[dict[str, Any]]:
-    """Documents of edits: one of a commit at most, with two starts, spread over the history."""
+    """Return documents of edits: at most one per commit, two starts each, over the history."""
     found = []
     for commit in git("log", "--no-merges", "--format=%h").split():
         names = git("diff-tree", "-r", "--no-commit-id", "--diff-filter=M", "--name-only", commit)
@@ -99,9 +99,9 @@ def edits() -> list[dict[str, Any]]:
 
 
 def edited(old: list[str], new: list[str]) -> dict[str, Any] | None:
-    """A piece of a file before and after an edit of a few of its lines, or None."""
+    """Return a piece of a file before and after an edit of a few of its lines, or None."""
     blocks = difflib.SequenceMatcher(None, old, new, autojunk=False).get_matching_blocks()
-    places = [(b.a + i, b.b + i) for b in blocks for i in range(b.size)]  # of lines that stay
+    places = [(b.a + i, b.b + i) for b in blocks for i in range(b.size)]  # unchanged lines
     for (first, again), (following, _) in pairwise(places):
         if following == first + 1:
             continue
@@ -122,7 +122,7 @@ def edited(old: list[str], new: list[str]) -> dict[str, Any] | None:
 
 
 def main() -> None:
-    """Writes the files."""
+    """Write the files."""
     OUT.mkdir(exist_ok=True)
     kinds = {**chats(Path(sys.argv[1]).read_text()), "edits": edits()}
     for kind, documents in kinds.items():

@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """`python tests/with_vllm/campaign.py`: random prompts through vLLM, in every way, bit for bit.
 
-Prompts of random tokens that repeat themselves, in groups with common beginnings; greedy and seeded
-ones with random filters and penalties side by side. Each is decoded alone and plainly; then again
-with each method, in batches of 1 to 32 in shuffled order, with prefix cache and chunked prefill.
-Exit code 1 if an output differs with specops; with vLLM's own kernels, greedy ones are counted.
-What an engine has decoded is kept where --keep says: a campaign may be ended and begun again.
+Prompts are random tokens with repetitions, in groups with common beginnings; greedy and seeded
+requests with random filters and penalties run together. Each prompt is decoded alone and plainly;
+then again with each method, in batches of 1 to 32 in shuffled order, with prefix cache and chunked
+prefill. Exit code 1 if an output differs with specops; with vLLM's own kernels, differing greedy
+outputs are counted. Results are stored in the folder of --keep, so that a campaign can be
+interrupted and resumed.
 """
 
 import argparse
@@ -40,7 +41,7 @@ BATCHES = (1, 2, 3, 5, 8, 13, 21, 32)
 
 
 def prompts_of(count: int, chance: random.Random) -> list[list[int]]:
-    """Token ids: a beginning that others have, too, and a random rest that repeats itself."""
+    """Return prompts of token ids: a shared beginning, and a random rest that repeats itself."""
     beginnings = [[chance.randrange(1, VOCAB) for _ in range(length)] for length in (0, 40, 200)]
     prompts = []
     for _ in range(count):
@@ -53,7 +54,7 @@ def prompts_of(count: int, chance: random.Random) -> list[list[int]]:
 
 
 def params_of(index: int, max_tokens: int, chance: random.Random) -> dict[str, Any]:
-    """Greedy or seeded; some with filters and penalties, some with logprobs."""
+    """Return greedy or seeded parameters; some with filters and penalties, some with logprobs."""
     params: dict[str, Any] = {
         "max_tokens": chance.randint(max_tokens // 4, max_tokens),
         "temperature": chance.choice([0.0, 0.0, 0.7, 1.0]),
@@ -70,7 +71,7 @@ def params_of(index: int, max_tokens: int, chance: random.Random) -> dict[str, A
 
 
 def runs_of(prompts: list[list[int]], params: list[dict[str, Any]], seed: int) -> list[Run]:
-    """All prompts once, a share of them in each batch."""
+    """Return runs that cover all prompts once, a fraction of them in each batch size."""
     share = -(-len(prompts) // len(BATCHES))
     return [
         Run(prompts[at : at + share], params[at : at + share], batch, seed + batch)
@@ -79,7 +80,7 @@ def runs_of(prompts: list[list[int]], params: list[dict[str, Any]], seed: int) -
 
 
 def joined(parts: list[Decoded]) -> Decoded:
-    """The runs as one."""
+    """Return the runs as one."""
     whole = Decoded()
     for part in parts:
         whole.token_ids += part.token_ids
@@ -89,12 +90,12 @@ def joined(parts: list[Decoded]) -> Decoded:
 
 
 def kept(job: Job, name: str, keep: Path | None) -> list[Decoded]:
-    """Decodes, or reads what the same job has decoded before.
+    """Decode, or read the stored result of the same job.
 
     Args:
         job: what to decode.
-        name: of the file, beside the job's digest.
-        keep: the folder; None: nothing is kept.
+        name: prefix of the file name, before the job's digest.
+        keep: the folder; None to store nothing.
     """
     if keep is None:
         return decode(job)
@@ -116,7 +117,7 @@ def campaign(
     methods: list[str],
     keep: Path | None = None,
 ) -> list[Difference]:
-    """Decodes plainly and alone, then with every method."""
+    """Decode plainly and alone, then with every method."""
     chance = random.Random(seed)
     prompts = prompts_of(count, chance)
     params = [params_of(index, max_tokens, chance) for index in range(count)]
@@ -148,7 +149,7 @@ def campaign(
 
 
 def main() -> int:
-    """Runs the campaign on the bundled model and two random ones."""
+    """Run the campaign on the bundled model and two random ones."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--prompts", type=int, default=1000, help="of all models together")
     parser.add_argument("--max-tokens", type=int, default=128)
@@ -157,7 +158,7 @@ def main() -> int:
     parser.add_argument("--method", nargs="+", choices=list(METHODS), default=list(METHODS))
     parser.add_argument("--keep", type=Path, metavar="DIR", help="what was decoded, to go on from")
     args = parser.parse_args()
-    here = str(Path(__file__).resolve().parent)  # for junk.JunkProposer
+    here = str(Path(__file__).resolve().parent)  # to find junk.JunkProposer
     os.environ["PYTHONPATH"] = os.pathsep.join([here, os.environ.get("PYTHONPATH", "")])
     wrong = 0
     started = time.monotonic()

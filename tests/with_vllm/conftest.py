@@ -12,7 +12,7 @@ HERE = Path(__file__).resolve().parent
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skips this folder, visibly, where vLLM is not installed."""
+    """Skip this folder, with a visible reason, if vLLM is not installed."""
     if importlib.util.find_spec("vllm") is not None:
         return
     for item in items:
@@ -22,7 +22,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="session", autouse=True)
 def environment() -> Iterator[None]:
-    """As the documentation recommends it, and with the drafters of this folder."""
+    """Set up the environment as the documentation recommends, plus the drafters of this folder."""
     wanted = {
         "PYTHONPATH": os.pathsep.join([str(HERE), os.environ.get("PYTHONPATH", "")]),
         "VLLM_CPU_KVCACHE_SPACE": "1",
@@ -41,7 +41,7 @@ def environment() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def bundled(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """The bundled model as vLLM takes it."""
+    """Write the bundled model in vLLM's layout."""
     from models import write_bundled
 
     return write_bundled(tmp_path_factory.mktemp("models") / "bundled")
@@ -49,7 +49,7 @@ def bundled(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture(scope="session")
 def llama(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """A random Llama, whose products are wide enough for vLLM's own to show."""
+    """Write a random Llama, wide enough for the differences of vLLM's own kernels to show."""
     from models import write_random
 
     return write_random(tmp_path_factory.mktemp("models") / "llama", "llama")

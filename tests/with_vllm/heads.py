@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Draft heads for the bundled model as vLLM reads them: trained ones and random ones."""
+"""Draft heads for the bundled model in vLLM's layouts: trained ones and random ones."""
 
 import json
 from pathlib import Path
@@ -11,16 +11,16 @@ from torch import Tensor
 
 GOLDEN = Path(__file__).resolve().parents[1] / "golden"
 CONFIG: dict[str, Any] = json.loads((GOLDEN / "eagle3" / "config.json").read_text())
-NUM_HEADS = 4  # of Medusa
+NUM_HEADS = 4  # for Medusa
 
 
 def write_head(folder: Path, method: str) -> str:
-    """Writes a head and returns its folder.
+    """Write a head and return its folder.
 
     Args:
-        folder: made.
-        method: "eagle3" and "dflash" are trained; "eagle", "peagle" and "medusa" are random; of
-            "dspark" there is the configuration alone.
+        folder: created by this function.
+        method: "eagle3" and "dflash" are trained; "eagle", "peagle" and "medusa" are random; for
+            "dspark" only the configuration is written.
     """
     config, tensors = {
         "eagle3": _eagle3,
@@ -42,7 +42,7 @@ def _golden(method: str, **more: Any) -> tuple[dict[str, Any], dict[str, Tensor]
 
 
 def _eagle3() -> tuple[dict[str, Any], dict[str, Tensor]]:
-    # Its attention has norms of q and k, as vLLM's class for Qwen3 has them.
+    # Its attention has norms of q and k, as in vLLM's class for Qwen3.
     return _golden("eagle3", architectures=["Eagle3Qwen3ForCausalLM"])
 
 
@@ -56,7 +56,7 @@ def _dspark() -> tuple[dict[str, Any], dict[str, Tensor]]:
 
 
 def _peagle() -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """EAGLE-3's head with a random state for its masks."""
+    """Return EAGLE-3's head with a random state for its masks."""
     config, tensors = _eagle3()
     tensors["mask_hidden"] = _random(1, 3 * CONFIG["hidden_size"])
     return config | {"ptd_token_id": 1}, tensors
@@ -93,6 +93,6 @@ def _medusa() -> tuple[dict[str, Any], dict[str, Tensor]]:
 
 
 def _random(*shape: int) -> Tensor:
-    """The same in every call with the same shape."""
+    """Return random weights, the same in every call with the same shape."""
     generator = torch.Generator().manual_seed(sum(shape))
     return (shape[-1] ** -0.5 * torch.randn(*shape, generator=generator)).bfloat16()

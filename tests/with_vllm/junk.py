@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A drafter for vLLM that is right now and then: steps verify some drafts and reject others."""
+"""A drafter for vLLM whose drafts are partly right, so that steps accept some and reject others."""
 
 import random
 from collections.abc import Sequence
@@ -9,7 +9,7 @@ from specops.vllm.proposers import NgramProposer
 
 
 class JunkProposer(NgramProposer):
-    """Drafts n-grams, any token instead of one of them, or any tokens, of any number."""
+    """Drafts of n-grams, n-grams with one random token, or random tokens, in random numbers."""
 
     def __init__(self, vllm_config: Any) -> None:
         super().__init__(vllm_config)
@@ -23,7 +23,7 @@ class JunkProposer(NgramProposer):
         token_ids_cpu: Any,
         slot_mappings: Any = None,
     ) -> list[list[int]]:
-        """As every proposer; what it drafts depends on how often it was called."""
+        """Propose drafts as every proposer does; they depend on the number of earlier calls."""
         found = super().propose(sampled_token_ids, num_tokens_no_spec, token_ids_cpu)
         for row, drafts in enumerate(found):
             most = self.max_drafts(sampled_token_ids[row], int(num_tokens_no_spec[row]))

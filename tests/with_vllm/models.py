@@ -11,13 +11,13 @@ from safetensors.torch import load_file, save_file
 
 ASSETS = Path(__file__).resolve().parents[2] / "python" / "specops" / "assets"
 VOCAB = 4096
-# Wide enough that vLLM's own product of one row is not that of many.
+# Wide enough that vLLM's own kernels give one row other bits alone than among many.
 _HIDDEN, _INTERMEDIATE = 512, 3072
 _LAYERS, _HEADS, _KV_HEADS, _HEAD_DIM = 3, 8, 2, 64
 
 
 def write_bundled(folder: Path) -> str:
-    """The bundled model; vLLM refuses the tensors of its MTP module, so they are left out."""
+    """Write the bundled model without its MTP module, whose tensors vLLM refuses."""
     config = json.loads((ASSETS / "config.json").read_text())
     config.pop("num_nextn_predict_layers")
     module = f"model.layers.{config['num_hidden_layers']}."
@@ -28,10 +28,10 @@ def write_bundled(folder: Path) -> str:
 
 
 def write_random(folder: Path, family: str, seed: int = 0) -> str:
-    """A random model of three layers.
+    """Write a random model of three layers.
 
-    Of a family: "llama" (head of its own), "qwen2" (biases, tied head), or "granite" (as llama, and
-    the model multiplies and adds between its layers).
+    Families: "llama" (untied head), "qwen2" (biases, tied head), or "granite" (as llama, with
+    multipliers on embeddings, residuals, scores and logits).
     """
     config = _config_of(family)
     heads, kv_heads, head_dim = _HEADS, _KV_HEADS, _HEAD_DIM
@@ -63,9 +63,9 @@ def write_random(folder: Path, family: str, seed: int = 0) -> str:
 
 
 def write_config(folder: Path, family: str) -> str:
-    """A model without weights, for vLLM's `load_format="dummy"`.
+    """Write a model without weights, for vLLM's `load_format="dummy"`.
 
-    Of a family of `write_random`'s; "laguna", whose model file computes gates itself; or "mamba".
+    Families: those of `write_random`; "laguna", whose model file computes gates itself; or "mamba".
     """
     return _write(folder, _config_of(family), None)
 

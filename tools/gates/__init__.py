@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What every CUDA kernel must pass before a GPU sees it: `make gates`, which needs no GPU."""
+"""Static checks of every CUDA kernel before it runs on a GPU: `make gates`, which needs no GPU."""

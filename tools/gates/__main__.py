@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`python -m tools.gates`: the rules of device code, then every kernel, then its hot loops.
+"""`python -m tools.gates`: check the rules of device code, then every kernel, then its hot loops.
 
-Prints tables; the exit status says whether all of it passed.
+Prints tables; the exit status is 0 if all of it passed.
 """
 
 import argparse
@@ -30,7 +30,7 @@ WORK = ROOT / "build" / "gates"
 
 
 def main() -> int:
-    """Runs the gates."""
+    """Run the gates; return the exit status."""
     parser = argparse.ArgumentParser(prog="python -m tools.gates", description=__doc__)
     parser.add_argument("--jobs", type=int, default=len(os.sched_getaffinity(0)))
     parser.add_argument("--only", default="", help="sources whose path contains this text")
@@ -50,7 +50,7 @@ def main() -> int:
         parser.error("nvcc or nvdisasm is missing; `make gates` fetches them")
     sources = [name for name in cmake_list("SPECOPS_CUDA_KERNELS") if arguments.only in name]
     jobs = [(ROOT / source, arch) for source in sources for arch in archs]
-    # The longest first, as far as size tells.
+    # Start with the longest jobs, as far as size tells.
     jobs.sort(key=lambda job: -sum(path.stat().st_size for path in _headers(job[0])))
 
     def run(job: tuple[Path, str]) -> tuple[Compiled, Metering]:
@@ -85,7 +85,7 @@ def main() -> int:
 
 
 def _headers(source: Path) -> set[Path]:
-    """The CUDA headers that a source includes, and those that these include."""
+    """Return the CUDA headers that a source includes, directly or indirectly."""
     found: set[Path] = set()
     left = [source]
     while left:
@@ -97,7 +97,7 @@ def _headers(source: Path) -> set[Path]:
 
 
 def print_table(results: list[Compiled]) -> None:
-    """A line per kernel and architecture: the range over its instances, and its budget."""
+    """Print a line per kernel and architecture: the range over its instances, and its budget."""
     groups: dict[tuple[str, str], list[Kernel]] = {}
     for result in results:
         for kernel in result.kernels:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The one table of what kernels may take, what their hot loops may issue, and what an SM has.
+"""Budgets of kernels and their hot loops, and the resources of an SM, in one table.
 
-A kernel is judged by the first row whose pattern fits its name; none may spill, keep a stack frame
-or own static shared memory. A kernel that keeps enough threads resident needs no row of its own.
+A kernel is judged by the first row whose pattern matches its name; none may spill, keep a stack
+frame or own static shared memory. A kernel that keeps enough threads resident needs no own row.
 """
 
 from collections.abc import Iterator, Mapping
@@ -11,27 +11,27 @@ from fnmatch import fnmatchcase
 
 ARCHS = ("80", "86", "89", "90a", "100a", "120")
 
-# Those that `make gates` compiles every kernel for; ARCHS=all compiles for the others as well.
+# Architectures for which `make gates` compiles every kernel; ARCHS=all adds the others.
 DEFAULT_ARCHS = ("80", "90a")
 
-# A block has 163 KiB or more of shared memory there, elsewhere 99.
+# A block has 163 KiB or more of shared memory there, 99 on the others.
 LARGE = ("80", "90a", "100a")
 
 
 @dataclass(frozen=True)
 class Budget:
-    """A row: what the kernels of one pattern may take.
+    """A row: the limits for the kernels of one pattern.
 
     Attributes:
         kernel: pattern of the name, without namespaces: `silu_mul_kernel<*`.
-        registers: a thread's most, where an SM has 2,048 threads; in proportion elsewhere.
-        threads: of a block, as the launch bounds say; None: whatever they say.
-        smem_bytes: the most dynamic shared memory that a launch asks for.
+        registers: maximum per thread for an SM with 2,048 threads; scaled for others.
+        threads: per block, by the launch bounds; None for any.
+        smem_bytes: the most dynamic shared memory that a launch requests.
         blocks_per_sm: how many blocks must fit an SM of 2,048 threads at once; a smaller one must
             hold one block.
-        launched_on: architectures with the shared memory for it.
-        elsewhere: what happens on the others: a sentence, where there are any.
-        spills: bytes that are known to be spilled on an architecture, to be mended.
+        launched_on: architectures with enough shared memory.
+        elsewhere: what happens on the other architectures, if any.
+        spills: bytes known to be spilled on an architecture, to be fixed.
     """
 
     kernel: str
@@ -46,12 +46,12 @@ class Budget:
 
 @dataclass(frozen=True)
 class Limits:
-    """What a streaming multiprocessor has (CUDA C++ Programming Guide, compute capabilities).
+    """Resources of a streaming multiprocessor (CUDA C++ Programming Guide, compute capabilities).
 
     Attributes:
         smem_bytes: shared memory of an SM.
-        block_smem_bytes: the most that a block may ask for ("opt-in").
-        card: the one that the meter's figures are for, with `sms` and its clock under load.
+        block_smem_bytes: the most that a block may request ("opt-in").
+        card: the card that the meter's figures are for, with `sms` and its clock under load.
     """
 
     smem_bytes: int
@@ -77,7 +77,7 @@ LIMITS = {
     "120": _small("RTX 5090", 170, 2.407, 24),
 }
 
-# Of the shared memory, the system keeps this much of every block.
+# The system reserves this much shared memory for every block.
 RESERVED_SMEM_BYTES = 1 << 10
 
 
@@ -85,8 +85,8 @@ _FEWER_LEAVES = "its launcher asks the device, and has half as many leaves under
 _OVERLAY = "its launcher asks the device, and puts what does not fit into the workspace"
 
 # Shared memory of append_attention by head_dim: for tiles of 16, 32 and 64 rows. Every architecture
-# has it; without a workspace totals come on top. 576 is the width of latents, whose tiles of 64
-# rows have a budget of their own.
+# has it; without a workspace, totals need more. 576 is the width of latents, whose tiles of 64 rows
+# have their own budget.
 _SMEM_16BIT = {
     64: (74624, 48000, 93056),
     96: (59264, 66432, 80768),
@@ -101,7 +101,7 @@ _SMEM_8BIT = {  # half the bytes, so more tiles in flight
     128: (76672, 52096, 101248),
     256: (46976, 91008),
 }
-# Bytes that spill, by head_dim and tiles of 16 rows, where 168 registers are too few.
+# Spilled bytes by head_dim and tiles of 16 rows, where 168 registers are too few.
 _SPILLS_16BIT = {key: {"100a": 28} for key in ((96, 2), (128, 2), (256, 1))}
 _SPILLS_8BIT = {key: {"100a": 8} for key in ((96, 2), (128, 1), (128, 2))}
 _SPILLS_STAMPED = {(128, 2): {"90a": 64, "100a": 28}}
@@ -112,7 +112,7 @@ def _attention_budgets(
     sizes: Mapping[int, tuple[int, ...]],
     spills: Mapping[tuple[int, int], Mapping[str, int]] | None = None,
 ) -> Iterator[Budget]:
-    """A tile of rows lives in registers: two blocks fill an SM of 90a, or three up to 32 rows."""
+    """Yield budgets of tiles in registers: an SM of 90a fits two blocks, three up to 32 rows."""
     for head_dim, by_rows in sizes.items():
         for tiles, smem_bytes in zip((1, 2, 4), by_rows, strict=False):
             is_low = tiles == 1 or (tiles == 2 and head_dim <= 128 and "<float," not in pattern)
@@ -135,12 +135,12 @@ BUDGETS: tuple[Budget, ...] = (
     Budget("prepare_batch_kernel", registers=48, threads=256, smem_bytes=5248, blocks_per_sm=5),
     Budget("prepare_draft_batch_kernel", 40, threads=256, smem_bytes=6208, blocks_per_sm=6),
     # attention
-    # By occupancy: what is in flight hides the latency of memory.
+    # Occupancy matters: the bytes in flight hide the latency of memory.
     Budget("rope_append_kv_kernel<*float16, true, *", registers=64, threads=128, blocks_per_sm=8),
     Budget("rope_append_kv_kernel<float, true, *", registers=80, threads=128, blocks_per_sm=6),
     Budget("rope_append_kv_kernel<*", registers=128, threads=128, blocks_per_sm=4),
     *_attention_budgets("append_attention_kernel<*float16, {}, {}, *", _SMEM_16BIT, _SPILLS_16BIT),
-    # The state of its 64 rows fills the registers of an SM, so one block does.
+    # The state of its 64 rows fills the registers of an SM, so one block is enough.
     Budget(
         "append_attention_kernel<*float16, 576, 4, *",
         registers=255,
@@ -151,11 +151,11 @@ BUDGETS: tuple[Budget, ...] = (
     ),
     *_attention_budgets("append_attention_kernel<float, {}, {}, *", _SMEM_32BIT),
     *_attention_budgets("append_8bit_attention_kernel<*, {}, {}>", _SMEM_8BIT, _SPILLS_8BIT),
-    # As the kernel whose time it keeps.
+    # Same budgets as the kernel that it times.
     *_attention_budgets(
         "append_attention_stamped_kernel<*, {}, {}>", {128: _SMEM_16BIT[128]}, _SPILLS_STAMPED
     ),
-    # One block plans for all; the batch is at most what its shared memory holds.
+    # One block plans for the whole batch, whose size its shared memory limits.
     Budget("plan_groups_kernel", registers=64, threads=128, smem_bytes=96 << 10),
     # dense
     Budget("linear_stream_kernel<*", 128, threads=128, smem_bytes=80 << 10, blocks_per_sm=2),
@@ -170,16 +170,16 @@ BUDGETS: tuple[Budget, ...] = (
         launched_on=("90a", "100a"),
         elsewhere="its launcher asks the device and takes tiles of 128 outputs",
     ),
-    # Of codes: registers hold rows that are rounded, of more rows also totals.
-    # Shared memory leaves room for two or three blocks of the first two: up to 168 registers do.
-    # Of fp8, sm_100a takes 145.
+    # Quantized weights: registers hold rounded rows and, for more rows, totals as well. Shared
+    # memory fits two or three blocks of the first two rows, so up to 168 registers are allowed.
+    # sm_100a needs 145 for fp8.
     Budget("linear_codes_kernel<Fp8Codes, *, CodeShape<4, 1, 1, *>", 152, 128, 89 << 10),
     Budget(
         "linear_codes_kernel<Int4Table, Int16Numbers, CodeShape<4, 1, 1, *>", 144, 128, 89 << 10
     ),
     Budget("linear_codes_kernel<*, CodeShape<4, 1, 1, *>", 128, threads=128, smem_bytes=89 << 10),
     Budget("linear_codes_kernel<*", registers=255, threads=128, smem_bytes=99 << 10),
-    # An expert's rows are found as well; shared memory leaves room for two blocks of wide tiles.
+    # An expert also looks up its rows; shared memory fits two blocks of wide tiles.
     Budget("moe_codes_kernel<Fp8Codes, *, CodeShape<4, 1, 1, *>", 160, 128, 89 << 10),
     Budget("moe_codes_kernel<*, CodeShape<4, 1, 1, *>", 152, threads=128, smem_bytes=89 << 10),
     Budget("moe_codes_kernel<*", registers=176, threads=128, smem_bytes=89 << 10),
@@ -190,18 +190,18 @@ BUDGETS: tuple[Budget, ...] = (
     Budget("gated_mul_kernel<*", registers=32, threads=256, blocks_per_sm=8),
     # linear_attention
     Budget("causal_conv1d_kernel<float16>", 128, threads=128, spills={"100a": 16}),
-    # Elsewhere 94 at most; sm_100a and sm_120 have more loads under way, of three blocks.
+    # At most 94 elsewhere; sm_100a and sm_120 have more loads in flight, from three blocks.
     Budget("gated_delta_rule_kernel<*", registers=160, threads=128, blocks_per_sm=3),
     # sampling
     Budget("commit_kernel<*", registers=128),
-    # 256 threads a block where rows are many, two such blocks to an SM, with half of the leaves
-    # under way. Under processors (true) a block holds two bits of every token, of up to 121 KiB.
+    # Blocks have 256 threads when there are many rows; two such blocks fit an SM, with half of the
+    # leaves in flight. With processors (true) a block holds two bits of every token, up to 121 KiB.
     *(
         Budget(kernel, 128, 512, 140704, launched_on=LARGE, elsewhere=_FEWER_LEAVES, spills=spills)
         for kernel, spills in (
             ("sample_kernel<*, false>", {}),
             ("verify_kernel<*, false, *>", {}),
-            ("verify_stamped_kernel<*>", {"80": 8, "86": 44, "89": 44}),  # for measuring alone
+            ("verify_stamped_kernel<*>", {"80": 8, "86": 44, "89": 44}),  # for measurements only
             ("top_logprobs_kernel<*, false>", {"86": 40, "89": 40}),
         )
     ),
@@ -239,12 +239,12 @@ BUDGETS: tuple[Budget, ...] = (
 
 
 def budget_of(kernel: str, budgets: tuple[Budget, ...] = BUDGETS) -> Budget:
-    """The first row whose pattern fits."""
+    """Return the first row whose pattern matches."""
     return next(row for row in budgets if fnmatchcase(kernel, row.kernel))
 
 
 def launch_problems(budgets: tuple[Budget, ...] = BUDGETS) -> Iterator[str]:
-    """Where a row says that its kernel is launched and it cannot be, or the other way round."""
+    """Yield in words which rows are wrong about where their kernel can be launched."""
     for row in budgets:
         for arch, limits in LIMITS.items():
             fits = row.smem_bytes <= limits.block_smem_bytes
@@ -262,7 +262,7 @@ def launch_problems(budgets: tuple[Budget, ...] = BUDGETS) -> Iterator[str]:
 
 
 def exceptions(budgets: tuple[Budget, ...] = BUDGETS) -> Iterator[str]:
-    """What is known not to be launched, or to spill, and where."""
+    """Yield known cases of kernels that are not launched or that spill, with architectures."""
     for row in budgets:
         missing = [f"sm_{arch}" for arch in LIMITS if arch not in row.launched_on]
         if missing:
@@ -275,9 +275,9 @@ def exceptions(budgets: tuple[Budget, ...] = BUDGETS) -> Iterator[str]:
 
 
 def blocks_per_sm(limits: Limits, registers: int, threads: int, smem_bytes: int) -> int:
-    """How many blocks an SM holds: what the occupancy calculator says.
+    """Return how many blocks an SM holds, as the occupancy calculator does.
 
-    Registers are given to a warp in units of 256, within its quarter of the SM.
+    Registers are allocated to a warp in units of 256, within its quarter of the SM.
     """
     warps = -(-threads // 32)
     of_a_warp = -(-registers // 8) * 8 * 32
@@ -289,12 +289,12 @@ def blocks_per_sm(limits: Limits, registers: int, threads: int, smem_bytes: int)
 
 @dataclass(frozen=True)
 class Way:
-    """One way round a loop, told by what a warp does on it.
+    """One path through a loop body, identified by the work that a warp does on it.
 
     Attributes:
-        work: how many instructions of each kind; kinds are patterns of opcodes.
-        times: of the ways round that make up the loop's steady state, so many are this one; 0: the
-            loop has this way, too, which others like it have not.
+        work: number of instructions of each kind; kinds are patterns of opcodes.
+        times: how often this path occurs in one round of the loop's steady state; 0 if the loop has
+            it in addition, which similar loops do not.
     """
 
     work: Mapping[str, int]
@@ -303,18 +303,18 @@ class Way:
 
 @dataclass(frozen=True)
 class Metered:
-    """A hot loop and what it may cost.
+    """A hot loop and its budget.
 
     Attributes:
         kernel: pattern of the kernel's name.
-        unit: of work, in words.
-        ways: the ways round the loop; each does one unit, or as many as the loop is unrolled by.
-        instructions: the most warp instructions per unit that a warp may issue, by architecture.
-        warps: that work on a unit together.
-        moved_bytes: of memory that a unit must read; 0: the cap is in flops.
-        flops: of a unit.
-        threads: of a block as it is launched; 0: as the launch bounds say.
-        smem_bytes: of a block as it is launched; None: the kernel's budget.
+        unit: unit of work, in words.
+        ways: paths through the loop; each does one unit, or as many as the loop is unrolled by.
+        instructions: the most instructions per unit that a warp may issue, by architecture.
+        warps: number of warps that work on a unit together.
+        moved_bytes: memory that a unit must read; 0 if the cap is in flops.
+        flops: flops of a unit.
+        threads: threads of a block as launched; 0 for the launch bounds.
+        smem_bytes: shared memory of a block as launched; None for the kernel's budget.
     """
 
     kernel: str
@@ -338,15 +338,15 @@ def _attention(
     instructions: Mapping[str, int],
     cache: str = "bfloat16",
 ) -> Metered:
-    """The loop over tiles of KV of append_attention for bf16 queries."""
+    """Return the loop over tiles of KV of append_attention for bf16 queries."""
     tokens = 64 if head_dim <= 128 else 32
     is_latent = head_dim == 576  # values are the first 512 elements of the keys
     score_tiles, out_tiles = tokens // 32, (512 if is_latent else head_dim) // 32
     caches = 1 if is_latent else 2
     hmma = row_tiles * (head_dim // 16 * score_tiles + tokens // 16 * out_tiles)
-    halves = 2 * row_tiles  # a lane has two rows of each tile of 16
+    halves = 2 * row_tiles  # a lane holds two rows of each tile of 16
     is_8bit = cache != "bfloat16"
-    # A token's row takes a multiple of four vectors of 16 bytes.
+    # A token's row occupies a multiple of four vectors of 16 bytes.
     vectors = -(-head_dim * (1 if is_8bit else 2) // 64) * 4
     tile = {
         "HMMA*": hmma,
@@ -354,7 +354,7 @@ def _attention(
         "MUFU.EX2*": halves * (2 * score_tiles + 1),
     }
     leaf_end = {**tile, "MUFU.EX2*": tile["MUFU.EX2*"] + 2 * halves}
-    tiles = 256 // tokens  # of a leaf
+    tiles = 256 // tokens  # per leaf
     kernel = f"append_attention_kernel<bfloat16, {head_dim}, {row_tiles}, true>"
     if is_8bit:
         kernel = f"append_8bit_attention_kernel<bfloat16, {cache}, {head_dim}, {row_tiles}>"
@@ -370,14 +370,14 @@ def _attention(
 
 
 def _wide_latents(instructions: Mapping[str, int]) -> Metered:
-    """The same over latents for 64 rows, by eight warps.
+    """Return the loop over latents for 64 rows, by eight warps.
 
-    Each has 16 rows by 16 tokens of scores and 64 rows by 64 columns of outputs, and reads and
-    writes those of the chunk at the end of a leaf.
+    Each warp computes 16 rows by 16 tokens of scores and 64 rows by 64 columns of outputs. At the
+    end of a leaf it reads and writes the chunk's outputs.
     """
     tile = {"HMMA*": 2 * 576 // 16 + 2 * 4 * 8, "LDGSTS*": 9, "MUFU.EX2*": 2 * (2 * 2 + 1)}
     leaf_end = {"MUFU.EX2*": tile["MUFU.EX2*"] + 2 * 8, "LDG.E.128*": 32, "STG.E.128*": 32}
-    # Before the first tile there are scores alone, at the last one outputs.
+    # The first iteration computes only scores, the last only outputs.
     first, last = {"HMMA*": 72, "MUFU.EX2*": 0}, {**tile, "HMMA*": 64, "LDGSTS*": 0}
     return Metered(
         "append_attention_kernel<bfloat16, 576, 4, true>",
@@ -390,7 +390,7 @@ def _wide_latents(instructions: Mapping[str, int]) -> Metered:
 
 
 def _scan(kernel: str, sums: int, instructions: Mapping[str, int], most: int = 2) -> Metered:
-    """The read of a row of logits: maxima, and so many sums of powers, of leaves of 2 KiB."""
+    """Return the scan of a row of logits in leaves of 2 KiB: maxima, and `sums` sums of powers."""
 
     def work(number: int) -> dict[str, int]:
         return {"LDGSTS*": 4, "LDS.128": 4, "MUFU.EX2*": 32 * number}
@@ -435,7 +435,7 @@ def _streamed(tiles: int, columns: int, instructions: Mapping[str, int]) -> Mete
 def _codes(
     shape: str, rows: int, mmas: int, smem_bytes: int, instructions: Mapping[str, int]
 ) -> Metered:
-    """The loop over stages of 128 inputs of int4 in groups of 128."""
+    """Return the loop over stages of 128 inputs of int4 in groups of 128."""
     return Metered(
         f"linear_codes_kernel<Int4Codes, Int8Numbers, CodeShape<{shape}, *>",
         f"stage of 128 inputs, 32 x {rows}",
@@ -483,7 +483,8 @@ METERED: tuple[Metered, ...] = (
     _attention(128, 4, _per_arch(1343, 1343, 1343, 1388, 1371, 1425), "KvE4M3"),
     _attention(256, 1, _per_arch(758, 757, 757, 787, 791, 784), "KvE4M3"),
     _attention(256, 2, _per_arch(919, 918, 918, 953, 958, 959), "KvE4M3"),
-    # Experts share these loops, whose rows are looked up: up to three instructions on some.
+    # Expert kernels share these loops but look up their rows: up to three more instructions on
+    # some.
     _streamed(1, 1, _per_arch(53, 55, 55, 50, 51, 54)),
     _streamed(2, 1, _per_arch(71, 71, 71, 71, 65, 71)),
     _streamed(1, 2, _per_arch(65, 65, 65, 62, 60, 66)),
@@ -494,8 +495,9 @@ METERED: tuple[Metered, ...] = (
     _codes("4, 1, 1", 8, 8, 50688, _per_arch(429, 430, 430, 429, 411, 425)),
     _codes("4, 1, 2", 16, 16, 75264, _per_arch(726, 726, 726, 724, 656, 684)),
     _codes("2, 2, 2", 16, 16, 69120, _per_arch(471, 472, 472, 473, 462, 478)),
-    # Two sums are bound by powers of two: on 100a and 120 the way through shared memory costs more
-    # instructions than maxima of three saved there. A deeper ring costs verify three more on both.
+    # Two sums are bound by powers of two: on 100a and 120 the detour through shared memory costs
+    # more instructions than three-input maxima saved there. A deeper ring costs verify three more
+    # on both.
     _scan("verify_kernel<bfloat16, false, false>", 0, _per_arch(86, 155, 155, 79, 72, 80)),
     _scan("verify_kernel<bfloat16, false, false>", 1, _per_arch(271, 338, 338, 267, 261, 268)),
     _scan("verify_kernel<bfloat16, false, false>", 2, _per_arch(450, 517, 517, 444, 438, 445)),
@@ -510,5 +512,5 @@ METERED: tuple[Metered, ...] = (
 
 
 def metered_in(kernel: str, rows: tuple[Metered, ...] = METERED) -> Iterator[Metered]:
-    """The loops of a kernel that have a budget."""
+    """Return the loops of a kernel that have a budget."""
     return (row for row in rows if fnmatchcase(kernel, row.kernel))

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compiles kernels to machine code of one architecture, and reads what ptxas and the PTX say.
+"""Compile kernels to machine code of one architecture, and read the output of ptxas and the PTX.
 
-Nothing is linked and no host code is compiled, so this is quick; what is unchanged since the last
-run (sources, headers, flags, compiler) is not compiled again.
+Nothing is linked and no host code is compiled, so this is quick. Sources that are unchanged since
+the last run (with headers, flags and compiler) are not compiled again.
 """
 
 import hashlib
@@ -35,7 +35,7 @@ class Kernel:
 
 @dataclass(frozen=True)
 class Compiled:
-    """A source for one architecture: its kernels, and what is wrong beside any kernel's budget."""
+    """A source for one architecture: its kernels, and problems beyond those of budgets."""
 
     source: str
     arch: str
@@ -46,7 +46,7 @@ class Compiled:
 
 
 def cmake_list(name: str) -> list[str]:
-    """A `set(name ...)` of CMakeLists.txt, which is the only list of sources and flags."""
+    """Return a `set(name ...)` of CMakeLists.txt, the only list of sources and flags."""
     text = re.sub(r"#[^\n]*", "", (ROOT / "CMakeLists.txt").read_text())
     match = re.search(rf"\bset\({name}\b([^)]*)\)", text)
     assert match, f"CMakeLists.txt does not set {name}"
@@ -54,7 +54,7 @@ def cmake_list(name: str) -> list[str]:
 
 
 def compile_source(nvcc: Path, source: Path, arch: str, work: Path) -> Compiled:
-    """Compiles one source for one architecture, or takes the result of an equal compilation."""
+    """Compile one source for one architecture, or reuse the result of an identical compilation."""
     folder = work / f"sm_{arch}" / source.stem
     saved, depfile = folder / "result.json", folder / "deps"
     command = [
@@ -98,7 +98,7 @@ def compile_source(nvcc: Path, source: Path, arch: str, work: Path) -> Compiled:
 
 
 def _key(nvcc: Path, command: list[str], source: Path, depfile: Path) -> str:
-    """Of all that decides the outcome: command, compiler, and every file of ours that is read."""
+    """Return a hash of all inputs: command, compiler, and every file outside the system folders."""
     text = re.sub(r"\\\n", " ", depfile.read_text()) if depfile.exists() else ""
     read = {Path(name).resolve() for name in text.split()[2:]} | {source.resolve()}
     digest = hashlib.sha256(repr((command, nvcc_version(nvcc))).encode())
@@ -110,7 +110,7 @@ def _key(nvcc: Path, command: list[str], source: Path, depfile: Path) -> str:
 
 
 def demangle(names: list[str]) -> list[str]:
-    """Readable names: no namespaces, no arguments: `silu_mul_kernel<bfloat16>`."""
+    """Return readable names without namespaces and arguments: `silu_mul_kernel<bfloat16>`."""
     if not names:
         return []
     done = subprocess.run(
@@ -132,7 +132,7 @@ def _short(name: str) -> str:
 
 
 def launch_bounds(ptx: str) -> dict[str, int | None]:
-    """The block size that each kernel is compiled for, by its mangled name."""
+    """Return the block size that each kernel is compiled for, by its mangled name."""
     bounds: dict[str, int | None] = {}
     for match in re.finditer(r"\.entry\s+(\w+)\s*\((.*?)^\{", ptx, re.DOTALL | re.MULTILINE):
         size = re.search(r"\.(?:max|req)ntid\s+(\d+)(?:\s*,\s*(\d+))?(?:\s*,\s*(\d+))?", match[2])
@@ -144,7 +144,7 @@ def launch_bounds(ptx: str) -> dict[str, int | None]:
 
 
 def read_ptxas(log: str, arch: str, bounds: dict[str, int | None]) -> Iterator[Kernel]:
-    """What `-Xptxas -v` says of every function that was not inlined."""
+    """Yield the `-Xptxas -v` report of every function that was not inlined."""
     pattern = (
         r"Function properties for (\w+)\s+(\d+) bytes stack frame, (\d+) bytes spill stores, "
         r"(\d+) bytes spill loads(?:\s*\n[^\n]*Used (\d+) registers([^\n]*))?"
@@ -165,20 +165,20 @@ def read_ptxas(log: str, arch: str, bounds: dict[str, int | None]) -> Iterator[K
 
 
 def log_problems(log: str) -> Iterator[str]:
-    """Warnings of the assembler: ignored directives, registers it ran out of, and the like."""
+    """Yield assembler warnings: ignored directives, registers it ran out of, and the like."""
     for line in log.splitlines():
         if re.search(r"\bwarning\b|\badvisory\b|C75\d\d", line, re.IGNORECASE):
             yield line.strip()
 
 
 def ptx_problems(ptx: str) -> Iterator[str]:
-    """Instructions whose result depends on the order in which blocks happen to arrive."""
+    """Yield instructions whose result depends on the order in which blocks arrive."""
     for word in sorted(set(re.findall(r"\b(?:atom|red)\.[\w.:]*\.b?f(?:16|32|64)\w*", ptx))):
         yield f"{word}: atomics on floats add in order of arrival"
 
 
 def judge(kernel: Kernel, budgets: tuple[Budget, ...] = BUDGETS) -> Iterator[str]:
-    """What a kernel takes beyond its budget, in words."""
+    """Yield in words where a kernel exceeds its budget."""
     budget = budget_of(kernel.name, budgets)
     known = budget.spills.get(kernel.arch, 0) if kernel.entry else 0
     if kernel.spill_bytes > known:

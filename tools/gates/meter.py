@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Meters the hot loops of compiled kernels: instructions per unit of work, and what they cap.
+"""Meter the hot loops of compiled kernels: instructions per unit of work, and the resulting caps.
 
-Two caps: by the busiest pipe, as if it never waited, and by a replay of the loop with its own stall
-counts and barriers and as many warps as fit (replay.py). Memory is free in both, so they say what
-the instructions allow, never what a kernel reaches. docs/meter.md has what follows from that.
+There are two caps: by the busiest pipe, as if it never waited, and by a replay of the loop with its
+own stall counts and barriers and as many warps as fit (replay.py). Memory is free in both, so they
+bound what the instructions allow and do not predict what a kernel reaches. docs/meter.md has the
+conclusions.
 """
 
 import hashlib
@@ -25,19 +26,19 @@ class Measured:
 
     Attributes:
         kernel: its name.
-        arch: what it is compiled for.
-        unit: of work.
-        address: of the loop, in the kernel.
-        instructions: that a warp issues per unit.
-        budget: of these.
-        classes: the same by what they are for.
-        pipes: cycles of an SM per unit by what they occupy; `issue` is all of them.
+        arch: target architecture.
+        unit: unit of work.
+        address: address of the loop in the kernel.
+        instructions: number that a warp issues per unit.
+        budget: limit on instructions.
+        classes: instructions by purpose.
+        pipes: cycles of an SM per unit by the occupied pipe; `issue` counts all instructions.
         replayed: cycles of an SM per unit in the replay.
-        smem_bytes: of a block.
-        blocks: that an SM holds at once; 0: it cannot be launched, and is replayed with one.
-        warps: of one scheduler.
+        smem_bytes: shared memory of a block.
+        blocks: number that an SM holds at once; 0 if it cannot be launched (replayed with one).
+        warps: warps of one scheduler.
         amount: bytes or flops of a unit.
-        is_flops: which of the two.
+        is_flops: whether `amount` is in flops.
     """
 
     kernel: str
@@ -61,12 +62,12 @@ class Measured:
         return max(self.pipes, key=lambda name: self.pipes[name])
 
     def cap(self, cycles: float) -> float:
-        """TB/s or TFLOP/s of the whole card, if an SM takes so many cycles a unit."""
+        """Return TB/s or TFLOP/s of the whole card if an SM takes `cycles` per unit."""
         limits = LIMITS[self.arch]
         return self.amount * limits.sms * limits.ghz / cycles / 1000
 
     def problems(self) -> Iterator[str]:
-        """What it costs beyond its budget, in words."""
+        """Yield in words where the loop exceeds its budget."""
         if math.ceil(self.instructions) > self.budget:
             yield (
                 f"issues {self.instructions:.0f} instructions per {self.unit} in the loop at "
@@ -76,16 +77,16 @@ class Measured:
 
 @dataclass(frozen=True)
 class Metering:
-    """All metered loops of one source and architecture, and what is wrong with them."""
+    """All metered loops of one source and architecture, and their problems."""
 
     measured: tuple[Measured, ...]
     problems: tuple[str, ...]
 
 
 def meter(nvdisasm: Path, compiled: Compiled, folder: Path) -> Metering:
-    """Meters a compiled source, or takes the result of an equal one.
+    """Meter a compiled source, or reuse the result of an identical one.
 
-    Where kernels overlap, what they do before they wait is looked at in the same disassembly.
+    Where kernels overlap, their accesses before the wait are checked in the same disassembly.
     """
     overlaps = overlap.waits(compiled.arch)
     wanted = [k for k in compiled.kernels if k.entry and (overlaps or any(metered_in(k.name)))]
@@ -132,9 +133,9 @@ def _key(cubin: Path, nvdisasm: Path) -> str:
 
 
 def meter_loops(function: sass.Function, kernel: Kernel, row: Metered) -> Iterator[Measured]:
-    """The innermost loops that do a row's work; more than one where the kernel holds copies.
+    """Yield the innermost loops that do a row's work; more than one if the kernel holds copies.
 
-    Only where no loop does one unit a turn, one that is unrolled is looked for.
+    Unrolled loops are considered only if no loop does one unit per iteration.
     """
     for units in (1, 2, 4):
         taken: list[sass.Loop] = []
@@ -150,9 +151,10 @@ def meter_loops(function: sass.Function, kernel: Kernel, row: Metered) -> Iterat
 
 
 def _walks(function: sass.Function, loop: sass.Loop, row: Metered, units: int) -> list[walk.Walk]:
-    """One per way of the row; none where the loop lacks any of them."""
+    """Return one walk per way of the row; empty if the loop lacks any of them."""
     walks = []
-    # Where rare ways use tensor cores of their own, together they must use all that the loop has.
+    # If rare ways use their own tensor instructions, all ways together must cover those of the
+    # loop.
     several = any(way.times == 0 and "HMMA*" in way.work for way in row.ways)
     for way in row.ways:
         found = walk.find_walk(function, loop, way.work, units, several)
@@ -165,7 +167,7 @@ def _walks(function: sass.Function, loop: sass.Loop, row: Metered, units: int) -
 
 def _measure(walks: list[walk.Walk], kernel: Kernel, row: Metered) -> Measured:
     rates, limits = pipes.RATES[kernel.arch], LIMITS[kernel.arch]
-    # In the order in which they happen: the last way ends what the first ones go on with.
+    # In execution order: the last way ends what the first ones continue.
     steady = [(way.times, one) for way, one in zip(row.ways, walks, strict=True)]
     trace = [i for times, one in steady for _ in range(times) for i in one.trace]
     units = sum(times * one.units for times, one in steady)
@@ -203,9 +205,9 @@ def _measure(walks: list[walk.Walk], kernel: Kernel, row: Metered) -> Measured:
 
 
 def strangers(function: sass.Function, kernel: Kernel, measured: list[Measured]) -> Iterator[str]:
-    """Innermost loops that use tensor cores and that no row of the table knows.
+    """Yield innermost loops that use tensor cores and have no row in the table.
 
-    Those inside one that has a row are on its ways round, as is all that it does with tensor cores.
+    Loops inside a metered loop are on its ways, like all of its tensor instructions.
     """
     known = {loop.address for loop in measured if loop.kernel == kernel.name}
     rows = [loop for loop in function.loops if function.blocks[loop.header].address in known]
@@ -224,7 +226,7 @@ def _has_tensor(function: sass.Function, loop: sass.Loop) -> bool:
 
 
 def print_meter(loops: list[Measured], arch: str) -> None:
-    """A line per loop of an architecture, below its kernel and unit of work."""
+    """Print one line per loop of an architecture, below its kernel and unit of work."""
     loops = [loop for loop in loops if loop.arch == arch]
     if not loops:
         return

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whether a kernel that may start early waits before it touches memory, as its machine code says.
+"""Check in machine code that a kernel that may start early waits before it touches memory.
 
-From sm_90 on a kernel is started while the one before it still runs (csrc/common/launch.cuh). Until
-it has waited (ACQBULK) it may neither read nor write global memory, nor let the next kernel start
-(PREEXIT), nor end. A compiler may move a load that it believes to be constant above the wait, so
-the text of a kernel is no proof.
+From sm_90 on, a kernel starts while the previous one still runs (csrc/common/launch.cuh). Until it
+has waited (ACQBULK) it may not read or write global memory, let the next kernel start (PREEXIT), or
+end. A compiler may move a load that it believes to be constant above the wait, so the source text
+is no proof.
 """
 
 from collections.abc import Iterator
@@ -13,20 +13,20 @@ from tools.gates.sass import Function, Instruction
 
 WAIT = "ACQBULK"
 RELEASE = "PREEXIT"
-# Of global memory, also by generic addresses. A prefetch (CCTL, UBLKPF) is allowed: what is written
-# later reaches the second-level cache, too.
+# Accesses to global memory, also by generic addresses. A prefetch (CCTL, UBLKPF) is allowed: later
+# writes reach the L2 cache, too.
 ACCESSES = frozenset(
     {"LD", "LDG", "LDGSTS", "ST", "STG", "ATOM", "ATOMG", "RED", "REDG", "UBLKCP", "UBLKRED"}
 )
 
 
 def waits(arch: str) -> bool:
-    """Whether kernels of an architecture may overlap."""
+    """Return whether kernels of an architecture may overlap."""
     return int(arch.rstrip("a")) >= 90
 
 
 def overlap_problems(function: Function) -> Iterator[str]:
-    """What a kernel does before it has waited, in words."""
+    """Yield in words what a kernel does before it has waited."""
     seen: set[int] = set()
     left = [0]
     while left:

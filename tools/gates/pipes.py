@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What an instruction is for, which part of a multiprocessor it occupies and for how long.
+"""Instruction classes, the pipe of a multiprocessor that an instruction occupies, and for how long.
 
-Cycles are those of one of the four schedulers of a multiprocessor. What all four share (the path
-to shared memory) is charged as if all four ran the same, so one access counts four times.
+Cycles are those of one of the four schedulers of a multiprocessor. The path to shared memory, which
+all four share, is charged as if all four ran the same code, so one access counts four times.
 """
 
 import re
@@ -27,7 +27,7 @@ PIPES = ("issue", "alu", "fma", "tensor", "special", "lsu")
 
 @dataclass(frozen=True)
 class Rates:
-    """Cycles of a scheduler per warp instruction; `assumed`: no maker's table says so.
+    """Cycles of a scheduler per warp instruction; `assumed`: rates without a published source.
 
     Attributes:
         tensor: HMMA.16816 with sums in fp32.
@@ -40,8 +40,9 @@ class Rates:
     assumed: str = ""
 
 
-# CUDA C++ Programming Guide, throughput of arithmetic instructions; tensor cores from the dense
-# bf16 figures of the cards named in budgets.py. Measured on Hopper, mma.sync reaches 62 % of wgmma.
+# Sources: CUDA C++ Programming Guide, throughput of arithmetic instructions; tensor cores from the
+# dense bf16 figures of the cards named in budgets.py. Measured on Hopper, mma.sync reaches 62 % of
+# wgmma.
 RATES = {
     "80": Rates(tensor=8, fp32=2),
     "86": Rates(tensor=16, fp32=1),
@@ -78,17 +79,17 @@ _INTEGER = frozenset(
 
 
 def is_dead(instruction: Instruction) -> bool:
-    """Whether it does nothing but take a place in the queue: a predicate that is never true."""
+    """Return whether an instruction never executes because its predicate is always false."""
     return instruction.guard in ("@!PT", "@!UPT")
 
 
 def is_move(instruction: Instruction) -> bool:
-    """Whether it copies a value: a register, a constant, a special register."""
+    """Return whether an instruction copies a value: a register, a constant, a special register."""
     return instruction.name in _MOVE or instruction.opcode.startswith("IMAD.MOV")
 
 
 def pipe_of(instruction: Instruction, rates: Rates) -> tuple[str, float]:
-    """The pipe beside the issue port that an instruction occupies, and for how many cycles."""
+    """Return the pipe that an instruction occupies beside the issue port, and the cycles."""
     name, opcode = instruction.name, instruction.opcode
     if is_dead(instruction) or name in _SYNC or name.startswith("U") or name in ("LDC", "S2R"):
         return ("", 0)
@@ -106,7 +107,7 @@ def pipe_of(instruction: Instruction, rates: Rates) -> tuple[str, float]:
 
 
 def wavefronts(instruction: Instruction) -> int:
-    """Turns of 128 bytes that an access by a whole warp takes, without conflicts of banks."""
+    """Return the 128-byte passes of an access by a whole warp, without bank conflicts."""
     opcode = instruction.opcode
     if instruction.name == "LDSM":
         return int(opcode.rsplit(".", 1)[1]) if opcode[-1] in "24" else 1
@@ -116,14 +117,14 @@ def wavefronts(instruction: Instruction) -> int:
 
 
 def classify(trace: Sequence[Instruction]) -> list[str]:
-    """A class per instruction of a trace that runs again and again.
+    """Return a class per instruction of a trace that repeats.
 
-    Address: integer arithmetic whose result goes into an address, or into whether a copy happens,
-    through any number of other such instructions.
+    The class "address" is integer arithmetic whose result goes into an address or the predicate of
+    a copy, directly or through other such instructions.
     """
     needed: set[str] = set()
     classes = [_class_by_name(instruction) for instruction in trace]
-    for _ in range(2):  # what an iteration computes for the next one needs a second turn
+    for _ in range(2):  # values computed for the next iteration need a second pass
         for place in range(len(trace) - 1, -1, -1):
             instruction = trace[place]
             written, read = registers(instruction.opcode, instruction.operands)
@@ -156,7 +157,7 @@ def _class_by_name(instruction: Instruction) -> str:
 
 
 def _address_of(instruction: Instruction) -> set[str]:
-    """Registers in brackets, and the predicate that says whether a copy happens."""
+    """Return registers in brackets, and the predicate that decides whether a copy happens."""
     inside = " ".join(re.findall(r"\[([^\]]*)\]", instruction.operands))
     found = set(_names(inside))
     if instruction.name == "LDGSTS":
@@ -176,7 +177,7 @@ _NO_RESULT = frozenset({"STS", "STG", "ST", "STL", "LDGSTS", "RED", "STSM", "R2P
 
 @cache
 def registers(opcode: str, operands: str) -> tuple[frozenset[str], frozenset[str]]:
-    """Registers and predicates that are written, and those that are read."""
+    """Return the registers and predicates that are written, and those that are read."""
     name = opcode.partition(".")[0]
     parts = [part.strip() for part in operands.split(",")]
     first = 0
@@ -198,7 +199,7 @@ def registers(opcode: str, operands: str) -> tuple[frozenset[str], frozenset[str
 
 
 def _width(opcode: str, place: int) -> int:
-    """How many registers an operand takes: 0 is the result."""
+    """Return how many registers an operand takes; place 0 is the result."""
     name = opcode.partition(".")[0]
     if name in _TENSOR:
         return (4, 4, 2, 4)[min(place, 3)]

@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs a trace through a scheduler on paper: how many cycles a turn of the loop takes.
+"""Replay a trace through a model of a warp scheduler: how many cycles a loop iteration takes.
 
-A warp issues its next instruction once the stall count of the one before has passed, the barriers
-it waits for are free, the pipe it needs is idle and, for what tensor cores compute, the result is
-there. The scheduler issues one instruction a cycle and stays with a warp as long as that goes on.
-Memory never stalls: global loads and asynchronous copies have arrived whenever they are waited for.
+A warp issues its next instruction once four conditions hold: the stall count of the previous one
+has passed, the barriers it waits for are free, the pipe it needs is idle and, for results of tensor
+cores, the result is available. The scheduler issues one instruction per cycle and stays with a warp
+as long as that warp can issue. Memory never stalls: global loads and asynchronous copies have
+always arrived when they are waited for.
 """
 
 from collections.abc import Sequence
@@ -15,13 +16,13 @@ from tools.gates.sass import NO_BARRIER, Instruction
 
 _NEVER = float("inf")
 
-# Instructions of a warp that are replayed before times are taken, and as many again while they are.
+# Instructions of a warp that are replayed before timing starts, and again while it lasts.
 _SETTLING = 4000
 
 
 @dataclass(frozen=True)
 class Latencies:
-    """Cycles from issue until a result is there, or until operands have been read."""
+    """Cycles from issue until a result is available, or until operands have been read."""
 
     shared: float = 30
     matrix: float = 34  # LDSM
@@ -36,16 +37,16 @@ class Latencies:
 
 @dataclass(eq=False)
 class _Step:
-    """What the replay knows of an instruction, once for all turns."""
+    """Properties of an instruction that are computed once for all iterations."""
 
     instruction: Instruction
     pipe: str
     cycles: float
     latency: float
     arrives: bool  # at a barrier of the block
-    waits: tuple[int, ...]  # barriers
+    waits: tuple[int, ...]  # barriers to wait for
     allowed: tuple[int, int] | None  # DEPBAR: a barrier, and how many may still be held
-    reads: frozenset[str] = frozenset()  # of what tensor cores write
+    reads: frozenset[str] = frozenset()  # registers that tensor cores write
     writes: frozenset[str] = frozenset()
 
 
@@ -68,20 +69,20 @@ def cycles_per_turn(
     warps_of_block: int,
     latencies: Latencies = Latencies(),
 ) -> float:
-    """Cycles in which each of a scheduler's warps goes round once, when all have settled.
+    """Return the cycles in which each warp of a scheduler completes one iteration in steady state.
 
     Args:
-        trace: the instructions of one turn.
-        rates: of the architecture.
-        warps: of the scheduler.
+        trace: the instructions of one iteration.
+        rates: rates of the architecture.
+        warps: number of warps of the scheduler.
         warps_of_block: how many of these belong to one block, and meet at its barriers.
-        latencies: of results.
+        latencies: latencies of results.
     """
     steps = _prepare(trace, rates, latencies)
     alone = sum(max(step.instruction.control.stall, 1) for step in steps)
     team = [_Warp(i // warps_of_block) for i in range(warps)]
     for warp in team:
-        # Blocks do not begin together.
+        # Blocks do not begin at the same time.
         warp.ready = warp.block * alone / max(1, warps // warps_of_block)
     free: dict[str, float] = {}
     settled = max(2, _SETTLING // len(steps))
@@ -92,7 +93,7 @@ def cycles_per_turn(
         soonest = max(min(times), now)
         assert soonest < _NEVER, "every warp waits at a barrier"
         ready = [warp for warp, time in zip(team, times, strict=True) if time <= soonest]
-        # It stays with a warp as long as that goes on; then the one that is behind has its turn.
+        # Stay with a warp as long as it can issue; then choose the warp with the least progress.
         if soonest > now or last not in ready or len(last.finished) > slowest:
             last = min(ready, key=lambda one: (len(one.finished), one.ready))
         _issue(last, steps, soonest, free, team, latencies)
@@ -148,7 +149,7 @@ def _latency(instruction: Instruction, pipe: str, latencies: Latencies) -> float
 
 
 def _earliest(warp: _Warp, step: _Step, free: dict[str, float]) -> float:
-    """When a warp could issue its next instruction, if no other came before."""
+    """Return when a warp could issue its next instruction if no other warp issued first."""
     if warp.waits_for_block:
         return _NEVER
     time = warp.ready
@@ -179,7 +180,7 @@ def _issue(
     control = step.instruction.control
     begins = now
     if step.pipe:
-        # Accesses to memory queue behind each other; other pipes take an instruction when idle.
+        # Memory accesses are queued; other pipes accept an instruction when idle.
         begins = max(now, free.get(step.pipe, 0.0))
         free[step.pipe] = begins + step.cycles
     done = begins + step.latency + (step.cycles if step.pipe == "lsu" else 0)

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Machine code as nvdisasm prints it: instructions with their control bits, blocks and loops.
 
-Every instruction since sm_70 takes 128 bits, and the scheduler's part of them is not printed as
-text: how long the warp waits before its next instruction, which of six barriers ("scoreboards") the
-instruction holds until it has read or written its registers, and which ones it waits for.
+Every instruction since sm_70 has 128 bits. The scheduling bits are not printed as text: how long
+the warp waits before its next instruction, which of six barriers ("scoreboards") the instruction
+holds until it has read or written its registers, and which barriers it waits for.
 """
 
 import re
@@ -20,12 +20,12 @@ NO_BARRIER = 7
 
 @dataclass(frozen=True)
 class Control:
-    """The scheduling bits of an instruction.
+    """Scheduling bits of an instruction.
 
     Attributes:
         stall: cycles before the warp's next instruction may issue.
-        keeps: the scheduler is asked to stay with the warp, and not to turn to another one.
-        writes: the barrier held until the result is there, or NO_BARRIER.
+        keeps: whether the scheduler should stay with the warp instead of switching.
+        writes: the barrier held until the result is available, or NO_BARRIER.
         reads: the barrier held until the operands have been read, or NO_BARRIER.
         waits: a bit per barrier that must be free before this instruction issues.
     """
@@ -38,7 +38,7 @@ class Control:
 
     @staticmethod
     def decode(high: int) -> "Control":
-        """From the upper 64 bits of an instruction."""
+        """Decode the upper 64 bits of an instruction."""
         return Control(
             stall=high >> 41 & 15,
             keeps=bool(high >> 45 & 1),
@@ -65,7 +65,7 @@ class Instruction:
 
     @property
     def labels(self) -> list[str]:
-        """Those it names: where a branch may go."""
+        """The labels it names: possible branch targets."""
         return re.findall(r"\.L_\w+", self.operands)
 
     @property
@@ -89,13 +89,13 @@ class Block:
 
     @property
     def address(self) -> int:
-        """Of its first instruction."""
+        """Address of the first instruction."""
         return self.body[0].address
 
 
 @dataclass(frozen=True)
 class Loop:
-    """A natural loop: its header is on every way into it, `latches` jump back to the header."""
+    """A natural loop: its header is on every path into it, `latches` jump back to the header."""
 
     header: int
     latches: tuple[int, ...]
@@ -104,20 +104,20 @@ class Loop:
 
 @dataclass
 class Function:
-    """A kernel, with the subroutines that lie behind it."""
+    """A kernel, with the subroutines that follow it."""
 
     name: str
     instructions: list[Instruction]
-    labels: dict[str, int]  # of addresses
+    labels: dict[str, int]  # addresses
 
     @cached_property
     def blocks(self) -> list[Block]:
-        """In the order of their addresses; the first is the entry."""
+        """Basic blocks in the order of their addresses; the first is the entry."""
         return _link(self._cut(), self)
 
     @cached_property
     def loops(self) -> list[Loop]:
-        """Outer ones may come before or after the loops inside them."""
+        """Natural loops; outer ones may come before or after the loops inside them."""
         return find_loops(self.blocks)
 
     def _cut(self) -> list[Block]:
@@ -137,7 +137,7 @@ _ENDS = frozenset({"EXIT", "RET", "BSYNC", "KILL"})
 
 
 def parse(text: str) -> list[Function]:
-    """What `nvdisasm -c -hex` prints; one function per section."""
+    """Parse the output of `nvdisasm -c -hex`; one function per section."""
     functions: list[Function] = []
     pending: list[str] = []
     line = re.compile(
@@ -171,9 +171,9 @@ def parse(text: str) -> list[Function]:
 
 
 def _link(blocks: list[Block], function: Function) -> list[Block]:
-    """Gives every block those that follow it."""
+    """Set the successors of every block."""
     at = {block.address: block.index for block in blocks}
-    meeting: dict[str, int] = {}  # barrier register -> block where its divergent ways meet
+    meeting: dict[str, int] = {}  # barrier register -> block where its divergent paths reconverge
     for block in blocks:
         for instruction in block.body:
             if instruction.name == "BSSY" and instruction.labels:
@@ -197,7 +197,7 @@ def _link(blocks: list[Block], function: Function) -> list[Block]:
 
 
 def _may_fall_through(branch: Instruction) -> bool:
-    """Whether a branch has a condition: a guard, or operands before its target."""
+    """Return whether a branch has a condition: a guard, or operands before its target."""
     if branch.name != "BRA":
         return bool(branch.guard)
     return bool(branch.guard) or "," in branch.operands
@@ -220,7 +220,7 @@ def _reverse_postorder(blocks: list[Block]) -> list[int]:
 
 
 def predecessors(blocks: list[Block]) -> dict[int, list[int]]:
-    """Which blocks go to each."""
+    """Return the predecessors of each block."""
     before: dict[int, list[int]] = {block.index: [] for block in blocks}
     for block in blocks:
         for after in block.after:
@@ -229,7 +229,7 @@ def predecessors(blocks: list[Block]) -> dict[int, list[int]]:
 
 
 def dominators(blocks: list[Block]) -> dict[int, int]:
-    """Each reachable block's nearest dominator (Cooper, Harvey and Kennedy 2001)."""
+    """Return each reachable block's nearest dominator (Cooper, Harvey and Kennedy 2001)."""
     order = _reverse_postorder(blocks)
     rank = {index: place for place, index in enumerate(order)}
     before = predecessors(blocks)
@@ -257,7 +257,7 @@ def dominators(blocks: list[Block]) -> dict[int, int]:
 
 
 def find_loops(blocks: list[Block]) -> list[Loop]:
-    """The natural loops: an edge back to a dominator, and what reaches it without passing that."""
+    """Return the natural loops: a back edge to a dominator and the blocks that reach it."""
     nearest = dominators(blocks)
     before = predecessors(blocks)
     latches: dict[int, list[int]] = {}
@@ -284,7 +284,7 @@ def find_loops(blocks: list[Block]) -> list[Loop]:
 
 
 def kernel_symbols(cubin: bytes) -> Iterator[tuple[int, str]]:
-    """The functions in a cubin, with the numbers that `nvdisasm -fun` knows them by."""
+    """Yield the functions in a cubin, with the indices that `nvdisasm -fun` uses."""
     if cubin[:5] != b"\x7fELF\x02":
         raise ValueError("no 64-bit ELF file")
     (sections_at,) = struct.unpack_from("<Q", cubin, 40)
@@ -293,7 +293,7 @@ def kernel_symbols(cubin: bytes) -> Iterator[tuple[int, str]]:
         struct.unpack_from("<IIQQQQIIQQ", cubin, sections_at + i * size) for i in range(number)
     ]
     for _, kind, _, _, offset, length, link, *_ in headers:
-        if kind != 2:  # the table of symbols
+        if kind != 2:  # the symbol table
             continue
         names = headers[link][4]
         for index in range(length // 24):
@@ -304,7 +304,7 @@ def kernel_symbols(cubin: bytes) -> Iterator[tuple[int, str]]:
 
 
 def disassemble(nvdisasm: Path, cubin: Path, symbols: list[int]) -> list[Function]:
-    """Some of the functions of a cubin."""
+    """Disassemble some of the functions of a cubin."""
     chosen = ",".join(map(str, symbols))
     command = [str(nvdisasm), "-c", "-hex", "-fun", chosen, str(cubin)]
     return parse(subprocess.run(command, capture_output=True, text=True, check=True).stdout)

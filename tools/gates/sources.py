@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the text of device code may say, and where. The interpreter relies on these rules."""
+"""Rules for the text of device code and where they apply. The interpreter relies on them."""
 
 import re
 from collections.abc import Iterator
@@ -10,7 +10,7 @@ from pathlib import Path
 
 @dataclass(frozen=True)
 class Rule:
-    """Text that is kept to a few files."""
+    """A pattern that only a few files may contain."""
 
     pattern: str
     allowed: tuple[str, ...]
@@ -41,7 +41,7 @@ RULES = (
 
 
 def code_lines(text: str) -> list[str]:
-    """The lines of a C++ file without its comments."""
+    """Return the lines of a C++ file without its comments."""
 
     def blank(match: re.Match[str]) -> str:
         return match[0] if match[0][0] in "\"'" else "\n" * match[0].count("\n")
@@ -51,7 +51,7 @@ def code_lines(text: str) -> list[str]:
 
 
 def violations(csrc: Path) -> Iterator[str]:
-    """Every breach in the headers and CUDA files below `csrc`."""
+    """Yield every violation in the headers and CUDA files below `csrc`."""
     for path in sorted(csrc.rglob("*")):
         if path.suffix not in (".cu", ".cuh", ".h"):
             continue

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The way round a loop that does one unit of work: which instructions a warp issues for it.
+"""The path through a loop that does one unit of work: the instructions that a warp issues for it.
 
-A loop in machine code has branches that a steady state does not take (the end of a leaf, a tile
-that is partly seen), and loops inside it. Which way is the common one is not written anywhere, but
-what it must do is: a tile takes so many HMMA, so many copies, so many powers of two. So the way is
-the cheapest one round the loop that does exactly that. A loop that has none is not about this unit.
+A loop in machine code has branches that the steady state does not take (the end of a leaf, a tile
+that is partly masked), and inner loops. Nothing marks the common path, but its work is known: a
+tile takes a fixed number of HMMA, of copies, of powers of two. So the path is the cheapest one
+through the loop that does exactly that. A loop without such a path does not process this unit.
 """
 
 import heapq
@@ -16,14 +16,14 @@ from functools import cache
 
 from tools.gates.sass import Block, Function, Instruction, Loop
 
-# Subroutines are not followed; no way through one is cheap.
+# Subroutines are not followed; this cost keeps paths away from calls.
 _CALL = 10_000
 _MOST_STATES = 400_000
 
 
 @dataclass(frozen=True)
 class Trips:
-    """A loop inside that runs a number of times which its own code tells."""
+    """An inner loop whose trip count can be read from its code."""
 
     loop: Loop
     number: int
@@ -31,10 +31,10 @@ class Trips:
 
 @dataclass(frozen=True)
 class Walk:
-    """One way round a loop.
+    """One path through a loop.
 
     Attributes:
-        address: of the loop's header.
+        address: address of the loop's header.
         units: how many units of work it does.
         trace: the instructions in the order in which a warp issues them.
     """
@@ -45,13 +45,13 @@ class Walk:
 
 
 def work_of(body: Sequence[Instruction], kinds: Sequence[str]) -> tuple[int, ...]:
-    """How many instructions of each kind there are; kinds are patterns of opcodes."""
+    """Return how many instructions of each kind there are; kinds are patterns of opcodes."""
     live = [instruction.opcode for instruction in body if instruction.guard != "@!PT"]
     return tuple(sum(fnmatchcase(opcode, kind) for opcode in live) for kind in kinds)
 
 
 def tensor_addresses(function: Function, loop: Loop) -> set[int]:
-    """Where a loop uses tensor cores."""
+    """Return the addresses of a loop's tensor instructions."""
     inside = (i for index in loop.blocks for i in function.blocks[index].body)
     return {i.address for i in inside if i.name == "HMMA"}
 
@@ -63,9 +63,9 @@ def find_walk(
     units: int = 1,
     is_one_of_several: bool = False,
 ) -> Walk | None:
-    """The cheapest way round that does the work of so many units.
+    """Return the cheapest path that does the work of `units` units, or None.
 
-    Unless it is one of several, all tensor cores of the loop must be on it.
+    All tensor instructions of the loop must be on it, unless it is one of several paths.
     """
     inside = [function.blocks[index] for index in sorted(loop.blocks)]
     kinds = tuple(work)
@@ -80,14 +80,15 @@ def find_walk(
     wanted = tuple(number * units for number in work.values())
     path = _cheapest(function, loop, kinds, wanted, trips)
     trace = tuple(i for index in path for i in function.blocks[index].body)
-    # What tensor cores do on other ways only is another loop's work, seen in part.
+    # Tensor instructions on other paths mean that this is part of another loop's work.
     if not trace or tensor - {i.address for i in trace} or any(i.is_call for i in trace):
         return None
     return Walk(function.blocks[loop.header].address, units, trace)
 
 
-# A block, the work done up to its end, turns of counted loops, and the predicates that branches on
-# the way have told: a warp that has jumped if P1 does not fall through at the next question for P1.
+# A block, the work done up to its end, iterations of counted loops, and the predicate values that
+# the branches so far imply: a warp that jumped because of P1 does not fall through at the next test
+# of P1.
 _Known = frozenset[tuple[str, bool]]
 _State = tuple[int, tuple[int, ...], tuple[int, ...], _Known]
 
@@ -99,7 +100,7 @@ def _cheapest(
     wanted: tuple[int, ...],
     trips: list[Trips],
 ) -> list[int]:
-    """The blocks of the cheapest way from the header back to it (Dijkstra 1959)."""
+    """Return the blocks of the cheapest path from the header back to it (Dijkstra 1959)."""
     blocks = function.blocks
     does = {index: work_of(blocks[index].body, kinds) for index in loop.blocks}
     costs = {
@@ -138,7 +139,7 @@ def _cheapest(
 
 
 def _ways_on(function: Function, index: int, known: _Known) -> Iterator[tuple[int, _Known]]:
-    """The blocks that may follow one, with what is known of the predicates then."""
+    """Yield the blocks that may follow one, with the predicate values then known."""
     block = function.blocks[index]
     if changed := predicates_set(block):
         known = frozenset(fact for fact in known if fact[0] not in changed)
@@ -157,7 +158,7 @@ def _ways_on(function: Function, index: int, known: _Known) -> Iterator[tuple[in
 
 
 def _asked_later(blocks: list[Block], loop: Loop) -> dict[int, frozenset[str]]:
-    """The predicates that, from a block on, some branch may ask before they are set anew."""
+    """Return per block the predicates that a later branch may test before they are set again."""
     asks = {}
     for index in loop.blocks:
         last = blocks[index].body[-1]
@@ -178,7 +179,7 @@ def _asked_later(blocks: list[Block], loop: Loop) -> dict[int, frozenset[str]]:
 
 
 def conditions(branch: Instruction) -> list[tuple[str, bool]]:
-    """The predicates that must all have these values for a branch to be taken."""
+    """Return the predicate values that must all hold for a branch to be taken."""
     texts = [branch.guard.removeprefix("@"), *branch.operands.split(",")[:-1]]
     found = [re.fullmatch(r"(!?)(U?P\d)", text.strip()) for text in texts]
     return [(match[2], match[1] == "") for match in found if match]
@@ -186,7 +187,7 @@ def conditions(branch: Instruction) -> list[tuple[str, bool]]:
 
 @cache
 def _written(opcode: str, operands: str) -> frozenset[str]:
-    """Predicates that stand before the sources of an instruction: those it writes."""
+    """Return the predicates that an instruction writes: those before its sources."""
     if opcode.startswith(("R2P", "CALL")):
         return frozenset(f"{kind}{i}" for kind in ("P", "UP") for i in range(8))
     found = set()
@@ -200,7 +201,7 @@ def _written(opcode: str, operands: str) -> frozenset[str]:
 
 
 def predicates_set(block: Block) -> frozenset[str]:
-    """What a block may change."""
+    """Return the predicates that a block may change."""
     names = (
         _written(i.opcode, i.operands)
         for i in block.body
@@ -209,7 +210,7 @@ def predicates_set(block: Block) -> frozenset[str]:
     return frozenset().union(*names)
 
 
-# Their predicates, wherever they stand, are read.
+# Instructions that read the predicates in their operands, in any position.
 _READERS = frozenset({"BAR", "EXIT", "STS", "STG", "LDGSTS", "WARPSYNC", "BSSY", "BSYNC"})
 
 
@@ -224,7 +225,7 @@ def _path(before: Mapping[_State, _State | None], state: _State | None) -> list[
 def _turn(
     turns: tuple[int, ...], index: int, after: int, trips: list[Trips]
 ) -> tuple[int, ...] | None:
-    """The turns of the counted loops past an edge; None where their counters forbid it."""
+    """Return the counted loops' iterations after an edge; None if their counters forbid it."""
     new = list(turns)
     for i, counted in enumerate(trips):
         inner = counted.loop
@@ -242,7 +243,7 @@ def _turn(
 
 
 def trips_of(function: Function, outer: Loop, inner: Loop) -> Trips | None:
-    """How often a loop inside another runs, where a register counts between constants."""
+    """Return the trip count of an inner loop whose register counts between constants, else None."""
     if inner.header not in outer.blocks or inner == outer or len(inner.latches) != 1:
         return None
     latch = function.blocks[inner.latches[0]]
@@ -278,7 +279,7 @@ def _constant(text: str) -> int:
 
 
 def _step(function: Function, loop: Loop, register: str) -> tuple[int, int] | None:
-    """What a loop adds to a register, once, and the address of that."""
+    """Return what a loop adds to a register, if once, and the address of that instruction."""
     writers = [
         i for index in loop.blocks for i in function.blocks[index].body if _sets(i, register)
     ]
@@ -294,7 +295,7 @@ def _step(function: Function, loop: Loop, register: str) -> tuple[int, int] | No
 
 
 def _value_before(function: Function, loop: Loop, register: str) -> int | None:
-    """The constant a register holds when the loop is entered."""
+    """Return the constant that a register holds when the loop is entered."""
     blocks = function.blocks
     index = loop.header
     inside = loop.blocks
@@ -322,7 +323,7 @@ def _value_before(function: Function, loop: Loop, register: str) -> int | None:
 def _count(
     value: int, step: int, how: str, limit: int, back_if: bool, added_at: int, compare: Instruction
 ) -> int:
-    """How often the body runs; 0: that is not to be told."""
+    """Return how often the body runs; 0 if unknown."""
     holds = {
         "NE": int.__ne__,
         "EQ": int.__eq__,

@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`python -m tools.gpu_check`: runs the steps and keeps what they find.
+"""`python -m tools.gpu_check`: run the steps and save what they find.
 
 `--part` runs some parts (each begins with the build, which is quick when nothing changed); `--only`
-restricts the benches to some families; `--prebuilt` brings built modules along; `--rehearsal` runs
-the same on the CPU with small sizes, to find what is wrong with this program rather than with the
-kernels.
+restricts the benchmarks to some families; `--prebuilt` uses prebuilt modules; `--rehearsal` runs
+the same on the CPU with small sizes, to find errors in this program rather than in the kernels.
 """
 
 import argparse
@@ -24,7 +23,7 @@ REQUIRED = "torch numpy pybind11 cmake ninja pytest hypothesis safetensors token
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs the parts; the exit status says whether all that ran passed."""
+    """Run the parts; return 0 if everything that ran passed."""
     asked = _parsed(arguments)
     begun = time.monotonic()
     if problem := requirements_problem(asked.rehearsal, bool(asked.prebuilt)):
@@ -72,7 +71,7 @@ def _parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def requirements_problem(rehearsal: bool, is_prebuilt: bool = False) -> str:
-    """What this machine lacks, in words; empty if nothing."""
+    """Return what this machine lacks, in words; empty if nothing."""
     code = f"""
 import importlib.util
 names = {REQUIRED.split()!r}
@@ -94,7 +93,7 @@ if not {rehearsal} and not torch.cuda.is_available():
 
 
 def copy_out(folder: Path, path: Path) -> None:
-    """The results, the report, and all logs in one file."""
+    """Copy the results, the report, and all logs (joined into one file) to a folder."""
     folder.mkdir(parents=True, exist_ok=True)
     for file in (path, path.with_suffix(".md")):
         if file.exists():

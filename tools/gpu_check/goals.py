@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The goals for a GPU, and which figures decide them."""
+"""Performance goals for a GPU, and the figures that decide them."""
 
 import math
 import re
@@ -11,36 +11,36 @@ Figures = Mapping[str, Mapping[str, Any]]  # rows of the results by id
 
 
 def worst_high(values: Sequence[float]) -> float:
-    """Of what should be low."""
+    """Return the worst of values that should be low."""
     return max(values)
 
 
 def worst_low(values: Sequence[float]) -> float:
-    """Of what should be high."""
+    """Return the worst of values that should be high."""
     return min(values)
 
 
 def geometric_mean(values: Sequence[float]) -> float:
-    """Of ratios."""
+    """Return the geometric mean of ratios."""
     return math.exp(sum(map(math.log, values)) / len(values))
 
 
 @dataclass(frozen=True)
 class Goal:
-    """What is wanted of some figures together.
+    """Goal for a group of figures.
 
     Attributes:
         id: G1 to G10.
-        what: in words.
+        what: description.
         figures: pattern of the ids that decide it.
-        number: of each figure: its `ratio`, or its time in `us`.
-        combine: the figures' numbers into one.
+        number: field used of each figure: its `ratio`, or its time in `us`.
+        combine: reduces the figures' numbers to one.
         is_at_most: whether low is good.
-        bar: what is wanted of it.
-        stretch: what would be better still.
-        gpus: the GPUs that this is wanted of, parts of their names; a bar belongs to a card, and a
-            time to one bandwidth.
-        but_gpus: the GPUs that it is not wanted of, where `gpus` names none.
+        bar: required value.
+        stretch: more ambitious value.
+        gpus: GPUs that the goal applies to, as parts of their names. A bar belongs to a card, and
+            a time to one memory bandwidth.
+        but_gpus: GPUs that the goal does not apply to, if `gpus` is empty.
     """
 
     id: str
@@ -55,20 +55,20 @@ class Goal:
     but_gpus: tuple[str, ...] = ()
 
     def is_for(self, gpu: str) -> bool:
-        """Whether this is wanted of a GPU."""
+        """Return whether the goal applies to a GPU."""
         if self.gpus:
             return any(name in gpu for name in self.gpus)
         return not any(name in gpu for name in self.but_gpus)
 
     @property
     def whose(self) -> str:
-        """The GPUs that it is wanted of, in words."""
+        """The GPUs that the goal applies to, in words."""
         if self.gpus:
             return f"for {' and '.join(self.gpus)}"
         return f"for others than {' and '.join(self.but_gpus)}" if self.but_gpus else "for all"
 
     def meets(self, value: float, bar: float) -> bool:
-        """Whether a number is as good as a bar."""
+        """Return whether a number is at least as good as a bar."""
         return value <= bar if self.is_at_most else value >= bar
 
     @property
@@ -79,7 +79,7 @@ class Goal:
         return text if self.stretch is None else f"{text} (better {self.stretch:g})"
 
 
-BIG = "(b1.32k|b8.4k|b32.4k|b32.4k.page64|b8.32k)"  # 128 MiB of keys and values, and more
+BIG = "(b1.32k|b8.4k|b32.4k|b32.4k.page64|b8.32k)"  # loads with at least 128 MiB of keys and values
 HOPPER = ("H100", "H200")
 
 GOALS = (
@@ -187,7 +187,7 @@ GOALS = (
 
 
 def bar_of(id: str, gpu: str) -> str | None:
-    """The bar of a goal for one figure on a GPU, as figures have them; None: it is for others."""
+    """Return the bar of a goal for one figure on a GPU; None if the goal does not apply to it."""
     goal = next(goal for goal in GOALS if goal.id == id)
     if not goal.is_for(gpu):
         return None
@@ -197,12 +197,12 @@ def bar_of(id: str, gpu: str) -> str | None:
 
 @dataclass(frozen=True)
 class Verdict:
-    """What a run says of a goal.
+    """Verdict of a run on a goal.
 
     Attributes:
-        goal: of GOALS.
-        value: the combined number; None: no figure decides it.
-        reached: None where it is not decided.
+        goal: one of GOALS.
+        value: the combined number; None if no figure decides it.
+        reached: None if not decided.
         decisive: the figure that is furthest from the bar.
         reason: why it is not decided.
     """
@@ -215,7 +215,7 @@ class Verdict:
 
 
 def verdict(goal: Goal, figures: Figures, notes: Mapping[str, str], gpu: str) -> Verdict:
-    """What these figures say of a goal; `notes` say why others are missing."""
+    """Return the verdict of these figures on a goal; `notes` say why others are missing."""
     numbers = {
         id: float(row[goal.number])
         for id, row in figures.items()
@@ -235,6 +235,6 @@ def verdict(goal: Goal, figures: Figures, notes: Mapping[str, str], gpu: str) ->
 
 
 def _counts(goal: Goal, row: Mapping[str, Any]) -> bool:
-    """Whether a figure has the number, and that beside a peer where it is about one."""
+    """Return whether a figure has the number, and a FlashInfer peer if the goal compares peers."""
     beside = "peers" not in goal.figures or str(row.get("peer") or "").startswith("FlashInfer")
     return row.get(goal.number) is not None and beside

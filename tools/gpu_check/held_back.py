@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which part of a call holds it back, concluded from the ablations (bench/bench_ablations.py), and
-what its blocks did meanwhile, from their stamps (bench/attention_phases.py).
+"""Conclusions about what limits a call.
 
-The order of the questions matters: what splitting costs shows only in the whole call, and a call
-that does not wait for memory is not made faster by reading better.
+The sources are the ablations (bench/bench_ablations.py) and the phases of the call's blocks, from
+their time stamps (bench/attention_phases.py). The order of the questions matters: the cost of
+splitting shows only in the whole call, and better reads do not help a call that does not wait for
+memory.
 """
 
 import re
@@ -12,16 +13,16 @@ from typing import Any
 
 Figures = Mapping[str, Mapping[str, Any]]
 
-NO_GAIN = 0.97  # of the whole call: unsplit it is faster than split
-BUSY = 0.90  # of the whole call, when nothing comes from memory
+NO_GAIN = 0.97  # of the whole call: it is faster unsplit than split
+BUSY = 0.90  # of the whole call, when nothing is read from DRAM
 FIXED = 0.25  # of the whole call, when there is nothing to stream
 PHASES = ("plan", "item", "load", "stream", "merge", "idle")
 PHASES_OF_VERIFY = ("scan", "choose", "walk")
-TOLD = 0.05  # of the call: blocks spend at least so much on a phase that is worth a word
+TOLD = 0.05  # smallest share of the call at which a phase of its blocks is mentioned
 
 
 def of_attention(figures: Figures, load: str, group: int, q_len: int) -> str:
-    """A sentence about `append_attention` on a load; empty if its ablations were not measured."""
+    """Return a sentence about `append_attention` on a load; empty without its ablations."""
     measured_rows = 1 if q_len < 4 else 8
     prefix = f"ablations.{load}.g{8 if group > 4 else 4}.q{measured_rows}."
     us = {
@@ -51,7 +52,7 @@ def _concluded(shares: Mapping[str, float]) -> str:
 
 
 def _phases(figures: Figures, prefix: str) -> str:
-    """What blocks spend their time on, the most first; empty where they were not stamped."""
+    """Return how blocks spend their time, the longest phase first; empty without time stamps."""
     ids = {phase: f"{prefix}{phase}" for phase in (*PHASES, *PHASES_OF_VERIFY)}
     shares = {phase: float(figures[id]["ratio"]) for phase, id in ids.items() if id in figures}
     most = sorted(shares, key=lambda phase: shares[phase], reverse=True)
@@ -60,7 +61,7 @@ def _phases(figures: Figures, prefix: str) -> str:
 
 
 def of_verify(figures: Figures, prefix: str) -> str:
-    """A sentence about verification of the rows that `prefix` names."""
+    """Return a sentence about verification of the rows that `prefix` names."""
     greedy, read = figures.get(f"{prefix}.greedy"), figures.get(f"{prefix}.greedy.read")
     if greedy is None or read is None:
         return ""
@@ -77,7 +78,7 @@ def of_verify(figures: Figures, prefix: str) -> str:
 
 
 def of_rejection(figures: Figures) -> str:
-    """A sentence about verification with top-p; empty if its ablations were not measured."""
+    """Return a sentence about verification with top-p; empty without its ablations."""
     us = {
         case: float(figures[id]["us"])
         for case in ("whole", "scan", "leaf")
@@ -86,7 +87,8 @@ def of_rejection(figures: Figures) -> str:
     if len(us) < 3:
         return ""
     scan, leaf = (us[case] / us["whole"] for case in ("scan", "leaf"))
-    # What is neither the first read nor there with one leaf grows with the row: it is read again.
+    # Time beyond the first scan that one leaf does not need grows with the row: the row is read
+    # again.
     parts = {"the scan": scan - leaf, "choosing over the whole row": 1.0 - scan}
     parts["launch, choice and walk"] = leaf
     most = max(parts, key=lambda part: parts[part])
@@ -95,7 +97,7 @@ def of_rejection(figures: Figures) -> str:
 
 
 def of_figure(figures: Figures, id: str) -> str:
-    """What holds back the case of a figure; empty where nothing was measured that says so."""
+    """Return what limits the case of a figure; empty if no measurement says so."""
     if match := re.match(r"(?:attention|attention_peers)\.(b\d+\.\d+k)\S*\.g(\d)\.q(\d)", id):
         return of_attention(figures, match[1], int(match[2]), int(match[3]))
     if match := re.match(r"exactness\.(b\d+\.\d+k)\.q(\d)", id):

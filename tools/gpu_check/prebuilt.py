@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Built modules that are brought along: compiling takes most of the minutes that one has a GPU.
+"""Prebuilt modules for the GPU check: compiling would take most of the minutes on a rented GPU.
 
     python -m tools.gpu_check.prebuilt make FOLDER --archs 90a      where there is nvcc
     make gpu-check PREBUILT=FOLDER                                  where there is the GPU
 
-The rule: a folder is used if the sources it was built from are, byte for byte, those that stand
-here (a hash over csrc, CMakeLists.txt and the benches' kernels; no time stamp counts), for this
-Python and for the architecture of this GPU. Any other is refused with a sentence, and nothing runs.
+A folder is used only if it was built from exactly the sources of this tree (a hash over csrc,
+CMakeLists.txt and the benchmark kernels; time stamps do not count), for this Python and for the
+architecture of this GPU. Any other folder is refused with a message, and nothing runs.
 """
 
 import argparse
@@ -26,7 +26,7 @@ from tools.cuda_toolkit import ROOT, cmake_options, find_nvcc, gpu_archs
 
 STAMP = "built.json"
 SUFFIX = sysconfig.get_config_var("EXT_SUFFIX")
-# Where the modules go, by how their names begin.
+# Destination folder of each module, by the prefix of its name.
 PLACES = {
     "_C": ROOT / "python" / "specops",
     "_simt": ROOT / "build" / "simt",
@@ -37,17 +37,17 @@ BENCH_KERNELS = ("read_bandwidth", "gpu_facts")
 
 
 class Refused(Exception):
-    """Why a folder is not used, or not made: a sentence."""
+    """Error that says why a folder is not used, or not made."""
 
 
 @dataclass(frozen=True)
 class Stamp:
-    """What a folder was built from and for.
+    """Sources that a folder was built from, and targets that it was built for.
 
     Attributes:
-        sources: `sources_hash` of that tree.
-        suffix: of extension modules: Python's version, and the platform.
-        archs: of GPUs, as nvcc names them.
+        sources: `sources_hash` of the source tree.
+        suffix: suffix of extension modules: the Python version and the platform.
+        archs: GPU architectures, as nvcc names them.
         files: sha256 of each compressed file, by name.
     """
 
@@ -58,7 +58,7 @@ class Stamp:
 
 
 def sources_hash(root: Path = ROOT) -> str:
-    """Of every file that the modules are compiled from."""
+    """Return a hash over every file that the modules are compiled from."""
     digest = hashlib.sha256()
     files = [path for path in (root / "csrc").rglob("*") if path.is_file()]
     files += [root / "CMakeLists.txt", *(root / "bench" / f"{name}.cu" for name in BENCH_KERNELS)]
@@ -73,7 +73,7 @@ def _hash(path: Path) -> str:
 
 
 def stamp(folder: Path, archs: Sequence[str], root: Path = ROOT) -> Stamp:
-    """Writes what the modules of a folder were built from; called right after they were."""
+    """Write the stamp of a folder of modules; call it right after building them."""
     files = {path.name: _hash(path) for path in sorted(folder.glob("*.so.gz"))}
     made = Stamp(sources_hash(root), SUFFIX, list(archs), files)
     (folder / STAMP).write_text(json.dumps(asdict(made), indent=1) + "\n")
@@ -81,10 +81,10 @@ def stamp(folder: Path, archs: Sequence[str], root: Path = ROOT) -> Stamp:
 
 
 def check(folder: Path, archs: Sequence[str], root: Path = ROOT) -> Stamp:
-    """What a folder holds, for GPUs of these architectures.
+    """Return the stamp of a folder after checking it for GPUs of these architectures.
 
     Raises:
-        Refused: it cannot be used here.
+        Refused: the folder cannot be used here.
     """
     if not (folder / STAMP).is_file():
         raise Refused(f"{folder} has no {STAMP}: it was not made by tools.gpu_check.prebuilt")
@@ -105,12 +105,12 @@ def check(folder: Path, archs: Sequence[str], root: Path = ROOT) -> Stamp:
 
 
 def use(folder: Path, archs: Sequence[str], places: dict[str, Path] | None = None) -> list[Path]:
-    """Unpacks the modules to where they are looked for, once `check` accepts them."""
+    """Unpack the modules to the folders that import them, once `check` accepts them."""
     copied = []
     for name in check(folder, archs).files:
         place = (places or PLACES)[name.split(".")[0]]
         place.mkdir(parents=True, exist_ok=True)
-        # A new file, never the old one overwritten: a process may have it mapped.
+        # Write a new file and rename it: a process may have the old file mapped.
         new = place / f"{name}.new"
         new.write_bytes(gzip.decompress((folder / name).read_bytes()))
         copied.append(new.replace(place / name.removesuffix(".gz")))
@@ -118,17 +118,17 @@ def use(folder: Path, archs: Sequence[str], places: dict[str, Path] | None = Non
 
 
 def pack(folder: Path) -> None:
-    """Leaves of each module its compressed file: the interpreter with its checks is large."""
+    """Replace each module by its compressed file: the interpreter with its checks is large."""
     for path in sorted(folder.glob("*.so")):
         path.with_name(f"{path.name}.gz").write_bytes(gzip.compress(path.read_bytes(), mtime=0))
         path.unlink()
 
 
 def print_sizes(folder: Path, max_mib: float | None = None, max_files: int | None = None) -> None:
-    """Says how large each file of a folder is.
+    """Print the size of each file of a folder.
 
     Raises:
-        Refused: there are more files, or larger ones, than may be kept.
+        Refused: the folder has too many files, or a file that is too large.
     """
     sizes = {path.name: path.stat().st_size / 2**20 for path in sorted(folder.iterdir())}
     for name, mib in sizes.items():
@@ -140,7 +140,7 @@ def print_sizes(folder: Path, max_mib: float | None = None, max_files: int | Non
 
 
 def make(folder: Path, archs: Sequence[str]) -> Stamp:
-    """Builds the package's module, the interpreter and the benches' kernels into a folder."""
+    """Build the package's module, the interpreter and the benchmark kernels into a folder."""
     import pybind11
 
     os.environ |= {"SPECOPS_CUDA": "ON", "SPECOPS_CUDA_ARCHS": " ".join(archs)}
@@ -151,7 +151,7 @@ def make(folder: Path, archs: Sequence[str]) -> Stamp:
         f"-DPython_EXECUTABLE={sys.executable}",
         f"-Dpybind11_DIR={pybind11.get_cmake_dir()}",
         f"-DCMAKE_LIBRARY_OUTPUT_DIRECTORY={folder}",
-        # The GPU is what is checked: of the CPU's kernels the plain ones will do.
+        # The check is about the GPU, so the portable CPU kernels are enough.
         *("-DSPECOPS_ISAS=portable", "-DSPECOPS_WERROR=OFF"),
         *cmake_options(),
     ]
@@ -164,14 +164,14 @@ def make(folder: Path, archs: Sequence[str]) -> Stamp:
         source = ROOT / "bench" / f"{name}.cu"
         command = [str(find_nvcc()), *flags, str(source), "-o", str(folder / f"{name}_cuda.so")]
         subprocess.run(command, check=True)
-    # Line numbers are for whoever debugs the interpreter, and take a third of it.
+    # Line numbers only help to debug the interpreter, and take a third of its size.
     subprocess.run(["strip", "-g", *folder.glob("*.so")], check=True)
     pack(folder)
     return stamp(folder, archs)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """make or use."""
+    """Run `make` or `use`."""
     parser = argparse.ArgumentParser(prog="python -m tools.gpu_check.prebuilt", description=__doc__)
     parser.add_argument("what", choices=("make", "use"))
     parser.add_argument("folder", type=Path)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The report of a run in Markdown: goals beside predictions, and what holds each back."""
+"""Markdown report of a run: goals beside predictions, and what limits each figure."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -11,30 +11,30 @@ from tools.gpu_check.goals import GOALS, Figures, Verdict, verdict
 from tools.gpu_check.runner import Outcome
 from tools.predictions import Prediction, read_predictions
 
-Predicted = Sequence[tuple[Prediction, float]]  # of the GPU that the results are from
+Predicted = Sequence[tuple[Prediction, float]]  # values for the GPU that produced the results
 
 
 def write(path: Path) -> None:
-    """Writes the report of a file of results beside it."""
+    """Write the report of a results file beside it."""
     saved = results.read(path)
     text = "\n".join(lines(saved, read_predictions())) + "\n"
     write_whole(path.with_suffix(".md"), text)
 
 
 def figures_of(saved: Mapping[str, Any]) -> Figures:
-    """The figures by id."""
+    """Return the figures by id."""
     return {row["id"]: row for row in saved.get("figures", [])}
 
 
 def verdicts(saved: Mapping[str, Any]) -> list[Verdict]:
-    """What the results say of every goal."""
+    """Return the verdict of the results on every goal."""
     figures, notes = figures_of(saved), saved.get("notes", {})
     gpu = str(saved.get("machine", {}).get("gpu", ""))
     return [verdict(goal, figures, notes, gpu) for goal in GOALS]
 
 
 def lines(saved: Mapping[str, Any], predictions: Sequence[Prediction]) -> Iterator[str]:
-    """The report, section by section."""
+    """Yield the lines of the report, section by section."""
     machine = saved.get("machine", {})
     yield f"# GPU check: {machine.get('gpu', 'unknown GPU')}"
     yield ""
@@ -76,7 +76,7 @@ def _goals(saved: Mapping[str, Any], figures: Figures, predicted: Predicted) -> 
 
 
 def _beside(figures: Figures, id: str, predicted: Predicted) -> str:
-    """What was predicted of a figure, beside what it is; empty where nothing was."""
+    """Return the prediction for a figure beside its measured value; empty if there is none."""
     for said, value in predicted:
         if said.figure == id and figures[id].get(said.unit) is not None:
             return f" ({figures[id][said.unit]:.3g} {said.unit}, predicted {value:.3g})"
@@ -188,7 +188,7 @@ def _met(row: Mapping[str, Any]) -> str:
 
 
 def print_goals(path: Path) -> None:
-    """What the results say of every goal, and how many bars are met."""
+    """Print the verdict on every goal, and how many bars are met."""
     saved = results.read(path)
     print(f"\n{'goal':5} {'wanted':28} {'measured':>9}  ")
     for said in verdicts(saved):
@@ -202,7 +202,7 @@ def print_goals(path: Path) -> None:
 
 
 def print_table(outcomes: Sequence[Outcome]) -> None:
-    """A line per step."""
+    """Print one line per step."""
     print(f"\n{'step':24} {'status':10} {'s':>6}  summary")
     for outcome in outcomes:
         print(f"{outcome.step:24} {outcome.status:10} {outcome.seconds:6.1f}  {outcome.summary}")

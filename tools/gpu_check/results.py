@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The file of a run's results: what each program adds to it, and who reads it.
+"""Results file of a run, and the functions that extend and read it.
 
-One JSON object: `machine`, `runs` and `figures` by the benches (bench/common.py), `notes` of what
-is not there and why, `numerics` and `checks` (how steps ended) from here.
+It is one JSON object. The benchmarks (bench/common.py) write `machine`, `runs` and `figures`, and
+`notes` on what is missing and why; this module writes `numerics` and `checks` (how steps ended).
 """
 
 import json
@@ -16,20 +16,20 @@ from tools.gpu_check.runner import Outcome
 
 
 def results_path(rehearsal: bool) -> Path:
-    """Where the run's figures and outcomes go."""
+    """Return the path of the run's figures and outcomes."""
     if rehearsal:
         return runner.LOGS / "rehearsal.json"
     return gpu_results(datetime.now(timezone.utc).strftime("%Y-%m-%d"))
 
 
 def read(path: Path) -> dict[str, Any]:
-    """All that is in the file; nothing, if there is none."""
+    """Return the content of the file; empty if the file does not exist."""
     saved: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
     return saved
 
 
 def add(path: Path, section: str, key: str, value: dict[str, Any]) -> None:
-    """Puts one entry into a section, stamped with commit and time."""
+    """Add one entry to a section, stamped with commit and time."""
     saved = read(path)
     stamp = {
         "commit": commit(),
@@ -41,7 +41,7 @@ def add(path: Path, section: str, key: str, value: dict[str, Any]) -> None:
 
 
 def keep(outcome: Outcome, path: Path) -> None:
-    """Adds how a step ended."""
+    """Record how a step ended."""
     ended = {
         "status": outcome.status,
         "seconds": round(outcome.seconds, 1),

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs a step under its limit and says how it ended."""
+"""Run a step under its time limit and report how it ended."""
 
 import os
 import re
@@ -18,7 +18,7 @@ LOGS = ROOT / "build" / "gpu-check"
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a step ended: `ok`, `failed`, `timed out`, or `not run` with the reason as summary."""
+    """Result of a step: `ok`, `failed`, `timed out`, or `not run` with the reason as summary."""
 
     step: str
     status: str
@@ -27,7 +27,7 @@ class Outcome:
 
 
 def run(step: Step, limit_s: float) -> Outcome:
-    """Runs a step and all it starts in a process group of its own, which ends at the limit."""
+    """Run a step and its child processes in a process group, which is killed at the limit."""
     if not step.command:
         return Outcome(step.name, "not run", 0.0, "compute-sanitizer is not installed")
     if limit_s < min(10.0, step.limit_s):
@@ -40,7 +40,7 @@ def run(step: Step, limit_s: float) -> Outcome:
     seconds = time.monotonic() - begun
     status, summary = judge(step, code, text)
     lines = text.splitlines()
-    # What a bench prints is its result; of the rest, the end of what went wrong.
+    # The output of a benchmark is its result; of other steps, print the end of a failure.
     is_result = step.name.startswith(("bench", "numerics"))
     shown = lines if is_result else [] if status == "ok" else lines[-40:]
     print("\n".join(shown), flush=True)
@@ -48,7 +48,7 @@ def run(step: Step, limit_s: float) -> Outcome:
 
 
 def _ended(step: Step, limit_s: float, log: Path) -> int | None:
-    """The exit status; None if its time was up."""
+    """Return the exit status; None if the time limit was reached."""
     env = {
         **os.environ,
         "PYTHONPATH": os.pathsep.join([str(ROOT / "python"), os.environ.get("PYTHONPATH", "")]),
@@ -75,7 +75,7 @@ def _ended(step: Step, limit_s: float, log: Path) -> int | None:
 
 
 def judge(step: Step, code: int | None, text: str) -> tuple[str, str]:
-    """Status and summary of an ended step; code None means that its time was up."""
+    """Return status and summary of an ended step; code None means that it timed out."""
     last = next((line.strip() for line in reversed(text.splitlines()) if line.strip()), "")
     summary = last[:90] if step.name != "build" else last[:300]
     if step.tests:
@@ -90,7 +90,7 @@ def judge(step: Step, code: int | None, text: str) -> tuple[str, str]:
             return "failed", f"nothing passed: {summary}"
     elif found := re.findall(r"^\d+ figures in .*", text, re.MULTILINE):
         summary = found[-1]
-    # compute-sanitizer says at once what it finds.
+    # compute-sanitizer prints what it finds immediately.
     reports = re.findall(
         r"^=+ (Invalid .*|Uninitialized .*|Error: (?:Race|.*hazard).*)$", text, re.M
     )

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The steps of the GPU check: commands with limits, in the order in which they tell most."""
+"""Steps of the GPU check: commands with time limits, the most informative first."""
 
 import os
 import shutil
@@ -32,10 +32,10 @@ TOOLS = ("memcheck", "racecheck", "initcheck")
 SANITIZER_ERROR = 9
 NUMERICS_LIMIT = 250
 
-# Seconds that each family of benches may take; FlashInfer compiles itself at first use.
+# Seconds that each family of benchmarks may take; FlashInfer compiles itself at first use.
 BENCH_LIMITS = {
     "facts": 60,
-    "ablations": 280,  # of which a kernel without arithmetic compiles for two minutes
+    "ablations": 280,  # two minutes of these compile a kernel without arithmetic
     "attention": 120,
     "attention_8bit": 90,
     "sampling": 90,
@@ -52,7 +52,7 @@ BENCH_LIMITS = {
     "attention_peers": 300,
     "sampling_peers": 240,
 }
-# Families that are a part of their own, or of one; the others are the part `bench`.
+# Families that are their own part or belong to one; all others belong to the part `bench`.
 _PART_OF = {
     "facts": "facts",
     "ablations": "ablations",
@@ -65,7 +65,7 @@ _PART_OF = {
 
 @dataclass(frozen=True)
 class Step:
-    """One command. `limit_s` bounds it; `tests` says that its last line counts passed tests."""
+    """One command. `limit_s` bounds it; `tests` means that its last line counts passed tests."""
 
     name: str
     command: tuple[str, ...]
@@ -76,14 +76,14 @@ class Step:
 
 @dataclass(frozen=True)
 class Plan:
-    """What is asked for.
+    """Selection of what to run.
 
     Attributes:
-        parts: some of PARTS, or none for all.
-        only: families of benches; none for all. With the part `bench`, any of them.
-        results: the file that figures go to.
-        rehearsal: on the CPU, with small sizes.
-        prebuilt: a folder with built modules; None: they are built here.
+        parts: some of PARTS; empty for all.
+        only: families of benchmarks; empty for all. With the part `bench`, any family.
+        results: the file for the figures.
+        rehearsal: run on the CPU, with small sizes.
+        prebuilt: a folder with built modules; None to build them here.
     """
 
     parts: tuple[str, ...]
@@ -93,12 +93,12 @@ class Plan:
     prebuilt: Path | None = None
 
     def has(self, part: str) -> bool:
-        """Whether a part is asked for."""
+        """Return whether a part is selected."""
         return not self.parts or part in self.parts
 
 
 def all_steps(plan: Plan) -> list[Step]:
-    """The steps of a plan, in order."""
+    """Return the steps of a plan, in order."""
     steps = _build_steps(plan)
     steps += _bench_steps(plan, "facts")
     if plan.has("numerics"):
@@ -122,8 +122,8 @@ def _build_steps(plan: Plan) -> list[Step]:
         return [Step("build", (*command, *_rehearsed(plan)), 60)]
     if plan.rehearsal:
         return []
-    # The host compiler is whatever is there, and may warn of what ours does not. Of the CPU's
-    # kernels those that this machine runs will do.
+    # The host compiler varies and may warn where ours does not. CPU kernels are only needed for the
+    # instruction sets of this machine.
     env = {
         "SPECOPS_CUDA": "ON",
         "SPECOPS_ISAS": "native",
@@ -139,7 +139,7 @@ def _rehearsed(plan: Plan) -> tuple[str, ...]:
 def _numerics_steps(plan: Plan) -> list[Step]:
     steps = []
     if not plan.rehearsal and not list((ROOT / "build" / "simt").glob("_simt.*so")):
-        # The interpreter, whose bits the device's are compared with; a prebuilt folder brings it.
+        # The interpreter is the reference for the device's bits; a prebuilt folder includes it.
         work = ROOT / "build" / f"cmake-{sys.implementation.cache_tag}"
         if plan.prebuilt is None:
             command = ("cmake", "--build", str(work), "--target", "_simt")
@@ -155,7 +155,7 @@ def _bench_steps(plan: Plan, part: str) -> list[Step]:
     steps = []
     for family in BENCH_LIMITS if not plan.only else plan.only:
         own = _PART_OF.get(family, "bench")
-        # A family by name with the part `bench`, whichever part it is otherwise.
+        # A family named with the part `bench` runs there, even if it usually belongs to another.
         named = plan.only and "bench" in plan.parts and own not in plan.parts
         if part != ("bench" if named else own) or not plan.has(part):
             continue
@@ -179,7 +179,7 @@ def _test_steps(plan: Plan) -> list[Step]:
 
 
 def _pytest_plugins() -> tuple[str, ...]:
-    """Test processes side by side, and a limit for each test, where the plugins are installed."""
+    """Return pytest options for parallel workers and per-test limits, if plugins are installed."""
     code = "import importlib.util as u; print(*(bool(u.find_spec(n)) for n in {names}))"
     names = ("xdist", "pytest_timeout")
     command = [sys.executable, "-c", code.format(names=names)]
@@ -191,7 +191,7 @@ def _pytest_plugins() -> tuple[str, ...]:
 
 
 def _sanitizer_step(tool: str, device: str) -> Step:
-    """The smoke set: of every op test the first and the last case on the device."""
+    """Return the smoke step: the first and last device case of every op test, under a sanitizer."""
     sanitizer = find_sanitizer()
     if sanitizer is None:
         return Step(tool, (), 0)
@@ -200,12 +200,12 @@ def _sanitizer_step(tool: str, device: str) -> Step:
         *("--error-exitcode", str(SANITIZER_ERROR), "--require-cuda-init", "no"),
         *(sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "--smoke", device, *OP_TESTS),
     )
-    # A tensor from a pool has neighbours that hide where it ends, and contents from before.
+    # PyTorch's memory pool would hide out-of-bounds accesses and reuse of old contents.
     return Step(tool, command, 170, {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}, tests=True)
 
 
 def find_sanitizer() -> Path | None:
-    """On the PATH, beside nvcc, or among installed wheels."""
+    """Find compute-sanitizer on the PATH, beside nvcc, or among installed wheels."""
     nvcc = find_nvcc()
     folders = [Path(found).parent] if (found := shutil.which("compute-sanitizer")) else []
     if nvcc is not None:

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Remakes the model that ships in `python/specops/assets`: see README.md in this folder."""
+"""Training of the model that ships in `python/specops/assets`: see README.md in this folder."""

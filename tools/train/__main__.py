@@ -58,25 +58,25 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def rows_of(log: Path) -> list[dict[str, Any]]:
-    """The rows of a log, which need not exist yet."""
+    """Return the rows of a log; empty if it does not exist yet."""
     rows = log.read_text(encoding="utf-8").splitlines() if log.exists() else []
     return [json.loads(row) for row in rows]
 
 
 def note(log: Path, **row: Any) -> None:
-    """Adds a row to a log."""
+    """Append a row to a log."""
     with log.open("a", encoding="utf-8") as file:
         file.write(json.dumps(row) + "\n")
 
 
 def noted(log: Path, key: str) -> dict[str, Any]:
-    """What the last row with `key` says; nothing if there is none."""
+    """Return the value of the last row with `key`; empty if there is none."""
     found: list[dict[str, Any]] = [row[key] for row in rows_of(log) if key in row]
     return found[-1] if found else {}
 
 
 def logged_runs(log: Path, phase: str = "") -> tuple[int, list[int]]:
-    """Seconds of all runs of a phase ("" or "recycle_"), and the steps at which they resumed."""
+    """Return the seconds of a phase's runs ("" or "recycle_"), and the steps of their resumes."""
     total = last = 0
     resumed_at: list[int] = []
     for row in rows_of(log):
@@ -90,7 +90,7 @@ def logged_runs(log: Path, phase: str = "") -> tuple[int, list[int]]:
 
 
 def machine(device: str, threads: int) -> str:
-    """The class of machine, for the model card."""
+    """Return the class of machine, for the model card."""
     if device == "cuda":
         return f"one {torch.cuda.get_device_name()}"
     isa = torch.backends.cpu.get_cpu_capability()
@@ -100,7 +100,7 @@ def machine(device: str, threads: int) -> str:
 def phase_metrics(
     log: Path, phase: str, steps: int, batch_tokens: int, machine: str
 ) -> dict[str, Any]:
-    """What a log tells about a phase; nothing if none of its runs are in it."""
+    """Return what a log records about a phase; empty if it has none of its runs."""
     seconds, resumed_at = logged_runs(log, phase)
     if not any(f"{phase}start" in row for row in rows_of(log)):
         return {}
@@ -116,7 +116,7 @@ def phase_metrics(
 def chain_metrics(
     model: Model, tokenizer: Tokenizer, library: Sequence[corpus.Document], device: torch.device
 ) -> dict[str, Any]:
-    """Draft chains along held-out library modules, and along the model's own continuations."""
+    """Evaluate draft chains on held-out library modules and on the model's own continuations."""
     return {
         "library": evaluate_chains(model, tokenizer, library, device).summary(),
         "own_continuations": evaluate_continuations(model, tokenizer, library, device),
@@ -124,7 +124,7 @@ def chain_metrics(
 
 
 def target_tensors(model: Model) -> dict[str, torch.Tensor]:
-    """Copies of the target's own tensors, which the second phase must not touch."""
+    """Copy the target's own tensors, which the second phase must not change."""
     module = f"model.layers.{model.config.num_hidden_layers}."
     return {
         name: value.clone()
@@ -134,7 +134,7 @@ def target_tensors(model: Model) -> dict[str, torch.Tensor]:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Runs the whole chain."""
+    """Run the whole pipeline."""
     args = _arguments(argv)
     if args.write_manifest:
         corpus.write_manifest(Path(sysconfig.get_paths()["stdlib"]))
@@ -161,7 +161,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         model, tokenizer, step = export.load_model(args.resume)
         recycled = export.recycle_steps(args.resume)
         before = args.resume / "metrics.json"
-        if before.exists() and not log.exists():  # how the directory came about is not in this log
+        if before.exists() and not log.exists():  # the earlier training is not in it
             note(log, earlier=json.loads(before.read_text(encoding="utf-8")))
     else:
         tokenizer = train_tokenizer(document.text for document in training)

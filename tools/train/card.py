@@ -166,7 +166,7 @@ and how many if they chose independently, which is what the engine expects of th
 
 
 def _mixture_section(mixture: dict[str, Any]) -> str:
-    """Markdown: the mixture beside the dense model; nothing without one."""
+    """Return the Markdown section on mixture and dense model; empty without a mixture."""
     if not mixture:
         return ""
     depth = len(mixture["mixture"]["runs"][0]["accepted_by_position"])
@@ -197,7 +197,7 @@ def _mixture_section(mixture: dict[str, Any]) -> str:
 
 
 def _heads_section(heads: dict[str, Any]) -> str:
-    """Markdown: a row for each head; nothing without any."""
+    """Return the Markdown section with a row per head; empty without heads."""
     if not heads:
         return ""
     rows = []
@@ -215,7 +215,7 @@ def _heads_section(heads: dict[str, Any]) -> str:
 
 
 def _chains_table(held_out: dict[str, Any]) -> str:
-    """Markdown: a row of figures for each text, each measure, before and after."""
+    """Return a Markdown table with rows for each text and measure, before and after recycling."""
     rows, depth = [], len(held_out["chains"]["library"]["kept_by_position"])
     phases = [("chains_before_recycling", "before"), ("chains", "**now**")]
     for text, title in (("library", "library"), ("own_continuations", "continuations")):
@@ -279,7 +279,7 @@ def _duration(seconds: int) -> str:
 
 
 def write_papers(directory: Path, metrics: dict[str, Any]) -> None:
-    """Writes metrics.json, the model card, and, for the pinned corpus, licence and notice."""
+    """Write metrics.json, the model card, and, for the pinned corpus, licence and notice."""
     write_text(directory / "metrics.json", json.dumps(metrics, indent=2) + "\n")
     corpus, recipe = metrics["corpus"], metrics["recipe"]
     pinned = corpus["manifest_sha256"] is not None

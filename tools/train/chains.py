@@ -54,7 +54,7 @@ class Branches:
         self.out = x
 
     def step(self, x: Tensor) -> Tensor:
-        """The next row of every chain: from [batch, chains, width] to the layers' output."""
+        """Compute every chain's next row: from [batch, chains, width] to the layers' output."""
         positions = self.ends + 1 + len(self.own[0])
         cos, sin = self.cos[positions], self.sin[positions]
         for index, layer in enumerate(self.layers):
@@ -87,11 +87,11 @@ class Branches:
 def draft_chains(
     model: Model, tokens: Tensor, starts: Tensor, depth: int, cos: Tensor, sin: Tensor
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yields (the module's logits, the target's logits) for draft 1, 2, .. `depth`.
+    """Yield (the module's logits, the target's logits) for draft 1, 2, .. `depth`.
 
-    For draft 1 they are those of every row of the module, [batch, length - 1, vocab]; for the
-    others of the rows `starts` (below length - 1), [batch, chains, vocab]. The target is frozen;
-    gradients flow through the module, its recycled states and its keys.
+    Draft 1 has the logits of every row of the module, [batch, length - 1, vocab]; the later ones
+    have those of the rows `starts` (below length - 1), [batch, chains, vocab]. The target is
+    frozen; gradients flow through the module, its recycled states and its keys.
 
     Args:
         model: the target and its module.
@@ -99,7 +99,7 @@ def draft_chains(
         starts: [chains], the rows of the module to continue from.
         depth: drafts per chain.
         cos: RoPE table of at least length + depth - 1 rows.
-        sin: likewise.
+        sin: RoPE table of the same size.
     """
     module, embedding = model.mtp(), model.model.embed_tokens
     layers = [layer for layer in model.model.layers if layer is not module]

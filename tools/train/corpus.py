@@ -1,11 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The corpus: Python's own standard library, minus everything that is not plainly PSF code.
 
-A *document* is one `.py` file, named by its path below the library directory. Left out are
-directories that hold other people's work, fixtures or generated text; files that carry another
-copyright line or licence; tables of pure data. The rest is split by file, by a hash of the path, so
-that the split does not depend on the machine, on the order of a directory listing or on which other
-files exist.
+A *document* is one `.py` file, named by its path below the library directory. Excluded are
+directories with third-party code, fixtures or generated text; files with another copyright line or
+licence; tables of pure data. The rest is split by file, by a hash of the path, so that the split
+does not depend on the machine, on the order of a directory listing or on which other files exist.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ MANIFEST = Path(__file__).with_name("manifest.json")
 HELD_OUT = Path(__file__).with_name("held_out.json")
 
 HELD_OUT_PERCENT = 5
-# Benchmark prompts are cut from held-out library modules, so there must be enough of a decent size.
+# Benchmark prompts are cut from held-out library modules, so enough of them must be long.
 MIN_HELD_OUT_MODULES = 40
 MIN_MODULE_BYTES = 6000
 
@@ -45,7 +44,7 @@ SKIPPED_DIRS = frozenset(
         "tomllib",
     }
 )
-# Generated or machine-made: build settings hold the paths of the machine that built Python.
+# Generated files: build settings hold the paths of the machine that built Python.
 SKIPPED_NAME = re.compile(r"^(_sysconfigdata.*|sitecustomize|usercustomize|stringprep|entities)$")
 SKIPPED_TEST = re.compile(r"^(bad(syntax|_coding|_getattr).*|encoded_.*|.*_fixtures?|mime\..*)$")
 
@@ -66,12 +65,12 @@ _OTHER_LICENCE = re.compile(
 
 
 class CorpusError(Exception):
-    """The library on this machine is not the one that the manifest describes."""
+    """Error: the library on this machine differs from the one that the manifest describes."""
 
 
 @dataclass(frozen=True)
 class Document:
-    """One source file: its path below the library directory, its text, and its share."""
+    """One source file: path below the library directory, text, and whether it is held out."""
 
     path: str
     text: str
@@ -84,7 +83,7 @@ class Document:
 
 
 def is_test(path: str) -> bool:
-    """Whether `path` is part of a test suite (`test/...`, `unittest/test/...`, `.../tests/...`)."""
+    """Return whether `path` is in a test suite (`test/..`, `unittest/test/..`, `.../tests/..`)."""
     return any(part in ("test", "tests") for part in path.split("/")[:-1])
 
 
@@ -93,7 +92,7 @@ def _hash(path: str) -> int:
 
 
 def carries_other_licence(text: str) -> bool:
-    """Whether a file names a licence, or a copyright holder, that is not Python's own."""
+    """Return whether a file names a licence, or a copyright holder, that is not Python's own."""
     if _OTHER_LICENCE.search(text):
         return True
     claims = [match.group(0) for match in _CLAIM.finditer(text)]
@@ -103,7 +102,7 @@ def carries_other_licence(text: str) -> bool:
 
 
 def is_data_table(path: str, text: str) -> bool:
-    """Whether a file is a table rather than code (codec maps, long lists of numbers)."""
+    """Return whether a file is a table rather than code (codec maps, long lists of numbers)."""
     if path.startswith("encodings/") and re.search(r"^(de|en)coding_(table|map)", text, re.M):
         return True
     letters = sum(character.isalpha() for character in text)
@@ -121,7 +120,7 @@ def _candidate(path: str) -> bool:
 
 
 def scan(root: Path) -> dict[str, bytes]:
-    """Reads every admissible file below `root`; keys are sorted, '/'-separated paths."""
+    """Read every admissible file below `root`; keys are sorted, '/'-separated paths."""
     files: dict[str, bytes] = {}
     for file in sorted(root.rglob("*.py"), key=lambda item: item.relative_to(root).as_posix()):
         path = file.relative_to(root).as_posix()
@@ -139,7 +138,7 @@ def scan(root: Path) -> dict[str, bytes]:
 
 
 def held_out_paths(sizes: dict[str, int]) -> set[str]:
-    """Chooses the held-out files from paths and sizes in bytes, by a hash of the path alone."""
+    """Choose the held-out files from paths and sizes in bytes, by a hash of the path alone."""
     chosen = {path for path in sizes if _hash(path) % 100 < HELD_OUT_PERCENT}
     modules = [
         path for path, size in sizes.items() if not is_test(path) and size >= MIN_MODULE_BYTES
@@ -150,7 +149,7 @@ def held_out_paths(sizes: dict[str, int]) -> set[str]:
 
 
 def write_manifest(root: Path) -> None:
-    """Rewrites manifest.json and held_out.json from `root` (for the maintainers of the model)."""
+    """Rewrite manifest.json and held_out.json from `root` (for the maintainers of the model)."""
     files = scan(root)
     hashes = {path: hashlib.sha256(content).hexdigest() for path, content in files.items()}
     manifest = {"python": platform.python_version(), "files": hashes}
@@ -164,7 +163,7 @@ def write_manifest(root: Path) -> None:
 
 
 def manifest_sha256() -> str:
-    """The hash of the manifest itself, which names the corpus in one line."""
+    """Return the hash of the manifest itself, which identifies the corpus."""
     return hashlib.sha256(MANIFEST.read_bytes()).hexdigest()
 
 
@@ -183,7 +182,7 @@ def _check(files: dict[str, bytes]) -> None:
 
 
 def load(root: Path | None) -> list[Document]:
-    """Loads the corpus: this Python's library, checked, or any other directory, unchecked."""
+    """Load the corpus: this Python's library, checked, or any other directory, unchecked."""
     if root is None:
         files = scan(Path(sysconfig.get_paths()["stdlib"]))
         _check(files)

@@ -23,7 +23,7 @@ from tools.train.train import Ids, encode
 
 
 def most_frequent(encoded: Sequence[Ids], vocab_size: int, count: int) -> Tensor:
-    """The `count` most frequent tokens, ascending; of two as frequent, the lower."""
+    """Return the `count` most frequent tokens, ascending; ties go to the lower id."""
     counts = np.zeros(vocab_size, dtype=np.int64)
     for ids in encoded:
         counts += np.bincount(ids, minlength=vocab_size)
@@ -32,7 +32,7 @@ def most_frequent(encoded: Sequence[Ids], vocab_size: int, count: int) -> Tensor
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Counts tokens, writes the map, measures the chains."""
+    """Count tokens, write the map, and measure the chains."""
     parser = argparse.ArgumentParser(prog="python -m tools.train.draft_vocab", description=__doc__)
     parser.add_argument("--model", type=Path, required=True, help="a directory of tools.train")
     parser.add_argument("--size", type=int, required=True, help="tokens to keep")

@@ -1,16 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Held-out figures of an exported model: loss, bits per byte, acceptance of the MTP drafts.
+"""Held-out metrics of an exported model: loss, bits per byte, acceptance of the MTP drafts.
 
-Two views, because they answer different questions:
+Two views answer different questions:
 
 * *Held-out text.* Every held-out file as the model would read it: EOS, then the text, in windows of
   the full context that overlap by one token, so that each token of the text is predicted exactly
-  once. (A later window starts with nothing before it, which costs a little: it is counted.)
+  once. (A later window starts with no context, which costs a little: that is counted.)
 * *Own continuations.* The first tokens of every held-out library module, continued greedily, as an
-engine does.
+  engine does.
 
-In both, `evaluate_text` judges first drafts alone, at every row; the chains of several drafts, in
-which the module reads its own output, are judged at every few rows.
+In both, `evaluate_text` judges only first drafts, at every row; chains of several drafts, in which
+the module reads its own output, are judged at every few rows.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ class TextFigures:
 
     First-draft acceptance: over all rows i with a true token i+1, how often the argmax of MTP row
     i, which has read the true tokens 0..i+1, equals the argmax of target row i+1, which has read
-    the same tokens. It is the chance that greedy verification keeps a first draft after a prefix
-    of human text.
+    the same tokens. It estimates the probability that greedy verification keeps a first draft after
+    a prefix of human text.
     """
 
     documents: int = 0
@@ -50,7 +50,7 @@ class TextFigures:
     mtp_accepted: int = 0
 
     def summary(self) -> dict[str, float]:
-        """The figures that the model card and `metrics.json` give."""
+        """Return the metrics for the model card and `metrics.json`."""
         return {
             "documents": self.documents,
             "bytes": self.bytes,
@@ -66,7 +66,7 @@ class TextFigures:
 def evaluate_text(
     model: Model, tokenizer: Tokenizer, documents: Sequence[Document], device: torch.device
 ) -> TextFigures:
-    """Measures `model` on `documents`, in fp32, with the weights as they were exported."""
+    """Measure `model` on `documents`, in fp32, with the weights as they were exported."""
     config = model.config
     window = config.max_position_embeddings
     cos, sin = rope_cos_sin(window, config, device)
@@ -105,13 +105,13 @@ class ChainFigures:
     kept: list[int] = field(default_factory=list)  # by draft position
 
     def add(self, kept: Tensor) -> None:
-        """Adds chains: bool [depth, ...], whether a draft and all before it are right."""
+        """Add chains: bool [depth, ...], whether a draft and all before it are right."""
         counts = kept.flatten(1).sum(1).tolist()
         self.kept = [a + b for a, b in zip(self.kept or [0] * self.depth, counts, strict=True)]
         self.chains += kept[0].numel()
 
     def summary(self) -> dict[str, Any]:
-        """Kept by position, and for k = 1.. the tokens of a step: kept drafts and one more."""
+        """Return kept drafts by position, and for k = 1.. the tokens per step: kept plus one."""
         kept = [count / self.chains for count in self.kept]
         return {
             "chains": self.chains,
@@ -152,10 +152,10 @@ def evaluate_chains(
     stride: int = 16,
     draft_vocab: Tensor | None = None,
 ) -> ChainFigures:
-    """Drafts `depth` tokens after every `stride`-th token of the documents, in fp32.
+    """Draft `depth` tokens after every `stride`-th token of the documents, in fp32.
 
-    The windows are those of `evaluate_text`; chains that would leave the context are left out.
-    With `draft_vocab`, int64 token ids, the module proposes no other tokens.
+    The windows are those of `evaluate_text`; chains that would leave the context are skipped. With
+    `draft_vocab`, int64 token ids, the module proposes no other tokens.
     """
     window = model.config.max_position_embeddings
     cos, sin = rope_cos_sin(window, model.config, device)
@@ -179,7 +179,7 @@ def evaluate_continuations(
     new_tokens: int = 64,
     depth: int = 5,
 ) -> dict[str, Any]:
-    """Continues every document greedily and drafts after every token of the continuations."""
+    """Continue every document greedily and draft after every token of the continuations."""
     encoded = [ids for ids in encode(tokenizer, documents) if len(ids) >= prompt_tokens]
     prompts = [torch.from_numpy(ids[:prompt_tokens].astype("int64")) for ids in encoded]
     tokens = torch.stack(prompts).to(device)
@@ -192,7 +192,7 @@ def evaluate_continuations(
         following = model.logits(hidden).argmax(-1)
         tokens = torch.cat((tokens, following), dim=1)
         hidden = model.model.norm(target.step(embedding(following)))
-    # Row i drafts token i+2: the first draft of an engine is made by the prompt's last row.
+    # Row i drafts token i+2: an engine makes its first draft from the prompt's last row.
     starts = torch.arange(prompt_tokens - 1, tokens.shape[1] - 1, device=device)
     figures = ChainFigures(depth)
     for part in tokens.split(8):
@@ -209,10 +209,9 @@ def evaluate_continuations(
 def evaluate_routing(
     model: Model, tokenizer: Tokenizer, documents: Sequence[Document]
 ) -> dict[str, list[float]]:
-    """How many different experts some neighbouring rows have, on average over layers and texts.
+    """Return how many different experts neighbouring rows use, averaged over layers and texts.
 
-    Beside it, how many they would have if they chose independently of each other. Nothing of a
-    model without experts.
+    The result also has the number for independent choices. It is empty for a model without experts.
     """
     layers = [one for one in model.modules() if isinstance(one, Experts)]
     if not layers:

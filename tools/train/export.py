@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Writes and reads model directories in the Hugging Face layout.
+"""Write and read model directories in the Hugging Face layout.
 
 A checkpoint and the shipped model are the same thing: bf16 weights, the tokenizer, and the step
 counts of both phases in the safetensors header. Any loadable checkpoint can be resumed.
@@ -21,7 +21,7 @@ from tokenizers import Tokenizer
 from tools.train.model import MixtureConfig, Model, ModelConfig
 from tools.train.tokenizer import EOS, EOS_ID
 
-# A code model has no turns: messages are joined by newlines and the answer continues the text.
+# A code model has no chat turns: messages are joined by newlines and the answer continues them.
 CHAT_TEMPLATE = (
     "{%- for message in messages -%}"
     "{%- if not loop.first -%}{{ '\\n' }}{%- endif -%}"
@@ -31,7 +31,7 @@ CHAT_TEMPLATE = (
 
 
 def config_json(config: ModelConfig) -> dict[str, Any]:
-    """The `config.json` of the model: Qwen3's fields, or Qwen3-MoE's, and the number of modules."""
+    """Return the `config.json`: Qwen3 or Qwen3-MoE fields, and the number of MTP modules."""
     experts: dict[str, Any] = {}
     if isinstance(config, MixtureConfig):
         experts = {
@@ -73,7 +73,7 @@ def config_json(config: ModelConfig) -> dict[str, Any]:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Replaces a file in one step, so that a reader never sees half of it."""
+    """Replace a file atomically, so that a reader never sees half of it."""
     temporary = path.with_name(f".{path.name}.tmp")
     temporary.write_text(text, encoding="utf-8")
     os.replace(temporary, path)
@@ -84,7 +84,7 @@ def _write_json(path: Path, value: Any) -> None:
 
 
 def psf_licence() -> str:
-    """The licence text that comes with this Python."""
+    """Return the licence text that comes with this Python."""
     text = (Path(sysconfig.get_paths()["stdlib"]) / "LICENSE.txt").read_text(encoding="utf-8")
     if "PYTHON SOFTWARE FOUNDATION LICENSE" not in text:
         raise ValueError("this Python's LICENSE.txt is not the PSF licence")
@@ -94,7 +94,7 @@ def psf_licence() -> str:
 def save_model(
     directory: Path, model: Model, tokenizer: Tokenizer, step: int, recycle_step: int = 0
 ) -> None:
-    """Writes config, tokenizer and bf16 weights. Each file is replaced in one step."""
+    """Write config, tokenizer and bf16 weights, replacing each file atomically."""
     directory.mkdir(parents=True, exist_ok=True)
     config = model.config
     _write_json(directory / "config.json", config_json(config))
@@ -127,12 +127,12 @@ def save_model(
     temporary = directory / ".model.safetensors.tmp"
     steps = {"step": str(step), "recycle_step": str(recycle_step)}
     save_file(tensors, temporary, metadata={"format": "pt", **steps})
-    temporary.chmod(0o644)  # safetensors writes for the owner alone
+    temporary.chmod(0o644)  # safetensors restricts the file to its owner
     os.replace(temporary, directory / "model.safetensors")
 
 
 def load_model(directory: Path) -> tuple[Model, Tokenizer, int]:
-    """Reads a directory written by `save_model`: the model in fp32, its tokenizer, its step."""
+    """Read a directory written by `save_model`: the model in fp32, its tokenizer, its step."""
     fields = json.loads((directory / "config.json").read_text(encoding="utf-8"))
     kind = MixtureConfig if "num_experts" in fields else ModelConfig
     model = Model(kind(**{name: fields[name] for name in kind.__dataclass_fields__}))
@@ -144,6 +144,6 @@ def load_model(directory: Path) -> tuple[Model, Tokenizer, int]:
 
 
 def recycle_steps(directory: Path) -> int:
-    """How many steps of the second phase (`recycle.py`) a directory has seen."""
+    """Return the number of steps of the second phase (`recycle.py`) that a directory has seen."""
     with safe_open(directory / "model.safetensors", framework="pt") as file:
         return int(file.metadata().get("recycle_step", 0))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`python -m tools.train.head_card`: measures trained heads for the model card."""
+"""`python -m tools.train.head_card`: measure trained heads for the model card."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ PROMPT_TOKENS, NEW_TOKENS = 192, 64
 
 @torch.no_grad()
 def chain_figures(head: Head, model: Model, texts: Tensor) -> dict[str, Any]:
-    """How many drafts are kept behind each token of the target's greedy continuations."""
+    """Return how many drafts are kept after each token of the target's greedy continuations."""
     cos, sin = rope_cos_sin(texts.shape[1], model.config, texts.device)
     starts = torch.arange(PROMPT_TOKENS - 1, texts.shape[1] - head.depth - 1)
     figures = ChainFigures(head.depth)
@@ -42,7 +42,7 @@ def chain_figures(head: Head, model: Model, texts: Tensor) -> dict[str, Any]:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Measures every head below a directory; the card keeps what it has of others."""
+    """Measure every head below a directory; the card keeps its entries of other heads."""
     parser = argparse.ArgumentParser(prog="python -m tools.train.head_card", description=__doc__)
     parser.add_argument("--heads", type=Path, default=Path("build/heads"))
     parser.add_argument("--corpus", type=Path, help="as for tools.train")

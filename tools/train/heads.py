@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Draft heads in plain PyTorch, for the bundled model: of every method that the engine has.
+"""Draft heads in plain PyTorch for the bundled model, for every method of the engine.
 
-A draft model is one of them here, though it reads nothing of its target.
+A draft model also counts as a head here, although it reads nothing from its target.
 
-All of them draft chains along a text, which is given. The chain of start s is what an engine drafts
-when token s + 1 is the newest one: the target's states are there of rows 0 to s, and draft k is
-for token s + 1 + k. Names of parameters are those of published files.
+All heads draft chains along a given text. The chain of start s is what an engine drafts when token
+s + 1 is the newest one: the target's states of rows 0 to s exist, and draft k predicts token s + 1
++ k. Parameter names are those of published files.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ HEADS = ("eagle", "eagle3", "dflash", "dspark", "hydra", "medusa", "draft_model"
 
 @dataclass(frozen=True)
 class Target:
-    """A frozen model's pass over texts.
+    """Result of a frozen model's pass over texts.
 
     Attributes:
-        model: this.
+        model: the frozen model.
         tokens: [texts, length].
-        left: by layer, [texts, length, hidden_size]: the states that leave it.
-        states: likewise, after the final norm.
+        left: output states of each layer, [texts, length, hidden_size].
+        states: states after the final norm, same shape.
         logits: [texts, length, vocab_size].
         cos, sin: RoPE tables of at least `length` rows.
     """
@@ -46,18 +46,18 @@ class Target:
     sin: Tensor
 
     def embedded(self, tokens: Tensor) -> Tensor:
-        """The target's embedding of tokens."""
+        """Return the target's embedding of tokens."""
         out: Tensor = self.model.model.embed_tokens(tokens)
         return out
 
     def joined(self, layers: tuple[int, ...]) -> Tensor:
-        """States of several layers, side by side."""
+        """Return the states of several layers, concatenated."""
         return torch.cat([self.left[layer] for layer in layers], dim=-1)
 
 
 @torch.no_grad()
 def run_target(model: Model, tokens: Tensor, cos: Tensor, sin: Tensor) -> Target:
-    """Runs the target over texts."""
+    """Run the target over texts."""
     length, x, left = tokens.shape[1], model.model.embed_tokens(tokens), []
     for layer in model.model.layers[: model.config.num_hidden_layers]:
         x = layer(x, cos[:length], sin[:length])
@@ -67,7 +67,7 @@ def run_target(model: Model, tokens: Tensor, cos: Tensor, sin: Tensor) -> Target
 
 
 def decoder_fields(config: ModelConfig, num_layers: int) -> dict[str, Any]:
-    """What config.json says of a head's decoder layers."""
+    """Return the config.json fields of a head's decoder layers."""
     return {
         "hidden_size": config.hidden_size,
         "intermediate_size": config.intermediate_size,
@@ -89,14 +89,14 @@ class Head(nn.Module):
 
     Attributes:
         depth: drafts per chain.
-        file: that its tensors are published in.
+        file: file name under which its tensors are published.
     """
 
     depth: int
     file = "model.safetensors"
 
     def chains(self, target: Target, starts: Tensor) -> Iterator[Tensor]:
-        """Yields the logits of draft 1, 2, .. of chains, [texts, chains, vocab_size].
+        """Yield the logits of draft 1, 2, .. of chains, [texts, chains, vocab_size].
 
         Args:
             target: its pass over the texts.
@@ -105,16 +105,16 @@ class Head(nn.Module):
         raise NotImplementedError
 
     def tensors(self) -> dict[str, Tensor]:
-        """Its tensors, by the names of published files."""
+        """Return its tensors, by the names of published files."""
         return dict(self.state_dict())
 
     def fields(self) -> dict[str, Any]:
-        """Its config.json."""
+        """Return its config.json."""
         raise NotImplementedError
 
 
 class EagleLayer(DecoderLayer):
-    """A decoder layer whose attention reads an embedding and a state, side by side."""
+    """A decoder layer whose attention reads the concatenation of an embedding and a state."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__(config)
@@ -122,19 +122,19 @@ class EagleLayer(DecoderLayer):
         self.hidden_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
 
     def normed(self, x: Tensor) -> Tensor:
-        """What attention reads."""
+        """Return the input of attention."""
         embedded, state = x.chunk(2, dim=-1)
         return torch.cat((self.input_layernorm(embedded), self.hidden_norm(state)), dim=-1)
 
     def rest(self, x: Tensor, attended: Tensor) -> Tensor:
-        """What follows attention, which is added to the state."""
+        """Apply what follows attention; the residual is the state."""
         return super().rest(x.chunk(2, dim=-1)[1], attended)
 
 
 class Eagle3Head(Head):
     """EAGLE-3's head, which shares the target's embedding and LM head.
 
-    It begins as a copy of what fits of the target's MTP module, which has read the last layer.
+    Initialized from the matching parts of the target's MTP module, which reads the last layer.
     """
 
     def __init__(self, model: Model, depth: int = 5) -> None:
@@ -161,7 +161,7 @@ class Eagle3Head(Head):
             self.norm.weight.copy_(module.shared_head["norm"].weight)
 
     def chains(self, target: Target, starts: Tensor) -> Iterator[Tensor]:
-        """As `Head.chains`; from the second draft on it reads its own states."""
+        """Yield logits as `Head.chains`; from the second draft on the head reads its own states."""
         tokens = target.tokens
         states = self.fc(target.joined(self.taps)[:, :-1])
         pairs = torch.cat((target.embedded(tokens[:, 1:]), states), dim=-1)
@@ -192,14 +192,14 @@ class UnnormedLayer(DecoderLayer):
         del self.input_layernorm
 
     def normed(self, x: Tensor) -> Tensor:
-        """What attention reads."""
+        """Return the input of attention."""
         return x
 
 
 class EagleHead(Head):
     """EAGLE-1's head, which shares the target's embedding and LM head.
 
-    It begins as a copy of what fits of the target's MTP module, whose norms it does without.
+    Initialized from the matching parts of the target's MTP module, without its norms.
     """
 
     def __init__(self, model: Model, depth: int = 5) -> None:
@@ -214,7 +214,7 @@ class EagleHead(Head):
             for name, value in module.state_dict().items():
                 if name in own:
                     own[name].copy_(value)
-            # Norms divide rows by their length: here by that of all rows together.
+            # Norms divide each row by its RMS; this uses the RMS over all rows.
             lengths = (
                 model.model.embed_tokens.weight.square().mean().sqrt(),
                 model.model.norm.weight.square().mean().sqrt(),
@@ -226,7 +226,7 @@ class EagleHead(Head):
                 half.mul_(norm.weight / length)
 
     def chains(self, target: Target, starts: Tensor) -> Iterator[Tensor]:
-        """As `Head.chains`; from the second draft on it reads its own states."""
+        """Yield logits as `Head.chains`; from the second draft on the head reads its own states."""
         tokens = target.tokens
         x = self._projected(target, tokens[:, 1:], target.states[:, :-1])
         branches = Branches(list(self.layers), x, target.cos, target.sin, starts)
@@ -241,12 +241,12 @@ class EagleHead(Head):
         return out
 
     def fields(self) -> dict[str, Any]:
-        """Its config.json, as the authors lay it out."""
+        """Return its config.json, in the authors' layout."""
         return {"architectures": ["LlamaForCausalLM"], **decoder_fields(self.config, 1)}
 
 
 class ResidualHead(nn.Module):
-    """x + silu(W x + b) before a matrix of logits; a wider x is projected to be added to."""
+    """x + silu(W x + b) before an LM head; an input of several states is projected for the sum."""
 
     def __init__(self, model: Model, num_inputs: int, has_bias: bool) -> None:
         super().__init__()
@@ -267,7 +267,7 @@ class ResidualHead(nn.Module):
                 self.lm_head.bias.zero_()
 
     def forward(self, x: Tensor) -> Tensor:
-        """Logits."""
+        """Return the logits."""
         inner = nn.functional.silu(self.linear(x))
         out: Tensor = self.lm_head(
             (x if self.res_connection is None else self.res_connection(x)) + inner
@@ -276,12 +276,12 @@ class ResidualHead(nn.Module):
 
 
 class ResidualHeads(Head):
-    """Medusa's and Hydra's heads, one for each draft.
+    """Heads of Medusa and Hydra, one per draft.
 
     Args:
         model: the target.
-        depth: how many.
-        reads_tokens: the newest token and the drafts before a head's as well, as Hydra's do.
+        depth: number of heads.
+        reads_tokens: whether heads also read the newest token and the earlier drafts (Hydra).
     """
 
     def __init__(self, model: Model, depth: int, *, reads_tokens: bool) -> None:
@@ -294,7 +294,7 @@ class ResidualHeads(Head):
         )
 
     def chains(self, target: Target, starts: Tensor) -> Iterator[Tensor]:
-        """As `Head.chains`: all drafts read the state that the newest token was chosen from."""
+        """Yield logits as `Head.chains`; all drafts read the newest token's source state."""
         x = target.states[:, starts]
         for draft, head in enumerate(self.heads):
             if self.reads_tokens:
@@ -303,7 +303,7 @@ class ResidualHeads(Head):
             yield head(x)
 
     def tensors(self) -> dict[str, Tensor]:
-        """By the names of the authors."""
+        """Return the tensors by the authors' names."""
         named = {}
         for name, tensor in self.state_dict().items():
             _, head, part, kind = name.split(".")
@@ -315,7 +315,7 @@ class ResidualHeads(Head):
         return named
 
     def fields(self) -> dict[str, Any]:
-        """Their config.json."""
+        """Return their config.json."""
         if self.reads_tokens:
             return {
                 "hydra_num_heads": self.depth,
@@ -329,11 +329,11 @@ class ResidualHeads(Head):
 class BlockHead(Head):
     """DFlash's head, which shares the target's embedding and LM head.
 
-    The newest token and the masks behind it see the context, which is made of the target's states,
-    and each other. The mask in a draft's place drafts it.
+    The newest token and the mask tokens after it attend to the context, which is made of the
+    target's states, and to each other. The mask at a draft's position drafts it.
     """
 
-    mask_token_id = 1  # one that texts hardly have
+    mask_token_id = 1  # a token that is rare in texts
 
     def __init__(self, model: Model, depth: int = 5, num_layers: int = 1) -> None:
         super().__init__()
@@ -351,7 +351,7 @@ class BlockHead(Head):
             self.norm.weight.copy_(model.model.norm.weight)
 
     def chains(self, target: Target, starts: Tensor) -> Iterator[Tensor]:
-        """As `Head.chains`: one pass drafts all."""
+        """Yield logits as `Head.chains`: one pass drafts all."""
         texts, rows, width = len(target.tokens), 1 + self.depth, self.config.hidden_size
         given = self.hidden_norm(self.fc(target.joined(self.taps)))
         tokens = target.tokens[:, starts + 1, None]
@@ -399,7 +399,7 @@ class BlockHead(Head):
         return out
 
     def fields(self) -> dict[str, Any]:
-        """Its config.json, as DFlash's authors lay it out."""
+        """Return its config.json, in the layout of DFlash's authors."""
         return {
             "architectures": ["DFlashDraftModel"],
             **decoder_fields(self.config, len(self.layers)),
@@ -413,9 +413,10 @@ class BlockHead(Head):
 
 
 class MarkovHead(BlockHead):
-    """DSpark's head: what the token before says of a draft is added to its logits.
+    """DSpark's head: a bias that depends on the previous token is added to each draft's logits.
 
-    Its masks draft in their own places, as DFlash's do, so that it may begin as a head of that.
+    Its masks draft at their own positions, as DFlash's do, so training may start from a DFlash
+    head.
     """
 
     def __init__(self, model: Model, depth: int = 5, rank: int = 32) -> None:
@@ -427,21 +428,21 @@ class MarkovHead(BlockHead):
         nn.init.zeros_(self.markov_head["markov_w2"].weight)
 
     def chains(self, target: Target, starts: Tensor) -> Iterator[Tensor]:
-        """As `Head.chains`: one pass, and then a look at each token."""
+        """Yield logits as `Head.chains`: one pass, and then a lookup of each previous token."""
         before, behind = self.markov_head["markov_w1"], self.markov_head["markov_w2"]
         for draft, logits in enumerate(super().chains(target, starts)):
             yield logits + behind(before(target.tokens[:, starts + 1 + draft]))
 
     def fields(self) -> dict[str, Any]:
-        """Its config.json."""
+        """Return its config.json."""
         own = {"markov_rank": self.rank, "sample_from_anchor": False}
         return {**super().fields(), "architectures": ["DSparkDraftModel"], **own}
 
 
 class DraftModel(Head):
-    """A small model that reads nothing of the target, and decodes ahead of it.
+    """A small model that reads nothing from the target and decodes ahead of it.
 
-    It begins with the target's embedding, and the attention of its first and last layer.
+    Initialized from the target's embedding and the attention of its first and last layer.
     """
 
     def __init__(self, model: Model, depth: int = 5) -> None:
@@ -460,7 +461,7 @@ class DraftModel(Head):
                 layer.self_attn.load_state_dict(whole.layers[other].self_attn.state_dict())
 
     def chains(self, target: Target, starts: Tensor) -> Iterator[Tensor]:
-        """As `Head.chains`; a draft is what one row says of the next token."""
+        """Yield logits as `Head.chains`; each draft is the next-token prediction of one row."""
         length = target.tokens.shape[1]
         x = self.model.embed_tokens(target.tokens)
         for layer in self.model.layers:
@@ -470,12 +471,12 @@ class DraftModel(Head):
             yield logits[:, starts + draft]
 
     def fields(self) -> dict[str, Any]:
-        """Its config.json."""
+        """Return its config.json."""
         return {**config_json(self.config), "num_nextn_predict_layers": 0}
 
 
 def new_head(name: str, model: Model) -> Head:
-    """Makes a head of `HEADS`, before its training."""
+    """Create an untrained head of `HEADS`."""
     if name == "draft_model":
         return DraftModel(model)
     if name == "eagle":

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """`python -m tools.train.mixture`: the bundled model as a mixture of experts, without training.
 
-The neurons of every MLP, the MTP module's too, are shared out among experts of one size, so that
-those that are strong for the same rows are together. A router guesses how much each expert would
-give, and a row has only those of which it guesses most (MoEfication, Zhang et al. 2022). With all
-experts the sum would be the dense one. Which neuron goes where, and the routers, are in
-`mixture.safetensors`; `--fit` makes that file anew, from texts of the corpus.
+The neurons of every MLP, including the MTP module's, are divided among experts of equal size, so
+that neurons that are strong for the same rows are together. A router predicts how much each expert
+would contribute, and a row uses only the highest of them (MoEfication, Zhang et al. 2022). The sum
+of all experts would be the dense MLP. The assignment of neurons and the routers are in
+`mixture.safetensors`; `--fit` recomputes that file from texts of the corpus.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ from tools.train.train import encode
 ASSETS = Path(__file__).resolve().parents[2] / "python" / "specops" / "assets"
 PARTS = Path(__file__).with_name("mixture.safetensors")
 
-TEXTS, TOKENS, SEED = 24, 512, 0  # that --fit reads
-ROUNDS = 10  # of sharing out
-RIDGE = 1e-2  # of routers, in mean squares of what they read
-# A router only has to put experts in order. Its logits are small, so that all that are chosen
-# weigh nearly the same, as the parts of a dense sum do.
+TEXTS, TOKENS, SEED = 24, 512, 0  # read by --fit
+ROUNDS = 10  # of k-means
+RIDGE = 1e-2  # of routers, relative to the mean square of their inputs
+# A router only has to rank experts. Its logits are scaled down so that all chosen experts have
+# nearly the same weight, as the parts of a dense sum do.
 LOGITS = 2.0**-6
 
 
@@ -42,11 +42,11 @@ def _digest() -> str:
 
 
 def share_out(strengths: Tensor, num_experts: int) -> Tensor:
-    """Shares neurons out among experts of one size, by balanced k-means.
+    """Divide neurons among experts of equal size by balanced k-means.
 
     Args:
-        strengths: [rows, neurons], how much each neuron gives to each row.
-        num_experts: a divisor of the neurons.
+        strengths: [rows, neurons], how much each neuron contributes to each row.
+        num_experts: a divisor of the number of neurons.
 
     Returns:
         int64 [num_experts, neurons / num_experts], ascending in each expert.
@@ -59,7 +59,7 @@ def share_out(strengths: Tensor, num_experts: int) -> Tensor:
     for _ in range(ROUNDS):
         likeness = features @ centres.T
         wishes = likeness.argsort(dim=1, descending=True).tolist()
-        # Who has most to lose chooses first.
+        # The neuron with the most to lose chooses first.
         order = (likeness.max(1).values - likeness.mean(1)).argsort(descending=True)
         room = [count // num_experts] * num_experts
         for neuron in order.tolist():
@@ -72,14 +72,14 @@ def share_out(strengths: Tensor, num_experts: int) -> Tensor:
 
 
 def router_of(x: Tensor, given: Tensor) -> Tensor:
-    """Fits the logarithm of how much experts give, in least squares.
+    """Fit the logarithm of the experts' contributions by least squares.
 
     Args:
-        x: [rows, hidden], what a router reads.
-        given: [rows, experts], the length of what each expert adds.
+        x: [rows, hidden], inputs of the router.
+        given: [rows, experts], the norm of what each expert adds.
 
     Returns:
-        [experts, hidden]; the mean over experts, which changes no choice, is left out.
+        [experts, hidden]; the mean over experts, which changes no choice, is subtracted.
     """
     wanted = given.log()
     wanted = wanted - wanted.mean(1, keepdim=True)
@@ -91,15 +91,15 @@ def router_of(x: Tensor, given: Tensor) -> Tensor:
 
 @torch.no_grad()
 def fit(model: Model, texts: Tensor, config: MixtureConfig) -> dict[str, Tensor]:
-    """Shares out the neurons of every MLP and fits its router.
+    """Divide the neurons of every MLP among experts and fit its router.
 
     Args:
-        model: with dense MLPs.
+        model: the model with dense MLPs.
         texts: int64 [texts, tokens], token ids.
-        config: of the mixture.
+        config: shape of the mixture.
 
     Returns:
-        of layer i: "i.neurons", int16 [experts, width], and "i.router", bfloat16 [experts, hidden].
+        per layer i: "i.neurons", int16 [experts, width], and "i.router", bf16 [experts, hidden].
     """
     read: dict[int, list[Tensor]] = {}
     layers = list(model.model.layers)
@@ -126,9 +126,9 @@ def fit(model: Model, texts: Tensor, config: MixtureConfig) -> dict[str, Tensor]
 
 
 def split(model: Model, parts: Mapping[str, Tensor], config: MixtureConfig) -> Model:
-    """Returns the mixture: the dense weights in another order, and the routers.
+    """Return the mixture: the dense weights in another order, and the routers.
 
-    A row's experts weigh 1 / top_k each, so what they add is top_k times as large.
+    Each expert of a row has weight 1 / top_k, so its output is scaled by top_k.
     """
     dense = dict(model.state_dict())
     state = {name: value for name, value in dense.items() if ".mlp." not in name}
@@ -147,7 +147,7 @@ def split(model: Model, parts: Mapping[str, Tensor], config: MixtureConfig) -> M
 
 
 def write_mixture(directory: Path) -> None:
-    """Writes the mixture, a model directory, from the bundled model and `mixture.safetensors`.
+    """Write the mixture, a model directory, from the bundled model and `mixture.safetensors`.
 
     Raises:
         ValueError: the bundled model is not the one that the file was made for.
@@ -175,7 +175,7 @@ def _fit_to_corpus(root: Path | None) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Writes the mixture."""
+    """Write the mixture."""
     parser = argparse.ArgumentParser(prog="python -m tools.train.mixture", description=__doc__)
     parser.add_argument("--out", type=Path, default=Path("build/mixture"))
     parser.add_argument("--fit", action="store_true", help="make mixture.safetensors anew before")

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`python -m tools.train.mixture_card`: measures the mixture of experts for the model card.
+"""`python -m tools.train.mixture_card`: measure the mixture of experts for the model card.
 
-The bundled model it is made from is measured beside it. Every text of a method is compared with
-that of plain decoding.
+The bundled model from which it is made is measured beside it. The texts of every method are
+compared with those of plain decoding.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from tools.train.mixture import ASSETS, write_mixture
 PROMPTS = Path(__file__).resolve().parents[2] / "bench" / "prompts"
 METHODS = ("mtp", "ngram", "suffix")
 DRAFTS, NEW_TOKENS, NUM_PROMPTS = 5, 128, 16
-CHARS = 1500  # that are read of each held-out module
+CHARS = 1500  # read from each held-out module
 
 
 def engine_of(model: Path, method: str) -> Engine:
-    """An engine that drafts with one method, or not at all."""
+    """Return an engine that drafts with one method, or without drafts ("naive")."""
     asked: dict[str, Any] = {"method": method}
     if method != "naive":
         asked["num_speculative_tokens"] = DRAFTS
@@ -47,7 +47,7 @@ def engine_of(model: Path, method: str) -> Engine:
 
 
 def figures(done: Sequence[Completion]) -> dict[str, Any]:
-    """How often drafts are accepted, by position, and the tokens of a step."""
+    """Return how often drafts are accepted, by position, and the tokens per step."""
     stats = [one.stats for one in done]
     accepted = [0] * DRAFTS
     for one in stats:
@@ -62,18 +62,18 @@ def figures(done: Sequence[Completion]) -> dict[str, Any]:
 
 
 def measure(model: Path, texts: Mapping[str, list[str]], new_tokens: int) -> list[dict[str, Any]]:
-    """Continues texts with every method and without, greedily.
+    """Continue texts greedily with every method and without drafts.
 
     Args:
         model: its directory.
         texts: prompts by kind.
-        new_tokens: of each.
+        new_tokens: tokens to generate for each prompt.
 
     Returns:
         the figures of each kind and method.
 
     Raises:
-        AssertionError: a method has changed a text.
+        AssertionError: a method changed a text.
     """
     params = SamplingParams(max_tokens=new_tokens, temperature=0.0, ignore_eos=True)
     runs = []
@@ -87,7 +87,7 @@ def measure(model: Path, texts: Mapping[str, list[str]], new_tokens: int) -> lis
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Measures both models and writes the card again."""
+    """Measure both models and update the card."""
     parser = argparse.ArgumentParser(prog="python -m tools.train.mixture_card", description=__doc__)
     parser.add_argument("--corpus", type=Path, help="as for tools.train")
     args = parser.parse_args(argv)

@@ -3,9 +3,9 @@
 
 Their MLPs are dense, or mixtures of experts as in Qwen3-MoE.
 
-Module and parameter names are those of the exported file, so `state_dict()` is the checkpoint.
-Row i of the MTP module takes (Emb(t[i+1]), h[i]), with h[i] the target's hidden state *after* its
-final norm, runs at position i and predicts t[i+2]. Embedding and LM head are the target's own.
+Module and parameter names are those of the exported file, so `state_dict()` is the checkpoint. Row
+i of the MTP module takes (Emb(t[i+1]), h[i]), with h[i] the target's hidden state *after* its final
+norm, runs at position i and predicts t[i+2]. Embedding and LM head are the target's own.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class ModelConfig:
 
 @dataclass(frozen=True)
 class MixtureConfig(ModelConfig):
-    """With a mixture of experts in place of every MLP, the module's too."""
+    """Shape of a model with a mixture of experts for every MLP, including the MTP module's."""
 
     num_experts: int = 8
     num_experts_per_tok: int = 4
@@ -44,7 +44,7 @@ class MixtureConfig(ModelConfig):
 
 
 class RMSNorm(nn.Module):
-    """Normalises in fp32, rounds to the input's type, then scales: Qwen3's order."""
+    """RMSNorm in Qwen3's order: normalize in fp32, round to the input's type, then scale."""
 
     def __init__(self, width: int, eps: float) -> None:
         super().__init__()
@@ -58,7 +58,7 @@ class RMSNorm(nn.Module):
 
 
 def rope_cos_sin(length: int, config: ModelConfig, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Tables [length, head_dim] for rotate_half: the frequencies are laid out twice."""
+    """Return tables [length, head_dim] for rotate_half: the frequencies are laid out twice."""
     half = torch.arange(0, config.head_dim, 2, device=device, dtype=torch.float32)
     inverse = config.rope_theta ** (-half / config.head_dim)
     angles = torch.outer(torch.arange(length, device=device, dtype=torch.float32), inverse)
@@ -75,8 +75,8 @@ class Attention(nn.Module):
     """Causal grouped-query attention with a norm on every query and key head.
 
     Args:
-        config: of the model.
-        inputs: width of what it reads; None: the model's.
+        config: shape of the model.
+        inputs: width of the input; None for the model's hidden size.
     """
 
     def __init__(self, config: ModelConfig, inputs: int | None = None) -> None:
@@ -104,9 +104,9 @@ class Attention(nn.Module):
             k, v = k.repeat_interleave(group, dim=1), v.repeat_interleave(group, dim=1)
             y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         else:
-            # Training on CPU: written out, a step is a tenth faster under torch.compile than with
-            # the fused attention, most of which is its backward pass. The query heads of a group
-            # share their keys, so they are stacked into one matrix product.
+            # For training on a CPU the attention is written out: a step is a tenth faster under
+            # torch.compile than with the fused attention, most of which is its backward pass. The
+            # query heads of a group share their keys, so they are stacked into one matrix product.
             q = (q * head_dim**-0.5).reshape(batch * heads, group * length, head_dim)
             k = k.reshape(batch * heads, length, head_dim)
             scores = torch.bmm(q, k.transpose(1, 2)).view(-1, group, length, length)
@@ -120,7 +120,7 @@ class Attention(nn.Module):
 
 
 class MLP(nn.Module):
-    """SwiGLU."""
+    """SwiGLU MLP."""
 
     def __init__(self, hidden_size: int, width: int) -> None:
         super().__init__()
@@ -134,10 +134,10 @@ class MLP(nn.Module):
 
 
 class Experts(nn.Module):
-    """A router and several MLPs, of which each row has a few, weighted so that they add up to one.
+    """A router and several MLPs; each row uses a few of them, with weights that add up to one.
 
-    All are computed for every row, as one wide MLP whose parts are weighted, most of them by zero:
-    at these sizes that is faster than gathering the rows of each.
+    All experts are computed for every row, as one wide MLP whose parts are weighted, most of them
+    by zero: at these sizes that is faster than gathering the rows of each expert.
     """
 
     def __init__(self, config: MixtureConfig) -> None:
@@ -148,7 +148,7 @@ class Experts(nn.Module):
         self.experts = nn.ModuleList(MLP(hidden_size, width) for _ in range(config.num_experts))
 
     def weights(self, x: Tensor) -> Tensor:
-        """What each expert weighs [..., experts]; in float32, as in the engine."""
+        """Return the weight of each expert [..., experts], computed in float32 as in the engine."""
         with torch.autocast(x.device.type, enabled=False):
             probabilities = F.linear(x.float(), self.gate.weight).softmax(-1)
         chosen = probabilities.topk(self.top_k, -1)
@@ -167,7 +167,7 @@ class Experts(nn.Module):
 
 
 class DecoderLayer(nn.Module):
-    """Attention and MLP, each behind its norm, each added to the residual stream."""
+    """Attention and MLP, each preceded by its norm and added to the residual stream."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -180,12 +180,12 @@ class DecoderLayer(nn.Module):
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
 
     def normed(self, x: Tensor) -> Tensor:
-        """What attention reads."""
+        """Return the input of attention."""
         y: Tensor = self.input_layernorm(x)
         return y
 
     def rest(self, x: Tensor, attended: Tensor) -> Tensor:
-        """What follows attention."""
+        """Apply what follows attention: the residual and the MLP."""
         x = x + attended
         out: Tensor = x + self.mlp(self.post_attention_layernorm(x))
         return out
@@ -195,7 +195,7 @@ class DecoderLayer(nn.Module):
 
 
 class MTPLayer(DecoderLayer):
-    """A decoder layer behind the projection of (embedding, hidden), with its own last norm."""
+    """A decoder layer after the projection of (embedding, hidden), with its own final norm."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__(config)
@@ -205,17 +205,17 @@ class MTPLayer(DecoderLayer):
         self.shared_head = nn.ModuleDict({"norm": RMSNorm(config.hidden_size, config.rms_norm_eps)})
 
     def project(self, embedded: Tensor, hidden: Tensor) -> Tensor:
-        """What the decoder layer reads: embedding first, hidden state second."""
+        """Return the decoder layer's input: embedding first, hidden state second."""
         x: Tensor = self.eh_proj(torch.cat((self.enorm(embedded), self.hnorm(hidden)), dim=-1))
         return x
 
     def head_norm(self, x: Tensor) -> Tensor:
-        """What the LM head, or the next draft step, reads."""
+        """Return the input of the LM head or of the next draft step."""
         y: Tensor = self.shared_head["norm"](x)
         return y
 
     def draft(self, embedded: Tensor, hidden: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """Hidden states that the LM head (or the next draft step) reads, already normalised."""
+        """Return normalized hidden states for the LM head (or the next draft step)."""
         return self.head_norm(self(self.project(embedded, hidden), cos, sin))
 
 
@@ -239,7 +239,7 @@ class Model(nn.Module):
         self.model = Trunk(config)
 
     def reset(self, seed: int) -> None:
-        """Draws fresh weights; projections back into the residual stream start smaller."""
+        """Draw new weights; projections back into the residual stream start smaller."""
         generator = torch.Generator().manual_seed(seed)
         shrink = (2 * self.config.num_hidden_layers) ** -0.5
         with torch.no_grad():
@@ -253,13 +253,13 @@ class Model(nn.Module):
                 parameter.copy_(torch.randn(parameter.shape, generator=generator) * std)
 
     def mtp(self) -> MTPLayer:
-        """The MTP layer."""
+        """Return the MTP layer."""
         layer = self.model.layers[self.config.num_hidden_layers]
         assert isinstance(layer, MTPLayer)
         return layer
 
     def hidden(self, token_ids: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """The target's hidden states after the final norm."""
+        """Return the target's hidden states after the final norm."""
         x = self.model.embed_tokens(token_ids)
         for layer in self.model.layers[: self.config.num_hidden_layers]:
             x = layer(x, cos, sin)
@@ -267,14 +267,14 @@ class Model(nn.Module):
         return y
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """The shared LM head."""
+        """Apply the shared LM head."""
         return F.linear(hidden, self.model.embed_tokens.weight)
 
     def forward(self, tokens: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-        """Mean losses in nats of the target and of the MTP module on tokens [batch, length + 2].
+        """Return mean losses in nats of target and MTP module on tokens [batch, length + 2].
 
-        Row i of the target predicts tokens[:, i + 1]; row i of the module predicts
-        tokens[:, i + 2] from the embedding of tokens[:, i + 1].
+        Row i of the target predicts tokens[:, i + 1]; row i of the module predicts tokens[:, i + 2]
+        from the embedding of tokens[:, i + 1].
         """
         here, after, beyond = tokens[:, :-2], tokens[:, 1:-1], tokens[:, 2:]
         hidden = self.hidden(here, cos, sin)

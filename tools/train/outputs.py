@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The target's own outputs, which draft heads are trained on: they draft nothing else."""
+"""The target's own outputs, on which draft heads are trained because they draft nothing else."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ TEMPERATURE = 0.7
 def own_outputs(
     model: Path, documents: Sequence[Ids], count: int, seed: int, cache: Path
 ) -> Tensor:
-    """Texts that begin as documents do somewhere, and that the target has continued.
+    """Return texts that begin like random places in documents and that the target continued.
 
     Args:
         model: directory of the target.
         documents: encoded; prompts are cut from them at random places.
-        count: of texts.
-        seed: of the places. Text i is sampled with the seed i.
-        cache: a file that keeps the texts; where it exists it is read instead.
+        count: number of texts.
+        seed: seed of the places. Text i is sampled with the seed i.
+        cache: a file with the texts; it is read if it exists and written otherwise.
 
     Returns:
         int64 [count, PROMPT_TOKENS + NEW_TOKENS].
@@ -53,16 +53,16 @@ def own_outputs(
 def continuations(
     model: Path, prompts: Sequence[list[int]], new_tokens: int, temperature: float
 ) -> Tensor:
-    """Continues prompts of one length; number i with the seed i.
+    """Continue prompts of one length; prompt i is sampled with the seed i.
 
     Args:
         model: directory of the target.
         prompts: token ids.
-        new_tokens: of each.
-        temperature: that they are sampled at.
+        new_tokens: tokens to generate for each prompt.
+        temperature: sampling temperature.
 
     Returns:
-        int64 [prompts, tokens], the prompts included.
+        int64 [prompts, tokens], including the prompts.
     """
     engine = Engine(
         EngineConfig(

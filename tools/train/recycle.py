@@ -27,7 +27,7 @@ from tools.train.train import Batches, Ids
 
 @dataclass(frozen=True)
 class RecycleRecipe:
-    """Everything that decides what the module becomes, beside the corpus and the target."""
+    """All settings of the second phase, apart from the corpus and the target."""
 
     steps: int = 400
     batch_tokens: int = 4096
@@ -37,26 +37,26 @@ class RecycleRecipe:
     long_fraction: float = 0.15
     library_repeats: int = 2
     depth: int = 5  # drafts per chain
-    chains: float = 0.5  # of the rows: how many are continued beyond their first draft
-    # What a draft weighs once a draft before it is wrong: an engine has dropped the chain by then.
+    chains: float = 0.5  # fraction of the rows that are continued beyond their first draft
+    # Weight of a draft after a wrong draft: an engine has dropped the chain by then.
     dead_weight: float = 0.1
     matrix_lr: float = 0.003
     vector_lr: float = 5e-4
     weight_decay: float = 0.1
     warmup_steps: int = 20
-    # The module comes from a phase that ended at a small rate: it would forget at a large one.
+    # The module comes from a phase that ended at a small rate; a large one would make it forget.
     decay_fraction: float = 1.0
     final_lr: float = 0.02
     seed: int = 18
 
     def lr_scale(self, step: int) -> float:
-        """Warm-up, constant, then linear down over the last `decay_fraction`."""
+        """Return the learning-rate scale: warm-up, constant, linear decay over `decay_fraction`."""
         scale = min(1.0, (step + 1) / self.warmup_steps)
         left = (self.steps - step) / max(1.0, self.decay_fraction * self.steps)
         return scale * (self.final_lr + (1 - self.final_lr) * min(1.0, left))
 
     def length_at(self, step: int) -> int:
-        """Sequence length of a step."""
+        """Return the sequence length of a step."""
         return self.long_length if step >= (1 - self.long_fraction) * self.steps else self.length
 
 
@@ -69,11 +69,11 @@ def chain_losses(
     cos: Tensor,
     sin: Tensor,
 ) -> tuple[Tensor, Tensor]:
-    """Cross-entropies against the target's distributions, and how often drafts are kept.
+    """Return cross-entropies against the target's distributions, and how often drafts are kept.
 
     Returns:
         losses [depth], each the weighted sum over the rows of a draft divided by their number;
-        kept [depth], the part of the chains that greedy verification keeps up to that draft.
+        kept [depth], the fraction of chains that greedy verification keeps up to that draft.
     """
     losses, kept = [], []
     alive = torch.ones(tokens.shape[0], len(starts), dtype=torch.bool, device=tokens.device)
@@ -112,7 +112,7 @@ def train_chains(
     save_every_s: float = 300.0,
     compile_model: bool = True,
 ) -> None:
-    """Trains the module from `first_step` to `recipe.steps`; arguments as for `train`."""
+    """Train the module from `first_step` to `recipe.steps`; arguments as for `train`."""
     config = model.config
     cos, sin = rope_cos_sin(config.max_position_embeddings, config, device)
     parameters = _freeze_target(model)
@@ -133,7 +133,7 @@ def train_chains(
 
     def losses(tokens: Tensor, step: int) -> tuple[Tensor, Tensor]:
         length = tokens.shape[1]
-        # Chains stay within the context: the last rows have no room for one.
+        # Chains stay within the context, so the last rows cannot start one.
         rows = length - recipe.depth - 1
         generator = torch.Generator().manual_seed(step)
         starts = torch.randperm(rows, generator=generator)[: int(recipe.chains * length)]

@@ -12,8 +12,8 @@ EOS = "<|endoftext|>"
 EOS_ID = 0
 
 # Line breaks with the indentation that follows are one piece, since that is how Python spells
-# blocks; a word takes one leading space or mark with it (" self", ".join", "_name"); digits come
-# two at a time at most, so that numbers have few spellings.
+# blocks; a word includes one leading space or mark (" self", ".join", "_name"); digits come in
+# groups of at most two, so that numbers have few spellings.
 PATTERN = (
     r"(?:\r?\n)+[ \t]*"
     r"|[^\r\n\p{L}\p{N}]?\p{L}+"
@@ -25,7 +25,7 @@ PATTERN = (
 
 
 def train_tokenizer(texts: Iterable[str]) -> Tokenizer:
-    """Trains the tokenizer. The result depends on the texts and their order only."""
+    """Train the tokenizer. The result depends only on the texts and their order."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [

@@ -25,7 +25,7 @@ Ids = NDArray[np.uint16]
 
 @dataclass(frozen=True)
 class Recipe:
-    """Everything that decides what the weights become, beside the corpus."""
+    """All settings of training, apart from the corpus."""
 
     steps: int = 1250
     batch_tokens: int = 16384
@@ -34,12 +34,12 @@ class Recipe:
     long_length: int = 1024
     # The last part runs at the full context, so that positions beyond `length` are trained too.
     long_fraction: float = 0.15
-    library_repeats: int = 2  # library modules come twice for every time a test comes once
+    library_repeats: int = 2  # library modules appear twice per epoch, tests once
     matrix_lr: float = 0.02
     vector_lr: float = 3e-3
     weight_decay: float = 0.1
     warmup_steps: int = 30
-    rewarm_steps: int = 15  # after a resume, while the optimizer finds its averages again
+    rewarm_steps: int = 15  # after a resume, while the optimizer's averages are rebuilt
     decay_fraction: float = 0.5
     final_lr: float = 0.02
     mtp_weight: float = 0.3
@@ -47,23 +47,23 @@ class Recipe:
     seed: int = 17
 
     def lr_scale(self, step: int) -> float:
-        """Warm-up, constant, then linear down over the last `decay_fraction`."""
+        """Return the learning-rate scale: warm-up, constant, linear decay over `decay_fraction`."""
         scale = min(1.0, (step + 1) / self.warmup_steps)
         left = (self.steps - step) / max(1.0, self.decay_fraction * self.steps)
         return scale * (self.final_lr + (1 - self.final_lr) * min(1.0, left))
 
     def mtp_scale(self, step: int) -> float:
-        """Weight of the MTP loss: DeepSeek-V3's two stages, the second with the warm-down."""
+        """Return the weight of the MTP loss: DeepSeek-V3's two stages, the second in the decay."""
         decaying = step >= (1 - self.decay_fraction) * self.steps
         return self.mtp_weight_in_decay if decaying else self.mtp_weight
 
     def length_at(self, step: int) -> int:
-        """Sequence length of a step."""
+        """Return the sequence length of a step."""
         return self.long_length if step >= (1 - self.long_fraction) * self.steps else self.length
 
 
 def encode(tokenizer: Tokenizer, documents: Sequence[Document]) -> list[Ids]:
-    """Encodes each document, with the EOS that separates documents in front of it."""
+    """Encode each document, preceded by the EOS that separates documents."""
     encoded = tokenizer.encode_batch([document.text for document in documents])
     return [np.array([EOS_ID, *item.ids], dtype=np.uint16) for item in encoded]
 
@@ -77,7 +77,7 @@ class Batches:
         self.rows = batch_tokens // length
         self.seed = seed
         total = sum(len(document) for document in documents)
-        # One window is given up to the random offset; two tokens overlap into the next window,
+        # One window is reserved for the random offset; two tokens overlap into the next window,
         # because the last row's targets lie beyond it.
         self.per_epoch = ((total - 2) // length - 1) // self.rows
         if self.per_epoch < 1:
@@ -95,7 +95,7 @@ class Batches:
         self.epoch = epoch
 
     def __getitem__(self, k: int) -> Tensor:
-        """Batch k: int64 [rows, length + 2]."""
+        """Return batch k: int64 [rows, length + 2]."""
         epoch, index = divmod(k, self.per_epoch)
         if epoch != self.epoch:
             self._load(epoch)
@@ -130,9 +130,9 @@ def train(
     save_every_s: float = 300.0,
     compile_model: bool = True,
 ) -> dict[str, float]:
-    """Trains from `first_step` to `recipe.steps`; returns the totals of this run.
+    """Train from `first_step` to `recipe.steps`; return the totals of this run.
 
-    `training` are encoded documents, already repeated as the recipe asks; `probe` is a fixed
+    `training` are encoded documents, already repeated as the recipe requires; `probe` is a fixed
     held-out batch [rows, length + 2] whose loss is logged; `save(step)` writes a checkpoint.
     """
     torch.manual_seed(recipe.seed)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """`python -m tools.train.train_heads`: draft heads of other methods for the bundled model.
 
-Each draft is trained towards the target's whole distribution at its place, on texts that the target
-has written. The target is frozen.
+Each draft is trained towards the target's whole distribution at its position, on texts that the
+target wrote. The target is frozen.
 """
 
 from __future__ import annotations
@@ -30,18 +30,18 @@ from tools.train.train import Ids, encode
 
 ASSETS = Path("python/specops/assets")
 PROBE_TEXTS = 48
-TABLES = {"lm_head", "embed_tokens", "markov_head"}  # by token
+TABLES = {"lm_head", "embed_tokens", "markov_head"}  # modules with one row per token
 
 
 @dataclass(frozen=True)
 class HeadRecipe:
-    """Everything that decides what a head becomes, beside the target and its outputs."""
+    """All settings of a head's training, apart from the target and its outputs."""
 
     steps: int = 1200
-    texts: int = 4000  # of the target's, those of the probe included
+    texts: int = 4000  # texts of the target, including the probe's
     batch_texts: int = 8
-    chains: int = 96  # of each text, per step
-    # What a draft weighs once a draft before it is wrong: an engine has dropped the chain by then.
+    chains: int = 96  # per text and step
+    # Weight of a draft after a wrong draft: an engine has dropped the chain by then.
     dead_weight: float = 0.2
     matrix_lr: float = 0.01
     vector_lr: float = 1e-3
@@ -52,7 +52,7 @@ class HeadRecipe:
     seed: int = 19
 
     def lr_scale(self, step: int) -> float:
-        """Warm-up, constant, then linear down over the last `decay_fraction`."""
+        """Return the learning-rate scale: warm-up, constant, linear decay over `decay_fraction`."""
         scale = min(1.0, (step + 1) / self.warmup_steps)
         left = (self.steps - step) / (self.decay_fraction * self.steps)
         return scale * (self.final_lr + (1 - self.final_lr) * min(1.0, left))
@@ -61,13 +61,12 @@ class HeadRecipe:
 def losses_of(
     head: Head, model: Model, tokens: Tensor, starts: Tensor, dead_weight: float
 ) -> tuple[Tensor, Tensor]:
-    """Losses of a batch by draft, and how many drafts are kept.
+    """Return the losses of a batch by draft, and how many drafts are kept.
 
-    A draft counts as kept if it and all before it are the text's tokens, which the target has
-    written.
+    A draft counts as kept if it and all before it are the text's tokens, which the target wrote.
 
     Returns:
-        losses [depth], each the weighted mean over chains; kept [depth], parts of the chains.
+        losses [depth], each the weighted mean over chains; kept [depth], fractions of the chains.
     """
     cos, sin = rope_cos_sin(tokens.shape[1], model.config, tokens.device)
     target = run_target(model, tokens, cos, sin)
@@ -85,7 +84,7 @@ def losses_of(
 
 
 def save_head(directory: Path, head: Head, step: int) -> None:
-    """Writes a directory that an engine reads; each file is replaced in one step."""
+    """Write a directory that an engine reads, replacing each file atomically."""
     write_text(directory / "config.json", json.dumps(head.fields(), indent=2) + "\n")
     tensors = {
         name: one.detach().to(torch.bfloat16).contiguous() for name, one in head.tensors().items()
@@ -124,16 +123,16 @@ def train_head(
     last_step: int | None = None,
     save_every_s: float = 120.0,
 ) -> None:
-    """Trains a head to `recipe.steps`, from where `out` has left off.
+    """Train a head to `recipe.steps`, resuming from the state in `out`.
 
     Args:
-        head: to be trained.
-        model: its target, which stays as it is.
-        texts: [texts, length], of the target; the first `PROBE_TEXTS` are not trained on.
-        recipe: what to do.
-        out: a directory, which receives the head, a log, and what is needed to go on.
-        compile_head: with `torch.compile`.
-        last_step: where it stops for now; None: at the end of the recipe.
+        head: the head to train.
+        model: its target, which is not trained.
+        texts: [texts, length], from the target; the first `PROBE_TEXTS` are not trained on.
+        recipe: settings.
+        out: a directory for the head, a log, and the state to resume from.
+        compile_head: whether to use `torch.compile`.
+        last_step: where to stop for now; None for the end of the recipe.
         save_every_s: seconds between checkpoints.
     """
     model.requires_grad_(False)
@@ -203,7 +202,7 @@ def train_head(
 
 
 def begin_with(head: Head, directory: Path) -> None:
-    """Copies a head's tensors into one that has more, where they stay as they are."""
+    """Copy the tensors of a smaller head into this one and freeze them."""
     tensors = load_file(directory / head.file)
     head.load_state_dict(tensors, strict=False)
     for name, parameter in head.named_parameters():
@@ -211,7 +210,7 @@ def begin_with(head: Head, directory: Path) -> None:
 
 
 def training_documents(tokenizer: Tokenizer, directory: Path | None) -> list[Ids]:
-    """The documents that prompts are cut from; library modules come twice."""
+    """Return the documents that prompts are cut from; library modules appear twice."""
     documents = [one for one in corpus.load(directory) if not one.held_out]
     encoded = encode(tokenizer, documents)
     return [
@@ -222,7 +221,7 @@ def training_documents(tokenizer: Tokenizer, directory: Path | None) -> list[Ids
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Writes the target's outputs, where there are none, and trains a head on them."""
+    """Write the target's outputs unless they exist, and train a head on them."""
     recipe = HeadRecipe()
     parser = argparse.ArgumentParser(prog="python -m tools.train.train_heads", description=__doc__)
     parser.add_argument("--head", choices=HEADS, required=True)
@@ -253,7 +252,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     head = new_head(args.head, model)
     if args.begin_with is not None:
         begin_with(head, args.begin_with)
-    if args.head == "draft_model":  # it is a model, of the same vocabulary
+    if args.head == "draft_model":  # it is a complete model, with the target's vocabulary
         write_text(args.out / "tokenizer.json", tokenizer.to_str())
     train_head(head, model, texts, recipe, args.out, compile_head=not args.eager)
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The command `specops`. A command's module is imported when it runs, so that help is instant."""
+"""The `specops` command. A subcommand's module is imported only when it runs, for instant help."""
 
 import argparse
 import json
@@ -12,18 +12,19 @@ from importlib import import_module
 from typing import Any, NoReturn
 
 _OPTIONAL = {"aiohttp", "huggingface_hub", "numpy", "rich", "safetensors", "tokenizers", "torch"}
-_INTERRUPTED = 130  # the code that a shell gives for a program ended by Ctrl-C
+_INTERRUPTED = 130  # the exit code that shells use for a program ended by Ctrl-C
 
 
 @dataclass(frozen=True)
 class Command:
-    """A command of `specops`.
+    """A subcommand of `specops`.
 
     Attributes:
-        module: that has it.
-        function: takes the arguments and the program's name; returns the exit code.
-        summary: its purpose, in a line of the help.
-        extra: the package's extra with all that it needs.
+        module: name of the module that implements it.
+        function: name of a function that takes the arguments and the program's name, and returns
+            the exit code.
+        summary: one line of the help.
+        extra: the extra of the package that installs everything it needs.
     """
 
     module: str
@@ -76,19 +77,19 @@ COMMANDS = {
         "cli",
     ),
 }
-# The same question to a server, from outside; it needs no package at all.
+# `verify-exactness --url` compares the outputs of a server over HTTP; it needs no package at all.
 _SERVER_EXACTNESS = Command("specops.cli.lossless.command", "main", "", "cli")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs a command.
+    """Run a subcommand.
 
     Args:
-        arguments: the command's name and its arguments; None: the program's own.
+        arguments: the subcommand's name and its arguments; None: those of the process.
 
     Returns:
-        The exit code: 0, the command's own, or 2 for a mistake in the arguments. Without
-        arguments it prints the help.
+        The exit code: 0, the subcommand's own, or 2 for invalid arguments. Without arguments,
+        the help is printed.
     """
     given = list(sys.argv[1:] if arguments is None else arguments)
     if given[:1] in (["-V"], ["--version"]):
@@ -117,19 +118,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 class Parser(argparse.ArgumentParser):
-    """Of a command's options; a mistake is one line, since --help says the rest."""
+    """Argument parser that reports an error in one line and refers to --help for the rest."""
 
     def error(self, message: str) -> NoReturn:
-        """Prints a mistake, and exits with 2."""
+        """Print an error and exit with code 2."""
         self.exit(2, f"{self.prog}: {message}; see {self.prog} --help\n")
 
 
 def finite(text: str) -> float:
-    """Read a number of a command line: the `type` of every option that is not an integer.
+    """Parse a number on the command line: the `type` of every option that is not an integer.
 
     Raises:
-        argparse.ArgumentTypeError: it is not a number, or NaN or infinite, which comparisons with
-            bounds let through.
+        argparse.ArgumentTypeError: `text` is not a number, or is NaN or infinite. Range checks
+            let NaN pass.
     """
     try:
         value = float(text)
@@ -141,34 +142,34 @@ def finite(text: str) -> float:
 
 
 def fail(message: str) -> int:
-    """Prints a mistake on standard error, and returns the exit code for it."""
+    """Print an error on standard error and return exit code 2."""
     print(f"specops: {message}", file=sys.stderr)
     return 2
 
 
 def write_file(option: str, file: str, text: str) -> None:
-    """Writes a result to the file that an option names.
+    """Write a result to the file named by an option.
 
     Raises:
-        ValueError: it cannot be written.
+        ValueError: the file cannot be written.
     """
     _open(option, file, "w", text)
 
 
 def require_writable(option: str, file: str) -> None:
-    """Refuses a file before hours of work, if it could not be written after them.
+    """Check that a result can be written to a file, before hours of work on it.
 
     Raises:
-        ValueError: it cannot be written.
+        ValueError: the file cannot be written.
     """
     _open(option, file, "a", "")
 
 
 def json_object(option: str, text: str) -> dict[str, Any]:
-    """The JSON object that an option has.
+    """Return the JSON object in the value of an option.
 
     Raises:
-        ValueError: it is none.
+        ValueError: `text` is not a JSON object.
     """
     try:
         value = json.loads(text)
@@ -180,10 +181,10 @@ def json_object(option: str, text: str) -> dict[str, Any]:
 
 
 def require_url(option: str, url: str) -> None:
-    """Refuses an address that is none.
+    """Check that the value of an option is an HTTP URL.
 
     Raises:
-        ValueError: it has no scheme.
+        ValueError: `url` has no http:// or https:// scheme.
     """
     if not url.startswith(("http://", "https://")):
         raise ValueError(f"{option} must begin with http:// or https://, got {url}")
@@ -216,7 +217,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _missing(name: str, error: ImportError) -> str:
-    """The advice for a missing module."""
+    """Return the advice to print for a missing module; re-raise `error` if it is unexpected."""
     if error.name == "specops" and "_C" in str(error):
         return "the kernels are not compiled: run `make setup`, or install the package with pip"
     package = str(error.name).partition(".")[0]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Bar charts side by side, as one SVG that reads alike on light and dark pages."""
+"""Bar charts side by side, as one SVG that is readable on light and dark pages."""
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -25,10 +25,10 @@ class Panel:
     """One bar chart.
 
     Attributes:
-        title: above it.
+        title: line above the chart.
         notes: two lines of small print.
-        values: by name; None: no value, and no bar.
-        reach: by name, the end of a thin line behind the bar: the largest single value.
+        values: value by name; None draws no bar.
+        reach: by name, the end of a thin line behind the bar, such as a high percentile.
     """
 
     title: str
@@ -45,14 +45,14 @@ def picture(
     columns: int = 3,
     heading: Sequence[str] = (),
 ) -> str:
-    """The whole SVG.
+    """Return the whole SVG.
 
     Args:
-        panels: with the same names each.
-        title: the picture's text for screen readers.
-        ours: the highlighted names.
-        columns: of panels.
-        heading: lines above all panels, the first as a title.
+        panels: charts, all with the same names.
+        title: text for screen readers.
+        ours: names to highlight.
+        columns: number of charts per row.
+        heading: lines above all charts; the first is set as a title.
     """
     names = list(panels[0].values)
     label_width = max(_LABEL_WIDTH, *(_CHARACTER * len(name) + 8 for name in names))
@@ -86,7 +86,7 @@ def picture(
 def _panel(
     panel: Panel, left: int, above: int, label_width: int, ours: Collection[str]
 ) -> list[str]:
-    """The chart's lines, its corner at `left` and `above`."""
+    """Return the SVG lines of a chart with its top left corner at (`left`, `above`)."""
     bar_left = left + label_width
     shown = [*panel.values.values(), *panel.reach.values()]
     largest = max((value for value in shown if value is not None), default=0.0)
@@ -102,7 +102,7 @@ def _panel(
         if value is None:
             lines.append(_text(bar_left + 8, top + 13, "-", "note"))
             continue
-        width = max(value * scale, 2.0)  # a bar of nothing is still seen
+        width = max(value * scale, 2.0)  # keeps a bar of value 0 visible
         size = f'width="{width:.1f}" height="{_BAR_HEIGHT}" rx="2"'
         colour = _OURS if name in ours else _THEIRS
         lines.append(f'  <rect x="{bar_left}" y="{top}" {size} fill="{colour}"/>')
@@ -122,5 +122,5 @@ def _text(x: float, y: float, text: str, style: str) -> str:
 
 
 def _number(value: float) -> str:
-    """Whole where it is exact or large, else with one decimal."""
+    """Format a value: no decimals if it is integral or at least 100, else one decimal."""
     return f"{value:,.0f}" if value == int(value) or value >= 100 else f"{value:.1f}"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`specops bench`: load for an OpenAI-compatible server, and how it bears it."""
+"""`specops bench`: load generator and latency measurement for OpenAI-compatible servers."""
 
 import argparse
 import asyncio
@@ -26,11 +26,11 @@ from specops.cli.load.turns import compare
 from specops.cli.results import KIND, VERSION
 from specops.prompts import PROMPTS, read_prompts
 
-_LATE_MS = 10.0  # from which the generator's own lateness is worth a word
+_LATE_MS = 10.0  # report the generator's own lateness only if p99 exceeds this
 
 
 def main(arguments: Sequence[str], program: str) -> int:
-    """Measures, prints, and returns the exit code: 1 if a request failed, 2 for a mistake."""
+    """Measure, print, and return the exit code: 1 if a request failed, 2 for an invalid option."""
     args = _parser(program).parse_args(arguments)
     try:
         if args.json is not None:
@@ -157,10 +157,10 @@ class _Target:
     """A server to measure.
 
     Attributes:
-        url: without /v1.
-        bodies: of its requests, without model and seed, one per prompt.
-        model: None: the first that it lists.
-        name: of its runs; None: the model's.
+        url: base URL without /v1.
+        bodies: request bodies without model and seed, one per prompt.
+        model: model name; None: the first that the server lists.
+        name: name of its runs; None: the model's name.
     """
 
     url: str
@@ -170,11 +170,11 @@ class _Target:
 
 
 def _targets(args: argparse.Namespace) -> list[_Target]:
-    """One server, or the two that take turns.
+    """Return the server to measure, or the two servers that are measured in turn.
 
     Raises:
         OSError: a file cannot be read.
-        ValueError: an option is out of range, or no JSON object.
+        ValueError: an option is out of range, or is not a JSON object.
     """
     _check(args)
     bodies = _bodies(args, "--body", args.body)
@@ -191,7 +191,7 @@ def _base(url: str) -> str:
 
 
 async def _bench(args: argparse.Namespace) -> list[list[dict[str, Any]]]:
-    """The results of every round: of one run, or of the two servers'."""
+    """Return the results of every round: one run, or one run of each of the two servers."""
     targets = _targets(args)
     async with aiohttp.ClientSession(
         headers={"Authorization": f"Bearer {args.api_key}"} if args.api_key else {},
@@ -202,7 +202,7 @@ async def _bench(args: argparse.Namespace) -> list[list[dict[str, Any]]]:
     ) as session:
         rounds = []
         for index in range(args.rounds if len(targets) > 1 else 1):
-            # The two take turns at beginning, so that a slow moment does not always hit the same.
+            # The servers alternate in going first, so that drift does not always hit the same one.
             order = targets[:: -1 if index % 2 else 1]
             runs = [await _measure(args, session, one, is_first=not index) for one in order]
             rounds.append(runs[:: -1 if index % 2 else 1])
@@ -212,7 +212,7 @@ async def _bench(args: argparse.Namespace) -> list[list[dict[str, Any]]]:
 async def _measure(
     args: argparse.Namespace, session: aiohttp.ClientSession, target: _Target, *, is_first: bool
 ) -> dict[str, Any]:
-    """The results of one run, before the first of which some requests warm the server up."""
+    """Return the results of one run. Warm-up requests precede the first run of a server."""
     url, bodies = target.url, target.bodies
     endpoint = f"{url}/v1/chat/completions" if args.chat else f"{url}/v1/completions"
     model = target.model or await first_model(session, url)
@@ -244,7 +244,7 @@ async def _measure(
 
 
 async def _run(args: argparse.Namespace, send: Callable[[int, float], Any]) -> list[Answer]:
-    """Sends all requests, and shows in a progress bar how many are answered."""
+    """Send all requests, with a progress bar of the answered ones."""
     columns = (
         BarColumn(),
         MofNCompleteColumn(),
@@ -272,7 +272,7 @@ async def _run(args: argparse.Namespace, send: Callable[[int, float], Any]) -> l
 
 
 def _bodies(args: argparse.Namespace, option: str, fields: str | None) -> list[dict[str, Any]]:
-    """The requests without model and seed, one per prompt; an option has further fields."""
+    """Return request bodies without model and seed, one per prompt, with the option's fields."""
     prompts = list(PROMPTS) if args.prompt_file is None else read_prompts(args.prompt_file)
     common: dict[str, Any] = {
         "max_tokens": args.max_tokens,
@@ -313,7 +313,7 @@ def _seed(args: argparse.Namespace, index: int) -> dict[str, int]:
 
 
 def _options(args: argparse.Namespace) -> dict[str, Any]:
-    """The options of the run, without secrets."""
+    """Return the options of the run, without secrets."""
     own = {name: value for name, value in vars(args).items() if name not in ("api_key", "json")}
     if args.rate is None:
         own["concurrency"] = args.concurrency or 8
@@ -340,7 +340,7 @@ def _print_table(results: dict[str, Any]) -> None:
 
 
 def _print_comparison(rounds: Sequence[Sequence[dict[str, Any]]]) -> dict[str, Any]:
-    """Prints the medians of two servers, and their ratios; returns all of it in JSON."""
+    """Print the medians of two servers and their ratios; return all of it as JSON."""
     names = [str(run["name"]) for run in rounds[0]]
     rows = compare([(first["figures"], second["figures"]) for first, second in rounds])
     console = Console(highlight=False)

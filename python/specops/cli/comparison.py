@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A prompt decoded with drafts and plainly: whether both are the same, and how fast each is."""
+"""Decode a prompt with and without drafts; compare the outputs and the speed of both."""
 
 import time
 from collections.abc import Callable
@@ -12,13 +12,13 @@ from specops.engine import Completion, Engine, RequestOutput, SamplingParams
 from specops.engine.errors import EngineError
 
 _PLAIN = {"method": "naive"}
-_MOST_PAIRS = 7  # that are timed
-_TIMING_SECONDS = 3.0  # for all of them
+_MOST_PAIRS = 7  # upper bound on the timed pairs of runs
+_TIMING_SECONDS = 3.0  # for all timed pairs together
 
 
 @dataclass(frozen=True)
 class Step:
-    """A step that emitted tokens: its end, in seconds since the beginning, and its output."""
+    """A step that emitted tokens: its end, in seconds since the run began, and its output."""
 
     seconds: float
     output: RequestOutput
@@ -26,19 +26,19 @@ class Step:
 
 @dataclass(frozen=True)
 class Run:
-    """A text that was completed, and how."""
+    """A completed text and the steps that produced it."""
 
     completion: Completion
     steps: list[Step]
 
     @property
     def tokens_per_step(self) -> float | None:
-        """Excludes the first step, which reads the prompt; None if there is no other."""
+        """Mean tokens per step after the first step (the prefill); None if it is the only one."""
         return self._num_later / (len(self.steps) - 1) if len(self.steps) > 1 else None
 
     @property
     def tokens_per_s(self) -> float | None:
-        """Excludes the first step; None if there is no other."""
+        """Tokens per second after the first step; None if the first step is the only one."""
         seconds = self.steps[-1].seconds - self.steps[0].seconds
         return self._num_later / seconds if seconds > 0 else None
 
@@ -52,10 +52,10 @@ class Decoder:
     """Decodes one prompt repeatedly, each time to the same text.
 
     Attributes:
-        engine: without a prefix cache, if it is to decode more than once.
-        prompt: a text.
-        params: with a seed.
-        speculative_config: of the request with drafts; None: the engine's.
+        engine: engine without a prefix cache, if it decodes more than once.
+        prompt: text to complete.
+        params: sampling parameters, with a seed.
+        speculative_config: configuration of the drafted request; None: the engine's.
     """
 
     engine: Engine
@@ -66,7 +66,7 @@ class Decoder:
     def run(
         self, *, plainly: bool = False, show: Callable[[RequestOutput], None] | None = None
     ) -> Run:
-        """Decodes with or without drafts; `show` is called with each step's output.
+        """Decode with or without drafts; `show` is called with each step's output.
 
         Raises:
             EngineError: the request failed.
@@ -92,10 +92,10 @@ class Comparison:
     """Plain decoding compared with a run with drafts.
 
     Attributes:
-        plain: the first such run.
+        plain: the first run without drafts.
         drafted: the run with drafts.
-        pairs: tokens a second of runs that took turns, plain and with drafts; none where texts
-            differ or are too short to be timed.
+        pairs: tokens per second of timed runs, (plain, with drafts); empty if the outputs differ
+            or are too short to be timed.
     """
 
     plain: Run
@@ -104,25 +104,25 @@ class Comparison:
 
     @property
     def first_difference(self) -> int | None:
-        """The first output token in which they differ."""
+        """Index of the first output token in which the two runs differ, or None."""
         return first_difference(self.plain.completion, self.drafted.completion)
 
     @property
     def speed_up(self) -> SpeedUp | None:
-        """Of the run with drafts over the plain one; None where nothing was timed."""
+        """Speed-up of decoding with drafts over plain decoding; None if nothing was timed."""
         per_step = self.drafted.tokens_per_step
         return speed_up(self.pairs, per_step) if self.pairs and per_step is not None else None
 
 
 def compare(decoder: Decoder, drafted: Run) -> Comparison:
-    """Decodes plainly as well; where nothing differs, both again in turn, to time them.
+    """Decode plainly; if the outputs are equal, time further runs of both kinds.
 
     Args:
-        decoder: that made `drafted`.
-        drafted: with drafts.
+        decoder: the decoder that produced `drafted`.
+        drafted: a run with drafts.
 
     Returns:
-        Where a text differs when it is decoded again, that run is the one with drafts.
+        The comparison. If a timed run differs from the plain run, it replaces `drafted`.
     """
     begin = time.perf_counter()
     plain = decoder.run(plainly=True)
@@ -130,21 +130,21 @@ def compare(decoder: Decoder, drafted: Run) -> Comparison:
     if first.first_difference is not None or drafted.tokens_per_s is None:
         return first
     now = time.perf_counter()
-    end, seconds = now + _TIMING_SECONDS, 2 * (now - begin)  # that a pair takes, about
+    end, seconds = now + _TIMING_SECONDS, 2 * (now - begin)  # rough time of a pair
     pairs: list[tuple[float, float]] = []
     while len(pairs) < _MOST_PAIRS and time.perf_counter() + seconds < end:
         speeds: dict[bool, float | None] = {}
-        # The two take turns at beginning, so that a slow moment does not always hit the same one.
+        # The kinds alternate in going first, so that drift does not always hit the same one.
         for plainly in (True, False) if len(pairs) % 2 else (False, True):
             again = decoder.run(plainly=plainly)
             if first_difference(plain.completion, again.completion) is not None:
                 return Comparison(plain, again)
             speeds[plainly] = again.tokens_per_s
         pairs += _pair(speeds[True], speeds[False])
-    # The first runs warmed up. They count where there is time for no others.
+    # The first runs include warm-up. They count only if there was no time for others.
     return Comparison(plain, drafted, pairs or _pair(plain.tokens_per_s, drafted.tokens_per_s))
 
 
 def _pair(plain: float | None, drafted: float | None) -> list[tuple[float, float]]:
-    """One pair, or none where a text is so short that one step held all of it."""
+    """Return one pair, or none if a text is so short that a single step produced all of it."""
     return [] if plain is None or drafted is None else [(plain, drafted)]

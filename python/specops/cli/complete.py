@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`specops complete`: completes a text here, and compares it with decoding without drafts."""
+"""`specops complete`: complete a text on this machine and compare with decoding without drafts."""
 
 import argparse
 import json
@@ -29,11 +29,11 @@ from specops.tokenizer import TextStream
 
 
 def main(arguments: Sequence[str], program: str) -> int:
-    """Completes, and compares if `--compare` is given.
+    """Complete a text, and compare with plain decoding if `--compare` is set.
 
     Returns:
-        The exit code: 1 if plain decoding gives another text or a comparison has lost drafts, 2 for
-        a mistake.
+        The exit code: 1 if plain decoding gives another text or if drafts were lost in a
+        comparison, 2 for an invalid option.
     """
     args = _parser(program).parse_args(arguments)
     try:
@@ -89,9 +89,9 @@ def _complete(args: argparse.Namespace) -> int:
     if args.json not in (None, "-"):
         require_writable("--json", args.json)
     settings = engine_settings(args)
-    if args.compare:  # the second run must not find the first one's pages
+    if args.compare:  # the second run must not reuse pages of the first
         settings["enable_prefix_caching"] = False
-    if args.method is not None:  # loads what it names; what it is not is said below
+    if args.method is not None:  # loads the named methods; unknown names are reported below
         parts = args.method.lower().split("+")
         settings["methods"] = tuple(name for name in parts if name in METHODS)
     engine = Engine(EngineConfig(max_num_seqs=1, **settings))
@@ -131,7 +131,7 @@ def _complete(args: argparse.Namespace) -> int:
 
 
 def _chosen(args: argparse.Namespace) -> dict[str, Any] | None:
-    """The command line's options of drafts, in the form of a request."""
+    """Return the draft options of the command line as a request's speculative_config."""
     chosen: dict[str, Any] = {
         name: getattr(args, name)
         for name in ("method", "num_speculative_tokens", "num_model_steps")
@@ -141,20 +141,20 @@ def _chosen(args: argparse.Namespace) -> dict[str, Any] | None:
 
 
 class _Screen:
-    """Standard output: the text as it comes, accepted drafts in their drafter's colour."""
+    """Standard output: text as it is produced, accepted drafts in their drafter's color."""
 
     def __init__(self, engine: Engine, stop: Sequence[str]) -> None:
         self._stream = TextStream(engine.tokenizer, stop)
         self._has_colours = has_colours(sys.stdout)
-        self._drafters: set[str] = set()  # whose colours are to be seen
+        self._drafters: set[str] = set()  # drafters with a color on the screen
 
     def show(self, output: RequestOutput) -> None:
-        """Writes a step's text."""
+        """Write a step's text."""
         text = self._tinted(output) if self._has_colours else output.text
         print(text, end="", flush=True)
 
     def end(self) -> None:
-        """Ends the line, and explains the colours."""
+        """End the line and print a legend of the colors."""
         print()
         if self._drafters:
             names = ", ".join(tinted(name, name) for name in sorted(self._drafters))
@@ -168,7 +168,7 @@ class _Screen:
         if output.finish_reason is not None:
             pieces.append((self._stream.finish(), TARGET))
         if "".join(text for text, _ in pieces) != output.text:
-            return output.text  # it was cut by a token or a length, not by a stop string
+            return output.text  # cut by a stop token or the length, not by a stop string
         self._drafters.update(source for _, source in pieces if source != TARGET)
         return "".join(
             text if source == TARGET or not text else tinted(text, source)
@@ -179,7 +179,7 @@ class _Screen:
 def _summary(
     method: str, params: SamplingParams, drafted: Run, compared: Comparison | None
 ) -> list[str]:
-    """Tokens, steps and speed: a line for each way of decoding."""
+    """Return one line per kind of decoding with its tokens, steps and speed."""
     if compared is None:
         lines = [_line(method, drafted, drafted.tokens_per_s)]
     else:
@@ -187,7 +187,7 @@ def _summary(
         if (timed := compared.speed_up) is not None:
             plain, own = timed.plain_tokens_per_s, timed.tokens_per_s
         lines = [_line(method, drafted, own), _line("naive", compared.plain, plain)]
-    if params.temperature > 0:  # a greedy text has no use for it
+    if params.temperature > 0:  # a greedy text does not depend on the seed
         lines[0] += f", seed {drafted.completion.seed}"
     return lines
 
@@ -208,7 +208,7 @@ def _line(method: str, run: Run, tokens_per_s: float | None) -> str:
 
 
 def _tell(engine: Engine, compared: Comparison, strategy: str) -> int:
-    """Prints whether both texts are identical; returns the exit code."""
+    """Print whether both texts are identical; return the exit code."""
     plain, drafted = compared.plain.completion, compared.drafted.completion
     place = compared.first_difference
     if place is None:
@@ -237,7 +237,7 @@ def _token_at(engine: Engine, completion: Completion, place: int) -> str:
 def _report(
     engine: Engine, speculative: SpeculativeConfig, drafted: Run, compared: Comparison | None
 ) -> dict[str, Any]:
-    """All of it for a program."""
+    """Return everything as a JSON object."""
     report = {
         "model": engine.model_name,
         "device": engine.device,

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`--config FILE`: options in YAML, under the names of the flags."""
+"""`--config FILE`: options in YAML, keyed by the names of the flags."""
 
 import argparse
 import difflib
@@ -11,17 +11,17 @@ from specops.cli.fastdeploy import require_known
 
 
 def arguments_of(file: str, parser: argparse.ArgumentParser) -> list[str]:
-    """The options of a file as arguments, to be put in front of those of the command line.
+    """Return the options of a file as arguments, to be put before those of the command line.
 
-    A flag's name may have hyphens or underscores. A list gives a flag several times, a mapping is
-    its JSON text, and true or false sets a flag without a value.
+    A flag's name may have hyphens or underscores. A list repeats a flag, a mapping becomes its
+    JSON text, and true or false sets or clears a flag without a value.
 
     Args:
-        file: a YAML file with a mapping.
-        parser: knows the flags.
+        file: path of a YAML file that holds a mapping.
+        parser: parser that defines the flags.
 
     Raises:
-        ValueError: the file cannot be read, or has a name that is no flag, or a flag twice.
+        ValueError: the file cannot be read, has an unknown flag, or has a flag twice.
     """
     options = _read(file)
     flags = {name: action for action in parser._actions for name in action.option_strings}
@@ -39,7 +39,7 @@ def arguments_of(file: str, parser: argparse.ArgumentParser) -> list[str]:
 
 
 def _given(flag: str, value: Any, flags: dict[str, argparse.Action]) -> list[str]:
-    if flags[flag].nargs == 0:  # it is there, or it is not
+    if flags[flag].nargs == 0:  # a flag without a value
         if not isinstance(value, bool):
             raise ValueError(f"{flag} must be true or false in a file, got {value!r}")
         absent = f"--no-{flag.removeprefix('--')}"
@@ -60,7 +60,7 @@ def _read(file: str) -> dict[Any, Any]:
         ) from None
 
     class Loader(yaml.SafeLoader):  # type: ignore[misc]
-        """Refuses a name that is there twice, of which YAML would take the last."""
+        """YAML loader that rejects duplicate keys; PyYAML would keep the last."""
 
         def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
             names = [self.construct_object(key, deep=True) for key, _ in node.value]

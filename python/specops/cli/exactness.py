@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`python -m specops.engine verify-exactness`: does speculation change a token? Try it yourself.
+"""`python -m specops.engine verify-exactness`: check that speculation changes no token.
 
-Every prompt is decoded plainly, alone; then all of them together with drafts. Tokens, text, ranks
-and the bits of every logprob are compared, those of the likeliest alternatives too.
+Every prompt is decoded plainly and alone; then all prompts are decoded together with drafts.
+Tokens, text, ranks and the bits of every logprob are compared, also of the top alternatives.
 """
 
 import argparse
@@ -28,11 +28,11 @@ from specops.engine.speculative_config import SpeculativeConfig
 from specops.prompts import PROMPTS, read_prompts
 from specops.service.contract import contract_of
 
-_SHOWN = 40  # characters of a prompt
-_ALTERNATIVES = 5  # of every token, compared by id and logprob
-_MOST_WITHOUT_DRAFTS = 3  # tokens of an output that may end before its first draft
+_SHOWN = 40  # characters of a prompt that are printed
+_ALTERNATIVES = 5  # top tokens per position that are compared by id and logprob
+_MOST_WITHOUT_DRAFTS = 3  # an output of up to this many tokens may end before its first draft
 
-# What is compared unless something is chosen, as far as the model runs it.
+# Methods that are compared by default, if the model can run them.
 METHODS = method_choices()
 
 
@@ -48,18 +48,18 @@ class Comparison:
     num_steps: int = 0
     num_drafts: int = 0
     num_accepted: int = 0
-    num_different: int = 0  # prompts
+    num_different: int = 0  # number of prompts
     num_failures: int = 0  # of drafters
-    lost_drafts: str | None = None  # a sentence, where a drafter failed or drafted nothing
-    differences: list[str] = field(default_factory=list)  # a text for each of them
+    lost_drafts: str | None = None  # a sentence, if a drafter failed or drafted nothing
+    differences: list[str] = field(default_factory=list)  # one text per differing prompt
 
     @property
     def title(self) -> str:
-        """What is compared."""
+        """Name of the comparison."""
         return f"{self.method}, temperature {self.temperature:g}"
 
     def row(self) -> list[str]:
-        """Its line of the table."""
+        """Return the comparison's row of the table."""
         share = f"{self.num_accepted / self.num_drafts:.0%}" if self.num_drafts else "-"
         return [
             self.method,
@@ -83,7 +83,8 @@ _COLUMNS = (
 def main(arguments: Sequence[str], program: str) -> int:
     """Compare, print, and return the exit code.
 
-    It is 1 for any difference, and where a drafter failed or drafted nothing; 2 for a mistake.
+    The code is 1 if anything differs or a drafter failed or drafted nothing, and 2 for an invalid
+    option.
     """
     args = _parser(program).parse_args(arguments)
     if args.json != "-":
@@ -94,7 +95,7 @@ def main(arguments: Sequence[str], program: str) -> int:
 
 
 def _run(args: argparse.Namespace, json_out: TextIO | None = None) -> int:
-    """The same, with the options read; the table in JSON goes to `json_out` instead of a file."""
+    """Run with parsed options; the JSON goes to `json_out`, if given, instead of a file."""
     try:
         if args.json is not None and json_out is None:
             require_writable("--json", args.json)
@@ -138,7 +139,7 @@ def _differences(comparisons: Sequence[Comparison]) -> Iterator[str]:
 
 
 def _doubts(comparisons: Sequence[Comparison]) -> list[str]:
-    """Where so few drafts were verified that it says little."""
+    """Return a line for each comparison with no draft or all drafts accepted: it says little."""
     return [
         f"But at temperature {one.temperature:g}, {one.method} had {one.num_accepted} of "
         f"{one.num_drafts} drafts accepted: more tokens would say more."
@@ -207,7 +208,7 @@ def _parser(program: str) -> argparse.ArgumentParser:
 
 
 def _compare_all(args: argparse.Namespace) -> tuple[list[Comparison], dict[str, Any]]:
-    """The comparisons, and the engine's contract."""
+    """Return the comparisons and the engine's contract."""
     prompts = list(PROMPTS) if args.prompt_file is None else read_prompts(args.prompt_file)
     if args.prompts is not None:
         if not 1 <= args.prompts <= len(prompts):
@@ -217,13 +218,13 @@ def _compare_all(args: argparse.Namespace) -> tuple[list[Comparison], dict[str, 
         raise ValueError("max_tokens must be at least 1, got 0")
     settings = {"speculative_config": SpeculativeConfig(), **engine_settings(args)}
     config = settings["speculative_config"]
-    # A prompt's second computation must not find the first one's.
+    # The second computation of a prompt must not reuse pages of the first.
     settings["enable_prefix_caching"] = False
     settings.setdefault("methods", (ALL_METHODS,))
     engine = Engine(EngineConfig(**settings))
     compared = _to_compare(args, config, engine.runnable_methods)
     for _, own in compared:
-        # Before anything is computed.
+        # Reports an invalid configuration before anything is computed.
         engine.config.speculative_for(own, engine.runnable_methods, engine.missing_methods)
     if not args.quiet:
         _print_heading(engine, len(prompts), args.max_tokens)
@@ -237,7 +238,7 @@ def _compare_all(args: argparse.Namespace) -> tuple[list[Comparison], dict[str, 
                 plain += engine.generate([prompt], one, speculative_config={"method": "naive"})
                 advance(f"plain, temperature {temperature:g}", 1)
             for method, own in compared:
-                # A comparison must not draft from the texts that the one before it has decoded.
+                # A comparison must not draft from the texts that the previous one decoded.
                 forget_responses(engine)
                 failures = num_failures(engine)
                 drafted = engine.generate(prompts, params, speculative_config=own)
@@ -266,7 +267,7 @@ def _print_heading(engine: Engine, num_prompts: int, max_tokens: int) -> None:
 def _params(
     args: argparse.Namespace, temperature: float, count: int, vocab_size: int
 ) -> list[SamplingParams]:
-    """The sampling parameters of each prompt, which has a seed of its own."""
+    """Return the sampling parameters of each prompt; each prompt has a different seed."""
     return [
         SamplingParams(
             max_tokens=args.max_tokens,
@@ -283,8 +284,8 @@ def _params(
 def _to_compare(
     args: argparse.Namespace, config: SpeculativeConfig, runnable: Collection[str]
 ) -> list[tuple[str, dict[str, Any]]]:
-    """Names, and the speculative_config of the requests that have them."""
-    fixed = {"adaptive_verification": False}  # where drafts gain nothing, they are compared too
+    """Return the name of each method to compare and its requests' speculative_config."""
+    fixed = {"adaptive_verification": False}  # compares drafts even where they save no time
     lengths = {
         name: getattr(args, name)
         for name in ("num_speculative_tokens", "num_model_steps")
@@ -304,7 +305,7 @@ def _to_compare(
         if args.method is None and first.name not in runnable:
             continue
         own: dict[str, Any] = {"method": method, **lengths, **fixed}
-        if first.continued_by:  # by nothing, too: not by what the server continues it by
+        if first.continued_by:  # explicit, or the server's configuration would choose it
             own["method"] = first.name
             own[first.continued_by] = f"with_{second}" if second else "default"
         if first.needs_weights:
@@ -321,7 +322,7 @@ def _to_compare(
 def _compare(
     engine: Engine, comparison: Comparison, prompt: str, plain: Completion, drafted: Completion
 ) -> str:
-    """Adds one prompt to a comparison; returns what is told of it."""
+    """Add one prompt to a comparison; return the line that describes it."""
     stats = drafted.stats
     comparison.num_prompts += 1
     comparison.num_tokens += len(drafted.token_ids)
@@ -354,26 +355,26 @@ def _describe(engine: Engine, one: TokenLogprob) -> str:
 
 
 def num_failures(engine: Engine) -> int:
-    """Return how often drafters of an engine have failed."""
+    """Return the total number of failures of an engine's drafters."""
     return sum(engine.stats.drafter_failures.values())
 
 
 def lost_drafts(
     config: SpeculativeConfig, drafted: Sequence[Completion], num_failures: int
 ) -> str | None:
-    """Return a sentence about drafts that were lost; None if no drafts were.
+    """Return a sentence about lost drafts; None if none were lost.
 
     Args:
-        config: of the requests.
-        drafted: what they gave.
-        num_failures: of drafters meanwhile.
+        config: speculative configuration of the requests.
+        drafted: completions of these requests.
+        num_failures: failures of drafters meanwhile.
     """
     if num_failures:
         return (
             f"the drafter of {config.method} failed (failures: {num_failures}; the log says how), "
             "and requests were decoded plainly"
         )
-    # A look-up may find nothing; weights draft something for every longer text.
+    # A lookup may find nothing; a drafter with weights drafts something for every longer text.
     drafts = sum(one.stats.num_draft_tokens for one in drafted)
     needs_weights = config.stages and method_of(config.stages[0]).needs_weights
     is_long = max((len(one.token_ids) for one in drafted), default=0) > _MOST_WITHOUT_DRAFTS
@@ -383,10 +384,10 @@ def lost_drafts(
 
 
 def first_difference(left: Completion, right: Completion) -> int | None:
-    """The first output token in which two completions differ; None if there is none.
+    """Return the index of the first output token in which two completions differ, or None.
 
-    Tokens differ by id, by rank, or by a bit of a logprob, its own or an alternative's; completions
-    by text and by what ended them, too.
+    Tokens are compared by id, by rank, and by the bits of their logprob and of the alternatives'
+    logprobs. Completions are also compared by text, finish reason and stop reason.
     """
     for index, (a, b) in enumerate(zip(_bits(left), _bits(right), strict=False)):
         if a != b:
@@ -399,7 +400,7 @@ def first_difference(left: Completion, right: Completion) -> int | None:
 
 
 def _bits(completion: Completion) -> list[tuple[Any, ...]]:
-    """What is compared of each token."""
+    """Return a tuple per token of everything that is compared."""
     if len(completion.logprobs) != len(completion.token_ids):
         raise ValueError(
             f"every output token must have a logprob, got {len(completion.logprobs)} for "
@@ -418,7 +419,7 @@ def _bits(completion: Completion) -> list[tuple[Any, ...]]:
 
 
 def forget_responses(engine: Engine) -> None:
-    """Drops what drafters learnt: a text that is decoded again must not be drafted from itself."""
+    """Clear what drafters have learned, so that repeated decoding does not draft from itself."""
     for drafter in engine.drafters.values():
         drafter.forget()
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""FastDeploy's command lines: flags that are refused, and configurations that mean another thing.
+"""FastDeploy's command line: unsupported flags, and configurations with a different meaning.
 
-Names as in its docs/parameters.md and docs/features/speculative_decoding.md.
+Names are as in FastDeploy's docs/parameters.md and docs/features/speculative_decoding.md.
 """
 
 import json
@@ -49,20 +49,20 @@ REFUSED = {
 }
 
 
-# With one of these, fields of suffix decoding have their place beside method "mtp", or are refused.
+# If one of these fields is given, suffix fields beside method "mtp" are placed by it, or refused.
 _OF_STAGES = ("mtp_strategy", "options")
 
 logger = logging.getLogger(__name__)
 
 
 def translated(text: str) -> str:
-    """Return a speculative configuration as specops reads it; the log says what was changed.
+    """Return a speculative configuration in the form specops reads; the log reports changes.
 
-    FastDeploy decodes plainly with "naive", whatever the number of drafts is. Its page has a
-    command with method "mtp" and fields of suffix decoding, of which the method counts.
+    FastDeploy decodes plainly with "naive", whatever the number of drafts. Its documentation has
+    a command with method "mtp" and fields of suffix decoding, where only the method takes effect.
 
     Args:
-        text: a JSON object. Any other text is returned as it is, to be refused later.
+        text: a JSON object. Any other text is returned unchanged; a later check refuses it.
     """
 
     def pairs(items: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -97,13 +97,13 @@ def translated(text: str) -> str:
 
 
 def require_known(flag: str) -> None:
-    """Refuses a flag of FastDeploy that has no meaning here.
+    """Refuse a flag of FastDeploy that specops does not support.
 
     Args:
-        flag: as on a command line; may be `--name=value`, and any other argument.
+        flag: any argument of a command line, also in the form `--name=value`.
 
     Raises:
-        ValueError: it is one.
+        ValueError: `flag` is such a flag.
     """
     name = flag.partition("=")[0].replace("_", "-")
     if name in REFUSED:

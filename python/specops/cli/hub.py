@@ -1,16 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Models by name: those of the Hugging Face Hub, in the cache that its other programs share."""
+"""Models of the Hugging Face Hub by name, in the cache that other Hub programs share."""
 
 import json
 import re
 from pathlib import Path
 
-# Files that are read beside weights, and the card, which names the licence.
-# Copies of a model in a format of its authors' are left out: they are as large as the model.
+# Files that are read beside weights, and the model card, which names the license.
+# Copies in the authors' own formats are skipped: they are as large as the model.
 _FILES = ("*.json", "*.jinja", "README.md", "mask_embedding.pt")
 _COPIES = ("original/*", "metal/*", "consolidated*")
 _INDEX, _WEIGHTS = "model.safetensors.index.json", "model.safetensors"
-# Weights of draft heads, where there is no file of safetensors.
+# Weights of draft heads, for repositories without a safetensors file.
 _HEADS = (
     *("medusa_lm_head.safetensors", "hydra_lm_head.safetensors"),
     *("pytorch_model.bin", "medusa_lm_head.pt", "hydra_lm_head.pt"),
@@ -19,25 +19,25 @@ _NAME = re.compile(r"[\w.-]+/[\w.-]+", re.ASCII)
 
 
 def is_name(model: str) -> bool:
-    """Whether it is ORG/NAME, and nothing here; a GGUF file is one of this machine."""
+    """Return whether `model` has the form ORG/NAME and is neither a local path nor a GGUF file."""
     is_here = Path(model).exists() or model.endswith(".gguf")
     return _NAME.fullmatch(model) is not None and not is_here
 
 
 def directory_of(name: str, field: str = "--model") -> str:
-    """Return the directory of a model of the Hub, which is downloaded unless the cache has it.
+    """Return the local directory of a Hub model, and download the model if it is not cached.
 
-    Only files that are read are downloaded: configuration, tokenizer, and the weights that the
-    index names. HF_HUB_OFFLINE, HF_HOME, HF_ENDPOINT and the token of `hf auth login` mean what
-    they mean to huggingface_hub.
+    Only required files are downloaded: configuration, tokenizer, and the weights listed by the
+    index. HF_HUB_OFFLINE, HF_HOME, HF_ENDPOINT and the token of `hf auth login` work as in
+    huggingface_hub.
 
     Args:
         name: ORG/NAME.
-        field: what names the model: --model, or a drafter's field. Weights of drafters may be
-            in other files than those of safetensors.
+        field: option or field that names the model: --model, or a drafter's field. Drafter
+            weights may be in files other than safetensors.
 
     Raises:
-        ValueError: it is neither in the cache nor can it be had.
+        ValueError: the model is neither in the cache nor downloadable.
     """
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import (
@@ -76,9 +76,9 @@ def directory_of(name: str, field: str = "--model") -> str:
 
 
 def _indexed(index: Path) -> list[str]:
-    """Return the names of the files that an index of weights lists; none without an index.
+    """Return the file names that a weight index lists; an empty list without an index.
 
-    A damaged index is left to the loader, which names it.
+    A damaged index yields an empty list; the loader reports it.
     """
     try:
         files = json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()
@@ -88,14 +88,14 @@ def _indexed(index: Path) -> list[str]:
 
 
 def resolved(speculative_config: str) -> str:
-    """Return a speculative configuration in JSON, with names of the Hub as directories.
+    """Return a speculative configuration in JSON, with Hub names replaced by directories.
 
     Args:
-        speculative_config: JSON; text that is no JSON object is returned as it is, and refused
-            by the configuration.
+        speculative_config: JSON. Text that is not a JSON object is returned unchanged; the
+            configuration's parser refuses it.
 
     Raises:
-        ValueError: a model can be had neither from the cache nor from the Hub.
+        ValueError: a model is neither in the cache nor downloadable.
     """
     try:
         config = json.loads(speculative_config)

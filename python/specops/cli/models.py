@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`specops models`: models that have been tried, and those of this machine that `--model` takes."""
+"""`specops models`: tested models, and the cached models on this machine that `--model` accepts."""
 
 import argparse
 import os
@@ -21,10 +21,10 @@ class _Model(NamedTuple):
     """A line of the list.
 
     Attributes:
-        name: what `--model` takes.
+        name: value for `--model`.
         size: bytes on disk.
-        licence: of its weights, in the words of its authors.
-        pays: the method that pays, where it was measured (docs/figures.md).
+        licence: license of its weights, in the words of its authors.
+        pays: method that gives a speed-up, if it was measured (docs/figures.md).
         says: whether it runs, or why not.
     """
 
@@ -36,7 +36,7 @@ class _Model(NamedTuple):
 
 
 def main(arguments: Sequence[str], program: str) -> int:
-    """Prints a line for each; returns the exit code."""
+    """Print a line for each model and return the exit code."""
     _parser(program).parse_args(arguments)
     bundled = sum(file.stat().st_size for file in BUNDLED_MODEL.iterdir())
     default = "runs; without --model, it is this one"
@@ -64,7 +64,7 @@ def _parser(program: str) -> argparse.ArgumentParser:
 
 
 def _gemma() -> _Model:
-    """The real model that figures were taken with; `make gemma` fetches it."""
+    """Return the line of the Gemma model used for docs/figures.md; `make gemma` fetches it."""
     cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     file = Path(cache, "specops", "gemma", _GEMMA)
     is_here = file.is_file()
@@ -74,7 +74,7 @@ def _gemma() -> _Model:
 
 
 def _cached() -> Iterator[_Model]:
-    """Those of the Hub's cache, by what their newest version says."""
+    """Yield the models in the Hub's cache, described by their newest revision."""
     from huggingface_hub import constants, scan_cache_dir
     from huggingface_hub.errors import CacheNotFound
 
@@ -91,7 +91,7 @@ def _cached() -> Iterator[_Model]:
 
 
 def _licence(directory: Path) -> str:
-    """What the model's card names, in its first lines."""
+    """Return the license named in the metadata at the top of the model card."""
     try:
         card = (directory / "README.md").read_text(encoding="utf-8", errors="replace")
     except OSError:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The options of an engine on a command line, written down once for all commands that have them.
+"""Command-line options of an engine, defined once for all commands that have them.
 
-An option that is not given is absent, and EngineConfig's default holds.
+An omitted option is absent from the settings, so that EngineConfig's default applies.
 """
 
 import argparse
@@ -19,7 +19,7 @@ from specops.engine.speculative_config import SpeculativeConfig
 
 
 def add_model_options(parser: argparse.ArgumentParser) -> None:
-    """Adds the options of the model: which one, its dtypes, its device."""
+    """Add the options of the model: which one, its dtypes, its device."""
     add = parser.add_argument
     add(
         "--model",
@@ -74,7 +74,7 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
 
 
 def add_draft_lengths(parser: argparse.ArgumentParser) -> None:
-    """Adds how much is drafted."""
+    """Add the options that set the number of drafts."""
     add = parser.add_argument
     add("--num-speculative-tokens", type=int, metavar="K", help="drafts of a step (default: 4)")
     add(
@@ -86,7 +86,7 @@ def add_draft_lengths(parser: argparse.ArgumentParser) -> None:
 
 
 def add_engine_options(parser: argparse.ArgumentParser) -> None:
-    """Adds everything that sets up an engine which others send requests to."""
+    """Add every option of an engine that serves requests."""
     add = parser.add_argument
     add_model_options(parser)
     add("--served-model-name", metavar="NAME", help="name clients use (default: the directory's)")
@@ -209,13 +209,13 @@ def _add_sizes(parser: argparse.ArgumentParser) -> None:
 
 
 def plain_settings(args: argparse.Namespace) -> dict[str, Any]:
-    """The options that were given, as `EngineConfig.from_plain` takes them.
+    """Return the options that were set, in the form `EngineConfig.from_plain` takes.
 
     Args:
-        args: as a parser with these options, or some of them, reads them.
+        args: result of a parser with all or some of these options.
 
     Raises:
-        ValueError: there is no such model, or no such drafter.
+        ValueError: the model or a drafter does not exist.
     """
     settings = {
         field.name: getattr(args, field.name)
@@ -227,7 +227,7 @@ def plain_settings(args: argparse.Namespace) -> dict[str, Any]:
     name = settings.get("model")
     if name is not None and is_name(name):
         settings["model"] = directory_of(name)
-        settings.setdefault("served_model_name", name)  # the directory's is a digest
+        settings.setdefault("served_model_name", name)  # the directory's name is a digest
     if settings.get("speculative_config") is not None:
         settings["speculative_config"] = resolved(settings["speculative_config"])
     return settings
@@ -237,10 +237,10 @@ def require_effective_drafts(settings: Mapping[str, Any]) -> None:
     """Refuse a field of the speculative configuration that has no effect.
 
     Args:
-        settings: of a server, as `plain_settings` returns them.
+        settings: settings of a server, as returned by `plain_settings`.
 
     Raises:
-        ValueError: there is one, or the configuration is invalid.
+        ValueError: a field has no effect, or the configuration is invalid.
     """
     if (text := settings.get("speculative_config")) is not None:
         config = SpeculativeConfig.from_json(text)
@@ -249,13 +249,13 @@ def require_effective_drafts(settings: Mapping[str, Any]) -> None:
 
 
 def engine_settings(args: argparse.Namespace) -> dict[str, Any]:
-    """The arguments of EngineConfig: the options that were given.
+    """Return the options that were set, as keyword arguments of EngineConfig.
 
     Args:
-        args: as a parser with these options, or some of them, reads them.
+        args: result of a parser with all or some of these options.
 
     Raises:
-        ValueError: the speculative configuration is none.
+        ValueError: the model does not exist, or the speculative configuration is invalid.
     """
     settings = plain_settings(args)
     if settings.get("speculative_config") is not None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`specops plot`: runs of `specops bench` side by side, as one picture."""
+"""`specops plot`: draw runs of `specops bench` side by side in one picture."""
 
 import argparse
 import json
@@ -20,7 +20,7 @@ _TIMES = {
 
 
 def main(arguments: Sequence[str], program: str) -> int:
-    """Draws; returns the exit code, 2 for a mistake."""
+    """Draw the picture and return the exit code, 2 for an invalid option or file."""
     args = _parser(program).parse_args(arguments)
     try:
         runs = _read_all(args.results)
@@ -54,10 +54,10 @@ def _parser(program: str) -> argparse.ArgumentParser:
 
 
 def _read_all(files: Sequence[str]) -> dict[str, dict[str, Any]]:
-    """The runs by name.
+    """Return the runs by name.
 
     Raises:
-        ValueError: a file is none of these results, or two runs have one name.
+        ValueError: a file is not a result of `specops bench`, or two runs have the same name.
     """
     runs: dict[str, dict[str, Any]] = {}
     for file in files:
@@ -89,7 +89,7 @@ def _read(file: str) -> dict[str, Any]:
 
 
 def _facts(name: str, run: dict[str, Any]) -> str:
-    """Model, server, machine, load and date of the runs, as their results state them."""
+    """Return a line with the model, server, machine, load and date of a run."""
     options = run.get("options", {})
     facts = []
     if "model" in run:

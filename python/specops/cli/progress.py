@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A bar for work that takes a while."""
+"""Progress bar for long work."""
 
 import contextlib
 from collections.abc import Callable, Iterator
@@ -7,14 +7,14 @@ from collections.abc import Callable, Iterator
 
 @contextlib.contextmanager
 def progress(total: int, *, is_shown: bool) -> Iterator[Callable[[str, int], None]]:
-    """A bar on standard error, if that is a terminal and rich is there to draw it.
+    """Show a progress bar on standard error, if that is a terminal and rich is installed.
 
     Args:
-        total: of what is counted.
-        is_shown: whether it is wanted.
+        total: number of items to count.
+        is_shown: whether to show the bar.
 
     Yields:
-        To be called with what was done, and how much of the total that is.
+        A function to call with a text that names the finished work and its number of items.
     """
     try:
         from rich.console import Console
@@ -25,7 +25,7 @@ def progress(total: int, *, is_shown: bool) -> Iterator[Callable[[str, int], Non
     console = Console(stderr=True)
     columns = (BarColumn(), MofNCompleteColumn(), TextColumn("{task.description}"))
     is_off = not (is_shown and console.is_terminal)
-    # Standard output may go elsewhere than the bar.
+    # Standard output may be redirected separately from the bar.
     with Progress(
         *columns, console=console, transient=True, redirect_stdout=False, disable=is_off
     ) as bar:

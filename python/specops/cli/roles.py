@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Options of several engines and servers of one model: how they share its requests."""
+"""Options of several engines and servers of one model that share its requests."""
 
 import argparse
 import math
@@ -14,12 +14,12 @@ if TYPE_CHECKING:
     from specops.service.wire import KvEventSettings, Peer, RoleSettings, Setup
 
 ROLES = ("prefill", "decode", "mixed")
-_REDIS_SECONDS = 5.0  # without an answer, after which Redis is away
+_REDIS_SECONDS = 5.0  # timeout of an answer from Redis
 _LOOPBACK = ["127.0.0.1", "localhost", "::1"]
 _PEER_FORM = "HOST:PORT or HOST:FIRST-LAST, the other server's --kv-host and --kv-port"
 
 
-# Options that have no effect without another one.
+# Options that have no effect unless the key is set.
 _NEEDS = {
     "role": (
         *("kv_transport", "kv_host", "kv_port", "kv_peers"),
@@ -36,7 +36,7 @@ def require_effect(parser: argparse.ArgumentParser, args: argparse.Namespace) ->
     """Refuse options that have no effect without another one, unless they are at their defaults.
 
     Raises:
-        ValueError: there is one.
+        ValueError: an option has no effect.
     """
     for needed, names in _NEEDS.items():
         if getattr(args, needed) != parser.get_default(needed):
@@ -48,7 +48,7 @@ def require_effect(parser: argparse.ArgumentParser, args: argparse.Namespace) ->
 
 
 def add_role_options(parser: argparse.ArgumentParser) -> None:
-    """Adds them."""
+    """Add the options of disaggregated prefill and decoding: role, KV transfer and leases."""
     add = parser.add_argument
     add(
         "--role",
@@ -110,22 +110,22 @@ def add_role_options(parser: argparse.ArgumentParser) -> None:
 def role_settings(
     args: argparse.Namespace, *, clients_name_peers: bool = True
 ) -> "RoleSettings | None":
-    """Return what these options say; None: there is no role.
+    """Return the settings of the role; None if there is no role.
 
     Args:
-        args: of the command line.
-        clients_name_peers: whether requests of clients say where pages are; else servers tell each
-            other.
+        args: the parsed command line.
+        clients_name_peers: whether clients' requests name the server that holds the pages. If
+            not, servers exchange their addresses themselves.
 
     Raises:
         ModuleNotFoundError: a package that the server needs is not installed.
-        ValueError: one is out of range, or needs another.
+        ValueError: an option is out of range, or requires another one.
     """
     if args.role is None:
         return None
     if args.in_process:
         raise ValueError("role needs an engine in a process of its own, got in_process")
-    # Every rank of every engine has a port.
+    # Every rank of every engine listens on its own port.
     most = 65536 - (args.tensor_parallel_size or 1) * args.data_parallel_size
     if not 0 <= args.kv_port <= most:
         raise ValueError(f"kv_port must be in [0, {most}], got {args.kv_port}")
@@ -138,10 +138,10 @@ def role_settings(
         raise ValueError(f"role decode needs kv_peers ({_PEER_FORM}), got none")
     if args.kv_transport == "nixl":
         try:
-            import nixl  # noqa: F401  (the engine's process needs it; here it is told by name)
+            import nixl  # noqa: F401  (the engine's process needs it; reported here if missing)
         except ModuleNotFoundError:
             raise
-        except ImportError as error:  # its part for this machine's CUDA is not there
+        except ImportError as error:  # the library for this machine's CUDA is missing
             raise ValueError(f"kv_transport nixl cannot be had: {error}") from None
 
     from specops.service.wire import RoleSettings
@@ -161,7 +161,7 @@ def _peers(given: "Iterable[str]", are_ports_needed: bool) -> "list[Peer]":
     """Return the addresses of `--kv-peers`.
 
     Raises:
-        ValueError: one has another form, or lacks the port that it needs.
+        ValueError: an address is malformed, or lacks a required port.
     """
     from specops.service.wire import Peer
 
@@ -185,7 +185,7 @@ def _host_and_ports(text: str) -> tuple[str, tuple[int, int] | None]:
     An IPv6 address with ports is in brackets.
 
     Raises:
-        ValueError: what is behind the last colon is not a number or a range.
+        ValueError: the text after the last colon is not a number or a range.
     """
     is_bare = text.count(":") > 1 and not text.startswith("[")
     host, colon, ports = (text, "", "") if is_bare or text.endswith("]") else text.rpartition(":")
@@ -196,7 +196,7 @@ def _host_and_ports(text: str) -> tuple[str, tuple[int, int] | None]:
 
 
 def add_data_parallel_options(parser: argparse.ArgumentParser) -> None:
-    """Adds those of several engines behind one door."""
+    """Add the option for several engines behind one frontend."""
     parser.add_argument(
         "--data-parallel-size",
         type=int,
@@ -208,15 +208,15 @@ def add_data_parallel_options(parser: argparse.ArgumentParser) -> None:
 
 
 def setups(args: argparse.Namespace, settings: dict[str, Any]) -> "list[Setup]":
-    """The processes of a server: one for each engine.
+    """Return the setup of every engine process; an empty list with `--in-process`.
 
     Args:
-        args: of the command line.
-        settings: of an engine, as `EngineConfig.from_plain` takes them.
+        args: the parsed command line.
+        settings: settings of an engine, as `EngineConfig.from_plain` takes them.
 
     Raises:
         ModuleNotFoundError: a package that the server needs is not installed.
-        ValueError: an option is out of range, or needs another.
+        ValueError: an option is out of range, or requires another one.
     """
     is_queue = args.scheduler_name == "splitwise"
     role = role_settings(args, clients_name_peers=not is_queue)
@@ -254,7 +254,7 @@ def setups(args: argparse.Namespace, settings: dict[str, Any]) -> "list[Setup]":
 
 
 def _role_behind(role: "RoleSettings | None", offset: int) -> "RoleSettings | None":
-    """The transport of another engine: its ports are further ones."""
+    """Return the role of another engine, with its port shifted by `offset`."""
     if role is None or not role.port:
         return role
     from msgspec import structs
@@ -263,10 +263,10 @@ def _role_behind(role: "RoleSettings | None", offset: int) -> "RoleSettings | No
 
 
 def _events_behind(events: "KvEventSettings | None", offset: int) -> "KvEventSettings | None":
-    """The endpoints of another engine, each so many ports further, as vLLM's are.
+    """Return the event endpoints of another engine, with ports shifted by `offset` as in vLLM.
 
     Raises:
-        ValueError: one has no port.
+        ValueError: an endpoint has no port.
     """
     if events is None:
         return None
@@ -285,7 +285,7 @@ def _events_behind(events: "KvEventSettings | None", offset: int) -> "KvEventSet
 
 
 def add_kv_event_options(parser: argparse.ArgumentParser) -> None:
-    """Adds those of telling routers what the prefix cache has."""
+    """Add the options that publish the prefix cache's contents to routers."""
     add = parser.add_argument
     add(
         "--kv-events-endpoint",
@@ -303,11 +303,11 @@ def add_kv_event_options(parser: argparse.ArgumentParser) -> None:
 
 
 def kv_event_settings(args: argparse.Namespace) -> "KvEventSettings | None":
-    """What these options say; None: nothing is told.
+    """Return the settings of KV events; None if none are published.
 
     Raises:
         ModuleNotFoundError: pyzmq is not installed, or a package that the server needs.
-        ValueError: an option needs another.
+        ValueError: an option requires another one.
     """
     if args.kv_events_endpoint is None:
         for name in ("kv_events_topic", "kv_events_replay"):
@@ -316,7 +316,7 @@ def kv_event_settings(args: argparse.Namespace) -> "KvEventSettings | None":
         return None
     if args.in_process:
         raise ValueError("kv_events_endpoint needs an engine in a process of its own")
-    import zmq  # noqa: F401  (the engine's process needs it; here it is told by name)
+    import zmq  # noqa: F401  (the engine's process needs it; reported here if missing)
 
     from specops.service.wire import KvEventSettings
 
@@ -324,7 +324,7 @@ def kv_event_settings(args: argparse.Namespace) -> "KvEventSettings | None":
 
 
 def add_scheduler_options(parser: argparse.ArgumentParser) -> None:
-    """Adds those of a queue of jobs that several servers share."""
+    """Add the options of a job queue that several servers share."""
     add = parser.add_argument
     add(
         "--scheduler-name",
@@ -355,7 +355,7 @@ def check_scheduler(args: argparse.Namespace) -> None:
     """Check the options of the scheduler, and that its Redis answers.
 
     Args:
-        args: of the command line.
+        args: the parsed command line.
 
     Raises:
         ModuleNotFoundError: redis is not installed.
@@ -393,7 +393,7 @@ def check_scheduler(args: argparse.Namespace) -> None:
 
 
 def _redis_options(args: argparse.Namespace) -> dict[str, Any]:
-    """Return the arguments of a connection to Redis."""
+    """Return the keyword arguments of a connection to Redis."""
     return {
         "host": args.scheduler_host,
         "port": args.scheduler_port,
@@ -404,11 +404,11 @@ def _redis_options(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def scheduled(args: argparse.Namespace, client: "EngineClient") -> "EngineClient":
-    """Return the engine behind the scheduler that was asked for.
+    """Return a client that runs requests by the chosen scheduler.
 
     Args:
-        args: of the command line, which `check_scheduler` has checked.
-        client: of this server's engine.
+        args: the parsed command line, checked by `check_scheduler`.
+        client: client of this server's engine.
     """
     if args.scheduler_name == "local":
         return client
@@ -419,7 +419,7 @@ def scheduled(args: argparse.Namespace, client: "EngineClient") -> "EngineClient
     from specops.disaggregated.splitwise import SplitwiseClient
 
     def connect() -> Redis:
-        # The client begins anew itself.
+        # No retries here: SplitwiseClient reconnects itself.
         return Redis(**_redis_options(args), retry=Retry(NoBackoff(), 0))
 
     return SplitwiseClient(

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`python -m specops.engine`: serves a model over HTTP. Without arguments: the bundled model.
+"""`python -m specops.engine`: serve a model over HTTP. Without arguments: the bundled model.
 
 `python -m specops.engine verify-exactness` compares speculation with plain decoding instead.
 """
@@ -51,11 +51,11 @@ _EXTRAS = {
     "redis": "redis",
     "zmq": "events",
     "nixl": "nixl",
-}  # that have packages beside the server's
+}  # modules that the extra "server" does not install, and the extra that does
 
 
 def _parser(program: str = _PROGRAM) -> argparse.ArgumentParser:
-    """Of the server."""
+    """Return the parser of the server's command line."""
     parser = Parser(
         prog=program,
         allow_abbrev=False,
@@ -84,7 +84,7 @@ def _parser(program: str = _PROGRAM) -> argparse.ArgumentParser:
 
 
 def _contract_parser(program: str) -> argparse.ArgumentParser:
-    """The server's, so that its command line can be given as it is; help tells what matters."""
+    """Return the server's parser, so that it accepts a server's command line, with less help."""
     from specops.service.contract import OPTIONS
 
     parser = _parser(program)
@@ -251,7 +251,7 @@ def _add_limits(parser: argparse.ArgumentParser) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs what the first argument names, and serves where it names nothing."""
+    """Run the command named by the first argument, or serve if it names none."""
     given = list(sys.argv[1:] if arguments is None else arguments)
     name = given[0] if given[:1] and given[0] in _COMMANDS else None
     if name is None:
@@ -260,9 +260,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def serve(given: Sequence[str], program: str) -> int:
-    """Serve until SIGTERM, and return the exit code.
+    """Serve until SIGTERM and return the exit code.
 
-    It is 2 for a mistake in the arguments, and 1 if the engine has failed for good.
+    The code is 2 for invalid arguments, and 1 if the engine has failed permanently.
     """
     parser = _parser(program)
     try:
@@ -279,7 +279,7 @@ def serve(given: Sequence[str], program: str) -> int:
             if config.suffix_cache is not None:
                 stack.enter_context(FileLock("suffix_cache", config.suffix_cache))
             processes = []
-            for setup in setups(args, settings):  # they load while everything else is made ready
+            for setup in setups(args, settings):  # models load while the server is prepared
                 processes.append(_process(setup))
                 stack.callback(processes[-1].kill)
             app, options = _app(args, config, processes)
@@ -306,18 +306,18 @@ def _process(setup: "Setup") -> "EngineProcess":
 def _app(
     args: argparse.Namespace, config: EngineConfig, processes: "Sequence[EngineProcess]"
 ) -> "tuple[FastAPI, dict[str, Any]]":
-    """What is served, and how.
+    """Return the application and the keyword arguments of `server.serve`.
 
     Raises:
         ModuleNotFoundError: a package that the server needs is not installed.
-        ValueError: an option is invalid, or the engine cannot be made.
+        ValueError: an option is invalid, or the engine cannot be created.
     """
     from specops import server
 
     _check_limits(args)
     check_scheduler(args)
     api_keys = _api_keys(args.api_key, args.api_key_file)
-    listener, metrics_listener = _listeners(args)  # before the model, which takes longer
+    listener, metrics_listener = _listeners(args)  # fails early: loading the model takes longer
     own = server.default_hosts(listener.getsockname()[0], has_keys=bool(api_keys))
     access = server.Access(
         args.allowed_hosts or own, args.allowed_origins, args.forwarded_allow_ips
@@ -355,7 +355,7 @@ def _app(
 def _client(
     config: EngineConfig, processes: "Sequence[EngineProcess]", timeout: float
 ) -> "EngineClient":
-    """Return the client of the engine, or of several, in processes or in this one."""
+    """Return the client of one or several engines, in separate processes or in this one."""
     if processes:
         from specops.service.process import ProcessClient
 
@@ -387,24 +387,24 @@ def _say_where(client: "EngineClient", host: str, port: int) -> None:
 
 
 def _check_limits(args: argparse.Namespace) -> None:
-    """Refuses limits that would let nobody in.
+    """Refuse limits that would block every client.
 
     Raises:
-        ValueError: one of them would.
+        ValueError: a limit is below 1.
     """
     for name in (
         *("max_body_bytes", "drain_timeout", "max_connections", "max_unread_bytes"),
         *("body_timeout", "header_timeout", "write_timeout", "engine_timeout"),
     ):
-        if not getattr(args, name) >= 1:  # a NaN is not, either
+        if not getattr(args, name) >= 1:  # also refuses NaN
             raise ValueError(f"{name} must be at least 1, got {getattr(args, name)}")
 
 
 def _listeners(args: argparse.Namespace) -> tuple[socket.socket, socket.socket | None]:
-    """Where to answer, and where to tell metrics if they have a port of their own.
+    """Return the socket of the API and the socket of metrics, if metrics have their own port.
 
     Raises:
-        ValueError: one of the addresses does not exist or is in use.
+        ValueError: an address does not exist or is in use, or both ports are the same.
     """
     from specops.server import listen
 
@@ -417,7 +417,7 @@ def _listeners(args: argparse.Namespace) -> tuple[socket.socket, socket.socket |
 
 
 def contract(given: Sequence[str], program: str) -> int:
-    """Prints what the bits of an engine with these options depend on; returns the exit code."""
+    """Print what output bits depend on with these options; return the exit code."""
     from specops.engine.engine import Engine
     from specops.service.contract import contract_of
 
@@ -431,11 +431,11 @@ def contract(given: Sequence[str], program: str) -> int:
 
 
 def _read(parser: argparse.ArgumentParser, given: Sequence[str]) -> argparse.Namespace:
-    """The command line, behind the file that it may name.
+    """Parse the command line, with the options of `--config` before its own.
 
     Raises:
-        ValueError: the file cannot be read, or holds something else than options; or a flag is
-            FastDeploy's alone.
+        ValueError: the file cannot be read or does not hold options, or a flag is one of
+            FastDeploy's that specops does not support.
     """
     for argument in given:
         require_known(argument)
@@ -446,11 +446,11 @@ def _read(parser: argparse.ArgumentParser, given: Sequence[str]) -> argparse.Nam
 
 
 def _api_keys(given: Sequence[str], file: str | None) -> list[str]:
-    """The keys of the command line, the environment and a file.
+    """Return the API keys of the command line, the environment and a file.
 
     Raises:
-        ValueError: one is empty, or the file has none: a server that was meant to have a key would
-            be open to everybody.
+        ValueError: a key is empty or the file has none; a server meant to be protected would be
+            open to all clients.
     """
     keys = [("--api-key", key) for key in given]
     if "SPECOPS_API_KEY" in os.environ:
@@ -470,7 +470,7 @@ def _api_keys(given: Sequence[str], file: str | None) -> list[str]:
 
 
 def _verify_exactness(given: Sequence[str], program: str) -> int:
-    from specops.cli import exactness  # which loads torch: a server's own process does not
+    from specops.cli import exactness  # imports torch, which a server's own process does not
 
     return exactness.main(given, program)
 

@@ -1,28 +1,28 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How many times as fast one way of decoding is as another, from runs that took turns."""
+"""Speed-up of one way of decoding over another, from runs that alternate."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import median_low, quantiles
 
-_FOR_QUARTERS = 4  # pairs
+_FOR_QUARTERS = 4  # pairs that are required to compute quartiles
 
 
 @dataclass(frozen=True)
 class SpeedUp:
     """A speed-up and its spread.
 
-    A step with drafts takes at least as long as one without, so nothing is faster by more than its
-    tokens per step. A higher measured value is a disturbance, so the figures stop there.
+    A step with drafts takes at least as long as one without, so the speed-up cannot exceed the
+    tokens per step. A higher measured value is a disturbance, so the figures are capped there.
 
     Attributes:
-        factor: the median over the pairs, of two middle ones the lower.
-        plain_tokens_per_s: of the pair that has it.
-        tokens_per_s: with drafts, of that pair.
-        low: a quarter of the pairs are below; of fewer than four, none is.
-        high: a quarter of the pairs are above; of fewer than four, none is.
-        num_pairs: of runs.
-        is_capped: whether the median was above the limit.
+        factor: median over the pairs; for an even number, the lower of the two middle values.
+        plain_tokens_per_s: speed of plain decoding in the median pair.
+        tokens_per_s: speed with drafts in the median pair.
+        low: lower quartile; with fewer than four pairs, the minimum.
+        high: upper quartile; with fewer than four pairs, the maximum.
+        num_pairs: number of pairs of runs.
+        is_capped: whether the median was above the cap.
     """
 
     factor: float
@@ -44,13 +44,13 @@ class SpeedUp:
 
 
 def speed_up(pairs: Sequence[tuple[float, float]], tokens_per_step: float) -> SpeedUp:
-    """Compares the speeds of runs that took turns.
+    """Compare the speeds of runs that alternate.
 
     Args:
-        pairs: at least one, each tokens a second of plain decoding and with drafts.
-        tokens_per_step: of the runs with drafts; no figure is above it.
+        pairs: at least one pair of tokens per second, (plain, with drafts).
+        tokens_per_step: mean of the runs with drafts; an upper bound on every speed-up.
     """
-    # Both speeds are of one pair of runs, because a machine's speed varies over time.
+    # The ratios are within a pair, because a machine's speed varies over time.
     factors = sorted((drafted / plain, plain, drafted) for plain, drafted in pairs)
     middle, plain, drafted = median_low(factors)
     low, high = factors[0][0], factors[-1][0]

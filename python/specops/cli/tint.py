@@ -1,28 +1,28 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Colours text by its drafter on a terminal, and leaves it unchanged elsewhere."""
+"""Text in its drafter's color on a terminal."""
 
 from typing import TextIO
 
-# The page's, as far as sixteen colours have them.
+# The closest of sixteen terminal colors to those of the web page.
 _COLOURS = {"ngram": "bright_blue", "suffix": "yellow", "mtp": "bright_magenta"}
 _OTHER = "cyan"
 
 
 def has_colours(stream: TextIO) -> bool:
-    """Whether text written there should be coloured.
+    """Return whether text written to `stream` should be colored.
 
-    It is on a terminal that has colours, where rich is installed and NO_COLOR is not set.
+    True on a terminal that supports colors, if rich is installed and NO_COLOR is not set.
     """
     try:
         from rich.console import Console
-    except ImportError:  # it comes with specops[cli], and texts can do without
+    except ImportError:  # rich comes with specops[cli]; colors are optional
         return False
     console = Console(file=stream)
     return console.color_system is not None and not console.no_color
 
 
 def tinted(text: str, drafter: str) -> str:
-    """The text in the drafter's colour. Nothing else is changed: no line is wrapped."""
+    """Return the text in the drafter's color. Nothing else changes: no line is wrapped."""
     from rich.color import ColorSystem
     from rich.style import Style
 

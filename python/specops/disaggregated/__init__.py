@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Prefill and decode in engines apart: pages as bytes, their transport, and a queue of jobs.
+"""Disaggregated prefill and decode: pages as bytes, their transfer, and a shared job queue.
 
-An engine imports nothing of it unless a role is asked for.
+An engine imports this package only if it has a role.
 """

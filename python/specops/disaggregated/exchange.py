@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Between an engine's loop and its door: what jobs' `kv_transfer` asks for.
+"""KV transfer between an engine's loop and other engines, as jobs' `kv_transfer` requests it.
 
-On the way in, a job whose prompt another engine has computed waits until its pages are there, and
-then finds them in the prefix cache. If they do not come, it goes on without: the engine computes
-the prompt itself, with the same bits. On the way out, the pages of a prompt that another engine is
-to go on with are leased as soon as its choice has ended.
+Incoming: if another engine has computed a job's prompt, the job waits for the pages and then finds
+them in the prefix cache. If they do not arrive, the job continues without them: the engine computes
+the prompt itself, with the same bits. Outgoing: the pages of a prompt that another engine will
+continue are leased as soon as its choice has ended.
 """
 
 import hashlib
@@ -52,14 +52,14 @@ from specops.service.wire import RoleSettings
 
 logger = logging.getLogger(__name__)
 
-_FETCHING_THREADS = 16  # a client alone may use half of them
+_FETCHING_THREADS = 16  # a single client may use half of them
 _LEASE_NAME = re.compile(r"[0-9a-f]{32}")
-_MOST_REASON = 300  # characters of a peer's or a client's words that a line of the log repeats
-_SECRET_BITS = 53  # that a number of ranks holds
+_MOST_REASON = 300  # characters of a peer's or a client's text that a line of the log repeats
+_SECRET_BITS = 53  # width of an integer that ranks can exchange exactly, as a float64
 
 
 class PagesRankEngine(RankEngine, PagesEngine):
-    """The engine of one rank with a role: it hands its own share of pages over."""
+    """The engine of one rank with a role: it transfers its own shard of the pages."""
 
 
 @dataclass(frozen=True)
@@ -72,20 +72,20 @@ class _Fetching:
 
 
 class Exchange(Inbox):
-    """The inbox of a loop whose engine has a role, and the end of its batches.
+    """The inbox of the loop of an engine with a role, and the last stage of its batches.
 
-    Of several ranks each has one, which takes the same commands. Each leases its own share of a
-    prompt's pages, and fetches its own from those ranks of the other engine that have it. Where one
-    rank lacks its share, none uses the others.
+    With several ranks, each has an exchange, and all receive the same commands. Each rank leases
+    its own shard of a prompt's pages, and fetches its shard from the ranks of the other engine that
+    hold it. If one rank lacks its shard, no rank uses its own.
 
     Args:
-        engine: of the loop.
-        transport: of pages.
-        inbox: where commands come from, the same for all ranks.
+        engine: engine of the loop.
+        transport: transport of pages.
+        inbox: source of commands, the same for all ranks.
         deliver: called with every batch.
 
     Attributes:
-        contract: of the engine.
+        contract: execution contract of the engine.
     """
 
     def __init__(
@@ -100,12 +100,12 @@ class Exchange(Inbox):
         self._ranks, self.contract = engine.ranks, engine.contract
         self._threads = FairThreads[Pages](_FETCHING_THREADS, "specops-fetches")
         self._fetching: dict[int, _Fetching] = {}  # by job
-        self._leasing: dict[int, Submit] = {}  # jobs whose pages are for another engine
+        self._leasing: dict[int, Submit] = {}  # jobs with pages for another engine
         self._ports = [
             self._ranks.least(transport.port if rank == self._ranks.rank else 1 << 16)
             for rank in range(self._ranks.size)
         ]
-        # Names of leases are the same on all ranks, and nobody guesses them.
+        # Names of leases are the same on all ranks, and cannot be guessed.
         secret = [self._ranks.of_first(secrets.randbits(_SECRET_BITS)) for _ in range(4)]
         self._secret = struct.pack("<4d", *secret)
         self._num_leases = 0
@@ -114,7 +114,7 @@ class Exchange(Inbox):
         return self
 
     def __exit__(self, *error: object) -> None:
-        """Ends the transport and what is being fetched."""
+        """Stop the transport and all fetches."""
         self._threads.shutdown()
         self._transport.close()
 
@@ -123,7 +123,7 @@ class Exchange(Inbox):
         self._inbox.put(command)
 
     def take(self, seconds: float | None) -> Sequence[Command | Compiled]:
-        """Returns commands whose pages are there, or that need none; called between two steps."""
+        """Return commands that need no pages or have them; called between two steps."""
         ready: list[Command | Compiled] = []
         for command in self._inbox.take(seconds):
             if isinstance(command, Submit) and command.kv_transfer is not None:
@@ -140,7 +140,7 @@ class Exchange(Inbox):
             elif isinstance(command, Abort):
                 fetching = self._fetching.pop(command.job, None)
                 if fetching is not None:
-                    fetching.pages.cancel()  # unless it has begun
+                    fetching.pages.cancel()  # has no effect if the fetch has begun
                 self._leasing.pop(command.job, None)
             elif isinstance(command, Stop):
                 self._fetching.clear()
@@ -148,7 +148,7 @@ class Exchange(Inbox):
         return ready
 
     def send(self, batch: Batch) -> None:
-        """Delivers what a step brought, with the leases of prompts that it has ended."""
+        """Deliver the events of a step, with the leases of prompts that it has finished."""
         for event in batch.events:
             job = self._leasing.get(event.job)
             if job is None:
@@ -162,24 +162,24 @@ class Exchange(Inbox):
         self._deliver(batch)
 
     def _starts_fetching(self, job: Submit, wanted: KvTransfer) -> bool:
-        """Begins to fetch a job's pages; False if there is nothing to wait for."""
+        """Begin to fetch a job's pages; return False if there is nothing to wait for."""
         if not wanted.do_remote_prefill:
             return False
         try:
             addresses = self._addresses_of(wanted)
             expected = self._engine.expected(job.prompts[0], job.params, speculative_of(job))
-        except ValueError as error:  # of the request itself: the engine refuses it in its own words
+        except ValueError as error:  # the request is invalid: the engine refuses it with a message
             _log_computed(error)
             return False
         latest = time.monotonic() + SECONDS
         pages = self._threads.submit(job.client, partial(self._fetch, addresses, expected, latest))
         self._fetching[job.job] = _Fetching(job, expected, pages)
-        if self._ranks.rank == 0:  # which tells the others
+        if self._ranks.rank == 0:  # rank 0 informs the others
             pages.add_done_callback(lambda _: self._inbox.put(Fetched(job.job)))
         return True
 
     def _fetch(self, addresses: Sequence[Address], expected: Header, latest: float) -> Pages:
-        """Fetches pages, if that begins in time: behind a peer that hangs, many would wait long."""
+        """Fetch pages unless the deadline is over: fetches queued behind a peer that hangs fail."""
         if time.monotonic() > latest:
             raise HandoffError(f"handoff: those before it took more than {SECONDS:g} s")
         parts = []
@@ -191,11 +191,11 @@ class Exchange(Inbox):
     def _addresses_of(self, wanted: KvTransfer) -> list[Address]:
         """Return the addresses of the ranks of the other engine.
 
-        All ranks of this engine decide alike here.
+        All ranks of this engine come to the same decision here.
 
         Raises:
-            HandoffError: one is missing or not configured, the lease has no proper name, or so many
-                ranks share nothing with those of this engine.
+            HandoffError: an address is missing or not configured, the lease's name is malformed, or
+                neither engine's number of ranks divides the other's.
         """
         name, host, port = wanted.remote_request_id, wanted.remote_host, wanted.remote_port
         if name is None or host is None or port is None:
@@ -212,7 +212,7 @@ class Exchange(Inbox):
         return addresses
 
     def _put_in(self, fetching: _Fetching) -> None:
-        """Give a job's pages to the engine, if they came to all ranks undamaged."""
+        """Give a job's pages to the engine, if they reached all ranks undamaged."""
         pages, num_damaged = None, 0
         why: object = "another rank lacks its share of the pages"
         try:
@@ -231,7 +231,7 @@ class Exchange(Inbox):
         self._engine.give_pages(pages, fetching.expected, fetching.job.params.cache_salt)
 
     def _leased(self, job: Submit) -> KvTransfer | None:
-        """Where another engine finds the pages of a prompt; None: there are none."""
+        """Lease a prompt's pages; return where another engine finds them, or None if it failed."""
         is_leased, count = True, 0
         self._num_leases += 1
         number = str(self._num_leases).encode()
@@ -243,7 +243,7 @@ class Exchange(Inbox):
         except Exception:
             logger.exception("the pages of a prompt could not be leased")
             is_leased = False
-        if self._ranks.least(int(is_leased)) == 0:  # or all have: nobody is told too early
+        if self._ranks.least(int(is_leased)) == 0:  # also waits until all ranks have leased
             return None
         return KvTransfer(
             do_remote_prefill=True,
@@ -265,17 +265,17 @@ def _log_computed(why: object) -> None:
 
 
 def speculative_of(job: Submit) -> dict[str, object] | None:
-    """What a job asks of its drafts."""
+    """Return the speculative configuration of a job, or None."""
     return None if job.speculative_config is None else json.loads(job.speculative_config)
 
 
 def exchange_of(
     engine: Engine, role: RoleSettings, inbox: Inbox, deliver: Callable[[Batch], None]
 ) -> Exchange:
-    """The exchange of an engine process, or of one rank.
+    """Return the exchange of an engine process, or of one rank.
 
     Raises:
-        ValueError: its transport cannot listen where it should.
+        ValueError: its transport cannot listen at the configured address.
     """
     assert isinstance(engine, PagesEngine)
     leases = Leases(role.lease_seconds, role.lease_bytes)

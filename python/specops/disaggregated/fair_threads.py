@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Threads that several clients share fairly."""
+"""Thread pool with fair scheduling among clients."""
 
 import threading
 from collections import Counter, OrderedDict, deque
@@ -12,14 +12,14 @@ _Work = Callable[[], T]
 
 
 class FairThreads(Generic[T]):
-    """A pool of threads that no client can fill.
+    """A pool of threads that no single client can fill.
 
-    A client may use half of the threads that other clients do not use, rounded up. Clients take
-    turns.
+    A client may use half of the threads that other clients do not use, rounded up. Clients are
+    served in round-robin order.
 
     Args:
-        num_threads: of the pool.
-        name: what names of threads begin with.
+        num_threads: number of threads.
+        name: prefix of the threads' names.
     """
 
     def __init__(self, num_threads: int, name: str) -> None:
@@ -31,7 +31,7 @@ class FairThreads(Generic[T]):
         self._lock = threading.Lock()
 
     def submit(self, client: str, work: _Work[T]) -> "Future[T]":
-        """Run work of a client on a thread, as soon as the client may use one."""
+        """Run a client's work on a thread, as soon as the client may use one."""
         future: Future[T] = Future()
         with self._lock:
             self._waiting.setdefault(client, deque()).append((future, work))
@@ -39,7 +39,7 @@ class FairThreads(Generic[T]):
         return future
 
     def shutdown(self) -> None:
-        """Cancel what has not begun, and do not wait for the rest."""
+        """Cancel work that has not begun, and do not wait for running work."""
         with self._lock:
             self._is_closed = True
             waiting = [future for queue in self._waiting.values() for future, _ in queue]
@@ -49,7 +49,7 @@ class FairThreads(Generic[T]):
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     def _start(self) -> None:
-        """Start what may begin; the lock is held."""
+        """Start all work that may begin; the caller holds the lock."""
         while not self._is_closed and self._running.total() < self._num_threads:
             client = next(filter(self._may_run, self._waiting), None)
             if client is None:
@@ -57,7 +57,7 @@ class FairThreads(Generic[T]):
             queue = self._waiting.pop(client)
             future, work = queue.popleft()
             if queue:
-                self._waiting[client] = queue  # the others' turn is first
+                self._waiting[client] = queue  # re-inserted last: other clients go first
             self._running[client] += 1
             self._threads.submit(self._run, client, future, work)
 
@@ -77,5 +77,5 @@ class FairThreads(Generic[T]):
                     future.set_result(result)
         finally:
             with self._lock:
-                self._running -= Counter([client])  # without clients that have none
+                self._running -= Counter([client])  # drops counts of 0
                 self._start()

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A prompt's pages as bytes: taken out of one engine, and given to another's prefix cache.
+"""A prompt's pages as bytes: read from one engine, and written to another's prefix cache.
 
-Whatever an engine does with a prompt that it finds in its prefix cache has the bits of one that it
-computes, so nothing else has to move. The engine that gets the pages computes the rest of the
-prompt itself, less than a page and what drafts look ahead, and with it the first token. Random
-numbers follow from the seed and the position. Pages that come too late, or not at all, cost time.
+A prompt found in the prefix cache gives the same bits as a computed one, so only pages need to be
+transferred. The receiving engine computes the rest of the prompt itself (less than a page plus the
+drafters' lookahead), and with it the first token. Random numbers depend only on the seed and the
+position. Pages that arrive too late, or not at all, cost only time.
 
-Behind the pages are the states at the end of the last one, of a model with linear attention.
+For a model with linear attention, the states at the end of the last page follow the pages.
 """
 
 from collections.abc import Mapping, Sequence
@@ -28,20 +28,20 @@ from specops.service.contract import contract_of
 
 
 class PagesEngine(Engine):
-    """An engine whose prompts' pages can be taken out, and put in.
+    """An engine that can export and import the pages of prompts.
 
-    Of several ranks each has its share of every page, and all decide alike what they have.
+    With several ranks, each has a shard of every page, and all ranks agree on which pages exist.
 
     Args:
-        config: with prefix caching.
+        config: configuration with prefix caching.
         ranks: as in `Engine`.
 
     Attributes:
-        ranks: this one and its others.
+        ranks: this rank and the others.
         contract: what its bits depend on (service/contract.py).
 
     Raises:
-        ValueError: as `Engine`, or it has no prefix cache.
+        ValueError: as `Engine`, or prefix caching is disabled.
     """
 
     def __init__(self, config: EngineConfig, ranks: Ranks | None = None) -> None:
@@ -57,18 +57,18 @@ class PagesEngine(Engine):
         params: SamplingParams,
         speculative_config: Mapping[str, object] | SpeculativeConfig | None = None,
     ) -> Pages:
-        """Copies the full pages of a prompt that the prefix cache has, for another engine.
+        """Copy the full pages of a prompt in the prefix cache, for another engine.
 
-        Pages that were evicted, or that another method computed, end what is found. Of a model with
-        linear attention the last one is one whose states are kept.
+        The result ends before the first page that was evicted or computed by another method. For a
+        model with linear attention, it ends at a page with retained states.
 
         Args:
             token_ids: the prompt.
-            params: of the request that computed it.
-            speculative_config: of that request.
+            params: sampling parameters of the request that computed it.
+            speculative_config: configuration of that request.
 
         Returns:
-            The pages, all that this rank has of them; their bytes are a copy.
+            A copy of this rank's shard of the pages.
 
         Raises:
             ValueError: no request could have this prompt or these arguments.
@@ -115,27 +115,27 @@ class PagesEngine(Engine):
         params: SamplingParams,
         speculative_config: Mapping[str, object] | SpeculativeConfig | None = None,
     ) -> Header:
-        """What the pages of a request's prompt must be of: as `take_pages`, before any came."""
+        """Return the header that the pages of a request's prompt must match."""
         draft_kv = self._draft_kv(token_ids, params, speculative_config)
         return self._header(token_ids, draft_kv, (len(token_ids) - 1) // self.config.page_size)
 
     def give_pages(self, pages: Pages, expected: Header, cache_salt: str | None = None) -> int:
-        """Puts pages into the prefix cache, where the next request with this prompt finds them.
+        """Put pages into the prefix cache for the next request with this prompt.
 
-        Those that are there already stay. Where there is no room, as all pages are held, none are
-        put in: the request computes its prompt. So it does without states that it needs, which find
-        no room while all wait for the pages of running requests.
+        Pages that the cache already has stay. If not enough pages are free, none are added and the
+        request computes its prompt. The same holds if required states have no free entry, because
+        all entries wait for pages of running requests.
 
         Args:
-            pages: that another engine has computed, all that this rank has of them.
-            expected: of the request that is to find them.
-            cache_salt: of that request.
+            pages: this rank's shard of pages that another engine has computed.
+            expected: header for the request that will use the pages.
+            cache_salt: cache salt of that request.
 
         Returns:
-            How many leading pages of the prompt the cache has now, to go on behind.
+            Number of leading pages of the prompt in the cache; computation continues after them.
 
         Raises:
-            HandoffError: they are of another contract, prompt or layout.
+            HandoffError: the pages have another contract, prompt or layout.
         """
         header = pages.header
         check(header, expected)
@@ -170,7 +170,7 @@ class PagesEngine(Engine):
             self._pool.release(held)
 
     def _put(self, pages: Pages, owner: str, which: range, new: Sequence[int]) -> None:
-        """Copies some of the pages to where they belong."""
+        """Copy the pages with indices `which` to the cache's pages `new`."""
         header, begin = pages.header, 0
         model, draft = self._shares(owner)
         index = torch.tensor(new, dtype=torch.int64, device=self._device.device)
@@ -187,7 +187,7 @@ class PagesEngine(Engine):
             begin = end
 
     def _put_states(self, pages: Pages, held: Sequence[int], draft_kv: DraftKv | None) -> None:
-        """Copies the states at the end of pages to where they are found, unless they are there."""
+        """Copy the states at the end of the pages to their cache entry, unless it exists."""
         entry, kept = self._scheduler.states.new_entry(held, draft_kv), self._kept(draft_kv)
         begin = len(pages.data) - sum(_bytes_of(share).shape[1] for share in kept)
         for share in kept if entry is not None else ():
@@ -202,7 +202,7 @@ class PagesEngine(Engine):
         params: SamplingParams,
         speculative_config: Mapping[str, object] | SpeculativeConfig | None,
     ) -> DraftKv | None:
-        """What a request's drafters keep on the pages of its prompt."""
+        """Return the draft KV that a request's drafters keep on the pages of its prompt."""
         plain = replace(params, n=1, seed=0, structured_output=None, prompt_logprobs=None)
         request = self._admission.make(
             token_ids,
@@ -216,15 +216,15 @@ class PagesEngine(Engine):
         return request.draft_kv
 
     def _shares(self, owner: str) -> tuple[Sequence[Share], Sequence[Share]]:
-        """The tensors that are indexed by pages: the model's, and a drafter's.
+        """Return the page-indexed tensors: the model's, and a drafter's.
 
-        All ranks have the whole of a drafter's, as if it were one head.
+        Every rank holds all of a drafter's tensors, which are described as a single head.
         """
         draft = self.drafters[owner].kv_tensors() if owner else ()
         return self._runner.parts.cache.page_shares, list(map(_whole, draft))
 
     def _kept(self, draft_kv: DraftKv | None) -> Sequence[Share]:
-        """The tensors that are indexed by entries of states of prefixes, likewise."""
+        """Return the tensors indexed by entries of prefix states: the model's, and a drafter's."""
         states = None if draft_kv is None else self.drafters[draft_kv.owner].states
         draft = () if states is None else states.prefix_shares
         return [*self._runner.parts.cache.prefix_shares, *(_whole(one.tensor) for one in draft)]
@@ -241,7 +241,7 @@ def _layout(share: Share) -> Layout:
 
 
 def _bytes_of(share: Share) -> Tensor:
-    """A view of a tensor of pages as [pages, bytes], or likewise of states."""
+    """Return a byte view of a tensor: [pages, bytes], or [entries, bytes] for states."""
     return share.tensor.view(share.tensor.shape[0], -1).view(torch.uint8)
 
 

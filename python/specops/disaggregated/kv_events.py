@@ -1,17 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the prefix cache has, told to routers that send a request where its prefix is.
+"""Contents of the prefix cache, published to routers that send a request to its cached prefix.
 
 The messages are vLLM's (`vllm.distributed.kv_events` of vLLM 0.32): each is a ZeroMQ message of
-three parts, the topic, a number of eight bytes (big-endian, from 0, one more each time), and an
-`EventBatch` in MessagePack, a list whose events are maps. A subscriber that has missed some sends
-the replay endpoint the first number that it wants again; it gets those messages that are kept, and
-at last one with the number -1.
+three parts, the topic, a sequence number of eight bytes (big-endian, from 0, increasing by one),
+and an `EventBatch` in MessagePack, a list that holds events as maps. A subscriber that has missed
+messages sends the replay endpoint the first number it needs; it receives the retained messages from
+there on, and finally one with the number -1.
 
-A client that does not read costs a limited number of bytes: messages have at most 32 events, and so
-less than 16 KiB, and a limited number of them waits for each client.
+A client that does not read costs a limited number of bytes: messages have at most 32 events, and
+therefore less than 16 KiB, and a limited number of them is queued for each client.
 
-A block is a page. Its hash stands for all tokens from the prompt's first on, and for the cache salt
-of its request.
+A block is a page. Its hash covers all tokens from the prompt's first on, and the cache salt of its
+request.
 """
 
 import contextlib
@@ -40,17 +40,17 @@ from specops.service.wire import KvEventSettings
 
 logger = logging.getLogger(__name__)
 
-_MOST_EVENTS = 32  # of a message
-_MOST_KEPT = 10_000  # messages, for clients that have missed them
+_MOST_EVENTS = 32  # per message
+_MOST_KEPT = 10_000  # messages that are retained for replays
 _MOST_KEPT_BYTES = 64 << 20
-_UNSENT = 2048  # messages that may wait for a slow subscriber; further ones it misses
-_UNSENT_REPLAYED = 64  # messages that may wait for a client of the replay endpoint
-_MOST_REPLAYS = 32  # clients whose replay is not over
-_MOST_REQUESTS = 100  # that are read between two messages
-_STALLED_SECONDS = 10.0  # without a message sent, after which a replay is given up
+_UNSENT = 2048  # messages queued for a slow subscriber; it misses further ones
+_UNSENT_REPLAYED = 64  # messages queued for a client of the replay endpoint
+_MOST_REPLAYS = 32  # clients with an unfinished replay
+_MOST_REQUESTS = 100  # requests that are read between two messages
+_STALLED_SECONDS = 10.0  # without a message sent, after which a replay ends
 _MOST_FRAME = 1024  # bytes of a part of a client's message; a longer one ends its connection
-_HANDSHAKE_SECONDS = 5  # in which a connection has to become a client
-_MOST_CLIENTS = 64  # of an endpoint
+_HANDSHAKE_SECONDS = 5  # time limit for a connection to become a client
+_MOST_CLIENTS = 64  # per endpoint
 _POLL_SECONDS = 0.1
 _REPLAY_SECONDS = 0.002  # between two parts of a replay
 _HANDSHAKE_FAILED = {
@@ -63,15 +63,15 @@ _END = (-1).to_bytes(_NUMBER_BYTES, "big", signed=True)
 
 
 class BlockStored(Struct, tag=True):
-    """Blocks can be found from now on.
+    """Blocks were added to the prefix cache.
 
     Attributes:
-        block_hashes: of these, in order.
-        parent_block_hash: of the block before the first one; None: there is none.
-        token_ids: theirs.
-        block_size: tokens of each.
+        block_hashes: hashes of the blocks, in order.
+        parent_block_hash: hash of the block before the first one; None: it has no parent.
+        token_ids: tokens of the blocks.
+        block_size: tokens per block.
         lora_id, lora_name: None.
-        medium: "GPU", as vLLM says of the engine's own memory, whatever it is.
+        medium: "GPU", vLLM's name for the engine's own memory of any kind.
     """
 
     block_hashes: list[int]
@@ -84,26 +84,26 @@ class BlockStored(Struct, tag=True):
 
 
 class BlockRemoved(Struct, tag=True):
-    """Blocks cannot be found any more."""
+    """Blocks were removed from the prefix cache."""
 
     block_hashes: list[int]
     medium: str | None
 
 
 class AllBlocksCleared(Struct, tag=True):
-    """There are no blocks: an engine begins."""
+    """The cache is empty: an engine starts."""
 
 
 CacheEvent = BlockStored | BlockRemoved | AllBlocksCleared
 
 
 class EventBatch(Struct, array_like=True, omit_defaults=True):
-    """What has changed.
+    """Changes of the prefix cache.
 
     Attributes:
-        ts: when, in seconds since 1970.
-        events: in order.
-        data_parallel_rank: of the engine, among those behind one door.
+        ts: time of the changes, in seconds since 1970.
+        events: changes, in order.
+        data_parallel_rank: rank of the engine, among those behind one frontend.
     """
 
     ts: float
@@ -112,10 +112,10 @@ class EventBatch(Struct, array_like=True, omit_defaults=True):
 
 
 class TellingPool(PagePool):
-    """A page pool that notes which prefixes come and go.
+    """A page pool that records which prefixes are added and removed.
 
     Attributes:
-        events: since somebody has taken them.
+        events: changes since the list was last taken.
     """
 
     def __init__(self, num_pages: int, page_size: int, *, enable_prefix_caching: bool) -> None:
@@ -131,7 +131,7 @@ class TellingPool(PagePool):
         draft_key: bytes | None = None,
         salt: str | None = None,
     ) -> int:
-        """Does what `PagePool.register` does, and notes a prefix that had no page before."""
+        """Register a page as `PagePool.register` does; record a prefix that had no page before."""
         known = super().register(page, parent, token_ids, draft_key, salt)
         found = self._place_of.get(known)
         if found is not None and found[0] not in self._hash_of:
@@ -150,7 +150,7 @@ class TellingPool(PagePool):
 
 
 def _hash_of(before: int | None, token_ids: Sequence[int], salt: str | None) -> int:
-    """Return the hash of a prefix from the one before it and the tokens of its last block.
+    """Return the hash of a prefix from its parent's hash and the tokens of its last block.
 
     The salt is part of the first block's hash, and so of all that follow, as in vLLM.
     """
@@ -161,17 +161,17 @@ def _hash_of(before: int | None, token_ids: Sequence[int], salt: str | None) -> 
 
 
 def telling(kind: type[Engine]) -> type[Any]:
-    """An engine of this kind whose pool notes what comes and goes."""
+    """Return a subclass of an engine class with a pool that records changes of prefixes."""
     return type(kind.__name__, (kind,), {"_pool_type": TellingPool})
 
 
 class KvEvents:
-    """Publishes what an engine's prefix cache has, behind the batches of its loop.
+    """Publisher of the prefix cache's changes, after each batch of the engine's loop.
 
     Args:
-        engine: made by `telling`.
-        settings: where.
-        data_parallel_rank: of the engine among those behind one door; None: it is the only one.
+        engine: engine of a class made by `telling`.
+        settings: endpoints and topic.
+        data_parallel_rank: rank of the engine among those behind one frontend; None: the only one.
         deliver: called with every batch.
 
     Raises:
@@ -194,7 +194,7 @@ class KvEvents:
         self._publisher = self._bound(zmq.PUB, "kv_events_endpoint", settings.endpoint)
         self._replayer = self._bound(zmq.ROUTER, "kv_events_replay", settings.replay)
         self._queue: queue.SimpleQueue[EventBatch | None] = queue.SimpleQueue()
-        self._has_warned = False  # of a replay request that is malformed
+        self._has_warned = False  # about a malformed replay request
         self._has_failed = False
         self._thread = threading.Thread(target=self._run, name="specops-kv-events", daemon=True)
         self._thread.start()
@@ -205,11 +205,11 @@ class KvEvents:
         found = self._context.socket(kind)
         found.linger = 0
         found.sndhwm = _UNSENT if kind == zmq.PUB else _UNSENT_REPLAYED
-        found.maxmsgsize = _MOST_FRAME  # of what comes in
+        found.maxmsgsize = _MOST_FRAME  # limits incoming messages
         found.handshake_ivl = 1000 * _HANDSHAKE_SECONDS
         self._gate.watch(found, name)
         if kind == zmq.ROUTER:
-            found.router_mandatory = 1  # tells when a client has too many unread messages
+            found.router_mandatory = 1  # raises if a client has too many unread messages
         try:
             found.bind(endpoint)
         except zmq.ZMQError as error:
@@ -223,13 +223,13 @@ class KvEvents:
         return self
 
     def __exit__(self, *error: object) -> None:
-        """Sends what is left, and ends."""
+        """Send the remaining events, and stop."""
         self._queue.put(None)
         self._thread.join()
         self._context.destroy(linger=0)
 
     def send(self, batch: Batch) -> None:
-        """Delivers what a step brought, and tells what it has done to the cache."""
+        """Deliver the batch of a step, and queue its changes of the cache."""
         self._deliver(batch)
         events, self._pool.events = self._pool.events, []
         if self._has_failed:
@@ -248,7 +248,7 @@ class KvEvents:
             logger.exception("events of the prefix cache are published no more")
 
     def _work(self) -> None:
-        """Send from a thread of its own: sockets do not hold up the loop."""
+        """Send from a separate thread, so that sockets do not delay the loop."""
         kept, encode = _Kept(), msgspec.msgpack.Encoder().encode
         replays: dict[bytes, _Replay] = {}  # by client
         while True:
@@ -269,7 +269,7 @@ class KvEvents:
     def _read_requests(
         self, replayer: "zmq.Socket[bytes]", replays: "dict[bytes, _Replay]"
     ) -> None:
-        """Begin the replays that clients ask for. A client has one: the latest."""
+        """Begin the replays that clients request. A client has one replay: the latest."""
         for _ in range(_MOST_REQUESTS):
             if not replayer.poll(0):
                 return
@@ -302,13 +302,13 @@ class KvEvents:
 
 
 class _Gate:
-    """Limits the clients of endpoints, by ZeroMQ's protocol for authentication (ZAP, RFC 27).
+    """Limiter of an endpoint's clients, by ZeroMQ's authentication protocol (ZAP, RFC 27).
 
-    A host may have half of the clients of an endpoint that other hosts do not have, rounded up. One
-    that finds no place tries again when the time of its handshake is over.
+    A host may have half of the clients of an endpoint that other hosts do not have, rounded up. A
+    refused client tries again after the time limit of its handshake.
 
     Args:
-        context: of the endpoints' sockets.
+        context: context of the endpoints' sockets.
     """
 
     def __init__(self, context: "zmq.Context[zmq.Socket[bytes]]") -> None:
@@ -322,7 +322,7 @@ class _Gate:
         self._clients[name.encode()] = _Clients(endpoint.get_monitor_socket())
 
     def answer(self) -> None:
-        """Admit or refuse the clients that have come."""
+        """Admit or refuse the clients that have connected."""
         for clients in self._clients.values():
             clients.count()
         for _ in range(_MOST_REQUESTS):
@@ -330,7 +330,7 @@ class _Gate:
                 return
             version, request, name, host, *_ = self._requests.recv_multipart()
             clients = self._clients[name]
-            clients.count()  # this one, too
+            clients.count()  # includes this connection
             is_admitted = clients.admits(host.decode())
             answer = (b"200", b"") if is_admitted else (b"300", b"too many clients")
             self._requests.send_multipart((version, request, *answer, b"", b""))
@@ -340,18 +340,18 @@ class _Clients:
     """Clients of an endpoint.
 
     Args:
-        monitor: tells of the endpoint's connections. It does not say which of them were admitted,
-            but that one ends in its handshake is told right before its end.
+        monitor: reports events of the endpoint's connections. It does not report which of them were
+            admitted, but it reports a failed handshake right before the disconnection.
     """
 
     def __init__(self, monitor: "zmq.Socket[bytes]") -> None:
         self._monitor = monitor
-        self._host_of: dict[int, str] = {}  # by file, of all connections
+        self._host_of: dict[int, str] = {}  # by file descriptor, of all connections
         self._admitted: Counter[str] = Counter()  # by host
-        self._is_handshake_over = True  # of the connection that ends next
+        self._is_handshake_over = True  # of the next connection to end
 
     def count(self) -> None:
-        """Take note of connections that have begun or ended."""
+        """Process the connections that have begun or ended."""
         while self._monitor.poll(0):
             event = parse_monitor_message(self._monitor.recv_multipart())
             kind, file = event["event"], event["value"]
@@ -362,11 +362,11 @@ class _Clients:
                 self._admitted[host] -= self._is_handshake_over
             self._is_handshake_over = kind not in _HANDSHAKE_FAILED
         connected = Counter(self._host_of.values())
-        self._admitted &= connected  # one may have gone between its admission and its handshake
+        self._admitted &= connected  # a client may disconnect between admission and handshake
 
     def admits(self, host: str) -> bool:
         """Return whether a host may have one more client, and count it if so."""
-        host = host if host in self._host_of.values() else ""  # it has no address
+        host = host if host in self._host_of.values() else ""  # a connection without an address
         others = self._admitted.total() - self._admitted[host]
         if self._admitted[host] >= (_MOST_CLIENTS - others + 1) // 2:
             return False
@@ -375,7 +375,7 @@ class _Clients:
 
 
 def _peer_of(file: int) -> str:
-    """Return the address of a connection's other end; empty where it has none, or has gone."""
+    """Return the address of a connection's other end; "" if it has none, or is closed."""
     with contextlib.suppress(OSError), socket.socket(fileno=os.dup(file)) as connection:
         if connection.family != socket.AF_UNIX:
             return str(connection.getpeername()[0])
@@ -384,11 +384,11 @@ def _peer_of(file: int) -> str:
 
 @dataclass
 class _Replay:
-    """Messages that a client has asked for.
+    """Messages that a client has requested again.
 
     Attributes:
-        next: number of the next one.
-        moved_at: when one was sent the last time.
+        next: number of the next message.
+        moved_at: time when a message was last sent.
     """
 
     next: int
@@ -396,11 +396,11 @@ class _Replay:
 
 
 class _Kept:
-    """The latest messages.
+    """The latest messages, retained for replays.
 
     Attributes:
-        data: by number.
-        first, end: numbers of the first one, and of the next one that comes.
+        data: messages by number.
+        first, end: number of the oldest message, and of the next new one.
     """
 
     def __init__(self) -> None:
@@ -408,7 +408,7 @@ class _Kept:
         self.first = self.end = self._num_bytes = 0
 
     def add(self, data: bytes) -> int:
-        """Add a message, for which the oldest may have to go; return its number."""
+        """Add a message, evicting the oldest if necessary; return its number."""
         number = self.end
         self.data[number], self.end = data, number + 1
         self._num_bytes += len(data)

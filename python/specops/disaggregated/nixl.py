@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pages by NIXL: a reader is told where they are in the other engine's memory, and reads them.
+"""Transfer of pages by NIXL: a reader receives their address in the other engine's memory.
 
-UCX, NIXL's backend here, chooses what moves the bytes: RDMA, shared memory or TCP. Names, headers
-and releases go by TCP as ever. NIXL's own form of addresses is pickled, so ours are numbers.
+UCX, NIXL's backend here, chooses the transfer: RDMA, shared memory or TCP. Names, headers and
+releases still use TCP. NIXL's own form of addresses is pickled, so this module sends plain numbers.
 
 Source: https://github.com/ai-dynamo/nixl (1.5.1), src/api/python/_api.py.
 """
@@ -24,11 +24,11 @@ _POLL_SECONDS = 2e-4
 
 
 class Place(Struct, frozen=True, tag=True):
-    """Where pages are.
+    """Location of pages in another engine's memory.
 
     Attributes:
-        agent: how UCX connects to the engine that has them.
-        address: of their first byte, there.
+        agent: metadata by which UCX connects to the engine that holds the pages.
+        address: address of their first byte in that engine.
     """
 
     agent: bytes
@@ -36,9 +36,10 @@ class Place(Struct, frozen=True, tag=True):
 
 
 class NixlTransport(TcpTransport):
-    """Pages over what UCX finds between two engines.
+    """Transport of pages by NIXL.
 
-    A reader has an agent for each fetch: one that is kept holds a connection of every fetch open.
+    A reader creates an agent per fetch: a long-lived agent would keep a connection of every fetch
+    open.
 
     Args:
         host, port, leases, peers, clock: as in `TcpTransport`.
@@ -59,7 +60,7 @@ class NixlTransport(TcpTransport):
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         try:
-            self._agent = _new_agent(nixl_thread_sync_t.NIXL_THREAD_SYNC_STRICT)  # of all readers
+            self._agent = _new_agent(nixl_thread_sync_t.NIXL_THREAD_SYNC_STRICT)  # for all readers
         except OSError as error:
             raise ValueError(f"kv_transport nixl cannot be had: {error}") from None
         super().__init__(host, port, leases, peers, clock)
@@ -68,7 +69,7 @@ class NixlTransport(TcpTransport):
     def offered(
         self, connection: socket.socket, data: bytearray, deadline: Deadline
     ) -> Iterator[None]:
-        """Offer the bytes of pages to a reader until the block ends, when it has released them."""
+        """Offer the bytes of pages to a reader; the block ends when it has released them."""
         if not data:
             yield
             return
@@ -85,7 +86,7 @@ class NixlTransport(TcpTransport):
         """Return the bytes that another engine offers on a connection.
 
         Raises:
-            OSError: the other engine went away, or takes too long.
+            OSError: the other engine disconnected, or takes too long.
         """
         data = bytearray(num_bytes)
         if num_bytes:
@@ -97,7 +98,7 @@ def _read(place: Place, data: bytearray, deadline: Deadline) -> None:
     """Fill `data` from the other engine's memory.
 
     Raises:
-        OSError: the other engine went away, or takes too long.
+        OSError: the other engine disconnected, or takes too long.
     """
     pages = torch.frombuffer(data, dtype=torch.uint8)
     agent, reading = _new_agent(nixl_thread_sync_t.NIXL_THREAD_SYNC_NONE), None
@@ -112,22 +113,22 @@ def _read(place: Place, data: bytearray, deadline: Deadline) -> None:
             state = agent.check_xfer_state(reading)
     except TimeoutError:
         raise TimeoutError("NIXL has not read the pages in time") from None
-    except Exception as error:  # NIXL's have no common class
+    except Exception as error:  # NIXL's exceptions have no common class
         raise ConnectionError(f"NIXL cannot read the pages: {error}") from None
     finally:
-        # Before `data`, which is written to as long as they exist.
+        # Must precede the end of `data`, which can be written to while they exist.
         del reading, agent
     if state != "DONE":
         raise ConnectionError(f"NIXL cannot read the pages: its state is {state}")
 
 
 def _new_agent(threads: nixl_thread_sync_t) -> nixl_agent:
-    """An agent under a name that no other has.
+    """Return an agent with a unique name.
 
     Raises:
         OSError: UCX does not start.
     """
     try:
         return nixl_agent(uuid.uuid4().hex, nixl_agent_config(backends=["UCX"], sync_mode=threads))
-    except Exception as error:  # NIXL's have no common class
+    except Exception as error:  # NIXL's exceptions have no common class
         raise OSError(f"NIXL cannot start UCX: {error}") from None

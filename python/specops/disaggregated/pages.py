@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A prompt's pages on their way: what they are of, and which heads of them a reader gets.
+"""A prompt's pages in transfer: their description, and which heads of them a reader gets.
 
-Ranks share keys, values and states by heads. Engines of a pair may have different numbers of ranks:
-a reader gets its heads from one or more ranks of the other engine, each head once. So what is sent
-is a part of what one rank has, and the header says whose part, and for whom.
+Keys, values and states are sharded over ranks by heads. The two engines may have different numbers
+of ranks: a reader gets its heads from one or more ranks of the other engine, each head once. A
+message therefore holds a part of one rank's shard, and its header names that rank and the reader.
 """
 
 from collections.abc import Iterator, Sequence
@@ -17,7 +17,7 @@ from specops.engine.parallel.ranks import dealt
 
 VERSION = 5
 
-# In this order.
+# Header fields in the order in which `check` compares them.
 _CHECKED = [
     *("version", "exact_across_tp", "contract", "num_ranks", "rank", "num_readers", "reader"),
     *("page_size", "model", "token_ids", "owner", "lookahead", "draft", "states"),
@@ -29,13 +29,13 @@ class HandoffError(ValueError):
 
 
 class Layout(Struct, frozen=True, array_like=True):
-    """A tensor of pages, or of states.
+    """Layout of a tensor of pages or of states.
 
     Attributes:
-        dtype: of its elements.
-        shape: [rows, heads of all ranks, ...] of one page of it, or of the states of one prefix.
-        widths: elements that a head has on the second axis, in each part of it: parts lie behind
-            each other.
+        dtype: dtype of its elements.
+        shape: [rows, heads of all ranks, ...] of one page, or of the states of one prefix.
+        widths: elements of a head on the second axis, for each part of that axis. Parts are
+            consecutive.
     """
 
     dtype: str
@@ -44,35 +44,35 @@ class Layout(Struct, frozen=True, array_like=True):
 
     @property
     def num_heads(self) -> int:
-        """Of all ranks."""
+        """Number of heads of all ranks."""
         return self.shape[1] // sum(self.widths)
 
     @property
     def element_bytes(self) -> int:
-        """The bytes of an element of the second axis, in one row."""
+        """Bytes of an element of the second axis, in one row."""
         return int(getattr(torch, self.dtype).itemsize * torch.Size(self.shape[2:]).numel())
 
 
 class Header(Struct, frozen=True, tag=True):
-    """What pages are of.
+    """Description of pages.
 
     Attributes:
-        version: of this format.
-        exact_across_tp: summands of the engine that computed them.
-        contract: the digest of its execution contract.
-        num_ranks: among which its keys and values are shared out.
-        rank: whose they are.
-        num_readers: ranks of the engine that they are for.
-        reader: which of these they are for.
+        version: version of this format.
+        exact_across_tp: virtual TP ranks of the engine that computed them.
+        contract: digest of that engine's execution contract.
+        num_ranks: number of ranks over which its keys and values are sharded.
+        rank: rank that holds the pages.
+        num_readers: number of ranks of the receiving engine.
+        reader: rank of the receiving engine that gets this part.
         page_size: tokens of a page.
-        token_ids: the prompt's, to its end: draft KV of the last page may depend on those behind.
-        num_pages: that follow, from the prompt's first on.
-        owner: the drafter whose keys and values they have beside the model's; empty: none.
-        lookahead: tokens behind a position that these depend on.
+        token_ids: the whole prompt: draft KV of the last page may depend on later tokens.
+        num_pages: number of pages that follow, from the prompt's first on.
+        owner: drafter with keys and values on the pages beside the model's; empty: none.
+        lookahead: number of tokens after a position that its draft KV depends on.
         model: the model's tensors, in order.
-        draft: the drafter's, behind them.
-        states: of layers with linear attention, the model's and then the drafter's, behind all
-            pages, if there are any.
+        draft: the drafter's tensors, after the model's.
+        states: states of layers with linear attention, the model's and then the drafter's, after
+            all pages, if there are any pages.
     """
 
     version: int
@@ -93,22 +93,22 @@ class Header(Struct, frozen=True, tag=True):
 
     @property
     def num_bytes(self) -> int:
-        """Of the pages and states."""
+        """Bytes of the pages and states."""
         return sum(count * self.bytes_of(layout) for layout, count in self.tensors)
 
     @property
     def tensors(self) -> list[tuple[Layout, int]]:
-        """All that follows in its order, and of each how many pages or prefixes."""
+        """All tensors in order, each with its number of pages, or of prefixes for states."""
         of_pages = [(one, self.num_pages) for one in (*self.model, *self.draft)]
         return of_pages + [(one, 1) for one in self.states if self.num_pages]
 
     def bytes_of(self, layout: Layout) -> int:
-        """What follows of a page of a tensor, or of a prefix."""
+        """Return the number of bytes that follow per page of a tensor, or per prefix."""
         columns = len(self.heads_of(layout)) * sum(layout.widths)
         return layout.shape[0] * columns * layout.element_bytes
 
     def heads_of(self, layout: Layout) -> range:
-        """Those that this rank gives the reader, who gets each head from the first that has it."""
+        """Return the heads that the reader gets from this rank, the first rank that has them."""
         own = dealt(layout.num_heads, self.num_ranks, self.rank)
         wanted = dealt(layout.num_heads, self.num_readers, self.reader)
         begin = max(own.start, wanted.start)
@@ -121,8 +121,8 @@ class Pages(Struct, array_like=True):
     """A prompt's pages.
 
     Attributes:
-        header: what they are of.
-        data: tensor by tensor, of each its pages in order; then the states.
+        header: description of the pages.
+        data: tensor by tensor, the pages of each in order; then the states.
     """
 
     header: Header
@@ -130,15 +130,15 @@ class Pages(Struct, array_like=True):
 
     @property
     def num_bytes(self) -> int:
-        """What they take, about."""
+        """Approximate memory in bytes."""
         return len(self.data) + 4 * len(self.header.token_ids)
 
 
 def check(header: Header, expected: Header) -> None:
-    """Refuses pages that would not have the bits of the engine that is to read them.
+    """Refuse pages that would not have the bits of the engine that reads them.
 
     Raises:
-        HandoffError: they are of something else; the sentence names it.
+        HandoffError: a field of the header does not match; the message names it.
     """
     for name in _CHECKED:
         got, wanted = getattr(header, name), getattr(expected, name)
@@ -153,7 +153,7 @@ def check(header: Header, expected: Header) -> None:
 
 
 def sources(num_ranks: int, num_readers: int, reader: int) -> range:
-    """The ranks of an engine that one of so many readers gets its heads from.
+    """Return the ranks of an engine from which one of `num_readers` readers gets its heads.
 
     Raises:
         HandoffError: neither number of ranks divides the other.
@@ -167,15 +167,15 @@ def sources(num_ranks: int, num_readers: int, reader: int) -> range:
 
 
 def cut(pages: Pages, num_readers: int, reader: int) -> Pages:
-    """The part of a rank's pages that a reader gets from it.
+    """Return the part of a rank's pages that a reader gets from it.
 
     Args:
-        pages: all that the rank has.
-        num_readers: ranks of the engine that reads.
+        pages: the rank's whole shard.
+        num_readers: number of ranks of the reading engine.
         reader: one of them.
 
     Raises:
-        HandoffError: it reads nothing of this rank.
+        HandoffError: the reader gets nothing from this rank.
     """
     header = pages.header
     is_one = 0 <= reader < num_readers
@@ -192,14 +192,14 @@ def cut(pages: Pages, num_readers: int, reader: int) -> Pages:
 
 
 def joined(parts: Sequence[Pages], expected: Header) -> Pages:
-    """The pages of a reader, of the parts that it got from ranks of another engine.
+    """Join the parts that a reader got from ranks of another engine.
 
     Args:
-        parts: of all `sources`, in their order.
-        expected: as of pages of its own.
+        parts: parts of all `sources`, in their order.
+        expected: header of the reader's own shard.
 
     Raises:
-        HandoffError: they do not have as many pages.
+        HandoffError: the parts have different numbers of pages.
     """
     counts = [part.header.num_pages for part in parts]
     if counts != counts[:1] * len(parts):
@@ -214,7 +214,7 @@ def joined(parts: Sequence[Pages], expected: Header) -> Pages:
 
 
 def _copy(source: Pages, to: Pages, which: Header) -> None:
-    """Copies the heads of one header from pages that have them to others."""
+    """Copy the heads of one header from pages that contain them to other pages."""
     every = zip(source.header.tensors, _tensors(source), _tensors(to), strict=True)
     for (layout, _), (own, old), (others, new) in every:
         moved, begin, end = which.heads_of(layout), 0, 0
@@ -226,7 +226,7 @@ def _copy(source: Pages, to: Pages, which: Header) -> None:
 
 
 def _tensors(pages: Pages) -> Iterator[tuple[range, Tensor]]:
-    """Heads and bytes of each tensor, [pages, rows, columns, bytes of an element]."""
+    """Yield heads and bytes of each tensor, [pages, rows, columns, bytes of an element]."""
     header, begin = pages.header, 0
     data = torch.empty(0, dtype=torch.uint8)
     if pages.data:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Addresses that pages are fetched from, and the peers that did not answer lately."""
+"""Addresses that pages are fetched from, and the peers that recently did not answer."""
 
 import contextlib
 import threading
@@ -12,7 +12,7 @@ from specops.service.wire import Peer
 
 _FIRST_PAUSE = 1.0  # seconds after the first failure; each further failure doubles the pause
 _LONGEST_PAUSE = 30.0
-_MOST_OUTAGES = 1024  # of ports; the oldest is forgotten
+_MOST_OUTAGES = 1024  # of ports; the oldest is dropped
 
 
 @dataclass
@@ -31,16 +31,15 @@ class _Outage:
 
 
 class Peers:
-    """Configured peers. Any thread may call it.
+    """Configured peers. Methods may be called from any thread.
 
     A peer that did not answer is not tried for a second. Then one request tries it, and each
-    further failure doubles the pause, up to 30 s. Other requests fail at once meanwhile.
+    further failure doubles the pause, up to 30 s. Meanwhile, other requests fail at once.
 
     Args:
         allowed: the addresses that the operator has configured.
-        attempt_seconds: time limit of an attempt. As long as one runs, no other request tries the
-            peer.
-        clock: in seconds.
+        attempt_seconds: time limit of an attempt. While one runs, no other request tries the peer.
+        clock: clock in seconds.
     """
 
     def __init__(
@@ -57,7 +56,7 @@ class Peers:
         """Refuse an address that is not configured.
 
         Raises:
-            HandoffError: it is not.
+            HandoffError: the address is not configured.
         """
         if not any(one.host == host and one.first <= port <= one.last for one in self._allowed):
             raise HandoffError(
@@ -67,10 +66,10 @@ class Peers:
 
     @contextlib.contextmanager
     def attempt(self, host: str, port: int) -> Iterator[None]:
-        """Run a block that connects to a peer, and note from its OSError that the peer is away.
+        """Run a block that connects to a peer; an OSError of the block marks the peer as away.
 
         Raises:
-            HandoffError: the peer is not configured, or did not answer lately.
+            HandoffError: the peer is not configured, or did not answer recently.
         """
         self.require(host, port)
         begin = self._begin(host, port)
@@ -79,13 +78,13 @@ class Peers:
         except OSError:
             self._note_failure(host, port, begin)
             raise
-        except HandoffError:  # which is an answer
+        except HandoffError:  # the peer did answer
             self._note_answer(host, port)
             raise
         self._note_answer(host, port)
 
     def _begin(self, host: str, port: int) -> float:
-        """Return the time; the caller is to try the peer."""
+        """Return the current time, or raise HandoffError if the peer must not be tried yet."""
         with self._lock:
             now, outage = self._clock(), self._outages.get((host, port))
             if outage is not None:

@@ -1,22 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Many engines behind many doors: a queue of jobs in Redis.
+"""Many engines behind many frontends: a queue of jobs in Redis.
 
-Every node has a door and an engine. A job that comes in at one node's door goes into a stream, and
-whichever node reads it first runs it: one of role prefill the prompt alone, whose pages it leases
-and for which it writes the job to the next stream; one of role decode or mixed the rest. What the
-steps bring goes to the stream of the node where the job came in.
+Every node has a frontend and an engine. A job that arrives at a node's frontend goes into a stream,
+and the first node to read it runs it: a node of role prefill computes only the prompt, leases its
+pages and writes the job to the next stream; a node of role decode or mixed computes the rest.
+Events of its steps go to the stream of the node where the job arrived.
 
-Nothing that is lost loses a job. A node that dies stops its heartbeat, and another one writes what
-it had read to the stream again. Where Redis has lost keys, the nodes submit the jobs that they wait
-for again. The job is then computed anew, with the same bits, for its seed was drawn at the door;
-and the door counts what it has passed on, so that no token comes twice. A node that was taken for
-dead and goes on does no harm: its runs are some of several.
+No loss of a node or of keys loses a job. A node that dies stops its heartbeat, and another one
+writes the jobs it had read to the stream again. If Redis has lost keys, the nodes resubmit the jobs
+that they wait for. Such a job is computed again with the same bits, because its seed was drawn at
+the frontend. The frontend counts what it has passed on, so that no token is repeated. A node that
+was presumed dead but continues does no harm: it only duplicates a run.
 
-An error while one job or message is handled ends that job. An error of the connection begins the
-work anew. Other errors that repeat end the process.
+An error while one job or message is handled ends that job. An error of the connection restarts the
+work. Other errors that repeat end the process.
 
-Names begin with the topic and the digest of the execution contract: engines with other bits never
-meet. All values are MessagePack.
+Names begin with the topic and the digest of the execution contract: engines with different bits
+never share jobs. All values are MessagePack.
 """
 
 import asyncio
@@ -59,13 +59,13 @@ _BEAT_SECONDS = 0.3
 _DEAD_SECONDS = 2.0  # without a heartbeat
 _BLOCK_MILLISECONDS = 500
 _AWAY_SECONDS = 0.2  # before Redis is tried again
-# Who reads which jobs. Those of a stream whose readers are all dead are read by the others.
+# Streams of jobs that each role reads. If all readers of a stream are dead, the others read it.
 _READS = {"prefill": {"prefill"}, "decode": {"decode"}, "mixed": {"prefill", "decode"}}
 # Write a node's heartbeat, and create what Redis lacks: the groups of the two streams of jobs and
 # of the node's own stream (KEYS 1 to 3), and the epoch. The epoch is new whenever a stream of jobs
-# is: all nodes then submit their jobs again. The own stream has a group for the sake of the answer
-# alone, which tells a stream that was lost from one that a sender has created since. EXPIRE comes
-# first: a script that has written may go on where Redis has no memory left, and reading frees it.
+# is: all nodes then resubmit their jobs. The own stream has a group only to detect its loss: a
+# stream that a sender has created since then has no group. EXPIRE comes first: a script that has
+# written may continue when Redis is out of memory, and reading frees memory.
 _BEAT = """
 local streams, epoch, alive = {KEYS[1], KEYS[2], KEYS[3]}, KEYS[4], KEYS[5]
 local group, new_epoch, node, heartbeat, seconds = unpack(ARGV)
@@ -97,33 +97,34 @@ redis.call('EXPIRE', epoch, seconds)
 redis.call('EXPIRE', alive, seconds)
 return {redis.call('GET', epoch), made[3] and 1 or 0}
 """
-_KEPT_SECONDS = 60  # least time to live of keys, which each heartbeat renews
-# A consumer that has read something since it was looked at stays: its jobs would be lost.
+_KEPT_SECONDS = 60  # lower bound on the time to live of keys, which each heartbeat renews
+# A consumer that has read something since it was checked stays: its jobs would be lost.
 _FORGET = """
 if #redis.call('XPENDING', KEYS[1], ARGV[1], '-', '+', 1, ARGV[2]) == 0 then
   redis.call('XGROUP', 'DELCONSUMER', KEYS[1], ARGV[1], ARGV[2])
 end
 """
-_MOST_RUNS = 32  # jobs of others that a node has at a time
-_MOST_ATTEMPTS = 5  # of a job whose nodes die, or whose messages are lost: it may be the cause
-_BRIDGED_SECONDS = 2.0  # of a Redis that is away, in which new jobs wait for it
-_OUTAGE_SECONDS = 30.0  # of a Redis that is away, after which waiting jobs end
-_MOST_FAILURES = 10  # in a row, of the queue's work, each within
+_MOST_RUNS = 32  # jobs of all nodes that this node runs at a time
+_MOST_ATTEMPTS = 5  # of a job, if its nodes die or messages are lost: it may be the cause
+_BRIDGED_SECONDS = 2.0  # for which new jobs wait while Redis is away
+_OUTAGE_SECONDS = 30.0  # for which Redis may be away before waiting jobs end
+_MOST_FAILURES = 10  # of the queue's work in a row, each after less than _WELL_SECONDS
 _WELL_SECONDS = 10.0
 _STOP_SECONDS = 2.0  # for handing jobs back
 _FRAME = 4  # bytes before a message that `encoded` writes
-_TAKES = ("ok", "failing")  # an engine of such health takes jobs
+_TAKES = ("ok", "failing")  # health of an engine that accepts jobs
 _CODE = re.compile("(?!ERR )[A-Z]+ ")
 _ERRORS = (RedisError, OSError, asyncio.TimeoutError)
-# Errors of values that another node has written: decoding them again cannot succeed.
+# Errors of values written by another node: decoding them again cannot succeed.
 _MALFORMED = (KeyError, TypeError, ValueError, RecursionError, msgspec.MsgspecError)
 
 
 @dataclass
 class _Mail:
-    """Commands for Redis: all are carried out or none.
+    """Commands for Redis, executed in one transaction.
 
     Attributes:
+        commands: the commands.
         job: the job of this node that ends if Redis refuses them.
     """
 
@@ -135,10 +136,10 @@ class Ticket(Struct, array_like=True):
     """A job in a stream.
 
     Attributes:
-        node: where it came in.
-        job: its number there.
-        submit: the job, as it goes over an engine's socket.
-        attempt: number of times the job was written to a stream before, as its node was lost.
+        node: node where the job arrived.
+        job: its number at that node.
+        submit: the job, encoded as for an engine's socket.
+        attempt: number of earlier attempts that ended with the loss of a node.
         kv_transfer: where the pages of its prompt are; None: nowhere.
     """
 
@@ -150,7 +151,7 @@ class Ticket(Struct, array_like=True):
 
 
 class Drop(Struct, tag=True, array_like=True):
-    """Nobody waits for a run any more."""
+    """No client waits for this run any more."""
 
     run: str
 
@@ -163,7 +164,7 @@ _encode = msgspec.msgpack.Encoder(enc_hook=packed).encode
 
 @dataclass
 class _Run:
-    """A job of some node that this node's engine runs."""
+    """A job of any node that this node's engine runs."""
 
     ticket: Ticket
     stream: str
@@ -175,13 +176,13 @@ class _Run:
 
 
 class SplitwiseClient(EngineClient):
-    """A node: the door's jobs to Redis, and Redis' jobs to the engine of this node.
+    """A node: sends its frontend's jobs to Redis, and jobs from Redis to its engine.
 
     Args:
-        engine: of this node; its exchange leases and fetches pages.
+        engine: engine of this node; its exchange leases and fetches pages.
         role: "prefill", "decode" or "mixed".
-        topic: what the names of streams begin with.
-        ttl: seconds after which what nobody reads is dropped, and a job without an answer fails.
+        topic: prefix of the names in Redis.
+        ttl: seconds after which unread entries are dropped, and a job without an answer fails.
         connect: opens a connection to Redis.
     """
 
@@ -194,7 +195,7 @@ class SplitwiseClient(EngineClient):
         ttl: float,
         connect: Callable[[], Any],
     ) -> None:
-        # Its own requests hand nothing over: the nodes do.
+        # Clients' requests have no kv_transfer here: the nodes transfer KV themselves.
         super().__init__(structs.replace(engine.capabilities, role=""), engine.status)
         self._engine, self._role, self._ttl, self._connect = engine, role, ttl, connect
         self._seconds = max(int(ttl), _KEPT_SECONDS)  # time to live of keys
@@ -203,17 +204,17 @@ class SplitwiseClient(EngineClient):
         self._prefix = prefix
         self._own, self._alive = f"{prefix}:node:{self.node}", f"{prefix}:alive"
         self._streams = {name: f"{prefix}:{name}" for name in ("prefill", "decode")}
-        self._numbers = itertools.count()  # of runs, for the engine
+        self._numbers = itertools.count()  # the engine's numbers of runs
         self._waiting: dict[int, Waiting] = {}
         self._runs: dict[int, _Run] = {}
         self._outbox: deque[_Mail] = deque()
         self._has_mail = asyncio.Event()
-        self._roles: set[str] = set()  # of nodes that live
+        self._roles: set[str] = set()  # of live nodes
         self._memory: tuple[str, bytes] | None = None  # Redis' run and epoch
-        self._own_is_lost = False  # the stream of messages to this node
-        self._last = b"0"  # message that was read
-        self._away_since: float | None = None  # no connection
-        self._refused_since: float | None = None  # no command is carried out
+        self._own_is_lost = False  # whether the stream of messages to this node was lost
+        self._last = b"0"  # id of the last message that was read
+        self._away_since: float | None = None  # time since when there is no connection
+        self._refused_since: float | None = None  # time since when commands are refused
         self._has_failed = False
         self._is_stopping = False
         self._has_stopped_reading = asyncio.Event()
@@ -223,8 +224,8 @@ class SplitwiseClient(EngineClient):
     def health(self) -> Health:
         """Health of the queue and of this node's engine.
 
-        "disconnected" if Redis has been away for longer than jobs wait for it. A restarting engine
-        is "ok": its node goes on taking jobs, which wait for it or for another node's engine.
+        "disconnected" if Redis has been away for longer than new jobs wait for it. A restarting
+        engine is "ok": its node still accepts jobs, which wait for it or for another node's engine.
         """
         if self._has_failed:
             return "failed"
@@ -234,28 +235,28 @@ class SplitwiseClient(EngineClient):
 
     @health.setter
     def health(self, value: Health) -> None:
-        """Ignore the health of a batch: the engine is asked."""
+        """Ignore the health of a batch: the engine's own property is used."""
 
     def _seconds_away(self) -> float:
-        """Return how long Redis has not been reached, or has refused to carry out commands."""
+        """Return for how long Redis has been unreachable, or has refused commands."""
         begins = [one for one in (self._away_since, self._refused_since) if one is not None]
         return time.monotonic() - min(begins) if begins else 0.0
 
     @property
     def is_behind(self) -> bool:
-        """Whether the engine has not read so much that no further job may be handed over."""
+        """True if the engine has too much unread input for another job to be submitted."""
         return self._engine.is_behind
 
     async def start(
         self, receive: Callable[[Batch], None], lost: Callable[[str], None], num_clients: int
     ) -> None:
-        """Begins; called once, on the event loop."""
+        """Start the node; called once, on the event loop."""
         await super().start(receive, lost, num_clients)
         await self._engine.start(self._from_engine, self._engine_lost, num_clients)
         self._task = asyncio.ensure_future(self._work())
 
     async def stop(self) -> None:
-        """Hand the jobs of others back, drop the node's own, and wait for the engine to end."""
+        """Hand other nodes' jobs back, drop the node's own, and wait for the engine to end."""
         self._is_stopping = True
         for job in list(self._waiting):
             self._forget(job)
@@ -270,17 +271,17 @@ class SplitwiseClient(EngineClient):
         await self._engine.stop()
 
     async def _all_written(self) -> None:
-        """Wait until no job can be read any more, and Redis has all that was to be written."""
+        """Wait until no more jobs can be read, and Redis has received all commands."""
         await self._has_stopped_reading.wait()
         self._post(("HDEL", self._alive, self.node))
         while self._outbox:
             await asyncio.sleep(0.01)
 
-    # ---- jobs of this node's door ----
+    # ---- jobs of this node's frontend ----
 
     def _send(self, command: Command) -> None:
         if isinstance(command, Submit):
-            if command.params.seed is None:  # every run has to draw the same
+            if command.params.seed is None:  # every run must draw the same random numbers
                 seeded = replace(command.params, seed=secrets.randbits(53))
                 command = structs.replace(command, params=seeded)
             self._enqueue(command)
@@ -289,7 +290,7 @@ class SplitwiseClient(EngineClient):
             self._forget(command.job)
 
     def _enqueue(self, job: Submit) -> None:
-        """Write a job to the stream whose readers run it first."""
+        """Write a job to the first stream it has to go through."""
         params = job.params
         has_prefill = bool(self._roles & {"prefill"}) and len(job.prompts) == 1
         wants_rows = params.prompt_logprobs is not None or params.max_tokens == 0
@@ -301,7 +302,7 @@ class SplitwiseClient(EngineClient):
         self._post(("XADD", self._streams[name], "*", "t", _encode(ticket)), job=job.job)
 
     def _submit_again(self, waiting: Waiting) -> None:
-        """Submit a job whose messages or entry are lost: it has the same tokens again."""
+        """Submit a job again if its messages or its entry are lost; it gets the same tokens."""
         for node, run in waiting.abandon_runs():
             self._post(*self._told(node, Drop(run)))
         self._enqueue(waiting.job)
@@ -323,7 +324,7 @@ class SplitwiseClient(EngineClient):
         if any(isinstance(event, (Refused, Failed)) for event in events) or (
             len(waiting.ended) == len(waiting.job.prompts) * waiting.job.params.n
         ):
-            if waiting.abandoned:  # the job may be in a stream once more
+            if waiting.abandoned:  # the job may be in a stream again
                 self._forget(told.job)
             else:
                 del self._waiting[told.job]
@@ -345,7 +346,7 @@ class SplitwiseClient(EngineClient):
                 self._give_up(Failed(number, f"no node has answered in {self._ttl:g} seconds"))
 
     def _give_up(self, event: Failed | Refused) -> None:
-        """End a job of this node for its client, and everywhere else."""
+        """End a job of this node for its client and on all other nodes."""
         self._forget(event.job)
         self._tell_door([event])
 
@@ -360,13 +361,13 @@ class SplitwiseClient(EngineClient):
             node, run = waiting.runner
             self._post(*self._told(node, Drop(run)))
 
-    # ---- jobs of all, on this node's engine ----
+    # ---- jobs of all nodes, on this node's engine ----
 
     def _begin(self, stream: str, entry: bytes, ticket: Ticket, submit: Submit) -> None:
         """Submit a job that was read from a stream to this node's engine.
 
         Raises:
-            Exception: the engine was not given the job, which cannot be run.
+            Exception: the job cannot be run; the engine has not received it.
         """
         if self._is_stopping:
             return self._hand_back(stream, entry, ticket)
@@ -389,7 +390,7 @@ class SplitwiseClient(EngineClient):
         self._runs[number] = run
 
     def _from_engine(self, batch: Batch) -> None:
-        """Passes on what a step of this node's engine has brought."""
+        """Pass on the events of a step of this node's engine."""
         by_run: dict[int, list[Event]] = {}
         for event in batch.events:
             if event.job in self._runs:
@@ -420,32 +421,32 @@ class SplitwiseClient(EngineClient):
         self._post(*told, *self._done(run.stream, run.entry, is_over))
 
     def _hand_over(self, run: _Run, events: Iterable[Event]) -> None:
-        """Writes a job to the next stream; without pages where there are none."""
+        """Write a prefilled job to the next stream, with its pages if it has any."""
         found = [one.end.kv_transfer for one in events if isinstance(one, Output) and one.end]
         ticket = structs.replace(run.ticket, kv_transfer=found[0] if found else None)
         added = ("XADD", self._streams["decode"], "*", "t", _encode(ticket))
         self._post(added, *self._done(run.stream, run.entry, True))
 
     def _engine_lost(self, message: str) -> None:
-        """The engine of this node is gone: its jobs are for others, or for the next one."""
+        """Write all running jobs to their streams again, for other nodes or the next engine."""
         runs, self._runs = self._runs, {}
         for run in runs.values():
             self._again(run.stream, run.entry, run.ticket)
 
     def _again(self, stream: str, entry: bytes, ticket: Ticket) -> None:
-        """Write a job whose run is lost to its stream again."""
+        """Write a job with a lost run to its stream again."""
         if ticket.attempt + 1 >= _MOST_ATTEMPTS:
             sentence = f"{_MOST_ATTEMPTS} nodes were lost while they ran it"
             return self._fail(stream, entry, ticket, sentence)
         self._hand_back(stream, entry, structs.replace(ticket, attempt=ticket.attempt + 1))
 
     def _hand_back(self, stream: str, entry: bytes, ticket: Ticket) -> None:
-        """Write a job that another node shall run to its stream."""
+        """Write a job that another node must run to its stream."""
         added = ("XADD", stream, "*", "t", _encode(ticket))
         self._post(added, *self._done(stream, entry, True))
 
     def _refuse(self, stream: str, entry: bytes, ticket: Ticket, error: Exception) -> None:
-        """End a job whose handling raised an error, so that no node meets the error again."""
+        """End a job after an error in its handling, so that no node meets the error again."""
         is_malformed = isinstance(error, _MALFORMED)
         why = str(error) if is_malformed else "internal error"
         log_error = None if is_malformed else error
@@ -462,7 +463,7 @@ class SplitwiseClient(EngineClient):
 
     def _told(self, node: str, message: Told | Drop) -> list[tuple[Any, ...]]:
         stream = f"{self._prefix}:node:{node}"
-        # A node that is dead would not let it expire.
+        # The expiration removes the stream of a dead node, which would not renew it.
         return [("XADD", stream, "*", "m", _encode(message)), self._expiring(stream)]
 
     def _expiring(self, stream: str) -> tuple[Any, ...]:
@@ -478,7 +479,7 @@ class SplitwiseClient(EngineClient):
         self._has_mail.set()
 
     async def _work(self) -> None:
-        """Talk to Redis, and begin anew when it goes away."""
+        """Communicate with Redis, and start again when it goes away."""
         num_failures = 0
         while True:
             client, begin, has_met = self._connect(), time.monotonic(), False
@@ -502,7 +503,7 @@ class SplitwiseClient(EngineClient):
                     logger.warning("Redis is away, or has lost keys: %s", error)
                 if time.monotonic() - begin > _WELL_SECONDS:
                     num_failures = 0
-                # A Redis that refuses even the heartbeat may be waited for.
+                # Waiting is right for a Redis that refuses even the heartbeat.
                 num_failures += not is_away or (has_met and isinstance(error, ResponseError))
                 if num_failures >= _MOST_FAILURES:
                     return self._end_process()
@@ -514,7 +515,7 @@ class SplitwiseClient(EngineClient):
                 await client.aclose()
 
     def _end_process(self) -> None:
-        """End the server, whose supervisor starts another one: the queue's work always fails."""
+        """End the server, so that its supervisor restarts it: the queue's work always fails."""
         sentence = f"the queue's work failed {_MOST_FAILURES} times in a row"
         logger.critical("%s: the server ends", sentence)
         self._has_failed = True
@@ -522,10 +523,11 @@ class SplitwiseClient(EngineClient):
         signal.raise_signal(signal.SIGTERM)
 
     async def _meet(self, client: Any) -> None:
-        """Create what Redis lacks; where it has lost keys, write again what may be lost."""
+        """Create what Redis lacks; if it has lost keys, write again what may be lost."""
         last, memory = self._memory, await self._beat_once(client)
         if last is not None and memory != last:
-            # What was written last may be lost: the runs end, and begin again where they are read.
+            # The latest writes may be lost: runs end here, and begin again on the nodes that read
+            # their jobs.
             for number in self._runs:
                 self._engine.abort(number)
             self._runs.clear()
@@ -537,7 +539,7 @@ class SplitwiseClient(EngineClient):
         self._memory, self._own_is_lost = memory, False
 
     async def _beat(self, client: Any) -> None:
-        """Write heartbeats, and begin anew where Redis has lost keys."""
+        """Write heartbeats; raise ConnectionError if Redis has lost keys."""
         while True:
             await asyncio.sleep(_BEAT_SECONDS)
             if await self._beat_once(client) != self._memory or self._own_is_lost:
@@ -550,10 +552,10 @@ class SplitwiseClient(EngineClient):
     async def _beat_once(self, client: Any) -> tuple[str, bytes]:
         """Write the heartbeat of this node, create what Redis lacks, and read other heartbeats.
 
-        A node whose engine takes no jobs has no heartbeat: others run what it would read.
+        A node writes no heartbeat while its engine accepts no jobs: other nodes run its jobs.
 
         Returns:
-            Redis' run and epoch, which change where it has lost its memory.
+            Redis' run and epoch, which change if it has lost its memory.
         """
         now, _ = await client.time()
         takes = self._engine.health in _TAKES and not self._is_stopping
@@ -567,7 +569,7 @@ class SplitwiseClient(EngineClient):
         return run, epoch
 
     async def _nodes(self, client: Any) -> Mapping[bytes, str]:
-        """The nodes that live, and their roles. Whose heartbeat cannot be read does not."""
+        """Return the live nodes and their roles; a node with an unreadable heartbeat is dead."""
         now, _ = await client.time()
         alive = {}
         for node, value in (await client.hgetall(self._alive)).items():
@@ -578,10 +580,10 @@ class SplitwiseClient(EngineClient):
         return alive
 
     async def _write(self, client: Any) -> None:
-        """Carry out the commands of the outbox, in order.
+        """Execute the commands of the outbox, in order.
 
-        A command that Redis always refuses is dropped. Where Redis refuses all, as without memory,
-        reading goes on meanwhile: it frees memory.
+        A command that Redis always refuses is dropped. While Redis refuses all commands, for
+        example because it is out of memory, reading continues: it frees memory.
         """
         while True:
             await self._has_mail.wait()
@@ -605,9 +607,9 @@ class SplitwiseClient(EngineClient):
             self._has_mail.clear()
 
     async def _read(self, client: Any) -> None:
-        """Reads jobs while the engine may have more."""
+        """Read jobs while the engine may have more."""
         own = {run.entry for run in self._runs.values()}
-        for stream in self._streams.values():  # read, but lost on the way
+        for stream in self._streams.values():  # entries read before the connection was lost
             for _, entries in await client.xreadgroup(_GROUP, self.node, {stream: "0"}, count=1000):
                 for entry, fields in entries:
                     if entry not in own and fields:
@@ -628,7 +630,7 @@ class SplitwiseClient(EngineClient):
         self._has_stopped_reading.set()
 
     def _readable(self) -> list[str]:
-        """The streams that this node reads now: its own, and those that nobody else reads."""
+        """Return the streams that this node reads now: its own, and those without other readers."""
         others = set[str]().union(*(_READS[role] for role in self._roles))
         own = _READS[self._role]
         return [
@@ -659,7 +661,7 @@ class SplitwiseClient(EngineClient):
             return None
 
     async def _listen(self, client: Any) -> None:
-        """Reads what nodes have to say to this one."""
+        """Read the messages of other nodes to this one."""
         own = self._own
         while True:
             found = await client.xread({own: self._last}, count=256, block=_BLOCK_MILLISECONDS)
@@ -692,13 +694,13 @@ class SplitwiseClient(EngineClient):
                 self._post(*self._done(run.stream, run.entry, True))
 
     async def _mourn(self, client: Any) -> None:
-        """Writes to the streams again what dead nodes had read."""
+        """Write jobs that dead nodes had read to the streams again."""
         while True:
             begin = time.monotonic()
             await asyncio.sleep(_DEAD_SECONDS / 2)
             alive = {*await self._nodes(client), self.node.encode()}
             if time.monotonic() - begin > _DEAD_SECONDS:
-                continue  # this node was stopped, or Redis was: so the others may live as well
+                continue  # this node or Redis was suspended, so the others may be alive as well
             for stream in self._streams.values():
                 for one in await client.xinfo_consumers(stream, _GROUP):
                     if one["name"] not in alive:
@@ -713,7 +715,7 @@ class SplitwiseClient(EngineClient):
             await client.eval(_FORGET, 1, stream, _GROUP, dead)
             return
         ids = [one["message_id"] for one in pending]
-        # Who claims first gets it: for the others it is no longer idle.
+        # The first node to claim an entry gets it: for the others it is no longer idle.
         idle = int(_DEAD_SECONDS * 500)
         for entry, fields in await client.xclaim(stream, _GROUP, self.node, idle, ids):
             if fields and (ticket := self._ticket_of(stream, entry, fields)) is not None:
@@ -721,7 +723,7 @@ class SplitwiseClient(EngineClient):
 
 
 def _job_of(ticket: Ticket) -> Submit:
-    """Return the job of a ticket, whose values the engine does not check.
+    """Return the job of a ticket, and check values that the engine does not check.
 
     Raises:
         Exception: the ticket holds no job that an engine could run.
@@ -734,7 +736,7 @@ def _job_of(ticket: Ticket) -> Submit:
     if not isinstance(msgspec.json.decode(job.speculative_config or "null"), dict | None):
         raise ValueError("speculative_config must be an object or absent")
     form = job.params.structured_output
-    checked = None if form is None else replace(form)  # values are checked when one is made
+    checked = None if form is None else replace(form)  # the constructor checks the values
     return structs.replace(job, params=replace(job.params, structured_output=checked))
 
 
@@ -751,9 +753,9 @@ async def _carried_out(client: Any, commands: Iterable[tuple[Any, ...]]) -> Redi
 
 
 def _is_final(error: RedisError) -> bool:
-    """Return whether Redis would refuse the same command again whatever happens.
+    """Return whether Redis would refuse the same command under any circumstances.
 
-    Refusals that pass begin with a code of their own, such as OOM or MISCONF.
+    Temporary refusals begin with a specific code, such as OOM or MISCONF.
     """
     if type(error) is not ResponseError:
         return isinstance(error, DataError)
@@ -762,7 +764,7 @@ def _is_final(error: RedisError) -> bool:
 
 
 async def _ended(tasks: Iterable[asyncio.Task[None]]) -> None:
-    """Cancels tasks until they have ended: a client of Redis sometimes swallows a cancellation."""
+    """Cancel tasks until they have ended: a Redis client sometimes swallows a cancellation."""
     left = set(tasks)
     while left:
         for task in left:

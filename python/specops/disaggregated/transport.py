@@ -1,19 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pages on their way between engines: leases here, and a reader there.
+"""Transfer of pages between engines: leases on the sending side, and a reader on the other.
 
 An engine that has computed a prompt leases its pages: a copy of them waits under a name until it is
-fetched and released, or until its time is over. Who comes too late computes the prompt itself. If
-the other engine has more ranks, several of them read one lease, and it ends with the last of them.
+fetched and released, or until its time limit. A reader that comes too late computes the prompt
+itself. If the other engine has more ranks, several of them read one lease, which ends with the last
+of them.
 
 One connection fetches one lease. The reader sends a `Fetch` with the lease's name and its own rank.
 The other engine answers with an `Offer`, followed by the bytes that this rank needs. The reader
 ends with a `Release`. `TcpTransport` sends the bytes on the same connection; `NixlTransport`
-(nixl.py) sends the address that they are to be read from.
+(nixl.py) sends the address of the bytes instead.
 
-A message is MessagePack behind eight bytes: its length and its CRC-32. An offer contains a CRC-32
-of each block of the bytes. So a damaged message or damaged pages are refused, and the reader
-computes the prompt. Nothing on the wire is code, encrypted or signed, and a checksum does not stop
-an attacker: a peer can give wrong pages, so engines fetch from configured addresses alone.
+A message is MessagePack after eight bytes: its length and its CRC-32. An offer contains a CRC-32 of
+each block of the bytes. So a damaged message or damaged pages are refused, and the reader computes
+the prompt. Nothing on the wire is code, encrypted or signed, and a checksum does not stop an
+attacker: a peer can give wrong pages, so engines fetch only from configured addresses.
 
 A whole message has a time limit, and the port has a limit of connections.
 """
@@ -40,13 +41,13 @@ from specops.service.wire import Peer
 logger = logging.getLogger(__name__)
 
 _PREFIX = struct.Struct("<II")  # the length of a message, and its CRC-32
-_MOST_HEADER = 64 << 20  # bytes; a prompt's token ids are most of it
+_MOST_HEADER = 64 << 20  # bytes; mostly a prompt's token ids
 _MOST_ASKED = 1 << 12  # bytes of a reader's message: any host that reaches the port can send one
-_BLOCK_BYTES = 1 << 20  # of pages with a checksum of their own
+_BLOCK_BYTES = 1 << 20  # bytes of pages per checksum
 SECONDS = 10.0  # time limit of connecting and of a message; pages have `seconds_for`
-_BYTES_PER_SECOND = 10e6  # that any network has
-_MOST_CONNECTIONS = 256  # to the port, each with a thread and a file
-_PAUSE_SECONDS = 0.1  # before the next connection where no file is left
+_BYTES_PER_SECOND = 10e6  # lower bound on the speed of a network
+_MOST_CONNECTIONS = 256  # to the port, each with a thread and a file descriptor
+_PAUSE_SECONDS = 0.1  # before the next connection if no file descriptor is left
 
 
 class DamagedError(HandoffError):
@@ -54,10 +55,10 @@ class DamagedError(HandoffError):
 
 
 class Deadline:
-    """Time limit of a whole message, however many pieces it comes in.
+    """Time limit of a whole message, however many pieces it arrives in.
 
     Args:
-        seconds: from now on.
+        seconds: time limit from now on.
     """
 
     def __init__(self, seconds: float) -> None:
@@ -76,18 +77,18 @@ class Deadline:
 
 
 def seconds_for(num_bytes: int) -> float:
-    """Return the time limit of pages."""
+    """Return the time limit in seconds of a transfer of pages."""
     return SECONDS + num_bytes / _BYTES_PER_SECOND
 
 
 class Fetch(Struct, frozen=True, tag=True):
-    """Asks for a lease.
+    """Request for a lease.
 
     Attributes:
-        lease: its name.
-        transport: that the reader has.
-        num_readers: ranks of the engine that reads.
-        reader: which of these asks.
+        lease: name of the lease.
+        transport: transport of the reader.
+        num_readers: number of ranks of the reading engine.
+        reader: rank that sends this request.
     """
 
     lease: str
@@ -97,10 +98,10 @@ class Fetch(Struct, frozen=True, tag=True):
 
 
 class Offer(Struct, frozen=True, tag=True):
-    """Announces pages.
+    """Announcement of pages.
 
     Attributes:
-        header: what the pages are of.
+        header: description of the pages.
         checksums: CRC-32 of each MiB of their bytes, in order.
     """
 
@@ -109,25 +110,25 @@ class Offer(Struct, frozen=True, tag=True):
 
 
 class Gone(Struct, frozen=True, tag=True):
-    """There is no such lease (any more)."""
+    """The lease does not exist, or has ended."""
 
 
 class Refused(Struct, frozen=True, tag=True):
-    """The reader gets nothing of it, and why."""
+    """The reader gets nothing of the lease, for the reason in `sentence`."""
 
     sentence: str
 
 
 class Release(Struct, frozen=True, tag=True):
-    """The pages are there: the lease may end."""
+    """The pages have arrived: the lease may end."""
 
 
 class Address(Struct, frozen=True):
-    """Where a lease is to be had.
+    """Address of a lease.
 
     Attributes:
-        lease: its name.
-        host, port: of the transport that has it.
+        lease: name of the lease.
+        host, port: address of the transport that holds it.
     """
 
     lease: str
@@ -136,57 +137,57 @@ class Address(Struct, frozen=True):
 
 
 class Transport(Protocol):
-    """What carries pages from one engine to another. Any thread may call it.
+    """Transport of pages from one engine to another. Methods may be called from any thread.
 
     Attributes:
-        host, port: where others fetch its leases.
+        host, port: address at which other engines fetch its leases.
     """
 
     host: str
     port: int
 
     def lease(self, name: str, pages: Pages) -> None:
-        """Keeps pages for another engine under a new name."""
+        """Keep pages for another engine under a new name."""
 
     def require_peer(self, address: Address) -> None:
         """Refuse an address that is not configured.
 
         Raises:
-            HandoffError: it is not.
+            HandoffError: the address is not configured.
         """
 
     def fetch(self, address: Address, expected: Header) -> Pages:
         """Wait for pages that another engine has leased, and release them there.
 
         Args:
-            address: of the lease.
-            expected: what they must be of: nothing else is read to its end.
+            address: address of the lease.
+            expected: header that the pages must match; on a mismatch their bytes are not read.
 
         Raises:
-            DamagedError: they were damaged on the way.
-            HandoffError: they are of something else, the lease is over, or the address is not that
-                of a peer that is thought to be alive.
-            OSError: the other engine cannot be reached, or went away.
+            DamagedError: the pages were damaged on the way.
+            HandoffError: the pages do not match, the lease is over, or the peer is not configured
+                or did not answer recently.
+            OSError: the other engine cannot be reached, or disconnected.
         """
 
     def close(self) -> None:
-        """Ends; leases are over."""
+        """Stop serving and drop all leases."""
 
 
 @dataclass
 class _Lease:
     end: float
     pages: Pages
-    readers: set[int] = field(default_factory=set)  # that have theirs
+    readers: set[int] = field(default_factory=set)  # readers that have released their part
 
 
 class Leases:
     """Pages that wait for their readers.
 
     Args:
-        seconds: that each may wait.
-        most_bytes: of all. The oldest make room for a new one.
-        clock: in seconds.
+        seconds: time limit of each lease.
+        most_bytes: upper bound on all leases together. The oldest are dropped for a new one.
+        clock: clock in seconds.
     """
 
     def __init__(
@@ -197,25 +198,25 @@ class Leases:
         self._lock = threading.Lock()
 
     def add(self, name: str, pages: Pages) -> None:
-        """Begins a lease under a name that no other has."""
+        """Begin a lease under a new name."""
         with self._lock:
             self._leases[name] = _Lease(self._clock() + self._seconds, pages)
             self._drop_old()
 
     def get(self, name: str) -> Pages | None:
-        """The pages of a lease; None: it is over."""
+        """Return the pages of a lease, or None if it is over."""
         with self._lock:
             self._drop_old()
             found = self._leases.get(name)
         return None if found is None else found.pages
 
     def release(self, name: str, num_readers: int, reader: int) -> None:
-        """Ends a lease, if it has not ended, when all have released it who read it.
+        """End a lease when all its readers have released it; it may have ended before.
 
         Args:
-            name: of the lease.
-            num_readers: ranks of the engine that reads.
-            reader: the one that has its part.
+            name: name of the lease.
+            num_readers: number of ranks of the reading engine.
+            reader: rank that has received its part.
         """
         with self._lock:
             lease = self._leases.get(name)
@@ -226,7 +227,7 @@ class Leases:
 
     @property
     def num_bytes(self) -> int:
-        """What all take."""
+        """Bytes of all leases."""
         with self._lock:
             self._drop_old()
             return self._total
@@ -245,19 +246,19 @@ class Leases:
 
 
 class TcpTransport:
-    """Pages over TCP, a thread for each reader.
+    """Transport of pages over TCP, with a thread for each reader.
 
-    Another way of moving the bytes is a subclass with another `name`, `offered` and `taken`.
+    A subclass with another `name`, `offered` and `taken` transfers the bytes in another way.
 
     Args:
-        host, port: to listen on; port 0: any free one.
-        leases: what it serves.
+        host, port: address to listen on; port 0: any free one.
+        leases: leases to serve.
         peers: addresses that pages are fetched from.
-        clock: in seconds, for the pauses between attempts to reach a peer.
+        clock: clock in seconds, for the pauses between attempts to reach a peer.
 
     Attributes:
-        name: as `--kv-transport` has it.
-        host, port: where it listens.
+        name: value of `--kv-transport`.
+        host, port: address where it listens.
 
     Raises:
         OSError: the address does not exist or is in use.
@@ -282,14 +283,14 @@ class TcpTransport:
         self._thread.start()
 
     def lease(self, name: str, pages: Pages) -> None:
-        """Keeps pages for another engine under a new name."""
+        """Keep pages for another engine under a new name."""
         self.leases.add(name, pages)
 
     def require_peer(self, address: Address) -> None:
         """Refuse an address that is not configured.
 
         Raises:
-            HandoffError: it is not.
+            HandoffError: the address is not configured.
         """
         self._peers.require(address.host, address.port)
 
@@ -297,10 +298,10 @@ class TcpTransport:
         """Wait for pages that another engine has leased, and release them there.
 
         Raises:
-            DamagedError: they were damaged on the way.
-            HandoffError: they are of something else, the lease is over, or the address is not that
-                of a peer that is thought to be alive.
-            OSError: the other engine cannot be reached, or went away.
+            DamagedError: the pages were damaged on the way.
+            HandoffError: the pages do not match, the lease is over, or the peer is not configured
+                or did not answer recently.
+            OSError: the other engine cannot be reached, or disconnected.
         """
         with self._peers.attempt(address.host, address.port):
             return self._fetch(address, expected)
@@ -317,10 +318,10 @@ class TcpTransport:
             if isinstance(answer, Refused):
                 raise HandoffError(answer.sentence)
             header = answer.header
-            check(header, expected)  # which bounds the bytes, too
+            check(header, expected)  # also bounds the number of bytes
             deadline = Deadline(seconds_for(header.num_bytes))
             data = self.taken(connection, header.num_bytes, deadline)
-            with contextlib.suppress(OSError):  # then its time ends it
+            with contextlib.suppress(OSError):  # the lease then ends by its time limit
                 send(connection, Release(), Deadline(SECONDS))
         if checksums_of(data) != answer.checksums:
             raise DamagedError("handoff: the pages were damaged on the way: a checksum is wrong")
@@ -330,8 +331,8 @@ class TcpTransport:
     def offered(
         self, connection: socket.socket, data: bytearray, deadline: Deadline
     ) -> Iterator[None]:
-        """Offer the bytes of pages to a reader until the block ends, when it has released them."""
-        connection.settimeout(deadline.left())  # of all bytes: `sendall` counts it down
+        """Offer the bytes of pages to a reader; the block ends when it has released them."""
+        connection.settimeout(deadline.left())  # for all bytes: `sendall` counts it down
         connection.sendall(data)
         yield
 
@@ -339,12 +340,12 @@ class TcpTransport:
         """Return the bytes that another engine offers on a connection.
 
         Raises:
-            OSError: the other engine went away, or takes too long.
+            OSError: the other engine disconnected, or takes too long.
         """
         return _exactly(connection, num_bytes, deadline)
 
     def close(self) -> None:
-        """Ends; leases are over."""
+        """Stop serving; all leases are over."""
         self._server.shutdown()
         self._server.server_close()
 
@@ -354,8 +355,9 @@ class _Connection:
     """An open connection to the port.
 
     Attributes:
-        host: of the other end.
-        is_reader: whether it has named a lease that is here.
+        socket: socket of the connection.
+        host: address of the other end.
+        is_reader: whether it has named an existing lease.
     """
 
     socket: socket.socket
@@ -364,14 +366,14 @@ class _Connection:
 
 
 class _Connections:
-    """Open connections to the port, of which each costs a thread and a file.
+    """Open connections to the port; each costs a thread and a file descriptor.
 
-    A connection that has named a lease stays until its time is over. Names of leases cannot be
+    A connection that has named a lease stays until its time limit. Names of leases cannot be
     guessed, so these are known peers. If there are too many connections, the host with the most
-    others loses the oldest of them.
+    other connections loses the oldest of them.
 
     Args:
-        most: connections.
+        most: upper bound on the connections.
     """
 
     def __init__(self, most: int) -> None:
@@ -395,7 +397,7 @@ class _Connections:
                 oldest.socket.shutdown(socket.SHUT_RDWR)  # its thread closes it
 
     def know(self, connection: socket.socket) -> None:
-        """Note that a connection has named a lease that is here."""
+        """Mark a connection that has named an existing lease."""
         with self._lock:
             if connection in self._open:
                 self._open[connection].is_reader = True
@@ -421,7 +423,7 @@ class _Server(socketserver.ThreadingTCPServer):
     def get_request(self) -> tuple[socket.socket, Any]:
         try:
             return super().get_request()
-        except OSError:  # no file is left: without a pause, this would be tried again at once
+        except OSError:  # no file descriptor is left: an immediate retry would fail again
             time.sleep(_PAUSE_SECONDS)
             raise
 
@@ -471,7 +473,7 @@ def _reader_of(transport: TcpTransport) -> type[socketserver.BaseRequestHandler]
 
 
 def checksums_of(data: bytearray) -> list[int]:
-    """Return the checksums of pages, one for each block."""
+    """Return the CRC-32 of each block of the pages."""
     with memoryview(data) as view:
         return [
             zlib.crc32(view[begin : begin + _BLOCK_BYTES])
@@ -483,7 +485,7 @@ def send(connection: socket.socket, message: Struct, deadline: Deadline) -> None
     """Send a message.
 
     Raises:
-        OSError: the peer has gone, or takes too long.
+        OSError: the peer has disconnected, or takes too long.
     """
     body = msgspec.msgpack.encode(message)
     connection.settimeout(deadline.left())
@@ -497,8 +499,8 @@ def received(
 
     Raises:
         DamagedError: its checksum does not match.
-        HandoffError: it is not of this kind, or it is longer.
-        OSError: the peer has gone, or takes too long.
+        HandoffError: it is of another kind, or longer.
+        OSError: the peer has disconnected, or takes too long.
     """
     length, checksum = _PREFIX.unpack(_exactly(connection, _PREFIX.size, deadline))
     if length > most:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a door has passed on of a job that other nodes run: no token comes twice, and none is lost.
+"""Progress of a job that other nodes run: no token is passed on twice, and none is lost.
 
-A job whose node is lost runs again, with the same bits. What its runs tell is counted, and only
-what is new goes on.
+If the node that runs a job is lost, the job runs again, with the same bits. Events of all its runs
+are counted, and only new ones are passed on.
 """
 
 import time
@@ -23,14 +23,14 @@ from specops.service.messages import (
 
 
 class Told(Struct, tag=True, array_like=True):
-    """What a run of a job has brought.
+    """A message with events of a run of a job.
 
     Attributes:
-        job: its number at the node that is told.
-        node: that runs it.
-        run: of one attempt.
-        place: of the message among those of the run.
-        events: of the job.
+        job: number of the job at the receiving node.
+        node: node that runs it.
+        run: id of the attempt.
+        place: sequence number of the message within the run.
+        events: events of the job.
     """
 
     job: int
@@ -42,7 +42,7 @@ class Told(Struct, tag=True, array_like=True):
 
 @dataclass
 class _Counts:
-    """Of a choice: what of it has come."""
+    """Counts for a choice: tokens, characters of text, and tokens reported by `Progress`."""
 
     tokens: int = 0
     text: int = 0
@@ -51,18 +51,18 @@ class _Counts:
 
 @dataclass
 class Waiting:
-    """A job that came in here."""
+    """A job that arrived at this node."""
 
     job: Submit
     since: float
-    sent: dict[int, _Counts] = field(default_factory=lambda: defaultdict(_Counts))  # by choice
-    # Of each run: the place that comes next, and what it has told.
+    sent: dict[int, _Counts] = field(default_factory=lambda: defaultdict(_Counts))  # per choice
+    # Per run, the sequence number of the next message; per run and choice, what it has reported.
     places: dict[str, int] = field(default_factory=dict)
     told: dict[tuple[str, int], _Counts] = field(default_factory=lambda: defaultdict(_Counts))
     nodes: dict[str, str] = field(default_factory=dict)  # of runs that are not abandoned
-    abandoned: set[str] = field(default_factory=set)  # runs of which a message is lost
+    abandoned: set[str] = field(default_factory=set)  # runs with a lost message
     num_gaps: int = 0  # lost messages that were noticed
-    runner: tuple[str, str] | None = None  # the last node and run that told something
+    runner: tuple[str, str] | None = None  # node and run of the last message
     accepted_at: float = 0.0
     ended: set[int] = field(default_factory=set)
 
@@ -70,7 +70,7 @@ class Waiting:
         """Return the events of a message that have not been passed on yet.
 
         Returns:
-            The events; None with the first message behind a lost one, whose run is abandoned.
+            The events; None for a message after a lost one: the caller must abandon the run.
 
         Raises:
             ValueError: an event names a choice that the job does not have.
@@ -91,7 +91,7 @@ class Waiting:
         return [new for event in told.events if (new := self._new(told.run, event)) is not None]
 
     def abandon_runs(self) -> list[tuple[str, str]]:
-        """Ignore all runs known so far; return their nodes and names."""
+        """Ignore all runs known so far; return their nodes and ids."""
         left = [(node, run) for run, node in self.nodes.items()]
         self.abandoned.update(self.nodes)
         self.nodes.clear()
@@ -105,7 +105,7 @@ class Waiting:
                 return None
             self.accepted_at = time.perf_counter()
             return event
-        if isinstance(event, Refused) and self.accepted_at:  # by another node than the one before
+        if isinstance(event, Refused) and self.accepted_at:  # refused by a later node
             return Failed(event.job, event.message)
         if not isinstance(event, (Progress, Output)):
             return event
@@ -134,7 +134,7 @@ class Waiting:
         if known_tokens:
             event.token_ids = event.token_ids[known_tokens:]
             event.logprobs = event.logprobs[known_tokens:]
-            event.drafts = None  # of a step that another run did otherwise
+            event.drafts = None  # they belong to a step that another run executed differently
         event.text = event.text[known_text:]
         sent.tokens, sent.text = max(sent.tokens, told.tokens), max(sent.text, told.text)
         return event

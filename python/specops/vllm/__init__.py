@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""specops inside vLLM: exact kernels, exact sampling and verification, and drafters.
+"""specops as a vLLM plug-in: exact kernels, exact sampling and verification, and drafters.
 
-SPECOPS_VLLM=exact in the environment switches the plug-in on in every process of vLLM; the drafters
-below are named in vLLM's speculative configuration. docs/vllm.md has the whole of it. Importing
-this package does not import vLLM.
+SPECOPS_VLLM=exact in the environment enables the plug-in in every process of vLLM; the drafters
+below are named in vLLM's speculative configuration. docs/vllm.md documents both. Importing this
+package does not import vLLM.
 """
 
 from specops.vllm.proposers import NgramProposer, PredictedOutputs, SuffixProposer

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`python -m specops.vllm`: verify-exactness, and check-hooks for the vLLM that is installed."""
+"""`python -m specops.vllm`: the commands verify-exactness and check-hooks."""
 
 import sys
 from collections.abc import Sequence
@@ -8,7 +8,7 @@ from specops.vllm import exactness, hooks
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Runs a command and returns the exit code."""
+    """Run a command and return the exit code."""
     match list(arguments):
         case ["verify-exactness", *rest]:
             return exactness.main(rest)
@@ -19,7 +19,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def check_hooks() -> int:
-    """Prints every hook and its difference in this vLLM; returns 1 if there is one."""
+    """Print every hook and its mismatch with the installed vLLM; return 1 if there is any."""
     wrong = 0
     for hook in hooks.HOOKS:
         fault = hooks.fault_of(hook)

@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""vLLM's attention on a CPU by `specops.attention.append_attention`, on vLLM's cache as it is.
+"""vLLM's CPU attention by `specops.attention.append_attention`, on vLLM's unchanged KV cache.
 
-vLLM gives each layer one tensor [blocks, num_kv_heads, block_size, 2 * head_dim], and moves only
-whole blocks. The layout inside a block is the backend's choice: here the keys' page [block_size,
-num_kv_heads, head_dim], then the values'. So the tensor is seen as twice as many pages without a
-copy: block b's keys are page 2 * b, and its values page 2 * b of the pages behind the first one.
+vLLM allocates one tensor [blocks, num_kv_heads, block_size, 2 * head_dim] per layer and moves only
+whole blocks. The layout inside a block is the backend's choice: here a page of keys [block_size,
+num_kv_heads, head_dim], then a page of values. The tensor is viewed, without a copy, as twice as
+many pages: block b's keys are page 2 * b, and its values are page 2 * b of a view that starts one
+page later.
 
-Imports vLLM: only the plug-in names this module, to vLLM's registry.
+This module imports vLLM, so only vLLM's registry imports it, by the name the plug-in registers.
 """
 
 from dataclasses import dataclass
@@ -31,50 +32,50 @@ _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 class SpecopsAttentionBackend(CPUAttentionBackend):  # type: ignore[misc]
-    """vLLM's questions about the backend, under the name of the backend that it replaces."""
+    """Attention backend registered in place of vLLM's CPU backend, under the same name."""
 
     forward_includes_kv_cache_update = True
     supported_kv_cache_dtypes: ClassVar[list[str]] = ["auto", "float32", "bfloat16", "float16"]
 
     @staticmethod
     def get_supported_kernel_block_sizes(kv_cache_spec: Any = None) -> list[int]:
-        """Pages that the op takes; vLLM cuts its larger blocks into these."""
+        """Return the page sizes that the op supports; vLLM splits larger blocks into these."""
         return PAGE_SIZES
 
     @classmethod
     def get_supported_head_sizes(cls) -> list[int]:
-        """Head dimensions that the op takes."""
+        """Return the head dimensions that the op supports."""
         return HEAD_DIMS
 
     @classmethod
     def supports_non_causal(cls) -> bool:
-        """True: blocks of a drafter may be (`SpecopsMetadataBuilder.build_for_drafting`)."""
+        """Return True: blocks of a drafter may be non-causal (see `build_for_drafting`)."""
         return True
 
     @classmethod
     def supports_attn_type(cls, attn_type: str) -> bool:
-        """Decoders only."""
+        """Return whether `attn_type` is decoder attention, the only supported type."""
         return bool(attn_type == AttentionType.DECODER)
 
     @staticmethod
     def get_impl_cls() -> type["SpecopsAttentionImpl"]:
-        """The class of each layer's implementation."""
+        """Return the class of each layer's implementation."""
         return SpecopsAttentionImpl
 
     @staticmethod
     def get_builder_cls() -> type["SpecopsMetadataBuilder"]:
-        """The class that builds a step's metadata."""
+        """Return the class that builds a step's metadata."""
         return SpecopsMetadataBuilder
 
 
 @dataclass(frozen=True)
 class _Slots:
-    """Where rows of keys and values go, counted in rows of all pages.
+    """Destination rows of new keys and values, counted in rows of all pages.
 
     Attributes:
-        rows: [written], int64. Rows that are written; None: all.
-        keys: [written], int64.
-        values: [written], int64.
+        rows: [written], int64. Input rows that are written; None: all.
+        keys: [written], int64. Destination rows of the keys.
+        values: [written], int64. Destination rows of the values.
     """
 
     rows: Tensor | None
@@ -83,7 +84,7 @@ class _Slots:
 
     @classmethod
     def of(cls, slot_mapping: Tensor, page_size: int) -> "_Slots":
-        """Reads vLLM's slots, where -1 is a row that is not written."""
+        """Convert vLLM's slots; a slot of -1 marks a row that is not written."""
         slots, rows = slot_mapping.to(torch.int64), None
         if len(slots) and int(slots.min()) < 0:
             rows = (slots >= 0).nonzero()[:, 0]
@@ -94,18 +95,18 @@ class _Slots:
 
 @dataclass
 class SpecopsAttentionMetadata:
-    """A step's batch as the op takes it; one for all layers of a group.
+    """A step's batch in the op's format, shared by all layers of a group.
 
     Attributes:
         num_actual_tokens: rows of the step.
         qo_indptr: [batch + 1], int32.
-        kv_indptr: [batch + 1], int32. As many pages for each request as the longest one has.
-        kv_indices: [pages], int32. Pages of the keys; those of the values have the same numbers.
-            Entries past a request's last page may hold anything.
+        kv_indptr: [batch + 1], int32. Every request has as many pages as the longest one.
+        kv_indices: [pages], int32. Pages of the keys; the pages of the values have the same
+            numbers. Entries past a request's last page are arbitrary.
         kv_lens: [batch], int32.
-        causal: rows see no position after their own. vLLM's name, as its DFlash asks for it.
-        slots: of the new keys and values.
-        workspaces: for the op, by the shape of q and the cache.
+        causal: whether a row sees no later position. vLLM's DFlash reads it under this name.
+        slots: destinations of the new keys and values.
+        workspaces: workspace of the op, by the shapes of q and the cache.
     """
 
     num_actual_tokens: int
@@ -119,7 +120,7 @@ class SpecopsAttentionMetadata:
 
 
 class SpecopsMetadataBuilder(AttentionMetadataBuilder[SpecopsAttentionMetadata]):  # type: ignore[misc]
-    """Makes the metadata of each step."""
+    """Builder of each step's metadata."""
 
     def __init__(
         self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device
@@ -137,7 +138,7 @@ class SpecopsMetadataBuilder(AttentionMetadataBuilder[SpecopsAttentionMetadata])
         common_attn_metadata: CommonAttentionMetadata,
         fast_build: bool = False,
     ) -> SpecopsAttentionMetadata:
-        """Names each request's pages, and the slots of its new tokens.
+        """Return the step's metadata: each request's pages, and the slots of its new tokens.
 
         Raises:
             ValueError: the batch is not causal.
@@ -149,7 +150,7 @@ class SpecopsMetadataBuilder(AttentionMetadataBuilder[SpecopsAttentionMetadata])
     def build_for_drafting(
         self, common_attn_metadata: CommonAttentionMetadata, draft_index: int
     ) -> SpecopsAttentionMetadata:
-        """As `build`, for a drafter: rows of its block may see those behind them."""
+        """Return the metadata as `build` does, for a drafter: its batch may be non-causal."""
         return self._metadata_of(common_attn_metadata)
 
     def _metadata_of(self, given: CommonAttentionMetadata) -> SpecopsAttentionMetadata:
@@ -175,7 +176,8 @@ class SpecopsAttentionImpl(AttentionImpl):  # type: ignore[misc]
     """The attention of one layer.
 
     Attributes:
-        specops_faults: options of the layer that the op lacks. It is not called if there are any.
+        specops_faults: unsupported options of the layer. If there are any, the engine is refused
+            and the layer never called.
     """
 
     def __init__(
@@ -225,21 +227,24 @@ class SpecopsAttentionImpl(AttentionImpl):  # type: ignore[misc]
         output_scale: Tensor | None = None,
         output_block_scale: Tensor | None = None,
     ) -> Tensor:
-        """Writes keys and values to the cache and attends.
+        """Write keys and values to the cache and attend.
 
         Args:
             layer: the layer.
             query: [tokens, num_heads, head_dim].
-            key: [tokens, num_kv_heads, head_dim]; None where another layer's cache is shared.
-            value: as `key`.
+            key: [tokens, num_kv_heads, head_dim]; None if the layer shares another layer's cache.
+            value: like `key`.
             kv_cache: [blocks, num_kv_heads, block_size, 2 * head_dim].
-            attn_metadata: of the step; None: a run to measure memory.
+            attn_metadata: metadata of the step; None in a run that only measures memory.
             output: [tokens, num_heads, head_dim]. Written.
-            output_scale: of quantised outputs, which are refused.
-            output_block_scale: as `output_scale`.
+            output_scale: scale of a quantized output, which is not supported; must be None.
+            output_block_scale: like `output_scale`.
 
         Returns:
             `output`.
+
+        Raises:
+            ValueError: a quantized output is requested.
         """
         if output_scale is not None or output_block_scale is not None:
             raise ValueError("specops.vllm: attention does not quantise its output")
@@ -272,12 +277,12 @@ class SpecopsAttentionImpl(AttentionImpl):  # type: ignore[misc]
     def do_kv_cache_update(
         self, layer: Any, key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor
     ) -> None:
-        """Writes keys and values alone: the context of a DFlash head.
+        """Write keys and values without attending: the context of a DFlash head.
 
         Args:
             layer: the layer.
             key: [tokens, num_kv_heads, head_dim].
-            value: as `key`.
+            value: like `key`.
             kv_cache: [blocks, num_kv_heads, block_size, 2 * head_dim].
             slot_mapping: [tokens], int64. Counted in tokens of all blocks; -1: not written.
         """
@@ -292,13 +297,13 @@ class SpecopsAttentionImpl(AttentionImpl):  # type: ignore[misc]
 
 @dataclass(frozen=True)
 class _Pages:
-    """A layer's cache as the op sees it.
+    """Views of a layer's cache for the op.
 
     Attributes:
         kv_cache: vLLM's tensor, [blocks, num_kv_heads, block_size, 2 * head_dim].
-        keys: [2 * blocks - 1, block_size, num_kv_heads, head_dim]; block b's are page 2 * b.
-        values: the same from the second page on, so that block b's are page 2 * b, too.
-        slots: [slots, num_kv_heads, head_dim]. All pages, row by row.
+        keys: [2 * blocks - 1, block_size, num_kv_heads, head_dim]; block b's keys are page 2 * b.
+        values: the same pages from the second on, so that block b's values are page 2 * b, too.
+        slots: [slots, num_kv_heads, head_dim]. Rows of all pages.
     """
 
     kv_cache: Tensor
@@ -314,7 +319,7 @@ class _Pages:
 
 
 def _write(pages: Tensor, key: Tensor, value: Tensor, slots: _Slots) -> None:
-    """Copies keys and values to their slots."""
+    """Copy keys and values to their slots."""
     if slots.rows is not None:
         key, value = key[slots.rows], value[slots.rows]
     pages.index_copy_(0, slots.keys, key)
@@ -322,7 +327,7 @@ def _write(pages: Tensor, key: Tensor, value: Tensor, slots: _Slots) -> None:
 
 
 def _workspace(q: Tensor, pages: _Pages, metadata: SpecopsAttentionMetadata) -> Tensor | None:
-    """Memory for the op, made once a step for all layers of one shape."""
+    """Return the op's workspace, allocated once per step for all layers of the same shape."""
     shape = (q.shape, pages.keys.shape)
     if shape not in metadata.workspaces:
         size = attention_workspace_size(

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""vLLM compiled by torch: specops' ops stay calls of themselves, and nothing else computes.
+"""Support for vLLM with torch.compile: specops' ops stay opaque calls, and nothing else computes.
 
-`specops.torch_ops` registers the ops, so that no compiler looks into them or puts them together
-with others. Kernels that Inductor makes itself may then only move numbers, which `graph_check`
-enforces.
+`specops.torch_ops` registers the ops, so that no compiler traces into them or fuses them with
+others. Kernels that Inductor generates may then only move data, which `graph_check` enforces.
 """
 
 from collections.abc import Collection
@@ -11,19 +10,19 @@ from typing import Any
 
 from specops.vllm.settings import PARTS
 
-_DYNAMO_TRACE_ONCE = 2  # vLLM's only mode of compilation on a CPU
+_DYNAMO_TRACE_ONCE = 2  # vLLM's only compilation mode on a CPU
 _INDUCTOR = "inductor"
 _ALL, _NONE = "all", "none"
 _PASS = "post_grad_custom_post_pass"
 
 
 def is_on(config: Any) -> bool:
-    """Whether vLLM's configuration has a compiler run at all."""
+    """Return whether vLLM's configuration enables compilation."""
     return config.compilation_config.mode not in (None, 0)
 
 
 def faults_of(config: Any) -> list[str]:
-    """Settings of vLLM's compiler that cannot be exact, or were never tested."""
+    """Return the compiler settings of vLLM that cannot be exact or are untested."""
     if not is_on(config):
         return []
     given = config.compilation_config
@@ -39,13 +38,13 @@ def faults_of(config: Any) -> list[str]:
 
 
 def prepare(config: Any, parts: Collection[str]) -> None:
-    """Makes later models compile around specops' ops, and their graphs pass the check.
+    """Configure later models to compile around specops' ops, and check their graphs.
 
     Args:
-        config: vLLM's. If it compiles at all, its custom_ops and the passes of its compiler change,
-            and its additional_config records it, because vLLM's compiled graphs on disk from
-            earlier runs lack these passes.
-        parts: of SPECOPS_VLLM. With all of them, a graph that computes is refused.
+        config: vLLM's configuration. If it compiles at all, its custom_ops and compiler passes are
+            changed. additional_config records this, so that vLLM does not reuse compiled graphs
+            on disk that were made without these passes.
+        parts: parts of SPECOPS_VLLM. With all of them, a graph that computes is refused.
     """
     if not is_on(config):
         return

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`python -m specops.vllm.decoding JOB RESULT`: one vLLM engine, and the texts it decodes.
+"""`python -m specops.vllm.decoding JOB RESULT`: decode texts with one vLLM engine.
 
-Each engine has a process of its own, because the parts of SPECOPS_VLLM stay on in their process.
-The engine runs in the process itself, and requests enter as others finish, so that a run has a
-given number of them side by side.
+Each engine has its own process, because the parts of SPECOPS_VLLM stay enabled in a process. The
+engine runs inside that process, and a request enters when another finishes, so that a run has a
+fixed number of concurrent requests.
 """
 
 import json
@@ -21,7 +21,7 @@ from typing import Any
 
 from specops.vllm.settings import TARGET_MATCH, VARIABLE, VERIFY_VARIABLE, parts_of
 
-_LOG_LINES = 25  # of an engine that failed
+_LOG_LINES = 25  # of a failed engine, shown in the error
 
 
 class DecodingError(RuntimeError):
@@ -34,9 +34,9 @@ class Run:
 
     Attributes:
         prompts: texts, or lists of token ids.
-        params: vLLM's SamplingParams of each, as its arguments.
-        batch: how many run at once.
-        shuffle: seed of the order in which they arrive; None: in the given order.
+        params: arguments of vLLM's SamplingParams for each prompt.
+        batch: number of concurrent requests.
+        shuffle: seed of a random arrival order; None: in the given order.
     """
 
     prompts: Sequence[str | Sequence[int]]
@@ -51,9 +51,9 @@ class Job:
 
     Attributes:
         engine: arguments of vLLM's LLM.
-        runs: one after the other.
-        parts: SPECOPS_VLLM.
-        strategy: SPECOPS_VLLM_VERIFY; not used where `parts` leaves sampling to vLLM.
+        runs: runs, executed one after the other.
+        parts: value of SPECOPS_VLLM.
+        strategy: value of SPECOPS_VLLM_VERIFY; ignored if `parts` leaves sampling to vLLM.
     """
 
     engine: Mapping[str, Any]
@@ -67,14 +67,14 @@ class Decoded:
     """The results of a run, by prompt.
 
     Attributes:
-        token_ids: of each output.
-        logprobs: of each output token, the bits of all requested logprobs, with their tokens, as
-            text; empty if none were requested.
-        seconds: that the run took.
-        steps: of the engine.
-        num_preemptions: since the engine was started, if it keeps statistics.
-        num_drafts: that were verified, likewise.
-        num_accepted: of these, likewise.
+        token_ids: token ids of each output.
+        logprobs: per output token, its requested logprobs as text: token ids with the bits of their
+            logprobs; empty if none were requested.
+        seconds: duration of the run.
+        steps: number of engine steps.
+        num_preemptions: preemptions since the engine started; 0 if it keeps no statistics.
+        num_drafts: drafts verified since then; 0 without statistics.
+        num_accepted: drafts accepted since then; 0 without statistics.
     """
 
     token_ids: list[list[int]] = field(default_factory=list)
@@ -87,10 +87,10 @@ class Decoded:
 
 
 def decode(job: Job, python: str = sys.executable) -> list[Decoded]:
-    """Runs a job in a process of its own.
+    """Run a job in its own process.
 
     Raises:
-        DecodingError: the process failed; the sentence ends with its last lines.
+        DecodingError: the process failed; the message ends with its last lines of output.
     """
     with tempfile.TemporaryDirectory() as folder:
         asked, given = Path(folder, "job.json"), Path(folder, "result.json")
@@ -112,7 +112,7 @@ def decode(job: Job, python: str = sys.executable) -> list[Decoded]:
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Reads the job, decodes, and writes the results."""
+    """Read the job, decode, and write the results."""
     from vllm import LLM
 
     from specops.vllm.plugin import switched_on
@@ -121,7 +121,7 @@ def main(arguments: Sequence[str]) -> None:
     job = json.loads(asked.read_text(encoding="utf-8"))
     engine = LLM(**job["engine"]).llm_engine
     if switched_on() != parts_of():
-        # If a plug-in cannot be imported, vLLM only logs it and continues.
+        # vLLM only logs a plug-in that cannot be imported, and continues.
         raise DecodingError("specops.vllm: vLLM did not load the plug-in; its log says why")
     results = [_decode(engine, Run(**run), str(number)) for number, run in enumerate(job["runs"])]
     given.write_text(json.dumps([asdict(one) for one in results]), encoding="utf-8")
@@ -172,7 +172,7 @@ def _prompt(prompt: str | Sequence[int]) -> Any:
 
 
 def _bits(logprobs: Mapping[int, Any]) -> str:
-    """Tokens with the bits of their logprobs, in the order of the tokens."""
+    """Return tokens with the bits of their logprobs, sorted by token."""
     return " ".join(
         f"{token}:{struct.pack('<f', one.logprob).hex()}" for token, one in sorted(logprobs.items())
     )

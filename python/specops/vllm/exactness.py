@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`python -m specops.vllm verify-exactness`: does speculation or batching change vLLM's output?
+"""`python -m specops.vllm verify-exactness`: test if speculation or batching changes vLLM's output.
 
-Every prompt is decoded by vLLM plainly and alone; then again with other methods and batches, and
-tokens and the bits of logprobs are compared: with vLLM's own kernels, and with specops'.
+vLLM decodes every prompt plainly and alone, then again with other methods and batch sizes. Tokens
+and the bits of logprobs are compared, with vLLM's own kernels and with specops' kernels.
 """
 
 import argparse
@@ -18,7 +18,7 @@ from specops.prompts import PROMPTS
 from specops.vllm.decoding import Decoded, DecodingError, Job, Run, decode
 from specops.vllm.settings import EXACT, PARTS, STRATEGIES, TARGET_MATCH
 
-# vLLM's own n-grams, and the drafters of specops.vllm.
+# vLLM's own n-gram and suffix methods, and the drafters of specops.vllm.
 METHODS: dict[str, dict[str, Any]] = {
     "plain": {},
     "ngram": {"method": "ngram", "prompt_lookup_min": 2, "prompt_lookup_max": 5},
@@ -28,7 +28,7 @@ METHODS: dict[str, dict[str, Any]] = {
 }
 _DEFAULT = ("plain", "ngram", "specops-ngram", "specops-suffix")
 _KERNELS = {"vllm": "", "specops": EXACT}
-_ALTERNATIVES = 2  # of every token, compared by id and logprob
+_ALTERNATIVES = 2  # top tokens per position that are compared by id and logprob
 _COLUMNS = (
     "kernels", "method", "batch", "temperature", "prompts", "tokens", "tokens/step",
     "texts differ", "logprobs differ",
@@ -37,19 +37,20 @@ _COLUMNS = (
 
 @dataclass(frozen=True)
 class Difference:
-    """One run against plain decoding of the same prompts, each alone.
+    """One run compared with plain decoding of the same prompts, each alone.
 
     Attributes:
-        kernels: whose kernels computed both.
-        method: of drafting.
-        batch: requests at once.
+        kernels: the kernels that computed both, "vllm", "specops" or a mixture.
+        method: name of the draft method.
+        batch: number of concurrent requests.
         temperature: 0 is greedy.
-        num_prompts: that were compared.
-        num_tokens: of the run.
-        tokens_per_step: of each request, about: of the run by its steps and its batch.
-        texts: prompts whose tokens differ.
-        logprobs: prompts of which a token, or a bit of a logprob, differs.
-        first: the first prompt whose tokens differ and its first differing token; None: none does.
+        num_prompts: number of compared prompts.
+        num_tokens: output tokens of the run.
+        tokens_per_step: approximate tokens per step and request, from the run's steps and batch.
+        texts: number of prompts with differing tokens.
+        logprobs: number of prompts with a differing token or a differing bit of a logprob.
+        first: first prompt with differing tokens and the index of its first differing token; None
+            if no tokens differ.
     """
 
     kernels: str
@@ -64,7 +65,7 @@ class Difference:
     first: tuple[int, int] | None
 
     def row(self) -> list[str]:
-        """Its line of the table."""
+        """Return the run's row of the table."""
         return [
             self.kernels, self.method, str(self.batch), f"{self.temperature:g}",
             str(self.num_prompts), str(self.num_tokens), f"{self.tokens_per_step:.2f}",
@@ -73,7 +74,7 @@ class Difference:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Compares, prints, and returns the exit code: 1 if specops' rows differ, 2 for a mistake."""
+    """Compare, print, return the exit code: 1 if specops' rows differ, 2 for an invalid option."""
     args = _parser().parse_args(arguments)
     try:
         found = _bisect(args) if args.bisect else _compare_all(args)
@@ -96,7 +97,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _is_promised(one: Difference, strategy: str) -> bool:
-    """Whether a run must not differ: only `target_match` keeps the drawn tokens with drafts."""
+    """Return whether a run must not differ: only `target_match` keeps sampled tokens."""
     return strategy == TARGET_MATCH or one.temperature == 0 or one.method == "plain"
 
 
@@ -140,7 +141,7 @@ def _compare_all(args: argparse.Namespace) -> list[Difference]:
 
 
 def _bisect(args: argparse.Namespace) -> list[Difference]:
-    """Everything by specops except one part: a difference is then due to that part."""
+    """Compare with every part by specops except one; a difference is then due to that part."""
     found = []
     for part in PARTS:
         others = ",".join(other for other in PARTS if other != part)
@@ -158,7 +159,7 @@ def _say_guilty(found: Sequence[Difference]) -> int:
 
 
 def _methods(args: argparse.Namespace) -> dict[str, dict[str, Any]]:
-    """The speculative configurations by name, plain decoding first."""
+    """Return the speculative configurations by name, plain decoding first."""
     count = {"num_speculative_tokens": args.num_speculative_tokens}
     chosen = {"plain": METHODS["plain"]}
     chosen |= {name: METHODS[name] | count for name in args.method if name != "plain"}
@@ -171,7 +172,7 @@ def _methods(args: argparse.Namespace) -> dict[str, dict[str, Any]]:
 def _compare(
     args: argparse.Namespace, kernels: str, parts: str, methods: dict[str, dict[str, Any]]
 ) -> list[Difference]:
-    """One engine per method; all runs are compared with the first run of the first."""
+    """Run one engine per method; compare all runs with the plain run of batch 1."""
     prompts = _prompts(args)
     runs = [(t, batch) for t in args.temperature for batch in args.batch]
     found: list[Difference] = []
@@ -193,7 +194,7 @@ def _compare(
 def compare(
     base: Decoded, decoded: Decoded, kernels: str, method: str, batch: int, temperature: float
 ) -> Difference:
-    """Counts the prompts of two runs that differ."""
+    """Count the prompts with different outputs in two runs."""
     pairs = list(zip(base.token_ids, decoded.token_ids, strict=True))
     texts = [index for index, (left, right) in enumerate(pairs) if left != right]
     bits = zip(base.logprobs, decoded.logprobs, strict=True)
@@ -225,9 +226,9 @@ def _engine(args: argparse.Namespace) -> dict[str, Any]:
         "max_model_len": args.max_model_len,
         "max_num_seqs": max(args.batch),
         "enforce_eager": not args.compiled,
-        # vLLM's own choice is nearly all memory of the machine, or an error where it is in use.
+        # vLLM's default is nearly all memory of the machine, or an error if that is in use.
         "kv_cache_memory_bytes": int(args.kv_cache_gib * (1 << 30)),
-        # A prompt's second computation must not find the first one's.
+        # The second computation of a prompt must not reuse pages of the first.
         "enable_prefix_caching": False,
     }
 
@@ -259,7 +260,7 @@ def _prompts(args: argparse.Namespace) -> list[str]:
 
 
 def print_table(found: Sequence[Difference]) -> None:
-    """Prints a line per run, and where texts part."""
+    """Print a row per run, and the first differing token of each run that differs."""
     rows = [list(_COLUMNS), *(one.row() for one in found)]
     widths = [max(len(row[column]) for row in rows) for column in range(len(_COLUMNS))]
     for row in rows:

@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Finds requests again by their texts.
+"""Identification of requests by their texts.
 
-vLLM hands a proposer the rows of its batch and no names. Rows move when requests finish, are
-preempted and come back, so a request's state is found by its text so far.
+vLLM passes a proposer the rows of its batch without request ids. Rows move when requests finish,
+are preempted and resume, so a request's state is found by its text so far.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-_TOKEN_BYTES = 4  # of an int32
+_TOKEN_BYTES = 4  # size of an int32 token id
 
 
 @dataclass(eq=False)
@@ -24,9 +24,10 @@ class Step:
     """The requests of one step's rows.
 
     Attributes:
-        numbers: of each row's request; None for a row that has no new token.
-        started: rows whose request is new: all of their text is to be learnt.
-        forgotten: numbers that no row has had for long: they have finished, or will start again.
+        numbers: number of each row's request; None for a row without new tokens.
+        started: rows with a new request: the drafter must learn their whole text.
+        forgotten: numbers without a row for a long time: the requests have finished, or will get
+            a new number if they return.
     """
 
     numbers: list[int | None]
@@ -35,16 +36,16 @@ class Step:
 
 
 class FollowedTexts:
-    """Finds the requests of the rows of a batch.
+    """Finder of the requests in the rows of a batch.
 
-    A row continues the request whose text is the row's without its new tokens: the one that had
-    this row before, else any other. Requests whose texts are equal may be taken for each other,
-    which makes no difference. A text that grew by other tokens than its new ones (a conversation's
-    next turn, for one) is a new request's.
+    A row continues a request if the row's text without its new tokens is the request's text. The
+    request that had this row in the previous step is preferred. Requests with equal texts may be
+    confused, which makes no difference. A text that grew by more than its new tokens (for example
+    the next turn of a conversation) belongs to a new request.
 
     Args:
-        forget_after: steps without a row after which a request is forgotten. One that comes back
-            later is a new one.
+        forget_after: steps without a row after which a request is forgotten. If it returns later,
+            it is treated as a new request.
     """
 
     def __init__(self, forget_after: int = 64) -> None:
@@ -57,14 +58,14 @@ class FollowedTexts:
         return len(self._texts)
 
     def follow(self, rows: Sequence[bytes], num_new: Sequence[int]) -> Step:
-        """Finds the request of each row.
+        """Find the request of each row.
 
         Args:
-            rows: each row's tokens, int32, the new ones at its end.
-            num_new: how many of them are new; a row without any is ignored.
+            rows: each row's tokens as int32 bytes, the new ones at the end.
+            num_new: number of new tokens of each row; a row without any is ignored.
 
         Returns:
-            Their numbers. A number is never given twice.
+            The numbers of the requests. A number is never reused.
         """
         self._step += 1
         before = {

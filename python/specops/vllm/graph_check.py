@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Looks at the graph that Inductor is about to compile: only specops and vLLM's kernels compute.
+"""Check of the graphs that Inductor compiles: only kernels of specops and vLLM may compute.
 
-Imports torch's compiler: only a vLLM that compiles needs this module.
+This module imports torch's compiler, so it is imported only if vLLM compiles.
 """
 
 import operator
@@ -18,13 +18,13 @@ _ARITHMETIC_OF_SIZES = frozenset({operator.getitem, torch.sym_sum})
 
 
 class GraphCheck(CustomGraphPass):
-    """A pass of Inductor's that changes nothing, and refuses a graph in which anything computes."""
+    """Inductor pass that changes nothing and refuses a graph in which any other node computes."""
 
     def __call__(self, graph: Graph) -> None:
-        """Looks at every call.
+        """Check every call of a graph.
 
         Raises:
-            NotExactError: one of them computes, and is neither ours nor vLLM's own kernel.
+            NotExactError: a node computes and is neither specops' nor vLLM's own kernel.
         """
         found = dict.fromkeys(name for name in map(_computes, graph.nodes) if name is not None)
         if found:
@@ -34,17 +34,17 @@ class GraphCheck(CustomGraphPass):
             )
 
     def uuid(self) -> str:
-        """A hash of the check, so that vLLM reuses no graph that another check has passed."""
+        """Return a hash of the check, so that vLLM reuses no graph checked by another version."""
         return get_hash_for_files((__file__, op_check.__file__)).hex()
 
 
 def _computes(node: Node) -> str | None:
-    """The op's name if the node computes numbers of a model."""
+    """Return the op's name if the node computes numbers of the model, else None."""
     if node.op != "call_function":
         return None
     target: Any = node.target
     if isinstance(target, torch._ops.HigherOrderOperator):
-        target = node.args[0]  # the op that it makes functional
+        target = node.args[0]  # the op wrapped by auto-functionalization
     value = node.meta.get("val")
     if not isinstance(target, torch._ops.OpOverload):
         sizes = target in _ARITHMETIC_OF_SIZES or not isinstance(value, torch.Tensor)

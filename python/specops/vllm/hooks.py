@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The one table of everything that the plug-in uses in vLLM, and the check of it.
+"""Table of everything that the plug-in uses in vLLM, and its check.
 
-vLLM's inner functions, fields and classes move between versions. Before anything is changed, each
-is looked up and compared with the version that the plug-in was written for. A difference is an
-error.
+vLLM's internal functions, fields and classes move between versions. Before the plug-in changes
+anything, it looks each of them up and compares it with the version it was written for. A mismatch
+is an error.
 """
 
 import dis
@@ -13,22 +13,22 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-# The version that the tests run.
+# The vLLM version that the tests run.
 TESTED = "0.32.0"
 
 
 @dataclass(frozen=True)
 class Hook:
-    """Something of vLLM's.
+    """A function, class or field of vLLM that the plug-in depends on.
 
     Attributes:
-        part: of SPECOPS_VLLM; "" is all of them.
+        part: part of SPECOPS_VLLM that needs it; "" for all parts.
         target: module:name.
         how: "registered" with a function that vLLM offers for it; "subclassed", by a class that is
             registered; "replaced"; "wrapped": called, with a check before or after it; "called";
             "read".
-        names: of its parameters, in order; of those that are given, if it is called; of fields and
-            methods, if it is a class.
+        names: all parameters in order for a function, the passed ones if `how` is "called"; fields
+            and methods for a class.
     """
 
     part: str
@@ -51,8 +51,8 @@ def _layers(names: str) -> tuple[str, ...]:
     return tuple(f"{_LAYERS}.{name}" for name in names.split())
 
 
-# The layers that a model may have. These compute nothing, or elements of tokens one by one, copies
-# of rows, or rows that are identical by test (rotary embedding).
+# Layers that a model may have. They compute nothing, or work on each element of a token on its own,
+# or copy rows, or are row-identical by test (rotary embedding).
 EXACT_LAYERS = _layers(
     "logits_processor:LogitsProcessor "
     "rotary_embedding.base:RotaryEmbedding "
@@ -74,7 +74,7 @@ QUANT_METHODS = _layers(
     "linear:UnquantizedLinearMethod vocab_parallel_embedding:UnquantizedEmbeddingMethod"
 )
 (ATTENTION_LAYER,) = _layers("attention.attention:Attention")
-# Whose place ours take, by the part.
+# vLLM layers that specops replaces -> the part of SPECOPS_VLLM that replaces them.
 REPLACED_LAYERS = dict(
     zip(_layers("layernorm:RMSNorm activation:SiluAndMul"), ("norm", "activation"), strict=True)
 )
@@ -305,19 +305,19 @@ HOOKS = (
 
 
 class HookError(RuntimeError):
-    """vLLM is not as the plug-in knows it."""
+    """The installed vLLM differs from the version that the plug-in was written for."""
 
 
 def of_parts(parts: Collection[str]) -> list[Hook]:
-    """The hooks that these parts of SPECOPS_VLLM need."""
+    """Return the hooks that these parts of SPECOPS_VLLM need."""
     return [hook for hook in HOOKS if not hook.part or hook.part in parts]
 
 
 def find(target: str) -> Any:
-    """Finds the object that a target names.
+    """Return the object that a target names.
 
     Raises:
-        HookError: it is not there.
+        HookError: it does not exist.
     """
     module, _, names = target.partition(":")
     try:
@@ -330,7 +330,7 @@ def find(target: str) -> Any:
 
 
 def fault_of(hook: Hook) -> str | None:
-    """The difference of a hook in the installed vLLM; None: no difference."""
+    """Return the mismatch of a hook with the installed vLLM; None if there is none."""
     try:
         found: Any = find(hook.target)
     except HookError as error:
@@ -352,7 +352,7 @@ def fault_of(hook: Hook) -> str | None:
 
 
 def _fields_of(kind: type) -> set[str]:
-    """The fields of a class: declared, defined, or assigned in its constructor."""
+    """Return the fields of a class: declared, defined, or assigned in its constructor."""
     fields = set(dir(kind))
     for one in kind.__mro__:
         fields.update(inspect.get_annotations(one))
@@ -365,10 +365,10 @@ def _fields_of(kind: type) -> set[str]:
 
 
 def check(hooks: Sequence[Hook]) -> None:
-    """Compares every hook with the vLLM that is installed.
+    """Compare every hook with the installed vLLM.
 
     Raises:
-        HookError: one of them has moved; the sentence names all that have.
+        HookError: some hooks do not match; the message names all of them.
     """
     faults = [fault for fault in map(fault_of, hooks) if fault is not None]
     if faults:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """vLLM's norms and activations, computed by specops.
 
-Imports vLLM: only the plug-in imports this module, in a process of vLLM.
+This module imports vLLM, so only the plug-in imports it, in a process of vLLM.
 """
 
 from typing import Any
@@ -17,7 +17,7 @@ class SpecopsRMSNorm(RMSNorm):  # type: ignore[misc]
     """vLLM's RMSNorm by `specops.dense.rms_norm`.
 
     Attributes:
-        specops_faults: why the op cannot compute it.
+        specops_faults: reasons why the op cannot compute this layer.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -31,7 +31,7 @@ class SpecopsRMSNorm(RMSNorm):  # type: ignore[misc]
     def forward_native(
         self, x: Tensor, residual: Tensor | None = None
     ) -> Tensor | tuple[Tensor, Tensor]:
-        """Normalises the last dimension; with a residual, first adds `x` to it, IN PLACE."""
+        """Normalize the last dimension; with a residual, first add `x` to it, IN PLACE."""
         weight, eps = self.weight, self.variance_epsilon
         if x.dim() == 2:
             out = dense.rms_norm(x, weight, eps, residual=residual)
@@ -48,7 +48,7 @@ class SpecopsSiluAndMul(SiluAndMul):  # type: ignore[misc]
     """vLLM's SiluAndMul by `specops.dense.silu_mul`."""
 
     def forward_native(self, x: Tensor) -> Tensor:
-        """Gates: x is gate, then up."""
+        """Return silu(gate) * up for x = [gate, up] along the last dimension."""
         if x.dim() == 2:
             return dense.silu_mul(x)
         out = dense.silu_mul(x.reshape(-1, x.shape[-1]))

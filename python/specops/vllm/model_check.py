@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Has vLLM's CPU worker look at every model that it loads: with all parts on, it must be exact."""
+"""Check of every model that vLLM's CPU worker loads: with all parts on, it must be exact."""
 
 import functools
 import logging
@@ -10,16 +10,16 @@ from specops.vllm import compiled, support, threads
 from specops.vllm.op_check import OpCheck, look_at
 from specops.vllm.settings import PARTS
 
-# vLLM's choice between its two model runners. The plug-in knows the first one.
+# vLLM's choice between its two model runners. The plug-in supports the first one.
 SECOND_RUNNER = "VLLM_USE_V2_MODEL_RUNNER"
 _logger = logging.getLogger("vllm.specops")
 
 
 def switch_on(parts: Collection[str]) -> None:
-    """Wraps the construction of vLLM's model runner, and its loading of a model.
+    """Wrap the construction of vLLM's model runner, and its loading of a model.
 
     Args:
-        parts: of SPECOPS_VLLM. Unless all are on, inexact parts are only a warning.
+        parts: parts of SPECOPS_VLLM. Unless all are enabled, inexact parts are only a warning.
     """
     from vllm.v1.worker.cpu_model_runner import CPUModelRunner
     from vllm.v1.worker.cpu_worker import CPUWorker
@@ -59,11 +59,11 @@ def _refuse(faults: Sequence[str], is_error: bool) -> None:
 
 
 def _faults_of_model(runner: Any, parts: Collection[str], runs: bool) -> list[str]:
-    """Parts of a loaded model that cannot be exact.
+    """Return the parts of a loaded model that cannot be exact.
 
     Args:
-        runner: vLLM's.
-        parts: of SPECOPS_VLLM.
+        runner: vLLM's model runner.
+        parts: parts of SPECOPS_VLLM.
         runs: whether the model can compute at all.
     """
     from vllm.distributed import get_tp_group
@@ -72,7 +72,7 @@ def _faults_of_model(runner: Any, parts: Collection[str], runs: bool) -> list[st
     if runs and len(parts) == len(PARTS):
         try:
             look_at(runner, check)
-        except Exception as raised:  # of a layer that is refused below, as it has no cache yet
+        except Exception as raised:  # by a layer that is refused below: it has no KV cache yet
             error = raised
     faults = support.faults_of_layers(runner.get_model(), parts, check.found)
     if error is not None and not faults:

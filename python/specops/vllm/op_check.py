@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which torch ops a model may call: those whose every output row is the same in any batch.
+"""Check of the torch ops that a model calls: each output row must be the same in any batch.
 
 A model's file may compute anything between vLLM's layers. `OpCheck` checks one forward pass, op by
-op; `graph_check` checks the graph that a compiler is about to compile, by the same lists.
+op; `graph_check` checks the graph that a compiler is about to compile, with the same lists.
 """
 
 import sys
@@ -20,14 +20,14 @@ def _names(text: str) -> frozenset[str]:
     return frozenset(text.split())
 
 
-# vLLM's ops that are row-identical by test or contain ours; and communication between ranks, whose
-# order `support.faults_of_ranks` judges.
+# vLLM's ops that are row-identical by test or contain specops' ops; and communication between
+# ranks: `support.faults_of_ranks` checks its order of summation.
 _OPAQUE = _names(
     "_C::rotary_embedding vllm::unified_attention_with_output vllm::unified_kv_cache_update "
     "vllm::all_reduce vllm::all_gather _C::shm_allreduce _C::shm_gather _C::shm_all_gather "
     "c10d::allreduce_ c10d::gather_ c10d::allgather_ c10d::_allgather_base_"
 )
-# Ops that move numbers, make constants, or change a type; in place, too.
+# Ops that move data, create constants, or change a type, also in place.
 _MOVES = _names(
     "_reshape_alias _to_copy _unsafe_view alias arange as_strided cat clone constant_pad_nd "
     "contiguous convert_element_type copy detach embedding empty empty_like empty_strided "
@@ -37,22 +37,22 @@ _MOVES = _names(
     "sym_size t transpose unbind unsqueeze view where zero zeros zeros_like"
 )
 # One operation per element, rounded once and correctly: any instruction gives the same bits. A
-# compiler may put two of them together and round once for both, so these are for eager mode.
+# compiler may fuse two of them and round once for both, so these are allowed in eager mode only.
 _ROUNDED = _names("abs add clamp clamp_max clamp_min div maximum minimum mul neg relu rsub sub")
 _TORCH = frozenset({"aten", "prims"})
-_TOKENS = 4  # of the checked pass
+_TOKENS = 4  # number of tokens in the checked pass
 
 
 def is_allowed(
     op: torch._ops.OpOverload, outputs: Sequence[Any], alpha: Any = 1, *, is_compiled: bool
 ) -> bool:
-    """Whether an op may be called by a model that must be exact.
+    """Return whether an op may be called by a model that must be exact.
 
     Args:
-        op: that is called.
-        outputs: of the call. Tokens, positions, masks and sizes may be computed in any way.
-        alpha: by which `add` and `sub` multiply first.
-        is_compiled: whether a compiler makes the kernel.
+        op: the called op.
+        outputs: outputs of the call. Tokens, positions, masks and sizes may be computed in any way.
+        alpha: factor that `add` and `sub` apply first.
+        is_compiled: whether a compiler generates the kernel.
     """
     name = op._schema.name
     namespace, _, short = name.partition("::")
@@ -69,17 +69,17 @@ def is_allowed(
 
 
 def _is_of_model(value: Any) -> bool:
-    """Whether an output may hold numbers of the model."""
+    """Return whether an output may hold numbers of the model."""
     if isinstance(value, torch.Tensor):
         return value.is_floating_point() or value.is_complex()
     return not isinstance(value, torch.SymInt | torch.SymBool | int)
 
 
 class OpCheck(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """While it is entered, notes which ops may not be called, and by which module.
+    """Dispatch mode that records which forbidden ops are called, and by which module.
 
     Attributes:
-        found: names of ops by the class of the module that called them; None: outside of any.
+        found: names of ops, by the class of the module that called them; None: outside any module.
     """
 
     def __init__(self) -> None:
@@ -93,7 +93,7 @@ class OpCheck(TorchDispatchMode):  # type: ignore[no-untyped-call]
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        """Calls the op and looks at it, or at those that it is made of."""
+        """Call the op and check it, or the ops that it decomposes into."""
         kwargs = kwargs or {}
         with self:
             result = func.decompose(*args, **kwargs)
@@ -109,11 +109,11 @@ class OpCheck(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def look_at(runner: Any, check: OpCheck) -> None:
-    """Has a loaded model compute a few tokens under a check, eagerly, and their logits.
+    """Run a loaded model on a few tokens eagerly under a check, and compute their logits.
 
     Args:
-        runner: vLLM's GPUModelRunner, whose model has no cache yet.
-        check: that is entered while the model computes.
+        runner: vLLM's GPUModelRunner; its model has no KV cache yet.
+        check: the check that is active while the model computes.
     """
     model = runner.get_model()
     with _looked_at(model, check):
@@ -124,7 +124,7 @@ def look_at(runner: Any, check: OpCheck) -> None:
 
 @contextmanager
 def _looked_at(model: nn.Module, check: OpCheck) -> Iterator[None]:
-    """Has a model's forward run eagerly and under the check; its drafter's does not."""
+    """Make a model's forward run eagerly and under the check, without that of its drafter."""
     forward = model.forward
     compiled: list[Any] = [
         module for module in model.modules() if getattr(module, "do_not_compile", None) is False
@@ -146,7 +146,7 @@ def _looked_at(model: nn.Module, check: OpCheck) -> Iterator[None]:
 
 
 def _caller() -> type | None:
-    """The class of the innermost module whose method is running."""
+    """Return the class of the innermost module with a method on the call stack."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         owner = frame.f_locals.get("self")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The product of one of vLLM's linear layers, or of its head, by `specops.dense.linear`."""
+"""Matrix product of vLLM's linear layers and LM head by `specops.dense.linear`."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -14,10 +14,11 @@ _DTYPES = (torch.bfloat16, torch.float32)
 
 
 class PackedLinear:
-    """What vLLM calls as a layer's `cpu_linear`.
+    """Callable that vLLM uses as a layer's `cpu_linear`.
 
     Attributes:
-        specops_faults: why the layer's weight cannot be multiplied with. Nobody calls it then.
+        specops_faults: reasons why the layer's weight is not supported. If there are any, the
+            engine is refused and the layer never called.
     """
 
     def __init__(self, layer: Any) -> None:
@@ -32,11 +33,11 @@ class PackedLinear:
             )
 
     def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        """Multiplies rows.
+        """Multiply rows by the layer's weight.
 
         Args:
             x: [.., inputs].
-            weight: the layer's, of which the packed one is used.
+            weight: the layer's weight; ignored in favor of the packed one.
             bias: [outputs].
 
         Returns:
@@ -51,7 +52,7 @@ class PackedLinear:
         return out.view(*x.shape[:-1], packed.num_outputs)
 
     def pack(self) -> dense.PackedWeight:
-        """Packs the layer's weight as it is now, IN PLACE where it was packed before.
+        """Pack the layer's current weight, IN PLACE if it was packed before.
 
         A compiled graph may hold the tensor.
         """
@@ -59,27 +60,27 @@ class PackedLinear:
         if self._packed is None:
             self._packed = packed
         else:
-            with torch.inference_mode():  # the head is packed in a step, which is in it
+            with torch.inference_mode():  # the LM head is packed in a step, in inference mode
                 self._packed.data.copy_(packed.data)
         return self._packed
 
     def pack_again(self) -> None:
-        """Packs a weight that the layer has kept, if it was packed: it may have changed."""
+        """Pack a weight again that the layer still holds, if it was packed: it may have changed."""
         if self._packed is not None and self._layer.weight.numel() > 0:
             self.pack()
 
 
 def use_packed_linear(layer: Any, remove_weight: bool) -> None:
-    """Takes the place of vLLM's `dispatch_cpu_unquantized_gemm`: gives a layer its product.
+    """Attach a `PackedLinear` to a layer; replaces vLLM's `dispatch_cpu_unquantized_gemm`.
 
-    vLLM calls it when the weight has been loaded, and when it has been loaded again. A weight that
-    must stay (an embedding, which may be the head, too) is packed when it is first multiplied with,
-    so that an embedding alone costs nothing more. A weight that cannot be packed stays as well: the
-    model is refused once it is loaded.
+    vLLM calls it whenever the weight has been loaded or reloaded. A weight that must stay (an
+    embedding, which may be the LM head as well) is packed at its first product, so that a mere
+    embedding costs no extra memory. A weight that cannot be packed also stays: the model is refused
+    after loading.
 
     Args:
-        layer: with `weight`, and room for `cpu_linear`.
-        remove_weight: whether nobody else needs the weight.
+        layer: layer with `weight`; `cpu_linear` is set.
+        remove_weight: whether only this product uses the weight.
     """
     product = getattr(layer, "cpu_linear", None)
     if not isinstance(product, PackedLinear):
@@ -94,9 +95,9 @@ def use_packed_linear(layer: Any, remove_weight: bool) -> None:
 
 
 def pack_again(modules: Iterable[Any]) -> None:
-    """Packs anew what modules have kept, after their weights were loaded again.
+    """Pack the weights that modules still hold again, after weights were reloaded.
 
-    Weights that nobody has kept were packed by `use_packed_linear` as they came.
+    Weights that were not kept are packed by `use_packed_linear` when they are loaded.
     """
     for module in modules:
         product = getattr(module, "cpu_linear", None)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""vLLM's entry point into specops: switches on the parts that SPECOPS_VLLM names.
+"""vLLM's entry point into specops: enables the parts that SPECOPS_VLLM names.
 
-vLLM calls `register` once in each of its processes, before any model is made. It ignores a plug-in
+vLLM calls `register` once in each of its processes, before it creates a model. It ignores a plug-in
 that cannot be imported, so this module imports nothing that could be missing.
 """
 
@@ -20,19 +20,19 @@ _registered: frozenset[str] | None = None
 
 
 def switched_on() -> frozenset[str]:
-    """The parts that `register` has switched on in this process; none if vLLM did not call it."""
+    """Return the parts enabled by `register` in this process; none if vLLM did not call it."""
     return _registered or frozenset()
 
 
 def register() -> None:
-    """Switches the parts of SPECOPS_VLLM on; without it, does nothing.
+    """Enable the parts of SPECOPS_VLLM; without it, do nothing.
 
-    If vLLM does not compute on a CPU, it switches nothing on and logs that.
+    If vLLM does not compute on a CPU, nothing is enabled and a warning is logged.
 
     Raises:
         ValueError: SPECOPS_VLLM or SPECOPS_VLLM_VERIFY has an unknown word.
         NotExactError: all parts are requested, but vLLM does not compute on a CPU.
-        HookError: vLLM is not as the plug-in knows it. Nothing has been changed then.
+        HookError: vLLM differs from the version the plug-in supports. Nothing has been changed.
     """
     global _registered
     parts = parts_of()
@@ -154,7 +154,7 @@ def _switch_sampling() -> None:
         request = process_inputs(self, *args, **kwargs)
         params = request.sampling_params
         if params is not None:
-            # Before vLLM adds random characters to the id.
+            # Must run before vLLM adds random characters to the id.
             params.seed = seed_of(request.request_id, params, self.model_config.seed or 0)
         return request
 

@@ -4,7 +4,7 @@
     vllm serve DIR --speculative-config '{"method": "custom_class",
         "model": "specops.vllm.SuffixProposer", "num_speculative_tokens": 8}'
 
-vLLM verifies what they draft, so nothing here can change a token of a row-identical model. They
+vLLM verifies the drafts, so nothing here can change a token of a row-identical model. The drafters
 need neither a compiled vLLM nor the rest of the plug-in, except `PredictedOutputs`.
 """
 
@@ -24,13 +24,13 @@ from specops.vllm import step_requests
 from specops.vllm.followed_texts import FollowedTexts
 
 SUFFIX_FILE = "SPECOPS_VLLM_SUFFIX_FILE"
-# As the engine's own n-gram drafting has them, where the configuration leaves them open.
+# Defaults of specops' own n-gram drafter, for sizes that the configuration does not set.
 _MIN_NGRAM, _MAX_NGRAM = 2, 5
 PREDICTION = "prediction_token_ids"
 
 
 class Proposer:
-    """The common part of the three: vLLM's interface, and a row's maximum of drafts.
+    """Base class of the drafters: vLLM's interface, and a row's upper bound on drafts.
 
     Args:
         vllm_config: vLLM's configuration; num_speculative_tokens and max_model_len are read.
@@ -41,22 +41,22 @@ class Proposer:
         self.max_model_len = int(vllm_config.model_config.max_model_len)
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
-        """Does nothing, since there is no model to load; vLLM calls it."""
+        """Do nothing: vLLM calls this, but there is no model to load."""
 
     def max_drafts(self, sampled: Sequence[int], num_tokens: int) -> int:
-        """How many drafts may follow a row's tokens: none where nothing new was chosen."""
+        """Return the upper bound on a row's drafts; 0 if the row has no new token."""
         if not sampled:
             return 0
         return max(0, min(self.num_speculative_tokens, self.max_model_len - num_tokens))
 
 
 class SuffixProposer(Proposer):
-    """Drafts by `specops.SuffixCache`: from the request's own text and from all responses so far.
+    """Drafter by `specops.SuffixCache`, from the request's own text and all earlier responses.
 
     The configuration's `suffix_decoding_max_tree_depth`, `suffix_decoding_max_cached_requests`,
     `suffix_decoding_max_spec_factor` and `suffix_decoding_min_token_prob` have the meaning of
-    vLLM's own method. SPECOPS_VLLM_SUFFIX_FILE names a file of `SuffixCache.save`: it is read, if
-    it is there, and written when the process ends.
+    vLLM's own method. SPECOPS_VLLM_SUFFIX_FILE names a file of `SuffixCache.save`: it is loaded, if
+    it exists, and written when the process ends.
     """
 
     def __init__(self, vllm_config: Any) -> None:
@@ -74,7 +74,7 @@ class SuffixProposer(Proposer):
             self._keep_in(Path(file), f"vllm {vllm_config.model_config.tokenizer}")
 
     def _keep_in(self, file: Path, label: str) -> None:
-        """Reads the shared tree from a file, and has it written there at the end."""
+        """Load the shared tree from a file, and save it there when the process ends."""
         if file.exists():
             found = SuffixCache.read_label(file)
             if found != label:
@@ -89,13 +89,13 @@ class SuffixProposer(Proposer):
         token_ids_cpu: Any,
         slot_mappings: Any = None,
     ) -> list[list[int]]:
-        """Learns each row's new tokens and drafts continuations.
+        """Learn each row's new tokens and draft continuations.
 
         Args:
-            sampled_token_ids: of each row; none for a prompt that is not there yet.
-            num_tokens_no_spec: [rows], int32. Tokens of each row, the sampled ones included.
+            sampled_token_ids: new tokens of each row; empty while a prompt is being prefilled.
+            num_tokens_no_spec: [rows], int32. Tokens of each row, including the sampled ones.
             token_ids_cpu: [rows, max_model_len], int32. The tokens.
-            slot_mappings: not used.
+            slot_mappings: ignored.
 
         Returns:
             Each row's drafts.
@@ -121,10 +121,10 @@ class SuffixProposer(Proposer):
 
 
 class NgramProposer(Proposer):
-    """Drafts by `specops.ngram.ngram_propose`, from earlier matches of the last tokens.
+    """Drafter by `specops.ngram.ngram_propose`, from earlier matches of the last tokens.
 
-    The configuration's `prompt_lookup_min` and `prompt_lookup_max` are the n-gram sizes; where they
-    are not set, 2 and 5.
+    The configuration's `prompt_lookup_min` and `prompt_lookup_max` are the n-gram sizes; the
+    defaults are 2 and 5.
     """
 
     def __init__(self, vllm_config: Any) -> None:
@@ -140,7 +140,7 @@ class NgramProposer(Proposer):
         token_ids_cpu: Any,
         slot_mappings: Any = None,
     ) -> list[list[int]]:
-        """Drafts for each row, whose text is all it needs. Arguments as of `SuffixProposer`."""
+        """Draft from each row's own text. Arguments as in `SuffixProposer.propose`."""
         lens = [int(num_tokens_no_spec[row]) for row in range(len(sampled_token_ids))]
         most = [self.max_drafts(*one) for one in zip(sampled_token_ids, lens, strict=True)]
         if not any(most):
@@ -159,10 +159,10 @@ class NgramProposer(Proposer):
 
 
 class PredictedOutputs(Proposer):
-    """Drafts from a text that the request brings along: `prediction_token_ids`, in `extra_args`.
+    """Drafter from a text in the request: `prediction_token_ids`, in `extra_args`.
 
-    A request without one has no drafts. vLLM gives a proposer rows without names; which request a
-    row is comes from the plug-in, whose part `sampling` must be switched on.
+    A request without it gets no drafts. vLLM passes rows without request ids to a proposer; the
+    plug-in's part `sampling`, which must be enabled, records the request of each row.
     """
 
     def __init__(self, vllm_config: Any) -> None:
@@ -176,7 +176,7 @@ class PredictedOutputs(Proposer):
         token_ids_cpu: Any,
         slot_mappings: Any = None,
     ) -> list[list[int]]:
-        """Drafts from each row's prediction. Arguments as in `SuffixProposer`."""
+        """Draft from each row's prediction. Arguments as in `SuffixProposer.propose`."""
         rows = step_requests.rows()
         texts = _texts_of(sampled_token_ids, num_tokens_no_spec, token_ids_cpu)
         followed = {}
@@ -193,7 +193,7 @@ class PredictedOutputs(Proposer):
 
 
 def _prediction_of(request: "step_requests.Row") -> list[int]:
-    """The prediction in a request's extra_args.
+    """Return the prediction in a request's extra_args; empty if it has none.
 
     Raises:
         ValueError: it is not a list of token ids.
@@ -207,7 +207,7 @@ def _prediction_of(request: "step_requests.Row") -> list[int]:
 
 
 def _texts_of(sampled: Sequence[Sequence[int]], num_tokens: Any, token_ids: Any) -> list[Any]:
-    """The tokens of each row, as views of contiguous int32."""
+    """Return the tokens of each row, as views of contiguous int32."""
     rows = token_ids.numpy() if isinstance(token_ids, Tensor) else token_ids
     return [rows[row, : int(num_tokens[row])] for row in range(len(sampled))]
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""vLLM's sampling parameters as the arrays and tables that specops' sampling ops take."""
+"""vLLM's sampling parameters as arrays and tables for specops' sampling ops."""
 
 import functools
 import hashlib
@@ -13,13 +13,13 @@ from torch import Tensor
 from specops.sampling import LogitsProcessors, count_tokens
 from specops.vllm.step_requests import Row
 
-# Below this vLLM decodes greedily.
+# vLLM decodes greedily below this temperature.
 _GREEDY_BELOW = 1e-5
-# Parameters that change logits, with the value that turns each off.
+# Penalties, with the value that disables each.
 _PENALTIES = {"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}
 _WORD_BITS = 32
-# Parameters that the ops carry out, and those of vLLM's processor, scheduler and front end.
-# Any other parameter must have its default, since nothing would apply it.
+# Parameters that the ops apply, and parameters for vLLM's processor, scheduler and frontend. Any
+# other parameter must have its default, since nothing would apply it.
 _OF_THE_OPS = (
     "temperature top_k top_p min_p seed repetition_penalty presence_penalty frequency_penalty "
     "logit_bias bad_words _bad_words_token_ids allowed_token_ids min_tokens stop_token_ids "
@@ -36,9 +36,9 @@ _KNOWN = frozenset(f"{_OF_THE_OPS} {_OF_VLLM}".split())
 
 
 def seed_of(request_id: str, params: Any, engine_seed: int) -> int:
-    """The seed of a request: its own, or one made of its id and the engine's seed.
+    """Return the seed of a request: its own, or one derived from its id and the engine's seed.
 
-    The same on every rank of a distributed engine, and another for every request.
+    The seed is the same on every rank of a distributed engine, and differs between requests.
     """
     if params.seed is not None:
         return int(params.seed)
@@ -47,10 +47,13 @@ def seed_of(request_id: str, params: Any, engine_seed: int) -> int:
 
 
 def refused(params: Any) -> str | None:
-    """Names the request's unknown parameters that are not at their default.
+    """Return the names of the request's unknown parameters that are not at their default.
 
     Args:
         params: vLLM's SamplingParams.
+
+    Returns:
+        The names, separated by commas; None if there are none.
     """
     kind: Any = type(params)
     defaults = _unknown_of(kind)
@@ -60,7 +63,7 @@ def refused(params: Any) -> str | None:
 
 @functools.cache
 def _unknown_of(kind: type) -> dict[str, Any]:
-    """The parameters that are neither the ops' nor vLLM's own business, with their defaults."""
+    """Return the parameters applied neither by the ops nor by vLLM, with their defaults."""
     defaults: Any = kind()
     unknown = [name for name in defaults.__struct_fields__ if name not in _KNOWN]
     return {name: getattr(defaults, name) for name in unknown}
@@ -72,18 +75,18 @@ def _is_same(value: Any, off: Any) -> bool:
 
 @dataclass
 class BatchParameters:
-    """The parameters of a batch's requests; one row each.
+    """The sampling parameters of a batch, one row per request.
 
     Attributes:
-        is_greedy: whether no row draws: the next five are not needed then.
+        is_greedy: whether every row is greedy; the next five are then ignored.
         temperature: [batch], float32.
-        top_k: [batch], int32; None where no row has one, as the next two.
+        top_k: [batch], int32; this and the next two are None if no row sets them.
         top_p: [batch], float32.
         min_p: [batch], float32.
         seeds: [batch], int64.
-        processors: changes of the logits; None: no changes. The tables that change from step to
-            step are `counts` and the mask's rows.
-        penalised: rows that have a penalty.
+        processors: changes of the logits; None if there are none. The counts and the rows of the
+            mask change from step to step and are filled in by `processors_of`.
+        penalised: rows with a penalty.
     """
 
     is_greedy: bool
@@ -99,16 +102,16 @@ class BatchParameters:
     def of(
         cls, rows: Sequence[Row], engine_seed: int, vocab_size: int, token_ids: Tensor
     ) -> "BatchParameters":
-        """Reads the parameters of every row.
+        """Read the parameters of every row.
 
         Args:
             rows: the requests.
-            engine_seed: the source of seeds for requests without one.
+            engine_seed: source of seeds for requests without one.
             vocab_size: columns of the logits.
-            token_ids: [rows, max_len], int32. The texts, which processors look at.
+            token_ids: [rows, max_len], int32. Texts that the processors read.
 
         Raises:
-            ValueError: a parameter that the ops cannot carry out.
+            ValueError: the ops do not support a parameter.
         """
         every = [row.sampling_params for row in rows]
         for params in every:
@@ -132,7 +135,7 @@ class BatchParameters:
         )
 
     def filters(self) -> dict[str, Any]:
-        """The sampling arguments of `sample` and `verify`."""
+        """Return the sampling arguments of `sample` and `verify`; empty if all rows are greedy."""
         if self.is_greedy:
             return {}
         return {
@@ -146,12 +149,12 @@ class BatchParameters:
     def processors_of(
         self, rows: Sequence[Row], positions: Tensor, num_logits: Sequence[int]
     ) -> LogitsProcessors | None:
-        """The processors for one step.
+        """Return the processors for one step; None if there are none.
 
         Args:
             rows: the requests.
-            positions: [batch], int32. How many tokens each has.
-            num_logits: how many rows of logits each has.
+            positions: [batch], int32. Number of tokens of each request.
+            num_logits: number of logits rows of each request.
         """
         processors = self.processors
         if processors is None:
@@ -179,7 +182,7 @@ def _filter(values: Sequence[float], off: float) -> Tensor | None:
 
 
 def _signed(seed: int) -> int:
-    """The bits of a 64-bit seed as int64 has them."""
+    """Return the int64 with the bits of a 64-bit seed."""
     return (seed + (1 << 63)) % (1 << 64) - (1 << 63)
 
 
@@ -188,7 +191,7 @@ def _is_penalised(params: Any) -> bool:
 
 
 def _processors(rows: Sequence[Row], vocab_size: int, token_ids: Tensor) -> LogitsProcessors | None:
-    """The tables that change only with the batch; None if no row needs any."""
+    """Return the tables that change only with the batch; None if no row needs any."""
     every = [row.sampling_params for row in rows]
     given: dict[str, Tensor] = {}
     for name, off in _PENALTIES.items():
@@ -218,7 +221,7 @@ def _processors(rows: Sequence[Row], vocab_size: int, token_ids: Tensor) -> Logi
 def _with_counts(
     processors: LogitsProcessors, rows: Sequence[Row], positions: Tensor, penalised: Sequence[int]
 ) -> LogitsProcessors:
-    """Counts the tokens of the rows that have a penalty."""
+    """Return processors with token counts of the rows that have a penalty."""
     assert processors.token_ids is not None
     lens = positions.tolist()
     shape = (len(rows), max(lens))
@@ -235,14 +238,14 @@ def _with_counts(
 
 
 def _table(rows: Sequence[Sequence[float]], off: float = -1) -> Tensor:
-    """Rows padded with `off` to a rectangle; int32 unless `off` is a float."""
+    """Return rows padded with `off` to a rectangle; int32 unless `off` is a float."""
     width = max(1, *(len(row) for row in rows))
     dtype = torch.float32 if isinstance(off, float) else torch.int32
     return torch.tensor([[*row, *[off] * (width - len(row))] for row in rows], dtype=dtype)
 
 
 def _table_of_lists(rows: Sequence[Sequence[Sequence[int]]]) -> Tensor:
-    """Lists of lists, padded with -1."""
+    """Return lists of lists as an int32 tensor, padded with -1."""
     count = max(1, *(len(row) for row in rows))
     width = max(1, *(len(one) for row in rows for one in row))
     return torch.tensor(
@@ -258,7 +261,7 @@ def _table_of_lists(rows: Sequence[Sequence[Sequence[int]]]) -> Tensor:
 
 
 def _masks(allowed: Sequence[Sequence[int] | None], vocab_size: int) -> Tensor:
-    """A bit per token and row, set where the token is allowed; rows without a list have none."""
+    """Return a bit per token and row, set if the token is allowed; no bits for None."""
     bits = torch.zeros((len(allowed), -(-vocab_size // _WORD_BITS) * _WORD_BITS), dtype=torch.int64)
     for row, token_ids in enumerate(allowed):
         if token_ids:

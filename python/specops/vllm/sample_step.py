@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """vLLM's sampling step and its verification of drafts, by `specops.sampling`.
 
-The strategy is `target_match` unless SPECOPS_VLLM_VERIFY names another: every row chooses the token
-that plain decoding would choose there, by a random number of the request's seed and the token's
-position, and drafts are compared with it. Under `rejection` and `block` drafts count as drawn with
-probability 1, which is right for any drafter whose choice does not look at the verifying numbers:
-text follows the model's distribution, and is plain decoding's at temperature 0.
+The strategy is `target_match` unless SPECOPS_VLLM_VERIFY names another: every row samples the token
+that plain decoding would sample there, with a random number of the request's seed and the token's
+position, and drafts are compared with it. Under `rejection` and `block`, drafts count as drawn with
+probability 1. That is correct for any drafter that does not look at the random numbers used for
+verification: texts follow the model's distribution, and equal plain decoding at temperature 0.
 
-Imports vLLM: only the plug-in imports this module, in a process of vLLM.
+This module imports vLLM, so only the plug-in imports it, in a process of vLLM.
 """
 
 from dataclasses import dataclass
@@ -36,7 +36,7 @@ class _Batch:
         self.parameters = parameters
 
     def is_of(self, runner: Any) -> bool:
-        """Whether the runner has the same requests, in the same order."""
+        """Return whether the runner has the same requests, in the same order."""
         if runner.input_batch.req_ids != self.request_ids:
             return False
         states = runner.requests
@@ -52,10 +52,10 @@ class _Step:
     Attributes:
         logits: [rows, vocab_size].
         positions: [batch], int32. Tokens of each request, and so the position of its next one.
-        filters: how to draw.
+        filters: temperature, filters and seeds; empty if every row is greedy.
         processors: changes of the logits, applied first.
-        num_logprobs: of the most probable tokens; None: no logprobs are requested.
-        is_processed: whether logprobs are of the sampled distribution.
+        num_logprobs: number of most probable tokens to report; None: no logprobs are requested.
+        is_processed: whether logprobs are those of the sampled distribution.
         indptr: [batch + 1], int32. Each request's rows of logits; None: one row each, no drafts.
         drafts: [batch, k], int32; None: no drafts.
     """
@@ -70,7 +70,7 @@ class _Step:
     drafts: Tensor | None = None
 
     def results(self, *shape: int) -> dict[str, Any]:
-        """Outputs for logprobs and ranks of the chosen tokens, if requested."""
+        """Return outputs for logprobs and ranks of the chosen tokens, if requested."""
         if self.num_logprobs is None:
             return {}
         return {
@@ -80,12 +80,12 @@ class _Step:
 
 
 def sample_step(self: Any, logits: Tensor | None, spec_decode_metadata: Any) -> SamplerOutput:
-    """Takes the place of `GPUModelRunner._sample`.
+    """Sample a step's tokens; replaces `GPUModelRunner._sample`.
 
     Args:
         self: the runner.
         logits: [rows, vocab_size].
-        spec_decode_metadata: vLLM's description of the drafts; None without any.
+        spec_decode_metadata: vLLM's description of the drafts; None if there are none.
 
     Returns:
         The tokens, [batch, 1] or [batch, most drafts + 1] with -1 after the accepted ones, and the
@@ -95,7 +95,7 @@ def sample_step(self: Any, logits: Tensor | None, spec_decode_metadata: Any) -> 
     threads.start()
     batch = _batch_of(self, logits)
     step_requests.note(batch.rows)
-    # The requests' generators are not drawn from; and where vLLM sets them back, a CPU cannot.
+    # The requests' generators are unused; and when vLLM resets them, that fails on a CPU.
     self.input_batch.generators.clear()
     count = len(batch.rows)
     given = self.input_batch
@@ -108,7 +108,7 @@ def sample_step(self: Any, logits: Tensor | None, spec_decode_metadata: Any) -> 
         indptr[1:] = spec_decode_metadata.cu_num_sampled_tokens
         drafts = _padded(spec_decode_metadata.draft_token_ids, num_drafts)
     step = _Step(
-        # As vLLM edits them.
+        # vLLM edits logits in float32, too.
         logits if batch.parameters.processors is None else logits.float(),
         positions,
         batch.parameters.filters(),
@@ -122,7 +122,7 @@ def sample_step(self: Any, logits: Tensor | None, spec_decode_metadata: Any) -> 
 
 
 def _batch_of(runner: Any, logits: Tensor) -> _Batch:
-    """The parameters of the runner's batch; read again when the batch has changed."""
+    """Return the parameters of the runner's batch; read them again if the batch has changed."""
     batch: _Batch | None = getattr(runner, _STATE, None)
     if batch is None or not batch.is_of(runner):
         given = runner.input_batch
@@ -138,7 +138,7 @@ def _batch_of(runner: Any, logits: Tensor) -> _Batch:
 
 
 def _sample(step: _Step) -> SamplerOutput:
-    """One token of each request."""
+    """Sample one token of each request."""
     results = step.results(len(step.positions))
     tokens = sampling.sample(
         step.logits,
@@ -155,7 +155,7 @@ def _sample(step: _Step) -> SamplerOutput:
 
 
 def _verify(step: _Step) -> SamplerOutput:
-    """The accepted drafts of each request, and a token more."""
+    """Return the accepted drafts of each request and one more token."""
     assert step.indptr is not None and step.drafts is not None
     batch, most = step.drafts.shape
     results = step.results(batch, most + 1)
@@ -181,7 +181,7 @@ def _verify(step: _Step) -> SamplerOutput:
 
 
 def _padded(flat: Tensor, counts: list[int]) -> Tensor:
-    """[batch, most], int32: the drafts of each request, padded with -1."""
+    """Return the drafts of each request, [batch, most] int32, padded with -1."""
     most = max(counts)
     every = flat.tolist()
     rows, at = [], 0
@@ -192,7 +192,7 @@ def _padded(flat: Tensor, counts: list[int]) -> Tensor:
 
 
 def _top(step: _Step) -> tuple[Tensor, Tensor]:
-    """The most probable tokens of every row of logits, and their logprobs."""
+    """Return the most probable tokens of every row of logits, and their logprobs."""
     assert step.num_logprobs is not None
     if not step.is_processed:
         ids, values, _ = sampling.top_logprobs(step.logits, step.num_logprobs)
@@ -214,7 +214,7 @@ def _top(step: _Step) -> tuple[Tensor, Tensor]:
 def _beside(
     tokens: Tensor, results: dict[str, Any], ids: Tensor, values: Tensor
 ) -> LogprobsTensors:
-    """The chosen token first, then the most probable ones."""
+    """Combine the outputs in vLLM's order: the chosen token, then the most probable ones."""
     return LogprobsTensors(
         torch.cat([tokens[:, None], ids], dim=1),
         torch.cat([results["logprobs"].flatten()[:, None], values], dim=1),

@@ -7,23 +7,23 @@ from collections.abc import Mapping
 VARIABLE = "SPECOPS_VLLM"
 VERIFY_VARIABLE = "SPECOPS_VLLM_VERIFY"
 
-# In the order in which a step needs them. Rotary embedding is none of them: vLLM's own is
-# row-identical, which the tests hold.
+# In the order of a step. Rotary embedding is not listed: vLLM's own is row-identical, which the
+# tests check.
 PARTS = ("norm", "linear", "attention", "activation", "sampling")
 EXACT = "exact"
-# How drafts are verified, as the op names it. With the first one drafts change no seeded text.
+# Strategies that verify drafts, by the op's names. With the first one drafts change no seeded text.
 TARGET_MATCH = "target_match"
 STRATEGIES = (TARGET_MATCH, "rejection", "block")
 
 
 def parts_of(environment: Mapping[str, str] | None = None) -> frozenset[str]:
-    """Reads SPECOPS_VLLM: "exact" for all parts, or a list of them with commas.
+    """Parse SPECOPS_VLLM: "exact" for all parts, or a comma-separated list of parts.
 
     Args:
-        environment: instead of the process's own.
+        environment: environment to read; None: that of the process.
 
     Returns:
-        Names of `PARTS`. None where the variable is not set or empty: the plug-in does nothing.
+        Names of `PARTS`; empty if the variable is unset or empty, which disables the plug-in.
 
     Raises:
         ValueError: a word is neither "exact" nor a part.
@@ -38,16 +38,17 @@ def parts_of(environment: Mapping[str, str] | None = None) -> frozenset[str]:
 
 
 def strategy_of(environment: Mapping[str, str] | None = None) -> str:
-    """Reads SPECOPS_VLLM_VERIFY.
+    """Parse SPECOPS_VLLM_VERIFY.
 
     Args:
-        environment: instead of the process's own.
+        environment: environment to read; None: that of the process.
 
     Returns:
-        One of `STRATEGIES`; target_match where the variable is not set or empty.
+        One of `STRATEGIES`; target_match if the variable is unset or empty.
 
     Raises:
-        ValueError: it is none of them, or SPECOPS_VLLM has parts, but not sampling, which verifies.
+        ValueError: the word is not a strategy, or SPECOPS_VLLM has parts but lacks sampling, which
+            verifies drafts.
     """
     given = os.environ if environment is None else environment
     strategy = given.get(VERIFY_VARIABLE, "").strip() or TARGET_MATCH

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The requests of the current step's rows, which vLLM does not give to proposers."""
+"""The requests of the current step's rows, which vLLM does not pass to proposers."""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -11,8 +11,8 @@ class Row(NamedTuple):
     """One row of the batch.
 
     Attributes:
-        request_id: vLLM's.
-        num_prompt_tokens: tokens that are no output.
+        request_id: vLLM's request id.
+        num_prompt_tokens: number of tokens of the prompt.
         sampling_params: vLLM's SamplingParams.
     """
 
@@ -25,16 +25,16 @@ _rows: Sequence[Row] | None = None
 
 
 def note(rows: Sequence[Row]) -> None:
-    """Keeps the rows of the step that is being sampled."""
+    """Record the rows of the step that is being sampled."""
     global _rows
     _rows = rows
 
 
 def rows() -> Sequence[Row]:
-    """Returns the rows of the step that was sampled last.
+    """Return the rows of the step that was sampled last.
 
     Raises:
-        RuntimeError: no step was sampled by the plug-in.
+        RuntimeError: the plug-in has not sampled a step.
     """
     if _rows is None:
         raise RuntimeError(

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Finds the parts of a vLLM engine that cannot be exact, which is refused before it serves.
+"""Checks for parts of a vLLM engine that cannot be exact, which are refused before serving.
 
-A model is checked layer by layer. Only vLLM's layers that are known to be row-identical are
-accepted, and a model's own layers only if their ops are (`op_check`). The rest is refused by its
-name.
+A model is checked layer by layer. Layers of vLLM are accepted only if they are known to be
+row-identical. A model's own layers are accepted only if their ops are (`op_check`). Anything else
+is refused by name.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -32,7 +32,7 @@ class NotExactError(RuntimeError):
 
 
 def faults_of_config(config: Any, parts: Collection[str]) -> list[str]:
-    """Settings of an engine that cannot be exact."""
+    """Return the settings of an engine that cannot be exact."""
     found = []
     if config.lora_config is not None:
         found.append("LoRA")
@@ -62,10 +62,10 @@ def faults_of_config(config: Any, parts: Collection[str]) -> list[str]:
 
 
 def faults_of_ranks(group: Any) -> list[str]:
-    """Forms of tensor parallelism that cannot be exact.
+    """Return the forms of tensor parallelism that cannot be exact.
 
     A sum of two numbers has one order. vLLM's shared memory adds more numbers in a fixed order, but
-    gloo in one that depends on a number's place in the batch.
+    gloo's order depends on a number's place in the batch.
 
     Args:
         group: vLLM's group of ranks.
@@ -77,7 +77,7 @@ def faults_of_ranks(group: Any) -> list[str]:
 
 
 def faults_of_ops(model: Any) -> list[str]:
-    """Features of a model that specops' own layers cannot compute, each once."""
+    """Return the features of a model that specops' own layers cannot compute, each once."""
     found: dict[str, None] = {}
     for module in model.modules():
         for one in (module, getattr(module, "impl", None), getattr(module, "cpu_linear", None)):
@@ -88,12 +88,12 @@ def faults_of_ops(model: Any) -> list[str]:
 def faults_of_layers(
     model: Any, parts: Collection[str], computed: Mapping[type | None, Sequence[str]]
 ) -> list[str]:
-    """Layers of a model that cannot be exact, each kind once.
+    """Return the layers of a model that cannot be exact, each kind once.
 
     Args:
-        model: that was loaded.
-        parts: of SPECOPS_VLLM.
-        computed: the torch ops that a layer calls itself and must not, by its class.
+        model: the loaded model.
+        parts: parts of SPECOPS_VLLM.
+        computed: forbidden torch ops that a layer calls itself, by the layer's class.
     """
     found: dict[str, str] = {}
     rest = dict(computed)
@@ -120,7 +120,7 @@ def _fault_of_layer(module: Any, parts: Collection[str]) -> str | None:
             return None
         return f"torch.nn.{name}, which is not known to be row-identical"
     if not kind.__module__.startswith(_LAYER_PACKAGE):
-        return None  # a model's own, whose ops are checked, or ours
+        return None  # a model's own layer, with ops that are checked elsewhere, or one of specops
     if full_name in REPLACED_LAYERS:
         is_wrong = REPLACED_LAYERS[full_name] in parts
         return f"{name} of vLLM in place of specops'" if is_wrong else None

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Starts specops' threads on the CPUs that vLLM gave this process, and puts other pools to rest.
+"""Startup of specops' threads on the CPUs that vLLM gave this process, and idling of other pools.
 
-vLLM's OpenMP pins the main thread to one core, and a thread that is made later inherits its maker's
-mask. So the mask is widened while the pool starts, and put back.
+vLLM's OpenMP pins the main thread to one core, and a thread that is created later inherits its
+creator's mask. So the mask is widened while the pool starts, and restored afterwards.
 """
 
 import os
@@ -16,14 +16,14 @@ import torch
 import specops
 from specops import dense
 
-# The variables with which vLLM binds its threads, by the loaded OpenMP.
+# Variables by which vLLM binds its threads; the loaded OpenMP library decides which.
 _BINDINGS = ("KMP_AFFINITY", "GOMP_CPU_AFFINITY", "OMP_PLACES")
-# How many threads numba starts, which vLLM's n-gram drafter is compiled by.
+# Number of threads that numba starts; vLLM's n-gram drafter is compiled with numba.
 _NUMBA = "NUMBA_NUM_THREADS"
-# A product large enough to be cut among any number of threads.
+# A product large enough to be split among any number of threads.
 _ROWS, _WIDTH = 64, 1024
 
-# vLLM's CPU worker makes torch's own do nothing before it loads a model.
+# vLLM's CPU worker replaces torch.set_num_threads by a no-op before it loads a model.
 _set_openmp_threads = torch.set_num_threads
 
 _first_mask: set[int] = set()
@@ -31,13 +31,13 @@ _started = False
 
 
 def remember_mask() -> None:
-    """Notes the CPUs of the process before vLLM pins anything."""
+    """Record the CPUs of the process before vLLM pins anything."""
     if not _first_mask:
         _first_mask.update(_usable_cpus())
 
 
 def _usable_cpus() -> set[int]:
-    """The CPUs of the calling thread; all where the system does not bind threads (macOS)."""
+    """Return the CPUs of the calling thread; all if the OS does not bind threads (macOS)."""
     if hasattr(os, "sched_getaffinity"):
         return os.sched_getaffinity(0)
     return set(range(os.cpu_count() or 1))
@@ -49,7 +49,7 @@ def _bind(cpus: set[int]) -> None:
 
 
 def bound_cpus(environment: Mapping[str, str]) -> set[int]:
-    """The CPUs that vLLM's binding names; none where it binds nothing."""
+    """Return the CPUs that vLLM's binding names; an empty set if it binds nothing."""
     for name in _BINDINGS:
         text = environment.get(name, "")
         numbers = re.search(r"proclist=\[([^]]*)\]", text) if "proclist" in text else None
@@ -60,7 +60,7 @@ def bound_cpus(environment: Mapping[str, str]) -> set[int]:
 
 
 def start() -> None:
-    """Starts the pool, once: as many threads as torch has, on the CPUs of this process."""
+    """Start the pool, once: as many threads as torch has, on the CPUs of this process."""
     global _started
     if _started:
         return
@@ -70,7 +70,7 @@ def start() -> None:
     _bind(cpus)
     try:
         specops.set_num_threads(max(1, min(torch.get_num_threads(), len(cpus))))
-        # vLLM's default dtype is the model's meanwhile.
+        # The dtype is explicit, because vLLM's default dtype is the model's at this point.
         weight = dense.pack_weight(torch.zeros(_WIDTH, _WIDTH, dtype=torch.float32))
         dense.linear(torch.zeros(_ROWS, _WIDTH, dtype=torch.float32), weight)
     finally:
@@ -78,7 +78,7 @@ def start() -> None:
 
 
 def rest_openmp() -> None:
-    """Makes vLLM's and torch's own computations run on the calling thread.
+    """Make vLLM's and torch's own computations run on the calling thread.
 
     Two pools on the same cores delay each other: an OpenMP thread spins after each of its parallel
     regions, and a region waits for threads whose core is taken. OpenMP's remaining work (rotary
@@ -89,10 +89,10 @@ def rest_openmp() -> None:
 
 
 def rest_numba() -> None:
-    """Makes numba start no threads, unless the environment sets their number.
+    """Make numba start no threads, unless the environment sets their number.
 
-    vLLM's n-gram drafter works on one of them in any case. The others would wait for work on the
-    cores of specops' threads, awake.
+    vLLM's n-gram drafter uses only one of them anyway. The others would busy-wait for work on the
+    cores of specops' threads.
     """
     if _NUMBA in os.environ:
         return
@@ -103,6 +103,6 @@ def rest_numba() -> None:
     try:
         numba.config.reload_config()
     except RuntimeError:
-        # Its threads run already. It looks at the variable again whenever it compiles.
+        # Its threads run already. Unset the variable: numba reads it again whenever it compiles.
         del os.environ[_NUMBA]
         numba.set_num_threads(1)

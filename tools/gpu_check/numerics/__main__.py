@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Makes the trials until their time is up, prints each and adds it to the results."""
+"""Run the trials until the time is up, print each and add it to the results."""
 
 import argparse
 import math
@@ -17,7 +17,7 @@ from tools.gpu_check.numerics.trials import Found, Trial
 
 
 def machines(rehearsal: bool) -> tuple[Machine, Machine]:
-    """The device and the interpreter; in a rehearsal both are the latter."""
+    """Return the device and the interpreter; in a rehearsal both are interpreters."""
     device = Machine("again", "cpu", ("random", 1)) if rehearsal else Machine("device", "cuda")
     return device, Machine("interpreter", "cpu", ("in_order", 0))
 
@@ -25,9 +25,10 @@ def machines(rehearsal: bool) -> tuple[Machine, Machine]:
 def all_trials(
     device: Machine, other: Machine, *, rehearsal: bool, cases: int | None = None
 ) -> Iterator[Trial]:
-    """What is worth nothing later first, then what tells most in a second, then the long ones.
+    """Yield trials: those that must run first, then the most informative per second, then the rest.
 
-    cases: of every op beside the interpreter, however long they take; None: as many as is usual.
+    cases: cases of every op compared with the interpreter, however long they take; None for the
+    usual number.
     """
     sizes = checks.REHEARSED if rehearsal else checks.REAL
     if cases:
@@ -43,7 +44,7 @@ def all_trials(
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The exit status says whether all is as it should be."""
+    """Run the trials; return 0 if all passed, else 1."""
     parser = argparse.ArgumentParser(prog="python -m tools.gpu_check.numerics", description=__doc__)
     parser.add_argument("--results", type=Path, required=True)
     parser.add_argument("--seconds", type=float, default=230.0)
@@ -77,7 +78,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _go_on(asked: argparse.Namespace, number: int, wrong: int, seconds: float) -> None:
-    """Becomes a new process, for which the device is as new, with the trials that are left."""
+    """Replace this process by one with a fresh device context, to run the remaining trials."""
     arguments = [
         *("--results", str(asked.results), "--seconds", str(max(1.0, seconds))),
         *("--after", str(number), "--wrong", str(wrong)),
@@ -88,7 +89,7 @@ def _go_on(asked: argparse.Namespace, number: int, wrong: int, seconds: float) -
 
 
 def line(found: Found) -> str:
-    """One line of the table."""
+    """Format one line of the table."""
     verdict = "ok" if found.passed else "WRONG"
     worst = f"{found.worst:.1e} {found.ulps:.1f} ulp" if found.worst else ""
     return (

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Random calls of the ops, small enough for the interpreter: a case is a seed.
+"""Random calls of the ops, small enough for the interpreter; a seed identifies a case.
 
-A function makes the tensors from a generator on the CPU and returns a call over copies of them on
-any device. Two runs of one case differ in nothing but who computes.
+Each function makes the tensors from a generator on the CPU and returns a call over copies of them
+on any device. Two runs of one case differ only in the machine that computes them.
 """
 
 from collections.abc import Callable
@@ -26,7 +26,7 @@ LOGITS_DTYPES = (torch.bfloat16, torch.float32)
 
 @dataclass(frozen=True)
 class Op:
-    """An op's random cases, and how far a device may be from the interpreter."""
+    """Random cases of an op, and how far a device may be from the interpreter."""
 
     make: Make
     limits: Limits = EQUAL
@@ -53,7 +53,7 @@ def _ints(*values: int) -> Tensor:
 
 
 def embedding(generator: torch.Generator, move: Move) -> Call:
-    """Rows of a table."""
+    """Make a lookup of table rows."""
     width, vocab = 8 * _number(generator, 1, 40), _number(generator, 1, 300)
     ids = torch.randint(vocab, (_number(generator, 1, 40),), generator=generator).int()
     ids, table = move(ids), move(_randn(generator, vocab, width, dtype=_dtype(generator)))
@@ -61,7 +61,7 @@ def embedding(generator: torch.Generator, move: Move) -> Call:
 
 
 def gather_output_rows(generator: torch.Generator, move: Move) -> Call:
-    """Rows of hidden states, -1 among them."""
+    """Make a gather of hidden-state rows, with -1 among the indices."""
     rows, width = _number(generator, 1, 60), 8 * _number(generator, 1, 40)
     hidden = move(_randn(generator, rows, width, dtype=_dtype(generator)))
     wanted = move(torch.randint(-1, rows, (_number(generator, 1, 40),), generator=generator).int())
@@ -69,7 +69,7 @@ def gather_output_rows(generator: torch.Generator, move: Move) -> Call:
 
 
 def prepare_batch(generator: torch.Generator, move: Move) -> Call:
-    """A ragged batch over a page table."""
+    """Make a ragged batch over a page table."""
     batch, page_size = _number(generator, 1, 12), 16
     qo_lens = torch.randint(0, 9, (batch,), generator=generator).int()
     kv_lens = qo_lens + torch.randint(0, 90, (batch,), generator=generator).int()
@@ -90,7 +90,7 @@ def prepare_batch(generator: torch.Generator, move: Move) -> Call:
 
 
 def ngram_propose(generator: torch.Generator, move: Move) -> Call:
-    """Texts of few tokens, so that matches are common."""
+    """Make a lookup in texts of few distinct tokens, so that matches are common."""
     batch, width = _number(generator, 1, 8), _number(generator, 20, 200)
     token_ids = move(torch.randint(0, 6, (batch, width), generator=generator).int())
     lens = move(torch.randint(1, width + 1, (batch,), generator=generator).int())
@@ -105,7 +105,7 @@ def ngram_propose(generator: torch.Generator, move: Move) -> Call:
 
 
 def linear(generator: torch.Generator, move: Move) -> Call:
-    """Every form of the kernel: few rows, and tiles; of gates and ups, too."""
+    """Make a product for any form of the kernel: few rows or tiles, with or without gating."""
     rows = _one_of(generator, 1, 2, 5, 8, 9, 16, 17, 33, 65, 130)
     inputs, outputs = 32 * _number(generator, 1, 12), 16 * _number(generator, 1, 12)
     dtype = _dtype(generator)
@@ -117,7 +117,7 @@ def linear(generator: torch.Generator, move: Move) -> Call:
 
 
 def int8_linear(generator: torch.Generator, move: Move) -> Call:
-    """Codes: sums of integers, which round nowhere in another way."""
+    """Make a product of int8 weights: integer sums, which have no rounding that could differ."""
     rows, inputs = _number(generator, 1, 20), _number(generator, 1, 700)
     outputs, dtype = _number(generator, 1, 200), _dtype(generator)
     x = move(_randn(generator, rows, inputs, dtype=dtype))
@@ -128,7 +128,7 @@ def int8_linear(generator: torch.Generator, move: Move) -> Call:
 
 
 def rms_norm(generator: torch.Generator, move: Move) -> Call:
-    """Rows of any width."""
+    """Make a normalization of rows of any width."""
     rows, width, dtype = _number(generator, 1, 9), 8 * _number(generator, 1, 300), _dtype(generator)
     x = move(_randn(generator, rows, width, dtype=dtype))
     weight = move(_randn(generator, width, dtype=dtype))
@@ -136,14 +136,14 @@ def rms_norm(generator: torch.Generator, move: Move) -> Call:
 
 
 def silu_mul(generator: torch.Generator, move: Move) -> Call:
-    """Gate and up, under both activations."""
+    """Make gate-and-up products under all activations."""
     rows, width, dtype = _number(generator, 1, 9), 8 * _number(generator, 1, 200), _dtype(generator)
     x = move(_randn(generator, rows, 2 * width, dtype=dtype) * 4)
     return lambda: [dense.silu_mul(x), dense.gelu_tanh_mul(x), dense.swiglu_oai_mul(x)]
 
 
 def rope_append_kv(generator: torch.Generator, move: Move) -> Call:
-    """Rotated keys and values into a cache of zeros."""
+    """Make a call that rotates keys and appends keys and values to a cache of zeros."""
     rows, kv_heads, group = _number(generator, 1, 12), _number(generator, 1, 3), 4
     head_dim, page_size, pages = _one_of(generator, 64, 96, 128), 16, 6
     dtype = _dtype(generator)
@@ -163,15 +163,15 @@ def rope_append_kv(generator: torch.Generator, move: Move) -> Call:
 
 @dataclass(frozen=True)
 class PagedCase:
-    """A random call of `append_attention`: everything but what a check varies."""
+    """A random call of `append_attention`, without the arguments that a check varies."""
 
     q: Tensor
     caches: tuple[Tensor, Tensor | None]
     where: tuple[Tensor, Tensor, Tensor, Tensor]  # qo_indptr, kv_indptr, kv_indices, kv_lens
-    scales: dict[str, Any]  # of 8-bit caches; of latents that of the scores
+    scales: dict[str, Any]  # scales of 8-bit caches; for latents, the softmax scale
 
     def call(self, **keywords: Tensor | None) -> list[Tensor]:
-        """out and lse."""
+        """Run the call and return out and lse."""
         return list(
             attention.append_attention(
                 self.q, *self.caches, *self.where, return_lse=True, **self.scales, **keywords
@@ -179,7 +179,7 @@ class PagedCase:
         )
 
     def workspace_size(self) -> int:
-        """In floats."""
+        """Return the workspace size in floats."""
         batch, num_pages = self.where[3].shape[0], self.where[2].shape[0]
         return attention.attention_workspace_size(
             self.q.shape, self.caches[0].shape, num_pages, batch, self.q.device
@@ -196,9 +196,9 @@ def paged_case(
     qo_len: int | None = None,
     cache_dtype: torch.dtype | None = None,
 ) -> PagedCase:
-    """Requests of 1 to 9 rows over shuffled pages; cache_dtype: one of 8 bits, for bf16 queries.
+    """Make requests of 1 to 9 rows over shuffled pages; cache_dtype: 8-bit type, for bf16 queries.
 
-    Heads of LATENT_KEY elements are latents: one of keys, and no other cache.
+    A head_dim of LATENT_KEY makes latents: a single cache, which holds the keys.
     """
     batch, page_size = _number(generator, 1, 3), _one_of(generator, 16, 32, 64)
     kv_heads, group = _number(generator, 1, 2), _one_of(generator, 1, 4, 8)
@@ -233,23 +233,23 @@ def paged_case(
 
 
 def append_attention(generator: torch.Generator, move: Move) -> Call:
-    """Several requests, rows and leaves."""
+    """Make attention over several requests, rows and leaves."""
     return paged_case(generator, move).call
 
 
 def append_8bit_attention(generator: torch.Generator, move: Move) -> Call:
-    """The same over int8 and fp8 caches."""
+    """Make attention over int8 and fp8 caches."""
     return paged_case(generator, move, cache_dtype=_one_of(generator, *CACHES_8BIT)).call
 
 
 def append_latent_attention(generator: torch.Generator, move: Move) -> Call:
-    """The same over latents, which CUDA has of 16 bits."""
+    """Make attention over latents, which CUDA supports in 16 bits only."""
     dtype = _one_of(generator, torch.bfloat16, torch.float16)
     return paged_case(generator, move, head_dim=LATENT_KEY, dtype=dtype).call
 
 
 def rope_append_latent(generator: torch.Generator, move: Move) -> Call:
-    """Latents, normalised and not, and rotated keys into a cache of zeros."""
+    """Make a call that appends latents, normalized or not, and rotated keys to a cache of zeros."""
     rows, heads, dtype = _number(generator, 1, 12), _number(generator, 1, 9), _dtype(generator)
     q = move(_randn(generator, rows, heads, LATENT_KEY, dtype=dtype))
     kv = move(_randn(generator, rows, LATENT_KEY, dtype=dtype))
@@ -270,7 +270,7 @@ def rope_append_latent(generator: torch.Generator, move: Move) -> Call:
 
 
 def merge_states(generator: torch.Generator, move: Move) -> Call:
-    """States of any weight, empty ones among them."""
+    """Make a merge of states of any weight, with empty ones among them."""
     states, rows, heads = (_number(generator, 1, n) for n in (9, 6, 4))
     outs = move(_randn(generator, states, rows, heads, 64, dtype=_dtype(generator)))
     lses = torch.randn(states, rows, heads, generator=generator) * 10
@@ -286,7 +286,7 @@ def _logits(generator: torch.Generator, rows: int) -> Tensor:
 
 
 def sample(generator: torch.Generator, move: Move) -> Call:
-    """Rows with filters of all kinds; half of them greedy."""
+    """Make rows with all kinds of filters; half of the rows are greedy."""
     rows = _number(generator, 1, 5)
     logits = move(_logits(generator, rows))
     filters = {
@@ -301,7 +301,7 @@ def sample(generator: torch.Generator, move: Move) -> Call:
 
 
 def verify(generator: torch.Generator, move: Move) -> Call:
-    """Chains of four drafts, the rows' most probable tokens or others, by every strategy."""
+    """Make chains of four drafts, the most probable tokens or random ones, under every strategy."""
     batch, drafts = _number(generator, 1, 3), 4
     logits = _logits(generator, batch * (drafts + 1))
     likely = logits.argmax(-1).view(batch, -1)[:, :drafts].int()
@@ -321,14 +321,14 @@ def verify(generator: torch.Generator, move: Move) -> Call:
 
 
 def top_logprobs(generator: torch.Generator, move: Move) -> Call:
-    """The most probable tokens and their logprobs."""
+    """Make a query for the most probable tokens and their logprobs."""
     logits = move(_logits(generator, _number(generator, 1, 4)))
     n = min(5, logits.shape[1])
     return lambda: list(sampling.top_logprobs(logits, n))
 
 
 def moe_route(generator: torch.Generator, move: Move) -> Call:
-    """Experts by softmax or sigmoid, in groups or not."""
+    """Make a routing by softmax or sigmoid, with or without groups."""
     groups = _one_of(generator, 1, 4)
     experts, top_k = groups * _number(generator, 4, 40), _number(generator, 1, 4)
     shape = (_number(generator, 1, 12), experts)
@@ -340,7 +340,7 @@ def moe_route(generator: torch.Generator, move: Move) -> Call:
 
 
 def moe_experts(generator: torch.Generator, move: Move) -> Call:
-    """Pairs in order, each expert's product, and the sum of a row's."""
+    """Make the expert path: sorted pairs, each expert's product, and the sum per row."""
     rows, experts, top_k = (_number(generator, 1, most) for most in (20, 6, 4))
     inputs, outputs = 32 * _number(generator, 1, 8), 16 * _number(generator, 1, 8)
     dtype = _dtype(generator)
@@ -360,7 +360,7 @@ def moe_experts(generator: torch.Generator, move: Move) -> Call:
 
 
 def output_gate(generator: torch.Generator, move: Move) -> Call:
-    """Heads that are gated, by silu behind a norm or by sigmoid."""
+    """Make gated heads: silu after a norm, and sigmoid."""
     shape = (_number(generator, 1, 9), _number(generator, 1, 6), 16 * _number(generator, 1, 16))
     dtype = _dtype(generator)
     x, gate = (move(_randn(generator, *shape, dtype=dtype)) for _ in range(2))
@@ -372,7 +372,7 @@ def output_gate(generator: torch.Generator, move: Move) -> Call:
 
 
 def linear_attention_rows(generator: torch.Generator, move: Move) -> Call:
-    """Requests that begin and go on: the convolution, then the gated delta rule."""
+    """Make requests that begin and continue: the convolution, then the gated delta rule."""
     keys, each, rows = (_number(generator, 1, most) for most in (3, 3, 12))
     key_dim, value_dim = (16 * _number(generator, 1, 8) for _ in range(2))
     values, dtype = keys * each, _dtype(generator)
@@ -404,13 +404,14 @@ def linear_attention_rows(generator: torch.Generator, move: Move) -> Call:
 
 
 CACHES_8BIT = (torch.int8, torch.float8_e4m3fn)
-LATENT_KEY = 576  # elements of a token's key of latent attention
+LATENT_KEY = 576  # elements per token of a latent-attention key
 
-# Where mma rounds or ex2 and its like are called: a unit in the last place of bf16 is 2^-8, and
-# what is rounded last hides what came before. Of elements, more than twice what another rule of mma
-# and approximate functions that are two units off make of forty seeds (1 and 15 units).
+# Limits for ops that use mma rounding or ex2 and similar functions. A unit in the last place of
+# bf16 is 2^-8, and the final rounding hides earlier ones. The element limits are more than twice
+# the errors of another mma rule and of approximate functions that are two units off, over forty
+# seeds: 1 unit in 16-bit and 15 units in float32 results.
 APPROXIMATE = Limits(most=2.0**-8, ulps=3.0, ulps_fp32=64.0)
-# Choices of tokens, which approximate powers decide where two are as good as equal.
+# Token choices, which approximate powers decide where two tokens are nearly equal.
 CHOICES = Limits(differing=0.01)
 
 OPS: dict[str, Op] = {

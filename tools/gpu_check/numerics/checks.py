@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The checks: each yields its trials, and none is made before it is asked for."""
+"""Numeric checks; each yields its trials lazily."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -22,17 +22,17 @@ from tools.gpu_check.numerics.trials import Pair, Trial
 
 @dataclass(frozen=True)
 class Sizes:
-    """How much is tried.
+    """Sizes of the checks.
 
     Attributes:
-        cases: of an op beside the interpreter.
-        seconds: for these cases of an op.
-        few: cases of the checks that run each several times.
-        inputs: of `linear`. From 513 on there are several leaves, that blocks may share.
-        outputs: of `linear`.
-        rows: of `linear`, for each kernel that takes so many.
-        vocab: tokens of a row that many blocks share where it is alone.
-        crowd: rows among which it has one block.
+        cases: cases of an op compared with the interpreter.
+        seconds: time for these cases of an op.
+        few: cases of the checks that run each case several times.
+        inputs: inputs of `linear`. From 513 on there are several leaves, which blocks may share.
+        outputs: outputs of `linear`.
+        rows: row counts of `linear`, for each kernel that supports them.
+        vocab: vocabulary size at which many blocks share a row that is alone.
+        crowd: number of rows at which a row gets one block.
     """
 
     cases: int
@@ -72,7 +72,7 @@ def _generator(seed: int) -> torch.Generator:
 
 
 def against_the_interpreter(device: Machine, other: Machine, sizes: Sizes) -> Iterator[Trial]:
-    """Every op on random cases: the device's bits beside the interpreter's."""
+    """Compare the device's bits with the interpreter's for every op on random cases."""
     for name, op in OPS.items():
 
         def pairs(op: Op = op) -> Iterator[Pair]:
@@ -87,9 +87,9 @@ def against_the_interpreter(device: Machine, other: Machine, sizes: Sizes) -> It
 
 
 def first_calls(device: Machine) -> Iterator[Trial]:
-    """What an op gives whose first call of all is captured: nothing of it is loaded then.
+    """Check ops whose very first call is captured, when none of their code is loaded yet.
 
-    It comes before every other check, and is worth nothing after one.
+    Run it before every other check; afterwards it is meaningless.
     """
     for name, op in OPS.items():
 
@@ -102,7 +102,7 @@ def first_calls(device: Machine) -> Iterator[Trial]:
 
 
 def graph_is_eager(device: Machine, sizes: Sizes) -> Iterator[Trial]:
-    """What a captured call gives when it is replayed."""
+    """Compare a captured and replayed call with an eager one."""
     for name, op in OPS.items():
 
         def pairs(op: Op = op) -> Iterator[Pair]:
@@ -117,7 +117,7 @@ SHARES = (0.25, 0.5, 1.0)
 
 
 def schedules_agree(device: Machine, sizes: Sizes) -> Iterator[Trial]:
-    """`append_attention` uncut, and cut as far as more and more of its workspace allows."""
+    """Compare `append_attention` unsplit with splits that use more and more of its workspace."""
 
     def pairs() -> Iterator[Pair]:
         for seed in range(sizes.few):
@@ -134,7 +134,7 @@ def schedules_agree(device: Machine, sizes: Sizes) -> Iterator[Trial]:
                 workspace = torch.zeros(max(1, int(share * floats)), device=device.device)
                 call = lambda case=case, w=workspace: case.call(workspace=w)  # noqa: E731
                 results.append(device.run(call))
-                results.append(device.run(call))  # with what the first left in it
+                results.append(device.run(call))  # with what the first call left in the workspace
             for result in results[1:]:
                 yield results[0], result
 
@@ -142,7 +142,7 @@ def schedules_agree(device: Machine, sizes: Sizes) -> Iterator[Trial]:
 
 
 def rows_stand_anywhere(device: Machine, sizes: Sizes) -> Iterator[Trial]:
-    """A row alone, among others, and wherever it stands: the same bits."""
+    """Check that a row has the same bits alone, among others, and at any position."""
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
         for num_inputs in sizes.inputs:
             subject = f"linear {_name(dtype)}, {num_inputs} inputs"
@@ -167,7 +167,7 @@ def rows_stand_anywhere(device: Machine, sizes: Sizes) -> Iterator[Trial]:
 def _rows_of_linear(
     device: Machine, sizes: Sizes, dtype: torch.dtype, num_inputs: int
 ) -> Iterator[Pair]:
-    """Every number of rows by every kernel beside all rows; and one row at another place."""
+    """Compare every number of rows under every kernel with all rows, and move one row."""
     generator = _generator(num_inputs)
     most = max(sizes.rows)
     x = device.move(torch.randn(most, num_inputs, generator=generator).to(dtype))
@@ -220,7 +220,7 @@ FILTERS: tuple[dict[str, float], ...] = (
 
 
 def _rows_of_sampling(device: Machine, sizes: Sizes, dtype: torch.dtype) -> Iterator[Pair]:
-    """Tokens, logprobs and ranks of a row that has the device for itself, and of one in a crowd."""
+    """Compare tokens, logprobs and ranks of a row alone on the device with the row in a crowd."""
     generator, rows = _generator(7), sizes.crowd
     logits = device.move((torch.randn(rows, sizes.vocab, generator=generator) * 3).to(dtype))
     numbers = device.move(torch.arange(rows, dtype=torch.int32))
@@ -245,7 +245,7 @@ def _rows_of_sampling(device: Machine, sizes: Sizes, dtype: torch.dtype) -> Iter
 
 
 def codes_are_exact(device: Machine) -> Iterator[Trial]:
-    """Every finite code of a byte in keys and values, subnormal ones too, to the last bit."""
+    """Check that every finite byte value of 8-bit keys and values is decoded exactly."""
     for kind in CACHES_8BIT:
         yield Trial("codes", _name(kind), lambda kind=kind: _codes(device, kind))
 
@@ -260,7 +260,7 @@ def _codes(device: Machine, kind: torch.dtype) -> Iterator[Pair]:
     ones = device.move(torch.ones(2, tokens, 1))
 
     def attended(q: Tensor, k: Tensor, v: Tensor, pages: Tensor, length: int) -> list[Tensor]:
-        """Requests of one row each and `length` tokens of one page."""
+        """Run requests of one row each over `length` tokens of one page."""
         batch = q.shape[0]
         counts = device.move(torch.arange(batch + 1, dtype=torch.int32))
         lens = device.move(torch.full((batch,), length, dtype=torch.int32))
@@ -271,7 +271,8 @@ def _codes(device: Machine, kind: torch.dtype) -> Iterator[Pair]:
             lambda: list(attention.append_attention(*moved, *where, return_lse=True, **scales))
         )
 
-    # Keys: a query that takes one element is scored by it; the only token's value is the result.
+    # Keys: a one-hot query reads one element as its score. With a single token, the output is its
+    # value.
     cache = torch.zeros(2, tokens, 1, dim).to(kind)
     cache[:, 0, 0] = codes.view(2, dim)
     q = torch.eye(dim).repeat(2, 1)[:, None]
@@ -280,7 +281,8 @@ def _codes(device: Machine, kind: torch.dtype) -> Iterator[Pair]:
     wide = cache.float().bfloat16()
     yield attended(q, wide, wide, pages, 1), [out, lse]
     yield _sums_of(codes.view(2, dim)[pages][:, None]), [out]
-    # Values: every code in every column, of a token whose weight is exactly 1 among others' 0.
+    # Values: every byte value in every column, of a token with weight exactly 1 among others with
+    # 0.
     largest = float(codes.float().max())
     keys = torch.zeros(2, tokens, 1, dim)
     keys[:, range(tokens), 0, range(tokens)] = largest
@@ -293,14 +295,14 @@ def _codes(device: Machine, kind: torch.dtype) -> Iterator[Pair]:
 
 
 def _sums_of(values: Tensor) -> list[Tensor]:
-    """What a sum is that has one value alone: of -0 it is 0."""
+    """Return the sum of a single value: -0 becomes 0."""
     return [(values.float() + 0.0).bfloat16()]
 
 
 def launches(device: Machine, *, is_small: bool) -> Iterator[Trial]:
-    """Every form of the kernels that ask for much shared memory: it is launched, and finite.
+    """Check that kernels with large shared memory launch in every form and give finite results.
 
-    is_small: with small vocabularies, for a rehearsal.
+    is_small: use small vocabularies, for a rehearsal.
     """
     for subject, call in _largest(device, is_small):
 
@@ -344,7 +346,7 @@ def _largest(device: Machine, is_small: bool) -> Iterator[tuple[str, Callable[[]
 def _with_processors(
     device: Machine, vocab: int
 ) -> Iterator[tuple[str, Callable[[], list[Tensor]]]]:
-    """Sampling with a bias: a block then holds two bits of every token."""
+    """Yield sampling calls with a bias, for which a block holds two bits of every token."""
     logits = device.move(torch.randn(2, vocab, generator=_generator(0)))
     ints = [device.move(torch.tensor(x, dtype=torch.int32)) for x in ([0, 1], [3, 3], [[1], [2]])]
     slots, positions, biased = ints

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Who computes a case: the device or the interpreter; in a rehearsal both are the latter."""
+"""Machines that compute a case: device and interpreter (two interpreters in a rehearsal)."""
 
 import importlib.util
 from collections.abc import Callable, Iterator, Sequence
@@ -34,7 +34,7 @@ OP_MODULES: tuple[Any, ...] = (
 
 @cache
 def interpreter() -> Any:
-    """The module _simt of `make simt`, or of the check's own build.
+    """Return the module _simt of `make simt`, or of the check's own build.
 
     Raises:
         RuntimeError: it is not built.
@@ -50,12 +50,12 @@ def interpreter() -> Any:
 
 
 class Machine:
-    """Computes cases.
+    """A device or interpreter that computes cases.
 
     Args:
-        name: in figures.
-        device: where tensors go.
-        schedule: of the interpreter, with a seed; None: this is the device.
+        name: name in the figures.
+        device: where tensors are placed.
+        schedule: the interpreter's schedule, with a seed; None for the device.
     """
 
     def __init__(self, name: str, device: str, schedule: tuple[str, int] | None = None) -> None:
@@ -64,17 +64,17 @@ class Machine:
             interpreter().set_accumulation(rounding_rule())
 
     def move(self, tensor: Tensor) -> Tensor:
-        """A copy there, always a new one: ops may write what they are given."""
+        """Copy a tensor to this machine, even if it is there: ops may write their arguments."""
         return tensor.clone() if self.device.type == "cpu" else tensor.to(self.device)
 
     @contextmanager
     def at_work(self) -> Iterator[None]:
-        """Calls of ops within run on this machine."""
+        """Run op calls inside this context on this machine."""
         if self._schedule is None:
             yield
             return
         interpreter().set_schedule(*self._schedule)
-        # Checks of every byte are for the tests; here a call may touch what it likes.
+        # The tests check the bounds of every access; here calls may touch any memory.
         interpreter().set_regions([])
         before = [module._C for module in OP_MODULES]
         for module in OP_MODULES:
@@ -90,15 +90,15 @@ class Machine:
         make: Callable[[torch.Generator, Callable[[Tensor], Tensor]], Prepared],
         generator: torch.Generator,
     ) -> Prepared:
-        """A case made here: what it packs is in this machine's layout."""
+        """Make a case on this machine, so that packed weights have its layout."""
         with self.at_work():
             return make(generator, self.move)
 
     def run(self, call: Callable[[], list[Tensor]]) -> list[Tensor]:
-        """The results, on the CPU.
+        """Run a call and return its results on the CPU.
 
         Raises:
-            ValueError: a kernel has reported wrong data; its results say nothing then.
+            ValueError: a kernel reported wrong data, so its results are meaningless.
         """
         with self.at_work():
             results = call()
@@ -106,9 +106,9 @@ class Machine:
         return [result.cpu().clone() for result in results]
 
     def replayed(self, call: Callable[[], list[Tensor]], *, warm: bool = True) -> list[Tensor]:
-        """The results of a captured call, replayed twice; on a CPU of a second call.
+        """Return the results of a captured call, replayed twice; on a CPU, of a second call.
 
-        warm: it is called before it is captured, too.
+        warm: whether the call also runs once before capture.
         """
         if self.device.type == "cpu":
             return self.run(call)
@@ -121,7 +121,7 @@ class Machine:
         with torch.cuda.graph(graph, stream=stream):
             results = call()
         for result in results:
-            result.view(torch.uint8).fill_(0xFF)  # what a replay leaves out is seen
+            result.view(torch.uint8).fill_(0xFF)  # exposes outputs that a replay does not write
         graph.replay()
         graph.replay()
         runtime.check_errors()
@@ -130,14 +130,14 @@ class Machine:
     def rounds(
         self, calls: Sequence[Callable[[], list[Tensor]]], count: int
     ) -> Callable[[], Tensor]:
-        """Repeats calls in a row `count` times, when it is called; on a GPU by a graph.
+        """Return a function that runs the calls `count` times in a row; on a GPU, by a graph.
 
         Args:
             calls: each writes to the same tensors every time, and returns them.
-            count: how often.
+            count: number of repetitions.
 
         Returns:
-            Something that returns how many bytes were not as at the first time, [1].
+            A function that returns how many bytes differed from the first run, [1].
         """
         wanted = [[self.move(x) for x in self.run(call)] for call in calls]
         wrong = torch.zeros(1, dtype=torch.int64, device=self.device)
@@ -184,7 +184,7 @@ class Machine:
         return replayed
 
     def answers(self) -> bool:
-        """Whether the device still works: an illegal access ends a process's use of it."""
+        """Return whether the device works; after an illegal access a process cannot use it."""
         try:
             if self.device.type == "cuda":
                 torch.cuda.synchronize()
@@ -194,7 +194,7 @@ class Machine:
 
     @property
     def has_large_blocks(self) -> bool:
-        """Whether a block may have the shared memory of `linear`'s largest tiles."""
+        """Whether a block may use the shared memory of `linear`'s largest tiles."""
         if self.device.type == "cpu":
             return True
         properties = torch.cuda.get_device_properties(self.device)
@@ -202,7 +202,7 @@ class Machine:
 
 
 def rounding_rule() -> str:
-    """How mma rounds on this GPU, as far as is known; Hopper's rule where there is none."""
+    """Return how mma rounds on this GPU, as far as is known; Hopper's rule without a GPU."""
     if torch.cuda.is_available() and torch.cuda.get_device_capability() < (9, 0):
         return "ampere"
     return "hopper"

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Calls whose blocks wait for nobody but must meet: the last to arrive ends the others' work.
+"""Repeated calls of kernels whose last-arriving block finishes the work of the others.
 
-Who is last, chance decides, and the memory between blocks is right or wrong by nanoseconds. So
-each is repeated very often, with outputs poisoned before and compared on the device after, two at a
-time over one workspace, that the second may begin before the first has ended.
+The last block varies from run to run, and a missing memory fence would show only in rare timings.
+So each call is repeated very often. Outputs are poisoned before each call and compared on the
+device after it. Two calls share one workspace, so the second may begin before the first has ended.
 """
 
 from collections.abc import Callable, Iterator
@@ -20,15 +20,15 @@ from tools.gpu_check.numerics.trials import Pair, Trial
 
 @dataclass(frozen=True)
 class Repeats:
-    """How often, and of what.
+    """Number of repetitions, and sizes of the repeated calls.
 
     Attributes:
         total: replays of each call.
         at_once: replays between two looks at the clock.
-        tokens: of the cache.
-        inputs: of `linear`.
-        outputs: of `linear`.
-        vocab: of the row that is sampled from.
+        tokens: tokens in the cache.
+        inputs: inputs of `linear`.
+        outputs: outputs of `linear`.
+        vocab: vocabulary size of the sampled row.
     """
 
     total: int
@@ -42,13 +42,13 @@ class Repeats:
 REAL = Repeats(100_000, 1000, 16_000, 4096, 1024, 128_256)
 REHEARSED = Repeats(4, 2, 3000, 1100, 40, 20_000)
 
-# Two calls over one workspace, and what they write to. Their inputs differ: what the other has left
-# in the workspace is never what is wanted.
+# Two calls over one workspace, and their outputs. Their inputs differ, so what one call leaves in
+# the workspace is never a correct result of the other.
 Meeting = tuple[Call, Call]
 
 
 def replays(device: Machine, repeats: Repeats) -> Iterator[Trial]:
-    """Split attention, the leaves of `linear`, and one row of logits: as often as told."""
+    """Repeat split attention, `linear` with leaves, and one row of logits `repeats.total` times."""
     meetings = {
         "append_attention": lambda: _attention(device, repeats),
         "linear M=64": lambda: _linear(device, repeats),

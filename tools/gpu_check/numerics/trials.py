@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A trial is one check of one subject: pairs of results that should agree, and what came of it."""
+"""Trials: a trial checks one subject by comparing pairs of results that should agree."""
 
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -10,22 +10,22 @@ from torch import Tensor
 
 Pair = tuple[list[Tensor], list[Tensor]]
 
-# Bits of a number behind its first.
+# Mantissa bits after the leading one.
 _MANTISSA = {torch.bfloat16: 7, torch.float16: 10, torch.float32: 23}
 
 
 @dataclass(frozen=True)
 class Limits:
-    """How far apart two results may be.
+    """Limits on the difference of two results.
 
     Attributes:
-        most: the root mean square of a tensor's differences, as a share of its own; 0: no bit may
-            differ, nor where the next two are 0.
-        ulps: the largest difference of an element, in units in the last place of the element or of
-            its row's root mean square, whichever is larger; of 16-bit tensors. One rounding is one
-            unit, wherever it falls.
-        ulps_fp32: the same of float32 tensors, where nothing is rounded at the end.
-        differing: the share of cases that may differ in whatever way.
+        most: largest root mean square of a tensor's differences, relative to the tensor's own; 0
+            means that no bit may differ, nor if the next two are 0.
+        ulps: largest difference of an element of 16-bit tensors, in units in the last place of the
+            element or of its row's root mean square, taking the larger. One rounding is one unit,
+            wherever it occurs.
+        ulps_fp32: the same for float32 tensors, which are not rounded at the end.
+        differing: fraction of cases that may differ in any way.
     """
 
     most: float = 0.0
@@ -39,17 +39,17 @@ EQUAL = Limits()
 
 @dataclass(frozen=True)
 class Found:
-    """What a trial found.
+    """Result of a trial.
 
     Attributes:
         check: the check's name.
         subject: op or kernel.
         cases: how many were tried.
         equal: how many had the same bits.
-        worst: the largest difference, as a share of the root mean square.
+        worst: the largest difference, relative to the root mean square.
         ulps: the largest difference of an element, as Limits counts it.
-        passed: whether it is as it should be.
-        remark: in words, where there is something to say.
+        passed: whether the results agree within the limits.
+        remark: message, such as an error.
     """
 
     check: str
@@ -62,20 +62,20 @@ class Found:
     ulps: float = 0.0
 
     def as_dict(self) -> dict[str, object]:
-        """For the results."""
+        """Return the fields for the results file."""
         return asdict(self)
 
 
 @dataclass(frozen=True)
 class Trial:
-    """A check of a subject, yet to be made.
+    """A check of a subject that has not run yet.
 
     Attributes:
         check: the check's name.
         subject: op or kernel.
-        pairs: computes what should agree, pair by pair; called once.
-        limits: how far a pair may be apart.
-        seconds: when to stop, so that each gets its turn.
+        pairs: computes the results that should agree, pair by pair; called once.
+        limits: how far apart the results of a pair may be.
+        seconds: time limit, so that every trial gets to run.
     """
 
     check: str
@@ -85,7 +85,7 @@ class Trial:
     seconds: float = 10.0
 
     def found(self) -> Found:
-        """Compares pairs until its time is up. What goes wrong meanwhile is found as well."""
+        """Compare pairs until the time is up; an exception fails the trial."""
         cases = equal = 0
         worst = ulps = 0.0
         begun = time.monotonic()
@@ -101,7 +101,7 @@ class Trial:
                     within &= is_within(self.limits, left, right)
                 if time.monotonic() - begun > self.seconds:
                     break
-        except Exception as error:  # whatever it is, the next trial is another matter
+        except Exception as error:  # an error of any kind must not stop the next trial
             text = " ".join(str(error).split())
             remark, within = f"{type(error).__name__}: {text}"[:300], False
         few = cases - equal <= self.limits.differing * cases
@@ -110,7 +110,7 @@ class Trial:
 
 
 def is_within(limits: Limits, left: Sequence[Tensor], right: Sequence[Tensor]) -> bool:
-    """Whether results that differ are as near to each other as they should be."""
+    """Return whether results that differ are within the limits."""
     if limits.most == 0.0:
         return False
     for a, b in zip(left, right, strict=True):
@@ -125,7 +125,7 @@ def is_within(limits: Limits, left: Sequence[Tensor], right: Sequence[Tensor]) -
 
 
 def equal_bits(left: Sequence[Tensor], right: Sequence[Tensor]) -> bool:
-    """Whether all tensors have the same bits, NaN included."""
+    """Return whether all tensors have the same bits, including NaN."""
     return all(
         a.shape == b.shape
         and torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))
@@ -134,7 +134,7 @@ def equal_bits(left: Sequence[Tensor], right: Sequence[Tensor]) -> bool:
 
 
 def distance(left: Sequence[Tensor], right: Sequence[Tensor]) -> float:
-    """The largest root mean square of a difference, as a share of the first's; inf where unlike."""
+    """Return the largest RMS difference relative to `left`; inf if shapes or non-finites differ."""
     worst = 0.0
     for a, b in zip(left, right, strict=True):
         if a.shape != b.shape or not torch.equal(a.isfinite(), b.isfinite()):
@@ -150,7 +150,7 @@ def distance(left: Sequence[Tensor], right: Sequence[Tensor]) -> float:
 
 
 def ulps_apart(left: Sequence[Tensor], right: Sequence[Tensor]) -> float:
-    """The largest difference of an element, as Limits counts it; inf where they are unlike."""
+    """Return the largest difference of an element, as Limits counts it; inf for unlike tensors."""
     worst = 0.0
     for a, b in zip(left, right, strict=True):
         if not a.is_floating_point() or a.numel() == 0:

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A load generator for OpenAI-compatible servers: requests, when they are sent, and figures."""
+"""Load generator for OpenAI-compatible servers: requests, arrival times and figures."""

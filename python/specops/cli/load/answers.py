@@ -17,22 +17,22 @@ Clock = Callable[[], float]
 
 @dataclass
 class Answer:
-    """The answer to one request, with times by one clock.
+    """The answer to one request; all times are seconds of the same clock.
 
     Attributes:
-        due: when it was to be sent, from which its latencies count.
-        sent: when it was.
-        first: when the first text came; None: none did.
-        last: when the last text came.
-        end: when the answer was over.
-        prompt_tokens: as the server counts them; None: not reported.
-        completion_tokens: the same for the text; if not reported, the pieces of text.
-        pieces: of text that came.
-        num_drafts: steps of the server with drafts; None, like the next two: not reported.
-        num_draft_tokens: that these steps verified.
-        num_accepted_tokens: of them.
-        timings: seconds by the server's clock, as specops reports them; empty: not reported.
-        error: why there is no answer; None: there is one.
+        due: when the request should have been sent; latencies count from here.
+        sent: when the request was sent.
+        first: when the first text arrived; None if no text arrived.
+        last: when the last text arrived.
+        end: when the answer was complete.
+        prompt_tokens: as reported by the server; None if not reported.
+        completion_tokens: as reported by the server; otherwise the number of pieces of text.
+        pieces: number of events with text.
+        num_drafts: steps of the server with drafts; this and the next two are None if not reported.
+        num_draft_tokens: drafts that were verified.
+        num_accepted_tokens: drafts that were accepted.
+        timings: seconds by the server's clock, as specops reports them; None if not reported.
+        error: why there is no answer; None on success.
     """
 
     due: float
@@ -51,36 +51,36 @@ class Answer:
 
     @property
     def seconds_to_first(self) -> float | None:
-        """Until the first text."""
+        """Seconds from `due` to the first text; None if no text arrived."""
         return None if self.first is None else self.first - self.due
 
     @property
     def seconds_per_token(self) -> float | None:
-        """Between the first text and the last, for each token but one."""
+        """Mean seconds per token after the first text; None for fewer than two tokens."""
         if self.first is None or self.last is None or self.completion_tokens < 2:
             return None
         return (self.last - self.first) / (self.completion_tokens - 1)
 
     @property
     def seconds(self) -> float:
-        """Until the answer was over."""
+        """Seconds from `due` to the end of the answer."""
         return self.end - self.due
 
 
 async def ask(
     session: aiohttp.ClientSession, url: str, body: Mapping[str, Any], due: float, clock: Clock
 ) -> Answer:
-    """Sends a request and reads its answer to the end.
+    """Send a request and read its answer to the end.
 
     Args:
-        session: keeps connections.
-        url: of the endpoint.
-        body: of the request, with `stream`.
-        due: when it should be sent; that is now, or a little ago.
-        clock: of all times.
+        session: session that keeps connections open.
+        url: URL of the endpoint.
+        body: JSON body of the request, with `stream`.
+        due: when the request should be sent: now, or shortly before.
+        clock: clock of all times.
 
     Returns:
-        The answer. A failure is in its `error` and raises nothing.
+        The answer. A failure is recorded in its `error`; nothing is raised.
     """
     answer = Answer(due, sent=clock())
     try:
@@ -98,7 +98,7 @@ async def ask(
 
 
 def reason(error: Exception) -> str:
-    """Why a server was not reached or stopped answering, in the system's words if it has some."""
+    """Return why a server was not reached or stopped answering, in the OS's words if possible."""
     if isinstance(error, aiohttp.ClientConnectorError):
         number = error.os_error.errno
         return f"cannot connect: {os.strerror(number)}" if number else "cannot connect"
@@ -107,7 +107,7 @@ def reason(error: Exception) -> str:
 
 async def _read(answer: Answer, response: aiohttp.ClientResponse, clock: Clock) -> None:
     async for data in _events(response):
-        if answer.end:  # to the end of the body, or the connection could not serve another
+        if answer.end:  # read the rest of the body, so that the connection can be reused
             continue
         if data == b"[DONE]":
             answer.end = clock()
@@ -129,7 +129,7 @@ async def _read(answer: Answer, response: aiohttp.ClientResponse, clock: Clock) 
 
 
 async def _events(response: aiohttp.ClientResponse) -> AsyncIterator[bytes]:
-    """The data of server-sent events."""
+    """Yield the data of server-sent events."""
     rest = b""
     async for piece in response.content.iter_any():
         *lines, rest = (rest + piece).split(b"\n")
@@ -139,7 +139,7 @@ async def _events(response: aiohttp.ClientResponse) -> AsyncIterator[bytes]:
 
 
 def _text(choice: Mapping[str, Any]) -> str:
-    """Of a completion's choice or a chat's; thinking and calls are text, too."""
+    """Return the new text of a choice; in a chat, reasoning and tool calls count as text."""
     if "delta" not in choice:
         return str(choice.get("text") or "")
     delta = choice["delta"] or {}
@@ -148,7 +148,7 @@ def _text(choice: Mapping[str, Any]) -> str:
 
 
 def _take_counts(answer: Answer, event: Mapping[str, Any]) -> None:
-    """Takes over the fields next to the choices, most of them in the last event."""
+    """Copy counts and timings of an event to the answer; most are in the last event."""
     usage = event.get("usage")
     if usage:
         answer.prompt_tokens = int(usage["prompt_tokens"])

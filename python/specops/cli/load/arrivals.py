@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""When requests are sent: at a fixed rate, or with a fixed number running at once."""
+"""Arrival times of requests: at a fixed rate, or with a fixed number in flight."""
 
 import asyncio
 import random
@@ -7,19 +7,19 @@ from collections.abc import Awaitable, Callable, Iterator, Sequence
 
 from specops.cli.load.answers import Answer, Clock
 
-Send = Callable[[int, float], Awaitable[Answer]]  # which request, and when it is due
+Send = Callable[[int, float], Awaitable[Answer]]  # index of the request, and when it is due
 Sleep = Callable[[float], Awaitable[None]]
 
 
 def due_times(count: int, rate: float, *, even: bool, seed: int) -> list[float]:
-    """Seconds from the beginning at which requests are due.
+    """Return when requests are due, in seconds from the beginning.
 
     Args:
-        count: of requests.
-        rate: requests a second.
-        even: the same time between any two; otherwise they come as a Poisson process has it, as
-            those of many clients that know nothing of one another do.
-        seed: of the random gaps.
+        count: number of requests.
+        rate: requests per second.
+        even: whether gaps are equal. Otherwise arrivals are a Poisson process, like requests of
+            many independent clients.
+        seed: seed of the random gaps.
     """
     numbers = random.Random(seed)
     times, now = [], 0.0
@@ -30,10 +30,10 @@ def due_times(count: int, rate: float, *, even: bool, seed: int) -> list[float]:
 
 
 async def send_at(times: Sequence[float], send: Send, clock: Clock, sleep: Sleep) -> list[Answer]:
-    """Sends each request when it is due, whether or not others are answered.
+    """Send each request when it is due, whether or not earlier ones are answered.
 
-    A request that could not be sent in time counts from when it was due: otherwise a server that
-    stalls would seem the faster, the fewer requests come to see it.
+    Latencies count from the due time even if a request could not be sent in time. Otherwise a
+    server that stalls would look faster, because fewer requests would see the stall.
     """
     begin = clock()
     tasks = []
@@ -45,7 +45,7 @@ async def send_at(times: Sequence[float], send: Send, clock: Clock, sleep: Sleep
 
 
 async def keep_busy(count: int, concurrency: int, send: Send, clock: Clock) -> list[Answer]:
-    """Keeps so many requests under way: the next is sent when one is answered."""
+    """Keep `concurrency` requests in flight: each answer triggers the next request."""
     indices = iter(range(count))
 
     async def client(indices: Iterator[int]) -> list[Answer]:

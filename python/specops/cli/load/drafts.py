@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A server's counts of its drafts, wherever it has them. Standard library only."""
+"""A server's draft counts, in replies and in /metrics. Uses only the standard library."""
 
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-# vLLM's names, after a prefix such as vllm: or specops:.
+# vLLM's metric names, without a prefix such as vllm: or specops:.
 _COUNTERS = {
     "num_drafts": "spec_decode_num_drafts",
     "num_draft_tokens": "spec_decode_num_draft_tokens",
@@ -17,12 +17,12 @@ _SAMPLE = re.compile(r"^(?:\w+:)?(\w+?)(?:_total)?(?:\{.*\})? (\S+)", re.MULTILI
 
 @dataclass(frozen=True)
 class DraftCounts:
-    """A server's counts of its drafts.
+    """A server's counts of drafts.
 
     Attributes:
-        num_drafts: steps with drafts; None: not reported.
-        num_draft_tokens: that were verified.
-        num_accepted_tokens: of them.
+        num_drafts: steps with drafts; None if not reported.
+        num_draft_tokens: drafts that were verified.
+        num_accepted_tokens: drafts that were accepted.
     """
 
     num_drafts: int | None
@@ -30,7 +30,7 @@ class DraftCounts:
     num_accepted_tokens: int
 
     def since(self, before: "DraftCounts") -> "DraftCounts":
-        """The counts since `before`."""
+        """Return the counts since `before`."""
         steps = None
         if self.num_drafts is not None and before.num_drafts is not None:
             steps = self.num_drafts - before.num_drafts
@@ -42,13 +42,16 @@ class DraftCounts:
 
 
 def counts_in(reply: Mapping[str, Any]) -> DraftCounts | None:
-    """The counts of one request, in its response or the last event of its stream.
+    """Return the draft counts of a request from its response or its stream's last event.
 
-    They are vLLM's and specops' `metrics`, OpenAI's `usage` of predictions, or llama.cpp's
-    `timings`, in this order.
+    The fields are `metrics` of vLLM and specops, OpenAI's `usage` of predicted outputs, and
+    `timings` of llama.cpp, tried in this order.
+
+    Returns:
+        The counts; None if none of these fields has them.
 
     Raises:
-        KeyError, TypeError, ValueError, AttributeError: the reply has another form.
+        KeyError, TypeError, ValueError, AttributeError: the reply is malformed.
     """
     found = (reply.get("metrics") or {}).get("speculative_decoding")
     if found:
@@ -69,7 +72,7 @@ def counts_in(reply: Mapping[str, Any]) -> DraftCounts | None:
 
 
 def read_counters(text: str) -> DraftCounts | None:
-    """The counts of all requests so far, in what /metrics gives; None: there are none."""
+    """Return the counts of all requests so far from the text of /metrics; None without counts."""
     sums: dict[str, float] = {}
     for name, value in _SAMPLE.findall(text):
         if name in _COUNTERS.values():

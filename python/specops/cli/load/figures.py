@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From the answers of a run to its figures."""
+"""Figures of a run, from its answers."""
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -18,19 +18,19 @@ _SERVER_TIMES = tuple(
 
 
 def figures(answers: Sequence[Answer], metrics: DraftCounts | None = None) -> dict[str, Any]:
-    """The figures of a run, in JSON.
+    """Return the figures of a run, ready for JSON.
 
     Args:
-        answers: of all requests.
-        metrics: the server's own counters over the run. Counts in the answers take precedence,
-            because other clients may use the server as well.
+        answers: answers to all requests.
+        metrics: difference of the server's own counters over the run. Counts in the answers take
+            precedence, because other clients may use the server as well.
 
     Returns:
         "num_requests", "num_failed" and "failures" (a count per message); "seconds" from the
-        first request that was due to the last answer; tokens, and tokens and requests a second;
-        in milliseconds and for answers without a failure "first_token_ms", "per_output_token_ms",
-        "whole_ms" by the clock here, "sent_late_ms" (how late requests were sent: the generator's
-        own fault), and "server_ms" by the server's clock; "acceptance" of drafts, or null.
+        first due time to the last answer; tokens, and tokens and requests per second;
+        in milliseconds and for successful answers "first_token_ms", "per_output_token_ms" and
+        "whole_ms" by the client's clock; "sent_late_ms" (how late requests were sent, which is
+        the generator's fault); "server_ms" by the server's clock; "acceptance" of drafts, or None.
     """
     good = [answer for answer in answers if answer.error is None]
     seconds = max(a.end for a in answers) - min(a.due for a in answers)
@@ -55,7 +55,7 @@ def figures(answers: Sequence[Answer], metrics: DraftCounts | None = None) -> di
 
 
 def spread(seconds: Iterable[float | None]) -> dict[str, float] | None:
-    """Mean, percentiles and greatest in milliseconds, of the times that are there; None: none."""
+    """Return mean, percentiles and maximum in milliseconds of the times that are not None."""
     there = [1e3 * second for second in seconds if second is not None]
     if not there:
         return None
@@ -68,7 +68,7 @@ def spread(seconds: Iterable[float | None]) -> dict[str, float] | None:
 
 
 def request_records(answers: Sequence[Answer]) -> list[dict[str, Any]]:
-    """Every request, its times in seconds from the first one that was due."""
+    """Return every request as a dict, with times in seconds from the first due time."""
     begin = min(answer.due for answer in answers)
     records = []
     for answer in sorted(answers, key=lambda answer: answer.due):
@@ -81,7 +81,7 @@ def request_records(answers: Sequence[Answer]) -> list[dict[str, Any]]:
 
 
 def _counter(answers: Sequence[Answer]) -> str:
-    """How tokens were counted. Pieces of text are fewer if a step emits several tokens."""
+    """Return how tokens were counted. Pieces of text are fewer if a step emits several tokens."""
     told = all(answer.prompt_tokens is not None for answer in answers)
     return "the server" if told else "pieces of text: the server sends no usage"
 

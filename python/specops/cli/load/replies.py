@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a server's replies say about itself. Standard library only."""
+"""Parsers of a server's error messages and model list. Uses only the standard library."""
 
 import json
 from typing import Any
 
 
 def error_message(text: str) -> str:
-    """A server's error message, in OpenAI's form or any other."""
+    """Return a server's error message, from OpenAI's JSON or else from the plain text."""
     try:
         return str(json.loads(text)["error"]["message"])
     except (ValueError, TypeError, KeyError):
@@ -14,7 +14,7 @@ def error_message(text: str) -> str:
 
 
 def model_cards(text: str) -> list[dict[str, Any]]:
-    """The models that /v1/models lists.
+    """Return the models that /v1/models lists.
 
     Raises:
         ValueError: it lists none.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A server's models and its counters of drafts, from its API."""
+"""A server's first model and its draft counters, from its API."""
 
 import aiohttp
 
@@ -9,10 +9,10 @@ from specops.cli.load.replies import error_message, model_cards
 
 
 async def first_model(session: aiohttp.ClientSession, url: str) -> str:
-    """The name of the first model that the server has.
+    """Return the name of the first model that the server lists.
 
     Raises:
-        ValueError: there is no such server, or it has none.
+        ValueError: the server does not answer, or lists no model.
     """
     wrong = f"--url must be an OpenAI-compatible server, got {url}: "
     try:
@@ -29,7 +29,7 @@ async def first_model(session: aiohttp.ClientSession, url: str) -> str:
 
 
 async def draft_counts(session: aiohttp.ClientSession, url: str) -> DraftCounts | None:
-    """The server's draft counters so far; None: it has no such metrics."""
+    """Return the server's draft counters so far; None if it has no such metrics."""
     try:
         async with session.get(f"{url}/metrics") as response:
             return read_counters(await response.text()) if response.status == 200 else None

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Two servers measured in turn: medians, and the ratios of runs next to each other."""
+"""Two servers measured in turn: medians, and ratios of adjacent runs."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median, quantiles
 from typing import Any
 
-# By title: where a run has the figure. Of latencies, the median over its requests.
+# Title -> path of the figure in a run's figures. Latencies: the median over the run's requests.
 FIGURES = {
     "output tokens/s": ("output_tokens_per_s",),
     "requests/s": ("requests_per_s",),
@@ -18,7 +18,7 @@ FIGURES = {
 
 @dataclass(frozen=True)
 class Spread:
-    """The median of some values, and the quarters of them that are below `low` and above `high`."""
+    """Median (`middle`) and the lower (`low`) and upper (`high`) quartile of some values."""
 
     middle: float
     low: float
@@ -30,10 +30,10 @@ class Row:
     """A figure of two servers.
 
     Attributes:
-        title: of FIGURES.
-        of_each: over the rounds, of one server and the other.
-        ratio: of the first to the second, of the two runs of a round: a machine's speed varies over
-            time, and less within a round.
+        title: a key of FIGURES.
+        of_each: spread over the rounds, of the first and of the second server.
+        ratio: spread of the ratio first / second, each taken within a round, because a machine's
+            speed varies less within a round than over time.
     """
 
     title: str
@@ -42,7 +42,7 @@ class Row:
 
 
 def spread_of(values: Sequence[float]) -> Spread:
-    """The spread of at least one value; of a single one, it is that value."""
+    """Return the spread of at least one value; a single value is its own spread."""
     if len(values) == 1:
         return Spread(values[0], values[0], values[0])
     low, _, high = quantiles(values, n=4, method="inclusive")
@@ -50,7 +50,7 @@ def spread_of(values: Sequence[float]) -> Spread:
 
 
 def compare(rounds: Sequence[tuple[Mapping[str, Any], Mapping[str, Any]]]) -> list[Row]:
-    """Compares the figures of rounds; one that a run lacks, or that is 0, is left out."""
+    """Compare the figures of rounds; skip a figure that is missing or 0 in any run."""
     rows = []
     for title, path in FIGURES.items():
         pairs = [(_figure(first, path), _figure(second, path)) for first, second in rounds]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whether speculation changes what a server says: any with OpenAI's API, from outside.
+"""Check over HTTP whether speculation changes the output of an OpenAI-compatible server.
 
-Standard library only: it runs where nothing is installed, compiled or at hand but Python.
+Uses only the standard library, so that it runs wherever Python is installed.
 """

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Answers of servers, in each of the shapes that they have: text, tokens, logprobs, ending."""
+"""Answers in the formats of different servers: text, tokens, logprobs and finish reason."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -13,10 +13,10 @@ class Token:
     """An emitted token.
 
     Attributes:
-        text: as the server spells it; None, as the next two: not reported.
-        id: in the vocabulary.
-        logprob: of the token.
-        alternatives: logprobs of the likeliest tokens by their text.
+        text: as the server spells it; this and the next two are None if not reported.
+        id: index in the vocabulary.
+        logprob: logprob of the token.
+        alternatives: (text, logprob) of the most likely tokens, sorted by falling logprob.
     """
 
     text: str | None
@@ -27,14 +27,14 @@ class Token:
 
 @dataclass(frozen=True)
 class Answer:
-    """What a server said, or why it did not.
+    """A server's answer, or why there is none.
 
     Attributes:
-        text: all of it; a chat's thinking and calls are text, too.
+        text: all of the text; in a chat, reasoning and tool calls count as text.
         ending: the finish reason.
-        tokens: of the text; empty: not reported.
-        drafts: that were verified for it; None: not reported.
-        error: of a request that failed; None: it did not.
+        tokens: tokens of the text; empty if not reported.
+        drafts: counts of the drafts that were verified; None if not reported.
+        error: message of a failed request; None on success.
     """
 
     text: str = ""
@@ -45,10 +45,11 @@ class Answer:
 
 
 def read_answer(reply: Mapping[str, Any]) -> Answer:
-    """The answer in a response of /v1/completions or /v1/chat/completions.
+    """Return the answer in a response of /v1/completions or /v1/chat/completions.
 
     Raises:
-        KeyError, IndexError, TypeError, ValueError, AttributeError: it is none of OpenAI's form.
+        KeyError, IndexError, TypeError, ValueError, AttributeError: the response is not in
+            OpenAI's format.
     """
     choice = reply["choices"][0]
     return Answer(
@@ -66,7 +67,7 @@ def _text(choice: Mapping[str, Any]) -> str:
 
 def _tokens(choice: Mapping[str, Any]) -> list[Token]:
     logprobs = choice.get("logprobs") or {}
-    if logprobs.get("content"):  # a chat's shape, which llama.cpp has for completions as well
+    if logprobs.get("content"):  # the chat format, which llama.cpp uses for completions as well
         tokens = [_chat_token(entry) for entry in logprobs["content"]]
     else:
         texts = logprobs.get("tokens") or []
@@ -94,6 +95,6 @@ def _number(value: Any) -> float | None:
 
 
 def _sorted(tops: Any) -> tuple[tuple[str, float], ...]:
-    """Likeliest first; a server's order of equal ones has no meaning."""
+    """Sort by falling logprob, then by text: a server's order of equal logprobs is arbitrary."""
     known = [(str(text), float(logprob)) for text, logprob in tops if logprob is not None]
     return tuple(sorted(known, key=lambda top: (-top[1], top[0])))

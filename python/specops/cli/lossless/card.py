@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The verdict as a picture to share: one SVG that reads alike on light and dark pages."""
+"""The verdict as a picture to share: one SVG that is readable on light and dark pages."""
 
 from collections.abc import Sequence
 from html import escape
@@ -9,9 +9,9 @@ from specops.cli.lossless.modes import ALONE, BESIDE, GREEDY, SEEDED
 from specops.cli.lossless.verdict import DIFFERS, LOSSLESS, UNKNOWN, Comparison
 
 _WIDTH, _MARGIN, _LINE, _ROW = 640, 24, 20, 22
-_ENDS = (340, 430, 526, 616)  # of the columns of numbers
+_ENDS = (340, 430, 526, 616)  # right edges of the columns of numbers
 _TITLE, _SENTENCE, _TABLE_GAP = 52, 84, 18
-_LETTERS = 90  # of a line
+_LETTERS = 90  # per line
 _BACKGROUND, _BORDER, _TEXT, _FAINT = "#f6f8fa", "#d1d9e0", "#1f2328", "#59636e"
 _COLOURS = {LOSSLESS: "#1a7f37", DIFFERS: "#cf222e", UNKNOWN: "#9a6700"}
 _SIGNS = {LOSSLESS: "✓", DIFFERS: "✗", UNKNOWN: "?"}
@@ -27,13 +27,13 @@ _STYLE = f"""  <style>
 def card(
     status: str, sentence: str, comparisons: Sequence[Comparison], footer: Sequence[str]
 ) -> str:
-    """The whole SVG.
+    """Return the whole SVG.
 
     Args:
-        status: of the verdict.
-        sentence: of it.
-        comparisons: four of each mode, which is a row.
-        footer: small print below, a line each.
+        status: status of the verdict.
+        sentence: sentence of the verdict.
+        comparisons: four comparisons per mode; a mode is a row.
+        footer: lines of small print.
     """
     lines = wrap(sentence, _LETTERS)
     body = [

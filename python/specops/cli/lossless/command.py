@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`specops verify-exactness --url`: does speculation change what this server says?"""
+"""`specops verify-exactness --url`: check that speculation does not change a server's output."""
 
 import argparse
 import json
@@ -23,11 +23,11 @@ from specops.cli.lossless.verdict import STATUSES, Comparison, total, verdict
 from specops.cli.progress import progress
 from specops.prompts import read_prompts
 
-_SHOWN = 3  # differences
+_SHOWN = 3  # differences that are printed without --verbose
 
 
 def main(arguments: Sequence[str], program: str) -> int:
-    """Compares, prints, and returns the exit code: 0 lossless, 1 differs, 2 cannot say."""
+    """Compare, print, and return the exit code: 0 lossless, 1 differs, 2 cannot say."""
     args = _parser(program).parse_args(arguments)
     try:
         _check(args)
@@ -45,7 +45,7 @@ def main(arguments: Sequence[str], program: str) -> int:
         drafts = {mode.name: mode.drafts for mode in (plain, *drafted)}
         status, sentence = verdict(comparisons, drafts, is_trusted=args.trust_speculation)
         _report(args, status, sentence, comparisons, [plain, *drafted])
-    except BrokenPipeError:  # the reader has seen enough
+    except BrokenPipeError:  # the reader closed the pipe; the caller handles that
         raise
     except (OSError, ValueError) as error:
         return fail(str(error))
@@ -174,7 +174,7 @@ def _server(args: argparse.Namespace, url: str, model: str) -> Server:
 def _compare(
     args: argparse.Namespace, asks: Sequence[Ask], plain: Mode, drafted: Sequence[Mode]
 ) -> list[Comparison]:
-    """Asks all, first plainly and alone: that is what everything else is compared with."""
+    """Send all requests, first plainly and alone: those answers are the reference."""
     comparisons: list[Comparison] = []
     rounds = 1 + 2 * (1 + len(drafted))
     with progress(rounds * len(asks), is_shown=not args.quiet) as advance:
@@ -203,12 +203,12 @@ def _compare(
 
 
 def _ask_all(asks: Sequence[Ask], one: Callable[[Ask], Answer], count: int) -> list[Answer]:
-    """All answers, with so many requests under way at a time."""
+    """Return all answers, with at most `count` requests in flight."""
     pool = ThreadPoolExecutor(count)
     try:
         return list(pool.map(one, asks))
     finally:
-        pool.shutdown(wait=False, cancel_futures=True)  # Ctrl-C does not wait for those to come
+        pool.shutdown(wait=False, cancel_futures=True)  # Ctrl-C does not wait for queued requests
 
 
 def _comparisons(
@@ -218,7 +218,7 @@ def _comparisons(
     expected: Sequence[Answer],
     answers: Sequence[Answer],
 ) -> Iterable[Comparison]:
-    """Of greedy answers and of those with seeds."""
+    """Return one comparison for greedy and one for seeded answers."""
     found: dict[str, Comparison] = {}
     for ask, plain, other in zip(asks, expected, answers, strict=True):
         if ask.sampling not in found:
@@ -234,7 +234,7 @@ def _report(
     comparisons: Sequence[Comparison],
     modes: Sequence[Mode],
 ) -> None:
-    """Prints, and writes files."""
+    """Print the verdict and write the files that were requested."""
     out = sys.stderr if args.json == "-" else sys.stdout
     print(sentence, file=out)
     notes = cautions(comparisons, modes)
@@ -285,7 +285,7 @@ def _as_json(
         ],
         "comparisons": [
             {
-                # asdict makes a Counter of pairs.
+                # asdict would turn a Counter into a count of (key, count) pairs.
                 **asdict(replace(one, failures=Counter(), lacks=Counter())),
                 "failures": dict(one.failures),
                 "lacks": dict(one.lacks),

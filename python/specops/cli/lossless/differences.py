@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Two answers to one request: what differs, and where first."""
+"""Differences of two answers to the same request, and the first place of each."""
 
 import math
 import struct
@@ -10,19 +10,20 @@ from typing import Any
 from specops.cli.lossless.answers import Answer, Token
 
 KINDS = ("text", "token", "logprob", "ending")
-_BEFORE, _AFTER = 48, 32  # characters around a difference
+_BEFORE, _AFTER = 48, 32  # characters of context around a difference
 
 
 @dataclass(frozen=True)
 class Side:
-    """One of two answers, where they first differ.
+    """One of two answers at the first difference.
 
     Attributes:
-        next: the token there, or without tokens the text from there on; None: the answer is over.
-        ending: its finish reason.
-        logprob: of that token; None, as the next: not reported.
-        others_logprob: of the other answer's token, in this answer.
-        alternatives: all that are reported there, the likeliest first.
+        next: the token there, or the text from there on if tokens are not reported; None at the end
+            of the answer.
+        ending: finish reason of the answer.
+        logprob: logprob of that token; this and the next are None if not reported.
+        others_logprob: logprob of the other answer's token, in this answer.
+        alternatives: all reported (text, logprob) there, sorted by falling logprob.
     """
 
     next: str | None
@@ -34,20 +35,20 @@ class Side:
 
 @dataclass(frozen=True)
 class Difference:
-    """Two answers that are not the same.
+    """Two answers that differ.
 
     Attributes:
-        kinds: of KINDS, what differs. Logprobs are compared up to the first other token, endings
-            where texts and tokens are the same.
-        place: the first other token, or else the first with another logprob, or the first character
-            where tokens do not show it.
-        unit: what `place` counts, "token" or "character".
-        before: the end of the text in front of it.
-        plain: without speculation.
-        other: what is compared with it.
-        logprob_place: the first token with another logprob; None: none.
-        logprob_gap: the largest difference of two logprobs of one token in one place; None: no
-            place has two.
+        kinds: the kinds of KINDS that differ. Logprobs are compared up to the first differing
+            token, and finish reasons only if texts and tokens are equal.
+        place: index of the first differing token, or else of the first token with a differing
+            logprob; the first differing character if tokens show no difference.
+        unit: unit of `place`, "token" or "character".
+        before: the end of the text before the difference.
+        plain: the answer without speculation.
+        other: the answer that is compared with it.
+        logprob_place: index of the first token with a differing logprob; None if there is none.
+        logprob_gap: largest difference of two logprobs of the same token in the same place; None
+            if no place has two.
     """
 
     kinds: tuple[str, ...]
@@ -61,10 +62,10 @@ class Difference:
 
 
 def difference(plain: Answer, other: Answer) -> Difference | None:
-    """Compares two answers to one request; None: they are the same.
+    """Compare two answers to the same request; return None if they are equal.
 
-    Tokens are compared by id where both answers have ids, else by text; logprobs by the bits of
-    the numbers that were sent, those of alternatives too.
+    Tokens are compared by id if both answers have ids, else by text. Logprobs, including those
+    of alternatives, are compared by the bits of the numbers that were sent.
     """
     a, b = plain.tokens, other.tokens
     token = _first_unequal(*_names(a, b))
@@ -94,7 +95,7 @@ def difference(plain: Answer, other: Answer) -> Difference | None:
 
 
 def _names(a: Sequence[Token], b: Sequence[Token]) -> tuple[list[Any], list[Any]]:
-    """What tells two answers' tokens from each other; nothing, if they have nothing in common."""
+    """Return two lists that identify the tokens: ids, else texts, or empty if one side has none."""
     if a and b:
         for name in ("id", "text"):
             names = [[getattr(token, name) for token in tokens] for tokens in (a, b)]

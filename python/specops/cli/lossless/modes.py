@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How a server is asked: plainly and with speculation, greedy and with seeds."""
+"""Modes of requests: plain or with speculation, greedy or seeded."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -12,11 +12,11 @@ from specops.cli.lossless.texts import Text
 
 ALONE, BESIDE = "alone", "beside others"
 GREEDY, SEEDED = "greedy", "seeded"
-_PLAIN = "naive"  # as specops calls decoding without drafts
+_PLAIN = "naive"  # specops' name for decoding without drafts
 
 
 class Ask(NamedTuple):
-    """A request: GREEDY or SEEDED, its text, and the fields that say so."""
+    """A request: GREEDY or SEEDED, its text, and the sampling fields."""
 
     sampling: str
     text: Text
@@ -28,11 +28,11 @@ class Mode:
     """A way of decoding.
 
     Attributes:
-        name: "plain", or how it speculates.
+        name: "plain", or the name of the kind of speculation.
         is_drafted: whether it speculates.
-        server: that is asked.
-        fields: of its requests.
-        drafts: that it verified; None: not reported.
+        server: server that receives the requests.
+        fields: fields added to its requests.
+        drafts: counts of the drafts it verified; None if not reported.
     """
 
     name: str
@@ -43,7 +43,7 @@ class Mode:
 
 
 def asks_of(texts: Sequence[Text], *, max_tokens: int, temperature: float, seed: int) -> list[Ask]:
-    """Each text greedily and with a seed of its own, in turn: a batch has both."""
+    """Return two requests per text, greedy and seeded, alternating so that a batch has both."""
     asks = []
     for index, text in enumerate(texts):
         greedy = {"max_tokens": max_tokens, "temperature": 0}
@@ -58,13 +58,16 @@ def modes_of(
     plain_body: dict[str, Any] | None,
     drafted_bodies: Sequence[dict[str, Any]],
 ) -> list[Mode]:
-    """Plain decoding, then every way to speculate; no other where nothing turns it off.
+    """Return plain decoding, then every mode with speculation.
+
+    Without a way to turn speculation off, plain decoding is the only mode.
 
     Args:
-        server: that speculates.
-        baseline: that does not; None: it is the same one.
-        plain_body: fields that turn speculation off; None: specops' own on its server.
-        drafted_bodies: fields that turn it on; none: specops' methods on its server, else nothing.
+        server: the server that speculates.
+        baseline: a server that does not speculate; None: use `server`.
+        plain_body: fields that turn speculation off; None: specops' field, on a specops server.
+        drafted_bodies: fields that turn it on; if empty, one mode per method on a specops server,
+            else one mode without further fields.
 
     Raises:
         ValueError: a server does not answer, or the two have no endpoint in common.
@@ -85,7 +88,7 @@ def modes_of(
         return [plain]
     bodies: list[tuple[str, dict[str, Any]]] = [(json.dumps(body), body) for body in drafted_bodies]
     if not bodies:
-        # Where drafts gain nothing, specops would cease to verify them: they are compared, too.
+        # By default specops stops verifying drafts that save no time; compare them as well.
         bodies = [
             (name, {"speculative_config": {"method": name, "adaptive_verification": False}})
             for name in server.methods

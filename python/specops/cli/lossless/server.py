@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A server with OpenAI's API: what it can be asked, and its answers."""
+"""Client of a server with OpenAI's API: supported request fields, and answers."""
 
 import json
 import urllib.error
@@ -16,8 +16,8 @@ from specops.cli.lossless.texts import Text
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 _ALTERNATIVES = 5
-# What is asked of every token, the most first: a server gets the first of a line that it takes.
-# vLLM reports token ids if told to; llama.cpp always does; others ignore or refuse the field.
+# Fields that request details of every token, in falling order; the first accepted entry is used.
+# vLLM reports token ids on request; llama.cpp always does; others ignore or refuse the field.
 _LADDERS: dict[str, tuple[dict[str, Any], ...]] = {
     COMPLETIONS: (
         {"logprobs": _ALTERNATIVES, "return_token_ids": True},
@@ -33,25 +33,25 @@ _LADDERS: dict[str, tuple[dict[str, Any], ...]] = {
         {},
     ),
 }
-# No proxy stands between: not for 127.0.0.1, and the load generator uses none either.
+# No proxy is used: 127.0.0.1 must not go through one, and `specops bench` uses none either.
 _OPENER = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
 
 class Unreachable(Exception):
-    """There is no answer at all, for a reason in the system's words."""
+    """No answer was received; the message is the OS's reason."""
 
 
 @dataclass
 class Server:
-    """A server and what it can be asked.
+    """A server and the requests that it supports.
 
     Attributes:
-        url: without /v1.
-        key: the bearer token; None: none.
+        url: base URL without /v1.
+        key: bearer token, or None.
         timeout: seconds without a byte after which a request has failed.
-        model: that requests name; "": the first that it lists.
-        card: the model's, as /v1/models has it.
-        fields: that every request has, by endpoint; an endpoint that refuses is absent.
+        model: model name in requests; "": the first that the server lists.
+        card: the model's entry in /v1/models.
+        fields: fields added to every request, by endpoint; an endpoint that refuses is absent.
         refusals: by endpoint, why it does not answer, or not with logprobs.
     """
 
@@ -65,9 +65,9 @@ class Server:
 
     @property
     def methods(self) -> list[str]:
-        """The drafting methods that a request chooses by `speculative_config`: specops' card.
+        """Draft methods that requests can choose by `speculative_config`, from specops' card.
 
-        Those that draft from a parameter of the request, which none has here, are left out.
+        Methods that draft from a parameter of the request are left out: requests here have none.
         """
         if "speculative_config" not in self.card:
             return []
@@ -75,10 +75,10 @@ class Server:
         return [name for name in self.card.get("methods") or () if name not in lacking]
 
     def connect(self) -> None:
-        """Finds the model, and which endpoints answer how much of what is asked.
+        """Find the model, and the most detailed request that each endpoint accepts.
 
         Raises:
-            ValueError: it is no such server, or answers nothing.
+            ValueError: it is not an OpenAI-compatible server, or it refuses every request.
         """
         try:
             status, text = self._call("/v1/models")
@@ -101,7 +101,7 @@ class Server:
             raise ValueError(f"{self.url} refuses requests: {self.refusals[COMPLETIONS]}")
 
     def ask(self, text: Text, further: Mapping[str, Any]) -> Answer:
-        """The answer to a text; a failure is in its `error` and raises nothing."""
+        """Return the answer to a text; a failure is recorded in its `error`, not raised."""
         endpoint = CHAT if text.kind == "chat" else COMPLETIONS
         if endpoint not in self.fields:
             (endpoint,) = self.fields
@@ -122,7 +122,7 @@ class Server:
             return Answer(error=f"the answer is not OpenAI's: {error!r}")
 
     def counters(self) -> DraftCounts | None:
-        """The drafts of all requests so far; None: it has no such metrics."""
+        """Return the draft counts of all requests so far; None if there are no such metrics."""
         try:
             status, text = self._call("/metrics")
             return read_counters(text) if status == 200 else None
@@ -130,10 +130,10 @@ class Server:
             return None
 
     def _call(self, path: str, body: Mapping[str, Any] | None = None) -> tuple[int, str]:
-        """The status and the text of a reply.
+        """Return the status and the text of a reply.
 
         Raises:
-            Unreachable: there was none.
+            Unreachable: there was no reply.
         """
         headers = {"Content-Type": "application/json"}
         if self.key:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What was found, in lines of text."""
+"""Results of a comparison, as lines of text."""
 
 import math
 from collections import Counter
@@ -17,7 +17,7 @@ _COLUMNS = (
 
 
 def table(comparisons: Sequence[Comparison]) -> list[str]:
-    """A row for each comparison: outputs that differ in each respect, and drafts."""
+    """Return a table: per comparison, the outputs that differ in each respect, and drafts."""
     rows = [list(_COLUMNS), *(_row(one) for one in comparisons)]
     widths = [max(len(row[column]) for row in rows) for column in range(len(_COLUMNS))]
     return [
@@ -45,7 +45,7 @@ def _row(one: Comparison) -> list[str]:
 
 
 def cautions(comparisons: Sequence[Comparison], modes: Sequence[Mode]) -> list[str]:
-    """Sentences about what could not be compared, and why."""
+    """Return sentences about what could not be compared, and why."""
     notes = []
     servers = {mode.server.url: mode.server for mode in modes}.values()
     went = {COMPLETIONS: "all texts went as messages", CHAT: "messages went as prompts"}
@@ -75,14 +75,14 @@ def cautions(comparisons: Sequence[Comparison], modes: Sequence[Mode]) -> list[s
 
 
 def difference_lines(comparisons: Sequence[Comparison], most: int | None) -> list[str]:
-    """Where answers differ first, and what else each of them could have said there.
+    """Return lines that show where answers first differ and the likely tokens of each there.
 
     Args:
-        comparisons: of all modes.
-        most: differences that are shown; None: all.
+        comparisons: comparisons of all modes.
+        most: upper bound on the differences shown; None: all.
     """
     told = [(place, one, found) for one in comparisons for place, found in enumerate(one.found)]
-    # With speculation first, which is the question, and of each comparison one before another.
+    # Modes with speculation come first; then the first difference of each comparison, the second...
     told.sort(key=lambda item: (not item[1].is_drafted, item[0]))
     lines = [line for _, one, found in told[:most] for line in _told(one, found)]
     left = len(told) - len(told[:most])
@@ -107,7 +107,7 @@ def _told(one: Comparison, found: Found) -> list[str]:
 
 
 def _side(side: Side, other: Side) -> str:
-    """What comes next, and how likely that and the other answer's token are here."""
+    """Describe the next token of one side and its probability, and the other side's token."""
     if side.next is None:
         return f"the end ({side.ending})"
     parts = [_token(side.next, side.logprob)]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a server is asked: prose, code, chats, and copies that differ in a word."""
+"""Built-in prompts: prose, code, chats, and copies of code with a changed name."""
 
 from dataclasses import dataclass
 
@@ -10,7 +10,7 @@ class Text:
 
     Attributes:
         kind: "prose", "code", "chat", "copy" or "yours".
-        prompt: the text; of a chat, the user's message.
+        prompt: the text; for a chat, the user's message.
     """
 
     kind: str
@@ -40,8 +40,8 @@ _CHATS = (
     "What is the difference between a list and a tuple? Answer in two sentences.",
     "Count from one to twenty in words.",
 )
-# A file and the beginning of its copy: drafts copy the rest, and are wrong at the new name. All of
-# them share the first part, as edits of one file do.
+# A file and the beginning of its copy under a new name: drafts copy the rest, and are wrong at the
+# new name. The prompts share a prefix, like edits of one file.
 _FILE = """def load(path):
     with open(path) as file:
         lines = file.readlines()
@@ -53,7 +53,7 @@ _COPIES = tuple(
     for name in ("read", "load_rows", "loads", "parse", "load_all")
 )
 
-# In turn, so that a few are of each kind.
+# Kinds alternate, so that the first few prompts include every kind.
 TEXTS = tuple(
     Text(kind, prompt)
     for row in zip(_PROSE, _CODE, _CHATS, _COPIES, strict=True)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From answers to a verdict: comparisons with plain decoding, and one sentence about them."""
+"""Comparisons with plain decoding, and the verdict in one sentence."""
 
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Sequence
@@ -11,12 +11,12 @@ from specops.cli.lossless.differences import KINDS, Difference, difference
 from specops.cli.lossless.texts import Text
 
 LOSSLESS, DIFFERS, UNKNOWN = "lossless", "differs", "cannot say"
-STATUSES = (LOSSLESS, DIFFERS, UNKNOWN)  # by exit code
+STATUSES = (LOSSLESS, DIFFERS, UNKNOWN)  # the index is the exit code
 
 
 @dataclass(frozen=True)
 class Found:
-    """A text whose two answers differ."""
+    """A text with two answers that differ."""
 
     text: Text
     difference: Difference
@@ -24,20 +24,20 @@ class Found:
 
 @dataclass
 class Comparison:
-    """Answers to the same requests as those of plain decoding, one at a time.
+    """Answers compared with those of plain decoding, alone, to the same requests.
 
     Attributes:
-        mode: "plain", or how it speculates.
-        is_drafted: whether it speculates.
+        mode: "plain", or the name of the kind of speculation.
+        is_drafted: whether the mode speculates.
         setting: "alone" or "beside others".
         sampling: "greedy" or "seeded".
         num_compared: pairs of answers.
-        num_tokens: of them; without tokens, 0.
-        num_characters: the same.
-        failures: messages of requests that have no pair of answers, and how many.
-        drafts: as the answers report them; None: they do not.
-        found: what differs.
-        lacks: pairs that do not both report "tokens", "ids" and "logprobs".
+        num_tokens: tokens of the compared answers; 0 if tokens are not reported.
+        num_characters: characters of the compared answers.
+        failures: count per message of requests without a pair of answers.
+        drafts: counts in the answers; None if not reported.
+        found: texts with differing answers.
+        lacks: number of pairs that do not both report "tokens", "ids" and "logprobs".
     """
 
     mode: str
@@ -54,17 +54,17 @@ class Comparison:
 
     @property
     def counts(self) -> dict[str, int]:
-        """Texts that differ, by kind."""
+        """Number of texts that differ, by kind."""
         return {kind: sum(kind in one.difference.kinds for one in self.found) for kind in KINDS}
 
     @property
     def logprob_gap(self) -> float | None:
-        """The largest of all; None: no logprobs were compared where something differs."""
+        """Largest logprob gap of all differences; None if no logprobs were compared there."""
         gaps = [one.difference.logprob_gap for one in self.found]
         return max((gap for gap in gaps if gap is not None), default=None)
 
     def add(self, text: Text, plain: Answer, other: Answer) -> None:
-        """Compares another text's answers."""
+        """Compare the answers to another text."""
         for answer in (plain, other):
             if answer.error is not None:
                 self.failures[answer.error] += 1
@@ -73,7 +73,7 @@ class Comparison:
         self.num_tokens += len(other.tokens)
         self.num_characters += len(other.text)
         self.drafts = total([self.drafts, other.drafts])
-        if plain.text and other.text:  # no text has no tokens
+        if plain.text and other.text:  # an empty text has no tokens to report
             self.lacks.update({"tokens", "ids", "logprobs"} - (_reports(plain) & _reports(other)))
         found = difference(plain, other)
         if found is not None:
@@ -90,7 +90,7 @@ def _reports(answer: Answer) -> set[str]:
 
 
 def total(counts: Iterable[DraftCounts | None]) -> DraftCounts | None:
-    """The sum of what is reported; None: nothing is."""
+    """Return the sum of the reported counts; None if none are reported."""
     told = [one for one in counts if one is not None]
     if not told:
         return None
@@ -104,12 +104,12 @@ def total(counts: Iterable[DraftCounts | None]) -> DraftCounts | None:
 def verdict(
     comparisons: Sequence[Comparison], drafts: dict[str, DraftCounts | None], *, is_trusted: bool
 ) -> tuple[str, str]:
-    """The status, of STATUSES, and a sentence that says why.
+    """Return the status, one of STATUSES, and a sentence that explains it.
 
     Args:
-        comparisons: of all modes.
-        drafts: by mode, all that it verified; None: not reported.
-        is_trusted: a server that reports no drafts is taken to speculate.
+        comparisons: comparisons of all modes.
+        drafts: by mode, counts of all drafts it verified; None if not reported.
+        is_trusted: whether a server that reports no drafts is assumed to speculate.
     """
     drafted = [one for one in comparisons if one.is_drafted]
     plain = [one for one in comparisons if not one.is_drafted]
