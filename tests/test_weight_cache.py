@@ -16,7 +16,7 @@ import torch
 from conftest import every_isa
 from mtp_checkpoints import make_mtp_model
 from safetensors.torch import save_file
-from specops import dense
+from specops import dense, tokenizer
 from specops.checkpoints import safetensors
 from specops.dense import PackedWeight
 from specops.engine import Completion, Engine, EngineConfig, SamplingParams, SpeculativeConfig
@@ -165,6 +165,7 @@ def test_the_code_of_a_build_is_what_reads_and_packs() -> None:
     code = weight_cache._code_files()
     for module in (dense, safetensors, weight_cache):
         assert Path(module.__file__) in code
+    assert Path(tokenizer.__file__) not in code
 
 
 def test_a_changed_file_is_read_again(

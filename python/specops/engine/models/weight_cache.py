@@ -357,16 +357,16 @@ def _bytes_of(folder: Path) -> int:
 
 
 def _code_files() -> list[Path]:
-    """The Python code that decides what a packed weight is."""
+    """Return the Python files that determine the bytes of a packed weight."""
     package = Path(specops.__file__).parent
+    ops = [package / f"{name}.py" for name in ("dense", "moe", "quantization")]
     folders = [package / "checkpoints", package / "engine" / "models"]
-    sources = [*package.glob("*.py"), *(file for one in folders for file in one.rglob("*.py"))]
-    return sorted(sources)
+    return sorted([*ops, *(file for one in folders for file in one.rglob("*.py"))])
 
 
 @functools.lru_cache
 def _code_digest() -> str:
-    """Of all code that decides what a packed weight is."""
+    """Return the digest of the code that determines the bytes of a packed weight."""
     facts = specops.runtime.build_facts()
     texts = [file.read_text(encoding="utf-8") for file in _code_files()]
     return _digest([facts["source_digest"], facts["compiler"], *texts])
