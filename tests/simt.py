@@ -3,9 +3,10 @@
 
 An op call runs under several schedules on the same inputs, and every tensor argument must end with
 the same bits: most missing barriers and every dependence on the order of blocks show here. In a
-test, the first calls of an op run under all schedules. The later ones, which test values, use one
-schedule each, in rotation: a result that depends on the schedule then differs from the test's
-expectation. SPECOPS_SIMT_SCHEDULES=all (`make prove`) runs all calls under all schedules. The race
+test, the first two calls of an op run under two schedules, or under all four where
+SPECOPS_SIMT_SCHEDULES is "first calls" (CI). The later ones, which test values, use one schedule
+each, in rotation: a result that depends on the schedule then differs from the test's expectation.
+SPECOPS_SIMT_SCHEDULES=all (`make prove`) runs every call under all schedules. The race
 detector and AddressSanitizer compare nothing: there, all calls rotate through the schedules.
 """
 
