@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The module specops._C: its settings, the faults of CUDA kernels, then one call per family.
+// Python module specops._C: runtime settings, CUDA kernel error reporting and the ops of each
+// family.
 #include <pybind11/pybind11.h>
 
 #include "attention/ops.h"

@@ -9,7 +9,7 @@ namespace {
 
 constexpr auto kFloats = {DType::kFloat32, DType::kBFloat16, DType::kFloat16};
 
-// Above this many elements of work an op takes more than about 50 us and lets go of the GIL.
+// Ops with at least this many elements of work take more than about 50 us, so they release the GIL.
 constexpr int64_t kGilElements = int64_t{1} << 18;
 
 template <typename Fn>
@@ -19,7 +19,7 @@ void launch(int64_t elements, Fn&& fn) {
   fn();
 }
 
-// CUDA kernels load vectors of 16 bytes; rows are a multiple of that.
+// Checks that CUDA kernels can load `view` in 16-byte vectors: base pointer and row stride.
 [[maybe_unused]] void check_aligned(const Checker& check,
                                     const char* name,
                                     const TensorView& view) {

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The elements of 8-bit KV caches: a head of a token is head_dim of them and one float32 scale, which
-// multiplies them all. Plain C++ and CUDA.
+// Elements of 8-bit KV caches. Each (token, head) has head_dim elements and one float32 scale that
+// multiplies them all. Compiles as plain C++ and as CUDA.
 #pragma once
 
 #include <cstdint>
@@ -10,20 +10,20 @@
 
 namespace specops {
 
-// Two's complement; -128 is never written.
+// Two's complement int8; -128 is never written.
 struct KvInt8 {
   static constexpr float kLargest = 127.0f;
   int8_t bits;
 };
 
-// A sign, four bits of exponent and three of mantissa: float8_e4m3fn. The two patterns that mean NaN
-// elsewhere are never written; here they read as 480 and -480.
+// float8_e4m3fn: one sign bit, four exponent bits, three mantissa bits. The two NaN patterns are
+// never written; to_float reads them as 480 and -480.
 struct KvE4M3 {
   static constexpr float kLargest = 448.0f;
   uint8_t bits;
 };
 
-// Whether a cache of such elements has scales.
+// True if a cache of such elements has scales.
 template <typename T>
 constexpr bool kIsScaled = false;
 template <>
@@ -43,7 +43,7 @@ SPECOPS_HOST_DEVICE float float_of(uint32_t word) {
   return out;
 }
 
-// The bits of |x|, which are in the order of the values: NaN above infinity above all others.
+// Returns the bits of |x|. Their integer order is the order of the values, with NaN above infinity.
 SPECOPS_HOST_DEVICE uint32_t magnitude_bits(float x) { return bits_of(x) & 0x7fffffffu; }
 
 SPECOPS_HOST_DEVICE float to_float(KvInt8 x) { return static_cast<float>(x.bits); }
@@ -55,16 +55,17 @@ SPECOPS_HOST_DEVICE float to_float(KvE4M3 x) {
   return float_of(bits_of(value) | static_cast<uint32_t>(x.bits & 0x80u) << 24);
 }
 
-// To nearest, ties to even. |x| is below 127.5.
+// Rounds to nearest, ties to even. Requires |x| < 127.5.
 SPECOPS_HOST_DEVICE KvInt8 round_to(float x, KvInt8) {
-  // The sum is so large that its last bit counts ones, so the low bits are the rounded number.
+  // The sum is so large that its last mantissa bit counts ones, so its low bits are the rounded
+  // value.
   return {static_cast<int8_t>(static_cast<uint8_t>(bits_of(x + 0x1.8p23f)))};
 }
 
-// To nearest, ties to even; beyond 448 it is 448.
+// Rounds to nearest, ties to even; saturates at 448.
 SPECOPS_HOST_DEVICE KvE4M3 round_to(float x, KvE4M3) {
   uint32_t word = magnitude_bits(x);
-  // Below 2^-6 the steps are 2^-9, the last bit of 2^14.
+  // Below 2^-6 the spacing is 2^-9, which is the last mantissa bit of 2^14.
   uint32_t subnormal = bits_of(float_of(word) + 0x1p14f) - (141u << 23);
   uint32_t normal = ((word + 0x7ffffu + (word >> 20 & 1u)) >> 20) - (120u << 3);
   uint32_t magnitude = word < 121u << 23 ? subnormal : normal;
@@ -72,9 +73,9 @@ SPECOPS_HOST_DEVICE KvE4M3 round_to(float x, KvE4M3) {
   return {static_cast<uint8_t>((bits_of(x) >> 24 & 0x80u) | magnitude)};
 }
 
-// The scale of numbers of which the largest has these magnitude bits, so that it becomes the largest
-// element: 0 where that is no normal float (all elements are 0 then), NaN where one of the numbers
-// is NaN or infinite, so that nobody takes what is left for a result.
+// Returns the scale that maps the value with these magnitude bits, the largest of a head, to the
+// largest element. The scale is 0 if it would not be a normal float (all elements are then 0), and
+// NaN if any value is NaN or infinite, so that the result cannot pass for a valid one.
 template <typename Element>
 SPECOPS_HOST_DEVICE float scale_of(uint32_t largest) {
   if (largest >= 0x7f800000u) return float_of(0x7fc00000u);
@@ -82,7 +83,7 @@ SPECOPS_HOST_DEVICE float scale_of(uint32_t largest) {
   return scale < 0x1p-126f ? 0.0f : scale;
 }
 
-// x / scale, rounded; 0 where the scale is 0 or NaN.
+// Returns x / scale, rounded; 0 if the scale is 0 or NaN.
 template <typename Element>
 SPECOPS_HOST_DEVICE Element quantized(float x, float scale) {
   float share = scale > 0.0f ? x / scale : 0.0f;

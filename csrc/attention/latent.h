@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// What a token of a latent cache (MLA) is: one head for all query heads, a latent, which is the value,
-// and a rotated key; both together are the key.
+// Layout of a token in a latent cache (MLA). It has one head, which all query heads share: a
+// latent, which is also the value, followed by a rotated key. Latent and rotated key together are
+// the key.
 #pragma once
 
 #include <cstdint>
@@ -13,7 +14,7 @@ constexpr int64_t kLatentDim = 512;
 constexpr int64_t kLatentRopeDim = 64;
 constexpr int64_t kLatentKeyDim = kLatentDim + kLatentRopeDim;
 
-// Columns of V, for keys of so many elements; and how many elements are read of a token and head.
+// Return the columns of V, and the elements read per token and head, for keys of head_dim elements.
 SPECOPS_HOST_DEVICE constexpr int64_t value_dim_of(int64_t head_dim) {
   return head_dim == kLatentKeyDim ? kLatentDim : head_dim;
 }

@@ -25,7 +25,7 @@ bool is_8_bit(DType cache_dtype) {
   return cache_dtype == DType::kInt8 || cache_dtype == DType::kFloat8E4M3;
 }
 
-// The shape of a pair of caches.
+// Dimensions of a pair of caches.
 struct CacheDims {
   Dim& num_pages;
   Dim& page_size;
@@ -33,7 +33,7 @@ struct CacheDims {
   Dim& head_dim;
 };
 
-// Caches of `dtype`, or of 8 bits an element with their scales; returns which.
+// Checks caches of `dtype`, or 8-bit caches and their scales. Returns the dtype of the caches.
 DType check_caches(Checker& check,
                    DType dtype,
                    const TensorView& k_cache,
@@ -137,20 +137,20 @@ void rope_append_kv(const TensorView& q,
   };
   if (check.on_cuda()) return rope_append_kv_cuda(params, check.stream());
 
-  // Every index is read before anything is written.
+  // Validate every index before anything is written.
   for (int64_t row = 0; row < rows; ++row) check.refuse(fault_of(params, row));
   launch(rows * (qo_heads + 2 * kv_heads) * head_dim, [&] { rope_append_kv_cpu(params); });
 }
 
-// On the CPU query heads over one latent are cut into as many groups as make a tile hold a group of
-// one query: the fewest of equal size. To the plan these are KV heads.
+// Returns into how many groups of equal size the query heads over one latent are split on the CPU:
+// the fewest for which one query's group fits a tile. The plan treats the groups as KV heads.
 int64_t latent_head_groups(int64_t num_qo_heads) {
   int64_t groups = (num_qo_heads + kAttentionTile - 1) / kAttentionTile;
   while (groups > 0 && num_qo_heads % groups != 0) ++groups;
   return groups;
 }
 
-// Checks which heads there are: of keys and values, or of latents, which are both (v_cache is None).
+// Checks the head counts and head_dim of keys and values, or of latents (v_cache is None).
 void check_heads(const Checker& check,
                  bool is_latent,
                  DType cache_dtype,
@@ -179,8 +179,8 @@ void check_heads(const Checker& check,
              dtype_name(cache_dtype));
 }
 
-// Checks what the index arrays hold, once over the batch and the pages in use; returns how many
-// tokens of KV, summed over rows, the launch will look at.
+// Checks the contents of the index arrays in one pass over the batch and the pages in use. Returns
+// the KV tokens that the launch reads, summed over rows.
 int64_t check_paged_batch(Checker& check, const AppendAttentionParams& params) {
   int64_t work = 0;
   check.that(params.qo_indptr[0] == 0, "qo_indptr[0]", "0", params.qo_indptr[0]);
@@ -188,7 +188,7 @@ int64_t check_paged_batch(Checker& check, const AppendAttentionParams& params) {
     check.refuse(fault_of(params, batch_idx));
     int64_t qo_len = params.qo_indptr[batch_idx + 1] - params.qo_indptr[batch_idx];
     if (qo_len == 0) continue;
-    // Pages that lie before every row's window are never read and may have been given back.
+    // Pages before every row's window are never read and may already have been released.
     int64_t kv_len = params.kv_lens[batch_idx];
     int64_t first = params.sliding_window > 0 ? kv_len - qo_len - params.sliding_window + 1 : 0;
     int64_t first_place = params.kv_indptr[batch_idx];
@@ -202,7 +202,7 @@ int64_t check_paged_batch(Checker& check, const AppendAttentionParams& params) {
   return work;
 }
 
-// Checks the claims of shared prefixes, after check_paged_batch.
+// Checks the shared prefixes that the caller declares; call it after check_paged_batch.
 void check_prefixes(Checker& check, const AppendAttentionParams& params) {
   int64_t batch = params.batch;
   auto at_level = [](const char* name, int64_t level, int64_t batch_idx) {
@@ -243,8 +243,8 @@ void check_prefixes(Checker& check, const AppendAttentionParams& params) {
                    std::to_string(lens[b]));
       }
     }
-    // What the rows of a group see, and where it lies: each request with rows against the one with
-    // rows before it. Pages that no row's window reaches may be anything.
+    // Compare each request that has rows with the previous one in its group that has rows: both
+    // must see the same shared pages. Pages that no row's window reaches may hold anything.
     int64_t before = -1;
     for (int64_t b = 0; b < batch; ++b) {
       int64_t qo_len = int64_t{params.qo_indptr[b + 1]} - params.qo_indptr[b];
@@ -287,7 +287,7 @@ void check_prefixes(Checker& check, const AppendAttentionParams& params) {
   }
 }
 
-// Where append_attention on CUDA keeps time.
+// Stamp buffer in which append_attention on CUDA records phase times.
 GivenPhaseStamps given_phase_stamps;
 
 void set_phase_stamps(const TensorView& stamps) {
@@ -328,7 +328,7 @@ void append_attention(const TensorView& q,
                                    k_scales,
                                    v_scales,
                                    {num_pages, page_size, kv_heads, head_dim});
-  // Before the heads: of a cache whose heads come before its slots this is what is wrong.
+  // Check this before the heads: it is the error to report for a cache with heads before slots.
   check.that(page_size == 16 || page_size == 32 || page_size == 64,
              "page_size",
              "16, 32 or 64 (it is the second dimension of k_cache)",
@@ -432,8 +432,9 @@ void append_attention(const TensorView& q,
   });
 }
 
-// (floats, zeros): a size of workspace with which append_attention splits as it likes, and how much
-// of its head must be zero at first. device: -1 for cpu, else the index of the CUDA device.
+// Returns (floats, zeros): the workspace size that never limits how append_attention splits, and
+// how many of its first floats must be zero on first use. device: -1 for the CPU, else the CUDA
+// device index.
 std::pair<int64_t, int64_t> attention_workspace_size(Argument rows_given,
                                                      Argument qo_heads_given,
                                                      Argument head_dim_given,
@@ -442,7 +443,7 @@ std::pair<int64_t, int64_t> attention_workspace_size(Argument rows_given,
                                                      Argument page_size_given,
                                                      Argument batch_given,
                                                      Argument device_given) {
-  constexpr int64_t kMost = kMaxInt32, kMostHeads = 4096;  // sizes stay within 64 bits
+  constexpr int64_t kMost = kMaxInt32, kMostHeads = 4096;  // keep sizes within 64 bits
   Checker check("attention_workspace_size");
   int64_t rows = check.integer("rows", rows_given, 0, kMost);
   int64_t num_qo_heads = check.integer("num_qo_heads", qo_heads_given, 1, kMostHeads);
@@ -470,8 +471,8 @@ std::pair<int64_t, int64_t> attention_workspace_size(Argument rows_given,
   }
   if (tokens <= kAttentionChunk) return {0, 0};
   if (head_dim == kLatentKeyDim) num_kv_heads = latent_head_groups(num_qo_heads);
-  // Only requests whose rows form one tile are split, and none in a large batch. Where prefixes are
-  // shared all of them may have the states of their chunks here: one more each than are full.
+  // Only requests whose rows fit one tile are split, and none in a large batch. With shared
+  // prefixes every request may store chunk states here: one more than its full chunks.
   int64_t split_rows = std::min(rows * num_qo_heads, kAttentionTile * num_kv_heads);
   int64_t chunks = tokens / kAttentionChunk + 2 * std::min<int64_t>(batch, 16);
   return {(chunks * split_rows + rows * num_qo_heads) * (value_dim_of(head_dim) + 2), 0};
@@ -503,7 +504,7 @@ void merge_states(const TensorView& outs,
   launch(states * rows * heads * head_dim, [&] { merge_states_cpu(params); });
 }
 
-// Everything that depends on the values, before anything is written. Returns the moves of a cache.
+// Checks all values before anything is written. Returns the number of moves per cache.
 int64_t check_moves(const Checker& check, const CompactKvParams& params) {
   int64_t moves = 0;
   for (int64_t b = 0; b < params.batch; ++b) {

@@ -7,7 +7,7 @@ namespace specops {
 
 void register_attention(pybind11::module_& m);
 
-// Its op in a file of its own: <op>_ops.cpp.
+// Ops that are defined in their own files, <op>_ops.cpp.
 void register_rope_append_latent(pybind11::module_& m);
 
 }  // namespace specops

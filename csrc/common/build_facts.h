@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
-// What was compiled, and by what: two builds that say the same compute the same bits.
+// Source digest and compiler of this build: two builds that report the same compute the same bits.
 #pragma once
 
 namespace specops {
 
-const char* source_digest();  // of everything in csrc that ops are made of
-const char* compiler();       // its name and version
+const char* source_digest();  // digest of all files in csrc that the ops are built from
+const char* compiler();       // name and version
 
 }  // namespace specops

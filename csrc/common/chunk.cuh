@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Sixteen bytes of a row: how the element-wise kernels read and write.
+// 16-byte chunks of a row, the unit in which element-wise kernels read and write.
 #pragma once
 
 #include <type_traits>
@@ -9,15 +9,17 @@
 namespace specops {
 
 template <typename T>
-constexpr int kChunk = 16 / static_cast<int>(sizeof(T));  // elements
+constexpr int kChunk = 16 / static_cast<int>(sizeof(T));  // elements per chunk
 
-// Whether rows that begin at `pointer` and lie `stride` elements apart can be read by chunks.
+// Returns whether rows that start at `pointer` and are `stride` elements apart can be read in
+// chunks.
 template <typename T>
 inline bool chunk_aligned(const void* pointer, int64_t stride) {
   return reinterpret_cast<uintptr_t>(pointer) % 16 == 0 && stride % kChunk<T> == 0;
 }
 
-// The first n elements at p, at most a chunk, zeros after them. `aligned` allows one access.
+// Loads the first n elements at p, at most a chunk, and zeros after them. `aligned` allows one
+// access.
 template <typename T>
 __device__ inline uint4 load_chunk(const T* p, int n, bool aligned) {
   uint4 out = make_uint4(0, 0, 0, 0);

@@ -1,8 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-// Who computes which chunk of a job. The chunks are dealt to groups of a few threads, each group a run
-// of neighbours and a counter of its own, so that no counter is written by more than a group's threads
-// until one of them has nothing left. Equal jobs are dealt equally: what the threads of a memory node
-// touched first, they read again. Free of threads and of clocks, so that tests can play every part.
+// Distribution of a job's chunks to threads. Each group of a few threads gets a run of neighboring
+// chunks and a counter of its own, so that only the group's threads write a counter until one of
+// them runs out of chunks. Equal jobs are distributed equally, so that threads of a memory node
+// read again what they touched first. It uses no threads and no clock, so that tests can simulate
+// every thread.
 #pragma once
 
 #include <atomic>
@@ -12,9 +13,9 @@
 
 namespace specops {
 
-// A node is CPUs that share memory. Its groups are neighbours in the order of nodes.
+// A node is a set of CPUs that share memory. Groups of a node are adjacent.
 struct ThreadGroups {
-  static constexpr int kThreads = 8;  // of a group at most
+  static constexpr int kThreads = 8;  // most threads per group
 
   struct Group {
     int node;
@@ -23,7 +24,7 @@ struct ThreadGroups {
   std::vector<Group> groups;
   std::vector<int> first_of_node;  // and, last, the number of groups
 
-  // Deals num_threads (at least 1) to nodes in proportion to their CPUs.
+  // Distributes num_threads (at least 1) to nodes in proportion to their CPUs.
   static ThreadGroups of(int num_threads, const std::vector<int>& cpus_of_node) {
     int64_t cpus = 0, before = 0;
     for (int count : cpus_of_node) cpus += count;
@@ -44,14 +45,15 @@ struct ThreadGroups {
 
   int size() const { return static_cast<int>(groups.size()); }
 
-  // The group of a thread that runs on this node: of a node without groups, any.
+  // Returns the group of a thread that runs on this node; any group if the node has none.
   int home(int thread, int node) const {
     int first = first_of_node[static_cast<size_t>(node)];
     int count = first_of_node[static_cast<size_t>(node) + 1] - first;
     return count == 0 ? thread % size() : first + thread % count;
   }
 
-  // The group that a thread of group `home` turns to after `visited` others: those of its node first.
+  // Returns the group that a thread of group `home` tries after `visited` others; groups of its
+  // node come first.
   int turn(int home, int visited) const {
     auto node = static_cast<size_t>(groups[static_cast<size_t>(home)].node);
     int first = first_of_node[node], count = first_of_node[node + 1] - first;
@@ -71,15 +73,15 @@ class Claims {
 
   const ThreadGroups& groups() const { return groups_; }
 
-  // A thread's way through the groups, for one job.
+  // A thread's progress through the groups, for one job.
   struct Way {
     int home;
     int visited = 0;
-    int64_t held = 0;  // chunks claimed from the group where it is
+    int64_t held = 0;  // chunks claimed from the current group
   };
 
-  // Begins a job. All chunks of the one before are finished. What was written before, whoever claims a
-  // chunk sees: a claim acquires what the store of `left` releases.
+  // Begins a job. All chunks of the previous job must be finished. A thread that claims a chunk
+  // sees all earlier writes: a claim acquires what the store of `left` releases.
   void publish(int64_t num_chunks) {
     int64_t before = 0;
     for (int g = 0; g < groups_.size(); ++g) {
@@ -92,15 +94,15 @@ class Claims {
     }
   }
 
-  // A chunk that nobody else has or will get, or -1: there is none left. A thread that comes from a
-  // job of before may claim a chunk of this one: what the job is, it reads only afterwards, and a job
-  // with a claimed chunk goes on until that is finished. `on_finished` is called when the chunks of a
+  // Returns a chunk that no other thread gets, or -1 if none is left. A thread that still works on
+  // an earlier job may claim a chunk of this one: it reads the job only afterwards, and a job does
+  // not end before its claimed chunks are finished. `on_finished` is called when the chunks of a
   // group are finished.
   template <typename OnFinished>
   int64_t claim(Way& way, OnFinished&& on_finished) {
     for (; way.visited < groups_.size(); ++way.visited) {
       Counters& counters = counters_[groups_.turn(way.home, way.visited)];
-      // Read first: a group with nothing left costs its threads no write of strangers.
+      // Read first, so that an exhausted group's counter is not written by threads of other groups.
       if (counters.left.load(std::memory_order_relaxed) > 0) {
         int64_t left = counters.left.fetch_sub(1, std::memory_order_acquire);
         if (left > 0) {
@@ -109,8 +111,8 @@ class Claims {
         }
       }
       if (way.held == 0) continue;
-      // Releases the results to the caller, who acquires them in finished(); in one order with the
-      // look at whether the caller sleeps, which follows.
+      // Releases the results to the caller, who acquires them in finished(). seq_cst orders it
+      // before the later check whether the caller sleeps.
       int64_t held = way.held;
       way.held = 0;
       if (counters.unfinished.fetch_sub(held, std::memory_order_seq_cst) == held) on_finished();
@@ -126,11 +128,11 @@ class Claims {
   }
 
  private:
-  // Two lines a group, since those who still claim should not wait for those who are done; 128 bytes
-  // apart, as lines come in pairs.
+  // Two cache lines per group, so that threads that still claim do not wait for threads that
+  // finish; 128 bytes apart, because lines are fetched in pairs.
   struct alignas(128) Counters {
-    std::atomic<int64_t> left{0};  // to be claimed; below zero: claimed in vain
-    int64_t end = 0;               // behind the group's last chunk; read by who has claimed one
+    std::atomic<int64_t> left{0};  // chunks to be claimed; below zero: failed claims
+    int64_t end = 0;               // end of the group's chunks; read after claiming one
     alignas(64) std::atomic<int64_t> unfinished{0};
   };
 

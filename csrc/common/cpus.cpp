@@ -20,7 +20,7 @@
 namespace specops {
 namespace {
 
-// Of a quota in a period, in the same unit; 0: none.
+// Returns the CPUs that a quota per period grants, both in the same unit; 0: no limit.
 int cpus_of(double quota, double period) {
   if (!(quota > 0) || !(period > 0)) return 0;
   return static_cast<int>(std::clamp(quota / period, 1.0, static_cast<double>(kMaxThreads)));
@@ -28,14 +28,14 @@ int cpus_of(double quota, double period) {
 
 int fewer(int a, int b) { return a == 0 || (b != 0 && b < a) ? b : a; }
 
-// "max 100000" or "150000 100000".
+// Reads cpu.max: "max 100000" or "150000 100000".
 int cpus_of_version_2(const std::string& folder) {
   std::ifstream file(folder + "/cpu.max");
   double quota = 0, period = 0;
   return file >> quota >> period ? cpus_of(quota, period) : 0;
 }
 
-// -1: no limit.
+// Reads cfs_quota_us, where -1 means no limit, and cfs_period_us.
 int cpus_of_version_1(const std::string& folder) {
   std::ifstream quota_file(folder + "/cpu.cfs_quota_us"),
       period_file(folder + "/cpu.cfs_period_us");
@@ -47,13 +47,13 @@ bool has_word(const std::string& text, const std::string& word) {
   return ("," + text + ",").find("," + word + ",") != std::string::npos;
 }
 
-// Where a hierarchy is mounted, and which of its groups is seen there as the root.
+// A mounted cgroup hierarchy: the group that is visible as its root, and the mount point.
 struct Mount {
   std::string root, point;
   bool is_version_2;
 };
 
-// Lines of mountinfo: id, parent, device, root, point, options, .. - type, source, options.
+// Parses mountinfo lines: id, parent, device, root, point, options, .. - type, source, options.
 std::vector<Mount> cpu_mounts(const std::string& root) {
   std::vector<Mount> mounts;
   std::ifstream file(root + "/proc/self/mountinfo");
@@ -72,9 +72,9 @@ std::vector<Mount> cpu_mounts(const std::string& root) {
   return mounts;
 }
 
-// The least of a group and its parents, as far as the mount shows them.
+// Returns the lowest limit of a group and its parents, as far as the mount shows them.
 int cpus_of_group(const std::string& root, const Mount& mount, std::string path) {
-  // A container may see its group's outer name, and that group's folder as the root.
+  // A container may see its group's outer name, with that group's folder mounted as the root.
   if (mount.root != "/" && path.rfind(mount.root, 0) == 0) path.erase(0, mount.root.size());
   int least = 0;
   while (true) {
@@ -87,7 +87,7 @@ int cpus_of_group(const std::string& root, const Mount& mount, std::string path)
   }
 }
 
-// "0-3,8,10-11".
+// Parses a list such as "0-3,8,10-11".
 std::vector<int> listed(const std::string& path) {
   std::vector<int> numbers;
   std::ifstream file(path);
@@ -102,7 +102,8 @@ std::vector<int> listed(const std::string& path) {
   return numbers;
 }
 
-// Leaves the calling thread these CPUs, whether or not it is on one of them; false: it may not choose.
+// Restricts the calling thread to these CPUs, even if it now runs on another one; returns false if
+// that is not permitted.
 bool run_on(const std::vector<int>& cpus) {
 #ifdef __linux__
   std::vector<cpu_set_t> mask(static_cast<size_t>(cpus.back()) / CPU_SETSIZE + 1);
@@ -110,7 +111,7 @@ bool run_on(const std::vector<int>& cpus) {
   for (int cpu : cpus) CPU_SET_S(static_cast<size_t>(cpu), bytes, mask.data());
   return sched_setaffinity(0, bytes, mask.data()) == 0;
 #else
-  static_cast<void>(cpus);  // nobody has told them
+  static_cast<void>(cpus);  // not supported on this system
   return false;
 #endif
 }
@@ -120,7 +121,7 @@ bool run_on(const std::vector<int>& cpus) {
 std::vector<int> allowed_cpus() {
   std::vector<int> cpus;
 #ifdef __linux__
-  // The kernel refuses a set that is smaller than its own.
+  // The kernel rejects a set that is smaller than its own.
   for (int size = 1024; size <= 1 << 16 && cpus.empty(); size *= 4) {
     cpu_set_t* set = CPU_ALLOC(static_cast<size_t>(size));
     size_t bytes = CPU_ALLOC_SIZE(static_cast<size_t>(size));
@@ -162,7 +163,7 @@ int quota_cpus(const std::string& root) {
   int least = 0;
   std::vector<Mount> mounts = cpu_mounts(root);
   std::ifstream file(root + "/proc/self/cgroup");
-  // number:controllers:path; 0::path is version 2.
+  // Format: number:controllers:path; 0::path is version 2.
   for (std::string line; std::getline(file, line);) {
     size_t first = line.find(':'), second = line.find(':', first + 1);
     if (first == std::string::npos || second == std::string::npos) continue;

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The CPUs that this process may use, as the operating system says: its mask, its share, its memory.
+// CPUs available to this process according to the operating system: affinity mask, cgroup quota,
+// memory nodes.
 #pragma once
 
 #include <string>
@@ -7,33 +8,36 @@
 
 namespace specops {
 
-// The numbers of the CPUs that the calling thread may run on; one, 0, where nobody says.
+// Returns the CPUs that the calling thread may run on; only CPU 0 if they are unknown.
 std::vector<int> allowed_cpus();
 
-// The CPU that the calling thread runs on at the moment; -1 where nobody says.
+// Returns the CPU that the calling thread runs on now; -1 if unknown.
 int current_cpu();
 
-// The one CPU that a thread keeps off. Whoever else sets the thread's mask meanwhile is obeyed.
+// A CPU that a thread avoids. If other code changes the thread's mask meanwhile, that mask is
+// respected.
 class AvoidedCpu {
  public:
-  // Called by that thread: it leaves this CPU, if it may run on others, and may use the one before again.
+  // Excludes `cpu` from the calling thread's mask, if other CPUs remain, and allows the previous
+  // one again.
   void set(int cpu);
 
  private:
-  std::vector<int> whole_, narrowed_;  // the mask as it was before, and as this made it
+  std::vector<int> whole_, narrowed_;  // the mask before the exclusion, and after it
 };
 
-// How many CPUs' time the process's control groups grant it, the least of them and their parents:
-// cpu.max of version 2, cfs_quota_us of version 1. A part of a CPU counts for none, but the least is 1:
-// a thread more than the quota has time for stands still with a claimed chunk until the next period.
-// 0: no limit. `root` is where the file system begins; tests have others.
+// Returns how many CPUs' time the process's control groups grant, the minimum over them and their
+// parents: cpu.max of version 2, cfs_quota_us of version 1. Fractions are rounded down, but to at
+// least 1: a thread too many would exhaust the quota and stall until the next period with a claimed
+// chunk. 0: no limit. `root` is the root of the file system; tests pass others.
 int quota_cpus(const std::string& root = "");
 
-// By CPU number the memory node it belongs to, counted from 0; empty: there is one, or nobody says.
+// Returns the memory node of each CPU, counted from 0; empty if there is one node or it is unknown.
 std::vector<int> nodes_of_cpus(const std::string& root = "");
 
-// SPECOPS_NUM_THREADS, or as many as the mask and the quota allow. Two threads of one core count as two
-// CPUs. Throws std::invalid_argument if the variable is anything but a number from 1 to kMaxThreads.
+// Returns SPECOPS_NUM_THREADS, or the number that the mask and the quota allow. Two hyperthreads of
+// a core count as two CPUs. Throws std::invalid_argument unless the variable is a number from 1 to
+// kMaxThreads.
 int default_num_threads();
 
 }  // namespace specops

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Where a CUDA launcher runs, and how one is declared. Plain C++.
+// Stream and declaration of CUDA launchers. Plain C++.
 #pragma once
 
 #include <atomic>
@@ -12,11 +12,11 @@ struct CudaStream {
   int device = 0;
 };
 
-// Whether a kernel may be started before the one ahead of it has ended (common/launch.cuh).
+// True if a kernel may start before the previous one has ended (common/launch.cuh).
 inline std::atomic<bool> kernels_overlap{true};
 
-// Which CUDA kernels a module has, and what runs them: a GPU, or the interpreter (csrc/simt) on CPU
-// tensors. The linker decides, so that host code is compiled once for all modules.
+// Kind of CUDA kernels in a module, and what runs them: a GPU, or the interpreter (csrc/simt) on
+// CPU tensors. The choice is made at link time, so that host code is compiled once for all modules.
 enum class CudaKernels { kNone, kOnGpu, kInterpreted };
 CudaKernels cuda_kernels();
 
@@ -25,8 +25,8 @@ inline bool interprets_cuda() { return cuda_kernels() == CudaKernels::kInterpret
 
 }  // namespace specops
 
-// Declares a CUDA launcher. Host code holds the place of the kernel's own in a module without it; the
-// call is never reached there, since Checker refuses CUDA tensors.
+// Declares a CUDA launcher. In a module without CUDA kernels host code defines a weak substitute,
+// which is never called, because Checker rejects CUDA tensors.
 #if defined(SPECOPS_CUDA) || defined(SPECOPS_SIMT) || defined(SPECOPS_ISA)
 #define SPECOPS_DECLARE_CUDA(fn, Params) void fn(const Params& params, CudaStream stream)
 #else

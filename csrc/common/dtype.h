@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The element types that cross the binding, and their scalar conversions. Plain C++ and CUDA.
+// Element types that cross the binding, and their scalar conversions. Plain C++ and CUDA.
 #pragma once
 
 #include <cstdint>
@@ -62,7 +62,7 @@ inline int64_t dtype_bytes(DType dtype) {
   }
 }
 
-// Storage types: 16-bit patterns, converted explicitly, so that no operator rounds unseen.
+// Storage types: 16-bit patterns with explicit conversions, so that no operator rounds implicitly.
 struct bfloat16 {
   uint16_t bits;
 };
@@ -91,7 +91,7 @@ SPECOPS_HOST_DEVICE float to_float(float16 x) {
   } else if (mantissa == 0) {
     word = sign;
   } else {
-    // subnormal: normalise the mantissa
+    // subnormal: normalize the mantissa
     exponent = 113;
     while ((mantissa & 0x400u) == 0) {
       mantissa <<= 1;

@@ -8,9 +8,9 @@ namespace specops {
 
 namespace {
 
-// Each as it is where only the code is known. A fault of a known value has its element behind the
-// argument, the value behind "got", and its limits, one after the other, in place of each #; braces
-// hold what is said with a limit only.
+// Sentence templates, complete when only the code is known. For a fault with a known value, the
+// element is inserted after the argument, the value replaces the text after "got", and the limits
+// replace the # signs in order. Text in braces appears only if its limit is known.
 
 const char* sentence_of(ErrorCode code) {
   switch (code) {
@@ -246,7 +246,7 @@ const char* sentence_of(ErrorCode code) {
   return nullptr;
 }
 
-// The op goes before.
+// Returns the sentence without the op's name, which the caller prepends.
 const char* sentence_of(SamplingRule rule) {
   switch (rule) {
     case SamplingRule::kTemperature:
@@ -317,7 +317,7 @@ const char* op_name(SamplingOp op) {
   return nullptr;
 }
 
-// Empty where there is no such code.
+// Returns the sentence of a code, without limits; empty if there is no such code.
 std::string find_sentence(ErrorCode code) {
   if (const char* sentence = sentence_of(code)) return sentence;
   constexpr int32_t kRulesOfAnOp = 100;
@@ -328,7 +328,7 @@ std::string find_sentence(ErrorCode code) {
   return std::string(op) + ": " + sentence;
 }
 
-// The braces of a sentence filled in, or left out.
+// Fills in the braces of a sentence with the limits of the fault, or drops them.
 std::string with_limits(const std::string& sentence, const Fault& fault) {
   int64_t limit = fault.limit;
   std::string out;
@@ -347,7 +347,7 @@ std::string with_limits(const std::string& sentence, const Fault& fault) {
 }
 
 std::string number(double value) {
-  constexpr double kExact = 9007199254740992.0;  // whole numbers up to it are themselves
+  constexpr double kExact = 9007199254740992.0;  // whole numbers up to this are exact
   if (value == std::floor(value) && std::fabs(value) < kExact) {
     return std::to_string(static_cast<int64_t>(value));
   }
@@ -373,7 +373,7 @@ std::string error_sentence(const Fault& fault) {
   return out.insert(out.find(" must "), element + "]");
 }
 
-// Of a module without CUDA kernels: those of error_flag.cu take their place.
+// Substitutes for modules without CUDA kernels; error_flag.cu overrides them.
 __attribute__((weak)) CudaKernels cuda_kernels() { return CudaKernels::kNone; }
 __attribute__((weak)) ErrorFlag error_flag(int /*device*/) { return {}; }
 __attribute__((weak)) int32_t take_error_sync(int /*device*/) { return 0; }

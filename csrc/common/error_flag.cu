@@ -32,7 +32,7 @@ ErrorFlag error_flag(int device) {
   if (code == nullptr) {
     DeviceGuard guard(device);
     void* address = nullptr;
-    RelaxedCapture relaxed;  // the first look loads the module
+    RelaxedCapture relaxed;  // the first query loads the module
     check_cuda(cudaGetSymbolAddress(&address, error_code), "error_flag");
     code = static_cast<int32_t*>(address);
     cached[device].store(code, std::memory_order_release);
@@ -52,8 +52,8 @@ int32_t take_error_sync(int device) {
   check_cuda(cudaDeviceSynchronize(), "check_errors");
   check_cuda(cudaMemcpy(&code, flag.code, sizeof code, cudaMemcpyDeviceToHost), "check_errors");
   if (code != 0) {
-    // The host does not wait for cudaMemset, nor does another stream: it could wipe out what a kernel
-    // reports that is launched after this call.
+    // cudaMemset synchronizes neither with the host nor with other streams: without this, it could
+    // erase the error of a kernel that is launched after this call.
     check_cuda(cudaMemset(flag.code, 0, sizeof code), "check_errors");
     check_cuda(cudaDeviceSynchronize(), "check_errors");
   }

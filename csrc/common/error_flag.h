@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// How a CUDA kernel says that the data of a tensor is wrong: one int32 per device, 0 = all is well.
-// The first fault wins; the row at fault is skipped. Plain C++; report_error() is in device.cuh.
+// Error reporting of CUDA kernels for invalid tensor data: one int32 per device, 0 = no error. The
+// first error wins; the invalid row is skipped. Plain C++; report_error() is in device.cuh.
 #pragma once
 
 #include <cstdint>
@@ -10,7 +10,7 @@
 
 namespace specops {
 
-// A code is that of its family and the number of a rule in it.
+// An error code is its family's base plus the number of a rule in the family.
 constexpr int32_t kDenseCodes = 1000;
 constexpr int32_t kAttentionCodes = 2000;
 constexpr int32_t kBatchingCodes = 3000;
@@ -19,8 +19,8 @@ constexpr int32_t kSuffixTreeCodes = 5000;
 constexpr int32_t kMoeCodes = 6000;
 constexpr int32_t kLinearAttentionCodes = 7000;
 
-// Stored as int32; each has its sentence in error_flag.cpp. What several ops of the sampling family
-// refuse for the same reason is a SamplingRule below.
+// Stored as int32; each code has its sentence in error_flag.cpp. Rules that several ops of the
+// sampling family share are SamplingRules, below.
 enum class ErrorCode : int32_t {
   kNone = 0,
 
@@ -111,7 +111,7 @@ enum class ErrorCode : int32_t {
   kMoeLinearRowIndices = kMoeCodes + 3,
   kMoeCombinePlaces = kMoeCodes + 4,
 
-  // linear_attention; slots, qo_indptr and kv_lens of an op have neighbouring codes
+  // linear_attention; slots, qo_indptr and kv_lens of an op have consecutive codes
   kCausalConv1dSlots = kLinearAttentionCodes + 1,
   kCausalConv1dQoIndptr = kLinearAttentionCodes + 2,
   kCausalConv1dKvLens = kLinearAttentionCodes + 3,
@@ -120,7 +120,7 @@ enum class ErrorCode : int32_t {
   kGatedDeltaRuleKvLens = kLinearAttentionCodes + 6,
 };
 
-// The ops that share rules, and the rules: a code is the sum of the two.
+// Ops that share rules, and the rules: an error code is the sum of the two.
 enum class SamplingOp : int32_t {
   kSample = kSamplingCodes + 100,
   kVerify = kSamplingCodes + 200,
@@ -156,15 +156,15 @@ SPECOPS_HOST_DEVICE constexpr ErrorCode code_of(SamplingOp op, SamplingRule rule
   return static_cast<ErrorCode>(static_cast<int32_t>(op) + static_cast<int32_t>(rule));
 }
 
-// What a rule about values has found: which one is broken, and by which element of the argument. On
-// CUDA only the code is of use.
+// Result of a check of values: the broken rule, and the element of the argument that breaks it. On
+// CUDA only the code is used.
 struct Fault {
   ErrorCode code = ErrorCode::kNone;
-  bool has_value = false;  // else it is an argument that is absent, or more than one number
+  bool has_value = false;  // false if the argument is absent, or has more than one number
   double value = 0.0;
-  int64_t i = -1;  // -1: the argument is one number
-  int64_t j = -1;  // of a second dimension
-  // What the rule compares with, in the order in which its sentence has places for it; -1: nothing.
+  int64_t i = -1;  // index of the element; -1: the argument is a single number
+  int64_t j = -1;  // index in a second dimension
+  // Limits that the rule compares with, in the order of their places in its sentence; -1: none.
   int64_t limit = -1;
   int64_t limit2 = -1;
 
@@ -178,7 +178,7 @@ struct Fault {
   }
 };
 
-// Of the number `got`: element i or [i, j] of an argument, or all of it.
+// Returns the fault of the number `got`: element i or [i, j] of an argument, or the whole argument.
 SPECOPS_HOST_DEVICE Fault fault_at(ErrorCode code, double got, int64_t i = -1, int64_t j = -1) {
   return {.code = code, .has_value = true, .value = got, .i = i, .j = j};
 }
@@ -192,8 +192,9 @@ struct TakeErrorParams {
   int32_t* out;  // [1]; receives the code, and the flag is cleared
 };
 
-ErrorFlag error_flag(int device);     // the flag of a device
-int32_t take_error_sync(int device);  // reads and clears it, after all work of the device
+ErrorFlag error_flag(int device);  // returns the flag of a device
+int32_t take_error_sync(
+    int device);  // waits for all work of the device, then reads and clears the flag
 SPECOPS_DECLARE_CUDA(take_error_cuda, TakeErrorParams);
 
 }  // namespace specops

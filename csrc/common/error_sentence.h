@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Error codes and faults in words. Not for kernel files.
+// Error codes and faults as sentences. Not for kernel files.
 #pragma once
 
 #include <cstdint>
@@ -9,10 +9,10 @@
 
 namespace specops {
 
-// "op: argument must be ..., got something else"; empty for kNone or a number that is no code.
+// Returns "op: argument must be ..., got something else"; empty for kNone and unknown codes.
 std::string error_sentence(int32_t code);
 
-// The same of one value: "op: argument[2] must be ..., got 7".
+// Returns the same for one value: "op: argument[2] must be ..., got 7".
 std::string error_sentence(const Fault& fault);
 
 }  // namespace specops

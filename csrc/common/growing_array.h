@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Memory that a thread keeps from call to call.
+// Memory that a thread reuses across calls.
 #pragma once
 
 #include <cstddef>
@@ -16,7 +16,7 @@ struct GrowingArray {
 
   ~GrowingArray() { std::free(data); }
 
-  // Forgets what it holds where it has to grow.
+  // Returns memory for `size` elements. Discards the contents if it has to grow.
   T* reserve(int64_t size) {
     if (size > capacity) {
       std::free(data);

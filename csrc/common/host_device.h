@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Marks a function that CPU kernels and CUDA kernels share.
+// Specifiers for functions that CPU kernels and CUDA kernels share.
 #pragma once
 
 // Internal linkage: every instruction set and device compiles its own copy.

@@ -16,10 +16,10 @@
 namespace specops {
 namespace {
 
-// A fixed function of what the CPU says of itself, never of a clock: bits are part of an instruction
-// set. Intel's CPUs issue dot products of bfloat16 pairs at half the rate of fused multiply-adds, so
-// where they have no tiles the kernels without these products are as fast for a few rows, and faster
-// for more.
+// Returns the default instruction set, a fixed function of CPU features and never of timings,
+// because results depend on the instruction set. Intel CPUs issue dot products of bfloat16 pairs at
+// half the rate of fused multiply-adds. On those without AMX, the kernels without these products
+// are as fast for a few rows and faster for more.
 Isa best_isa() {
   bool is_intel = false;
 #if defined(__x86_64__)
@@ -35,8 +35,8 @@ Isa best_isa() {
 }
 
 #if defined(__aarch64__)
-// Vectors are part of every 64-bit ARM; products of bfloat16, and of 8 bits of either sign, are not.
-// Where the system has no word for them they count as missing.
+// Vectors are part of every 64-bit ARM; products of bfloat16 and of 8-bit integers are not. They
+// count as missing if the operating system cannot report them.
 [[maybe_unused]] bool has_arm_products() {
 #if defined(__linux__)
   // HWCAP_ASIMDDP, HWCAP2_BF16 and HWCAP2_I8MM, which older headers lack.
@@ -59,8 +59,9 @@ Isa best_isa() {
 #endif
 
 #if defined(SPECOPS_HAS_amx)
-// Whether the CPU has tiles and products of bf16 and of 8 bits on them, and Linux grants them to this
-// process, for good and for all of its threads: without that the first tile instruction ends it.
+// Returns whether the CPU has tiles with products of bf16 and int8, and Linux permits their use.
+// The permission is permanent and covers all threads of the process; without it, the first tile
+// instruction kills the process.
 bool has_amx() {
 #if defined(__x86_64__) && defined(__linux__)
   constexpr unsigned kAmx = 1u << 22 | 1u << 24 | 1u << 25;   // leaf 7, edx: bf16, tiles, int8
@@ -103,7 +104,7 @@ const char* isa_name(Isa isa) {
 }
 
 bool isa_supported(Isa isa) {
-  // SPECOPS_HAS_* says which variants CMakeLists.txt builds.
+  // SPECOPS_HAS_* marks the variants that CMakeLists.txt builds.
 #if defined(__x86_64__)
   __builtin_cpu_init();
   [[maybe_unused]] bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") &&

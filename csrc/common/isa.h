@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Which instruction set the CPU kernels run on, chosen once at run time. A kernel file is compiled
-// once per instruction set, each time into a namespace of that name (see CMakeLists.txt).
+// Instruction sets of the CPU kernels; one is chosen at run time. A kernel file is compiled once
+// per instruction set, each time into a namespace of that name (see CMakeLists.txt).
 #pragma once
 
 #if !defined(SPECOPS_ISA)
@@ -14,13 +14,13 @@ enum class Isa : int { kPortable, kAvx2, kAvx512, kAvx512Bf16, kAmx, kNeon, kNeo
 constexpr int kNumIsas = 7;
 
 const char* isa_name(Isa isa);
-bool isa_supported(Isa isa);  // compiled in, this CPU has it, and the system lets us use it
+bool isa_supported(Isa isa);  // compiled in, present in this CPU, and permitted by the system
 Isa active_isa();             // the best supported one unless set_isa() chose another
-void set_isa(Isa isa);        // for tests and benches; the caller checks isa_supported()
+void set_isa(Isa isa);        // for tests and benchmarks; the caller checks isa_supported()
 
 }  // namespace specops
 
-// Declares a CPU launcher: the variants, and the function that picks one.
+// Declares a CPU launcher: its variants, and the function that selects one.
 #if defined(SPECOPS_ISA)
 // A kernel file defines its own variant.
 #define SPECOPS_DECLARE_CPU(fn, Params) \
@@ -32,11 +32,12 @@ void set_isa(Isa isa);        // for tests and benches; the caller checks isa_su
 
 namespace specops {
 
-// The variants of a launcher, by Isa; nullptr where a module has none.
+// Variants of a launcher, indexed by Isa; nullptr if a module lacks one.
 template <typename Params>
 using CpuVariants = void (*const[kNumIsas])(const Params& params);
 
-// The set that serves another one for files of which that has no variant; itself: none does.
+// Returns the instruction set whose variant replaces a missing one of `isa`; `isa` itself if there
+// is none.
 constexpr Isa lender_of(Isa isa) {
   switch (isa) {
     case Isa::kAmx:
@@ -50,9 +51,9 @@ constexpr Isa lender_of(Isa isa) {
   }
 }
 
-// Runs that of the active instruction set. A build may leave sets out (SPECOPS_ISAS), and
-// isa_supported() knows them; sets that add to another one have variants only of the files with
-// instructions of their own.
+// Runs the variant of the active instruction set. A build may omit sets (SPECOPS_ISAS), which
+// isa_supported() reports. Sets that extend another one have variants only of files that use their
+// instructions.
 template <typename Params>
 void run_variant(const char* op, const CpuVariants<Params>& variants, const Params& params) {
   Isa isa = active_isa();
@@ -70,8 +71,8 @@ void run_variant(const char* op, const CpuVariants<Params>& variants, const Para
 
 }  // namespace specops
 
-// Weak: no object file depends on which variants there are, nor on whether there are any: the
-// interpreter's module has CUDA kernels alone (csrc/simt).
+// Weak, so that no object file depends on which variants exist, or on whether any do: the
+// interpreter's module has only CUDA kernels (csrc/simt).
 #define SPECOPS_DECLARE_VARIANT(isa, fn, Params)       \
   namespace isa {                                      \
   __attribute__((weak)) void fn(const Params& params); \

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The one way to start a kernel, under nvcc and in the interpreter.
+// Kernel launches, under nvcc and in the interpreter.
 #pragma once
 
 #include <atomic>
@@ -16,7 +16,7 @@ namespace specops {
 
 #if defined(SPECOPS_SIMT)
 
-// Runs every block of the grid; returns when all are done.
+// Runs all blocks of the grid, then returns.
 template <typename... Params, typename... Args>
 void launch(void (*kernel)(Params...),
             dim3 grid,
@@ -31,20 +31,20 @@ void launch(void (*kernel)(Params...),
   });
 }
 
-// Of the machine the grids are sized for.
+// Returns the number of SMs of the simulated device.
 inline int num_sms(CudaStream /*stream*/) { return simt::num_sms(); }
 
-// What a block may ask for.
+// Returns the most shared memory that a block may request.
 inline int max_shared_bytes(CudaStream /*stream*/) { return simt::settings.max_shared_bytes; }
 
-// What an SM has for all its blocks.
+// Returns the shared memory of an SM for all its blocks.
 inline int sm_shared_bytes(CudaStream /*stream*/) { return 228 << 10; }
 
 #else
 
 inline void check_cuda(cudaError_t error, const char* what) {
   if (error == cudaSuccess) return;
-  cudaGetLastError();  // it is told here, and not once more to whoever asks next
+  cudaGetLastError();  // clear it: otherwise a later call would report it again
   throw std::runtime_error(std::string("specops: ") + what + ": " + cudaGetErrorString(error));
 }
 
@@ -67,8 +67,8 @@ class DeviceGuard {
   bool changed_ = false;
 };
 
-// Lets this thread ask the driver about kernels while it captures, for the life of the guard: the
-// first look at one loads it, which a capture in global mode forbids and is ended by.
+// Permits kernel queries by this thread during graph capture, for the life of the guard. The first
+// query of a kernel loads it; that is forbidden in global capture mode and would end the capture.
 class RelaxedCapture {
  public:
   RelaxedCapture() {
@@ -82,18 +82,19 @@ class RelaxedCapture {
   cudaStreamCaptureMode mode_ = cudaStreamCaptureModeRelaxed;
 };
 
-// What is known of each kernel on each device.
+// Per-device state of each kernel.
 //
-// Dynamic shared memory: the limit is only ever raised, since a captured launch needs what it asked
-// for when its graph is instantiated, which may be after a smaller launch of the same kernel.
+// Dynamic shared memory: the limit is only ever raised. A captured launch needs the limit it
+// requested when its graph is instantiated, possibly after a smaller launch of the same kernel.
 //
-// Overlap: from sm_90 on a kernel may be started before the one ahead of it in the stream has ended,
-// if it waits for that itself. All of ours do (wait_for_previous_kernel), where they are compiled
-// for sm_90 or newer: what the driver makes for such a GPU from older PTX does not wait.
+// Overlap: from sm_90 on, a kernel may start before the previous one in the stream has ended, if it
+// waits for it. All kernels here do (wait_for_previous_kernel) if they are compiled for sm_90 or
+// newer; code that the driver compiles for such a GPU from older PTX does not wait.
 class KernelStates {
  public:
-  // Lets a kernel take so many bytes on the current device, which is `device`. The driver is told
-  // under the lock, or of two threads that raise a limit the lower one could come last.
+  // Allows a kernel `bytes` of dynamic shared memory on the current device, which is `device`. The
+  // driver call is inside the lock; otherwise, of two threads that raise a limit, the lower one
+  // could come last.
   void raise(const void* kernel, int device, size_t bytes) {
     std::lock_guard<std::mutex> lock(mutex_);
     size_t& raised = states_[{kernel, device}].raised;
@@ -102,14 +103,15 @@ class KernelStates {
     cudaError_t error = cudaFuncSetAttribute(
         kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(bytes));
     check_cuda(error, "cudaFuncSetAttribute");
-    // All that an SM can give, not what one block needs: as many blocks as fit then run at once.
+    // Request all that an SM has, not what one block needs, so that as many blocks as fit can run
+    // at once.
     error = cudaFuncSetAttribute(
         kernel, cudaFuncAttributePreferredSharedMemoryCarveout, cudaSharedmemCarveoutMaxShared);
     check_cuda(error, "cudaFuncSetAttribute");
     raised = bytes;
   }
 
-  // Whether a kernel waits by itself, as compiled for the current device, which is `device`.
+  // Returns whether a kernel, as compiled for the current device `device`, waits by itself.
   bool waits(const void* kernel, int device) {
     std::lock_guard<std::mutex> lock(mutex_);
     int& ptx_version = states_[{kernel, device}].ptx_version;
@@ -125,20 +127,21 @@ class KernelStates {
  private:
   struct State {
     size_t raised = 0;
-    int ptx_version = 0;  // 0: not asked for yet
+    int ptx_version = 0;  // 0: not queried yet
   };
 
   std::mutex mutex_;
   std::map<std::pair<const void*, int>, State> states_;
 };
 
-// Of this process, and never destroyed: something may be launched while it ends.
+// Returns the process-wide instance. It is never destroyed: kernels may be launched during process
+// exit.
 inline KernelStates& kernel_states() {
   static KernelStates& states = *new KernelStates;
   return states;
 }
 
-// Starts a kernel on the stream; a grid with an empty side starts nothing.
+// Launches a kernel on the stream; does nothing if the grid is empty.
 template <typename... Params, typename... Args>
 void launch(void (*kernel)(Params...),
             dim3 grid,
@@ -147,7 +150,7 @@ void launch(void (*kernel)(Params...),
             CudaStream stream,
             const Args&... args) {
   if (grid.x == 0 || grid.y == 0 || grid.z == 0) return;
-  constexpr size_t kUnaskedBytes = 48 << 10;  // above it a kernel must ask
+  constexpr size_t kUnaskedBytes = 48 << 10;  // larger sizes must be requested
   DeviceGuard guard(stream.device);
   const void* entry = reinterpret_cast<const void*>(kernel);
   if (smem_bytes > kUnaskedBytes) kernel_states().raise(entry, stream.device, smem_bytes);
@@ -160,7 +163,7 @@ void launch(void (*kernel)(Params...),
   config.dynamicSmemBytes = smem_bytes;
   config.stream = static_cast<cudaStream_t>(stream.handle);
   config.attrs = &overlap;
-  // Asked whether it counts or not: a kernel's first launch finds it loaded.
+  // Query it even if it is not needed, so that a kernel's first launch always loads it.
   bool waits = kernel_states().waits(entry, stream.device);
   config.numAttrs = waits && kernels_overlap.load(std::memory_order_relaxed) ? 1 : 0;
   std::tuple<Params...> arguments(args...);
@@ -173,7 +176,7 @@ void launch(void (*kernel)(Params...),
   check_cuda(error, "launch");
 }
 
-// An attribute of the stream's device, asked for once.
+// Returns an attribute of the stream's device; queries it only once.
 template <cudaDeviceAttr kAttribute>
 int device_attribute(CudaStream stream) {
   constexpr int kMaxDevices = 64;

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Settings of threads, instruction sets and launches, and how the faults that CUDA kernels report come
-// to Python.
+// Settings of threads, instruction sets and launches, and reporting of CUDA kernel errors to
+// Python.
 #include "common/ops.h"
 
 #include <string>
@@ -59,7 +59,7 @@ void take_error(const TensorView& out) {
   check.tensor("out", out, {DType::kInt32}, {&one});
   TakeErrorParams params{.error = check.error_flag(), .out = out.data<int32_t>()};
   if (check.on_cuda()) return take_error_cuda(params, check.stream());
-  *params.out = 0;  // CPU ops raise at once
+  *params.out = 0;  // CPU ops throw immediately
 }
 
 }  // namespace

@@ -8,7 +8,7 @@
 namespace specops {
 namespace {
 
-// Lets other Python threads run while an op takes long enough (about 50 us) for it to pay.
+// Releases the GIL while an op runs if it takes long enough (about 50 us) to be worth it.
 class ReleaseGil {
  public:
   explicit ReleaseGil(bool worth_it) {

@@ -18,7 +18,7 @@ namespace {
 thread_local int tls_thread_index = 0;
 thread_local bool tls_inside_chunk = false;
 
-// While chunks run on this thread, calls from inside them run in place.
+// Marks that this thread is running chunks: nested calls then run serially in place.
 class InsideChunk {
  public:
   InsideChunk() : outer_(tls_inside_chunk) { tls_inside_chunk = true; }
@@ -35,8 +35,8 @@ void run_serially(int64_t num_chunks, void (*fn)(void*, int64_t), void* context)
   for (int64_t chunk = 0; chunk < num_chunks; ++chunk) fn(context, chunk);
 }
 
-// Where the calling thread runs at the moment: a CPU's number may have changed when it is returned,
-// and then a chunk is read from a farther memory.
+// Returns the memory node on which the calling thread runs. It may be outdated on return; then a
+// chunk is merely read from a more distant memory.
 int node_of(const std::vector<int>& nodes) {
   if (nodes.empty()) return 0;
   int cpu = current_cpu();
@@ -79,13 +79,13 @@ void Pool::run(int64_t num_chunks, void (*fn)(void*, int64_t), void* context) {
   int64_t workers = static_cast<int64_t>(workers_.size());
   wanted_.store(static_cast<int>(std::min(num_chunks - 1, workers)), std::memory_order_relaxed);
   callers_cpu_.store(current_cpu(), std::memory_order_relaxed);
-  // Only now do workers look: with all chunks published, none leaves before it had the choice. In one
-  // order with their `sleeps_` (Sleeper); acquired with the job's number.
+  // Workers look only from here on: with all chunks published, none gives up too early.
+  // Sequentially consistent with their `sleeps_` (Sleeper), and acquired with the job's number.
   job_.fetch_add(1, std::memory_order_seq_cst);
   wake_workers(0);
   work(0);
   caller_.wait([this] { return claims_->finished(); }, true);
-  if (error_chunk_ < 0) return;  // finished() has acquired what the chunks wrote
+  if (error_chunk_ < 0) return;  // finished() has acquired the chunks' writes
   error_chunk_ = -1;
   std::exception_ptr error = std::move(error_);
   error_ = nullptr;
@@ -112,7 +112,8 @@ void Pool::work(int index) {
   for (int64_t chunk; (chunk = claims_->claim(way, on_finished)) >= 0;) call(chunk);
 }
 
-// A tree: who is awake wakes two more, so that nobody wakes many. One that spins is on its way.
+// Wakes workers as a tree: each one wakes two more, so that no thread wakes many. Spinning workers
+// notice by themselves.
 void Pool::wake_workers(int index) {
   int wanted = wanted_.load(std::memory_order_relaxed);
   for (int child = 2 * index + 1; child <= 2 * index + 2 && child <= wanted; ++child) {
@@ -130,8 +131,9 @@ void Pool::worker_loop(int index) {
     seen = job_.load(std::memory_order_acquire);
     if (stopping_.load(std::memory_order_relaxed)) return;
     wake_workers(index);
-    // Linux may wake a worker where its caller runs, beside a CPU with nothing to do: where few CPUs
-    // share a cache it hardly looks for one. Both would stay there for as long as there is work.
+    // Linux may wake a worker on its caller's CPU although another one is idle: if few CPUs share a
+    // cache, it hardly searches for an idle one. Both threads would then stay there as long as
+    // there is work.
     int cpu = callers_cpu_.load(std::memory_order_relaxed);
     if (cpu >= 0 && cpu == current_cpu()) avoided.set(cpu);
     work(index);
@@ -145,7 +147,7 @@ void Pool::start() {
   nodes_ = nodes_of_cpus();
   claims_ = std::make_unique<Claims>(ThreadGroups::of(running, cpus_of_node(cpus, nodes_)));
   started_ = true;
-  // All places first: a worker looks at others'.
+  // Create all workers first, because workers access each other.
   for (int i = 1; i < running; ++i) workers_.push_back(std::make_unique<Worker>());
   job_.store(0, std::memory_order_relaxed);
   stopping_.store(false, std::memory_order_relaxed);
@@ -153,7 +155,7 @@ void Pool::start() {
     try {
       workers_[static_cast<size_t>(i) - 1]->thread = std::thread([this, i] { worker_loop(i); });
     } catch (const std::system_error&) {
-      // The system grants no more threads: those that run share the work of the others.
+      // The system provides no more threads: the running ones do the work of the missing ones.
       return;
     }
   }
@@ -177,8 +179,8 @@ Pool*& pool() {
   static Pool* instance = [] {
     int num_threads = default_num_threads();
 #if defined(__linux__) || defined(__APPLE__)
-    // A forked child has neither the workers nor a way to open locks that other threads held: it
-    // starts over, and leaves the parent's pool behind as it is.
+    // A forked child has no workers, and cannot release locks that other threads held. It creates a
+    // new pool and leaves the parent's behind.
     pthread_atfork(nullptr, nullptr, [] { pool() = new Pool(pool()->num_threads()); });
 #endif
     return new Pool(num_threads);

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The one thread pool of the CPU kernels. Work is cut into chunks that any thread may claim; what a
-// chunk computes never depends on who claims it, so the thread count cannot change a bit.
+// Thread pool of the CPU kernels. Work is divided into chunks that any thread may claim. A chunk's
+// result never depends on the thread that claims it, so the thread count cannot change a bit.
 #pragma once
 
 #include <cstdint>
@@ -10,18 +10,19 @@ namespace specops {
 
 constexpr int kMaxThreads = 1024;
 
-// Including the caller; 1 to kMaxThreads. Never more run than the CPUs that the first caller may use:
-// what they would have done, the others do. Not from inside a chunk.
+// Sets the number of threads, including the caller: 1 to kMaxThreads. No more threads run than the
+// first caller has CPUs; those do the work of the missing ones. Must not be called inside a chunk.
 void set_num_threads(int num_threads);
-int num_threads();  // throws what default_num_threads() (cpus.h) throws, as every call here does
+int num_threads();  // throws what default_num_threads() (cpus.h) throws, like all calls here
 
-// Index of the thread inside the running parallel_for: 0 is the caller, below num_threads().
+// Returns the thread's index inside the running parallel_for: 0 is the caller; below num_threads().
 int thread_index();
 
 // Runs fn(context, chunk) for every chunk in [0, num_chunks). The caller takes part and waits only
-// for chunks that others have begun. Calls from inside a chunk, or from a second host thread while
-// the pool is busy, run serially in place. What a chunk throws, the caller throws, of several the
-// first by number, after the chunks that others have begun; later chunks may or may not have run.
+// for chunks that other threads have begun. Calls from inside a chunk, or from a second host thread
+// while the pool is busy, run serially in place. If chunks throw, the exception of the
+// lowest-numbered one is rethrown here once all started chunks have ended; later chunks may or may
+// not have run.
 void parallel_chunks(int64_t num_chunks, void (*fn)(void*, int64_t), void* context);
 
 // Calls fn(begin, end) over [0, size) in pieces of `grain` items.

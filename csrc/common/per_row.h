@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// A parameter that is one number for all rows (or requests), or an array with one each.
+// A parameter that is one number for all rows (or requests), or an array with one entry each.
 #pragma once
 
 #include <cstdint>
@@ -11,7 +11,7 @@ namespace specops {
 
 template <typename T>
 struct PerRow {
-  const T* values = nullptr;  // nullptr: `value` for all
+  const T* values = nullptr;  // nullptr: `value` for all rows
   T value{};
 
   SPECOPS_HOST_DEVICE_MEMBER T operator[](int64_t idx) const {
@@ -19,7 +19,7 @@ struct PerRow {
   }
 };
 
-// What breaks a rule about entry idx of such a parameter.
+// Returns the fault of entry idx of such a parameter.
 template <typename T>
 SPECOPS_HOST_DEVICE Fault fault_at(ErrorCode code, const PerRow<T>& parameter, int64_t idx, T got) {
   return fault_at(code, static_cast<double>(got), parameter.values ? idx : -1);

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Philox4x32-10 and the one way a decision gets its uniform: keyed by the request's seed and the
-// absolute position of the token being chosen, never by slot, step or batch. Plain C++ and CUDA.
+// Philox4x32-10, and the derivation of every decision's uniform: keyed by the request's seed and
+// the absolute position of the chosen token, never by slot, step or batch. Plain C++ and CUDA.
 #pragma once
 
 #include <cstdint>
@@ -9,7 +9,7 @@
 
 namespace specops {
 
-// What a uniform decides; the streams of two purposes never meet.
+// Decision that a uniform is for; the streams of different purposes are disjoint.
 enum class Purpose : uint32_t { kDraft = 0, kAccept = 1, kResidual = 2, kTarget = 3 };
 
 struct PhiloxBlock {
@@ -33,16 +33,16 @@ SPECOPS_HOST_DEVICE PhiloxBlock philox4x32(uint64_t seed, PhiloxBlock counter) {
   return counter;
 }
 
-// Names one decision of one request.
+// Identifies one decision of one request.
 struct UniformKey {
   uint64_t seed;
   uint32_t position;      // absolute position of the token being chosen
-  uint32_t choice_index;  // which of a prompt's n completions
+  uint32_t choice_index;  // index of the completion among a prompt's n
   uint32_t sub_index = 0;
   uint32_t anchor = 0;
 };
 
-// A uniform in [0, 1) with 24 bits: exact in fp32, and never 1.
+// Returns a uniform in [0, 1) with 24 bits: exact in fp32, and never 1.
 SPECOPS_HOST_DEVICE float philox_uniform(const UniformKey& key, Purpose purpose) {
   uint32_t stream = static_cast<uint32_t>(purpose) | key.sub_index << 8;
   PhiloxBlock block = philox4x32(key.seed, {{key.position, stream, key.choice_index, key.anchor}});

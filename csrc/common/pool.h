@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// The threads behind parallel.h. A job is published, claimed chunk by chunk (claims.h) by its caller
-// and by whichever workers come in time, and over when every claimed chunk is finished. Nobody waits
-// for a worker that has not begun, no lock is taken by more than two threads, and who has nothing to
-// do spins briefly and then sleeps.
+// Threads behind parallel.h. The caller publishes a job. The caller and workers that arrive in time
+// claim it chunk by chunk (claims.h), and the job ends when every claimed chunk is finished. No
+// thread waits for a worker that has not begun, no lock is taken by more than two threads, and idle
+// threads spin briefly and then sleep.
 #pragma once
 
 #include <atomic>
@@ -19,13 +19,14 @@
 
 namespace specops {
 
-// Where one thread waits until others say that something has become true.
+// A place where one thread waits until another thread makes a condition true.
 class Sleeper {
  public:
-  // Returns when ready() is true: spins briefly, then sleeps. Who makes it true calls wake() next, and
-  // both are in the one order of sequentially consistent operations with `sleeps_`: either wake() sees
-  // the sleeper, or the sleeper sees that it need not sleep. `yields`: others may need this very CPU to
-  // make it true. Workers that yielded would stay behind their caller on one CPU.
+  // Returns when ready() is true: spins briefly, then sleeps. The thread that makes it true calls
+  // wake() next. Both are sequentially consistent with `sleeps_`: either wake() sees the sleeper,
+  // or the sleeper sees that it need not sleep. `yields`: give up the CPU while spinning, because
+  // the other threads may need this very CPU. Workers must not yield: they would stay queued behind
+  // their caller on one CPU.
   template <typename Ready>
   void wait(const Ready& ready, bool yields) {
     if (spin(ready, yields)) return;
@@ -39,12 +40,12 @@ class Sleeper {
     if (!sleeps_.load(std::memory_order_seq_cst)) return;
     {
       std::lock_guard<std::mutex> guard(lock_);
-    }  // it has looked for the last time, and sleeps
+    }  // the sleeper has checked ready() and now sleeps
     wake_.notify_one();
   }
 
  private:
-  // Long enough to bridge the gap between two ops of a step, short enough to leave a shared core.
+  // Long enough to bridge the gap between two ops of a step, short enough to free a shared core.
   static constexpr std::chrono::microseconds kSpin{100};
   static constexpr std::chrono::microseconds kYieldAfter{20};
 
@@ -73,8 +74,8 @@ class Sleeper {
 
 class Pool {
  public:
-  // Starts at most max_running threads, the caller included: by default as many as the first caller
-  // has CPUs, since workers inherit its mask and more of them would only take turns.
+  // Starts at most max_running threads, including the caller; by default as many as the first
+  // caller has CPUs, because workers inherit its mask and more would only share those CPUs.
   explicit Pool(int num_threads, int max_running = 0)
       : num_threads_(num_threads), max_running_(max_running) {}
   ~Pool() { stop(); }
@@ -106,19 +107,19 @@ class Pool {
   bool started_ = false;
   std::vector<std::unique_ptr<Worker>> workers_;  // worker i is thread i + 1
   std::unique_ptr<Claims> claims_;
-  std::vector<int> nodes_;  // by CPU; empty: one
+  std::vector<int> nodes_;  // by CPU; empty: one node
 
-  // The job. Written before it is published, read by who has claimed a chunk of it.
+  // The job. Written before it is published; read by threads that have claimed one of its chunks.
   void (*fn_)(void*, int64_t) = nullptr;
   void* context_ = nullptr;
 
   std::mutex error_lock_;
-  int64_t error_chunk_ = -1;  // the first that threw, guarded like the next
+  int64_t error_chunk_ = -1;  // lowest chunk that threw; guarded by error_lock_, like error_
   std::exception_ptr error_;
 
-  alignas(128) std::atomic<uint64_t> job_{0};  // how many there were; stop() counts as one
-  std::atomic<int> wanted_{0};                 // workers that the job has chunks for
-  std::atomic<int> callers_cpu_{-1};           // where it was published; -1: nobody says
+  alignas(128) std::atomic<uint64_t> job_{0};  // number of jobs so far; stop() counts as one
+  std::atomic<int> wanted_{0};                 // workers for which the job has chunks
+  std::atomic<int> callers_cpu_{-1};           // CPU of the publishing thread; -1: unknown
   std::atomic<bool> stopping_{false};
   alignas(128) Sleeper caller_;
 };

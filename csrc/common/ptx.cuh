@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Every PTX instruction the kernels use by name, and the only inline assembly of device code. The
-// interpreter gives each the meaning of the PTX manual (csrc/simt/ptx.h). Baseline: sm_80.
+// PTX instructions that the kernels use by name, and the only inline assembly of device code. The
+// interpreter implements each as the PTX manual defines it (csrc/simt/ptx.h). Baseline: sm_80.
 #pragma once
 
 #if defined(SPECOPS_SIMT)
@@ -24,13 +24,13 @@ __device__ inline uint32_t shared_address(const void* pointer) {
 
 // Asynchronous copies, global to shared
 
-// Copies 16 bytes, both sides aligned.
+// Copies 16 bytes; both addresses must be aligned.
 __device__ inline void cp_async_16(void* smem, const void* global) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(shared_address(smem)), "l"(global)
                : "memory");
 }
 
-// Writes zeros instead, reading nothing, when not `valid`.
+// The same; if not `valid`, writes zeros and reads nothing.
 __device__ inline void cp_async_16(void* smem, const void* global, bool valid) {
   int bytes = valid ? 16 : 0;
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared_address(smem)),
@@ -42,8 +42,8 @@ __device__ inline void cp_async_16(void* smem, const void* global, bool valid) {
 // Closes a group of the thread's copies.
 __device__ inline void cp_async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 
-// Waits until at most N of the thread's newest groups are under way. Other threads' copies are seen
-// after a barrier only.
+// Waits until at most N of the thread's newest groups are in flight. Other threads' copies become
+// visible only after a barrier.
 template <int N>
 __device__ inline void cp_async_wait() {
   asm volatile("cp.async.wait_group %0;" ::"n"(N) : "memory");
@@ -100,8 +100,8 @@ __device__ inline void mma_m16n8k16(float (&d)[4], const uint32_t (&a)[4], const
   }
 }
 
-// The same of 8-bit integers, exactly: a 16 x 32, b 32 x 8, d in int32. a is signed, b is unless
-// kUnsigned.
+// The same for 8-bit integers, exact: a 16 x 32, b 32 x 8, d in int32. a is signed; b is signed
+// unless kUnsigned.
 template <bool kUnsigned>
 __device__ inline void mma_m16n8k32_int8(int (&d)[4],
                                          const uint32_t (&a)[4],
@@ -123,14 +123,14 @@ __device__ inline void mma_m16n8k32_int8(int (&d)[4],
 
 // Values
 
-// The larger one; NaN if either is.
+// Returns the larger value; NaN if either is NaN.
 __device__ inline float max_nan(float a, float b) {
   float out;
   asm("max.NaN.f32 %0, %1, %2;" : "=f"(out) : "f"(a), "f"(b));
   return out;
 }
 
-// Two floats rounded to T (to nearest even), `lo` in the low half.
+// Rounds two floats to T (to nearest even) and packs them, `lo` in the low half.
 template <typename T>
 __device__ inline uint32_t pack2(float lo, float hi) {
   uint32_t out;
@@ -158,28 +158,28 @@ __device__ inline float2 unpack2(uint32_t word) {
   return out;
 }
 
-// The larger of each pair of bf16 halves: of NaN and a number the number, of -0 and 0 the 0.
+// Returns the larger of each pair of bf16 halves. A number wins over NaN, and 0 over -0.
 __device__ inline uint32_t max_bf16x2(uint32_t a, uint32_t b) {
   uint32_t out;
   asm("max.bf16x2 %0, %1, %2;" : "=r"(out) : "r"(a), "r"(b));
   return out;
 }
 
-// a * b + c of each pair of bf16 halves, rounded once; subnormal numbers are kept.
+// Returns a * b + c for each pair of bf16 halves, rounded once; subnormal numbers are kept.
 __device__ inline uint32_t fma_bf16x2(uint32_t a, uint32_t b, uint32_t c) {
   uint32_t out;
   asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(out) : "r"(a), "r"(b), "r"(c));
   return out;
 }
 
-// (a & mask) | (b & ~mask), in one instruction: nvcc makes two of it where mask or b is a constant.
+// Returns (a & mask) | (b & ~mask) in one instruction; nvcc emits two if mask or b is constant.
 __device__ inline uint32_t merge_bits(uint32_t a, uint32_t b, uint32_t mask) {
   uint32_t out;
   asm("lop3.b32 %0, %1, %2, %3, 0xe4;" : "=r"(out) : "r"(a), "r"(b), "r"(mask));
   return out;
 }
 
-// Approximate functions: the same bits for the same argument on one device, nothing more.
+// Approximate functions: equal arguments give equal bits on one device; nothing more is guaranteed.
 __device__ inline float exp2_approx(float x) {
   float out;
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(out) : "f"(x));
@@ -209,7 +209,7 @@ __device__ inline uint4 load_streaming(const uint4* global) {
   return out;
 }
 
-// Writes 8 or 16 aligned bytes in one access; of a plain store nvcc may make several.
+// Writes 8 or 16 aligned bytes in one access; nvcc may split a plain store.
 __device__ inline void store_vector(void* global, uint2 value) {
   asm volatile("st.global.v2.u32 [%0], {%1, %2};" ::"l"(global), "r"(value.x), "r"(value.y)
                : "memory");
@@ -228,17 +228,18 @@ __device__ inline void prefetch_l2(const void* global) {
   asm volatile("prefetch.global.L2 [%0];" ::"l"(global));
 }
 
-// The same of a range: aligned to 16 bytes, as is its length. Before sm_90 nothing happens.
+// The same for a range; address and length must be multiples of 16 bytes. No effect before sm_90.
 __device__ inline void prefetch_l2(const void* global, uint32_t bytes) {
 #if __CUDA_ARCH__ >= 900
   asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(global), "r"(bytes));
 #endif
 }
 
-// Arrivals: an atomic that publishes what the thread knows of, other threads' writes before a barrier
-// too, and sees what those published who came before. Cheaper than fences around a plain atomic.
+// Arrivals: an atomic that publishes the thread's view of memory, including writes of other threads
+// before a barrier, and acquires what earlier arrivals published. Cheaper than fences around a
+// plain atomic.
 
-// Adds `value`; returns what was there.
+// Adds `value`; returns the previous value.
 __device__ inline int32_t add_acq_rel(int32_t* global, int32_t value) {
   int32_t before;
   asm volatile("atom.acq_rel.gpu.global.add.s32 %0, [%1], %2;"
@@ -248,7 +249,7 @@ __device__ inline int32_t add_acq_rel(int32_t* global, int32_t value) {
   return before;
 }
 
-// Adds one, back to zero after `limit`; returns what was there.
+// Adds one, wrapping to zero after `limit`; returns the previous value.
 __device__ inline uint32_t increment_acq_rel(uint32_t* global, uint32_t limit) {
   uint32_t before;
   asm volatile("atom.acq_rel.gpu.global.inc.u32 %0, [%1], %2;"
@@ -258,24 +259,24 @@ __device__ inline uint32_t increment_acq_rel(uint32_t* global, uint32_t limit) {
   return before;
 }
 
-// Kernels that overlap (common/launch.cuh). Before sm_90 nothing happens: there they never do.
+// Overlapping kernels (common/launch.cuh). No effect before sm_90, where kernels never overlap.
 
-// Waits until the kernels before this one in the stream have ended, and their writes are visible.
+// Waits until the previous kernels in the stream have ended and their writes are visible.
 __device__ inline void wait_for_dependencies() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.wait;" ::: "memory");
 #endif
 }
 
-// The next kernel's blocks may take free places once all blocks of this one have come here.
+// Lets the next kernel's blocks use free resources once all blocks of this kernel have called this.
 __device__ inline void release_dependents() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
 #endif
 }
 
-// `pointer` + count * bytes, in one instruction: of a product of two words nvcc makes four once it
-// has moved the extension of one of them out of a loop.
+// Returns `pointer` + count * bytes in one instruction; nvcc emits four if it hoists the extension
+// of one factor out of a loop.
 __device__ inline const unsigned char* advance(const unsigned char* pointer,
                                                uint32_t count,
                                                uint32_t bytes) {
@@ -286,17 +287,17 @@ __device__ inline const unsigned char* advance(const unsigned char* pointer,
   return reinterpret_cast<const unsigned char*>(out);
 }
 
-// Makes the compiler forget what it knows of a register, so that it computes again from it what would
-// otherwise stay in registers of its own.
+// Hides a register's value from the compiler, so that it recomputes derived values instead of
+// keeping them in registers.
 __device__ inline void forget(uint32_t& word) { asm volatile("" : "+r"(word)); }
 
-// The same of a pointer, so that it is not computed anew from what it was made of.
+// The same for a pointer, so that it is not recomputed from its parts.
 template <typename V>
 __device__ inline void forget(V*& pointer) {
   asm volatile("" : "+l"(pointer));
 }
 
-// Clocks: nanoseconds of the device, in steps of up to a microsecond; cycles of the SM.
+// Clocks: nanoseconds of the device, in steps of up to a microsecond, and cycles of the SM.
 
 __device__ inline int64_t global_timer() {
   int64_t ns;

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// Sixteen floats, and thirty-two bf16 as sixteen pairs, on every instruction set: kernels are written
-// once against these types. Reductions have one fixed tree. Included by *_cpu.cpp files only, which
-// are compiled once per instruction set with SPECOPS_ISA set to its name.
+// Vectors of sixteen floats, and of thirty-two bf16 as sixteen pairs, for every instruction set:
+// kernels are written once against these types. Reductions use one fixed tree. Included only by
+// *_cpu.cpp files, which are compiled once per instruction set with SPECOPS_ISA set to its name.
 #pragma once
 
 #ifndef SPECOPS_ISA
@@ -54,7 +54,7 @@ struct BF16x32 {
   uint32x4_t q[4];
 };
 
-// fn of each of the four quarters, which are named so that they stay in registers.
+// Applies fn to each of the four quarters, indexed by constants so that they stay in registers.
 template <typename Vec, typename Fn>
 __attribute__((always_inline)) inline Vec quarters(Fn&& fn) {
   return {fn(0), fn(1), fn(2), fn(3)};
@@ -120,7 +120,7 @@ inline F32x16 set1(float x) {
 
 inline F32x16 zero() { return set1(0.0f); }
 
-// a * b + c; rounded once where the instruction set has a fused form.
+// Returns a * b + c, rounded once if the instruction set has a fused form.
 inline F32x16 fma(F32x16 a, F32x16 b, F32x16 c) {
 #if defined(SPECOPS_AVX512)
   return {_mm512_fmadd_ps(a.v, b.v, c.v)};
@@ -207,8 +207,8 @@ inline void store(float* p, F32x16 x) {
 #endif
 }
 
-// The bfloat16 next to each lane, in its upper half: to nearest, ties to even; NaN stays NaN. What the
-// lower half holds means nothing.
+// Rounds each lane to bfloat16 in its upper half: to nearest, ties to even; NaN stays NaN. The
+// lower half is undefined.
 #if defined(SPECOPS_AVX512)
 inline __m512i bf16_words(F32x16 x) {
   __m512i word = _mm512_castps_si512(x.v);
@@ -235,7 +235,7 @@ inline void store(bfloat16* p, F32x16 x) {
   _mm256_storeu_si256(reinterpret_cast<__m256i*>(p),
                       _mm512_cvtepi32_epi16(_mm512_srli_epi32(bf16_words(x), 16)));
 #elif defined(SPECOPS_AVX2)
-  // Packing puts halves of 128 bits in turns.
+  // Packing interleaves 128-bit halves.
   __m256i words = _mm256_packus_epi32(_mm256_srli_epi32(bf16_words(x.lo), 16),
                                       _mm256_srli_epi32(bf16_words(x.hi), 16));
   _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm256_permute4x64_epi64(words, 0xd8));
@@ -272,7 +272,7 @@ inline void store(float16* p, F32x16 x) {
 #endif
 }
 
-// The value a T would hold: one rounding, as a store and a load do it.
+// Rounds once to a value of T, like a store followed by a load.
 template <typename T>
 inline F32x16 round_to(F32x16 x) {
   T lanes[kLanes];
@@ -299,7 +299,7 @@ inline F32x16 round_to<bfloat16>(F32x16 x) {
 }
 #endif
 
-// The same for lanes that a T can hold: nothing is left to round.
+// Stores lanes that are already exact in T, without rounding.
 template <typename T>
 inline void store_exact(T* p, F32x16 x) {
   store(p, x);
@@ -313,7 +313,7 @@ inline void store_exact<bfloat16>(bfloat16* p, F32x16 x) {
 }
 #endif
 
-// The first n (0..16) elements; missing lanes are `fill`. Never touches memory past p + n.
+// Loads the first n (0..16) elements; missing lanes are `fill`. Never reads memory past p + n.
 template <typename T>
 inline F32x16 load_partial(const T* p, int n, float fill = 0.0f) {
   if (n >= kLanes) return load(p);
@@ -330,7 +330,7 @@ inline void store_partial(T* p, F32x16 x, int n) {
   for (int i = 0; i < n; ++i) p[i] = from_float<T>(lanes[i]);
 }
 
-// Fixed tree: lanes i and i + 8, then i + 4, i + 2, i + 1.
+// Sums the lanes in a fixed tree: lanes i and i + 8, then i + 4, i + 2, i + 1.
 inline float reduce_add(F32x16 x) {
   float t[16];
   store(t, x);
@@ -349,7 +349,8 @@ inline float reduce_max(F32x16 x) {
   return t[0];
 }
 
-// e^x to about 1 ulp; 0 below -87.3 (so that -inf gives exactly 0), inf above 88.7, NaN kept.
+// Returns e^x to about 1 ulp; 0 below -87.3 (so that -inf gives exactly 0), inf above 88.7, NaN
+// kept.
 inline F32x16 exp(F32x16 x) {
   constexpr float kLog2e = 1.44269504088896341f;
   constexpr float kLn2Hi = 0.693145751953125f, kLn2Lo = 1.42860682030941723212e-6f;
@@ -449,7 +450,7 @@ inline BF16x32 load_pairs(const void* p) {
   auto* words = static_cast<const __m256i*>(p);
   return {_mm256_loadu_si256(words), _mm256_loadu_si256(words + 1)};
 #elif defined(SPECOPS_NEON)
-  auto* bytes = static_cast<const uint8_t*>(p);  // of any alignment
+  auto* bytes = static_cast<const uint8_t*>(p);  // no alignment required
   return quarters<BF16x32>([&](int i) { return vreinterpretq_u32_u8(vld1q_u8(bytes + 16 * i)); });
 #else
   BF16x32 out;
@@ -458,7 +459,7 @@ inline BF16x32 load_pairs(const void* p) {
 #endif
 }
 
-// The pair (p[0], p[1]) in every lane.
+// Returns the pair (p[0], p[1]) in every lane.
 inline BF16x32 broadcast_pair(const bfloat16* p) {
   int32_t word;
   std::memcpy(&word, p, 4);
@@ -475,7 +476,7 @@ inline BF16x32 broadcast_pair(const bfloat16* p) {
 #endif
 }
 
-// The even and the odd elements of the pairs, as floats.
+// Return the even (odd) elements of the pairs as floats.
 inline F32x16 even_floats(BF16x32 x) {
 #if defined(SPECOPS_AVX512)
   return {_mm512_castsi512_ps(_mm512_slli_epi32(x.v, 16))};
@@ -514,9 +515,9 @@ inline F32x16 odd_floats(BF16x32 x) {
 #endif
 }
 
-// acc[i] += a[2i] * b[2i] + a[2i + 1] * b[2i + 1]. vdpbf16ps or bfdot where the CPU has them (they
-// flush denormals and round their own way), two fused steps, odd element first as vdpbf16ps does,
-// elsewhere.
+// acc[i] += a[2i] * b[2i] + a[2i + 1] * b[2i + 1]. Uses vdpbf16ps or bfdot if the CPU has them
+// (they flush denormals and have their own rounding); otherwise two fused steps, odd element first
+// as in vdpbf16ps.
 inline F32x16 dot_pairs(F32x16 acc, BF16x32 a, BF16x32 b) {
 #if defined(SPECOPS_ISA_avx512_bf16)
   return {_mm512_dpbf16_ps(acc.v, (__m512bh)a.v, (__m512bh)b.v)};

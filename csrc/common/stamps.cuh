@@ -1,22 +1,22 @@
 // SPDX-License-Identifier: Apache-2.0
-// How a kernel that is built for it keeps time: thread 0 of a block notes where a phase ends, in
-// shared memory, since whoever waits for an answer of global memory comes late to the next barrier. In
-// the kernels that everybody runs nothing of it is compiled.
+// Phase times of kernels that are built to record them. Thread 0 of a block records the end of each
+// phase in shared memory, because waiting for global memory would delay it at the next barrier.
+// Production kernels compile none of this.
 #pragma once
 
 #include "common/device.cuh"
 
 namespace specops {
 
-// A block's stamps while it runs, in its shared memory. What is left of them in global memory, kWords:
-// begin and end in ns by one clock for all blocks, cycles of the SM in each phase, and the low half
-// of its clock at the end.
+// A block's stamps while it runs, in its shared memory. At the end, kWords words go to global
+// memory: begin and end in ns on a clock common to all blocks, SM cycles of each phase, and the low
+// half of the SM's clock at the end.
 template <typename Phase, int kPhases>
 struct Stamps {
   static constexpr int64_t kWords = 3 + kPhases;
   static constexpr int kBegin = 0, kEnd = 1, kCycles = 2, kLast = kCycles + kPhases;
 
-  uint32_t last;  // where the phase before ended
+  uint32_t last;  // end of the previous phase
   uint32_t cycles[kPhases];
 
   __device__ __forceinline__ static int64_t* kept(int64_t* stamps) {
@@ -30,7 +30,7 @@ struct Stamps {
     last = static_cast<uint32_t>(ptx::clock());
   }
 
-  // What has passed since the last mark was the phase's.
+  // Attributes the time since the last mark to `phase`.
   __device__ __forceinline__ void mark(Phase phase) {
     if (threadIdx.x != 0) return;
     uint32_t now = static_cast<uint32_t>(ptx::clock());

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Where an op's stamped kernel leaves its times: an array that a call of its own sets (benches).
+// Destination of the times of an op's stamped kernel: an array that a separate call sets
+// (benchmarks).
 #pragma once
 
 #include <cstdint>
@@ -10,7 +11,7 @@
 namespace specops {
 
 struct PhaseStamps {
-  int64_t* words = nullptr;  // [blocks, words of a block]; nullptr: nothing is stamped
+  int64_t* words = nullptr;  // [blocks, words per block]; nullptr: no stamps
   int64_t blocks = 0;
 };
 
@@ -21,7 +22,7 @@ class GivenPhaseStamps {
     return given_;
   }
 
-  // `op`: the name of the call, in its errors.
+  // Sets the array. `op`: name of the calling op, for error messages.
   void set(const char* op, const TensorView& stamps, int64_t words_of_block) {
     Checker check(op);
     Dim blocks{"blocks"}, words{"words", words_of_block};

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// How tensors enter C++: a pybind11 caster over torch's DLPack exchange table (no libtorch), and the
-// one argument checker. Every message names op, argument, expected and got.
+// Conversion of tensor arguments: a pybind11 caster over torch's DLPack exchange table (no
+// libtorch), and the argument checker. Every error message names op, argument, expected and got.
 #pragma once
 
 #include <pybind11/pybind11.h>
@@ -21,8 +21,8 @@
 
 namespace specops {
 
-// A borrowed view of a tensor argument: valid for the duration of the call. Any Python object loads;
-// what is wrong with it is said by Checker, in words, instead of by an overload error.
+// A borrowed view of a tensor argument, valid during the call. It accepts any Python object;
+// Checker then explains what is wrong, which an overload error would not.
 struct TensorView {
   DLTensor dl{};
   PyObject* object = nullptr;
@@ -60,7 +60,8 @@ struct TensorView {
 
   void* raw() const { return static_cast<char*>(dl.data) + dl.byte_offset; }
 
-  // nullptr only of what is absent: a tensor without elements is an address that nobody reads.
+  // Returns nullptr only if the argument is absent; for a tensor without elements, a non-null
+  // address that is never read.
   template <typename T>
   T* data() const {
     constexpr uintptr_t kNobody = 64;
@@ -69,17 +70,17 @@ struct TensorView {
   }
 };
 
-// A borrowed argument that is no tensor. Any Python object loads here as well.
+// A borrowed argument that is not a tensor. It accepts any Python object, too.
 struct Argument {
   PyObject* object = nullptr;
 
   bool defined() const { return object != nullptr && object != Py_None; }
 };
 
-// torch's table, as the last tensor borrowed had it.
+// torch's exchange table, from the last borrowed tensor.
 inline const DLPackExchangeAPI* exchange_api = nullptr;
 
-// Whether the memory from the first element to the last of one meets that of the other.
+// Returns whether the memory ranges from first to last element of the two tensors overlap.
 inline bool overlap(const TensorView& a, const TensorView& b) {
   auto last_byte = [](const TensorView& view) {
     int64_t last = 0;
@@ -90,7 +91,8 @@ inline bool overlap(const TensorView& a, const TensorView& b) {
   return a.raw() <= last_byte(b) && b.raw() <= last_byte(a);
 }
 
-// A tensor of torch's that stands for one which a graph will compute; it has no memory.
+// Returns whether this is a torch FakeTensor, which stands for a tensor in a traced graph and has
+// no memory.
 inline bool is_fake(PyObject* object) {
   return std::strcmp(Py_TYPE(object)->tp_name, "FakeTensor") == 0;
 }
@@ -104,7 +106,7 @@ inline void borrow_tensor(PyObject* object, TensorView& view) {
   PyTypeObject* type = Py_TYPE(object);
   const DLPackExchangeAPI* api = type == cached_type ? cached_api : nullptr;
   if (api == nullptr) {
-    // Asked for its memory, a fake tensor warns before it refuses.
+    // A fake tensor would emit a warning before it refuses to give its memory.
     if (PyLong_Check(object) || PyFloat_Check(object) || is_fake(object)) return;
     PyObject* capsule =
         PyObject_GetAttrString(reinterpret_cast<PyObject*>(type), "__dlpack_c_exchange_api__");
@@ -136,21 +138,21 @@ inline void borrow_tensor(PyObject* object, TensorView& view) {
   view.is_tensor = false;
 }
 
-// What a tensor must be while torch records what is computed.
+// Requirement for tensors while torch records gradients, as an error message.
 constexpr const char* kNoGradient =
     "a tensor that needs no gradient, since the ops have no backward (detach it, or use "
     "torch.no_grad())";
 
-// Answers of torch's that are True or False.
+// Converts the True or False that a torch call returned; takes over the reference.
 inline bool is_true(PyObject* answer) {
   if (answer == nullptr) throw pybind11::error_already_set();
   Py_DECREF(answer);
   return answer == Py_True;
 }
 
-// Whether torch records what this thread computes, to compute gradients.
+// Returns whether torch records this thread's computations for gradients.
 inline bool is_grad_enabled() {
-  // No initialiser that C++ would lock: an import may let another thread in here.
+  // No locked C++ initializer: the import may let another thread run and enter here.
   static PyObject* function = nullptr;
   if (function == nullptr) {
     pybind11::object found = pybind11::module_::import("torch").attr("is_grad_enabled");
@@ -159,8 +161,8 @@ inline bool is_grad_enabled() {
   return is_true(PyObject_CallNoArgs(function));
 }
 
-// Whether it would of this tensor: by the descriptor that Tensor.requires_grad stands for, without the
-// look-up of its name.
+// Returns whether torch would record gradients for this tensor. It calls the descriptor of
+// Tensor.requires_grad directly, which avoids the attribute look-up.
 inline bool requires_grad(PyObject* tensor) {
   static PyObject* descriptor = nullptr;
   if (descriptor == nullptr) {
@@ -171,7 +173,7 @@ inline bool requires_grad(PyObject* tensor) {
   return is_true(Py_TYPE(descriptor)->tp_descr_get(descriptor, tensor, nullptr));
 }
 
-// A dimension with a name. Unset ones take the first size they meet and must agree after that.
+// A named dimension. An unset one takes the first size it is compared with; later sizes must match.
 struct Dim {
   const char* name;
   int64_t value = -1;
@@ -240,7 +242,8 @@ class Checker {
     return view;
   }
 
-  // A number for all rows, or a tensor with one each; None is `absent`. one_of: what an int is called.
+  // Reads a number for all rows, or a tensor with one per row; None gives `absent`. one_of:
+  // description of an int in error messages.
   template <typename T>
   PerRow<T> per_row(const char* name,
                     const TensorView& view,
@@ -263,7 +266,7 @@ class Checker {
          describe_object(view.object));
   }
 
-  // An int from `low` to `high`. Never a bool, a tensor, or anything that would be rounded.
+  // Reads an int from `low` to `high`. Rejects bools, tensors, and anything that would be rounded.
   int64_t integer(const char* name, Argument got, int64_t low, int64_t high = kMaxInt64) const {
     int64_t value = 0;
     if (as_int64(got.object, value) && value >= low && value <= high) return value;
@@ -275,7 +278,7 @@ class Checker {
          describe_object(got.object));
   }
 
-  // A number from `low` to `high`, which `expected` says in words; finite as a float32.
+  // Reads a number from `low` to `high`, described by `expected`; it must be finite as a float32.
   float number(const char* name,
                Argument got,
                double low = 0,
@@ -297,11 +300,11 @@ class Checker {
     const char* bytes = nullptr;
     if (PyUnicode_Check(got.object)) bytes = PyUnicode_AsUTF8AndSize(got.object, &size);
     if (bytes != nullptr) return {bytes, static_cast<size_t>(size)};
-    if (PyErr_Occurred()) clear_error();  // a half of a surrogate pair
+    if (PyErr_Occurred()) clear_error();  // an unpaired surrogate
     fail(name, expected, describe_object(got.object));
   }
 
-  // A condition on a value: check.that(k >= 0, "k", "at least 0", k).
+  // Checks a condition on a value: check.that(k >= 0, "k", "at least 0", k).
   template <typename T>
   void that(bool condition, const char* name, const std::string& expected, const T& got) {
     if (condition) return;
@@ -312,7 +315,7 @@ class Checker {
     }
   }
 
-  // For what CUDA kernels read and write in vectors.
+  // Checks the alignment of tensors that CUDA kernels read or write in vectors.
   void on_16_bytes(const char* name, const TensorView& view) const {
     auto past = reinterpret_cast<uintptr_t>(view.raw()) % 16;
     if (past == 0) return;
@@ -321,7 +324,7 @@ class Checker {
          "an address " + std::to_string(past) + " bytes past a multiple of 16");
   }
 
-  // Raises what a rule about values has found, if anything.
+  // Throws if a check of values found a fault.
   void refuse(const Fault& fault) const {
     if (fault.found()) raise(fault);
   }
@@ -333,10 +336,10 @@ class Checker {
                                 got);
   }
 
-  // Where the op runs: on the device of its tensors, which must all be on one.
+  // Returns whether the op runs on CUDA: on the device of its tensors, which must all be the same.
   bool on_cuda() const { return device_.device_type == kDLCUDA || interprets_cuda(); }
 
-  // The caller's current stream on that device.
+  // Returns the caller's current stream on that device.
   CudaStream stream() const {
     if (interprets_cuda()) return {};
     void* handle = nullptr;
@@ -346,12 +349,13 @@ class Checker {
     return {handle, device_.device_id};
   }
 
-  // Where a CUDA kernel reports wrong data; CPU ops raise.
+  // Returns the flag with which a CUDA kernel reports invalid data; CPU ops throw instead.
   ErrorFlag error_flag() const {
     return on_cuda() ? specops::error_flag(device_.device_id) : ErrorFlag{};
   }
 
-  // Something that is no tensor, or a tensor without plain memory. Numbers and text as they are.
+  // Describes an object that is not a tensor, or is a tensor without plain memory. Shows numbers
+  // and text as they are.
   static std::string describe_object(PyObject* object) {
     if (object == nullptr || object == Py_None) return "None";
     if (PyLong_Check(object) || PyFloat_Check(object) || PyUnicode_Check(object)) {
@@ -372,32 +376,32 @@ class Checker {
 
   static std::string repr(PyObject* object) {
     auto text = pybind11::reinterpret_steal<pybind11::object>(PyObject_Repr(object));
-    if (!text) {  // an int of too many digits, or an object that cannot say
+    if (!text) {  // an int with too many digits, or an object whose repr fails
       clear_error();
       return Py_TYPE(object)->tp_name;
     }
     std::string out = pybind11::str(text);
     size_t most = 80;
     if (out.size() <= most) return out;
-    while ((out[most] & 0xc0) == 0x80) --most;  // not within a character
+    while ((out[most] & 0xc0) == 0x80) --most;  // do not split a character
     return out.substr(0, most) + "...";
   }
 
  private:
-  // Asked for once, by the first tensor that could need a gradient.
+  // Queries torch only once, at the first tensor that could need a gradient.
   bool records_gradients() {
     if (!knows_gradients_) records_gradients_ = is_grad_enabled();
     knows_gradients_ = true;
     return records_gradients_;
   }
 
-  // Of an exception that only says that an object is of another kind.
+  // Clears an exception that only signals an object of another type.
   static void clear_error() {
     if (!PyErr_ExceptionMatches(PyExc_Exception)) throw pybind11::error_already_set();
     PyErr_Clear();
   }
 
-  // Numbers are Python's and numpy's; a tensor or an array is none, even of one element.
+  // Accepts numbers of Python and numpy; rejects tensors and arrays, even with one element.
   static bool may_be_number(PyObject* object) {
     return !PyBool_Check(object) && !PyObject_HasAttrString(object, "__dlpack__");
   }
@@ -445,7 +449,7 @@ class Checker {
     return value == wide;
   }
 
-  // By value: a loop keeps in registers what it checks.
+  // Takes the fault by value, so that a checking loop can keep it in registers.
   [[noreturn, gnu::noinline]] static void raise(Fault fault) {
     throw std::invalid_argument(error_sentence(fault));
   }
@@ -465,7 +469,7 @@ class Checker {
     }
   }
 
-  // Nothing is read of an empty tensor, so its strides may be anything: numpy's are 0.
+  // An empty tensor is never read, so its strides may be anything: numpy's are 0.
   static bool has_layout(const TensorView& view, Layout layout) {
     for (int axis = 0; axis < view.ndim(); ++axis) {
       if (view.size(axis) == 0) return true;
@@ -501,7 +505,7 @@ class Checker {
     return out + "]";
   }
 
-  // "float16" for torch.float16, as dtype_name() writes it.
+  // Returns "float16" for torch.float16, in the style of dtype_name().
   static std::string torch_name(const pybind11::object& value) {
     std::string name = pybind11::str(value);
     return name.rfind("torch.", 0) == 0 ? name.substr(6) : name;
@@ -524,7 +528,7 @@ class Checker {
 
   const char* op_;
   const char* first_ = nullptr;  // name of the first tensor checked
-  DLDevice device_{kDLCPU, 0};   // and its device
+  DLDevice device_{kDLCPU, 0};   // device of the first tensor checked
   bool knows_gradients_ = false;
   bool records_gradients_ = false;
 };

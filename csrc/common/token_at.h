@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The tokens of a request by absolute position: its text, and its drafts behind it.
+// Tokens of a request by absolute position: its text, followed by its drafts.
 #pragma once
 
 #include <cstdint>
@@ -8,7 +8,7 @@
 
 namespace specops {
 
-// text: [len], drafts: [capacity]. -1 where neither goes so far.
+// Returns the token at `position`; -1 past the end of both. text: [len], drafts: [capacity].
 SPECOPS_HOST_DEVICE int32_t token_at(
     const int32_t* text, int64_t len, const int32_t* drafts, int64_t capacity, int64_t position) {
   if (position < len) return text[position];

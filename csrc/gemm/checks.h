@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// How a packed weight enters C++: as one argument, a PackedWeight of specops.dense.
+// Conversion of a packed weight: one argument, a PackedWeight of specops.dense.
 #pragma once
 
 #include <string>
@@ -9,7 +9,7 @@
 
 namespace specops {
 
-// Of a weight, and the most outputs: sizes made of them stay far within 64 bits.
+// Limit on a weight's inputs and on its outputs: products of sizes stay far within 64 bits.
 constexpr int64_t kMostInputs = int64_t{1} << 40;
 
 struct WeightKindName {
@@ -58,7 +58,7 @@ inline WeightKind read_weight_kind(const Checker& check, const char* argument, A
   check.fail(argument, expected, "'" + name + "'");
 }
 
-// None: no activation.
+// Reads an activation; None means no activation.
 inline Activation read_activation(const Checker& check, const char* argument, Argument given) {
   if (!given.defined()) return Activation::kNone;
   const char* expected = "'silu', 'gelu_tanh', 'swiglu_oai' or None";
@@ -69,7 +69,7 @@ inline Activation read_activation(const Checker& check, const char* argument, Ar
   check.fail(argument, expected, "'" + name + "'");
 }
 
-// Of kind: to what rows are rounded.
+// Reads the number format to which rows are rounded, for a weight of `kind`.
 inline RowNumbers read_row_numbers(const Checker& check,
                                    const char* argument,
                                    Argument given,
@@ -83,7 +83,7 @@ inline RowNumbers read_row_numbers(const Checker& check,
   check.fail(argument, expected, "'" + name + "'");
 }
 
-// Inputs that share a scale.
+// Reads the number of inputs that share a scale.
 inline int64_t read_group(const Checker& check,
                           const char* argument,
                           Argument given,
@@ -113,9 +113,9 @@ inline DType code_dtype(WeightKind kind) {
   }
 }
 
-// The shape of a packed weight's data, as weight.h describes the layouts, and its scales' block: of
-// how many outputs a row of scales is; 0: they are [num_outputs], or there are none. Of gates and ups
-// `turn` gates are followed by as many ups.
+// Shape of a packed weight's data, as weight.h describes the layouts. scale_block: outputs per row
+// of scales; 0 if the scales are [num_outputs] or absent. For gated weights, `turn` gates are
+// followed by as many ups.
 struct PackedDims {
   Dim blocks{"blocks"}, steps{"steps"}, word{"block of one step"};
   int64_t scale_block = 0, turn = kWeightBlock;
@@ -158,13 +158,13 @@ inline PackedDims packed_dims(bool on_cuda,
   return dims;
 }
 
-// Whether an op on this weight runs CUDA kernels, which have layouts and dtypes of their own.
+// Returns whether ops on this weight run CUDA kernels, which have their own layouts and dtypes.
 inline bool wants_cuda(const TensorView& weight) {
   return interprets_cuda() ||
          (has_cuda() && weight.is_tensor && weight.dl.device.device_type == kDLCUDA);
 }
 
-// Gates and ups are of one number.
+// Checks that a gated weight has as many ups as gates.
 inline void check_halves(Checker& check,
                          const char* argument,
                          int64_t num_outputs,
@@ -173,7 +173,7 @@ inline void check_halves(Checker& check,
   check.that(has_halves, argument, "gates and as many ups", num_outputs);
 }
 
-// A field that some kinds have and others must not.
+// Checks a field that only some kinds have.
 inline const TensorView& check_field(Checker& check,
                                      const char* argument,
                                      const TensorView& field,
@@ -186,7 +186,7 @@ inline const TensorView& check_field(Checker& check,
   return check.optional(argument, field, {dtype}, dims);
 }
 
-// Inputs that are there; CUDA kernels look for themselves.
+// Checks that input_order contains valid inputs; CUDA kernels check it themselves.
 inline void check_order(Checker& check, const TensorView& order, int64_t num_inputs) {
   const int32_t* inputs = order.data<int32_t>();
   if (inputs == nullptr || check.on_cuda()) return;
@@ -198,7 +198,7 @@ inline void check_order(Checker& check, const TensorView& order, int64_t num_inp
   }
 }
 
-// What is multiplied: rows, and plain weights.
+// Checks the dtype and shape of a floating-point operand: rows, or a plain weight.
 inline const TensorView& check_real(Checker& check,
                                     const char* argument,
                                     const TensorView& view,
@@ -212,7 +212,7 @@ inline const TensorView& check_real(Checker& check,
   return check.tensor(argument, view, dtypes, dims, layout);
 }
 
-// The fields of a PackedWeight that ops read; Python may add others behind them.
+// Fields of a PackedWeight that ops read; Python may append others.
 struct WeightFields {
   Argument kind;
   TensorView data, scales;
@@ -248,7 +248,7 @@ inline WeightFields weight_fields(const Checker& check, Argument weight) {
           tensor(10)};
 }
 
-// Scales, offsets, order and table, of a weight whose kind and sizes are known.
+// Checks scales, offsets, order and table of a weight with known kind and sizes.
 inline void check_code_fields(Checker& check,
                               const WeightFields& fields,
                               WeightKind kind,
@@ -290,11 +290,11 @@ inline void check_code_fields(Checker& check,
 
 struct PackedWeightArgument {
   WeightParams params;
-  DType dtype;    // of data; of a plain weight also of what is multiplied with it
-  int64_t bytes;  // of data
+  DType dtype;    // dtype of data; for a plain weight, also of the rows
+  int64_t bytes;  // size of data
 };
 
-// Checks the fields of a PackedWeight. Its sizes become those of the caller's Dims.
+// Checks the fields of a PackedWeight. Sets the caller's Dims to its sizes.
 inline PackedWeightArgument check_weight_fields(Checker& check,
                                                 const WeightFields& fields,
                                                 Dim& num_outputs,

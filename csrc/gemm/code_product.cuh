@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// Rows times codes on tensor cores. A stage is 128 inputs; of a piece of it, so many inputs as share a
-// scale of the row and one of the weight, sums are exact. Whatever the shape, pieces are added in one
-// chain: the bits are those of the CPU's kernels. (Those of fp8 are each shape's, and equal.)
+// Rows times quantized weights on tensor cores. A stage is 128 inputs. A piece of a stage consists
+// of inputs that share one scale of the row and one of the weight; its sums are exact. For any
+// shape, pieces are added in one chain, so the bits equal those of the CPU kernels. (fp8 differs
+// from the CPU, but is the same for all shapes.)
 #pragma once
 
 #include "gemm/code_rows.cuh"
@@ -10,42 +11,42 @@
 namespace specops {
 
 constexpr int kCodeInputs = static_cast<int>(kCodeStage);
-constexpr int kCodeDepth = 3;  // stages of weights under way
+constexpr int kCodeDepth = 3;  // stages of weights in flight
 
 struct CodePlan {
   int stages;
-  int pieces;      // of a stage
-  int piece;       // its inputs
-  int lines;       // of scales, of a stage: one, or one a piece; 0: an output has one scale
-  int group;       // inputs that share a scale, no more than there are
-  int slot_bytes;  // of a stage of weights of a warp, with its scales and offsets
-  bool aligned;    // rows of x can be read by chunks of 16 bytes
-  bool quads;      // out can be written by four outputs
+  int pieces;      // per stage
+  int piece;       // inputs per piece
+  int lines;       // lines of scales per stage: one, or one per piece; 0: one scale per output
+  int group;       // inputs that share a scale, at most all inputs
+  int slot_bytes;  // a warp's stage of weights, with its scales and offsets
+  bool aligned;    // rows of x can be read in chunks of 16 bytes
+  bool quads;      // out can be written four outputs at a time
 };
 
-// How a block's tile is cut. kSides warps, side by side, have 32 outputs each and round the rows of a
-// stage together. kSplits times as many have every kSplits-th stage each, and leave their sums to all
-// that have these outputs; one split has nobody to leave them to.
+// Division of a block's tile. kSides warps have 32 outputs each, and round the rows of a stage
+// together. There are kSplits sets of such warps; each takes every kSplits-th stage and shares its
+// sums with all warps of the same outputs. With one split no sums are shared.
 template <int kSplitsOf, int kSidesOf, int kColumnsOf, bool kHalvesOf = false>
 struct CodeShape {
   static constexpr int kSplits = kSplitsOf;
   static constexpr int kSides = kSidesOf;
-  static constexpr int kColumns = kColumnsOf;  // of 8 rows
+  static constexpr int kColumns = kColumnsOf;  // columns of 8 rows
   static constexpr bool kHalves = kHalvesOf;   // pieces are half a step: 16 inputs
   static constexpr int kRows = 8 * kColumns;
   static constexpr int kThreads = 32 * kSplits * kSides;
   static constexpr int kOutputs = 32 * kSides;
   static constexpr int kSumBytes =
-      144;  // of a piece of a row, that are left; 16 more than 32 outputs
+      144;  // shared sums of one piece of a row; 16 bytes more than 32 outputs
   static_assert(kSplits == 1 || kRows % kSplits == 0);
   static_assert(kSplits == 1 || !kHalves);
 };
 
-// Of a piece's sum.
+// Converts a piece's sum to float.
 template <typename Codes, typename Numbers>
 __device__ inline float whole(const int (&sums)[Numbers::kPlanes][4], int i) {
   if constexpr (Numbers::kPlanes == 1) {
-    // It was begun at the bits of kWholeFloat, and is below 2^22.
+    // The sum started at the bits of kWholeFloat and is below 2^22.
     constexpr float kUnit = 1.0f / (1 << Codes::kShift);
     return __fmaf_rn(__int_as_float(sums[0][i]), kUnit, -kWholeFloat * kUnit);
   } else {
@@ -57,12 +58,12 @@ __device__ inline float whole(const int (&sums)[Numbers::kPlanes][4], int i) {
 // The weights and scales of 32 outputs, which a warp copies for itself, stage by stage.
 template <typename Codes>
 struct CodeRing {
-  static constexpr int kVectors = 2 * Codes::kVectors * kWarpSize;  // of a stage
+  static constexpr int kVectors = 2 * Codes::kVectors * kWarpSize;  // per stage
 
-  const uint4* weights;  // of the lane
+  const uint4* weights;  // the lane's first vector
   const float *scales, *offsets;
   unsigned char* slots;
-  int scale_groups, lane, stages;  // stages: 0 behind the last output
+  int scale_groups, lane, stages;  // stages: 0 past the last output
 
   __device__ CodeRing(const WeightParams& weight,
                       const CodePlan& plan,
@@ -78,7 +79,7 @@ struct CodeRing {
     offsets = weight.offsets == nullptr ? nullptr : weight.offsets + line;
   }
 
-  // Of the lane; the next ones are kWarpSize apart.
+  // Returns the lane's first vector of a slot; the next ones are kWarpSize apart.
   __device__ const uint4* vectors(const CodePlan& plan, int slot) const {
     return reinterpret_cast<const uint4*>(slots + slot * plan.slot_bytes) + lane;
   }
@@ -88,7 +89,7 @@ struct CodeRing {
     ptx::prefetch_l2(weights - lane + int64_t{stage} * kVectors, kVectors * sizeof(uint4));
   }
 
-  // A stage that is none is nothing, and counts.
+  // Starts copying a stage. A stage past the end copies nothing, but still commits a group.
   __device__ void fetch(const CodePlan& plan, int slot, int stage) const {
     if (stage < stages) {
       auto* to = reinterpret_cast<uint4*>(slots + slot * plan.slot_bytes);
@@ -100,9 +101,9 @@ struct CodeRing {
     ptx::cp_async_commit();
   }
 
-  // [lines, 32] of scales, the same of offsets.
+  // Copies [lines, 32] scales, then as many offsets.
   __device__ void fetch_lines(const CodePlan& plan, int stage, float* to) const {
-    // A line is eight vectors; there are no more than two for each lane.
+    // A line is eight vectors; each lane has at most two vectors.
     constexpr int kLineVectors = kWeightGroup / 4;
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
@@ -118,7 +119,7 @@ struct CodeRing {
   }
 };
 
-// The scales and offsets of a stage that a warp has copied.
+// Scales and offsets of a stage that a warp has copied.
 template <typename Codes>
 struct StageLines {
   const float* base;
@@ -127,7 +128,7 @@ struct StageLines {
       : base(reinterpret_cast<const float*>(slots + slot * plan.slot_bytes +
                                             CodeRing<Codes>::kVectors * sizeof(uint4))) {}
 
-  // Of a piece, 32 outputs; plan.lines is not 0.
+  // Returns the scales of a piece for 32 outputs; plan.lines must not be 0.
   __device__ const float* scales(const CodePlan& plan, int piece) const {
     return base + (plan.lines == 1 ? 0 : piece) * kWeightGroup;
   }
@@ -136,25 +137,25 @@ struct StageLines {
   }
 };
 
-// What one block does for at most Shape::kRows rows from `first_row` on, and the outputs of `block`.
-// row_at(row): where a row of x begins, nullptr for zeros. Waits for the kernel before it, if the
-// caller has not.
+// Computes one block's outputs for up to Shape::kRows rows from `first_row` on. row_at(row) returns
+// the start of a row of x, nullptr for zeros. Waits for the previous kernel.
 template <typename Codes, typename Numbers, typename Shape, typename RowAt>
 struct CodeProduct {
   static constexpr int kSplits = Shape::kSplits;
   static constexpr int kColumns = Shape::kColumns;
   static constexpr int kPlanes = Numbers::kPlanes;
-  static constexpr int kTurnThreads = kWarpSize * Shape::kSides;  // that round the rows of a stage
+  static constexpr int kTurnThreads =
+      kWarpSize * Shape::kSides;  // threads that round the rows of a stage
   static constexpr int kItems = Shape::kRows * kCodeSteps;
   static constexpr int kOwnItems = (kItems + kTurnThreads - 1) / kTurnThreads;
-  // Where the numbers alone say so: pieces of a stage, and steps of a piece. 0: the plan does.
+  // Pieces per stage and steps per piece, if the number format determines them; 0: the plan does.
   static constexpr int kPieces = Shape::kHalves      ? 2 * kCodeSteps
                                  : Numbers::kIsFloat ? 1
                                  : kPlanes == 1      ? kCodeSteps
                                                      : 0;
   static constexpr int kPieceSteps = kPieces == 0 ? 0 : (kCodeSteps + kPieces - 1) / kPieces;
   static constexpr int kSumPlanes = Numbers::kIsFloat ? 1 : kPlanes;
-  static constexpr bool kLoadsAhead = kOwnItems == 1;  // there are registers for it
+  static constexpr bool kLoadsAhead = kOwnItems == 1;  // registers suffice for it
   using Rows = StageRows<Numbers, Shape::kRows>;
 
   const GemmParams& params;
@@ -198,7 +199,7 @@ struct CodeProduct {
     constexpr int kWarps = Shape::kThreads / kWarpSize;
     return memory + kWarps * kCodeDepth * plan.slot_bytes + which * Rows::kBytes;
   }
-  // Of a piece of a row, 32 of what this side's warp of a split has.
+  // Returns the 32 shared sums of a piece of a row, by this side's warp of a split.
   __device__ float* left_sums(int of_split, int piece, int row) const {
     unsigned char* at = rows_of(kSplits);
     int which = of_split * Shape::kSides + side;
@@ -213,7 +214,7 @@ struct CodeProduct {
 
   __device__ void store_item(int i) {
     int item = i * kTurnThreads + turn;
-    if (kItems % kTurnThreads != 0 && item >= kItems) return;  // whole warps
+    if (kItems % kTurnThreads != 0 && item >= kItems) return;  // whole warps return
     int row = item / kCodeSteps, step = item % kCodeSteps;
     if constexpr (Numbers::kIsFloat) {
       store_floats(rows, row, step, raw);
@@ -240,12 +241,12 @@ struct CodeProduct {
   __device__ int left_inputs(int stage) const {
     return static_cast<int>(min(params.weight.num_inputs - stage * kCodeStage, kCodeStage));
   }
-  // What a piece's sum is multiplied with, beside the weight's scale.
+  // Returns a row's factor for a piece's sum, in addition to the weight's scale.
   __device__ float row_scale(const Rows& of, int piece, int row) const {
     if constexpr (Numbers::kIsFloat) return 1.0f;
     return of.scales(piece * piece_inputs() / 32)[row];
   }
-  // The sum of a piece's integers.
+  // Returns the sum of the row's integers in a piece.
   __device__ float row_sum(const Rows& of, int piece, int row) const {
     int halves = piece_inputs() / 16, sum = 0;
     if constexpr (!Numbers::kIsFloat) {
@@ -254,13 +255,13 @@ struct CodeProduct {
     return __int2float_rn(sum);
   }
 
-  // The sums of a stage, piece by piece: end(column, piece, [row][output]), of rows 2 * t and
-  // 2 * t + 1 of the column and outputs 4 * g to 4 * g + 3 of the group.
+  // Computes the sums of a stage piece by piece and calls end(column, piece, [row][output]) for
+  // rows 2 * t and 2 * t + 1 of the column and outputs 4 * g to 4 * g + 3 of the group.
   template <typename End>
   __device__ void multiply(int slot, const End& end) {
     const uint4* from = ring.vectors(plan, slot);
     if constexpr (kPieces != 0 && kColumns <= 2) {
-      // Few columns: the pieces of a stage are multiplied side by side.
+      // With few columns, the pieces of a stage are multiplied side by side.
       uint4 held[2][Codes::kVectors];
 #pragma unroll
       for (int i = 0; i < 2 * Codes::kVectors; ++i) {
@@ -284,11 +285,11 @@ struct CodeProduct {
     }
   }
 
-  // kSteps: of a piece; 0: `steps`.
+  // kSteps: steps per piece, or 0 to use `steps`.
   template <int kSteps, typename VectorAt, typename End>
   __device__ void multiply_piece(int piece, int steps, const VectorAt& vector_at, const End& end) {
     using Sum = std::conditional_t<Numbers::kIsFloat, float, int>;
-    // Sums of one plane begin at the bits of kWholeFloat.
+    // Sums of one plane start at the bits of kWholeFloat.
     constexpr int kBegin = !Numbers::kIsFloat && kSumPlanes == 1 ? static_cast<int>(kWholeBits) : 0;
     Sum sums[kColumns][2][kSumPlanes][4];
 #pragma unroll
@@ -364,7 +365,7 @@ struct CodeProduct {
     }
   }
 
-  // Where an output's scale is, that has one.
+  // Returns the scale of an output, if outputs have one scale each; otherwise 1.
   __device__ float output_scale(int64_t output) const {
     const WeightParams& weight = params.weight;
     if (plan.lines != 0 || output >= weight.num_outputs) return 1.0f;
@@ -392,7 +393,7 @@ struct CodeProduct {
     }
   }
 
-  // One turn of the ring: rounds the rows of its stage, and asks for what comes later.
+  // One turn of the ring: rounds the rows of the current stage and starts a later copy.
   __device__ void begin_turn(int turn_of, int slot) {
     store_rows(turn_of * kSplits + split);
     ptx::cp_async_wait<kCodeDepth - 2>();
@@ -470,7 +471,7 @@ struct CodeProduct {
   }
 
   __device__ void run_splits() {
-    // Of the lane's output and of rows that are the warp's.
+    // Sums of the lane's output, for the warp's rows.
     constexpr int kOwnRows = Shape::kRows / kSplits;
     float totals[kOwnRows] = {};
     int slot = 0;
@@ -501,7 +502,7 @@ struct CodeProduct {
     }
   }
 
-  // What `other` has left of its stage, to the totals of this thread.
+  // Adds the sums that split `other` shared for its stage to this thread's totals.
   template <int kOwnRows>
   __device__ void add_stage(float (&totals)[kOwnRows], int stage, int other, int slot) {
     int left = left_inputs(stage);
@@ -530,7 +531,7 @@ struct CodeProduct {
     }
   }
 
-  // Called by whole warps: a gate has its up from the next lane.
+  // Must be called by whole warps: a gate reads its up from the next lane.
   __device__ void finish_one(int64_t row, int64_t output, float sum) {
     float up = __shfl_down_sync(kFullMask, sum, 1);
     if (row >= params.rows || output >= params.weight.num_outputs) return;
@@ -556,7 +557,7 @@ __device__ inline void code_rows(const GemmParams& params,
   CodeProduct<Codes, Numbers, Shape, RowAt>(params, plan, error, first_row, block, row_at).run();
 }
 
-// How much shared memory a block has.
+// Returns the shared memory of a block, in bytes.
 template <typename Codes, typename Numbers, typename Shape>
 size_t code_bytes(const CodePlan& plan) {
   constexpr int kRowsBytes = StageRows<Numbers, Shape::kRows>::kBytes;
@@ -571,7 +572,7 @@ template <typename Codes>
 CodePlan code_plan(const GemmParams& params) {
   const WeightParams& weight = params.weight;
   int64_t row_group = weight.row_numbers == RowNumbers::kInt8 ? kInt8Group : kIntegerGroup;
-  // The greatest common divisor of both groups, that of the row being a power of two.
+  // The greatest common divisor of both groups; the row's is a power of two.
   int64_t power = weight.group & -weight.group;
   int64_t piece = power == 0 || power > row_group ? row_group : power;
   CodePlan plan{};
@@ -590,7 +591,7 @@ CodePlan code_plan(const GemmParams& params) {
   return plan;
 }
 
-// fn<Codes, Numbers>(): of the weight and the rows.
+// Calls fn<Codes, Numbers>() with the types of the weight and of the rows.
 template <typename Fn>
 void with_codes(const GemmParams& params, const Fn& fn) {
   const WeightParams& weight = params.weight;

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Rows as operand B of mma beside codes: what they are rounded to (integer_rows.h), in shared memory.
-// A thread has 32 inputs of a row, a step.
+// Rows as operand B of mma with quantized weights: rounded (integer_rows.h), in shared memory. A
+// thread handles one step of a row: 32 inputs.
 #pragma once
 
 #include "common/chunk.cuh"
@@ -10,7 +10,7 @@
 
 namespace specops {
 
-// 32 inputs as they lie in memory; of 16-bit types half of it.
+// 32 inputs in their memory layout; 16-bit types use half of the vectors.
 struct RawInputs {
   uint4 vectors[8];
 };
@@ -26,7 +26,8 @@ __device__ inline void load_row(RawInputs& raw, const T* row, int first, int las
   }
 }
 
-// Inputs in the order of the weight's columns; one that the row has not is a fault, and zero.
+// Loads inputs in the order of the weight's columns. An index that x does not have is reported as
+// an error and gives zero.
 template <typename T>
 __device__ inline void gather_row(
     RawInputs& raw, const T* row, int first, const WeightParams& weight, ErrorFlag error) {
@@ -50,7 +51,7 @@ __device__ inline void gather_row(
   }
 }
 
-// Of a row, which is nullptr or of params.dtype.
+// Loads 32 inputs of a row, which is nullptr or of params.dtype.
 __device__ inline void load_raw(RawInputs& raw,
                                 const GemmParams& params,
                                 const void* row,
@@ -65,7 +66,7 @@ __device__ inline void load_raw(RawInputs& raw,
     }
   };
   if (params.dtype == DType::kFloat32) return load(static_cast<const float*>(row));
-  load(static_cast<const bfloat16*>(row));  // float16, too: bits
+  load(static_cast<const bfloat16*>(row));  // float16 too: only bits are copied
 }
 
 template <typename T>
@@ -85,13 +86,14 @@ __device__ inline void unpack_raw(float (&values)[32], const RawInputs& raw, DTy
   unpack_raw<bfloat16>(values, raw);
 }
 
-// What a product is of: kPlanes of numbers for each input, rows kRowBytes apart.
+// Number formats of rows: each input has kPlanes numbers, and rows are kRowBytes apart.
 
-// Of 16 bits: the high byte, which is signed, and the low one, which is not.
+// 16-bit integers: the high byte is signed, the low byte is not.
 struct Int16Numbers {
   static constexpr bool kIsFloat = false;
   static constexpr int kPlanes = 2;
-  static constexpr int kRowBytes = 144;  // 16 more than a stage: rows begin in different banks
+  static constexpr int kRowBytes =
+      144;  // 16 more than a stage, so that rows begin in different banks
 };
 
 struct Int8Numbers {
@@ -100,7 +102,7 @@ struct Int8Numbers {
   static constexpr int kRowBytes = 144;
 };
 
-// 16-bit floats as they are; a float32 is three bfloat16, whose sum it is.
+// 16-bit floats are used as they are; a float32 is split into three bfloat16 that sum to it.
 template <typename T>
 struct FloatNumbers {
   static constexpr bool kIsFloat = true;
@@ -109,11 +111,11 @@ struct FloatNumbers {
   using Element = std::conditional_t<sizeof(T) == 4, bfloat16, T>;
 };
 
-// The rows of a stage.
+// Rows of one stage in shared memory.
 template <typename Numbers, int kRows>
 struct StageRows {
   static constexpr int kPlaneBytes = kRows * Numbers::kRowBytes;
-  // Sums are of half a step: the smallest piece.
+  // Sums are per half step, the smallest piece.
   static constexpr int kBytes =
       Numbers::kPlanes * kPlaneBytes + (Numbers::kIsFloat ? 0 : 3 * kCodeSteps * kRows * 4);
 
@@ -122,31 +124,31 @@ struct StageRows {
   __device__ unsigned char* row(int plane, int row) const {
     return base + plane * kPlaneBytes + row * Numbers::kRowBytes;
   }
-  // [steps, rows]
+  // Returns the scales of a step, [rows].
   __device__ float* scales(int step) const {
     return reinterpret_cast<float*>(base + Numbers::kPlanes * kPlaneBytes) + step * kRows;
   }
-  // [half steps, rows]
+  // Returns the sums of a half step, [rows].
   __device__ int* sums(int half_step) const {
     return reinterpret_cast<int*>(scales(kCodeSteps)) + half_step * kRows;
   }
 
-  // A lane's B of a step: of integers, inputs 8 * t on of the row.
+  // Returns a lane's B of a step for integers: inputs 8 * t to 8 * t + 7 of the row.
   __device__ uint2 operand(int plane, int row_of, int t, int step) const {
     return *reinterpret_cast<const uint2*>(row(plane, row_of) + 32 * t + 8 * step);
   }
-  // Of floats; x, y belong to the first half of the step.
+  // Returns a lane's B of a step for floats; x and y belong to the first half of the step.
   __device__ uint4 float_operand(int plane, int row_of, int t, int step) const {
     return *reinterpret_cast<const uint4*>(row(plane, row_of) + 64 * step + 16 * t);
   }
 };
 
-// Beside 1.5 * 2^23 a float has no digits behind the point: the addition rounds as it should, and the
-// low bits of the sum are the integer's.
+// A float at the magnitude of 1.5 * 2^23 has no fractional digits: adding it rounds correctly, and
+// the low bits of the sum are the integer.
 constexpr float kWholeFloat = 12582912.0f;
 constexpr uint32_t kWholeBits = 0x4b400000u;
 
-// Byte `kByte` of each of four words.
+// Returns byte `kByte` of each of four words.
 template <int kByte>
 __device__ inline uint32_t gather_bytes(const uint32_t* words) {
   constexpr uint32_t kPick = 0x0040u + 0x0011u * kByte;
@@ -155,7 +157,8 @@ __device__ inline uint32_t gather_bytes(const uint32_t* words) {
   return __byte_perm(low, high, 0x5410);
 }
 
-// Called by whole warps, whose lanes have steps of a row in order. Rounds a step and stores it.
+// Rounds a step and stores it. Must be called by whole warps, whose lanes hold consecutive steps of
+// a row.
 template <typename Numbers, int kRows>
 __device__ inline void store_integers(
     const StageRows<Numbers, kRows>& to, int row, int step, const float (&values)[32], bool sums) {
@@ -177,7 +180,7 @@ __device__ inline void store_integers(
     inverse = counts ? __fdiv_rn(127.0f, peak) : 0.0f;
     if (__float_as_uint(peak) >= 0x7f800000u) scale = __uint_as_float(0x7fc00000u);
   }
-  // Beside an infinity or NaN the scale is NaN, whatever the codes are.
+  // If a group contains an infinity or NaN, its scale is NaN, whatever the integers are.
   uint32_t codes[32];
 #pragma unroll
   for (int i = 0; i < 32; ++i) {
@@ -226,7 +229,8 @@ __device__ inline void store_floats(const StageRows<FloatNumbers<T>, kRows>& to,
 #pragma unroll
         for (int j = 0; j < 2; ++j) {
           float& value = values[2 * i + j];
-          // Cut off, not rounded, so that what is left is exact. Of an infinity or NaN nothing is.
+          // Truncate instead of rounding, so that the remainder is exact. Infinities and NaN leave
+          // none.
           bool is_finite = fabsf(value) < __uint_as_float(0x7f800000u);
           uint32_t top = __float_as_uint(value) & 0xffff0000u;
           if (!is_finite) top = ptx::pack2<bfloat16>(value, 0.0f) << 16;

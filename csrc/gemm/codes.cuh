@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// Codes as operand A of mma: 16 outputs of a tile by 32 inputs, a step. Lane 4 * g + t has inputs
-// 8 * t to 8 * t + 7 of outputs g and g + 8 of the tile, as weight.h lays them out. Of a stage, 128
-// inputs, it has kVectors of 16 bytes, which vector_at(i) gives. begin() is called once, before the
-// first step is loaded.
+// Quantized weights as operand A of mma: a step is 16 outputs of a tile by 32 inputs. Lane 4 * g +
+// t has inputs 8 * t to 8 * t + 7 of outputs g and g + 8 of the tile, in the layout of weight.h.
+// Per stage of 128 inputs it has kVectors vectors of 16 bytes, which vector_at(i) returns. begin()
+// is called once, before the first step is loaded.
 #pragma once
 
 #include "common/device.cuh"
@@ -10,11 +10,11 @@
 
 namespace specops {
 
-constexpr int kCodeSteps = 4;  // of a stage
+constexpr int kCodeSteps = 4;  // per stage
 
 struct Int8Codes {
   static constexpr int kVectors = 4;
-  static constexpr int kShift = 0;  // bits by which a number here is larger than its value
+  static constexpr int kShift = 0;  // numbers here are 2^kShift times the values
 
   __device__ void begin(const WeightParams&) {}
 
@@ -28,14 +28,14 @@ struct Int8Codes {
   }
 };
 
-// The two words of a step, one for each output.
+// Returns the two words of a step, one for each output.
 template <typename VectorAt>
 __device__ inline uint2 load_int4(const VectorAt& vector_at, int step) {
   uint4 v = vector_at(step / 2);
   return step % 2 == 0 ? make_uint2(v.x, v.y) : make_uint2(v.z, v.w);
 }
 
-// code - 8: stored with its high bit changed, it is the high half of a byte.
+// Value - 8: stored with the high bit flipped, it is the high half of a byte.
 struct Int4Codes {
   static constexpr int kVectors = 2;
   static constexpr int kShift = 4;
@@ -56,7 +56,7 @@ struct Int4Codes {
 struct Int4Table {
   static constexpr int kVectors = 2;
   static constexpr int kShift = 0;
-  uint32_t values[4] = {};  // of what is stored
+  uint32_t values[4] = {};  // values of the stored 4-bit numbers
 
   __device__ void begin(const WeightParams& weight) {
 #pragma unroll
@@ -66,7 +66,8 @@ struct Int4Table {
     }
   }
 
-  // Of the four lowest halves of bytes: among the first eight, among the others, and which of both.
+  // Looks up the four lowest half-bytes: in the first eight values, in the last eight, then
+  // selects.
   __device__ uint32_t look_up(uint32_t halves) const {
     uint32_t at = halves & 0x7777u;
     uint32_t low = __byte_perm(values[0], values[1], at);
@@ -87,7 +88,7 @@ struct Int4Table {
   }
 };
 
-// float8_e4m3fn, as pairs of 16-bit floats for mma.m16n8k16; a step is two of these instructions.
+// float8_e4m3fn as pairs of 16-bit floats for mma.m16n8k16; a step is two such instructions.
 struct Fp8Codes {
   static constexpr int kVectors = 4;
 
@@ -103,9 +104,9 @@ struct Fp8Codes {
   }
 };
 
-// Two codes, in the low bytes of the halves of a word. With the bits of exponent and mantissa in place
-// a bfloat16 is 2^-120 times the value, and is multiplied at once; a float16 is 2^-8 times it, which
-// fp8_factor makes good at last. Adding -0 keeps the sign of a zero.
+// Widens two fp8 values in the low bytes of a word's halves. With the exponent and mantissa bits in
+// place, a bfloat16 is 2^-120 times the value and is multiplied at once; a float16 is 2^-8 times
+// the value, which fp8_factor corrects at the end. Adding -0 preserves the sign of a zero.
 template <typename T>
 __device__ inline uint32_t widen_fp8(uint32_t two) {
   if constexpr (std::is_same_v<T, bfloat16>) {
@@ -120,7 +121,7 @@ __device__ inline uint32_t widen_fp8(uint32_t two) {
 template <typename T>
 constexpr float fp8_factor = std::is_same_v<T, bfloat16> ? 1.0f : 256.0f;
 
-// Half of a step as A: `half` of Fp8Codes' four words.
+// Returns half of a step as A: half number `half` of Fp8Codes' four words.
 template <typename T>
 __device__ inline void widen_half(uint32_t (&a)[4], const uint32_t (&codes)[4], int half) {
 #pragma unroll

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What becomes of finished sums on CUDA.
+// Bias, activation and rounding of finished sums on CUDA.
 #pragma once
 
 #include "common/chunk.cuh"
@@ -8,7 +8,7 @@
 
 namespace specops {
 
-// Outputs are finished here and nowhere else: bias in fp32, then one rounding.
+// Finishes one output: bias in fp32, then one rounding. No other code finishes outputs.
 template <typename T>
 __device__ inline void finish(const GemmParams& params, int64_t row, int64_t output, float sum) {
   if (params.bias != nullptr) {
@@ -24,8 +24,8 @@ __device__ inline void finish(const GemmParams& params, int64_t row, int64_t out
   static_cast<float*>(params.out)[at] = sum;
 }
 
-// A gate and its up, which are outputs 2 * column and 2 * column + 1 of the packed weight: finished as
-// above, rounding included, and multiplied.
+// Finishes a gate and its up, outputs 2 * column and 2 * column + 1 of the packed weight: each as
+// above, including the rounding, then activation(gate) * up.
 template <typename T>
 __device__ inline float finish_gated(const GemmParams& params,
                                      int64_t column,
@@ -57,7 +57,7 @@ __device__ inline void store_gated(const GemmParams& params,
   }
 }
 
-// Two gates and ups, of four neighbouring outputs.
+// Finishes two gates and their ups, from four neighboring outputs.
 template <typename T>
 __device__ inline void finish4_gated(
     const GemmParams& params, bool quads, int64_t row, int64_t output, float4 sum) {
@@ -77,7 +77,7 @@ __device__ inline void finish4_gated(
   if (has_high) store_gated<T>(params, row, column + 1, high);
 }
 
-// Four neighbouring outputs; the first is a multiple of four.
+// Finishes four neighboring outputs; the first is a multiple of four.
 template <typename T>
 __device__ inline void finish4(
     const GemmParams& params, bool quads, int64_t row, int64_t output, float4 sum) {

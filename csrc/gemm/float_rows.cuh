@@ -10,16 +10,16 @@ namespace specops {
 
 constexpr int kFloatRows = 8;
 
-// What one block does for kFloatRows rows from `first_row` on: the outputs of `block`, 32 a warp that
-// is a leaf, several times so many where there are few leaves. row_at(row): where a row of x begins,
-// nullptr for zeros.
+// Computes one block's outputs for kFloatRows rows from `first_row` on. A warp has one leaf and 32
+// outputs; with few leaves, a block has several such groups. row_at(row) returns the start of a row
+// of x, nullptr for zeros.
 template <bool kAligned, typename RowAt>
 __device__ inline void float_rows(const GemmParams& params,
                                   const GemmPlan& plan,
                                   int64_t first_row,
                                   int64_t block,
                                   RowAt row_at) {
-  constexpr int kQuads = 4;  // loaded together
+  constexpr int kQuads = 4;  // quads loaded together
   int warp = static_cast<int>(threadIdx.x) / kWarpSize;
   int lane = static_cast<int>(threadIdx.x) % kWarpSize;
   int slots = static_cast<int>(blockDim.x) / (kWarpSize * plan.leaves);
@@ -37,7 +37,7 @@ __device__ inline void float_rows(const GemmParams& params,
   const float* rows[kFloatRows];
 #pragma unroll
   for (int r = 0; r < kFloatRows; ++r) {
-    // Rows past the last are computed like it, and dropped.
+    // Rows past the last are computed as copies of it, and dropped.
     rows[r] = row_at(min(first_row + r, params.rows - 1));
   }
   float sums[kFloatRows] = {};

@@ -7,7 +7,7 @@
 
 namespace specops {
 
-// As gated.h says; `activation` is one.
+// Computes activation(gate) * up as defined in gated.h; `activation` must be gated.
 __device__ inline float gated_of(Activation activation, float gate, float up) {
   float t = gate;
   if (activation == Activation::kGeluTanh) {

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Gated activations on cpu: one function, so that the ops and linear give the same bits.
+// Gated activations on the CPU: one function, so that the ops and linear give the same bits.
 #pragma once
 
 #include "common/simd.h"
@@ -8,7 +8,7 @@
 namespace specops::SPECOPS_ISA {
 namespace {
 
-// As gated.h says; `activation` is one.
+// Computes activation(gate) * up as defined in gated.h; `activation` must be gated.
 inline F32x16 gated_of(Activation activation, F32x16 gate, F32x16 up) {
   F32x16 t = gate;
   if (activation == Activation::kGeluTanh) {
@@ -16,7 +16,7 @@ inline F32x16 gated_of(Activation activation, F32x16 gate, F32x16 up) {
     t = mul(gate, add(set1(kGeluLinear), slope));
   }
   if (activation ==
-      Activation::kSwigluOai) {  // min and max give their second argument if that is NaN
+      Activation::kSwigluOai) {  // min and max return their second argument if it is NaN
     gate = min(set1(kSwigluLimit), gate);
     up = add(max(set1(-kSwigluLimit), min(set1(kSwigluLimit), up)), set1(1.0f));
     t = mul(set1(kSwigluAlpha), gate);

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Where rows of inputs are.
+// Addresses of input rows.
 #pragma once
 
 #include "gemm/gemm.h"

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Rows times a packed weight: what every op that multiplies so has in common.
+// Product of rows and a packed weight: parameters common to all ops that compute one.
 #pragma once
 
 #include "gemm/weight.h"
@@ -10,12 +10,12 @@ struct GemmParams {
   const void* x;  // [rows, num_inputs], rows x_stride apart
   WeightParams weight;
   const void* bias;  // [num_outputs], of dtype, gates before ups; may be nullptr
-  void* out;         // [rows, num_outputs], contiguous; of gates and ups half as wide
+  void* out;         // [rows, num_outputs], contiguous; half as wide if gated
   int64_t rows;
   int64_t x_stride;  // elements between rows
-  DType dtype;       // bfloat16 or float32, CUDA: or float16; of x and bias, and of a plain weight
-  DType out_dtype;   // of out: dtype, or float32; of gates and ups dtype
-  // Row r is that row of x, where x has others between; nullptr: row r.
+  DType dtype;       // dtype of x, bias, plain weights: bfloat16 or float32, on CUDA also float16
+  DType out_dtype;   // dtype of out: dtype or float32; if gated, dtype
+  // Maps row r to a row of x, if x has others in between; nullptr: row r.
   const int32_t* row_indices = nullptr;
 };
 

@@ -11,22 +11,23 @@ void gemm_range(const GemmParams& params, const GemmRange& range);
 namespace specops::SPECOPS_ISA {
 namespace {
 
-constexpr int kTileInputs = 64;  // at most, of a product of tiles
+constexpr int kTileInputs = 64;  // at most, per product of tiles
 constexpr int kTileWords = kTileRows * kWeightBlock;
 constexpr int kPieceTiles = kIntegerGroup / kTileInputs;  // at most
 constexpr int kRowTiles = kIntegerRowsKept / kTileRows;   // at most
 
-// The codes of a piece and panel as tiles of weights: a row is four inputs of each output of a block.
+// Quantized values of a piece and panel as weight tiles: a tile row has four inputs of each output
+// of a block.
 struct PieceCodes {
   alignas(64) uint8_t values[kPanelBlocks][kPieceTiles][4 * kTileWords];
 };
 
-// What products of a piece, a tile of rows and a panel are.
+// Sums of products of a piece, a tile of rows and a panel.
 struct PieceSums {
   alignas(64) int32_t values[kTileRows * kPanelOutputs];
 };
 
-// Rows of integers of 16 bits: of every 64 inputs the high bytes, then the low ones.
+// Rows of 16-bit integers: for every 64 inputs, the high bytes, then the low bytes.
 struct WideTiles {
   using Integer = int16_t;
   static constexpr bool kIsWide = true;
@@ -37,7 +38,7 @@ struct WideTiles {
     int64_t within = input % kTileInputs;
     return reinterpret_cast<const uint8_t*>(x + (input - within)) + within;
   }
-  // Sums are tiles 0 to 3: of a block's high and low bytes, and of the next block's.
+  // Tiles 0 to 3 hold the sums of a block's high and low bytes, and of the next block's.
   static void multiply(const void* x,
                        int64_t stride,
                        int tiles,
@@ -68,7 +69,7 @@ struct WideTiles {
   }
 };
 
-// Rows of integers of 8 bits, in their order: a piece is one tile at most.
+// Rows of 8-bit integers, in their order: a piece is at most one tile.
 struct NarrowTiles {
   using Integer = int8_t;
   static constexpr bool kIsWide = false;
@@ -96,7 +97,7 @@ struct NarrowTiles {
   }
 };
 
-// For tiles of so many rows, whose pieces have so many inputs.
+// Configures the tiles for `rows` rows and pieces of `inputs` inputs.
 inline void configure(int rows, int64_t inputs) {
   TileConfig config;
   int tile_inputs = static_cast<int>(min64(inputs, kTileInputs));
@@ -115,8 +116,8 @@ inline void configure(int rows, int64_t inputs) {
   configure_tiles(config);
 }
 
-// Reads the codes of so many chunks, and takes their bias off. Where a piece ends before its last tile
-// does, codes of the piece before stay: they meet inputs that are zeros.
+// Unpacks the quantized values of `chunks` chunks and subtracts their bias. If a piece ends before
+// its last tile does, old values remain there: they are multiplied by zeros.
 template <typename Kind>
 void read_codes(const Kind& kind, const uint8_t* chunk, int64_t chunks, PieceCodes& codes) {
   using Bytes = uint8_t __attribute__((vector_size(sizeof(Codes))));
@@ -139,7 +140,7 @@ void read_codes(const Kind& kind, const uint8_t* chunk, int64_t chunks, PieceCod
   }
 }
 
-// Adds a piece to the totals of a tile of rows and a panel.
+// Adds a piece's sums to the totals of a tile of rows and a panel.
 template <bool kIsWide>
 void add_piece(const PieceSums& high,
                const PieceSums& low,
@@ -164,12 +165,13 @@ void add_piece(const PieceSums& high,
   }
 }
 
-// out[row, n] = bias[n] + sum_k x[row, k] * weight[n, k], of up to 64 rows and a panel.
-// Cost:    the panel once from memory or cache; of 64 inputs and a block two products of tiles for 16
-//          rows of 16 bits, of 32 inputs one for rows of 8 bits.
-// Assumes: weights packed by pack_weight; rows made integers for tiles; tiles configured.
-// Order:   as integer_tile (integer_tile_cpu.h): sums of a piece are exact, and pieces one chain of
-//          fused multiply-adds. So the bits are those of every other instruction set.
+// out[row, n] = bias[n] + sum_k x[row, k] * weight[n, k], for up to 64 rows and a panel.
+// Cost:    the panel once from memory or cache; for 16 rows and a block, two tile products per 64
+//          inputs with 16-bit rows, one per 32 inputs with 8-bit rows.
+// Assumes: weights packed by pack_weight; rows rounded to integers for tiles; tiles configured.
+// Order:   as integer_tile (integer_tile_cpu.h): sums of a piece are exact, and pieces are added by
+//          one chain of fused multiply-adds. So the bits equal those of every other instruction
+//          set.
 // Source:  TDPBSSD, TDPBUSD, Intel SDM volume 2.
 // Threads: none here.
 template <typename Kind, typename Tiles>
@@ -191,7 +193,7 @@ void panel_of_tiles(const GemmParams& params,
   PieceCodes codes{};
   PieceSums high, low;
   alignas(64) float totals[kRowTiles][kTileRows * kPanelOutputs] = {};
-  // The last tile may share rows with the one before: both have all of their totals.
+  // The last tile may share rows with the previous one: both compute their full totals.
   auto row_of = [&](int64_t t) { return min64(t * kTileRows, rows.count - height); };
   int64_t row_tiles = ceil_div(rows.count, kTileRows);
   for (int64_t piece = 0; piece < pieces.count; ++piece) {
@@ -233,15 +235,15 @@ void range_of_tiles(const GemmParams& params, const GemmRange& range) {
       panel_of_tiles<Kind, Tiles>(params, rows, row, panel);
     }
   }
-  release_tiles();  // so that the system need not keep them when this thread stops
+  release_tiles();  // so that the kernel need not save them when it preempts this thread
 }
 
 }  // namespace
 
 uint64_t next_product() { return avx512_bf16::next_product(); }
 
-// As gemm_range_cpu.cpp; of int8 and int4, more rows than the vectors' tiles have are multiplied by
-// tiles of AMX, to the same bits.
+// Same as in gemm_range_cpu.cpp, but for int8 and int4 with more rows than a vector tile has, AMX
+// tiles compute the product, to the same bits.
 void gemm_range(const GemmParams& params, const GemmRange& range) {
   bool is_tall = range.row_end - range.row_begin > kIntegerRows;
   if (!is_in_panels(params.weight.kind) || !is_tall) return avx512_bf16::gemm_range(params, range);

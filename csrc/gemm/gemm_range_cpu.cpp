@@ -6,11 +6,11 @@ namespace specops::SPECOPS_ISA {
 
 uint64_t next_product() { return next_call(); }
 
-// out[row, n] = bias[n] + sum_k x[row, k] * weight[n, k]; of gates and ups: activation(gate) * up.
-// Cost:    the weights of the columns once from memory, those of a panel from the cache for every row
-//          tile but the first.
+// out[row, n] = bias[n] + sum_k x[row, k] * weight[n, k]; if gated, activation(gate) * up.
+// Cost:    the weights of the columns once from memory; those of a panel from the cache for every
+//          row tile but the first.
 // Assumes: weights packed by pack_weight.
-// Order:   that of the tiles; ranges and tiles are a schedule.
+// Order:   that of the tiles; ranges and tiles are only a schedule.
 // Source:  -
 // Threads: none here.
 void gemm_range(const GemmParams& params, const GemmRange& range) {

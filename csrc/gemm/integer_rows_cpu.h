@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Rows as integers (integer_rows.h), on cpu.
+// CPU rounding of rows to integers (integer_rows.h).
 #pragma once
 
 #include <atomic>
@@ -13,58 +13,58 @@
 namespace specops::SPECOPS_ISA {
 namespace {
 
-// A piece is the most inputs, from a multiple of so many on, whose rows and weights have one scale
-// each. Its sum of products is exact.
+// A piece is the largest aligned run of inputs that share one scale of the row and one of the
+// weight. Its sum of products is exact.
 struct Pieces {
   int64_t row_group;  // inputs that share a scale of the row
-  int64_t inputs;     // of a piece
+  int64_t inputs;     // inputs per piece
   int64_t count;
 
   explicit Pieces(const WeightParams& weight) {
     row_group = weight.row_numbers == RowNumbers::kInt16 ? kIntegerGroup : kInt8Group;
-    // The greatest common divisor of both groups: that of the row is a power of two.
+    // The greatest common divisor of both groups; the row's is a power of two.
     int64_t power = weight.group & -weight.group;
     inputs = power == 0 ? row_group : min64(power, row_group);
     count = (weight.num_inputs + inputs - 1) / inputs;
   }
 };
 
-// In the order in which products want them (integer_step_cpu.h).
+// Rounded rows, in the order that products need (integer_step_cpu.h).
 template <typename Integer>
 struct IntegerRows {
-  const Integer* x;  // zeros behind the last input
+  const Integer* x;  // zeros past the last input
   int64_t stride;
-  // [pieces, count]
+  // [pieces, count] each.
   const float* scales;
-  const int32_t* starts;  // what a sum of codes begins at
-  const float* sums;      // of a piece's integers
-  int64_t count;          // of rows
+  const int32_t* starts;  // start values for the sums of products
+  const float* sums;      // sums of a piece's integers
+  int64_t count;          // number of rows
 
   IntegerRows from(int64_t row) const {
     return {x + row * stride, stride, scales + row, starts + row, sums + row, count};
   }
 };
 
-// Rows that a thread has made integers of, and whose: it meets them again in every range of a call.
+// Rows that a thread has rounded, and their identity: it needs them again in every range of a call.
 thread_local GrowingArray<int16_t> integer_rows;
 thread_local GrowingArray<float> row_scales;
 thread_local GrowingArray<int32_t> row_starts;
 thread_local GrowingArray<float> row_sums;
 struct RoundedRows {
   uint64_t call;
-  const void* out;  // experts of a call have rows of their own
+  const void* out;  // the experts of a call have different rows
   int64_t row, count;
   bool operator==(const RoundedRows&) const = default;
 };
 thread_local RoundedRows rounded_rows{};
 
-// A number that no other call of a product has; from 1 on.
+// Returns a process-wide unique id of a call, from 1 on.
 inline uint64_t next_call() {
   static std::atomic<uint64_t> calls{0};
   return ++calls;
 }
 
-// Rounds the numbers of a group, and returns their scale.
+// Rounds the numbers of a group and returns its scale.
 template <int kGroup>
 float round_group(const float* values, int32_t* out) {
   uint32_t peak_bits = 0;
@@ -90,7 +90,7 @@ float round_group(const float* values, int32_t* out) {
     std::memset(out, 0, kGroup * sizeof(int32_t));
     return scale;
   }
-  // Beside 1.5 * 2^23 a float has no digits behind the point: the addition rounds as it should.
+  // A float at the magnitude of 1.5 * 2^23 has no fractional digits: adding it rounds correctly.
   constexpr float kWhole = 12582912.0f;
   constexpr int32_t kWholeBits = 0x4b400000;
   for (int i = 0; i < kGroup; ++i) {
@@ -103,7 +103,7 @@ float round_group(const float* values, int32_t* out) {
   return scale;
 }
 
-// Of every four integers, the second and the third change places.
+// Swaps the second and third of every four integers.
 inline void swap_middles(int16_t* integers, int64_t count) {
   for (int64_t i = 0; i < count; i += 4) {
     uint64_t quad;
@@ -113,7 +113,7 @@ inline void swap_middles(int16_t* integers, int64_t count) {
   }
 }
 
-// Of every kRun integers, the high bytes come first, then the low ones.
+// Rearranges every kRun integers as their high bytes, then their low bytes.
 template <int kRun>
 void split_bytes(int16_t* integers, int64_t count) {
   for (int64_t i = 0; i < count; i += kRun) {
@@ -128,8 +128,7 @@ void split_bytes(int16_t* integers, int64_t count) {
   }
 }
 
-// One row, whose groups have kGroup inputs. `x` has num_inputs elements; what lies behind them is not
-// read.
+// Rounds one row in groups of kGroup inputs. `x` has num_inputs elements and is not read past them.
 template <typename Product, int kGroup, typename T>
 void round_row(const T* x,
                const WeightParams& weight,
@@ -140,7 +139,7 @@ void round_row(const T* x,
                float* scales,
                int32_t* starts,
                float* sums) {
-  constexpr int kParts = kGroup / kWeightBlock;  // the smallest piece is one
+  constexpr int kParts = kGroup / kWeightBlock;  // the smallest piece is one part
   int64_t piece_parts = pieces.inputs / kWeightBlock;
   for (int64_t first = 0; first < weight.num_inputs; first += kGroup) {
     alignas(64) float values[kGroup];
@@ -177,7 +176,8 @@ void round_row(const T* x,
   }
 }
 
-// The rows from `row` on of a call; of what this thread's memory had, they alone are kept.
+// Returns the rounded rows of a call from `row` on. They replace earlier rows in this thread's
+// memory.
 template <typename Product>
 IntegerRows<typename Product::Integer> integer_rows_from(
     const GemmParams& params, int64_t row, int64_t rows, int bias, uint64_t call) {
@@ -185,7 +185,7 @@ IntegerRows<typename Product::Integer> integer_rows_from(
   const WeightParams& weight = params.weight;
   Pieces pieces(weight);
   int64_t width = ceil_div(weight.num_inputs, kIntegerGroup) * kIntegerGroup;
-  // A line more, or the same inputs of all rows would fall into the same set of the cache.
+  // One extra cache line; otherwise the same inputs of all rows would map to the same cache set.
   int64_t stride = width + 64 / sizeof(Integer);
   auto* integers = reinterpret_cast<Integer*>(integer_rows.reserve(rows * stride));
   float* scales = row_scales.reserve(rows * pieces.count);

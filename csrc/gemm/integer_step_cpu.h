@@ -1,11 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
-// Products of codes and integers on each instruction set, for a vector of outputs: a part of a block.
+// Products of quantized weights and integers on each instruction set, for a vector of outputs: a
+// part of a block.
 //
-// In a vector of codes four bytes are of one output. Quads have one code in every byte, none negative:
-// what a code lacks to its value (`kBias`) is taken from the sum at its begin. Wide products multiply
-// pairs of 16 bits, the even codes of a quad and the odd ones, with integers of 16 bits; narrow ones
-// quads with integers of 8 bits. Where quads can be multiplied with 8 bits of either sign, wide ones are
-// quads, too: with the high bytes of the integers, and with the low ones.
+// In a vector of weights, four bytes belong to one output. A quad has one nonnegative number in
+// every byte: the value plus kBias; the start value of the sum compensates for the bias. Wide
+// products multiply 16-bit pairs, the even and the odd numbers of a quad, by 16-bit integers.
+// Narrow products multiply quads by 8-bit integers. If the instruction set can multiply quads by
+// signed and by unsigned bytes, wide products use quads too: with the high bytes of the integers,
+// and with the low bytes.
 #pragma once
 
 #include <cstdint>
@@ -25,8 +27,8 @@ inline int32_t word_at(const void* p) {
   return word;
 }
 
-// Ends an addition: gcc would gather the terms of many and add them later, or keep sums in other
-// registers from turn to turn, and they do not fit the registers.
+// Forces an addition to complete: gcc would otherwise collect the terms of many and add them later,
+// or keep sums in other registers across iterations, and run out of registers.
 #if defined(SPECOPS_AVX512)
 #define SPECOPS_ADDED(sums) asm("" : "+v"(sums))
 #elif defined(SPECOPS_AVX2)
@@ -130,7 +132,7 @@ inline Floats spread_float(float x) { return vdupq_n_f32(x); }
 inline Floats times(Floats a, Floats b) { return vmulq_f32(a, b); }
 inline Floats fused(Floats a, Floats b, Floats c) { return vfmaq_f32(c, a, b); }
 #if defined(SPECOPS_ISA_neon_bf16)
-// With the four integers in lane `lane` of x; the compiler wants a literal number.
+// Uses the four integers in lane `lane` of x; the intrinsics need a literal lane number.
 inline Sums add_quads(Sums sums, Codes quads, int8x16_t x, int lane) {
   switch (lane) {
     case 0:
@@ -157,7 +159,7 @@ inline Sums add_quads(Sums sums, Codes quads, uint8x16_t x, int lane) {
   }
 }
 #else
-// An output's sum is that of two neighbours.
+// An output's sum is the sum of two neighboring lanes.
 struct PairSums {
   Sums low, high;
 };
@@ -179,7 +181,7 @@ inline void added_pairs(PairSums& sums) {
 #endif
 #else
 constexpr int kPartOutputs = 4;
-// Vectors of four live in registers anywhere.
+// Vectors of four are kept in registers on all CPUs.
 using Codes = uint32_t __attribute__((vector_size(16)));
 using Sums = int32_t __attribute__((vector_size(16)));
 using Floats = float __attribute__((vector_size(16)));
@@ -229,7 +231,7 @@ inline Sums end_pairs(PairSums sums) { return sums; }
 inline void added_pairs(PairSums& sums) { SPECOPS_ADDED(sums); }
 #endif
 
-// What a line of codes is to a tile: its quads, in the order of the inputs.
+// Decoding of a line of weights: returns its quads in the order of the inputs.
 struct Int8Codes {
   static constexpr int kLineInputs = 4;
   static constexpr int kBias = 128;
@@ -237,7 +239,7 @@ struct Int8Codes {
   Codes quad(Codes line, int) const { return line; }
 };
 
-// code - 8
+// Stored as value + 8.
 struct Int4Codes {
   static constexpr int kLineInputs = 8;
   static constexpr int kBias = 8;
@@ -248,7 +250,7 @@ struct Int4Codes {
 struct Int4Table {
   static constexpr int kLineInputs = 8;
   static constexpr int kBias = 128;
-  uint8_t values[16];  // plus kBias
+  uint8_t values[16];  // each plus kBias
   explicit Int4Table(const WeightParams& weight) {
     for (int i = 0; i < 16; ++i) values[i] = static_cast<uint8_t>(weight.code_values[i] + kBias);
   }
@@ -257,12 +259,12 @@ struct Int4Table {
   }
 };
 
-// A product is made of a chunk's quads, one after the other: `at` is the first of a quad's four inputs
-// in the chunk, `x` where the chunk's integers begin. They lie as `arrange` leaves them.
+// A product processes a chunk's quads in order. `at` is the index in the chunk of the first of a
+// quad's four inputs, `x` the begin of the chunk's integers, ordered by `arrange`.
 
 #if defined(SPECOPS_ISA_neon_bf16)
-// Products of quads with integers of 16 bits: 256 times those of their high bytes, and of the low ones,
-// which have no sign.
+// Products of quads and 16-bit integers: 256 times the product with the signed high bytes, plus the
+// product with the unsigned low bytes.
 template <typename Kind>
 struct Wide {
   using Integer = int16_t;
@@ -297,7 +299,7 @@ struct Wide {
   static Sums sums(Acc acc, int32_t) { return vaddq_s32(acc.low, vshlq_n_s32(acc.high, 8)); }
 };
 
-// With integers of 8 bits.
+// Products of quads and 8-bit integers.
 template <typename Kind>
 struct Narrow {
   using Integer = int8_t;
@@ -322,7 +324,7 @@ struct Narrow {
   static Sums sums(Acc acc, int32_t) { return acc; }
 };
 #else
-// Products of quads with integers of 16 bits: of four inputs the first, third, second, fourth.
+// Products of quads and 16-bit integers, stored in the order first, third, second, fourth input.
 template <typename Kind>
 struct Wide {
   using Integer = int16_t;
@@ -359,7 +361,7 @@ struct Wide {
 };
 
 #if defined(SPECOPS_ISA_avx512_bf16) || defined(SPECOPS_ISA_amx)
-// With integers of 8 bits.
+// Products of quads and 8-bit integers.
 template <typename Kind>
 struct Narrow {
   using Integer = int8_t;
@@ -385,10 +387,10 @@ struct Narrow {
 #elif defined(SPECOPS_AVX2)
 template <typename Kind>
 struct Narrow {
-  static constexpr bool kIsNarrow = false;  // 8 bits times 8 bits: wide
+  static constexpr bool kIsNarrow = false;  // 8-bit by 8-bit products: use wide ones
 };
 
-// Codes below 16: sums of the 32 inputs of a piece, two products each, stay below 2^15.
+// Stored numbers are below 16: sums of a piece's 32 inputs, two products each, stay below 2^15.
 template <>
 struct Narrow<Int4Codes> {
   using Integer = int8_t;

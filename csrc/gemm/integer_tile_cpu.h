@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Rows times int8 and int4 weights: tiles of rows and one panel of outputs.
+// Rows times int8 and int4 weights: tiles of rows by one panel of outputs.
 #pragma once
 
 #include "gemm/gemm_range.h"
@@ -10,32 +10,33 @@ namespace specops::SPECOPS_ISA {
 namespace {
 
 #if defined(SPECOPS_AVX512) || defined(SPECOPS_NEON)
-constexpr int kIntegerRows = 8;  // of a tile, at most
+constexpr int kIntegerRows = 8;  // per tile, at most
 #elif defined(SPECOPS_AVX2)
 constexpr int kIntegerRows = 5;
 #else
-constexpr int kIntegerRows = 1;  // portable: taller tiles cost seven times the compiler's time
+constexpr int kIntegerRows = 1;  // portable: taller tiles compile seven times slower
 #endif
 
-// So many rows are made integers at once, while every panel passes over them.
+// Rows that are rounded to integers at once, and that every panel then passes over.
 constexpr int64_t kIntegerRowsKept = 64;
 
-// So far ahead of what is read a panel is fetched.
+// Prefetch distance in a panel, in bytes.
 constexpr int64_t kIntegerFetch = 8 << 10;
 
-// So far ahead each page is asked for, once every so many bytes. Finding where a page lies takes longer
-// than reading it, under a hypervisor above all, and the fetches of its lines would wait for that.
+// Distance at which pages are touched ahead, once per kPageFetchEvery bytes. A TLB miss takes
+// longer than reading the page, especially under a hypervisor, and the prefetches of its lines
+// would wait for it.
 constexpr int64_t kPageFetch = 32 << 10;
 constexpr int64_t kPageFetchEvery = 2 << 10;
 
-// Behind a tile of fewer rows than that no other tile reads the panel: it passes by the second-level
-// cache, which keeps what a step needs between its products.
+// After a tile with fewer than kIntegerRows rows, no other tile reads the panel: it bypasses the L2
+// cache, which then keeps the other data of the step.
 constexpr int fetch_locality(int rows) { return rows < kIntegerRows ? 0 : 3; }
 
-// So many groups ahead their scales are fetched.
+// Prefetch distance of scales, in groups.
 constexpr int64_t kScaleFetch = 8;
 
-// One line for all that ask for a page: what is under way already costs no second place.
+// All callers touch the same line of a page, so a request in flight does not need a second buffer.
 inline void fetch_page(const uint8_t* p) {
   __builtin_prefetch(p - (reinterpret_cast<uintptr_t>(p) & 4095), 0, 2);
 }
@@ -44,7 +45,7 @@ constexpr int kPanelParts = kPanelOutputs / kPartOutputs;
 constexpr int kLineParts = kWeightBlock / kPartOutputs;
 
 template <typename Kind>
-constexpr int64_t kBlockChunkBytes = 64 * kChunkInputs / Kind::kLineInputs;  // of a block
+constexpr int64_t kBlockChunkBytes = 64 * kChunkInputs / Kind::kLineInputs;  // per block
 
 template <typename Kind>
 constexpr int64_t kPanelChunkBytes = kPanelBlocks * kBlockChunkBytes<Kind>;
@@ -54,9 +55,9 @@ int64_t panel_bytes(int64_t num_inputs) {
   return weight_chunks(num_inputs) * kPanelChunkBytes<Kind>;
 }
 
-// Of how many parts the sums of a piece are made at once: a few rows' alone would wait for each other,
-// and parts share the integers that they load. Many have no registers. A panel that is read in one turn
-// is read from its begin to its end.
+// Returns how many parts of a piece's sums are computed at once. With few rows, single parts would
+// wait for each other, and parts share the integers they load. With many rows, registers do not
+// suffice for more. With all parts at once, a panel is read from begin to end.
 constexpr int parts_at_once(int rows, [[maybe_unused]] bool narrow) {
 #if defined(SPECOPS_AVX512)
   return rows <= (narrow ? 6 : 5) ? 4 : 2;
@@ -70,8 +71,8 @@ constexpr int parts_at_once(int rows, [[maybe_unused]] bool narrow) {
 #endif
 }
 
-// The sums of a piece, of kParts parts from `part` on: so many chunks of a panel, and the rows' inputs.
-// What is read some time later lies at `ahead`.
+// Adds up a piece for kParts parts from `part` on: `chunks` chunks of a panel times the rows'
+// inputs. `ahead` is the address to prefetch.
 template <typename Kind, typename Product, int kRows, int kParts>
 SPECOPS_INLINE inline void sum_piece(const Kind& kind,
                                      const uint8_t* chunk,
@@ -90,7 +91,7 @@ SPECOPS_INLINE inline void sum_piece(const Kind& kind,
       Codes lines[kParts];
       unrolled<kParts>([&](int p) SPECOPS_INLINE {
         int block = p / kLineParts, within = (part + p) % kLineParts;
-        // Lines are fetched in their order in memory, whatever the order in which they are read.
+        // Lines are prefetched in memory order, regardless of the order in which they are read.
         if (within == 0) {
           const uint8_t* fetched = ahead + 64 * (kBlocks * line + block);
           __builtin_prefetch(fetched, 0, fetch_locality(kRows));
@@ -104,7 +105,7 @@ SPECOPS_INLINE inline void sum_piece(const Kind& kind,
         int at = line * Kind::kLineInputs + 4 * quad;
         Product::template add<kRows, kParts>(quads, x, at, stride, acc);
       });
-      asm volatile("");  // or gcc would fetch all lines of a chunk at its begin
+      asm volatile("");  // otherwise gcc would issue all prefetches at the begin of a chunk
     });
     unrolled<kRows>([&](int r) SPECOPS_INLINE {
       unrolled<kParts>([&](int p) SPECOPS_INLINE { Product::added(acc[r][p]); });
@@ -115,12 +116,12 @@ SPECOPS_INLINE inline void sum_piece(const Kind& kind,
   }
 }
 
-// Of a panel and group, scales or offsets.
+// Prefetches the scales or offsets of a panel and group.
 inline void fetch_scales(const float* scales) {
   for (int i = 0; i < kPanelOutputs; i += kWeightBlock) __builtin_prefetch(scales + i, 0, 3);
 }
 
-// The scales of a block's outputs where an output has one, zeros past the last output.
+// Returns the scales of a block's outputs, for one scale per output; zeros past the last output.
 inline F32x16 output_scales(const WeightParams& weight, int64_t block) {
   int64_t width = weight.num_outputs, first = block * kWeightBlock;
   const float* scales = weight.scales;
@@ -132,7 +133,8 @@ inline F32x16 output_scales(const WeightParams& weight, int64_t block) {
   return load_partial(scales + first, static_cast<int>(min64(width - first, kWeightBlock)));
 }
 
-// What the offsets of a group add to the totals of a panel, by the sums of the rows' integers.
+// Adds the contribution of a group's offsets to the totals of a panel, from the sums of the rows'
+// integers.
 template <int kRows>
 void add_offsets(const float* steps, const float* row_sums, const float* offsets, float* totals) {
   for (int r = 0; r < kRows; ++r, totals += kPanelOutputs) {
@@ -143,7 +145,7 @@ void add_offsets(const float* steps, const float* row_sums, const float* offsets
   }
 }
 
-// Of the totals of a panel and `rows` rows, at most kMostRows, the outputs.
+// Computes the outputs from the totals of a panel and `rows` rows, at most kMostRows.
 template <int kMostRows>
 void finish_panel(
     const GemmParams& params, int64_t row, int rows, int64_t panel, const float* totals) {
@@ -162,14 +164,14 @@ void finish_panel(
   finish_rows(params, row, first_block, rows, static_cast<int>(blocks), sums);
 }
 
-// out[row, n] = bias[n] + sum_k x[row, k] * weight[n, k], of kRows rows and a panel; of gates and ups:
+// out[row, n] = bias[n] + sum_k x[row, k] * weight[n, k], for kRows rows and a panel; if gated,
 // activation(out[row, n]) * out[row, width + n].
-// Cost:    the panel once from memory or cache, from its begin to its end.
-// Assumes: weights packed by pack_weight; rows made integers for them; any alignment.
-// Order:   a piece's sum is exact, in whatever order; pieces are one chain of fused multiply-adds of
-//          float32 in order. So the bits are the same on every instruction set.
+// Cost:    the panel once from memory or cache, from begin to end.
+// Assumes: weights packed by pack_weight; rows rounded to integers for them; any alignment.
+// Order:   a piece's sum is exact in any order; pieces are added in order by one chain of float32
+//          fused multiply-adds. So the bits are the same on every instruction set.
 // Source:  -
-// Threads: none here; callers hand out panels and rows.
+// Threads: none here; callers distribute panels and rows.
 template <typename Kind, typename Product, int kRows>
 [[gnu::noinline]] void integer_tile(const GemmParams& params,
                                     const IntegerRows<typename Product::Integer>& rows,
@@ -197,7 +199,7 @@ template <typename Kind, typename Product, int kRows>
   const float* steps = rows.scales;
   const int32_t* starts = rows.starts;
   const float* row_sums = rows.sums;
-  // In memory, since the sums of a piece fill the registers; gcc would keep others there instead.
+  // In memory, because the sums of a piece fill the registers; gcc would spill others instead.
   alignas(64) float memory[kRows * kPanelOutputs] = {};
   float* totals = memory;
   int64_t chunks = weight_chunks(weight.num_inputs), next_group = pieces_of_group;
@@ -264,7 +266,7 @@ void integer_tile_of(const GemmParams& params,
   }
 }
 
-// The begin of a range, which no panel before it has asked for: on its way while rows are rounded.
+// Prefetches the begin of a range, which no previous panel prefetches, while rows are rounded.
 template <typename Kind>
 void fetch_first(const WeightParams& weight, int64_t panel) {
   const auto* data = static_cast<const uint8_t*>(weight.data);
@@ -273,7 +275,7 @@ void fetch_first(const WeightParams& weight, int64_t panel) {
   for (int64_t i = 0; i < kIntegerFetch; i += 64) __builtin_prefetch(data + i, 0, 3);
 }
 
-// A range of rows and panels, as one thread has it.
+// Computes a range of rows and panels in one thread.
 template <typename Kind, typename Product>
 void integer_range_of(const GemmParams& params, const GemmRange& range) {
   fetch_first<Kind>(params.weight, range.begin);
@@ -282,7 +284,7 @@ void integer_range_of(const GemmParams& params, const GemmRange& range) {
     auto rows = integer_rows_from<Product>(params, kept, count, Kind::kBias, range.product);
     for (int64_t panel = range.begin; panel < range.end; ++panel) {
       int64_t next = panel + 1 < range.end ? panel + 1 : range.next;
-      for (int64_t row = 0; row < count; row += kIntegerRows) {  // a low tile comes last
+      for (int64_t row = 0; row < count; row += kIntegerRows) {  // the shorter tile comes last
         int tall = static_cast<int>(min64(kIntegerRows, count - row));
         integer_tile_of<Kind, Product, kIntegerRows>(
             params, rows.from(row), kept + row, tall, panel, next);
@@ -301,7 +303,7 @@ void integer_range(const GemmParams& params, const GemmRange& range) {
   rows_and_panels(params, range);
 }
 
-// fn of the codes of a weight's kind.
+// Calls fn with the decoder type for the weight's kind.
 template <typename Fn>
 void with_codes(const WeightParams& weight, const Fn& fn) {
   if (weight.kind == WeightKind::kInt8) return fn.template operator()<Int8Codes>();

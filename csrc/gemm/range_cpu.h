@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// A range of rows and blocks, as one thread computes it.
+// Product of a range of rows and blocks, computed by one thread.
 #pragma once
 
 #include "gemm/gemm_range.h"
@@ -8,25 +8,26 @@
 namespace specops::SPECOPS_ISA {
 namespace {
 
-// A panel is the blocks that stay in the second-level cache while every row tile passes over them.
+// A panel is the blocks that stay in the L2 cache while every row tile passes over them.
 constexpr int64_t kPanelBytes = 128 << 10;
 
 inline int64_t panel_blocks(int64_t rows, int64_t block_bytes) {
   int64_t most = max_blocks(rows);
-  if (rows <= Shape::kMaxRows) return most;  // nothing passes twice
-  // Small first tiles need two blocks, or their few sums wait for each other.
+  if (rows <= Shape::kMaxRows) return most;  // no block is used twice
+  // Small first tiles need two blocks; otherwise their few sums wait for each other.
   int64_t least = Shape::kFillsTiles ? 2 : most;
   return max64(kPanelBytes / block_bytes / most * most, least);
 }
 
-// So many row tiles, the last ones, fetch the next panel, each as much as it has of their rows: so
-// memory is asked for evenly.
+// The last kFetchTiles row tiles prefetch the next panel, each a share proportional to its rows,
+// which spreads the memory requests evenly.
 constexpr int64_t kFetchTiles = 4;
 
-// So many rows are made floats once; more would push a panel out, so there each tile's are for it.
+// Up to kKeptRows rows are converted to float once. More would evict the panel, so then each tile
+// converts its own.
 constexpr int64_t kKeptRows = 16;
 
-// One range of rows and blocks, tile by tile.
+// Computes one range of rows and blocks, tile by tile.
 template <typename S>
 void range_of_blocks(const GemmParams& params, const GemmRange& range) {
   int64_t row_begin = range.row_begin, block_begin = range.begin, block_end = range.end;
@@ -34,8 +35,8 @@ void range_of_blocks(const GemmParams& params, const GemmRange& range) {
   int64_t row_tiles = ceil_div(rows, Shape::kMaxRows);
   int64_t block_bytes = max64(1, steps_of<S>(params.weight.num_inputs) * S::kBytes);
   int64_t panels = ceil_div(block_end - block_begin, panel_blocks(rows, block_bytes));
-  // From some rows on arithmetic leaves time to bring the next panel closer. Below, the hardware's own
-  // prefetching does better, unless blocks are so short that they end before it has begun.
+  // From fetch_rows rows on, the arithmetic leaves time to prefetch the next panel. With fewer, the
+  // hardware prefetcher does better, unless blocks are so short that they end before it starts.
   int64_t fetch_rows = Shape::kFetchRows;
   if (block_bytes <= (16 << 10)) fetch_rows = min64(fetch_rows, 3);
   int64_t fetch_row = tile_begin(rows, row_tiles, max64(row_tiles - kFetchTiles, 0));
@@ -47,7 +48,7 @@ void range_of_blocks(const GemmParams& params, const GemmRange& range) {
     int64_t first = block_begin + part_begin(block_end - block_begin, panels, p);
     int64_t last = block_begin + part_begin(block_end - block_begin, panels, p + 1);
     int64_t to_next = last - first;
-    // Not past the end, where the next range's first panel is the shorter one.
+    // Not past the end, where the next range's first panel may be shorter.
     if (p + 1 == panels) to_next = min64(range.next, blocks - to_next) - first;
     bool fetches = rows >= fetch_rows && to_next >= last - first;
     const char* next_panel = static_cast<const char*>(params.weight.data) + to_next * block_bytes;
@@ -76,7 +77,7 @@ void range_of_blocks(const GemmParams& params, const GemmRange& range) {
   }
 }
 
-// The same of plain or fp8 weights, by rows of one dtype.
+// Computes a range for plain or fp8 weights and rows of one dtype.
 template <typename T>
 void range_of_rows(const GemmParams& params, const GemmRange& range) {
   if (params.weight.kind == WeightKind::kPlain) return range_of_blocks<Step<T, T>>(params, range);

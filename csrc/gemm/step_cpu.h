@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// One step of a sum over inputs, for each pair of types of rows and weights and each instruction set.
+// One step of a sum over inputs, for each pair of row and weight types and each instruction set.
 #pragma once
 
 #include <cstdint>
@@ -11,7 +11,7 @@
 
 namespace specops::SPECOPS_ISA {
 
-// Codes in e4m3, times 2^-8: seven bits to the left they are such float16, subnormal ones too.
+// e4m3 values times 2^-8: shifted left by seven bits they are float16, also if subnormal.
 struct E4M3 {
   uint8_t bits;
 };
@@ -50,40 +50,41 @@ inline F32x16 load(const E4M3* p) {
 
 namespace {
 
-// What one step is for rows and weights of two types. It has parts, which come one after the other: in
-// each, a step of 16 outputs gives a vector of weights, and the same inputs of one row are multiplied
-// with it. `Input` is what a tile reads inputs as: where bfloat16 has no dot products of its own,
-// floats that were made of the rows once, since every block of weights meets them again.
-// kGroupSteps: after so many steps sums are scaled and added to totals, and begin anew; 0: never.
+// One step for rows and weights of two types. A step has parts that run one after another: in each,
+// one step of 16 outputs gives a vector of weights, and the same inputs of one row are multiplied
+// by it. `Input` is the type in which a tile reads inputs: without bfloat16 dot products these are
+// floats, converted once, because every block of weights uses them again. kGroupSteps: steps after
+// which sums are scaled, added to totals and restarted; 0: never.
 template <typename Row, typename Weight>
 struct Step;
 
 inline const uint32_t* words_at(const char* p) { return reinterpret_cast<const uint32_t*>(p); }
 
-// Of weights of the rows' own type.
+// Common part for weights of the rows' own type.
 template <typename T>
 struct PlainStep {
   using Row = T;
   using Weight = T;
   static constexpr int kInputs = 4 / sizeof(T);
-  static constexpr int64_t kBytes = 4 * kWeightBlock;  // of a block
+  static constexpr int64_t kBytes = 4 * kWeightBlock;  // per block
   static constexpr int kGroupSteps = 0;
 };
 
 #if defined(SPECOPS_AVX512) || defined(SPECOPS_AVX2) || defined(SPECOPS_NEON)
 #if defined(SPECOPS_AVX2)
-using Spread = const float*;  // spread right before it is multiplied with
+using Spread = const float*;  // broadcast right before the product
 inline Spread spread(const float* x) { return x; }
 #elif defined(SPECOPS_NEON)
-using Spread = float32x4_t;  // one number, in every lane that it is multiplied with at once
+using Spread = float32x4_t;  // one number in every lane
 inline Spread spread(const float* x) { return vdupq_n_f32(*x); }
 #else
 using Spread = F32x16;
 inline Spread spread(const float* x) { return set1(*x); }
 #endif
 
-// sum += w * x, in the registers that the sum is in: left to itself gcc moves sums about on AVX2 and
-// NEON, and some then do not fit. On AVX2 it would also spread inputs long before their products.
+// sum += w * x, in the registers of the sum: left alone, gcc moves sums between registers on AVX2
+// and NEON, and some are then spilled. On AVX2 it would also broadcast inputs long before their
+// products.
 inline void add_product(F32x16& sum, F32x16 w, Spread x) {
 #if defined(SPECOPS_AVX2)
   __m256 lo = sum.lo, hi = sum.hi, spread;
@@ -107,7 +108,7 @@ inline void add_product(F32x16& sum, F32x16 w, Spread x) {
 }
 
 #if defined(SPECOPS_AVX2)
-// The same with an input that stays spread, for the blocks of a tile of few rows.
+// The same for an input that stays broadcast, for the blocks of a tile of few rows.
 using Held = __m256;
 inline Held hold(Spread x) {
   __m256 spread;
@@ -133,7 +134,7 @@ struct Step<bfloat16, bfloat16> : PlainStep<bfloat16> {
   static BF16x32 input(const bfloat16* p, int) { return broadcast_pair(p); }
   static void dot(Sum& sum, BF16x32 w, BF16x32 x) { sum = dot_pairs(sum, w, x); }
 #else
-  // The odd inputs first, as vdpbf16ps does.
+  // Odd inputs first, as in vdpbf16ps.
   using Input = float;
   static constexpr int kParts = 2;
   static constexpr bool kByBlock = true;
@@ -159,7 +160,7 @@ struct Step<float, float> : PlainStep<float> {
 
 inline void put(float* p, F32x16 sum) { store(p, sum); }
 #else
-// The arrays of simd.h would live in memory here; vectors of four live in registers anywhere.
+// The arrays of simd.h would be in memory here; vectors of four are kept in registers on all CPUs.
 using Float4 = float __attribute__((vector_size(16)));
 using Word4 = uint32_t __attribute__((vector_size(16)));
 
@@ -254,7 +255,7 @@ struct Step<bfloat16, E4M3> {
   static void dot(Sum& sum, BF16x32 w, BF16x32 x) { sum = dot_pairs(sum, w, x); }
 
  private:
-  // Of floats that are bfloat16: the upper halves of their words.
+  // Packs floats that are exact in bfloat16: the upper halves of their words.
   static BF16x32 exact_pairs(F32x16 even, F32x16 odd) {
 #if defined(SPECOPS_AVX512)
     __m512i low = _mm512_srli_epi32(_mm512_castps_si512(even.v), 16);
@@ -271,7 +272,7 @@ struct Step<bfloat16, E4M3> {
 };
 #endif
 
-// Of a weight with so many inputs.
+// Returns the number of steps of a weight with num_inputs inputs.
 template <typename S>
 int64_t steps_of(int64_t num_inputs) {
   return (num_inputs + S::kInputs - 1) / S::kInputs;

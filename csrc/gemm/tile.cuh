@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Tiles of many rows on tensor cores, in four parts: what a block copies, what a warp multiplies, how
-// leaves are folded, and what becomes of the sums.
+// Tiles of many rows on tensor cores, in four parts: the copies of a block, the products of a warp,
+// the folding of leaves, and the finishing of sums.
 #pragma once
 
 #include "common/device.cuh"
@@ -9,28 +9,28 @@
 
 namespace specops {
 
-// How a block's tile is cut: 8 warps, or 4 for 64 rows; each has kWarpTiles tiles of 16 outputs and 64
-// rows. With four tiles the sums of a leaf take all registers there are, and what
-// came before waits in shared memory.
+// Division of a block's tile: 8 warps, or 4 for 64 rows; each has kWarpTiles tiles of 16 outputs by
+// 64 rows. With four tiles the sums of a leaf take all registers, so those of earlier leaves are
+// kept in shared memory.
 template <int kWarpTilesOf, int kRowsOf>
 struct TileShape {
-  static constexpr int kWarpTiles = kWarpTilesOf;  // of 16 outputs, of a warp
+  static constexpr int kWarpTiles = kWarpTilesOf;  // tiles of 16 outputs per warp
   static constexpr int kRows = kRowsOf;
   static constexpr int kTiles = 4 * kWarpTiles;
   static constexpr int kOutputs = 16 * kTiles;
   static constexpr int kThreads = 2 * kRows;
-  static constexpr int kSteps = kWarpTiles == 2 ? 2 : 1;  // of a stage
+  static constexpr int kSteps = kWarpTiles == 2 ? 2 : 1;  // per stage
   static constexpr int kStages = kRows == 128 && kSteps == 2 ? 3 : 4;
-  static constexpr int kWeights = kTiles * kSteps * kStepVectors;  // uint4 of a stage
-  static constexpr int kInputs = kRows * kSteps * 4;               // uint4 of a stage
+  static constexpr int kWeights = kTiles * kSteps * kStepVectors;  // uint4 per stage
+  static constexpr int kInputs = kRows * kSteps * 4;               // uint4 per stage
   static constexpr bool kKeepTotals = kWarpTiles == 4;             // in shared memory
-  static constexpr bool kSplits = kWarpTiles == 2;  // whether blocks may share a tile by leaves
+  static constexpr bool kSplits = kWarpTiles == 2;  // blocks may share a tile by leaves
   static constexpr int kTotals = kKeepTotals ? kThreads * kWarpTiles * 8 : 0;  // float4
   static constexpr int kSmemBytes = (kStages * (kWeights + kInputs) + kTotals) * 16;
 };
 
-constexpr int kTileBand = 16;    // tiles of rows
-constexpr int kFoldedItems = 4;  // whose leaves are read at once
+constexpr int kTileBand = 16;    // row tiles per band
+constexpr int kFoldedItems = 4;  // items whose leaves are read at once
 
 __device__ inline uint4* moved(uint4* pointer, int num_bytes) {
   return reinterpret_cast<uint4*>(reinterpret_cast<char*>(pointer) + num_bytes);
@@ -39,15 +39,15 @@ __device__ inline const uint4* moved(const uint4* pointer, int num_bytes) {
   return reinterpret_cast<const uint4*>(reinterpret_cast<const char*>(pointer) + num_bytes);
 }
 
-// Where blocks that share a tile leave their sums.
+// Workspace for the sums of blocks that share a tile.
 struct LeafWorkspace {
-  int32_t* counters;  // of each tile, how many are there; zeros before and after
+  int32_t* counters;  // arrivals per tile; zeros before and after
   float* leaves;      // [leaves, rows, outputs rounded up to 32]
   ErrorFlag error;
-  ErrorCode fault;  // of a counter that was not zero
+  ErrorCode fault;  // code for a counter that was not zero
 };
 
-// Which tile a block has, and which leaves and stages of its sums.
+// Tile of a block, and the range of leaves and stages of its sums.
 template <typename Shape>
 struct TilePlace {
   int64_t first_row, output_tile;
@@ -73,12 +73,12 @@ struct TilePlace {
   }
 };
 
-// What a thread copies: vectors of one tile, and one chunk of every kRowsApart-th row. Eight lanes
-// that read chunks of two rows must meet all banks: rows of 64 bytes do that by themselves; of
-// rows of 128 bytes every other one has its halves exchanged. Instead of tiles and rows past the
-// last one, that one is copied: what comes of it is dropped.
-// Stages are copied one after the other to the slots of the ring in turn. Behind the last one zeros
-// are written and nothing is read, so that no turn of the loop differs from another.
+// The copies of one thread: vectors of one tile, and one chunk of every kRowsApart-th row. Eight
+// lanes that read chunks of two rows must hit all banks. Rows of 64 bytes do so naturally; in rows
+// of 128 bytes, every other row has its halves swapped. Tiles and rows past the last one are
+// replaced by copies of it, and their results are dropped.
+// Stages are copied to the slots of the ring in turn. Past the last stage, zeros are written and
+// nothing is read, so that all iterations of the loop are alike.
 template <typename T, typename Shape, bool kAligned>
 struct TileCopy {
   static constexpr int kTileVectors = Shape::kSteps * kStepVectors;
@@ -131,7 +131,7 @@ struct TileCopy {
     }
   }
 
-  // After the stage's weights: it ends the stage.
+  // Call it after fetch_weights(): it completes the stage.
   __device__ void fetch_x(uint4* put) {
 #pragma unroll
     for (int i = 0; i < kCopiedRows; ++i) {
@@ -147,10 +147,10 @@ struct TileCopy {
   }
 };
 
-// What a warp multiplies, and what a lane holds of it: rows 8 c + 2 t, 2 t + 1 and of each pair of
-// tiles, which are a group, outputs 4 g to 4 g + 3. Fragments of the next step replace those at
-// hand as these have been used: weights of the first half-step, then x, then the other weights.
-// How a fragment of weights is made of what was copied is load_weights()'s alone.
+// The products of one warp. A lane holds rows 8 c + 2 t and 8 c + 2 t + 1 and, for each pair of
+// tiles (a group), outputs 4 g to 4 g + 3. Fragments of the next step replace the current ones once
+// these have been used: weights of the first half-step, then x, then the other weights. Only
+// load_weights() knows how copied data become fragments of weights.
 template <typename T, typename Shape>
 struct TileProducts {
   static constexpr int kColumns = 8;
@@ -163,7 +163,7 @@ struct TileProducts {
   const uint4 *w_from, *x_from[kSteps];  // in the first slot
   uint4 w[kWarpTiles][2], x[kColumns];
   float sums[kWarpTiles][kColumns][4] = {};
-  int slot = 0;  // of the stage at hand: where it begins, in bytes
+  int slot = 0;  // offset of the current stage's slot, in bytes
 
   template <typename Copy>
   __device__ TileProducts(const Copy& copy, const uint4* smem) {
@@ -177,7 +177,7 @@ struct TileProducts {
     }
   }
 
-  // Loads the first fragments, once the first stage is there.
+  // Loads the first fragments, once the first stage has arrived.
   __device__ void start() {
     load_weights(0, 0);
     load_weights(0, 1);
@@ -194,7 +194,7 @@ struct TileProducts {
 
   __device__ void load_x(int step, int c) { x[c] = moved(x_from[step], slot)[8 * c * kSteps * 4]; }
 
-  // Adds the products of the stage at hand, while the slot that w_put and x_put are in is filled.
+  // Adds the products of the current stage, while copies fill the slot of w_put and x_put.
   template <typename Copy>
   __device__ void add_stage(Copy& copy, uint4*& w_put, uint4*& x_put) {
 #pragma unroll
@@ -229,7 +229,8 @@ struct TileProducts {
   }
 };
 
-// The leaves before the one at hand: in registers, or where these are few in shared memory.
+// Sums of the leaves before the current one: in registers or, if registers are short, in shared
+// memory.
 template <typename Shape>
 struct TileTotals {
   static constexpr int kColumns = 8;
@@ -243,7 +244,7 @@ struct TileTotals {
     kept = reinterpret_cast<float4*>(smem + Shape::kStages * kRing) + threadIdx.x;
   }
 
-  // What was, plus the leaf; the last leaf leaves it in `sums`.
+  // Adds the leaf to the totals; for the last leaf, the result is in `sums`.
   __device__ void fold(float (&sums)[Shape::kWarpTiles][kColumns][4], bool is_first, bool is_last) {
 #pragma unroll
     for (int i = 0; i < kItems; ++i) {
@@ -274,7 +275,7 @@ struct TileTotals {
   }
 };
 
-// The sums of a thread as items: four neighbouring outputs of one row.
+// The sums of a thread as items of four neighboring outputs of one row.
 template <typename Shape>
 struct TileItems {
   static constexpr int kColumns = 8;
@@ -306,8 +307,8 @@ struct TileItems {
   }
 };
 
-// Where blocks share a tile by leaves: each leaves its own in the workspace, and the last block of the
-// tile to arrive adds what all have left, in the order of leaves, and hands each item to `end`.
+// For blocks that share a tile by leaves: each stores its leaf in the workspace. The last block of
+// the tile to arrive adds all leaves in order and passes each item to `end`.
 template <typename Shape, typename End>
 __device__ inline void meet_leaves(const TileItems<Shape>& items,
                                    const GemmParams& params,

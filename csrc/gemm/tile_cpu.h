@@ -7,8 +7,8 @@
 namespace specops::SPECOPS_ISA {
 namespace {
 
-// How many rows a tile holds at most, from how many on weights are fetched ahead, how many blocks
-// fit the registers beside so many rows, and whether rows are cut evenly into tiles or fill them.
+// Most rows of a tile; rows from which weights are prefetched; blocks whose sums fit the registers,
+// by rows; whether rows fill the tiles, instead of being divided evenly.
 struct Shape {
 #if defined(SPECOPS_AVX512)
   static constexpr int kMaxRows = 8;
@@ -16,13 +16,13 @@ struct Shape {
   static constexpr int kMaxBlocks[] = {0, 8, 8, 8, 6, 5, 4, 3, 3};
   static constexpr bool kFillsTiles = false;
 #elif defined(SPECOPS_AVX2)
-  // Sixteen registers: sums take two each, weights two, inputs one (of up to two rows: one each).
+  // Sixteen registers: two per sum, two for weights, one for inputs (one each for up to two rows).
   static constexpr int kMaxRows = 6;
   static constexpr int kFetchRows = 2;
   static constexpr int kMaxBlocks[] = {0, 6, 2, 2, 1, 1, 1};
-  static constexpr bool kFillsTiles = true;  // conversions are shared by more rows
+  static constexpr bool kFillsTiles = true;  // more rows share each conversion
 #elif defined(SPECOPS_NEON)
-  // Thirty-two registers: sums take four each, weights and what they are made of eight, inputs one.
+  // Thirty-two registers: four per sum, eight for weights and their sources, one for inputs.
   static constexpr int kMaxRows = 5;
   static constexpr int kFetchRows = 3;
   static constexpr int kMaxBlocks[] = {0, 5, 2, 1, 1, 1};
@@ -35,41 +35,41 @@ struct Shape {
 #endif
 };
 
-// Where tile `index` of `count` begins among so many rows. What does not fill a tile comes first: the
-// last one fetches weights ahead, and has the most time for it.
+// Returns the first row of tile `index` of `count`. An incomplete tile comes first: the last one
+// prefetches weights and should have the most time for it.
 inline int64_t tile_begin(int64_t rows, int64_t count, int64_t index) {
   if (Shape::kFillsTiles) return max64(0, rows - (count - index) * Shape::kMaxRows);
   return part_begin(rows, count, index);
 }
 
-// Beside the rows of the largest tile.
+// Returns the most blocks that fit beside the rows of the largest tile.
 inline int64_t max_blocks(int64_t rows) {
   int64_t even = ceil_div(rows, ceil_div(rows, Shape::kMaxRows));
   return Shape::kMaxBlocks[Shape::kFillsTiles ? min64(rows, Shape::kMaxRows) : even];
 }
 
-// Whether the weights of all blocks of a step fit the registers at once.
+// True if the weights of all blocks of a step fit the registers at once.
 #if defined(SPECOPS_NEON)
 constexpr bool kHoldsWeights = false;
 #else
 constexpr bool kHoldsWeights = true;
 #endif
 
-// What a tile asks for while it computes, so that a later one finds it in the second-level cache.
+// Prefetch by a tile while it computes, so that a later tile finds its weights in the L2 cache.
 struct Fetch {
-  const char* from = nullptr;  // of the first of as many blocks as the tile has; nullptr: nothing
-  int64_t step_bytes = 0;      // how far a step goes in each block
+  const char* from = nullptr;  // first of as many blocks as the tile has; nullptr: no prefetch
+  int64_t step_bytes = 0;      // bytes per step in each block
 };
 
-// What a tile multiplies: its first row, and where the weights of its first block begin.
+// Operands of a tile: its first row, and the weights of its first block.
 template <typename S>
 struct TileInputs {
   Rows<S> rows;
   const char* weights;
-  int64_t steps;  // of a block: how far apart blocks are
+  int64_t steps;  // per block: the distance between blocks
 };
 
-// Adds the products of steps begin to end to the sums, in order.
+// Adds the products of steps [begin, end) to the sums, in order.
 template <typename S, int kRows, int kBlocks>
 SPECOPS_INLINE inline void add_steps(typename S::Sum (&acc)[kRows][kBlocks],
                                      const TileInputs<S>& in,
@@ -84,13 +84,14 @@ SPECOPS_INLINE inline void add_steps(typename S::Sum (&acc)[kRows][kBlocks],
     };
     unrolled<kBlocks>([&](int b) SPECOPS_INLINE {
       if (fetch.from != nullptr) {
-        // To the second level: the few miss buffers of the first would drop it.
+        // To L2: the few miss buffers of L1 would drop it.
         const char* line = fetch.from + b * steps * S::kBytes + step * fetch.step_bytes;
         __builtin_prefetch(line, 0, 2);
       }
     });
     if constexpr (!kHoldsWeights) {
-      // A block's parts one after the other, or gcc keeps the words of all blocks for the second.
+      // All parts of one block first; otherwise gcc keeps the words of all blocks for the second
+      // part.
       unrolled<kBlocks>([&](int b) SPECOPS_INLINE {
         unrolled<S::kParts>([&](int part) SPECOPS_INLINE {
           auto words = weights_of(b, part);
@@ -112,7 +113,7 @@ SPECOPS_INLINE inline void add_steps(typename S::Sum (&acc)[kRows][kBlocks],
       });
 #endif
     } else if constexpr (S::kByBlock) {
-      // Block by block: few registers are left for weights. Inputs come again from the first level.
+      // Block by block, because few registers are left for weights. Inputs are read again from L1.
       unrolled<S::kParts>([&](int part) SPECOPS_INLINE {
         unrolled<kBlocks>([&](int b) SPECOPS_INLINE {
           auto words = weights_of(b, part);
@@ -132,14 +133,14 @@ SPECOPS_INLINE inline void add_steps(typename S::Sum (&acc)[kRows][kBlocks],
   }
 }
 
-// The sums of plain weights, [rows, blocks, 16]: one chain over all steps.
+// Computes the sums of plain weights, [rows, blocks, 16]: one chain over all steps.
 template <typename S, int kRows, int kBlocks>
 SPECOPS_INLINE inline void sum_plain(const GemmParams& params,
                                      const TileInputs<S>& in,
                                      Fetch fetch,
                                      float* sums) {
   using T = typename S::Row;
-  // A caller's row may end within a step; rows of floats were made with a zero for what is missing.
+  // A row of the caller may end within a step; converted rows are padded with zeros.
   constexpr bool kCallersRows = std::is_same_v<typename S::Input, T>;
   int64_t num_inputs = params.weight.num_inputs;
   int64_t full_steps = kCallersRows ? num_inputs / S::kInputs : in.steps;
@@ -165,8 +166,8 @@ SPECOPS_INLINE inline void sum_plain(const GemmParams& params,
   });
 }
 
-// The sums of fp8 weights: each group's are one chain from zero, scaled and added to what the groups
-// before it have made.
+// Computes the sums of fp8 weights. Each group's sum is one chain from zero, scaled and added to
+// the total of the previous groups.
 template <typename S, int kRows, int kBlocks>
 SPECOPS_INLINE inline void sum_groups(
     const GemmParams& params, const TileInputs<S>& in, int64_t block, Fetch fetch, float* sums) {
@@ -188,15 +189,15 @@ SPECOPS_INLINE inline void sum_groups(
   }
 }
 
-// out[row, n] = bias[n] + sum_k x[row, k] * weight[n, k], for a tile of kRows rows, kBlocks blocks;
-// of gates and ups: activation(out[row, n]) * out[row, width + n].
-// Cost:    the tile's weights once from memory or cache; kRows * kBlocks dot products a step.
+// out[row, n] = bias[n] + sum_k x[row, k] * weight[n, k], for a tile of kRows rows and kBlocks
+// blocks; if gated, activation(out[row, n]) * out[row, width + n].
+// Cost:    the tile's weights once from memory or cache; kRows * kBlocks dot products per step.
 // Assumes: weights packed by pack_weight; any alignment. `fetch` may point anywhere.
-// Order:   one accumulator chain per output over the steps in order, of fp8 one for each 128 inputs and
-//          one over these, whatever the tile's shape: a row's bits depend neither on the other rows nor
-//          on how rows and blocks were cut.
+// Order:   one accumulator chain per output over the steps in order; for fp8 one per 128 inputs and
+//          one over these. This holds for any tile shape: a row's bits depend neither on other rows
+//          nor on how rows and blocks are divided.
 // Source:  register-tiled outer-product GEMM (Goto and van de Geijn 2008), without its split of K.
-// Threads: none here; callers hand out ranges of blocks and rows.
+// Threads: none here; callers distribute ranges of blocks and rows.
 template <typename S, int kRows, int kBlocks>
 [[gnu::noinline]] void tile(
     const GemmParams& params, Rows<S> rows, int64_t row, int64_t block, Fetch fetch) {
@@ -212,7 +213,7 @@ template <typename S, int kRows, int kBlocks>
   finish_rows(params, row, block, kRows, kBlocks, sums);
 }
 
-// Where a tile is, and how large.
+// Position and size of a tile.
 struct TilePlace {
   int64_t row, block;
   int rows, blocks;

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Loops whose numbers of turns the compiler knows, and that it must not make loops of.
+// Loops with compile-time iteration counts that must be fully unrolled.
 #pragma once
 
 namespace specops::SPECOPS_ISA {

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// CUDA's built-in functions with CUDA's names: barriers, warp collectives, atomics and mathematics.
-// Those that meet other threads remember the line they stand on, for the error messages.
+// CUDA's built-in functions under CUDA's names: barriers, warp collectives, atomics and
+// mathematics. Functions that synchronize with other threads take their call site, for error
+// messages.
 #pragma once
 
 #include <bit>
@@ -96,7 +97,7 @@ struct ReduceOperands {
   R result;
 };
 
-// The same result for every lane: fold of f over the lanes of the mask, from the lowest.
+// Gives every lane the same result: the fold over the lanes of the mask, from the lowest on.
 template <typename T, T (*kFold)(T, T)>
 void complete_fold(void* const* operands, uint32_t mask) {
   T result = static_cast<ReduceOperands<T, T>*>(operands[std::countr_zero(mask)])->value;
@@ -248,7 +249,8 @@ SPECOPS_SIMT_REDUCE(or, fold_or, unsigned)
 SPECOPS_SIMT_REDUCE(xor, fold_xor, unsigned)
 #undef SPECOPS_SIMT_REDUCE
 
-// Atomics: threads run one at a time, so that plain code is atomic. No floats: their order counts.
+// Atomics: threads run one at a time, so plain code is atomic. No floats, because their order
+// matters.
 
 namespace specops::simt {
 
@@ -258,7 +260,7 @@ concept AtomicWord =
 template <typename T>
 concept AtomicOrdered = AtomicWord<T> || std::is_same_v<T, long long>;
 
-// Reads and writes unseen by sanitizers, which are told of an atomic access instead.
+// Reads and writes hidden from sanitizers, which receive an atomic access instead.
 template <typename T, typename Change>
 #if defined(SPECOPS_SIMT_RACE)
 __attribute__((no_sanitize("thread"), noinline))
@@ -273,7 +275,7 @@ T exchange(T* address, const Site& site, Change change) {
 
 }  // namespace specops::simt
 
-// The second argument converts to the type the address gives, as in CUDA's overloads.
+// The second argument converts to the address's type, as in CUDA's overloads.
 template <specops::simt::AtomicWord T>
 T atomicAdd(T* address,
             std::type_identity_t<T> value,
@@ -336,7 +338,7 @@ T atomicCAS(T* address,
   return specops::simt::exchange(
       address, site, [=](T old) { return old == compare ? value : old; });
 }
-// Adds one, back to zero after `limit`.
+// Adds one, wrapping to zero after `limit`.
 inline unsigned atomicInc(unsigned* address,
                           unsigned limit,
                           specops::simt::Site site = specops::simt::Site::current()) {

@@ -1,8 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-// The race detector. Kernel files are compiled with -fsanitize=thread, and the hooks it calls at every
-// access to memory are ours. Threads have vector clocks that only synchronisation joins, and every
-// byte remembers its last write and a few reads: two accesses of which one writes must be ordered
-// by the clocks. Whether they ran in a harmless order this time does not matter.
+// Race detector. Kernel files are compiled with -fsanitize=thread, and this file defines the hooks
+// that are called at every memory access. Threads have vector clocks that only synchronization
+// joins. Every byte remembers its last write and a few reads. Two accesses, at least one a write,
+// must be ordered by the clocks; it does not matter whether this run happened to execute them in a
+// harmless order.
 #if defined(SPECOPS_SIMT_RACE)
 
 #include "simt/detector.h"
@@ -25,13 +26,13 @@ namespace specops::simt {
 namespace {
 
 constexpr int kBarriers = 16;
-constexpr int kReads = 3;  // a byte remembers; more only when none is ordered before another
+constexpr int kReads = 3;  // reads per byte; more only matter if none is ordered before another
 constexpr size_t kPage = 4096;
 constexpr uint32_t kSitePlace = 0x80000000u;
 
 enum : uint16_t { kAtomic = 1, kInFlight = 2 };
 
-// An access: who, when on the thread's own clock, and from which line.
+// An access: block and thread, the thread's own clock, and the source line.
 struct Epoch {
   uint32_t block = 0;  // counted over all launches; 0: none
   uint32_t clock = 0;
@@ -45,17 +46,18 @@ struct Cell {
   Epoch reads[kReads];
 };
 
-// What blocks have let others see by an atomic on one address, in the order they came.
+// Clocks that blocks have published by an atomic on one address, in order of arrival.
 struct Meeting {
-  std::unordered_map<uint32_t, size_t> position;  // of a block in `published`
-  std::vector<std::vector<uint32_t>> published;   // per thread of the block: up to which clock
+  std::unordered_map<uint32_t, size_t> position;  // index of a block in `published`
+  std::vector<std::vector<uint32_t>> published;   // per thread of the block, the published clock
 };
 
 struct Detector {
   int threads = 0;
   uint32_t block = 0;
-  uint32_t first_block = 1;          // of this launch
-  std::vector<uint32_t> clocks;      // [threads][threads]: what a thread knows of another
+  uint32_t first_block = 1;  // first block of this launch
+  std::vector<uint32_t>
+      clocks;  // [threads][threads]: clocks of other threads that a thread has seen
   std::vector<uint32_t> fence_own;   // [threads]: own clock at the last fence
   std::vector<uint32_t> fence_seen;  // [threads][threads]: all clocks at the last fence
   std::vector<uint32_t> barriers[kBarriers];
@@ -71,7 +73,7 @@ struct Detector {
   uintptr_t last_page = 0;
   Cell* last_cells = nullptr;
   std::unordered_map<uintptr_t, Meeting> meetings;
-  std::vector<std::pair<Meeting*, size_t>> acquired;  // of this block
+  std::vector<std::pair<Meeting*, size_t>> acquired;  // by this block
   std::vector<Site> sites;
   std::vector<std::pair<uintptr_t, uintptr_t>> regions;  // first, end
 
@@ -108,7 +110,7 @@ void find_module() {
 
 void find_host_stack() {
   static pthread_t found_for = 0;
-  if (found_for == pthread_self() && state.host_stack != 0) return;  // asking takes milliseconds
+  if (found_for == pthread_self() && state.host_stack != 0) return;  // the query takes milliseconds
   found_for = pthread_self();
   pthread_attr_t attributes;
   if (pthread_getattr_np(pthread_self(), &attributes) != 0) return;
@@ -136,7 +138,7 @@ uint32_t place_of(const void* address) {
 
 std::string base_name(const std::string& path) { return path.substr(path.rfind('/') + 1); }
 
-// file:line of a place; of code the compiler inlined, the first that is not the interpreter's own.
+// Returns file:line of a place; for inlined code, the first that is outside the interpreter.
 std::string text_of(uint32_t place) {
   if ((place & kSitePlace) != 0) {
     const Site& site = state.sites[place & ~kSitePlace];
@@ -162,7 +164,8 @@ std::string text_of(uint32_t place) {
   return base_name(found);
 }
 
-// Another block's access is before ours if it was published on an address that we asked later.
+// Returns whether another block's access is ordered before ours: it was published on an address
+// that we accessed atomically later.
 bool acquired(const Epoch& epoch) {
   for (const auto& [meeting, count] : state.acquired) {
     auto found = meeting->position.find(epoch.block);
@@ -222,7 +225,7 @@ std::string who(const Epoch& epoch) {
           text_of(access.place));
 }
 
-// One byte. `where` names it, when asked.
+// Checks and records an access to one byte. `where` returns its description for error messages.
 template <typename Where>
 void touch(Cell& cell, const Access& access, bool is_shared, const Where& where) {
   auto live = [&](const Epoch& epoch) {
@@ -253,7 +256,8 @@ void touch(Cell& cell, const Access& access, bool is_shared, const Where& where)
     for (Epoch& read : cell.reads) read.block = 0;
     return;
   }
-  // A read that is ordered before this one says nothing more: what is after us is after it.
+  // A read that is ordered before this one can be dropped: what is ordered after us is after it
+  // too.
   Epoch* slot = nullptr;
   for (Epoch& read : cell.reads) {
     if (live(read) && !ordered(read, access.thread)) continue;
@@ -267,7 +271,8 @@ void touch(Cell& cell, const Access& access, bool is_shared, const Where& where)
   *slot = now;
 }
 
-// All bytes of an access. Neighbours mostly look alike, and then only the first is thought about.
+// Checks all bytes of an access. Neighboring bytes usually have equal cells; then only the first is
+// checked.
 template <typename Where>
 void touch_all(
     Cell* cells, size_t count, const Access& access, bool is_shared, const Where& where) {
@@ -308,7 +313,8 @@ void look(const void* pointer, size_t bytes, const Access& access) {
     return;
   }
   auto* byte = static_cast<const unsigned char*>(pointer);
-  if (byte >= state.arena && byte < state.arena_limit + kPage) {  // with the page behind it
+  if (byte >= state.arena &&
+      byte < state.arena_limit + kPage) {  // including the guard page after it
     auto offset = static_cast<size_t>(byte - state.arena);
     if (offset + bytes > state.smem_bytes) {
       fail_at("byte " + std::to_string(offset + bytes - 1) + " of a shared memory of " +
@@ -364,7 +370,7 @@ void begin_launch(int threads,
   state.shared.resize(kMaxSharedBytes);
   state.meetings.clear();
   state.first_block = state.block + 1;
-  // Tensors come and go between launches; what is remembered of them must not pile up.
+  // Tensors come and go between launches, so records about them must not accumulate.
   constexpr size_t kMostPages = 1024;
   if (state.global.size() > kMostPages) {
     state.global.clear();
@@ -453,8 +459,9 @@ void on_atomic(const void* pointer, size_t bytes, const Site& site) {
       address < reinterpret_cast<uintptr_t>(state.arena_limit)) {
     return;
   }
-  // The block sees what others have published here, and publishes what is behind a fence: of each
-  // thread what this one knows of and the thread has fenced, or what this one has fenced for all.
+  // The block sees what others have published here, and publishes what is fenced: for each thread,
+  // the clock that this thread has seen and that thread has fenced, or that this thread has fenced
+  // for all.
   Meeting& meeting = state.meetings[address];
   auto found = std::find_if(state.acquired.begin(), state.acquired.end(), [&](const auto& entry) {
     return entry.first == &meeting;
@@ -477,7 +484,7 @@ void on_atomic(const void* pointer, size_t bytes, const Site& site) {
 
 void set_regions(std::vector<std::pair<uintptr_t, uintptr_t>> regions) {
   std::sort(regions.begin(), regions.end());
-  // Overlapping and touching views are one region.
+  // Merge overlapping views into one region.
   std::vector<std::pair<uintptr_t, uintptr_t>> merged;
   for (const auto& region : regions) {
     if (!merged.empty() && region.first < merged.back().second) {
@@ -492,7 +499,7 @@ void set_regions(std::vector<std::pair<uintptr_t, uintptr_t>> regions) {
 namespace {
 
 void hook(const void* pointer, size_t bytes, Kind kind, const void* caller) {
-  if (current_thread < 0) return;  // the host code of a kernel file
+  if (current_thread < 0) return;  // host code of a kernel file
   look(pointer, bytes, {kind, current_thread, place_of(caller)});
 }
 
@@ -531,7 +538,7 @@ void __tsan_func_entry(void*) {}
 void __tsan_func_exit() {}
 void __tsan_vptr_update(void**, void*) {}
 void __tsan_vptr_read(void**) {}
-// Guards of static variables, in host code.
+// Guards of static variables in host code.
 unsigned char __tsan_atomic8_load(const volatile unsigned char* pointer, int) {
   return __atomic_load_n(pointer, __ATOMIC_ACQUIRE);
 }

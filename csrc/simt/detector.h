@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What the machine tells the race detector (detector.cpp); nothing outside race builds.
+// Events that the machine reports to the race detector (detector.cpp); no-ops outside race builds.
 #pragma once
 
 #include <cstddef>
@@ -16,12 +16,15 @@ void begin_launch(int threads,
                   size_t stacks_bytes,
                   const unsigned char* arena_end);
 void begin_block(const unsigned char* arena, size_t smem_bytes);
-void sync_lanes(int warp, uint32_t mask);        // the lanes of a warp have met, memory included
-void arrive(int barrier, int thread);            // what the thread did is before the barrier
-void pass(int barrier, int thread);              // what was before the barrier is before the thread
-void reset(int barrier);                         // all have passed
-void issue(const void* smem, const Site& site);  // cp.async under way to 16 bytes
-void land(const void* smem, const Site& site);   // they are there, as if the thread wrote them
+void sync_lanes(int warp, uint32_t mask);  // lanes of a warp have synchronized, including memory
+void arrive(int barrier,
+            int thread);  // the thread's earlier accesses are ordered before the barrier
+void pass(int barrier,
+          int thread);    // the thread continues after everything ordered before the barrier
+void reset(int barrier);  // all threads have passed
+void issue(const void* smem, const Site& site);  // cp.async to 16 bytes has started
+void land(const void* smem,
+          const Site& site);  // the bytes have arrived, as if the thread wrote them
 
 #else
 

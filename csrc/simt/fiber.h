@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// Stackful fibers: the switch from one stack to another, by hand where we know the machine (a few
-// nanoseconds), by ucontext elsewhere (hundreds: it makes a system call).
-// Included once: it defines the switch.
+// Stackful fibers. The stack switch is written in assembly for known machines (a few nanoseconds),
+// and uses ucontext elsewhere (hundreds, because it makes a system call). Included in one file
+// only, because it defines the switch.
 #pragma once
 
 #include <cstddef>
@@ -14,8 +14,9 @@
 
 #if defined(__x86_64__)
 
-// `ret`, not a jump: threads leave and resume at the same places, so that return prediction holds.
-// Saves what a call must preserve on this stack, its top in *from, and goes on with the stack `to`.
+// Saves the callee-saved registers on this stack and its top in *from, then continues on the stack
+// `to`. It uses `ret`, not a jump: fibers leave and resume at the same places, so return prediction
+// works.
 extern "C" void specops_simt_switch(void** from, void* to);
 asm(R"(
 .text
@@ -100,17 +101,17 @@ specops_simt_switch:
 
 namespace specops::simt {
 
-// One stack and where it was left. The entry function never returns.
+// One stack and its saved position. The entry function never returns.
 class Fiber {
  public:
   void start(unsigned char* stack, size_t stack_bytes, size_t colour, void (*entry)()) {
     stack_ = stack;
     stack_bytes_ = stack_bytes;
 #if defined(__SANITIZE_ADDRESS__)
-    __asan_unpoison_memory_region(stack, stack_bytes);  // what an abandoned fiber left there
+    __asan_unpoison_memory_region(stack, stack_bytes);  // left by an abandoned fiber
     fake_stack_ = nullptr;
 #endif
-    // The colour keeps the tops of many stacks out of each other's cache sets.
+    // The color shifts the stack tops, so that many of them do not share cache sets.
     unsigned char* top = stack + stack_bytes - 64 - colour;
 #if defined(__x86_64__)
     auto** frame = reinterpret_cast<void**>(top) - 8;  // six registers, the entry, alignment
@@ -131,7 +132,7 @@ class Fiber {
 #endif
   }
 
-  // Leaves this fiber, which runs now, and goes on with `next`.
+  // Leaves this fiber, which is running, and continues with `next`.
   void switch_to(Fiber& next) {
 #if defined(__SANITIZE_ADDRESS__)
     __sanitizer_start_switch_fiber(&fake_stack_, next.stack_, next.stack_bytes_);
@@ -153,7 +154,8 @@ class Fiber {
 #endif
   }
 
-  // First thing on a new stack, for AddressSanitizer. `from` learns its stack when it is the thread's.
+  // Must be called first on a new stack, for AddressSanitizer. Records the stack of `from` if that
+  // is the host thread's.
   void arrived([[maybe_unused]] Fiber* from = nullptr) {
 #if defined(__SANITIZE_ADDRESS__)
     const void* bottom = nullptr;

@@ -11,10 +11,10 @@
 namespace specops::simt {
 namespace {
 
-constexpr int kRows = 16;  // of d; it has 8 columns
+constexpr int kRows = 16;  // rows of d, which has 8 columns
 constexpr int kCols = 8;
 
-// One row of d by fused multiply-adds. a: [k], b: [k][kCols].
+// Computes one row of d by fused multiply-adds. a: [k], b: [k][kCols].
 using RowRule = void (*)(float* d, const float* a, const float* b, int k);
 
 void row_fma_plain(float* d, const float* a, const float* b, int k) {
@@ -38,16 +38,16 @@ __attribute__((target("avx2,fma"),
 }
 #endif
 
-// Tensor cores add as integers: every product and the addend, shifted to the largest exponent and
-// cut off below `fraction_bits` of it; the sum is cut to fp32. Products are exact.
+// Tensor cores add integers: every product and the addend are shifted to the largest exponent and
+// truncated `fraction_bits` bits below it; the sum is truncated to fp32. Products are exact.
 
-// A finite float: significand * 2^(exponent - 23), the significand normalised to 24 bits.
+// A finite float: significand * 2^(exponent - 23), the significand normalized to 24 bits.
 struct Split {
   int32_t significand;
   int32_t exponent;
 };
 
-constexpr int kNoExponent = -10000;  // of zero
+constexpr int kNoExponent = -10000;  // exponent of zero
 
 Split split(float x) {
   auto bits = std::bit_cast<uint32_t>(x);
@@ -65,8 +65,8 @@ Split split(float x) {
   return {(bits >> 31) != 0 ? -significand : significand, exponent};
 }
 
-// Cut to 24 significant bits, toward zero; fewer below the normal range. The lowest bit of `sum`
-// is worth 2^exponent.
+// Truncates to 24 significant bits, toward zero; fewer below the normal range. The lowest bit of
+// `sum` has the value 2^exponent.
 float cut(int64_t sum, int exponent) {
   int64_t magnitude = sum < 0 ? -sum : sum;
   if (magnitude == 0) return 0.0f;
@@ -82,7 +82,7 @@ struct SplitRow {
   int32_t exponents[kCols];
 };
 
-// kCols sums at once. a: [count], b: [count].
+// Computes kCols sums at once. a: [count], b: [count].
 inline __attribute__((always_inline)) void add_step(
     float* d, const Split* a, const SplitRow* b, int count, int fraction_bits) {
   Split addends[kCols];
@@ -97,7 +97,7 @@ inline __attribute__((always_inline)) void add_step(
       largest[n] = std::max(largest[n], a[i].exponent + b[i].exponents[n]);
     }
   }
-  // Significands have 23 fractional bits, products 46; more than 63 bits are shifted out whole.
+  // Significands have 23 fractional bits, products 46; shifts of more than 63 bits leave nothing.
   for (int n = 0; n < kCols; ++n) {
     int shift = std::min(23 - fraction_bits + largest[n] - addends[n].exponent, 63);
     int64_t magnitude = std::abs(addends[n].significand);
@@ -129,7 +129,7 @@ __attribute__((target("avx2"))) void add_step_avx2(
 }
 #endif
 
-// d += a * b by steps of `step` products; infinities and NaN as plain arithmetic has them.
+// d += a * b in steps of `step` products; infinities and NaN follow plain arithmetic.
 template <int kDepth>
 void multiply_truncated(float (*d)[kCols],
                         const float (*a)[kDepth],
@@ -200,8 +200,8 @@ float e4m3(uint32_t bits) {
   return (bits & 0x80) != 0 ? -magnitude : magnitude;
 }
 
-// kPerWord elements to a 32-bit register: two 16-bit ones or four e4m3. In the manual's words, with
-// group = lane / 4 and quad = lane % 4:
+// Multiplies with kPerWord elements per 32-bit register: two 16-bit ones or four e4m3. In the
+// manual's terms, with group = lane / 4 and quad = lane % 4:
 //   a[0] row group,     k = kPerWord * quad...      a[1] row group + 8, the same k
 //   a[2] row group,     the same k + half           a[3] row group + 8, the same k + half
 //   b[0] column group,  k = kPerWord * quad...      b[1] the same k + half
@@ -251,8 +251,8 @@ void multiply(void* const* operands) {
   }
 }
 
-// The passes that eight rows of 16 bytes take: rows in the same four banks wait for each other,
-// unless they are one row.
+// Returns the passes that eight rows of 16 bytes take: different rows in the same four banks are
+// serialized.
 int passes(void* const* operands, int first_lane) {
   int worst = 1;
   for (int i = 0; i < 8; ++i) {
@@ -275,7 +275,7 @@ void complete_mma_bf16(void* const* operands, uint32_t) { multiply<2, bf16>(oper
 void complete_mma_f16(void* const* operands, uint32_t) { multiply<2, f16>(operands); }
 void complete_mma_e4m3(void* const* operands, uint32_t) { multiply<4, e4m3>(operands); }
 
-// Fragments as those of e4m3. Sums wrap, as the hardware's do without .satfinite.
+// Same fragments as for e4m3. Sums wrap, as in hardware without .satfinite.
 template <bool kUnsigned>
 void complete_mma_int8(void* const* operands, uint32_t) {
   constexpr int kDepth = 32;
@@ -312,8 +312,8 @@ void complete_mma_int8(void* const* operands, uint32_t) {
 template void complete_mma_int8<false>(void* const*, uint32_t);
 template void complete_mma_int8<true>(void* const*, uint32_t);
 
-// Lane 8 * tile + row gives the address of a row. Register `tile` of a lane gets elements
-// 2 * quad and 2 * quad + 1 of row `group`; transposed, of column `group`.
+// Lane 8 * tile + row gives the address of a row. Register `tile` of a lane receives elements 2 *
+// quad and 2 * quad + 1 of row `group`; if transposed, of column `group`.
 template <int kTiles, bool kTrans>
 void complete_ldmatrix(void* const* operands, uint32_t) {
   [[maybe_unused]] int warp_first = current_thread / kLanes * kLanes;

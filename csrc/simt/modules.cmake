@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-# The interpreter's modules, for tests: the CUDA kernels on CPU tensors (_simt), and kernels of its
-# own, bugs among them (_simt_test); each plain, with the race detector (_race) and under
-# AddressSanitizer (_asan), in a folder for each. Built on request, never shipped. What is instrumented
-# are kernels and the machine; the host code is the package's.
+# The interpreter's modules, for tests: the CUDA kernels on CPU tensors (_simt), and test kernels,
+# some with deliberate bugs (_simt_test). Each is built plain, with the race detector (_race) and
+# under AddressSanitizer (_asan), in its own folder. Built on request, never shipped. Only kernels
+# and the machine are instrumented; the host code is the package's.
 set(SPECOPS_SIMT_SOURCES
   csrc/simt/simt.cpp
   csrc/simt/mma.cpp
@@ -13,9 +13,9 @@ set(SPECOPS_SIMT_TEST_KERNELS tests/simt_kernels/kernels.cu)
 set_source_files_properties(
   ${SPECOPS_CUDA_KERNELS} ${SPECOPS_SIMT_TEST_KERNELS} PROPERTIES LANGUAGE CXX)
 
-# The handlers of these checks are ours, so that no sanitizer library is linked. The race detector
-# needs them too: without, structs are copied whole, with padding that nobody has written. They do not
-# return, which saves a third of the compiler's time.
+# csrc/simt/traps.cpp defines the handlers of these checks, so that no sanitizer library is linked.
+# The race detector needs the checks too: without them, structs are copied whole, including
+# unwritten padding. The handlers do not return, which saves a third of the compile time.
 set(SPECOPS_SIMT_FLAGS_plain
   -fsanitize=alignment,null,bounds,shift,integer-divide-by-zero -fno-sanitize-recover=all)
 if(CMAKE_CXX_COMPILER_ID STREQUAL GNU)
@@ -23,12 +23,12 @@ if(CMAKE_CXX_COMPILER_ID STREQUAL GNU)
 endif()
 set(SPECOPS_SIMT_FLAGS_race
   ${SPECOPS_SIMT_FLAGS_plain} -fsanitize=thread --param=tsan-instrument-func-entry-exit=0)
-# The plain variant runs every case of this one. A call per access in place of the check itself, and no
-# other checks beside it: a third of the compiler's time.
+# The plain variant runs every case of this one. A call per access instead of an inline check, and
+# no other checks, take a third of the compile time.
 set(SPECOPS_SIMT_FLAGS_asan -fsanitize=address -fsanitize-recover=address
   --param=asan-instrumentation-with-call-threshold=0)
 
-# One part of a module: `sources` with the flags of the variant and more.
+# Configures one part of a module with the flags of the variant and extra options.
 function(specops_simt_part name variant)
   target_include_directories(${name} PRIVATE csrc tests)
   target_compile_definitions(${name} PRIVATE SPECOPS_SIMT=1)
@@ -88,12 +88,14 @@ foreach(variant plain race asan)
   endforeach()
 endforeach()
 
-# The sampling ops with scripted uniforms, for the tests of their laws: the CPU kernels (_scripted) and
-# the CUDA kernels in the interpreter (_scripted_simt). Headers in tests/scripted come first; files that
-# draw nothing are those of the other modules.
+# The sampling ops with scripted uniforms, for tests of the exact output distribution: the CPU
+# kernels (_scripted) and the CUDA kernels in the interpreter (_scripted_simt). Headers in
+# tests/scripted take precedence; files that draw no random numbers are shared with the other
+# modules.
 set(drawing "csrc/sampling/(sample|verify)")
 
-# The laws run on the instruction set that is chosen here; none of these files is avx512_bf16's own.
+# These tests run on the instruction set chosen here; no file involved has its own avx512_bf16
+# variant.
 list(GET native_isas 0 isa)
 if(isa STREQUAL amx)
   set(isa avx512)

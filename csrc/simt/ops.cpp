@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The interpreter's settings and counters, for tests.
+// Settings and counters of the interpreter, for tests.
 #include "simt/ops.h"
 
 #include <pybind11/stl.h>
@@ -43,7 +43,7 @@ void set_num_sms(int count) {
   simt::settings.num_sms = count;
 }
 
-// 0: as much as there is.
+// Sets the shared memory per block; 0 means the maximum.
 void set_max_shared_bytes(int count) {
   constexpr int kMost = static_cast<int>(simt::kMaxSharedBytes);
   if (count < 0 || count > kMost) {

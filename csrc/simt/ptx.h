@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The meaning of every function of common/ptx.cuh, after the PTX manual: fragment layouts, waiting
-// rules and roundings. mma.cpp has the arithmetic.
+// Implementations of the functions of common/ptx.cuh according to the PTX manual: fragment layouts,
+// waiting rules and roundings. The arithmetic is in mma.cpp.
 #pragma once
 
 #include <cmath>
@@ -167,7 +167,7 @@ inline uint32_t fma_bf16x2(uint32_t a, uint32_t b, uint32_t c) {
   for (int half = 0; half < 2; ++half) {
     double exact = std::fma(half_of(a, half), half_of(b, half), half_of(c, half));
     float sum = static_cast<float>(exact);
-    // Rounded to odd on the way, so that the second rounding sees on which side of a tie it was.
+    // Round to odd first, so that the second rounding sees on which side of a tie the value was.
     if (double{sum} != exact) {
       if (std::fabs(double{sum}) > std::fabs(exact)) sum = std::nextafterf(sum, 0.0f);
       uint32_t bits;
@@ -180,7 +180,7 @@ inline uint32_t fma_bf16x2(uint32_t a, uint32_t b, uint32_t c) {
   return out;
 }
 
-// .ftz: subnormal arguments and results are zeros of their sign.
+// .ftz: subnormal arguments and results become zeros with their sign.
 inline float flushed(float x) {
   return std::fpclassify(x) == FP_SUBNORMAL ? std::copysign(0.0f, x) : x;
 }
@@ -218,13 +218,13 @@ inline void prefetch_l2(const void* global, uint32_t bytes, Site site = Site::cu
   }
 }
 
-// Kernels run one after the other here; that none reads too early is seen in the machine code (make
-// gates).
+// Kernels run one after another here. A check of the machine code ensures that none reads too early
+// (make gates).
 inline void wait_for_dependencies() {}
 inline void release_dependents() {}
 
-// Clocks: they advance by a step whenever one of them is read, so that a launch keeps the same time
-// whenever it runs.
+// Clocks advance by one step whenever one of them is read, so a launch has the same timing in every
+// run.
 
 inline int64_t global_timer() { return simt::kTimerStepNs * simt::next_tick(); }
 inline int64_t clock() { return simt::kClockStep * simt::next_tick(); }

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The machine: fibers for threads, the scheduler, the meeting points, shared memory and cp.async.
+// The machine: fibers as threads, the scheduler, synchronization, shared memory and cp.async.
 #include "simt/simt.h"
 
 #include <cxxabi.h>
@@ -32,11 +32,12 @@ int current_thread = -1;
 
 namespace {
 
-constexpr size_t kStackBytes = 256 << 10;  // of address space; a thread touches a few pages
+constexpr size_t kStackBytes =
+    256 << 10;  // address space per thread; a thread touches only a few pages
 constexpr size_t kPageBytes = 4 << 10;
 constexpr int kNumBarriers = 16;
-int64_t ticks = 0;                        // of the clocks, in this launch
-constexpr uint32_t kPoison = 0x7fa17fa1;  // a signalling NaN in fp32, bf16 and fp16
+int64_t ticks = 0;                        // clock reads in this launch
+constexpr uint32_t kPoison = 0x7fa17fa1;  // a signaling NaN in fp32, bf16 and fp16
 
 enum class Wait : uint8_t { kNothing, kBarrier, kCollective };
 
@@ -53,13 +54,14 @@ struct Thread {
   int number;
   Wait wait;
   bool exited;
-  int barrier;             // it waits at
-  const Collective* what;  // it waits in
+  int barrier;             // barrier at which it waits
+  const Collective* what;  // collective in which it waits
   uint32_t mask;
   void* operands;
   Site site;
-  std::vector<AsyncCopy> copies;  // not landed; the first `committed` groups of them are closed
-  std::vector<size_t> groups;     // the end of each closed group, as an index into copies
+  std::vector<AsyncCopy>
+      copies;                  // not landed yet; copies before groups.back() are in closed groups
+  std::vector<size_t> groups;  // the end of each closed group, as an index into copies
 };
 
 struct Barrier {
@@ -89,7 +91,8 @@ class Machine {
   void commit();
   void land(size_t newest_groups);
   unsigned char* arena() { return arena_; }
-  [[maybe_unused]] void note(const char* report);  // of AddressSanitizer, which goes on after it
+  [[maybe_unused]] void note(
+      const char* report);  // report of AddressSanitizer, after which execution continues
   std::string describe_fault(uintptr_t address) const;
   std::string last_place() const;
   bool in_arena(const void* pointer, size_t bytes) const {
@@ -103,8 +106,8 @@ class Machine {
   void run_block();
   [[noreturn]] void exit_thread();
   [[noreturn]] void back_to_host();
-  void leave();  // the current thread waits: goes on with another
-  void yield();  // it could go on, and so could others
+  void leave();  // the current thread waits: continue with another
+  void yield();  // the current thread is ready, but others may run first
   void resume(int number);
   int next() const;
   bool ready_at(int number) const { return (ready_[number / kLanes] >> number % kLanes & 1) != 0; }
@@ -127,7 +130,7 @@ class Machine {
     return random_;
   }
 
-  // The launch
+  // State of the launch.
   const char* kernel_ = "";
   void (*body_)(const void*) = nullptr;
   const void* context_ = nullptr;
@@ -136,12 +139,12 @@ class Machine {
   bool failed_ = false;
   std::string error_;
 
-  // The block
+  // State of the block.
   unsigned char* arena_ = nullptr;
   int current_ = -1;
   int exited_ = 0;
-  uint32_t ready_[kMaxWarps] = {};    // lanes that can go on
-  uint32_t ready_warps_ = 0;          // warps that have one
+  uint32_t ready_[kMaxWarps] = {};    // lanes that are ready
+  uint32_t ready_warps_ = 0;          // warps with a ready lane
   uint32_t meeting_[kMaxWarps] = {};  // lanes that wait in a collective
   uint32_t present_[kMaxWarps] = {};  // lanes that have not exited
   void* operands_[kMaxWarps][kLanes] = {};
@@ -150,7 +153,7 @@ class Machine {
   Fiber main_;
   mutable uint64_t random_ = 1;
 
-  // Kept between launches
+  // State kept between launches.
   unsigned char* arena_end_ = nullptr;
   unsigned char* stacks_ = nullptr;
 };
@@ -202,7 +205,7 @@ void Machine::prepare(int threads, size_t smem_bytes) {
   }
   num_threads_ = threads;
   smem_bytes_ = smem_bytes;
-  // The end of the arena stands before a page nobody may touch.
+  // The arena ends at a protected page.
   arena_ = arena_end_ - (smem_bytes + 127) / 128 * 128;
 #if defined(__SANITIZE_ADDRESS__)
   __asan_poison_memory_region(arena_end_ - kMaxSharedBytes, kMaxSharedBytes);
@@ -355,12 +358,12 @@ void Machine::exit_thread() {
   __builtin_unreachable();
 }
 
-// The thread that goes on, of those that can; -1 when none can.
+// Returns the ready thread that runs next; -1 if there is none.
 int Machine::next() const {
   if (ready_warps_ == 0) return -1;
   int warp = current_ / kLanes;
   int lane = current_ % kLanes;
-  // The next lane after `from` in a warp, around its end.
+  // Returns the next set lane after `from`, wrapping around.
   auto lane_after = [](uint32_t lanes, int from) {
     uint32_t above = from == kLanes - 1 ? 0 : lanes & ~0u << (from + 1);
     return std::countr_zero(above != 0 ? above : lanes);
@@ -404,7 +407,7 @@ void Machine::resume(int number) {
   current_ = current_thread = number;
   threadIdx = to.index;
   ++counters.switches;
-  // The stack that will likely follow; the cache does not hold them all.
+  // Prefetch the stack that probably runs next; the cache does not hold all of them.
   threads_[static_cast<size_t>(number + 1 < num_threads_ ? number + 1 : 0)].fiber.prefetch();
   from.fiber.switch_to(to.fiber);
 }
@@ -480,7 +483,7 @@ std::string Machine::last_place() const {
   return site.line() == 0 ? "the start" : place(site);
 }
 
-// Who waits where, threads in the same place together.
+// Returns a message that lists where all threads wait, with threads at the same place grouped.
 std::string Machine::deadlock() const {
   std::vector<std::pair<std::string, std::vector<int>>> places;
   for (int i = 0; i < num_threads_; ++i) {
@@ -544,7 +547,7 @@ void Machine::enter(const Collective& what, uint32_t mask, void* operands, const
                    " has returned or is outside the block",
                site);
   }
-  // A lane that waits for this one must wait in the same place.
+  // A lane that waits for this one must wait at the same place.
   for (uint32_t rest = meeting_[warp] & mask; rest != 0; rest &= rest - 1) {
     int other_lane = std::countr_zero(rest);
     const Thread& other = threads_[static_cast<size_t>(warp * kLanes + other_lane)];
@@ -584,7 +587,7 @@ void Machine::enter(const Collective& what, uint32_t mask, void* operands, const
   yield();
 }
 
-// The current thread is the last to arrive; whether it waits too says `passes`.
+// Completes a barrier; the current thread arrived last. `passes`: it waits at the barrier too.
 void Machine::complete(int id, bool passes) {
   Barrier& barrier = barriers_[id];
   switch (barrier.vote) {

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// What common/device.cuh includes in the place of the CUDA toolkit, so that g++ compiles the kernel
-// files as they are and runs them on CPU tensors. For tests only. docs/simt.md says how it works.
+// Replacement for the CUDA toolkit, included by common/device.cuh, with which g++ compiles the
+// kernel files unchanged and runs them on CPU tensors. For tests only. See docs/simt.md.
 #pragma once
 
 #include "simt/builtins.h"

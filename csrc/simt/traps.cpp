@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// Undefined behaviour in a kernel becomes the error of the launch. Kernel files are compiled with
-// -fsanitize=alignment,null,bounds,shift,integer-divide-by-zero, whose handlers are ours; an access
-// to memory that is not there arrives as a signal and leaves as the same kind of error.
+// Conversion of undefined behavior in kernels to launch errors. Kernel files are compiled with
+// -fsanitize=alignment,null,bounds,shift,integer-divide-by-zero, and this file defines the
+// handlers. An access to unmapped memory arrives as a signal and becomes the same kind of error.
 #include "simt/traps.h"
 
 #include <csignal>
@@ -70,7 +70,8 @@ uintptr_t fault_address = 0;
 struct sigaction before_segv, before_bus;
 stack_t stack_before;
 
-// Runs on error_stack, after the handler has returned: a signal handler may not switch fibers.
+// Runs on error_stack after the handler has returned, because a signal handler must not switch
+// fibers.
 void fault_entry() {
   char address[32];
   std::snprintf(address, sizeof address, "0x%lx", static_cast<unsigned long>(fault_address));
@@ -82,7 +83,7 @@ void fault_entry() {
 void on_fault(int number, siginfo_t* info, void* context) {
   if (current_thread < 0) {
     sigaction(number, number == SIGSEGV ? &before_segv : &before_bus, nullptr);
-    return;  // faults again, and is then somebody else's
+    return;  // the access faults again, for the previous handler
   }
   fault_address = reinterpret_cast<uintptr_t>(info->si_addr);
   auto& machine = static_cast<ucontext_t*>(context)->uc_mcontext;

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Memory faults of kernels as errors of the launch.
+// Conversion of memory faults in kernels to launch errors.
 #pragma once
 
 #include <cstdint>
@@ -7,7 +7,7 @@
 
 namespace specops::simt {
 
-// While it lives, a memory fault of a kernel's thread ends the launch, not the process.
+// While a guard exists, a memory fault in a kernel's thread ends the launch, not the process.
 class FaultGuard {
  public:
   FaultGuard();
@@ -16,7 +16,7 @@ class FaultGuard {
   FaultGuard& operator=(const FaultGuard&) = delete;
 };
 
-// What the machine knows of a faulting address, and where the thread last met others.
+// Return a description of a faulting address, and the place where the thread last synchronized.
 std::string describe_fault(uintptr_t address);
 std::string last_place();
 

@@ -10,35 +10,36 @@
 namespace specops {
 namespace {
 
-// Workspace of chunk states: what requests of equal rows need, and within these bounds.
+// Bounds on the workspace for chunk states; within them it fits requests with equally many rows.
 constexpr int64_t kMinStateFloats = int64_t{256} << 10;
 constexpr int64_t kMaxStateFloats = int64_t{16} << 20;
 
 constexpr int64_t kGroupFloats = sizeof(Group) / sizeof(float);
 constexpr int64_t kListFloats = sizeof(GroupList) / sizeof(float);
 
-// A batch of more than about 3,000 requests shares nothing.
+// Larger batches, of more than about 3,000 requests, do not share prefixes.
 constexpr int64_t kMostPlanBytes = 96 << 10;
 
 int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
-// How the workspace is used: counters, running totals, leaf states, chunk states.
+// Layout of the workspace after the counters: running totals, leaf states, chunk states.
 struct Sizes {
   int64_t totals;        // floats
-  int64_t leaf;          // floats of one leaf's state
-  int64_t tail_chunks;   // chunks that may be cut
-  int leaf_cost;         // of one with a state
+  int64_t leaf;          // floats per leaf state
+  int64_t tail_chunks;   // chunks that may be split
+  int leaf_cost;         // cost of a leaf that stores its state
   int64_t chunk_states;  // floats
 };
 
-// Rows of a tile, at most. 64 rows of latents take more shared memory than some devices have.
+// Returns the most rows a tile may have. 64 rows of latents need more shared memory than some
+// devices have.
 using WideShape = AttentionShape<bfloat16, kLatentKeyDim, 4>;
 int64_t most_rows_of(int64_t head_dim, CudaStream stream) {
   if (head_dim == kLatentKeyDim && max_shared_bytes(stream) < WideShape::kSharedBytes) return 16;
   return head_dim > 128 && head_dim != kLatentKeyDim ? 32 : 64;
 }
 
-// The sizes hold for tiles of fewer rows as well.
+// Returns workspace sizes that also suffice for tiles with fewer rows.
 Sizes workspace_sizes(const AttentionWorkspaceParams& shape, CudaStream stream) {
   int sms = num_sms(stream);
   int64_t most_rows = most_rows_of(shape.head_dim, stream);
@@ -54,9 +55,9 @@ Sizes workspace_sizes(const AttentionWorkspaceParams& shape, CudaStream stream) 
   int64_t tile_rows = rows <= 16 ? 16 : rows <= 32 && !is_wide ? 32 : 64;
   tile_rows = tile_rows < most_rows ? tile_rows : most_rows;
   rows = rows < tile_rows ? rows : tile_rows;
-  // The fewer rows, the cheaper a state beside the leaf's K and V, and the sooner a cut pays.
+  // With fewer rows a state costs less relative to the leaf's K and V, so splitting pays sooner.
   sizes.leaf_cost = kLeafCost + static_cast<int>(kLeafCost / 4 * rows / 64);
-  // As if every wave took as long as a whole one; chunks beyond that many stay whole.
+  // Assume that every wave takes as long as a full one; chunks beyond that count stay whole.
   int blocks_per_sm = tile_rows <= 32 ? kMostBlocksPerSm : kBlocksOfHighTiles;
   if (is_wide && tile_rows > 16) blocks_per_sm = WideShape::kBlocksPerSm;
   int blocks = sms * blocks_per_sm, tail = blocks - 1;
@@ -66,7 +67,8 @@ Sizes workspace_sizes(const AttentionWorkspaceParams& shape, CudaStream stream) 
   sizes.leaf = ceil_div(most, 2) * 2 * (value_dim + 2);
   int64_t chunks = ceil_div(shape.tokens, kChunkTokens) + shape.batch;
   int64_t row_heads = ceil_div(shape.rows, shape.batch < 1 ? 1 : shape.batch) * shape.num_qo_heads;
-  // Twice: shared prefixes have theirs as well. A double, since shapes need not be those of a batch.
+  // Doubled, because shared prefixes need states as well. Computed in double, because the shapes
+  // need not belong to a real batch and might overflow.
   double floats = 2.0 * chunks * (row_heads + shape.num_kv_heads) * (value_dim + 2) +
                   4.0 * shape.batch * kGroupFloats + kListFloats;
   floats = floats > kMinStateFloats ? floats : kMinStateFloats;
@@ -74,7 +76,7 @@ Sizes workspace_sizes(const AttentionWorkspaceParams& shape, CudaStream stream) 
   return sizes;
 }
 
-// Shared memory of plan_groups_kernel.
+// Returns the bytes of shared memory of plan_groups_kernel.
 int64_t plan_bytes(int64_t batch) { return (kScanInts + kGroupSums * batch) * sizeof(int); }
 
 AttentionForm form_of(const AppendAttentionParams& params, int64_t rows, int64_t most_rows) {
@@ -85,8 +87,8 @@ AttentionForm form_of(const AppendAttentionParams& params, int64_t rows, int64_t
   return attention_form_f32(params, rows, most_rows);
 }
 
-// Blocks that run at once: as many as an SM of this device has the shared memory for. A grid of more
-// would take two waves where the plan counts on one.
+// Returns the number of blocks that run at once, limited by the shared memory of an SM on this
+// device. A larger grid would take two waves where the plan counts on one.
 int blocks_of(const AttentionForm& form, size_t bytes, int sms, CudaStream stream) {
   int fit = sm_shared_bytes(stream) / (static_cast<int>(bytes) + kBlockSharedBytes);
   return sms * (fit < 1 ? 1 : fit < form.blocks_per_sm ? fit : form.blocks_per_sm);
@@ -109,9 +111,9 @@ void start(const AttentionForm& form,
 void run(AttentionLaunch launch_params, const Sizes& sizes, int sms, CudaStream stream) {
   const AppendAttentionParams& params = launch_params.params;
   int64_t rows = params.rows * launch_params.group;
-  // Requests mostly have equally many rows; where one has more, it has more tiles.
+  // Requests usually have equally many rows; one with more rows gets more tiles.
   int64_t batch = params.batch < 1 ? 1 : params.batch;
-  // 64 rows of latents need the workspace for the states of their chunks.
+  // 64 rows of latents keep the states of their chunks in the workspace.
   bool has_room = params.head_dim != kLatentKeyDim || launch_params.totals != nullptr;
   int64_t most_rows = has_room ? most_rows_of(params.head_dim, stream) : 16;
   AttentionForm form =
@@ -163,7 +165,7 @@ void append_attention_cuda(const AppendAttentionParams& params, CudaStream strea
                                  .floats = nullptr,
                                  .zeros = nullptr},
                                 stream);
-  // What is missing is not split; the totals then live in shared memory.
+  // If a part does not fit the workspace, it is not split; totals then live in shared memory.
   AttentionLaunch launch_params{};
   launch_params.params = params;
   launch_params.group = static_cast<int>(params.num_qo_heads / params.num_kv_heads);

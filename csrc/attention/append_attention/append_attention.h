@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// append_attention: the last rows of each request attend causally to its paged KV cache.
+// append_attention: causal attention of each request's last rows over its paged KV cache.
 #pragma once
 
 #include <cstdint>
@@ -14,86 +14,87 @@
 
 namespace specops {
 
-// The reduction over KV: leaves at fixed absolute positions, folded left into chunks of leaves, and
-// those into the result. Part of what an output bit means: changing either changes bits. CUDA has
-// its own, in append_attention.cuh.
+// Reduction over KV: leaves at fixed absolute positions are folded left into chunks of leaves, and
+// the chunks into the result. Both sizes define the output bits: changing either changes bits. CUDA
+// has its own sizes, in append_attention.cuh.
 constexpr int64_t kAttentionLeaf = 64;
 constexpr int64_t kAttentionChunk = 8 * kAttentionLeaf;
 constexpr int64_t kAttentionTile = 64;  // rows of a tile: (query row, query head of one KV head)
 
-// Where a block on CUDA spends its time, when asked to keep it.
+// Phases of a CUDA block, for the optional time stamps.
 enum class AttentionPhase {
-  kPlan,    // who does what, from the lengths
-  kItem,    // which work item is next, and the ends of the kernel
-  kLoad,    // queries and page table, until the first tile of K is there
-  kStream,  // tiles of K and V, and what is written of them
-  kMerge,   // states of others, and waiting for memory that tells who is last
+  kPlan,    // divide the work, from the lengths
+  kItem,    // find the next work item; also the end of the kernel
+  kLoad,    // load queries and page table, until the first tile of K has arrived
+  kStream,  // process tiles of K and V, and write the results
+  kMerge,   // fold states of other blocks, and wait for the atomic that tells which block is last
 };
 constexpr int kAttentionPhases = 5;
 
-// Of each block: begin and end in ns by one clock for all blocks, cycles of its SM in each phase, and
-// its clock at the end.
+// Words per block: begin and end in ns on a clock common to all blocks, SM cycles of each phase,
+// and the SM's clock at the end.
 constexpr int64_t kAttentionStampWords = 3 + kAttentionPhases;
 
 struct AppendAttentionParams {
   const void* q;        // [rows, num_qo_heads, head_dim], rows q_stride apart
   const void* k_cache;  // [num_pages, page_size, num_kv_heads, head_dim]
-  const void* v_cache;  // as k_cache; k_cache itself where it holds latents
-  // What multiplies the elements of a token's head in 8-bit caches: [num_pages, page_size,
-  // num_kv_heads] each; nullptr for others.
+  const void* v_cache;  // same shape as k_cache; k_cache itself if it holds latents
+  // Scales of 8-bit caches, one per (token, head): [num_pages, page_size, num_kv_heads] each;
+  // nullptr for other caches.
   const float* k_scales;
   const float* v_scales;
   const int32_t* qo_indptr;   // [batch + 1]
-  const int32_t* kv_indptr;   // [batch + 1], in pages
+  const int32_t* kv_indptr;   // [batch + 1], offsets into kv_indices
   const int32_t* kv_indices;  // [pages]
-  const int32_t* kv_lens;     // [batch], this step's rows included
-  // Of each query head, a score that no token has: it is in the sum that weights are divided by, and
-  // -inf is none. [num_qo_heads]; may be nullptr.
+  const int32_t* kv_lens;     // [batch], including the rows of this step
+  // Attention sink per query head: an extra logit in the softmax denominator; -inf disables it.
+  // [num_qo_heads]; may be nullptr.
   const float* sinks;
-  // Which tokens each row sees among those from mask_starts[b] on, a bit each: [rows, mask_words];
-  // what lies before is seen, what lies behind is not. Both may be nullptr; the starts are then the
-  // positions of the requests' first rows.
+  // Visibility of tokens from mask_starts[b] on, one bit per token: [rows, mask_words]. Rows see
+  // all tokens before the mask and none after it. Both may be nullptr; the mask then starts at the
+  // position of the request's first row.
   const int32_t* mask;
   const int32_t* mask_starts;  // [batch]
   int64_t mask_words;
-  // Which requests share the first tokens of their pages: the first request of the group, and how
-  // many tokens, [num_prefix_levels, batch] each, levels from the widest groups to the narrowest;
-  // may be nullptr. Only a schedule: no bit of out or lse depends on them.
+  // Requests that share the first tokens of their pages: first request of the group, and number of
+  // shared tokens. [num_prefix_levels, batch] each, levels from the widest groups to the narrowest;
+  // may be nullptr. They affect only the schedule: no bit of out or lse depends on them.
   const int32_t* prefix_leaders;
   const int32_t* prefix_lens;
   int64_t num_prefix_levels;
   void* out;               // [rows, num_qo_heads, value_dim_of(head_dim)], contiguous
   float* lse;              // [rows, num_qo_heads], natural log; may be nullptr
   float* workspace;        // partial states of split requests; may be nullptr. On CUDA its head
-                           // counts arrivals: zero before and after
-  int64_t workspace_size;  // floats; too few: less is split
+                           // counts arrivals, and is zero before and after each call
+  int64_t workspace_size;  // in floats; if it is too small, less is split
   int64_t rows;
   int64_t batch;
-  int64_t num_pages;    // of the caches
-  int64_t num_indices;  // of kv_indices
+  int64_t num_pages;    // pages in each cache
+  int64_t num_indices;  // length of kv_indices
   int64_t num_qo_heads;
-  int64_t num_kv_heads;  // of latents: 1; on the CPU groups of query heads
-  int64_t head_dim;      // 64, 96, 128 or 256; of latents: kLatentKeyDim
+  int64_t num_kv_heads;  // latents: 1; on the CPU, groups of query heads
+  int64_t head_dim;      // 64, 96, 128 or 256; latents: kLatentKeyDim
   int64_t page_size;     // 16, 32 or 64
   int64_t q_stride;
-  int64_t sliding_window;  // a row sees this many positions, its own included; 0: all
-  bool is_causal;          // else a row sees what comes after it as well
+  int64_t sliding_window;  // positions a row sees, including its own; 0: all
+  bool is_causal;          // if false, a row also sees later tokens
   float sm_scale;
-  DType dtype;        // float32, bfloat16 or float16; of q and out
+  DType dtype;        // dtype of q and out: float32, bfloat16 or float16
   DType cache_dtype;  // `dtype`, int8 or float8_e4m3fn
   ErrorFlag error;
   int64_t* stamps;         // CUDA: [stamped_blocks, kAttentionStampWords]; may be nullptr
-  int64_t stamped_blocks;  // at least those of the grid
+  int64_t stamped_blocks;  // at least the blocks of the grid
 };
 
-// From where on the mask decides what rows of a request see; the position is its first row's.
+// Returns the first KV position that the mask governs; `position` is that of the request's first
+// row.
 SPECOPS_HOST_DEVICE int64_t mask_begin(const AppendAttentionParams& params,
                                        int64_t batch_idx,
                                        int64_t position) {
   return params.mask_starts == nullptr ? position : params.mask_starts[batch_idx];
 }
 
-// Whether the mask lets a row see the token so many places behind its begin.
+// Returns whether the mask lets a row see the token `place` positions after mask_begin.
 SPECOPS_HOST_DEVICE bool mask_allows(const AppendAttentionParams& params,
                                      int64_t row,
                                      int64_t place) {
@@ -102,8 +103,9 @@ SPECOPS_HOST_DEVICE bool mask_allows(const AppendAttentionParams& params,
   return word >> place % 32 & 1;
 }
 
-// Of a request's rows and lengths; an idle one may hold anything. CUDA leaves out rows that are not
-// there (kAttentionQoIndptr) and makes zeros of those whose KV is not.
+// Returns the first fault in a request's rows and lengths. An idle request may hold any values.
+// CUDA skips rows that do not exist (kAttentionQoIndptr) and writes zeros for rows whose KV is
+// invalid.
 SPECOPS_HOST_DEVICE Fault fault_of(const AppendAttentionParams& params, int64_t batch_idx) {
   int32_t first_row = params.qo_indptr[batch_idx], end_row = params.qo_indptr[batch_idx + 1];
   int32_t first_page = params.kv_indptr[batch_idx], end_page = params.kv_indptr[batch_idx + 1];
@@ -120,7 +122,7 @@ SPECOPS_HOST_DEVICE Fault fault_of(const AppendAttentionParams& params, int64_t 
   return fault_of_kv_len(code, kv_len, batch_idx, end_row - first_row, slots);
 }
 
-// Of the page that stands at a place of kv_indices, where a row sees it.
+// Returns the fault of the page id at kv_indices[place], for a page that a row sees.
 SPECOPS_HOST_DEVICE Fault fault_of_page(const AppendAttentionParams& params,
                                         int64_t place,
                                         int32_t page) {
@@ -128,27 +130,27 @@ SPECOPS_HOST_DEVICE Fault fault_of_page(const AppendAttentionParams& params,
   return fault_at(ErrorCode::kAttentionPage, page, place).with(params.num_pages);
 }
 
-// By the dtype of q, so that an instruction set has variants of only those that it speeds up.
+// One function per dtype of q, so that an instruction set only compiles the dtypes it speeds up.
 SPECOPS_DECLARE_CPU(append_attention_bf16_cpu, AppendAttentionParams);
 SPECOPS_DECLARE_CPU(append_attention_f16_cpu, AppendAttentionParams);
 SPECOPS_DECLARE_CPU(append_attention_f32_cpu, AppendAttentionParams);
 SPECOPS_DECLARE_CUDA(append_attention_cuda, AppendAttentionParams);
 
-// The stamped kernel has one form.
+// The stamped kernel is compiled for one form only.
 inline bool has_stamped_kernel(const AppendAttentionParams& params) {
   return params.cache_dtype == DType::kBFloat16 && params.head_dim == 128;
 }
 
-// How much workspace lets append_attention split as it likes, for calls of no larger shapes.
+// Shape limits and outputs for the workspace size that never limits how append_attention splits.
 struct AttentionWorkspaceParams {
   int64_t rows;
   int64_t batch;
   int64_t num_qo_heads;
   int64_t num_kv_heads;
   int64_t head_dim;
-  int64_t tokens;   // that the pages of the batch hold
+  int64_t tokens;   // capacity in tokens of the batch's pages
   int64_t* floats;  // out
-  int64_t* zeros;   // out: so many of them, the first, must be zero when first used
+  int64_t* zeros;   // out: number of leading floats that must be zero on first use
 };
 
 SPECOPS_DECLARE_CUDA(attention_workspace_size_cuda, AttentionWorkspaceParams);

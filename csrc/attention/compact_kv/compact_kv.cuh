@@ -7,19 +7,19 @@
 namespace specops {
 
 constexpr int kCompactKvThreads = 128;
-constexpr int kCompactKvTile = 128;  // moves whose places are in shared memory
-constexpr int kCompactKvAhead = 4;   // a thread's loads in flight
+constexpr int kCompactKvTile = 128;  // moves per tile, staged in shared memory
+constexpr int kCompactKvAhead = 4;   // loads in flight per thread
 
 struct CompactKvMoves {
   int64_t source[kCompactKvTile];  // slots of the caches
   int64_t destination[kCompactKvTile];
 };
 
-// One request's part of a step.
+// Data that one request contributes to a step.
 struct CompactKvRequest {
-  int32_t count;        // moves; 0: idle, or at fault
-  int32_t num_nodes;    // of the tree
-  int64_t first;        // the token of node 0
+  int32_t count;        // moves; 0 if the request is idle or invalid
+  int32_t num_nodes;    // nodes in the tree
+  int64_t first;        // token index of node 0
   const int32_t* path;  // node of each accepted token
   const int32_t* pages;
   ErrorCode fault;
@@ -47,13 +47,15 @@ struct CompactKvRequest {
 
 // cache[base + 1 + i] = cache[base + 1 + accepted_nodes[i]], with base = kv_lens - rows.
 // Grid:    x = requests * caches * pieces of a slot (unbounded).
-// Block:   128 threads; a thread owns one word (16 bytes) of a slot and does all its moves in order.
+// Block:   128 threads; a thread owns one word (16 bytes) of a slot and does all its moves in
+//          order.
 // Smem:    sizeof(CompactKvMoves), 2 KB.
-// Cost:    2 * slot_bytes moved per cache and token that is not in place, the path is read by every
-//          block; bound by latency for a few requests, by memory for many.
-// Assumes: slots are whole words; no page of a destination is another request's.
-// Order:   copies only. A path ascends, so node i of it is at least i: no source lies at or before
-//          an earlier destination, and loads may run ahead of stores. A wrong request moves nothing.
+// Cost:    2 * slot_bytes moved per cache and token that is not in place; every block reads the
+//          path. Bound by latency for a few requests, by memory for many.
+// Assumes: slots are whole words; no destination page belongs to another request.
+// Order:   copies only. A path ascends, so its node i is at least i: no source lies at or before an
+//          earlier destination, and loads may run ahead of stores. An invalid request moves
+//          nothing.
 // Source:  the cache update of Miao et al. 2023 (SpecInfer).
 template <typename Word>
 __global__ void __launch_bounds__(kCompactKvThreads) compact_kv_kernel(CompactKvParams params) {
@@ -71,7 +73,7 @@ __global__ void __launch_bounds__(kCompactKvThreads) compact_kv_kernel(CompactKv
   }
   if (request.count == 0) return;
 
-  // The whole path is looked at before anything moves.
+  // Validate the whole path before moving anything.
   int wrong = 0;
   for (int i = thread; i < request.count; i += kCompactKvThreads) {
     int32_t node = request.path[i], before = i == 0 ? -1 : request.path[i - 1];

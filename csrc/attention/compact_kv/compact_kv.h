@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// compact_kv: the keys and values of an accepted path, moved to where a chain would have put them.
+// compact_kv: move the keys and values of an accepted path to the slots that a chain would use.
 #pragma once
 
 #include <cstdint>
@@ -13,19 +13,19 @@ namespace specops {
 
 struct CompactKvParams {
   void* k_cache;                       // [num_pages, page_size, num_kv_heads, head_dim]
-  void* v_cache;                       // as k_cache; nullptr: there is none
+  void* v_cache;                       // same shape as k_cache; nullptr if there is none
   const int32_t* accepted_nodes;       // [batch, nodes], ascending, then -1
   const int32_t* num_accepted_tokens;  // [batch], valid entries of accepted_nodes
   const int32_t* qo_indptr;            // [batch + 1], rows of each request: its root and nodes
-  const int32_t* kv_lens;              // [batch], including these rows
-  const int32_t* kv_indptr;            // [batch + 1], in pages
+  const int32_t* kv_lens;              // [batch], including the rows of this step
+  const int32_t* kv_indptr;            // [batch + 1], offsets into kv_indices
   const int32_t* kv_indices;           // [num_indices], page ids
   int64_t batch;
   int64_t nodes;
   int64_t num_indices;
   int64_t num_pages;
   int64_t page_size;
-  int64_t slot_bytes;  // of one token in one cache
+  int64_t slot_bytes;  // bytes of one token in one cache
   ErrorFlag error;
 };
 
@@ -37,8 +37,8 @@ SPECOPS_HOST_DEVICE int64_t num_rows(const CompactKvParams& params, int64_t batc
   return int64_t{params.qo_indptr[batch_idx + 1]} - params.qo_indptr[batch_idx];
 }
 
-// Of a request's numbers and lengths; an idle one may hold anything. The nodes of its path and the
-// pages of its moves have is_next_node and is_page_of.
+// Returns the first fault in a request's counts and lengths. An idle request may hold any values.
+// is_next_node checks the nodes of its path and is_page_of the pages of its moves.
 SPECOPS_HOST_DEVICE Fault fault_of(const CompactKvParams& params, int64_t batch_idx) {
   int32_t count = params.num_accepted_tokens[batch_idx];
   int64_t rows = num_rows(params, batch_idx);
@@ -57,7 +57,7 @@ SPECOPS_HOST_DEVICE Fault fault_of(const CompactKvParams& params, int64_t batch_
   return fault_of_kv_len(code, kv_len, batch_idx, rows, slots);
 }
 
-// before: the node before it on the path, or -1.
+// Returns whether `node` may follow `before` on a path; `before` is -1 for the first node.
 SPECOPS_HOST_DEVICE bool is_next_node(int32_t before, int32_t node, int64_t num_nodes) {
   return node > before && node < num_nodes;
 }
@@ -73,7 +73,7 @@ SPECOPS_HOST_DEVICE Fault fault_of_node(const CompactKvParams& params,
       .with(int64_t{before} + 1, num_nodes);
 }
 
-// Of the page that stands at a place of kv_indices, where a token moves.
+// Returns the fault of the page id at kv_indices[place], which a move reads or writes.
 SPECOPS_HOST_DEVICE Fault fault_of_page(const CompactKvParams& params, int64_t place) {
   int32_t page = params.kv_indices[place];
   if (is_page_of(params.num_pages, page)) return {};

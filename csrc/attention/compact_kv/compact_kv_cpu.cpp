@@ -8,10 +8,11 @@ namespace specops::SPECOPS_ISA {
 
 // cache[base + 1 + i] = cache[base + 1 + accepted_nodes[i]], with base = kv_lens - rows.
 // Cost:    2 * slot_bytes moved per cache and token that is not in place; memory-bound.
-// Assumes: lengths, nodes and pages checked by ops.cpp; no page of a destination is another request's.
+// Assumes: ops.cpp checked lengths, nodes and pages; no destination page belongs to another
+//          request.
 // Order:   copies only, in ascending order: no source lies at or before an earlier destination.
 // Source:  the cache update of Miao et al. 2023 (SpecInfer).
-// Threads: requests and caches.
+// Threads: one item per request and cache.
 void compact_kv_cpu(const CompactKvParams& params) {
   auto slot_bytes = static_cast<size_t>(params.slot_bytes);
   int caches = num_caches(params);

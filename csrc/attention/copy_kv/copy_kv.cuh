@@ -11,9 +11,9 @@ constexpr int kCopyKvThreads = 128;
 // cache[to_slots[i]] = cache[from_slots[i]], in both caches.
 // Grid:    x = copies * caches * pieces of a slot (unbounded).
 // Block:   128 threads; a thread copies one word (16 bytes).
-// Cost:    2 * slot_bytes moved per cache and copy; bound by latency, as there are few.
-// Assumes: slots are whole words; no destination is a source, or another copy's.
-// Order:   copies only. A wrong copy is left out.
+// Cost:    2 * slot_bytes moved per cache and copy; latency-bound, because copies are few.
+// Assumes: slots are whole words; a destination is neither a source nor another copy's destination.
+// Order:   copies only. An invalid copy is skipped.
 template <typename Word>
 __global__ void __launch_bounds__(kCopyKvThreads) copy_kv_kernel(CopyKvParams params) {
   wait_for_previous_kernel();

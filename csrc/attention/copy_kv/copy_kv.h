@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// copy_kv: keys and values of tokens, written to other slots as well.
+// copy_kv: copy the keys and values of tokens to other slots.
 #pragma once
 
 #include <cstdint>
@@ -12,12 +12,12 @@ namespace specops {
 
 struct CopyKvParams {
   void* k_cache;              // [num_pages, page_size, num_kv_heads, head_dim]
-  void* v_cache;              // as k_cache; nullptr: there is one cache
+  void* v_cache;              // same shape as k_cache; nullptr if there is only one cache
   const int64_t* from_slots;  // [copies]
-  const int64_t* to_slots;    // [copies], -1: no copy
+  const int64_t* to_slots;    // [copies]; -1: skip this copy
   int64_t copies;
-  int64_t num_slots;   // of a cache
-  int64_t slot_bytes;  // of one token in one cache
+  int64_t num_slots;   // slots in a cache
+  int64_t slot_bytes;  // bytes of one token in one cache
   ErrorFlag error;
 };
 

@@ -8,11 +8,12 @@ namespace specops::SPECOPS_ISA {
 
 // cache[to_slots[i]] = cache[from_slots[i]], in both caches.
 // Cost:    2 * slot_bytes moved per cache and copy; memory-bound.
-// Assumes: slots checked by ops.cpp; no destination is a source, or another copy's.
+// Assumes: ops.cpp checked the slots; a destination is neither a source nor another copy's
+//          destination.
 // Order:   copies only.
-// Threads: copies and caches.
+// Threads: one item per copy and cache.
 void copy_kv_cpu(const CopyKvParams& params) {
-  constexpr int64_t kGrain = 16;  // copies, about 2 us
+  constexpr int64_t kGrain = 16;  // copies per thread; they take about 2 us
   auto slot_bytes = static_cast<size_t>(params.slot_bytes);
   int caches = num_caches(params);
   parallel_for(caches * params.copies, kGrain, [&](int64_t begin, int64_t end) {

@@ -1,13 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
-// In which words whole slots of a cache are copied.
+// Word size for copying whole slots of a cache.
 #pragma once
 
 #include "common/device.cuh"
 
 namespace specops {
 
-// Calls fn with a word that slots are made of: 16 bytes, or fewer where head_dim is odd or the
-// caches are views into other tensors. A cache that is not there is nullptr.
+// Calls fn with the largest word type that divides every slot: 16 bytes, or fewer if head_dim is
+// odd or the caches are views into other tensors. An absent cache is nullptr.
 template <typename Params, typename Fn>
 void with_slot_words(const Params& params, Fn&& fn) {
   uint64_t together = reinterpret_cast<uintptr_t>(params.k_cache) |

@@ -12,8 +12,8 @@ constexpr int kMergeThreads = 256;
 // Grid:    one thread per kVector elements of out, blocks of 256 on x.
 // Block:   threads of one (row, head) share nothing: each folds the few lses by itself.
 // Smem:    none.
-// Cost:    every state read once, 16 bytes a load where head_dim allows; memory-bound.
-// Assumes: contiguous tensors; kVector divides head_dim and, above 1, they are aligned to 16 bytes.
+// Cost:    every state read once, in 16-byte loads if head_dim allows; memory-bound.
+// Assumes: contiguous tensors; kVector divides head_dim; if it exceeds 1, they are 16-byte aligned.
 // Order:   states folded left in fp32: sums of weights relative to the running maximum; rounded
 //          once. An empty state is skipped, whatever its out holds.
 // Source:  Milakov and Gimelshein 2018; Ye et al. 2024 (cascade attention).

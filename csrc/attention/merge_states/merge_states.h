@@ -12,13 +12,13 @@ namespace specops {
 
 struct MergeStatesParams {
   const void* outs;   // [states, rows, num_heads, head_dim]
-  const float* lses;  // [states, rows, num_heads]; -inf: an empty state
+  const float* lses;  // [states, rows, num_heads]; -inf marks an empty state
   void* out;          // [rows, num_heads, head_dim]
   float* lse;         // [rows, num_heads]
   int64_t num_states;
   int64_t num_items;  // rows * num_heads
   int64_t head_dim;
-  DType dtype;  // float32, bfloat16 or float16; of outs and out
+  DType dtype;  // dtype of outs and out: float32, bfloat16 or float16
 };
 
 SPECOPS_DECLARE_CPU(merge_states_cpu, MergeStatesParams);

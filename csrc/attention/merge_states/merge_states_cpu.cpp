@@ -12,7 +12,7 @@ namespace {
 // Order:   states folded left in fp32: sums of weights relative to the running maximum; rounded
 //          once. An empty state is skipped, whatever its out holds.
 // Source:  Milakov and Gimelshein 2018; Ye et al. 2024 (cascade attention).
-// Threads: groups of (row, head) items of about 16,384 elements.
+// Threads: blocks of (row, head) items of about 16,384 elements.
 template <typename T>
 void run(const MergeStatesParams& params) {
   int64_t head_dim = params.head_dim;

@@ -7,7 +7,7 @@ namespace {
 
 bool on_16_bytes(const void* pointer) { return reinterpret_cast<uintptr_t>(pointer) % 16 == 0; }
 
-// Whether every chunk of 8 elements is whole, lies on 16 bytes and is turned with a whole chunk.
+// Returns whether every chunk of 8 elements is full, 16-byte aligned and rotated with a full chunk.
 bool in_vectors(const RopeAppendKvParams& p) {
   int64_t bytes = dtype_bytes(p.dtype);
   bool strides =
@@ -26,7 +26,7 @@ void rope_append_kv_cuda(const RopeAppendKvParams& params, CudaStream stream) {
   int64_t heads = params.num_qo_heads + 2 * params.num_kv_heads;
   RopeAppendKvGrid cut{.lanes = 1, .groups_per_row = static_cast<int>(heads)};
   while (cut.lanes * kRopeChunk < params.head_dim) cut.lanes *= 2;
-  // Several heads to a group, once the rows fill the machine without it.
+  // Put several heads into a group once the rows alone fill the GPU.
   constexpr int64_t kResidentThreads = 2048, kMostHeads = 8;
   int64_t enough = 2 * num_sms(stream) * kResidentThreads;
   for (int64_t of_group = 2; of_group <= kMostHeads; of_group *= 2) {

@@ -8,15 +8,15 @@
 namespace specops {
 
 constexpr int kRopeThreads = 128;
-constexpr int kRopeChunk = 8;  // consecutive elements of a head that a lane owns
+constexpr int kRopeChunk = 8;  // consecutive elements of a head per lane
 
-// How a launch is cut; no bit depends on it.
+// Division of a launch among lanes and groups; results do not depend on it.
 struct RopeAppendKvGrid {
-  int lanes;           // of a head: a power of two, lanes * kRopeChunk >= head_dim
-  int groups_per_row;  // groups of lanes, which share the heads of the row
+  int lanes;           // lanes per head: a power of two, lanes * kRopeChunk >= head_dim
+  int groups_per_row;  // groups of lanes per row; they share the heads of the row
 };
 
-// The chunk of one lane, as it lies in memory.
+// The chunk of one lane, in its memory layout.
 template <typename T>
 struct RopeWords {
   static constexpr int kCount = kRopeChunk * sizeof(T) / 4;
@@ -51,8 +51,8 @@ __device__ inline RopeWords<T> to_words(const float (&x)[kRopeChunk]) {
   return words;
 }
 
-// The first `count` elements; the others are zero. kVector: the chunk is whole or empty, and lies on
-// 16 bytes.
+// Loads the first `count` elements and sets the others to zero. kVector: the chunk is full or
+// empty, and 16-byte aligned.
 template <typename T, bool kVector>
 __device__ inline RopeWords<T> load_chunk(const T* src, int count) {
   RopeWords<T> words{};
@@ -94,13 +94,13 @@ __device__ inline void store_chunk(T* dst, const RopeWords<T>& words, int count)
   }
 }
 
-// Where a head of q, k or v comes from and goes to.
+// Source and destination of one head of q, k or v.
 template <typename T>
 struct RopeHead {
   const T* src;
   T* dst;
-  const T* weight;  // nullptr: not normalised
-  bool turns;       // q and k
+  const T* weight;  // nullptr: no norm
+  bool turns;       // rotated: true for q and k
 };
 
 template <typename T>
@@ -131,7 +131,8 @@ __device__ inline RopeHead<T> rope_head(const RopeAppendKvParams& params,
           false};
 }
 
-// The lane's part of a head of an 8-bit cache; `place` is the head's, `mask` names the lanes of it.
+// Stores a lane's part of one head in an 8-bit cache. `place` is the head's index in the cache;
+// `mask` selects the lanes of the head.
 template <typename T, typename Cache, bool kVector>
 __device__ inline void store_quantized(const RopeWords<T>& words,
                                        void* cache,
@@ -170,19 +171,20 @@ __device__ inline void store_quantized(const RopeWords<T>& words,
 }
 
 // q_out = rope(norm(q)); cache[slot] = rope(norm(k)), v.
-// Grid:    x = groups of lanes, groups_per_row to a row; unbounded.
-// Block:   128 threads; 8, 16 or 32 lanes own a head at a time and go from head to head of a row, a
-//          lane owns 8 consecutive elements. Few rows: a head to a group; many: several, for which
-//          cosines and sines are read once and the next head is fetched ahead.
+// Grid:    x = groups of lanes, groups_per_row per row; unbounded.
+// Block:   128 threads; 8, 16 or 32 lanes own one head at a time and step over heads of a row; a
+//          lane owns 8 consecutive elements. With few rows a group has one head. With many rows it
+//          has several, reads cosines and sines once for all, and prefetches the next head.
 // Smem:    none; halves are exchanged by shuffles.
-// Cost:    each element read and written once, in 16 bytes where all places allow; memory-bound.
-// Assumes: each row contiguous; q_out may be q itself. kVector: chunks are whole, lie on 16 bytes and
-//          pair with whole chunks.
-// Order:   elementwise but for the norm's sum of squares: a chain over the 8 elements of a lane from
-//          zero, then a tree over neighbouring lanes; absent lanes add zeros. Roundings as on cpu.
-//          A row whose slot or position is out of range is reported: its q_out is zero, its k and v
-//          are not written.
-//          What goes into an 8-bit cache is what would go into another, quantized.
+// Cost:    each element read and written once, in 16-byte accesses if alignment allows;
+//          memory-bound.
+// Assumes: each row contiguous; q_out may be q itself. kVector: chunks are full, 16-byte aligned
+//          and pair with full chunks.
+// Order:   elementwise except the norm's sum of squares: a chain over the 8 elements of a lane from
+//          zero, then a tree over neighboring lanes; absent lanes add zeros. Same roundings as the
+//          CPU kernel.
+//          A row whose slot or position is out of range is reported: its q_out is zero, and its k
+//          and v are not written. An 8-bit cache gets the values of an unquantized one, quantized.
 // Source:  Su et al. 2021 (RoPE); per-head norm as in Qwen3.
 template <typename T, bool kVector, typename Cache = T>
 __global__ void __launch_bounds__(kRopeThreads,
@@ -220,7 +222,7 @@ __global__ void __launch_bounds__(kRopeThreads,
   RopeWords<T> next =
       load_chunk<T, kVector>(rope_head<T>(params, row, slot, head).src + begin, count);
 
-  // The cosines and sines of the lane's elements; of its pairs when they are neighbours.
+  // Cosines and sines of the lane's elements, or of its pairs if interleaved.
   int half = static_cast<int>(params.rotary_dim) / 2;
   bool interleaved = params.interleaved;
   bool first_half = begin < half;
@@ -300,13 +302,13 @@ __global__ void __launch_bounds__(kRopeThreads,
               other[j] = to_float(from_float<T>(other[j]));
             }
           }
-          __syncwarp(mask);  // q_out may be q: every lane has read before one writes
+          __syncwarp(mask);  // q_out may alias q: all lanes must read before any writes
         }
       }
       to_floats<T>(words, x);
 #pragma unroll
       for (int j = 0; j < kRopeChunk; ++j) {
-        // Of neighbours, the odd one was turned with the even one.
+        // If interleaved, the odd element was rotated together with the even one.
         if (begin + j >= 2 * half || (interleaved && j % 2 == 1)) continue;
         if (interleaved) {
           float a = x[j], b = x[j + 1], c = cos[j / 2], s = sin[j / 2];

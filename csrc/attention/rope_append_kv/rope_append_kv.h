@@ -18,9 +18,9 @@ struct RopeAppendKvParams {
   const void* v;               // [rows, num_kv_heads, head_dim], rows v_stride apart
   void* q_out;                 // [rows, num_qo_heads, head_dim], contiguous
   void* k_cache;               // [num_pages, page_size, num_kv_heads, head_dim]
-  void* v_cache;               // as k_cache
-  const int64_t* cache_slots;  // [rows]; -1: the row's k and v are not written
-  const int32_t* positions;    // [rows]; -1: a padding row
+  void* v_cache;               // same shape as k_cache
+  const int64_t* cache_slots;  // [rows]; -1: do not write the row's k and v
+  const int32_t* positions;    // [rows]; -1: padding row
   const float* cos_sin;        // [max_positions, rotary_dim]: cos of each pair, then sin
   const void* q_norm_weight;   // [head_dim]; may be nullptr
   const void* k_norm_weight;   // [head_dim]; may be nullptr
@@ -29,18 +29,18 @@ struct RopeAppendKvParams {
   int64_t num_kv_heads;
   int64_t head_dim;    // at most 256
   int64_t rotary_dim;  // even, at most head_dim
-  int64_t num_slots;   // of the caches
+  int64_t num_slots;   // slots in each cache
   int64_t max_positions;
   int64_t q_stride;
   int64_t k_stride;
   int64_t v_stride;
   float norm_eps;
-  bool interleaved;   // pairs are neighbours; otherwise the halves of the rotary part
-  DType dtype;        // float32, bfloat16 or float16; of all but caches, scales and cos_sin
+  bool interleaved;   // pairs are adjacent; otherwise element i of each half of the rotary part
+  DType dtype;        // dtype of q, k, v, q_out, norm weights: float32, bfloat16 or float16
   DType cache_dtype;  // `dtype`, int8 or float8_e4m3fn
-  ErrorFlag error;    // CUDA: where wrong slots and positions are reported
-  float* k_scales;    // [num_pages, page_size, num_kv_heads]; nullptr: caches of `dtype`
-  float* v_scales;    // as k_scales
+  ErrorFlag error;    // CUDA: reports slots and positions out of range
+  float* k_scales;    // [num_pages, page_size, num_kv_heads]; nullptr if the caches have `dtype`
+  float* v_scales;    // same shape as k_scales
 };
 
 SPECOPS_HOST_DEVICE Fault fault_of(const RopeAppendKvParams& params, int64_t row) {

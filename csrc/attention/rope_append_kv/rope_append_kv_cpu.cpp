@@ -36,7 +36,7 @@ void turn_heads(const T* src,
   }
 }
 
-// One head as elements of an 8-bit cache, and their scale.
+// Quantizes one head to elements of an 8-bit cache and computes its scale.
 template <typename T, typename Element>
 void quantize_head(const T* src, Element* dst, float* scale, int64_t head_dim) {
   float x[kMaxHeadDim];
@@ -50,7 +50,7 @@ void quantize_head(const T* src, Element* dst, float* scale, int64_t head_dim) {
   for (int64_t i = 0; i < head_dim; ++i) dst[i] = quantized<Element>(x[i], *scale);
 }
 
-// k and v of one row into 8-bit caches: what others would hold, quantized.
+// Writes k and v of one row to 8-bit caches: the values of an unquantized cache, quantized.
 template <typename T, typename Element>
 void append_quantized(const RopeAppendKvParams& params,
                       int64_t row,
@@ -77,8 +77,8 @@ void append_quantized(const RopeAppendKvParams& params,
 // q_out = rope(norm(q)); cache[slot] = rope(norm(k)), v: one pass over a row of q, k and v.
 // Cost:    each element read and written once; memory-bound.
 // Assumes: each row contiguous; slots and positions in range; q_out may be q itself.
-// Order:   elementwise but for the norm's sum of squares: 16 lane sums, then one tree. A scale of an
-//          8-bit cache follows from the largest magnitude of its head, in any order.
+// Order:   elementwise except the norm's sum of squares: 16 lane sums, then one tree. A scale of an
+//          8-bit cache is derived from the largest magnitude of its head, in any order.
 // Source:  Su et al. 2021 (RoPE); per-head norm as in Qwen3.
 // Threads: groups of rows of about 16,384 elements, so a decode step stays on the calling thread.
 template <typename T>

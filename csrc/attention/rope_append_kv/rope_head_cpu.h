@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What becomes of one head on the CPU before it goes into a cache: its norm and its rotation.
+// CPU transformations of one head before it is cached: RMS norm and rotation.
 #pragma once
 
 #include "common/simd.h"
@@ -7,7 +7,8 @@
 namespace specops::SPECOPS_ISA {
 namespace {
 
-// x / rms(x) rounded to T, times the weight, rounded to T again, as checkpoints were trained.
+// Normalizes in place: x / rms(x) is rounded to T, multiplied by the weight and rounded to T again,
+// as in training.
 template <typename T>
 void normalise(float* head, const T* weight, int64_t head_dim, float eps) {
   F32x16 squares = zero();
@@ -24,7 +25,8 @@ void normalise(float* head, const T* weight, int64_t head_dim, float eps) {
   }
 }
 
-// Pairs (i, i + rotary_dim / 2), or (2i, 2i + 1) when interleaved, turned by the angle of pair i.
+// Rotates the pairs (i, i + rotary_dim / 2), or (2i, 2i + 1) if interleaved, by the angle of pair
+// i.
 inline void rotate(float* head, const float* cos_sin, int64_t rotary_dim, bool interleaved) {
   int64_t half = rotary_dim / 2;
   const float* cos = cos_sin;

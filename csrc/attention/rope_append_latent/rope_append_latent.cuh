@@ -9,7 +9,7 @@ namespace specops {
 constexpr int kLatentThreads = 128;
 constexpr int kLatentWarps = kLatentThreads / kWarpSize;
 
-// A vector of 16 bytes as floats, and back, rounded.
+// Convert a 16-byte vector to floats, and floats back to a vector with rounding.
 template <typename T>
 __device__ inline void floats_of(const uint4& vector, float (&x)[16 / sizeof(T)]) {
   const uint32_t words[4] = {vector.x, vector.y, vector.z, vector.w};
@@ -38,11 +38,12 @@ __device__ inline uint4 rounded(const float (&x)[16 / sizeof(T)]) {
   return {words[0], words[1], words[2], words[3]};
 }
 
-// A latent, a lane's vectors of it 32 apart: copied, or normalised as rms_norm does.
+// Copies a latent, or normalizes it as rms_norm does if `weight` is given. A lane's vectors are 32
+// apart.
 template <typename T>
 __device__ inline void move_latent(const T* src, T* dst, const T* weight, float eps) {
   constexpr int kPerVector = 16 / sizeof(T);
-  constexpr int kVectors = kLatentDim / kPerVector / kWarpSize;  // of a lane
+  constexpr int kVectors = kLatentDim / kPerVector / kWarpSize;  // per lane
   const auto* from = reinterpret_cast<const uint4*>(src);
   auto* to = reinterpret_cast<uint4*>(dst);
   int lane = static_cast<int>(threadIdx.x) % kWarpSize;
@@ -79,22 +80,23 @@ __device__ inline void move_latent(const T* src, T* dst, const T* weight, float 
   }
 }
 
-// q_out = q with its ends turned; cache[slot] = norm(latent), turned key.
-// Grid:    x = rows * groups of kLatentWarps heads; unbounded. After the heads of q comes the token.
-// Block:   128 threads; a warp has a head, a lane vectors of its latent and one pair of the rest.
+// q_out = q with its rotary part rotated; cache[slot] = norm(latent), rotated key.
+// Grid:    x = rows * groups of kLatentWarps heads; unbounded. The token follows the heads of q.
+// Block:   128 threads; a warp has one head, a lane has vectors of its latent and one rotary pair.
 // Smem:    none.
-// Cost:    each element read and written once; of q, where it is in place, the ends alone.
+// Cost:    each element read and written once; if q_out is q, only the rotary part of q.
 // Assumes: rows, cache, table and weight aligned to 16 bytes; q_out may be q itself.
-// Order:   elementwise but for the norm's sum of squares: a chain over the elements of a lane from
-//          zero, then a tree over neighbouring lanes. Roundings as on cpu. A row whose slot or position
-//          is out of range is reported: its q_out is zero, its latent and key are not written.
+// Order:   elementwise except the norm's sum of squares: a chain over the elements of a lane from
+//          zero, then a tree over neighboring lanes. Same roundings as the CPU kernel. A row whose
+//          slot or position is out of range is reported: its q_out is zero, its latent and key are
+//          not written.
 // Source:  DeepSeek-AI 2024 (DeepSeek-V2); Su et al. 2021 (RoPE).
 template <typename T>
 __global__ void __launch_bounds__(kLatentThreads)
     rope_append_latent_kernel(RopeAppendLatentParams params) {
   wait_for_previous_kernel();
   int lane = static_cast<int>(threadIdx.x) % kWarpSize;
-  int64_t groups = params.num_qo_heads / kLatentWarps + 1;  // of num_qo_heads + 1
+  int64_t groups = params.num_qo_heads / kLatentWarps + 1;  // num_qo_heads + 1 warps per row
   int64_t row = blockIdx.x / groups;
   int64_t head = blockIdx.x % groups * kLatentWarps + threadIdx.x / kWarpSize;
   if (head > params.num_qo_heads) return;

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// rope_append_latent: rotate the last elements of q and k, and write latents and keys into the paged
+// rope_append_latent: rotate the rotary part of q and k, and write latents and keys to the paged
 // cache.
 #pragma once
 
@@ -19,20 +19,20 @@ struct RopeAppendLatentParams {
   const void* kv;              // [rows, kLatentKeyDim], rows kv_stride apart
   void* q_out;                 // [rows, num_qo_heads, kLatentKeyDim], contiguous; may be q
   void* latent_cache;          // [num_pages, page_size, 1, kLatentKeyDim]
-  const int64_t* cache_slots;  // [rows]; -1: the row's latent and key are not written
-  const int32_t* positions;    // [rows]; -1: a padding row
+  const int64_t* cache_slots;  // [rows]; -1: do not write the row's latent and key
+  const int32_t* positions;    // [rows]; -1: padding row
   const float* cos_sin;        // [max_positions, kLatentRopeDim]: cos of each pair, then sin
   const void* norm_weight;     // [kLatentDim]; may be nullptr
   int64_t rows;
   int64_t num_qo_heads;
-  int64_t num_slots;  // of the cache
+  int64_t num_slots;  // slots in the cache
   int64_t max_positions;
   int64_t q_stride;
   int64_t kv_stride;
   float norm_eps;
-  bool interleaved;  // pairs are neighbours; otherwise the halves of the rotary part
-  DType dtype;       // float32, bfloat16 or float16; of all but cos_sin
-  ErrorFlag error;   // CUDA: where wrong slots and positions are reported
+  bool interleaved;  // pairs are adjacent; otherwise element i of each half of the rotary part
+  DType dtype;       // dtype of all but cos_sin: float32, bfloat16 or float16
+  ErrorFlag error;   // CUDA: reports slots and positions out of range
 };
 
 SPECOPS_HOST_DEVICE Fault fault_of(const RopeAppendLatentParams& params, int64_t row) {

@@ -8,7 +8,7 @@
 namespace specops::SPECOPS_ISA {
 namespace {
 
-// The elements behind the latent.
+// Rotates the kLatentRopeDim elements that follow the latent.
 template <typename T>
 void turn(const T* src, T* dst, const float* cos_sin, bool interleaved) {
   float x[kLatentRopeDim];
@@ -32,10 +32,11 @@ void append_row(const RopeAppendLatentParams& params, int64_t row, const float* 
   for (int64_t i = 0; i < kLatentDim; i += kLanes) store(slot + i, load(latent + i));
 }
 
-// q_out = q with its ends turned; cache[slot] = norm(latent), turned key: one pass over a row.
-// Cost:    each element read and written once; of q, where it is in place, the ends alone.
+// q_out = q with its rotary part rotated; cache[slot] = norm(latent), rotated key. One pass per
+// row.
+// Cost:    each element read and written once; if q_out is q, only the rotary part of q.
 // Assumes: each row contiguous; slots and positions in range; q_out may be q itself.
-// Order:   elementwise but for the norm's sum of squares: 16 lane sums, then one tree.
+// Order:   elementwise except the norm's sum of squares: 16 lane sums, then one tree.
 // Source:  DeepSeek-AI 2024 (DeepSeek-V2); Su et al. 2021 (RoPE).
 // Threads: groups of rows of about 16,384 elements, so a decode step stays on the calling thread.
 template <typename T>

@@ -63,7 +63,7 @@ void rope_append_latent(const TensorView& q,
     return rope_append_latent_cuda(params, check.stream());
   }
 
-  // Every index is read before anything is written.
+  // Validate every index before anything is written.
   for (int64_t row = 0; row < rows; ++row) check.refuse(fault_of(params, row));
   if (rows * (heads + 1) * kLatentKeyDim < kGilElements) return rope_append_latent_cpu(params);
   pybind11::gil_scoped_release release;

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The engine behind HTTP: an OpenAI-compatible API, metrics, and a page for the browser."""
+"""The HTTP server of an engine: an OpenAI-compatible API, metrics, and a web page."""
 
 from specops.server.app import listen, make_app, serve
 from specops.server.hosts import Access, default_hosts

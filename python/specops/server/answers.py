@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Answers: what comes of a job, as one object or as a stream of chunks.
+"""Answers: a job's outputs as one object or as a stream of chunks.
 
-They are plain dicts, since one is built per step.
+Answers are built as plain dicts, since a stream builds one per step.
 """
 
 import asyncio
@@ -37,14 +37,14 @@ from specops.tokenizer import Tokenizer
 
 R = TypeVar("R", CompletionRequest, ChatCompletionRequest)
 
-# So many take milliseconds to spell: beside the event loop.
+# This many take milliseconds to convert to JSON, so that is done in a thread.
 _MANY_LOGPROBS = 2048
 
 _DONE = b"data: [DONE]\n\n"  # the end of a stream, after an error as well
 
 
 class Answer(Generic[R]):
-    """Collects the choices of one job, and puts them into OpenAI's shape."""
+    """Answer that collects the choices of one job, in OpenAI's format."""
 
     id_prefix: str
     object_name: str
@@ -70,16 +70,17 @@ class Answer(Generic[R]):
             "system_fingerprint": fingerprint,
         }
         self._ends: dict[int, End] = {}
-        # By prompt; they come with the first output of its first choice, before the others'.
+        # By prompt. They come with the first output of a prompt's first choice, before other
+        # choices.
         self._prompt_logprobs: dict[int, Sequence[TokenLogprob | None]] = {}
         self._spans: list[Span] = []
 
     async def whole(self, turn: Turn) -> bytes:
-        """Waits for all choices: the answer that is not streamed, in JSON.
+        """Wait for all choices and return the complete answer, not streamed, as JSON.
 
         Args:
-            turn: of the client, needed to spell a long one: one of its requests at a time has the
-                interpreter's lock for so long.
+            turn: the request's turn. A long answer is converted to JSON during the turn, so that
+                only one of a client's requests holds the interpreter's lock for long at a time.
         """
         outputs: dict[int, ChoiceOutput] = {}
         while self.job.num_unfinished:
@@ -105,7 +106,7 @@ class Answer(Generic[R]):
         return with_members(dumped(body), members)
 
     def _num_logprobs(self) -> int:
-        """How many numbers the answer has beside its text, with the alternatives'."""
+        """Return the number of log-probabilities in the answer, including alternatives."""
         params, count = self.job.params, 0
         if params.logprobs is not None:
             num_tokens = sum(one.num_tokens for one in self._ends.values())
@@ -113,11 +114,12 @@ class Answer(Generic[R]):
         return count + num_prompt_logprobs(self.job.prompts, params)
 
     async def chunks(self) -> AsyncIterator[bytes]:
-        """The answer as server-sent events."""
+        """Yield the answer as server-sent events."""
         options = self.request.stream_options or StreamOptions()
         prompt_tokens = sum(map(len, self.job.prompts))
         num_tokens = 0
-        # The same in every chunk, so it is spelt once; without the end, where the choices follow.
+        # Equal in every chunk, so it is converted to JSON once; `chunk` appends choices and the
+        # end.
         begin = event({**self._frame, "object": self.chunk_name}).removesuffix(b"}\n\n") + b","
 
         def chunk(choices: list[dict[str, Any]], **more: Any) -> bytes:
@@ -166,39 +168,39 @@ class Answer(Generic[R]):
         return event(error.body) + _DONE
 
     def first(self, index: int) -> list[dict[str, Any]]:
-        """What a choice's stream begins with."""
+        """Return the chunks that begin the stream of a choice."""
         raise NotImplementedError
 
     def late_first(self, index: int) -> list[dict[str, Any]]:
-        """What a choice's stream begins with, once its first output is there."""
+        """Return the chunks before an output that need the choice's first output."""
         return []
 
     def delta(self, step: Output) -> dict[str, Any]:
-        """What a step added to a choice."""
+        """Return the chunk that reports what a step added to a choice."""
         raise NotImplementedError
 
     def last(self, index: int, end: End) -> dict[str, Any]:
-        """What a choice's stream ends with."""
+        """Return the chunk that ends the stream of a choice."""
         raise NotImplementedError
 
     def choice(self, whole: Output, end: End) -> dict[str, Any]:
-        """A finished choice as a whole."""
+        """Return a finished choice for an answer that is not streamed."""
         raise NotImplementedError
 
     def extras(self) -> dict[str, bytes]:
-        """What stands beside the choices, where something was asked for, in JSON."""
+        """Return the answer's optional members beside the choices, with values in JSON."""
         return {}
 
     def choice_extras(self, index: int) -> dict[str, bytes]:
-        """What stands in a choice beside the rest, where something was asked for, in JSON."""
+        """Return a choice's optional members, with values in JSON."""
         return {}
 
     def prompt_of(self, index: int) -> int:
-        """Which prompt a choice is of."""
+        """Return the index of a choice's prompt."""
         return index // self.job.params.n
 
     def vllm_prompt_logprobs(self, prompt: int) -> dict[str, bytes]:
-        """A prompt's log-probabilities in vLLM's field, in JSON, if they were asked for there."""
+        """Return vLLM's field with a prompt's log-probabilities in JSON; empty if not requested."""
         wanted = self.request.prompt_logprobs
         if wanted is None:
             return {}
@@ -212,7 +214,7 @@ class Answer(Generic[R]):
             "usage": usage(
                 prompt_tokens=sum(map(len, self.job.prompts)),
                 completion_tokens=sum(one.num_tokens for one in ends.values()),
-                # A prompt counts once, so its hits do, too: those of its first choice.
+                # A prompt is counted once, so only its first choice's cache hits count.
                 cached_tokens=sum(ends[index].num_cached_tokens for index in sorted(ends)[::n]),
                 stats=self._stats(),
             ),
@@ -220,9 +222,9 @@ class Answer(Generic[R]):
         }
 
     def _note(self, output: ChoiceOutput) -> None:
-        """Keeps what the totals need of a finished choice, and what is told of its prompt.
+        """Record a finished choice's usage and its prompt's log-probabilities.
 
-        A stop string is put back behind the text that it has ended, if that was asked for.
+        Append the stop string to the text that it ended, if the request asks for that.
         """
         step = output.output
         end = step.end
@@ -252,7 +254,7 @@ class ChatAnswer(Answer[ChatCompletionRequest]):
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
-        self._readers: dict[int, CallReader] = {}  # by choice, where tools may be called
+        self._readers: dict[int, CallReader] = {}  # by choice, if tools may be called
 
     def first(self, index: int) -> list[dict[str, Any]]:
         delta = {"role": "assistant", "content": ""}
@@ -279,7 +281,7 @@ class ChatAnswer(Answer[ChatCompletionRequest]):
         return self._readers.setdefault(index, CallReader(self._call_form))
 
     def _reason(self, end: End, num_calls: int) -> str:
-        """Why a choice ended, as OpenAI says it: calls that were demanded by name are no reason."""
+        """Return OpenAI's finish reason; calls of a tool required by name do not count as one."""
         is_named = isinstance(self.request.tool_choice, NamedTool)
         if num_calls and end.finish_reason == "stop" and not is_named:
             return "tool_calls"
@@ -338,7 +340,7 @@ class TextAnswer(Answer[CompletionRequest]):
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
-        self._logprobs: dict[int, LegacyLogprobs] = {}  # by choice: their offsets go on
+        self._logprobs: dict[int, LegacyLogprobs] = {}  # by choice; carries offsets
 
     def first(self, index: int) -> list[dict[str, Any]]:
         echo = self._echo(index)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Errors as OpenAI spells them, with the status that they travel with."""
+"""Errors in OpenAI's format, with their HTTP statuses."""
 
 import re
 from collections.abc import Mapping
@@ -11,7 +11,7 @@ _MAX_MESSAGE = 1000
 
 
 class ApiError(Exception):
-    """A refusal, with what OpenAI's shape has of it."""
+    """Refusal of a request, with the fields of OpenAI's error object."""
 
     def __init__(
         self,
@@ -24,7 +24,7 @@ class ApiError(Exception):
         headers: Mapping[str, str] | None = None,
     ) -> None:
         super().__init__(message)
-        if len(message) > _MAX_MESSAGE:  # it may quote what the client sent
+        if len(message) > _MAX_MESSAGE:  # it may quote the client's input
             message = message[:_MAX_MESSAGE] + "..."
         self.status, self.message, self.type = status, message, type
         self.param, self.code = param, code
@@ -32,15 +32,15 @@ class ApiError(Exception):
 
     @property
     def body(self) -> dict[str, Any]:
-        """The refusal in OpenAI's shape."""
+        """The response body in OpenAI's format."""
         error = {"message": self.message, "type": self.type, "param": self.param}
         return {"error": {**error, "code": self.code}}
 
     def under_names(self, names: Mapping[str, str]) -> "ApiError":
-        """The same refusal of an API where fields have other names."""
+        """Return this error with fields renamed for an API that has other names for them."""
 
         def renamed(found: re.Match[str]) -> str:
-            # "messages" is a field at the beginning alone, and max_tokens anywhere.
+            # "messages" is a field name only at the beginning, max_tokens anywhere.
             is_field = not found.start() or "_" in found[0]
             return names.get(found[0], found[0]) if is_field else found[0]
 
@@ -57,7 +57,13 @@ class ApiError(Exception):
 def bad_value(
     error: ValueError, model: type[BaseModel] | None = None, otherwise: str | None = None
 ) -> ApiError:
-    """A value the engine refuses; its messages begin with the parameter's name, or with no name."""
+    """Return the error for a value that the engine refused.
+
+    Args:
+        error: the engine's error; its message may begin with the parameter's name.
+        model: the body's class; a name that is one of its fields becomes `param`.
+        otherwise: `param` if the message does not begin with a field's name.
+    """
     message = str(error)
     found = re.match(r"\w+", message)
     is_named = found is not None and model is not None and found[0] in model.model_fields
@@ -66,22 +72,22 @@ def bad_value(
 
 
 def too_long(message: str, param: str) -> ApiError:
-    """A prompt, or a prompt and what may follow it, does not fit the context."""
+    """Return the error for a prompt that, with its possible output, does not fit the context."""
     return ApiError(400, message, param=param, code="context_length_exceeded")
 
 
 def shutting_down() -> ApiError:
-    """Return the error of an answer that was not complete when the time for draining was over."""
+    """Return the error for an answer that was incomplete when the time for draining was over."""
     return _unavailable("the server is shutting down", "shutting_down")
 
 
 def restarting(message: str) -> ApiError:
-    """Return the error of a request that finds no engine, or one that does not respond."""
+    """Return the error for a request that finds no engine, or one that does not respond."""
     return _unavailable(message, "engine_restarting")
 
 
 def disconnected(message: str) -> ApiError:
-    """Return the error of a request that found no queue, or waited in one that is away."""
+    """Return the error for a request whose queue cannot be reached or was lost while it waited."""
     return _unavailable(message, "queue_unavailable")
 
 
@@ -92,10 +98,10 @@ def _unavailable(message: str, code: str) -> ApiError:
 
 
 def not_read(message: str) -> ApiError:
-    """Return the error of a client that does not read what it has asked for."""
+    """Return the error for a client that does not read its output."""
     return ApiError(408, message, code="output_not_read")
 
 
 def server_error(message: str) -> ApiError:
-    """Something failed that is not the client's fault."""
+    """Return the error for a failure that the client did not cause."""
     return ApiError(500, message, type="server_error", code="internal_error")

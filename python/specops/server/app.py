@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An HTTP server with OpenAI's APIs and Anthropic's over the engine: its routes, and how it runs.
+"""An HTTP server with OpenAI's and Anthropic's APIs: its routes, middleware and main loop.
 
-Handlers run on the event loop. They give jobs to `Dispatch`, which hands them to the engine, and
-answer with what comes back. A client that goes away, at whatever point, takes its job with it.
+Handlers run on the event loop. They pass jobs to `Dispatch`, which submits them to the engine, and
+answer with the outputs. If a client disconnects at any point, its job is aborted.
 """
 
 import asyncio
@@ -83,22 +83,24 @@ from specops.tokenizer import Tokenizer
 R = TypeVar("R", CompletionRequest, ChatCompletionRequest)
 A = TypeVar("A", TextAnswer, ChatAnswer)
 
-# After so long a thread that has Python's lock gives way to the event loop, which has little to do:
-# one that reads a request, or the engine's with --in-process. Python's own value is ten times that.
+# Time after which a thread that holds Python's lock yields it to the event loop, whose pieces of
+# work are short. Such a thread parses a request, or runs the engine with --in-process. Python's
+# default is ten times as long.
 _SWITCH_SECONDS = 0.0005
 
-# Connections taken in a round of the event loop. libuv takes one from each listener, and a round
-# lasts a millisecond while the engine's thread runs: of somebody who makes more of them, thousands
-# would be before everybody else's.
+# Connections accepted in a round of the event loop. libuv accepts one from each listener, and a
+# round lasts a millisecond while the engine's thread runs. If the server accepted them more slowly
+# than one client makes them, thousands of that client's connections would wait before those of
+# others.
 _ACCEPTED_AT_ONCE = 8
 
-# Chat templates that come with specops, by the name that `chat_template` may have.
+# Chat templates that are part of specops, by their names as `chat_template`.
 _TEMPLATES = {"tools": Path(__file__).with_name("tools.jinja")}
 
-# Below this path errors have Anthropic's shape.
+# Errors below this path have Anthropic's format.
 _ANTHROPIC = "/v1/messages"
 
-# Routes that clients call, and why they are not there.
+# Routes that clients call but that do not exist, with the reasons.
 _ABSENT = {
     "/v1/embeddings": ": this server generates text, and has no embeddings",
     "/metrics": ": metrics have a port of their own (--metrics-port)",
@@ -128,28 +130,31 @@ def make_app(
     sampling_defaults: Mapping[str, Any] = MappingProxyType({}),
     cache_scope: Literal["key", "server"] = "key",
 ) -> FastAPI:
-    """The application that serves an engine.
+    """Return the application that serves an engine.
 
     Args:
-        client: of an engine that nobody else uses; started and stopped with the application.
-        tokenizer: of the engine's model.
-        chat_format: how a chat becomes a prompt, whatever the two below; by default by them.
-        api_keys: clients must send one of them as bearer token to everything below /v1; none:
-            everybody may ask. Those who send one key are one client; without keys, those who come
-            from one address are. Slots and rows of steps are shared equally among clients.
-        max_body_bytes: longer bodies are refused.
-        body_timeout: seconds that a client may take over its body.
+        client: connection to an engine without other users; it starts and stops with the
+            application.
+        tokenizer: tokenizer of the engine's model.
+        chat_format: converts chats to prompts; overrides the next two arguments about chats.
+            By default it is made from them.
+        api_keys: keys, one of which clients must send as bearer token to all routes below /v1; if
+            empty, no key is needed. All requests with the same key belong to one client; without
+            keys, all from the same address. Slots and rows of steps are shared equally among
+            clients.
+        max_body_bytes: maximum length of a request's body.
+        body_timeout: seconds within which a body must arrive.
         max_unread_bytes: bytes of output that may wait for one client to read them.
-        metrics_apart: there is no /metrics, since `serve` has another port for it.
-        tool_call_parser: how the model writes calls of tools, a name of `CALL_FORMS`; by default as
-            its chat template teaches it.
-        chat_template: file of one to use instead of the model's, or a name of `_TEMPLATES`.
-        access: by which names it is asked, from whose pages, and through which proxies; by default
-            by any name, from no other page, and through no proxy.
+        metrics_apart: omit /metrics, since `serve` has another port for it.
+        tool_call_parser: syntax in which the model writes tool calls, a name of `CALL_FORMS`; by
+            default detected from its chat template.
+        chat_template: path of a template to use instead of the model's, or a name of `_TEMPLATES`.
+        access: allowed host names, web page origins and proxies; by default any host name, no
+            other origin and no proxy.
         sampling_defaults: sampling parameters of requests that do not set them, by name; see
             `sampling_defaults`.
-        cache_scope: "key", requests of different keys share no pages of the prefix cache and no
-            earlier responses to draft from; "server", they share both.
+        cache_scope: "key": requests of different keys share no pages of the prefix cache and no
+            earlier responses to draft from; "server": they share both.
 
     Raises:
         ValueError: the chat template cannot be read, a key is empty, or the parser is unknown.
@@ -197,7 +202,7 @@ async def _running(dispatch: Dispatch, app: FastAPI) -> AsyncIterator[None]:
 def _add_middleware(
     app: FastAPI, access: Access, metrics: Metrics, clients: Clients, unread: Unread
 ) -> None:
-    """What is around the routes; each is around those before it."""
+    """Add the middleware; each one wraps those added before it."""
     if access.allowed_hosts is not None:
         app.add_middleware(AllowedHosts, hosts=access.allowed_hosts)
     if access.allowed_origins:
@@ -221,7 +226,7 @@ def _chat_format(
     tool_call_parser: str | None,
     chat_template: str | Path | None,
 ) -> ChatFormat:
-    """What a model's directory says of chats, or a template of its own."""
+    """Load the chat template from the model's directory, or the one that `chat_template` names."""
     if tool_call_parser not in (None, *CALL_FORMS):
         names = ", ".join(CALL_FORMS)
         raise ValueError(f"tool_call_parser must be one of {names}, got {tool_call_parser!r}")
@@ -238,12 +243,12 @@ def _chat_format(
 
 
 def _add_own_routes(app: FastAPI, client: EngineClient, *, has_metrics: bool) -> None:
-    """The page, and what operators look at."""
+    """Add the web page and the routes for operators."""
     add_page(app, has_metrics=has_metrics)
 
     @app.api_route("/health", methods=_READ, **_HEALTH)
     async def health() -> Response:
-        """Whether the engine works; 503 if it does not."""
+        """Return whether the engine works; 503 if it does not."""
         status = client.health
         answer: dict[str, Any] = {"status": status}
         counts = client.status.stats.drafter_failures
@@ -253,12 +258,12 @@ def _add_own_routes(app: FastAPI, client: EngineClient, *, has_metrics: bool) ->
 
     @app.api_route("/version", methods=_READ, **reads(Version))
     async def version() -> Response:
-        """The version of specops."""
+        """Return the version of specops."""
         return JSONResponse({"version": specops.__version__})
 
 
 def _add_description(app: FastAPI, keyed: APIRouter | None) -> None:
-    """/openapi.json; of `keyed` all routes need a key."""
+    """Add /openapi.json; it marks the routes of `keyed` as needing a key."""
     routes = keyed.routes if keyed is not None else ()
     paths = frozenset(route.path_format for route in routes if isinstance(route, APIRoute))
 
@@ -268,13 +273,13 @@ def _add_description(app: FastAPI, keyed: APIRouter | None) -> None:
 
     @app.api_route("/openapi.json", methods=_READ, include_in_schema=False)
     async def openapi() -> Response:
-        # Made for the first who asks, in a seventh of a second: no server starts later for it, and
-        # streams go on meanwhile.
+        # Built at the first request, which takes a seventh of a second, so that it delays no start;
+        # built in a thread, so that streams continue meanwhile.
         return Response(await asyncio.to_thread(description), media_type="application/json")
 
 
 def _openai_routes(generation: Generation) -> APIRouter:
-    """Everything behind the key."""
+    """Return the routes that need an API key, if the server has keys."""
 
     async def check_key(request: Request) -> None:
         if not request.state.may_ask:
@@ -291,38 +296,38 @@ def _openai_routes(generation: Generation) -> APIRouter:
 
     @api.api_route("/v1/models", methods=_READ, **reads(ModelList))
     async def models() -> Response:
-        """The model, its context length, and the methods that a request may name."""
+        """List the model, with its context length and the methods that a request may name."""
         return JSONResponse({"object": "list", "data": [generation.model_card()]})
 
     @api.api_route("/v1/models/{name:path}", methods=_READ, **reads(Model, 404))
     async def model(name: str) -> Response:
-        """The same of one name."""
+        """Return the model's entry if the name is the served model's; 404 otherwise."""
         generation.check_model(name)
         return JSONResponse(generation.model_card())
 
     @api.api_route("/v1/contract", methods=_READ, **reads(Contract))
     async def contract() -> Response:
-        """What the bits of outputs depend on, and a digest of it."""
+        """Return everything that the bits of outputs depend on, and a digest of it."""
         return JSONResponse(generation.contract)
 
     @api.post("/v1/completions", **takes(CompletionRequest, TextCompletion, streams=True))
     async def completions(request: Request) -> Response:
-        """Continues a text, in OpenAI's form."""
+        """Continue a text, in OpenAI's format."""
         return await generation.answer(request, CompletionRequest, _as_it_is(TextAnswer))
 
     @api.post("/v1/chat/completions", **takes(ChatCompletionRequest, ChatCompletion, streams=True))
     async def chat_completions(request: Request) -> Response:
-        """Answers a chat, in OpenAI's form."""
+        """Answer a chat, in OpenAI's format."""
         return await generation.answer(request, ChatCompletionRequest, _as_it_is(ChatAnswer))
 
     @api.post("/tokenize", **takes(TokenizeRequest, TokensReply))
     async def tokenize(request: Request) -> Response:
-        """A text, or a chat as its prompt, as tokens."""
+        """Return the tokens of a text, or of a chat's prompt."""
         return await generation.tokenize(request)
 
     @api.post("/detokenize", **takes(DetokenizeRequest, TextReply))
     async def detokenize(request: Request) -> Response:
-        """The text of tokens."""
+        """Return the text of tokens."""
         return await generation.detokenize(request)
 
     _add_blocks_routes(api, generation)
@@ -330,37 +335,37 @@ def _openai_routes(generation: Generation) -> APIRouter:
 
 
 def _as_it_is(answer_type: type[A]) -> Callable[[R, str], tuple[R, type[A]]]:
-    """What generation takes for a body that it understands itself."""
+    """Return the `begin` argument of `Generation.answer` for bodies that need no conversion."""
     return lambda body, client: (body, answer_type)
 
 
 def _add_blocks_routes(api: APIRouter, generation: Generation) -> None:
-    """The APIs whose requests become chats, and whose answers are blocks."""
+    """Add the APIs that convert requests to chats and answer with lists of blocks."""
     responses = Responses()
 
     @api.post("/v1/responses", **takes(ResponsesRequest, ResponsesReply, streams=True))
     async def create_response(request: Request) -> Response:
-        """Answers a chat, in the form of OpenAI's Responses API."""
+        """Answer a chat, in the format of OpenAI's Responses API."""
         return await generation.answer(request, ResponsesRequest, responses.begin)
 
     one = "/v1/responses/{response_id}"
 
     @api.api_route(one, methods=_READ, **reads(ResponsesReply, 400, 404, query=OF_A_RESPONSE))
     async def response(request: Request, response_id: str) -> Response:
-        """A kept response, as it was answered."""
+        """Return a stored response as it was answered."""
         found = responses.retrieve(request.state.client, response_id, request.query_params)
         return Response(found, media_type="application/json")
 
     @api.delete(one, **reads(DeletedResponse, 404))
     async def delete_response(request: Request, response_id: str) -> Response:
-        """Forgets a kept response."""
+        """Delete a stored response."""
         return JSONResponse(responses.delete(request.state.client, response_id))
 
     items = f"{one}/input_items"
 
     @api.api_route(items, methods=_READ, **reads(InputItems, 400, 404, query=OF_ITEMS))
     async def input_items(request: Request, response_id: str) -> Response:
-        """The items that a kept response's own request has sent."""
+        """Return the input items of the request that led to a stored response."""
         found = responses.input_items(request.state.client, response_id, request.query_params)
         return Response(dumped(found), media_type="application/json")
 
@@ -368,18 +373,18 @@ def _add_blocks_routes(api: APIRouter, generation: Generation) -> None:
 
     @api.post(_ANTHROPIC, **takes(MessagesRequest, MessageReply, streams=True, error=error))
     async def create_message(request: Request) -> Response:
-        """Answers a chat, in Anthropic's form."""
+        """Answer a chat, in Anthropic's format."""
         return await generation.answer(request, MessagesRequest, begin_message)
 
     @api.post(f"{_ANTHROPIC}/count_tokens", **takes(CountTokensRequest, TokenCount, error=error))
     async def count_tokens(request: Request) -> Response:
-        """How many tokens the prompt of a chat has."""
+        """Return the number of tokens of a chat's prompt."""
         count = await generation.count(request, CountTokensRequest, CountTokensRequest.as_chat)
         return JSONResponse({"input_tokens": count})
 
 
 def _methods_of(app: FastAPI, api: APIRouter, path: str) -> list[str]:
-    """The methods that a path is served with."""
+    """Return the HTTP methods of a path, in alphabetical order."""
     routes = (route for route in [*app.routes, *api.routes] if isinstance(route, APIRoute))
     return sorted(
         {one for route in routes if route.path_regex.match(path) for one in route.methods or ()}
@@ -387,8 +392,8 @@ def _methods_of(app: FastAPI, api: APIRouter, path: str) -> list[str]:
 
 
 def _error_response(error: ApiError, path: str) -> Response:
-    """Return an error in the shape of the API that `path` belongs to."""
-    # In ASCII, since a message may quote half a surrogate pair, which UTF-8 cannot spell.
+    """Return an error in the format of the API that `path` belongs to."""
+    # JSON in ASCII, since a message may quote half a surrogate pair, which UTF-8 cannot encode.
     body = json.dumps(error_body(error) if path.startswith(_ANTHROPIC) else error.body)
     return Response(body, error.status, error.headers, media_type="application/json")
 
@@ -399,7 +404,7 @@ def _cancelled(scope: Scope) -> Response:
 
 
 def _add_error_handlers(app: FastAPI, api: APIRouter) -> None:
-    """Every error leaves in the shape of the API that is asked."""
+    """Add handlers that return every error in the format of the requested API."""
 
     @app.exception_handler(ApiError)
     async def refuse(request: Request, error: ApiError) -> Response:
@@ -407,15 +412,15 @@ def _add_error_handlers(app: FastAPI, api: APIRouter) -> None:
 
     @app.exception_handler(ClientDisconnect)
     async def gone(request: Request, error: ClientDisconnect) -> Response:
-        return Response(status_code=499)  # for the access log: nobody reads it
+        return Response(status_code=499)  # for the access log only: the client has left
 
     @app.exception_handler(HTTPException)
     async def no_such_route(request: Request, error: HTTPException) -> Response:
         message = f"{error.detail}: {request.method} {request.url.path}"
         message += _ABSENT.get(request.url.path, "")
-        code = "unknown_url" if error.status_code == 404 else None  # OpenAI's word
+        code = "unknown_url" if error.status_code == 404 else None  # OpenAI's code
         headers = {**(error.headers or {})}
-        if error.status_code == 405:  # a path may have several routes, and Starlette names one's
+        if error.status_code == 405:  # Starlette lists the methods of only one of the path's routes
             headers["Allow"] = ", ".join(_methods_of(app, api, request.url.path))
         refusal = ApiError(error.status_code, message, code=code, headers=headers)
         return await refuse(request, refusal)
@@ -426,12 +431,12 @@ def _add_error_handlers(app: FastAPI, api: APIRouter) -> None:
 
 
 def listen(host: str, port: int, *, name: str = "port") -> socket.socket:
-    """Takes the address, so that a mistake in it is known before a model is loaded.
+    """Bind a socket to an address, so that an error in it is found before a model is loaded.
 
     Args:
-        host: a name or an address.
-        port: 0 is any that is free.
-        name: what the port is called in errors.
+        host: host name or address.
+        port: port number; 0 chooses a free one.
+        name: name of the port in error messages.
 
     Raises:
         ValueError: the address does not exist or is in use.
@@ -470,11 +475,11 @@ def serve(
     Args:
         app: from `make_app`.
         listener: from `listen`.
-        drain_timeout: seconds.
-        log_level: of uvicorn.
-        max_connections: open at a time. For one more, the address that has most of them loses the
-            one that has waited for its client for longest.
-        header_timeout: seconds that a client may take over the headers of a request.
+        drain_timeout: seconds for which running requests may continue.
+        log_level: uvicorn's log level.
+        max_connections: maximum number of open connections. When it is exceeded, the address with
+            the most connections loses the one that has waited longest for its client.
+        header_timeout: seconds that a client may take to send the headers of a request.
         write_timeout: seconds that a client may take to read what was written for it.
         metrics_listener: from `listen`, for an application with `metrics_apart`.
 
@@ -484,7 +489,7 @@ def serve(
     """
     search_seldom()
     sys.setswitchinterval(_SWITCH_SECONDS)
-    # uvicorn raises the signal again once it has drained; that is no reason to die of it.
+    # uvicorn raises the signal again once it has drained; it must not kill the process then.
     signal.signal(signal.SIGTERM, lambda *_: None)
     config = uvicorn.Config(
         app,
@@ -497,7 +502,7 @@ def serve(
         log_level=log_level,
         timeout_graceful_shutdown=drain_timeout,
         server_header=False,
-        proxy_headers=False,  # make_app knows whom to believe
+        proxy_headers=False,  # Forwarded, which make_app adds, handles them
         lifespan="on",
         ws="none",
     )
@@ -513,11 +518,11 @@ def serve(
 
 
 class _Server(uvicorn.Server):
-    """A server that ends when its engine has failed for good.
+    """Server that ends when its engine has failed for good.
 
     Args:
-        config: of the server.
-        client: of the engine.
+        config: the server's configuration.
+        client: connection to the engine.
 
     Attributes:
         has_failed: whether the server ended for that reason.
@@ -528,7 +533,7 @@ class _Server(uvicorn.Server):
         self._client, self.has_failed = client, False
 
     async def on_tick(self, counter: int) -> bool:
-        """Return whether the server ends; called ten times a second until then."""
+        """Return whether the server must end; uvicorn calls this ten times a second."""
         if self._client.health == "failed":
             self.has_failed = True
             return True

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Answers of APIs in which an answer is a list of blocks: texts, and calls of tools.
+"""Answers of APIs in which an answer is a list of blocks: texts and tool calls.
 
-What is generated is a chat's one choice. The whole answer and the stream are made of the same
-changes, so both have the same blocks.
+The engine generates the single choice of a chat. The complete answer and the stream are made from
+the same changes, so both have the same blocks.
 """
 
 from collections.abc import AsyncIterator, Iterator, Mapping
@@ -18,7 +18,7 @@ from specops.service.messages import Output
 
 @dataclass
 class TextBlock:
-    """A piece of text between calls, as far as it has come; cut where it might have gone on."""
+    """Text between calls that has arrived so far; `is_cut` if it ended before the model's stop."""
 
     text: str = ""
     logprobs: list[dict[str, Any]] = field(default_factory=list)
@@ -27,7 +27,7 @@ class TextBlock:
 
 @dataclass
 class CallBlock:
-    """A call of a tool; `arguments` are JSON."""
+    """Tool call; `arguments` is JSON text."""
 
     id: str
     name: str
@@ -39,12 +39,12 @@ Block = TextBlock | CallBlock
 
 @dataclass
 class Change:
-    """What happens to the last block: it begins, its text grows, or it is complete.
+    """Change of the last block: it begins, its text grows, or it is complete.
 
     Attributes:
-        kind: which of these.
-        block: as it is afterwards.
-        text, logprobs: that a text has grown by.
+        kind: kind of the change.
+        block: the block after the change.
+        text, logprobs: additions to a text that grows.
     """
 
     kind: Literal["begin", "grow", "end"]
@@ -54,35 +54,35 @@ class Change:
 
 
 class BlockAnswer(ChatAnswer):
-    """Collects the blocks of one choice."""
+    """Answer that collects the blocks of one choice."""
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
         self.blocks: list[Block] = []
-        self._is_open = False  # the last block is a text that may grow
+        self._is_open = False  # whether the last block is a text that may grow
 
     def begin(self) -> Iterator[bytes]:
-        """The events that a stream begins with."""
+        """Yield the events that begin a stream."""
         raise NotImplementedError
 
     def change(self, index: int, change: Change) -> Iterator[bytes]:
-        """The events of what happens to block `index`."""
+        """Yield the events of a change of block `index`."""
         raise NotImplementedError
 
     def finish(self, end: str) -> Iterator[bytes]:
-        """The events that a stream ends with; `end` is a chat's `finish_reason`."""
+        """Yield the events that end a stream; `end` is a chat's `finish_reason`."""
         raise NotImplementedError
 
     def reply(self, end: str) -> dict[str, Any]:
-        """The whole answer."""
+        """Return the complete answer."""
         raise NotImplementedError
 
     def whole_reply(self, end: str) -> bytes:
-        """Return the whole answer in JSON."""
+        """Return the complete answer in JSON."""
         return dumped(self.reply(end))
 
     async def chunks(self) -> AsyncIterator[bytes]:
-        """The answer as server-sent events."""
+        """Yield the answer as server-sent events."""
         for event in self.begin():
             yield event
         try:
@@ -103,13 +103,13 @@ class BlockAnswer(ChatAnswer):
         return self.whole_reply(self._why())
 
     def _why(self) -> str:
-        """Why the answer ended, as a chat has it; calls that were demanded by name are a reason."""
+        """Return a chat's finish reason; unlike in chats, required calls count as "tool_calls"."""
         reason = self._ends[0].finish_reason
         has_called = any(isinstance(block, CallBlock) for block in self.blocks)
         return "tool_calls" if has_called and reason == "stop" else reason
 
     def _changes(self, step: Output) -> Iterator[Change]:
-        """What a step does to the blocks, one change after the other."""
+        """Apply a step's output to the blocks, and yield the changes in order."""
         logprobs = []
         if self.request.logprobs:
             logprobs = chat_logprobs(self.tokenizer, step.logprobs)["content"]
@@ -128,7 +128,7 @@ class BlockAnswer(ChatAnswer):
             yield from self._close(is_cut=step.end.finish_reason != "stop")
 
     def _pieces(self, step: Output) -> Iterator[str | dict[str, Any]]:
-        """What of the text a step makes certain: texts, and calls."""
+        """Yield the texts and calls that are final after a step."""
         if not self.request.may_call:
             if step.text or step.logprobs:
                 yield step.text

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How models write calls of tools: grammars of them, and calls read from a text as it comes.
+"""Syntaxes of tool calls: their grammars, and a parser for text that arrives in pieces.
 
-A call is a JSON object with the tool's name and arguments; models differ in what stands around it.
+A call is a JSON object with the tool's name and arguments; models differ in the text around it.
 """
 
 import json
@@ -20,15 +20,15 @@ _SPACE = " \t\r\n"
 
 @dataclass(frozen=True)
 class CallForm:
-    """A way to write calls.
+    """Syntax of tool calls.
 
     Attributes:
-        name: as vLLM's `--tool-call-parser` has it.
-        opening: what stands before calls; nothing: a text that begins with an object is calls.
-        closing: what stands behind every call, or behind all of them.
-        arguments: the name of a call's arguments.
-        is_list: the calls are one JSON list, and the text ends with it.
-        id_length: of a call's id, where templates insist on one.
+        name: name of the syntax for vLLM's `--tool-call-parser`.
+        opening: text before calls; if empty, a text that begins with an object consists of calls.
+        closing: text after every call, or after all of them.
+        arguments: name of the member with a call's arguments.
+        is_list: whether the calls are one JSON list that ends the text.
+        id_length: length of a call's id, if templates require a certain one.
     """
 
     name: str
@@ -39,16 +39,16 @@ class CallForm:
     id_length: int | None = None
 
     def rules(self, *, must: bool, several: bool) -> list[str]:
-        """Rules of a Lark grammar from `start` down to `call`, one call.
+        """Return rules of a Lark grammar from `start` down to, but without, `call` (one call).
 
         Args:
-            must: there has to be a call; else any text may stand in its place, or before it.
-            several: there may be more than one.
+            must: require a call; otherwise any text may occur before it or in its place.
+            several: allow more than one call.
         """
         opening, closing = json.dumps(self.opening), json.dumps(self.closing)
         if not self.opening:
             calls = 'calls: call ("; " call)*' if several else "calls: call"
-            # What begins as an object is a call.
+            # Free text must not begin as an object, since that would be a call.
             free = r"TEXT: /([ \t\r\n]*[^{ \t\r\n](.|\n)*)?/"
             return ["start: calls", calls] if must else ["start: rest | calls", calls, *_rest(free)]
         lazy = [*_rest(r"TEXT: /(.|\n)*/"), f"opening[lazy]: TEXT {opening}"]
@@ -65,7 +65,7 @@ class CallForm:
         return [start, "called: opening written", written, *lazy]
 
     def new_id(self) -> str:
-        """An id for a call."""
+        """Return a new random id for a call."""
         if self.id_length is None:
             return f"call_{secrets.token_hex(12)}"
         letters = string.ascii_letters + string.digits
@@ -83,7 +83,7 @@ def _rest(text: str) -> list[str]:
 
 
 def form_of_template(source: str) -> CallForm | None:
-    """How a chat template teaches calls; None: in no way that is known here."""
+    """Return the syntax of tool calls in a chat template, or None if it has no known one."""
     if "[TOOL_CALLS]" in source:
         return None if "[ARGS]" in source else MISTRAL  # newer ones name the tool outside of JSON
     if "<tool_call>" in source:
@@ -96,27 +96,27 @@ def form_of_template(source: str) -> CallForm | None:
 
 
 class CallReader:
-    """Reads calls from a text as it arrives.
+    """Parser of tool calls in a text that arrives in pieces.
 
-    A call that is incomplete, no valid JSON, without a name or arguments, or nested more than
-    MAX_ARGUMENTS_DEPTH levels deep stays text.
+    A call stays text if it is incomplete, is invalid JSON, lacks a name or arguments, or is nested
+    more than MAX_ARGUMENTS_DEPTH levels deep.
 
     Args:
-        form: how the model writes calls.
+        form: syntax in which the model writes calls.
 
     Attributes:
-        num_calls: calls read so far.
+        num_calls: number of calls read so far.
     """
 
     def __init__(self, form: CallForm = HERMES) -> None:
         self.num_calls = 0
         self._form = form
-        self._held = ""  # may become a call, or space before one
-        self._opening = ""  # text before the call that `_held` may become, if it is none
+        self._held = ""  # text that may become a call, or space before one
+        self._opening = ""  # text before a possible call in `_held`; content if it is no call
         self._is_open = False
-        self._is_content = False  # without an opening: the text has begun, and with no call
-        self._scanner: ObjectScanner | None = None  # of the object that `_held` begins with
-        self._end: int | None = None  # of that object
+        self._is_content = False  # for a form without an opening: the text began without a call
+        self._scanner: ObjectScanner | None = None  # for the object that `_held` begins with
+        self._end: int | None = None  # end of that object in `_held`
 
     def feed(self, text: str) -> tuple[str, list[dict[str, Any]]]:
         """Add a piece of the text; return its content and its complete calls."""
@@ -150,7 +150,7 @@ class CallReader:
         return left
 
     def _outside(self) -> tuple[str, bool]:
-        """Take content off the held text; return it, and whether calls begin behind it."""
+        """Remove content from the held text; return it, and whether calls begin after it."""
         opening = self._form.opening
         if not opening:
             begun = self._held.lstrip(_SPACE)
@@ -165,7 +165,7 @@ class CallReader:
         before, found, rest = self._held.partition(opening)
         if found:
             content = before.rstrip()
-            # Space behind a call separates it from the next one; other space is content.
+            # Space after a call separates it from the next one; other space is content.
             space = "" if self.num_calls else before[len(content) :]
             self._opening, self._held = space + opening, rest
             return content, True
@@ -174,7 +174,7 @@ class CallReader:
         return content, False
 
     def _next(self) -> str | dict[str, Any] | None:
-        """Take the next call off the held text, or text that is no call.
+        """Remove the next call from the held text, or text that is no call.
 
         Returns:
             The call or the text, which is empty at the end of a list; None if more must arrive.
@@ -200,7 +200,7 @@ class CallReader:
             _, closing, rest = rest.partition(form.closing)
             if not closing:
                 return None
-        is_shallow = self._scanner.depth <= 1 + MAX_ARGUMENTS_DEPTH  # with the call's own level
+        is_shallow = self._scanner.depth <= 1 + MAX_ARGUMENTS_DEPTH  # 1 is the call's own level
         call = self._call(self._held[: self._end]) if is_shallow else None
         if call is None:
             return self._as_text(self._end)
@@ -209,7 +209,7 @@ class CallReader:
         return call
 
     def _as_text(self, end: int) -> str:
-        """Take the opening and the held text up to `end` as content."""
+        """Remove the opening and the held text up to `end`; return them as content."""
         content = self._opening + self._held[:end]
         self._held, self._opening, self._is_open = self._held[end:], "", False
         self._scanner = self._end = None
@@ -217,7 +217,7 @@ class CallReader:
         return content
 
     def _call(self, text: str) -> dict[str, Any] | None:
-        """Return a call as an answer has it, with the model's own text as arguments."""
+        """Return a call in an answer's format, with the model's own text as arguments."""
         try:
             members = members_of(text)
             name, arguments = json.loads(members["name"]), members[self._form.arguments]
@@ -235,7 +235,7 @@ class CallReader:
 
 
 def _num_held(text: str, opening: str) -> int:
-    """How many of the last characters may be space before a call, and its beginning."""
+    """Return the number of final characters that may be space and the beginning of an opening."""
     length = next(size for size in range(len(opening), -1, -1) if text.endswith(opening[:size]))
     before = text[: len(text) - length]
     return length + len(before) - len(before.rstrip())

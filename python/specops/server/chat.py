@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A conversation as the one text that a model was trained to read: its chat template."""
+"""Chat templates, which turn a conversation into the one text that a model was trained to read."""
 
 import datetime
 from collections.abc import Mapping, Sequence
@@ -19,18 +19,20 @@ from specops.tokenizer import read_json_object
 
 
 class ChatFormat:
-    """The chat template of a model.
+    """Chat template of a model.
 
     Args:
-        template: in Jinja, as `transformers` has it; None where the model has none.
-        special_tokens: texts that it may name, such as "eos_token".
-        call_form: how the model writes calls of tools; by default as the template teaches it.
+        template: Jinja source as in `transformers`; None if the model has no template.
+        special_tokens: texts of special tokens by the names that templates use, such as
+            "eos_token".
+        call_form: syntax in which the model writes tool calls; by default detected from the
+            template.
 
     Attributes:
-        call_form: the same; None where the template teaches none that is known.
+        call_form: syntax of tool calls; None if the template has no known one.
 
     Raises:
-        ValueError: the template is broken.
+        ValueError: the template is invalid.
     """
 
     def __init__(
@@ -53,10 +55,10 @@ class ChatFormat:
         *,
         call_form: CallForm | None = None,
     ) -> "ChatFormat":
-        """Reads chat_template.jinja, or else what tokenizer_config.json has, of a model directory.
+        """Load a model directory's chat_template.jinja, or else tokenizer_config.json's template.
 
         Raises:
-            ValueError: a file or the template is broken.
+            ValueError: a file or the template is invalid.
         """
         path = Path(path)
         if (path / "chat_template.jinja").is_file():
@@ -69,14 +71,14 @@ class ChatFormat:
 
     @property
     def has_template(self) -> bool:
-        """Whether there is one: without it no chat can be rendered."""
+        """True if the model has a template, which rendering a chat requires."""
         return self._template is not None
 
     def require_tools(self) -> None:
-        """Refuses tools where the template has none, or has their calls written in another form.
+        """Check that the template supports tools.
 
         Raises:
-            ValueError: in these cases.
+            ValueError: it does not, or has tool calls in an unknown syntax.
         """
         if "tools" not in self._variables:
             raise ValueError("tools are not supported: the model's chat template has none")
@@ -87,10 +89,10 @@ class ChatFormat:
             )
 
     def require_reasoning_effort(self) -> None:
-        """Refuses an effort where the template does not read it.
+        """Check that the template reads the variable `reasoning_effort`.
 
         Raises:
-            ValueError: in this case.
+            ValueError: it does not.
         """
         if "reasoning_effort" not in self._variables:
             raise ValueError(
@@ -106,13 +108,13 @@ class ChatFormat:
         variables: Mapping[str, Any] | None = None,
         tools: Sequence[Mapping[str, Any]] | None = None,
     ) -> str:
-        """The text of a conversation, up to where the assistant is to speak.
+        """Return the text of a conversation, up to where the assistant is to speak.
 
         Args:
-            messages: with role and content.
-            add_generation_prompt: end where the assistant begins.
-            variables: further ones that the template reads, such as "enable_thinking".
-            tools: that the assistant may call, as the client has sent them.
+            messages: messages with role and content.
+            add_generation_prompt: end with the prefix of the assistant's next message.
+            variables: further variables that the template reads, such as "enable_thinking".
+            tools: tools that the assistant may call, as the client has sent them.
 
         Raises:
             ValueError: the model has no chat template, the template reads no such variable, or it
@@ -135,12 +137,12 @@ class ChatFormat:
                 )
         try:
             return self._template.render(**own, **(variables or {}))
-        except Exception as error:  # a template may fail in any way Python can
+        except Exception as error:  # a template may raise any exception
             raise ValueError(f"the chat template refused the messages: {error}") from None
 
 
 class _Generation(jinja2.ext.Extension):
-    """`{% generation %}`, which marks the assistant's part for training, is transparent."""
+    """Extension that ignores `{% generation %}`, which marks the assistant's part for training."""
 
     tags = {"generation"}  # noqa: RUF012  (the base class says what this is)
 
@@ -150,7 +152,7 @@ class _Generation(jinja2.ext.Extension):
 
 
 def _variables(source: str) -> set[str]:
-    """The variables that a template reads and does not set itself."""
+    """Return the variables that a template reads and does not set itself."""
     return set(jinja2.meta.find_undeclared_variables(_environment().parse(source)))
 
 
@@ -162,7 +164,8 @@ def _compile(source: str) -> jinja2.Template:
 
 
 def _environment() -> jinja2.Environment:
-    # What chat templates are written for; sandboxed, since they come with weights.
+    # The settings that chat templates are written for; sandboxed, since templates come with
+    # weights.
     environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, jinja2.ext.loopcontrols]
     )

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Clients: requests with one API key, or, on a server without keys, those from one address.
+"""Clients: one per API key, or, on a server without keys, one per network address.
 
-Clients with keys share neither pages of the prefix cache nor earlier responses. Addresses do share
-them: an address is no identity.
+Clients with keys share neither pages of the prefix cache nor earlier responses. Clients that are
+known only by their addresses do share them, because an address is no identity.
 """
 
 import hashlib
@@ -16,12 +16,12 @@ from starlette.requests import HTTPConnection
 
 
 class Clients:
-    """Tells clients apart.
+    """Identification of clients by API key or by address.
 
     Args:
-        api_keys: that a client may send as bearer token, or as Anthropic's x-api-key; none: nobody
-            needs one.
-        cache_scope: "key", clients of different keys share no cache; "server", all share one.
+        api_keys: keys that a client may send as bearer token, or as Anthropic's x-api-key; if
+            empty, no key is needed.
+        cache_scope: "key": clients of different keys share no cache; "server": all share one.
 
     Attributes:
         shares_caches: whether clients of different keys share caches.
@@ -32,8 +32,8 @@ class Clients:
     ) -> None:
         self._expected = [f"Bearer {key}".encode() for key in api_keys]
         self.shares_caches = cache_scope == "server" and len(set(api_keys)) > 1
-        # Saved with responses and sent to other servers: the key must not follow from it, and it
-        # must not depend on the order of the keys.
+        # A scope is saved with responses and sent to other servers, so it must not reveal the key
+        # and must not depend on the order of the keys.
         self._scopes = {}
         if cache_scope == "key":
             for index, key in enumerate(api_keys):
@@ -41,10 +41,10 @@ class Clients:
                 self._scopes[f"key-{index}"] = digest
 
     def identify(self, connection: HTTPConnection) -> tuple[str, bool]:
-        """The client's name, and whether it may ask."""
+        """Return the client's name, and whether its requests are authorized."""
         headers = connection.headers
         sent = headers.get("authorization") or f"Bearer {headers.get('x-api-key', '')}"
-        # Every key is compared, so that the time says nothing about which one was close.
+        # Compare every key, so that the time does not reveal which one was close.
         same = [hmac.compare_digest(sent.encode(), one) for one in self._expected]
         if any(same):
             return f"key-{same.index(True)}", True
@@ -52,15 +52,15 @@ class Clients:
         return f"from {network_of(host)}", not same
 
     def cache_scope(self, name: str) -> str:
-        """Return what a client's requests share caches by; empty: with all without a scope."""
+        """Return a client's cache scope; clients with the same scope, or with "", share caches."""
         return self._scopes.get(name, "")
 
 
 def scoped_salt(scope: str, salt: str | None) -> str | None:
-    """Return the salt that the engine separates caches by.
+    """Return the salt by which the engine separates caches; None for the common cache.
 
     Args:
-        scope: of the client, as `Clients.cache_scope` has it.
+        scope: the client's, as returned by `Clients.cache_scope`.
         salt: the request's own `cache_salt`.
     """
     if not scope and salt is None:
@@ -69,10 +69,10 @@ def scoped_salt(scope: str, salt: str | None) -> str | None:
 
 
 def network_of(host: str) -> str:
-    """An address; of IPv6 its network, in which a client may choose addresses."""
+    """Return an IPv4 address, or the /64 network of an IPv6 address: a client may own all of it."""
     try:
         address = ipaddress.ip_address(host)
-    except ValueError:  # a socket of this machine
+    except ValueError:  # for example a Unix socket of this machine
         return "here"
     if address.version == 6:
         return str(ipaddress.ip_network((address, 64), strict=False))

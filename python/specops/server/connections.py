@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Limits of a connection: its place among others, and the memory and time that its client may take.
+"""Limits on connections: their number, and the memory and time that a client may take.
 
-uvicorn bounds the pause between two requests. It bounds neither what a client sends for one, nor
-the time that a client takes to send a request or to read an answer.
+uvicorn limits the pause between two requests. It limits neither the size of a request's headers,
+nor the time that a client takes to send a request or to read an answer.
 """
 
 import asyncio
@@ -20,20 +20,21 @@ logger = logging.getLogger(__name__)
 
 _MAX_HEAD_BYTES = 1 << 16  # a request's line and headers
 _LONG_HEAD = f"The headers exceed {_MAX_HEAD_BYTES} bytes."
-# Between the end of a connection's time and its end. A process that was stopped finds timers due
-# and requests unread; timers come first, and by then these are read.
+# Delay between a connection's timeout and its closing. A process that was suspended finds timers
+# due and requests unread. Timers run first, and the delay lets it read the requests before it
+# closes.
 _MOMENT = 0.05
 
-# Connections kept free for addresses that have none, as a share of all and at most.
+# Connections reserved for addresses that have none: one in _RESERVED_SHARE, at most _MAX_RESERVED.
 _RESERVED_SHARE = 8
 _MAX_RESERVED = 16
-# Files that the server opens beside its clients' connections: listeners, the engine's sockets, a
-# Redis, connections to the port of metrics, logs.
+# Files that the server opens besides its clients' connections: listeners, the engine's sockets, a
+# connection to Redis, connections to the metrics port, logs.
 _OWN_FILES = 128
-# While the server shuts down, clients get less time to read what was written for them.
+# While the server shuts down, clients get less time to read their output.
 _SHUTDOWN_WRITE_SECONDS = 5.0
 
-_MOMENTS = itertools.count()  # the event loop's clock stands still within a round
+_MOMENTS = itertools.count()  # logical clock: the event loop's own stands still within a round
 
 
 class _BoundedProtocol(HttpToolsProtocol):
@@ -45,9 +46,9 @@ class _BoundedProtocol(HttpToolsProtocol):
         super().__init__(*args, **options)
         self._deadline: asyncio.TimerHandle | None = None
         self._write_deadline: asyncio.TimerHandle | None = None
-        self._unread_bytes = -1  # in the write buffer when the write deadline passed before
-        self._head_bytes = 0  # at least so many have come of a head that is not complete
-        self._fault = ""  # of a head that was refused
+        self._unread_bytes = -1  # size of the write buffer at the last write deadline, or -1
+        self._head_bytes = 0  # received of an incomplete head; a lower bound
+        self._fault = ""  # error message for a refused head
         self._network = ""
         self._idle_since = next(_MOMENTS)
 
@@ -66,8 +67,8 @@ class _BoundedProtocol(HttpToolsProtocol):
     def _make_room(self) -> None:
         """Close a connection if there are too many.
 
-        It is one of the address that has most: the one that has waited for its client for longest.
-        If the server is at work for all connections of that address, this connection closes.
+        Choose the address with the most connections, and of these the one that has waited longest
+        for its client. If the server is working for all of them, close this connection.
         """
         open_ones = [one for one in self.connections if isinstance(one, _BoundedProtocol)]
         open_ones = [one for one in open_ones if not one._is_closed()]
@@ -99,7 +100,7 @@ class _BoundedProtocol(HttpToolsProtocol):
         self._stop_write_deadline()
         super().connection_lost(exc)
 
-    # ---- what the client has not read ----
+    # ---- output that the client has not read ----
 
     def pause_writing(self) -> None:
         super().pause_writing()
@@ -126,10 +127,10 @@ class _BoundedProtocol(HttpToolsProtocol):
             self._write_deadline = None
 
     def _end_writing(self) -> None:
-        """End the connection of a client that does not read what was written for it.
+        """End the connection of a client that does not read its output.
 
-        The end of an answer is short enough for the write buffer, and further answers may follow
-        it there. Then the client is reading as long as the buffer changes.
+        The end of an answer fits the write buffer, and further answers may follow it there. In that
+        case the client counts as reading as long as the buffer's size changes.
         """
         self._write_deadline = None
         size = self.transport.get_write_buffer_size()
@@ -140,7 +141,7 @@ class _BoundedProtocol(HttpToolsProtocol):
             self._start_write_deadline(self.write_timeout)
             self._unread_bytes = size
 
-    # ---- what the client sends ----
+    # ---- input from the client ----
 
     def data_received(self, data: bytes) -> None:
         self._head_bytes += len(data)
@@ -156,7 +157,7 @@ class _BoundedProtocol(HttpToolsProtocol):
         super().send_400_response(self._fault or msg)
 
     def on_headers_complete(self) -> None:
-        # Of one piece with all of them nothing was counted before.
+        # Headers that arrive in one piece of data have not been counted before.
         size = len(self.url) + sum(len(name) + len(value) + 4 for name, value in self.headers)
         if size > _MAX_HEAD_BYTES:
             self._fault = _LONG_HEAD
@@ -164,7 +165,7 @@ class _BoundedProtocol(HttpToolsProtocol):
         self._head_bytes = 0
         super().on_headers_complete()
         cycle = self.cycle
-        self._idle_since = next(_MOMENTS)  # until the body has come
+        self._idle_since = next(_MOMENTS)  # idle until the body has arrived
         self.scope["state"]["is_gone"] = lambda: cycle.disconnected
 
     def on_response_complete(self) -> None:
@@ -185,7 +186,7 @@ class _BoundedProtocol(HttpToolsProtocol):
         return self.cycle is not None and not self.cycle.response_complete
 
     def _waits_for_client(self) -> bool:
-        """Return whether the client has to act: to ask, to send its body, or to read."""
+        """Return whether the client must act next: send a request or its body, or read."""
         if not self._is_answering() or self.flow.write_paused:
             return True
         return bool(self.cycle.more_body) and not self.pipeline
@@ -213,13 +214,13 @@ def bounded_protocol(
     """Return uvicorn's HTTP protocol with limits.
 
     Args:
-        max_connections: open at a time. For one more, the address that has most of them loses the
-            one that has waited for its client for longest. The last ones are for addresses that
-            have no other connection.
+        max_connections: maximum number of open connections. When it is exceeded, the address with
+            the most connections loses the one that has waited longest for its client. The last
+            ones are reserved for addresses that have no other connection.
         header_timeout: seconds from the first byte of a request, or from the beginning of the
             connection, to the end of its headers; then the connection is closed.
-        write_timeout: seconds that a client may take to read what is in the write buffer; then the
-            connection is closed.
+        write_timeout: seconds that a client may take to read the contents of the write buffer; then
+            the connection is closed.
     """
     bounds = {
         "max_connections": max_connections,
@@ -230,13 +231,13 @@ def bounded_protocol(
 
 
 def connections_within_files(max_connections: int) -> int:
-    """Raise the limit of open files as far as connections need it.
+    """Raise the process's limit of open files as far as connections need it.
 
     Args:
-        max_connections: open at a time.
+        max_connections: desired maximum number of open connections.
 
     Returns:
-        The connections that the limit allows: `max_connections`, or fewer, with a warning.
+        The number of connections that the limit allows: `max_connections`, or fewer with a warning.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     needed = max_connections + _OWN_FILES
@@ -245,7 +246,7 @@ def connections_within_files(max_connections: int) -> int:
     files = needed if hard == resource.RLIM_INFINITY else min(needed, hard)
     try:
         resource.setrlimit(resource.RLIMIT_NOFILE, (files, hard))
-    except (OSError, ValueError):  # the system has a limit of its own
+    except (OSError, ValueError):  # the system has another, lower limit
         files = soft
     allowed = max(files - _OWN_FILES, files // 2, 1)
     if allowed < max_connections:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Between jobs and the engine: hands jobs over, and what comes back to those who wait for it.
+"""Dispatch of jobs to the engine, and of the engine's results back to the jobs.
 
-Everything here belongs to the event loop.
+All code in this module runs on the event loop.
 """
 
 import asyncio
@@ -37,16 +37,16 @@ _REFUSALS: dict[str, type[Exception]] = {
 
 
 class Dispatch:
-    """The jobs that an engine has.
+    """Table of the jobs that were submitted to an engine.
 
     Args:
-        client: of the engine.
-        metrics: of the server.
-        num_clients: that have keys; at most 1 where there are no keys.
+        client: connection to the engine.
+        metrics: the server's metrics.
+        num_clients: number of clients with API keys; at most 1 if the server has no keys.
         max_unread_bytes: bytes of output that may wait for one client to read them.
 
     Attributes:
-        unread: the output that clients have not read.
+        unread: output that clients have not read yet.
     """
 
     def __init__(
@@ -58,26 +58,26 @@ class Dispatch:
         max_unread_bytes: int = 64 << 20,
     ) -> None:
         self._client, self._metrics, self._num_clients = client, metrics, num_clients
-        self._jobs: dict[int, Job] = {}  # with choices of which the last output has not come
+        self._jobs: dict[int, Job] = {}  # by number, until every choice has its last output
         self._outbox: Outbox | None = None
         self._num_rows = client.status.stats.num_rows
         self.unread = Unread(max_unread_bytes, self._end_unread)
         metrics.watch(self.unread)
 
     async def start(self) -> None:
-        """Begins, on the event loop that jobs live on."""
+        """Start the engine client on the running event loop, which all jobs must share."""
         self._outbox = Outbox(asyncio.get_running_loop())
         await self._client.start(self._receive, self._lose, self._num_clients)
 
     async def stop(self) -> None:
-        """Drops what is left, and waits for the engine to end."""
+        """Stop the engine client, drop the remaining jobs and wait for the engine to end."""
         await self._client.stop()
 
     def require_room(self, client: str) -> None:
-        """Refuse a client that has its share of waiting requests, or too much unread output.
+        """Check that a client may submit another request.
 
         Raises:
-            QueueFull: the client has one or the other.
+            QueueFull: the client has its share of waiting requests, or too much unread output.
         """
         if (reason := self._client.full.get(client)) is not None:
             raise QueueFull(reason)
@@ -85,11 +85,11 @@ class Dispatch:
             raise QueueFull(f"{size} bytes of earlier answers are unread; read them first")
 
     async def submit(self, job: Job) -> None:
-        """Hands over a job, and waits until the engine has taken it.
+        """Submit a job to the engine and wait until the engine accepts it.
 
         Raises:
-            QueueFull: the engine refuses it, or does not read what it was sent.
-            ValueError: the engine refuses it, wholly.
+            QueueFull: the engine's queue is full, or the engine has not read earlier submissions.
+            ValueError: the engine refuses the job because one of its values is invalid.
             JobFailed: the engine has failed, does not respond, is being restarted, or cannot be
                 reached.
         """
@@ -198,16 +198,16 @@ class Dispatch:
         return ChoiceOutput(output, seconds, span)
 
     def _lose(self, message: str) -> None:
-        """Ends every job: the engine is gone."""
+        """Fail every job after the engine has ended."""
         jobs, self._jobs = self._jobs, {}
-        self._num_rows = 0  # another engine counts anew
+        self._num_rows = 0  # a new engine counts from zero
         for job in jobs.values():
             self._metrics.dropped("error", job.num_running)
         self._hand_out([(job, _lost(message, job)) for job in jobs.values()])
 
 
 def _lost(message: str, job: Job) -> JobFailed:
-    """Return the error of a job whose engine has ended: another engine may take one that waited."""
+    """Return the error of a job after its engine ended. The client may retry an unaccepted job."""
     return JobFailed(message) if job.is_accepted else EngineAway(message)
 
 

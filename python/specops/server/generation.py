@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The endpoints that generate: from a request's body to its answer.
+"""Endpoints that generate: processing from a request's body to its answer.
 
-There are two kinds of requests, chats and completions; bodies of other APIs become chats.
+There are two kinds of requests, chats and completions; bodies of other APIs are converted to chats.
 """
 
 import asyncio
@@ -59,22 +59,23 @@ from specops.tokenizer import Tokenizer
 R = TypeVar("R", CompletionRequest, ChatCompletionRequest)
 B = TypeVar("B", bound=Body)
 
-# Longer bodies are parsed beside the event loop.
+# Bodies of at least this many bytes are parsed in a thread, off the event loop.
 _SHORT_BODY = 1 << 15
 
-# A client may send a body to its end before it reads an answer, and would miss one that comes with
-# the end of the connection. So much of a body is read, over what it may have.
+# A client may send its whole body before it reads an answer, and would miss an error after which
+# the connection closes. So the server reads up to this multiple of the body limit before it gives
+# up.
 _READ_ON = 16
 
-# Jobs of one client that the engine's thread may not have looked at yet.
+# Maximum number of one client's jobs that wait for acceptance by the engine's thread.
 _SUBMITTED = 8
 
-# Texts shorter than this are tokenised on the event loop: a thread would cost more.
+# Texts with fewer characters are tokenised on the event loop: a thread would cost more.
 _SHORT_TEXT = 4096
 
 
 class Generation:
-    """What the two endpoints share: reads bodies, tokenises, submits jobs, hands out answers."""
+    """Common part of the endpoints: reads bodies, tokenises, submits jobs and sends answers."""
 
     def __init__(
         self,
@@ -89,7 +90,7 @@ class Generation:
         shares_caches: bool = False,
     ) -> None:
         self._capabilities, self._sampling_defaults = capabilities, sampling_defaults
-        # A rejected draft of these may be from another client's answer.
+        # A rejected draft of these drafters may come from another client's answer.
         self._hidden_drafters = frozenset(
             one["name"] for one in capabilities.drafters if shares_caches and one["learns"]
         )
@@ -98,7 +99,8 @@ class Generation:
         self._dispatch = dispatch
         self._tokenizer = tokenizer
         self._chat_format = chat_format
-        self._call_form = chat_format.call_form or HERMES  # for a grammar that is refused later
+        # HERMES stands in where tools are unsupported; require_tools refuses such requests later.
+        self._call_form = chat_format.call_form or HERMES
         self._submitting = Turns(_SUBMITTED)
         self._max_body_bytes = max_body_bytes
         self._body_timeout = body_timeout
@@ -108,7 +110,7 @@ class Generation:
         self._max_characters = 4 * capabilities.max_model_len * tokenizer.longest_token()
 
     def model_card(self) -> dict[str, Any]:
-        """The model as /v1/models lists it, with what a client may choose."""
+        """Return the model's entry in /v1/models, with the methods that a client may choose."""
         return {
             "id": self._capabilities.model_name,
             "object": "model",
@@ -122,7 +124,7 @@ class Generation:
         }
 
     def check_model(self, name: str | None) -> None:
-        """Refuses a model that is not the one served."""
+        """Raise ApiError 404 if a request names a model other than the one served."""
         served = self._capabilities.model_name
         if name is not None and name != served:
             raise ApiError(
@@ -138,17 +140,17 @@ class Generation:
         body_type: type[B],
         begin: Callable[[B, str], tuple[R, Callable[..., Answer[R]]]],
     ) -> Response:
-        """Serves one request, from its body to its answer or the stream of it.
+        """Serve one request: read its body, run it, and return its answer or a stream of it.
 
         Args:
-            http: the request.
-            body_type: of its body.
-            begin: takes the body and the client's name; returns what is to be generated, and what
-                makes an answer of it.
+            http: the HTTP request.
+            body_type: class of its body.
+            begin: maps the body and the client's name to the chat or completion to generate and
+                the factory of its `Answer`.
         """
         try:
             self._dispatch.require_room(http.state.client)
-        except QueueFull as error:  # before anything is done for it
+        except QueueFull as error:  # before any work is done for it
             raise _busy(error) from None
         body = with_defaults(await self.read(http, body_type), self._sampling_defaults)
         try:
@@ -165,7 +167,7 @@ class Generation:
         params = await self._with_prediction(await self._sampling_params(http, request))
         prompts = await self._tokenize(request)
         check_prompt_logprobs(prompts, params)
-        if http.state.is_gone():  # before the engine has work with it
+        if http.state.is_gone():  # before the engine does work for it
             raise ClientDisconnect
         speculative = request.speculative_config
         kv_transfer = kv_transfer_of(request, len(prompts), self._capabilities.role)
@@ -195,28 +197,28 @@ class Generation:
             whole = await until_gone(answer.whole(http.state.turn), http.receive)
             return Response(whole, media_type="application/json")
         except ClientGone:
-            return Response(status_code=499)  # for the access log: nobody reads it
+            return Response(status_code=499)  # for the access log only: the client has left
         except (ValueError, QueueFull, JobFailed, asyncio.CancelledError) as error:
             raise _refusal(error, request) from None
         finally:
             if not request.stream:
-                self._dispatch.abort(job)  # nothing to do if it is finished
+                self._dispatch.abort(job)  # no-op if it is finished
 
     async def count(
         self, http: Request, body_type: type[B], as_chat: Callable[[B], ChatCompletionRequest]
     ) -> int:
-        """How many tokens the prompt of a chat has, which `as_chat` makes of the body."""
+        """Return the number of prompt tokens of a chat, which `as_chat` makes from the body."""
         body = await self.read(http, body_type)
         try:
             chat = as_chat(body)
             self.check_model(chat.model)
-            chat.wanted_output(self._call_form)  # refuses what an answer could not have
+            chat.wanted_output(self._call_form)  # refuses what generation would refuse
             return len((await self._tokenize(chat))[0])
         except ApiError as error:
             raise error.under_names(body_type.chat_names) from None
 
     async def _submit(self, job: Job, turn: Turn) -> None:
-        """Give a job to the engine; the client's next request may be prepared meanwhile."""
+        """Submit a job to the engine; end the turn as soon as few enough jobs are on their way."""
         if job.params.structured_output is not None:  # the engine compiles its grammar first
             turn.end()
             return await self._dispatch.submit(job)
@@ -229,11 +231,11 @@ class Generation:
             place.end()
 
     async def read(self, http: Request, body_type: type[B]) -> B:
-        """The body of a request, which has its turn from here on.
+        """Read and parse the body of a request, then wait for the request's turn.
 
         Raises:
-            ApiError: it is not what it should be, or too slow in coming.
-            ClientDisconnect: the client left before its end.
+            ApiError: the body is invalid, too long, or arrives too slowly.
+            ClientDisconnect: the client left before the end of the body.
         """
         http.state.turn.end()
         try:
@@ -251,7 +253,7 @@ class Generation:
         return await asyncio.to_thread(parse, body_type, body, self._capabilities.max_model_len)
 
     async def tokenize(self, http: Request) -> Response:
-        """Serves /tokenize."""
+        """Serve /tokenize."""
         request = await self.read(http, TokenizeRequest)
         self.check_model(request.model)
         if (request.prompt is None) == (request.messages is None):
@@ -281,7 +283,7 @@ class Generation:
         return JSONResponse(answer)
 
     async def detokenize(self, http: Request) -> Response:
-        """Serves /detokenize."""
+        """Serve /detokenize."""
         request = await self.read(http, DetokenizeRequest)
         self.check_model(request.model)
         try:
@@ -293,10 +295,10 @@ class Generation:
         return JSONResponse(answer)
 
     async def _read_body(self, http: Request) -> bytes:
-        """The body, up to the limit."""
+        """Return the body; raise ApiError if its headers are invalid or it exceeds the limit."""
         kind = http.headers.get("content-type", "").partition(";")[0].strip().lower()
         if kind != "application/json":
-            # Browsers let pages of other origins send the other types without asking the server.
+            # Browsers let pages of other origins send some other types without a preflight request.
             raise ApiError(415, f"Content-Type must be application/json, got {kind or 'none'}")
         codings = http.headers.getlist("transfer-encoding")
         if any(coding.strip().lower() != "chunked" for coding in codings):
@@ -316,11 +318,11 @@ class Generation:
         return b"".join(chunks)
 
     def _check_announced(self, http: Request) -> None:
-        """Refuses a body that says itself that it is too long, before it comes."""
+        """Refuse a body whose announced length exceeds the limit, before it arrives."""
         length = int(http.headers.get("content-length", 0))
         if length > self._max_body_bytes:
-            # What comes all the same is dropped, so that the client gets to read the answer. One
-            # that has waited to be asked need not send it, so nobody knows where it would end.
+            # A body that arrives anyway is dropped, so that the client gets to read the answer. A
+            # client that sent "Expect" may omit the body, so the connection cannot be reused.
             waits = "expect" in http.headers
             raise self._too_large(closes=waits or length > _READ_ON * self._max_body_bytes)
 
@@ -333,7 +335,7 @@ class Generation:
         )
 
     def _check_lengths(self, request: CompletionRequest | ChatCompletionRequest) -> None:
-        """Refuses lists of more token ids than fit, before anybody looks at the ids."""
+        """Refuse lists of more token ids than fit the context, before the ids are examined."""
         given = request.prompt if isinstance(request, CompletionRequest) else None
         if not isinstance(given, list):
             return
@@ -349,14 +351,14 @@ class Generation:
     async def _sampling_params(
         self, http: Request, request: CompletionRequest | ChatCompletionRequest
     ) -> SamplingParams:
-        """The parameters; those of a long body are checked beside the event loop."""
+        """Return the sampling parameters; those of a long body are checked in a thread."""
         scope = http.state.cache_scope
         if int(http.headers.get("content-length", _SHORT_BODY)) < _SHORT_BODY:
             return request.sampling_params(self._call_form, scope)
         return await asyncio.to_thread(request.sampling_params, self._call_form, scope)
 
     async def _with_prediction(self, params: SamplingParams) -> SamplingParams:
-        """The parameters, with the predicted text as tokens."""
+        """Return the parameters with the predicted text encoded as tokens."""
         text = params.prediction
         if not isinstance(text, str) or not text:
             return params
@@ -428,7 +430,7 @@ class Generation:
 
 
 def _refusal(error: BaseException, request: CompletionRequest | ChatCompletionRequest) -> ApiError:
-    """What a client is told when its job is refused, or ends before it is complete."""
+    """Return the error for a job that is refused or ends before it is complete."""
     if isinstance(error, ContextOverflow):
         return too_long(str(error), request.prompt_field)
     if isinstance(error, QueueFull):

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""By which names the server is asked, by whose pages, and on whose behalf.
+"""Access checks: the Host header, origins of web pages, and proxies.
 
-A page of any origin may ask a name of its own, and let that name lead to this machine (DNS
-rebinding): to the browser the answer is then the page's. The name still stands in the Host header.
+A web page of any origin may send requests to a host name of its own, and let that name resolve to
+this machine (DNS rebinding): the browser then treats the answer as the page's own. The Host header
+still contains that name.
 """
 
 import ipaddress
@@ -19,15 +20,15 @@ from specops.server.api_error import ApiError
 
 
 def default_hosts(host: str, *, has_keys: bool) -> list[str] | None:
-    """The names of a server that says none itself.
+    """Return the default of `Access.allowed_hosts`.
 
     Args:
-        host: the address that it listens on.
-        has_keys: it answers only those who have a key, which pages of others have not.
+        host: address that the server listens on.
+        has_keys: whether the server requires an API key, which other origins' pages do not have.
 
     Returns:
-        Those of this machine, where it is asked from this machine alone and without a key; None:
-        any.
+        This machine's names, if the server listens on a loopback address and needs no key; else
+        None, which allows any name.
     """
     if has_keys or not ipaddress.ip_address(host).is_loopback:
         return None
@@ -36,14 +37,14 @@ def default_hosts(host: str, *, has_keys: bool) -> list[str] | None:
 
 @dataclass(frozen=True)
 class Access:
-    """Who may ask a server, beside those who have its keys.
+    """Restrictions on requests besides API keys.
 
     Args:
         allowed_hosts: names and addresses that requests may have in their Host header, without a
-            port; "*.example.com" is all names below one, "*" any. None: any.
-        allowed_origins: origins of pages that may ask from a browser (CORS), or "*".
-        forwarded_allow_ips: addresses and networks of proxies whose X-Forwarded-For says where a
-            request comes from, or "*"; none: nobody's does.
+            port; "*.example.com" allows all names below example.com, and "*" or None any name.
+        allowed_origins: origins of pages that may send requests from a browser (CORS), or "*".
+        forwarded_allow_ips: addresses and networks of proxies whose X-Forwarded-For header is
+            trusted, or "*" to trust all; empty to trust none.
 
     Raises:
         ValueError: a host, an origin or a proxy is not valid.
@@ -60,10 +61,10 @@ class Access:
 
 
 def _check_hosts(hosts: Sequence[str]) -> None:
-    """Refuses what is no name of a host.
+    """Check names of hosts.
 
     Raises:
-        ValueError: one is not valid.
+        ValueError: one is invalid.
     """
     for host in hosts:
         if host != "*" and _name_of(host.removeprefix("*.")) != host.removeprefix("*.").lower():
@@ -74,10 +75,10 @@ def _check_hosts(hosts: Sequence[str]) -> None:
 
 
 def _check_origins(origins: Sequence[str]) -> None:
-    """Refuses what is no origin of a page.
+    """Check origins of web pages.
 
     Raises:
-        ValueError: one is not valid.
+        ValueError: one is invalid.
     """
     for origin in origins:
         scheme, _, host = origin.partition("://")
@@ -88,10 +89,10 @@ def _check_origins(origins: Sequence[str]) -> None:
 
 
 def _check_proxies(proxies: Sequence[str]) -> None:
-    """Refuses what is neither an address nor a network.
+    """Check addresses and networks of proxies.
 
     Raises:
-        ValueError: one is neither.
+        ValueError: one is neither an address nor a network.
     """
     for proxy in proxies:
         try:
@@ -104,11 +105,12 @@ def _check_proxies(proxies: Sequence[str]) -> None:
 
 
 class AllowedHosts:
-    """Middleware around an application: answers only requests that name one of some hosts.
+    """ASGI middleware that refuses requests for hosts that are not allowed.
 
     Args:
         app: the application.
-        hosts: names and addresses; "*.example.com" is all names below one; "*" is any.
+        hosts: allowed names and addresses; "*.example.com" allows all names below example.com, and
+            "*" any name.
     """
 
     def __init__(self, app: ASGIApp, hosts: Sequence[str]) -> None:
@@ -117,7 +119,7 @@ class AllowedHosts:
         self._endings = tuple(host[1:] for host in self._names if host.startswith("*."))
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serves a request."""
+        """Serve a request."""
         if scope["type"] == "http" and "*" not in self._names:
             host = HTTPConnection(scope).headers.get("host", "")
             name = _name_of(host)
@@ -133,11 +135,11 @@ class AllowedHosts:
 
 
 class Forwarded:
-    """Middleware around an application: believes proxies that say for whom they ask.
+    """ASGI middleware that takes the client's address from the header of trusted proxies.
 
     Args:
         app: the application.
-        proxies: addresses and networks of those whose X-Forwarded-For counts; "*" is everybody.
+        proxies: addresses and networks of proxies whose X-Forwarded-For is trusted; "*" trusts all.
     """
 
     def __init__(self, app: ASGIApp, proxies: Sequence[str]) -> None:
@@ -145,7 +147,7 @@ class Forwarded:
         self._proxied = ProxyHeadersMiddleware(self._serve, [*proxies])  # type: ignore[arg-type]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serves a request."""
+        """Serve a request."""
         if scope["type"] == "http":
             scope.setdefault("state", {})["peer"] = scope["client"]
         await self._proxied(scope, receive, send)  # type: ignore[arg-type]
@@ -155,14 +157,14 @@ class Forwarded:
             peer = scope["state"].pop("peer")
             try:
                 ipaddress.ip_address(scope["client"][0])
-            except (ValueError, TypeError):  # no address, and nobody's to write into the log
+            except (ValueError, TypeError):  # not an address, so unsafe to log
                 scope["client"] = peer
         await self._app(scope, receive, send)
 
 
 def _name_of(host: str) -> str:
-    """The name or address in a Host header, in small letters, without a port; "" if none."""
-    if host.count(":") > 1 and "[" not in host:  # an address of IPv6 on its own
+    """Return the name or address in a Host header, in lower case, without a port; "" if invalid."""
+    if host.count(":") > 1 and "[" not in host:  # an IPv6 address without brackets
         host = f"[{host}]"
     try:
         return urlsplit(f"//{host}").hostname or ""

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A completion between two texts: a prompt with a suffix, for models that have tokens for it."""
+"""Infilling: completion between a prompt and a suffix, for models that have tokens for it."""
 
 from specops.tokenizer import Tokenizer
 
-# What stands before the beginning, between it and the end, and behind that, as models are trained.
+# Marks before the prompt, before the suffix and after it, as several families of models are
+# trained.
 _MARKS = (
     ("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>"),
     ("<fim_prefix>", "<fim_suffix>", "<fim_middle>"),
@@ -12,15 +13,15 @@ _MARKS = (
 
 
 def infill_prompt(tokenizer: Tokenizer, prompt: object, suffix: str) -> str:
-    """The one text that asks for what stands between two.
+    """Return the text that prompts the model for the part between a prompt and a suffix.
 
     Args:
-        tokenizer: of the model.
-        prompt: before what is asked for.
-        suffix: behind it.
+        tokenizer: the model's tokenizer.
+        prompt: text before the completion.
+        suffix: text after the completion.
 
     Raises:
-        ValueError: the prompt is no text, or the model has no tokens for it.
+        ValueError: the prompt is no text, or the model has no tokens for infilling.
     """
     if not isinstance(prompt, str):
         raise ValueError("suffix needs a prompt that is one text")

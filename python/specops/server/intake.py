@@ -1,16 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whose request is prepared next: of every client one at a time.
+"""Admission of requests to the server: one request of each client is prepared at a time.
 
-The event loop does a piece of work for every task that can go on, one after the other. Of a hundred
-requests that come at once each piece would be behind a hundred others, for everybody. So a client's
-requests wait for each other, as they came, until the one before is on its way: another client's
-request is behind one of them. Bodies are read meanwhile, and what the engine and other threads do
-for long is waited for without a turn. The engine's thread takes requests in between two steps; so a
-client has a few on their way to it at a time, and the next one keeps its turn until there is room.
+The event loop runs a piece of work for every ready task in sequence. If one client sent a hundred
+requests at once, every piece of any client's work would wait behind a hundred others. So the
+requests of a client take turns, in order of arrival: a request keeps its turn until it is on its
+way to the engine, and another client's request waits for at most one of them. A request holds no
+turn while its body is read or while it waits for long work of the engine or of other threads. The
+engine's thread takes requests between two steps, so a client may have only a few requests on their
+way to it; the next one keeps its turn until one of those has been taken.
 
-A request whose client has left by its turn is dropped there. One that was begun and then abandoned
-has cost something and is in nobody's way any more, so it would count for nothing: the client's next
-turn is a pause later for it. A client that asks and leaves in a loop waits for its own pauses.
+A request whose client has left by its turn is dropped. A request that was begun and then abandoned
+has cost work but no longer takes a turn, so the client's next turn is delayed by a pause instead.
+A client that sends requests and leaves in a loop thus waits for its own pauses.
 """
 
 import asyncio
@@ -25,29 +26,29 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from specops.server.clients import Clients
 from specops.server.unread import Unread
 
-# What an abandoned request adds to the time before its client's next turn, and how much there may
-# be: many may be abandoned at once, by a client that ends.
+# Delay of the client's next turn per abandoned request, and the maximum of the sum: a client that
+# ends may abandon many requests at once.
 _PAUSE_SECONDS = 0.01
 _MOST_PAUSE_SECONDS = 1.0
 
-# Bytes of a body that are written at a time; the write buffer pauses when it has so many.
+# Bytes of a body that are written at a time; the write buffer pauses at this many.
 _PIECE_BYTES = 1 << 16
 
 
 @dataclass(eq=False)
 class _Line:
-    """A client's requests that want a turn, or have it."""
+    """Requests of one client that wait for a turn or have one."""
 
     places: asyncio.Semaphore  # first come, first served
-    num_users: int = 0  # requests, and pauses
+    num_users: int = 0  # requests and pauses that refer to this object
     paused_until: float = 0.0  # by the event loop's clock
 
 
 class Turns:
-    """Every client's line, as long as somebody stands in it.
+    """Waiting lines of all clients that have a request or a pause.
 
     Args:
-        at_once: how many of a client's requests have their turn at a time.
+        at_once: number of requests of one client that may have a turn at a time.
     """
 
     def __init__(self, at_once: int = 1) -> None:
@@ -55,7 +56,7 @@ class Turns:
         self._lines: dict[str, _Line] = {}
 
     async def begin(self, client: str) -> None:
-        """Waits for a turn, and for the end of the client's pause."""
+        """Wait for a turn and for the end of the client's pause."""
         line = self._join(client)
         try:
             await line.places.acquire()
@@ -70,13 +71,13 @@ class Turns:
             raise
 
     def end(self, client: str) -> None:
-        """Ends a turn of the client's."""
+        """End one turn of the client."""
         line = self._lines[client]
         line.places.release()
         self._leave(client, line)
 
     def pause(self, client: str) -> None:
-        """Puts the client's next turn off, for a request of its that it has abandoned."""
+        """Delay the client's next turn because it abandoned a request."""
         line, loop = self._join(client), asyncio.get_running_loop()
         now = loop.time()
         begin = max(line.paused_until, now)
@@ -96,16 +97,16 @@ class Turns:
             del self._lines[client]
 
     def __len__(self) -> int:
-        """How many clients there are."""
+        """Return the number of clients with a request or a pause."""
         return len(self._lines)
 
 
 class Turn:
-    """One request's turn; it may end and begin several times.
+    """Turn of one request; it may begin and end several times.
 
     Args:
-        turns: of all.
-        client: whose request it is.
+        turns: the turns of all clients.
+        client: name of the client that sent the request.
     """
 
     def __init__(self, turns: Turns, client: str) -> None:
@@ -113,33 +114,33 @@ class Turn:
         self._has_it = False
 
     async def begin(self) -> None:
-        """Waits for the turn, behind those of the client's requests that wait already."""
+        """Wait for the turn, behind earlier requests of the same client."""
         if not self._has_it:
             await self._turns.begin(self._client)
             self._has_it = True
 
     def end(self) -> None:
-        """Lets the client's next request go on; nothing, where this one has no turn."""
+        """End the turn, so that the client's next request may run; no-op without a turn."""
         if self._has_it:
             self._has_it = False
             self._turns.end(self._client)
 
 
 class Intake:
-    """Middleware around an application: says who asks, and gives turns to requests with bodies.
+    """ASGI middleware that identifies clients and gives turns to requests with bodies.
 
-    Long bodies of answers are written in pieces, each when the client has read those before it.
+    It writes a long response body in pieces, each after the client has read the previous ones.
 
-    `state` of a request gets `client`, a name; `cache_scope`, of that client; `may_ask`; `turn`, a
-    `Turn`; and `send_body`, which goes around the other middleware: of an answer that has begun it
-    wants to know nothing more. It has `is_gone` already, by which a connection says whether it has
-    ended (connections.py).
+    It sets these attributes of a request's `state`: `client`, the client's name; `cache_scope`, the
+    client's cache scope; `may_ask`, whether it is authorized; `turn`, a `Turn`; and `send_body`,
+    which bypasses the other middleware, because that only needs to see how an answer begins.
+    `is_gone` is set already: it returns whether the connection has ended (connections.py).
 
     Args:
         app: the application.
-        clients: who tells them apart.
-        turns: of the clients.
-        unread: counts what is left of long bodies.
+        clients: identifies clients.
+        turns: the turns of all clients.
+        unread: counts the unsent bytes of long bodies.
         cancelled: makes the answer to a request that is cancelled before its answer has begun,
             which happens when the time for draining is over.
     """
@@ -156,7 +157,7 @@ class Intake:
         self._cancelled = cancelled
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serves a request."""
+        """Serve a request."""
         if scope["type"] != "http":
             return await self._app(scope, receive, send)
         name, may_ask = self._clients.identify(HTTPConnection(scope))
@@ -166,7 +167,7 @@ class Intake:
         cache_scope = self._clients.cache_scope(name)
         state.update(client=name, cache_scope=cache_scope, may_ask=may_ask)
         state.update(turn=turn, send_body=send)
-        # Another HTTP server than ours does not say.
+        # Other HTTP servers than ours do not set it.
         is_gone: Callable[[], bool] = state.setdefault("is_gone", lambda: False)
 
         has_begun = False
@@ -174,7 +175,7 @@ class Intake:
         async def answering(message: Message) -> None:
             nonlocal has_begun
             has_begun = True
-            turn.end()  # how long the client reads is nobody's affair
+            turn.end()  # a slow reader must not hold the turn
             await send(message)
 
         try:
@@ -193,8 +194,8 @@ class Intake:
             await self._cancelled(scope)(scope, receive, send)
         finally:
             turn.end()
-            # The connection knows the scope, and what is here knows the connection. Without that
-            # circle a request's objects go when it ends, and garbage is looked for less often.
+            # The connection refers to the scope, and `state` to the connection. Breaking the cycle
+            # frees a request's objects as soon as it ends, without garbage collection.
             state.clear()
 
     async def _send_in_pieces(self, send: Send, client: str, message: Message) -> None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A job: what one HTTP request wants of the engine, and the outputs that come back for it."""
+"""Jobs: the engine's work for one HTTP request, and the outputs that come back."""
 
 import asyncio
 import itertools
@@ -18,24 +18,24 @@ _numbers = itertools.count()
 
 
 class StepSeconds(NamedTuple):
-    """What steps took, by their parts."""
+    """Seconds that the engine's steps took, by their parts."""
 
-    verify: float  # the model, and the choice of tokens
+    verify: float  # running the model and choosing tokens
     draft: float
 
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """When a choice was worked on, in seconds after its job's arrival.
+    """Timeline of one choice, in seconds after its job's arrival.
 
     Attributes:
-        begin: it got its slot.
-        first: its first tokens were there.
-        last: its last ones were.
-        num_first: how many tokens came first; a step may emit several.
-        steps_at_first: what all of the engine's steps had taken when its first tokens were there;
-            None: the engine does not know.
-        steps_at_last: when its last ones were.
+        begin: time when it got its slot.
+        first: time of its first tokens.
+        last: time of its last tokens.
+        num_first: number of tokens that came first; a step may emit several.
+        steps_at_first: total duration of all of the engine's steps by the time of its first tokens;
+            None if the engine does not measure it.
+        steps_at_last: the same by the time of its last tokens.
     """
 
     begin: float
@@ -48,11 +48,11 @@ class Span:
 
 @dataclass(frozen=True, slots=True)
 class ChoiceOutput:
-    """What one step added to one choice of a job that streams; else the whole choice."""
+    """Output of one step for one choice of a streaming job; otherwise the whole choice."""
 
     output: Output
     seconds: float  # from its job's arrival to the end of the step
-    span: Span | None = None  # once the choice is finished
+    span: Span | None = None  # set when the choice is finished
 
 
 class JobFailed(Exception):
@@ -72,20 +72,20 @@ class OutputNotRead(JobFailed):
 
 
 class EngineAway(JobFailed):
-    """There is no engine at the moment, but there will be."""
+    """Failure of a job because the engine is temporarily absent."""
 
 
 class QueueAway(JobFailed):
-    """The queue of jobs cannot be reached at the moment."""
+    """Failure of a job because its queue is temporarily unreachable."""
 
 
 class BadSpeculation(ValueError):
-    """The engine does not run a job's `speculative_config`."""
+    """Refusal of a job whose `speculative_config` the engine does not support."""
 
 
 @dataclass(slots=True)
 class Times:
-    """When tokens of a choice arrived; 0 before."""
+    """Arrival times of a choice's tokens; 0 before they arrive."""
 
     first: float = 0.0
     num_first: int = 0  # tokens of the first step that had any
@@ -94,24 +94,24 @@ class Times:
 
 
 class Job:
-    """One HTTP request: some prompts, `n` choices of each. Lives on the event loop.
+    """Job of one HTTP request: prompts with `n` choices each. Use it on the event loop only.
 
     Args:
-        prompts: token ids.
-        params: for all of them.
+        prompts: token ids of each prompt.
+        params: sampling parameters of all prompts.
         speculative_config: the request's own, as JSON, or None.
-        client: who asks, as slots are shared among clients.
-        streaming: hand out every step's output, rather than finished choices only.
+        client: name of the client, since slots are shared fairly among clients.
+        streaming: report every step's output, rather than finished choices only.
         unread: counts the outputs of a streaming job until they are taken.
-        kv_transfer: the prompt's pages come from another engine, or are for one.
+        kv_transfer: request to fetch the prompt's pages from another engine, or keep them for one.
         hidden_drafters: drafters whose rejected drafts are not reported.
 
     Attributes:
-        number: of no other job.
-        times: of each choice.
-        num_running: choices of which the last output has not come yet.
-        num_unfinished: choices of which nobody has taken the last output.
-        num_speculative_tokens: drafts of its steps, once it is accepted.
+        number: unique number of the job.
+        times: token times of each choice.
+        num_running: number of choices whose last output has not arrived yet.
+        num_unfinished: number of choices whose last output `next_outputs` has not returned yet.
+        num_speculative_tokens: maximum number of drafts per step; set when the job is accepted.
     """
 
     def __init__(
@@ -141,33 +141,34 @@ class Job:
         self._loop = asyncio.get_running_loop()
         self._accepted: asyncio.Future[None] | None = self._loop.create_future()
         self._unread = unread
-        self._is_closed = False  # takes no further event
+        self._is_closed = False  # ignores further events
         self._events: deque[ChoiceOutput | Exception] = deque()
-        self._arrival: asyncio.Future[None] | None = None  # of an event that somebody waits for
+        self._arrival: asyncio.Future[None] | None = None  # resolved when an event arrives
 
     @property
     def is_accepted(self) -> bool:
-        """Whether the engine has taken the job, or the caller has stopped waiting for that."""
+        """True once the engine has accepted or refused the job, or the caller stopped waiting."""
         return self._accepted is None or self._accepted.done()
 
     async def until_accepted(self) -> None:
-        """Waits for the engine's word; called once.
+        """Wait until the engine accepts the job; call this at most once.
 
         Raises:
-            Exception: the refusal, or the failure.
+            Exception: the engine refused the job, or failed.
         """
         assert self._accepted is not None, "nobody has waited before"
         try:
             await self._accepted
         finally:
-            # An exception knows who raised it, and so this job, which shall go with its request.
+            # The future's exception refers to this job through its traceback. Dropping the future
+            # breaks the cycle, so that the job is freed with its request.
             self._accepted = None
 
     async def next_outputs(self) -> list[ChoiceOutput]:
-        """Wait for outputs. Return one if the job streams, else all that have come.
+        """Wait for outputs. Return one if the job streams, else all that have arrived.
 
         Raises:
-            JobFailed: the engine gave the job up.
+            JobFailed: the job ended early because it failed.
         """
         if not self._events:
             self._arrival = self._loop.create_future()

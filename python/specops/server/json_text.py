@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""JSON as text: read strictly, without recursion limits, and with numbers as they are written."""
+"""JSON text: strict parsing without recursion, which keeps numbers as they are written."""
 
 import json
 import re
 import secrets
 from typing import Any
 
-# Levels of lists and objects in a body: JSON parsers of other languages read so many, and Python's
-# recursive functions many more. A call's arguments leave some for the body that they are sent in.
+# Maximum levels of lists and objects in a body. JSON parsers of other languages read this many, and
+# Python's recursive functions many more. Arguments of calls leave levels for the body around them.
 MAX_DEPTH = 128
 MAX_ARGUMENTS_DEPTH = 100
 
@@ -20,7 +20,7 @@ _SPACE = re.compile(r"[ \t\r\n]*")
 _STRING_OR_NUMBER = re.compile(
     r'"[^"\\]*(?:\\.[^"\\]*)*"|-?[0-9]+(?:\.[0-9]+)?(?:[eE][-+]?[0-9]+)?'
 )
-_MARK = f"number {secrets.token_hex(8)} "  # no client can know it
+_MARK = f"number {secrets.token_hex(8)} "  # random, so that no client can guess it
 _MARKED = re.compile(f'"{_MARK}([^"]*)"')
 
 
@@ -35,7 +35,7 @@ class Number:
 
 
 def require_shallow(value: Any, most: int) -> None:
-    """Refuse a JSON value with more than `most` levels; without recursion.
+    """Check, without recursion, that a JSON value has at most `most` levels.
 
     Raises:
         ValueError: it has more.
@@ -64,7 +64,7 @@ def refuse_constant(name: str) -> None:
 
 
 def loads(text: str) -> Any:
-    """Return the value of a call's arguments; `dumps` writes its numbers as they are in the text.
+    """Parse a call's arguments; `dumps` writes the numbers exactly as they are in the text.
 
     Raises:
         ValueError: the text is not valid JSON, or nested more than MAX_ARGUMENTS_DEPTH levels deep.
@@ -104,7 +104,7 @@ def _marked(value: Any) -> str:
 
 
 def with_short_integers(text: str) -> str:
-    """Return valid JSON text that Python's json reads, too: no integer is too long for it.
+    """Return valid JSON text without integers that are too long for Python's json.
 
     A longer integer becomes a decimal number with the same digits and value.
     """
@@ -117,7 +117,7 @@ def with_short_integers(text: str) -> str:
     return _STRING_OR_NUMBER.sub(shorter, text) if len(text) > MAX_DIGITS else text
 
 
-# Checks a member's value; its numbers are not converted.
+# Validates a member's value without converting numbers.
 _DECODER = json.JSONDecoder(parse_int=str, parse_float=str, parse_constant=refuse_constant)
 
 
@@ -125,7 +125,7 @@ def members_of(text: str) -> dict[str, str]:
     """Return the members of a JSON object as text, by name.
 
     Args:
-        text: the object; it is not nested too deeply for Python's json.
+        text: the object; its nesting must not be too deep for Python's json.
 
     Raises:
         ValueError: the text is not a valid JSON object.
@@ -158,13 +158,13 @@ def _after(text: str, at: int, mark: str) -> int:
 
 
 class ObjectScanner:
-    """Finds the end of a JSON object in a text that grows.
+    """Scanner for the end of a JSON object in a growing text.
 
-    It counts brackets outside of strings, so the end of a text that is not valid JSON depends only
-    on the text, too, and not on the pieces that it arrives in.
+    It counts brackets outside of strings. So even for invalid JSON, the end depends only on the
+    text and not on the pieces in which it arrives.
 
     Attributes:
-        depth: most levels so far.
+        depth: maximum number of levels so far.
     """
 
     def __init__(self) -> None:
@@ -177,7 +177,7 @@ class ObjectScanner:
         """Return the end of the object that the text begins with, or None if it goes on.
 
         Args:
-            text: begins with "{", and with the text of the last call.
+            text: text that begins with "{" and extends the text of the previous call.
         """
         while True:
             if self._in_string:

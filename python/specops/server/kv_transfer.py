@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`kv_transfer_params`: prompts that one server computes and another goes on with."""
+"""`kv_transfer_params`: one server computes a prompt's KV and another server decodes from it."""
 
 import re
 from collections.abc import Iterable
@@ -15,23 +15,23 @@ _FIELD = "kv_transfer_params"
 _LEASE_NAME = re.compile(r"[0-9a-f]{32}")
 _MOST_HOST = 255  # characters, as in DNS
 _MOST_RANKS = 1024
-# Which servers do it for others.
+# The roles that a server may have to accept a request with the field set.
 _MAY = {"do_remote_decode": ("prefill", "mixed"), "do_remote_prefill": ("decode", "mixed")}
 
 
 def kv_transfer_of(
     request: CompletionRequest | ChatCompletionRequest, num_prompts: int, role: str
 ) -> KvTransfer | None:
-    """Return what a request asks of pages, as the engine takes it.
+    """Return the KV transfer that a request asks for, or None if it asks for none.
 
     Args:
-        request: of a client.
-        num_prompts: of the request.
-        role: of this server; empty: none.
+        request: the client's request.
+        num_prompts: number of prompts in the request.
+        role: this server's role; empty if it has none.
 
     Raises:
-        ApiError: this server does nothing of the kind, not with such a request, or a field has a
-            form that no server has given it.
+        ApiError: this server's role or this kind of request does not support KV transfer, or a
+            field has a form that no server produces.
     """
     asked = request.kv_transfer_params
     message = None if asked is None else asked.as_message()
@@ -58,7 +58,7 @@ def kv_transfer_of(
 
 
 def kv_transfer_extras(ends: Iterable[End]) -> dict[str, Any]:
-    """What an answer says of pages that wait for another server."""
+    """Return the answer's fields for KV pages that wait for another server; empty if none do."""
     told = [end.kv_transfer for end in ends if end.kv_transfer is not None]
     return {_FIELD: structs.asdict(told[0])} if told else {}
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Log-probabilities in the two shapes of OpenAI's protocol: of chats, and of completions."""
+"""Log-probabilities in OpenAI's two formats, for chats and for completions, and in vLLM's."""
 
 import codecs
 from collections.abc import Sequence
@@ -11,24 +11,25 @@ from specops.server.api_error import ApiError
 from specops.server.streaming import dumped
 from specops.tokenizer import Tokenizer
 
-# Of prompts, in one answer, with the alternatives': some 20 MB of JSON.
+# Maximum number of prompts' log-probabilities in one answer, including alternatives: some 20 MB of
+# JSON.
 MAX_PROMPT_LOGPROBS = 1 << 18
 
 _ENTRY = '"%d":{"logprob":%r,"rank":%d,"decoded_token":%s}'
 
 
 def num_prompt_logprobs(prompts: Sequence[Sequence[int]], params: SamplingParams) -> int:
-    """How many log-probabilities of prompts an answer has, with the alternatives'."""
+    """Return the number of prompts' log-probabilities in an answer, including alternatives."""
     if params.prompt_logprobs is None:
         return 0
     return params.n * sum(map(len, prompts)) * (1 + params.prompt_logprobs)
 
 
 def check_prompt_logprobs(prompts: Sequence[Sequence[int]], params: SamplingParams) -> None:
-    """Refuses answers with more log-probabilities of prompts than one may have.
+    """Check that an answer has at most MAX_PROMPT_LOGPROBS log-probabilities of prompts.
 
     Raises:
-        ApiError: there would be.
+        ApiError: it would have more.
     """
     count = num_prompt_logprobs(prompts, params)
     if count > MAX_PROMPT_LOGPROBS:
@@ -42,7 +43,7 @@ def check_prompt_logprobs(prompts: Sequence[Sequence[int]], params: SamplingPara
 
 
 def token_text(data: bytes) -> str:
-    """A token on its own: its text, or its bytes where they are no whole characters."""
+    """Return a token's text, or "bytes:" and its escaped bytes if they are not valid UTF-8."""
     try:
         return data.decode("utf-8")
     except UnicodeDecodeError:
@@ -54,7 +55,7 @@ def _finite(logprob: float) -> float:
 
 
 def chat_logprobs(tokenizer: Tokenizer, logprobs: Sequence[TokenLogprob]) -> dict[str, Any]:
-    """Log-probabilities in the shape of chat completions."""
+    """Return log-probabilities in the format of chat completions."""
 
     def entry(token_id: int, logprob: float) -> dict[str, Any]:
         data = tokenizer.token_bytes(token_id)
@@ -68,7 +69,7 @@ def chat_logprobs(tokenizer: Tokenizer, logprobs: Sequence[TokenLogprob]) -> dic
 
 
 class LegacyLogprobs:
-    """Log-probabilities in the shape of completions, whose offsets count through the stream."""
+    """Builder of log-probabilities in the format of completions; text offsets span the stream."""
 
     def __init__(self, tokenizer: Tokenizer, offset: int = 0) -> None:
         self._tokenizer = tokenizer
@@ -76,7 +77,7 @@ class LegacyLogprobs:
         self._offset = offset
 
     def build(self, logprobs: Sequence[TokenLogprob]) -> dict[str, Any]:
-        """The next tokens' log-probabilities."""
+        """Return the log-probabilities of the next tokens."""
         return self._build([one.token_id for one in logprobs], logprobs, None)
 
     def build_prompt(
@@ -89,11 +90,11 @@ class LegacyLogprobs:
         """Return a prompt's log-probabilities, with null for the first token.
 
         Args:
-            token_ids: the prompt.
-            logprobs: one per token.
-            num_alternatives: kept per token.
-            text: the prompt, if it was sent as text: it has the special tokens that the client has
-                spelt. Empty for token ids, whose echo has none.
+            token_ids: token ids of the prompt.
+            logprobs: log-probabilities, one entry per token.
+            num_alternatives: maximum number of alternatives per token.
+            text: the prompt if it was sent as text, including special tokens that the client wrote
+                out. Empty for a prompt of token ids, whose echo has no special tokens.
         """
         reply = self._build(token_ids, logprobs, num_alternatives, text)
         self._offset = len(text) or self._offset
@@ -118,7 +119,7 @@ class LegacyLogprobs:
             if not self._tokenizer.is_special(token_id):
                 self._offset += len(self._utf8.decode(data))
             elif is_added and len(offsets) == 1:
-                pass  # not in the text, even if the client has spelt the same token behind it
+                pass  # not in the text, even if the client wrote the same token after it
             elif text and text.startswith(name := token_text(data), self._offset):
                 self._offset += len(name)
             values.append(None if one is None else _finite(one.logprob))
@@ -132,7 +133,7 @@ class LegacyLogprobs:
         }
 
     def _is_added(self, token_ids: Sequence[int], text: str) -> bool:
-        """Return whether the first token is special, and put before a text by the tokenizer."""
+        """Return whether the first token is special and was added to the text by the tokenizer."""
         first = token_ids[0]
         if not self._tokenizer.is_special(first):
             return False
@@ -140,7 +141,7 @@ class LegacyLogprobs:
         return list(token_ids).count(first) > text.count(name)
 
     def _alternatives(self, one: TokenLogprob, most: int | None) -> dict[str, float]:
-        """The likeliest tokens, by their text, and the token itself."""
+        """Return the log-probabilities of the likeliest tokens and the token itself, by text."""
         alternatives: dict[str, float] = {}
         for token_id, logprob in (*one.alternatives[:most], (one.token_id, one.logprob)):
             text = token_text(self._tokenizer.token_bytes(token_id))
@@ -149,12 +150,12 @@ class LegacyLogprobs:
 
 
 def joined(first: dict[str, Any] | None, second: dict[str, Any]) -> dict[str, Any]:
-    """Log-probabilities of two texts in the shape of completions, one behind the other."""
+    """Concatenate the log-probabilities of two texts in the format of completions."""
     return second if first is None else {name: first[name] + second[name] for name in second}
 
 
 class _SpeltTokens(dict[int, str]):
-    """Tokens in JSON, each spelt once."""
+    """Cache of tokens' texts in JSON, by token id."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         super().__init__()
@@ -169,10 +170,10 @@ class _SpeltTokens(dict[int, str]):
 def vllm_prompt_logprobs(
     tokenizer: Tokenizer, logprobs: Sequence[TokenLogprob | None], num_alternatives: int
 ) -> bytes:
-    """A prompt's log-probabilities in vLLM's shape: by token id, the prompt's own token first.
+    """Return a prompt's log-probabilities in vLLM's format: by token id, the prompt's token first.
 
-    In JSON, since there may be a hundred thousand: to spell one is less work than to make a dict of
-    it, and an encoder would not let go of the interpreter's lock before the last one.
+    The result is JSON, since there may be a hundred thousand entries: writing one is less work than
+    making a dict of it, and an encoder would hold the interpreter's lock until the last one.
     """
     texts = _SpeltTokens(tokenizer)
 

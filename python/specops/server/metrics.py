@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Prometheus metrics: vLLM's names and meanings under the prefix `specops:`.
 
-Counters are the engine's own, as it told them last, so that there is one truth; only what a scrape
-cannot read back, the distributions of times and lengths, is observed as it happens.
+Counters are the engine's own, as it last reported them, so that there is one source of truth. Only
+distributions of times and lengths, which a scrape cannot reconstruct, are recorded as they occur.
 """
 
 import time
@@ -50,20 +50,20 @@ _SECONDS = (
 _TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000, 20000, 50000, 100000)
 _LENGTHS = (0, 1, 2, 3, 4, 6, 8, 12, 16, 24)
 _LABELS = ("model_name",)
-_MAX_RENDERED = 10  # times in a second
+_MAX_RENDERED = 10  # renderings per second
 
 
 class Metrics:
-    """The metrics of one engine.
+    """Metrics of one engine.
 
     Args:
-        client: of the engine whose counters are told.
+        client: connection to the engine.
     """
 
     def __init__(self, client: EngineClient) -> None:
         self._model = client.capabilities.model_name
-        self._text = b""  # as it was spelt last
-        self._rendered: deque[float] = deque(maxlen=_MAX_RENDERED)  # when, the oldest first
+        self._text = b""  # the last rendering
+        self._rendered: deque[float] = deque(maxlen=_MAX_RENDERED)  # rendering times in order
         self._registry = CollectorRegistry()
         ProcessCollector(registry=self._registry)
         PlatformCollector(registry=self._registry)
@@ -129,16 +129,16 @@ class Metrics:
         return labelled
 
     def watch(self, unread: Unread) -> None:
-        """Report the output that clients have not read; called once."""
+        """Add a gauge of the output that clients have not read; call this once."""
         text = "Estimated bytes of output that clients have not read yet"
         gauge = Gauge("specops:unread_output_bytes", text, _LABELS, registry=self._registry)
         gauge.labels(self._model).set_function(lambda: unread.total)
 
     def tokens(self, count: int, seconds: float, *, first: bool) -> None:
-        """A choice got `count` tokens in one step, so long after its last ones or its arrival."""
+        """Record `count` new tokens of a choice, `seconds` after its last ones or its arrival."""
         if first:
             self._first_token.observe(seconds)
-            # What came with the first token took no time of its own, as a client sees it.
+            # To a client, tokens that came with the first one took no time of their own.
             for _ in range(count - 1):
                 self._between_tokens.observe(0.0)
         else:
@@ -146,11 +146,11 @@ class Metrics:
                 self._between_tokens.observe(seconds / count)
 
     def dropped(self, reason: str, count: int) -> None:
-        """So many choices did not come to their end."""
+        """Count choices that ended early."""
         self._success.labels(self._model, reason).inc(count)
 
     def finished(self, reason: str, num_prompt: int, num_tokens: int, span: Span) -> None:
-        """A choice of so many tokens ended, and when it was worked on."""
+        """Record a finished choice with its numbers of tokens and its timeline."""
         self._success.labels(self._model, reason).inc()
         self._whole.observe(span.last)
         self._queued.observe(span.begin)
@@ -163,19 +163,19 @@ class Metrics:
         self._generated.observe(num_tokens)
 
     def step(self, num_rows: int) -> None:
-        """The engine may have made a step, of so many rows."""
+        """Record a step of the engine with its number of rows; 0 means no step."""
         if num_rows:
             self._step_tokens.observe(num_rows)
 
     def answer(self, method: str, route: str, status: int) -> None:
-        """An answer begins."""
+        """Count an answer that begins."""
         self._answers.labels(self._model, method, route, str(status)).inc()
 
     def render(self) -> bytes:
-        """All metrics in Prometheus' text format.
+        """Return all metrics in Prometheus' text format.
 
-        Who asks for them in a loop gets the last ones again, until a second is over: to spell them
-        takes milliseconds, in which no answer goes on.
+        Return the last rendering again after `_MAX_RENDERED` renderings within a second: each takes
+        milliseconds in which no answer makes progress, so a client in a loop must not cause more.
         """
         now = time.monotonic()
         if len(self._rendered) < _MAX_RENDERED or now - self._rendered[0] >= 1.0:
@@ -185,7 +185,7 @@ class Metrics:
 
 
 class _EngineCollector(Collector):
-    """Tells the engine's counters when Prometheus asks."""
+    """Collector that reads the engine's counters at each scrape."""
 
     def __init__(self, client: EngineClient) -> None:
         self._client = client
@@ -200,7 +200,7 @@ class _EngineCollector(Collector):
         yield self._drafter_failures()
 
     def _gauges(self) -> Iterator[Metric]:
-        """What there is at the moment."""
+        """Yield gauges of the engine's current state."""
         status, capabilities = self._client.status, self._client.capabilities
         used = 1 - status.num_free_pages / capabilities.num_pages
         sizes, texts = status.drafter_gauges, capabilities.drafter_gauges
@@ -215,7 +215,7 @@ class _EngineCollector(Collector):
             yield gauge
 
     def _counters(self) -> Iterator[Metric]:
-        """What has been counted since the start."""
+        """Yield the engine's counters since its start."""
         stats = self._client.status.stats
         speculative = stats.speculative
         for name, text, count in (
@@ -263,7 +263,7 @@ class _EngineCollector(Collector):
             yield counter
 
     def _cache_config(self) -> Metric:
-        """Of the KV cache, as labels of a gauge that is 1."""
+        """Return the KV cache's settings as labels of a gauge whose value is 1."""
         capabilities = self._client.capabilities
         facts = {
             "block_size": str(capabilities.page_size),
@@ -277,7 +277,7 @@ class _EngineCollector(Collector):
         return info
 
     def _positions(self) -> Iterator[Metric]:
-        """Drafts and accepted drafts by their place in a draft."""
+        """Yield counters of draft tokens and accepted draft tokens by position in the draft."""
         speculative = self._client.status.stats.speculative
         for name, text, counts in (
             (
@@ -308,7 +308,7 @@ class _EngineCollector(Collector):
         return failures
 
     def _draft_lengths(self) -> Metric:
-        """How many drafts were verified, over all steps of all choices."""
+        """Return the histogram of verified drafts per step, over all steps of all choices."""
         speculative = self._client.status.stats.speculative
         counts = [speculative.num_steps - speculative.num_drafts]
         counts += speculative.num_drafts_per_length[1:]

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Metrics on a port of their own, which may be closed to those who may ask the model.
+"""Metrics on a port of their own, which may be closed to the model's clients.
 
-They have a thread and an event loop, so that scrapes and answers do not wait for each other.
+They have their own thread and event loop, so that scrapes and answers do not wait for each other.
 """
 
 import contextlib
@@ -21,15 +21,15 @@ _MAX_CONNECTIONS = 64
 _HEADER_TIMEOUT = 20.0
 _WRITE_TIMEOUT = 20.0
 _DRAIN_SECONDS = 1
-_END_SECONDS = 3.0  # that the thread may take to end
+_END_SECONDS = 3.0  # time that the thread may take to end
 
 
 def add_metrics(app: FastAPI, metrics: Metrics) -> None:
-    """Adds the route /metrics."""
+    """Add the route /metrics."""
 
     @app.api_route("/metrics", methods=["GET", "HEAD"], response_class=PlainTextResponse)
     async def prometheus() -> Response:
-        """Metrics in the format of Prometheus."""
+        """Return metrics in Prometheus' text format."""
         return Response(metrics.render(), media_type="text/plain; version=0.0.4; charset=utf-8")
 
 
@@ -37,12 +37,12 @@ def add_metrics(app: FastAPI, metrics: Metrics) -> None:
 def metrics_served(
     metrics: Metrics, listener: socket.socket, allowed_hosts: Sequence[str] | None = None
 ) -> Iterator[None]:
-    """Serves /metrics, and nothing else, until the block ends.
+    """Serve /metrics, and nothing else, until the `with` block ends.
 
     Args:
-        metrics: what is told.
-        listener: from `listen`.
-        allowed_hosts: by which names it is asked; None: by any.
+        metrics: the metrics to serve.
+        listener: socket from `listen`.
+        allowed_hosts: host names that requests may use; None allows any.
     """
     app = FastAPI(openapi_url=None)
     add_metrics(app, metrics)
@@ -56,7 +56,7 @@ def metrics_served(
             write_timeout=_WRITE_TIMEOUT,
         ),
         loop="uvloop",
-        log_level="warning",  # of the scrapes nobody wants a line each
+        log_level="warning",  # no log line per scrape
         timeout_graceful_shutdown=_DRAIN_SECONDS,
         server_header=False,
         proxy_headers=False,

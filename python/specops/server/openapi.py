@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""/openapi.json: the API in OpenAPI's words, from the models that check bodies.
+"""/openapi.json: OpenAPI description of the API, generated from the models that validate bodies.
 
-Routes read their bodies themselves, with limits, so FastAPI does not know them: what it says of a
-route is completed here.
+Routes read their bodies themselves, with limits, so FastAPI does not know the bodies. This module
+completes FastAPI's description of each route.
 """
 
 import copy
@@ -51,13 +51,13 @@ _BODIES: tuple[type[Body], ...] = (
 )
 _SCHEMAS = "#/components/schemas/"
 
-# Elements of a body's messages or input.
+# Classes of the elements of a body's `messages` or `input`.
 _MESSAGES = (
     *("Message", "AssistantMessage", "ToolMessage", "AnthropicMessage"),
     *("InputMessage", "FunctionCall", "FunctionCallOutput"),
 )
 
-# A `schema` beside it would be that of the whole, which OpenAPI reads as the array of its events.
+# There is no `schema` beside `itemSchema`: OpenAPI would read it as an array of all events.
 _EVENTS = {
     "itemSchema": {
         "type": "object",
@@ -90,12 +90,12 @@ _OF_GENERATION = (*_OF_BODIES, 429, 503)
 def reads(
     reply: type[BaseModel], *errors: int, query: Mapping[str, dict[str, Any]] | None = None
 ) -> dict[str, Any]:
-    """What a route without a body is declared with.
+    """Return FastAPI's keyword arguments for a route without a body.
 
     Args:
-        reply: its answer.
-        errors: the statuses of its refusals, besides that of a wrong key.
-        query: the schemas of what its query may have; the route itself reads and checks it.
+        reply: class of the answer.
+        errors: statuses of the route's errors, except that for a wrong key.
+        query: schemas of the query parameters; the route itself reads and validates them.
     """
     declared: dict[str, Any] = {"responses": {200: {"model": reply}, **_refusals(errors)}}
     if query:
@@ -113,13 +113,13 @@ def takes(
     streams: bool = False,
     error: type[BaseModel] = ErrorReply,
 ) -> dict[str, Any]:
-    """What a route with a body is declared with.
+    """Return FastAPI's keyword arguments for a route with a body.
 
     Args:
-        body: one of those above.
-        reply: its answer.
-        streams: it generates, and may answer with events.
-        error: what its refusals are.
+        body: class of the body, one of `_BODIES`.
+        reply: class of the answer.
+        streams: whether the route generates text and may answer with server-sent events.
+        error: class of the route's errors.
     """
     success: dict[str, Any] = {"model": reply}
     if streams:
@@ -134,7 +134,7 @@ def takes(
 
 
 def operation_id(route: APIRoute) -> str:
-    """What a client generated from the description calls a route: the name of its handler."""
+    """Return a route's operation id, which generated clients use: the name of its handler."""
     return route.name
 
 
@@ -145,14 +145,14 @@ def _refusals(
 
 
 def describe(app: FastAPI, *, keyed: frozenset[str]) -> dict[str, Any]:
-    """The description of an application's routes.
+    """Return the OpenAPI description of an application's routes.
 
     Args:
-        app: with routes that are declared with `reads` and `takes`.
-        keyed: paths that need a key.
+        app: application with routes that were declared with `reads` and `takes`.
+        keyed: paths that need an API key.
     """
     with warnings.catch_warnings():
-        # GET and HEAD are one route; their ids are told apart below.
+        # GET and HEAD are one route; _complete gives HEAD an id of its own.
         warnings.filterwarnings("ignore", message="Duplicate Operation ID")
         described = get_openapi(
             title="specops",
@@ -162,11 +162,11 @@ def describe(app: FastAPI, *, keyed: frozenset[str]) -> dict[str, Any]:
             separate_input_output_schemas=False,
         )
     schemas = described["components"]["schemas"]
-    for name in ("HTTPValidationError", "ValidationError"):  # FastAPI's, which nobody is told
+    for name in ("HTTPValidationError", "ValidationError"):  # FastAPI's, never sent
         schemas.pop(name, None)
     schemas.update(_body_schemas())
     for path, item in described["paths"].items():
-        for method in sorted(item):  # sets have no order, and a description should have one
+        for method in sorted(item):  # methods come from a set; make the order deterministic
             operation = item.pop(method)
             _complete(operation, method, path in keyed)
             item[method] = operation
@@ -177,7 +177,7 @@ def describe(app: FastAPI, *, keyed: frozenset[str]) -> dict[str, Any]:
 
 def _complete(operation: dict[str, Any], method: str, needs_key: bool) -> None:
     responses = operation["responses"]
-    responses.pop("422", None)  # FastAPI's own, of parameters that cannot be wrong
+    responses.pop("422", None)  # FastAPI's own, for parameters that cannot be invalid
     if needs_key:
         operation["security"] = [{"key": []}]
         error = {"application/json": {"schema": {"$ref": f"{_SCHEMAS}{ErrorReply.__name__}"}}}
@@ -189,18 +189,18 @@ def _complete(operation: dict[str, Any], method: str, needs_key: bool) -> None:
 
 
 def _body_schemas() -> dict[str, Any]:
-    """The schemas of bodies, with what is checked beside pydantic."""
+    """Return the schemas of bodies, including the checks that are made outside pydantic."""
     _, found = models_json_schema(
         [(body, "validation") for body in _BODIES], ref_template=_SCHEMAS + "{model}"
     )
     schemas: dict[str, Any] = found["$defs"]
     for body in _BODIES:
         _complete_body(schemas[body.__name__], body)
-    message = schemas["InputMessage"]  # what has a role is one without a type, too
+    message = schemas["InputMessage"]  # recognized by its role if it has no type
     message["required"].remove("type")
     message["properties"]["type"] = _nullable(message["properties"]["type"])
     for name in _MESSAGES:
-        # Client libraries echo fields that hold nothing.
+        # Client libraries echo empty fields.
         nothing = [{"type": "null"}, {"type": "array", "maxItems": 0}]
         schemas[name]["additionalProperties"] = {"anyOf": nothing}
         for branch in _branches(schemas[name]["properties"].get("content", {}), "array"):
@@ -222,7 +222,7 @@ def _complete_body(schema: dict[str, Any], body: type[Body]) -> None:
             low, high = ranges[name]
             for branch in _branches(field, "integer", "number"):
                 least = "exclusiveMinimum" if name in POSITIVE else "minimum"
-                branch[least] = -1 if name == "top_k" else low  # -1 is off, too
+                branch[least] = -1 if name == "top_k" else low  # -1 means off
                 if high is not None:
                     branch["maximum"] = high
         if name in MAX_LISTS:
@@ -232,8 +232,8 @@ def _complete_body(schema: dict[str, Any], body: type[Body]) -> None:
         if name in ("messages", "input"):
             for branch in _branches(field, "array"):
                 branch["minItems"] = 1
-                # Its roles say already which kind a message is, and several are of one kind, which
-                # tools do not expect of a discriminator.
+                # The roles in the schemas already determine a message's class. Several roles share
+                # one class, which tools do not expect of a discriminator.
                 branch["items"].pop("discriminator", None)
     if "stop" in properties:
         for branch in _branches(properties["stop"], "string"):
@@ -253,19 +253,19 @@ def _complete_body(schema: dict[str, Any], body: type[Body]) -> None:
 
 @functools.cache
 def _meanings() -> dict[str, str]:
-    """What `SamplingParams` says of each of its attributes."""
+    """Return the descriptions of `SamplingParams`' attributes by name, from its docstring."""
     told = (inspect.getdoc(SamplingParams) or "").partition("Attributes:\n")[2]
     found = re.findall(r"^    (\w+): (.*(?:\n {8}.*)*)", told, re.MULTILINE)
     return {name: " ".join(meaning.split()) for name, meaning in found}
 
 
 def _branches(field: dict[str, Any], *types: str) -> list[dict[str, Any]]:
-    """The alternatives of a field that are of one of these types."""
+    """Return the alternatives of a field that have one of these types."""
     return [one for one in field.get("anyOf", [field]) if one.get("type") in types]
 
 
 def _nullable(field: dict[str, Any]) -> dict[str, Any]:
-    """The same, or null, which is the same as absent."""
+    """Return a field's schema extended by null, which means absent."""
     if "enum" in field and "type" not in field:
         return {**field, "enum": [*field["enum"], None]}
     if _branches(field, "null"):

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What steps have brought, on its way to those who wait for it: a few for each client at a time.
+"""Delivery of the engine's results to their jobs, a few for each client at a time.
 
-Each result wakes a task that writes an answer, or a piece of it. All of a step's at once would keep
-the event loop from everything else for as long as they take, those who were refused most of all.
+Each result wakes a task that writes an answer or a piece of one. Delivering all results of a step
+at once would block the event loop until all of these tasks have run.
 """
 
 import asyncio
@@ -14,13 +14,13 @@ from specops.service.messages import Accepted
 
 Event = tuple[Job, ChoiceOutput | Accepted | Exception]
 
-# Of each client, before the event loop looks for other work. To look costs about as much as to wake
-# a task, so that with many clients or few it is a small part.
+# Results delivered per client before the event loop looks for other work. Looking costs about as
+# much as waking a task, so it remains a small part of the cost with any number of clients.
 _AT_ONCE = 8
 
 
 class Outbox:
-    """Results by client, in order. Lives on the event loop.
+    """Queues of results by client, in order. Use it on the event loop only.
 
     Args:
         loop: the event loop.
@@ -28,18 +28,18 @@ class Outbox:
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
-        self._queues: dict[str, deque[Event]] = {}  # none is empty
-        self._is_due = False  # to hand out more
+        self._queues: dict[str, deque[Event]] = {}  # by client; no queue is empty
+        self._is_due = False  # whether _hand_out is scheduled
 
     def add(self, events: Iterable[Event]) -> None:
-        """Takes results, and hands out the first of them unless others are before them."""
+        """Queue results, and deliver the first of them unless a delivery is already scheduled."""
         for job, event in events:
             self._queues.setdefault(job.client, deque()).append((job, event))
         if not self._is_due:
             self._hand_out()
 
     def _hand_out(self) -> None:
-        # Tasks run in the order in which they are woken: those of clients with few are first.
+        # Tasks run in the order in which they are woken, so clients with few results come first.
         for client, waiting in sorted(self._queues.items(), key=lambda item: len(item[1])):
             for _ in range(min(_AT_ONCE, len(waiting))):
                 job, event = waiting.popleft()

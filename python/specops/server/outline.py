@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Lists of a body that are refused for their length: seen before their elements are made.
+"""Detection of overlong lists in a JSON body before their elements are parsed.
 
-Python's JSON holds the interpreter's lock until the last value is made: 20 to 40 ms for a body of
-600,000, in which neither the event loop nor the engine's thread goes on. So of a body with many
-values the outline is read first, which makes none of them. Lists beyond their limits are taken out
-of it, and stand-ins that know their length are checked in their place. What is valid is still up to
-`json`, which reads the rest; and a body with a stand-in is refused in any case.
+Python's JSON parser holds the interpreter's lock until it has created the last value: 20 to 40 ms
+for a body of 600,000 values, during which neither the event loop nor the engine's thread runs. So
+the outline of a body with many values is read first, which creates none of the values. Lists that
+exceed their limits are removed from the body, and stand-ins that know their lengths are validated
+instead. `json` reads the rest and decides whether it is valid. A body with a stand-in is always
+refused.
 """
 
 import codecs
@@ -15,18 +16,18 @@ from typing import Any
 
 import msgspec
 
-# Of fewer values nobody notices how long they take.
+# Bodies with fewer commas are parsed fast enough without an outline.
 _MANY = 1 << 12
 
 _OUTLINE = msgspec.json.Decoder(dict[str, msgspec.Raw])
 
-# Of what is valid JSON already: what commas may be in, and commas; and how a list of ids begins.
+# For text that is valid JSON: strings and flat lists, which may contain commas; commas; brackets.
 _INNER = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"|\[[^\[\]{}"]*\]|[,\[\]{}]')
-_NUMBER = re.compile(rb"\[\s*-?[0-9]+\s*,")
+_NUMBER = re.compile(rb"\[\s*-?[0-9]+\s*,")  # the beginning of a list of token ids
 
 
 class StandIn(list[Any]):
-    """A list of which there is the length, and an element of the first one's kind."""
+    """Stand-in for a long list: it reports the list's length but holds one sample element."""
 
     def __init__(self, element: Any, length: int) -> None:
         super().__init__([element])
@@ -39,22 +40,22 @@ class StandIn(list[Any]):
 def without_long_lists(
     body: bytes, most: Mapping[str, int], max_ids: int
 ) -> tuple[bytes, dict[str, Any]]:
-    """Takes out of a body what is too long, where it has many values.
+    """Remove lists that are too long from a body that has many values.
 
     Args:
-        body: in JSON, if it is valid.
-        most: elements that a field may have.
-        max_ids: token ids that a prompt may have.
+        body: JSON text, which may be invalid.
+        most: maximum number of elements of each field.
+        max_ids: maximum number of token ids of a prompt.
 
     Returns:
-        The body with short lists in the place of what is too long, and what stands for it by field.
+        The body with empty lists in place of those that are too long, and the stand-ins by field.
     """
     if body.count(b",") < _MANY:
         return body, {}
     try:
         fields = _OUTLINE.decode(body.removeprefix(codecs.BOM_UTF8))
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
-        return body, {}  # json knows what is wrong
+        return body, {}  # json.loads will report the error
     found: dict[str, Any] = {}
     for name, raw in fields.items():
         value, stand_in = bytes(raw), None
@@ -69,7 +70,7 @@ def without_long_lists(
 
 
 def _has_more(value: bytes, most: int) -> bool:
-    """Whether a list or an object has more elements than it may."""
+    """Return whether a list or an object has more than `most` elements."""
     if value[:1] not in (b"[", b"{") or value.count(b",") < most:
         return False
     if _is_flat(value):
@@ -89,12 +90,12 @@ def _has_more(value: bytes, most: int) -> bool:
 
 
 def _is_flat(value: bytes) -> bool:
-    """Whether a list has numbers and the like alone, so that commas are between its elements."""
+    """Return whether a list has only scalars other than strings: each comma separates elements."""
     return all(value.find(mark, 1) < 0 for mark in (b"[", b'"', b"{"))
 
 
 def _long_prompt(value: bytes, max_ids: int) -> list[Any] | None:
-    """What stands for a prompt, or the first of several, of too many ids; None: it is not that."""
+    """Return a stand-in if a prompt, or the first of several, has too many ids; else None."""
     if value.count(b",") < max_ids:
         return None
     if _is_flat(value):
@@ -105,13 +106,13 @@ def _long_prompt(value: bytes, max_ids: int) -> list[Any] | None:
 
 
 def _long_ids(value: bytes, max_ids: int) -> StandIn | None:
-    """What stands for a flat list, if the first of too many elements is an integer."""
+    """Return a stand-in for a flat list that begins with an integer and is too long, else None."""
     length = value.count(b",") + 1
     return StandIn(0, length) if length > max_ids and _NUMBER.match(value) else None
 
 
 def _replaced(body: bytes, name: str, value: bytes) -> bytes | None:
-    """A body with a short list in the place of a field's value; None: it is not found."""
+    """Return a body with an empty list as a field's value; None if the value is not found."""
     for found in re.finditer(rb'"%s"\s*:\s*' % name.encode(), body):
         if body.startswith(value, found.end()):
             return body[: found.end()] + b"[]" + body[found.end() + len(value) :]

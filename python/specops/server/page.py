@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The web pages `/` and `/docs`: files that ship with the package, and what browsers may do."""
+"""The web pages `/` and `/docs`: files in the package, and the headers that restrict browsers."""
 
 from pathlib import Path
 
@@ -13,8 +13,8 @@ _TYPES = {
     ".json": "application/json",
 }
 _HEADERS = {
-    # Nothing but the page's own files, nothing inline, no other host, and no text that becomes
-    # markup: model output is shown as text, and a browser that knows trusted types sees to it.
+    # Allow only the page's own files: nothing inline, no other host, and no text that becomes
+    # markup. Model output is shown as text; browsers that support Trusted Types enforce this.
     "Content-Security-Policy": "default-src 'none'; style-src 'self'; script-src 'self'; "
     "connect-src 'self'; img-src data:; base-uri 'none'; form-action 'none'; "
     "frame-ancestors 'none'; require-trusted-types-for 'script'; trusted-types 'none'",
@@ -26,12 +26,12 @@ _METRICS = b' <a href="metrics">Metrics</a>'
 
 
 def add_page(app: FastAPI, *, has_metrics: bool) -> None:
-    """Adds the pages, and their files below `/page/`.
+    """Add the pages to an application, and their files below `/page/`.
 
     Args:
-        app: what they are added to.
-        has_metrics: whether it has /metrics; else no link leads there. Another port's may be closed
-            to who sees the page.
+        app: the application.
+        has_metrics: whether the application serves /metrics; otherwise the page has no link to it,
+            because metrics on another port may be closed to the page's readers.
     """
     for path in sorted(_FOLDER.iterdir()):
         if path.suffix in _TYPES:

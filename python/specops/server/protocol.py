@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The bodies of OpenAI's protocol: checked by pydantic, and turned into what the engine takes.
+"""Request bodies of OpenAI's protocol: validation by pydantic, and conversion for the engine.
 
 A field is either honoured or refused by name, never ignored.
 """
@@ -33,7 +33,7 @@ MAX_STOPS = 16
 MAX_STOP_LENGTH = 1024
 MAX_STOP_TOKEN_IDS = 256
 MAX_PROMPTS = 256
-# Counted before their elements are looked at.
+# Maximum lengths, checked before any element is examined.
 MAX_LISTS = {
     "stop": MAX_STOPS,
     "stop_sequences": MAX_STOPS,
@@ -46,16 +46,16 @@ MAX_LISTS = {
 }
 MAX_PARTS = 1000  # of one message
 
-# What half of a pair is written with in JSON; a whole pair is written with two of these.
+# JSON's escape of half a surrogate pair; a complete pair is written as two of these.
 _HALF_PAIR = re.compile(rb"\\u[dD][89a-fA-F]")
 
-# What pydantic calls the branches of a union: they are left out of the paths that clients are told.
+# Pydantic's names of union branches, which are left out of the paths in error messages.
 _UNION_BRANCHES = (
     *("str", "NamedTool", "ToolsAllowed", "NamedFunction", "FunctionsAllowed"),
     *("system", "developer", "user", "assistant", "tool", "auto", "any", "none"),
 )
 
-# What JSON calls the types that pydantic misses.
+# JSON's names of the types that pydantic's errors require.
 _TYPES = {
     "bool_type": "a boolean",
     "int_type": "an integer",
@@ -66,8 +66,8 @@ _TYPES = {
     **dict.fromkeys(("dict_type", "model_type", "model_attributes_type"), "an object"),
 }
 
-# Fields of OpenAI's API, and of engines like this one, for features that this one lacks. With these
-# values, or null, they ask for nothing and are ignored: client libraries send many of them unasked.
+# Fields of OpenAI's API and of similar engines, for features that this engine lacks. With these
+# values, or null, they ask for nothing and are ignored: client libraries send many by default.
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     "audio": (),
     "continue_final_message": (False,),
@@ -103,11 +103,11 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
 
 
 class Body(Strict):
-    """A body of a request.
+    """Body of a request.
 
     Attributes:
-        neutral: fields that are refused but for these values, which ask for nothing.
-        chat_names: what a field of a chat is called here, where that is another name.
+        neutral: unsupported fields, with the values that ask for nothing and are ignored.
+        chat_names: this API's names of those chat fields that it names differently.
     """
 
     neutral: ClassVar[Mapping[str, tuple[Any, ...]]] = NEUTRAL
@@ -118,19 +118,19 @@ B = TypeVar("B", bound=Body)
 
 
 class StreamOptions(Strict):
-    """What a stream reports besides the text."""
+    """Options for what a stream reports besides the text."""
 
     include_usage: bool = False
-    continuous_usage_stats: bool = False  # usage so far in every chunk
-    include_steps: bool = False  # tokens and drafts of the step in every choice
-    include_obfuscation: Literal[False] = False  # padding of chunks, which there is none of
+    continuous_usage_stats: bool = False  # report usage so far in every chunk
+    include_steps: bool = False  # report each step's tokens and drafts per choice
+    include_obfuscation: Literal[False] = False  # padding of chunks, not supported
 
 
 _Port = Annotated[int, Field(ge=1, le=65535)]
 
 
 class KvTransferParams(Strict):
-    """Where the prompt's pages are, or are to go: vLLM's fields, as its routers send them."""
+    """Source or destination of the prompt's KV pages: vLLM's fields, as its routers send them."""
 
     do_remote_prefill: bool = False
     do_remote_decode: bool = False
@@ -143,14 +143,14 @@ class KvTransferParams(Strict):
     tp_size: Literal[1] | None = None
 
     def as_message(self) -> KvTransfer | None:
-        """The same for the engine; None: nothing is asked for."""
+        """Return the engine's form of the parameters; None if no transfer is requested."""
         if not (self.do_remote_prefill or self.do_remote_decode):
             return None
         return KvTransfer(**self.model_dump(exclude={"tp_size"}))
 
 
 class Sampling(Body):
-    """How tokens are chosen: fields of every API that generates, under the same names."""
+    """Sampling fields, which have the same names in every API that generates."""
 
     temperature: float = 1.0
     top_p: float = 1.0
@@ -174,45 +174,45 @@ class Sampling(Body):
     response_max_tokens: int | None = None
     think_inject_token_ids: list[int] | None = Field(None, fail_fast=True)
     speculative_config: dict[str, Any] | None = None
-    cache_salt: str | None = None  # caches are shared among requests with the same one
+    cache_salt: str | None = None  # requests share caches only if their salts are equal
 
     def sampling(self) -> dict[str, Any]:
-        """The fields above that the client has sent."""
+        """Return the sampling fields that the client has sent, by name."""
         sent = self.model_fields_set & Sampling.model_fields.keys()
         return {name: getattr(self, name) for name in sent}
 
 
 class _Request(Sampling):
-    """What completions and chat completions have in common."""
+    """Fields that completions and chat completions have in common."""
 
     model: str | None = None
     max_tokens: int | None = None
     n: int = 1
     stop: str | list[str] = Field([])
-    include_stop_str_in_output: bool = False  # the text ends with it, not before it
+    include_stop_str_in_output: bool = False  # the text then ends with the stop string
     prompt_logprobs: int | None = None
     stream: bool = False
     stream_options: StreamOptions | None = None
     kv_transfer_params: KvTransferParams | None = None
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
-    # They say who asks and for what; nothing depends on them.
+    # Identification of the user and purpose, which does not affect the output.
     user: str | None = None
     metadata: dict[str, str] | None = None
     safety_identifier: str | None = None
-    prompt_cache_key: str | None = None  # prompts are found in the cache by their tokens
+    prompt_cache_key: str | None = None  # unused: the cache finds prompts by their tokens
 
     def sampling_params(
         self, call_form: CallForm = HERMES, cache_scope: str = ""
     ) -> SamplingParams:
-        """The request's parameters as the engine takes them.
+        """Return the request's parameters in the engine's form.
 
         Args:
-            call_form: how the model writes calls of tools.
-            cache_scope: of the client, as `Clients.cache_scope` has it.
+            call_form: the syntax in which the model writes tool calls.
+            cache_scope: the client's, as returned by `Clients.cache_scope`.
 
         Raises:
-            ApiError: one is out of range.
+            ApiError: a parameter is out of range or conflicts with another one.
         """
         stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
         if any(len(text) > MAX_STOP_LENGTH for text in stop):
@@ -233,7 +233,7 @@ class _Request(Sampling):
                 structured_output=wanted,
                 cache_salt=scoped_salt(cache_scope, self.cache_salt),
                 max_tokens=self._max_tokens(),
-                top_k=max(self.top_k, 0) if self.top_k >= -1 else self.top_k,  # -1 is off, too
+                top_k=max(self.top_k, 0) if self.top_k >= -1 else self.top_k,  # -1 means off
                 stop=stop,
                 logit_bias=self._logit_bias(),
                 logprobs=self._num_logprobs(),
@@ -246,23 +246,23 @@ class _Request(Sampling):
             raise bad_value(error, type(self)) from None
 
     def wanted_output(self, call_form: CallForm) -> StructuredOutput | None:
-        """The form that the output must have, if it must have one.
+        """Return the format that the output must have; None if it is free.
 
         Raises:
-            ApiError: there is no such form, or there are two.
+            ApiError: the format is invalid, or two are given.
         """
         return wanted_output(self.response_format, self.structured_outputs)
 
     @property
     def form_field(self) -> str:
-        """The field that constrains the output's form, if one does."""
+        """Name of the field that constrains the output's format, if one does."""
         return "response_format" if self.structured_outputs is None else "structured_outputs"
 
     def _max_tokens(self) -> int | None:
         return self.max_tokens
 
     def _logit_bias(self) -> dict[int, float]:
-        """The biases by number: JSON has no keys but texts."""
+        """Return the biases by token id: keys are strings in JSON."""
         biases = {}
         for key, bias in self.logit_bias.items():
             if not (key.isascii() and key.isdecimal()):
@@ -280,7 +280,7 @@ class _Request(Sampling):
         return ()
 
 
-# Fields that the engine takes under the same name.
+# Fields that have the same name in the engine.
 _AS_THEY_ARE = (
     "temperature",
     "top_p",
@@ -330,13 +330,13 @@ class CompletionRequest(_Request):
     echo: bool = False
     logprobs: int | None = None
     best_of: int | None = None
-    suffix: str | None = None  # what stands behind the text that is asked for
+    suffix: str | None = None  # text that follows the completion (infilling)
 
     def prompts(self) -> list[str | list[int]]:
-        """The prompts: texts and lists of token ids.
+        """Return the prompts, each a text or a list of token ids.
 
         Raises:
-            ApiError: the prompt is none of the four shapes OpenAI allows.
+            ApiError: the prompt has none of the four shapes that OpenAI allows.
         """
         prompt = self.prompt
         if isinstance(prompt, str) or _is_token_ids(prompt):
@@ -358,7 +358,7 @@ class CompletionRequest(_Request):
     def sampling_params(
         self, call_form: CallForm = HERMES, cache_scope: str = ""
     ) -> SamplingParams:
-        """As for any request; refuses what only completions have."""
+        """Return the request's parameters; check the fields that only completions have, too."""
         if self.best_of is not None and self.best_of != self.n:
             raise ApiError(
                 400, "best_of is not supported", param="best_of", code="unsupported_parameter"
@@ -370,7 +370,7 @@ class CompletionRequest(_Request):
 
     @property
     def echoes_logprobs(self) -> bool:
-        """Whether the prompt is told with its log-probabilities, as the text after it is."""
+        """True if the answer repeats the prompt with its log-probabilities."""
         return self.echo and self.logprobs is not None
 
     def _num_logprobs(self) -> int | None:
@@ -383,7 +383,7 @@ class CompletionRequest(_Request):
 
 
 class TextPart(Strict):
-    """A piece of a message; only text is understood."""
+    """Part of a message; only text is supported."""
 
     type: Literal["text"]
     text: str
@@ -397,15 +397,15 @@ class Message(Strict):
     name: str | None = None
 
     def for_template(self) -> dict[str, Any]:
-        """The message as chat templates expect it."""
-        # "developer" is OpenAI's newer word; templates know "system".
+        """Return the message in the form that chat templates expect."""
+        # "developer" is OpenAI's newer name; templates expect "system".
         role = "system" if self.role == "developer" else self.role
         named = {} if self.name is None else {"name": self.name}
         return {"role": role, "content": _joined(self.content), **named}
 
 
 class AssistantMessage(Strict):
-    """What the assistant has said, or which tools it has called."""
+    """Message of the assistant: text, tool calls, or both."""
 
     role: Literal["assistant"]
     content: str | list[TextPart] | None = None
@@ -413,10 +413,10 @@ class AssistantMessage(Strict):
     tool_calls: list[ToolCall] = Field([], fail_fast=True)
 
     def for_template(self) -> dict[str, Any]:
-        """The message as chat templates expect it.
+        """Return the message in the form that chat templates expect.
 
         Raises:
-            ValueError: it says nothing, or a call's arguments are no JSON object.
+            ValueError: it has neither content nor calls, or a call's arguments are no JSON object.
         """
         if self.content is None and not self.tool_calls:
             raise ValueError("messages: content of an assistant without tool calls is missing")
@@ -429,7 +429,7 @@ class AssistantMessage(Strict):
 
 
 class ToolMessage(Strict):
-    """What a tool has answered."""
+    """Result of a tool call."""
 
     role: Literal["tool"]
     content: str | list[TextPart]
@@ -437,7 +437,7 @@ class ToolMessage(Strict):
     name: str | None = None
 
     def for_template(self) -> dict[str, Any]:
-        """The message as chat templates expect it."""
+        """Return the message in the form that chat templates expect."""
         named = {} if self.name is None else {"name": self.name}
         answer = {"role": self.role, "content": _joined(self.content)}
         return {**answer, "tool_call_id": self.tool_call_id, **named}
@@ -451,7 +451,7 @@ AnyMessage = Annotated[Message | AssistantMessage | ToolMessage, Field(discrimin
 
 
 class Prediction(Strict):
-    """The text that an answer is expected to follow in part."""
+    """Predicted output: text that the answer is expected to repeat in part."""
 
     type: Literal["content"]
     content: str | list[TextPart]
@@ -469,12 +469,12 @@ class ChatCompletionRequest(_Request):
     logprobs: bool = False
     top_logprobs: int | None = None
     chat_template_kwargs: dict[str, Any] = Field({})
-    reasoning_effort: str | None = None  # a variable of the template, too
+    reasoning_effort: str | None = None  # passed to the chat template as a variable
     prediction: Prediction | None = None
 
     @property
     def uses_tools(self) -> bool:
-        """Whether tools are offered, or have been called."""
+        """True if tools are offered or have been called."""
         return bool(self.tools) or any(
             isinstance(message, ToolMessage)
             or (isinstance(message, AssistantMessage) and bool(message.tool_calls))
@@ -483,11 +483,11 @@ class ChatCompletionRequest(_Request):
 
     @property
     def may_call(self) -> bool:
-        """Whether the answer may call tools."""
+        """True if the answer may call tools."""
         return bool(self.tools) and self.tool_choice != "none"
 
     def wanted_output(self, call_form: CallForm) -> StructuredOutput | None:
-        """The form that the output must have, that of calls included."""
+        """Return the format that the output must have, including that of tool calls."""
         check_tools(self.tools, self.tool_choice)
         form = super().wanted_output(call_form)
         calls = calls_wanted(self.tools, self.tool_choice, self.parallel_tool_calls, call_form)
@@ -498,12 +498,12 @@ class ChatCompletionRequest(_Request):
 
     @property
     def form_field(self) -> str:
-        """As for any request; calls have their form from the tools."""
+        """Name of the field that constrains the output's format: "tools" if only tools do."""
         is_form = self.structured_outputs is not None or self.response_format is not None
         return super().form_field if is_form or not self.tools else "tools"
 
     def template_variables(self) -> dict[str, Any]:
-        """What the chat template is given besides the messages."""
+        """Return the chat template's variables other than the messages and tools."""
         effort = {"reasoning_effort": self.reasoning_effort} if self.reasoning_effort else {}
         return {**effort, **self.chat_template_kwargs}
 
@@ -530,15 +530,17 @@ class ChatCompletionRequest(_Request):
 
 
 def parse(model: type[B], body: bytes, max_ids: int) -> B:
-    """Reads a body.
+    """Parse and validate a body.
 
     Args:
-        model: what it should be.
-        body: as it came.
-        max_ids: a prompt of more token ids is refused later, so only their number is read.
+        model: class of the body.
+        body: bytes as received.
+        max_ids: limit on a prompt's token ids. A longer prompt is refused later, so only the
+            number of its ids is read.
 
     Raises:
-        ApiError: 400; it is not JSON of the right shape, or asks for what is not there.
+        ApiError: 400; the body is not valid JSON, does not match the model, or uses an unsupported
+            feature.
     """
     try:
         text = body.decode("utf-8-sig")
@@ -573,7 +575,7 @@ def parse(model: type[B], body: bytes, max_ids: int) -> B:
         elif name not in model.model_fields:
             raise _unknown_field(name)
         elif values[name] is None:
-            del values[name]  # null is absent
+            del values[name]  # null means absent
     for name, most in MAX_LISTS.items():
         given = values.get(name)
         if isinstance(given, (list, dict)) and len(given) > most:
@@ -587,14 +589,14 @@ def parse(model: type[B], body: bytes, max_ids: int) -> B:
         checked = model.model_validate(values)
     except ValidationError as error:
         raise _from_validation(error) from None
-    if _HALF_PAIR.search(body):  # few bodies have one, so that few are looked through
+    if _HALF_PAIR.search(body):  # rare, so that few bodies need the slow check
         for name, value in values.items():
             _check_unicode(name, value)
     return checked
 
 
 def _check_unicode(name: str, value: Any) -> None:
-    """Refuses halves of pairs where a field may hold anything, such as a schema."""
+    """Refuse halves of surrogate pairs, also where a field may hold any JSON, such as a schema."""
     try:
         json.dumps(value, ensure_ascii=False).encode()
     except UnicodeEncodeError:
@@ -603,8 +605,8 @@ def _check_unicode(name: str, value: Any) -> None:
 
 
 def _from_validation(error: ValidationError) -> ApiError:
-    """One mistake that pydantic found; of a union, that of the branch which got furthest."""
-    if error.error_count() > 100:  # it would take long to find out about each
+    """Return one of pydantic's errors; for a union, that of the branch that matched furthest."""
+    if error.error_count() > 100:  # formatting each one would take long
         return ApiError(400, f"the body has {error.error_count()} mistakes")
     found = error.errors()
     first = max(found, key=lambda one: len(one["loc"]))
@@ -612,7 +614,7 @@ def _from_validation(error: ValidationError) -> ApiError:
     param = _path(first["loc"])
     if kind == "extra_forbidden":
         return _unknown_field(param)
-    if kind in ("union_tag_invalid", "union_tag_not_found"):  # of messages, by their role
+    if kind in ("union_tag_invalid", "union_tag_not_found"):  # messages, told apart by role
         context = first["ctx"]
         param = f"{param}.{context['discriminator'].strip(chr(39))}"
         if "tag" not in context:
@@ -638,15 +640,15 @@ def _from_validation(error: ValidationError) -> ApiError:
 
 
 def _path(place: tuple[int | str, ...]) -> str:
-    """Where in a body pydantic found a mistake, without the branches of unions."""
+    """Return the path of a pydantic error in a body, without the names of union branches."""
     found: list[str] = []
-    kind = ""  # of the list that an index is of
+    kind = ""  # union type of the elements of the list last entered
     for index, part in enumerate(place):
         if isinstance(part, str) and "[" in part:
             kind = part
         elif index and isinstance(place[index - 1], int) and "tagged-union" in kind:
             kind = ""
-        elif not index or part not in _UNION_BRANCHES:  # a body's own field may be called as they
+        elif not index or part not in _UNION_BRANCHES:  # a body's own field may have such a name
             found.append(str(part))
     return ".".join(found)
 
@@ -656,11 +658,11 @@ def _unknown_field(name: str) -> ApiError:
 
 
 def _object(items: list[tuple[str, Any]]) -> dict[str, Any]:
-    """An object of a body; a name that is given twice is refused."""
+    """Build a JSON object of a body; refuse a name that occurs twice."""
     values = dict(items)
     if len(values) < len(items):
         for name, _ in items:
-            if name not in values:  # taken out by its first occurrence
+            if name not in values:  # deleted at its first occurrence
                 raise ApiError(
                     400, f"{name} is given more than once", param=name, code="invalid_json"
                 )
@@ -669,7 +671,7 @@ def _object(items: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _without_nothing(message: Any, field: str) -> Any:
-    """A message without the empty fields, for tools and the like, that client libraries echo."""
+    """Return a message without empty fields such as `tool_calls`, which client libraries echo."""
     if not isinstance(message, dict):
         return message
     content = message.get("content")
@@ -683,11 +685,11 @@ def _without_nothing(message: Any, field: str) -> Any:
 
 
 def _is_one_of(value: Any, values: tuple[Any, ...]) -> bool:
-    return any(type(value) is type(one) and value == one for one in values)  # false is not 0
+    return any(type(value) is type(one) and value == one for one in values)  # False equals 0
 
 
 def _is_token_ids(value: Any) -> bool:
-    # Booleans and empty lists are left to the engine's own refusal and to ours.
+    # Booleans and empty lists are refused, by the callers or by the engine.
     return isinstance(value, list) and bool(value) and all(type(one) is int for one in value)
 
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the server answers, as models: for /openapi.json, and for tests that hold answers to it.
+"""Pydantic models of the server's answers, for /openapi.json and for tests of answers.
 
-Answers themselves are built as plain dicts (`answers.py`), since one is built per step.
+The server builds its answers as plain dicts (`answers.py`), since streams build one per step.
 """
 
 from typing import Any, Literal
@@ -15,7 +15,7 @@ Reason = Literal["stop", "length", "abort", "tool_calls"]
 
 
 class Failure(Strict):
-    """Why something was refused, or failed."""
+    """Reason for a refusal or a failure."""
 
     message: str
     type: str
@@ -24,27 +24,28 @@ class Failure(Strict):
 
 
 class ErrorReply(Strict):
-    """The body of every answer that is no success."""
+    """Body of every error."""
 
     error: Failure
 
 
 class Health(Strict):
-    """Whether the engine works."""
+    """Health of the engine."""
 
     status: Literal["ok", "failing", "stalled", "restarting", "disconnected", "failed"]
-    # Failures by method since the start; absent without any. They change no token, and no status.
+    # Failures by method since the start; absent if there are none. They affect neither tokens nor
+    # the status.
     drafter_failures: dict[str, int] | None = None
 
 
 class Version(Strict):
-    """The version of specops."""
+    """Version of specops."""
 
     version: str
 
 
 class Model(Strict):
-    """The model, and what a request may choose."""
+    """The served model, and the methods that a request may choose."""
 
     id: str
     object: Literal["model"]
@@ -58,14 +59,14 @@ class Model(Strict):
 
 
 class ModelList(Strict):
-    """The models, of which there is one."""
+    """List of models, which has one entry."""
 
     object: Literal["list"]
     data: list[Model]
 
 
 class TokensReply(Strict):
-    """A text's tokens."""
+    """Tokens of a text."""
 
     count: int
     max_model_len: int
@@ -74,13 +75,13 @@ class TokensReply(Strict):
 
 
 class TextReply(Strict):
-    """The text of tokens."""
+    """Text of tokens."""
 
     prompt: str
 
 
 class Contract(BaseModel):
-    """What the bits of outputs depend on; further names may join these."""
+    """Everything that the bits of outputs depend on; there may be further fields."""
 
     specops: str
     digest: str
@@ -96,7 +97,7 @@ class CompletionDetails(Strict):
 
 
 class Usage(Strict):
-    """How many tokens an answer has cost."""
+    """Numbers of tokens of an answer."""
 
     prompt_tokens: int
     completion_tokens: int
@@ -106,7 +107,7 @@ class Usage(Strict):
 
 
 class SpeculativeMetrics(Strict):
-    """What speculation did for an answer, in vLLM's words."""
+    """Counts of speculation for an answer, in vLLM's format."""
 
     mean_acceptance_length: float
     draft_acceptance_rate: float
@@ -122,7 +123,7 @@ class RequestMetrics(Strict):
 
 
 class Timings(Strict):
-    """How long an answer took, by the server's clock."""
+    """Durations of an answer's phases, by the server's clock."""
 
     queue_seconds: float
     prefill_seconds: float
@@ -133,7 +134,7 @@ class Timings(Strict):
 
 
 class PromptLogprob(Strict):
-    """One of the tokens at a place of a prompt, in vLLM's shape."""
+    """Log-probability of one token at a position of a prompt, in vLLM's format."""
 
     logprob: float
     rank: int
@@ -150,7 +151,7 @@ class CompletionLogprobs(Strict):
     token_logprobs: list[float | None]
     top_logprobs: list[dict[str, float] | None]
     text_offset: list[int]
-    # Not of plain bytes, which JSON has no word for.
+    # Lists of integers, since JSON has no type for bytes.
     bytes_: list[list[int]] = Field(alias="bytes")
 
 
@@ -161,7 +162,7 @@ class TokenLogprob(Strict):
 
 
 class ChatToken(TokenLogprob):
-    """A token of a message, and the likeliest ones in its place."""
+    """Token of a message, and the likeliest tokens at its position."""
 
     top_logprobs: list[TokenLogprob]
 
@@ -195,7 +196,7 @@ class Call(Strict):
 
 
 class ChatMessage(Strict):
-    """What the assistant says, or calls."""
+    """Message of the assistant: text, tool calls, or both."""
 
     role: Literal["assistant"]
     content: str | None
@@ -211,7 +212,7 @@ class ChatChoice(_Choice):
 
 
 class KvTransferReply(Strict):
-    """Where the prompt's pages wait for another server."""
+    """Location of the prompt's KV pages, which wait for another server."""
 
     do_remote_prefill: bool
     do_remote_decode: bool
@@ -253,7 +254,7 @@ class ChatCompletion(_Reply):
 
 
 class OutputText(Strict):
-    """The text of a message."""
+    """Text of a message."""
 
     type: Literal["output_text"]
     text: str
@@ -262,7 +263,7 @@ class OutputText(Strict):
 
 
 class OutputMessage(Strict):
-    """What the model says, between calls."""
+    """Message of the model, between calls."""
 
     type: Literal["message"]
     id: str
@@ -292,7 +293,7 @@ class OutputDetails(Strict):
 
 
 class ResponsesUsage(Strict):
-    """How many tokens a response has cost."""
+    """Numbers of tokens of a response."""
 
     input_tokens: int
     input_tokens_details: InputDetails
@@ -346,7 +347,7 @@ class _InputItem(Strict):
 
 
 class ListedMessage(_InputItem):
-    """A message that a request has sent."""
+    """Message in a request's input."""
 
     type: Literal["message"]
     role: Literal["user", "system", "developer", "assistant"]
@@ -354,7 +355,7 @@ class ListedMessage(_InputItem):
 
 
 class ListedCall(_InputItem):
-    """A call that a request has sent back."""
+    """Call in a request's input, which repeats an earlier answer."""
 
     type: Literal["function_call"]
     call_id: str
@@ -363,7 +364,7 @@ class ListedCall(_InputItem):
 
 
 class ListedOutput(_InputItem):
-    """What a function has answered."""
+    """Result of a function call."""
 
     type: Literal["function_call_output"]
     call_id: str
@@ -371,7 +372,7 @@ class ListedOutput(_InputItem):
 
 
 class InputItems(Strict):
-    """A page of the items that a response's request has sent."""
+    """Page of the input items of a response's request."""
 
     object: Literal["list"]
     data: list[ListedMessage | ListedCall | ListedOutput]
@@ -397,7 +398,7 @@ class MessageText(Strict):
 
 
 class MessageToolUse(Strict):
-    """A use of a tool."""
+    """Use of a tool."""
 
     type: Literal["tool_use"]
     id: str
@@ -406,7 +407,7 @@ class MessageToolUse(Strict):
 
 
 class MessageUsage(Strict):
-    """How many tokens a message has cost."""
+    """Numbers of tokens of a message."""
 
     input_tokens: int
     cache_read_input_tokens: int
@@ -443,7 +444,7 @@ class MessagesFailure(Strict):
 
 
 class MessagesError(Strict):
-    """The body of answers below /v1/messages that are no success."""
+    """Body of every error below /v1/messages."""
 
     type: Literal["error"]
     error: MessagesFailure

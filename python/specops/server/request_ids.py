@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every answer carries x-request-id: the client's own, or one made here."""
+"""Request ids: every answer has x-request-id, either the client's own or a new one."""
 
 import re
 import uuid
@@ -8,18 +8,18 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 _HEADER = "x-request-id"
-# What may stand in a header and in a log line; another text is replaced, not refused.
+# Ids that are safe in a header and in a log line; another id is replaced, not refused.
 _SAFE = re.compile(r"[A-Za-z0-9._:/+=-]{1,128}")
 
 
 class RequestIds:
-    """Middleware around an application."""
+    """ASGI middleware that adds x-request-id to every answer."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serves a request, and adds the header when the answer begins."""
+        """Serve a request, and add the header when the answer begins."""
         if scope["type"] != "http":
             return await self._app(scope, receive, send)
         sent = Headers(scope=scope).get(_HEADER, "")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Defaults of sampling parameters from generation_config.json, as vLLM's server takes them."""
+"""Defaults of sampling parameters from generation_config.json, read as vLLM's server does."""
 
 import logging
 from collections.abc import Mapping
@@ -13,7 +13,7 @@ from specops.tokenizer import read_json_object
 
 AUTO, NONE = "auto", "none"
 _FILE = "generation_config.json"
-# Fields that vLLM reads, but for max_new_tokens: a request without a limit may fill the context.
+# The fields that vLLM reads except max_new_tokens: a request without a limit may fill the context.
 _FIELDS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 
 B = TypeVar("B")
@@ -41,7 +41,7 @@ def sampling_defaults(choice: str, model_dir: Path) -> dict[str, Any]:
     try:
         said = read_json_object(file)
         found = {name: said[name] for name in _FIELDS if said.get(name) is not None}
-        if found.get("top_k") == -1:  # off, as 0 is
+        if found.get("top_k") == -1:  # -1 means off, as 0 does
             found["top_k"] = 0
         SamplingParams(max_tokens=1, **found)
     except ValueError as error:
@@ -55,7 +55,7 @@ def sampling_defaults(choice: str, model_dir: Path) -> dict[str, Any]:
 
 
 def with_defaults(body: B, defaults: Mapping[str, Any]) -> B:
-    """Return a body with defaults in the place of sampling parameters that it does not set."""
+    """Return a copy of a body in which defaults fill the sampling parameters that it lacks."""
     if not defaults or not isinstance(body, Sampling):
         return body
     return body.model_copy(

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What one step did for one choice, for streams with `include_steps`."""
+"""Reports of what one step did for one choice, for streams with `include_steps`."""
 
 from collections.abc import Collection, Sequence
 from typing import Any
@@ -14,19 +14,19 @@ def step_report(
 ) -> dict[str, Any]:
     """Return the tokens of a step, the proposer of each, and the drafts that were verified.
 
-    A rejected draft that may be another client's text, or an operator's, has no token id and no
+    A rejected draft that may be text of another client or of an operator has no token id and no
     bytes.
 
     Args:
-        tokenizer: of the model.
-        output: of one step and choice; its request has `report_drafts`.
+        tokenizer: the model's tokenizer.
+        output: output of one step for one choice of a request with `report_drafts`.
         hidden_drafters: names of the drafters whose drafts may be another client's text.
 
     Returns:
         `seconds` from the request's arrival to the end of the step; `token_ids`, `bytes` (empty for
-        a special token, which is no text) and `sources` (a drafter's name, or "target") of what it
-        emitted; and `drafts`, null where it verified none, with `parents` and `accepted` as in
-        `StepDrafts`.
+        a special token, which is no text) and `sources` (a drafter's name, or "target") of the
+        tokens that it emitted; and `drafts`, null if it verified none, with `parents` and
+        `accepted` as in `StepDrafts`.
     """
     step = output.output
     report: dict[str, Any] = {

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Server-sent events, and work that ends when its client goes away."""
+"""Server-sent events, and work that is cancelled when its client disconnects."""
 
 import asyncio
 import json
@@ -16,19 +16,19 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-# Made once: json.dumps would make one for every chunk.
+# Created once: json.dumps would create an encoder for every chunk.
 _ENCODER = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"))
 
 
 class ClientGone(Exception):
-    """The client closed its connection before the answer was complete."""
+    """Closing of the connection by the client before the answer was complete."""
 
 
 async def until_gone(work: Coroutine[Any, Any, T], receive: Receive) -> T:
-    """Does the work unless the client goes away first.
+    """Return the result of the work unless the client disconnects first.
 
     Raises:
-        ClientGone: it did; the work has been cancelled.
+        ClientGone: the client disconnected; the work has been cancelled.
     """
 
     async def wait_for_end() -> None:
@@ -45,33 +45,33 @@ async def until_gone(work: Coroutine[Any, Any, T], receive: Receive) -> T:
         task.cancel()
         gone.cancel()
         await asyncio.gather(task, gone, return_exceptions=True)
-        del task, gone  # an exception knows this frame, which would know the exception's task
+        del task, gone  # an exception's traceback refers to this frame; avoid a cycle
 
 
 def dumped(body: Any) -> bytes:
-    """An answer, or a part of one, in JSON."""
+    """Return an answer, or a part of one, in JSON."""
     return _ENCODER.encode(body).encode()
 
 
 def with_members(body: bytes, members: Mapping[str, bytes]) -> bytes:
-    """A JSON object, which is not empty, and further members, whose values are in JSON."""
+    """Return a JSON object, which must not be empty, extended by members with values in JSON."""
     return (
         b",".join([body[:-1], *(b'"%b":%b' % (k.encode(), v) for k, v in members.items())]) + b"}"
     )
 
 
 def event(body: dict[str, Any], name: str = "") -> bytes:
-    """One event of a stream, on the wire, with its name if it has one."""
+    """Return one server-sent event in wire format, with its name if it has one."""
     named = b"event: %b\n" % name.encode() if name else b""
     return named + b"data: " + dumped(body) + b"\n\n"
 
 
 class EventStream(Response):
-    """Server-sent events.
+    """Response that is a stream of server-sent events.
 
     Args:
-        chunks: the events.
-        close: runs when the stream ends, for whatever reason.
+        chunks: the events in wire format.
+        close: function that is called when the stream ends for any reason.
         failed: makes the last events of a stream that ends with an error.
     """
 
@@ -91,7 +91,7 @@ class EventStream(Response):
         self._has_begun = False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Sends the chunks as they come."""
+        """Send the chunks as they become available."""
         try:
             await until_gone(self._send(send, scope["state"]["send_body"]), receive)
         except ClientGone:

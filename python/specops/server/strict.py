@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What all bodies have in common."""
+"""Base class of all bodies."""
 
 from pydantic import BaseModel, ConfigDict
 
 
 class Strict(BaseModel):
-    """A body that has what it names, in the types that it names, and nothing else."""
+    """Body with exactly the declared fields and types: no further fields, no conversions."""
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The fields that constrain an output's form, OpenAI's and vLLM's."""
+"""Fields of OpenAI's and vLLM's APIs that constrain an output's format."""
 
 import re
 from typing import Any, Literal
@@ -10,11 +10,11 @@ from specops.engine.structured import StructuredOutput
 from specops.server.api_error import ApiError
 from specops.server.strict import Strict
 
-# Where the engine names the schema, which vLLM's clients know as json.
+# The engine's name of the schema in messages; vLLM's API calls it json.
 _SCHEMA = re.compile(r"^(structured_output: (?:\w+ needs )?)json_schema")
 
 
-# What llguidance says of a schema in the grammar of calls: a line, why, and the lines around it.
+# llguidance's error for a schema in the grammar of calls: line, reason, and the lines around it.
 _OF_A_TOOL = re.compile(
     r"at (?P<line>\d+)\(\d+\): failed to compile JSON schema: (?P<why>.*?)\s+\d+ \| .*"
     r'call(?P<tool>\d+): "\{\\"name\\": \\"(?P<name>[\w.-]+)\\".*'
@@ -24,7 +24,7 @@ _OF_A_TOOL = re.compile(
 
 
 class JsonSchema(Strict):
-    """A schema as OpenAI wraps it. It constrains the output whatever `strict` says."""
+    """Schema in OpenAI's wrapper. It constrains the output regardless of `strict`."""
 
     name: str | None = None
     description: str | None = None
@@ -33,7 +33,7 @@ class JsonSchema(Strict):
 
 
 class Structure(Strict):
-    """A structural tag: what it begins with, the schema of the JSON in it, and its end."""
+    """Structural tag: its beginning, the schema of the JSON in it, and its end."""
 
     begin: str
     schema_: dict[str, Any] | bool = Field(alias="schema")
@@ -41,7 +41,7 @@ class Structure(Strict):
 
 
 class ResponseFormat(Strict):
-    """OpenAI's way to say it; and vLLM's, of structural tags."""
+    """OpenAI's field for the output's format, with vLLM's extension for structural tags."""
 
     type: Literal["text", "json_object", "json_schema", "structural_tag"]
     json_schema: JsonSchema | None = None
@@ -51,7 +51,7 @@ class ResponseFormat(Strict):
 
 
 class StructuredOutputs(Strict):
-    """vLLM's way to say it."""
+    """vLLM's field for the output's format."""
 
     json_: dict[str, Any] | bool | str | None = Field(None, alias="json")
     regex: str | None = None
@@ -66,10 +66,10 @@ class StructuredOutputs(Strict):
 def wanted_output(
     response_format: ResponseFormat | None, structured_outputs: StructuredOutputs | None
 ) -> StructuredOutput | None:
-    """What a request asks for, if it asks for anything.
+    """Return the output format that a request asks for, or None if it asks for none.
 
     Raises:
-        ApiError: it asks for two things, or for something that no engine can be asked for.
+        ApiError: both fields constrain the output, or the format is invalid.
     """
     first = None if response_format is None else _of_openai(response_format)
     second = None if structured_outputs is None else _of_vllm(structured_outputs)
@@ -143,9 +143,9 @@ def _checked(param: str, **fields: Any) -> StructuredOutput:
 
 
 def refusal(error: ValueError, param: str) -> ApiError:
-    """What the engine says about a form, under the names that the client knows."""
+    """Return the engine's error about an output format, with names changed to the client's."""
     message = str(error)
-    if param == "tools":  # the grammar of calls is ours
+    if param == "tools":  # clients do not know the grammar of calls
         message = message.replace("structured_output: grammar", param, 1)
         if found := _OF_A_TOOL.search(message):
             message = f"tools: parameters of {found['name']!r} cannot be used: {found['why']}"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Text to token ids and back, as the model has them: /tokenize and /detokenize, named as vLLM's."""
+"""Conversion between text and token ids: /tokenize and /detokenize, with vLLM's field names."""
 
 from typing import Any
 
@@ -13,7 +13,7 @@ class TokenizeRequest(Body):
     model: str | None = None
     prompt: str | None = None
     messages: list[AnyMessage] | None = None
-    add_special_tokens: bool = True  # of a prompt; a chat template writes them itself
+    add_special_tokens: bool = True  # for a prompt only; a chat template writes them itself
     add_generation_prompt: bool = True
     return_token_strs: bool = False
 
@@ -28,10 +28,10 @@ class DetokenizeRequest(Body):
 def tokenized(
     tokenizer: Tokenizer, text: str, *, add_special_tokens: bool, max_model_len: int, strings: bool
 ) -> dict[str, Any]:
-    """The answer of /tokenize.
+    """Return the answer of /tokenize.
 
     Raises:
-        ValueError: no tokenizer can spell the text.
+        ValueError: the text cannot be encoded.
     """
     tokens = tokenizer.encode(text, add_special_tokens=add_special_tokens)
     answer: dict[str, Any] = {"count": len(tokens), "max_model_len": max_model_len}
@@ -42,10 +42,10 @@ def tokenized(
 
 
 def detokenized(tokenizer: Tokenizer, tokens: list[int], vocab_size: int) -> dict[str, Any]:
-    """The answer of /detokenize.
+    """Return the answer of /detokenize.
 
     Raises:
-        ValueError: a token is not of the vocabulary.
+        ValueError: a token is not in the vocabulary.
     """
     for token in tokens:
         if not 0 <= token < vocab_size:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tools of a chat: what a client offers, and the grammar of calls.
+"""Tools of a chat: the tools that a client offers, and the grammar of calls.
 
-The output is constrained to calls as the model writes them (`call_forms.py`), so whatever has been
-called can be read, and its arguments are of the tool's schema.
+The output is constrained to the model's own syntax of calls (`call_forms.py`), so every call can be
+parsed, and its arguments match the tool's schema.
 """
 
 import json
@@ -23,43 +23,43 @@ _NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 
 
 class Function(Strict):
-    """A tool's name, and the schema of its arguments; without one it takes none."""
+    """Name of a tool and schema of its arguments; without a schema it takes no arguments."""
 
     name: str
     description: str | None = None
     parameters: dict[str, Any] | None = None
-    strict: bool | None = None  # they hold whatever it says
+    strict: bool | None = None  # schemas are always enforced
 
 
 class Tool(Strict):
-    """A tool; there are no others than functions."""
+    """Tool; only functions are supported."""
 
     type: Literal["function"]
     function: Function
 
 
 class FunctionName(Strict):
-    """Which function is to be called."""
+    """Name of the function to call."""
 
     name: str
 
 
 class NamedTool(Strict):
-    """Which tool is to be called."""
+    """Tool that must be called."""
 
     type: Literal["function"]
     function: FunctionName
 
 
 class AllowedTools(Strict):
-    """Tools that may be called, of those that are offered."""
+    """Subset of the offered tools that may be called."""
 
     mode: Literal["auto", "required"]
     tools: list[NamedTool] = Field(min_length=1, fail_fast=True)
 
 
 class ToolsAllowed(Strict):
-    """The choice is among some of the tools; the model is shown all of them."""
+    """Choice that allows only some of the tools, while the prompt lists all of them."""
 
     type: Literal["allowed_tools"]
     allowed_tools: AllowedTools
@@ -69,19 +69,19 @@ ToolChoice = Literal["none", "auto", "required"] | NamedTool | ToolsAllowed
 
 
 class CalledFunction(Strict):
-    """A function that an assistant has called."""
+    """Function that an assistant has called."""
 
     name: str
     arguments: str  # JSON
 
 
 class ToolCall(Strict):
-    """A call in an assistant's message."""
+    """Tool call in an assistant's message."""
 
     id: str
     type: Literal["function"] = "function"
     function: CalledFunction
-    index: int | None = Field(default=None, exclude=True)  # as streams have it
+    index: int | None = Field(default=None, exclude=True)  # present in streamed calls
 
     def for_template(self) -> dict[str, Any]:
         """Return the call as chat templates expect it: with arguments as an object.
@@ -100,10 +100,10 @@ class ToolCall(Strict):
 
 
 def check_tools(tools: list[Tool], choice: ToolChoice | None) -> None:
-    """Refuses tools that cannot be told apart, and choices that there are not.
+    """Check that tools have valid, distinct names and that the choice is among them.
 
     Raises:
-        ApiError: 400.
+        ApiError: 400; the tools or the choice are invalid.
     """
     names = [tool.function.name for tool in tools]
     if len(tools) > MAX_TOOLS:
@@ -124,7 +124,7 @@ def check_tools(tools: list[Tool], choice: ToolChoice | None) -> None:
 
 
 def _chosen(choice: ToolChoice | None) -> list[str] | None:
-    """The names of the tools that may be called; None: of all."""
+    """Return the names of the tools that may be called; None if all may."""
     if isinstance(choice, ToolsAllowed):
         return [tool.function.name for tool in choice.allowed_tools.tools]
     return [choice.function.name] if isinstance(choice, NamedTool) else None
@@ -137,13 +137,13 @@ def _bad(message: str, param: str = "tools") -> ApiError:
 def calls_wanted(
     tools: list[Tool], choice: ToolChoice | None, parallel: bool, form: CallForm = HERMES
 ) -> StructuredOutput | None:
-    """The form of an output that may call tools; None: it may not.
+    """Return the format of an output that may call tools; None if it may not.
 
     Args:
-        tools: that are offered.
-        choice: whether and which it may call; None is "auto".
-        parallel: it may call several.
-        form: how the model writes calls.
+        tools: the offered tools.
+        choice: whether to call tools, and which ones; None means "auto".
+        parallel: whether the output may have several calls.
+        form: syntax in which the model writes calls.
 
     Raises:
         ApiError: a schema is too large.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Output that waits for its clients to read it, in bytes per client."""
+"""Accounting of output that clients have not read yet, in bytes per client."""
 
 from collections import Counter
 from collections.abc import Callable, Hashable
@@ -23,10 +23,10 @@ class Stream(Hashable, Protocol):
 
 
 class Unread:
-    """Bytes of output that wait for each client. Lives on the event loop.
+    """Counters of the bytes of output that wait for each client. Use it on the event loop only.
 
     Args:
-        most: bytes that may wait for one client.
+        most: maximum number of bytes that may wait for one client.
         end: ends a stream. It is called when more than `most` bytes wait for a client, with the
             stream of that client for which the most bytes wait.
 

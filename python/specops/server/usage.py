@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The counts beside an answer: tokens as OpenAI tells them, drafts as vLLM does."""
+"""Counts and timings in an answer: tokens in OpenAI's format, drafts in vLLM's."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -11,7 +11,7 @@ from specops.server.jobs import Span
 def usage(
     prompt_tokens: int, completion_tokens: int, cached_tokens: int, stats: SpeculativeStats
 ) -> dict[str, Any]:
-    """The usage object; accepted and rejected drafts are where OpenAI counts predictions."""
+    """Return the usage object; OpenAI's prediction fields count accepted and rejected drafts."""
     return {
         "prompt_tokens": prompt_tokens,
         "completion_tokens": completion_tokens,
@@ -28,7 +28,7 @@ def metrics(stats: SpeculativeStats, num_speculative_tokens: int) -> dict[str, A
     """Return the counts of speculation for one answer, in vLLM's shape.
 
     `mean_acceptance_length` is the mean number of tokens that a step with drafts added to the
-    output; 1.0 where no step had drafts.
+    output; 1.0 if no step had drafts.
     """
     # At least j drafts were accepted in per_pos[j - 1] steps.
     at_least = [stats.num_drafts, *stats.num_accepted_tokens_per_pos]
@@ -50,12 +50,12 @@ def metrics(stats: SpeculativeStats, num_speculative_tokens: int) -> dict[str, A
 
 
 def timings(spans: Sequence[Span], num_tokens: int) -> dict[str, Any]:
-    """How long an answer took, by the server's clock, all of its choices together.
+    """Return how long an answer took by the server's clock, for all of its choices together.
 
-    `decode_seconds` are from the first tokens of the first choice to the last ones of the last. Of
-    these `verify_seconds` and `draft_seconds` are the parts of the engine's steps, others' rows in
-    them included; null where the engine does not know. `tokens_per_second` counts the tokens that
-    came in that time; null where there are none.
+    `decode_seconds` runs from the first tokens of the first choice to the last tokens of the last
+    choice. `verify_seconds` and `draft_seconds` are the time that the engine's steps spent on each
+    part in this period, including rows of other requests; null if the engine does not measure it.
+    `tokens_per_second` counts the tokens that arrived in this period; null if there were none.
     """
     begin = min(span.begin for span in spans)
     first = min(spans, key=lambda span: span.first)
@@ -77,7 +77,7 @@ def timings(spans: Sequence[Span], num_tokens: int) -> dict[str, Any]:
 
 
 def add_stats(each: Sequence[SpeculativeStats]) -> SpeculativeStats:
-    """The counts of all choices together."""
+    """Return the sum of the statistics of all choices."""
     total = SpeculativeStats()
     for stats in each:
         total.num_steps += stats.num_steps

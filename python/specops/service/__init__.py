@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The engine behind a door: jobs in, batches of what steps brought out, in a thread or a process.
+"""An engine as a service, in a thread or a process: it takes jobs and returns batches of results.
 
-A server imports `client` and `messages` alone, which load neither torch nor the engine.
+A server imports only `client` and `messages`, which load neither torch nor the engine.
 """

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The process that an engine has to itself; `process.py` starts it.
+"""The process of an engine, which `process.py` starts.
 
-It ends when it is told to, and when the other end of its socket is closed: it outlives nobody.
+It ends on a `Stop` command, or when the other end of its socket is closed, so it never outlives its
+parent.
 """
 
 import contextlib
@@ -25,18 +26,19 @@ if TYPE_CHECKING:
     from specops.engine.engine import Engine
     from specops.service.loop import Compiled, EngineLoop, Inbox
 
-# After so long a thread that has Python's lock gives way: those that compile grammars, to the loop.
+# Time after which a thread that holds Python's lock yields it: threads that compile grammars must
+# not delay the loop.
 _SWITCH_SECONDS = 0.0005
-# That an engine may take to end, and to save what its drafters learnt, when its server is gone.
+# Time for an engine to end, and to save what its drafters learnt, after its server has ended.
 _LAST_SECONDS = 90.0
 
 
 class SocketInbox:
-    """Commands of a socket, and of threads of this process.
+    """Inbox of commands from a socket and from threads of this process.
 
     Args:
-        connection: where the commands come from.
-        frames: what has been read of the next message.
+        connection: socket from which commands are received.
+        frames: buffer with the beginning of the next message.
         early: commands that have been read already.
     """
 
@@ -46,7 +48,7 @@ class SocketInbox:
         self._connection, self._frames = connection, frames
         self._own: deque[Command | Compiled] = deque(early)
         self._read: list[Command | Compiled] = []
-        self._has_unread = False  # messages that have come, but could not be read
+        self._has_unread = False  # whether received messages remain undecoded after a failure
         self._waker, self._wake = socket.socketpair()
         self._wake.setblocking(False)
         self._poll = select.poll()
@@ -56,11 +58,11 @@ class SocketInbox:
     def put(self, command: "Compiled | Fetched | Overdue") -> None:
         """Add a command, from any thread; a `take` that waits returns it at once."""
         self._own.append(command)
-        with contextlib.suppress(BlockingIOError):  # then it is awake, or about to be
+        with contextlib.suppress(BlockingIOError):  # enough bytes are there to wake it
             self._wake.send(b"x")
 
     def take(self, seconds: float | None) -> "Sequence[Command | Compiled]":
-        """Return the commands that have come; wait for one for `seconds`, or None: without end.
+        """Return the available commands; wait up to `seconds` (None: forever) for one.
 
         After a failure nothing is lost, and the next call reads the same messages again.
         """
@@ -74,7 +76,7 @@ class SocketInbox:
         try:
             while True:
                 bodies = receive(self._connection, self._frames, socket.MSG_DONTWAIT)
-                self._read += [*map(to_process, bodies)]  # of some bytes all or none
+                self._read += [*map(to_process, bodies)]  # decodes all of these messages or none
         except BlockingIOError:
             pass
         except (EOFError, ConnectionError):
@@ -86,16 +88,17 @@ class SocketInbox:
 
 
 def run(connection: socket.socket, make: "Callable[[Setup], Engine]") -> int:
-    """Makes an engine as the first message says, and runs it until the end.
+    """Make the engine that the first message describes, and run it until it ends.
 
     Args:
-        connection: to the process that has started this one.
-        make: makes the engine; ValueError says why it cannot be made.
+        connection: socket to the parent process.
+        make: makes the engine; it raises ValueError with the reason if that is impossible.
 
     Returns:
         The exit code.
     """
-    # A terminal and a supervisor tell all processes to end; this one ends when its parent says so.
+    # Terminals and supervisors signal all processes, but this process ends only when its parent
+    # says so.
     for one in (signal.SIGINT, signal.SIGTERM):
         signal.signal(one, signal.SIG_IGN)
     frames = Frames()
@@ -113,13 +116,13 @@ def run(connection: socket.socket, make: "Callable[[Setup], Engine]") -> int:
 
 
 class _Parent:
-    """Whoever has started this process, and is told what becomes of it.
+    """Parent process, which started this process and receives its messages.
 
     Args:
-        connection: to it.
+        connection: socket to the parent.
 
     Attributes:
-        has_engine: set when there is an engine, or will be none.
+        has_engine: set when the engine has been made or has failed to be made.
     """
 
     def __init__(self, connection: socket.socket) -> None:
@@ -129,17 +132,17 @@ class _Parent:
         threading.Thread(target=_watch, args=(connection, self.has_engine), daemon=True).start()
 
     def send(self, message: Hello | NoEngine | Batch) -> None:
-        """Says something, if anybody hears it: the inbox tells if nobody does."""
+        """Send a message; ignore a closed socket, which the inbox reports."""
         with contextlib.suppress(ConnectionError):
             self._connection.sendall(encoded(message))
 
     def refuse(self, sentence: str) -> None:
-        """Says why there is no engine; once, whichever thread comes to it first."""
+        """Report why the engine cannot be made; only the first call in any thread does so."""
         if self._told.acquire(blocking=False):
             self.send(NoEngine(sentence))
 
     def end(self, sentence: str) -> None:
-        """Ends this process because another rank is gone."""
+        """End this process because another rank has ended."""
         if not self.has_engine.is_set():
             self.refuse(sentence)
         logging.getLogger(__name__).critical("%s: all ranks end", sentence)
@@ -149,7 +152,7 @@ class _Parent:
 def _serve(
     parent: _Parent, setup: Setup, inbox: SocketInbox, make: "Callable[[Setup], Engine]"
 ) -> int:
-    """Makes the engine, or the first of several, and runs it."""
+    """Make the engine, or that of the first rank, and run it; return the exit code."""
     from specops.service.snapshot import capabilities_of, status_of
 
     commands: Inbox = inbox
@@ -190,7 +193,7 @@ def _serve(
 def _follow(
     connection: socket.socket, frames: Frames, setup: Setup, make: "Callable[[Setup], Engine]"
 ) -> int:
-    """Does as the first rank does, to which the connection is, until its loop ends."""
+    """Run a follower rank's engine; `connection` leads to the first rank. Return the exit code."""
     from specops.service.lockstep import FollowInbox, end_with_the_first
 
     end_with_the_first(connection, setup.store)
@@ -224,11 +227,11 @@ def _loop_of(engine: "Engine", commands: "Inbox", send: Callable[[Batch], None])
 def _watch(connection: socket.socket, loaded: threading.Event) -> None:
     """End this process when the other end goes away.
 
-    While the engine loads, that is at once. Later the loop reads the same end of the connection,
+    While the engine loads, the process ends at once. Later the loop also sees the connection end,
     and ends by itself unless it hangs.
     """
     poll = select.poll()
-    poll.register(connection, 0)  # POLLHUP is always told
+    poll.register(connection, 0)  # POLLHUP is always reported
     poll.poll()
     if loaded.is_set():
         time.sleep(_LAST_SECONDS)
@@ -236,7 +239,7 @@ def _watch(connection: socket.socket, loaded: threading.Event) -> None:
 
 
 def _kind_of(setup: Setup) -> "tuple[type[Any], bool]":
-    """The engine of a process, and whether it is one of several ranks."""
+    """Return the class of a process's engine, and whether it is one of several ranks."""
     is_rank = setup.settings.get("tensor_parallel_size", 1) > 1
     kind: type[Engine]
     if setup.role is not None and is_rank:
@@ -255,7 +258,7 @@ def _kind_of(setup: Setup) -> "tuple[type[Any], bool]":
 
 
 def main() -> None:
-    """Runs an engine behind the socket whose number is the last argument; does not return."""
+    """Run an engine behind the socket with the last argument's file descriptor; never return."""
 
     def make(setup: Setup) -> "Engine":
         import torch
@@ -267,7 +270,8 @@ def main() -> None:
         if setup.data_parallel_rank is not None and not is_rank:
             setup.settings = of_rank(setup.settings, setup.data_parallel_rank)
         engine: Engine = kind(setup if is_rank else EngineConfig.from_plain(setup.settings))
-        # From now on the kernels' own threads have the cores: torch's would spin beside them.
+        # From now on the kernels' own threads use the cores; torch's threads would spin beside
+        # them.
         torch.set_num_threads(1)
         engine.measure_row_costs()
         return engine
@@ -279,4 +283,4 @@ def main() -> None:
         logging.getLogger(__name__).exception("the engine's process fails")
     finally:
         logging.shutdown()
-        os._exit(code)  # a grammar that is still being compiled is nobody's any more
+        os._exit(code)  # abandons unfinished grammar compilations

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The one thing that a server knows of an engine.
+"""The server's interface to an engine.
 
 The engine may run in a thread of the same process (`thread.ThreadClient`) or in a process of its
-own (`process.ProcessClient`); whoever uses a client need not know which.
+own (`process.ProcessClient`); both have this interface.
 """
 
 from collections.abc import Callable
@@ -11,19 +11,20 @@ from specops.service.messages import Abort, Batch, Capabilities, Command, Health
 
 
 class EngineClient:
-    """An engine, as somebody on an event loop sees it. Everything belongs to that event loop.
+    """Interface of an event loop to an engine. All methods must be called on that event loop.
 
     Attributes:
-        capabilities: what never changes about the engine.
-        status: what it was doing last. Any thread may read it.
-        health: "ok"; "failing", its last steps failed; "stalled", it has been silent for long;
-            "restarting"; "disconnected", the queue of its jobs cannot be reached; or "failed", it
-            runs no more.
-        silent_seconds: time since the engine's last sign of life, as far as this process was awake.
-            An engine gives one after each step, and each second when it is idle. 0 while an
-            engine is loaded, for an engine in a thread of this process, and for several engines.
-        full: clients whose share of the room to wait is full, and what they are to be told.
-        pid: the engine's process; None: this one.
+        capabilities: constant properties of the engine.
+        status: last known state of the engine. Any thread may read it.
+        health: "ok"; "failing": its last steps failed; "stalled": it has been silent for long;
+            "restarting"; "disconnected": the queue of its jobs cannot be reached; or "failed": it
+            has ended for good.
+        silent_seconds: time since the engine's last sign of life, not counting time in which this
+            process was suspended. An engine gives one after each step, and every second when idle.
+            0 while an engine loads, for an engine in a thread of this process, and for several
+            engines.
+        full: error messages by client, for clients whose share of the queue is full.
+        pid: process id of the engine; None if it runs in this process.
     """
 
     def __init__(self, capabilities: Capabilities, status: Status) -> None:
@@ -38,35 +39,35 @@ class EngineClient:
 
     @property
     def is_behind(self) -> bool:
-        """Whether the engine has not read so much that no further job may be handed over."""
+        """True if too much data waits for the engine to accept further jobs."""
         return False
 
     async def start(
         self, receive: Callable[[Batch], None], lost: Callable[[str], None], num_clients: int
     ) -> None:
-        """Begins; called once, on the event loop.
+        """Start receiving batches. Call this once, on the event loop.
 
         Args:
             receive: called with every batch.
-            lost: called with a sentence when the engine is gone, and with it every job.
+            lost: called with an error message when the engine, and every job in it, is lost.
             num_clients: as in `Begin`.
         """
         self._receive, self._lost = receive, lost
 
     async def stop(self) -> None:
-        """Drops what is left, and waits for the engine to end."""
+        """Drop the remaining jobs and wait for the engine to end."""
         raise NotImplementedError
 
     def submit(self, job: Submit) -> None:
-        """Hands over a job, to which the engine answers with `Accepted`, `Refused` or `Failed`.
+        """Submit a job, to which the engine answers with `Accepted`, `Refused` or `Failed`.
 
         Raises:
-            ValueError: a value in it is too large to be handed over.
+            ValueError: a value in it is too large to be sent.
         """
         self._send(job)
 
     def abort(self, job: int) -> None:
-        """Drops what is unfinished of a job."""
+        """Abort the unfinished choices of a job."""
         self._send(Abort(job))
 
     def _send(self, command: Command) -> None:

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The execution contract: all that the bits of an engine's outputs depend on, and a digest of it.
+"""The execution contract: everything that an engine's output bits depend on, and its digest.
 
 Two engines with the same digest give a request with the same seed the same tokens and the same
-bits of logprobs, as long as drafts are verified by `target_match`, the default. What is not in it
-changes no bit: drafters and their settings, batches, chunks, threads, pages. Under other ways to
-verify, and under forced acceptance, tokens depend on the drafts (docs/exactness.md, "The execution
-contract").
+bits of logprobs, if drafts are verified by `target_match`, the default. Anything outside the
+contract changes no bit: drafters and their settings, batches, chunks, threads, pages. With other
+verification methods, and with forced acceptance, tokens depend on the drafts (docs/exactness.md,
+"The execution contract").
 """
 
 import contextlib
@@ -24,39 +24,40 @@ from specops.engine.engine import Engine
 from specops.engine.machine import LEAF_TOKENS
 from specops.engine.models.weight_cache import WeightCache, digest_of_bytes
 
-# What of an engine's configuration it depends on.
+# The options of an engine's configuration that the contract depends on.
 OPTIONS = (
     *("model", "device", "dtype", "kv_cache_dtype", "quantization", "quantize_head"),
     *("tensor_parallel_size", "exact_across_tp", "enable_expert_parallel"),
     *("load_format", "logprobs_mode", "json_whitespace"),
 )
 
-# Sums over the vocabulary are made of sums over so many logits, float32 as the engine's are.
+# Sums over the vocabulary are made of partial sums over this many logits, for the engine's float32.
 _SAMPLING_LEAF_TOKENS = {"cpu": 1024, "cuda": 512}
 
 
 def contract_of(engine: Engine) -> dict[str, Any]:
-    """Returns what an engine's bits depend on.
+    """Return the execution contract of an engine.
 
     Args:
-        engine: whose model's files are read, unless the weight cache remembers their digests.
+        engine: the engine. Its model's files are read unless the weight cache has their digests.
 
     Returns:
-        JSON: "specops", the version; "kernels", what was compiled and by what; "torch", the version
-        that the RoPE table comes from; "device", the instruction set or the GPU; "model", the
-        digest of its configuration and weights, the dtypes of weights and of keys and values, and
-        how projections and the head are quantized;
-        "attention_leaf_tokens", after how many tokens attention rounds; "sampling_leaf_tokens",
-        after how many logits sums over the vocabulary round; "num_slices", summands of what ranks
-        share; "has_whole_experts", whether those of experts are some experts' each; "logprobs_mode"
-        and "json_whitespace", as configured; and "digest", of all that.
+        A JSON object: "specops", the version; "kernels", the compiled code and its compiler;
+        "torch", the version that computes the RoPE table; "device", the instruction set or the GPU;
+        "model", the digest of its configuration and weights, the dtypes of weights and of the KV
+        cache, and the quantization of projections and of the head; "attention_leaf_tokens", the
+        number of tokens after which attention rounds; "sampling_leaf_tokens", the number of logits
+        after which sums over the vocabulary round; "num_slices", the number of summands of
+        tensor-parallel sums (virtual TP ranks); "has_whole_experts", whether each of these summands
+        consists of whole experts; "logprobs_mode" and "json_whitespace", as configured; and
+        "digest", the digest of all of these.
     """
     config = engine.config
     kind = engine.device.partition(":")[0]
     facts: dict[str, Any] = {
         "specops": specops.__version__,
         "kernels": specops.runtime.build_facts(),
-        "torch": str(torch.__version__),  # a plain text, not torch's kind of one
+        "torch": str(torch.__version__),  # a plain str, not torch's subclass
         "device": _device(engine.device),
         "model": {
             "digest": _model_digest(config),
@@ -86,7 +87,7 @@ def _device(name: str) -> dict[str, str]:
 
 
 def _model_digest(config: EngineConfig) -> str:
-    """Of the configuration and the weights; random ones follow from the configuration."""
+    """Return the digest of configuration and weights; random weights follow from the former."""
     directory = Path(config.model_dir)
     digests = [digest_of_bytes(directory / "config.json")]
     if config.load_format == "dummy":
@@ -97,10 +98,10 @@ def _model_digest(config: EngineConfig) -> str:
 
 
 def _digests_of(files: Sequence[Path], config: EngineConfig) -> list[str]:
-    """Of the bytes of each file: reading a large model takes longer than all else of a start."""
+    """Return each file's digest, from the weight cache if possible: reading dominates a start."""
     cache = WeightCache.of_setting(config.weight_cache, config.weight_cache_bytes)
     if cache is not None:
-        with contextlib.suppress(OSError):  # nothing can be remembered
+        with contextlib.suppress(OSError):  # the cache cannot be used
             if (digests := cache.digests(files)) is not None:
                 return digests
     return [digest_of_bytes(file) for file in files]

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Several engines of one model behind one door, a process each: every job runs on one of them.
+"""Data parallelism: several engines of one model behind one frontend, each in its own process.
 
-A job goes where it costs least: pages of its prompt that the engine has not computed lately, and
-the choices that the engine has not finished. So prompts with the same beginning meet, until others
-are idle. No bit of an answer depends on where it ran.
+Each job runs on the engine with the least cost: the number of pages of its prompt that the engine
+has not computed recently, plus the number of the engine's unfinished choices. So prompts with the
+same beginning run on the same engine until others are idle. No bit of an answer depends on the
+engine that computed it.
 """
 
 import asyncio
@@ -34,8 +35,8 @@ from specops.service.messages import (
     Submit,
 )
 
-_SEED_BITS = 53  # as the loop of an engine draws them
-_MOST_PREFIXES = 1 << 18  # pages of prompts that are remembered
+_SEED_BITS = 53  # as in loop.py, where an engine draws seeds
+_MOST_PREFIXES = 1 << 18  # maximum number of pages in the record of prefixes
 _BEST_FIRST: tuple[Health, ...] = (
     "ok",
     "failing",
@@ -48,20 +49,20 @@ _BEST_FIRST: tuple[Health, ...] = (
 
 @dataclass
 class _Running:
-    """A job that an engine has."""
+    """Job that runs on an engine."""
 
     engine: int
     num_left: int  # choices that have not ended
 
 
 class Prefixes:
-    """Which engines have computed which beginnings of prompts, the latest ones.
+    """Record of the engines that recently computed each prefix of prompts.
 
-    An engine may have evicted one of them: then it is computed again.
+    An engine may have evicted a prefix since; it then computes the prefix again.
 
     Args:
-        page_size: tokens of a page.
-        most: pages that are remembered.
+        page_size: number of tokens of a page.
+        most: maximum number of pages in the record.
     """
 
     def __init__(self, page_size: int, most: int) -> None:
@@ -79,14 +80,14 @@ class Prefixes:
         return names
 
     def num_known(self, pages: Sequence[bytes], engine: int) -> int:
-        """How many of a prompt's first pages an engine has computed."""
+        """Return the number of a prompt's leading pages that an engine has computed."""
         for count, name in enumerate(pages):
             if engine not in self._engines.get(name, ()):
                 return count
         return len(pages)
 
     def note(self, pages: Sequence[bytes], engine: int) -> None:
-        """An engine computes these."""
+        """Record that an engine computes these pages."""
         for name in reversed(pages):  # so that the end of a prompt is forgotten first
             self._engines.setdefault(name, set()).add(engine)
             self._engines.move_to_end(name)
@@ -94,28 +95,28 @@ class Prefixes:
             self._engines.popitem(last=False)
 
     def forget(self, engine: int) -> None:
-        """An engine has lost all."""
+        """Forget all pages of an engine, which has lost them."""
         for engines in self._engines.values():
             engines.discard(engine)
 
 
 class DataParallelClient(EngineClient):
-    """Several engines as one.
+    """Client that combines several engines into one.
 
-    The jobs of an engine that dies end with an error, as they do with one engine; the others go on.
+    If an engine dies, its jobs end with an error; the jobs of the other engines continue.
 
     Args:
-        clients: of engines with the same configuration.
-        seed: of the seeds of jobs without one, as `EngineConfig.seed`.
+        clients: clients of engines with the same configuration.
+        seed: seed for drawing the seeds of jobs without one, as `EngineConfig.seed`.
     """
 
     def __init__(self, clients: Sequence[EngineClient], seed: int | None) -> None:
         first = clients[0].capabilities
         self._clients = clients
-        # A step's time by its parts is each engine's own, and no job's.
+        # Engines time their own steps, so there is no common time of drafting and verification.
         total = sum(one.capabilities.num_pages for one in clients)
         capabilities = structs.replace(first, num_pages=total, times_drafting=False)
-        self._lost_stats = EngineStats()  # of engines that have died: counters only ever grow
+        self._lost_stats = EngineStats()  # of dead engines, so that counters never decrease
         super().__init__(capabilities, self._all_status())
         self._random = random.Random(seed) if seed is not None else random.SystemRandom()
         self._jobs: dict[int, _Running] = {}
@@ -123,22 +124,22 @@ class DataParallelClient(EngineClient):
 
     @property
     def health(self) -> Health:
-        """That of the best engine: as long as one takes jobs, the door is open."""
+        """Health of the healthiest engine, since one engine suffices to serve jobs."""
         return min((one.health for one in self._clients), key=_BEST_FIRST.index)
 
     @health.setter
     def health(self, value: Health) -> None:
-        """Not noted: the engines are asked."""
+        """Ignore the value: the getter computes health from the engines."""
 
     @property
     def is_behind(self) -> bool:
-        """Whether no engine may be handed a further job."""
+        """True if no engine accepts further jobs."""
         return all(one.is_behind for one in self._clients)
 
     async def start(
         self, receive: Callable[[Batch], None], lost: Callable[[str], None], num_clients: int
     ) -> None:
-        """Begins; called once, on the event loop."""
+        """Start all engines' clients. Call this once, on the event loop."""
         await super().start(receive, lost, num_clients)
         for index, one in enumerate(self._clients):
             await one.start(
@@ -146,12 +147,12 @@ class DataParallelClient(EngineClient):
             )
 
     async def stop(self) -> None:
-        """Drops what is left, and waits for the engines to end."""
+        """Drop the remaining jobs and wait for the engines to end."""
         await asyncio.gather(*(one.stop() for one in self._clients))
 
     def _send(self, command: Command) -> None:
         if isinstance(command, Submit):
-            if command.params.seed is None:  # engines would all draw the same ones
+            if command.params.seed is None:  # all engines would draw the same seeds
                 seeded = replace(command.params, seed=self._random.getrandbits(_SEED_BITS))
                 command = structs.replace(command, params=seeded)
             engine = self._choose(command)
@@ -164,7 +165,7 @@ class DataParallelClient(EngineClient):
                 self._clients[running.engine].abort(command.job)
 
     def _choose(self, job: Submit) -> int:
-        """The engine that a job goes to."""
+        """Return the index of the engine for a job, and record the job's pages there."""
         pages = self._prefixes.pages(job.prompts[0], job.params.cache_salt)
         loads = [0] * len(self._clients)
         for running in self._jobs.values():
@@ -193,7 +194,7 @@ class DataParallelClient(EngineClient):
         self._tell(batch.now, batch.dropped, batch.events)
 
     def _engine_lost(self, engine: int, message: str) -> None:
-        """An engine is gone: its jobs end."""
+        """Fail the jobs of an engine that has ended."""
         self._prefixes.forget(engine)
         client = self._clients[engine]
         self._lost_stats = _added(self._lost_stats, client.status.stats)
@@ -210,7 +211,7 @@ class DataParallelClient(EngineClient):
         self._take(Batch(now, self.health, self._all_status(), told, dropped, events))
 
     def _all_status(self) -> Status:
-        """What all do together."""
+        """Return the sum of the states of all engines."""
         return reduce(
             lambda one, other: Status(
                 one.num_running + other.num_running,

@@ -30,7 +30,7 @@ class FileLock:
         try:
             number = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
         except OSError as error:
-            # Where nothing can be written, whatever reads the file says so by itself.
+            # If the directory is not writable, the code that uses the file reports the error.
             logger.debug("%s: %s cannot be opened: %s", option, path, error.strerror)
             return
         try:

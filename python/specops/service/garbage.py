@@ -1,21 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""When Python looks for garbage: seldom, for everybody waits meanwhile.
+"""Thresholds of Python's garbage collection: raised, since a collection pauses every request.
 
-A request's objects go when it ends: nothing here makes circles of references, and a test holds
-that. So Python's search finds nothing, and only bounds what an unknown circle could cost.
+A request's objects are freed when it ends: the code makes no reference cycles, which a test checks.
+So a collection finds nothing, and only bounds the cost of an unknown cycle.
 """
 
 import gc
 
-# Python looks among what is new after so many objects more than there were, and among older ones
-# after so many such looks. Five hundred connections with their requests are fewer. With its own
-# values (700, 10, 10), or with (5000, 20, 50), everybody waited for up to 90 ms at a time beside
-# 256 streams that came and went.
+# Number of new objects after which Python collects the youngest generation, then numbers of such
+# collections after which it collects older ones. Five hundred connections with their requests have
+# fewer objects. With Python's defaults (700, 10, 10), or with (5000, 20, 50), all requests paused
+# for up to 90 ms at a time while 256 streams came and went.
 _THRESHOLDS = 50_000, 20, 50
 
 
 def search_seldom() -> None:
-    """Sets what there is by now aside for good, and the thresholds of the searches from now on."""
+    """Exempt all present objects from garbage collection and raise the thresholds."""
     gc.collect()
     gc.freeze()
     gc.set_threshold(*_THRESHOLDS)

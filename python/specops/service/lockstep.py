@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ranks of one model, a process each: every loop takes the same commands before the same step.
+"""Tensor-parallel ranks in lockstep, a process each: all loops take equal commands per step.
 
-The first rank is the process that a server knows. It starts the others, and hands them whatever its
-own loop takes. Their loops and engines do with it what its own do; what they say nobody hears. If
-one ends, or fails in a step, all do: then the server starts a new first rank.
+The server talks only to the first rank. The first rank starts the other ranks and forwards to them
+all commands that its own loop takes. The loops and engines of the other ranks process the commands
+in the same way, and their results are discarded. If one rank ends, or fails in a step, all ranks
+end, and the server starts a new first rank.
 """
 
 import contextlib
@@ -49,27 +50,27 @@ from specops.service.wire import (
 
 logger = logging.getLogger(__name__)
 
-_END_SECONDS = 3.0  # that all ranks may take to end, of which none has anything to save
-_PR_SET_PDEATHSIG = 1  # of Linux's prctl
-_NEWS_SECONDS = 1.0  # in which it is known of a rank that it has ended
-_FOLDERS = "specops-ranks-"  # what names of folders begin with in which ranks meet
-_OWNER = "owner"  # a file of such a folder; the first rank has a lock on it
-_NEW_SECONDS = 60.0  # in which a folder gets its lock
-_OLD_SECONDS = 86400.0  # after which a folder that never got one is left over
+_END_SECONDS = 3.0  # time for all other ranks to end; they have nothing to save
+_PR_SET_PDEATHSIG = 1  # option of Linux's prctl
+_NEWS_SECONDS = 1.0  # time for the watcher to notice and report the end of a rank
+_FOLDERS = "specops-ranks-"  # prefix of the folders through which ranks meet
+_OWNER = "owner"  # file in such a folder; the first rank holds a lock on it
+_NEW_SECONDS = 60.0  # a younger folder may not have its lock yet
+_OLD_SECONDS = 86400.0  # an older folder without an owner file is left over
 
 
 class RankLost(BaseException):
-    """A step failed on this rank: it ends, whatever its loop would do."""
+    """Failure of a step or a meeting on this rank. A BaseException, so that the loop must end."""
 
 
 class RankEngine(Engine):
-    """The engine of one rank.
+    """Engine of one tensor-parallel rank.
 
     Args:
-        setup: of its process.
+        setup: setup of the rank's process.
 
     Raises:
-        ValueError: it cannot be made.
+        ValueError: the engine cannot be made.
     """
 
     def __init__(self, setup: Setup) -> None:
@@ -84,14 +85,14 @@ class RankEngine(Engine):
 
     @property
     def has_unsaved_drafters(self) -> bool:
-        """Whether this rank is to save what drafters learnt: the first one does."""
+        """True if this rank must save what drafters learnt; only the first rank does."""
         return self._rank == 0 and super().has_unsaved_drafters
 
     def step(self, *, even_if_idle: bool = False) -> list[RequestOutput]:
-        """Does what `Engine.step` does.
+        """Run a step as `Engine.step` does.
 
         Raises:
-            RankLost: the step failed. Whether it did on the other ranks nobody knows.
+            RankLost: the step failed. It may have succeeded on other ranks.
         """
         try:
             return super().step(even_if_idle=even_if_idle)
@@ -102,7 +103,7 @@ class RankEngine(Engine):
         """Return when all ranks have called this method.
 
         Raises:
-            RankLost: another rank is gone.
+            RankLost: another rank has ended.
         """
         try:
             self._group.least(0)
@@ -111,11 +112,11 @@ class RankEngine(Engine):
 
 
 class Followers:
-    """The other ranks, as the first one sees them.
+    """Processes of the other ranks, which the first rank starts and ends.
 
     Args:
-        setup: of the first one; completed with what all ranks have to agree on.
-        lost: called from a thread, with a sentence, when one is gone before its time.
+        setup: setup of the first rank; settings that all ranks must agree on are filled in.
+        lost: called from a thread, with an error message, when a rank ends unexpectedly.
     """
 
     def __init__(self, setup: Setup, lost: Callable[[str], None]) -> None:
@@ -147,7 +148,7 @@ class Followers:
         self._watcher.start()
 
     def tell(self, commands: Sequence[Command | Compiled]) -> None:
-        """Hand over what the first one's loop has taken. After a `Stop`, ranks are to end."""
+        """Forward the commands that the first rank's loop took. Ranks may end after `Stop`."""
         if any(isinstance(one, Stop) for one in commands):
             self._is_ending = True
         plain = [GrammarReady(one.job) if isinstance(one, Compiled) else one for one in commands]
@@ -161,8 +162,8 @@ class Followers:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: object
     ) -> None:
-        """Wait for the ends of the other ranks, which follow that of the first one's loop."""
-        if error is not None:  # which may be the end of another one: then that is what is told
+        """Wait for the other ranks to end, which they do after the first rank's loop."""
+        if error is not None:  # another rank's end may have caused it; let the watcher report that
             self._watcher.join(_NEWS_SECONDS)
         self._is_ending = True
         latest = time.monotonic() + _END_SECONDS
@@ -172,7 +173,7 @@ class Followers:
         os.close(self._owner)
 
     def _watch(self) -> None:
-        """Waits for one that ends before it is told to."""
+        """Wait until a rank ends, and report it unless all ranks are to end."""
         poll = select.poll()
         number_of = {one.connection.fileno(): i for i, one in enumerate(self._processes)}
         for number in number_of:
@@ -189,7 +190,7 @@ class Followers:
 
 
 def remove_left_folders() -> None:
-    """Remove the folders in which ranks have met that were all killed."""
+    """Remove the meeting folders of ranks that were all killed."""
     for folder in Path(tempfile.gettempdir()).glob(f"{_FOLDERS}*"):
         with contextlib.suppress(OSError):
             if _is_left(folder):
@@ -199,7 +200,7 @@ def remove_left_folders() -> None:
 def _is_left(folder: Path) -> bool:
     """Return whether a folder is this user's, and no process has the lock on it.
 
-    Numbers of processes say nothing where containers share a folder of temporary files.
+    Process ids are no evidence, because containers may share a folder of temporary files.
     """
     found = folder.lstat()
     age = time.time() - found.st_mtime
@@ -219,19 +220,19 @@ def _is_left(folder: Path) -> bool:
 
 
 def of_rank(settings: dict[str, object], rank: int) -> dict[str, object]:
-    """The settings of a rank, or of one engine of several: of GPUs, each has its own."""
+    """Return the settings of one rank, or of one engine of several: each has a GPU of its own."""
     device = str(settings.get("device", "auto"))
     is_gpu = device != "cpu" and open_device(device).device.type == "cuda"
     return {**settings, "device": f"cuda:{rank}" if is_gpu else "cpu"}
 
 
 def _role_of_rank(role: RoleSettings | None, rank: int) -> RoleSettings | None:
-    """The transport of a rank: each has its own port."""
+    """Return a rank's settings of KV transfer: each rank has its own port."""
     return structs.replace(role, port=role.port + rank) if role and role.port else role
 
 
 def _rest(connection: socket.socket) -> Iterator[memoryview]:
-    """All that is still said on a connection."""
+    """Yield all messages until the end of a connection."""
     frames = Frames()
     try:
         while True:
@@ -246,10 +247,10 @@ def _message(body: memoryview) -> str:
 
 
 class LeadInbox:
-    """The inbox of the first rank, which the others hear as well.
+    """Inbox of the first rank, which forwards all commands to the other ranks.
 
     Args:
-        inbox: where commands come from.
+        inbox: source of commands.
         followers: the other ranks.
     """
 
@@ -261,18 +262,18 @@ class LeadInbox:
         self._inbox.put(command)
 
     def take(self, seconds: float | None) -> Sequence[Command | Compiled]:
-        """Returns what has come, waiting for it at most so long; None: without end."""
+        """Return and forward the available commands; wait up to `seconds` (None: forever)."""
         commands = self._inbox.take(seconds)
         self._followers.tell(commands)
         return commands
 
 
 class FollowInbox:
-    """The inbox of another rank: what the first one has taken.
+    """Inbox of another rank, which receives the commands that the first rank took.
 
     Args:
-        connection: to the first one.
-        frames: what has been read of the next message.
+        connection: socket to the first rank.
+        frames: buffer with the beginning of the next message.
     """
 
     def __init__(self, connection: socket.socket, frames: Frames) -> None:
@@ -282,7 +283,7 @@ class FollowInbox:
         self._has_compiled = threading.Condition()
 
     def put(self, command: Compiled | Fetched | Overdue) -> None:
-        """Add a grammar, from any thread; it counts when the first rank has taken its own."""
+        """Add a compiled grammar, from any thread, for `take`; ignore other commands."""
         if not isinstance(command, Compiled):
             return
         with self._has_compiled:
@@ -290,12 +291,12 @@ class FollowInbox:
             self._has_compiled.notify_all()
 
     def take(self, seconds: float | None) -> Sequence[Command | Compiled]:
-        """Returns what the first one has taken, waiting for that however long it takes."""
+        """Return the commands that the first rank took; wait for them, ignoring `seconds`."""
         try:
             while not self._taken:
                 self._taken += map(to_process, receive(self._connection, self._frames))
         except (EOFError, ConnectionError):
-            threading.Event().wait()  # until `end_with_the_first` does what it says
+            threading.Event().wait()  # until `end_with_the_first` ends the process
         frames = Frames()
         return [
             self._own(message) if isinstance(message, GrammarReady) else message
@@ -309,13 +310,13 @@ class FollowInbox:
 
 
 def end_with_the_first(connection: socket.socket, store: str) -> None:
-    """End this process as soon as the first rank is gone, whatever it does at the moment."""
-    if sys.platform == "linux":  # the system continues a stopped rank, which then can watch
+    """Start a thread that ends this process as soon as the first rank has ended."""
+    if sys.platform == "linux":  # the kernel resumes a suspended rank, whose thread then ends it
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGCONT)
 
     def watch() -> None:
         poll = select.poll()
-        poll.register(connection, 0)  # POLLHUP is always told
+        poll.register(connection, 0)  # POLLHUP is always reported
         poll.poll()
         shutil.rmtree(Path(store).parent, ignore_errors=True)
         os._exit(1)

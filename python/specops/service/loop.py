@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The loop that owns an engine: takes commands between two steps, and sends what each step brought.
+"""The loop that owns an engine: it takes commands between two steps and sends each step's results.
 
-It knows of no event loop, thread or socket: an inbox gives it commands, and it hands out batches.
+It is independent of event loops, threads and sockets: an inbox supplies commands, and a callback
+takes batches of results.
 """
 
 import json
@@ -42,39 +43,39 @@ from specops.service.snapshot import status_of
 
 logger = logging.getLogger(__name__)
 
-# Drawn seeds stay exact in JavaScript, so that a browser can send back the one it was told.
+# Drawn seeds are exact in JavaScript, so that a browser can send back the seed it received.
 _SEED_BITS = 53
-# Failed steps in a row after which the engine counts as failing. One alone may be the fault of a
-# single request.
+# Failed steps in a row after which the engine counts as failing. A single failure may be caused by
+# one request.
 _FAILING = 3
-# Failures in a row to take commands, after which the loop ends: nothing else ends them, such as
-# those of a process without memory.
+# Failures in a row to take commands, after which the loop ends. Such failures, for example for lack
+# of memory, may never end otherwise.
 _MOST_INBOX_FAILURES = 10
 _FAILURE_SECONDS = 0.1  # pause after each of them
-# An idle loop sends a batch so often, by which its server knows that it does not hang.
+# Seconds between batches of an idle loop, which show the server that the loop does not hang.
 _BEAT_SECONDS = 1.0
 _STEP_FAILED = "a step of the engine failed; the server's log says why"
 _REQUEST_FAILED = "the request failed within the engine; the server's log says why"
 _NOT_ADDED = "the engine could not take the request; the server's log says why"
-# Between two saves of what drafters learnt, which wait for a moment without requests.
+# Minimum seconds between two saves of drafters' state, which happen only while the loop is idle.
 _SAVE_SECONDS = 300.0
-_COMPILING_THREADS = 2  # of grammars; the loop itself has more urgent work
-_MAX_COMPILING = 64  # grammars that are not compiled yet
+_COMPILING_THREADS = 2  # threads that compile grammars; few, since the loop's work is more urgent
+_MAX_COMPILING = 64  # maximum number of grammars that wait for compilation
 
 
 @dataclass(frozen=True)
 class Compiled:
-    """A grammar that a job waited for."""
+    """Compiled grammar of a job, or the error of its compilation."""
 
     job: int
     grammar: "Future[Grammar]"
 
 
 class Inbox(Protocol):
-    """Where commands come in."""
+    """Source of the loop's commands."""
 
     def take(self, seconds: float | None) -> Sequence[Command | Compiled]:
-        """Returns those that are there, waiting for one at most so long; None: without end."""
+        """Return the available commands; wait up to `seconds` (None: forever) for one."""
 
     def put(self, command: Compiled | Fetched | Overdue) -> None:
         """Add a command, from any thread."""
@@ -82,7 +83,7 @@ class Inbox(Protocol):
 
 @dataclass(eq=False)
 class _Choice:
-    """A choice of a job."""
+    """Choice of a job."""
 
     job: Submit
     index: int
@@ -90,27 +91,27 @@ class _Choice:
     params: SamplingParams
     seed: int
     speculative: SpeculativeConfig
-    # Choices that wait for this one's prefill, to find its pages in the prefix cache.
+    # Choices that wait for this choice's prefill, so that they find its pages in the prefix cache.
     siblings: "list[_Choice]"
-    added_at: float = 0.0  # when the engine got it
+    added_at: float = 0.0  # time when it was added to the engine
     has_tokens: bool = False
 
 
 class EngineLoop:
-    """Runs an engine until it is told to stop.
+    """Loop that runs an engine until a `Stop` command.
 
-    What fails in the engine ends the jobs that it says; the loop goes on with the others. Where it
-    says nothing, every job ends, and the loop goes on unless the engine keeps a request or a page.
-    If commands cannot be taken ten times in a row, the loop ends.
+    If the engine fails and reports the requests concerned, their jobs end and the others continue.
+    Otherwise every job ends, and the loop continues unless the engine still holds a request or a
+    page. If commands cannot be taken ten times in a row, the loop ends.
 
-    From `Begin` on, a batch goes out after every step, and once a second when there is none.
+    From `Begin` on, the loop sends a batch after every step, and once a second while it is idle.
 
     Args:
-        engine: the loop's from now on.
-        inbox: where commands come in; `Begin` is the first.
+        engine: the engine, which only the loop may use from now on.
+        inbox: source of commands, of which `Begin` is the first.
         send: called with every batch.
-        meet: called before a batch of an idle loop; returns when the other ranks' loops have called
-            it as well. A rank that hangs then keeps all of them silent.
+        meet: called before each batch of an idle loop; it returns when the other ranks' loops have
+            called it, too. So if one rank hangs, all ranks become silent.
     """
 
     def __init__(
@@ -125,23 +126,23 @@ class EngineLoop:
         self._send = send
         self._meet = meet
         self._has_begun = False
-        self._num_clients = 1  # that have keys
+        self._num_clients = 1  # clients with API keys
         self._choices: dict[str, _Choice] = {}  # in the engine, by request id
-        self._held: list[_Choice] = []  # ready to be added, but the engine's queue is full
-        self._compiling: dict[int, Submit] = {}  # jobs whose grammars are not compiled yet
-        self._num_compiling = 0  # grammars, of jobs that were dropped, too
+        self._held: list[_Choice] = []  # ready, but the engine's queue has no capacity
+        self._compiling: dict[int, Submit] = {}  # jobs that wait for their grammars, by number
+        self._num_compiling = 0  # grammars in compilation, including those of dropped jobs
         self._threads = ThreadPoolExecutor(_COMPILING_THREADS, "specops-grammars")
-        self._seen: set[str] = set()  # clients, two at most: then room to wait is shared
-        # Clients whose share of the room to wait is full, and what they are told.
+        self._seen: set[str] = set()  # clients so far, up to two: then queue capacity is shared
+        # Error messages by client, for clients whose share of the queue is full.
         self._full: dict[str, str] = {}
-        self._told_full: dict[str, str] = {}
+        self._told_full: dict[str, str] = {}  # as last sent in a batch
         self._events: list[Event] = []
         self._dropped: Counter[str] = Counter()
-        self._has_news = False  # beside events: something was dropped, or health has changed
+        self._has_news = False  # whether to send a batch even without events
         self._num_requests = 0
-        self._num_failures = 0  # steps that failed since the last one that succeeded
-        self._num_inbox_failures = 0  # since commands were taken the last time
-        self._saved_at = time.monotonic()  # what drafters learnt, the last time
+        self._num_failures = 0  # failed steps since the last successful one
+        self._num_inbox_failures = 0  # since commands were last taken
+        self._saved_at = time.monotonic()  # time of the last save of drafters' state
 
     def run(self) -> None:
         """Work until a command stops the loop, or the engine does not recover."""
@@ -180,13 +181,13 @@ class EngineLoop:
     # ---- commands ----
 
     def _take_commands(self) -> bool:
-        """Carry out what has come; wait for it when there is nothing else to do."""
+        """Execute available commands; wait for some if idle. Return False after `Stop`."""
         is_idle = not self._engine.has_unfinished() and not self._held
         commands = self._inbox.take(self._seconds_to_wait() if is_idle else 0.0)
         while is_idle and not commands:
             if self._seconds_to_save() == 0.0:
                 self._save_drafters()
-            if self._has_begun:  # what comes before is not read
+            if self._has_begun:  # the server does not read earlier batches
                 self._meet()
                 self._has_news = True
                 self._deliver(self._health)
@@ -212,14 +213,14 @@ class EngineLoop:
         return True
 
     def _seconds_to_wait(self) -> float | None:
-        """Return how long a loop with nothing to do waits for commands; None: without end."""
+        """Return the seconds for which an idle loop waits for commands; None: forever."""
         seconds = self._seconds_to_save()
         if not self._has_begun:
             return seconds
         return _BEAT_SECONDS if seconds is None else min(seconds, _BEAT_SECONDS)
 
     def _seconds_to_save(self) -> float | None:
-        """How long a loop with nothing to do waits before it saves; None if there is no need."""
+        """Return the seconds until an idle loop saves drafters' state; None if all is saved."""
         if not self._engine.has_unsaved_drafters:
             return None
         return max(self._saved_at + _SAVE_SECONDS - time.monotonic(), 0.0)
@@ -234,7 +235,7 @@ class EngineLoop:
             logger.exception("what drafters learnt could not be saved")
 
     def _take_job(self, job: Submit) -> None:
-        """Adds a job, once its grammar is compiled if it has one."""
+        """Add a job; if it has a grammar, start compiling that first."""
         wanted = job.params.structured_output
         if wanted is None:
             return self._add_job(job)
@@ -258,7 +259,7 @@ class EngineLoop:
             self._events.append(Refused(number, "value", reason))
 
     def _take_compiled(self, compiled: Compiled) -> None:
-        """Adds a job whose grammar is there; the engine finds it as long as it is held here."""
+        """Add a job after compilation; `compiled` keeps the grammar alive until it is added."""
         self._num_compiling -= 1
         job = self._compiling.pop(compiled.job, None)
         if job is None or compiled.grammar.cancelled():
@@ -272,7 +273,7 @@ class EngineLoop:
             self._events.append(self._why_not(job, found))
 
     def _why_not(self, job: Submit, error: BaseException) -> Refused | Failed:
-        """What is said of a job that is not added."""
+        """Return the event for a job that could not be added."""
         if isinstance(error, ContextOverflow):
             return Refused(job.job, "context", _unicode(error))
         if isinstance(error, QueueFull):
@@ -300,7 +301,7 @@ class EngineLoop:
             for position, prompt in enumerate(job.prompts):
                 first = self._first_choice(job, position, prompt, speculative)
                 added.append(self._add_choice(first))
-                # Nothing is shared without a full page, but what is told of the prompt.
+                # Choices share only full pages of the prompt, and the prompt's logprobs.
                 shares = engine.config.enable_prefix_caching
                 shares = shares and len(prompt) > engine.config.page_size
                 if not shares and job.params.prompt_logprobs is None:
@@ -317,13 +318,13 @@ class EngineLoop:
     def _first_choice(
         self, job: Submit, position: int, prompt: list[int], speculative: SpeculativeConfig
     ) -> _Choice:
-        """The first choice of a prompt, with the others as its siblings."""
+        """Return the first choice of a prompt, with the others as its siblings."""
         params = job.params
         seed = self._engine.draw_seed(_SEED_BITS) if params.seed is None else params.seed
-        # The choices of a prompt share the seed: their index tells their random numbers apart.
+        # The choices of a prompt share the seed; their random numbers differ by the choice's index.
         params = replace(params, seed=seed)
         first = _Choice(job, position * params.n, prompt, params, seed, speculative, siblings=[])
-        others = replace(params, prompt_logprobs=None)  # the first one's are all choices'
+        others = replace(params, prompt_logprobs=None)  # reported once, with the first choice
         first.siblings = [
             _Choice(job, first.index + i, prompt, others, seed, speculative, siblings=[])
             for i in range(1, params.n)
@@ -348,7 +349,7 @@ class EngineLoop:
         while self._held:
             try:
                 self._add_choice(self._held[0])
-            except QueueFull:  # its place was taken by preempted requests: try after the next step
+            except QueueFull:  # preempted requests took its place; try again after the next step
                 return
             except Exception:
                 logger.exception("a choice could not be added")
@@ -356,14 +357,14 @@ class EngineLoop:
                 return
             self._held.pop(0)
 
-    # ---- room to wait ----
+    # ---- queue capacity ----
 
     def _require_room(self, job: Submit) -> None:
-        """Refuses a job that would have to wait where there is no room for it.
+        """Check that the queue has capacity for a job.
 
         Raises:
-            QueueFull: too many wait.
-            ValueError: it has more choices than ever find room.
+            QueueFull: too many choices wait.
+            ValueError: the job has more choices than may ever wait.
         """
         total = len(job.prompts) * job.params.n
         limit = self._engine.config.max_waiting
@@ -380,10 +381,12 @@ class EngineLoop:
         self._require_share(job.client, total)
 
     def _require_share(self, client: str, total: int) -> None:
-        """Leaves room for those who come later: a client gets half of what others leave free.
+        """Check a client's share of the queue: half of the capacity that other clients leave free.
+
+        The rest remains for clients that come later.
 
         Raises:
-            QueueFull: it has too many waiting already.
+            QueueFull: the client has too many waiting choices already.
         """
         if not self._has_several_clients:
             return
@@ -391,25 +394,25 @@ class EngineLoop:
         if own + total > most:
             whose = "API key" if self._num_clients > 1 else "address"
             reason = f"{own} requests of this {whose} are waiting already"
-            if own >= most:  # one more would be too many, whatever it asks for
+            if own >= most:  # any further job would be refused
                 self._full[client] = reason
             raise QueueFull(reason)
 
     def _count_waiting(self) -> Counter[str]:
-        """How many choices of each client have no tokens yet."""
+        """Return the number of choices without tokens by client."""
         waiting: Counter[str] = Counter(choice.job.client for choice in self._held)
         for choice in self._choices.values():
             waiting[choice.job.client] += (not choice.has_tokens) + len(choice.siblings)
         return waiting
 
     def _waiting_of(self, client: str, waiting: Counter[str]) -> tuple[int, int]:
-        """How many choices of a client wait, and how many may."""
+        """Return the number of a client's waiting choices, and the maximum."""
         own = waiting[client]
         most = (self._engine.config.max_waiting - waiting.total() + own) // 2
         return own, max(most, 1)
 
     def _look_for_room(self) -> None:
-        """Finds out who has room to wait again."""
+        """Remove clients from `_full` whose share of the queue is no longer full."""
         if self._full:
             waiting = self._count_waiting()
             for client in list(self._full):
@@ -419,12 +422,12 @@ class EngineLoop:
 
     @property
     def _has_several_clients(self) -> bool:
-        """Whether room is to be left: for other keys, or for addresses, of which two have come."""
+        """True if clients must share the queue: there are several keys, or two addresses so far."""
         return self._num_clients > 1 or len(self._seen) > 1
 
     @property
     def _num_outside(self) -> int:
-        """Choices that the engine does not have yet: they wait for a sibling, or for room."""
+        """Number of choices outside the engine, which wait for a sibling or for queue capacity."""
         return len(self._held) + sum(len(choice.siblings) for choice in self._choices.values())
 
     # ---- steps ----
@@ -457,7 +460,7 @@ class EngineLoop:
             raise RuntimeError("a step that failed has left the engine fewer pages than it had")
 
     def _note(self, choice: _Choice, output: RequestOutput) -> None:
-        """Notes what a step brought a choice, as its job wants to be told."""
+        """Queue the event for a step's output of a choice, in the detail that its job requests."""
         job, index = choice.job, choice.index
         if output.token_ids:
             choice.has_tokens = True
@@ -503,12 +506,12 @@ class EngineLoop:
             self._has_news = True
 
     def _fail_job(self, job: int, message: str) -> None:
-        """Ends a job with an error: all of its choices, since an answer has all or none."""
+        """End all choices of a job with an error, since an answer has all choices or none."""
         self._abort_job(job, "error")
         self._events.append(Failed(job, message))
 
     def _give_up(self, reason: str, message: str) -> None:
-        """Fails every job, and drops what the engine still knows of it."""
+        """Fail every job, and abort its requests in the engine."""
         for request_id in self._choices:
             try:
                 self._engine.abort(request_id)
@@ -523,7 +526,7 @@ class EngineLoop:
         self._has_news = True
 
     def _is_empty(self) -> bool:
-        """Whether the engine has nothing left, neither a request nor a page that one held."""
+        """Return whether the engine holds no request and all pages are free."""
         engine = self._engine
         return not engine.has_unfinished() and engine.num_free_pages == engine.num_pages
 
@@ -541,5 +544,5 @@ class EngineLoop:
 
 
 def _unicode(error: BaseException) -> str:
-    """What an error says, also where it quotes a text that is no Unicode."""
+    """Return an error's message, with escapes where it quotes text that is invalid Unicode."""
     return str(error).encode("utf-8", "backslashreplace").decode()

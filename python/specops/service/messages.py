@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What crosses the door between a server and its engine, all of it plain data."""
+"""Messages between a server and its engine, all of them plain data."""
 
 from typing import Any, Literal
 
@@ -18,24 +18,24 @@ Health = Literal["ok", "failing", "stalled", "failed", "restarting", "disconnect
 
 
 class Capabilities(Struct, frozen=True):
-    """What never changes about an engine.
+    """Constant properties of an engine.
 
     Attributes:
-        model_name: the name clients use.
-        model_dir: where its tokenizer and chat template are.
+        model_name: the model's name for clients.
+        model_dir: directory of its tokenizer and chat template.
         device: "cpu" or "cuda:N".
-        max_model_len: longest prompt and output together, in tokens.
-        vocab_size: of the model.
-        num_pages: KV pages.
-        page_size: tokens of each.
+        max_model_len: maximum length of prompt and output together, in tokens.
+        vocab_size: size of the model's vocabulary.
+        num_pages: number of KV pages.
+        page_size: number of tokens of a page.
         enable_prefix_caching: whether requests share the pages of equal prefixes.
-        times_drafting: whether `EngineStats` has a step's time by its parts.
-        methods: the drafting methods that a request may name.
-        drafters: what every method that there is says of itself.
-        drafter_gauges: what the numbers of `Status.drafter_gauges` are, by name.
-        speculative_config: of requests that do not choose, without the server's paths.
-        contract: what the bits of outputs depend on (service/contract.py).
-        role: "prefill", "decode" or "mixed" of an engine that hands prompts over; empty: none.
+        times_drafting: whether `EngineStats` separates the time of drafting from verification.
+        methods: drafting methods that a request may name.
+        drafters: description of every drafting method, from the method itself.
+        drafter_gauges: descriptions of the numbers in `Status.drafter_gauges`, by name.
+        speculative_config: default for requests without their own, without the server's paths.
+        contract: everything that the bits of outputs depend on (service/contract.py).
+        role: "prefill", "decode" or "mixed" for an engine with KV transfer; empty for others.
     """
 
     model_name: str
@@ -56,14 +56,14 @@ class Capabilities(Struct, frozen=True):
 
 
 class Status(Struct):
-    """What an engine is doing, and its counters.
+    """State of an engine, and its counters.
 
     Attributes:
-        num_running: choices that hold a slot.
-        num_waiting: choices that wait for one, or for another choice of their prompt.
-        num_free_pages: KV pages that no request holds.
-        stats: since the engine's start.
-        drafter_gauges: sizes of what drafters keep, by the name of a metric.
+        num_running: number of choices that hold a slot.
+        num_waiting: number of choices that wait for a slot, or for another choice of their prompt.
+        num_free_pages: number of KV pages that no request holds.
+        stats: counters since the engine's start.
+        drafter_gauges: sizes of the data that drafters store, by the name of a metric.
     """
 
     num_running: int
@@ -77,26 +77,26 @@ class Status(Struct):
 
 
 class Begin(Struct, tag=True, array_like=True):
-    """Comes first.
+    """First command of the server.
 
     Attributes:
-        num_clients: clients that have keys, who may all come; at most 1 where there are no keys.
+        num_clients: number of clients with API keys; at most 1 if the server has no keys.
     """
 
     num_clients: int
 
 
 class KvTransfer(Struct, omit_defaults=True):
-    """vLLM's `kv_transfer_params`: where a prompt's pages are, or are to go.
+    """vLLM's `kv_transfer_params`: source or destination of a prompt's KV pages.
 
     Attributes:
-        do_remote_prefill: another engine has computed the prompt, and has leased its pages.
-        do_remote_decode: another engine is to go on with the prompt: lease its pages.
-        remote_engine_id: the digest of that engine's contract.
-        remote_request_id: the name of the lease.
-        remote_block_ids: the leased pages, counted from the prompt's first.
-        remote_host, remote_port: of the transport that has the lease.
-        remote_ports: of that engine's ranks, in order; None: it has one.
+        do_remote_prefill: fetch the pages: another engine has computed the prompt and leased them.
+        do_remote_decode: lease the prompt's pages: another engine will continue from them.
+        remote_engine_id: digest of the other engine's contract.
+        remote_request_id: name of the lease.
+        remote_block_ids: indices of the leased pages within the prompt.
+        remote_host, remote_port: address of the transport that has the lease.
+        remote_ports: ports of the other engine's ranks, in order; None if it has a single rank.
     """
 
     do_remote_prefill: bool = False
@@ -110,16 +110,16 @@ class KvTransfer(Struct, omit_defaults=True):
 
 
 class Submit(Struct, tag=True, array_like=True, eq=False):
-    """A job: the choices that one call asks for. They are taken, or refused, as a whole.
+    """Submission of a job: all choices of one call, accepted or refused as a whole.
 
     Attributes:
-        job: its number; the caller's, and of no other job.
-        client: who asks; slots and room to wait are shared among clients.
-        prompts: token ids of the vocabulary.
-        params: of all prompts; `n` choices of each.
-        speculative_config: the job's own, as JSON; None: the engine's.
-        streaming: report every step; else only the end of each choice.
-        kv_transfer: the prompt's pages come from another engine, or are for one.
+        job: unique number of the job, chosen by the caller.
+        client: name of the client; slots and queue capacity are shared fairly among clients.
+        prompts: token ids of each prompt, within the vocabulary.
+        params: sampling parameters of all prompts; each has `n` choices.
+        speculative_config: the job's own, as JSON; None uses the engine's.
+        streaming: whether to report every step; otherwise only the end of each choice.
+        kv_transfer: request to fetch the prompt's pages from another engine, or lease them to one.
     """
 
     job: int
@@ -132,23 +132,23 @@ class Submit(Struct, tag=True, array_like=True, eq=False):
 
 
 class Abort(Struct, tag=True, array_like=True):
-    """Drops what is unfinished of a job; nothing if it is finished."""
+    """Request to abort a job's unfinished choices; no effect on a finished job."""
 
     job: int
 
 
 class Stop(Struct, tag=True, array_like=True):
-    """Drops everything and ends the engine."""
+    """Request to drop all jobs and end the engine."""
 
 
 class Fetched(Struct, tag=True, array_like=True):
-    """From a thread of the engine's process: a job's pages have come, or will not come."""
+    """Notice of a thread in the engine's process: a fetch of a job's pages succeeded or failed."""
 
     job: int
 
 
 class Overdue(Struct, tag=True, array_like=True):
-    """From a thread of the engine's process: compiling the grammar of a job takes too long."""
+    """Notice of a thread in the engine's process: compiling a job's grammar takes too long."""
 
     job: int
 
@@ -160,11 +160,11 @@ Command = Begin | Submit | Abort | Fetched | Overdue | Stop
 
 
 class Accepted(Struct, tag=True, array_like=True):
-    """The job will be run.
+    """Acceptance of a job.
 
     Attributes:
-        job: its number.
-        num_speculative_tokens: drafts of its steps, as its configuration says.
+        job: the job's number.
+        num_speculative_tokens: maximum number of drafts per step in its configuration.
     """
 
     job: int
@@ -172,13 +172,13 @@ class Accepted(Struct, tag=True, array_like=True):
 
 
 class Refused(Struct, tag=True, array_like=True):
-    """The job will not be run.
+    """Refusal of a job.
 
     Attributes:
-        job: its number.
-        kind: "context", it is too long; "full", too many wait; "speculative_config" or "value",
-            something in it is wrong; "away", the queue that it waited in cannot be reached.
-        message: a sentence.
+        job: the job's number.
+        kind: "context": it is too long; "full": too many requests wait; "speculative_config" or
+            "value": one of its values is invalid; "away": its queue cannot be reached.
+        message: reason, as a sentence.
     """
 
     job: int
@@ -187,12 +187,12 @@ class Refused(Struct, tag=True, array_like=True):
 
 
 class Failed(Struct, tag=True, array_like=True):
-    """The job ends with an error that is not its own, whether it was accepted or not.
+    """Failure of a job, accepted or not, through no fault of its own.
 
     Attributes:
-        job: its number.
-        message: a sentence.
-        is_lost: its engine has ended, and another one may take the job.
+        job: the job's number.
+        message: reason, as a sentence.
+        is_lost: whether its engine has ended, so that another engine may run the job.
     """
 
     job: int
@@ -201,7 +201,7 @@ class Failed(Struct, tag=True, array_like=True):
 
 
 class Progress(Struct, tag=True, array_like=True):
-    """A step added to a choice of a job that does not stream."""
+    """Number of tokens that a step added to a choice of a job that does not stream."""
 
     job: int
     index: int
@@ -209,17 +209,17 @@ class Progress(Struct, tag=True, array_like=True):
 
 
 class End(Struct, array_like=True):
-    """How a choice ended.
+    """End of a choice.
 
     Attributes:
         finish_reason: "stop", "length" or "abort".
         stop_reason: as in `Completion`.
-        seed: as it was sent or drawn.
-        num_tokens: generated.
-        num_cached_tokens: of the prompt, found in the prefix cache.
-        begun: when it got its slot, by `time.perf_counter`, one clock for all processes.
-        stats: of its drafts.
-        kv_transfer: where the pages of its prompt wait, if they are for another engine.
+        seed: the seed that was sent or drawn.
+        num_tokens: number of generated tokens.
+        num_cached_tokens: number of prompt tokens found in the prefix cache.
+        begun: time when it got its slot, by `time.perf_counter`, one clock for all processes.
+        stats: statistics of its drafts.
+        kv_transfer: location of the prompt's pages, if they wait for another engine.
     """
 
     finish_reason: str
@@ -233,17 +233,17 @@ class End(Struct, array_like=True):
 
 
 class Output(Struct, tag=True, array_like=True):
-    """What was added to a choice: by a step, or by all steps where the job does not stream.
+    """Addition to a choice: by one step, or by all steps if the job does not stream.
 
     Attributes:
         job: the job's number.
-        index: of the choice over all prompts: prompt index * n + choice index.
-        token_ids: emitted, in order.
-        text: released.
-        logprobs: one per token when the job asked for them.
-        drafts: that a step verified, when the job asked for them.
-        prompt_logprobs: with a choice's first output, when the job asked for them.
-        end: with the last output.
+        index: index of the choice over all prompts: prompt index * n + choice index.
+        token_ids: emitted token ids, in order.
+        text: released text.
+        logprobs: one entry per token if the job requested them.
+        drafts: drafts that the step verified, if the job requested them.
+        prompt_logprobs: set in a prompt's first output, if the job requested them.
+        end: set in a choice's last output.
     """
 
     job: int
@@ -260,16 +260,16 @@ Event = Accepted | Refused | Failed | Progress | Output
 
 
 class Batch(Struct, tag=True):
-    """All that a step, or the commands before it, brought.
+    """Results of a step and of the commands before it.
 
     Attributes:
-        now: when, by `time.perf_counter`.
-        health: of the engine; "failed" in the last batch, after which the loop ends.
-        status: at the end of it.
-        full: clients whose share of the room to wait is full, and what they are told; None: the
-            same as before.
-        dropped: choices that did not come to their end, by reason.
-        events: of jobs, in order.
+        now: time of the batch, by `time.perf_counter`.
+        health: the engine's health; "failed" in the last batch, after which the loop ends.
+        status: the engine's state after the step.
+        full: error messages by client, for clients whose share of the queue is full; None if
+            unchanged.
+        dropped: numbers of choices that ended early, by reason.
+        events: events of jobs, in order.
     """
 
     now: float
@@ -281,13 +281,13 @@ class Batch(Struct, tag=True):
 
 
 class Hello(Struct, tag=True):
-    """The engine is there."""
+    """First message of an engine: it is loaded."""
 
     capabilities: Capabilities
     status: Status
 
 
 class NoEngine(Struct, tag=True):
-    """There is none: its configuration or its model cannot be used."""
+    """Failure to make an engine: its configuration or its model cannot be used."""
 
     message: str

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An engine in a process of its own, which is started again when it dies."""
+"""An engine in a process of its own, which is restarted when it dies."""
 
 import asyncio
 import logging
@@ -19,31 +19,31 @@ from specops.service.wire import Frames, Setup, encoded, from_process, receive
 
 logger = logging.getLogger(__name__)
 
-# What the process runs. It looks for modules where this one does.
+# Program of the process. It has this process's module search path.
 _CODE = "import sys; sys.path[:] = {path!r}; from specops.service.child import main; main()"
 
-# Before a process that has died is started again, for the first time and once more, ...
+# Seconds before each restart of a process that has died; their number is that of the attempts.
 _PAUSES = (0.0, 2.0, 8.0)
-_WELL_SECONDS = 60.0  # after which one that dies counts as the first
-_STOP_SECONDS = 4.0  # that one may take to end its loop, or it hangs
-_END_SECONDS = 60.0  # that one may take to end, for it may have to save what its drafters learnt
-_REAP_SECONDS = 2.0  # that one may take to end once its socket is closed
-_MOST_UNREAD = 64 << 20  # bytes that may wait for a process to read them, but for a job's
+_WELL_SECONDS = 60.0  # an engine that ran this long resets the count of deaths
+_STOP_SECONDS = 4.0  # time for the loop to end; after that, the process hangs
+_END_SECONDS = 60.0  # time for the process to end, since it may save what its drafters learnt
+_REAP_SECONDS = 2.0  # time for the process to end once its socket is closed
+_MOST_UNREAD = 64 << 20  # bytes that may wait for a process before jobs are refused
 _LOST = "the engine's process has ended; the server's log says more"
 
-# Longest silence of an engine that does not hang: a step, or saving what drafters learnt.
+# Longest silence in seconds of an engine that does not hang: a step, or saving drafters' state.
 ENGINE_TIMEOUT = 300.0
-_STALLED_SHARE = 0.1  # of it, after which the engine counts as stalled
-_TICKS = 100  # of this process's clock in that time
-_TICK_SECONDS = 1.0  # at most
+_STALLED_SHARE = 0.1  # fraction of the timeout after which the engine counts as stalled
+_TICKS = 100  # checks per timeout
+_TICK_SECONDS = 1.0  # longest time between checks
 
 
 class EngineProcess:
-    """A process with an engine in it, which begins to load at once.
+    """Process of an engine, which begins to load at once.
 
     Args:
-        setup: what the engine is made of.
-        code: what the process runs; by default specops' own.
+        setup: configuration of the engine.
+        code: Python program of the process; by default specops' own.
     """
 
     def __init__(self, setup: Setup, code: str | None = None) -> None:
@@ -61,11 +61,11 @@ class EngineProcess:
         self.connection.sendall(encoded(setup))
 
     def again(self) -> "EngineProcess":
-        """Starts another one like it."""
+        """Start another process with the same setup."""
         return EngineProcess(self._setup, self._code)
 
     def hello(self) -> Hello:
-        """Waits until the engine is there; asked once, before anything is sent.
+        """Wait until the engine is loaded. Call this once, before sending a command.
 
         Raises:
             ValueError: its configuration or its model cannot be used, or the process has ended.
@@ -85,7 +85,7 @@ class EngineProcess:
         return message
 
     def send_kill(self) -> None:
-        """Kill the process, even one that hangs or is stopped, without waiting for its end."""
+        """Kill the process, even if it hangs or is suspended, without waiting for its end."""
         self._process.kill()
 
     def kill(self) -> None:
@@ -102,7 +102,7 @@ class EngineProcess:
             self._process.kill()
             try:
                 code = self._process.wait(_REAP_SECONDS)
-            except subprocess.TimeoutExpired:  # the system waits for a device
+            except subprocess.TimeoutExpired:  # the kernel waits for a device
                 return "it was killed, and has not ended yet"
         if code >= 0:
             return f"exit status {code}"
@@ -111,7 +111,7 @@ class EngineProcess:
 
 
 class _Link(asyncio.Protocol):
-    """The socket to one process."""
+    """Protocol of the socket to one process."""
 
     def __init__(self, client: "ProcessClient") -> None:
         self._client, self._frames = client, Frames()
@@ -126,18 +126,18 @@ class _Link(asyncio.Protocol):
 
 
 class ProcessClient(EngineClient):
-    """Talks to an engine in a process, and starts it again when it dies.
+    """Client of an engine in a process, which it restarts when the process dies.
 
-    Jobs that it had are lost then. After a few deaths in a row it stays dead. An engine that hangs
-    is killed. Its silence is measured in ticks of this process's event loop, so that neither a
-    clock that is set nor a machine that was asleep counts. Signs of life come over the socket: this
-    process reads all that is there before it waits, so a full socket means that this process is the
-    slow one, and then its ticks are slow, too.
+    The jobs of a process that dies are lost. After a few deaths in a row it is not restarted. An
+    engine that hangs is killed. Silence is measured in ticks of this process's event loop, so that
+    neither a changed clock nor a suspended machine counts. Signs of life arrive over the socket.
+    This process reads all available data before it waits, so a full socket means that this process
+    is slow, and then its ticks are slow, too.
 
     Args:
-        process: waited for until its engine is there.
-        timeout: seconds of silence after which an engine counts as hung and is killed. A process
-            that loads its engine may be silent for any time.
+        process: the process; the constructor waits until its engine is loaded.
+        timeout: seconds of silence after which an engine counts as hung and is killed. There is no
+            limit while a process loads its engine.
 
     Raises:
         ValueError: the engine's configuration or its model cannot be used, or the process ended.
@@ -158,11 +158,11 @@ class ProcessClient(EngineClient):
         self._is_gone = asyncio.Event()
         self._restarting: asyncio.Task[None] | None = None
         self._num_deaths = 0  # in a row
-        self._begun_at: float | None = None  # the engine of now; None: it has not
+        self._begun_at: float | None = None  # of the current engine; None until it begins
 
     @property
     def is_behind(self) -> bool:
-        """Whether the engine has not read so much that no further job may be handed over."""
+        """True if too much data waits for the engine to accept further jobs."""
         unread = sum(map(len, self._outgoing))
         if self._transport is not None:
             unread += self._transport.get_write_buffer_size()
@@ -171,7 +171,7 @@ class ProcessClient(EngineClient):
     async def start(
         self, receive: Callable[[Batch], None], lost: Callable[[str], None], num_clients: int
     ) -> None:
-        """Begins; called once, on the event loop."""
+        """Connect to the process and send `Begin`. Call this once, on the event loop."""
         await super().start(receive, lost, num_clients)
         self._num_clients = num_clients
         await self._connect()
@@ -179,12 +179,12 @@ class ProcessClient(EngineClient):
         self._watching = asyncio.ensure_future(self._watch())
 
     async def stop(self) -> None:
-        """Drop what is left, and wait for the process to end; kill it if it hangs."""
+        """Drop the remaining jobs and wait for the process to end; kill it if it hangs."""
         self._is_stopping = True
         for task in (self._restarting, self._watching):
             if task is not None:
                 task.cancel()
-        if self._transport is not None and self._begun_at is None:  # it loads, and cannot hear
+        if self._transport is not None and self._begun_at is None:  # it loads, and cannot read Stop
             self._transport.abort()
             return await asyncio.to_thread(self._process.kill)
         if self._transport is not None:
@@ -199,9 +199,9 @@ class ProcessClient(EngineClient):
         await asyncio.to_thread(self._process.end, _REAP_SECONDS)
 
     def received(self, message: Hello | NoEngine | Batch) -> None:
-        """Called with every message of the process."""
+        """Handle a message of the process."""
         if isinstance(message, Batch):
-            if message.health == "failed":  # the last one: another process starts
+            if message.health == "failed":  # its last batch; another process will start
                 self._loop_has_ended.set()
                 message.health = "restarting"
             self._take(message)
@@ -216,7 +216,7 @@ class ProcessClient(EngineClient):
             self._begin()
 
     def disconnected(self) -> None:
-        """Called when the process is gone."""
+        """Handle the end of the connection: fail all jobs and restart the process."""
         self._transport = None
         self._outgoing.clear()
         self._loop_has_ended.set()
@@ -230,12 +230,12 @@ class ProcessClient(EngineClient):
         self._restarting = asyncio.ensure_future(self._restart())
 
     async def _watch(self) -> None:
-        """Count the seconds in which the engine gives no sign of life, and kill one that hangs."""
+        """Measure the time since the engine's last sign of life, and kill an engine that hangs."""
         while True:
             stalled = _STALLED_SHARE * self._timeout
             tick = min(self._timeout / _TICKS, _TICK_SECONDS)
             await asyncio.sleep(tick)
-            if self._transport is None or self._begun_at is None:  # none is there, or it loads
+            if self._transport is None or self._begun_at is None:  # no process, or it is loading
                 self.silent_seconds = 0.0
                 continue
             self.silent_seconds += tick
@@ -289,7 +289,7 @@ class ProcessClient(EngineClient):
         self._outgoing.append(data)
 
     def _flush(self) -> None:
-        """Writes all that one round of the event loop has to say."""
+        """Write all commands of one round of the event loop together."""
         if self._transport is not None and self._outgoing:
             self._transport.write(b"".join(self._outgoing))
         self._outgoing.clear()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An engine as plain data: what never changes about it, and what it does at the moment."""
+"""Snapshots of an engine as plain data: its constant properties and its current state."""
 
 import copy
 from typing import Any
@@ -13,12 +13,12 @@ from specops.service.messages import Capabilities, Status
 def capabilities_of(
     engine: Engine, role: str = "", contract: dict[str, Any] | None = None
 ) -> Capabilities:
-    """What never changes about an engine.
+    """Return the constant properties of an engine.
 
     Args:
-        engine: this.
+        engine: the engine.
         role: as in `Capabilities`.
-        contract: the engine's; None: it is made, as `contract_of` does.
+        contract: the engine's contract; None computes it with `contract_of`.
     """
     config = engine.config
     return Capabilities(
@@ -41,16 +41,16 @@ def capabilities_of(
 
 
 def status_of(engine: Engine, *, num_outside: int = 0) -> Status:
-    """What an engine does.
+    """Return the current state of an engine.
 
     Args:
-        engine: asked by the thread that owns it.
-        num_outside: choices that wait outside of it.
+        engine: the engine; call this in the thread that owns it.
+        num_outside: number of choices that wait outside the engine.
     """
     return Status(
         num_running=engine.num_running,
         num_waiting=engine.num_waiting + num_outside,
         num_free_pages=engine.num_free_pages,
-        stats=copy.copy(engine.stats),  # the engine goes on counting
+        stats=copy.copy(engine.stats),  # the engine continues to count
         drafter_gauges=engine.drafter_gauges,
     )

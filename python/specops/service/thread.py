@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An engine in a thread of the server's process: for debugging, and for tests that look into it."""
+"""An engine in a thread of the server's process, for debugging and for tests that inspect it."""
 
 import asyncio
 import logging
@@ -15,7 +15,7 @@ from specops.service.snapshot import capabilities_of, status_of
 
 logger = logging.getLogger(__name__)
 
-_END_SECONDS = 60.0  # that the thread may take to end, for it may have to save drafters
+_END_SECONDS = 60.0  # time for the thread to end, since it may save drafters' state
 
 
 class _QueueInbox:
@@ -32,16 +32,16 @@ class _QueueInbox:
                 commands.append(self._queue.get(timeout=seconds))
             except queue.Empty:
                 return ()
-        while not self._queue.empty():  # nobody else takes any
+        while not self._queue.empty():  # this is the only consumer
             commands.append(self._queue.get())
         return commands
 
 
 class ThreadClient(EngineClient):
-    """Runs an engine in a thread of its own.
+    """Client of an engine in a thread of this process.
 
     Args:
-        engine: the thread's from `start` on.
+        engine: the engine, which only the thread may use after `start`.
     """
 
     def __init__(self, engine: Engine) -> None:
@@ -54,14 +54,14 @@ class ThreadClient(EngineClient):
     async def start(
         self, receive: Callable[[Batch], None], lost: Callable[[str], None], num_clients: int
     ) -> None:
-        """Starts the thread."""
+        """Start the thread."""
         await super().start(receive, lost, num_clients)
         self._loop = asyncio.get_running_loop()
         self._send(Begin(num_clients))
         self._thread.start()
 
     async def stop(self) -> None:
-        """Drop what is left, and wait for the thread to end."""
+        """Drop the remaining jobs and wait for the thread to end."""
         self._send(Stop())
         await asyncio.to_thread(self._thread.join, _END_SECONDS)
         if self._thread.is_alive():
@@ -86,5 +86,5 @@ class ThreadClient(EngineClient):
         assert self._loop is not None, "the thread has been started"
         try:
             self._loop.call_soon_threadsafe(work)
-        except RuntimeError:  # the event loop has ended: nobody waits for this
+        except RuntimeError:  # the event loop has ended, so the result is not needed
             logger.debug("results after the end of the event loop", exc_info=True)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Messages on a socket: a length of four bytes, and then MessagePack. Nothing on it is code."""
+"""Wire format of messages: a length of four bytes, then MessagePack, which is data and not code."""
 
 import socket
 import struct
@@ -33,11 +33,11 @@ _READ_BYTES = 1 << 18
 
 
 class Peer(Struct, array_like=True, frozen=True):
-    """A host that pages are fetched from, and the range of its ports.
+    """Host from which pages may be fetched, with the range of its ports.
 
     Attributes:
-        host: a name or an address, as requests spell it.
-        first, last: the ports.
+        host: name or address, exactly as requests write it.
+        first, last: first and last port of the range, inclusive.
     """
 
     host: str
@@ -46,15 +46,15 @@ class Peer(Struct, array_like=True, frozen=True):
 
 
 class RoleSettings(Struct, array_like=True, frozen=True):
-    """How an engine hands prompts over.
+    """Settings of an engine's KV transfer.
 
     Attributes:
         role: "prefill", "decode" or "mixed".
-        host, port: where its transport listens; port 0: any free one. Rank `i` of several listens
-            `i` ports further.
-        peers: addresses that it fetches pages from.
-        lease_seconds: that pages wait for their reader.
-        lease_bytes: most bytes of pages that wait.
+        host, port: address on which its transport listens; port 0 chooses a free one. Rank `i` of
+            several listens on `port + i`.
+        peers: addresses from which it may fetch pages.
+        lease_seconds: maximum time for which pages wait for their reader.
+        lease_bytes: maximum number of bytes of waiting pages.
         transport: "tcp" or "nixl".
     """
 
@@ -68,12 +68,12 @@ class RoleSettings(Struct, array_like=True, frozen=True):
 
 
 class KvEventSettings(Struct, array_like=True, frozen=True):
-    """Where an engine tells what its prefix cache has.
+    """Settings of the publisher of an engine's prefix cache events.
 
     Attributes:
-        endpoint: of ZeroMQ, which it binds and publishes on.
-        topic: of its messages.
-        replay: where who has missed messages asks for them; empty: nowhere.
+        endpoint: ZeroMQ endpoint that the engine binds and publishes on.
+        topic: topic of the messages.
+        replay: endpoint for requests of missed messages; empty for none.
     """
 
     endpoint: str
@@ -82,16 +82,17 @@ class KvEventSettings(Struct, array_like=True, frozen=True):
 
 
 class Setup(Struct, tag=True, array_like=True):
-    """The first message to a process: what its engine is made of.
+    """First message to a process: the configuration of its engine.
 
     Attributes:
-        settings: as `EngineConfig.from_plain` takes them.
-        log_level: of its log, which goes to standard error.
-        rank: of several that compute one model, which one it is.
-        store: the file by which these meet; empty: the first one chooses it.
-        role: of an engine that hands prompts over, or gets them; None: neither.
-        kv_events: where it tells what its prefix cache has; None: nowhere.
-        data_parallel_rank: of the engine among those behind one door; None: it is the only one.
+        settings: argument of `EngineConfig.from_plain`.
+        log_level: level of its log, which goes to standard error.
+        rank: tensor-parallel rank of the process.
+        store: file through which the ranks meet; empty if the first rank chooses it.
+        role: settings of KV transfer; None for none.
+        kv_events: settings of prefix cache events; None for none.
+        data_parallel_rank: rank of the engine among those behind one frontend; None for a single
+            engine.
     """
 
     settings: dict[str, Any]
@@ -104,27 +105,27 @@ class Setup(Struct, tag=True, array_like=True):
 
 
 class Taken(Struct, tag=True, array_like=True):
-    """To another rank: what the first one has taken before a step.
+    """Message to another rank: the commands that the first rank took before a step.
 
     Attributes:
-        commands: messages, as they go over a socket.
+        commands: concatenated commands in wire format.
     """
 
     commands: bytes
 
 
 class GrammarReady(Struct, tag=True, array_like=True):
-    """Among these: the first rank has compiled the grammar of a job."""
+    """Command in `Taken`: the first rank has compiled the grammar of a job."""
 
     job: int
 
 
 def _twin(cls: type, **types: Any) -> type[Struct]:
-    """A message with the fields of a dataclass; those that have their default are left out.
+    """Return a message class with the fields of a dataclass; it omits fields with default values.
 
     Args:
-        cls: the dataclass, which checks its values. Those that were checked once need not be again.
-        types: of fields that are such dataclasses themselves.
+        cls: the dataclass, which validates its values. Receivers need not validate them again.
+        types: message classes for fields that are such dataclasses themselves.
     """
     hints = get_type_hints(cls) | types
     listed = [(one.name, hints[one.name], one.default) for one in fields(cls)]
@@ -170,14 +171,14 @@ class _Submit(Struct, tag="Submit", array_like=True):
 
 
 def packed(value: Any) -> Any:
-    """What MessagePack takes in the place of a value that it does not know."""
+    """Return a value that MessagePack can encode in place of one that it cannot."""
     if isinstance(value, PromptLogprobs):
         return value.packed()
     raise TypeError(f"{type(value).__name__} does not cross the door")
 
 
 def unpacked(kind: type, value: Any) -> Any:
-    """The value that `packed` has packed."""
+    """Return the value that `packed` converted."""
     assert kind is PromptLogprobs
     return PromptLogprobs.unpacked(value)
 
@@ -193,10 +194,10 @@ _from_process = msgspec.msgpack.Decoder(FromProcess, dec_hook=unpacked)
 
 
 def encoded(message: ToProcess | FromProcess) -> bytes:
-    """A message as it goes over a socket.
+    """Return a message in wire format.
 
     Raises:
-        ValueError: it has a text that is no Unicode.
+        ValueError: a text in it is invalid Unicode.
     """
     if isinstance(message, Submit):
         body: Any = _Submit(
@@ -212,7 +213,7 @@ def encoded(message: ToProcess | FromProcess) -> bytes:
 
 
 def to_process(body: memoryview) -> Any:
-    """Reads a `ToProcess`."""
+    """Decode a `ToProcess` message."""
     message = _to_process.decode(body)
     if isinstance(message, _Submit):
         return Submit(
@@ -223,19 +224,19 @@ def to_process(body: memoryview) -> Any:
 
 
 def from_process(body: memoryview) -> FromProcess:
-    """Reads a `FromProcess`."""
+    """Decode a `FromProcess` message."""
     message: FromProcess = _from_process.decode(body)
     return message
 
 
 class Frames:
-    """Cuts a stream of bytes into messages."""
+    """Splitter of a stream of bytes into messages."""
 
     def __init__(self) -> None:
         self._buffer = bytearray()
 
     def feed(self, data: bytes) -> Iterator[memoryview]:
-        """Adds bytes; yields the messages that are whole now, each to be read at once."""
+        """Add bytes; yield the messages now complete, each valid only until the next one."""
         self._buffer += data
         begin = 0
         with memoryview(self._buffer) as view:
@@ -251,10 +252,10 @@ class Frames:
 
 
 def receive(connection: socket.socket, frames: Frames, flags: int = 0) -> Iterator[memoryview]:
-    """The messages that are whole with the next bytes.
+    """Receive bytes once, and yield the messages that they complete.
 
     Raises:
-        BlockingIOError: there are none yet, and `flags` has MSG_DONTWAIT.
+        BlockingIOError: no bytes are available, and `flags` has MSG_DONTWAIT.
         EOFError: the other end is closed.
     """
     data = connection.recv(_READ_BYTES, flags)

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// What a thread of append_attention on the CPU works with: its unit of work, the rows of it, its
-// memory.
+// Working set of an append_attention thread on the CPU: its unit of work, the unit's rows and its
+// scratch memory.
 #pragma once
 
 #include <cstdlib>
@@ -15,41 +15,42 @@ namespace {
 constexpr int kLeafBlocks = kLeafTokens / kPageBlock;
 constexpr int kMaxHeadDim = 256;
 constexpr int kMaxUnitRows = kStateFloats / 64;
-constexpr int kLaneWords = kStateFloats;  // of queries with a row per lane
+constexpr int kLaneWords = kStateFloats;  // words for queries with a row per lane
 
-// What one thread computes at a time: a tile of one request's rows or all rows of a bundle, some KV
-// heads, some chunks.
+// The work of one thread at a time: a tile of one request's rows or all rows of a bundle, for some
+// KV heads and some chunks.
 struct Unit {
-  const Request* request;         // or the first member of a bundle
-  int64_t members;                // of the bundle; 0: the request alone
-  int64_t first_row, num_rows;    // within the request, if it is alone
+  const Request* request;         // the request, or the first member of a bundle
+  int64_t members;                // members of the bundle; 0: the request alone
+  int64_t first_row, num_rows;    // rows within the request, if it is alone
   int64_t first_head, num_heads;  // KV heads
   int64_t first_leaf, last_leaf;  // inclusive
-  bool cold;                      // KV is read once, and not expected in this core's cache
-  bool partial;                   // the unit's one chunk goes to the workspace, not to out
+  bool cold;                      // KV is read once, and probably not in this core's cache
+  bool partial;                   // the unit's only chunk goes to the workspace, not to out
 };
 
-// A request's rows in a unit.
+// Rows of one request in a unit.
 struct Member {
   const Request* request;
   const int32_t* pages;
-  int64_t seen_end, end_leaf;   // leaves from end_leaf on are none of this unit's
-  int64_t first_seen, all_see;  // first position that any row sees, that all rows see
-  int first_row, rows;          // (query row, query head of one KV head), in the unit
+  int64_t seen_end, end_leaf;   // the unit does not read leaves from end_leaf on
+  int64_t first_seen, all_see;  // first position that any row sees; from which all rows see
+  int first_row, rows;          // packed rows (query row, query head of one KV head) in the unit
 };
 
-// The rows of a unit, request by request.
+// Rows of a unit, request by request.
 template <typename T>
 struct UnitRows {
   Member members[kMaxBundle];
-  const T* first_q[kMaxBundle];  // of the unit's first head
+  const T* first_q[kMaxBundle];  // for the unit's first head
   int64_t positions[kMaxBundle], out_rows[kMaxBundle];
-  int64_t ends[kMaxBundle];  // of what each sees
+  int64_t ends[kMaxBundle];  // end of the positions that each row sees
   int num_members = 0;
   int count = 0;
 };
 
-// The leaf's tokens: four blocks of 16, each at one token stride. A block nobody sees may be absent.
+// Tokens of a leaf: four blocks of 16, each with the same token stride. Blocks that no row sees may
+// be absent.
 template <typename T>
 struct LeafKv {
   const T* k[kLeafBlocks];
@@ -57,15 +58,15 @@ struct LeafKv {
   int64_t stride;
 };
 
-// What the rows of a unit see of a leaf: row r the tokens [lo[r], hi[r]) but for those of the bits
-// hidden[r]; lo and hi grow with r.
+// Visibility of a leaf: row r sees the tokens [lo[r], hi[r]) except those with a bit in hidden[r];
+// lo and hi grow with r.
 struct LeafView {
   int lo[kMaxBundle], hi[kMaxBundle];
   uint64_t hidden[kMaxBundle];
   bool whole;  // all rows see all tokens
 };
 
-// Rows of one tile at one leaf, and what they see of it.
+// Rows of one tile at one leaf, and the tokens they see.
 template <typename T>
 struct Tile {
   const T* q[kMaxTile];
@@ -75,8 +76,8 @@ struct Tile {
   int rows;
 };
 
-// A thread's memory: the scores and weights of a tile at one leaf, and the states of a unit's rows,
-// one of the chunk at hand and one of the chunks before it. kWidth: of the widest head.
+// Scratch memory of a thread: scores and weights of a tile at one leaf, and two states of a unit's
+// rows, for the current chunk and for the chunks before it. kWidth: width of the widest head.
 template <typename T, int kWidth>
 struct ScratchMemory {
   alignas(64) float scores[kMaxTile * kLeafTokens];
@@ -89,7 +90,7 @@ struct ScratchMemory {
   alignas(64) T packed_k[kPageBlock * kWidth];
   alignas(64) T packed_v[kLeafTokens * kWidth];
   alignas(64) uint32_t lane_q[kLaneWords];
-  // Of 8-bit caches: a block of K, a leaf of V, and its scales, of one head.
+  // 8-bit caches: widened block of K and leaf of V of one head, and the leaf's scales.
   alignas(64) T wide_k[kPageBlock * kWidth];
   alignas(64) T wide_v[kLeafTokens * kWidth];
   alignas(64) float k_scales[kLeafTokens];
@@ -100,8 +101,8 @@ struct ScratchMemory {
 template <typename T, int D>
 using Scratch = ScratchMemory<T, (D > kMaxHeadDim ? D : kMaxHeadDim)>;
 
-// One block per thread and width, made at its first leaf: thread_local arrays of this size would be
-// zeroed in every thread that loads the module.
+// One block per thread and width, allocated at the thread's first leaf: thread_local arrays of this
+// size would be zeroed in every thread that loads the module.
 struct Arena {
   void* memory = nullptr;
   ~Arena() { std::free(memory); }

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Which requests of append_attention on the CPU are bundled: where reading what they share once saves
-// more than it costs. Nothing here reaches a bit of the result.
+// Bundling of requests in append_attention on the CPU, if reading their shared leaves once saves
+// more than it costs. Bundling does not affect a bit of the result.
 #pragma once
 
 #include "attention/append_attention/cpu/plan.h"
@@ -8,7 +8,8 @@
 namespace specops::SPECOPS_ISA {
 namespace {
 
-// Leading leaves that two requests have in common: those of the narrowest group with both.
+// Returns the number of leading leaves that two requests share: those of the narrowest group that
+// contains both.
 inline int64_t shared_leaves(const AppendAttentionParams& params, int64_t a, int64_t b) {
   int64_t tokens = 0;
   for (int64_t level = 0; level < params.num_prefix_levels; ++level) {
@@ -19,21 +20,23 @@ inline int64_t shared_leaves(const AppendAttentionParams& params, int64_t a, int
   return tokens / kLeafTokens;
 }
 
-// Cycles of one KV head, about. Of a leaf that is not read again, which mostly lies in a cache; of a
-// row's state that goes through the workspace.
+// Approximate cycles per KV head: saved by not rereading a leaf, which is usually in a cache; and
+// spent on a row's state that passes through the workspace.
 inline int64_t leaf_saving(const AppendAttentionParams& params) {
   return 8 * params.head_dim * dtype_bytes(params.dtype);
 }
 inline int64_t state_cost(const AppendAttentionParams& params) { return 2 * params.head_dim; }
-// Of a request's leaf: reading it (8 bytes a cycle), and a quarter of a multiplied vector.
+// Approximate cycles for a request's leaf: reading it (8 bytes a cycle), and a quarter cycle per
+// multiplied vector.
 inline int64_t leaf_cost(const AppendAttentionParams& params, int64_t rows) {
   return params.head_dim * (16 * dtype_bytes(params.dtype) + 4 * rows);
 }
-// Units of bundles are waited for before the others begin: less than this part of the work is not
-// worth that.
+// Other units wait until those of bundles are done. Savings below this fraction of the work do not
+// justify that.
 constexpr int64_t kLeastPart = 32;
 
-// What bundling a request costs when it shares so many leading leaves: the states of their chunks.
+// Returns the cost of bundling a request that shares `shared` leading leaves: the states of their
+// chunks.
 inline int64_t bundling_cost(const AppendAttentionParams& params,
                              const Request& r,
                              int64_t shared) {
@@ -41,7 +44,7 @@ inline int64_t bundling_cost(const AppendAttentionParams& params,
   return r.rows * slots * state_cost(params);
 }
 
-// Dissolves a bundle: its members read all of their leaves alone.
+// Dissolves a bundle: its members then read all of their leaves alone.
 inline void dissolve(Plan& plan, const Bundle& bundle) {
   int64_t left = bundle.members;
   for (int64_t i = bundle.first; left > 0; ++i) {
@@ -55,7 +58,7 @@ inline void dissolve(Plan& plan, const Bundle& bundle) {
   }
 }
 
-// Gives the members of a bundle their places in the workspace; false where these do not fit.
+// Assigns workspace to the states of a bundle's members; returns false if they do not fit.
 inline bool place_states(const AppendAttentionParams& params, Plan& plan, const Bundle& bundle) {
   int64_t used = plan.used_floats, left = bundle.members;
   for (int64_t i = bundle.first; left > 0; ++i) {
@@ -70,11 +73,11 @@ inline bool place_states(const AppendAttentionParams& params, Plan& plan, const 
   return true;
 }
 
-// Joins neighbours to bundles, as far as that pays.
+// Bundles neighboring requests as far as that pays.
 inline void find_bundles(const AppendAttentionParams& params, Plan& plan) {
   int64_t most_rows = kStateFloats / params.head_dim;
   if (most_rows > kMaxBundle) most_rows = kMaxBundle;
-  Bundle* bundle = nullptr;  // that may go on
+  Bundle* bundle = nullptr;  // bundle that the next request may join
   Request* before = nullptr;
   int64_t saved = 0, whole = 0;
   for (int64_t i = 0; i < plan.count; ++i) {

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Into which units of work the requests and bundles of append_attention on the CPU are cut. Nothing
-// here reaches a bit of the result.
+// Division of the requests and bundles of append_attention on the CPU into units of work. It does
+// not affect a bit of the result.
 #pragma once
 
 #include "attention/append_attention/cpu/bundle.h"
@@ -8,12 +8,12 @@
 namespace specops::SPECOPS_ISA {
 namespace {
 
-// K and V of one head's leaf, as wide as q.
+// Returns the bytes of K and V in one head's leaf, in the element size of q.
 inline int64_t leaf_bytes(const AppendAttentionParams& params) {
   return 2 * kLeafTokens * params.head_dim * dtype_bytes(params.dtype);
 }
 
-// Loads the requests and says what they cost.
+// Loads the requests, finds bundles and estimates the costs.
 inline void plan_requests(const AppendAttentionParams& params, int64_t first_request, Plan& plan) {
   plan.used_floats = plan.num_bundles = plan.bundle_cost = plan.total_cost = 0;
   for (int64_t i = 0; i < plan.count; ++i) {
@@ -40,7 +40,7 @@ inline void plan_requests(const AppendAttentionParams& params, int64_t first_req
   plan.cold = kv_leaves * params.num_kv_heads * leaf_bytes(params) > kColdBytes;
 }
 
-// Cuts requests of much work into their chunks, and returns how many pieces there are then.
+// Splits expensive requests into chunks. Returns the number of pieces, each a tile or a chunk.
 inline int64_t cut_chunks(const AppendAttentionParams& params, Plan& plan) {
   int64_t pieces = 0;
   for (int64_t i = 0; i < plan.count; ++i) {
@@ -62,7 +62,8 @@ inline int64_t cut_chunks(const AppendAttentionParams& params, Plan& plan) {
   return pieces;
 }
 
-// How many KV heads a unit of so many rows takes, if the heads are cut into `groups` at least.
+// Returns the KV heads per unit of `rows` rows, if the heads are divided into at least `groups`
+// groups.
 inline int64_t heads_of_unit(const AppendAttentionParams& params, int64_t rows, int64_t groups) {
   int64_t heads = kAheadBytes / leaf_bytes(params);
   int64_t share = (params.num_kv_heads + groups - 1) / groups;
@@ -72,7 +73,7 @@ inline int64_t heads_of_unit(const AppendAttentionParams& params, int64_t rows, 
   return heads < 1 ? 1 : heads;
 }
 
-// Groups of heads, so that so many pieces occupy the threads.
+// Returns into how many groups to divide the heads, so that this many pieces keep the threads busy.
 inline int64_t groups_for(const Plan& plan, int64_t pieces) {
   return plan.small || pieces == 0 ? 1 : (2 * num_threads() + pieces - 1) / pieces;
 }
@@ -81,8 +82,8 @@ inline int64_t chunks_of(const Bundle& bundle) {
   return (bundle.end_leaf - 1) / kChunkLeaves - bundle.first_leaf / kChunkLeaves + 1;
 }
 
-// Cuts the requests into units. Only the cutting knows of threads: it decides where states live,
-// never the order in which they are folded.
+// Divides the requests into units. Only this division depends on the number of threads: it decides
+// where states are stored, never the order in which they are folded.
 inline void make_plan(const AppendAttentionParams& params, int64_t first_request, Plan& plan) {
   int64_t left = params.batch - first_request;
   plan.count = left < kPlanned ? left : kPlanned;

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// How elements of the caches enter the products of append_attention on the CPU, and what its
-// vectors need beyond common/simd.h.
+// Cache elements as operands of the products of append_attention on the CPU, and vector operations
+// beyond common/simd.h.
 #pragma once
 
 #include <cmath>
@@ -12,11 +12,11 @@
 namespace specops::SPECOPS_ISA {
 namespace {
 
-// For a function with everything it calls inlined: the compiler leaves some of these small loops as
-// calls, which send their vectors through memory.
+// Inlines everything that a function calls: the compiler leaves some of these small loops as calls,
+// which pass their vectors through memory.
 #define SPECOPS_FLATTEN __attribute__((noinline, flatten))
 
-// How a cache element enters the products. kStep tokens form one step of P V; Vec holds kStep
+// Operand types for a cache element type. kStep tokens form one step of P V; Vec holds kStep
 // elements in each of its 16 lanes.
 template <typename T>
 struct Element {
@@ -31,8 +31,8 @@ struct Element<bfloat16> {
   static constexpr int kStep = 2;
 };
 
-// Where the CPU has no products of 16-bit elements a row's query is widened once for all tokens of a
-// leaf. Of bf16 each 32 columns lie as the even ones, then the odd ones.
+// If the CPU has no products of 16-bit elements, a row's query is widened once for all tokens of a
+// leaf. In bf16, each 32 columns are stored as the even ones, then the odd ones.
 template <typename T>
 constexpr bool kWidensQueries = sizeof(T) == 2;
 #if defined(SPECOPS_ISA_avx512_bf16) || defined(SPECOPS_ISA_neon_bf16)
@@ -58,7 +58,8 @@ inline BF16x32 broadcast_step(const bfloat16* p) { return broadcast_pair(p); }
 inline F32x16 broadcast_step(const float* p) { return set1(*p); }
 
 #if !defined(SPECOPS_AVX512)
-// 16 columns of one step of V, as columns() below has them; of many rows registers hold no more.
+// Loads 16 columns of one step of V, like columns() below; with many rows the registers hold no
+// more.
 inline F32x16 half_columns(const float* a, const float*) { return load(a); }
 inline F32x16 half_columns(const float16* a, const float16*) { return load(a); }
 inline BF16x32 half_columns(const bfloat16* a, const bfloat16* b) {
@@ -82,8 +83,8 @@ inline BF16x32 half_columns(const bfloat16* a, const bfloat16* b) {
 }
 #endif
 
-// 32 columns of one step of V as two vectors. bf16: rows a and b interleaved, in the order of
-// columns that the instruction set gives for free; order_columns undoes it.
+// Loads 32 columns of one step of V as two vectors. bf16: rows a and b are interleaved, in the
+// column order that costs no extra instructions; order_columns undoes it.
 inline void columns(const float* a, const float*, F32x16 out[2]) {
   out[0] = load(a);
   out[1] = load(a + 16);
@@ -103,7 +104,7 @@ inline void columns(const bfloat16* a, const bfloat16* b, BF16x32 out[2]) {
 #endif
 }
 
-// Brings accumulators of 32 columns back into the order of the columns.
+// Restores the order of columns in accumulators of 32 columns.
 template <typename T>
 inline void order_columns([[maybe_unused]] F32x16* x) {
   if (Element<T>::kStep == 1) return;
@@ -122,7 +123,7 @@ inline void order_columns([[maybe_unused]] F32x16* x) {
 #endif
 }
 
-// Keeps the first (second) element of each pair where `first` (`second`), zero elsewhere.
+// Keeps the first (second) element of each pair if `first` (`second`) is set, and zeros the others.
 inline BF16x32 keep_halves(BF16x32 x, bool first, bool second) {
   uint32_t bits = (first ? 0xffffu : 0u) | (second ? 0xffff0000u : 0u);
 #if defined(SPECOPS_AVX512)
@@ -139,7 +140,7 @@ inline BF16x32 keep_halves(BF16x32 x, bool first, bool second) {
 }
 inline F32x16 keep_halves(F32x16 x, bool, bool) { return x; }
 
-// x in the lanes whose bit is set, `other` elsewhere.
+// Returns x in the lanes with a set bit, `other` elsewhere.
 inline F32x16 keep_lanes(F32x16 x, uint32_t bits, float other = -INFINITY) {
 #if defined(SPECOPS_AVX512)
   return {_mm512_mask_mov_ps(_mm512_set1_ps(other), static_cast<__mmask16>(bits), x.v)};
@@ -177,13 +178,14 @@ inline void store_prob(bfloat16* p, F32x16 x) {
 }
 
 #if defined(SPECOPS_NEON)
-// The first two levels of the tree of reduce_add.
+// Adds the first two levels of the tree of reduce_add.
 inline float32x4_t quarter_sums(F32x16 x) {
   return vaddq_f32(vaddq_f32(x.q[0], x.q[2]), vaddq_f32(x.q[1], x.q[3]));
 }
 #endif
 
-// The tree of reduce_add and the value of reduce_max, without the trip through memory.
+// Return the sum in the tree order of reduce_add and the value of reduce_max, without going through
+// memory.
 inline float row_sum(F32x16 x) {
 #if defined(SPECOPS_AVX512)
   __m256 t = _mm256_add_ps(_mm512_castps512_ps256(x.v), _mm512_extractf32x8_ps(x.v, 1));

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The states of append_attention on the CPU (maximum of the scores, sum of weights, weighted sum of
-// V) and how two of them combine.
+// States of append_attention on the CPU (maximum of the scores, sum of weights, weighted sum of V)
+// and how to combine two of them.
 #pragma once
 
 #include <cmath>
@@ -11,8 +11,8 @@
 namespace specops::SPECOPS_ISA {
 namespace {
 
-// (m, l, o) of each row, folded with (m2, l2, o2). A state with l = 0 is empty, its o undefined.
-// o2[r] may be row r of o itself where that state is empty.
+// Folds (m2, l2, o2) into (m, l, o) of each row. A state with l = 0 is empty and its o undefined.
+// o2[r] may be row r of o itself if that state is empty.
 SPECOPS_FLATTEN void fold(float* m,
                           float* l,
                           float* o,

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// A leaf of the rows of a unit, and the end of a chunk, in append_attention on the CPU: folds of
-// states, in the one order there is.
+// One leaf for the rows of a unit, and the end of a chunk, in append_attention on the CPU: folds of
+// states in a fixed order.
 #pragma once
 
 #include <type_traits>
@@ -13,7 +13,7 @@
 namespace specops::SPECOPS_ISA {
 namespace {
 
-// Which tokens of a leaf the mask hides from a row of out.
+// Returns the tokens of a leaf that the mask hides from a row of out, as bits.
 inline uint64_t hidden_tokens(const AppendAttentionParams& params,
                               const Request& request,
                               int64_t out_row,
@@ -28,7 +28,7 @@ inline uint64_t hidden_tokens(const AppendAttentionParams& params,
   return hidden;
 }
 
-// What the rows [first, last) see of the leaf that begins at token `base`.
+// Computes what the rows [first, last) see of the leaf that begins at token `base`.
 template <typename T>
 void load_view(const AppendAttentionParams& params,
                const UnitRows<T>& rows,
@@ -49,7 +49,8 @@ void load_view(const AppendAttentionParams& params,
   }
 }
 
-// Has a leaf of the unit in L2, and the next one asked for while `rows` rows are computed.
+// Loads a leaf of the unit into L2, and plans to prefetch the next one while `rows` rows are
+// computed.
 template <typename T, int D, typename Stored>
 void read_leaf(const AppendAttentionParams& params,
                const Unit& unit,
@@ -65,8 +66,8 @@ void read_leaf(const AppendAttentionParams& params,
   } else {
     load_leaf(find_lines<Stored, D>(params, unit, kv));
   }
-  // Not of wider elements for few rows: their arithmetic is shorter than their way from memory, which
-  // several threads then use less well than in one go.
+  // Unwidened elements with few rows are not prefetched: their arithmetic is shorter than the
+  // memory transfer, and with several threads spread prefetches use memory worse than one burst.
   bool has_time = in_lanes || !std::is_same_v<T, Stored>;
   if (!is_first || !has_time) return;
   int64_t places = in_lanes ? lane_places<D>(rows) : prefetch_places(rows);
@@ -74,7 +75,7 @@ void read_leaf(const AppendAttentionParams& params,
       params, unit, member, base + kLeafTokens, unit.num_heads * places, prefetch);
 }
 
-// Where one head of a leaf lies; 8-bit elements: where V of it will be widened.
+// Returns one head of a leaf. For 8-bit elements, v points to where V will be widened.
 template <typename T, int D, typename Stored>
 LeafKv<T> head_of(const LeafKv<Stored>& kv, int64_t head, Scratch<T, D>& own) {
   LeafKv<T> out{};
@@ -90,8 +91,8 @@ LeafKv<T> head_of(const LeafKv<Stored>& kv, int64_t head, Scratch<T, D>& own) {
   return out;
 }
 
-// chunk = chunk, then one leaf, of the rows [first, last), which all read it from where this member
-// does. `chunk`: which of the scratch states. kScaled: the caches are of 8 bits.
+// Folds one leaf into the chunk state of the rows [first, last), which all read it from this
+// member's pages. `chunk`: index of the scratch state. kScaled: 8-bit caches.
 template <typename T, int D, bool kScaled>
 void fold_leaf(const AppendAttentionParams& params,
                const Unit& unit,
@@ -149,7 +150,7 @@ void fold_leaf(const AppendAttentionParams& params,
   }
 }
 
-// result = result, then the chunk.
+// Folds the chunk's state into the result's.
 template <typename T, int D>
 void fold_chunk(int64_t unit_rows, int result, int chunk, Scratch<T, D>& own) {
   constexpr int kColumns = kValueDim<D>;

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// From memory in append_attention on the CPU: the queries of a unit, the page table, and K and V
-// ahead of the arithmetic.
+// Loads from memory in append_attention on the CPU: the queries of a unit, the page table, and K
+// and V ahead of the arithmetic.
 #pragma once
 
 #include "attention/append_attention/cpu/block.h"
@@ -8,7 +8,7 @@
 namespace specops::SPECOPS_ISA {
 namespace {
 
-// The rows of a unit, and where their queries lie.
+// Sets up the rows of a unit and the addresses of their queries.
 template <typename T, int D>
 void load_queries(const AppendAttentionParams& params, const Unit& unit, UnitRows<T>& rows) {
   int64_t group = params.num_qo_heads / params.num_kv_heads;
@@ -42,8 +42,8 @@ void load_queries(const AppendAttentionParams& params, const Unit& unit, UnitRow
   }
 }
 
-// Where the tokens of a leaf lie, for the unit's first head; blocks outside what the member's rows
-// see may have no page.
+// Finds the tokens of a leaf, for the unit's first head. Blocks outside the range that the member's
+// rows see may have no page.
 template <typename T, int D>
 void load_table(const AppendAttentionParams& params,
                 const Unit& unit,
@@ -65,8 +65,8 @@ void load_table(const AppendAttentionParams& params,
   }
 }
 
-// The lines of a leaf that a unit reads. All heads of a token lie next to each other; of latents there
-// is one, and no V.
+// Returns the cache lines of a leaf that a unit reads. All heads of a token are adjacent; latents
+// have one head and no V.
 template <typename T, int D>
 LeafLines find_lines(const AppendAttentionParams& params, const Unit& unit, const LeafKv<T>& kv) {
   constexpr bool kIsLatent = kHeadStride<D> == 0;
@@ -85,10 +85,10 @@ LeafLines find_lines(const AppendAttentionParams& params, const Unit& unit, cons
   return lines;
 }
 
-// Reads one leaf of K and V into L2, for all heads of the unit, before the arithmetic does: pieces
-// of one head at the stride of a token never start the hardware's prefetcher, and prefetch
+// Reads one leaf of K and V into L2, for all heads of the unit, before the arithmetic needs it:
+// single-head pieces at token stride never trigger the hardware prefetcher, and prefetch
 // instructions are dropped when the miss buffers are full. The blocks advance side by side, so that
-// the start of a page that lies elsewhere in memory hides behind the other streams.
+// the latency of starting a page elsewhere in memory is hidden by the other streams.
 inline void load_leaf(const LeafLines& lines) {
   for (int64_t begin = 0; begin < lines.pieces * lines.step; begin += lines.step) {
     for (int64_t at = begin; at < begin + lines.bytes; at += LeafLines::kLine) {
@@ -99,7 +99,8 @@ inline void load_leaf(const LeafLines& lines) {
   }
 }
 
-// Has the unit's next leaf, which begins at token `base`, asked for at `places` places.
+// Plans to prefetch the unit's next leaf, which begins at token `base`, in `places` calls of
+// issue().
 template <typename T, int D>
 void plan_prefetch(const AppendAttentionParams& params,
                    const Unit& unit,

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// What the arithmetic of append_attention on the CPU asks memory for while it runs: the leaf of an
-// 8-bit cache that comes next.
+// Prefetching the next leaf of an 8-bit cache while the arithmetic of append_attention runs on the
+// CPU.
 #pragma once
 
 #include <cstdint>
@@ -10,20 +10,20 @@
 namespace specops::SPECOPS_ISA {
 namespace {
 
-// The lines of a leaf's blocks of K and V.
+// Cache lines of a leaf's blocks of K and V.
 struct LeafLines {
   static constexpr int64_t kLine = 64;
-  const char* blocks[2 * kLeafTokens / kPageBlock];  // where each begins
+  const char* blocks[2 * kLeafTokens / kPageBlock];  // first byte of each block
   int num_blocks = 0;
-  int pieces = 0;               // of a block
-  int64_t step = 0, bytes = 0;  // from a piece to the next; of a piece
+  int pieces = 0;               // per block
+  int64_t step = 0, bytes = 0;  // bytes from one piece to the next; bytes per piece
 };
 
-// How far they have been asked for, a line of every block in turn. Asked for all at once they would
-// fill the miss buffers, and the arithmetic would wait for them.
+// Progress of the prefetch, which takes a line of each block in turn. Prefetching all lines at once
+// would fill the miss buffers and stall the arithmetic.
 class LeafPrefetch {
  public:
-  // The leaf that begins at token `base` is to be asked for at `places` places.
+  // Starts prefetching the leaf at token `base`, spread over `places` calls of issue().
   void begin(const LeafLines& lines, int64_t base, int64_t places) {
     lines_ = lines;
     base_ = base;
@@ -32,15 +32,15 @@ class LeafPrefetch {
     left_ = lines.num_blocks * lines.pieces * lines.bytes / LeafLines::kLine;
     lines_a_place_ = (left_ + places - 1) / places;
   }
-  // Nothing is to be asked for.
+  // Cancels the prefetch.
   void clear() {
     left_ = 0;
     base_ = -1;
   }
   bool is_of(int64_t base) const { return base_ == base; }
 
-  // The next lines. Called all over the arithmetic of a leaf, at about the places that
-  // prefetch_places counts.
+  // Prefetches the next lines. Called throughout the arithmetic of a leaf, at about as many places
+  // as prefetch_places returns.
   void issue() {
     if (left_ == 0) return;
     int64_t count = left_ < lines_a_place_ ? left_ : lines_a_place_;
@@ -48,14 +48,14 @@ class LeafPrefetch {
     take(count, [](const char* line) { __builtin_prefetch(line); });
   }
 
-  // Waits for the lines that are not asked for yet.
+  // Loads the lines that are not prefetched yet, and waits for them.
   void load_rest() {
     take(left_, [](const char* line) { (void)*static_cast<const volatile char*>(line); });
     left_ = 0;
   }
 
  private:
-  // So many lines, of one block after the other.
+  // Calls fn for the next `count` lines, taking a line of each block in turn.
   template <typename Fn>
   void take(int64_t count, Fn&& fn) {
     for (; count > 0; --count) {
@@ -70,9 +70,9 @@ class LeafPrefetch {
   }
 
   LeafLines lines_;
-  int64_t base_ = -1;  // the leaf's first token
+  int64_t base_ = -1;  // first token of the leaf
   int64_t left_ = 0, lines_a_place_ = 0;
-  // What comes next: the block, where its piece begins, where in this the line does.
+  // Position of the next line: block, start of the piece in the block, offset in the piece.
   int block_ = 0;
   int64_t piece_ = 0, at_ = 0;
 };

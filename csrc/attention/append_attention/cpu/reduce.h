@@ -9,9 +9,9 @@
 namespace specops::SPECOPS_ISA {
 namespace {
 
-// Leaves in order; within a leaf, the heads in turn. Writes the rows of out, or the chunk's states.
-// A leaf that members share is computed for all of their rows at once; rows do not see each other,
-// so a row's bits are those it has alone.
+// Processes leaves in order and, within a leaf, one head after another. Writes the rows of out, or
+// the chunk's states. A leaf that members share is computed for all of their rows at once; rows do
+// not affect each other, so a row's bits are the same as when it runs alone.
 template <typename T, int D, bool kScaled>
 void attend(const AppendAttentionParams& params, const Unit& unit) {
   Scratch<T, D>& own = scratch<T, D>();
@@ -24,7 +24,7 @@ void attend(const AppendAttentionParams& params, const Unit& unit) {
     queries = turn_queries<T, D>(rows, unit.num_heads, group, own.lane_q);
   }
   own.prefetch.clear();
-  int chunk = 0, result = 1;  // which of the scratch states is which
+  int chunk = 0, result = 1;  // indices of the scratch states
   for (int64_t i = 0; i < unit_rows; ++i) own.l[0][i] = own.l[1][i] = 0.0f;
   bool has_result = load_states<T, D>(params, unit, rows, result, chunk, own);
   for (int64_t leaf = unit.first_leaf; leaf <= unit.last_leaf; ++leaf) {
@@ -32,7 +32,7 @@ void attend(const AppendAttentionParams& params, const Unit& unit) {
     for (int at = 0; at < rows.num_members;) {
       const Member& member = rows.members[at++];
       int last = member.first_row + member.rows;
-      // A window may begin inside the leaf, and then not every row reads all of it.
+      // A window may begin inside the leaf; then not every row reads all of it.
       bool all = base >= member.all_see;
       for (; all && at < rows.num_members && rows.members[at].request->shared > leaf; ++at) {
         all = base >= rows.members[at].all_see;

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// What append_attention on the CPU writes: rows of out and lse, states for a later fold, and zeros
-// where nothing is seen.
+// Output of append_attention on the CPU: rows of out and lse, states for a later fold, and zeros
+// for rows that see nothing.
 #pragma once
 
 #include <cmath>
@@ -11,8 +11,8 @@
 namespace specops::SPECOPS_ISA {
 namespace {
 
-// The sink of a row's head joins its sums, after all tokens; returns what o is then multiplied with
-// before it is divided. A sink of -inf changes nothing.
+// Folds the sink of a row's head into m and l, after all tokens. Returns the factor for o before it
+// is divided by l. A sink of -inf changes nothing.
 inline float add_sink(const AppendAttentionParams& params, int64_t out_row, float& m, float& l) {
   float sink = params.sinks[out_row % params.num_qo_heads];
   if (sink == -INFINITY) return 1.0f;
@@ -26,7 +26,7 @@ inline float add_sink(const AppendAttentionParams& params, int64_t out_row, floa
   return share;
 }
 
-// A row from which a mask hides everything.
+// Writes a row from which the mask hides everything.
 template <typename T, int D>
 void write_nothing(const AppendAttentionParams& params, int64_t out_row) {
   constexpr int kColumns = kValueDim<D>;
@@ -38,7 +38,7 @@ void write_nothing(const AppendAttentionParams& params, int64_t out_row) {
   params.lse[out_row] = has_sink ? params.sinks[out_row % params.num_qo_heads] : -INFINITY;
 }
 
-// One finished row: o / l, and m + log l.
+// Writes one finished row: o / l, and m + log l.
 template <typename T, int D>
 void write_row(
     const AppendAttentionParams& params, int64_t out_row, float m, float l, const float* o) {
@@ -55,7 +55,7 @@ void write_row(
   if (params.lse != nullptr) params.lse[out_row] = m + std::log(l);
 }
 
-// All rows of a unit, from their states.
+// Writes all rows of a unit from their states.
 template <typename T, int D>
 void write_rows(const AppendAttentionParams& params,
                 const Unit& unit,
@@ -75,7 +75,7 @@ void write_rows(const AppendAttentionParams& params,
   }
 }
 
-// The states of a unit that is one chunk of its rows, into the workspace.
+// Writes the states of a unit that covers one chunk to the workspace.
 template <typename T, int D>
 void write_part(const AppendAttentionParams& params,
                 const Unit& unit,
@@ -101,7 +101,7 @@ void write_part(const AppendAttentionParams& params,
   }
 }
 
-// Rows that belong to no request.
+// Writes zeros and -inf for rows that belong to no request.
 template <typename T, int D>
 void zero_padding(const AppendAttentionParams& params) {
   int64_t used = params.qo_indptr[params.batch];

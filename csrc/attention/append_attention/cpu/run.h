@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// append_attention on the CPU for queries of one dtype. Each dtype has a file of its own: a set that
-// adds products of bf16 compiles that one alone, and no file keeps the compiler for long.
+// append_attention on the CPU for queries of one dtype. Each dtype has its own file, so that an
+// instruction set that adds bf16 products compiles only that one, and no file compiles for long.
 #pragma once
 
 #include "attention/append_attention/append_attention.h"
@@ -11,25 +11,25 @@
 namespace specops::SPECOPS_ISA {
 namespace {
 
-// out = softmax(q k^T * sm_scale) v over what each row sees of its request's pages, and its
-// log-sum-exp; with a sink of the head in the softmax's sum, if there are any.
+// out = softmax(q k^T * sm_scale) v over the tokens of its request that each row sees, and its
+// log-sum-exp. With sinks, the head's sink is added to the softmax denominator.
 // Cost:    the KV in use read once per tile of rows (all rows of a verification, all query heads of
-//          a KV head); 4 * tokens * head_dim flops per row and head. Of latents 2,176 flops for 1,152
-//          bytes in bf16: bound by arithmetic from a few rows and heads on.
+//          a KV head); 4 * tokens * head_dim flops per row and head. Latents: 2,176 flops for 1,152
+//          bytes in bf16, so compute-bound from a few rows and heads on.
 // Assumes: indices checked; kv_lens >= the request's rows.
 // Order:   fp32 states; leaves of 64 tokens, each from a fresh state, folded left into chunks of 8
-//          leaves, those folded left into the row's result; after them all, a sink. A dot product is
-//          16 lanes over head_dim, then one tree; a column of the output is one chain over tokens.
-//          Probabilities are rounded to bf16 where q is. What a row does not see never enters its
-//          arithmetic. 8-bit elements are as exact in the dtype of q, and multiplied as such; a score
-//          takes its scale after sm_scale, a probability its own before it is rounded.
+//          leaves, the chunks folded left into the row's result; a sink last. A dot product is 16
+//          lanes over head_dim, then one tree; an output column is one chain over tokens.
+//          Probabilities are rounded to bf16 if q is bf16. Tokens that a row does not see never
+//          enter its arithmetic. 8-bit elements are exact in the dtype of q and multiplied as such;
+//          a score is scaled after sm_scale, a probability before it is rounded.
 // Source:  Milakov and Gimelshein 2018 (online softmax), Dao et al. 2022 and 2023 (FlashAttention).
 // Threads: (request, tile of rows, chunks, KV heads): as few pieces as keep the threads busy. A
 //          thread takes all KV heads of a leaf in turn, so that pages are read in memory order.
-// Shared:  what neighbours of one prefix share is reduced first, where that pays: leaves are read once
-//          and multiplied for the rows of all, tile by tile. Each request goes on from these states.
-// Latents: the first kLatentDim columns of K are V. Query heads form groups that are planned like KV
-//          heads, and all read the same leaves; a row's arithmetic is that of any other head.
+// Shared:  leaves that neighboring requests share are reduced first if that pays: read once and
+//          multiplied for the rows of all, tile by tile. Each request continues from these states.
+// Latents: the first kLatentDim columns of K are V. Query heads form groups that are planned like
+//          KV heads, and all read the same leaves; a row's arithmetic is that of any other head.
 template <typename T, int D, bool kScaled>
 void run_all(const AppendAttentionParams& params) {
   Plan plan;

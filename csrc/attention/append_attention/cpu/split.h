@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Requests that several units of append_attention on the CPU reduce: the states of their chunks, which
-// lie in the workspace, taken up by a later unit or folded at the end.
+// Requests that several units of append_attention on the CPU reduce. The states of their chunks are
+// in the workspace; a later unit continues from them, or they are folded at the end.
 #pragma once
 
 #include "attention/append_attention/cpu/fold.h"
@@ -10,9 +10,9 @@
 namespace specops::SPECOPS_ISA {
 namespace {
 
-// Takes up what a bundle has reduced for a request before its own leaves: result = the whole chunks,
-// chunk = the leaves of the one that goes on. A unit that is one chunk leaves the whole ones where
-// they are. Returns whether there is a result.
+// Loads the states that a bundle reduced for a request before its own leaves: `result` gets the
+// complete chunks, `chunk` the leaves of the chunk that the unit continues. A unit that covers one
+// chunk skips the complete ones. Returns whether there is a result.
 template <typename T, int D>
 bool load_states(const AppendAttentionParams& params,
                  const Unit& unit,
@@ -48,7 +48,7 @@ bool load_states(const AppendAttentionParams& params,
   return !unit.partial && own_chunk > first_chunk;
 }
 
-// Folds the chunk states of one split request's rows [begin, end), at most kLanes of them.
+// Folds the chunk states of rows [begin, end) of one split request, at most kLanes rows.
 template <typename T, int D>
 void finish_rows(const AppendAttentionParams& params,
                  const Request& request,
@@ -85,7 +85,7 @@ void finish_rows(const AppendAttentionParams& params,
   }
 }
 
-// All rows of a split request.
+// Folds the chunk states of all rows of a split request.
 template <typename T, int D>
 void finish_sequence(const AppendAttentionParams& params, const Request& request) {
   int64_t rows = request.qo_len * params.num_qo_heads;

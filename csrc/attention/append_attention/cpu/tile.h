@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The arithmetic of one tile of rows at one leaf of KV in append_attention on the CPU: scores, their
-// weights, and the sums of V under these.
+// Arithmetic of one tile of rows at one leaf of KV in append_attention on the CPU: scores, their
+// weights, and the weighted sums of V.
 #pragma once
 
 #include <cstring>
@@ -12,8 +12,8 @@
 namespace specops::SPECOPS_ISA {
 namespace {
 
-constexpr int kPackedTile = 13;   // from here on a tile repays packing the leaf's K and V
-constexpr int kPackedScores = 6;  // from here on it repays packing its K
+constexpr int kPackedTile = 13;   // least rows for which packing the leaf's K and V pays
+constexpr int kPackedScores = 6;  // least rows for which packing K pays
 
 // q . k for kRows rows and one token: 16 lanes over head_dim, each a chain from zero.
 template <int kRows, int D>
@@ -55,10 +55,10 @@ inline void lane_dots(const Q* const* q, const T* k, F32x16* acc) {
   }
 }
 
-// Scores of a block's 16 tokens for kRows rows: scores[r * kLeafTokens + token]. The lanes of a token are
-// added in the tree of reduce_add; on AVX-512 sixteen tokens share each level of it, on AVX2 eight, on
-// NEON four share the last two.
-// Q: T, or float where queries are widened.
+// Computes scores of a block's 16 tokens for kRows rows: scores[r * kLeafTokens + token]. The lanes
+// of a token are added in the tree order of reduce_add. On AVX-512 sixteen tokens share each level
+// of the tree, on AVX2 eight, on NEON four share the last two. Q: T, or float if queries are
+// widened.
 template <typename Q, typename T, int kRows, int D>
 SPECOPS_FLATTEN void score_block(
     const Q* const* q, const T* k, int64_t stride, float scale, float* scores) {
@@ -112,14 +112,14 @@ SPECOPS_FLATTEN void score_block(
       for (int r = 0; r < kRows; ++r) halves[token][r] = _mm256_add_ps(acc[r].lo, acc[r].hi);
     }
     for (int r = 0; r < kRows; ++r) {
-      __m256 quads[4];  // lanes i and i + 4, of the tokens j and j + 4
+      __m256 quads[4];  // lanes i and i + 4, of tokens j and j + 4
 #pragma GCC unroll 4
       for (int j = 0; j < 4; ++j) {
         __m256 a = halves[j][r], b = halves[j + 4][r];
         quads[j] =
             _mm256_add_ps(_mm256_permute2f128_ps(a, b, 0x20), _mm256_permute2f128_ps(a, b, 0x31));
       }
-      __m256 pairs[2];  // lanes i and i + 2, of the tokens 2 j, 2 j + 1, and four after these
+      __m256 pairs[2];  // lanes i and i + 2, of tokens 2 j and 2 j + 1, and four tokens later
 #pragma GCC unroll 2
       for (int j = 0; j < 2; ++j) {
         __m256 a = quads[2 * j], b = quads[2 * j + 1];
@@ -164,9 +164,9 @@ SPECOPS_FLATTEN void score_block(
 }
 
 #if defined(SPECOPS_AVX512)
-// Many rows share a block of K better when it is rearranged once: a vector then holds the same
-// quarter of the lanes of four tokens, and the first two levels of the tree need no shuffles. The
-// additions are those of score_block.
+// Rearranges a block of K once, which pays for many rows: a vector then holds the same quarter of
+// the lanes of four tokens, and the first two levels of the tree need no shuffles. The additions
+// are those of score_block.
 template <typename T, int D>
 SPECOPS_FLATTEN void pack_block(const T* k, int64_t stride, T* packed) {
   constexpr int kWidth = 64 / sizeof(T);
@@ -187,7 +187,8 @@ SPECOPS_FLATTEN void pack_block(const T* k, int64_t stride, T* packed) {
   }
 }
 
-// acc[quad][r]: quarter `quarter` of the lanes of the tokens quad, quad + 4, quad + 8, quad + 12.
+// Computes acc[quad][r]: quarter `quarter` of the lanes of tokens quad, quad + 4, quad + 8, quad +
+// 12.
 template <typename T, int kRows, int D>
 inline void quarter_dots(const T* const* q, const T* packed, int quarter, F32x16 acc[4][kRows]) {
   constexpr int kWidth = 64 / sizeof(T);
@@ -249,8 +250,8 @@ SPECOPS_FLATTEN void score_packed(const T* const* q, const T* packed, float scal
 }
 #endif
 
-// Where the weight of row r at a step lies: rows of a leaf's tokens, or, with a row per lane, steps of a
-// tile's rows.
+// Address of row r's weight at a step. RowWeights: one row after another, each with the leaf's
+// tokens. LaneWeights (a row per lane): one step after another, each with the tile's rows.
 template <typename T>
 struct RowWeights {
   const typename Element<T>::Prob* p;
@@ -260,14 +261,15 @@ struct LaneWeights {
   const bfloat16* p;
   const bfloat16* at(int r, int step) const { return p + 2 * (step * kMaxTile + r); }
 };
-// What is kept of each row's state when its leaf is folded into it at once, and taken of the leaf.
+// Factors for folding a leaf into each row's state directly: of the state (kept) and of the leaf
+// (taken).
 struct RowFold {
-  const float* kept = nullptr;  // nullptr: it is not
+  const float* kept = nullptr;  // nullptr: do not fold
   const float* taken = nullptr;
 };
 
-// o[r] (+)= sum over steps [begin, end) of p[r] * v, for kRows rows and kParts * 16 columns from part
-// `part` on. `width` is the number of columns of V.
+// o[r] (+)= sum over steps [begin, end) of p[r] * v, for kRows rows and kParts * 16 columns from
+// part `part` on. `width`: columns of V.
 template <typename T, int kRows, int kParts, bool kPacked, typename Weights>
 inline void weigh_tile(const Weights& p,
                        const LeafKv<T>& kv,
@@ -338,8 +340,8 @@ inline void weigh_tile(const Weights& p,
   }
 }
 
-// The same for all columns of V. `width` is a run-time argument: as a template argument it would make
-// every head size compile all of these tiles anew.
+// The same for all columns of V. `width` is a run-time argument: as a template argument it would
+// compile all of these tiles again for every head size.
 template <typename T, int kRows, bool kPacked, typename Weights>
 inline void weigh(const Weights& p,
                   const LeafKv<T>& kv,
@@ -376,7 +378,8 @@ inline void weigh(const Weights& p,
   }
 }
 
-// One pair of which the row sees only one half: the other half is zero, whatever the cache holds.
+// Adds one pair of tokens of which the row sees only one. The other one's V becomes zero, whatever
+// the cache holds.
 template <typename T>
 void weigh_half_pair(const typename Element<T>::Prob* p,
                      const LeafKv<T>& kv,
@@ -401,8 +404,8 @@ void weigh_half_pair(const typename Element<T>::Prob* p,
   }
 }
 
-// P V of kRows rows. Steps that all of them see wholly run together; what remains at either end
-// runs row by row. A row's own additions are the same ones in the same order either way.
+// Computes P V of kRows rows. Steps that all rows see completely run together; the rest at both
+// ends runs row by row. Each row has the same additions in the same order either way.
 template <typename T, int kRows, bool kPacked>
 void weigh_rows(const typename Element<T>::Prob* p,
                 const LeafKv<T>& kv,
@@ -418,7 +421,7 @@ void weigh_rows(const typename Element<T>::Prob* p,
   if (!together) begin = end = kLeafTokens;
   bool fresh[kRows];
   bool all_fresh = true;
-  // Row r over the tokens [from, to): a half pair, whole steps, a half pair.
+  // Adds tokens [from, to) to row r: a half pair, whole steps, a half pair.
   auto alone = [&](int r, int from, int to) {
     if (from >= to) return;
     int first = (from + kStep - 1) / kStep, last = to / kStep;
@@ -454,9 +457,9 @@ void weigh_rows(const typename Element<T>::Prob* p,
   }
 }
 
-// Probabilities, relative to the row's maximum m, and their sum l, over the tokens a row sees. Where
-// tokens have scales, scores are first multiplied with those of K, and probabilities, which l has
-// without, are kept times those of V. A scale that the row does not see may be NaN.
+// Computes probabilities relative to the row's maximum m, and their sum l, over the tokens a row
+// sees. If tokens have scales, scores are first multiplied by those of K, and stored probabilities
+// by those of V, which l excludes. Scales of tokens that the row does not see may be NaN.
 template <typename T, bool kScaled>
 SPECOPS_FLATTEN void softmax(const Tile<T>& tile,
                              int first,
@@ -496,7 +499,7 @@ SPECOPS_FLATTEN void softmax(const Tile<T>& tile,
   }
 }
 
-// Calls fn with the largest compiled tile not above `rows`, as an integral constant.
+// Calls fn with the largest compiled tile size of at most `rows`, as an integral constant.
 template <int... kSizes>
 struct TileSizes {
   template <typename Fn>
@@ -526,14 +529,14 @@ using WeighTiles = TileSizes<2, 1>;
 using PackedTiles = TileSizes<2, 1>;
 #endif
 
-// About how many places of reduce_leaf, with so many rows, ask for lines of the next leaf.
+// Returns about how many times reduce_leaf calls prefetch.issue() for this many rows.
 inline int64_t prefetch_places(int64_t rows) {
   int64_t of_scores = kLeafBlocks * ((rows + 1) / 2);
   int64_t of_values = kLeafBlocks * (rows <= 3 ? 1 : 2) * ((rows + 11) / 12);
   return of_scores + 1 + of_values + 2 * kLeafBlocks;
 }
 
-// V of the steps [begin, end), a step's tokens side by side.
+// Packs V of the steps [begin, end), with the tokens of a step side by side.
 template <typename T, int D>
 inline void pack_values(const LeafKv<T>& kv, int begin, int end, T* packed_v) {
   for (int step = begin; step < end; ++step) {
@@ -552,9 +555,9 @@ inline void pack_values(const LeafKv<T>& kv, int begin, int end, T* packed_v) {
   }
 }
 
-// One leaf of one tile from a fresh state. m, l: of every row, l = 0 where the row sees nothing;
-// o[r]: the unnormalised output, written where l is not 0. kScaled: the leaf lies in `raw`, its scales
-// in `own`; of `kv` only V is read, where it will be widened.
+// Reduces one leaf for one tile from a fresh state. m, l: per row, l = 0 if the row sees nothing;
+// o[r]: the unnormalized output, written if l is not 0. kScaled: the leaf is in `raw` and its
+// scales in `own`; `kv` only provides V, which is widened there.
 template <typename T, int D, bool kScaled>
 void reduce_leaf(const Tile<T>& tile,
                  const LeafKv<T>& kv,
@@ -580,7 +583,7 @@ void reduce_leaf(const Tile<T>& tile,
     }
   }
 
-  // Scores, block by block, so that a block of K stays in L1 for all rows.
+  // Scores block by block, so that a block of K stays in L1 for all rows.
   int first_block = tile.lo[first] / kPageBlock, last_block = (tile.hi[last - 1] - 1) / kPageBlock;
   for (int block = first_block; block <= last_block; ++block) {
     const T* k = kv.k[block];
@@ -622,7 +625,6 @@ void reduce_leaf(const Tile<T>& tile,
   own.prefetch.issue();
   softmax<T, kScaled>(tile, first, last, own.scores, own.k_scales, own.v_scales, own.probs, m, l);
 
-  // P V.
   if constexpr (kScaled) {
     for (int block = first_block; block <= last_block; ++block) {
       own.prefetch.issue();

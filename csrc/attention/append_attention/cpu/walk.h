@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// A thread's walk over the units of append_attention on the CPU: what a unit consists of.
+// A thread's loop over the units of append_attention on the CPU, and the contents of each unit.
 #pragma once
 
 #include "attention/append_attention/cpu/cut.h"
@@ -8,7 +8,7 @@
 namespace specops::SPECOPS_ISA {
 namespace {
 
-// Unit `local` of a request's own leaves: KV heads fastest, then chunks, then tiles.
+// Returns unit `local` of a request's own leaves: KV heads vary fastest, then chunks, then tiles.
 inline Unit find_unit(const AppendAttentionParams& params,
                       const Request& r,
                       int64_t local,
@@ -43,7 +43,7 @@ inline Unit find_unit(const AppendAttentionParams& params,
   return unit;
 }
 
-// Unit `local` of what a bundle shares: KV heads fastest, then chunks.
+// Returns unit `local` of a bundle's shared leaves: KV heads vary fastest, then chunks.
 inline Unit find_shared_unit(const AppendAttentionParams& params,
                              const Plan& plan,
                              const Bundle& bundle,
@@ -64,7 +64,7 @@ inline Unit find_shared_unit(const AppendAttentionParams& params,
   return unit;
 }
 
-// Units begin .. end of the requests of a plan.
+// Runs units [begin, end) of the requests of a plan.
 template <typename T, int D, bool kScaled>
 void run_units(const AppendAttentionParams& params, const Plan& plan, int64_t begin, int64_t end) {
   int64_t at = 0;
@@ -75,7 +75,7 @@ void run_units(const AppendAttentionParams& params, const Plan& plan, int64_t be
   }
 }
 
-// Units begin .. end of its bundles.
+// Runs units [begin, end) of the bundles of a plan.
 template <typename T, int D, bool kScaled>
 void run_shared_units(const AppendAttentionParams& params,
                       const Plan& plan,

@@ -1,6 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Where a block of append_attention on CUDA has what in shared memory, and how the rows of a tile
-// lie there.
+// Shared memory layout of an append_attention block on CUDA, including the rows of a tile.
 #pragma once
 
 #include "attention/append_attention/append_attention.h"
@@ -11,9 +10,9 @@
 
 namespace specops {
 
-// Tiles of 16 rows at once: as many as let all fit 99 KiB, and no more than the bandwidth of memory
-// needs. Kernels for fewer rows have half as many, down to one. Latents have one or four: four take
-// more than 99 KiB, and where a block has no more, there is only the one (append_attention.cu).
+// Largest number of 16-row tiles: as many as fit 99 KiB of shared memory, but no more than memory
+// bandwidth needs. Kernels for fewer rows halve it, down to one. Latents use one or four: four need
+// more than 99 KiB, so devices with less use only one (append_attention.cu).
 template <typename T, int kHeadDim>
 constexpr int kMostRowTiles = kHeadDim == kLatentKeyDim                      ? 4
                               : kHeadDim * sizeof(T) > 512                   ? 1
@@ -22,49 +21,50 @@ constexpr int kMostRowTiles = kHeadDim == kLatentKeyDim                      ? 4
 template <int kHeadDim, int kTiles>
 constexpr int kNextRowTiles = (kHeadDim == kLatentKeyDim ? 4 : 2) * kTiles;
 
-// What an SM has for blocks, each of which takes 1 KiB beside what it asks for (sm_90, sm_100).
+// Shared memory of an SM, and the 1 KiB that each block takes beyond its request (sm_90, sm_100).
 constexpr int kSmSharedBytes = 228 << 10, kBlockSharedBytes = 1 << 10;
 
-// Sizes that follow from the element type, that of the caches, and head_dim. A tile lies in shared
-// memory as it does in the cache; elements of 8-bit caches are widened to T in registers.
+// Sizes derived from the element type, the cache element type and head_dim. A tile has the same
+// layout in shared memory as in the cache; elements of 8-bit caches are widened to T in registers.
 template <typename T, int kHeadDim, int kTiles, typename Cache = T>
 struct AttentionShape {
   static constexpr bool kScaled = kIsScaled<Cache>;
-  static constexpr bool kIsLatent = kHeadDim == kLatentKeyDim;  // a tile of K is that of V as well
+  static constexpr bool kIsLatent = kHeadDim == kLatentKeyDim;  // a tile of K is also the tile of V
   static constexpr int kValueDim = static_cast<int>(value_dim_of(kHeadDim));
-  static constexpr int kQueryBytes = kHeadDim * static_cast<int>(sizeof(T));  // of a row
+  static constexpr int kQueryBytes = kHeadDim * static_cast<int>(sizeof(T));  // per row
   static constexpr int kQueryVectors = kQueryBytes / 16;
   static constexpr int kTile = kQueryBytes <= 256 ? 64 : 32;  // tokens
   static constexpr int kRowTiles = kTiles;
   static constexpr int kRows = 16 * kRowTiles;
-  // 64 rows of latents: their state fills the registers of twice as many threads, so that of the
-  // chunk lies in memory, and a warp scores some of the rows.
+  // 64 rows of latents: their state fills the registers of twice as many threads, so the state of
+  // the chunk is kept in memory, and a warp scores only some of the rows.
   static constexpr bool kIsWide = kIsLatent && kRowTiles == 4;
   static constexpr int kThreads = kIsWide ? 2 * kAttentionThreads : kAttentionThreads;
   static constexpr int kWarps = kThreads / kWarpSize;
-  // Whether the loop over tiles of KV has registers for its addresses beside the states.
+  // True if registers suffice for the addresses of the loop over KV tiles in addition to the
+  // states.
   static constexpr bool kSparesRegisters = kRowTiles == 1 && kHeadDim != 256;
-  // Scores: so many warps share the tokens of a tile, others have other rows.
+  // Scores: kTokenWarps warps share the tokens of a tile; other warps have other rows.
   static constexpr int kTokenWarps = kIsWide ? 2 : kWarps;
-  static constexpr int kScoreRowTiles = kRowTiles * kTokenWarps / kWarps;  // of 16 rows, per warp
-  static constexpr int kScoreTiles = kTile / kTokenWarps / 8;              // of 8 tokens, per warp
-  static constexpr int kOutTiles = kValueDim / kWarps / 8;                 // of 8 columns, per warp
-  // A row's weights are added up in four parts of a tile's tokens; so many of them are a warp's.
+  static constexpr int kScoreRowTiles = kRowTiles * kTokenWarps / kWarps;  // 16-row tiles per warp
+  static constexpr int kScoreTiles = kTile / kTokenWarps / 8;              // 8-token tiles per warp
+  static constexpr int kOutTiles = kValueDim / kWarps / 8;  // 8-column tiles per warp
+  // A row's weights are summed in kSumParts parts of a tile's tokens; a warp has kSumsOfWarp parts.
   static constexpr int kSumParts = 4;
   static constexpr int kSumsOfWarp = kSumParts / kTokenWarps;
-  // A token of a tile: vectors of 16 bytes that it fills, and places that it has for them.
+  // 16-byte vectors that a token of a tile fills (kFilled) and occupies (kVectors).
   static constexpr int kCacheBytes = kHeadDim * static_cast<int>(sizeof(Cache));
   static constexpr int kFilled = kCacheBytes / 16;
   static constexpr int kVectors = (kFilled + 3) / 4 * 4;
   static constexpr int kRowBytes = kVectors * 16;
   static constexpr int kTileBytes = kTile * kRowBytes;
-  // Threads that copy one row of a tile, and rows that all copy at once.
+  // Threads that copy one row of a tile, and rows copied at once by all threads.
   static constexpr int kCopyLanes = kVectors % 16 == 0 ? 16 : kVectors % 8 == 0 ? 8 : 4;
   static constexpr int kCopyRows = kThreads / kCopyLanes;
   static constexpr int kProbVectors = kTile * static_cast<int>(sizeof(T)) / 16;
   static constexpr int kTilesPerChunk = kChunkTokens / kTile;
 
-  // Shared memory.
+  // Offsets in shared memory, in bytes.
   static constexpr int kQueries = 0;
   static constexpr int kProbs = kQueries + kRows * kQueryBytes;
   static constexpr int kMaxima = kProbs + kRows * kProbVectors * 16;  // float [kRows, kTokenWarps]
@@ -80,19 +80,19 @@ struct AttentionShape {
   static constexpr int kScan = kPlan + 3 * kPlanned * 4;            // int [8]
   static constexpr int kItem = kScan + 32;
   static constexpr int kCursor = kItem + 256;
-  static constexpr int kStamps = kCursor + 48;  // of the stamped kernel, where others have a gap
+  static constexpr int kStamps = kCursor + 48;  // used by the stamped kernel; a gap in others
   static constexpr int kRing = (kStamps + 32 + 127) / 128 * 128;  // tiles of K and V
 
-  // Whether an SM has the shared memory for three blocks with so many tiles in their rings.
+  // Returns whether an SM has shared memory for three blocks with this many tiles in their rings.
   static constexpr bool fits_three(int tiles) {
     return 3 * (kRing + tiles * kTileBytes + kBlockSharedBytes) <= kSmSharedBytes;
   }
-  // Three blocks hide more latency than two, where there are registers for three.
+  // Three blocks hide more latency than two, if registers suffice.
   static constexpr bool kWantsThree =
       kRowTiles == 1 || (kRowTiles == 2 && sizeof(T) == 2 && kHeadDim <= 128);
-  // The ring has kStages tiles of K, then as many of V; where that is too much for three blocks, half
-  // as many, or three slots that K and V take in turns. Latents take two in turns, or three, so that
-  // warps may still multiply one tile when others score the next one.
+  // The ring has kStages tiles of K, then as many of V. If that is too much for three blocks, it
+  // has half as many, or three slots that K and V use in turn. Latents use two slots in turn, or
+  // three, so that warps may still multiply one tile while others score the next.
   static constexpr int kMostStages = kTileBytes <= 8 << 10 ? 4 : kTileBytes <= 16 << 10 ? 2 : 1;
   static constexpr bool kHalves =
       kWantsThree && !fits_three(2 * kMostStages) && kMostStages == 4 && fits_three(4);
@@ -100,34 +100,35 @@ struct AttentionShape {
       kWantsThree && !fits_three(2 * kMostStages) && kMostStages == 2 && fits_three(3);
   static constexpr int kStages = kThreeSlots ? 1 : kHalves ? kMostStages / 2 : kMostStages;
   static constexpr int kSlots = kThreeSlots || kIsWide ? 3 : 2 * kStages;
-  // How many tiles before it is scored a copy begins; whether that is waited for only then.
+  // Distance in tiles between starting a copy and scoring the tile; whether the wait is delayed
+  // until then.
   static constexpr int kAhead = kIsLatent ? kSlots - 1 : kStages;
   static constexpr bool kWaitsLate = kThreeSlots || (kIsLatent && !kIsWide);
-  static constexpr int kSharedBytes = kRing + kSlots * kTileBytes;  // then totals
+  static constexpr int kSharedBytes = kRing + kSlots * kTileBytes;  // followed by totals
   static constexpr int kBlocksPerSm = kIsWide ? 1 : kWantsThree && fits_three(kSlots) ? 3 : 2;
 
-  // The running total of a sequence that one block owns: thread-private float4, thread innermost.
-  // Then, if kIsWide, the outputs of its chunk alike.
+  // Running total of a sequence that one block owns: thread-private float4, thread innermost. If
+  // kIsWide, it is followed by the outputs of the chunk in the same layout.
   static constexpr int kChunkFloat4s = kRowTiles * (kOutTiles + 1);
   static constexpr int kTotalFloats =
       kThreads * 4 * (kChunkFloat4s + (kIsWide ? kRowTiles * kOutTiles : 0));
 };
 
-// Rows of a tile in shared memory are rotated by XOR, so that eight rows read at one vector of 16
-// bytes hit all banks: vector v of a row lies at v ^ twist(row).
+// Rows of a tile are permuted by XOR in shared memory, so that reading one 16-byte vector of eight
+// rows hits all banks: vector v of a row is stored at v ^ twist(row).
 template <int kVectors>
 __device__ __forceinline__ int twist(int row) {
   static_assert(kVectors % 4 == 0);
   return kVectors % 8 == 0 ? row & 7 : (row >> 1) & 3;
 }
-// Its offset in bytes.
+// Returns the byte offset of a vector of a row.
 template <int kVectors>
 __device__ __forceinline__ int place_of(int row, int vector) {
   return (row * kVectors + (vector ^ twist<kVectors>(row))) * 16;
 }
 
-// `x`, of which the compiler then knows nothing: it would else keep every address that follows from
-// a thread's index in registers all along, and spill the states.
+// Returns `x` as a value that the compiler cannot analyze. Otherwise it would keep every address
+// derived from the thread index in registers throughout, and spill the states.
 __device__ __forceinline__ int opaque(int x) {
   uint32_t word = x;
   ptx::forget(word);
@@ -135,7 +136,7 @@ __device__ __forceinline__ int opaque(int x) {
 }
 __device__ __forceinline__ unsigned thread_index() { return opaque(threadIdx.x); }
 
-// The same in the loop over the tiles of KV, where a form has no registers to spare.
+// The same inside the loop over KV tiles, for forms that cannot spare registers.
 template <typename Block>
 __device__ __forceinline__ int opaque_in_loop(int x) {
   return Block::Shape::kSparesRegisters ? x : opaque(x);
@@ -145,9 +146,9 @@ __device__ __forceinline__ unsigned thread_index_in_loop() {
   return opaque_in_loop<Block>(threadIdx.x);
 }
 
-// The place of a lane's row, from which the vectors 2, 4, .. after its own are one XOR away: lanes
-// begin at vector 0 or 1. Of long rows those a whole turn after them are a constant away. Opaque, so
-// that one register holds them all: the compiler would keep one for each.
+// Offset of a lane's vector in a row. Vectors 2, 4, .. after it are one XOR away, because lanes
+// begin at vector 0 or 1; in long rows, vectors a whole turn later are a constant away. Opaque, so
+// that one register serves all of them: the compiler would keep one for each.
 template <int kVectors>
 struct LanePlace {
   static constexpr bool kPowerOfTwo = (kVectors & (kVectors - 1)) == 0;
@@ -166,57 +167,57 @@ struct LanePlace {
 
 // ---- a block ----
 
-// What a block of append_attention on CUDA works with: its work item, its cursor, its shared
-// memory. The functions of the other files take it as `block`.
+// Working set of an append_attention block on CUDA: its work item, cursor and shared memory. The
+// functions of the other files take it as `block`.
 
-// A tile of rows and the tokens one block reduces for it; what becomes of its state. In shared
-// memory: as registers its fields would not leave room for the state of 64 rows.
+// A tile of rows, the tokens that one block reduces for it, and the destination of its state. It
+// lives in shared memory, because in registers it would displace the state of 64 rows.
 struct WorkItem {
   Request request;
-  int first_row;  // of the tile, packed: query row * group + query head of the KV head
+  int first_row;  // first row of the tile, packed: query row * group + query head of the KV head
   int rows;
   int head;                  // KV head
-  int low, high;             // tokens that any row of the tile sees
-  int begin, end;            // those of this work item, whole leaves cut to [low, high)
-  int load_begin, load_end;  // those that are read
-  // Tiles of KV that end after seen_end or begin before seen_begin have tokens some row of the tile
-  // does not see.
+  int low, high;             // range of tokens that any row of the tile sees
+  int begin, end;            // range of this work item: whole leaves clipped to [low, high)
+  int load_begin, load_end;  // range of tokens that are loaded
+  // KV tiles that end after seen_end or begin before seen_begin contain tokens that some row of the
+  // tile does not see.
   int seen_begin, seen_end;
   bool many_queries;
-  bool valid;  // else there is nothing to do
-  // A state in the workspace: [state_rows, value_dim] outputs, then [state_rows] of (m, l). The tile
-  // begins at state_row.
+  bool valid;  // false if there is nothing to do
+  // A state in the workspace: [state_rows, value_dim] outputs, then [state_rows] of (m, l). The
+  // tile begins at state_row.
   int state_row, state_rows;
   int tile_rows;        // rows before the work item was narrowed
   float* state;         // nullptr: the work item finishes the sequence and writes to out
-  int64_t leaf_stride;  // not 0: every leaf has a state of its own, so many floats apart
-  // How the sequence of this tile and head is split: chunks before first_cut are one item each, the
-  // others are split; first_tail is the number of chunk first_cut among the chunks so cut.
-  int splits;    // of the item's chunk that are not empty
-  int arrivals;  // chunks of the sequence; 0: nobody waits for the state
-  // Instead the splits of all its chunks, which are few and all split, arrive at the sequence.
+  int64_t leaf_stride;  // if not 0, every leaf has its own state, this many floats apart
+  // Split of this tile and head's sequence: each chunk before first_cut is one item, later chunks
+  // are split. first_tail is the index of chunk first_cut among all split chunks.
+  int splits;    // nonempty splits of the item's chunk
+  int arrivals;  // chunks of the sequence; 0: no block waits for the state
+  // True if all chunks of the sequence are split and few: their splits then arrive at the sequence.
   bool meets_once;
   int first_cut, first_tail;
   int64_t batch_idx;
-  int shared, first_chunk;  // of the request
-  int sequences, sequence;  // of the request; this one
+  int shared, first_chunk;  // shared leaves and first own chunk of the request
+  int sequences, sequence;  // sequences of the request; index of this one
   int counter;
-  int chunk_float4, state_float4s;  // where the request's chunk states begin, and their size
+  int chunk_float4, state_float4s;  // start of the request's chunk states, and their size
 };
 
-// A block's way through the work items of a plan, in shared memory too.
+// A block's position in the work items of a plan; also in shared memory.
 struct WorkCursor {
   int64_t first_request;
   int now, end;                 // work items; from tail_begin on they are splits of chunks
-  int tail_begin;               // of the chunks that are split
-  int split_leaves;             // of a split of a chunk
-  int counters, float4s, base;  // for the next plan
-  int row_end;                  // of all requests
+  int tail_begin;               // first work item that is a split
+  int split_leaves;             // leaves per split of a chunk
+  int counters, float4s, base;  // start values for the next plan
+  int row_end;                  // end of the rows of all requests
 };
 
-// kExact = false is for a bench to price exactness: a chunk runs from end to end in one state,
-// without the folds of its leaves. Launch it with tail_chunks = 0 and no prefixes; the product has
-// no instance. kIsStamped keeps time (common/stamps.cuh).
+// kExact = false lets a benchmark price exactness: a chunk runs from end to end in one state,
+// without folding its leaves. Launch it with tail_chunks = 0 and no prefixes; the library does not
+// instantiate it. kIsStamped records phase times (common/stamps.cuh).
 template <typename T,
           int kDim,
           int kTiles,
@@ -262,7 +263,7 @@ struct AttentionBlock {
   __device__ __forceinline__ static int leaf_of(int tile) {
     return static_cast<int>(static_cast<unsigned>(tile) * kTile / kLeaf);
   }
-  // The first tile of the item, and its last.
+  // First and last tile of the item.
   __device__ __forceinline__ int first_tile() const {
     return static_cast<int>(static_cast<unsigned>(item.begin) / kTile);
   }
@@ -270,7 +271,7 @@ struct AttentionBlock {
     return static_cast<int>(static_cast<unsigned>(item.end - 1) / kTile);
   }
 
-  // Packed row -> row of q and out, query head of the KV head.
+  // Maps a packed row to its row of q and out (row and query head).
   __device__ __forceinline__ int64_t out_row_of(int row) const {
     int packed = item.first_row + row;
     int query = packed / group(), head = packed % group();
@@ -278,7 +279,7 @@ struct AttentionBlock {
            head;
   }
 
-  // Whether some row of the tile does not see some token of this tile of KV.
+  // Returns whether some row of the tile does not see some token of this KV tile.
   __device__ __forceinline__ bool partly_seen(int tile) const {
     return (tile + 1) * kTile > item.seen_end || tile * kTile < item.seen_begin;
   }
@@ -298,18 +299,18 @@ struct AttentionBlock {
     return smem + Shape::kRing + slot * Shape::kTileBytes;
   }
 
-  // The running maximum of a leaf after a tile, by row, in turns like chunk_sums.
+  // Running maximum of a leaf after a tile, by row; double-buffered like chunk_sums.
   __device__ __forceinline__ float* running(int tile) const {
     return reinterpret_cast<float*>(smem + Shape::kRunning) + (tile & 1) * Shape::kRows;
   }
 
-  // What a row's outputs are multiplied with before a tile's are added, if kIsWide: other warps have
-  // them than have its scores.
+  // If kIsWide, factors by which a row's outputs are scaled before a tile is added. They pass
+  // through memory because the warps that hold the outputs are not those that compute the scores.
   __device__ __forceinline__ float* rescales() const {
     return reinterpret_cast<float*>(smem + Shape::kRescales);
   }
 
-  // A warp's place among those that share the tokens of a tile, and its first row of scores.
+  // Return a warp's index among those that share the tokens of a tile, and its first row of scores.
   __device__ __forceinline__ static int token_warp(int warp) {
     return Shape::kIsWide ? warp % Shape::kTokenWarps : warp;
   }
@@ -317,14 +318,14 @@ struct AttentionBlock {
     return Shape::kIsWide ? warp / Shape::kTokenWarps * 16 * kScoreRowTiles : 0;
   }
 
-  // Each lane's shares of the sums of weights of a leaf: [2 * row tiles * parts, threads].
+  // Each lane's part of the sums of weights of a leaf: [2 * row tiles * parts, threads].
   __device__ __forceinline__ float* lane_sums() const {
     return reinterpret_cast<float*>(smem + Shape::kLaneSums);
   }
 
-  // m and l of the chunk before leaf `leaf`, by row: in shared memory, as every thread of a row
-  // needs the same and registers are short. In turns, so that a thread may read while another
-  // writes.
+  // m and l of the chunk before leaf `leaf`, by row. They are in shared memory, because all threads
+  // of a row need the same values and registers are scarce. Double-buffered, so that a thread may
+  // read while another writes.
   __device__ __forceinline__ float2* chunk_sums(int leaf) const {
     return reinterpret_cast<float2*>(smem + Shape::kChunkSums) + (leaf & 1) * Shape::kRows;
   }
@@ -341,9 +342,9 @@ struct AttentionBlock {
   }
 };
 
-// ---- its stamps ----
+// ---- phase stamps ----
 
-// The stamps of the kernel of append_attention on CUDA that keeps time.
+// Used by the append_attention kernel that records phase times.
 
 using AttentionStamps = Stamps<AttentionPhase, kAttentionPhases>;
 static_assert(AttentionStamps::kWords == kAttentionStampWords && sizeof(AttentionStamps) <= 32);
@@ -358,7 +359,7 @@ __device__ __forceinline__ void begin_stamps(const Block& block) {
   if constexpr (Block::kStamped) stamps_of(block).begin(block.params.stamps);
 }
 
-// What has passed since the last stamp was the phase's.
+// Attributes the time since the last stamp to `phase`.
 template <typename Block>
 __device__ __forceinline__ void stamp(const Block& block, AttentionPhase phase) {
   if constexpr (Block::kStamped) stamps_of(block).mark(phase);

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The form of append_attention on CUDA that a call takes, of queries of type T and caches of elements
-// `Cache`.
+// Selection of the append_attention kernel for a call on CUDA, for queries of type T and caches of
+// elements `Cache`.
 #pragma once
 
 #include <stdexcept>
@@ -12,7 +12,7 @@
 namespace specops {
 namespace {
 
-// A kernel for tiles of kTiles times 16 rows, of caches of elements `Cache`.
+// Returns the kernel for tiles of kTiles * 16 rows and caches of elements `Cache`.
 template <typename T, typename Cache, int kHeadDim, int kTiles>
 auto* kernel_of([[maybe_unused]] const AppendAttentionParams& params) {
   if constexpr (kIsScaled<Cache>) {
@@ -25,7 +25,8 @@ auto* kernel_of([[maybe_unused]] const AppendAttentionParams& params) {
   }
 }
 
-// The form with the lowest tiles that hold `rows` packed rows, or the highest of at most `most_rows`.
+// Returns the form with the lowest tiles that hold `rows` packed rows, or the highest of at most
+// `most_rows`.
 template <typename T, typename Cache, int kHeadDim, int kTiles = 1>
 AttentionForm form_of(const AppendAttentionParams& params, int64_t rows, int64_t most_rows) {
   if constexpr (kTiles < kMostRowTiles<T, kHeadDim>) {

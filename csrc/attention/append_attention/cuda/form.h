@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The forms in which append_attention on CUDA is compiled. Those of each element of the caches are in a
-// file of their own (append_attention_<element>.cu), so that compilers work on them side by side.
+// Compiled forms of append_attention on CUDA. Each cache element type has its own file
+// (append_attention_<element>.cu), so that they compile in parallel.
 #pragma once
 
 #include "attention/append_attention/append_attention.h"
@@ -9,20 +9,21 @@ namespace specops {
 
 struct AttentionLaunch;
 
-// Blocks that an SM has for a kernel, at most: of two row tiles and fewer, and of more.
+// Most blocks per SM for a kernel with at most two row tiles, and with more.
 constexpr int kMostBlocksPerSm = 3, kBlocksOfHighTiles = 2;
 
-// The kernel of a form, and its launch parameters.
+// A kernel and its launch parameters.
 struct AttentionForm {
   void (*kernel)(AttentionLaunch);
-  int threads;  // of a block
-  int rows;     // of a tile
+  int threads;  // per block
+  int rows;     // per tile
   int blocks_per_sm;
   int shared_bytes;
-  int total_bytes;  // on top, where totals have no workspace
+  int total_bytes;  // extra shared memory if totals are not in the workspace
 };
 
-// The form with the lowest tiles that hold `rows` packed rows, or the highest of at most `most_rows`.
+// Return the form with the lowest tiles that hold `rows` packed rows, or the highest of at most
+// `most_rows`.
 AttentionForm attention_form_bf16(const AppendAttentionParams& params,
                                   int64_t rows,
                                   int64_t most_rows);

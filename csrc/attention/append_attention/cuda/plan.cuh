@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Who computes what of append_attention on CUDA: every block works out the same plan from the
-// lengths on the device. Nothing here reaches a bit of the result.
+// Division of work for append_attention on CUDA. Every block derives the same plan from the lengths
+// on the device. The plan does not affect a bit of the result.
 #pragma once
 
 #include "attention/append_attention/append_attention.h"
@@ -15,20 +15,21 @@ constexpr int kChunkLeaves = 8;
 constexpr int kChunkTokens = kChunkLeaves * kLeafTokens;
 constexpr int kPageBlock = 16;  // tokens that always lie in one page
 constexpr int kChunkBlocks = kChunkTokens / kPageBlock;
-constexpr int kPlanned = 128;    // requests, or groups, planned at once: one a thread
-constexpr int kSplitTiles = 16;  // a request of more row tiles is parallel enough: not split
-constexpr int kSmallTiles = 64;  // the same of tiles of 16 rows
-constexpr int kCounters = 8192;  // arrivals of split sequences, first in the workspace
+constexpr int kPlanned = 128;    // requests, or groups, planned at once: one per thread
+constexpr int kSplitTiles = 16;  // requests with more row tiles are parallel enough and not split
+constexpr int kSmallTiles = 64;  // the same limit for tiles of 16 rows
+constexpr int kCounters =
+    8192;  // arrival counters of split sequences, at the start of the workspace
 
-// What a group of requests shares beyond what the wider group around it does: leaves [begin, end).
-// Their states lie by slot, KV head and row tile of the group; a chunk that lies inside has one
-// slot, other leaves have one each.
+// Leaves [begin, end) that a group of requests shares beyond those shared by the enclosing wider
+// group. Their states are ordered by slot, KV head and row tile of the group. A chunk that lies
+// inside has one slot; other leaves have one each.
 struct Group {
   int begin, end;
-  int first_row, rows;  // of q: those of all members
-  int member;           // one that has rows
-  int state;            // of the first slot, in float4s
-  int leafwise;         // no chunk has a slot of its own
+  int first_row, rows;  // range of rows of q of all members
+  int member;           // a member that has rows
+  int state;            // offset of the first slot, in float4s
+  int leafwise;         // 1 if chunks have no slots of their own
   int entry;            // level * batch + leader
 
   __device__ __forceinline__ int head_leaves() const {  // before the first whole chunk
@@ -58,8 +59,7 @@ struct Group {
   }
 };
 
-// The groups that share something, and the work items they make, in order: group, split, KV head,
-// row tile.
+// Groups that share something, and their work items in order: group, split, KV head, row tile.
 struct GroupList {
   Group groups[kPlanned];
   int item_end[kPlanned];  // inclusive sums
@@ -67,23 +67,23 @@ struct GroupList {
   int unused[3];  // a multiple of 16 bytes
 };
 
-// What the launcher adds to the arguments: the workspace cut into its parts.
+// Kernel arguments plus the parts of the workspace.
 struct AttentionLaunch {
   AppendAttentionParams params;
-  int group;            // query heads of a KV head
-  int tile_rows;        // of a tile of a request's rows: what the kernel is for
-  int group_rows;       // the same of a group's rows, in the shared launch
+  int group;            // query heads per KV head
+  int tile_rows;        // rows per tile of a request: the kernel's tile height
+  int group_rows;       // rows per tile of a group, in the shared launch
   int32_t* counters;    // [num_counters + tail_chunks], zero between launches
   float* totals;        // [blocks, kTotalFloats]; nullptr: in shared memory
   float* leaf_states;   // [tail_chunks * kChunkLeaves, leaf_floats]
   float* chunk_states;  // 4 * chunk_capacity floats
-  int64_t leaf_floats;  // of the largest tile of one leaf
-  int num_counters;     // of sequences; those of chunks that are cut come after them
-  int tail_chunks;      // at most so many chunks of the last wave are cut
-  int leaf_cost;        // of a leaf with a state of its own; of others: kLeafCost
-  int least_share;      // of a wave's time, however few its blocks
+  int64_t leaf_floats;  // state of one leaf of the largest tile
+  int num_counters;     // counters of sequences; those of split chunks follow
+  int tail_chunks;      // most chunks of the last wave that are split
+  int leaf_cost;        // cost of a leaf with a state of its own; for others see kLeafCost
+  int least_share;      // minimum share of a wave's time, however few its blocks
   int chunk_capacity;   // in float4s
-  // With shared prefixes one launch reduces what groups share, and the next one all else.
+  // With shared prefixes, one launch reduces what groups share and the next one the rest.
   Group* groups;  // [num_prefix_levels, batch], by leader; nullptr: nothing is shared
   GroupList* group_list;
   float* shared_states;  // 4 * shared_capacity floats
@@ -93,21 +93,23 @@ struct AttentionLaunch {
 
 // ---- the plan ----
 
-// What it costs to read a leaf. A state to be written and read again costs a quarter of it for 64
-// rows of head_dim 128, if L2 gives twice the bandwidth of memory.
+// Cost of reading a leaf. Writing and rereading a state costs a quarter of it for 64 rows of
+// head_dim 128, assuming that L2 has twice the bandwidth of memory.
 constexpr int kLeafCost = 16;
-// What it costs to begin a work item: to find it, and to fill the ring, beside other blocks of the SM.
+// Cost of starting a work item: finding it and filling the ring while other blocks of the SM run.
 constexpr int kStartCost = 3;
 
-// A wave of few blocks takes less time than one of all, which share the bandwidth of memory, but no
-// less than this share, in units of 1 / kWholeWave: three blocks an SM are more than memory needs.
+// Minimum time of a wave in units of 1 / kWholeWave. A wave of few blocks is faster than a full
+// one, because blocks share memory bandwidth, but only down to this: three blocks per SM are more
+// than memory bandwidth needs.
 constexpr int kWholeWave = 64;
 SPECOPS_HOST_DEVICE int least_share_of_wave(int blocks_per_sm) {
   return blocks_per_sm > 2 ? kWholeWave * 2 / 3 : kWholeWave;
 }
 
-// Into how many splits the chunks of the last wave are cut: `tail` of them for `blocks` blocks. The
-// least time counts: of the waves that the splits take, of their states and of their beginnings.
+// Returns into how many splits each of the last wave's `tail` chunks is divided, for `blocks`
+// blocks. It minimizes the total time of the waves, including the costs of states and of starting
+// work items.
 SPECOPS_HOST_DEVICE int splits_of_tail(int tail, int blocks, int leaf_cost, int least_share) {
   int best = 1, least = INT32_MAX;
   for (int splits = 1; tail > 0 && splits <= kChunkLeaves; splits *= 2) {
@@ -124,7 +126,7 @@ SPECOPS_HOST_DEVICE int splits_of_tail(int tail, int blocks, int leaf_cost, int 
   return best;
 }
 
-// What the index arrays say of a request; one that contradicts itself is invalid and yields zeros.
+// Index array entries of one request. An inconsistent request is invalid and yields zeros.
 struct Request {
   int qo_begin, qo_len, kv_begin, kv_len;
   bool valid;
@@ -143,20 +145,20 @@ __device__ __forceinline__ Request load_request(const AppendAttentionParams& par
   return request;
 }
 
-// First token a row at `position` sees.
+// Returns the first token that a row at `position` sees.
 __device__ __forceinline__ int window_begin(const AppendAttentionParams& params, int position) {
   if (params.sliding_window == 0 || position < params.sliding_window) return 0;
   return position - static_cast<int>(params.sliding_window) + 1;
 }
 
-// Behind the last token that it sees, of a request of so many.
+// Returns the end of the tokens that a row at `position` sees, in a request of kv_len tokens.
 __device__ __forceinline__ int seen_end(const AppendAttentionParams& params,
                                         int position,
                                         int kv_len) {
   return params.is_causal ? position + 1 : kv_len;
 }
 
-// Behind the last token that all rows of a request see which stand at `position` or after it.
+// Returns the end of the tokens that all rows of a request at or after `position` see.
 __device__ __forceinline__ int all_see_end(const AppendAttentionParams& params,
                                            const Request& request,
                                            int64_t batch_idx,
@@ -166,7 +168,7 @@ __device__ __forceinline__ int all_see_end(const AppendAttentionParams& params,
   return min(end, static_cast<int>(mask_begin(params, batch_idx, request.kv_len - request.qo_len)));
 }
 
-// The first request of the one's group on a level.
+// Returns the first request of batch_idx's group on a level.
 __device__ __forceinline__ int leader_of(const AppendAttentionParams& params,
                                          int64_t level,
                                          int64_t batch_idx) {
@@ -174,7 +176,7 @@ __device__ __forceinline__ int leader_of(const AppendAttentionParams& params,
   return leader >= 0 && leader <= batch_idx ? leader : static_cast<int>(batch_idx);
 }
 
-// Leaves of the request that groups reduce for it.
+// Returns how many leaves of the request are reduced by groups.
 __device__ __forceinline__ int shared_leaves(const AttentionLaunch& launch, int64_t batch_idx) {
   if (launch.groups == nullptr) return 0;
   int64_t level = launch.params.num_prefix_levels - 1;
@@ -182,16 +184,16 @@ __device__ __forceinline__ int shared_leaves(const AttentionLaunch& launch, int6
   return launch.groups[level * launch.params.batch + leader].end;
 }
 
-// A request's share of the plan.
+// The part of the plan that one request needs.
 struct RequestWork {
-  int tiles;        // of rows
-  int shared;       // leaves before its own ones
-  int first_chunk;  // of its own KV that any row sees
+  int tiles;        // row tiles
+  int shared;       // shared leaves before its own
+  int first_chunk;  // first chunk of its own KV that any row sees
   int chunks;
-  int slots;          // states of a sequence in the workspace: of chunks, and of each own leaf of a
-                      // chunk that begins with shared ones
+  int slots;          // states per sequence in the workspace: of chunks, and of each own leaf of a
+                      // chunk that begins with shared leaves
   int sequences;      // (tile, KV head)
-  int state_float4s;  // of one tile's state in the workspace
+  int state_float4s;  // size of one tile's state in the workspace
   bool may_split;
 };
 
@@ -221,13 +223,14 @@ __device__ __forceinline__ RequestWork work_of(const AttentionLaunch& launch,
   return work;
 }
 
-// Of all its states, at most one more than there are: the sums over a plan stay small.
+// Returns the float4s of all states of a request, capped at capacity + 1 so that sums over a plan
+// stay small.
 __device__ __forceinline__ int float4s_of(const RequestWork& work, int capacity) {
   int64_t float4s = int64_t{work.sequences} * work.slots * work.state_float4s;
   return static_cast<int>(min(float4s, int64_t{capacity} + 1));
 }
 
-// Sum over the threads before this one; `total` over all. Two barriers.
+// Returns the sum over the threads before this one; `total` is the sum over all. Two barriers.
 template <int kWarps = kAttentionWarps>
 __device__ __forceinline__ int scan_exclusive(int value, int* warp_sums, int& total) {
   int lane = threadIdx.x % kWarpSize, warp = threadIdx.x / kWarpSize;
@@ -250,16 +253,17 @@ __device__ __forceinline__ int scan_exclusive(int value, int* warp_sums, int& to
   return before + sum - value;
 }
 
-// Work items of kPlanned requests, in order: request, chunk, KV head, tile. A request whose
-// chunks find no room in the workspace (counter[] < 0) has work items of whole sequences.
+// Work items of kPlanned requests, in order: request, chunk, KV head, tile. A request whose chunks
+// do not fit the workspace (counter[] < 0) has whole sequences as work items.
 struct Plan {
   int* item_end;  // inclusive sums
-  int* counter;   // of the request's first sequence
-  int* state;     // of its first chunk state, in float4s
+  int* counter;   // counter of the request's first sequence
+  int* state;     // offset of the request's first chunk state, in float4s
   int* scan;
 };
 
-// `row_end` grows to the end of their rows. Threads beyond kPlanned have no request.
+// Plans kPlanned requests and returns the number of work items. Raises `row_end` to the end of
+// their rows. Threads beyond kPlanned have no request.
 template <int kRows, int kThreads>
 __device__ __forceinline__ int make_plan(const AttentionLaunch& launch,
                                          const Plan& plan,

@@ -1,30 +1,30 @@
 // SPDX-License-Identifier: Apache-2.0
-// Groups of requests with a shared prefix that append_attention on CUDA reduces together. Nothing
-// here reaches a bit of the result.
+// Grouping of requests whose shared prefix append_attention on CUDA reduces together. The grouping
+// does not affect a bit of the result.
 #pragma once
 
 #include "attention/append_attention/cuda/plan.cuh"
 
 namespace specops {
 
-// What is found out of the groups of a level, by leader: [batch] each, in shared memory.
+// Data collected about the groups of a level, by leader: [batch] each, in shared memory.
 struct GroupSums {
-  int* first_position;  // least kv_len - qo_len of the members with rows, or begin of their masks
+  int* first_position;  // min over members with rows of kv_len - qo_len, or of their mask's begin
   int* last_position;   // greatest position of a row
-  int* members;         // with rows
-  int* member;          // the first of them
+  int* members;         // number of members with rows
+  int* member;          // first member with rows
   int* row_end;
-  int* shared;  // leaves, up to this level
-  int* before;  // leaves, up to the level before
-  int* tiles;   // of rows, if every member has its own
+  int* shared;  // leaves shared up to this level
+  int* before;  // leaves shared up to the previous level
+  int* tiles;   // row tiles if members are tiled separately
 };
 constexpr int kGroupSums = 8;
-constexpr int kScanInts = 8;  // before them, for scan_exclusive
+constexpr int kScanInts = 8;  // scratch for scan_exclusive, before the sums
 
-// What one thread's group needs, as chunks or as leaves.
+// Work items and state memory of one thread's group, by chunk or by leaf.
 struct GroupNeed {
   int items;
-  int float4s;  // of states, at most one more than there are
+  int float4s;  // size of states, capped at capacity + 1
 
   __device__ __forceinline__ GroupNeed(const AttentionLaunch& launch, const Group& group) {
     int tile_rows = launch.group_rows;
@@ -38,16 +38,16 @@ struct GroupNeed {
   }
 };
 
-// Tiles of so many query rows, for one KV head.
+// Returns how many tiles `rows` query rows fill, for one KV head.
 __device__ __forceinline__ int64_t row_tiles(const AttentionLaunch& launch,
                                              int rows,
                                              int tile_rows) {
   return (int64_t{rows} * launch.group + tile_rows - 1) / tile_rows;
 }
 
-// Whether a leaf is better reduced for the rows of all members of a group: the tiles of rows that
-// then need not read it, against states that are written and read again. Tiles full of one member's
-// rows gain nothing.
+// Returns whether it pays to reduce a leaf for the rows of all members together. The gain is fewer
+// row tiles that read the leaf; the cost is writing and rereading states. There is no gain if each
+// member's rows fill whole tiles.
 __device__ __forceinline__ bool pays(const AttentionLaunch& launch, int member_tiles, int rows) {
   int64_t head_dim = launch.params.head_dim;
   int64_t element = launch.params.dtype == DType::kFloat32 ? 4 : 2;
@@ -56,8 +56,8 @@ __device__ __forceinline__ bool pays(const AttentionLaunch& launch, int member_t
   return spared * kLeafTokens * read_dim_of(head_dim) * element > states * int64_t{sizeof(float)};
 }
 
-// Finds the groups that share something, level by level: the table by leader, and those of the
-// first kPlanned in a list. Returns how many there are.
+// Finds the groups that share something, level by level. Fills the table by leader, and a list of
+// the first kPlanned groups. Returns the number of groups.
 __device__ __forceinline__ int find_groups(const AttentionLaunch& launch,
                                            const GroupSums& sums,
                                            int* scan) {
@@ -99,7 +99,7 @@ __device__ __forceinline__ int find_groups(const AttentionLaunch& launch,
       if (b < batch) {
         int entry = level * batch + b;
         int before = sums.before[b], shared = before;
-        // A window must not cut into what is shared: every row sees all of it.
+        // A window must not cut into the shared part: every row must see all of it.
         if (sums.members[b] > 1 && window_begin(params, sums.last_position[b]) == 0) {
           group.member = sums.member[b];
           group.first_row = params.qo_indptr[group.member];
@@ -125,8 +125,8 @@ __device__ __forceinline__ int find_groups(const AttentionLaunch& launch,
   return count;
 }
 
-// Cuts what the groups share into work items for `blocks` blocks: as chunks, or, where those are too few
-// to occupy the machine, as leaves. Returns how many; 0: there is no room for their states.
+// Divides the groups' shared leaves into work items for `blocks` blocks: by chunk or, if there are
+// too few chunks to fill the GPU, by leaf. Returns the number of items; 0 if the states do not fit.
 __device__ __forceinline__ int cut_groups(const AttentionLaunch& launch,
                                           int count,
                                           int blocks,
@@ -158,16 +158,16 @@ __device__ __forceinline__ int cut_groups(const AttentionLaunch& launch,
   return 0;
 }
 
-// Plans which groups of requests append_attention reduces together, for its two launches to come.
-// Where the list, the batch or the states are too large, nothing is shared; nor where it would cost more
-// than it saves.
+// Plans which groups of requests append_attention reduces together in its next two launches. Shares
+// nothing if the list, the batch or the states are too large, or if sharing costs more than it
+// saves.
 // Grid:    one block.
-// Block:   kAttentionThreads, a request or a group each.
+// Block:   kAttentionThreads, one request or group each.
 // Smem:    kScanInts integers, and kGroupSums for each request.
-// Cost:    a few reads of the lengths, level by level; latency.
-// Assumes: the shared memory for the batch; `blocks` are those of the shared launch.
+// Cost:    a few reads of the lengths per level; latency-bound.
+// Assumes: shared memory for the batch; `blocks` is the grid of the shared launch.
 // Order:   integers.
-// One block an SM is enough, and ptxas must be told: for sm_80 it would spill to fit sixteen.
+// One block per SM is enough, and ptxas must know it: for sm_80 it would spill to fit sixteen.
 __global__ void __launch_bounds__(kAttentionThreads, 1)
     plan_groups_kernel(const __grid_constant__ AttentionLaunch launch, int blocks) {
   wait_for_previous_kernel();

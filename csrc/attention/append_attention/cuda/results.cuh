@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// What append_attention on CUDA writes: rows of out and lse, states for a later fold, and zeros
-// where nothing is seen.
+// Output of append_attention on CUDA: rows of out and lse, states for a later fold, and zeros for
+// rows that see nothing.
 #pragma once
 
 #include "attention/append_attention/cuda/block.cuh"
@@ -36,7 +36,7 @@ __device__ __forceinline__ void write_lse(const Block& block, int64_t out_row, f
   block.params.lse[out_row] = l == 0.0f ? -INFINITY : __fmul_rn(__fadd_rn(m, log2f(l)), kLn2);
 }
 
-// The thread's share `o` of a row, to the row at `out`: `map` is what becomes of a value.
+// Stores `map` of the thread's part `o` of a row to the row at `out`.
 template <typename Block, typename Out, typename Map>
 __device__ __forceinline__ void store_share(Out* out,
                                             const float (&o)[Block::kOutTiles][4],
@@ -56,8 +56,8 @@ __device__ __forceinline__ void store_share(Out* out,
   }
 }
 
-// What outputs are multiplied with at the end. The sink of the row's head, if there is one, joins its
-// sums first, after all tokens; one of -inf changes nothing.
+// Returns the factor for a row's final outputs. If the head has a sink, it is first folded into m
+// and l, after all tokens; a sink of -inf changes nothing.
 template <typename Block>
 __device__ __forceinline__ float finish_sums(const Block& block, int row, float& m, float& l) {
   if (block.params.sinks == nullptr) return inverse(l);
@@ -123,7 +123,7 @@ __device__ __forceinline__ void write_part(const Block& block,
   if (column4 == 0) write_lse(block, out_row, m, l);
 }
 
-// A request that contradicts itself: zeros and -inf.
+// Writes zeros and -inf for the rows of an inconsistent request.
 template <typename Block>
 __device__ __forceinline__ void write_zeros(const Block& block) {
   using T = typename Block::Element;
@@ -137,7 +137,7 @@ __device__ __forceinline__ void write_zeros(const Block& block) {
   }
 }
 
-// Rows that belong to no request.
+// Writes zeros and -inf for rows that belong to no request.
 template <typename Block>
 __device__ __forceinline__ void zero_padding(const Block& block) {
   using T = typename Block::Element;
@@ -155,10 +155,10 @@ __device__ __forceinline__ void zero_padding(const Block& block) {
 
 // ---- states in the workspace ----
 
-// Sequences that several blocks of append_attention on CUDA reduce: where their states lie in the
-// workspace, those of shared prefixes too.
+// Locations in the workspace of the states of sequences that several blocks of append_attention on
+// CUDA reduce, including those of shared prefixes.
 
-// One row of a state: its outputs, and its (m, l). Without outputs there is no such state.
+// One row of a state: its outputs and its (m, l). Null outs mean that the state does not exist.
 struct StateRow {
   const float* outs = nullptr;
   const float2* sums = nullptr;
@@ -170,7 +170,7 @@ __device__ __forceinline__ StateRow row_of_state(const float* state, int rows, i
           reinterpret_cast<const float2*>(state + rows * Block::kValueDim) + row};
 }
 
-// ---- the sequence's own states: of a chunk, and of a leaf of a chunk that was cut ----
+// ---- the sequence's own states: of chunks, and of leaves of split chunks ----
 
 template <typename Block>
 __device__ __forceinline__ float* slot_state(const Block& block, int slot) {
@@ -179,7 +179,8 @@ __device__ __forceinline__ float* slot_state(const Block& block, int slot) {
   return block.launch.chunk_states + 4 * (item.chunk_float4 + index * item.state_float4s);
 }
 
-// A chunk that begins with shared leaves has a slot for each of its own; its state takes the last.
+// Returns whether a chunk begins with shared leaves. Each of its own leaves then has a slot; the
+// state of the chunk replaces the last one.
 template <typename Block>
 __device__ __forceinline__ bool is_boundary(const Block& block, int chunk) {
   return block.item.shared % kChunkLeaves != 0 && chunk == block.item.first_chunk;
@@ -202,7 +203,7 @@ __device__ __forceinline__ float* leaf_state(const Block& block, int leaf) {
          (tail * kChunkLeaves + leaf % kChunkLeaves) * block.launch.leaf_floats;
 }
 
-// Into how many splits that are not empty a chunk of the sequence is cut.
+// Returns the number of nonempty splits of a chunk of the sequence.
 template <typename Block>
 __device__ __forceinline__ int splits_of_chunk(const Block& block, int chunk, int split_leaves) {
   WorkItem& item = block.item;
@@ -211,8 +212,8 @@ __device__ __forceinline__ int splits_of_chunk(const Block& block, int chunk, in
   return last / split_leaves - first / split_leaves + 1;
 }
 
-// Whether a leaf of the item's chunk has a state: the split with the chunk's first leaf has one
-// for all of its leaves, there.
+// Returns whether a leaf of the item's chunk has a state. The split that contains the chunk's first
+// leaf stores one state for all of its leaves, at the first leaf.
 template <typename Block>
 __device__ __forceinline__ bool has_leaf_state(const Block& block, int leaf) {
   WorkItem& item = block.item;
@@ -223,13 +224,13 @@ __device__ __forceinline__ bool has_leaf_state(const Block& block, int leaf) {
   return leaf == first || (leaf > first && leaf / split_leaves != first / split_leaves);
 }
 
-// Whether the item's chunk is all there is of its sequence.
+// Returns whether the item's chunk is its whole sequence.
 template <typename Block>
 __device__ __forceinline__ bool is_only_chunk(const Block& block) {
   return block.item.arrivals == 1 && block.item.shared == 0;
 }
 
-// ---- those of groups ----
+// ---- states of groups ----
 
 template <typename Block>
 __device__ __forceinline__ int group_tiles(const Block& block, const Group& group) {
@@ -244,7 +245,7 @@ __device__ __forceinline__ int group_state_rows(const Block& block, const Group&
   return packed < most ? static_cast<int>(packed + 1) / 2 * 2 : most;
 }
 
-// Floats between slots of a group.
+// Returns the distance in floats between slots of a group.
 template <typename Block>
 __device__ __forceinline__ int64_t group_stride(const Block& block, const Group& group) {
   return int64_t{group_tiles(block, group)} * block.params.num_kv_heads *
@@ -265,7 +266,7 @@ __device__ __forceinline__ const Group& group_at(const Block& block, int64_t lev
       .groups[level * block.params.batch + leader_of(block.params, level, block.item.batch_idx)];
 }
 
-// The group that has reduced a leaf of the item's request.
+// Returns the group that reduced a leaf of the item's request.
 template <typename Block>
 __device__ __forceinline__ const Group& group_of(const Block& block, int leaf) {
   int64_t level = block.params.num_prefix_levels - 1;
@@ -276,14 +277,14 @@ __device__ __forceinline__ const Group& group_of(const Block& block, int leaf) {
   return group_at(block, 0);
 }
 
-// Whether one state holds the chunk of the item's request: of the request, or of a group.
+// Returns whether a single state holds the chunk of the item's request: its own or a group's.
 template <typename Block>
 __device__ __forceinline__ bool has_state(const Block& block, int chunk) {
   if ((chunk + 1) * kChunkLeaves > block.item.shared) return true;
   return group_of(block, chunk * kChunkLeaves).holds_chunk(chunk);
 }
 
-// A row of the work item in the state that a group has for the leaf, or for its chunk.
+// Returns the work item's row in the state that a group stores for the leaf or for its chunk.
 template <typename Block>
 __device__ __forceinline__ StateRow shared_row(const Block& block, int leaf, int row) {
   const Group& group = group_of(block, leaf);
@@ -296,37 +297,39 @@ __device__ __forceinline__ StateRow shared_row(const Block& block, int leaf, int
   return row_of_state<Block>(state, group_state_rows(block, group), packed % most);
 }
 
-// ---- their fold ----
+// ---- folding states ----
 
-// The fold of states that several blocks of append_attention on CUDA have left in the workspace: of
-// the leaves of a chunk, and of the chunks of a sequence, by the last block to arrive.
+// The last block to arrive folds the states that several blocks of append_attention on CUDA left in
+// the workspace: the leaves of a chunk, or the chunks of a sequence.
 
-// The running fold of a tile of rows. How two states combine depends on their (m, l) alone, so a
-// step finds the factors of all its states once a row, one thread a row, and all threads then apply
-// them to the outputs. Where these are more than a thread has registers for, half of the columns.
+// Running fold of a tile of rows. How two states combine depends only on their (m, l), so each step
+// computes the factors of all its states once per row, one thread per row. Then all threads apply
+// them to the outputs. If the outputs exceed a thread's registers, a pass handles half of the
+// columns.
 template <typename Block>
 struct Merge {
   using Shape = typename Block::Shape;
   static constexpr int kPasses = Shape::kIsWide ? 2 : 1;
   static constexpr int kFloat4s = Block::kValueDim / 4 / kPasses;
-  // Whose writer writes a row's sums: the last pass, as the result may lie where a state lay.
+  // Column whose thread writes a row's (m, l): in the last pass, as the result may overwrite a
+  // state.
   static constexpr int kSumsFloat4 = (kPasses - 1) * kFloat4s;
-  static constexpr int kOwn = Shape::kRows * kFloat4s / Shape::kThreads;  // float4s of a thread
+  static constexpr int kOwn = Shape::kRows * kFloat4s / Shape::kThreads;  // float4s per thread
   static constexpr int kOwnAtOnce = kOwn % 2 == 0 ? 2 : 1;
   static_assert(Shape::kRows * kFloat4s % Shape::kThreads == 0);
 
-  // In the ring, which is idle.
+  // Stored in the ring, which is idle now.
   struct Shared {
     const float* outs[kChunkLeaves][Shape::kRows];
     float2 sums[kChunkLeaves][Shape::kRows];
-    float2 scales[kChunkLeaves + 1][Shape::kRows];  // (a_scale, b_scale); last: of their sum
+    float2 scales[kChunkLeaves + 1][Shape::kRows];  // (a_scale, b_scale); the last is for their sum
     float2 result[Shape::kRows];
   };
   static_assert(sizeof(Shared) <= Shape::kSharedBytes - Shape::kRing);
 
   Shared& shared;
   int rows, first_float4;
-  float m, l;  // of row threadIdx.x
+  float m, l;  // for row threadIdx.x
   float4 outs[kOwn];
 
   __device__ __forceinline__ Merge(const Block& block, int pass)
@@ -339,11 +342,11 @@ struct Merge {
     for (float4& out : outs) out = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
   }
 
-  // Appends `count` states, at most kChunkLeaves; locate(j, row) says where row `row` of the j-th
-  // is. As one: they are folded from an empty state first, and their sum is appended.
+  // Appends `count` states, at most kChunkLeaves; locate(j, row) returns row `row` of the j-th
+  // state. With as_one, the states are first folded from an empty state and then appended as one.
   template <typename Locate>
   __device__ __forceinline__ void append(int count, bool as_one, const Locate& locate) {
-    __syncthreads();  // the step before has been applied
+    __syncthreads();  // the previous step has been applied
 #pragma unroll 1
     for (int i = threadIdx.x; i < kChunkLeaves * rows; i += Shape::kThreads) {
       int row = i / kChunkLeaves, j = i % kChunkLeaves;
@@ -368,7 +371,7 @@ struct Merge {
     }
   }
 
-  // For write(row, column4, part) to write the fold.
+  // Passes the fold to write(row, column4, part).
   template <typename Write>
   __device__ __forceinline__ void finish(const Write& write) {
     if (static_cast<int>(threadIdx.x) < rows) shared.result[threadIdx.x] = make_float2(m, l);
@@ -440,14 +443,14 @@ struct Merge {
   }
 };
 
-// A state to be appended next, and what comes with it.
+// One step of finish(): the next states to append.
 struct MergeStep {
-  int count;    // states: of chunks from `chunk` on, or of the leaves of that one
-  bool leaves;  // which of the two
+  int count;    // number of states: chunks from `chunk` on, or leaves of `chunk`
+  bool leaves;  // true if the states are leaves
   bool as_one;
 };
 
-// What finish() appends next, from `chunk` to `last`.
+// Returns the next step of finish(), which folds the chunks from `chunk` to `last`.
 template <typename Block>
 __device__ __forceinline__ MergeStep
 next_step(const Block& block, bool of_chunk, int chunk, int last) {
@@ -457,7 +460,7 @@ next_step(const Block& block, bool of_chunk, int chunk, int last) {
     return {is_cut ? kChunkLeaves : 1, is_cut, is_cut};
   }
   if (block.item.shared == 0) return {min(last + 1 - chunk, kChunkLeaves), false, false};
-  // Each lane looks at one of the next chunks.
+  // Each lane checks one of the next chunks.
   int lane = threadIdx.x % kWarpSize;
   bool held = lane < kChunkLeaves && chunk + lane <= last && has_state(block, chunk + lane);
   int count = __ffs(~__ballot_sync(kFullMask, held)) - 1;
@@ -465,8 +468,8 @@ next_step(const Block& block, bool of_chunk, int chunk, int last) {
   return {kChunkLeaves, true, true};
 }
 
-// Folds what lies in the workspace: the leaves of the item's chunk, or the chunks of its sequence,
-// those first that groups have reduced. The result is the chunk's state, or the sequence's rows.
+// Folds states from the workspace: the leaves of the item's chunk, or the chunks of its sequence,
+// starting with those that groups reduced. Writes the chunk's state or the sequence's rows.
 template <typename Block>
 __device__ __forceinline__ void finish(const Block& block, bool of_chunk, int pass) {
   WorkItem& item = block.item;
@@ -498,7 +501,7 @@ __device__ __forceinline__ void finish(const Block& block, bool of_chunk, int pa
   });
 }
 
-// Whether all of `arrivals` blocks have written what the caller's has; by every thread.
+// Returns whether all `arrivals` blocks have written their states. All threads call it.
 template <typename Block>
 __device__ __forceinline__ bool is_last_to_arrive(const Block& block,
                                                   int32_t* counter,
@@ -512,14 +515,15 @@ __device__ __forceinline__ bool is_last_to_arrive(const Block& block,
   return *block.plan.scan != 0;
 }
 
-// The item's state is written. The last block to arrive at a chunk that was cut folds its leaves,
-// and the last to arrive at a sequence its chunks; or all of it, where splits meet once.
+// Called after the item's state is written. The last block to arrive at a split chunk folds its
+// leaves, and the last to arrive at a sequence folds its chunks; with meets_once, one block does
+// both.
 template <typename Block>
 __device__ __forceinline__ void arrive(const Block& block) {
   WorkItem& item = block.item;
   __syncthreads();
   if (threadIdx.x == 0) {
-    item.first_row -= item.state_row;  // the whole tile again
+    item.first_row -= item.state_row;  // back to the whole tile
     item.rows = item.tile_rows;
   }
   __syncthreads();
@@ -541,7 +545,7 @@ __device__ __forceinline__ void arrive(const Block& block) {
   }
 }
 
-// As a call: inlined, what a fold needs would take registers of the loop over the tiles.
+// A real call: if inlined, the fold would take registers from the loop over the tiles.
 template <typename Block>
 __device__ __noinline__ void call_arrive(const AttentionLaunch* launch) {
   arrive(Block(*launch));

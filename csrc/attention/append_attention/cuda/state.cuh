@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The states of append_attention on CUDA (maximum of the scores, sum of weights, weighted sum of V)
-// and how two of them combine.
+// States of append_attention on CUDA (maximum of the scores, sum of weights, weighted sum of V) and
+// how to combine two of them.
 #pragma once
 
 #include "attention/append_attention/cuda/block.cuh"
@@ -8,8 +8,8 @@
 
 namespace specops {
 
-// How two states combine: b after a. The weights of an empty one are zeros, its outputs too, and
-// the other's scale is 1.
+// Factors that combine two states, b after a. The weights and outputs of an empty state are zeros,
+// and the other state's scale is then 1.
 struct Fold {
   float m, l, a_scale, b_scale;
 };
@@ -28,14 +28,15 @@ __device__ __forceinline__ float fold_value(const Fold& fold, float a, float b) 
   return __fmaf_rn(b, fold.b_scale, __fmul_rn(a, fold.a_scale));
 }
 
-// The end of it. Adding zero makes one zero of two: a fold with an empty state may turn -0 into 0.
+// Returns a final output. Adding zero gives all zeros the same sign: a fold with an empty state may
+// turn -0 into 0.
 __device__ __forceinline__ float finished(float o, float scale) {
   return __fmaf_rn(o, scale, 0.0f);
 }
 __device__ __forceinline__ float inverse(float l) { return l == 0.0f ? 0.0f : __fdiv_rn(1.0f, l); }
 
-// The share of one lane in outputs of a tile of rows, in the fragment layout of mma: o[i][n][2 *
-// half + e] belongs to row 16 * i + lane / 4 + 8 * half and column (warp * kOutTiles + n) * 8 + 2 *
+// One lane's part of the outputs of a tile of rows, in the fragment layout of mma: o[i][n][2 * half
+// + e] belongs to row 16 * i + lane / 4 + 8 * half and column (warp * kOutTiles + n) * 8 + 2 *
 // (lane % 4) + e.
 template <typename Block>
 struct Outputs {
@@ -53,7 +54,7 @@ struct Outputs {
   }
 };
 
-// The first of two states, or the second.
+// Returns the first or the second of two states.
 template <bool kFirst, typename State>
 __device__ __forceinline__ State& choose(State& first, State& second) {
   if constexpr (kFirst) {
@@ -77,7 +78,7 @@ struct StatePart {
     o.z = fold_value(fold, o.z, x.z);
     o.w = fold_value(fold, o.w, x.w);
   }
-  // Row `row` of a state of `rows` rows.
+  // Appends row `row` of a state of `rows` rows.
   template <int kHeadDim>
   __device__ __forceinline__ void append_state(const float* state, int rows, int row, int quad) {
     append(reinterpret_cast<const float2*>(state + rows * kHeadDim)[row],
@@ -85,13 +86,13 @@ struct StatePart {
   }
 };
 
-// ---- the ends of leaves and chunks ----
+// ---- ends of leaves and chunks ----
 
-// What happens at the end of a leaf and of a chunk in append_attention on CUDA: folds of states, in
-// the one order there is.
+// Folds of states at the end of a leaf and of a chunk in append_attention on CUDA. Their order is
+// fixed.
 
-// The sums of weights of the leaf that ends with the tile, in four parts a row: of each, the four
-// lanes of a quad.
+// Sums the weights of the leaf that ends with the tile, in four parts per row; each part adds the
+// four lanes of a quad.
 template <typename Block>
 __device__ __forceinline__ void add_up_weights(const Block& block) {
   using Shape = typename Block::Shape;
@@ -112,8 +113,8 @@ __device__ __forceinline__ void add_up_weights(const Block& block) {
   }
 }
 
-// How a row of the chunk and the leaf that ends with the tile combine, the four parts in order. The
-// first warp writes their sums.
+// Returns how a row of the chunk combines with the leaf that ends with the tile, adding the four
+// parts in order. The first warp stores the combined (m, l).
 template <typename Block>
 __device__ __forceinline__ Fold fold_row(const Block& block, int tile, int row) {
   const float* sums = reinterpret_cast<const float*>(block.smem + Block::Shape::kSums);
@@ -128,7 +129,7 @@ __device__ __forceinline__ Fold fold_row(const Block& block, int tile, int row) 
   return fold;
 }
 
-// chunk = chunk, then the leaf that ends with the tile.
+// Folds the leaf that ends with the tile into `chunk`.
 template <typename Block>
 __device__ __forceinline__ void fold_leaf(const Block& block,
                                           int tile,
@@ -153,8 +154,8 @@ __device__ __forceinline__ void fold_leaf(const Block& block,
   }
 }
 
-// The same where the chunk lies in thread-private memory: it is empty where it begins, and where it
-// ends it is not written but takes the place of the leaf.
+// Same as fold_leaf, with the chunk in thread-private memory. The chunk is empty at its begin; at
+// its end it is not stored but replaces the leaf.
 template <typename Block>
 __device__ __forceinline__ void fold_leaf_in_memory(
     const Block& block, int tile, bool begins, bool ends, Outputs<Block>& leaf) {
@@ -187,8 +188,8 @@ __device__ __forceinline__ void fold_leaf_in_memory(
   }
 }
 
-// The chunks of a sequence that one block owns: `total`, thread-private memory, becomes total, then
-// the chunk, which takes the result as well.
+// Folds a chunk into the total of a sequence that one block owns. `total` is thread-private memory;
+// `chunk` receives the result as well.
 template <typename Block>
 __device__ __forceinline__ void fold_chunk(
     const Block& block, int leaf, bool has_total, bool is_last, Outputs<Block>& chunk) {

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// 8-bit caches in append_attention on CUDA. A tile lies in shared memory as it does in the cache;
-// ldmatrix, which moves pairs of bytes, brings a lane four elements, and the lane widens them to
-// bf16, which is exact. Of 16 columns the even ones come first then: queries are stored in this
-// order, and results leave in it.
+// 8-bit caches in append_attention on CUDA. A tile has the same layout in shared memory as in the
+// cache. ldmatrix, which moves pairs of bytes, brings a lane four elements, and the lane widens
+// them to bf16, which is exact. As a result, the even ones of 16 columns come first: queries are
+// stored in this order, and results come out in it.
 #pragma once
 
 #include <type_traits>
@@ -14,11 +14,11 @@
 
 namespace specops {
 
-// Four elements as bf16: bytes 0 and 2 in x, 1 and 3 in y.
+// Returns four elements as bf16: bytes 0 and 2 in x, bytes 1 and 3 in y.
 template <typename Cache>
 __device__ __forceinline__ uint2 widen(uint32_t word) {
   if constexpr (std::is_same_v<Cache, KvInt8>) {
-    // 128 + (its low bits) - (128 or, of a negative one, 256): three numbers that bf16 has.
+    // 128 + (low 7 bits) - (128, or 256 if negative): bf16 represents all three numbers.
     constexpr uint32_t kBase = 0x43004300u, kMinusOne = 0xbf80bf80u;
     auto two = [](uint32_t bytes) {
       uint32_t low = ptx::merge_bits(bytes, kBase, 0x007f007fu);
@@ -28,19 +28,19 @@ __device__ __forceinline__ uint2 widen(uint32_t word) {
     return {two(word), two(word >> 8)};
   } else {
     static_assert(std::is_same_v<Cache, KvE4M3>);
-    // With the bits of exponent and mantissa in place it is 2^-120 times the value, subnormal ones
-    // too. Adding -0 keeps the sign of a zero.
+    // With the exponent and mantissa bits in place, the number is 2^-120 times the value, also if
+    // subnormal. Adding -0 preserves the sign of a zero.
     constexpr uint32_t kUnit = 0x7b807b80u, kMinusZero = 0x80008000u;
     auto two = [](uint32_t magnitude, uint32_t sign) {
       return ptx::fma_bf16x2(ptx::merge_bits(magnitude, sign, 0x07f007f0u), kUnit, kMinusZero);
     };
     uint32_t signs = word & 0x80808080u;
-    ptx::forget(signs);  // else nvcc shifts first and masks twice
+    ptx::forget(signs);  // otherwise nvcc shifts first and masks twice
     return {two(word << 4, signs << 8), two(word >> 4, signs)};
   }
 }
 
-// Two vectors of 8 elements of a query to the place of the first, even columns first.
+// Stores two vectors of 8 query elements at the position of the first, even columns first.
 template <typename Shape>
 __device__ __forceinline__ void store_query(
     unsigned char* queries, int row, int vector, uint4 first, uint4 second) {
@@ -58,16 +58,16 @@ __device__ __forceinline__ void store_query(
       odds(second.z, second.w)};
 }
 
-// The column of o[n][e] of a warp (Outputs): tile 2 g has the even columns of group g of 16, tile
-// 2 g + 1 the odd ones.
+// Returns the column of a warp's o[n][e] (Outputs): tile 2 g has the even columns of the g-th group
+// of 16, tile 2 g + 1 the odd ones.
 template <typename Block>
 __device__ __forceinline__ int column_of_byte(int warp, int lane, int n, int e) {
   int tile = warp * Block::kOutTiles + n;
   return tile / 2 * 16 + 4 * (lane % 4) + 2 * e + tile % 2;
 }
 
-// The scale a lane holds of a tile: lanes 0 to 15 of the warp's tokens for K, 16 to 31 for V. 0: not
-// to be read.
+// Returns the scale that a lane holds for a tile: lanes 0 to 15 for the warp's tokens of K, 16 to
+// 31 for V. 0 if the token must not be read.
 template <typename Block>
 __device__ __forceinline__ float load_scale(const Block& block, int tile) {
   using Shape = typename Block::Shape;
@@ -88,14 +88,14 @@ __device__ __forceinline__ float load_scale(const Block& block, int tile) {
   return scales[slot * block.params.num_kv_heads + block.item.head];
 }
 
-// That of the warp's token 8 * n + 2 * (lane % 4) + e, for K (0) or V (1).
+// Returns the scale of the warp's token 8 * n + 2 * (lane % 4) + e, for K (0) or V (1).
 template <typename Block>
 __device__ __forceinline__ float scale_of_token(float scale, int which, int n, int e) {
   int lane = static_cast<int>(thread_index_in_loop<Block>()) % kWarpSize;
   return __shfl_sync(kFullMask, scale, 16 * which + 8 * n + 2 * (lane % 4) + e);
 }
 
-// s += q k of the warp's tokens.
+// s += q k for the warp's tokens.
 template <typename Block>
 __device__ __forceinline__ void multiply_byte_keys(
     const Block& block,
@@ -105,7 +105,8 @@ __device__ __forceinline__ void multiply_byte_keys(
   constexpr int kScoreTiles = Block::kScoreTiles;
   unsigned thread = thread_index_in_loop<Block>();
   int lane = thread % kWarpSize, warp = thread / kWarpSize;
-  // B: lanes 0-7 the first 8 tokens at vector 2 k, 8-15 at 2 k + 1, 16-31 the next 8 tokens.
+  // B: lanes 0-7 address the first 8 tokens at vector 2 k, 8-15 at 2 k + 1, 16-31 the next 8
+  // tokens.
   int token = warp * (8 * kScoreTiles) + lane % 8 + (kScoreTiles == 2 ? lane / 16 * 8 : 0);
   LanePlace<Shape::kVectors> b_place(token, lane / 8 % 2);
   LanePlace<Shape::kQueryVectors> a_place(lane % 16, lane / 16);
@@ -153,17 +154,17 @@ __device__ __forceinline__ void add_byte_values(const Block& block,
                                                 Outputs<Block>& leaf) {
   using Shape = typename Block::Shape;
   constexpr int kOutTiles = Block::kOutTiles;
-  constexpr int kGroups = (kOutTiles + 1) / 2;  // of 16 columns
+  constexpr int kGroups = (kOutTiles + 1) / 2;  // groups of 16 columns
   static_assert(kGroups == 1 || kGroups % 2 == 0);
   unsigned thread = thread_index_in_loop<Block>();
   int lane = thread % kWarpSize, warp = thread / kWarpSize;
-  // Where a warp has an odd number of tiles, every other warp begins with odd columns.
+  // If a warp has an odd number of tiles, every other warp begins with odd columns.
   bool begins_odd = kOutTiles % 2 != 0 && warp % 2 != 0;
   const unsigned char* probs = block.smem + Shape::kProbs;
   LanePlace<Shape::kProbVectors> a_place(lane % 16, lane / 16);
-  // B: lanes 0-15 the tokens at a group, 16-31 at the next.
+  // B: lanes 0-15 address the tokens at a group, lanes 16-31 at the next group.
   int group = warp * kOutTiles / 2 + (kGroups > 1 ? lane / 16 : 0);
-  // Opaque, so that a tile's addresses are a constant away: else each has a register of its own.
+  // Opaque, so that addresses in a tile differ by constants; otherwise each would use a register.
   int b_row = opaque_in_loop<Block>(lane % 16 * Shape::kRowBytes);
   int b_vector = opaque_in_loop<Block>(group ^ twist<Shape::kVectors>(lane % 16));
 #pragma unroll
@@ -202,14 +203,15 @@ __device__ __forceinline__ void add_byte_values(const Block& block,
 
 // ---- masks ----
 
-// Masks of append_attention on CUDA: which tokens a row's bits hide from it.
+// Masks of append_attention on CUDA: tokens that a row's mask bits hide from it.
 
-// Whether the mask, if there is one, hides a token from a row of the tile.
+// Returns whether the mask, if there is one, hides a token from a row of the tile.
 template <typename Block>
 __device__ __forceinline__ bool is_masked(const Block& block, int row, int token) {
   if (block.params.mask == nullptr) return false;
   WorkItem& item = block.item;
-  // Asked for many tokens in a row: what follows from one must not wait in a register for the next.
+  // This runs for many tokens in sequence; values derived for one must not stay in registers for
+  // the next.
   row = opaque(row);
   token = opaque(token);
   int packed = item.first_row + min(row, item.rows - 1);
@@ -221,10 +223,11 @@ __device__ __forceinline__ bool is_masked(const Block& block, int row, int token
 
 // ---- from global to shared memory ----
 
-// From global to shared memory in append_attention on CUDA: the page table, tiles of K and V, and
-// the queries of a work item.
+// Copies from global to shared memory in append_attention on CUDA: the page table, tiles of K and
+// V, and the queries of a work item.
 
-// Where each 16 tokens of a chunk lie in the caches, in blocks of 16 tokens; -1: not to be read.
+// Loads the cache position of each 16 tokens of a chunk, in blocks of 16 tokens; -1 if not to be
+// read.
 template <typename Block>
 __device__ __forceinline__ void load_table(const Block& block, int chunk) {
   using Shape = typename Block::Shape;
@@ -248,9 +251,9 @@ __device__ __forceinline__ void load_table(const Block& block, int chunk) {
   }
 }
 
-// A thread's part of the copy of a tile: from row `row` every kCopyRows-th row, and of these from
-// vector `vector` on every kCopyLanes-th vector. Both steps keep the turn of a row in shared memory,
-// so that all of a thread's places follow from the first by constants.
+// One thread's part of copying a tile: every kCopyRows-th row from `row`, and in these rows every
+// kCopyLanes-th vector from `vector`. Both steps preserve the XOR permutation of a row in shared
+// memory, so all of a thread's positions differ from the first by constants.
 template <typename Shape>
 struct CopyShare {
   static constexpr int kPasses = Shape::kTile / Shape::kCopyRows;
@@ -260,14 +263,14 @@ struct CopyShare {
   __device__ __forceinline__ explicit CopyShare(unsigned thread)
       : row(thread / Shape::kCopyLanes), vector(thread % Shape::kCopyLanes) {}
 
-  // In bytes, from the begin of the tile.
+  // Returns the offset of the first vector in the tile, in bytes.
   __device__ __forceinline__ int place() const { return place_of<Shape::kVectors>(row, vector); }
   __device__ __forceinline__ static constexpr int more(int pass, int step) {
     return (pass * Shape::kCopyRows * Shape::kVectors + step * Shape::kCopyLanes) * 16;
   }
 };
 
-// The page blocks of a tile, from the table.
+// Page blocks of a tile, read from the table.
 template <int kBlocks>
 struct TileBlocks {
   int place[kBlocks];
@@ -294,7 +297,7 @@ struct TileBlocks {
   }
 };
 
-// Starts the copy of one tile of K or V; tokens out of range become zeros.
+// Starts copying one tile of K or V; tokens out of range become zeros.
 template <typename Block>
 __device__ __forceinline__ void load_tile(const Block& block,
                                           const void* cache,
@@ -318,7 +321,7 @@ __device__ __forceinline__ void load_tile(const Block& block,
   int end = block.item.load_end - tile * Block::kTile;
   TileBlocks<kBlocks> blocks(table);
   if (begin <= 0 && end >= Block::kTile && blocks.all_there()) {
-    // The rows at once are half a page block, one, or two.
+    // Rows copied at once are half a page block, one block, or two.
     const unsigned char* second = source + kPageBlock / 2 * token_bytes;
 #pragma unroll
     for (int pass = 0; pass < Share::kPasses; ++pass) {
@@ -368,7 +371,7 @@ __device__ __forceinline__ void load_queries(const Block& block) {
     seen[row] = make_int2(window_begin(block.params, position),
                           seen_end(block.params, position, item.request.kv_len));
   }
-  // 8-bit caches: two vectors at once, whose columns change places.
+  // 8-bit caches: two vectors at once, because their columns are interleaved.
   constexpr int kAtOnce = Shape::kScaled ? 2 : 1, kShares = Shape::kQueryVectors / kAtOnce;
 #pragma unroll 1
   for (unsigned index = thread; index < 16 * Block::kRowTiles * kShares; index += Shape::kThreads) {
@@ -396,12 +399,12 @@ __device__ __forceinline__ void load_queries(const Block& block) {
 
 // ---- arithmetic ----
 
-// The arithmetic of one tile of KV in append_attention on CUDA: scores, their weights, and the sums
-// of V under these.
+// Arithmetic for one KV tile in append_attention on CUDA: scores, their weights, and the weighted
+// sums of V.
 
 constexpr float kLog2E = 1.4426950408889634f;
 
-// s = q k of the warp's tokens, for the calling thread.
+// s = q k for the warp's tokens, computed by the calling thread.
 template <typename Block>
 __device__ __forceinline__ void multiply_keys(
     const Block& block,
@@ -421,14 +424,15 @@ __device__ __forceinline__ void multiply_keys(
       for (int e = 0; e < 4; ++e) s[i][n][e] = 0.0f;
     }
   }
-  int first = warp * (8 * Block::kScoreTiles);  // token of the warp in the tile
+  int first = warp * (8 * Block::kScoreTiles);  // the warp's first token in the tile
   if constexpr (Shape::kScaled) {
     multiply_byte_keys(block, keys, s);
   } else if constexpr (sizeof(T) == 2) {
-    // B: lanes 0-7 the first 8 tokens at vector 2 k, 8-15 at 2 k + 1, 16-31 the next 8 tokens.
+    // B: lanes 0-7 address the first 8 tokens at vector 2 k, 8-15 at 2 k + 1, 16-31 the next 8
+    // tokens.
     int token = first + lane % 8 + (Block::kScoreTiles == 2 ? lane / 16 * 8 : 0);
     LanePlace<Shape::kVectors> b_place(token, lane / 8 % 2);
-    // A: lanes 0-15 the rows at vector 2 k, 16-31 at 2 k + 1.
+    // A: lanes 0-15 address the rows at vector 2 k, lanes 16-31 at 2 k + 1.
     LanePlace<Shape::kQueryVectors> a_place(lane % 16, lane / 16);
 #pragma unroll
     for (int k = 0; k < Block::kHeadDim / 16; ++k) {
@@ -485,9 +489,9 @@ __device__ __forceinline__ void multiply_keys(
   }
 }
 
-// The scores of the warp's tokens out of what multiply_keys() has found, -inf where a row does not
-// see the token; each row's maximum over them goes to shared memory. token_scale: what load_scale
-// found, of 8-bit caches.
+// Turns the products of multiply_keys() into scores of the warp's tokens, -inf for tokens that a
+// row does not see. Writes each row's maximum over them to shared memory. token_scale: the result
+// of load_scale, for 8-bit caches.
 template <typename Block>
 __device__ __forceinline__ void finish_scores(
     const Block& block,
@@ -498,7 +502,8 @@ __device__ __forceinline__ void finish_scores(
   using Shape = typename Block::Shape;
   int lane = thread % kWarpSize, warp = thread / kWarpSize;
   int first_row = block.first_score_row(warp);
-  int first = block.token_warp(warp) * (8 * Block::kScoreTiles);  // token of the warp in the tile
+  int first =
+      block.token_warp(warp) * (8 * Block::kScoreTiles);  // the warp's first token in the tile
   float scale = __fmul_rn(block.params.sm_scale, kLog2E);
 #pragma unroll
   for (int n = 0; n < Block::kScoreTiles; ++n) {
@@ -552,7 +557,7 @@ __device__ __forceinline__ void finish_scores(
   }
 }
 
-// The greatest of a row's maxima over the tokens of the warps that share a tile.
+// Returns the maximum of a row over the warps that share the tokens of a tile.
 template <int kTokenWarps>
 __device__ __forceinline__ float top_of_tile(const float* maxima) {
   if constexpr (kTokenWarps == 2) {
@@ -565,8 +570,8 @@ __device__ __forceinline__ float top_of_tile(const float* maxima) {
   }
 }
 
-// Weights of the tile's tokens under the running maximum, to shared memory; rescales the state, or,
-// if kIsWide, leaves to accumulate_wide() what it is multiplied with.
+// Writes the weights of the tile's tokens under the running maximum to shared memory. Rescales the
+// state or, if kIsWide, stores the factors for accumulate_wide().
 template <typename Block>
 __device__ __forceinline__ void weigh(const Block& block,
                                       int tile,
@@ -579,7 +584,7 @@ __device__ __forceinline__ void weigh(const Block& block,
   bool begins = tile * Block::kTile % Block::kLeaf == 0;
   unsigned thread = thread_index_in_loop<Block>();
   int lane = thread % kWarpSize, warp = thread / kWarpSize;
-  // A lane has every eighth row; all of them are turned alike in shared memory.
+  // A lane has every eighth row; all of them have the same XOR permutation in shared memory.
   int token_warp = block.token_warp(warp), first_row = block.first_score_row(warp) + lane / 4;
   const float* maxima =
       reinterpret_cast<const float*>(block.smem + Shape::kMaxima) + first_row * Shape::kTokenWarps;
@@ -603,8 +608,8 @@ __device__ __forceinline__ void weigh(const Block& block,
     }
   }
   bool writes = token_warp == 0 && lane % 4 == 0;
-  // What is read of other warps comes first, so that these loads overlap; for 64 rows of 8-bit
-  // caches in two rounds, since registers are short.
+  // Values from other warps are read first, so that these loads overlap. 64 rows of 8-bit caches
+  // take two rounds, because registers are scarce.
   constexpr int kRounds = Shape::kScaled && Block::kRowTiles == 4 ? 2 : 1;
   constexpr int kAtOnce = 2 * Block::kScoreRowTiles / kRounds;
   constexpr int kParts = Shape::kSumsOfWarp, kTilesOfPart = Block::kScoreTiles / kParts;
@@ -636,7 +641,7 @@ __device__ __forceinline__ void weigh(const Block& block,
         float p1 = ptx::exp2_approx(__fsub_rn(s[i][n][2 * half + 1], origin));
         sum = __fadd_rn(sum, __fadd_rn(p0, p1));
         if constexpr (Shape::kScaled) {
-          // A scale may be NaN, and a token that the row does not see has a weight of zero.
+          // A scale may be NaN; a token that the row does not see must still have a weight of zero.
           p0 = p0 == 0.0f ? 0.0f : __fmul_rn(p0, scales[n][0]);
           p1 = p1 == 0.0f ? 0.0f : __fmul_rn(p1, scales[n][1]);
         }
@@ -703,8 +708,8 @@ __device__ __forceinline__ void accumulate(const Block& block, int tile, Outputs
     }
   } else {
     LanePlace<Shape::kProbVectors> a_place(lane % 16, lane / 16);
-    // B: lanes 0-15 the tokens at a column tile, 16-31 at the next. Pairs of column tiles.
-    // Opaque as in add_byte_values().
+    // B: lanes 0-15 address the tokens at a column tile, lanes 16-31 at the next. Pairs of column
+    // tiles. Opaque as in add_byte_values().
     int b_row = opaque_in_loop<Block>(lane % 16 * Shape::kRowBytes);
     int b_turn = twist<Shape::kVectors>(lane % 16);
     int b_vector = opaque_in_loop<Block>(Block::kOutTiles % 2 == 0
@@ -740,7 +745,7 @@ __device__ __forceinline__ void accumulate(const Block& block, int tile, Outputs
   }
 }
 
-// Whether the thread's own part of a landed tile of V holds an infinity or a NaN.
+// Returns whether the thread's own part of a loaded tile of V holds an infinity or a NaN.
 template <typename Block>
 __device__ __forceinline__ bool has_nonfinite(const Block& block, int tile) {
   using Shape = typename Block::Shape;

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// One work item of append_attention on CUDA from end to end: the loop over its tiles of KV, and
-// the detour for rows that may not go through it together.
+// One work item of append_attention on CUDA from end to end: the loop over its KV tiles, and the
+// fallback for rows that must not go through it together.
 #pragma once
 
 #include "attention/append_attention/cuda/block.cuh"
@@ -14,8 +14,8 @@
 namespace specops {
 
 // Reduces the item's tokens for the rows of its tile and writes its states or the result. Returns
-// false, with nothing written, where V holds an infinity or a NaN that some row must not see: a
-// weight of zero would not keep it out.
+// false, with nothing written, if V holds an infinity or a NaN that some row must not see: a weight
+// of zero would not keep it out.
 template <typename Block>
 __device__ __forceinline__ bool attend(const Block& block) {
   using Shape = typename Block::Shape;
@@ -29,7 +29,7 @@ __device__ __forceinline__ bool attend(const Block& block) {
   int begin = block.first_tile();
 
   float s[Block::kScoreRowTiles][Block::kScoreTiles][4];
-  // 8-bit caches: of the tile that is scored or weighed, and of the one after it.
+  // 8-bit caches: scale of the tile being scored or weighted, and of the next tile.
   float scale = 0.0f;
   [[maybe_unused]] float next_scale = 0.0f;
   Outputs<Block> leaf;
@@ -44,16 +44,16 @@ __device__ __forceinline__ bool attend(const Block& block) {
 #pragma unroll
   for (int i = 0; i < 2 * Block::kScoreRowTiles * Shape::kSumsOfWarp; ++i)
     block.lane_sums()[i * Shape::kThreads + thread_index()] = 0.0f;
-  // Copies run ahead: what is begun in step `tile` is V of tile + kStages - 1 and K of the one
-  // after it; with three slots K and V of the tile after it, apart, since K is needed first. Of
-  // latents it is the tile for which a slot has become free. The steps before first - 1 only begin
-  // copies, that step scores the first tile. What the loop asks of the item it reads anew in each
-  // step: registers are short.
+  // Copies run ahead: step `tile` starts copying V of tile + kStages - 1 and K of the tile after
+  // that. With three slots it starts K and V of the next tile, separately because K is needed
+  // first. For latents it starts the tile for which a slot has become free. Steps before first - 1
+  // only start copies; step first - 1 scores the first tile. The loop rereads the item in each
+  // step, because registers are scarce.
 #pragma unroll 1
   for (int tile = begin - Shape::kAhead;; ++tile) {
     int first = block.first_tile(), last = block.last_tile();
     if (tile > last) break;
-    if (tile >= first - 1) __syncthreads();  // maxima are out; the tile before is done with
+    if (tile >= first - 1) __syncthreads();  // maxima are written; the previous tile is finished
     if (tile >= first) {
       weigh(block, tile, scale, s, leaf);
     }
@@ -81,14 +81,14 @@ __device__ __forceinline__ bool attend(const Block& block) {
     } else if constexpr (!Shape::kWaitsLate) {
       ptx::cp_async_wait<Shape::kAhead - 1>();
     }
-    // Elements of 8-bit caches are finite, and their scales reach no row that does not see them.
+    // Elements of 8-bit caches are finite, and their scales never reach rows that do not see them.
     if (!Shape::kScaled && tile >= first && item.many_queries && block.partly_seen(tile)) {
       if (__syncthreads_or(has_nonfinite(block, tile))) {
         ptx::cp_async_wait<0>();
         return false;
       }
     } else {
-      __syncthreads();  // weights, this tile's V and the next one's K are there
+      __syncthreads();  // weights, this tile's V and the next tile's K have arrived
     }
     if (Block::kStamped && tile == first - 1) stamp(block, AttentionPhase::kLoad);
     if (tile >= first) {
@@ -112,7 +112,7 @@ __device__ __forceinline__ bool attend(const Block& block) {
           fold_leaf(block, tile, leaf, chunk);
         }
         if (ends) {
-          __syncthreads();  // the chunk's sums are there
+          __syncthreads();  // the chunk's sums have been written
           bool has_total = tile / Shape::kTilesPerChunk > item.begin / kChunkTokens;
           if (!leafwise && (has_total || tile < last)) {
             fold_chunk(block, block.leaf_of(tile) + 1, has_total, tile == last, chunk);
@@ -132,7 +132,7 @@ __device__ __forceinline__ bool attend(const Block& block) {
       }
     }
     if (tile < block.last_tile()) {
-      if constexpr (Shape::kWaitsLate) {  // accumulate() needed no more
+      if constexpr (Shape::kWaitsLate) {  // accumulate() did not need the copy
         ptx::cp_async_wait<Shape::kThreeSlots ? 1 : 0>();
         __syncthreads();
       }
@@ -148,7 +148,7 @@ __device__ __forceinline__ bool attend(const Block& block) {
   return true;
 }
 
-// Makes the item one of the query of row `row` of its tile.
+// Narrows the item to the query that contains row `row` of its tile.
 template <typename Block>
 __device__ __forceinline__ void narrow(const Block& block, int row) {
   WorkItem& item = block.item;
@@ -164,7 +164,7 @@ __device__ __forceinline__ void narrow(const Block& block, int row) {
   item.many_queries = false;
 }
 
-// Runs the tile at once, or, where that would not be exact, one query row after the other.
+// Runs the tile at once or, if that would not be exact, one query row at a time.
 template <typename Block>
 __device__ __forceinline__ void run_rows(const Block& block) {
   WorkItem& item = block.item;
@@ -177,15 +177,15 @@ __device__ __forceinline__ void run_rows(const Block& block) {
   }
 }
 
-// ---- the walk over the items ----
+// ---- loop over work items ----
 
-// A block's walk over the items of append_attention on CUDA: which are its own, what one
-// consists of, and who arrives last.
+// A block's loop over the work items of append_attention on CUDA: selecting its items, setting them
+// up and finding the last block to arrive.
 
-// Which request, or group, of the first `count` of the plan has the item.
+// Returns which of the plan's first `count` requests, or groups, has item `index`.
 template <typename Block>
 __device__ __forceinline__ int find_owner(const Block& block, int index, int count) {
-  int low = 0, high = count - 1;  // the first that ends after the item
+  int low = 0, high = count - 1;  // search for the first that ends after the item
   while (low < high) {
     int middle = (low + high) / 2;
     if (block.plan.item_end[middle] > index) {
@@ -197,8 +197,9 @@ __device__ __forceinline__ int find_owner(const Block& block, int index, int cou
   return low;
 }
 
-// Work item `index` of the plan of the requests from first_request on. `split`: -1, or which
-// split of the chunk; items from tail_begin on are split, where they can be. By one thread.
+// Sets up work item `index` of the plan of the requests from first_request on. `split`: index of
+// the split in the chunk, or -1; items from tail_begin on are split if possible. One thread calls
+// it.
 template <typename Block>
 __device__ __forceinline__ void find_item(
     const Block& block, int64_t first_request, int index, int tail_begin, int split) {
@@ -219,7 +220,7 @@ __device__ __forceinline__ void find_item(
   int head = sequence / work.tiles, tile = sequence % work.tiles;
   item.valid = true;
   if (whole) {
-    tile = work.tiles - 1 - tile;  // the longest first
+    tile = work.tiles - 1 - tile;  // longest first
     if (split > 0) item.valid = false;
     split = -1;
   }
@@ -258,7 +259,7 @@ __device__ __forceinline__ void find_item(
     item.begin = max(max(item.low, begin), shared * kLeafTokens);
     item.end = min(item.high, begin + split_leaves * kLeafTokens);
     if (item.begin >= item.end) item.valid = false;
-    // Chunks of this sequence from first_cut on lie in the tail.
+    // Chunks of this sequence from first_cut on are in the tail.
     int before = max(tail_begin - first_item - sequence, 0);
     int first_cut = (before + sequences - 1) / sequences;
     item.first_cut = work.first_chunk + first_cut;
@@ -267,7 +268,7 @@ __device__ __forceinline__ void find_item(
     item.splits = splits_of_chunk(block, chunk, split_leaves);
     int first_chunk = max(item.low / kChunkTokens, shared / kChunkLeaves);
     item.arrivals = (item.high - 1) / kChunkTokens + 1 - first_chunk;
-    // A second arrival takes longer than the fold of a second chunk by the same block.
+    // A second arrival takes longer than folding a second chunk in the same block.
     item.meets_once = split >= 0 && shared == 0 && item.arrivals == 2 &&
                       first_chunk >= work.first_chunk + first_cut;
     if (item.meets_once) {
@@ -285,7 +286,7 @@ __device__ __forceinline__ void find_item(
       item.state = leaf_state(block, leaf);
       item.leaf_stride = slot_state(block, 1) - slot_state(block, 0);
     } else if (item.splits > 1) {
-      // The split with the first leaf folds its own.
+      // The split that contains the first leaf folds its own leaves.
       item.state = leaf_state(block, leaf);
       if (leaf / split_leaves != first_leaf / split_leaves) {
         item.leaf_stride = block.launch.leaf_floats;
@@ -298,9 +299,8 @@ __device__ __forceinline__ void find_item(
   item.load_end = item.end;
 }
 
-// Work item `index` of the list of groups: rows of all members of a group and a split of what they
-// share.
-// All of it lies before the first of their rows.
+// Sets up work item `index` of the list of groups: rows of all members of a group, and a split of
+// their shared leaves. All shared tokens precede the first of these rows.
 template <typename Block>
 __device__ __forceinline__ void find_shared_item(const Block& block, int index) {
   using Shape = typename Block::Shape;
@@ -360,7 +360,7 @@ __device__ __forceinline__ void next_item(const Block& block) {
   }
 }
 
-// Runs the item that was found.
+// Runs the item that next_item() set up.
 template <typename Block>
 __device__ __forceinline__ void run_item(const Block& block) {
   WorkItem& item = block.item;
@@ -376,8 +376,8 @@ __device__ __forceinline__ void run_item(const Block& block) {
 template <typename Block>
 __device__ __forceinline__ void run_items(const Block& block) {
   for (;;) {
-    __syncthreads();  // the item before is done with shared memory
-    // A wide state leaves no register for what this asks, and its answer.
+    __syncthreads();  // the previous item is done with shared memory
+    // A wide state leaves no registers to keep the thread index across this call.
     unsigned thread = Block::Shape::kIsWide ? thread_index() : threadIdx.x;
     if (thread == 0) next_item(block);
     __syncthreads();
@@ -387,19 +387,19 @@ __device__ __forceinline__ void run_items(const Block& block) {
   }
 }
 
-// What the requests from `first_request` on leave to do, at most kPlanned of them, as work items.
+// Plans the work items of the requests from `first_request` on, at most kPlanned of them.
 template <typename Block>
 __device__ __forceinline__ void plan_items(const Block& block, int64_t first_request) {
   using Shape = typename Block::Shape;
   WorkCursor& cursor = block.cursor;
-  // Used so far, and the items of the requests before, modulo the grid.
+  // Counters and state memory used so far, and the number of previous items modulo the grid.
   bool begins = first_request == 0;
   int counters = begins ? 0 : cursor.counters, float4s = begins ? 0 : cursor.float4s;
   int base = begins ? 0 : cursor.base;
   int items = make_plan<Shape::kRows, Shape::kThreads>(
       block.launch, block.plan, first_request, counters, float4s, &cursor.row_end);
   int blocks = static_cast<int>(gridDim.x);
-  // Items go to the blocks in turn. What is left for a wave of few blocks may be cut.
+  // Items are dealt to the blocks round-robin. The items of an incomplete last wave may be split.
   int tail = (base + items) % blocks, splits = 1;
   if (first_request + kPlanned >= block.params.batch &&
       tail <= min(block.launch.tail_chunks, items)) {
@@ -418,7 +418,7 @@ __device__ __forceinline__ void plan_items(const Block& block, int64_t first_req
   }
 }
 
-// What groups of requests share, as work items.
+// Takes the work items of the groups from the list.
 template <typename Block>
 __device__ __forceinline__ void plan_shared_items(const Block& block) {
   const GroupList& list = *block.launch.group_list;

@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// The products of one tile of latents for 64 rows in append_attention on CUDA. A warp has 16 rows by
-// 16 tokens of scores and 64 rows by 64 columns of outputs. Scores wait for shared memory, outputs
-// for tensor cores: so the outputs of one tile and the scores of the next are made together.
+// Products of one tile of latents for 64 rows in append_attention on CUDA. A warp computes 16 rows
+// by 16 tokens of scores and 64 rows by 64 columns of outputs. Scores wait for shared memory and
+// outputs for tensor cores, so the outputs of one tile are computed together with the scores of the
+// next.
 #pragma once
 
 #include "attention/append_attention/cuda/block.cuh"
@@ -10,8 +11,8 @@
 
 namespace specops {
 
-// Scores of a warp, in steps of 16 elements. Unrolled throughout, what is read ahead would take the
-// registers of the state.
+// Scores of a warp are computed in steps of 16 elements. Full unrolling would read ahead so much
+// that it takes the registers of the state.
 constexpr int kWideSteps = static_cast<int>(kLatentKeyDim) / 16, kWideStepsAtOnce = 12;
 static_assert(kWideSteps == 3 * kWideStepsAtOnce && kWideStepsAtOnce % 4 == 0);
 
@@ -28,7 +29,7 @@ struct WideScores {
         key_place(lane % 8 + lane / 16 * 8, lane / 8 % 2),
         query_place(lane % 16, lane / 16) {}
 
-  // Step `done` + k; `done` is a multiple of kWideStepsAtOnce, and a step 32 bytes.
+  // Adds step `done` + k. `done` is a multiple of kWideStepsAtOnce; a step is 32 bytes.
   __device__ __forceinline__ void add(int done, int k, float (&s)[1][2][4]) const {
     uint32_t a[4], b[4];
     ptx::ldmatrix_x4(b, keys + 32 * done + key_place.after(2 * k));
@@ -48,7 +49,7 @@ __device__ __forceinline__ void clear_scores(float (&s)[1][2][4]) {
   }
 }
 
-// s = q k of the tile.
+// s = q k for the tile.
 template <typename Block>
 __device__ __forceinline__ void multiply_wide_keys(const Block& block,
                                                    int tile,
@@ -63,8 +64,8 @@ __device__ __forceinline__ void multiply_wide_keys(const Block& block,
   }
 }
 
-// leaf.o = leaf.o rescaled, other warps having found by what, + P V of the tile; and, if kScores, s =
-// q k of the next one.
+// Rescales leaf.o by the factors that other warps computed and adds P V of the tile. If kScores,
+// also computes s = q k of the next tile.
 template <bool kScores, typename Block>
 __device__ __forceinline__ void accumulate_wide(const Block& block,
                                                 int tile,
@@ -77,8 +78,8 @@ __device__ __forceinline__ void accumulate_wide(const Block& block,
   const unsigned char* probs = block.smem + Shape::kProbs;
   const unsigned char* values = block.v_slot(tile) + lane % 16 * Shape::kRowBytes;
   LanePlace<Shape::kProbVectors> weights(lane % 16, lane / 16);
-  // B: lanes 0-15 the tokens at a column tile, 16-31 at the next. Opaque, or each column tile's address
-  // takes a register.
+  // B: lanes 0-15 address the tokens at a column tile, lanes 16-31 at the next. Opaque, because
+  // otherwise each column tile's address takes a register.
   int column = opaque((warp * Block::kOutTiles + lane / 16) ^ twist<Shape::kVectors>(lane % 16));
   WideScores<Block> scores(block, tile + 1, lane, warp);
   if constexpr (kScores) clear_scores<Block>(s);
@@ -99,7 +100,7 @@ __device__ __forceinline__ void accumulate_wide(const Block& block,
     for (int n = 0; n < Block::kOutTiles; n += 2) {
       ptx::ldmatrix_x4_trans(b[n / 2], values + k * 16 * Shape::kRowBytes + (column ^ n) * 16);
     }
-    // Three steps of scores to a tile of rows.
+    // Three steps of scores per tile of rows.
     constexpr int kSteps = kWideStepsAtOnce / Block::kRowTiles;
     constexpr int kColumns = (Block::kOutTiles + kSteps - 1) / kSteps;
 #pragma unroll

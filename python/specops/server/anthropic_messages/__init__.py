@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Anthropic's Messages API: a request becomes a chat, and its answer a list of blocks."""
+"""Anthropic's Messages API: requests are converted to chats, and answers to lists of blocks."""
 
 from collections.abc import Callable
 from functools import partial
@@ -15,9 +15,9 @@ __all__ = ["CountTokensRequest", "MessagesRequest", "begin_message", "error_body
 def begin_message(
     body: MessagesRequest, client: str
 ) -> tuple[ChatCompletionRequest, Callable[..., MessagesAnswer]]:
-    """The chat that a client asks for, and what makes a message of its answer.
+    """Return the chat that a body asks for, and the factory of its answer.
 
     Raises:
-        ApiError: there is no such chat.
+        ApiError: the body cannot be converted to a chat.
     """
     return body.chat(), partial(MessagesAnswer, body)

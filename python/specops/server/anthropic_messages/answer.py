@@ -15,10 +15,10 @@ _REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"
 
 
 class MessagesAnswer(BlockAnswer):
-    """A message: its blocks are texts and uses of tools.
+    """Message, whose blocks are texts and uses of tools.
 
     Args:
-        body: as the client has sent it.
+        body: the request's body.
     """
 
     id_prefix = "msg_"
@@ -28,14 +28,14 @@ class MessagesAnswer(BlockAnswer):
         self._body = body
 
     def begin(self) -> Iterator[bytes]:
-        """The message before there is anything in it."""
+        """Yield the event with the empty message."""
         num_tokens = sum(map(len, self.job.prompts))
         usage = {"input_tokens": num_tokens, "output_tokens": 0}
         message = {**self._message(None, None, usage), "content": []}
         yield _event("message_start", message=message)
 
     def change(self, index: int, change: Change) -> Iterator[bytes]:
-        """The events of a block."""
+        """Yield the events of a change of a block."""
         block = change.block
         if change.kind == "grow":
             delta = {"type": "text_delta", "text": change.text}
@@ -52,7 +52,7 @@ class MessagesAnswer(BlockAnswer):
             yield _event("content_block_stop", index=index)
 
     def finish(self, end: str) -> Iterator[bytes]:
-        """Why the message ends, and what it has cost."""
+        """Yield the events with the reason for the message's end and its usage."""
         message = self.reply(end)
         delta = {name: message[name] for name in ("stop_reason", "stop_sequence")}
         own = {name: message[name] for name in ("metrics", "timings", "seed")}
@@ -60,11 +60,11 @@ class MessagesAnswer(BlockAnswer):
         yield _event("message_stop")
 
     def failed(self, error: ApiError) -> bytes:
-        """The event of an error."""
+        """Return the event for an error."""
         return event(error_body(error), "error")
 
     def whole_reply(self, end: str) -> bytes:
-        """Return the whole message in JSON, in which inputs are the model's own text."""
+        """Return the complete message in JSON; inputs of tools are the model's own text."""
         blocks = b",".join(map(_content, self.blocks))
         return with_members(dumped(self.reply(end)), {"content": b"[%b]" % blocks})
 
@@ -74,7 +74,7 @@ class MessagesAnswer(BlockAnswer):
         counts = totals.pop("usage")
         cached = counts["prompt_tokens_details"]["cached_tokens"]
         usage = {
-            # Anthropic counts what was found in the cache apart.
+            # Anthropic counts cached tokens separately.
             "input_tokens": counts["prompt_tokens"] - cached,
             "cache_read_input_tokens": cached,
             "cache_creation_input_tokens": 0,
@@ -82,7 +82,7 @@ class MessagesAnswer(BlockAnswer):
         }
         text = self._ends[0].stop_reason
         stop = text if isinstance(text, str) and text in self._body.stop_sequences else None
-        # "abort" is a text that cannot go on: the nearest word is that for one that must not.
+        # "abort" means that no token can continue the text; "refusal" is the nearest reason.
         reason = _REASONS.get(end, "refusal") if stop is None else "stop_sequence"
         message = self._message(reason, stop, usage)
         return {**message, "seed": self._ends[0].seed, **totals}
@@ -108,7 +108,7 @@ def _event(name: str, /, **members: Any) -> bytes:
 
 
 def _content(block: Block) -> bytes:
-    """Return a block of a whole message in JSON."""
+    """Return a block of a complete message in JSON."""
     if isinstance(block, TextBlock):
         return dumped({"type": "text", "text": block.text})
     called = with_short_integers(block.arguments).encode()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Errors in the shape of Anthropic's API."""
+"""Errors in the format of Anthropic's API."""
 
 from typing import Any
 
@@ -17,6 +17,6 @@ _TYPES = {
 
 
 def error_body(error: ApiError) -> dict[str, Any]:
-    """A refusal as its clients read it; the message names the field."""
+    """Return an error's body in Anthropic's format; only the message names the field."""
     type_ = _TYPES.get(error.status, "invalid_request_error")
     return {"type": "error", "error": {"type": type_, "message": error.message}}

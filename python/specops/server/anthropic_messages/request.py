@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The body of POST /v1/messages, and the chat that it asks for."""
+"""The body of POST /v1/messages, and its conversion to a chat."""
 
 import json
 from collections.abc import Iterator, Mapping
@@ -30,7 +30,7 @@ from specops.server.tools import (
     ToolChoice,
 )
 
-# What client libraries may send because it asks for nothing.
+# Unsupported fields, with the values that client libraries may send because they ask for nothing.
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "container": (),
     "context_management": (),
@@ -43,7 +43,7 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
 
 
 class CacheControl(Strict):
-    """Where a prefix ends that is worth keeping: here all of them are, whatever it says."""
+    """Mark of a prefix to cache, which has no effect: the engine caches all prefixes."""
 
     type: Literal["ephemeral"]
     ttl: Literal["5m", "1h"] | None = None
@@ -54,7 +54,7 @@ class _Block(Strict):
 
 
 class Text(_Block):
-    """A piece of text."""
+    """Part of a message that is text."""
 
     type: Literal["text"]
     text: str
@@ -62,7 +62,7 @@ class Text(_Block):
 
 
 class ToolUse(_Block):
-    """A call that an earlier answer has made."""
+    """Tool call of an earlier answer."""
 
     type: Literal["tool_use"]
     id: str
@@ -71,7 +71,7 @@ class ToolUse(_Block):
 
 
 class ToolResult(_Block):
-    """What a tool has answered; of a failure its text tells."""
+    """Result of a tool call; the text describes a failure, and `is_error` is ignored."""
 
     type: Literal["tool_result"]
     tool_use_id: str
@@ -83,38 +83,38 @@ Content = Annotated[Text | ToolUse | ToolResult, Field(discriminator="type")]
 
 
 class AnthropicMessage(Strict):
-    """One message."""
+    """Message of the user or the assistant."""
 
     role: Literal["user", "assistant"]
     content: str | list[Content]
 
 
 class AnthropicTool(_Block):
-    """A tool that may be called; those that a server runs are not here."""
+    """Tool that may be called; tools that a server runs are not supported."""
 
     type: Literal["custom"] | None = None
     name: str
     description: str | None = None
     input_schema: dict[str, Any]
-    strict: bool | None = None  # inputs are of the schema whatever it says
+    strict: bool | None = None  # the schema is always enforced
 
 
 class Auto(Strict):
-    """The model chooses."""
+    """Choice by the model whether to call tools."""
 
     type: Literal["auto"]
     disable_parallel_tool_use: bool = False
 
 
 class AnyTool(Strict):
-    """A tool is to be called."""
+    """Requirement that some tool is called."""
 
     type: Literal["any"]
     disable_parallel_tool_use: bool = False
 
 
 class ThisTool(Strict):
-    """That tool is to be called."""
+    """Requirement that a certain tool is called."""
 
     type: Literal["tool"]
     name: str
@@ -122,7 +122,7 @@ class ThisTool(Strict):
 
 
 class NoTool(Strict):
-    """No tool is to be called."""
+    """Requirement that no tool is called."""
 
     type: Literal["none"]
 
@@ -131,27 +131,27 @@ Choice = Annotated[Auto | AnyTool | ThisTool | NoTool, Field(discriminator="type
 
 
 class OutputFormat(Strict):
-    """The schema of the JSON that the text is to be."""
+    """Schema of the JSON that the text must be."""
 
     type: Literal["json_schema"]
     schema_: dict[str, Any] = Field(alias="schema")
 
 
 class OutputConfig(Strict):
-    """The form of the text, and how much the model is to think."""
+    """Format of the text, and effort of the model's reasoning."""
 
     format: OutputFormat | None = None
     effort: str | None = None
 
 
 class Thinking(Strict):
-    """The model thinks as its chat template has it; `chat_template_kwargs` may say more."""
+    """Reasoning as in the model's chat template; `chat_template_kwargs` may change it."""
 
     type: Literal["adaptive"]
 
 
 class Metadata(Strict):
-    """Who asks; nothing depends on it."""
+    """Identification of the user, which is ignored."""
 
     user_id: str | None = None
 
@@ -177,13 +177,13 @@ class CountTokensRequest(Body):
     chat_template_kwargs: dict[str, Any] = Field({})
 
     def as_chat(self, **more: Any) -> ChatCompletionRequest:
-        """The chat whose answer is this request's.
+        """Return the chat that this request asks for.
 
         Args:
-            more: fields of it that are no matter of the prompt.
+            more: further fields of the chat, which do not affect its prompt.
 
         Raises:
-            ApiError: there is no such chat.
+            ApiError: the request cannot be converted to a chat.
         """
         if self.messages[-1].role == "assistant":
             message = "messages must end with one of the user: an answer is not begun for the model"
@@ -219,10 +219,10 @@ class MessagesRequest(CountTokensRequest, Sampling):
     metadata: Metadata | None = None
 
     def chat(self) -> ChatCompletionRequest:
-        """The chat whose answer is this request's.
+        """Return the chat that this request asks for.
 
         Raises:
-            ApiError: there is no such chat.
+            ApiError: the request cannot be converted to a chat.
         """
         stop, stream = self.stop_sequences, self.stream
         more = {"max_tokens": self.max_tokens, "stop": stop, "stream": stream}
@@ -236,7 +236,7 @@ def _text(content: str | list[Text]) -> str | list[TextPart]:
 
 
 def _messages(message: AnthropicMessage) -> Iterator[AnyMessage]:
-    """A message of a chat; of a user, one for each result of a tool, and for what is said."""
+    """Yield a message's chat messages; a user's has one per tool result, then one for the text."""
     content, is_user = message.content, message.role == "user"
     blocks = [Text(type="text", text=content)] if isinstance(content, str) else content
     said: list[Text] = []

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""OpenAI's Responses API: a request becomes a chat, and its answer a list of items."""
+"""OpenAI's Responses API: requests are converted to chats, and answers to lists of items."""
 
 from collections.abc import Callable
 from functools import partial
@@ -29,7 +29,7 @@ __all__ = ["OF_A_RESPONSE", "OF_ITEMS", "Responses", "ResponsesRequest"]
 
 
 class Responses:
-    """What requests become, and the responses that are kept."""
+    """Conversion of requests to chats, and the store of earlier responses."""
 
     def __init__(self) -> None:
         self._conversations = Conversations()
@@ -37,10 +37,10 @@ class Responses:
     def begin(
         self, body: ResponsesRequest, client: str
     ) -> tuple[ChatCompletionRequest, Callable[..., ResponsesAnswer]]:
-        """The chat that a client asks for, and what makes a response of its answer.
+        """Return the chat that a body asks for, and the factory of its answer.
 
         Raises:
-            ApiError: there is no such chat.
+            ApiError: the body cannot be converted to a chat, or its previous response is unknown.
         """
         previous = body.previous_response_id
         kept = None if previous is None else self._conversations.find(client, previous)
@@ -62,28 +62,28 @@ class Responses:
         return body.as_chat(messages), partial(ResponsesAnswer, body, keep)
 
     def retrieve(self, client: str, response_id: str, query: QueryParams) -> bytes:
-        """A response in JSON, as it was answered.
+        """Return a stored response in JSON, as it was answered.
 
         Raises:
-            ApiError: 404; it is not kept. 400; the query asks for what is not there.
+            ApiError: 404; the response is not stored. 400; the query is invalid.
         """
         read_query(query, OF_A_RESPONSE)
         return self._find(client, response_id).response
 
     def input_items(self, client: str, response_id: str, query: QueryParams) -> dict[str, Any]:
-        """A page of the items that were the input of a response's own request.
+        """Return a page of the input items of a stored response's own request.
 
         Raises:
-            ApiError: 404; it is not kept. 400; there is no such page.
+            ApiError: 404; the response is not stored. 400; the page does not exist.
         """
         values = read_query(query, OF_ITEMS)
         return page_of(self._find(client, response_id).items, values)
 
     def delete(self, client: str, response_id: str) -> dict[str, Any]:
-        """Forgets a response.
+        """Delete a stored response, and return the API's answer to that.
 
         Raises:
-            ApiError: 404; it is not kept.
+            ApiError: 404; the response is not stored.
         """
         if not self._conversations.drop(client, response_id):
             raise self._absent(response_id)

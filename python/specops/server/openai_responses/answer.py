@@ -11,11 +11,12 @@ from specops.server.streaming import event
 
 
 class ResponsesAnswer(BlockAnswer):
-    """A response: its items are a message for each text, and a call for each call.
+    """Response, whose items are a message for each text and a function call for each tool call.
 
     Args:
-        body: as the client has sent it.
-        keep: takes the response, and its items as those of a next request, once it is complete.
+        body: the request's body.
+        keep: stores a complete response; it gets the response, and the response's items as input
+            items of a next request.
     """
 
     id_prefix = "resp_"
@@ -31,13 +32,13 @@ class ResponsesAnswer(BlockAnswer):
         self._num_events = 0
 
     def begin(self) -> Iterator[bytes]:
-        """The response before there is anything in it."""
+        """Yield the events with the empty response."""
         response = self._response("in_progress")
         yield self._event("response.created", response=response)
         yield self._event("response.in_progress", response=response)
 
     def change(self, index: int, change: Change) -> Iterator[bytes]:
-        """The events of an item and of its one part."""
+        """Yield the events of a change of an item and of its single part."""
         block, kind = change.block, change.kind
         place = {"item_id": self._item_id(index, block), "output_index": index}
         part = {**place, "content_index": 0}
@@ -67,17 +68,17 @@ class ResponsesAnswer(BlockAnswer):
         yield self._event("response.output_item.done", **whole)
 
     def finish(self, end: str) -> Iterator[bytes]:
-        """The whole response."""
+        """Yield the event with the complete response."""
         response = self.reply(end)
         yield self._event(f"response.{response['status']}", response=response)
 
     def failed(self, error: ApiError) -> bytes:
-        """The response that an error ends."""
+        """Return the event for a response that ends with an error."""
         why = {"code": "server_error", "message": error.message}
         return self._event("response.failed", response=self._response("failed", error=why))
 
     def reply(self, end: str) -> dict[str, Any]:
-        """The whole response; it is kept, if the client has not said otherwise."""
+        """Return the complete response, and store it unless the request has `store` false."""
         status = {"length": "incomplete", "abort": "failed"}.get(end, "completed")
         output = [self._item(index, block) for index, block in enumerate(self.blocks)]
         why: dict[str, Any] = {}
@@ -103,7 +104,7 @@ class ResponsesAnswer(BlockAnswer):
         return response
 
     def _response(self, status: str, **more: Any) -> dict[str, Any]:
-        """The response with what the request says of it."""
+        """Return a response with the members that come from the request."""
         body, frame = self._body, self._frame
         form = body.text.format if body.text else None
         text = {"type": "text"} if form is None else form.model_dump(by_alias=True)
@@ -147,7 +148,7 @@ class ResponsesAnswer(BlockAnswer):
         return f"{kind}_{self._frame['id'].removeprefix(self.id_prefix)}_{index}"
 
     def _item(self, index: int, block: Block, *, is_begun: bool = False) -> dict[str, Any]:
-        """An item; where it has only begun, without its text or arguments."""
+        """Return an item, without its text or arguments if it has only begun."""
         status = "in_progress" if is_begun else "completed"
         item = {"id": self._item_id(index, block), "status": status}
         if isinstance(block, TextBlock):
@@ -165,7 +166,7 @@ def _part(block: TextBlock) -> dict[str, Any]:
 
 
 def _sent_back(block: Block) -> InputMessage | FunctionCall:
-    """A block as an item of the next request."""
+    """Return a block as an input item of the next request."""
     if isinstance(block, TextBlock):
         return InputMessage(type="message", role="assistant", content=block.text)
     return FunctionCall(

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Responses that may be asked for, or gone on with, kept in memory up to a bound."""
+"""Store of responses that clients may retrieve or continue, in memory and of bounded size."""
 
 from collections import Counter, OrderedDict
 from collections.abc import Sequence
@@ -12,12 +12,12 @@ MAX_BYTES = 64 << 20
 
 
 class Kept(NamedTuple):
-    """A response.
+    """Stored response.
 
     Attributes:
-        response: as it was answered, in JSON.
-        items: of the input of its request, in JSON.
-        messages: the conversation that ends with it.
+        response: the response as it was answered, in JSON.
+        items: input items of its request, in JSON.
+        messages: the conversation that ends with the response.
     """
 
     response: bytes
@@ -26,34 +26,34 @@ class Kept(NamedTuple):
 
     @property
     def size(self) -> int:
-        """Its bytes in JSON."""
+        """Size in bytes of JSON."""
         said = sum(len(one.model_dump_json()) for one in self.messages)
         return len(self.response) + len(self.items) + said
 
 
 class Conversations:
-    """What clients have said up to each of their responses.
+    """Store of responses and the conversations that end with them.
 
-    A client sees its own alone. Beyond the bound the client that holds most of it loses the one
-    that it has not used for longest.
+    A client sees only its own responses. When the bound is exceeded, the client with the most bytes
+    loses its least recently used response.
 
     Args:
-        max_bytes: of all responses, each with its whole conversation, in JSON.
+        max_bytes: bound on the JSON bytes of all responses, each with its whole conversation.
     """
 
     def __init__(self, max_bytes: int = MAX_BYTES) -> None:
         self._max_bytes = max_bytes
         self._kept: dict[str, OrderedDict[str, tuple[Kept, int]]] = {}  # by client, by response
-        self._sizes: Counter[str] = Counter()  # of a client's
+        self._sizes: Counter[str] = Counter()  # bytes by client
 
     @property
     def bound(self) -> str:
-        """What is kept, for messages."""
+        """Description of the bound, for error messages."""
         most = f"up to {self._max_bytes >> 20} MiB of all clients' text"
         return f"responses are, in memory, unless store is false, {most}"
 
     def find(self, client: str, response_id: str) -> Kept | None:
-        """A response; None: it is not kept, or another client's."""
+        """Return a response; None if it is not stored or belongs to another client."""
         mine = self._kept.get(client, OrderedDict())
         if response_id not in mine:
             return None
@@ -67,7 +67,7 @@ class Conversations:
         items: Sequence[dict[str, Any]],
         messages: Sequence[AnyMessage],
     ) -> None:
-        """Keeps a response, as Kept describes it."""
+        """Store a response with its input items and conversation; evict others if necessary."""
         kept = Kept(dumped(response), dumped(items), tuple(messages))
         size = kept.size
         self._kept.setdefault(client, OrderedDict())[response["id"]] = kept, size
@@ -77,7 +77,7 @@ class Conversations:
             self.drop(most, next(iter(self._kept[most])))
 
     def drop(self, client: str, response_id: str) -> bool:
-        """Forgets a response; returns whether it was kept."""
+        """Delete a response; return whether it was stored."""
         mine = self._kept.get(client, OrderedDict())
         if response_id not in mine:
             return False

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The body of POST /v1/responses, and the chat that it asks for."""
+"""The body of POST /v1/responses, and its conversion to a chat."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal
@@ -32,7 +32,7 @@ from specops.server.tools import (
 
 Status = Literal["completed", "incomplete", "in_progress"]
 
-# As in a chat: what client libraries may send because it asks for nothing.
+# Unsupported fields, with the values that client libraries may send because they ask for nothing.
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "access_programs": (),
     "background": (False,),
@@ -50,7 +50,7 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
 
 
 class InputPart(Strict):
-    """A piece of text; of an answer that is sent back, also what stood beside the text."""
+    """Part of a message; a repeated answer may also have its annotations and logprobs."""
 
     type: Literal["input_text", "output_text"]
     text: str
@@ -62,7 +62,7 @@ Role = Literal["user", "system", "developer"]
 
 
 class InputMessage(Strict):
-    """One message."""
+    """Message of the conversation."""
 
     type: Literal["message"]
     role: Role | Literal["assistant"]
@@ -72,7 +72,7 @@ class InputMessage(Strict):
 
 
 class FunctionCall(Strict):
-    """A call that an earlier answer has made."""
+    """Function call of an earlier answer."""
 
     type: Literal["function_call"]
     call_id: str
@@ -83,7 +83,7 @@ class FunctionCall(Strict):
 
 
 class FunctionCallOutput(Strict):
-    """What a function has answered."""
+    """Result of a function call."""
 
     type: Literal["function_call_output"]
     call_id: str
@@ -96,24 +96,24 @@ Item = Annotated[InputMessage | FunctionCall | FunctionCallOutput, Field(discrim
 
 
 class FunctionTool(Strict):
-    """A function that may be called; there are no other tools."""
+    """Function that may be called; other tools are not supported."""
 
     type: Literal["function"]
     name: str
     description: str | None = None
     parameters: dict[str, Any] | None = None
-    strict: bool | None = None  # arguments are of the schema whatever it says
+    strict: bool | None = None  # the schema is always enforced
 
 
 class NamedFunction(Strict):
-    """Which function is to be called."""
+    """Function that must be called."""
 
     type: Literal["function"]
     name: str
 
 
 class FunctionsAllowed(Strict):
-    """Which of the functions may be called."""
+    """Subset of the functions that may be called."""
 
     type: Literal["allowed_tools"]
     mode: Literal["auto", "required"]
@@ -124,7 +124,7 @@ FunctionChoice = Literal["none", "auto", "required"] | NamedFunction | Functions
 
 
 class TextFormat(Strict):
-    """The form of the text."""
+    """Format of the text."""
 
     type: Literal["text", "json_object", "json_schema"]
     name: str | None = None
@@ -134,23 +134,23 @@ class TextFormat(Strict):
 
 
 class TextConfig(Strict):
-    """What the text is to be like."""
+    """Configuration of the text."""
 
     format: TextFormat | None = None
-    verbosity: None = None  # no model here has one
+    verbosity: None = None  # not supported
 
 
 class Reasoning(Strict):
-    """How much the model is to think: a variable of its chat template."""
+    """Effort of the model's reasoning, a variable of its chat template."""
 
     effort: str | None = None
-    summary: None = None  # nothing is summed up
+    summary: None = None  # summaries are not supported
 
 
 class ResponseStreamOptions(Strict):
-    """What a stream reports besides the text."""
+    """Options for what a stream reports besides the text."""
 
-    include_obfuscation: Literal[False] = False  # padding of events, which there is none of
+    include_obfuscation: Literal[False] = False  # padding of events, not supported
 
 
 class ResponsesRequest(Sampling):
@@ -178,22 +178,22 @@ class ResponsesRequest(Sampling):
     reasoning: Reasoning | None = None
     include: list[Literal["message.output_text.logprobs", "reasoning.encrypted_content"]] = Field(
         [], fail_fast=True
-    )  # nothing is encrypted: to ask for it changes nothing
+    )  # encrypted reasoning does not exist, so requesting it has no effect
     top_logprobs: int | None = None
     stream: bool = False
     stream_options: ResponseStreamOptions | None = None
     chat_template_kwargs: dict[str, Any] = Field({})
-    # They say who asks and for what; nothing depends on them.
+    # Identification of the user and purpose, which does not affect the output.
     metadata: dict[str, str] | None = None
     user: str | None = None
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
-    max_tool_calls: int | None = None  # of tools that a server runs, which there are none of
+    max_tool_calls: int | None = None  # limit on tools that a server runs, which do not exist
 
     @model_validator(mode="before")
     @classmethod
     def _typed(cls, values: Any) -> Any:
-        """Names the type of messages, which may be absent."""
+        """Add the type to messages, in which it may be absent."""
         items = values.get("input") if isinstance(values, dict) else None
         if not isinstance(items, list):
             return values
@@ -205,24 +205,24 @@ class ResponsesRequest(Sampling):
 
     @property
     def items(self) -> list[Item]:
-        """The input; a text is the user's message."""
+        """Items of the input; a text becomes one message of the user."""
         if isinstance(self.input, str):
             return [InputMessage(type="message", role="user", content=self.input)]
         return self.input
 
     @property
     def wants_logprobs(self) -> bool:
-        """Whether the text's tokens are to have their log-probabilities."""
+        """True if the answer must include log-probabilities of its text's tokens."""
         return "message.output_text.logprobs" in self.include or self.top_logprobs is not None
 
     def messages(self, earlier: Sequence[AnyMessage]) -> list[AnyMessage]:
-        """The conversation so far, with this request's input.
+        """Return the conversation so far, including this request's input.
 
         Args:
-            earlier: the conversation up to the response that this one follows.
+            earlier: the conversation up to the previous response.
 
         Raises:
-            ApiError: there is none.
+            ApiError: the conversation is empty.
         """
         messages = [*earlier, *messages_of(self.items)]
         if not messages:
@@ -230,10 +230,10 @@ class ResponsesRequest(Sampling):
         return messages
 
     def as_chat(self, messages: Sequence[AnyMessage]) -> ChatCompletionRequest:
-        """The chat whose answer is this request's.
+        """Return the chat that this request asks for.
 
         Raises:
-            ApiError: it asks for something that goes together in no chat.
+            ApiError: fields of the request conflict with each other.
         """
         instructions = [] if self.instructions is None else [self.instructions]
         told = [Message(role="system", content=one) for one in instructions]
@@ -290,7 +290,7 @@ def _choice(choice: FunctionChoice) -> ToolChoice:
 
 
 def messages_of(items: Iterable[Item]) -> Iterator[AnyMessage]:
-    """Items as messages: what the assistant says and calls in a row is one message of a chat."""
+    """Yield items as chat messages; consecutive texts and calls of the assistant become one."""
     said: list[TextPart] = []
     calls: list[ToolCall] = []
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is asked of a kept response: queries, and the list of its input's items."""
+"""Retrieval of stored responses: query parameters, and the list of input items."""
 
 import json
 from collections.abc import Iterable, Iterator, Mapping
@@ -20,7 +20,7 @@ _MOST_ITEMS = 100
 _WHOLE = "not supported: a kept response is answered whole, with what its request included"
 _NEUTRAL = {"type": "string", "enum": ["false"], "description": f"true is {_WHOLE}"}
 
-# The queries, as OpenAPI describes them; others are not read.
+# Schemas of the query parameters for OpenAPI; other parameters are ignored or refused.
 OF_A_RESPONSE: Mapping[str, dict[str, Any]] = {
     "stream": _NEUTRAL,
     "include_obfuscation": _NEUTRAL,
@@ -34,10 +34,10 @@ _REFUSED = ("include", "include[]", "starting_after")
 
 
 def read_query(query: QueryParams, known: Mapping[str, dict[str, Any]]) -> dict[str, Any]:
-    """The values of a query, with defaults in the place of absent ones.
+    """Return the values of the query parameters, with defaults for absent ones.
 
     Raises:
-        ApiError: one is out of range, or asks for what is not there.
+        ApiError: a value is out of range, or asks for an unsupported feature.
     """
     for name in _REFUSED:
         if name in query:
@@ -68,7 +68,7 @@ def _wrong(name: str, what: str, code: str = "invalid_value") -> ApiError:
 
 
 def listed(items: Iterable[Item], response_id: str) -> Iterator[dict[str, Any]]:
-    """The items of an input in the form of the API's answers, where each has an id and a status."""
+    """Yield input items in the format of the API's answers, each with an id and a status."""
     number = response_id.partition("_")[2]
     for index, item in enumerate(items):
         kind = {InputMessage: "msg", FunctionCall: "fc", FunctionCallOutput: "fco"}[type(item)]
@@ -87,7 +87,7 @@ def listed(items: Iterable[Item], response_id: str) -> Iterator[dict[str, Any]]:
 
 
 def _parts(item: InputMessage) -> Iterator[dict[str, Any]]:
-    """A message's texts: of the assistant's with what an output has beside them."""
+    """Yield a message's texts; the assistant's include annotations and logprobs."""
     parts = item.content
     if isinstance(parts, str):
         parts = [InputPart.model_validate({"type": "input_text", "text": parts})]
@@ -104,10 +104,10 @@ def _text(part: InputPart) -> dict[str, Any]:
 
 
 def page_of(items: bytes, query: Mapping[str, Any]) -> dict[str, Any]:
-    """One page of a list of items.
+    """Return one page of a list of items.
 
     Raises:
-        ApiError: there is no item that the page is to come after.
+        ApiError: no item has the id given as "after".
     """
     whole = json.loads(items)
     if query["order"] == "desc":
