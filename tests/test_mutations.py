@@ -549,7 +549,7 @@ MUTATIONS = [
     Mutation(
         "a lane writes q while others still read it",
         "attention/rope_append_kv/rope_append_kv.cuh",
-        "          __syncwarp(mask);  // q_out may be q: every lane has read before one writes\n",
+        "          __syncwarp(mask);  // q_out may alias q: all lanes must read before any writes\n",
         "",
         ROPE,
     ),
@@ -641,7 +641,7 @@ MUTATIONS = [
     Mutation(
         "no barrier between weights and their use",
         "attention/append_attention/cuda/walk.cuh",
-        "      __syncthreads();  // weights, this tile's V and the next one's K are there\n",
+        "      __syncthreads();  // weights, this tile's V and the next tile's K have arrived\n",
         "",
         ATTENTION,
     ),
