@@ -10,13 +10,13 @@ namespace specops {
 constexpr int kAdvanceDraftThreads = 256;
 constexpr int kAdvanceDraftSmemBytes = kAdvanceDraftThreads / kWarpSize * sizeof(int64_t);
 
-// The next row of a request; slot -1: none.
+// The next row of a request; without one, cache_slot and position are -1.
 struct AdvancedRow {
   int64_t cache_slot = -1;
   int32_t position = -1;
 };
 
-// Where the row after draft `step` lies: none where its page is not there, or with a fault.
+// Returns the row after draft `step`; none if its page is missing, or with a fault.
 __device__ inline AdvancedRow next_row(const AdvanceDraftBatchParams& params,
                                        int64_t request,
                                        int32_t slot) {
@@ -32,13 +32,13 @@ __device__ inline AdvancedRow next_row(const AdvanceDraftBatchParams& params,
           .position = static_cast<int32_t>(position)};
 }
 
-// draft[step] = the sampled token, where it is wanted; a request that wants more and has a page for
-// it gets one row, at the position whose token `ahead` further on is that draft.
+// Sets draft[step] to the sampled token if it is requested. A request that needs more drafts, and
+// has a page for the row, gets one row: at the position `ahead` tokens before that draft.
 // Grid:    one block.
-// Block:   256 threads; a thread owns every 256th request.
-// Smem:    a sum per warp: 64 bytes.
+// Block:   256 threads; each thread owns every 256th request.
+// Smem:    one sum per warp: 64 bytes.
 // Cost:    60 bytes moved per request, a scan of five shuffles per 256; latency-bound.
-// Assumes: shapes checked by ops.cpp; no slot twice.
+// Assumes: shapes checked by ops.cpp; no slot appears twice.
 // Order:   integers only.
 // Source:  DeepSeek-V3, section 2.2; one module fed with its own output, as FastDeploy's MTP.
 __global__ void __launch_bounds__(kAdvanceDraftThreads)
@@ -48,7 +48,7 @@ __global__ void __launch_bounds__(kAdvanceDraftThreads)
   int thread = static_cast<int>(threadIdx.x);
   bool has_rows = params.draft_qo_indptr != nullptr;
   if (has_rows && thread == 0) params.draft_qo_indptr[0] = 0;
-  int64_t rows = 0;  // of the requests before these
+  int64_t rows = 0;  // rows of the requests before these
   for (int64_t first = 0; first < params.batch; first += kAdvanceDraftThreads) {
     int64_t request = first + thread;
     bool real = request < params.batch;

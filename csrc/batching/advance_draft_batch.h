@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// advance_draft_batch: notes the drafts just sampled, and makes the rows of the module's next pass.
+// advance_draft_batch: records the drafts just sampled, and prepares the rows of the module's next
+// pass.
 #pragma once
 
 #include <cstdint>
@@ -13,35 +14,35 @@ namespace specops {
 
 struct AdvanceDraftBatchParams {
   const int32_t* sampled_token_ids;  // [batch]
-  const int32_t* last_rows;          // [batch], the rows they were sampled from, or -1: none was
-  const int32_t* slots;              // [batch]; -1: drafts nothing
+  const int32_t* last_rows;          // [batch], the rows they were sampled from; -1: none
+  const int32_t* slots;              // [batch]; -1: does not draft
   const int32_t* kv_indptr;          // [batch + 1], in pages
   const int32_t* kv_indices;         // [num_indices], page ids
   const int32_t* lens;               // [num_slots]
   const int32_t* max_draft_tokens;   // [num_slots]
   int32_t* draft_token_ids;          // [num_slots, capacity]
   int32_t* num_draft_tokens;         // [num_slots]
-  // The next rows, at most one a request; nullptr, all of them: none follow.
+  // The next rows, at most one per request; all nullptr: no pass follows.
   int32_t* draft_qo_indptr;  // [batch + 1]
-  int32_t* draft_kv_lens;    // [batch], 0 without a row
+  int32_t* draft_kv_lens;    // [batch], 0 for a request without a row
   int32_t* next_last_rows;   // [batch]
-  int32_t* draft_positions;  // [batch], of the token that the row drafts, or 0
-  int32_t* row_to_request;   // [batch], as the three below: -1 padded
+  int32_t* draft_positions;  // [batch], position of the token to draft, or 0
+  int32_t* row_to_request;   // [batch], -1 padded, as are the next three
   int32_t* positions;        // [batch]
   int64_t* cache_slots;      // [batch]
-  int32_t* source_rows;      // [batch], the request's row of the pass before
+  int32_t* source_rows;      // [batch], the request's row of the previous pass
   int64_t batch;
   int64_t num_slots;
   int64_t num_indices;
   int64_t capacity;
   int64_t page_size;
-  int32_t step;   // which draft was sampled, from 0
+  int32_t step;   // index of the sampled draft, from 0
   int32_t ahead;  // the next rows run at position lens + step - ahead
   ErrorFlag error;
 };
 
-// Whether a row follows draft `step` of a request with that slot, which `source` drafted: a row of
-// the pass before, or -1. It lacks one, too, where its pages end.
+// Returns whether a request needs a row after draft `step`. `source` is the row of the previous
+// pass that drafted it, or -1. The caller also requires a page for the row.
 SPECOPS_HOST_DEVICE bool wants_row(const AdvanceDraftBatchParams& params,
                                    int32_t slot,
                                    int32_t source) {
@@ -49,7 +50,7 @@ SPECOPS_HOST_DEVICE bool wants_row(const AdvanceDraftBatchParams& params,
          params.step + 1 < params.max_draft_tokens[slot] && params.step + 1 < params.capacity;
 }
 
-// Its position.
+// Returns the position of the next row.
 SPECOPS_HOST_DEVICE int64_t next_position(const AdvanceDraftBatchParams& params, int32_t slot) {
   return int64_t{params.lens[slot]} + params.step - params.ahead;
 }
@@ -59,7 +60,7 @@ SPECOPS_HOST_DEVICE Fault fault_of(const AdvanceDraftBatchParams& params, int64_
   return fault_of_slot(code, params.slots[request], request, params.num_slots);
 }
 
-// Of a request that wants a row.
+// Checks a request that needs a row.
 SPECOPS_HOST_DEVICE Fault fault_of_row(const AdvanceDraftBatchParams& params, int64_t request) {
   int32_t slot = params.slots[request];
   int64_t position = next_position(params, slot);

@@ -3,13 +3,13 @@
 
 namespace specops::SPECOPS_ISA {
 
-// draft[step] = the sampled token, where it is wanted; a request that wants more and has a page for
-// it gets one row, at the position whose token `ahead` further on is that draft.
+// Sets draft[step] to the sampled token if it is requested. A request that needs more drafts, and
+// has a page for the row, gets one row: at the position `ahead` tokens before that draft.
 // Cost:    60 bytes moved per request.
 // Assumes: slots, lengths, page table and capacity checked by ops.cpp.
 // Order:   integers only.
 // Source:  DeepSeek-V3, section 2.2; one module fed with its own output, as FastDeploy's MTP.
-// Threads: one; a batch's indices are a few hundred bytes.
+// Threads: one, because a batch's indices are a few hundred bytes.
 void advance_draft_batch_cpu(const AdvanceDraftBatchParams& params) {
   int64_t row = 0;
   bool has_rows = params.draft_qo_indptr != nullptr;

@@ -8,14 +8,14 @@ namespace specops {
 
 constexpr int kBuildTreeThreads = 128;
 
-// Depths, positions, packed ancestors and links of each request's tree, from its parents.
+// Computes depths, positions, ancestor masks and links of each request's tree from its parents.
 // Grid:    x = requests (unbounded).
-// Block:   128 threads; a thread owns rows: the root, then the nodes.
+// Block:   128 threads; each thread owns rows: the root, then the nodes.
 // Smem:    the request's parents, 4 * nodes bytes; 256 at 64 nodes, 32 KB at most.
-// Cost:    4 bytes read and 20 + 4 * words written per row; per row depth + nodes steps in shared
-//          memory; bound by latency.
+// Cost:    4 bytes read and 20 + 4 * words written per row; depth + nodes steps in shared memory
+//          per row; latency-bound.
 // Assumes: nodes <= kMaxTreeNodes.
-// Order:   integers only. A request with wrong parents is reported and becomes its root alone.
+// Order:   integers only. A request with invalid parents is reported and reduced to its root.
 // Source:  the tree attention of Miao et al. 2023 (SpecInfer) and Cai et al. 2024 (Medusa).
 __global__ void __launch_bounds__(kBuildTreeThreads) build_tree_kernel(BuildTreeParams params) {
   wait_for_previous_kernel();
@@ -46,7 +46,7 @@ __global__ void __launch_bounds__(kBuildTreeThreads) build_tree_kernel(BuildTree
     int32_t* mask = params.ancestor_mask + (first_row + row) * words;
     int word = words - 1, depth = -1;
     if (valid) {
-      // Ancestors have ever lower rows: a word is complete when the path leaves it.
+      // Ancestors have ever lower rows, so a word is complete once the path leaves it.
       uint32_t bits = 0;
       for (int above = row;; above = parents[above - 1] + 1) {
         for (; word > above / 32; --word) {

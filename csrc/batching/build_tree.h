@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// build_tree: what attention and verification need to know of a tree of drafts, from its parents.
+// build_tree: computes the arrays that attention and verification need of a draft tree from its
+// parents.
 #pragma once
 
 #include <cstdint>
@@ -11,25 +12,25 @@
 
 namespace specops {
 
-constexpr int64_t kMaxTreeNodes = 8192;  // of a request
+constexpr int64_t kMaxTreeNodes = 8192;  // per request
 
 struct BuildTreeParams {
-  const int32_t* parents;           // [batch, nodes], node j's in [-1, j), -1: the root
+  const int32_t* parents;           // [batch, nodes], node j's in [-1, j); -1 = the root
   const int32_t* num_draft_tokens;  // [batch], valid nodes of each request
-  const int32_t* positions;         // [batch], of the root
-  int32_t* depths;                  // [batch, nodes + 1], by row: the root, then the nodes
-  int32_t* row_positions;           // [batch, nodes + 1], root + depth
+  const int32_t* positions;         // [batch], position of the root
+  int32_t* depths;                  // [batch, nodes + 1], per row: the root, then the nodes
+  int32_t* row_positions;           // [batch, nodes + 1], position of the root + depth
   int32_t* ancestor_mask;           // [batch, nodes + 1, words], bit c of row r: r sees row c
-  int32_t* first_child;             // [batch, nodes + 1], the lowest node below a row
+  int32_t* first_child;             // [batch, nodes + 1], the first child of a row
   int32_t* next_sibling;            // [batch, nodes], the next node with the same parent
-  int32_t* sibling_index;           // [batch, nodes], how many siblings stand before a node
+  int32_t* sibling_index;           // [batch, nodes], number of siblings before a node
   int64_t batch;
   int64_t nodes;  // at most kMaxTreeNodes
   int64_t words;  // ceil((nodes + 1) / 32)
   ErrorFlag error;
 };
 
-// Of a request; its nodes have is_parent.
+// Checks a request's values; its nodes are checked with is_parent.
 SPECOPS_HOST_DEVICE Fault fault_of(const BuildTreeParams& params, int64_t batch_idx) {
   int32_t count = params.num_draft_tokens[batch_idx], position = params.positions[batch_idx];
   if (count < 0 || count > params.nodes) {

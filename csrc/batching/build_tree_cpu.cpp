@@ -47,12 +47,13 @@ void build(const BuildTreeParams& params, int64_t batch_idx) {
 
 }  // namespace
 
-// depth = the parent's + 1, mask = the parent's and the row itself, links in ascending order.
+// Computes depth = the parent's + 1, mask = the parent's plus the row itself, links in ascending
+// order.
 // Cost:    the outputs are written once or twice, the mask read once; bound by the mask's words.
 // Assumes: counts, parents and positions checked by ops.cpp.
 // Order:   integers only.
 // Source:  the tree attention of Miao et al. 2023 (SpecInfer) and Cai et al. 2024 (Medusa).
-// Threads: requests worth about 8,192 words.
+// Threads: one item per group of requests of about 8,192 words.
 void build_tree_cpu(const BuildTreeParams& params) {
   constexpr int64_t kGrainWords = 8192;
   int64_t grain = kGrainWords / ((params.nodes + 1) * (params.words + 5)) + 1;

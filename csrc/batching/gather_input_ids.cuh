@@ -8,12 +8,11 @@ namespace specops {
 
 constexpr int kGatherInputIdsThreads = 128;
 
-// out[row] = the text's token at the row's position, or the draft behind the text; 0 for padding.
+// Sets out[row] to the known token at the row's position, or to the draft there; 0 for padding.
 // Grid:    x = rows / 128 (unbounded).
 // Block:   128 threads, one per row.
 // Smem:    none.
-// Cost:    12 bytes read and 4 written per row, and three dependent reads of tables; bound by
-//          latency.
+// Cost:    12 bytes read and 4 written per row, and three dependent table reads; latency-bound.
 // Assumes: shapes checked by ops.cpp.
 // Order:   integers only.
 // Source:  FastDeploy's speculate_pre_process.

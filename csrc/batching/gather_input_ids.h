@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// gather_input_ids: the token id of every row of a step, from the requests' text and their drafts.
+// gather_input_ids: looks up the token id of every row of a step, in known tokens or drafts.
 #pragma once
 
 #include <cstdint>
@@ -12,12 +12,12 @@
 namespace specops {
 
 struct GatherInputIdsParams {
-  const int32_t* row_to_request;   // [rows], or -1: padding
+  const int32_t* row_to_request;   // [rows]; -1 = padding
   const int32_t* positions;        // [rows]
   const int32_t* slots;            // [batch], row of the per-slot arrays
   const int32_t* token_ids;        // [num_slots, max_len], rows token_stride apart
   const int32_t* lens;             // [num_slots]
-  const int32_t* draft_token_ids;  // [batch, capacity], or nullptr with a capacity of 0
+  const int32_t* draft_token_ids;  // [batch, capacity]; nullptr with a capacity of 0
   int32_t* out;                    // [rows], 0 for padding
   int64_t rows;
   int64_t batch;
@@ -28,7 +28,7 @@ struct GatherInputIdsParams {
   ErrorFlag error;
 };
 
-// The token id of a row, 0 for padding and for a row that is at fault.
+// The token id of a row; 0 for padding and for an invalid row.
 struct InputId {
   int32_t token_id = 0;
   Fault fault;

@@ -4,12 +4,12 @@
 
 namespace specops::SPECOPS_ISA {
 
-// out[row] = the text's token at the row's position, or the draft behind the text; 0 for padding.
-// Cost:    12 bytes read and 4 written per row, and three dependent reads of tables.
+// Sets out[row] to the known token at the row's position, or to the draft there; 0 for padding.
+// Cost:    12 bytes read and 4 written per row, and three dependent table reads.
 // Assumes: rows, slots, lengths and token ids checked by ops.cpp.
 // Order:   integers only.
 // Source:  FastDeploy's speculate_pre_process.
-// Threads: ranges of rows.
+// Threads: one item per range of rows.
 void gather_input_ids_cpu(const GatherInputIdsParams& params) {
   parallel_for(params.rows, 4096, [&](int64_t begin, int64_t end) {
     for (int64_t row = begin; row < end; ++row) params.out[row] = input_id(params, row).token_id;

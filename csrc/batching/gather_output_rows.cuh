@@ -8,14 +8,15 @@ namespace specops {
 
 constexpr int kGatherThreads = 128;
 constexpr int kGatherWarps = kGatherThreads / kWarpSize;
-constexpr int kGatherWords = 4;  // a lane's loads in flight
+constexpr int kGatherWords = 4;  // loads in flight per lane
 
-// out[i] = hidden[output_rows[i]], or zeros where output_rows[i] is -1 or, with an error, no row.
-// Grid:    x = pieces of output rows, four to a block (unbounded).
+// Sets out[i] = hidden[output_rows[i]], or zeros if output_rows[i] is -1 or, with an error,
+// invalid.
+// Grid:    x = pieces of output rows, four per block (unbounded).
 // Block:   128 threads; a warp owns a piece of 128 words: 2 KB of a row with 16-byte words.
 // Smem:    none.
 // Cost:    2 * num_output_rows * row_bytes moved; memory-bound.
-// Assumes: rows and strides are whole words and aligned as such; out apart from hidden.
+// Assumes: rows and strides are whole, aligned words; out does not overlap hidden.
 // Order:   copies only.
 // Source:  FastDeploy's rebuild_padding.
 template <typename Word>

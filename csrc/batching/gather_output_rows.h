@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// gather_output_rows: the hidden rows that need logits, made dense for the LM head.
+// gather_output_rows: copies the hidden rows that need logits to a dense array for the LM head.
 #pragma once
 
 #include <cstdint>
@@ -11,7 +11,7 @@
 namespace specops {
 
 struct GatherOutputRowsParams {
-  const void* hidden;          // [rows, width]; rows hidden_stride_bytes apart
+  const void* hidden;          // [rows, width]; rows are hidden_stride_bytes apart
   const int32_t* output_rows;  // [num_output_rows], a row of hidden or -1
   void* out;                   // [num_output_rows, width], contiguous
   int64_t rows;

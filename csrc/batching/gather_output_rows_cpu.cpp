@@ -6,12 +6,12 @@
 
 namespace specops::SPECOPS_ISA {
 
-// out[i] = hidden[output_rows[i]], or zeros where output_rows[i] is -1.
+// Sets out[i] = hidden[output_rows[i]], or zeros if output_rows[i] is -1.
 // Cost:    2 * num_output_rows * row_bytes moved; memory-bound.
-// Assumes: indices checked by ops.cpp; rows contiguous; out apart from hidden.
+// Assumes: indices checked by ops.cpp; rows contiguous; out does not overlap hidden.
 // Order:   copies only.
 // Source:  FastDeploy's rebuild_padding.
-// Threads: pieces of rows worth about 32 KiB.
+// Threads: one item per piece of rows of about 32 KiB.
 void gather_output_rows_cpu(const GatherOutputRowsParams& params) {
   constexpr int64_t kPieceBytes = 32 * 1024;
   const char* hidden = static_cast<const char*>(params.hidden);

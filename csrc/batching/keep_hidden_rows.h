@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// keep_hidden_rows: the target's states of a request's last positions, for rows that run again.
+// keep_hidden_rows: stores the target's states of a request's last positions, for rows that run
+// again.
 #pragma once
 
 #include <cstdint>
@@ -12,9 +13,9 @@
 namespace specops {
 
 struct KeepHiddenRowsParams {
-  const void* hidden;        // [rows, width], of the target's step; rows hidden_stride_bytes apart
-  const int32_t* slots;      // [batch]; -1: keeps nothing
-  const int32_t* qo_indptr;  // [batch + 1]
+  const void* hidden;    // [rows, width], of the target's step; rows are hidden_stride_bytes apart
+  const int32_t* slots;  // [batch]; -1: keep nothing
+  const int32_t* qo_indptr;  // [batch + 1], row offsets
   const int32_t* kv_lens;    // [batch]
   const int32_t* lens;       // [num_slots], tokens known after the step
   void* kept;  // [num_slots * window, width]: position i at slot * window + i % window

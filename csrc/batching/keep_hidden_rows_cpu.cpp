@@ -5,13 +5,13 @@
 
 namespace specops::SPECOPS_ISA {
 
-// kept[slot * window + i % window] = hidden of position i, for the last `window` positions i of the
-// step whose next token is known; rejected drafts are not among them.
-// Cost:    2 * row_bytes moved per kept row, at most `window` a request.
+// Sets kept[slot * window + i % window] to the hidden row of position i, for the last `window`
+// positions i of the step whose next token is known, which excludes rejected drafts.
+// Cost:    2 * row_bytes moved per kept row, at most `window` rows per request.
 // Assumes: slots, lengths and rows checked by ops.cpp.
 // Order:   copies only.
 // Source:  -
-// Threads: one; a decoding request keeps a row or a few.
+// Threads: one, because a decoding request keeps one or a few rows.
 void keep_hidden_rows_cpu(const KeepHiddenRowsParams& params) {
   for (int64_t b = 0; b < params.batch; ++b) {
     int64_t slot = params.slots[b];

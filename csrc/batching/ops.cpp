@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Argument checks and registration of the batching family.
+// Argument checks and registration of the batching ops.
 #include "batching/ops.h"
 
 #include <string>
@@ -18,8 +18,8 @@ namespace {
 
 constexpr int64_t kMaxInt32 = Checker::kMaxInt32;
 
-// Entries begin .. end of kv_indices, in which rows lie. One reduction instead of a branch per
-// page; the page at fault is looked up afterwards.
+// Checks entries [begin, end) of kv_indices, in which rows lie. It uses one reduction instead of a
+// branch per page, and looks up the invalid page afterwards.
 void check_page_ids(
     const Checker& check, ErrorCode code, const int32_t* kv_indices, int64_t begin, int64_t end) {
   int32_t all = 0;
@@ -30,7 +30,7 @@ void check_page_ids(
   }
 }
 
-// Everything that depends on the values, before anything is written.
+// Checks all values, before anything is written.
 void check_values(const Checker& check, const PrepareBatchParams& params) {
   int64_t rows = 0;
   int64_t outputs = 0;
@@ -38,7 +38,7 @@ void check_values(const Checker& check, const PrepareBatchParams& params) {
     check.refuse(fault_of(params, b));
     int32_t qo_len = params.qo_lens[b];
     if (qo_len > 0 && params.kv_indptr) {
-      // Pages before this step's rows may have been given back.
+      // Pages before this step's rows may have been released.
       int64_t kv_len = params.kv_lens[b], first_page = params.kv_indptr[b];
       check_page_ids(check,
                      ErrorCode::kPrepareBatchKvIndices,
@@ -259,7 +259,7 @@ void build_tree(const TensorView& parents,
   build_tree_cpu(params);
 }
 
-// Everything that depends on the values, before anything is written.
+// Checks all values, before anything is written.
 void check_values(const Checker& check, const PrepareDraftBatchParams& params) {
   int64_t total = 0;
   for (int64_t b = 0; b < params.batch; ++b) {
@@ -320,7 +320,7 @@ void prepare_draft_batch(const TensorView& slots,
   check.tensor("positions", positions, {DType::kInt32}, {&rows});
   check.tensor("cache_slots", cache_slots, {DType::kInt64}, {&rows});
   check.tensor("source_rows", source_rows, {DType::kInt32}, {&rows});
-  // Kept rows are named by int32.
+  // Kept rows have int32 indices.
   check.that(window <= (kMaxInt32 - 2) / (num_slots > 0 ? num_slots : 1),
              "window",
              "small enough that num_slots * window fits int32",

@@ -5,6 +5,6 @@
 
 namespace specops {
 void register_batching(pybind11::module_& m);
-void register_tree_chains(pybind11::module_& m);  // parts of the same
+void register_tree_chains(pybind11::module_& m);  // called by register_batching
 void register_shared_prefixes(pybind11::module_& m);
 }  // namespace specops

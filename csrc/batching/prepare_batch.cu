@@ -5,7 +5,7 @@
 namespace specops {
 
 void prepare_batch_cuda(const PrepareBatchParams& params, CudaStream stream) {
-  // A block per 256 rows, so that a step of decoding waits for one row's latency only; large
+  // One block per 256 rows, so that a decoding step waits only for the latency of one row. Large
   // capacities get larger slices, so that few blocks repeat the scan.
   constexpr int64_t kBlocksPerSm = 4;
   int64_t rows =

@@ -8,14 +8,14 @@
 namespace specops {
 
 constexpr int kPrepareBatchThreads = 256;
-constexpr int kPrepareBatchBlocksPerSm = 5;  // six leave 40 registers and spill
+constexpr int kPrepareBatchBlocksPerSm = 5;  // six would leave 40 registers per thread and spill
 constexpr int kPrepareBatchWarps = kPrepareBatchThreads / kWarpSize;
 
-// What a tile of requests leaves in shared memory for the rows that are looked up in it.
+// A tile of requests in shared memory, in which rows look up their request.
 struct PrepareBatchTile {
-  int32_t first_row[kPrepareBatchThreads];         // capped by total_rows, as next but one
+  int32_t first_row[kPrepareBatchThreads];         // capped by total_rows
   int32_t first_output[kPrepareBatchThreads];      // capped by num_output_rows
-  int32_t first_output_row[kPrepareBatchThreads];  // the row of that output
+  int32_t first_output_row[kPrepareBatchThreads];  // the row of that output; capped by total_rows
   int32_t first_position[kPrepareBatchThreads];    // -1: its rows are padding
   int32_t first_page[kPrepareBatchThreads];        // in kv_indices
   int64_t warp_rows[kPrepareBatchWarps];           // sums over a warp's requests
@@ -24,8 +24,8 @@ struct PrepareBatchTile {
 
 constexpr int kPrepareBatchSmemBytes = sizeof(PrepareBatchTile);
 
-// A request after its checks. One whose lengths, mode or pages are wrong keeps its rows, so that
-// the other requests' rows stay where the caller put them, but as padding, and has no output rows.
+// A request after its checks. One with invalid lengths, mode or pages keeps its rows as padding, so
+// that the other requests' rows stay where the caller expects them, and has no output rows.
 struct PrepareBatchRequest {
   int64_t qo_len = 0;
   int64_t outputs = 0;
@@ -49,19 +49,20 @@ __device__ inline PrepareBatchRequest load_request(const PrepareBatchParams& par
   return out;
 }
 
-// An index into arrays of that capacity, or the capacity itself; both fit int32.
+// Clamps an index to the capacity of its arrays; both fit int32.
 __device__ inline int32_t cap(int64_t value, int64_t capacity) {
   return static_cast<int32_t>(value < capacity ? value : capacity);
 }
 
 // For request b with rows i < qo_len: position = kv_len - qo_len + i, slot = its page's first slot
-// plus the offset in the page, -1 without a page table; output rows and the padded view as in prepare_batch_cpu.
+// plus the offset in the page, or -1 without a page table. Output rows and the padded view are as
+// in prepare_batch_cpu.
 // Grid:    x = slices of the row capacities (unbounded); every block scans all requests, so that
 //          no block waits for another.
 // Block:   256 threads; a thread owns one request of a tile of 256, then rows of the slice.
 // Smem:    one tile: 5 * 4 * 256 + 2 * 8 * 8 = 5,248 bytes.
 // Cost:    20 bytes read per request and block, 28 to 40 written per row; a scan of ten shuffles
-//          per 256 requests, then eight steps of search per row; bound by latency.
+//          per 256 requests, then eight search steps per row; latency-bound.
 // Assumes: shapes checked by ops.cpp; capacities fit int32.
 // Order:   integers only.
 // Source:  FastDeploy's virtual padding: the padded tensor is never built, only its offsets.
@@ -72,7 +73,7 @@ __global__ void __launch_bounds__(kPrepareBatchThreads, kPrepareBatchBlocksPerSm
   int thread = static_cast<int>(threadIdx.x);
   int lane = thread % kWarpSize;
   int warp = thread / kWarpSize;
-  // A page of more slots than an int32 has positions is never left.
+  // Every position lies in the first page if a page has more slots than int32 has positions.
   constexpr int64_t kAllPositions = int64_t{1} << 31;
   auto page_size =
       static_cast<uint32_t>(params.page_size < kAllPositions ? params.page_size : kAllPositions);
@@ -80,14 +81,14 @@ __global__ void __launch_bounds__(kPrepareBatchThreads, kPrepareBatchBlocksPerSm
   int64_t slice_end = slice_begin + rows_per_block;
   bool first_block = blockIdx.x == 0;
 
-  int64_t rows = 0;  // of the tiles before this one
+  int64_t rows = 0;  // rows of earlier tiles
   int64_t outputs = 0;
   if (first_block && thread == 0) {
     params.qo_indptr[0] = 0;
     params.output_indptr[0] = 0;
   }
   for (int64_t first = 0; first < params.batch; first += kPrepareBatchThreads) {
-    // A request per thread: check it, and scan rows and output rows over the tile.
+    // Each thread checks one request; the block scans rows and output rows over the tile.
     int64_t request = first + thread;
     PrepareBatchRequest own;
     if (request < params.batch) own = load_request(params, request);
@@ -158,7 +159,7 @@ __global__ void __launch_bounds__(kPrepareBatchThreads, kPrepareBatchBlocksPerSm
       params.cache_slots[row] = slot;
     }
 
-    // Its output rows.
+    // The output rows of the slice that belong to this tile.
     begin = max(slice_begin, outputs);
     end = min(min(slice_end, tile_outputs), params.num_output_rows);
     for (int64_t output = begin + thread; output < end; output += kPrepareBatchThreads) {
@@ -175,7 +176,7 @@ __global__ void __launch_bounds__(kPrepareBatchThreads, kPrepareBatchBlocksPerSm
     outputs = tile_outputs;
   }
 
-  // What is left of the slice belongs to nobody.
+  // The rest of the slice is padding.
   int64_t end = min(slice_end, params.total_rows);
   for (int64_t row = max(slice_begin, rows) + thread; row < end; row += kPrepareBatchThreads) {
     params.row_to_request[row] = -1;

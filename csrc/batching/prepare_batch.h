@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// prepare_batch: every index array of one step over a ragged batch, in one pass.
+// prepare_batch: computes every index array of one step over a ragged batch, in one pass.
 #pragma once
 
 #include <cstdint>
@@ -11,7 +11,7 @@
 
 namespace specops {
 
-// Which rows of a request produce logits.
+// Selects the rows of a request that produce logits.
 enum class OutputMode : int32_t {
   kNone = 0,  // a prefill chunk that does not end the prompt
   kLast = 1,  // plain decoding, or the chunk that ends the prompt
@@ -31,25 +31,25 @@ struct PrepareBatchParams {
   int32_t* output_indptr;          // [batch + 1]
   int32_t* output_rows;            // [num_output_rows]
   int32_t* output_row_to_request;  // [num_output_rows]
-  int32_t* output_padding_offset;  // [num_output_rows], may be nullptr
-  int32_t* output_cum_offsets;     // [batch], nullptr when output_padding_offset is
+  int32_t* output_padding_offset;  // [num_output_rows]; nullptr if not requested
+  int32_t* output_cum_offsets;     // [batch]; nullptr if output_padding_offset is
   int64_t batch;
   int64_t num_indices;
   int64_t total_rows;       // capacity; entries past the real rows become -1
-  int64_t num_output_rows;  // capacity, likewise
+  int64_t num_output_rows;  // capacity; entries past the real output rows become -1
   int64_t page_size;
-  int64_t max_seq_len;  // row length of the padded view; unused without it
+  int64_t max_seq_len;  // row length of the padded view; unused without that view
   ErrorFlag error;
 };
 
-// How many of a request's rows produce logits.
+// Returns the number of a request's rows that produce logits.
 SPECOPS_HOST_DEVICE int32_t num_outputs(OutputMode mode, int32_t qo_len) {
   if (mode == OutputMode::kNone || qo_len == 0) return 0;
   return mode == OutputMode::kLast ? 1 : qo_len;
 }
 
-// Of a request's lengths, mode and place in kv_indices; the page ids that its rows lie in have
-// is_page_id.
+// Checks a request's lengths, mode and range of kv_indices. The page ids of its rows are checked
+// with is_page_id.
 SPECOPS_HOST_DEVICE Fault fault_of(const PrepareBatchParams& params, int64_t request) {
   int32_t qo_len = params.qo_lens[request];
   int32_t kv_len = params.kv_lens[request];
@@ -76,7 +76,7 @@ SPECOPS_HOST_DEVICE Fault fault_of(const PrepareBatchParams& params, int64_t req
   return {};
 }
 
-// Of the capacities, with the rows of all requests.
+// Checks the capacities, given the rows of all requests.
 SPECOPS_HOST_DEVICE Fault fault_of_capacity(const PrepareBatchParams& params,
                                             int64_t rows,
                                             int64_t outputs) {

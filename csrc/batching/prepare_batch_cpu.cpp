@@ -9,7 +9,7 @@ void fill_none(T* values, int64_t begin, int64_t end) {
   for (int64_t i = begin; i < end; ++i) values[i] = -1;
 }
 
-// The cache slots of one request's rows.
+// Writes the cache slots of one request's rows.
 void fill_slots(const PrepareBatchParams& params,
                 int64_t batch_idx,
                 int64_t first_position,
@@ -30,13 +30,13 @@ void fill_slots(const PrepareBatchParams& params,
 }  // namespace
 
 // For request b with rows i < qo_len: position = kv_len - qo_len + i, slot = its page's first slot
-// plus the offset in the page, -1 without a page table; the output rows are the last one or all of them; the padded view
-// places request b's first output row at b * max_seq_len.
+// plus the offset in the page, or -1 without a page table. The output rows are the last one or all
+// of them. The padded view places request b's first output row at b * max_seq_len.
 // Cost:    40 bytes written per row, 4 read per page of this step's rows.
 // Assumes: lengths, modes, page table and capacities checked by ops.cpp.
 // Order:   integers only.
 // Source:  FastDeploy's virtual padding: the padded tensor is never built, only its offsets.
-// Threads: one; a step's indices are a few hundred bytes.
+// Threads: one, because a step's indices are a few hundred bytes.
 void prepare_batch_cpu(const PrepareBatchParams& params) {
   int64_t row = 0;
   int64_t output = 0;
@@ -56,7 +56,7 @@ void prepare_batch_cpu(const PrepareBatchParams& params) {
       fill_none(params.cache_slots, row, row + qo_len);
     }
     int32_t outputs = num_outputs(static_cast<OutputMode>(params.output_modes[batch_idx]), qo_len);
-    // Rows of the padded view that earlier requests left unused.
+    // The number of rows of the padded view that earlier requests left unused.
     int32_t padding = static_cast<int32_t>(batch_idx * params.max_seq_len - output);
     for (int32_t i = 0; i < outputs; ++i) {
       params.output_rows[output + i] = static_cast<int32_t>(row + qo_len - outputs + i);

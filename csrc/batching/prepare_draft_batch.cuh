@@ -9,12 +9,12 @@ namespace specops {
 
 constexpr int kPrepareDraftThreads = 256;
 
-// What a tile of requests leaves in shared memory for the rows that are looked up in it.
+// A tile of requests in shared memory, in which rows look up their request.
 struct PrepareDraftTile {
   int32_t first_row[kPrepareDraftThreads];  // capped by total_rows
   int32_t first_position[kPrepareDraftThreads];
   int32_t begin[kPrepareDraftThreads];       // first position of the target's step
-  int32_t target_row[kPrepareDraftThreads];  // its row there
+  int32_t target_row[kPrepareDraftThreads];  // first row of the target's step
   int32_t slot[kPrepareDraftThreads];
   int32_t first_page[kPrepareDraftThreads];  // in kv_indices
   int64_t warp_sums[kPrepareDraftThreads / kWarpSize];
@@ -22,7 +22,7 @@ struct PrepareDraftTile {
 
 constexpr int kPrepareDraftSmemBytes = sizeof(PrepareDraftTile);
 
-// A request after its checks; a wrong one has no rows.
+// A request after its checks; an invalid one has no rows.
 struct PrepareDraftRequest {
   DraftRows rows{};
   int32_t slot = -1;
@@ -61,8 +61,8 @@ __device__ inline PrepareDraftRequest load_request(const PrepareDraftBatchParams
   return out;
 }
 
-// Row i is the position i whose next token i + 1 is known: what the step confirmed, and the
-// redraft_len positions before it. Rejected drafts have no next token, and so no row.
+// Row i is the position i whose next token i + 1 is known: the positions that the step confirmed,
+// and the redraft_len positions before it. Rejected drafts have no next token, and so no row.
 // Grid:    x = slices of the row capacity (unbounded); every block scans all requests, so that no
 //          block waits for another.
 // Block:   256 threads; a thread owns one request of a tile of 256, then rows of the slice.
@@ -76,7 +76,7 @@ __global__ void __launch_bounds__(kPrepareDraftThreads)
   wait_for_previous_kernel();
   auto& tile = *reinterpret_cast<PrepareDraftTile*>(shared_memory());
   int thread = static_cast<int>(threadIdx.x);
-  // A page of more slots than an int32 has positions is never left.
+  // Every position lies in the first page if a page has more slots than int32 has positions.
   constexpr int64_t kAllPositions = int64_t{1} << 31;
   auto page_size =
       static_cast<uint32_t>(params.page_size < kAllPositions ? params.page_size : kAllPositions);
@@ -87,7 +87,7 @@ __global__ void __launch_bounds__(kPrepareDraftThreads)
   auto cap = [&](int64_t row) {
     return static_cast<int32_t>(row < params.total_rows ? row : params.total_rows);
   };
-  int64_t rows = 0;  // of the tiles before this one
+  int64_t rows = 0;  // rows of earlier tiles
   if (first_block && thread == 0) params.draft_qo_indptr[0] = 0;
   for (int64_t first = 0; first < params.batch; first += kPrepareDraftThreads) {
     int64_t request = first + thread;
@@ -108,7 +108,7 @@ __global__ void __launch_bounds__(kPrepareDraftThreads)
       params.draft_kv_lens[request] = count > 0 ? own.rows.end : 0;
       bool drafts = own.drafts && row_end <= params.total_rows;
       params.last_rows[request] = drafts ? static_cast<int32_t>(row_end - 1) : -1;
-      // Rows that draft end at len - 1.
+      // A request drafts if its rows end at len - 1.
       params.draft_positions[request] = drafts ? own.rows.end + 1 : 0;
     }
     __syncthreads();
@@ -132,7 +132,7 @@ __global__ void __launch_bounds__(kPrepareDraftThreads)
     rows = tile_rows;
   }
 
-  // What is left of the slice belongs to nobody.
+  // The rest of the slice is padding.
   for (int64_t row = max(slice_begin, rows) + thread; row < slice_end;
        row += kPrepareDraftThreads) {
     params.row_to_request[row] = -1;

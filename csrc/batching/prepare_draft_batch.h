@@ -12,32 +12,32 @@
 namespace specops {
 
 struct PrepareDraftBatchParams {
-  const int32_t* slots;             // [batch], row of the per-slot arrays; -1: drafts nothing
-  const int32_t* qo_indptr;         // [batch + 1], rows of the target's step
-  const int32_t* kv_lens;           // [batch], of the target's step
-  const int32_t* redraft_lens;      // [batch], rows before the step's that are run again
+  const int32_t* slots;             // [batch], row of the per-slot arrays; -1: does not draft
+  const int32_t* qo_indptr;         // [batch + 1], row offsets of the target's step
+  const int32_t* kv_lens;           // [batch], KV lengths of the target's step
+  const int32_t* redraft_lens;      // [batch], rows before the step's to run again
   const int32_t* kv_indptr;         // [batch + 1], in pages
   const int32_t* kv_indices;        // [num_indices], page ids
   const int32_t* lens;              // [num_slots], tokens known after the step
   const int32_t* max_draft_tokens;  // [num_slots]
-  int32_t* draft_qo_indptr;         // [batch + 1]
-  int32_t* draft_kv_lens;           // [batch], 0 without rows
+  int32_t* draft_qo_indptr;         // [batch + 1], row offsets of the drafting pass
+  int32_t* draft_kv_lens;           // [batch], 0 for a request without rows
   int32_t* last_rows;               // [batch], the row that drafts, or -1
-  int32_t* draft_positions;         // [batch], of the token it drafts, or 0
+  int32_t* draft_positions;         // [batch], position of the token to draft, or 0
   int32_t* row_to_request;          // [total_rows]
   int32_t* positions;               // [total_rows]
   int64_t* cache_slots;             // [total_rows]
-  int32_t* source_rows;             // [total_rows], as draft_source()
+  int32_t* source_rows;             // [total_rows], see draft_source()
   int64_t batch;
   int64_t num_slots;
   int64_t num_indices;
   int64_t total_rows;  // capacity; entries past the real rows become -1
   int64_t page_size;
-  int64_t window;  // rows that keep_hidden_rows holds of a slot
+  int64_t window;  // rows per slot that keep_hidden_rows holds
   ErrorFlag error;
 };
 
-// The rows of one request: positions first .. end of those whose next token is known.
+// The rows of one request: positions [first, end), those whose next token is known.
 struct DraftRows {
   int32_t begin;  // first position of the target's step
   int32_t first;
@@ -54,7 +54,7 @@ SPECOPS_HOST_DEVICE DraftRows draft_rows(int32_t qo_len,
   return out;
 }
 
-// The same of a request that has a slot.
+// Returns the rows of a request that has a slot.
 SPECOPS_HOST_DEVICE DraftRows draft_rows(const PrepareDraftBatchParams& params, int64_t request) {
   return draft_rows(params.qo_indptr[request + 1] - params.qo_indptr[request],
                     params.kv_lens[request],
@@ -62,8 +62,8 @@ SPECOPS_HOST_DEVICE DraftRows draft_rows(const PrepareDraftBatchParams& params, 
                     params.lens[params.slots[request]]);
 }
 
-// Of a request's slot, lengths and place in kv_indices; the page ids that its rows lie in have
-// is_page_id.
+// Checks a request's slot, lengths and range of kv_indices. The page ids of its rows are checked
+// with is_page_id.
 SPECOPS_HOST_DEVICE Fault fault_of(const PrepareDraftBatchParams& params, int64_t request) {
   int32_t slot = params.slots[request];
   if (slot == -1) return {};
@@ -94,13 +94,13 @@ SPECOPS_HOST_DEVICE Fault fault_of(const PrepareDraftBatchParams& params, int64_
   return fault_of_pages(code, first_page, end_page, request, params.page_size, rows.end);
 }
 
-// Of the capacity, with the rows of all requests.
+// Checks the row capacity, given the rows of all requests.
 SPECOPS_HOST_DEVICE Fault fault_of_capacity(const PrepareDraftBatchParams& params, int64_t rows) {
   if (rows <= params.total_rows) return {};
   return fault_at(ErrorCode::kPrepareDraftBatchTotalRows, params.total_rows).with(rows);
 }
 
-// Where the target's state of a position is found: a row of this step, or -2 - its kept row.
+// Returns the source of the target's state of a position: a row of this step, or -2 - its kept row.
 SPECOPS_HOST_DEVICE int32_t draft_source(
     const DraftRows& rows, int32_t position, int32_t first_row, int32_t slot, int64_t window) {
   if (position >= rows.begin) return first_row + position - rows.begin;

@@ -3,13 +3,13 @@
 
 namespace specops::SPECOPS_ISA {
 
-// Row i is the position i whose next token i + 1 is known: what the step confirmed, and the
-// redraft_len positions before it. Rejected drafts have no next token, and so no row.
+// Row i is the position i whose next token i + 1 is known: the positions that the step confirmed,
+// and the redraft_len positions before it. Rejected drafts have no next token, and so no row.
 // Cost:    24 bytes written per row.
 // Assumes: lengths, slots, page table and capacity checked by ops.cpp.
 // Order:   integers only.
 // Source:  DeepSeek-V3, section 2.2: module 1 at position i takes token i + 1.
-// Threads: one; a step's indices are a few hundred bytes.
+// Threads: one, because a step's indices are a few hundred bytes.
 void prepare_draft_batch_cpu(const PrepareDraftBatchParams& params) {
   int64_t row = 0;
   params.draft_qo_indptr[0] = 0;

@@ -1,14 +1,15 @@
 // SPDX-License-Identifier: Apache-2.0
-// How kernels lay ragged rows next to each other: a thread counts the rows of one request, the block
-// sums them up, and a row finds its request again.
+// Placement of ragged rows: each thread counts the rows of one request, the block computes prefix
+// sums, and each row finds its request by search.
 #pragma once
 
 #include "common/device.cuh"
 
 namespace specops {
 
-// The sum of `value` over this thread and those before it, and in `total` over all. Every thread of
-// the block takes part; warp_sums has a place per warp and may be used again after a barrier.
+// Returns the inclusive prefix sum of `value` over threads, and in `total` the sum over the block.
+// Every thread of the block must call it. warp_sums has one entry per warp and may be reused after
+// a barrier.
 template <int kThreads>
 __device__ inline int64_t scan_rows(int64_t value, int64_t* warp_sums, int64_t* total) {
   int thread = static_cast<int>(threadIdx.x);
@@ -28,7 +29,8 @@ __device__ inline int64_t scan_rows(int64_t value, int64_t* warp_sums, int64_t* 
   return value;
 }
 
-// The last of kThreads ascending values that is at most `value`; the first of them is.
+// Returns the index of the last of kThreads ascending values that is at most `value`; the first one
+// is.
 template <int kThreads>
 __device__ inline int last_at_most(const int32_t* values, int32_t value) {
   int found = 0;

@@ -9,12 +9,13 @@
 namespace specops {
 namespace {
 
-// Neighbours that share `leaves`: the requests [begin, end), by their places in the order.
+// Requests with positions [begin, end) in the order that share a prefix of `leaves` leaves.
 struct Group {
   int64_t begin, end, leaves;
 };
 
-// The page lists, sorted: those that begin alike are neighbours, and all groups are runs of these.
+// The sorted page lists: lists with equal beginnings are neighbors, so every group is a run of
+// them.
 class SortedLists {
  public:
   explicit SortedLists(const SharedPrefixesParams& params) : params_(params) {
@@ -31,7 +32,7 @@ class SortedLists {
     }
   }
 
-  // Of the request at a place and the one before, in leaves.
+  // Returns the leaves shared by the requests at `place` and at the position before it.
   int64_t common(int64_t place) const { return common_[static_cast<size_t>(place)]; }
 
  private:
@@ -41,9 +42,9 @@ class SortedLists {
   int64_t size(int32_t request) const {
     return params_.kv_indptr[request + 1] - params_.kv_indptr[request];
   }
-  // How many pages two lists begin with alike.
+  // Returns the number of equal pages at the start of two lists.
   int64_t common_pages(int32_t a, int32_t b) const {
-    constexpr int64_t kBlock = 8;  // compared in one
+    constexpr int64_t kBlock = 8;  // pages per comparison
     const int32_t *left = pages(a), *right = pages(b);
     int64_t count = 0, most = std::min(size(a), size(b));
     while (count + kBlock <= most &&
@@ -58,7 +59,7 @@ class SortedLists {
   std::vector<int64_t> common_;
 };
 
-// Adds the longest runs within a group that share more than it does.
+// Adds the longest runs within a group that share more leaves than the group does.
 void add_groups_within(const SortedLists& lists, const Group& group, std::vector<Group>& groups) {
   int64_t first = group.begin, least = 0;
   for (int64_t place = group.begin + 1; place <= group.end; ++place) {

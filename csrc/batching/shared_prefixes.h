@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// find_shared_prefixes: which requests begin with the same pages, as groups within groups.
+// find_shared_prefixes: finds requests that begin with the same pages, as groups within groups.
 #pragma once
 
 #include <cstdint>
@@ -10,8 +10,8 @@ struct SharedPrefixesParams {
   const int32_t* kv_indptr;   // [batch + 1], in pages
   const int32_t* kv_indices;  // page ids
   int64_t batch;
-  int64_t leaf_pages;   // groups share whole leaves of so many pages
-  int64_t leaf_tokens;  // and so many tokens
+  int64_t leaf_pages;   // pages per leaf; groups share whole leaves
+  int64_t leaf_tokens;  // tokens per leaf
   int64_t max_levels;
   int32_t* order;           // [batch]
   int32_t* prefix_leaders;  // [max_levels, batch]

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Argument checks and registration of find_shared_prefixes, which has no kernel: it runs on the host.
+// Argument checks and registration of find_shared_prefixes, which runs on the host without a
+// kernel.
 #include <string>
 
 #include "batching/ops.h"
@@ -19,7 +20,7 @@ void check_indptr(const Checker& check, const int32_t* indptr, int64_t batch, in
   }
 }
 
-// counts: of levels, and of tokens that need not be read for every request.
+// `counts` receives the number of levels, and of tokens that need not be read once per request.
 void find_prefixes(const TensorView& kv_indptr,
                    const TensorView& kv_indices,
                    Argument page_size_given,

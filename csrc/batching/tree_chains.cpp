@@ -10,7 +10,7 @@ std::string element(const char* name, int64_t i) {
   return std::string(name) + "[" + std::to_string(i) + "]";
 }
 
-// One request's tree: a walk over its nodes that ends a chain wherever the next node hangs elsewhere.
+// Walks one request's tree. A chain ends where the next node is no child of the node before it.
 class TreeWalk {
  public:
   TreeWalk(const TreeChainsParams& params, int64_t batch_idx, int64_t& used_pages)
@@ -22,7 +22,7 @@ class TreeWalk {
         pages_(params.kv_indices + params.kv_indptr[batch_idx]),
         used_pages_(used_pages) {}
 
-  // Returns the first node whose parent is not on the path to the node before it; -1: none.
+  // Returns the first node whose parent is not on the path to the node before it, or -1.
   int64_t write(TreeChains& out) {
     int32_t node = 0;
     for (bool is_first = true; is_first || node < num_nodes_; is_first = false) {
@@ -37,7 +37,8 @@ class TreeWalk {
   }
 
  private:
-  // Leaves the path to the node, or to the root: -1. False: there is none.
+  // Shortens the path to end at the node, or at the root for -1. Returns false if the node is not
+  // on it.
   bool climb_to(int32_t node) {
     while (!path_.empty() && path_.back() != node) path_.pop_back();
     return !path_.empty() || node == -1;
@@ -47,7 +48,7 @@ class TreeWalk {
     return pages_[token / params_.page_size] * params_.page_size + token % params_.page_size;
   }
 
-  // Of the path, whose nodes from depth `begin` on are the chain's own rows.
+  // Writes the chain of the path; its nodes from depth `begin` on are the chain's own rows.
   void write_chain(TreeChains& out, bool is_first, int64_t begin) {
     auto depth = static_cast<int64_t>(path_.size());
     int64_t kv_len = root_ + 1 + depth, own = depth - begin;
@@ -71,7 +72,7 @@ class TreeWalk {
     out.kv_indptr.push_back(static_cast<int32_t>(out.kv_indices.size()));
   }
 
-  // The page from which on the request's own pages do not hold the path.
+  // Returns the first page in which the request's own pages do not hold the path.
   int64_t first_own_page() const {
     size_t in_place = 0;
     while (in_place < path_.size() && path_[in_place] == static_cast<int32_t>(in_place)) {
@@ -83,10 +84,10 @@ class TreeWalk {
   const TreeChainsParams& params_;
   const int32_t* parents_;
   int32_t num_nodes_, qo_len_;
-  int64_t root_;  // its position
+  int64_t root_;  // position of the root
   const int32_t* pages_;
   int64_t& used_pages_;
-  std::vector<int32_t> path_;  // nodes from the root down to the last one
+  std::vector<int32_t> path_;  // nodes from below the root to the last one
 };
 
 TreeFault fault_of(const TreeChainsParams& params, int64_t b) {
@@ -121,10 +122,11 @@ TreeFault fault_of(const TreeChainsParams& params, int64_t b) {
 
 }  // namespace
 
-// A new chain begins at every node that does not hang on the node before it. Its pages are the
-// request's up to the one where its path stops being where a chain would lie, then spare ones.
+// Starts a new chain at every node that is no child of the node before it. A chain uses the
+// request's pages up to the first page in which its tokens are not consecutive there, then spare
+// pages.
 // Cost:    a few integers per node, page list entry and token copied.
-// Assumes: arrays of the sizes above.
+// Assumes: arrays have the sizes above.
 TreeFault find_tree_chains(const TreeChainsParams& params, TreeChains& chains) {
   chains.chain_indptr.assign(1, 0);
   chains.kv_indptr.assign(1, 0);

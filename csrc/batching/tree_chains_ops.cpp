@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Argument checks and registration of tree_chains, which has no kernel: it runs on the host.
+// Argument checks and registration of tree_chains, which runs on the host without a kernel.
 #include <algorithm>
 #include <string>
 #include <vector>
@@ -18,14 +18,14 @@ void check_room(Checker& check, const char* name, int64_t size, size_t count) {
              size);
 }
 
-// Writes what there is and pads the rest.
+// Writes the values and pads the rest.
 template <typename T>
 void write_padded(const TensorView& view, const std::vector<T>& values, T padding) {
   T* end = std::copy(values.begin(), values.end(), view.data<T>());
   std::fill(end, view.data<T>() + view.size(0), padding);
 }
 
-// On the host: the sizes of a step's arrays follow from what it finds.
+// Runs on the host, because the sizes of a step's arrays depend on the result.
 void tree_chains(const TensorView& parents,
                  const TensorView& num_draft_tokens,
                  const TensorView& qo_lens,

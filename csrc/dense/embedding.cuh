@@ -8,11 +8,12 @@ namespace specops {
 
 constexpr int kEmbeddingThreads = 256;
 
-// out[row] = weight[token_ids[row]], bytes as they are; zeros and a fault for an id out of range.
+// Copies out[row] = weight[token_ids[row]] unchanged; writes zeros and reports a fault for an
+// invalid id.
 // Grid:    x = rows (unbounded), y = pieces of a row.
-// Block:   up to 256 threads; a thread owns one word of kWord bytes.
+// Block:   up to 256 threads; each thread owns one word of kWord bytes.
 // Smem:    none.
-// Cost:    2 * row_bytes moved a row; memory-bound.
+// Cost:    2 * row_bytes moved per row; memory-bound.
 // Assumes: weight, out and row_bytes are multiples of the word.
 // Order:   a copy.
 // Source:  -

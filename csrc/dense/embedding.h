@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// embedding: one row of a table per token id.
+// embedding: looks up one row of a table per token id.
 #pragma once
 
 #include <cstdint>
@@ -11,13 +11,13 @@
 namespace specops {
 
 struct EmbeddingParams {
-  const int32_t* token_ids;  // [rows], each in [0, vocab); cpu: checked before
+  const int32_t* token_ids;  // [rows], each in [0, vocab); on cpu checked before
   const void* weight;        // [vocab, width], contiguous
   void* out;                 // [rows, width], contiguous
   int64_t rows;
   int64_t vocab;
   int64_t row_bytes;  // width in bytes
-  ErrorFlag error;    // CUDA: receives kEmbeddingTokenId
+  ErrorFlag error;    // CUDA: set to kEmbeddingTokenId for an invalid id
 };
 
 SPECOPS_HOST_DEVICE Fault fault_of(const EmbeddingParams& params, int64_t row) {

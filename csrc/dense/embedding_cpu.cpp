@@ -6,14 +6,14 @@
 
 namespace specops::SPECOPS_ISA {
 
-// out[row] = weight[token_ids[row]], bytes as they are.
+// Copies out[row] = weight[token_ids[row]] unchanged.
 // Cost:    2 * rows * row_bytes moved; memory-bound.
-// Assumes: every id in range (ops.cpp has looked).
+// Assumes: every id is in range, as ops.cpp checks.
 // Order:   a copy.
 // Source:  -
-// Threads: ranges of rows.
+// Threads: one item per range of rows.
 void embedding_cpu(const EmbeddingParams& params) {
-  // A chunk should be worth waking a thread: about 32 KiB.
+  // Each chunk should justify waking a thread: about 32 KiB.
   parallel_for(params.rows, (32 << 10) / params.row_bytes + 1, [&](int64_t begin, int64_t end) {
     for (int64_t row = begin; row < end; ++row) {
       std::memcpy(static_cast<char*>(params.out) + row * params.row_bytes,

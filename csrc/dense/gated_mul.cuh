@@ -11,11 +11,11 @@ constexpr int kGatedMulThreads = 256;
 
 // out = activation(gate) * up, elementwise in fp32, rounded once.
 // Grid:    x = rows * pieces of a row (unbounded).
-// Block:   up to 256 threads; a thread owns one chunk of 16 bytes of out.
+// Block:   up to 256 threads; each thread owns one chunk of 16 bytes of out.
 // Smem:    none.
-// Cost:    3 elements moved an element of out; memory-bound.
-// Assumes: rows contiguous; rows that are not aligned to 16 bytes go element by element.
-// Order:   elementwise; an element never depends on another.
+// Cost:    3 elements moved per element of out; memory-bound.
+// Assumes: rows contiguous; rows not aligned to 16 bytes are processed element by element.
+// Order:   elementwise; elements do not depend on each other.
 // Source:  Shazeer 2020 (GLU variants).
 template <typename T>
 __global__ void __launch_bounds__(kGatedMulThreads)

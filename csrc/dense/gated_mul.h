@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// silu_mul, gelu_tanh_mul and swiglu_oai_mul: the gated activations of MLPs, Llama's, Gemma's and
-// gpt-oss's.
+// silu_mul, gelu_tanh_mul and swiglu_oai_mul: the gated MLP activations of Llama, Gemma and
+// gpt-oss.
 #pragma once
 
 #include <cstdint>
@@ -13,12 +13,12 @@
 namespace specops {
 
 struct GatedMulParams {
-  const void* gate_up;  // [rows, 2 * width], each row: gate, then up; rows gate_up_stride apart
+  const void* gate_up;  // [rows, 2 * width], gate then up; rows are gate_up_stride apart
   void* out;            // [rows, width], contiguous
   int64_t rows;
   int64_t width;
   int64_t gate_up_stride;  // elements between rows
-  DType dtype;             // float32, bfloat16 or float16; of both
+  DType dtype;             // dtype of both: float32, bfloat16 or float16
   Activation activation;   // not kNone
 };
 

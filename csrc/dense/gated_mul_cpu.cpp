@@ -9,16 +9,16 @@ namespace {
 // out = activation(gate) * up, elementwise in fp32, rounded once.
 // Cost:    3 * rows * width elements moved; memory-bound.
 // Assumes: out contiguous, rows of gate_up contiguous.
-// Order:   elementwise; an element never depends on another.
+// Order:   elementwise; elements do not depend on each other.
 // Source:  Shazeer 2020 (GLU variants).
-// Threads: pieces of 64 columns of one row.
+// Threads: one item per 64 columns of a row.
 template <typename T>
 void run(const GatedMulParams& params) {
   const auto* gate_up = static_cast<const T*>(params.gate_up);
   auto* out = static_cast<T*>(params.out);
   constexpr int64_t kPiece = 64;
   int64_t pieces = (params.width + kPiece - 1) / kPiece;
-  // A chunk should be worth waking a thread: about 4096 elements.
+  // Each chunk should justify waking a thread: about 4096 elements.
   parallel_for(params.rows * pieces, 64, [&](int64_t begin, int64_t end) {
     for (int64_t item = begin; item < end; ++item) {
       int64_t row = item / pieces;

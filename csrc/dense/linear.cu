@@ -48,7 +48,7 @@ void tile_rows(const LinearParams& params, GemmPlan plan, CudaStream stream) {
   using Shape = TileShape<kWarpTiles, kRows>;
   int64_t tiles =
       ceil_div(params.rows, kRows) * ceil_div(params.weight.num_outputs, Shape::kOutputs);
-  // Tiles smaller than those that linear_splits() counts may be too many for the counters.
+  // Smaller tiles than linear_splits() assumes may outnumber the counters.
   plan.split = plan.split && Shape::kSplits && tiles <= kLinearCounters;
   launch(linear_tile_kernel<T, kWarpTiles, kRows, kAligned>,
          grid_of(tiles, plan.split ? plan.leaves : 1),
@@ -80,8 +80,9 @@ void large_tile_rows(const LinearParams& params, const GemmPlan& plan, CudaStrea
   tile_rows<T, 4, 128, true>(params, plan, stream);
 }
 
-// Whether tiles of 256 outputs finish before tiles of 128. One takes about 1.5 times as long: it
-// reads a quarter less from the second-level cache for its flops. Both fill an SM.
+// Returns whether tiles of 256 outputs finish earlier than tiles of 128. A large tile takes about
+// 1.5 times as long, because it reads a quarter less from L2 per flop. A tile of either size fills
+// an SM.
 bool large_tiles_pay(const LinearParams& params, CudaStream stream) {
   if (max_shared_bytes(stream) < LargeTile::kSmemBytes) return false;
   int64_t row_tiles = ceil_div(params.rows, 128);
@@ -91,8 +92,9 @@ bool large_tiles_pay(const LinearParams& params, CudaStream stream) {
   return 3 * large <= 2 * small;
 }
 
-// Two tiles a warp share what is read of x; one keeps more SMs reading where outputs are few. From
-// nine rows on tiles of 128 outputs read less of x, and are enough of them in wide layers.
+// Selects the fastest kernel. Two tiles per warp share the reads of x; one tile keeps more SMs
+// reading if there are few outputs. From nine rows on, tiles of 128 outputs read less of x, and
+// wide layers have enough of them.
 LinearKernel suits(const LinearParams& params, const GemmPlan& plan, CudaStream stream) {
   int64_t groups = weight_groups(params.weight.num_outputs);
   if (params.rows <= 8) return groups < 96 ? LinearKernel::kStream16x8 : LinearKernel::kStream32x8;

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The kernels of linear for plain weights (gemm/fragments.cuh), and pack_weight's.
+// The kernels of linear for plain weights (gemm/fragments.cuh), and of pack_weight.
 #pragma once
 
 #include "dense/linear.h"
@@ -11,11 +11,11 @@ namespace specops {
 
 constexpr int kPackThreads = 256;
 
-// packed = weight in the layout of linear.h.
+// Writes the weight to `packed` in the layout of linear.h.
 // Grid:    x = lanes of the layout / 256 (unbounded).
-// Block:   256 threads; a thread owns a lane of one step: a vector of 16 bytes, or two.
+// Block:   256 threads; each thread owns one lane of one step: a vector of 16 bytes, or two.
 // Smem:    none.
-// Cost:    the weight read and written once; a warp reads 64 bytes of each of 16 rows.
+// Cost:    the weight is read and written once; a warp reads 64 bytes from each of 16 rows.
 // Assumes: rows of weight contiguous.
 // Order:   a permutation.
 // Source:  -
@@ -26,7 +26,7 @@ __global__ void __launch_bounds__(kPackThreads)
   int64_t index = int64_t{blockIdx.x} * kPackThreads + threadIdx.x;
   if (index >= lanes) return;
   int64_t lane = index % kWarpSize, step = index / kWarpSize % steps;
-  int64_t block = index / kWarpSize / steps;  // the group; of 16-bit types the tile
+  int64_t block = index / kWarpSize / steps;  // the group; for 16-bit types the tile
   auto load = [&](int64_t output, int64_t first) {
     if (output >= params.num_outputs || first >= params.num_inputs) return make_uint4(0, 0, 0, 0);
     int64_t from =
@@ -48,17 +48,19 @@ __global__ void __launch_bounds__(kPackThreads)
   }
 }
 
-// out[row, n] = bias[n] + sum_k x[row, k] * weight[n, k], for at most 8 * kColumns rows; of gate and
-// up: activation(out[row, n]) * out[row, width + n], both rounded first.
-// Grid:    x = kTiles tiles of 16 outputs each, several to a block where there are few leaves.
-// Block:   up to 4 warps; a warp owns one leaf of kTiles tiles and all rows.
-// Smem:    a ring of 20 KiB a warp; a lane reads back what it copied itself, so that no warp waits
-//          for another. Leaves meet in the rings at the end. 80 KiB.
-// Cost:    the weights once from memory: 16 KiB a warp under way, 64 to 128 KiB an SM, the first of
-//          them asked for before the kernel before this one has ended. Of x what the first-level
-//          cache does not hold: num_inputs * 2 bytes a row and block.
+// Computes out[row, n] = bias[n] + sum_k x[row, k] * weight[n, k] for at most 8 * kColumns rows.
+// For gate and up outputs: activation(out[row, n]) * out[row, width + n], with both factors rounded
+// first.
+// Grid:    x = kTiles tiles of 16 outputs each, with several of these per block if there are few
+//          leaves.
+// Block:   up to 4 warps; each warp owns one leaf of kTiles tiles and all rows.
+// Smem:    a ring of 20 KiB per warp. Each lane reads back only what it copied itself, so that no
+//          warp waits for another. Leaves are combined in the rings at the end. 80 KiB.
+// Cost:    the weights once from memory: 16 KiB in flight per warp, 64 to 128 KiB per SM. The first
+//          loads start before the previous kernel has ended. Of x, whatever L1 does not hold:
+//          num_inputs * 2 bytes per row and block.
 // Assumes: rows <= 8 * kColumns; weights packed by pack_weight.
-// Order:   sum_leaves(): a chain of mma.m16n8k16 a leaf, then leaves in order, then the bias.
+// Order:   sum_leaves(): one chain of mma.m16n8k16 per leaf, then leaves in order, then the bias.
 // Source:  weights on the M side ("swap AB"), as TensorRT-LLM and FlashInfer do for few rows.
 template <typename T, int kTiles, int kColumns>
 __global__ void __launch_bounds__(128) linear_stream_kernel(LinearParams params, GemmPlan plan) {
@@ -67,18 +69,19 @@ __global__ void __launch_bounds__(128) linear_stream_kernel(LinearParams params,
   });
 }
 
-// The same for any number of rows, in tiles of 128 or 256 outputs and 64 or 128 rows.
-// Grid:    x = tiles, rows fastest within bands of 16 tiles of rows, so that a wave of blocks shares
-//          weights and x in the second-level cache (unbounded); y = 1, or one leaf each.
-// Block:   2 * kRows threads; a warp owns 32 or 64 outputs and 64 rows.
-// Smem:    96 KiB: 3 or 4 stages of 64 inputs of 128 outputs, or of 32 of 256. For 256 also 128 KiB
-//          of totals, float4 by thread; a thread touches none but its own.
-// Cost:    2 * kOutputs * kRows * num_inputs flops and 2 * (kOutputs + kRows) * num_inputs bytes a
-//          tile, from memory or cache; bound by the tensor cores from about 200 rows on. Totals in
-//          shared memory cost 6 % of that at 4,096 inputs.
-//          Where split, 4 bytes an output and leaf written and read, by the last block of each tile.
-// Assumes: weights packed by pack_weight; where split, a workspace whose counters are zero, as they
-//          are left: kLinearCounters of them, then [leaves, rows, outputs rounded up to 32].
+// Computes the same as linear_stream_kernel for any number of rows, in tiles of 128 or 256 outputs
+// and 64 or 128 rows.
+// Grid:    x = tiles, rows fastest within bands of 16 row tiles, so that a wave of blocks shares
+//          weights and x in L2 (unbounded); y = 1, or one leaf each.
+// Block:   2 * kRows threads; each warp owns 32 or 64 outputs and 64 rows.
+// Smem:    96 KiB: 3 or 4 stages of 64 inputs for 128 outputs, or of 32 inputs for 256. For 256
+//          outputs also 128 KiB of totals, float4 by thread; a thread accesses only its own.
+// Cost:    2 * kOutputs * kRows * num_inputs flops and 2 * (kOutputs + kRows) * num_inputs bytes
+//          per tile, from memory or cache; bound by the tensor cores from about 200 rows on. Totals
+//          in shared memory add 6 % at 4,096 inputs. If split, 4 bytes per output and leaf are
+//          written, and read by the last block of each tile.
+// Assumes: weights packed by pack_weight. If split, a workspace of kLinearCounters counters, which
+//          are zero before and after, then [leaves, rows, outputs rounded up to 32].
 // Order:   as linear_stream_kernel: leaves are added as they end, or by the last block to arrive.
 // Source:  multistage cp.async GEMM as in CUTLASS, with fragments read whole from both layouts.
 template <typename T, int kWarpTiles, int kRows, bool kAligned>
@@ -100,7 +103,7 @@ __global__ void __launch_bounds__(2 * kRows)
   ptx::cp_async_wait<Shape::kStages - 1>();
   __syncthreads();
   products.start();
-  uint4 *w_put = copy.w_to, *x_put = copy.x_to;  // in the slot of the stage at hand
+  uint4 *w_put = copy.w_to, *x_put = copy.x_to;  // in the slot of the current stage
   for (int leaf = place.first_leaf; leaf < place.last_leaf; ++leaf) {
     int end = min((leaf + 1) * place.leaf_stages, place.last_stage);
     for (int stage = leaf * place.leaf_stages; stage < end; ++stage) {
@@ -128,15 +131,15 @@ __global__ void __launch_bounds__(2 * kRows)
   for (int i = 0; i < TileItems<Shape>::kItems; ++i) finish_item(i, items.sum_of(i));
 }
 
-// The same for float32, without tensor cores, in tiles of 32 outputs and 8 rows.
-// Grid:    x = groups of 32 outputs, several to a block where there are few leaves, times tiles of
+// Computes the same for float32, without tensor cores, in tiles of 32 outputs and 8 rows.
+// Grid:    x = groups of 32 outputs, several per block if there are few leaves, times tiles of
 //          rows, rows fastest (unbounded).
-// Block:   up to 4 warps; a warp owns one leaf, a lane one output and eight rows.
-// Smem:    1 KiB a warp, where leaves meet.
-// Cost:    4 * num_inputs bytes of weights an output and tile of rows; below about 30 rows bound by
-//          memory, above by the reads of x from the first-level cache.
+// Block:   up to 4 warps; each warp owns one leaf, each lane one output and eight rows.
+// Smem:    1 KiB per warp, in which leaves are combined.
+// Cost:    4 * num_inputs bytes of weights per output and tile of rows; below about 30 rows bound
+//          by memory, above by the reads of x from L1.
 // Assumes: weights packed by pack_weight.
-// Order:   sum_leaves(): a chain of fma a leaf, then leaves in order, then the bias.
+// Order:   sum_leaves(): one chain of fma per leaf, then leaves in order, then the bias.
 // Source:  -
 template <bool kAligned>
 __global__ void __launch_bounds__(128) linear_float_kernel(LinearParams params, GemmPlan plan) {

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// linear: x * weight^T (+ bias) over packed weights, one order of additions per output element; of a
-// weight that holds gates and ups, activation(gate) * up of these.
-// pack_weight: brings a weight into its layout (gemm/weight.h).
+// linear: x * weight^T (+ bias) with packed weights and one order of additions per output element.
+// If the weight holds gates and ups: activation(gate) * up.
+// pack_weight: converts a weight to its packed layout (gemm/weight.h).
 #pragma once
 
 #include <cstdint>
@@ -13,16 +13,16 @@
 
 namespace specops {
 
-// Up to so many rows a warp multiplies its weights with all rows as they stream by. Above, blocks
-// multiply tiles of 128 outputs with tiles of rows; the result is the same bit for bit.
+// Up to this many rows, a warp multiplies its weights with all rows as they stream by. Above,
+// blocks multiply tiles of 128 outputs with tiles of rows. The results have the same bits.
 constexpr int64_t kLinearStreamRows = 16;
 constexpr int64_t kLinearTileOutputs = 128;
 
 inline int64_t linear_tile_rows(int64_t rows) { return rows <= 64 ? 64 : 128; }
 
-// The kernels for 16-bit types, by the outputs and rows that a warp (stream) or a block (tile) has.
+// The kernels for 16-bit types, named by the outputs and rows of a warp (stream) or a block (tile).
 enum class LinearKernel {
-  kByShape,  // whichever suits
+  kByShape,  // selected by shape
   kStream16x8,
   kStream32x8,
   kStream16x16,
@@ -48,11 +48,11 @@ constexpr LinearKernelName kLinearKernels[] = {
     {"tile_256x128", LinearKernel::kTile256x128, INT64_MAX},
 };
 
-// The workspace begins with so many int32: of each split tile, how many of its leaves are there. They
-// are zero before and after every call. One call at a time may have a workspace.
+// The workspace begins with this many int32 counters, which count the finished leaves of each split
+// tile. They are zero before and after every call. Only one call at a time may use a workspace.
 constexpr int64_t kLinearCounters = 128;
 
-// Whether each leaf of a tile gets a block of its own, so that few tiles keep a large GPU busy.
+// Returns whether each leaf of a tile gets its own block, so that few tiles keep a large GPU busy.
 inline bool linear_splits(int64_t rows, int64_t num_outputs, int64_t num_inputs, DType dtype) {
   if (dtype == DType::kFloat32 || rows <= kLinearStreamRows) return false;
   constexpr int64_t kMaxBlocks = 2 * kLinearCounters;  // of two leaves or more
@@ -63,13 +63,13 @@ inline bool linear_splits(int64_t rows, int64_t num_outputs, int64_t num_inputs,
   return leaves > 1 && tiles * leaves <= kMaxBlocks;
 }
 
-// Floats of a workspace for that: the counters, and the leaves of every output.
+// Returns the floats of a workspace for split tiles: the counters, and the leaves of every output.
 inline int64_t linear_workspace_floats(int64_t rows, int64_t num_outputs, int64_t num_inputs) {
   return kLinearCounters +
          sum_leaves(num_inputs).leaves * rows * weight_groups(num_outputs) * kWeightGroup;
 }
 
-// The most rows whose leaves are ever split; 0 for none.
+// Returns the most rows with split leaves, or 0 if leaves are never split.
 inline int64_t linear_max_split_rows(int64_t num_outputs, int64_t num_inputs, DType dtype) {
   for (int64_t rows = 256 * 128; rows > 128; rows -= 128) {
     if (linear_splits(rows, num_outputs, num_inputs, dtype)) return rows;
@@ -81,18 +81,18 @@ inline int64_t linear_max_split_rows(int64_t num_outputs, int64_t num_inputs, DT
 }
 
 struct PackWeightParams {
-  const void* weight;  // [num_outputs, num_inputs], rows weight_stride apart
-  void* packed;        // as gemm/weight.h describes it
+  const void* weight;  // [num_outputs, num_inputs], rows are weight_stride apart
+  void* packed;        // in the layout of gemm/weight.h
   int64_t num_outputs;
   int64_t num_inputs;
   int64_t weight_stride;  // elements between rows
-  DType dtype;            // bfloat16, float32 or a code's; CUDA: or float16
-  Activation activation;  // if any, the first half of the outputs are gates, the others ups
+  DType dtype;            // bfloat16, float32 or a quantized dtype; on CUDA also float16
+  Activation activation;  // if any, the first half of the outputs are gates, the second half ups
 };
 
 struct LinearParams : GemmParams {
-  float* workspace;        // CUDA: counters and leaves of split sums; may be nullptr
-  int64_t workspace_size;  // floats; too few: nothing is split
+  float* workspace;        // CUDA: counters and leaves of split tiles; may be nullptr
+  int64_t workspace_size;  // in floats; if too small, nothing is split
   LinearKernel kernel;     // CUDA, 16-bit types
   ErrorFlag error;
 };
@@ -102,7 +102,7 @@ SPECOPS_DECLARE_CPU(linear_cpu, LinearParams);
 SPECOPS_DECLARE_CUDA(pack_weight_cuda, PackWeightParams);
 SPECOPS_DECLARE_CUDA(linear_cuda, LinearParams);
 
-// The parts of both that are about codes.
+// The parts of both ops for quantized weights.
 SPECOPS_DECLARE_CUDA(pack_codes_cuda, PackWeightParams);
 SPECOPS_DECLARE_CUDA(linear_codes_cuda, LinearParams);
 

@@ -5,17 +5,17 @@
 #include "gemm/tiles_cpu.h"
 
 namespace specops::avx512_bf16 {
-void linear_cpu(const LinearParams& params);  // float32 and fp8 have no tiles
+void linear_cpu(const LinearParams& params);  // for float32 and fp8, which have no tiles
 }
 
 namespace specops::SPECOPS_ISA {
 namespace {
 
-constexpr int64_t kSteps = 16;    // of two inputs, in a tile
-constexpr int64_t kMaxRows = 32;  // two tiles high
+constexpr int64_t kSteps = 16;    // steps per tile, of two inputs each
+constexpr int64_t kMaxRows = 32;  // rows of two tiles
 constexpr int64_t kWords = kSteps * kWeightBlock;
 
-// What is left of the inputs behind the last whole tile, and zeros: of the rows at hand.
+// The inputs behind the last whole tile, zero padded, of the current rows.
 struct Tail {
   alignas(64) bfloat16 x[kMaxRows * 2 * kSteps];
 };
@@ -31,7 +31,7 @@ inline void fill_tail(const LinearParams& params, int64_t row, int64_t rows, Tai
   }
 }
 
-// Sums are tiles 0 to 3, inputs 4 and 5, weights 6 and 7.
+// Configures the tiles: sums are tiles 0 to 3, inputs 4 and 5, weights 6 and 7.
 inline void configure(int64_t rows) {
   TileConfig config;
   for (int tile = 0; tile < 8; ++tile) {
@@ -46,7 +46,8 @@ inline void configure(int64_t rows) {
   configure_tiles(config);
 }
 
-// Adds the products of one tile of inputs: x of rows `stride` bytes apart, blocks `words` apart.
+// Adds the products of one tile of inputs. Rows of x are `stride` bytes apart, blocks `words`
+// apart.
 template <int kHigh, int kBlocks>
 inline void add_products(const bfloat16* x, int64_t stride, const uint32_t* w, int64_t words) {
   load_tile<4>(x, stride);
@@ -67,13 +68,14 @@ inline void add_products(const bfloat16* x, int64_t stride, const uint32_t* w, i
   block.template operator()<3>();
 }
 
-// out[row, n] = bias[n] + sum_k x[row, k] * weight[n, k], for kHigh tiles of rows, kBlocks blocks.
+// Computes out[row, n] = bias[n] + sum_k x[row, k] * weight[n, k] for kHigh tiles of rows and
+// kBlocks blocks.
 // Cost:    the weights once from memory or cache; a tile product is 1 KiB of weights and 16 rows.
-// Assumes: tiles configured for `rows`; weights packed by pack_weight: 16 steps of a block lie there
-//          as a tile of weights must be; any alignment.
-// Order:   each 32 inputs are a product of tiles: the even inputs one chain of fused multiply-adds
-//          from 0, the odd ones another, then their sum, which is added to what there is; inputs that
-//          lack in the last 32 are zeros. So a row's bits depend on nothing but the row.
+// Assumes: tiles configured for `rows`; weights packed by pack_weight, which lays out 16 steps of a
+//          block as a tile of weights; any alignment.
+// Order:   each 32 inputs are one tile product: the even inputs form one chain of fused
+//          multiply-adds from 0, the odd ones another; their sum is added to the total. Missing
+//          inputs of the last 32 are zeros. So a row's bits depend only on the row.
 // Source:  TDPBF16PS, Intel SDM volume 2.
 // Threads: none here.
 template <int kHigh, int kBlocks>
@@ -115,7 +117,7 @@ void tile(const LinearParams& params, const Tail& tail, int64_t row, int64_t row
   end(params, row, block, static_cast<int>(rows), kBlocks, sums);
 }
 
-// The tile of so many rows and blocks.
+// Calls tile() for a number of rows and blocks.
 void tile_of(const LinearParams& params,
              const Tail& tail,
              int64_t row,
@@ -138,7 +140,7 @@ void tile_of(const LinearParams& params,
   }
 }
 
-// A panel is the blocks that stay in the second-level cache while every row tile passes over them.
+// Bytes of a panel: the blocks that stay in L2 while every row tile passes over them.
 constexpr int64_t kPanelBytes = 512 << 10;
 
 void run_range(const LinearParams& params,
@@ -162,16 +164,16 @@ void run_range(const LinearParams& params,
       }
     }
   }
-  release_tiles();  // so that the system need not keep them when this thread stops
+  release_tiles();  // so that the system need not save them when this thread stops
 }
 
-// Ranges as in linear_ranges_cpu.h. A block of gates and that of their ups are never parted.
+// Runs ranges as in linear_ranges_cpu.h. A block of gates stays with the block of its ups.
 void run_tiles(const LinearParams& params) {
   int64_t together = is_gated(params.weight.activation) ? 2 : 1;
   int64_t blocks = packed_blocks(params.weight.num_outputs, params.weight.activation);
   int64_t row_tiles = ceil_div(params.rows, kMaxRows);
   int64_t bytes = blocks * ((params.weight.num_inputs + 1) / 2) * 64;
-  int64_t cost = bytes * row_tiles;  // a tile of rows takes about as long as its weights
+  int64_t cost = bytes * row_tiles;  // a row tile takes about as long as its weights
   int64_t threads = num_threads();
   constexpr int64_t kInlineCost = 192 << 10;
   constexpr int64_t kChunkCost = 512 << 10;

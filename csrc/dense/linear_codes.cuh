@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The kernels of linear for codes (gemm/code_product.cuh), and pack_weight's.
+// The kernels of linear for quantized weights (gemm/code_product.cuh), and of pack_weight.
 #pragma once
 
 #include "dense/linear.h"
@@ -9,13 +9,13 @@ namespace specops {
 
 constexpr int kPackCodesThreads = 256;
 
-// packed = codes in the layout of weight.h.
+// Writes quantized weights to `packed` in the layout of weight.h.
 // Grid:    x = vectors of the layout / 256 (unbounded).
-// Block:   256 threads; a thread owns a vector of 16 bytes.
+// Block:   256 threads; each thread owns a vector of 16 bytes.
 // Smem:    none.
-// Cost:    the codes read and written once; a warp reads 32 bytes of each of 16 rows.
-// Assumes: rows of codes contiguous.
-// Order:   a permutation; of int4 two codes become a byte.
+// Cost:    the weights are read and written once; a warp reads 32 bytes from each of 16 rows.
+// Assumes: rows of weights contiguous.
+// Order:   a permutation; two int4 values are packed into a byte.
 // Source:  -
 template <bool kInt4>
 __global__ void __launch_bounds__(kPackCodesThreads)
@@ -24,7 +24,7 @@ __global__ void __launch_bounds__(kPackCodesThreads)
   int64_t index = int64_t{blockIdx.x} * kPackCodesThreads + threadIdx.x;
   if (index >= vectors) return;
   constexpr int kVectors = kInt4 ? Int4Codes::kVectors : Int8Codes::kVectors;
-  constexpr int kSteps = kCodeSteps / kVectors;  // of a vector
+  constexpr int kSteps = kCodeSteps / kVectors;  // steps per vector
   int lane = static_cast<int>(index % kWarpSize);
   int vector = static_cast<int>(index / kWarpSize % kVectors);
   int tile = static_cast<int>(index / kWarpSize / kVectors % 2);
@@ -33,7 +33,7 @@ __global__ void __launch_bounds__(kPackCodesThreads)
   uint32_t words[4] = {};
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
-    // Of int8 a word is four codes of eight, of int4 all of them.
+    // A word holds four of eight int8 values, or all eight int4 values.
     int64_t output = group * kWeightGroup + lane / 4 * 4 + tile * 2 + i % 2;
     int step = vector * kSteps + (kInt4 ? i / 2 : 0);
     int64_t first = stage * kCodeStage + step * 32 + lane % 4 * 8 + (kInt4 ? 0 : i / 2 * 4);
@@ -54,23 +54,25 @@ __global__ void __launch_bounds__(kPackCodesThreads)
   static_cast<uint4*>(params.packed)[index] = make_uint4(words[0], words[1], words[2], words[3]);
 }
 
-// out[row, n] = bias[n] + sum_k x[row, k] * weight[n, k] of codes; of gate and up: activation(out[row,
-// n]) * out[row, width + n], both rounded first.
+// Computes out[row, n] = bias[n] + sum_k x[row, k] * weight[n, k] for quantized weights. For gate
+// and up outputs: activation(out[row, n]) * out[row, width + n], with both factors rounded first.
 // Grid:    x = tiles of outputs times tiles of rows, rows fastest (unbounded).
-// Block:   4 warps. Few rows (Shape::kSplits): each has every fourth stage of the same 32 outputs, and
-//          sums of pieces meet in shared memory, where each thread adds some outputs' in order; of wide
-//          layers every second stage, beside a warp for 32 outputs more. Many rows: each has all
-//          stages of its own 32 outputs, and 32 or 64 rows.
-// Smem:    rings of three stages of weights; the rows of a stage, rounded; the sums that meet. 30 to
-//          100 KiB by kind and group.
-// Cost:    the weights once from memory for every tile of rows. Few rows: rows are rounded once for 32
-//          outputs (of wide layers 64), which is as many instructions as all else. Many: three float
-//          operations a sum of a piece, output and row, beside the products.
+// Block:   4 warps. Few rows (Shape::kSplits): each warp owns every fourth stage of the same 32
+//          outputs, and sums of pieces go to shared memory, where each thread adds some outputs'
+//          sums in order. In wide layers each warp owns every second stage, and another pair of
+//          warps owns 32 more outputs. Many rows: each warp owns all stages of its own 32 outputs,
+//          and 32 or 64 rows.
+// Smem:    rings of three stages of weights; the rounded rows of a stage; the sums to combine. 30
+//          to 100 KiB by kind and group.
+// Cost:    the weights once from memory for every tile of rows. Few rows: rows are rounded once per
+//          32 outputs (64 in wide layers), which takes as many instructions as everything else.
+//          Many rows: three float operations per sum of a piece, output and row, besides the
+//          products.
 // Assumes: weights packed by pack_weight. Pieces of 16 inputs: Shape::kHalves.
-// Order:   a piece's sum is exact (of fp8 a chain of mma.m16n8k16 from zero); pieces are added in order,
-//          by one chain of fused multiply-adds; then the output's scale, then the bias. Of integers the
-//          bits are those of the CPU's kernels.
-// Source:  weights on the M side of mma, offline in its layout, as Marlin does.
+// Order:   a piece's sum is exact (for fp8 a chain of mma.m16n8k16 from zero). Pieces are added in
+//          order by one chain of fused multiply-adds; then come the output's scale and the bias.
+//          Integer weights give the bits of the CPU kernels.
+// Source:  weights on the M side of mma, packed offline in its layout, as in Marlin.
 template <typename Codes, typename Numbers, typename Shape>
 __global__ void __launch_bounds__(Shape::kThreads, 2)
     linear_codes_kernel(LinearParams params, CodePlan plan) {

@@ -7,7 +7,7 @@
 namespace specops::SPECOPS_ISA {
 namespace {
 
-// A block of gates and that of their ups are never parted.
+// A block of gates stays with the block of its ups.
 template <typename S>
 void run_blocks(const LinearParams& params) {
   int64_t together = is_gated(params.weight.activation) ? 2 : 1;
@@ -18,13 +18,13 @@ void run_blocks(const LinearParams& params) {
   run(params, blocks, together, Ranges(bytes, params.rows, row_tiles, ceil_div(blocks, least)));
 }
 
-// packed[block][step][i] = the word of inputs `step` of output 16 * block + i, zero where missing;
-// of gates and ups in the order of linear.h.
+// Sets packed[block][step][i] to the word of inputs `step` of output 16 * block + i, zero if
+// missing; gates and ups are in the order of linear.h.
 // Cost:    the weight read and written once.
 // Assumes: rows of weight contiguous.
 // Order:   a permutation.
-// Source:  the layout vdpbf16ps asks for: pairs of inputs side by side.
-// Threads: one block a chunk.
+// Source:  the layout that vdpbf16ps requires: pairs of inputs side by side.
+// Threads: one item per block.
 template <typename T>
 void pack(const PackWeightParams& params) {
   constexpr int kInputs = Step<T, T>::kInputs;
@@ -58,10 +58,10 @@ void pack(const PackWeightParams& params) {
   });
 }
 
-// The rows of a weight that are the outputs of packed blocks.
+// The rows of a weight that are the outputs of a packed block.
 struct BlockRows {
   int64_t first;  // row of the block's first output
-  int64_t count;  // of the sixteen that are there
+  int64_t count;  // of the block's sixteen rows, those that exist
 
   BlockRows(const PackWeightParams& params, int64_t block) {
     bool gated = is_gated(params.activation);
@@ -72,15 +72,15 @@ struct BlockRows {
   }
 };
 
-// The panels of int8 and int4 (gemm/weight.h); what is missing is code 0.
+// Packs int8 and int4 weights in panels (gemm/weight.h); missing elements are 0.
 // Cost:    the weight read and written once.
 // Assumes: rows of weight contiguous.
 // Order:   a permutation.
 // Source:  -
-// Threads: one panel a chunk.
+// Threads: one item per panel.
 template <typename Kind>
 void pack_panels(const PackWeightParams& params) {
-  constexpr int kLines = kChunkInputs / Kind::kLineInputs;  // of a block's chunk
+  constexpr int kLines = kChunkInputs / Kind::kLineInputs;  // lines per chunk of a block
   int64_t panels = weight_panels(params.num_outputs, params.activation);
   int64_t bytes = panel_bytes<Kind>(params.num_inputs);
   parallel_for(panels, 1, [&](int64_t panel, int64_t) {
@@ -92,7 +92,7 @@ void pack_panels(const PackWeightParams& params) {
         const auto* codes = static_cast<const uint8_t*>(params.weight);
         codes += (rows.first + n) * params.weight_stride;
         for (int64_t k = 0, line = 0; k < params.num_inputs; k += Kind::kLineInputs, ++line) {
-          uint32_t words[2] = {};  // of four codes each
+          uint32_t words[2] = {};  // of four values each
           std::memcpy(words, codes + k, min64(Kind::kLineInputs, params.num_inputs - k));
           uint32_t word = words[0] ^ 0x80808080u;
           if (Kind::kLineInputs == 8) word = words[0] | words[1] << 4;
@@ -104,12 +104,12 @@ void pack_panels(const PackWeightParams& params) {
   });
 }
 
-// The steps of fp8 (gemm/weight.h), zeros where missing.
+// Packs fp8 weights in steps (gemm/weight.h); missing elements are zeros.
 // Cost:    the weight read and written once.
 // Assumes: rows of weight contiguous.
 // Order:   a permutation.
 // Source:  -
-// Threads: one block a chunk.
+// Threads: one item per block.
 void pack_fp8(const PackWeightParams& params) {
   int64_t inputs = 2 * steps_of<Step<float, E4M3>>(params.num_inputs);
   int64_t blocks = packed_blocks(params.num_outputs, params.activation);

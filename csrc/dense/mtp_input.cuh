@@ -6,14 +6,14 @@
 
 namespace specops {
 
-// Row at position i: norm(embedding[token i + ahead]) beside norm(state of i); a half without a
+// Row at position i: norm(embedding[token i + ahead]) next to norm(state of i); a half without a
 // token or a state is zeros.
-// Grid:    x = 2 * rows: a block per half of a row (unbounded).
-// Block:   32 to 1,024 threads, by the width alone, as rms_norm.
-// Smem:    one float a warp.
-// Cost:    2 elements moved an element of out, norms from cache; memory-bound.
-// Assumes: shapes checked by ops.cpp; what is not aligned to 16 bytes goes element by element.
-// Order:   that of norm_row. The row alone decides its bits.
+// Grid:    x = 2 * rows: one block per half of a row (unbounded).
+// Block:   32 to 1,024 threads, by the width alone, as in rms_norm.
+// Smem:    one float per warp.
+// Cost:    2 elements moved per element of out, norms from cache; memory-bound.
+// Assumes: shapes checked by ops.cpp; data not aligned to 16 bytes is processed element by element.
+// Order:   that of norm_row. A row's bits depend only on the row.
 // Source:  DeepSeek-V3, section 2.2: tokens shifted, states not.
 template <typename T>
 __global__ void __launch_bounds__(kRmsNormMaxThreads)

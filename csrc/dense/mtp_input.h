@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// mtp_input: what the projection of a drafting module takes, both halves of every row at once.
+// mtp_input: the input of a drafting module's projection, with both halves of every row.
 #pragma once
 
 #include <cstdint>
@@ -13,18 +13,18 @@
 namespace specops {
 
 struct MtpInputParams {
-  const int32_t* row_to_request;   // [rows], or -1: a row of zeros
+  const int32_t* row_to_request;   // [rows]; -1: a row of zeros
   const int32_t* positions;        // [rows]
   const int32_t* source_rows;      // [rows], a row of hidden, or -2 - a row of kept
   const int32_t* slots;            // [batch]
-  const int32_t* token_ids;        // [num_slots, max_len], rows token_stride apart
+  const int32_t* token_ids;        // [num_slots, max_len], rows are token_stride apart
   const int32_t* lens;             // [num_slots]
   const int32_t* draft_token_ids;  // [num_slots, capacity]
   const void* embedding;           // [vocab, width]
   const void* embedding_norm;      // [width]
   const void* hidden_norm;         // [width]
-  const void* hidden;              // [hidden_rows, width], rows hidden_stride apart
-  const void* kept;                // [kept_rows, width], or nullptr
+  const void* hidden;              // [hidden_rows, width], rows are hidden_stride apart
+  const void* kept;                // [kept_rows, width]; may be nullptr
   void* out;                       // [rows, 2 * width]
   int64_t rows;
   int64_t batch;
@@ -35,9 +35,9 @@ struct MtpInputParams {
   int64_t vocab;
   int64_t width;
   int64_t hidden_rows;
-  int64_t hidden_stride;  // elements
+  int64_t hidden_stride;  // elements between rows
   int64_t kept_rows;
-  int32_t ahead;  // which module: its row i takes token i + ahead
+  int32_t ahead;  // index of the module: its row i takes token i + ahead
   float eps;
   bool hidden_first;         // the state's half comes first
   bool mask_first_position;  // position 0 takes zeros for its token
@@ -45,8 +45,8 @@ struct MtpInputParams {
   ErrorFlag error;
 };
 
-// The token `ahead` positions after a row's: of the request's text, or of its drafts behind it; -1
-// where neither goes so far.
+// Returns the token `ahead` positions after a row's position, from the known tokens or the drafts
+// behind them; -1 past both.
 SPECOPS_HOST_DEVICE int32_t token_ahead(const MtpInputParams& params,
                                         int64_t slot,
                                         int64_t position) {
@@ -58,7 +58,7 @@ SPECOPS_HOST_DEVICE int32_t token_ahead(const MtpInputParams& params,
                   index);
 }
 
-// Of a row. One of nobody is fine, and so is a token that is not known yet.
+// Checks a row. A padding row is valid, and so is a token that is not known yet.
 SPECOPS_HOST_DEVICE Fault fault_of(const MtpInputParams& params, int64_t row) {
   int64_t request = params.row_to_request[row];
   if (request == -1) return {};

@@ -11,20 +11,20 @@ inline void clear_row(T* out, int64_t width) {
   for (int64_t i = 0; i < width; ++i) out[i] = T{};
 }
 
-// Row at position i: norm(embedding[token i + ahead]) beside norm(state of i); a half without a
+// Row at position i: norm(embedding[token i + ahead]) next to norm(state of i); a half without a
 // token or a state is zeros.
-// Cost:    4 * rows * width elements moved; a row stays in the first-level cache.
+// Cost:    4 * rows * width elements moved; a row stays in L1.
 // Assumes: rows, slots and token ids checked by ops.cpp.
-// Order:   that of norm_row. The row alone decides its bits.
+// Order:   that of norm_row. A row's bits depend only on the row.
 // Source:  DeepSeek-V3, section 2.2: tokens shifted, states not.
-// Threads: ranges of rows.
+// Threads: one item per range of rows.
 template <typename T>
 void run(const MtpInputParams& params) {
   const auto* embedding = static_cast<const T*>(params.embedding);
   const auto* embedding_norm = static_cast<const T*>(params.embedding_norm);
   const auto* hidden_norm = static_cast<const T*>(params.hidden_norm);
   int64_t width = params.width;
-  // A chunk should be worth waking a thread: about 8192 elements.
+  // Each chunk should justify waking a thread: about 8192 elements.
   parallel_for(params.rows, 4096 / width + 1, [&](int64_t begin, int64_t end) {
     for (int64_t row = begin; row < end; ++row) {
       T* out = static_cast<T*>(params.out) + row * 2 * width;

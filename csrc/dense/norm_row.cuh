@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// One row of an RMSNorm by a block: the kernels that normalise rows give the same bits.
+// RMSNorm of one row by a block, shared so that all kernels that normalize rows give the same bits.
 #pragma once
 
 #include "common/chunk.cuh"
@@ -9,7 +9,8 @@ namespace specops {
 constexpr int kRmsNormHeld = 2;  // chunks of a row that a thread keeps in registers
 constexpr int kRmsNormMaxThreads = 1024;
 
-// Enough threads for two chunks each, which hide the latency of one another.
+// Returns enough threads for two chunks each, so that the loads of one hide the latency of the
+// other.
 template <typename T>
 constexpr int rms_norm_threads(int64_t width) {
   int64_t chunks = (width + kChunk<T> - 1) / kChunk<T>;
@@ -19,23 +20,24 @@ constexpr int rms_norm_threads(int64_t width) {
   return static_cast<int>(threads < kRmsNormMaxThreads ? threads : kRmsNormMaxThreads);
 }
 
-// h = residual + x (rounded and kept, where there is a residual) or x;
+// Computes h = residual + x (rounded and stored, if there is a residual) or x;
 // out = T(h / sqrt(mean(h^2) + eps)) * weight, rounded again.
-// Thread i of rms_norm_threads owns chunks i, i + threads, ... and adds them in order; then a
-// butterfly over the warp; then the warps in order, through one float of shared memory each.
+// Thread i of rms_norm_threads owns chunks i, i + threads, ... and adds them in order. Then a
+// butterfly adds over the warp, and the warps are added in order, through one float of shared
+// memory each.
 template <typename T>
 __device__ inline void norm_row(
     const T* x, T* residual, const T* weight, T* out, int64_t width, float eps, bool aligned) {
   int threads = static_cast<int>(blockDim.x);
   int thread = static_cast<int>(threadIdx.x);
-  // Of chunk i of this thread: its first column, and how many columns are left there.
+  // The first column of this thread's chunk i, and the chunk's number of columns.
   auto column = [&](int i) { return (int64_t{i} * threads + thread) * kChunk<T>; };
   auto count = [&](int64_t col) {
     return static_cast<int>(max(min(width - col, int64_t{kChunk<T>}), int64_t{0}));
   };
 
   float squares = 0.0f;
-  // The hidden values of a chunk: added, rounded, kept; their squares summed.
+  // Computes the hidden values of a chunk: added, rounded, stored; sums their squares.
   auto add_chunk = [&](int64_t col, uint4 chunk, uint4 base) {
     float h[kChunk<T>];
     unpack_chunk<T>(h, chunk);
@@ -53,7 +55,7 @@ __device__ inline void norm_row(
     return chunk;
   };
 
-  // All loads before the first use and the first store, so that they are under way together.
+  // All loads come before the first use and the first store, so that they are in flight together.
   uint4 held[kRmsNormHeld], base[kRmsNormHeld], gain[kRmsNormHeld];
 #pragma unroll
   for (int i = 0; i < kRmsNormHeld; ++i) {

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// One row of an RMSNorm on the CPU: the ops that normalise rows give the same bits.
+// RMSNorm of one row on the CPU, shared so that all ops that normalize rows give the same bits.
 #pragma once
 
 #include "common/simd.h"
@@ -7,9 +7,9 @@
 namespace specops::SPECOPS_ISA {
 namespace {
 
-// h = residual + x (rounded and kept, where there is a residual) or x;
+// Computes h = residual + x (rounded and stored, if there is a residual) or x;
 // out = T(h / sqrt(mean(h^2) + eps)) * weight, rounded again.
-// Column c adds to lane c % 16, in order of c; then the fixed tree of reduce_add.
+// Column c is added to lane c % 16, in order of c; then the fixed tree of reduce_add.
 template <typename T>
 inline void norm_row(const T* x, T* residual, const T* weight, T* out, int64_t width, float eps) {
   int64_t whole = width / kLanes * kLanes;

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Argument checks and registration of the dense family.
+// Argument checks and registration of the dense ops.
 #include "dense/ops.h"
 
 #include <pybind11/stl.h>
@@ -53,10 +53,9 @@ void gated_mul(const TensorView& gate_up, const TensorView& out) {
   gated_mul_cpu(params);
 }
 
-// (blocks, steps, word, scale_block, turn, leaves, max_split_rows): the shape `packed` must have on a
-// device; of how many outputs a row of scales is (0: they are not packed), and how many gates come
-// before as many ups; of how many leaves the sums are made there (cpu: one chain), and up to how many
-// rows a workspace helps.
+// Returns (blocks, steps, word, scale_block, turn, leaves, max_split_rows): the shape of `packed`
+// on the device; outputs per row of scales (0: scales are not packed); number of gates before as
+// many ups; leaves of a sum there (cpu: one chain); and the most rows for which a workspace helps.
 std::array<int64_t, 7> packed_weight_layout(Argument device,
                                             Argument kind_given,
                                             Argument element_bytes,
@@ -83,7 +82,7 @@ std::array<int64_t, 7> packed_weight_layout(Argument device,
   return {dims.blocks, dims.steps, dims.word, dims.scale_block, dims.turn, leaves, split_rows};
 }
 
-// Of a matrix of this dtype.
+// Returns the weight kind of a matrix of this dtype.
 WeightKind kind_of(DType dtype) {
   for (const WeightKindName& one : kWeightKinds) {
     if (one.kind != WeightKind::kPlain && code_dtype(one.kind) == dtype) return one.kind;
@@ -123,10 +122,10 @@ void pack_weight(const TensorView& weight, const TensorView& packed, Argument ac
   pack_weight_cpu(params);
 }
 
-// What set_linear_kernel() has chosen.
+// The kernel chosen by set_linear_kernel().
 std::atomic<LinearKernel> linear_kernel{LinearKernel::kByShape};
 
-// The names of those that take so many rows.
+// Returns the names of the kernels that support this many rows.
 std::vector<std::string> linear_kernels(Argument num_rows) {
   int64_t rows = Checker("linear_kernels").integer("num_rows", num_rows, 0);
   std::vector<std::string> names;
@@ -154,7 +153,7 @@ void set_linear_kernel(Argument kernel) {
   linear_kernel.store(chosen, std::memory_order_relaxed);
 }
 
-// The chosen kernel, if it takes these rows.
+// Returns the chosen kernel if it supports these rows.
 LinearKernel kernel_for(Checker& check, int64_t rows) {
   LinearKernel chosen = linear_kernel.load(std::memory_order_relaxed);
   for (const LinearKernelName& one : kLinearKernels) {
@@ -212,7 +211,7 @@ void linear(const TensorView& x,
     if (is_plain && dtype != DType::kFloat32) params.kernel = kernel_for(check, rows);
     return linear_cuda(params, check.stream());
   }
-  // About 1.5 MB of weights are read, or passed over by eight rows, in 50 us.
+  // Reading about 1.5 MB of weights, or passing over them with eight rows, takes 50 us.
   ReleaseGil release(packed.bytes * ((rows + 7) / 8) > (1536 << 10));
   linear_cpu(params);
 }

@@ -9,11 +9,12 @@ namespace specops {
 // out = y * sigmoid(gate), or y * silu(gate), with y = x or rms_norm(x).
 // Grid:    x = rows * heads (unbounded).
 // Block:   32 to 1,024 threads, by dim alone; thread i owns chunks i, i + threads, ...
-// Smem:    one float a warp.
-// Cost:    3 elements moved an element of out, 5 with a norm, two of them from cache; memory-bound.
-// Assumes: rows contiguous; what is not aligned to 16 bytes goes element by element.
+// Smem:    one float per warp.
+// Cost:    3 elements moved per element of out; 5 with a norm, two of them from cache;
+//          memory-bound.
+// Assumes: rows contiguous; data not aligned to 16 bytes is processed element by element.
 // Order:   the norm is that of norm_row, its result rounded; the rest elementwise in fp32, rounded
-//          once. A head of a row alone decides its bits.
+//          once. The bits of a head depend only on that head of the row.
 // Source:  Yang, Kautz and Hatamizadeh 2024 (Gated DeltaNet); Qiu et al. 2025 (gated attention).
 template <typename T>
 __global__ void __launch_bounds__(kRmsNormMaxThreads)
@@ -27,7 +28,7 @@ __global__ void __launch_bounds__(kRmsNormMaxThreads)
   if (params.weight != nullptr) {
     const T* weight = static_cast<const T*>(params.weight);
     norm_row<T>(x, nullptr, weight, out, params.dim, params.eps, aligned);
-    x = out;  // of which a thread reads back what it wrote itself
+    x = out;  // each thread reads back only what it wrote itself
   }
   int64_t step = int64_t{blockDim.x} * kChunk<T>;
   for (int64_t col = int64_t{threadIdx.x} * kChunk<T>; col < params.dim; col += step) {

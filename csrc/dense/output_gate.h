@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// output_gate: what attention gives, let through by a gate; normed before that, where there is a norm.
+// output_gate: attention output times a gate, after a norm if there is one.
 #pragma once
 
 #include <cstdint>
@@ -11,19 +11,19 @@
 namespace specops {
 
 struct OutputGateParams {
-  const void* x;       // [rows, heads, dim], rows x_stride apart
-  const void* gate;    // [rows, heads, gate_dim], rows gate_stride apart
-  const void* weight;  // [dim], of the norm; may be nullptr
+  const void* x;       // [rows, heads, dim], rows are x_stride apart
+  const void* gate;    // [rows, heads, gate_dim], rows are gate_stride apart
+  const void* weight;  // [dim], weight of the norm; may be nullptr
   void* out;           // [rows, heads, dim], contiguous; may be x
   int64_t rows;
   int64_t heads;
   int64_t dim;
-  int64_t gate_dim;  // dim, or 1: one gate for a head
+  int64_t gate_dim;  // dim, or 1: one gate per head
   int64_t x_stride;
   int64_t gate_stride;
   float eps;
-  bool is_silu;  // of the gate; otherwise sigmoid
-  DType dtype;   // float32, bfloat16 or float16; of all tensors
+  bool is_silu;  // whether the gate is silu instead of sigmoid
+  DType dtype;   // dtype of all tensors: float32, bfloat16 or float16
 };
 
 SPECOPS_DECLARE_CPU(output_gate_cpu, OutputGateParams);

@@ -6,15 +6,15 @@
 
 namespace specops {
 
-// h = residual + x (rounded and kept, where there is a residual) or x;
+// Computes h = residual + x (rounded and stored, if there is a residual) or x;
 // out = T(h / sqrt(mean(h^2) + eps)) * weight, rounded again.
 // Grid:    x = rows (unbounded).
 // Block:   32 to 1,024 threads, by the width alone; thread i owns chunks i, i + threads, ...
-// Smem:    one float a warp.
-// Cost:    2 elements moved an element of x, 4 with a residual, weight from cache; memory-bound.
-// Assumes: rows contiguous, out does not overlap residual; what is not aligned to 16 bytes goes
-//          element by element. Rows above 16,384 elements of 2 bytes are read twice.
-// Order:   that of norm_row. The row alone decides its bits.
+// Smem:    one float per warp.
+// Cost:    2 elements moved per element of x, 4 with a residual, weight from cache; memory-bound.
+// Assumes: rows contiguous, out does not overlap residual; data not aligned to 16 bytes is
+//          processed element by element. Rows above 16,384 elements of 2 bytes are read twice.
+// Order:   that of norm_row. A row's bits depend only on the row.
 // Source:  Zhang and Sennrich 2019; roundings as Llama and Qwen3 in transformers.
 template <typename T>
 __global__ void __launch_bounds__(kRmsNormMaxThreads)

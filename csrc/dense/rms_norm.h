@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// rms_norm: root-mean-square normalisation of rows, with the residual addition before it.
+// rms_norm: root-mean-square normalization of rows, after an optional residual addition.
 #pragma once
 
 #include <cstdint>
@@ -11,7 +11,7 @@
 namespace specops {
 
 struct RmsNormParams {
-  const void* x;       // [rows, width], rows x_stride apart
+  const void* x;       // [rows, width], rows are x_stride apart
   const void* weight;  // [width]
   void* residual;      // [rows, width], contiguous; becomes residual + x; may be nullptr
   void* out;           // [rows, width], contiguous; may be x
@@ -19,7 +19,7 @@ struct RmsNormParams {
   int64_t width;
   int64_t x_stride;  // elements between rows
   float eps;
-  DType dtype;  // float32, bfloat16 or float16; of all tensors
+  DType dtype;  // dtype of all tensors: float32, bfloat16 or float16
 };
 
 SPECOPS_DECLARE_CPU(rms_norm_cpu, RmsNormParams);

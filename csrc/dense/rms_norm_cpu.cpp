@@ -6,16 +6,16 @@
 namespace specops::SPECOPS_ISA {
 namespace {
 
-// h = residual + x (rounded and kept, where there is a residual) or x;
+// Computes h = residual + x (rounded and stored, if there is a residual) or x;
 // out = T(h / sqrt(mean(h^2) + eps)) * weight, rounded again.
-// Cost:    3 to 5 * rows * width elements moved; a row stays in the first-level cache.
+// Cost:    3 to 5 * rows * width elements moved; a row stays in L1.
 // Assumes: rows contiguous; out does not overlap residual.
-// Order:   that of norm_row. The row alone decides its bits.
+// Order:   that of norm_row. A row's bits depend only on the row.
 // Source:  Zhang and Sennrich 2019; roundings as Llama and Qwen3 in transformers.
-// Threads: ranges of rows.
+// Threads: one item per range of rows.
 template <typename T>
 void run(const RmsNormParams& params) {
-  // A chunk should be worth waking a thread: about 8192 elements.
+  // Each chunk should justify waking a thread: about 8192 elements.
   int64_t grain = 8192 / params.width + 1;
   parallel_for(params.rows, grain, [&](int64_t begin, int64_t end) {
     for (int64_t row = begin; row < end; ++row) {

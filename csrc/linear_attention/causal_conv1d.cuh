@@ -8,15 +8,16 @@ namespace specops {
 
 constexpr int kConvThreads = 128;
 
-// out = silu(sum over taps of weight * x of that many positions before); keeps x in the slot.
-// Grid:    x = (batch + 1) * pieces of 128 channels (unbounded); the last are of rows of nobody.
-// Block:   128 threads; a thread owns one channel of one request, for all its rows.
+// Computes out = silu(sum over taps of weight * x that many positions before); stores x in the
+// slot.
+// Grid:    x = (batch + 1) * pieces of 128 channels (unbounded); the last ones handle padding rows.
+// Block:   128 threads; each thread owns one channel of one request, for all its rows.
 // Smem:    none.
-// Cost:    taps products an element; each x is read from memory once, then from cache.
-// Assumes: no slot twice.
+// Cost:    `taps` products per element; each x is read from memory once, then from cache.
+// Assumes: no slot appears twice.
 // Order:   a chain over the taps from the oldest position on, from zero, in fp32; positions before
-//          the text are left out. Rounded once. A request at fault is reported, its rows are not
-//          written.
+//          the text are skipped. Rounded once. A request with a fault is reported, and its rows are
+//          not written.
 // Source:  Gu and Dao 2023 (Mamba).
 template <typename T>
 __global__ void __launch_bounds__(kConvThreads) causal_conv1d_kernel(CausalConv1dParams params) {
@@ -40,7 +41,7 @@ __global__ void __launch_bounds__(kConvThreads) causal_conv1d_kernel(CausalConv1
   }
   const T* x = static_cast<const T*>(params.x) + range.first * params.x_stride + channel;
   T* kept = static_cast<T*>(params.states) + range.slot * window * channels + channel;
-  float weight[kMostTaps];  // the last one is that of the row itself
+  float weight[kMostTaps];  // the last one is for the row itself
 #pragma unroll
   for (int tap = 0; tap < kMostTaps; ++tap) {
     int64_t from = tap - (kMostTaps - taps);
@@ -58,7 +59,7 @@ __global__ void __launch_bounds__(kConvThreads) causal_conv1d_kernel(CausalConv1
     }
     out[i * channels] = from_float<T>(__fdiv_rn(sum, __fadd_rn(1.0f, expf(-sum))));
   }
-  // When nobody reads what was there any more.
+  // Stored last, when the old values are no longer needed.
   for (int64_t i = max(count - window, int64_t{0}); i < count; ++i) {
     kept[(range.begin + i) % window * channels] = x[i * params.x_stride];
   }

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// causal_conv1d: a short convolution of each channel over a request's positions, and silu.
+// causal_conv1d: a short convolution over a request's positions in each channel, then silu.
 #pragma once
 
 #include <cstdint>
@@ -13,15 +13,15 @@ namespace specops {
 constexpr int kMostTaps = 8;
 
 struct CausalConv1dParams {
-  const void* x;       // [rows, channels], rows x_stride apart
-  const void* weight;  // [taps, channels]; the last tap is of the row itself
+  const void* x;       // [rows, channels], rows are x_stride apart
+  const void* weight;  // [taps, channels]; the last tap is for the row itself
   void* states;        // [num_slots, window, channels]: x of position i at i % window
   void* out;           // [rows, channels], contiguous
   SlotRows of;
   int64_t channels;
   int64_t taps;
   int64_t x_stride;
-  DType dtype;  // float32, bfloat16 or float16; of all
+  DType dtype;  // dtype of all tensors: float32, bfloat16 or float16
   ErrorFlag error;
 };
 

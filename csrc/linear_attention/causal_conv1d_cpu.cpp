@@ -8,9 +8,9 @@
 namespace specops::SPECOPS_ISA {
 namespace {
 
-constexpr int64_t kPiece = 64;  // channels of a task
+constexpr int64_t kPiece = 64;  // channels per item
 
-// Channels first .. last of the rows of a request.
+// Computes channels [first, last) of the rows of a request.
 template <typename T>
 void run_piece(const CausalConv1dParams& params, SlotRange range, int64_t first, int64_t last) {
   int64_t channels = params.channels, window = params.of.window, taps = params.taps;
@@ -41,7 +41,7 @@ void run_piece(const CausalConv1dParams& params, SlotRange range, int64_t first,
       store_partial(out + (range.first + i) * channels + col, value, n);
     }
   }
-  // When nobody reads what was there any more.
+  // Stored last, when the old values are no longer needed.
   for (int64_t i = count > window ? count - window : 0; i < count; ++i) {
     std::memcpy(static_cast<void*>(kept + (range.begin + i) % window * channels + first),
                 row_of(i) + first,
@@ -49,17 +49,19 @@ void run_piece(const CausalConv1dParams& params, SlotRange range, int64_t first,
   }
 }
 
-// out = silu(sum over taps of weight * x of that many positions before); keeps x in the slot.
-// Cost:    taps products an element, each x and out moved once; memory-bound.
-// Assumes: slots, lengths and rows checked by ops.cpp; no slot twice.
+// Computes out = silu(sum over taps of weight * x that many positions before); stores x in the
+// slot.
+// Cost:    `taps` products per element, each x and out moved once; memory-bound.
+// Assumes: slots, lengths and rows checked by ops.cpp; no slot appears twice.
 // Order:   a chain over the taps from the oldest position on, from zero, in fp32; positions before
-//          the text are left out. Rounded once.
+//          the text are skipped. Rounded once.
 // Source:  Gu and Dao 2023 (Mamba).
-// Threads: pieces of 64 channels of one request, so that who reads what a slot kept replaces it.
+// Threads: one item per 64 channels of a request, so that the same thread reads a slot and replaces
+//          it.
 template <typename T>
 void run(const CausalConv1dParams& params) {
   int64_t pieces = (params.channels + kPiece - 1) / kPiece;
-  // A chunk should be worth waking a thread: about 4096 elements.
+  // Each chunk should justify waking a thread: about 4096 elements.
   int64_t rows = params.of.rows / (params.of.batch + 1) + 1;
   parallel_for((params.of.batch + 1) * pieces, 64 / rows, [&](int64_t begin, int64_t end) {
     for (int64_t item = begin; item < end; ++item) {

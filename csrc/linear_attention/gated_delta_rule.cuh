@@ -7,13 +7,13 @@
 namespace specops {
 
 constexpr int kDeltaThreads = 128;
-constexpr int kDeltaLanes = 4;                              // threads of a column
-constexpr int kDeltaColumns = kDeltaThreads / kDeltaLanes;  // of a block
-constexpr int kDeltaKeys = kMostKeyDim / kDeltaLanes;       // rows of a column that a thread has
+constexpr int kDeltaLanes = 4;                              // threads per column
+constexpr int kDeltaColumns = kDeltaThreads / kDeltaLanes;  // columns per block
+constexpr int kDeltaKeys = kMostKeyDim / kDeltaLanes;       // rows of a column per thread
 constexpr int kDeltaWarps = kDeltaThreads / kWarpSize;
 static_assert(kMostKeyDim == kDeltaThreads, "a thread normalises one element of q and of k");
 
-// q and k of a row, and what their squares add up to in each warp.
+// q and k of a row, and the sums of their squares per warp.
 struct DeltaShared {
   float q[kMostKeyDim];
   float k[kMostKeyDim];
@@ -29,13 +29,13 @@ __device__ inline float warp_sum(float x) {
   return x;
 }
 
-// Over the threads of a column.
+// Returns the sum over the threads of a column.
 __device__ inline float column_sum(float x) {
   x = __fadd_rn(x, __shfl_xor_sync(kFullMask, x, 1));
   return __fadd_rn(x, __shfl_xor_sync(kFullMask, x, 2));
 }
 
-// Puts q and k of one row into shared memory, as floats of length `scale` and 1.
+// Loads q and k of one row to shared memory, as floats of length `scale` and 1.
 template <typename T>
 __device__ inline void load_row(DeltaShared& shared, const T* q, const T* k, int dim, float scale) {
   int thread = static_cast<int>(threadIdx.x);
@@ -45,7 +45,7 @@ __device__ inline void load_row(DeltaShared& shared, const T* q, const T* k, int
     key = to_float(k[thread]);
   }
   float q_squares = warp_sum(__fmul_rn(query, query)), k_squares = warp_sum(__fmul_rn(key, key));
-  __syncthreads();  // the row before is done with
+  __syncthreads();  // all threads are done with the previous row
   if (thread % kWarpSize == 0) {
     shared.q_squares[thread / kWarpSize] = q_squares;
     shared.k_squares[thread / kWarpSize] = k_squares;
@@ -67,16 +67,18 @@ __device__ inline void load_row(DeltaShared& shared, const T* q, const T* k, int
 
 // For each row in order, with q and k of length key_dim^-1/2 and 1:
 // state = decay * state; state += k (v - k state) strength; out = q state.
-// Grid:    x = (batch + 1) * value heads * pieces of 32 columns of a state (unbounded); the last are
-//          of rows of nobody.
-// Block:   128 threads; four have a column of a state in registers, every fourth element each.
+// Grid:    x = (batch + 1) * value heads * pieces of 32 columns of a state (unbounded); the last
+//          ones handle padding rows.
+// Block:   128 threads; four threads hold a column of a state in registers, every fourth element
+//          each.
 // Smem:    DeltaShared.
-// Cost:    7 * key_dim * value_dim operations a row and value head; a state is read once and written
-//          once for each row that may be the last that is accepted.
-// Assumes: no slot twice.
+// Cost:    7 * key_dim * value_dim operations per row and value head; a state is read once, and
+//          written once for each row that may be the last accepted one.
+// Assumes: no slot appears twice.
 // Order:   row by row, in fp32. Sums over key_dim: chains from zero over the elements of a thread,
-//          then a tree of four; of squares, a tree over a warp, then warps in order. No order depends
-//          on how many rows a step has. A request at fault is reported, its rows are not written.
+//          then a tree of four. Sums of squares: a tree over a warp, then warps in order. No order
+//          depends on the number of rows in a step. A request with a fault is reported, and its
+//          rows are not written.
 // Source:  Yang, Kautz and Hatamizadeh 2024 (Gated DeltaNet).
 template <typename T>
 __global__ void __launch_bounds__(kDeltaThreads)
@@ -104,7 +106,7 @@ __global__ void __launch_bounds__(kDeltaThreads)
     }
     return;
   }
-  // The first element that this thread has of the state after a position, and from there to the next.
+  // Returns this thread's first element of the state after a position.
   auto state_of = [&](int64_t position) {
     int64_t place = (range.slot * window + position % window) * heads + head;
     return params.states + (place * dim + lane) * value_dim + col;
@@ -151,7 +153,7 @@ __global__ void __launch_bounds__(kDeltaThreads)
     sum = column_sum(sum);
     if (!has_column) continue;
     if (lane == 0) out[row * heads * value_dim] = from_float<T>(sum);
-    if (row + window < range.end) continue;  // a later row takes its place
+    if (row + window < range.end) continue;  // a later row overwrites it
     float* to = state_of(range.begin + row - range.first);
 #pragma unroll
     for (int i = 0; i < kDeltaKeys; ++i) {

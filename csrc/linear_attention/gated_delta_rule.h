@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// gated_delta_rule: linear attention by a state for each head, which decays and is corrected.
+// gated_delta_rule: linear attention with a state per head, which decays and is corrected by each
+// row.
 #pragma once
 
 #include <cmath>
@@ -13,16 +14,16 @@ namespace specops {
 
 constexpr int kMostKeyDim = 128;
 constexpr int kMostValueDim = 256;
-constexpr int kDeltaDimStep = 16;         // key_dim and value_dim are multiples of it
+constexpr int kDeltaDimStep = 16;         // key_dim and value_dim must be multiples of it
 constexpr float kKeyNormEps = 1e-6f;      // added to the sum of squares of a query or a key
-constexpr float kSoftplusLinear = 20.0f;  // softplus(x) is x above it
+constexpr float kSoftplusLinear = 20.0f;  // above it, softplus(x) is x
 
 struct GatedDeltaRuleParams {
-  const void* q;         // [rows, num_key_heads, key_dim], rows q_stride apart
-  const void* k;         // likewise, rows k_stride apart
-  const void* v;         // [rows, num_value_heads, value_dim], rows v_stride apart
-  const void* a;         // [rows, num_value_heads], rows a_stride apart
-  const void* b;         // likewise, rows b_stride apart
+  const void* q;         // [rows, num_key_heads, key_dim], rows are q_stride apart
+  const void* k;         // [rows, num_key_heads, key_dim], rows are k_stride apart
+  const void* v;         // [rows, num_value_heads, value_dim], rows are v_stride apart
+  const void* a;         // [rows, num_value_heads], rows are a_stride apart
+  const void* b;         // [rows, num_value_heads], rows are b_stride apart
   const float* a_log;    // [num_value_heads]
   const float* dt_bias;  // [num_value_heads]
   float* states;  // [num_slots, window, num_value_heads, key_dim, value_dim]; after position i at
@@ -38,7 +39,7 @@ struct GatedDeltaRuleParams {
   int64_t v_stride;
   int64_t a_stride;
   int64_t b_stride;
-  DType dtype;  // float32, bfloat16 or float16; of q, k, v, a, b and out
+  DType dtype;  // dtype of q, k, v, a, b and out: float32, bfloat16 or float16
   ErrorFlag error;
 };
 
@@ -46,14 +47,14 @@ SPECOPS_HOST_DEVICE Fault fault_of(const GatedDeltaRuleParams& params, int64_t r
   return fault_of(params.of, request, ErrorCode::kGatedDeltaRuleSlots);
 }
 
-// What a row multiplies its state with: exp(-exp(a_log) * softplus(a + dt_bias)).
+// Returns a row's decay factor of the state: exp(-exp(a_log) * softplus(a + dt_bias)).
 SPECOPS_HOST_DEVICE float decay_of(float a, float a_log, float dt_bias) {
   float x = a + dt_bias;
   float softplus = x > kSoftplusLinear ? x : log1pf(expf(x));
   return expf(-(expf(a_log) * softplus));
 }
 
-// How much of its correction a row makes: sigmoid(b).
+// Returns the fraction of its correction that a row applies: sigmoid(b).
 SPECOPS_HOST_DEVICE float strength_of(float b) { return 1.0f / (1.0f + expf(-b)); }
 
 SPECOPS_DECLARE_CPU(gated_delta_rule_cpu, GatedDeltaRuleParams);

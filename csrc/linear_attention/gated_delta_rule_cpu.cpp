@@ -8,7 +8,7 @@
 namespace specops::SPECOPS_ISA {
 namespace {
 
-// A query or key as floats, of length `scale`.
+// Converts a query or key to floats of length `scale`.
 template <typename T>
 void normalise(const T* src, float* dst, int64_t dim, float scale) {
   F32x16 squares = zero();
@@ -22,13 +22,13 @@ void normalise(const T* src, float* dst, int64_t dim, float scale) {
   }
 }
 
-// Rows that are computed for some columns before the next columns are, which stay in the first-level
-// cache with what these rows bring.
+// Rows to compute for some columns before the next columns; the columns and these rows' inputs stay
+// in L1.
 constexpr int64_t kRows = 8;
 constexpr int kVectors = 4;
 constexpr int64_t kColumns = kVectors * kLanes;
 
-// What a row brings to its state.
+// The inputs of one row.
 struct RowInput {
   float q[kMostKeyDim];
   float k[kMostKeyDim];
@@ -36,7 +36,7 @@ struct RowInput {
   float strength;
 };
 
-// kCount * 16 columns of a state for one row: `from` becomes `to`, which may be the same.
+// Updates kCount * 16 columns of a state for one row, from `from` to `to`, which may be equal.
 template <int kCount, typename T>
 void step_columns(const RowInput& row,
                   const float* from,
@@ -76,7 +76,7 @@ const T* of_row(const void* data, int64_t stride, int64_t row) {
   return static_cast<const T*>(data) + row * stride;
 }
 
-// What row `row` brings to the state of a head.
+// Loads the inputs of row `row` for a head.
 template <typename T>
 void load_row(const GatedDeltaRuleParams& params, int64_t row, int64_t head, RowInput& input) {
   int64_t dim = params.key_dim;
@@ -89,8 +89,8 @@ void load_row(const GatedDeltaRuleParams& params, int64_t row, int64_t head, Row
   input.strength = strength_of(to_float(of_row<T>(params.b, params.b_stride, row)[head]));
 }
 
-// One head of a request that has a slot, a few rows at a time. The states of rows that are followed
-// by others, and by more than a slot keeps, lie in `passing`.
+// Computes one head of a request that has a slot, a few rows at a time. States that a slot will not
+// keep, because more than `window` rows follow, go to `passing`.
 template <typename T>
 void run_head(const GatedDeltaRuleParams& params, SlotRange range, int64_t head) {
   static const float zeros[kMostValueDim] = {};
@@ -103,7 +103,7 @@ void run_head(const GatedDeltaRuleParams& params, SlotRange range, int64_t head)
     return params.states + (place * heads + head) * dim * value_dim;
   };
   int64_t rows = range.end - range.first;
-  // Where all are kept, each is written from its beginning to its end.
+  // If all states are kept, each is written in full before the next.
   int64_t most = rows > window ? kRows : 1;
   for (int64_t begin = 0; begin < rows; begin += most) {
     int64_t end = begin + most < rows ? begin + most : rows;
@@ -138,7 +138,7 @@ void run_head(const GatedDeltaRuleParams& params, SlotRange range, int64_t head)
   }
 }
 
-// Rows of nobody.
+// Clears the outputs of padding rows.
 template <typename T>
 void clear_head(const GatedDeltaRuleParams& params, SlotRange range, int64_t head) {
   int64_t heads = params.num_value_heads, value_dim = params.value_dim;
@@ -150,14 +150,14 @@ void clear_head(const GatedDeltaRuleParams& params, SlotRange range, int64_t hea
 
 // For each row in order, with q and k of length key_dim^-1/2 and 1:
 // state = decay * state; state += k (v - k state) strength; out = q state.
-// Cost:    7 * key_dim * value_dim operations a row and value head. Of prompts 64 columns of a state
-//          stay in the first-level cache for 8 rows; rows that a step may reject write one each.
-// Assumes: slots, lengths and rows checked by ops.cpp; no slot twice.
-// Order:   row by row, in fp32. Sums over key_dim are chains from zero in its order; of squares, 16
-//          lane sums, then one tree. No order depends on how many rows a step has: the form that
-//          computes chunks of rows as products of matrices would.
+// Cost:    7 * key_dim * value_dim operations per row and value head. In prompts, 64 columns of a
+//          state stay in L1 for 8 rows; rows that a step may reject write one state each.
+// Assumes: slots, lengths and rows checked by ops.cpp; no slot appears twice.
+// Order:   row by row, in fp32. Sums over key_dim are chains from zero in its order; sums of
+//          squares are 16 lane sums, then one tree. No order depends on the number of rows in a
+//          step, unlike in the chunked form, which computes chunks of rows as matrix products.
 // Source:  Yang, Kautz and Hatamizadeh 2024 (Gated DeltaNet).
-// Threads: one value head of one request.
+// Threads: one item per value head of a request.
 template <typename T>
 void run(const GatedDeltaRuleParams& params) {
   int64_t heads = params.num_value_heads;

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Argument checks and registration of the linear attention family.
+// Argument checks and registration of the linear attention ops.
 #include "linear_attention/ops.h"
 
 #include <string>
@@ -14,10 +14,11 @@ namespace {
 
 constexpr auto kFloats = {DType::kFloat32, DType::kBFloat16, DType::kFloat16};
 
-// Above this many operations an op takes more than about 50 us and lets go of the GIL.
+// An op with more operations takes more than about 50 us and releases the GIL.
 constexpr int64_t kGilOperations = int64_t{1} << 20;
 
-// Checked behind the tensors that say how many rows, slots and positions there are.
+// Checks the slot arrays, after the tensors that determine the numbers of rows, slots and
+// positions.
 SlotRows read_slot_rows(Checker& check,
                         const TensorView& slots,
                         const TensorView& qo_indptr,
@@ -41,7 +42,7 @@ SlotRows read_slot_rows(Checker& check,
   };
 }
 
-// Rows are read again when others are written.
+// Refuses overlapping tensors, because rows are read again after others are written.
 void refuse_overlap(const Checker& check,
                     const TensorView& out,
                     const char* argument,

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// A request's rows of a step, and the slot that keeps what earlier rows left: both ops see them so.
+// A request's rows of a step, and the slot that keeps the states of earlier rows; used by both ops.
 //
-// What position i leaves lies at i % window of its slot. So a step finds what the position before its
-// first row left, however many rows behind that one were rejected: nothing is rolled back.
+// The state after position i is at i % window of its slot. So a step finds the state before its
+// first row, however many later rows were rejected: nothing is rolled back.
 #pragma once
 
 #include <cstdint>
@@ -16,22 +16,22 @@ namespace specops {
 struct SlotRows {
   const int32_t* slots;      // [batch]; -1: the request has no slot, and its rows become zeros
   const int32_t* qo_indptr;  // [batch + 1]
-  const int32_t* kv_lens;    // [batch], this step's rows included
+  const int32_t* kv_lens;    // [batch], including this step's rows
   int64_t batch;
   int64_t num_slots;
-  int64_t window;  // positions that a slot keeps
+  int64_t window;  // positions per slot
   int64_t rows;
 };
 
 // One request of a step.
 struct SlotRange {
   int64_t slot;   // -1: rows become zeros
-  int64_t first;  // row
-  int64_t end;    // row
+  int64_t first;  // first row
+  int64_t end;    // end row
   int64_t begin;  // position of the first row
 };
 
-// Request `batch` has the rows behind those of all requests, which are nobody's.
+// Returns the rows of a request. Request `batch` stands for the padding rows behind all requests.
 SPECOPS_HOST_DEVICE SlotRange range_of(const SlotRows& rows, int64_t request) {
   int64_t first = rows.qo_indptr[request];
   if (request == rows.batch) return {-1, first, rows.rows, 0};
@@ -39,7 +39,8 @@ SPECOPS_HOST_DEVICE SlotRange range_of(const SlotRows& rows, int64_t request) {
   return {rows.slots[request], first, end, rows.kv_lens[request] - (end - first)};
 }
 
-// Of `request`, which may be `batch`; codes are those of slots, qo_indptr and kv_lens, in this order.
+// Checks `request`, which may be `batch`; codes are those of slots, qo_indptr and kv_lens, in this
+// order.
 SPECOPS_HOST_DEVICE Fault fault_of(const SlotRows& rows, int64_t request, ErrorCode first_code) {
   auto code = [&](int32_t rule) {
     return static_cast<ErrorCode>(static_cast<int32_t>(first_code) + rule);

@@ -10,12 +10,13 @@ constexpr int kCombineThreads = 256;
 
 // out = sum of weight * expert_out over the experts of a row, then shared.
 // Grid:    x = rows * pieces of 256 columns (unbounded).
-// Block:   256 threads; a thread owns one column of one row.
+// Block:   256 threads; each thread owns one column of one row.
 // Smem:    none.
-// Cost:    (top_k + 1) * 4 bytes read and an element written for each of width; memory-bound.
+// Cost:    (top_k + 1) * 4 bytes read and an element written per column; memory-bound.
 // Assumes: -
-// Order:   one chain in the order of the row's experts, each product and each sum rounded to float32,
-//          shared last; rounded once to the dtype. A wrong place is a fault and counts as none.
+// Order:   one chain in the order of the row's experts, each product and each sum rounded to
+//          float32, shared last; rounded once to the dtype. An invalid place is a fault and counts
+//          as none.
 // Source:  -
 template <typename T>
 __global__ void __launch_bounds__(kCombineThreads) moe_combine_kernel(MoeCombineParams params) {

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// moe_combine: what the experts of a row gave, weighted and added.
+// moe_combine: the weighted sum of the outputs of a row's experts.
 #pragma once
 
 #include <cstdint>
@@ -21,7 +21,7 @@ struct MoeCombineParams {
   int64_t rows;
   int64_t top_k;
   int64_t width;
-  DType dtype;  // of out
+  DType dtype;  // dtype of out
   ErrorFlag error;
 };
 

@@ -7,12 +7,12 @@ namespace specops::SPECOPS_ISA {
 namespace {
 
 // out = sum of weight * expert_out over the experts of a row, then shared.
-// Cost:    (top_k + 1) * 4 bytes read and an element written for each of width; memory-bound.
+// Cost:    (top_k + 1) * 4 bytes read and an element written per column; memory-bound.
 // Assumes: places checked by ops.cpp.
-// Order:   one chain in the order of the row's experts, each product and each sum rounded to float32,
-//          shared last; rounded once to the dtype.
+// Order:   one chain in the order of the row's experts, each product and each sum rounded to
+//          float32, shared last; rounded once to the dtype.
 // Source:  -
-// Threads: pieces of 256 columns of one row.
+// Threads: one item per 256 columns of a row.
 template <typename T>
 void run(const MoeCombineParams& params) {
   constexpr int64_t kPiece = 256;

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The kernels of moe_linear: those of linear, on tiles of rows that they find by themselves.
+// The kernels of moe_linear: those of linear, on tiles of one expert's rows that each block looks
+// up.
 #pragma once
 
 #include "gemm/code_product.cuh"
@@ -9,21 +10,23 @@
 
 namespace specops {
 
-constexpr int kExpertRows = 8;  // of a tile
+constexpr int kExpertRows = 8;  // rows per tile
 static_assert(kExpertRows == kFloatRows);
 
-// Tiles of any call of so many pairs: each expert may have one that is not full.
+// Returns an upper bound on the row tiles of this many pairs: each expert may have one partial
+// tile.
 inline int64_t most_row_tiles(int64_t pairs, int64_t num_experts) {
   return pairs / kExpertRows + (num_experts < pairs ? num_experts : pairs);
 }
 
-// Rows of one expert; none: there are fewer tiles.
+// Rows of one expert; rows = 0 if there are fewer tiles.
 struct ExpertTile {
   int expert, first, rows;
 };
 
-// Called by every warp of a block: tile `index` of all experts' rows, in order. From the first expert
-// with a fault on there are none: ranges of rows behind it may overlap those before it.
+// Returns tile `index` of all experts' rows, in order; called by every warp of a block. From the
+// first expert with a fault on there are no tiles, because later row ranges may overlap earlier
+// ones.
 __device__ inline ExpertTile expert_tile(const MoeLinearParams& params, int64_t index) {
   int lane = static_cast<int>(threadIdx.x) % kWarpSize;
   int experts = static_cast<int>(params.num_experts), left = static_cast<int>(index);
@@ -62,7 +65,7 @@ __device__ inline ExpertTile expert_tile(const MoeLinearParams& params, int64_t 
   return {0, 0, 0};
 }
 
-// Where row `row` of a tile begins in x; a row that is none is a fault, and zeros.
+// Returns the begin of row `row` of a tile in x; an invalid row is a fault and reads as zeros.
 template <typename T>
 __device__ inline const T* expert_row(const MoeLinearParams& params,
                                       const ExpertTile& tile,
@@ -79,15 +82,15 @@ __device__ inline const T* expert_row(const MoeLinearParams& params,
   return static_cast<const T*>(params.x) + from * params.x_stride;
 }
 
-// out[pair] = weight of the pair's expert * x[row of the pair], of 16-bit types.
-// Grid:    x = tiles of eight rows of one expert, as many as there may be, times tiles of outputs as
-//          in linear_stream_kernel, rows fastest (unbounded). Blocks without a tile end at once.
+// Computes out[pair] = weight of the pair's expert * x[row of the pair], for 16-bit types.
+// Grid:    x = tiles of eight rows of one expert, as many as possible, times tiles of outputs as in
+//          linear_stream_kernel, rows fastest (unbounded). Blocks without a tile exit at once.
 // Block:   as linear_stream_kernel.
 // Smem:    as linear_stream_kernel.
-// Cost:    the weights of each expert that has rows, once for every eight of them; blocks that share
-//          weights run side by side. 4 bytes of expert_indptr an expert and block.
-// Assumes: weights packed by pack_weight, one expert behind the other.
-// Order:   as linear_stream_kernel: a pair's bits are linear's of its expert alone.
+// Cost:    the weights of each expert that has rows, once per eight rows; blocks that share weights
+//          run side by side. 4 bytes of expert_indptr per expert and block.
+// Assumes: weights packed by pack_weight, experts in sequence.
+// Order:   as linear_stream_kernel: a pair's bits equal those of linear with its expert alone.
 // Source:  -
 template <typename T>
 __global__ void __launch_bounds__(128)
@@ -101,12 +104,12 @@ __global__ void __launch_bounds__(128)
   });
 }
 
-// The same of float32, as linear_float_kernel computes it.
+// Computes the same for float32, as linear_float_kernel does.
 // Grid:    as moe_stream_kernel, with linear_float_kernel's tiles of outputs.
 // Block:   as linear_float_kernel.
 // Smem:    as linear_float_kernel.
-// Cost:    as linear_float_kernel, of the experts that have rows.
-// Assumes: weights packed by pack_weight, one expert behind the other.
+// Cost:    as linear_float_kernel, for the experts that have rows.
+// Assumes: weights packed by pack_weight, experts in sequence.
 // Order:   as linear_float_kernel.
 // Source:  -
 template <bool kAligned>
@@ -121,12 +124,12 @@ __global__ void __launch_bounds__(128)
   });
 }
 
-// The same of codes, as linear_codes_kernel computes it.
+// Computes the same for quantized weights, as linear_codes_kernel does.
 // Grid:    as moe_stream_kernel, with linear_codes_kernel's tiles of outputs.
 // Block:   as linear_codes_kernel.
 // Smem:    as linear_codes_kernel.
-// Cost:    as linear_codes_kernel, of the experts that have rows.
-// Assumes: weights packed by pack_weight, one expert behind the other.
+// Cost:    as linear_codes_kernel, for the experts that have rows.
+// Assumes: weights packed by pack_weight, experts in sequence.
 // Order:   as linear_codes_kernel.
 // Source:  -
 template <typename Codes, typename Numbers, typename Shape>
@@ -139,7 +142,7 @@ __global__ void __launch_bounds__(Shape::kThreads, 2)
   GemmParams one = of_expert(params, tile.expert, tile.first, tile.rows);
   auto row_at = [&](int64_t row) -> const void* {
     if (params.dtype == DType::kFloat32) return expert_row<float>(params, tile, row);
-    return expert_row<bfloat16>(params, tile, row);  // float16, too
+    return expert_row<bfloat16>(params, tile, row);  // also used for float16
   };
   code_rows<Codes, Numbers, Shape>(one, plan, params.error, 0, blockIdx.x / row_tiles, row_at);
 }

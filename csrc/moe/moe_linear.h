@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// moe_linear: rows times the weights of the experts that they go to, each expert's rows together.
+// moe_linear: multiplies rows with the weights of their experts, each expert's rows together.
 #pragma once
 
 #include <cstdint>
@@ -12,21 +12,21 @@
 
 namespace specops {
 
-// Rows are pairs in the order of moe_sort. The weight and the bias are those of expert 0; the others
-// follow.
+// Rows are pairs in the order of moe_sort. The weight and the bias point to expert 0; the other
+// experts follow.
 struct MoeLinearParams : GemmParams {
-  const int32_t* expert_indptr;  // [num_experts + 1]; where the pairs of each expert begin
+  const int32_t* expert_indptr;  // [num_experts + 1], begin of each expert's pairs
   int64_t num_experts;
   int64_t x_rows;  // rows of x
-  // From one expert to the next.
+  // Distances from one expert to the next.
   int64_t data_bytes;
-  int64_t scales;  // elements, as the next two
+  int64_t scales;  // in elements, as are the next two
   int64_t offsets;
   int64_t code_values;
   ErrorFlag error;
 };
 
-// Of the pairs of expert e.
+// Checks the range of pairs of expert e.
 SPECOPS_HOST_DEVICE Fault expert_fault(const MoeLinearParams& params, int64_t e) {
   int32_t begin = params.expert_indptr[e], end = params.expert_indptr[e + 1];
   if (begin < 0 || (e == 0 && begin != 0)) {
@@ -36,17 +36,18 @@ SPECOPS_HOST_DEVICE Fault expert_fault(const MoeLinearParams& params, int64_t e)
   return fault_at(ErrorCode::kMoeLinearExpertIndptr, end, e + 1).with(begin, params.rows);
 }
 
-// Of an entry of row_indices that an expert has.
+// Checks an entry of row_indices that belongs to an expert.
 SPECOPS_HOST_DEVICE Fault row_fault(const MoeLinearParams& params, int64_t pair) {
   int32_t row = params.row_indices[pair];
   if (row >= 0 && row < params.x_rows) return {};
   return fault_at(ErrorCode::kMoeLinearRowIndices, row, pair).with(params.x_rows);
 }
 
-// Of float32, bfloat16 or float16, which x, bias and out are; a device cannot call dtype_bytes.
+// Returns the bytes of float32, bfloat16 or float16, the dtypes of x, bias and out. Device code
+// cannot call dtype_bytes.
 SPECOPS_HOST_DEVICE int64_t real_bytes(DType dtype) { return dtype == DType::kFloat32 ? 4 : 2; }
 
-// The product of one expert with `rows` pairs from `first` on.
+// Returns the product of one expert with `rows` pairs from `first` on.
 SPECOPS_HOST_DEVICE GemmParams of_expert(const MoeLinearParams& params,
                                          int64_t e,
                                          int64_t first,
@@ -75,7 +76,7 @@ SPECOPS_HOST_DEVICE GemmParams of_expert(const MoeLinearParams& params,
 SPECOPS_DECLARE_CPU(moe_linear_cpu, MoeLinearParams);
 SPECOPS_DECLARE_CUDA(moe_linear_cuda, MoeLinearParams);
 
-// The part of it that is about codes.
+// The part for quantized weights.
 SPECOPS_DECLARE_CUDA(moe_codes_cuda, MoeLinearParams);
 
 }  // namespace specops

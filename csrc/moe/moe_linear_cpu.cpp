@@ -8,10 +8,10 @@
 namespace specops::SPECOPS_ISA {
 namespace {
 
-// The experts that have rows, of the call at hand.
+// The experts that have rows in the current call.
 thread_local GrowingArray<int32_t> busy_experts;
 
-// The products of the experts that have rows. Columns are cut between `together` of them.
+// Computes the products of the experts that have rows. Column ranges are multiples of `together`.
 void run(const MoeLinearParams& params, int64_t num_columns, int64_t together) {
   int32_t* busy = busy_experts.reserve(params.num_experts);
   int64_t count = 0;
@@ -43,20 +43,20 @@ void run(const MoeLinearParams& params, int64_t num_columns, int64_t together) {
 
 }  // namespace
 
-// out[pair] = weight of the pair's expert * x[row of the pair], bits as linear makes them of that
-// expert alone.
-// Cost:    the weights of the experts that have rows once from memory, whatever rows these have.
-// Assumes: weights packed by pack_weight, one expert behind the other; indices checked by ops.cpp.
+// Computes out[pair] = weight of the pair's expert * x[row of the pair], with the bits of linear
+// with that expert alone.
+// Cost:    the weights of the experts that have rows once from memory, for any number of rows.
+// Assumes: weights packed by pack_weight, experts in sequence; indices checked by ops.cpp.
 // Order:   that of linear: a pair depends on its row and its expert alone.
 // Source:  -
-// Threads: ranges of blocks or panels of one expert, with all its rows; so many that threads end
-//          together.
+// Threads: ranges of blocks or panels of one expert, with all its rows; enough of them that all
+//          threads end at about the same time.
 void moe_linear_cpu(const MoeLinearParams& params) {
   const WeightParams& weight = params.weight;
   if (is_in_panels(weight.kind)) {
     return run(params, weight_panels(weight.num_outputs, weight.activation), 1);
   }
-  // A block of gates and that of their ups.
+  // A block of gates stays with the block of its ups.
   int64_t together = is_gated(weight.activation) ? 2 : 1;
   run(params, packed_blocks(weight.num_outputs, weight.activation), together);
 }

@@ -8,14 +8,14 @@ namespace specops {
 
 constexpr int kRouteWarps = 4;
 
-// Of one row; a lane has every 32nd expert, and reads no other's.
+// The scores of one row. Each lane owns every 32nd expert, and reads no other.
 struct RouteRow {
   float scores[kMostExperts];
-  float keys[kMostExperts];  // minus infinity with is_out: never chosen
+  float keys[kMostExperts];  // minus infinity if is_out: never chosen
   bool is_out[kMostExperts];
 };
 
-// A candidate, and the warp's best one; at equal keys the lower number. id -1: none.
+// The best candidate of a lane, then of the warp; on equal keys the lower index wins. id -1: none.
 struct RouteBest {
   float key = -INFINITY;
   int id = -1;
@@ -72,13 +72,13 @@ __device__ inline void route_scores(const MoeRouteParams& params,
   for (int i = lane; i < count; i += kWarpSize) row.scores[i] = __fdiv_rn(row.scores[i], sum);
 }
 
-// Leaves the groups in whose two best keys have the largest sums: of each the first lane finds them,
-// one group after the other.
+// Marks the experts of all but the best groups as out. Groups are ranked by the sum of their two
+// best keys. Each lane handles every 32nd group, one after the other.
 __device__ inline void route_groups(const MoeRouteParams& params, RouteRow& row, int lane) {
   int groups = static_cast<int>(params.num_groups);
   int size = static_cast<int>(params.num_experts) / groups;
   __syncwarp(kFullMask);
-  constexpr int kMostGroups = static_cast<int>(kMostExperts) / 2 / kWarpSize;  // of a lane
+  constexpr int kMostGroups = static_cast<int>(kMostExperts) / 2 / kWarpSize;  // groups per lane
   float sums[kMostGroups];
   unsigned is_left = 0xffffffffu;
 #pragma unroll
@@ -108,7 +108,7 @@ __device__ inline void route_groups(const MoeRouteParams& params, RouteRow& row,
     best.of_warp();
     if (best.id % kWarpSize == lane) is_left &= ~(1u << (best.id / kWarpSize));
   }
-  // What is left now is out.
+  // Groups still left were not chosen.
   __syncwarp(kFullMask);
 #pragma unroll
   for (int own = 0; own < kMostGroups; ++own) {
@@ -119,14 +119,14 @@ __device__ inline void route_groups(const MoeRouteParams& params, RouteRow& row,
   __syncwarp(kFullMask);
 }
 
-// ids = the top_k of scores + bias, in the best groups; weights = their scores, scaled.
+// ids = the top_k of scores + bias, within the best groups; weights = their scores, scaled.
 // Grid:    x = rows / 4 (unbounded).
-// Block:   4 warps; a warp owns a row, a lane every 32nd expert.
+// Block:   4 warps; each warp owns a row, each lane every 32nd expert.
 // Smem:    36 KiB: scores, keys and marks of four rows.
-// Cost:    4 * num_experts bytes read a row; top_k passes over the experts, 32 at once.
+// Cost:    4 * num_experts bytes read per row; top_k passes over the experts, 32 at once.
 // Assumes: sizes checked by ops.cpp.
-// Order:   softmax sums one chain a lane, then pairs of lanes; weights are summed by ascending id. A
-//          row depends on nothing but itself.
+// Order:   softmax sums one chain per lane, then pairs of lanes; weights are summed by ascending
+//          id. A row depends only on itself.
 // Source:  DeepSeek-AI 2024, "DeepSeek-V3 Technical Report", section 2.1.2, for groups and biases.
 __global__ void __launch_bounds__(kRouteWarps* kWarpSize) moe_route_kernel(MoeRouteParams params) {
   wait_for_previous_kernel();
@@ -143,7 +143,7 @@ __global__ void __launch_bounds__(kRouteWarps* kWarpSize) moe_route_kernel(MoeRo
     row.is_out[i] = false;
   }
   if (params.num_groups > 1) route_groups(params, row, lane);
-  unsigned chosen = 0;  // bit i: of expert 32 * i + lane
+  unsigned chosen = 0;  // bit i: expert 32 * i + lane
   int top_k = static_cast<int>(params.top_k);
   for (int n = 0; n < top_k; ++n) {
     RouteBest best;
@@ -154,7 +154,7 @@ __global__ void __launch_bounds__(kRouteWarps* kWarpSize) moe_route_kernel(MoeRo
     best.of_warp();
     if (best.id % kWarpSize == lane) chosen |= 1u << (best.id / kWarpSize);
   }
-  // By ascending id; every lane adds all weights, in that order.
+  // Weights are added by ascending id; every lane adds all of them in that order.
   float sum = 0.0f;
   int before = 0;
   __syncwarp(kFullMask);

@@ -6,15 +6,15 @@
 namespace specops::SPECOPS_ISA {
 namespace {
 
-// Of one row.
+// The scores of one row.
 struct Candidates {
-  alignas(64) float scores[kMostExperts];  // of which weights are made
-  float keys[kMostExperts];                // by which experts are chosen
-  bool is_out[kMostExperts];               // of a group that is not chosen
+  alignas(64) float scores[kMostExperts];  // the source of the weights
+  float keys[kMostExperts];                // the order in which experts are chosen
+  bool is_out[kMostExperts];               // in a group that is not chosen
   bool is_chosen[kMostExperts];
 };
 
-// Softmax or sigmoid of a row's logits.
+// Computes softmax or sigmoid of a row's logits.
 void score(const MoeRouteParams& params, const float* logits, float* scores) {
   int64_t count = params.num_experts;
   auto vector_at = [&](int64_t i) {
@@ -40,7 +40,8 @@ void score(const MoeRouteParams& params, const float* logits, float* scores) {
   for (int64_t i = 0; i < count; i += kLanes) store(scores + i, div(load(scores + i), sum));
 }
 
-// Leaves the groups in whose two best keys have the largest sums.
+// Marks the experts of all but the best groups as out; groups are ranked by their two best keys'
+// sum.
 void choose_groups(const MoeRouteParams& params, Candidates& row) {
   int64_t size = params.num_experts / params.num_groups;
   float sums[kMostExperts];
@@ -78,7 +79,7 @@ void choose_experts(const MoeRouteParams& params, Candidates& row) {
   }
 }
 
-// The chosen experts of a row in ascending order, and their weights.
+// Writes the chosen experts of a row in ascending order, and their weights.
 void write(const MoeRouteParams& params, const Candidates& row, int32_t* ids, float* weights) {
   float sum = 0.0f;
   for (int64_t i = 0, n = 0; i < params.num_experts; ++i) {
@@ -96,13 +97,13 @@ void write(const MoeRouteParams& params, const Candidates& row, int32_t* ids, fl
 
 }  // namespace
 
-// ids = the top_k of scores + bias, in the best groups; weights = their scores, scaled.
-// Cost:    num_experts exponentials and top_k passes over as many keys a row.
+// ids = the top_k of scores + bias, within the best groups; weights = their scores, scaled.
+// Cost:    num_experts exponentials and top_k passes over as many keys, per row.
 // Assumes: sizes checked by ops.cpp.
-// Order:   softmax sums sixteen chains, folded as reduce_add() does; weights are summed by ascending
-//          id. A row depends on nothing but itself.
+// Order:   softmax sums sixteen chains, folded as reduce_add() does; weights are summed by
+//          ascending id. A row depends only on itself.
 // Source:  DeepSeek-AI 2024, "DeepSeek-V3 Technical Report", section 2.1.2, for groups and biases.
-// Threads: ranges of rows.
+// Threads: one item per range of rows.
 void moe_route_cpu(const MoeRouteParams& params) {
   parallel_for(params.rows, 8, [&](int64_t begin, int64_t end) {
     Candidates row;

@@ -9,7 +9,7 @@ namespace specops {
 constexpr int kSortThreads = 256;
 constexpr int kSortWarps = kSortThreads / kWarpSize;
 
-// The sum over the block, to all its threads; `sums` is kSortWarps wide.
+// Returns the sum over the block, in all threads; `sums` is kSortWarps wide.
 __device__ inline int block_sum(int value, int* sums) {
 #pragma unroll
   for (int apart = kWarpSize / 2; apart > 0; apart /= 2) {
@@ -23,13 +23,13 @@ __device__ inline int block_sum(int value, int* sums) {
   return sum;
 }
 
-// The pairs of each expert together, by ascending expert and row.
+// Groups pairs by expert, in ascending order of expert and row.
 // Grid:    x = num_experts.
 // Block:   256 threads; a block owns the pairs of one expert.
 // Smem:    64 bytes.
-// Cost:    8 * pairs bytes read a block, nearly always from the second-level cache.
+// Cost:    8 * pairs bytes read per block, nearly always from L2.
 // Assumes: -
-// Order:   integers. Pairs with a wrong id get no place, and a fault.
+// Order:   integers only. A pair with an invalid id gets no place, and reports a fault.
 // Source:  -
 __global__ void __launch_bounds__(kSortThreads) moe_sort_kernel(MoeSortParams params) {
   wait_for_previous_kernel();

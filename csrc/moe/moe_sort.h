@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// moe_sort: pairs of a row and an expert, ordered by expert.
+// moe_sort: orders pairs of a row and an expert by expert.
 #pragma once
 
 #include <cstdint>
@@ -11,12 +11,12 @@
 namespace specops {
 
 struct MoeSortParams {
-  const int32_t* expert_ids;  // [pairs], those of a row one after the other; -1: no expert
-  int32_t* expert_indptr;  // [num_experts + 1]; where the pairs of each expert begin in the order
-  int32_t* row_indices;    // [pairs]; the row of each pair in the order
-  int32_t* places;         // [pairs]; where in the order each pair is, -1: nowhere
+  const int32_t* expert_ids;  // [pairs], grouped by row; -1: no expert
+  int32_t* expert_indptr;     // [num_experts + 1], begin of each expert's pairs in the order
+  int32_t* row_indices;       // [pairs], the row of each pair in the order
+  int32_t* places;            // [pairs], the position of each pair in the order, -1: none
   int64_t pairs;
-  int64_t top_k;  // pairs of a row
+  int64_t top_k;  // pairs per row
   int64_t num_experts;
   ErrorFlag error;
 };

@@ -3,15 +3,15 @@
 
 namespace specops::SPECOPS_ISA {
 
-// The pairs of each expert together, by ascending expert and row.
-// Cost:    two passes over the pairs; 4 bytes read and 12 written each.
+// Groups pairs by expert, in ascending order of expert and row.
+// Cost:    two passes over the pairs; 4 bytes read and 12 written per pair.
 // Assumes: ids checked by ops.cpp.
-// Order:   integers.
+// Order:   integers only.
 // Source:  counting sort (Seward 1954).
-// Threads: one: sixteen thousand pairs take a few tens of microseconds.
+// Threads: one, because sixteen thousand pairs take a few tens of microseconds.
 void moe_sort_cpu(const MoeSortParams& params) {
   int32_t* ends =
-      params.expert_indptr + 1;  // while counting: how many; while placing: the next one
+      params.expert_indptr + 1;  // while counting: the count; while placing: the next position
   for (int64_t e = 0; e <= params.num_experts; ++e) params.expert_indptr[e] = 0;
   for (int64_t pair = 0; pair < params.pairs; ++pair) {
     int32_t id = params.expert_ids[pair];

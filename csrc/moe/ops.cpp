@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Argument checks and registration of the family of mixtures of experts.
+// Argument checks and registration of the mixture-of-experts ops.
 #include "moe/ops.h"
 
 #include <string>
@@ -52,7 +52,7 @@ void moe_route(const TensorView& logits,
   bool normalizes = min_sum_given.defined();
   float min_sum = normalizes ? check.number("min_sum", min_sum_given) : 0.0f;
   float scale = check.number("scale", scale_given);
-  // No more than the chosen groups have.
+  // At most the number of experts in the chosen groups.
   top_k.value = check.integer("top_k", top_k_given, 0, experts / groups * top_k_groups);
   check.tensor("expert_ids", expert_ids, {DType::kInt32}, {&rows, &top_k});
   check.tensor("expert_weights", expert_weights, {DType::kFloat32}, {&rows, &top_k});
@@ -78,7 +78,7 @@ void moe_route(const TensorView& logits,
   moe_route_cpu(params);
 }
 
-// Order and places are counted in int32.
+// Positions in the order are int32.
 void check_pairs(Checker& check, const char* argument, int64_t pairs) {
   check.that(pairs <= Checker::kMaxInt32, argument, "fewer than 2^31 pairs", pairs);
 }
@@ -113,8 +113,8 @@ void moe_sort(const TensorView& expert_ids,
   moe_sort_cpu(params);
 }
 
-// Makes of a tensor that holds something for each expert that of the first one. Returns how many
-// elements the next one is behind it. What is no tensor is left to the check of the field.
+// Reduces a tensor with an entry per expert to the first entry. Returns the number of elements from
+// one entry to the next. Any other argument is left to the check of its field.
 int64_t take_first(Checker& check, const char* argument, TensorView& view, Dim& experts) {
   if (!view.is_tensor || view.ndim() == 0) return 0;
   if (experts.value < 0) experts.value = view.size(0);

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What the checks of the sampling family share, and its registration.
+// Argument checks shared by the sampling ops, and the registration of the ops.
 #include "sampling/ops.h"
 
 #include <array>
@@ -38,7 +38,7 @@ Workspace check_workspace(Checker& check,
 }
 
 void check_vocab(Checker& check, const Dim& vocab_size) {
-  // ids are int32, and one more leaf must still be countable
+  // Ids are int32, and the id after one more leaf must not overflow.
   check.that(vocab_size >= 1 && vocab_size <= INT32_MAX - 4096,
              "logits",
              "between 1 and 2^31 - 4097 tokens wide",
@@ -77,7 +77,7 @@ namespace {
 
 constexpr size_t kNumProcessorFields = 15;
 
-// The fields that a tuple or a list holds; false: it is empty.
+// Reads the fields of a tuple or list into `views`; returns false if it is empty.
 bool processor_fields(const Checker& check,
                       Argument processors,
                       std::array<TensorView, kNumProcessorFields>& views) {
@@ -180,7 +180,7 @@ LogitsProcessors check_processors(
 
 namespace {
 
-// What a call on the device needs; device_index as torch gives it, -1 for cpu.
+// Returns the workspace bytes of a call on a device. device_index is as in torch, -1 for cpu.
 int64_t sampling_workspace_bytes(Argument rows_given,
                                  Argument vocab_size_given,
                                  Argument element_bytes_given,
@@ -194,7 +194,7 @@ int64_t sampling_workspace_bytes(Argument rows_given,
   int64_t device = check.integer("device_index", device_given, -1, Checker::kMaxInt32);
   if (device < 0 && !interprets_cuda()) return 0;
   int64_t num_bytes = 0;
-  // The op refuses other logits.
+  // The op itself rejects such logits.
   if (rows > Checker::kMaxInt32 || vocab_size < 1 || vocab_size > Checker::kMaxInt32 ||
       element_bytes < 1 || element_bytes > 16) {
     return 0;
@@ -208,7 +208,7 @@ int64_t sampling_workspace_bytes(Argument rows_given,
   return num_bytes;
 }
 
-// The generator itself, so that tests can hold it against published vectors.
+// Exposes the generator, so that tests can compare it with published vectors.
 std::array<uint32_t, 4> philox(uint64_t seed, const std::array<uint32_t, 4>& counter) {
   PhiloxBlock block = philox4x32(seed, {{counter[0], counter[1], counter[2], counter[3]}});
   return {block.word[0], block.word[1], block.word[2], block.word[3]};

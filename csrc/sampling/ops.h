@@ -7,7 +7,7 @@ namespace specops {
 
 void register_sampling(pybind11::module_& m);
 
-// Its ops, each in a file of its own: <op>_ops.cpp.
+// Each op registers itself in its own file, <op>_ops.cpp.
 void register_sample(pybind11::module_& m);
 void register_verify(pybind11::module_& m);
 void register_top_logprobs(pybind11::module_& m);

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// The nodes of a suffix tree and the children of each: none, one in the node itself, up to 8 in a short
-// list, more in a hash table with linear probing. Lists and tables are cut from one array of slots and
-// go back to a free list of their size.
+// The nodes of a suffix tree and the children of each: no child; one child, stored in the node
+// itself; up to 8 in a short list; or more in a hash table with linear probing. Lists and tables
+// are allocated from one array of slots, with a free list per size.
 #pragma once
 
 #include <climits>
@@ -11,19 +11,19 @@
 
 namespace specops {
 
-// A child: a node's number, or ~start of a leaf. Never a child:
+// A child is the index of a node, or ~start of a leaf. kNone is never a child.
 constexpr int32_t kNone = INT32_MIN;
 
 struct Node {
-  int32_t count;       // occurrences
-  int32_t ref;         // where the youngest of them starts
-  int32_t parent;      // of free nodes: the next free one
+  int32_t count;       // occurrences of the string
+  int32_t ref;         // start of the youngest occurrence
+  int32_t parent;      // parent node; of a free node: the next free one
   int16_t depth;       // tokens from the root
   int16_t kind;        // ChildTable::Kind, or the number of slots is 2^(kind - 1); -1: free
-  int32_t children;    // the first slot; of an only child: its token
-  int32_t best;        // the child that occurs most often, of equal ones the youngest; kNone: none
-  int32_t best_count;  // how often it occurs
-  int32_t second;      // no other child occurs more often
+  int32_t children;    // first slot; of an only child: its token
+  int32_t best;        // the most frequent child, the youngest on a tie; kNone: none
+  int32_t best_count;  // occurrences of `best`
+  int32_t second;      // upper bound on the occurrences of any other child
 };
 static_assert(sizeof(Node) == 32);
 
@@ -55,7 +55,7 @@ class ChildTable {
     return slot == nullptr ? kNone : slot->child;
   }
 
-  // Asks for what `find` reads of a list or a table.
+  // Prefetches what `find` reads of a list or a table.
   void prefetch(const Node& node, int32_t token) const {
     if (node.kind > kLastList) {
       __builtin_prefetch(&slots_[node.children + 1 + hash(token, hash_shift(node.kind))]);
@@ -64,7 +64,7 @@ class ChildTable {
     }
   }
 
-  // The token must be there.
+  // Replaces the child of a token, which must be present.
   void replace(Node& node, int32_t token, int32_t child) {
     if (node.kind == kOneChild) {
       node.best = child;
@@ -73,7 +73,7 @@ class ChildTable {
     }
   }
 
-  // The token must not be there. Sets `best` of a node that had no child, and of no other.
+  // Inserts a token, which must be absent. Sets `best` only if the node had no child.
   void insert(Node& node, int32_t token, int32_t child) {
     if (node.kind == kNoChild) {
       node.kind = kOneChild;
@@ -112,7 +112,8 @@ class ChildTable {
     put(&slots_[node.children + 1], num_slots(node.kind) - 1, hash_shift(node.kind), token, child);
   }
 
-  // The token must be there. A child that is left alone becomes `best`; else `best` stays.
+  // Erases a token, which must be present. A single remaining child becomes `best`; otherwise
+  // `best` stays.
   void erase(Node& node, int32_t token) {
     if (node.kind == kOneChild) {
       node.kind = kNoChild;
@@ -140,7 +141,7 @@ class ChildTable {
       }
       return;
     }
-    // What was pushed past the hole moves up.
+    // Moves up the entries that collisions pushed past the hole.
     ChildSlot* const table = &slots_[node.children + 1];
     const int32_t mask = num_slots(node.kind) - 1;
     const int shift = hash_shift(node.kind);
@@ -176,7 +177,7 @@ class ChildTable {
     });
   }
 
-  // Stops at the first child of which the function says true.
+  // Stops at the first child for which the function returns true.
   template <typename Function>
   bool any_of(const Node& node, Function&& function) const {
     if (node.kind == kOneChild) {
@@ -199,7 +200,7 @@ class ChildTable {
   }
 
   static int32_t num_slots(int16_t kind) { return int32_t{1} << (kind - 1); }
-  // Tables have one slot more, whose `child` is their number of children.
+  // A table has one more slot, with its number of children in `child`.
   static int32_t allocated_slots(int16_t kind) {
     return num_slots(kind) + (kind > kLastList ? 1 : 0);
   }
@@ -238,7 +239,7 @@ class ChildTable {
   }
 
   GrowArray<ChildSlot> slots_;
-  int32_t free_[kNumKinds];  // by kind: the first slot of a free list or table, linked by `child`
+  int32_t free_[kNumKinds];  // per kind: first slot of the free lists or tables, linked by `child`
   int64_t num_free_slots_ = 0;
 
  private:

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// An array that grows without a pause: small ones are reallocated, large ones are mapped with room to
-// spare, of which only the pages in use cost memory.
+// An array that grows without a pause. A small one is reallocated; a large one is mapped with spare
+// address space, of which only the pages in use cost memory.
 #pragma once
 
 #include <sys/mman.h>
@@ -35,7 +35,7 @@ class GrowArray {
   const T* data() const { return data_; }
   int64_t size() const { return size_; }
 
-  // What is new is not initialised.
+  // Resizes the array; new elements are not initialized.
   void resize(int64_t size) {
     if (size > capacity_) {
       grow(size);
@@ -60,10 +60,10 @@ class GrowArray {
 
  private:
   static constexpr int64_t kPageBytes = 4096;
-  static constexpr int64_t kMapBytes = 64 * 1024;  // from here on mapped
-  // Reserved when mapped, which costs nothing; to move what was mapped does.
+  static constexpr int64_t kMapBytes = 64 * 1024;  // arrays of at least this size are mapped
+  // Least address space to reserve. Reserving it is free, but moving a mapping is not.
   static constexpr int64_t kReserveBytes = 256 * 1024 * 1024;
-  static constexpr int64_t kSpare = 16;  // for each byte in use
+  static constexpr int64_t kSpare = 16;  // bytes reserved per byte in use
 
   static int64_t round_up(int64_t value, int64_t step) { return (value + step - 1) / step * step; }
 
@@ -81,7 +81,7 @@ class GrowArray {
       capacity_ = capacity;
       return;
     }
-    // Less room where the system refuses so much.
+    // Reserve less if the system refuses.
     const int64_t most = wanted * kSpare < kReserveBytes ? kReserveBytes : wanted * kSpare;
     for (int64_t reserve = most; reserve >= wanted; reserve /= 2) {
       if (map(round_up(reserve, kPageBytes))) {
@@ -91,7 +91,7 @@ class GrowArray {
     throw std::bad_alloc();
   }
 
-  // The mapped bytes with more room; where only Linux can move pages, others copy what is in use.
+  // Grows the mapping. Only Linux can move pages; other systems copy the bytes in use.
   void* remap(int64_t num_bytes) {
 #ifdef __linux__
     return mremap(
@@ -133,8 +133,8 @@ class GrowArray {
   T* data_ = nullptr;
   int64_t size_ = 0;
   int64_t capacity_ = 0;
-  int64_t touched_ = 0;   // the most there has been
-  int64_t reserved_ = 0;  // bytes mapped; 0: data_ is from malloc
+  int64_t touched_ = 0;   // most bytes ever used
+  int64_t reserved_ = 0;  // mapped bytes; 0: data_ is from malloc
 };
 
 }  // namespace specops

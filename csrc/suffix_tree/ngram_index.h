@@ -1,14 +1,15 @@
 // SPDX-License-Identifier: Apache-2.0
-// What the CPU's and the CUDA kernels of ngram_propose share: a request's text, and its index.
+// Code shared by the CPU and CUDA kernels of ngram_propose: a request's text, and its index.
 //
-// The index of a row is a hash table per size, min_size .. max_size, which share the row of
-// `table` evenly: by n-gram, the end of its youngest occurrence, or of its first one where the
-// leftmost match is wanted. An n-gram's entry is the first empty one, or its own, of the kProbes
-// after its hash. Nothing is ever taken out, so an empty entry ends a search.
+// The index of a row is one hash table per size, min_size .. max_size, with equal parts of the row
+// of `table`. It maps an n-gram to the end of its youngest occurrence or, for the leftmost match,
+// of its first one. An n-gram's entry is one of the kProbes entries after its hash: its own, or the
+// first empty one. Entries are never removed, so an empty entry ends a search.
 //
-// It need not hold everything: `num_indexed` says how many ends it knows, and those behind are
-// scanned. So a row shorter than the scan has no index, a long prompt enters it a piece a call, and
-// one whose table is full goes on being right, if slower. What an entry says is believed only where
+// The index may be incomplete. `num_indexed` is the number of ends that it covers; later ends are
+// scanned. So a row shorter than the scan has no index, a long prompt is indexed piecewise over
+// several calls, and a row with a full table stays correct but slower. Every entry is verified
+// against the text.
 // the text says so too.
 #pragma once
 
@@ -19,41 +20,41 @@
 
 namespace specops {
 
-constexpr int32_t kNgramMaxSizes = 16;            // a request with more of them is scanned
-constexpr int32_t kNgramMaxMinSize = 1 << 20;     // likewise
-constexpr int32_t kNgramProbes = 64;              // entries an n-gram may be in
-constexpr int64_t kNgramWorth = 4;                // scans, from which on a row is indexed
-constexpr uint32_t kNgramEndBits = 24;            // of an entry: 1 + the end; above it, of the hash
-constexpr int32_t kNgramMaxEnds = (1 << 24) - 1;  // those further on are scanned
+constexpr int32_t kNgramMaxSizes = 16;         // a request with more sizes is scanned
+constexpr int32_t kNgramMaxMinSize = 1 << 20;  // a request with a larger min_size is scanned
+constexpr int32_t kNgramProbes = 64;           // entries that an n-gram may occupy
+constexpr int64_t kNgramWorth = 4;             // a row is indexed from this many scans' length on
+constexpr uint32_t kNgramEndBits = 24;  // low bits of an entry: 1 + the end; the rest: hash bits
+constexpr int32_t kNgramMaxEnds = (1 << 24) - 1;  // later ends are scanned
 
-// A request after its checks; one without room for drafts wants none.
+// A request after its checks; one without capacity for drafts needs none.
 struct NgramRequest {
   const int32_t* tokens;
-  const int32_t* given;  // drafts that follow the tokens
+  const int32_t* given;  // drafts already in the row, which follow the tokens
   int32_t len;
   int32_t num_given;
-  int32_t room;  // for drafts behind the given ones
+  int32_t room;  // capacity for drafts behind the given ones
   int32_t min_size;
   int32_t max_size;
   bool is_leftmost;
 };
 
-// Where a suffix occurs: how many tokens, and the index of the last of them. Size 0: nowhere.
+// An occurrence of a suffix: its number of tokens, and the index of the last one. Size 0: none.
 struct NgramMatch {
   int32_t size = 0;
   int32_t end = -1;
 };
 
-// What to do about a row's index in this call.
+// The work on a row's index in this call.
 struct NgramPlan {
-  int32_t num_sizes = 0;    // 0: there is no index
-  int32_t num_entries = 0;  // of each size
-  int32_t num_indexed = 0;  // ends it knows
-  int32_t num_new = 0;      // ends to add; the table must be cleared first if it knows none
-  int32_t key = 0;          // for the state
+  int32_t num_sizes = 0;    // 0: no index
+  int32_t num_entries = 0;  // entries per size
+  int32_t num_indexed = 0;  // ends that it covers
+  int32_t num_new = 0;      // ends to add; if num_indexed is 0, clear the table first
+  int32_t key = 0;          // identifies the sizes, for the state
 };
 
-// A wrong request wants no drafts and has none.
+// Loads a request; an invalid one has no drafts and needs none.
 SPECOPS_HOST_DEVICE NgramRequest load_request(const NgramProposeParams& params,
                                               int64_t batch_idx,
                                               ErrorCode* fault) {
@@ -82,7 +83,7 @@ SPECOPS_HOST_DEVICE int32_t token_at(const NgramRequest& request, int32_t idx) {
   return idx < request.len ? request.tokens[idx] : request.given[idx - request.len];
 }
 
-// How many tokens up to `end` equal the text's last ones; at most `most`.
+// Returns how many tokens up to `end` equal the text's last ones, at most `most`.
 SPECOPS_HOST_DEVICE int32_t match_size(const NgramRequest& request, int32_t end, int32_t most) {
   int32_t last = text_len(request) - 1;
   int32_t size = 0;
@@ -93,7 +94,7 @@ SPECOPS_HOST_DEVICE int32_t match_size(const NgramRequest& request, int32_t end,
   return size;
 }
 
-// An n-gram's hash takes its tokens from the last to the first.
+// Adds a token to an n-gram's hash, in the order from its last token to its first.
 SPECOPS_HOST_DEVICE uint32_t ngram_hash(uint32_t hash, int32_t token) {
   hash = (hash ^ static_cast<uint32_t>(token)) * 0x9e3779b1u;
   return hash ^ (hash >> 15);
@@ -105,7 +106,7 @@ SPECOPS_HOST_DEVICE uint32_t ngram_hash_at(const NgramRequest& request, int32_t 
   return hash;
 }
 
-// The first of the entries that an n-gram may be in.
+// Returns the first of the entries that an n-gram may occupy.
 SPECOPS_HOST_DEVICE int32_t first_entry(uint32_t hash, int32_t num_entries) {
   return static_cast<int32_t>((static_cast<uint64_t>(hash) * static_cast<uint32_t>(num_entries)) >>
                               32);
@@ -115,7 +116,8 @@ SPECOPS_HOST_DEVICE uint32_t make_entry(uint32_t hash, int32_t end) {
   return (hash << kNgramEndBits) | static_cast<uint32_t>(end + 1);
 }
 
-// The end that an entry speaks of if it may be that of an n-gram with this hash; else negative.
+// Returns the end in an entry if the entry may belong to an n-gram with this hash, else a negative
+// number.
 SPECOPS_HOST_DEVICE int32_t entry_end(uint32_t entry, uint32_t hash) {
   constexpr uint32_t kMask = (1u << kNgramEndBits) - 1;
   if (((entry ^ (hash << kNgramEndBits)) & ~kMask) != 0) return -1;
@@ -129,8 +131,9 @@ SPECOPS_HOST_DEVICE bool same_ngram(const int32_t* tokens, int32_t a, int32_t b,
   return true;
 }
 
-// State of a row: how many ends its table knows, as -1 - ends once it is full; and for which sizes.
-// Zeros: none. A row that became shorter, or is asked for other sizes, starts anew.
+// Plans the index of a row. A row's state is the number of ends in its table, as -1 - ends once the
+// table is full, and the key of its sizes; zeros: no table. A row that became shorter, or has other
+// sizes, starts again.
 SPECOPS_HOST_DEVICE NgramPlan plan_index(const NgramProposeParams& params,
                                          const NgramRequest& request,
                                          const int32_t* state) {
@@ -151,7 +154,7 @@ SPECOPS_HOST_DEVICE NgramPlan plan_index(const NgramProposeParams& params,
     plan.num_indexed = 0;
   }
   if (is_full) return plan;
-  // An index of less would cost what it saves.
+  // A smaller index would cost more than it saves.
   if (plan.num_indexed == 0 && request.len < kNgramWorth * params.scan_tokens) return plan;
   int64_t stop = int64_t{request.len} - 1 - params.scan_tokens;
   if (stop > kNgramMaxEnds) stop = kNgramMaxEnds;
@@ -160,7 +163,7 @@ SPECOPS_HOST_DEVICE NgramPlan plan_index(const NgramProposeParams& params,
   return plan;
 }
 
-// Notes what has been added: all ends before `num_indexed`, or as many as there was room for.
+// Stores the progress: all ends before `num_indexed`, or fewer if the table is full.
 SPECOPS_HOST_DEVICE void keep_state(const NgramPlan& plan, int32_t num_indexed, int32_t* state) {
   if (plan.num_new == 0) return;
   bool is_full = num_indexed < plan.num_indexed + plan.num_new;

@@ -8,24 +8,24 @@
 
 namespace specops {
 
-// Two blocks to an SM: what one waits for, the other need not.
+// Two blocks per SM, so that one runs while the other waits.
 constexpr int kNgramThreads = 512;
 constexpr int kNgramWarps = kNgramThreads / kWarpSize;
-constexpr int kNgramTokens = 8;  // a thread's loads in flight
+constexpr int kNgramTokens = 8;  // loads in flight per thread
 
 struct NgramShared {
-  uint64_t warp_best[kNgramWarps];     // of the scan; see match_key
-  uint64_t indexed_best[kNgramWarps];  // of the index, by size
-  int32_t num_indexed[kNgramWarps];    // by size, how many ends found room
+  uint64_t warp_best[kNgramWarps];     // best match of the scan; see match_key
+  uint64_t indexed_best[kNgramWarps];  // best match of the index, by size
+  int32_t num_indexed[kNgramWarps];    // by size, ends that fit the table
 };
 
-// Of two matches the one with the greater key is wanted; 0 is none.
+// Returns the key of a match. The match with the greater key is preferred; 0 is no match.
 __device__ inline uint64_t match_key(const NgramRequest& request, int32_t size, int32_t end) {
   uint32_t place = static_cast<uint32_t>(end + 1);
   return (static_cast<uint64_t>(size) << 32) | (request.is_leftmost ? ~place : place);
 }
 
-// The end of a match with this key.
+// Returns the end of the match with this key.
 __device__ inline int32_t match_end(const NgramRequest& request, uint64_t key) {
   auto place = static_cast<uint32_t>(key);
   return static_cast<int32_t>(request.is_leftmost ? ~place : place) - 1;
@@ -36,7 +36,7 @@ __device__ inline int32_t nth_entry(int32_t first, int32_t n, int32_t num_entrie
   return idx < num_entries ? idx : idx - num_entries;
 }
 
-// What the table of a size knows of the text's last tokens, by the whole warp: its key, or 0.
+// Looks up the text's last tokens in the table of a size, with a whole warp; returns a key, or 0.
 __device__ inline uint64_t find_indexed(const NgramRequest& request,
                                         const NgramPlan& plan,
                                         const uint32_t* table,
@@ -64,7 +64,7 @@ __device__ inline uint64_t find_indexed(const NgramRequest& request,
   return 0;
 }
 
-// Adds the plan's ends to the table of a size, 32 at a time; returns how many ends it knows then.
+// Adds the plan's ends to the table of a size, 32 at a time; returns how many ends it then covers.
 __device__ inline int32_t extend_index(const NgramRequest& request,
                                        const NgramPlan& plan,
                                        uint32_t* table,
@@ -100,13 +100,13 @@ __device__ inline int32_t extend_index(const NgramRequest& request,
         is_refused = true;
         is_waiting = false;
       }
-      // Of the lanes that would write an entry one does, the others look again. Of lanes with the
-      // same n-gram that is the one whose end is wanted, so none of the others has to.
+      // Of lanes that would write the same entry, one does and the others look again. Among lanes
+      // with the same n-gram, the writer has the preferred end, so the others are done.
       unsigned place = is_writing ? static_cast<unsigned>(idx) : 0x80000000u | lane;
       unsigned rivals = __match_any_sync(kFullMask, place);
       int writer = request.is_leftmost ? __ffs(static_cast<int>(rivals)) - 1
                                        : 31 - __clz(static_cast<int>(rivals));
-      __syncwarp(kFullMask);  // every lane has read
+      __syncwarp(kFullMask);  // every lane has read by now
       if (is_writing && writer == lane) {
         table[idx] = make_entry(hash, end);
         is_waiting = false;
@@ -119,8 +119,8 @@ __device__ inline int32_t extend_index(const NgramRequest& request,
   return stop;
 }
 
-// This thread's part of a scan of all ends from `low` on: its best match, as a key. The warps vote
-// after each piece whether any thread has a match that no further one can beat.
+// Scans this thread's ends from `low` on and returns its best match, as a key. After each piece the
+// warps vote whether any thread has a match that no later one can beat.
 __device__ inline uint64_t scan(const NgramRequest& request, int32_t low) {
   int thread = static_cast<int>(threadIdx.x);
   int32_t last = text_len(request) - 1;
@@ -128,7 +128,7 @@ __device__ inline uint64_t scan(const NgramRequest& request, int32_t low) {
   uint64_t best = 0;
   if (low < size) low = size;
   if (request.room <= 0) low = last;
-  int32_t count = last - low;  // ends to look at, the most wanted one first
+  int32_t count = last - low;  // ends to test, the most preferred first
   if (count <= 0) return 0;
   int32_t last_token = token_at(request, last);
   for (int32_t done = 0; done < count; done += kNgramThreads * kNgramTokens) {
@@ -141,13 +141,13 @@ __device__ inline uint64_t scan(const NgramRequest& request, int32_t low) {
       bool is_there = done + i * kNgramThreads + thread < count;
       ends[i] = token_at(request, is_there ? end_of(i) : low);
     }
-    uint32_t hits = 0;  // bit i: ends[i] is the last token of the text
+    uint32_t hits = 0;  // bit i: ends[i] has the last token of the text
     for (int i = 0; i < kNgramTokens; ++i) hits |= uint32_t{ends[i] == last_token} << i;
     for (; hits != 0 && size < request.max_size; hits &= hits - 1) {
       int i = __ffs(static_cast<int>(hits)) - 1;
       if (done + i * kNgramThreads + thread >= count) break;
       int32_t end = end_of(i);
-      // Only a longer match is of interest.
+      // Only a longer match matters.
       if (end < size || token_at(request, end - size) != token_at(request, last - size)) continue;
       int32_t match = match_size(request, end, request.max_size);
       if (match <= size) continue;
@@ -161,16 +161,16 @@ __device__ inline uint64_t scan(const NgramRequest& request, int32_t low) {
 
 // drafts = the tokens behind the best earlier occurrence of the longest matching suffix.
 // Grid:    x = requests (unbounded).
-// Block:   512 threads; a thread scans every 512th end of a match, in the order of preference; and
-//          a warp per size looks up the index and adds to it.
-// Smem:    the best match of each warp and size, and how far each size is indexed: 320 bytes.
-// Cost:    without an index a scan of a row in pieces of 4,096 tokens, 4 bytes read per token, ended
-//          by a match of max_size; bound by the latency of a piece, then by one SM's share of
-//          bandwidth. With one, one piece, about five dependent reads for the look-up, and as many
-//          for 32 new tokens.
+// Block:   512 threads; a thread scans every 512th possible end of a match, in order of preference;
+//          one warp per size searches and extends the index.
+// Smem:    the best match of each warp and size, and the indexed length per size: 320 bytes.
+// Cost:    without an index, a scan of a row in pieces of 4,096 tokens, 4 bytes read per token,
+//          until a match of max_size; bound by the latency of a piece, then by one SM's share of
+//          bandwidth. With an index, one piece, about five dependent reads for the search, and as
+//          many per 32 new tokens.
 // Assumes: shapes checked by ops.cpp.
-// Order:   integers only; the greatest key of all matches, whoever finds it. Lanes that want the same
-//          entry of a table take turns in an order that their numbers decide.
+// Order:   integers only; the greatest key of all matches, whichever thread finds it. Lanes that
+//          compete for a table entry take turns in an order fixed by their indices.
 // Source:  Saxena 2023, prompt lookup decoding; FastDeploy's ngram_match.
 __global__ void __launch_bounds__(kNgramThreads, 2)
     ngram_propose_kernel(NgramProposeParams params) {
@@ -189,7 +189,7 @@ __global__ void __launch_bounds__(kNgramThreads, 2)
     int64_t used = int64_t{plan.num_sizes} * plan.num_entries;
     for (int64_t i = thread; i < used; i += kNgramThreads) table[i] = 0;
   }
-  __syncthreads();  // the state has been read, and the table is clear
+  __syncthreads();  // the state has been read and the table is cleared
 
   if (warp < plan.num_sizes) {
     uint32_t* of_size = table + int64_t{warp} * plan.num_entries;
@@ -203,7 +203,7 @@ __global__ void __launch_bounds__(kNgramThreads, 2)
   }
   uint64_t best = scan(request, plan.num_indexed);
 
-  // The best match of the block.
+  // Reduce to the best match of the block.
   for (int distance = kWarpSize / 2; distance > 0; distance /= 2) {
     uint64_t other = __shfl_xor_sync(kFullMask, best, distance);
     if (other > best) best = other;
@@ -238,12 +238,12 @@ __global__ void __launch_bounds__(kNgramThreads, 2)
   }
 }
 
-// Sums a number over the block; every thread gets the sum. `sums` has room for one per warp.
+// Sums a number over the block; every thread gets the sum. `sums` has one entry per warp.
 __device__ inline int64_t block_sum(int64_t value, int64_t* sums) {
   for (int distance = kWarpSize / 2; distance > 0; distance /= 2) {
     value += __shfl_xor_sync(kFullMask, value, distance);
   }
-  __syncthreads();  // the sums before have been read
+  __syncthreads();  // the previous sums have been read
   if (threadIdx.x % kWarpSize == 0) sums[threadIdx.x / kWarpSize] = value;
   __syncthreads();
   int64_t sum = 0;
@@ -251,13 +251,13 @@ __device__ inline int64_t block_sum(int64_t value, int64_t* sums) {
   return sum;
 }
 
-// num_draft_tokens = its share of max_total_draft_tokens; see ngram_share.h.
+// Sets num_draft_tokens to each request's share of max_total_draft_tokens; see ngram_share.h.
 // Grid:    one block.
-// Block:   512 threads; a thread has every 512th request.
-// Smem:    a sum per warp: 128 bytes.
-// Cost:    1 + log2(capacity) passes over 8 bytes per request, and a last one; latency.
-// Assumes: what ngram_propose_kernel has left, packed as in ngram_share.h.
-// Order:   integers only; the rest goes to requests in order.
+// Block:   512 threads; each thread owns every 512th request.
+// Smem:    one sum per warp: 128 bytes.
+// Cost:    1 + log2(capacity) passes over 8 bytes per request, and a last one; latency-bound.
+// Assumes: the output of ngram_propose_kernel, packed as in ngram_share.h.
+// Order:   integers only; the remainder goes to requests in order.
 // Source:  max-min fairness by water-filling.
 __global__ void __launch_bounds__(kNgramThreads) ngram_share_kernel(NgramProposeParams params) {
   wait_for_previous_kernel();
@@ -275,7 +275,7 @@ __global__ void __launch_bounds__(kNgramThreads) ngram_share_kernel(NgramPropose
   };
   auto low = int32_t{0}, high = static_cast<int32_t>(params.capacity);
   if (total(high) <= params.max_total_draft_tokens) low = high;
-  while (low + 1 < high) {  // too many at `high`; and at `low`, if it is 0
+  while (low + 1 < high) {  // the total is too large at `high`, and at `low` only if low is 0
     int32_t cap = low + (high - low) / 2;
     (total(cap) <= params.max_total_draft_tokens ? low : high) = cap;
   }
@@ -287,7 +287,7 @@ __global__ void __launch_bounds__(kNgramThreads) ngram_share_kernel(NgramPropose
     bool wants = is_there && is_cut(share, low);
     unsigned wanting = __ballot_sync(kFullMask, wants);
     int lane = thread % kWarpSize, warp = thread / kWarpSize;
-    __syncthreads();  // the sums before have been read
+    __syncthreads();  // the previous sums have been read
     if (lane == 0) sums[warp] = __popc(wanting);
     __syncthreads();
     int64_t before = __popc(wanting & ((1u << lane) - 1)), all = 0;

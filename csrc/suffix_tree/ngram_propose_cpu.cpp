@@ -8,9 +8,10 @@ namespace specops::SPECOPS_ISA {
 namespace {
 
 constexpr int32_t kBlock = 64;
-constexpr int32_t kGroup = 8;  // ends whose entries are on their way at once
+constexpr int32_t kGroup = 8;  // ends with entries in flight at once
 
-// True when one of kBlock tokens equals `last` and the one `distance` before it equals `first`.
+// Returns whether one of kBlock tokens equals `last` while the token `distance` before it equals
+// `first`.
 inline bool block_has(const int32_t* tokens, int64_t distance, int32_t last, int32_t first) {
   int32_t any = 0;
   for (int64_t i = 0; i < kBlock; ++i) {
@@ -19,8 +20,8 @@ inline bool block_has(const int32_t* tokens, int64_t distance, int32_t last, int
   return any != 0;
 }
 
-// The best of `size` < tokens .. max_size among the ends low .. high, all of them ends of tokens of
-// the row: the longest, and among the longest the rightmost or the leftmost.
+// Returns the best match of `size` < tokens <= max_size among the ends low .. high, which all lie
+// in the row's own tokens: the longest, and among equally long ones the rightmost or leftmost.
 template <bool kLeftmost>
 NgramMatch scan_row(const NgramRequest& request, int32_t low, int32_t high, int32_t size) {
   const int32_t* tokens = request.tokens;
@@ -28,15 +29,15 @@ NgramMatch scan_row(const NgramRequest& request, int32_t low, int32_t high, int3
   int32_t row_end = high;
   int32_t last = token_at(request, last_idx);
   NgramMatch best{.size = size, .end = -1};
-  // Only a match longer than `size` tokens is of interest: its last token is `last`, and the one
-  // `size` before it that of the text. Hence a candidate that verifies always improves.
+  // Only a match longer than `size` tokens matters. Its last token is `last`, and the one `size`
+  // before it is `first`. Hence a candidate that passes verification always improves the result.
   while (true) {
     if (low < best.size) low = best.size;
     if (low > high) return best;
     int32_t first = token_at(request, last_idx - best.size);
     int32_t count = high - low + 1 < kBlock ? high - low + 1 : kBlock;
     int32_t from = kLeftmost ? low : high - count + 1;
-    // The last block takes in ends already seen, which can only cost a closer look.
+    // The last block includes ends already tested, which can only cost a closer look.
     int32_t probe = kLeftmost ? from + count - kBlock : from;
     bool is_block = probe >= best.size && probe + kBlock - 1 <= row_end;
     if (!is_block || block_has(tokens + probe, best.size, last, first)) {
@@ -54,7 +55,7 @@ NgramMatch scan_row(const NgramRequest& request, int32_t low, int32_t high, int3
   }
 }
 
-// The same for all ends from `low` on: those among the given drafts are few.
+// Scans all ends from `low` on, including the few among the given drafts.
 template <bool kLeftmost>
 NgramMatch scan(const NgramRequest& request, int32_t low, int32_t size) {
   int32_t last_end = text_len(request) - 2;
@@ -89,13 +90,13 @@ inline int32_t next_entry(int32_t idx, int32_t num_entries) {
   return idx + 1 == num_entries ? 0 : idx + 1;
 }
 
-// The hashes of the n-grams that end somewhere, from min_size on.
+// The hashes of the n-grams that end at one position, from min_size on.
 struct Hashes {
   uint32_t of_size[kNgramMaxSizes];
 };
 
-// A row with its tables, one per size and one behind the other, and what is known of it early enough
-// for the entries to be there when they are needed.
+// A row with its tables, one per size in sequence, and the hashes computed early enough for the
+// entries to be in cache when they are needed.
 struct Row {
   NgramRequest request;
   NgramPlan plan;
@@ -106,14 +107,14 @@ struct Row {
 
   uint32_t* table(int32_t idx) const { return tables + int64_t{idx} * plan.num_entries; }
 
-  // How many n-grams end there.
+  // Returns the number of n-grams that end at `end`.
   int32_t num_sizes_at(int32_t end) const {
     int32_t count = end + 2 - request.min_size;
     return count < plan.num_sizes ? count : plan.num_sizes;
   }
 };
 
-// Has the entries of the n-grams that end at `end` fetched.
+// Prefetches the entries of the n-grams that end at `end`.
 void fetch(const Row& row, int32_t end, Hashes& hashes) {
   int32_t num_sizes = row.num_sizes_at(end);
   if (num_sizes <= 0) return;
@@ -142,7 +143,7 @@ void prepare(const NgramProposeParams& params, int64_t batch_idx, Row& row) {
   fetch_ends(row, plan.num_indexed, plan.num_indexed + plan.num_new, row.first);
 }
 
-// The longest of the suffixes of more than `size` tokens that the tables know.
+// Returns the longest of the suffixes of more than `size` tokens that the tables hold.
 NgramMatch find_indexed(const Row& row, int32_t size) {
   int32_t last = text_len(row.request) - 1;
   for (int32_t i = row.num_sizes_at(last - 1) - 1; i > size - row.request.min_size; --i) {
@@ -162,7 +163,7 @@ NgramMatch find_indexed(const Row& row, int32_t size) {
   return {.size = size, .end = -1};
 }
 
-// Adds an n-gram; false if it found no room.
+// Adds an n-gram; returns false if there was no free entry.
 bool insert(const Row& row, uint32_t* table, uint32_t hash, int32_t end, int32_t size) {
   int32_t idx = first_entry(hash, row.plan.num_entries);
   for (int32_t i = 0; i < num_probes(row.plan); ++i) {
@@ -178,7 +179,7 @@ bool insert(const Row& row, uint32_t* table, uint32_t hash, int32_t end, int32_t
   return false;
 }
 
-// Adds the ends of the plan, in order; returns how many the tables know then.
+// Adds the ends of the plan in order; returns how many the tables then cover.
 int32_t extend(const Row& row) {
   int32_t begin = row.plan.num_indexed, stop = begin + row.plan.num_new;
   Hashes hashes[2][kGroup];
@@ -217,7 +218,7 @@ NgramMatch best_match(const Row& row) {
   return indexed.end < 0 ? scanned : indexed;
 }
 
-// Cuts the drafts of the batch to max_total_draft_tokens; see ngram_share.h.
+// Truncates the drafts of the batch to max_total_draft_tokens; see ngram_share.h.
 void share_drafts(const NgramProposeParams& params) {
   auto share_of = [&](int64_t idx) {
     return unpack_share(params.num_draft_tokens[idx], params.capacity);
@@ -229,7 +230,7 @@ void share_drafts(const NgramProposeParams& params) {
   };
   auto low = int32_t{0}, high = static_cast<int32_t>(params.capacity);
   if (total(high) <= params.max_total_draft_tokens) low = high;
-  while (low + 1 < high) {  // too many at `high`; and at `low`, if it is 0
+  while (low + 1 < high) {  // the total is too large at `high`, and at `low` only if low is 0
     int32_t cap = low + (high - low) / 2;
     (total(cap) <= params.max_total_draft_tokens ? low : high) = cap;
   }
@@ -249,13 +250,13 @@ void share_drafts(const NgramProposeParams& params) {
 }  // namespace
 
 // drafts = the tokens behind the best earlier occurrence of the longest matching suffix.
-// Cost:    without an index one scan of a row, 8 bytes read per token, ended by a match of max_size;
-//          with one a scan of the tokens that it does not know, a few random reads per size, and as
-//          many per size and new token.
+// Cost:    without an index, one scan of a row, 8 bytes read per token, until a match of max_size.
+//          With an index, a scan of the tokens that it does not cover, a few random reads per size,
+//          and as many per size and new token.
 // Assumes: lens, limits and sizes checked by ops.cpp; 1 <= min size <= max size.
 // Order:   integers only; longest first, then most recent or leftmost.
 // Source:  Saxena 2023, prompt lookup decoding; FastDeploy's ngram_match.
-// Threads: rows, in pieces of about 32,768 scanned tokens; fewer are not worth waking a thread for.
+// Threads: rows, in pieces of about 32,768 scanned tokens; fewer do not justify waking a thread.
 void ngram_propose_cpu(const NgramProposeParams& params) {
   constexpr int64_t kTokensWorthAThread = 32 * 1024;
   int64_t chunks = params.work / kTokensWorthAThread + 1;

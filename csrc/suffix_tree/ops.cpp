@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Argument checks and registration of the suffix_tree family.
+// Argument checks and registration of the suffix_tree ops.
 #include "suffix_tree/ops.h"
 
 #include <algorithm>
@@ -13,7 +13,7 @@
 namespace specops {
 namespace {
 
-// A number given once for the batch, or per request, as a tensor.
+// Reads a number for the whole batch, or a tensor with one per request.
 PerRow<int32_t> per_request(Checker& check,
                             const char* name,
                             const TensorView& view,
@@ -23,14 +23,14 @@ PerRow<int32_t> per_request(Checker& check,
   return check.per_row(name, view, batch, int32_t{0}, one_of);
 }
 
-// A number of tokens that may be left out. No row is longer than the largest int32, so a larger
-// number means no other.
+// Reads an optional number of tokens. No row is longer than INT32_MAX, so larger numbers are
+// clamped to it.
 int64_t tokens_or(const Checker& check, const char* name, Argument given, int64_t otherwise) {
   if (!given.defined()) return otherwise;
   return std::min(check.integer(name, given, 0), Checker::kMaxInt32);
 }
 
-// About how many tokens will be scanned, or could have been in the time that the index takes.
+// Estimates the number of tokens to scan, including the index's time as an equivalent number.
 int64_t work_of(const NgramProposeParams& params) {
   constexpr int64_t kTokensPerIndexedOne = 256;
   int64_t tokens = 0;
@@ -118,7 +118,7 @@ void ngram_propose(const TensorView& token_ids,
       .max_total_draft_tokens = max_total_draft_tokens,
       .error = check.error_flag(),
   };
-  // numbers are known on the host
+  // Only plain numbers are known on the host.
   bool sizes_in_tensors = min_sizes.values || max_sizes.values;
   if (!sizes_in_tensors) check.refuse(fault_of_sizes(min_sizes, max_sizes, 0));
   if (!are_leftmost.values) check.refuse(fault_of_leftmost(are_leftmost, 0));
@@ -126,7 +126,7 @@ void ngram_propose(const TensorView& token_ids,
   for (int64_t b = 0; b < batch; ++b) check.refuse(fault_of(params, b));
   if (batch == 0) return;
   params.work = work_of(params);
-  // A scan reads about twenty tokens in a nanosecond: half a million are worth other threads' time.
+  // A scan reads about twenty tokens per nanosecond: half a million justify releasing the GIL.
   if (params.work < (int64_t{1} << 19)) return ngram_propose_cpu(params);
   pybind11::gil_scoped_release release;
   ngram_propose_cpu(params);

@@ -5,5 +5,5 @@
 
 namespace specops {
 void register_suffix_tree(pybind11::module_& m);
-void register_suffix_cache(pybind11::module_& m);  // the class's part of the same
+void register_suffix_cache(pybind11::module_& m);  // called by register_suffix_tree
 }  // namespace specops

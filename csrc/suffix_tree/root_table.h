@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The children of the root, by token: as many as the vocabulary has tokens in use. A table that has
-// become too small is left behind a few slots at each change, so that no change takes long.
+// The children of the root, by token: up to one per token of the vocabulary. A table that has
+// become too small is moved a few slots at each change, so that no change takes long.
 #pragma once
 
 #include <sys/mman.h>
@@ -45,10 +45,10 @@ class RootTable {
     __builtin_prefetch(&current_.slots[first_index(current_, token)]);
   }
 
-  // The token must be there.
+  // Replaces the child of a token, which must be present.
   void replace(int32_t token, int32_t child) { const_cast<Slot*>(find_slot(token))->child = child; }
 
-  // The token must not be there.
+  // Inserts a token, which must be absent.
   void insert(int32_t token, int32_t child) {
     if (old_.slots == nullptr && (size_ + 1) * 4 > capacity(current_) * 3) {
       move_to(current_.bits + 1);
@@ -58,14 +58,14 @@ class RootTable {
     move_some();
   }
 
-  // The token must be there.
+  // Erases a token, which must be present.
   void erase(int32_t token) {
     --size_;
     Slot* const slot = const_cast<Slot*>(find_slot(token));
     if (slot < current_.slots || slot >= current_.slots + capacity(current_)) {
-      slot->key = kErased;  // what is behind it must still be found
+      slot->key = kErased;  // keeps later entries reachable
     } else {
-      // What was pushed past the hole moves up.
+      // Moves up the entries that collisions pushed past the hole.
       const int64_t mask = capacity(current_) - 1;
       int64_t hole = slot - current_.slots;
       for (int64_t i = (hole + 1) & mask; current_.slots[i].key != 0; i = (i + 1) & mask) {
@@ -115,8 +115,8 @@ class RootTable {
 
   static constexpr uint32_t kErased = 0xFFFFFFFFu;
   static constexpr int kSmallestBits = 4;
-  static constexpr int kClearedBits = 11;  // larger ones are given back rather than cleared
-  static constexpr int kMapBits = 13;      // from here on mapped, which gives zeros for nothing
+  static constexpr int kClearedBits = 11;  // a larger table is freed rather than cleared
+  static constexpr int kMapBits = 13;      // a larger table is mapped, which zeroes it for free
   static constexpr int64_t kMoveAtOnce = 8;
 
   static int64_t capacity(const Table& table) { return int64_t{1} << table.bits; }
@@ -167,7 +167,7 @@ class RootTable {
     const Slot* slot = find_slot(current_, token);
     if (slot == nullptr && old_.slots != nullptr) {
       slot = find_slot(old_, token);
-      // What was left behind is here no more, whatever the slot says.
+      // A slot that was moved already is ignored, whatever it holds.
       slot = slot != nullptr && slot - old_.slots >= num_left_ ? slot : nullptr;
     }
     return slot;
@@ -212,8 +212,8 @@ class RootTable {
   }
 
   Table current_;
-  Table old_;             // while it is being left
-  int64_t num_left_ = 0;  // its slots that were
+  Table old_;             // the table being moved, if any
+  int64_t num_left_ = 0;  // slots of old_ already moved
   int64_t size_ = 0;
 };
 

@@ -1,7 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Requests stand in slots; a linked list through them is the order in which those that are cached were
-// started, whatever their scope. One mutex guards everything but the trees that the builder thread is
-// at work on.
+// Requests are in slots. A linked list through the slots orders cached requests by start, across
+// all scopes. One mutex protects everything but the trees that the builder thread is working on.
 #include "suffix_tree/suffix_cache.h"
 
 #include <unistd.h>
@@ -26,20 +25,19 @@ namespace {
 
 constexpr int32_t kNoSlot = -1;
 constexpr int32_t kNoSequence = -1;
-// For each token appended so many of those taken out are given back: more than one, so that what
-// waits gets less.
+// Removed tokens to reclaim per appended token: more than one, so that the backlog shrinks.
 constexpr int64_t kReclaimPerToken = 2;
-// Shared trees may keep twice the budget of bytes and so many more, freed memory included.
+// Shared trees may hold twice the byte budget plus this many bytes, including freed memory.
 constexpr int64_t kSpareBytes = int64_t{1} << 20;
-// Trees of ended requests are kept for later ones, so many and not larger than this.
+// Trees of ended requests are kept for later requests, up to this number and size.
 constexpr size_t kMaxIdleTrees = 256;
 constexpr int64_t kMaxIdleTreeBytes = int64_t{1} << 18;
-// The builder looks so often whether its request has stopped.
+// After this many tokens, the builder checks whether its request has stopped.
 constexpr int64_t kBuildTokens = 4096;
-// Rows of a batch that one thread takes at a time.
+// Rows of a batch per thread item.
 constexpr int64_t kRowsAtOnce = 4;
 
-// The last tokens of a text, up to `depth`, in one piece.
+// The last tokens of a text, up to `depth`, in contiguous memory.
 class Tail {
  public:
   void clear() { tokens_.clear(); }
@@ -69,48 +67,48 @@ class Tail {
   std::vector<int32_t> tokens_;  // at most 2 * depth
 };
 
-// The tree of a request's own text: one sequence.
+// The tree of a request's own text, with a single sequence.
 struct OwnTree {
   explicit OwnTree(int32_t max_depth) : tree(max_depth) {}
   SuffixTree tree;
   int32_t sequence = kNoSequence;
 };
 
-// A prompt that the builder thread puts into a tree. `queued`, `done` and `cancelled` are the
-// cache's; the rest is the builder's until it is done.
+// A prompt that the builder thread adds to a tree. `queued`, `done` and `cancelled` belong to the
+// cache; the builder owns the rest until it is done.
 struct Build {
   std::unique_ptr<OwnTree> own;
   std::vector<int32_t> prompt;
-  std::vector<int32_t> queued;  // written since
+  std::vector<int32_t> queued;  // tokens appended since the start
   int32_t slot = kNoSlot;
   std::atomic<bool> cancelled{false};
 };
 
-// The responses of one scope, or, of the common one, those that every request drafts from.
+// The responses of one scope or, for the common tree, those that every request drafts from.
 struct SharedTree {
   SharedTree(std::string name, int32_t max_depth, bool common)
       : name(std::move(name)), common(common), tree(std::make_unique<SuffixTree>(max_depth)) {}
   const std::string name;
   const bool common;
   std::unique_ptr<SuffixTree> tree;
-  int64_t users = 0;  // slots that name it
-  // Part of the cache's totals, as of the last change.
+  int64_t users = 0;  // slots that refer to it
+  // The tree's part of the cache's totals, as of the last change.
   int64_t tokens = 0, pending = 0, used_bytes = 0, taken_bytes = 0;
-  bool is_reclaimed = false;  // listed among those that have something to give back
+  bool is_reclaimed = false;  // listed in to_reclaim
 };
 
 struct Request {
   int64_t number = -1;  // -1: the slot is free
   int64_t generation = 0;
-  int64_t step = 0;  // the last step that it was part of
+  int64_t step = 0;  // last step that included it
   bool running = false;
   SharedTree* scope = nullptr;                 // nullptr: there are no shared trees
-  int32_t shared = kNoSequence;                // in that tree
-  int32_t older = kNoSlot, younger = kNoSlot;  // of those in a shared tree
-  int32_t earlier = kNoSlot, later = kNoSlot;  // of those running
-  std::unique_ptr<OwnTree> own;                // of a running request; nullptr while it is built
+  int32_t shared = kNoSequence;                // its sequence in that tree
+  int32_t older = kNoSlot, younger = kNoSlot;  // neighbors among requests in shared trees
+  int32_t earlier = kNoSlot, later = kNoSlot;  // neighbors among running requests
+  std::unique_ptr<OwnTree> own;  // tree of a running request; nullptr while it is built
   std::shared_ptr<Build> build;
-  Tail tail;  // of prompt and response; of a running request
+  Tail tail;  // of prompt and response; only for a running request
 };
 
 // A doubly linked list through the slots.
@@ -144,7 +142,7 @@ struct Chain {
   }
 };
 
-// Where the shared tree drafts: its draft is taken only if it is better.
+// Buffers for a shared tree's draft, which is used only if it is better.
 struct Scratch {
   std::vector<int32_t> token_ids, parents, context;
   std::vector<float> probs;
@@ -181,8 +179,9 @@ bool has_shared_trees(const SuffixCacheOptions& options) {
          options.max_cached_bytes != 0;
 }
 
-// A file: the label, this head, the places of the requests, and of each tree its name and itself.
-// Format 1 has no number of trees, a handle for each place, and one tree without a name.
+// The file layout: the label, this header, the requests' places, and the name and contents of each
+// tree. Format 1 lacks the number of trees, stores a handle for each place, and has one unnamed
+// tree.
 struct FileHead {
   int64_t max_depth;
   int64_t num_requests;
@@ -195,7 +194,7 @@ struct FilePlace {
   int32_t handle;
 };
 
-// Before a tree's name in a file.
+// The prefix of a tree's name in a file.
 constexpr char kScoped = 's';
 constexpr char kCommon = 'c';
 
@@ -215,7 +214,7 @@ struct SuffixCache::State {
 
   ~State() {
     if (!builder.joinable()) return;
-    if (!has_builder()) {  // a forked child has the object, not the thread
+    if (!has_builder()) {  // a forked child has the object but not the thread
       builder.detach();
       return;
     }
@@ -273,7 +272,7 @@ struct SuffixCache::State {
 
   // ---- shared trees ----
 
-  // The tree of a scope, made where it is wanted first.
+  // Returns the tree of a scope, creating it at its first use.
   SharedTree& tree_of(const std::string& scope) {
     std::unique_ptr<SharedTree>& found = trees[scope];
     if (found == nullptr) {
@@ -296,7 +295,8 @@ struct SuffixCache::State {
     ++tree.users;
   }
 
-  // A scope of its own ends with its last request: its memory goes back to the system.
+  // Releases a tree. A named scope ends with its last request, and its memory returns to the
+  // system.
   void leave(SharedTree& tree) {
     if (--tree.users > 0 || tree.common || tree.name.empty()) return;
     num_tokens -= tree.tokens;
@@ -312,7 +312,7 @@ struct SuffixCache::State {
     to_reclaim.erase(std::find(to_reclaim.begin(), to_reclaim.end(), &tree));
   }
 
-  // Brings the totals up to date after a tree has changed.
+  // Updates the totals after a tree has changed.
   void account(SharedTree& shared) {
     const SuffixTree& tree = *shared.tree;
     num_tokens += tree.num_tokens() - shared.tokens;
@@ -353,14 +353,14 @@ struct SuffixCache::State {
   bool over_budget() const {
     if (options.max_cached_tokens >= 0 && num_tokens > options.max_cached_tokens) return true;
     if (options.max_cached_bytes < 0) return false;
-    // What is taken out still holds its share until it is given back.
+    // Removed tokens still hold their share of bytes until they are reclaimed.
     auto used = static_cast<double>(used_bytes);
     auto tokens = static_cast<double>(num_tokens);
     double all = tokens + static_cast<double>(num_pending);
     return all > 0 && used * (tokens / all) > static_cast<double>(options.max_cached_bytes);
   }
 
-  // After so many tokens were appended.
+  // Enforces the budgets after `appended` tokens were added.
   void keep_within_budgets(int64_t appended) {
     while (cached.first != kNoSlot && over_budget()) evict(slots[cached.first]);
     if (num_pending > 0) reclaim(kReclaimPerToken * appended);
@@ -370,8 +370,8 @@ struct SuffixCache::State {
     }
   }
 
-  // Memory that one tree has freed is of no use to another. Where trees keep too much of it, the
-  // responses of the scope that keeps most are evicted, and its tree gives all of it back.
+  // Memory freed by one tree cannot serve another. If trees hold too much free memory, the
+  // responses of the scope that holds most are evicted, and its tree releases all of its memory.
   void drop_emptiest() {
     SharedTree* emptiest = nullptr;
     int64_t most = 0;
@@ -426,7 +426,7 @@ struct SuffixCache::State {
       own->tree.clear();
       idle_trees.push_back(std::move(own));
     } else if (has_builder()) {
-      retired.push_back(std::move(own));  // giving back a large tree takes a while
+      retired.push_back(std::move(own));  // freeing a large tree takes a while
       wake.notify_one();
     }
   }
@@ -525,7 +525,7 @@ struct SuffixCache::State {
     if (request.own) request.own->tree.speculate(sequence, context, size, draft_options, draft);
   }
 
-  // Replaces the draft where the request's shared tree has a better one, or the common tree.
+  // Replaces the draft if the request's shared tree or the common tree has a better one.
   void draft_shared(const Request& request,
                     int32_t sequence,
                     const int32_t* context,
@@ -577,7 +577,7 @@ struct SuffixCache::State {
 
   void append_rows(const SuffixStepParams& params) {
     if (!has_shared) return;
-    // Since the last step, most of the shared trees has left the caches; the own trees are small.
+    // Most of the shared trees has left the CPU caches since the last step; own trees are small.
     for (int32_t pass = 0; pass < 3; ++pass) {
       for (int64_t b = 0; b < params.batch; ++b) {
         const Request* request = rows[b].request;
@@ -598,7 +598,7 @@ struct SuffixCache::State {
     keep_within_budgets(appended);
   }
 
-  // What the match of a row ends with: its own text, or the drafts it was given.
+  // Returns the text that a row's match ends with: its own text, or the drafts already in the row.
   const int32_t* row_context(const SuffixStepParams& params, int64_t b, int64_t& size) const {
     const Row& row = rows[b];
     size = row.request->tail.size(depth);
@@ -664,7 +664,8 @@ struct SuffixCache::State {
 
   void step(const SuffixStepParams& params) {
     find_rows(params);
-    // One writer of the shared trees; beside it the own trees, each of them one row's alone.
+    // One item writes the shared trees; the other items write own trees, each of which belongs to
+    // one row.
     int64_t pieces = (params.batch + kRowsAtOnce - 1) / kRowsAtOnce;
     parallel_for(pieces + 1, 1, [&](int64_t begin, int64_t end) {
       for (int64_t piece = begin; piece < end; ++piece) {
@@ -690,7 +691,7 @@ struct SuffixCache::State {
   // ---- checks ----
 
   std::string check() const {
-    std::map<const SharedTree*, std::pair<int64_t, int64_t>> found;  // requests and tokens
+    std::map<const SharedTree*, std::pair<int64_t, int64_t>> found;  // requests, tokens
     int64_t count = 0;
     for (int32_t slot = cached.first; slot != kNoSlot; slot = slots[slot].younger) {
       const Request& request = slots[slot];
@@ -747,12 +748,12 @@ struct SuffixCache::State {
 
   const SuffixCacheOptions options;
   const int64_t depth;
-  const bool has_shared;  // trees of many requests' responses; false: off
+  const bool has_shared;  // whether there are shared trees of many requests' responses
   std::mutex mutex;
-  std::map<std::string, std::unique_ptr<SharedTree>> trees;  // by scope; "" has one always
-  std::unique_ptr<SharedTree> common;                        // nullptr until something is added
-  std::vector<SharedTree*> to_reclaim;                       // with tokens to give back
-  // Of all shared trees.
+  std::map<std::string, std::unique_ptr<SharedTree>> trees;  // by scope; "" always has one
+  std::unique_ptr<SharedTree> common;                        // nullptr until a response is added
+  std::vector<SharedTree*> to_reclaim;                       // trees with tokens to reclaim
+  // Totals over all shared trees.
   int64_t num_tokens = 0, num_pending = 0, used_bytes = 0, taken_bytes = 0;
   std::vector<Request> slots;
   std::vector<int32_t> free_slots;
@@ -762,10 +763,10 @@ struct SuffixCache::State {
   std::vector<Row> rows;
   int64_t steps = 0;
 
-  std::thread builder;  // from the first long prompt on
+  std::thread builder;  // started by the first long prompt
   ::pid_t builder_pid = 0;
   std::condition_variable wake, built;
-  std::deque<std::shared_ptr<Build>> builds;  // in the order they came
+  std::deque<std::shared_ptr<Build>> builds;  // in order of arrival
   std::shared_ptr<Build> current;
   std::vector<std::unique_ptr<OwnTree>> retired;
   bool stopping = false;
@@ -825,7 +826,7 @@ void SuffixCache::speculate_after(int64_t number,
   Request& request = state.running_request(number);
   int64_t used = std::min(size, state.depth);
   context += size - used;
-  // Callers mostly hand over the request's own text: then its place in the trees is known.
+  // Callers mostly pass the request's own text; then its position in the trees is known.
   int64_t tail_size = request.tail.size(state.depth);
   bool its_own =
       used <= tail_size &&

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The class SuffixCache for Python: requests by any hashable id, tokens from lists, arrays and tensors,
-// argument checks. `speculate` and `extend`, called for every request of every step, take the
+// The Python class SuffixCache: requests by any hashable id, tokens from lists, arrays and tensors,
+// and argument checks. `speculate` and `extend`, called for every request of every step, use the
 // interpreter's fast call and build their results by hand.
 #include <cmath>
 #include <string>
@@ -20,7 +20,7 @@ namespace py = pybind11;
 constexpr int64_t kMaxDepth = 32767;
 constexpr int64_t kMaxDraftTokens = 65536;
 constexpr int64_t kMaxInt32 = Checker::kMaxInt32;
-// From about 50 us of work on, other Python threads may run meanwhile.
+// Releasing the GIL pays from about 50 us of work on.
 constexpr int64_t kLongExtend = 64;  // tokens
 constexpr int64_t kLongStep = 16;    // rows
 
@@ -30,7 +30,8 @@ std::string at(const char* name, int64_t index) {
 
 constexpr const char* kProb = "a number in 0 .. 1";
 
-// What an exception says names a class and its methods and arguments: those that the caller called.
+// The names of the class and its methods and arguments that exceptions mention: those that the
+// caller used.
 struct Names {
   const char* of_class;
   const char* start;
@@ -57,7 +58,7 @@ constexpr Names kOwnNames{
     .use_tree = "use_tree",
 };
 
-// arctic-inference's.
+// The names in arctic-inference.
 constexpr Names kDecodingCacheNames{
     .of_class = "SuffixDecodingCache",
     .start = "SuffixDecodingCache.start_request",
@@ -71,7 +72,7 @@ constexpr Names kDecodingCacheNames{
     .use_tree = "use_tree_spec",
 };
 
-// Token ids of the caller's: borrowed from an array or a tensor, copied from a list or a tuple.
+// The caller's token ids: borrowed from an array or a tensor, copied from a list or a tuple.
 class Tokens {
  public:
   Tokens(Checker& check, const char* name, PyObject* object) {
@@ -107,7 +108,7 @@ class Tokens {
       to = copied_.data();
     }
     for (int64_t i = 0; i < size_; ++i) {
-      // Looked up anew each time: an item's __index__ may change the list.
+      // Looked up at every iteration: an item's __index__ may change the list.
       if (i >= PySequence_Fast_GET_SIZE(object)) check.fail(name, kExpected, "a list that changes");
       PyObject* item = PySequence_Fast_GET_ITEM(object, i);
       int overflow = 0;
@@ -167,7 +168,7 @@ class Tokens {
   Buffer buffer_;
 };
 
-// A path as the operating system takes it.
+// Returns a path in the operating system's encoding.
 std::string to_path(const py::object& path) {
   PyObject* bytes = nullptr;
   if (!PyUnicode_FSConverter(path.ptr(), &bytes)) throw py::error_already_set();
@@ -234,7 +235,7 @@ class CacheForPython {
     if (arguments[5] != Py_None) {
       options.min_token_prob = check.number("min_token_prob", {arguments[5]}, 0, 1, kProb);
     }
-    // No match is longer than the depth, and none drafts more than its budget.
+    // No match is longer than the depth, and no draft exceeds its budget.
     float most = static_cast<float>(depth_) * options.max_spec_factor + options.max_spec_offset;
     double room = static_cast<double>(most) + 1e-6;
     if (room < options.max_draft_tokens) {
@@ -422,7 +423,8 @@ class CacheForPython {
   }
 
  private:
-  // Another thread's call, which may be long, is not waited for with the interpreter's lock held.
+  // Runs work without the GIL if it may be long, or if it may have to wait for another thread's
+  // call.
   template <typename Work>
   void run(bool is_long, Work&& work) {
     if (is_long || cache_.is_busy()) {
@@ -433,7 +435,7 @@ class CacheForPython {
     }
   }
 
-  // Turns the cache's refusal into a sentence about the id, which it does not know.
+  // Converts the cache's exception to a message with the id, which the cache does not know.
   template <typename Work>
   void of_running(const Checker& check, PyObject* request_id, Work&& work) {
     try {
@@ -450,7 +452,7 @@ class CacheForPython {
     } catch (const std::system_error& error) {
       std::string path = error.what();
       errno = error.code().value();
-      size_t end = path.rfind(": ");  // what() is the path and the system's own words
+      size_t end = path.rfind(": ");  // what() is the path and the system's message
       auto file = py::reinterpret_steal<py::object>(
           PyUnicode_DecodeFSDefaultAndSize(path.data(), static_cast<Py_ssize_t>(end)));
       PyErr_SetFromErrnoWithFilenameObject(PyExc_OSError, file.ptr());
@@ -462,7 +464,7 @@ class CacheForPython {
     }
   }
 
-  // -1: nobody has this id, or had it lately.
+  // Returns a request's number; -1: no request has, or recently had, this id.
   int64_t find(const Checker& check, PyObject* request_id) const {
     PyObject* number = PyDict_GetItemWithError(numbers_.ptr(), request_id);
     if (number != nullptr) return PyLong_AsLongLong(number);
@@ -479,7 +481,7 @@ class CacheForPython {
     return number;
   }
 
-  // Before an id is used again: its old response leaves the cache.
+  // Evicts the old response of an id before the id is used again.
   void give_up_old(const Checker& check, const py::object& request_id) {
     if (request_id.is_none()) check.fail(names_.request_id, "hashable and not None", "None");
     int64_t old = find(check, request_id.ptr());
@@ -495,17 +497,17 @@ class CacheForPython {
     try {
       run(true, [&] { cache_.evict(number); });
     } catch (const std::invalid_argument&) {
-      return false;  // it left meanwhile
+      return false;  // it was evicted meanwhile
     }
     return true;
   }
 
-  // Slots are used again: what a slot's last request left behind is forgotten here.
+  // Records a request. Slots are reused, so the slot's previous owner is removed here.
   void remember(const py::object& request_id, int64_t number) {
     auto slot = static_cast<size_t>(SuffixCache::slot(number));
     if (slot >= ids_.size()) ids_.resize(slot + 1);
     Owner& owner = ids_[slot];
-    if (owner.number > number) return;  // it left meanwhile, and another has its slot already
+    if (owner.number > number) return;  // it was evicted and another request has its slot already
     if (owner.id && !owner.id.is_none()) {
       PyObject* last = PyDict_GetItemWithError(numbers_.ptr(), owner.id.ptr());
       if (last != nullptr && PyLong_AsLongLong(last) == owner.number) {
@@ -561,13 +563,13 @@ class CacheForPython {
     }
   }
 
-  // A tuple of the class SuffixDraft, made as its own constructor would.
+  // Returns a tuple of the class SuffixDraft, as its own constructor would.
   PyObject* to_python(const SuffixDraft& draft) const {
     auto token_ids = py::reinterpret_steal<py::object>(PyList_New(draft.size));
     auto parents = py::reinterpret_steal<py::object>(PyList_New(draft.size));
     auto probs = py::reinterpret_steal<py::object>(PyList_New(draft.size));
     if (!token_ids || !parents || !probs) throw py::error_already_set();
-    PyObject* prob = nullptr;  // mostly that of the token before, and then the same object
+    PyObject* prob = nullptr;  // mostly equal to the previous token's, so the object is reused
     for (int32_t i = 0; i < draft.size; ++i) {
       PyList_SET_ITEM(token_ids.ptr(), i, PyLong_FromLong(draft.token_ids[i]));
       PyList_SET_ITEM(parents.ptr(), i, PyLong_FromLong(draft.parents[i]));
@@ -599,8 +601,8 @@ class CacheForPython {
   DraftOptions defaults_;
   int32_t depth_;
   py::type draft_type_;
-  py::dict numbers_;        // of each id; of some that nobody uses any more, too
-  std::vector<Owner> ids_;  // of each slot's last request
+  py::dict numbers_;        // number of each id; also of some ids no longer in use
+  std::vector<Owner> ids_;  // last request of each slot
 };
 
 std::unique_ptr<CacheForPython> make(const py::type& draft_type,
@@ -632,7 +634,7 @@ std::unique_ptr<CacheForPython> make(const py::type& draft_type,
   return std::make_unique<CacheForPython>(draft_type, options, defaults, names);
 }
 
-// What pybind11 does around a function of its own.
+// Wraps a call as pybind11 wraps its own functions.
 template <typename Call>
 PyObject* guarded(Call&& call) {
   try {
@@ -649,7 +651,7 @@ PyObject* guarded(Call&& call) {
   return nullptr;
 }
 
-// The object behind `self`, whose class the interpreter has checked.
+// Returns the object behind `self`; the interpreter has checked its class.
 CacheForPython& cache_of(PyObject* self) {
   auto* instance = reinterpret_cast<py::detail::instance*>(self);
   auto* cache = instance->simple_layout

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// Counting strings and drafting: what is read off a suffix tree.
+// Counting strings and drafting: the queries of a suffix tree.
 //
-// Which match drafts is settled by scores alone, which take a look at every node of a path but at no
-// text; only the best draft is written out.
+// Scores alone select the match to draft from. Computing a score visits every node of a path but
+// reads no text; only the best draft is written out.
 #include <algorithm>
 #include <cmath>
 #include <vector>
@@ -12,24 +12,24 @@
 namespace specops {
 namespace {
 
-// A string of the tree: `depth` tokens from the root, on the way to or at `child`.
+// A string in the tree: `depth` tokens from the root, on the edge to or at `child`.
 struct Point {
   int32_t child;
   int32_t depth;
 };
 
-// A token that a tree draft may take, with what goes on behind it.
+// A token that a tree draft may add, and the point after it.
 struct Candidate {
   float prob;
-  int32_t order;  // of equally likely ones the first that was found
-  Point point;    // behind the token
+  int32_t order;  // on equal probabilities, the candidate found first wins
+  Point point;    // the point after the token
   int32_t token;
   int32_t parent;
 };
 
 struct TreeScratch {
   std::vector<Candidate> heap;
-  std::vector<std::pair<int32_t, int32_t>> children;  // child, token
+  std::vector<std::pair<int32_t, int32_t>> children;  // (child, token)
   std::vector<int32_t> tokens, parents;
   std::vector<float> probs;
 };
@@ -46,13 +46,13 @@ class Drafter {
         tree_slack_(1.0f + 2e-7f * (static_cast<float>(options.max_draft_tokens) + 16.0f)) {}
 
   bool locate(const int32_t* tokens, int32_t size, Point& point) const;
-  // If a match occurs, every shorter one does: the longest one below `end`, of more than `known` and at
-  // most `longest` tokens, if any.
+  // Finds the longest match that ends at `end` with more than `known` and at most `longest` tokens,
+  // if any. If a match occurs, so does every shorter one.
   void locate_longest(
       const int32_t* end, int32_t known, int32_t longest, const Sequence* live, Point& point) const;
   int32_t budget(int32_t match_len) const;
-  // No draft of the match scores higher: no prob is above 1, nor is the sum of those of one depth, but
-  // for what rounding adds to the sum of a tree.
+  // Returns an upper bound on the score of the match's draft. No prob is above 1, nor is the sum of
+  // the probs of one depth, apart from the rounding of a tree's sum.
   float bound(int32_t match_len) const {
     const float most = static_cast<float>(budget(match_len));
     if (options_.read_on) {
@@ -61,7 +61,8 @@ class Drafter {
     const float num_depths = static_cast<float>(state_.max_depth - match_len);
     return std::min(most, options_.use_tree ? num_depths * tree_slack_ : num_depths);
   }
-  // How many tokens after the point, and their score. Gives up where it cannot be above `above`.
+  // Each computes the number of tokens after the point and their score, and gives up once the score
+  // cannot exceed `above`.
   bool enter_likeliest(Point& point, float& prob) const;
   int32_t score_path(Point point, int32_t budget, float above, float& score) const;
   void write_path(Point point, int32_t budget, SuffixDraft& draft) const;
@@ -73,21 +74,23 @@ class Drafter {
   bool is_at_node(Point point) const {
     return point.child >= 0 && node(point.child).depth == point.depth;
   }
-  // Where the edge to a child ends, with all that may be read beyond.
+  // Returns the depth at which the edge to a child ends, including text that may be read past
+  // max_depth.
   int32_t edge_end(int32_t child) const {
     if (child >= 0) {
       return node(child).depth;
     }
     return options_.read_on ? state_.num_following(~child) : state_.window_length(~child);
   }
-  // Whether `score`, with so many tokens of at most `prob` to come, stays at or below `above`.
+  // Returns whether `score` stays at or below `above` with num_tokens more tokens of at most
+  // `prob`.
   static bool is_hopeless(float score, float prob, int32_t num_tokens, float above) {
     const double most = static_cast<double>(score) + static_cast<double>(prob) * num_tokens;
-    return most * (1.0 + 2e-7 * (num_tokens + 16)) <= above;  // what rounding may add
+    return most * (1.0 + 2e-7 * (num_tokens + 16)) <= above;  // the factor covers rounding
   }
   static void add(float& score, float prob, int32_t num_tokens) {
     if (prob == 1.0f) {
-      score += static_cast<float>(num_tokens);  // a whole number still
+      score += static_cast<float>(num_tokens);  // stays an integer
       return;
     }
     for (int32_t i = 0; i < num_tokens; ++i) {
@@ -135,7 +138,7 @@ void Drafter::locate_longest(
   int32_t found = known;
   int32_t missing = longest + 1;
   int32_t match_len = std::min(known + std::max(reach, 1), longest);
-  // From where it was last on in steps that double, then between what was found and what was not.
+  // Searches from the last reach in doubling steps, then bisects between found and missing lengths.
   for (int32_t step = 1; found + 1 < missing; step *= 2) {
     if (locate(end - match_len, match_len, point)) {
       found = match_len;
@@ -165,8 +168,8 @@ int32_t Drafter::budget(int32_t match_len) const {
                                               : static_cast<int32_t>(rounded);
 }
 
-// Where a path goes on from a point: within its edge, into that of the best child, or past the full
-// depth. False where it ends, or is not likely enough.
+// Continues a path from a point: within its edge, to the edge of the best child, or past max_depth.
+// Returns false if the path ends, or is not likely enough.
 inline bool Drafter::enter_likeliest(Point& point, float& prob) const {
   if (!is_at_node(point)) {
     return true;
@@ -237,7 +240,7 @@ void Drafter::write_path(Point point, int32_t budget, SuffixDraft& draft) const 
   draft.size = size;
 }
 
-// Of the continuations of a point those that may still be among the `wanted` next ones.
+// Pushes those continuations of a point that can still be among the `wanted` next ones.
 void Drafter::push_continuations(Point point,
                                  float prob,
                                  int32_t parent,
@@ -273,14 +276,14 @@ void Drafter::push_continuations(Point point,
   }
   scratch.children.clear();
   if (at.kind == ChildTable::kOneChild || wanted <= 1 || !is_likely(at.second)) {
-    // The best alone; of its token the text knows.
+    // Only the best child; its token is read from the text.
     push(prob * (static_cast<float>(at.best_count) / whole),
          at.best,
          state_.text.token(state_.ref(at.best), point.depth));
     return;
   }
   const bool are_leaves_likely = is_likely(1);
-  int32_t left = at.count;  // occurrences of children that were not looked at
+  int32_t left = at.count;  // occurrences of the remaining children
   state_.table.any_of(at, [&](int32_t token, int32_t child) {
     const int32_t count = state_.count(child);
     if (child >= 0 ? is_likely(count) : are_leaves_likely) {
@@ -368,7 +371,7 @@ void SuffixTree::speculate(int32_t sequence,
           : nullptr;
   const int32_t num_active = live == nullptr ? 0 : live->num_active;
   Point located{kRoot, 0};
-  // What reaches back beyond the sequence has to be looked for.
+  // A match that reaches back beyond the sequence has to be searched.
   if (num_active < longest && (live == nullptr || num_active == live->length)) {
     drafter.locate_longest(end, num_active, longest, live, located);
   }
@@ -387,7 +390,7 @@ void SuffixTree::speculate(int32_t sequence,
   Point best_point{};
   int32_t best_len = 0;
   float best_score = options.above_score;
-  // Of equal scores the longer match wins, and at first nothing wins by that.
+  // On equal scores the longer match wins; initially, equality with above_score does not suffice.
   int32_t shortest_equal = INT32_MAX;
   const auto matters = [&](int32_t match_len) {
     if (match_len < 1 || match_len > num_matches) {
@@ -417,9 +420,10 @@ void SuffixTree::speculate(int32_t sequence,
       }
     }
   };
-  // No token counts for more than 1. So a match is bounded by its budget, which falls with its length,
-  // and where nothing is read on by the tokens left to the full depth, which rise. From where the lower
-  // of the two is highest we go both ways, until neither can be better.
+  // No token scores more than 1. So a match is bounded by its budget, which falls with the match
+  // length and, unless reading past max_depth, by the tokens left to max_depth, which rise. Start
+  // where the lower of the two bounds is highest and go both ways, until neither direction can be
+  // better.
   int32_t down = num_matches;
   while (down > 1 && drafter.bound(down - 1) > drafter.bound(down)) {
     --down;

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// A section is read and summed in pieces by all threads, each piece while it is in a cache; the sums
-// of the pieces are summed in their order. Nothing of it stands against an attacker: the checksum
-// finds what disks, copies and interrupted programs do.
+// A section is read and summed in pieces by all threads, each piece while it is in cache; the sums
+// of the pieces are combined in order. The checksum detects damage by disks, copies and interrupted
+// programs; it does not protect against attackers.
 #include "suffix_tree/suffix_file.h"
 
 #include <fcntl.h>
@@ -32,14 +32,14 @@ struct Header {
   uint32_t byte_order;
 };
 
-// Before a section's bytes. After the last section stands one of size kEnd.
+// Precedes a section's bytes. One of size kEnd follows the last section.
 struct SectionHeader {
   uint64_t num_bytes;
-  uint64_t checksum;  // of the number of the section, its size and its bytes
+  uint64_t checksum;  // of the section's index, size and bytes
 };
 constexpr uint64_t kEnd = ~uint64_t{0};
 
-// Every bit of a and b reaches every bit of the result.
+// Mixes a and b so that every input bit affects every output bit.
 inline uint64_t mix(uint64_t a, uint64_t b) {
   unsigned __int128 product = static_cast<unsigned __int128>(a) * b;
   return static_cast<uint64_t>(product) ^ static_cast<uint64_t>(product >> 64);
@@ -54,7 +54,7 @@ inline uint64_t load64(const unsigned char* from) {
   return value;
 }
 
-// Four lanes of multiplications: as fast as memory is read.
+// Computes a checksum with four lanes of multiplications, as fast as memory is read.
 uint64_t checksum(const void* data, size_t num_bytes, uint64_t seed) {
   const auto* bytes = static_cast<const unsigned char*>(data);
   uint64_t lanes[4];
@@ -64,7 +64,7 @@ uint64_t checksum(const void* data, size_t num_bytes, uint64_t seed) {
     for (int i = 0; i < 4; ++i) {
       uint64_t low = load64(bytes + at + 16 * i);
       uint64_t high = load64(bytes + at + 16 * i + 8);
-      // The lane goes into one factor alone, so that a zero factor loses no more than a piece of it.
+      // The lane enters only one factor, so that a zero factor loses no more than one piece of it.
       lanes[i] = mix(low ^ kPrimes[i], high ^ lanes[i]) + (lanes[i] << 1 | lanes[i] >> 63) + low;
     }
   }
@@ -105,7 +105,7 @@ size_t piece_bytes(size_t num_bytes, size_t piece) {
 
 struct FileWriter::State {
   std::string path;
-  std::string unfinished;  // the name until `finish`
+  std::string unfinished;  // temporary name until `finish`
   int fd = -1;
   uint64_t sections = 0;
   uint64_t sums = 0;
@@ -167,7 +167,7 @@ void FileWriter::finish() {
   State& state = *state_;
   SectionHeader end{.num_bytes = kEnd, .checksum = add_piece(state.sums, state.sections)};
   state.write_all(&end, sizeof(end));
-  // The bytes first, then the name: after a power cut there is the old file or the new one.
+  // Syncs the bytes before the name changes: after a power failure the old or the new file exists.
   if (::fsync(state.fd) != 0) refused(errno, state.path);
   if (::rename(state.unfinished.c_str(), state.path.c_str()) != 0) refused(errno, state.path);
   ::close(state.fd);
@@ -188,7 +188,7 @@ struct FileReader::State {
     if (fd >= 0) ::close(fd);
   }
 
-  // Returns 0, an errno, or -1 where the file ends.
+  // Returns 0, an errno, or -1 at the end of the file.
   int read_at(uint64_t offset, void* data, size_t num_bytes) const {
     char* to = static_cast<char*>(data);
     while (num_bytes > 0) {

@@ -1,20 +1,23 @@
 // SPDX-License-Identifier: Apache-2.0
-// What a SuffixTree is made of; the invariants stand here, and check_integrity (suffix_check.cpp) looks
-// at each under its number.
+// The state of a SuffixTree and its invariants. check_integrity (suffix_check.cpp) checks each of
+// them under its number.
 //
-// The tree holds the window of every position: at most max_depth tokens, up to the end of its sequence.
-//  1. The nodes are exactly the strings that occur twice or more and of which no continuation by one
-//     token occurs as often (windows end there, or they branch). Hence one tree for one set of windows.
-//  2. A string that occurs once has no node: it is a leaf, known by its start; its end is implied.
+// The tree holds the window of every position: at most max_depth tokens, up to the end of its
+// sequence.
+//  1. The nodes are exactly the strings that occur at least twice and have no continuation by one
+//     token that occurs as often (windows end there, or they branch). Hence a set of windows has
+//     exactly one tree.
+//  2. A string that occurs once has no node. It is a leaf, identified by its start; its end is
+//     implied.
 //  3. home[position] is the node where its window ends, or the parent of its leaf.
-//  4. count is the number of windows that pass through or end at a node; ref is the youngest of them.
-//     Any text of the tree is read there: parent's depth .. depth of an edge at ref.
-//  5. best, best_count and second are as child_table.h says; of the root they are not kept.
-//  6. The windows of a live sequence that end at its end and at a node ("active") are those of its last
-//     num_active positions: if a suffix occurs elsewhere, so does every shorter one.
-//  7. Removed sequences are the oldest. So the first position of the oldest sequence is the oldest of
-//     all, and a node whose ref it is ends with it: nothing needs to be pointed elsewhere.
-//  8. Blocks, nodes and slots are in use or on their free list, and not both.
+//  4. count is the number of windows that pass through or end at a node; ref is the youngest one.
+//     Text is read there: an edge is tokens [parent's depth, depth) from ref.
+//  5. best, best_count and second are as child_table.h says; the root does not maintain them.
+//  6. The "active" windows of a live sequence end both at its end and at a node. They are those of
+//     its last num_active positions: if a suffix occurs elsewhere, so does every shorter one.
+//  7. Removed sequences are the oldest. So the first position of the oldest sequence is the oldest
+//     of all, and a node with it as ref ends with it: no ref needs to change.
+//  8. Each block, node and slot is either in use or on its free list, never both.
 #pragma once
 
 #include <cstdint>
@@ -31,22 +34,21 @@ namespace specops {
 constexpr int32_t kRoot = 0;
 
 struct Sequence {
-  int64_t order;  // in the order of starting
+  int64_t order;  // in starting order
   int32_t first_block;
   int32_t last_block;
-  int32_t begin;   // index of the first token that was not given back
-  int32_t length;  // index behind the last token
+  int32_t begin;   // index of the first token that was not reclaimed
+  int32_t length;  // index past the last token
   int32_t first_active;
   int32_t num_active;
-  int32_t
-      older;  // neighbours in the order of starting; -1: none; of free handles: the next free one
+  int32_t older;  // neighbor in starting order, -1: none; of a free handle: the next free one
   int32_t younger;
   int16_t in_use;
   int16_t is_live;  // tokens may be appended
   int16_t is_removed;
   int16_t unused;
-  // How far the longest match reached back beyond the sequence when it was last drafted for: where the
-  // search begins, no more. Readers write it.
+  // Tokens by which the last draft's longest match reached back beyond the sequence; only a hint
+  // for where the next search begins. Readers write it.
   mutable int32_t reach;
   int32_t unused2;
 };
@@ -72,7 +74,7 @@ struct SuffixTree::State {
   bool is_younger(int32_t position, int32_t than) const {
     return text.age(position) > text.age(than);
   }
-  // Tokens from a position to its sequence's end.
+  // Returns the number of tokens from a position to its sequence's end.
   int32_t num_following(int32_t position) const {
     return sequences[static_cast<size_t>(text.owner(position))].length - text.index(position);
   }
@@ -81,7 +83,7 @@ struct SuffixTree::State {
     return size < max_depth ? size : max_depth;
   }
 
-  // Asks for what extend_suffix reads of a child.
+  // Prefetches what extend_suffix reads of a child.
   void prefetch_child(int32_t child) const {
     if (child >= 0) {
       __builtin_prefetch(&nodes[child]);

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Appending to a suffix tree and taking sequences out. The invariants are listed in suffix_state.h.
+// Appending to a suffix tree and removing sequences. suffix_state.h lists the invariants.
 #include "suffix_tree/suffix_tree.h"
 
 #include <algorithm>
@@ -40,7 +40,7 @@ void SuffixTree::State::free_node(int32_t node) {
   ++num_free_nodes;
 }
 
-// --- appending -------------------------------------------------------------------------------------
+// --- appending -----------------------------------------------------------------------------------
 
 void SuffixTree::State::add_leaf(int32_t node, int32_t token, int32_t start) {
   text.home_[start] = node;
@@ -59,7 +59,8 @@ void SuffixTree::State::add_leaf(int32_t node, int32_t token, int32_t start) {
   }
 }
 
-// A child occurs once more, or has come (old_child is kNone), or is another one than before.
+// Updates the best child after a child gained an occurrence, was added (old_child is kNone), or
+// replaced old_child.
 void SuffixTree::State::raise_child(int32_t node, int32_t old_child, int32_t child) {
   if (node == kRoot) {
     return;
@@ -79,7 +80,7 @@ void SuffixTree::State::raise_child(int32_t node, int32_t old_child, int32_t chi
   }
 }
 
-// Puts a child that occurs as often in the place of `node`.
+// Replaces `node` by a child that occurs as often.
 void SuffixTree::State::replace_child(int32_t node, int32_t child) {
   const int32_t parent = nodes[node].parent;
   const int32_t token = text.token(ref(child), nodes[parent].depth);
@@ -98,9 +99,9 @@ void SuffixTree::State::replace_child(int32_t node, int32_t child) {
   }
 }
 
-// Puts the leaf of `start` below the node, or, where its window ends there, into it: then it occurs
-// elsewhere now, and is active if it is the end of a live sequence. That happens to sequences that are
-// written in lock step. Returns whether there is anything below.
+// Puts the leaf of `start` below the node or, if its window ends there, into the node. In that case
+// the window now occurs elsewhere too, and it becomes active if it ends a live sequence; this
+// happens to sequences written in lock step. Returns whether the leaf is below the node.
 bool SuffixTree::State::adopt_leaf(int32_t node, int32_t start) {
   Node& parent = nodes[node];
   text.home_[start] = node;
@@ -118,15 +119,16 @@ bool SuffixTree::State::adopt_leaf(int32_t node, int32_t start) {
   parent.best_count = 0;
   Sequence& owner = sequences[static_cast<size_t>(text.owner(start))];
   if (owner.is_live && owner.length - text.index(start) == parent.depth) {
-    // Every shorter suffix of it has been put back already, as suffixes are extended in that order.
+    // Suffixes are extended in an order in which every shorter suffix of it has been put back
+    // already.
     owner.first_active = start;
     ++owner.num_active;
   }
   return false;
 }
 
-// Most extensions of a copy: where only this suffix ended at `node`, and `child` is further off than one
-// token, the node moves along. Returns whether it did.
+// Handles most extensions of a copy: if only this suffix ended at `node`, and `child` is more than
+// one token away, the node moves along the edge. Returns whether it did.
 inline bool SuffixTree::State::slide(int32_t node, int32_t child) {
   Node& sliding = nodes[node];
   const int32_t depth = sliding.depth + 1;
@@ -147,14 +149,15 @@ inline bool SuffixTree::State::slide(int32_t node, int32_t child) {
   return true;
 }
 
-// The suffix that ends at `node` goes on with the token, as `child` does; returns where it ends now.
+// Extends the suffix that ends at `node` by the token, which `child` begins with; returns its new
+// end.
 int32_t SuffixTree::State::extend_suffix(int32_t node,
                                          int32_t child,
                                          int32_t start,
                                          int32_t token) {
   const int32_t depth = nodes[node].depth + 1;
   if (node != kRoot && nodes[node].count == count(child) + 1) {
-    // Only this suffix ended here: the node is the child now.
+    // Only this suffix ended here, so the node becomes the child.
     if (child >= 0 && nodes[child].depth == depth) {
       ++nodes[child].count;
       if (is_younger(start, nodes[child].ref)) {
@@ -165,7 +168,7 @@ int32_t SuffixTree::State::extend_suffix(int32_t node,
       return child;
     }
     nodes[node].depth = static_cast<int16_t>(depth);
-    adopt_leaf(node, ~child);  // which ends here, or it would have been a slide
+    adopt_leaf(node, ~child);  // its window ends here, or the node would have slid
     return node;
   }
   if (child >= 0 && nodes[child].depth == depth) {
@@ -229,13 +232,13 @@ void SuffixTree::State::push_token(int32_t handle, int32_t token) {
   ++num_tokens;
   ++nodes[kRoot].count;
 
-  // The new suffix, and those that occur elsewhere, from the longest on.
+  // The new suffix, and the active ones, which occur elsewhere, from the longest on.
   const int32_t num_suffixes = sequence.num_active + 1;
   if (static_cast<size_t>(num_suffixes) > scratch.size()) {
     scratch.resize(static_cast<size_t>(num_suffixes) * 2);
   }
   Suffix* const suffixes = scratch.data();
-  // All are found before any is extended, and what is found is asked for: the waits overlap.
+  // All children are found and prefetched before any suffix is extended, so that the waits overlap.
   for (int32_t i = 0, start = sequence.first_active; i < num_suffixes - 1; ++i) {
     const int32_t node = text.home_[start];
     const int32_t child = table.find(nodes[node], token);
@@ -244,7 +247,7 @@ void SuffixTree::State::push_token(int32_t handle, int32_t token) {
     start = text.next(start);
   }
   suffixes[num_suffixes - 1] = {position, kRoot, root.find(token)};
-  // Those that nothing goes on as become leaves: a longer one with every shorter.
+  // Suffixes without a continuation become leaves; if one does, so does every longer one.
   int32_t first = 0;
   while (first < num_suffixes && suffixes[first].child == kNone) {
     add_leaf(suffixes[first].node, token, suffixes[first].start);
@@ -262,9 +265,9 @@ void SuffixTree::State::push_token(int32_t handle, int32_t token) {
   }
 }
 
-// --- taking out ------------------------------------------------------------------------------------
+// --- removing ------------------------------------------------------------------------------------
 
-// Looks at all children for the one that occurs most often, of equal ones the youngest.
+// Recomputes the most frequent child, the youngest on a tie, from all children.
 void SuffixTree::State::find_best(int32_t node) {
   if (node == kRoot) {
     return;
@@ -287,7 +290,7 @@ void SuffixTree::State::find_best(int32_t node) {
   parent.best = best;
 }
 
-// Takes the window of a position out.
+// Removes the window of a position.
 void SuffixTree::State::remove_window(int32_t position) {
   const int32_t last = text.home_[position];
   if (last == kRoot) {
@@ -313,7 +316,7 @@ void SuffixTree::State::remove_window(int32_t position) {
     }
   }
   --nodes[kRoot].count;
-  // Of the nodes on the way only the last can have stopped being one.
+  // Only the last node on the way can have lost its reason to exist.
   Node& node = nodes[last];
   if (node.kind == ChildTable::kNoChild && node.count == 1) {
     const int32_t start = node.ref;
@@ -331,12 +334,12 @@ void SuffixTree::State::remove_window(int32_t position) {
   }
 }
 
-// Before a sequence that is not the oldest is taken out: where the youngest occurrence is one of its,
-// the youngest of the others takes that place.
+// Updates refs before a sequence that is not the oldest is removed: a ref in that sequence moves to
+// the youngest occurrence in another one.
 void SuffixTree::State::repoint(int32_t handle) {
   struct Change {
     int32_t node;
-    int32_t num_windows;  // of the sequence, that end at the node
+    int32_t num_windows;  // windows of the sequence that end at the node
   };
   const Sequence& sequence = sequences[static_cast<size_t>(handle)];
   std::vector<Change> changes;
@@ -345,7 +348,7 @@ void SuffixTree::State::repoint(int32_t handle) {
   for (int32_t i = sequence.begin; i < sequence.length; ++i) {
     for (int32_t node = text.home_[position]; node != kRoot; node = nodes[node].parent) {
       if (text.owner(nodes[node].ref) != handle) {
-        break;  // and so is the youngest of every prefix
+        break;  // then so is the ref of every prefix
       }
       int32_t& change = change_of[static_cast<size_t>(node)];
       const bool is_known = change >= 0;
@@ -365,7 +368,7 @@ void SuffixTree::State::repoint(int32_t handle) {
     }
   }
 
-  // At the full depth every window ends at its node: look for them, from the younger sequences on.
+  // At max_depth every window ends at its node: search for them, from the younger sequences on.
   int64_t num_wanted = 0;
   for (const Change& change : changes) {
     const Node& node = nodes[change.node];
@@ -397,7 +400,7 @@ void SuffixTree::State::repoint(int32_t handle) {
     other = older.older;
   }
 
-  // The others take it from their children, or from a sequence that ends there.
+  // The other nodes take the ref from their children, or from a sequence that ends there.
   std::sort(changes.begin(), changes.end(), [this](const Change& a, const Change& b) {
     return nodes[a.node].depth > nodes[b.node].depth;
   });
@@ -450,7 +453,7 @@ void SuffixTree::State::release(int32_t handle) {
   free_handle = handle;
 }
 
-// Takes the window of a sequence's first token out, and the token.
+// Removes a sequence's first token and its window.
 void SuffixTree::State::remove_first(Sequence& sequence) {
   const int32_t block = sequence.first_block;
   const int32_t offset = sequence.begin & (kBlockTokens - 1);
@@ -488,7 +491,7 @@ void SuffixTree::State::remove_now(int32_t handle) {
   release(handle);
 }
 
-// --- the class -------------------------------------------------------------------------------------
+// --- the class -----------------------------------------------------------------------------------
 
 SuffixTree::SuffixTree(int32_t max_depth) : state_(new State(max_depth)) {}
 SuffixTree::~SuffixTree() = default;
@@ -603,7 +606,7 @@ int64_t SuffixTree::length(int32_t sequence) const {
 
 std::string SuffixTree::check_integrity() const { return state_->check_integrity(); }
 
-// --- saving ----------------------------------------------------------------------------------------
+// --- saving --------------------------------------------------------------------------------------
 
 namespace {
 

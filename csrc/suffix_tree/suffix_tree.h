@@ -1,13 +1,15 @@
 // SPDX-License-Identifier: Apache-2.0
-// SuffixTree: exact occurrence counts over many token sequences, and drafts read off them.
+// SuffixTree: exact occurrence counts over many token sequences, and drafts based on them.
 //
-// For a string q of 1 .. max_depth tokens, count(q) is how often q occurs in all sequences together;
-// no occurrence crosses the end of a sequence. Appending a token is visible at once.
+// For a string q of 1 .. max_depth tokens, count(q) is the number of occurrences of q in all
+// sequences together; no occurrence crosses the end of a sequence. An appended token is visible at
+// once.
 //
-// Order. Sequences have the order in which they were started, positions of one sequence their own:
-// of two occurrences the younger is the one in the sequence started later, or further on in the same.
-// Of equally frequent continuations the one with the youngest occurrence wins. So every answer is a
-// function of the sequences and their order alone, not of how their tokens arrived.
+// Order. Sequences are ordered by their start, and positions within a sequence by index. The
+// younger of two occurrences is the one in the sequence started later, or at the higher index of
+// the same sequence. Of equally frequent continuations, the one with the youngest occurrence wins.
+// So every answer is a function of the sequences and their order alone, not of the order in which
+// their tokens arrived.
 #pragma once
 
 #include <cstdint>
@@ -19,26 +21,26 @@ namespace specops {
 class FileReader;
 class FileWriter;
 
-// How a draft is chosen; the names are FastDeploy's and the paper's.
+// Options of drafting; the names are FastDeploy's and the paper's.
 struct DraftOptions {
   int32_t max_draft_tokens = 0;
   // A match of m tokens drafts at most trunc(m * max_spec_factor + max_spec_offset + 1e-6).
   float max_spec_factor = 1.0f;
   float max_spec_offset = 0.0f;
-  float min_token_prob = 0.1f;  // of a path, from its first token on
-  bool use_tree = false;        // the likeliest continuations as a tree, not the likeliest path
-  bool read_on = true;          // past max_depth, where the text of the youngest occurrence goes on
-  float above_score = 0.0f;     // a draft whose score is not above it is not wanted: found is none
+  float min_token_prob = 0.1f;  // least probability of a path, from its first token on
+  bool use_tree = false;     // draft a tree of the likeliest continuations, not the likeliest path
+  bool read_on = true;       // continue past max_depth with the text of the youngest occurrence
+  float above_score = 0.0f;  // a draft is returned only if its score is above this
 };
 
-// Room for max_draft_tokens tokens, and what was written there.
+// A draft: caller-allocated arrays for max_draft_tokens tokens, and the result.
 struct SuffixDraft {
   int32_t* token_ids = nullptr;
-  int32_t* parents = nullptr;  // -1: follows the last token; nullptr: not wanted
-  float* probs = nullptr;      // of the path down to the token; nullptr: not wanted
+  int32_t* parents = nullptr;  // -1: follows the last token; nullptr: not requested
+  float* probs = nullptr;      // of the path up to the token; nullptr: not requested
   int32_t size = 0;
-  float score = 0.0f;     // sum of probs: the tokens expected to be accepted
-  int32_t match_len = 0;  // tokens of context that the draft follows
+  float score = 0.0f;     // sum of probs: the expected number of accepted tokens
+  int32_t match_len = 0;  // tokens of the context that the draft follows
 };
 
 class SuffixTree {
@@ -49,56 +51,59 @@ class SuffixTree {
   SuffixTree(const SuffixTree&) = delete;
   SuffixTree& operator=(const SuffixTree&) = delete;
 
-  // One writer at a time, and no reader beside it.
+  // Writers: one at a time, without concurrent readers.
 
-  // Starts a sequence younger than all others. Handles of removed sequences are used again.
+  // Starts a sequence younger than all others. Handles of removed sequences are reused.
   int32_t start();
   void append(int32_t sequence, const int32_t* token_ids, int64_t size);
-  // Nothing more will be appended. A sequence may stay, finished or not, as long as one likes.
+  // Declares that nothing more will be appended. A sequence may stay forever, finished or not.
   void finish(int32_t sequence);
-  // Takes a sequence out, finished or not; the handle is gone. If no older one is left, its positions
-  // are given back by `reclaim`, from its first token on: until then the tree is exactly that of its
-  // remaining tokens. Else they are given back at once, which takes a pass over all older positions.
+  // Removes a sequence, finished or not; its handle becomes invalid. If no older sequence is left,
+  // `reclaim` frees its positions later, from the first token on; until then the tree is exactly
+  // that of its remaining tokens. Otherwise they are freed at once, in a pass over all older
+  // positions.
   void remove(int32_t sequence);
-  // Gives back at most max_positions positions of removed sequences; returns how many.
+  // Frees at most max_positions positions of removed sequences; returns how many.
   int64_t reclaim(int64_t max_positions);
-  // Forgets everything, keeps the memory.
+  // Removes everything but keeps the memory.
   void clear();
 
-  // Any number of readers.
+  // Readers: any number at a time.
 
   int64_t count(const int32_t* token_ids, int64_t size) const;
-  // The best draft after `context`, over its suffixes of every length that occur:
+  // Finds the best draft after `context`, over its suffixes of every length that occur:
   //
   //   for m = min(size, max_depth) down to 1, if count(last m tokens) > 0:
   //     draft from them within the budget of m; keep it if its score is above the best so far
   //
-  // sequence: the live sequence that context ends with, so that its suffixes need not be looked for;
-  // -1 for none. A draft of no tokens has score 0 and match_len 0.
+  // `sequence` is the live sequence that context ends with, so that its suffixes need no search; -1
+  // for none. A draft without tokens has score 0 and match_len 0.
   void speculate(int32_t sequence,
                  const int32_t* context,
                  int64_t size,
                  const DraftOptions& options,
                  SuffixDraft& draft) const;
 
-  // Asks for what append of the token to the sequence reads. Of many sequences, so that the waits
-  // overlap: pass 0 of all, then 1 and 2, each of which reads what the one before asked for.
+  // Prefetches what appending the token to the sequence reads. To overlap the waits of many
+  // sequences, run pass 0 for all, then passes 1 and 2; each reads what the previous one
+  // prefetched.
   void prefetch(int32_t sequence, int32_t token, int32_t pass) const;
 
   int32_t max_depth() const;
   int64_t num_sequences() const;
   int64_t num_tokens() const;          // in sequences that were not removed
-  int64_t num_pending_tokens() const;  // of removed ones, to be given back by `reclaim`
+  int64_t num_pending_tokens() const;  // of removed sequences, until `reclaim` frees them
   int64_t num_nodes() const;
-  int64_t num_bytes() const;               // taken from the system
-  int64_t num_used_bytes() const;          // without what is free to be used again
+  int64_t num_bytes() const;               // allocated from the system
+  int64_t num_used_bytes() const;          // without memory that is free for reuse
   int64_t length(int32_t sequence) const;  // -1: no such sequence
 
-  // Checks every invariant (suffix_state.h lists them); returns what is wrong, or "". Changes nothing.
+  // Checks every invariant that suffix_state.h lists; returns the first violation, or "". Changes
+  // nothing.
   std::string check_integrity() const;
 
-  // Sequences come back finished, with the handles they had. `load` wants an empty tree, and throws
-  // std::runtime_error where the data contradict themselves.
+  // Saves or loads all sequences; they come back finished, with the same handles. `load` requires
+  // an empty tree, and throws std::runtime_error if the data are inconsistent.
   void save(FileWriter& file) const;
   void load(FileReader& file);
 

@@ -1,8 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-// The text of all sequences: blocks of kBlockTokens tokens, each of one sequence. A position is a
-// block's number times kBlockTokens plus the place in it; 4 bytes of `home` go with every position.
+// The text of all sequences in blocks of kBlockTokens tokens, each owned by one sequence. A
+// position is a block's index times kBlockTokens plus the offset in it; every position has 4 bytes
+// of `home`.
 //
-// The slot behind a sequence's last token, where its block has one, holds kEnd.
+// The slot after a sequence's last token, if the block has one, holds kEnd.
 #pragma once
 
 #include <cstdint>
@@ -20,14 +21,14 @@ struct Block {
   // The age of the block's first position; see TokenBlocks::age.
   int64_t age;
   int32_t owner;  // -1: free
-  int32_t next;   // of the same sequence; of free blocks: the next free one; -1: none
+  int32_t next;   // next block of the sequence, or next free one; -1: none
   int32_t prev;
   int32_t unused;
 };
 
 class TokenBlocks {
  public:
-  // A block behind `prev` (-1: the first of its sequence).
+  // Allocates the block after `prev` (-1: the first block of its sequence).
   int32_t allocate(int32_t owner, int32_t prev, int64_t age) {
     int32_t block = free_block_;
     if (block >= 0) {
@@ -67,7 +68,7 @@ class TokenBlocks {
     num_free_ = 0;
   }
 
-  // The token k behind `position`, or kEnd.
+  // Returns the token k positions after `position`, or kEnd.
   int32_t token(int32_t position, int32_t k) const {
     int32_t offset = (position & (kBlockTokens - 1)) + k;
     if (offset < kBlockTokens) {
@@ -84,7 +85,7 @@ class TokenBlocks {
     return text_[static_cast<int64_t>(block) * kBlockTokens + offset];
   }
 
-  // Whether the text from k behind `position` on is that of the tokens.
+  // Returns whether the text from k after `position` on equals the tokens.
   bool equals(int32_t position, int32_t k, const int32_t* tokens, int32_t size) const {
     int32_t block = position >> kBlockBits;
     int32_t offset = (position & (kBlockTokens - 1)) + k;
@@ -106,7 +107,7 @@ class TokenBlocks {
     return true;
   }
 
-  // Copies what follows k behind `position`, which must be there.
+  // Copies the text from k after `position` on, which must exist.
   void copy(int32_t position, int32_t k, int32_t* tokens, int32_t size) const {
     int32_t block = position >> kBlockBits;
     int32_t offset = (position & (kBlockTokens - 1)) + k;
@@ -122,7 +123,7 @@ class TokenBlocks {
     }
   }
 
-  // The position k behind `position`, which must be there.
+  // Returns the position k after `position`, which must exist.
   int32_t advance(int32_t position, int32_t k) const {
     int32_t block = position >> kBlockBits;
     int32_t offset = (position & (kBlockTokens - 1)) + k;
@@ -133,13 +134,14 @@ class TokenBlocks {
     return block * kBlockTokens + offset;
   }
 
-  // The position behind `position`; anything if there is none.
+  // Returns the position after `position`; undefined if there is none.
   int32_t next(int32_t position) const {
     return (position + 1) % kBlockTokens != 0 ? position + 1
                                               : blocks_[position >> kBlockBits].next * kBlockTokens;
   }
 
-  // Orders all positions: the sequence's number in the order of starting, then the index in it.
+  // Returns a key that orders all positions: by starting order of the sequence, then by index in
+  // it.
   int64_t age(int32_t position) const {
     return blocks_[position >> kBlockBits].age + (position & (kBlockTokens - 1));
   }

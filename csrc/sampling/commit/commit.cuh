@@ -9,15 +9,15 @@ namespace specops {
 constexpr int kCommitThreads = 128;
 
 struct CommitShared {
-  CommitWalk walk;      // thread 0's
-  CommitTokens tokens;  // likewise
+  CommitWalk walk;      // written by thread 0
+  CommitTokens tokens;  // written by thread 0
   int64_t num_counted;  // ids in the request's row of counted_token_ids
   bool is_fault;
-  int32_t new_ids[kCommitThreads];  // that the row lacks, -1 where a thread has none
+  int32_t new_ids[kCommitThreads];  // ids missing in the row, -1 if a thread has none
 };
 
-// Adds the tokens to a row of `used` counted ids, up to one per thread at a time: the tail moves up
-// from its end, a block of entries after the other, each entry by the number of new ids below it.
+// Adds the tokens to a row of `used` counted ids, up to one per thread at a time. The entries move
+// up from the end, one block of entries after the other, each by the number of new ids below it.
 __device__ inline void count_tokens(const CommitTokens& tokens,
                                     int32_t* ids,
                                     int32_t* counts,
@@ -42,7 +42,7 @@ __device__ inline void count_tokens(const CommitTokens& tokens,
     bool is_new = is_first && (place == capacity || ids[place] != token_id);
     if (is_first && !is_new) counts[place] += 2 * occurrences;
     new_ids[thread_idx] = is_new ? token_id : -1;
-    int num_new = __syncthreads_count(is_new);  // and every id of the row has been looked at
+    int num_new = __syncthreads_count(is_new);  // all threads have searched the row now
     auto new_below = [&](int32_t id) {
       int below = 0;
       for (int i = 0; i < num_tokens; ++i) {
@@ -54,7 +54,7 @@ __device__ inline void count_tokens(const CommitTokens& tokens,
       int64_t idx = end - 1 - thread_idx;
       int32_t id = idx >= 0 ? ids[idx] : 0, count = idx >= 0 ? counts[idx] : 0;
       int distance = idx >= 0 ? new_below(id) : 0;
-      if (!__syncthreads_or(distance > 0)) break;  // entries before these stay as well
+      if (!__syncthreads_or(distance > 0)) break;  // then all earlier entries stay in place, too
       if (distance > 0) {
         ids[idx + distance] = id;
         counts[idx + distance] = count;
@@ -66,19 +66,20 @@ __device__ inline void count_tokens(const CommitTokens& tokens,
       counts[place] = 2 * occurrences;
     }
     used += num_new;
-    __syncthreads();  // the row is whole again
+    __syncthreads();  // the row is consistent again
   }
 }
 
-// For each request: output_token_ids cut and changed by the rule of commit_walk.h, then appended.
+// For each request, truncates and changes output_token_ids by the rules of commit_walk.h, then
+// appends them.
 // Grid:    x = request, unbounded.
-// Block:   128 threads; the first walks, all of them copy, cut and count.
+// Block:   128 threads; the first walks, all of them copy, truncate and count.
 // Smem:    the walk and an id per thread, 0.6 KB.
-// Cost:    batch * max_tokens ids read and written, the tables of stops per token, the counted row
+// Cost:    batch * max_tokens ids read and written, the stop tables once per token, the counted row
 //          up to where new tokens go; bound by the latency of the walk.
 // Assumes: two requests never share a slot.
-// Order:   serial where the rule is, else copies; a request whose tokens find no room, or whose slot
-//          is wrong, is left alone and reported.
+// Order:   the walk is serial, the rest are copies. A request without capacity for its tokens, or
+//          with an invalid slot, is left unchanged and reported.
 template <typename = void>
 __global__ void __launch_bounds__(kCommitThreads, 1) commit_kernel(CommitParams params) {
   wait_for_previous_kernel();

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// commit: takes over what a step emitted, up to where each request ends; commit_walk.h has the rule.
+// commit: appends the tokens that a step emitted, up to the end of each request; commit_walk.h has
+// the rules.
 #pragma once
 
 #include <cstdint>
@@ -12,19 +13,20 @@
 
 namespace specops {
 
-// A slot is a row of token_ids and of everything that is [num_slots]; slots are written where noted.
+// A slot is a row of token_ids and of every [num_slots] array. "written" marks arrays that are
+// updated.
 struct CommitParams {
-  int32_t* output_token_ids;  // [batch, max_tokens], the emitted tokens, then -1; cut in place
+  int32_t* output_token_ids;  // [batch, max_tokens], emitted tokens, then -1; truncated in place
   const int32_t* slots;       // [batch]; -1 = none
   int32_t* token_ids;         // [num_slots, max_len], rows token_ids_stride apart; appended to
-  int32_t* lens;              // [num_slots], tokens of each row; written
+  int32_t* lens;              // [num_slots], number of tokens in each row; written
 
-  // Each may be nullptr: then its rule is off, or nobody wants to know.
-  float* logprobs;                // [batch, max_tokens], cut like output_token_ids
-  int32_t* ranks;                 // [batch, max_tokens], cut like output_token_ids
-  const int32_t* prompt_lens;     // [num_slots], tokens of the row that are no output
-  const int32_t* max_lens;        // [num_slots], tokens of the row that end it; -1 = none
-  const int32_t* min_tokens;      // [num_slots], output tokens below which nothing stops
+  // Each of these may be nullptr: its rule is then off, or its output not requested.
+  float* logprobs;                // [batch, max_tokens], truncated like output_token_ids
+  int32_t* ranks;                 // [batch, max_tokens], truncated like output_token_ids
+  const int32_t* prompt_lens;     // [num_slots], prompt tokens of the row
+  const int32_t* max_lens;        // [num_slots], row length at which the request ends; -1 = none
+  const int32_t* min_tokens;      // [num_slots], output tokens before stops apply
   const int32_t* stop_token_ids;  // [num_slots, num_stop_tokens], -1 padded
   const int32_t* stop_sequences;  // [num_slots, num_stop_sequences, stop_sequence_len], -1 padded
   int32_t* counted_token_ids;     // [num_slots, num_counted], ascending, then -1; written
@@ -35,8 +37,8 @@ struct CommitParams {
   const int32_t* inject_token_ids;    // [num_slots, num_inject], -1 padded
   int32_t* thinking_state;            // [num_slots]; written
   int32_t* finish_reasons;            // [num_slots], FinishReason; written
-  int32_t* stop_indices;              // [num_slots], which stop token or sequence, or -1; written
-  int32_t* num_committed_tokens;      // [batch]; written
+  int32_t* stop_indices;  // [num_slots], index of the stop token or sequence, or -1; written
+  int32_t* num_committed_tokens;  // [batch]; written
 
   int64_t batch;
   int64_t max_tokens;
@@ -56,14 +58,14 @@ SPECOPS_HOST_DEVICE Fault fault_of(const CommitParams& params, int64_t batch_idx
   return fault_of_slot(ErrorCode::kCommitSlot, slot, batch_idx, params.num_slots);
 }
 
-// Of a slot that gets `count` tokens more.
+// Checks that a slot has capacity for `count` more tokens.
 SPECOPS_HOST_DEVICE Fault fault_of_room(const CommitParams& params, int32_t slot, int64_t count) {
   int64_t len = params.lens[slot];
   if (len >= 0 && len + count <= params.max_len) return {};
   return fault_at(ErrorCode::kCommitRoom, len, slot).with(count, params.max_len);
 }
 
-// Of a row of counted_token_ids with `used` ids, which gets num_new more.
+// Checks that a row of counted_token_ids with `used` ids has capacity for num_new more.
 SPECOPS_HOST_DEVICE Fault fault_of_counted(const CommitParams& params,
                                            int32_t slot,
                                            int64_t used,

@@ -6,7 +6,7 @@
 namespace specops::SPECOPS_ISA {
 namespace {
 
-// One more of the token in a row of the table: 2, since the lowest bit says whether it is prompt.
+// Counts one more occurrence of the token: adds 2, since the lowest bit marks prompt tokens.
 void count_token(int32_t* ids, int32_t* counts, int64_t capacity, int32_t token_id) {
   int64_t place = counted_place(ids, capacity, token_id);
   if (ids[place] != token_id) {
@@ -22,11 +22,12 @@ void count_token(int32_t* ids, int32_t* counts, int64_t capacity, int32_t token_
 
 }  // namespace
 
-// For each request: output_token_ids cut and changed by the rule of commit_walk.h, then appended.
-// Cost:    batch * max_tokens ids read and written, the tables of stops per token; per new token
-//          the part of its counted row that stands behind it.
-// Assumes: ops.cpp has found room for every token; two requests never share a slot.
-// Threads: the caller; a request is a few stores.
+// For each request, truncates and changes output_token_ids by the rules of commit_walk.h, then
+// appends them.
+// Cost:    batch * max_tokens ids read and written, the stop tables once per token; per new token
+//          the part of its counted row behind it.
+// Assumes: ops.cpp has checked the capacity for every token; two requests never share a slot.
+// Threads: the caller only, because a request is a few stores.
 void commit_cpu(const CommitParams& params) {
   for (int64_t batch_idx = 0; batch_idx < params.batch; ++batch_idx) {
     int32_t slot = params.slots[batch_idx];

@@ -7,7 +7,7 @@
 namespace specops {
 namespace {
 
-// Values, on cpu: all of them before anything is written.
+// Checks values on cpu, all of them before anything is written.
 void check_commit_values(Checker& check, const CommitParams& params) {
   std::vector<bool> is_taken(params.num_slots);
   for (int64_t i = 0; i < params.batch; ++i) {
@@ -23,7 +23,7 @@ void check_commit_values(Checker& check, const CommitParams& params) {
       return !fault_of_room(params, slot, count).found() &&
              (ids == nullptr || !fault_of_counted(params, slot, used, count).found());
     };
-    if (has_room(params.max_tokens)) continue;  // whatever the walk says
+    if (has_room(params.max_tokens)) continue;  // enough for any outcome of the walk
     check.refuse(fault_of_room(params, slot, 0));
     CommitWalk walk = commit_walk(params, i, slot);
     check.refuse(fault_of_room(params, slot, walk.count));
@@ -84,7 +84,7 @@ void commit(const TensorView& output_token_ids,
   check.optional("stop_indices", stop_indices, {DType::kInt32}, {&num_slots});
   check.optional("num_committed_tokens", num_committed_tokens, {DType::kInt32}, {&batch});
 
-  // A rule without what it needs would be a rule that silently does something else.
+  // A rule without its inputs would silently do something else.
   auto needs = [&](const char* name, const TensorView& view, const char* with, bool is_given) {
     if (is_given && !view.defined()) {
       check.fail(name, std::string("given with ") + with, "None");

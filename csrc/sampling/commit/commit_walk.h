@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// The serial part of commit: how much of what a step emitted a request takes, and how it ends.
-// Nothing here writes: an injected token is always the last one taken, so that count and last token
-// say it all, and a caller may look before anything is written.
+// The serial part of commit: the number of emitted tokens that a request takes, and how it ends.
+// Nothing here writes. An injected token is always the last one taken, so count and last token
+// describe the result, and a caller can check it before anything is written.
 #pragma once
 
 #include <cstdint>
@@ -16,26 +16,26 @@ enum class FinishReason : int32_t { kRunning = 0, kStopToken = 1, kStopSequence 
 
 struct CommitWalk {
   int32_t count;          // tokens taken
-  int32_t last_token_id;  // the last of them; an injected one stands in for the emitted one
+  int32_t last_token_id;  // the last one taken; an injected token replaces the emitted one
   int32_t thinking_state;
   int32_t finish_reason;
   int32_t stop_index;
   bool is_injected;
 };
 
-// An argument per slot, or what holds without it.
+// Returns a slot's value, or `absent` without an array.
 SPECOPS_HOST_DEVICE int32_t of_slot(const int32_t* values, int32_t slot, int32_t absent) {
   return values != nullptr ? values[slot] : absent;
 }
 
-// How many of `capacity` ids stand before the first -1.
+// Returns the number of ids before the first -1, at most `capacity`.
 SPECOPS_HOST_DEVICE int64_t count_ids(const int32_t* ids, int64_t capacity) {
   int64_t count = 0;
   while (count < capacity && ids[count] >= 0) ++count;
   return count;
 }
 
-// The first place of an id among those before the first -1, or -1.
+// Returns the first index of an id before the first -1, or -1.
 SPECOPS_HOST_DEVICE int32_t find_id(const int32_t* ids, int64_t capacity, int32_t token_id) {
   for (int64_t i = 0; i < capacity && ids[i] >= 0; ++i) {
     if (ids[i] == token_id) return static_cast<int32_t>(i);
@@ -43,16 +43,17 @@ SPECOPS_HOST_DEVICE int32_t find_id(const int32_t* ids, int64_t capacity, int32_
   return -1;
 }
 
-// The tokens a request would have if it took `count` of the emitted ones, the last as given.
+// The tokens of a request if it takes `count` of the emitted ones and last_token_id as the last of
+// them.
 struct CommitTokens {
-  const int32_t* row;      // of token_ids
-  const int32_t* emitted;  // of output_token_ids
+  const int32_t* row;      // the slot's row of token_ids
+  const int32_t* emitted;  // the request's row of output_token_ids
   int64_t len;
   int32_t last_token_id;
   int64_t count;
 };
 
-// Token `idx` of those taken in this step.
+// Returns token `idx` of those taken in this step.
 SPECOPS_HOST_DEVICE int32_t taken_token(const CommitTokens& tokens, int64_t idx) {
   return idx + 1 == tokens.count ? tokens.last_token_id : tokens.emitted[idx];
 }
@@ -61,7 +62,8 @@ SPECOPS_HOST_DEVICE int32_t token_at(const CommitTokens& tokens, int64_t positio
   return position < tokens.len ? tokens.row[position] : taken_token(tokens, position - tokens.len);
 }
 
-// The first of a slot's stop sequences that the tokens end with, not reaching into the prompt.
+// Returns the first of a slot's stop sequences that the output, without the prompt, ends with, or
+// -1.
 SPECOPS_HOST_DEVICE int32_t find_stop_sequence(const CommitParams& params,
                                                int32_t slot,
                                                const CommitTokens& tokens,
@@ -73,7 +75,7 @@ SPECOPS_HOST_DEVICE int32_t find_stop_sequence(const CommitParams& params,
   for (int64_t i = 0; i < params.num_stop_sequences; ++i, sequence += params.stop_sequence_len) {
     int64_t length = count_ids(sequence, params.stop_sequence_len);
     if (length == 0 || length > num_output_tokens) continue;
-    int64_t matched = 0;  // from the end
+    int64_t matched = 0;  // matched tokens, counted from the end
     while (matched < length &&
            sequence[length - 1 - matched] == token_at(tokens, end - 1 - matched)) {
       ++matched;
@@ -83,7 +85,7 @@ SPECOPS_HOST_DEVICE int32_t find_stop_sequence(const CommitParams& params,
   return -1;
 }
 
-// The rule of one request that has a slot, and there between 0 and max_len tokens.
+// Applies the rules to one request that has a slot with between 0 and max_len tokens.
 SPECOPS_HOST_DEVICE CommitWalk commit_walk(const CommitParams& params,
                                            int64_t batch_idx,
                                            int32_t slot) {
@@ -139,7 +141,7 @@ SPECOPS_HOST_DEVICE CommitWalk commit_walk(const CommitParams& params,
         token_id = inject[state - 1];
         walk.is_injected = true;
       }
-      if (state >= 1 && state < INT32_MAX) ++state;  // one injected, or one of the reply
+      if (state >= 1 && state < INT32_MAX) ++state;  // counts an injected or a reply token
     }
     tokens.last_token_id = token_id;
 
@@ -160,7 +162,7 @@ SPECOPS_HOST_DEVICE CommitWalk commit_walk(const CommitParams& params,
       walk.finish_reason = static_cast<int32_t>(FinishReason::kLength);
       break;
     }
-    if (walk.is_injected) break;  // what follows was drafted from another token
+    if (walk.is_injected) break;  // the next tokens were drafted after another token
   }
   walk.count = static_cast<int32_t>(tokens.count);
   walk.last_token_id = tokens.last_token_id;
@@ -168,7 +170,7 @@ SPECOPS_HOST_DEVICE CommitWalk commit_walk(const CommitParams& params,
   return walk;
 }
 
-// The tokens of a finished walk.
+// Returns the tokens of a finished walk.
 SPECOPS_HOST_DEVICE CommitTokens committed_tokens(const CommitParams& params,
                                                   int64_t batch_idx,
                                                   int32_t slot,
@@ -180,7 +182,7 @@ SPECOPS_HOST_DEVICE CommitTokens committed_tokens(const CommitParams& params,
           .count = walk.count};
 }
 
-// What a walk leaves of its slot, tokens and tables aside.
+// Stores the walk's results in its slot, apart from tokens and tables.
 SPECOPS_HOST_DEVICE void store_walk(const CommitParams& params,
                                     int64_t batch_idx,
                                     int32_t slot,
@@ -192,7 +194,7 @@ SPECOPS_HOST_DEVICE void store_walk(const CommitParams& params,
   if (params.num_committed_tokens != nullptr) params.num_committed_tokens[batch_idx] = walk.count;
 }
 
-// What belongs at place `idx` of the request's outputs after the walk.
+// Stores position `idx` of the request's outputs after the walk.
 SPECOPS_HOST_DEVICE void store_output(const CommitParams& params,
                                       int64_t batch_idx,
                                       const CommitWalk& walk,
@@ -206,7 +208,8 @@ SPECOPS_HOST_DEVICE void store_output(const CommitParams& params,
   if (params.ranks != nullptr) params.ranks[place] = is_cut ? 0 : 1;
 }
 
-// Where an id stands or would be put in a row of counted_token_ids: -1 is the largest of all.
+// Returns the position of an id in a row of counted_token_ids, or where to insert it; -1 sorts
+// last.
 SPECOPS_HOST_DEVICE int64_t counted_place(const int32_t* ids, int64_t capacity, int32_t token_id) {
   int64_t begin = 0, end = capacity;
   while (begin < end) {
@@ -220,7 +223,8 @@ SPECOPS_HOST_DEVICE int64_t counted_place(const int32_t* ids, int64_t capacity, 
   return begin;
 }
 
-// Whether the token is new to the request: not in the table, and not taken earlier in the step.
+// Returns whether the token is new to the request: neither in the table nor taken earlier in the
+// step.
 SPECOPS_HOST_DEVICE bool is_new_token(const int32_t* ids,
                                       int64_t capacity,
                                       const CommitTokens& tokens,

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// What changes a row of logits before any filter: allowed tokens, bad words, min tokens, biases and
-// penalties. One function, adjusted_logit, says what biases and penalties make of a logit; every
-// device calls it, and only for the few tokens that a table names. Plain C++ and CUDA.
+// Processors that change a row of logits before any filter: allowed tokens, bad words, min tokens,
+// biases and penalties. One function, adjusted_logit, applies biases and penalties to a logit.
+// Every device calls it, and only for the few tokens that a table names. Plain C++ and CUDA.
 #pragma once
 
 #include <cfloat>
@@ -13,11 +13,11 @@
 
 namespace specops {
 
-// Tables with one row per slot, so that they stay where they are while requests come and go. Every
-// pointer may be nullptr: off.
+// Tables with one row per slot, so that they stay in place while requests come and go. Every
+// pointer may be nullptr, which turns that processor off.
 struct LogitsProcessors {
   const int32_t* slots = nullptr;              // [batch], row of the tables; -1 = none
-  const int32_t* token_ids = nullptr;          // [num_slots, max_len], the tokens so far
+  const int32_t* token_ids = nullptr;          // [num_slots, max_len], known tokens
   const int32_t* prompt_lens = nullptr;        // [num_slots]
   const int32_t* counted_token_ids = nullptr;  // [num_slots, max_counted], ascending, then -1
   const int32_t* token_counts = nullptr;       // 2 * (times in the output) + (1 if in the prompt)
@@ -28,12 +28,12 @@ struct LogitsProcessors {
   const float* logit_bias = nullptr;              // [num_slots, max_biases]
   const int32_t* bad_words = nullptr;  // [num_slots, max_bad_words, max_bad_word_len], -1 padded
   const int32_t* stop_token_ids = nullptr;      // [num_slots, max_stop_tokens], -1 padded
-  const int32_t* min_tokens = nullptr;          // [num_slots], of output
+  const int32_t* min_tokens = nullptr;          // [num_slots], minimum output length
   const int32_t* allowed_token_mask = nullptr;  // [num_masks, mask_words], a bit per token
   const int32_t* mask_indices = nullptr;  // [num_output_rows], row of the mask; -1 = all allowed
   int64_t num_slots = 0;
-  int64_t max_len = 0;           // of token_ids
-  int64_t token_ids_stride = 0;  // elements between rows
+  int64_t max_len = 0;           // columns of token_ids
+  int64_t token_ids_stride = 0;  // elements between rows of token_ids
   int64_t max_counted = 0;
   int64_t max_biases = 0;
   int64_t max_bad_words = 0;
@@ -43,16 +43,16 @@ struct LogitsProcessors {
   int64_t mask_words = 0;
 };
 
-// Whether any is on: the plain row functions serve where none is.
+// Returns whether any processor is on; without one, the plain row functions serve.
 SPECOPS_HOST_DEVICE bool has_processors(const LogitsProcessors& processors) {
   return processors.slots != nullptr || processors.mask_indices != nullptr;
 }
 
-// The drafts on the way to a row: of a chain the first ones, of a tree the row's ancestors.
+// The drafts before a row: the first ones of a chain, or the row's ancestors in a tree.
 struct DraftPath {
-  const int32_t* draft_token_ids = nullptr;  // of the request
-  const int32_t* parents = nullptr;          // of the request; nullptr: a chain
-  int32_t node = -1;                         // the newest; -1: none, the row follows what is known
+  const int32_t* draft_token_ids = nullptr;  // drafts of the request
+  const int32_t* parents = nullptr;          // parents of the request's drafts; nullptr: a chain
+  int32_t node = -1;  // the last draft before the row; -1: the row follows the known tokens
 };
 
 SPECOPS_HOST_DEVICE int32_t node_before(const DraftPath& path, int32_t node) {
@@ -65,7 +65,7 @@ SPECOPS_HOST_DEVICE int32_t path_depth(const DraftPath& path) {
   return depth;
 }
 
-// One row's processors: the slot's part of every table.
+// The processors of one row: the slot's row of every table.
 struct RowProcessors {
   const int32_t* token_ids = nullptr;
   const int32_t* counted_token_ids = nullptr;
@@ -73,14 +73,14 @@ struct RowProcessors {
   const int32_t* bias_token_ids = nullptr;
   const float* biases = nullptr;
   const int32_t* bad_words = nullptr;
-  const int32_t* stop_token_ids = nullptr;  // nullptr once there are enough tokens
+  const int32_t* stop_token_ids = nullptr;  // nullptr once the minimum length is reached
   const int32_t* mask = nullptr;
   int32_t max_counted = 0;
   int32_t max_biases = 0;
   int32_t max_bad_words = 0;
   int32_t max_bad_word_len = 0;
   int32_t max_stop_tokens = 0;
-  int32_t num_tokens = 0;  // known ones; the drafts on the path follow
+  int32_t num_tokens = 0;  // known tokens; the drafts of `path` follow them
   float repetition = 1.0f;
   float presence = 0.0f;
   float frequency = 0.0f;
@@ -88,8 +88,9 @@ struct RowProcessors {
   DraftPath path;
 };
 
-// batch_idx: of the request. output_row: of the logits. num_tokens: the request's known tokens, which
-// is also the position of the token that follows them. Slot and mask index are in range.
+// Returns the processors of one row. `batch_idx` is the request's and `output_row` the row's index
+// in the logits. `num_tokens` counts the request's known tokens and so is the position of the token
+// after them. The slot and mask index must be in range.
 SPECOPS_HOST_DEVICE RowProcessors row_processors(const LogitsProcessors& all,
                                                  int64_t batch_idx,
                                                  int64_t output_row,
@@ -131,7 +132,7 @@ SPECOPS_HOST_DEVICE RowProcessors row_processors(const LogitsProcessors& all,
   return row;
 }
 
-// Where an id is in an ascending list that ends with -1 padding (the largest as unsigned), or -1.
+// Returns the index of an id in an ascending list padded with -1 (the largest as unsigned), or -1.
 SPECOPS_HOST_DEVICE int32_t find_sorted(const int32_t* ids, int32_t size, int32_t id) {
   int32_t low = 0, high = size;
   while (low < high) {
@@ -145,7 +146,7 @@ SPECOPS_HOST_DEVICE int32_t find_sorted(const int32_t* ids, int32_t size, int32_
   return low < size && ids[low] == id ? low : -1;
 }
 
-// Whether the tokens before the row end with a bad word's tokens but the last.
+// Returns whether the tokens before the row end with all but the last token of a bad word.
 SPECOPS_HOST_DEVICE bool follows(const RowProcessors& row, const int32_t* word, int32_t length) {
   int32_t node = row.path.node, known = row.num_tokens;
   for (int32_t i = length - 2; i >= 0; --i) {
@@ -168,7 +169,7 @@ SPECOPS_HOST_DEVICE int32_t bad_word_len(const RowProcessors& row, const int32_t
   return length;
 }
 
-// The token that bad word `idx` forbids in this row, or -1.
+// Returns the token that bad word `idx` forbids in this row, or -1.
 SPECOPS_HOST_DEVICE int32_t forbidden_by(const RowProcessors& row, int32_t idx) {
   const int32_t* word = row.bad_words + static_cast<int64_t>(idx) * row.max_bad_word_len;
   int32_t length = bad_word_len(row, word);
@@ -179,13 +180,13 @@ SPECOPS_HOST_DEVICE bool is_allowed(const RowProcessors& row, int32_t id) {
   return row.mask == nullptr || (static_cast<uint32_t>(row.mask[id / 32]) >> (id % 32) & 1u) != 0;
 }
 
-// NaN as -inf, +inf as the largest finite float.
+// Returns x with NaN as -inf and +inf as the largest finite float.
 SPECOPS_HOST_DEVICE float clean_logit(float x) {
   if (!(x >= -FLT_MAX)) return -INFINITY;
   return x <= FLT_MAX ? x : FLT_MAX;
 }
 
-// outputs: how often the token is in the output, drafts on the path included.
+// Applies penalties. `outputs` counts the token in the output, including the drafts on the path.
 SPECOPS_HOST_DEVICE float penalized_logit(const RowProcessors& row,
                                           float x,
                                           int32_t outputs,
@@ -199,8 +200,8 @@ SPECOPS_HOST_DEVICE float penalized_logit(const RowProcessors& row,
   return x;
 }
 
-// Biases and penalties of a token that is not forbidden. Each step is rounded to fp32. find(ids, size,
-// id) is find_sorted, or the same by somebody who knows where to look.
+// Applies biases and penalties to the logit of a token that is not forbidden, with each step
+// rounded to fp32. `find(ids, size, id)` is find_sorted or an equivalent that starts from an index.
 template <typename Find>
 SPECOPS_HOST_DEVICE float adjusted_logit(const RowProcessors& row,
                                          int32_t id,
@@ -225,7 +226,8 @@ SPECOPS_HOST_DEVICE float adjusted_logit(const RowProcessors& row, int32_t id, f
   return adjusted_logit(row, id, x, find_sorted);
 }
 
-// Calls visit(id) for every token that a bad word or the minimal length forbids, and for -1.
+// Calls visit(id) for every token that a bad word or the minimum length forbids, and for -1
+// padding.
 template <typename Visit>
 SPECOPS_HOST_DEVICE void for_each_forbidden(const RowProcessors& row,
                                             int32_t begin,
@@ -235,7 +237,7 @@ SPECOPS_HOST_DEVICE void for_each_forbidden(const RowProcessors& row,
   for (int32_t i = begin; i < row.max_bad_words; i += step) visit(forbidden_by(row, i));
 }
 
-// Calls visit(id) for every draft on the way to the row.
+// Calls visit(id) for every draft before the row.
 template <typename Visit>
 SPECOPS_HOST_DEVICE void for_each_in_flight(const RowProcessors& row, Visit&& visit) {
   for (int32_t node = row.path.node; node >= 0; node = node_before(row.path, node)) {

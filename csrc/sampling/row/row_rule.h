@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// What decides about one row of a request that is verified: its strategy, its policy, its drafts and
-// the random numbers it may look at. Plain C++ and CUDA.
+// The rules for one row of a request under verification: its strategy, its policy, its drafts and
+// the random numbers it may use. Plain C++ and CUDA.
 #pragma once
 
 #include <cstdint>
@@ -9,7 +9,7 @@
 
 namespace specops {
 
-// How drafts are judged; values of specops.sampling.VerifyStrategy.
+// Rule by which drafts are judged; values of specops.sampling.VerifyStrategy.
 enum class VerifyStrategy : int32_t {
   kGreedy = 0,
   kTargetMatch = 1,
@@ -18,16 +18,17 @@ enum class VerifyStrategy : int32_t {
   kTopP = 4,
 };
 
-// Values of specops.sampling.AcceptPolicy; all but kNormal and kRejectAll measure, not decode.
+// Values of specops.sampling.AcceptPolicy. All but kNormal and kRejectAll are for measurements, not
+// for decoding.
 enum class AcceptPolicy : int32_t { kNormal = 0, kAcceptAll = 1, kRejectAll = 2, kSynthetic = 3 };
 
-// Whether a value of the strategy array is one that serves chains, or trees.
+// Returns whether `value` is a strategy that supports chains or, with `tree`, trees.
 SPECOPS_HOST_DEVICE bool is_strategy(int32_t value, bool tree) {
   return value >= 0 &&
          value <= static_cast<int32_t>(tree ? VerifyStrategy::kRejection : VerifyStrategy::kTopP);
 }
 
-// The same of the policy array: policies that measure are for chains.
+// Returns whether `value` is a supported policy. Measurement policies support chains only.
 SPECOPS_HOST_DEVICE bool is_policy(int32_t value, bool tree) {
   if (tree) {
     return value == static_cast<int32_t>(AcceptPolicy::kNormal) ||
@@ -36,23 +37,24 @@ SPECOPS_HOST_DEVICE bool is_policy(int32_t value, bool tree) {
   return value >= 0 && value <= static_cast<int32_t>(AcceptPolicy::kSynthetic);
 }
 
-// Whether a request consumes uniforms, and so needs a seed.
+// Returns whether a request consumes uniforms and so needs a seed.
 SPECOPS_HOST_DEVICE bool draws(VerifyStrategy strategy, AcceptPolicy policy, float temperature) {
   return (strategy != VerifyStrategy::kGreedy && temperature > 0.0f) ||
          policy == AcceptPolicy::kSynthetic;
 }
 
-// One request's drafts. Row 0 of its logits follows the last known token, row r > 0 follows node
-// r - 1.
+// The drafts of one request. Row 0 of its logits follows the last known token; row r > 0 follows
+// node r - 1.
 struct Drafts {
-  // Of the nodes. Less than 0 is no token; past the vocabulary is one that no row gives a chance.
+  // Per node. A negative id ends the drafts; an id past the vocabulary has probability 0 in every
+  // row.
   const int32_t* token_ids = nullptr;
-  const int32_t* parents = nullptr;  // below the node itself, -1 = row 0; nullptr: a chain
+  const int32_t* parents = nullptr;  // less than the node's index; -1 = row 0; nullptr: a chain
   int32_t num_nodes = 0;
 };
 
-// The child of a row that comes after node `previous` (-1: the first), or -1. A child that is no
-// token ends the children of its row.
+// Returns the next child of a row after node `previous` (-1: the first child), or -1. A child with
+// a negative id ends the children of its row.
 SPECOPS_HOST_DEVICE int32_t next_child(const Drafts& drafts, int32_t row, int32_t previous = -1) {
   int32_t node = previous < row ? row : previous + 1;  // children come after their parent
   if (drafts.parents == nullptr) {
@@ -63,14 +65,14 @@ SPECOPS_HOST_DEVICE int32_t next_child(const Drafts& drafts, int32_t row, int32_
   return node < drafts.num_nodes && drafts.token_ids[node] >= 0 ? node : -1;
 }
 
-// How many drafts of a chain there are before one that is no token.
+// Returns the number of drafts of a chain before the first negative id.
 SPECOPS_HOST_DEVICE int32_t chain_len(const Drafts& drafts) {
   int32_t length = 0;
   while (length < drafts.num_nodes && drafts.token_ids[length] >= 0) ++length;
   return length;
 }
 
-// How many drafts lie between the known tokens and a row.
+// Returns the number of drafts between the known tokens and a row.
 SPECOPS_HOST_DEVICE int32_t row_depth(const Drafts& drafts, int32_t row) {
   if (drafts.parents == nullptr) return row;
   int32_t depth = 0;
@@ -78,15 +80,15 @@ SPECOPS_HOST_DEVICE int32_t row_depth(const Drafts& drafts, int32_t row) {
   return depth;
 }
 
-// Block verification looks at coins and drafts beyond the accepted prefix, so a step's uniforms must
-// not be met again by the next one: they carry the step's first position, plus one so that it is
-// never 0, which every other decision has.
+// Returns the anchor of the uniforms of a block step. Block verification uses coins and drafts
+// beyond the accepted prefix, so the next step must not reuse a step's uniforms. They are keyed by
+// the step's first position plus one: 0 is the anchor of every other decision.
 SPECOPS_HOST_DEVICE uint32_t block_anchor(int32_t first_position) {
   return static_cast<uint32_t>(first_position) + 1u;
 }
 
-// Whether a request's rows are decided together, with the step's own uniforms. `certain`: its targets
-// are one-hot, where every strategy chooses what sample does.
+// Returns whether a request's rows are decided together, with the step's own uniforms. `certain`:
+// the targets are one-hot, so that every strategy chooses the token that `sample` chooses.
 SPECOPS_HOST_DEVICE bool is_block_step(VerifyStrategy strategy,
                                        AcceptPolicy policy,
                                        const Drafts& drafts,
@@ -95,17 +97,18 @@ SPECOPS_HOST_DEVICE bool is_block_step(VerifyStrategy strategy,
          chain_len(drafts) > 0;
 }
 
-// What the choice of a row is, in a step that is not a block step.
+// Rule by which a row chooses its token, in a step that is not a block step.
 enum class RowRule : int32_t {
   kOwn,        // the token that sample chooses
-  kEnd,        // the same, and the path ends there whatever the drafts are
-  kDraft,      // the draft, unseen
-  kTopP,       // the draft where the filters keep it, else the row's own token
-  kRejection,  // a child that is accepted, else what the children leave
+  kEnd,        // kOwn, and the path ends there whatever the drafts are
+  kDraft,      // the draft, without a look at the logits
+  kTopP,       // the draft if the filters keep it, else the token that sample chooses
+  kRejection,  // an accepted child, else a token of the residual distribution
 };
 
-// `first_draft`: token of the first child, -1 = none; no policy emits one past the vocabulary.
-// `accept_rate`: of that draft, under kSynthetic. uniform(purpose, sub_index) is the row's.
+// Returns the rule of a row. `first_draft` is the token of the first child, or -1; no policy emits
+// one past the vocabulary. `accept_rate` is that draft's rate under kSynthetic. uniform(purpose,
+// sub_index) returns the row's uniforms.
 template <typename Uniform>
 SPECOPS_HOST_DEVICE RowRule row_rule(VerifyStrategy strategy,
                                      AcceptPolicy policy,
@@ -132,18 +135,19 @@ SPECOPS_HOST_DEVICE RowRule row_rule(VerifyStrategy strategy,
   return RowRule::kOwn;
 }
 
-// A draft's probability as it counts: NaN is 0, and none is above 1.
+// Returns a draft probability clamped to [0, 1], with NaN as 0.
 SPECOPS_HOST_DEVICE float clean_draft_prob(float prob) {
   return prob > 0.0f ? (prob < 1.0f ? prob : 1.0f) : 0.0f;
 }
 
-// What is left of a row to draw from, not normalised:
+// The distribution that is left of a row to draw from, not normalized:
 //
-//     left(x) = max(weight * target_probs(x) - taken * draft_probs(x), 0)      mass = sum of left(x)
+//     left(x) = max(weight * target_probs(x) - taken * draft_probs(x), 0)    mass = sum of left(x)
 //
-// At first that is the target itself. Rejecting a token that was drawn from draft_probs takes
-// draft_probs away from left / mass; and since max(max(a, 0) - b, 0) = max(a - b, 0), however many
-// siblings were rejected, `taken` says it all. Block verification has weights, and takes once.
+// At first it is the target itself. Rejecting a token that was drawn from draft_probs subtracts
+// draft_probs from left / mass. Since max(max(a, 0) - b, 0) = max(a - b, 0), the single number
+// `taken` suffices for any number of rejected siblings. Block verification uses `weight` and
+// subtracts once.
 struct Residual {
   double weight = 1.0;
   double taken = 0.0;
@@ -157,8 +161,8 @@ SPECOPS_HOST_DEVICE double left_of(const Residual& residual,
   return left > 0.0 ? left : 0.0;
 }
 
-// Whether a child is accepted, of which `left` is left: never one with nothing left. Drafts that were
-// chosen and not drawn have draft_prob 1.
+// Returns whether a child with residual `left` is accepted; false if `left` is 0. Drafts that were
+// chosen rather than drawn have draft_prob 1.
 SPECOPS_HOST_DEVICE bool accepts(const Residual& residual,
                                  float uniform,
                                  double left,
@@ -166,12 +170,13 @@ SPECOPS_HOST_DEVICE bool accepts(const Residual& residual,
   return uniform * draft_prob * residual.mass < left;
 }
 
-// What a rejection leaves; the caller sums up the mass, and keeps `residual` where that is 0.
+// Returns the residual after a rejection. The caller sums its mass, and keeps `residual` if that is
+// 0.
 SPECOPS_HOST_DEVICE Residual after_rejection(const Residual& residual) {
   return {1.0, residual.taken + residual.mass, 0.0};
 }
 
-// What the row after draft i leaves where `weight` of its target is compared with draft_probs.
+// Returns the residual of the row after draft i, with `weight` times its target less draft_probs.
 SPECOPS_HOST_DEVICE Residual block_residual(double weight) { return {weight, 1.0, 0.0}; }
 
 }  // namespace specops

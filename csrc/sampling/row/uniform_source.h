@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Where row functions get their random numbers: any object with this call operator serves, so that
-// tests can script it. Plain C++ and CUDA.
+// The source of random numbers of the row functions. Any object with this call operator serves, so
+// that tests can script it. Plain C++ and CUDA.
 #pragma once
 
 #include <cstdint>
@@ -10,7 +10,8 @@
 
 namespace specops {
 
-// Of the decisions about one token: the key's own sub-index is not read.
+// Uniforms for the decisions about one token. The sub-index in `key` is ignored: each call passes
+// its own.
 struct PhiloxSource {
   UniformKey key;
 

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// The rules about values that ops of the family share. CPU checks call them before anything is
-// written, CUDA kernels where they have the values, and error_flag.cpp has their sentences. The
-// comparisons are written so that NaN fails them. Plain C++ and CUDA.
+// Value checks shared by the ops of the sampling family. CPU checks call them before anything is
+// written, CUDA kernels when they load the values; error_flag.cpp has the messages. The comparisons
+// are written so that NaN fails them. Plain C++ and CUDA.
 #pragma once
 
 #include <cfloat>
@@ -14,7 +14,7 @@
 
 namespace specops {
 
-// `filters`: those of row or request idx.
+// Checks the parameters `filters` of row or request idx.
 SPECOPS_HOST_DEVICE Fault fault_of_filters(SamplingOp op,
                                            const FilterArrays& arrays,
                                            const SamplingParams& filters,
@@ -38,7 +38,7 @@ SPECOPS_HOST_DEVICE Fault fault_of_filters(SamplingOp op,
   return {};
 }
 
-// What belongs to a request, and not to one of its rows. num_tokens: its known ones.
+// Checks what belongs to a request as a whole. `num_tokens` counts its known tokens.
 SPECOPS_HOST_DEVICE Fault fault_of_processors(SamplingOp op,
                                               const LogitsProcessors& all,
                                               int64_t batch_idx,
@@ -81,7 +81,7 @@ SPECOPS_HOST_DEVICE Fault fault_of_mask(SamplingOp op,
   return fault_at(code, all.mask_indices[output_row], output_row).with(all.num_masks);
 }
 
-// Of the rows of one request; `rows` of logits there are, at most `capacity` of them its own.
+// Checks the row range of one request: at most `capacity` rows out of `rows` rows of logits.
 SPECOPS_HOST_DEVICE Fault fault_of_indptr(
     SamplingOp op, int32_t begin, int32_t end, int64_t batch_idx, int64_t capacity, int64_t rows) {
   ErrorCode code = code_of(op, SamplingRule::kOutputIndptr);
@@ -95,7 +95,7 @@ SPECOPS_HOST_DEVICE Fault fault_of_indptr(
   return {};
 }
 
-// parents: [.., capacity], or nullptr.
+// Checks one node's parent. `parents` is [.., capacity] or nullptr.
 SPECOPS_HOST_DEVICE Fault fault_of_parent(
     SamplingOp op, const int32_t* parents, int64_t capacity, int64_t batch_idx, int32_t node) {
   if (parents == nullptr) return {};

@@ -10,16 +10,17 @@ namespace specops {
 
 // token = inverse CDF of filtered softmax(processed logits / temperature) at the row's own uniform.
 // Grid:    rows * splits, on x.
-// Block:   32 to 512 threads; a warp takes leaves of 2 KB, the last block of a row ends it.
-// Smem:    sizeof(RowShared), 40 KB: the row's leaves and a list of 3,072 tokens, before which leaves
-//          on their way to the scan lie there: up to 137 KB where the device has them. Under processors
-//          41 KB more at 151,936 tokens, a quarter byte each, or in the workspace where that is more
-//          than a block may have.
-// Cost:    one read of rows * vocab_size logits from memory, 3 (6 with a sum) instructions a logit;
-//          top-p reads the row once more, top-k and min-p the leaves that reach their bound, typical-p
-//          three times what the others keep. Processors: the tables' entries of the request.
+// Block:   32 to 512 threads; each warp scans leaves of 2 KB, the last block of a row finishes it.
+// Smem:    sizeof(RowShared), 40 KB: the row's leaves and a list of 3,072 tokens. During the scan,
+//          leaves in flight use the same memory: up to 137 KB on devices that have it. Processors
+//          need 41 KB more at 151,936 tokens, a quarter byte per token, or use the workspace if
+//          that exceeds a block's limit.
+// Cost:    one read of rows * vocab_size logits from memory, 3 (6 with a sum) instructions per
+//          logit; top-p reads the row once more, top-k and min-p the leaves that reach their bound,
+//          typical-p three times what the others keep. Processors: the tables' entries of the
+//          request.
 // Assumes: rows contiguous, positions >= 0.
-// Order:   row.cuh; a row depends on nothing but itself.
+// Order:   row.cuh; a row depends only on its own inputs.
 // Source:  inverse transform sampling; filters in the order of transformers' logits warpers.
 template <typename T, bool kProcessed>
 __global__ void __launch_bounds__(kMaxRowThreads, 1)
@@ -68,7 +69,7 @@ __global__ void __launch_bounds__(kMaxRowThreads, 1)
                 [&] { return static_cast<int32_t*>(params.workspace) + idx; })) {
     return;
   }
-  // read again, and not kept over the scan
+  // Read again here, so that it need not be kept during the scan.
   Row<T, kProcessed> block(shared, row, filters_of(params.filters, idx), slots.stats, slots.masses);
   block.fold(params.logprobs != nullptr && !params.processed_logprobs);
   RowToken token = choose(block, [&] {

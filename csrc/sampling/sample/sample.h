@@ -17,26 +17,26 @@ namespace specops {
 struct SampleParams {
   const void* logits;        // [rows, vocab_size], rows logits_stride apart
   const int32_t* positions;  // [rows], absolute position of the token being chosen
-  const int32_t* anchors;    // [rows], of the random numbers; may be nullptr (all 0)
+  const int32_t* anchors;    // [rows], of the random numbers; nullptr = all 0
   FilterArrays filters;      // [rows]
   LogitsProcessors processors;
-  Purpose purpose;  // kTarget, or kDraft for a drafter
-  float* logprobs;  // [rows], may be nullptr
-  int32_t* ranks;   // [rows], may be nullptr
-  float* probs;     // [rows, vocab_size], probs_stride apart: what was drawn from; may be nullptr
-  int32_t* token_ids;       // [rows]
-  bool processed_logprobs;  // logprobs and ranks after processors and filters
+  Purpose purpose;     // kTarget, or kDraft for a drafter
+  float* logprobs;     // [rows]; nullptr if not requested
+  int32_t* ranks;      // [rows]; nullptr if not requested
+  float* probs;        // [rows, vocab_size], probs_stride apart: the drawn distribution, or nullptr
+  int32_t* token_ids;  // [rows]
+  bool processed_logprobs;  // logprobs and ranks are after processors and filters
   int64_t rows;
   int64_t vocab_size;
   int64_t probs_stride;   // elements between rows
   int64_t logits_stride;  // elements between rows
-  DType dtype;            // of logits: float32 or bfloat16
-  void* workspace;        // CUDA only; its start is zero, and is left so
+  DType dtype;            // dtype of logits: float32 or bfloat16
+  void* workspace;        // CUDA only; its start must be zero, and is left zero
   int64_t workspace_bytes;
   ErrorFlag error;
 };
 
-// kProcessed: whether there may be processors.
+// Checks one row's values. kProcessed: there may be processors.
 template <bool kProcessed>
 SPECOPS_HOST_DEVICE Fault fault_of(const SampleParams& params, int64_t row) {
   constexpr SamplingOp kOp = SamplingOp::kSample;
@@ -56,11 +56,11 @@ SPECOPS_DECLARE_CPU(sample_cpu, SampleParams);
 SPECOPS_DECLARE_CUDA(sample_cuda, SampleParams);
 
 struct SamplingWorkspaceParams {
-  int64_t* num_bytes;  // receives what sample, verify or top_logprobs needs
+  int64_t* num_bytes;  // receives the bytes that sample, verify or top_logprobs needs
   int64_t rows;
   int64_t vocab_size;
-  int64_t element_bytes;  // of logits
-  int64_t batch;          // of verify, else 0
+  int64_t element_bytes;  // bytes per logit
+  int64_t batch;          // batch size of verify, else 0
 };
 
 SPECOPS_DECLARE_CUDA(sampling_workspace_cuda, SamplingWorkspaceParams);

@@ -11,9 +11,9 @@ namespace {
 // Cost:    one read of rows * vocab_size logits; with top-p a few passes over the row in L2, with
 //          processors a copy of it.
 // Assumes: rows contiguous, positions >= 0, parameters in range.
-// Order:   row/cpu/row.h; a row depends on nothing but itself.
+// Order:   row/cpu/row.h; a row depends only on its own inputs.
 // Source:  inverse transform sampling; filters in the order of transformers' logits warpers.
-// Threads: rows.
+// Threads: one item per row.
 template <typename T>
 void run(const SampleParams& params) {
   const T* logits = static_cast<const T*>(params.logits);

@@ -11,8 +11,8 @@
 
 namespace specops {
 
-// Sorts by (logit descending, id ascending): a bitonic network that compares only upwards, so that
-// any count will do. One block; the arrays may be global.
+// Sorts by (logit descending, id ascending) with a bitonic network that compares only upwards, so
+// that any count works. Called by one block; the arrays may be in global memory.
 __device__ inline void sort_ranking(float* logits, int32_t* ids, int64_t count) {
   auto step = [&](int64_t i, int64_t j) {
     if (j >= count || rank_key(logits[i], ids[i]) > rank_key(logits[j], ids[j])) return;
@@ -37,16 +37,16 @@ __device__ inline void sort_ranking(float* logits, int32_t* ids, int64_t count) 
   __syncthreads();
 }
 
-// Which request a row is of, and which of its rows.
+// The request that owns a row, and the row's index in it.
 struct RowOwner {
   int32_t batch_idx, idx;
-  int32_t first;  // row of the request
+  int32_t first;  // first row of the request
 
-  // Rows from output_indptr[batch] on are nobody's: batch_idx is -1.
+  // Rows from output_indptr[batch] on belong to no request: batch_idx is -1.
   __device__ RowOwner(const TopLogprobsParams& params, int32_t row)
       : batch_idx(row), idx(0), first(row) {
     if (params.output_indptr == nullptr) return;
-    int32_t low = 0, high = static_cast<int32_t>(params.batch);  // the first that ends past the row
+    int32_t low = 0, high = static_cast<int32_t>(params.batch);  // first request ending past row
 #pragma unroll 1
     while (low < high) {
       int32_t middle = (low + high) / 2;
@@ -63,11 +63,11 @@ struct RowOwner {
   }
 };
 
-// Of the request that owns a row of processed logprobs.
+// Checks the request that owns a row of processed logprobs.
 __device__ inline ErrorCode fault_of(const TopLogprobsParams& params, RowOwner owner) {
   constexpr SamplingOp kOp = SamplingOp::kTopLogprobs;
   int64_t batch_idx = owner.batch_idx;
-  // a row before its request's first one has been found by a fault in output_indptr
+  // A row before its request's first row is the result of a fault in output_indptr.
   if (owner.idx < 0) return code_of(kOp, SamplingRule::kOutputIndptr);
   TopLogprobsValues values = values_of(params, batch_idx, owner.first);
   Fault fault = fault_of(params, values, batch_idx);
@@ -79,15 +79,15 @@ __device__ inline ErrorCode fault_of(const TopLogprobsParams& params, RowOwner o
   return fault.code;
 }
 
-// The first n tokens of softmax(logits) by (logit descending, id ascending).
+// Finds the first n tokens of softmax(logits) by (logit descending, id ascending).
 // Grid:    rows * splits, on x.
-// Block:   32 to 512 threads; a warp takes leaves of 2 KB, the last block of a row ends it.
-// Smem:    sizeof(RowShared), 40 KB: the row's leaves and a list of 3,072 tokens, before which leaves
-//          on their way to the scan lie there: up to 137 KB where the device has them. Under processors
-//          41 KB more at 151,936 tokens, a quarter byte each, or in the workspace where that is more
-//          than a block may have.
-// Cost:    one read of rows * vocab_size logits from memory, then the leaves that reach the n-th
-//          largest of the leaves' maxima once more; processed, what sample's filters cost.
+// Block:   32 to 512 threads; each warp scans leaves of 2 KB, the last block of a row finishes it.
+// Smem:    sizeof(RowShared), 40 KB: the row's leaves and a list of 3,072 tokens. During the scan,
+//          leaves in flight use the same memory: up to 137 KB on devices that have it. Processors
+//          need 41 KB more at 151,936 tokens, a quarter byte per token, or use the workspace if
+//          that exceeds a block's limit.
+// Cost:    one read of rows * vocab_size logits from memory, then once more the leaves that reach
+//          the n-th largest leaf maximum; processed logprobs also cost sample's filters.
 // Assumes: rows contiguous, n <= vocab_size.
 // Order:   row.cuh; ties to the lower id.
 // Source:  threshold selection without a sort of the row.
@@ -163,7 +163,7 @@ __global__ void __launch_bounds__(kMaxRowThreads, 1)
   bool listed = false;
   if (params.n < row.size) cut = select_count(block, static_cast<int32_t>(params.n), &listed);
   if (listed) {
-    // A token's place is the number of those before it; what is greater is in the list.
+    // A token's place is the number of tokens before it; the list holds all greater tokens.
     for_each_listed(block, cut, [&](float logit, int32_t id) {
       RankKey key = rank_key(logit, id);
       int place = 0, greater = 0;
@@ -188,7 +188,7 @@ __global__ void __launch_bounds__(kMaxRowThreads, 1)
   sort_ranking(values, ids, params.n);
   if (ranks) {
     for (int64_t i = threadIdx.x; i < params.n; i += blockDim.x) {
-      int64_t low = 0, high = i;  // the first token with that logit
+      int64_t low = 0, high = i;  // search the first token with that logit
       while (low < high) {
         int64_t middle = (low + high) / 2;
         if (values[middle] > values[i]) {

@@ -16,34 +16,34 @@ namespace specops {
 
 struct TopLogprobsParams {
   const void* logits;  // [rows, vocab_size], rows logits_stride apart
-  // What makes processed logprobs of the raw ones; requests own rows as in verify, or one each where
-  // output_indptr is nullptr.
+  // The inputs that turn raw into processed logprobs. Requests own rows as in verify, or one row
+  // each if output_indptr is nullptr.
   bool processed_logprobs;
   const int32_t* output_indptr;    // [batch + 1]
   const int32_t* draft_token_ids;  // [batch, max_draft_tokens]; nullptr: no drafts
   const int32_t* parents;          // [batch, max_draft_tokens]; nullptr: chains
-  const int32_t* positions;        // [batch]; nullptr where processors are off
+  const int32_t* positions;        // [batch]; nullptr if processors are off
   FilterArrays filters;            // [batch]
   LogitsProcessors processors;
   int32_t* token_ids;  // [rows, n], most probable first
   float* logprobs;     // [rows, n]
-  int32_t* ranks;      // [rows, n], may be nullptr
-  float* lse;          // [rows], natural log, of the raw logits
+  int32_t* ranks;      // [rows, n]; nullptr if not requested
+  float* lse;          // [rows], log-sum-exp (natural log) of the raw logits
   int64_t rows;
   int64_t batch;
   int64_t max_draft_tokens;
   int64_t vocab_size;
   int64_t n;
   int64_t logits_stride;  // elements between rows
-  DType dtype;            // of logits: float32 or bfloat16
-  void* workspace;        // CUDA only; its start is zero, and is left so
+  DType dtype;            // dtype of logits: float32 or bfloat16
+  void* workspace;        // CUDA only; its start must be zero, and is left zero
   int64_t workspace_bytes;
   ErrorFlag error;
 };
 
-// What processed logprobs rest on, of a request whose first row is `first`.
+// The inputs of processed logprobs of one request.
 struct TopLogprobsValues {
-  int32_t begin, end;  // its rows
+  int32_t begin, end;  // rows of the request
   SamplingParams filters;
 };
 
@@ -56,7 +56,7 @@ SPECOPS_HOST_DEVICE TopLogprobsValues values_of(const TopLogprobsParams& params,
           filters_of(params.filters, batch_idx)};
 }
 
-// None of a request without rows.
+// Checks the values of one request; one without rows has no fault.
 SPECOPS_HOST_DEVICE Fault fault_of(const TopLogprobsParams& params,
                                    const TopLogprobsValues& values,
                                    int64_t batch_idx) {
@@ -72,7 +72,7 @@ SPECOPS_HOST_DEVICE Fault fault_of(const TopLogprobsParams& params,
   return fault_of_processors(kOp, params.processors, batch_idx, params.positions[batch_idx]);
 }
 
-// Of row i of a request with processors, and of the draft after it.
+// Checks row i of a request with processors, and the draft after it.
 SPECOPS_HOST_DEVICE Fault fault_of_row(const TopLogprobsParams& params,
                                        const TopLogprobsValues& values,
                                        int64_t batch_idx,

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The serial part of verification: how far a request's drafts agree with its rows' choices, and which
-// drafts of a chain block verification accepts together. Plain C++ and CUDA.
+// The serial part of verification: how far a request's drafts agree with the choices of its rows,
+// and which drafts of a chain block verification accepts together. Plain C++ and CUDA.
 #pragma once
 
 #include <cstdint>
@@ -9,31 +9,31 @@
 
 namespace specops {
 
-// The choice of a row at which the path ends, even if a draft is the same token.
+// Encodes the choice of a row at which the path ends, even if a draft is the same token.
 SPECOPS_HOST_DEVICE int32_t ends_with(int32_t token_id) { return ~token_id; }
 
 SPECOPS_HOST_DEVICE int32_t token_of(int32_t choice) { return choice < 0 ? ~choice : choice; }
 
-// What a request emits; one entry per row and, of a path, per token on it.
+// The output of a request: on entry one item per row, on return one per token on the path.
 struct Emitted {
   int32_t* token_ids;       // [capacity]
-  float* logprobs;          // [capacity], may be nullptr
-  int32_t* ranks;           // [capacity], may be nullptr
-  int32_t* accepted_nodes;  // [capacity - 1], may be nullptr
+  float* logprobs;          // [capacity]; nullptr if not requested
+  int32_t* ranks;           // [capacity]; nullptr if not requested
+  int32_t* accepted_nodes;  // [capacity - 1]; nullptr if not requested
 };
 
-// On entry emitted.token_ids[0, num_rows) holds each row's choice, and logprobs and ranks what belongs
-// to it; only rows on the path are looked at. On return they hold what the request emits, then -1,
-// 0 and 0; accepted_nodes are the drafts among it, then -1. From the root the path goes to the first
-// child whose token is the choice, and ends with a choice that no child is. Returns the number of
-// accepted drafts: one less than the emitted tokens, 0 for an idle request (num_rows = 0), which
-// emits nothing.
+// Walks from the root along the drafts. On entry emitted.token_ids[0, num_rows) holds each row's
+// choice, with its logprob and rank; only rows on the path are read. On return the arrays hold the
+// emitted tokens, then -1, 0 and 0; accepted_nodes holds the accepted drafts, then -1. The path
+// continues at the first child equal to the row's choice, and ends at a choice without such a
+// child. Returns the number of accepted drafts: one less than the emitted tokens, or 0 for an idle
+// request (num_rows = 0), which emits nothing.
 SPECOPS_HOST_DEVICE int32_t accept_walk(const Drafts& drafts,
                                         int32_t num_rows,
                                         int32_t capacity,
                                         const Emitted& emitted) {
   int32_t row = 0, depth = 0;
-  // A path's token number `depth` comes from a row not before it, so it may take its place.
+  // Token `depth` of a path comes from a row >= `depth`, so it can be stored in place.
   auto emit = [&](int32_t choice) {
     emitted.token_ids[depth] = token_of(choice);
     if (emitted.logprobs != nullptr) emitted.logprobs[depth] = emitted.logprobs[row];
@@ -60,13 +60,13 @@ SPECOPS_HOST_DEVICE int32_t accept_walk(const Drafts& drafts,
   return depth;
 }
 
-// Block verification of a chain of n drafts: weight i says how well the first i of them follow the
-// target, weight 0 is 1.
+// Returns the next weight of block verification of a chain of n drafts. Weight i says how well the
+// first i drafts follow the target; weight 0 is 1.
 //
 //     weight[i] = min(weight[i - 1] * target_prob[i - 1] / draft_prob[i - 1], 1)
 //
-// with the probabilities of draft i - 1. One that was drawn with probability 0 counts as accepted
-// where the target has it. Source: Sun et al. 2024, algorithm 2.
+// with the probabilities of draft i - 1. A draft that was drawn with probability 0 counts as
+// accepted if its target probability is above 0. Source: Sun et al. 2024, algorithm 2.
 SPECOPS_HOST_DEVICE double next_block_weight(double weight, double target_prob, double draft_prob) {
   if (draft_prob > 0.0) {
     double next = weight * target_prob / draft_prob;
@@ -75,15 +75,15 @@ SPECOPS_HOST_DEVICE double next_block_weight(double weight, double target_prob, 
   return weight > 0.0 && target_prob > 0.0 ? 1.0 : 0.0;
 }
 
-// The chance of ending no earlier than after draft i, with the mass of what the row after it leaves
-// (block_residual); after the last draft the chance is its weight.
+// Returns the probability of ending no earlier than after draft i, given the mass of the residual
+// of the row after it (block_residual). After the last draft the probability is its weight.
 SPECOPS_HOST_DEVICE double block_chance(double weight, double mass) {
   double all = mass + (1.0 - weight);
   return all > 0.0 ? mass / all : 1.0;
 }
 
-// How many drafts are accepted. weights: [n + 1], masses: [n], of which the first is not read;
-// uniform(i): the coin of the row that draft i follows.
+// Returns the number of accepted drafts. weights: [n + 1], masses: [n], the first of which is
+// ignored; uniform(i) returns the coin of the row before draft i.
 template <typename Uniform>
 SPECOPS_HOST_DEVICE int32_t block_accepted(const double* weights,
                                            const double* masses,

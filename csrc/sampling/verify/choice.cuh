@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// What verify on CUDA chooses in a row: a draft, the row's own token, or one of what rejected drafts
-// leave; and which rows block verification looks at.
+// The choice of verify on CUDA in a row: a draft, the row's own token, or a token of the residual
+// after rejections; and the rows that block verification visits.
 #pragma once
 
 #include "sampling/row/cuda/drafted_row.cuh"
@@ -12,8 +12,8 @@ namespace specops {
 
 static_assert(kMaxTreeDrafts <= kListCapacity);
 
-// Lists the tokens of a row's children in shared.list_id; returns how many. A child that is no token
-// ends them.
+// Lists the tokens of a row's children in shared.list_id and returns their number. A child with a
+// negative id ends them.
 __device__ inline int list_children(RowShared& shared, const Drafts& drafts, int32_t row) {
   __syncthreads();
   if (warp_id() == 0) {
@@ -39,17 +39,17 @@ __device__ inline int list_children(RowShared& shared, const Drafts& drafts, int
   return shared.list_count;
 }
 
-// The last row before one that has a weight; the first row always has.
+// Returns the last row before `row` that has a weight above 0; the first row always has one.
 __device__ inline int32_t row_of_weight(const int32_t* slots, int32_t row) {
   do --row;
   while (row > 0 && slots[row] == 0);
   return row;
 }
 
-// Block verification, once the rows have left the probabilities of their drafts in the outputs, and
-// the row after the drafts its own token: weights take the probabilities' place. Returns how many
-// drafts are accepted where that is all of them, else the first row to be looked at again, the last
-// one with a weight, or -1 where a list names a token that is none.
+// Computes the weights of block verification. On entry the outputs hold the probabilities of the
+// drafts, and in the row after the drafts its own token; weights replace the probabilities. Returns
+// the number of drafts if all are accepted, else the row to visit again first, which is the last
+// one with a weight, or -1 if a list names an invalid token.
 __device__ inline int32_t weigh_drafts(const VerifyParams& params,
                                        RowShared& shared,
                                        int64_t batch_idx,
@@ -82,7 +82,7 @@ __device__ inline int32_t weigh_drafts(const VerifyParams& params,
   return shared.leaf;
 }
 
-// Sends the block to another row of its request.
+// Moves the block to another row of its request.
 __device__ inline void look_at(RowShared& shared, int32_t row) {
   __syncthreads();
   if (threadIdx.x == 0) {
@@ -93,11 +93,11 @@ __device__ inline void look_at(RowShared& shared, int32_t row) {
 }
 
 struct RowDecision {
-  RowToken token;  // whose logprob and rank belong to the row
-  int32_t choice;  // kNoChoice: the drafts are not in order; in block verification, a probability
+  RowToken token;  // the token of the row's logprob and rank
+  int32_t choice;  // kNoChoice: invalid drafts; in block verification, a probability
 };
 
-// The row's own token.
+// Chooses the row's own token.
 template <typename Block>
 __device__ inline RowDecision decide_alone(const VerifyParams& params,
                                            Block& block,
@@ -112,8 +112,9 @@ __device__ inline RowDecision decide_alone(const VerifyParams& params,
   return {token, token.id};
 }
 
-// The choice of a row in whose drafts have a say, or may have. Block verification: first the
-// probability of the row's draft; then, where its weight is known (`again`), a token or kGoBack.
+// Chooses in a row with drafts that may matter. In block verification, the first visit returns the
+// probability of the row's draft; a second visit (`again`), with known weights, returns a token or
+// kGoBack.
 template <typename Block>
 __device__ inline RowDecision decide(const VerifyParams& params, RowShared& shared, Block& block) {
   int64_t batch_idx = shared.batch_idx;
@@ -128,7 +129,7 @@ __device__ inline RowDecision decide(const VerifyParams& params, RowShared& shar
   DraftRow draft = draft_row(params, batch_idx, row);
   if (!one_hot) block.weigh();
 
-  // Who is judged: children in a list, or one draft that needs no coin.
+  // The candidates: children in the list, or one draft that needs no coin.
   int32_t number = 0, found = kDrawOwn;
   if (rule == RowRule::kRejection) {
     if (!one_hot) number = list_children(shared, drafts, row);
@@ -147,12 +148,12 @@ __device__ inline RowDecision decide(const VerifyParams& params, RowShared& shar
   if (again) weight = row > 0 ? __int_as_float(slots_of(params, batch_idx)[row]) : 1.0;
   int32_t depth = path_depth(draft_path(params, batch_idx, row));
   auto accept_coin = [&](int32_t sub_index) {
-    if (again && row == 0) return -1.0f;  // there is no further back
+    if (again && row == 0) return -1.0f;  // there is no earlier row
     int32_t place = again ? row - 1 : depth;
     return coin_of(params, batch_idx, place, anchored, Purpose::kAccept, sub_index);
   };
   if (one_hot && number > 0) {
-    // All that the only token of the target leaves is itself.
+    // The target is one-hot, so the residual holds at most its only token.
     bool outside;
     int32_t only = shared.kept.last_id;
     double given = draft_prob(draft, only, vocab_size, &outside);

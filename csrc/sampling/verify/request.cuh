@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// One request of verify on CUDA: its rows, its drafts, what they were drawn from, and its coins.
+// One request of verify on CUDA: its rows, its drafts, their distribution, and its coins.
 #pragma once
 
 #include "sampling/row/cuda/drafted_row.cuh"
@@ -9,18 +9,18 @@
 
 namespace specops {
 
-// One request's part of a step.
+// One request of a step.
 struct VerifyRequest {
-  int32_t first;         // of its rows
-  int32_t num_rows;      // 0: idle, or at fault
-  int32_t num_read;      // rows that are chosen from
-  int32_t num_together;  // drafts that block verification judges together; else 0
+  int32_t first;         // its first row of logits
+  int32_t num_rows;      // 0: idle or invalid
+  int32_t num_read;      // rows that need a choice
+  int32_t num_together;  // drafts that block verification judges together, else 0
   VerifyStrategy strategy;
   AcceptPolicy policy;
-  SamplingParams filters;  // as the strategy has them
-  ErrorCode fault;         // of a request that is not idle
+  SamplingParams filters;  // with temperature 0 under kGreedy
+  ErrorCode fault;         // kNone for an idle request
 
-  // All loads before all looks: they take as long as one.
+  // All loads come before their uses, so that together they take the time of one.
   __device__ VerifyRequest(const VerifyParams& params, int64_t batch_idx) {
     VerifyValues values = values_of(params, batch_idx);
     first = values.begin;
@@ -49,8 +49,8 @@ struct VerifyRequest {
   }
 };
 
-// The drafts before row `idx` of a request; none where a parent is not below its node, which the walk
-// reports.
+// Returns the drafts before row `idx` of a request; none if a parent does not come before its node,
+// which the walk reports.
 __device__ inline DraftPath draft_path(const VerifyParams& params, int64_t batch_idx, int32_t idx) {
   int64_t first = batch_idx * params.max_draft_tokens;
   DraftPath path{params.draft_token_ids + first, nullptr, idx - 1};
@@ -68,12 +68,13 @@ __device__ inline DraftPath draft_path(const VerifyParams& params, int64_t batch
   return path;
 }
 
-// Where a request's rows leave their choices.
+// Returns the outputs where a request's rows leave their choices.
 __device__ inline int32_t* slots_of(const VerifyParams& params, int64_t batch_idx) {
   return params.output_token_ids + batch_idx * (params.max_draft_tokens + 1);
 }
 
-// A coin of a row, `depth` tokens past the request's position. `together`: of block verification.
+// Returns a coin of a row, `depth` tokens past the request's position. `together`: for block
+// verification.
 __device__ inline float coin_of(const VerifyParams& params,
                                 int64_t batch_idx,
                                 int32_t depth,
@@ -86,7 +87,7 @@ __device__ inline float coin_of(const VerifyParams& params,
   return uniform_source(params.filters, batch_idx, position + depth, anchor)(purpose, sub_index);
 }
 
-// What the children of a request's row were drawn from.
+// Returns the distribution that the children of a request's row were drawn from.
 __device__ inline DraftRow draft_row(const VerifyParams& params, int64_t batch_idx, int32_t row) {
   int64_t first = draft_probs_begin(params, batch_idx, row);
   if (first < 0) return {nullptr, nullptr, 0};
@@ -95,14 +96,14 @@ __device__ inline DraftRow draft_row(const VerifyParams& params, int64_t batch_i
           static_cast<int32_t>(params.num_draft_probs)};
 }
 
-// Leaves a request in the shared memory of a row's block. By one thread.
+// Stores a request in the shared memory of a row's block; called by one thread.
 __device__ inline void enter_request(const VerifyParams& params,
                                      RowShared& shared,
                                      const VerifyRequest& request,
                                      int64_t batch_idx,
                                      int32_t row) {
   Drafts drafts = VerifyRequest::drafts_of(params, batch_idx, request.num_rows);
-  // No load where drafts have no say; and a tree's children are looked for once they are needed.
+  // Loads nothing if drafts cannot matter; a tree's children are searched once they are needed.
   bool have_say =
       request.policy == AcceptPolicy::kAcceptAll || request.policy == AcceptPolicy::kSynthetic ||
       request.strategy == VerifyStrategy::kRejection || request.strategy == VerifyStrategy::kTopP;

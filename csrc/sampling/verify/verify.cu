@@ -25,7 +25,7 @@ void verify_cuda(const VerifyParams& params, CudaStream stream) {
   };
   auto run_dtype = [&](auto example) {
     using T = decltype(example);
-    // Only equality with the draft matters, unless a request may ask for more.
+    // Only equality with the draft matters, unless a strategy may reject drafts.
     bool rejects = params.strategy.values != nullptr ||
                    params.strategy.value > static_cast<int32_t>(VerifyStrategy::kTargetMatch);
     bool strategies = rejects || params.accept_rates || params.parents;

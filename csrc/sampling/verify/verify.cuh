@@ -12,14 +12,15 @@
 
 namespace specops {
 
-// A block's part of it: a row, or a share of one, and what comes after for the last to arrive.
+// Runs one block: a row or part of one; the last block to arrive also finishes the row and the
+// request.
 template <typename T, bool kProcessed, bool kStrategies, bool kStamped>
 __device__ __forceinline__ void verify_row(const VerifyParams& params, const RowPlan& plan) {
   RowShared& shared = *reinterpret_cast<RowShared*>(shared_memory());
   int32_t capacity = static_cast<int32_t>(params.max_draft_tokens) + 1;
   int32_t item = static_cast<int32_t>(blockIdx.x) / plan.splits;
   int32_t batch_idx = item / capacity;
-  int32_t row_of_request = item % capacity;  // the row looked at
+  int32_t row_of_request = item % capacity;  // the row that the block works on
   bool first_split = static_cast<int32_t>(blockIdx.x) % plan.splits == 0;
   VerifyRequest request(params, batch_idx);
   if (request.num_rows == 0 && row_of_request == 0 && first_split) {
@@ -31,7 +32,7 @@ __device__ __forceinline__ void verify_row(const VerifyParams& params, const Row
   if (row_of_request >= request.num_read) return;
 
   if (threadIdx.x == 0) enter_request(params, shared, request, batch_idx, row_of_request);
-  __syncthreads();  // from here on everything about the row is in shared memory
+  __syncthreads();  // from here on all values of the row are in shared memory
   bool want_logprob = params.logprobs != nullptr;
   bool want_processed = want_logprob && params.processed_logprobs;
 
@@ -58,7 +59,7 @@ __device__ __forceinline__ void verify_row(const VerifyParams& params, const Row
                                    row_idx,
                                    kStrategies && shared.again != 0));
       }
-      // Asked for again after the scan, and not kept over it.
+      // Called again after the scan, so that its values need not be kept during it.
       auto slots = [&] {
         int64_t item = shared.first_row + shared.row_of_request;
         return RowSlots(plan, shared, workspace + params.workspace_bytes, item);
@@ -151,20 +152,23 @@ __device__ __forceinline__ void verify_row(const VerifyParams& params, const Row
   walk_request(params, shared, shared.batch_idx);
 }
 
-// Each output row's choice, by its strategy and, where drafts have no say, exactly as sample makes it;
-// then the walk along the drafts. kStrategies: drafts may have a say, and be trees.
-// Grid:    batch * (k + 1) * splits, on x; blocks without a row end at once.
-// Block:   32 to 512 threads; a warp takes leaves of 2 KB, the last block of a row ends the row, the
-//          last row of a request walks, and in block verification looks at rejected rows again.
-// Smem:    sizeof(RowShared), 40 KB: the row's leaves and a list of 3,072 tokens, before which leaves
-//          on their way to the scan lie there: up to 137 KB where the device has them. Under processors
-//          41 KB more at 151,936 tokens, a quarter byte each, or in the workspace where that is more
-//          than a block may have.
-// Cost:    one read of num_output_rows * vocab_size logits; filters as in sample. A rejection reads a
-//          leaf for one-hot drafts, the leaves a list names, or the kept leaves and draft_probs.
+// Chooses a token in each output row by its strategy and, unless drafts matter, exactly as sample
+// does; then walks along the drafts. kStrategies: drafts may matter, and may form trees.
+// Grid:    batch * (k + 1) * splits, on x; blocks without a row exit at once.
+// Block:   32 to 512 threads; each warp scans leaves of 2 KB, the last block of a row finishes the
+//          row. The last row of a request walks, and in block verification visits rejected rows
+//          again.
+// Smem:    sizeof(RowShared), 40 KB: the row's leaves and a list of 3,072 tokens. During the scan,
+//          leaves in flight use the same memory: up to 137 KB on devices that have it. Processors
+//          need 41 KB more at 151,936 tokens, a quarter byte per token, or use the workspace if
+//          that exceeds a block's limit.
+// Cost:    one read of num_output_rows * vocab_size logits; filters as in sample. A rejection reads
+//          a leaf for one-hot drafts, the leaves that a list names, or the kept leaves and
+//          draft_probs.
 // Assumes: rows contiguous.
 // Order:   row.cuh; a row depends on its request's parameters, drafts and position alone.
-// Source:  Leviathan et al. 2023 (rejection), Miao et al. 2024 (its trees), Sun et al. 2024 (block).
+// Source:  Leviathan et al. 2023 (rejection), Miao et al. 2024 (its trees), Sun et al. 2024
+//          (block).
 template <typename T, bool kProcessed, bool kStrategies>
 __global__ void __launch_bounds__(kMaxRowThreads, 1)
     verify_kernel(VerifyParams params, RowPlan plan) {
@@ -172,7 +176,7 @@ __global__ void __launch_bounds__(kMaxRowThreads, 1)
   verify_row<T, kProcessed, kStrategies, false>(params, plan);
 }
 
-// The same, to the same bits, by a kernel whose blocks keep time: for measuring, never otherwise.
+// Computes the same bits with a kernel that records phase times; for measurements only.
 template <typename T, bool kStrategies>
 __global__ void __launch_bounds__(kMaxRowThreads, 1)
     verify_stamped_kernel(VerifyParams params, RowPlan plan) {

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// verify: the tokens a step emits, given the target's logits for every draft and the bonus.
+// verify: the tokens that a step emits, given the target's logits for every draft and the bonus
+// token.
 #pragma once
 
 #include <cstdint>
@@ -17,23 +18,23 @@
 
 namespace specops {
 
-constexpr int64_t kMaxTreeDrafts = 3072;  // of a request: siblings fit a CUDA block's list
+constexpr int64_t kMaxTreeDrafts = 3072;  // per request: siblings must fit a CUDA block's list
 
-// Where a block on CUDA spends its time, when asked to keep it.
+// The phases of a block on CUDA, for time measurements.
 enum class VerifyPhase {
-  kScan,    // the read of its share of a row, until all of the row is there
-  kChoose,  // what the filters keep, the token, its logprob and rank
-  kWalk,    // the request once all of its rows are chosen, and the ends of the kernel
+  kScan,    // the read of its part of a row, until the whole row is scanned
+  kChoose,  // the filters, the token, its logprob and rank
+  kWalk,    // the walk, once all rows of the request are chosen, and the kernel's start and end
 };
 constexpr int kVerifyPhases = 3;
 
-// Of each block: begin and end in ns by one clock for all blocks, cycles of its SM in each phase, and
-// its clock at the end.
+// Words per block: begin and end in ns of one clock shared by all blocks, cycles of its SM in each
+// phase, and the SM's clock at the end.
 constexpr int64_t kVerifyStampWords = 3 + kVerifyPhases;
 
 struct VerifyParams {
   const void* logits;              // [num_output_rows, vocab_size], rows logits_stride apart
-  const int32_t* output_indptr;    // [batch + 1], the rows of each request
+  const int32_t* output_indptr;    // [batch + 1], row offsets of each request
   const int32_t* draft_token_ids;  // [batch, max_draft_tokens], -1 padded
   const int32_t* parents;          // [batch, max_draft_tokens], -1 = the root; nullptr: chains
   const int32_t* positions;        // [batch], position of the first token chosen
@@ -43,38 +44,38 @@ struct VerifyParams {
   LogitsProcessors processors;
   // [num_draft_prob_rows, max_drawn_drafts, num_draft_probs]; nullptr: one-hot drafts
   const float* draft_probs;
-  const int32_t* draft_prob_token_ids;  // the same shape, -1 padded; nullptr: every id in turn
+  const int32_t* draft_prob_token_ids;  // same shape, -1 padded; nullptr: token id has entry [id]
   const int32_t* draft_prob_rows;       // [batch], -1 = one-hot drafts; nullptr: row b
-  const float* accept_rates;     // [batch, max_draft_tokens]; nullptr where none is kSynthetic
+  const float* accept_rates;     // [batch, max_draft_tokens]; nullptr if no policy is kSynthetic
   int32_t* output_token_ids;     // [batch, max_draft_tokens + 1]
-  int32_t* num_accepted_tokens;  // [batch], the bonus not counted
-  int32_t* accepted_nodes;       // [batch, max_draft_tokens], may be nullptr
-  float* logprobs;               // [batch, max_draft_tokens + 1], may be nullptr
-  int32_t* ranks;                // [batch, max_draft_tokens + 1], may be nullptr
-  bool processed_logprobs;       // logprobs and ranks after processors and filters
-  int64_t rows;                  // of logits
+  int32_t* num_accepted_tokens;  // [batch], without the bonus token
+  int32_t* accepted_nodes;       // [batch, max_draft_tokens]; nullptr if not requested
+  float* logprobs;               // [batch, max_draft_tokens + 1]; nullptr if not requested
+  int32_t* ranks;                // [batch, max_draft_tokens + 1]; nullptr if not requested
+  bool processed_logprobs;       // logprobs and ranks are after processors and filters
+  int64_t rows;                  // rows of logits
   int64_t batch;
   int64_t max_draft_tokens;
   int64_t num_draft_prob_rows;
-  int64_t max_drawn_drafts;  // at most max_draft_tokens; the drafts behind them are one-hot
+  int64_t max_drawn_drafts;  // at most max_draft_tokens; later drafts are one-hot
   int64_t num_draft_probs;
   int64_t vocab_size;
   int64_t logits_stride;  // elements between rows
-  DType dtype;            // of logits: float32 or bfloat16
-  void* workspace;        // CUDA only; its start is zero, and is left so
+  DType dtype;            // dtype of logits: float32 or bfloat16
+  void* workspace;        // CUDA only; its start must be zero, and is left zero
   int64_t workspace_bytes;
   ErrorFlag error;
-  int64_t* stamps;         // CUDA: [stamped_blocks, kVerifyStampWords]; may be nullptr
-  int64_t stamped_blocks;  // at least those of the grid
+  int64_t* stamps;         // CUDA: [stamped_blocks, kVerifyStampWords]; nullptr if not measured
+  int64_t stamped_blocks;  // at least the number of blocks in the grid
 };
 
-// The stamped kernel has one form.
+// Returns whether a stamped kernel exists, which is compiled in one form only.
 inline bool has_stamped_kernel(const VerifyParams& params) {
   return params.dtype == DType::kBFloat16 && !has_processors(params.processors);
 }
 
-// Where in draft_probs the distribution begins that the drafts after row `row` of a request were
-// drawn from; -1: they were chosen.
+// Returns the offset in draft_probs of the distribution that the drafts after row `row` were drawn
+// from; -1: they were chosen, not drawn.
 SPECOPS_HOST_DEVICE int64_t draft_probs_begin(const VerifyParams& params,
                                               int64_t batch_idx,
                                               int64_t row) {
@@ -84,9 +85,9 @@ SPECOPS_HOST_DEVICE int64_t draft_probs_begin(const VerifyParams& params,
   return (source * params.max_drawn_drafts + row) * params.num_draft_probs;
 }
 
-// What is known of a request before its rows are looked at.
+// The values of a request that are known before its rows are read.
 struct VerifyValues {
-  int32_t begin, end;  // its rows
+  int32_t begin, end;  // rows of the request
   int32_t strategy, policy;
   int32_t draft_prob_row;
   SamplingParams filters;
@@ -117,7 +118,7 @@ SPECOPS_HOST_DEVICE Fault fault_of_rules(const VerifyParams& params,
   return {};
 }
 
-// Of the request's acceptance rates, under kSynthetic.
+// Checks the request's acceptance rates, under kSynthetic.
 SPECOPS_HOST_DEVICE Fault fault_of_rates(const VerifyParams& params,
                                          int64_t batch_idx,
                                          int64_t num_drafts) {
@@ -132,8 +133,8 @@ SPECOPS_HOST_DEVICE Fault fault_of_rates(const VerifyParams& params,
   return {};
 }
 
-// Of a request; none of an idle one, which may hold anything. Its rows and drafts have rules of their
-// own: fault_of_mask, fault_of_parent, fault_of_listed.
+// Checks a request's values; an idle request may hold anything. Rows and drafts have checks of
+// their own: fault_of_mask, fault_of_parent, fault_of_listed.
 SPECOPS_HOST_DEVICE Fault fault_of(const VerifyParams& params,
                                    const VerifyValues& values,
                                    int64_t batch_idx) {
@@ -162,7 +163,7 @@ SPECOPS_HOST_DEVICE Fault fault_of(const VerifyParams& params,
   return fault_of_rates(params, batch_idx, int64_t{values.end} - values.begin - 1);
 }
 
-// Of a token that draft_prob_token_ids names.
+// Returns whether an entry of draft_prob_token_ids is valid.
 SPECOPS_HOST_DEVICE bool is_listed_token(int32_t token_id, int64_t vocab_size) {
   return token_id >= -1 && token_id < vocab_size;
 }

@@ -10,16 +10,16 @@
 namespace specops::SPECOPS_ISA {
 namespace {
 
-// One request's part of a step.
+// One request of a step.
 struct VerifyRequest {
   int64_t batch_idx;
-  int64_t first;     // of its rows
+  int64_t first;     // its first row of logits
   int32_t num_rows;  // 0: idle
   Drafts drafts;
   VerifyStrategy strategy = VerifyStrategy::kTargetMatch;
   AcceptPolicy policy = AcceptPolicy::kNormal;
-  SamplingParams filters;    // as the strategy has them
-  int32_t num_together = 0;  // drafts that are decided together; 0: every row by itself
+  SamplingParams filters;    // with temperature 0 under kGreedy
+  int32_t num_together = 0;  // drafts that are judged together; 0: each row alone
 
   VerifyRequest(const VerifyParams& params, int64_t index) : batch_idx(index) {
     first = params.output_indptr[index];
@@ -37,7 +37,7 @@ struct VerifyRequest {
       num_together = chain_len(drafts);
   }
 
-  // Whether the path may lead to a row.
+  // Returns whether the path can reach a row.
   bool reaches(int32_t row) const {
     if (row == 0) return num_rows > 0;
     if (row >= num_rows || policy == AcceptPolicy::kRejectAll) return false;
@@ -59,22 +59,23 @@ struct VerifyRequest {
   }
 };
 
-// What the rows of block steps tell each other; entry [b, i] is about row i and the draft after it.
+// Values shared by the rows of block steps; entry [b, i] belongs to row i and the draft after it.
 struct BlockScratch {
-  GrowingArray<double> target_probs;  // of the draft
-  GrowingArray<double> draft_probs;   // of the draft
-  GrowingArray<double> weights;       // of the drafts before the row
-  GrowingArray<double> masses;        // of what is left when the two are compared
+  GrowingArray<double> target_probs;  // target probability of the draft
+  GrowingArray<double> draft_probs;   // draft probability of the draft
+  GrowingArray<double> weights;       // weight of the drafts before the row
+  GrowingArray<double> masses;        // mass of the residual, weighted target less draft
 };
 thread_local BlockScratch tls_block;
 
-// Every row's choice, then the walk along the drafts.
-// Cost:    one read of num_output_rows * vocab_size logits; with top-p a few passes in L2. A rejected
-//          row is read a second time where draft_probs are given, a block step's rows as well.
-// Assumes: output_indptr ascending within the rows, at most max_draft_tokens + 1 rows a request.
+// Chooses a token in every row, then walks along the drafts.
+// Cost:    one read of num_output_rows * vocab_size logits; with top-p a few passes in L2. With
+//          draft_probs, a rejected row is read a second time, and so are a block step's rows.
+// Assumes: output_indptr ascending within the rows, at most max_draft_tokens + 1 rows per request.
 // Order:   row/cpu/row.h; a row depends on its request's parameters and position alone.
 // Source:  Leviathan et al. 2023; Miao et al. 2024 (siblings); Sun et al. 2024 (block).
-// Threads: output rows, then the walk on the caller. A block step's rows meet twice.
+// Threads: one item per output row, then the walk on the caller. Block steps take two parallel
+//          passes over their rows.
 template <typename T>
 class Verifier {
  public:
@@ -84,7 +85,7 @@ class Verifier {
         capacity_(params.max_draft_tokens + 1) {}
 
   void run() {
-    // The walk's arrays hold the choices meanwhile: request b's row i is at [b, i].
+    // Until the walk, the output arrays hold the choices: request b's row i is at [b, i].
     bool blocks = false;
     bool may_block = params_.strategy.values != nullptr ||
                      params_.strategy.value == static_cast<int32_t>(VerifyStrategy::kBlock);
@@ -187,7 +188,8 @@ class Verifier {
     set_choice(request, row_idx, row, rule == RowRule::kEnd ? ends_with(choice) : choice);
   }
 
-  // Block steps: what a row says of the draft after it, as if the draft were accepted.
+  // For block steps: records a row's probabilities of the draft after it, as if the draft were
+  // accepted.
   void meet_draft(const VerifyRequest& request, int32_t row_idx, TargetRow<T>& row) {
     int64_t at = item(request, row_idx);
     int32_t draft = request.drafts.token_ids[row_idx];
@@ -195,9 +197,9 @@ class Verifier {
     DraftedRow<T> drafted(row.kept(), draft_probs, 1);
     target_probs_[at] = drafted.target_prob(draft);
     draft_probs_[at] = draft_probs.of(draft);
-    // a chosen draft leaves all other tokens, whatever the weight
+    // After a chosen draft, the residual is all other tokens, whatever the weight.
     if (draft_probs.probs == nullptr) masses_[at] = drafted.compare(1.0, draft);
-    // one past the vocabulary has no scores, and is never on the path
+    // A draft past the vocabulary has no scores, and is never on the path.
     if (draft < params_.vocab_size) set_choice(request, row_idx, row, draft);
   }
 
@@ -223,7 +225,8 @@ class Verifier {
     masses_[at] = drafted.compare(weights_[at], request.drafts.token_ids[row_idx]);
   }
 
-  // The token after the accepted drafts; after all of them the last row has chosen it.
+  // Chooses the token after the accepted drafts. If all are accepted, the last row has chosen it
+  // already.
   void end_block(const VerifyRequest& request) {
     if (request.num_together == 0) return;
     int64_t first = item(request, 0);

@@ -8,14 +8,14 @@
 namespace specops {
 namespace {
 
-// Where verify on CUDA keeps time.
+// The buffer in which verify on CUDA records phase times.
 GivenPhaseStamps given_verify_stamps;
 
 void set_verify_stamps(const TensorView& stamps) {
   given_verify_stamps.set("set_verify_stamps", stamps, kVerifyStampWords);
 }
 
-// Values, on cpu: all of them before anything is written.
+// Checks values on cpu, all of them before anything is written.
 void check_verify_values(const Checker& check, const VerifyParams& params) {
   constexpr SamplingOp kOp = SamplingOp::kVerify;
   for (int64_t b = 0; b < params.batch; ++b) {

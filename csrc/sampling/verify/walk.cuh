@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The end of a request of verify on CUDA: its faults, and the walk along its drafts once every row
-// has left its choice.
+// The end of a request of verify on CUDA: its errors, and the walk along its drafts once every row
+// has stored its choice.
 #pragma once
 
 #include "sampling/row/cuda/block_reduce.cuh"
@@ -9,7 +9,7 @@
 
 namespace specops {
 
-// A request that emits nothing.
+// Writes the outputs of a request that emits nothing.
 __device__ inline void emit_nothing(const VerifyParams& params, int64_t batch_idx) {
   int64_t capacity = params.max_draft_tokens + 1;
   for (int64_t i = threadIdx.x; i < capacity; i += blockDim.x) {
@@ -25,8 +25,8 @@ __device__ inline void emit_nothing(const VerifyParams& params, int64_t batch_id
 
 constexpr ErrorCode kListedFault = code_of(SamplingOp::kVerify, SamplingRule::kDraftProbTokenIds);
 
-// Whether drafts, parents, masks and what the rows found are in order; else the request emits nothing.
-// Of several faults any may be told, but the same one always.
+// Returns whether drafts, parents, masks and the rows' results are valid; otherwise the request
+// emits nothing. With several errors, the same one is always reported.
 __device__ inline bool drafts_in_order(const VerifyParams& params,
                                        RowShared& shared,
                                        int64_t batch_idx) {
@@ -50,8 +50,8 @@ __device__ inline bool drafts_in_order(const VerifyParams& params,
   return false;
 }
 
-// The walk of a request whose choices are in the outputs. One thread walks; in shared memory where
-// the rows fit, so that it does not wait for every token in turn.
+// Walks a request with its choices in the outputs. One thread walks, in shared memory if the rows
+// fit, so that it does not wait for global memory at every token.
 __device__ inline void walk_request(const VerifyParams& params,
                                     RowShared& shared,
                                     int64_t batch_idx) {

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// A bracket around where the ranking is to be cut, and the thresholds that shrink it.
+// A bracket around the cut of the ranking, and the thresholds that shrink it.
 #pragma once
 
 #include <cfloat>
@@ -10,8 +10,8 @@
 namespace specops::SPECOPS_ISA {
 namespace {
 
-// Thresholds strictly inside a bracket, highest first. Even in value for a few rounds, which suits
-// logits; then even in representation, which ends in a bracket of one float.
+// Writes thresholds strictly inside a bracket, highest first. They are evenly spaced in value for a
+// few rounds, which suits logits, and then in representation, which ends in a bracket of one float.
 template <int count>
 inline void spread(uint32_t low, uint32_t high, int round, float* thresholds) {
   float low_value = from_ordered_bits(low), high_value = from_ordered_bits(high);
@@ -28,15 +28,15 @@ inline void spread(uint32_t low, uint32_t high, int round, float* thresholds) {
   }
 }
 
-// The ranking's prefix that reaches a target: at `low` it does, at `high` it does not.
+// A bracket of the logit where the ranking reaches a target: at `low` it does, at `high` not.
 struct Bracket {
-  uint32_t low, high;  // ordered bits
-  double above;        // mass from high upwards
+  uint32_t low, high;  // as ordered bits
+  double above;        // mass of the tokens from `high` upwards
 
   bool single() const { return high - low <= 1; }
 
-  // thresholds descend, masses (from each threshold upwards) ascend. Returns which threshold is the
-  // new high, -1 for none.
+  // Shrinks the bracket. `thresholds` descend and `masses`, from each threshold upwards, ascend.
+  // Returns the index of the threshold that is the new `high`, or -1 if `high` is unchanged.
   int narrow(const float* thresholds, const double* masses, int count, double target) {
     int moved = -1;
     for (int j = 0; j < count; ++j) {

@@ -1,8 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-// What verification decides about a row beyond its own token: which draft is accepted, and which
-// token is drawn from what rejections leave.
+// A row of logits with drafts: which draft verification accepts, and the token drawn from the
+// residual after rejections.
 //
-// Order: as in row/cpu/row.h. What is left of a leaf is summed in fp32 lanes, leaves are folded left in fp64.
+// Order:   as in row/cpu/row.h. The residual of a leaf is summed in fp32 lanes, leaves are folded
+//          left in fp64.
 #pragma once
 
 #include <cstdint>
@@ -18,8 +19,8 @@ namespace {
 
 // The distribution that the drafts after a row were drawn from.
 struct DraftProbs {
-  const float* probs = nullptr;        // nullptr: they were chosen, not drawn
-  const int32_t* token_ids = nullptr;  // of probs, -1 = none; nullptr: every id in turn
+  const float* probs = nullptr;        // nullptr: drafts were chosen, not drawn
+  const int32_t* token_ids = nullptr;  // of probs, -1 = unused; nullptr: token id has probs[id]
   int32_t size = 0;
 
   float of(int32_t token_id) const {
@@ -33,19 +34,19 @@ struct DraftProbs {
 };
 
 struct DraftedRowScratch {
-  GrowingArray<double> masses;   // by leaf
-  GrowingArray<int32_t> head;    // by leaf: the last of its changed tokens, -1 = none
-  GrowingArray<int32_t> next;    // by changed token: another of its leaf
-  GrowingArray<int32_t> tokens;  // the drafts that were rejected
+  GrowingArray<double> masses;   // per leaf
+  GrowingArray<int32_t> head;    // per leaf: the last of its changed tokens, -1 = none
+  GrowingArray<int32_t> next;    // per changed token: another one of its leaf
+  GrowingArray<int32_t> tokens;  // the rejected drafts
 };
 thread_local DraftedRowScratch tls_drafted_row;
 
-// A row whose drafts have a say, once its filters have been applied: its target_probs, less what
-// rejections take, are row_rule.h's Residual over every token. Where few tokens change, the other leaves keep the sums they have.
+// A filtered row with drafts: its target_probs, less what rejections subtract, form row_rule.h's
+// Residual over every token. If only few tokens change, the other leaves keep their sums.
 template <typename T>
 class DraftedRow {
  public:
-  // max_rejections: of drafts that were chosen.
+  // max_rejections bounds the number of rejected drafts if drafts were chosen.
   DraftedRow(const Row<T>& row, const DraftProbs& draft_probs, int32_t max_rejections)
       : row_(row), draft_probs_(draft_probs), inverse_mass_(1.0 / row.kept_mass) {
     masses_ = tls_drafted_row.masses.reserve(row.num_leaves);
@@ -70,7 +71,7 @@ class DraftedRow {
     return accepts(residual_, uniform, left, draft_probs_.of(token_id));
   }
 
-  // Takes a rejected draft's distribution away; where rounding leaves nothing, all stays.
+  // Subtracts a rejected draft's distribution; if rounding would leave no mass, nothing changes.
   void reject(int32_t token_id) {
     bool chosen = draft_probs_.probs == nullptr;
     if (chosen) {
@@ -83,8 +84,8 @@ class DraftedRow {
     take(residual_);
   }
 
-  // What block verification compares: weight * target_probs with the draft's distribution. Returns
-  // its mass; where that is 0, the target is what is left.
+  // Subtracts the draft's distribution from weight * target_probs, for block verification. Returns
+  // the mass of the residual; if that is 0, the residual is the target itself.
   double compare(double weight, int32_t token_id) {
     if (draft_probs_.probs == nullptr) {
       rejected_[0] = token_id;
@@ -119,10 +120,11 @@ class DraftedRow {
   }
 
  private:
-  // Less than this is nothing, so that some token of a leaf that has a mass has one in fp32.
+  // A smaller leaf mass counts as 0, so that every leaf with a mass has a token with a mass in
+  // fp32.
   static constexpr double kLeast = 1e-30;
 
-  // Sums up what a residual leaves, and keeps to it if that is something. Returns its mass.
+  // Sums a residual's mass and returns it; stores the residual if the mass is above 0.
   double take(Residual residual) {
     residual.mass = 0.0;
     float left[kLeaf];
@@ -139,12 +141,13 @@ class DraftedRow {
   }
 
   void link(int32_t i, int32_t token_id) {
-    if (token_id / kLeaf >= row_.num_leaves) return;  // past the vocabulary: it takes nothing
+    if (token_id / kLeaf >= row_.num_leaves) return;  // past the vocabulary: it subtracts nothing
     next_[i] = head_[token_id / kLeaf];
     head_[token_id / kLeaf] = i;
   }
 
-  // Of the distribution that rejections take away: a chosen draft takes itself.
+  // Returns a token's probability in the distribution that rejections subtract; chosen drafts
+  // subtract only themselves.
   double taken_prob(int32_t token_id) const {
     if (draft_probs_.probs != nullptr) return draft_probs_.of(token_id);
     for (int32_t i = 0; i < num_rejected_; ++i) {
@@ -161,7 +164,7 @@ class DraftedRow {
     return mass > kLeast ? mass : 0.0;
   }
 
-  // Writes what is left of every token of a leaf; returns the sum.
+  // Writes the residual of every token of a leaf; returns the sum.
   double weigh_leaf(int32_t leaf, const Residual& residual, float* left) const {
     double unit = weigh_kept_leaf(row_, leaf, left);
     F32x16 share = set1(static_cast<float>(unit * inverse_mass_));
@@ -175,7 +178,7 @@ class DraftedRow {
         const float* probs = draft_probs_.probs + first + i;
         int32_t size = draft_probs_.size - first - i;
         F32x16 drawn = size >= kLanes ? load(probs) : load_partial(probs, size);
-        drawn = min(max(drawn, zero()), set1(1.0f));  // NaN is 0
+        drawn = min(max(drawn, zero()), set1(1.0f));  // NaN counts as 0
         kept = max(sub(kept, mul(drawn, taken)), zero());
       }
       store(left + i, kept);
@@ -202,8 +205,8 @@ class DraftedRow {
   int32_t num_rejected_ = 0;
 };
 
-// The choice of a row in a step that is not a block step. Source: float operator()(Purpose, uint32_t
-// sub_index), in [0, 1).
+// Returns the choice of a row in a step that is not a block step. Source: float operator()(Purpose,
+// uint32_t sub_index), in [0, 1).
 template <typename T, typename Source>
 [[maybe_unused]] int32_t choose_by_rule(TargetRow<T>& target,
                                         RowRule rule,

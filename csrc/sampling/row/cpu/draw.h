@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Inverse CDF over what the filters keep of a row, in token-id order.
+// Inverse CDF over the kept tokens of a row, in token-id order.
 #pragma once
 
 #include <cstdint>
@@ -11,7 +11,7 @@
 namespace specops::SPECOPS_ISA {
 namespace {
 
-// The first kept token, in id order, at which the running mass exceeds the target.
+// Returns the first kept token, in id order, at which the running mass exceeds the target.
 template <typename T>
 inline int32_t invert_cdf(const Row<T>& row, double target) {
   const double* masses = row.scratch->masses.data;
@@ -44,7 +44,7 @@ inline int32_t invert_cdf(const Row<T>& row, double target) {
   return found;
 }
 
-// A token of the distribution that the filters leave.
+// Draws a token from the filtered distribution.
 template <typename T>
 inline int32_t draw(const Row<T>& row, float uniform) {
   if (row.kept == Kept::kOne) return row.one;

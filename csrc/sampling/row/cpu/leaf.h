@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// A leaf: the stretch of a row of logits whose sum is sixteen fp32 lanes in id order and one fixed
-// tree.
+// A leaf: the part of a row of logits that is summed as sixteen fp32 lanes in id order and one
+// fixed tree.
 #pragma once
 
 #include <cmath>
@@ -13,16 +13,16 @@
 namespace specops::SPECOPS_ISA {
 namespace {
 
-constexpr int kLeaf = 1024;  // elements whose fp32 sum is one unit of every longer sum
+constexpr int kLeaf = 1024;  // elements per leaf; its fp32 sum is the unit of every longer sum
 constexpr float kLog2e = 1.44269504088896341f;
 
 struct LeafStats {
-  float max;   // of the leaf's logits
+  float max;   // maximum of the leaf's logits
   float raw;   // sum of e^(logit - max)
   float warm;  // sum of e^((logit - max) / temperature)
 };
 
-// Clean logits from x + i, -inf past the end.
+// Loads clean logits from x + i; -inf past the end.
 template <typename T>
 inline F32x16 load_clean(const T* x, int i, int size) {
   return clean(i + kLanes <= size ? load(x + i) : load_partial(x + i, size - i, -INFINITY));
@@ -44,7 +44,8 @@ inline float leaf_mass(const T* x, int size, float origin, float scale) {
   return reduce_add(add(even, odd));
 }
 
-// The two sums that are asked for; `inverse` is of the temperature, scale = inverse * log2(e).
+// Computes a leaf's maximum and the requested sums; inverse = 1 / temperature, scale = inverse *
+// log2(e).
 template <typename T>
 inline LeafStats scan_leaf(
     const T* x, int size, bool want_raw, bool want_warm, float inverse, float scale) {
@@ -57,7 +58,7 @@ inline LeafStats scan_leaf(
   for (; i < size; i += kLanes) even = max(load_partial(x + i, size - i, -INFINITY), even);
   LeafStats stats{clean(reduce_max(max(even, odd))), 0.0f, 0.0f};
   if (stats.max == -INFINITY) return stats;
-  // The second look finds the leaf in L1, and fetches the next one meanwhile.
+  // The second pass finds the leaf in L1 while the next leaf is fetched.
   if (want_raw) stats.raw = leaf_mass(x, size, stats.max, kLog2e);
   if (want_warm) {
     bool same = want_raw && inverse == 1.0f;

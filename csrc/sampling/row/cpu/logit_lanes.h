@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Sixteen logits at a time: how they compare, and what they weigh.
+// Comparisons and weights of sixteen logits at a time.
 #pragma once
 
 #include <cfloat>
@@ -12,10 +12,10 @@
 namespace specops::SPECOPS_ISA {
 namespace {
 
-// NaN as -inf, +inf as the largest finite float.
+// Returns x with NaN as -inf and +inf as the largest finite float.
 inline F32x16 clean(F32x16 x) { return min(max(x, set1(-INFINITY)), set1(FLT_MAX)); }
 
-// sum, plus w in the lanes where x >= threshold.
+// Returns sum, plus w in the lanes with x >= threshold.
 inline F32x16 add_where_ge(F32x16 sum, F32x16 w, F32x16 x, F32x16 threshold) {
 #if defined(SPECOPS_AVX512)
   __mmask16 mask = _mm512_cmp_ps_mask(x.v, threshold.v, _CMP_GE_OQ);
@@ -38,7 +38,7 @@ inline F32x16 add_where_ge(F32x16 sum, F32x16 w, F32x16 x, F32x16 threshold) {
 #endif
 }
 
-// Which lanes hold low <= x < high.
+// Returns the mask of the lanes with low <= x < high.
 inline uint32_t lanes_between(F32x16 x, float low, float high) {
 #if defined(SPECOPS_AVX512)
   __mmask16 mask = _mm512_cmp_ps_mask(x.v, _mm512_set1_ps(low), _CMP_GE_OQ);
@@ -66,9 +66,9 @@ inline uint32_t lanes_between(F32x16 x, float low, float high) {
 #endif
 }
 
-// e^((x - origin) * inverse) for x <= origin, given scale = inverse * log2(e); at most 1, and exactly
-// 1 at the origin. Relative error about 2e-7 (1e-7 more per unit of the exponent); 0 for -inf, NaN and
-// below 2^-125. (The leaner sibling of simd.h's exp: no argument is above 0.)
+// Returns e^((x - origin) * inverse) for x <= origin, given scale = inverse * log2(e); at most 1,
+// and exactly 1 at the origin. Relative error about 2e-7 (1e-7 more per unit of the exponent); 0
+// for -inf, NaN and below 2^-125. (Cheaper than simd.h's exp, because no argument is above 0.)
 inline F32x16 weight(F32x16 x, F32x16 origin, F32x16 scale) {
   F32x16 t = mul(sub(x, origin), scale);
   t = min(max(t, set1(-200.0f)), zero());

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// A row's processors laid over a copy of its logits, in which only the named and the masked tokens
-// differ.
+// A row's processors applied to a copy of its logits, which differs only in the named and the
+// masked tokens.
 #pragma once
 
 #include <cmath>
@@ -14,8 +14,8 @@
 namespace specops::SPECOPS_ISA {
 namespace {
 
-// So far ahead of a copy its source is asked for, past the L2 cache: the copy is read again and the
-// source is not, and the two do not fit together.
+// The distance at which a copy prefetches its source. The prefetch bypasses the L2 cache, which
+// cannot hold both rows: the copy is read again, the source is not.
 constexpr int kCopyAhead = 4096;  // bytes
 
 template <typename T>
@@ -34,7 +34,7 @@ inline void copy_all(const T* from, int count, T* to) {
   std::memcpy(to + i, from + i, (count - i) * sizeof(T));
 }
 
-// Logits where the mask's bits are set, elsewhere -inf; `count` of them, from a multiple of 32.
+// Copies `count` logits, from a multiple of 32 on: the logit if its mask bit is set, else -inf.
 inline void copy_allowed(const float* from, const int32_t* mask, int count, float* to) {
   int i = 0;
   for (; i + kLanes <= count; i += kLanes) {
@@ -72,8 +72,8 @@ inline void copy_allowed(const bfloat16* from, const int32_t* mask, int count, b
   }
 }
 
-// penalized_logit of sixteen clean logits, by their tokens' entries of token_counts. It has no
-// branches: signs and counts come in no order.
+// Applies penalized_logit to sixteen clean logits, given their tokens' entries of token_counts. It
+// has no branches, because signs and counts are unpredictable.
 inline F32x16 penalized_lanes(const RowProcessors& row, F32x16 x, const int32_t* counts) {
   float repetition[kLanes], outputs[kLanes], presence[kLanes];
   for (int i = 0; i < kLanes; ++i) {
@@ -87,7 +87,7 @@ inline F32x16 penalized_lanes(const RowProcessors& row, F32x16 x, const int32_t*
   return sub(x, load(presence));
 }
 
-// Writes the processed logits of the tokens that were counted, as if they had no bias.
+// Writes the processed logits of the counted tokens, without any bias.
 template <typename T>
 inline void patch_counted(const RowProcessors& row,
                           const T* logits,
@@ -99,7 +99,7 @@ inline void patch_counted(const RowProcessors& row,
     float x[kLanes] = {};
     int32_t counts[kLanes] = {};
     int32_t count = 0;
-    // -1, the end of the list, is the largest as unsigned.
+    // The list ends at -1, which is the largest id as unsigned.
     for (; count < most && static_cast<uint32_t>(ids[count]) < vocab_size; ++count) {
       x[count] = to_float(logits[ids[count]]);
       counts[count] = row.token_counts[begin + count];
@@ -112,9 +112,9 @@ inline void patch_counted(const RowProcessors& row,
   }
 }
 
-// Writes the processed logits of the tokens that the tables name: of those that were counted; again
-// of those with a bias, and of the few drafts on the way to the row with all their counts; and last
-// what is forbidden.
+// Writes the processed logits of the tokens that the tables name: first the counted tokens; then
+// again the tokens with a bias, and the few drafts before the row with all their counts; last the
+// forbidden tokens.
 template <typename T>
 [[maybe_unused]] void patch_named(const RowProcessors& row,
                                   const T* logits,
@@ -129,7 +129,7 @@ template <typename T>
   for (int32_t i = 0; i < row.max_biases; ++i) {
     int32_t id = row.bias_token_ids[i];
     if (static_cast<uint32_t>(id) >= vocab_size) break;
-    // The two ascending lists are walked side by side.
+    // Walks the two ascending lists side by side.
     patch(id, [&](const int32_t* ids, int32_t size, int32_t wanted) {
       if (ids == row.bias_token_ids) return i;
       auto at = [&] { return static_cast<uint32_t>(ids[counted]); };
@@ -147,7 +147,7 @@ template <typename T>
   });
 }
 
-// Whether a row's processors change anything.
+// Returns whether a row's processors change anything.
 inline bool changes(const RowProcessors& row) {
   if (row.mask) return true;
   if (row.max_counted > 0 && row.counted_token_ids[0] >= 0) return true;

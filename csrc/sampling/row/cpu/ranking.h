@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The ranking of a row's tokens, by (logit descending, id ascending): logits as integers, and the
+// The ranking of a row's tokens by (logit descending, id ascending): logits as integers, and the
 // cuts that filters make.
 #pragma once
 
@@ -11,7 +11,8 @@
 namespace specops::SPECOPS_ISA {
 namespace {
 
-// Floats as integers of the same order; the two zeros are one, and no integer lies between neighbours.
+// Returns an integer that orders as the float does. The two zeros are equal, and neighboring floats
+// are neighboring integers.
 inline uint32_t ordered_bits(float x) {
   uint32_t word;
   std::memcpy(&word, &x, 4);
@@ -27,13 +28,13 @@ inline float from_ordered_bits(uint32_t word) {
 
 inline float next_above(float x) { return from_ordered_bits(ordered_bits(x) + 1); }
 
-// NaN as -inf, +inf as the largest finite float.
+// Returns x with NaN as -inf and +inf as the largest finite float.
 inline float clean(float x) {
   float floored = x > -INFINITY ? x : -INFINITY;
   return floored < FLT_MAX ? floored : FLT_MAX;
 }
 
-// The tokens that a filter keeps: logits above value, and those equal to it up to token last_id.
+// The tokens that a filter keeps: logits above `value`, and logits equal to it with id <= last_id.
 struct Cut {
   float value;
   int32_t last_id;

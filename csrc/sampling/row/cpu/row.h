@@ -1,10 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
-// One row of logits in the hands of one thread: its one read from memory, the scores of its tokens,
-// the masses of its leaves. The functions of the other files take it as `row`.
+// One row of logits owned by one thread: its only full read from memory, the logprobs of its
+// tokens, and the masses of its leaves. The functions of the other files take it as `row`.
 //
-// Order: the vocabulary is cut into leaves of kLeaf ids. A sum over a leaf is sixteen fp32 lanes in
-// id order and one fixed tree; leaves are folded left in fp64. NaN counts as -inf and +inf as the
-// largest finite float. Tokens are ordered by (logit descending, id ascending).
+// Order:   the vocabulary is divided into leaves of kLeaf ids. A sum over a leaf is sixteen fp32
+//          lanes in id order and one fixed tree; leaves are folded left in fp64. NaN counts as -inf
+//          and +inf as the largest finite float. Tokens are ordered by (logit descending, id
+//          ascending).
 #pragma once
 
 #include <cfloat>
@@ -21,8 +22,8 @@
 namespace specops::SPECOPS_ISA {
 namespace {
 
-// Where the kept tokens' weights are: one token; the scan's sums by leaf; the list; sums by leaf of
-// the tokens that the cut keeps.
+// The place of the kept tokens' weights: a single token; the scan's sums per leaf; the list; or
+// sums per leaf over the tokens that the cut keeps.
 enum class Kept { kOne, kScanned, kListed, kByLeaf };
 
 template <typename T>
@@ -30,13 +31,13 @@ struct Row {
   const T* logits;
   int32_t vocab_size;
   int32_t num_leaves;
-  float inverse;  // of the temperature
+  float inverse;  // 1 / temperature
   float scale;    // inverse * log2(e)
   Scratch* scratch = nullptr;
   LeafStats* leaves = nullptr;
   float max = -INFINITY;
   double log_sum = 0.0;
-  // What filter() has kept.
+  // The tokens kept by filter().
   Kept kept = Kept::kOne;
   int32_t one = 0;
   TokenList* list = nullptr;
@@ -47,19 +48,19 @@ struct Row {
       : logits(row_logits),
         vocab_size(static_cast<int32_t>(size)),
         num_leaves(static_cast<int32_t>((size + kLeaf - 1) / kLeaf)) {
-    // Within the finite floats, so that 0 * inverse is 0 and -inf stays -inf.
+    // Kept within the finite floats, so that 0 * inverse is 0 and -inf stays -inf.
     float own = temperature > 0.0f ? 1.0f / temperature : 1.0f;
     inverse = own > FLT_MAX / 2 ? FLT_MAX / 2 : own < FLT_MIN ? FLT_MIN : own;
     scale = inverse * kLog2e;
   }
 
-  // The one read of the row from memory: maxima, and the two sums that were asked for.
+  // Reads the row from memory once: maxima, and the two requested sums.
   void scan(bool want_raw, bool want_warm) {
     scan(want_raw, want_warm, /*untouched=*/false, [](int64_t, int) {});
   }
 
-  // The same of the caller's row beside a copy that is being made of it: visit(first id, size) for
-  // every leaf, while it is near.
+  // Scans the caller's row while a copy of it is made: calls visit(first id, size) for every leaf
+  // while the leaf is in cache.
   template <typename Visit>
   void scan_untouched(bool want_raw, Visit&& visit) {
     scan(want_raw, false, /*untouched=*/true, visit);
@@ -74,7 +75,7 @@ struct Row {
 
   float lse() const { return max == -INFINITY ? max : static_cast<float>(max + log_sum); }
 
-  // The raw log-softmax of a logit of this row.
+  // Returns the raw log-softmax of a logit of this row.
   float logprob(float logit) const {
     if (max == -INFINITY) return max;
     return static_cast<float>((static_cast<double>(clean(logit)) - max) - log_sum);
@@ -93,7 +94,7 @@ struct Row {
     return 0;
   }
 
-  // 1 + how many logits are greater.
+  // Returns 1 + the number of greater logits.
   int32_t rank(float logit) const {
     int32_t rank = 1;
     float above = next_above(logit);
@@ -123,7 +124,7 @@ struct Row {
     return std::exp((static_cast<double>(leaves[leaf].max) - max) * inverse);
   }
 
-  // Writes the mass of every leaf, from the scan; the row's largest logit weighs 1.
+  // Writes the mass of every leaf from the scan's sums; the row's largest logit weighs 1.
   void scanned_masses() const {
     for (int32_t leaf = 0; leaf < num_leaves; ++leaf) {
       bool some = leaves[leaf].max > -INFINITY;
@@ -142,12 +143,12 @@ struct Row {
     return total;
   }
 
-  // ---- what filter() has kept ----
+  // ---- tokens that filter() has kept ----
 
-  // Whether only one token is left, so that drawing needs no random number.
+  // Returns whether only one token is left, so that drawing needs no random number.
   bool is_certain() const { return kept == Kept::kOne; }
 
-  // What a token's weight is computed from: the scan's are relative to their leaf's maximum.
+  // Returns the logit that weighs 1: the scan's sums are relative to their leaf's maximum.
   float leaf_origin(int32_t leaf) const { return kept == Kept::kScanned ? leaves[leaf].max : max; }
 
   double weight_unit(int32_t leaf) const { return kept == Kept::kScanned ? leaf_scale(leaf) : 1.0; }
@@ -175,7 +176,7 @@ struct Row {
   }
 };
 
-// Rows per chunk: enough logits to be worth waking a thread.
+// Returns rows per chunk: enough logits to justify waking a thread.
 [[maybe_unused]] int64_t row_grain(int64_t vocab_size) {
   return vocab_size < 32768 ? 32768 / vocab_size : 1;
 }

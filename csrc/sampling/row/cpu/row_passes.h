@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Passes over the leaves of a row: what a cut keeps goes to the list, and what reaches a logit is
-// counted or weighed.
+// Passes over the leaves of a row: tokens that a cut keeps go to the list, and tokens that reach a
+// logit are counted or weighed.
 #pragma once
 
 #include <cmath>
@@ -17,7 +17,7 @@
 namespace specops::SPECOPS_ISA {
 namespace {
 
-// Clean logits of a leaf, filled up with -inf to whole vectors. Returns the leaf's size.
+// Loads the clean logits of a leaf, padded with -inf to whole vectors. Returns the leaf's size.
 template <typename T>
 inline int load_leaf(const Row<T>& row, int32_t leaf, float* x) {
   int size = row.leaf_size(leaf);
@@ -25,7 +25,7 @@ inline int load_leaf(const Row<T>& row, int32_t leaf, float* x) {
   return size;
 }
 
-// Whether the cut's last token is in this vector, so that each lane must be asked.
+// Returns whether the cut's last token is in this vector, so that each lane must be tested.
 inline bool is_last(Cut cut, int32_t first_id) {
   return first_id <= cut.last_id && cut.last_id < first_id + kLanes;
 }
@@ -39,11 +39,11 @@ inline uint32_t kept_lanes(Cut cut, F32x16 values, int32_t first_id, uint32_t ma
   return mask;
 }
 
-// Lists the kept tokens below high; false when there are too many.
+// Lists the kept tokens below `high`; returns false if there are too many.
 template <typename T>
 inline bool gather(const Row<T>& row, Cut cut, float high, TokenList& list) {
   Appender end{list.x, list.id, 0};
-  float past = next_above(cut.value);  // ties count up to the cut's last token
+  float past = next_above(cut.value);  // for vectors past the cut's last token
   for (int32_t leaf = 0; leaf < row.num_leaves; ++leaf) {
     row.scratch->segments.data[leaf] = end.count;
     if (row.leaves[leaf].max < cut.value) continue;
@@ -65,8 +65,8 @@ inline bool gather(const Row<T>& row, Cut cut, float high, TokenList& list) {
   return true;
 }
 
-// masses[j] = mass, or number, of the row's tokens with logits >= thresholds[j], which descend.
-// Leaves the leaves' shares in scratch->sums.
+// Sets masses[j] to the mass or count of the row's tokens with logits >= thresholds[j]; thresholds
+// descend. Leaves the sums per leaf in scratch->sums.
 template <bool kCount, typename T>
 inline void masses_from(const Row<T>& row, const float* thresholds, double* masses) {
   for (int j = 0; j < kThresholds; ++j) masses[j] = 0.0;
@@ -79,7 +79,7 @@ inline void masses_from(const Row<T>& row, const float* thresholds, double* mass
     int size = row.leaf_size(leaf);
     F32x16 sum[kThresholds];
     for (int j = 0; j < kThresholds; ++j) sum[j] = zero();
-    auto step = [&](F32x16 values) {  // NaN is at least nothing
+    auto step = [&](F32x16 values) {  // NaN reaches no threshold
       F32x16 w = kCount ? set1(1.0f) : weight(values, origin, factor);
       for (int j = 0; j < kThresholds; ++j) {
         sum[j] = add_where_ge(sum[j], w, values, set1(thresholds[j]));
@@ -95,13 +95,13 @@ inline void masses_from(const Row<T>& row, const float* thresholds, double* mass
   }
 }
 
-// Calls visit(offset in the leaf, weights) for every vector of a leaf: 0 for what the cut drops.
+// Calls visit(offset in the leaf, weights) for every vector of a leaf; dropped tokens weigh 0.
 template <typename T, typename Visit>
 inline void for_each_weighed(
     const Row<T>& row, int32_t leaf, Cut cut, float origin, Visit&& visit) {
   const T* x = row.leaf_data(leaf);
   int size = row.leaf_size(leaf);
-  float past = next_above(cut.value);  // ties count up to the cut's last token
+  float past = next_above(cut.value);  // for vectors past the cut's last token
   for (int i = 0; i < size; i += kLanes) {
     F32x16 values = load_clean(x, i, size);
     F32x16 w = weight(values, set1(origin), set1(row.scale));
@@ -118,7 +118,7 @@ inline void for_each_weighed(
   }
 }
 
-// Mass of the kept tokens of one leaf; the largest logit of the row weighs 1.
+// Returns the mass of the kept tokens of one leaf; the largest logit of the row weighs 1.
 template <typename T>
 inline float kept_leaf_mass(const Row<T>& row, int32_t leaf, Cut cut) {
   F32x16 sum = zero();
@@ -126,7 +126,7 @@ inline float kept_leaf_mass(const Row<T>& row, int32_t leaf, Cut cut) {
   return reduce_add(sum);
 }
 
-// Writes the mass of the kept tokens of every leaf; returns the row's.
+// Writes the mass of the kept tokens of every leaf; returns the row's mass.
 template <typename T>
 inline double mass_of_kept(const Row<T>& row, Cut cut) {
   for (int32_t leaf = 0; leaf < row.num_leaves; ++leaf) {

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Where a row's ranking is to be cut, found without a sort: brackets of thresholds shrink until the
-// tokens between them fit a list.
+// Selection without a sort of the point at which to cut a row's ranking. Brackets of thresholds
+// shrink until the tokens between them fit a list.
 #pragma once
 
 #include <cfloat>
@@ -18,8 +18,8 @@
 namespace specops::SPECOPS_ISA {
 namespace {
 
-// Lists every 32nd vector of a large row, weighed, to guess from. Returns how many of the row's
-// tokens one of the list stands for, or 0 where guessing does not pay.
+// Lists every 32nd vector of a large row with its weights, as a sample. Returns the number of the
+// row's tokens that one listed token represents, or 0 if sampling does not pay.
 template <bool kCount, typename T>
 inline double sample_row(const Row<T>& row) {
   if (row.num_leaves < 32 || row.num_leaves > 32 * (kListCapacity / kLeaf)) return 0.0;
@@ -42,8 +42,8 @@ inline double sample_row(const Row<T>& row) {
   return static_cast<double>(row.vocab_size) / list.count;
 }
 
-// Thresholds around the target, guessed from the sample. What lies below the cut is many tokens
-// of little weight, so its mass is guessed well, however few tokens hold the rest.
+// Estimates thresholds around the target from the sample. Below the cut lie many tokens of little
+// weight, so the estimate of their mass is good, however few tokens hold the rest.
 template <bool kCount, typename T>
 inline bool guess(
     const Row<T>& row, const Bracket& bracket, double target, double total, float* thresholds) {
@@ -78,7 +78,7 @@ inline bool gather_bracket(const Row<T>& row, const Bracket& bracket, Cut base) 
   return gather(row, cut, high, row.scratch->list);
 }
 
-// More equal tokens than a list holds: count them off in id order.
+// Handles more equal tokens than the list holds by counting them in id order.
 template <bool kCount, typename T>
 inline Cut tied_prefix(const Row<T>& row, Cut base, const Bracket& bracket, double target) {
   Cut cut{from_ordered_bits(bracket.low), 0};
@@ -101,9 +101,9 @@ inline Cut tied_prefix(const Row<T>& row, Cut base, const Bracket& bracket, doub
   return cut;
 }
 
-// The cut, no looser than the base, after which the ranking's mass first reaches the target. The
-// bracket ends as the part of the ranking that is in the list; scratch->masses (unless counting)
-// as the mass of the kept tokens of every leaf.
+// Returns the cut, no looser than `base`, after which the ranking's mass first reaches the target.
+// On return, the bracket is the part of the ranking that is in the list and, unless counting,
+// scratch->masses is the mass of every leaf's kept tokens.
 template <bool kCount, typename T>
 inline Cut select(
     const Row<T>& row, Cut base, Bracket* bracket, double target, double total = 0.0) {
@@ -139,13 +139,14 @@ inline Cut select(
   return cut;
 }
 
-// The cut that keeps exactly count tokens, 1 <= count < vocab_size. *listed: the list holds them.
+// Returns the cut that keeps exactly count tokens, 1 <= count < vocab_size. *listed: the list holds
+// them.
 template <typename T>
 inline Cut select_count(const Row<T>& row, int64_t count, bool* listed) {
   TokenList& list = row.scratch->list;
   Bracket bracket{ordered_bits(-INFINITY), ordered_bits(row.max) + 1, 0.0};
   if (count <= row.num_leaves && row.num_leaves <= kListCapacity) {
-    // As many leaves, so as many tokens, reach the count-th largest of the leaves' maxima.
+    // At least `count` leaves, so at least as many tokens, reach the count-th largest leaf maximum.
     list.count = row.num_leaves;
     for (int32_t leaf = 0; leaf < row.num_leaves; ++leaf) {
       list.x[leaf] = row.leaves[leaf].max;
@@ -160,7 +161,7 @@ inline Cut select_count(const Row<T>& row, int64_t count, bool* listed) {
   return cut;
 }
 
-// The smallest prefix of the kept tokens whose mass is at least top_p of their total.
+// Returns the smallest prefix of the kept tokens with a mass of at least top_p of their total.
 template <typename T>
 inline Cut select_mass(const Row<T>& row, Cut base, double total, float top_p) {
   double target = top_p * total;

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// One output row as the ops see it: processors, filters, a token, and the scores of any token.
-// Without processors it is a Row over the caller's logits; with them a Row over a copy.
+// Operations on one output row as the ops use it: processors, filters, a token, and the scores of
+// any token. Without processors it is a Row over the caller's logits, with them a Row over a copy.
 #pragma once
 
 #include <cmath>
@@ -18,15 +18,15 @@
 namespace specops::SPECOPS_ISA {
 namespace {
 
-// What is asked about tokens of a row, besides the choice.
+// The scores requested for tokens of a row, besides the choice.
 struct RowScores {
   bool logprob = false;
   bool rank = false;
-  bool processed = false;  // after processors and filters, instead of the untouched logits'
-  bool lse = false;        // of the untouched logits
+  bool processed = false;  // after processors and filters, instead of the raw logits'
+  bool lse = false;        // of the raw logits
 };
 
-// Writes target_probs, of the whole vocabulary.
+// Writes target_probs of the whole vocabulary.
 template <typename T>
 inline void write_target_probs(const Row<T>& row, float* probs) {
   if (row.kept == Kept::kOne || row.kept == Kept::kListed) {
@@ -49,7 +49,8 @@ inline void write_target_probs(const Row<T>& row, float* probs) {
   }
 }
 
-// log target_probs; at temperature 0, which is not a distribution's, the log-softmax serves.
+// Returns log target_probs. At temperature 0 use the log-softmax instead: the choice is no
+// distribution.
 template <typename T>
 inline float target_logprob(const Row<T>& row, int32_t id) {
   if (row.max == -INFINITY || weight_of(row, id) <= 0.0) return -INFINITY;
@@ -58,11 +59,11 @@ inline float target_logprob(const Row<T>& row, int32_t id) {
   return static_cast<float>(distance - std::log(row.kept_mass));
 }
 
-// One at a time per thread: its memory is the thread's.
+// An output row; at most one per thread at a time, because it uses the thread's scratch memory.
 template <typename T>
 class TargetRow {
  public:
-  // processors: may be nullptr.
+  // `processors` may be nullptr.
   TargetRow(const T* logits,
             int64_t vocab_size,
             const SamplingParams& filters,
@@ -73,7 +74,7 @@ class TargetRow {
         copied_(processors != nullptr && changes(*processors)),
         untouched_(logits, vocab_size, copied_ ? 0.0f : filters.temperature),
         processed_(untouched_) {
-    bool of_softmax = filters.temperature == 0.0f;  // what a processed logprob is of
+    bool of_softmax = filters.temperature == 0.0f;  // processed logprobs are the log-softmax's
     bool processed_sum = scores.logprob && scores.processed && of_softmax;
     bool raw_sum = (scores.logprob && !scores.processed) || scores.lse;
     bool warm = needs_warm(filters);
@@ -100,17 +101,17 @@ class TargetRow {
     processed_.scan(processed_sum, warm);
   }
 
-  // The processed logits, whether the processors changed some or not.
+  // Returns the processed logits, which are the caller's if the processors change nothing.
   const Row<T>& processed() const { return processed_; }
 
-  // The rest is about what the filters keep of them; the first call finds it.
+  // Returns the filtered row; the first call applies the filters. The methods below use it.
   Row<T>& kept() {
     if (!filtered_) filter(processed_, filters_);
     filtered_ = true;
     return processed_;
   }
 
-  // What sample chooses.
+  // Returns the token that `sample` chooses.
   template <typename Source>
   int32_t choose(Purpose purpose, const Source& uniform) {
     const Row<T>& row = kept();

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// A list: tokens that have left the row, with a weight each, and where their ranking reaches a
-// target.
+// The list: tokens copied from the row, each with a weight, and the search for the token at which
+// their ranking reaches a target.
 #pragma once
 
 #include <cmath>
@@ -16,11 +16,11 @@
 namespace specops::SPECOPS_ISA {
 namespace {
 
-constexpr int kListCapacity = 16384;  // tokens that leave the row for a list
-constexpr int kSorted = 64;           // tokens worth sorting
-constexpr int kListThresholds = 8;    // masses taken in one pass over a list
+constexpr int kListCapacity = 16384;  // tokens that can be copied from the row to the list
+constexpr int kSorted = 64;           // most tokens that are sorted
+constexpr int kListThresholds = 8;    // masses computed in one pass over a list
 
-// The end of a list that grows: a value of its own, which a loop keeps in registers.
+// The end of a growing list. It is a separate object so that a loop keeps it in registers.
 struct Appender {
   float* x;
   int32_t* id;
@@ -32,7 +32,7 @@ struct Appender {
     __m512i ids =
         _mm512_add_epi32(_mm512_set1_epi32(first_id),
                          _mm512_set_epi32(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0));
-    // Compressed in a register: the form that writes to memory is slow on some CPUs.
+    // Compressed in a register, because the form that writes to memory is slow on some CPUs.
     _mm512_storeu_ps(x + count, _mm512_maskz_compress_ps(m, values.v));
     _mm512_storeu_si512(id + count, _mm512_maskz_compress_epi32(m, ids));
     count += __builtin_popcount(mask);
@@ -49,7 +49,8 @@ struct Appender {
   }
 };
 
-// Tokens in id order with a weight each: sixteen more than fit, so that whole vectors can be stored.
+// Tokens in id order, each with a weight. Sixteen more entries than `capacity` are allocated, so
+// that whole vectors can be stored.
 struct TokenList {
   int count = 0;
   int capacity = 0;
@@ -59,7 +60,7 @@ struct TokenList {
 
   ~TokenList() { std::free(x); }
 
-  // Forgets what it holds where it has to grow.
+  // Grows the list if needed, which discards its contents.
   void reserve(int size) {
     if (size <= capacity) return;
     std::free(x);
@@ -70,7 +71,7 @@ struct TokenList {
     capacity = size;
   }
 
-  // Loops that store have their pointers in registers: a store might change the members.
+  // Loops that store copy the pointers to locals: a store might change the members.
 
   void weigh(float origin, float scale) {
     const float* from = x;
@@ -90,7 +91,7 @@ struct TokenList {
     for (int i = 0, end = count; i < end; ++i) to[i] = i;
   }
 
-  // Fills up the last vector with tokens that no bracket holds.
+  // Fills the last vector with tokens outside every bracket.
   void pad() {
     for (int i = count; i % kLanes != 0; ++i) {
       x[i] = -INFINITY;
@@ -107,7 +108,7 @@ struct TokenList {
     return total;
   }
 
-  // Drops what the cut does not keep, and its weights.
+  // Removes the tokens that the cut does not keep, and their weights.
   void keep(Cut cut) {
     float *xs = x, *ws = w;
     int32_t* ids = id;
@@ -122,11 +123,11 @@ struct TokenList {
     pad();
   }
 
-  // The same by weight alone, so that the tokens stay where they are.
+  // Zeroes the weights of tokens that the cut does not keep, so that the tokens stay in place.
   void forget_weights_beyond(Cut cut) {
     float past = next_above(cut.value);
     for (int i = 0; i < count; i += kLanes) {
-      // ids ascend: ties count up to the vector that holds the cut's last token
+      // Ids ascend: ties count up to the vector that holds the cut's last token.
       bool last = id[i] <= cut.last_id && (i + kLanes >= count || id[i + kLanes - 1] > cut.last_id);
       for (int j = i; last && j < i + kLanes; ++j) {
         if (!cut.keeps(x[j], id[j])) w[j] = 0.0f;
@@ -150,7 +151,7 @@ struct TokenList {
     return number;
   }
 
-  // Of a list in id order: where the tokens from token_id on begin.
+  // Returns the index of the first token with id >= token_id; the list must be in id order.
   int first_from(int32_t token_id) const {
     int low = 0, high = count;
     while (low < high) {
@@ -164,13 +165,13 @@ struct TokenList {
     return low;
   }
 
-  // 0 for a token that is not in the list.
+  // Returns a token's weight; 0 if it is not in the list.
   float weight_of(int32_t token_id) const {
     int at = first_from(token_id);
     return at < count && id[at] == token_id ? w[at] : 0.0f;
   }
 
-  // The first token at which the running weight exceeds the target.
+  // Returns the first token at which the running weight exceeds the target.
   int32_t invert_cdf(double target) const {
     double before = 0.0, after = 0.0;
     int begin = 0;
@@ -192,7 +193,7 @@ struct TokenList {
     return found;
   }
 
-  // masses[j] = mass of the tokens with x >= thresholds[j].
+  // Sets masses[j] to the mass of the tokens with x >= thresholds[j].
   void masses_from(const float* thresholds, double* masses) const {
     for (int j = 0; j < kListThresholds; ++j) masses[j] = 0.0;
     for (int begin = 0; begin < count; begin += kLeaf) {
@@ -209,8 +210,8 @@ struct TokenList {
     }
   }
 
-  // The cut after which the ranking's mass first reaches the target. The list holds the bracket's
-  // tokens and none above them: their mass is bracket.above.
+  // Returns the cut after which the ranking's mass first reaches the target. The list holds the
+  // bracket's tokens and none above them; bracket.above is the mass of those above.
   Cut select(Bracket bracket, double target) const {
     double outside = bracket.above;
     for (int round = 0;; ++round) {
@@ -233,7 +234,7 @@ struct TokenList {
     int32_t id;
   };
 
-  // Copies the bracket's tokens; gives up with kSorted + 1 when there are more.
+  // Copies the bracket's tokens and returns their number, or kSorted + 1 if there are more.
   int collect(const Bracket& bracket, Candidate* found) const {
     float low = from_ordered_bits(bracket.low), high = from_ordered_bits(bracket.high);
     int num_found = 0;
@@ -259,13 +260,13 @@ struct TokenList {
     double mass = bracket.above;
     for (int i = 0; i < num_found; ++i) {
       mass += found[i].w;
-      // Past the last one only rounding can lead.
+      // Only rounding can lead past the last one.
       if (mass >= target || i == num_found - 1) return {found[i].x, found[i].id};
     }
     return {from_ordered_bits(bracket.low), INT32_MAX};
   }
 
-  // All of the bracket's tokens are equal: count them off in id order.
+  // Handles a bracket of equal tokens by counting them in id order.
   Cut tied_prefix(const Bracket& bracket, double target) const {
     float value = from_ordered_bits(bracket.low);
     double mass = bracket.above;

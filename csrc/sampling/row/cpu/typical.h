@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Typical-p: of the tokens that the other filters keep, those whose surprise is nearest to its
-// mean.
+// Typical-p: keeps those of the other filters' tokens that have a surprise nearest to the mean
+// surprise.
 #pragma once
 
 #include <cmath>
@@ -15,7 +15,7 @@
 namespace specops::SPECOPS_ISA {
 namespace {
 
-// Drops the tokens outside the typical set. Leaves something else than logits in x.
+// Drops the tokens outside the typical set. Overwrites x, which no longer holds logits.
 inline void keep_typical(TokenList& list, float origin, float inverse, float typical_p) {
   list.pad();
   double total = list.mass(), moment = 0.0;
@@ -40,8 +40,8 @@ inline void keep_typical(TokenList& list, float origin, float inverse, float typ
   list.keep(list.select(bracket, typical_p * total));
 }
 
-// Keeps the tokens whose surprise is closest to the entropy: |-log p - H| ascending, ids ascending,
-// until they have typical_p of the mass. With d = log(weight), that is |d - mean of d|.
+// Keeps the tokens with a surprise closest to the entropy: |-log p - H| ascending, ids ascending,
+// until they hold typical_p of the mass. With d = log(weight), that is |d - mean of d|.
 template <typename T>
 inline void keep_typical(Row<T>& row, float typical_p, bool weighed) {
   if (!weighed || row.kept != Kept::kListed) {

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// A bracket around where the ranking is to be cut, and the thresholds that shrink it.
+// A bracket around the point at which to cut the ranking, and the thresholds that shrink it.
 #pragma once
 
 #include <cfloat>
@@ -9,15 +9,16 @@
 
 namespace specops {
 
-// The ranking's prefix that reaches a target: at `low` it does, at `high` it does not.
+// A bracket of the logit at which the ranking's prefix reaches a target: at `low` it does, at
+// `high` it does not.
 struct Bracket {
-  uint32_t low, high;  // ordered bits
+  uint32_t low, high;  // as ordered bits
 
   __device__ bool single() const { return high - low <= 1; }
 };
 
-// Thresholds strictly inside the bracket. Even in value for a few rounds, which suits logits; then
-// even in representation, which ends in a bracket of one float.
+// Shrinks the bracket by thresholds strictly inside it. They are evenly spaced in value for a few
+// rounds, which suits logits, and then in representation, which ends in a bracket of one float.
 template <typename T, bool kProcessed>
 __device__ inline void narrow(const Row<T, kProcessed>& row,
                               bool by_mass,

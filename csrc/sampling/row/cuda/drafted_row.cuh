@@ -1,12 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
-// A row whose drafts have a say: what rejection, top-p and block verification ask of it once it has
-// been scanned. What rejected drafts leave of the target is
+// A scanned row with drafts, for rejection, top-p and block verification. Rejected drafts leave of
+// the target
 //
 //     left(x) = max(weight(x) - taken * draft_probs(x), 0)
 //
-// in weights of the row, of which the largest is 1; the same as Residual's, but for a factor.
+// in weights of the row, of which the largest is 1. Up to a factor this equals Residual's left(x).
 //
-// Order: as row.cuh; the sum of what is left of a leaf is one fp32 tree, and from there on masses.
+// Order: as in row.cuh. The residual of a leaf is summed in one fp32 tree; from there on sums are
+// masses.
 #pragma once
 
 #include "sampling/row/cuda/draw.cuh"
@@ -17,18 +18,18 @@
 
 namespace specops {
 
-// What the children of one row were drawn from.
+// The distribution that the children of one row were drawn from.
 struct DraftRow {
-  const float* probs;        // [size]; nullptr: each child is certain
-  const int32_t* token_ids;  // [size], -1 = none; nullptr: probs[id] is that of token id
+  const float* probs;        // [size]; nullptr: children were chosen, not drawn
+  const int32_t* token_ids;  // [size], -1 = unused; nullptr: token id has probs[id]
   int32_t size;
 
   __device__ bool one_hot() const { return probs == nullptr; }
   __device__ bool sparse() const { return token_ids != nullptr; }
 };
 
-// The probability of a draft, the same in every thread of a warp; *outside: whether a list names a
-// token that is none.
+// Returns the probability of a draft, with the same bits in every thread of a warp. *outside: the
+// list names an invalid token.
 __device__ inline float draft_prob(const DraftRow& draft,
                                    int32_t id,
                                    int32_t vocab_size,
@@ -48,17 +49,17 @@ __device__ inline float draft_prob(const DraftRow& draft,
   return warp_max(found);
 }
 
-constexpr int32_t kNoChoice = INT32_MIN;  // of a row whose drafts are not in order
+constexpr int32_t kNoChoice = INT32_MIN;  // the choice of a row with invalid drafts
 
-// What becomes of a row's children: the index of the one that is accepted, or
+// The outcome for a row's children: the index of the accepted child, or one of these.
 enum : int32_t {
-  kDrawOwn = -1,   // none: the row's own token is drawn
-  kDrawLeft = -2,  // a token is drawn from what they leave
-  kGoBack = -3,    // block verification ends further in front
+  kDrawOwn = -1,   // no child is accepted: draw from the row's own distribution
+  kDrawLeft = -2,  // no child is accepted: draw from the residual
+  kGoBack = -3,    // block verification ends at an earlier row
   kOutOfOrder = -4,
 };
 
-// After filter(), and not for rows whose target is one token.
+// A row to use after filter(), unless its target is one-hot.
 template <typename T, bool kProcessed>
 class DraftedRow : public Row<T, kProcessed> {
   using Base = Row<T, kProcessed>;
@@ -68,14 +69,14 @@ class DraftedRow : public Row<T, kProcessed> {
   using Base::logit;
   using Base::shared;
 
-  // Sums up what the filters keep; all below rests on it.
+  // Sums the kept mass, which all methods below use.
   __device__ void weigh() {
     Mass total = Base::kept_mass();
     if (Base::thread() == 0) shared.total = total;
     __syncthreads();
   }
 
-  // Nothing is kept past the vocabulary.
+  // Returns whether the filters keep a token; false past the vocabulary.
   __device__ bool keeps(int32_t id) const {
     if (id >= Base::logits.size) return false;
     float x = logit(id);
@@ -86,14 +87,14 @@ class DraftedRow : public Row<T, kProcessed> {
     return keeps(id) ? static_cast<double>(Base::weight(logit(id)) * Base::unit()) / total() : 0.0;
   }
 
-  // Judges the children in shared.list_id[0, num_children) one after the other, and takes what was
-  // rejected from the row. accept_coin(child) is the coin of each. block_weight: in block
-  // verification, the weight of the target, above 0, before its only child; else 0.
+  // Judges the children in shared.list_id[0, num_children) in order, and subtracts rejected ones
+  // from the row. accept_coin(child) returns each child's coin. In block verification,
+  // `block_weight` > 0 is the weight of the target before the row's only child; else it is 0.
   template <typename Coin>
   __device__ int32_t
   judge(const DraftRow& draft, int32_t num_children, double block_weight, Coin accept_coin) {
     Residual left, next;
-    bool restores = false;  // rounding has left nothing: what was there before is to be left again
+    bool restores = false;  // rounding has left no mass: restore the previous residual
     int32_t child = 0, id = 0;
 #pragma unroll 1
     while (child < num_children || restores) {
@@ -139,12 +140,13 @@ class DraftedRow : public Row<T, kProcessed> {
     return kDrawLeft;
   }
 
-  // Inverse CDF over what judge() has left. The result is the first warp's.
+  // Draws by inverse CDF from the residual of judge(); the result is valid in the first warp.
   __device__ RowToken draw_left(const DraftRow& draft, int32_t num_children, float uniform) {
     seek(*this, uniform);
     if (warp_id() != 0) return {0, 0.0f};
     int32_t leaf = shared.leaf;
-    // Parts of the leaf's heaviest token, finer than a row's masses: what is left may be little.
+    // In units of the leaf's heaviest token, finer than a row's masses, because the residual may be
+    // small.
     float lift = 1.0f / Base::weight(Base::stats(leaf).max);
     Mass own = 0, target = 0;
     bool mine = true;
@@ -172,7 +174,7 @@ class DraftedRow : public Row<T, kProcessed> {
  private:
   __device__ double total() const { return static_cast<double>(shared.total); }
 
-  // `taken`, in weights of the row.
+  // Returns `taken` in weights of the row.
   __device__ float taken_of(const Residual& left) const {
     return static_cast<float>(left.taken / left.weight * total() / Base::unit());
   }
@@ -184,9 +186,9 @@ class DraftedRow : public Row<T, kProcessed> {
     return found;
   }
 
-  // Makes masses() of what is left, and returns its part of the row. One-hot: all children up to
-  // `child`, whose token was id, are gone, which changes that child's leaf; a list: its leaves;
-  // else every leaf.
+  // Sets masses() to the residual's, and returns the residual's part of the row. One-hot: all
+  // children up to `child`, with token `id`, are removed, which changes that child's leaf only. A
+  // sparse draft changes the leaves in its list, a dense one every leaf.
   __device__ double take(const DraftRow& draft, int32_t child, int32_t id, const Residual& left) {
     if (shared.weighed == 0) {
       __syncthreads();
@@ -204,7 +206,7 @@ class DraftedRow : public Row<T, kProcessed> {
       int32_t leaf = item;
       if (draft.one_hot()) leaf = id / Leaf<T>::kSize;
       if (draft.sparse()) leaf = leaf_named(draft, item);
-      if (leaf < 0 || leaf >= Base::num_leaves) continue;  // past the vocabulary nothing is taken
+      if (leaf < 0 || leaf >= Base::num_leaves) continue;  // an id past the vocabulary
       float sum = 0.0f;
       if (Base::stats(leaf).max >= shared.kept.value) {
         for_each_left(
@@ -217,7 +219,7 @@ class DraftedRow : public Row<T, kProcessed> {
     return left.weight * static_cast<double>(Base::kept_mass()) / total();
   }
 
-  // The leaf of a token in a list, or -1 where an entry before has the same.
+  // Returns the leaf of entry `item` of the list, or -1 if an earlier entry has the same leaf.
   __device__ int32_t leaf_named(const DraftRow& draft, int32_t item) const {
     int32_t id = draft.token_ids[item];
     if (id < 0) return -1;
@@ -231,12 +233,12 @@ class DraftedRow : public Row<T, kProcessed> {
     return __any_sync(kFullMask, seen) ? -1 : leaf;
   }
 
-  // Calls visit(left, logit, id) for the lane's tokens of a leaf in ascending order. `removed`:
-  // children of a one-hot row that are taken whole.
+  // Calls visit(left, logit, id) for the lane's tokens of a leaf in ascending order. `removed`
+  // counts the children of a one-hot row that are removed entirely.
   template <typename Visit>
   __device__ void for_each_left(
       const DraftRow& draft, int32_t removed, float taken, int32_t leaf, Visit visit) const {
-    constexpr int kRun = Leaf<T>::kOwn;  // ids of a lane, which lie next to each other
+    constexpr int kRun = Leaf<T>::kOwn;  // consecutive ids of a lane
     static_assert(kRun <= 32);
     const int32_t* ids = draft.one_hot() ? shared.list_id : draft.token_ids;
     int32_t number = draft.one_hot() ? removed : draft.sparse() ? draft.size : 0;
@@ -261,7 +263,7 @@ class DraftedRow : public Row<T, kProcessed> {
     });
   }
 
-  // Of a token that the list names, for a lane on its own.
+  // Returns the index of a token that is in the list; runs on a single lane.
   __device__ static int32_t place_in_list(const DraftRow& draft, int32_t id) {
     int32_t i = 0;
 #pragma unroll 1

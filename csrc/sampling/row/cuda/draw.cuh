@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Inverse CDF over what the filters keep of a row, in token-id order.
+// Inverse CDF over the kept tokens of a row, in token-id order.
 #pragma once
 
 #include "sampling/row/cuda/block_reduce.cuh"
@@ -7,7 +7,7 @@
 
 namespace specops {
 
-// The first kept token of the leaf at which the running mass exceeds that part of the leaf's.
+// Returns the leaf's first kept token at which the running mass exceeds `part` of the leaf's mass.
 template <typename T, bool kProcessed>
 __device__ __forceinline__ RowToken
 pick(const Row<T, kProcessed>& row, int32_t leaf, Cut cut, double part) {
@@ -34,7 +34,7 @@ pick(const Row<T, kProcessed>& row, int32_t leaf, Cut cut, double part) {
   return {__shfl_sync(kFullMask, found.id, owner), __shfl_sync(kFullMask, found.logit, owner)};
 }
 
-// The first token in rank. The result is the first warp's.
+// Returns the first token in rank; the result is valid in the first warp.
 template <typename T, bool kProcessed>
 __device__ inline RowToken first_token(const Row<T, kProcessed>& row) {
   int32_t first = row.num_leaves;
@@ -45,8 +45,8 @@ __device__ inline RowToken first_token(const Row<T, kProcessed>& row) {
   return pick(row, block_reduce<Min>(row.shared, first), {row.max, INT32_MAX}, 0.0);
 }
 
-// The leaf of the first kept token at which the running mass exceeds uniform * total, shared.leaf,
-// and the part of its mass that lies before the token.
+// Finds the first kept token at which the running mass exceeds uniform * total. Leaves its leaf in
+// shared.leaf, and the part of the leaf's mass before the token in shared.part.
 template <typename T, bool kProcessed>
 __device__ __forceinline__ void seek(const Row<T, kProcessed>& row, float uniform) {
   int32_t run = (row.num_leaves - 1) / row.threads() + 1;
@@ -55,7 +55,7 @@ __device__ __forceinline__ void seek(const Row<T, kProcessed>& row, float unifor
 #pragma unroll 1
   for (int32_t leaf = begin; leaf < end; ++leaf) own += row.leaf_mass(leaf);
   Mass upto = block_inclusive(row.shared, own, &total);
-  // floor(total * n / 2^24), of the uniform's 24 bits
+  // target = floor(total * n / 2^24), with n the uniform's 24 bits
   Mass n = static_cast<Mass>(uniform * 0x1p24f);
   Mass target = (total >> 24) * n + ((total & 0xffffffu) * n >> 24);
   Mass before = upto - own;
@@ -80,7 +80,7 @@ __device__ __forceinline__ RowToken invert_cdf(const Row<T, kProcessed>& row, fl
   return pick(row, row.shared.leaf, row.shared.kept, row.shared.part);
 }
 
-// A token of the distribution that the filters leave. The result is the first warp's.
+// Draws a token from the filtered distribution; the result is valid in the first warp.
 template <typename T, bool kProcessed>
 __device__ __forceinline__ RowToken draw(const Row<T, kProcessed>& row, float uniform) {
   if (row.one_hot()) return {row.shared.kept.last_id, row.max};

@@ -1,6 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What the filters keep of a row: temperature -> top-k -> top-p of what is left -> min-p ->
-// typical-p.
+// The filters of a row: temperature -> top-k -> top-p of the rest -> min-p -> typical-p.
 #pragma once
 
 #include <cfloat>
@@ -14,18 +13,19 @@
 
 namespace specops {
 
-// Where the kept tokens' weights are: in the scan's sums, in the list, in row.masses().
+// The place of the kept tokens' weights: the scan's sums, the list, or row.masses().
 enum class Where { kScan, kList, kMasses, kNowhere };
 
-// All filters but typical-p: a prefix of the ranking. Leaves the cut in shared.cut; returns where
-// the kept tokens' weights are, the scan's sums or row.masses().
+// Applies all filters but typical-p, which keep a prefix of the ranking. Leaves the cut in
+// shared.cut and returns the place of the kept weights: the scan's sums or row.masses().
 template <typename T, bool kProcessed>
 __device__ __forceinline__ Where cut_ranking(const Row<T, kProcessed>& row) {
   if (row.thread() == 0) {
     const SamplingParams& params = row.shared.filters;
     row.shared.likely = -INFINITY;
     if (params.min_p > 0.0f) {  // weight >= min_p * the largest weight, which is 1
-      // Never -inf: that says there is no min-p, and the scan has left the sum out that would serve.
+      // Never -inf, which means that min-p is off: with min-p the scan may have left out the sum
+      // that is used then.
       double least = row.max + static_cast<double>(logf(params.min_p)) / row.shared.inverse;
       row.shared.likely = fminf(least > -FLT_MAX ? static_cast<float>(least) : -FLT_MAX, row.max);
     }
@@ -77,8 +77,8 @@ __device__ __forceinline__ Where cut_ranking(const Row<T, kProcessed>& row) {
   return where;
 }
 
-// Temperature -> top-k -> top-p of what is left -> min-p -> typical-p, or the first token. Finds
-// what is kept, and leaves it in shared.kept and shared.typical.
+// Applies temperature -> top-k -> top-p of the rest -> min-p -> typical-p, or keeps the first token
+// of a one-hot row. Leaves the result in shared.kept and shared.typical.
 template <typename T, bool kProcessed>
 __device__ __forceinline__ void filter(const Row<T, kProcessed>& row) {
   if (row.one_hot()) {

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Sampling parameters on the device: the random numbers, and what a row's scan must sum for them.
+// Sampling parameters on the device: random numbers, and the sums that a row's scan must compute.
 #pragma once
 
 #include "common/device.cuh"
@@ -8,7 +8,7 @@
 
 namespace specops {
 
-// Of the decisions about one token of one request.
+// Returns the uniforms for the decisions about one token of one request.
 __device__ inline PhiloxSource uniform_source(const FilterArrays& filters,
                                               int64_t idx,
                                               int32_t position,
@@ -16,13 +16,14 @@ __device__ inline PhiloxSource uniform_source(const FilterArrays& filters,
   return {uniform_key_of(filters, idx, position, anchor)};
 }
 
-// Whether the choice needs the second sum of a scan: the mass of all tokens.
+// Returns whether the choice needs the second sum of a scan, the mass of all tokens.
 __device__ inline bool needs_warm(const SamplingParams& filters, int32_t vocab_size) {
   bool counted = filters.top_k > 0 && filters.top_k < vocab_size;
   return !is_greedy(filters) && !counted && (filters.top_p < 1.0f || filters.min_p == 0.0f);
 }
 
-// What the scan must sum for a row: raw logits, and logits under the overlay at a temperature.
+// The sums that a row's scan must compute: over raw logits, and over tempered logits under the
+// overlay.
 struct WantedSums {
   bool raw, warm;
 

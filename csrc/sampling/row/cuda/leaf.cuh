@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// A leaf: the stretch of a row of logits that one warp holds in registers. Leaves lie at fixed ids,
-// and a sum over a leaf is one fixed tree of fp32, so that it does not matter whose warp takes it.
+// A leaf: the part of a row of logits that one warp holds in registers. Leaves start at fixed ids
+// and a sum over a leaf is one fixed fp32 tree, so any warp computes the same bits.
 #pragma once
 
 #include <cfloat>
@@ -12,24 +12,26 @@
 
 namespace specops {
 
-constexpr int kLeafVectors = kLeafBytes / 16 / kWarpSize;  // 16-byte vectors of a lane
+constexpr int kLeafVectors = kLeafBytes / 16 / kWarpSize;  // 16-byte vectors per lane
 constexpr float kLog2e = 1.44269504088896341f;
 
-// A warp's leaf: vector j of lane l is the leaf's vector 32 j + l, so that a load takes whole lines.
+// A warp's leaf. Vector j of lane l is the leaf's vector 32 j + l, so that each load takes whole
+// lines.
 template <typename T>
 class Leaf {
  public:
   static constexpr int kSize = RowLogits<T>::kLeafSize;
   static constexpr int kWidth = Vector<T>::kWidth;
-  static constexpr int kOwn = kLeafVectors * kWidth;  // elements of a lane
+  static constexpr int kOwn = kLeafVectors * kWidth;  // elements per lane
 
-  // Where the lane's element i stands in the leaf.
+  // Returns the position in the leaf of the lane's element i.
   __device__ static int offset(int i) { return vector_offset(i / kWidth) + i % kWidth; }
 
-  // The lane's element i, which the compiler knows.
+  // Returns the lane's element i; i must be a compile-time constant after unrolling.
   __device__ float operator[](int i) const { return Vector<T>::element(words_, i); }
 
-  // Ends the life of values derived from the elements: they are cheaper to derive again than to keep.
+  // Makes the compiler drop values derived from the elements: recomputing them is cheaper than
+  // keeping them in registers.
   __device__ void forget_derived() {
 #pragma unroll
     for (int k = 0; k < kLeafVectors * 4; ++k) ptx::forget(words_[k]);
@@ -58,13 +60,13 @@ class Leaf {
     }
   }
 
-  // From shared memory, where the lane's first vector is own[0].
+  // Loads the leaf from shared memory; own[0] is the lane's first vector.
   __device__ void load_shared(const uint4* own) {
 #pragma unroll
     for (int j = 0; j < kLeafVectors; ++j) put(j, own[j * kWarpSize]);
   }
 
-  // The same where every vector begins `skew` bytes further.
+  // Loads the leaf from shared memory where every vector begins `skew` bytes further.
   __device__ void load_shared(const uint4* own, int skew) {
 #pragma unroll
     for (int j = 0; j < kLeafVectors; ++j) {
@@ -73,7 +75,7 @@ class Leaf {
     }
   }
 
-  // Lays the block's overlay over the raw leaf.
+  // Applies the block's overlay to the raw leaf.
   __device__ void process(int32_t leaf) {
     int32_t begin = leaf * kSize;
     uint32_t changed = 0;
@@ -93,7 +95,8 @@ class Leaf {
     }
   }
 
-  // The largest of the lane's elements; NaN counts for nothing, none is -inf.
+  // Returns the largest of the lane's elements. NaN is ignored; without elements the result is
+  // -inf.
   __device__ float lane_max() const {
     if constexpr (sizeof(T) == 4) {
       float tops[4] = {-INFINITY, -INFINITY, -INFINITY, -INFINITY};
@@ -111,8 +114,9 @@ class Leaf {
     }
   }
 
-  // Calls visit(i, clean element, its place in the leaf) for the lane's elements in order, i within the
-  // vector. A loop over vectors, of which one is open at a time: all of them at once cost registers.
+  // Calls visit(i, clean element, position in the leaf) for the lane's elements in order, with i
+  // the index within a vector. The loop expands one vector at a time: all of them at once cost
+  // registers.
   template <typename Visit>
   __device__ void for_each(Visit visit) {
 #pragma unroll 1
@@ -129,7 +133,7 @@ class Leaf {
     }
   }
 
-  // Makes -inf of the elements equal to value past position last of the leaf.
+  // Sets elements equal to `value` to -inf if they lie past position `last` of the leaf.
   __device__ void drop_ties(float value, int last) {
 #pragma unroll
     for (int i = 0; i < kOwn; ++i) {
@@ -156,9 +160,9 @@ class Leaf {
   uint32_t words_[kLeafVectors * 4];
 };
 
-// Calls visit(logit, id) for the lane's elements of a leaf in ascending order, where the lane's run
-// of the leaf lies before the next lane's. kAtOnce: all of the run is on its way before the first
-// visit, for which the lane must have the registers.
+// Calls visit(logit, id) for the lane's elements of a leaf in ascending order of id; here each lane
+// owns a contiguous run of the leaf. kAtOnce: the lane loads its whole run before the first visit,
+// which takes registers.
 template <bool kAtOnce = true, typename T, bool kProcessed, typename Visit>
 __device__ inline void for_each_in_order(const RowLogits<T, kProcessed>& row,
                                          int32_t leaf,
@@ -184,14 +188,14 @@ __device__ inline void for_each_in_order(const RowLogits<T, kProcessed>& row,
 }
 
 struct __align__(16) LeafStats {
-  float max;      // of the leaf's logits
+  float max;      // maximum of the leaf's logits
   float raw;      // sum of e^(raw logit - raw_max)
   float warm;     // sum of e^((logit - max) / temperature)
-  float raw_max;  // of the logits in memory; kept only where an overlay changes some
+  float raw_max;  // maximum of the logits in memory; set only under an overlay
 };
 
-// Sum over the leaf of 2^((x - origin) * scale), which no element exceeds. Lane: four chains in id
-// order; then one butterfly.
+// Returns the sum over the leaf of 2^((x - origin) * scale), with x <= origin for every element.
+// Each lane sums four chains in id order, then one butterfly adds the lanes.
 template <typename T>
 __device__ inline float leaf_sum(Leaf<T>& x, float origin, float scale) {
   x.forget_derived();

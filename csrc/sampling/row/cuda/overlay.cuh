@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// A row's processors as an overlay on its logits in memory: two bits for every token say which
-// logits the tables change and which tokens are forbidden. A block builds it from the tables, and
-// every read of a logit goes through it. The bits lie in shared memory; those of a row too wide for
-// the device lie in the workspace, where each of the blocks that share the row writes its part.
+// A row's processors as an overlay on its logits in memory. Two bits per token mark the logits that
+// the tables change and the tokens that are forbidden. A block builds the overlay from the tables,
+// and every read of a logit applies it. The bits lie in shared memory. If a row is too wide for
+// that, they lie in the workspace, where each block that shares the row writes its part.
 #pragma once
 
 #include "common/device.cuh"
@@ -11,51 +11,51 @@
 
 namespace specops {
 
-constexpr int kRowSharedBytes = 41 << 10;  // where it begins: RowShared comes first
+constexpr int kRowSharedBytes = 41 << 10;  // offset of the overlay, behind RowShared
 
 struct __align__(8) OverlayBits {
   uint32_t changed;    // by biases or penalties
-  uint32_t forbidden;  // by the mask, a bad word, or the minimal length
+  uint32_t forbidden;  // by the mask, a bad word, or the minimum length
 };
 
 struct RowOverlay {
   RowProcessors processors;
-  OverlayBits* bits;  // word w is of tokens 32 w to 32 w + 31
+  OverlayBits* bits;  // word w covers tokens 32 w to 32 w + 31
   int32_t stretch_log2;
   int32_t num_stretches;
 };
 
-// An ascending table is found in by where each stretch of so many tokens begins in it: a search then
-// waits for memory a few times, and not for the logarithm of a long history. Stretches are longer
-// where a row would have more than kMostStretches of them.
+// The index of an ascending table records where each stretch of 2^kStretchLog2 token ids begins, so
+// that a search waits for memory only a few times instead of log2 of a long history. Stretches are
+// longer if a row would have more than kMostStretches.
 constexpr int kStretchLog2 = 9;
 constexpr int kMostStretches = 512;
 
-// The bits take at most what they may on the smallest of the large devices, so that all of those
-// decide alike.
+// The limit on the bits in shared memory: the capacity of the smallest of the large devices, so
+// that all of those decide alike.
 constexpr int64_t kMostOverlayBytes = 121 << 10;
 
 constexpr int64_t to_16_bytes(int64_t bytes) { return (bytes + 15) / 16 * 16; }
 constexpr int kOverlayBytes = static_cast<int>(to_16_bytes(sizeof(RowOverlay)));
 
-// Where the overlay of a row lies.
+// The memory layout of a row's overlay.
 struct OverlayPlan {
-  int32_t num_words = 0;  // of the bits
+  int32_t num_words = 0;  // words of the bits
   int32_t num_stretches = 0;
   int32_t stretch_log2 = kStretchLog2;
   bool is_shared = false;  // the bits fit a block's shared memory, else they lie in the workspace
 
   constexpr int64_t bits_bytes() const { return num_words * int64_t{sizeof(OverlayBits)}; }
 
-  // Of a block's shared memory.
+  // Returns the overlay's bytes of a block's shared memory.
   constexpr int64_t smem_bytes() const {
     int64_t begins = 2 * (num_stretches + int64_t{1}) * int64_t{sizeof(int32_t)};
     return kOverlayBytes + to_16_bytes(begins) + (is_shared ? bits_bytes() : 0);
   }
 };
 
-// Of a row whose last leaf ends before token `end`, on a device whose blocks have so much shared
-// memory.
+// Plans the overlay of a row with a last leaf that ends before token `end`, on a device with
+// `shared_bytes` of shared memory per block.
 constexpr OverlayPlan plan_overlay(int64_t end, int64_t shared_bytes) {
   OverlayPlan plan;
   while ((end - 1) >> plan.stretch_log2 >= kMostStretches) ++plan.stretch_log2;
@@ -71,7 +71,7 @@ static_assert(plan_overlay(448 << 10, 163 << 10).is_shared &&
 static_assert(kRowSharedBytes + plan_overlay(INT32_MAX, 0).smem_bytes() <= 48 << 10,
               "what a block of every device has");
 
-// The bits of a row, and the words of them that a block writes.
+// The bits of a row, and the range of words that a block writes.
 struct OverlayPart {
   OverlayBits* bits;
   int32_t begin, end;
@@ -81,19 +81,20 @@ __device__ inline RowOverlay& row_overlay() {
   return *reinterpret_cast<RowOverlay*>(shared_memory() + kRowSharedBytes);
 }
 
-// Where a table's entries of each stretch begin, and at last their number; then the same of another.
+// Returns the begin of each stretch of the counted tokens, then the end; the biases' follow.
 __device__ inline int32_t* stretch_begins() {
   return reinterpret_cast<int32_t*>(shared_memory() + kRowSharedBytes + kOverlayBytes);
 }
 
-// Where the bits lie that fit there.
+// Returns the address of bits that lie in shared memory.
 __device__ inline OverlayBits* shared_overlay_bits(const OverlayPlan& plan) {
   int32_t bytes = 2 * (plan.num_stretches + 1) * static_cast<int32_t>(sizeof(int32_t));
   return reinterpret_cast<OverlayBits*>(shared_memory() + kRowSharedBytes + kOverlayBytes +
                                         (bytes + 15) / 16 * 16);
 }
 
-// find_sorted of an ascending table whose stretches begin there; of any other it stays inside, too.
+// Acts as find_sorted on an ascending table, given its stretch index. On an unsorted table it stays
+// in bounds.
 __device__ inline int32_t find_in_stretch(const int32_t* begins,
                                           const int32_t* ids,
                                           int32_t size,
@@ -105,9 +106,9 @@ __device__ inline int32_t find_in_stretch(const int32_t* begins,
   return at < 0 ? at : begin + at;
 }
 
-// By a whole block, which writes its part of the bits, and finds the stretches of all. The other
-// arguments are those of row_processors, in range but for the index of the mask; request -1 has none
-// of it.
+// Builds the overlay; called by a whole block, which writes its part of the bits and the stretches
+// of all. The other arguments are row_processors', in range except for the mask index. Request -1
+// has no processors.
 __device__ inline void build_overlay(const LogitsProcessors& all,
                                      int64_t batch_idx,
                                      int64_t output_row,
@@ -140,8 +141,8 @@ __device__ inline void build_overlay(const LogitsProcessors& all,
     if (id < 0 || id >= vocab_size || id / 32 < part.begin || id / 32 >= part.end) return;
     atomicOr(&(part.bits[id / 32].*which), 1u << id % 32);
   };
-  // Marks the tokens of a table, and says where each stretch begins. Past its end, which is at -1, all
-  // begin with the end.
+  // Marks the tokens of a table and records where each stretch begins. The table ends at -1; later
+  // stretches are empty and begin at its end.
   auto mark_ascending = [&](const int32_t* ids, int32_t size, int32_t* begins) {
     auto stretch_of = [&](int32_t i) {
       bool inside = i < size && ids[i] >= 0 && ids[i] < vocab_size;
@@ -166,16 +167,17 @@ __device__ inline void build_overlay(const LogitsProcessors& all,
   __syncthreads();
 }
 
-// The overlay of `count` tokens from `first` on, which lie in one word.
+// Returns the overlay of `count` tokens from `first` on, which must lie in one word.
 __device__ inline OverlayBits overlay_of(int32_t first, int count) {
-  // Asked for again by every read: kept, it costs registers over every loop.
+  // Volatile, so that every read loads the pointer again: keeping it would cost a register in every
+  // loop.
   OverlayBits* const volatile& all = row_overlay().bits;
   OverlayBits bits = all[first / 32];
   uint32_t mask = (1u << count) - 1;
   return {bits.changed >> first % 32 & mask, bits.forbidden >> first % 32 & mask};
 }
 
-// What becomes of a logit that the tables change, and that is not forbidden.
+// Returns the new value of a logit that the tables change and that is not forbidden.
 template <typename T>
 __device__ inline T changed_logit(int32_t id, T x) {
   const RowProcessors& row = row_overlay().processors;

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The ranking of a row's tokens, by (logit descending, id ascending): logits as integers, a token's
-// place, and the cuts that filters make.
+// The ranking of a row's tokens by (logit descending, id ascending): logits as integers, rank keys,
+// and the cuts that filters make.
 #pragma once
 
 #include <cfloat>
@@ -9,7 +9,7 @@
 
 namespace specops {
 
-// Floats as integers of the same order; -0 is 0.
+// Returns an integer that orders as the float does; -0 counts as 0.
 __device__ inline uint32_t ordered_bits(float x) {
   uint32_t word = __float_as_uint(x + 0.0f);
   return word & 0x80000000u ? ~word : word | 0x80000000u;
@@ -21,10 +21,10 @@ __device__ inline float from_ordered_bits(uint32_t word) {
 
 __device__ inline float next_above(float x) { return from_ordered_bits(ordered_bits(x) + 1); }
 
-// NaN as -inf, +inf as the largest finite float.
+// Returns x with NaN as -inf and +inf as the largest finite float.
 __device__ inline float clean(float x) { return fminf(fmaxf(x, -INFINITY), FLT_MAX); }
 
-// The tokens that a filter keeps: logits above value, and those equal to it up to token last_id.
+// The tokens that a filter keeps: logits above `value`, and logits equal to it with id <= last_id.
 struct Cut {
   float value;
   int32_t last_id;
@@ -39,10 +39,10 @@ __device__ inline Cut tighter(Cut a, Cut b) {
   return a.last_id < b.last_id ? a : b;
 }
 
-// The one that keeps every token.
+// Returns the cut that keeps every token.
 __device__ inline Cut everything() { return {-INFINITY, INT32_MAX}; }
 
-// A token's place in the ranking: larger is earlier, no two are equal.
+// A token's place in the ranking: a larger key ranks earlier, and no two keys are equal.
 using RankKey = unsigned long long;
 
 __device__ inline RankKey rank_key(float x, int32_t id) {

@@ -1,12 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
-// One row of logits in the hands of one block, once one or several blocks have scanned it: its
-// maximum and sums, the scores of its tokens, and their weights. The functions of the other files
-// take it as `row`; sample, verify and top_logprobs are loops around them.
+// One row of logits owned by one block, after one or several blocks have scanned it: its maximum
+// and sums, the logprobs of its tokens, and their weights. The functions of the other files take it
+// as `row`; sample, verify and top_logprobs are loops around them.
 //
-// Order: a leaf's sum is fp32 in a fixed tree (leaf.cuh). From there on masses are integers, 2^-39
-// of the row's heaviest token: sums of those do not depend on an order, so leaves may be folded by
-// any threads, and lists filled in any order. NaN counts as -inf and +inf as the largest finite
-// float. Tokens are ordered by (logit descending, id ascending).
+// Order: a leaf's sum is fp32 in a fixed tree (leaf.cuh). From there on masses are integers, in
+// units of 2^-39 of the row's heaviest token. Integer sums do not depend on their order, so any
+// threads may fold leaves, and lists fill in any order. NaN counts as -inf and +inf as the largest
+// finite float. Tokens are ordered by (logit descending, id ascending).
 #pragma once
 
 #include <cfloat>
@@ -23,7 +23,7 @@ struct RowToken {
   float logit;
 };
 
-// Within the finite floats, so that 0 times it is 0 and -inf stays -inf.
+// Returns 1 / temperature within the finite floats, so that 0 times it is 0 and -inf stays -inf.
 __device__ inline float inverse_temperature(float temperature) {
   float inverse = temperature > 0.0f ? 1.0f / temperature : 1.0f;
   return fminf(fmaxf(inverse, FLT_MIN), FLT_MAX / 2);
@@ -36,7 +36,7 @@ struct Row {
   int32_t num_leaves;
   float max = -INFINITY;
 
-  // What every thread would keep in registers, most of them for later, waits in shared memory.
+  // Values that every thread would keep in registers, most of them for later, go to shared memory.
   __device__ Row(RowShared& of_block,
                  const RowLogits<T, kProcessed>& row,
                  const SamplingParams& filters,
@@ -59,15 +59,15 @@ struct Row {
   __device__ const LeafStats& stats(int32_t leaf) const { return shared.row_stats[leaf]; }
   __device__ Mass* masses() const { return shared.row_masses; }
 
-  // Puts the leaves together: the row's maximum and, when wanted, the sum of its raw logits, whose
-  // logarithm it leaves in shared.log_sum.
+  // Combines the leaves: sets `max` and, if `want_raw`, leaves the logarithm of the sum of the raw
+  // logits' weights in shared.log_sum.
   __device__ void fold(bool want_raw) {
     float top = -INFINITY;
 #pragma unroll 1
     for (int32_t leaf = thread(); leaf < num_leaves; leaf += threads()) {
       top = fmaxf(top, stats(leaf).max);
     }
-    max = block_reduce<Max>(shared, top) + 0.0f;  // the sum makes +0 of -0
+    max = block_reduce<Max>(shared, top) + 0.0f;  // the sum turns -0 into +0
     if (!want_raw) return;
     float raw_max = max;
     if constexpr (kProcessed) {
@@ -90,18 +90,18 @@ struct Row {
     keep_sum(block_reduce<Add>(shared, total));
   }
 
-  // For the rest of the row, in the place of the sum that was there.
+  // Stores log(total) in shared.log_sum, replacing the sum that was there.
   __device__ void keep_sum(Mass total) const {
     if (thread() == 0) shared.log_sum = log_of(total);
     __syncthreads();
   }
 
-  // Of the raw logits, after fold(true).
+  // Returns the log-sum-exp of the raw logits; valid after fold(true).
   __device__ float lse() const {
     return raw_max() == -INFINITY ? -INFINITY : raw_max() + shared.log_sum;
   }
 
-  // The raw log-softmax of a token with that logit, after fold(true).
+  // Returns the raw log-softmax of a token; valid after fold(true).
   __device__ float logprob(RowToken token) const {
     float x = token.logit;
     if constexpr (kProcessed) x = to_float(logits.data[token.id]);
@@ -110,8 +110,8 @@ struct Row {
 
   __device__ float logit(int32_t id) const { return clean(logits.logit(id)); }
 
-  // 1 + the number of tokens with a greater logit, of the raw ones or those under the overlay. Every
-  // thread names the token.
+  // Returns 1 + the number of tokens with a greater logit, among the raw logits or those under the
+  // overlay. Every thread must pass the token.
   __device__ int32_t rank(RowToken token, bool raw) const {
     if constexpr (kProcessed) {
       if (raw) {
@@ -122,7 +122,7 @@ struct Row {
     return rank_in(logits, clean(token.logit), [&](int32_t leaf) { return stats(leaf).max; });
   }
 
-  // The first warp's token, for every thread.
+  // Returns the first warp's token in every thread.
   __device__ RowToken broadcast(RowToken token) const {
     __syncthreads();
     if (thread() == 0) {
@@ -135,15 +135,15 @@ struct Row {
 
   // ---- weights and masses ----
 
-  // e^((x - max) / temperature) for a clean x: the first token's is 1.
+  // Returns e^((x - max) / temperature) for a clean x; the first token's weight is 1.
   __device__ float weight(float x) const { return ptx::exp2_approx((x - max) * scale()); }
 
   __device__ float scale() const { return shared.inverse * kLog2e; }
 
-  // The mass of a weight: an integer, so that sums of masses do not depend on an order.
+  // Returns the mass of a weight: an integer, so that sums of masses do not depend on their order.
   __device__ Mass mass(float weight) const { return static_cast<Mass>(weight * unit()); }
 
-  // The heaviest token's mass: a row's masses fit 64 bits.
+  // Returns the heaviest token's mass, chosen so that the sum over a row fits 64 bits.
   __device__ float unit() const { return logits.size <= 1 << 24 ? 0x1p39f : 0x1p32f; }
 
   __device__ float log_of(Mass total) const { return logf(static_cast<float>(total) / unit()); }
@@ -163,17 +163,17 @@ struct Row {
     return block_reduce<Add>(shared, total);
   }
 
-  // ---- what filter() has kept ----
+  // ---- tokens that filter() has kept ----
 
-  // Whether the distribution that is drawn from is one token's.
+  // Returns whether the filtered distribution has a single token.
   __device__ bool one_hot() const { return max == -INFINITY || is_greedy(shared.filters); }
 
-  // Whether the filters keep a token with that clean logit.
+  // Returns whether the filters keep a token, given its clean logit.
   __device__ bool keeps(float x, int32_t id) const {
     return shared.kept.keeps(x, id) && is_typical(x, id);
   }
 
-  // How far a token's surprise is from the mean.
+  // Returns the difference between a token's surprise and the mean surprise.
   __device__ float distance(float x) const {
     return fabsf((max - x) * shared.inverse - shared.typical.mean);
   }
@@ -189,7 +189,7 @@ struct Row {
     return shared.weighed != 0 ? masses()[leaf] : scanned_mass(leaf);
   }
 
-  // Of all kept tokens, from the masses of their leaves; for every thread.
+  // Returns the mass of all kept tokens, summed over the leaves, in every thread.
   __device__ Mass kept_mass() const {
     if (one_hot()) return mass(1.0f);
     Mass total = 0;

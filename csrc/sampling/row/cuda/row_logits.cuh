@@ -1,6 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// A row of logits in memory, under the block's overlay where there is one, and its loads of 16
-// bytes.
+// A row of logits in memory, with the block's overlay if it has one, and its 16-byte loads.
 #pragma once
 
 #include "common/device.cuh"
@@ -8,9 +7,9 @@
 
 namespace specops {
 
-constexpr int kLeafBytes = 2048;  // of the stretch that a warp holds in registers (leaf.cuh)
+constexpr int kLeafBytes = 2048;  // the part of a row that a warp holds in registers (leaf.cuh)
 
-// A row of logits in memory; kProcessed: under the block's overlay.
+// A row of logits in memory; kProcessed: reads apply the block's overlay.
 template <typename T, bool kProcessed = false>
 struct RowLogits {
   static constexpr int kLeafSize = kLeafBytes / static_cast<int>(sizeof(T));
@@ -24,7 +23,7 @@ struct RowLogits {
 
   __device__ int32_t num_leaves() const { return (size - 1) / kLeafSize + 1; }
 
-  // What lies in memory.
+  // Returns the row without the overlay.
   __device__ RowLogits<T> raw() const { return {data, size}; }
 
   __device__ float logit(int32_t id) const {
@@ -51,7 +50,7 @@ struct Vector {
   static constexpr int kWidth = 16 / static_cast<int>(sizeof(T));
   static constexpr uint32_t kNothing = sizeof(T) == 4 ? 0xff800000u : 0xff80ff80u;  // -inf
 
-  // Element i, which the compiler knows.
+  // Returns element i, which must be a compile-time constant after unrolling.
   __device__ static float element(const uint32_t* words, int i) {
     if constexpr (sizeof(T) == 4) {
       return __uint_as_float(words[i]);
@@ -61,7 +60,7 @@ struct Vector {
     }
   }
 
-  // The same of an element of which it knows only the bound: one of so many words.
+  // Returns element i of kWords words, for an i known only at run time.
   template <int kWords>
   __device__ static T pick(const uint32_t* words, int i) {
     constexpr int kPerWord = 4 / static_cast<int>(sizeof(T));
@@ -93,7 +92,7 @@ struct Vector {
     }
   }
 
-  // Makes -inf of the elements whose bit is set.
+  // Sets the elements with a set bit to -inf.
   __device__ static void forbid(uint32_t* words, uint32_t bits) {
 #pragma unroll
     for (int k = 0; k < 4; ++k) {
@@ -107,13 +106,13 @@ struct Vector {
     }
   }
 
-  // The elements from id `first` on; -inf past the row's end.
+  // Loads the elements from id `first` on; -inf past the row's end.
   template <bool kProcessed>
   __device__ static uint4 load(const RowLogits<T, kProcessed>& row, int32_t first) {
     return under_overlay<kProcessed>(first, load_raw(row, first));
   }
 
-  // Lays the block's overlay, where there is one, over the raw elements from id `first` on.
+  // Applies the block's overlay, if any, to the raw elements from id `first` on.
   template <bool kProcessed>
   __device__ static uint4 under_overlay(int32_t first, uint4 vector) {
     if constexpr (kProcessed) {
@@ -141,7 +140,7 @@ struct Vector {
     return load_elements(data, rest);
   }
 
-  // The vector that begins `skew` bytes past the first of two.
+  // Returns the vector that begins `skew` bytes past the start of a in a:b.
   __device__ static uint4 between(const uint4& a, const uint4& b, int skew) {
     uint32_t words[8] = {a.x, a.y, a.z, a.w, b.x, b.y, b.z, b.w};
 #pragma unroll
@@ -158,13 +157,13 @@ struct Vector {
   }
 
  private:
-  // A vector that begins `skew` bytes past a 16-byte boundary, out of the two it lies in.
+  // Loads a vector that begins `skew` bytes past a 16-byte boundary from the two vectors it spans.
   __device__ static uint4 load_skewed(const T* data, int skew) {
     auto* low = reinterpret_cast<const uint4*>(reinterpret_cast<const unsigned char*>(data) - skew);
     return between(low[0], low[1], skew);
   }
 
-  // The first or last elements of a row, one by one; they enter from the right.
+  // Loads the first or last elements of a row one by one, shifting them in from the right.
   __device__ static uint4 load_elements(const T* data, int count) {
     uint4 out{kNothing, kNothing, kNothing, kNothing};
 #pragma unroll 1

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Passes over the leaves of a row under a cut: what lies between two logits goes to the list, and
-// what reaches a logit is counted or weighed.
+// Passes over the leaves of a row under a cut: tokens between two logits go to the list, and tokens
+// that reach a logit are counted or weighed.
 #pragma once
 
 #include "sampling/row/cuda/block_reduce.cuh"
@@ -8,10 +8,11 @@
 
 namespace specops {
 
-// Leaves of a warp between the one it reads and the one it prefetches.
+// Leaves of a warp between the one that it reads and the one that it prefetches.
 constexpr int kPassAhead = 2;
 
-// How a cut meets a leaf: least is what its tokens must reach; `divided` where ties end inside.
+// A cut as it applies to one leaf: its tokens must reach `least`; `divided` if the last kept tie
+// lies inside the leaf.
 struct Limits {
   float least;
   bool divided;
@@ -34,7 +35,7 @@ __device__ inline void load_leaf(const Row<T, kProcessed>& row,
   if (limits.divided) x.drop_ties(limits.least, row.shared.cut.last_id - leaf * Leaf<T>::kSize);
 }
 
-// Mass, or number, of the leaf's tokens from `least` upwards.
+// Returns the mass or count of the leaf's tokens with logits >= `least`.
 template <typename T, bool kProcessed>
 __device__ inline Mass amount_from(const Row<T, kProcessed>& row,
                                    Leaf<T>& x,
@@ -56,8 +57,8 @@ __device__ inline Mass amount_from(const Row<T, kProcessed>& row,
   return static_cast<Mass>(__reduce_add_sync(kFullMask, number));
 }
 
-// shared.sums[j] = mass, or number, of shared.cut's tokens with logits >= shared.thresholds[j],
-// which descend.
+// Sets shared.sums[j] to the mass or count of shared.cut's tokens with logits >=
+// shared.thresholds[j]; thresholds descend.
 template <typename T, bool kProcessed>
 __device__ __forceinline__ void masses_from(const Row<T, kProcessed>& row, bool by_mass) {
   if (row.thread() < kThresholds) row.shared.sums[row.thread()] = 0;
@@ -79,7 +80,7 @@ __device__ __forceinline__ void masses_from(const Row<T, kProcessed>& row, bool 
   __syncthreads();
 }
 
-// One warp's part of a list.
+// Appends the lane's elements in `mask` to the list; every lane of the warp takes part.
 template <typename T, bool kProcessed>
 __device__ inline void append(const Row<T, kProcessed>& row,
                               Leaf<T>& x,
@@ -113,7 +114,7 @@ __device__ inline void append(const Row<T, kProcessed>& row,
   }
 }
 
-// Lets a leaf that a warp comes to later leave memory for the L2 cache.
+// Prefetches into L2 a leaf that the warp reads later.
 template <typename T, bool kProcessed>
 __device__ inline void prefetch_leaf(const Row<T, kProcessed>& row, int32_t leaf) {
   constexpr int32_t kLaneSize = Leaf<T>::kSize / kWarpSize;
@@ -121,9 +122,9 @@ __device__ inline void prefetch_leaf(const Row<T, kProcessed>& row, int32_t leaf
   if (id < row.logits.size) ptx::prefetch_l2(row.logits.data + id);
 }
 
-// Lists the tokens of shared.cut with low <= logit < high, and writes of every leaf what reaches
-// high: its mass, or how many. Returns the sum of those. Where the list overflows only its count
-// is right.
+// Lists the tokens of shared.cut with low <= logit < high. Writes to row.masses() the mass or count
+// of every leaf's tokens with logits >= high, and returns their sum. If the list overflows, only
+// its count is valid.
 template <typename T, bool kProcessed>
 __device__ __forceinline__ Mass
 gather(const Row<T, kProcessed>& row, float low, float high, bool by_mass) {

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// How rows are dealt to blocks, and where their leaves and overlays are kept. A schedule: it changes
-// no bit.
+// The assignment of rows to blocks, and the place of their leaves and overlays. It is only a
+// schedule: it changes no bit of a result.
 #pragma once
 
 #include <algorithm>
@@ -14,11 +14,11 @@
 
 namespace specops {
 
-// What a plan must know of a device.
+// The properties of a device that a plan needs.
 struct DeviceLimits {
   int num_sms;
-  int64_t shared_bytes;     // that a block may have
-  int64_t sm_shared_bytes;  // that an SM has
+  int64_t shared_bytes;     // largest shared memory of a block
+  int64_t sm_shared_bytes;  // shared memory of an SM
 };
 
 inline DeviceLimits device_limits(CudaStream stream) {
@@ -26,33 +26,34 @@ inline DeviceLimits device_limits(CudaStream stream) {
 }
 
 struct RowPlan {
-  int32_t num_leaves;  // of a row
+  int32_t num_leaves;  // leaves of a row
   int32_t splits;      // blocks that share a row
-  int32_t run;         // leaves of one block
-  int32_t threads;     // of a block
-  int32_t depth;       // leaves on their way to a warp in the scan
+  int32_t run;         // leaves per block
+  int32_t threads;     // threads per block
+  int32_t depth;       // leaves in flight per warp during the scan
   bool shared_leaves;  // statistics and masses fit a block's shared memory
   OverlayPlan overlay;
 
   static constexpr int64_t kAlignment = 16;
 
-  // Counters stand at the workspace's start and leaves at its end, so that a workspace that is large
-  // enough serves calls of any shape: its start stays zero.
+  // Counters are at the start of the workspace and leaves at its end, so that a large enough
+  // workspace serves calls of any shape: its start stays zero.
   static int64_t counter_bytes(int64_t counters) {
     return (counters * int64_t{sizeof(int32_t)} + kAlignment - 1) / kAlignment * kAlignment;
   }
-  // Of one row's leaves: statistics, then masses.
+  // Returns the bytes of one row's leaves: statistics, then masses.
   __host__ __device__ int64_t leaves_bytes() const {
     int64_t bytes = num_leaves * static_cast<int64_t>(sizeof(LeafStats) + sizeof(Mass));
     return (bytes + kAlignment - 1) / kAlignment * kAlignment;
   }
-  // Of one row in the workspace: its leaves, then the bits of its overlay where they are there.
+  // Returns the workspace bytes of one row: its leaves, then the bits of its overlay unless those
+  // are in shared memory.
   __host__ __device__ int64_t row_bytes() const {
     return leaves_bytes() +
            (overlay.is_shared ? 0 : overlay.num_words * static_cast<int64_t>(sizeof(OverlayBits)));
   }
 
-  // The leaves that a block scans of its row: [begin, end).
+  // The leaves of its row that a block scans: [begin, end).
   __device__ int32_t begin_leaf(bool all) const {
     return all ? 0 : static_cast<int32_t>(blockIdx.x) % splits * run;
   }
@@ -61,17 +62,17 @@ struct RowPlan {
   }
 };
 
-constexpr int64_t kRowWarps = 8;          // of a block
-constexpr int64_t kFewRowWarps = 16;      // where rows are very few
-constexpr int64_t kBlockBytes = 1 << 10;  // of shared memory that a block takes beside its own
+constexpr int64_t kRowWarps = 8;          // warps of a block
+constexpr int64_t kFewRowWarps = 16;      // warps of a block if there are very few rows
+constexpr int64_t kBlockBytes = 1 << 10;  // shared memory reserved per block beside its own
 
-// Shared memory that a scan takes with so many leaves on their way to each of a block's warps.
+// Returns the shared memory of a scan with `depth` leaves in flight per warp of a block.
 constexpr int64_t scan_bytes(int64_t warps, int64_t depth) {
   return int64_t{offsetof(RowShared, masses)} + warps * depth * kSlotVectors * 16;
 }
 
-// How many leaves are on their way to a warp: the more, the more of the latency of memory they hide.
-// Under processors what an overlay leaves idle is all there is.
+// Returns the number of leaves in flight per warp; more leaves hide more of the memory latency.
+// With processors, the only space is the part of RowShared that is idle during the scan.
 inline int32_t scan_depth(int64_t warps,
                           int64_t blocks_per_sm,
                           bool processed,
@@ -86,8 +87,9 @@ inline int32_t scan_depth(int64_t warps,
   return scan_bytes(warps, most) <= room ? most : most / 2;
 }
 
-// Many rows: a block each, two to an SM. Fewer: several blocks share a row, and the last of them
-// ends it. Very few: blocks of twice the warps, since what filters read again is one block's work.
+// Plans rows. Many rows: one block per row, two blocks per SM. Fewer rows: several blocks share a
+// row, and the last of them finishes it. Very few rows: blocks with twice the warps, because one
+// block alone does the passes that filters repeat.
 inline RowPlan plan_rows(int64_t rows,
                          int64_t vocab_size,
                          int64_t element_bytes,
@@ -100,7 +102,7 @@ inline RowPlan plan_rows(int64_t rows,
   bool few =
       4 * rows <= num_sms && scan_bytes(kFewRowWarps, kScanDepth<false> / 2) <= device.shared_bytes;
   int64_t warps = std::min(num_leaves, few ? kFewRowWarps : kRowWarps);
-  int64_t blocks = few ? num_sms : 2 * int64_t{num_sms};  // that run at once
+  int64_t blocks = few ? num_sms : 2 * int64_t{num_sms};  // blocks that run concurrently
   int64_t splits = std::min((num_leaves - 1) / warps + 1, std::max(blocks / rows, int64_t{1}));
   int64_t run = (num_leaves - 1) / splits + 1;
   splits = (num_leaves - 1) / run + 1;
@@ -113,7 +115,7 @@ inline RowPlan plan_rows(int64_t rows,
           .overlay = plan_overlay(num_leaves * leaf_size, device.shared_bytes)};
 }
 
-// Shared memory of a block.
+// Returns the shared memory of a block in bytes.
 inline size_t row_smem_bytes(const RowPlan& plan, bool processed) {
   if (!processed) {
     int64_t scan = scan_bytes(plan.threads / kWarpSize, plan.depth);
@@ -122,8 +124,9 @@ inline size_t row_smem_bytes(const RowPlan& plan, bool processed) {
   return static_cast<size_t>(kRowSharedBytes + plan.overlay.smem_bytes());
 }
 
-// What a call needs, and every call of no more rows and requests: fewer rows may be shared by blocks
-// where more are not, and counters must never come to stand where another call has left leaves.
+// Returns the bytes that suffice for this call and for every call with no more rows and requests. A
+// call with fewer rows can split rows that this one does not, and no counter may lie where another
+// call has left leaves.
 inline int64_t workspace_bytes(int64_t rows,
                                int64_t vocab_size,
                                int64_t element_bytes,
@@ -140,10 +143,10 @@ static_assert(sizeof(RowShared) <= kRowSharedBytes, "the overlay begins there");
 
 // One block's view of the workspace.
 struct RowSlots {
-  LeafStats* stats;  // [num_leaves] of its row
+  LeafStats* stats;  // [num_leaves] of the block's row
   Mass* masses;
 
-  // `item`: the row's number among all that the workspace has room for.
+  // `item` is the row's index among the rows in the workspace.
   __device__ RowSlots(const RowPlan& plan,
                       RowShared& shared,
                       unsigned char* workspace_end,
@@ -155,7 +158,8 @@ struct RowSlots {
   }
 };
 
-// Of the row that the workspace keeps as number `item`. all: of its bits, not the block's share.
+// Returns the overlay bits of workspace row `item`. `all`: the range covers all bits instead of the
+// block's part.
 __device__ inline OverlayPart overlay_part(const RowPlan& plan,
                                            unsigned char* workspace_end,
                                            int64_t item,
@@ -170,13 +174,13 @@ __device__ inline OverlayPart overlay_part(const RowPlan& plan,
           plan.end_leaf(all) * leaf_words};
 }
 
-// Whether this block is the last of `expected` that count themselves here. What they wrote before is
-// then visible to it, and the counter is zero again.
+// Returns whether this block is the last of `expected` blocks to increment the counter. It then
+// sees what the others wrote before, and the counter is zero again.
 __device__ inline bool last_to_arrive(RowShared& shared, int32_t* counter, int expected) {
   __syncthreads();
   if (threadIdx.x == 0) {
-    // Back to zero in one piece: requests at fault may claim the same rows, whose counters then see
-    // more arrivals, some between a look and a store.
+    // Wraps to zero in one atomic operation: invalid requests may claim the same rows, so that
+    // their counters see more arrivals, some of them between a load and a store.
     unsigned limit = static_cast<unsigned>(expected) - 1;
     shared.is_last = ptx::increment_acq_rel(reinterpret_cast<unsigned*>(counter), limit) == limit;
   }
@@ -184,8 +188,9 @@ __device__ inline bool last_to_arrive(RowShared& shared, int32_t* counter, int e
   return shared.is_last != 0;
 }
 
-// The block's share of a row, or all of it. Returns whether it is the block that ends the row: all
-// leaves are then there. counter() is the row's, asked for after the scan: registers less during it.
+// Scans the block's part of a row, or all of it. Returns whether this block has to finish the row,
+// with all leaves present. counter() returns the row's counter; it is called after the scan to save
+// registers during it.
 template <typename T, bool kProcessed, typename Counter>
 __device__ inline bool scan_row(const RowPlan& plan,
                                 RowShared& shared,

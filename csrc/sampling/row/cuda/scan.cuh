@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The one read of a row from memory: leaves arrive in shared memory while those before are summed
-// up.
+// The only full read of a row from memory: leaves arrive in shared memory while earlier ones are
+// summed.
 #pragma once
 
 #include "sampling/row/cuda/leaf.cuh"
@@ -8,12 +8,12 @@
 
 namespace specops {
 
-// Leaves that are on their way to a warp: as many as this, or half.
+// Leaves in flight per warp: this many, or half.
 template <bool kProcessed>
 constexpr int kScanDepth = kProcessed ? 2 : 4;
 
-// A warp's slots: as many leaves as the plan says are always on their way to it. Leaf 0 never comes
-// this way.
+// A warp's ring of slots: as many leaves as the plan says are always in flight. Leaf 0 never uses
+// the ring.
 template <typename T, bool kProcessed>
 class LeafRing {
  public:
@@ -26,13 +26,13 @@ class LeafRing {
         window_(reinterpret_cast<const unsigned char*>(row.data) - row.skew + lane_id() * 16),
         slots_(shared.scan_slots() + warp_id() * depth_ * kSlotVectors + lane_id()) {}
 
-  // A slot is named by its first vector: 0 comes first, and this after another one.
+  // Returns the next slot. A slot is identified by its first vector; the first slot is 0.
   __device__ int slot_after(int slot) const {
     slot += kSlotVectors;
     return slot == depth_ * kSlotVectors ? 0 : slot;
   }
 
-  // Lets a leaf come into a slot.
+  // Starts the copy of a leaf into a slot.
   __device__ void send(int slot, int32_t leaf) const {
     if (leaf < end_inside_) {
       const unsigned char* from = window_ + int64_t{leaf} * kLeafBytes;
@@ -57,10 +57,10 @@ class LeafRing {
     }
   }
 
-  // Ends what the warp has sent, or has not, since the last time.
+  // Closes the group of copies sent since the last call, which may be empty.
   __device__ void commit() const { ptx::cp_async_commit(); }
 
-  // Waits for the leaf in a slot, the oldest one on its way.
+  // Waits for the leaf in a slot, which must be the oldest in flight.
   __device__ void receive(int slot, int32_t leaf, Leaf<T>& x) const {
     if (depth_ == kMostDepth) {
       ptx::cp_async_wait<kMostDepth - 1>();
@@ -68,7 +68,7 @@ class LeafRing {
       ptx::cp_async_wait<kMostDepth / 2 - 1>();
     }
     if (row_.skew == 0 || leaf >= end_inside_) {
-      x.load_shared(slots_ + slot);  // what the lane itself has sent
+      x.load_shared(slots_ + slot);  // each lane reads only what it has copied itself
       return;
     }
     __syncwarp(kFullMask);
@@ -78,14 +78,14 @@ class LeafRing {
 
  private:
   const RowLogits<T, kProcessed>& row_;
-  int32_t end_inside_;  // of the leaves whose vectors in memory are the row's alone
+  int32_t end_inside_;  // end of the leaves that read no vector outside the row
   int depth_;
   const unsigned char* window_;  // the lane's first vector in memory, and in its slots
   uint4* slots_;
 };
 
-// Sums up leaves [begin, end), with `depth` of them on their way to each warp. Before it, and before
-// what lies in shared.scan_slots() is used after it, the block meets at a barrier.
+// Scans leaves [begin, end), with `depth` of them in flight per warp. The block must pass a barrier
+// before the call, and again before it uses the memory of shared.scan_slots().
 template <typename T, bool kProcessed>
 __device__ inline void scan_leaves(RowShared& shared,
                                    const RowLogits<T, kProcessed>& row,
@@ -99,7 +99,7 @@ __device__ inline void scan_leaves(RowShared& shared,
   int32_t leaf = begin + warp_id(), step = num_warps();
   if (leaf >= end) return;
   LeafRing<T, kProcessed> ring(shared, row, depth);
-  // The first leaf comes straight to registers, beside those in the slots.
+  // The first leaf is loaded to registers directly, in addition to those in the slots.
   Leaf<T> x;
   x.load_raw(row, leaf);
   int slot = 0;

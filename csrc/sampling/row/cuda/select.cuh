@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Where a row's ranking is to be cut, found without a sort: brackets of thresholds shrink until the
-// tokens between them fit the list.
+// Selection without a sort of the point at which to cut a row's ranking. Brackets of thresholds
+// shrink until the tokens between them fit the list.
 #pragma once
 
 #include <cfloat>
@@ -13,7 +13,7 @@
 
 namespace specops {
 
-// What a selection starts from is kept in shared memory, not in registers of every thread.
+// Starts a selection. Its inputs go to shared memory, to save registers in every thread.
 template <typename T, bool kProcessed>
 __device__ inline void begin_selection(const Row<T, kProcessed>& row,
                                        Cut base,
@@ -28,8 +28,8 @@ __device__ inline void begin_selection(const Row<T, kProcessed>& row,
   __syncthreads();
 }
 
-// Lists evenly spread vectors of a large row, one of each stretch, and returns how many tokens of
-// the row one of the list stands for.
+// Lists one pseudo-random vector from each equal stretch of a large row. Returns the number of
+// tokens of the row that one listed token represents.
 template <typename T, bool kProcessed>
 __device__ inline double sample_row(const Row<T, kProcessed>& row) {
   constexpr int kWidth = Leaf<T>::kWidth;
@@ -54,8 +54,8 @@ __device__ inline double sample_row(const Row<T, kProcessed>& row) {
   return static_cast<double>(row.logits.size) / (number * kWidth);
 }
 
-// Bounds around the cut, guessed from a sample. What lies below the cut is many tokens of little
-// weight, so its mass is guessed well, however few tokens hold the rest.
+// Estimates bounds around the cut from a sample. Below the cut lie many tokens of little weight, so
+// the estimate of their mass is good, however few tokens hold the rest.
 template <typename T, bool kProcessed>
 __device__ inline void guess(
     const Row<T, kProcessed>& row, bool by_mass, float floor, float* from, float* upto) {
@@ -108,7 +108,8 @@ __device__ inline int number_tied(const Row<T, kProcessed>& row, int32_t leaf, f
   return __reduce_add_sync(kFullMask, number);
 }
 
-// More equal tokens than a list holds: counted off in id order. A warp has a run of leaves.
+// Handles more equal tokens than the list holds by counting them in id order. Each warp owns a run
+// of leaves.
 template <typename T, bool kProcessed>
 __device__ inline Cut tied_prefix(const Row<T, kProcessed>& row,
                                   float value,
@@ -133,7 +134,7 @@ __device__ inline Cut tied_prefix(const Row<T, kProcessed>& row,
     if (by_mass && lane_id() == 0) row.masses()[leaf] += kept * each;
     upto += kept;
     if (kept > 0 && upto == wanted) {
-      // the kept-th tie of this leaf
+      // Find the kept-th tie of this leaf.
       int own_number = 0;
       for_each_in_order(row.logits, leaf, [&](float x, int32_t) { own_number += x == value; });
       int before = static_cast<int>(warp_inclusive(static_cast<Mass>(own_number))) - own_number;
@@ -147,9 +148,9 @@ __device__ inline Cut tied_prefix(const Row<T, kProcessed>& row,
   return {value, row.shared.rest_id};
 }
 
-// The cut, no looser than shared.cut, at which the ranking's mass, or number, first reaches
-// shared.target; past `low` nothing is looked for. *listed: the list holds every kept token. By
-// mass, row.masses() ends as the kept tokens' of every leaf; by number it is zero where *listed.
+// Returns the cut, no looser than shared.cut, at which the ranking's mass or count first reaches
+// shared.target; tokens below `low` are ignored. *listed: the list holds every kept token. By mass,
+// row.masses() ends as the kept mass of every leaf; by count, it is zero if *listed.
 template <typename T, bool kProcessed>
 __device__ __forceinline__ Cut
 select(const Row<T, kProcessed>& row, bool by_mass, float low, bool* listed) {
@@ -190,8 +191,8 @@ select(const Row<T, kProcessed>& row, bool by_mass, float low, bool* listed) {
   }
 }
 
-// A logit that at least count tokens reach: as many leaves reach the count-th largest of the
-// leaves' maxima.
+// Returns a logit that at least `count` tokens reach: the count-th largest of the leaves' maxima,
+// since at least that many leaves reach it.
 template <typename T, bool kProcessed>
 __device__ inline float count_floor(const Row<T, kProcessed>& row, int32_t count) {
   if (count > row.num_leaves || row.num_leaves > kListCapacity) return -INFINITY;
@@ -212,16 +213,16 @@ __device__ inline float count_floor(const Row<T, kProcessed>& row, int32_t count
   return cut_at(key).value;
 }
 
-// The cut that keeps exactly count tokens, 1 <= count < vocab_size. *listed: the list holds them,
-// and perhaps more.
+// Returns the cut that keeps exactly `count` tokens, 1 <= count < vocab_size. *listed: the list
+// holds them, and perhaps more.
 template <typename T, bool kProcessed>
 __device__ inline Cut select_count(const Row<T, kProcessed>& row, int32_t count, bool* listed) {
   begin_selection(row, everything(), static_cast<Mass>(count), 0);
   return select(row, false, count_floor(row, count), listed);
 }
 
-// Tokens lighter than half of (1 - top_p) * total / vocab_size together weigh too little to matter.
-// Nor does what min-p drops: it is past the cut.
+// Returns the least logit that can matter to top-p. All tokens lighter than half of (1 - top_p) *
+// total / vocab_size together weigh too little to matter. Tokens that min-p drops lie past the cut.
 template <typename T, bool kProcessed>
 __device__ inline float mass_floor(const Row<T, kProcessed>& row) {
   float total = static_cast<float>(row.shared.total) / row.unit();

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// One output row as the ops see it: the filters, a token, and the distribution it is drawn from.
+// Operations on one output row as the ops use it: the filters, a token, and the distribution it is
+// drawn from.
 #pragma once
 
 #include "sampling/row/cuda/draw.cuh"
@@ -8,14 +9,14 @@
 
 namespace specops {
 
-// What sample chooses. uniform() is called where it matters.
+// Returns the token that `sample` chooses. uniform() is called only if the row is not one-hot.
 template <typename T, bool kProcessed, typename Uniform>
 __device__ __forceinline__ RowToken choose(const Row<T, kProcessed>& row, Uniform uniform) {
   filter(row);
   return draw(row, row.one_hot() ? 0.0f : uniform());
 }
 
-// The distribution that is drawn from, given row.kept_mass().
+// Returns the probability of a token in the filtered distribution, given row.kept_mass().
 template <typename T, bool kProcessed>
 __device__ inline float target_prob(const Row<T, kProcessed>& row,
                                     float x,
@@ -25,8 +26,8 @@ __device__ inline float target_prob(const Row<T, kProcessed>& row,
   return row.one_hot() ? 1.0f : row.weight(x) * (row.unit() / static_cast<float>(kept_mass));
 }
 
-// After filter(), for processed_logprob: the sum of what is kept, or of everything at temperature
-// 0, for which the scan must have been asked. It takes the place of the raw logits' sum.
+// Prepares processed_logprob after filter(): replaces the sum of the raw logits by the kept mass.
+// At temperature 0 it uses the mass of all tokens, which the scan must have summed.
 template <typename T, bool kProcessed>
 __device__ inline void fold_kept(Row<T, kProcessed>& row) {
   bool everything = row.shared.filters.temperature == 0.0f;
@@ -34,7 +35,7 @@ __device__ inline void fold_kept(Row<T, kProcessed>& row) {
   row.keep_sum(everything ? row.scanned_total() : row.kept_mass());
 }
 
-// The logarithm of target_prob; at temperature 0 the log-softmax under the overlay.
+// Returns the logarithm of target_prob; at temperature 0, the log-softmax under the overlay.
 template <typename T, bool kProcessed>
 __device__ inline float processed_logprob(const Row<T, kProcessed>& row, RowToken token) {
   float x = clean(token.logit);

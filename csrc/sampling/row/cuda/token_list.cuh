@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The list: tokens that have left the row for shared memory, and where their ranking reaches a
-// target.
+// The list: tokens copied from the row to shared memory, and the search for the token at which
+// their ranking reaches a target.
 #pragma once
 
 #include "sampling/row/cuda/block_reduce.cuh"
@@ -9,7 +9,7 @@
 namespace specops {
 
 constexpr int kBinsPerLane = kBins / kWarpSize;
-constexpr int kLowMassBits = 20;  // so that a list's masses fit two histograms of 32 bits
+constexpr int kLowMassBits = 20;  // splits masses over two 32-bit histograms without overflow
 
 // Calls visit(logit, id) for every listed token that the cut keeps.
 template <typename T, bool kProcessed, typename Visit>
@@ -27,7 +27,7 @@ __device__ inline Mass amount(const Row<T, kProcessed>& row, bool by_mass, float
   return by_mass ? row.mass(row.weight(x)) : 1;
 }
 
-// Of the list's tokens that the cut keeps.
+// Returns the mass or count of the listed tokens that the cut keeps.
 template <typename T, bool kProcessed>
 __device__ inline Mass listed_total(const Row<T, kProcessed>& row, bool by_mass, Cut cut) {
   Mass total = 0;
@@ -35,7 +35,7 @@ __device__ inline Mass listed_total(const Row<T, kProcessed>& row, bool by_mass,
   return block_reduce<Add>(row.shared, total);
 }
 
-// Adds the list's kept tokens to the masses of their leaves.
+// Adds the listed tokens that the cut keeps to the masses of their leaves.
 template <typename T, bool kProcessed>
 __device__ inline void deposit(const Row<T, kProcessed>& row, Cut cut) {
   for_each_listed(row, cut, [&](float x, int32_t id) {
@@ -49,7 +49,7 @@ __device__ inline Mass bin_amount(const RowShared& shared, bool by_mass, int bin
   return (Mass{shared.high_mass[bin]} << kLowMassBits) + shared.low_mass[bin];
 }
 
-// The first warp's part: eight bins a lane.
+// Selects the bin that reaches the target; called by the first warp, with eight bins per lane.
 __device__ inline void find_bin(RowShared& shared,
                                 bool by_mass,
                                 RankKey low,
@@ -90,7 +90,7 @@ __device__ inline void find_bin(RowShared& shared,
   shared.key_low = bottom > low && bottom <= top ? bottom : low;
 }
 
-// The ranking by logit: a token's place in it, and what it weighs.
+// The ranking by logit: a token's key, and its mass.
 struct ByLogit {
   template <typename AnyRow>
   __device__ RankKey key(const AnyRow& /*row*/, float x, int32_t id) const {
@@ -102,9 +102,10 @@ struct ByLogit {
   }
 };
 
-// The key of the listed token, its key within [low, high], at which the ranking first reaches the
-// target: the last token where it never does, high + 1 where there is none. `above` is the mass
-// before the range. Keys split into 256 bins, then the bin that reaches the target does.
+// Returns the key of the listed token, among keys in [low, high], at which the ranking first
+// reaches the target: the last token if it never does, high + 1 if there is none. `above` is the
+// mass before the range. Keys are split into 256 bins, then the bin that reaches the target is
+// split again.
 template <typename T, bool kProcessed, typename Ranking = ByLogit>
 __device__ inline RankKey select_listed(const Row<T, kProcessed>& row,
                                         bool by_mass,

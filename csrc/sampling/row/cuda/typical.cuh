@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Typical-p: of the tokens that the other filters keep, those whose surprise is nearest to its
-// mean.
+// Typical-p: keeps those of the other filters' tokens that have a surprise nearest to the mean
+// surprise.
 #pragma once
 
 #include "sampling/row/cuda/block_reduce.cuh"
@@ -10,15 +10,15 @@
 
 namespace specops {
 
-// Distances, as integers, between which the cut is: what is no further than `low` weighs too little,
-// what is no further than `high` enough.
+// A bracket of the cut, with distances as integers: the tokens within `low` weigh too little, the
+// tokens within `high` enough.
 struct DistanceBracket {
   int32_t low, high;
 
   __device__ bool single() const { return high - low <= 1; }
 };
 
-// The ranking by distance, the nearest first.
+// The ranking by distance, nearest first.
 struct ByDistance {
   template <typename AnyRow>
   __device__ RankKey key(const AnyRow& row, float x, int32_t id) const {
@@ -30,12 +30,12 @@ struct ByDistance {
   }
 };
 
-// The whole of it: every distance there is.
+// Returns the bracket of all distances.
 __device__ inline DistanceBracket all_distances() {
   return {-1, static_cast<int32_t>(__float_as_uint(INFINITY))};
 }
 
-// Turns surprise_bins() into what the tokens before each bin's beginning weigh, in list_x.
+// Sets list_x to the mass of the tokens before each bin of surprise_bins().
 template <typename T, bool kProcessed>
 __device__ __forceinline__ void sum_surprise_bins(const Row<T, kProcessed>& row) {
   auto mass_of = [&](int bin) {
@@ -58,7 +58,7 @@ __device__ __forceinline__ void sum_surprise_bins(const Row<T, kProcessed>& row)
   __syncthreads();
 }
 
-// A bracket that most probably is right, a few bins wide on both sides of the mean.
+// Returns a bracket that most probably holds the cut, a few bins wide on both sides of the mean.
 template <typename T, bool kProcessed>
 __device__ __forceinline__ DistanceBracket guess_distances(const Row<T, kProcessed>& row,
                                                            Mass target) {
@@ -79,7 +79,8 @@ __device__ __forceinline__ DistanceBracket guess_distances(const Row<T, kProcess
     if (between(floorf(from), ceilf(upto)) + slack < wanted) low = bins;
     if (between(ceilf(from), floorf(upto)) - slack >= wanted) high = min(high, bins);
   }
-  // As masses, for which a block has an address at hand: of another width it would be spilled.
+  // Reduced as masses, because block_reduce of another type needs another address, which would be
+  // spilled.
   low = static_cast<int>(block_reduce<Max>(row.shared, static_cast<Mass>(low)));
   high = static_cast<int>(block_reduce<Min>(row.shared, static_cast<Mass>(high)));
   DistanceBracket found = all_distances();
@@ -89,8 +90,8 @@ __device__ __forceinline__ DistanceBracket guess_distances(const Row<T, kProcess
   return found;
 }
 
-// Shrinks a bracket of more than one distance by thresholds inside another one; where it ends with
-// that, no threshold is spent on the end.
+// Shrinks a bracket of more than one distance by thresholds within `inside`. If both end at the
+// same distance, no threshold is spent on that end.
 template <typename T, bool kProcessed>
 __device__ __forceinline__ void narrow(const Row<T, kProcessed>& row,
                                        Mass target,
@@ -119,8 +120,8 @@ __device__ __forceinline__ void narrow(const Row<T, kProcessed>& row,
   __syncthreads();
 }
 
-// The distance of the listed token at which those that lie within the bracket, `nearer` before them,
-// reach the target, as far as a sum of their masses tells.
+// Returns the distance of the listed token at which the tokens of the bracket reach the target,
+// with the mass `nearer` before them. Rounding of the sum can make the answer wrong.
 template <typename T, bool kProcessed>
 __device__ __forceinline__ int32_t
 listed_distance(const Row<T, kProcessed>& row, DistanceBracket bracket, Mass nearer, Mass target) {
@@ -130,7 +131,8 @@ listed_distance(const Row<T, kProcessed>& row, DistanceBracket bracket, Mass nea
   return static_cast<int32_t>(__float_as_uint(fabsf(cut_at(key).value)));
 }
 
-// The token of that distance, all of which are listed, up to which they are kept.
+// Returns the id of the last token to keep at this distance; all tokens at the distance must be
+// listed.
 template <typename T, bool kProcessed>
 __device__ __forceinline__ int32_t listed_last(const Row<T, kProcessed>& row,
                                                int32_t distance,
@@ -140,11 +142,11 @@ __device__ __forceinline__ int32_t listed_last(const Row<T, kProcessed>& row,
   return cut_at(select_listed(row, true, low, high, 0, wanted, ByDistance())).last_id;
 }
 
-// Where distances are to be cut: the least one, within which tokens weigh `target`, and the last id
-// of its own. Three passes, where the bins tell it: one took them, one lists what is about as far,
-// one weighs what is nearer than the distance that the list tells. What the list tells is a sum of
-// masses in another order, so it is looked at; where it is wrong, or too many tokens are about as
-// far, brackets shrink. Leaves the sums of weigh_around.
+// Returns the cut: the least distance within which tokens weigh `target`, and the last id to keep
+// at that distance. If the bins guess well, it takes three passes: one filled the bins, one lists
+// the tokens near the guessed distance, and one weighs the tokens nearer than the distance found in
+// the list. The list is summed in another order, so that distance must be verified. If it is wrong,
+// or too many tokens are near the guess, the bracket shrinks. Leaves the sums of weigh_around.
 template <typename T, bool kProcessed>
 __device__ __forceinline__ TypicalCut cut_distances(const Row<T, kProcessed>& row, Mass target) {
   DistanceBracket known = all_distances();
@@ -183,8 +185,8 @@ __device__ __forceinline__ TypicalCut cut_distances(const Row<T, kProcessed>& ro
   }
 }
 
-// Of the tokens in shared.kept, those whose surprise -log(probability) is nearest to its mean, the
-// entropy, until they have typical_p of the mass; ties to the lower id. Leaves the cut in
+// Keeps those tokens of shared.kept that have a surprise -log(probability) nearest to the mean (the
+// entropy), until they hold typical_p of the mass; ties go to the lower id. Leaves the cut in
 // shared.typical, and its mass in row.masses().
 template <typename T, bool kProcessed>
 __device__ __forceinline__ void keep_typical(const Row<T, kProcessed>& row) {
@@ -201,7 +203,7 @@ __device__ __forceinline__ void keep_typical(const Row<T, kProcessed>& row) {
   __syncthreads();
   if (row.thread() == 0) row.shared.typical = cut;
   __syncthreads();
-  // Ties lie before the last one's leaf, behind it, or on both sides of it.
+  // In leaves before the last kept tie all ties are kept, in later leaves none.
   int32_t divided = cut.last_id / Leaf<T>::kSize;
 #pragma unroll 1
   for (int32_t leaf = row.thread(); leaf < row.num_leaves; leaf += row.threads()) {

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// Passes over the leaves of a row for typical-p. A token's surprise is told in nats above the first
-// token's, (max - logit) / temperature, so no logarithm is taken; its distance is how far that is
-// from the mean. Sums of a leaf are fp32 in one fixed tree, whatever a pass is for.
+// Passes over the leaves of a row for typical-p. A token's surprise is measured in nats above the
+// first token's, (max - logit) / temperature, which takes no logarithm. Its distance is the
+// difference from the mean surprise. Sums of a leaf are fp32 in one fixed tree in every pass.
 #pragma once
 
 #include "sampling/row/cuda/block_reduce.cuh"
@@ -10,11 +10,11 @@
 
 namespace specops {
 
-// Weights by surprise, only to guess from: bins in the place of the list while that is idle. What is
-// more surprising than the last one hardly weighs anything: e^-23.
+// Bins of weight by surprise, used only for a first guess. They reuse the list's memory while the
+// list is idle. Tokens past the last bin weigh next to nothing: e^-23.
 constexpr int kSurpriseBins = 3000;
 constexpr float kBinsPerNat = 128.0f;
-constexpr float kBinUnit = 4096.0f;  // of a weight at a bin's beginning
+constexpr float kBinUnit = 4096.0f;  // per weight of a token at a bin's beginning
 static_assert(kSurpriseBins < kListCapacity);
 
 __device__ inline uint32_t* surprise_bins(RowShared& shared) {
@@ -26,16 +26,16 @@ __device__ inline void count_surprise(RowShared& shared, float surprise) {
   if (!(place < kSurpriseBins)) return;
   int bin = static_cast<int>(place);
   float inside = (place - static_cast<float>(bin)) / kBinsPerNat;
-  float weight = 1.0f - inside + 0.5f * inside * inside;  // e^-inside, of the bin's beginning
+  float weight = 1.0f - inside + 0.5f * inside * inside;  // e^-inside, relative to the bin's start
   atomicAdd(&surprise_bins(shared)[bin], static_cast<uint32_t>(weight * kBinUnit + 0.5f));
 }
 
-// Of the kept tokens.
+// Sums over the kept tokens.
 struct Moments {
   Mass total, surprise;
 };
 
-// Leaves what they weigh in surprise_bins().
+// Sums mass and surprise of the kept tokens, and leaves their weights in surprise_bins().
 template <typename T, bool kProcessed>
 __device__ __forceinline__ Moments take_moments(const Row<T, kProcessed>& row) {
   __syncthreads();
@@ -51,7 +51,7 @@ __device__ __forceinline__ Moments take_moments(const Row<T, kProcessed>& row) {
     int32_t begin = leaf * Leaf<T>::kSize;
     Leaf<T> x;
     x.load(row.logits, leaf);
-    // One sum at a time, which costs a weight more and registers less.
+    // One sum per round: this computes each weight twice but needs fewer registers.
 #pragma unroll 1
     for (int power = 0; power < 2; ++power) {
       float sums[4] = {};
@@ -71,7 +71,7 @@ __device__ __forceinline__ Moments take_moments(const Row<T, kProcessed>& row) {
   return {row.shared.sums[0], row.shared.sums[1]};
 }
 
-// A distance as an integer of the same order.
+// Returns a token's distance as an integer of the same order.
 template <typename T, bool kProcessed>
 __device__ inline int32_t distance_bits(const Row<T, kProcessed>& row, float x) {
   return static_cast<int32_t>(__float_as_uint(row.distance(x)));
@@ -81,8 +81,8 @@ __device__ inline float distance_of(int32_t bits) {
   return __uint_as_float(static_cast<uint32_t>(bits));
 }
 
-// Lists the kept tokens further than `low` and no further than `high`; returns what those weigh that
-// are no further than `low`. Where the list overflows only its count is right.
+// Lists the kept tokens with `low` < distance <= `high`, and returns the mass of those with
+// distance <= `low`. If the list overflows, only its count is valid.
 template <typename T, bool kProcessed>
 __device__ __forceinline__ Mass gather_distances(const Row<T, kProcessed>& row,
                                                  int32_t low,
@@ -113,13 +113,13 @@ __device__ __forceinline__ Mass gather_distances(const Row<T, kProcessed>& row,
   return block_reduce<Add>(row.shared, nearer);
 }
 
-// Around a distance: what the kept tokens weigh that are nearer, and that are no further.
+// The mass of the kept tokens nearer than a distance, and of those no further.
 struct Around {
   Mass nearer, upto;
 };
 
-// Leaves the sums of every leaf in its statistics, which the scan's are not needed in any more:
-// `warm` has those of the nearer tokens, `raw` of those no further.
+// Weighs the tokens around a distance. Leaves the sums of every leaf in its statistics, which the
+// scan no longer needs: `warm` is the weight of the nearer tokens, `raw` of those no further.
 template <typename T, bool kProcessed>
 __device__ __forceinline__ Around weigh_around(const Row<T, kProcessed>& row, int32_t distance) {
   __syncthreads();
@@ -153,7 +153,7 @@ __device__ __forceinline__ Around weigh_around(const Row<T, kProcessed>& row, in
   return {row.shared.sums[0], row.shared.sums[1]};
 }
 
-// shared.sums[j] += mass of the kept tokens no further than shared.thresholds[j].
+// Adds to shared.sums[j] the mass of the kept tokens no further than shared.thresholds[j].
 template <typename T, bool kProcessed>
 __device__ __forceinline__ void masses_within(const Row<T, kProcessed>& row) {
 #pragma unroll 1
@@ -177,15 +177,15 @@ __device__ __forceinline__ void masses_within(const Row<T, kProcessed>& row) {
   __syncthreads();
 }
 
-// What a token adds where equally distant ones are counted off: never nothing.
+// Returns a token's mass for counting equally distant tokens, at least 1.
 template <typename T, bool kProcessed>
 __device__ inline Mass counted_mass(const Row<T, kProcessed>& row, float x) {
   Mass own = row.mass(row.weight(x));
   return own > 0 ? own : 1;
 }
 
-// The first token, in id order, at which the kept ones of a distance weigh `wanted`; the last one
-// where they never do. A warp has a run of leaves, a lane a run of a leaf.
+// Returns the first token, in id order, at which the kept tokens of a distance weigh `wanted`, or
+// the last such token if they never do. Each warp owns a run of leaves, each lane a run of a leaf.
 template <typename T, bool kProcessed>
 __device__ __forceinline__ int32_t id_reaching(const Row<T, kProcessed>& row,
                                                int32_t distance,
@@ -207,7 +207,7 @@ __device__ __forceinline__ int32_t id_reaching(const Row<T, kProcessed>& row,
 #pragma unroll 1
   for (int32_t leaf = begin; leaf < end; ++leaf) own += lane_amount(leaf);
   Mass upto = block_inclusive(row.shared, own, &total);
-  Mass before = __shfl_sync(kFullMask, upto - own, 0);  // of the warp's run
+  Mass before = __shfl_sync(kFullMask, upto - own, 0);  // mass before the warp's run
   wanted = wanted < total ? wanted : total;
   wanted = wanted > 0 ? wanted : 1;
 #pragma unroll 1

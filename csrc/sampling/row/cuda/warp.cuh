@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Where a thread stands in its block, and what a warp finds together.
+// A thread's position in its block, and reductions over a warp.
 #pragma once
 
 #include "common/ptx.cuh"
@@ -11,15 +11,15 @@ __device__ inline int lane_id() { return static_cast<int>(threadIdx.x) % kWarpSi
 __device__ inline int warp_id() { return static_cast<int>(threadIdx.x) / kWarpSize; }
 __device__ inline int num_warps() { return static_cast<int>(blockDim.x) / kWarpSize; }
 
-// warp_id(), computed where it is asked for. Left to itself the compiler keeps what follows from the
-// number of a thread in registers of its own, from one block_reduce to all others.
+// Returns warp_id(), computed anew. Otherwise the compiler keeps values derived from the thread
+// index in registers from one block_reduce to the next.
 __device__ inline int fresh_warp_id() {
   uint32_t thread = threadIdx.x;
   ptx::forget(thread);
   return static_cast<int>(thread) / kWarpSize;
 }
 
-// The same bits in every lane.
+// Returns the sum over the warp, with the same bits in every lane.
 __device__ inline float warp_sum(float x) {
 #pragma unroll
   for (int offset = kWarpSize / 2; offset > 0; offset /= 2) {
