@@ -831,14 +831,14 @@ MUTATIONS = [
     Mutation(
         "the counts are stored while other threads read the row",
         "sampling/commit/commit.cuh",
-        "      if (!__syncthreads_or(distance > 0)) break;  // entries before these stay as well\n",
+        "      if (!__syncthreads_or(distance > 0)) break;  // then all earlier entries stay in place, too\n",
         "",
         COMMIT,
     ),
     Mutation(
         "the next tokens are counted before the row is whole",
         "sampling/commit/commit.cuh",
-        "    __syncthreads();  // the row is whole again\n",
+        "    __syncthreads();  // the row is consistent again\n",
         "",
         COMMIT,
     ),
@@ -859,7 +859,7 @@ MUTATIONS = [
     Mutation(
         "what follows an injected token is kept",
         "sampling/commit/commit_walk.h",
-        "    if (walk.is_injected) break;  // what follows was drafted from another token\n",
+        "    if (walk.is_injected) break;  // the next tokens were drafted after another token\n",
         "",
         COMMIT,
     ),
@@ -1053,7 +1053,7 @@ MUTATIONS = [
     Mutation(
         "no barrier between a table's clearing and its use",
         "suffix_tree/ngram_propose.cuh",
-        "  __syncthreads();  // the state has been read, and the table is clear\n",
+        "  __syncthreads();  // the state has been read and the table is cleared\n",
         "",
         NGRAM,
     ),
