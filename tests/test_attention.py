@@ -1160,8 +1160,10 @@ def paged_trees(
     head_dim: int,
     device: str,
 ) -> dict[str, Tensor]:
-    """Requests of a root and `nodes` nodes behind a prefix; every slot of the caches has its own
-    bits, and entries that nobody may read are poisoned."""
+    """Return requests of a root and `nodes` nodes behind a prefix.
+
+    Every slot of the caches has its own bits, and entries that must not be read are poisoned.
+    """
     kv_lens = [prefix + 1 + nodes for prefix in prefixes]
     counts = [-(-kv_len // page_size) + 1 for kv_len in kv_lens]
     num_pages = sum(counts) + 2
@@ -1289,7 +1291,7 @@ def test_compact_kv_faults(
     value: int,
     message: str,
 ) -> None:
-    """cpu writes nothing; on CUDA the other request's tokens move."""
+    """Cpu writes nothing; on CUDA the other request's tokens move."""
     case = paged_trees([[1, 2], [2, 4]], 5, [0, 13], 16, torch.float32, 2, 8, device)
     case[argument][index] = value
     want = {name: tensor.clone() for name, tensor in case.items()}

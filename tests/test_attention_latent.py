@@ -54,7 +54,7 @@ def random_latents(
 
 
 def attend(batch: Batch, **options: Any) -> Tensor:
-    """out and lse, as bits in one row."""
+    """Out and lse, as bits in one row."""
     options.setdefault("sm_scale", SCALE)
     out, lse = attention.append_attention(*tensors(batch), return_lse=True, **options)
     assert out.shape[-1] == LATENT

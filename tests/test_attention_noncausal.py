@@ -23,7 +23,7 @@ from torch import Tensor
 
 
 def attend(batch: Batch, **options: Any) -> Tensor:
-    """out and lse of rows that see all, as bits in one row."""
+    """Out and lse of rows that see all, as bits in one row."""
     out, lse = attention.append_attention(
         *batch.tensors(), is_causal=False, return_lse=True, **options
     )

@@ -31,7 +31,7 @@ def random_sinks(heads: int) -> Tensor:
 
 
 def attend(batch: Batch, **options: Any) -> Tensor:
-    """out and lse, as bits in one row."""
+    """Out and lse, as bits in one row."""
     out, lse = attention.append_attention(*batch.tensors(), return_lse=True, **options)
     return torch.cat([as_bits(out).flatten(1), as_bits(lse).flatten(1)], 1)
 

@@ -603,7 +603,7 @@ def test_build_tree_example_of_the_docstring(device: str) -> None:
 def test_build_tree_faults(
     device: str, on_cuda: bool, change: dict[str, Any], message: str
 ) -> None:
-    """cpu writes nothing; on CUDA the other request is as ever and the wrong one a root alone."""
+    """Cpu writes nothing; on CUDA the other request is as ever and the wrong one a root alone."""
     good = {"parents": [[-1, 0, 1], [-1, 0, -1]], "num_draft_tokens": [3, 3], "positions": [5, 6]}
     inputs = {
         name: torch.tensor(value, dtype=torch.int32, device=device)

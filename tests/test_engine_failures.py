@@ -499,8 +499,10 @@ def test_what_fails_of_one_request_ends_that_one(
 
 
 def test_what_a_grammar_may_be_asked_is_planted() -> None:
-    """But for what is asked only where something else has failed, or a text is at its end, and for
-    what is done beside the steps, whose results they do without.
+    """Every hook of a grammar is made to fail, except for a few rare ones.
+
+    Those run only after another failure or at the end of a text, or beside the steps, which do not
+    need their results.
     """
     rare = {"restart", "fits_end", "allow_all", "is_complete", "may_end", "note_limit", "is_dear"}
     rare.add("prepare")

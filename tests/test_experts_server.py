@@ -2,7 +2,7 @@
 # ruff: noqa: E402  (where the server's packages are missing, nothing else is imported)
 """The command that serves a mixture of experts in 4 bits with its MTP module, as FastDeploy has it.
 
-    python -m specops.engine --model DIR --quantization wint4 \
+python -m specops.engine --model DIR --quantization wint4 \
         --speculative-config '{"method": "mtp", "num_speculative_tokens": 1, "model": "DIR"}'
 """
 

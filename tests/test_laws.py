@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The law of emitted tokens, exactly (laws.py says how) and by the hundred thousand; and verifiers
-with a bug each, which these checks must refuse.
+"""The exact distribution of emitted tokens, and samples of a hundred thousand tokens.
+
+laws.py integrates the distribution. Verifiers with one planted bug each must fail these checks.
 
 A check is a function of the ops: the reference, the CPU kernels or the CUDA kernels in the
 interpreter, the last two compiled with scripted uniforms.

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""linear on AMX tiles: no bit of a row depends on the other rows, on threads, strides or the place
-of an output, and each is what Intel's description of the instruction says; of int8 and int4 it is
-that of other instruction sets. Over a model of the instructions (amx_model.h) everywhere, and over
-the instructions where the CPU has them.
+"""`linear` on AMX tiles, with a model of the instructions (amx_model.h) or on a CPU that has them.
+
+No bit of a row depends on the other rows, on threads, strides or the place of an output. Each bit is
+what Intel's description of the instruction says; for int8 and int4 weights it equals the bit of the
+other instruction sets.
 """
 
 import ctypes
@@ -149,8 +150,10 @@ def over_the_model(library: ctypes.CDLL) -> Iterator[Linear]:
 
 
 def twin(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """The sums in the order of TDPBF16PS: products in float64 are exact, so a sum with one of them
-    rounds once where the float64 sum is exact or far from a tie.
+    """Return the sums in the order of TDPBF16PS.
+
+    Products in float64 are exact, so a sum with one of them rounds once where the float64 sum is
+    exact or far from a tie.
     """
     pad = -x.shape[1] % LEAF
     x, weight = (torch.nn.functional.pad(t, (0, pad)).double() for t in (x, weight))

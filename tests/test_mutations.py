@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Bugs put into the real kernels, one at a time: the tests of the op, run in the interpreter, must
-notice every one; those of verification's own rules are put into the CPU's, for the tests of its
-laws. A mutation that no longer applies fails too: choose the like of it in new code.
+"""Bugs planted in the real kernels, one at a time; the tests of the op must notice every one.
 
-The table of what noticed what is left in build/mutations.md.
+The tests run in the interpreter. Bugs in the rules of verification are planted in the CPU kernels,
+for the tests of the exact distribution. A mutation that no longer applies fails, too: plant a
+similar bug in the new code. build/mutations.md lists which test noticed which bug.
 """
 
 import os
@@ -549,7 +549,8 @@ MUTATIONS = [
     Mutation(
         "a lane writes q while others still read it",
         "attention/rope_append_kv/rope_append_kv.cuh",
-        "          __syncwarp(mask);  // q_out may alias q: all lanes must read before any writes\n",
+        "          __syncwarp(mask);"
+        "  // q_out may alias q: all lanes must read before any writes\n",
         "",
         ROPE,
     ),
@@ -831,7 +832,8 @@ MUTATIONS = [
     Mutation(
         "the counts are stored while other threads read the row",
         "sampling/commit/commit.cuh",
-        "      if (!__syncthreads_or(distance > 0)) break;  // then all earlier entries stay in place, too\n",
+        "      if (!__syncthreads_or(distance > 0)) break;"
+        "  // then all earlier entries stay in place, too\n",
         "",
         COMMIT,
     ),

@@ -277,8 +277,9 @@ def test_flushed_subnormal_codes_are_noticed(monkeypatch: pytest.MonkeyPatch, wh
 
 @pytest.mark.parametrize("op", ["append_attention", "linear", "sample"])
 def test_a_lost_arrival_is_noticed(monkeypatch: pytest.MonkeyPatch, op: str) -> None:
-    """Before one call of many the counters have one arrival too many: a block that is not the last
-    takes itself for it, and ends the work of others before they have.
+    """Before one of many calls the counters have one arrival too many.
+
+    A block that is not the last one then ends the work of the others too early.
     """
     module: Any = {"append_attention": attention, "linear": dense, "sample": sampling}[op]
     inner, calls = getattr(module, op), [0]

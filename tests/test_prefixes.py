@@ -27,8 +27,10 @@ Lists = list[list[int]]
 
 
 def random_lists(seed: int, size: int, most_pages: int) -> Lists:
-    """Page lists that begin alike as a random tree tells; every page has one list of pages before
-    it."""
+    """Return page lists whose common beginnings form a random tree.
+
+    Every page has one list of pages before it.
+    """
     draw = random.Random(seed)
     ids = iter(draw.sample(range(100 * most_pages * size), 2 * most_pages * size))
     lists: Lists = [[]]

@@ -118,7 +118,7 @@ def floor_to(x: Fraction, unit: Fraction) -> Fraction:
 
 
 def exponent(x: Fraction) -> int:
-    """e with 2^e <= |x| < 2^(e + 1)."""
+    """E with 2^e <= |x| < 2^(e + 1)."""
     guess = abs(x).numerator.bit_length() - abs(x).denominator.bit_length()
     return guess if abs(x) >= Fraction(2) ** guess else guess - 1
 
@@ -139,8 +139,10 @@ def fma_rule(c: Fraction, products: list[tuple[Fraction, Fraction]]) -> Fraction
 def truncating_rule(
     c: Fraction, products: list[tuple[Fraction, Fraction]], bits: int, step: int
 ) -> Fraction:
-    """Terms cut `bits` below the largest exponent (of a product: the sum of its factors'), then
-    the sum cut to fp32."""
+    """Return the sum of terms truncated `bits` below the largest exponent, truncated to fp32.
+
+    The exponent of a product is the sum of the exponents of its factors.
+    """
     for start in range(0, len(products), step):
         terms = [
             (x * y, exponent(x) + exponent(y)) for x, y in products[start : start + step] if x * y

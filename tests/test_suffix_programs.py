@@ -1,6 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The suffix tree and its cache without Python: fuzzed, called from several threads, and both again
-under sanitizers (`make test-sanitize`); and its arrays."""
+"""The suffix tree, its cache and its arrays without Python.
+
+They are fuzzed and called from several threads, and both again under sanitizers
+(`make test-sanitize`).
+"""
 
 import os
 import re

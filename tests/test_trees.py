@@ -406,7 +406,7 @@ def test_copy_kv(device: str, isa: str, dtype: torch.dtype, heads: int, head_dim
 def test_copy_kv_faults(
     device: str, on_cuda: bool, argument: str, value: int, message: str
 ) -> None:
-    """cpu writes nothing; on CUDA the other copies are made."""
+    """Cpu writes nothing; on CUDA the other copies are made."""
     slots = {"from_slots": torch.tensor([1, 2, 3]), "to_slots": torch.tensor([10, 20, 30])}
     k_cache, v_cache = torch.randn(2, 4, 16, 1, 8).to(device)
     want = [k_cache.clone(), v_cache.clone()]

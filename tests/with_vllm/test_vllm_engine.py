@@ -63,7 +63,7 @@ def test_compiled_is_eager_bit_for_bit(
 
 
 def kept_in(folder: Path) -> list[Path]:
-    """vLLM's compiled graphs."""
+    """VLLM's compiled graphs."""
     return list(folder.glob("cache/**/rank_0_0/model"))
 
 

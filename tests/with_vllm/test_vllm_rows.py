@@ -12,7 +12,7 @@ from torch import Tensor
 
 @pytest.fixture(autouse=True)
 def config() -> Iterator[None]:
-    """vLLM's layers ask for a configuration."""
+    """VLLM's layers ask for a configuration."""
     from vllm.config import VllmConfig, set_current_vllm_config
 
     made = VllmConfig()
@@ -108,7 +108,7 @@ HEADS, KV_HEADS, HEAD_DIM, PAGE = 4, 2, 64, 16
 
 
 def batch_of(begin: int, end: int, blocks: list[int], causal: bool = True) -> Any:
-    """vLLM's description of a step with a request's rows `begin` to `end`, as far as it is read."""
+    """VLLM's description of a step with a request's rows `begin` to `end`, as far as it is read."""
     places = torch.arange(begin, end)
     return SimpleNamespace(
         num_reqs=1,
