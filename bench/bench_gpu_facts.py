@@ -37,7 +37,11 @@ _START = {
     "start_dependent": [],
     "start_arrival": [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int, ctypes.c_int],
     "start_read_cached": [
-        *(ctypes.c_void_p, ctypes.c_int64, ctypes.c_int, ctypes.c_int, ctypes.c_void_p)
+        ctypes.c_void_p,
+        ctypes.c_int64,
+        ctypes.c_int,
+        ctypes.c_int,
+        ctypes.c_void_p,
     ],
     "start_mma_peak": [ctypes.c_int, ctypes.c_int, ctypes.c_void_p],
     "start_wgmma": [ctypes.c_void_p, *[ctypes.c_int] * 4],

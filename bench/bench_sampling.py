@@ -126,12 +126,20 @@ def _pipelines(bench: Bench, logits: list[Tensor]) -> None:
         ("sample.top_p", "sample top-p", "top_p", "torch sort pipeline", "sort", "ratio >= 80"),
         ("sample.greedy", "sample greedy", "greedy", "torch argmax", "argmax", None),
         (
-            *("target_match.torch", "target_match, top-k 50, top-p 0.9", "target_match"),
-            *("torch sort pipeline", "sort_k", "ratio >= 80"),
+            "target_match.torch",
+            "target_match, top-k 50, top-p 0.9",
+            "target_match",
+            "torch sort pipeline",
+            "sort_k",
+            "ratio >= 80",
         ),
         (
-            *("target_match.transformers", "target_match, top-k 50, top-p 0.9", "target_match"),
-            *("transformers processors", "transformers", "ratio >= 20"),
+            "target_match.transformers",
+            "target_match, top-k 50, top-p 0.9",
+            "target_match",
+            "transformers processors",
+            "transformers",
+            "ratio >= 20",
         ),
     ):
         theirs = argmax if other == "argmax" else slow

@@ -186,7 +186,12 @@ class _Tree:
         self._figure(
             "threads",
             f"a step of {len(self.batched)} requests, two threads: wall",
-            *(two, "us", "one thread", one, one / two, f"ratio >= {THREADS_BARS[self.stream]}"),
+            two,
+            "us",
+            "one thread",
+            one,
+            one / two,
+            f"ratio >= {THREADS_BARS[self.stream]}",
             threads=2,
         )
 

@@ -125,7 +125,14 @@ class Cache:
         lens = self.kv_lens if kv_lens is None else kv_lens
         return [
             partial(
-                *(append_attention, q, self.k, self.v, qo_indptr, self.kv_indptr, pages, lens),
+                append_attention,
+                q,
+                self.k,
+                self.v,
+                qo_indptr,
+                self.kv_indptr,
+                pages,
+                lens,
                 **keywords,
             )
             for pages in kv_indices or self.kv_indices

@@ -72,7 +72,10 @@ class Driver:
         value = ctypes.c_int()
         self.call(
             "cuOccupancyMaxActiveBlocksPerMultiprocessor",
-            *(ctypes.byref(value), function, threads, ctypes.c_size_t(smem_bytes)),
+            ctypes.byref(value),
+            function,
+            threads,
+            ctypes.c_size_t(smem_bytes),
         )
         return value.value
 

@@ -72,7 +72,11 @@ def one_step(model: Transformer, token_ids: list[int]) -> Tensor:
     kv_lens, kv_indptr = ints(rows), ints(0, pages)
     kv_indices = torch.arange(pages, dtype=torch.int32, device=device)
     indices = batching.prepare_batch(
-        *(ints(rows), kv_lens, ints(OutputMode.ALL), kv_indptr, kv_indices),
+        ints(rows),
+        kv_lens,
+        ints(OutputMode.ALL),
+        kv_indptr,
+        kv_indices,
         page_size=PAGE_SIZE,
         total_rows=rows,
         num_output_rows=rows,

@@ -64,7 +64,10 @@ def build(
         write_overlay(folders[name], header, edits)
     tree, configured = _tree()
     configure = [
-        *("cmake", *configured, "-B", str(tree)),
+        "cmake",
+        *configured,
+        "-B",
+        str(tree),
         f"-DSPECOPS_CUDA_VARIANTS={';'.join(map(str, folders.values()))}",
         f"-DSPECOPS_CUDA_VARIED={';'.join(f'csrc/{source}' for source in sources)}",
     ]
@@ -86,11 +89,15 @@ def _tree() -> tuple[Path, list[str]]:
     import pybind11
 
     return WORK / "variants" / "build", [
-        *("-G", "Ninja", "-S", str(ROOT)),
+        "-G",
+        "Ninja",
+        "-S",
+        str(ROOT),
         f"-DPython_EXECUTABLE={sys.executable}",
         f"-Dpybind11_DIR={pybind11.get_cmake_dir()}",
         f"-DCMAKE_LIBRARY_OUTPUT_DIRECTORY={WORK / 'variants' / 'package'}",
-        *("-DSPECOPS_ISAS=portable", "-DSPECOPS_WERROR=OFF"),
+        "-DSPECOPS_ISAS=portable",
+        "-DSPECOPS_WERROR=OFF",
         *cmake_options(),
     ]
 

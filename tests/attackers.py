@@ -307,10 +307,22 @@ async def ambiguous_grammars(target: Target) -> None:
 ATTACKS: dict[str, Callable[[Target], Awaitable[None]]] = {
     one.__name__: one
     for one in (
-        *(bad_words, long_ids, many_choices, trickling, half_open, big_heads),
-        *(broken_uploads, huge_bodies, announced_bodies),
-        *(connect_send_close, fresh_prompts, prompt_logprobs, forwarded_for, leaving_streams),
-        *(one_prompt_after_another, one_scored_prompt_after_another),
+        bad_words,
+        long_ids,
+        many_choices,
+        trickling,
+        half_open,
+        big_heads,
+        broken_uploads,
+        huge_bodies,
+        announced_bodies,
+        connect_send_close,
+        fresh_prompts,
+        prompt_logprobs,
+        forwarded_for,
+        leaving_streams,
+        one_prompt_after_another,
+        one_scored_prompt_after_another,
         ambiguous_grammars,
     )
 }

@@ -352,7 +352,9 @@ def _message_stream(call: Call) -> bool:
     whole, last = call(), events[-2]
     assert [one.type for one in events[:2]] == ["message_start", "content_block_start"]
     assert [one.type for one in events[-3:]] == [
-        *("content_block_stop", "message_delta", "message_stop")
+        "content_block_stop",
+        "message_delta",
+        "message_stop",
     ]
     same_end = last.delta.stop_reason == whole.stop_reason
     return (

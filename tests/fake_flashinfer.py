@@ -217,12 +217,18 @@ class MultiLevelCascade:
         q_data_type=torch.float16,
     ) -> None:
         arrays = (
-            *(qo_indptr_arr, paged_kv_indptr_arr, paged_kv_indices_arr),
+            qo_indptr_arr,
+            paged_kv_indptr_arr,
+            paged_kv_indices_arr,
             paged_kv_last_page_len,
         )
         for level, *of_level in zip(self.levels, *arrays, strict=True):
             level.plan(
-                *(*of_level, num_qo_heads, num_kv_heads, head_dim, page_size),
+                *of_level,
+                num_qo_heads,
+                num_kv_heads,
+                head_dim,
+                page_size,
                 causal=causal and level is self.levels[-1],
                 q_data_type=q_data_type,
                 kv_data_type=q_data_type,
@@ -231,7 +237,8 @@ class MultiLevelCascade:
     def run(self, q, paged_kv_cache):
         states = [
             level.run(
-                *(q, paged_kv_cache),
+                q,
+                paged_kv_cache,
                 out=torch.empty_like(q),
                 lse=torch.empty(q.shape[:2]),
                 return_lse=True,

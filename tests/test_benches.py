@@ -152,7 +152,7 @@ ELSEWHERE = ("suffix_tree",)
 
 @pytest.mark.parametrize("family", [name for name in FAMILIES if name not in ELSEWHERE])
 @pytest.mark.fast(
-    *("machine", "mixture", "head_mistakes", "structured", "serving", "cascade", "kv_cache")
+    "machine", "mixture", "head_mistakes", "structured", "serving", "cascade", "kv_cache"
 )
 def test_a_family_runs(tiny: None, family: str) -> None:
     if family == "structured":

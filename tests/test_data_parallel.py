@@ -81,7 +81,8 @@ def test_an_engine_that_dies_ends_its_own_requests_alone(
         streams = []
         for prompt in ([5] * 20, [6] * 20):
             asking = httpx.stream(
-                *("POST", f"{server.url}/v1/completions"),
+                "POST",
+                f"{server.url}/v1/completions",
                 json={**long, "prompt": prompt},
                 timeout=120,
             )

@@ -435,7 +435,7 @@ CASES: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("kind", ["dflash", "dspark", "dflash2", "windows"])
 @pytest.mark.fast(
-    *("dflash-tree", "windows-hybrid", "dspark-preempted", "dspark-int8", "dflash2-preempted")
+    "dflash-tree", "windows-hybrid", "dspark-preempted", "dspark-int8", "dflash2-preempted"
 )
 def test_every_bit_is_plain_decoding_s(
     target: tuple[Path, Any], tmp_path: Path, kind: str, case: str
@@ -551,10 +551,23 @@ def test_null_is_no_value(target: tuple[Path, Any], tmp_path: Path, layout: str,
     block.write(tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
     fields = (
-        *("target_hidden_size", "num_target_layers", "markov_rank", "markov_head_type"),
-        *("conv_kernel_size", "selector_rank", "sliding_window_non_causal", "causal", "use_swa"),
-        *("speculators_model_type", "draft_vocab_size", "projector_type", "sample_from_anchor"),
-        *("output_multiplier", "final_logit_softcapping", "layer_ids", "rope_scaling"),
+        "target_hidden_size",
+        "num_target_layers",
+        "markov_rank",
+        "markov_head_type",
+        "conv_kernel_size",
+        "selector_rank",
+        "sliding_window_non_causal",
+        "causal",
+        "use_swa",
+        "speculators_model_type",
+        "draft_vocab_size",
+        "projector_type",
+        "sample_from_anchor",
+        "output_multiplier",
+        "final_logit_softcapping",
+        "layer_ids",
+        "rope_scaling",
     )
     nulls = {name: None for name in fields if name not in config}
     nested = config.get("transformer_layer_config", {})

@@ -234,8 +234,11 @@ def test_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     # A family of another part by its name: as the results say it was measured.
     assert names("bench", only=["facts"]) == ["build", "bench facts"]
     assert names("peers", "facts") == [
-        *("build", "bench facts", "bench cascade"),
-        *("bench attention_peers", "bench sampling_peers"),
+        "build",
+        "bench facts",
+        "bench cascade",
+        "bench attention_peers",
+        "bench sampling_peers",
     ]
     assert "memcheck" in names("sanitize") and "engine tests" in names("tests")
     use = steps.all_steps(Plan(("facts",), (), Path("r.json"), False, Path("/brought")))[0]
@@ -269,7 +272,14 @@ def test_the_first_commands_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_table(capsys: pytest.CaptureFixture[str]) -> None:
     report.print_table([Outcome("build", "ok", 1.0, "x")])
     assert capsys.readouterr().out.split() == [
-        *("step", "status", "s", "summary", "build", "ok", "1.0", "x")
+        "step",
+        "status",
+        "s",
+        "summary",
+        "build",
+        "ok",
+        "1.0",
+        "x",
     ]
 
 
@@ -503,11 +513,17 @@ def test_goals_are_the_published_ones() -> None:
     bench = CudaBench("cpu")
     bench.gpu = "NVIDIA H200"
     assert [bench.goal(id) for id in ("G1", "G3", "G6", "G10")] == [
-        *("ratio >= 0.85", "value <= 10", "value <= 90", None)
+        "ratio >= 0.85",
+        "value <= 10",
+        "value <= 90",
+        None,
     ]
     bench.gpu = "NVIDIA A100-SXM4-80GB"
     assert [bench.goal(id) for id in ("G1", "G3", "G9", "G10")] == [
-        *(None, None, "ratio >= 1", "ratio >= 0.7")
+        None,
+        None,
+        "ratio >= 1",
+        "ratio >= 0.7",
     ]
 
 

@@ -292,7 +292,7 @@ class Commands:
 
 JOB = Submit(4, "", [PROMPTS[-1]], GREEDY, None, False)
 LEASING = structs.replace(JOB, kv_transfer=KvTransfer(do_remote_decode=True))
-ENDED = Output(*(4, 0, [1], "", []), end=End("length", None, 1, 1, 0, 0.0, SpeculativeStats()))
+ENDED = Output(4, 0, [1], "", [], end=End("length", None, 1, 1, 0, 0.0, SpeculativeStats()))
 
 
 def exchange(engine: PagesEngine, *commands: Command) -> tuple[Exchange, Commands, Leases]:
@@ -358,9 +358,7 @@ class Stream:
 
 
 LEASE = "0123456789abcdef" * 2
-DAMAGE = [
-    *("flips", "zeros", "cut", "missing", "inserted", "longer", "header of another", "spliced")
-]
+DAMAGE = ["flips", "zeros", "cut", "missing", "inserted", "longer", "header of another", "spliced"]
 
 
 @pytest.mark.parametrize("kind,method", [("heads", "mtp"), ("states", "naive")])
@@ -733,7 +731,20 @@ def test_every_head_comes_once(computing: int, going_on: int) -> None:
 
     def header(size: int, rank: int) -> Header:
         return Header(
-            *(4, 8, "", size, rank, size, rank, 16, [1], 3, "", 0, layouts[1:], layouts[:1]),
+            4,
+            8,
+            "",
+            size,
+            rank,
+            size,
+            rank,
+            16,
+            [1],
+            3,
+            "",
+            0,
+            layouts[1:],
+            layouts[:1],
             [layouts[-1]],
         )
 

@@ -216,7 +216,9 @@ def test_pages_from_another_engine_are_told_as_well(engine: Engine) -> None:
     assert twin is not None
     pool.register(twin[0], None, range(SIZE), b"c")  # of the first prefix again
     assert [type(one).__name__ for one in pool.events] == [
-        *("AllBlocksCleared", "BlockStored", "BlockStored")
+        "AllBlocksCleared",
+        "BlockStored",
+        "BlockStored",
     ]
     one, other = pool.events[1:]
     assert isinstance(one, BlockStored) and isinstance(other, BlockStored)

@@ -389,7 +389,10 @@ OF_THREE: dict[str, Callable[[Any], None]] = {
     name: partial(LAWS[name], vocab=3)
     for name in (
         *(f"rejection {form}" for form in CHAIN_FORMS),
-        *("block dense", "target_match", "tree REJECTION dense", "tree GREEDY"),
+        "block dense",
+        "target_match",
+        "tree REJECTION dense",
+        "tree GREEDY",
     )
 }
 LARGER: dict[str, Callable[[Any], None]] = {

@@ -133,8 +133,11 @@ def p_values_of(heads: Heads, trial: Trial, count: int, k: int) -> dict[str, flo
 
 @pytest.mark.parametrize("trial", TRIALS, ids=str)
 @pytest.mark.fast(
-    *("*'draft_model', *tree=False, filters={}*", "*'draft_model+suffix', *"),
-    *("*'eagle3', *tree=True*", "*'eagle', *filters={}*", "*'block', *logit_bias*"),
+    "*'draft_model', *tree=False, filters={}*",
+    "*'draft_model+suffix', *",
+    "*'eagle3', *tree=True*",
+    "*'eagle', *filters={}*",
+    "*'block', *logit_bias*",
 )
 def test_texts_follow_the_target(heads: Heads, trial: Trial, drafts: Drafts) -> None:
     found = p_values_of(heads, trial, 400, 3)

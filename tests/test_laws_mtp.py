@@ -426,7 +426,8 @@ def cases(faults: Sequence[Fault]) -> list[Any]:
     """Each fault under its trials; `make test` takes one of them, in turn."""
     return [
         pytest.param(
-            *(fault, trial),
+            fault,
+            trial,
             id=f"{fault.name}-{trial.strategy}",
             marks=[] if place == number % len(fault.trials) else [pytest.mark.slow],
         )

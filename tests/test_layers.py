@@ -18,7 +18,13 @@ CSRC = ROOT / "csrc"
 PACKAGE = ROOT / "python" / "specops"
 
 FAMILIES = (
-    *("batching", "attention", "dense", "linear_attention", "moe", "sampling", "suffix_tree"),
+    "batching",
+    "attention",
+    "dense",
+    "linear_attention",
+    "moe",
+    "sampling",
+    "suffix_tree",
 )
 # What several families are made of, and which these are.
 SHARED = {"gemm": ("dense", "moe")}
@@ -36,7 +42,12 @@ UNSAFE = {"pickle", "marshal", "shelve", "dill", "cloudpickle", "multiprocessing
 
 # The other commands' modules import without torch.
 CLI_WITH_ENGINE = {
-    *("comparison.py", "complete.py", "exactness.py", "models.py", "options.py", "serve.py"),
+    "comparison.py",
+    "complete.py",
+    "exactness.py",
+    "models.py",
+    "options.py",
+    "serve.py",
 }
 
 # Modules of the engine, lowest first: a module imports from its own group and those before. What
@@ -510,13 +521,26 @@ WRITERS = {
     "drafters": {"num_final_draft_kv"},
     "scheduling/scheduler": {"last_step"},
     "scheduling/slots": {
-        *("slot", "pages", "num_registered_pages", "num_computed", "num_cached_tokens"),
-        *("was_preempted", "queue_seconds", "num_final_draft_kv"),
+        "slot",
+        "pages",
+        "num_registered_pages",
+        "num_computed",
+        "num_cached_tokens",
+        "was_preempted",
+        "queue_seconds",
+        "num_final_draft_kv",
     },
     # What steps commit, and what follows from other fields in the beginning.
     "request": {
-        *("token_ids", "logprobs", "thinking_state", "finish_reason", "stop_reason", "error"),
-        *("prompt_logprobs", "draft_stages", "draft_limit"),
+        "token_ids",
+        "logprobs",
+        "thinking_state",
+        "finish_reason",
+        "stop_reason",
+        "error",
+        "prompt_logprobs",
+        "draft_stages",
+        "draft_limit",
     },
 }
 # Who writes something else of such a name: a part of a plan, a step's results.

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """`linear` on AMX tiles, with a model of the instructions (amx_model.h) or on a CPU that has them.
 
-No bit of a row depends on the other rows, on threads, strides or the place of an output. Each bit is
+No bit of a row depends on the other rows, on threads, strides or the place of an output. A bit is
 what Intel's description of the instruction says; for int8 and int4 weights it equals the bit of the
 other instruction sets.
 """

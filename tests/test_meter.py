@@ -185,8 +185,17 @@ def test_classes() -> None:
         "HMMA.16816.F32.BF16 R12, R16, R20, R12",
     ]
     assert pipes.classify(function_of(lines).instructions) == [
-        *("address", "address", "address", "shared", "global", "other", "move", "other"),
-        *("special", "sync", "tensor"),
+        "address",
+        "address",
+        "address",
+        "shared",
+        "global",
+        "other",
+        "move",
+        "other",
+        "special",
+        "sync",
+        "tensor",
     ]
 
 

@@ -262,8 +262,14 @@ class Faulty(SlowModules):
 
 NORMS = ("embed_norm", "hidden_norm", "head_norm")
 FAULTS = (
-    *("shifted_text", "shifted_states", "swapped_halves", "lost_input", "bfloat16_state"),
-    *("query_one_ahead", "wrong_scale", *NORMS),
+    "shifted_text",
+    "shifted_states",
+    "swapped_halves",
+    "lost_input",
+    "bfloat16_state",
+    "query_one_ahead",
+    "wrong_scale",
+    *NORMS,
 )
 
 

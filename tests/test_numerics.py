@@ -318,8 +318,11 @@ def test_a_form_that_cannot_be_launched_is_said(monkeypatch: pytest.MonkeyPatch)
     assert set(wrong) == {
         f"append_attention {form}"
         for form in (
-            *("bfloat16 128", "bfloat16 128, prefixes", "bfloat16 128, no workspace"),
-            *("int8 128", "float8_e4m3fn 128"),
+            "bfloat16 128",
+            "bfloat16 128, prefixes",
+            "bfloat16 128, no workspace",
+            "int8 128",
+            "float8_e4m3fn 128",
         )
     }
     told = {one.remark for one in wrong.values()}

@@ -29,10 +29,21 @@ from test_tools import TEMPLATE, TOOLS
 pytestmark = pytest.mark.ci
 
 EVERY_PATH = {
-    *("/health", "/metrics", "/version", "/v1/models", "/v1/models/{name}", "/v1/contract"),
-    *("/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize"),
-    *("/v1/messages", "/v1/messages/count_tokens", "/v1/responses"),
-    *("/v1/responses/{response_id}", "/v1/responses/{response_id}/input_items"),
+    "/health",
+    "/metrics",
+    "/version",
+    "/v1/models",
+    "/v1/models/{name}",
+    "/v1/contract",
+    "/v1/completions",
+    "/v1/chat/completions",
+    "/tokenize",
+    "/detokenize",
+    "/v1/messages",
+    "/v1/messages/count_tokens",
+    "/v1/responses",
+    "/v1/responses/{response_id}",
+    "/v1/responses/{response_id}/input_items",
 }
 
 

@@ -32,8 +32,14 @@ def test_the_loop_prints_what_its_comments_say(monkeypatch: pytest.MonkeyPatch) 
     lines = printed.getvalue().splitlines()
     in_batch = ["True True"] * 6  # printed once, in a loop over six requests
     assert lines == [
-        *("True", "64 True", "True", "True", *in_batch),
-        *("True True", "128 True", "True True"),
+        "True",
+        "64 True",
+        "True",
+        "True",
+        *in_batch,
+        "True True",
+        "128 True",
+        "True True",
     ]
     expected = re.findall(r"^ *print\(.*\)  # (.*)", code, re.MULTILINE)
     assert list(dict.fromkeys(lines)) == list(dict.fromkeys(expected))

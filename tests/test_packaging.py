@@ -17,12 +17,30 @@ pytestmark = pytest.mark.ci
 
 ROOT = Path(__file__).resolve().parent.parent
 PROJECT = (
-    *("CHANGELOG.md", "CMakeLists.txt", "LICENSE", "MANIFEST.in", "README.md"),
-    *("pyproject.toml", "setup.py"),
+    "CHANGELOG.md",
+    "CMakeLists.txt",
+    "LICENSE",
+    "MANIFEST.in",
+    "README.md",
+    "pyproject.toml",
+    "setup.py",
 )
 OPTIONAL = (
-    *("aiohttp", "fastapi", "httptools", "jinja2", "llguidance", "msgspec", "prometheus_client"),
-    *("pydantic", "rich", "safetensors", "tokenizers", "transformers", "uvicorn", "uvloop", "yaml"),
+    "aiohttp",
+    "fastapi",
+    "httptools",
+    "jinja2",
+    "llguidance",
+    "msgspec",
+    "prometheus_client",
+    "pydantic",
+    "rich",
+    "safetensors",
+    "tokenizers",
+    "transformers",
+    "uvicorn",
+    "uvloop",
+    "yaml",
 )
 
 
@@ -71,7 +89,11 @@ def test_everything_that_builds_is_there_and_nothing_else(source: Path) -> None:
             assert (source / name).is_file() or name.startswith("csrc/simt/"), name
     assert {path.name for path in source.iterdir()} == {
         *PROJECT,
-        *("PKG-INFO", "csrc", "python", "setup.cfg", "tools"),
+        "PKG-INFO",
+        "csrc",
+        "python",
+        "setup.cfg",
+        "tools",
     }
 
 

@@ -8,8 +8,13 @@ from collections.abc import Iterator
 import pytest
 
 for name in (
-    *("fastapi", "uvicorn", "pydantic", "prometheus_client", "jinja2"),
-    *("playwright", "axe_playwright_python"),
+    "fastapi",
+    "uvicorn",
+    "pydantic",
+    "prometheus_client",
+    "jinja2",
+    "playwright",
+    "axe_playwright_python",
 ):
     pytest.importorskip(name)
 

@@ -26,8 +26,10 @@ FIREFOX = shutil.which("firefox-esr") or shutil.which("firefox")
 
 # What Firefox asks its maker's hosts for.
 _ASKS = (
-    *("app.normandy.enabled", "network.captive-portal-service.enabled"),
-    *("network.connectivity-service.enabled", "datareporting.healthreport.uploadEnabled"),
+    "app.normandy.enabled",
+    "network.captive-portal-service.enabled",
+    "network.connectivity-service.enabled",
+    "datareporting.healthreport.uploadEnabled",
 )
 
 

@@ -122,7 +122,8 @@ def test_who_chooses_it() -> None:
     again = SpeculativeConfig(method="ngram+prediction")
     assert again.asked_for_by(given, None, METHODS) is None
     assert SpeculativeConfig(method="mtp", mtp_strategy="with_prediction").stages == (
-        *("mtp", "prediction"),
+        "mtp",
+        "prediction",
     )
 
 

@@ -161,8 +161,11 @@ def completions(
 
 
 @pytest.mark.fast(
-    *("wint8-wint8-auto-float32", "none-wint4-int8-bfloat16", "wint8-none-fp8_e4m3-bfloat16"),
-    *("wint4-none-auto-bfloat16", "wint4-wint8-int8-float32"),
+    "wint8-wint8-auto-float32",
+    "none-wint4-int8-bfloat16",
+    "wint8-none-fp8_e4m3-bfloat16",
+    "wint4-none-auto-bfloat16",
+    "wint4-wint8-int8-float32",
 )
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("kv_cache_dtype", ["auto", "int8", "fp8_e4m3"])

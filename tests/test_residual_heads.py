@@ -230,7 +230,7 @@ CASES: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("kind", ["medusa", "hydra", "hydra++"])
-@pytest.mark.fast(*("medusa-tree", "hydra-preempted", "hydra-hybrid", "hydra++-int8"))
+@pytest.mark.fast("medusa-tree", "hydra-preempted", "hydra-hybrid", "hydra++-int8")
 def test_every_bit_is_plain_decoding_s(
     target: tuple[Path, Any], tmp_path: Path, kind: str, case: str
 ) -> None:

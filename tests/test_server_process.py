@@ -207,8 +207,12 @@ def test_what_is_told_of_the_engine_is_the_same(apart: Apart, together: Served) 
     assert names[0] - names[1] == {
         f"engine_process_{name}"
         for name in (
-            *("cpu_seconds_total", "max_fds", "open_fds", "resident_memory_bytes"),
-            *("start_time_seconds", "virtual_memory_bytes"),
+            "cpu_seconds_total",
+            "max_fds",
+            "open_fds",
+            "resident_memory_bytes",
+            "start_time_seconds",
+            "virtual_memory_bytes",
         )
     }
     assert not names[1] - names[0]

@@ -1077,7 +1077,10 @@ def test_no_draft_comes_from_another_scope(tmp_path: Path) -> None:
         rows = [one.start(("row", scope), [1, 2], scope=scope) for scope in said]
         drafts = torch.full((3, 2), -1, dtype=torch.int32)
         one.step(
-            *(torch.tensor(rows), ints(3, 3, 3).view(3, 1), ints(1, 1, 1), ints(2, 2, 2)),
+            torch.tensor(rows),
+            ints(3, 3, 3).view(3, 1),
+            ints(1, 1, 1),
+            ints(2, 2, 2),
             draft_token_ids=drafts,
         )
         assert drafts[:, 0].tolist() == list(said.values())

@@ -240,7 +240,8 @@ def test_a_template_with_tools_comes_with_the_server() -> None:
     text = ChatFormat(source).render([said], add_generation_prompt=False)
     content, calls = CallReader().feed(text)
     assert content == "assistant: see" and [one["function"]["name"] for one in calls] == [
-        *("weather", "weather")
+        "weather",
+        "weather",
     ]
     assert json.loads(calls[1]["function"]["arguments"]) == call["arguments"]
 

@@ -177,8 +177,10 @@ def test_the_router_sends_a_prompt_where_its_pages_are(mtp_model: Path) -> None:
             option
             for url, (live, replay) in zip(urls, endpoints, strict=True)
             for option in (
-                *("--kv-event-source", f"{url}={live}"),
-                *("--kv-event-replay-source", f"{url}={replay}"),
+                "--kv-event-source",
+                f"{url}={live}",
+                "--kv-event-replay-source",
+                f"{url}={replay}",
             )
         ]
         model = ["--kv-event-model", mtp_model.name, "--kv-event-block-size", "16"]

@@ -26,7 +26,14 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 OP_MODULES: list[ModuleType] = [
-    *(attention, batching, dense, linear_attention, moe, ngram, runtime, sampling),
+    attention,
+    batching,
+    dense,
+    linear_attention,
+    moe,
+    ngram,
+    runtime,
+    sampling,
 ]
 
 # Queries, which run immediately even if their arguments include tensors.

@@ -95,7 +95,7 @@ def prefill(backend: str) -> Path:
             wrapper = wrapper_class(case.workspace, "NHD", backend=backend)
             paged = (cache.kv_indptr, pages, cache.kv_last_page_len)
             wrapper.plan(
-                *(case.qo_indptr, *paged, *case.heads, cache.page_size), causal=True, **case.types
+                case.qo_indptr, *paged, *case.heads, cache.page_size, causal=True, **case.types
             )
             return lambda: wrapper.run(case.q, (cache.k, cache.v), out=out)
 
@@ -114,8 +114,15 @@ def batch_attention(case: Case) -> tuple[list[Call], Tensor]:
     def planned(pages: Tensor) -> Call:
         wrapper = wrapper_class(kv_layout="NHD")
         wrapper.plan(
-            *(case.qo_indptr, cache.kv_indptr, pages, cache.kv_lens, num_qo_heads, num_kv_heads),
-            *(head_dim, head_dim, cache.page_size),
+            case.qo_indptr,
+            cache.kv_indptr,
+            pages,
+            cache.kv_lens,
+            num_qo_heads,
+            num_kv_heads,
+            head_dim,
+            head_dim,
+            cache.page_size,
             causal=True,
             **case.types,
         )

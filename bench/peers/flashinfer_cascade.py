@@ -49,7 +49,8 @@ def multi_level(levels: Sequence[Level]) -> Path:
                 [level.kv_indptr for level in levels],
                 [level.kv_indices[number] for level in levels],
                 [level.kv_last_page_len for level in levels],
-                *(*case.heads, cache.page_size),
+                *case.heads,
+                cache.page_size,
                 causal=True,
                 **given(wrapper.plan, **case.types),
             )
@@ -77,8 +78,12 @@ def two_levels(levels: Sequence[Level], backend: str) -> Path:
         def planned(level: Level, number: int) -> Any:
             wrapper = wrapper_class(case.workspace, "NHD", backend=backend)
             wrapper.plan(
-                *(level.qo_indptr, level.kv_indptr, level.kv_indices[number]),
-                *(level.kv_last_page_len, *case.heads, cache.page_size),
+                level.qo_indptr,
+                level.kv_indptr,
+                level.kv_indices[number],
+                level.kv_last_page_len,
+                *case.heads,
+                cache.page_size,
                 causal=level is levels[-1],
                 **case.types,
             )

@@ -60,12 +60,23 @@ def compile_source(nvcc: Path, source: Path, arch: str, work: Path) -> Compiled:
     command = [
         str(nvcc),
         *cmake_list("SPECOPS_NVCC_FLAGS"),
-        *("-Werror", "all-warnings"),
+        "-Werror",
+        "all-warnings",
         f"-I{ROOT / 'csrc'}",
         "-gencode",
         f"arch=compute_{arch},code=sm_{arch}",
-        *("-cubin", "-Xptxas", "-v", "-keep", "-keep-dir", str(folder)),
-        *("-MD", "-MF", str(depfile), "-o", str(folder / "kernel.cubin"), str(source)),
+        "-cubin",
+        "-Xptxas",
+        "-v",
+        "-keep",
+        "-keep-dir",
+        str(folder),
+        "-MD",
+        "-MF",
+        str(depfile),
+        "-o",
+        str(folder / "kernel.cubin"),
+        str(source),
     ]
     if saved.exists():
         result = json.loads(saved.read_text())

@@ -147,12 +147,19 @@ def make(folder: Path, archs: Sequence[str]) -> Stamp:
     folder.mkdir(parents=True, exist_ok=True)
     work = ROOT / "build" / "prebuilt"
     configure = [
-        *("cmake", "-G", "Ninja", "-S", str(ROOT), "-B", str(work)),
+        "cmake",
+        "-G",
+        "Ninja",
+        "-S",
+        str(ROOT),
+        "-B",
+        str(work),
         f"-DPython_EXECUTABLE={sys.executable}",
         f"-Dpybind11_DIR={pybind11.get_cmake_dir()}",
         f"-DCMAKE_LIBRARY_OUTPUT_DIRECTORY={folder}",
         # The check is about the GPU, so the portable CPU kernels are enough.
-        *("-DSPECOPS_ISAS=portable", "-DSPECOPS_WERROR=OFF"),
+        "-DSPECOPS_ISAS=portable",
+        "-DSPECOPS_WERROR=OFF",
         *cmake_options(),
     ]
     subprocess.run(configure, check=True)

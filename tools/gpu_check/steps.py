@@ -145,8 +145,14 @@ def _numerics_steps(plan: Plan) -> list[Step]:
             command = ("cmake", "--build", str(work), "--target", "_simt")
             steps.append(Step("interpreter", command, 240))
     command = (
-        *(sys.executable, "-m", "tools.gpu_check.numerics", "--results", str(plan.results)),
-        *("--seconds", str(NUMERICS_LIMIT - 20), *_rehearsed(plan)),
+        sys.executable,
+        "-m",
+        "tools.gpu_check.numerics",
+        "--results",
+        str(plan.results),
+        "--seconds",
+        str(NUMERICS_LIMIT - 20),
+        *_rehearsed(plan),
     )
     return [*steps, Step("numerics", command, NUMERICS_LIMIT)]
 
@@ -196,9 +202,25 @@ def _sanitizer_step(tool: str, device: str) -> Step:
     if sanitizer is None:
         return Step(tool, (), 0)
     command = (
-        *(str(sanitizer), "--tool", tool, "--kernel-name", "kns=specops", "--print-limit", "20"),
-        *("--error-exitcode", str(SANITIZER_ERROR), "--require-cuda-init", "no"),
-        *(sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "--smoke", device, *OP_TESTS),
+        str(sanitizer),
+        "--tool",
+        tool,
+        "--kernel-name",
+        "kns=specops",
+        "--print-limit",
+        "20",
+        "--error-exitcode",
+        str(SANITIZER_ERROR),
+        "--require-cuda-init",
+        "no",
+        sys.executable,
+        "-m",
+        "pytest",
+        "-p",
+        "no:cacheprovider",
+        "--smoke",
+        device,
+        *OP_TESTS,
     )
     # PyTorch's memory pool would hide out-of-bounds accesses and reuse of old contents.
     return Step(tool, command, 170, {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}, tests=True)

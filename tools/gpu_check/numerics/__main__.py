@@ -80,8 +80,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _go_on(asked: argparse.Namespace, number: int, wrong: int, seconds: float) -> None:
     """Replace this process by one with a fresh device context, to run the remaining trials."""
     arguments = [
-        *("--results", str(asked.results), "--seconds", str(max(1.0, seconds))),
-        *("--after", str(number), "--wrong", str(wrong)),
+        "--results",
+        str(asked.results),
+        "--seconds",
+        str(max(1.0, seconds)),
+        "--after",
+        str(number),
+        "--wrong",
+        str(wrong),
         *(["--rehearsal"] if asked.rehearsal else []),
         *(["--cases", str(asked.cases)] if asked.cases else []),
     ]

@@ -232,7 +232,7 @@ def _rows_of_sampling(device: Machine, sizes: Sizes, dtype: torch.dtype) -> Iter
             logprobs = torch.empty(x.shape[0], device=x.device)
             ranks = torch.empty(x.shape[0], dtype=torch.int32, device=x.device)
             tokens = sampling.sample(
-                *(x, numbers[which]), seeds=seeds[which], logprobs=logprobs, ranks=ranks, **given
+                x, numbers[which], seeds=seeds[which], logprobs=logprobs, ranks=ranks, **given
             )
             return [tokens, logprobs, ranks]
 

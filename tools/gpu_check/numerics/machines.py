@@ -28,7 +28,14 @@ Prepared = TypeVar("Prepared")
 ROUNDS_OF_GRAPH = 100
 
 OP_MODULES: tuple[Any, ...] = (
-    *(attention, batching, dense, linear_attention, moe, ngram, runtime, sampling),
+    attention,
+    batching,
+    dense,
+    linear_attention,
+    moe,
+    ngram,
+    runtime,
+    sampling,
 )
 
 

@@ -69,7 +69,8 @@ def replays(device: Machine, repeats: Repeats) -> Iterator[Trial]:
 def _attention(device: Machine, repeats: Repeats) -> Meeting:
     generator = torch.Generator().manual_seed(3)
     first = paged_case(
-        *(generator, device.move),
+        generator,
+        device.move,
         most_tokens=repeats.tokens,
         head_dim=128,
         dtype=torch.bfloat16,
