@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from fake_gpu import FakeGpu
 from torch.utils._python_dispatch import TorchDispatchMode
-from twin_device import TwinDevice
 
 DOCS = Path(__file__).resolve().parent.parent / "docs"
 
@@ -54,7 +54,7 @@ def test_replayed(device: str) -> None:
     def captured(launch: Callable[[], None]) -> Callable[[], None]:
         launch()  # with idle slots, as the page has it
         with NoHost():
-            replay = TwinDevice().capture(launch)
+            replay = FakeGpu().capture(launch)
 
         def counted() -> None:
             replays.append(replay)

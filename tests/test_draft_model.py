@@ -12,12 +12,12 @@ from typing import Any
 import pytest
 import torch
 from checkpoints import make_checkpoint, write_tokenizer
+from fake_gpu import FakeGpu
 from safetensors.torch import load_file, save_file
 from specops.engine import Completion, Engine, EngineConfig, SamplingParams, SpeculativeConfig
 from specops.engine.config import BUNDLED_MODEL
 from specops.engine.errors import ModelError
 from test_lossless import bits, params, prompts
-from twin_device import TwinDevice
 
 COUNT = 10
 
@@ -203,7 +203,7 @@ def test_its_steps_are_replayed(
 ) -> None:
     texts, each, expected = plain()
     short = [replace(one, max_tokens=10) for one in each[:2]]
-    device = TwinDevice(captures=captures)
+    device = FakeGpu(captures=captures)
     monkeypatch.setattr("specops.engine.engine.open_device", lambda *_, **__: device)
     done = make(similar, max_num_seqs=2).generate(texts[:2], short)
     assert list(map(bits, done)) == [bits(one)[:10] for one in expected[:2]]

@@ -16,6 +16,7 @@ import test_residual_heads
 import torch
 from checkpoints import write_tokenizer
 from draft_lengths import RandomLengths
+from fake_gpu import FakeGpu
 from mtp_checkpoints import make_mtp_checkpoint
 from specops import sampling
 from specops.engine import Completion, Engine, EngineConfig, SamplingParams, SpeculativeConfig
@@ -37,7 +38,6 @@ from specops.engine.models import Transformer
 from specops.tokenizer import Tokenizer
 from test_lossless import bits, params, prompts
 from toy_drafter import ToyHead, write_weights
-from twin_device import TwinDevice
 
 NAIVE = SpeculativeConfig(method="naive")
 RESIDUAL = ("medusa", "hydra", "hydra++")
@@ -178,7 +178,7 @@ def test_its_steps_are_replayed(
         return engine, [engine.completion(name) for name in names], drafts
 
     _, _, eager = run()
-    device = TwinDevice(captures=captures)
+    device = FakeGpu(captures=captures)
     monkeypatch.setattr("specops.engine.engine.open_device", lambda *_, **__: device)
     engine, done, drafts = run()
     assert list(map(bits, done)) == [bits(one)[:40] for one in expected[:4]]

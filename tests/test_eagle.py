@@ -13,6 +13,7 @@ import torch
 from eagle_oracle import DIM, EPS, HEADS, KV_HEADS, MLP, THETA, VOCAB, WIDTH
 from eagle_oracle import attention as attended
 from eagle_oracle import norm as normed
+from fake_gpu import FakeGpu
 from safetensors.torch import save_file
 from specops.engine import Engine
 from specops.engine.drafters.base import Scheduled
@@ -24,7 +25,6 @@ from test_eagle3 import make as make_eagle3
 from test_eagle3 import target as target
 from test_lossless import bits, params
 from torch import Tensor
-from twin_device import TwinDevice
 
 
 @dataclass
@@ -220,7 +220,7 @@ def test_its_steps_are_replayed(
     KINDS["safetensors"][0].write(tmp_path)
     each = told(2, 0.8)
     drafts = reported(make(target, tmp_path, max_num_seqs=2), TEXTS[:2], each)
-    device = TwinDevice(captures=True)
+    device = FakeGpu(captures=True)
     monkeypatch.setattr("specops.engine.engine.open_device", lambda *_, **__: device)
     assert reported(make(target, tmp_path, max_num_seqs=2), TEXTS[:2], each) == drafts
 

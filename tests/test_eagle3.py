@@ -12,12 +12,12 @@ import pytest
 import torch
 from checkpoints import make_checkpoint, write_tokenizer
 from eagle_oracle import LAYERS, VOCAB, Head
+from fake_gpu import FakeGpu
 from safetensors.torch import load_file, save_file
 from specops.engine import Engine, EngineConfig, SamplingParams, SpeculativeConfig
 from specops.engine.errors import ModelError
 from test_draft_model import reported
 from test_lossless import bits, params
-from twin_device import TwinDevice
 
 TEXTS = [[3 + i, 4, 9 * i + 5, 7] * (8 + i) + [11 * i % 97 + 1] * i for i in range(6)]
 
@@ -184,7 +184,7 @@ def test_its_steps_are_replayed(
     eagle_oracle.write(tmp_path, head, layout)
     each = told(2, 0.8)
     drafts = reported(make(target, tmp_path, max_num_seqs=2), TEXTS[:2], each)
-    device = TwinDevice(captures=True)
+    device = FakeGpu(captures=True)
     monkeypatch.setattr("specops.engine.engine.open_device", lambda *_, **__: device)
     assert reported(make(target, tmp_path, max_num_seqs=2), TEXTS[:2], each) == drafts
 

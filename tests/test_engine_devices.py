@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Devices change no bit: padded shapes, static memory and replayed graphs against plain CPU steps.
 
-The twin device stands for a GPU and poisons what a step does not bring with it; the interpreter
+The fake GPU stands for a GPU and poisons what a step does not bring with it; the interpreter
 runs the CUDA kernels; and where there is a GPU, the same is asked of it.
 """
 
@@ -20,6 +20,7 @@ import specops
 import torch
 from checkpoints import write_config
 from draft_lengths import Lengths, RandomRests
+from fake_gpu import OP_MODULES, FakeGpu
 from pages import check_pages
 from specops.cli.serve import main
 from specops.engine import (
@@ -37,7 +38,6 @@ from specops.engine.drafters.recurrent import RecurrentDrafter, RecurrentShape
 from specops.engine.memory.step_shape import StepShape, rounded
 from specops.engine.request import Request
 from torch.utils._python_dispatch import TorchDispatchMode
-from twin_device import OP_MODULES, TwinDevice
 
 BENCH_PROMPTS = Path(__file__).resolve().parent.parent / "bench" / "prompts"
 NAIVE = SpeculativeConfig(method="naive")
@@ -85,11 +85,11 @@ def tiny_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def twin(monkeypatch: pytest.MonkeyPatch) -> Callable[..., TwinDevice]:
+def twin(monkeypatch: pytest.MonkeyPatch) -> Callable[..., FakeGpu]:
     """Makes the device of the next engine a twin."""
 
-    def make(**arguments: Any) -> TwinDevice:
-        device = TwinDevice(**arguments)
+    def make(**arguments: Any) -> FakeGpu:
+        device = FakeGpu(**arguments)
         monkeypatch.setattr("specops.engine.engine.open_device", lambda *_, **__: device)
         return device
 
@@ -159,7 +159,7 @@ def module_shapes(engine: Engine, captured: bool = False) -> list[RecurrentShape
     return shapes  # type: ignore[return-value]
 
 
-def poison_model(device: TwinDevice, engine: Engine) -> None:
+def poison_model(device: FakeGpu, engine: Engine) -> None:
     """The model's activations, too, are gone between steps, and its modules'."""
     owners: list[Any] = [engine._runner.parts.model]
     if "mtp" in engine.drafters:
@@ -219,7 +219,7 @@ def test_every_size_has_a_shape_and_there_are_few(k: int) -> None:
 @pytest.mark.parametrize("poison", [0xFF, 0x7F])
 @pytest.mark.parametrize("captures", [True, False], ids=["graphs", "eager"])
 def test_padding_static_memory_and_replays_change_no_bit(
-    model_dir: Path, twin: Callable[..., TwinDevice], captures: bool, poison: int
+    model_dir: Path, twin: Callable[..., FakeGpu], captures: bool, poison: int
 ) -> None:
     expected = bits(run(make(model_dir, NAIVE, max_num_seqs=1)))
     for speculative in METHODS:
@@ -266,7 +266,7 @@ def everything(index: int, max_tokens: int) -> SamplingParams:
 
 @pytest.mark.parametrize("captures", [True, False], ids=["graphs", "eager"])
 def test_tables_move_and_change_no_bit(
-    model_dir: Path, twin: Callable[..., TwinDevice], captures: bool
+    model_dir: Path, twin: Callable[..., FakeGpu], captures: bool
 ) -> None:
     """Tables come and grow with the requests, under padding, replays and preemption."""
 
@@ -298,7 +298,7 @@ def test_tables_move_and_change_no_bit(
     ids=["ngram", "suffix", "mtp"],
 )
 def test_a_step_is_one_copy_each_way_and_one_wait(
-    model_dir: Path, twin: Callable[..., TwinDevice], speculative: SpeculativeConfig
+    model_dir: Path, twin: Callable[..., FakeGpu], speculative: SpeculativeConfig
 ) -> None:
     device = twin()
     engine = make(model_dir, speculative, max_num_seqs=4)
@@ -358,7 +358,7 @@ def test_a_steady_step_calls_no_torch_operator(
 
 
 def test_modules_that_catch_up_after_a_rest_fit_their_arrays(
-    model_dir: Path, twin: Callable[..., TwinDevice]
+    model_dir: Path, twin: Callable[..., FakeGpu]
 ) -> None:
     """As many rows as ever run again, in a shape that is rounded up."""
     prompts, params = [[n, n + 1] for n in range(1, 41)], SamplingParams(max_tokens=30, seed=1)
@@ -379,7 +379,7 @@ def test_modules_that_catch_up_after_a_rest_fit_their_arrays(
 
 @pytest.mark.parametrize("page_size", [16, 64])
 def test_modules_that_begin_anew_after_a_long_rest_are_replayed(
-    model_dir: Path, twin: Callable[..., TwinDevice], page_size: int
+    model_dir: Path, twin: Callable[..., FakeGpu], page_size: int
 ) -> None:
     """Some requests' modules skip pages and others' do not, in steps that are padded."""
     prompts, params = [[n, n + 1] for n in range(1, 6)], SamplingParams(max_tokens=140, seed=1)
@@ -400,7 +400,7 @@ def test_modules_that_begin_anew_after_a_long_rest_are_replayed(
     assert device.log.count("replay") > 50
 
 
-def test_rests_at_random_are_replayed(model_dir: Path, twin: Callable[..., TwinDevice]) -> None:
+def test_rests_at_random_are_replayed(model_dir: Path, twin: Callable[..., FakeGpu]) -> None:
     """Long rests of all, and short ones of some."""
     prompts, params = [[n, n + 1] for n in range(1, 6)], SamplingParams(max_tokens=240, seed=1)
     limits = {"max_num_seqs": 5, "max_model_len": 256}
@@ -418,7 +418,7 @@ def test_rests_at_random_are_replayed(model_dir: Path, twin: Callable[..., TwinD
 
 
 def test_memory_that_grows_drops_what_was_captured(
-    model_dir: Path, twin: Callable[..., TwinDevice]
+    model_dir: Path, twin: Callable[..., FakeGpu]
 ) -> None:
     expected = bits(run(make(model_dir, NAIVE)))
     device = twin()
@@ -434,7 +434,7 @@ def test_memory_that_grows_drops_what_was_captured(
 
 
 def test_requests_with_their_own_number_of_drafts(
-    model_dir: Path, twin: Callable[..., TwinDevice]
+    model_dir: Path, twin: Callable[..., FakeGpu]
 ) -> None:
     """A wider draft than the engine's own widens the arrays of all, while others run."""
     (want,) = make(model_dir, NAIVE).generate([PROMPTS[0]], sampling(0, 60))
@@ -468,7 +468,7 @@ def interpreter(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def test_cuda_kernels_in_the_interpreter(
-    tiny_dir: Path, interpreter: None, twin: Callable[..., TwinDevice]
+    tiny_dir: Path, interpreter: None, twin: Callable[..., FakeGpu]
 ) -> None:
     """Every method, chunks and graphs: every token and logprob is the same."""
     results = []
@@ -495,7 +495,7 @@ def test_cuda_kernels_in_the_interpreter(
 
 
 def test_weights_as_codes_in_the_interpreter(
-    tiny_dir: Path, interpreter: None, twin: Callable[..., TwinDevice]
+    tiny_dir: Path, interpreter: None, twin: Callable[..., FakeGpu]
 ) -> None:
     """Of 4 bits, drafted for or not."""
     results = []
@@ -509,7 +509,7 @@ def test_weights_as_codes_in_the_interpreter(
 
 
 def test_all_parameters_in_the_interpreter(
-    tiny_dir: Path, interpreter: None, twin: Callable[..., TwinDevice]
+    tiny_dir: Path, interpreter: None, twin: Callable[..., FakeGpu]
 ) -> None:
     """Tables, counts kept by the device and rows that count drafts, through the CUDA kernels."""
     results = []
@@ -527,7 +527,7 @@ def test_all_parameters_in_the_interpreter(
 
 
 def test_logprobs_of_prompts_in_the_interpreter(
-    tiny_dir: Path, interpreter: None, twin: Callable[..., TwinDevice]
+    tiny_dir: Path, interpreter: None, twin: Callable[..., FakeGpu]
 ) -> None:
     """Those of chunks equal those of generated tokens, through the CUDA kernels."""
     device = twin(captures=True)
@@ -543,7 +543,7 @@ def test_logprobs_of_prompts_in_the_interpreter(
 
 
 def test_masks_in_the_interpreter(
-    tiny_dir: Path, interpreter: None, twin: Callable[..., TwinDevice]
+    tiny_dir: Path, interpreter: None, twin: Callable[..., FakeGpu]
 ) -> None:
     """Constrained rows and free ones, through the CUDA kernels; with forced tokens, and trees."""
     pytest.importorskip("llguidance")
@@ -580,7 +580,7 @@ def test_masks_in_the_interpreter(
 def test_strategies_in_the_interpreter(
     tiny_dir: Path,
     interpreter: None,
-    twin: Callable[..., TwinDevice],
+    twin: Callable[..., FakeGpu],
     drafter: SpeculativeConfig,
     strategy: str,
 ) -> None:
@@ -601,7 +601,7 @@ def test_strategies_in_the_interpreter(
 @pytest.mark.slow
 @pytest.mark.parametrize("model", simt.ACCUMULATIONS)
 def test_cuda_kernels_under_any_rounding(
-    tiny_dir: Path, interpreter: None, twin: Callable[..., TwinDevice], model: str
+    tiny_dir: Path, interpreter: None, twin: Callable[..., FakeGpu], model: str
 ) -> None:
     """More requests and tokens, random schedules, and every rule by which mma may round."""
     simt.load().set_schedule("random", 5)
@@ -629,7 +629,7 @@ def test_cuda_kernels_under_any_rounding(
 
 @pytest.mark.ci
 def test_the_bundled_model_in_the_interpreter(
-    twin: Callable[..., TwinDevice], request: pytest.FixtureRequest
+    twin: Callable[..., FakeGpu], request: pytest.FixtureRequest
 ) -> None:
     """As on the CPU within rounding; plain and with drafts, bit for bit."""
     params = SamplingParams(max_tokens=12, temperature=0, logprobs=2, ignore_eos=True)
@@ -646,7 +646,7 @@ def test_the_bundled_model_in_the_interpreter(
 
 
 def test_states_of_prefixes_on_the_device(
-    tmp_path: Path, interpreter: None, twin: Callable[..., TwinDevice]
+    tmp_path: Path, interpreter: None, twin: Callable[..., FakeGpu]
 ) -> None:
     """Linear attention goes on from what an earlier request has left, between graphs as well."""
     write_config(
@@ -677,7 +677,7 @@ def test_states_of_prefixes_on_the_device(
 
 
 def test_faults_of_cuda_kernels_come_with_the_results(
-    tiny_dir: Path, interpreter: None, twin: Callable[..., TwinDevice]
+    tiny_dir: Path, interpreter: None, twin: Callable[..., FakeGpu]
 ) -> None:
     twin()
     engine = make(tiny_dir, NAIVE)

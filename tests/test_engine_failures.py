@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 from checkpoints import write_config
+from fake_gpu import FakeGpu
 from pages import check_pages
 from specops.engine import (
     Completion,
@@ -44,7 +45,6 @@ from specops.engine.steps.slot_tables import SlotTables
 from specops.engine.structured import GrammarState, masks
 from specops.tokenizer import TextStream
 from test_lossless import bits
-from twin_device import TwinDevice
 
 NO_DRAFTS: dict[str, Any] = {"method": "naive"}
 NAIVE = SpeculativeConfig(**NO_DRAFTS)
@@ -297,7 +297,7 @@ def test_a_drafter_that_raises_ends_nothing(
         on_twin = hook in OF_A_LAUNCH | OF_A_STEP and after
         with monkeypatch.context() as patch:
             if on_twin:
-                device = TwinDevice()
+                device = FakeGpu()
                 patch.setattr("specops.engine.engine.open_device", lambda *_, d=device, **__: d)
             engine = drafting_engine(model_dir)
             planted = []

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import torch
 from checkpoints import write_config
+from fake_gpu import FakeGpu
 from pages import check_pages
 from specops.engine import Engine, EngineConfig, EngineError, SamplingParams, SpeculativeConfig
 from specops.engine.models import Transformer
-from twin_device import TwinDevice
 
 NAIVE = SpeculativeConfig(method="naive")
 METHODS = {
@@ -35,7 +35,7 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def make(model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Engine]:
     def make(method: str, captures: bool | None = None, **config: Any) -> Engine:
         if captures is not None:
-            device = TwinDevice(captures=captures, poison=0x7F)
+            device = FakeGpu(captures=captures, poison=0x7F)
             monkeypatch.setattr("specops.engine.engine.open_device", lambda *_, **__: device)
         speculative = METHODS[method]
         options = {"device": "cpu", "load_format": "dummy", "max_num_seqs": 3, **config}

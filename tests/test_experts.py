@@ -15,6 +15,7 @@ import specops
 import torch
 from checkpoints import lasting_directory, make_checkpoint, write_config, write_tokenizer
 from conftest import every_isa
+from fake_gpu import OP_MODULES, FakeGpu
 from mtp_checkpoints import SlowModules, Tiny, make_mtp_checkpoint
 from rounding import assert_error_at_most, distance, rounding_errors
 from safetensors.torch import load_file, save_file
@@ -33,7 +34,6 @@ from specops.engine.models.weights import Checkpoint, WeightSettings
 from test_models import Runner, random_ids
 from test_mtp_models import target_states, text_states
 from torch import Tensor
-from twin_device import OP_MODULES, TwinDevice
 
 EXPERTS: dict[str, Any] = {"moe_intermediate_size": 48, "num_experts_per_tok": 3}
 LATENT: dict[str, Any] = {
@@ -577,7 +577,7 @@ def test_graphs_of_experts_change_no_bit(
     for op_module in OP_MODULES:
         monkeypatch.setattr(op_module, "_C", module)
 
-    def generated(device: TwinDevice, method: str) -> list[tuple[list[int], Any]]:
+    def generated(device: FakeGpu, method: str) -> list[tuple[list[int], Any]]:
         monkeypatch.setattr("specops.engine.engine.open_device", lambda *_, **__: device)
         drafts = None if method == "naive" else 2
         engine = Engine(
@@ -594,7 +594,7 @@ def test_graphs_of_experts_change_no_bit(
         done = engine.generate([[5, 9, 5, 9, 5], [11, 3]], [params] * 2)
         return [(one.token_ids, one.logprobs) for one in done]
 
-    plain = generated(TwinDevice(captures=False), "naive")
-    device = TwinDevice(captures=captures, poison=0xFF)
+    plain = generated(FakeGpu(captures=False), "naive")
+    device = FakeGpu(captures=captures, poison=0xFF)
     assert generated(device, drafting) == plain
     assert ("replay" in device.log) == captures

@@ -11,12 +11,12 @@ import pytest
 import test_dflash
 import test_residual_heads
 import torch
+from fake_gpu import FakeGpu
 from specops.engine import Engine, EngineConfig, SpeculativeConfig
 from test_engine_devices import interpreter, twin
 from test_lossless import bits
 from test_trained_heads import TEXTS, greedy, target
 from test_trees import count_steps
-from twin_device import TwinDevice
 
 from tools.train.heads import HEADS, new_head
 from tools.train.model import Model
@@ -48,7 +48,7 @@ def test_every_bit_is_plain_decoding_s_in_the_interpreter(
     target: tuple[Path, Model],
     tmp_path: Path,
     interpreter: None,
-    twin: Callable[..., TwinDevice],
+    twin: Callable[..., FakeGpu],
     name: str,
 ) -> None:
     directory, model = target
@@ -67,7 +67,7 @@ def test_merged_trees_are_verified_in_the_interpreter(
     target: tuple[Path, Model],
     tmp_path: Path,
     interpreter: None,
-    twin: Callable[..., TwinDevice],
+    twin: Callable[..., FakeGpu],
 ) -> None:
     directory, model = target
     torch.manual_seed(3)
@@ -84,7 +84,7 @@ def test_merged_trees_are_verified_in_the_interpreter(
 
 
 def check_in_the_interpreter(
-    directory: Path, own: dict[str, Any], twin: Callable[..., TwinDevice]
+    directory: Path, own: dict[str, Any], twin: Callable[..., FakeGpu]
 ) -> list[int]:
     """Two requests, eager and replayed: every bit is plain decoding's.
 

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import simt
 from checkpoints import write_config
+from fake_gpu import OP_MODULES, FakeGpu
 from specops.cli.serve import main
 from specops.engine import EngineConfig, SpeculativeConfig
 from test_trees import (
@@ -19,7 +20,6 @@ from test_trees import (
     make,
     run,
 )
-from twin_device import OP_MODULES, TwinDevice
 
 KINDS = ["int8", "fp8_e4m3"]
 CHAINS = {"num_speculative_tokens": 4, "adaptive_verification": False}
@@ -87,11 +87,11 @@ def test_the_kinds_are_three(expected: dict[str, list[Any]]) -> None:
 
 
 @pytest.fixture
-def twin(monkeypatch: pytest.MonkeyPatch) -> Callable[..., TwinDevice]:
+def twin(monkeypatch: pytest.MonkeyPatch) -> Callable[..., FakeGpu]:
     """Makes the device of the next engine a twin."""
 
-    def make_twin(**arguments: Any) -> TwinDevice:
-        device = TwinDevice(**arguments)
+    def make_twin(**arguments: Any) -> FakeGpu:
+        device = FakeGpu(**arguments)
         monkeypatch.setattr("specops.engine.engine.open_device", lambda *_, **__: device)
         return device
 
@@ -103,7 +103,7 @@ def twin(monkeypatch: pytest.MonkeyPatch) -> Callable[..., TwinDevice]:
 def test_captured_steps(
     model_dir: Path,
     expected: dict[str, list[Any]],
-    twin: Callable[..., TwinDevice],
+    twin: Callable[..., FakeGpu],
     kind: str,
     method: str,
 ) -> None:
@@ -119,7 +119,7 @@ def test_captured_steps(
 @pytest.mark.fast("fp8_e4m3", ci=("int8",))
 def test_in_the_interpreter(
     tmp_path: Path,
-    twin: Callable[..., TwinDevice],
+    twin: Callable[..., FakeGpu],
     monkeypatch: pytest.MonkeyPatch,
     kind: str,
 ) -> None:

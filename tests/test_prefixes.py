@@ -15,13 +15,13 @@ import simt
 import specops
 import torch
 from checkpoints import BASE, write_config
+from fake_gpu import OP_MODULES, FakeGpu
 from specops import attention, batching, reference
 from specops.engine import Completion, Engine, EngineConfig, SamplingParams, SpeculativeConfig
 from specops.engine.memory.kv_cache import PagePool
 from specops.engine.plan import Part, Plan
 from specops.engine.sharing.prefixes import PrefixFinder
 from torch import Tensor
-from twin_device import OP_MODULES, TwinDevice
 
 Lists = list[list[int]]
 
@@ -411,11 +411,11 @@ def test_bytes_are_those_of_layers_that_see_all(tmp_path: Path) -> None:
 
 
 @pytest.fixture
-def twin(monkeypatch: pytest.MonkeyPatch) -> Callable[..., TwinDevice]:
+def twin(monkeypatch: pytest.MonkeyPatch) -> Callable[..., FakeGpu]:
     """Makes the device of the next engine a twin."""
 
-    def make(**arguments: Any) -> TwinDevice:
-        device = TwinDevice(**arguments)
+    def make(**arguments: Any) -> FakeGpu:
+        device = FakeGpu(**arguments)
         monkeypatch.setattr("specops.engine.engine.open_device", lambda *_, **__: device)
         return device
 
@@ -424,7 +424,7 @@ def twin(monkeypatch: pytest.MonkeyPatch) -> Callable[..., TwinDevice]:
 
 @pytest.mark.parametrize("method", METHODS)
 def test_captured_steps_share(
-    model_dir: Path, expected: list[Any], twin: Callable[..., TwinDevice], method: str
+    model_dir: Path, expected: list[Any], twin: Callable[..., FakeGpu], method: str
 ) -> None:
     """Groups come and go, and levels with them: what is replayed has them from its input."""
     for limits in ({"max_num_seqs": 16}, {"max_num_seqs": 12, "num_pages": 48}):
@@ -442,7 +442,7 @@ def test_captured_steps_share(
 
 
 def test_sharing_in_the_interpreter(
-    tmp_path: Path, twin: Callable[..., TwinDevice], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, twin: Callable[..., FakeGpu], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The CUDA kernels, which share leaves of 256 tokens."""
     model_dir = write_config(

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from checkpoints import make_checkpoint, write_tokenizer
+from fake_gpu import FakeGpu
 from mtp_checkpoints import make_mtp_model
 from specops.engine import (
     Completion,
@@ -20,7 +21,6 @@ from specops.engine import (
     SpeculativeConfig,
     TokenLogprob,
 )
-from twin_device import TwinDevice
 
 NAIVE = SpeculativeConfig(method="naive")
 NGRAM = SpeculativeConfig(method="ngram", num_speculative_tokens=4, min_ngram_size=1)
@@ -177,7 +177,7 @@ def test_where_host_and_device_are_two(
     plain = make(model_dir)
     done = texts(plain, temperature=0)
     expected = [bits(found(one)) for one in scores(plain, done)]
-    device = TwinDevice(captures=captures)
+    device = FakeGpu(captures=captures)
     monkeypatch.setattr("specops.engine.engine.open_device", lambda *_, **__: device)
     engine = make(model_dir, NGRAM, max_num_seqs=3, max_num_batched_tokens=32)
     texts(engine, temperature=0)

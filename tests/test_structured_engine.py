@@ -19,6 +19,7 @@ pytest.importorskip("llguidance")
 pytest.importorskip("jsonschema")
 
 import jsonschema
+from fake_gpu import FakeGpu
 from schemas import BY_HAND, bounded, generated, record
 from specops.engine import (
     Completion,
@@ -29,7 +30,6 @@ from specops.engine import (
 )
 from specops.engine.sharing import grammar_turns
 from specops.engine.structured import GrammarCompiler, GrammarState, StructuredOutput
-from twin_device import TwinDevice
 
 NAIVE: dict[str, Any] = {"method": "naive"}
 METHODS: dict[str, dict[str, Any]] = {
@@ -706,9 +706,9 @@ def test_a_request_may_leave_while_its_mask_is_computed(monkeypatch: pytest.Monk
 
 
 @pytest.fixture
-def twin(monkeypatch: pytest.MonkeyPatch) -> Callable[..., TwinDevice]:
-    def make(**arguments: Any) -> TwinDevice:
-        device = TwinDevice(**arguments)
+def twin(monkeypatch: pytest.MonkeyPatch) -> Callable[..., FakeGpu]:
+    def make(**arguments: Any) -> FakeGpu:
+        device = FakeGpu(**arguments)
         monkeypatch.setattr("specops.engine.engine.open_device", lambda *_, **__: device)
         return device
 
@@ -716,7 +716,7 @@ def twin(monkeypatch: pytest.MonkeyPatch) -> Callable[..., TwinDevice]:
 
 
 @pytest.mark.parametrize("captures", [True, False], ids=["graphs", "eager"])
-def test_masks_travel_with_a_steps_inputs(twin: Callable[..., TwinDevice], captures: bool) -> None:
+def test_masks_travel_with_a_steps_inputs(twin: Callable[..., FakeGpu], captures: bool) -> None:
     """Padding, poisoned memory and replays; beside requests without a grammar."""
     jobs = jobs_of(BY_HAND[20:36], 0.8)
     for index in (3, 7):

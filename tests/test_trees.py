@@ -14,6 +14,7 @@ import specops
 import torch
 from checkpoints import write_config
 from conftest import expect_fault
+from fake_gpu import OP_MODULES, FakeGpu
 from pages import check_pages
 from specops import attention, batching, reference
 from specops.batching import BatchIndices, TreeChains, num_spare_pages
@@ -28,7 +29,6 @@ from specops.engine.drafters.trees import (
     paths_of,
 )
 from torch import Tensor
-from twin_device import OP_MODULES, TwinDevice
 
 CHAIN = [-1, 0, 1, 2, 3]
 
@@ -1059,11 +1059,11 @@ def test_trees_beside_chains_of_the_same_method(
 
 
 @pytest.fixture
-def twin(monkeypatch: pytest.MonkeyPatch) -> Callable[..., TwinDevice]:
+def twin(monkeypatch: pytest.MonkeyPatch) -> Callable[..., FakeGpu]:
     """Makes the device of the next engine a twin."""
 
-    def make_twin(**arguments: Any) -> TwinDevice:
-        device = TwinDevice(**arguments)
+    def make_twin(**arguments: Any) -> FakeGpu:
+        device = FakeGpu(**arguments)
         monkeypatch.setattr("specops.engine.engine.open_device", lambda *_, **__: device)
         return device
 
@@ -1073,7 +1073,7 @@ def twin(monkeypatch: pytest.MonkeyPatch) -> Callable[..., TwinDevice]:
 @pytest.mark.parametrize("captures", [True, False], ids=["graphs", "eager"])
 def test_trees_on_a_device_with_memory_of_its_own(
     model_dir: Path, expected: dict[tuple[bool, str], list[Any]], scripted: Scripted,
-    twin: Callable[..., TwinDevice], captures: bool,
+    twin: Callable[..., FakeGpu], captures: bool,
 ) -> None:  # fmt: skip
     """Padded shapes, poisoned memory, replayed graphs."""
     for everything in (False, True):
@@ -1094,7 +1094,7 @@ def test_trees_of_the_drafters_on_such_a_device(
     model_dir: Path,
     expected: dict[tuple[bool, str], list[Any]],
     speculative: SpeculativeConfig,
-    twin: Callable[..., TwinDevice],
+    twin: Callable[..., FakeGpu],
 ) -> None:
     twin(captures=True, poison=0xFF)
     engine = make(model_dir, speculative, max_num_seqs=4)
@@ -1107,7 +1107,7 @@ def test_trees_of_the_drafters_on_such_a_device(
 def test_trees_in_the_interpreter(
     tmp_path: Path,
     scripted: Scripted,
-    twin: Callable[..., TwinDevice],
+    twin: Callable[..., FakeGpu],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The CUDA kernels."""

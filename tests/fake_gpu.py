@@ -94,7 +94,7 @@ def _recording(calls: list[tuple[Any, tuple[Any, ...]]]) -> Iterator[None]:
             module.__dict__["_C"] = inner
 
 
-class TwinDevice:
+class FakeGpu:
     """Implementation of `specops.engine.device.Device` on the CPU.
 
     Args:

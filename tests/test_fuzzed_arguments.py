@@ -9,14 +9,14 @@ import pytest
 
 pytestmark = pytest.mark.ci
 
-PROGRAM = Path(__file__).with_name("wild_values.py")
+PROGRAM = Path(__file__).with_name("fuzzed_arguments.py")
 
 
 @pytest.mark.fast("17-*-cpu", "37-compiled-simt")
 @pytest.mark.parametrize("module", ["cpu", "simt"])
 @pytest.mark.parametrize("calls", ["compiled", "public"])
 @pytest.mark.parametrize("every", [1, 17, 37])
-def test_wild_values(module: str, calls: str, every: int) -> None:
+def test_fuzzed_arguments(module: str, calls: str, every: int) -> None:
     """In a process of its own, which a crash would end."""
     program = [sys.executable, str(PROGRAM), module, calls, str(every)]
     done = subprocess.run(program, capture_output=True, text=True)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Fuzzed arguments: invalid values for every argument of every op, as a separate program.
 
-`python tests/wild_values.py MODULE CALLS [EVERY]` goes through the ops that _C.pyi lists, called as
-in test_errors.py. MODULE is `cpu`, or `simt` for the interpreter of the CUDA kernels; CALLS is
+`python tests/fuzzed_arguments.py MODULE CALLS [EVERY]` goes through the ops that _C.pyi lists,
+called as in test_errors.py. MODULE is `cpu`, or `simt` for the interpreter of the CUDA kernels; CALLS is
 `compiled` for the functions of the compiled module, `public` for the documented ones. Every EVERYth
 case is tried. A call may succeed, or raise a ValueError that names the op and the argument, says
 what the argument must be and what it is; anything else is printed, and the exit code is 1. A crash
@@ -169,7 +169,7 @@ def narrow(values: dict[str, Callable[[Tensor], Any]], tensor: Tensor) -> Iterat
             yield name, change(tensor)
 
 
-def wild_values(good: Any) -> Iterator[tuple[str, Any, bool]]:
+def fuzzed_arguments(good: Any) -> Iterator[tuple[str, Any, bool]]:
     """Yield names and values for an argument, and whether no argument may accept the value."""
     yield from ((name, value, True) for name, value in NOTHING.items())
     yield from ((name, value, False) for name, value in NUMBERS.items())
@@ -342,7 +342,7 @@ def main(device: str, calls: str, every: int = 1) -> int:
     tried = wrong = number = 0
     for op, good, run in compiled_calls(module) if calls == "compiled" else public_calls(module):
         for argument in good():
-            for name, value, is_nothing in wild_values(good()[argument]):
+            for name, value, is_nothing in fuzzed_arguments(good()[argument]):
                 number += 1
                 if number % every or (calls == "public" and name in NOT_PUBLIC):
                     continue
