@@ -2,11 +2,11 @@
 """Fuzzed arguments: invalid values for every argument of every op, as a separate program.
 
 `python tests/fuzzed_arguments.py MODULE CALLS [EVERY]` goes through the ops that _C.pyi lists,
-called as in test_errors.py. MODULE is `cpu`, or `simt` for the interpreter of the CUDA kernels; CALLS is
-`compiled` for the functions of the compiled module, `public` for the documented ones. Every EVERYth
-case is tried. A call may succeed, or raise a ValueError that names the op and the argument, says
-what the argument must be and what it is; anything else is printed, and the exit code is 1. A crash
-ends the program, so tensors are placed right before an inaccessible page.
+called as in test_errors.py. MODULE is `cpu`, or `simt` for the interpreter of the CUDA kernels;
+CALLS is `compiled` for the functions of the compiled module, `public` for the documented ones.
+Every EVERYth case is tried. A call may succeed, or raise a ValueError that names the op and the
+argument, says what the argument must be and what it is; anything else is printed, and the exit code
+is 1. A crash ends the program, so tensors are placed right before an inaccessible page.
 """
 
 import ctypes
