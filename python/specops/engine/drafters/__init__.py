@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Drafting: what proposes the tokens that a step verifies, and which of them are verified.
+"""Drafting: proposing the tokens that a step verifies, and selecting which of them to verify.
 
-`methods` says what there is to choose from, and is all of it that a server loads; `base` is the
-protocol, and a file per drafter; `drafting` has the drafters of one engine.
+`methods` describes the available methods, and is the only part that a server loads; `base` has the
+protocol, followed by one file per drafter; `drafting` holds the drafters of one engine.
 """

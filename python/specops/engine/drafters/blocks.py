@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rows of blocks, which a head runs behind the text of a request to draft several tokens at once.
+"""Blocks of rows that a head runs after the text of a request to draft several tokens at once.
 
-Their keys and values lie on pages behind those of the text for a step; the next one writes over
+For one step, their keys and values lie on pages after those of the text; the next step overwrites
 them.
 """
 
@@ -26,12 +26,12 @@ class PlacedRows(NamedTuple):
     """The rows of the blocks of a step."""
 
     batch: LayerBatch
-    requests: Tensor  # int64 [rows], of the step
-    lens: Tensor  # int32 [requests], tokens of each
+    requests: Tensor  # int64 [rows], index of each row's request in the step
+    lens: Tensor  # int32 [requests], number of tokens
 
 
 class Blocks:
-    """Says where the rows of blocks are, and which of them drafts what.
+    """Places the rows of blocks, and finds the rows that draft a given token.
 
     The first row of a block is at the position of the newest token.
 
@@ -40,8 +40,8 @@ class Blocks:
         context: of the engine.
 
     Attributes:
-        num_rows: this.
-        most_rows: of a step.
+        num_rows: rows of a block.
+        most_rows: maximum rows of a step.
         max_len: tokens of the context.
     """
 
@@ -51,19 +51,19 @@ class Blocks:
         self.max_len = context.target.max_model_len
         self._is_async, self._page_size = context.device.is_async, context.config.page_size
         self._by_size: dict[int, BatchIndices] = {}
-        # By request, the row of its first one and how many it has.
+        # By request, the first row of its block and the number of rows.
         self._first_rows: Tensor
         self._num_rows: Tensor
 
     def place(self, rows: DraftRows, *, is_causal: bool) -> PlacedRows | None:
-        """Gives a block to each request whose newest token follows its last row.
+        """Give a block to each request whose newest token follows its last row.
 
         Args:
             rows: of the pass over the text.
-            is_causal: a row does not see those behind it.
+            is_causal: whether a row does not see the rows after it.
 
         Returns:
-            The rows; None: there are none.
+            The rows; None if there are none.
         """
         size = rows.slots.shape[0]
         qo_lens, lens = self._lens_of(rows)
@@ -106,12 +106,12 @@ class Blocks:
         return PlacedRows(batch, indices.row_to_request[:end].clamp(min=0), lens)
 
     def states(self, hidden: Tensor, place: int, out: Tensor) -> Tensor:
-        """Gathers the state of row `place` of each block; zeros where a block is shorter."""
+        """Gather the state of row `place` of each block; zeros where a block is shorter."""
         chosen = (self._first_rows + place).masked_fill_(self._num_rows <= place, -1)
         return batching.gather_output_rows(hidden, chosen, out=out)
 
     def _lens_of(self, rows: DraftRows) -> tuple[Tensor, Tensor]:
-        """How many rows the block of each request has, as far as it has pages; and its tokens."""
+        """Return the number of block rows of each request, limited by its pages, and its tokens."""
         assert rows.whole_kv_indptr is not None
         lens = rows.lens.index_select(0, rows.slots.clamp(min=0))
         last = rows.positions.index_select(0, (rows.qo_indptr[1:] - 1).clamp(min=0))
@@ -126,12 +126,12 @@ class BlockStackHead(StackHead):
     """A head of decoder layers that drafts with blocks.
 
     Args:
-        stack: what runs.
+        stack: the layers.
         num_rows: of a block.
         context: of the engine.
 
     Attributes:
-        blocks: where their rows are.
+        blocks: places the rows of blocks.
     """
 
     is_chained = False
@@ -144,28 +144,31 @@ class BlockStackHead(StackHead):
         self._states = torch.empty(slots, stack.hidden_size, dtype=stack.dtype, device=where)
 
     def reserve(self, rows: int) -> None:
-        """Allocates the buffers of passes with up to `rows` rows, and of blocks."""
+        """Allocate the buffers of passes with up to `rows` rows, and of blocks."""
         super().reserve(max(rows, self.blocks.most_rows))
 
     def workspace_size(self, rows: int, batch: int, pages: int) -> int:
-        """Returns the floats of workspace that attention takes."""
+        """Return the floats of workspace that attention uses."""
         return super().workspace_size(max(rows, batch * self.blocks.num_rows), batch, pages)
 
     def sums_size(self, rows: int, outputs: int) -> int:
-        """Returns the floats that projections split their sums with."""
+        """Return the floats of workspace that linear layers use."""
         return super().sums_size(max(rows, outputs * self.blocks.num_rows), outputs)
 
     def logits_of_row(
         self, place: int, hidden: Tensor | None, size: int, out: Tensor | None, sums: Tensor | None
     ) -> tuple[Tensor, Tensor | None]:
-        """Returns the logits of row `place` of each block, and the states that they are of.
+        """Return the logits of row `place` of each block, and the states that they come from.
 
         Args:
-            place: of a row in its block.
-            hidden: of the rows of blocks; None: there are none.
+            place: index of a row in its block.
+            hidden: states of the rows of blocks; None: there are no blocks.
             size: requests of the step.
-            out: [size, vocabulary], receives them.
-            sums: workspace of projections.
+            out: [size, vocabulary], receives the logits.
+            sums: linear workspace.
+
+        Returns:
+            Zeros and None if there are no blocks.
         """
         if hidden is None:
             return torch.zeros(size, self.vocab_size, out=out), None
@@ -175,7 +178,7 @@ class BlockStackHead(StackHead):
 
 @dataclass(frozen=True)
 class BlockKv(DraftKv):
-    """What a drafter of blocks keeps: behind the text it writes whole blocks.
+    """Draft KV of a drafter of blocks, which writes whole blocks after the text.
 
     Attributes:
         num_rows: of a block.
@@ -186,11 +189,11 @@ class BlockKv(DraftKv):
     context_len: int
 
     def num_rows_behind(self, draft_limit: int) -> int:
-        """Rows that drafting writes behind those of the step itself."""
+        """Return the rows that drafting writes after those of the step itself."""
         return self.num_rows
 
     def end_of_rows(self, max_len: int) -> int:
-        """Return the end of the context: a block that ends with the request drafts otherwise."""
+        """Return the end of the context: a block cut off at the request's end drafts otherwise."""
         return self.context_len
 
 
@@ -199,7 +202,7 @@ class HasBlocks(DraftHead, Protocol):
 
     @property
     def blocks(self) -> Blocks:
-        """Where their rows are."""
+        """Places the rows of blocks."""
 
 
 class BlocksDrafter(RecurrentDrafter):
@@ -208,6 +211,6 @@ class BlocksDrafter(RecurrentDrafter):
     head: HasBlocks
 
     def draft_kv(self, request: Request) -> DraftKv | None:
-        """Keys and values of the text, and a block behind them."""
+        """Return the draft KV of the text and of a block after it."""
         drafts, blocks = request.draft_stages[self.name], self.head.blocks
         return BlockKv(self.name, self.head.lookahead, drafts, blocks.num_rows, blocks.max_len)

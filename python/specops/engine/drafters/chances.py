@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How likely a draft is to be accepted, given that those before it on its path were."""
+"""Acceptance probabilities of drafts, given that the drafts before them were accepted."""
 
 from collections.abc import Sequence
 
-_BUCKETS = 8  # of squared confidence: narrower near 1; and one more for a confidence of 1
-_PRIOR = 2.0  # drafts: weight of the confidence itself beside the counts
-_LIMIT = 256.0  # drafts of a method; when it has counted more, its counts are halved
-_OWN_PRIOR = 8.0  # drafts: weight of the method's chances beside a request's counts
-_OWN_MEMORY = 0.97  # weight that a request's counts keep at its next verification
+_BUCKETS = 8  # of squared confidence, so narrower near 1; one more bucket for a confidence of 1
+_PRIOR = 2.0  # weight of the confidence itself against the counts, in drafts
+_LIMIT = 256.0  # when a method has counted more drafts than this, its counts are halved
+_OWN_PRIOR = 8.0  # weight of the method's probabilities against a request's counts, in drafts
+_OWN_MEMORY = 0.97  # decay of a request's counts per verification
 
 
 class MethodChances:
@@ -15,8 +15,8 @@ class MethodChances:
 
     Attributes:
         tries: decided drafts.
-        hits: those that were accepted.
-        table: chances of acceptance, as of the last `update`.
+        hits: accepted drafts.
+        table: acceptance probabilities as of the last `update`.
     """
 
     def __init__(self) -> None:
@@ -25,7 +25,7 @@ class MethodChances:
         self.table = self._middles.copy()
 
     def update(self) -> None:
-        """Sets the chances from the counts; old counts fade, which leaves the confidences."""
+        """Compute the probabilities from the counts, which decay in favor of the confidences."""
         if sum(self.tries) > _LIMIT:
             self.tries, self.hits = [n / 2 for n in self.tries], [n / 2 for n in self.hits]
         self.table = [
@@ -35,10 +35,10 @@ class MethodChances:
 
 
 class RequestChances:
-    """The chances of one request's drafts: the method's, corrected by its own counts.
+    """Acceptance probabilities of one request's drafts: the method's, corrected by its own counts.
 
-    Where fewer of its drafts were accepted than the method's counts say, all chances are scaled;
-    where more were, the chances of rejection are.
+    If fewer of its drafts were accepted than the method's counts predict, all acceptance
+    probabilities are scaled; if more were, the rejection probabilities are scaled.
 
     Args:
         method: counts of its method.
@@ -52,11 +52,11 @@ class RequestChances:
         self._offset, self._scale = 0.0, 1.0
 
     def products(self, confidences: Sequence[float], parents: Sequence[int] | None) -> list[float]:
-        """For each draft, the chance that it and all before it on its path are accepted.
+        """Return for each draft the probability that it and all its ancestors are accepted.
 
         Args:
             confidences: of the drafts, in [0, 1].
-            parents: of each the one before it, which precedes it, or -1; None: they are a chain.
+            parents: index of each draft's parent, which precedes it, or -1; None: a chain.
         """
         table, offset, scale = self._method.table, self._offset, self._scale
         products: list[float] = []
@@ -69,12 +69,12 @@ class RequestChances:
         return products
 
     def observe(self, decided: Sequence[float], accepted: int) -> None:
-        """Counts the decided drafts of a verification, for the request and for its method.
+        """Count the decided drafts of a verification, for the request and for its method.
 
         Args:
-            decided: confidences of those that were accepted, then of those that were rejected
-                though all before them were accepted.
-            accepted: how many were accepted.
+            decided: confidences of the accepted drafts, followed by those of the rejected drafts
+                whose ancestors were all accepted.
+            accepted: number of accepted drafts.
         """
         method, expected, count = self._method, 0.0, len(decided)
         for place, confidence in enumerate(decided):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""DFlash and DSpark: a block of drafts in one pass, behind what the target's states gave."""
+"""DFlash and DSpark: a block of drafts in one pass that reads states of the target."""
 
 from typing import cast
 
@@ -16,10 +16,10 @@ from specops.engine.models import BlockDrafter, MtpBatch, load_dflash
 
 
 def load(context: DrafterContext) -> Drafter:
-    """Makes the drafter of the head that the configuration names.
+    """Make the drafter of the head that the configuration names.
 
     Raises:
-        MethodUnavailable: it names none.
+        MethodUnavailable: the configuration names no head.
         ModelError: the head cannot be used, or not with this target.
     """
     own, directory = named_weights(context, DflashOptions, "head of DFlash or DSpark is")
@@ -34,7 +34,7 @@ def load(context: DrafterContext) -> Drafter:
 
 
 class BlockHead(BlockStackHead):
-    """A block drafter as a `DraftHead`: the first pass runs the block, and each drafts a token.
+    """A block drafter as a `DraftHead`: the first pass runs the block; each pass drafts one token.
 
     Args:
         model: on top of its target.
@@ -49,21 +49,21 @@ class BlockHead(BlockStackHead):
     def __init__(self, model: BlockDrafter, context: DrafterContext) -> None:
         super().__init__(model, model.config.num_rows, context)
         self.model, self.taps, self.token_map = model, model.taps, model.token_map
-        # A token for each row of a block that drafts.
+        # Each drafting row of a block drafts one token.
         self.num_passes = self.max_drafts = model.config.num_drafts
         if not model.reads_drafts:
             self.new_tree = joint_tree
         self._tokens = NewestTokens(context.config.max_num_seqs, context.device.device)
-        self._hidden: Tensor | None = None  # of the block's rows; None: there are none
+        self._hidden: Tensor | None = None  # of the block's rows; None: no rows
         self._rows: DraftRows
-        self._given: Tensor  # of the rows of the last first pass
+        self._given: Tensor  # output of the latest pass 0
 
     def target_states(self, target: TargetStep) -> Tensor:
-        """Returns what keys and values are made of."""
+        """Return the states that keys and values are computed from."""
         return self.model.states_of(target.taps, target.sums)
 
     def forward(self, index: int, rows: DraftRows, states: Tensor) -> tuple[Tensor, Tensor]:
-        """Writes the keys and values of rows, and runs blocks behind them, in the first pass."""
+        """Write the keys and values of rows and run the blocks that follow them, in pass 0 only."""
         if index == 0:
             self._given = self.model.append(cast(MtpBatch, rows), states, self.cache)
             self._run_blocks(rows)
@@ -73,7 +73,7 @@ class BlockHead(BlockStackHead):
     def logits(
         self, index: int, hidden: Tensor, *, out: Tensor | None = None, sums: Tensor | None = None
     ) -> Tensor:
-        """Returns the logits of the row of each block that drafts token `index`."""
+        """Return the logits of the row of each block that drafts token `index`."""
         place = index if self.model.config.samples_anchor else index + 1
         logits, states = self.logits_of_row(place, self._hidden, hidden.shape[0], out, sums)
         if states is None or not self.model.reads_drafts:
@@ -82,7 +82,7 @@ class BlockHead(BlockStackHead):
         return self.model.with_tokens_before(logits, states, before, sums)
 
     def _run_blocks(self, rows: DraftRows) -> None:
-        """Runs the block of each request: its newest token and masks."""
+        """Run the block of each request: its newest token followed by masks."""
         self._hidden = None
         placed = self.blocks.place(rows, is_causal=False)
         if placed is None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Arrays on the device that all steps of a recurrent drafter share, and views of them by size."""
+"""Device arrays that all steps of a recurrent drafter share, and views of them by size."""
 
 from dataclasses import dataclass
 
@@ -11,29 +11,29 @@ from specops.batching import DraftIndices
 from specops.engine.device import Device
 from specops.engine.drafters.head import DraftHead
 
-_MAX_KEPT_VIEWS = 64  # of the index arrays, by their sizes
+_MAX_KEPT_VIEWS = 64  # views of the index arrays
 
 
 @dataclass(frozen=True)
 class Choices:
-    """Per request of a step: what a draft is chosen from, and the choice."""
+    """Per-request arrays of a step: inputs to the choice of a draft, and the choice."""
 
     states: Tensor  # [batch, hidden_size]
     logits: Tensor  # float32 [batch, draft vocabulary]
     sampled: Tensor  # int32 [batch]
-    drawn: Tensor  # int32 [batch]; the same with numbers of its own
-    token_ids: Tensor  # int32 [batch]; the same but for a reduced draft vocabulary
-    positions: Tensor  # int32 [batch]; of the tokens, in a second pass over rows or later
+    drawn: Tensor  # int32 [batch]; drawn with the drafter's own random numbers
+    token_ids: Tensor  # int32 [batch]; `sampled`, mapped if the draft vocabulary is reduced
+    positions: Tensor  # int32 [batch]; positions of the tokens, from a second pass over rows on
     anchors: Tensor  # int32 [batch]
-    is_drawn: Tensor  # bool [batch]; with numbers of its own
+    is_drawn: Tensor  # bool [batch]; whether `drawn` is the choice
     lse: Tensor  # float32 [batch]
 
 
 class DraftArrays:
-    """Rows of the passes of a step, and what drafts are chosen from.
+    """Rows of the passes of a step, and arrays for choosing drafts.
 
     Args:
-        head: what runs.
+        head: the model that drafts.
         slots: requests that run at once.
         max_rows: rows of the longest pass.
         device: where steps run.
@@ -42,16 +42,16 @@ class DraftArrays:
         same_rows: int32 [max_rows], 0, 1, 2 and so on.
         kv_lens: int32 [slots], for a head that does not see all pages.
         lens: int32 [slots], for a head that reads tokens at their own positions.
-        choices: of all requests.
-        workspace: of the ops of sampling.
+        choices: arrays of all requests.
+        workspace: of the sampling ops.
     """
 
     def __init__(self, head: DraftHead, slots: int, max_rows: int, device: Device) -> None:
         where, width, is_reduced = device.device, head.hidden_size, head.token_map is not None
-        # The first pass of a step, and those behind it, which read one and write the other.
+        # One set for the first pass of a step, and two that later passes read and write in turn.
         sizes = (max_rows, slots, slots)
         self._indices = [DraftIndices.empty(slots, total_rows=n, device=where) for n in sizes]
-        # Read between passes where the host may look: numpy is the quickest way to do it.
+        # On the CPU, the host reads these between passes; numpy is the quickest way.
         self._row_ends = [] if device.is_async else [one.qo_indptr.numpy() for one in self._indices]
         self.same_rows = torch.arange(max_rows, dtype=torch.int32, device=where)
         self.kv_lens, self.lens = torch.zeros((2, slots), dtype=torch.int32, device=where)
@@ -68,14 +68,14 @@ class DraftArrays:
             torch.empty(slots, dtype=torch.float32, device=where),
         )
         workspace = sampling.sampling_workspace(self.choices.logits)
-        if workspace is None:  # given, so that no call has to find out
+        if workspace is None:  # pass an empty one, so that no call looks for it
             workspace = torch.empty(0, dtype=torch.uint8, device=where)
         self.workspace = workspace
         self._index_views: dict[tuple[int, int, int], DraftIndices] = {}
         self._choice_views: dict[int, Choices] = {}
 
     def with_rows(self, which: int, indices: DraftIndices) -> DraftIndices | None:
-        """The rows there are, where the host may look; None: there are none."""
+        """Return `indices` without padding rows if the host can see them; None if none is left."""
         if not self._row_ends:
             return indices
         size = indices.kv_lens.shape[0]
@@ -83,7 +83,7 @@ class DraftArrays:
         return self.index_view(which, size, rows) if rows else None
 
     def index_view(self, which: int, size: int, rows: int) -> DraftIndices:
-        """The first requests and rows of the index arrays."""
+        """Return a view of the first requests and rows of index arrays `which`."""
         view = self._index_views.get((which, size, rows))
         if view is None:
             if len(self._index_views) >= _MAX_KEPT_VIEWS:
@@ -102,7 +102,7 @@ class DraftArrays:
         return view
 
     def choice_view(self, size: int) -> Choices:
-        """The first requests of what drafts are chosen from."""
+        """Return a view of the choice arrays for the first `size` requests."""
         view = self._choice_views.get(size)
         if view is None:
             whole = self.choices

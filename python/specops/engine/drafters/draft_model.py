@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A smaller model of the same vocabulary, which decodes ahead of the target on pages of its own."""
+"""A smaller model with the same vocabulary that decodes ahead of the target on its own pages."""
 
 from pathlib import Path
 
@@ -18,10 +18,10 @@ from specops.tokenizer import Tokenizer
 
 
 def load(context: DrafterContext) -> Drafter:
-    """Makes the drafter of the model that the configuration names.
+    """Make the drafter of the model that the configuration names.
 
     Raises:
-        MethodUnavailable: it names none.
+        MethodUnavailable: the configuration names no model.
         ModelError: the model cannot be used, or not with this target.
     """
     config = context.config
@@ -51,7 +51,7 @@ def load(context: DrafterContext) -> Drafter:
 
 
 def _check_vocabulary(directory: Path, context: DrafterContext) -> None:
-    """Refuses a model whose tokens are others than the target's."""
+    """Reject a model whose tokens differ from the target's."""
     try:
         tokenizer = Tokenizer.from_dir(directory)
     except ValueError as error:
@@ -64,10 +64,10 @@ def _check_vocabulary(directory: Path, context: DrafterContext) -> None:
 
 
 class DraftModelDrafter(RecurrentDrafter):
-    """The recurrent drafter with what a model with linear attention keeps beside its pages.
+    """The recurrent drafter with the per-slot states of a model with linear attention.
 
-    Its slots have the states of the last positions, as the target's have. A step goes on behind the
-    last token that was known before it, whatever was drafted there; so nothing is rolled back.
+    Its slots hold the states of the last positions, like the target's slots. A step continues after
+    the last token known before it, whatever was drafted there; so nothing is rolled back.
 
     Args:
         context: of the engine.
@@ -81,8 +81,8 @@ class DraftModelDrafter(RecurrentDrafter):
         max_drafts = config.speculative_config.num_speculative_tokens
         head = DraftModelHead(model, config.max_num_seqs, max_drafts)
         super().__init__(METHOD.name, context, head, draws=True)
-        # Behind the last known token lie drafts. Where states of prefixes are kept, those within
-        # the step's own tokens must be left, too: as many again.
+        # States of the drafts after the last known token. With prefix caching, states within the
+        # step's own tokens must be kept, too: as many again.
         self._num_behind = max_drafts * (1 + config.enable_prefix_caching)
         self.kv_bytes = KvBytes(
             model.kv_bytes_per_token(),
@@ -91,7 +91,7 @@ class DraftModelDrafter(RecurrentDrafter):
         )
 
     def allocate(self, room: CacheRoom) -> None:
-        """Allocates keys and values, on the target's pages, and states, if there are any."""
+        """Allocate keys and values on the target's pages, and states if the model has any."""
         super().allocate(room._replace(num_drafts=self._num_behind))
         if self.head.model.keeps_states:
             self.states = self.head.cache
@@ -103,7 +103,7 @@ class DraftModelHead(StackHead):
     Args:
         model: on the target's device.
         slots: requests that run at once.
-        max_drafts: that these have room for, of a model that keeps states.
+        max_drafts: drafts that slots have memory for, if the model keeps states.
 
     Attributes:
         model: this.
@@ -120,12 +120,12 @@ class DraftModelHead(StackHead):
         self._ints: Tensor
 
     def reserve(self, rows: int) -> None:
-        """Allocates the buffers of passes with up to `rows` rows."""
+        """Allocate the buffers of passes with up to `rows` rows."""
         super().reserve(rows)
         self._ints = torch.empty((3, rows), dtype=torch.int32, device=self.model.device)
 
     def forward(self, index: int, rows: DraftRows, states: Tensor) -> tuple[Tensor, Tensor]:
-        """Runs the model over rows; as `DraftHead.forward`."""
+        """Run the model over rows; see `DraftHead.forward`."""
         batch = StepBatch(
             token_ids=self._token_ids(rows),
             positions=rows.positions,
@@ -144,7 +144,7 @@ class DraftModelHead(StackHead):
         return hidden, hidden
 
     def _token_ids(self, rows: DraftRows) -> Tensor:
-        """The tokens of rows: of the text, or of the drafts behind it, which lie by slot."""
+        """Return the tokens of rows, from the text or from the drafts after it."""
         request, slot, out = self._ints[:, : rows.positions.shape[0]]
         torch.clamp(rows.row_to_request, min=0, out=request)
         torch.index_select(rows.slots, 0, request, out=slot)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What drafts were drawn from: one table for all drafters that draw them, as `verify` takes it."""
+"""Distributions that drafts were drawn from: one table for all drafters, as `verify` reads it."""
 
 from collections.abc import Mapping
 
@@ -10,18 +10,19 @@ from specops.engine.drafters.base import DrawnFrom
 
 
 class DraftProbs:
-    """Each drafter has as many rows of the table as there are slots.
+    """A table of draft distributions with one row per slot for each drafter that draws.
 
-    Where one of them has a reduced vocabulary, the table has the tokens of all entries beside them.
-    That depends on what is loaded, and not on a step: a request's bits are the same in any company.
+    If any drafter has a reduced vocabulary, the table also lists the token id of every entry. This
+    depends on the loaded drafters and not on a step, so a request's bits do not depend on its
+    batch.
 
     Args:
-        owners: the drafters by name, and the vocabularies that they draw from.
+        owners: vocabularies of the drafters that draw, by drafter name.
         slots: requests that run at once.
         device: where steps run.
 
     Attributes:
-        probs: [rows, drafts, entries], float32; None: no request has asked for any.
+        probs: [rows, drafts, entries], float32; None: no request has needed it yet.
         token_ids: int32, the same shape, -1 padded; None: entry i is token i.
     """
 
@@ -33,14 +34,14 @@ class DraftProbs:
         self.token_ids: Tensor | None = None
 
     def reserve(self, drafts: int) -> bool:
-        """Makes room for so many drafts a request; returns whether the table has moved."""
+        """Allocate columns for `drafts` drafts per request; return whether the table has moved."""
         old = self.probs
         if old is not None and old.shape[1] >= drafts:
             return False
         rows = self._slots * len(self._owners)
         shape = (rows, drafts, max(one.size for one in self._owners.values()))
         self.probs = torch.zeros(shape, dtype=torch.float32, device=self._device)
-        if old is not None:  # those of drafts that the next step verifies
+        if old is not None:  # still needed for drafts that the next step verifies
             self.probs[:, : old.shape[1]] = old
         if self._is_listed:
             self.token_ids = torch.full(shape, -1, dtype=torch.int32, device=self._device)
@@ -52,7 +53,7 @@ class DraftProbs:
         return True
 
     def views(self) -> dict[str, Tensor]:
-        """By drafter, where it writes: [slots, drafts, its vocabulary]; none while nobody draws."""
+        """Return each drafter's part of the table, [slots, drafts, vocabulary]; empty if unused."""
         if self.probs is None:
             return {}
         return {
@@ -61,13 +62,13 @@ class DraftProbs:
         }
 
     def arguments(self, width: int) -> dict[str, Tensor | None]:
-        """What `verify` takes of the table, for steps of so many drafts."""
+        """Return the arguments of `verify` that hold the table, for steps with `width` drafts."""
         assert self.probs is not None
         listed = None if self.token_ids is None else self.token_ids[:, :width]
         return {"draft_probs": self.probs[:, :width], "draft_prob_token_ids": listed}
 
     def row(self, name: str, place: int) -> int:
-        """The row of the table that a drafter wrote for the request at a place of the step."""
+        """Return the table row that a drafter wrote for request `place` of the step."""
         return self._first_row[name] + place
 
     def _rows_of(self, name: str) -> slice:

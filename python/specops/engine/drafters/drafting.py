@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The drafters of an engine in their order, and the table of what they have proposed.
+"""All drafters of an engine in drafting order, and the table of their proposals.
 
-An exception that a drafter raises ends here. No token depends on drafts, so the requests that it
-was raised for are decoded plainly from then on; its next ones have it again.
+Exceptions that drafters raise end in this module. No token depends on drafts, so the requests that
+a failure concerns are decoded plainly from then on; later requests use the drafter again.
 """
 
 import logging
@@ -47,7 +47,7 @@ from specops.engine.speculative_config import SpeculativeConfig
 
 logger = logging.getLogger(__name__)
 
-# The name under which failures of the selection of drafts are counted, beside those of methods.
+# Failures of draft selection are counted under this name, next to the names of the methods.
 _SELECTION = "adaptive_verification"
 
 _NOT_LOADED = (
@@ -61,26 +61,26 @@ _NO_ROOM = (
 
 
 class Drafting:
-    """Knows which drafters a request has, and shares steps and proposals among them.
+    """The drafters of each request, run by hook, with the step and the proposals that they share.
 
     Args:
         context: of the engine.
 
     Attributes:
-        drafters: by method, in the order in which they draft.
-        missing: why methods are not among them, in words that name no path.
-        proposals: for the next step, by slot.
-        draft_probs: what drafts were drawn from.
-        scheduled: the parts of the step, as drafters have them.
-        num_failures: how often one has raised. Steps made before may not run again: a part of one
-            may be missing, or recorded by halves.
-        failures: the same by method, with zeros; "adaptive_verification" counts failures of the
-            selection of drafts. The keys never change.
+        drafters: by method name, in drafting order.
+        missing: by method name, why the method is not in `drafters`, in words that name no path.
+        proposals: drafts for the next step, by slot.
+        draft_probs: the distributions that drafts were drawn from.
+        scheduled: the parts of the step, in the form that drafters read.
+        num_failures: how often a drafter has raised. Steps made before a failure may not run again:
+            a drafter's part may be missing from them, or be captured incompletely.
+        failures: the same count by method, including zeros; "adaptive_verification" counts failures
+            of draft selection. The keys never change.
 
     Raises:
-        ModelError: a method that the configuration asks for cannot run.
-        ValueError: what the configuration names for one cannot be used, or it asks one for more
-            drafts than it makes.
+        ModelError: a method that the configuration names cannot run.
+        ValueError: a file that the configuration names for a method cannot be used, or the
+            configuration requests more drafts than the method makes.
     """
 
     def __init__(self, context: DrafterContext) -> None:
@@ -99,20 +99,20 @@ class Drafting:
                 self.missing[name] = error.reason
         self._companions: list[Drafter] = [companion(name).load(context) for name in COMPANIONS]
         everyone = (*self.drafters.values(), *self._companions)
-        # Who has a slot and drafts by it.
+        # Running requests of each drafter.
         self._requests: dict[Drafter, set[Request]] = {one: set() for one in everyone}
         self.num_failures = 0
         self.failures = dict.fromkeys((*(one.name for one in everyone), _SELECTION), 0)
-        self._num_logged: dict[str, int] = {}  # failures by what has failed
+        self._num_logged: dict[str, int] = {}  # failures by description
         self._selector: DraftSelector | None = None
-        self._chances: dict[Request, RequestChances] = {}  # of those whose drafts are selected
-        # Of the step to come: confidences of the drafts that were selected; by slot, the trees.
+        self._chances: dict[Request, RequestChances] = {}  # requests with draft selection
+        # For the next step: confidences of the selected drafts by request, and trees by slot.
         self._selected: dict[Request, list[float]] = {}
         self._trees: dict[int, Preorder] = {}
         self._running: dict[int, Request] = {}  # by slot
         self.scheduled: list[Scheduled] = []
-        self._places: dict[int, int] = {}  # in the last step, of its requests, by slot
-        # Of models that keep states of each draft.
+        self._places: dict[int, int] = {}  # by slot, index of the request in the last step
+        # Limit on drafts if the target keeps a state per draft; None: no limit.
         own = context.config.speculative_config
         self._most_kept = own.num_speculative_tokens if context.target.keeps_states else None
         if self._most_kept == 0:
@@ -125,16 +125,16 @@ class Drafting:
             if one.drawn_from is not None
         }
         self.draft_probs = DraftProbs(drawing, slots, context.device.device)
-        self._most_drawn = 0  # drafts of any request that one of these has drafted for
+        self._most_drawn = 0  # most drafts of any request with a drafter that draws
         self._check_lengths(context.config.speculative_config)
         self._check_room(context.config.speculative_config)
 
     def check(self, config: SpeculativeConfig) -> None:
-        """Refuses what a request asks for if drafters cannot do it.
+        """Reject a request's configuration if the drafters do not support it.
 
         Raises:
-            ValueError: it wants a longer chain than one drafts, a selection without costs, or what
-                the model's slots have no room for.
+            ValueError: it requests a longer chain than a drafter makes, a selection although step
+                times are unknown, or drafts that the model's slots have no memory for.
         """
         self._check_lengths(config)
         self._check_room(config)
@@ -145,7 +145,7 @@ class Drafting:
             )
 
     def _check_lengths(self, config: SpeculativeConfig) -> None:
-        """Refuses longer chains than drafters draft. A tree may have more nodes."""
+        """Reject chains longer than a drafter makes. A tree may have more nodes."""
         for name, wanted in config.draft_stages:
             most = self.drafters[name].max_drafts
             if most is not None and wanted > most and not config.tree:
@@ -156,7 +156,7 @@ class Drafting:
                 )
 
     def _check_room(self, config: SpeculativeConfig) -> None:
-        """Refuses trees, and more drafts than the server's, where states are kept of each."""
+        """Reject trees and drafts beyond the server's limit if the target keeps draft states."""
         if self._most_kept is None:
             return
         if config.tree:
@@ -179,40 +179,40 @@ class Drafting:
 
     @property
     def taps(self) -> tuple[int, ...]:
-        """The target's layers whose states are read."""
+        """Layers of the target that drafters read auxiliary hidden states from, ascending."""
         return tuple(sorted({tap for one in self.drafters.values() for tap in one.taps}))
 
     @property
     def width(self) -> int:
-        """The most drafts of any request so far: columns of the proposals."""
+        """Columns of the proposals: the largest number of drafts of any request so far."""
         return int(self.proposals.token_ids.shape[1])
 
     @property
     def kv_bytes(self) -> KvBytes:
-        """What all that drafters keep takes."""
+        """Memory that the caches of all drafters take."""
         each = [KvBytes(), *(one.kv_bytes for one in self.drafters.values())]
         return KvBytes(*map(sum, zip(*each, strict=True)))
 
     @property
     def states(self) -> dict[str, KvCache]:
-        """What has the states of those drafters whose layers have any, by name."""
+        """Caches of the drafters whose layers keep recurrent states, by drafter name."""
         found = {name: one.states for name, one in self.drafters.items()}
         return {name: cache for name, cache in found.items() if cache is not None}
 
     def taps_of(self, shape: StepShape) -> tuple[int, ...]:
-        """Those that the drafters read which have work in the steps of a shape."""
+        """Return the auxiliary layers read by the drafters that have work in steps of a shape."""
         return tuple(
             sorted({tap for name, _ in shape.drafters for tap in self.drafters[name].taps})
         )
 
     def draft_prob_row(self, slot: int) -> int:
-        """The row of `draft_probs` for the drafts of a slot; -1: none."""
+        """Return the row of `draft_probs` that holds a slot's drafts; -1 if there is none."""
         drafter = next(iter(self._running[slot].draft_stages), None)
         return -1 if drafter is None else self.draft_probs.row(drafter, self._places[slot])
 
     @property
     def has_unsaved(self) -> bool:
-        """Whether a drafter has something to save, as far as one can be asked."""
+        """True if a drafter has unsaved data. A drafter that raises counts as having none."""
         for drafter in self.drafters.values():
             try:
                 if drafter.is_unsaved:
@@ -222,7 +222,7 @@ class Drafting:
         return False
 
     def save(self) -> None:
-        """Writes what drafters learnt to their files."""
+        """Save what drafters have learned to their files."""
         for drafter in self.drafters.values():
             if drafter.is_unsaved:
                 drafter.save()
@@ -231,7 +231,7 @@ class Drafting:
     def of_common_text(self) -> set[str]:
         """Names of the drafters whose drafts may come from an operator's text.
 
-        A drafter that cannot be asked is one of these.
+        A drafter whose property raises is included.
         """
         found: set[str] = set()
         for name, drafter in self.drafters.items():
@@ -246,7 +246,7 @@ class Drafting:
 
     @property
     def gauges(self) -> dict[str, int]:
-        """What drafters have to show in metrics, as far as they can be asked."""
+        """Metrics of all drafters by name, except those of drafters that raise."""
         found: dict[str, int] = {}
         for drafter in self.drafters.values():
             try:
@@ -256,19 +256,23 @@ class Drafting:
         return found
 
     def draft_kv(self, request: Request) -> DraftKv | None:
-        """What a request's drafters keep on its pages; at most one keeps anything."""
+        """Return the draft KV of a request, or None. At most one of its drafters keeps any."""
         drafters = self._drafters_of(request)
         found = [one for one in self._ask_each(drafters, "draft_kv", request) if one is not None]
         assert len(found) <= 1, "two drafters of one request keep keys and values on its pages"
         return found[0] if found else None
 
     def allocate(self, room: CacheRoom) -> None:
-        """Allocates what drafters keep."""
+        """Allocate the caches of all drafters."""
         for drafter in self.drafters.values():
             drafter.allocate(room)
 
     def start(self, request: Request) -> bool:
-        """A request got its slot; returns whether memory has moved that steps use."""
+        """Start drafting for a request that got its slot.
+
+        Returns:
+            Whether memory that captured steps use has moved.
+        """
         self._running[request.slot] = request
         if not request.draft_stages:
             return False
@@ -289,17 +293,17 @@ class Drafting:
         return any(self._ask_each(drafters, "start", request)) or has_moved
 
     def _reserve_draft_probs(self, request: Request) -> bool:
-        """Makes room for what drafts of a request are drawn from, if that is wanted."""
+        """Grow `draft_probs` for a request if needed; return whether the table has moved."""
         for name, limit in request.draft_stages.items():
             if self.drafters[name].drawn_from is not None:
                 self._most_drawn = max(self._most_drawn, limit)
-        # Once the table is there, drafters write all of their passes, whoever asked for them.
+        # Once the table exists, drafters write every pass to it, for all of their requests.
         if not request.speculative.draws_drafts and self.draft_probs.probs is None:
             return False
         return self.draft_probs.reserve(self._most_drawn)
 
     def stop(self, request: Request, slot: int) -> None:
-        """A request gave its slot back."""
+        """Stop drafting for a request that gave its slot back."""
         self.proposals.counts[slot] = 0
         drafters = [one for one in self._drafters_of(request) if request in self._requests[one]]
         for drafter in drafters:
@@ -307,7 +311,7 @@ class Drafting:
         self._ask_each(drafters, "stop", request, slot)
 
     def leave(self, request: Request) -> None:
-        """A request is gone for good, or is decoded plainly from here on."""
+        """Drop a request that has ended or continues without drafts."""
         drafters = self._drafters_of(request)
         request.draft_stages.clear()
         request.draft_limit = 0
@@ -315,25 +319,25 @@ class Drafting:
         self._ask_each(drafters, "leave", request)
 
     def forget(self) -> None:
-        """Forgets the proposals, and how wide their table had to be."""
+        """Drop all proposals, and reset the width of their table."""
         self.proposals = Proposals.empty(len(self.proposals.counts), 0)
 
     def select_by(self, seconds: Sequence[float]) -> None:
-        """Selects the drafts of requests that ask for it.
+        """Enable selection of drafts for requests that ask for it.
 
         Args:
-            seconds: of a step, by its rows from 0 on.
+            seconds: duration of a step by its number of rows, from 0 rows on.
         """
         self._selector = DraftSelector(seconds)
 
     def select(self, requests: Sequence[Request], room: int) -> None:
-        """Decides how many of their proposed drafts requests verify.
+        """Decide how many of their proposed drafts requests verify.
 
         Args:
             requests: all that decode.
-            room: most drafts of all together.
+            room: limit on the total number of drafts.
         """
-        if not self.width:  # nobody has ever drafted
+        if not self.width:  # no request has ever drafted
             return
         self._trees.clear()
         self._selected.clear()
@@ -357,7 +361,7 @@ class Drafting:
                 self._lose(_SELECTION, "the selection of drafts", error, selected)
 
     def _select(self, candidates: Sequence[Request], room: int, others: int) -> None:
-        """Select the drafts of some requests, beside so many rows of others."""
+        """Select the drafts of `candidates`, in a step with `others` rows of other requests."""
         assert self._selector is not None
         requests: list[Request] = []
         confidences: list[list[float]] = []
@@ -365,7 +369,7 @@ class Drafting:
         for request in candidates:
             count, slot = self.num_proposed(request), request.slot
             own = self.proposals.confidences[slot, :count].tolist()
-            if not all(0.0 <= one <= 1.0 for one in own):  # NaN, too
+            if not all(0.0 <= one <= 1.0 for one in own):  # also catches NaN
                 request.num_drafts, request.draft_parents = 0, None
                 others += 1
                 message = f"confidences of drafts must be within [0, 1], got {own}"
@@ -385,11 +389,11 @@ class Drafting:
                 self._selected[request] = [own[node] for node in order]
 
     def observe(self, parts: Sequence[Part], accepted: Sequence[Sequence[int]]) -> None:
-        """Learns from a step whose drafts `select` has chosen.
+        """Learn from the outcome of a step after `select`.
 
         Args:
             parts: of the step.
-            accepted: which drafts of each were accepted.
+            accepted: for each part, its accepted drafts.
         """
         if not self._selected or self._selector is None:
             return
@@ -397,7 +401,7 @@ class Drafting:
         seen = [
             (self._chances[request], own[: part.num_drafts], path, part.draft_parents)
             for request, part, path in zip(requests, parts, accepted, strict=True)
-            if part.num_drafts and request in self._chances  # it has not left meanwhile
+            if part.num_drafts and request in self._chances  # not ended in the meantime
             if (own := self._selected.get(request))
         ]
         if not seen:
@@ -408,15 +412,15 @@ class Drafting:
             self._lose(_SELECTION, "the selection of drafts", error, list(self._selected))
 
     def num_proposed(self, request: Request) -> int:
-        """How many drafts there are for a request, as far as they could be emitted."""
+        """Return how many drafts a request has, up to the number that could be emitted."""
         return max(min(int(self.proposals.counts[request.slot]), request.draft_room), 0)
 
     def _is_tree(self, request: Request) -> bool:
-        """Whether a request's proposals are a tree."""
+        """Return whether a request's proposals are a tree."""
         return bool(self.proposals.are_trees[request.slot])
 
     def _verify_tree(self, request: Request, nodes: Sequence[int]) -> Preorder:
-        """Notes which of a request's proposals it verifies, in which order."""
+        """Record which of a request's proposals it verifies, in preorder; return that order."""
         tree = preorder(self.proposals.parents[request.slot].tolist(), nodes)
         self._trees[request.slot] = tree
         if num_chains(tree.parents) > 1:
@@ -424,23 +428,23 @@ class Drafting:
         return tree
 
     def drafts_of(self, slot: int, count: int) -> NDArray[np.int32]:
-        """The first of the drafts that a slot's request verifies."""
+        """Return the first `count` drafts that a slot's request verifies, int32 [count]."""
         return self.proposals.token_ids[slot, self._nodes(slot, count)]
 
     def sources_of(self, slot: int, count: int) -> list[str]:
-        """Who proposed these, by the drafters' names."""
+        """Return the name of the drafter that proposed each of the first `count` drafts."""
         places = self.proposals.stages[slot, self._nodes(slot, count)].tolist()
-        stages = self._running[slot].speculative.draft_stages  # also if one has failed since
+        stages = self._running[slot].speculative.draft_stages  # includes failed ones
         names = (*(name for name, _ in stages), *reversed(COMPANIONS))  # -1: the first companion
         return [names[place] for place in places]
 
     def _nodes(self, slot: int, count: int) -> slice | Sequence[int]:
-        """Their places in the table."""
+        """Return the columns of the first `count` verified drafts in the table of proposals."""
         tree = self._trees.get(slot)
         return slice(count) if tree is None else tree.nodes[:count]
 
     def plan(self, parts: Sequence[Part], shape: StepShape) -> StepShape:
-        """Adds to a step's shape what drafters do behind it."""
+        """Add the drafters' work after a step to its shape."""
         if not self.width:
             return shape
         running = self._running
@@ -453,12 +457,12 @@ class Drafting:
             key = self._ask(drafter, "plan", self.scheduled, shape)
             if key is not None:
                 work.append((name, key))
-        # With one of them, the host knows whose the drafts are that it finds.
+        # If only one drafter works on the device, the host knows the source of the drafts.
         reports = len(work) > 1 and bool(self._reporting())
         return shape._replace(drafters=tuple(work), reports_stages=reports)
 
     def new_steps(self, shape: StepShape, inputs: Layout, results: Layout) -> list[WatchedStep]:
-        """Makes the drafters' parts of the steps of one shape, in their order."""
+        """Make the drafters' parts of the steps of one shape, in drafting order."""
         steps: list[WatchedStep] = []
         for name, key in shape.drafters:
             drafter = self.drafters[name]
@@ -478,18 +482,19 @@ class Drafting:
         counts: NDArray[np.int32],
         steps: Sequence[WatchedStep],
     ) -> None:
-        """Takes over what a step's drafters on the device have drafted, and whose each draft is.
+        """Copy what a step's drafters on the device have drafted, and record each draft's source.
 
-        What there is for requests that were not in the step stays. But what drafts were drawn from
-        is known for one step only, so where that matters they are gone.
+        Proposals of requests that were not in the step stay. But the distributions that drafts were
+        drawn from are kept for one step only, so requests that need them lose their proposals.
 
         Args:
             plan: of the step.
-            token_ids: [slots, k], the drafts; copied, since the next step's inputs may lie there.
-            counts: [slots], how many there are.
+            token_ids: int32 [slots, k], the drafts; copied, because the next step's inputs may
+                reuse the memory.
+            counts: int32 [slots], number of drafts.
             steps: the drafters' parts of the step.
         """
-        if not self.width:  # nobody has ever drafted
+        if not self.width:  # no request has ever drafted
             return
         proposals, running, draws = self.proposals, self._running, Feature.DRAFT_PROBS
         kept = [slot for slot in plan.paused if not running[slot].features & draws]
@@ -513,28 +518,32 @@ class Drafting:
                 begin = self._attribute(request, step.name, begin, int(counts[request.slot]))
 
     def _reporting(self) -> list[Request]:
-        """The requests of the step that are told whose their drafts are."""
+        """Return the requests of the step whose clients asked for the sources of drafts."""
         requests = [part.request for part in self.scheduled]
         return [request for request in requests if request.params.report_drafts]
 
     def _attribute(self, request: Request, drafter: str, begin: int, end: int) -> int:
-        """Notes whose the drafts from `begin` on are; returns the end, or `begin` if not its."""
+        """Record `drafter` as the source of drafts `begin` to `end`.
+
+        Returns:
+            `end`, or `begin` if the drafts are not from `drafter`.
+        """
         if drafter not in request.draft_stages:
             return begin
         place = list(request.draft_stages).index(drafter)
         if place and request.speculative.tree:
-            return begin  # it has added branches, and noted them
+            return begin  # this drafter added branches and recorded them itself
         self.proposals.stages[request.slot, begin:end] = place
         return end
 
     def finish(self, plan: Plan, **results: Any) -> None:
-        """Has the drafters on the host go on, when all requests of a step have taken it over.
+        """Run the drafters on the host, once all requests of a step have committed its tokens.
 
         Args:
             plan: of the step.
-            results: the arrays of `StepResults`.
+            results: the remaining fields of `StepResults`.
         """
-        if not self.width:  # nobody has ever drafted
+        if not self.width:  # no request has ever drafted
             return
         step = StepResults(
             parts=self.scheduled,
@@ -550,12 +559,12 @@ class Drafting:
                 self._attribute(request, drafter.name, begin, int(counts[request.slot]))
 
     def _drafters_of(self, request: Request) -> list[Drafter]:
-        """A request's drafters in their order; none, if it does not speculate."""
+        """Return a request's drafters in drafting order; empty if it does not speculate."""
         own = [self.drafters[name] for name in request.draft_stages]
         return own + self._companions if own else own
 
     def _ask(self, drafter: Drafter, hook: str, *arguments: Any) -> Any:
-        """What a drafter says about a step; None if it has no request, or fails."""
+        """Call a drafter's hook for a step; return None if it has no request or raises."""
         if not self._requests[drafter]:
             return None
         try:
@@ -567,19 +576,22 @@ class Drafting:
     def _ask_each(
         self, drafters: Sequence[Drafter], hook: str, request: Request, *arguments: Any
     ) -> list[Any]:
-        """What drafters say about a request; where one fails, it goes on without any."""
+        """Call a hook of several drafters for a request.
+
+        If one raises, the others are still called, and then the request continues without drafts.
+        """
         said, failures = [], []
         for drafter in drafters:
             try:
                 said.append(getattr(drafter, hook)(request, *arguments))
             except Exception as error:
                 failures.append((drafter.name, error))
-        for name, failure in failures:  # now that all have been asked
+        for name, failure in failures:  # after all hooks have run
             self._lose(name, f"{hook} of drafter {name}", failure, [request])
         return said
 
     def lose_all_of(self, drafter: Drafter, hook: str, error: Exception) -> None:
-        """Continue without the drafts of a drafter that has failed in its part of a step."""
+        """Continue without the drafts of a drafter that raised in its part of a step."""
         requests = self._requests[drafter]
         if isinstance(error, RequestsFailed):
             requests = requests.intersection(error.requests)
@@ -591,10 +603,11 @@ class Drafting:
         """Decode some requests plainly from here on.
 
         Args:
-            method: the key of `failures` that is counted.
-            what: has failed. Its 1st, 10th, 100th failure and so on are logged.
+            method: the key of `failures` to increment.
+            what: description of the part that failed. Its 1st, 10th, 100th failure and so on are
+                logged.
             error: the exception.
-            requests: that lose their drafts.
+            requests: requests that lose their drafts.
         """
         self.num_failures += 1
         self.failures[method] += 1
@@ -614,9 +627,9 @@ class Drafting:
 
 
 def share_out(wanted: Sequence[int], total: int) -> list[int]:
-    """Cuts every number to the largest equal cap with which all keep within the total.
+    """Clip every number to the largest common cap that keeps the sum within the total.
 
-    What is left over goes one each to the first that the cap has cut.
+    The remainder goes to the first clipped numbers, one each.
     """
     if sum(wanted) <= total:
         return list(wanted)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""EAGLE-1 and 2: a head that reads the target's last states, and then its own."""
+"""EAGLE-1 and 2: a head that reads the target's last states, and later its own."""
 
 from typing import cast
 
@@ -14,10 +14,10 @@ from specops.engine.models import Eagle, MtpBatch, load_eagle
 
 
 def load(context: DrafterContext) -> Drafter:
-    """Makes the drafter of the head that the configuration names.
+    """Make the drafter of the head that the configuration names.
 
     Raises:
-        MethodUnavailable: it names none.
+        MethodUnavailable: the configuration names no head.
         ModelError: the head cannot be used, or not with this target.
     """
     own, directory = named_weights(context, EagleOptions, "EAGLE head is")
@@ -46,6 +46,6 @@ class EagleHead(StackHead):
         self.head, self.token_map = head, head.token_map
 
     def forward(self, index: int, rows: DraftRows, states: Tensor) -> tuple[Tensor, Tensor]:
-        """Runs the head over rows; as `DraftHead.forward`."""
+        """Run the head over rows; see `DraftHead.forward`."""
         states = self.head.forward(cast(MtpBatch, rows), states, self.cache)
         return states, states

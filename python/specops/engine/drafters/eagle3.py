@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""EAGLE-3: a head that reads states of several of the target's layers, and then its own.
+"""EAGLE-3: a head that reads auxiliary hidden states of the target, and later its own states.
 
-P-EAGLE's heads read their own of no draft: masks draft all but the first one together.
+P-EAGLE heads do not read the states of drafts: all drafts but the first come from mask rows that
+run in one pass.
 """
 
 from typing import cast
@@ -19,10 +20,10 @@ from specops.engine.models import Eagle3, MtpBatch, load_eagle3
 
 
 def load(context: DrafterContext) -> Drafter:
-    """Makes the drafter of the head that the configuration names.
+    """Make the drafter of the head that the configuration names.
 
     Raises:
-        MethodUnavailable: it names none.
+        MethodUnavailable: the configuration names no head.
         ModelError: the head cannot be used, or not with this target.
     """
     own, directory = named_weights(context, Eagle3Options, "EAGLE-3 head is")
@@ -37,7 +38,7 @@ def load(context: DrafterContext) -> Drafter:
     return BlocksDrafter(METHOD.name, context, ParallelHead(head, context), draws=True)
 
 
-# Of P-EAGLE, in an engine whose configuration names no number: as many as speculators trains.
+# Default number of P-EAGLE drafts: as many as the speculators library trains.
 _DRAFTS = 8
 
 
@@ -56,19 +57,19 @@ class Eagle3Head(StackHead):
         self.head, self.taps, self.token_map = head, head.taps, head.token_map
 
     def target_states(self, target: TargetStep) -> Tensor:
-        """Returns the states of the layers that it reads, projected."""
+        """Return the auxiliary hidden states of the target, projected to the head's width."""
         return self.head.states_of(target.taps, target.sums)
 
     def forward(self, index: int, rows: DraftRows, states: Tensor) -> tuple[Tensor, Tensor]:
-        """Runs the head over rows; as `DraftHead.forward`."""
+        """Run the head over rows; see `DraftHead.forward`."""
         return self.head.forward(cast(MtpBatch, rows), states, self.cache)
 
 
 class ParallelHead(BlockStackHead):
     """P-EAGLE's head as a `DraftHead`.
 
-    The row of the newest token drafts the first token, and each mask behind it the next one. The
-    masks are a block: they run in the second pass.
+    The row of the newest token drafts the first token, and each mask after it drafts the next one.
+    The masks form a block, which runs in the second pass.
 
     Args:
         head: on top of its target.
@@ -79,22 +80,22 @@ class ParallelHead(BlockStackHead):
     """
 
     def __init__(self, head: Eagle3, context: DrafterContext) -> None:
-        # The head itself has no most drafts; an engine's masks are as many as it is made with. One
-        # that does not draft so by itself names no number.
+        # The head does not limit the number of drafts; the engine fixes the number of masks when it
+        # is made. If the configuration's own method is another one, it gives no number.
         drafts = context.config.speculative_config.num_model_steps or _DRAFTS
         super().__init__(head, drafts - 1, context)
         self.head, self.taps, self.token_map = head, head.taps, head.token_map
         self.num_passes = self.max_drafts = drafts
         self.new_tree = joint_tree
-        self._hidden: Tensor | None = None  # of the masks; None: there are none
-        self._given: Tensor  # of the rows of the last first pass
+        self._hidden: Tensor | None = None  # of the masks; None: no masks
+        self._given: Tensor  # output of the latest pass 0
 
     def target_states(self, target: TargetStep) -> Tensor:
-        """Returns the states of the layers that it reads, projected."""
+        """Return the auxiliary hidden states of the target, projected to the head's width."""
         return self.head.states_of(target.taps, target.sums)
 
     def forward(self, index: int, rows: DraftRows, states: Tensor) -> tuple[Tensor, Tensor]:
-        """Runs the head over rows, then over masks behind them; as `DraftHead.forward`."""
+        """Run the head over rows, then over the masks after them; see `DraftHead.forward`."""
         if index == 0:
             self._given, _ = self.head.forward(cast(MtpBatch, rows), states, self.cache)
         if index == 1:
@@ -107,7 +108,7 @@ class ParallelHead(BlockStackHead):
     def logits(
         self, index: int, hidden: Tensor, *, out: Tensor | None = None, sums: Tensor | None = None
     ) -> Tensor:
-        """Returns the logits of the newest token's row, or of a mask of each request."""
+        """Return the logits of the newest token's row, or of one mask of each request."""
         if index == 0:
             return super().logits(index, hidden, out=out, sums=sums)
         return self.logits_of_row(index - 1, self._hidden, hidden.shape[0], out, sums)[0]

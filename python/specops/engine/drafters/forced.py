@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Forced tokens: what a grammar leaves no choice about is drafted for nothing, and always accepted.
+"""Forced tokens: tokens that a grammar fixes are drafted at no cost and always accepted.
 
-It completes what a request's method has drafted, and drafts alone where that finds nothing. No
-request names it: every one that speculates and has a grammar has it.
+This drafter completes the drafts of a request's method, and drafts alone if the method finds none.
+No request selects it: every request that speculates and has a grammar uses it.
 """
 
 from specops.engine.drafters.base import Drafter, DrafterContext, Proposals, StepResults
@@ -13,15 +13,15 @@ from specops.engine.structured.forcing import CompletedDrafts, complete
 
 
 def load(context: DrafterContext) -> Drafter:
-    """Every model can draft so."""
+    """Make the drafter; every model supports it."""
     return ForcedDrafter()
 
 
 class ForcedDrafter(Drafter):
     """Drafts on the host, when a step's tokens are committed.
 
-    Drafts that are verified by what they were drawn from stay as they are: a forced token in their
-    place was not drawn from that.
+    Drafts that are verified with the distributions that they were drawn from stay as they are: a
+    forced token in their place was not drawn from these.
     """
 
     name = "forced"
@@ -30,17 +30,17 @@ class ForcedDrafter(Drafter):
         self._requests: set[Request] = set()
 
     def start(self, request: Request) -> bool:
-        """Notes a request with a grammar."""
+        """Record a request with a grammar."""
         if request.grammar is not None and not request.features & Feature.DRAFT_PROBS:
             self._requests.add(request)
         return False
 
     def stop(self, request: Request, slot: int) -> None:
-        """It has no slot for drafts."""
+        """Drop a request that gave its slot back."""
         self._requests.discard(request)
 
     def finish(self, results: StepResults) -> None:
-        """Completes the proposals of those that go on, and whose grammar has begun."""
+        """Complete the proposals of unfinished requests whose grammar has begun."""
         if not self._requests:
             return
         for part in results.parts:
@@ -51,7 +51,7 @@ class ForcedDrafter(Drafter):
             if has_begun(request.thinking_state, injected):
                 try:
                     self._complete(request, results.proposals)
-                except Exception as error:  # the grammar may stand anywhere now
+                except Exception as error:  # the grammar's state is unknown now
                     results.fail(request, error)
 
     def _complete(self, request: Request, proposals: Proposals) -> None:
@@ -59,7 +59,7 @@ class ForcedDrafter(Drafter):
         slot = request.slot
         count = int(proposals.counts[slot])
         if count and request.grammar.is_dear:
-            return  # to walk along drafts would take as long as to verify them
+            return  # walking along drafts would take as long as verifying them
         is_tree = bool(proposals.are_trees[slot])
         completed = complete(
             request.grammar,
@@ -72,7 +72,7 @@ class ForcedDrafter(Drafter):
 
 
 def _write(drafts: CompletedDrafts, proposals: Proposals, slot: int) -> None:
-    """Puts drafts into the table; a forced one is sure."""
+    """Write drafts into the table; forced ones have confidence 1."""
     count = len(drafts.token_ids)
     sure = [1.0 if one < 0 else float(proposals.confidences[slot, one]) for one in drafts.sources]
     proposals.token_ids[slot, :count] = drafts.token_ids

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The protocol between a recurrent drafter and the model that it runs."""
+"""The protocol between a recurrent drafter and its head, the model that it runs."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,138 +15,138 @@ from specops.engine.models import CacheRoom, LayerBatch
 
 @dataclass(slots=True, kw_only=True)
 class DraftRows(LayerBatch):
-    """The rows of one pass of a head, and where their tokens and states are.
+    """The rows of one pass of a head, and the locations of their tokens and states.
 
-    A row at position i reads the state of position i, and the token behind it that the pass is for.
-    The first two are of `batching.DraftIndices`, the others of the target's step, by slot.
+    A row at position i reads the state of position i, and the later token that the pass is for. The
+    first two fields are from `batching.DraftIndices`; the others are the target step's, by slot.
     """
 
     row_to_request: Tensor  # int32 [rows]
-    source_rows: Tensor  # int32 [rows]: a row of the states given, or of `kept`
+    source_rows: Tensor  # int32 [rows]: a row of the `states` argument, or of `kept`
     slots: Tensor  # int32 [batch]
     token_ids: Tensor  # int32 [num_slots, max_len]
     lens: Tensor  # int32 [num_slots]
     draft_token_ids: Tensor  # int32 [num_slots, k]
     kept: Tensor | None = None  # [num_slots, window, hidden_size]
-    # int32 [batch + 1]: all pages of each request, where `kv_indptr` leaves out those not seen.
+    # int32 [batch + 1]: all pages of each request, including those that `kv_indptr` skips.
     whole_kv_indptr: Tensor | None = None
 
 
 class DraftHead(Protocol):
-    """What a recurrent drafter runs: weights, keys and values, and a pass."""
+    """A model that a recurrent drafter runs: weights, keys and values, and a pass."""
 
     @property
     def num_passes(self) -> int:
-        """How many passes go over the rows of a step.
+        """Number of passes over the rows of a step.
 
-        Pass m = 0, 1, .. reads the token m + 1 places behind its row, and drafts the one behind
-        that. The last one then goes on with its own states.
+        Pass m = 0, 1, .. reads the token m + 1 places after its row and drafts the token after
+        that. The last pass then continues with its own states.
         """
 
     @property
     def is_chained(self) -> bool:
-        """Whether a pass reads the states of the one before it, not the target's."""
+        """True if a pass reads the states of the pass before it, not the target's."""
 
     @property
     def lookahead(self) -> int:
-        """Tokens behind its position that the keys and values of a row depend on.
+        """Number of later tokens that the keys and values of a row depend on.
 
         It is also the number of passes that write keys and values which later steps read: pass m
-        reads token m + 1 behind its row. 0: only the first pass writes any, and it reads no token.
+        reads token m + 1 after its row. 0: only the first pass writes any, and it reads no token.
         """
 
     @property
     def reads_states(self) -> bool:
-        """Whether rows read states, those of the target first.
+        """True if rows read states, those of the target first.
 
-        Otherwise a row reads the token at its own position, and no states: rows begin with the
-        first token and end with the newest one.
+        Otherwise a row reads only the token at its own position: rows begin with the first token
+        and end with the newest one.
         """
 
     @property
     def max_drafts(self) -> int | None:
-        """Most drafts that it makes for a request in a step; None: as many as are wanted."""
+        """Most drafts that it makes for a request in a step; None: no limit."""
 
     @property
     def num_likeliest(self) -> int:
-        """Number of the likeliest tokens of each pass that make trees, at least 2.
+        """Number of likeliest tokens of each pass that form trees, at least 2.
 
         A smaller vocabulary limits it.
         """
 
     @property
     def new_tree(self) -> TreeMaker | None:
-        """Makes trees where no draft depends on those before it, so that each may follow each.
+        """Function that makes trees of drafts that do not depend on each other.
 
         None: drafts depend on those before them, and trees branch off one chain.
         """
 
     @property
     def taps(self) -> tuple[int, ...]:
-        """Layers of the target whose states `target_states` reads."""
+        """Layers of the target whose auxiliary hidden states `target_states` reads."""
 
     @property
     def hidden_size(self) -> int:
-        """Of the states that it reads, the target's and its own."""
+        """Width of the states that it reads, the target's and its own."""
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of these states."""
+        """Data type of these states."""
 
     @property
     def vocab_size(self) -> int:
-        """Of its logits."""
+        """Number of its logits."""
 
     @property
     def token_map(self) -> Tensor | None:
-        """The token of each logit, int32 [vocab_size]; None: every token in turn."""
+        """Token id of each logit, int32 [vocab_size]; None: logit i is token i."""
 
     @property
     def kv_bytes_per_token(self) -> int:
-        """What it keeps on pages, over all passes.
+        """Bytes on pages per token, over all passes.
 
-        0: only rows run that draft, and none runs again.
+        0: only rows that draft run, and no row runs again.
         """
 
     def reserve(self, rows: int) -> None:
-        """Allocates the buffers of passes with up to `rows` rows, which then stay there."""
+        """Allocate the buffers of passes with up to `rows` rows; they do not move afterwards."""
 
     def allocate(self, room: CacheRoom) -> None:
-        """Allocates keys and values, on the target's pages."""
+        """Allocate keys and values on the target's pages."""
 
     def kv_tensors(self) -> Sequence[Tensor]:
-        """Returns these, once they are allocated."""
+        """Return the keys and values, once they are allocated."""
 
     def workspace_size(self, rows: int, batch: int, pages: int) -> int:
-        """Returns the floats of workspace that attention takes in passes of up to these sizes."""
+        """Return the floats of workspace that attention uses in passes of up to these sizes."""
 
     def sums_size(self, rows: int, outputs: int) -> int:
-        """Returns the floats that projections split their sums with, those of logits too."""
+        """Return the floats of workspace that linear layers use, including those of the logits."""
 
     def target_states(self, target: TargetStep) -> Tensor:
-        """Returns the states that the first pass reads, [rows of the target, hidden_size]."""
+        """Return the states that the first pass reads, [rows of the target, hidden_size]."""
 
     def forward(self, index: int, rows: DraftRows, states: Tensor) -> tuple[Tensor, Tensor]:
-        """Runs pass `index` over rows and writes their keys and values.
+        """Run pass `index` over rows, and write their keys and values.
 
         Args:
-            index: which pass, from 0.
-            rows: its rows.
-            states: [source rows, hidden_size], of the target, or what a pass gave as the second.
+            index: of the pass, from 0.
+            rows: of the pass.
+            states: [source rows, hidden_size], from the target, or the second result of a pass.
 
         Returns:
-            What `logits` reads, and what the next pass, or draft, reads as states; both of all
+            The input of `logits`, and the states that the next pass or draft reads, both for all
             rows. They lie in the head's own buffers: the next call overwrites them.
         """
 
     def logits(
         self, index: int, hidden: Tensor, *, out: Tensor | None = None, sums: Tensor | None = None
     ) -> Tensor:
-        """Returns the fp32 logits [rows, vocab_size] of rows that `forward` returned first.
+        """Return fp32 logits [rows, vocab_size].
 
         Args:
             index: which draft of the request they are for, from 0.
-            hidden: these rows, one for each request of the step.
-            out: receives them.
-            sums: workspace of projections.
+            hidden: rows of the first result of `forward`, one for each request of the step.
+            out: receives the logits.
+            sums: linear workspace.
         """

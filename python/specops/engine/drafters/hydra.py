@@ -8,5 +8,5 @@ from specops.engine.models import load_hydra
 
 
 def load(context: DrafterContext) -> Drafter:
-    """Makes the drafter of the heads that the configuration names; as `load_residual`."""
+    """Make the drafter of the heads that the configuration names; see `load_residual`."""
     return load_residual(context, METHOD, HydraOptions, load_hydra)

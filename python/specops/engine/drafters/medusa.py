@@ -12,10 +12,10 @@ from specops.engine.models import load_medusa
 
 
 def load(context: DrafterContext) -> Drafter:
-    """Makes the drafter of the heads that the configuration names; as `load_residual`.
+    """Make the drafter of the heads that the configuration names; see `load_residual`.
 
     Raises:
-        ModelError: the file of a tree cannot be used, too.
+        ModelError: also if the file of the tree cannot be used.
     """
     own = context.config.speculative_config.options_of(MedusaOptions)
     paths = None
@@ -25,14 +25,14 @@ def load(context: DrafterContext) -> Drafter:
 
 
 def read_paths(file: Path, vocab_size: int) -> list[list[int]]:
-    """Reads the tree of every step: JSON, a list of paths, see `static_tree`.
+    """Read a fixed tree shape: a JSON list of paths, see `static_tree`.
 
     Args:
-        file: of them.
-        vocab_size: ranks are below this.
+        file: to read.
+        vocab_size: exclusive upper bound of ranks.
 
     Raises:
-        ModelError: the file is missing or damaged, or says no tree.
+        ModelError: the file is missing, damaged or does not describe a tree.
     """
     try:
         paths = json.loads(file.read_text(encoding="utf-8"))

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Multi-token prediction: the target's own drafting modules, fed with its hidden states.
+"""Multi-token prediction: the target's own drafting modules, which read its hidden states.
 
-docs/mtp.md states what meets what.
+docs/mtp.md describes which state and token each module reads.
 """
 
 import os
@@ -19,11 +19,11 @@ from specops.engine.models import MtpBatch, MtpModules, load_mtp
 
 
 def load(context: DrafterContext) -> Drafter:
-    """Makes the drafter of the modules in the target's checkpoint, or in a directory of their own.
+    """Make the drafter of the modules in the target's checkpoint or in a separate directory.
 
     Raises:
-        MethodUnavailable: the checkpoint has none that can run.
-        ModelError: those that the configuration names cannot be used.
+        MethodUnavailable: the checkpoint has no usable modules.
+        ModelError: the modules that the configuration names cannot be used.
     """
     config = context.config
     own = config.speculative_config.options_of(MtpOptions)
@@ -46,7 +46,7 @@ def load(context: DrafterContext) -> Drafter:
 
 
 class MtpHead(StackHead):
-    """A checkpoint's modules as a `DraftHead`: each is a pass over the rows of a step.
+    """A checkpoint's modules as a `DraftHead`: each module is a pass over the rows of a step.
 
     Args:
         modules: on top of their target.
@@ -58,10 +58,10 @@ class MtpHead(StackHead):
     def __init__(self, modules: MtpModules) -> None:
         super().__init__(modules)
         self.modules, self.token_map = modules, modules.token_map
-        # A token for each module.
+        # Each module drafts one token.
         self.num_passes = self.lookahead = modules.num_modules
         self.is_chained = modules.convention.chained
 
     def forward(self, index: int, rows: DraftRows, states: Tensor) -> tuple[Tensor, Tensor]:
-        """Runs module `index` over rows; as `DraftHead.forward`."""
+        """Run module `index` over rows; see `DraftHead.forward`."""
         return self.modules.forward(index, cast(MtpBatch, rows), states, self.cache)

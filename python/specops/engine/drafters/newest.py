@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The tokens that a draft stands behind, by request of a step."""
+"""The token before a given draft, for each request of a step."""
 
 import torch
 from torch import Tensor
@@ -9,7 +9,7 @@ from specops.engine.drafters.head import DraftRows
 
 
 class NewestTokens:
-    """Finds the newest token of each request, or one of its drafts.
+    """Gathers the newest token of each request, or one of its drafts.
 
     Args:
         slots: requests that run at once.
@@ -21,14 +21,14 @@ class NewestTokens:
         self._same = torch.arange(slots, dtype=torch.int32, device=device)
 
     def before(self, index: int, rows: DraftRows) -> Tensor:
-        """Returns the token before draft `index` of each request, int32 [batch]; 0 of others."""
+        """Return the token before draft `index` of each request, int32 [batch]; 0 if absent."""
         slot, position, out = self._places[:, : rows.slots.shape[0]]
         torch.clamp(rows.slots, min=0, out=slot)
         torch.index_select(rows.lens, 0, slot, out=position)
         position.add_(index - 1)
         is_nobody = rows.slots < 0
         if index:
-            # Of a request that has no such draft, nothing is read.
+            # Read nothing for requests without this draft.
             draft = rows.draft_token_ids.index_select(0, slot)[:, index - 1]
             is_nobody = is_nobody | (draft < 0)
         slot.masked_fill_(is_nobody, -1)

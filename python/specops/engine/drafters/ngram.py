@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Prompt lookup: what followed where a request's last tokens stood before in its own text.
+"""Prompt lookup: draft what followed an earlier occurrence of a request's last tokens in its text.
 
-A tree is made of two look-ups: what followed the most recent occurrence, and what followed the
+A tree is made of two look-ups: the continuation of the most recent occurrence and that of the
 leftmost one, where the two disagree.
 """
 
@@ -28,21 +28,21 @@ from specops.engine.memory.step_shape import StepShape
 from specops.engine.request import Request
 from specops.ngram import NgramIndex, ngram_propose
 
-_MAX_SIZES = 16  # of n-grams that most requests look for; others share the room for so many
-_SECOND = 0.3  # chance that the other side is right where the drafts are wrong
+_MAX_SIZES = 16  # limit on the sizes with index memory of their own; more sizes share it
+_SECOND = 0.3  # probability that the other look-up is right if the drafts are wrong
 
 
 def load(context: DrafterContext) -> Drafter:
-    """Every model can draft so."""
+    """Make the drafter; every model supports it."""
     return NgramDrafter(context)
 
 
 class NgramDrafter(Drafter):
     """Drafts with `specops.ngram.ngram_propose`, all requests of a step in one call.
 
-    Each slot's tokens are indexed as they come, so a step costs the same at any length. A request
-    that comes back after a preemption is indexed anew, a piece a step. The index is there once a
-    request drafts so.
+    Each slot's tokens are indexed as they arrive, so the cost of a step does not depend on the
+    length. After a preemption a request is indexed anew, a piece per step. The index is allocated
+    when the first request uses this method.
     """
 
     name = "ngram"
@@ -54,20 +54,20 @@ class NgramDrafter(Drafter):
         self._device = context.target.device
         self.shares_total = self._speculative.max_total_draft_tokens is not None
         self._index: NgramIndex | None = None
-        self._other_index: NgramIndex | None = None  # of the other side; for trees
-        self.limits: list[tuple[int, int]] = []  # of the step: slots, and the drafts behind them
-        self.tree_limits: list[tuple[int, int]] = []  # likewise, of those that draft trees
+        self._other_index: NgramIndex | None = None  # for the second look-up of trees
+        self.limits: list[tuple[int, int]] = []  # of the step: (slot, most drafts)
+        self.tree_limits: list[tuple[int, int]] = []  # the same for requests with trees only
         self._choices: Tensor
         self._rows: tuple[Tensor, ...]
 
     def start(self, request: Request) -> bool:
-        """Notes the request's n-gram sizes and its side; what was in the slot is forgotten."""
+        """Store the request's n-gram sizes and match side, and reset the slot's index."""
         config, own = request.speculative, request.speculative.options_of(NgramOptions)
         has_moved = self._index is None
         if self._index is None:
             self._index = self._new_index()
             self._choices = torch.ones((4, self._slots), dtype=torch.int32, device=self._device)
-            self._rows = tuple(self._choices)  # shortest, longest, whether the leftmost wins or not
+            self._rows = tuple(self._choices)  # shortest, longest, is leftmost, is not
         if config.tree and self._other_index is None:
             has_moved, self._other_index = True, self._new_index()
         is_leftmost = own.ngram_match == "leftmost"
@@ -86,7 +86,7 @@ class NgramDrafter(Drafter):
         )
 
     def plan(self, parts: Sequence[Scheduled], shape: StepShape) -> Hashable | None:
-        """Whether anybody wants drafts, and whether as a tree."""
+        """Return "trees" or "chains", or None if no request takes drafts."""
         if self._index is None:
             return None
         self.limits, self.tree_limits = [], []
@@ -101,7 +101,7 @@ class NgramDrafter(Drafter):
     def new_step(
         self, key: Hashable, shape: StepShape, inputs: Layout, results: Layout
     ) -> DrafterStep:
-        """Makes its part of the steps of one shape."""
+        """Make its part of the steps of one shape."""
         slots = self._slots
         found = _Found(inputs.int32(slots), results.int32(slots))
         others = None
@@ -114,7 +114,7 @@ class NgramDrafter(Drafter):
         return _NgramStep(self, found, others)
 
     def propose(self, target: TargetStep, found: "_Found") -> None:
-        """Continues the proposals of every request in one call."""
+        """Continue the proposals of every request in one call."""
         self._look_up(
             target,
             found.limits,
@@ -128,7 +128,7 @@ class NgramDrafter(Drafter):
         )
 
     def propose_others(self, target: TargetStep, found: "_Others") -> None:
-        """Looks for drafts on the other side, for those that draft trees."""
+        """Look for drafts at the other occurrence, for requests with trees."""
         self._look_up(
             target,
             found.limits,
@@ -159,7 +159,7 @@ class _Found:
 
 @dataclass(frozen=True, slots=True)
 class _Others:
-    """Arrays of the look-up on the other side, by slot; its drafts have a place of their own."""
+    """Arrays of the second look-up, by slot, with drafts of its own."""
 
     limits: Array
     token_ids: Array
@@ -189,15 +189,15 @@ class _NgramStep(DrafterStep):
             length = int(self._found.match_lens.host[slot])
             if length and part.request.speculative.selects_drafts:
                 found = proposals.confidences[slot, : proposals.counts[slot]]
-                # The longer a match, the surer; how sure that is the counts of the method say.
+                # Confidence grows with the match; the method's counts calibrate it.
                 found[found == 0] = length / (length + 1)
 
     def _branch(self, slot: int, limit: int, proposals: Proposals) -> None:
-        """Makes a tree of a request's drafts and those of the other side, where they disagree."""
+        """Make a tree of a request's drafts and those of the second look-up."""
         assert self._others is not None
         others = self._others.token_ids.host[slot, : self._others.counts.host[slot]].tolist()
         drafts = proposals.token_ids[slot, : proposals.counts[slot]].tolist()
-        if self._drafter.shares_total:  # these are its share
+        if self._drafter.shares_total:  # the drafts are the request's share of the total
             limit = len(drafts)
         length = int(self._found.match_lens.host[slot])
         chance = length / (length + 1)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What passes of a recurrent drafter tell the host: how likely drafts are, and trees of them."""
+"""Results of a recurrent drafter's passes that the host reads: draft probabilities, and trees."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
@@ -17,12 +17,13 @@ from specops.engine.request import Request
 
 
 class Second(NamedTuple):
-    """What makes trees of drafts.
+    """Settings for making trees of drafts.
 
     Attributes:
-        num_likeliest: tokens of each pass that do.
-        new_tree: of drafts that do not depend on each other; None: trees branch off the chain.
-        token_map: from the drafts' vocabulary to the target's; None: they are the same.
+        num_likeliest: number of likeliest tokens per pass that form trees.
+        new_tree: makes trees of drafts that do not depend on each other; None: trees branch off the
+            chain.
+        token_map: from the draft vocabulary to the target's; None: they are the same.
     """
 
     num_likeliest: int
@@ -31,14 +32,15 @@ class Second(NamedTuple):
 
 
 class PassReports:
-    """Memory of a step that passes report in, and what the host makes of it.
+    """Memory of a step for the reports of its passes, and their processing on the host.
 
     Args:
-        results: receives the memory.
+        results: allocates the memory.
         batch: requests of the step.
         slots: rows of the table of proposals.
-        passes: that report how likely each draft is.
-        trees: what makes trees; None: no request wants any, and only the drafts are reported.
+        passes: number of passes that report the probability of each draft.
+        trees: settings for making trees; None: no request needs trees, and only the probabilities
+            of the drafts are reported.
 
     Attributes:
         logprobs: of the drafts, by pass.
@@ -55,9 +57,9 @@ class PassReports:
         self._their_logprobs = [results.float32(batch, count) for _ in range(passes)]
 
     def note_counts(self, num_draft_tokens: Tensor) -> None:
-        """Note how many drafts there are once the passes have run, int32 [slots].
+        """Record the number of drafts after the passes have run, int32 [slots].
 
-        Drafters behind this one continue the proposals before the host reads them.
+        Later drafters continue the proposals before the host reads them.
         """
         if self.logprobs:
             self._counts.device.copy_(num_draft_tokens)
@@ -65,13 +67,13 @@ class PassReports:
     def note_likeliest(
         self, choices: Choices, step: int, workspace: Tensor, options: Mapping[str, Any]
     ) -> None:
-        """Note the likeliest tokens of a pass, where there are trees.
+        """Record the likeliest tokens of a pass, if there are trees.
 
         Args:
             choices: with the logits of the pass.
-            step: the draft.
+            step: index of the draft.
             workspace: of the op.
-            options: further arguments of the op: of changes of the logits.
+            options: further arguments of the op, for changes to the logits.
         """
         if self._trees is None or not self._likeliest:
             return
@@ -86,11 +88,11 @@ class PassReports:
         )
 
     def read(self, parts: Sequence[Scheduled], ran: Sequence[bool], proposals: Proposals) -> None:
-        """Take over how likely drafts are held, and make trees of chains.
+        """Write the probabilities of drafts as confidences, and make trees of chains.
 
         Args:
             parts: of the step.
-            ran: of each, whether passes ran for it.
+            ran: for each part, whether passes ran for it.
             proposals: with the drafts.
 
         Raises:
@@ -99,7 +101,7 @@ class PassReports:
         if not self.logprobs:
             return
         logprobs = np.array([array.host[: len(parts)] for array in self.logprobs])
-        # The drafts of these passes alone: nothing has written what is reported of others.
+        # Only drafts of these passes: the report memory of other drafts is not written.
         counts = self._counts.host[[part.request.slot for part in parts]]
         counts = np.where(ran, np.minimum(counts, len(logprobs)), 0)
         written = np.arange(len(logprobs))[:, None] < counts
@@ -125,9 +127,10 @@ class PassReports:
             raise RequestsFailed(f"NaN among the probabilities of drafts of {names}", failed)
 
     def _branch(self, part: Scheduled, index: int, count: int, proposals: Proposals) -> None:
-        """Make a tree of a request's chain of drafts, with a second token for each of them.
+        """Replace a request's chain of drafts with a tree.
 
-        Or of the likeliest tokens of each pass, where each of them may follow each.
+        The tree is made by `new_tree` from the likeliest tokens of each pass, or else it is the
+        chain with a second token at each of its positions.
         """
         assert self._trees is not None
         slot = part.request.slot
@@ -136,9 +139,9 @@ class PassReports:
             proposals.put_tree(slot, self._trees.new_tree(places, part.draft_limit))
             return
         if self._trees.num_likeliest < 2:
-            return  # the vocabulary has no second token: the drafts stay a chain
+            return  # no second token in the vocabulary: the drafts stay a chain
         tokens = proposals.token_ids[slot, :count].tolist()
-        # As likely as in its place: what is reported of drafts ignores changes of the logits.
+        # Prefer the probability reported for the token here: it includes changes to the logits.
         chances = [
             dict(place).get(token, chance)
             for place, token, chance in zip(
@@ -152,7 +155,7 @@ class PassReports:
         proposals.put_tree(slot, branch_chain(chain, others, part.draft_limit))
 
     def _likeliest_of(self, depth: int, index: int) -> list[tuple[int, float]]:
-        """The likeliest tokens of a request's pass, with their chances."""
+        """Return the likeliest tokens of a request's pass with their probabilities."""
         assert self._trees is not None
         token_map = self._trees.token_map
         tokens = self._likeliest[depth].host[index]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Predicted outputs: a request brings the text that it expects, and drafts are read from that."""
+"""Predicted outputs: drafts are read from the text that a request expects."""
 
 from specops.engine.drafters.base import Drafter, DrafterContext, StepResults, stage_limit
 from specops.engine.request import Request
@@ -7,15 +7,15 @@ from specops.predicted_text import PredictedText
 
 
 def load(context: DrafterContext) -> Drafter:
-    """Every model can draft so."""
+    """Make the drafter; every model supports it."""
     return PredictionDrafter()
 
 
 class PredictionDrafter(Drafter):
     """Drafts with `specops.predicted_text.PredictedText`.
 
-    While the output is in the prediction, its drafts take the place of other ones by the methods
-    before it; elsewhere these stand. So they draft what the prediction does not have.
+    While the output follows the prediction, its drafts replace those of earlier methods. Elsewhere
+    the earlier drafts stay, so those methods draft what the prediction does not contain.
     """
 
     name = "prediction"
@@ -24,17 +24,17 @@ class PredictionDrafter(Drafter):
         self._texts: dict[Request, PredictedText] = {}
 
     def start(self, request: Request) -> bool:
-        """Indexes the prediction, unless the request was here before."""
+        """Index the prediction, unless this was done before."""
         if request.prediction and request not in self._texts:
             self._texts[request] = PredictedText(request.prediction, request.prompt_len)
         return False
 
     def leave(self, request: Request) -> None:
-        """Drops the prediction."""
+        """Drop the prediction."""
         self._texts.pop(request, None)
 
     def finish(self, results: StepResults) -> None:
-        """Drafts for those whose output is in their prediction."""
+        """Draft for the requests whose output follows their prediction."""
         if not self._texts:
             return
         proposals = results.proposals
@@ -48,9 +48,9 @@ class PredictionDrafter(Drafter):
             if proposals.token_ids[slot, :count].tolist() == drafts and (
                 proposals.counts[slot] >= count
             ):
-                continue  # they agree, and may go on behind the end of the prediction
+                continue  # they agree, and may continue after the end of the prediction
             proposals.counts[slot] = count
             proposals.token_ids[slot, :count] = drafts
             proposals.stages[slot, :count] = list(request.draft_stages).index(self.name)
-            # The longer it was right, the surer; how sure that is the counts of the method say.
+            # Confidence grows with the match; the method's counts calibrate it.
             proposals.confidences[slot, :count] = (text.match_len + 1) / (text.match_len + 2)

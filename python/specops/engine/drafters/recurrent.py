@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Drafting token by token with a head: what follows goes through it with its own states.
+"""Drafting token by token with a head that reads the target's states first and then its own.
 
-All of it that does not depend on the head is here: how far a request has come, what runs over
-again, rows and pages, kept states, choosing and drawing drafts. Chances and trees: pass_reports.py.
+This module has everything that does not depend on the head: the progress of a request, rows that
+run again, pages, kept states, and choosing drafts. pass_reports.py has probabilities and trees.
 """
 
 from collections.abc import Hashable, Sequence
@@ -37,71 +37,72 @@ from specops.engine.models import CacheRoom, KvBytes
 from specops.engine.request import Request
 from specops.sampling import LogitsProcessors, Purpose
 
-# Positions of a request whose states are kept, for heads that have been behind: as many as they
-# catch up with, and as they begin anew with, what is before these on their page included.
+# Positions of a request whose states are kept for heads that lag behind. This covers CATCH_UP, and
+# BEGIN_ANEW plus the positions before these on the same page.
 WINDOW = 128
-# Longest lag that runs again; behind a longer one heads begin anew, with so many positions.
+# A head catches up with a lag of at most CATCH_UP positions. After a longer lag it begins anew with
+# BEGIN_ANEW positions.
 CATCH_UP, BEGIN_ANEW = 64, 32
 
 
 class RecurrentShape(NamedTuple):
-    """What the head's part of a step depends on."""
+    """Parameters that the head's part of a step depends on."""
 
-    rows: int  # of the first pass; 0: they only keep the target's states
+    rows: int  # of the first pass; 0: no pass runs, the target's states are only kept
     skips_pages: bool  # the head does not see all pages of a request
-    draws: bool  # some drafts are drawn, not all the likeliest tokens
-    has_own_numbers: bool  # some of those with numbers of their own
-    tells: bool  # how likely each draft is
-    branches: bool  # and which token is the likeliest beside it, for trees
+    draws: bool  # some drafts are sampled, not greedy
+    has_own_numbers: bool  # some of these use the drafter's own random numbers
+    tells: bool  # reports the probability of each draft
+    branches: bool  # also reports the likeliest tokens, for trees
 
 
 class _Inputs(NamedTuple):
-    """Per request of a step; names of the rows of one int32 array."""
+    """Per-request columns of a step; each is a row of one int32 array."""
 
     slots: Tensor  # -1: a request of another method
-    drafting_slots: Tensor  # -1: or one that the head does not run for
-    redraft_lens: Tensor  # rows before the step's that run again
-    skipped: Tensor  # positions before the first that the head sees
-    # Drafts are drawn with numbers of their own, not with those that the target will draw with; and
-    # these are anchored, as BLOCK wants them. 0 or 1.
+    drafting_slots: Tensor  # -1: as above, or a request that the head does not run for
+    redraft_lens: Tensor  # number of rows before the step's rows that run again
+    skipped: Tensor  # number of leading positions that the head does not see
+    # 1: drafts are drawn with the drafter's own random numbers, not with those that the target will
+    # draw with; and 1: these numbers are anchored, as strategy "block" requires.
     own_numbers: Tensor
     has_anchors: Tensor
 
 
 @dataclass(slots=True)
 class _Progress:
-    """How far the head is with the request of a slot."""
+    """Progress of the head on the request of a slot."""
 
     request: Request
-    num_drafted: int  # leading positions whose draft keys and values are final
-    begin: int = 0  # what is before it is not there for the head
-    redraft_len: int = -1  # of this step: rows before its own that run again; -1: none runs
+    num_drafted: int  # number of leading positions whose draft keys and values are final
+    begin: int = 0  # first position that the head sees
+    redraft_len: int = -1  # in this step, rows before its own that run again; -1: no row runs
 
 
 class RecurrentDrafter(Drafter):
-    """Drafts with a head.
+    """A drafter that runs a head recurrently.
 
-    In every step the head runs over the rows whose next token the step made known, in place of what
-    it drafted there before, and then on into the drafts. While a request wants no drafts the states
-    of its last positions are kept; they run again, in one go, when it wants some. After a longer
-    pause the head begins anew with the last of them, and sees nothing before.
+    In every step the head runs over the rows whose next token the step made known, replacing what
+    it drafted there before, and then continues into the drafts. While a request takes no drafts,
+    the states of its last positions are kept; they run in one pass when it takes drafts again.
+    After a longer pause the head begins anew with the last of them and sees nothing before.
 
     Args:
         name: of the method.
         context: of the engine.
         head: on the target's device.
-        draws: it may draw drafts with numbers of their own.
+        draws: whether it may draw drafts with its own random numbers.
 
     Attributes:
-        head: what runs.
-        num_passes: of the head, over the rows of a step.
-        max_redrafts: rows before the step's that may run again in one step, but for those that
-            several passes always run again.
+        head: the model that drafts.
+        num_passes: passes of the head over the rows of a step.
+        max_redrafts: limit on rows before the step's that run again in one step, not counting the
+            rows that heads with several passes always run again.
         max_rows: rows of the longest pass.
-        arrays: that its steps share.
+        arrays: shared by its steps.
         kept: [slots, WINDOW, hidden_size], the target's states of each slot's last positions.
-        keeps_states: whether there are any: not for a head that reads none, or only those of the
-            step.
+        keeps_states: whether `kept` is used: not for a head that reads no states, or only those of
+            the step.
         window: positions before a step's that may run again.
         reads_own_tokens: whether a row reads the token at its own position; see `DraftHead`.
     """
@@ -113,10 +114,10 @@ class RecurrentDrafter(Drafter):
         self.reads_own_tokens = not head.reads_states
         self.kv_bytes, self.max_drafts = KvBytes(head.kv_bytes_per_token), head.max_drafts
         self.max_redrafts = max(max_rows, WINDOW)
-        # A row behind the step's for each request, or for each pass but the first one.
+        # Each request has one row after the step's rows, or one per pass except the first.
         more = 1 if self.reads_own_tokens else head.num_passes - 1
         self.max_rows = max_rows + self.max_redrafts + slots * more
-        # From the drafts' vocabulary to the target's, on the host; None: they are the same.
+        # From the draft vocabulary to the target's, on the host; None: they are the same.
         token_map = head.token_map
         self.token_map = None if token_map is None else token_map.cpu().numpy()
         if draws:
@@ -125,11 +126,11 @@ class RecurrentDrafter(Drafter):
         self.slots = slots
         self._device = device = context.device
         self._progress: dict[int, _Progress] = {}  # by slot
-        # By slot: what drafts are drawn with.
+        # By slot: sampling parameters of drafts.
         self.temperatures: NDArray[np.float32] = np.zeros(slots, dtype=np.float32)
         self.own_numbers: NDArray[np.int32] = np.zeros(slots, dtype=np.int32)
         self.has_anchors: NDArray[np.int32] = np.zeros(slots, dtype=np.int32)
-        self.num_steps = 0  # passes that any request has asked for
+        self.num_steps = 0  # most passes that any request needs
         head.reserve(self.max_rows)
         self.arrays = DraftArrays(head, slots, self.max_rows, device)
         where, width = device.device, head.hidden_size
@@ -139,21 +140,21 @@ class RecurrentDrafter(Drafter):
         self.kept = torch.zeros((slots, num_kept, width), dtype=head.dtype, device=where)
 
     def allocate(self, room: CacheRoom) -> None:
-        """Allocates the head's keys and values, on the target's pages."""
+        """Allocate the head's keys and values on the target's pages."""
         self.head.allocate(room)
 
     def kv_tensors(self) -> Sequence[Tensor]:
-        """The head's keys and values."""
+        """Return the head's keys and values."""
         return self.head.kv_tensors()
 
     def draft_kv(self, request: Request) -> DraftKv | None:
-        """The head's keys and values, which depend on as many tokens behind them as it says."""
+        """Return the head's draft KV, which depends on `head.lookahead` later tokens."""
         if not self.kv_bytes.per_token:
             return None
         return DraftKv(self.name, self.head.lookahead, request.draft_stages[self.name])
 
     def start(self, request: Request) -> bool:
-        """Makes room for what the request asks of its drafts."""
+        """Set up the sampling parameters and passes that the request's drafts need."""
         config, slot = request.speculative, request.slot
         self._progress[slot] = _Progress(request, request.num_computed)
         draws = config.draws_drafts or config.drafts_with_target_numbers
@@ -168,11 +169,11 @@ class RecurrentDrafter(Drafter):
         return has_moved
 
     def stop(self, request: Request, slot: int) -> None:
-        """Forgets how far the head is: shared pages record their own draft KV."""
+        """Drop per-slot progress; shared pages track their own draft KV."""
         self._progress.pop(slot, None)
 
     def plan(self, parts: Sequence[Scheduled], shape: StepShape) -> Hashable | None:
-        """Decides whom the head runs for, and over what; states are kept of all."""
+        """Plan for which requests and rows the head runs; states of all requests are kept."""
         if not self._progress:
             return None
         ours = [
@@ -188,14 +189,14 @@ class RecurrentDrafter(Drafter):
             progress.redraft_len = -1
             slot = part.request.slot
             if not self.kv_bytes.per_token and not (part.emits and part.draft_limit):
-                continue  # there is nothing to keep of it
+                continue  # no keys and values to update
             if part.emits:
                 draws = draws or bool(self.temperatures[slot] > 0)
                 own_numbers = own_numbers or bool(
                     self.own_numbers[slot] and self.temperatures[slot] > 0
                 )
                 if not part.draft_limit and part.num_rows - part.num_drafts == 1:
-                    continue  # no drafts are wanted; but prompts go through the head in any case
+                    continue  # no drafts requested; prompt rows run through the head in any case
             missing = self._redraft_len(progress, room)
             progress.redraft_len = missing
             if missing >= 0:
@@ -207,14 +208,14 @@ class RecurrentDrafter(Drafter):
                 skips = skips or progress.begin > 0
         if not runs:
             return RecurrentShape(0, False, draws, own_numbers, tells=False, branches=False)
-        rows = self.max_rows  # on the CPU one size, so that shapes come again: see `with_rows`
+        rows = self.max_rows  # one size on the CPU, so that shapes recur: see `with_rows`
         if self._device.is_async:
             own = shape.batch if self.reads_own_tokens else 0
             rows = min(shape.rows + own + (rung(redrafts) if redrafts else 0), self.max_rows)
         return RecurrentShape(rows, skips, draws, own_numbers, tells, branches)
 
     def _begin(self, progress: _Progress) -> int:
-        """The first position that runs when the head runs in the next step."""
+        """Return the first position that runs if the head runs in the next step."""
         begin, end = progress.num_drafted, progress.request.num_computed
         if not self.kv_bytes.per_token:
             return end
@@ -223,13 +224,13 @@ class RecurrentDrafter(Drafter):
         return max(begin, (end - BEGIN_ANEW) // self.page_size * self.page_size)
 
     def _redraft_len(self, progress: _Progress, room: int) -> int:
-        """How many rows before the step's run over again; -1: the head cannot run.
+        """Return how many rows before the step's run again; -1: the head cannot run.
 
-        Where it is far behind, it begins anew, on a page's first position.
+        If the head lags too far behind, it begins anew on the first position of a page.
 
         Args:
             progress: of a request.
-            room: rows that may run again in the step, but for those that always do.
+            room: limit on rows that run again in the step, not counting those that always do.
         """
         begin = self._begin(progress)
         missing = progress.request.num_computed - begin
@@ -242,12 +243,12 @@ class RecurrentDrafter(Drafter):
     def new_step(
         self, key: Hashable, shape: StepShape, inputs: Layout, results: Layout
     ) -> DrafterStep:
-        """Makes the head's part of the steps of one shape."""
+        """Make the head's part of the steps of one shape."""
         assert isinstance(key, RecurrentShape)
         return RecurrentStep(self, key, shape, inputs, results)
 
     def finish(self, results: StepResults) -> None:
-        """Takes note of what the head has run over, after a step and its commit."""
+        """Record which positions the head has run over, after a step and its commit."""
         if not self._progress:
             return
         for part in results.parts:
@@ -257,20 +258,20 @@ class RecurrentDrafter(Drafter):
             request = part.request
             known = len(request.token_ids) - self.head.lookahead
             progress.num_drafted = max(progress.num_drafted, min(request.num_computed, known))
-            # Rows that do not see all before them are nobody else's.
+            # Rows that do not see their whole prefix cannot be shared with other requests.
             request.num_final_draft_kv = 0 if progress.begin else progress.num_drafted
 
     def progress_of(self, part: Scheduled) -> _Progress | None:
-        """How far the head is with a request; None: it is of another method."""
+        """Return how far the head is with a request; None: a request of another method."""
         return self._progress.get(part.request.slot)
 
 
 class RecurrentStep(DrafterStep):
-    """What the head does behind the steps of one shape.
+    """The head's work after the steps of one shape.
 
     Attributes:
-        reports: what its passes tell the host.
-        rows: per request, what the host says of it; bound when the step is launched.
+        reports: results of its passes for the host.
+        rows: per-request columns that the host fills; bound when the step is launched.
         max_draft_tokens: [slots], int32.
     """
 
@@ -288,7 +289,8 @@ class RecurrentStep(DrafterStep):
         self._temperatures = inputs.float32(batch)
         self._max_drafts = inputs.int32(drafter.slots)
         self._kv_indptr = inputs.int32(batch + 1 if shape.skips_pages else 0)
-        # Of a head that reads tokens at their own positions: rows with that behind the step's.
+        # For a head that reads tokens at their own positions: rows including the one after the
+        # step's.
         of_own = batch if drafter.reads_own_tokens and shape.rows else 0
         self._qo_indptr, self._kv_lens = inputs.int32(of_own + 1), inputs.int32(of_own)
         passes = min(drafter.num_steps, step.proposals) if shape.tells else 0
@@ -297,19 +299,19 @@ class RecurrentStep(DrafterStep):
             likeliest = min(head.num_likeliest, head.vocab_size)
             trees = Second(likeliest, head.new_tree, drafter.token_map)
         self.reports = PassReports(results, batch, drafter.slots, passes, trees)
-        # The target's states may be projected where no rows run, too.
+        # The target's states may be projected even if no rows run.
         self.sums_size = drafter.head.sums_size(max(shape.rows, step.rows), batch)
         if shape.rows:
             self.workspace_size = drafter.head.workspace_size(shape.rows, batch, step.pages)
         self.rows: _Inputs
         self.max_draft_tokens: Tensor
         self._choosing: dict[str, Tensor]
-        # Changes of the logits of the first draft; None: none.
+        # Changes to the logits of the first draft; None: no changes.
         self._processors: LogitsProcessors | None
         self._target: TargetStep | None = None
 
     def fill(self, parts: Sequence[Scheduled]) -> None:
-        """Writes which requests the head runs for, and over what."""
+        """Write the requests and rows that the head runs for."""
         drafter, ints, count = self._drafter, self._ints.host, len(parts)
         slots, drafting, redrafts, skipped, own_numbers, has_anchors = ints
         self._max_drafts.host.fill(0)
@@ -339,14 +341,15 @@ class RecurrentStep(DrafterStep):
             indptr = self._kv_indptr.host
             indptr[: count + 1] = ends
             indptr[count + 1 :] = ends[-1]
-            # A list that is too long at its end, by what the next request skips, is not read there.
+            # A request's page list now also covers the pages that the next request skips, but the
+            # head does not read those.
             indptr[:-1] += skipped // drafter.page_size
 
     def _fill_own_rows(self, parts: Sequence[Scheduled]) -> None:
-        """Writes which rows there are with those behind the step's: of the newest tokens.
+        """Write the row ranges including one row per request for its newest token.
 
-        They are where the step emits, drafts are wanted and a page is there. Where drafts have been
-        rejected, the newest token lies before.
+        This row is added if the step emits, drafts are requested and a page is available. If drafts
+        are rejected, the newest token lies at an earlier position.
         """
         indptr, kv_lens, size = self._qo_indptr.host, self._kv_lens.host, self._drafter.page_size
         kv_lens.fill(0)
@@ -361,7 +364,7 @@ class RecurrentStep(DrafterStep):
         indptr[len(parts) :] = end
 
     def launch(self, target: TargetStep) -> None:
-        """Runs the head behind the target's step and fills the drafts."""
+        """Run the head after the target's step, and write the drafts."""
         if self._target is not target:
             self._bind(target)
         states = self._drafter.head.target_states(target)
@@ -370,7 +373,7 @@ class RecurrentStep(DrafterStep):
         self.reports.note_counts(target.num_draft_tokens)
         if not self._drafter.keeps_states:
             return
-        # After the passes: these rows may take the place of some that ran again.
+        # After the passes, because these rows may overwrite some of those that ran again.
         rows = self.rows
         batching.keep_hidden_rows(
             states,
@@ -382,13 +385,13 @@ class RecurrentStep(DrafterStep):
         )
 
     def read(self, parts: Sequence[Scheduled], proposals: Proposals) -> None:
-        """Takes over how likely the head holds its drafts, and makes trees of chains."""
+        """Read the probabilities of the drafts, and make trees of chains."""
         found = [self._drafter.progress_of(part) for part in parts]
         ran = [progress is not None and progress.redraft_len >= 0 for progress in found]
         self.reports.read(parts, ran, proposals)
 
     def _bind(self, target: TargetStep) -> None:
-        """Makes the views that launches take, once."""
+        """Make the views that launches use, once."""
         self._target = target
         self.rows = _Inputs(*self._ints.device)
         self.max_draft_tokens = self._max_drafts.device
@@ -407,13 +410,13 @@ class RecurrentStep(DrafterStep):
             }
             if target.typical_p is not None:
                 self._choosing["typical_p"] = target.typical_p
-        # They are of the target's vocabulary.
+        # Logits processors use the target's vocabulary.
         has_processors = self._drafter.head.token_map is None
         self._processors = target.processors if has_processors else None
 
     @property
     def num_skipped(self) -> Tensor | None:
-        """Positions that the head does not see, by request; None: it sees all."""
+        """Number of leading positions that the head does not see, by request; None: it sees all."""
         return self.rows.skipped if self._shape.skips_pages else None
 
     def _draft(self, target: TargetStep, states: Tensor) -> None:
@@ -429,8 +432,9 @@ class RecurrentStep(DrafterStep):
             torch.add(first.draft_positions, 1, out=anchors)
             anchors.mul_(rows.has_anchors)
         source_rows = indices.source_rows
-        # Passes whose keys and values later steps read run in every step, as does the first one.
-        # Others only draft: the proposals have no column for what those beyond `count` would read.
+        # The first pass, and passes whose keys and values later steps read, run in every step.
+        # Others only draft, and the proposals have no column for the tokens that those after
+        # `count` would read.
         num_passes = min(drafter.num_passes, max(count, head.lookahead, 1))
         for index in range(num_passes):
             passed = self._pass(target, indices, source_rows)
@@ -450,11 +454,11 @@ class RecurrentStep(DrafterStep):
             self._choose(target, indices, hidden, step=step, count=count)
 
     def _first_rows(self, target: TargetStep) -> DraftIndices:
-        """Makes the rows of the first pass."""
+        """Make the rows of the first pass."""
         drafter, rows, size = self._drafter, self.rows, self._step.batch
         qo_indptr, kv_lens, lens = target.qo_indptr, target.kv_lens, target.lens
         if drafter.reads_own_tokens:
-            # As if one token more were known: row i is for token i, not for the one behind it.
+            # Pretend that one more token is known: row i reads token i, not the next one.
             qo_indptr, kv_lens = self._qo_indptr.device, self._kv_lens.device
             lens = torch.add(target.lens, 1, out=drafter.arrays.lens)
         first = batching.prepare_draft_batch(
@@ -475,7 +479,7 @@ class RecurrentStep(DrafterStep):
         return first
 
     def _note_positions(self, indices: DraftIndices) -> None:
-        """Makes the positions of drafts those that they have without the one token more."""
+        """Correct the positions of drafts for the extra token that `_first_rows` adds."""
         if self._drafter.reads_own_tokens:
             indices.draft_positions.sub_(1).clamp_(min=0)
 
@@ -483,11 +487,11 @@ class RecurrentStep(DrafterStep):
         kv_lens, skipped = indices.kv_lens, self.num_skipped
         prefix_leaders, prefix_lens = target.prefix_leaders, target.prefix_lens
         if skipped is not None:
-            # Some lists begin later here, and then not with what they share.
+            # Some page lists begin later here and no longer start with the shared prefix.
             prefix_leaders = prefix_lens = None
             kv_lens = self._drafter.arrays.kv_lens[: skipped.shape[0]]
             torch.sub(indices.kv_lens, skipped, out=kv_lens)
-            kv_lens.clamp_(min=0)  # without rows
+            kv_lens.clamp_(min=0)  # negative for requests without rows
         return DraftRows(
             positions=indices.positions,
             cache_slots=indices.cache_slots,
@@ -518,14 +522,14 @@ class RecurrentStep(DrafterStep):
         step: int,
         count: int,
     ) -> None:
-        """Chooses draft `step` of `count`, and makes the rows of the pass behind it."""
+        """Choose draft `step` of `count`, and make the rows of the pass after it."""
         drafter, head, size = self._drafter, self._drafter.head, self._step.batch
         choices = drafter.arrays.choice_view(size)
         batching.gather_output_rows(hidden, indices.last_rows, out=choices.states)
         head.logits(step, choices.states, out=choices.logits, sums=target.sums)
         positions = indices.draft_positions
         if 0 < step < drafter.num_passes and (self._choosing or self._processors):
-            # The rows are the first pass's, and the token is one further on for each pass.
+            # The rows are those of the first pass; each pass drafts one position further on.
             positions = torch.add(positions, step, out=choices.positions)
             positions.clamp_(max=target.token_ids.shape[1])
         choosing: dict[str, Any] = {**self._choosing, "workspace": drafter.arrays.workspace}
@@ -538,7 +542,7 @@ class RecurrentStep(DrafterStep):
         sampling.sample(
             choices.logits, positions, **choosing, logprobs=logprobs, out=choices.sampled
         )
-        # In every step alike, so that no tree depends on what other requests ask for.
+        # The same in every step, so that no tree depends on the options of other requests.
         processed = {"processed_logprobs": True, "positions": positions, "processors": processors}
         options = processed if head.token_map is None else {}
         self.reports.note_likeliest(choices, step, drafter.arrays.workspace, options)
@@ -580,13 +584,13 @@ class RecurrentStep(DrafterStep):
 
 
 def later_processors(first: LogitsProcessors) -> LogitsProcessors:
-    """Return what changes the logits of the drafts behind the first one.
+    """Return the changes to the logits of the drafts after the first one.
 
-    The drafts before these are in no table. So penalties do not count them, and bad words of
+    The preceding drafts are in no token table. So penalties do not count them, and bad words of
     several tokens, which may begin in them, are left out.
 
     Args:
-        first: what changes the logits of the first draft.
+        first: changes to the logits of the first draft.
     """
     words = first.bad_words
     if words is None or words.shape[2] == 1:

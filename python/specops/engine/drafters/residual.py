@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Heads of residual blocks as the recurrent drafter runs them: a pass each, over the last rows."""
+"""Heads of residual blocks for the recurrent drafter: each head is a pass over the last rows."""
 
 from collections.abc import Sequence
 from functools import partial
@@ -20,7 +20,7 @@ from specops.engine.models import CacheRoom, MtpBatch, PrefixLayer, ResidualHead
 
 
 class Loader(Protocol):
-    """Loads the heads in a directory."""
+    """A function that loads the heads in a directory."""
 
     def __call__(
         self, target: Transformer, directory: str, *, quantization: str | None
@@ -34,17 +34,17 @@ def load_residual(
     loader: Loader,
     paths: Sequence[Sequence[int]] | None = None,
 ) -> Drafter:
-    """Makes the drafter of the heads that the configuration names.
+    """Make the drafter of the heads that the configuration names.
 
     Args:
         context: of the engine.
         method: of the drafter.
-        options: its own.
+        options: class of the method's options.
         loader: of its heads.
-        paths: the tree of every step, of heads that read no drafts; None: the likeliest paths.
+        paths: fixed tree shape for heads that read no drafts; None: trees of the likeliest paths.
 
     Raises:
-        MethodUnavailable: it names none.
+        MethodUnavailable: the configuration names no heads.
         ModelError: the heads cannot be used, or not with this target.
     """
     own, directory = named_weights(context, options, f"{method.title} are")
@@ -59,23 +59,23 @@ def load_residual(
 def _trees_of(
     heads: ResidualHeads, paths: Sequence[Sequence[int]] | None
 ) -> tuple[TreeMaker | None, int]:
-    """What makes trees of the heads' drafts, and of how many of the likeliest tokens of each."""
+    """Return the function that makes trees of the heads' drafts, and how many tokens it reads."""
     if paths is not None:
         return partial(static_tree, paths), max(2, 1 + max(map(max, paths)))
     return None if heads.reads_tokens else joint_tree, 8
 
 
 class ResidualDraftHead:
-    """Medusa's or Hydra's heads as a `DraftHead` that keeps nothing.
+    """Medusa or Hydra heads as a `DraftHead` that keeps nothing on pages.
 
     Args:
         heads: of a checkpoint.
         slots: requests that run at once.
-        paths: the same tree in every step, see `static_tree`; None: the likeliest paths.
+        paths: fixed tree shape, see `static_tree`; None: trees of the likeliest paths.
 
     Attributes:
         heads: these.
-        num_likeliest: tokens of each that make trees.
+        num_likeliest: number of likeliest tokens per head that form trees.
     """
 
     is_chained = False
@@ -96,54 +96,54 @@ class ResidualDraftHead:
 
     @property
     def num_passes(self) -> int:
-        """How many heads there are."""
+        """Number of heads."""
         return len(self.heads.heads)
 
     @property
     def max_drafts(self) -> int:
-        """A token for each head."""
+        """Number of heads: each drafts one token."""
         return self.num_passes
 
     @property
     def hidden_size(self) -> int:
-        """Of the target's states."""
+        """Width of the target's states."""
         return self.heads.hidden_size
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the target's states."""
+        """Data type of the target's states."""
         return self.heads.dtype
 
     @property
     def vocab_size(self) -> int:
-        """The target's."""
+        """Size of the target's vocabulary."""
         return self.heads.vocab_size
 
     def reserve(self, rows: int) -> None:
-        """Allocates room for the states of rows."""
+        """Allocate a buffer for the states of `rows` rows."""
         self._gathered = self._gathered.new_empty(rows, self.hidden_size)
 
     def allocate(self, room: CacheRoom) -> None:
-        """Keeps nothing on pages."""
+        """Do nothing: the heads keep nothing on pages."""
 
     def kv_tensors(self) -> Sequence[Tensor]:
-        """Returns none."""
+        """Return an empty tuple."""
         return ()
 
     def workspace_size(self, rows: int, batch: int, pages: int) -> int:
-        """Returns 0: there is no attention."""
+        """Return 0: there is no attention."""
         return 0
 
     def sums_size(self, rows: int, outputs: int) -> int:
-        """Returns the floats that projections split their sums with."""
+        """Return the floats of workspace that linear layers use."""
         return self.heads.sums_size(outputs)
 
     def target_states(self, target: TargetStep) -> Tensor:
-        """Returns the states after the final norm."""
+        """Return the output of the final norm."""
         return target.hidden
 
     def forward(self, index: int, rows: DraftRows, states: Tensor) -> tuple[Tensor, Tensor]:
-        """Gathers the states that rows read, and the token that head `index` is first to read."""
+        """Gather the states that rows read, and let head `index` read its first token."""
         gathered = self._gathered[: rows.positions.shape[0]]
         if index == 0:
             batching.gather_output_rows(states, rows.source_rows, out=gathered)
@@ -154,16 +154,16 @@ class ResidualDraftHead:
     def logits(
         self, index: int, hidden: Tensor, *, out: Tensor | None = None, sums: Tensor | None = None
     ) -> Tensor:
-        """Returns the logits of head `index`."""
+        """Return the logits of head `index`."""
         return self.heads.logits(index, hidden, out, sums)
 
 
 class PrefixedHead(StackHead):
-    """Hydra++'s heads as a `DraftHead`: the layer before them runs in the first pass.
+    """Hydra++ heads as a `DraftHead`: their prefix layer runs in the first pass.
 
     Args:
         heads: of a checkpoint.
-        prefix: their layer.
+        prefix: the layer before the heads.
         slots: requests that run at once.
 
     Attributes:
@@ -179,15 +179,15 @@ class PrefixedHead(StackHead):
         self.num_passes = self.max_drafts = len(heads.heads)
         self.new_tree, self.num_likeliest = _trees_of(heads, None)
         self._tokens = NewestTokens(slots, heads.device)
-        self._states: Tensor  # of the rows of the last first pass
+        self._states: Tensor  # output of the latest pass 0
         heads.reserve(slots)
 
     def sums_size(self, rows: int, outputs: int) -> int:
-        """Returns the floats that projections split their sums with."""
+        """Return the floats of workspace that linear layers use."""
         return max(super().sums_size(rows, outputs), self.heads.sums_size(outputs))
 
     def forward(self, index: int, rows: DraftRows, states: Tensor) -> tuple[Tensor, Tensor]:
-        """Runs the layer over rows, and reads the token that head `index` is first to read."""
+        """Run the layer over rows in pass 0, and let head `index` read its first token."""
         if index == 0:
             self._states = self._prefix.forward(cast(MtpBatch, rows), states, self.cache)
         if self.heads.reads_tokens:
@@ -197,5 +197,5 @@ class PrefixedHead(StackHead):
     def logits(
         self, index: int, hidden: Tensor, *, out: Tensor | None = None, sums: Tensor | None = None
     ) -> Tensor:
-        """Returns the logits of head `index`."""
+        """Return the logits of head `index`."""
         return self.heads.logits(index, hidden, out, sums)

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which drafts a step verifies: the likeliest ones of all requests, as many as pay for their rows.
+"""Draft selection: verify the likeliest drafts of all requests while they pay for their rows.
 
-That is what gives the most tokens per second, by chances that are counted and by seconds that were
-measured once. No clock decides, equal calls give equal choices, and no token depends on them.
+The selection maximizes tokens per second, from counted acceptance probabilities and from step times
+that were measured once. No clock is read, so equal calls give equal selections, and no token
+depends on them.
 """
 
 from collections.abc import Sequence
@@ -16,41 +17,41 @@ Floats: TypeAlias = Sequence[Sequence[float]]
 Nodes: TypeAlias = Sequence[Sequence[int]]
 Trees: TypeAlias = Sequence[Sequence[int] | None]
 
-_LOSS = 0.02  # tokens of plain decoding that tests of unlikely drafts may cost
+_LOSS = 0.02  # share of plain decoding's tokens that testing unlikely drafts may cost
 
 
 class DraftSelector:
-    """Selects the drafts of every step: `select` when it is planned, `observe` when it is done.
+    """Selects the drafts of every step: call `select` to plan a step and `observe` after it.
 
     Args:
-        seconds: of a step, by its rows from 0 on; they never fall.
+        seconds: duration of a step by its number of rows, from 0 rows on; never decreasing.
     """
 
     def __init__(self, seconds: Sequence[float]) -> None:
         self.seconds = seconds
         self._methods: dict[str, MethodChances] = {}
-        self._credit = 0.0  # tokens that may be lost with tests
-        self._tested: set[RequestChances] = set()  # of the step
+        self._credit = 0.0  # tokens that tests may still cost
+        self._tested: set[RequestChances] = set()  # requests tested in the step
 
     def start(self, method: str) -> RequestChances:
-        """The chances of a new request's drafts."""
+        """Return the acceptance probabilities of a new request."""
         return RequestChances(self._methods.setdefault(method, MethodChances()))
 
     def select(
         self, chances: Chances, confidences: Floats, parents: Trees, room: int, others: int
     ) -> list[list[int]]:
-        """Chooses the drafts that a step verifies, with those before them on their paths.
+        """Choose the drafts that a step verifies, always together with their ancestors.
 
         Args:
-            chances: of all requests whose drafts are selected in the step.
-            confidences: in [0, 1], of each request's drafts; empty if it has none.
-            parents: of each draft, the one before it on its path, which precedes it; -1: it comes
-                after the last token. None for a request: its drafts are a chain.
-            room: most drafts that are chosen.
-            others: rows of the step beside those of these requests.
+            chances: acceptance probabilities of all requests with draft selection in the step.
+            confidences: of each request's drafts, in [0, 1]; empty if it has no drafts.
+            parents: for each draft, the index of its parent, which precedes it, or -1 for the last
+                token. None for a request whose drafts are a chain.
+            room: limit on the number of chosen drafts.
+            others: rows of the step that belong to other requests.
 
         Returns:
-            The chosen drafts of each request, ascending; of a chain they are its first ones.
+            The chosen drafts of each request, ascending; those of a chain are its first ones.
         """
         products = [
             one.products(own, tree) if own else []
@@ -59,11 +60,11 @@ class DraftSelector:
         self._tested.clear()
         rows = len(chances) + others
         best = sorted(chain.from_iterable(products), reverse=True)[:room]
-        tokens = accumulate(best, initial=float(rows))  # as if others verified what is accepted
+        tokens = accumulate(best, initial=float(rows))  # other rows count as one token each
         rates = [n / t for n, t in zip(tokens, self.seconds[rows:], strict=False)]
         count = rates.index(max(rates))
         least = best[count - 1] if count else 2.0
-        ties = best[:count].count(least)  # to be chosen of those exactly as likely as the last one
+        ties = best[:count].count(least)  # how many drafts as likely as the last to take
         chosen = [
             [n for n, p in enumerate(own) if p > least or (p == least and (ties := ties - 1) >= 0)]
             for own in products
@@ -76,10 +77,10 @@ class DraftSelector:
         return chosen
 
     def _may_test(self, count: int, rows: int, room: int) -> bool:
-        """Whether so many drafts are added to the step's rows though they do not seem to pay.
+        """Return whether to add `count` drafts to the step although they do not seem to pay.
 
-        What is never verified is never counted, and may have become likelier. So the likeliest
-        draft of each idle request is tested now and then, and again while that gains something.
+        Drafts that are never verified are never counted, yet they may have become likelier. So the
+        likeliest draft of each idle request is tested now and then, and again while that pays off.
         """
         if count > room:
             return False
@@ -90,12 +91,12 @@ class DraftSelector:
         return is_due
 
     def observe(self, chances: Chances, verified: Floats, accepted: Nodes, parents: Trees) -> None:
-        """Counts what came of the verified drafts of some requests.
+        """Count the outcome of the verified drafts of some requests.
 
         Args:
             chances, parents: of the requests and their verified drafts, as in `select`.
             verified: confidences of these drafts.
-            accepted: which of them were, along a path; of a chain any sequence as long.
+            accepted: the accepted ones, along a path; for a chain any sequence of the same length.
         """
         for one, own, path, tree in zip(chances, verified, accepted, parents, strict=True):
             decided = own[: len(path) + 1]

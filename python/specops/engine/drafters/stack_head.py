@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What draft heads of decoder layers have in common: the stack of layers says most of it."""
+"""Common parts of draft heads that are stacks of decoder layers."""
 
 from collections.abc import Sequence
 from typing import TypeVar
@@ -16,15 +16,15 @@ Options = TypeVar("Options", bound=WeightOptions)
 
 
 def named_weights(context: DrafterContext, kind: type[Options], what: str) -> tuple[Options, str]:
-    """Returns the options of a method whose weights must be named, and where these are.
+    """Return the options of a method that needs a named checkpoint, and its directory.
 
     Args:
         context: of the engine.
-        kind: of the options.
-        what: its weights are, with their verb.
+        kind: class of the options.
+        what: name of the weights with a verb for error messages, such as "EAGLE head is".
 
     Raises:
-        MethodUnavailable: the configuration names none.
+        MethodUnavailable: the configuration names no directory.
     """
     own = context.config.speculative_config.options_of(kind)
     if own.model is None:
@@ -34,13 +34,13 @@ def named_weights(context: DrafterContext, kind: type[Options], what: str) -> tu
 
 
 class StackHead:
-    """The parts of a `DraftHead` that a `LayerStack` answers.
+    """The parts of a `DraftHead` that a `LayerStack` implements.
 
-    Those that are constants here are what most heads are: a pass over the rows of a step, which
-    reads the token behind each, and then its own states.
+    The class constants describe most heads: one pass over the rows of a step, which reads the token
+    after each row, and later its own states.
 
     Args:
-        stack: what runs.
+        stack: the layers.
 
     Attributes:
         stack: this.
@@ -63,50 +63,50 @@ class StackHead:
 
     @property
     def hidden_size(self) -> int:
-        """Of the states that it reads."""
+        """Width of the states that it reads."""
         return self.stack.hidden_size
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of these states."""
+        """Data type of these states."""
         return self.stack.dtype
 
     @property
     def vocab_size(self) -> int:
-        """Tokens that it may draft."""
+        """Number of tokens that it may draft."""
         return self.stack.lm_head.num_outputs
 
     @property
     def kv_bytes_per_token(self) -> int:
-        """Over all of its layers."""
+        """Bytes per token over all of its layers."""
         return self.stack.kv_bytes_per_token()
 
     def reserve(self, rows: int) -> None:
-        """Allocates the buffers of passes with up to `rows` rows."""
+        """Allocate the buffers of passes with up to `rows` rows."""
         self.stack.reserve(rows)
 
     def allocate(self, room: CacheRoom) -> None:
-        """Allocates its keys and values, on the target's pages."""
+        """Allocate its keys and values on the target's pages."""
         self.cache = self.stack.new_kv_cache(*room)
 
     def kv_tensors(self) -> Sequence[Tensor]:
-        """Returns its keys and values."""
+        """Return its keys and values."""
         return [share.tensor for share in self.cache.page_shares]
 
     def workspace_size(self, rows: int, batch: int, pages: int) -> int:
-        """Returns the floats of workspace that attention takes."""
+        """Return the floats of workspace that attention uses."""
         return self.stack.workspace_size(rows, batch, pages, self.cache)
 
     def sums_size(self, rows: int, outputs: int) -> int:
-        """Returns the floats that projections split their sums with."""
+        """Return the floats of workspace that linear layers use."""
         return self.stack.sums_size(rows, outputs)
 
     def target_states(self, target: TargetStep) -> Tensor:
-        """Returns the states after the final norm."""
+        """Return the output of the final norm."""
         return target.hidden
 
     def logits(
         self, index: int, hidden: Tensor, *, out: Tensor | None = None, sums: Tensor | None = None
     ) -> Tensor:
-        """Returns the logits of rows."""
+        """Return the logits of rows."""
         return self.stack.logits(hidden, out=out, sums=sums)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Suffix decoding: what followed the last tokens, here or in other requests, most often."""
+"""Suffix decoding: draft what most often followed the last tokens in this or in other requests."""
 
 import secrets
 from collections.abc import Mapping
@@ -21,22 +21,22 @@ from specops.engine.drafters.suffix_store import SuffixStore
 from specops.engine.drafters.trees import Branch, merge_trees, paths_of
 from specops.engine.request import Request
 
-# What counts say of the next token is trusted by half where the match is so long, and what they say
-# of each later token by a power more of that.
+# Counts for the next token have weight 1/2 at a match of _HALF_SURE tokens. Each later token raises
+# the exponent of the weight by _LATER.
 _HALF_SURE, _LATER = 3.0, 0.3
-_NOTHING = Branch((), 1.0, -1)  # nothing but the text
+_NOTHING = Branch((), 1.0, -1)  # the text itself, without drafts
 
 
 class _Kind(IntEnum):
-    """Of drafts."""
+    """Kinds of drafts."""
 
     CHAIN = 0
     TREE = 1
-    BRANCHES = 2  # of the tree of another drafter
+    BRANCHES = 2  # added to the tree of another drafter
 
 
 def load(context: DrafterContext) -> Drafter:
-    """Every model can draft so.
+    """Make the drafter; every model supports it.
 
     Raises:
         ValueError: the corpus or the file of the configuration cannot be used.
@@ -48,13 +48,13 @@ def load(context: DrafterContext) -> Drafter:
 class SuffixDrafter(Drafter):
     """Drafts with `specops.suffix_tree.SuffixCache`, all requests of a step in one call.
 
-    A request is known to the cache from its first slot until it leaves: a preemption takes nothing
-    away from it. While nobody is to have drafts the cache is not told what steps emit: it learns
-    all of that at once, when it is asked again or the request goes.
+    The cache knows a request from its first slot until it leaves; a preemption loses nothing. While
+    no request takes drafts, the cache does not receive emitted tokens: it receives all of them at
+    once before it drafts again, or when the request stops.
 
     Args:
         slots: requests that run at once.
-        store: owns the cache; others may add to it and read from it.
+        store: owner of the cache, which also adds texts to it.
     """
 
     name = "suffix"
@@ -63,7 +63,7 @@ class SuffixDrafter(Drafter):
         self.cache = store.cache
         self._store = store
         self._requests: dict[int, Request] = {}  # by slot
-        # By slot.
+        # By slot: number in the cache, and how many tokens the cache has.
         self._numbers: NDArray[np.int64] = np.full(slots, -1, dtype=np.int64)  # -1: not here
         self._lens_told: NDArray[np.int32] = np.zeros(slots, dtype=np.int32)
         # By row of the step.
@@ -76,15 +76,15 @@ class SuffixDrafter(Drafter):
         self._drafts: NDArray[np.int32] = np.empty((slots, 0), dtype=np.int32)
         self._probs: NDArray[np.float32] = np.empty((slots, 0), dtype=np.float32)
         self._parents: NDArray[np.int32] = np.empty((slots, 0), dtype=np.int32)
-        # Of the first rows, by how many, so that a step makes none.
+        # Views of the first rows, by their number, so that a step makes none.
         self._tensors: dict[int, tuple[Tensor, ...]] = {}
-        self._started: dict[int, int] = {}  # numbers of requests, by their arrival
-        # A response stays in the cache under its request's name, and may be saved and loaded: no
-        # later request may have the same.
+        self._started: dict[int, int] = {}  # numbers in the cache, by arrival of the request
+        # A response stays in the cache under its request's name, and may be saved and loaded, so no
+        # later request may have the same name.
         self._prefix = secrets.token_hex(8)
 
     def start(self, request: Request) -> bool:
-        """Builds the tree of a request's prompt, unless it is here already."""
+        """Build the tree of a request's prompt, unless it exists already."""
         number = self._started.get(request.arrival)
         if number is None:
             scope = _scope_of(request)
@@ -97,13 +97,13 @@ class SuffixDrafter(Drafter):
         return False
 
     def stop(self, request: Request, slot: int) -> None:
-        """The slot is free; the request's tree stays."""
+        """Free the slot; the request's tree stays."""
         if self._requests.pop(slot, None) is not None:
             self._numbers[slot] = -1
             self._tell(request, slot, len(request.token_ids))
 
     def leave(self, request: Request) -> None:
-        """Drops the request's own tree; its response stays in the shared one."""
+        """Drop the request's own tree; its response stays in the shared one."""
         if self._started.pop(request.arrival, None) is not None:
             self.cache.stop(self._name_of(request))
             self._store.answers.add(
@@ -113,7 +113,7 @@ class SuffixDrafter(Drafter):
                 self.cache.discard(self._name_of(request))
 
     def finish(self, results: StepResults) -> None:
-        """Appends what was emitted to the trees and continues the proposals, in one call."""
+        """Append the emitted tokens to the trees, and continue the proposals."""
         if not self._requests:
             return
         limits = [stage_limit(part, self.name) for part in results.parts]
@@ -125,7 +125,7 @@ class SuffixDrafter(Drafter):
             if slot in self._requests:
                 self._tell(self._requests[slot], slot, int(before[row]))
         self._lens_told[slots] = lens[slots]
-        # Each kind of drafts is a call of its own; mostly all are of one.
+        # One call per kind of drafts; usually there is only one kind.
         kinds = [_kind_of(part.request, self.name) for part in results.parts]
         for kind in sorted(set(kinds)):
             self._draft(results, limits, kinds, kind)
@@ -133,10 +133,10 @@ class SuffixDrafter(Drafter):
     def _draft(
         self, results: StepResults, limits: list[int], kinds: list[_Kind], kind: _Kind
     ) -> None:
-        """Appends what was emitted by those whose drafts are of a kind, and drafts for them."""
+        """Append the emitted tokens of the requests of one kind of drafts, and draft for them."""
         proposals, batch, slots = results.proposals, len(limits), results.slots
         self._views(batch, proposals.token_ids.shape[1])
-        # Slots are not out of range, and no mode but this writes without a copy.
+        # Slots are in range, and only mode "clip" writes to `out` without a copy.
         np.take(self._numbers, slots, out=self._rows[:batch], mode="clip")
         if kinds.count(kind) < batch:
             self._rows[:batch][np.array(kinds) != kind] = -1
@@ -144,7 +144,7 @@ class SuffixDrafter(Drafter):
         given = self._num_given[:batch]
         np.take(proposals.counts, slots, out=given, mode="clip")
         if kind == _Kind.BRANCHES:
-            given.fill(0)  # what is there is not continued
+            given.fill(0)  # existing drafts are not continued
         np.subtract(limits, given, out=self._max_drafts[:batch], casting="unsafe")
         np.maximum(self._max_drafts[:batch], 0, out=self._max_drafts[:batch])
         given[self._max_drafts[:batch] == 0] = 0  # nothing to continue
@@ -168,7 +168,7 @@ class SuffixDrafter(Drafter):
             )
 
     def _step(self, results: StepResults, kind: _Kind) -> None:
-        """Calls the cache with the rows that are prepared."""
+        """Call the cache with the rows that the caller has prepared."""
         requests, num_tokens, max_drafts, drafts, counts, num_given, probs, parents, match_lens = (
             self._views(len(results.parts), results.proposals.token_ids.shape[1])
         )
@@ -187,9 +187,10 @@ class SuffixDrafter(Drafter):
         )
 
     def _branch(self, results: StepResults, limits: list[int]) -> None:
-        """Adds the trees that were found to those of other drafters.
+        """Add the trees that were found to those of other drafters.
 
-        A second call looks for what follows the longest path of each of these; it is added as well.
+        A second call looks for continuations of the longest path of each of these trees, and adds
+        them as well.
         """
         proposals, batch = results.proposals, len(limits)
         wants = (self._rows[:batch] >= 0) & (self._max_drafts[:batch] > 0)
@@ -199,7 +200,7 @@ class SuffixDrafter(Drafter):
             given = _branches_of(proposals, slot)
             longest[row] = max(given, key=lambda one: len(one.path), default=_NOTHING)
             branches[row] = [*given, *self._found(row, slot, _NOTHING)]
-        self._num_tokens[:batch] = 0  # they are there
+        self._num_tokens[:batch] = 0  # appended by the first call
         for row, _ in rows:
             path = longest[row].path
             self._drafts[row, : len(path)] = path
@@ -213,7 +214,7 @@ class SuffixDrafter(Drafter):
             proposals.stages[slot, : len(sources)] = sources
 
     def _found(self, row: int, slot: int, behind: Branch) -> list[Branch]:
-        """The tree that was found for a row, behind what was given."""
+        """Return the tree that was found for a row, after the given drafts."""
         count, given = int(self._counts[row]), int(self._num_given[row])
         its = slice(given, given + count)
         length = int(self._match_lens[row])
@@ -232,16 +233,16 @@ class SuffixDrafter(Drafter):
 
     @property
     def drafts_common_text(self) -> bool:
-        """Whether there is a corpus, or was when the loaded file was saved."""
+        """True if there is a corpus, or was when the loaded file was saved."""
         return self._store.has_common_text
 
     @property
     def is_unsaved(self) -> bool:
-        """Whether there is a file that has not what is here."""
+        """True if there is a file that is not up to date."""
         return self._store.is_unsaved
 
     def gauges(self) -> Mapping[str, int]:
-        """What the shared tree holds."""
+        """Return the size of the shared tree."""
         return {
             "suffix_cache_requests": self.cache.num_cached_requests,
             "suffix_cache_tokens": self.cache.num_cached_tokens,
@@ -249,19 +250,19 @@ class SuffixDrafter(Drafter):
         }
 
     def forget(self) -> None:
-        """Drops the responses of other requests."""
+        """Drop the responses of other requests."""
         self._store.forget()
 
     def save(self) -> None:
-        """Writes the responses that drafts come from to `suffix_cache`, as a whole or not at all.
+        """Write the shared responses to the `suffix_cache` file, all of them or none.
 
         Raises:
-            ValueError: there is no file, or it cannot be written.
+            ValueError: no file is configured, or it cannot be written.
         """
         self._store.save()
 
     def _tell(self, request: Request, slot: int, length: int) -> None:
-        """Lets the cache have a request's first tokens, as far as it has not."""
+        """Append a request's first `length` tokens to the cache, as far as it lacks them."""
         told = int(self._lens_told[slot])
         if told < length:
             self.cache.extend(self._name_of(request), request.token_ids[told:length])
@@ -295,14 +296,14 @@ class SuffixDrafter(Drafter):
 
 
 def _kind_of(request: Request, name: str) -> _Kind:
-    """What kind of drafts a request has of the drafter of this name."""
+    """Return the kind of drafts that the drafter `name` makes for a request."""
     if not request.speculative.tree:
         return _Kind.CHAIN
     return _Kind.TREE if request.speculative.stages[0] == name else _Kind.BRANCHES
 
 
 def _branches_of(proposals: Proposals, slot: int) -> list[Branch]:
-    """The tree that there is for a request."""
+    """Return the tree that other drafters have proposed for a slot."""
     count = int(proposals.counts[slot])
     parents = proposals.parents[slot, :count].tolist()
     paths = paths_of(proposals.token_ids[slot, :count].tolist(), parents)

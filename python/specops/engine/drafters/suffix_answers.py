@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Earlier answers to the same prompts: what samples of a group and retries are drafted from."""
+"""Earlier answers to the same prompts, from which samples of a group and retries are drafted."""
 
 import hashlib
 from collections import OrderedDict, deque
@@ -16,10 +16,10 @@ Tokens = NDArray[np.int32]
 
 
 class EarlierAnswers:
-    """Keeps the latest answers to each prompt; the prompt answered longest ago leaves first.
+    """The latest answers to each prompt; the least recently answered prompt is evicted first.
 
     Args:
-        options: how many of each prompt, and the budgets, which are those of the shared tree.
+        options: number of answers per prompt, and the budgets, which are those of the shared tree.
     """
 
     def __init__(self, options: SuffixOptions) -> None:
@@ -36,11 +36,11 @@ class EarlierAnswers:
     def text_of(
         self, prompt: Sequence[int], token_ids: list[int], scope: str = ""
     ) -> list[int] | Tokens:
-        """Returns what a request's tree begins with: each answer behind the end of its prompt.
+        """Return the initial text of a request's tree: each answer after the end of its prompt.
 
         Args:
             prompt: of the request.
-            token_ids: its text so far, the prompt included; it ends what is returned.
+            token_ids: its text so far, including the prompt; the returned text ends with it.
             scope: of the request, as in `SuffixCache.start`.
         """
         answers = self._by_prompt.get(_digest(prompt, scope)) if self._by_prompt else None
@@ -51,7 +51,7 @@ class EarlierAnswers:
         return np.concatenate((*parts, np.array(token_ids, dtype=np.int32)))
 
     def add(self, prompt: Sequence[int], answer: Sequence[int], scope: str = "") -> None:
-        """Keeps an answer for its scope, and drops the oldest answers over a budget."""
+        """Store an answer in its scope, and drop the oldest answers over a budget."""
         if not (self._each and answer):
             return
         key = _digest(prompt, scope)
@@ -69,17 +69,17 @@ class EarlierAnswers:
                 del self._by_prompt[key]
 
     def forget(self) -> None:
-        """Drops all."""
+        """Drop all answers."""
         self._by_prompt.clear()
         self._num_answers = self._num_tokens = 0
 
     def _drop(self, answers: deque[Tokens]) -> None:
-        """Drops the oldest answer to a prompt."""
+        """Drop the oldest answer to a prompt."""
         self._num_tokens -= len(answers.popleft())
         self._num_answers -= 1
 
     def _is_over(self) -> bool:
-        """Whether a budget is exceeded; -1 is none."""
+        """Return whether a budget is exceeded; a budget of -1 has no limit."""
         has = {
             "answers": self._num_answers,
             "tokens": self._num_tokens,

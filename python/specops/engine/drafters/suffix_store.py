@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What suffix decoding drafts from: its sources at the start, and the file it is kept in."""
+"""Sources of suffix decoding: the corpus read at the start, and the file of saved responses."""
 
 import codecs
 import hashlib
@@ -19,15 +19,15 @@ from specops.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
 
-# A longer text becomes several responses, cut where a line ends: tokenising takes memory.
+# A longer text becomes several responses, cut at line ends, because tokenizing takes memory.
 _PIECE_CHARACTERS = 1 << 20
 _READ_BYTES = 1 << 20
-_CORPUS = "corpus-"  # begins the names of a corpus's texts
-_NAMES_TOLD = 3  # of files that are left out
+_CORPUS = "corpus-"  # prefix of the names of corpus texts
+_NAMES_TOLD = 3  # names of skipped files in the log
 
 
 class SuffixStore:
-    """Owns an engine's suffix cache.
+    """An engine's suffix cache with its corpus and file.
 
     Args:
         config: its budgets, corpus and file.
@@ -35,8 +35,8 @@ class SuffixStore:
         vocab_size: of the model.
 
     Attributes:
-        cache: this; requests with the same cache salt are one scope, and the corpus is in all.
-        answers: earlier ones, by prompt, which are not in the file.
+        cache: requests with the same cache salt share a scope, and the corpus is in all scopes.
+        answers: earlier answers by prompt, which are not saved in the file.
 
     Raises:
         ValueError: the corpus or the file cannot be used.
@@ -56,10 +56,10 @@ class SuffixStore:
         self.answers = EarlierAnswers(own)
         self._path: Path | None = None
         self._vocabulary = ""
-        self._saved: tuple[int, int] | None = None  # what the file has
+        self._saved: tuple[int, int] | None = None  # size of the file's cache
         # A file of specops 0.x mixes the corpus with the responses of requests without a salt.
         self._mixes_corpus = False
-        # Which of the responses that were loaded, oldest first, are texts of a corpus: their names.
+        # Of each loaded response, oldest first, its name if it is a corpus text.
         self._loaded: list[str | None] = []
         if config.suffix_cache is not None:
             self._path = Path(config.suffix_cache)
@@ -69,7 +69,7 @@ class SuffixStore:
             self._add_corpus(Path(config.suffix_corpus), tokenizer, vocab_size)
 
     def forget(self) -> None:
-        """Empties the cache of responses, and drops the answers to prompts."""
+        """Evict all responses from the cache, and drop the answers to prompts."""
         self.answers.forget()
         for response in self.cache.cached_requests:
             self.cache.evict(response)
@@ -77,19 +77,19 @@ class SuffixStore:
 
     @property
     def has_common_text(self) -> bool:
-        """Whether requests may be drafted for from a corpus."""
+        """True if requests may get drafts from a corpus."""
         return self._mixes_corpus or self.cache.num_common_requests > 0
 
     @property
     def is_unsaved(self) -> bool:
-        """Whether there is a file that has not what is here."""
+        """True if there is a file that is not up to date."""
         return self._path is not None and self._saved != self._size()
 
     def save(self) -> None:
-        """Writes the responses seen so far to the file.
+        """Write the responses seen so far to the file.
 
         Raises:
-            ValueError: there is none, or it cannot be written: then what was there is there still.
+            ValueError: no file is configured, or it cannot be written; then its old content stays.
         """
         if self._path is None:
             raise ValueError("suffix_cache must name a file to be saved to, got None")
@@ -101,9 +101,10 @@ class SuffixStore:
         logger.info("suffix cache saved: %s in %s", self._told(), self._path)
 
     def _load(self, path: Path) -> None:
-        """Reads the file, if it is there; one that could not be replaced is refused as well.
+        """Read the file if it exists; reject one that could not be replaced later.
 
-        One that is damaged is worth nothing, and no reason not to start: it gets another name.
+        A damaged file is useless but no reason not to start: it is renamed, and the cache begins
+        empty.
         """
         folder = path.parent
         if not folder.is_dir():
@@ -128,13 +129,13 @@ class SuffixStore:
             raise ValueError(
                 f"suffix_cache cannot be read: {error}; name another file, or move this one away"
             ) from None
-        # Over a budget, the oldest were left out.
+        # If the file exceeds a budget, its oldest responses were not loaded.
         self._loaded = names[len(names) - self.cache.num_cached_requests :]
         self._saved = self._size()
         logger.info("suffix cache loaded: %s from %s", self._told(), path)
 
     def _add_corpus(self, path: Path, tokenizer: Tokenizer, vocab_size: int) -> None:
-        """Adds a file's text, or those of all files below a folder."""
+        """Add the text of a file, or of all files below a folder."""
         files = _texts_below(path)
         cached = {name for name in self._names() if name is not None}
         num_tokens = num_known = 0
@@ -144,7 +145,8 @@ class SuffixStore:
                 tokenizer.check_ids(f"suffix_corpus: {file}", ids, vocab_size)
                 token_ids = np.array(ids, np.int32)
                 num_tokens += len(token_ids)
-                # By its content, so that the saved cache of an earlier run is not added to.
+                # Named by content, so that texts in the saved cache of an earlier run are not added
+                # again.
                 name = _CORPUS + hashlib.sha256(token_ids.tobytes()).hexdigest()[:32]
                 if name in cached:
                     num_known += 1
@@ -163,25 +165,25 @@ class SuffixStore:
         )
 
     def _names(self) -> list[str | None]:
-        """Of each response, oldest first, its name if it is a text of a corpus."""
+        """Return for each response, oldest first, its name if it is a corpus text, or None."""
         names = [
             name if isinstance(name, str) and name.startswith(_CORPUS) else None
             for name in self.cache.cached_requests
         ]
-        # What was loaded has lost its name, is older than all else, and leaves in order.
+        # Loaded responses have lost their names. They are the oldest, and are evicted in order.
         num_gone = len(self._loaded) - self._num_loaded()
         names[: len(self._loaded) - num_gone] = self._loaded[num_gone:]
         return names
 
     def _num_loaded(self) -> int:
-        """How many of the loaded responses are still there."""
+        """Return how many of the loaded responses are still in the cache."""
         for index, name in enumerate(self.cache.cached_requests[: len(self._loaded)]):
             if name is not None:
                 return index
         return min(len(self._loaded), self.cache.num_cached_requests)
 
     def _label(self) -> str:
-        """What is written into the file beside the responses."""
+        """Return the label that is written into the file with the responses."""
         names = self._names()
         corpus = {index: name for index, name in enumerate(names) if name is not None}
         return json.dumps(
@@ -189,10 +191,10 @@ class SuffixStore:
         )
 
     def _read_label(self, path: Path) -> list[str | None]:
-        """The names in a file's label.
+        """Return the names in a file's label.
 
         Raises:
-            ValueError: it is none of ours, or one of another vocabulary.
+            ValueError: the label is not from an engine, or is for another vocabulary.
         """
         label = SuffixCache.read_label(str(path))
         try:
@@ -224,16 +226,16 @@ class SuffixStore:
 
 
 def _is_damaged(path: Path, error: Exception) -> bool:
-    """Whether a file that could not be loaded was whole once, and is ours as far as it goes."""
+    """Return whether an unloadable file is a damaged or truncated suffix cache, or empty."""
     fault = str(error).partition(f"{path}' ")[2]
     return fault.startswith(("is damaged", "is cut short")) or not path.stat().st_size
 
 
 def _texts_below(path: Path) -> list[Path]:
-    """The text files of a corpus, sorted.
+    """Return the text files of a corpus, sorted.
 
     Raises:
-        ValueError: there are none, the file that is named is none, or one cannot be read.
+        ValueError: there are none, the named file is not text, or a file cannot be read.
     """
     try:
         if not path.is_dir():
@@ -268,7 +270,7 @@ def _texts_below(path: Path) -> list[Path]:
 
 
 def _files_below(folder: Path) -> Iterator[Path]:
-    """All files below a folder but hidden ones, in the order of their names."""
+    """Yield all files below a folder in the order of their names, except hidden ones."""
 
     def fail(error: OSError) -> None:
         raise error
@@ -281,7 +283,7 @@ def _files_below(folder: Path) -> Iterator[Path]:
 
 
 def _problem(file: Path) -> str | None:
-    """Why a file is no text; None if it is.
+    """Return why a file is no text; None if it is.
 
     Raises:
         OSError: it cannot be read.
@@ -307,10 +309,10 @@ def _problem(file: Path) -> str | None:
 
 
 def _pieces(file: Path) -> Iterator[str]:
-    """The text of a file, in pieces that end with a line where lines are not too long for that."""
+    """Yield the text of a file in pieces, which end at line ends unless lines are too long."""
     rest = ""
     try:
-        # Line ends stay as they are: a model would write them so.
+        # Keep line ends unchanged, as a model would write them.
         with file.open(encoding="utf-8", newline="") as opened:
             while text := opened.read(_PIECE_CHARACTERS - len(rest)):
                 text, rest = rest + text, ""

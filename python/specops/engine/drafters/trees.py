@@ -1,55 +1,55 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Trees of drafts on the host: how chains make one, and how many chains one is.
+"""Draft trees on the host: making them from chains, and counting their chains.
 
-Nodes are verified in preorder (`batching.preorder`). Then a tree is a few chains, one behind the
-other (`batching.tree_chains`), and its first nodes are a chain as well.
+Nodes are verified in preorder (`batching.preorder`). In this order a tree is a few chains, one
+after the other (`batching.tree_chains`), and its first nodes form a chain as well.
 """
 
 import heapq
 from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
-# The target agrees with what a drafter holds likeliest more often than that says. Of powers 1 to 3
-# the last brought most on the bundled model: 1 to 3 % more tokens a step than the first.
+# The target agrees with a drafter's likeliest token more often than its probability says. Among
+# powers 1 to 3, power 3 was best on the bundled model: 1 to 3 % more tokens per step than power 1.
 _SHARPNESS = 3.0
 
 
 class DraftTree(NamedTuple):
-    """Drafts, the likeliest first."""
+    """Draft tokens of a tree, the likeliest first."""
 
     token_ids: list[int]
-    parents: list[int]  # of each, the place of the one that it hangs on, or -1
-    chances: list[float]  # that each is right when those it hangs on are
+    parents: list[int]  # index of each node's parent, or -1
+    chances: list[float]  # probability that each is accepted if its ancestors are
 
 
-# Of the likeliest tokens of each draft with their chances, and the most nodes.
+# Arguments: the likeliest (token, probability) pairs of each draft, and the node limit.
 TreeMaker = Callable[[Sequence[Sequence[tuple[int, float]]], int], DraftTree]
 
 
 def join_chains(
     first: Sequence[int], second: Sequence[int], room: int, chance: float, second_chance: float
 ) -> DraftTree:
-    """Makes a tree of two chains: of what they have in common once, of both where they disagree.
+    """Merge two chains into a tree that holds their common prefix once and then both branches.
 
     Args:
-        first: tokens of a chain.
-        second: of another, which is not as good.
-        room: most nodes; kept are those with the highest chance that all up to them are right.
-        chance: that a token is right when those before it are.
-        second_chance: that the second chain's token is, where they disagree.
+        first: tokens of the better chain.
+        second: tokens of the other chain.
+        room: node limit; the nodes with the highest probability of their whole path are kept.
+        chance: probability that a token is accepted if those before it are.
+        second_chance: the same for the second chain's token where the chains diverge.
     """
     shared = 0
     while shared < min(len(first), len(second)) and first[shared] == second[shared]:
         shared += 1
     branch = second_chance if shared < len(first) else chance
-    # (minus the chance of the path, chain, depth, own chance): sorted, parents precede.
+    # (-path probability, chain, depth, own probability): in sorted order parents come first.
     nodes = [(-(chance ** (depth + 1)), 0, depth, chance) for depth in range(len(first))]
     for depth in range(shared, len(second)):
         own = branch if depth == shared else chance
         nodes.append((-(chance**depth) * branch, 1, depth, own))
     tokens: list[int] = []
     parents: list[int] = []
-    last = [-1, -1]  # of each chain's nodes so far
+    last = [-1, -1]  # last node of each chain so far
     kept = sorted(nodes)[:room]
     for _, chain, depth, _ in kept:
         parents.append(last[chain])
@@ -63,23 +63,23 @@ def join_chains(
 def branch_chain(
     chain: Sequence[tuple[int, float]], others: Sequence[tuple[int, float]], room: int
 ) -> DraftTree:
-    """Makes a tree of a chain and a second token in each of its places.
+    """Make a tree from a chain and a second token at each of its positions.
 
     Args:
-        chain: its tokens, with the chance that each is right when those before it are.
-        others: the other tokens, with theirs.
-        room: most nodes; kept are those with the highest chance that all up to them are right.
+        chain: its tokens, each with the probability that it is accepted if those before it are.
+        others: the second tokens with their probabilities.
+        room: node limit; the nodes with the highest probability of their whole path are kept.
     """
-    candidates: list[tuple[float, float, int, int]] = []  # path's chance, its own, depth, token
+    candidates: list[tuple[float, float, int, int]] = []  # (path prob., own prob., depth, token)
     path = 1.0
     for depth, ((token, chance), (other, its_chance)) in enumerate(zip(chain, others, strict=True)):
         first, second = _sharpened(chance, its_chance)
         candidates.append((path * second, its_chance, depth, other))
         path *= first
         candidates.append((path, chance, depth, token))
-    # Chances fall along a path, and the chain's own come first: parents precede.
+    # Probabilities fall along a path, and ties go to the chain's own tokens: parents come first.
     order = sorted(range(len(candidates)), key=lambda i: (-candidates[i][0], 1 - i % 2))[:room]
-    on_chain = {-1: -1}  # by depth, the places of the chain's drafts
+    on_chain = {-1: -1}  # by depth, node index of the chain's token
     tokens: list[int] = []
     parents: list[int] = []
     for place, i in enumerate(order):
@@ -92,18 +92,18 @@ def branch_chain(
 
 
 def joint_tree(places: Sequence[Sequence[tuple[int, float]]], room: int) -> DraftTree:
-    """Makes a tree of drafts that do not depend on each other: of the likeliest paths.
+    """Make a tree of the likeliest paths from drafts that do not depend on each other.
 
     Args:
-        places: of each draft, its likeliest tokens with their chances, the likeliest first.
-        room: most nodes; kept are those whose paths have the highest product of chances.
+        places: for each draft, its likeliest tokens with their probabilities, in descending order.
+        room: node limit; the nodes whose paths have the highest product of probabilities are kept.
 
     Source: "DDTree", arXiv 2604.12989: a tree of the best prefixes of a block.
     """
     tokens: list[int] = []
     parents: list[int] = []
     chances: list[float] = []
-    # (minus the path's chance, depth, node that it hangs on, rank among the tokens of its place)
+    # (-path probability, depth, parent node, rank among the tokens of this depth)
     left = [(-places[0][0][1], 0, -1, 0)] if places else []
     while left and len(tokens) < room:
         path, depth, parent, rank = heapq.heappop(left)
@@ -127,18 +127,18 @@ Path = tuple[int, ...]
 class Branch(NamedTuple):
     """A node of one of several trees that are merged."""
 
-    path: Path  # the tokens that lead there, its own the last
-    chance: float  # that all of these are right; at most that of what the path goes on from
-    source: int  # whose it is
+    path: Path  # tokens from the root to the node, its own token last
+    chance: float  # probability that the whole path is accepted; at most its parent's
+    source: int  # index of the drafter that proposed it
 
 
 def paths_of(token_ids: Sequence[int], parents: Sequence[int], behind: Path = ()) -> list[Path]:
-    """Returns the paths of a tree's nodes.
+    """Return the paths of a tree's nodes.
 
     Args:
         token_ids: of the nodes.
-        parents: of each, the place of the one before it that it hangs on, or -1.
-        behind: the path that nodes without a parent hang on.
+        parents: index of each node's parent, which precedes it, or -1.
+        behind: path that is prepended to nodes without a parent.
     """
     paths: list[Path] = []
     for token, parent in zip(token_ids, parents, strict=True):
@@ -147,12 +147,12 @@ def paths_of(token_ids: Sequence[int], parents: Sequence[int], behind: Path = ()
 
 
 def merge_trees(branches: Iterable[Branch], room: int) -> tuple[DraftTree, list[int]]:
-    """Makes one tree of several, of the likeliest paths.
+    """Merge several trees into one tree of the likeliest paths.
 
     Args:
-        branches: the nodes of all. Equal paths become one node, which is its surest source's, the
-            first's among equals. What a path goes on from is among the nodes of its tree.
-        room: most nodes.
+        branches: the nodes of all trees. Equal paths become one node, which keeps the source with
+            the highest probability, the first in a tie. The parent of each node must be included.
+        room: node limit.
 
     Returns:
         The tree, and the source of each node.
@@ -161,7 +161,7 @@ def merge_trees(branches: Iterable[Branch], room: int) -> tuple[DraftTree, list[
     for one in branches:
         if one.path not in surest or one.chance > surest[one.path].chance:
             surest[one.path] = one
-    # Chances fall along a path, and among equals the shorter ones come first: parents precede.
+    # Probabilities fall along a path, and ties go to the shorter path: parents come first.
     order = sorted(surest.values(), key=lambda one: (-one.chance, len(one.path), one.path))[:room]
     places = {one.path: place for place, one in enumerate(order)}
     whole = {one.path: one.chance for one in order}
@@ -176,14 +176,14 @@ def merge_trees(branches: Iterable[Branch], room: int) -> tuple[DraftTree, list[
 def static_tree(
     paths: Sequence[Sequence[int]], places: Sequence[Sequence[tuple[int, float]]], room: int
 ) -> DraftTree:
-    """Makes a tree of given shape of drafts that do not depend on each other.
+    """Make a tree of a fixed shape from drafts that do not depend on each other.
 
     Args:
-        paths: of each node, the ranks of the tokens that lead there: a path [0, 2] is the third
-            token of the second draft behind the first one of the first. What a path goes on from
-            stands before it.
-        places: of each draft, its likeliest tokens with their chances, the likeliest first.
-        room: most nodes; kept are the first ones.
+        paths: for each node, the ranks of the tokens on its path: path [0, 2] is the third token of
+            the second draft, after the first token of the first draft. Each path's prefix must
+            precede it in the list.
+        places: for each draft, its likeliest tokens with their probabilities, in descending order.
+        room: node limit; the first nodes are kept.
 
     Source: Cai et al. 2024, arXiv 2401.10774, section 2.3: static trees of candidates.
     """
@@ -205,17 +205,17 @@ def static_tree(
 
 
 def _sharpened(first: float, second: float) -> tuple[float, float]:
-    """The chances of two tokens by which a tree's nodes are chosen, all others being one third."""
+    """Return sharpened probabilities of two tokens; all other tokens count as a third one."""
     others = max(1.0 - first - second, 0.0)
     weights = [chance**_SHARPNESS for chance in (first, second, others)]
     return weights[0] / sum(weights), weights[1] / sum(weights)
 
 
 def num_chains(parents: Sequence[int]) -> int:
-    """How many chains a tree in preorder is verified as."""
+    """Return the number of chains that a tree in preorder is verified as."""
     return 1 + sum(parent != node - 1 for node, parent in enumerate(parents))
 
 
 def first_chain(parents: Sequence[int]) -> int:
-    """How many of its first nodes are a chain."""
+    """Return how many of a tree's first nodes form a chain."""
     return next((node for node, parent in enumerate(parents) if parent != node - 1), len(parents))

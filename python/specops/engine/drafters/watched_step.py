@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A drafter's part in steps, behind which its exceptions end."""
+"""A drafter's part in steps, with its exceptions caught."""
 
 from collections.abc import Callable, Sequence
 
@@ -8,18 +8,18 @@ from specops.engine.memory.step_memory import Array
 
 
 class WatchedStep:
-    """A drafter's part in the steps of one shape, as the steps see it: it does not raise.
+    """A drafter's part in the steps of one shape, wrapped so that it does not raise.
 
     Args:
         step: the part.
         name: of the drafter.
         counts: as below.
-        scheduled: gives the parts of the step, as drafters have them.
-        lose: goes on without the drafter, which has raised: in which hook, and what.
+        scheduled: returns the parts of the step, in the form that drafters read.
+        lose: continues without the drafter; called with the name of the hook and its exception.
 
     Attributes:
         name: of the drafter.
-        counts: int32 [slots], how many drafts there are behind it; None: nobody asks.
+        counts: int32 [slots], number of drafts after this drafter; None: not recorded.
     """
 
     def __init__(
@@ -33,10 +33,10 @@ class WatchedStep:
         self.name, self.counts = name, counts
         self.workspace_size, self.sums_size = step.workspace_size, step.sums_size
         self._step, self._scheduled, self._lose = step, scheduled, lose
-        self._error: Exception | None = None  # of a launch, while its results are on their way
+        self._error: Exception | None = None  # raised by a launch; reported by `read`
 
     def fill(self) -> None:
-        """Writes the host's side of its arrays, before the step runs."""
+        """Write the host side of its arrays before the step runs."""
         self._error = None
         try:
             self._step.fill(self._scheduled())
@@ -44,7 +44,7 @@ class WatchedStep:
             self._lose("fill", error)
 
     def launch(self, target: TargetStep) -> None:
-        """Drafts on the device."""
+        """Draft on the device."""
         try:
             self._step.launch(target)
         except Exception as error:
@@ -53,7 +53,7 @@ class WatchedStep:
             self.counts.device.copy_(target.num_draft_tokens)
 
     def read(self, proposals: Proposals) -> None:
-        """Takes over what its results say beside the drafts."""
+        """Read its results other than the drafts."""
         error, self._error = self._error, None
         if error is not None:
             self._lose("launch", error)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The rows that a model's layers run over, and where their requests' keys and values are."""
+"""The rows that a model's layers run over, and the locations of their keys and values."""
 
 from dataclasses import dataclass
 
@@ -8,7 +8,7 @@ from torch import Tensor
 
 @dataclass(slots=True, kw_only=True)
 class LayerBatch:
-    """What layers need to know about the rows that they run over."""
+    """Rows that layers run over."""
 
     positions: Tensor  # int32 [rows]
     cache_slots: Tensor  # int64 [rows]
@@ -16,16 +16,16 @@ class LayerBatch:
     kv_indptr: Tensor  # int32 [batch + 1], pages
     kv_indices: Tensor  # int32 [pages]
     kv_lens: Tensor  # int32 [batch]
-    slots: Tensor | None = None  # int32 [batch]; None: of models that keep nothing in slots
-    # Both int32 [levels, batch]; None: nobody shares anything.
+    slots: Tensor | None = None  # int32 [batch]; None: for models without per-slot states
+    # Both int32 [levels, batch]; None: no shared prefixes.
     prefix_leaders: Tensor | None = None
     prefix_lens: Tensor | None = None
-    # Both int64 [copies]: what is copied in the caches behind the rows. None: nothing.
+    # Both int64 [copies]: cache slots to copy after the rows have run. None: no copies.
     from_slots: Tensor | None = None
     to_slots: Tensor | None = None
-    # Both float32, for every layer, as they run one after the other; None: allocated per layer.
+    # Both float32, shared by all layers, which run in turn; None: allocated per layer.
     workspace: Tensor | None = None  # [workspace_size()], for attention
-    sums: Tensor | None = None  # [sums_size()], for the projections
+    sums: Tensor | None = None  # [sums_size()], for linear layers
     # False: a row sees all positions of its request, as the rows of a block drafter do.
     is_causal: bool = True
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a model is made from, whatever its family: its layers, and what stands around them."""
+"""Configuration of a model of any family: its layers, and everything around them."""
 
 from dataclasses import dataclass, replace
 
@@ -8,11 +8,11 @@ from specops.engine.models.blocks.layer import LayerConfig
 
 @dataclass(frozen=True)
 class Place:
-    """Where a checkpoint has a model.
+    """Location of a model's tensors in a checkpoint.
 
     Attributes:
         prefix: of the names of the embedding, the layers and the final norm.
-        head: the name of the LM head, without ".weight".
+        head: name of the LM head, without ".weight".
     """
 
     prefix: str
@@ -21,24 +21,24 @@ class Place:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
-    """What a decoder is made from.
+    """Configuration of a decoder.
 
     Attributes:
-        architecture: as config.json calls it.
+        architecture: name in config.json.
         vocab_size: rows of the embedding and of the LM head.
         hidden_size: width of the states between layers.
-        layers: what each layer is made from; no two need be alike.
-        mtp_layer: what a drafting module's layer is made from; None: as the last layer is.
+        layers: configuration of each layer; all may differ.
+        mtp_layer: configuration of a drafting module's layer; None: that of the last layer.
         rms_norm_eps: of every norm.
-        max_model_len: positions that the model was made for.
+        max_model_len: number of positions that the model supports.
         tie_word_embeddings: whether the LM head is the embedding.
         dtype: of the checkpoint: "bfloat16", "float16" or "float32"; None: config.json names none.
-        norm_offset: added to every norm weight of the checkpoint, as of norms that multiply with
+        norm_offset: added to every norm weight of the checkpoint, for norms that multiply by
             1 + w.
-        embedding_scale: what embeddings are multiplied with, rounded to the model's dtype.
+        embedding_scale: factor of embeddings, rounded to the model's dtype.
         wint4_is_mixed: whether quantization to "wint4" means "mix_quant", as for the models that
             FastDeploy was made for.
-        places: where checkpoints of the family have the model; the first that fits is read.
+        places: possible locations in checkpoints of the family; the first that fits is read.
     """
 
     architecture: str
@@ -57,11 +57,11 @@ class ModelConfig:
 
     @property
     def num_layers(self) -> int:
-        """How many layers there are."""
+        """Number of layers."""
         return len(self.layers)
 
     def narrowed(self, width: int) -> "ModelConfig":
-        """One layer of each kind of attention, all else as narrow as can be."""
+        """Return a config with one layer of each attention kind and all other sizes minimal."""
         kinds: list[LayerConfig] = []
         for layer in self.layers:
             narrow = layer.narrowed(width)

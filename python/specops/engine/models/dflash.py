@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """DFlash, DFlash2 and DSpark: a few layers that draft a whole block in one pass.
 
-What rows of the block attend to before themselves are keys and values that are made of the target's
-states: those that leave some of its layers, side by side, projected and normed once for all layers.
-The block is the newest token and masks behind it, which all see each other. A mask drafts the token
-in its own place; DSpark's rows, the newest token's first, the one behind. DSpark adds to the logits
-of a draft what the token before says of it (its Markov head). DFlash2's parts are in dflash2.py.
+The rows of a block attend to earlier positions through keys and values computed from the target's
+auxiliary hidden states, which are concatenated, projected and normed once for all layers. The block
+consists of the newest token and masks after it, which all see each other. A mask drafts the token
+at its own position; DSpark's rows, including the newest token's, draft the next one. DSpark also
+adds to the logits of a draft a term that depends on the token before it (its Markov head). The
+parts of DFlash2 are in dflash2.py.
 
 Source: arXiv 2602.06036 (DFlash); arXiv 2607.05147 (DSpark).
 """
@@ -58,21 +59,22 @@ from specops.engine.models.state_head import (
 from specops.engine.models.transformer import Transformer
 from specops.engine.models.weights import WeightSource
 
-# The first says the same as d2t, the next is computed, and the last ones are not used: a draft's
-# own probability says more of how likely it is (docs/notebook/drafters.md).
+# Tensors that are not read: t2d duplicates d2t, inv_freq is computed, and the confidence head is
+# not used because a draft's own probability predicts acceptance better (docs/notebook/drafters.md).
 _UNREAD = ("t2d", "rotary_emb.inv_freq", "confidence_head.proj.weight", "confidence_head.proj.bias")
 _KINDS = ("dflash", "dspark")
 
 
 @dataclass(frozen=True, kw_only=True)
 class BlockConfig(StateHeadConfig):
-    """What a head is made from.
+    """Configuration of a head.
 
     Attributes:
-        num_rows: of a block, the newest token's included.
-        samples_anchor: the newest token's row drafts as well, each row the token behind it.
-        mask_token_id: what masks embed.
-        markov_rank: of the Markov head; 0: there is none.
+        num_rows: rows of a block, including the newest token's.
+        samples_anchor: whether the newest token's row drafts as well; then each row drafts the next
+            token.
+        mask_token_id: token whose embedding masks use.
+        markov_rank: rank of the Markov head; 0: there is none.
         second: parts of DFlash2; None: there are none.
     """
 
@@ -84,21 +86,21 @@ class BlockConfig(StateHeadConfig):
 
     @property
     def num_drafts(self) -> int:
-        """How many tokens a block drafts."""
+        """Number of tokens that a block drafts."""
         return self.num_rows if self.samples_anchor else self.num_rows - 1
 
 
 @dataclass(frozen=True, kw_only=True)
 class BlockWeights:
-    """The weights of a head; projections packed.
+    """Weights of a head; projections packed.
 
     Attributes:
-        parts: what all heads on a target's states have.
-        hidden_norm: of the target's states once they are projected.
+        parts: weights common to all heads on a target's states.
+        hidden_norm: norm of the projected target states.
         markov: [vocab_size, rank] and the projection from there to the draft vocabulary; None:
-            there is no such head.
+            there is no Markov head.
         second: parts of DFlash2; None: there are none.
-        mask: [hidden_size], what masks embed; None: what mask_token_id does.
+        mask: [hidden_size], embedding of masks; None: that of mask_token_id.
     """
 
     parts: StateHeadWeights
@@ -112,8 +114,8 @@ class BlockDrafter(StateHead):
     """A head on top of its target.
 
     Args:
-        config: what it was made from.
-        weights: of it.
+        config: of the head.
+        weights: of the head.
         target_size: width of the target's states.
     """
 
@@ -126,26 +128,26 @@ class BlockDrafter(StateHead):
         self._given = self._new(0, self.hidden_size)
 
     def reserve(self, rows: int) -> None:
-        """Allocates the buffers of steps with up to `rows` rows, which then stay where they are."""
+        """Allocate buffers for steps of up to `rows` rows; they do not move afterwards."""
         super().reserve(rows)
         if len(self._given) < rows:
             self._given = self._new(rows, self.hidden_size)
 
     def states_of(self, taps: Mapping[int, Tensor], sums: Tensor | None) -> Tensor:
-        """Returns what keys and values of the target's rows are made of; as `StateHead`'s."""
+        """Return the states that keys and values are computed from; see `StateHead.states_of`."""
         states = super().states_of(taps, sums)
         return dense.rms_norm(states, *self.weights.hidden_norm, out=states)
 
     def append(self, batch: MtpBatch, states: Tensor, cache: KvCache) -> Tensor:
-        """Writes the keys and values that are made of the target's states.
+        """Write the keys and values computed from the target's states.
 
         Args:
             batch: the rows.
-            states: [source rows, hidden_size], of `states_of`.
+            states: [source rows, hidden_size], from `states_of`.
             cache: from `new_kv_cache`.
 
         Returns:
-            The states of the rows, in a buffer of its own.
+            The states of the rows, in the head's own buffer.
         """
         num_rows = batch.positions.shape[0]
         self.reserve(num_rows)
@@ -160,16 +162,16 @@ class BlockDrafter(StateHead):
     def forward(
         self, token_ids: Tensor, places: Tensor, batch: LayerBatch, cache: KvCache
     ) -> Tensor:
-        """Runs the layers over rows of blocks, and writes their keys and values behind the others.
+        """Run the layers over rows of blocks, and write their keys and values after the text's.
 
         Args:
-            token_ids: int32 [rows], the newest token's and the masks'.
-            places: int32 [rows], of each in its block.
+            token_ids: int32 [rows], the newest tokens and the masks.
+            places: int32 [rows], index of each row in its block.
             batch: the rows; not causal.
             cache: from `new_kv_cache`.
 
         Returns:
-            [rows, hidden_size], the states after the final norm, in a buffer of its own.
+            [rows, hidden_size], the states after the final norm, in the head's own buffer.
         """
         num_rows = token_ids.shape[0]
         self.reserve(num_rows)
@@ -193,7 +195,7 @@ class BlockDrafter(StateHead):
         cache: KvCache,
         rows: Rows,
     ) -> Tensor:
-        """Runs the layers as `_run_layers` does, with DFlash2's convolutions."""
+        """Run the layers as `_run_layers` does, with DFlash2's convolutions."""
         residual, normed, branch = rows.residual, rows.normed, rows.branch
         for index, layer in enumerate(self.layers):
             views, kv = rows.layers[index], cache.layers[index]
@@ -214,19 +216,19 @@ class BlockDrafter(StateHead):
 
     @property
     def reads_drafts(self) -> bool:
-        """Whether a draft depends on the token before it."""
+        """True if a draft depends on the token before it."""
         return self.weights.markov is not None or self.weights.second is not None
 
     def with_tokens_before(
         self, logits: Tensor, states: Tensor, token_ids: Tensor, sums: Tensor | None
     ) -> Tensor:
-        """Adds to logits of drafts, in place, what the tokens before say of them.
+        """Add the terms that depend on the token before each draft to its logits, in place.
 
         Args:
             logits: fp32 [rows, draft vocabulary].
-            states: [rows, hidden_size], that they are of.
+            states: [rows, hidden_size], from which the logits were computed.
             token_ids: int32 [rows], the tokens before.
-            sums: workspace of projections.
+            sums: linear workspace.
         """
         if self.weights.markov is not None:
             table, projection = self.weights.markov
@@ -245,14 +247,14 @@ def load_dflash(
     target_directory: str | Path,
     quantization: str | None = None,
 ) -> BlockDrafter:
-    """Loads a head of DFlash or DSpark.
+    """Load a head of DFlash or DSpark.
 
     Args:
         target: the model that it drafts for.
-        directory: of the head, with a config.json of its own.
+        directory: of the head, with its own config.json.
         target_directory: the directory that the target was loaded from.
-        quantization: of its layers' projections and its LM head; None: the layers' like the
-            target's.
+        quantization: of the layers' projections and of the head's LM head; None: the layers are
+            quantized like the target's.
 
     Raises:
         ModelError: a file, a field or a tensor is missing, damaged or does not fit the target.
@@ -277,15 +279,15 @@ def load_dflash(
 
 
 def _windows(raw: Mapping[str, Any], num_layers: int) -> Windows:
-    """Layers of the kind that slides have the window of the file."""
+    """Return the window of each layer: the file's for sliding layers, None for others."""
     types = layer_types(raw, num_layers) or [FULL] * num_layers
     return [count(raw, "sliding_window") if one == SLIDING else None for one in types]
 
 
 def _is_causal(own: Mapping[str, Any], kind: str | None) -> bool:
-    """Whether the rows of a block do not see those behind them in layers with a window.
+    """Return whether block rows do not see later rows in layers with a window.
 
-    Source: vLLM, which makes one field of both, and has these defaults.
+    Source: vLLM, which merges the two fields into one, and has these defaults.
     """
     if own.get("sliding_window_non_causal") is not None:
         return not flag_of(own, "sliding_window_non_causal")
@@ -364,7 +366,7 @@ def _read(
 
 
 def _mask_embedding(path: Path, config: BlockConfig) -> Tensor | None:
-    """Reads what masks embed, if there is a file of it: the vector, or it and its token id."""
+    """Read the embedding of masks if the file exists: a vector, or a dict with it and its token."""
     if not path.exists():
         return None
     found, token_id = read_tensors(path), config.mask_token_id
@@ -407,5 +409,5 @@ def _load(
         hidden_norm=loader.blocks.norm("hidden_norm"),
         markov=markov,
         second=second,
-        mask=None if mask is None else mask.to(parts.embedding),  # its type and device
+        mask=None if mask is None else mask.to(parts.embedding),  # dtype and device
     )

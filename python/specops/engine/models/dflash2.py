@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What DFlash2 adds to DFlash: convolutions along a block, and a selector of candidates.
+"""DFlash2's additions to DFlash: convolutions along a block, and a selector of candidates.
 
-A convolution mixes a row with those before it in its block: each channel has a weight of its own
-for each tap, to which a projection of the row adds one per group of channels. It stands before and
-behind every attention and every MLP of the block's rows; the context's keys and values have none.
+A convolution mixes a row with the rows before it in its block. Each channel has its own weight per
+tap, to which a projection of the row adds one per group of channels. There is one before and one
+after every attention and every MLP of the block's rows; the context's keys and values have none.
 
-The selector keeps the likeliest tokens of a draft, its candidates, and adds to the logit of each
-what the token before says of it, weighted by the state of the draft: <a(before) * p(state), b(c)>.
+The selector keeps the likeliest tokens of a draft, its candidates, and adds to the logit of each a
+term that depends on the token before, weighted by the draft's state: <a(before) * p(state), b(c)>.
 
 Source: vLLM's reading of published heads, `DFlash2DraftModel`.
 """
@@ -27,15 +27,15 @@ from specops.engine.models.weights import WeightSource
 
 @dataclass(frozen=True, kw_only=True)
 class Dflash2Config:
-    """What these parts are made from.
+    """Configuration of DFlash2's parts.
 
     Attributes:
         taps: rows that a convolution reads, its own included.
-        group: channels of a group.
+        group: channels per group.
         rank: of the selector.
-        num_candidates: of a draft.
-        embedding_scale: what the block's embeddings are multiplied with.
-        logit_scale: what logits are multiplied with.
+        num_candidates: candidates per draft.
+        embedding_scale: factor of the block's embeddings.
+        logit_scale: factor of logits.
         softcap: bound of logits; None: there is none.
     """
 
@@ -49,7 +49,7 @@ class Dflash2Config:
 
 
 class Kernel(NamedTuple):
-    """A convolution before and behind a block of a layer."""
+    """Weights of the two convolutions before and after an attention or MLP."""
 
     base: Tensor  # float32 [2, taps, channels]
     projection: PackedWeight  # to [2 * taps * groups]
@@ -57,13 +57,13 @@ class Kernel(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Dflash2Weights:
-    """Their weights; projections packed.
+    """Weights of DFlash2's parts; projections packed.
 
     Attributes:
         kernels: of each layer, for its attention and its MLP.
         predecessors: [vocab_size, rank].
-        hidden: to [rank], of a draft's state.
-        successors: from there to [vocab_size].
+        hidden: projection of a draft's state to [rank].
+        successors: projection from there to [vocab_size].
     """
 
     kernels: tuple[tuple[Kernel, Kernel], ...]
@@ -73,22 +73,22 @@ class Dflash2Weights:
 
     @property
     def projections(self) -> list[PackedWeight]:
-        """All of them."""
+        """All projections."""
         kernels = [kernel.projection for layer in self.kernels for kernel in layer]
         return [*kernels, self.hidden, self.successors]
 
 
 def read_dflash2(own: Mapping[str, Any], hidden_size: int, vocab_size: int) -> Dflash2Config | None:
-    """Reads what config.json says of these parts; None: nothing.
+    """Read the config fields of DFlash2's parts; return None if there are none.
 
     Args:
-        own: its fields, those of dflash_config among them.
+        own: fields of config.json merged with those of dflash_config.
         hidden_size: of the head.
         vocab_size: of the target.
 
     Raises:
         KeyError: a field is missing.
-        ModelError: one holds what it cannot hold.
+        ModelError: a field has an invalid value.
     """
     if "conv_kernel_size" not in own and "selector_rank" not in own:
         return None
@@ -122,10 +122,10 @@ def _number(own: Mapping[str, Any], field: str, default: float) -> float:
 def load_dflash2(
     source: WeightSource, config: Dflash2Config, num_layers: int, hidden_size: int, vocab_size: int
 ) -> Dflash2Weights:
-    """Loads the weights.
+    """Load the weights.
 
     Args:
-        source: of them.
+        source: of the weights.
         config: of the parts.
         num_layers: of the head.
         hidden_size: of the head.
@@ -161,27 +161,27 @@ def load_dflash2(
 
 
 class Convolution:
-    """A convolution over the rows of blocks, before and behind what stands between.
+    """Convolutions over the rows of blocks, before and after an attention or MLP.
 
     Args:
         kernel: its weights.
-        places: int32 [rows], of each row in its block.
-        sums: workspace of projections.
+        places: int32 [rows], index of each row in its block.
+        sums: linear workspace.
     """
 
     def __init__(self, kernel: Kernel, places: Tensor, sums: Tensor | None) -> None:
         self._kernel, self._places, self._sums = kernel, places, sums
-        self._deltas: Tensor  # of the rows that go in
+        self._deltas: Tensor  # weights that depend on the input rows
 
     def before(self, x: Tensor) -> None:
-        """Mixes the rows [rows, channels] that go in, in place."""
+        """Mix the input rows [rows, channels], in place."""
         base, projection = self._kernel
         deltas = dense.linear(x, projection, out_dtype=torch.float32, workspace=self._sums)
         self._deltas = deltas.view(len(x), 2, base.shape[1], -1)
         self._mix(x, 0)
 
     def behind(self, x: Tensor) -> None:
-        """Mixes the rows that come out, in place: with the weights of those that went in."""
+        """Mix the output rows, in place, with the weights computed from the input rows."""
         self._mix(x, 1)
 
     def _mix(self, x: Tensor, side: int) -> None:
@@ -204,17 +204,18 @@ def candidate_logits(
     before: Tensor,
     sums: Tensor | None,
 ) -> Tensor:
-    """Makes logits of drafts those of their candidates, in place; -inf for all other tokens.
+    """Replace logits of drafts, in place, by those of their candidates; others become -inf.
 
     Args:
         config: of the selector.
-        weights: of it.
+        weights: of the selector.
         logits: float32 [rows, vocab_size], of the LM head.
-        states: [rows, hidden_size], that they are of.
+        states: [rows, hidden_size], from which the logits were computed.
         before: int32 [rows], the token before each draft.
-        sums: workspace of projections.
+        sums: linear workspace.
     """
-    # By the least of their logits: what is equal to it is a candidate, too, in whatever order.
+    # Compare with the least candidate logit: all ties with it are candidates, so that the order in
+    # which topk returns them does not matter.
     least = logits.topk(config.num_candidates, dim=1).values[:, -1:]
     is_none = logits < least
     logits.mul_(config.logit_scale)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One row through a model: what an op refuses shows before anybody's request does."""
+"""Running one row through a model, so that errors of ops show at load time, not in a request."""
 
 import torch
 from torch import Tensor
@@ -11,7 +11,7 @@ _PAGE_SIZE = 16
 
 
 def dry_run(model: Transformer) -> Tensor:
-    """Computes the logits of token 0 at position 0.
+    """Compute the logits of token 0 at position 0.
 
     Returns:
         [1, vocab_size], fp32, on the CPU.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Weights of draft heads in files of other names than a model's, pickled tensors among them."""
+"""Weights of draft heads in files with other names than a model's, including pickled tensors."""
 
 from collections.abc import Sequence, Set
 from pathlib import Path
@@ -15,9 +15,9 @@ from specops.engine.models.weights import WeightSettings, WeightSource
 
 
 def read_tensors(path: Path) -> Any:
-    """Returns what a file of safetensors holds, or one that torch has pickled.
+    """Return the content of a safetensors file or of a file pickled by torch.
 
-    Of a pickled one tensors alone are read, and no code is run.
+    From a pickle only tensors are read, and no code is run.
 
     Raises:
         ModelError: the file is damaged, or holds something else.
@@ -26,16 +26,16 @@ def read_tensors(path: Path) -> Any:
         if path.suffix == ".safetensors":
             return load_file(path)
         return torch.load(path, map_location="cpu", weights_only=True)
-    except Exception as error:  # both raise errors of their own
+    except Exception as error:  # the two libraries raise various errors
         raise ModelError(f"{path}: not a file of tensors alone: {error}") from error
 
 
 class HeadFile(WeightSource):
-    """The tensors of one file: of safetensors, or one that torch has pickled.
+    """Tensors of one file: safetensors, or pickled by torch.
 
     Args:
-        path: the file.
-        settings: how they are read.
+        path: of the file.
+        settings: for reading.
 
     Raises:
         ModelError: the file is damaged, or holds something else.
@@ -52,7 +52,7 @@ class HeadFile(WeightSource):
         self._tensors: dict[str, Tensor] = found
 
     def names(self) -> Set[str]:
-        """Returns the names of all tensors."""
+        """Return the names of all tensors."""
         return self._tensors.keys()
 
     def _load(self, name: str, shape: tuple[int, ...]) -> Tensor:
@@ -67,15 +67,15 @@ class HeadFile(WeightSource):
 
 
 def open_head(directory: Path, settings: WeightSettings, files: Sequence[str]) -> WeightSource:
-    """Returns the weights of a draft head.
+    """Return the weights of a draft head.
 
     Args:
         directory: of the head.
-        settings: how they are read.
-        files: names that its file may have, beside those of a model's files, which come first.
+        settings: for reading.
+        files: alternative file names, tried after those of a model's files.
 
     Raises:
-        ModelError: there is none of them, a file is damaged, or random weights are asked for.
+        ModelError: none of the files exists, one is damaged, or random weights are requested.
     """
     if not directory.is_dir():
         raise ModelError(f"{directory}: no such directory")
@@ -92,16 +92,16 @@ def open_head(directory: Path, settings: WeightSettings, files: Sequence[str]) -
 
 
 def refuse_unread(source: WeightSource, directory: Path, what: str, left: Sequence[str]) -> None:
-    """Refuses tensors that nothing has read.
+    """Reject tensors that were not read.
 
     Args:
-        source: which has been read.
+        source: of the weights, after loading.
         directory: of the head.
-        what: it is, with its article.
-        left: ends of names that may be left unread.
+        what: name of the head with its article, for the error.
+        left: suffixes of names that may stay unread.
 
     Raises:
-        ModelError: there are some.
+        ModelError: another tensor was not read.
     """
     for name in sorted(source.names()):
         if name not in source.read and not name.endswith((*left, "\0")):

@@ -1,21 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which prefixes have their states kept, so that another request can go on from their end.
+"""Selection of prefixes whose states are kept, so that other requests can continue from their end.
 
-Layers with linear attention have a state of a request, which every token changes. Pages of a prefix
-are of use to another request only with the states at their end. Few prefixes have theirs kept, as
-one takes as much as thousands of tokens do on pages. They are those that are likely to come again:
+Layers with linear attention have one state per request, which every token changes. Pages of a
+prefix are useful to another request only with the states at their end. States are kept for few
+prefixes, since one state takes as much memory as thousands of tokens on pages. These are prefixes
+that are likely to recur:
 
-- a prompt up to its last whole page, for those that begin with it, or are it;
-- what a prompt has in common with those before it, once two of them do;
-- a text up to the last page that decoding has filled, for the next turn of a conversation. It gives
-  way to that of the next page.
+- a prompt up to its last whole page, for requests that begin with it or repeat it;
+- the common prefix of a prompt and earlier ones, once two prompts share it;
+- a text up to the last page that decoding has filled, for the next turn of a conversation. The
+  state at the end of the next page replaces it.
 
-Chunks of prompts end where the first two do. States do not depend on how a text was cut, so a
-request has the same bits wherever it goes on.
+Chunks of prompts end at the first two kinds of borders. States do not depend on how a text was
+split, so a request has the same bits wherever it continues.
 
-A drafter whose layers have states of their own keeps them beside the target's, of the same
-prefixes: so its drafts, too, are those of the text alone. An entry has both then, and is of use to
-requests of this drafter, as pages with its keys and values are.
+A drafter whose layers have states keeps them next to the target's, for the same prefixes, so that
+its drafts also depend on the text alone. Such an entry has both and is useful to requests of this
+drafter, as are pages with the drafter's keys and values.
 
 Source: the second rule is that of SGLang's radix cache for such models, which calls the place a
 branching point; vLLM's chunks end at borders as well.
@@ -30,34 +31,34 @@ from specops.engine.models.kv import CacheRoom, KvCache
 
 _NO_ROOM = CacheRoom(0, 0)
 
-_Key = tuple[Prefix, str]  # with the drafter that has states of its own; empty: none
+_Key = tuple[Prefix, str]  # the name is of the drafter with its own states; empty: none
 
 
 @dataclass(slots=True)
 class _Running:
     """A request with a slot."""
 
-    owner: str  # the drafter with states of its own; empty: none
-    borders: Sequence[int]  # of its prompt, at which its states are to be kept, ascending
-    end: int  # the last of them, or where it begins behind it
-    waiting: tuple[int, int] | None = None  # tokens and entry of states whose page is not known yet
-    decoded: _Key | None = None  # that gives way to the next one
+    owner: str  # the drafter with its own states; empty: none
+    borders: Sequence[int]  # token counts of its prompt at which to keep states, ascending
+    end: int  # the last border, or the first token that runs if later
+    waiting: tuple[int, int] | None = None  # tokens and entry, until the page is registered
+    decoded: _Key | None = None  # entry of decoded text, to be replaced by the next one
 
 
 class KeptStates:
-    """Finds, keeps and evicts states of prefixes; an entry has those of all layers.
+    """Finds, keeps and evicts states of prefixes; an entry has the states of all layers.
 
-    Where nothing has states, or no prefix may have them kept, pages are of use as they are.
+    If the model has no states, or no entries are configured, pages are usable without states.
 
-    An entry is free, a prefix's, or waits for its prefix: some drafters complete a page later than
-    the model does. A prefix whose pages are gone is never found again, and the first to give way;
-    then it is the one that was not used for longest.
+    An entry is free, belongs to a prefix, or waits for its prefix: some drafters complete a page
+    later than the model does. A prefix whose pages are gone is never found again and is evicted
+    first; after these, the least recently used prefix is evicted.
 
     Args:
         pool: of pages.
         room: of every cache.
-        target: has the target's states, if there are any; None: there are none.
-        drafters: have those of drafters, by name; None: there are none.
+        target: cache with the target's states; None: it has none.
+        drafters: caches with states of drafters, by name; None: there are none.
     """
 
     def __init__(
@@ -68,29 +69,29 @@ class KeptStates:
         drafters: Mapping[str, KvCache] | None = None,
     ) -> None:
         self._pool = pool
-        # What has states of a request, by its drafter with states of its own.
+        # Caches with states of a request, by its drafter with its own states.
         self._caches: dict[str, Sequence[KvCache]] = {"": ()}
         if room.num_kept:
             own = (target,) if target is not None and target.kept else ()
             self._caches = {"": own} | {name: (*own, one) for name, one in (drafters or {}).items()}
-        # Of so many positions before the last row slots have what is needed.
+        # Slots hold the states of this many positions before the last row.
         self._num_drafts = room.num_drafts
-        # A chunk may end so far behind a border, which is the last one then.
+        # A chunk may end this many tokens after its last border.
         self._slack = min(room.num_drafts, pool.page_size - 1)
         self._free = list(range(room.num_kept - 1, -1, -1))
         self._entry_of: OrderedDict[_Key, int] = OrderedDict()  # least recently used first
         self._running: dict[int, _Running] = {}  # by slot
 
     def cut(self, pages: list[int], draft_kv: DraftKv | None) -> int:
-        """Lets go of the pages, of those that begin a text, that are of no use without states.
+        """Release those cached pages of a request that are useless without states.
 
         Args:
-            pages: as `PagePool.match_prefix` has found them; those behind the last one with states
-                are taken out.
-            draft_kv: what a request that is to have them keeps on pages for its drafters.
+            pages: as found by `PagePool.match_prefix`; pages after the last one with states are
+                removed from the list.
+            draft_kv: draft KV of the request.
 
         Returns:
-            How many tokens there were pages of.
+            Number of tokens on the pages found.
         """
         count = found = len(pages)
         owner = self._owner(draft_kv)
@@ -109,14 +110,14 @@ class KeptStates:
         num_tokens: int,
         draft_kv: DraftKv | None,
     ) -> None:
-        """Loads what a request goes on from.
+        """Load the states from which a request continues.
 
         Args:
-            slot: that it got.
-            pages: that it begins with, as `cut` has left them.
-            num_cached: what that has returned.
-            num_tokens: that the request has.
-            draft_kv: what its drafters keep on pages.
+            slot: of the request.
+            pages: its cached pages, as left by `cut`.
+            num_cached: returned by `cut`.
+            num_tokens: tokens of the request.
+            draft_kv: draft KV of the request.
         """
         owner, size = self._owner(draft_kv), self._pool.page_size
         if not self._caches[owner]:
@@ -127,13 +128,13 @@ class KeptStates:
             self._entry_of.move_to_end(key)
             for cache in self._caches[owner]:
                 cache.load_states(self._entry_of[key], begin, slot)
-        # As far as the next request with these tokens finds pages.
+        # The end of the pages that another request with these tokens can use.
         last = (num_tokens - max(1, 0 if draft_kv is None else draft_kv.lookahead)) // size * size
         borders = [one for one in sorted({num_cached, last}) if one > begin]
         self._running[slot] = _Running(owner, borders, max(last, begin))
 
     def chunk(self, slot: int, begin: int, rows: int) -> int:
-        """How many of so many rows of a prompt a step may have, to end where states are kept."""
+        """Return how many of `rows` prompt rows a step may run: up to any border inside."""
         own = self._running.get(slot)
         for border in () if own is None else own.borders:
             if begin < border < begin + rows - self._slack:
@@ -150,14 +151,14 @@ class KeptStates:
         begin: int,
         num_rows: int,
     ) -> None:
-        """Keeps the states at the last border that a request has come to with a step.
+        """Keep the states at the last border that a request has reached with a step.
 
         Args:
-            slot: that it has.
+            slot: of the request.
             pages: of its text.
-            num_registered: of these, from the first on, so many are registered.
-            num_computed: tokens whose rows are computed, of those that are committed.
-            num_drafted: tokens of which what its drafter keeps is final.
+            num_registered: number of its first pages that are registered.
+            num_computed: committed tokens whose rows are computed.
+            num_drafted: tokens whose draft KV is final.
             begin: position of the first row of the step.
             num_rows: of the step; some of the last may be rejected.
         """
@@ -168,7 +169,7 @@ class KeptStates:
         size = self._pool.page_size
         border = (min(num_computed, num_drafted) if own.owner else num_computed) // size * size
         is_wanted = border in own.borders or border > own.end
-        # Rejected rows of steps before have overwritten what these left there.
+        # States from before this step are not used: rejected rows may have overwritten them.
         if not is_wanted or not begin < border or begin + num_rows > border + self._num_drafts:
             return
         entry = self._take(own)
@@ -179,13 +180,14 @@ class KeptStates:
             self._give(pages, num_registered, own)
 
     def entry_of(self, pages: Sequence[int], draft_kv: DraftKv | None) -> int | None:
-        """The entry with the states at the end of pages that begin a text; None: there is none."""
+        """Return the entry with the states at the end of a text's first pages, or None."""
         return self._entry_of.get(self._key(pages[-1], self._owner(draft_kv))) if pages else None
 
     def new_entry(self, pages: Sequence[int], draft_kv: DraftKv | None) -> int | None:
-        """An entry for the states at the end of registered pages, which the caller writes.
+        """Reserve an entry for the states at the end of registered pages; the caller writes it.
 
-        None: they are there already, need none, or all entries wait for pages.
+        Returns:
+            The entry; None: it exists already, none is needed, or all entries wait for pages.
         """
         owner = self._owner(draft_kv)
         if not self._caches[owner] or not pages or self.entry_of(pages, draft_kv) is not None:
@@ -196,20 +198,20 @@ class KeptStates:
         return entry
 
     def leave(self, slot: int) -> None:
-        """Forgets the request of a slot."""
+        """Forget the request of a slot."""
         own = self._running.pop(slot, None)
         if own is not None and own.waiting is not None:
             self._free.append(own.waiting[1])
 
     def _owner(self, draft_kv: DraftKv | None) -> str:
-        """A request's drafter with states of its own; empty: it has none."""
+        """Return a request's drafter with its own states; empty: it has none."""
         return "" if draft_kv is None or draft_kv.owner not in self._caches else draft_kv.owner
 
     def _key(self, page: int, owner: str) -> _Key:
         return self._pool.prefix_of(page), owner
 
     def _give(self, pages: Sequence[int], num_registered: int, own: _Running) -> None:
-        """Gives a prefix the entry that waits for it, if its page is known by now."""
+        """Give the waiting entry to its prefix, if the prefix's page is registered by now."""
         if own.waiting is None:
             return
         border, entry = own.waiting
@@ -227,7 +229,7 @@ class KeptStates:
             own.decoded = key
 
     def _take(self, own: _Running) -> int | None:
-        """An entry to overwrite; None: all wait for prefixes of others."""
+        """Return an entry to overwrite; None: all wait for prefixes of other requests."""
         if own.waiting is not None:
             return own.waiting[1]
         if own.decoded is not None and own.decoded in self._entry_of:
@@ -235,7 +237,7 @@ class KeptStates:
         return self._evicted()
 
     def _evicted(self) -> int | None:
-        """An entry that was free, or is now."""
+        """Return a free entry, after an eviction if needed; None: all entries wait."""
         if self._free:
             return self._free.pop()
         if not self._entry_of:

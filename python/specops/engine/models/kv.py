@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What layers keep: of a token on pages, of a request in its slot; and the tensors that hold it."""
+"""Caches of layers: per-token data on pages, per-request data in slots, and their tensors."""
 
 import math
 import mmap
@@ -13,12 +13,12 @@ from torch import Tensor
 
 
 class KvBytes(NamedTuple):
-    """Bytes of what layers keep.
+    """Bytes that the caches of layers take.
 
     Attributes:
         per_token: on pages.
-        per_slot: of a request, whatever its length.
-        per_prefix: of one whose states are kept.
+        per_slot: per running request, whatever its length.
+        per_prefix: per prefix whose states are kept.
     """
 
     per_token: int = 0
@@ -27,14 +27,14 @@ class KvBytes(NamedTuple):
 
 
 class CacheRoom(NamedTuple):
-    """For how much there is to be room.
+    """Capacity of a cache.
 
     Attributes:
         num_pages: of tokens.
         page_size: tokens of a page.
         num_slots: requests that run at once.
         num_drafts: most drafts that a step verifies for one of them.
-        num_kept: prefixes whose states are kept, of layers with linear attention.
+        num_kept: prefixes whose states are kept, for layers with linear attention.
     """
 
     num_pages: int
@@ -45,13 +45,13 @@ class CacheRoom(NamedTuple):
 
 
 class Share(NamedTuple):
-    """What a rank has of a tensor whose third axis has heads.
+    """A rank's shard of a tensor whose third axis has heads.
 
     Attributes:
         tensor: [pages or slots, rows, this rank's heads, ...].
-        all_heads: of all ranks; which of them are this rank's, `parallel.ranks.dealt` says.
-        widths: elements of that axis that a head has in each part: parts, like those of q|k|v, lie
-            behind each other, and each has all of the rank's heads.
+        all_heads: heads of all ranks; `parallel.ranks.dealt` returns which of them are this rank's.
+        widths: elements per head on that axis, for each part. The parts, such as q|k|v, follow each
+            other, and each has all of the rank's heads.
     """
 
     tensor: Tensor
@@ -61,13 +61,13 @@ class Share(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class KvSpec:
-    """What a layer keeps of a token.
+    """Per-token cache of an attention layer.
 
     Attributes:
         num_heads: heads of keys, and as many of values.
-        all_heads: those of all ranks; some may have the same.
+        all_heads: heads of all ranks; some ranks may hold the same head.
         head_dim: elements of a head.
-        dtype: of the elements. Those of 8 bits have a float32 scale per token and head.
+        dtype: of the elements. 8-bit elements have a float32 scale per token and head.
         has_values: False: values are part of the keys, as in latent attention.
     """
 
@@ -79,23 +79,23 @@ class KvSpec:
 
     @property
     def has_scales(self) -> bool:
-        """Whether elements need a scale."""
+        """True if elements need a scale."""
         return self.dtype.itemsize == 1
 
     @property
     def bytes_per_token(self) -> int:
-        """The bytes that a token takes."""
+        """Bytes per token."""
         head_bytes = self.head_dim * self.dtype.itemsize
         if self.has_scales:
             head_bytes += torch.float32.itemsize
         return (1 + self.has_values) * self.num_heads * head_bytes
 
     def bytes_per_slot(self, num_drafts: int) -> int:
-        """The bytes that a request takes beside: none."""
+        """Return 0: the layer keeps nothing per slot."""
         return 0
 
     def new(self, room: CacheRoom, device: torch.device) -> "LayerKv":
-        """Allocates the pages of one layer."""
+        """Allocate the pages of one layer."""
         slots = (room.num_pages, room.page_size, self.num_heads)
 
         def cache() -> Tensor:
@@ -111,19 +111,19 @@ class KvSpec:
 
 @dataclass(frozen=True, kw_only=True)
 class StateSpec:
-    """What a layer with linear attention keeps of a request, however long it is.
+    """Per-request state of a layer with linear attention, whatever the request's length.
 
-    Each row that a step may accept last leaves its own, by its position, so that drafts which are
-    rejected need no rollback; see `specops.linear_attention`.
+    Each row that a step may accept as its last leaves its own state, by its position, so that
+    rejected drafts need no rollback; see `specops.linear_attention`.
 
     Attributes:
-        num_heads: states, of [key_dim, value_dim] float32 each.
-        num_key_heads: heads of queries and keys, each of as many states.
-        all_key_heads: those of all ranks.
+        num_heads: number of states, each [key_dim, value_dim] float32.
+        num_key_heads: heads of queries and keys, each shared by equally many states.
+        all_key_heads: key heads of all ranks.
         key_dim: rows of a state.
-        value_dim: columns of one.
+        value_dim: columns of a state.
         taps: of the convolution.
-        dtype: of what is convolved.
+        dtype: of the convolution's input.
     """
 
     bytes_per_token: ClassVar[int] = 0
@@ -137,12 +137,12 @@ class StateSpec:
     dtype: torch.dtype
 
     def bytes_per_slot(self, num_drafts: int) -> int:
-        """The bytes that a request takes, with so many drafts a step."""
+        """Return the bytes of a request in steps with up to `num_drafts` drafts."""
         conv, states = self._shapes(CacheRoom(0, 0, 1, num_drafts))
         return math.prod(conv) * self.dtype.itemsize + math.prod(states) * torch.float32.itemsize
 
     def new(self, room: CacheRoom, device: torch.device) -> "LayerStates":
-        """Allocates what the slots of one layer keep."""
+        """Allocate the slots of one layer."""
         conv, states = self._shapes(room)
         of_key = self.num_heads // self.num_key_heads
         return LayerStates(
@@ -161,7 +161,7 @@ class StateSpec:
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Zeros; on the CPU the system makes a page of memory when it is first written to."""
+    """Return zeros; on the CPU the system allocates each page when it is first written to."""
     num_bytes = math.prod(shape) * dtype.itemsize
     if device.type != "cpu" or not num_bytes:
         return torch.zeros(shape, dtype=dtype, device=device)
@@ -176,13 +176,13 @@ class LayerKv:
     all_heads: int  # of all ranks
     k: Tensor  # [num_pages, page_size, num_kv_heads, head_dim]
     v: Tensor | None  # None: values are part of the keys
-    # Of 8-bit caches, float32 [num_pages, page_size, num_kv_heads]; None: the model's dtype.
+    # For 8-bit caches, float32 [num_pages, page_size, num_kv_heads]; None: the model's dtype.
     k_scales: Tensor | None = None
     v_scales: Tensor | None = None
 
     @cached_property
     def pairs(self) -> list[tuple[Tensor, Tensor | None]]:
-        """What moves when tokens move: the caches, and their scales as caches of width 1."""
+        """Tensors to copy when tokens move: the caches, and their scales as caches of width 1."""
         pairs = [(self.k, self.v)]
         if self.k_scales is not None:
             v_scales = None if self.v_scales is None else self.v_scales[..., None]
@@ -191,40 +191,41 @@ class LayerKv:
 
     @property
     def tensors(self) -> list[Tensor]:
-        """All of them, scales included."""
+        """All tensors, including scales."""
         tensors = (self.k, self.v, self.k_scales, self.v_scales)
         return [tensor for tensor in tensors if tensor is not None]
 
     @property
     def shares(self) -> list[Share]:
-        """Which heads of each they have."""
+        """This rank's shard of each tensor."""
         return [Share(tensor, self.all_heads, (1,)) for tensor in self.tensors]
 
 
 @dataclass(frozen=True)
 class LayerStates:
-    """What the slots of one layer with linear attention keep."""
+    """Slots of one layer with linear attention."""
 
     conv: Tensor  # [num_slots, window, channels], the channels q|k|v
     states: Tensor  # float32 [num_slots, window, num_heads, key_dim, value_dim]
     all_key_heads: int  # of all ranks
-    widths: tuple[tuple[int, ...], ...]  # of both, that a head of keys has in each part
+    widths: tuple[tuple[int, ...], ...]  # per tensor: elements per key head in each part
 
     @property
     def tensors(self) -> list[Tensor]:
-        """Both."""
+        """Both tensors."""
         return [self.conv, self.states]
 
     @property
     def shares(self) -> list[Share]:
-        """Which heads of keys they are of."""
+        """This rank's shard of both tensors, by key heads."""
         both = zip(self.tensors, self.widths, strict=True)
         return [Share(tensor, self.all_key_heads, widths) for tensor, widths in both]
 
     def copy(self, slot: int, to: "LayerStates", to_slot: int, num_tokens: int) -> None:
-        """Copies what a request of so many tokens needs to go on, from a slot to one of `to`.
+        """Copy the state of a request after `num_tokens` tokens to a slot of `to`.
 
-        Each keeps what position i left at i modulo its window, and the smaller window is enough.
+        Both objects store the state of position i at i modulo their window, and copying the smaller
+        window is enough.
         """
         for own, other in zip(self.tensors, to.tensors, strict=True):
             window, other_window = own.shape[1], other.shape[1]
@@ -234,18 +235,18 @@ class LayerStates:
 
 @dataclass(frozen=True)
 class KvCache:
-    """What layers keep, which may differ in all but the page size."""
+    """Caches of all layers. The layers may differ in all but the page size."""
 
     layers: list[Any]  # a LayerKv or LayerStates each
     room: CacheRoom
-    # Of layers with LayerStates, in order: those of prefixes, as of requests without drafts.
+    # For each layer with LayerStates, in order: states of prefixes, with windows for no drafts.
     kept: list[LayerStates]
 
     @classmethod
     def new(
         cls, specs: Iterable[KvSpec | StateSpec], room: CacheRoom, device: torch.device
     ) -> "KvCache":
-        """Allocates what every layer keeps."""
+        """Allocate the caches of every layer."""
         specs = list(specs)
         of_prefixes = room._replace(num_slots=room.num_kept, num_drafts=0)
         kept = [spec.new(of_prefixes, device) for spec in specs if isinstance(spec, StateSpec)]
@@ -265,31 +266,31 @@ class KvCache:
         return [layer for layer in self.layers if isinstance(layer, LayerStates)]
 
     def keep_states(self, slot: int, num_tokens: int, entry: int) -> None:
-        """Copies the states behind the first tokens of a slot's request to an entry of `kept`."""
+        """Copy the states after `num_tokens` tokens of a slot's request to an entry of `kept`."""
         for own, kept in zip(self._states, self.kept, strict=True):
             own.copy(slot, kept, entry, num_tokens)
 
     def load_states(self, entry: int, num_tokens: int, slot: int) -> None:
-        """Copies the states behind so many tokens to the slot of a request that begins so."""
+        """Copy the states after `num_tokens` tokens to the slot of a request with this prefix."""
         for own, kept in zip(self._states, self.kept, strict=True):
             kept.copy(entry, own, slot, num_tokens)
 
     @property
     def pairs(self) -> list[tuple[Tensor, Tensor | None]]:
-        """What moves when tokens move, of all layers."""
+        """Tensors to copy when tokens move, of all layers."""
         return [pair for layer in self._on_pages for pair in layer.pairs]
 
     @property
     def page_shares(self) -> list[Share]:
-        """The tensors that are indexed by pages."""
+        """Tensors that are indexed by pages."""
         return [share for layer in self._on_pages for share in layer.shares]
 
     @property
     def prefix_shares(self) -> list[Share]:
-        """The tensors that are indexed by entries of `kept`."""
+        """Tensors that are indexed by entries of `kept`."""
         return [share for layer in self.kept for share in layer.shares]
 
     @property
     def tensors(self) -> list[Tensor]:
-        """Every tensor of it."""
+        """All tensors of the cache."""
         return [tensor for layer in (*self.layers, *self.kept) for tensor in layer.tensors]

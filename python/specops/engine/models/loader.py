@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Loads a Hugging Face directory: config.json and safetensors files, into packed weights."""
+"""Loader of Hugging Face directories (config.json, safetensors files) into packed weights."""
 
 import re
 from collections.abc import Sequence
@@ -25,14 +25,14 @@ from specops.engine.parallel.ranks import ALONE, Ranks
 _DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 _KV_CACHE_DTYPES = {"auto": None, "int8": torch.int8, "fp8_e4m3": torch.float8_e4m3fn}
 
-# Arguments of the ops that config.json calls otherwise.
+# Arguments of ops that have other names in config.json.
 _FIELD_OF_ARGUMENT = {
     "num_qo_heads": "num_attention_heads",
     "num_kv_heads": "num_key_value_heads",
     "rotary_dim": "head_dim * partial_rotary_factor",
     "theta": "rope_theta",
 }
-_NARROW = 16  # sizes that no op restricts, in the dry run
+_NARROW = 16  # for sizes that no op restricts, in the dry run
 _LARGEST_PAGE = 64  # tokens
 
 
@@ -49,24 +49,25 @@ def load_model(
     weight_cache: WeightCache | None = None,
     ranks: Ranks = ALONE,
 ) -> Transformer:
-    """Loads a checkpoint of one of the families.
+    """Load a checkpoint of one of the families.
 
     Args:
         directory: a Hugging Face directory with config.json and safetensors files, whose weights
             may be quantized; or one that is made from a GGUF file.
         dtype: "bfloat16", "float32", or "auto" for the checkpoint's own.
-        max_model_len: positions to prepare; the model's own limit when absent.
+        max_model_len: positions to prepare; None: the model's own limit.
         device: where the weights live.
         load_format: "auto"; or "dummy" for random weights, which need no file but config.json.
         kv_cache_dtype: "auto" for that of the weights, "int8" or "fp8_e4m3".
-        quantization: of the layers' projections that the file has not quantized: `WeightSettings`.
-        quantize_head: the same of the LM head. An embedding that is tied to it stays as it is.
-        weight_cache: where packed weights are kept; None: nowhere.
-        ranks: that have a share of it each; this one's is loaded.
+        quantization: of those projections of the layers that the file has not quantized; see
+            `WeightSettings`.
+        quantize_head: the same for the LM head. A tied embedding stays as it is.
+        weight_cache: cache of packed weights; None: no cache.
+        ranks: the ranks that the model is sharded over; this rank's shard is loaded.
 
     Raises:
         ModelError: a file or tensor is missing, damaged or misshapen, the kind is unsupported, an
-            op does not run the model's shapes, or the ranks cannot share it.
+            op does not run the model's shapes, or the model cannot be sharded over the ranks.
     """
     directory = Path(directory)
     if not directory.is_dir():
@@ -107,7 +108,7 @@ def _check_experts(config: ModelConfig, ranks: Ranks) -> None:
 
 
 def _refuse_unread(config: ModelConfig, source: WeightSource) -> None:
-    """Refuses tensors of the layers that have no place in them."""
+    """Reject layer tensors in the checkpoint that the model does not use."""
     if isinstance(source, Checkpoint):
         prefix = place_of(config, source).prefix
         source.refuse_unread(tuple(f"{prefix}layers.{i}." for i in range(config.num_layers)))
@@ -132,8 +133,10 @@ def _dtype_of(config: ModelConfig, dtype: str, file: Path) -> torch.dtype:
 
 
 def _stored_dtype(config: ModelConfig, directory: Path) -> str | None:
-    """Return the dtype of the embedding in the checkpoint's files, as transformers takes the
-    tensors' dtype if config.json names none; None: it is quantized, or missing."""
+    """Return the dtype of the embedding in the checkpoint's files; None: quantized or missing.
+
+    transformers uses the dtype of the tensors in the same way if config.json names none.
+    """
     checkpoint = open_checkpoint(directory)
     names = (f"{place.prefix}embed_tokens.weight" for place in config.places)
     return next((checkpoint.dtype(name) for name in names if name in checkpoint.names()), None)
@@ -151,7 +154,7 @@ def head_name(config: ModelConfig, source: WeightSource) -> str:
 
 
 def place_of(config: ModelConfig, source: WeightSource) -> Place:
-    """Returns where a source has the model: where its embedding is, or the family's first place."""
+    """Return the location whose embedding is in the source, or the family's first location."""
     names = source.names()
     found = [one for one in config.places if f"{one.prefix}embed_tokens.weight" in names]
     return found[0] if found else config.places[0]
@@ -164,20 +167,20 @@ def build(
     max_model_len: int,
     ranks: Ranks = ALONE,
 ) -> Transformer:
-    """Makes a model.
+    """Make a model.
 
     Args:
-        config: what it is made from.
+        config: of the model.
         source: of its weights.
         kv_dtype: of keys and values on pages.
         max_model_len: positions to prepare.
-        ranks: among whom it is shared out.
+        ranks: that the model is sharded over.
 
     Raises:
-        ModelError: a tensor is missing, has another shape, or cannot be shared out.
+        ModelError: a tensor is missing, has another shape, or cannot be sharded.
         ValueError: an op refuses a size.
     """
-    # Up to the end of any page: drafting modules may run on behind the longest text.
+    # Round up to whole pages: drafting modules may run past the end of the longest text.
     max_positions = -(-max_model_len // _LARGEST_PAGE) * _LARGEST_PAGE
     source.norm_offset = config.norm_offset
     loader = BlockLoader(
@@ -199,7 +202,7 @@ def build(
         quantization=source.settings.quantize_head,
         cut=Cut(outputs=(Shares(ranks).of_vocabulary(config.vocab_size),)),
     )
-    if config.embedding_scale != 1.0:  # to the same bits as rows that are scaled one by one
+    if config.embedding_scale != 1.0:  # the same bits as scaling single rows
         embedding = embedding * torch.tensor(config.embedding_scale, dtype=source.dtype)
     layers = [
         layer.load(loader, f"{prefix}layers.{index}.") for index, layer in enumerate(config.layers)
@@ -222,7 +225,11 @@ def build(
 def _refuse_what_ops_refuse(
     config: ModelConfig, settings: WeightSettings, kv_dtype: torch.dtype, file: Path
 ) -> None:
-    """Runs a narrow model with the heads, windows and positions of `config`, before it is read."""
+    """Run a narrow dummy model with the heads, windows and positions of `config`.
+
+    Raises:
+        ModelError: an op refuses a size, before any weight is read.
+    """
     try:
         source = replace(settings, load_format="dummy").open(file.parent)
         dry_run(build(config.narrowed(_NARROW), source, kv_dtype, max_model_len=1))

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Hydra++'s prefix layer: a decoder layer whose states its heads read in place of the target's.
 
-Its row i reads the target's state of position i after the final norm, and no token. So the heads
-see what stands before that, as far as a head on one state cannot.
+Its row i reads the target's state of position i after the final norm, and no token. Through its
+attention the heads see the states of earlier positions, which a head on one state does not.
 
 Source: Ankner et al. 2024, "Hydra: Sequentially-Dependent Draft Heads for Medusa Decoding",
 section 4. The layout is that of the authors' code: the layer is one of the target's own family.
@@ -27,8 +27,8 @@ from specops.engine.models.state_head import gather_states, with_qk_norms
 from specops.engine.models.transformer import Transformer
 from specops.engine.models.weights import WeightSource
 
-_PREFIX = "prefix_embeding_layer."  # as the authors spell it
-# An embedding that no row goes through, and what is computed.
+_PREFIX = "prefix_embeding_layer."  # the authors' spelling
+# An unused embedding, and frequencies that are computed here.
 UNREAD = (f"{_PREFIX}embed_tokens.weight", "rotary_emb.inv_freq")
 
 
@@ -37,7 +37,7 @@ class PrefixLayer(LayerStack):
 
     Args:
         layer: this.
-        final_norm: behind it.
+        final_norm: after the layer.
         lm_head: of the first head that reads it.
         target: the model that it is for.
     """
@@ -55,7 +55,7 @@ class PrefixLayer(LayerStack):
         self._final_norm = final_norm
 
     def forward(self, batch: MtpBatch, states: Tensor, cache: KvCache) -> Tensor:
-        """Runs the layer over rows and writes their keys and values.
+        """Run the layer over rows, and write their keys and values.
 
         Args:
             batch: the rows.
@@ -63,7 +63,7 @@ class PrefixLayer(LayerStack):
             cache: from `new_kv_cache`.
 
         Returns:
-            What heads read of all rows. It lies in the layer's own buffers: the next call
+            The input of the heads for all rows. It lies in the layer's own buffers: the next call
             overwrites it.
         """
         rows, (layer,) = self.activations.first(batch.positions.shape[0]), self.layers
@@ -77,11 +77,11 @@ class PrefixLayer(LayerStack):
 def load_prefix(
     source: WeightSource, directory: Path, lm_head: PackedWeight, target: Transformer
 ) -> PrefixLayer:
-    """Loads the prefix layer of a checkpoint of Hydra++.
+    """Load the prefix layer of a Hydra++ checkpoint.
 
     Args:
         source: of its weights.
-        directory: of them.
+        directory: of the checkpoint.
         lm_head: of the first head.
         target: the model that it is for.
 
@@ -102,7 +102,7 @@ def load_prefix(
 
 
 def _like(layer: LayerConfig, directory: Path, names: Collection[str]) -> LayerConfig:
-    """The target's layer, as the checkpoint has it: it sees all positions."""
+    """Return the target's layer config, adapted to the checkpoint and without a window."""
     if not isinstance(layer.attention, AttentionConfig):
         raise ModelError(
             f"{directory}: a prefix layer is like the target's, which must have plain attention, "

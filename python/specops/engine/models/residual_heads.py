@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Heads of residual blocks on the target's last state: Medusa's and Hydra's.
+"""Heads of residual blocks on the target's last state: Medusa and Hydra.
 
-A head drafts the token so many places ahead. Medusa's read the state that the newest token was
-chosen from, and nothing else; Hydra's also the embeddings of the newest token and of the drafts
-before, side by side behind the state. Through blocks x + silu(W x + b) they go to a head of logits
-of their own. Hydra++'s read the states of a prefix layer in place of the target's.
+Each head drafts the token at a fixed distance. Medusa heads read only the state that the newest
+token was sampled from. Hydra heads also read the embeddings of the newest token and of the drafts
+before, concatenated to the state. The input passes through blocks x + silu(W x + b) and then the
+head's own LM head. Hydra++ heads read the states of a prefix layer instead of the target's.
 
 Source: Cai et al. 2024, "Medusa: Simple LLM Inference Acceleration Framework with Multiple Decoding
 Heads", section 2.1; Ankner et al. 2024, "Hydra: Sequentially-Dependent Draft Heads for Medusa
@@ -34,20 +34,20 @@ logger = logging.getLogger(__name__)
 
 
 class _Layout(NamedTuple):
-    """Names of the blocks of a head, and of what makes its logits."""
+    """Name patterns of a head's blocks and of its LM head."""
 
     block: str
     lm_head: str
-    # Numbers of blocks are 0, 1, .., or those of every second module, behind their dropouts.
+    # Blocks are numbered 0, 1, .., or are every second module, with dropouts in between.
     first: int = 0
     step: int = 1
 
     def name(self, head: int, block: int) -> str:
-        """Of a block."""
+        """Return the name of a block."""
         return self.block.format(head=head, block=self.first + self.step * block)
 
 
-# As the authors and vLLM have them.
+# Layouts of the authors and of vLLM.
 _MEDUSA = (
     _Layout("{head}.{block}.linear", "{head}.{blocks}"),
     _Layout("blocks.{head}.layers.{block}", "lm_heads.{head}"),
@@ -75,13 +75,13 @@ class Projection:
         sums: Tensor | None,
         out_dtype: torch.dtype | None = None,
     ) -> Tensor:
-        """Multiplies rows."""
+        """Multiply rows by the weight, and add the bias."""
         return dense.linear(x, self.weight, self.bias, out=out, out_dtype=out_dtype, workspace=sums)
 
 
 @dataclass(frozen=True)
 class ResidualBlock:
-    """x + silu(inner x); of a wider x it is `outer` x that is added to."""
+    """x + silu(inner x); if x is wider than the output, `outer` x replaces the first x."""
 
     inner: Projection
     outer: Projection | None
@@ -89,14 +89,14 @@ class ResidualBlock:
 
 @dataclass(frozen=True)
 class ResidualHead:
-    """One head: its blocks, and what makes logits."""
+    """One head: its blocks and its LM head."""
 
     blocks: tuple[ResidualBlock, ...]
     lm_head: Projection
 
 
 class ResidualHeads:
-    """The heads of a checkpoint, in the order in which they draft.
+    """The heads of a checkpoint, in drafting order.
 
     Args:
         heads: in order.
@@ -136,35 +136,35 @@ class ResidualHeads:
         ) * 6
 
     def reserve(self, requests: int) -> None:
-        """Allocates the buffers of so many requests."""
+        """Allocate buffers for `requests` requests."""
         width = self.hidden_size
 
         def new(columns: int) -> Tensor:
             return torch.empty(requests, columns, dtype=self.dtype, device=self.device)
 
         self._given = new((1 + len(self.heads) * self.reads_tokens) * width)
-        self._gates = new(2 * width).fill_(1)  # what the second half multiplies with
+        self._gates = new(2 * width).fill_(1)  # ones: silu_mul multiplies by the second half
         self._added, self._wide = new(width), new(width)
         self._even, self._odd = new(width), new(width)
 
     def sums_size(self, requests: int) -> int:
-        """Returns the floats that projections split their sums with."""
+        """Return the floats of workspace that linear layers use."""
         return max(dense.linear_workspace_size(requests, one) for one in self._weights)
 
     def read_token(self, index: int, token_ids: Tensor) -> None:
-        """Takes in the tokens that head `index` is the first to read, int32 [requests]."""
+        """Embed the tokens that head `index` is the first to read, int32 [requests]."""
         begin = (1 + index) * self.hidden_size
         into = self._given[: token_ids.shape[0], begin : begin + self.hidden_size]
         into.copy_(dense.embedding(token_ids, self._embedding))
 
     def logits(self, index: int, states: Tensor, out: Tensor | None, sums: Tensor | None) -> Tensor:
-        """Returns the fp32 logits of head `index`.
+        """Return the fp32 logits of head `index`.
 
         Args:
-            index: which head, from 0.
+            index: of the head, from 0.
             states: [requests, hidden_size], the target's or the prefix layer's.
-            out: [requests, vocab_size], receives them.
-            sums: workspace of projections.
+            out: [requests, vocab_size], receives the logits.
+            sums: linear workspace.
         """
         head, width, rows = self.heads[index], self.hidden_size, states.shape[0]
         x = states
@@ -185,14 +185,14 @@ class ResidualHeads:
 def load_medusa(
     target: Transformer, directory: str | Path, *, quantization: str | None = None
 ) -> ResidualHeads:
-    """Loads Medusa heads, in the layout of the authors or of vLLM.
+    """Load Medusa heads, in the layout of the authors or of vLLM.
 
-    Their number is that of the tensors: config.json has another one in some published files.
+    The tensors determine the number of heads: config.json is wrong in some published files.
 
     Args:
         target: the model that they draft for.
         directory: of the heads.
-        quantization: of their heads of logits; None: as of the target's.
+        quantization: of their LM heads; None: like the target's.
 
     Raises:
         ModelError: a file, a field or a tensor is missing, damaged or does not fit the target.
@@ -212,14 +212,14 @@ def load_medusa(
 def load_hydra(
     target: Transformer, directory: str | Path, *, quantization: str | None = None
 ) -> ResidualHeads:
-    """Loads Hydra heads, or Hydra++'s with the layer before them, in the layout of the authors.
+    """Load Hydra heads, or Hydra++ heads with their prefix layer, in the authors' layout.
 
     Args:
-        target, directory, quantization: as of `load_medusa`.
+        target, directory, quantization: as for `load_medusa`.
 
     Raises:
         ModelError: a file, a field or a tensor is missing, damaged or does not fit the target; or
-            the heads are of another kind, such as those of cross attention.
+            the heads are of another kind, such as those with cross attention.
     """
     directory = Path(directory)
     source = open_head(directory, target.settings.of_drafter(quantization), _HYDRA_FILES)
@@ -289,7 +289,7 @@ def _layout_of(
 
 
 def _count(names: Collection[str], block: str) -> list[int]:
-    """How many blocks each head has."""
+    """Return the number of blocks of each head."""
     pattern = re.escape(f"{block}.weight").replace(r"\{head\}", r"(\d+)")
     pattern = pattern.replace(r"\{block\}", r"(\d+)")
     found = {match.groups() for name in names if (match := re.fullmatch(pattern, name))}

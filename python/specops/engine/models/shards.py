@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a rank has of a weight: which outputs, and which inputs."""
+"""Tensor-parallel shards of weights: the outputs and inputs that a rank holds."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,26 +13,26 @@ from specops.quantization import FP8_BLOCK, QuantizedWeight
 
 @dataclass(frozen=True)
 class Shares:
-    """Deals what a model has, by the number.
+    """Assigns heads, widths, experts and vocabulary to ranks.
 
     Attributes:
-        ranks: among whom.
+        ranks: that the model is sharded over.
     """
 
     ranks: Ranks = ALONE
 
     def of_rank(self, total: int, what: str, each: int = 1) -> range:
-        """Returns this rank's share of some things, each of `each` numbers: equal ones of all.
+        """Return this rank's equal share of `total` units of `each` numbers, as a range of numbers.
 
         Raises:
-            ModelError: they cannot be dealt equally.
+            ModelError: the units cannot be divided equally.
         """
         own = self._dealt(total, what)
         begin = self.ranks.rank * self.ranks.local_slices * own * each
         return range(begin, begin + self.ranks.local_slices * own * each)
 
     def summands(self, total: int, what: str, each: int = 1) -> "list[Cut]":
-        """Returns the same as inputs, a cut for each summand; one that has all is none."""
+        """Return a Cut of the inputs per local virtual TP rank; [WHOLE] if there is just one."""
         own = self._dealt(total, what) * each
         if self.ranks.slices == 1:
             return [WHOLE]
@@ -43,10 +43,10 @@ class Shares:
         ]
 
     def of_copies(self, total: int, what: str, each: int = 1) -> range:
-        """Returns this rank's share, where neighbours have the same one if there are too few.
+        """Return this rank's share; neighboring ranks hold the same unit if there are too few.
 
         Raises:
-            ModelError: neither can they be dealt equally, nor do ranks.
+            ModelError: neither number divides the other.
         """
         size, rank = self.ranks.size, self.ranks.rank
         if total % size and size % total:
@@ -58,13 +58,13 @@ class Shares:
         return range(own.start * each, own.stop * each)
 
     def of_vocabulary(self, total: int) -> range:
-        """Returns this rank's share of tokens: the last ranks may have fewer."""
+        """Return this rank's range of tokens; the last ranks may have fewer."""
         most = -(-total // self.ranks.size)
         begin = min(self.ranks.rank * most, total)
         return range(begin, min(begin + most, total))
 
     def _dealt(self, total: int, what: str) -> int:
-        """How many are in a slice."""
+        """Return the number of units per virtual TP rank."""
         if total % self.ranks.slices:
             is_plain = self.ranks.slices == self.ranks.size
             name = "tensor_parallel_size" if is_plain else "exact_across_tp"
@@ -74,7 +74,7 @@ class Shares:
 
 @dataclass(frozen=True)
 class Cut:
-    """What is kept of a weight.
+    """The part of a weight that a rank keeps.
 
     Attributes:
         outputs: of each part; None: all.
@@ -86,7 +86,7 @@ class Cut:
 
     @property
     def key(self) -> str:
-        """A name of it."""
+        """Text that identifies the shard."""
         return f"{self.outputs} {self.inputs}"
 
 
@@ -96,7 +96,7 @@ WHOLE = Cut()
 def outputs_of(
     weight: Tensor | QuantizedWeight, kept: range, name: str
 ) -> Tensor | QuantizedWeight:
-    """Returns some outputs of a weight, without a copy.
+    """Return the outputs `kept` of a weight, without a copy.
 
     Raises:
         ModelError: they begin or end within a block that shares a scale.
@@ -116,11 +116,11 @@ def outputs_of(
 
 
 def inputs_of(weight: Tensor | QuantizedWeight, kept: range, name: str) -> Tensor | QuantizedWeight:
-    """Returns some inputs of a weight, without a copy of its numbers.
+    """Return the inputs `kept` of a weight, without a copy of its numbers.
 
     Raises:
-        ModelError: they begin or end within a group that shares a scale, or inputs are grouped in
-            an order of their own.
+        ModelError: they begin or end within a group that shares a scale, or the groups do not
+            consist of consecutive inputs.
     """
     columns = slice(kept.start, kept.stop)
     if isinstance(weight, Tensor):

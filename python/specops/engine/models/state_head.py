@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Heads on a target's states: what EAGLE-3's and DFlash's have in common.
+"""Common parts of heads on a target's states, which are EAGLE-3 and DFlash.
 
-They read the states that leave some of the target's layers, side by side and projected to their own
-width, run layers, and make logits of the target's tokens or some of them. Embedding and LM head may
-be the target's.
+They read auxiliary hidden states of the target, concatenated and projected to their own width, run
+layers, and compute logits of all or some of the target's tokens. Embedding and LM head may be the
+target's.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -32,13 +32,13 @@ from specops.engine.models.weights import WeightSource
 
 @dataclass(frozen=True, kw_only=True)
 class StateHeadConfig:
-    """What a head is made from.
+    """Configuration of a head.
 
     Attributes:
         hidden_size: width of its states.
         layers: in order.
         norm_eps: of every norm.
-        taps: the target's layers whose states it reads: those that leave them.
+        taps: the target's layers whose output it reads.
         draft_vocab_size: rows of its LM head.
     """
 
@@ -51,16 +51,16 @@ class StateHeadConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class StateHeadWeights:
-    """The weights of a head; projections packed.
+    """Weights of a head; projections packed.
 
     Attributes:
         embedding: [vocab_size, hidden_size].
-        fc: to its width, from the states of all layers that it reads, or from what else it reads.
+        fc: projection of the head's input, such as the auxiliary hidden states, to its width.
         fc_bias: of that; None: there is none.
         layers: in order.
-        final_norm: behind them; None: there is none.
+        final_norm: after the layers; None: there is none.
         lm_head: of drafts.
-        token_map: int32 [draft vocabulary], the token of each of its rows; None: all tokens.
+        token_map: int32 [draft vocabulary], the token of each LM head row; None: all tokens.
     """
 
     embedding: Tensor
@@ -76,10 +76,10 @@ class StateHead(LayerStack):
     """A head on top of its target.
 
     Args:
-        config: what it was made from.
-        weights: of it.
+        config: of the head.
+        weights: of the head.
         target_size: width of the target's states.
-        projections: that it runs beside those of `weights` and its layers.
+        projections: further projections that it runs, besides those of `weights` and its layers.
     """
 
     def __init__(
@@ -107,21 +107,21 @@ class StateHead(LayerStack):
         return torch.empty(rows, width, dtype=self.dtype, device=self.device)
 
     def reserve(self, rows: int) -> None:
-        """Allocates the buffers of steps with up to `rows` rows, which then stay where they are."""
+        """Allocate buffers for steps of up to `rows` rows; they do not move afterwards."""
         super().reserve(rows)
         if len(self._states) < rows:
             self._joined = self._new(rows, self._joined.shape[1])
             self._states = self._new(rows, self.hidden_size)
 
     def states_of(self, taps: Mapping[int, Tensor], sums: Tensor | None) -> Tensor:
-        """Returns what rows of the target give the head to read.
+        """Return the target's auxiliary hidden states, projected to the head's width.
 
         Args:
-            taps: by layer, [rows, target's hidden_size]: the states that leave it.
-            sums: workspace of projections; None: allocated.
+            taps: by layer, its output [rows, target's hidden_size].
+            sums: linear workspace; None: allocated.
 
         Returns:
-            [rows, hidden_size], in a buffer of its own, which the next call overwrites.
+            [rows, hidden_size], in the head's own buffer, which the next call overwrites.
         """
         given = [taps[tap] for tap in self.taps]
         num_rows, weights = given[0].shape[0], self._weights_of_head
@@ -132,15 +132,15 @@ class StateHead(LayerStack):
         )
 
     def _norm_joined(self, joined: Tensor) -> None:
-        """Norms the target's states before they are projected, in place; here it does not."""
+        """Norm the concatenated states in place before they are projected; the default does not."""
 
     def _run_layers(
         self, batch: LayerBatch, cache: KvCache, rows: Rows, given: Tensor | None = None
     ) -> Tensor:
-        """Runs the layers over the residual of `rows`; the first reads `given`, where it is.
+        """Run the layers over the residual of `rows`; the first layer reads `given` if present.
 
         Returns:
-            The states after the final norm, or the residual where there is none.
+            The states after the final norm, or the residual if there is no final norm.
         """
         for index, layer in enumerate(self.layers):
             first = given if index == 0 else None
@@ -153,7 +153,7 @@ class StateHead(LayerStack):
 
 
 def gather_states(batch: MtpBatch, states: Tensor, out: Tensor) -> None:
-    """Copies the state that each row reads: one of `states`, or one that was kept."""
+    """Copy the state that each row reads from `states` or from the kept states."""
     source = batch.source_rows
     torch.index_select(states, 0, source.clamp(min=0), out=out)
     if batch.kept is not None:
@@ -166,8 +166,8 @@ class StateHeadLoader:
 
     Args:
         source: of its weights.
-        config: of it.
-        directory: of it.
+        config: of the head.
+        directory: of the head.
         target: the model that it drafts for.
         target_directory: the directory that the target was loaded from.
         prefix: of the names of its tensors.
@@ -201,12 +201,12 @@ class StateHeadLoader:
     def parts(
         self, layer_prefixes: Sequence[str], fc_inputs: int, *, has_final_norm: bool = True
     ) -> StateHeadWeights:
-        """Loads what all heads have.
+        """Load the weights common to all heads.
 
         Args:
-            layer_prefixes: what the names of each layer's tensors begin with.
-            fc_inputs: width of what `fc` reads.
-            has_final_norm: there is a norm behind the layers.
+            layer_prefixes: prefix of the names of each layer's tensors.
+            fc_inputs: input width of `fc`.
+            has_final_norm: whether a norm follows the layers.
         """
         config, source, fc = self._config, self._source, f"{self._prefix}fc"
         outputs = (config.hidden_size,)
@@ -226,7 +226,7 @@ class StateHeadLoader:
         )
 
     def _token_map(self) -> Tensor | None:
-        """The tokens that the head may draft; None: all."""
+        """Return the tokens that the head may draft; None: all."""
         size, vocab_size = self._config.draft_vocab_size, self.vocab_size
         where = f"{self._directory}: tensor d2t"
         if "d2t" in self._source.names():
@@ -240,7 +240,7 @@ class StateHeadLoader:
         return None
 
     def _embedding(self) -> Tensor:
-        """The head's own embedding, or the target's."""
+        """Return the head's own embedding, or the target's."""
         name, width, target = (
             f"{self._prefix}embed_tokens.weight",
             self._config.hidden_size,
@@ -261,7 +261,7 @@ class StateHeadLoader:
         return target.embedding
 
     def _lm_head(self, token_map: Tensor | None) -> PackedWeight:
-        """The head's own LM head, or the rows of the target's that it may draft."""
+        """Return the head's own LM head, or the rows of the target's that it may draft."""
         source, width, target = self._source, self._config.hidden_size, self._target
         names = [
             name
@@ -276,14 +276,14 @@ class StateHeadLoader:
 
 
 def with_qk_norms(layer: LayerConfig, has_norms: bool) -> LayerConfig:
-    """Returns a layer that norms q and k, if the checkpoint has these norms."""
+    """Return a copy of the layer that norms q and k if the checkpoint has these norms."""
     assert isinstance(layer.attention, AttentionConfig)
     return replace(layer, attention=replace(layer.attention, qk_norm=has_norms))
 
 
 @contextmanager
 def naming(directory: Path) -> Iterator[None]:
-    """Errors about the fields of a head's config.json name that file."""
+    """Name the head's config.json in errors about its fields."""
     file = directory / "config.json"
     try:
         yield
@@ -295,15 +295,15 @@ def naming(directory: Path) -> Iterator[None]:
 
 
 def try_row(directory: Path, head: LayerStack, run: Callable[[MtpBatch, KvCache], Tensor]) -> None:
-    """Runs a row: what an op refuses shows before anybody's request does.
+    """Run one row, so that errors of ops show at load time, not in a request.
 
     Args:
         directory: of the head.
-        head: this.
-        run: takes a batch of one row, and gives states for the LM head.
+        head: to run.
+        run: runs a batch of one row and returns the LM head's input.
 
     Raises:
-        ModelError: an op refuses it.
+        ModelError: an op refuses its arguments.
     """
 
     def ints(*values: int, dtype: torch.dtype = torch.int32) -> Tensor:

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A decoder as a sequence of specops calls, of whatever layers it is made.
+"""A decoder as a sequence of specops calls, for layers of any kind.
 
-The forward pass takes a ragged batch: any number of rows per request, prefill chunks beside decode
-and verification rows. Activations live in one set of buffers, so that a step allocates nothing.
+The forward pass runs a ragged batch: any number of rows per request, with prefill chunks, decode
+and verification rows in one batch. Activations share one set of buffers, so that a step allocates
+nothing.
 """
 
 from collections.abc import Mapping, Sequence
@@ -27,17 +28,17 @@ class Transformer(LayerStack):
     """The model: weights and the forward pass, on the device of the weights.
 
     Args:
-        config: what it was made from.
-        max_model_len: positions that it is prepared for.
+        config: of the model.
+        max_model_len: number of prepared positions.
         embedding: [vocab_size, hidden_size], scaled.
         layers: in order.
-        final_norm: behind them.
-        lm_head: makes logits; of the tokens of this rank.
+        final_norm: after the layers.
+        lm_head: for the tokens of this rank.
         kv_dtype: of keys and values on pages.
-        settings: how its weights were read.
-        cached: where its packed weights are kept, if they are.
-        ropes: the layers' tables, for those of drafting modules.
-        ranks: that have a share of it.
+        settings: that its weights were read with.
+        cached: cache of its packed weights, if any.
+        ropes: the layers' RoPE tables, which drafting modules share.
+        ranks: that the model is sharded over.
     """
 
     def __init__(
@@ -73,16 +74,16 @@ class Transformer(LayerStack):
         self._row_numbers = torch.empty(0, dtype=torch.int32, device=self.device)
 
     def reserve(self, rows: int) -> None:
-        """Allocates the buffers of steps with up to `rows` rows, which then stay where they are."""
+        """Allocate buffers for steps of up to `rows` rows; they do not move afterwards."""
         super().reserve(rows)
         self.ranks.reserve(rows, self.hidden_size, self.device)
         if len(self._row_numbers) < rows:
             self._row_numbers = torch.arange(rows, dtype=torch.int32, device=self.device)
 
     def bytes_of_whole_layers(self) -> int:
-        """Returns the bytes one cached token takes in layers that see a text from its beginning.
+        """Return the bytes per cached token in layers that attend to the whole text.
 
-        Layers with a window see no prefix that lies behind it.
+        Layers with a sliding window cannot see a prefix outside the window.
         """
         windows = [(layer.attention.sliding_window, layer.attention.kv) for layer in self.layers]
         return sum(
@@ -94,16 +95,16 @@ class Transformer(LayerStack):
     def forward(
         self, batch: StepBatch, cache: KvCache, taps: Mapping[int, Tensor] | None = None
     ) -> Tensor:
-        """Runs every layer over the rows of a step and writes their keys and values.
+        """Run every layer over the rows of a step, and write their keys and values.
 
         Args:
             batch: the rows.
             cache: from `new_kv_cache`.
-            taps: by layer, [rows, hidden_size]: receives the states that leave the layer.
+            taps: by layer, [rows, hidden_size]: receives the output of the layer.
 
         Returns:
-            [rows, hidden_size], the state after the final norm (which the head and the MTP modules
-            take). It is one of the model's own buffers: the next call overwrites it.
+            [rows, hidden_size], the states after the final norm, which the LM head and the MTP
+            modules read. They are in one of the model's own buffers: the next call overwrites it.
         """
         rows = self.activations.first(batch.token_ids.shape[0])
         residual, normed, branch = rows.residual, rows.normed, rows.branch
@@ -121,7 +122,7 @@ class Transformer(LayerStack):
     def logits(
         self, hidden: Tensor, *, out: Tensor | None = None, sums: Tensor | None = None
     ) -> Tensor:
-        """Returns the fp32 logits [rows, vocabulary] of rows that `forward` returned."""
+        """Return the fp32 logits [rows, vocabulary] of rows that `forward` returned."""
         if self.ranks.size == 1:
             return super().logits(hidden, out=out, sums=sums)
         if out is None:
@@ -131,9 +132,9 @@ class Transformer(LayerStack):
         return out
 
     def row_numbers(self, rows: int) -> Tensor:
-        """Returns 0, 1, 2 and so on, int32 [rows]: always the same memory."""
+        """Return 0, 1, 2 and so on, int32 [rows], always in the same memory."""
         return self._row_numbers[:rows]
 
     def states(self, rows: int) -> Tensor:
-        """Returns what `forward` returns for so many rows: always the same memory."""
+        """Return the memory that `forward` returns for `rows` rows; it is always the same."""
         return self.activations.first(rows).normed

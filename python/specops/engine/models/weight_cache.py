@@ -4,24 +4,25 @@
 The cache has a folder for each checkpoint, build and instruction set, and in it a safetensors file
 for each packed weight. A folder is named by a digest of
 
-    the bytes of the checkpoint's files, whatever these are called and wherever they lie, and what
-        its configuration says of how weights are stored in them;
+    the bytes of the checkpoint's files, wherever they lie and whatever their names, and the part of
+        its configuration that describes how weights are stored in them;
     the sources of the kernels, the compiler, and the Python code that reads and packs weights;
     the instruction set,
 
-a file by a digest of what was asked for: names, shape, dtype, kind. So nothing in the cache is ever
-out of date, and nothing needs to be compared but names. Reading all of a checkpoint for its digest
-takes seconds; what a digest was is therefore kept by the file's path, size, inode and times of the
-last change. A program can set the time that it shows as modified, not the one that the system notes
-beside it (ctime): a file that was written to is read again. Files that were changed within the last
-seconds are not remembered, since a second change might bear the same time.
+and a file by a digest of the request: names, shape, dtype, kind. So no cache entry is ever out of
+date, and a lookup compares names only. Reading all of a checkpoint for its digest takes seconds, so
+digests are stored by the file's path, size, inode and times of the last change. A program can set a
+file's mtime but not its ctime, which the system records: a file that was written to is read again.
+The digest of a file that changed within the last seconds is not stored, because a second change
+might have the same time.
 
-Files are written beside their place and moved there: other processes see all of one or nothing.
-Each holds a sum of every tensor, which is compared when it is mapped, so that one that is cut short
-or damaged is made anew. Whoever may write to the folder is trusted, as the checkpoint is.
+Files are written under a temporary name and then renamed, so that other processes see a whole file
+or none. Each file holds a checksum of every tensor, which is compared when it is mapped, so that a
+truncated or damaged file is made anew. Users with write access to the folder are trusted, as those
+of the checkpoint are.
 
-Mapped memory is the page cache's own: it is there at once, processes share it, and the system may
-take it back. Kernels never write to a weight.
+Mapped memory belongs to the page cache: it is available at once, processes share it, and the system
+may reclaim it. Kernels never write to a weight.
 """
 
 import contextlib
@@ -52,39 +53,39 @@ logger = logging.getLogger(__name__)
 
 _LEAST_BYTES = (
     256 << 20
-)  # of a checkpoint that is worth it by itself: below, packing takes a second
-_FREE_SHARE = 20  # one in so many bytes of the disk stays free
-_SETTLED_SECONDS = 2.0  # times of files are coarser than writes, some by this much
-_PIECE = 1 << 20  # bytes of a file at once
-_ALIGNMENT = 4096  # of the first tensor of a file; of the others what a vector needs:
+)  # size from which "auto" caches a checkpoint: smaller ones are packed within a second
+_FREE_SHARE = 20  # 1 / _FREE_SHARE of the disk stays free
+_SETTLED_SECONDS = 2.0  # some file systems have timestamps this coarse
+_PIECE = 1 << 20  # bytes per read
+_ALIGNMENT = 4096  # of a file's first tensor; the others have vector alignment:
 _VECTOR = 64
 
-_DIGESTS = "digests"  # the folder of what digests were
-_OWN_FOLDER = re.compile(r"[0-9a-f]{32}")  # of a checkpoint: a digest
+_DIGESTS = "digests"  # folder of stored digests
+_OWN_FOLDER = re.compile(r"[0-9a-f]{32}")  # a checkpoint's folder is named by a digest
 _UNFINISHED = "unfinished-"
-_STALE_SECONDS = 3600.0  # an unfinished file that old has no writer any more
+_STALE_SECONDS = 3600.0  # the writer of an unfinished file this old has died
 
 
 class WeightCache:
     """Packed weights of checkpoints, on disk.
 
     Args:
-        root: the folder that has them; it need not be there yet.
-        max_bytes: most bytes of all files. What was not used for longest makes room.
-        least_bytes: smaller checkpoints are not kept.
+        root: the folder; created if missing.
+        max_bytes: limit on the size of all files. The least recently used checkpoint is evicted.
+        least_bytes: smaller checkpoints are not cached.
     """
 
     def __init__(self, root: Path, max_bytes: int, least_bytes: int = 0) -> None:
         self._root, self._max_bytes, self._least_bytes = root, max_bytes, least_bytes
-        self._left: int | None = None  # bytes; None: not counted yet
+        self._left: int | None = None  # bytes left; None: not counted yet
 
     @classmethod
     def of_setting(cls, setting: str, max_bytes: int) -> "WeightCache | None":
-        """Returns what a configuration means.
+        """Return the cache that a setting selects, or None.
 
         Args:
-            setting: a folder; "auto", the user's own, for checkpoints that take long to pack; or
-                "none".
+            setting: a folder; "auto" for the user's cache folder, which takes only checkpoints that
+                are slow to pack; or "none".
             max_bytes: see above.
         """
         if setting == "none":
@@ -93,16 +94,16 @@ class WeightCache:
             return cls(Path(setting), max_bytes)
         try:
             home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-        except RuntimeError:  # there is no home
+        except RuntimeError:  # no home directory
             return None
         return cls(Path(home) / "specops" / "weights", max_bytes, _LEAST_BYTES)
 
     def of(self, files: Sequence[Path], how: str = "") -> "CachedWeights | None":
-        """Returns the weights of a checkpoint; None if they are not kept.
+        """Return the cached weights of a checkpoint; None if it is not cached.
 
         Args:
-            files: that the checkpoint is made of.
-            how: what is said elsewhere of how weights are stored in them.
+            files: of the checkpoint.
+            how: configuration outside these files that describes how weights are stored in them.
         """
         try:
             digests = self.digests(files)
@@ -111,18 +112,18 @@ class WeightCache:
             name = _digest([*digests, how, _code_digest(), specops.get_isa()])
             folder = self._root / name
             folder.mkdir(mode=0o700, exist_ok=True)
-            with contextlib.suppress(OSError):  # what is there can be read all the same
-                os.utime(folder)  # for whoever looks for what was not used for longest
+            with contextlib.suppress(OSError):  # existing files can still be read
+                os.utime(folder)  # the eviction order
         except OSError as error:
             logger.warning("%s cannot keep packed weights: %s", self._root, error)
             return None
         return CachedWeights(self, folder)
 
     def digests(self, files: Sequence[Path]) -> list[str] | None:
-        """Returns a digest of each file of a checkpoint, remembered or read; None: none are kept.
+        """Return the digest of each file, stored or computed; None: the checkpoint is too small.
 
         Raises:
-            OSError: a file cannot be read, or nothing can be written to the folder.
+            OSError: a file cannot be read, or the folder cannot be written to.
         """
         if sum(file.stat().st_size for file in files) < self._least_bytes:
             return None
@@ -131,14 +132,14 @@ class WeightCache:
             return list(pool.map(self._digest_of, files))
 
     def make_room(self, num_bytes: int, folder: Path) -> str | None:
-        """Makes room for a file.
+        """Evict other checkpoints until a file fits.
 
         Args:
             num_bytes: of the file.
-            folder: that it is for, which stays.
+            folder: of the file, which is not evicted.
 
         Returns:
-            None; or why there is none.
+            None, or the reason why the file does not fit.
         """
         if self._left is None:
             self._left = self._max_bytes - sum(map(_bytes_of, self._folders()))
@@ -156,12 +157,12 @@ class WeightCache:
         return None
 
     def _folders(self) -> list[Path]:
-        """Those of checkpoints, the longest unused first; whatever else lies there is not its."""
+        """Return the folders of checkpoints, least recently used first; skip other entries."""
         found = [one for one in self._root.iterdir() if _OWN_FOLDER.fullmatch(one.name)]
         return sorted(found, key=lambda one: one.stat().st_mtime)
 
     def _digest_of(self, file: Path) -> str:
-        """Of a file's bytes: remembered, or read."""
+        """Return the digest of a file, from the cache if its size and times are unchanged."""
         facts = _facts(file)
         known = self._root / _DIGESTS / _digest(facts)
         with contextlib.suppress(OSError):
@@ -177,18 +178,18 @@ class WeightCache:
 
 
 class CachedWeights:
-    """The packed weights of one checkpoint, as `WeightCache.of` finds or begins them."""
+    """The packed weights of one checkpoint; made by `WeightCache.of`."""
 
     def __init__(self, cache: WeightCache, folder: Path) -> None:
         self._cache, self._folder = cache, folder
         self._writes = True
 
     def get(self, key: str, make: Callable[[], PackedWeight]) -> PackedWeight:
-        """Returns a weight: mapped if it is there, otherwise made, written and then mapped.
+        """Return a weight: mapped from its file, which is made and written if missing.
 
         Args:
-            key: what it is, beside what the folder says.
-            make: makes it.
+            key: identifies the weight within the folder.
+            make: makes the weight.
         """
         path = self._folder / f"{_digest([key])}.safetensors"
         weight = self._read(path, key)
@@ -203,9 +204,9 @@ class CachedWeights:
         """Return numbers that were measured before, or measure them.
 
         Args:
-            key: what they are, beside what the folder says.
+            key: identifies the numbers within the folder.
             measure: returns `count` numbers, each finite and at least 0.
-            count: how many there are.
+            count: of numbers.
         """
         path = self._folder / f"{_digest([key])}.json"
         try:
@@ -213,8 +214,8 @@ class CachedWeights:
         except OSError:
             data = b""
         text, _, check = data.partition(b"\n")
-        # The check covers the numbers as the code that measured them wrote them; their count and
-        # range are compared even so, since other code may have written the file.
+        # The checksum proves that the file is intact. Count and range are still checked, since
+        # other code may have written it.
         if check and check == _check([key, text.decode("latin-1")]):
             with contextlib.suppress(ValueError, RecursionError):
                 found = json.loads(text)
@@ -227,7 +228,7 @@ class CachedWeights:
         return numbers
 
     def _read(self, path: Path, key: str) -> PackedWeight | None:
-        """Maps a file; None if it is not there, or not whole."""
+        """Map a file; return None if it is missing or damaged."""
         try:
             return _mapped(path, key)
         except FileNotFoundError:
@@ -242,7 +243,7 @@ class CachedWeights:
         try:
             problem = self._cache.make_room(size, self._folder)
             if problem is None:
-                self._folder.mkdir(mode=0o700, exist_ok=True)  # another process may have made room
+                self._folder.mkdir(mode=0o700, exist_ok=True)  # another process may have evicted it
                 with _replacing(path) as out:
                     out.write(header)
                     for one in tensors:
@@ -255,7 +256,7 @@ class CachedWeights:
 
 
 def digest_of_bytes(file: Path) -> str:
-    """Returns the digest of a file's bytes, which it reads."""
+    """Read a file and return the digest of its bytes."""
     digest = hashlib.sha256()
     with open(file, "rb") as bytes_:
         while piece := bytes_.read(_PIECE):
@@ -264,7 +265,7 @@ def digest_of_bytes(file: Path) -> str:
 
 
 def _file_of(weight: PackedWeight, key: str) -> tuple[list[Tensor], bytes]:
-    """The tensors of a weight as bytes, and what stands before them in its safetensors file."""
+    """Return the tensors of a weight as bytes, and the header of its safetensors file."""
     plain: dict[str, Any] = {}
     kept: dict[str, dict[str, Any]] = {}
     entries: dict[str, Any] = {}
@@ -290,11 +291,11 @@ def _file_of(weight: PackedWeight, key: str) -> tuple[list[Tensor], bytes]:
 
 
 def _mapped(path: Path, key: str) -> PackedWeight:
-    """The weight in a file, mapped.
+    """Map a file and return its weight.
 
     Raises:
         FileNotFoundError: there is no such file.
-        OSError, SafetensorError, RuntimeError, TypeError, ValueError: it is not whole.
+        OSError, SafetensorError, RuntimeError, TypeError, ValueError: the file is damaged.
     """
     with safe_open(path, framework="pt") as file:
         metadata = file.metadata() or {}
@@ -318,13 +319,13 @@ def _mapped(path: Path, key: str) -> PackedWeight:
 
 
 def _sum(data: Tensor) -> int:
-    """Of bytes, as integers of 8 bytes each: read as fast as memory is."""
+    """Return the sum of bytes as 8-byte integers: a checksum as fast as memory."""
     return int(data.view(torch.int64).sum())
 
 
 @contextlib.contextmanager
 def _replacing(path: Path) -> Iterator[IO[bytes]]:
-    """A file to write, which then takes the place of `path`; nothing is left of a failure."""
+    """Open a temporary file that replaces `path` at the end, or is removed on failure."""
     with tempfile.NamedTemporaryFile(dir=path.parent, prefix=_UNFINISHED, delete=False) as out:
         try:
             yield out
@@ -337,14 +338,14 @@ def _replacing(path: Path) -> Iterator[IO[bytes]]:
 
 
 def _facts(file: Path) -> list[str]:
-    """What changes whenever a file does."""
+    """Return strings that change whenever a file does."""
     of = file.stat()
     times = (of.st_mtime_ns, of.st_ctime_ns)
     return list(map(str, (file.resolve(), of.st_size, of.st_dev, of.st_ino, *times)))
 
 
 def _bytes_of(folder: Path) -> int:
-    """Bytes of a folder's files; those that were left unfinished are removed."""
+    """Return the size of a folder's files; remove stale unfinished ones."""
     found = 0
     for file in folder.iterdir():
         with contextlib.suppress(OSError):
@@ -380,7 +381,7 @@ def _are_numbers(found: Any, count: int) -> bool:
 
 
 def _check(texts: Sequence[str]) -> bytes:
-    """Return what stands behind a small file's content, so that a damaged one is not believed."""
+    """Return the checksum that is stored after a small file's content to detect damage."""
     return _digest(texts).encode()
 
 

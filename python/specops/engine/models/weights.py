@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where the weights of a model come from: safetensors files, or random numbers.
+"""Sources of a model's weights: safetensors files, or random numbers.
 
-A source gives a projection as one packed weight, in whatever kind it decides; norms, biases and
-embeddings are tensors.
+A source returns a projection as one packed weight, of a kind that the source decides; norms, biases
+and embeddings are tensors.
 """
 
 import json
@@ -26,26 +26,26 @@ from specops.engine.models.shards import WHOLE, Cut, inputs_of, outputs_of
 from specops.engine.models.weight_cache import CachedWeights, WeightCache
 from specops.quantization import QuantizedWeight, dequantize_weight, quantize_weight
 
-_SEED = 1  # of random weights
-# Ends of names of tensors that are ignored: tables that are computed, and scales of activations.
+_SEED = 1  # for random weights
+# Name suffixes of ignored tensors: tables that are computed, and scales of activations.
 _NO_WEIGHTS = (".rotary_emb.inv_freq", *(f".{suffix}" for suffix in sorted(ACTIVATION_SCALES)))
-# What a quantization of several kinds is to experts, and to all else.
+# The quantization of experts, and of everything else, for a mixed setting.
 _OF_EXPERTS, _OF_DENSE = {"mix_quant": "wint4"}, {"mix_quant": "wint8"}
 
 
 @dataclass(frozen=True, kw_only=True)
 class WeightSettings:
-    """How the weights of a model are read, and those of its drafters.
+    """Settings for reading the weights of a model and of its drafters.
 
     Attributes:
         dtype: of the tensors.
-        device: where they are put.
-        load_format: "auto" reads checkpoints; "dummy" makes random numbers in their place.
-        quantization: of the layers' projections, as they are loaded: "none"; or as FastDeploy makes
-            them "wint8", 8 bits a number and a scale for each output; "wint4", 4 bits and a scale
-            for 128 inputs of an output (64 where these do not divide by 128); or "mix_quant",
-            wint4 of experts and wint8 of all else.
-        quantize_head: the same of the LM head.
+        device: of the tensors.
+        load_format: "auto" reads checkpoints; "dummy" makes random numbers instead.
+        quantization: format of the layers' projections, applied while loading: "none", or
+            FastDeploy's "wint8", 8 bits per number and a scale per output; "wint4", 4 bits and a
+            scale per 128 inputs of an output (64 if 128 does not divide them); or "mix_quant",
+            wint4 for experts and wint8 for everything else.
+        quantize_head: the same for the LM head.
         cache: keeps packed weights; None: they are packed each time.
     """
 
@@ -57,7 +57,7 @@ class WeightSettings:
     cache: WeightCache | None = None
 
     def open(self, directory: Path) -> "WeightSource":
-        """Returns the weights of a directory.
+        """Return the source of the weights in a directory.
 
         Raises:
             ModelError: a file is missing or damaged.
@@ -65,10 +65,10 @@ class WeightSettings:
         return RandomWeights(self) if self.load_format == "dummy" else Checkpoint(directory, self)
 
     def of_drafter(self, quantization: str | None) -> "WeightSettings":
-        """Returns those of a drafter's own weights.
+        """Return the settings for a drafter's own weights.
 
         Args:
-            quantization: of all that it has, its head too; None: as the target's.
+            quantization: of all its projections and its LM head; None: as the target's.
         """
         if quantization is None:
             return self
@@ -76,16 +76,16 @@ class WeightSettings:
 
 
 class WeightSource(ABC):
-    """The weights of a model by name.
+    """Weights of a model by name.
 
     Attributes:
-        settings: how they are read.
-        dtype, device: of these.
-        norm_offset: added to every norm weight, before it is rounded to the dtype: 1 where a
-            checkpoint holds w of norms that multiply with 1 + w.
-        read: the names that were asked for.
-        cached: where packed weights are kept; None: they are packed when they are asked for.
-        where: beginning of messages about its tensors, with the file or directory.
+        settings: used for reading.
+        dtype, device: of the settings.
+        norm_offset: added to every norm weight before it is rounded to the dtype: 1 if a checkpoint
+            stores w of norms that multiply by 1 + w.
+        read: names of the tensors that were read.
+        cached: cache of packed weights; None: weights are packed whenever they are read.
+        where: start of messages about its tensors, with the file or directory.
     """
 
     where = ""
@@ -99,28 +99,28 @@ class WeightSource(ABC):
 
     @abstractmethod
     def names(self) -> Set[str]:
-        """Returns the names of all tensors, as far as they are known."""
+        """Return the names of all known tensors."""
 
     @abstractmethod
     def _load(self, name: str, shape: tuple[int, ...]) -> Tensor | QuantizedWeight:
-        """Returns one tensor of this shape, in any dtype and on any device."""
+        """Return one tensor of this shape, in any dtype and on any device."""
 
     def tensor(self, name: str, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
-        """Returns one tensor; of a quantized weight, the numbers that it stands for.
+        """Return one tensor; a quantized weight is dequantized.
 
         Args:
             name: of the tensor.
-            shape: what it must have.
-            dtype: what it is given in; None: that of the source.
+            shape: required shape.
+            dtype: of the result; None: that of the source.
 
         Raises:
-            ModelError: it is missing, or has another shape.
+            ModelError: the tensor is missing, or has another shape.
         """
         dtype = dtype or self.dtype
         return self._placed(self._named(name, shape, dtype), dtype)
 
     def integers(self, name: str, *shape: int) -> Tensor:
-        """Returns one tensor as it is in the file, on the CPU: of ids, which have no dtype here."""
+        """Return an integer tensor, such as token ids, in its file's dtype and on the CPU."""
         self.read.add(name)
         ids = self._load(name, shape)
         if not isinstance(ids, Tensor):
@@ -130,7 +130,7 @@ class WeightSource(ABC):
         return ids.cpu()
 
     def norm(self, name: str, width: int) -> Tensor:
-        """Returns the weight [width] of a norm."""
+        """Return the weight [width] of a norm."""
         weight = self._named(name, (width,), torch.float32)
         if self.norm_offset:
             weight = weight.float() + self.norm_offset
@@ -139,7 +139,7 @@ class WeightSource(ABC):
     def bias(
         self, prefix: str, parts: Sequence[str], outputs: Sequence[int], *, cut: Cut = WHOLE
     ) -> Tensor:
-        """Returns the bias of a projection; see `linear`."""
+        """Return the bias of a projection; see `linear`."""
         named = zip(parts, outputs, strict=True)
         biases = [self.tensor(f"{prefix}{part}.bias", size) for part, size in named]
         if cut.outputs is not None:
@@ -159,23 +159,23 @@ class WeightSource(ABC):
         rows: Tensor | None = None,
         cut: Cut = WHOLE,
     ) -> PackedWeight:
-        """Returns a projection.
+        """Return a projection.
 
         Args:
-            prefix: what the names of its parts begin with.
-            parts: modules whose outputs lie side by side, such as q_proj, k_proj and v_proj.
+            prefix: of the names of its parts.
+            parts: modules whose outputs are concatenated, such as q_proj, k_proj and v_proj.
             outputs: outputs of each part.
-            inputs: inputs of all of them.
-            activation: of two parts, a gate and an up: `dense.linear` then makes
+            inputs: inputs of all parts.
+            activation: for two parts, a gate and an up: `dense.linear` then computes
                 `activation(gate) * up`; see `dense.pack_weight`.
-            quantization: of this one; None: that of the layers' dense projections. A weight that
-                is quantized in its file stays as it is.
+            quantization: of this projection; None: that of the layers' dense projections. A weight
+                that is quantized in its file stays as it is.
             rows: int32 [kept outputs], on the device: which outputs to keep; None: all.
-            cut: what this rank has of it. No number depends on it, but that groups of inputs that
-                are quantized as they are loaded end where it does.
+            cut: this rank's shard. It does not change the weights, except that groups of inputs
+                that are quantized while loading end at its border.
 
         Raises:
-            ModelError: a tensor is missing or has another shape, or cannot be cut there.
+            ModelError: a tensor is missing or has another shape, or cannot be sharded there.
         """
         names = [f"{prefix}{part}.weight" for part in parts]
         quantization = quantization or self.settings.quantization
@@ -199,12 +199,12 @@ class WeightSource(ABC):
         activation: str | None = None,
         cut: Cut = WHOLE,
     ) -> PackedWeight:
-        """Returns a projection of each expert, one behind the other; see `moe.stack_experts`.
+        """Return a projection of all experts, stacked; see `moe.stack_experts`.
 
         Args:
-            prefix: what the names of all experts begin with; the expert's number follows.
-            which: their numbers.
-            parts, outputs, inputs, activation, cut: of one; see `linear`.
+            prefix: of the names of all experts; the expert's number follows.
+            which: numbers of the experts.
+            parts, outputs, inputs, activation, cut: of each expert; see `linear`.
         """
         each = [[f"{prefix}{e}.{part}.weight" for part in parts] for e in which]
         quantization = self.settings.quantization
@@ -237,7 +237,7 @@ class WeightSource(ABC):
         *,
         cut: Cut = WHOLE,
     ) -> Tensor:
-        """Returns the biases [len(which), outputs] of a projection; see `experts`."""
+        """Return the biases [len(which), outputs] of a projection; see `experts`."""
         each = (self.bias(f"{prefix}{e}.", parts, outputs, cut=cut) for e in which)
         return torch.stack(list(each))
 
@@ -258,7 +258,7 @@ class WeightSource(ABC):
             kept = zip(weights, cut.outputs, names, strict=True)
             weights = [outputs_of(*one) for one in kept]
         rounds = quantization != "none" and isinstance(weights[0], Tensor)
-        if cut.inputs is not None and not rounds:  # only what is kept is read
+        if cut.inputs is not None and not rounds:  # read only the kept inputs
             weights = [
                 inputs_of(one, cut.inputs, name) for one, name in zip(weights, names, strict=True)
             ]
@@ -274,13 +274,13 @@ class WeightSource(ABC):
     def _packed(
         self, weight: Tensor | QuantizedWeight, quantization: str, activation: str | None
     ) -> PackedWeight:
-        """A weight of the kind that it is to have, packed."""
+        """Return the packed weight, in the kind that the source decides."""
         return dense.pack_weight(weight, activation=activation)
 
     def _rounded(
         self, weight: Tensor | QuantizedWeight, quantization: str, inputs: range | None
     ) -> Tensor | QuantizedWeight:
-        """A weight that is not quantized yet, quantized as it says: groups end where inputs do."""
+        """Quantize a weight unless it already is; groups end where the kept inputs end."""
         if not isinstance(weight, Tensor):
             return weight
         if inputs is None:
@@ -291,26 +291,30 @@ class WeightSource(ABC):
         return quantize_weight(weight, kind=kind[0], group=kind[1])
 
     def leave_to_others(self, prefix: str) -> None:
-        """Says that other ranks read what begins so."""
+        """Mark tensors with this prefix as read: other ranks read them."""
         self.read.update(name for name in self.names() if name.startswith(prefix))
 
     def _kept(
         self, names: Sequence[str], *what: Any, make: Callable[[], PackedWeight]
     ) -> PackedWeight:
-        """What `make` returns, or what it returned when the same was asked for before."""
+        """Return the cached result of `make` for this request, or call it."""
         self.read.update(names)
         if self.cached is None:
             return make()
         return self.cached.get(json.dumps([names, str(self.dtype), *what]), make)
 
     def _named(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """A tensor as it is; of a quantized weight its numbers, rounded to `dtype`."""
+        """Return a tensor; a quantized weight is dequantized to `dtype`."""
         self.read.add(name)
         weight = self._numbers(name, shape)
         return weight if isinstance(weight, Tensor) else dequantize_weight(weight, dtype)
 
     def _numbers(self, name: str, shape: tuple[int, ...]) -> Tensor | QuantizedWeight:
-        """A weight: what has neither floats nor scales is none."""
+        """Return a weight, either a float tensor or quantized.
+
+        Raises:
+            ModelError: it is a tensor of another dtype.
+        """
         weight = self._load(name, shape)
         if isinstance(weight, Tensor) and not weight.is_floating_point():
             raise ModelError(f"{self.where}tensor {name} must be of floats, got {weight.dtype}")
@@ -331,11 +335,11 @@ class WeightSource(ABC):
 
 
 class Checkpoint(WeightSource):
-    """The tensors of a directory, read on demand from the files that hold them.
+    """Tensors of a directory, read on demand from the files that hold them.
 
     Args:
         directory: with safetensors files, or a GGUF file.
-        settings: how they are read.
+        settings: for reading.
 
     Raises:
         ModelError: a file is missing or damaged.
@@ -345,25 +349,25 @@ class Checkpoint(WeightSource):
         super().__init__(settings)
         self._directory, self.where = directory, f"{directory}: "
         self._checkpoint = open_checkpoint(directory)
-        # A GPU packs weights as fast as it is given them.
+        # A GPU packs weights as fast as they are read, so only CPU weights are cached.
         if settings.cache is not None and settings.device.type == "cpu":
             files = [directory / name for name in weight_files(directory)]
             how = json.dumps(dict(self._checkpoint.settings), sort_keys=True)
             self.cached = settings.cache.of(files, how)
 
     def names(self) -> Set[str]:
-        """Returns the names of all tensors."""
+        """Return the names of all tensors."""
         return self._checkpoint.names()
 
     def refuse_unread(self, prefixes: tuple[str, ...]) -> None:
-        """Refuses tensors that nothing has read: the model has parts that do not run here.
+        """Reject tensors that were not read: the model has parts that specops does not run.
 
         Args:
-            prefixes: what their names begin with; of a GGUF file, which holds nothing else than a
-                model, any.
+            prefixes: of the names that are checked; ignored for a GGUF file, which holds nothing
+                but one model.
 
         Raises:
-            ModelError: there is one, and it is no bias of zeros.
+            ModelError: there is such a tensor, and it is not a bias of zeros.
         """
         for name in sorted(self.names() - self.read):
             is_own = self._checkpoint.is_one_model or name.startswith(prefixes)
@@ -384,7 +388,7 @@ class Checkpoint(WeightSource):
 
 
 class RandomWeights(WeightSource):
-    """Weights in the shapes of a model, made on the device: each always the same, by its name.
+    """Random weights in the shapes of a model, made on the device; the name determines each tensor.
 
     Matrices are scaled so that activations neither grow nor vanish with depth.
     """
@@ -394,17 +398,17 @@ class RandomWeights(WeightSource):
         self._generator = torch.Generator(self.device)
 
     def names(self) -> Set[str]:
-        """Returns no names: it has whatever it is asked for."""
+        """Return no names: any tensor can be requested."""
         return frozenset()
 
     def norm(self, name: str, width: int) -> Tensor:
-        """Returns ones."""
+        """Return ones."""
         return torch.ones(width, dtype=self.dtype, device=self.device)
 
     def bias(
         self, prefix: str, parts: Sequence[str], outputs: Sequence[int], *, cut: Cut = WHOLE
     ) -> Tensor:
-        """Returns zeros."""
+        """Return zeros."""
         kept = outputs if cut.outputs is None else [len(one) for one in cut.outputs]
         return torch.zeros(sum(kept), dtype=self.dtype, device=self.device)
 

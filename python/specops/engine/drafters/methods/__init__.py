@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The registry of drafting methods: one line for each, and the only place that lists them.
 
-A method is a module with a `METHOD`, which says everything that others need to know of it, and a
-line here. Descriptions need the standard library alone: the drafter itself is imported when it is
-loaded.
+A method is a module with a `METHOD`, which describes it to the rest of the code, and a line here.
+Descriptions need only the standard library: the drafter itself is imported when it is loaded.
 """
 
 import importlib
@@ -32,8 +31,8 @@ __all__ = [
 
 NAIVE = "naive"  # no drafter
 
-# By name, the module whose METHOD describes it. The first one is what an engine does where nothing
-# is said: it needs no other model, and gains where text repeats itself.
+# By name, the module with the METHOD that describes it. The first one is the default of an engine:
+# it needs no other model, and helps where text repeats itself.
 METHODS: dict[str, str] = {
     "ngram": "specops.engine.drafters.methods.ngram",
     "suffix": "specops.engine.drafters.methods.suffix",
@@ -47,27 +46,27 @@ METHODS: dict[str, str] = {
     "dflash": "specops.engine.drafters.methods.dflash",
 }
 
-# Drafters that no request chooses: each request that speculates has them behind its method's.
+# Drafters that no request selects: they follow the method of every request that speculates.
 COMPANIONS: dict[str, str] = {"forced": "specops.engine.drafters.forced"}
 
 
 def method_names() -> tuple[str, ...]:
-    """The values that `method` may have."""
+    """Return the allowed values of `method`."""
     return (NAIVE, *METHODS)
 
 
 def default_method() -> str:
-    """The method of an engine that is not told any."""
+    """Return the method of an engine whose configuration names none."""
     return next(iter(METHODS))
 
 
 def method_of(name: str) -> Method:
-    """The description of a method of the registry."""
+    """Return the description of a method of the registry."""
     return next(one for one in methods() if one.name == name)
 
 
 def methods() -> tuple[Method, ...]:
-    """The descriptions of all methods, in the registry's order."""
+    """Return the descriptions of all methods, in the registry's order."""
     return _described(tuple(METHODS.values()))
 
 
@@ -77,18 +76,19 @@ def _described(modules: tuple[str, ...]) -> tuple[Method, ...]:
 
 
 def drafting_order() -> tuple[str, ...]:
-    """The methods in the order in which they draft in a step.
+    """Return the methods in the order in which they draft in a step.
 
-    First those that continue nobody, then those on the device, then those on the host.
+    First come methods that cannot continue another one, then those on the device, then those on
+    the host.
     """
     by_turn = sorted(methods(), key=lambda one: (one.may_follow, one.is_on_host))
     return tuple(one.name for one in by_turn)
 
 
 def method_choices() -> tuple[str, ...]:
-    """What there is to choose from: every method, and with a second one what that may continue.
+    """Return every method, and every combination "a+b" in which b may continue a.
 
-    Those that draft from a parameter of the request are left out.
+    Methods that draft from a parameter of the request are left out.
     """
     choices: list[str] = []
     every = [one for one in methods() if one.parameter is None]
@@ -100,11 +100,11 @@ def method_choices() -> tuple[str, ...]:
 
 
 def option_names(*, of_requests: bool = False, without_files: bool = False) -> tuple[str, ...]:
-    """The fields that methods add to the speculative configuration, each once.
+    """Return the fields that methods add to the speculative configuration, each once.
 
     Args:
-        of_requests: those that a request may set alone.
-        without_files: all but those that name a file.
+        of_requests: return only fields that a request may set.
+        without_files: leave out fields that name a file.
     """
     names: dict[str, None] = {}
     for method in methods():
@@ -115,5 +115,5 @@ def option_names(*, of_requests: bool = False, without_files: bool = False) -> t
 
 
 def companion(name: str) -> ModuleType:
-    """Imports the module that makes a companion."""
+    """Import and return the module that makes a companion drafter."""
     return importlib.import_module(COMPANIONS[name])

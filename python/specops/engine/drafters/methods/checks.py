@@ -1,20 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks of one value of a configuration: each refuses with the name and what would be right."""
+"""Checks of single configuration values, whose errors give the name and the allowed values."""
 
 from collections.abc import Collection
 
-# What weights are made into as they are loaded.
+# Formats that weights can be quantized to while they are loaded.
 QUANTIZATIONS = ("none", "wint8", "wint4", "mix_quant")
 
 
 def choice(name: str, value: object, choices: Collection[str]) -> None:
-    """Refuses what is none of the choices."""
+    """Raise ValueError unless the value is one of the choices."""
     if not isinstance(value, str) or value not in choices:
         raise ValueError(f"{name} must be one of {', '.join(choices)}; got {value!r}")
 
 
 def spelling(holder: object, name: str, choices: Collection[str]) -> None:
-    """Refuse a field whose value is none of the choices, and write a choice in lower case."""
+    """Raise ValueError unless a field is one of the choices in any case; store it in lower case."""
     value = getattr(holder, name)
     lower = value.lower() if isinstance(value, str) else value
     if lower not in choices:
@@ -23,7 +23,7 @@ def spelling(holder: object, name: str, choices: Collection[str]) -> None:
 
 
 def integer(name: str, value: object, lowest: int, bits: int = 32) -> None:
-    """Refuses what is no integer from `lowest` on that fits so many bits."""
+    """Raise ValueError unless the value is a signed integer of `bits` bits and >= `lowest`."""
     if isinstance(value, bool) or not isinstance(value, int):
         raise ValueError(f"{name} must be an integer, got {value!r}")
     if not lowest <= value < 1 << bits - 1:
@@ -31,7 +31,7 @@ def integer(name: str, value: object, lowest: int, bits: int = 32) -> None:
 
 
 def number(name: str, value: object, lowest: float, highest: float) -> None:
-    """Refuses what is no number within the bounds."""
+    """Raise ValueError unless the value is a number within the bounds."""
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise ValueError(f"{name} must be a number, got {value!r}")
     if not lowest <= value <= highest:
@@ -39,12 +39,12 @@ def number(name: str, value: object, lowest: float, highest: float) -> None:
 
 
 def flag(name: str, value: object) -> None:
-    """Refuses what is neither true nor false."""
+    """Raise ValueError unless the value is true or false."""
     if not isinstance(value, bool):
         raise ValueError(f"{name} must be true or false, got {value!r}")
 
 
 def path(name: str, value: object) -> None:
-    """Refuses what is neither a path nor None."""
+    """Raise ValueError unless the value is a path or None."""
     if value is not None and not (isinstance(value, str) and value):
         raise ValueError(f"{name} must be a path or null, got {value!r}")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""DFlash and DSpark, as the configuration knows them; drafters/dflash.py does it."""
+"""Configuration of DFlash and DSpark; the drafter is in drafters/dflash.py."""
 
 from dataclasses import dataclass
 
@@ -8,7 +8,7 @@ from specops.engine.drafters.methods.method import Method, WeightOptions
 
 @dataclass(frozen=True, kw_only=True)
 class DflashOptions(WeightOptions):
-    """Which head drafts."""
+    """The options of a DFlash or DSpark head."""
 
 
 METHOD = Method(

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A smaller model that drafts, as the configuration knows it; drafters/draft_model.py does it."""
+"""Configuration of a draft model; the drafter is in drafters/draft_model.py."""
 
 from dataclasses import dataclass
 
@@ -8,7 +8,7 @@ from specops.engine.drafters.methods.method import Method, WeightOptions
 
 @dataclass(frozen=True, kw_only=True)
 class DraftModelOptions(WeightOptions):
-    """Which model drafts."""
+    """The options of a draft model."""
 
 
 METHOD = Method(

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""EAGLE-1 and 2, as the configuration knows them; drafters/eagle.py does it."""
+"""Configuration of EAGLE-1 and 2; the drafter is in drafters/eagle.py."""
 
 from dataclasses import dataclass
 
@@ -8,7 +8,7 @@ from specops.engine.drafters.methods.method import Method, WeightOptions
 
 @dataclass(frozen=True, kw_only=True)
 class EagleOptions(WeightOptions):
-    """Which head drafts."""
+    """The options of an EAGLE head."""
 
 
 METHOD = Method(

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""EAGLE-3, as the configuration knows it; drafters/eagle3.py does it."""
+"""Configuration of EAGLE-3; the drafter is in drafters/eagle3.py."""
 
 from dataclasses import dataclass
 
@@ -8,7 +8,7 @@ from specops.engine.drafters.methods.method import Method, WeightOptions
 
 @dataclass(frozen=True, kw_only=True)
 class Eagle3Options(WeightOptions):
-    """Which head drafts."""
+    """The options of an EAGLE-3 head."""
 
 
 METHOD = Method(

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Hydra, as the configuration knows it; drafters/hydra.py does it."""
+"""Configuration of Hydra; the drafter is in drafters/hydra.py."""
 
 from dataclasses import dataclass
 
@@ -8,7 +8,7 @@ from specops.engine.drafters.methods.method import Method, WeightOptions
 
 @dataclass(frozen=True, kw_only=True)
 class HydraOptions(WeightOptions):
-    """Which heads draft."""
+    """The options of Hydra heads."""
 
 
 METHOD = Method(

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Medusa, as the configuration knows it; drafters/medusa.py does it."""
+"""Configuration of Medusa; the drafter is in drafters/medusa.py."""
 
 from dataclasses import dataclass
 
@@ -9,11 +9,11 @@ from specops.engine.drafters.methods.method import Method, WeightOptions
 
 @dataclass(frozen=True, kw_only=True)
 class MedusaOptions(WeightOptions):
-    """Which heads draft.
+    """The options of Medusa heads.
 
     Attributes:
-        medusa_choices: a JSON file with the tree of every step, as paths of ranks; it is for
-            requests with `tree`. None: a tree is the likeliest paths.
+        medusa_choices: a JSON file with the tree of every step, as paths of ranks, for requests
+            with `tree`. None: trees consist of the likeliest paths.
     """
 
     medusa_choices: str | None = None

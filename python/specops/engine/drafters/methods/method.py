@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How a drafting method describes itself."""
+"""The description of a drafting method."""
 
 import importlib
 from dataclasses import dataclass, fields
@@ -11,34 +11,34 @@ from specops.engine.drafters.methods.checks import QUANTIZATIONS, path, spelling
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """The fields of the speculative configuration that are one method's own.
+    """The configuration fields of one method.
 
-    A method with fields derives from this and checks them in `__post_init__`. Their names are those
-    that users write, beside the fields that all methods have.
+    A method with fields derives from this class and checks them in `__post_init__`. Users write
+    these field names next to the fields that all methods share.
     """
 
     @property
     def draws(self) -> bool:
-        """Whether a method that draws drafts does so with these options."""
+        """True if a method that can draw drafts does so with these options."""
         return True
 
     def check_engine(self, config: Any) -> None:
-        """Refuses an `EngineConfig` that these options contradict.
+        """Reject an `EngineConfig` that contradicts these options.
 
         Raises:
-            ValueError: it does.
+            ValueError: the configuration contradicts them.
         """
 
 
 @dataclass(frozen=True, kw_only=True)
 class WeightOptions(Options):
-    """The fields of a method whose weights lie in a directory of their own.
+    """The fields of a method whose weights lie in a separate directory.
 
     Attributes:
         model: the directory.
-        quantization: of the drafter's projections, what makes its logits included, as they are
-            loaded: "none", "wint8", "wint4" or "mix_quant". No token depends on it, only how often
-            drafts are right. None: as of the target.
+        quantization: format that the drafter's projections, including its LM head, are quantized
+            to while they are loaded: "none", "wint8", "wint4" or "mix_quant". No token depends on
+            it, only the acceptance rate. None: as the target.
     """
 
     model: str | None = None
@@ -52,33 +52,35 @@ class WeightOptions(Options):
 
 @dataclass(frozen=True, kw_only=True)
 class Method:
-    """What others need to know of a drafting method.
+    """Description of a drafting method for the rest of the code.
 
     Attributes:
         name: in the registry and in configurations.
-        title: who a draft is from, in words.
-        short: the same in a heading.
-        drafter: the module whose `load(context)` makes the drafter; it is imported only then.
-        options: of which class its own fields of the configuration are.
-        of_requests: those of the fields that a request may set. The others are the server's alone.
-        files: those that name a file or folder. One that is given names the method: it is loaded.
+        title: name for users.
+        short: name for headings.
+        drafter: module whose `load(context)` makes the drafter; imported only then.
+        options: class of its own configuration fields.
+        of_requests: those of the fields that a request may set. Only the server sets the others.
+        files: those of the fields that name a file or folder. Setting one names the method, so that
+            it is loaded.
         aliases: other spellings of the name.
-        names_of_vllm: vLLM's names of its fields where they are others, each with the name here.
-        parameter: the sampling parameter that it drafts from. A request that has it, and names no
-            method, has this one behind the engine's.
-        default_tokens: drafts per step where nobody says how many.
-        continued_by: the field that says which method continues this one, as "with_<method>", or
-            "default" for none; in place of "a+b" as `method`. None: there is no such field.
-        needs_weights: it runs a model. It is loaded only where the configuration names it, and
-            drafts up to `num_model_steps`.
-        can_draft_trees: `tree` may be true.
-        draws: it draws drafts where that pays: with the target's numbers under "target_match", and
-            with numbers of its own under "rejection" and "block".
-        may_follow: it can continue what another method has drafted.
-        may_branch: where that is a tree, it can add branches to it.
-        is_on_host: it drafts on the host, behind all that draft on the device.
-        learns: the same request has other drafts the next time.
-        gauges: metrics of its drafter, by name, with what each says.
+        names_of_vllm: pairs (vLLM's name, name here) of fields that vLLM names differently.
+        parameter: the sampling parameter that it drafts from. A request that sets it and names no
+            method uses this method after the engine's.
+        default_tokens: default number of drafts per step.
+        continued_by: the field that names the method that continues this one, as "with_<method>",
+            or "default" for none; the alternative to "a+b" as `method`. None: there is no such
+            field.
+        needs_weights: whether it runs a model. It is then loaded only if the configuration names
+            it, and drafts up to `num_model_steps`.
+        can_draft_trees: whether `tree` may be true.
+        draws: whether it draws drafts where that pays: with the target's random numbers under
+            "target_match", and with its own under "rejection" and "block".
+        may_follow: whether it can continue the drafts of another method.
+        may_branch: whether it can add branches to a tree of another method.
+        is_on_host: whether it drafts on the host, after all methods that draft on the device.
+        learns: whether the same request may get other drafts the next time.
+        gauges: (name, description) of its drafter's metrics.
     """
 
     name: str
@@ -104,21 +106,21 @@ class Method:
 
     @cached_property
     def option_names(self) -> tuple[str, ...]:
-        """The names of its own fields."""
+        """Names of its own configuration fields."""
         return tuple(one.name for one in fields(self.options))
 
     def load(self, context: Any) -> Any:
-        """Makes the drafter, of a `DrafterContext`.
+        """Make the drafter from a `DrafterContext`.
 
         Raises:
-            MethodUnavailable: this model cannot draft so.
+            MethodUnavailable: the model does not support this method.
             ModelError: the weights that the configuration names cannot be used.
             ValueError: another file that it names cannot be used.
         """
         return importlib.import_module(self.drafter).load(context)
 
     def facts(self) -> dict[str, Any]:
-        """What a client can know of it, as JSON."""
+        """Return the facts about the method that clients may see, as JSON."""
         return {
             "name": self.name,
             "title": self.title,

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Multi-token prediction, as the configuration knows it; drafters/mtp.py does it."""
+"""Configuration of multi-token prediction; the drafter is in drafters/mtp.py."""
 
 from dataclasses import dataclass
 
@@ -11,20 +11,20 @@ MTP_STRATEGIES = ("default", "with_ngram", "with_suffix", "with_prediction")
 
 @dataclass(frozen=True, kw_only=True)
 class MtpOptions(Options):
-    """Where the modules come from, and what continues them.
+    """The source of the modules, and the method that continues them.
 
     Attributes:
         mtp_strategy: what drafts the rest of the k: "default" (nothing: the modules draft all
             of them, unless num_model_steps is less), "with_ngram", "with_suffix" or
             "with_prediction". The same as method "mtp", "mtp+ngram" and so on.
-        model: directory of the modules. None takes them from the target's checkpoint. Like
-            draft_vocab it may be there with a method that has no weights, for requests that choose
+        model: directory of the modules. None: they are in the target's checkpoint. Like
+            draft_vocab it may be set with a method that has no weights, for requests that choose
             "mtp".
         draft_vocab: safetensors file with the tensor d2t, the tokens that the modules may draft.
-            None lets them draft all.
-        quantization: of the modules' projections, and of a copy of the target's LM head that they
-            draft with: "none", "wint8", "wint4" or "mix_quant". No token depends on it, only how
-            often drafts are right. None: the modules' layers like the target's, and its own head.
+            None: they may draft all tokens.
+        quantization: format of the modules' projections, and of a copy of the target's LM head that
+            they draft with: "none", "wint8", "wint4" or "mix_quant". No token depends on it, only
+            the acceptance rate. None: the modules' layers as the target's, and its own LM head.
     """
 
     mtp_strategy: str = "default"
@@ -41,7 +41,7 @@ class MtpOptions(Options):
 
     @property
     def draws(self) -> bool:
-        """Not from a reduced vocabulary: its requests have had the likeliest tokens, by seed."""
+        """False with a reduced vocabulary: drafts stay greedy, so seeded outputs do not change."""
         return self.draft_vocab is None
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Prompt lookup, as the configuration knows it; drafters/ngram.py does it."""
+"""Configuration of prompt lookup; the drafter is in drafters/ngram.py."""
 
 from dataclasses import dataclass
 
@@ -11,12 +11,12 @@ NGRAM_MATCHES = ("most_recent", "leftmost")
 
 @dataclass(frozen=True, kw_only=True)
 class NgramOptions(Options):
-    """What n-gram drafting looks for.
+    """The options of n-gram drafting.
 
     Attributes:
         min_ngram_size: shortest match that is used.
         max_ngram_size: longest match that is looked for.
-        ngram_match: which of the longest matches is taken: "most_recent" or "leftmost".
+        ngram_match: which of the longest matches is used: "most_recent" or "leftmost".
     """
 
     min_ngram_size: int = 2

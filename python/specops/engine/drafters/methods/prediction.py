@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Predicted outputs, as the configuration knows them; drafters/prediction.py does it."""
+"""Configuration of predicted outputs; the drafter is in drafters/prediction.py."""
 
 from specops.engine.drafters.methods.method import Method
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Suffix decoding, as the configuration knows it; drafters/suffix.py does it."""
+"""Configuration of suffix decoding; the drafter is in drafters/suffix.py."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -13,7 +13,7 @@ _BUDGETS = ("requests", "tokens", "bytes")
 
 @dataclass(frozen=True, kw_only=True)
 class SuffixOptions(Options):
-    """What suffix decoding keeps, and what it drafts from that.
+    """The options of suffix decoding.
 
     Attributes:
         suffix_decoding_max_tree_depth: longest context the suffix tree holds.
@@ -22,12 +22,12 @@ class SuffixOptions(Options):
         suffix_decoding_max_spec_factor: drafts per matched token.
         suffix_decoding_min_token_prob: least estimated probability of a drafted path.
         suffix_decoding_max_cached_tokens: tokens kept in the shared tree; 0 keeps none, -1 all. As
-            with the other two budgets, the oldest responses make room.
+            with the other two budgets, the oldest responses are evicted.
         suffix_decoding_max_cached_bytes: memory of the shared tree; 0 for no tree, -1 for no limit.
         suffix_decoding_read_on: past the longest context, or where only one text is left, drafts
-            read on in the youngest text that matches.
-        suffix_decoding_earlier_answers: a request's own tree begins with so many of the latest
-            answers to the same prompt; 0: with none. They are kept under the budgets above.
+            continue along the most recent text that matches.
+        suffix_decoding_earlier_answers: number of latest answers to the same prompt that a
+            request's own tree begins with; 0: none. They are kept under the budgets above.
     """
 
     suffix_decoding_max_tree_depth: int = 64
@@ -65,7 +65,7 @@ class SuffixOptions(Options):
                 )
 
     def check_engine(self, config: Any) -> None:
-        """A corpus and a file need the shared tree, which a budget of 0 switches off."""
+        """Reject a corpus or a file without the shared tree, which a budget of 0 switches off."""
         for budget in _BUDGETS:
             field_name = f"suffix_decoding_max_cached_{budget}"
             for name in ("suffix_corpus", "suffix_cache"):

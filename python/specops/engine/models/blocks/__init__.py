@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What decoder layers are made of. A model is a list of layers, which may differ in everything."""
+"""Building blocks of decoder layers. A model is a list of layers, each of any configuration."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The activations that layers share, and the views that they have of them."""
+"""Activation buffers shared by all layers, and each layer's views of them."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,13 +10,13 @@ from torch import Tensor
 
 from specops.engine.models.blocks.block import NewRows, Shape
 
-# Row counts whose views of the buffers are kept. Decode and verification steps use few; chunks are
-# larger and rarer, so when the table is full it starts anew rather than growing with every size.
+# Maximum number of row counts with cached views. Decode and verification steps use few different
+# row counts. Prompt chunks use many more, so the cache is cleared when it is full.
 _MAX_KEPT_VIEWS = 64
 
 
 class LayerViews(NamedTuple):
-    """The views of a layer's blocks."""
+    """Views of one layer's two blocks."""
 
     attention: Any
     mlp: Any
@@ -24,7 +24,7 @@ class LayerViews(NamedTuple):
 
 @dataclass(frozen=True)
 class Rows:
-    """The activations of some rows; what is [rows, hidden_size] goes from layer to layer."""
+    """Activations of a step. The [rows, hidden_size] tensors pass from layer to layer."""
 
     residual: Tensor
     normed: Tensor
@@ -35,14 +35,14 @@ class Rows:
 class Activations:
     """One set of buffers for steps of any size, so that a step allocates nothing.
 
-    Layers run one after the other, so they share the buffers: each is as large as the layer that
-    needs most of it.
+    Layers run one after the other and share the buffers. Each buffer is sized for the layer that
+    needs the most of it.
 
     Args:
-        shapes: of the attention and the MLP of each layer.
-        hidden_size: width of the states between layers.
-        dtype: of the states.
-        device: where they are.
+        shapes: attention shape and MLP shape of each layer.
+        hidden_size: width of the hidden states.
+        dtype: dtype of the hidden states.
+        device: device of the buffers.
     """
 
     def __init__(
@@ -60,11 +60,11 @@ class Activations:
 
     @property
     def tensors(self) -> list[Tensor]:
-        """The buffers."""
+        """All allocated buffers."""
         return list(self._buffers.values())
 
     def reserve(self, num_rows: int) -> None:
-        """Allocates the buffers of up to so many rows, which then stay where they are."""
+        """Allocate buffers for up to `num_rows` rows. They do not move up to that size."""
         if self._num_rows >= num_rows:
             return
         widths: dict[str, int] = {}
@@ -84,7 +84,7 @@ class Activations:
         }
 
     def first(self, num_rows: int) -> Rows:
-        """Returns the first rows."""
+        """Return views of the first `num_rows` rows, allocating buffers if they are too small."""
         found = self._views.get(num_rows)
         if found is None:
             self.reserve(num_rows)

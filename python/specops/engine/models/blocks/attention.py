@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attention with grouped queries: some query heads to each head of keys and values."""
+"""Grouped-query attention: several query heads share each key/value head."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -21,21 +21,21 @@ _QKV = ("q_proj", "k_proj", "v_proj")
 
 @dataclass(frozen=True)
 class AttentionViews:
-    """The activations of some rows."""
+    """Activations of a step's rows."""
 
     qkv: Tensor
-    q: Tensor  # of qkv, as the next two: [rows, heads, head_dim]
-    k: Tensor
-    v: Tensor
-    gate: Tensor | None  # of qkv as well, [rows, num_qo_heads, head_dim]: of what is attended
+    q: Tensor  # view of qkv, [rows, num_qo_heads, head_dim]
+    k: Tensor  # view of qkv, [rows, num_kv_heads, head_dim]
+    v: Tensor  # view of qkv, [rows, num_kv_heads, head_dim]
+    gate: Tensor | None  # view of qkv, [rows, num_qo_heads, head_dim]: output gate
     q_rotated: Tensor  # [rows, num_qo_heads, head_dim]
-    attended: Tensor  # likewise
-    attended_rows: Tensor  # the same as [rows, num_qo_heads * head_dim]
+    attended: Tensor  # [rows, num_qo_heads, head_dim]
+    attended_rows: Tensor  # `attended` as [rows, num_qo_heads * head_dim]
 
 
 @dataclass(frozen=True)
 class AttentionShape:
-    """Heads, and their elements."""
+    """Head counts and head size of this rank."""
 
     num_qo_heads: int
     num_kv_heads: int
@@ -43,7 +43,7 @@ class AttentionShape:
     has_gate: bool = False
 
     def views(self, new: NewRows) -> AttentionViews:
-        """Returns the views of some rows."""
+        """Return views of the activation buffers that `new` makes."""
         qo_heads, kv_heads, dim = self.num_qo_heads, self.num_kv_heads, self.head_dim
         gated = qo_heads + 2 * kv_heads
         num_heads = gated + self.has_gate * qo_heads
@@ -63,7 +63,7 @@ class AttentionShape:
 
 
 class Attention(AttentionBlock):
-    """Attention with grouped queries; projections packed, q|k|v (and gates) fused."""
+    """Grouped-query attention with packed projections; q, k, v and gates are one fused product."""
 
     def __init__(
         self, config: "AttentionConfig", shape: AttentionShape, kv: KvSpec, qkv: PackedWeight,
@@ -80,11 +80,11 @@ class Attention(AttentionBlock):
 
     @property
     def weights(self) -> Sequence[PackedWeight]:
-        """Its projections."""
+        """The packed projections of this block."""
         return (self._qkv, *self._o.slices)
 
     def workspace_size(self, rows: int, batch: int, pages: int, page_size: int) -> int:
-        """Returns the floats of workspace for steps of up to these sizes."""
+        """Return how many floats of attention workspace steps of up to these sizes need."""
         q_shape = (rows, self._shape.num_qo_heads, self._shape.head_dim)
         cache_shape = (pages, page_size, self.kv.num_heads, self.kv.head_dim)
         device = self._cos_sin.device
@@ -93,7 +93,7 @@ class Attention(AttentionBlock):
     def append_kv(
         self, x: Tensor, batch: LayerBatch, cache: LayerKv, views: AttentionViews
     ) -> None:
-        """Writes the keys and values of rows; what is made of them as queries is not used."""
+        """Write the keys and values of the rows to the cache. Also rotates queries, for `run`."""
         assert cache.v is not None
         dense.linear(x, self._qkv, self._qkv_bias, out=views.qkv, workspace=batch.sums)
         attention.rope_append_kv(
@@ -120,7 +120,7 @@ class Attention(AttentionBlock):
     def run(
         self, x: Tensor, batch: LayerBatch, cache: LayerKv, views: AttentionViews, out: Tensor
     ) -> None:
-        """Writes keys and values, and attends."""
+        """Write keys and values to the cache, then compute attention into `out`."""
         self.append_kv(x, batch, cache, views)
         attention.append_attention(
             views.q_rotated,
@@ -148,23 +148,23 @@ class Attention(AttentionBlock):
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionConfig:
-    """What such a block is made from.
+    """Configuration of a grouped-query attention block.
 
     Attributes:
-        num_qo_heads: heads of queries.
-        num_kv_heads: heads of keys and values.
+        num_qo_heads: query heads of the whole model.
+        num_kv_heads: key/value heads of the whole model.
         head_dim: elements of a head.
-        sm_scale: what scores are multiplied with.
-        rope: its rotary embedding.
-        sliding_window: positions that a row sees, its own included; None: all.
-        is_causal: a row does not see those behind it, in a batch that is not causal either.
+        sm_scale: factor on attention scores before the softmax.
+        rope: rotary embedding.
+        sliding_window: positions visible to a row, including its own; None: all.
+        is_causal: apply the causal mask even in a batch that is not causal.
         qkv_bias: whether q_proj, k_proj and v_proj have biases.
-        o_bias: whether o_proj has one.
-        qk_norm: whether q and k are normed per head.
-        interleaved: RoPE rotates neighbours, not halves.
-        has_sinks: whether each query head has a score more, without a value.
-        has_gate: whether q_proj makes, behind the query of each head, a gate for what it attends.
-        input_size: width of what q, k and v are projected from; None: that of the states.
+        o_bias: whether o_proj has a bias.
+        qk_norm: whether q and k are normalized per head.
+        interleaved: RoPE rotates adjacent elements instead of the two halves of a head.
+        has_sinks: whether each query head has an attention sink, a logit without a value.
+        has_gate: whether q_proj also outputs, after each head's query, a gate for its output.
+        input_size: input width of q, k and v projections; None: the hidden size.
     """
 
     kind: ClassVar[str] = "attention with a key for each head"
@@ -185,14 +185,14 @@ class AttentionConfig:
     input_size: int | None = None
 
     def without_window(self) -> "AttentionConfig":
-        """The same, but that rows see all positions."""
+        """Return this configuration without a sliding window."""
         return replace(self, sliding_window=None)
 
     def load(self, loader: BlockLoader, prefix: str) -> Attention:
-        """Loads the block whose tensors begin with `prefix`.
+        """Load the block whose tensor names begin with `prefix`.
 
         Raises:
-            ModelError: a tensor is missing, or has another shape.
+            ModelError: a tensor is missing or has the wrong shape.
         """
         source, hidden, dim = loader.source, loader.hidden_size, self.head_dim
         q_size, kv_size = self.num_qo_heads * dim, self.num_kv_heads * dim
@@ -241,7 +241,7 @@ class AttentionConfig:
 
 
 def _gates_last(shape: AttentionShape, device: torch.device) -> Tensor:
-    """Which outputs of q|k|v go where, so that gates come last and not behind their queries."""
+    """Return an int32 order of the q|k|v outputs that moves the gates from q to the end."""
     q_size, kv_size = shape.num_qo_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
     places = torch.arange(2 * (q_size + kv_size), dtype=torch.int32, device=device)
     q, gate = places[: 2 * q_size].view(shape.num_qo_heads, 2, shape.head_dim).unbind(1)

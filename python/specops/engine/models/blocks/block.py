@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What all blocks have in common: how they are loaded, their norms, RoPE and activations."""
+"""Interfaces common to all blocks: loading, norms, RoPE and activations."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Hashable, Mapping, Sequence
@@ -20,30 +20,30 @@ from specops.engine.parallel.ranks import ALONE, Ranks
 
 
 class NewRows(Protocol):
-    """Makes activations [rows, width] on the memory of a name."""
+    """Factory of activation tensors [rows, width], each in the buffer of a given name."""
 
     def __call__(self, name: str, width: int, dtype: torch.dtype | None = None, /) -> Tensor:
-        """Returns them.
+        """Return a tensor [rows, width].
 
         Args:
-            name: blocks that use one name share its memory, and agree on the dtype.
+            name: buffer name; blocks that use the same name share memory and must use one dtype.
             width: elements of a row.
-            dtype: None: that of the model.
+            dtype: element type; None: the dtype of the model.
         """
 
 
 class Shape(Hashable, Protocol):
-    """The sizes of a block: blocks of equal shapes share one set of views."""
+    """Sizes of a block. Blocks with equal shapes share one set of views."""
 
     def views(self, new: NewRows) -> Any:
-        """Returns the views of its activations, on memory that other blocks use as well."""
+        """Return views of the block's activations, in memory shared with other blocks."""
 
 
 class Block(ABC):
-    """A part of a layer.
+    """Base class of the parts of a layer.
 
     Attributes:
-        shape: its sizes.
+        shape: sizes of the block.
     """
 
     shape: Shape
@@ -51,24 +51,24 @@ class Block(ABC):
     @property
     @abstractmethod
     def weights(self) -> Sequence[PackedWeight]:
-        """Its projections."""
+        """The packed projections of this block."""
 
     def bytes_read(self, rows: int) -> float:
-        """Returns how many bytes of weights a step of so many rows is expected to read."""
+        """Return the expected bytes of weights that a step of `rows` rows reads."""
         return sum(map(bytes_of, self.weights))
 
 
 def bytes_of(weight: PackedWeight) -> int:
-    """Returns the bytes of a packed weight."""
+    """Return the size of a packed weight in bytes."""
     return sum(one.nbytes for one in weight if isinstance(one, Tensor))
 
 
 class MixingBlock(Block):
-    """A part that looks at other rows, by what it keeps of them.
+    """Base class of blocks that mix rows of a request through cached keys and values or states.
 
     Attributes:
-        kv: what it keeps.
-        sliding_window: positions that a row sees; None: all of them.
+        kv: layout of the cached data.
+        sliding_window: positions visible to a row; None: all of them.
     """
 
     kv: KvSpec | StateSpec
@@ -76,62 +76,62 @@ class MixingBlock(Block):
 
     @abstractmethod
     def workspace_size(self, rows: int, batch: int, pages: int, page_size: int) -> int:
-        """Returns the floats of workspace for steps of up to these sizes."""
+        """Return how many floats of attention workspace steps of up to these sizes need."""
 
     @abstractmethod
     def run(self, x: Tensor, batch: LayerBatch, cache: Any, views: Any, out: Tensor) -> None:
-        """Keeps what later rows are to see, and looks at what earlier ones left.
+        """Update the cache with these rows and compute their outputs from the cache.
 
         Args:
-            x: [rows, hidden_size], normed.
-            batch: the rows.
-            cache: of the layer, made by `kv`.
-            views: of `shape`, for as many rows.
-            out: [rows, hidden_size].
+            x: [rows, hidden_size], normalized.
+            batch: metadata of the rows.
+            cache: cache of this layer, with the layout `kv`.
+            views: views made by `shape`, with the same number of rows.
+            out: [rows, hidden_size]; written.
         """
 
 
 class AttentionBlock(MixingBlock):
-    """One that keeps keys and values of each row on pages.
+    """Base class of blocks that keep keys and values of every token on pages.
 
     Attributes:
-        kv: what it keeps of a token.
+        kv: layout of a token's keys and values.
     """
 
     kv: KvSpec
 
     @abstractmethod
     def append_kv(self, x: Tensor, batch: LayerBatch, cache: LayerKv, views: Any) -> None:
-        """Writes the keys and values of rows, and computes nothing else.
+        """Write the keys and values of the rows, without computing attention.
 
-        So a row may see what was made of other states than a row's own: a block drafter's rows see
-        keys and values of the target's states.
+        Block drafters use this: their rows attend to keys and values projected from hidden states
+        of the target.
 
         Args:
-            x: [rows, hidden_size], what keys and values are projected from.
-            batch: whose positions and slots these are.
-            cache: of the layer.
-            views: of `shape`, for as many rows.
+            x: [rows, hidden_size], input of the key and value projections.
+            batch: positions and cache slots of the rows.
+            cache: cache of this layer.
+            views: views made by `shape`, with the same number of rows.
         """
 
 
 class MlpBlock(Block):
-    """A part that computes every row from itself."""
+    """Base class of blocks that compute each row independently of the others."""
 
     @abstractmethod
     def run(self, x: Tensor, sums: Tensor | None, views: Any, out: Tensor) -> None:
-        """Computes rows.
+        """Compute the MLP of the rows.
 
         Args:
-            x: [rows, hidden_size], normed.
-            sums: workspace of projections.
-            views: of `shape`, for as many rows.
-            out: [rows, hidden_size].
+            x: [rows, hidden_size], normalized.
+            sums: workspace of `dense.linear`.
+            views: views made by `shape`, with the same number of rows.
+            out: [rows, hidden_size]; written.
         """
 
 
 class Norm(NamedTuple):
-    """An RMSNorm, as `dense.rms_norm` takes it."""
+    """Arguments of an RMSNorm, as `dense.rms_norm` takes them."""
 
     weight: Tensor
     eps: float
@@ -139,7 +139,7 @@ class Norm(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Rope:
-    """A rotary embedding: its base, its scaling as config.json has it, and how much it rotates."""
+    """A rotary embedding: base, scaling as in config.json, and number of rotated elements."""
 
     theta: float
     scaling: Mapping[str, Any] | None
@@ -148,17 +148,17 @@ class Rope:
 
 @dataclass
 class RopeTables:
-    """The tables of a model's rotary embeddings, each made once."""
+    """Cosine/sine tables of a model's rotary embeddings, each computed once."""
 
     num_positions: int
     device: torch.device
     _tables: list[tuple[Rope, Tensor]] = field(default_factory=list)
 
     def of(self, rope: Rope) -> Tensor:
-        """Returns the table of one.
+        """Return the table of a rotary embedding.
 
         Raises:
-            ModelError: it does not fit the memory.
+            ModelError: the table does not fit in memory.
         """
         for known, table in self._tables:
             if known == rope:
@@ -176,15 +176,15 @@ class RopeTables:
 
 @dataclass(frozen=True, kw_only=True)
 class BlockLoader:
-    """What blocks are loaded with.
+    """Settings and weight source with which blocks are loaded.
 
     Attributes:
-        source: of the weights.
-        hidden_size: width of the states between layers.
-        norm_eps: of every norm.
-        kv_dtype: of keys and values on pages.
-        ropes: the tables that layers share.
-        ranks: among whom blocks are shared out.
+        source: source of the weights.
+        hidden_size: width of the hidden states.
+        norm_eps: epsilon of every norm.
+        kv_dtype: dtype of keys and values on pages.
+        ropes: RoPE tables that layers share.
+        ranks: tensor-parallel ranks over which blocks are sharded.
     """
 
     source: WeightSource
@@ -196,10 +196,10 @@ class BlockLoader:
 
     @property
     def shares(self) -> Shares:
-        """Deals what blocks have."""
+        """Sharding of a block's weights over the ranks."""
         return Shares(self.ranks)
 
     def norm(self, name: str, width: int | None = None) -> Norm:
-        """Loads a norm of the hidden size, or of another width."""
+        """Load a norm of `width` elements; None: the hidden size."""
         weight = self.source.norm(f"{name}.weight", self.hidden_size if width is None else width)
         return Norm(weight, self.norm_eps)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A mixture of experts: a router, gated MLPs of which each row has a few, and one that all have."""
+"""Mixture of experts: a router, gated experts (a few per row) and an optional shared MLP."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -22,12 +22,12 @@ _WIDTHS = "inner widths of an expert"
 
 @dataclass(frozen=True)
 class ExpertsViews:
-    """The activations of some rows; pairs are of a row and one of its experts."""
+    """Activations of a step's rows. A pair is a row and one of its experts, rows * top_k pairs."""
 
-    x: Tensor  # [rows, hidden_size], float32: what the router reads
-    scores: Tensor  # [rows, num_experts + gates], float32: all that the router makes
-    logits: Tensor  # [rows, num_experts], of these
-    shared_gate: Tensor | None  # [rows, 1, 1], of these: how much of the shared expert there is
+    x: Tensor  # [rows, hidden_size], float32: router input
+    scores: Tensor  # [rows, num_experts + gates], float32: router output
+    logits: Tensor  # [rows, num_experts], view of scores
+    shared_gate: Tensor | None  # [rows, 1, 1], view of scores: gate of the shared MLP
     expert_ids: Tensor  # [rows, top_k], int32
     expert_weights: Tensor  # [rows, top_k], float32
     row_indices: Tensor  # [pairs], int32
@@ -35,13 +35,13 @@ class ExpertsViews:
     gated: Tensor  # [pairs, width]
     expert_out: Tensor  # [pairs, hidden_size], float32
     shared_gated: Tensor  # [rows, shared_width]
-    shared_out: Tensor  # [rows, hidden_size], float32; [rows, 0] where nothing is shared
-    own_ids: Tensor  # [rows, top_k], int32; [rows, 0] where all experts are here
+    shared_out: Tensor  # [rows, hidden_size], float32; [rows, 0] without a shared MLP
+    own_ids: Tensor  # [rows, top_k], int32; [rows, 0] unless experts are split by rank
 
 
 @dataclass(frozen=True)
 class ExpertsShape:
-    """The sizes of such a block."""
+    """Sizes of a mixture-of-experts block."""
 
     hidden_size: int
     num_experts: int
@@ -52,7 +52,7 @@ class ExpertsShape:
     is_apart: bool = False
 
     def views(self, new: NewRows) -> ExpertsViews:
-        """Returns the views of some rows."""
+        """Return views of the activation buffers that `new` makes."""
         hidden, top_k = self.hidden_size, self.top_k
         places = new("places", top_k, torch.int32)
         pairs = places.shape[0] * top_k
@@ -76,17 +76,17 @@ class ExpertsShape:
 
 @dataclass(frozen=True, kw_only=True)
 class Routing:
-    """How a row's experts are chosen; see `moe.moe_route`.
+    """Settings of expert selection; see `moe.moe_route`.
 
     Attributes:
-        top_k: experts of a row.
+        top_k: experts per row.
         scoring: "softmax" or "sigmoid".
-        num_groups: into how many groups experts are cut.
-        top_k_groups: how many of them a row may use.
-        min_sum: the least that weights are divided by; None: they are not divided.
-        scale: of all weights.
-        bias: the name of what is added to scores for the choice; None: nothing is.
-        bias_shape: its dimensions before that of experts.
+        num_groups: number of expert groups.
+        top_k_groups: number of groups that a row may use.
+        min_sum: lower bound of the weight sum used for normalization; None: not normalized.
+        scale: factor on all weights.
+        bias: name of a tensor added to the scores for selection only; None: no such tensor.
+        bias_shape: leading dimensions of that tensor, before the experts.
     """
 
     top_k: int
@@ -100,14 +100,15 @@ class Routing:
 
 
 class Experts(MlpBlock):
-    """`sum of weight * down(activation(gate) * up)` over a row's experts, then the shared one.
+    """`sum of weight * down(activation(gate) * up)` over a row's experts, plus the shared MLP.
 
-    The router computes in float32, whatever the model's dtype is: its weights and rows are made
-    float32 and nothing is rounded before experts are chosen.
+    The router computes in float32, whatever the dtype of the model: its weights and inputs are
+    converted to float32 and nothing is rounded before experts are chosen.
 
     Attributes:
-        gate_up: the projections of all experts, of `moe.stack_experts`.
-        down: likewise, a slice for each summand; the first one adds the bias.
+        gate_up: gate and up projections of all experts, from `moe.stack_experts`.
+        down: down projections of all experts, one packed weight per virtual TP rank; the first
+            virtual rank adds the bias.
     """
 
     def __init__(
@@ -142,18 +143,18 @@ class Experts(MlpBlock):
 
     @property
     def weights(self) -> Sequence[PackedWeight]:
-        """The projections that run one by one; those of experts need no workspace."""
+        """The packed projections that need `linear` workspace: those of the shared MLP."""
         return () if self._shared is None else self._shared.weights
 
     def bytes_read(self, rows: int) -> float:
-        """Of the experts as many as rows need that choose independently of each other."""
+        """Return the expected bytes read if rows choose their experts independently."""
         routing, count = self._routing, self._shape.num_experts
         read = 1.0 - (1.0 - routing.top_k / count) ** rows
         experts = sum(map(bytes_of, (self.gate_up, *self.down.slices)))
         return super().bytes_read(rows) + bytes_of(self._router) + read * experts
 
     def run(self, x: Tensor, sums: Tensor | None, views: ExpertsViews, out: Tensor) -> None:
-        """Computes rows."""
+        """Compute the mixture of experts of the rows into `out`."""
         self._route(x, views)
         order = moe.ExpertOrder(self._indptr, views.row_indices, views.places)
         moe.moe_sort(views.expert_ids, self._shape.num_experts, order=order)
@@ -177,7 +178,7 @@ class Experts(MlpBlock):
             ranks.add(summands, None, out)
 
     def _combine(self, index: int, sums: Tensor | None, views: ExpertsViews, out: Tensor) -> None:
-        """Adds what experts gave for a summand, and what the shared one gives for it."""
+        """Combine experts' outputs with virtual TP rank `index` of the shared MLP into `out`."""
         of_shared = None
         if self._shared is not None:
             of_shared = views.shared_out
@@ -188,7 +189,7 @@ class Experts(MlpBlock):
         moe.moe_combine(views.expert_out, views.places, views.expert_weights, of_shared, out=out)
 
     def _route(self, x: Tensor, views: ExpertsViews) -> None:
-        """Chooses the experts of rows."""
+        """Choose the experts of the rows."""
         routing = self._routing
         views.x.copy_(x)
         dense.linear(views.x, self._router, self._router_bias, out=views.scores)
@@ -208,11 +209,11 @@ class Experts(MlpBlock):
 
 @dataclass(frozen=True)
 class OwnExperts:
-    """The experts of one summand, whole.
+    """Whole experts that one virtual TP rank holds.
 
     Attributes:
-        places: int32 [num_experts of the block]; where each of them is among these, -1: not here.
-        gate_up, down: of `moe.stack_experts`, with their biases.
+        places: int32 [num_experts of the block]; local index of each expert, -1: held elsewhere.
+        gate_up, down: stacks from `moe.stack_experts`, with their biases.
     """
 
     places: Tensor
@@ -223,10 +224,10 @@ class OwnExperts:
 
 
 class ExpertsApart(Experts):
-    """The same, where ranks have whole experts, each others.
+    """Mixture of experts with whole experts distributed over ranks (expert parallelism).
 
-    A summand is what neighbouring experts give, rather than what neighbouring inner widths give.
-    The shared MLP is cut by its inner widths here, too.
+    A partial sum covers a range of experts, instead of a range of every expert's inner width.
+    The shared MLP is still sharded by its inner width.
     """
 
     def __init__(
@@ -255,13 +256,13 @@ class ExpertsApart(Experts):
         self._indptr = self._indptr[: config.num_experts // ranks.slices + 1]
 
     def bytes_read(self, rows: int) -> float:
-        """As if all summands' experts were one's."""
+        """Return the expected bytes read, counting the experts of all local virtual TP ranks."""
         others = sum(bytes_of(one.gate_up) for one in self._own[1:])
         routing, count = self._routing, self._shape.num_experts
         return super().bytes_read(rows) + (1.0 - (1.0 - routing.top_k / count) ** rows) * others
 
     def run(self, x: Tensor, sums: Tensor | None, views: ExpertsViews, out: Tensor) -> None:
-        """Computes rows."""
+        """Compute the mixture of experts of the rows into `out`."""
         self._route(x, views)
         shared, ranks = self._shared, self.down.ranks
         if shared is not None:
@@ -281,18 +282,19 @@ class ExpertsApart(Experts):
 
 @dataclass(frozen=True, kw_only=True)
 class ExpertsConfig:
-    """What such a block is made from.
+    """Configuration of a mixture-of-experts block.
 
     Attributes:
-        num_experts: how many there are.
-        width: of each, between its projections.
-        routing: how a row's experts are chosen.
-        shared: the MLP that all rows have; None: there is none.
-        activation: of the gates; see `dense.pack_weight`.
+        num_experts: number of experts.
+        width: inner width of each expert.
+        routing: settings of expert selection.
+        shared: shared MLP, applied to every row; None: there is none.
+        activation: activation of the gates; see `dense.pack_weight`.
         has_bias: whether the router and the experts' projections have biases.
-        router_name: of the router.
-        shared_name: what the names of the shared MLP begin with.
-        shared_gate_name: of the projection to a gate for all of the shared MLP; None: it has none.
+        router_name: tensor name of the router.
+        shared_name: tensor name prefix of the shared MLP.
+        shared_gate_name: tensor name of the projection to the shared MLP's scalar gate; None:
+            there is no gate.
     """
 
     kind: ClassVar[str] = "a mixture of experts"
@@ -308,21 +310,21 @@ class ExpertsConfig:
     shared_gate_name: str | None = None
 
     def narrowed(self, width: int) -> "ExpertsConfig":
-        """The same, as narrow as can be."""
+        """Return this configuration with the inner width `width`."""
         shared = None if self.shared is None else self.shared.narrowed(width)
         return replace(self, width=width, shared=shared)
 
     def load(self, loader: BlockLoader, prefix: str) -> Experts:
-        """Loads the block whose tensors begin with `prefix`.
+        """Load the block whose tensor names begin with `prefix`.
 
         Raises:
-            ModelError: a tensor is missing, or has another shape.
+            ModelError: a tensor is missing or has the wrong shape.
         """
         source, hidden, count = loader.source, loader.hidden_size, self.num_experts
         router = source.tensor(
             f"{prefix}{self.router_name}.weight", count, hidden, dtype=torch.float32
         )
-        if self.shared_gate_name is not None:  # the last output of the router
+        if self.shared_gate_name is not None:  # appended as the last output of the router
             name = f"{prefix}{self.shared_gate_name}.weight"
             gate = source.tensor(name, 1, hidden, dtype=torch.float32)
             router = torch.cat([router, gate])
@@ -369,7 +371,7 @@ class ExpertsConfig:
         )
 
     def _load_own(self, loader: BlockLoader, prefix: str) -> list[OwnExperts]:
-        """The experts of this rank's summands."""
+        """Load the experts of this rank, one entry per local virtual TP rank."""
         source, hidden, sizes = loader.source, loader.hidden_size, (self.width, self.width)
         source.leave_to_others(prefix)
         whole = loader.shares.of_rank(self.num_experts, "experts")

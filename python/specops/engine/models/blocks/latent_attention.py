@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Latent attention (MLA): a token has one short key for all heads, of which its value is a part.
+"""Multi-head latent attention (MLA): heads share one short key per token, which contains the value.
 
-Queries are absorbed: each head's is multiplied with what would expand keys, so that it meets the
-latents themselves, and what it gets of them is expanded to values afterwards. One form serves
-prompts, decoding and verification, so that all have the same bits.
+The absorbed form is used: each query head is multiplied by the matrix that would expand keys, so
+that attention runs on the latents, and its result is expanded to values afterwards. Prompts,
+decoding and verification all use this one form, so that their results have the same bits.
 """
 
 from collections.abc import Sequence
@@ -21,28 +21,28 @@ from specops.engine.models.blocks.summed import SummedLinear, load_summed
 from specops.engine.models.kv import KvSpec, LayerKv
 from specops.engine.models.shards import Cut
 
-_NORM_EPS = 1e-6  # of the norms within, whatever the model's own is
+_NORM_EPS = 1e-6  # of the norms inside the block, whatever the model's own epsilon is
 
 
 @dataclass(frozen=True)
 class LatentViews:
-    """The activations of some rows."""
+    """Activations of a step's rows."""
 
-    low_rank: Tensor  # [rows, q_rank]; of queries that are made in one step, empty
+    low_rank: Tensor  # [rows, q_rank]; empty if queries have a single projection
     q: Tensor  # [rows, num_qo_heads, nope_dim + rope_dim]
-    q_rows: Tensor  # the same as one matrix
+    q_rows: Tensor  # `q` as a matrix
     kv: Tensor  # [rows, LATENT_DIM + rope_dim]
     absorbed: Tensor  # [rows, num_qo_heads, LATENT_DIM + rope_dim]
     attended: Tensor  # [rows, num_qo_heads, LATENT_DIM]
     values: Tensor  # [rows, num_qo_heads, value_dim]
-    value_rows: Tensor  # the same as one matrix
-    of_head: Tensor  # [rows, LATENT_DIM], of one head after the other
-    value_of_head: Tensor  # [rows, value_dim]
+    value_rows: Tensor  # `values` as a matrix
+    of_head: Tensor  # [rows, LATENT_DIM], scratch of one head at a time
+    value_of_head: Tensor  # [rows, value_dim], scratch of one head at a time
 
 
 @dataclass(frozen=True)
 class LatentShape:
-    """Heads, and their elements."""
+    """Head count and dimensions of this rank."""
 
     num_qo_heads: int
     q_rank: int
@@ -51,7 +51,7 @@ class LatentShape:
     value_dim: int
 
     def views(self, new: NewRows) -> LatentViews:
-        """Returns the views of some rows."""
+        """Return views of the activation buffers that `new` makes."""
         heads, key_dim = self.num_qo_heads, LATENT_DIM + self.rope_dim
         q = new("qkv", heads * (self.nope_dim + self.rope_dim))
         values = new("values", heads * self.value_dim)
@@ -72,9 +72,9 @@ class LatentShape:
 
 @dataclass(frozen=True, kw_only=True)
 class LatentWeights:
-    """The weights of such a block; biases may be absent."""
+    """Weights of a latent attention block; biases may be None."""
 
-    q_low_rank: PackedWeight | None  # None: queries are made in one step
+    q_low_rank: PackedWeight | None  # None: queries have a single projection
     q_low_rank_bias: Tensor | None
     q_norm: Norm | None
     q: PackedWeight
@@ -87,7 +87,7 @@ class LatentWeights:
 
 
 class LatentAttention(AttentionBlock):
-    """Latent attention; projections packed, those of heads one by one."""
+    """Latent attention with packed projections; each head has its own key and value weights."""
 
     sliding_window = None
 
@@ -105,20 +105,20 @@ class LatentAttention(AttentionBlock):
 
     @property
     def weights(self) -> Sequence[PackedWeight]:
-        """Its projections."""
+        """The packed projections of this block."""
         own = self._weights
         optional = [] if own.q_low_rank is None else [own.q_low_rank]
         return (*optional, own.q, own.kv, *own.key_of_head, *own.value_of_head, *own.o.slices)
 
     def workspace_size(self, rows: int, batch: int, pages: int, page_size: int) -> int:
-        """Returns the floats of workspace for steps of up to these sizes."""
+        """Return how many floats of attention workspace steps of up to these sizes need."""
         q_shape = (rows, self._shape.num_qo_heads, self.kv.head_dim)
         cache_shape = (pages, page_size, 1, self.kv.head_dim)
         device = self._cos_sin.device
         return attention.attention_workspace_size(q_shape, cache_shape, pages, batch, device)
 
     def append_kv(self, x: Tensor, batch: LayerBatch, cache: LayerKv, views: LatentViews) -> None:
-        """Writes the latents and keys of rows; what `absorbed` holds as queries is rotated."""
+        """Write the latents and rotated keys of the rows; also rotate the queries in `absorbed`."""
         own, sums = self._weights, batch.sums
         dense.linear(x, own.kv, own.kv_bias, out=views.kv, workspace=sums)
         attention.rope_append_latent(
@@ -140,7 +140,7 @@ class LatentAttention(AttentionBlock):
     def run(
         self, x: Tensor, batch: LayerBatch, cache: LayerKv, views: LatentViews, out: Tensor
     ) -> None:
-        """Writes latents and keys, and attends."""
+        """Write latents and keys to the cache, then compute attention into `out`."""
         own, sums = self._weights, batch.sums
         self._absorb(x, sums, views)
         self.append_kv(x, batch, cache, views)
@@ -165,7 +165,7 @@ class LatentAttention(AttentionBlock):
         own.o.run(views.value_rows, out, sums)
 
     def _absorb(self, x: Tensor, sums: Tensor | None, views: LatentViews) -> None:
-        """Makes the queries of rows, not rotated yet."""
+        """Compute the absorbed queries of the rows, not yet rotated."""
         own, nope = self._weights, self._config.nope_dim
         if own.q_low_rank is not None and own.q_norm is not None:
             low_rank = views.low_rank
@@ -180,16 +180,16 @@ class LatentAttention(AttentionBlock):
 
 @dataclass(frozen=True, kw_only=True)
 class LatentAttentionConfig:
-    """What such a block is made from.
+    """Configuration of a latent attention block.
 
     Attributes:
-        num_qo_heads: heads of queries.
-        q_rank: width between the two projections of queries; None: there is one projection.
-        nope_dim: elements of a query that are not rotated.
+        num_qo_heads: query heads of the whole model.
+        q_rank: width between the two query projections; None: a single projection.
+        nope_dim: elements of a query head that are not rotated.
         value_dim: elements of a head's value.
-        sm_scale: what scores are multiplied with.
-        rope: of the other elements of a query, and of as many of the key.
-        interleaved: RoPE rotates neighbours, not halves.
+        sm_scale: factor on attention scores before the softmax.
+        rope: rotary embedding of a query's other elements, and of as many of the key.
+        interleaved: RoPE rotates adjacent elements instead of two halves.
         has_bias: whether the first projections and the output projection have biases.
     """
 
@@ -205,14 +205,14 @@ class LatentAttentionConfig:
     has_bias: bool = False
 
     def without_window(self) -> "LatentAttentionConfig":
-        """The same: it has none."""
+        """Return this configuration: latent attention has no sliding window."""
         return self
 
     def load(self, loader: BlockLoader, prefix: str) -> LatentAttention:
-        """Loads the block whose tensors begin with `prefix`.
+        """Load the block whose tensor names begin with `prefix`.
 
         Raises:
-            ModelError: a tensor is missing, or has another shape.
+            ModelError: a tensor is missing or has the wrong shape.
         """
         source, hidden, heads = loader.source, loader.hidden_size, self.num_qo_heads
         key_dim, inputs, q_name = LATENT_DIM + self.rope.dim, hidden, "q_proj"

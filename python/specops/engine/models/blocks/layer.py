@@ -16,15 +16,15 @@ from specops.engine.models.blocks.block import BlockLoader, MixingBlock, MlpBloc
 
 @dataclass(frozen=True, kw_only=True)
 class Layer:
-    """A decoder layer. Each branch is normed before it; some families norm what it gives as well.
+    """A decoder layer. The input of each branch is normalized, in some families the output too.
 
     Attributes:
-        input_norm: before attention.
-        attention: the first branch, of whatever kind.
-        attention_norm: of what attention gives; None: there is none.
-        mlp_norm: before the MLP.
-        mlp: the second branch.
-        output_norm: of what the MLP gives; None: there is none.
+        input_norm: norm before attention.
+        attention: first branch, any kind of attention.
+        attention_norm: norm of the attention output; None: no such norm.
+        mlp_norm: norm before the MLP.
+        mlp: second branch.
+        output_norm: norm of the MLP output; None: no such norm.
     """
 
     input_norm: Norm
@@ -36,11 +36,11 @@ class Layer:
 
     @property
     def weights(self) -> Sequence[PackedWeight]:
-        """The projections of both blocks."""
+        """The packed projections of both blocks."""
         return (*self.attention.weights, *self.mlp.weights)
 
     def bytes_read(self, rows: int) -> float:
-        """Returns how many bytes of weights a step of so many rows is expected to read."""
+        """Return the expected bytes of weights that a step of `rows` rows reads."""
         return self.attention.bytes_read(rows) + self.mlp.bytes_read(rows)
 
     def run(
@@ -51,17 +51,17 @@ class Layer:
         views: LayerViews,
         given: Tensor | None = None,
     ) -> None:
-        """Runs it from `normed`, all but its last addition: `branch` is yet to be added.
+        """Run the layer on `rows.normed`, except for the last residual addition.
 
-        Its attention is added to `residual`; the norm that follows, which adds `branch`, is the
-        caller's: it belongs to what comes next.
+        The attention output is added to `residual`. The MLP output stays in `branch`: the caller
+        adds it with the fused norm that follows, because that norm belongs to the next layer.
 
         Args:
-            batch: the rows.
-            cache: of the layer.
-            rows: their activations.
-            views: of its blocks.
-            given: what attention reads in place of `normed`, where that is wider.
+            batch: metadata of the rows.
+            cache: cache of this layer.
+            rows: activations of the rows.
+            views: views of the two blocks.
+            given: input of attention in place of `normed`, if its width differs.
         """
         normed, branch = rows.normed, rows.branch
         self.attention.run(
@@ -79,42 +79,42 @@ class Layer:
 
 
 class AnyAttentionConfig(Protocol):
-    """What attention is made from.
+    """Configuration of any kind of attention.
 
     Attributes:
-        kind: what errors call it.
+        kind: name of the kind in error messages.
     """
 
     kind: ClassVar[str]
 
     def without_window(self) -> "AnyAttentionConfig":
-        """The same, but that rows see all positions."""
+        """Return this configuration without a sliding window."""
 
     def load(self, loader: BlockLoader, prefix: str) -> MixingBlock:
-        """Loads the block whose tensors begin with `prefix`."""
+        """Load the block whose tensor names begin with `prefix`."""
 
 
 class AnyMlpConfig(Protocol):
-    """What an MLP is made from.
+    """Configuration of any kind of MLP.
 
     Attributes:
-        kind: what errors call it.
+        kind: name of the kind in error messages.
     """
 
     kind: ClassVar[str]
 
     def narrowed(self, width: int) -> "AnyMlpConfig":
-        """The same, as narrow as can be."""
+        """Return this configuration with the inner width `width`."""
 
     def load(self, loader: BlockLoader, prefix: str) -> MlpBlock:
-        """Loads the block whose tensors begin with `prefix`."""
+        """Load the block whose tensor names begin with `prefix`."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class LayerNames:
-    """What the names of a layer's parts begin with, behind the layer's own prefix.
+    """Tensor name prefixes of a layer's parts, relative to the prefix of the layer.
 
-    None: it has no such norm.
+    None: the layer has no such norm.
     """
 
     input_norm: str = "input_layernorm"
@@ -127,21 +127,21 @@ class LayerNames:
 
 @dataclass(frozen=True, kw_only=True)
 class LayerConfig:
-    """What a layer is made from."""
+    """Configuration of a layer."""
 
     attention: AnyAttentionConfig
     mlp: AnyMlpConfig
     names: LayerNames = LayerNames()
 
     def narrowed(self, width: int) -> "LayerConfig":
-        """The same with a narrow MLP."""
+        """Return this configuration with an MLP of inner width `width`."""
         return replace(self, mlp=self.mlp.narrowed(width))
 
     def load(self, loader: BlockLoader, prefix: str) -> Layer:
-        """Loads the layer whose tensors begin with `prefix`, and packs its projections.
+        """Load the layer whose tensor names begin with `prefix`, and pack its projections.
 
         Raises:
-            ModelError: a tensor is missing, or has another shape.
+            ModelError: a tensor is missing or has the wrong shape.
         """
         names = self.names
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Linear attention by the gated delta rule: a request keeps a state of fixed size, no tokens."""
+"""Linear attention by the gated delta rule: each request has a fixed-size state, no KV cache."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -22,25 +22,25 @@ _KEY_HEADS = "heads of keys in linear attention"
 
 @dataclass(frozen=True)
 class LinearAttentionViews:
-    """The activations of some rows."""
+    """Activations of a step's rows."""
 
     projected: Tensor  # q|k|v|z
-    qkv: Tensor  # of that
-    z: Tensor  # of that, [rows, num_value_heads, value_dim]
+    qkv: Tensor  # view of projected
+    z: Tensor  # view of projected, [rows, num_value_heads, value_dim]
     ba: Tensor  # b|a
-    b: Tensor  # of that, as the next: [rows, num_value_heads]
-    a: Tensor
-    mixed: Tensor  # q|k|v, convolved
-    q: Tensor  # of that, as the next: [rows, num_key_heads, key_dim]
-    k: Tensor
-    v: Tensor  # of that, [rows, num_value_heads, value_dim]
-    attended: Tensor  # likewise
-    attended_rows: Tensor  # the same as [rows, num_value_heads * value_dim]
+    b: Tensor  # view of ba, [rows, num_value_heads]
+    a: Tensor  # view of ba, [rows, num_value_heads]
+    mixed: Tensor  # q|k|v after the convolution
+    q: Tensor  # view of mixed, [rows, num_key_heads, key_dim]
+    k: Tensor  # view of mixed, [rows, num_key_heads, key_dim]
+    v: Tensor  # view of mixed, [rows, num_value_heads, value_dim]
+    attended: Tensor  # [rows, num_value_heads, value_dim]
+    attended_rows: Tensor  # `attended` as [rows, num_value_heads * value_dim]
 
 
 @dataclass(frozen=True)
 class LinearAttentionShape:
-    """Heads, and their elements."""
+    """Head counts and dimensions of this rank."""
 
     num_key_heads: int
     num_value_heads: int
@@ -49,21 +49,21 @@ class LinearAttentionShape:
 
     @property
     def key_size(self) -> int:
-        """Of the keys of a row."""
+        """Elements of all keys of a row."""
         return self.num_key_heads * self.key_dim
 
     @property
     def value_size(self) -> int:
-        """Of the values of a row."""
+        """Elements of all values of a row."""
         return self.num_value_heads * self.value_dim
 
     @property
     def channels(self) -> int:
-        """That are convolved: q|k|v."""
+        """Channels of the convolution: q|k|v."""
         return 2 * self.key_size + self.value_size
 
     def views(self, new: NewRows) -> LinearAttentionViews:
-        """Returns the views of some rows."""
+        """Return views of the activation buffers that `new` makes."""
         projected = new("qkv", self.channels + self.value_size)
         mixed = new("mixed", self.channels)
         ba = new("ba", 2 * self.num_value_heads)
@@ -90,19 +90,19 @@ class LinearAttentionShape:
 
 @dataclass(frozen=True, kw_only=True)
 class LinearAttentionWeights:
-    """What it computes with; outputs of projections in the order of the views."""
+    """Weights of a linear attention block; projection outputs are in the order of the views."""
 
     projection: PackedWeight
     ba: PackedWeight
     conv: Tensor  # [taps, channels]
     a_log: Tensor  # float32 [num_value_heads]
-    dt_bias: Tensor  # likewise
+    dt_bias: Tensor  # float32 [num_value_heads]
     norm: Tensor  # [value_dim]
     o: SummedLinear
 
 
 class LinearAttention(MixingBlock):
-    """A short convolution, the gated delta rule, a norm and a gate of each head."""
+    """A short convolution, the gated delta rule, then a norm and a gate per head."""
 
     sliding_window = None
 
@@ -127,11 +127,11 @@ class LinearAttention(MixingBlock):
 
     @property
     def weights(self) -> Sequence[PackedWeight]:
-        """Its projections."""
+        """The packed projections of this block."""
         return (self._weights.projection, self._weights.ba, *self._weights.o.slices)
 
     def workspace_size(self, rows: int, batch: int, pages: int, page_size: int) -> int:
-        """Returns the floats of workspace that it needs: none."""
+        """Return 0: linear attention needs no attention workspace."""
         return 0
 
     def run(
@@ -142,7 +142,7 @@ class LinearAttention(MixingBlock):
         views: LinearAttentionViews,
         out: Tensor,
     ) -> None:
-        """Goes on from the state before the first row of each request, and keeps those of rows."""
+        """Continue from each request's state before its first row; store the states of its rows."""
         own = self._weights
         dense.linear(x, own.projection, out=views.projected, workspace=batch.sums)
         dense.linear(x, own.ba, out=views.ba, workspace=batch.sums)
@@ -168,16 +168,16 @@ class LinearAttention(MixingBlock):
 
 @dataclass(frozen=True, kw_only=True)
 class LinearAttentionConfig:
-    """What such a block is made from.
+    """Configuration of a linear attention block.
 
     Attributes:
-        num_key_heads: heads of queries and keys.
-        num_value_heads: heads of values, as many or a multiple.
+        num_key_heads: query/key heads of the whole model.
+        num_value_heads: value heads of the whole model; a multiple of num_key_heads.
         key_dim: elements of a query or key.
         value_dim: elements of a value.
-        taps: of the convolution.
-        is_fused: whether q, k, v and z are one tensor in which they take turns by heads of keys,
-            and b and a another one. Otherwise q|k|v is one, and the others are one each.
+        taps: taps (kernel size) of the convolution.
+        is_fused: whether files store q, k, v and z in one tensor, interleaved by key head, and b
+            and a in another. Otherwise q|k|v is one tensor, and z, b and a are one each.
     """
 
     kind: ClassVar[str] = "linear attention"
@@ -190,25 +190,25 @@ class LinearAttentionConfig:
     is_fused: bool = True
 
     def without_window(self) -> "LinearAttentionConfig":
-        """The same: it has none."""
+        """Return this configuration: linear attention has no sliding window."""
         return self
 
     @property
     def _values_of_key(self) -> int:
-        """Heads of values that share a key."""
+        """Value heads per key head."""
         return self.num_value_heads // self.num_key_heads
 
     @property
     def _widths(self) -> Sequence[int]:
-        """Outputs of q, k, v and z for a head of keys."""
+        """Outputs of q, k, v and z per key head."""
         values = self._values_of_key * self.value_dim
         return (self.key_dim, self.key_dim, values, values)
 
     def load(self, loader: BlockLoader, prefix: str) -> LinearAttention:
-        """Loads the block whose tensors begin with `prefix`.
+        """Load the block whose tensor names begin with `prefix`.
 
         Raises:
-            ModelError: a tensor is missing, or has another shape.
+            ModelError: a tensor is missing or has the wrong shape.
         """
         source, heads = loader.source, loader.shares.of_rank(self.num_key_heads, _KEY_HEADS)
         whole, own = self._shape(self.num_key_heads), self._shape(len(heads))
@@ -245,7 +245,7 @@ class LinearAttentionConfig:
         return LinearAttentionShape(key_heads, value_heads, self.key_dim, self.value_dim)
 
     def _places(self, heads: range, device: torch.device) -> Tensor:
-        """Where q|k|v|z has the outputs of some heads of keys, int32."""
+        """Return the int32 indices in q|k|v|z of the outputs that belong to some key heads."""
         places, begin = [], 0
         for width in self._widths:
             own = _times(heads, width)
@@ -256,7 +256,7 @@ class LinearAttentionConfig:
     def _fused(
         self, source: WeightSource, prefix: str, hidden: int, heads: range
     ) -> tuple[PackedWeight, PackedWeight]:
-        """The projections of files in which parts take turns, part by part."""
+        """Load q|k|v|z and b|a from files that interleave them by key head."""
 
         def load(name: str, widths: Sequence[int], quantization: str | None) -> PackedWeight:
             width = sum(widths)
@@ -278,7 +278,7 @@ class LinearAttentionConfig:
     def _apart(
         self, source: WeightSource, prefix: str, hidden: int, heads: range
     ) -> tuple[PackedWeight, PackedWeight]:
-        """The projections of files that have them part by part."""
+        """Load q|k|v|z and b|a from files that store q|k|v, z, b and a one after the other."""
         whole = self._shape(self.num_key_heads)
         is_whole = len(heads) == self.num_key_heads
         own_values = _times(heads, self._values_of_key)
@@ -301,5 +301,5 @@ class LinearAttentionConfig:
 
 
 def _times(heads: range, width: int) -> range:
-    """What some heads of a width have."""
+    """Return the elements of some heads of `width` elements each."""
     return range(heads.start * width, heads.stop * width)

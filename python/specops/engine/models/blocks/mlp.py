@@ -18,18 +18,18 @@ _GATE_UP = ("gate_proj", "up_proj")
 
 @dataclass(frozen=True)
 class DenseMlpShape:
-    """Its inner width."""
+    """Inner width of this rank's shard."""
 
     width: int
 
     def views(self, new: NewRows) -> Tensor:
-        """Returns [rows, width], what the gates let through."""
+        """Return the view [rows, width] of the gated activations."""
         return new("activated", self.width)
 
 
 @dataclass(frozen=True)
 class DenseMlp(MlpBlock):
-    """`down(activation(gate) * up)`; gate|up fused, packed so that `linear` makes the product."""
+    """`down(activation(gate) * up)`; gate|up is one packed weight; `linear` also gates."""
 
     shape: DenseMlpShape
     gate_up: PackedWeight
@@ -38,26 +38,26 @@ class DenseMlp(MlpBlock):
 
     @property
     def weights(self) -> Sequence[PackedWeight]:
-        """Its projections."""
+        """The packed projections of this block."""
         return (self.gate_up, *self.down.slices)
 
     def run(self, x: Tensor, sums: Tensor | None, views: Tensor, out: Tensor) -> None:
-        """Computes rows."""
+        """Compute the MLP of the rows into `out`."""
         self.activate(x, sums, views)
         self.down.run(views, out, sums)
 
     def activate(self, x: Tensor, sums: Tensor | None, views: Tensor) -> None:
-        """Computes what the gates let through; see `run`."""
+        """Compute the gated activations `activation(gate) * up` into `views`; see `run`."""
         dense.linear(x, self.gate_up, self.gate_up_bias, out=views, workspace=sums)
 
 
 @dataclass(frozen=True, kw_only=True)
 class DenseMlpConfig:
-    """What such a block is made from.
+    """Configuration of a dense MLP.
 
     Attributes:
-        width: between the projections.
-        activation: of the gates; see `dense.pack_weight`.
+        width: inner width.
+        activation: activation of the gates; see `dense.pack_weight`.
         has_bias: whether all projections have biases.
     """
 
@@ -68,14 +68,14 @@ class DenseMlpConfig:
     has_bias: bool = False
 
     def narrowed(self, width: int) -> "DenseMlpConfig":
-        """The same, as narrow as can be."""
+        """Return this configuration with the inner width `width`."""
         return replace(self, width=width)
 
     def load(self, loader: BlockLoader, prefix: str) -> DenseMlp:
-        """Loads the block whose tensors begin with `prefix`.
+        """Load the block whose tensor names begin with `prefix`.
 
         Raises:
-            ModelError: a tensor is missing, or has another shape.
+            ModelError: a tensor is missing or has the wrong shape.
         """
         source, hidden, sizes = loader.source, loader.hidden_size, (self.width, self.width)
         own = loader.shares.of_rank(self.width, "inner widths of an MLP")

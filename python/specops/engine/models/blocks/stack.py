@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Layers under one LM head, as a target and its drafting modules have them."""
+"""A stack of layers with an LM head: the core of a target model and of its drafting modules."""
 
 from collections.abc import Sequence
 
@@ -15,15 +15,15 @@ from specops.engine.models.kv import CacheRoom, KvCache
 
 
 class LayerStack:
-    """Layers, the head that reads what they give, and the memory that both need.
+    """Layers, their LM head and the buffers that both need.
 
     Args:
-        layers: in order; no two need be alike.
-        lm_head: makes logits.
-        hidden_size: width of the states between layers.
-        dtype: of the states.
-        device: of the weights.
-        projections: what runs beside the layers' own.
+        layers: layers in order, each of any kind.
+        lm_head: packed weight of the LM head.
+        hidden_size: width of the hidden states.
+        dtype: dtype of the hidden states.
+        device: device of the weights.
+        projections: packed weights outside the layers that share their workspace.
     """
 
     def __init__(
@@ -41,7 +41,7 @@ class LayerStack:
         self.hidden_size, self.dtype, self.device = hidden_size, dtype, device
         shapes = [(layer.attention.shape, layer.mlp.shape) for layer in layers]
         self.activations = Activations(shapes, hidden_size, dtype, device)
-        # One of each kind will do to find the largest.
+        # One attention block per shape suffices to find the largest workspace.
         attentions = {(layer.attention.shape, layer.attention.kv): layer for layer in layers}
         self._attentions = [layer.attention for layer in attentions.values()]
         weights = [*projections, *(weight for layer in layers for weight in layer.weights)]
@@ -49,7 +49,7 @@ class LayerStack:
         self._weights = list(sizes.values())
 
     def reserve(self, rows: int) -> None:
-        """Allocates the buffers of steps with up to `rows` rows, which then stay where they are."""
+        """Allocate buffers for steps of up to `rows` rows. Their addresses stay valid."""
         self.activations.reserve(rows)
 
     def new_kv_cache(
@@ -60,40 +60,40 @@ class LayerStack:
         num_drafts: int = 0,
         num_kept: int = 0,
     ) -> KvCache:
-        """Allocates what every layer keeps; see `CacheRoom`."""
+        """Allocate the KV cache and states of all layers; see `CacheRoom`."""
         specs = [layer.attention.kv for layer in self.layers]
         room = CacheRoom(num_pages, page_size, num_slots, num_drafts, num_kept)
         return KvCache.new(specs, room, self.device)
 
     def kv_bytes_per_token(self) -> int:
-        """Returns the bytes one cached token takes over all layers."""
+        """Return the bytes per cached token, over all layers."""
         return sum(layer.attention.kv.bytes_per_token for layer in self.layers)
 
     def kv_bytes_per_slot(self, num_drafts: int) -> int:
-        """Returns the bytes a request takes over all layers, whatever its length."""
+        """Return the bytes per request that do not depend on its length, over all layers."""
         return sum(layer.attention.kv.bytes_per_slot(num_drafts) for layer in self.layers)
 
     @property
     def keeps_states(self) -> bool:
-        """Whether a layer keeps what has no place on pages, nor one for each node of a tree."""
+        """True if a layer keeps per-request states, which are not paged or kept per tree node."""
         return self.kv_bytes_per_slot(0) > 0
 
     def bytes_read(self, rows: int) -> float:
-        """Returns how many bytes of weights a step of so many rows is expected to read."""
+        """Return the expected bytes of weights that a step of `rows` rows reads."""
         return bytes_of(self.lm_head) + sum(layer.bytes_read(rows) for layer in self.layers)
 
     def workspace_size(self, rows: int, batch: int, pages: int, cache: KvCache) -> int:
-        """Returns the floats of workspace for attention in steps of up to these sizes."""
+        """Return how many floats of attention workspace steps of up to these sizes need."""
         sizes = (rows, batch, pages, cache.page_size)
         return max(one.workspace_size(*sizes) for one in self._attentions)
 
     def sums_size(self, rows: int, outputs: int) -> int:
-        """Returns the floats that projections split their sums with, the head of `outputs` too."""
+        """Return the floats of `linear` workspace for `rows` layer rows and `outputs` head rows."""
         sizes = [dense.linear_workspace_size(rows, weight) for weight in self._weights]
         return max(*sizes, dense.linear_workspace_size(outputs, self.lm_head))
 
     def logits(
         self, hidden: Tensor, *, out: Tensor | None = None, sums: Tensor | None = None
     ) -> Tensor:
-        """Returns the fp32 logits [rows, vocabulary] of rows that `forward` returned."""
+        """Return float32 logits [rows, vocabulary] of hidden states that `forward` returned."""
         return dense.linear(hidden, self.lm_head, out=out, out_dtype=torch.float32, workspace=sums)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A projection back to the states, whose inputs may lie on several ranks."""
+"""Row-parallel projection to the hidden states: ranks hold different inputs."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,12 +15,12 @@ from specops.engine.parallel.ranks import Ranks
 
 @dataclass(frozen=True)
 class SummedLinear:
-    """A projection, of which each rank has the weights of its own inputs.
+    """Row-parallel projection: each rank holds the weights of its own inputs.
 
     Attributes:
-        slices: the weights, of inputs that lie side by side: one for each summand.
-        bias: of all ranks together; or None.
-        ranks: that have a part of it.
+        slices: weights of consecutive input ranges, one for each local virtual TP rank.
+        bias: bias, added once to the sum over all ranks; or None.
+        ranks: tensor-parallel ranks that hold the shards.
     """
 
     slices: Sequence[PackedWeight]
@@ -28,12 +28,12 @@ class SummedLinear:
     ranks: Ranks
 
     def run(self, x: Tensor, out: Tensor, sums: Tensor | None) -> None:
-        """Computes rows.
+        """Compute the projection of the rows, summed over all ranks.
 
         Args:
             x: [rows, inputs of this rank].
-            out: [rows, outputs].
-            sums: workspace of projections.
+            out: [rows, outputs]; written.
+            sums: workspace of `dense.linear`.
         """
         if self.ranks.slices == 1:
             dense.linear(x, self.slices[0], self.bias, out=out, workspace=sums)
@@ -44,12 +44,12 @@ class SummedLinear:
         self.ranks.add(summands, self.bias, out)
 
     def summand(self, index: int, x: Tensor, out: Tensor, sums: Tensor | None) -> None:
-        """Computes what one slice adds to rows; see `run`."""
+        """Compute the partial sum of one virtual TP rank into `out`; see `run`."""
         weight = self.slices[index]
         dense.linear(self.inputs_of(index, x), weight, out=out, workspace=sums)
 
     def inputs_of(self, index: int, x: Tensor) -> Tensor:
-        """Returns the inputs of a slice."""
+        """Return the columns of `x` that one local virtual TP rank reads."""
         size = self.slices[index].num_inputs
         return x[:, index * size : (index + 1) * size]
 
@@ -65,20 +65,20 @@ def load_summed(
     has_bias: bool,
     ranks: Ranks,
 ) -> SummedLinear:
-    """Loads one.
+    """Load a row-parallel projection.
 
     Args:
-        source: of its weights.
-        name: of its tensors.
-        outputs: width of the states.
-        count: of things that are shared out.
-        what: what these are called, in errors.
-        each: inputs of one of them.
-        has_bias: whether it has a bias.
-        ranks: among whom.
+        source: source of the weights.
+        name: tensor name, without the suffix.
+        outputs: width of the hidden states.
+        count: number of units to distribute, such as heads.
+        what: name of these units in error messages.
+        each: inputs per unit.
+        has_bias: whether there is a bias.
+        ranks: tensor-parallel ranks over which the inputs are sharded.
 
     Raises:
-        ModelError: a tensor is missing, has another shape or cannot be shared out.
+        ModelError: a tensor is missing, has the wrong shape or cannot be sharded.
     """
     slices = [
         source.linear("", (name,), (outputs,), count * each, cut=cut)

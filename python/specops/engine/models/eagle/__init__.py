@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""EAGLE heads: what their files say, and their pass."""
+"""EAGLE heads: their file layouts, and their forward pass."""

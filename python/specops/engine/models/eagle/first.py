@@ -2,9 +2,9 @@
 """EAGLE-1 and 2: a head that reads the target's last state; both have the same files.
 
 Its row i reads the embedding of token i + 1 and the state of position i: the target's after its
-final norm, or, of a draft, the head's own. Both are laid side by side, the embedding first, and
-projected to the head's width. No norm stands before the first layer's attention, and none behind
-the last layer: what leaves that is a state like the target's, which the target's LM head reads.
+final norm or, for a draft, the head's own. Both are concatenated, the embedding first, and
+projected to the head's width. There is no norm before the first layer's attention and none after
+the last layer: its output is a state like the target's, which the target's LM head reads.
 
 Source: Li et al. 2024, "EAGLE: Speculative Sampling Requires Rethinking Feature Uncertainty",
 section 3.1. The layout is that of the authors' published files.
@@ -42,7 +42,7 @@ _FILES = ("pytorch_model.bin",)
 _UNREAD = ("rotary_emb.inv_freq",)  # computed from the configuration
 # Fields of variants that compute something else.
 _FOREIGN = {"add_para_norm": (False, None), "logit_scale": (1, None)}
-# No norm stands before the first layer's attention: this one is there, and not read twice.
+# The first layer has no norm before attention: this existing tensor is only a placeholder.
 _FIRST = LayerNames(input_norm="post_attention_layernorm")
 
 
@@ -50,8 +50,8 @@ class Eagle(StateHead):
     """A head on top of its target.
 
     Args:
-        config: what it was made from.
-        weights: of it.
+        config: of the head.
+        weights: of the head.
         num_slots: of requests.
     """
 
@@ -63,7 +63,7 @@ class Eagle(StateHead):
         self._same = torch.arange(num_slots, dtype=torch.int32, device=self.device)
 
     def reserve(self, rows: int) -> None:
-        """Allocates the buffers of steps with up to `rows` rows, which then stay where they are."""
+        """Allocate buffers for steps of up to `rows` rows; they do not move afterwards."""
         super().reserve(rows)
         if len(self._pairs) < rows:
             self._pairs = self._new(rows, 2 * self.hidden_size)
@@ -71,17 +71,17 @@ class Eagle(StateHead):
             self._places = self._places.new_empty(3, rows)
 
     def forward(self, batch: MtpBatch, states: Tensor, cache: KvCache) -> Tensor:
-        """Runs the layers over rows and writes their keys and values.
+        """Run the layers over rows, and write their keys and values.
 
         Args:
             batch: the rows.
-            states: [source rows, hidden_size]: the target's after its final norm, or what this has
-                returned.
+            states: [source rows, hidden_size]: the target's after its final norm, or the result of
+                this method.
             cache: from `new_kv_cache`.
 
         Returns:
-            What the LM head, and the next draft, read of all rows. They lie in the head's own
-            buffers: the next call overwrites them.
+            The states of all rows, which the LM head and the next draft read. They lie in the
+            head's own buffers: the next call overwrites them.
         """
         num_rows, width, weights = batch.positions.shape[0], self.hidden_size, self._weights_of_head
         self.reserve(num_rows)
@@ -95,13 +95,13 @@ class Eagle(StateHead):
         return self._run_layers(batch, cache, rows, rows.residual)
 
     def _tokens_behind(self, batch: MtpBatch) -> Tensor:
-        """The token behind each row, int32 [rows]; 0 for rows of nobody."""
+        """Return the token after each row, int32 [rows]; 0 for padding rows."""
         slot, position, out = self._places[:, : batch.positions.shape[0]]
         is_nobody = batch.row_to_request < 0
         torch.index_select(batch.slots, 0, batch.row_to_request.clamp(min=0), out=slot)
         slot.masked_fill_(is_nobody, -1)
         torch.add(batch.positions, 1, out=position)
-        # By slot, not by request: so are the drafts.
+        # Indexed by slot, not by request, as the drafts are.
         return batching.gather_input_ids(
             slot,
             position,
@@ -121,15 +121,15 @@ def load_eagle(
     num_slots: int,
     quantization: str | None = None,
 ) -> Eagle:
-    """Loads a head of EAGLE-1 or 2.
+    """Load a head of EAGLE-1 or 2.
 
     Args:
         target: the model that it drafts for.
-        directory: of the head, with a config.json of its own.
+        directory: of the head, with its own config.json.
         target_directory: the directory that the target was loaded from.
         num_slots: of requests.
-        quantization: of its layers' projections; None: like the target's. An LM head of its own
-            has it as well.
+        quantization: of its layers' projections and of its own LM head, if any; None: as the
+            target's.
 
     Raises:
         ModelError: a file, a field or a tensor is missing, damaged or does not fit the target.

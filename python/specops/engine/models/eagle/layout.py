@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How EAGLE-3 heads are published: three layouts of config.json, and two conventions of layers."""
+"""Published layouts of EAGLE-3 heads: three of config.json, two conventions of layer numbers."""
 
 import logging
 from collections.abc import Collection, Mapping, Sequence
@@ -23,18 +23,18 @@ from specops.engine.models.transformer import Transformer
 
 logger = logging.getLogger(__name__)
 
-# The layers whose states are read, by the fields that name them. Some fields count a layer by the
-# state that enters it, which leaves the one before.
+# Fields that name the layers whose states are read. Some number a state by the layer that it
+# enters, which is the output of the layer before.
 _ENTERED = ("eagle_aux_hidden_state_layer_ids", "aux_hidden_state_layer_ids")
 _LEFT = ("target_layer_ids", "layer_ids")
-# Fields that only ModelOpt writes into eagle_config. Its layers count by the state that enters
-# (sglang's pull request 32334), but SpecForge's by the one that leaves: its default begins with 1,
-# which is the 2 of others (sglang's pull request 25454 tells them apart by that).
+# Fields that only ModelOpt writes into eagle_config. ModelOpt numbers states by the layer that they
+# enter (sglang's pull request 32334), but SpecForge by the layer that they leave: its default
+# begins with 1, which others call 2 (sglang's pull request 25454 uses this to distinguish them).
 _OF_MODELOPT = (
     *("use_input_layernorm_in_first_layer", "use_last_layernorm", "use_mtp_layernorm"),
     *("next_layer_regular", "parallel_draft_step"),
 )
-# Fields of variants that compute something else, and what they must hold; absent ones hold None.
+# Fields of unsupported variants, with their allowed values; None: absent.
 _VARIANTS: Mapping[str, tuple[Any, ...]] = {
     "use_aux_hidden_state": (True, None),
     "use_input_layernorm_in_first_layer": (True, None),
@@ -44,12 +44,12 @@ _VARIANTS: Mapping[str, tuple[Any, ...]] = {
     "logit_scale": (1, None),
 }
 _KINDS = ("eagle3", "peagle")
-# P-EAGLE's mask, as speculators, vLLM's converter and its first trainer name it.
+# Field names of P-EAGLE's mask in speculators, vLLM's converter and its first trainer.
 _MASKS = ("mask_token_id", "pard_token", "ptd_token_id")
 
-MASK_HIDDEN = "mask_hidden"  # what P-EAGLE's masks read in place of the target's states
+MASK_HIDDEN = "mask_hidden"  # P-EAGLE's masks read this tensor in place of the target's states
 
-# What the names of tensors give away about heads that do not run yet.
+# Tensor name parts that reveal unsupported heads.
 _FOREIGN = {
     "mlp.experts.": "a mixture of experts",
     "self_attn.kv_a_proj": "multi-head latent attention",
@@ -58,17 +58,17 @@ _FOREIGN = {
 
 @dataclass(frozen=True, kw_only=True)
 class Eagle3Config(StateHeadConfig):
-    """What a head is made from. The first layer's attention reads a token and a state side by side.
+    """Configuration of a head. The first layer's attention reads a token and a state, concatenated.
 
     Attributes:
-        norm_before_residual: the first layer's branches are added to the normed state.
-        norm_before_fc: the states of all layers are normed together before they are projected.
-        fc_norm: each layer's states are normed before they are projected.
-        norm_output: a later draft reads the state after the last norm, not before it.
-        mask_token_id: what rows behind the newest token embed, which draft in parallel (P-EAGLE);
-            None: the head drafts token by token.
-        prefix: what the names of its tensors begin with.
-        layer_prefixes: likewise, of each layer.
+        norm_before_residual: whether the first layer's branches are added to the normed state.
+        norm_before_fc: whether the states of all layers are normed together before projection.
+        fc_norm: whether each layer's states are normed separately before projection.
+        norm_output: whether a later draft reads the state after the last norm, not before it.
+        mask_token_id: token whose embedding the parallel drafting rows after the newest token read
+            (P-EAGLE); None: the head drafts token by token.
+        prefix: of the names of its tensors.
+        layer_prefixes: of the names of each layer's tensors.
     """
 
     norm_before_residual: bool
@@ -83,7 +83,7 @@ class Eagle3Config(StateHeadConfig):
 def read_eagle3_config(
     directory: Path, names: Collection[str], target: Transformer
 ) -> Eagle3Config:
-    """Reads what a head's config.json and the names of its tensors say.
+    """Read a head's config.json and tensor names.
 
     Args:
         directory: of the head.
@@ -91,7 +91,7 @@ def read_eagle3_config(
         target: the model that it drafts for.
 
     Raises:
-        ModelError: a field is missing, holds what it cannot hold, or does not fit the target.
+        ModelError: a field is missing, has an invalid value, or does not fit the target.
     """
     raw = read_config(directory)
     with naming(directory):
@@ -154,7 +154,7 @@ def _read(
 
 
 def _layer_prefixes(directory: Path, names: Collection[str], prefix: str) -> tuple[str, ...]:
-    """What the names of each layer's tensors begin with: the first one has two names."""
+    """Return the prefix of each layer's tensor names; the first layer has two possible names."""
     found: list[str] = []
     for index in range(len(names)):
         candidates = [f"{prefix}layers.{index}."]
@@ -188,7 +188,7 @@ def _mask_of(
     kind: str | None,
     vocab_size: int,
 ) -> int | None:
-    """The mask of a head of P-EAGLE, which its tensors tell from the others."""
+    """Return the mask token of a P-EAGLE head, which its tensors identify; None for others."""
     if MASK_HIDDEN not in names:
         if kind == "peagle":
             raise ModelError(f"{directory}: tensor {MASK_HIDDEN} is missing")
@@ -198,11 +198,11 @@ def _mask_of(
 
 
 def token_of(own: Mapping[str, Any], field: str, vocab_size: int) -> int:
-    """Returns a field that is a token.
+    """Return a field that is a token.
 
     Raises:
-        KeyError: it is missing.
-        ModelError: it is no token of so many.
+        KeyError: the field is missing.
+        ModelError: the value is not a token below `vocab_size`.
     """
     token = own[field]
     if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token < vocab_size:
@@ -211,7 +211,7 @@ def token_of(own: Mapping[str, Any], field: str, vocab_size: int) -> int:
 
 
 def _counts_left(raw: Mapping[str, Any]) -> bool:
-    """Return whether `eagle_config` names layers by the states that leave them, as SpecForge's."""
+    """Return whether `eagle_config` numbers states by the layer that they leave (SpecForge)."""
     own = mapping_of(raw, "eagle_config")
     ids = own.get(_ENTERED[0])
     is_modelopt = any(field in own for field in _OF_MODELOPT)
@@ -226,19 +226,19 @@ def taps_of(
     *,
     counts_left: bool = False,
 ) -> tuple[int, ...]:
-    """Return the target's layers whose states are read, as those that the states leave.
+    """Return the target's layers whose output is read.
 
     Args:
         own: fields of config.json.
         directory: of the head.
         num_layers: of the target.
-        default: layers by the states that enter them, where no field names any or a list is empty;
-            None: one must.
-        counts_left: whether all fields name layers by the states that leave them.
+        default: layers numbered by the states that enter them, used if no field names any or the
+            list is empty; None: a field must name them.
+        counts_left: whether all fields number layers by the states that leave them.
 
     Raises:
-        KeyError: none does.
-        ModelError: a field names what is no layer.
+        KeyError: no field names layers, and there is no default.
+        ModelError: a field names an invalid layer.
     """
     for fields, shift in ((_ENTERED, 1), (_LEFT, 0)):
         for field in fields:
@@ -270,10 +270,10 @@ def _of_pairs(layer: LayerConfig, width: int) -> AttentionConfig:
 
 
 def flag_of(own: Mapping[str, Any], field: str, *, default: bool = False) -> bool:
-    """Returns a field that is true or false.
+    """Return a field that is true or false.
 
     Raises:
-        ModelError: it is neither.
+        ModelError: the value is something else.
     """
     value = own.get(field)
     if value is not None and not isinstance(value, bool):
@@ -282,6 +282,6 @@ def flag_of(own: Mapping[str, Any], field: str, *, default: bool = False) -> boo
 
 
 def mapping_of(raw: Mapping[str, Any], field: str) -> Mapping[str, Any]:
-    """Returns a field that is an object; where it is none, there are no fields."""
+    """Return a field that is an object; an empty mapping if it is not."""
     value = raw.get(field)
     return value if isinstance(value, dict) else {}

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Loads EAGLE-3 heads, as speculators, SpecForge and the authors of the method publish them."""
+"""Loader of EAGLE-3 heads as published by speculators, SpecForge and the authors of the method."""
 
 from pathlib import Path
 
@@ -17,7 +17,7 @@ from specops.engine.models.transformer import Transformer
 from specops.engine.models.weights import WeightSource
 
 _FILES = ("pytorch_model.bin",)
-# The first says the same as d2t; the other is computed from the configuration.
+# t2d duplicates d2t; inv_freq is computed from the configuration.
 _UNREAD = ("t2d", "rotary_emb.inv_freq")
 
 
@@ -28,14 +28,14 @@ def load_eagle3(
     target_directory: str | Path,
     quantization: str | None = None,
 ) -> Eagle3:
-    """Loads a head.
+    """Load a head.
 
     Args:
         target: the model that it drafts for.
-        directory: of the head, with a config.json of its own.
+        directory: of the head, with its own config.json.
         target_directory: the directory that the target was loaded from.
-        quantization: of its layers' projections and its LM head; None: the layers' like the
-            target's.
+        quantization: of the layers' projections and of the head's LM head; None: the layers are
+            quantized like the target's.
 
     Raises:
         ModelError: a file, a field or a tensor is missing, damaged or does not fit the target.

@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""EAGLE-3's head: a decoder layer, or a few, that reads states of several layers of the target.
+"""EAGLE-3's head: one or a few decoder layers that read auxiliary hidden states of the target.
 
-Its row i reads the embedding of token i + 1 and a state of position i: the states that leave some
-of the target's layers, side by side and projected to the head's width; or, of a draft, the head's
-own state. Token and state are normed and laid side by side, and the first layer's attention reads
-both. A head of its own makes logits, often of fewer tokens than the target has.
+Its row i reads the embedding of token i + 1 and a state of position i: the outputs of some target
+layers, concatenated and projected to the head's width; or, for a draft, the head's own state. Token
+and state are normed and concatenated, and the first layer's attention reads both. The head has its
+own LM head, often with fewer tokens than the target's.
 
-P-EAGLE drafts all tokens at once: behind the row of the newest token stand masks, which read a
-token and a state of their own in place of those that are not known yet, and each drafts the token
-two places behind its row, as the row of the newest token does.
+P-EAGLE drafts all tokens at once: the row of the newest token is followed by masks, which read a
+mask token and a learned state in place of those that are not known yet. Each mask drafts the token
+two places after its row, as the row of the newest token does.
 
 Source: Li et al. 2025, "EAGLE-3: Scaling up Inference Acceleration of Large Language Models via
 Training-Time Test", section 3; arXiv 2602.01469 (P-EAGLE).
@@ -30,16 +30,16 @@ from specops.engine.models.state_head import StateHead, StateHeadWeights, gather
 
 @dataclass(frozen=True, kw_only=True)
 class Eagle3Weights:
-    """The weights of a head; projections packed.
+    """Weights of a head; projections packed.
 
     Attributes:
-        parts: what all heads on a target's states have; the first layer's input norm is the
+        parts: weights common to all heads on a target's states; the first layer's input norm is the
             embedding's.
-        fc_norms: of each layer's states; none: there are no such norms.
-        input_norm: of all these states together; None: there is no such norm.
+        fc_norms: one per target layer read; empty: there are no such norms.
+        input_norm: of these layers' states together; None: there is no such norm.
         hidden_norm: of the state that a row reads.
-        mask_hidden: [1, states of all layers], what P-EAGLE's masks read in their place; None: the
-            head drafts token by token.
+        mask_hidden: [1, states of all layers], which P-EAGLE's masks read instead; None: the head
+            drafts token by token.
     """
 
     parts: StateHeadWeights
@@ -53,8 +53,8 @@ class Eagle3(StateHead):
     """A head on top of its target.
 
     Args:
-        config: what it was made from.
-        weights: of it.
+        config: of the head.
+        weights: of the head.
         target_size: width of the target's states.
     """
 
@@ -68,7 +68,7 @@ class Eagle3(StateHead):
             self._mask_pair, self._mask_residual = self._mask_row(weights.mask_hidden.clone())
 
     def reserve(self, rows: int) -> None:
-        """Allocates the buffers of steps with up to `rows` rows, which then stay where they are."""
+        """Allocate buffers for steps of up to `rows` rows; they do not move afterwards."""
         super().reserve(rows)
         if len(self._pairs) < rows:
             self._pairs = self._new(rows, 2 * self.hidden_size)
@@ -76,7 +76,7 @@ class Eagle3(StateHead):
             self._normed = self._new(rows, self._normed.shape[1])
 
     def _mask_row(self, joined: Tensor) -> tuple[Tensor, Tensor]:
-        """What attention reads of a mask, and its residual; both [1, width]."""
+        """Return the attention input of a mask, and its residual; both [1, width]."""
         self.reserve(1)
         self._norm_joined(joined)
         parts = self.weights.parts
@@ -89,7 +89,7 @@ class Eagle3(StateHead):
         return torch.cat([embedded, normed], dim=1), residual
 
     def _norm_joined(self, joined: Tensor) -> None:
-        """Norms the states of each layer, or all of them together, in place."""
+        """Norm the states of each layer, or all of them together, in place."""
         width = joined.shape[1] // len(self.taps)
         for index, norm in enumerate(self.weights.fc_norms):
             of_layer = joined[:, index * width : (index + 1) * width]
@@ -98,16 +98,17 @@ class Eagle3(StateHead):
             dense.rms_norm(joined, *self.weights.input_norm, out=joined)
 
     def forward(self, batch: MtpBatch, states: Tensor, cache: KvCache) -> tuple[Tensor, Tensor]:
-        """Runs the layers over rows and writes their keys and values.
+        """Run the layers over rows, and write their keys and values.
 
         Args:
             batch: the rows.
-            states: [source rows, hidden_size], of `states_of`, or what this gave as the second.
+            states: [source rows, hidden_size], from `states_of`, or the second result of this
+                method.
             cache: from `new_kv_cache`.
 
         Returns:
-            What the LM head reads, and what the next draft reads as states; both of all rows. They
-            lie in the head's own buffers: the next call overwrites them.
+            The input of the LM head, and the states that the next draft reads, both of all rows.
+            They lie in the head's own buffers: the next call overwrites them.
         """
         weights, config, num_rows = self.weights, self.config, batch.positions.shape[0]
         self.reserve(num_rows)
@@ -138,14 +139,14 @@ class Eagle3(StateHead):
         return normed, recycled
 
     def forward_masks(self, batch: LayerBatch, cache: KvCache) -> Tensor:
-        """Runs the layers over masks behind the text, and writes their keys and values.
+        """Run the layers over masks after the text, and write their keys and values.
 
         Args:
             batch: the rows.
             cache: from `new_kv_cache`.
 
         Returns:
-            What the LM head reads of all rows, in the head's own buffers.
+            The input of the LM head for all rows, in the head's own buffers.
         """
         num_rows = batch.positions.shape[0]
         self.reserve(num_rows)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The families of models that are known: a file and a line each."""
+"""Registry of the supported model families: a file and a line each."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -12,7 +12,7 @@ from specops.engine.models.config import ModelConfig
 from specops.engine.models.families.family import Family, MtpConvention
 from specops.engine.models.families.fields import mapping, read_config
 
-# The file of each.
+# One module per family.
 _FILES = (
     "llama",
     "mistral",
@@ -32,17 +32,16 @@ FAMILIES: tuple[Family, ...] = tuple(import_module(f"{__name__}.{name}").FAMILY 
 CONVENTIONS: dict[str, MtpConvention] = {
     family.mtp.name: family.mtp for family in FAMILIES if family.mtp is not None
 }
-# Of models whose family has no convention of its own.
+# For models whose family has no MTP convention.
 DEFAULT_CONVENTION = CONVENTIONS["deepseek_v3"]
 
 
 def read_model_config(directory: str | Path) -> ModelConfig:
-    """Reads `directory/config.json`.
+    """Read `directory/config.json`.
 
     Raises:
-        ModelError: the file is missing or unreadable, a field is missing or holds what it cannot
-            hold, or the architecture, activation, quantization or adapter it names is not
-            supported.
+        ModelError: the file is missing or unreadable, a field is missing or has an invalid value,
+            or the architecture, activation, quantization or adapter that it names is not supported.
     """
     path = Path(directory) / "config.json"
     if (Path(directory) / "adapter_config.json").exists():
@@ -63,7 +62,7 @@ def read_model_config(directory: str | Path) -> ModelConfig:
 
 
 def _read_gguf(raw: Mapping[str, Any]) -> ModelConfig:
-    """Reads the metadata of a GGUF file, whose norms multiply with their weights alone."""
+    """Read the metadata of a GGUF file, whose norms have no offset to their weights."""
     forms = {one.gguf.architecture: one for one in FAMILIES if one.gguf is not None}
     architecture = mapping(raw, "gguf").get("general.architecture")
     family = forms.get(architecture) if isinstance(architecture, str) else None
@@ -76,7 +75,7 @@ def _read_gguf(raw: Mapping[str, Any]) -> ModelConfig:
 
 
 def convention_of(architecture: str) -> MtpConvention:
-    """Returns how MTP modules of an architecture that runs are named, where no file tells."""
+    """Return the naming convention of an architecture's MTP modules, if no checkpoint shows it."""
     return _family_of(architecture).mtp or DEFAULT_CONVENTION
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""DeepSeek-V3 and R1: latent attention, and experts that are chosen in groups."""
+"""DeepSeek-V3 and R1: multi-head latent attention, and experts that are chosen in groups."""
 
 from collections.abc import Mapping
 from math import log, sqrt
@@ -24,11 +24,11 @@ from specops.engine.models.families.fields import (
 
 
 def read(raw: Mapping[str, Any]) -> ModelConfig:
-    """Reads a config.json.
+    """Read a config.json.
 
     Raises:
         KeyError: a field is missing.
-        ModelError: a field holds what it cannot hold, or what does not run.
+        ModelError: a field has an invalid or unsupported value.
     """
     raw = {**DEEPSEEK_V3, **raw}
     refuse_values(
@@ -57,7 +57,7 @@ def read(raw: Mapping[str, Any]) -> ModelConfig:
 
 
 def _sharpness(rope: Mapping[str, Any]) -> float:
-    """What YaRN multiplies queries and keys with."""
+    """Return YaRN's factor of queries and keys."""
     scaling = scaling_of(rope)
     if scaling is None or not scaling.get("mscale_all_dim"):
         return 1.0

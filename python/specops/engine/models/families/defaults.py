@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Values of fields that files leave out, by transformers' class of a family.
+"""Default values of fields that files omit, by transformers' config class of a family.
 
-A class that is not listed has Llama's. Fields without a value here must be in the file, but for
-those whose value follows from others. `tests/test_models.py` compares every value with its class.
+A class that is not listed has Llama's defaults. Fields without a value here must be in the file,
+except those whose value follows from others. `tests/test_models.py` compares every value with its
+class.
 """
 
 from collections.abc import Mapping
@@ -23,13 +24,13 @@ QWEN2: Fields = {
     "max_window_layers": 28,
 }
 QWEN3: Fields = {**QWEN2, "head_dim": 128}
-# Null is no window.
+# Null means no window.
 MISTRAL: Fields = {
     "num_key_value_heads": 8,
     "max_position_embeddings": 131_072,
     "sliding_window": 4096,
 }
-# Windows, if there are any, are those of all layers.
+# Windows, if enabled, apply to all layers.
 QWEN3_MOE: Fields = {
     "num_key_value_heads": 4,
     "max_position_embeddings": 32768,

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The decoder that most families share: grouped queries, a gated MLP, two norms a layer."""
+"""The decoder that most families share: grouped-query attention, a gated MLP, two norms a layer."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -30,17 +30,17 @@ Mlps = Callable[[Mapping[str, Any], int], Sequence[AnyMlpConfig]]  # of each lay
 
 
 def dense_mlp(raw: Mapping[str, Any]) -> DenseMlpConfig:
-    """The dense MLP of a file."""
+    """Read the config of a dense MLP."""
     return DenseMlpConfig(width=count(raw, "intermediate_size"), has_bias=flag(raw, "mlp_bias"))
 
 
 def no_windows(raw: Mapping[str, Any], num_layers: int) -> Windows:
-    """Every layer sees all positions."""
+    """Return no window for any layer."""
     return [None] * num_layers
 
 
 def windows_of_all(raw: Mapping[str, Any], num_layers: int) -> Windows:
-    """Every layer has the window of the file, unless its types say otherwise."""
+    """Return the file's window for every layer, unless layer_types says otherwise."""
     types = layer_types(raw, num_layers)
     window = None if raw.get("sliding_window") is None else count(raw, "sliding_window")
     if types is not None:
@@ -49,7 +49,7 @@ def windows_of_all(raw: Mapping[str, Any], num_layers: int) -> Windows:
 
 
 def windows_of_last(raw: Mapping[str, Any], num_layers: int) -> Windows:
-    """Where the file asks for windows, its last layers have one: from max_window_layers on."""
+    """Return windows for layers from max_window_layers on, if use_sliding_window is true."""
     windows = windows_of_all(raw, num_layers)
     if not flag(raw, "use_sliding_window"):
         return [None] * num_layers
@@ -73,24 +73,24 @@ def dense_decoder(
     mlps: Mlps | None = None,
     defaults: Mapping[str, Any] = MappingProxyType({}),
 ) -> ModelConfig:
-    """Reads a config.json.
+    """Read a config.json.
 
     Args:
         raw: the file.
-        windows: reads which layers have a sliding window.
-        qkv_bias: whether q, k and v have biases; None: the file says so, in attention_bias.
-        o_bias: whether the output projection has one; None: likewise.
+        windows: returns the sliding window of each layer.
+        qkv_bias: whether q, k and v have biases; None: as attention_bias in the file says.
+        o_bias: whether the output projection has a bias; None: as attention_bias says.
         qk_norm: whether q and k are normed per head.
-        partial_rotary_factor: the share of a head that is rotated, where the file does not say it.
-        interleaved: RoPE rotates neighbours, not halves.
-        has_sinks: whether each query head has a score more, without a value.
-        has_gate: whether q_proj makes a gate for what each head attends.
-        mlps: reads the MLP of each layer; None: all are dense.
-        defaults: of the fields that files of the family may leave out, over those of Llama.
+        partial_rotary_factor: default fraction of a head that is rotated.
+        interleaved: whether RoPE rotates adjacent elements, not halves.
+        has_sinks: whether each query head has an attention sink, a score without a value.
+        has_gate: whether q_proj also outputs a gate for each head's output.
+        mlps: returns the MLP config of each layer; None: all are dense.
+        defaults: of fields that files of the family may omit; they override Llama's.
 
     Raises:
         KeyError: a field is missing.
-        ModelError: a field holds what it cannot hold, or what does not run.
+        ModelError: a field has an invalid or unsupported value.
     """
     raw = {**LLAMA, **defaults, **raw}
     refuse_values(raw, {"hidden_act": ("silu", "swish", None)})
@@ -100,7 +100,7 @@ def dense_decoder(
     has_bias = flag(raw, "attention_bias")
     rope = _rope(raw, head_dim, partial_rotary_factor)
     of_layers = [dense_mlp(raw)] * num_layers if mlps is None else mlps(raw, num_layers)
-    layer_types(raw, num_layers)  # other kinds of attention are refused
+    layer_types(raw, num_layers)  # rejects other kinds of attention
     layers = [
         LayerConfig(
             attention=AttentionConfig(
@@ -125,7 +125,7 @@ def dense_decoder(
 
 
 def model_config(raw: Mapping[str, Any], layers: Sequence[LayerConfig]) -> ModelConfig:
-    """Return what stands around the layers of a file."""
+    """Return the model config for some layers, with all other fields from the file."""
     raw = {**LLAMA, **raw}
     return ModelConfig(
         architecture=raw["architectures"][0],
@@ -157,10 +157,10 @@ def _rope(raw: Mapping[str, Any], head_dim: int, partial_rotary_factor: float) -
 
 
 def scaling_of(rope: Mapping[str, Any]) -> Mapping[str, Any] | None:
-    """Return what a file says of its RoPE's scaling; None: it has none."""
+    """Return the file's RoPE scaling; None if it has none."""
     kind = rope.get("rope_type", rope.get("type", "default"))
     if kind == "default":
         return None
-    # Whether a model was trained with the scaling changes no number, nor does a factor of 1.
+    # These fields change no result: training with the scaling or not, and a factor of 1.
     neutral = {"finetuned": (True, False), "attn_factor": (1.0,)}
     return {key: one for key, one in rope.items() if one not in neutral.get(key, ())}

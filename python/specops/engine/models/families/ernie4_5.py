@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""ERNIE-4.5, dense and with mixtures of experts. MTP modules are dense in both."""
+"""ERNIE-4.5, dense and with mixtures of experts. MTP modules have a dense MLP in both."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -22,11 +22,11 @@ from specops.engine.models.families.fields import (
 
 
 def read_dense(raw: Mapping[str, Any]) -> ModelConfig:
-    """Reads the config.json of a dense one.
+    """Read the config.json of a dense model.
 
     Raises:
         KeyError: a field is missing.
-        ModelError: a field holds what it cannot hold.
+        ModelError: a field has an invalid value.
     """
     has_bias = flag(raw, "use_bias")
     biases = {"attention_bias": has_bias, "mlp_bias": has_bias}
@@ -34,11 +34,11 @@ def read_dense(raw: Mapping[str, Any]) -> ModelConfig:
 
 
 def read_experts(raw: Mapping[str, Any]) -> ModelConfig:
-    """Reads the config.json of one with experts.
+    """Read the config.json of a model with experts.
 
     Raises:
         KeyError: a field is missing.
-        ModelError: a field holds what it cannot hold, or what does not run.
+        ModelError: a field has an invalid or unsupported value.
     """
     refuse_values(raw, {"use_bias": (False, None)})
     raw = {**ERNIE4_5_MOE, **raw}
@@ -48,7 +48,7 @@ def read_experts(raw: Mapping[str, Any]) -> ModelConfig:
 
 
 def mlps(raw: Mapping[str, Any], num_layers: int) -> Sequence[AnyMlpConfig]:
-    """Every moe_layer_interval-th layer from the first to the last index has experts."""
+    """Return experts for every moe_layer_interval-th layer in the start-to-end index range."""
     first, last = index(raw, "moe_layer_start_index", 1), raw.get("moe_layer_end_index", -1)
     last = num_layers - 1 if last == -1 else index(raw, "moe_layer_end_index", 0)
     step = count(raw, "moe_layer_interval", 1)

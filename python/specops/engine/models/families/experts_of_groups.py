@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Experts chosen by sigmoids and biases, in groups: DeepSeek-V3's, which GLM-4.5 has too."""
+"""Experts chosen by sigmoid scores and biases, in groups: used by DeepSeek-V3 and GLM-4.5."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -18,7 +18,7 @@ from specops.engine.models.families.fields import (
 
 
 def experts_of_groups(raw: Mapping[str, Any], num_layers: int) -> Sequence[AnyMlpConfig]:
-    """The first layers are dense, the others have experts."""
+    """Return dense MLPs for the first layers, and experts for the others."""
     refuse_values(raw, {"scoring_func": ("sigmoid", None), "topk_method": ("noaux_tc", None)})
     width, shared = count(raw, "moe_intermediate_size"), index(raw, "n_shared_experts", 1)
     experts = ExpertsConfig(

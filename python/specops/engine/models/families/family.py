@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a family of models says of itself."""
+"""Description of a model family."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ from specops.engine.models.families.gguf import GgufForm
 
 @dataclass(frozen=True, kw_only=True)
 class MtpConvention:
-    """How a family names its MTP modules' tensors, and what it feeds them.
+    """Tensor names of a family's MTP modules, and the inputs of the modules.
 
     In names, {index} is the module's number from 0 and {layer} the number of decoder layers below
     it. A name without either is shared by all modules.
@@ -19,20 +19,22 @@ class MtpConvention:
     Attributes:
         name: of the convention.
         families: the models that use it.
-        count_fields: where config.json says how many modules there are; the first one present.
+        count_fields: fields of config.json with the number of modules; the first present one
+            counts.
         embed_norm: of the embedding's norm.
         hidden_norm: of the hidden state's norm.
         projection: of the matrix [hidden_size, 2 * hidden_size], without ".weight" or ".bias".
         head_norm: of the norm before the LM head; None: it is the target's own final norm.
-        block: what the names of the decoder layer begin with.
+        block: prefix of the names of the decoder layer.
         copies: tensors that checkpoints of the family repeat for each module; the target's own
             embedding and LM head are used in their place.
-        hidden_first: the hidden state, not the embedding, is the projection's first half.
+        hidden_first: whether the hidden state, not the embedding, is the projection's first half.
         norm_offset: added to every norm weight of the modules, as `ModelConfig.norm_offset`.
-        recycle_normed: a later draft reads the state after the head norm, not before it.
-        masks_position_0: the embedding read at position 0 is replaced by zeros. True of no family
-            here: some engines do it, which takes the second token from every first draft.
-        chained: module m reads what module m - 1 gave; otherwise each reads the target's state.
+        recycle_normed: whether a later draft reads the state after the head norm, not before it.
+        masks_position_0: whether zeros replace the embedding read at position 0. False for all
+            families here: some engines do it, which hides the second token from every first draft.
+        chained: whether module m reads the output of module m - 1; otherwise each reads the
+            target's state.
     """
 
     name: str
@@ -56,10 +58,10 @@ class Family:
     """A family of models: one file, and one line in the registry.
 
     Attributes:
-        title: what documents call its models.
-        read: by architecture, as config.json calls it: reads the file into a model's configuration.
+        title: name of its models in documents.
+        read: by architecture as named in config.json, a function from that file to a `ModelConfig`.
         mtp: the convention of its MTP modules; None: it has none of its own.
-        gguf: how GGUF files have its models; None: they are not read.
+        gguf: layout of its GGUF files; None: they are not supported.
     """
 
     title: str

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reads the fields of a config.json, and refuses what they cannot hold."""
+"""Readers of config.json fields, which reject invalid values."""
 
 import json
 import math
@@ -9,19 +9,18 @@ from typing import Any
 
 from specops.engine.errors import ModelError
 
-# Kinds of layers.
+# Kinds of layers' attention.
 FULL, SLIDING, LINEAR = "full_attention", "sliding_attention", "linear_attention"
-# Of what each takes memory before a tensor is read, no model has more than this: a file that is
-# damaged may have any number.
+# Limits on counts that allocate memory before any tensor is read: they guard against damaged files.
 _COUNTED_ONE_BY_ONE = ("_layers", "_heads", "_experts")
 _MOST_OF_THESE, _MOST = 1 << 14, (1 << 31) - 1
-# Fields whose absence means a default of the family, and null something else: no window, no
-# compression of queries, a size that follows from others.
+# Fields for which null is a value, while absence means the family's default. Null means: no window,
+# no compression of queries, or a size that follows from others.
 _NULL_IS_A_VALUE = frozenset({"sliding_window", "q_lora_rank", "head_dim", "num_key_value_heads"})
 
 
 def read_config(directory: str | Path) -> dict[str, Any]:
-    """Return what `directory/config.json` holds, without the fields that are null.
+    """Return the content of `directory/config.json`, without the fields that are null.
 
     Programs that save a configuration write null for every field that is not set, so null means
     absent: no other code needs to tell the two apart. The exceptions are in `_NULL_IS_A_VALUE`.
@@ -56,7 +55,7 @@ def flag(raw: Mapping[str, Any], field: str, default: bool = False) -> bool:
     """Return a field that is true or false.
 
     Raises:
-        ModelError: it is neither.
+        ModelError: the value is something else.
     """
     value = raw.get(field, default)
     if not isinstance(value, bool):
@@ -65,17 +64,17 @@ def flag(raw: Mapping[str, Any], field: str, default: bool = False) -> bool:
 
 
 def text_config(raw: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Returns the part of a config.json that describes the decoder: multimodal ones nest it."""
+    """Return the part of a config.json that describes the decoder: multimodal models nest it."""
     text = raw.get("text_config")
     return text if isinstance(text, dict) else raw
 
 
 def count(raw: Mapping[str, Any], field: str, default: int | None = None) -> int:
-    """Returns a field that counts something; absent or null is the default, if there is one.
+    """Return a field that is a count, or the default if it is absent or null.
 
     Raises:
-        KeyError: it is absent, and there is no default.
-        ModelError: it is no integer of at least 1, or a larger one than any model's.
+        KeyError: the field is absent, and there is no default.
+        ModelError: it is not an integer of at least 1, or it exceeds the limits above.
     """
     value = raw[field] if default is None else raw.get(field)
     if value is None and default is not None:
@@ -89,10 +88,10 @@ def count(raw: Mapping[str, Any], field: str, default: int | None = None) -> int
 
 
 def index(raw: Mapping[str, Any], field: str, default: int) -> int:
-    """Return a field that is an integer from 0 on.
+    """Return a field that is an integer of at least 0.
 
     Raises:
-        ModelError: it is not.
+        ModelError: the value is something else.
     """
     value = raw.get(field, default)
     if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= _MOST:
@@ -101,15 +100,15 @@ def index(raw: Mapping[str, Any], field: str, default: int) -> int:
 
 
 def dtype_of(raw: Mapping[str, Any]) -> str | None:
-    """Return the dtype that a file names, in its new field or the old one; None: it names none."""
+    """Return the dtype that a file names, in its new field or the old one; None if absent."""
     return raw.get("dtype") or raw.get("torch_dtype")
 
 
 def number(field: str, value: Any, *, or_zero: bool = False) -> float:
-    """Returns the value of a field that is a number above 0, or at least 0.
+    """Return the value of a field that is a number above 0, or at least 0.
 
     Raises:
-        ModelError: it is not.
+        ModelError: the value is something else.
     """
     is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
     if not is_number or not math.isfinite(value) or value < 0 or (value == 0 and not or_zero):
@@ -119,10 +118,10 @@ def number(field: str, value: Any, *, or_zero: bool = False) -> float:
 
 
 def mapping(raw: Mapping[str, Any], *fields: str) -> dict[str, Any]:
-    """Returns the first of some fields that is there and not empty, a copy; {} if none is.
+    """Return a copy of the first field that is present and not empty, or {}.
 
     Raises:
-        ModelError: it is no object.
+        ModelError: the field is not an object.
     """
     for field in fields:
         value = raw.get(field)
@@ -134,10 +133,10 @@ def mapping(raw: Mapping[str, Any], *fields: str) -> dict[str, Any]:
 
 
 def layer_types(raw: Mapping[str, Any], num_layers: int, other: str = SLIDING) -> list[str] | None:
-    """Returns whether each layer's attention is FULL or of another kind, where the file says so.
+    """Return each layer's kind of attention, FULL or `other`; None if the file does not list them.
 
     Raises:
-        ModelError: it does not say so of each layer, or says something else.
+        ModelError: the list has another length, or another kind.
     """
     types = raw.get("layer_types")
     if not types:
@@ -152,10 +151,10 @@ def layer_types(raw: Mapping[str, Any], num_layers: int, other: str = SLIDING) -
 
 
 def refuse_values(raw: Mapping[str, Any], allowed: Mapping[str, tuple[Any, ...]]) -> None:
-    """Refuses fields that hold something else than one of these values; absent ones hold None.
+    """Reject fields with a value that is not among the allowed ones; absent fields count as None.
 
     Raises:
-        ModelError: one does.
+        ModelError: a field has another value.
     """
     for field, values in allowed.items():
         if raw.get(field) not in values:

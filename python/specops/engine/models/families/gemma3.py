@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Gemma 3, its text."""
+"""Gemma 3, text only."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -26,7 +26,7 @@ from specops.engine.models.families.fields import (
 )
 from specops.engine.models.families.gguf import GgufForm
 
-# What multimodal files say outside of the part about text.
+# Fields that multimodal files have outside text_config.
 _AROUND = ("tie_word_embeddings", "dtype", "torch_dtype")
 _GELU = "gelu_pytorch_tanh"
 _NAMES = LayerNames(
@@ -42,11 +42,11 @@ _PLACES = (
 
 
 def read(whole: Mapping[str, Any]) -> ModelConfig:
-    """Reads a config.json.
+    """Read a config.json.
 
     Raises:
         KeyError: a field is missing.
-        ModelError: a field holds what it cannot hold, or what does not run.
+        ModelError: a field has an invalid or unsupported value.
     """
     around = {name: whole[name] for name in _AROUND if name in whole}
     raw = {**GEMMA3, **around, **text_config(whole)}
@@ -100,14 +100,14 @@ def read(whole: Mapping[str, Any]) -> ModelConfig:
 
 
 def _kinds(raw: Mapping[str, Any], num_layers: int) -> list[str]:
-    """Which layers see all positions: as the file lists them, or every so many."""
+    """Return each layer's kind of attention, from the file's list or its pattern."""
     pattern = count(raw, "sliding_window_pattern")
     by_pattern = [SLIDING if (layer + 1) % pattern else FULL for layer in range(num_layers)]
     return layer_types(raw, num_layers) or by_pattern
 
 
 def _rope(raw: Mapping[str, Any], kind: str, head_dim: int) -> Rope:
-    """The rotary embedding of a kind of layers: one mapping for each, or older files' keys."""
+    """Return the RoPE config of a kind of layers, from its mapping or from older files' keys."""
     whole = mapping(raw, "rope_parameters")
     rope = mapping(whole, kind)
     if kind == FULL:
@@ -120,7 +120,7 @@ def _rope(raw: Mapping[str, Any], kind: str, head_dim: int) -> Rope:
 
 
 def _scale_of_queries(raw: Mapping[str, Any]) -> Mapping[str, Any]:
-    """GGUF files leave it out: a head's size, but in the model of 62 layers (27B)."""
+    """Return the field that GGUF files omit: head_dim, or a fixed quotient in the 27B model."""
     if raw["num_hidden_layers"] == 62:
         return {"query_pre_attn_scalar": raw["hidden_size"] // raw["num_attention_heads"]}
     return {"query_pre_attn_scalar": raw["head_dim"]}

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What GGUF files say of a model, in the words of a config.json.
+"""Metadata of GGUF files, converted to the fields of a config.json.
 
 Source: docs/gguf.md of github.com/ggml-org/ggml.
 """
@@ -12,7 +12,7 @@ from typing import Any
 from specops.engine.errors import ModelError
 from specops.engine.models.families.fields import count, mapping, number
 
-# Fields of a config.json, by the keys behind the architecture's name.
+# Fields of a config.json, by GGUF keys without the architecture's prefix.
 _FIELDS = {
     "block_count": "num_hidden_layers",
     "context_length": "max_position_embeddings",
@@ -28,10 +28,10 @@ _FIELDS = {
 _SCALING = "rope.scaling."
 _SCALINGS = {"linear": ("factor",), "yarn": ("factor", "original_context_length")}
 _SCALING_FIELDS = {"original_context_length": "original_max_position_embeddings"}
-# Sizes that must be those of a head, and what config.json has from the tensors.
+# Sizes that must equal head_dim, and keys whose value config.json has from the tensors.
 _HEAD_SIZES = ("attention.value_length", "rope.dimension_count")
 _ELSEWHERE = ("vocab_size",)
-# Keys that change nothing with these values; the layout is `_PAIRED` of checkpoints/gguf.py.
+# Keys that have no effect with these values; `_PAIRED` of checkpoints/gguf.py handles the layout.
 _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "expert_count": (0,),
     "expert_used_count": (0,),
@@ -42,24 +42,24 @@ _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "rope.scaling.yarn_beta_fast": (32.0,),
     "rope.scaling.yarn_beta_slow": (1.0,),
 }
-# Of all models whose files have factors in place of a scaling's parameters.
+# Parameters of all models whose files have factors in place of scaling parameters.
 _LLAMA3_LENGTH, _LLAMA3_LOW, _LLAMA3_HIGH = 8192, 1.0, 4.0
 
 
 def no_fields(raw: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Everything is in the file."""
+    """Return no fields."""
     return {}
 
 
 @dataclass(frozen=True)
 class GgufForm:
-    """How GGUF files have models of a family.
+    """Layout of a family's GGUF files.
 
     Attributes:
-        architecture: as the files call it, in general.architecture.
-        read_as: the architecture of a config.json that is the same.
-        keys: further keys behind the architecture's name, and the fields that they are.
-        fields: what follows from other fields, given them.
+        architecture: name in the files' general.architecture.
+        read_as: the equivalent architecture of a config.json.
+        keys: further keys without the architecture's prefix, and their config.json fields.
+        fields: returns fields that follow from other fields, which are its argument.
     """
 
     architecture: str
@@ -68,13 +68,13 @@ class GgufForm:
     fields: Callable[[Mapping[str, Any]], Mapping[str, Any]] = no_fields
 
     def config(self, raw: Mapping[str, Any]) -> dict[str, Any]:
-        """Returns a config.json as Hugging Face has it.
+        """Return a config.json in Hugging Face's form.
 
         Args:
-            raw: that of a directory that is made from a GGUF file.
+            raw: config.json of a directory that is made from a GGUF file.
 
         Raises:
-            ModelError: the metadata have a key that is not known, or a value that does not run.
+            ModelError: the metadata have an unknown key or an unsupported value.
         """
         prefix = f"{self.architecture}."
         said = {
@@ -121,10 +121,10 @@ class GgufForm:
 
 
 def _scaling_of_factors(factors: Sequence[float], theta: float, head_dim: int) -> dict[str, Any]:
-    """The scaling that divides frequencies by these factors: files of Llama 3 say no more of it.
+    """Return the Llama 3 RoPE scaling with these frequency factors; files have only the factors.
 
     Raises:
-        ModelError: they are those of another scaling.
+        ModelError: the factors are of another scaling.
     """
     factor, pairs = max(factors), head_dim // 2
     for i in range(pairs):

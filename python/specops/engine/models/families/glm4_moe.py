@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""GLM-4.5, 4.6 and 4.7. Their MTP modules are named as DeepSeek-V3's."""
+"""GLM-4.5, 4.6 and 4.7. Their MTP modules have the tensor names of DeepSeek-V3's."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -13,11 +13,11 @@ from specops.engine.models.families.fields import flag
 
 
 def read(raw: Mapping[str, Any]) -> ModelConfig:
-    """Reads a config.json.
+    """Read a config.json.
 
     Raises:
         KeyError: a field is missing.
-        ModelError: a field holds what it cannot hold.
+        ModelError: a field has an invalid value.
     """
     return dense_decoder(
         raw,

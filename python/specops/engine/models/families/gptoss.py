@@ -14,11 +14,11 @@ from specops.engine.models.families.fields import FULL, SLIDING, count, mapping,
 
 
 def read(raw: Mapping[str, Any]) -> ModelConfig:
-    """Reads a config.json.
+    """Read a config.json.
 
     Raises:
         KeyError: a field is missing.
-        ModelError: a field holds what it cannot hold, or what does not run.
+        ModelError: a field has an invalid or unsupported value.
     """
     refuse_values(raw, {"swiglu_limit": (7.0, None), "swiglu_alpha": (1.702, None)})
     types = [FULL if i % 2 else SLIDING for i in range(count(raw, "num_hidden_layers"))]
@@ -29,7 +29,7 @@ def read(raw: Mapping[str, Any]) -> ModelConfig:
 
 
 def mlps(raw: Mapping[str, Any], num_layers: int) -> Sequence[AnyMlpConfig]:
-    """All layers have experts, weighted by a softmax over the chosen ones."""
+    """Return experts for every layer, weighted by a softmax over the chosen ones."""
     experts = ExpertsConfig(
         num_experts=count(raw, "num_local_experts"),
         width=count(raw, "intermediate_size"),

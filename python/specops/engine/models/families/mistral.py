@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Mistral 7B and its like: a Llama whose layers may all have a sliding window."""
+"""Mistral 7B and similar models: Llama with an optional sliding window in all layers."""
 
 from functools import partial
 

@@ -15,7 +15,7 @@ from specops.engine.models.families.fields import count, flag
 
 
 def mlps(raw: Mapping[str, Any], num_layers: int) -> Sequence[AnyMlpConfig]:
-    """Every decoder_sparse_step-th layer has experts, but for those of mlp_only_layers."""
+    """Return experts for every decoder_sparse_step-th layer not listed in mlp_only_layers."""
     step, dense = count(raw, "decoder_sparse_step", 1), raw.get("mlp_only_layers", [])
     if not isinstance(dense, list):
         raise ModelError(f"mlp_only_layers must be a list of layers, got {dense!r:.60}")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Qwen3-Next and Qwen3.5: linear attention beside attention with gates, and their MTP modules."""
+"""Qwen3-Next and Qwen3.5: linear attention next to gated attention, and their MTP modules."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -24,28 +24,31 @@ from specops.engine.models.families.fields import (
     text_config,
 )
 
-# What multimodal files say outside of the part about text.
+# Fields that multimodal files have outside text_config.
 _AROUND = ("architectures", "tie_word_embeddings", "dtype", "torch_dtype")
 _PLACES = (Place("model.", "lm_head"), Place("model.language_model.", "lm_head"))
 
 
 def read_next(raw: Mapping[str, Any]) -> ModelConfig:
-    """Reads the config.json of a Qwen3-Next.
+    """Read the config.json of a Qwen3-Next model.
 
     Raises:
         KeyError: a field is missing.
-        ModelError: a field holds what it cannot hold, or what does not run.
+        ModelError: a field has an invalid or unsupported value.
     """
     return _read({**QWEN3_NEXT, **raw}, mlps=mlps)
 
 
 def read_dense(whole: Mapping[str, Any]) -> ModelConfig:
-    """Reads that of a dense Qwen3.5, its part about text; as `read_next`."""
+    """Read the text part of a dense Qwen3.5 config.json; errors as in `read_next`."""
     return replace(_read(_text(whole, QWEN3_5), is_fused=False), places=_PLACES)
 
 
 def read_experts(whole: Mapping[str, Any]) -> ModelConfig:
-    """Reads that of a Qwen3.5 with experts, whose weights always have the sum 1; as `read_next`."""
+    """Read the text part of a Qwen3.5 config.json with experts; errors as in `read_next`.
+
+    Their routing weights are always normalized to sum 1.
+    """
     raw = {**_text(whole, QWEN3_5_MOE), "norm_topk_prob": True}
     return replace(_read(raw, mlps=mlps, is_fused=False), places=_PLACES)
 
@@ -80,7 +83,7 @@ def _read(
         else layer
         for kind, layer in zip(types, config.layers, strict=True)
     ]
-    # Modules have attention with gates, whatever the last layer has.
+    # MTP modules have gated attention, whatever kind the last layer has.
     return replace(config, layers=tuple(layers), mtp_layer=config.layers[-1], norm_offset=1.0)
 
 
@@ -106,7 +109,7 @@ def _linear_attention(raw: Mapping[str, Any]) -> LinearAttentionConfig:
 
 
 def mlps(raw: Mapping[str, Any], num_layers: int) -> Sequence[AnyMlpConfig]:
-    """As of Qwen3-MoE, but that experts have one beside that all rows share, by a gate."""
+    """Return MLPs as Qwen3-MoE does, but with a gated shared expert next to the experts."""
     shared = DenseMlpConfig(width=count(raw, "shared_expert_intermediate_size"))
     return [
         replace(

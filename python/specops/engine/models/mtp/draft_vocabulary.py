@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reduced draft vocabularies: which tokens a draft head has, and that head."""
+"""Reduced draft vocabularies: the tokens of a draft head, and the head itself."""
 
 from pathlib import Path
 
@@ -15,14 +15,14 @@ from specops.engine.models.weights import WeightSettings
 
 
 def read_token_map(path: Path, vocab_size: int) -> Tensor:
-    """Returns the tokens of a reduced draft vocabulary, int32, ascending.
+    """Return the tokens of a reduced draft vocabulary, int32, ascending.
 
     Args:
         path: a safetensors file with the tensor `d2t`; see `load_mtp`.
         vocab_size: of the target.
 
     Raises:
-        ModelError: the file is missing or damaged, or holds something else.
+        ModelError: the file is missing or damaged, or its content is invalid.
     """
     if not path.is_file():
         raise ModelError(f"{path}: no such file; expected a safetensors file with the tensor d2t")
@@ -37,7 +37,7 @@ def read_token_map(path: Path, vocab_size: int) -> Tensor:
 
 
 def token_map_of(offsets: Tensor, where: str, vocab_size: int) -> Tensor:
-    """Returns the tokens that a tensor `d2t` names, int32, ascending.
+    """Return the tokens that a tensor `d2t` names, int32, ascending.
 
     Args:
         offsets: int64 [draft vocabulary]: row i of the draft head is token i + offsets[i].
@@ -45,7 +45,7 @@ def token_map_of(offsets: Tensor, where: str, vocab_size: int) -> Tensor:
         vocab_size: of the target.
 
     Raises:
-        ModelError: it names something else.
+        ModelError: the tensor is not a valid `d2t`.
     """
     if offsets.dtype != torch.int64 or offsets.dim() != 1 or offsets.numel() == 0:
         raise ModelError(
@@ -62,9 +62,9 @@ def token_map_of(offsets: Tensor, where: str, vocab_size: int) -> Tensor:
 def draft_head(
     target: Transformer, settings: WeightSettings, directory: Path, token_map: Tensor | None
 ) -> PackedWeight:
-    """Returns the LM head of drafts: the target's, or what a draft vocabulary keeps of it.
+    """Return the LM head of drafts: the target's, or its rows in a draft vocabulary.
 
-    Every rank drafts by itself: it has all of this head.
+    Every rank drafts by itself, so each holds the whole head.
 
     Args:
         target: the model.

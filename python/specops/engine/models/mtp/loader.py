@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Loads the MTP modules of a checkpoint: which there are, by what names, and their weights."""
+"""Loader of a checkpoint's MTP modules: it finds their number, tensor names and weights."""
 
 import re
 from collections.abc import Collection, Mapping
@@ -19,7 +19,7 @@ from specops.engine.models.mtp.modules import MtpModule, MtpModules
 from specops.engine.models.transformer import Transformer
 from specops.engine.models.weights import WeightSource
 
-# What the names of the block's tensors give away about blocks that the target's layers are not.
+# Tensor name parts that reveal a kind of block which the target's layers may not have.
 _FOREIGN_BLOCKS = {
     "mlp.experts.": "a mixture of experts",
     "mlp.shared_expert": "a mixture of experts",
@@ -36,11 +36,11 @@ def load_mtp(
     draft_vocab: str | Path | None = None,
     quantization: str | None = None,
 ) -> MtpModules:
-    """Loads the MTP modules that belong to a target.
+    """Load the MTP modules that belong to a target.
 
-    The convention is told by the names of the tensors; config.json says how many modules there
-    are. The target's embedding and LM head serve the modules too: copies in the checkpoint are
-    left unread. Random weights are made where the target has them.
+    Tensor names determine the convention, and config.json the number of modules. The modules share
+    the target's embedding and LM head: copies in the checkpoint are not read. If the target has
+    random weights, so have the modules.
 
     Args:
         target: the model that the modules draft for.
@@ -49,9 +49,9 @@ def load_mtp(
         draft_vocab: a safetensors file with the tensor `d2t`, int64 [draft vocabulary], in
             ascending order: row i of the draft head is token i + d2t[i], as in EAGLE-3's
             checkpoints. The head then proposes no other tokens, and costs less.
-        quantization: of the modules' projections and of a copy of the target's LM head that they
-            draft with, as they are loaded; None: the layers' like the target's layers', and the
-            head itself.
+        quantization: format to which the modules' projections, and a copy of the target's LM head
+            for drafting, are quantized while loading; None: the modules' layers are quantized like
+            the target's, and the target's LM head itself is used.
 
     Raises:
         ModelError: a file, a field or a tensor is missing, damaged or does not fit the target.
@@ -91,7 +91,7 @@ def load_mtp(
 def _found_layers(
     names: Collection[str], config: ModelConfig, raw: Mapping[str, Any], where: Path
 ) -> tuple[MtpConvention, list[int]]:
-    """The convention of a checkpoint's modules, and their numbers."""
+    """Return the convention of a checkpoint's modules, and the modules' numbers."""
     convention = _convention_of(names, raw, where)
     layers = _layers_of(names, convention, raw, where)
     _refuse_foreign(names, _block(config), convention, layers, where)
@@ -101,7 +101,7 @@ def _found_layers(
 def _dummy_layers(
     config: ModelConfig, raw: Mapping[str, Any], where: Path
 ) -> tuple[MtpConvention, list[int]]:
-    """The convention of modules without a checkpoint, and their numbers."""
+    """Return the convention of modules without a checkpoint, and the modules' numbers."""
     convention = convention_of(config.architecture)
     field, count = _declared(raw, convention, where)
     if not count:
@@ -110,7 +110,7 @@ def _dummy_layers(
 
 
 def _pattern(convention: MtpConvention) -> re.Pattern[str]:
-    """Matches one tensor of each module; group 1 is its {index} or {layer}."""
+    """Return a pattern for one tensor of each module; group 1 is its {index} or {layer}."""
     name = convention.projection + ".weight"
     if "{" not in name:
         name = convention.block + "input_layernorm.weight"
@@ -133,7 +133,7 @@ def _convention_of(names: Collection[str], raw: Mapping[str, Any], where: Path) 
 def _declared(
     raw: Mapping[str, Any], convention: MtpConvention, where: Path
 ) -> tuple[str, int | None]:
-    """The field that says how many modules there are, and what it says."""
+    """Return the config field for the number of modules, and its value or None."""
     for field in convention.count_fields:
         if raw.get(field) is not None:
             count = raw[field]
@@ -148,7 +148,7 @@ def _declared(
 def _layers_of(
     names: Collection[str], convention: MtpConvention, raw: Mapping[str, Any], where: Path
 ) -> list[int]:
-    """The number in the tensor names of each module, in order; as many as config.json says."""
+    """Return the number in each module's tensor names, in order; check it against config.json."""
     pattern = _pattern(convention)
     found = sorted(int(match.group(1)) for name in names if (match := pattern.fullmatch(name)))
     field, count = _declared(raw, convention, where)
@@ -165,7 +165,7 @@ def _layers_of(
             f"{where / 'config.json'}: num_hidden_layers is {raw['num_hidden_layers']}, but the "
             f"first MTP module's tensors are those of layer {first}"
         )
-    else:  # a draft directory of its own may count its modules from 0
+    else:  # a separate draft directory may number its modules from 0
         expected = range(first, first + len(found))
     if found != list(expected):
         raise ModelError(f"{where}: MTP modules must be numbered without gaps, got {found}")
@@ -215,7 +215,7 @@ def _load_module(
 
 
 def _block(config: ModelConfig) -> LayerConfig:
-    """What modules' layers are made from: the target's last, or another one; without a window."""
+    """Return the layer config of modules: the target's MTP or last layer, without a window."""
     last = config.mtp_layer or config.layers[-1]
     return replace(last, attention=last.attention.without_window())
 
@@ -227,7 +227,7 @@ def _refuse_foreign(
     layers: list[int],
     where: Path,
 ) -> None:
-    """Refuses modules whose decoder layer is of another kind than the target's, by its name."""
+    """Reject modules whose tensor names show another kind of decoder layer than the target's."""
     own = (block.mlp.kind, block.attention.kind)
     for index, layer in enumerate(layers):
         prefix = convention.block.format(index=index, layer=layer)
@@ -246,7 +246,7 @@ def _refuse_unread(
     layers: list[int],
     where: Path,
 ) -> None:
-    """Refuses tensors of the modules that nothing has read: the block is of another kind."""
+    """Reject tensors of the modules that were not read: their block is of another kind."""
     for index, layer in enumerate(layers):
         prefix = convention.block.format(index=index, layer=layer)
         copies = tuple(one.format(index=index, layer=layer) for one in convention.copies)

@@ -2,9 +2,9 @@
 """Multi-token prediction modules: their weights and their pass.
 
 A module drafts one token further than the target. Its row i reads the embedding of token i + m
-(module m = 1, 2, ..) and a hidden state of position i: the target's, after its final norm, or the
-module's before it. Both are normalised, laid side by side, projected back to the hidden size, and
-sent through one decoder layer; the target's own LM head reads the result.
+(module m = 1, 2, ..) and a hidden state of position i: the target's, after its final norm, or that
+of the module before it. Both are normalized, concatenated, projected back to the hidden size, and
+passed through one decoder layer; the target's own LM head reads the result.
 """
 
 from dataclasses import dataclass
@@ -38,17 +38,18 @@ class MtpModule:
 
 
 class MtpOutput(NamedTuple):
-    """What a module gives for its rows; both [rows, hidden_size], often the same tensor."""
+    """Output of a module for its rows; both [rows, hidden_size], often the same tensor."""
 
-    hidden: Tensor  # what the LM head reads
-    recycled: Tensor  # what the next draft, or the next module, reads as its hidden state
+    hidden: Tensor  # input of the LM head
+    recycled: Tensor  # hidden state that the next draft or module reads
 
 
 @dataclass(slots=True, kw_only=True)
 class MtpBatch(LayerBatch):
-    """The rows of one pass of a module, and where their tokens and states are.
+    """The rows of one pass of a module, and the locations of their tokens and states.
 
-    The first two are of `batching.DraftIndices`; the others as `dense.mtp_input` takes them.
+    The first two fields are from `batching.DraftIndices`; the others are arguments of
+    `dense.mtp_input`.
     """
 
     row_to_request: Tensor  # int32 [rows]
@@ -64,9 +65,9 @@ class MtpModules(LayerStack):
     """The modules of a checkpoint on top of their target, whose embedding and RoPE they share.
 
     Attributes:
-        convention: what they are fed.
-        modules: in the order in which they draft.
-        lm_head: the target's, or the rows of it that a reduced draft vocabulary keeps.
+        convention: describes the inputs of the modules.
+        modules: in drafting order.
+        lm_head: the target's, or its rows in a reduced draft vocabulary.
         token_map: int32 [draft vocabulary]: the token of each row of `lm_head`; None: all tokens.
     """
 
@@ -95,23 +96,23 @@ class MtpModules(LayerStack):
 
     @property
     def num_modules(self) -> int:
-        """How many modules there are."""
+        """Number of modules."""
         return len(self.modules)
 
     def reserve(self, rows: int) -> None:
-        """Allocates the buffers of steps with up to `rows` rows, which then stay where they are."""
+        """Allocate buffers for steps of up to `rows` rows; they do not move afterwards."""
         super().reserve(rows)
         if len(self._pairs) < rows:
             self._pairs = self._pairs.new_empty(rows, 2 * self.hidden_size)
 
     def forward(self, index: int, batch: MtpBatch, hidden: Tensor, cache: KvCache) -> MtpOutput:
-        """Runs module `index` over rows and writes their keys and values.
+        """Run module `index` over rows, and write their keys and values.
 
         Args:
-            index: which module, from 0; its row at position i reads token i + index + 1.
+            index: of the module, from 0; its row at position i reads token i + index + 1.
             batch: the rows.
-            hidden: [source rows, hidden_size], the target's states after its final norm, or what
-                this module or the one before it gave as `recycled`.
+            hidden: [source rows, hidden_size], the target's states after its final norm, or the
+                `recycled` output of this module or the one before it.
             cache: from `new_kv_cache`.
 
         Returns:
