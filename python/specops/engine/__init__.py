@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The serving engine, composed of the specops ops; `python -m specops.engine` runs its server."""
+"""Serving engine built from the specops ops; `python -m specops.engine` runs its server."""
 
 from typing import TYPE_CHECKING, Any
 
@@ -38,7 +38,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """Imports the engine when it is asked for: a server has no use for torch, which takes long."""
+    """Import `Engine` on first use: a server process does not need torch, whose import is slow."""
     if name != "Engine":
         raise AttributeError(f"module 'specops.engine' has no attribute {name!r}")
     from specops.engine.engine import Engine

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`python -m specops.engine`: serves a model over HTTP, as `specops serve` does."""
+"""`python -m specops.engine`: serve a model over HTTP, as `specops serve` does."""
 
 import sys
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From a prompt and its parameters to a request: every check of it, and what the model adds."""
+"""Admission: check a prompt and its parameters against the model and build a `Request`."""
 
 import random
 import time
@@ -17,14 +17,14 @@ from specops.tokenizer import TextStream, Tokenizer
 
 
 class Admission:
-    """Makes the requests of one engine.
+    """Factory of one engine's requests.
 
     Args:
-        config: of the engine.
-        tokenizer: of the model.
+        config: the engine's configuration.
+        tokenizer: the model's tokenizer.
         drafting: the drafters that requests may choose.
-        max_model_len: tokens of the longest request.
-        vocab_size: of the model.
+        max_model_len: maximum number of tokens of a request, prompt and output.
+        vocab_size: the model's vocabulary size.
     """
 
     def __init__(
@@ -57,11 +57,12 @@ class Admission:
         owners: Sequence[str],
         taken: Collection[str],
     ) -> Request:
-        """Makes a request of what `Engine.add_request` documents.
+        """Check the arguments of `Engine.add_request` and build a request from them.
 
         Args:
-            prompt, params, request_id, choice_index, speculative_config, owners: as there.
-            taken: the names that are in use.
+            prompt, params, request_id, choice_index, speculative_config, owners: as for
+                `Engine.add_request`.
+            taken: the request ids that are in use.
 
         Raises:
             ContextOverflow: prompt and max_tokens do not fit the context.
@@ -106,32 +107,32 @@ class Admission:
     def compile(
         self, wanted: StructuredOutput, overdue: Callable[[], None] | None = None
     ) -> Grammar:
-        """Compile a constraint on any thread. Requests find the grammar while it is in use.
+        """Compile a constraint; any thread may call this. Requests reuse a grammar that is in use.
 
         Args:
             wanted, overdue: as in `GrammarCompiler.compile`.
 
         Raises:
-            ValueError: it cannot be used.
+            ValueError: the constraint is not valid or not supported.
         """
         return self._grammars.compile(wanted, overdue)
 
     def draw_seed(self, bits: int) -> int:
-        """Draws a seed of so many bits, for a request that came without one."""
+        """Draw a seed of `bits` random bits for a request that has no seed."""
         return self._random.getrandbits(bits)
 
     def _name(self, asked: str | None, taken: Collection[str]) -> str:
-        """A request's name: the one that was asked for, or one that nobody has."""
+        """Return the requested id, or generate an unused one if the request has none."""
         if asked is None:
             asked = f"request-{self._arrivals}"
-            while asked in taken:  # a caller may have chosen such a name
+            while asked in taken:  # a caller may have chosen this id
                 asked += "-"
         if asked in taken:
             raise ValueError(f"request_id {asked!r} is in use")
         return asked
 
     def _room(self, token_ids: Sequence[int], params: SamplingParams) -> int:
-        """Tokens that may follow a prompt."""
+        """Return how many tokens fit the context after a prompt; check max_tokens against it."""
         room = self.max_model_len - len(token_ids)
         if (1 if params.max_tokens is None else params.max_tokens) > room:
             asked = "" if params.max_tokens is None else f" and max_tokens {params.max_tokens}"
@@ -174,7 +175,7 @@ class Admission:
         self.tokenizer.check_ids(field, token_ids, self.vocab_size)
 
     def _stop_token_ids(self, params: SamplingParams) -> tuple[int, ...]:
-        """The request's own, and the model's end of sequence."""
+        """Return the request's own stop tokens and the model's end-of-sequence tokens."""
         eos = () if params.ignore_eos else sorted(self.tokenizer.eos_token_ids)
         return tuple(
             dict.fromkeys((*params.stop_token_ids, *(i for i in eos if i < self.vocab_size)))
@@ -183,7 +184,7 @@ class Admission:
     def _grammar(
         self, params: SamplingParams, speculative: SpeculativeConfig
     ) -> GrammarState | None:
-        """Where the output of a request begins in its grammar."""
+        """Return the grammar state at the start of a request's output; None without a grammar."""
         if params.structured_output is None:
             return None
         if speculative.accept_policy not in ("normal", "reject_all"):
@@ -201,7 +202,7 @@ class Admission:
         )
 
     def _bad_words(self, params: SamplingParams) -> tuple[tuple[int, ...], ...]:
-        """The sequences that spell a bad word, inside a text and after a space."""
+        """Return the token sequences that spell a bad word, inside a text and after a space."""
         sequences = list(params.bad_words_token_ids)
         for word in params.bad_words:
             stem = word.lstrip(" ") or word
@@ -209,14 +210,14 @@ class Admission:
             spaced = tuple(self.tokenizer.encode(" " + stem, add_special_tokens=False))
             self._check_ids("bad_words", (*bare, *spaced))
             sequences.append(bare)
-            # A space and then the bare word is refused with the bare word already.
+            # A sequence that ends with the bare word is already refused by the bare word.
             if spaced[-len(bare) :] != bare:
                 sequences.append(spaced)
         check_sequences("bad_words", tuple(sequences))
         return tuple(dict.fromkeys(sequences))
 
     def _prediction(self, params: SamplingParams) -> tuple[int, ...]:
-        """The tokens that the output may follow."""
+        """Return the tokens of the `prediction` parameter."""
         token_ids = params.prediction
         if isinstance(token_ids, str):
             token_ids = tuple(self.tokenizer.encode(token_ids, add_special_tokens=False))
@@ -229,7 +230,7 @@ class Admission:
         return token_ids
 
     def _thinking(self, params: SamplingParams) -> tuple[int, tuple[int, ...]]:
-        """The token that ends thinking, and those that end it by force."""
+        """Return the token that ends the thinking, and the tokens injected to end it by force."""
         if not params.thinks:
             return -1, ()
         think_end = params.think_end_token_id
@@ -246,11 +247,11 @@ class Admission:
 
 
 def _no_time() -> float:
-    """A timer that stands still."""
+    """Return 0: a timer that stands still, so that tensor-parallel ranks decide the same."""
     return 0.0
 
 
 def _signed64(seed: int) -> int:
-    """The signed integer with the same 64 bits."""
+    """Return the signed integer with the same 64 bits."""
     seed &= 2**64 - 1
     return seed - 2**64 if seed >= 2**63 else seed

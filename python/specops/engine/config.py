@@ -22,12 +22,13 @@ from specops.engine.speculative_config import SpeculativeConfig
 BUNDLED_MODEL = Path(__file__).resolve().parent.parent / "assets"
 BUNDLED_MODEL_NAME = "specops-bundled"
 
-ALL_METHODS = "all"  # of `EngineConfig.methods`
+ALL_METHODS = "all"  # value of `EngineConfig.methods`
 
-# Of weights; a step over fewer is not much longer than selecting its drafts takes.
+# Bytes of weights. With a smaller model, a step takes little longer than selecting its drafts.
 _LEAST_SELECTED_BYTES = 200_000_000
 
-# Each is a pass that its whole step waits for; a server may have more, a request that asks may not.
+# Each model step is a pass that the whole step waits for. The server's own configuration may exceed
+# this number; a request may not.
 _MAX_REQUESTED_MODEL_STEPS = 16
 
 _CHOICES: dict[str, tuple[str, ...] | tuple[int, ...]] = {
@@ -48,69 +49,70 @@ def _default_drafts() -> SpeculativeConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class EngineConfig:
-    """How an engine is set up. Paths and resources live here, never in a request.
+    """Configuration of an engine. Paths and resources belong here, never in a request.
 
     Attributes:
         model: Hugging Face directory, or GGUF file; None is the model that ships with the package.
         speculative_config: the method for requests that do not choose their own.
-        methods: the methods that requests may choose beside those that speculative_config names
-            and those without weights, which they may choose in any case; "all" is every method that
-            the model can run. Their weights and pages are paid for. None: all of the bundled model,
-            which is small, and none of any other.
+        methods: further methods that requests may choose. The methods named in speculative_config
+            and the methods without weights can always be chosen. "all" means every method that
+            the model can run. All of them take memory for weights and pages. None: all methods for
+            the bundled model, which is small, and no further methods for any other model.
         served_model_name: the name clients use; the directory's name when absent.
         dtype: "auto" (the checkpoint's), "bfloat16" or "float32".
-        kv_cache_dtype: what keys and values are kept in: "auto" (the model's dtype), or 8 bits an
-            element and a scale per token and head, "int8" or "fp8_e4m3", which need half the memory
-            and are a little off. Speculation still changes no bit.
-        quantization: of the layers' projections, made as they are loaded: "none"; or FastDeploy's
-            "wint8", 8 bits a number and a scale for each output; "wint4", 4 bits and a scale for
-            128 inputs of an output; or "mix_quant", wint4 of experts and wint8 of all else. They
-            need half or a quarter of the memory of bfloat16 and are a little off. Embedding and
-            norms stay as they are. Speculation still changes no bit.
-        quantize_head: the same of the LM head, in which few others are quantized.
+        kv_cache_dtype: dtype of stored keys and values: "auto" (the model's dtype), or "int8" or
+            "fp8_e4m3" with a scale per token and head, which need half the memory and are slightly
+            less accurate. Speculation still changes no bit.
+        quantization: quantization of the layers' projections at load time: "none", or FastDeploy's
+            "wint8" (8 bits per weight, a scale per output), "wint4" (4 bits, a scale per 128
+            inputs of an output) or "mix_quant" (wint4 for experts, wint8 for all else). They
+            need half or a quarter of the memory of bfloat16 and are slightly less accurate.
+            Embedding and norms are not quantized. Speculation still changes no bit.
+        quantize_head: the same for the LM head, which few other engines quantize.
         device: "auto" (a GPU where this build and this machine can use one, else the CPU), "cpu",
             "cuda" or "cuda:N".
         enforce_eager: on a GPU, launch every step's kernels one by one rather than replay the
             steps that repeat as CUDA graphs. The bits are the same.
-        load_format: "auto" reads the checkpoint; "dummy" makes random weights in its place, on the
-            device, for measurements: the directory needs no weights then.
-        weight_cache: where a CPU's packed weights are kept, so that the next engine need only map
-            them: a folder; "auto", that of the user's caches, for checkpoints of 256 MiB and more;
-            or "none".
-        weight_cache_bytes: most bytes of it. What was not used for longest makes room.
-        logprobs_mode: what logprobs are of: "raw_logprobs", the model's own logits; or
-            "processed_logprobs", the distribution that the token was drawn from, after penalties,
-            temperature and all filters (at temperature 0: after penalties).
-        json_whitespace: what may stand between the tokens of JSON where a request constrains its
-            output and says nothing else: "bounded", what printers of JSON write: a space, or a line
-            end and indentation; "any", however much of it; or "none".
+        load_format: "auto" reads the checkpoint; "dummy" makes random weights on the device
+            instead, for measurements; the directory then needs no weights.
+        weight_cache: where packed CPU weights are kept, so that the next engine only has to map
+            them: a folder; "auto", a folder in the user's cache directory, for checkpoints of
+            256 MiB and more; or "none".
+        weight_cache_bytes: maximum size of the cache. The least recently used entry is evicted.
+        logprobs_mode: which distribution logprobs refer to: "raw_logprobs", the model's own logits;
+            or "processed_logprobs", the distribution that the token was drawn from, after
+            penalties, temperature and all filters (at temperature 0: after penalties).
+        json_whitespace: white space allowed between JSON tokens when a request constrains its
+            output to JSON and does not set this itself: "bounded", what JSON printers write (a
+            space, or a line end and indentation); "any", any amount; or "none".
         page_size: tokens per KV page: 16, 32 or 64.
         num_pages: KV pages; by default enough for max_num_seqs requests of full length, but no
-            more than `kv_cache_bytes` take.
-        kv_cache_bytes: upper bound of the default num_pages; 4 GiB on the CPU when absent, and most
-            of what is free beside the weights on a GPU.
-        state_cache_bytes: of kv_cache_bytes, those for states of prefixes, which a model with
-            linear attention has; a quarter when absent. See docs/models.md.
-        tensor_parallel_size: engines that compute the model together, each with a share of its
-            weights, keys and values. They are processes, which a server starts.
-        exact_across_tp: the bits are those of so many ranks, whatever tensor_parallel_size is,
-            which must divide it: a power of two. None: they are those of tensor_parallel_size.
-        enable_expert_parallel: of several summands, each is what some experts give, and a rank has
-            whole experts; else a part of each expert. Other bits in the last places.
-        max_num_seqs: requests that run at once.
-        max_num_batched_tokens: rows of one step, prefill chunks and verification together. Prompts
-            get at most 128 of them on a CPU, and 2,048 on a GPU.
-        max_model_len: longest prompt and output; the model's own limit when absent.
+            more than fit in `kv_cache_bytes`.
+        kv_cache_bytes: upper bound of the memory of the default num_pages; when absent, 4 GiB on
+            the CPU, and on a GPU most of the memory that the weights leave free.
+        state_cache_bytes: part of kv_cache_bytes reserved for recurrent states of cached prefixes,
+            used by models with linear attention; a quarter when absent. See docs/models.md.
+        tensor_parallel_size: number of ranks that compute the model together, each with a shard of
+            its weights, keys and values. A server starts one process per rank.
+        exact_across_tp: number of virtual TP ranks that determines the bits of the results: a
+            power of two, and a multiple of tensor_parallel_size. None: tensor_parallel_size.
+        enable_expert_parallel: give each virtual TP rank whole experts instead of a part of each
+            expert. Sums are then added in another order, so their last bits differ.
+        max_num_seqs: maximum number of requests that run at once.
+        max_num_batched_tokens: maximum number of rows of one step, prefill chunks and verification
+            together. Prompts get at most 128 rows on a CPU and 2,048 on a GPU.
+        max_model_len: maximum number of tokens of prompt and output; default: the model's limit.
         enable_prefix_caching: share the pages of equal prefixes.
-        enable_cascade_attention: read the pages that several requests of a step share once for all
-            of them. The bits are the same; off is for measurements.
+        enable_cascade_attention: read pages that several requests of a step share only once per
+            step. The bits are the same; turn it off only for measurements.
         num_threads: threads of the CPU kernels. Absent: SPECOPS_NUM_THREADS, or the usable CPUs.
-        seed: seeds the seeds that requests without one are given; None draws from the system.
-        max_waiting: requests that may wait before further ones are refused.
-        suffix_corpus: a text file, or a folder of them, whose texts suffix decoding drafts from as
-            from responses it has seen; see docs/drafters.md.
-        suffix_cache: file that the responses suffix decoding drafts from are read from, if it is
-            there; `Engine.save_drafters` writes it.
+        seed: seed of the generator that draws seeds for requests without one; None draws them from
+            the operating system.
+        max_waiting: maximum number of waiting requests; further requests are refused.
+        suffix_corpus: a text file, or a folder of text files, that suffix decoding drafts from in
+            the same way as from responses it has seen; see docs/drafters.md.
+        suffix_cache: file of responses that suffix decoding drafts from. It is read if it exists;
+            `Engine.save_drafters` writes it.
     """
 
     model: str | None = None
@@ -148,7 +150,7 @@ class EngineConfig:
 
     @classmethod
     def from_plain(cls, settings: Mapping[str, Any]) -> "EngineConfig":
-        """Makes one of plain data, as on a command line: speculative_config is JSON.
+        """Make a configuration from plain data, in which speculative_config is JSON text.
 
         Raises:
             ValueError: a value is invalid.
@@ -169,7 +171,7 @@ class EngineConfig:
             if isinstance(value, str):
                 value = value.lower()
                 object.__setattr__(self, name, value)
-            # By type first: True is 1, and a list cannot be looked up.
+            # Compare types first: True equals 1.
             if type(value) is not type(choices[0]) or value not in choices:
                 *most, last = map(str, choices)
                 raise ValueError(f"{name} must be {', '.join(most)} or {last}, got {value!r}")
@@ -243,16 +245,16 @@ class EngineConfig:
         object.__setattr__(self, "methods", tuple(self.methods))
 
     def wants_method(self, method: Method) -> bool:
-        """Whether a method is to be loaded; elsewhere requests that name it are refused."""
+        """Return whether to load a method; requests that name a method not loaded are refused."""
         return not method.needs_weights or self.names_method(method.name) or self.wants_all_methods
 
     def names_method(self, name: str) -> bool:
-        """Whether this configuration names a method: then one that cannot run is an error."""
+        """Return whether this configuration names a method; if it cannot run, that is an error."""
         return name in (*self.speculative_config.named_methods, *(self.methods or ()))
 
     @property
     def wants_all_methods(self) -> bool:
-        """Whether every method is to be loaded that the model can run."""
+        """Whether to load every method that the model can run."""
         if self.methods is None:
             return self.model_dir == BUNDLED_MODEL
         return ALL_METHODS in self.methods
@@ -264,18 +266,18 @@ class EngineConfig:
         missing: Mapping[str, str] | None = None,
         params: object = None,
     ) -> SpeculativeConfig:
-        """Returns what a request with this `speculative_config` of its own runs with.
+        """Return the configuration that a request runs with, given its own `speculative_config`.
 
         Args:
-            override: the request's own choices; None for the engine's configuration; or what this
-                has returned before.
+            override: the request's own choices; None for the engine's configuration; or an earlier
+                result of this method, which is returned as it is.
             methods: the methods the engine can run.
-            missing: why it cannot run others, by method, in words for whoever sent the request.
-            params: the request's `SamplingParams`, of which one may ask for a method.
+            missing: by method, why the engine cannot run it, worded for the client.
+            params: the request's `SamplingParams`; one of its fields may select a method.
 
         Raises:
             ValueError: the object has a key a request may not set, a value is invalid, or the
-                engine cannot run it.
+                engine cannot run the result.
         """
         if isinstance(override, SpeculativeConfig):
             return override
@@ -292,11 +294,11 @@ class EngineConfig:
 
     @property
     def num_slices(self) -> int:
-        """Summands of every sum that ranks share, on which its bits depend."""
+        """Number of virtual TP ranks: the summands of each all-reduced sum, which fix its bits."""
         return self.exact_across_tp or self.tensor_parallel_size
 
     def decided_for(self, device: str) -> "EngineConfig":
-        """Decides what is left to the engine: whether drafts are selected.
+        """Return a copy in which `adaptive_verification` is set, if it was left to the engine.
 
         Args:
             device: "cpu" or "cuda".
@@ -307,17 +309,17 @@ class EngineConfig:
         weights = (".safetensors", GGUF_SUFFIX)
         files = [file for file in self.model_dir.glob("*") if file.suffix in weights]
         is_long = sum(file.stat().st_size for file in files) >= _LEAST_SELECTED_BYTES
-        # What passes of a drafter's model cost is not known here, and has not been judged.
+        # The cost of a drafter model's passes is unknown here, so drafts are not selected with one.
         is_known = not any(method_of(name).needs_weights for name, _ in own.draft_stages)
         is_long = device == "cpu" and is_long and is_known and own.method != NAIVE
         return replace(self, speculative_config=replace(own, adaptive_verification=is_long))
 
     @property
     def model_dir(self) -> Path:
-        """The directory to load: of a GGUF file, what is made from it in the user's cache.
+        """Directory to load. For a GGUF file, the directory converted from it in the user's cache.
 
         Raises:
-            ModelError: the file is missing or damaged, or cannot be read.
+            ModelError: the GGUF file is missing or damaged, or cannot be read.
         """
         if self.model is None:
             return BUNDLED_MODEL
@@ -326,7 +328,7 @@ class EngineConfig:
 
     @property
     def model_name(self) -> str:
-        """The name clients use for the model."""
+        """Name that clients use for the model."""
         if self.served_model_name is not None:
             return self.served_model_name
         if self.model is None:

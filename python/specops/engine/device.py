@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where a step runs: the host's and the device's memory, the copies between them, and graphs.
+"""Devices that run steps: host and device memory, copies between them, and CUDA graphs.
 
-The engine knows devices by this protocol alone. On the CPU both memories are one and a step is a
-sequence of calls; on CUDA a step is one copy in, a captured graph, one copy out and one wait.
+The engine uses devices only through the class `Device`. On the CPU, host and device memory are the
+same and a step is a sequence of calls; on CUDA, a step is one copy in, a captured graph, one copy
+out and one wait.
 """
 
 import contextlib
@@ -18,28 +19,29 @@ from specops.engine.errors import EngineError
 
 logger = logging.getLogger(__name__)
 
-# mma with bfloat16 and cp.async, which the kernels are made of, came with this architecture.
+# The kernels use bfloat16 mma and cp.async, which this architecture introduced.
 _LEAST_CAPABILITY = (8, 0)
 
 
 def raise_reported(code: int) -> None:
-    """Raises what a kernel has reported; 0 is nothing.
+    """Raise the error that a kernel has reported; do nothing if the code is 0.
 
     Raises:
-        ValueError: with the op's sentence.
+        ValueError: the code is not 0; the message is the op's.
     """
     if code:
         raise ValueError(specops.error_sentence(code) or f"a kernel reported code {code}")
 
 
 class Device:
-    """What the runner needs of a device. This one is the CPU: calls compute, in one memory.
+    """Interface between the runner and a device, implemented for the CPU.
 
     Attributes:
-        device: where tensors live.
-        is_async: kernels run after the call that asks for them. Host and device memory are two,
-            wrong data is reported with a step's results, and steps are padded to a few shapes.
-        captures: steps of a padded shape may be captured and replayed.
+        device: torch device of the tensors.
+        is_async: whether kernels run after the call that launches them. Host and device memory are
+            then separate, invalid data is reported with a step's results, and steps are padded to a
+            few shapes. On the CPU, calls compute at once and there is one memory.
+        captures: whether steps of a padded shape may be captured and replayed.
     """
 
     device = torch.device("cpu")
@@ -47,32 +49,32 @@ class Device:
     captures = False
 
     def host_block(self, num_bytes: int) -> Tensor:
-        """Allocates bytes that the host reads and writes."""
+        """Return a new uint8 block that the host reads and writes."""
         return torch.empty(num_bytes, dtype=torch.uint8)
 
     def device_block(self, num_bytes: int, host: Tensor | None = None) -> Tensor:
-        """Allocates bytes that kernels read and write; with `host`, its counterpart."""
+        """Return a uint8 block that kernels read and write; the counterpart of `host` if given."""
         return self.host_block(num_bytes) if host is None else host
 
     def workspace(self, num_bytes: int) -> Tensor:
-        """Allocates zeros for ops that count in memory, and leave zeros where they did."""
+        """Return a zeroed block for ops whose counters must start, and are left, at zero."""
         return torch.zeros(num_bytes, dtype=torch.uint8, device=self.device)
 
     def copy_in(self, block: Tensor, host: Tensor, num_bytes: int) -> None:
-        """Begins to copy the first bytes of a host block to its counterpart."""
+        """Start copying the first bytes of a host block to its device counterpart."""
 
     def copy_out(self, host: Tensor, block: Tensor, num_bytes: int) -> None:
-        """Begins to copy the first bytes of a counterpart back, after all work begun before."""
+        """Start copying the first bytes of a device block back, after all work launched before."""
 
     def wait(self) -> None:
-        """Waits for everything begun."""
+        """Wait for all work that was launched."""
 
     def capture(self, launch: Callable[[], None]) -> Callable[[], None]:
-        """Records what `launch` starts, without running it; the result starts it again."""
+        """Record the work that `launch` starts; return a function that replays it."""
         return launch
 
     def free_bytes(self) -> int:
-        """Returns the memory that could still be allocated; very much where nobody says."""
+        """Return the bytes that can still be allocated; a huge number if that is unknown."""
         try:
             lines = Path("/proc/meminfo").read_text().splitlines()
         except OSError:
@@ -82,10 +84,10 @@ class Device:
 
 
 class CudaDevice(Device):
-    """One NVIDIA GPU. All work goes to the calling thread's current stream of the device.
+    """One NVIDIA GPU. All work goes to the calling thread's current stream of this GPU.
 
     Args:
-        index: number of the GPU.
+        index: index of the GPU.
         graphs: capture the steps that repeat.
     """
 
@@ -95,48 +97,48 @@ class CudaDevice(Device):
         self.device = torch.device("cuda", index)
         self.captures = graphs
         self._done: torch.cuda.Event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        # Captures run beside the current stream, and what they allocate shares one pool: replays
-        # follow each other, so no graph needs another's memory.
+        # Captures run on a side stream. All graphs allocate from one pool: replays never overlap,
+        # so graphs can reuse each other's memory.
         self._side = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
         self._pool = torch.cuda.graph_pool_handle() if graphs else None
 
     def host_block(self, num_bytes: int) -> Tensor:
-        """Allocates pinned memory, which the GPU reads while the host goes on."""
+        """Return a new block of pinned memory, which is copied while the host goes on."""
         return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
 
     def device_block(self, num_bytes: int, host: Tensor | None = None) -> Tensor:
-        """Allocates memory of the GPU."""
+        """Return a new block of GPU memory."""
         return torch.empty(num_bytes, dtype=torch.uint8, device=self.device)
 
     def copy_in(self, block: Tensor, host: Tensor, num_bytes: int) -> None:
-        """Begins one copy to the GPU."""
+        """Start one copy to the GPU."""
         block[:num_bytes].copy_(host[:num_bytes], non_blocking=True)
 
     def copy_out(self, host: Tensor, block: Tensor, num_bytes: int) -> None:
-        """Begins one copy from the GPU."""
+        """Start one copy from the GPU."""
         host[:num_bytes].copy_(block[:num_bytes], non_blocking=True)
 
     def wait(self) -> None:
-        """Waits for the stream, without holding the interpreter lock."""
+        """Wait for the stream without holding the GIL."""
         self._done.record(torch.cuda.current_stream(self.device))
         self._done.synchronize()
 
     def capture(self, launch: Callable[[], None]) -> Callable[[], None]:
-        """Captures a CUDA graph.
+        """Capture a CUDA graph and return a function that replays it.
 
         Raises:
-            EngineError: something in `launch` cannot be captured.
+            EngineError: `launch` does something that cannot be captured.
         """
         graph = torch.cuda.CUDAGraph()
         self._side.wait_stream(torch.cuda.current_stream(self.device))
         try:
             with torch.cuda.stream(self._side):
-                # Another thread, such as a server's, may do with CUDA what it likes meanwhile.
+                # Other threads, such as a server's, may call CUDA during the capture.
                 graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
                 try:
                     launch()
                 except BaseException:
-                    with contextlib.suppress(RuntimeError):  # the first error says more
+                    with contextlib.suppress(RuntimeError):  # keep the first error, which says more
                         graph.capture_end()
                     raise
                 graph.capture_end()
@@ -154,22 +156,22 @@ class CudaDevice(Device):
         return replay
 
     def free_bytes(self) -> int:
-        """Returns what the driver has left and what torch holds without using it."""
+        """Return the bytes free in the driver plus those that torch reserves but does not use."""
         free, _ = torch.cuda.mem_get_info(self.device)
         reserved = torch.cuda.memory_reserved(self.device)
         return int(free + reserved - torch.cuda.memory_allocated(self.device))
 
 
 def open_device(name: str, *, graphs: bool = True) -> Device:
-    """Returns the device of a name.
+    """Return the device with a given name.
 
     Args:
-        name: "cpu", "cuda" (the first GPU), "cuda:N", or "auto": the first GPU where this build
-            and this machine can use one, and the CPU elsewhere.
+        name: "cpu", "cuda" (the first GPU), "cuda:N", or "auto": the first GPU if this build
+            and this machine can use it, else the CPU.
         graphs: let a GPU capture the steps that repeat.
 
     Raises:
-        ValueError: the name is none of these, or there is no such device to be used.
+        ValueError: the name is none of these, or the device cannot be used.
     """
     if name == "cpu":
         return Device()
@@ -193,7 +195,7 @@ def open_device(name: str, *, graphs: bool = True) -> Device:
 
 
 def _why_no_cuda(index: int) -> str | None:
-    """What is missing for a GPU to be used, or None."""
+    """Return why a GPU cannot be used, or None if it can."""
     if not specops.has_cuda():
         return "this build has no CUDA kernels"
     if not torch.cuda.is_available():

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a step brings one request, as the runner hands it to the engine."""
+"""Result of a step for one request, passed from the runner to the engine."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -11,14 +11,14 @@ from specops.sampling import FinishReason
 
 @dataclass(slots=True)
 class Emitted:
-    """What a step committed for one request; stop strings are yet to be looked for."""
+    """Tokens that a step committed for one request, before the search for stop strings."""
 
     token_ids: Sequence[int] = ()
     accepted: Sequence[int] = ()  # drafts that verification accepted; some may not be committed
     num_from_drafts: int = 0  # leading tokens that are these drafts
-    logprobs: list[TokenLogprob] = field(default_factory=list)  # if the request asks for them
-    drafts: StepDrafts | None = None  # likewise
+    logprobs: list[TokenLogprob] = field(default_factory=list)  # if the request asked for logprobs
+    drafts: StepDrafts | None = None  # if the request asked to report drafts
     finish_reason: FinishReason = FinishReason.RUNNING
-    stop_index: int = -1  # of the stop token or sequence that ended it
-    thinking_state: int | None = None  # as `sampling.commit` left it; None: as it was
-    prompt_scores: Sequence[Any] = ()  # of tokens of its prompt, as `PromptLogprobs.add` has them
+    stop_index: int = -1  # index of the stop token or sequence that ended it
+    thinking_state: int | None = None  # after `sampling.commit`; None: unchanged
+    prompt_scores: Sequence[Any] = ()  # of prompt tokens; arguments of `PromptLogprobs.add`

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The engine: requests in, tokens out. One step selects, plans, runs, commits and drafts."""
+"""The engine: requests in, tokens out. One step selects drafts, plans, runs, commits and drafts."""
 
 import logging
 import time
@@ -44,22 +44,22 @@ from specops.engine.structured import Grammar, StructuredOutput
 
 logger = logging.getLogger(__name__)
 
-_TOKENS_BEFORE = 512  # of the text before a row whose cost is measured
+_TOKENS_BEFORE = 512  # context length at which the costs of rows are measured
 
 
 class Engine:
-    """Runs requests on one model. Not thread-safe: one thread owns it.
+    """Engine that runs requests on one model. Not thread-safe: one thread owns it.
 
     Args:
-        config: how it is set up; the default serves the bundled model.
-        ranks: that compute the model together, as one of them; None: it is alone.
+        config: the configuration; the default serves the bundled model.
+        ranks: tensor-parallel group of this engine; None for a single rank.
 
     Attributes:
-        device: where it runs: "cpu" or "cuda:N".
-        drafters: by method; some have a public state of their own, such as a cache.
-        runnable_methods: those that a request's own speculative_config may name.
-        missing_methods: why the others cannot run, in words that name no path.
-        times_drafting: a step's time is known by its parts: a GPU runs it as a whole.
+        device: device of the model: "cpu" or "cuda:N".
+        drafters: drafters by method; some have public state of their own, such as a cache.
+        runnable_methods: methods that a request's own speculative_config may name.
+        missing_methods: by method, why it cannot run; the texts name no path.
+        times_drafting: whether drafting and verification are timed separately (CPU only).
 
     Raises:
         ModelError: the model cannot be loaded.
@@ -71,7 +71,7 @@ class Engine:
 
     def __init__(self, config: EngineConfig | None = None, ranks: Ranks | None = None) -> None:
         self.config = config = config or EngineConfig()
-        # A wrong SPECOPS_NUM_THREADS is refused here, before a file is read.
+        # This rejects an invalid SPECOPS_NUM_THREADS before any file is read.
         specops.set_num_threads(config.num_threads or specops.get_num_threads())
         self._device = device = open_device(config.device, graphs=not config.enforce_eager)
         model = load_model(
@@ -107,18 +107,18 @@ class Engine:
         states = KeptStates(self._pool, room, self._runner.parts.cache, self._drafting.states)
         self._scheduler = Scheduler(self._pool, config, states, *sharing)
         shared = self.tokenizer, self._drafting, self.max_model_len
-        if config.speculative_config.adaptive_verification:  # of requests, too
+        if config.speculative_config.adaptive_verification:  # without it, no request can enable it
             measure = partial(self._measure_steps, model.bytes_read, model.ranks)
             count = config.max_num_batched_tokens + 1
             self._drafting.select_by(known_steps(model.cached, config, measure, count))
         self._cached, self._ranks = model.cached, model.ranks
         self._admission = Admission(config, *shared, self.vocab_size)
         self._requests: dict[str, Request] = {}
-        self._plan: Plan | None = None  # of the step under way
-        # What grammars take is the time of this thread, which waits while a GPU works.
+        self._plan: Plan | None = None  # of the step in flight
+        # On a CPU, this thread's processor time; with a GPU, the wall clock.
         self._timer = time.perf_counter if self._device.is_async else time.thread_time
-        self._spent = 0.0, 0.0  # on the launch of the step under way, by that timer and the clock
-        self._aborted: list[Request] = []  # with rows in it
+        self._spent = 0.0, 0.0  # launching the step in flight, by `_timer` and by the wall clock
+        self._aborted: list[Request] = []  # while a step that may hold their rows is in flight
         self.stats = EngineStats(drafter_failures=self._drafting.failures)
 
     def _measure_steps(self, bytes_read: Callable[[int], float], ranks: Ranks) -> list[float]:
@@ -132,9 +132,9 @@ class Engine:
         )
 
     def measure_row_costs(self) -> None:
-        """Measure the costs of rows, by which clients share steps. Called before any request.
+        """Measure the costs of rows, used to share steps fairly. Call before any request is added.
 
-        Without it, the costs are fixed numbers of the device.
+        Without a measurement, the costs are constants for each kind of device.
         """
         num_before = min(_TOKENS_BEFORE, self.max_model_len // 2)
         most = min(self.config.max_num_batched_tokens, self.max_model_len - num_before - 2)
@@ -159,51 +159,51 @@ class Engine:
 
     @property
     def drafter_gauges(self) -> dict[str, int]:
-        """The values of `Method.gauges` now, by name."""
+        """Current values of `Method.gauges`, by name."""
         return self._drafting.gauges
 
     @property
     def has_unsaved_drafters(self) -> bool:
-        """Whether `save_drafters` would write something that is in no file."""
+        """Whether drafters hold data that `save_drafters` has not written yet."""
         return self._drafting.has_unsaved
 
     def save_drafters(self) -> None:
-        """Writes what drafters learnt to the files that the configuration names for it.
+        """Write what drafters have learned to the files that the configuration names for it.
 
-        The next engine with such a file drafts from it from its start. A file is replaced as a
-        whole or not at all.
+        The next engine that is given such a file drafts from it from the start. Each file is
+        replaced atomically.
 
         Raises:
-            ValueError: one cannot be written.
+            ValueError: a file cannot be written.
         """
         self._drafting.save()
 
     @property
     def drafters_of_common_text(self) -> set[str]:
-        """Names of the drafters whose drafts may come from an operator's text, such as a corpus.
+        """Names of the drafters that may draft from an operator's text, such as a corpus.
 
-        A server does not show clients the drafts of these that were rejected.
+        A server does not show clients the rejected drafts of these drafters.
         """
         return self._drafting.of_common_text
 
     @property
     def num_captures(self) -> int:
-        """CUDA graphs captured so far."""
+        """Number of CUDA graphs captured so far."""
         return self._runner.memory.num_captures
 
     @property
     def num_running(self) -> int:
-        """Requests that hold a slot."""
+        """Number of requests that hold a slot."""
         return len(self._scheduler.running)
 
     @property
     def num_waiting(self) -> int:
-        """Requests that wait for a slot or for pages."""
+        """Number of requests that wait for a slot or for pages."""
         return len(self._scheduler.waiting)
 
     @property
     def num_free_pages(self) -> int:
-        """KV pages that no request holds."""
+        """Number of KV pages that no request holds."""
         return self._pool.num_available
 
     def add_request(
@@ -216,24 +216,25 @@ class Engine:
         speculative_config: Mapping[str, object] | SpeculativeConfig | None = None,
         owners: Sequence[str] = (),
     ) -> str:
-        """Queues one choice of one prompt.
+        """Queue one choice of one prompt.
 
         Args:
             prompt: text, or token ids.
-            params: its sampling parameters; `n` is the caller's affair (one call per choice).
-            request_id: a name for it; made up when absent.
+            params: its sampling parameters; `n` is ignored: call once per choice.
+            request_id: a name for it; generated when absent.
             choice_index: which of `n` choices this is; part of the key of its random numbers.
-            speculative_config: the request's own choices, or what `speculative_for` made of them.
-            owners: whom it belongs to, the widest first, such as a client and one of its calls.
-                Where slots are short, each owner gets an equal share of them, and of a share the
-                owners within it. Requests without owners are served in the order of arrival.
+            speculative_config: the request's own choices, or a result of `speculative_for`.
+            owners: the request's owners, outermost first, such as a client and one of its calls.
+                When slots are short, each outer owner gets an equal share of them, and divides its
+                share equally among its inner owners. Requests without owners are served in order
+                of arrival.
 
         Returns:
             The request's id.
 
         Raises:
             ContextOverflow: prompt and max_tokens do not fit the context.
-            QueueFull: as many requests wait as the engine may hold.
+            QueueFull: `max_waiting` requests are waiting already.
             ValueError: an argument is invalid.
         """
         self.require_room(1)
@@ -253,10 +254,10 @@ class Engine:
         return request.request_id
 
     def require_room(self, count: int) -> None:
-        """Refuses so many further requests where they would not find room to wait.
+        """Check that `count` more requests fit the waiting queue.
 
         Raises:
-            QueueFull: more would wait than the engine may hold.
+            QueueFull: more than `max_waiting` requests would wait.
         """
         if self.num_waiting + count > self.config.max_waiting:
             raise QueueFull(f"{self.num_waiting} requests are waiting already")
@@ -264,10 +265,10 @@ class Engine:
     def compile_structured_output(
         self, wanted: StructuredOutput, overdue: Callable[[], None] | None = None
     ) -> Grammar:
-        """Compile what constrains an output, on any thread.
+        """Compile the constraint of an output; any thread may call this.
 
-        Requests that ask for the same find it for as long as the caller holds it, so that the
-        thread that owns the engine need not compile it.
+        While the caller holds the grammar, requests with the same constraint reuse it, so the
+        thread that owns the engine does not have to compile it.
 
         Args:
             wanted: the constraint.
@@ -275,57 +276,57 @@ class Engine:
                 processor time. Compilation cannot be interrupted, and continues.
 
         Raises:
-            ValueError: it is not valid, too large, or says what is not supported.
+            ValueError: the constraint is not valid, too large or not supported.
         """
         return self._admission.compile(wanted, overdue)
 
     def draw_seed(self, bits: int = 64) -> int:
-        """Draws a seed, as `add_request` does for a request that came without one."""
+        """Draw a seed of `bits` bits, as `add_request` does for a request without a seed."""
         return self._admission.draw_seed(bits)
 
     def abort(self, request_id: str) -> bool:
-        """Drops a request at once, whatever it is doing; False if there is none of that name."""
+        """Drop a request at once, in any state; return False if there is no request of this id."""
         request = self._requests.pop(request_id, None)
         if request is None:
             return False
         if self._plan is None:
             self._leave(request)
-        else:  # it may have rows in the step under way
+        else:  # it may have rows in the step in flight
             self._aborted.append(request)
         return True
 
     def has_unfinished(self) -> bool:
-        """Whether a step would do anything."""
+        """Return whether any request is running or waiting."""
         return bool(self._scheduler.running or self._scheduler.waiting)
 
     def step(self, *, even_if_idle: bool = False) -> list[RequestOutput]:
-        """Selects, plans, runs, commits and drafts once; returns what it added to each request.
+        """Select drafts, plan, run, commit and draft once; return what was added to each request.
 
-        A request of which something fails, and nothing else, ends with `finish_reason` "error" and
-        a sentence in `RequestOutput.error`; a drafter that fails ends nothing. The log says more.
+        A failure confined to one request ends only that request, with `finish_reason` "error" and
+        a message in `RequestOutput.error`. A failing drafter ends no request. Details are logged.
 
         Args:
-            even_if_idle: run the model over no row where there is nothing to do, as those need
-                whose model waits for other engines'.
+            even_if_idle: run an empty step when idle, so that collectives with other engines do
+                not hang.
 
         Raises:
-            EngineError: the step failed, as on the device. Its requests are gone then; others go
-                on.
+            EngineError: the whole step failed, for example on the device. Its requests are removed;
+                other requests go on.
         """
         self.launch(even_if_idle=even_if_idle)
         return self.collect()
 
     @torch.no_grad()
     def launch(self, *, even_if_idle: bool = False) -> None:
-        """Does the part of a step up to the device's work, which a GPU does meanwhile.
+        """Plan a step and launch it. A GPU then runs it asynchronously; a CPU runs it here.
 
-        Until `collect`, requests may be added and aborted.
+        Until `collect` is called, requests may be added and aborted.
 
         Args:
             even_if_idle: as in `step`.
 
         Raises:
-            EngineError: as in `step`; or the last step launched is not collected.
+            EngineError: as in `step`, or the last step launched was not collected.
         """
         if self._plan is not None:
             raise EngineError("a step is under way: collect it before the next one")
@@ -340,10 +341,10 @@ class Engine:
 
     @torch.no_grad()
     def collect(self) -> list[RequestOutput]:
-        """Waits for the step that was launched, and takes over what it brought.
+        """Wait for the launched step, commit its tokens and draft.
 
         Returns:
-            As `step` does; nothing if none was launched.
+            The outputs as from `step`; an empty list if no step was launched.
 
         Raises:
             EngineError: as in `step`.
@@ -364,7 +365,7 @@ class Engine:
         return self._end_failed(plan, outputs)
 
     def _planned(self) -> Plan:
-        """Plans a step. Where that raises, all end that run, and that ran when it began."""
+        """Plan a step. If that raises, end all requests that are, or were before it, running."""
         before = [(request, request.slot) for request in self._scheduler.running]
         try:
             self._drafting.select(*self._scheduler.decoding(self._drafting.num_proposed))
@@ -378,7 +379,7 @@ class Engine:
             self._end_all(Plan(failed=ended), error)
 
     def _change_slots(self, plan: Plan) -> None:
-        """Tells the runner who lost a slot for a step, and who got one."""
+        """Inform the runner of the requests that lost or got a slot for a step."""
         self.stats.num_preemptions += len(plan.stopped)
         for request_id, slot in plan.stopped:
             self._runner.stop(self._requests[request_id], slot)
@@ -394,7 +395,7 @@ class Engine:
                 plan.fail(request_id, error)
 
     def _commit_and_draft(self, plan: Plan) -> list[RequestOutput]:
-        """Commits what each request of a step got, and has its drafters go on from there."""
+        """Commit the tokens of each request of a step, then let the drafters draft."""
         begun = time.perf_counter()
         emitted = self._runner.collect(plan)
         if not plan.parts:
@@ -425,18 +426,18 @@ class Engine:
         return outputs
 
     def _take_over(self, request: Request, part: Part, result: Emitted) -> list[RequestOutput]:
-        """Takes over what a step has brought a request: one output, or none within its prompt."""
+        """Commit a step's result to a request; return one output, or none inside its prompt."""
         for scores in result.prompt_scores:
             assert request.prompt_logprobs is not None
             request.prompt_logprobs.add(scores)
-        # What was accepted but not committed was computed from tokens that are not there.
+        # KV of drafts that were accepted but not committed belongs to tokens outside the text.
         computed = part.begin + part.num_rows - part.num_drafts + max(len(result.token_ids) - 1, 0)
         outputs: list[RequestOutput] = []
         if part.emits:
             outputs = [request.commit(result, part.num_drafts, self.stats.speculative)]
             self._runner.commit(request)
             self.stats.generation_tokens += len(outputs[0].token_ids)
-            # Keys and values of tokens that were cut are never read again.
+            # Keys and values of tokens that were cut off are never read again.
             computed = min(computed, len(request.token_ids) - 1)
         elif request.has_no_output and computed == request.prompt_len:
             outputs = [request.end_without_output()]
@@ -444,7 +445,7 @@ class Engine:
         return outputs
 
     def _release(self, plan: Plan) -> None:
-        """Makes full pages findable, and takes out the requests that have ended."""
+        """Register full pages in the prefix cache, and remove the requests that have ended."""
         for part in plan.parts:
             if part.request_id in plan.failed:
                 continue
@@ -458,7 +459,7 @@ class Engine:
                 self._leave(request)
 
     def _end_all(self, plan: Plan, error: BaseException) -> NoReturn:
-        """Ends all requests of a step with what it raised, which is raised on."""
+        """End all requests of a failed step with its error, and raise that error."""
         self._scheduler.take_back()
         plan.fail_all(error)
         self._plan = None
@@ -470,9 +471,9 @@ class Engine:
         raise EngineError(f"a step failed: {described(error)}", outputs) from error
 
     def _end_failed(self, plan: Plan, outputs: list[RequestOutput]) -> list[RequestOutput]:
-        """Takes out the requests that a step has failed for; of each, the only output says so.
+        """Remove the requests that failed in a step; the only output of each reports its error.
 
-        Those that were aborted while it was under way go as well, and have none.
+        Also remove requests that were aborted while the step was in flight; they get no output.
         """
         for request in self._aborted:
             self._leave(request)
@@ -489,7 +490,7 @@ class Engine:
         return kept
 
     def completion(self, request_id: str) -> Completion:
-        """Returns a finished request as a whole, and forgets it."""
+        """Return the completion of a finished request, and forget the request."""
         completion = self._requests[request_id].completion()
         del self._requests[request_id]
         return completion
@@ -501,7 +502,7 @@ class Engine:
         *,
         speculative_config: Mapping[str, object] | None = None,
     ) -> list[Completion]:
-        """Completes prompts and waits for all of them.
+        """Complete prompts and wait for all of them.
 
         Args:
             prompts: texts, or lists of token ids.
@@ -512,7 +513,7 @@ class Engine:
             `n` completions per prompt, in the order of the prompts, then of the choices.
 
         Raises:
-            EngineError: a step or one of the requests failed; none is left then.
+            EngineError: a step or one of the requests failed; all these requests are removed.
             ValueError: an argument is invalid.
         """
         if isinstance(prompts, str):

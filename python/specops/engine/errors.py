@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The refusals a caller may want to tell apart; every other bad request is a plain ValueError."""
+"""Errors that a caller may want to handle; any other invalid request is a plain ValueError."""
 
 from collections.abc import Sequence
 
@@ -12,14 +12,14 @@ class ContextOverflow(ValueError):
 
 
 class QueueFull(RuntimeError):
-    """As many requests are waiting as the engine is configured to hold."""
+    """The waiting queue holds `max_waiting` requests already."""
 
 
 class EngineError(RuntimeError):
-    """A step failed as a whole, such as on the device. The requests that ran in it are gone.
+    """A step failed as a whole, for example on the device. Its requests have been removed.
 
     Attributes:
-        outputs: the last output of each of them, with `finish_reason` "error".
+        outputs: the last output of each of these requests, with `finish_reason` "error".
     """
 
     def __init__(self, message: str, outputs: Sequence[RequestOutput] = ()) -> None:
@@ -28,7 +28,7 @@ class EngineError(RuntimeError):
 
 
 def described(error: BaseException) -> str:
-    """An exception in words: the sentences of ops and of the engine say all, others lack a name."""
+    """Return an exception's message, after its type unless it is an op's or the engine's own."""
     if isinstance(error, (EngineError, ValueError)):
         return str(error)
     return f"{type(error).__name__}: {error}"

@@ -1,25 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a request asks of its steps beyond the plain ops, and when it does."""
+"""Optional features of a step, and which parameters of a request need them."""
 
 from specops.engine.sampling_params import SamplingParams
 from specops.engine.speculative_config import SpeculativeConfig
 
 
 class Feature:
-    """What a request asks of a step beyond the plain ops, as bits; a step has those of all.
+    """Bits for optional features of a step; a step has the bits of all its requests.
 
-    Plain numbers, since they are looked at for every request of every step.
+    They are plain integers, since they are tested for every request of every step.
     """
 
     PROCESSORS = 1  # logits are changed before the filters
     TYPICAL_P = 2
-    ENDINGS = 4  # stop sequences, minimum lengths, limits of thinking
+    ENDINGS = 4  # stop sequences, minimum lengths, limits on thinking
     ACCEPT_RATES = 8
-    DRAFT_PROBS = 16  # drafts are verified by what they were drawn from
+    DRAFT_PROBS = 16  # verification reads the distributions that drafts were drawn from
 
 
 def features_of(params: SamplingParams, speculative: SpeculativeConfig) -> int:
-    """What the request asks of steps beyond the plain ops."""
+    """Return the bits of the features that a request needs."""
     wanted = {
         Feature.PROCESSORS: params.has_penalties
         or bool(params.logit_bias or params.bad_words or params.bad_words_token_ids)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What an engine makes of its machine and model: pages, and from where on sharing pays."""
+"""Sizes derived from the machine and the model: pages, and when sharing prefixes pays."""
 
 import logging
 
@@ -16,24 +16,24 @@ from specops.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
 
-# Of a GPU's memory beside the weights, for keys and values; activations, logits and graphs are the
-# rest.
+# Fraction of the GPU memory left by the weights that keys and values get; the rest is for
+# activations, logits and graphs.
 _GPU_SHARE = 0.85
-_CPU_BYTES = 4 << 30  # for keys and values, where nothing else is said
-_STATE_SHARE = 0.25  # of these, for states of prefixes, likewise
+_CPU_BYTES = 4 << 30  # for keys and values by default
+_STATE_SHARE = 0.25  # default fraction of these bytes for states of prefixes
 
-# Attention shares whole leaves of so many tokens. On a GPU declaring adds two launches to each
-# layer, in the time of which so many bytes are read.
+# Attention shares whole leaves of LEAF_TOKENS tokens. On a GPU, declaring a shared prefix adds two
+# launches to each layer; in that time, _LEAST_SAVED_BYTES are read from memory.
 LEAF_TOKENS = {"cpu": 64, "cuda": 256}
 _LEAST_SAVED_BYTES = {"cpu": 0, "cuda": 16 << 20}
 
-# Rows that a step computes in about the time in which it reads the weights and starts its ops. Of
-# the bundled model on two cores of a Zen 5: 0.33 ms a step, and 0.07 to 0.11 ms a row.
+# Rows that a step computes in about the time in which it reads the weights and starts its ops. With
+# the bundled model on two cores of a Zen 5, a step takes 0.33 ms and a row 0.07 to 0.11 ms.
 FREE_ROWS = {"cpu": 4, "cuda": 64}
 
-# Costs of rows in an engine that does not measure its own, as servers do (step_costs.py). A scored
-# row of the bundled model takes 1.3 to 1.5 times as long as a row without log-probabilities. On a
-# GPU, rows beyond the free ones take little time until arithmetic limits the step and not memory.
+# Costs of rows for an engine that does not measure them; servers do (step_costs.py). With the
+# bundled model, a scored row takes 1.3 to 1.5 times as long as a row without log-probabilities. On
+# a GPU, rows beyond the free ones take little time until a step becomes compute-bound.
 ROW_COSTS = {
     "cpu": RowCosts(step=4, row=1, scored_row=0.5),
     "cuda": RowCosts(step=256, row=1, scored_row=1),
@@ -41,9 +41,9 @@ ROW_COSTS = {
 
 
 def free_rows_of(config: EngineConfig, device: Device) -> int:
-    """The rows that a step computes on a device in about the time that it takes anyway.
+    """Return the number of rows that hardly prolong a step on a device.
 
-    The log says where prompts get fewer rows than a configuration asks for by name.
+    Log a message if prompts get fewer rows than an explicit max_num_batched_tokens.
     """
     free_rows = FREE_ROWS[device.device.type]
     asked, most = config.max_num_batched_tokens, MAX_PROMPT_ROWS * free_rows
@@ -53,10 +53,10 @@ def free_rows_of(config: EngineConfig, device: Device) -> int:
 
 
 def one_rank(config: EngineConfig) -> Ranks:
-    """Returns the only rank of an engine by itself.
+    """Return the rank of an engine that runs alone.
 
     Raises:
-        ValueError: the engine is to be one of several.
+        ValueError: tensor_parallel_size is above 1.
     """
     if config.tensor_parallel_size > 1:
         raise ValueError(
@@ -94,19 +94,20 @@ def tokenizer_of(config: EngineConfig, vocab_size: int) -> Tokenizer:
 def room_of(
     config: EngineConfig, device: Device, model: Transformer, of_drafters: KvBytes
 ) -> CacheRoom:
-    """Chooses for how much an engine has room.
+    """Choose the capacity of an engine's caches.
 
-    What slots keep comes first, then states of prefixes, then pages. Ranks have as many of each, of
-    their own heads: those of a CPU share one memory.
+    Memory goes to per-slot data first, then to states of prefixes, then to pages. All ranks get the
+    same counts, each for its own heads. Ranks on a CPU share one memory.
 
     Args:
-        config: of the engine.
-        device: where it will lie; the weights are there.
+        config: the engine's configuration.
+        device: device of the caches; the weights are loaded already.
         model: the target.
-        of_drafters: what all that drafters keep takes.
+        of_drafters: memory that all drafters need.
 
     Raises:
-        ValueError: it does not fit the memory, or no request of full length fits the pages.
+        ValueError: the caches do not fit the memory, or a request of full length does not fit the
+            pages.
     """
     shared = model.ranks.size if device.device.type == "cpu" else 1
     num_drafts = config.speculative_config.num_speculative_tokens
@@ -125,7 +126,7 @@ def room_of(
     most_pages = config.num_pages or per_request * config.max_num_seqs
     num_kept, state_bytes = 0, model.kv_bytes_per_slot(0) + of_drafters.per_prefix
     if state_bytes and config.enable_prefix_caching:
-        # At ends of pages: no more than these.
+        # States are kept at ends of pages, so there are at most as many as pages.
         num_kept = min(_num_kept(config, state_bytes, min(budget, free)), most_pages)
         free, budget = free - num_kept * state_bytes, budget - num_kept * state_bytes
         logger.info("states of %d prefixes are kept, %d bytes each", num_kept, state_bytes)
@@ -147,7 +148,7 @@ def room_of(
 
 
 def _num_kept(config: EngineConfig, state_bytes: int, budget: int) -> int:
-    """Of how many prefixes states are kept: of one at least."""
+    """Return the number of prefixes whose states are kept, at least one."""
     asked = config.state_cache_bytes
     if asked is None:
         asked = max(int(budget * _STATE_SHARE), state_bytes)
@@ -163,7 +164,7 @@ def _num_kept(config: EngineConfig, state_bytes: int, budget: int) -> int:
 def prefix_finder_of(
     config: EngineConfig, model: Transformer, pool: PagePool
 ) -> PrefixFinder | None:
-    """Makes what finds shared prefixes, where declaring them pays; None: they are not wanted."""
+    """Return a finder of shared prefixes that pay; None if cascade attention is off."""
     if not config.enable_cascade_attention:
         return None
     kind = model.device.type

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What steps bring, and the engine hands back: deltas of requests, completions, and counts."""
+"""Outputs of the engine: per-step deltas of requests, completions, and statistics."""
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
@@ -9,55 +9,56 @@ import numpy as np
 from numpy.typing import NDArray
 
 HIDDEN = -1  # in place of a rejected draft that is not reported
-TARGET = "target"  # proposed by nobody: the model's own token. No drafter has this name
+TARGET = "target"  # source of the model's own tokens; no drafter has this name
 
 
 @dataclass(frozen=True)
 class TokenLogprob:
     """The log-probability of one emitted token, and its alternatives.
 
-    Under the raw logits, or, as the engine's logprobs_mode may say, under what was drawn from.
+    The engine's logprobs_mode selects the distribution: the raw logits, or the distribution that
+    the token was drawn from.
     """
 
     token_id: int
     logprob: float
-    alternatives: tuple[tuple[int, float], ...] = ()  # (token id, logprob), likeliest first
-    rank: int = 0  # 1 + how many tokens had a greater logit of the same kind
+    alternatives: tuple[tuple[int, float], ...] = ()  # (token id, logprob), most likely first
+    rank: int = 0  # 1 + number of tokens with a greater logit, of the same kind
 
 
-# Of the next tokens of a prompt: logprobs [tokens]; ranks [tokens], 1 + how many logits were
-# greater; ids of the likeliest tokens [tokens, at least as many as are kept], and their logprobs.
+# Scores of the next tokens of a prompt: logprobs [tokens]; ranks [tokens], 1 + the number of
+# greater logits; ids of the most likely tokens [tokens, >= num_alternatives], and their logprobs.
 PromptScores: TypeAlias = Sequence[NDArray[Any]]
 
 
 class PromptLogprobs(Sequence["TokenLogprob | None"]):
-    """What the model made of each token of a prompt, given those before it.
+    """Log-probability of each token of a prompt, given the tokens before it.
 
-    The first entry is None: nothing stands before the first token. An entry takes 8 bytes and 8
-    for each alternative, since prompts are long.
+    The first entry is None, since no token precedes the first one. Prompts can be long, so an entry
+    takes only 8 bytes, and 8 more for each alternative.
 
     Args:
         token_ids: the prompt.
-        num_alternatives: kept beside each token, the likeliest ones.
+        num_alternatives: number of most likely tokens kept for each prompt token.
     """
 
     def __init__(self, token_ids: Sequence[int] | NDArray[np.int32], num_alternatives: int) -> None:
         self.token_ids: NDArray[np.int32] = np.array(token_ids, dtype=np.int32)
         self.num_alternatives = num_alternatives
-        self.num_scored = 0  # tokens that have one, without the first
+        self.num_scored = 0  # tokens with a logprob; the first token is not counted
         self._scores: tuple[NDArray[np.float32], NDArray[np.int32]] | None = None
         self._tops: tuple[NDArray[np.int32], NDArray[np.float32]] | None = None
 
     @property
     def num_missing(self) -> int:
-        """Tokens that have none yet, without the first."""
+        """Number of tokens without a logprob so far, not counting the first."""
         return len(self.token_ids) - 1 - self.num_scored
 
     def add(self, scores: PromptScores) -> None:
-        """Adds those of the next tokens."""
+        """Append the logprobs of the next tokens."""
         logprobs, ranks, top_ids, top_logprobs = scores
         count, width = len(self.token_ids) - 1, self.num_alternatives
-        if self._scores is None or self._tops is None:  # not before the prompt's turn has come
+        if self._scores is None or self._tops is None:  # allocated only once the prompt is computed
             self._scores = np.empty(count, np.float32), np.empty(count, np.int32)
             self._tops = np.empty((count, width), np.int32), np.empty((count, width), np.float32)
         new = slice(self.num_scored, self.num_scored + len(logprobs))
@@ -66,13 +67,13 @@ class PromptLogprobs(Sequence["TokenLogprob | None"]):
         self.num_scored += len(logprobs)
 
     def packed(self) -> tuple[int, list[bytes]]:
-        """All of it as plain data, for `unpacked`."""
+        """Return the contents as plain data, for `unpacked`."""
         arrays = [self.token_ids, *(self._scores or ()), *(self._tops or ())]
         return self.num_alternatives, [one.tobytes() for one in arrays]
 
     @classmethod
     def unpacked(cls, packed: tuple[int, list[bytes]]) -> "PromptLogprobs":
-        """The same again, of a prompt whose tokens all have one, or none."""
+        """Rebuild the object from `packed` data in which all tokens or none have a logprob."""
         num_alternatives, arrays = packed
         made = cls(np.frombuffer(arrays[0], np.int32), num_alternatives)
         if len(arrays) > 1:
@@ -95,7 +96,7 @@ class PromptLogprobs(Sequence["TokenLogprob | None"]):
     def __getitem__(self, index: slice) -> "list[TokenLogprob | None]": ...
 
     def __getitem__(self, index: int | slice) -> "TokenLogprob | list[TokenLogprob | None] | None":
-        """The entry of a token, or those of several."""
+        """Return the entry of a token, or a list of entries for a slice."""
         if isinstance(index, slice):
             return [self[one] for one in range(*index.indices(len(self)))]
         if not -len(self) <= index < len(self):
@@ -117,25 +118,25 @@ class PromptLogprobs(Sequence["TokenLogprob | None"]):
 class SpeculativeStats:
     """Counts of one request, or of the engine's whole life.
 
-    A draft is accepted if it was verified and is a token of the output. Drafts behind the token
-    that ends a request are not, and neither are those that a limit on the thinking replaces.
+    A draft counts as accepted if it was verified and is a token of the output. Drafts after the
+    token that ends a request do not count, nor do drafts that a limit on the thinking replaces.
     """
 
     num_steps: int = 0  # steps in which a row of the request was verified or decoded
     num_drafts: int = 0  # steps with at least one draft token
     num_draft_tokens: int = 0
     num_accepted_tokens: int = 0
-    num_emitted_tokens: int = 0  # in steps with drafts, the accepted ones included
+    num_emitted_tokens: int = 0  # in steps with drafts, accepted drafts included
     num_accepted_tokens_per_pos: list[int] = field(default_factory=list)
-    num_drafts_per_length: list[int] = field(default_factory=list)  # by the drafts of the step
+    num_drafts_per_length: list[int] = field(default_factory=list)  # steps by number of drafts
 
     def count(self, num_drafts: int, num_accepted: int, num_emitted: int) -> None:
         """Count a step that verified drafts.
 
         Args:
-            num_drafts: drafts that it verified; 0: it decoded plainly.
-            num_accepted: of these, drafts in the output.
-            num_emitted: tokens that it added to the output.
+            num_drafts: drafts that the step verified; 0 for plain decoding.
+            num_accepted: drafts among these that are in the output.
+            num_emitted: tokens that the step added to the output.
         """
         self.num_steps += 1
         if not num_drafts:
@@ -152,7 +153,7 @@ class SpeculativeStats:
         per_length[num_drafts] += 1
 
     def num_draft_tokens_per_pos(self) -> list[int]:
-        """How often there was a draft at each position."""
+        """Return how many steps had a draft at each position."""
         counts = list(self.num_drafts_per_length[1:])
         for position in range(len(counts) - 2, -1, -1):
             counts[position] += counts[position + 1]
@@ -164,10 +165,10 @@ class StepDrafts:
     """The drafts that one step verified for one request.
 
     Attributes:
-        token_ids: in the order in which they were verified.
-        parents: of each, the place of the one before it that it hangs on; -1: the last token.
-        sources: of each, the name of the drafter that proposed it.
-        accepted: places of the drafts that are tokens of the output, in the order of the text.
+        token_ids: drafts in the order in which they were verified.
+        parents: index of each draft's parent among the drafts; -1 for the last committed token.
+        sources: name of the drafter that proposed each draft.
+        accepted: indices of the drafts that are tokens of the output, in the order of the text.
     """
 
     token_ids: list[int]
@@ -177,11 +178,11 @@ class StepDrafts:
 
 
 def without_rejected(drafts: StepDrafts, names: Collection[str]) -> StepDrafts:
-    """Return the drafts of a step with HIDDEN in place of those that some drafters were wrong with.
+    """Return the drafts of a step with HIDDEN in place of the rejected drafts of some drafters.
 
     Args:
-        drafts: of the step.
-        names: of the drafters.
+        drafts: the drafts.
+        names: names of these drafters.
     """
     kept = set(drafts.accepted)
     token_ids = [
@@ -195,27 +196,26 @@ def without_rejected(drafts: StepDrafts, names: Collection[str]) -> StepDrafts:
 
 @dataclass(frozen=True)
 class RequestOutput:
-    """What one step added to one request."""
+    """Output that one step added to one request."""
 
     request_id: str
     token_ids: list[int]  # emitted in this step, in order
-    text: str  # newly released text; text that may yet become a stop string is held back
-    logprobs: list[TokenLogprob]  # one per token when the request asked for them
+    text: str  # new text; text that may still become a stop string is held back
+    logprobs: list[TokenLogprob]  # one per token if requested
     finish_reason: str | None  # None, "stop", "length", "abort" or "error"
-    drafts: StepDrafts | None = None  # when there were some, and the request asked for them
-    # With its first output, when the request asked for them: one per token of the prompt, and None
-    # for the first.
+    drafts: StepDrafts | None = None  # if there were any, and the request asked for them
+    # In the first output, if requested: one entry per token of the prompt, None for the first.
     prompt_logprobs: Sequence[TokenLogprob | None] | None = None
-    error: str | None = None  # what failed; of a step in which the request ends with "error"
+    error: str | None = None  # what failed, if the request ends with "error"
 
     @property
     def sources(self) -> list[str]:
-        """Who proposed each token: a drafter's name, or TARGET. Needs `drafts`."""
+        """Source of each token: a drafter's name, or TARGET. Needs `drafts`."""
         return sources_of(self.token_ids, self.drafts)
 
 
 def sources_of(token_ids: Sequence[int], drafts: StepDrafts | None) -> list[str]:
-    """Who proposed each token of a step: a drafter's name, or TARGET."""
+    """Return the source of each token of a step: a drafter's name, or TARGET."""
     sources = [TARGET] * len(token_ids)
     if drafts is not None:
         for place, node in enumerate(drafts.accepted):
@@ -238,34 +238,35 @@ class Completion:
     num_cached_tokens: int  # prompt tokens found in the prefix cache
     stats: SpeculativeStats
     queue_seconds: float = 0.0  # from add_request to the first slot
-    # The stop string, token or sequence that ended it; None for an end of sequence, no stop, and
-    # for a stop token where a constrained text is whole. Why that text cannot go on, if it cannot.
+    # The stop string, token or sequence that ended it; the reason if a constrained text could not
+    # go on. None for an end of sequence, for no stop, and for a stop token after a complete
+    # constrained text.
     stop_reason: int | str | tuple[int, ...] | None = None
-    # When the request asked for them: one per token of the prompt, and None for the first.
+    # If requested: one entry per token of the prompt, None for the first.
     prompt_logprobs: Sequence[TokenLogprob | None] | None = None
-    error: str | None = None  # what failed, where it ended with "error": the text may lack its end
+    error: str | None = None  # what failed, if it ended with "error"; the text may be cut off
 
 
 @dataclass
 class EngineStats:
-    """Counters over the engine's life; they only ever grow."""
+    """Counters over the engine's life; they never decrease."""
 
     num_steps: int = 0
-    num_rows: int = 0  # of all steps: tokens of prompts, decoding and drafts
+    num_rows: int = 0  # rows of all steps: prompt tokens, decode tokens and drafts
     num_preemptions: int = 0
-    prompt_tokens: int = 0  # of accepted prompts, each once, however many choices it has
+    prompt_tokens: int = 0  # each accepted prompt once, however many choices it has
     generation_tokens: int = 0
-    # Prompt tokens looked up, but for prompts whose rows are all computed, for their logprobs.
+    # Prompt tokens looked up. Prompts with logprobs are not counted: all their rows are computed.
     prefix_cache_queries: int = 0
-    prefix_cache_hits: int = 0  # of these, found
-    cascade_saved_bytes: int = 0  # of keys and values that were not read again, but shared
+    prefix_cache_hits: int = 0  # prompt tokens found
+    cascade_saved_bytes: int = 0  # of keys and values read once for several requests
     speculative: SpeculativeStats = field(default_factory=SpeculativeStats)
-    num_paused_steps: int = 0  # of requests, in which it was not their turn
-    # Pages of prompts from other engines that were damaged on the way, and were computed instead.
+    num_paused_steps: int = 0  # counted per request: steps in which it was not its turn
+    # Pages received from other engines that were damaged in transfer and were recomputed here.
     num_damaged_kv_pages: int = 0
-    # Of all steps; 0 where `Engine.times_drafting` is False.
+    # Sums over all steps; 0 if `Engine.times_drafting` is False.
     verify_seconds: float = 0.0  # the model, and the choice of tokens
     draft_seconds: float = 0.0
-    # Failures of drafters by method, with zeros; "adaptive_verification" has those of the selection
-    # of drafts. The requests concerned were decoded plainly from there on.
+    # Failures of drafters by method, zeros included; "adaptive_verification" counts failures of the
+    # selection of drafts. The affected requests continue without drafts.
     drafter_failures: dict[str, int] = field(default_factory=dict)

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How a step's rows give the log-probabilities of a prompt's tokens, chunk by chunk.
+"""Log-probabilities of prompt tokens, computed chunk by chunk from the rows of steps.
 
-A row of a prefill chunk says what the model makes of the token after it. Its logits come from the
-same head as a decode row's, and its log-probability from the same op, `verify`: the prompt's tokens
-are its drafts, all accepted. So the bits are those that plain decoding reports for such a token.
+A row of a prefill chunk gives the distribution of the token after it. Its logits come from the same
+head as a decode row's, and the log-probability comes from the same op, `verify`, to which the
+prompt's tokens are passed as drafts that are all accepted. So the bits equal those that plain
+decoding reports for the same token.
 """
 
 from collections import deque
@@ -23,22 +24,22 @@ from specops.engine.models import Transformer
 from specops.engine.outputs import PromptLogprobs, PromptScores
 from specops.sampling import AcceptPolicy, VerifyStrategy
 
-# Of logits at a time. It bounds the memory, and changes no bit.
+# Logits computed at a time. The limit bounds the memory, and changes no bit.
 _MAX_LOGITS_BYTES = 32 << 20
 _MAX_ROWS = 1024
 
 
 @dataclass(frozen=True, slots=True)
 class PromptRows:
-    """Consecutive rows of a request, each in front of a prompt token that has no logprob yet.
+    """Consecutive rows of a request, each followed by a prompt token that has no logprob yet.
 
     Attributes:
-        request_id: whose they are.
-        slot: likewise.
-        row: the first; in a plan among the request's, else among the step's.
-        position: of the token behind the first row.
-        token_ids: the tokens behind them.
-        num_alternatives: that are wanted beside each.
+        request_id: the request.
+        slot: its slot.
+        row: index of the first row: among the request's rows in a plan, else among the step's rows.
+        position: position of the token after the first row.
+        token_ids: the token after each row.
+        num_alternatives: number of alternatives requested for each token.
     """
 
     request_id: str
@@ -52,9 +53,10 @@ class PromptRows:
     def missing(
         cls, request_id: str, slot: int, wanted: PromptLogprobs, begin: int, end: int
     ) -> "PromptRows | None":
-        """Those of the rows from position `begin` to `end` whose prompt tokens have no logprob yet.
+        """Return the rows from position `begin` to `end` whose next tokens have no logprob yet.
 
-        After a preemption, rows of tokens that have theirs come again.
+        After a preemption, rows of tokens that have their logprobs already are computed again.
+        Return None if there is no such row.
         """
         first, end = wanted.num_scored, min(end, len(wanted.token_ids) - 1)
         if end <= first:
@@ -64,7 +66,7 @@ class PromptRows:
         return cls(request_id, slot, first - begin, first + 1, token_ids, count)
 
     def cut(self, count: int) -> "tuple[PromptRows, PromptRows]":
-        """Its first `count` rows, and the others."""
+        """Return the first `count` rows, and the other rows."""
         first, rest = self.token_ids[:count], self.token_ids[count:]
         row, position = self.row + count, self.position + count
         return (
@@ -74,13 +76,13 @@ class PromptRows:
 
 
 class PromptScorer:
-    """Computes what the rows of a step say of prompts.
+    """Computes log-probabilities of prompt tokens from the rows of a step.
 
     Args:
-        model: on the device.
-        device: where steps run.
-        processed_logprobs: logprobs are of what temperature and filters leave. Penalties and all
-            that constrains an output are no prompt's affair.
+        model: the model.
+        device: the device of the steps.
+        processed_logprobs: report logprobs after temperature and filters. Penalties and constraints
+            on the output never apply to prompts.
     """
 
     def __init__(self, model: Transformer, device: Device, *, processed_logprobs: bool) -> None:
@@ -96,16 +98,16 @@ class PromptScorer:
         sampling_of: Callable[[Sequence[int]], dict[str, NDArray[Any]]],
         fail: Callable[[str, Exception], None],
     ) -> dict[str, list[PromptScores]]:
-        """Computes what a step's rows say of prompts, when it has run and before the next one.
+        """Compute the scores of prompt tokens, after a step has run and before the next one.
 
         Args:
-            parts: of the step, of which the model still has the states: each one's number of rows,
-                and the wanted ones among them.
-            sampling_of: the sampling parameters of some slots, by name.
-            fail: ends the request of an id, where its own cannot be computed.
+            parts: for each part of the step: its number of rows, and the rows to score. The model
+                still holds the hidden states of the step.
+            sampling_of: returns the sampling parameters of some slots, by name.
+            fail: ends the request with this id if its scores cannot be computed.
 
         Returns:
-            By request id; those of long chunks come in several pieces.
+            Scores by request id, in several pieces for a long chunk.
         """
         found: dict[str, list[PromptScores]] = {}
         num_step_rows, wanted = 0, []
@@ -122,7 +124,7 @@ class PromptScorer:
             except Exception as error:
                 if len(tile) == 1:
                     fail(tile[0].request_id, error)
-                else:  # each alone shows whose fault it is, and changes no bit of the others
+                else:  # one at a time, to find the request at fault; this changes no bit
                     tiles.extendleft([piece] for piece in reversed(tile))
                 continue
             for piece, own in zip(tile, scores, strict=True):
@@ -130,7 +132,7 @@ class PromptScorer:
         return found
 
     def _tiles(self, wanted: Sequence[PromptRows]) -> list[list[PromptRows]]:
-        """Cuts rows into groups of few enough; a request needs one more than it has."""
+        """Split rows into groups of at most `_max_rows`, counting one extra row per request."""
         tiles: list[list[PromptRows]] = []
         room = 0
         for rows in wanted:
@@ -147,11 +149,11 @@ class PromptScorer:
     def _scores(
         self, tile: Sequence[PromptRows], num_step_rows: int, filters: dict[str, NDArray[Any]]
     ) -> list[PromptScores]:
-        """Computes the logits of so many rows as are in memory at a time."""
+        """Compute the logits and scores of one group of rows."""
         rows, ends = [], [0]
         drafts = np.full((len(tile), max(len(piece.token_ids) for piece in tile)), -1, np.int32)
         for index, piece in enumerate(tile):
-            # A chain has a row more than drafts; whatever that one chooses, nobody reads it.
+            # A chain has one row more than drafts; the token that this row chooses is ignored.
             last = piece.row + len(piece.token_ids) - 1
             rows += [*range(piece.row, last + 1), last]
             ends.append(len(rows))
@@ -169,7 +171,7 @@ class PromptScorer:
         width = max(piece.num_alternatives for piece in tile)
         more = {"processed_logprobs": True, **chains, **parameters} if self._processed else {}
         top_ids, top_logprobs, _ = sampling.top_logprobs(logits, width, **more)
-        if self._device.is_async:  # on the CPU, ops have raised themselves
+        if self._device.is_async:  # on the CPU, ops raise by themselves
             raise_reported(int(specops.take_error(self._tensor([0])).item()))
         found = [one.cpu().numpy() for one in (logprobs, ranks, top_ids, top_logprobs)]
         return [
@@ -183,7 +185,7 @@ class PromptScorer:
     def _verify(
         self, logits: Tensor, chains: dict[str, Any], parameters: dict[str, Tensor]
     ) -> tuple[Tensor, Tensor]:
-        """Logprobs and ranks of the prompts' tokens, [requests, most tokens + 1]."""
+        """Return logprobs and ranks of the prompts' tokens, both [requests, most tokens + 1]."""
         drafts = chains["draft_token_ids"]
         logprobs = drafts.new_empty((len(drafts), drafts.shape[1] + 1), dtype=torch.float32)
         ranks = drafts.new_empty(logprobs.shape)
@@ -204,6 +206,6 @@ class PromptScorer:
         return logprobs, ranks
 
     def _tensor(self, values: Any) -> Tensor:
-        """On the device; lists as int32."""
+        """Copy values to the device; lists become int32."""
         array = np.array(values, dtype=np.int32 if isinstance(values, list) else None, order="C")
         return torch.from_numpy(array).to(self._device.device)

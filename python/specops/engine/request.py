@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One request inside the engine: its tokens, its pages, how far it has come, and how it ends."""
+"""One request inside the engine: its tokens, its pages, its progress, and its end."""
 
 from array import array
 from collections.abc import Sequence
@@ -28,60 +28,60 @@ class Request:
     Invariant: keys and values of `token_ids[:num_computed]` are in `pages`. While decoding,
     num_computed is len(token_ids) - 1: the newest token is the next step's first row.
 
-    Each field has one writer, under whose name it stands here; all others only read it
-    (`test_each_field_of_a_request_has_one_writer`).
+    Each field has a single writer, named in the comment above its group; all other code only reads
+    it (`test_each_field_of_a_request_has_one_writer`).
     """
 
-    # Admission, once.
+    # Written once by Admission.
     request_id: str
     arrival: int  # order of arrival; the latest is preempted first
     params: SamplingParams
     speculative: SpeculativeConfig
-    seed: int  # as the signed 64-bit integer that carries the bits
+    seed: int  # the 64 bits as a signed integer
     choice_index: int
     prompt_len: int
     max_len: int  # len(token_ids) at which the request ends
     token_ids: list[int]  # the prompt; this class appends the output
     stream: TextStream
-    owners: tuple[str, ...] = ()  # whom it belongs to, the widest first: they share the slots
-    # From params, with what the tokenizer and the model have to say.
+    owners: tuple[str, ...] = ()  # outermost first, for fair scheduling
+    # Derived from params, the tokenizer and the model.
     stop_token_ids: tuple[int, ...] = ()
     bad_words: tuple[tuple[int, ...], ...] = ()
     think_end_token_id: int = -1
     inject_token_ids: tuple[int, ...] = ()
     prediction: tuple[int, ...] = ()
-    features: int = 0  # `Feature`
-    grammar: GrammarState | None = None  # where the output stands in what constrains it
-    draft_kv: DraftKv | None = None  # what its drafters keep on its pages
-    added_at: float = 0.0  # time.perf_counter() when it came
+    features: int = 0  # bits of `Feature`
+    grammar: GrammarState | None = None  # state of the output's constraint
+    draft_kv: DraftKv | None = None  # draft KV that its drafter keeps on its pages
+    added_at: float = 0.0  # time.perf_counter() on arrival
 
-    # This class, as steps commit.
-    thinking_state: int = -1  # as `sampling.commit` has it
+    # Written by this class when a step commits.
+    thinking_state: int = -1  # as in `sampling.commit`
     logprobs: list[TokenLogprob] = field(default_factory=list)
-    prompt_logprobs: PromptLogprobs | None = None  # if they are wanted
+    prompt_logprobs: PromptLogprobs | None = None  # if requested
     stats: SpeculativeStats = field(default_factory=SpeculativeStats)
     finish_reason: str | None = None
-    stop_reason: int | str | tuple[int, ...] | None = None  # the stop that ended it, if one did
-    error: str | None = None  # what ended it, where that is a failure
+    stop_reason: int | str | tuple[int, ...] | None = None  # the stop that ended it, if any
+    error: str | None = None  # the failure that ended it, if any
 
-    # Scheduling (slots.py).
+    # Written by scheduling (slots.py).
     slot: int = -1  # row of the engine's per-request arrays while running
-    pages: "array[int]" = field(default_factory=lambda: array("i"))  # an array copies at once
-    num_registered_pages: int = 0  # leading pages that the prefix cache knows
+    pages: "array[int]" = field(default_factory=lambda: array("i"))  # an array is copied quickly
+    num_registered_pages: int = 0  # leading pages that are in the prefix cache
     num_computed: int = 0
     num_cached_tokens: int = 0
     was_preempted: bool = False
-    queue_seconds: float = 0.0  # until it got its first slot
-    last_step: int = 0  # in which it had rows, by the scheduler's count
-    # Leading tokens of which draft_kv is complete and sees all. Scheduling says how many a slot
-    # begins with; from then on the drafter that draft_kv is of counts them.
+    queue_seconds: float = 0.0  # wait for its first slot
+    last_step: int = 0  # number of the last step in which it had rows
+    # Leading tokens whose draft KV is complete and final. Scheduling sets it when the request gets
+    # a slot; from then on the drafter that owns draft_kv updates it.
     num_final_draft_kv: int = 0
 
-    # Drafting.
-    draft_stages: dict[str, int] = field(init=False)  # what drafts for it, up to how many drafts
+    # Written by drafting.
+    draft_stages: dict[str, int] = field(init=False)  # drafters, each with its limit of drafts
     draft_limit: int = field(init=False)  # most drafts to propose at the end of its next step
-    num_drafts: int = 0  # of the proposed ones, how many the next step verifies
-    # Of these, in preorder, the one that each hangs on; -1: the last token. None: a chain.
+    num_drafts: int = 0  # number of proposed drafts that the next step verifies
+    # Parent of each of these drafts, in preorder; -1: the last token. None: a chain.
     draft_parents: Sequence[int] | None = None
 
     def __post_init__(self) -> None:
@@ -92,38 +92,38 @@ class Request:
 
     @property
     def is_decoding(self) -> bool:
-        """Whether everything but the newest token has been computed."""
+        """Whether all tokens but the newest have been computed."""
         return self.num_computed == len(self.token_ids) - 1 and self.num_computed >= self.prompt_len
 
     @property
     def num_reusable(self) -> int:
-        """Leading tokens whose rows nobody needs, where their keys and values are there already."""
+        """Number of leading tokens that need no rows if their keys and values are cached."""
         if self.prompt_logprobs is not None and self.prompt_logprobs.num_missing:
             return self.prompt_logprobs.num_scored
         return len(self.token_ids) - 1
 
     @property
     def has_no_output(self) -> bool:
-        """Whether no token is to follow the prompt."""
+        """Whether the request generates no tokens."""
         return self.max_len == self.prompt_len
 
     @property
     def draft_room(self) -> int:
-        """Drafts that could still be emitted: the step's own token takes the last place."""
+        """Number of drafts that may still be emitted; the step's own token takes the last place."""
         return self.max_len - len(self.token_ids) - 1
 
     @property
     def output_token_ids(self) -> list[int]:
-        """The tokens generated so far."""
+        """Tokens generated so far."""
         return self.token_ids[self.prompt_len :]
 
     def commit(self, emitted: Emitted, num_drafts: int, totals: SpeculativeStats) -> RequestOutput:
-        """Append the tokens that a step emitted one by one, unless a stop string cuts the rest.
+        """Append the tokens that a step emitted, up to a stop string or the end of the grammar.
 
         Args:
             emitted: the step's results for this request.
             num_drafts: drafts that the step verified.
-            totals: counts of all requests, which count the step, too.
+            totals: counts over all requests, updated as well.
         """
         if emitted.thinking_state is not None:
             self.thinking_state = emitted.thinking_state
@@ -150,11 +150,11 @@ class Request:
             logprobs,
             self.finish_reason,
             drafts,
-            None if num_output else self.prompt_logprobs,  # told once
+            None if num_output else self.prompt_logprobs,  # only in the first output
         )
 
     def _keep(self, emitted: Emitted, num_output: int) -> list[int]:
-        """The tokens up to the one that ends the text or its grammar, which may be the last."""
+        """Return the tokens up to the one that ends the text or does not fit the grammar."""
         kept: list[int] = []
         token_ids, min_tokens = emitted.token_ids, self.params.min_tokens
         ends_with_token = emitted.finish_reason is FinishReason.STOP_TOKEN
@@ -168,7 +168,7 @@ class Request:
             if fits:
                 kept.append(token_id)
                 may_stop = num_output + len(kept) >= min_tokens
-                # A token that ends the output is no part of the text.
+                # A token that ends the output is not part of the text.
                 if not is_end and self.stream.push(token_id, may_stop=may_stop):
                     end = "stop", self.stream.stopped_by
             if end is not None:
@@ -177,7 +177,7 @@ class Request:
         return kept
 
     def _note_end(self, emitted: Emitted) -> None:
-        """Notes why `sampling.commit` ended the request."""
+        """Record why `sampling.commit` ended the request."""
         if emitted.finish_reason is FinishReason.LENGTH:
             self.finish_reason = "length"
             return
@@ -188,22 +188,22 @@ class Request:
             self.stop_reason = emitted.token_ids[-1]
 
     def end_without_output(self) -> RequestOutput:
-        """Ends a request of which only the prompt is wanted."""
+        """End a request that only computes its prompt, and return its output."""
         self.finish_reason = "length"
         return RequestOutput(
             self.request_id, [], "", [], "length", prompt_logprobs=self.prompt_logprobs
         )
 
     def fail(self, error: str) -> RequestOutput:
-        """Ends the request with a sentence that says what has failed."""
+        """End the request with an error message, and return its output."""
         self.finish_reason, self.error = "error", error
         return RequestOutput(self.request_id, [], "", [], "error", error=error)
 
     def completion(self) -> Completion:
-        """Returns a request that has finished as a whole.
+        """Return the completion of a finished request.
 
         Raises:
-            ValueError: it has not.
+            ValueError: the request is not finished.
         """
         if self.finish_reason is None:
             raise ValueError(f"request {self.request_id!r} is not finished")

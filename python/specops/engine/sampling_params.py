@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a request may ask of the sampler, validated once when it is made."""
+"""Sampling parameters of a request, validated once on construction."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields, replace
@@ -12,7 +12,7 @@ from specops.engine.structured import StructuredOutput
 _Sequences = tuple[tuple[int, ...], ...]
 _MAX_INT = 2**31 - 1
 
-# Whole numbers with their ranges, and those that may be None.
+# Ranges of the integer parameters; some of them may also be None.
 WHOLE_RANGES: dict[str, tuple[int, int | None]] = {
     "max_tokens": (0, 2**63 - 1),
     "top_k": (0, _MAX_INT),
@@ -34,10 +34,10 @@ REAL_RANGES = {
     "presence_penalty": (-2.0, 2.0),
     "frequency_penalty": (-2.0, 2.0),
 }
-POSITIVE = ("top_p", "typical_p", "repetition_penalty")  # of these: 0 is not in the range
-MAX_BIAS = 100.0  # and its negative
+POSITIVE = ("top_p", "typical_p", "repetition_penalty")  # parameters that exclude 0
+MAX_BIAS = 100.0  # largest magnitude
 
-# Tables have room for every request's, so that there must be a limit.
+# Tables on the device have a row per slot of the largest size, so sizes need a limit.
 MAX_BIASES = 4096
 MAX_SEQUENCES = 256
 MAX_SEQUENCE_LENGTH = 64
@@ -48,57 +48,58 @@ class SamplingParams:
     """Sampling parameters of one request.
 
     They change the logits in this order: allowed tokens, bad words, min_tokens, logit_bias,
-    penalties; and then temperature, top_k, top_p, min_p, typical_p choose among what is left.
+    penalties. Then temperature, top_k, top_p, min_p and typical_p select among the tokens left.
 
     Attributes:
         max_tokens: most tokens to generate. None means up to the context length; with 0 the prompt
             is computed and nothing generated.
         temperature: in [0, 1e6]. 0 is greedy decoding; otherwise logits are divided by it.
-        top_k: keep the k most likely tokens; 0 keeps all. Over HTTP, -1 does, too.
+        top_k: keep the k most likely tokens; 0 keeps all, and so does -1 over HTTP.
         top_p: keep the smallest set of tokens whose mass reaches top_p, in (0, 1].
-        min_p: drop tokens less likely than min_p times the likeliest one, in [0, 1].
-        typical_p: keep the tokens nearest to the expected surprise, of that mass, in (0, 1].
-        repetition_penalty: in (0, 1e6]. Logits of tokens that are there already, in the prompt or
-            the output, are divided by it where they are positive, and multiplied where they are
-            not.
+        min_p: drop tokens less likely than min_p times the most likely one, in [0, 1].
+        typical_p: keep the tokens nearest to the expected surprise, up to this mass, in (0, 1].
+        repetition_penalty: in (0, 1e6]. Logits of tokens that already occur in the prompt or the
+            output are divided by it if they are positive, else multiplied by it.
         presence_penalty: subtracted once from the logits of tokens in the output, in [-2, 2].
-        frequency_penalty: subtracted for every time a token is in the output, in [-2, 2].
-        logit_bias: by token id, what is added to its logit, in [-100, 100].
+        frequency_penalty: subtracted for each occurrence of a token in the output, in [-2, 2].
+        logit_bias: by token id, the number added to its logit, in [-100, 100].
         bad_words: texts that are not generated in the tokenizer's own spelling, inside a text and
-            after a space; other spellings of the same text are other tokens, as in vLLM.
+            after a space. As in vLLM, other token sequences that spell the same text are possible.
         bad_words_token_ids: sequences of token ids that are not generated.
-        allowed_token_ids: the only tokens to choose from; None for all. Where this, bad words and
-            min_tokens leave none at all, token 0 is chosen with logprob -inf.
-        min_tokens: tokens to generate before a stop token, stop string or stop sequence counts;
-            stop tokens are not chosen before.
+        allowed_token_ids: the only tokens to choose from; None for all. If this, bad words and
+            min_tokens exclude every token, token 0 is chosen with logprob -inf.
+        min_tokens: number of tokens to generate before stop tokens, stop strings and stop sequences
+            take effect; stop tokens are not chosen before that.
         seed: 64-bit seed of the request's random numbers. None draws one, which the output reports.
         n: number of independent choices for the prompt, 1 to 128.
         stop: strings that end the text; they are not part of it.
         stop_token_ids: token ids that end the output; they are not part of the text.
         stop_token_sequences: sequences of token ids that end the output; they are part of the text.
         ignore_eos: go on past the model's end-of-sequence tokens.
-        logprobs: None for none; otherwise the number of alternatives beside each emitted token, 0
-            to 100.
-        report_drafts: say with each step's output which drafts it verified.
-        prompt_logprobs: the same for the tokens of the prompt. All of its rows are computed then:
-            none are taken from the prefix cache.
+        logprobs: None for none; otherwise the number of alternatives reported with each emitted
+            token, 0 to 100.
+        report_drafts: report with each step's output which drafts the step verified.
+        prompt_logprobs: the same as logprobs for the tokens of the prompt. All rows of the prompt
+            are then computed; none are taken from the prefix cache.
         think_end_token_id: the token that ends the model's thinking; "</think>" when absent.
-        reasoning_max_tokens: tokens of thinking after which it is ended by force, from 0 on.
-        response_max_tokens: tokens after the thinking that end the output, from 1 on.
-        think_inject_token_ids: what ends the thinking by force: think_end_token_id when absent. An
-            end of sequence in the middle of thinking is replaced by it, too.
-        structured_output: the form of the output: tokens are chosen from those with which it can
-            still be met. Where the length of the thinking or of the reply is limited, it is the
-            form of the reply. A text to which nothing can be added ends with finish_reason "stop",
-            whatever min_tokens says. A stop token that is text may cut a text, and is the
-            stop_reason then; a whole text has none. Where this and the other parameters leave no
-            token, the output ends: with "stop" if it is whole, else with "abort" and the
-            stop_reason "structured_output". Where llguidance meets a limit it ends with "abort" and
-            a stop_reason that says which.
-        prediction: a text, or token ids, that the output may follow in part. It is drafted from,
-            and changes no token.
+        reasoning_max_tokens: number of thinking tokens after which the thinking is ended by force,
+            0 or more.
+        response_max_tokens: most tokens to generate after the thinking, 1 or more.
+        think_inject_token_ids: tokens that end the thinking by force; think_end_token_id when
+            absent. They also replace an end of sequence inside the thinking.
+        structured_output: constraint on the output: only tokens with which it can still be met are
+            chosen. If the length of the thinking or of the reply is limited, it constrains the
+            reply. A text that cannot be extended ends with finish_reason "stop", even before
+            min_tokens. A stop token that is text may end an incomplete text, and is then the
+            stop_reason; a complete text has no stop_reason. If this and the other parameters
+            exclude every token, the output ends: with "stop" if it is complete, else with "abort"
+            and the stop_reason "structured_output". If llguidance reaches a limit, the output ends
+            with "abort" and a stop_reason that names the limit.
+        prediction: a text, or token ids, that the output may follow in part. Drafts are taken from
+            it; it changes no token.
         cache_salt: requests share pages of the prefix cache, and earlier responses to draft from,
-            only with requests of the same salt; None: with those without one. It changes no token.
+            only with requests of the same salt; None: only with requests without a salt. It changes
+            no token.
     """
 
     max_tokens: int | None = 16
@@ -151,7 +152,7 @@ class SamplingParams:
                 raise ValueError(f"{name} must be True or False, got {getattr(self, name)!r}")
         for name, (low, high) in WHOLE_RANGES.items():
             value = getattr(self, name)
-            # None is no value but where it is the default, and for max_tokens.
+            # None is valid only if it is the default, and for max_tokens.
             if value is None and (defaults[name] is None or name == "max_tokens"):
                 continue
             if isinstance(value, bool) or not isinstance(value, int):
@@ -168,12 +169,12 @@ class SamplingParams:
         self._check_values()
 
     def _check_values(self) -> None:
-        """What is more than a range."""
+        """Check all constraints other than simple ranges."""
         if self.top_p == 0.0:
             raise ValueError("top_p must be above 0, got 0; use temperature 0 for greedy decoding")
         for name in POSITIVE:
             value = getattr(self, name)
-            if name != "top_p" and np.float32(value) == 0.0:  # what the ops would see
+            if name != "top_p" and np.float32(value) == 0.0:  # as the ops see it
                 raise ValueError(f"{name} must be above 0, got {value!r}; 1 is off")
         for name in ("stop", "bad_words"):
             if any(not isinstance(text, str) or not text for text in getattr(self, name)):
@@ -189,7 +190,7 @@ class SamplingParams:
             for sequence in getattr(self, name):
                 _check_token_ids(name, sequence)
             check_sequences(name, getattr(self, name))
-        if len(self.bad_words) > MAX_SEQUENCES:  # counted before anybody tokenises them
+        if len(self.bad_words) > MAX_SEQUENCES:  # checked before they are tokenized
             raise ValueError(
                 f"bad_words must hold at most {MAX_SEQUENCES} texts, got {len(self.bad_words)}"
             )
@@ -220,7 +221,7 @@ class SamplingParams:
         wanted: Any = self.structured_output
         if not isinstance(wanted, StructuredOutput):
             raise ValueError(f"structured_output must be a StructuredOutput, got {wanted!r}")
-        # With nothing to end it, a thinking would become the reply at a token chosen freely.
+        # Without a token to end it, the thinking would become the reply at an unconstrained token.
         if self.think_inject_token_ids == () and self.reasoning_max_tokens is not None:
             raise ValueError(
                 "think_inject_token_ids must hold a token where structured_output and "
@@ -260,7 +261,7 @@ class SamplingParams:
 
     @property
     def has_penalties(self) -> bool:
-        """Whether a token's logit depends on which tokens are there already."""
+        """Whether a token's logit depends on earlier tokens through a penalty."""
         return (
             self.repetition_penalty != 1
             or self.presence_penalty != 0
@@ -269,11 +270,11 @@ class SamplingParams:
 
     @property
     def thinks(self) -> bool:
-        """Whether the length of the thinking, or of what follows it, is limited."""
+        """Whether the length of the thinking, or of the reply after it, is limited."""
         return self.reasoning_max_tokens is not None or self.response_max_tokens is not None
 
     def largest_token_id(self) -> tuple[str, int]:
-        """The largest token id that any field names, after that field's name; -1 for none."""
+        """Return the field with the largest token id, and that id; -1 if there is none."""
         named: dict[str, Iterable[int]] = {
             "logit_bias": (token_id for token_id, _ in self.bias()),
             "bad_words_token_ids": _flat(self.bad_words_token_ids),
@@ -291,7 +292,7 @@ class SamplingParams:
         )
 
     def bias(self) -> tuple[tuple[int, float], ...]:
-        """`logit_bias` as pairs, by ascending token id."""
+        """Return `logit_bias` as (token id, bias) pairs, by ascending token id."""
         assert isinstance(self.logit_bias, tuple)
         return self.logit_bias
 
@@ -301,7 +302,7 @@ def _flat(sequences: _Sequences) -> Iterable[int]:
 
 
 def check_cache_salt(salt: Any) -> None:
-    """Refuse a salt that is neither None nor a non-empty text.
+    """Check that a salt is None or a non-empty text.
 
     Raises:
         ValueError: it is something else.
@@ -323,10 +324,10 @@ def _check_token_ids(name: str, token_ids: Iterable[Any]) -> None:
 
 
 def check_sequences(name: str, sequences: _Sequences) -> None:
-    """Refuses more token sequences, and longer ones, than there is room for, and empty ones.
+    """Check the number and the lengths of the token sequences of a parameter.
 
     Raises:
-        ValueError: there are, under this name.
+        ValueError: there are too many, or one is empty or too long; the message names `name`.
     """
     if len(sequences) > MAX_SEQUENCES:
         raise ValueError(
@@ -341,7 +342,7 @@ def check_sequences(name: str, sequences: _Sequences) -> None:
 
 
 def _bias(given: Any) -> tuple[tuple[int, float], ...]:
-    """The biases by ascending token id."""
+    """Check logit biases and return them by ascending token id."""
     if isinstance(given, Mapping):
         given = tuple(given.items())
     is_pairs = isinstance(given, tuple) and all(

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How the engine speculates: the server's configuration, and the little of it a request may change.
+"""Speculative configuration of the server, and the part of it that a request may change.
 
-The fields here are those that all drafting methods have; each method adds its own (`Options` of
-drafters/methods). The names are FastDeploy's, so that a configuration can move over;
-docs/drafters.md lists each field, and each difference. Every refusal is a ValueError that says what
-would have been right.
+The fields here are common to all drafting methods; each method adds its own (`Options` in
+drafters/methods). The names are FastDeploy's, so that its configurations can be reused;
+docs/drafters.md lists each field and each difference. Every invalid configuration raises a
+ValueError that says what is valid.
 """
 
 import difflib
@@ -30,7 +30,7 @@ from specops.engine.drafters.methods import (
 VERIFY_STRATEGIES = ("target_match", "greedy", "rejection", "block", "topp")
 ACCEPT_POLICIES = ("normal", "accept_all", "reject_all", "synthetic")
 
-# Names FastDeploy has and this engine refuses, each with the reason.
+# FastDeploy's fields that this engine refuses, each with the reason.
 REFUSED_FIELDS = {
     "max_candidate_len": "topp looks at the whole top-p set, not at a list of candidates",
     "verify_window": "a rejected draft is never let through by the drafts behind it",
@@ -42,7 +42,7 @@ REFUSED_FIELDS = {
     "enable_draft_logprob": "logprobs of drafts are not supported yet",
 }
 
-# What a request may set beside the options that methods let it set.
+# Fields that a request may set, besides those of the methods' own options.
 _OF_REQUESTS = (
     "method",
     "num_speculative_tokens",
@@ -53,17 +53,17 @@ _OF_REQUESTS = (
     "adaptive_verification",
     "tree",
 )
-# What can verify trees.
+# Strategies and policies that can verify trees.
 _TREE_STRATEGIES = ("target_match", "greedy", "rejection")
 _TREE_POLICIES = ("normal", "reject_all")
-_ALONE = "default"  # of `Method.continued_by`: nothing continues the method
-_UNSET = cast(int, None)  # replaced when it is made, so that readers see plain integers
+_ALONE = "default"  # value of `Method.continued_by` if no method continues it
+_UNSET = cast(int, None)  # replaced in `__init__`, so that readers see plain integers
 
 OwnOptions = TypeVar("OwnOptions", bound=Options)
 
 
 def _stages(value: object) -> tuple[str, ...]:
-    """The methods that a `method` names, in their one spelling; none of "naive"."""
+    """Return the canonical names of the methods in a `method` field; empty for "naive"."""
     names = method_names()
     spelt = {alias: one.name for one in methods() for alias in one.aliases}
     asked = value.lower().split("+") if isinstance(value, str) else [value]
@@ -85,7 +85,7 @@ def _stages(value: object) -> tuple[str, ...]:
 
 
 def _object(text: str) -> dict[str, Any]:
-    """The JSON object in `text`; duplicate keys are an error."""
+    """Parse the JSON object in `text`; duplicate keys are an error."""
 
     def pairs(items: list[tuple[str, Any]]) -> dict[str, Any]:
         out = dict(items)
@@ -124,12 +124,12 @@ def _refuse_unknown(key: object, known: Iterable[str]) -> None:
 def _own_options(
     given: Any, values: Mapping[str, Any], stages: tuple[str, ...]
 ) -> dict[str, Options]:
-    """The options of every method.
+    """Return the options of every method.
 
     Args:
-        given: by method, as options or as mappings.
-        values: single fields, which come first.
-        stages: the methods that a field which several have is of, before all others.
+        given: by method, `Options` or mappings.
+        values: single fields, which override `given`.
+        stages: methods that take precedence if several methods have a field of the same name.
     """
     try:
         by_method = dict(given)
@@ -159,7 +159,7 @@ def _own_options(
 
 
 def _continued(stages: tuple[str, ...], options: dict[str, Options]) -> tuple[str, ...]:
-    """The stages, with what continues a method by a field of its own; both say the same then."""
+    """Return the stages, completed by `continued_by` fields; update these fields in `options`."""
     for one in methods():
         if one.continued_by is None:
             continue
@@ -184,7 +184,7 @@ def _continued(stages: tuple[str, ...], options: dict[str, Options]) -> tuple[st
 
 
 def _can_draft_trees(stages: tuple[str, ...]) -> bool:
-    """Whether drafts of these methods may be a tree."""
+    """Return whether the drafts of these methods may be a tree."""
     if not stages:
         return False
     first, *others = map(method_of, stages)
@@ -192,15 +192,15 @@ def _can_draft_trees(stages: tuple[str, ...]) -> bool:
 
 
 def request_fields() -> tuple[str, ...]:
-    """The fields that one request may set for itself.
+    """Return the fields that one request may set for itself.
 
-    Whatever names a path or a resource is the server's alone.
+    Fields that name a path or a resource can only be set by the server.
     """
     return (*_OF_REQUESTS, *option_names(of_requests=True))
 
 
 def _check_request(values: object) -> dict[str, Any]:
-    """A request's own object, without what it leaves alone; its values are not checked yet."""
+    """Check the keys of a request's object; return its fields that are not None, unchecked."""
     if not isinstance(values, Mapping):
         raise ValueError(f"speculative_config must be an object, got {values!r}")
     known = request_fields()
@@ -223,47 +223,48 @@ def _check_request(values: object) -> dict[str, Any]:
 
 @dataclass(frozen=True, init=False)
 class SpeculativeConfig:
-    """How the engine drafts and verifies; valid from the moment it exists.
+    """Configuration of drafting and verification, validated on construction.
 
-    It is made by keyword from the fields below and those of every method's own options, and both
-    are read in the same way. A field that several methods have, such as `model`, is that of the
-    first of this configuration's methods that has it, and otherwise of the first in the registry;
-    `options` says it for one method.
+    It is constructed by keyword from the fields below and the fields of every method's own options;
+    both are read as attributes. A field that several methods have, such as `model`, belongs to the
+    first of this configuration's methods that has it, else to the first in the registry; use
+    `options` to set it for a particular method.
 
     Attributes:
         method: "naive" (no drafts), or a method of the registry, in any letter case. Several joined
-            by +, such as "a+b", are stages: each continues what those before it have drafted.
-            Which of them an engine can run is another question: `require_runnable`.
-        num_speculative_tokens: drafts per step, k. None gives the first method's default, mostly 1,
-            and 0 for naive, which takes no other value. There is no upper limit.
-        num_model_steps: drafts per step of a method that runs a model, at most k; the stages behind
-            it draft the rest. None gives k, and 1 where another stage continues it.
+            by +, such as "a+b", are stages: each stage continues the drafts of the stages before
+            it. `require_runnable` checks which methods an engine can run.
+        num_speculative_tokens: drafts per step, k. None means the first method's default, usually
+            1, and 0 for naive, which accepts no other value. There is no upper limit.
+        num_model_steps: drafts per step of a method that runs a model, at most k; later stages
+            draft the rest. None means k, or 1 if another stage continues the method.
         verify_strategy: "target_match", "greedy", "rejection", "block" or "topp";
-            docs/exactness.md says what each promises.
-        accept_policy: "normal"; for measuring, "accept_all", "reject_all" and "synthetic". The
-            first and the last of these do not produce the target's text.
-        synthetic_acceptance_rates: with accept_policy "synthetic", how often the first draft of a
-            step is emitted, the first two, and so on: at most 1, and none above the one before.
-            Drafts beyond the last rate are never emitted.
-        max_total_draft_tokens: most drafts of a step, those of all requests together, which share
-            them evenly. None sets no limit.
-        adaptive_verification: num_speculative_tokens is the most; of these drafts the likely ones
-            are verified, as many as make decoding faster. Only where that cannot change a token:
-            with verify_strategy "target_match" or "greedy", and accept_policy "normal". Elsewhere,
-            and when False, all drafts are verified. None: True on a CPU with a model of at least
-            200 MB, whose steps are long enough for it, where no drafter runs a model of its own;
-            False elsewhere.
-        tree: drafts are the likeliest continuations as a tree, not the likeliest one, and k is the
-            number of its nodes. With a method that can draft trees, alone or before others that can
-            add branches to one (the tree is then the likeliest nodes of all), verify_strategy
-            "target_match", "greedy" or "rejection", and accept_policy "normal" or "reject_all".
-            Where a step verifies drafts of other strategies or policies beside them, only its first
-            path is verified.
-        options: by method, its own fields: of every method of the registry. Given as a mapping from
-            methods to their fields, as in JSON, or as it is read here.
+            docs/exactness.md describes the guarantee of each.
+        accept_policy: "normal"; for measurements, "accept_all", "reject_all" and "synthetic".
+            "accept_all" and "synthetic" do not produce the target's text.
+        synthetic_acceptance_rates: with accept_policy "synthetic", the rates at which the first
+            draft of a step is emitted, the first two drafts, and so on: at most 1, and not
+            increasing. Drafts beyond the last rate are never emitted.
+        max_total_draft_tokens: most drafts of a step over all requests, which share them evenly.
+            None sets no limit.
+        adaptive_verification: treat num_speculative_tokens as a maximum: verify the most probable
+            drafts, as many as make decoding faster. This applies only where it cannot change a
+            token: with verify_strategy "target_match" or "greedy", and accept_policy "normal".
+            Otherwise, and if False, all drafts are verified. None: True on a CPU with a model of at
+            least 200 MB, whose steps are long enough, and no drafter that runs a model of its own;
+            else False.
+        tree: draft a tree of the most probable continuations instead of a single chain; k is the
+            number of its nodes. It needs a method that can draft trees, alone or before methods
+            that can add branches (the tree then holds the most probable nodes of all),
+            verify_strategy "target_match", "greedy" or "rejection", and accept_policy "normal" or
+            "reject_all". In a step that also verifies drafts of other strategies or policies, only
+            the first path of the tree is verified.
+        options: the own fields of every method of the registry, by method. The argument may also be
+            a mapping from methods to mappings of their fields, as in JSON.
 
     Raises:
-        ValueError: a value is out of range, two contradict each other, or there is no such field.
+        ValueError: a value is out of range, two values contradict each other, or a field is
+            unknown.
     """
 
     method: str = NAIVE
@@ -288,7 +289,7 @@ class SpeculativeConfig:
         self._check()
 
     def __getattr__(self, name: str) -> Any:
-        """A field of a method's own options."""
+        """Return a field of a method's own options."""
         if not name.startswith("_"):
             order = (*self.stages, *METHODS)
             options = dict(self.options)
@@ -299,7 +300,7 @@ class SpeculativeConfig:
 
     @classmethod
     def field_defaults(cls) -> dict[str, Any]:
-        """Every field by name, those of all methods included, with what it is where not given."""
+        """Return the default of every field by name, including the fields of all methods."""
         found = {one.name: one.default for one in fields(cls) if one.name != "options"}
         for method in methods():
             for one in fields(method.options):
@@ -307,10 +308,10 @@ class SpeculativeConfig:
         return found
 
     def as_dict(self, *, without_files: bool = False) -> dict[str, Any]:
-        """Every field by name, those of all methods included, as they are read here.
+        """Return the value of every field by name, including the fields of all methods.
 
         Args:
-            without_files: leave out those that name a file.
+            without_files: leave out fields that name a file.
         """
         names = [one.name for one in fields(self) if one.name != "options"]
         names += option_names(without_files=without_files)
@@ -318,12 +319,12 @@ class SpeculativeConfig:
 
     @property
     def stages(self) -> tuple[str, ...]:
-        """The methods that draft, in their order; none for "naive"."""
+        """Methods that draft, in their order; empty for "naive"."""
         return () if self.method == NAIVE else tuple(self.method.split("+"))
 
     @property
     def named_methods(self) -> tuple[str, ...]:
-        """The methods that this configuration names: its own, and those that it gives files to."""
+        """Methods that this configuration names: its stages, and methods with files."""
         return tuple(
             name
             for name, own in self.options
@@ -332,7 +333,7 @@ class SpeculativeConfig:
         )
 
     def options_of(self, kind: type[OwnOptions]) -> OwnOptions:
-        """A method's own fields, by their class."""
+        """Return a method's own options, by their class."""
         return next(one for _, one in self.options if isinstance(one, kind))
 
     def _check(self) -> None:
@@ -420,12 +421,12 @@ class SpeculativeConfig:
 
     @property
     def _first(self) -> Method:
-        """The method of the first stage."""
+        """Method of the first stage."""
         return method_of(self.stages[0])
 
     @property
     def selects_drafts(self) -> bool:
-        """Whether the engine decides how many drafts are verified: no token depends on it then."""
+        """Whether the engine decides how many drafts are verified; no token depends on it."""
         return (
             self.adaptive_verification is True
             and self.method != NAIVE
@@ -435,14 +436,14 @@ class SpeculativeConfig:
 
     @property
     def verifies_trees(self) -> bool:
-        """Whether a step may verify trees where a request verifies its drafts so."""
+        """Whether a step with a request of this configuration may verify trees."""
         return self.verify_strategy in _TREE_STRATEGIES and self.accept_policy in _TREE_POLICIES
 
     @property
     def draft_stages(self) -> tuple[tuple[str, int], ...]:
-        """The drafters of a request in their order, each with the drafts that there are behind it.
+        """Drafters of a request in order, each with the limit of drafts after its stage.
 
-        A drafter continues what those before it have drafted.
+        A drafter continues the drafts of the drafters before it.
         """
         steps, tokens = self.num_model_steps, self.num_speculative_tokens
         return tuple(
@@ -451,24 +452,24 @@ class SpeculativeConfig:
 
     @property
     def drafters_name(self) -> str:
-        """The name by which chances of a request's drafters are kept."""
+        """Key under which acceptance probabilities of a request's drafters are stored."""
         return "+".join(self.stages)
 
     @property
     def drafts_with_target_numbers(self) -> bool:
-        """Whether a draft is drawn with the number that the target will draw its token with.
+        """Whether a draft is drawn with the random number that the target will use for its token.
 
-        The nearer the two distributions, the oftener the two draws agree, and oftener than the
-        likeliest token does.
+        The closer the two distributions, the more often the two draws agree; they agree more often
+        than the most likely token does with the target's draw.
         """
         return self.method != NAIVE and self._first.draws and self.verify_strategy == "target_match"
 
     @property
     def draws_drafts(self) -> bool:
-        """Whether drafts are drawn with numbers of their own.
+        """Whether drafts are drawn with random numbers of their own.
 
-        That pays where verification weighs a draft by both distributions. Those of a tree are the
-        likeliest ones.
+        That pays if verification weighs a draft by both distributions. Drafts of a tree are the
+        most likely tokens instead.
         """
         return (
             len(self.stages) == 1
@@ -479,14 +480,14 @@ class SpeculativeConfig:
         )
 
     def conditional_acceptance_rates(self) -> list[float]:
-        """Per draft, how often it is emitted where all before it were; empty without rates."""
+        """Return each draft's rate given that all before it were emitted; empty without rates."""
         rates = self.synthetic_acceptance_rates or ()
         before = (1.0, *rates)
         return [rate / last if last else 0.0 for rate, last in zip(rates, before, strict=False)]
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> "SpeculativeConfig":
-        """Reads the server's configuration.
+        """Construct the server's configuration from a mapping.
 
         Raises:
             ValueError: a key is unknown (the message names the nearest one) or refused, or a value
@@ -496,24 +497,24 @@ class SpeculativeConfig:
             raise ValueError(f"speculative_config must be an object, got {values!r}")
         known = cls.field_defaults()
         for key in values:
-            if key not in known and key != "options":  # before any value is looked at
+            if key not in known and key != "options":  # before any value is checked
                 _refuse_unknown(key, known)
         return cls(**values)
 
     @classmethod
     def from_json(cls, text: str) -> "SpeculativeConfig":
-        """Reads the server's configuration from a JSON object, as `from_dict` does."""
+        """Construct the server's configuration from a JSON object; see `from_dict`."""
         return cls.from_dict(_object(text))
 
     def require_effect(self, given: Mapping[str, Any], methods: Collection[str]) -> None:
-        """Refuse fields of a server's configuration that no method of it reads.
+        """Check that each field of a server's configuration is read by a method that it loads.
 
         Args:
-            given: the fields as they were given to make this configuration.
-            methods: further methods that the server is told to load.
+            given: the fields from which this configuration was constructed.
+            methods: further methods that the server loads.
 
         Raises:
-            ValueError: a field is of another method, and not at its default.
+            ValueError: a field of another method is not at its default.
         """
         defaults, named = self.field_defaults(), {*self.named_methods, *methods}
         for key, value in given.items():
@@ -539,21 +540,21 @@ class SpeculativeConfig:
         max_num_speculative_tokens: int | None = None,
         max_num_model_steps: int | None = None,
     ) -> "SpeculativeConfig":
-        """Returns this configuration with a request's own choices put in.
+        """Return this configuration with a request's own choices applied.
 
-        A request that changes the method or the number of drafts without saying more gets the
-        lengths that follow from it: 0 drafts for "naive", otherwise the server's number (1 where
-        the server has none), and the default number of model steps.
+        A request that only changes the method or the number of drafts gets the lengths that follow
+        from it: 0 drafts for "naive", otherwise the server's number (1 if the server has none), and
+        the default number of model steps.
 
         Args:
-            request: the object that the request sent; None in it leaves a field alone.
-            max_num_speculative_tokens: most drafts the engine has room for. None sets no limit.
-            max_num_model_steps: most drafts of methods that run a model; where the request leaves
-                their number open, it is no more than that. None sets no limit.
+            request: the object that the request sent; a field that is None is not changed.
+            max_num_speculative_tokens: most drafts that the engine supports. None sets no limit.
+            max_num_model_steps: most drafts of methods that run a model; also caps their number if
+                the request does not set it. None sets no limit.
 
         Raises:
-            ValueError: the object has a key a request may not set, a value is invalid, or the
-                request asks for more than a limit.
+            ValueError: the object has a key a request may not set, a value is invalid, or a value
+                exceeds a limit.
         """
         asked = _check_request(request)
         self._complete(asked)
@@ -581,13 +582,13 @@ class SpeculativeConfig:
         request: Mapping[str, Any] | None,
         available: Collection[str],
     ) -> Mapping[str, Any] | None:
-        """Return a request's own choices, with the method that one of its parameters asks for.
+        """Return a request's own choices, plus the method that one of its parameters selects.
 
         Args:
             params: the request's sampling parameters.
-            request: the object that it sent; if that names a method, this one it is.
-            available: the methods that the engine can run. Others are not added: the parameter is a
-                hint that changes no token.
+            request: the object that it sent; a method named there takes precedence.
+            available: the methods that the engine can run. Other methods are not added: the
+                parameter is a hint that changes no token.
         """
         own = dict(request) if isinstance(request, Mapping) else {}
         for method in methods():
@@ -597,7 +598,7 @@ class SpeculativeConfig:
             if method.name not in available:
                 continue
             own["method"] = "+".join((*self.stages, method.name))
-            if self.stages:  # they draft as before, but what has several stages drafts no tree
+            if self.stages:  # they draft as before, but several stages draft no tree by default
                 if self._first.needs_weights:
                     own.setdefault("num_model_steps", self.num_model_steps)
                 own.setdefault("tree", False)
@@ -605,7 +606,7 @@ class SpeculativeConfig:
         return request
 
     def _complete(self, asked: dict[str, Any]) -> None:
-        """Adds what follows from what a request has chosen."""
+        """Add the fields that follow from a request's choices to `asked`."""
         strategies = {one.continued_by: one.name for one in methods() if one.continued_by}
         if "method" in asked or not strategies.keys().isdisjoint(asked):
             self._complete_method(asked, strategies)
@@ -615,17 +616,17 @@ class SpeculativeConfig:
             asked.setdefault("synthetic_acceptance_rates", None)
 
     def _complete_method(self, asked: dict[str, Any], strategies: Mapping[str, str]) -> None:
-        """Adds what follows from the methods that a request has chosen.
+        """Add the fields that follow from the methods that a request has chosen.
 
         Args:
-            asked: what it has chosen.
-            strategies: the fields that say what continues a method, and whose they are.
+            asked: the request's choices; extended.
+            strategies: `continued_by` fields, each with its method.
         """
         stages = _stages(asked.get("method", self.method))
         for field_name, name in strategies.items():
             is_first = self.stages[:1] == (name,)
             if field_name not in asked:
-                # Whoever names the method alone leaves open what continues it.
+                # A request that names only the method leaves open what continues it.
                 keeps = stages == self.stages or (is_first and stages == (name,))
                 asked[field_name] = getattr(self, field_name) if keeps else _ALONE
             elif is_first and "method" not in asked:
@@ -650,15 +651,15 @@ class SpeculativeConfig:
         *,
         missing: Mapping[str, str] | None = None,
     ) -> None:
-        """Refuses a valid configuration that this engine cannot carry out.
+        """Check that an engine can run this configuration.
 
         Args:
-            available: the methods it can run.
-            strategies: the verification strategies it can run.
-            missing: why it lacks others, by method.
+            available: the methods that the engine can run.
+            strategies: the verification strategies that it can run.
+            missing: by method, why the engine cannot run it.
 
         Raises:
-            ValueError: a method or the strategy is not among them.
+            ValueError: a method or the strategy is not available.
         """
         # A stage that continues the first one and has no weights can always run.
         others = [name for name in self.stages[1:] if method_of(name).needs_weights]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Measures, when an engine starts, how long its steps and their rows take."""
+"""Measurements at engine start of how long steps and their rows take."""
 
 import json
 import math
@@ -27,13 +27,13 @@ from specops.engine.speculative_config import SpeculativeConfig
 from specops.engine.steps.runner import Runner
 from specops.tokenizer import TextStream, Tokenizer
 
-_ROUNDS = 4  # at most; on a GPU always, which makes a step in one and captures it in the next
-_ROW_ROUNDS = 20  # likewise; they are short, and other work of the machine disturbs some of them
-_SECONDS = 1.0  # no round is begun after so long
-# No longer steps than so many times the first, beside what more bytes take: from there on it is a
-# line.
+_ROUNDS = 4  # at most; exactly on a GPU: one round builds a step, the next captures it
+_ROW_ROUNDS = 20  # at most; rounds are short, and other work of the machine disturbs some of them
+_SECONDS = 1.0  # no new round starts after this time
+# The last step measured is the first to take longer than this multiple of the one-row step, scaled
+# by the bytes read. From there on, the time is extrapolated as a line.
 _FACTOR = 3.0
-# Rows that take as long as a step, at most: a measured time of a row is no shorter.
+# A step takes at most as long as this many rows: bounds a row's measured time from below.
 _MOST_FREE_ROWS = 1024
 
 
@@ -45,16 +45,16 @@ def known_steps(
     *,
     what: str = "steps",
 ) -> list[float]:
-    """Return the numbers of a measurement, from beside the packed weights if they were kept there.
+    """Return the numbers of a measurement, from the cache beside the packed weights if present.
 
     Args:
         cached: the packed weights.
-        config: of the engine.
+        config: the engine's configuration.
         measure: calls `measure_steps` or `measure_row_costs`.
-        count: how many numbers that returns.
+        count: how many numbers `measure` returns.
         what: name of the measurement.
     """
-    if cached is None or config.tensor_parallel_size > 1:  # ranks measure together, or none does
+    if cached is None or config.tensor_parallel_size > 1:  # all ranks measure, or none does
         return measure()
     sizes = (config.max_num_batched_tokens, config.max_model_len, config.page_size)
     kinds = (config.dtype, config.kv_cache_dtype, config.quantization, config.quantize_head)
@@ -76,21 +76,22 @@ def measure_steps(
     max_model_len: int,
     ranks: Ranks = ALONE,
 ) -> list[float]:
-    """Runs steps of 1, 2, 4, ... rows, of an engine that has no request yet.
+    """Time steps of 1, 2, 4, ... rows of an engine that has no request yet.
 
     Args:
-        tokenizer, runner, drafting, pool, device: of the engine. All pages are free before and
+        tokenizer, runner, drafting, pool, device: the engine's. All pages are free before and
             after.
-        bytes_read: how many bytes of weights a step of so many rows reads. More rows read more
-            experts of a mixture, but not in proportion: its steps are measured further.
+        bytes_read: returns how many bytes of weights a step of some number of rows reads. More rows
+            read more experts of an MoE model, but not in proportion, so that longer steps are
+            measured there.
         vocab_size: rows of the target's embedding.
-        max_rows: of a step.
+        max_rows: maximum number of rows of a step.
         max_model_len: tokens of the longest request.
-        ranks: what the first of them measures is everybody's.
+        ranks: all ranks use the times of the first one.
 
     Returns:
-        Seconds by the number of rows, from 0 to `max_rows`: of each step the least of a few runs,
-        never falling, linear between those and beyond.
+        Seconds by the number of rows, from 0 to `max_rows`: the minimum of a few runs of each step,
+        made non-decreasing, interpolated linearly between the measured steps and beyond them.
     """
     most = max(min(max_rows, max_model_len // 2), 1)
     counts = [1 << i for i in range(most.bit_length())]
@@ -103,11 +104,11 @@ def measure_steps(
         for number in range(-1, _ROUNDS):
             passed = of_first(time.perf_counter() - begun)
             if number == 0:
-                begun, seconds = time.perf_counter(), {}  # the first steps were made, not measured
+                begun, seconds = time.perf_counter(), {}  # the first round only built the steps
             elif number and not device.is_async and passed > _SECONDS:
                 break
             for count in counts:
-                # Of different tokens, or rows would share the experts of a mixture.
+                # Use different tokens, or all rows would be routed to the same experts.
                 tokens = drafting.proposals.token_ids
                 tokens[:] = np.arange(tokens.shape[1]) % vocab_size
                 plan = _plan(request, count)
@@ -138,21 +139,21 @@ def measure_row_costs(
     num_before: int,
     ranks: Ranks = ALONE,
 ) -> list[float]:
-    """Run a decode row, a short and a long chunk of a prompt, and the long one with logprobs.
+    """Time a decode row, a short and a long prompt chunk, and the long chunk with logprobs.
 
     Args:
         tokenizer, runner, drafting, pool: of an engine that has no request yet. All pages are free
             before and after.
-        num_rows: of the long chunk, at least 2.
-        num_before: tokens before the rows. What their keys and values hold is not used.
-        ranks: all of them get what the first one measures.
+        num_rows: rows of the long chunk, at least 2.
+        num_before: tokens before the rows. The contents of their keys and values do not matter.
+        ranks: all ranks use the times of the first one.
 
     Returns:
-        The fields of `RowCosts`, in seconds: each from the least of a few runs.
+        The fields of `RowCosts` in seconds, each computed from the minimum of a few runs.
     """
     of_first = ranks.of_first
     num_alternatives = min(WHOLE_RANGES["prompt_logprobs"][1] or 0, tokenizer.vocab_size)
-    # Different tokens, or rows would share the experts of a mixture.
+    # Use different tokens, or all rows would be routed to the same experts.
     tokens = [token % tokenizer.vocab_size for token in range(num_before + num_rows + 1)]
     request = _trial(tokenizer, pool, num_before + num_rows, tokens)
     runner.start(request)
@@ -188,7 +189,7 @@ def measure_row_costs(
 def _chunk(
     request: Request, begin: int, num_rows: int, num_alternatives: int | None = None
 ) -> Plan:
-    """Return a step with rows of a prompt, with log-probabilities if they are wanted."""
+    """Return a plan with one prompt chunk, scored if `num_alternatives` is given."""
     end = begin + num_rows
     part = Part(
         request.request_id,
@@ -210,7 +211,7 @@ def _chunk(
 
 
 def _plan(request: Request, count: int) -> Plan:
-    """A step of so many rows."""
+    """Return a plan that verifies `count - 1` drafts."""
     part = Part(
         request.request_id,
         request.slot,
@@ -226,7 +227,7 @@ def _plan(request: Request, count: int) -> Plan:
 
 
 def _line(seconds: dict[int, float], max_rows: int) -> list[float]:
-    """Seconds by the number of rows, of those of a few numbers."""
+    """Return seconds for 0 to `max_rows` rows, interpolated from a few measured row counts."""
     rows, values = np.array(list(seconds)), np.maximum.accumulate(list(seconds.values()))
     slope = np.diff(values[-2:]).sum() / max(np.diff(rows[-2:]).sum(), 1)
     at = np.arange(max_rows + 1)
@@ -237,10 +238,10 @@ def _line(seconds: dict[int, float], max_rows: int) -> list[float]:
 def _trial(
     tokenizer: Tokenizer, pool: PagePool, most: int, tokens: Sequence[int] = (1,)
 ) -> Request:
-    """Return a request with pages for so many rows, of which nothing is committed."""
+    """Return a request with pages for `most` rows; its tokens are never committed."""
     return Request(
         request_id="trial",
-        arrival=-1,  # of no request that comes
+        arrival=-1,  # no real request has it
         params=SamplingParams(max_tokens=most, temperature=0.0, ignore_eos=True),
         speculative=SpeculativeConfig(
             method=default_method(), num_speculative_tokens=most, accept_policy="reject_all"

@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pages of the KV cache: who holds them, and which hold a prefix that another request can use.
+"""Pages of the KV cache: reference counts, and a prefix tree for sharing pages among requests.
 
 A page is in exactly one of three states: held (reference count > 0), cached (count 0, content
-known, least recently used first), or free. Content is identified exactly, not by hash: prefixes are
-a tree whose edges are the tokens of pages, so two can never be taken for one another.
+known, least recently used first), or free. Content is identified exactly, not by hash: prefixes
+form a tree whose edges are the tokens of pages, so two prefixes are never confused.
 
-Pages may have draft KV, too: what a drafter computed from the same tokens and, with some drafters,
-from those right behind the page. One prefix may therefore have several pages, which differ in what
-follows.
+A page may also hold draft KV, which a drafter computed from the same tokens and, with some
+drafters, from the tokens right after the page. One prefix may therefore have several pages, which
+differ in the tokens that follow.
 """
 
 import heapq
@@ -19,11 +19,11 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class DraftKv:
-    """What a drafter keeps on a request's pages, beside the model's own keys and values.
+    """Description of the draft KV that a drafter keeps on a request's pages.
 
     Attributes:
-        owner: the drafter; pages of one are of no use to another.
-        lookahead: of a position, how many tokens behind it its draft KV depends on.
+        owner: the drafter; other drafters cannot use its draft KV.
+        lookahead: number of tokens after a position on which its draft KV depends.
         max_drafts: most drafts that this drafter makes for the request in a step.
     """
 
@@ -32,11 +32,11 @@ class DraftKv:
     max_drafts: int
 
     def key(self, token_ids: Sequence[int], end: int) -> bytes:
-        """What tells pages apart that end at `end`: the owner, and the tokens that follow."""
+        """Return the key of a page that ends at `end`: the owner and the tokens that follow."""
         return self.owner.encode() + b":" + _token_bytes(token_ids[end : end + self.lookahead])
 
     def num_rows_behind(self, draft_limit: int) -> int:
-        """Rows that drafting writes behind those of the step itself."""
+        """Return how many rows drafting writes after the rows of the step itself."""
         return min(draft_limit, self.max_drafts) - self.lookahead
 
     def end_of_rows(self, max_len: int) -> int:
@@ -49,54 +49,54 @@ class DraftKv:
 
 
 class Prefix:
-    """A prefix that ends with a page, and the pages that hold its end.
+    """A prefix that ends at a page boundary, and the pages that hold its last tokens.
 
-    It exists as long as it has pages. They outlive those of longer prefixes: whoever holds a page
-    holds one of each shorter prefix as well, and lets go of it later.
+    A prefix exists as long as it has pages. They outlive the pages of longer prefixes: a request
+    that holds a page also holds one of each shorter prefix, and releases it later.
     """
 
     __slots__ = ("children", "pages", "parent", "salt", "tokens")
 
     def __init__(self, parent: "Prefix | None", tokens: bytes, salt: str | None = None) -> None:
-        self.parent = parent  # None: this is the empty prefix
-        self.tokens = tokens  # of its last page
-        self.salt = salt  # of the empty prefix: the salt whose requests alone find what follows
-        self.children: dict[bytes, Prefix] = {}  # by their last page's tokens
-        # Oldest first, by the key of their draft KV; None: without draft KV.
+        self.parent = parent  # None for the empty prefix
+        self.tokens = tokens  # tokens of its last page
+        self.salt = salt  # set on the empty prefix: only requests of this salt find its children
+        self.children: dict[bytes, Prefix] = {}  # by the tokens of their last page
+        # Oldest first, by the key of their draft KV; None for the page without draft KV.
         self.pages: dict[bytes | None, int] = {}
 
     @property
     def youngest(self) -> int | None:
-        """Any page would do for the model's own keys and values.
+        """Youngest page of the prefix. For the model's own keys and values, any page would do.
 
-        The youngest, so that a page without draft KV falls out of use when there is one with it.
+        Using the youngest lets a page without draft KV be evicted once a page with it exists.
         """
         return next(reversed(self.pages.values()), None)
 
 
 class PagePool:
-    """Allocates, shares and frees pages of `page_size` tokens.
+    """Pool that allocates, shares and frees pages of `page_size` tokens.
 
-    Each cache salt has a tree of prefixes of its own, as long as the tree has a page.
+    Each cache salt has its own tree of prefixes, which exists as long as it has a page.
     """
 
     def __init__(self, num_pages: int, page_size: int, *, enable_prefix_caching: bool) -> None:
         self.num_pages = num_pages
         self.page_size = page_size
-        self.num_shared_pages = 0  # that more than one request holds
-        self.num_sharing_changes = 0  # how often a holder came to a shared page, or left it
+        self.num_shared_pages = 0  # pages that more than one request holds
+        self.num_sharing_changes = 0  # how often a shared page gained or lost a holder
         self._caching = enable_prefix_caching
         self._refs = [0] * num_pages
-        # A heap, because pages in ascending order are read faster than shuffled ones.
+        # A heap, because pages in ascending order are read faster than pages in random order.
         self._free = list(range(num_pages))
         self._cached: OrderedDict[int, None] = OrderedDict()  # count 0, content known
         self._roots: dict[str | None, Prefix] = {}  # by salt
-        # Of each findable page: its prefix, and its key there.
+        # The prefix of each registered page, and its key there.
         self._place_of: dict[int, tuple[Prefix, bytes | None]] = {}
 
     @property
     def num_available(self) -> int:
-        """Pages that an allocation may take: free ones, and cached ones that nobody holds."""
+        """Number of pages that can be allocated: free pages, and cached pages without a holder."""
         return len(self._free) + len(self._cached)
 
     def match_prefix(
@@ -106,14 +106,17 @@ class PagePool:
         draft_kv: DraftKv | None = None,
         salt: str | None = None,
     ) -> list[int]:
-        """Takes hold of the cached pages that start `token_ids`, at most `max_tokens` of them.
+        """Acquire the cached pages of the longest known prefix of `token_ids`.
 
         Args:
             token_ids: a request's tokens.
-            max_tokens: how many of them the pages may hold.
-            draft_kv: what the pages must have, computed from tokens that all are in `token_ids`;
-                None: pages with and without draft KV will do.
-            salt: pages are found only if they were registered with the same salt.
+            max_tokens: most tokens that the pages may cover.
+            draft_kv: draft KV that the pages must hold, computed only from tokens in `token_ids`;
+                None accepts pages with and without draft KV.
+            salt: only pages registered with the same salt are found.
+
+        Returns:
+            The pages in order. The caller holds them.
         """
         pages: list[int] = []
         prefix = self._roots.get(salt)
@@ -138,11 +141,11 @@ class PagePool:
         return pages
 
     def prefix_of(self, page: int) -> Prefix:
-        """The prefix that ends with a registered page."""
+        """Return the prefix that ends with a registered page."""
         return self._place_of[page][0]
 
     def allocate(self, count: int) -> list[int] | None:
-        """Takes `count` pages, evicting cached ones if need be; None (and no change) if too few."""
+        """Allocate pages, evicting cached ones if needed; return None if too few are available."""
         if count > self.num_available:
             return None
         pages = []
@@ -164,19 +167,19 @@ class PagePool:
         draft_key: bytes | None = None,
         salt: str | None = None,
     ) -> int:
-        """Makes a full page findable by content.
+        """Register a full page by its content, so that `match_prefix` finds it.
 
         Args:
             page: a page the caller holds, whose keys and values are complete and not registered.
-            parent: the page before it, whose own content is registered; None for the first page.
+            parent: the registered page before it; None for the first page.
             token_ids: the page's tokens, exactly page_size of them.
-            draft_key: `DraftKv.key` of what it has beside; None: it has no draft KV.
-            salt: of its request; the same for all pages of a prefix.
+            draft_key: `DraftKv.key` of the page's draft KV; None if it has none.
+            salt: the request's salt; the same for all pages of a prefix.
 
         Returns:
-            The page that stands for this content from now on: `page`, or, when an equal page is
-            registered already, that one. The caller swaps to it and hold counts are moved. A page
-            without draft KV is equal to any of its prefix, one with draft KV to its like alone.
+            `page`, or an equal page that is already registered. The caller must use the returned
+            page from now on; reference counts are already updated. A page without draft KV equals
+            any page of its prefix; a page with draft KV equals only a page with the same key.
         """
         if not self._caching:
             return page
@@ -196,8 +199,8 @@ class PagePool:
         return known
 
     def release(self, pages: Sequence[int]) -> None:
-        """Lets go of pages: known content stays findable until it is evicted, the rest is free."""
-        # Last page first, so that the tail of a prefix is evicted before its beginning.
+        """Release pages; registered pages stay cached until evicted, other pages become free."""
+        # Last page first, so that the tail of a prefix is evicted before its start.
         for page in reversed(pages):
             self._refs[page] -= 1
             if self._refs[page] > 0:

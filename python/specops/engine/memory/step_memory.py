@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The memory of steps: blocks that all steps share, and the arrays that a step has in them."""
+"""Memory of steps: blocks that all steps share, and the arrays of a step inside them."""
 
 import math
 from collections.abc import Sequence
@@ -13,10 +13,10 @@ from torch import Tensor
 from specops.engine.device import Device
 from specops.engine.memory.step_shape import StepShape
 
-# Shapes whose views (17 KB each), or graphs, are kept; the one not used for longest goes first.
+# Limits of kept steps, whose views take 17 KB each, or whose graphs are kept (evicted LRU).
 _MAX_KEPT_STEPS, _MAX_KEPT_GRAPHS = 1024, 128
-_MAX_KEPT_VIEWS = 4096  # of a block
-_ALIGNMENT = 128  # of every array in a block, in bytes
+_MAX_KEPT_VIEWS = 4096  # per block
+_ALIGNMENT = 128  # of each array in a block, in bytes
 _NUMPY: dict[torch.dtype, Any] = {
     torch.int32: np.int32,
     torch.int64: np.int64,
@@ -28,13 +28,14 @@ S = TypeVar("S")  # a step
 
 
 class Block:
-    """Memory that all steps share, with the views of it that their arrays have had.
+    """Memory that all steps share, with a cache of views into it.
 
-    Most arrays of two shapes lie at the same place; making a view takes longer than finding it.
+    Most arrays of two shapes lie at the same offset, and looking a view up is faster than making
+    one.
 
     Attributes:
-        device: its bytes, as kernels see them.
-        host: as the host sees them; None: there is no host side.
+        device: the bytes in device memory.
+        host: their counterpart in host memory; None if there is none.
     """
 
     def __init__(self, device: Tensor, host: Tensor | None = None) -> None:
@@ -45,7 +46,7 @@ class Block:
     def view(
         self, dtype: torch.dtype, offset: int, shape: tuple[int, ...]
     ) -> tuple[Tensor, NDArray[Any] | None]:
-        """Returns an array at some offset, as kernels see it and as the host does."""
+        """Return the array at some offset as a device tensor and, if there is one, a host array."""
         key = (dtype, offset, shape)
         found = self._views.get(key)
         if found is None:
@@ -64,12 +65,12 @@ def _view(block: Tensor, dtype: torch.dtype, offset: int, shape: tuple[int, ...]
 
 
 class Array:
-    """One array of a step. Its memory is there once its layout has been placed.
+    """One array of a step. It has memory once its layout has been placed.
 
     Attributes:
-        host: as the host sees it, where there is a host side.
-        device: as kernels see it.
-        num_bytes: the bytes it takes.
+        host: numpy array in host memory, if the block has a host side.
+        device: tensor in device memory.
+        num_bytes: size in bytes.
     """
 
     __slots__ = ("_shape", "device", "dtype", "host", "num_bytes", "offset")
@@ -78,39 +79,39 @@ class Array:
         self.dtype, self._shape = dtype, shape
         self.num_bytes = dtype.itemsize * math.prod(shape)
         self.offset = 0  # in its block
-        self.host: Any  # an array of numpy
+        self.host: Any  # a numpy array
         self.device: Tensor
 
     def place(self, block: Block) -> None:
-        """Lays the array into a block."""
+        """Bind the array to its memory in a block."""
         self.device, self.host = block.view(self.dtype, self.offset, self._shape)
 
 
 class Layout:
-    """Arrays one behind the other, from some offset of a block on."""
+    """Consecutive arrays in a block, from offset `begin` on."""
 
     def __init__(self, begin: int = 0) -> None:
         self.begin = self.end = begin
         self._arrays: list[Array] = []
 
     def int32(self, *shape: int) -> Array:
-        """Adds an array of int32, of one dimension or two."""
+        """Add an int32 array of one or two dimensions."""
         return self._add(Array(torch.int32, shape))
 
     def int64(self, *shape: int) -> Array:
-        """Adds an array of int64, likewise."""
+        """Add an int64 array of one or two dimensions."""
         return self._add(Array(torch.int64, shape))
 
     def float32(self, *shape: int) -> Array:
-        """Adds an array of float32, likewise."""
+        """Add a float32 array of one or two dimensions."""
         return self._add(Array(torch.float32, shape))
 
     def add(self, dtype: torch.dtype, *shape: int) -> Array:
-        """Adds an array of a dtype, which the host may see where numpy has it, too."""
+        """Add an array of any dtype; a block with a host side requires that numpy has it too."""
         return self._add(Array(dtype, shape))
 
     def append(self, other: "Layout") -> None:
-        """Takes over another layout's arrays."""
+        """Append another layout's arrays to this one."""
         for array in other._arrays:
             self._add(array)
 
@@ -121,17 +122,17 @@ class Layout:
         return array
 
     def place(self, block: Block) -> None:
-        """Gives every array its memory."""
+        """Bind every array to its memory in a block."""
         for array in self._arrays:
             array.place(block)
 
 
 class StepMemory(Generic[S]):
-    """The blocks that the steps use one after the other, and the steps made so far.
+    """Blocks that steps use one after the other, and a cache of the steps built so far.
 
     Args:
-        device: where the blocks live.
-        most: the largest step there is.
+        device: device of the blocks.
+        most: shape of the largest step.
     """
 
     def __init__(self, device: Device, most: StepShape) -> None:
@@ -140,13 +141,13 @@ class StepMemory(Generic[S]):
         self.num_captures = 0
         self._blocks: dict[str, Block] = {}
         self._steps: dict[StepShape, S] = {}  # least recently used first
-        # Of these, the one used most recently, and its shape.
+        # The most recently used of these steps, and its shape.
         self._last: S | None = None
         self._last_shape: StepShape | None = None
 
     def find(self, shape: StepShape) -> S | None:
-        """Returns the step of a shape if it is there."""
-        if self._last_shape == shape:  # as it mostly is
+        """Return the cached step of a shape, or None."""
+        if self._last_shape == shape:  # the usual case
             return self._last
         step = self._steps.pop(shape, None)
         if step is not None:
@@ -155,7 +156,7 @@ class StepMemory(Generic[S]):
         return step
 
     def keep(self, shape: StepShape, step: S) -> None:
-        """Keeps a step for the next of its shape."""
+        """Cache a step for later steps of the same shape."""
         most = _MAX_KEPT_GRAPHS if self.device.captures else _MAX_KEPT_STEPS
         while len(self._steps) >= most:
             del self._steps[next(iter(self._steps))]
@@ -163,13 +164,13 @@ class StepMemory(Generic[S]):
         self._last_shape = shape
 
     def forget(self) -> None:
-        """Drops all steps: what they use has moved."""
+        """Drop all steps, because memory that they use has moved."""
         self._steps.clear()
         self._last = self._last_shape = None
 
     def place(self, **layouts: Sequence[Layout]) -> None:
-        """Gives layouts their memory, by the names of blocks; of a block the last one ends last."""
-        # All blocks before any view: steps are dropped where one grows, and so may their views be.
+        """Place layouts in the named blocks; the last layout of a block must end last."""
+        # Grow all blocks before making a view: a block that grows invalidates views and steps.
         for name, of_block in layouts.items():
             self.block(name, of_block[-1].end)
         for name, of_block in layouts.items():
@@ -177,25 +178,25 @@ class StepMemory(Generic[S]):
                 layout.place(self._blocks[name])
 
     def block(self, name: str, num_bytes: int) -> Block:
-        """Returns a block of at least so many bytes.
+        """Return a block of at least `num_bytes` bytes.
 
-        A block grows when it must, and then all steps are dropped.
+        If the block has to grow, all steps are dropped.
 
         Args:
-            name: "exchange" has a host side. "scratch", "workspace" (for attention) and "sums" (for
-                projections) are the device's alone; ops find the latter two as they left them, and
-                zeros in the beginning.
+            name: "exchange" has a host side. "scratch", "workspace" (for attention) and "sums"
+                (workspace of projections) are in device memory only. The contents of the last two
+                persist between calls and start as zeros.
             num_bytes: bytes needed.
         """
         have = self._blocks.get(name)
         if have is None or have.device.numel() < num_bytes:
             old = 0 if have is None else have.device.numel()
-            # Ahead of the need, so that it seldom grows.
+            # Allocate more than needed, so that it rarely grows.
             size = max(num_bytes, old + min(old, 64 << 20), 4096)
             size = -(-size // _ALIGNMENT) * _ALIGNMENT
             self.forget()
             if name == "exchange":
-                host = self.device.host_block(size).zero_()  # ranks compare all of it
+                host = self.device.host_block(size).zero_()  # zeroed, since ranks compare all of it
                 have = Block(self.device.device_block(size, host), host)
             elif name in ("workspace", "sums"):
                 have = Block(self.device.workspace(size))

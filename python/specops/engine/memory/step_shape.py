@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The sizes of a step, and the few that steps are rounded up to where they are captured."""
+"""Shapes of steps, and the buckets that shapes are rounded up to if steps are captured."""
 
 from collections.abc import Hashable
 from typing import NamedTuple
@@ -8,13 +8,13 @@ from typing import NamedTuple
 class TreeShape(NamedTuple):
     """Sizes of the trees of drafts of a step."""
 
-    chains: int  # of trees; a request without one is a chain
+    chains: int  # a request without a tree is one chain
     pages: int  # entries of the chains' page lists
-    copies: int  # tokens that chains have on pages of their own
+    copies: int  # tokens that chains copy to pages of their own
 
 
 class StepShape(NamedTuple):
-    """All sizes of a step. What is not a size of it is data and may differ in every step."""
+    """All sizes of a step. Everything else is data and may differ between steps of one shape."""
 
     batch: int  # requests
     rows: int
@@ -22,25 +22,25 @@ class StepShape(NamedTuple):
     width: int  # most drafts a request verifies
     pages: int  # entries of the page lists
     logprobs: int = -1  # -1: none; otherwise the alternatives beside each emitted token
-    proposals: int = 0  # most drafts that a request may be given for the next step
-    features: int = 0  # `Feature`, of its requests
-    prefix_levels: int = 0  # of groups that share prefixes
+    proposals: int = 0  # most drafts that a request may get for the next step
+    features: int = 0  # `Feature` bits of its requests
+    prefix_levels: int = 0  # levels of groups that share prefixes
     trees: TreeShape | None = None  # None: all drafts are chains
-    masks: int = 0  # of tokens, where an output is constrained
-    # The drafters that have work behind the target, in their order, each with what it says of it.
+    masks: int = 0  # token masks of constrained outputs
+    # The drafters that run on the device after the target, in order, each with its plan's key.
     drafters: tuple[tuple[str, Hashable], ...] = ()
-    reports_stages: bool = False  # how many drafts there are behind each of them
+    reports_stages: bool = False  # whether the number of drafts after each drafter is reported
 
 
 def rounded(shape: StepShape, most: StepShape) -> StepShape:
-    """Rounds a step that only decodes and verifies up to one of a few shapes.
+    """Return the bucket of a step that only decodes and verifies.
 
-    Rows have a ladder of their own, and the rung of a full verification of every request is always
-    on it: so every number of drafts has graphs of its size, whatever its relation to the ladder.
+    Rows have buckets of their own, which always include full verification of every request. So
+    there are graphs of exactly the right size for any number of drafts.
 
     Args:
-        shape: of the step; all its rows have logits.
-        most: the largest step there is.
+        shape: shape of the step; all its rows have logits.
+        most: shape of the largest step.
     """
     batch = min(rung(shape.batch), most.batch)
     rows = min(rung(shape.rows, finest=16), batch * (1 + shape.width), most.rows)
@@ -52,12 +52,12 @@ def rounded(shape: StepShape, most: StepShape) -> StepShape:
 
 
 def page_capacity(pages: int, most: int) -> int:
-    """Rounds a number of pages up, so that it changes rarely while requests grow."""
+    """Round a number of pages up to a bucket that changes rarely while requests grow."""
     return min(max(rung(pages), 64), max(most, pages))
 
 
 def rung(value: int, finest: int = 1) -> int:
-    """The next power of two, or above `finest` the next of 8 steps between powers of two."""
+    """Return the next power of two or, above `finest` > 1, the next multiple of 1/8 of it."""
     power = 1 << (value - 1).bit_length() if value > 1 else 1
     if value <= finest or finest == 1:
         return power

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Engines that compute one model together: what each has of it, and how they add up."""
+"""Tensor parallelism: ranks that compute one model together, and their collectives."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ranks that are processes, and meet by torch.distributed: gloo on CPUs, NCCL between GPUs."""
+"""Ranks in separate processes, connected by torch.distributed: gloo on CPUs, NCCL on GPUs."""
 
 import os
 import socket
@@ -14,28 +14,28 @@ from torch import Tensor
 from specops.engine.errors import EngineError
 from specops.engine.parallel.ranks import Ranks
 
-# One rank may load for so long after another; in a step nobody waits long.
+# One rank may finish loading this much later than another; waits within a step are short.
 _TIMEOUT = timedelta(minutes=30)
-_LOOPBACK = "lo"  # network device; all ranks run on one machine
+_LOOPBACK = "lo"  # loopback network device: all ranks run on one machine
 
 
 class RanksApart(EngineError):
-    """Ranks have not done the same: what they computed together is worth nothing."""
+    """Ranks have diverged, so the results of their collectives are invalid."""
 
 
 class Group(Ranks):
-    """One rank of several; of a process, the only one.
+    """One rank of several; a process has at most one.
 
     Args:
-        store: a file that is not there yet, by which they find each other; all name the same.
-        rank: this one's number.
-        size: how many there are; every one makes a `Group`, and waits here for the others.
-        slices, has_whole_experts: as in `Ranks`; slices are a multiple of `size`.
-        device: "cpu" or "cuda": where the tensors are that they exchange. What the host has goes by
-            gloo in any case.
+        store: file by which ranks find each other, the same for all; it must not exist yet.
+        rank: index of this rank.
+        size: number of ranks; each constructs a `Group`, which waits for the others.
+        slices, has_whole_experts: as in `Ranks`; `slices` is a multiple of `size`.
+        device: "cpu" or "cuda": device of the exchanged tensors. Host data always goes through
+            gloo.
 
     Raises:
-        RuntimeError: another one did not come.
+        RuntimeError: another rank did not connect.
     """
 
     def __init__(
@@ -49,7 +49,7 @@ class Group(Ranks):
     ) -> None:
         self.rank, self.size = rank, size
         super().__init__(slices, has_whole_experts)
-        # Without it, gloo listens at the address that the host's name has.
+        # Without this, gloo listens at the address to which the host name resolves.
         if any(name == _LOOPBACK for _, name in socket.if_nameindex()):
             os.environ.setdefault("GLOO_SOCKET_IFNAME", _LOOPBACK)
         dist.init_process_group(
@@ -61,15 +61,15 @@ class Group(Ranks):
         )
 
     def least(self, number: int) -> int:
-        """Returns the least that a rank has."""
+        """Return the minimum of `number` over all ranks."""
         return int(self._of_all(number, torch.int64).min())
 
     def of_first(self, number: float) -> float:
-        """Returns what the first rank has."""
+        """Return the first rank's number."""
         return float(self._of_all(number, torch.float64)[0])
 
     def check(self, inputs: Tensor, num_bytes: int) -> None:
-        """Compares the inputs of a step, by a sum of them."""
+        """Check by a CRC that the inputs of a step are equal on all ranks."""
         own = zlib.crc32(inputs.numpy().data[:num_bytes])
         found = self._of_all(own, torch.int64).tolist()
         if found != [own] * self.size:
@@ -84,8 +84,8 @@ class Group(Ranks):
         if own.device.type != "cpu":
             dist.all_gather(list(everyone), own)
             return
-        # Pairs one after the other, in one order: a quarter of the time of gloo's own all_gather,
-        # which hands every call to threads.
+        # Exchange with one rank after another, in a fixed order. This takes a quarter of the time
+        # of gloo's all_gather, which passes every call to threads.
         everyone[self.rank].copy_(own)
         for other in range(self.size):
             if other > self.rank:

@@ -1,13 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The engines that have a share of one model each, as one of them sees it.
+"""Tensor-parallel group, as seen by one rank.
 
-Every rank runs the whole engine on the same commands, and decides the same: it draws, verifies and
-drafts for itself. Only projections, heads and their keys and values are shared out, so that ranks
-meet in two places: where a sum over inputs is put together, and where logits are.
+Every rank runs the whole engine on the same commands and makes the same decisions: it samples,
+verifies and drafts by itself. Only projections, heads and their keys and values are sharded, so
+ranks communicate in two places: all-reducing sums over inputs, and gathering logits.
 
-A sum has `slices` summands, each over the same inputs on any number of ranks, and they are added in
-pairs of neighbours, pairs of pairs, and so on. A rank with several slices adds its own first, which
-is a part of that tree: so the bits depend on `slices` alone.
+A sum has one summand per virtual TP rank (`slices` of them), each over the same inputs for any
+number of ranks. Summands are added in pairs of neighbors, then pairs of pairs, and so on. A rank
+with several virtual ranks adds its own summands first, which is a subtree of that tree, so the bits
+depend on `slices` only.
 """
 
 import math
@@ -17,18 +18,18 @@ from torch import Tensor
 
 
 class Ranks:
-    """One rank that is alone; `group.Group` is one of several.
+    """A single rank; `group.Group` is one rank of several.
 
     Args:
-        slices: summands of a sum over inputs that are shared out.
-        has_whole_experts: a summand of experts is what some of them give, not a part of what each
-            gives; of several summands.
+        slices: number of virtual TP ranks: summands of a sum over sharded inputs.
+        has_whole_experts: with several virtual ranks, each has whole experts instead of a part of
+            each expert.
 
     Attributes:
-        rank: this one's number, from 0.
-        size: how many there are.
-        slices: as above.
-        local_slices: how many of these a rank has.
+        rank: index of this rank, from 0.
+        size: number of ranks.
+        slices: number of virtual TP ranks.
+        local_slices: number of virtual TP ranks on each rank.
     """
 
     rank = 0
@@ -42,20 +43,20 @@ class Ranks:
     # ---- sums and logits ----
 
     def reserve(self, rows: int, width: int, device: torch.device) -> None:
-        """Allocates what sums of so many rows need, which then stays where it is."""
+        """Allocate the buffers for sums of up to `rows` rows, so that they do not move later."""
         if self.slices > 1:
             self.summands((rows, width), device)
             self._room("gathered", (self.size, rows, width), device)
 
     def summands(self, shape: tuple[int, ...], device: torch.device) -> Tensor:
-        """Returns memory for this rank's summands, float32 [local_slices, *shape]."""
+        """Return a buffer for this rank's summands, float32 [local_slices, *shape]."""
         return self._room("summands", (self.local_slices, *shape), device)
 
     def add(self, summands: Tensor, bias: Tensor | None, out: Tensor) -> None:
-        """Adds the summands of all ranks, and rounds once.
+        """Add the summands of all ranks, and round once.
 
         Args:
-            summands: of `summands`; overwritten.
+            summands: the buffer from `summands`; overwritten.
             bias: [width], added last; or None.
             out: [rows, width], float32 or the dtype of the states; written.
         """
@@ -67,11 +68,11 @@ class Ranks:
         out.copy_(own if bias is None else own.add_(bias))
 
     def join_columns(self, own: Tensor, out: Tensor) -> None:
-        """Puts the columns of all ranks side by side.
+        """Gather the columns of all ranks side by side.
 
         Args:
-            own: float32 [rows, columns], this rank's: as many as every rank's but the last ones,
-                which have what is left of `out`.
+            own: float32 [rows, columns], this rank's columns. All ranks have equally many, except
+                that the last ranks have only the rest of `out`.
             out: float32 [rows, all columns]; written.
         """
         rows, total = out.shape
@@ -84,33 +85,33 @@ class Ranks:
             begin = min(rank * most, total)
             out[:, begin : begin + most] = columns[:, : total - begin]
 
-    # ---- what is agreed on ----
+    # ---- agreement between ranks ----
 
     def least(self, number: int) -> int:
-        """Returns the least that a rank has."""
+        """Return the minimum of `number` over all ranks."""
         return number
 
     def of_first(self, number: float) -> float:
-        """Returns what the first rank has, such as a time that it took."""
+        """Return the first rank's number, such as a measured time."""
         return number
 
     def check(self, inputs: Tensor, num_bytes: int) -> None:
-        """Compares the inputs of a step.
+        """Check that the inputs of a step are equal on all ranks.
 
         Args:
             inputs: bytes, on the host.
-            num_bytes: of these, the first.
+            num_bytes: number of leading bytes to compare.
 
         Raises:
-            RanksApart: they are not every rank's.
+            RanksApart: they differ between ranks.
         """
 
     def _gather(self, own: Tensor, everyone: Tensor) -> None:
-        """Fills `everyone`, [size, *own.shape], with what each rank has, in their order."""
+        """Fill `everyone`, [size, *own.shape], with each rank's tensor in rank order."""
         raise NotImplementedError
 
     def _room(self, name: str, shape: tuple[int, ...], device: torch.device) -> Tensor:
-        """Memory that is not set. What was given stays: a captured step may read it."""
+        """Return uninitialized memory. Earlier buffers stay alive: a captured step may use them."""
         count = math.prod(shape)
         kept = self._buffers.setdefault(name, [])
         if not kept or kept[-1].numel() < count:
@@ -122,7 +123,7 @@ class Ranks:
 
 
 def _folded(summands: Tensor) -> Tensor:
-    """Adds neighbours until one is left, in the memory of the first."""
+    """Add neighbors pairwise until one tensor is left, in the memory of the first."""
     parts: list[Tensor] = list(summands)
     while len(parts) > 1:
         pairs = [one.add_(other) for one, other in zip(parts[::2], parts[1::2], strict=False)]
@@ -135,12 +136,12 @@ ALONE = Ranks()
 
 
 def dealt(total: int, size: int, rank: int) -> range:
-    """Which of some things a rank has: equal shares, and neighbours the same if there are too few.
+    """Return the range of things in a rank's shard; neighbors share one if there are too few.
 
     Args:
-        total: how many things there are; it divides `size`, or is a multiple of it.
-        size: how many ranks there are.
-        rank: one of them.
+        total: number of things; it divides `size`, or is a multiple of it.
+        size: number of ranks.
+        rank: index of the rank.
     """
     begin = rank * total // size
     return range(begin, begin + max(total // size, 1))

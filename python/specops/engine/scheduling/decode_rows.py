@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The pass that gives rows to requests that decode: to the newest token, and to each draft."""
+"""Pass that plans rows of decoding requests: one for the newest token and one per draft."""
 
 from collections.abc import Set
 
@@ -13,17 +13,17 @@ from specops.engine.sharing.grammar_turns import GrammarTurns
 def plan_decode_rows(
     plan: Plan, slots: Slots, turns: Set[Request] | None, grammar_turns: GrammarTurns
 ) -> None:
-    """Plans verification rows, in order of arrival, so that prompts never delay them.
+    """Plan verification rows in order of arrival, before those of prompts.
 
     Args:
-        plan: of the step; nothing is planned yet.
-        slots: of the engine. Where pages are short, a later arrival loses its slot.
-        turns: the requests whose turn it is; None: everybody's.
-        grammar_turns: limits the drafts of those with slow grammars.
+        plan: the step's plan, empty so far; extended.
+        slots: the engine's slots. If pages are short, a later arrival loses its slot.
+        turns: the requests that decode in this step; None: all of them.
+        grammar_turns: limits the drafts of requests with slow grammars.
     """
     for request in [request for request in slots.running if request.is_decoding]:
         if request.slot < 0:
-            continue  # preempted by an earlier one in this very loop
+            continue  # preempted by an earlier request in this loop
         if turns is not None and request not in turns:
             plan.paused.append(request.slot)
             continue
@@ -33,7 +33,7 @@ def plan_decode_rows(
             drafts = most if parents is None else min(first_chain(parents), most)
             parents = None
         if not slots.has_pages(request, 1 + drafts):
-            drafts, parents = 0, None  # rather no drafts than another's preemption
+            drafts, parents = 0, None  # drop the drafts rather than preempt another request
             if not slots.make_room(request, 1, plan):
                 continue
         part = slots.part(request, 1 + drafts, drafts, emits=True)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The pass that gives prompts the rows that decoding leaves, and slots to those who wait."""
+"""Pass that plans prompt chunks in the rows left by decoding, and gives slots to new requests."""
 
 from collections import Counter
 from itertools import chain
@@ -11,11 +11,11 @@ from specops.engine.scheduling.slots import Slots
 from specops.engine.sharing.prompt_shares import PromptShares, client_of
 from specops.engine.sharing.row_costs import RowCosts
 
-# Limits of the rows of prompts, as multiples of the rows that a step computes in the time that it
-# takes anyway. The first is for a step that has decoding requests of other clients: their time
-# limits these rows, too, and this limit is for many of them. The second is for every step, since a
-# newcomer waits for its end. A prompt is computed as fast in steps of so many rows as in longer
-# ones.
+# Limits on the rows of prompts, as multiples of the rows that hardly prolong a step (free_rows).
+# The first limit applies to a step with decoding requests of other clients. The time of these
+# requests also limits prompts; the constant matters when there are many of them. The second limit
+# applies to every step, since a new request waits for the end of the step. Longer steps would not
+# compute a prompt faster.
 PROMPT_ROWS_BESIDE = 4
 MAX_PROMPT_ROWS = 32
 
@@ -23,19 +23,18 @@ MAX_PROMPT_ROWS = 32
 def plan_prompt_rows(
     plan: Plan, slots: Slots, max_rows: int, free_rows: int | None, costs: RowCosts
 ) -> None:
-    """Plan chunks of prompts.
+    """Plan the prompt chunks of a step.
 
     Args:
-        plan: of the step, with its decode rows.
-        slots: of the engine. Owners with too many slots lose some to those who wait.
-        max_rows: of the step.
-        free_rows: that a step computes in the time that it takes however few it has; None: prompts
-            may have all rows.
-        costs: of the rows of a step.
+        plan: the step's plan with its decode rows; extended.
+        slots: the engine's slots. Clients with too many slots lose some to waiting requests.
+        max_rows: maximum number of rows of the step.
+        free_rows: number of rows that hardly prolong a step; None: prompts may use all rows.
+        costs: costs of the rows of a step.
     """
     may_start = slots.may_start
     if len(plan.parts) + len(plan.paused) == len(slots.running) and not may_start:
-        return  # everybody decodes
+        return  # all running requests decode
     budget = max_rows - plan.num_rows
     if budget <= 0:
         return
@@ -63,7 +62,7 @@ def plan_prompt_rows(
             continue
         victim = next(filter(None, map(slots.shares.victim, in_turn)), None)
         if victim is None:
-            # Where there are slots, it is for pages, of which any step may give some back.
+            # With a free slot, pages are missing, and any step may release some of them.
             if not slots.has_free_slot and len(in_turn) == len(everybody):
                 slots.settle()
             return
@@ -74,7 +73,7 @@ def plan_prompt_rows(
 def _plan_chunk(
     plan: Plan, slots: Slots, request: Request, budget: int, shares: PromptShares
 ) -> int:
-    """Plans the next rows of a prompt; returns how many."""
+    """Plan the next rows of a prompt; return how many."""
     missing = len(request.token_ids) - request.num_computed
     rows = min(missing, budget, shares.left(request))
     rows = slots.states.chunk(request.slot, request.num_computed, rows)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Decides which rows the next step computes: verification rows first, then prefill chunks.
+"""Scheduler: plans the rows of the next step, verification rows first, then prefill chunks.
 
-Scheduling can never change a result, because every op is row-identical; it only decides when. It
-reads requests and pages, and answers with a plan: it asks nobody, and tells nobody.
+Scheduling never changes a result, because every op is row-identical; it only decides when a token
+is computed. It reads requests and pages and returns a plan, and calls no other part of the engine.
 """
 
 from collections.abc import Callable, Set
@@ -24,19 +24,19 @@ from specops.engine.sharing.turns import Ask, take_turns
 
 
 class Scheduler(Slots):
-    """Holds the waiting and the running requests and plans steps.
+    """Scheduler that holds the waiting and the running requests and plans steps.
 
     Args:
-        pool: of pages.
-        config: of the engine: its slots, and the rows and drafts of a step.
-        states: of prefixes; None: the model has none.
-        free_rows: that a step computes in the time that it takes however few it has; None: a step
-            is never made shorter for the sake of an owner with few rows.
-        prefix_finder: finds what the requests of a step share; None: nobody asks.
-        costs: of the rows of a step; by default a step costs as much as `free_rows` of its rows.
+        pool: the page pool.
+        config: the engine's configuration: slots, and rows and drafts of a step.
+        states: states of cached prefixes; None if the model has none.
+        free_rows: number of rows that hardly prolong a step; None: a step is never shortened in
+            favor of a client with few rows.
+        prefix_finder: finds prefixes that requests of a step share; None: do not share them.
+        costs: costs of the rows of a step; by default a step costs as much as `free_rows` rows.
 
     Attributes:
-        costs: as given. The engine may replace them by measured ones.
+        costs: the argument. The engine may replace it by measured costs.
     """
 
     def __init__(
@@ -56,19 +56,19 @@ class Scheduler(Slots):
         self.costs = costs or RowCosts(free_rows or 0)
         self._prefix_finder = prefix_finder
         self._num_steps = 0
-        self._turns: Set[Request] | None = None  # who decodes in the next step; None: everybody
+        self._turns: Set[Request] | None = None  # requests that decode next; None: all
         self._grammar_turns = GrammarTurns()
 
     def decoding(
         self, num_proposed: Callable[[Request], int] = lambda request: 0
     ) -> tuple[list[Request], int]:
-        """Decides whose turn it is in the next step.
+        """Decide which requests decode in the next step.
 
         Args:
-            num_proposed: how many drafts there are for a request.
+            num_proposed: returns the number of drafts proposed for a request.
 
         Returns:
-            The requests that decode in it, and how many drafts it has room for.
+            The requests that decode in the step, and the most drafts that fit the step.
         """
         decoding: list[Request] = []
         prompts: list[Request] = []
@@ -91,11 +91,11 @@ class Scheduler(Slots):
         return decoding, min(self._max_rows - len(decoding), self._max_drafts)
 
     def schedule(self) -> Plan:
-        """Plans one step.
+        """Plan one step.
 
-        A decoding request whose turn it is verifies its first `num_drafts` proposals, and may
-        propose up to its `draft_limit` for the step after this one. Together the drafts fit the
-        room of `decoding`.
+        Each request selected by `decoding` verifies its first `num_drafts` proposals, and may
+        propose up to `draft_limit` drafts for the next step. The total number of verified drafts is
+        within the limit that `decoding` returned.
         """
         plan = Plan()
         turns, self._turns = self._turns, None
@@ -112,5 +112,5 @@ class Scheduler(Slots):
         return plan
 
     def note_step(self, plan: Plan, seconds: float) -> None:
-        """Notes how long a step has taken, when its tokens are committed."""
+        """Record the duration of a step whose tokens are committed."""
         self._grammar_turns.note(plan, self.at, seconds)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Who waits, who runs in which slot, and who holds which pages."""
+"""Slots, the waiting queue, and the pages of running requests."""
 
 import time
 from array import array
@@ -14,19 +14,19 @@ from specops.engine.sharing.fairness import Shares
 
 
 class Slots:
-    """Hands out slots and pages, and writes what a request has of them.
+    """Allocator of slots and pages; updates the slot and page fields of requests.
 
     Args:
-        pool: of pages.
-        max_num_seqs: slots.
-        states: of prefixes; None: the model has none.
+        pool: the page pool.
+        max_num_seqs: number of slots.
+        states: states of cached prefixes; None if the model has none.
 
     Attributes:
-        waiting: requests without a slot, in the order in which they came or lost theirs.
-        running: those with one, in order of arrival.
-        at: the same, by slot.
-        shares: who is next, and who gives way.
-        states: as given.
+        waiting: requests without a slot; preempted requests first, then in order of arrival.
+        running: requests with a slot, in order of arrival.
+        at: the running requests by slot.
+        shares: fair order of clients: which request is next, and which one is preempted.
+        states: states of cached prefixes.
     """
 
     def __init__(self, pool: PagePool, max_num_seqs: int, states: KeptStates | None = None) -> None:
@@ -36,15 +36,17 @@ class Slots:
         self.at: dict[int, Request] = {}
         self.shares = Shares(self.running)
         self._free_slots = list(range(max_num_seqs - 1, -1, -1))
-        # How many had come and gone, and how many waited, when nobody could get a slot any more.
+        # Count of starts and departures, and length of the queue, when no waiting request could get
+        # a slot.
         self._num_changes = 0
         self._settled_at = (-1, -1)
-        # Lent for one step: pages behind a request's own, whose number is noted, and others.
+        # Pages reserved for one step: pages appended to a request's own, with the number of its own
+        # pages, and loose pages.
         self._borrowers: list[tuple[Request, int]] = []
         self._lent: list[int] = []
 
     def part(self, request: Request, rows: int, drafts: int = 0, *, emits: bool) -> Part:
-        """A request's part in a step."""
+        """Return a request's part in a step, of `rows` rows, the last `drafts` of them drafts."""
         begin, known = request.num_computed, request.token_ids
         return Part(
             request.request_id,
@@ -60,20 +62,20 @@ class Slots:
 
     @property
     def has_free_slot(self) -> bool:
-        """Whether a newcomer needs nobody's."""
+        """Whether a slot is free without preempting a request."""
         return bool(self._free_slots)
 
     @property
     def may_start(self) -> bool:
-        """Whether somebody waits who may get a slot, since somebody came or went."""
+        """Whether a waiting request may get a slot: something has changed since `settle`."""
         return bool(self.waiting) and self._settled_at != (self._num_changes, len(self.waiting))
 
     def settle(self) -> None:
-        """Notes that nobody who waits can get a slot."""
+        """Record that no waiting request can get a slot until something changes."""
         self._settled_at = (self._num_changes, len(self.waiting))
 
     def newcomers(self) -> list[Request]:
-        """Those who get a slot in the next step, of each client one, unless pages are short."""
+        """Return the requests that get a slot next if pages suffice, at most one per client."""
         if not self.may_start:
             return []
         in_turn = self.shares.in_turn(self.waiting)
@@ -82,7 +84,7 @@ class Slots:
         return [one for one in in_turn if self.shares.victim(one) is not None][:1]
 
     def start(self, request: Request, plan: Plan) -> bool:
-        """Gives a waiting request a slot and its cached prefix, if all its tokens find room."""
+        """Give a waiting request a slot and its cached prefix; return False if pages are short."""
         hits = self.pool.match_prefix(
             request.token_ids, request.num_reusable, request.draft_kv, request.params.cache_salt
         )
@@ -109,7 +111,7 @@ class Slots:
         return True
 
     def has_pages(self, request: Request, rows: int) -> bool:
-        """Finds pages for so many more rows; False if there are too few."""
+        """Allocate pages for `rows` more rows; return False if too few are available."""
         needed = self.num_pages_for(request.num_computed + rows) - len(request.pages)
         if needed <= 0:
             return True
@@ -120,7 +122,7 @@ class Slots:
         return True
 
     def make_room(self, request: Request, rows: int, plan: Plan) -> bool:
-        """Finds pages for so many more rows, preempting others; False if it went itself."""
+        """Allocate pages, preempting others if needed; return False if `request` was preempted."""
         while not self.has_pages(request, rows):
             victim = self.shares.last()
             self.preempt(victim, plan)
@@ -129,10 +131,10 @@ class Slots:
         return True
 
     def preempt(self, request: Request, plan: Plan) -> None:
-        """Takes slot and pages away from a request, which waits again."""
+        """Take slot and pages from a request, and put it first in the waiting queue."""
         slot = request.slot
         plan.stopped.append((request.request_id, slot))
-        # It may be planned already: an earlier arrival's chunk can need a later one's pages.
+        # It may be planned already: an earlier arrival's chunk can need a later arrival's pages.
         plan.parts[:] = [part for part in plan.parts if part.slot != slot]
         if slot in plan.paused:
             plan.paused.remove(slot)
@@ -142,7 +144,7 @@ class Slots:
         self.waiting.appendleft(request)
 
     def lend_behind(self, request: Request, num_tokens: int) -> None:
-        """Lends pages for so many tokens of a request, as far as there are any."""
+        """Reserve pages for a request up to `num_tokens`, as far as pages are free."""
         missing = self.num_pages_for(num_tokens) - len(request.pages)
         count = min(missing, self.pool.num_available)
         if count > 0:
@@ -150,27 +152,27 @@ class Slots:
             request.pages.extend(self.pool.allocate(count) or ())
 
     def lend(self, count: int) -> Sequence[int] | None:
-        """Lends some pages; None if there are too few."""
+        """Reserve `count` pages for one step; return None if too few are free."""
         pages = self.pool.allocate(count)
         self._lent += pages or ()
         return pages
 
     def take_back(self) -> None:
-        """Takes back what was lent for a step."""
+        """Release the pages that were reserved for a step."""
         if self._lent:
             self.pool.release(self._lent)
             self._lent.clear()
         for request, count in self._borrowers:
-            self.pool.release(request.pages[count:])  # nothing, if it gave all back since
+            self.pool.release(request.pages[count:])  # empty if released already
             del request.pages[count:]
         self._borrowers.clear()
 
     def advance(self, request: Request, num_computed: int) -> None:
-        """Notes of how many tokens keys and values are there."""
+        """Record the number of tokens whose keys and values are computed."""
         request.num_computed = num_computed
 
     def register_full_pages(self, request: Request, part: Part) -> None:
-        """Makes newly complete pages findable, after a step and its commit, and keeps states."""
+        """Register newly full pages in the prefix cache after a commit, and store prefix states."""
         size, complete, draft_kv = self.pool.page_size, request.num_computed, request.draft_kv
         if draft_kv is not None:
             complete = min(complete, request.num_final_draft_kv)
@@ -189,7 +191,7 @@ class Slots:
         self.states.keep(part.slot, *known, request.num_final_draft_kv, part.begin, part.num_rows)
 
     def finish(self, request: Request) -> None:
-        """Takes a request out, wherever it is, and releases its slot and pages."""
+        """Remove a running or waiting request, and release its slot and pages."""
         if request.slot >= 0:
             self._give_back(request)
         elif request in self.waiting:
@@ -209,5 +211,5 @@ class Slots:
         self._num_changes += 1
 
     def num_pages_for(self, num_tokens: int) -> int:
-        """Pages that so many tokens take."""
+        """Return the number of pages that `num_tokens` tokens need."""
         return -(-num_tokens // self.pool.page_size)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The passes that lend pages for one step: to trees of drafts, and for what drafters write."""
+"""Passes that reserve pages for one step: for trees of drafts and for drafters' rows."""
 
 from specops.batching import num_spare_pages
 from specops.engine.drafters.trees import first_chain
@@ -11,8 +11,9 @@ from specops.engine.sharing.grammar_turns import GrammarTurns
 def lend_tree_pages(plan: Plan, slots: Slots) -> None:
     """Reserve the pages that all chains of a tree but the first need.
 
-    Without pages, the first chain alone is verified. So is that of every tree in a step with a
-    request that cannot be verified beside trees: one call of `verify` serves the whole step.
+    Without pages, only the first chain of a tree is verified. The same holds for every tree in a
+    step with a request that cannot be verified beside trees, since one call of `verify` serves the
+    whole step.
     """
     trees = [part for part in plan.parts if part.draft_parents is not None]
     if not trees:
@@ -32,16 +33,17 @@ def lend_tree_pages(plan: Plan, slots: Slots) -> None:
 
 
 def lend_draft_pages(plan: Plan, slots: Slots, grammar_turns: GrammarTurns) -> None:
-    """Limits the drafts for the step after this one, and lends pages for rows behind the text.
+    """Limit the drafts for the next step, and reserve pages for drafters' rows after the text.
 
-    Drafters that run on behind it write there. They may have what the plan leaves, and only until
-    the next one is made: nobody waits, loses drafts or is preempted for them.
+    Drafters that continue past the text write their keys and values to these pages. Only pages that
+    the plan leaves free are reserved, and only until the next plan: no request waits, loses drafts
+    or is preempted for them.
     """
     for part in plan.parts:
         request = slots.at[part.slot]
         if not part.emits or not request.draft_limit:
             continue
-        # This step emits a token at least, and so will the one that verifies.
+        # This step emits at least one token, and so will the step that verifies the drafts.
         limit = max(min(request.draft_limit, request.draft_room - 1), 0)
         most = grammar_turns.most_drafts(request)
         part.draft_limit = limit if most is None else min(limit, most)

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Who is next, and who gives way: slots are shared among all who ask.
+"""Fair sharing of slots: the order in which requests get slots, and which ones are preempted.
 
-A request has owners, the widest first: a client, then one of the client's calls. Owners with fewer
-running requests go first; on one level equal, the next level decides, and after that the order of
-waiting. None of this can change a token: it only decides when.
+A request has owners, outermost first: a client, then one of the client's calls. Owners with fewer
+running requests go first; if they are equal on one level, the next level decides, and then the
+order of waiting. None of this can change a token: it only decides when a token is computed.
 """
 
 from collections import Counter
@@ -13,10 +13,10 @@ from specops.engine.request import Request
 
 
 class Shares:
-    """How many running requests each owner has, on every level.
+    """Number of running requests of each owner, on every level.
 
     Args:
-        running: requests that hold a slot. Whoever changes it says so.
+        running: requests that hold a slot. The caller reports changes by `started` and `stopped`.
     """
 
     def __init__(self, running: Sequence[Request]) -> None:
@@ -24,26 +24,26 @@ class Shares:
         self._counts = Counter(path for request in running for path in _paths(request))
 
     def started(self, request: Request) -> None:
-        """Counts a request that got a slot."""
+        """Count a request that got a slot."""
         self._counts.update(_paths(request))
 
     def stopped(self, request: Request) -> None:
-        """Counts a request no longer that gave its slot back."""
+        """Stop counting a request that lost its slot."""
         for path in _paths(request):
             self._counts[path] -= 1
             if not self._counts[path]:
-                del self._counts[path]  # or clients that are gone would stay
+                del self._counts[path]  # else clients that are gone would stay in the table
 
     def in_turn(self, waiting: Iterable[Request]) -> list[Request]:
-        """Who is next among those who wait, whose owners have least first.
+        """Return waiting requests in the order of their turn, owners with fewest requests first.
 
-        Of requests whose owners differ on the innermost level alone, or not at all, it is one: the
-        first of those who have least. So of each client the next call is there.
+        Requests whose owners are equal but for the innermost level yield one request: the first
+        whose innermost owner has fewest. So the result holds the next call of each client.
         """
         best: dict[tuple[str, ...], tuple[int, Request]] = {}
         last = None
         for request in waiting:
-            if request.owners == last:  # one call's requests wait one behind the other
+            if request.owners == last:  # requests of one call are adjacent
                 continue
             last = request.owners
             around, count = last[:-1], self._counts[last]
@@ -52,18 +52,18 @@ class Shares:
         return sorted((request for _, request in best.values()), key=self._counts_of)
 
     def last(self) -> Request:
-        """The running request that goes first where pages are short.
+        """Return the running request to preempt first if pages are short.
 
-        Of those whose owners have most it is the latest arrival.
+        It is the latest arrival among the requests whose owners have the most.
         """
         return max(self._running, key=lambda request: (self._counts_of(request), request.arrival))
 
     def victim(self, newcomer: Request) -> Request | None:
-        """The running request that gives way to a newcomer; None: nobody does.
+        """Return the running request to preempt in favor of a new request, or None.
 
-        On the widest level on which some owner has more than the newcomer's, and still has as many
-        once it has given one up (or they would take turns for ever), it is the last of the owner
-        that has most.
+        The outermost level decides on which some owner has more requests than the new one's owner,
+        and still has as many after giving one up (else the two would preempt each other forever).
+        The request returned is the last one of the owner that has most.
         """
         among = self._running
         for level, own in enumerate(_paths(newcomer)):
@@ -81,5 +81,5 @@ class Shares:
 
 
 def _paths(request: Request) -> list[tuple[str, ...]]:
-    """Its owners, each with those around it."""
+    """Return the request's owners, each as the path of owners from the outermost down to it."""
     return [request.owners[:end] for end in range(1, len(request.owners) + 1)]

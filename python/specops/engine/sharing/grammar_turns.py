@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How long steps wait for grammars: who is slow sits out a step until its next mask is ready.
+"""Limits how long steps wait for grammars: slow requests skip steps until their mask is ready.
 
-A mask takes 20 us, but a text that an ambiguous grammar reads in ever more ways comes to take
-hundreds of times as long, and all of a step's requests would wait for it. A request that took long
-in its last steps has its next mask computed by a thread beside the steps, beside others in a small
-part of the time, and has few drafts. None of this can change a token: it only decides when.
+A mask takes 20 us. If an ambiguous grammar parses a text in ever more ways, a mask may take
+hundreds of times as long, and all requests of the step would wait for it. For a request that was
+slow in its last steps, a background thread computes the next mask. Beside other requests, slow ones
+get a small part of the time, and they get few drafts. None of this can change a token: it only
+decides when a token is computed.
 """
 
 import time
@@ -14,24 +15,25 @@ from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from specops.engine.plan import Plan
 from specops.engine.request import Request
 
-# Of a step, where it is more than a tenth of the rest of it: the request is slow then.
+# A request is slow if its grammar takes longer per step than this, and than _SHARE of the rest of
+# the step.
 _SLOW_SECONDS = 2e-3
-_DRAFTS_SECONDS = 2e-3  # of a slow request's drafts, where the rest of a step is no longer
-_STEP_SECONDS = 5e-3  # of a step's slow requests if it has no others, likewise
-_SHARE = 0.1  # of the time, for slow requests beside others
-_WAIT_SECONDS = 1e-3  # where there is nothing else to do; somebody may come
+_DRAFTS_SECONDS = 2e-3  # for a slow request's drafts, or the rest of the step if that is longer
+_STEP_SECONDS = 5e-3  # for slow requests in a step of slow requests only, or the rest if longer
+_SHARE = 0.1  # fraction of the time for slow requests beside others
+_WAIT_SECONDS = 1e-3  # wait for a mask when idle; short, since a request may arrive
 
 
 class GrammarTurns:
-    """Which requests sit out because of their grammars."""
+    """Selection of the requests that skip a step because of slow grammars."""
 
     def __init__(self) -> None:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="specops-masks")
-        self._rest_seconds = 0.0  # of the last step, but for grammars
-        self._next_at = 0.0  # when a mask may be begun beside others
+        self._rest_seconds = 0.0  # of the last step, without grammars
+        self._next_at = 0.0  # earliest start of a mask beside other requests
 
     def sitting_out(self, decoding: Sequence[Request], has_prompts: bool) -> Set[Request]:
-        """Those that are to wait, of all that could decode."""
+        """Return the requests that must skip the next step, among all that could decode."""
         slow = [one for one in decoding if one.grammar is not None and self._is_slow(one)]
         if not slow:
             return frozenset()
@@ -43,7 +45,7 @@ class GrammarTurns:
                 if request not in jobs and request.grammar is not None:
                     try:
                         request.grammar.preparing = self._thread.submit(request.grammar.prepare)
-                    except RuntimeError:  # there is no thread: steps compute masks themselves
+                    except RuntimeError:  # no thread can start: steps compute masks themselves
                         return frozenset()
             jobs = _jobs(slow)
         if is_alone:
@@ -56,18 +58,18 @@ class GrammarTurns:
         return late
 
     def most_drafts(self, request: Request) -> int | None:
-        """How many drafts its next step may have; None: nothing limits them."""
+        """Return the most drafts of a request's next step; None if there is no limit."""
         if request.grammar is None or not self._is_slow(request):
             return None
         return int(max(_DRAFTS_SECONDS, self._rest_seconds) / request.grammar.row_seconds)
 
     def note(self, plan: Plan, at: Mapping[int, Request], seconds: float) -> None:
-        """Notes what a step has taken.
+        """Record the time that a step took.
 
         Args:
-            plan: of the step; its tokens are committed.
+            plan: the step's plan; its tokens are committed.
             at: requests by slot.
-            seconds: of the step as a whole.
+            seconds: time of the whole step.
         """
         total = slow = 0.0
         for part in plan.parts:
@@ -89,12 +91,12 @@ class GrammarTurns:
 
 
 def _seconds(request: Request) -> float:
-    """What its grammar takes of a step."""
+    """Return the time per step that a request's grammar takes."""
     return 0.0 if request.grammar is None else request.grammar.step_seconds
 
 
 def _jobs(requests: Sequence[Request]) -> dict[Request, "Future[None]"]:
-    """The computations of their next masks, as far as they have begun."""
+    """Return the computations of next masks that have been started, by request."""
     return {
         request: request.grammar.preparing
         for request in requests

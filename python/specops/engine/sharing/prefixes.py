@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the requests of a step share, so that attention reads it once.
+"""Prefixes shared by requests of a step, which attention then reads only once.
 
-Nobody declares it: `batching.find_shared_prefixes` sees it in the page lists. It is a schedule and
-nothing else: no bit of a result depends on what is found.
+`batching.find_shared_prefixes` finds them in the page lists; requests do not declare them. They
+only affect scheduling: no bit of a result depends on what is found.
 """
 
 from array import array
@@ -18,24 +18,24 @@ from specops.engine.memory.kv_cache import PagePool
 from specops.engine.plan import Plan, PrefixGroups
 from specops.engine.request import Request
 
-_MAX_LEVELS = 8  # the members of deeper groups share what the group at this level does
+_MAX_LEVELS = 8  # members of deeper groups share the prefix of their group at this level
 
 
 class PrefixFinder:
-    """Finds what the requests of a step share, from the pages that they hold.
+    """Finder of prefixes that requests of a step share, based on the pages they hold.
 
     Args:
-        pool: of the pages.
-        leaf_tokens: attention shares whole leaves of so many tokens.
-        least_saved_tokens: how many tokens of keys and values a step must be spared to pay for what
-            declaring costs the device.
+        pool: the page pool.
+        leaf_tokens: tokens of a leaf; attention shares whole leaves.
+        least_saved_tokens: sharing is declared only if it saves the step from reading keys and
+            values of this many tokens, since it costs additional launches.
     """
 
     def __init__(self, pool: PagePool, *, leaf_tokens: int, least_saved_tokens: int = 0) -> None:
         self._pool = pool
         self._leaf_tokens = leaf_tokens
         self._least_saved_tokens = least_saved_tokens
-        # What was found last, for whom, and what the pool's count of changes was then.
+        # The last result, the requests it is for, and the pool's count of changes at that time.
         self._prefixes: PrefixGroups | None = None
         self._order: list[int] = []
         self._requests: list[Request] = []
@@ -43,13 +43,13 @@ class PrefixFinder:
         self._arrays_of = lru_cache(maxsize=64)(_Arrays)  # by the number of requests
 
     def arrange(self, plan: Plan, at: Mapping[int, Request]) -> None:
-        """Makes neighbours of the requests that share pages, and notes in the plan what they share.
+        """Put requests that share pages next to each other, and set the plan's prefixes.
 
-        What was found stays true while the same requests run and nobody came to or left a shared
-        page: what grows at the end of a list is its own request's alone.
+        A result stays valid while the same requests run and no shared page gains or loses a holder:
+        pages appended to a list belong to that request only.
 
         Args:
-            plan: of the step, with all its parts.
+            plan: the step's plan with all its parts; updated.
             at: requests by slot.
         """
         pool, parts = self._pool, plan.parts
@@ -65,9 +65,9 @@ class PrefixFinder:
             self._add_trees(plan)
 
     def _add_trees(self, plan: Plan) -> None:
-        """Goes from parts to their chains, and adds that the chains of a tree share its text.
+        """Expand prefixes from parts to chains, and let the chains of a tree share its text.
 
-        What these save is no saving beside plain decoding, and not counted as such.
+        Plain decoding would have no such chains, so the tokens they save are not counted.
         """
         parts, prefixes = plan.parts, plan.prefixes
         counts = np.array([part.num_chains for part in parts])
@@ -84,8 +84,8 @@ class PrefixFinder:
             lens = np.vstack([lens, shared])
         if not len(lens):
             return
-        # The chains of a tree are one group on every level. Where their request is alone they share
-        # what it shares with others on the levels before: nothing on the first.
+        # The chains of a tree are one group on every level. On a level where their request has no
+        # group, they share the prefix of the level before: nothing on the first level.
         lens = np.maximum.accumulate(lens, axis=0)
         plan.prefixes = PrefixGroups(
             leaders=np.repeat(first[leaders], counts, axis=1).astype(np.int32),
@@ -94,8 +94,8 @@ class PrefixFinder:
         )
 
     def _find(self, requests: Sequence[Request]) -> None:
-        # A page that is not registered yet is still written to, and so nobody else's. Its likes may
-        # differ before a page that is shared: of a text's pages some have draft KV of a kind.
+        # A page that is not registered yet is still written to, so it is never shared. Requests may
+        # hold different pages of equal text before a shared page, since pages differ by draft KV.
         lists = [one.pages[: one.num_registered_pages] for one in requests]
         arrays = self._arrays_of(len(requests))
         levels, num_saved_tokens = arrays.find(lists, self._pool.page_size, self._leaf_tokens)
@@ -107,10 +107,10 @@ class PrefixFinder:
 
 
 class _Arrays:
-    """What `find_shared_prefixes` reads and writes for so many requests.
+    """Arguments and results of `find_shared_prefixes` for `batch` requests.
 
-    Kept, with views through which Python reads and writes them: between two steps all else has left
-    the CPU's caches, and making tensors takes several times as long as the finding.
+    They are kept between steps, with views for access from Python: the CPU's caches are cold after
+    a step, and creating tensors would take several times as long as the search.
     """
 
     def __init__(self, batch: int) -> None:
@@ -130,7 +130,7 @@ class _Arrays:
     def find(
         self, lists: Sequence["array[int]"], page_size: int, leaf_tokens: int
     ) -> tuple[int, int]:
-        """Writes `order` and `of_levels`; how many levels there are, and tokens that they save."""
+        """Write `order` and `of_levels`; return the number of levels and of saved tokens."""
         self._ends[:] = array("i", accumulate(map(len, lists)))
         pages = bytearray().join(lists)
         if len(pages) > len(self._pages):

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Shares of a step's time for the prompts of each client.
 
-A client that is alone gets all of the time. Several clients with prompts get equal shares, so that
-a short prompt does not wait for all long ones of another client. Beside decoding requests of
-another client, which wait for the end of the step, prompts get as much time as these take. So do
-long prompts beside a prompt of another client whose equal share is enough for its end. A row takes
-more time if log-probabilities of the prompt are reported for it, so such a prompt gets fewer rows.
-None of this can change a token: it only decides when.
+A single client gets all of the time. Several clients with prompts get equal shares, so that a short
+prompt does not wait for all long prompts of another client. Decoding requests of another client
+wait for the end of the step, so prompts beside them get only as much time as these requests take.
+The same holds for long prompts beside another client's prompt that an equal share completes. A row
+takes more time if log-probabilities of the prompt are reported for it, so such a prompt gets fewer
+rows. None of this can change a token: it only decides when a token is computed.
 """
 
 from collections import Counter
@@ -19,15 +19,15 @@ _EPSILON = 1e-6  # rows; a share is a quotient of floats
 
 
 class PromptShares:
-    """Time that prompts of each client may still take of one step.
+    """Time that the prompts of each client may still take in one step.
 
     Args:
-        prompts: requests that are to get rows, in the order of their turn.
-        costs: of steps and rows.
+        prompts: requests that may get rows, in the order of their turn.
+        costs: costs of steps and rows.
         decoding: decode rows of the step, by client.
-        max_rows: rows that prompts may have in the step.
-        max_rows_beside: rows that prompts without log-probabilities may have at most beside a
-            client that gets tokens from the step; None: as many as without that client.
+        max_rows: most rows of prompts in the step.
+        max_rows_beside: most rows of prompts without log-probabilities in a step from which another
+            client gets tokens; None: `max_rows`.
     """
 
     def __init__(
@@ -65,26 +65,26 @@ class PromptShares:
         self._left |= _shared(most - sum(self._left.values()), rest, least)
 
     def left(self, request: Request) -> int:
-        """Return the rows that a prompt may have."""
+        """Return the number of rows that a prompt may still get."""
         time = self._left.get(client_of(request), 0.0)
         return int(time / self._costs.of_prompt_row(request) + _EPSILON)
 
     def take(self, request: Request, rows: int) -> None:
-        """Give a prompt some of these rows."""
+        """Deduct the time of `rows` rows of a prompt from its client's share."""
         self._left[client_of(request)] -= rows * self._costs.of_prompt_row(request)
 
 
 def client_of(request: Request) -> str:
-    """Return the widest owner of a request; all requests without an owner are one client."""
+    """Return the outermost owner of a request; requests without an owner count as one client."""
     return request.owners[0] if request.owners else ""
 
 
 def _shared(
     time: float, wanted: Mapping[str, float], least: Mapping[str, float]
 ) -> dict[str, float]:
-    """Return equal parts of some time, each of `least` at least.
+    """Divide time equally among clients; each gets at least its `least`.
 
-    What one client does not want goes to the others.
+    Time that one client does not want goes to the others.
     """
     parts = {}
     for count, client in zip(

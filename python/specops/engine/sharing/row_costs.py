@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Costs of a step's rows, by which clients share the time of steps."""
+"""Costs of a step's rows, used to share the time of steps among clients."""
 
 from dataclasses import dataclass
 
@@ -8,13 +8,13 @@ from specops.engine.request import Request
 
 @dataclass(frozen=True, slots=True)
 class RowCosts:
-    """Time that a step takes, and that its rows add. Only the ratios matter.
+    """Time of a step, and time that its rows add. Only the ratios matter.
 
     Attributes:
         step: time of a step without rows.
         row: time that a row adds, of a prompt or of a decoding request.
-        scored_row: time that a row of a prompt adds to this if log-probabilities are reported for
-            it, with as many alternatives as a request may ask for.
+        scored_row: additional time of a prompt row with log-probabilities, with as many
+            alternatives as a request may ask for.
     """
 
     step: float
@@ -22,7 +22,7 @@ class RowCosts:
     scored_row: float = 0.0
 
     def of_step(self, rows: int) -> float:
-        """Return the time of a step with some decode rows."""
+        """Return the time of a step with `rows` decode rows."""
         return self.step + rows * self.row
 
     def of_prompt_row(self, request: Request) -> float:

@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whose requests decode in a step, where several owners have some.
+"""Fair scheduling of decode rows: which requests decode in a step if several clients have some.
 
-A step lasts as long as its rows take, so an owner with many of them makes everybody's tokens late.
-Where several decode, a step has no more of their rows than if each of them had as many as the one
-with fewest, and what a step computes in the time that it takes anyway. Requests that are beyond
-their owner's share keep slot and pages, and take turns. An owner who has a prompt to compute, and
-nothing else yet, counts as one with so many rows: so a newcomer's first step is no longer than its
-later ones. How many rows prompts have themselves is another matter (prompt_shares.py).
-None of this can change a token: it only decides when.
+The rows of a step determine how long it takes, so a client with many rows delays the tokens of all
+clients. If several clients decode, their rows in a step are limited to the number that they would
+have if each had as many as the one with fewest, plus the rows that hardly prolong a step. Requests
+beyond their client's share keep slot and pages, and take turns. A client that only has a prompt to
+compute counts as if it decoded that many rows, so that its first step is no longer than its later
+ones. prompt_shares.py decides how many rows the prompts themselves get. None of this can change a
+token: it only decides when a token is computed.
 """
 
 from collections import Counter
@@ -19,7 +19,7 @@ from specops.engine.request import Request
 
 @dataclass(frozen=True, slots=True)
 class Ask:
-    """What a request would have of a step."""
+    """Number of rows that a request wants in a step."""
 
     request: Request
     rows: int
@@ -27,15 +27,15 @@ class Ask:
 
 @dataclass(slots=True)
 class _Owner:
-    """An owner with work: those within it have the requests, or it has them itself."""
+    """An owner with work: it holds either inner owners or the requests themselves."""
 
     within: "dict[str, _Owner]" = field(default_factory=dict)
     asks: list[Ask] = field(default_factory=list)
-    rows: int = 0  # that it gets
-    last_step: int = 1 << 62  # in which the one of its requests that waits longest had any
+    rows: int = 0  # rows that it gets in the step
+    last_step: int = 1 << 62  # last step with rows of its longest waiting request
 
     def add(self, ask: Ask, path: Sequence[str]) -> None:
-        """Adds a request at the end of a path of owners."""
+        """Add a request at the end of a path of owners."""
         owner = self
         for name in path:
             owner.last_step = min(owner.last_step, ask.request.last_step)
@@ -46,11 +46,11 @@ class _Owner:
         owner.asks.append(ask)
 
     def width(self, free_rows: int, beside: Collection[int] = ()) -> int:
-        """The most rows that it has in a step in which those within it have equal shares.
+        """Return the most rows of this owner in a step that its inner owners share equally.
 
         Args:
-            free_rows: as `take_turns` has them.
-            beside: rows of others, who have as large a share as each of those within.
+            free_rows: as in `take_turns`.
+            beside: rows of further owners, each entitled to the same share as an inner owner.
         """
         if not self.within:
             return sum(ask.rows for ask in self.asks)
@@ -60,18 +60,18 @@ class _Owner:
         return min(sum(widths), equal)
 
     def next_in(self) -> "list[tuple[str, _Owner]]":
-        """Owners within it, each within the one before it, down to that of the next request."""
+        """Return the path of inner owners down to the owner of the next request."""
         path: list[tuple[str, _Owner]] = []
         owner = self
         while owner.within:
             path.append(min(owner.within.items(), key=_turn))
             owner = path[-1][1]
-        if not path[-1][1].rows:  # in this step for the first time
+        if not path[-1][1].rows:  # its first turn in this step
             owner.asks.sort(key=lambda ask: (-ask.request.last_step, -ask.request.arrival))
         return path
 
     def drop(self, path: "Sequence[tuple[str, _Owner]]") -> None:
-        """Drops the request at the end of a path, and owners that have no other."""
+        """Drop the request at the end of a path, and owners left without requests."""
         path[-1][1].asks.pop()
         around = [self, *(owner for _, owner in path)]
         for (name, owner), outer in reversed(list(zip(path, around, strict=False))):
@@ -80,15 +80,15 @@ class _Owner:
 
 
 def _turn(item: tuple[str, _Owner]) -> tuple[int, int]:
-    """Who has least in this step is next, and of those whose request waits longest.
+    """Return the sort key of the next owner: fewest rows in this step, then longest waiting.
 
-    So a request that is too wide for what is left of a step comes first in a later one.
+    So a request with too many rows for the rest of a step comes first in a later step.
     """
     return item[1].rows, item[1].last_step
 
 
 def _beside(root: _Owner, prompts: Iterable[Ask], level: int) -> Mapping[str, int]:
-    """The rows of owners on a level who have prompts, and nobody who decodes."""
+    """Return the prompt rows of owners on a level that have no decoding request."""
     rows: Counter[str] = Counter()
     for ask in prompts:
         path = (*ask.request.owners, "")
@@ -100,18 +100,18 @@ def _beside(root: _Owner, prompts: Iterable[Ask], level: int) -> Mapping[str, in
 def take_turns(
     asks: Iterable[Ask], max_rows: int, free_rows: int, prompts: Sequence[Ask] = ()
 ) -> Set[Request] | None:
-    """Shares the rows of a step among owners, and an owner's among those within it.
+    """Divide the rows of a step among outer owners, and an owner's rows among its inner owners.
 
-    Each owner on the widest level has one request in the step at least, whatever that asks for.
+    Each owner on the outermost level has at least one request in the step, however large.
 
     Args:
-        asks: of all who decode.
-        max_rows: of a step.
-        free_rows: that a step computes in the time that it takes however few it has.
-        prompts: what prompts need; they get no rows here, but those who have them count as owners.
+        asks: rows wanted by all decoding requests.
+        max_rows: maximum number of rows of a step.
+        free_rows: number of rows that hardly prolong a step.
+        prompts: rows wanted by prompts. They get no rows here, but their owners count.
 
     Returns:
-        The requests whose turn it is, with all that they ask for. None: everybody's.
+        The requests that decode in this step, each with all rows it wants. None: all requests.
     """
     root = _Owner()
     total = 0

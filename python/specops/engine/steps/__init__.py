@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A planned step as arrays and launches: filled, run, and read."""
+"""Execution of planned steps: input arrays, kernel launches and results."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs planned steps: fills a step's arrays, has it run, and reads what came of it."""
+"""Runner of planned steps: fills a step's arrays, launches it and reads its results."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -43,23 +43,24 @@ from specops.sampling import AcceptPolicy, FinishReason, VerifyStrategy
 
 _STRATEGIES = {strategy.name.lower(): int(strategy) for strategy in VerifyStrategy}
 _POLICIES = {policy.name.lower(): int(policy) for policy in AcceptPolicy}
-# As plain numbers, which lists and arrays take sooner.
+# Plain integers are stored in lists and arrays faster than enum members.
 _NONE, _LAST, _ALL = int(OutputMode.NONE), int(OutputMode.LAST), int(OutputMode.ALL)
 
 
 class Runner:
-    """Owns the model's cache and what the steps need to know of every running request.
+    """Owner of the model's KV cache and of the per-slot data of running requests.
 
     Args:
-        model: on the device.
-        device: where steps run.
+        model: the model, on the device.
+        device: the device of the steps.
         drafting: the drafters, with their pages allocated.
-        config: of the engine; `max_num_seqs` slots, `max_num_batched_tokens` rows a step.
-        room: of the cache.
+        config: the engine's configuration: `max_num_seqs` slots, `max_num_batched_tokens` rows per
+            step.
+        room: capacity of the cache.
 
     Attributes:
-        memory: of the steps.
-        draft_seconds: that drafters took within the last step.
+        memory: memory of the steps.
+        draft_seconds: time of the drafters within the last step.
     """
 
     def __init__(
@@ -76,7 +77,7 @@ class Runner:
         slots, max_rows = config.max_num_seqs, config.max_num_batched_tokens
         processed_logprobs = config.logprobs_mode == "processed_logprobs"
         model.reserve(max_rows)
-        # By slot, gathered into every step; `SamplingRow` and `SlotState`.
+        # Per-slot data, gathered into every step: `SamplingRow` and `SlotState`.
         self._sampling: NDArray[np.int32]
         self._sampling = np.zeros((len(SamplingRow._fields), slots), dtype=np.int32)
         self._sampled = SamplingRow.of(self._sampling, np.float32)
@@ -104,12 +105,12 @@ class Runner:
             processed_logprobs=processed_logprobs,
         )
         self._prompt_scorer = PromptScorer(model, device, processed_logprobs=processed_logprobs)
-        self._num_failures = 0  # of drafters, when the steps of `memory` were made
-        self._step: Step | None = None  # the last one that was launched, if one was
+        self._num_failures = 0  # failed drafters at the time when the steps of `memory` were built
+        self._step: Step | None = None  # the last launched step, if any
         self.draft_seconds = 0.0
 
     def start(self, request: Request) -> None:
-        """Writes a request that got a slot into the per-slot arrays."""
+        """Write a request that got a slot to the per-slot arrays."""
         slot, params, config = request.slot, request.params, request.speculative
         sampled = self._sampled
         for name in FILTERS:
@@ -129,7 +130,7 @@ class Runner:
         self._running[slot] = request
         ends = request.think_end_token_id, len(request.inject_token_ids)
         self._masks.start(slot, TokenRule(request.grammar, params.allowed_token_ids, *ends))
-        has_moved = True  # perhaps, where one of these raises
+        has_moved = True  # assumed if one of these calls raises
         try:
             has_moved = self._tables.start(request) | self._drafting.start(request)
         finally:
@@ -137,32 +138,32 @@ class Runner:
                 self.memory.forget()
 
     def stop(self, request: Request, slot: int) -> None:
-        """Forgets a request that loses its slot; it may come back."""
+        """Drop the data of a request that loses its slot; it may get one again."""
         self._state[LENS, slot] = 0
         self._drafting.stop(request, slot)
 
     def leave(self, request: Request) -> None:
-        """Forgets a request that finished or was aborted, with a slot or without."""
+        """Drop the data of a request that finished or was aborted, with or without a slot."""
         if request.slot >= 0:
             self.stop(request, request.slot)
         self._drafting.leave(request)
 
     def launch(self, plan: Plan, *, even_if_idle: bool = False) -> None:
-        """Begins to compute the rows of a step.
+        """Start computing the rows of a step.
 
-        Requests whose own part of the step cannot be made leave the plan; there may be none left.
+        Requests whose part of the step cannot be prepared are removed from the plan, possibly all.
 
         Args:
-            plan: of the step.
-            even_if_idle: run the model over a row that is nobody's where the plan has no part.
+            plan: the step's plan.
+            even_if_idle: if the plan has no part, run the model on a padding row.
 
         Raises:
-            ValueError: an op met wrong data, such as a page that does not exist.
+            ValueError: an op met invalid data, such as a page that does not exist.
         """
-        self._step = None  # what it had is overwritten
+        self._step = None  # its arrays are overwritten below
         plan.drop_failed()
         while plan.parts or even_if_idle:
-            # What fails in this, a request or a drafter, has no part in the step: it is made anew.
+            # If a request or a drafter fails here, build the step again without it.
             failures = len(plan.failed), self._drafting.num_failures
             step = self._step_of(plan)
             num_pages = self._fill(step, plan)
@@ -173,10 +174,10 @@ class Runner:
             plan.drop_failed()
 
     def collect(self, plan: Plan) -> list[Emitted]:
-        """Waits for the step, and returns what each request emitted, in the order of its plan.
+        """Wait for the step, and return what each request emitted, in the order of the plan.
 
         Raises:
-            ValueError: as `launch`, on a device that works meanwhile.
+            ValueError: as for `launch`, on an asynchronous device.
         """
         step, parts = self._step, plan.parts
         if step is None:
@@ -186,7 +187,7 @@ class Runner:
         if not parts:
             return []
         emitted = self._emitted(parts, step) if step.shape.outputs else [Emitted() for _ in parts]
-        if step.shape.rows != step.shape.outputs:  # there are chunks of prompts
+        if step.shape.rows != step.shape.outputs:  # the step has prompt chunks
             rows = [(part.num_rows, part.prompt_rows) for part in parts]
             scores = self._prompt_scorer.score(rows, self._sampling_of, plan.fail)
             for part, one in zip(parts, emitted, strict=True) if scores else ():
@@ -197,11 +198,11 @@ class Runner:
         return emitted
 
     def commit(self, request: Request) -> None:
-        """Takes note of a request's length; the device has its tokens already."""
+        """Record a request's new length; the device has its tokens already."""
         self._state[LENS, request.slot] = len(request.token_ids)
 
     def finish(self, plan: Plan) -> None:
-        """Has the drafters go on when all requests of a step are committed."""
+        """Let the drafters process a step on the host, after all its requests are committed."""
         step = self._step
         assert step is not None, "the step has been run"
         count = len(plan.parts)
@@ -215,12 +216,12 @@ class Runner:
         )
 
     def _sampling_of(self, slots: Sequence[int]) -> dict[str, NDArray[Any]]:
-        """The sampling parameters of some slots, by name."""
+        """Return the sampling parameters of some slots, by name."""
         names = (*FILTERS, "strategy")
         return {name: getattr(self._sampled, name)[list(slots)] for name in names}
 
     def _step_of(self, plan: Plan) -> Step:
-        """The step of the plan's shape, or of the shape that is rounded up to."""
+        """Return the step for the plan's shape, rounded up where steps are captured."""
         if self._num_failures != self._drafting.num_failures:
             self._num_failures = self._drafting.num_failures
             self.memory.forget()
@@ -228,7 +229,7 @@ class Runner:
         step = self.memory.find(shape)
         if step is None:
             step = Step(shape, self.memory, self.parts)
-            # Prefill chunks come in every size: they must not crowd out what was captured.
+            # Prefill chunks come in every size: they must not evict captured steps.
             if shape.rows == shape.outputs or not self._device.captures:
                 self.memory.keep(shape, step)
         return step
@@ -248,9 +249,9 @@ class Runner:
                 if request.params.logprobs is not None:
                     logprobs = max(logprobs, request.params.logprobs)
         if features & Feature.DRAFT_PROBS and self._drafting.draft_probs.probs is None:
-            features &= ~Feature.DRAFT_PROBS  # whoever would have written them has failed
+            features &= ~Feature.DRAFT_PROBS  # the drafter that fills draft_probs has failed
         proposals = self._drafting.width
-        if outputs:  # the same whatever was found, so that shapes come again
+        if outputs:  # independent of the drafts found, so that shapes recur
             width = max(width, proposals)
         levels = 0 if plan.prefixes is None else rung(len(plan.prefixes.leaders))
         shape = StepShape(
@@ -268,7 +269,7 @@ class Runner:
         return self._drafting.plan(parts, shape)
 
     def _fill(self, step: Step, plan: Plan) -> int:
-        """Writes the plan into a step's input arrays; returns the pages in its lists."""
+        """Write the plan to a step's input arrays; return the total length of its page lists."""
         arrays, parts, drafting = step.arrays, plan.parts, self._drafting
         row, page = 0, 0
         columns: list[tuple[int, int, int, int, int, int]] = []
@@ -303,7 +304,7 @@ class Runner:
             arrays.trees.fill(parts, (qo_lens, kv_lens, *lists))
         if step.shape.features & (Feature.PROCESSORS | Feature.ACCEPT_RATES | Feature.DRAFT_PROBS):
             self._fill_features(step, plan)
-        if step.shape.rows > row:  # rows of no request, with a token that there is
+        if step.shape.rows > row:  # padding rows hold a valid token
             token_ids[row:] = 0
         for drafter in arrays.drafters:
             drafter.fill()
@@ -312,7 +313,7 @@ class Runner:
     def _fill_requests(
         self, step: Step, columns: Sequence[tuple[int, ...]], page_ends: Sequence[int]
     ) -> None:
-        """Writes what there is of every request, and of those that pad the step."""
+        """Write the columns of every request, and of padding requests."""
         arrays, batch = step.arrays, len(columns)
         requests = arrays.requests.host
         requests[:, :batch] = np.array(columns, dtype=np.int32).T
@@ -322,19 +323,19 @@ class Runner:
         arrays.seeds.host[:batch] = self._seeds[slots]
         arrays.slot_state.host[:] = self._state
         arrays.num_proposed.host.fill(0)
-        if step.shape.batch > batch:  # requests without rows
+        if step.shape.batch > batch:  # padding requests without rows
             requests[:, batch:] = 0
             padding = RequestRow(*requests[:, batch:])
             padding.slots.fill(-1)
             padding.processor_slots.fill(-1)
             sampled = arrays.sampling.host[:, batch:]
             sampled.fill(0)
-            # Drafters choose a token in these rows as well, and 0 is out of range.
+            # Drafters choose a token in these rows too, and a typical_p of 0 is out of range.
             SamplingRow.of(sampled, np.float32).typical_p.fill(1)
             arrays.kv_indptr.host[batch + 1 :] = page_ends[-1]
 
     def _fill_features(self, step: Step, plan: Plan) -> None:
-        """Writes what only some requests ask for."""
+        """Write the inputs of optional features."""
         arrays, parts = step.arrays, plan.parts
         arrays.mask_indices.host.fill(-1)
         arrays.accept_rates.host.fill(0)
@@ -361,7 +362,7 @@ class Runner:
                 arrays.draft_prob_rows.host[index] = self._drafting.draft_prob_row(part.slot)
 
     def _emitted(self, parts: Sequence[Part], step: Step) -> list[Emitted]:
-        """What each request of a plan emitted, from a step's results."""
+        """Return what each request of a plan emitted, from a step's results."""
         arrays, count = step.arrays, len(parts)
         tokens = arrays.output_token_ids.host[:count].tolist()
         accepted = arrays.num_accepted.host[:count].tolist()
@@ -396,16 +397,16 @@ class Runner:
     def _attach_logprobs(
         self, parts: Sequence[Part], emitted: Sequence[Emitted], step: Step
     ) -> None:
-        """Adds the log-probabilities (and alternatives, if any are wanted) to what was emitted."""
+        """Add log-probabilities, and alternatives if requested, to the emitted tokens."""
         arrays, count = step.arrays, len(parts)
         chosen = arrays.logprobs.host[:count].tolist()
         ranks = arrays.ranks.host[:count].tolist()
         ids, values = arrays.top_ids.host.tolist(), arrays.top_logprobs.host.tolist()
-        first = 0  # of the request's output rows
+        first = 0  # first output row of the request
         for index, (part, result) in enumerate(zip(parts, emitted, strict=True)):
             wanted = self._running[part.slot].params.logprobs
             if wanted is not None:
-                # Each token was chosen by the row of the draft before it, the first by the root.
+                # Each token was chosen by the row of the draft before it; the root chose the first.
                 rows = [first, *(first + 1 + node for node in result.accepted)]
                 for column, token_id in enumerate(result.token_ids):
                     row = rows[column]
@@ -418,14 +419,14 @@ class Runner:
 def _num_equal(tokens: Sequence[int], drafts: Sequence[int]) -> int:
     """Return the number of leading tokens that are drafts.
 
-    Tokens that end the thinking by force may have taken the place of accepted drafts.
+    Tokens that end the thinking by force may have replaced accepted drafts.
     """
     count = min(len(tokens), len(drafts))
     return next((i for i in range(count) if tokens[i] != drafts[i]), count)
 
 
 def _fill_prefixes(step: Step, prefixes: PrefixGroups) -> None:
-    """Writes what requests share; on levels and of requests that pad the step, nothing."""
+    """Write shared prefixes; padding levels and padding requests share nothing."""
     leaders, lens = step.arrays.prefix_leaders.host, step.arrays.prefix_lens.host
     levels, count = prefixes.leaders.shape
     leaders[:] = np.arange(leaders.shape[1])

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the device knows of every request that holds a slot: its tokens, and what it asks for.
+"""Per-slot tables on the device: the tokens of each running request and its sampling options.
 
-A table has a row per slot and stays where it is, so that steps can be captured; one that nobody has
-asked for does not exist. When one is made or widened, everything that used the tables must be made
-anew. Rows are written when a request gets its slot, and some are kept by the device from then on.
+A table has a row per slot and does not move, so that steps can be captured. A table exists only
+once a request has needed it. When a table is created or widened, all steps that use the tables must
+be rebuilt. The host writes a row when a request gets its slot; the device updates some rows later.
 """
 
 from collections.abc import Sequence
@@ -18,8 +18,8 @@ from specops.engine.memory.step_shape import rung
 from specops.engine.request import Request
 from specops.sampling import LogitsProcessors, count_tokens
 
-# By table: what a row holds that asks for nothing. Those that end requests, that change logits, and
-# that `commit` counts tokens in.
+# Value of an unused entry, by table: tables that end requests, tables that change logits, and
+# tables in which `commit` counts tokens.
 _ENDINGS: dict[str, float] = {
     "stop_sequences": -1,
     "think_end_token_id": -1,
@@ -41,13 +41,13 @@ _OFF = {"stop_token_ids": -1, **_ENDINGS, **_PROCESSORS, **_COUNTS}
 
 
 class SlotTables:
-    """The tables, and their rows' contents as far as the host writes them.
+    """The tables, and the rows that the host has written to them.
 
     Args:
-        slots: rows of each.
+        slots: number of rows of each table.
         max_len: tokens of the longest request.
-        vocab_size: of the model.
-        device: where they live.
+        vocab_size: the model's vocabulary size.
+        device: device of the tables.
 
     Attributes:
         token_ids: [slots, max_len], int32. Prompt and output of each request; `commit` appends.
@@ -58,18 +58,18 @@ class SlotTables:
         self._vocab_size = vocab_size
         self._device = device
         self._tables: dict[str, Tensor] = {}
-        # The row that was written last, by table and slot: writing it again is not needed.
+        # The last row written, by table and slot: an equal row is not written again.
         self._written: dict[tuple[str, int], bytes] = {}
         self._max_lens = [0] * slots
         self.token_ids = torch.zeros((slots, max_len), dtype=torch.int32, device=device)
 
     def start(self, request: Request) -> bool:
-        """Writes the rows of a request that got its slot, as they are after all its tokens so far.
+        """Write the rows of a request that got its slot, for all its tokens so far.
 
-        Where that raises, no table is there without another that it goes with.
+        If this raises, tables that belong together still either all exist or all do not.
 
         Returns:
-            Whether a table was made or moved.
+            Whether a table was created or moved.
         """
         slot = request.slot
         token_ids = torch.tensor(request.token_ids, dtype=torch.int32)
@@ -78,7 +78,7 @@ class SlotTables:
         rows = self._rows_of(request)
         grown = {name: self._grown(name, row.shape) for name, row in rows.items()}
         if request.params.has_penalties or "token_counts" in self._tables:
-            # `commit` wants room for a step's tokens, but for the last of which it is not used.
+            # `commit` requires room for all of a step's tokens, but leaves the last one's unused.
             room = (min(max(self._max_lens), self._vocab_size),)
             grown |= {name: self._grown(name, room) for name in _COUNTS}
         moved = {name: table for name, table in grown.items() if table is not None}
@@ -92,9 +92,9 @@ class SlotTables:
         return bool(moved)
 
     def _rows_of(self, request: Request) -> dict[str, NDArray[Any]]:
-        """What a request asks for, but for what there is no table of and that asks for nothing."""
+        """Return a request's rows, leaving out unused options that have no table."""
         params = request.params
-        # One that is 0 asks for nothing, and would have no row in a table that is not there.
+        # A bias of 0 has no effect; it must not cause a table to be created.
         biases = [(token_id, bias) for token_id, bias in params.bias() if np.float32(bias)]
         budgets = params.reasoning_max_tokens, params.response_max_tokens
         thinking, reply = (-1 if budget is None else budget for budget in budgets)
@@ -127,18 +127,18 @@ class SlotTables:
         mask_indices: Tensor,
         token_masks: Tensor | None = None,
     ) -> LogitsProcessors:
-        """Return what changes logits, of the tables there are.
+        """Return logits processors that use the existing tables.
 
         Args:
-            slots: [batch], int32. Of each request that asks for any of it; -1 for others.
+            slots: [batch], int32. Slot of each request with processors; -1 for other requests.
             prompt_lens: [slots], int32.
-            mask_indices: [rows of logits], int32; read with `token_masks` only.
+            mask_indices: [rows of logits], int32; read only together with `token_masks`.
             token_masks: [masks, words], int32; None: all tokens are allowed.
         """
         given = {name: self._tables.get(name) for name in (*_PROCESSORS, *_COUNTS)}
         given["stop_token_ids"] = self._tables.get("stop_token_ids")
         if given["stop_token_ids"] is None:
-            given["min_tokens"] = None  # there is nothing to hold back
+            given["min_tokens"] = None  # without stop tokens it has no effect
         if token_masks is not None:
             given |= {"allowed_token_mask": token_masks, "mask_indices": mask_indices}
         return LogitsProcessors(
@@ -146,11 +146,11 @@ class SlotTables:
         )
 
     def endings(self, *, all_rules: bool, counts: bool) -> dict[str, Tensor]:
-        """What `commit` takes of the tables there are.
+        """Return the existing tables that are arguments of `commit`.
 
         Args:
-            all_rules: not only stop tokens.
-            counts: keep the counts of tokens.
+            all_rules: include all rules that end a request, not only stop tokens.
+            counts: include the token counts, which `commit` updates.
         """
         names = ["stop_token_ids"]
         if all_rules:
@@ -160,7 +160,7 @@ class SlotTables:
         return {name: self._tables[name] for name in names if name in self._tables}
 
     def _write(self, name: str, slot: int, values: NDArray[Any]) -> None:
-        """Writes a row unless it is there already."""
+        """Write a row unless the table holds it already."""
         table = self._tables[name]
         padded: NDArray[Any] = np.full(tuple(table.shape[1:]), _OFF[name], dtype=values.dtype)
         padded[tuple(slice(size) for size in values.shape)] = values
@@ -170,12 +170,12 @@ class SlotTables:
             self._written[name, slot] = content
 
     def _grown(self, name: str, shape: Sequence[int]) -> Tensor | None:
-        """A table that a row of some shape fits, with room for the next; None: it does already."""
+        """Return a wider table that fits rows of `shape`; None if the present table fits them."""
         old = self._tables.get(name)
         have = [0] * len(shape) if old is None else list(old.shape[1:])
         if old is not None and all(got >= want for got, want in zip(have, shape, strict=True)):
             return None
-        # At least 4 entries, so that tables are seldom widened.
+        # At least 4 entries, so that tables are rarely widened.
         sizes = [
             max(got, max(4, rung(want)) if want else 0)
             for got, want in zip(have, shape, strict=True)
@@ -187,10 +187,10 @@ class SlotTables:
         return table
 
     def _count(self, request: Request, token_ids: Tensor) -> None:
-        """Counts a request's tokens, if its penalties need that.
+        """Count a request's tokens if its penalties need the counts.
 
-        While there are counts, `commit` keeps those of all requests: the rows of others begin
-        empty, and have room.
+        Once count tables exist, `commit` updates them for all requests, so a request without
+        penalties starts with an empty row.
         """
         if "token_counts" not in self._tables:
             return
@@ -210,7 +210,7 @@ def _dtype_of(name: str) -> Any:
 
 
 def _rectangle(sequences: Sequence[Sequence[int]]) -> NDArray[np.int32]:
-    """Sequences below each other, padded with -1."""
+    """Return sequences as rows of an array, padded with -1."""
     longest = max(map(len, sequences), default=0)
     rows: NDArray[np.int32] = np.full((len(sequences), longest), -1, dtype=np.int32)
     for row, sequence in zip(rows, sequences, strict=True):

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A step as the device sees it: its arrays, and the ops that it runs, in their order.
+"""A step on the device: its arrays, and the sequence of ops that it runs.
 
-Everything an op reads or writes lies in blocks that all steps share, so a step of a shape that was
-there before allocates nothing and can be replayed. Where steps are captured, shapes are rounded up
-to a few; a padding request has no rows, and a padding row belongs to no request.
+Everything an op reads or writes lies in blocks that all steps share. A step of a known shape
+therefore allocates nothing and can be replayed. If steps are captured, shapes are rounded up to a
+few buckets; a padding request has no rows, and a padding row belongs to no request.
 """
 
 import time
@@ -29,20 +29,20 @@ from specops.sampling import LogitsProcessors
 
 
 class RequestRow(NamedTuple):
-    """Of every request of a step; int32."""
+    """Per-request int32 columns of a step."""
 
     qo_lens: Any
     kv_lens: Any
     output_modes: Any
-    positions: Any  # of the token that it chooses first: the tokens that it has
+    positions: Any  # position of the first token it chooses: its length
     slots: Any  # -1: a padding request
     processor_slots: Any  # -1: nothing changes its logits
 
 
 class SamplingRow(NamedTuple):
-    """Sampling parameters of every request, as `sampling.verify` has them.
+    """Per-request sampling parameters, as arguments of `sampling.verify`.
 
-    They lie in one int32 array; the first ones are the bits of float32.
+    They are rows of one int32 array; the first `_NUM_FLOATS` rows hold the bits of float32 values.
     """
 
     temperature: Any
@@ -56,16 +56,16 @@ class SamplingRow(NamedTuple):
 
     @classmethod
     def of(cls, array: Any, float32: Any) -> "SamplingRow":
-        """The rows of such an array, of numpy or of torch, with the dtype `float32` of either."""
+        """Return the rows of such a numpy or torch array; `float32` is that library's dtype."""
         return cls(*array[:_NUM_FLOATS].view(float32), *array[_NUM_FLOATS:])
 
 
 _NUM_FLOATS = 4
-FILTERS = SamplingRow._fields[: _NUM_FLOATS + 1]  # what a token is chosen by
+FILTERS = SamplingRow._fields[: _NUM_FLOATS + 1]  # parameters that choose a token
 
 
 class SlotState(NamedTuple):
-    """What `sampling.commit` has of every slot; int32. It writes the last four."""
+    """Per-slot int32 state of `sampling.commit`, which writes the last four rows."""
 
     prompt_lens: Any
     max_lens: Any
@@ -75,7 +75,7 @@ class SlotState(NamedTuple):
     thinking_state: Any
 
 
-# Rows of their arrays, where making views of all of them would take longer.
+# Row numbers, for code where a view of one row is faster than views of all.
 SLOTS, POSITIONS = map(RequestRow._fields.index, ("slots", "positions"))
 LENS, FINISH_REASONS, STOP_INDICES, THINKING_STATE = map(
     SlotState._fields.index, ("lens", "finish_reasons", "stop_indices", "thinking_state")
@@ -84,11 +84,11 @@ LENS, FINISH_REASONS, STOP_INDICES, THINKING_STATE = map(
 
 @dataclass(frozen=True, kw_only=True)
 class RunnerParts:
-    """What all steps of a runner share."""
+    """Objects shared by all steps of a runner."""
 
     model: Transformer
     cache: KvCache
-    taps: Mapping[int, Tensor]  # by layer, the states that leave it; [rows, hidden_size]
+    taps: Mapping[int, Tensor]  # auxiliary hidden states by layer; [rows, hidden_size]
     slots: int
     tables: SlotTables
     drafting: Drafting
@@ -96,9 +96,9 @@ class RunnerParts:
 
 
 class Exchange:
-    """The arrays that pass between host and device: results, what goes both ways, inputs.
+    """Arrays exchanged between host and device: results, arrays copied both ways, and inputs.
 
-    They lie in one block and in this order, so that each way is one copy.
+    They lie in one block in this order, so that each direction is one copy.
     """
 
     def __init__(self, shape: StepShape, parts: RunnerParts) -> None:
@@ -112,7 +112,7 @@ class Exchange:
         self.logprobs = results.float32(batch, width + 1)
         self.ranks = results.int32(batch, width + 1)
         self.proposed_token_ids = results.int32(slots, shape.proposals)
-        # What depends on the rows comes last: then all else lies where other shapes have it.
+        # Sizes that depend on the rows come last, so that other shapes share all earlier offsets.
         drafters_inputs = Layout()
         self.drafters = parts.drafting.new_steps(shape, drafters_inputs, results)
         self.top_ids = results.int32(shape.outputs, alternatives)
@@ -124,7 +124,7 @@ class Exchange:
             self.trees = StepTrees(shape, page_size, results, trees_inputs, self.trees_scratch)
         self.shared = shared = Layout(results.end)
         self.slot_state = shared.int32(len(SlotState._fields), slots)
-        self.num_proposed = shared.int32(slots)  # zeros go in
+        self.num_proposed = shared.int32(slots)  # zeros on input
         self.inputs = inputs = Layout(shared.end)
         self.requests = inputs.int32(len(RequestRow._fields), batch)
         self.sampling = inputs.int32(len(SamplingRow._fields), batch)
@@ -144,10 +144,10 @@ class Exchange:
         self.token_masks = inputs.int32(shape.masks, words)
         self.draft_mask_indices = inputs.int32(batch if shape.masks else 0)
         self.token_ids = inputs.int32(shape.rows)
-        self.kv_indices = inputs.int32(shape.pages)  # last: only what is used of it is copied
+        self.kv_indices = inputs.int32(shape.pages)  # last: only its used part is copied
 
     def bind(self, block: Block) -> None:
-        """Notes what is copied, when the arrays have their memory in a block."""
+        """Store views of the ranges to copy, once the arrays are placed in a block."""
         host, device = block.host, block.device
         assert host is not None
         begin, end = self.shared.begin, self.shared.end
@@ -158,7 +158,7 @@ class Exchange:
 
 
 class Scratch:
-    """The arrays that only the device sees."""
+    """Arrays that only the device uses."""
 
     def __init__(self, shape: StepShape, parts: RunnerParts, exchange: Exchange) -> None:
         model, batch, rows, outputs = parts.model, shape.batch, shape.rows, shape.outputs
@@ -169,7 +169,7 @@ class Scratch:
         self.logits = layout.float32(outputs, model.config.vocab_size)
         self.lse = layout.float32(outputs if shape.logprobs > 0 else 0)
         layout.append(exchange.trees_scratch)
-        # Ops find these as they left them, so they lie in blocks of their own.
+        # Ops rely on the contents that they left here, so these lie in blocks of their own.
         pages, drafters = shape.pages, exchange.drafters
         if shape.trees is not None:
             batch, pages = max(batch, shape.trees.chains), max(pages, shape.trees.pages)
@@ -183,14 +183,14 @@ class Scratch:
 
 
 class Step:
-    """One shape's arrays and the ops over them.
+    """Arrays of one step shape, and the ops on them.
 
     Attributes:
         shape: the sizes.
-        arrays: for the host to fill, and to read.
-        replay: starts it again, once it is captured.
-        draft_seconds: that drafters took in the last run; 0 on an asynchronous device, which runs
-            a step as a whole.
+        arrays: arrays that the host fills and reads.
+        replay: replays the captured graph; None before the capture.
+        draft_seconds: time of the drafters in the last run; 0 on an asynchronous device, where it
+            cannot be separated.
     """
 
     def __init__(self, shape: StepShape, memory: "StepMemory[Step]", parts: RunnerParts) -> None:
@@ -221,7 +221,7 @@ class Step:
             self._target = self._target_step()
 
     def _bind_model(self, scratch: Scratch) -> None:
-        """Notes the tensors that the model takes."""
+        """Collect the tensors that the model takes."""
         arrays, indices = self.arrays, self._indices
         has_prefixes = self.shape.prefix_levels > 0
         self._rows: dict[str, Any] = {
@@ -238,7 +238,7 @@ class Step:
             "sums": scratch.sums.device if scratch.sums.device.numel() else None,
         }
         self._batch = StepBatch(token_ids=arrays.token_ids.device, **self._rows)
-        # Attention sees chains where others see requests.
+        # With trees, attention treats each chain as a request.
         self._attended = self._batch
         if arrays.trees is not None:
             num_accepted = arrays.num_accepted.device
@@ -248,7 +248,7 @@ class Step:
         self._gathered, self._logits = scratch.gathered.device, scratch.logits.device
 
     def _choosing(self) -> dict[str, Any]:
-        """What a token is chosen by, beside the logits."""
+        """Return the arguments that choose a token, besides the logits."""
         arrays, features, sampled = self.arrays, self.shape.features, self._sampling._asdict()
         choosing: dict[str, Any] = {name: sampled[name] for name in FILTERS}
         choosing["positions"] = self._row.positions
@@ -261,7 +261,7 @@ class Step:
         return choosing
 
     def _processors(self, mask_indices: Tensor) -> LogitsProcessors:
-        """Return what changes logits, with the masks of some rows of them."""
+        """Return the logits processors, with the mask index of each row of logits."""
         return self._parts.tables.processors(
             self._row.processor_slots,
             self._state.prompt_lens,
@@ -270,14 +270,14 @@ class Step:
         )
 
     def _bind_sampling(self, scratch: Scratch) -> None:
-        """Notes the tensors that choosing and committing tokens takes."""
+        """Collect the arguments of the ops that choose and commit tokens."""
         arrays, features, parts = self.arrays, self.shape.features, self._parts
         choosing, tables = self._choosing(), parts.tables
-        # Zeros before and after every call, so it lies in no block that steps share.
+        # It must be zero before every call, and is zero after it, so steps do not share it.
         workspace = sampling.sampling_workspace(self._logits, self.shape.batch)
-        if workspace is None:  # none is needed: given, so that no call has to find out
+        if workspace is None:  # an empty tensor, so that no call checks the need again
             workspace = self._logits.new_empty(0, dtype=torch.uint8)
-        # Logprobs and ranks are outputs of both ops; None: nobody asked for them.
+        # Logprobs and ranks are outputs of both ops; None if no request wants them.
         has_logprobs, has_rates = self.shape.logprobs >= 0, features & Feature.ACCEPT_RATES
         outputs: dict[str, Any] = {
             "output_token_ids": arrays.output_token_ids.device,
@@ -325,12 +325,12 @@ class Step:
         }
 
     def _target_step(self) -> TargetStep:
-        """The tensors that drafters read."""
+        """Return the tensors that drafters read."""
         arrays, sampled, rows = self.arrays, self._sampling, self._rows
         features, processors = self.shape.features, None
         if features & Feature.PROCESSORS:
             processors = self._processors(arrays.draft_mask_indices.device)
-        if arrays.trees is not None:  # these are of chains then, which drafters know nothing of
+        if arrays.trees is not None:  # they describe chains then; drafters work on requests
             rows = {**rows, "prefix_leaders": None, "prefix_lens": None}
         return TargetStep(
             **rows,
@@ -353,13 +353,13 @@ class Step:
         )
 
     def launch(self, num_pages: int) -> None:
-        """Begins to copy the inputs in, to run the ops and to copy the results out.
+        """Start copying the inputs in, running the ops and copying the results out.
 
         Args:
             num_pages: entries of `kv_indices` in use.
 
         Raises:
-            ValueError: wrong data was met, such as a page id out of range.
+            ValueError: an op met invalid data, such as a page id out of range.
         """
         device, arrays = self._memory.device, self.arrays
         num_bytes = arrays.pages_offset + 4 * num_pages
@@ -368,7 +368,7 @@ class Step:
         if self.replay is not None:
             self.replay()
         elif self._runs and device.captures and self.shape.rows == self.shape.outputs:
-            # The first run loaded the kernels, which must not happen in a capture.
+            # The first run has loaded the kernels, which must not happen during a capture.
             self.replay = device.capture(self._launch)
             self._memory.num_captures += 1
             self.replay()
@@ -378,17 +378,17 @@ class Step:
         device.copy_out(arrays.host_out, arrays.device_out, len(arrays.host_out))
 
     def wait(self) -> None:
-        """Waits for the results.
+        """Wait for the results.
 
         Raises:
-            ValueError: as `launch`, on a device that works meanwhile.
+            ValueError: as for `launch`, on an asynchronous device.
         """
         self._memory.device.wait()
         if self._memory.device.is_async:
             raise_reported(int(self.arrays.error.host[0]))
 
     def _launch(self) -> None:
-        """Runs the ops; everything they use is an attribute, and nothing is allocated."""
+        """Run the ops. Their arguments are attributes of this step, and nothing is allocated."""
         shape, indices, parts, row = self.shape, self._indices, self._parts, self._row
         batching.prepare_batch(
             row.qo_lens,

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a step has beside its arrays where it verifies trees: their chains, and where tokens go.
+"""Additional arrays of a step that verifies trees: their chains, and the copies of tokens.
 
-To attention, and to nobody else, each chain of a tree is a request (`batching.tree_chains`).
+Only attention treats each chain of a tree as a request of its own (`batching.tree_chains`).
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -21,19 +21,19 @@ from specops.engine.plan import Part
 
 
 def tree_shape(parts: Sequence[Part], page_size: int) -> TreeShape:
-    """Room for the chains of the trees of a step, and for the tokens that these have copied."""
+    """Return the sizes needed for the chains of a step's trees, and for their copied tokens."""
     chains = pages = copies = 0
     for part in parts:
         count = part.num_chains
         chains += count
         pages += count * len(part.pages)
-        # From the beginning of a page to the end of a path.
+        # A chain copies at most from the start of a page to the end of its path.
         copies += (count - 1) * (page_size + part.num_drafts)
     return TreeShape(chains, pages, copies)
 
 
 def index_arrays(layout: Layout, batch: int, rows: int, outputs: int) -> dict[str, Array]:
-    """Adds what `batching.prepare_batch` builds to a layout."""
+    """Add the arrays that `batching.prepare_batch` builds to a layout."""
     return {
         "qo_indptr": layout.int32(batch + 1),
         "output_indptr": layout.int32(batch + 1),
@@ -46,19 +46,19 @@ def index_arrays(layout: Layout, batch: int, rows: int, outputs: int) -> dict[st
 
 
 def batch_indices(arrays: Mapping[str, Array]) -> BatchIndices:
-    """The same as tensors, once they have memory."""
+    """Return the arrays of `index_arrays` as tensors, once they are placed."""
     return BatchIndices(**{name: array.device for name, array in arrays.items()})
 
 
 class StepTrees:
-    """The arrays of a step's trees, and the ops over them.
+    """Arrays of a step's trees, and the ops on them.
 
     Args:
-        shape: of the step, with trees.
+        shape: shape of the step, which has trees.
         page_size: tokens of a page.
-        results: takes what comes back.
-        inputs: takes what the host fills.
-        scratch: takes what only the device sees.
+        results: layout of arrays copied back to the host.
+        inputs: layout of arrays that the host fills.
+        scratch: layout of arrays that only the device uses.
     """
 
     def __init__(
@@ -69,7 +69,7 @@ class StepTrees:
         batch, rows, (chains, pages, copies) = shape.batch, shape.rows, shape.trees
         self.accepted_nodes = results.int32(batch, shape.width)
         self.parents = inputs.int32(batch, shape.width)
-        # qo_lens, kv_lens and output_modes; no row has logits: those are the requests' affair.
+        # qo_lens, kv_lens and output_modes. No row of a chain has logits: requests' rows have them.
         self._chains = inputs.int32(3, chains)
         self._kv_indptr = inputs.int32(chains + 1)
         self._kv_indices = inputs.int32(pages)
@@ -78,10 +78,10 @@ class StepTrees:
         self._indices = index_arrays(scratch, chains, rows, 0)
 
     def fill(self, parts: Sequence[Part], requests: Sequence[Any]) -> None:
-        """Finds the chains of the trees.
+        """Find the chains of the trees, and fill the input arrays.
 
         Args:
-            parts: of the step.
+            parts: parts of the step.
             requests: qo_lens, kv_lens, kv_indptr and kv_indices of all requests, on the host.
         """
         qo_lens, kv_lens, output_modes = self._chains.host
@@ -118,11 +118,11 @@ class StepTrees:
         )
 
     def bind(self, requests: StepBatch, num_accepted: Tensor, qo_lens: Tensor) -> StepBatch:
-        """Returns the step's rows as attention sees them: those of chains, not of requests.
+        """Return the step's batch for attention, in which chains take the place of requests.
 
         Args:
-            requests: the rows as all others see them.
-            num_accepted: int32 [batch], of each request's drafts.
+            requests: the batch for all other ops.
+            num_accepted: int32 [batch], number of accepted drafts of each request.
             qo_lens: int32 [batch], rows of each request.
         """
         self._requests, self._qo_lens = requests, qo_lens
@@ -141,7 +141,7 @@ class StepTrees:
         )
 
     def prepare(self) -> None:
-        """Builds the index arrays of the chains."""
+        """Build the index arrays of the chains."""
         qo_lens, kv_lens, output_modes = self._lens
         batching.prepare_batch(
             qo_lens,
@@ -156,17 +156,18 @@ class StepTrees:
         )
 
     def keep_accepted(self, cache: KvCache, states: Iterable[Tensor], row_numbers: Tensor) -> None:
-        """Moves what accepted paths left to where plain decoding would have put it.
+        """Move keys, values and states of accepted paths to where plain decoding would put them.
 
         Args:
-            cache: keys and values of the step.
-            states: [rows, hidden_size] each, that drafters read: for them, all drafts are chains.
+            cache: keys and values.
+            states: hidden states that drafters read, [rows, hidden_size] each. Drafters expect the
+                accepted drafts as a chain.
             row_numbers: int32 [rows], 0, 1, 2 and so on.
         """
         requests = self._requests
         pages = requests.kv_lens, requests.kv_indptr, requests.kv_indices
         for pair in cache.pairs:
             attention.compact_kv(*pair, *self._accepted, *pages)
-        rows = self._qo_lens, requests.qo_indptr, row_numbers  # pages of one row
+        rows = self._qo_lens, requests.qo_indptr, row_numbers  # as a cache with pages of one row
         for one in states:
             attention.compact_kv(one.view(len(one), 1, 1, -1), None, *self._accepted, *rows)

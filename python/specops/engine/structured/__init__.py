@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Output that a grammar constrains: what is asked for, where a text stands in it, and its masks."""
+"""Structured output: constraints, compiled grammars, their state per request, and token masks."""
 
 from specops.engine.structured.compiler import GrammarCompiler
 from specops.engine.structured.masks import MaskFiller, MaskRows

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From what a request asks for to a grammar, checked, within bounds, and kept for the next one.
+"""Compiler of constraints to grammars, with limits on size and time, and a cache.
 
-Any thread may compile: a server does it beside the engine's thread, which then finds the result.
+Any thread may compile: a server compiles beside the engine's thread, which then finds the result.
 """
 
 import json
@@ -25,33 +25,35 @@ from specops.tokenizer import Tokenizer
 if TYPE_CHECKING:
     from llguidance import LLMatcher
 
-_MAX_KEPT = 64  # grammars that no request uses
-_MAX_LEXER_STATES = 50_000  # of a grammar, of one to two KB each
+_MAX_KEPT = 64  # most recently used grammars
+_MAX_LEXER_STATES = 50_000  # per grammar; each takes one to two KB
 
-# Of one mask, which others wait for. Schemas of thousands of properties take a fraction of that.
-_MAX_ROW_ITEMS = 500  # of the parser, between two bytes
-_MAX_STEP_ITEMS = 10_000  # of the parser
-_MAX_STEP_FUEL = 100_000  # of the lexer
-# What else bounds a grammar is llguidance's default: 500,000 symbols, and a million steps of the
-# lexer to begin with.
+# Limits of one mask, for which other requests wait. Schemas with thousands of properties take only
+# a fraction.
+_MAX_ROW_ITEMS = 500  # parser items between two bytes
+_MAX_STEP_ITEMS = 10_000  # parser items
+_MAX_STEP_FUEL = 100_000  # lexer steps
+# All other limits are llguidance's defaults: 500,000 symbols, and a million lexer steps at the
+# start.
 
-# llguidance calls itself for every rule that a rule refers to, and the longest text has room for
-# a chain of ten thousand and more. Only what is used of a stack takes memory.
+# llguidance recurses into every rule that a rule refers to, and the longest grammar can hold a
+# chain of more than ten thousand rules. Only the used part of a stack takes memory.
 _STACK_BYTES = 1 << 29
 
-# Processor time of one compilation. Time on the wall would count what others do on the machine, and
-# a process that was stopped.
+# Processor time of one compilation. Wall time would include other work of the machine, and time in
+# which the process was stopped.
 _COMPILE_SECONDS = 10.0
-_LEAST_WAIT_SECONDS = 0.05  # between two looks at it
+_LEAST_WAIT_SECONDS = 0.05  # between two checks of that time
 
 
 class GrammarCompiler:
-    """Compiles grammars for one model.
+    """Compiler of grammars for one model.
 
     Args:
-        tokenizer: of the model.
-        vocab_size: of the model.
-        whitespace: between JSON's tokens where a request says nothing: "bounded", "any" or "none".
+        tokenizer: the model's tokenizer.
+        vocab_size: the model's vocabulary size.
+        whitespace: white space between JSON tokens if a request does not set it: "bounded", "any"
+            or "none".
     """
 
     def __init__(
@@ -66,7 +68,7 @@ class GrammarCompiler:
     def compile(
         self, wanted: StructuredOutput, overdue: Callable[[], None] | None = None
     ) -> Grammar:
-        """Return the grammar of what a request asks for; at once, if it is known already.
+        """Return the grammar of a constraint, at once if it is in the cache or in use.
 
         Args:
             wanted: the constraint.
@@ -74,7 +76,7 @@ class GrammarCompiler:
                 processor time. Compilation cannot be interrupted, and continues.
 
         Raises:
-            ValueError: it is not valid, too large, or says what is not supported; or llguidance is
+            ValueError: the constraint is not valid, too large or not supported, or llguidance is
                 not installed.
         """
         with self._lock:
@@ -82,7 +84,7 @@ class GrammarCompiler:
             if found is None:
                 vocabulary = self._vocabulary_of_model()
         if found is None:
-            # Two threads may compile the same: neither waits for what a third one compiles.
+            # Compile without the lock, so that threads do not wait; two may compile the same.
             work = partial(_grammar, vocabulary, wanted, self._whitespace)
             found = _with_a_deep_stack(work, overdue)
         with self._lock:
@@ -106,15 +108,15 @@ class GrammarCompiler:
 
 
 _EBNF = re.compile(r"^\s*<[\w -]+>\s*::=", re.MULTILINE)
-_TEMPERATURE = re.compile(r"^\s*\w+\s*\[[^\]\n]*\btemperature\b", re.MULTILINE)  # of a rule
-_starting = threading.Lock()  # the size of the next thread's stack is the process's
+_TEMPERATURE = re.compile(r"^\s*\w+\s*\[[^\]\n]*\btemperature\b", re.MULTILINE)  # in a rule
+_starting = threading.Lock()  # the stack size of new threads is set for the whole process
 
 
 def _with_a_deep_stack(work: Callable[[], Grammar], overdue: Callable[[], None] | None) -> Grammar:
-    """Run `work` in a thread whose stack is deep enough for rules that refer to rules."""
+    """Run `work` in a thread whose stack is deep enough for long chains of rules."""
     done: list[Grammar] = []
     failed: list[Exception] = []
-    clocks: list[int] = []  # of the thread, which may read its own safely
+    clocks: list[int] = []  # the thread's CPU clock; only the thread itself can look it up safely
 
     def run() -> None:
         clocks.append(time.pthread_getcpuclockid(threading.get_ident()))
@@ -159,7 +161,7 @@ def _grammar(vocabulary: Vocabulary, wanted: StructuredOutput, whitespace: str) 
 
 
 def _matcher(vocabulary: Vocabulary, wanted: StructuredOutput, whitespace: str) -> "LLMatcher":
-    """llguidance's matcher at the beginning of a text.
+    """Return llguidance's matcher at the start of a text.
 
     Raises:
         ValueError: llguidance refuses the grammar.
@@ -187,10 +189,10 @@ def _matcher(vocabulary: Vocabulary, wanted: StructuredOutput, whitespace: str) 
 
 
 def _source(wanted: StructuredOutput, whitespace: str) -> str:
-    """What is asked for in llguidance's own terms.
+    """Return a constraint as a grammar in llguidance's serialized form.
 
     Raises:
-        ValueError: it has what llguidance would get wrong.
+        ValueError: the constraint is not valid, or llguidance would misinterpret it.
     """
     from llguidance import LLMatcher
 
@@ -223,10 +225,10 @@ def _source(wanted: StructuredOutput, whitespace: str) -> str:
 
 
 def _lark(grammar: str) -> str:
-    """A grammar in llguidance's dialect of Lark.
+    """Convert a grammar to llguidance's dialect of Lark if it is in GBNF.
 
     Raises:
-        ValueError: it is in neither of the two dialects, or sets a temperature.
+        ValueError: the grammar is in neither of the two notations, or sets a temperature.
     """
     if is_gbnf(grammar):
         return lark_of_gbnf(grammar)
@@ -241,14 +243,14 @@ def _lark(grammar: str) -> str:
 
 
 def _literally(text: str) -> str:
-    """A regular expression that matches this text alone."""
+    """Return a regular expression that matches only this text."""
     return "".join(
         char if char.isalnum() and char.isascii() else f"\\x{{{ord(char):x}}}" for char in text
     )
 
 
 def _refused(wanted: StructuredOutput, reason: str) -> ValueError:
-    told = " ".join(reason.partition("<state>")[0].split())  # behind it is the parser's inside
+    told = " ".join(reason.partition("<state>")[0].split())  # then follows internal state
     if told.startswith("NoExtension"):
         told = (
             "no text can begin it: what it starts with leads only back to itself (a rule or $ref "

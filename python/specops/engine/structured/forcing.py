@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Drafts and the tokens that a grammar forces, put together.
+"""Merging of drafts with tokens that a grammar forces.
 
-A forced token is certain: the target chooses it with probability one, whatever was drafted there.
-So putting it in the place of a draft changes no law, as long as nobody asks what the draft was
-drawn from.
+The target chooses a forced token with probability one, whatever was drafted there. So replacing a
+draft by it does not change the output distribution, as long as verification does not use the
+distribution that the draft was drawn from.
 """
 
 from collections.abc import Sequence
@@ -14,12 +14,12 @@ from specops.engine.structured.matching import GrammarState
 
 @dataclass(frozen=True, slots=True)
 class CompletedDrafts:
-    """Drafts as a tree; a chain is one whose parents are each the one before.
+    """Drafts as a tree; in a chain, each draft's parent is the draft before it.
 
     Attributes:
-        token_ids: of each draft.
-        parents: of each, one before it, or -1: the last token.
-        sources: which of the drafts before it each is; -1: it is forced.
+        token_ids: token of each draft.
+        parents: index of each draft's parent, which precedes it; -1: the last token.
+        sources: index of each draft among the original drafts; -1: a forced token.
     """
 
     token_ids: list[int]
@@ -30,16 +30,16 @@ class CompletedDrafts:
 def complete(
     state: GrammarState, token_ids: Sequence[int], parents: Sequence[int] | None, limit: int
 ) -> CompletedDrafts | None:
-    """Puts the tokens that are forced next in front of drafts, and those forced later behind.
+    """Put tokens that are forced next before the drafts, and tokens forced later after them.
 
     Args:
-        state: where the request stands; as it was, afterwards.
+        state: grammar state of the request; unchanged on return.
         token_ids: the drafts.
-        parents: of each, one before it, or -1; None: they are a chain.
-        limit: most drafts there may be.
+        parents: index of each draft's parent, or -1; None: the drafts are a chain.
+        limit: most drafts of the result.
 
     Returns:
-        The drafts with the forced tokens; None where they stay as they are.
+        The drafts with the forced tokens; None if nothing changes.
     """
     if limit <= 0:
         return None
@@ -58,7 +58,7 @@ def complete(
 
 
 def _follow(drafts: CompletedDrafts, forced: Sequence[int]) -> tuple[int, int]:
-    """Goes down along the forced tokens: the node that is reached, and how many of them it took."""
+    """Follow the forced tokens down the tree; return the last node and the number of matches."""
     node = -1
     for count, token in enumerate(forced):
         below = (
@@ -76,12 +76,12 @@ def _follow(drafts: CompletedDrafts, forced: Sequence[int]) -> tuple[int, int]:
 def _behind_forced(
     drafts: CompletedDrafts, forced: Sequence[int], node: int | None, limit: int
 ) -> CompletedDrafts:
-    """The forced tokens as a chain, and behind them what hangs on `node`, where they end."""
+    """Return the forced tokens as a chain, followed by the subtree below `node`, where they end."""
     length = min(len(forced), limit)
     made = CompletedDrafts(list(forced[:length]), list(range(-1, length - 1)), [-1] * length)
     if node is None:
         return made
-    at = node  # of the drafts that the forced tokens repeat
+    at = node  # draft that equals the forced token
     for place in range(len(forced) - 1, -1, -1):
         if place < length:
             made.sources[place] = at
@@ -97,7 +97,7 @@ def _behind_forced(
 
 
 def _continued(state: GrammarState, drafts: CompletedDrafts, limit: int) -> CompletedDrafts:
-    """A chain, and what is forced behind the part of it that fits, in the place of the rest."""
+    """Return the fitting part of a chain, followed by the tokens that are forced after it."""
     count = 0
     while count < len(drafts.token_ids) and state.advance(drafts.token_ids[count]):
         count += 1

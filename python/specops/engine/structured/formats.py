@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Formats of structural tags: a tree of texts, JSON, expressions, grammars and tags.
+"""Formats of structural tags: a tree of texts, JSON, regular expressions, grammars and tags.
 
 The shape is that of xgrammar's structural tags, which vLLM takes (https://github.com/mlc-ai/xgrammar,
 documentation of version 0.2.6). Free text (`any_text`, `triggered_tags`) needs something that ends
-it: the `end` of the tag around it, or the output's. How long texts may be is for `wanted` to check.
+it: the `end` of the tag around it, or the end of the output. `wanted` checks the length of texts.
 """
 
 import json
@@ -11,9 +11,9 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-MAX_PARTS = 128  # of one list in a format
+MAX_PARTS = 128  # most entries of one list in a format
 
-_FIELDS: dict[str, tuple[set[str], set[str]]] = {  # those needed, and those that may be given
+_FIELDS: dict[str, tuple[set[str], set[str]]] = {  # required fields, optional fields
     "const_string": ({"value"}, set()),
     "json_schema": ({"json_schema"}, {"style", "any_order"}),
     "regex": ({"pattern"}, set()),
@@ -28,19 +28,19 @@ _FIELDS: dict[str, tuple[set[str], set[str]]] = {  # those needed, and those tha
 _FLAGS = ("at_least_one", "stop_after_first")
 _ONLY = {"style": "json", "any_order": False, "max_tokens": None, "max_chars": None}
 
-_Parts = list[tuple[str, bool]]  # in Lark; True: of a regular language
+_Parts = list[tuple[str, bool]]  # Lark text, and whether its language is regular
 
 
 def check_format(value: Any, where: str = "format", ends: Sequence[str] | None = None) -> None:
-    """Refuses what is no format, or cannot be expressed.
+    """Check that a value is a format that can be expressed.
 
     Args:
         value: the format.
         where: its field, for messages.
-        ends: texts of which one ends it; empty: none does; None: the output's end does.
+        ends: texts that end the format; empty: none ends it; None: the end of the output does.
 
     Raises:
-        ValueError: the message names the field and says what was expected.
+        ValueError: it is not; the message names the field and says what was expected.
     """
     if not isinstance(value, Mapping):
         raise ValueError(f"{where} must be an object, got {type(value).__name__}")
@@ -80,7 +80,7 @@ def check_format(value: Any, where: str = "format", ends: Sequence[str] | None =
 
 
 def _check_values(value: Mapping[str, Any], where: str) -> None:
-    """Refuses fields of the wrong type, and what no grammar here says."""
+    """Check the types of fields, and that unsupported options have their default."""
     for name, only in _ONLY.items():
         if value.get(name, only) != only:
             raise ValueError(f"{where}.{name} must be {only!r} or absent, got {value[name]!r}")
@@ -100,7 +100,7 @@ def _check_values(value: Mapping[str, Any], where: str) -> None:
 
 
 def check_triggers(triggers: Any, begins: Sequence[str], where: str, ends: Sequence[str]) -> None:
-    """Refuses triggers that cannot be told apart, or are not those of what begins so."""
+    """Check that triggers can be told apart, and that each matches the begin of a tag."""
     check_texts(triggers, f"{where}triggers")
     for one in triggers:
         if sum(one in other for other in triggers) > 1:
@@ -121,21 +121,21 @@ def check_triggers(triggers: Any, begins: Sequence[str], where: str, ends: Seque
 
 
 def check_list(value: Any, where: str) -> None:
-    """Refuses what is no list, and lists that are empty or too long."""
+    """Check that a value is a list, neither empty nor too long."""
     is_list = isinstance(value, Sequence) and not isinstance(value, str)
     if not is_list or not 1 <= len(value) <= MAX_PARTS:
         raise ValueError(f"{where} must be a list of 1 to {MAX_PARTS}")
 
 
 def check_texts(value: Any, where: str) -> None:
-    """Refuses what is no list of texts, and empty texts."""
+    """Check that a value is a list of non-empty texts."""
     check_list(value, where)
     if not all(isinstance(one, str) and one for one in value):
         raise ValueError(f"{where} must be texts of a character or more")
 
 
 def check_fields(value: Mapping[str, Any], known: set[str], needed: set[str], what: str) -> None:
-    """Refuses fields that nobody knows, and the absence of those needed."""
+    """Check that all fields are known and that no required field is missing."""
     for name in value:
         if name not in known:
             raise ValueError(f"{what} has an unknown field {name!r}")
@@ -145,7 +145,7 @@ def check_fields(value: Mapping[str, Any], known: set[str], needed: set[str], wh
 
 
 def texts_of_format(value: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """The regular expressions and grammars in a checked format: ("pattern" or "grammar", text)."""
+    """Yield the texts to check in a format, each as ("pattern" or "grammar", text)."""
     for name in ("pattern", "grammar"):
         if name in value:
             yield name, value[name]
@@ -156,7 +156,7 @@ def texts_of_format(value: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
 
 
 def lark_of_format(value: Mapping[str, Any]) -> tuple[str, dict[str, str]]:
-    """A checked format in llguidance's dialect of Lark, and the grammars in it by their names."""
+    """Return a checked format in llguidance's Lark, and its embedded grammars by name."""
     writer = _Writer()
     start = _joined(writer, writer.parts(value, ()))
     lines = ["%llguidance {}", f"start: {start}", "TEXT: /(.|\\n)*/", *writer.rules]
@@ -164,10 +164,10 @@ def lark_of_format(value: Mapping[str, Any]) -> tuple[str, dict[str, str]]:
 
 
 class _Writer:
-    """Writes the rules that the parts of a format refer to.
+    """Writer of the rules that the parts of a format refer to.
 
-    What is regular and stands side by side becomes one terminal, so that an expression may go on
-    into what follows it. Free text is a lazy rule with what ends it: the first end counts.
+    Adjacent regular parts become one terminal, so that the longest match of one part cannot swallow
+    the start of the next. Free text and its end form a lazy rule, so the first end counts.
     """
 
     def __init__(self) -> None:
@@ -175,13 +175,13 @@ class _Writer:
         self.grammars: dict[str, str] = {}
 
     def rule(self, name: str, body: str, options: str = "") -> str:
-        """A new rule, or a new terminal where the name is in capitals."""
+        """Add a rule, or a terminal if the name is in capitals; return its full name."""
         name += str(len(self.rules))
         self.rules.append(f"{name}{options}: {body}")
         return name
 
     def parts(self, value: Mapping[str, Any], ends: Sequence[str]) -> _Parts:
-        """A format with one of the ends behind it; no ends: nothing."""
+        """Return a format followed by one of the ends, if there are any."""
         kind = value.get("type", "tag")
         if kind == "sequence":
             *first, last = value["elements"]
@@ -196,7 +196,7 @@ class _Writer:
         return self.bounded(kind, value) + _one_of_texts(ends)
 
     def bounded(self, kind: str, value: Mapping[str, Any]) -> _Parts:
-        """A format that ends by itself."""
+        """Return a format that ends by itself."""
         if kind == "const_string":
             return _one_of_texts([value["value"]])
         if kind == "regex":
@@ -213,7 +213,7 @@ class _Writer:
         return self.separated(value)
 
     def one_of(self, forms: Sequence[_Parts]) -> _Parts:
-        """One of some forms: a name, so that what refers to it twice is not twice as long."""
+        """Return the name of a new rule for one of several forms; repeated use stays short."""
         if all(is_regular for form in forms for _, is_regular in form):
             inner = " | ".join(" ".join(text for text, _ in form) for form in forms)
             return [(self.rule("T", inner), True)]
@@ -232,7 +232,7 @@ class _Writer:
         return [(text + sign, is_regular)]
 
     def until(self, value: Mapping[str, Any], ends: Sequence[str]) -> tuple[str, bool]:
-        """Text up to the first of the ends, with it; no ends: to the end of the output."""
+        """Return text up to and including the first of the ends, or up to the end of the output."""
         free = "TEXT"
         if value.get("excludes"):
             free = f"(TEXT & ~(TEXT ({' | '.join(map(json.dumps, value['excludes']))}) TEXT))"
@@ -267,7 +267,7 @@ class _Writer:
 
 
 def _joined(writer: _Writer, form: _Parts) -> str:
-    """A form in a rule: each run of regular parts is one terminal."""
+    """Return a form as the body of a rule; each run of regular parts becomes one terminal."""
     texts: list[str] = []
     run: list[str] = []
     for text, is_regular in [*form, ("", False)]:
@@ -282,7 +282,7 @@ def _joined(writer: _Writer, form: _Parts) -> str:
 
 
 def _is_free(value: Mapping[str, Any]) -> bool:
-    """Whether a format has text that goes on until something ends it."""
+    """Return whether a format has text that continues until something ends it."""
     if value["type"] == "triggered_tags":
         return not all(value.get(name) for name in _FLAGS)
     return bool(value["type"] == "any_text")
@@ -293,7 +293,7 @@ def _ends(tag: Mapping[str, Any]) -> Any:
 
 
 def _one_of_texts(texts: Sequence[str]) -> _Parts:
-    """One of some texts, of which one may be empty; nothing, where none has a character."""
+    """Return a choice of texts, optional if one of them is empty; no parts if all are empty."""
     given = [json.dumps(text) for text in texts if text]
     if not given:
         return []
@@ -301,5 +301,5 @@ def _one_of_texts(texts: Sequence[str]) -> _Parts:
 
 
 def _escaped(pattern: str) -> str:
-    """A regular expression between Lark's slashes, on one line."""
+    """Escape a regular expression for use between Lark's slashes on one line."""
     return re.sub(r"\\?\n|\\.|/", lambda m: {"\n": "\\n", "/": "\\/"}.get(m[0][-1], m[0]), pattern)

@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Grammars in GBNF, the notation of ggml's programs and of xgrammar, as llguidance's Lark.
+r"""Conversion of grammars in GBNF, the notation of llama.cpp and xgrammar, to llguidance's Lark.
 
-llguidance's converter does the work, with three corrections. It makes terminals of rules without
-references; a lexer takes the longest match of a terminal, so `ws "\\n"` could never end where `ws`
-may be a line end. Here every rule stays a rule, and every terminal is one character, so the texts
-are those of the grammar. Its `.` is no line end, and GBNF's is any character. It spells
-characters beyond ASCII as Lark does not read them: it is given these themselves.
+llguidance's converter does the work, with three corrections. (1) It turns rules without references
+into terminals. A lexer takes the longest match of a terminal, so `ws "\n"` could never match if
+`ws` may be a line end. Here every rule stays a rule and every terminal is one character, so exactly
+the texts of the grammar match. (2) The converter's `.` excludes line ends; GBNF's `.` is any
+character. (3) Its escapes of characters beyond ASCII are not valid Lark, so it gets the characters.
 
-It looks through all rules again for each one that turns out to be a terminal: hence the bounds.
+For each rule that becomes a terminal, the converter searches all rules again: hence the limits.
 """
 
 import re
@@ -23,15 +23,15 @@ _NAME = re.compile(r'("(?:\\.|[^"\\])*"|/(?:\\.|[^/\\])*/|//[^\n]*)|\b[A-Z][A-Z0
 
 
 def is_gbnf(grammar: str) -> bool:
-    """Whether a grammar is in this notation: a rule of it is none of Lark's."""
+    """Return whether a grammar is in GBNF: it has a rule with `::=`, which Lark does not allow."""
     return _RULE.search(grammar) is not None
 
 
 def lark_of_gbnf(grammar: str) -> str:
-    """The same grammar in llguidance's dialect of Lark.
+    """Convert a GBNF grammar to llguidance's dialect of Lark.
 
     Raises:
-        ValueError: it is not valid, or too large.
+        ValueError: the grammar is not valid, or too large.
     """
     from llguidance.gbnf_to_lark import gbnf_to_lark
 
@@ -43,13 +43,13 @@ def lark_of_gbnf(grammar: str) -> str:
         )
     try:
         lark = gbnf_to_lark(_TERMINAL.sub(_apart, grammar))
-    except Exception as error:  # the converter has no class of its own for most
+    except Exception as error:  # the converter has no exception class for most errors
         raise ValueError(f"it is not valid GBNF: {error}") from None
     return _NAME.sub(lambda found: found[1] or found[0].lower(), lark)
 
 
 def _apart(found: re.Match[str]) -> str:
-    """A terminal of one character each, in the converter's spelling."""
+    """Split a terminal into terminals of one character, in the converter's notation."""
     text = found[0]
     if text == ".":
         return r'([^\n] | "\n")'
@@ -62,7 +62,7 @@ def _apart(found: re.Match[str]) -> str:
 
 
 def _spelt(character: str) -> str:
-    """A character of a string or a set; an escaped one beyond ASCII as it is."""
+    """Return a character of a string or a set, unescaped if it is beyond ASCII."""
     code = int(character[2:], 16) if len(character) > 2 else 0
     is_character = 0x80 <= code < 0x110000 and not 0xD800 <= code < 0xE000
     return chr(code) if is_character else character

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The masks of a step: of every row that chooses a token of a constrained request.
+"""Masks of a step, one for each row that chooses a token of a request with a grammar.
 
-A row behind a draft is masked as if the draft had been emitted. Behind a draft that does not fit,
-and behind the end of a text, rows are never reached: their masks allow every text.
+A row after a draft is masked as if the draft had been emitted. Rows after a draft that does not
+fit, and rows after the end of a text, are never reached; their masks allow every text token.
 """
 
 import time
@@ -18,24 +18,24 @@ from specops.engine.structured.matching import GrammarState
 if TYPE_CHECKING:
     from llguidance import LLMatcher
 
-# A mask takes 20 us. So few are done before another thread is there, which beside other work on the
-# same cores may take milliseconds.
+# A mask takes 20 us. Fewer rows are done before another thread has woken up, which may take
+# milliseconds if other work uses the same cores.
 _MANY_ROWS = 64
-_SLOW_SECONDS = 50e-6  # of a row: several at once take so long only where one of them takes longer
+_SLOW_SECONDS = 50e-6  # per row of a parallel call; above it, some request's rows are slow
 
 
 @dataclass(slots=True)
 class MaskRows:
-    """The rows of one request: that of its last token, then one for each draft.
+    """Rows of one request: the row of its last token, then one row for each draft.
 
     Attributes:
-        state: where the request stands.
-        first: its first row.
-        drafts: the tokens of the others.
-        parents: of each draft the one that it hangs on, in preorder; -1: the last token. None: they
-            are a chain.
-        opening: the token behind which the grammar begins, in the request's thinking; -1: it has
-            begun already.
+        state: the request's grammar state.
+        first: index of the first row.
+        drafts: tokens of the other rows.
+        parents: parent of each draft, in preorder; -1: the last token. None: the drafts are a
+            chain.
+        opening: for a request in its thinking, the token after which the grammar applies; -1: the
+            grammar applies already.
     """
 
     state: GrammarState
@@ -46,15 +46,15 @@ class MaskRows:
 
     @property
     def last(self) -> int:
-        """The row behind its own."""
+        """Index after the last row."""
         return self.first + 1 + len(self.drafts)
 
 
 class MaskFiller:
-    """Fills the masks of steps, those of several requests at a time.
+    """Computes the masks of steps, for several requests at a time.
 
     Args:
-        num_threads: that compute masks.
+        num_threads: number of threads that compute masks.
     """
 
     def __init__(self, num_threads: int) -> None:
@@ -62,14 +62,14 @@ class MaskFiller:
 
         self._num_threads = num_threads
         self._executor = LLExecutor(num_threads)
-        self._is_slow = False  # somebody is, and it is not known who
+        self._is_slow = False  # some request is slow, and it is not known which
         self._rows: NDArray[np.int32] = np.empty((0, 0), dtype=np.int32)
 
     def fill(self, wanted: Sequence[MaskRows], out: NDArray[np.int32]) -> None:
-        """Fills the rows of some requests.
+        """Fill the masks of some requests.
 
         Args:
-            wanted: the requests; their rows are those before the last one's `last`.
+            wanted: the requests' rows; together, all rows before the `last` of the last one.
             out: int32 [rows, ceil(vocab_size / 32)]; written.
         """
         rows = self._room(wanted[-1].last, wanted[0].state.vocabulary.size + 1)
@@ -109,10 +109,10 @@ class MaskFiller:
         chains: list[tuple[GrammarState, "LLMatcher", int, list[int]]],
         rows: NDArray[np.int32],
     ) -> None:
-        """Fills the rows of single tokens and of chains: here if they are few, else by threads.
+        """Fill the rows of single tokens and of chains, with several threads if there are many.
 
-        Threads do not say whose rows took how long. So where all of them together were slow, the
-        next ones are computed one by one.
+        A parallel call does not report how long each request took. So if a parallel call was slow,
+        the next step's rows are computed one by one.
         """
         place = rows.ctypes.data, 4 * rows.shape[1], len(rows)
         executor = self._executor
@@ -136,12 +136,12 @@ class MaskFiller:
             state.compute_mask(rows[row])
         for state, matcher, row, drafts in chains:
             begun = state.timer()
-            chain = [(matcher, row, drafts)]  # which is computed on the thread that asks
+            chain = [(matcher, row, drafts)]  # computed on the calling thread
             executor.unsafe_compute_mask_ptr_with_draft_token(chain, *place)
             state.seconds += state.timer() - begun
 
     def _room(self, count: int, vocab_size: int) -> NDArray[np.int32]:
-        """Rows that allow everything."""
+        """Return rows in which all bits are set."""
         words = -(-vocab_size // 32)
         if len(self._rows) < count or self._rows.shape[1] != words:
             self._rows = np.empty((max(count, 2 * len(self._rows)), words), dtype=np.int32)
@@ -150,7 +150,7 @@ class MaskFiller:
 
 
 def _begin(one: MaskRows) -> int:
-    """The first row of a chain that the grammar speaks of; behind the last one if there is none."""
+    """Return the first row of a chain to which the grammar applies, or the end of the chain."""
     if one.opening < 0:
         return 0
     found = one.opening in one.drafts
@@ -158,16 +158,16 @@ def _begin(one: MaskRows) -> int:
 
 
 def _readable(state: GrammarState, drafts: Sequence[int]) -> list[int]:
-    """The drafts before the first that is no text, which no grammar may be asked about."""
+    """Return the drafts before the first special token, which must not reach a matcher."""
     count = next((n for n, one in enumerate(drafts) if not state.vocabulary.is_text(one)), None)
     return list(drafts[:count])
 
 
 def _walk(one: MaskRows, rows: NDArray[np.int32]) -> None:
-    """Fills the rows of a tree: in preorder, each node once, and back up to its parent."""
+    """Fill the rows of a tree in preorder, rolling the matcher back to each node's parent."""
     assert one.parents is not None
     state = one.state
-    depths = [0 if one.opening < 0 else -1]  # of each row: moves of the matcher; -1: not begun
+    depths = [0 if one.opening < 0 else -1]  # per row: moves of the matcher; -1: not begun
     fits = [True]
     at = 0
     if one.opening < 0:
@@ -198,7 +198,7 @@ def _walk(one: MaskRows, rows: NDArray[np.int32]) -> None:
 
 
 def _fill_anew(one: MaskRows, rows: NDArray[np.int32]) -> None:
-    """Fills each row from the beginning: a bound was met at one of them, whose mask is empty."""
+    """Fill each row from a fresh matcher copy, after a limit was met; such a row stays empty."""
     state = one.state
     if state.matcher.is_error():
         state.restart()
@@ -219,7 +219,7 @@ def _fill_anew(one: MaskRows, rows: NDArray[np.int32]) -> None:
 
 
 def _path(one: MaskRows, node: int) -> list[int] | None:
-    """The drafts down to a row that the grammar has to take; None: it has not begun there."""
+    """Return the drafts to feed the grammar for a row; None if it does not apply there yet."""
     path: list[int] = []
     while node >= 0:
         path.insert(0, one.drafts[node])
@@ -230,7 +230,7 @@ def _path(one: MaskRows, node: int) -> list[int] | None:
 
 
 def _translate(one: MaskRows, rows: NDArray[np.int32], out: NDArray[np.int32]) -> None:
-    """Makes masks of the model's vocabulary of a request's rows."""
+    """Convert a request's rows to masks of the model's vocabulary."""
     one.state.allow(rows[one.first : one.last], out[one.first : one.last])
     if one.opening < 0:
         return

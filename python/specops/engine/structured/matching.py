@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A grammar, and where the text of one request stands in it.
+"""A compiled grammar, and its state for the text of one request.
 
-llguidance's matcher is fed by four rules. It takes the tokens that a request has committed, and
-drafts only until they are taken back in the same call. Past its end it is fed nothing: a call that
-it refuses there would break it for good. No special token ever reaches it. And where a bound is met
-among drafts, it is made anew from the committed tokens.
+Four rules apply to llguidance's matcher. (1) It consumes the tokens that a request has committed;
+drafts are rolled back in the same call. (2) It is fed nothing past its end, where a rejected call
+would leave it unusable. (3) No special token ever reaches it. (4) If it meets a limit on drafts, it
+is recreated from the committed tokens.
 
 All work of a matcher is timed, in seconds of the thread that does it, since a step waits for it.
-Ranks of one model, which have to decide the same, have a timer that stands still.
+Tensor-parallel ranks have to make the same decisions, so their timer stands still.
 """
 
 import time
@@ -24,26 +24,26 @@ if TYPE_CHECKING:
     from llguidance import LLMatcher
 
 
-# Of a row, of which most take 20 us. From here on bounds are met, and a matcher that has met one
-# must be made anew from all tokens, or be a copy, which takes some 40 us.
+# Time of a row; most rows take 20 us. Slower rows may meet limits. A matcher that met a limit must
+# be recreated from all tokens, unless it is a copy, which takes about 40 us to make.
 _DEAR_SECONDS = 2e-3
 
 
 def has_begun(thinking_state: int, num_injected: int) -> bool:
-    """Whether a grammar constrains the next token: behind the thinking, if there is one.
+    """Return whether a grammar constrains the next token, which is not so during the thinking.
 
     Args:
-        thinking_state: of the request, as `sampling.commit` has it.
-        num_injected: tokens that end the thinking by force.
+        thinking_state: the request's, as in `sampling.commit`.
+        num_injected: number of tokens that end the thinking by force.
     """
     return not 0 <= thinking_state <= num_injected
 
 
 def num_unconstrained(thinking_state: int, num_injected: int, count: int) -> int:
-    """How many of the last `count` tokens of an output are in front of the grammar's first."""
+    """Return how many of the last `count` tokens of an output precede the constrained text."""
     if thinking_state < 0:
         return 0
-    # Behind the thinking the state counts: one for its end, one for each token of the reply.
+    # After the thinking, the state counts 1 for its end and 1 for each token of the reply.
     in_reply = max(thinking_state - num_injected - 1, 0)
     return count - min(count, in_reply)
 
@@ -52,8 +52,8 @@ class Grammar:
     """A compiled grammar, which any number of requests share.
 
     Args:
-        matcher: at the beginning; nobody else uses it.
-        vocabulary: of the model.
+        matcher: matcher at the start of a text, owned by this object.
+        vocabulary: the model's vocabulary.
     """
 
     def __init__(self, matcher: "LLMatcher", vocabulary: Vocabulary) -> None:
@@ -61,7 +61,7 @@ class Grammar:
         self._matcher = matcher
 
     def why_unusable(self) -> str:
-        """Why no text can come of it; empty, if one can. Asked once, before it is shared."""
+        """Return why no text can match, or "" if one can. Call once, before sharing the grammar."""
         matcher = self._matcher.deep_copy()
         allowed = np.frombuffer(matcher.compute_bitmask(), dtype=np.int32)
         if matcher.is_error():
@@ -74,7 +74,7 @@ class Grammar:
         return "no token of the model's vocabulary can begin it"
 
     def new_matcher(self) -> "LLMatcher":
-        """A matcher at the beginning of a text."""
+        """Return a matcher at the start of a text."""
         return self._matcher.deep_copy()
 
 
@@ -82,23 +82,23 @@ Ending: TypeAlias = tuple[str, "int | str | None"]  # a finish_reason and a stop
 
 
 class GrammarState:
-    """Where one request stands.
+    """Grammar state of one request.
 
     Args:
-        grammar: of its output.
-        end_token_ids: the tokens that end its output; each may stand where the text may end.
-        allowed_token_ids: the only tokens it may have beside; None: no others are excluded.
-        timer: of the work.
+        grammar: grammar of its output.
+        end_token_ids: tokens that end its output; each is allowed where the text may end.
+        allowed_token_ids: if given, the only tokens that the request may choose.
+        timer: clock for the work of the matcher.
 
     Attributes:
-        ready: the mask of what comes next, once `prepare` has computed it.
-        preparing: that computation, while it may be going on: nobody else may use the matcher then.
-        limit: which bound of llguidance the text itself met; empty while it has met none.
-        has_limited_rows: whether a bound left a row of the last step without a mask.
-        seconds: of work since the last step was noted.
-        step_seconds: of a step, of the last ones more than of those before.
-        row_seconds: likewise of a row.
-        timer: as above.
+        ready: mask of the next token, once `prepare` has computed it.
+        preparing: future of `prepare` while it may be running; the matcher must not be used then.
+        limit: the llguidance limit that the committed text met; empty if it met none.
+        has_limited_rows: whether a limit left a row of the last step without a mask.
+        seconds: work since the last `note_step`.
+        step_seconds: exponential moving average of the work per step.
+        row_seconds: exponential moving average of the work per row.
+        timer: the argument.
     """
 
     def __init__(
@@ -118,7 +118,7 @@ class GrammarState:
         self.limit = ""
         self.has_limited_rows = False
         self.seconds = self.step_seconds = self.row_seconds = 0.0
-        self._forced_seconds = 0.0  # that it takes on average to be asked for forced tokens
+        self._forced_seconds = 0.0  # average time to compute the forced tokens
         self._text, self._ends = vocabulary.text_mask, vocabulary.mask(end_token_ids)
         self._always: NDArray[np.int32] | None = None
         if allowed_token_ids is not None:
@@ -127,40 +127,41 @@ class GrammarState:
 
     @property
     def is_complete(self) -> bool:
-        """Whether the text is whole and nothing can follow."""
+        """Whether the text is complete and cannot be extended."""
         return self.matcher.is_stopped() and not self.matcher.is_error()
 
     @property
     def may_end(self) -> bool:
-        """Whether the text is whole, and something may follow."""
+        """Whether the text is complete; it may still be extensible."""
         return not self.matcher.is_error() and self.matcher.is_accepting()
 
     @property
     def is_dear(self) -> bool:
-        """Whether rows take long."""
+        """Whether rows are slow enough that limits may be met."""
         return self.row_seconds > _DEAR_SECONDS
 
     def judge(self, token_id: int, is_end: bool) -> tuple[bool, Ending | None]:
-        """Takes the next token of the output, or looks at one that ends it.
+        """Consume the next token of the output, or check a token that ends it.
 
         Returns:
-            Whether it fits; and how the output ends here, if it does: where nothing fits, too.
+            Whether the token fits, and the ending if the output ends here. It also ends if the
+            token does not fit.
         """
         if is_end and self.fits_end(token_id):
-            # One that is text itself may cut a text; only a whole one ends for no reason.
+            # An end token that is text may cut a text short; a complete text has no stop_reason.
             return True, ("stop", None if self.may_end else token_id)
         if not is_end and self.take(token_id):
             return True, ("stop", None) if self.is_complete else None
         if self.limit:
             return False, ("abort", f"structured_output: {self.limit}")
-        # Only the parameters beside the grammar left no token, if the text is whole.
+        # If the text is complete, only parameters other than the grammar excluded all tokens.
         return False, ("stop", None) if self.may_end else ("abort", "structured_output")
 
     def take(self, token_id: int) -> bool:
-        """Takes the next token of the output; False where it does not fit, which ends the output.
+        """Consume the next token of the output; return False if it does not fit.
 
-        That is so where nothing fits, or a bound was met (`limit`): then a step has chosen any
-        token.
+        It does not fit only if no token fits or a limit was met (`limit`): the step then chose an
+        arbitrary token, and the output ends.
         """
         if self._is_limited() or not self.advance(token_id):
             self.note_limit()
@@ -170,7 +171,7 @@ class GrammarState:
         return True
 
     def fits_end(self, token_id: int) -> bool:
-        """Whether a token that ends the output may stand here: at an end, or as part of a text."""
+        """Return whether an end token fits here: after a complete text, or as part of a text."""
         if self._is_limited():
             return False
         if self.may_end:
@@ -182,7 +183,7 @@ class GrammarState:
         return fits
 
     def _is_limited(self) -> bool:
-        """Whether there is no mask for what comes next, since making it would exceed a bound."""
+        """Return whether computing the mask of the next token exceeds a limit of llguidance."""
         if self.has_limited_rows and not self.limit:
             matcher, self.matcher = self.matcher, self.matcher.deep_copy()
             self.compute_mask(np.empty(self.vocabulary.size // 32 + 1, dtype=np.int32))
@@ -191,13 +192,13 @@ class GrammarState:
         return bool(self.limit)
 
     def note_limit(self) -> None:
-        """Notes which bound the matcher has met at the end of the text, if it has met one."""
+        """Record the limit that the matcher has met at the end of the text, if any."""
         if self.matcher.is_error() and not self.limit:
-            told = self.matcher.get_error().partition("<state>")[0]  # behind it is its inside
+            told = self.matcher.get_error().partition("<state>")[0]  # then follows internal state
             self.limit = f"llguidance met a limit: {' '.join(told.split())}"
 
     def advance(self, token_id: int) -> bool:
-        """Moves the matcher alone by a token, if it fits; `go_back` undoes it."""
+        """Move only the matcher by a token, if the token fits; `go_back` undoes the move."""
         if self.matcher.is_stopped() or not self.vocabulary.is_text(token_id):
             return False
         begun = self.timer()
@@ -206,25 +207,25 @@ class GrammarState:
         return fits
 
     def go_back(self, count: int) -> None:
-        """Takes back the last moves of `advance`."""
+        """Undo the last `count` moves of `advance`."""
         if count and not self.matcher.rollback(count):
             self.restart()
 
     def restart(self) -> None:
-        """Makes the matcher anew as it is after the tokens taken."""
+        """Recreate the matcher and feed it the consumed tokens."""
         begun = self.timer()
         self.matcher = self._grammar.new_matcher()
         self.matcher.consume_tokens(self._taken)
         self.seconds += self.timer() - begun
 
     def compute_mask(self, row: NDArray[np.int32]) -> None:
-        """Has the matcher write the mask of what comes next: a row of llguidance's vocabulary."""
+        """Write the mask of the next token to `row`, over llguidance's vocabulary."""
         begun = self.timer()
         self.matcher.unsafe_compute_mask_ptr(row.ctypes.data, row.nbytes)
         self.seconds += self.timer() - begun
 
     def prepare(self) -> None:
-        """Computes the mask of what comes next ahead of time, on any thread while no other does."""
+        """Compute the next mask in advance; any thread may, if no other uses the matcher."""
         row = np.empty(self.vocabulary.size // 32 + 1, dtype=np.int32)
         self.compute_mask(row)
         if self.matcher.is_error():
@@ -233,24 +234,24 @@ class GrammarState:
         self.ready = row
 
     def settle(self) -> None:
-        """Waits until the matcher is free."""
+        """Wait until `prepare` no longer uses the matcher."""
         if self.preparing is not None:
             wait([self.preparing])
             self.preparing = None
 
     def tried(self) -> "LLMatcher":
-        """A matcher for what may meet a bound: a copy where that would be dear."""
+        """Return a matcher for work that may meet a limit: a copy if rows are slow."""
         return self.matcher.deep_copy() if self.is_dear else self.matcher
 
     def note_step(self, num_rows: int) -> None:
-        """Notes what a step of so many rows took, now that its tokens are taken."""
-        # Half of what was: the first masks of a text take longer, since the lexer is made then.
+        """Update the average times after the tokens of a step of `num_rows` rows are consumed."""
+        # Weight 1/2, so that the slow first masks of a text, which build the lexer, fade quickly.
         self.step_seconds = (self.step_seconds + self.seconds) / 2
         self.row_seconds = (self.row_seconds + self.seconds / num_rows) / 2
         self.seconds = 0.0
 
     def allow(self, rows: NDArray[np.int32], out: NDArray[np.int32]) -> None:
-        """Makes masks of what the matcher says.
+        """Convert the matcher's masks to masks of the model's vocabulary.
 
         Args:
             rows: int32 [rows, words of llguidance's vocabulary].
@@ -262,13 +263,13 @@ class GrammarState:
         out |= self._ends & -may_end[:, None]
 
     def allow_all(self, out: NDArray[np.int32]) -> None:
-        """Makes masks of rows that the grammar says nothing about."""
+        """Write masks of rows to which the grammar does not apply."""
         out[:] = -1 if self._always is None else self._always
 
     def forced(self) -> list[int]:
-        """The tokens of which the grammar leaves no choice, from here on.
+        """Return the next tokens that the grammar forces.
 
-        A grammar that takes long to say so is not asked again.
+        Return none if computing them has been slow on average.
         """
         if self.matcher.is_stopped() or self._forced_seconds > _DEAR_SECONDS:
             return []
@@ -277,7 +278,7 @@ class GrammarState:
         found = matcher.compute_ff_tokens()
         seconds = self.timer() - begun
         self.seconds += seconds
-        # A mean: one slow call of a busy machine does not end it.
+        # A moving average, so that one slow call on a busy machine does not turn this off.
         self._forced_seconds += (seconds - self._forced_seconds) / 4
         if matcher.is_error():
             if matcher is self.matcher:

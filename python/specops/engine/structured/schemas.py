@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""JSON Schemas for llguidance: white space is said, and what it would get wrong is refused.
+"""JSON Schemas for llguidance: sets white space, and rejects numbers that it would misread.
 
-Schemas stand alone, or in a grammar behind `%json`.
+Schemas occur alone, or in a grammar after `%json`.
 """
 
 import json
@@ -9,9 +9,9 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-# Between JSON's tokens, by the names that an engine's `json_whitespace` has, in llguidance's terms.
-# "bounded" is what printers of JSON write, compact ones and pretty ones: a space, or a line end and
-# indentation. Each place has it once. So a text whose strings and numbers are bounded has an end,
+# llguidance's options for white space between JSON tokens, by the values of `json_whitespace`.
+# "bounded" is what compact and pretty JSON printers write: a space, or a line end and indentation,
+# at most once between two tokens. So a text whose strings and numbers are bounded always ends,
 # whatever the model prefers.
 WHITESPACE: dict[str, dict[str, Any]] = {
     "bounded": {"whitespace_pattern": r"\x20|\r?\n[\x20\t]{0,32}"},
@@ -19,25 +19,25 @@ WHITESPACE: dict[str, dict[str, Any]] = {
     "none": {"whitespace_flexible": False},
 }
 
-# llguidance reads numbers as 64-bit floats, and computes with bounds.
+# llguidance reads numbers as 64-bit floats, and does arithmetic on bounds.
 _MAX_EXACT = 2**53
 _BOUNDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")
-_VALUES = ("const", "enum")  # they hold values, and no schemas
+_VALUES = ("const", "enum")  # their contents are values, not schemas
 _NOTES = ("default", "examples")  # they constrain nothing
-_NAMED = ("properties", "patternProperties", "$defs", "definitions")  # of any names, schemas
+_NAMED = ("properties", "patternProperties", "$defs", "definitions")  # schemas by any name
 _WHITE_SPACE = ("whitespace_pattern", "whitespace_flexible")
 
-# In a Lark grammar: what may hold anything (texts, regular expressions, comments), or a schema.
+# Parts of a Lark grammar with any contents (strings, regular expressions, comments), or %json.
 _PARTS = re.compile(
     r'"(?:\\.|[^"\\\n])*"|/(?![/*])(?:\\.|[^/\\\n])+/|(?://|#)[^\n]*|(?P<schema>%json\s*)'
 )
 
 
 def with_options(schema: Any, options: Mapping[str, Any]) -> Any:
-    """A schema with llguidance's options for it; those that it has itself stay.
+    """Return a schema with llguidance's options added; options that it already has are kept.
 
     Raises:
-        ValueError: it has a number that llguidance would take for another.
+        ValueError: the schema has a number that llguidance cannot represent exactly.
     """
     _check_numbers(schema)
     if schema is True:
@@ -46,7 +46,7 @@ def with_options(schema: Any, options: Mapping[str, Any]) -> Any:
         return schema
     own = schema.get("x-guidance", {})
     if isinstance(own, dict):
-        # Of two options for white space llguidance would follow one: the schema's own counts.
+        # llguidance would follow only one of two white space options: use the schema's own.
         has_own = any(name in own for name in _WHITE_SPACE)
         ours = {k: v for k, v in options.items() if not (has_own and k in _WHITE_SPACE)}
         own = {**ours, **own}
@@ -54,10 +54,10 @@ def with_options(schema: Any, options: Mapping[str, Any]) -> Any:
 
 
 def lark_with_options(grammar: str, options: Mapping[str, Any]) -> str:
-    """A Lark grammar whose schemas have these options, as those of `with_options`.
+    """Return a Lark grammar with these options added to its schemas by `with_options`.
 
     Raises:
-        ValueError: as there.
+        ValueError: as for `with_options`.
     """
     return "".join(_lark_parts(grammar, options))
 
@@ -71,7 +71,7 @@ def _lark_parts(grammar: str, options: Mapping[str, Any]) -> Iterator[str]:
             continue
         try:
             schema, end = decoder.raw_decode(grammar, at)
-        except (ValueError, RecursionError):  # llguidance says what is wrong with it
+        except (ValueError, RecursionError):  # llguidance will report the error
             continue
         yield grammar[begin:at]
         yield json.dumps(with_options(schema, options), ensure_ascii=False)
@@ -80,9 +80,9 @@ def _lark_parts(grammar: str, options: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _check_numbers(schema: Any) -> None:
-    """Refuses bounds and values beyond what a 64-bit float tells apart."""
+    """Check that bounds and values are exact as 64-bit floats."""
     level = [schema]
-    while level:  # as many rounds as it is deep, which is bounded
+    while level:  # one round per level; the depth is bounded
         inner: list[Any] = []
         for one in level:
             if isinstance(one, list):

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The token masks of steps in which some output is constrained: their number, and what they allow.
+"""Token masks of steps with constrained outputs: their number and their contents.
 
-Every row that may not choose freely has a mask among the step's inputs.
+Every row that may not choose all tokens has a mask among the step's inputs.
 """
 
 from collections.abc import Callable, Sequence
@@ -19,7 +19,7 @@ DraftsOf = Callable[[int, int], NDArray[np.int32]]
 
 @dataclass(frozen=True, slots=True)
 class TokenRule:
-    """What a request's tokens must be; with a grammar, behind its thinking."""
+    """Constraint on a request's tokens; a grammar applies only after the thinking."""
 
     grammar: GrammarState | None
     allowed_token_ids: Sequence[int] | None
@@ -28,22 +28,22 @@ class TokenRule:
 
 
 class StepMasks:
-    """Counts and fills the masks of an engine's steps.
+    """Builder of the token masks of an engine's steps.
 
     Args:
-        vocab_size: of the model.
-        num_threads: that compute masks.
+        vocab_size: the model's vocabulary size.
+        num_threads: number of threads that compute masks.
     """
 
     def __init__(self, vocab_size: int, num_threads: int) -> None:
         self._vocab_size, self._num_threads = vocab_size, num_threads
-        # By slot, of those that may not choose freely; and the masks of those without a grammar.
+        # Constraints by slot, and the fixed masks of requests with allowed_token_ids.
         self._rules: dict[int, TokenRule] = {}
         self._fixed: dict[int, NDArray[np.int32]] = {}
         self._filler: MaskFiller | None = None
 
     def start(self, slot: int, rule: TokenRule) -> None:
-        """Notes what constrains a request that got its slot."""
+        """Record the constraint of a request that got its slot."""
         self._rules.pop(slot, None)
         if rule.grammar is not None or rule.allowed_token_ids is not None:
             self._rules[slot] = rule
@@ -51,7 +51,7 @@ class StepMasks:
             self._fixed[slot] = token_mask(rule.allowed_token_ids, self._vocab_size)
 
     def num_rows(self, parts: Sequence[Part]) -> int:
-        """How many masks a step needs; 0 where no output is constrained."""
+        """Return the number of masks that a step needs; 0 if no output is constrained."""
         rows = 0
         for part in parts:
             rule = self._rules.get(part.slot) if part.emits else None
@@ -68,16 +68,16 @@ class StepMasks:
         indices: NDArray[np.int32],
         draft_indices: NDArray[np.int32],
     ) -> None:
-        """Fills the masks of a step that has some; a request whose own cannot be filled fails.
+        """Fill the masks of a step; a request whose masks cannot be computed fails.
 
         Args:
-            plan: of the step.
-            drafts_of: the drafts that a slot's request verifies, as many as given.
-            thinking: int32 [slots], as `sampling.commit` has `thinking_state`.
+            plan: the step's plan.
+            drafts_of: returns the drafts that a slot's request verifies, given slot and count.
+            thinking: int32 [slots], `thinking_state` of `sampling.commit`.
             masks: int32 [masks, ceil(vocab_size / 32)]; written.
-            indices: int32 [rows with logits], -1; written where a row has a mask.
-            draft_indices: int32 [requests], -1; written where the mask of a request is the same in
-                every row, and so that of the drafts behind them.
+            indices: int32 [rows with logits], filled with -1; set for rows with a mask.
+            draft_indices: int32 [requests], filled with -1; set for requests whose mask is the same
+                in every row, so that it also applies to the drafts for the next step.
         """
         wanted: list[tuple[str, MaskRows]] = []
         row = count = 0
@@ -86,7 +86,7 @@ class StepMasks:
                 continue
             rows, rule = 1 + part.num_drafts, self._rules.get(part.slot)
             if rule is not None and rule.grammar is not None:
-                # While a thinking is being ended by force, what is sampled is replaced.
+                # While the thinking is being ended by force, sampled tokens are replaced anyway.
                 is_reply = has_begun(int(thinking[part.slot]), rule.num_injected)
                 opening = -1 if is_reply else rule.think_end_token_id
                 drafts = drafts_of(part.slot, part.num_drafts).tolist() if part.num_drafts else []
@@ -106,7 +106,7 @@ class StepMasks:
             self._filler = MaskFiller(self._num_threads)
         try:
             self._filler.fill([one for _, one in wanted], masks)
-        except Exception:  # whose? Each is looked at alone, from where its text stands
+        except Exception:  # retry one by one from the committed text, to find the request at fault
             for request_id, one in wanted:
                 try:
                     one.state.settle()
@@ -117,7 +117,7 @@ class StepMasks:
 
 
 def token_mask(token_ids: Sequence[int], vocab_size: int) -> NDArray[np.int32]:
-    """One bit per token of a vocabulary, set for these."""
+    """Return a mask with one bit per token of a vocabulary, set for these tokens."""
     bits = np.zeros(-(-vocab_size // 32) * 32, dtype=np.uint8)
     bits[list(token_ids)] = 1
     return np.packbits(bits, bitorder="little").view(np.int32)

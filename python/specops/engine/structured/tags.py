@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Structural tags: text in which whatever begins with a trigger has one of some forms.
+"""Structural tags: text in which each part that begins with a trigger has one of several forms.
 
-The shapes are vLLM's: a `format`, or, older, `structures`, each with `begin`, `schema` and `end`,
-and `triggers`, which is a format of `triggered_tags`.
+The input has vLLM's shapes: a `format`, or the older `structures`, each with `begin`, `schema` and
+`end`, plus `triggers`, which is converted to a format of type `triggered_tags`.
 """
 
 from collections.abc import Iterator, Mapping
@@ -22,10 +22,10 @@ _TAG_FIELDS = {"begin", "schema", "end"}
 
 
 def check_tags(value: Any) -> None:
-    """Refuses what are no structural tags, or cannot be told apart.
+    """Check that a value is valid structural tags whose triggers can be told apart.
 
     Raises:
-        ValueError: the message says what was expected.
+        ValueError: it is not; the message says what was expected.
     """
     if not isinstance(value, Mapping):
         raise ValueError(f"must be an object, got {type(value).__name__}")
@@ -55,17 +55,17 @@ def _check_tag(tag: Any) -> None:
 
 
 def texts_of_tags(value: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """The regular expressions and grammars in checked tags, as `texts_of_format`."""
+    """Yield the regular expressions and grammars in checked tags, as `texts_of_format`."""
     return texts_of_format(_format(value))
 
 
 def grammar_of_tags(value: Mapping[str, Any]) -> tuple[str, dict[str, str]]:
-    """The Lark grammar of checked tags, in llguidance's dialect, and the grammars it refers to."""
+    """Return checked tags as a grammar in llguidance's Lark, and the grammars it refers to."""
     return lark_of_format(_format(value))
 
 
 def _format(value: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The format of checked tags of either shape."""
+    """Return the format of checked tags of either shape."""
     if "format" in value:
         found: Mapping[str, Any] = value["format"]
         return found

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A model's tokens as a grammar sees them: the bytes of those that are text, and nothing else."""
+"""A model's vocabulary for grammars: the bytes of its text tokens, without special tokens."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -9,26 +9,26 @@ from numpy.typing import NDArray
 
 from specops.tokenizer import Tokenizer
 
-_MARK = "\x02"  # a character that tokenizers merge with no other
-_MARKER = 0xFF  # begins what llguidance takes for a special token; no text has such a byte
+_MARK = "\x02"  # a character that tokenizers never merge with others
+_MARKER = 0xFF  # llguidance treats tokens with this first byte as special; no text has it
 
 
 class Vocabulary:
-    """The tokens of a model, and llguidance's view of them.
+    """The tokens of a model, and llguidance's tokenizer for them.
 
-    The end of a text is a token of its own there, one past the model's: so a grammar knows no
-    special token, and whichever tokens end a request may stand where its text may end.
+    For llguidance, the end of a text is an extra token after the model's tokens. So a grammar knows
+    no special token, and any token that ends a request is allowed where its text may end.
 
     Args:
-        tokenizer: of the model.
-        vocab_size: of the model; ids that the tokenizer does not know are no text.
+        tokenizer: the model's tokenizer.
+        vocab_size: the model's vocabulary size; ids unknown to the tokenizer are not text.
 
     Attributes:
-        size: tokens of the model.
-        num_words: 32-bit words of a mask over them.
-        end: llguidance's number for the end of a text.
-        text_mask: int32 [num_words], the tokens that are text.
-        matcher_tokenizer: what llguidance makes matchers with.
+        size: number of tokens of the model.
+        num_words: 32-bit words of a mask over these tokens.
+        end: llguidance's id of the end of a text.
+        text_mask: int32 [num_words], mask of the tokens that are text.
+        matcher_tokenizer: tokenizer from which llguidance builds matchers.
     """
 
     def __init__(self, tokenizer: Tokenizer, vocab_size: int) -> None:
@@ -43,39 +43,39 @@ class Vocabulary:
         self.matcher_tokenizer = LLTokenizer(wrapper)
 
     def mask(self, token_ids: Iterable[int]) -> NDArray[np.int32]:
-        """One bit for each of these tokens."""
+        """Return an int32 [num_words] mask with the bits of these tokens set."""
         bits = np.zeros(self.num_words * 32, dtype=np.uint8)
         bits[list(token_ids)] = 1
         return np.packbits(bits, bitorder="little").view(np.int32)
 
     def is_text(self, token_id: int) -> bool:
-        """Whether a token stands for bytes of a text."""
+        """Return whether a token stands for bytes of a text."""
         return 0 <= token_id < self.size and self._is_text[token_id]
 
 
 def _text_of(tokenizer: Tokenizer, token_id: int) -> bytes:
-    """The bytes of a token; none where it is no part of any text."""
+    """Return the bytes of a token; empty if it cannot be part of a text."""
     spelt = b"" if tokenizer.is_special(token_id) else tokenizer.token_bytes(token_id)
     return b"" if spelt[:1] == bytes([_MARKER]) else spelt
 
 
 class _Wrapper:
-    """A tokenizer as llguidance takes it: it encodes texts of which a grammar leaves no choice."""
+    """Tokenizer wrapper for llguidance, which encodes forced texts with it."""
 
     is_tokenizer_wrapper = True
-    eos_token_id = None  # llguidance makes one, behind the others
+    eos_token_id = None  # llguidance adds one after the others
     bos_token_id = None
     special_token_ids: tuple[int, ...] = ()
 
     def __init__(self, tokenizer: Tokenizer, tokens: list[bytes]) -> None:
         self.tokens = tokens
         self._tokenizer = tokenizer
-        # Of several with the same bytes the last: a byte's own token stands before a character's.
+        # Among tokens with equal bytes, the last wins: byte tokens precede character tokens.
         self._ids = {spelt: token_id for token_id, spelt in enumerate(tokens) if spelt}
         self._longest = max(map(len, self._ids), default=0)
 
     def __call__(self, text: str) -> list[int]:
-        for mark in ("", _MARK):  # behind a mark there is no space that a tokenizer puts first
+        for mark in ("", _MARK):  # tokenizers insert no space after a mark
             ids = self._tokenizer.encode_as_text(mark + text)
             ids = ids[self._num_before(ids, mark.encode()) :]
             if b"".join(self._bytes(token) for token in ids) == text.encode():
@@ -83,7 +83,7 @@ class _Wrapper:
         return self._longest_tokens(text.encode())
 
     def _num_before(self, ids: list[int], mark: bytes) -> int:
-        """How many tokens spell what stands before a text: a mark, and a space before that."""
+        """Return how many tokens spell the mark before a text, and a space before the mark."""
         spelt, count = b"", 0
         while mark and count < len(ids) and not spelt.endswith(mark):
             spelt += self._bytes(ids[count])
@@ -91,13 +91,13 @@ class _Wrapper:
         return count
 
     def _longest_tokens(self, spelt: bytes) -> list[int]:
-        """A text in tokens as long as possible, for tokenizers that change texts."""
+        """Encode a text with the longest possible tokens, for tokenizers that change texts."""
         ids, at = [], 0
         while at < len(spelt):
             lengths = range(min(self._longest, len(spelt) - at), 0, -1)
             found = next((n for n in lengths if spelt[at : at + n] in self._ids), 0)
             if not found:
-                break  # no token has the byte, so nothing of the grammar goes on here
+                break  # no token has this byte, so the grammar cannot go on here
             ids.append(self._ids[spelt[at : at + found]])
             at += found
         return ids

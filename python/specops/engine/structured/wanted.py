@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a request may ask of its output's form, checked for size and depth before anybody parses it.
+"""Constraint on a request's output, checked for size and depth before it is parsed.
 
-The limits are far above what is sent in earnest, and below what takes a parser's stack or seconds.
+The limits are far above real requests, and below inputs that exhaust a parser's stack or take it
+seconds.
 """
 
 import json
@@ -15,7 +16,7 @@ from specops.engine.structured.tags import check_tags, texts_of_tags
 MAX_TEXT = 1 << 18  # characters of a schema, of a grammar, or of all choices
 MAX_REGEX = 1 << 14
 MAX_CHOICES = 1024
-MAX_DEPTH = 64  # of nested values, and of nested brackets
+MAX_DEPTH = 64  # nesting of values, and of brackets
 
 _KINDS = ("json_schema", "regex", "grammar", "choice", "structural_tag")
 _OPENING, _CLOSING = "([{", ")]}"
@@ -26,25 +27,26 @@ _WHITE_SPACE = re.compile(
 
 @dataclass(frozen=True, kw_only=True)
 class StructuredOutput:
-    """The form of an output: exactly one of the first five.
+    """Constraint on an output; exactly one of the first five attributes must be set.
 
     Attributes:
-        json_schema: JSON that this JSON Schema allows: a text, or what `json.loads` makes of it,
-            such as True for any JSON value. Kept as text.
-        regex: a text that this regular expression matches as a whole.
-        grammar: a text of this context-free grammar, in llguidance's dialect of Lark, or in GBNF.
-        choice: one of these texts.
-        structural_tag: an object, or its text: with `format`, a tree of formats such as tags,
-            texts, JSON, regular expressions and grammars; or any text in which whatever begins with
-            one of `triggers` is one of `structures`, each with `begin`, JSON of `schema`, and
-            `end`. Kept as text.
-        disable_any_whitespace: of JSON, in a grammar, too: True for no white space between its
-            tokens, False for any amount. None: the engine's `json_whitespace` says it.
-        whitespace_pattern: instead of it, a regular expression of the white space that may stand
-            between two tokens.
+        json_schema: the output is JSON that this JSON Schema allows. The schema is a text or the
+            value that `json.loads` returns for it, such as True for any JSON; stored as text.
+        regex: the whole output matches this regular expression.
+        grammar: the output conforms to this context-free grammar, in llguidance's dialect of Lark
+            or in GBNF.
+        choice: the output is one of these texts.
+        structural_tag: an object, or its text. With `format`: a tree of formats such as tags,
+            texts, JSON, regular expressions and grammars. Otherwise: any text in which each part
+            that begins with one of `triggers` is one of `structures`, each with `begin`, JSON of
+            `schema`, and `end`. Stored as text.
+        disable_any_whitespace: for JSON, also inside a grammar: True allows no white space between
+            tokens, False any amount. None: the engine's `json_whitespace` applies.
+        whitespace_pattern: alternatively, a regular expression for the white space allowed between
+            two tokens.
 
     Raises:
-        ValueError: none is given, or two are, or one is of the wrong type, too large or too deep.
+        ValueError: none or several are set, or one is of the wrong type, too large or too deep.
     """
 
     json_schema: Mapping[str, Any] | bool | str | None = None
@@ -97,7 +99,7 @@ class StructuredOutput:
                     "structured_output: whitespace_pattern must be absent where "
                     "disable_any_whitespace is True"
                 )
-        # Clients send False with whatever they ask for.
+        # Clients send False with every kind of constraint.
         name = "whitespace_pattern" if pattern is not None else "disable_any_whitespace"
         if (disable or pattern is not None) and self.kind in ("regex", "choice"):
             raise ValueError(
@@ -107,12 +109,12 @@ class StructuredOutput:
 
     @property
     def kind(self) -> str:
-        """Which of the five it is."""
+        """Name of the attribute that is set, of the first five."""
         return next(name for name in _KINDS if getattr(self, name) is not None)
 
 
 def _schema_text(schema: Any) -> str:
-    """A schema as text, with its keys in the order given."""
+    """Return a schema as text, with its keys in the given order."""
     if not isinstance(schema, (str, Mapping, bool)):
         raise ValueError(
             f"structured_output: json_schema must be an object, True or a text, got {schema!r}"
@@ -127,7 +129,7 @@ def _schema_text(schema: Any) -> str:
 
 
 def _tags_text(tags: Any) -> str:
-    """Structural tags as text, with their keys in the order given."""
+    """Return structural tags as text, with their keys in the given order."""
     if not isinstance(tags, (str, Mapping)):
         raise ValueError(
             f"structured_output: structural_tag must be an object or a text, got {tags!r}"
@@ -143,7 +145,7 @@ def _tags_text(tags: Any) -> str:
 
 
 def _json(name: str, given: Any) -> tuple[str, Any]:
-    """JSON as text and as a value, whichever is given; not too long, and not too deep."""
+    """Return JSON as text and as a value, given either; check its length and depth."""
     text = given
     if not isinstance(text, str):
         _check_depth(name, given)
@@ -164,7 +166,7 @@ def _json(name: str, given: Any) -> tuple[str, Any]:
 
 
 def _check_depth(name: str, value: Any) -> None:
-    """Refuses values that are nested too deeply; without recursion, since they may be."""
+    """Check that a value is not nested too deeply, without recursion."""
     level = [value]
     for _ in range(MAX_DEPTH):
         level = [

@@ -49,7 +49,7 @@ class LayerStack:
         self._weights = list(sizes.values())
 
     def reserve(self, rows: int) -> None:
-        """Allocate buffers for steps of up to `rows` rows. Their addresses stay valid."""
+        """Allocate buffers for steps of up to `rows` rows. Later calls for fewer rows keep them."""
         self.activations.reserve(rows)
 
     def new_kv_cache(
