@@ -121,11 +121,11 @@ def routes_text(client: openai.OpenAI) -> str:
         "## Not supported",
         "",
         f"The client knows {len(others) + len(SERVED)} routes, of which {len(SERVED)} are served. "
-        "The test calls each of the others.",
-        "They answer in JSON of OpenAI's shape with the route in the message: "
-        f"{statuses[404]} with 404 and the code",
-        f"`unknown_url`, {statuses[405]} with 405, since their path has another method. "
-        "Some of the calls:",
+        "The test calls each of the",
+        "other routes. The server answers in OpenAI's error format with the route in the message: "
+        f"{statuses[404]} with",
+        f"404 and the code `unknown_url`, {statuses[405]} with 405, since their path has another "
+        "method. Some of the calls:",
         "",
         "| call | status | message |",
         "| - | - | - |",

@@ -95,8 +95,8 @@ def _sampling_rows(method: str) -> list[Row]:
         row("presence_penalty", 2.0, "more tokens are new",
             lambda call: kinds(call, presence_penalty=2.0) > kinds(call)),
         refused(method, "presence_penalty", -3.0),
-        row("seed", 1, "the same seed gives the same text, another another; `choices[].seed` has "
-            "it", lambda call: _seeds_matter(call, temperature=1.0)
+        row("seed", 1, "the same seed gives the same text, another seed another text; "
+            "`choices[].seed` contains it", lambda call: _seeds_matter(call, temperature=1.0)
             and call().choices[0].model_extra["seed"] == 1),
         row("stop", [","], "the text ends before it",
             lambda call: text(call(stop=[","])) == text(call()).partition(",")[0] != text(call())),
@@ -121,7 +121,7 @@ def _sampling_rows(method: str) -> list[Row]:
         row("top_p", 1e-6, "only the likeliest token is left",
             lambda call: text(call(temperature=1.0, top_p=1e-6)) == text(call())),
         refused(method, "top_p", 0.0),
-        without(method, "user", "me", "says who asks"),
+        without(method, "user", "me", "identifies the end user"),
     ]  # fmt: skip
 
 
@@ -163,12 +163,12 @@ def _completions_rows() -> list[Row]:
 
     return [
         row("prompt", "a", "a text", lambda call: bool(text(call(prompt="a")))),
-        row("prompt", ["a", "b"], "several: a choice for each",
+        row("prompt", ["a", "b"], "several texts: one choice for each",
             lambda call: texts(call(prompt=["a", "b"]))
             == [text(call(prompt="a")), text(call(prompt="b"))]),
         row("prompt", [5, 6, 7], "token ids",
             lambda call: call(prompt=[5, 6, 7]).usage.prompt_tokens == 3),
-        row("prompt", [[5], [6, 7]], "several lists of them",
+        row("prompt", [[5], [6, 7]], "several lists of token ids",
             lambda call: call(prompt=[[5], [6, 7]]).usage.prompt_tokens == 3),
         refused(method, "prompt", None),
         refused(method, "prompt", []),
@@ -177,7 +177,7 @@ def _completions_rows() -> list[Row]:
         row("echo", True, "the prompt comes before the text; with `logprobs`, its logprobs as well",
             lambda call: text(call(echo=True)) == PROMPT + text(call())
             and call(echo=True, logprobs=1).choices[0].logprobs.token_logprobs[0] is None),
-        row("logprobs", 2, "of each token and this many alternatives",
+        row("logprobs", 2, "logprobs of each token and of this many alternatives",
             lambda call: all(len(one) >= 2 for one in
                              call(logprobs=2).choices[0].logprobs.top_logprobs)),
         refused(method, "logprobs", -1),
@@ -199,12 +199,12 @@ def _message_rows() -> list[Row]:
         return honoured(method, parameter, shown(given), effect, check)
 
     return [
-        row("messages", [ASK], "the chat template makes a prompt of them",
+        row("messages", [ASK], "the chat template turns them into a prompt",
             lambda call: call().usage.prompt_tokens
             > call(messages=[{**ASK, "content": "x"}]).usage.prompt_tokens),
-        row("messages", parts, "parts of text are texts",
+        row("messages", parts, "text parts count as text",
             lambda call: said(call(messages=parts)) == said(call())),
-        row("messages", roles, "`developer` is what templates call `system`",
+        row("messages", roles, "templates see `developer` as `system`",
             lambda call: said(call(messages=roles))
             == said(call(messages=[{"role": "system", "content": "x"}, *roles[1:]]))),
         refused(method, "messages", picture),
@@ -231,7 +231,7 @@ def _tool_rows() -> list[Row]:
         return honoured(method, parameter, shown(given), effect, check)
 
     return [
-        row("tools", [TOOL], "the template shows them; calls have arguments of the schema",
+        row("tools", [TOOL], "the template lists them; arguments of calls follow the schema",
             lambda call: call(tools=[TOOL]).usage.prompt_tokens > call().usage.prompt_tokens
             and len(calls(call(**tools, tool_choice="required"))) > 0),
         refused(method, "tools", [custom]),
@@ -244,7 +244,7 @@ def _tool_rows() -> list[Row]:
             lambda call: not calls(call(**tools, tool_choice="none"))),
         row("tool_choice", "auto", "the model chooses; the default",
             lambda call: said(call(**tools, tool_choice="auto")) == said(call(**tools))),
-        row("tool_choice", allowed, "of the tools only these are called",
+        row("tool_choice", allowed, "only these tools are called",
             lambda call: {one.function.name for one in calls(
                 call(**{**tools, "tools": [TOOL, other]}, tool_choice=allowed))} == {"weather"}),
         refused(method, "tool_choice", "required"),
@@ -255,7 +255,7 @@ def _tool_rows() -> list[Row]:
                                    temperature=1.2))) > 1 for seed in range(12))),
         without(method, "function_call", "auto", "the default of a chat without functions"),
         refused(method, "function_call", {"name": "weather"}),
-        without(method, "functions", [], "none are offered"),
+        without(method, "functions", [], "no functions are offered"),
         refused(method, "functions", [{"name": "weather"}]),
     ]  # fmt: skip
 
@@ -289,24 +289,24 @@ def _chat_rows() -> list[Row]:
 
     return [
         refused(method, "audio", {"voice": "alloy", "format": "wav"}),
-        row("logprobs", True, "of each token",
+        row("logprobs", True, "logprobs of each token",
             lambda call: all(one.logprob <= 0 for one in
                              call(logprobs=True).choices[0].logprobs.content)),
         row("max_completion_tokens", 3, "the answer has this many tokens",
             lambda call: call(max_completion_tokens=3, max_tokens=None)
             .usage.completion_tokens == 3),
         refused(method, "max_completion_tokens", 3, named="max_tokens"),
-        without(method, "metadata", {"a": "b"}, "nothing is stored that it could find"),
-        without(method, "modalities", ["text"], "there is nothing but text"),
+        without(method, "metadata", {"a": "b"}, "no answer is stored for a later search"),
+        without(method, "modalities", ["text"], "text is the only modality"),
         refused(method, "modalities", ["text", "audio"]),
         refused(method, "moderation", {"model": "omni-moderation-latest"}),
         row("prediction", {"type": "content", "content": "the text that is expected"},
             "the same answer, drafted from it", follows_prediction),
         refused(method, "prediction", {"type": "text", "content": "x"}, named="prediction.type"),
-        without(method, "prompt_cache_key", "key", "prompts are found by their tokens"),
-        without(method, "prompt_cache_options", {"mode": "implicit"}, "what the cache does"),
+        without(method, "prompt_cache_key", "key", "the cache finds prompts by their tokens"),
+        without(method, "prompt_cache_options", {"mode": "implicit"}, "caching is always implicit"),
         refused(method, "prompt_cache_options", {"mode": "explicit"}),
-        without(method, "prompt_cache_retention", "in_memory", "where the cache is"),
+        without(method, "prompt_cache_retention", "in_memory", "the cache is in memory"),
         refused(method, "prompt_cache_retention", "24h"),
         row("reasoning_effort", "low", "a variable of the chat template",
             lambda call: call(reasoning_effort="low").usage.prompt_tokens
@@ -315,11 +315,11 @@ def _chat_rows() -> list[Row]:
         without(method, "response_format", {"type": "text"}, "any text"),
         row("response_format", {"type": "json_object"}, "the text is an object in JSON",
             lambda call: text(call(response_format={"type": "json_object"}))[:1] == "{"),
-        row("response_format", json_schema, "the text is JSON of the schema",
+        row("response_format", json_schema, "the text is JSON that follows the schema",
             lambda call: places(call(response_format=json_schema, max_tokens=100, n=16,
                                      temperature=1.5)) > 0),
         refused(method, "response_format", {"type": "json_schema"}),
-        without(method, "safety_identifier", "me", "says who asks"),
+        without(method, "safety_identifier", "me", "identifies the end user"),
         without(method, "service_tier", "auto", "there is one tier"),
         refused(method, "service_tier", "priority"),
         without(method, "store", False, "nothing is stored"),
@@ -355,14 +355,15 @@ INTRODUCTION = """\
 
 <!-- Printed by tests/conformity.py; run that instead of editing this file. -->
 
-How the server treats every parameter of the clients `openai`, version {openai}, and `anthropic`,
-version {anthropic}. Each row is a call: `tests/test_conformity.py` makes it, checks the stated
-result, and compares this page with the output of `python tests/conformity.py`. Parameters come from
-the clients' signatures, so none is missing.
+This page shows how the server treats every parameter of the clients `openai`, version {openai}, and
+`anthropic`, version {anthropic}. Each row is a call. `tests/test_conformity.py` makes the call,
+checks the stated result, and compares this page with the output of `python tests/conformity.py`.
+The parameters come from the clients' signatures, so none is missing.
 
-- **honoured**: it has the stated effect, which the test checks.
-- **no effect**: the answer is the same as without it; the test compares the two.
-- **refused**: with this status and message. Of OpenAI's APIs `param` names the field, too.
+- **honoured**: the parameter has the stated effect, which the test checks.
+- **no effect**: the answer is the same as without the parameter; the test compares the two.
+- **refused**: the server answers with this status and message. In OpenAI's APIs, `param` also names
+  the field.
 
 The model's chat template supports tools and `reasoning_effort`, except where a row says so.
 """

@@ -125,10 +125,10 @@ def _responses_rows() -> list[Row]:
         without(method, "include", ["reasoning.encrypted_content"], "nothing is encrypted"),
         refused(method, "include", ["file_search_call.results"]),
         refused(method, "include", wanted, tools=[FUNCTION]),
-        row("input", PROMPT, "a message of the user",
+        row("input", PROMPT, "a user message",
             lambda call: said(call(input=PROMPT)) == said(call(input=[ASK]))
             != said(call(input="x"))),
-        row("input", CALLED, "messages, calls, and what functions said: a chat's",
+        row("input", CALLED, "messages, calls and their outputs, as in a chat",
             lambda call: call(input=CALLED).usage.input_tokens
             > call(input=CALLED[:1]).usage.input_tokens + 3),
         refused(method, "input", image),
@@ -165,7 +165,7 @@ def _responses_rows() -> list[Row]:
         row("temperature", 1.5, "tokens are sampled", _seeds_matter),
         refused(method, "temperature", -0.5),
         without(method, "text", {"format": {"type": "text"}}, "any text"),
-        row("text", {"format": form}, "the text is JSON of the schema",
+        row("text", {"format": form}, "the text is JSON that follows the schema",
             lambda call: _is_place(call(text={"format": form}, max_output_tokens=200))),
         row("text", {"format": {"type": "json_object"}}, "the text is an object in JSON",
             lambda call: text(call(text={"format": {"type": "json_object"}}))[:1] == "{"),
@@ -175,12 +175,12 @@ def _responses_rows() -> list[Row]:
             lambda call: bool(_uses(call(**_TOOLS, tool_choice="required")))),
         row("tool_choice", NAMED, "that function is called",
             lambda call: _uses(call(**_TOOLS, tool_choice=NAMED)) == ["weather"]),
-        row("tool_choice", ALLOWED, "of the functions only these are called",
+        row("tool_choice", ALLOWED, "only these functions are called",
             lambda call: set(_uses(call(**_TOOLS, tool_choice=ALLOWED))) == {"weather"}),
         row("tool_choice", "none", "no function is called",
             lambda call: not _uses(call(**_TOOLS, tool_choice="none"))),
         refused(method, "tool_choice", "required"),
-        row("tools", [FUNCTION], "the template shows them; calls have arguments of the schema",
+        row("tools", [FUNCTION], "the template lists them; arguments of calls follow the schema",
             lambda call: call(tools=[FUNCTION]).usage.input_tokens > call().usage.input_tokens
             and bool(_uses(call(**_TOOLS, tool_choice="required")))),
         refused(method, "tools", [{"type": "web_search"}]),
@@ -220,29 +220,27 @@ def _responses_neutral_rows() -> list[Row]:
     context = [{"type": "compaction", "compact_threshold": 1000}]
     return [
         refused(method, "access_programs", {"cyber": "standard"}),
-        without(method, "background", False, "answers are waited for"),
+        without(method, "background", False, "the call returns the complete answer"),
         refused(method, "background", True),
         refused(method, "background_options", {"a": "b"}),
         refused(method, "context_management", context),
         refused(method, "conversation", "conv_1"),
         refused(method, "image", {"context_compression": "enabled"}),
-        without(
-            method, "max_tool_calls", 3, "of tools that a server runs, which there are none of"
-        ),
+        without(method, "max_tool_calls", 3, "limits server-side tools, of which there are none"),
         without(method, "metadata", {"a": "b"}, "the response repeats it"),
         refused(method, "moderation", {"model": "omni-moderation-latest"}),
         refused(method, "prompt", {"id": "x"}),
-        without(method, "prompt_cache_key", "key", "prompts are found by their tokens"),
-        without(method, "prompt_cache_options", {"mode": "implicit"}, "what the cache does"),
+        without(method, "prompt_cache_key", "key", "the cache finds prompts by their tokens"),
+        without(method, "prompt_cache_options", {"mode": "implicit"}, "caching is always implicit"),
         refused(method, "prompt_cache_options", {"mode": "explicit"}),
-        without(method, "prompt_cache_retention", "in_memory", "where the cache is"),
+        without(method, "prompt_cache_retention", "in_memory", "the cache is in memory"),
         refused(method, "prompt_cache_retention", "24h"),
-        without(method, "safety_identifier", "me", "says who asks"),
+        without(method, "safety_identifier", "me", "identifies the end user"),
         without(method, "service_tier", "auto", "there is one tier"),
         refused(method, "service_tier", "priority"),
-        without(method, "truncation", "disabled", "what does not fit is refused"),
+        without(method, "truncation", "disabled", "input that does not fit is refused"),
         refused(method, "truncation", "auto"),
-        without(method, "user", "me", "says who asks"),
+        without(method, "user", "me", "identifies the end user"),
     ]
 
 
@@ -283,17 +281,17 @@ def _kept_rows() -> list[Row]:
 
     row = _of(items)
     rows = [
-        of_response(get, "the response as it was answered", is_the_answer),
+        of_response(get, "the stored response", is_the_answer),
         refused(get, "response_id", "resp_0", status=404),
         refused(get, "include", wanted),
         without(get, "include_obfuscation", False, "there is no padding"),
         refused(get, "include_obfuscation", True),
         refused(get, "starting_after", 1),
-        without(get, "stream", False, "it is answered whole"),
+        without(get, "stream", False, "the response is returned as a whole"),
         refused(get, "stream", True),
-        of_response(delete, "it is kept no longer", is_gone),
+        of_response(delete, "the response is deleted", is_gone),
         refused(delete, "response_id", "resp_0", status=404),
-        of_response(items, "the items of its own request's input", are_those),
+        of_response(items, "the input items of its request", are_those),
         refused(items, "response_id", "resp_0", status=404),
         row(
             "after",
@@ -306,14 +304,14 @@ def _kept_rows() -> list[Row]:
         row(
             "limit",
             1,
-            "a page has as many at most",
+            "a page has at most this many items",
             lambda call: ids(call(limit=1)) == ids(call())[:1],
         ),
         refused(items, "limit", 101),
         row(
             "order",
             "asc",
-            "the first one first",
+            "the first item first",
             lambda call: ids(call(order="asc")) == ids(call())[::-1],
         ),
         refused(items, "order", "random"),
@@ -379,17 +377,17 @@ def _prompt_rows(method: str) -> list[Row]:
         return int(reply.usage.input_tokens + reply.usage.cache_read_input_tokens)
 
     return [
-        row("messages", parts, "blocks of text are texts",
+        row("messages", parts, "text blocks count as text",
             lambda call: said(call(messages=parts)) == said(call())
             != said(call(messages=[{**ASK, "content": "x"}]))),
-        row("messages", USED, "uses of tools and their results: a chat's",
+        row("messages", USED, "uses of tools and their results, as in a chat",
             lambda call: num(call(messages=USED)) > num(call(messages=USED[:1])) + 3),
         refused(method, "messages", pictures),
         refused(method, "messages", begun),
         refused(method, "messages", []),
         row("model", MODEL, "the model that is served", lambda call: bool(call(model=MODEL))),
         refused(method, "model", "other", status=404),
-        without(method, "cache_control", {"type": "ephemeral"}, "all prefixes are kept"),
+        without(method, "cache_control", {"type": "ephemeral"}, "the cache keeps all prefixes"),
         row("output_config", {"effort": "low"}, "a variable of the chat template",
             lambda call: num(call(output_config={"effort": "low"})) > num(call())),
         without(method, "speed", "standard", "there is one speed"),
@@ -398,15 +396,15 @@ def _prompt_rows(method: str) -> list[Row]:
             lambda call: num(call(system="Be brief.")) > num(call())
             and num(call(system=[{"type": "text", "text": "Be brief."}]))
             == num(call(system="Be brief."))),
-        without(method, "thinking", {"type": "adaptive"}, "the chat template's own way"),
+        without(method, "thinking", {"type": "adaptive"}, "the chat template decides"),
         refused(method, "thinking", {"type": "enabled", "budget_tokens": 1024}),
         refused(method, "tool_choice", {"type": "tool", "name": "clock"}, tools=[TOOL]),
-        row("tools", [TOOL], "the template shows them",
+        row("tools", [TOOL], "the template lists them",
             lambda call: num(call(tools=[TOOL])) > num(call())),
         refused(method, "tools", [{"type": "web_search_20250305", "name": "web_search"}]),
         refused(method, "tools", [TOOL], bare=True),
-        without(method, "user_profile_id", "x", "a header that nothing reads"),
-        without(method, "workspace_id", "x", "a header that nothing reads"),
+        without(method, "user_profile_id", "x", "a header that the server ignores"),
+        without(method, "workspace_id", "x", "a header that the server ignores"),
     ]  # fmt: skip
 
 
@@ -430,8 +428,8 @@ def _messages_rows() -> list[Row]:
         refused(method, "container", "x"),
         refused(method, "diagnostics", {"a": "b"}),
         refused(method, "inference_geo", "eu"),
-        without(method, "metadata", {"user_id": "me"}, "says who asks"),
-        row("output_config", form, "the text is JSON of the schema",
+        without(method, "metadata", {"user_id": "me"}, "identifies the end user"),
+        row("output_config", form, "the text is JSON that follows the schema",
             lambda call: _is_place(call(output_config=form, max_tokens=200))),
         without(method, "service_tier", "auto", "there is one tier"),
         refused(method, "service_tier", "priority"),
@@ -452,7 +450,7 @@ def _messages_rows() -> list[Row]:
                 "temperature": 1.2, "seed": seed}))) > 1 for seed in range(12))),
         row("tool_choice", {"type": "none"}, "no tool is used",
             lambda call: not _uses(call(**_USES, tool_choice={"type": "none"}))),
-        row("tools", [TOOL], "inputs are of the schema",
+        row("tools", [TOOL], "inputs follow the schema",
             lambda call: bool(_uses(call(**_USES, tool_choice={"type": "any"})))),
     ]  # fmt: skip
 
@@ -467,7 +465,7 @@ def _count_rows() -> list[Row]:
     return [
         *_prompt_rows(method),
         Row(method, "output_format", "a type", WITHOUT, lambda clients: _seen(
-            as_many(METHODS[method].call(clients)), "the prompt says nothing of it")),
+            as_many(METHODS[method].call(clients)), "the prompt does not depend on it")),
     ]  # fmt: skip
 
 
