@@ -12,7 +12,7 @@ from specops import attention, dense
 from specops.dense import PackedWeight
 from specops.engine.models.batch import LayerBatch
 from specops.engine.models.blocks.block import AttentionBlock, BlockLoader, NewRows, Rope
-from specops.engine.models.blocks.summed import SummedLinear, load_summed
+from specops.engine.models.blocks.row_parallel import RowParallelLinear, load_row_parallel
 from specops.engine.models.kv import KvSpec, LayerKv
 from specops.engine.models.shards import Cut
 
@@ -67,7 +67,7 @@ class Attention(AttentionBlock):
 
     def __init__(
         self, config: "AttentionConfig", shape: AttentionShape, kv: KvSpec, qkv: PackedWeight,
-        o: SummedLinear, cos_sin: Tensor, *, qkv_bias: Tensor | None,
+        o: RowParallelLinear, cos_sin: Tensor, *, qkv_bias: Tensor | None,
         q_norm: Tensor | None, k_norm: Tensor | None, norm_eps: float, sinks: Tensor | None,
     ) -> None:  # fmt: skip
         self.shape = self._shape = shape
@@ -223,7 +223,7 @@ class AttentionConfig:
                 dtype=loader.kv_dtype,
             ),
             source.linear(prefix, _QKV, sizes, self.input_size or hidden, cut=cut, rows=order),
-            load_summed(
+            load_row_parallel(
                 source,
                 f"{prefix}o_proj",
                 hidden,

@@ -12,7 +12,7 @@ from specops import dense, moe
 from specops.dense import PackedWeight
 from specops.engine.models.blocks.block import BlockLoader, MlpBlock, NewRows, bytes_of
 from specops.engine.models.blocks.mlp import DenseMlp, DenseMlpConfig
-from specops.engine.models.blocks.summed import SummedLinear
+from specops.engine.models.blocks.row_parallel import RowParallelLinear
 from specops.engine.models.shards import Cut
 from specops.engine.parallel.ranks import Ranks
 
@@ -120,7 +120,7 @@ class Experts(MlpBlock):
         bias: Tensor | None,
         gate_up: PackedWeight,
         gate_up_bias: Tensor | None,
-        down: SummedLinear,
+        down: RowParallelLinear,
         shared: DenseMlp | None,
     ) -> None:
         shared_width = 0 if shared is None else shared.shape.width
@@ -248,7 +248,7 @@ class ExpertsApart(Experts):
             bias=bias,
             gate_up=own[0].gate_up,
             gate_up_bias=None,
-            down=SummedLinear([one.down for one in own], None, ranks),
+            down=RowParallelLinear([one.down for one in own], None, ranks),
             shared=shared,
         )
         self.shape = self._shape = replace(self._shape, width=config.width, is_apart=True)
@@ -366,7 +366,7 @@ class ExpertsConfig:
                 *(experts, every, _GATE_UP, sizes, hidden), activation=self.activation, cut=cut
             ),
             gate_up_bias=gate_up_bias,
-            down=SummedLinear(down, down_bias, loader.ranks),
+            down=RowParallelLinear(down, down_bias, loader.ranks),
             shared=shared,
         )
 

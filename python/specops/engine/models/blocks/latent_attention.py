@@ -17,7 +17,7 @@ from specops.attention import LATENT_DIM
 from specops.dense import PackedWeight
 from specops.engine.models.batch import LayerBatch
 from specops.engine.models.blocks.block import AttentionBlock, BlockLoader, NewRows, Norm, Rope
-from specops.engine.models.blocks.summed import SummedLinear, load_summed
+from specops.engine.models.blocks.row_parallel import RowParallelLinear, load_row_parallel
 from specops.engine.models.kv import KvSpec, LayerKv
 from specops.engine.models.shards import Cut
 
@@ -83,7 +83,7 @@ class LatentWeights:
     kv_norm: Tensor
     key_of_head: Sequence[PackedWeight]  # [LATENT_DIM, nope_dim] each: absorbs a query
     value_of_head: Sequence[PackedWeight]  # [value_dim, LATENT_DIM] each
-    o: SummedLinear
+    o: RowParallelLinear
 
 
 class LatentAttention(AttentionBlock):
@@ -241,7 +241,7 @@ class LatentAttentionConfig:
             kv_norm=source.norm(f"{prefix}kv_a_layernorm.weight", LATENT_DIM),
             key_of_head=[dense.pack_weight(key) for key in keys],
             value_of_head=[dense.pack_weight(one[self.nope_dim :]) for one in of_heads],
-            o=load_summed(
+            o=load_row_parallel(
                 source,
                 f"{prefix}o_proj",
                 hidden,

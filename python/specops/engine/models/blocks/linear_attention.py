@@ -12,7 +12,7 @@ from specops import dense, linear_attention
 from specops.dense import PackedWeight
 from specops.engine.models.batch import LayerBatch
 from specops.engine.models.blocks.block import BlockLoader, MixingBlock, NewRows
-from specops.engine.models.blocks.summed import SummedLinear, load_summed
+from specops.engine.models.blocks.row_parallel import RowParallelLinear, load_row_parallel
 from specops.engine.models.kv import LayerStates, StateSpec
 from specops.engine.models.shards import Cut
 from specops.engine.models.weights import WeightSource
@@ -98,7 +98,7 @@ class LinearAttentionWeights:
     a_log: Tensor  # float32 [num_value_heads]
     dt_bias: Tensor  # float32 [num_value_heads]
     norm: Tensor  # [value_dim]
-    o: SummedLinear
+    o: RowParallelLinear
 
 
 class LinearAttention(MixingBlock):
@@ -229,7 +229,7 @@ class LinearAttentionConfig:
             a_log=of_heads("A_log"),
             dt_bias=of_heads("dt_bias"),
             norm=source.tensor(f"{prefix}norm.weight", self.value_dim),
-            o=load_summed(
+            o=load_row_parallel(
                 source,
                 f"{prefix}out_proj",
                 loader.hidden_size,

@@ -10,7 +10,7 @@ from torch import Tensor
 from specops import dense
 from specops.dense import PackedWeight
 from specops.engine.models.blocks.block import BlockLoader, MlpBlock, NewRows
-from specops.engine.models.blocks.summed import SummedLinear, load_summed
+from specops.engine.models.blocks.row_parallel import RowParallelLinear, load_row_parallel
 from specops.engine.models.shards import Cut
 
 _GATE_UP = ("gate_proj", "up_proj")
@@ -34,7 +34,7 @@ class DenseMlp(MlpBlock):
     shape: DenseMlpShape
     gate_up: PackedWeight
     gate_up_bias: Tensor | None
-    down: SummedLinear
+    down: RowParallelLinear
 
     @property
     def weights(self) -> Sequence[PackedWeight]:
@@ -84,7 +84,7 @@ class DenseMlpConfig:
             DenseMlpShape(len(own)),
             source.linear(prefix, _GATE_UP, sizes, hidden, activation=self.activation, cut=cut),
             source.bias(prefix, _GATE_UP, sizes, cut=cut) if self.has_bias else None,
-            load_summed(
+            load_row_parallel(
                 source,
                 f"{prefix}down_proj",
                 hidden,

@@ -14,7 +14,7 @@ from specops.engine.parallel.ranks import Ranks
 
 
 @dataclass(frozen=True)
-class SummedLinear:
+class RowParallelLinear:
     """Row-parallel projection: each rank holds the weights of its own inputs.
 
     Attributes:
@@ -54,7 +54,7 @@ class SummedLinear:
         return x[:, index * size : (index + 1) * size]
 
 
-def load_summed(
+def load_row_parallel(
     source: WeightSource,
     name: str,
     outputs: int,
@@ -64,7 +64,7 @@ def load_summed(
     *,
     has_bias: bool,
     ranks: Ranks,
-) -> SummedLinear:
+) -> RowParallelLinear:
     """Load a row-parallel projection.
 
     Args:
@@ -85,4 +85,4 @@ def load_summed(
         for cut in Shares(ranks).summands(count, what, each)
     ]
     bias = source.bias("", (name,), (outputs,)) if has_bias else None
-    return SummedLinear(slices, bias, ranks)
+    return RowParallelLinear(slices, bias, ranks)
