@@ -355,7 +355,7 @@ def test_nobody_is_preempted_for_rows_behind_the_text(lookahead: int) -> None:
         for lends in (True, False):
             world = World(seed, lookahead, caching=False, k=9)
             if not lends:
-                world.scheduler.lend_behind = lambda *_: None  # type: ignore[method-assign]
+                world.scheduler.reserve_behind = lambda *_: None  # type: ignore[method-assign]
                 world._check = lambda part: None  # type: ignore[method-assign]
             for _ in range(300):
                 if len(world.scheduler.waiting) < 4 and world.rng.random() < 0.5:

@@ -43,7 +43,7 @@ class Slots:
         # Pages reserved for one step: pages appended to a request's own, with the number of its own
         # pages, and loose pages.
         self._borrowers: list[tuple[Request, int]] = []
-        self._lent: list[int] = []
+        self._reserved: list[int] = []
 
     def part(self, request: Request, rows: int, drafts: int = 0, *, emits: bool) -> Part:
         """Return a request's part in a step, of `rows` rows, the last `drafts` of them drafts."""
@@ -143,7 +143,7 @@ class Slots:
         request.was_preempted = True
         self.waiting.appendleft(request)
 
-    def lend_behind(self, request: Request, num_tokens: int) -> None:
+    def reserve_behind(self, request: Request, num_tokens: int) -> None:
         """Reserve pages for a request up to `num_tokens`, as far as pages are free."""
         missing = self.num_pages_for(num_tokens) - len(request.pages)
         count = min(missing, self.pool.num_available)
@@ -151,17 +151,17 @@ class Slots:
             self._borrowers.append((request, len(request.pages)))
             request.pages.extend(self.pool.allocate(count) or ())
 
-    def lend(self, count: int) -> Sequence[int] | None:
+    def reserve(self, count: int) -> Sequence[int] | None:
         """Reserve `count` pages for one step; return None if too few are free."""
         pages = self.pool.allocate(count)
-        self._lent += pages or ()
+        self._reserved += pages or ()
         return pages
 
     def take_back(self) -> None:
         """Release the pages that were reserved for a step."""
-        if self._lent:
-            self.pool.release(self._lent)
-            self._lent.clear()
+        if self._reserved:
+            self.pool.release(self._reserved)
+            self._reserved.clear()
         for request, count in self._borrowers:
             self.pool.release(request.pages[count:])  # empty if released already
             del request.pages[count:]

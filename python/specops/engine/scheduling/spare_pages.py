@@ -8,7 +8,7 @@ from specops.engine.scheduling.slots import Slots
 from specops.engine.sharing.grammar_turns import GrammarTurns
 
 
-def lend_tree_pages(plan: Plan, slots: Slots) -> None:
+def reserve_tree_pages(plan: Plan, slots: Slots) -> None:
     """Reserve the pages that all chains of a tree but the first need.
 
     Without pages, only the first chain of a tree is verified. The same holds for every tree in a
@@ -24,7 +24,7 @@ def lend_tree_pages(plan: Plan, slots: Slots) -> None:
         assert parents is not None
         kv_len = part.begin + part.num_rows
         count = num_spare_pages(parents, kv_len, slots.pool.page_size)
-        pages = slots.lend(count) if may_be_trees else None
+        pages = slots.reserve(count) if may_be_trees else None
         if pages is None:
             part.draft_parents, part.num_drafts = None, first_chain(parents)
             part.num_rows = 1 + part.num_drafts
@@ -32,7 +32,7 @@ def lend_tree_pages(plan: Plan, slots: Slots) -> None:
             part.spare_pages = pages
 
 
-def lend_draft_pages(plan: Plan, slots: Slots, grammar_turns: GrammarTurns) -> None:
+def reserve_draft_pages(plan: Plan, slots: Slots, grammar_turns: GrammarTurns) -> None:
     """Limit the drafts for the next step, and reserve pages for drafters' rows after the text.
 
     Drafters that continue past the text write their keys and values to these pages. Only pages that
@@ -51,4 +51,4 @@ def lend_draft_pages(plan: Plan, slots: Slots, grammar_turns: GrammarTurns) -> N
             behind = request.draft_kv.num_rows_behind(part.draft_limit)
             if behind > 0:
                 end = part.begin + part.num_rows + behind
-                slots.lend_behind(request, min(end, request.draft_kv.end_of_rows(request.max_len)))
+                slots.reserve_behind(request, min(end, request.draft_kv.end_of_rows(request.max_len)))
