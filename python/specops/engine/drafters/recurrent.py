@@ -32,7 +32,7 @@ from specops.engine.drafters.head import DraftHead, DraftRows
 from specops.engine.drafters.pass_reports import PassReports, Second
 from specops.engine.memory.kv_cache import DraftKv
 from specops.engine.memory.step_memory import Layout
-from specops.engine.memory.step_shape import StepShape, rung
+from specops.engine.memory.step_shape import StepShape, bucket
 from specops.engine.models import CacheRoom, KvBytes
 from specops.engine.request import Request
 from specops.sampling import LogitsProcessors, Purpose
@@ -211,7 +211,7 @@ class RecurrentDrafter(Drafter):
         rows = self.max_rows  # one size on the CPU, so that shapes recur: see `with_rows`
         if self._device.is_async:
             own = shape.batch if self.reads_own_tokens else 0
-            rows = min(shape.rows + own + (rung(redrafts) if redrafts else 0), self.max_rows)
+            rows = min(shape.rows + own + (bucket(redrafts) if redrafts else 0), self.max_rows)
         return RecurrentShape(rows, skips, draws, own_numbers, tells, branches)
 
     def _begin(self, progress: _Progress) -> int:

@@ -42,21 +42,21 @@ def rounded(shape: StepShape, most: StepShape) -> StepShape:
         shape: shape of the step; all its rows have logits.
         most: shape of the largest step.
     """
-    batch = min(rung(shape.batch), most.batch)
-    rows = min(rung(shape.rows, finest=16), batch * (1 + shape.width), most.rows)
+    batch = min(bucket(shape.batch), most.batch)
+    rows = min(bucket(shape.rows, finest=16), batch * (1 + shape.width), most.rows)
     pages = page_capacity(shape.pages, most.pages)
     if shape.trees is not None:
-        chains, entries, copies = map(rung, shape.trees)
+        chains, entries, copies = map(bucket, shape.trees)
         shape = shape._replace(trees=TreeShape(chains, max(entries, 64), max(copies, 64)))
     return shape._replace(batch=batch, rows=rows, outputs=rows, pages=pages)
 
 
 def page_capacity(pages: int, most: int) -> int:
     """Round a number of pages up to a bucket that changes rarely while requests grow."""
-    return min(max(rung(pages), 64), max(most, pages))
+    return min(max(bucket(pages), 64), max(most, pages))
 
 
-def rung(value: int, finest: int = 1) -> int:
+def bucket(value: int, finest: int = 1) -> int:
     """Return the next power of two or, above `finest` > 1, the next multiple of 1/8 of it."""
     power = 1 << (value - 1).bit_length() if value > 1 else 1
     if value <= finest or finest == 1:

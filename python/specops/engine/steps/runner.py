@@ -16,7 +16,7 @@ from specops.engine.drafters.drafting import Drafting
 from specops.engine.emitted import Emitted
 from specops.engine.features import Feature
 from specops.engine.memory.step_memory import StepMemory
-from specops.engine.memory.step_shape import StepShape, page_capacity, rounded, rung
+from specops.engine.memory.step_shape import StepShape, page_capacity, rounded, bucket
 from specops.engine.models import CacheRoom, Transformer
 from specops.engine.outputs import StepDrafts, TokenLogprob
 from specops.engine.plan import Part, Plan, PrefixGroups
@@ -253,14 +253,14 @@ class Runner:
         proposals = self._drafting.width
         if outputs:  # independent of the drafts found, so that shapes recur
             width = max(width, proposals)
-        levels = 0 if plan.prefixes is None else rung(len(plan.prefixes.leaders))
+        levels = 0 if plan.prefixes is None else bucket(len(plan.prefixes.leaders))
         shape = StepShape(
             len(parts), rows, outputs, width, pages, logprobs, proposals, features, levels
         )
         if any(part.draft_parents is not None for part in parts):
             shape = shape._replace(trees=tree_shape(parts, self._page_size))
         if features & Feature.PROCESSORS and (masks := self._masks.num_rows(parts)):
-            shape = shape._replace(masks=rung(masks))
+            shape = shape._replace(masks=bucket(masks))
         most = self.memory.most
         if rows == outputs and (self._device.captures or not parts):
             shape = rounded(shape, most)

@@ -14,7 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from specops.engine.memory.step_shape import rung
+from specops.engine.memory.step_shape import bucket
 from specops.engine.request import Request
 from specops.sampling import LogitsProcessors, count_tokens
 
@@ -177,7 +177,7 @@ class SlotTables:
             return None
         # At least 4 entries, so that tables are rarely widened.
         sizes = [
-            max(got, max(4, rung(want)) if want else 0)
+            max(got, max(4, bucket(want)) if want else 0)
             for got, want in zip(have, shape, strict=True)
         ]
         dtype = torch.from_numpy(np.empty(0, _dtype_of(name))).dtype
