@@ -18,8 +18,8 @@ from checkpoints import write_tokenizer
 from mtp_checkpoints import make_mtp_checkpoint
 from specops.engine import Engine, EngineConfig, SamplingParams, SpeculativeConfig, step_costs
 from specops.engine import config as engine_config
+from specops.engine.drafters.acceptance import MethodAcceptance, RequestAcceptance
 from specops.engine.drafters.base import Scheduled
-from specops.engine.drafters.chances import MethodChances, RequestChances
 from specops.engine.drafters.pass_reports import PassReports
 from specops.engine.drafters.recurrent import RecurrentStep
 from specops.engine.drafters.selection import DraftSelector
@@ -50,7 +50,7 @@ def path_product(confidences: Sequence[float], parents: Sequence[int], node: int
 
 def middle(confidence: float) -> float:
     """The chance of a draft, of which nothing was counted: the middle of its bucket."""
-    return float(RequestChances(MethodChances()).products([confidence], None)[0])
+    return float(RequestAcceptance(MethodAcceptance()).products([confidence], None)[0])
 
 
 @pytest.mark.parametrize("is_tree", [False, True])
@@ -74,12 +74,12 @@ def test_the_choice_is_the_best_of_all_that_are_closed(is_tree: bool) -> None:
         for _ in range(batch + others + total):
             seconds.append(seconds[-1] + rng.choice([0.0, 0.05, 0.2, 0.5]))
         selector = DraftSelector(seconds)
-        chances = [[middle(c) for c in own] for own in confidences]
+        acceptance_probs = [[middle(c) for c in own] for own in confidences]
 
         def rate(sets: Sequence[Sequence[int]]) -> float:
             gains = [
                 path_product(own, tree, node)
-                for own, tree, nodes in zip(chances, parents, sets, strict=True)  # noqa: B023
+                for own, tree, nodes in zip(acceptance_probs, parents, sets, strict=True)  # noqa: B023
                 for node in nodes
             ]
             rows = batch + others  # noqa: B023
@@ -124,44 +124,44 @@ def test_where_rows_cost_nothing_the_likeliest_drafts_fill_the_room() -> None:
 # ---- what is learnt ----
 
 
-def test_chances_come_to_what_is_accepted() -> None:
+def test_acceptance_probabilities_approach_the_observed_rates() -> None:
     rng = random.Random(2)
     truth = {0.3: 0.6, 0.75: 0.5, 0.95: 0.9, 1.0: 0.2}
-    method = MethodChances()
+    method = MethodAcceptance()
     for _ in range(2000):
-        request = RequestChances(method)  # nothing of its own
+        request = RequestAcceptance(method)  # nothing of its own
         confidence = rng.choice(list(truth))
         hit = rng.random() < truth[confidence]
         request.observe([confidence], int(hit))
         method.update()
     for confidence, rate in truth.items():
-        found = RequestChances(method).products([confidence] * 2, None)
+        found = RequestAcceptance(method).products([confidence] * 2, None)
         # About 45 drafts count in each bucket: a standard error of 0.075 at most.
         assert found[0] == pytest.approx(rate, abs=0.19)
         assert found[1] == pytest.approx(found[0] ** 2)
     # A text that changes is believed within what is counted.
     for _ in range(300):
-        RequestChances(method).observe([1.0], 1)
+        RequestAcceptance(method).observe([1.0], 1)
         method.update()
-    assert RequestChances(method).products([1.0], None)[0] > 0.9
+    assert RequestAcceptance(method).products([1.0], None)[0] > 0.9
 
 
 def test_a_request_begins_with_its_method_and_departs_from_it() -> None:
     rng = random.Random(3)
-    method = MethodChances()
-    good, bad = RequestChances(method), RequestChances(method)
+    method = MethodAcceptance()
+    good, bad = RequestAcceptance(method), RequestAcceptance(method)
     for _ in range(200):
         good.observe([0.7] * 3, 3)
         bad.observe([0.7], 0)
-        other = RequestChances(method)
+        other = RequestAcceptance(method)
         other.observe([0.7], int(rng.random() < 0.5))
         method.update()
-    fresh = RequestChances(method).products([0.7], None)[0]
+    fresh = RequestAcceptance(method).products([0.7], None)[0]
     assert 0.5 < fresh < 0.8  # 3.5 of 5
     assert good.products([0.7], None)[0] > 0.9
     assert bad.products([0.7], None)[0] < 0.3
-    for chances in (good, bad):  # they order drafts as their confidences do where counts do
-        products = chances.products([0.2, 0.7, 1.0], [-1, -1, -1])
+    for acceptance in (good, bad):  # they order drafts as their confidences do where counts do
+        products = acceptance.products([0.2, 0.7, 1.0], [-1, -1, -1])
         assert all(0 < p <= 1 for p in products)
 
 
@@ -222,7 +222,7 @@ class Simulation:
         self.requests = [self.start() for _ in range(batch)]
         self.proposed = [Drafts() for _ in self.requests]
 
-    def start(self) -> tuple[RequestChances, Script, list[int]]:
+    def start(self) -> tuple[RequestAcceptance, Script, list[int]]:
         script = self.scripts[self.started % len(self.scripts)]
         self.started += 1
         return self.selector.start("m"), script, [0]
@@ -232,10 +232,10 @@ class Simulation:
         taken, tokens = 0.0, 0
         chains = [None] * self.batch
         for _ in range(steps):
-            chances = [request[0] for request in self.requests]
+            acceptance = [request[0] for request in self.requests]
             confidences = [[confidence for confidence, _ in drafts] for drafts in self.proposed]
             if self.fixed is None:
-                chosen = self.selector.select(chances, confidences, chains, 4 * self.batch, 0)
+                chosen = self.selector.select(acceptance, confidences, chains, 4 * self.batch, 0)
             else:
                 chosen = [list(range(len(own)))[: self.fixed] for own in confidences]
             taken += self.table[self.batch + sum(map(len, chosen))]
@@ -246,7 +246,7 @@ class Simulation:
             verified = [
                 [own[n] for n in nodes] for own, nodes in zip(confidences, chosen, strict=True)
             ]
-            self.selector.observe(chances, verified, accepted, chains)
+            self.selector.observe(acceptance, verified, accepted, chains)
             for i, (_, script, length) in enumerate(self.requests):
                 length[0] += 1 + len(accepted[i])
                 tokens += 1 + len(accepted[i])
@@ -368,7 +368,7 @@ def test_measuring_leaves_nothing_and_selecting_changes_no_token(
             assert drafts > 20
         elif name == "dear":
             assert drafts < free / 2
-    assert engine.num_free_pages == engine.num_pages and engine._drafting._chances == {}
+    assert engine.num_free_pages == engine.num_pages and engine._drafting._acceptance == {}
 
 
 @pytest.mark.parametrize("second", ["ngram", "suffix"])
@@ -467,7 +467,7 @@ def test_a_request_may_turn_it_off_but_not_on(model_dir: Path) -> None:
     seen: set[int] = set()
     start = DraftSelector.start
 
-    def starting(self: DraftSelector, method: str) -> RequestChances:
+    def starting(self: DraftSelector, method: str) -> RequestAcceptance:
         seen.add(len(seen))
         return start(self, method)
 

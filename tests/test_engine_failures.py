@@ -170,7 +170,7 @@ def assert_nothing_is_left(engine: Engine, *, forgets: bool = True) -> None:
     check_pages(engine._pool)
     assert sorted(engine._scheduler._free_slots) == list(range(engine.config.max_num_seqs))
     drafting = engine._drafting
-    assert not any(drafting._requests.values()) and not drafting._chances
+    assert not any(drafting._requests.values()) and not drafting._acceptance
     assert not drafting.proposals.counts.any()
     if not forgets:
         return

@@ -286,11 +286,11 @@ def test_trees_are_the_best_paths() -> None:
     tree = joint_tree(places, 7)
     assert tree.token_ids == [1, 4, 2, 6, 4, 7, 6]
     assert tree.parents == [-1, 0, -1, 1, 2, 1, 4]
-    assert tree.chances == [0.6, 0.9, 0.3, 0.55, 0.9, 0.45, 0.55]
-    # Every path, by its product of chances.
+    assert tree.acceptance_probs == [0.6, 0.9, 0.3, 0.55, 0.9, 0.45, 0.55]
+    # Every path, by its product of acceptance probabilities.
     whole = joint_tree(places, 100)
     products: list[float] = []
-    for parent, chance in zip(whole.parents, whole.chances, strict=True):
+    for parent, chance in zip(whole.parents, whole.acceptance_probs, strict=True):
         products.append(chance * (products[parent] if parent >= 0 else 1.0))
     assert len(products) == 3 + 6 + 12
     assert all(a >= b - 1e-12 for a, b in pairwise(products))
@@ -305,7 +305,7 @@ def test_a_static_tree_is_the_file_s() -> None:
     tree = static_tree(PATHS, places, 64)
     assert tree.token_ids == [0, 10, 1, 11, 2, 20, 10, 12, 9]
     assert tree.parents == [-1, 0, -1, 0, -1, 1, 2, 0, -1]
-    assert tree.chances[:3] == [1 / 2, 1 / 2, 1 / 3]
+    assert tree.acceptance_probs[:3] == [1 / 2, 1 / 2, 1 / 3]
     assert static_tree(PATHS, places, 4) == tuple(part[:4] for part in tree)
     # Where there are fewer drafts, nodes that lie deeper are left out.
     assert static_tree(PATHS, places[:2], 6).token_ids == [0, 10, 1, 11, 2, 10]

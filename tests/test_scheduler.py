@@ -352,9 +352,9 @@ def test_nobody_is_preempted_for_rows_behind_the_text(lookahead: int) -> None:
     """The plans are those of a world in which no module drafts on from its own drafts."""
     plans, spare = [], []
     for seed in range(4):
-        for lends in (True, False):
+        for reserves in (True, False):
             world = World(seed, lookahead, caching=False, k=9)
-            if not lends:
+            if not reserves:
                 world.scheduler.reserve_behind = lambda *_: None  # type: ignore[method-assign]
                 world._check = lambda part: None  # type: ignore[method-assign]
             for _ in range(300):

@@ -87,8 +87,8 @@ def test_random_chains_make_trees() -> None:
     for _ in range(500):
         first, second = ([draw.randrange(2) for _ in range(draw.randrange(9))] for _ in range(2))
         room, chance = draw.randrange(12), draw.random()
-        tokens, parents, chances = join_chains(first, second, room, chance, draw.random())
-        assert len(tokens) == len(parents) == len(chances) <= room
+        tokens, parents, acceptance_probs = join_chains(first, second, room, chance, draw.random())
+        assert len(tokens) == len(parents) == len(acceptance_probs) <= room
         assert all(parent < node for node, parent in enumerate(parents))
         paths = [[tokens[i] for i in path_to(parents, node)] for node in range(len(tokens))]
         assert all(path in (first[: len(path)], second[: len(path)]) for path in paths)
@@ -104,7 +104,7 @@ def test_trees_are_merged() -> None:
     branches = [Branch(*one) for one in first + second]
     tree, sources = merge_trees(branches, 4)
     assert tree.token_ids == [5, 6, 7, 9] and tree.parents == [-1, 0, -1, -1]
-    assert tree.chances == [0.6, 0.4 / 0.6, 0.2, 0.2] and sources == [0, 1, 0, 1]
+    assert tree.acceptance_probs == [0.6, 0.4 / 0.6, 0.2, 0.2] and sources == [0, 1, 0, 1]
     whole, sources = merge_trees(branches, 9)
     assert whole.token_ids[4:] == [8] and whole.parents[4:] == [1] and sources[4:] == [1]
     assert merge_trees([], 3) == (([], [], []), [])
@@ -135,10 +135,14 @@ def _random_branches(draw: random.Random, source: int) -> list[Branch]:
     parents = random_tree(draw, draw.randint(1, 8))
     tokens = [10 * draw.randrange(3) + node for node in range(len(parents))]
     paths = paths_of(tokens, parents, behind=())
-    chances: list[float] = []
+    acceptance_probs: list[float] = []
     for parent in parents:
-        chances.append(draw.choice([1.0, 0.5, 0.25]) * (chances[parent] if parent >= 0 else 1.0))
-    return [Branch(path, chance, source) for path, chance in zip(paths, chances, strict=True)]
+        acceptance_probs.append(
+            draw.choice([1.0, 0.5, 0.25]) * (acceptance_probs[parent] if parent >= 0 else 1.0)
+        )
+    return [
+        Branch(path, chance, source) for path, chance in zip(paths, acceptance_probs, strict=True)
+    ]
 
 
 def test_preorder_keeps_families_together() -> None:

@@ -467,7 +467,7 @@ def test_drafts_outlast_a_rest(name: str, monkeypatch: pytest.MonkeyPatch) -> No
 def test_drafts_without_what_they_were_drawn_from_are_gone(
     strategy: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The chances that modules drew from are the last step's; who was not in it drafts anew."""
+    """Modules drew from probabilities of the last step; a request outside it drafts anew."""
     engine = engine_of("mtp")
     rested, dropped, num_drafts = set[Request](), 0, 0
     launch, at = engine._runner.launch, engine._scheduler.at

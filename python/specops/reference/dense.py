@@ -93,7 +93,7 @@ def _by_input(scales: Tensor, weight: QuantizedWeight) -> Tensor:
 
 
 def dequantize_weight(weight: QuantizedWeight, dtype: torch.dtype = torch.float32) -> Tensor:
-    """value * scale + offset, each rounded to float32; columns in the order of a row's inputs."""
+    """Value * scale + offset, each rounded to float32; columns in the order of a row's inputs."""
     out = _code_values(weight) * _by_input(weight.scales, weight)
     if weight.offsets is not None:
         out = out + _by_input(weight.offsets, weight)
@@ -130,7 +130,7 @@ def integer_rows(x: Tensor, activations: str = "int16") -> tuple[Tensor, Tensor]
 
 
 def fused_multiply_add(a: Tensor, b: Tensor, c: Tensor) -> Tensor:
-    """a * b + c of float32, rounded once.
+    """A * b + c of float32, rounded once.
 
     In float64 the product is exact, and a sum that is rounded to odd is rounded to float32 as the
     exact one would be (Boldo and Melquiond 2008).

@@ -99,7 +99,7 @@ def _occurrences(sequences: Iterable[_Sequence], string: list[int]) -> list[_Occ
 
 
 def _float32(x: float) -> float:
-    """x rounded; for sums, products and quotients of two float32 this is float32 arithmetic."""
+    """X rounded; for sums, products and quotients of two float32 this is float32 arithmetic."""
     return ctypes.c_float(x).value
 
 

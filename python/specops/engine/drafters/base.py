@@ -169,7 +169,7 @@ class Proposals:
         count = self.counts[slot] = len(tree.token_ids)
         self.token_ids[slot, :count] = tree.token_ids
         self.parents[slot, :count] = tree.parents
-        self.confidences[slot, :count] = tree.chances
+        self.confidences[slot, :count] = tree.acceptance_probs
         self.are_trees[slot] = True
 
     def of_slots(self, slots: Sequence[int]) -> "Proposals":

@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from specops.batching import Preorder, preorder
+from specops.engine.drafters.acceptance import RequestAcceptance
 from specops.engine.drafters.base import (
     Drafter,
     DrafterContext,
@@ -23,7 +24,6 @@ from specops.engine.drafters.base import (
     Scheduled,
     StepResults,
 )
-from specops.engine.drafters.chances import RequestChances
 from specops.engine.drafters.draft_probs import DraftProbs
 from specops.engine.drafters.methods import (
     COMPANIONS,
@@ -105,7 +105,7 @@ class Drafting:
         self.failures = dict.fromkeys((*(one.name for one in everyone), _SELECTION), 0)
         self._num_logged: dict[str, int] = {}  # failures by description
         self._selector: DraftSelector | None = None
-        self._chances: dict[Request, RequestChances] = {}  # requests with draft selection
+        self._acceptance: dict[Request, RequestAcceptance] = {}  # requests with draft selection
         # For the next step: confidences of the selected drafts by request, and trees by slot.
         self._selected: dict[Request, list[float]] = {}
         self._trees: dict[int, Preorder] = {}
@@ -280,8 +280,8 @@ class Drafting:
         if has_moved:
             self.proposals = self.proposals.widened(request.speculative.num_speculative_tokens)
         config = request.speculative
-        if self._selector is not None and config.selects_drafts and request not in self._chances:
-            self._chances[request] = self._selector.start(config.drafters_name)
+        if self._selector is not None and config.selects_drafts and request not in self._acceptance:
+            self._acceptance[request] = self._selector.start(config.drafters_name)
         drafters = self._drafters_of(request)
         for drafter in drafters:
             self._requests[drafter].add(request)
@@ -315,7 +315,7 @@ class Drafting:
         drafters = self._drafters_of(request)
         request.draft_stages.clear()
         request.draft_limit = 0
-        self._chances.pop(request, None)
+        self._acceptance.pop(request, None)
         self._ask_each(drafters, "leave", request)
 
     def forget(self) -> None:
@@ -341,8 +341,8 @@ class Drafting:
             return
         self._trees.clear()
         self._selected.clear()
-        selected = [one for one in requests if one in self._chances] if self._chances else []
-        fixed = [one for one in requests if one not in self._chances] if selected else requests
+        selected = [one for one in requests if one in self._acceptance] if self._acceptance else []
+        fixed = [one for one in requests if one not in self._acceptance] if selected else requests
         proposed = list(map(self.num_proposed, fixed))
         rows = len(fixed)
         are_trees = self.proposals.are_trees.any()
@@ -379,8 +379,8 @@ class Drafting:
             confidences.append(own)
             is_tree = count and self._is_tree(request)
             parents.append(self.proposals.parents[slot, :count].tolist() if is_tree else None)
-        chances = [self._chances[request] for request in requests]
-        chosen = self._selector.select(chances, confidences, parents, room, others)
+        acceptance = [self._acceptance[request] for request in requests]
+        chosen = self._selector.select(acceptance, confidences, parents, room, others)
         for request, nodes, own, tree in zip(requests, chosen, confidences, parents, strict=True):
             request.num_drafts = len(nodes)
             request.draft_parents = None
@@ -399,9 +399,9 @@ class Drafting:
             return
         requests = [self._running.get(part.slot) for part in parts]
         seen = [
-            (self._chances[request], own[: part.num_drafts], path, part.draft_parents)
+            (self._acceptance[request], own[: part.num_drafts], path, part.draft_parents)
             for request, part, path in zip(requests, parts, accepted, strict=True)
-            if part.num_drafts and request in self._chances  # not ended in the meantime
+            if part.num_drafts and request in self._acceptance  # not ended in the meantime
             if (own := self._selected.get(request))
         ]
         if not seen:

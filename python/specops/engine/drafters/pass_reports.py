@@ -142,7 +142,7 @@ class PassReports:
             return  # no second token in the vocabulary: the drafts stay a chain
         tokens = proposals.token_ids[slot, :count].tolist()
         # Prefer the probability reported for the token here: it includes changes to the logits.
-        chances = [
+        acceptance_probs = [
             dict(place).get(token, chance)
             for place, token, chance in zip(
                 places, tokens, proposals.confidences[slot, :count].tolist(), strict=True
@@ -151,7 +151,7 @@ class PassReports:
         others: list[tuple[int, float]] = []
         for token, (first, second, *_) in zip(tokens, places, strict=True):
             others.append(second if first[0] == token else first)
-        chain = list(zip(tokens, chances, strict=True))
+        chain = list(zip(tokens, acceptance_probs, strict=True))
         proposals.put_tree(slot, branch_chain(chain, others, part.draft_limit))
 
     def _likeliest_of(self, depth: int, index: int) -> list[tuple[int, float]]:
@@ -160,5 +160,5 @@ class PassReports:
         token_map = self._trees.token_map
         tokens = self._likeliest[depth].host[index]
         tokens = tokens if token_map is None else token_map[tokens]
-        chances = np.exp(self._their_logprobs[depth].host[index]).clip(max=1.0)
-        return list(zip(tokens.tolist(), chances.tolist(), strict=True))
+        acceptance_probs = np.exp(self._their_logprobs[depth].host[index]).clip(max=1.0)
+        return list(zip(tokens.tolist(), acceptance_probs.tolist(), strict=True))

@@ -10,9 +10,9 @@ from collections.abc import Sequence
 from itertools import accumulate, chain
 from typing import TypeAlias
 
-from specops.engine.drafters.chances import MethodChances, RequestChances
+from specops.engine.drafters.acceptance import MethodAcceptance, RequestAcceptance
 
-Chances: TypeAlias = Sequence[RequestChances]
+Acceptances: TypeAlias = Sequence[RequestAcceptance]
 Floats: TypeAlias = Sequence[Sequence[float]]
 Nodes: TypeAlias = Sequence[Sequence[int]]
 Trees: TypeAlias = Sequence[Sequence[int] | None]
@@ -29,21 +29,21 @@ class DraftSelector:
 
     def __init__(self, seconds: Sequence[float]) -> None:
         self.seconds = seconds
-        self._methods: dict[str, MethodChances] = {}
+        self._methods: dict[str, MethodAcceptance] = {}
         self._credit = 0.0  # tokens that tests may still cost
-        self._tested: set[RequestChances] = set()  # requests tested in the step
+        self._tested: set[RequestAcceptance] = set()  # requests tested in the step
 
-    def start(self, method: str) -> RequestChances:
+    def start(self, method: str) -> RequestAcceptance:
         """Return the acceptance probabilities of a new request."""
-        return RequestChances(self._methods.setdefault(method, MethodChances()))
+        return RequestAcceptance(self._methods.setdefault(method, MethodAcceptance()))
 
     def select(
-        self, chances: Chances, confidences: Floats, parents: Trees, room: int, others: int
+        self, acceptance: Acceptances, confidences: Floats, parents: Trees, room: int, others: int
     ) -> list[list[int]]:
         """Choose the drafts that a step verifies, always together with their ancestors.
 
         Args:
-            chances: acceptance probabilities of all requests with draft selection in the step.
+            acceptance: acceptance probabilities of all requests with draft selection in the step.
             confidences: of each request's drafts, in [0, 1]; empty if it has no drafts.
             parents: for each draft, the index of its parent, which precedes it, or -1 for the last
                 token. None for a request whose drafts are a chain.
@@ -55,10 +55,10 @@ class DraftSelector:
         """
         products = [
             one.products(own, tree) if own else []
-            for one, own, tree in zip(chances, confidences, parents, strict=True)
+            for one, own, tree in zip(acceptance, confidences, parents, strict=True)
         ]
         self._tested.clear()
-        rows = len(chances) + others
+        rows = len(acceptance) + others
         best = sorted(chain.from_iterable(products), reverse=True)[:room]
         tokens = accumulate(best, initial=float(rows))  # other rows count as one token each
         rates = [n / t for n, t in zip(tokens, self.seconds[rows:], strict=False)]
@@ -73,7 +73,7 @@ class DraftSelector:
         if idle and self._may_test(len(idle), rows + count, room - count):
             for i in idle:
                 chosen[i].append(products[i].index(max(products[i])))
-                self._tested.add(chances[i])
+                self._tested.add(acceptance[i])
         return chosen
 
     def _may_test(self, count: int, rows: int, room: int) -> bool:
@@ -90,15 +90,17 @@ class DraftSelector:
         self._credit = 0.0 if is_due else self._credit
         return is_due
 
-    def observe(self, chances: Chances, verified: Floats, accepted: Nodes, parents: Trees) -> None:
+    def observe(
+        self, acceptance: Acceptances, verified: Floats, accepted: Nodes, parents: Trees
+    ) -> None:
         """Count the outcome of the verified drafts of some requests.
 
         Args:
-            chances, parents: of the requests and their verified drafts, as in `select`.
+            acceptance, parents: of the requests and their verified drafts, as in `select`.
             verified: confidences of these drafts.
             accepted: the accepted ones, along a path; for a chain any sequence of the same length.
         """
-        for one, own, path, tree in zip(chances, verified, accepted, parents, strict=True):
+        for one, own, path, tree in zip(acceptance, verified, accepted, parents, strict=True):
             decided = own[: len(path) + 1]
             if tree is not None:
                 reached = {-1, *path}

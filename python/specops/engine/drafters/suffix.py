@@ -307,11 +307,11 @@ def _branches_of(proposals: Proposals, slot: int) -> list[Branch]:
     count = int(proposals.counts[slot])
     parents = proposals.parents[slot, :count].tolist()
     paths = paths_of(proposals.token_ids[slot, :count].tolist(), parents)
-    chances: list[float] = []
+    acceptance_probs: list[float] = []
     for parent, own in zip(parents, proposals.confidences[slot, :count].tolist(), strict=True):
-        chances.append(own * (chances[parent] if parent >= 0 else 1.0))
+        acceptance_probs.append(own * (acceptance_probs[parent] if parent >= 0 else 1.0))
     sources = proposals.stages[slot, :count].tolist()
-    return list(map(Branch, paths, chances, sources))
+    return list(map(Branch, paths, acceptance_probs, sources))
 
 
 def _scope_of(request: Request) -> str:

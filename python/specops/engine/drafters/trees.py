@@ -19,7 +19,7 @@ class DraftTree(NamedTuple):
 
     token_ids: list[int]
     parents: list[int]  # index of each node's parent, or -1
-    chances: list[float]  # probability that each is accepted if its ancestors are
+    acceptance_probs: list[float]  # probability that each is accepted if its ancestors are
 
 
 # Arguments: the likeliest (token, probability) pairs of each draft, and the node limit.
@@ -102,7 +102,7 @@ def joint_tree(places: Sequence[Sequence[tuple[int, float]]], room: int) -> Draf
     """
     tokens: list[int] = []
     parents: list[int] = []
-    chances: list[float] = []
+    acceptance_probs: list[float] = []
     # (-path probability, depth, parent node, rank among the tokens of this depth)
     left = [(-places[0][0][1], 0, -1, 0)] if places else []
     while left and len(tokens) < room:
@@ -111,14 +111,14 @@ def joint_tree(places: Sequence[Sequence[tuple[int, float]]], room: int) -> Draf
         node = len(tokens)
         tokens.append(token)
         parents.append(parent)
-        chances.append(chance)
+        acceptance_probs.append(chance)
         if rank + 1 < len(places[depth]):
             above = path / chance if chance else 0.0
             entry = (above * places[depth][rank + 1][1], depth, parent, rank + 1)
             heapq.heappush(left, entry)
         if depth + 1 < len(places):
             heapq.heappush(left, (path * places[depth + 1][0][1], depth + 1, node, 0))
-    return DraftTree(tokens, parents, chances)
+    return DraftTree(tokens, parents, acceptance_probs)
 
 
 Path = tuple[int, ...]
@@ -190,7 +190,7 @@ def static_tree(
     nodes: dict[tuple[int, ...], int] = {(): -1}
     tokens: list[int] = []
     parents: list[int] = []
-    chances: list[float] = []
+    acceptance_probs: list[float] = []
     for path in paths:
         if len(tokens) == room:
             break
@@ -200,8 +200,8 @@ def static_tree(
         parents.append(nodes[tuple(path[:-1])])
         nodes[tuple(path)] = len(tokens)
         tokens.append(token)
-        chances.append(chance)
-    return DraftTree(tokens, parents, chances)
+        acceptance_probs.append(chance)
+    return DraftTree(tokens, parents, acceptance_probs)
 
 
 def _sharpened(first: float, second: float) -> tuple[float, float]:

@@ -51,4 +51,6 @@ def reserve_draft_pages(plan: Plan, slots: Slots, grammar_turns: GrammarTurns) -
             behind = request.draft_kv.num_rows_behind(part.draft_limit)
             if behind > 0:
                 end = part.begin + part.num_rows + behind
-                slots.reserve_behind(request, min(end, request.draft_kv.end_of_rows(request.max_len)))
+                slots.reserve_behind(
+                    request, min(end, request.draft_kv.end_of_rows(request.max_len))
+                )

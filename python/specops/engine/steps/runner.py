@@ -16,7 +16,7 @@ from specops.engine.drafters.drafting import Drafting
 from specops.engine.emitted import Emitted
 from specops.engine.features import Feature
 from specops.engine.memory.step_memory import StepMemory
-from specops.engine.memory.step_shape import StepShape, page_capacity, rounded, bucket
+from specops.engine.memory.step_shape import StepShape, bucket, page_capacity, rounded
 from specops.engine.models import CacheRoom, Transformer
 from specops.engine.outputs import StepDrafts, TokenLogprob
 from specops.engine.plan import Part, Plan, PrefixGroups

@@ -10,7 +10,7 @@ _OWN_PRIOR = 8.0  # weight of the method's probabilities against a request's cou
 _OWN_MEMORY = 0.97  # decay of a request's counts per verification
 
 
-class MethodChances:
+class MethodAcceptance:
     """Counts of a method's decided drafts, by bucket of confidence.
 
     Attributes:
@@ -34,7 +34,7 @@ class MethodChances:
         ]
 
 
-class RequestChances:
+class RequestAcceptance:
     """Acceptance probabilities of one request's drafts: the method's, corrected by its own counts.
 
     If fewer of its drafts were accepted than the method's counts predict, all acceptance
@@ -46,7 +46,7 @@ class RequestChances:
 
     __slots__ = ("_accepted", "_decided", "_expected", "_method", "_offset", "_scale")
 
-    def __init__(self, method: MethodChances) -> None:
+    def __init__(self, method: MethodAcceptance) -> None:
         self._method = method
         self._decided = self._accepted = self._expected = 0.0
         self._offset, self._scale = 0.0, 1.0
