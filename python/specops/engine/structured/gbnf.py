@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-r"""Conversion of grammars in GBNF, the notation of llama.cpp and xgrammar, to llguidance's Lark.
+r"""Conversion of grammars in GBNF, a notation that xgrammar reads as well, to llguidance's Lark.
 
 llguidance's converter does the work, with three corrections. (1) It turns rules without references
 into terminals. A lexer takes the longest match of a terminal, so `ws "\n"` could never match if
