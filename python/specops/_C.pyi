@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-# Types of the compiled module. Private and positional: the documented functions are in the family
-# modules. torch_ops.py makes the schemas of torch.ops.specops from this file.
+# Types of the compiled module. Its functions are private and positional; the documented functions
+# are in the family modules. torch_ops.py makes the schemas of torch.ops.specops from this file.
 from collections.abc import Hashable
 from os import PathLike
 
@@ -26,7 +26,7 @@ def set_kernel_overlap(overlap: bool) -> None: ...
 def kernel_overlap() -> bool: ...
 
 has_cuda: bool
-no_gradient: str  # what a tensor must be that may need none
+no_gradient: str  # error text for a tensor that must not require gradients
 
 def take_error(out: Written) -> None: ...
 def take_error_sync(device: int) -> int: ...

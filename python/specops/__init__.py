@@ -10,9 +10,9 @@ ngram, suffix_tree, predicted_text    drafts without a model
 quantization  weights of 8 and 4 bits
 runtime       threads, instruction sets, errors of CUDA ops
 
-`import specops` is enough to call `specops.sampling.verify`. Imported by their own names:
-`specops.reference` (all ops in plain PyTorch: the specification), `specops.transformers` (Hugging
-Face transformers) and `specops.torch_ops` (torch.compile).
+`import specops` is enough to call `specops.sampling.verify`. Three modules must be imported by
+name: `specops.reference` (all ops in plain PyTorch: the specification), `specops.transformers`
+(Hugging Face transformers) and `specops.torch_ops` (torch.compile).
 
 Every op takes torch tensors, runs on the device they live on, and keeps the row-identity contract
 of docs/exactness.md: the bits of an output row depend only on that row's own request.
@@ -79,7 +79,7 @@ _MODULES = {
 
 
 def __getattr__(name: str) -> Any:
-    """Imports what is asked for: torch takes seconds, and `specops --help` has no use for it."""
+    """Import a submodule on first use: torch takes seconds, and `specops --help` needs none."""
     if name in _MODULES:
         return import_module(f"specops.{name}")
     if name not in __all__:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`python -m specops`: the command `specops`, where no console script is installed."""
+"""`python -m specops`: the `specops` command without the console script."""
 
 import sys
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The kind of CPU that figures are kept by; imports nothing that is compiled."""
+"""CPU name under which measurements are stored; imports nothing that is compiled."""
 
 import platform
 import re
@@ -7,13 +7,13 @@ from pathlib import Path
 
 
 def cpu_name() -> str:
-    """The kind of this machine's CPU, such as "AMD EPYC family 25"."""
+    """Return the model of this machine's CPU, such as "AMD EPYC family 25"."""
     file = Path("/proc/cpuinfo")
     return name_in(file.read_text()) if file.exists() else platform.processor()
 
 
 def name_in(cpuinfo: str) -> str:
-    """The name of the first CPU that Linux lists."""
+    """Return the name of the first CPU in the text of /proc/cpuinfo."""
     first = cpuinfo.partition("\n\n")[0]
     said: dict[str, str] = dict(re.findall(r"^(.*?)\s*: (.*)$", first, re.MULTILINE))
     if "CPU part" in said:  # ARM has numbers instead of a name

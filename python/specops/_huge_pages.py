@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Memory of weights in large pages.
+"""Huge pages for the memory of weights.
 
-A kernel reads every page of a weight once a step, and where a page lies is in no cache by then.
-With pages of 4 KiB, under a hypervisor above all, finding them took up to a third of a product's
+A kernel reads every page of a weight once per step, so each access misses the TLB. With pages of
+4 KiB, especially under a hypervisor, address translation took up to a third of a matrix product's
 time.
 """
 
@@ -12,19 +12,19 @@ import mmap
 from torch import Tensor
 
 _HUGE = 2 << 20
-_ADVICE: int | None = getattr(mmap, "MADV_HUGEPAGE", None)  # Linux alone has it
+_ADVICE: int | None = getattr(mmap, "MADV_HUGEPAGE", None)  # defined on Linux only
 
 
 def ask_for_huge_pages(tensor: Tensor) -> Tensor:
-    """Asks the system for huge pages where a tensor lies, and returns the tensor.
+    """Advise the system to back a CPU tensor with huge pages, and return the tensor.
 
-    It is best asked before the memory is touched first. Nothing depends on whether the system has
-    any: the advice changes no byte. Tensors below 2 MiB and those of other devices are left alone.
+    The advice works best before the memory is first touched. It changes no byte, and the system may
+    ignore it. Tensors below 2 MiB and tensors on other devices are left alone.
     """
     size = tensor.nbytes
     if _ADVICE is None or type(tensor) is not Tensor or not tensor.is_cpu or size < _HUGE:
         return tensor
-    # Whatever shares its first page and its last is asked for, too.
+    # The range is rounded out to whole huge pages, so it may include neighboring data.
     begin = tensor.data_ptr() // _HUGE * _HUGE
     end = -(-(tensor.data_ptr() + size) // _HUGE) * _HUGE
     ctypes.CDLL(None).madvise(

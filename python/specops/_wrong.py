@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How wrappers look at their arguments before the op has checked them."""
+"""Helpers that let wrappers read their arguments before the op has checked them."""
 
 import operator
 from collections.abc import Callable, Sequence
@@ -12,11 +12,11 @@ T = TypeVar("T")
 
 
 def unless_wrong(look: Callable[[], T]) -> T | None:
-    """Returns `look()`, or None where arguments are of kinds that it cannot work with.
+    """Return `look()`, or None if it raises because an argument has the wrong kind.
 
-    The op that is called next names the argument and says what it must be. `look` makes nothing
-    that is as large as the caller's tensors: where memory runs out no argument is wrong, and
-    torch's own error must come out.
+    The op that is called next reports the wrong argument and what it must be. `look` must not
+    allocate anything as large as the caller's tensors: running out of memory is no wrong argument,
+    and torch's own error must reach the caller.
     """
     try:
         return look()
@@ -25,10 +25,10 @@ def unless_wrong(look: Callable[[], T]) -> T | None:
 
 
 def empty(look: Callable[[], tuple[Sequence[int], torch.dtype | None, Tensor]]) -> Any:
-    """Makes a tensor of the shape and dtype that `look` reads off arguments, beside a third one.
+    """Allocate a tensor for an op's output, with a shape and dtype read from its arguments.
 
-    dtype None: that of the third one. Returns None where it cannot read them, as in
-    `unless_wrong`: then the op raises.
+    `look` returns a shape, a dtype (None: that of the third value) and a tensor whose device is
+    used. Return None if `look` raises, as in `unless_wrong`: the op then reports the bad argument.
     """
     try:
         shape, dtype, beside = look()
@@ -37,31 +37,31 @@ def empty(look: Callable[[], tuple[Sequence[int], torch.dtype | None, Tensor]]) 
         return None
     if beside.is_nested:
         return None
-    # One by one: torch reads a tuple more slowly. No output of an op is a scalar.
+    # Sizes are passed one by one: torch reads a tuple more slowly. No op returns a scalar.
     return make(*shape, dtype=dtype) if shape else None
 
 
 def describe(value: object) -> str:
-    """What an error says it has got, in the ops' own words."""
+    """Return the text for "got ..." in an error message, in the form that the ops use."""
     if isinstance(value, Tensor) and not value.is_nested:
         return f"{describe(value.dtype)} {list(value.shape)}"
     if isinstance(value, torch.dtype):
         return str(value).removeprefix("torch.")
     if value is None or isinstance(value, int | float | str):
-        text = unless_wrong(lambda: repr(value))  # of too many digits Python has none
+        text = unless_wrong(lambda: repr(value))  # fails for ints above Python's digit limit
         if text is not None:
             return text if len(text) <= 80 else text[:80] + "..."
     return type(value).__name__
 
 
 def check_int(op: str, name: str, value: Any, least: int = 0) -> None:
-    """Checks a size that the wrapper makes tensors of, in the ops' own words.
+    """Check a size before the wrapper allocates a tensor with it.
 
     Raises:
-        ValueError: it is no int32 of at least `least`.
+        ValueError: `value` is no int32 of at least `least`; worded like the ops' own errors.
     """
     number = value
-    if not isinstance(value, int) and not hasattr(value, "__dlpack__"):  # such as numpy's
+    if not isinstance(value, int) and not hasattr(value, "__dlpack__"):  # such as numpy scalars
         number = unless_wrong(lambda: operator.index(value))
     is_int = isinstance(number, int) and not isinstance(number, bool)
     if not is_int or not least <= number < 2**31:
@@ -71,10 +71,10 @@ def check_int(op: str, name: str, value: Any, least: int = 0) -> None:
 
 
 def check_kind(op: str, name: str, value: object, kind: type, source: str = "") -> None:
-    """Checks an argument whose fields the wrapper reads.
+    """Check the type of an argument before the wrapper reads its fields.
 
     Raises:
-        ValueError: it is no `kind`.
+        ValueError: `value` is no `kind`.
     """
     if not isinstance(value, kind):
         raise ValueError(f"{op}: {name} must be a {kind.__name__}{source}, got {describe(value)}")

@@ -39,8 +39,8 @@ _SCALING_KEYS = {
         "truncate",
     },
 }
-_MAX_HEAD_DIM = 256  # of `rope_append_kv`
-LATENT_DIM = 512  # of latent attention: elements of a token's key that are its value, too
+_MAX_HEAD_DIM = 256  # limit of `rope_append_kv`
+LATENT_DIM = 512  # latent attention: elements of a token's key that are its value as well
 
 # Keys of a checkpoint's rope_parameters that are not part of the scaling.
 _COMMON_KEYS = {"rope_type", "type", "rope_theta", "partial_rotary_factor"}
@@ -52,10 +52,10 @@ def rope_cos_sin(
     theta: float,
     scaling: Mapping[str, Any] | None = None,
 ) -> Tensor:
-    """Tabulates the cosines and sines of the rotary embedding.
+    """Tabulate the cosines and sines of the rotary embedding.
 
-    Position p and pair i have the angle p * theta^(-2i / rotary_dim), its frequency changed by
-    `scaling`: same as `reference.rope_cos_sin`.
+    Same as `reference.rope_cos_sin`. Position p and pair i have the angle
+    p * theta^(-2i / rotary_dim), with its frequency changed by `scaling`.
 
     Args:
         max_positions: number of positions.
@@ -65,8 +65,8 @@ def rope_cos_sin(
             "default", "linear", "llama3" or "yarn" with its keys. None: default.
 
     Returns:
-        [max_positions, rotary_dim], float32: the cosine of every pair, then the sine, both times
-        the attention factor of yarn.
+        [max_positions, rotary_dim], float32: the cosine of every pair, then the sine; yarn
+        multiplies both by its attention factor.
 
     Raises:
         ValueError: the rope_type is unknown, a key is missing or unknown, or the sizes are wrong.
@@ -138,7 +138,7 @@ def rope_cos_sin(
 
 
 def _check_positive(name: str, value: Any) -> None:
-    """Of a number that frequencies or angles are divided by or multiplied with."""
+    """Check that a factor of frequencies or angles is a finite number above 0."""
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     if not is_number or not 0 < value <= sys.float_info.max:
         raise ValueError(
@@ -149,7 +149,7 @@ def _check_positive(name: str, value: Any) -> None:
 def _llama3_frequencies(
     inv_freq: Tensor, factor: float, low_factor: float, high_factor: float, old_len: float
 ) -> Tensor:
-    """Long wavelengths are slowed by `factor`, short ones kept, those between interpolated."""
+    """Slow long wavelengths by `factor`, keep short ones and interpolate between them."""
     wavelength = 2 * math.pi / inv_freq
     smooth = (old_len / wavelength - low_factor) / (high_factor - low_factor)
     between = (1 - smooth) * inv_freq / factor + smooth * inv_freq
@@ -166,7 +166,7 @@ def _yarn_frequencies(
     beta_slow: float,
     truncate: bool,
 ) -> Tensor:
-    """Pairs that turn often in the old context are kept, the slow ones slowed by `factor`."""
+    """Slow pairs that turn rarely in the old context by `factor`, and keep the fast ones."""
     rotary_dim = 2 * freq.numel()
 
     def pair_with(rotations: float) -> float:
@@ -186,7 +186,7 @@ def _yarn_frequencies(
 
 
 def _yarn_attention_factor(factor: float, options: Mapping[str, Any]) -> float:
-    """The scale of the cosines and sines: given, or from the length factor."""
+    """Return the scale of the cosines and sines: from `options`, or derived from `factor`."""
 
     def mscale(weight: float) -> float:
         return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
@@ -216,19 +216,19 @@ def rope_append_kv(
     v_scales: Tensor | None = None,
     q_out: Tensor | None = None,
 ) -> Tensor:
-    """Rotates q and k by their positions and writes k and v INTO THE CACHE, in one pass.
+    """Rotate q and k by their positions and write k and v INTO THE CACHE, in one pass.
 
     Same as `reference.rope_append_kv`. Per head: optional RMSNorm (rounded to the dtype, times the
     weight, rounded), then RoPE of the first rotary_dim elements in fp32, rounded once.
 
-    A cache of the dtype of `q` takes keys and values as they then are. One of int8 or float8_e4m3fn
-    takes them quantized, each token's head x with a scale of its own::
+    A cache of the dtype of `q` stores the results unchanged. An int8 or float8_e4m3fn cache stores
+    them quantized, with one scale per token and head x::
 
-        scale = max |x| / 127              of float8_e4m3fn: / 448, the largest number it has
+        scale = max |x| / 127              float8_e4m3fn: / 448, its largest number
         elements = round(x / scale)        to the nearest element, ties to even
 
-    all in fp32. Where that scale is no normal float32 (below 2^-126), as of zeros, the elements and
-    the scale are 0. Where x has a NaN or an infinity, the elements are 0 and the scale is NaN, so
+    all in fp32. If that scale is no normal float32 (below 2^-126), as for zeros, the elements and
+    the scale are 0. If x has a NaN or an infinity, the elements are 0 and the scale is NaN, so
     every row that sees the token becomes NaN.
 
     Args:
@@ -237,7 +237,7 @@ def rope_append_kv(
         k: [rows, num_kv_heads, head_dim], dtype of `q`.
         v: [rows, num_kv_heads, head_dim], dtype of `q`.
         k_cache: [num_pages, page_size, num_kv_heads, head_dim], dtype of `q`, int8 or
-            float8_e4m3fn; the last two on CUDA with a `q` of bfloat16 alone. Written.
+            float8_e4m3fn; on CUDA the last two require a bfloat16 `q`. Written.
         v_cache: as `k_cache`. Written.
         cache_slots: [rows], int64. Slot page * page_size + offset of each row; -1 writes nothing.
         positions: [rows], int32. Absolute position of each row; -1 is a padding row, whose slot
@@ -247,9 +247,9 @@ def rope_append_kv(
         q_norm_weight: [head_dim], dtype of `q`. None: q is not normalised.
         k_norm_weight: [head_dim], dtype of `q`. None: k is not normalised.
         norm_eps: added to the mean square of a head; finite, at least 0.
-        k_scales: [num_pages, page_size, num_kv_heads], float32: the factors of the elements of
-            `k_cache`. Written. Needed by 8-bit caches, None with others.
-        v_scales: as `k_scales`, of `v_cache`.
+        k_scales: [num_pages, page_size, num_kv_heads], float32: the scales of the elements of
+            `k_cache`. Written. Required by 8-bit caches, None with others.
+        v_scales: as `k_scales`, for `v_cache`.
         q_out: [rows, num_qo_heads, head_dim], dtype of `q`. May be `q`. Allocated when absent.
 
     Returns:
@@ -260,8 +260,8 @@ def rope_append_kv(
             is out of range; nothing has been written then.
 
     Note:
-        Deterministic; a row depends only on itself. Two rows with one slot: either wins. The
-        contents of an 8-bit cache are the same on every device and instruction set.
+        Deterministic; a row depends only on itself. If two rows have the same slot, either may win.
+        The contents of an 8-bit cache are the same on every device and instruction set.
 
     Source: Su et al. 2021, "RoFormer".
     """
@@ -300,12 +300,12 @@ def rope_append_latent(
     norm_eps: float = 1e-6,
     q_out: Tensor | None = None,
 ) -> Tensor:
-    """Prepares latent attention (MLA): rotates q and k, and writes latents and keys INTO THE CACHE.
+    """Rotate q and k of latent attention (MLA) and write latents and keys INTO THE CACHE.
 
     Same as `reference.rope_append_latent`. `kv` is the output of DeepSeek-V2's and V3's
     `kv_a_proj_with_mqa` for a token: its latent, and a key that all heads share. The latent gets an
-    RMSNorm (rounded to the dtype, times the weight, rounded), the last 64 elements of `kv` and of
-    each head of `q` their RoPE, in fp32, rounded once.
+    RMSNorm (rounded to the dtype, times the weight, rounded). The last 64 elements of `kv` and of
+    each head of `q` get RoPE in fp32, rounded once.
 
     Args:
         q: [rows, num_qo_heads, 576], float32, bfloat16 or float16. For each head, the absorbed
@@ -317,9 +317,9 @@ def rope_append_latent(
         positions: [rows], int32. Absolute position of each row; -1 is a padding row, whose slot
             must be -1 as well: its q_out is zero.
         cos_sin: [max_positions, 64], float32, from `rope_cos_sin`.
-        interleaved: rotate neighbours (2i, 2i + 1), as DeepSeek's checkpoints have it, instead of
+        interleaved: rotate neighbours (2i, 2i + 1), as DeepSeek's checkpoints require, instead of
             halves (i, i + 32).
-        norm_weight: [512], dtype of `q`: that of `kv_a_layernorm`. None: latents are not
+        norm_weight: [512], dtype of `q`: the weight of `kv_a_layernorm`. None: latents are not
             normalised.
         norm_eps: added to the mean square of a latent; finite, at least 0.
         q_out: [rows, num_qo_heads, 576], dtype of `q`. May be `q`. Allocated when absent.
@@ -332,7 +332,7 @@ def rope_append_latent(
             is out of range; nothing has been written then.
 
     Note:
-        Deterministic; a row depends on nothing but itself. Two rows with one slot: either wins.
+        Deterministic; a row depends only on itself. If two rows have the same slot, either may win.
 
     Source: DeepSeek-AI 2024, "DeepSeek-V2"; Su et al. 2021, "RoFormer".
     """
@@ -354,7 +354,7 @@ def rope_append_latent(
 
 
 class _AttentionOptions(TypedDict, total=False):
-    """The arguments of `append_attention` that do not affect the type of its result."""
+    """Arguments of `append_attention` that do not affect the type of its result."""
 
     sm_scale: float | None
     sliding_window: int | None
@@ -450,22 +450,22 @@ def append_attention(
     return_lse: bool = False,
     workspace: Tensor | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Attends from the last rows of each request to its whole paged KV cache.
+    """Compute attention from the last rows of each request to its whole paged KV cache.
 
     Same as `reference.append_attention`. Row i of a request with qo_len rows sits at position
     kv_len - qo_len + i and sees the positions up to its own, at most `sliding_window` of them. One
     call serves decoding (qo_len 1), verification (k + 1), prefill chunks and any mixture. Without
-    `is_causal` a row sees the positions after its own as well, to the end of the request, as the
-    rows of a block drafter do: it then equals, to the bit, the row that is its request's last.
+    `is_causal` a row sees the positions after its own as well, to the end of the request, which
+    block drafters need. Its bits are then those that its query gives as the request's last row.
 
-    A sink is an additional score of a head, without a value: it takes its share of the
-    probabilities and adds nothing to the result::
+    An attention sink is an extra logit per head without a value: it is in the softmax denominator
+    and adds nothing to the result::
 
         out = sum_t exp(score[t]) v[t] / (exp(sink) + sum_t exp(score[t]))
         lse = log(exp(sink) + sum_t exp(score[t]))
 
-    It joins a row's sums after all of its tokens. A sink of -inf is none, to the bit. As the lse
-    has it, `merge_states` of disjoint parts is right where exactly one of them had the sinks.
+    The sink is added after all tokens of the row. A sink of -inf gives the same bits as no sink.
+    The lse includes the sink, so use `merge_states` on parts of which exactly one had the sinks.
 
     Keys and values of 8-bit caches are elements times the scale of their token and head, as
     `rope_append_kv` writes them. The scales stay outside of the inner products::
@@ -475,18 +475,18 @@ def append_attention(
         out[d] = sum_t (p[t] v_scales[t]) v_cache[t, d]
 
     Without a `v_cache` attention is latent (MLA): a token has one key of 576 elements for all query
-    heads, of which the first 512, its latent, are its value as well, and the last 64 are rotated.
-    Queries come absorbed, and the output of a head is made of its latent afterwards::
+    heads. Its first 512 elements, the latent, are also its value; the last 64 are rotated. The
+    caller absorbs the queries and expands the output of each head afterwards::
 
         q[.., h, :512] = q_nope[.., h] w_uk[h]     w_uk: [num_qo_heads, qk_nope_head_dim, 512]
         q[.., h, 512:] = rope(q_rope[.., h])
         attended[.., h] = w_uv[h] out[.., h]       w_uv: [num_qo_heads, v_head_dim, 512]
 
-    which is what `reference.expanded_attention` computes from the keys and values of every head.
+    The result equals that of `reference.expanded_attention` with the keys and values of every head.
     This one form serves decoding, verification and prefill, so that all have the same bits.
 
     Requests that begin with the same pages (a system prompt, several samples of one prompt) may be
-    declared as groups, in levels from the widest to the narrowest, so that what they share is read
+    declared as groups, in levels from the widest to the narrowest, so that shared pages are read
     once for all of their rows instead of once per request::
 
         requests           a    b    c    d    e      a to e begin with the same 100 tokens,
@@ -495,59 +495,60 @@ def append_attention(
         prefix_lens    = [[100, 100, 100, 100, 100],
                           [300, 300, 0,   200, 200]]
 
-    This is only a schedule: the result is the same bit for bit. A declared prefix is shared only if
-    that saves more reading than it costs; on CUDA declaring anything takes two more launches, a few
-    microseconds.
+    The groups change the schedule only: the result is the same bit for bit. A declared prefix is
+    shared only if that saves more reading than it costs; on CUDA declaring any prefix takes two
+    more launches, a few microseconds.
 
     Args:
         q: [rows, num_qo_heads, head_dim], float32, bfloat16 or float16. Rows may be strided.
-            head_dim is 64, 96, 128 or 256, of latent attention 576.
+            head_dim is 64, 96, 128 or 256; 576 for latent attention.
         k_cache: [num_pages, page_size, num_kv_heads, head_dim], dtype of `q`, int8 or
-            float8_e4m3fn; the last two on CUDA with a `q` of bfloat16 alone. page_size is 16, 32 or
-            64; num_kv_heads divides num_qo_heads. The two patterns of float8_e4m3fn that mean NaN
-            read as 480 and -480. Of latent attention num_kv_heads is 1 and the dtype that of `q`,
+            float8_e4m3fn; on CUDA the last two require a bfloat16 `q`. page_size is 16, 32 or 64;
+            num_kv_heads divides num_qo_heads. The two bit patterns of float8_e4m3fn for NaN are
+            read as 480 and -480. For latent attention num_kv_heads is 1 and the dtype that of `q`,
             on CUDA bfloat16 or float16.
         v_cache: as `k_cache`. None: latent attention.
         qo_indptr: [batch + 1], int32. Rows qo_indptr[b] to qo_indptr[b + 1] belong to request b;
             a request may have none. Rows past the last entry yield zeros and an lse of -inf.
-        kv_indptr: [batch + 1], int32. Where each request's pages begin in `kv_indices`.
+        kv_indptr: [batch + 1], int32. Start of each request's pages in `kv_indices`.
         kv_indices: [pages], int32. Page ids, in order of position.
         kv_lens: [batch], int32. Length of each request, its rows of this call included.
-        sm_scale: scale of the scores; finite, at least 0. None: 1 / sqrt(head_dim). Latent
-            attention must be given it: it is that of the heads before absorption, 1 /
-            sqrt(qk_nope_head_dim + 64), times any factor of a scaled RoPE.
+        sm_scale: scale of the scores; finite, at least 0. None: 1 / sqrt(head_dim). Required for
+            latent attention: the scale of the heads before absorption, 1 / sqrt(qk_nope_head_dim +
+            64), times any factor of a scaled RoPE.
         sliding_window: positions a row sees, its own and those before it. None: all. Pages before
             every row's window are not read; their ids may be anything.
         is_causal: rows see no position after their own.
-        sinks: [num_qo_heads], float32. Not scaled by `sm_scale`; of infinity, rows are NaN. None:
-            no sinks.
+        sinks: [num_qo_heads], float32. Not scaled by `sm_scale`; a sink of +inf makes rows NaN.
+            None: no sinks.
         mask: [rows, words], int32. Bit j % 32 of word j // 32 of a row says whether the row sees
             the token at mask_starts[b] + j of its request b; tokens before that are seen, tokens
-            after the last bit are not. It hides tokens that the row would otherwise see. A row that
-            sees none gives zeros, and an lse of -inf or of its sink. None: nothing is hidden.
-        mask_starts: [batch], int32. None: each request's first row, so that bit j is its row j, as
-            the `ancestor_mask` of `build_tree` has it.
-        k_scales: [num_pages, page_size, num_kv_heads], float32. Needed by 8-bit caches, None with
-            others. Scales per head alone are the same value in all slots.
-        v_scales: as `k_scales`, of `v_cache`.
+            after the last bit are not. The mask only hides tokens that the row would otherwise
+            see. A row that sees no token gives zeros and an lse of -inf, or of its sink. None:
+            nothing is hidden.
+        mask_starts: [batch], int32. None: each request's first row, so that bit j stands for its
+            row j, as in the `ancestor_mask` of `build_tree`.
+        k_scales: [num_pages, page_size, num_kv_heads], float32. Required by 8-bit caches, None with
+            others. To use one scale per head, repeat it in all slots.
+        v_scales: as `k_scales`, for `v_cache`.
         prefix_leaders: [levels, batch], int32. Requests with the same value on a level are a group.
             They are neighbours, and the value is the index of the first. A group lies within one
             group of the level before. None: no request shares anything.
-        prefix_lens: [levels, batch], int32. How many leading tokens the group shares, one value
-            throughout the group, at least that of the level before and at most the kv_len - qo_len
-            (and the `mask_starts`, where there is a mask) of each request with rows: its members
-            name the same pages for these tokens. Without meaning for a group of one.
-        out: [rows, num_qo_heads, head_dim], dtype of `q`; of latent attention [rows, num_qo_heads,
-            512]. Allocated when absent.
-        lse: [rows, num_qo_heads], float32. Written when given: natural log-sum-exp of the scores,
-            the sink's included.
+        prefix_lens: [levels, batch], int32. Number of leading tokens that the group shares: the
+            same value throughout the group, at least that of the level before and at most the
+            kv_len - qo_len (with a mask, also the `mask_starts`) of each request with rows. The
+            members must name the same pages for these tokens. Ignored for a group of one.
+        out: [rows, num_qo_heads, head_dim], dtype of `q`; [rows, num_qo_heads, 512] for latent
+            attention. Allocated when absent.
+        lse: [rows, num_qo_heads], float32. If passed, receives the natural log-sum-exp of the
+            scores, sinks included.
         return_lse: return the lse too, allocated when absent.
         workspace: [floats], float32, for partial results of requests that are split among threads
             or SMs; see `attention_workspace_size`. Allocated when absent; a short one means less
-            splitting. On CUDA its head must be zero, and is zero again afterwards: calls on two
-            streams need one each, and after a call that the device aborted it must be zeroed. A
-            counter that has seen too many arrivals is reported as wrong data, since rows may then
-            be missing; two calls at a time that end up even are not noticed.
+            splitting. On CUDA its head must be zero and is zero again afterwards: use one per
+            stream, and zero it after a call that the device aborted. If a counter sees too many
+            arrivals, rows may be missing, and wrong data is reported; concurrent calls whose
+            arrivals happen to even out go undetected.
 
     Returns:
         `out`, or (`out`, `lse`) when `lse` is given or `return_lse` is set.
@@ -558,12 +559,12 @@ def append_attention(
             described, or not shared.
 
     Note:
-        The bits of a row depend only on its own query, its request's KV as far as it sees it, the
-        scale, the window and its head's sink: not on the other rows, the batch, page size, page
+        The bits of a row depend only on its own query, the part of its request's KV that it sees,
+        the scale, the window and its head's sink: not on the other rows, the batch, page size, page
         order, threads or declared prefixes. They do depend on the dtype of the caches. With a
-        mask they depend on the row's bits as well, and on where tokens lie that it does not see:
-        a node of a tree has other bits than in plain decoding, for which `tree_chains` is there.
-        Keys and values that a mask alone hides must be finite.
+        mask they also depend on the row's mask bits and on the positions of hidden tokens, so a
+        node of a tree has other bits than in plain decoding; `tree_chains` avoids that. Keys and
+        values that only a mask hides must be finite.
 
     Source: Dao et al. 2022 and 2023 (FlashAttention); Kwon et al. 2023 (paged KV); Xiao et al. 2023
         (attention sinks), OpenAI 2025 (gpt-oss); DeepSeek-AI 2024 (DeepSeek-V2: MLA, absorption).
@@ -615,7 +616,7 @@ def attention_workspace_size(
     batch: int,
     device: torch.device | str = "cpu",
 ) -> int:
-    """Returns a size of workspace, in floats, with which `append_attention` splits as it likes.
+    """Return the workspace size, in floats, that lets `append_attention` split without limit.
 
     Args:
         q_shape: shape of `q`: [rows, num_qo_heads, head_dim].
@@ -625,9 +626,9 @@ def attention_workspace_size(
         device: where the tensors of the call live.
 
     Returns:
-        The size; 0 where no request is long enough to be split. It suffices for every call of no
-        larger shapes, one after the other. On CUDA the head of the workspace counts arrivals: make
-        it of zeros; every call leaves the zeros in place.
+        The size; 0 if no request is long enough to be split. It suffices for consecutive calls with
+        these or smaller shapes. On CUDA the head of the workspace counts arrivals: allocate it with
+        zeros; every call leaves it zero.
 
     Raises:
         ValueError: a size is out of range.
@@ -645,24 +646,24 @@ def attention_workspace_size(
     return _workspace_size(q_shape, cache_shape, num_pages, batch, place)[0]
 
 
-# Where a block of `append_attention` on CUDA spends its time; see `set_phase_stamps`.
+# Phases of a block of `append_attention` on CUDA; see `set_phase_stamps`.
 PHASES = ("plan", "item", "load", "stream", "merge")
 
 
 def set_phase_stamps(stamps: Tensor | None) -> None:
-    """Makes `append_attention` on CUDA record the time of each phase in each block (benches).
+    """Make `append_attention` on CUDA record the time of each phase in each block (benches).
 
-    Calls then run another build of the kernel, which gives the same bits more slowly; the usual one
-    has no time stamps. It exists for bfloat16 with head_dim 128; other calls on CUDA are refused
-    meanwhile. A captured graph keeps the setting at its capture.
+    Calls then run a slower build of the kernel that records time stamps and gives the same bits.
+    It exists for bfloat16 with head_dim 128; other calls on CUDA fail meanwhile. A captured graph
+    keeps the setting at its capture.
 
     Args:
         stamps: [blocks, 8], int64, on CUDA; at least three rows for each SM. It must live until the
-            last such call has ended, which leaves in row b, of its block b: when it began and
-            ended, in nanoseconds by one clock for all blocks; the cycles of its SM that each of
-            `PHASES` took; and the low 32 bits of that SM's clock at the end. Rows of no block stay.
-            Of a call with shared prefixes, which is several launches, the last one counts. None: no
-            more stamps, the default.
+            last such call has ended. Row b receives, for block b: its start and end in nanoseconds
+            by one clock for all blocks; the SM cycles spent in each of `PHASES`; and the low 32
+            bits of the SM's clock at the end. Rows without a block are not written. A call with
+            shared prefixes makes several launches; the last one is recorded. None stops recording,
+            the default.
 
     Raises:
         ValueError: a shape, dtype, layout or device differs from the above.
@@ -677,7 +678,7 @@ def _workspace_size(
     batch: int,
     device: torch.device,
 ) -> tuple[int, int]:
-    """The size, and how much of the head must be zero."""
+    """Return the workspace size and the size of the head that must be zero, in floats."""
     rows, num_qo_heads, head_dim = q_shape
     index = -1
     if device.type == "cuda":
@@ -690,31 +691,31 @@ def _workspace_size(
 def merge_states(
     outs: Tensor, lses: Tensor, *, out: Tensor | None = None, lse: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Combines attention results over disjoint parts of the KV cache into one.
+    """Combine attention results over disjoint parts of the KV cache into one.
 
     Same as `reference.merge_states`: weights e^lse, states folded left in fp32, rounded once.
 
-    FlashInfer's function of this name takes [rows, states, ..], and an lse to base 2. Here states
-    come first, and the lse is a natural log. With as many states as rows, the wrong order cannot be
-    detected and gives wrong results: pass `outs.transpose(0, 1).contiguous()`, `lses` likewise,
-    times ln 2.
+    FlashInfer's function of this name takes [rows, states, ..] and an lse to base 2. Here states
+    come first, and the lse is a natural log. To convert, pass `outs.transpose(0, 1).contiguous()`
+    and `lses.transpose(0, 1).contiguous() * ln 2`. If there are as many states as rows, the wrong
+    order cannot be detected and gives wrong results.
 
     Args:
         outs: [states, rows, num_heads, head_dim], float32, bfloat16 or float16. head_dim is at
             least 1.
         lses: [states, rows, num_heads], float32. Natural log; -inf marks an empty state, which
-            contributes exactly nothing, whatever its `outs` hold.
+            contributes nothing, whatever values its `outs` hold.
         out: [rows, num_heads, head_dim], dtype of `outs`. Allocated when absent.
         lse: [rows, num_heads], float32. Allocated when absent.
 
     Returns:
-        (`out`, `lse`). Where every state is empty: zero and -inf.
+        (`out`, `lse`): zero and -inf where every state is empty.
 
     Raises:
         ValueError: a shape, dtype, layout or device differs from the above.
 
     Note:
-        Deterministic; a row and head depends on its own states alone.
+        Deterministic; the result of a row and head depends on its own states alone.
 
     Source: Milakov and Gimelshein 2018, "Online normalizer calculation for softmax".
     """
@@ -736,20 +737,20 @@ def compact_kv(
     kv_indptr: Tensor,
     kv_indices: Tensor,
 ) -> None:
-    """Moves keys and values of an accepted path of a tree to where a chain's would lie, IN PLACE.
+    """Move keys and values of an accepted tree path to the slots of a chain, IN PLACE.
 
     Same as `reference.compact_kv`. The rows of request b are its root, at position
     base = kv_lens[b] - rows, and its nodes, node j in slot base + 1 + j of the request's pages:
 
         slot base + 1 + i = slot base + 1 + accepted_nodes[b, i]   for i < num_accepted_tokens[b]
 
-    Rows of a step, such as the states that drafters read, are moved in the same way: they are a
-    cache of pages of one token, page r is row r, and a request's tokens are its rows.
+    Per-row tensors of a step, such as the hidden states that drafters read, can be moved in the
+    same way: pass them as a cache with pages of one token, where page r is row r.
 
     Args:
         k_cache: [num_pages, page_size, num_kv_heads, head_dim], float32, bfloat16, float16, int8 or
-            float8_e4m3fn. The scales of 8-bit caches are a pair of caches, too, which moves in a
-            call of its own: k_scales[..., None] and v_scales[..., None].
+            float8_e4m3fn. Move the scales of 8-bit caches in a second call, as the pair of caches
+            k_scales[..., None] and v_scales[..., None].
         v_cache: as `k_cache`; None: there is one cache.
         accepted_nodes: [batch, nodes], int32. Ascending; not read past num_accepted_tokens[b],
             where `verify` leaves -1.
@@ -765,11 +766,11 @@ def compact_kv(
         ValueError: a shape, dtype, layout or device differs from the above; a path does not ascend
             or leaves its request's nodes; a length or a page id in use is out of range. Nothing has
             been written then. On CUDA wrong values are reported by `specops.check_errors`, and
-            nothing of that request moves.
+            that request is left unchanged.
 
     Note:
-        Copies bits. Slots at and before the root are never written, nor is a token that is in its
-        place; so pages that requests share must end before the nodes, as they do anyway.
+        Copies bits. Slots at and before the root are never written, nor are tokens already in
+        place. Pages that requests share must end before the nodes, which is always so in practice.
 
     Source: Miao et al. 2023 (SpecInfer).
     """
@@ -786,7 +787,7 @@ def compact_kv(
 
 
 def copy_kv(k_cache: Tensor, v_cache: Tensor | None, from_slots: Tensor, to_slots: Tensor) -> None:
-    """Writes keys and values of tokens to other slots as well, IN PLACE.
+    """Copy keys and values of tokens to other slots, IN PLACE.
 
     Same as `reference.copy_kv`:
 
@@ -796,18 +797,18 @@ def copy_kv(k_cache: Tensor, v_cache: Tensor | None, from_slots: Tensor, to_slot
 
     Args:
         k_cache: [num_pages, page_size, num_kv_heads, head_dim], float32, bfloat16, float16, int8 or
-            float8_e4m3fn. The scales of 8-bit caches are a pair of caches, too, which moves in a
-            call of its own: k_scales[..., None] and v_scales[..., None].
-        v_cache: as `k_cache`; None: there is one cache, as of latents.
+            float8_e4m3fn. Copy the scales of 8-bit caches in a second call, as the pair of caches
+            k_scales[..., None] and v_scales[..., None].
+        v_cache: as `k_cache`; None: there is one cache, as for latent attention.
         from_slots: [copies], int64. Slots in the paged cache, page * page_size + offset. Not read
             where there is no copy.
-        to_slots: [copies], int64. -1: no copy. None may be there twice, or be one of `from_slots`:
-            the copies have no order.
+        to_slots: [copies], int64. -1: no copy. The copies have no order, so no slot may occur twice
+            or be one of `from_slots`.
 
     Raises:
         ValueError: a shape, dtype, layout or device differs from the above, or a slot is out of
             range; nothing has been written then. On CUDA a wrong slot is reported by
-            `specops.check_errors`, and that copy is left out.
+            `specops.check_errors`, and that copy is skipped.
 
     Note:
         Copies bits.

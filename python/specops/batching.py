@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Indices of a ragged batch: whose each row is, where it goes, and which rows get logits.
+"""Index arrays of a ragged batch: each row's request and cache slot, and the rows that get logits.
 
-Rows of all requests lie next to each other without padding. A kernel that thinks in a padded
-[batch, max_seq_len] matrix reads the offsets of that matrix from here; the matrix is never built.
+Rows of all requests lie next to each other without padding. For kernels that expect a padded
+[batch, max_seq_len] matrix, the arrays include the offsets in it; the matrix is never built.
 """
 
 from collections.abc import Sequence
@@ -24,19 +24,20 @@ class OutputMode(IntEnum):
 
     NONE = 0  # a prefill chunk that does not end the prompt
     LAST = 1  # plain decoding, or the chunk that ends the prompt
-    ALL = 2  # verification: every row, which are the last token's and one for each draft
+    ALL = 2  # verification: every row, for the last token and for each draft
 
 
 @dataclass
 class BatchIndices:
-    """The index arrays of one step, made by `prepare_batch`; entries past the real rows are -1.
+    """Index arrays of one step, made by `prepare_batch`; entries past the real rows are -1.
 
     Attributes:
         qo_indptr: [batch + 1], int32. Rows of request b are qo_indptr[b] .. qo_indptr[b + 1].
         row_to_request: [total_rows], int32.
         positions: [total_rows], int32. Absolute position of each row in its request.
         cache_slots: [total_rows], int64. Slot of each row in the paged cache.
-        output_indptr: [batch + 1], int32. Output rows of request b, likewise.
+        output_indptr: [batch + 1], int32. Output rows of request b are output_indptr[b] ..
+            output_indptr[b + 1].
         output_rows: [num_output_rows], int32. The row each output row comes from.
         output_row_to_request: [num_output_rows], int32.
         output_padding_offset: [num_output_rows], int32, or None without `max_seq_len`.
@@ -63,14 +64,14 @@ class BatchIndices:
         max_seq_len: int | None = None,
         device: torch.device | str = "cpu",
     ) -> "BatchIndices":
-        """Allocates the arrays, uninitialised, to be passed to `prepare_batch` as `out`.
+        """Allocate the arrays, uninitialised, to be passed to `prepare_batch` as `out`.
 
         Args:
             batch: number of requests.
             total_rows: capacity of the row arrays.
             num_output_rows: capacity of the output row arrays.
-            max_seq_len: None leaves the two arrays of the padded view out.
-            device: where the arrays live.
+            max_seq_len: None omits the two arrays of the padded view.
+            device: device of the arrays.
 
         Returns:
             The arrays.
@@ -98,13 +99,14 @@ class DraftTree:
 
     Attributes:
         depths: [batch, nodes + 1], int32. 0 for the root; -1 for rows past the request's nodes.
-        row_positions: [batch, nodes + 1], int32. Position of the root plus depth; -1 likewise.
+        row_positions: [batch, nodes + 1], int32. Position of the root plus depth; -1 for rows past
+            the request's nodes.
         ancestor_mask: [batch, nodes + 1, ceil((nodes + 1) / 32)], int32. Bit c % 32 of word c // 32
             of row r: row c is r itself or an ancestor of it. 0 past the request's nodes.
         first_child: [batch, nodes + 1], int32. The lowest node whose parent is the row, or -1.
         next_sibling: [batch, nodes], int32. The next node with the same parent, or -1.
-        sibling_index: [batch, nodes], int32. How many nodes before it have the node's parent; -1
-            past the request's nodes.
+        sibling_index: [batch, nodes], int32. Number of earlier nodes with the same parent; -1 past
+            the request's nodes.
     """
 
     depths: Tensor
@@ -116,12 +118,12 @@ class DraftTree:
 
     @classmethod
     def empty(cls, batch: int, nodes: int, *, device: torch.device | str = "cpu") -> "DraftTree":
-        """Allocates the arrays, uninitialised, to be passed to `build_tree` as `out`.
+        """Allocate the arrays, uninitialised, to be passed to `build_tree` as `out`.
 
         Args:
             batch: number of requests.
             nodes: width of `parents`.
-            device: where the arrays live.
+            device: device of the arrays.
 
         Returns:
             The arrays.
@@ -142,21 +144,21 @@ class DraftTree:
 
 @dataclass
 class DraftIndices:
-    """The rows of one pass of a drafting module; entries past the real rows are -1.
+    """Index arrays of one pass of a drafting module; entries past the real rows are -1.
 
-    Made by `prepare_draft_batch` for the first pass of a step, by `advance_draft_batch` for those
-    that follow.
+    Made by `prepare_draft_batch` for the first pass of a step, and by `advance_draft_batch` for the
+    following passes.
 
     Attributes:
         qo_indptr: [batch + 1], int32. Rows of request b are qo_indptr[b] .. qo_indptr[b + 1].
-        kv_lens: [batch], int32. Rows in the module's cache, this pass's included; 0 without rows.
-        last_rows: [batch], int32. The row whose state drafts the request's next token, or -1.
+        kv_lens: [batch], int32. Rows in the module's cache, including this pass; 0 without rows.
+        last_rows: [batch], int32. The row whose hidden state drafts the next token, or -1.
         draft_positions: [batch], int32. The position of that token, or 0.
         row_to_request: [total_rows], int32.
-        positions: [total_rows], int32. Position of each row, which is the target's too.
+        positions: [total_rows], int32. Position of each row; the same as in the target.
         cache_slots: [total_rows], int64. Slot of each row in the paged cache.
-        source_rows: [total_rows], int32. Where the row's state comes from: a row of the pass before
-            (the target's, for the first), or -2 - a row of those that `keep_hidden_rows` kept.
+        source_rows: [total_rows], int32. Source of the row's hidden state: a row of the previous
+            pass (of the target, for the first pass), or -2 - i for row i of `keep_hidden_rows`.
     """
 
     qo_indptr: Tensor
@@ -172,12 +174,12 @@ class DraftIndices:
     def empty(
         cls, batch: int, *, total_rows: int, device: torch.device | str = "cpu"
     ) -> "DraftIndices":
-        """Allocates the arrays, uninitialised, to be passed as `out`.
+        """Allocate the arrays, uninitialised, to be passed as `out`.
 
         Args:
             batch: number of requests.
             total_rows: capacity of the row arrays.
-            device: where the arrays live.
+            device: device of the arrays.
 
         Returns:
             The arrays.
@@ -202,8 +204,8 @@ class Preorder(NamedTuple):
     """The nodes of one tree in preorder, made by `preorder`.
 
     Attributes:
-        nodes: where each node stood before.
-        parents: of each, the node that it hangs on, by its new place; -1: the root.
+        nodes: index of each node before reordering.
+        parents: parent of each node, as an index into the new order; -1: the root.
     """
 
     nodes: list[int]
@@ -218,11 +220,13 @@ class TreeChains:
         chain_indptr: [batch + 1], int32. Chains of request b are chain_indptr[b] ..
             chain_indptr[b + 1], in order of its rows.
         qo_lens: [chains], int32. Rows of each chain; padded with 0.
-        kv_lens: [chains], int32. Tokens that its last row sees, itself included; 0.
-        kv_indptr: [chains + 1], int32. First page of each chain in `kv_indices`; the last end.
-        kv_indices: [pages], int32. Page ids; 0.
-        from_slots: [copies], int64. Where tokens lie that chains need on pages of their own; -1.
-        to_slots: [copies], int64. Where these are to be copied; -1.
+        kv_lens: [chains], int32. Tokens that the last row sees, itself included; padded with 0.
+        kv_indptr: [chains + 1], int32. First page of each chain in `kv_indices`; padded with the
+            last end.
+        kv_indices: [pages], int32. Page ids; padded with 0.
+        from_slots: [copies], int64. Slots of tokens that chains need on their own pages; padded
+            with -1.
+        to_slots: [copies], int64. Slots to copy those tokens to; padded with -1.
     """
 
     chain_indptr: Tensor
@@ -235,13 +239,13 @@ class TreeChains:
 
     @classmethod
     def empty(cls, batch: int, *, chains: int, pages: int, copies: int) -> "TreeChains":
-        """Allocates the arrays, uninitialised, to be passed to `tree_chains` as `out`.
+        """Allocate the arrays, uninitialised, to be passed to `tree_chains` as `out`.
 
         Args:
             batch: number of requests.
-            chains: of all requests together.
-            pages: entries of all chains' page lists.
-            copies: tokens that are copied.
+            chains: number of chains of all requests together.
+            pages: total entries of all chains' page lists.
+            copies: number of tokens to copy.
 
         Returns:
             The arrays.
@@ -255,16 +259,15 @@ class TreeChains:
 
 @dataclass
 class SharedPrefixes:
-    """Which requests begin with the same pages, found by `find_shared_prefixes`.
+    """Groups of requests that begin with the same pages, found by `find_shared_prefixes`.
 
     Attributes:
-        order: [batch], int32. The requests, so ordered that members of a group are neighbours.
+        order: [batch], int32. The requests, ordered so that members of a group are neighbours.
         prefix_leaders: [levels, batch], int32, as `append_attention` takes it, for a batch in this
-            order. No level: no request shares.
-        prefix_lens: [levels, batch], int32. How many tokens each one's group shares.
-        counts: [2], int64. How many levels there are, and how many tokens of keys and values a step
-            need not read again. Arrays that were passed as `out` may have more levels, which hold
-            nothing.
+            order. No levels: no request shares.
+        prefix_lens: [levels, batch], int32. Number of tokens that each request's group shares.
+        counts: [2], int64. Number of levels, and number of tokens whose keys and values a step need
+            not read again. Arrays that were passed as `out` may have more levels; those are unused.
     """
 
     order: Tensor
@@ -274,21 +277,21 @@ class SharedPrefixes:
 
     @property
     def num_levels(self) -> int:
-        """The first of `counts`."""
+        """Number of levels: the first of `counts`."""
         return int(self.counts[0])
 
     @property
     def num_saved_tokens(self) -> int:
-        """The second of `counts`."""
+        """Number of tokens that need not be read again: the second of `counts`."""
         return int(self.counts[1])
 
     @classmethod
     def empty(cls, batch: int, *, max_levels: int) -> "SharedPrefixes":
-        """Allocates the arrays, uninitialised, to be passed to `find_shared_prefixes` as `out`.
+        """Allocate the arrays, uninitialised, to be passed to `find_shared_prefixes` as `out`.
 
         Args:
             batch: number of requests.
-            max_levels: how many levels there may be.
+            max_levels: maximum number of levels.
 
         Returns:
             The arrays.
@@ -311,7 +314,7 @@ def prepare_batch(
     max_seq_len: int | None = None,
     out: BatchIndices | None = None,
 ) -> BatchIndices:
-    """Builds every index array of one step over a ragged batch.
+    """Build every index array of one step over a ragged batch.
 
     Same as `reference.prepare_batch`. For row i < qo_lens[b] of request b:
 
@@ -321,23 +324,23 @@ def prepare_batch(
 
     A request with qo_lens[b] == 0 is idle: it has no rows and no output rows, and its pages are not
     read. The padded view of the output rows has rows of length L = max_seq_len; request b's first
-    output row is at b * L. For output row r, v = r + output_padding_offset[r] gives v // L = its
-    request and v % L = its place among the request's output rows; output_cum_offsets[b] = b * L -
+    output row is at b * L. For output row r, v = r + output_padding_offset[r] gives its request,
+    v // L, and its index among the request's output rows, v % L; output_cum_offsets[b] = b * L -
     output_indptr[b] is that offset for request b.
 
     Args:
         qo_lens: [batch], int32. Rows of each request in this step.
         kv_lens: [batch], int32. Tokens of each request in the cache, this step's rows included.
         output_modes: [batch], int32. `OutputMode` of each request.
-        kv_indptr: [batch + 1], int32. First page of each request in `kv_indices`. Given together
+        kv_indptr: [batch + 1], int32. First page of each request in `kv_indices`. Pass it together
             with `kv_indices` and `page_size`; without these three every cache slot is -1.
-        kv_indices: [pages], int32. Page ids. Only those of this step's rows are read: pages before
+        kv_indices: [pages], int32. Page ids. Only pages of this step's rows are read: pages before
             a sliding window may be -1.
         page_size: tokens per page.
         total_rows: capacity of the row arrays, at least the sum of qo_lens.
         num_output_rows: capacity of the output row arrays.
         max_seq_len: row length L of the padded view, at least every request's output rows. None
-            leaves output_padding_offset and output_cum_offsets out.
+            omits output_padding_offset and output_cum_offsets.
         out: arrays of these capacities to write into. Allocated when absent.
 
     Returns:
@@ -348,12 +351,12 @@ def prepare_batch(
             kv_lens[b] < qo_lens[b]; a capacity is too small; the page table is too short for
             kv_lens[b]; the page id of a row is negative. Nothing has been written then. On CUDA
             wrong values are reported by `specops.check_errors`: the rows of such a request are -1
-            and it has no output rows, rows past a capacity are left out, and a row whose page id is
+            and it has no output rows, rows past a capacity are omitted, and a row whose page id is
             negative has no cache slot.
 
     Note:
-        Deterministic. FastDeploy's rule for output rows is `LAST` for a request with one row or in
-        prefill, and `ALL` for the others.
+        Deterministic. FastDeploy uses `LAST` for a request with one row or in prefill, and `ALL`
+        for the others.
 
     Source: FastDeploy's virtual padding (its speculate_pre_process and
         speculate_get_output_padding_offset).
@@ -394,11 +397,11 @@ def prepare_batch(
 
 
 def pages_of_block_table(block_table: Tensor) -> tuple[Tensor, Tensor]:
-    """Describes a dense block table as page lists, in the form that the ops take.
+    """Convert a dense block table to page lists, in the form that the ops take.
 
     Entries past a request's last page are never read, so they may hold anything, and the lengths
-    need not be known. No entry is copied: a table that is rewritten in place in every step needs
-    one call in all.
+    need not be known. No entry is copied: if a table is rewritten in place in every step, one call
+    in total is enough.
 
     Args:
         block_table: [batch, max_pages], int32, contiguous. Page ids, in order of position. Rows may
@@ -412,8 +415,8 @@ def pages_of_block_table(block_table: Tensor) -> tuple[Tensor, Tensor]:
         ValueError: the table is not as described.
 
     Note:
-        `append_attention` allocates a workspace for all entries, which are many here: pass one of
-        `attention_workspace_size` for the pages that the requests may hold together.
+        `append_attention` allocates a workspace for all entries, which are many here. Pass one
+        sized by `attention_workspace_size` for the pages that the requests may hold together.
     """
     is_table = isinstance(block_table, Tensor) and not block_table.is_nested
     if not is_table or block_table.dim() != 2 or block_table.dtype != torch.int32:
@@ -440,31 +443,32 @@ def find_shared_prefixes(
     max_levels: int = 8,
     out: SharedPrefixes | None = None,
 ) -> SharedPrefixes:
-    """Finds the requests that begin with the same pages, to be read once. On the host.
+    """Find the requests that begin with the same pages, to be read once. Runs on the host.
 
-    Same as `reference.find_shared_prefixes`. Sharing need not be declared: requests that share a
-    page (of a system prompt, of examples, of a prompt with several choices) have it in their page
-    lists, at the same place. After sorting, lists that begin alike are neighbours, and the common
-    beginnings of neighbours are nested groups:
+    Same as `reference.find_shared_prefixes`. The page lists alone show the sharing: requests that
+    share a page (of a system prompt, of examples, of a prompt with several choices) have it at the
+    same place in their lists. After sorting, lists with a common beginning are neighbours, and the
+    common beginnings form nested groups:
 
         pages 7 8 1     order 0 2 1     prefix_leaders [[0, 0, 0], [0, 0, 2]]
               7 9                       prefix_lens    [[1, 1, 1], [2, 2, 0]] * page_size
               7 8 2                     with leaves of one page
 
-    Run the step's requests in this order, and give `append_attention` the groups. They are a
-    schedule: no bit of its result depends on them.
+    Run the step's requests in this order, and pass the groups to `append_attention`. They change
+    its schedule only: no bit of its result depends on them.
 
     Args:
-        kv_indptr: [batch + 1], int32, on the CPU as all arguments. First page of each request in
+        kv_indptr: [batch + 1], int32, on the CPU like all arguments. First page of each request in
             `kv_indices`.
-        kv_indices: [pages], int32. Page ids. Leave out a request's last page while it is written
-            to: it belongs to that request alone.
+        kv_indices: [pages], int32. Page ids. Omit a request's last page while it is written to: it
+            belongs to that request alone.
         page_size: tokens of a page.
-        leaf_tokens: a group shares whole leaves of so many tokens, and at least one more than the
-            group around it; a multiple of `page_size`. `append_attention` shares leaves of 64
-            tokens on the CPU and of 256 on CUDA.
-        max_levels: members of deeper groups share as much as their group at this level.
-        out: arrays to write into, with `max_levels` levels, and returned. Allocated when absent.
+        leaf_tokens: tokens of a leaf; a multiple of `page_size`. A group shares whole leaves, at
+            least one more than the enclosing group. `append_attention` shares leaves of 64 tokens
+            on the CPU and of 256 on CUDA.
+        max_levels: maximum number of levels. Deeper groups are merged into their group at the last
+            level.
+        out: arrays with `max_levels` levels to write into and return. Allocated when absent.
 
     Returns:
         The groups.
@@ -474,14 +478,14 @@ def find_shared_prefixes(
             range.
 
     Note:
-        Deterministic: lists are ordered by their page ids, equal ones by their places. The cost is
+        Deterministic: lists are ordered by their page ids, equal lists by their index. The cost is
         that of sorting the lists.
     """
     found = out
     if found is None:
         check_int("find_shared_prefixes", "max_levels", max_levels)
         batch = unless_wrong(lambda: kv_indptr.numel() - 1) or 0
-        # More levels than requests are never found.
+        # There are never more levels than requests.
         found = SharedPrefixes.empty(max(batch, 0), max_levels=max_levels)
     check_kind("find_shared_prefixes", "out", found, SharedPrefixes)
     _C.find_shared_prefixes(
@@ -512,24 +516,24 @@ def gather_input_ids(
     *,
     out: Tensor | None = None,
 ) -> Tensor:
-    """Looks up the token id of every row of a step: the request's text, then its drafts.
+    """Look up the token id of every row of a step, in the request's text and its drafts.
 
     Same as `reference.gather_input_ids`. For a row at position i of request b in slot s = slots[b]:
 
         out = (token_ids[s, :lens[s]] + draft_token_ids[b])[i]
 
-    So a prefill chunk, a row of plain decoding (i = lens[s] - 1) and the rows of drafts behind it
-    (i = lens[s] + j takes draft j) are one rule, and a loop whose text is kept by
-    `sampling.commit` never has to ask the host. A padding row gets 0, which any embedding has.
+    One rule covers a prefill chunk, a row of plain decoding (i = lens[s] - 1) and the rows of the
+    drafts after it (i = lens[s] + j takes draft j). A loop that stores its text with
+    `sampling.commit` therefore never waits for the host. A padding row gets 0, a valid token id.
 
     Args:
-        row_to_request: [rows], int32. Of `BatchIndices`, as the next one; -1: padding.
-        positions: [rows], int32.
-        slots: [batch], int32. Row of each request in the next two.
+        row_to_request: [rows], int32, from `BatchIndices`; -1: padding.
+        positions: [rows], int32, from `BatchIndices`.
+        slots: [batch], int32. Row of each request in `token_ids` and `lens`.
         token_ids: [num_slots, max_len], int32. Prompt and output of each request; rows may be
             strided.
-        lens: [num_slots], int32. How many of them there are.
-        draft_token_ids: [batch, k], int32. As `sampling.verify` takes them; only those with a row
+        lens: [num_slots], int32. Number of tokens in each row of `token_ids`.
+        draft_token_ids: [batch, k], int32. As `sampling.verify` takes them; only drafts with a row
             are read. None: no row is after the text.
         out: [rows], int32. Allocated when absent.
 
@@ -554,7 +558,7 @@ def gather_input_ids(
 
 
 def gather_output_rows(hidden: Tensor, output_rows: Tensor, *, out: Tensor | None = None) -> Tensor:
-    """Copies the hidden rows that need logits next to each other.
+    """Copy the hidden rows that need logits into one contiguous tensor.
 
     Same as `reference.gather_output_rows`: out[i] = hidden[output_rows[i]], or zeros where
     output_rows[i] is -1.
@@ -586,7 +590,7 @@ def gather_output_rows(hidden: Tensor, output_rows: Tensor, *, out: Tensor | Non
 def build_tree(
     parents: Tensor, num_draft_tokens: Tensor, positions: Tensor, *, out: DraftTree | None = None
 ) -> DraftTree:
-    """Derives depths, positions, an attention mask and links from the parents of drafts.
+    """Derive depths, positions, an attention mask and links from the parents of drafts.
 
     Same as `reference.build_tree`. The root of a request, its last committed token, is row 0; node
     j < num_draft_tokens[b] is row j + 1. With the root at position 10:
@@ -602,7 +606,7 @@ def build_tree(
     Args:
         parents: [batch, nodes], int32. Parent of each node: a node before it, or -1 for the root.
             Not read from num_draft_tokens[b] on. At most 8,192 nodes.
-        num_draft_tokens: [batch], int32. How many nodes of a request are valid.
+        num_draft_tokens: [batch], int32. Number of valid nodes of each request.
         positions: [batch], int32. Absolute position of each request's root.
         out: arrays of these sizes to write into. Allocated when absent.
 
@@ -612,7 +616,7 @@ def build_tree(
     Raises:
         ValueError: a shape, dtype, layout or device differs from the above; a number of nodes, a
             position or a parent is out of range. Nothing has been written then. On CUDA wrong
-            values are reported by `specops.check_errors`, and the request is its root alone.
+            values are reported by `specops.check_errors`, and the request's tree is only its root.
 
     Note:
         Deterministic; a request depends on its own nodes alone.
@@ -639,26 +643,27 @@ def build_tree(
 
 
 def preorder(parents: Sequence[int], nodes: Sequence[int] | None = None) -> Preorder:
-    """Orders the nodes of one tree so that each is followed by all that hangs on it. On the host.
+    """Order the nodes of one tree so that each precedes all its descendants. Runs on the host.
 
-    Same as `reference.preorder`. Drafters give the likeliest nodes first; `tree_chains` takes them
-    in preorder. Siblings stay in their order:
+    Same as `reference.preorder`. Drafters return the likeliest nodes first; `tree_chains` takes
+    them in preorder. Siblings stay in their order:
 
         root ─┬─ 0 ── 2        parents [-1, -1, 0]       nodes    [0, 2, 1]
               └─ 1                                       parents  [-1, 0, -1]
 
-    Token ids and whatever else there is of each node are reordered by `nodes`:
-    `token_ids = [token_ids[node] for node in nodes]`, or `token_ids[nodes]` of a tensor.
+    Reorder token ids and other per-node data by the returned `nodes`:
+    `token_ids = [token_ids[node] for node in nodes]`, or `token_ids[nodes]` for a tensor.
 
     Args:
-        parents: of each node one before it, or -1: the root; as `SuffixCache` gives them.
-        nodes: those to keep, ascending, with each the one that it hangs on. None: all.
+        parents: parent of each node: an earlier node, or -1 for the root; as `SuffixCache` returns
+            them.
+        nodes: the nodes to keep, ascending; the parent of a kept node must be kept. None: all.
 
     Returns:
         The nodes in preorder, and their parents.
 
     Raises:
-        ValueError: a parent is none of these, or the nodes are not ascending.
+        ValueError: a parent is no earlier kept node or -1, or the nodes are not ascending.
     """
     children: dict[int, list[int]] = {-1: []}
     last = -1
@@ -688,22 +693,23 @@ def preorder(parents: Sequence[int], nodes: Sequence[int] | None = None) -> Preo
 
 
 def num_spare_pages(parents: Sequence[int], kv_len: int, page_size: int) -> int:
-    """Counts the spare pages that `tree_chains` takes for one tree. On the host.
+    """Count the spare pages that `tree_chains` takes for one tree. Runs on the host.
 
     Args:
-        parents: of the nodes, in preorder.
+        parents: parents of the nodes, in preorder.
         kv_len: tokens of the request in the cache, its root and nodes included.
         page_size: tokens of a page.
 
     Returns:
-        The pages of all its chains but the first, which lies on the request's own pages. A chain
-        takes at most 1 + ceil(depth / page_size).
+        The pages of all chains but the first, which lies on the request's own pages. A chain takes
+        at most 1 + ceil(depth / page_size).
 
     Raises:
-        ValueError: a parent is neither -1 nor a node before.
+        ValueError: a parent is neither -1 nor an earlier node.
     """
     root = kv_len - len(parents) - 1
-    depths, in_place = [0], [0]  # of the root, then of each node: path, and its part in place
+    # For the root, then each node: length of its path, and of the path's part already in place.
+    depths, in_place = [0], [0]
     pages = 0
     for node, parent in enumerate(parents):
         if not -1 <= parent < node:
@@ -712,7 +718,7 @@ def num_spare_pages(parents: Sequence[int], kv_len: int, page_size: int) -> int:
             )
         depth, above = depths[parent + 1] + 1, in_place[parent + 1]
         depths.append(depth)
-        # Node j lies where a chain would have it if its path is 0, 1, .. j.
+        # Node j is already in its chain's slot if its path is 0, 1, .. j.
         in_place.append(depth if node == depth - 1 else above)
         ends_chain = node == len(parents) - 1 or parents[node + 1] != node
         if ends_chain and in_place[-1] < depth:
@@ -732,45 +738,45 @@ def tree_chains(
     page_size: int,
     out: TreeChains | None = None,
 ) -> TreeChains:
-    """Splits trees of drafts into chains, which attention computes like any requests. On the host.
+    """Split trees of drafts into chains that attention computes as requests. Runs on the host.
 
-    Same as `reference.tree_chains`. Rows of a request are its root and its nodes in preorder: a
-    node is followed by its descendants. Then the rows from one leaf to the next are a chain of
-    consecutive rows, and the rows above them belong to earlier chains. To attention each chain is a
-    request that ends with these rows, and shares all rows above with the others:
+    Same as `reference.tree_chains`. The rows of a request are its root and its nodes in preorder: a
+    node is followed by its descendants. The rows after one leaf up to the next leaf are then a
+    chain of consecutive rows, and their ancestors belong to earlier chains. To attention each chain
+    is a request that ends with its rows and shares the rows of its ancestors with other chains:
 
         root ─┬─ 0 ── 2        preorder        parents  [[-1, 0, -1]]
               └─ 1             0, 2, 1         chains   root 0 2 | 1
                                                qo_lens  3        | 1
                                                kv_lens  n + 3    | n + 2   with n tokens before
 
-    Node j lies in slot base + 1 + j of its request's pages, with the root at base, as `compact_kv`
-    has it. On the first chain that is where plain decoding would put it. The path of another one
-    does not lie so: from the page on where it differs, the chain gets spare pages, and its tokens
-    there are to be copied (`attention.copy_kv`), after this step's rows are written and before
-    attention. So a row of a tree is computed from the same keys and values in the same order as
-    plain decoding would, and has the same bits.
+    Node j lies in slot base + 1 + j of its request's pages, with the root at base, as in
+    `compact_kv`. For the first chain, plain decoding would use the same slots. For the other
+    chains, the slots differ from some page on: the chain gets spare pages instead, and its tokens
+    there must be copied with `attention.copy_kv`, after this step's rows are written and before
+    attention. A row of a tree is then computed from the same keys and values in the same order as
+    in plain decoding, and has the same bits.
 
-    A step of trees, per layer: `rope_append_kv` with the requests' `cache_slots` and the chains'
-    `positions`, both of `prepare_batch`; `copy_kv`; `append_attention` with the chains, which may
-    be told that those of a request share its pages; at the end `verify(parents=...)` and
-    `compact_kv` with the requests.
+    In a step with trees, run per layer: `rope_append_kv` with the requests' `cache_slots` and the
+    chains' `positions`, both from `prepare_batch`; `copy_kv`; and `append_attention` with the
+    chains, optionally declaring the pages that chains of a request share. At the end run
+    `verify(parents=...)` and `compact_kv` with the requests.
 
     Args:
-        parents: [batch, nodes], int32, on the CPU as all arguments. Of node j the node that it
-            hangs on, or -1: the root. In preorder (see `preorder`): the node before j, or one above
-            that. Not read from num_draft_tokens[b] on.
+        parents: [batch, nodes], int32, on the CPU like all arguments. Parent of each node, or -1
+            for the root. In preorder (see `preorder`): the parent of node j is node j - 1 or one of
+            its ancestors. Not read from num_draft_tokens[b] on.
         num_draft_tokens: [batch], int32. Nodes of each request. With 0 its rows are one chain.
         qo_lens: [batch], int32. Rows of each request in this step; the last ones are the root and
             the nodes. 0: no chain.
         kv_lens: [batch], int32. Tokens in the cache, these rows included.
         kv_indptr: [batch + 1], int32. First page of each request in `kv_indices`.
         kv_indices: [pages], int32. Page ids.
-        spare_pages: [spare], int32. Ids of pages that hold nothing, as many as `num_spare_pages`
-            counts for the trees together, or more.
+        spare_pages: [spare], int32. Ids of free pages, at least as many as `num_spare_pages` counts
+            for the trees together.
         page_size: tokens of a page.
-        out: arrays to write into, at least as large as the result. Allocated when absent, a little
-            larger.
+        out: arrays to write into, at least as large as the result. Allocated a little larger when
+            absent.
 
     Returns:
         `out`.
@@ -820,9 +826,9 @@ def _room_for_chains(
     kv_indices: Tensor,
     page_size: int,
 ) -> tuple[int, int, int, int]:
-    """The batch, and how many chains, pages and copies suffice, from where chains begin.
+    """Return the batch size and upper bounds on the numbers of chains, pages and copies.
 
-    Values that are out of range, which the op refuses, take no more room than others.
+    Values that are out of range, which the op rejects later, do not enlarge the bounds.
     """
     node = torch.arange(parents.shape[1])
     begins = (parents != node - 1) & (node < num_draft_tokens[:, None])
@@ -848,37 +854,37 @@ def prepare_draft_batch(
     window: int = 0,
     out: DraftIndices | None = None,
 ) -> DraftIndices:
-    """Builds the rows that a drafting module runs right after the target's step was committed.
+    """Build the rows that a drafting module runs right after the target's step is committed.
 
-    Same as `reference.prepare_draft_batch`. Row i of a module is at the target's position i and
-    takes the target's state there with token i + 1, so a request has a row for every position of
-    the step whose next token is known: of a prompt chunk all (the next token is the prompt's own,
-    or the one just sampled), of a verification those of the root and the accepted drafts. They
-    overwrite the cache entries of earlier drafts at these positions. For request b:
+    Same as `reference.prepare_draft_batch`. The module's row at position i takes the target's
+    hidden state at position i and token i + 1. So a request has a row for every position of the
+    step whose next token is known: in a prompt chunk all positions (the next token is the prompt's,
+    or the one just sampled), in a verification the root and the accepted drafts. These rows
+    overwrite the cache entries of earlier drafts at their positions. For request b:
 
         s     = slots[b]
         begin = kv_lens[b] - (qo_indptr[b + 1] - qo_indptr[b])
         rows  = positions begin - redraft_lens[b] .. min(kv_lens[b], lens[s] - 1)
         source_rows of position i = qo_indptr[b] + i - begin             where i >= begin
                                     -2 - (s * window + i % window)       before
-        last_rows = its last row, where that is position lens[s] - 2 and max_draft_tokens[s] > 0
-        draft_positions = lens[s] there
+        last_rows = its last row, if that is position lens[s] - 2 and max_draft_tokens[s] > 0
+        draft_positions = lens[s] in that case
 
-    A request with slot -1, or without rows in the step, has none.
+    A request with slot -1, or without rows in the step, gets no rows.
 
     Args:
         slots: [batch], int32. Row of each request in the per-slot arrays; -1: drafts nothing.
         qo_indptr: [batch + 1], int32. Rows of the target's step.
-        kv_lens: [batch], int32. Of the target's step, its rows included.
-        redraft_lens: [batch], int32. Positions before the step's that run again; 0 with one module,
-            modules - 1 with more.
+        kv_lens: [batch], int32. Lengths in the target's step, its rows included.
+        redraft_lens: [batch], int32. Number of positions before the step that run again; 0 with one
+            module, modules - 1 with more.
         kv_indptr: [batch + 1], int32. First page of each request in `kv_indices`.
         kv_indices: [pages], int32. Page ids.
         lens: [num_slots], int32. Tokens of each slot, the step's included.
-        max_draft_tokens: [num_slots], int32. Drafts that the next step wants.
+        max_draft_tokens: [num_slots], int32. Drafts requested for the next step.
         page_size: tokens per page.
         total_rows: capacity of the row arrays, at least the rows of all requests.
-        window: rows that `keep_hidden_rows` keeps of a slot.
+        window: rows that `keep_hidden_rows` keeps per slot.
         out: arrays of these capacities to write into. Allocated when absent.
 
     Returns:
@@ -888,7 +894,7 @@ def prepare_draft_batch(
         ValueError: a shape, dtype, layout or device differs from the above; a slot, a length, a
             page or the capacity is out of range. Nothing has been written then. On CUDA wrong
             values are reported by `specops.check_errors`; such a request has no rows, and rows past
-            the capacity are left out.
+            the capacity are omitted.
 
     Note:
         Deterministic.
@@ -941,33 +947,33 @@ def advance_draft_batch(
     num_draft_tokens: Tensor,
     out: DraftIndices | None = None,
 ) -> None:
-    """Notes the drafts that were just sampled, and builds the rows of the module's next pass.
+    """Record the drafts that were just sampled, and build the rows of the module's next pass.
 
-    Same as `reference.advance_draft_batch`. For each request b with a slot s, of which draft
-    `step` was sampled where last_rows[b] >= 0, and is wanted where step < max_draft_tokens[s]:
+    Same as `reference.advance_draft_batch`. Draft `step` of request b with slot s was sampled if
+    last_rows[b] >= 0, and is used if step < max_draft_tokens[s]. Then:
 
         draft_token_ids[s, step] = sampled_token_ids[b], num_draft_tokens[s] = step + 1
-        one row, where step + 1 < min(max_draft_tokens[s], k) and the request has its page:
+        one row, if step + 1 < min(max_draft_tokens[s], k) and the request has its page:
             position = lens[s] + step - ahead, source_rows = last_rows[b]
             draft_positions = lens[s] + step + 1
 
     At step 0 the drafts of every request with a slot are cleared first (-1, count 0). The row's
-    token is the draft, `ahead` positions further on.
+    token is the draft, `ahead` positions after the row.
 
     Args:
         sampled_token_ids: [batch], int32. Not read where last_rows is -1.
         last_rows: [batch], int32. `DraftIndices.last_rows` of the pass they were sampled from.
-        slots: [batch], int32. As in `prepare_draft_batch`; so are the next five.
+        slots: [batch], int32. As in `prepare_draft_batch`, like the next five arguments.
         kv_indptr: [batch + 1], int32.
         kv_indices: [pages], int32.
         lens: [num_slots], int32.
         max_draft_tokens: [num_slots], int32.
         page_size: tokens per page.
-        step: which draft of the request was sampled, from 0.
-        ahead: which module runs next, from 1.
+        step: index of the draft that was sampled, from 0.
+        ahead: index of the module that runs next, from 1.
         draft_token_ids: [num_slots, k], int32. Written as above.
         num_draft_tokens: [num_slots], int32. Written as above.
-        out: Receives the next rows; its total_rows is batch. None: no pass follows.
+        out: receives the next rows; its total_rows is batch. None: no pass follows.
 
     Raises:
         ValueError: a shape, dtype, layout or device differs from the above; a slot, a length or a
@@ -1008,19 +1014,20 @@ def advance_draft_batch(
 def keep_hidden_rows(
     hidden: Tensor, slots: Tensor, qo_indptr: Tensor, kv_lens: Tensor, lens: Tensor, kept: Tensor
 ) -> None:
-    """Keeps the target's states of each request's last positions, for rows that run again.
+    """Keep the target's hidden states at each request's last positions, for rows that run again.
 
-    Same as `reference.keep_hidden_rows`. With s = slots[b] and the positions i of request b in the
-    step whose next token is known (i < lens[s] - 1; rejected drafts are not), the last `window`:
+    Same as `reference.keep_hidden_rows`. For request b with s = slots[b], take the positions i of
+    the step whose next token is known (i < lens[s] - 1, which excludes rejected drafts). For the
+    last `window` of them:
 
         kept[s, i % window] = hidden[the row of i]
 
     Args:
-        hidden: [rows, width], float32, bfloat16 or float16; rows may be strided. The states of the
-            target's step.
+        hidden: [rows, width], float32, bfloat16 or float16; rows may be strided. The hidden states
+            of the target's step.
         slots: [batch], int32. -1: keeps nothing.
         qo_indptr: [batch + 1], int32. Rows of the target's step.
-        kv_lens: [batch], int32. Of the target's step, its rows included.
+        kv_lens: [batch], int32. Lengths in the target's step, its rows included.
         lens: [num_slots], int32. Tokens of each slot, the step's included.
         kept: [num_slots, window, width], dtype of `hidden`. Written as above, elsewhere untouched.
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The row-identical dense layers of a transformer block.
+"""Row-identical dense layers of a transformer block.
 
 Every output row is computed with a reduction order that depends on the shape of the layer alone: a
 row has the same bits alone, in a batch, or in the middle of a prefill chunk.
@@ -22,9 +22,9 @@ from specops.quantization import (
     num_groups,
 )
 
-# Up to so many rows CUDA kernels stream weights past all of them, and need no workspace.
+# Up to this many rows, CUDA kernels stream the weights past all rows and need no workspace.
 _MAX_STREAMED_ROWS = 16
-# The head of a workspace: of how many leaves of a tile's sums are there.
+# Counters at the head of a workspace: finished leaves of each output tile.
 _WORKSPACE_COUNTERS = 128
 
 
@@ -32,23 +32,24 @@ class PackedWeight(NamedTuple):
     """A weight in the layout `linear` reads; made by `pack_weight`.
 
     Attributes:
-        kind: "plain", the weight's own numbers; or "int8", "int4" or "fp8", codes with scales.
-        data: the packed numbers; their layout is `linear`'s own and may change.
-        scales: float32, of codes: [num_outputs] of integers with a scale for each output, otherwise
-            packed as data is; None of a plain weight.
+        kind: "plain" for unquantized weights; or "int8", "int4" or "fp8" for quantized values with
+            scales.
+        data: the packed values; their layout is private to `linear` and may change.
+        scales: float32 scales of quantized values: [num_outputs] for integers with one scale per
+            output, otherwise packed like `data`; None for a plain weight.
         num_outputs: rows of the original weight.
         num_inputs: columns of the original weight.
-        activation: if any, its outputs are gates, then as many ups, of which `linear` makes
-            `activation(gate) * up`.
-        offsets: float32, packed as scales in groups; or None.
+        activation: if set, the first half of the outputs are gates and the other half ups, and
+            `linear` returns `activation(gate) * up`.
+        offsets: float32, packed like scales in groups; or None.
         group: inputs that share a scale; 0: all of them.
-        activations: to what `linear` rounds rows before it multiplies: "float", not at all; "int16"
-            or "int8".
-        input_order: int32 [num_inputs], which inputs of a row the weight's columns meet; None: in
-            their order.
-        code_values: int8 [16], what each code of int4 stands for; None: code - 8.
-        num_leaves: of how many chains of additions a sum is made; 1 on cpu, up to 4 on CUDA.
-        max_split_rows: up to how many rows `linear` gains from a workspace; 0 on cpu.
+        activations: type to which `linear` rounds rows before it multiplies: "int16", "int8" or
+            "float" (no rounding).
+        input_order: int32 [num_inputs], the input of a row that each column of the weight is
+            multiplied with; None: the identity.
+        code_values: int8 [16], value of each int4 code; None: code - 8.
+        num_leaves: number of chains of additions in a sum; 1 on cpu, up to 4 on CUDA.
+        max_split_rows: largest number of rows for which `linear` uses a workspace; 0 on cpu.
     """
 
     kind: str
@@ -72,29 +73,31 @@ def pack_weight(
     activation: str | None = None,
     activations: str | None = None,
 ) -> PackedWeight:
-    """Copies a weight into the layout `linear` reads.
+    """Copy a weight into the layout `linear` reads.
 
     Args:
         weight: [num_outputs, num_inputs], bfloat16 or float32, on CUDA also float16; rows may be
             strided. Or a `QuantizedWeight`.
-        activation: of a weight whose first half of rows makes gates and the other half ups: "silu",
-            "gelu_tanh" or "swiglu_oai". `linear` then returns what `silu_mul`, `gelu_tanh_mul` or
-            `swiglu_oai_mul` make of both, half as wide.
-        activations: to what `linear` rounds rows. Of int8 and int4 codes "int16", per 128 inputs
-            (int8's own when absent), or "int8", per 32 (int4's own); of others "float", not at all.
+        activation: "silu", "gelu_tanh" or "swiglu_oai" for a weight whose first half of rows makes
+            gates and the other half ups. `linear` then returns the result of `silu_mul`,
+            `gelu_tanh_mul` or `swiglu_oai_mul` on both, half as wide.
+        activations: type to which `linear` rounds rows. For int8 and int4 weights "int16", per 128
+            inputs (default of int8), or "int8", per 32 inputs (default of int4); for other weights
+            "float": no rounding.
 
     Returns:
-        The packed copy. It takes the bytes of `weight` (int4: half a byte a code), with num_outputs
-        (with an activation: each half of it) rounded up to 16 and, for bfloat16 and fp8, num_inputs
-        to 2; of int8 and int4 to 64 and 16; on CUDA to 32 and, for 16 bits, 64, for codes 128.
-        Scales and offsets in groups are packed beside them. `weight` may be freed; only
-        `code_values`, `input_order` and scales of one an output are kept, not copied.
+        The packed copy. It takes the bytes of `weight` (int4: half a byte per value), with
+        num_outputs (with an activation: each half of it) rounded up to 16 and, for bfloat16 and
+        fp8, num_inputs to 2; for int8 and int4 to 64 and 16; on CUDA to 32 and, for 16 bits, 64,
+        for quantized values 128. Scales and offsets in groups are packed beside them. `weight` may
+        be freed; only `code_values`, `input_order` and one-per-output scales are referenced
+        instead of copied.
 
     Raises:
         ValueError: a shape, dtype, layout, device or value differs from the above.
 
     Note:
-        A permutation: no number changes.
+        Packing permutes values and changes none.
     """
     if isinstance(weight, QuantizedWeight):
         return _pack_codes(weight, activation, activations)
@@ -141,7 +144,7 @@ def _pack_codes(
             f"pack_weight: activations must be {names} of {kind}, got {describe(activations)}"
         )
     num_outputs, num_inputs = codes.shape
-    if offsets is not None and group == 0:  # sums have offsets by groups: one of all inputs
+    if offsets is not None and group == 0:  # kernels take offsets per group: use one large group
         group = max(1, -(-num_inputs // 128)) * 128
         groups = num_groups(num_inputs, group)
         scales, offsets = scales[:, :groups], offsets[:, :groups]
@@ -175,7 +178,7 @@ def _pack_codes(
 
 
 def _in_blocks(scales: Tensor, activation: str | None, block: int, turn: int) -> Tensor:
-    """[num_outputs, groups] as [blocks, groups, block]: `turn` gates, as many ups, and so on."""
+    """Repack [num_outputs, groups] as [blocks, groups, block], alternating `turn` gates and ups."""
     num_outputs, groups = scales.shape
     halves = 2 if activation else 1
     width = num_outputs // halves
@@ -198,69 +201,70 @@ def linear(
     out_dtype: torch.dtype | None = None,
     workspace: Tensor | None = None,
 ) -> Tensor:
-    """Multiplies rows with a packed weight: `x @ weight.T + bias`.
+    """Multiply rows with a packed weight: `x @ weight.T + bias`.
 
     Same as `reference.linear` on the weight before packing: products summed in fp32, bias added
-    last, rounded once. A weight packed with an activation makes `silu_mul`, `gelu_tanh_mul` or
-    `swiglu_oai_mul` of that, to the same bits as that op after it.
+    last, rounded once. With a weight packed with an activation, the result has the same bits as
+    `silu_mul`, `gelu_tanh_mul` or `swiglu_oai_mul` after `linear`.
 
-    With int8 and int4 codes, the same as `reference.quantized_linear`, bit for bit, on every device
-    and instruction set. Rows become integers by groups of inputs, from multiples of their size on:
+    For int8 and int4 weights, the same as `reference.quantized_linear`, bit for bit, on every
+    device and instruction set. Rows are rounded to integers in groups of consecutive inputs:
 
         int16, 128 inputs:  step = 2 ** (floor(log2(peak)) - 14), integers = x / step
         int8, 32 inputs:    step = peak / 127, integers = x * (127 / peak)
 
     with peak the largest magnitude of the group, each operation rounded to float32, integers to the
     nearest, ties to even. A piece is gcd(group of the weight, group of the row) inputs, so that it
-    has one step and one scale (and offset) an output. Over the pieces in order, from total = 0:
+    has one step and one scale (and offset) per output. Over the pieces in order, from total = 0:
 
         total = fma(float32(sum(integers * values)), step * scale, total)
         total = fma(float32(sum(integers)), step * offset, total)            where there are offsets
 
-    and then the bias. If an output has one scale and no offset, `step` takes the place of
-    `step * scale`, and the scale is multiplied with at last.
+    and then the bias. If an output has one scale and no offset, `step` replaces `step * scale`, and
+    the total is multiplied by the scale at the end.
 
-    With int16 an input is off by at most 2 ** -15 of the largest of its group, and not at all if it
-    is a bfloat16 of at least 1/128 of that (float16: 1/16); the rest is one rounding a piece.
-    Magnitudes below 2 ** -126 count as zeros; of int8 groups whose peak is below 2 ** -100. A row
-    with an infinity or a NaN becomes NaN, no other row does.
+    With int16 the error of an input is at most 2 ** -15 of the largest of its group, and zero for a
+    bfloat16 of at least 1/128 of that (float16: 1/16); each piece adds one more rounding.
+    Magnitudes below 2 ** -126 count as zeros; so do int8 groups whose peak is below 2 ** -100. A
+    row with an infinity or a NaN becomes NaN, no other row does.
 
-    With fp8 codes, the same as `reference.quantized_linear`, within rounding: the sums of 128
+    For fp8 weights, the same as `reference.quantized_linear`, within rounding: the sums of 128
     inputs are those of a plain weight, and total = fma(sum, scale, total). On CUDA a float32 is
-    multiplied as three bfloat16, whose sum it is.
+    multiplied as the sum of three bfloat16.
 
     Args:
-        x: [rows, num_inputs], dtype of the weight; with codes bfloat16 or float32, on CUDA also
-            float16. Rows may be strided.
+        x: [rows, num_inputs], dtype of the weight; for quantized weights bfloat16 or float32, on
+            CUDA also float16. Rows may be strided.
         weight: [num_outputs, num_inputs], packed by `pack_weight`.
         bias: [num_outputs], dtype of `x`; or None.
         out: [rows, num_outputs], dtype of `x`, or float32; with an activation: [rows,
             num_outputs / 2], dtype of `x`. Allocated when absent.
         out_dtype: dtype of an `out` to be allocated; that of `x` when absent.
-        workspace: [floats], float32, for partial sums when a CUDA device would be left idle by few
-            rows and outputs; see `linear_workspace_size`. Allocated when absent; a short one means
-            no splitting. Its head must be zero, and is zero again afterwards, as that of
-            `append_attention` must be, and is looked at in the same way.
+        workspace: [floats], float32, for partial sums when few rows and outputs would leave a CUDA
+            device idle; see `linear_workspace_size`. Allocated when absent; a short one means no
+            splitting. Its head must be zero and is zero again afterwards; the checks and rules for
+            the workspace of `append_attention` apply.
 
     Returns:
         `out`.
 
     Raises:
-        ValueError: a shape, dtype, layout or device differs from the above. On CUDA an input of
-            `weight.input_order` that is none is told by `specops.check_errors`, and counts as zero.
+        ValueError: a shape, dtype, layout or device differs from the above. On CUDA an index of
+            `weight.input_order` that is out of range is reported by `specops.check_errors`, and the
+            input counts as zero.
 
     Note:
-        Deterministic. Each output element is one chain of additions over the inputs in order (on
-        CUDA, of a plain weight: up to four such chains, begun at inputs fixed by num_inputs alone
-        and added in order): its bits do not depend on the number of rows, on which row it is, on
-        the other outputs, on threads or on the workspace.
+        Deterministic. Each output element is one chain of additions over the inputs in order. On
+        CUDA, for a plain weight, there are up to four chains, which start at inputs fixed by
+        num_inputs alone and are added in order. The bits do not depend on the number of rows, on
+        the row's index, on the other outputs, on threads or on the workspace.
     """
     check_kind("linear", "weight", weight, PackedWeight, " of pack_weight")
     if out_dtype is not None:
         _check_out_dtype(out_dtype, x, weight, out)
     if out is None:
         width = weight.num_outputs // 2 if weight.activation else weight.num_outputs
-        # The op refuses sizes below 0.
+        # The op rejects negative sizes itself.
         out = empty(lambda: ((x.shape[0], max(width, 0)), out_dtype, x))
     if workspace is None and weight.max_split_rows > 0:
         floats = unless_wrong(lambda: linear_workspace_size(x.shape[0], weight))
@@ -285,16 +289,17 @@ def _check_out_dtype(
 
 
 def linear_workspace_size(num_rows: int, weight: PackedWeight) -> int:
-    """Returns a size of workspace, in floats, with which `linear` can split its sums.
+    """Return the workspace size, in floats, with which `linear` can split its sums.
 
     Args:
         num_rows: rows of `x`.
         weight: packed by `pack_weight`.
 
     Returns:
-        The size; 0 where nothing is ever split: on cpu, and for few rows. It suffices for every
-        call of no more rows, and may serve calls with any weights, one after the other. The head of
-        the workspace counts arrivals: make it of zeros; every call leaves the zeros in place.
+        The size; 0 if nothing is ever split: on cpu, and for few rows. It suffices for every call
+        with at most `num_rows` rows; calls with different weights may share one workspace, one
+        after the other. The head of the workspace counts arrivals: allocate it with zeros; every
+        call leaves it zero.
 
     Raises:
         ValueError: num_rows is negative, or weight is not packed.
@@ -308,26 +313,26 @@ def linear_workspace_size(num_rows: int, weight: PackedWeight) -> int:
 
 
 def linear_kernels(num_rows: int) -> list[str]:
-    """Returns the names of the CUDA kernels that can multiply so many rows of 16-bit types.
+    """Return the names of the CUDA kernels that support this number of rows of 16-bit types.
 
     Args:
         num_rows: rows of `x`, at least 0.
 
     Returns:
-        Names for `set_linear_kernel`, with the outputs and rows that a warp (`stream_32x8`) or a
-        block (`tile_128x64`) has.
+        Names for `set_linear_kernel`. They contain the numbers of outputs and rows per warp
+        (`stream_32x8`) or per block (`tile_128x64`).
     """
     return _C.linear_kernels(num_rows)
 
 
 def set_linear_kernel(kernel: str | None) -> None:
-    """Chooses the CUDA kernel of `linear` for 16-bit types (tests and benches).
+    """Choose the CUDA kernel of `linear` for 16-bit types (tests and benches).
 
-    It never changes a bit. `linear` then refuses rows, an `x` or a device that the kernel cannot do
-    with. float32 has one kernel only, and the cpu others: both do without.
+    It never changes a bit. `linear` then rejects a number of rows, an `x` or a device that the
+    kernel does not support. It has no effect on float32, which has one kernel only, and on the cpu.
 
     Args:
-        kernel: one of `linear_kernels`; None: whichever suits the shape, the default.
+        kernel: one of `linear_kernels`; None, the default: the kernel that suits the shape.
 
     Raises:
         ValueError: the name is unknown.
@@ -343,10 +348,9 @@ def rms_norm(
     residual: Tensor | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
-    """Normalises rows by their root mean square; with `residual`, first adds `x` to it IN PLACE.
+    """Normalise rows by their root mean square; with `residual`, first add `x` to it IN PLACE.
 
-    Same as `reference.rms_norm`, with its roundings, which are those of Llama and Qwen3 in
-    transformers:
+    Same as `reference.rms_norm`, with the same roundings as Llama and Qwen3 in transformers:
 
         hidden = residual = residual + x   # or x, without a residual; rounded to the dtype
         out = (hidden / sqrt(mean(hidden ** 2) + eps)).to(dtype) * weight
@@ -355,7 +359,7 @@ def rms_norm(
         x: [rows, width], float32, bfloat16 or float16. Rows may be strided.
         weight: [width], dtype of `x`.
         eps: added to the mean square; finite, at least 0.
-        residual: [rows, width], dtype of `x`; becomes `residual + x`. Or None.
+        residual: [rows, width], dtype of `x`, or None; becomes `residual + x`.
         out: [rows, width], dtype of `x`; may be `x` itself. Allocated when absent.
 
     Returns:
@@ -365,7 +369,7 @@ def rms_norm(
         ValueError: a shape, dtype, layout or device differs from the above.
 
     Note:
-        Mutates `residual`. Deterministic; a row is summed by one fixed tree.
+        Mutates `residual`. Deterministic; a row is summed in one fixed tree.
 
     Source: Zhang and Sennrich 2019, "Root Mean Square Layer Normalization".
     """
@@ -384,9 +388,9 @@ def output_gate(
     norm_eps: float = 1e-6,
     out: Tensor | None = None,
 ) -> Tensor:
-    """Lets through a gate what heads of attention give, normed before it or not.
+    """Multiply the outputs of attention heads by a gate, optionally after an RMSNorm.
 
-    Same as `reference.output_gate`. Of each head of a row:
+    Same as `reference.output_gate`. For each head of a row:
 
         y = rms_norm(x, norm_weight, norm_eps)   # or x, without a norm; rounded to the dtype
         out = y * sigmoid(gate)                  # or y * silu(gate); in fp32, rounded once
@@ -395,8 +399,8 @@ def output_gate(
         x: [rows, heads, dim], float32, bfloat16 or float16. Rows may be strided.
         gate: [rows, heads, dim], or [rows, heads, 1] for one gate a head; dtype of `x`. Rows may be
             strided.
-        activation: of the gate, "sigmoid" or "silu".
-        norm_weight: [dim], dtype of `x`; or None.
+        activation: activation of the gate, "sigmoid" or "silu".
+        norm_weight: [dim], dtype of `x`; None: no norm.
         norm_eps: added to the mean square; finite, at least 0.
         out: [rows, heads, dim], dtype of `x`; may be `x` itself, not `gate`. Allocated when absent.
 
@@ -407,7 +411,7 @@ def output_gate(
         ValueError: a shape, dtype, layout or device differs from the above.
 
     Note:
-        Deterministic; a head is summed by one fixed tree, that of `rms_norm`.
+        Deterministic; a head is summed in the same fixed tree as in `rms_norm`.
 
     Source: Qiu et al. 2025, "Gated Attention for Large Language Models"; with a norm: Yang, Kautz
     and Hatamizadeh 2024, "Gated Delta Networks".
@@ -419,7 +423,7 @@ def output_gate(
 
 
 def embedding(token_ids: Tensor, weight: Tensor, *, out: Tensor | None = None) -> Tensor:
-    """Gathers one row of `weight` per token id.
+    """Gather one row of `weight` per token id.
 
     Same as `reference.embedding`.
 
@@ -445,7 +449,7 @@ def embedding(token_ids: Tensor, weight: Tensor, *, out: Tensor | None = None) -
 
 
 def silu_mul(gate_up: Tensor, *, out: Tensor | None = None) -> Tensor:
-    """Applies the gated activation `silu(gate) * up`.
+    """Apply the gated activation `silu(gate) * up`.
 
     Same as `reference.silu_mul`: computed in fp32, rounded once to the dtype of `gate_up`.
 
@@ -472,7 +476,7 @@ def silu_mul(gate_up: Tensor, *, out: Tensor | None = None) -> Tensor:
 
 
 def gelu_tanh_mul(gate_up: Tensor, *, out: Tensor | None = None) -> Tensor:
-    """Applies the gated activation `gelu(gate) * up`, gelu in its form with tanh.
+    """Apply the gated activation `gelu(gate) * up`, with the tanh form of gelu.
 
         gelu(x) = x / 2 * (1 + tanh(sqrt(2 / pi) * (x + 0.044715 * x ** 3)))
 
@@ -492,7 +496,8 @@ def gelu_tanh_mul(gate_up: Tensor, *, out: Tensor | None = None) -> Tensor:
     Note:
         Deterministic; elementwise.
 
-    Source: Hendrycks and Gimpel 2016, "Gaussian Error Linear Units"; gated: Shazeer 2020. Gemma's.
+    Source: Hendrycks and Gimpel 2016, "Gaussian Error Linear Units"; gated: Shazeer 2020; used by
+    Gemma.
     """
     if out is None:
         out = empty(lambda: ((gate_up.shape[0], gate_up.shape[-1] // 2), None, gate_up))
@@ -501,7 +506,7 @@ def gelu_tanh_mul(gate_up: Tensor, *, out: Tensor | None = None) -> Tensor:
 
 
 def swiglu_oai_mul(gate_up: Tensor, *, out: Tensor | None = None) -> Tensor:
-    """Applies gpt-oss's gated activation, with clamped gates and ups.
+    """Apply the gated activation of gpt-oss, with clamped gates and ups.
 
         gate = min(gate, 7)
         up   = min(max(up, -7), 7)
@@ -551,35 +556,35 @@ def mtp_input(
     mask_first_position: bool = False,
     out: Tensor | None = None,
 ) -> Tensor:
-    """Makes the input of a drafting module's projection: tokens shifted, states not.
+    """Compute the input of an MTP module's projection from shifted tokens and hidden states.
 
     Same as `reference.mtp_input`. For a row at position i of a request in slot s:
 
-        token = (token_ids[s, :lens[s]] + draft_token_ids[s])[i + ahead], zeros where there is none
-        state = hidden[source_rows[row]], or kept[-2 - source_rows[row]] by its first two dimensions
+        token = (token_ids[s, :lens[s]] + draft_token_ids[s])[i + ahead], or zeros without a token
+        state = hidden[source_rows[row]], or flattened_kept[-2 - source_rows[row]]
         out   = rms_norm(embedding[token], embedding_norm) | rms_norm(state, hidden_norm)
 
-    A row that is nobody's is zeros.
+    flattened_kept is `kept` with its first two dimensions merged. A row of no request is zeros.
 
     Args:
-        row_to_request: [rows], int32. Of `batching.DraftIndices`, as the next two; -1: none.
-        positions: [rows], int32.
-        source_rows: [rows], int32.
-        slots: [batch], int32. Row of each request in the next three.
+        row_to_request: [rows], int32, from `batching.DraftIndices`; -1: no request.
+        positions: [rows], int32, from `batching.DraftIndices`.
+        source_rows: [rows], int32, from `batching.DraftIndices`.
+        slots: [batch], int32. Row of each request in the next three arguments.
         token_ids: [num_slots, max_len], int32. Prompt and output of each request; rows may be
             strided.
-        lens: [num_slots], int32. How many of them there are.
-        draft_token_ids: [num_slots, k], int32. Drafts behind them; -1: none there.
+        lens: [num_slots], int32. Number of tokens in each row of `token_ids`.
+        draft_token_ids: [num_slots, k], int32. Drafts after those tokens; -1: no draft.
         embedding: [vocab, width], float32, bfloat16 or float16.
         embedding_norm: [width], dtype of `embedding`.
         hidden_norm: [width], dtype of `embedding`.
         hidden: [hidden rows, width], dtype of `embedding`; rows may be strided.
-        eps: of both norms; finite, at least 0.
-        ahead: which module it is, from 1: how far ahead its tokens are.
-        kept: [num_slots, window, width], dtype of `embedding`. As `batching.keep_hidden_rows` wrote
-            it; absent: no row names it.
-        hidden_first: Whether the state's half comes first (MiMo).
-        mask_first_position: Whether position 0 takes zeros for its token, as some engines do.
+        eps: epsilon of both norms; finite, at least 0.
+        ahead: index of the module, from 1: its tokens are this many positions after the row.
+        kept: [num_slots, window, width], dtype of `embedding`, written by
+            `batching.keep_hidden_rows`; may be absent if no row refers to it.
+        hidden_first: whether the hidden state's half comes first (MiMo).
+        mask_first_position: whether position 0 uses zeros for its token, as some engines do.
         out: [rows, 2 * width], dtype of `embedding`. Allocated when absent.
 
     Returns:
@@ -588,10 +593,10 @@ def mtp_input(
     Raises:
         ValueError: a shape, dtype, layout or device differs from the above; a request, slot,
             length, source row or token id is out of range. Nothing has been written then. On CUDA
-            wrong values are told by `specops.check_errors`; such a row is zeros.
+            wrong values are reported by `specops.check_errors`; such a row is zeros.
 
     Note:
-        Deterministic; each half is summed as `rms_norm` sums a row, to the same bits.
+        Deterministic; each half is normalised to the same bits as by `rms_norm`.
 
     Source: DeepSeek-AI 2024, "DeepSeek-V3 Technical Report", section 2.2, equation 21.
     """

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """`python -m specops.dynamo`: an engine behind NVIDIA Dynamo's frontend and router.
 
-Dynamo does HTTP, chat templates, tokenization, text, discovery and routing, and this its "unified
-backend" (`dynamo.common.backend`, ai-dynamo 1.4.2): a worker that gets token ids and gives token
-ids. The engine runs in a process of its own, as behind our server, so every token has the bits of
-plain decoding. With `--role prefill` and `--role decode`, Dynamo's router carries where a prompt's
-pages are from one worker to the other.
+Dynamo handles HTTP, chat templates, tokenization, text, discovery and routing. This module
+implements its "unified backend" (`dynamo.common.backend`, ai-dynamo 1.4.2): a worker that receives
+and returns token ids. The engine runs in a separate process, as behind our server, so every token
+has the bits of plain decoding. With `--role prefill` and `--role decode`, Dynamo's router passes
+the location of a prompt's pages from one worker to the other.
 """
 
 import argparse
@@ -47,7 +47,7 @@ _MODES = {
     "decode": DisaggregationMode.DECODE,
 }
 _PENALTIES = ("repetition", "presence", "frequency")
-# Fields of a request, and the parameters that they are.
+# Fields of a Dynamo request, and the sampling parameters that they map to.
 _FIELDS = {
     "sampling_options": {
         **{name: name for name in ("temperature", "top_p", "min_p", "seed")},
@@ -60,24 +60,24 @@ _FIELDS = {
     "output_options": {"logprobs": "logprobs"},
 }
 _STOP_TOKENS = ("stop_token_ids", "stop_token_ids_visible", "stop_token_ids_hidden")
-# Those that are not parameters of their own here, or are the frontend's affair.
+# Fields that are handled separately below, or by the frontend.
 _OTHERS = {
     *("n", "top_k", "guided_decoding", "include_stop_str_in_output"),
     *("skip_special_tokens", "formatted_prompt", "return_tokens_as_token_ids"),
     *_STOP_TOKENS,
 }
-_FORMS = {"json": "json_schema"}  # the names that are others here
+_FORMS = {"json": "json_schema"}  # forms of guided decoding that have another name here
 
 
 def params_of(request: Mapping[str, Any]) -> SamplingParams:
-    """What a request of Dynamo asks for.
+    """Return the sampling parameters of a Dynamo request.
 
     Args:
-        request: its `sampling_options`, `stop_conditions` and `output_options`, each with null
-            where nothing is asked.
+        request: the request, with `sampling_options`, `stop_conditions` and `output_options`;
+            options that are not set are null.
 
     Raises:
-        ValueError: something is asked that does not exist here, or has a wrong value.
+        ValueError: an option is not supported here, or has a wrong value.
     """
     values: dict[str, Any] = {"max_tokens": None, "cache_salt": _cache_salt(request)}
     for group, names in _FIELDS.items():
@@ -90,7 +90,7 @@ def params_of(request: Mapping[str, Any]) -> SamplingParams:
     sampling, stops = request.get("sampling_options") or {}, request.get("stop_conditions") or {}
     if (sampling.get("n") or 1) > 1:  # Dynamo's frontend ends all choices with the first
         raise ValueError(f"n must be 1 with Dynamo, got {sampling['n']}")
-    values["top_k"] = max(sampling.get("top_k") or 0, 0)  # -1 keeps all, too
+    values["top_k"] = max(sampling.get("top_k") or 0, 0)  # Dynamo's -1 also means all tokens
     values["stop_token_ids"] = sorted(
         {one for name in _STOP_TOKENS for one in stops.get(name) or ()}
     )
@@ -103,12 +103,12 @@ def params_of(request: Mapping[str, Any]) -> SamplingParams:
         if form:
             values["structured_output"] = StructuredOutput(**form)
         return SamplingParams(**values)
-    except TypeError as error:  # a form that does not exist
+    except TypeError as error:  # an unknown form of guided decoding
         raise ValueError(f"guided_decoding: {error}") from None
 
 
 def _cache_salt(request: Mapping[str, Any]) -> str | None:
-    """Return the cache salt that Dynamo's frontend resolved; an empty one is none."""
+    """Return the cache salt that Dynamo's frontend resolved; None if it is absent or empty."""
     extra = request.get("extra_args") or {}
     for place in (request.get("routing"), request.get("nvext"), extra.get("nvext")):
         if isinstance(place, Mapping) and place.get("cache_salt"):
@@ -117,11 +117,11 @@ def _cache_salt(request: Mapping[str, Any]) -> str | None:
 
 
 class SpecopsBackend(LLMEngine):  # type: ignore[misc]
-    """Dynamo's engine: hands its requests over to ours, and tokens back.
+    """Dynamo's engine interface: passes requests to our engine, and tokens back.
 
     Args:
-        setup: of the engine's process.
-        model_dir: whose tokenizer Dynamo uses.
+        setup: setup of the engine process.
+        model_dir: model directory, from which Dynamo loads the tokenizer.
     """
 
     def __init__(self, setup: Setup, model_dir: Path) -> None:
@@ -129,8 +129,8 @@ class SpecopsBackend(LLMEngine):  # type: ignore[misc]
         self._role = "" if setup.role is None else setup.role.role
         self._tokenizer = Tokenizer.from_dir(model_dir)
         self._client: ProcessClient | None = None
-        self._jobs: dict[int, asyncio.Queue[Event | None]] = {}  # None: its client has left
-        self._running: dict[str, int] = {}  # jobs, by Dynamo's name of the request
+        self._jobs: dict[int, asyncio.Queue[Event | None]] = {}  # None: the client disconnected
+        self._running: dict[str, int] = {}  # job numbers by Dynamo's request id
         self._numbers = itertools.count()
         self._publisher: Any = None
         self._has_ended = False
@@ -141,14 +141,14 @@ class SpecopsBackend(LLMEngine):  # type: ignore[misc]
     async def from_args(
         cls, argv: Sequence[str] | None = None
     ) -> "tuple[SpecopsBackend, WorkerConfig]":
-        """Reads the command line; the engine is not there yet.
+        """Create the backend from the command line, without starting the engine.
 
         Raises:
             ValueError: an option is invalid.
         """
         args = _parser().parse_args(argv)
         settings = plain_settings(args)
-        role = role_settings(args, clients_name_peers=False)  # the router carries addresses
+        role = role_settings(args, clients_name_peers=False)  # the router passes addresses
         events = kv_event_settings(args)
         kind = "" if role is None else role.role
         if kind not in _MODES:
@@ -165,7 +165,7 @@ class SpecopsBackend(LLMEngine):  # type: ignore[misc]
             component=args.component or ("prefill" if kind == "prefill" else "backend"),
             model_name=str(config.model_dir),
             served_model_name=config.model_name,
-            # Dynamo refuses a model with chats and no template as a whole.
+            # Dynamo rejects a model that declares chat but has no template.
             endpoint_types="chat,completions" if _has_chats(config.model_dir) else "completions",
             discovery_backend=args.discovery_backend,
             request_plane=args.request_plane,
@@ -175,10 +175,10 @@ class SpecopsBackend(LLMEngine):  # type: ignore[misc]
         )
 
     async def start(self, worker_id: int) -> Registration:
-        """Starts the engine's process and waits for its engine.
+        """Start the engine process and wait until its engine is ready.
 
         Raises:
-            ValueError: there can be none; the sentence says why.
+            ValueError: the engine cannot start; the message says why.
         """
         self._client = await asyncio.to_thread(lambda: ProcessClient(EngineProcess(self._setup)))
         await self._client.start(self._receive, self._lose, num_clients=1)
@@ -196,11 +196,11 @@ class SpecopsBackend(LLMEngine):  # type: ignore[misc]
     async def generate(
         self, request: Mapping[str, Any], context: Any
     ) -> AsyncGenerator[dict[str, Any], None]:
-        """The tokens of a request, as steps bring them.
+        """Yield the tokens of a request as steps emit them.
 
         Raises:
-            InvalidArgument: the engine does not do what is asked.
-            EngineShutdown: the engine has died; the next one is being started.
+            InvalidArgument: the engine does not support the request.
+            EngineShutdown: the engine has died; a new one is being started.
         """
         assert self._client is not None, "it has been started"
         if self._client.health in ("restarting", "failed"):
@@ -224,7 +224,7 @@ class SpecopsBackend(LLMEngine):  # type: ignore[misc]
                 self._client.abort(job.job)
 
     async def abort(self, context: Any) -> None:
-        """Ends a request whose client has left, though no step may bring it anything soon."""
+        """End a request whose client disconnected, without waiting for its next output."""
         if (job := self._running.get(context.id())) is not None:
             self._jobs[job].put_nowait(None)
 
@@ -233,7 +233,7 @@ class SpecopsBackend(LLMEngine):  # type: ignore[misc]
             params = params_of(request)
             transfer = None
             if self._role == "prefill":
-                params = params.for_prompt()  # with the first token, the pages are complete
+                params = params.for_prompt()  # the pages are complete with the first token
                 transfer = KvTransfer(do_remote_decode=True)
             elif self._role == "decode":
                 told = (request.get("prefill_result") or {}).get("disaggregated_params") or {}
@@ -265,7 +265,7 @@ class SpecopsBackend(LLMEngine):  # type: ignore[misc]
         return chunk
 
     def _top(self, one: TokenLogprob) -> list[dict[str, Any]]:
-        """The likeliest tokens in a token's place."""
+        """Return the most probable alternatives of a token, in Dynamo's format."""
         entries = []
         for place, (token_id, logprob) in enumerate(one.alternatives, 1):
             data = self._tokenizer.token_bytes(token_id)
@@ -286,22 +286,22 @@ class SpecopsBackend(LLMEngine):  # type: ignore[misc]
             events.put_nowait(Failed(job, message))
 
     async def cleanup(self) -> None:
-        """Ends the engine's process, if there is one."""
+        """End the engine process, if there is one."""
         if self._client is not None and not self._has_ended:
             self._has_ended = True
             await self._client.stop()
 
     async def kv_event_sources(self) -> list[KvEventSource]:
-        """Where Dynamo's router learns what the prefix cache has."""
+        """Return the sources of KV events, from which Dynamo's router tracks the prefix cache."""
         told = self._setup.kv_events
         return [] if told is None else [ZmqSource(endpoint=told.endpoint, topic=told.topic)]
 
     def component_metrics_dp_ranks(self) -> list[int]:
-        """One engine, whose load is told."""
+        """Return the data-parallel ranks that report their load: the only engine."""
         return [0]
 
     def attach_snapshot_publisher(self, publisher: Any) -> None:
-        """Takes what the load is told to."""
+        """Store the publisher that receives load snapshots."""
         self._publisher = publisher
 
     def _publish(self, batch: Batch) -> None:
@@ -322,7 +322,7 @@ class SpecopsBackend(LLMEngine):  # type: ignore[misc]
 
 
 def _has_chats(model_dir: Path) -> bool:
-    """Whether Dynamo finds a chat template: it looks nowhere without a tokenizer_config.json."""
+    """Return whether Dynamo finds a chat template; it requires a tokenizer_config.json."""
     told = read_json_object(model_dir / "tokenizer_config.json")
     return bool(told) and ("chat_template" in told or (model_dir / "chat_template.jinja").is_file())
 
@@ -350,13 +350,13 @@ def _parser() -> argparse.ArgumentParser:
     add("--request-plane", default="tcp", choices=("tcp", "nats"), help="(default: %(default)s)")
     add("--event-plane", default="zmq", choices=("zmq", "nats"), help="(default: %(default)s)")
     add("--log-level", choices=("debug", "info", "warning", "error"), default="info")
-    # What a worker of Dynamo does not have, though the options' other owners do.
+    # The shared helpers read these options, which a Dynamo worker does not offer.
     parser.set_defaults(in_process=False, data_parallel_size=1)
     return parser
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Serves until it is told to stop; returns the exit code, 2 for a mistake in the arguments."""
+    """Serve until a stop signal, and return the exit code: 2 for a mistake in the arguments."""
     try:
         made = asyncio.run(SpecopsBackend.from_args(arguments))
     except ValueError as error:

@@ -1,16 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Linear attention: of all positions before a row, a state of fixed size is kept.
+"""Linear attention: a state of fixed size summarizes all positions before a row.
 
     mixed = causal_conv1d(x, conv_weight, conv_states, slots, qo_indptr, kv_lens)
     q, k, v = ...                                     # heads of mixed
     out = gated_delta_rule(q, k, v, a, b, a_log, dt_bias, states, slots, qo_indptr, kv_lens)
     out = dense.output_gate(out, z, "silu", norm_weight=norm)
 
-A slot keeps what the last `window` positions of its request left, that of position i at
-i % window. So drafts need no rollback: the next step begins behind the last accepted row, and finds
-what that row left, whatever the rows behind it were. The window holds all rows that a step may
-reject, and what the ops read beside; they say how much that is. A request whose first row has
-position 0 begins from zeros, whatever its slot holds.
+A slot keeps the states after the last `window` positions of its request; that of position i is at
+i % window. Drafts therefore need no rollback: the next step starts from the state of the last
+accepted row, and later rows do not matter. The window must hold all rows that a step may reject,
+plus what each op reads in addition (see its docstring). A request whose first row has position 0
+starts from zeros, whatever its slot holds.
 """
 
 from torch import Tensor
@@ -29,24 +29,26 @@ def causal_conv1d(
     *,
     out: Tensor | None = None,
 ) -> Tensor:
-    """Convolves each channel over the last positions of a request, and applies silu.
+    """Convolve each channel over the last positions of a request, and apply silu.
 
-    Same as `reference.causal_conv1d`. Of position i of a request, in fp32, from the oldest tap on:
+    Same as `reference.causal_conv1d`. For position i of a request, in fp32, from the oldest tap on:
 
-        out[i] = silu(sum of weight[t] * x[i - taps + 1 + t], for t where that is a position)
+        out[i] = silu(sum of weight[t] * x[i - taps + 1 + t], for t where that position exists)
 
-    Positions before this step's rows are read from `states`; then this step's rows are kept there.
+    Positions before this step's rows are read from `states`; then this step's rows are written
+    there.
 
     Args:
         x: [rows, channels], float32, bfloat16 or float16. Rows may be strided.
-        weight: [taps, channels], dtype of `x`; 1 to 8 taps, the last one of the row itself.
-        states: [num_slots, window, channels], dtype of `x`; `x` of position i lies at i % window.
+        weight: [taps, channels], dtype of `x`; 1 to 8 taps, the last one for the row itself.
+        states: [num_slots, window, channels], dtype of `x`; `x` of position i is at i % window.
             The window must be at least taps - 1, and taps - 1 more than the rows of a step that may
             be rejected. Written for the last `window` rows of each request, elsewhere untouched.
-        slots: [batch], int32. None twice; -1: the request's rows of `out` become zeros.
-        qo_indptr: [batch + 1], int32. Rows behind the last are nobody's, and become zeros.
+        slots: [batch], int32. No slot may occur twice; -1: the request's rows of `out` become
+            zeros.
+        qo_indptr: [batch + 1], int32. Rows past its last entry become zeros.
         kv_lens: [batch], int32. Positions of each request, this step's rows included.
-        out: [rows, channels], dtype of `x`, another tensor than `x`. Allocated when absent.
+        out: [rows, channels], dtype of `x`; must not be `x`. Allocated when absent.
 
     Returns:
         `out`.
@@ -58,7 +60,7 @@ def causal_conv1d(
 
     Note:
         Mutates `states`. Deterministic; a row's bits depend on its own request alone, not on how
-        its positions are cut into steps.
+        its positions are split into steps.
 
     Source: Gu and Dao 2023, "Mamba".
     """
@@ -83,7 +85,7 @@ def gated_delta_rule(
     *,
     out: Tensor | None = None,
 ) -> Tensor:
-    """Updates the state of each head row by row, and asks it what it has for `q`.
+    """Update the state of each head row by row, and query the state with `q`.
 
     Same as `reference.gated_delta_rule`. For each row of a request in order, in fp32; value head h
     has the query and key of head h * num_key_heads // num_value_heads:
@@ -93,25 +95,28 @@ def gated_delta_rule(
         state = state + outer(k, (v - k @ state) * sigmoid(b))
         out   = q @ state
 
-    The state begins as that of the position before the first row, or as zeros at position 0.
+    The initial state is that of the position before the first row, or zeros at position 0.
 
     Args:
         q: [rows, num_key_heads, key_dim], float32, bfloat16 or float16; key_dim a multiple of 16 up
-            to 128. Rows may be strided; so may those of the next four, which have its dtype.
+            to 128. Rows may be strided. `k`, `v`, `a` and `b` have the same dtype, and their rows
+            may be strided too.
         k: [rows, num_key_heads, key_dim].
-        v: [rows, num_value_heads, value_dim]; as many heads or a multiple; value_dim a multiple of
-            16 up to 256.
+        v: [rows, num_value_heads, value_dim]; num_value_heads is a multiple of num_key_heads;
+            value_dim a multiple of 16 up to 256.
         a: [rows, num_value_heads].
         b: [rows, num_value_heads].
         a_log: [num_value_heads], float32.
         dt_bias: [num_value_heads], float32.
-        states: [num_slots, window, num_value_heads, key_dim, value_dim], float32; that of position
-            i lies at i % window. The window must be one more than the rows of a step that may be
-            rejected. Written for the last `window` rows of each request, elsewhere untouched.
-        slots: [batch], int32. None twice; -1: the request's rows of `out` become zeros.
-        qo_indptr: [batch + 1], int32. Rows behind the last are nobody's, and become zeros.
+        states: [num_slots, window, num_value_heads, key_dim, value_dim], float32; the state of
+            position i is at i % window. The window must be one more than the rows of a step that
+            may be rejected. Written for the last `window` rows of each request, elsewhere
+            untouched.
+        slots: [batch], int32. No slot may occur twice; -1: the request's rows of `out` become
+            zeros.
+        qo_indptr: [batch + 1], int32. Rows past its last entry become zeros.
         kv_lens: [batch], int32. Positions of each request, this step's rows included.
-        out: [rows, num_value_heads, value_dim], dtype of `v`, another tensor than `q`, `k` and `v`.
+        out: [rows, num_value_heads, value_dim], dtype of `v`; must not be `q`, `k` or `v`.
             Allocated when absent.
 
     Returns:
@@ -124,8 +129,8 @@ def gated_delta_rule(
 
     Note:
         Mutates `states`. Deterministic; a row's bits depend on its own request alone, not on how
-        its positions are cut into steps. The form that computes chunks of rows as products of
-        matrices suits tensor cores, but its bits depend on the chunks: it is not offered.
+        its positions are split into steps. The chunked form with matrix products suits tensor
+        cores, but its bits depend on the chunks, so it is not offered.
 
     Source: Yang, Kautz and Hatamizadeh 2024, "Gated Delta Networks".
     """

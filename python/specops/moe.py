@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Mixtures of experts: routing, each expert's rows together, and the sum.
+"""Mixture of experts: routing, one product per expert over its rows, and the weighted sum.
 
     ids, weights = moe_route(logits, top_k)
     order = moe_sort(ids, num_experts)
@@ -7,8 +7,7 @@
     out = moe_linear(gated, down, order.expert_indptr, out_dtype=torch.float32)
     y = moe_combine(out, order.places, weights, shared, dtype=x.dtype)
 
-A row's bits depend on that row alone: not on the rows beside it, nor on how many of these its
-experts have.
+A row's bits depend on that row alone: not on the other rows, nor on how many rows its experts get.
 """
 
 from collections.abc import Callable, Iterable
@@ -27,10 +26,10 @@ class ExpertOrder(NamedTuple):
     """Pairs of a row and an expert, ordered by expert, then by row; made by `moe_sort`.
 
     Attributes:
-        expert_indptr: [num_experts + 1], int32; where the pairs of each expert begin.
-        row_indices: [rows * top_k], int32; the row of each pair in the order. Entries behind the
-            last pair of an expert mean nothing.
-        places: [rows, top_k], int32; where in the order each pair is, -1 of no expert.
+        expert_indptr: [num_experts + 1], int32; start of each expert's pairs.
+        row_indices: [rows * top_k], int32; the row of each pair in the order. Entries after the
+            last pair are unused.
+        places: [rows, top_k], int32; index of each pair in the order, -1 without an expert.
     """
 
     expert_indptr: Tensor
@@ -41,13 +40,13 @@ class ExpertOrder(NamedTuple):
     def empty(
         cls, rows: int, top_k: int, num_experts: int, device: torch.device | str = "cpu"
     ) -> "ExpertOrder":
-        """Allocates one.
+        """Allocate the arrays, uninitialised.
 
         Args:
             rows: rows of `expert_ids`.
-            top_k: experts of a row.
-            num_experts: how many there are.
-            device: where.
+            top_k: experts per row.
+            num_experts: number of experts.
+            device: device of the arrays.
         """
 
         def ints(*shape: int) -> Tensor:
@@ -69,9 +68,9 @@ def moe_route(
     expert_ids: Tensor | None = None,
     expert_weights: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Chooses the experts of each row, and says with what weights.
+    """Choose the experts of each row and their weights.
 
-    Same as `reference.moe_route`. Of a row:
+    Same as `reference.moe_route`. For each row:
 
         score  = softmax(logits), or sigmoid(logits)
         key    = score + bias
@@ -79,19 +78,18 @@ def moe_route(
         ids    = the top_k experts of these groups with the largest keys, in ascending order
         weight = score[ids]; / max(sum(weight), min_sum) unless that is None; * scale
 
-    At equal keys or sums the lower number is chosen. A NaN is chosen last, but of softmax it makes
-    all scores NaN: then the first experts are chosen, with weights NaN.
+    Ties of keys or sums go to the lower id. A NaN is chosen last. With softmax a NaN makes all
+    scores NaN: then the first experts are chosen, with weights NaN.
 
     Args:
         logits: [rows, num_experts], float32; 1 to 1024 experts. Rows may be strided.
-        top_k: experts of a row.
+        top_k: experts per row.
         scoring: "softmax" or "sigmoid".
-        bias: [num_experts], float32; of the choice, not of the weights. Or None.
-        num_groups: into how many groups of equal size experts are cut, each of two at least; 1:
-            there are none.
-        top_k_groups: how many of them a row may use; they must have top_k experts.
-        min_sum: the least that a row's weights are divided by; None: they are not divided.
-        scale: of all weights; finite, at least 0.
+        bias: [num_experts], float32, or None; affects the choice, not the weights.
+        num_groups: number of groups of equal size, at least two experts each; 1: no groups.
+        top_k_groups: number of groups that a row may use; they must have at least top_k experts.
+        min_sum: lower bound of the sum that a row's weights are divided by; None: no division.
+        scale: factor of all weights; finite, at least 0.
         expert_ids: [rows, top_k], int32. Allocated when absent.
         expert_weights: [rows, top_k], float32. Allocated when absent.
 
@@ -102,8 +100,8 @@ def moe_route(
         ValueError: a shape, dtype, layout, device or number differs from the above.
 
     Note:
-        Deterministic; a row depends on itself alone. Sums over experts have one order for each
-        device and instruction set.
+        Deterministic; a row depends on itself alone. Each device and instruction set has one fixed
+        order of the sums over experts.
 
     Source: Fedus et al. 2021, "Switch Transformers"; groups and bias: DeepSeek-AI 2024,
     "DeepSeek-V3 Technical Report", section 2.1.2.
@@ -131,30 +129,30 @@ def moe_route(
 def moe_sort(
     expert_ids: Tensor, num_experts: int, *, order: ExpertOrder | None = None
 ) -> ExpertOrder:
-    """Orders pairs of a row and an expert by expert, those of an expert by row.
+    """Sort pairs of a row and an expert by expert, then by row.
 
     Same as `reference.moe_sort`.
 
     Args:
         expert_ids: [rows, top_k], int32; -1: no expert.
-        num_experts: how many there are, at least 1.
-        order: is written. Allocated when absent.
+        num_experts: number of experts, at least 1.
+        order: written. Allocated when absent.
 
     Returns:
         `order`.
 
     Raises:
         ValueError: a shape, dtype, layout or device differs from the above, or an id is outside
-            [-1, num_experts). Nothing has been written then. On CUDA wrong ids are told by
+            [-1, num_experts). Nothing has been written then. On CUDA wrong ids are reported by
             `specops.check_errors`, and count as -1.
 
     Note:
-        Deterministic; integers.
+        Deterministic; integer arithmetic only.
     """
     check_int("moe_sort", "num_experts", num_experts, 1)
     if order is None:
         sizes = unless_wrong(lambda: (*expert_ids.shape, expert_ids.device))
-        if sizes is None or len(sizes) != 3:  # the op says what it must be
+        if sizes is None or len(sizes) != 3:  # the op reports the wrong argument
             order = ExpertOrder.empty(0, 0, num_experts)
         else:
             order = ExpertOrder.empty(sizes[0], sizes[1], num_experts, sizes[2])
@@ -164,18 +162,18 @@ def moe_sort(
 
 
 def stack_experts(weights: Iterable[PackedWeight], num_experts: int) -> PackedWeight:
-    """Lays the packed weights of experts one behind the other, for `moe_linear`.
+    """Stack the packed weights of all experts for `moe_linear`.
 
     Args:
-        weights: one for each expert, all of the same sizes and kind; taken one after the other, so
-            that only one needs memory beside the result.
-        num_experts: how many there are, at least 1.
+        weights: one for each expert, all of the same sizes and kind. The iterable is read one
+            weight at a time, so that only one needs memory beside the result.
+        num_experts: number of experts, at least 1.
 
     Returns:
-        A weight like each of them whose tensors have a first dimension more: [num_experts, ..].
+        A packed weight whose tensors have an additional first dimension: [num_experts, ..].
 
     Raises:
-        ValueError: weights differ in more than their numbers, or are not so many.
+        ValueError: weights differ in anything but their values, or their number is not num_experts.
     """
     check_int("stack_experts", "num_experts", num_experts, 1)
     stacked: PackedWeight | None = None
@@ -225,23 +223,23 @@ def moe_linear(
     out: Tensor | None = None,
     out_dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """Multiplies rows with the weights of the experts that they go to.
+    """Multiply rows with the weights of the experts that they are routed to.
 
     Same as `reference.moe_linear`. For expert e and i from expert_indptr[e] to expert_indptr[e+1]:
 
         out[i] = dense.linear(x[row_indices[i]], weight[e], bias[e])
 
-    to the bits of `dense.linear` (which on amx has kernels of its own for bfloat16; this op runs
-    those of avx512_bf16 there), for every kind of weight that it takes.
+    with the same bits as `dense.linear`, for every kind of weight that `dense.linear` takes. (On
+    amx `dense.linear` has special kernels for bfloat16; this op uses those of avx512_bf16 there.)
 
     Args:
         x: [rows, num_inputs], dtype as in `dense.linear`. Rows may be strided.
-        weight: of `stack_experts`.
-        expert_indptr: [num_experts + 1], int32; of an `ExpertOrder`.
-        row_indices: [pairs], int32; of the same. None: row i of x is that of pair i.
+        weight: made by `stack_experts`.
+        expert_indptr: [num_experts + 1], int32, from an `ExpertOrder`.
+        row_indices: [pairs], int32, from the same. None: row i of x belongs to pair i.
         bias: [num_experts, num_outputs], dtype of `x`; or None.
         out: [pairs, num_outputs], dtype of `x`, or float32; with an activation: [pairs,
-            num_outputs / 2], dtype of `x`. Rows behind the last pair are not written. Allocated
+            num_outputs / 2], dtype of `x`. Rows after the last pair are not written. Allocated
             when absent.
         out_dtype: dtype of an `out` to be allocated; that of `x` when absent.
 
@@ -250,12 +248,12 @@ def moe_linear(
 
     Raises:
         ValueError: a shape, dtype, layout or device differs from the above, or an index is out of
-            range. Nothing has been written then. On CUDA wrong indices are told by
+            range. Nothing has been written then. On CUDA wrong indices are reported by
             `specops.check_errors`: such an expert has no rows, such a row is zeros.
 
     Note:
-        Deterministic; as `dense.linear`. The weights of an expert are read once for all its rows
-        (on CUDA: once for every eight), those of experts without rows not at all.
+        Deterministic, like `dense.linear`. The weights of an expert are read once for all its rows
+        (on CUDA: once for every eight); those of experts without rows are not read.
     """
     check_kind("moe_linear", "weight", weight, PackedWeight, " of stack_experts")
     if out is None:
@@ -277,9 +275,9 @@ def moe_combine(
     dtype: torch.dtype | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
-    """Adds what the experts of each row gave.
+    """Sum the weighted outputs of each row's experts.
 
-    Same as `reference.moe_combine`, bit for bit. Of a row:
+    Same as `reference.moe_combine`, bit for bit. For each row:
 
         total = 0
         total = total + expert_weights[k] * expert_out[places[k]]     for each k in order
@@ -287,10 +285,10 @@ def moe_combine(
 
     Args:
         expert_out: [pairs, width], float32; in the order of `moe_sort`.
-        places: [rows, top_k], int32; of an `ExpertOrder`; -1: no expert.
+        places: [rows, top_k], int32, from an `ExpertOrder`; -1: no expert.
         expert_weights: [rows, top_k], float32.
-        shared: [rows, width], float32; of experts that all rows go to. Or None.
-        dtype: of an `out` to be allocated; float32 when absent.
+        shared: [rows, width], float32, or None; output of the experts shared by all rows.
+        dtype: dtype of an `out` to be allocated; float32 when absent.
         out: [rows, width], float32, bfloat16 or float16. Allocated when absent.
 
     Returns:
@@ -298,12 +296,12 @@ def moe_combine(
 
     Raises:
         ValueError: a shape, dtype, layout or device differs from the above, or a place is out of
-            range. Nothing has been written then. On CUDA wrong places are told by
+            range. Nothing has been written then. On CUDA wrong places are reported by
             `specops.check_errors`, and count as -1.
 
     Note:
-        Deterministic. `moe_route` gives experts in ascending order, so that the sum is one of the
-        set of a row's experts.
+        Deterministic. `moe_route` returns experts in ascending order, so that the sum depends only
+        on the set of a row's experts.
     """
     if out is None:
         out = empty(lambda: ((places.shape[0], expert_out.shape[1]), dtype, expert_out))

@@ -12,24 +12,25 @@ from specops._wrong import check_kind, empty
 
 @dataclass(frozen=True)
 class NgramIndex:
-    """An index of rows, so that `ngram_propose` need not read them again in every step.
+    """An index of rows, so that `ngram_propose` need not scan whole rows in every step.
 
-    With it a call costs as much as there are new tokens, however long the rows are; the drafts are
-    those without it. It belongs to the rows of one `token_ids`, which only grow at their ends:
-    `reset` a row that is given to another request, or rewritten. The index of a row that comes back
-    shorter, or with other n-gram sizes, or with another side, is rebuilt automatically.
+    With an index the cost of a call depends on the number of new tokens, not on the length of the
+    rows; the drafts are the same as without it. It belongs to the rows of one `token_ids`, which
+    only grow at their ends: call `reset` for a row that is rewritten or reused by another request.
+    The index of a row is rebuilt automatically if the row has become shorter, or if the n-gram
+    sizes or `leftmost` have changed.
 
-    A row's last `scan_tokens` tokens are scanned rather than noted, and a row of less than four
-    times that is scanned as a whole, so short rows cost nothing more. At most `index_tokens` are
-    noted in a call; until a long prompt is, the rest of it is scanned. A row needs an entry for
-    each of its different n-grams, of each size, and the sizes share its entries evenly. N-grams
-    without room are scanned, and so are rows of more than 16 sizes.
+    A row's last `scan_tokens` tokens are scanned rather than indexed, and a row of less than four
+    times that is scanned as a whole, so short rows cost nothing extra. A call indexes at most
+    `index_tokens` tokens; the part of a long prompt that is not yet indexed is scanned. A row needs
+    one entry for each distinct n-gram of each size, and the sizes share the entries evenly. N-grams
+    that do not fit are scanned, and so are rows with more than 16 sizes.
 
     Attributes:
-        table: [batch, entries], int32. Any content; a row of it is cleared when first used.
-        state: [batch, 2], int32. Zeros in the beginning.
-        scan_tokens: at least 0. None: 2,048 on the CPU, 4,096 on CUDA, where a scan costs about a
-            look-up.
+        table: [batch, entries], int32. Any initial content; a row is cleared when first used.
+        state: [batch, 2], int32. Initially zeros.
+        scan_tokens: at least 0. None: 2,048 on the CPU, 4,096 on CUDA, where a scan costs about as
+            much as a look-up.
         index_tokens: at least 0. None: 256.
     """
 
@@ -49,22 +50,22 @@ class NgramIndex:
         scan_tokens: int | None = None,
         index_tokens: int | None = None,
     ) -> "NgramIndex":
-        """Makes an index with 4 bytes per size and token.
+        """Make an index with 4 bytes per size and token.
 
         Args:
-            batch: rows.
-            max_len: tokens of a row.
+            batch: number of rows.
+            max_len: maximum tokens per row.
             num_sizes: number of n-gram sizes: max_ngram_size - min_ngram_size + 1.
-            device: where the rows are.
-            scan_tokens: as the attribute.
-            index_tokens: as the attribute.
+            device: device of the rows.
+            scan_tokens: see the attribute.
+            index_tokens: see the attribute.
         """
         table = torch.empty((batch, num_sizes * max_len), dtype=torch.int32, device=device)
         state = torch.zeros((batch, 2), dtype=torch.int32, device=device)
         return cls(table, state, scan_tokens, index_tokens)
 
     def reset(self, row: int) -> None:
-        """Forgets a row. Nothing waits for the device."""
+        """Forget a row, without waiting for the device."""
         self.state[row] = 0
 
 
@@ -83,46 +84,47 @@ def ngram_propose(
     max_total_draft_tokens: int | None = None,
     index: NgramIndex | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Drafts the tokens that followed an earlier occurrence of each request's last tokens.
+    """Draft the tokens that followed an earlier occurrence of each request's last tokens.
 
     Same as `reference.ngram_propose`. For each request, with t = token_ids[b, :lens[b]]:
 
         for n = max_ngram_size down to min_ngram_size:
-            for start = lens[b] - n - 1 down to 0, or up from 0 to it where leftmost:
+            for start = lens[b] - n - 1 down to 0, or from 0 up to that if leftmost:
                 if t[start : start + n] == t[-n:]:
                     the drafts are t[start + n :], at most min(max_draft_tokens[b], k) of them
 
     so the longest match wins, and among the longest the most recent one, or the leftmost. A row
-    holds prompt and output in one piece, and a match may span both; it may overlap the last tokens,
-    too. Drafts end where the row ends.
+    holds prompt and output in one piece. A match may span both, and may overlap the last tokens.
+    Drafts end where the row ends.
 
-    Drafts that another drafter has put into `draft_token_ids` count as the last tokens of t, and
-    new drafts are written after them. They count towards every limit, and no limit cuts them; a
+    Drafts that another drafter has written to `draft_token_ids` count as the last tokens of t, and
+    new drafts are written after them. They count towards every limit, but no limit removes them: a
     request whose limit they reach, or whose limit is 0, keeps them and their number. So several
-    drafters may continue each other in one buffer, with `num_draft_tokens` as both input and output
+    drafters can continue each other in one buffer, with `num_draft_tokens` as both input and output
     number.
 
-    With `max_total_draft_tokens` the requests share a total: each is cut to the largest equal cap
-    that keeps the sum within it, and the remainder goes one each to the first requests that the cap
-    has cut.
+    With `max_total_draft_tokens` the requests share a total: each is limited to the largest common
+    cap that keeps the sum within it, and the remainder goes, one each, to the first requests that
+    the cap has limited.
 
     Args:
         token_ids: [batch, max_len], int32. Prompt and output of each request; rows may be strided.
             Not read past lens[b].
         lens: [batch], int32. Tokens of each request.
-        max_draft_tokens: [batch], int32. Most drafts each request wants; 0 turns it off.
+        max_draft_tokens: [batch], int32. Maximum number of drafts of each request; 0 turns drafting
+            off.
         min_ngram_size: at least 1; one int, or int32 [batch].
         max_ngram_size: at least min_ngram_size; one int, or int32 [batch].
         leftmost: one bool, or int32 [batch] of 0 and 1.
-        draft_token_ids: [batch, k], int32. Written: the drafts, then -1. The given drafts stay.
-        num_draft_tokens: [batch], int32. Written: how many drafts, given ones included. Allocated
-            when absent.
-        match_lens: [batch], int32. Receives how many tokens matched where the request's drafts were
-            found, at most max_ngram_size, and 0 where this call has added none.
-        num_given_drafts: [batch], int32. How many of each request are there already; may be
+        draft_token_ids: [batch, k], int32. Written: the drafts, then -1. Existing drafts stay.
+        num_draft_tokens: [batch], int32. Written: number of drafts, existing ones included.
+            Allocated when absent.
+        match_lens: [batch], int32. Receives the length of the match that the request's drafts
+            follow, at most max_ngram_size; 0 if this call added no drafts.
+        num_given_drafts: [batch], int32. Number of existing drafts of each request; may be
             `num_draft_tokens` itself. None: none.
-        max_total_draft_tokens: most drafts of all requests together, at least 0. None: no limit.
-        index: of these rows; changed. None reads every row from its end to the match.
+        max_total_draft_tokens: maximum drafts of all requests together, at least 0. None: no limit.
+        index: index of these rows; updated. None: scan every row from its end to the match.
 
     Returns:
         `draft_token_ids` and `num_draft_tokens`.
@@ -134,10 +136,10 @@ def ngram_propose(
             such a request has no drafts.
 
     Note:
-        Deterministic, and equal with and without an index, on every device. Without one: one scan
-        per request, whatever the sizes, which ends at the first match of max_ngram_size tokens.
-        With one: a scan of scan_tokens, and a look-up per size and new token. No host read: it may
-        be captured in a CUDA graph.
+        Deterministic, and equal with and without an index, on every device. Without an index each
+        request takes one scan for all sizes, which ends at the first match of max_ngram_size
+        tokens. With an index it takes a scan of scan_tokens, and a look-up per size and new token.
+        The host reads nothing, so the call may be captured in a CUDA graph.
 
     Source: Saxena 2023, "Prompt Lookup Decoding"; FastDeploy's ngram_match.
     """

@@ -1,30 +1,30 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Follows the text that a request is expected to produce, and drafts its continuation."""
+"""Drafts from a predicted output: follows the expected text and drafts its continuation."""
 
 from bisect import bisect_right
 from collections.abc import Sequence
 
-_LONGEST_MATCH = 8  # tokens before a place in the prediction that are compared
+_LONGEST_MATCH = 8  # tokens compared before a place in the prediction
 _SHORTEST_MATCH = 2
-_MOST_PLACES = 256  # that are compared, on either side of the last known one
+_MOST_PLACES = 256  # places compared, after the last known one and from the beginning
 
 
 class PredictedText:
     """A prediction and the place in it that an output has reached.
 
-    The place moves with every output token that is the predicted one. After another token it is
-    lost, until the output's last tokens (at least two) occur in the prediction: of the longest such
-    matches, up to eight tokens, the first after the last known place, else the first. The next 256
-    places of the last two tokens and the first 256 are compared. Drafts are a function of
-    prediction and output alone.
+    The place advances with every output token that equals the predicted one. Any other token loses
+    it, until the output's last tokens (at least two) occur in the prediction. The longest match of
+    up to eight tokens wins; among equal ones the first after the last known place, else the first
+    in the prediction. The next 256 places of the last two tokens and the first 256 are compared.
+    Drafts are a function of prediction and output alone.
 
     Args:
         prediction: token ids.
-        num_prompt_tokens: where a text's output begins.
+        num_prompt_tokens: index at which the output begins in a text.
 
     Attributes:
-        match_len: how many of the output's last tokens the prediction has before the place: all
-            those since it was found, and those by which it was found.
+        match_len: number of the output's last tokens that precede the place in the prediction: the
+            match that found the place, plus all tokens since.
     """
 
     def __init__(self, prediction: Sequence[int], num_prompt_tokens: int) -> None:
@@ -34,20 +34,20 @@ class PredictedText:
         self._place: int | None = 0
         self._last_place = 0
         self.match_len = 0
-        self._ends: dict[tuple[int, ...], list[int]] = {}  # of each pair of tokens, ascending
+        self._ends: dict[tuple[int, ...], list[int]] = {}  # ends of each token pair, ascending
         for end in range(_SHORTEST_MATCH, len(self._prediction) + 1):
             pair = tuple(self._prediction[end - _SHORTEST_MATCH : end])
             self._ends.setdefault(pair, []).append(end)
 
     def draft(self, text: Sequence[int], max_drafts: int) -> list[int]:
-        """Advances to the end of a text, and drafts its continuation.
+        """Advance to the end of a text, and draft its continuation.
 
         Args:
-            text: prompt and output, at least the text of the last call.
+            text: prompt and output; it extends the text of the last call.
             max_drafts: maximum number of drafts.
 
         Returns:
-            The drafts; none where the output has left the prediction.
+            The drafts; empty if the output has left the prediction.
         """
         for index in range(self._num_seen, len(text)):
             self._see(text, index)
@@ -57,7 +57,7 @@ class PredictedText:
         return self._prediction[self._place : self._place + max_drafts]
 
     def _see(self, text: Sequence[int], index: int) -> None:
-        """Moves the place by one token of the output."""
+        """Update the place for one token of the output."""
         place, token = self._place, int(text[index])
         if place is not None and self._prediction[place : place + 1] == [token]:
             self._place = self._last_place = place + 1
@@ -68,7 +68,7 @@ class PredictedText:
             self._last_place = self._place
 
     def _found(self, text: Sequence[int], end: int) -> tuple[int | None, int]:
-        """The place after the best match of the tokens before `end`, and the match's length."""
+        """Return the place after the best match of the tokens before `end`, and its length."""
         if end - self.num_prompt_tokens < _SHORTEST_MATCH:
             return None, 0
         first = max(self.num_prompt_tokens, end - _LONGEST_MATCH)
@@ -86,7 +86,7 @@ class PredictedText:
         return found, longest
 
     def _length_of_match(self, last: Sequence[int], place: int) -> int:
-        """How many of the last tokens precede a place of the prediction."""
+        """Return how many of the last tokens precede a place of the prediction."""
         length = 0
         while (
             length < min(len(last), place)

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Prompts to try speculation with: twenty of our own, or a file's."""
+"""Prompts to try speculation with: twenty built-in ones, or those of a file."""
 
 import json
 from pathlib import Path
 
-# Texts that repeat themselves, so that drafts are found, and turn, so that some are wrong.
+# Repetitive texts, so that drafters find drafts, with changes, so that some drafts are wrong.
 PROMPTS = (
     "def add(a, b):\n    return a + b\n\n\ndef sub(a, b):\n    return a - b\n\n\ndef mul(a, b):\n",
     "import os\nimport sys\nimport ",
@@ -30,11 +30,11 @@ PROMPTS = (
 
 
 def read_prompts(file: str) -> list[str]:
-    """The prompts of a file: a JSON list of texts, or a text per line.
+    """Return the prompts of a file: a JSON list of texts, or a text per line.
 
     Raises:
-        OSError: it cannot be read.
-        ValueError: it holds no prompts, or something else.
+        OSError: the file cannot be read.
+        ValueError: the file holds no prompts, or has another format.
     """
     try:
         text = Path(file).read_text(encoding="utf-8")

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Weights as codes with scales: what every format of quantised weights becomes.
+"""Quantized weights: the common form of every quantized checkpoint format.
 
-A reader of checkpoints, or `quantize_weight`, makes a `QuantizedWeight`; `dense.pack_weight` brings
-it into the layout that `dense.linear` reads; `dequantize_weight` says what it stands for.
+A checkpoint reader, or `quantize_weight`, makes a `QuantizedWeight`; `dense.pack_weight` converts
+it to the layout that `dense.linear` reads; `dequantize_weight` returns its real values.
 """
 
 from typing import NamedTuple
@@ -13,33 +13,35 @@ from torch import Tensor
 from specops._wrong import check_kind, describe
 
 CODES = {"int8": torch.int8, "int4": torch.uint8, "fp8": torch.float8_e4m3fn}
-FP8_BLOCK = 128  # outputs, and inputs, that share a scale
+FP8_BLOCK = 128  # a block of 128 outputs by 128 inputs shares a scale
 
 _LEAST = {"int8": -128, "int4": -8}
 _MOST = {"int8": 127, "int4": 7}
-_INT4_ZERO = 8  # the code of 0 without a table
-# Numbers of a weight that are worked on at once, in float32.
+_INT4_ZERO = 8  # the int4 code of 0 without a table
+# Elements of a weight that are processed at once, in float32.
 _AT_ONCE = 1 << 22
 
 
 class QuantizedWeight(NamedTuple):
-    """A weight as codes, of which number (n, k) stands for
+    """A quantized weight.
+
+    Element (n, k) of the weight is
 
         value(codes[n, k]) * scales[n, k // group] + offsets[n, k // group]
 
     Attributes:
         kind: "int8", "int4" or "fp8".
-        codes: [num_outputs, num_inputs]: int8; of int4 uint8, 0 to 15, one a byte; of fp8
-            float8_e4m3fn without NaN. Rows may be strided.
-        scales: float32 [num_outputs, groups]; of fp8 with groups [ceil(num_outputs / 128), groups],
-            a block of 128 outputs having one.
-        offsets: float32 [num_outputs, groups], of int8 and int4: minus a zero point times its
-            scale, or a minimum; or None, none.
-        group: inputs that share a scale: 0, all of them; otherwise 16 or a multiple of 32, of fp8
+        codes: quantized values [num_outputs, num_inputs]: int8 for int8; uint8, 0 to 15, one per
+            byte, for int4; float8_e4m3fn without NaN for fp8. Rows may be strided.
+        scales: float32 [num_outputs, groups]; for fp8 with groups [ceil(num_outputs / 128),
+            groups]: one row per block of 128 outputs.
+        offsets: float32 [num_outputs, groups], for int8 and int4: minus a zero point times its
+            scale, or a minimum; None: no offsets.
+        group: inputs that share a scale: 0, all of them; otherwise 16 or a multiple of 32, for fp8
             128. groups is ceil(num_inputs / group), or 1.
-        code_values: int8 [16], what each code of int4 stands for; None: code - 8.
-        input_order: int32 [num_inputs]: input k of the codes is input input_order[k] of a row
-            (GPTQ's desc_act); None: k.
+        code_values: int8 [16], value of each int4 code; None: code - 8.
+        input_order: int32 [num_inputs]: column k of `codes` belongs to input input_order[k] of a
+            row (GPTQ's desc_act); None: to input k.
     """
 
     kind: str
@@ -52,16 +54,16 @@ class QuantizedWeight(NamedTuple):
 
 
 def quantize_weight(weight: Tensor, *, kind: str = "int8", group: int = 0) -> QuantizedWeight:
-    """Rounds a weight to codes with scales, as FastDeploy does.
+    """Quantize a weight to int8 or int4, as FastDeploy does.
 
-    Same as `reference.quantize_weight`. With a scale for each output, the codes and scales are
-    FastDeploy's WINT8 and WINT4, as its GPU path makes them; with peak the largest magnitude of an
+    Same as `reference.quantize_weight`. With one scale per output, quantized values and scales are
+    those of FastDeploy's WINT8 and WINT4 on its GPU path; with peak the largest magnitude of an
     output's weights and most 127 (int8) or 7 (int4),
 
         value = round(weight / peak * most), ties away from zero
         scale = peak / most, rounded to the dtype of `weight`
 
-    In groups they are those of its Machete path, with least -128 or -8:
+    With groups they are those of FastDeploy's Machete path, with least -128 or -8:
 
         scale = max(largest / most, smallest / least) of the group, at least 0
         value = round(weight / scale), ties to even, in [least, most]
@@ -72,14 +74,14 @@ def quantize_weight(weight: Tensor, *, kind: str = "int8", group: int = 0) -> Qu
         group: inputs that share a scale: 0, all of them; otherwise 16 or a multiple of 32.
 
     Returns:
-        The codes, one a byte; they hold no memory of `weight`.
+        The quantized weight, one byte per value; it shares no memory with `weight`.
 
     Raises:
         ValueError: a shape, dtype, kind or group differs from the above.
 
     Note:
-        Where all weights are zero, values and scale are 0; an infinity or a NaN makes NaN of its
-        scale, and values of 0. Takes memory for a few rows in float32.
+        If all weights of a scale are zero, its values and the scale are 0. If one is infinite or
+        NaN, the scale is NaN and the values are 0. Takes memory for a few rows in float32.
 
     Source: FastDeploy, weight_quantize (scale for each output) and machete_mm.py (groups).
     """
@@ -113,7 +115,7 @@ def _by_output(part: Tensor, most: int) -> tuple[Tensor, Tensor]:
     wide = part.float()
     peak = wide.abs().amax(1, keepdim=True) if wide.shape[1] else wide.new_zeros(len(wide), 1)
     scales = (peak / most).to(part.dtype).float()
-    scaled = (wide / peak * most).nan_to_num_(0)  # 0 / 0, and where no number is right
+    scaled = (wide / peak * most).nan_to_num_(0)  # NaN of 0 / 0, and of non-finite weights
     whole = scaled.abs().floor()
     whole += scaled.abs() - whole >= 0.5
     return whole.copysign_(scaled), scales.masked_fill_(scales.isinf(), torch.nan)
@@ -135,20 +137,20 @@ def _by_group(part: Tensor, kind: str, group: int) -> tuple[Tensor, Tensor]:
 
 
 def dequantize_weight(weight: QuantizedWeight, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Returns what a quantised weight stands for, by the formula of `QuantizedWeight`.
+    """Return the real values of a quantized weight, by the formula of `QuantizedWeight`.
 
     Same as `reference.dequantize_weight`: in float32, the product rounded, then the sum.
 
     Args:
-        weight: any kind.
-        dtype: of the result, to which float32 is rounded.
+        weight: quantized weight of any kind.
+        dtype: dtype of the result, to which float32 is rounded.
 
     Returns:
-        [num_outputs, num_inputs], in the order of a row's inputs: column input_order[k] is input k
-        of the codes.
+        [num_outputs, num_inputs], in the order of a row's inputs: column input_order[k] comes from
+        column k of `codes`.
 
     Raises:
-        ValueError: weight's fields do not agree.
+        ValueError: the fields of `weight` do not agree.
     """
     check_quantized("dequantize_weight", weight)
     kind, codes, scales, offsets, _, table, order = weight
@@ -173,7 +175,7 @@ def dequantize_weight(weight: QuantizedWeight, dtype: torch.dtype = torch.float3
 
 
 def _spread(scales: Tensor, weight: QuantizedWeight, first: int, count: int) -> Tensor:
-    """Scales of outputs `first` on, one for each input."""
+    """Return the scales of `count` outputs from `first` on, expanded to one per input."""
     if weight.kind == "fp8" and weight.group:
         scales = scales[first // FP8_BLOCK :].repeat_interleave(FP8_BLOCK, 0)[:count]
     else:
@@ -185,15 +187,15 @@ def _spread(scales: Tensor, weight: QuantizedWeight, first: int, count: int) -> 
 
 
 def num_groups(num_inputs: int, group: int) -> int:
-    """Returns how many scales an output has."""
+    """Return the number of scales per output."""
     return -(-num_inputs // group) if group else 1
 
 
 def check_quantized(op: str, weight: QuantizedWeight) -> None:
-    """Checks that a quantised weight is one: kinds, dtypes, shapes, and values of codes and order.
+    """Check the kind, dtypes, shapes, codes and input order of a quantized weight.
 
     Raises:
-        ValueError: a field is not as `QuantizedWeight` says; the message names it.
+        ValueError: a field is not as `QuantizedWeight` requires; the message names it.
     """
     check_kind(op, "weight", weight, QuantizedWeight)
     if weight.kind not in CODES:
@@ -221,10 +223,10 @@ def check_quantized(op: str, weight: QuantizedWeight) -> None:
 
 
 def check_matrix(op: str, name: str, weight: Tensor) -> None:
-    """Checks that a tensor has two dimensions.
+    """Check that a tensor has two dimensions.
 
     Raises:
-        ValueError: it has not, or is no tensor.
+        ValueError: `weight` has another number of dimensions, or is no tensor.
     """
     if not isinstance(weight, Tensor) or weight.is_nested or weight.dim() != 2:
         raise ValueError(f"{op}: {name} must be [num_outputs, num_inputs], got {describe(weight)}")
@@ -247,7 +249,10 @@ def _check_field(
     shape: tuple[int, ...],
     optional: bool | None = None,
 ) -> None:
-    """optional: whether the field may be there; absent: it must be."""
+    """Check dtype, shape and device of a field.
+
+    optional: None if the field is required, True if it may be None, False if it must be None.
+    """
     value = getattr(weight, field)
     if optional is not None and value is None:
         return

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Choosing tokens: one sampled token per row, verification of drafts, and the most probable tokens.
+"""Sampling ops: one sampled token per row, verification of drafts, and the most probable tokens.
 
 Every choice is a function of its own row, its request's parameters, and the absolute position of
 the token being chosen. `verify` and `sample` share one row function, so speculation changes no bit.
@@ -16,36 +16,38 @@ from specops._wrong import check_int, describe, empty, unless_wrong
 
 
 class VerifyStrategy(IntEnum):
-    """How `verify` decides about drafts; values of its `strategy` argument."""
+    """Rule by which `verify` accepts drafts; values of its `strategy` argument."""
 
     GREEDY = 0
-    """The row's argmax, whatever the filters: the tokens of greedy decoding."""
+    """Emit the row's argmax, whatever the filters: the tokens of greedy decoding."""
     TARGET_MATCH = 1
-    """The token `sample` chooses for the row: the tokens of seeded sampling without speculation."""
+    """Emit the token `sample` chooses for the row: those of seeded sampling without speculation."""
     REJECTION = 2
-    """Accepted with min(1, target / draft), else the residual: the target's distribution."""
+    """Accept a draft with probability min(1, target / draft), else sample the residual: the output
+    has the target's distribution."""
     BLOCK = 3
-    """Drafts are accepted together: the target's distribution, and never fewer tokens on average
-    than REJECTION. Chains only."""
+    """Decide about a request's drafts jointly: the output has the target's distribution, with at
+    least as many tokens on average as REJECTION. Chains only."""
     TOPP = 4
-    """FastDeploy's rule: any draft that the filters keep. BIASED to the drafter. Chains only."""
+    """FastDeploy's rule: accept any draft that the filters keep. BIASED to the drafter. Chains
+    only."""
 
 
 class AcceptPolicy(IntEnum):
-    """How `verify` treats a request's drafts; values of its `policy` argument."""
+    """Override of the strategy for a request's drafts; values of `verify`'s `policy` argument."""
 
     NORMAL = 0
-    """Accept while the strategy agrees."""
+    """Accept drafts as the strategy decides."""
     ACCEPT_ALL = 1
     """Emit every draft, then the bonus token. For measurements: the text is not the target's."""
     REJECT_ALL = 2
     """Emit the first row's token only: the text is the target's, and speculation gains nothing."""
     SYNTHETIC = 3
-    """Emit drafts at given rates. For measurements: the text is not the target's."""
+    """Accept drafts at given rates. For measurements: the text is not the target's."""
 
 
 class Purpose(IntEnum):
-    """The use of a random number; the streams of two purposes never overlap."""
+    """Use of a random number; the streams of two purposes never overlap."""
 
     DRAFT = 0
     ACCEPT = 1
@@ -56,27 +58,27 @@ class Purpose(IntEnum):
 class LogitsProcessors(NamedTuple):
     """Changes of the logits before the filters. Every field may be None: off.
 
-    Tables have a row per slot and stay where they are while requests come and go. A row of logits
+    Tables have one row per slot, and stay in place while requests start and end. A row of logits
     whose request is in slot s, with `drafts` between the known tokens and the row, becomes
 
         x = -inf                                        where the mask disallows the token
         x = -inf                                        where it completes a bad word
-        x = -inf                                        where it stops, and min_tokens are not there
+        x = -inf                                        where it is a stop token before min_tokens
         x += logit_bias
         x = x / repetition_penalty if x > 0 else x * repetition_penalty       where it occurs so far
         x -= frequency_penalty * (times in the output, drafts included)
         x -= presence_penalty                                where it is in the output or the drafts
 
-    each step rounded to float32 and the result to the logits' dtype, as edits in place would be. So
-    a row's drafts count as if they had been emitted, and speculation changes nothing.
+    with each step rounded to float32 and the result to the logits' dtype, like edits in place. A
+    row's drafts count as if they had been emitted, so speculation changes nothing.
 
     Attributes:
-        slots: [batch], int32. Row of the tables of each request; -1 is none.
-        token_ids: [num_slots, max_len], int32. The tokens so far, of which a request has the first
-            positions[b]. Needed by bad_words. Rows may be strided.
-        prompt_lens: [num_slots], int32. Needed by min_tokens.
+        slots: [batch], int32. Row of each request in the tables; -1: no row.
+        token_ids: [num_slots, max_len], int32. The tokens so far; a request has the first
+            positions[b] of its row. Required by bad_words. Rows may be strided.
+        prompt_lens: [num_slots], int32. Required by min_tokens.
         counted_token_ids: [num_slots, n], int32. The distinct tokens so far, ascending, then -1.
-            Needed by penalties. `commit` keeps it and the next.
+            Required by penalties. `commit` updates this table and `token_counts`.
         token_counts: [num_slots, n], int32. 2 * (times in the output) + (1 if in the prompt).
         repetition_penalty: [num_slots], float32, above 0. 1 is off.
         presence_penalty: [num_slots], float32. 0 is off.
@@ -84,11 +86,12 @@ class LogitsProcessors(NamedTuple):
         logit_bias_token_ids: [num_slots, n], int32, ascending, then -1.
         logit_bias: [num_slots, n], float32.
         bad_words: [num_slots, n, m], int32. Token sequences, each -1 padded at its end.
-        stop_token_ids: [num_slots, n], int32, -1 padded. Needed by min_tokens.
-        min_tokens: [num_slots], int32. Of output, before which the stop tokens are forbidden.
+        stop_token_ids: [num_slots, n], int32, -1 padded. Required by min_tokens.
+        min_tokens: [num_slots], int32. Number of output tokens before which stop tokens are
+            forbidden.
         allowed_token_mask: [num_masks, ceil(vocab_size / 32)], int32. Bit i % 32 of word i / 32 is
             set where token i is allowed.
-        mask_indices: [rows of logits], int32. Row of the mask of each; -1 allows every token.
+        mask_indices: [rows of logits], int32. Each row's mask; -1 allows every token.
     """
 
     slots: Tensor | None = None
@@ -109,16 +112,16 @@ class LogitsProcessors(NamedTuple):
 
 
 class FinishReason(IntEnum):
-    """Why `commit` ended a request; values of its `finish_reasons` argument."""
+    """Reason why `commit` ended a request; values of its `finish_reasons` argument."""
 
     RUNNING = 0
-    """It has not ended."""
+    """The request has not ended."""
     STOP_TOKEN = 1
-    """One of its stop token ids was emitted; it is the last token of the output."""
+    """A stop token id was emitted; it is the last token of the output."""
     STOP_SEQUENCE = 2
-    """One of its stop sequences was completed; its tokens are the last of the output."""
+    """A stop sequence was completed; its tokens are the last of the output."""
     LENGTH = 3
-    """It has as many tokens as it may have, or its reply has."""
+    """The request reached its maximum length, or its reply reached the reply budget."""
 
 
 def sample(
@@ -142,16 +145,17 @@ def sample(
     out: Tensor | None = None,
     workspace: Tensor | None = None,
 ) -> Tensor:
-    """Chooses one token per row.
+    """Choose one token per row.
 
     Same as `reference.sample`. After `processors`, and with tokens ordered by (logit descending, id
     ascending):
 
         weight = exp((logit - max) / temperature)            temperature 0: the first token, done
         keep the first top_k tokens
-        keep the smallest prefix whose weight is at least top_p of the kept tokens'
+        keep the smallest prefix whose weight is at least top_p of the kept weight
         keep weights of at least min_p
-        keep the smallest prefix by (|-log(weight / kept) - entropy|, id) that has typical_p of it
+        keep the smallest prefix by (|-log(weight / kept weight) - entropy|, id) whose weight is at
+            least typical_p of the kept weight
         token = the first kept id, ascending, at which the running weight exceeds u * kept weight
 
     u is the first word of Philox4x32-10 under the row's seed at the counter
@@ -161,33 +165,33 @@ def sample(
         logits: [rows, vocab_size], float32 or bfloat16; rows may be strided. NaN counts as -inf,
             +inf as the largest finite float.
         positions: [rows], int32. Absolute position of the token being chosen.
-        temperature: [rows], float32, or one number for all rows, as the next four may be. 0 is
-            greedy; absent: every row is, and the next four, which greedy decoding ignores, must be
-            absent too.
+        temperature: [rows], float32, or one number for all rows; the next four arguments also
+            accept one number. 0 is greedy. Absent: every row is greedy, and the next four, which
+            greedy decoding ignores, must be absent too.
         top_k: [rows], int32. 0 or -1 is off; absent: off.
         top_p: [rows], float32, within [0, 1]. 1 is off; 0 keeps the first token; absent: off.
         min_p: [rows], float32, within [0, 1]. 0 is off; absent: off.
         typical_p: [rows], float32, within (0, 1]. 1 is off; absent: off.
-        seeds: [rows], int64. The bits of an unsigned 64-bit seed. Needed where a temperature is
-            above 0: rows never share a seed unasked.
-        choice_index: [rows], int32, or one number. Which of a prompt's completions the row belongs
-            to; absent: 0.
-        processors: Changes of the logits, applied first, with a request per row; absent: none.
+        seeds: [rows], int64. The bits of an unsigned 64-bit seed. Required if a temperature is
+            above 0; there is no default, since rows must not share a seed by accident.
+        choice_index: [rows], int32, or one number. Index of the row's completion among those of its
+            prompt; absent: 0.
+        processors: changes of the logits, applied first, with one request per row; absent: none.
         purpose: TARGET, or DRAFT for the tokens of a drafter.
-        anchors: [rows], int32. As BLOCK verification has them: position + 1 of the step's first
+        anchors: [rows], int32. Anchor of BLOCK verification: position + 1 of the step's first
             token; absent: 0.
-        processed_logprobs: Whether logprobs and ranks are of the distribution drawn from (at
-            temperature 0: of the processed logits), instead of the untouched logits.
+        processed_logprobs: whether logprobs and ranks come from the distribution that is sampled
+            (at temperature 0: from the processed logits) instead of the untouched logits.
         logprobs: [rows], float32. Receives the log-softmax at the chosen token.
-        ranks: [rows], int32. Receives 1 + how many logits are greater than the chosen token's.
-        probs: [rows, vocab_size], float32. Receives the distribution drawn from, which `verify`
-            takes as draft_probs; rows may be strided.
+        ranks: [rows], int32. Receives 1 + the number of logits greater than the chosen token's.
+        probs: [rows, vocab_size], float32. Receives the distribution that is sampled, in the form
+            of `verify`'s draft_probs; rows may be strided.
         out: [rows], int32. Allocated when absent.
-        workspace: [bytes], uint8, of `sampling_workspace`. Allocated when absent and needed: only
-            on CUDA, and only where few rows are shared by many blocks.
+        workspace: [bytes], uint8, from `sampling_workspace`. Allocated when absent and needed: only
+            on CUDA, and only if many blocks share few rows.
 
     Returns:
-        `out`. A row without a finite logit or +inf yields token 0 with logprob -inf.
+        `out`. A row in which every logit is -inf or NaN yields token 0 with logprob -inf.
 
     Raises:
         ValueError: a shape, dtype, layout or device differs from the above, or a parameter is out
@@ -257,23 +261,23 @@ def verify(
     accepted_nodes: Tensor | None = None,
     workspace: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Emits the path of drafts that agrees with the target, and one token more.
+    """Emit the path of drafts that agrees with the target, and one more token.
 
     Same as `reference.verify`. Request b owns rows output_indptr[b] .. output_indptr[b + 1]. Its
     first row is the root: it follows the last committed token. Row i + 1 follows draft i, so n rows
     verify n - 1 drafts, and a request without rows is idle and emits nothing. Drafts form a tree:
-    draft i hangs on draft parents[b, i], or on the root where that is -1. Without `parents` they
-    form a chain: draft i hangs on draft i - 1. With depth(row) the number of drafts from the root
-    down to the row, for a request:
+    the parent of draft i is draft parents[b, i], or the root if that is -1. Without `parents` they
+    form a chain: the parent of draft i is draft i - 1. With depth(row) the number of drafts from
+    the root down to the row, for a request:
 
         choice[row] = the strategy's token of the row, at position positions[b] + depth(row)
         row = root
         while row has a child with the token choice[row]: emit it, row = the first such child
         emit choice[row]
 
-    With own[row] the token that `sample` chooses for the row, target[row] the distribution it draws
-    from (processors and filters applied), draft_probs[row] the one that the row's children came
-    from, and u() a uniform of the named purpose at the row's position:
+    Let own[row] be the token that `sample` chooses for the row, target[row] the distribution it
+    samples (processors and filters applied), draft_probs[row] the distribution that the row's
+    children were sampled from, and u() a uniform of the named purpose at the row's position:
 
         GREEDY        choice = argmax of the processed logits
         TARGET_MATCH  choice = own[row]
@@ -281,16 +285,16 @@ def verify(
         REJECTION     left = target[row], then for the i-th child with token x:
                           choice = x, done, if u(ACCEPT, i) * draft_probs[row][x] < left[x]
                           left = max(left - draft_probs[row], 0), renormalised
-                      choice = a token drawn by u(RESIDUAL) from left, if no child is accepted
-                      choice = own[row] where there is no child
-        BLOCK         Sun et al. 2024, algorithm 2, with every uniform's anchor positions[b] + 1: it
-                      looks at uniforms past the accepted prefix, which no later step may use again
+                      choice = a token sampled from left by u(RESIDUAL), if no child is accepted
+                      choice = own[row] if the row has no child
+        BLOCK         Sun et al. 2024, algorithm 2. It reads uniforms past the accepted prefix; the
+                      anchor positions[b] + 1 of every uniform keeps later steps from reusing them
 
-    Under ACCEPT_ALL choice is the child where there is one; under REJECT_ALL the walk ends at the
-    root; under SYNTHETIC draft i is taken where u(ACCEPT) < accept_rates[b, i], and own[row] ends
-    the walk where it is not. A draft less than 0 is no token: it is never accepted, and no sibling
-    after it is considered. A draft past the vocabulary is a token without any probability: it is
-    never accepted either, whatever the policy, and counts as rejected.
+    Under ACCEPT_ALL choice is the child if there is one. Under REJECT_ALL the walk ends at the
+    root. Under SYNTHETIC draft i is accepted if u(ACCEPT) < accept_rates[b, i]; otherwise own[row]
+    ends the walk. A draft less than 0 is no token: it is never accepted, and later siblings are
+    ignored. A draft past the vocabulary is a token of probability 0: it is never accepted,
+    whatever the policy, and counts as rejected.
 
     Args:
         logits: [num_output_rows, vocab_size], float32 or bfloat16; rows may be strided. Rows from
@@ -299,59 +303,59 @@ def verify(
         draft_token_ids: [batch, k], int32. -1 padded; entries past a request's drafts are not read.
             Siblings may be equal.
         positions: [batch], int32. Absolute position of the first token chosen for the request.
-        parents: [batch, k], int32, k at most 3,072. Draft i's parent, below i; -1 is the root.
+        parents: [batch, k], int32, k at most 3,072. Parent of draft i, less than i; -1 is the root.
             Absent: chains.
         strategy: [batch], int32, or one `VerifyStrategy` for all requests; absent: TARGET_MATCH.
             With `parents` GREEDY, TARGET_MATCH or REJECTION.
         policy: [batch], int32, or one `AcceptPolicy`; absent: NORMAL. With `parents` NORMAL or
             REJECT_ALL.
-        temperature: [batch], float32, or one number. As in `sample`; so are the next six. All
-            absent: greedy.
+        temperature: [batch], float32, or one number. As in `sample`, like the next six arguments.
+            All absent: greedy.
         top_k: [batch], int32.
         top_p: [batch], float32.
         min_p: [batch], float32.
         typical_p: [batch], float32.
-        seeds: [batch], int64. Needed where a request draws: its temperature is above 0 and its
-            strategy not GREEDY, or its policy is SYNTHETIC.
+        seeds: [batch], int64. Required if a request samples: its temperature is above 0 and its
+            strategy is not GREEDY, or its policy is SYNTHETIC.
         choice_index: [batch], int32.
-        processors: Changes of the logits, applied first; a row counts the drafts on its path.
+        processors: changes of the logits, applied first; a row counts the drafts on its path.
         draft_probs: [batch, k, vocab_size] or, with draft_prob_token_ids, [batch, k, n], float32.
             Entry [b, i] is the distribution from which the children of the request's row i were
-            drawn, independently of each other: in a chain, that of draft i. NaN and less than 0 are
-            0, more than 1 is 1. Absent: each draft had probability 1, as with drafters that do not
-            draw.
-        draft_prob_token_ids: [batch, k, n], int32. The tokens that draft_probs are of, each once;
-            -1 padded.
-        draft_prob_rows: [batch], int32. Which row of draft_probs each request's drafts came from;
-            -1: none, each had probability 1. draft_probs and draft_prob_token_ids are then
+            sampled independently of each other: in a chain, that of draft i. NaN and values below 0
+            count as 0, values above 1 as 1. Absent: each draft had probability 1, as with drafters
+            that do not sample.
+        draft_prob_token_ids: [batch, k, n], int32. The token of each entry of draft_probs, each
+            token once; -1 padded.
+        draft_prob_rows: [batch], int32. Row of draft_probs that each request's drafts came from;
+            -1: none, each draft had probability 1. draft_probs and draft_prob_token_ids are then
             [rows, k', ..] with k' at most k, and children of rows past the first k' had probability
             1. Absent: row b.
-        accept_rates: [batch, k], float32, within [0, 1]. Of SYNTHETIC.
-        processed_logprobs: Whether logprobs and ranks are of target[row] (at temperature 0 and
-            under GREEDY: of the processed logits), instead of the untouched logits.
+        accept_rates: [batch, k], float32, within [0, 1]. For SYNTHETIC.
+        processed_logprobs: whether logprobs and ranks come from target[row] (at temperature 0 and
+            under GREEDY: from the processed logits) instead of the untouched logits.
         logprobs: [batch, k + 1], float32. Receives the log-softmax at every emitted token, and 0
             elsewhere.
-        ranks: [batch, k + 1], int32. Receives 1 + how many logits are greater than the emitted
+        ranks: [batch, k + 1], int32. Receives 1 + the number of logits greater than the emitted
             token's, and 0 elsewhere.
         output_token_ids: [batch, k + 1], int32. Allocated when absent.
         num_accepted_tokens: [batch], int32. Allocated when absent.
         accepted_nodes: [batch, k], int32. Receives the accepted drafts, from the root down, then
             -1, in the form that `attention.compact_kv` takes.
-        workspace: [bytes], uint8, of `sampling_workspace`. Allocated when absent and needed.
+        workspace: [bytes], uint8, from `sampling_workspace`. Allocated when absent and needed.
 
     Returns:
-        (`output_token_ids`, `num_accepted_tokens`): the emitted tokens, then -1; and how many
-        drafts were accepted, the bonus token not counted.
+        (`output_token_ids`, `num_accepted_tokens`): the emitted tokens, then -1; and the number of
+        accepted drafts, which does not count the bonus token.
 
     Raises:
         ValueError: a shape, dtype, layout or device differs from the above, or a value of a request
             that is not idle is out of its range; nothing has been written. On CUDA a request with
-            such a value emits nothing, as an idle one, and `check_errors` raises.
+            such a value emits nothing, like an idle one, and `check_errors` raises.
 
     Note:
-        Deterministic. A row's choice is bit for bit that of `sample` for the row under
-        TARGET_MATCH, and in every strategy a function of its own request alone. A tree that is a
-        chain gives the chain's result. Parameters of idle requests are not read.
+        Deterministic. Under TARGET_MATCH a row's choice is bit for bit that of `sample` for the
+        row; under every strategy it depends on its own request alone. A tree that is a chain gives
+        the chain's result. Parameters of idle requests are not read.
 
     Source: Leviathan et al. 2023, "Fast Inference from Transformers via Speculative Decoding";
         Miao et al. 2024, "SpecInfer" (siblings); Sun et al. 2024, "Block Verification Accelerates
@@ -423,40 +427,40 @@ def top_logprobs(
     lse: Tensor | None = None,
     workspace: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Finds the n most probable tokens of every row.
+    """Find the n most probable tokens of every row.
 
     Same as `reference.top_logprobs`: tokens by (logit descending, id ascending), with
-    `log_softmax(logits)`; or, of processed ones, tokens by processed logit, with the log of the
-    distribution that `sample` draws from: -inf for tokens that the filters drop, and for tokens
-    less probable than the first by more than float32 can represent, about e^-87.
+    `log_softmax(logits)`. With `processed_logprobs`, tokens by processed logit, with the log of the
+    distribution that `sample` samples: -inf for tokens that the filters drop, and for tokens whose
+    probability relative to the first is below what float32 can represent, about e^-87.
 
     Args:
         logits: [rows, vocab_size], float32 or bfloat16; rows may be strided. NaN counts as -inf,
             +inf as the largest finite float.
         n: 0 to vocab_size; the width of `token_ids`.
-        processed_logprobs: Whether the processors and filters below are applied first. The other
-            arguments are only for these, with the same meaning as in `verify`.
+        processed_logprobs: whether the processors and filters below are applied first. Only then
+            are the next ten arguments used, with the same meaning as in `verify`.
         output_indptr: [batch + 1], int32. The rows of each request; absent: one row each. Rows from
             output_indptr[batch] on belong to no request and stay unprocessed.
         draft_token_ids: [batch, k], int32. Absent: no drafts.
-        parents: [batch, k], int32. Of trees; absent: chains.
-        positions: [batch], int32. Needed by processors.
-        temperature: [batch], float32, or one number, as the next four may be. 0 is 1 here: the
-            log-softmax of the processed logits.
+        parents: [batch, k], int32. Parents in trees; absent: chains.
+        positions: [batch], int32. Required by processors.
+        temperature: [batch], float32, or one number; the next four arguments also accept one
+            number. 0 counts as 1 here: the log-softmax of the processed logits.
         top_k: [batch], int32.
         top_p: [batch], float32.
         min_p: [batch], float32.
         typical_p: [batch], float32.
-        processors: Changes of the logits, applied first.
+        processors: changes of the logits, applied first.
         token_ids: [rows, n], int32. Allocated when absent.
         logprobs: [rows, n], float32. Allocated when absent.
-        ranks: [rows, n], int32. Receives 1 + how many logits are greater than the token's.
+        ranks: [rows, n], int32. Receives 1 + the number of logits greater than the token's.
         lse: [rows], float32. Allocated when absent.
-        workspace: [bytes], uint8, of `sampling_workspace`. Allocated when absent and needed.
+        workspace: [bytes], uint8, from `sampling_workspace`. Allocated when absent and needed.
 
     Returns:
-        (`token_ids`, `logprobs`, `lse`): lse is the natural log of the sum of exp(logits), the
-        untouched ones. Where no logit is finite or +inf, ids ascend from 0 and everything else is
+        (`token_ids`, `logprobs`, `lse`): lse is the natural log of the sum of exp of the untouched
+        logits. If every logit of a row is -inf or NaN, ids ascend from 0 and everything else is
         -inf.
 
     Raises:
@@ -465,12 +469,12 @@ def top_logprobs(
             request's rows, and `check_errors` raises.
 
     Note:
-        Deterministic. A logprob has the bits of those that `sample` and `verify` report for that
-        token.
+        Deterministic. A logprob has the same bits as the one that `sample` and `verify` report for
+        that token.
     """
     if token_ids is None or logprobs is None:
         check_int("top_logprobs", "n", n)
-    # An n beyond the vocabulary is refused before anything is made of it.
+    # The op rejects an n above vocab_size; min keeps the allocations small until then.
     if token_ids is None:
         token_ids = empty(lambda: ((logits.shape[0], min(n, logits.shape[1])), torch.int32, logits))
     if logprobs is None:
@@ -504,24 +508,24 @@ def top_logprobs(
     return token_ids, logprobs, lse
 
 
-# Where a block of `verify` on CUDA spends its time; see `set_verify_stamps`.
+# Phases of a block of `verify` on CUDA; see `set_verify_stamps`.
 VERIFY_PHASES = ("scan", "choose", "walk")
 
 
 def set_verify_stamps(stamps: Tensor | None) -> None:
-    """Has `verify` on CUDA note how long each of its blocks spends on what (benches).
+    """Make `verify` on CUDA record the time of each phase in each block (benches).
 
-    Calls then run another build of the kernel, which keeps time, and gives the same bits more
-    slowly; the usual one has no trace of it. It exists for bfloat16 without processors; other calls
-    on CUDA are refused meanwhile. A captured graph keeps what was set at its capture.
+    Calls then run a slower build of the kernel that records time stamps and gives the same bits.
+    It exists for bfloat16 without processors; other calls on CUDA fail meanwhile. A captured graph
+    keeps the setting at its capture.
 
     Args:
-        stamps: [blocks, 6], int64, on CUDA; a row for each block of the grid: one for each of the
-            k + 1 rows of a request, or more where rows are few, at most two for each SM then. It
-            must live until the last such call has ended, which leaves in row b, of its block b:
-            when it began and ended, in nanoseconds by one clock for all blocks; the cycles of its
-            SM that each of `VERIFY_PHASES` took; and the low 32 bits of that SM's clock at the end.
-            None: no more stamps, the default.
+        stamps: [blocks, 6], int64, on CUDA; one row for each block of the grid. There is a block
+            for each of the k + 1 rows of a request; with few rows there are more blocks, at most
+            two per SM. The tensor must live until the last such call has ended. Row b receives, for
+            block b: its start and end in nanoseconds by one clock for all blocks; the SM cycles
+            spent in each of `VERIFY_PHASES`; and the low 32 bits of the SM's clock at the end. None
+            stops recording, the default.
 
     Raises:
         ValueError: a shape, dtype, layout or device differs from the above.
@@ -530,17 +534,17 @@ def set_verify_stamps(stamps: Tensor | None) -> None:
 
 
 def sampling_workspace(logits: Tensor, batch: int = 0) -> Tensor | None:
-    """Makes the memory that blocks of a GPU share in `sample`, `verify` and `top_logprobs`.
+    """Allocate the workspace that GPU blocks share in `sample`, `verify` and `top_logprobs`.
 
-    It begins with zeros, and every call leaves it so. One made for the largest logits and batch
-    serves smaller ones too, but one call at a time: concurrent streams need one each.
+    It starts zeroed, and every call leaves it zeroed. A workspace for the largest logits and batch
+    also serves smaller calls, but one call at a time: concurrent streams need one each.
 
     Args:
-        logits: [rows, vocab_size], of the call.
-        batch: Requests of a `verify` call; 0 for the others.
+        logits: [rows, vocab_size], the logits of the call.
+        batch: requests of a `verify` call; 0 for the others.
 
     Returns:
-        [bytes], uint8, or None where the call needs none, as always on cpu.
+        [bytes], uint8, or None if the call needs no workspace, as always on cpu.
 
     Raises:
         ValueError: logits are no matrix, or batch is negative.
@@ -561,7 +565,7 @@ def _workspace_bytes(logits: Tensor, batch: int) -> int:
 
 
 def _workspace(logits: Tensor, draft_token_ids: Tensor | None = None) -> Tensor | None:
-    """`sampling_workspace` of arguments that the op has not checked yet."""
+    """Allocate a `sampling_workspace` for arguments that the op has not checked yet."""
     num_bytes = unless_wrong(
         lambda: _workspace_bytes(logits, 0 if draft_token_ids is None else draft_token_ids.shape[0])
     )
@@ -592,15 +596,15 @@ def commit(
     stop_indices: Tensor | None = None,
     num_committed_tokens: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Appends the tokens that a step emitted, up to the end of each request, IN PLACE.
+    """Append the tokens that a step emitted, up to the end of each request, IN PLACE.
 
-    Same as `reference.commit`. With the first four arguments alone, the tokens are appended to the
-    requests' rows; each further one adds its rule, and one that is absent leaves it out. For
-    request b with s = slots[b], unless it has ended already by finish_reasons[s]:
+    Same as `reference.commit`. The first four arguments alone append the tokens to the requests'
+    rows; each further argument enables its rule. For request b with s = slots[b], unless
+    finish_reasons[s] says that it has ended:
 
-        L = how many ids inject_token_ids[s] holds
+        L = number of ids in inject_token_ids[s]
         for token in output_token_ids[b] up to its first -1:
-            n = lens[s] + 1 - prompt_lens[s]             the output tokens, this one among them
+            n = lens[s] + 1 - prompt_lens[s]             the output tokens, including this one
             may_stop = n >= min_tokens[s]
 
             state = thinking_state[s]       0 thinking; 1 .. L the next to inject; L + 1 + c done,
@@ -622,21 +626,23 @@ def commit(
             elif lens[s] >= max_lens[s] or state > L + reply_budget[s]:      LENGTH
             stop here if the request has ended or the token was injected
 
-    Tokens that were not committed are cut from output_token_ids, logprobs and ranks: -1, 0 and 0.
-    An injected token is there with logprob 0 and rank 1. The division of a request's tokens into
-    steps makes no difference: tokens after an injected one were computed from another, and are cut.
+    Tokens that were not committed are overwritten in output_token_ids, logprobs and ranks, with -1,
+    0 and 0. An injected token has logprob 0 and rank 1. The division of a request's tokens into
+    steps makes no difference: tokens after an injected one were computed from another token, and
+    are dropped.
 
     Args:
-        output_token_ids: [batch, k + 1], int32. As `verify` leaves them: the tokens, then -1. Cut.
-        slots: [batch], int32. Row of each request in all that is [num_slots, ..]; no two requests
-            share one, which cpu refuses. -1: nothing of the request is read or written.
+        output_token_ids: [batch, k + 1], int32. Output of `verify`: the tokens, then -1. Truncated.
+        slots: [batch], int32. Row of each request in all arguments of shape [num_slots, ..]; no two
+            requests may share one (checked on cpu). -1: nothing of the request is read or written.
         token_ids: [num_slots, max_len], int32. Prompt and output; rows may be strided. Appended to.
-        lens: [num_slots], int32. How many tokens each row holds. Written.
-        logprobs: [batch, k + 1], float32. Cut.
-        ranks: [batch, k + 1], int32. Cut.
-        prompt_lens: [num_slots], int32. How many tokens of the row are no output; at least 0.
-        max_lens: [num_slots], int32. The request ends when its row holds as many; -1 is off.
-        min_tokens: [num_slots], int32. Output tokens below which neither stop rule holds.
+        lens: [num_slots], int32. Number of tokens in each row. Written.
+        logprobs: [batch, k + 1], float32. Truncated.
+        ranks: [batch, k + 1], int32. Truncated.
+        prompt_lens: [num_slots], int32. Number of prompt tokens of the row; at least 0.
+        max_lens: [num_slots], int32. The request ends when its row holds this many tokens; -1 is
+            off.
+        min_tokens: [num_slots], int32. Output tokens before which no stop rule applies.
         stop_token_ids: [num_slots, n], int32. -1 padded.
         stop_sequences: [num_slots, n, m], int32. Each -1 padded; an empty one is unused. A sequence
             may have begun in an earlier step, but not in the prompt.
@@ -644,32 +650,33 @@ def commit(
             `count_tokens` fills a row. Written.
         token_counts: [num_slots, n], int32. 2 * (times in the output) + (1 if in the prompt).
             Written.
-        think_end_token_id: [num_slots], int32. -1 is none.
-        thinking_budget: [num_slots], int32. Output tokens after which thinking is ended: the next
-            ones are those to inject, or with none of them the reply's. -1 is off.
-        reply_budget: [num_slots], int32. Tokens after the thinking that end the request. -1 is off.
-        inject_token_ids: [num_slots, n], int32. -1 padded. Injected where the budget is used up, or
-            in the place of a stop token while still thinking.
-        thinking_state: [num_slots], int32. As above: 0 or -1 to begin with. Written.
-        finish_reasons: [num_slots], int32. `FinishReason`: RUNNING to begin with. Written.
-        stop_indices: [num_slots], int32. Receives which of the stop tokens or sequences ended the
-            request, and -1 where none did.
-        num_committed_tokens: [batch], int32. Receives how many tokens were appended.
+        think_end_token_id: [num_slots], int32. -1: no such token.
+        thinking_budget: [num_slots], int32. Output tokens after which thinking ends: the tokens to
+            inject follow, or without any the reply. -1 is off.
+        reply_budget: [num_slots], int32. The request ends after this many tokens of reply. -1 is
+            off.
+        inject_token_ids: [num_slots, n], int32. -1 padded. Injected when the thinking budget is
+            used up, or in place of a stop token while still thinking.
+        thinking_state: [num_slots], int32. As above; initially 0 or -1. Written.
+        finish_reasons: [num_slots], int32. `FinishReason`; initially RUNNING. Written.
+        stop_indices: [num_slots], int32. Receives the index of the stop token or sequence that
+            ended the request, or -1.
+        num_committed_tokens: [batch], int32. Receives the number of appended tokens.
 
     Returns:
         (`token_ids`, `lens`).
 
     Raises:
         ValueError: a shape, dtype, layout or device differs from the above; an argument that a rule
-            needs is absent; a slot is out of range, or a row of `token_ids` or `counted_token_ids`
-            has no room. Nothing has been written then. On CUDA a request with such a slot or row
-            stays unchanged, and `check_errors` raises.
+            requires is absent; a slot is out of range, or a row of `token_ids` or
+            `counted_token_ids` is full. Nothing has been written then. On CUDA a request with such
+            a slot or row stays unchanged, and `check_errors` raises.
 
     Note:
-        Deterministic; one launch, and nothing the host must look at before the next step.
+        Deterministic; one launch, after which the next step can start without a host read.
 
     Source: FastDeploy's unified_update_model_status, speculate_set_stop_value_multi_seqs and
-        speculate_limit_thinking_content_length, made one rule.
+        speculate_limit_thinking_content_length, merged into one rule.
     """
     _C.commit(
         output_token_ids,
@@ -704,11 +711,11 @@ def count_tokens(
     counted_token_ids: Tensor,
     token_counts: Tensor,
 ) -> None:
-    """Fills one row of the tables that penalties read and `commit` keeps, when a request enters.
+    """Fill a new request's row of the tables that penalties read and `commit` updates.
 
     Args:
-        token_ids: [n], int32. The request's tokens so far, the prompt first; at least 0.
-        prompt_len: How many of them are the prompt.
+        token_ids: [n], int32. The request's tokens so far, the prompt first; each at least 0.
+        prompt_len: number of prompt tokens among them.
         counted_token_ids: [m], int32, a row of the table. Receives the distinct tokens, ascending,
             then -1.
         token_counts: [m], int32, a row of the table. Receives 2 * (times in the output) + (1 if in

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Text to token ids and back, exactly, one token at a time.
+"""Exact conversion between text and token ids, one token at a time.
 
-A token stands for bytes, and the text of a sequence is the UTF-8 reading of its tokens' bytes laid
-end to end. That makes streaming exact: `TextStream` gives the same text however the tokens arrive.
+A token stands for bytes, and the text of a sequence is the concatenation of its tokens' bytes,
+decoded as UTF-8. Streaming is therefore exact: `TextStream` returns the same text however the
+tokens arrive.
 """
 
 import codecs
@@ -16,15 +17,15 @@ from typing import Any
 import tokenizers
 
 _LONG_TEXT = 4096
-_LFS = b"version https://git-lfs"  # the beginning of a pointer to a file
-# Files of tokenizers in other formats, and how a tokenizer.json is made of each.
+_LFS = b"version https://git-lfs"  # the beginning of a git-lfs pointer file
+# Tokenizer files in other formats, with advice on how to get a tokenizer.json.
 _CONVERT = "make a tokenizer.json with transformers, AutoTokenizer.from_pretrained(DIR) and then "
 _OTHER_FORMATS = {
     "tokenizer.model": f"{_CONVERT}save_pretrained(DIR)",
     "tekken.json": f"{_CONVERT}save_pretrained(DIR), or take it from a converted copy of the model",
     "tiktoken.model": "take a tokenizer.json from a converted copy of the model",
 }
-# Special tokens that are text all the same: they begin calls of tools, which somebody must read.
+# Special tokens that must appear in the text: tool-call parsers look for them.
 _SHOWN = frozenset({"[TOOL_CALLS]"})
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
@@ -33,10 +34,10 @@ class Tokenizer:
     """The tokenizer of a Hugging Face model directory.
 
     Attributes:
-        vocab_size: one more than the largest token id the tokenizer knows.
+        vocab_size: one more than the largest token id of the tokenizer.
         eos_token_ids: ids that end an output, of the model and of its chat format.
         bos_token_id: id that starts a text, if the model has one.
-        special_tokens: the texts of special tokens by what they are for, such as "eos_token".
+        special_tokens: texts of special tokens by role, such as "eos_token".
     """
 
     def __init__(
@@ -48,19 +49,19 @@ class Tokenizer:
         special_tokens: Mapping[str, str] | None = None,
     ) -> None:
         self._tokenizer = tokenizer
-        # A truncated or padded prompt would be silently another prompt.
+        # Truncation or padding would silently change the prompt.
         tokenizer.no_truncation()
         tokenizer.no_padding()
         added = tokenizer.get_added_tokens_decoder()
         self._special_ids = frozenset(
             i for i, token in added.items() if token.special and token.content not in _SHOWN
         )
-        # Of the decoder alone: all of a large vocabulary as JSON takes seconds.
+        # Only the decoder is serialised: JSON of a large vocabulary takes seconds.
         decoder = tokenizer.decoder
         state = None if decoder is None else json.loads(decoder.__getstate__())
         self._token_to_bytes = _bytes_of_tokens(state)
         self._as_text: tokenizers.Tokenizer | None = (
-            None  # reads no special token; made when needed
+            None  # encodes special tokens as plain text; created when first needed
         )
         self._bytes: dict[int, bytes] = {}
         self.special_tokens = dict(special_tokens or {})
@@ -70,10 +71,10 @@ class Tokenizer:
 
     @classmethod
     def from_dir(cls, path: str | Path) -> "Tokenizer":
-        """Reads tokenizer.json, and from the files beside it the special tokens.
+        """Read tokenizer.json, and the special tokens from the other files of its directory.
 
         Raises:
-            ValueError: tokenizer.json is missing or broken, or decodes by rules not known here.
+            ValueError: tokenizer.json is missing or broken, or has an unsupported decoder.
         """
         path = Path(path)
         file = path / "tokenizer.json"
@@ -91,11 +92,11 @@ class Tokenizer:
 
         specials = {
             name: text
-            for file in ("special_tokens_map.json", "tokenizer_config.json")  # the last one counts
+            for file in ("special_tokens_map.json", "tokenizer_config.json")  # the last one wins
             for name, value in read_json_object(path / file).items()
             if name.endswith("_token") and (text := _token_text(value)) is not None
         }
-        # What ends an output is said in up to three places; chat models add their own to the first.
+        # End tokens stand in up to three files; chat models add theirs to generation_config.json.
         files = [path / name for name in ("generation_config.json", "config.json")]
         eos = _first(_ids(file, "eos_token_id") for file in files) or []
         if "eos_token" in specials:
@@ -107,18 +108,19 @@ class Tokenizer:
         options: dict[str, Any] = {"eos_token_ids": eos, "bos_token_id": bos}
         try:
             return cls(tokenizer, special_tokens=specials, **options)
-        except ValueError as error:  # it names the file, but not where that is
+        except ValueError as error:  # the message names the file without its directory
             raise ValueError(f"{path}: {error}") from None
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of a text.
+        """Return the token ids of a text.
 
         Args:
-            text: special tokens spelt out in it are read as such.
-            add_special_tokens: add what the tokenizer puts around a text; not for a rendered chat.
+            text: the text; spelled-out special tokens are encoded as special tokens.
+            add_special_tokens: add the special tokens that the tokenizer puts around a text; False
+                for a rendered chat.
 
         Raises:
-            ValueError: the text holds half a surrogate pair, which no tokenizer can spell.
+            ValueError: the text holds half a surrogate pair, which no tokenizer can encode.
         """
         try:
             text.encode("utf-8")
@@ -127,30 +129,31 @@ class Tokenizer:
         if len(text) < _LONG_TEXT:
             encoding = self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
         else:
-            # The batch call is the one that lets go of the interpreter while it works.
+            # Only the batch call releases the GIL while it works.
             (encoding,) = self._tokenizer.encode_batch_fast(
                 [text], add_special_tokens=add_special_tokens
             )
         return list(encoding.ids)
 
     def encode_as_text(self, text: str) -> list[int]:
-        """Token ids of a text in which nothing is read as a special token, and with none added."""
+        """Return the token ids of a text, encoding special tokens in it as text and adding none."""
         if self._as_text is None:
             self._as_text = tokenizers.Tokenizer.from_str(self._tokenizer.to_str())
             self._as_text.encode_special_tokens = True
         return list(self._as_text.encode(text, add_special_tokens=False).ids)
 
     def decode(self, token_ids: Iterable[int], *, skip_special_tokens: bool = True) -> str:
-        """The text of a sequence: its bytes read as UTF-8, every broken character as U+FFFD.
+        """Return the text of a sequence: its bytes as UTF-8, with U+FFFD for broken characters.
 
-        No space is stripped from the beginning: this is how the tokens read inside a text.
+        No space is stripped from the beginning: the result is the text of the tokens inside a
+        longer text.
         """
         skip: frozenset[int] = self._special_ids if skip_special_tokens else frozenset()
         data = b"".join(self.token_bytes(token) for token in token_ids if token not in skip)
         return data.decode("utf-8", "replace")
 
     def token_bytes(self, token_id: int) -> bytes:
-        """The bytes a token stands for; none for an id the tokenizer does not know."""
+        """Return the bytes of a token; b"" for an unknown id."""
         known = self._bytes.get(token_id)
         if known is None:
             token = self._tokenizer.id_to_token(token_id) if token_id >= 0 else None
@@ -159,23 +162,23 @@ class Tokenizer:
         return known
 
     def longest_token(self) -> int:
-        """Return the bytes of the longest token, of all that the vocabulary has."""
+        """Return the number of bytes of the longest token of the vocabulary."""
         ids = self._tokenizer.get_vocab(with_added_tokens=True).values()
         return max((len(self.token_bytes(token)) for token in ids), default=0)
 
     def check_ids(self, field: str, token_ids: Iterable[int], vocab_size: int) -> None:
-        """Refuse token ids outside a model's vocabulary.
+        """Reject token ids outside a model's vocabulary.
 
         A tokenizer may know more tokens than its model: text-only checkpoints of multimodal
         families keep placeholders such as `<image_soft_token>`, which have no embedding.
 
         Args:
-            field: argument that holds the ids, for the message.
+            field: name of the argument that holds the ids, for the message.
             token_ids: ids to check.
             vocab_size: number of rows of the model's embedding.
 
         Raises:
-            ValueError: an id is outside; the message names it, and the token if it is one.
+            ValueError: an id is outside; the message names it, and its token if there is one.
         """
         outside = next((i for i in token_ids if not 0 <= i < vocab_size), None)
         if outside is None:
@@ -187,33 +190,33 @@ class Tokenizer:
         raise ValueError(message)
 
     def fingerprint(self) -> str:
-        """Tells vocabularies apart: two are equal if every id stands for the same token in both."""
+        """Return a hash of the vocabulary; equal hashes mean the same token for every id."""
         vocabulary = self._tokenizer.get_vocab(with_added_tokens=True)
         text = json.dumps(sorted((i, token) for token, i in vocabulary.items()))
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
     def is_special(self, token_id: int) -> bool:
-        """Whether a token is a control token that does not show in the text."""
+        """Return whether a token is a control token that is not part of the text."""
         return token_id in self._special_ids
 
 
 class TextStream:
     """The text of one request, released as its tokens arrive.
 
-    What may still change is held back: the beginning of a character, and what may become a stop
-    string. The text ends before the stop string that is complete first, character by character; of
-    several complete at the same character, the longest counts. So neither the cut of the text into
-    tokens nor their arrival in bursts matters, and without a match the text is
-    `tokenizer.decode` of all tokens.
+    Text that may still change is held back: an incomplete character, and a possible beginning of a
+    stop string. The text ends before the stop string that is completed first, character by
+    character; if several are completed at the same character, the longest counts. So neither the
+    division of the text into tokens nor their arrival in bursts matters, and without a match the
+    text is `tokenizer.decode` of all tokens.
     """
 
     def __init__(self, tokenizer: Tokenizer, stop: Sequence[str] = ()) -> None:
         self._tokenizer = tokenizer
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
         self._stops = [_StopMatcher(text) for text in stop]
-        self._held = ""  # may become a stop string
+        self._held = ""  # possible beginning of a stop string
         self._released: list[str] = []
-        self._num_taken = 0  # entries of _released that take() has handed out
+        self._num_taken = 0  # entries of _released that take() has returned
         self._stopped = False
         self.stopped_by: str | None = None
 
@@ -223,27 +226,27 @@ class TextStream:
         return "".join(self._released)
 
     def push(self, token_id: int, *, may_stop: bool = True) -> bool:
-        """Adds one token.
+        """Add one token.
 
         Args:
-            token_id: the next one.
-            may_stop: whether a stop string that it completes counts.
+            token_id: the next token.
+            may_stop: whether a stop string that this token completes counts.
 
         Returns:
-            Whether a stop string is complete: the text is cut before it and takes no more tokens.
+            Whether a stop string is complete: the text then ends before it and ignores more tokens.
         """
         if not self._stopped and not self._tokenizer.is_special(token_id):
             self._add(self._utf8.decode(self._tokenizer.token_bytes(token_id)), may_stop)
         return self._stopped
 
     def take(self) -> str:
-        """The text released since the last take."""
+        """Return the text released since the last `take`."""
         text = "".join(self._released[self._num_taken :])
         self._num_taken = len(self._released)
         return text
 
     def finish(self) -> str:
-        """Releases what was held back: no more tokens will come. Returns what was not yet taken."""
+        """Release the text held back, after the last token, and return all text not yet taken."""
         if not self._stopped:
             self._add(self._utf8.decode(b"", final=True), True)
         if not self._stopped:
@@ -275,14 +278,14 @@ class TextStream:
 
 
 class _StopMatcher:
-    """Finds one string in a stream of characters (Knuth, Morris, Pratt)."""
+    """Search for one string in a stream of characters (Knuth, Morris, Pratt)."""
 
     def __init__(self, text: str) -> None:
         if not text:
             raise ValueError("a stop string must not be empty")
         self.text = text
         self.length = len(text)
-        self.state = 0  # length of the longest beginning of `text` that the stream ends with
+        self.state = 0  # length of the longest prefix of `text` that the stream ends with
         self._fallback = [0] * len(text)
         for i in range(1, len(text)):
             k = self._fallback[i - 1]
@@ -291,19 +294,19 @@ class _StopMatcher:
             self._fallback[i] = k + (text[i] == text[k])
 
     def feed(self, char: str) -> bool:
-        """Takes one character; True when the stream now ends with the string."""
+        """Add one character, and return whether the stream now ends with the string."""
         k = self.state
         while k and self.text[k] != char:
             k = self._fallback[k - 1]
         self.state = k + (self.text[k] == char)
         if self.state < self.length:
             return False
-        self.state = self._fallback[-1]  # the string may come again
+        self.state = self._fallback[-1]  # the string may occur again
         return True
 
 
 def _bytes_of_tokens(decoder: Mapping[str, Any] | None) -> Callable[[str], bytes]:
-    """How tokens are spelt, from the decoder section of tokenizer.json."""
+    """Return the function from a token to its bytes, for the decoder section of tokenizer.json."""
     steps = _flatten(decoder)
     kinds = [step["type"] for step in steps]
     if kinds == ["ByteLevel"]:
@@ -322,7 +325,7 @@ def _bytes_of_tokens(decoder: Mapping[str, Any] | None) -> Callable[[str], bytes
             if "String" not in step["pattern"]:
                 raise ValueError("tokenizer.json: the decoder replaces a regular expression")
             replacements.append((step["pattern"]["String"], step["content"]))
-    # Fuse joins, and Strip trims the beginning of a whole text: neither changes what a token says.
+    # Fuse joins tokens, and Strip trims the start of a whole text: neither changes a token's bytes.
     has_byte_tokens = "ByteFallback" in kinds
 
     def spell(token: str) -> bytes:
@@ -345,7 +348,7 @@ def _flatten(decoder: Mapping[str, Any] | None) -> list[Mapping[str, Any]]:
 
 
 def _byte_of_char() -> dict[str, int]:
-    """The alphabet of byte-level BPE: printable bytes are themselves, the others follow U+00FF."""
+    """Return the alphabet of byte-level BPE: printable bytes as they are, others above U+00FF."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = sorted(set(range(256)) - set(printable))
     return {chr(byte): byte for byte in printable} | {
@@ -364,10 +367,10 @@ def _byte_level(token: str) -> bytes:
 
 
 def read_json_object(path: Path) -> dict[str, Any]:
-    """The JSON object in a file; an empty one where there is no file.
+    """Return the JSON object in a file; an empty one if the file does not exist.
 
     Raises:
-        ValueError: the file holds something else.
+        ValueError: the file holds anything but a JSON object.
     """
     if not path.is_file():
         return {}
@@ -381,13 +384,13 @@ def read_json_object(path: Path) -> dict[str, Any]:
 
 
 def _other_tokenizer(directory: Path) -> str:
-    """Return what a message says of a tokenizer in another format; "" if there is none."""
+    """Return the hint for a tokenizer in another format, or "" if there is none."""
     found = next((name for name in _OTHER_FORMATS if (directory / name).is_file()), None)
     return "" if found is None else f", only {found}, which is not read: {_OTHER_FORMATS[found]}"
 
 
 def _token_text(value: object) -> str | None:
-    """Return the text of a special token, given as it or as an object; None: it is neither."""
+    """Return the text of a special token from a string or an object; None for anything else."""
     text = value.get("content") if isinstance(value, dict) else value
     return text if isinstance(text, str) else None
 
@@ -397,10 +400,10 @@ def _first(values: Iterable[Any]) -> Any:
 
 
 def _ids(file: Path, field: str) -> list[int] | None:
-    """Return the token ids of a field; None: the file does not have it.
+    """Return the token ids of a field, or None if the file does not have the field.
 
     Raises:
-        ValueError: the field holds something else.
+        ValueError: the field holds anything but a token id or a list of token ids.
     """
     value = read_json_object(file).get(field)
     if value is None:

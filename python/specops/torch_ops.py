@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The ops as torch sees them: `torch.ops.specops.*`, and their way through `torch.compile`.
+"""Registration of the ops as `torch.ops.specops.*`, for `torch.compile`.
 
-Importing this module is all there is to it, and only those who compile or export need to. Each op
-is registered with a schema that says what it writes, kernels for cpu and cuda that are the compiled
-module's own functions, and a fake kernel. After the import, Dynamo takes a call of `specops.dense`,
-`specops.attention` and so on as a call of the registered op: the documented functions work inside
-`torch.compile(fullgraph=True)` as they stand. Eager calls never come through here.
+Import this module before compiling or exporting; nothing else is needed. Each op is registered with
+a schema that marks the arguments it writes, kernels for cpu and cuda (the functions of the compiled
+module), and a fake kernel. After the import, Dynamo treats a call of `specops.dense`,
+`specops.attention` and so on as a call of the registered op: the documented functions work
+unchanged inside `torch.compile(fullgraph=True)`. Eager calls do not use this module.
 """
 
 import ast
@@ -20,8 +20,8 @@ from torch._ops import OpOverload
 from specops import _C
 from specops.dense import PackedWeight
 
-# Kinds of _C.pyi in the words of schemas. A parameter that may be one number for all rows is a
-# tensor in a graph, of that dtype.
+# Schema types for the annotations in _C.pyi. A parameter that may be one number for all rows
+# becomes a tensor of that dtype in a graph.
 _TYPES = {
     "Tensor": "Tensor",
     "Size": "SymInt",
@@ -32,8 +32,8 @@ _TYPES = {
 }
 _NUMBERS = {"Tensor | float | None": torch.float32, "Tensor | int | None": torch.int32}
 _PROCESSORS = "tuple[Tensor | None, ...]"
-# What of a PackedWeight crosses into the ops. Schemas have no such type: there each field is an
-# argument of its own, `weight_kind` and so on, and is put back into a PackedWeight on the way.
+# Fields of a PackedWeight that the ops use. Schemas have no such type: each field is a separate
+# argument, `weight_kind` and so on, and the kernel puts the fields back into a PackedWeight.
 _WEIGHT_FIELDS = {
     "kind": "str",
     "data": "Tensor",
@@ -50,9 +50,9 @@ _WEIGHT_FIELDS = {
 
 
 def _ops() -> Iterator[tuple[str, dict[str, str]]]:
-    """Every op but `take_error`, and the kinds of its arguments.
+    """Yield every op but `take_error`, with the annotations of its arguments.
 
-    No argument ties `take_error` to the ops before it, so a graph could move it.
+    No argument makes `take_error` depend on the ops before it, so a graph could reorder it.
     """
     for node in ast.parse(Path(__file__).with_name("_C.pyi").read_text()).body:
         if isinstance(node, ast.FunctionDef) and node.name != "take_error":
@@ -62,7 +62,7 @@ def _ops() -> Iterator[tuple[str, dict[str, str]]]:
 
 
 def _schema(name: str, kinds: dict[str, str], *, per_request: bool = False) -> str:
-    """Every output and workspace is the caller's, so nothing is returned."""
+    """Return the schema of an op. The caller passes outputs and workspaces; nothing is returned."""
     arguments = []
     for argument, kind in _apart(kinds).items():
         if kind in _NUMBERS:
@@ -71,7 +71,7 @@ def _schema(name: str, kinds: dict[str, str], *, per_request: bool = False) -> s
             arguments.append(f"Tensor?[] {argument}")
             continue
         kind, _, optional = kind.partition(" | ")
-        if optional == "Tensor":  # a size of all requests, or one each
+        if optional == "Tensor":  # one value for all requests, or one per request
             kind, optional = ("Tensor" if per_request else kind), ""
         mark = "?" if optional == "None" else ""
         if kind == "Written":
@@ -86,9 +86,10 @@ _LIBRARY: Any = torch.library.Library("specops", "DEF")  # type: ignore[no-untyp
 
 
 def _fake_of(op: str, kinds: dict[str, str]) -> Callable[..., None]:
-    """What tracers run: it refuses what the op would refuse if torch had not hidden it by then.
+    """Return the fake kernel: it only rejects inputs that require gradients.
 
-    Outputs come from the caller, and nothing of theirs changes but their contents.
+    The real op would reject them too, but torch hides the flag by then. The caller passes the
+    outputs, so a fake kernel has no shapes to compute.
     """
 
     def fake(*args: Any) -> None:
@@ -104,7 +105,7 @@ def _fake_of(op: str, kinds: dict[str, str]) -> Callable[..., None]:
 
 
 def _apart(kinds: dict[str, str]) -> dict[str, str]:
-    """The kinds of an op's arguments with the fields of a PackedWeight in its place."""
+    """Return the arguments of an op with each PackedWeight replaced by its fields."""
     apart = {}
     for argument, kind in kinds.items():
         is_weight = kind == PackedWeight.__name__
@@ -114,7 +115,7 @@ def _apart(kinds: dict[str, str]) -> dict[str, str]:
 
 
 def _kernel(name: str, kinds: dict[str, str]) -> Callable[..., None]:
-    """The compiled module's function, as the schema has its arguments."""
+    """Return the compiled module's function with the arguments of the schema."""
     function = getattr(_C, name)
     if PackedWeight.__name__ not in kinds.values():
         return function  # type: ignore[no-any-return]
@@ -128,10 +129,10 @@ def _kernel(name: str, kinds: dict[str, str]) -> Callable[..., None]:
 
 
 def _register(schema: str, kinds: dict[str, str]) -> OpOverload:
-    """Defines one op and hands it the compiled module's function on both devices."""
+    """Define one op, and register the compiled module's function for both devices."""
     overload = schema.partition("(")[0]
     name, _, kind = overload.partition(".")
-    # Strides as the caller made them: the ops refuse others rather than copy.
+    # Inductor must keep the caller's strides: the ops reject other layouts rather than copy.
     _LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides))
     for key in ("CPU", "CUDA"):
         _LIBRARY.impl(overload, _kernel(name, kinds), key)
@@ -140,7 +141,7 @@ def _register(schema: str, kinds: dict[str, str]) -> OpOverload:
 
 
 def _trace_as(function: Callable[..., None]) -> Callable[[Callable[..., None]], object]:
-    """Makes Dynamo inline the decorated function wherever it meets a call of `function`."""
+    """Make Dynamo inline the decorated function wherever it meets a call of `function`."""
     return torch.compiler.substitute_in_graph(function, skip_signature_check=True)
 
 
@@ -205,7 +206,7 @@ def _ngram_propose(
 def _sampling_workspace_bytes(
     rows: int, vocab_size: int, element_bytes: int, batch: int, device_index: int
 ) -> int:
-    """An upper bound for any device, of shapes that the compiler may leave open."""
+    """Return an upper bound of the size for any device; shapes may be symbolic."""
     if device_index < 0:
         return 0
     leaves = (vocab_size * element_bytes + 2047) // 2048
@@ -223,7 +224,7 @@ def _attention_workspace_size(
     batch: int,
     device_index: int,
 ) -> tuple[int, int]:
-    """Bounds for any device, of shapes that the compiler may leave open."""
+    """Return upper bounds of the sizes for any device; shapes may be symbolic."""
     tokens = num_pages * page_size
     if device_index < 0:
         return (tokens // 512 + 32) * min(rows * num_qo_heads, 64 * num_kv_heads) * (

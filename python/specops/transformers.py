@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Hugging Face transformers with `append_attention`: `attn_implementation="specops"`.
+"""`append_attention` for Hugging Face transformers: `attn_implementation="specops"`.
 
     from specops import transformers as specops_transformers
 
@@ -10,10 +10,10 @@
 Attention computes a row the same way in prefill, decoding and verification: its bits do not depend
 on the other rows of the call, the batch or the padding. The model's other layers are torch's.
 
-The tokens that a row sees are derived from transformers' masks, once per step: causal, with
-padding, a sliding window or packed sequences, in any cache. Everything else is refused by name:
-masks of another kind or of four dimensions, dropout, soft caps, position biases, and inputs that
-require gradients.
+The tokens that a row sees are derived from transformers' masks, once per step. Supported are causal
+masks with padding, a sliding window or packed sequences, in any cache. Other features raise an
+error that names them: other kinds of masks, four-dimensional masks, dropout, soft caps, position
+biases, and inputs that require gradients.
 """
 
 from collections.abc import Callable
@@ -30,8 +30,7 @@ from specops.attention import append_attention
 
 PAGE_SIZE = 64
 
-# What models may ask of an attention implementation that `append_attention` does not have, by the
-# names of transformers.
+# Options of attention implementations in transformers that `append_attention` does not support.
 _UNSUPPORTED = (
     *("dropout", "softcap", "position_bias", "output_attentions"),
     *("cache", "cu_seq_lens_q", "cu_seq_lens_k", "indices", "block_indices"),
@@ -39,27 +38,27 @@ _UNSUPPORTED = (
 
 
 def register() -> None:
-    """Makes "specops" an `attn_implementation` of transformers."""
-    # With a static cache `generate` compiles the model; its layers around attention, then.
+    """Make "specops" an `attn_implementation` of transformers."""
+    # With a static cache `generate` compiles the model; attention stays uncompiled.
     uncompiled = torch.compiler.disable(attention)  # type: ignore[no-untyped-call]
     AttentionInterface.register("specops", uncompiled)
     AttentionMaskInterface.register("specops", make_mask)
 
 
 class PagedCache(Cache):  # type: ignore[misc]
-    """A cache whose tensors are whole pages, which `attention` reads where they lie."""
+    """KV cache with tensors of whole pages, which `attention` reads in place."""
 
     def __init__(self) -> None:
         super().__init__(layer_class_to_replicate=_PagedLayer)
 
 
 class _PagedLayer(DynamicLayer):  # type: ignore[misc]
-    """`keys` and `values` are views of the first tokens of room for more."""
+    """Layer of a `PagedCache`; `keys` and `values` are views of the used part of larger buffers."""
 
     is_initialized: bool
 
     def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> Any:
-        """Appends keys and values [batch, heads, tokens, head_dim], and returns all there are."""
+        """Append keys and values [batch, heads, tokens, head_dim], and return the whole cache."""
         if not self.is_initialized:
             self.dtype, self.device, self.is_initialized = key_states.dtype, key_states.device, True
             self.keys, self.values = key_states[:, :, :0], value_states[:, :, :0]
@@ -80,7 +79,10 @@ def _appended(old: Tensor, new: Tensor) -> Tensor:
 
 
 def _room(x: Tensor) -> Tensor | None:
-    """All of the memory [batch, tokens, heads, head_dim] behind a view, if it is whole pages."""
+    """Return the whole buffer [batch, tokens, heads, head_dim] of a view, or None.
+
+    None: the buffer does not consist of whole pages in this layout.
+    """
     batch, heads, _, head_dim = x.shape
     stride, token = x.stride(0), heads * head_dim
     num_bytes = batch * stride * x.element_size()
@@ -96,17 +98,17 @@ def _whole_pages(num_tokens: int) -> int:
 
 @dataclass
 class StepMask:
-    """The tokens that a step's rows see, in the form that `append_attention` takes; for all layers.
+    """Tokens that a step's rows see, in the form that `append_attention` takes; for all layers.
 
-    transformers passes it on as it does a mask of four dimensions, which is ready.
+    transformers passes it through unchanged, like a finished four-dimensional mask.
 
     Attributes:
         qo_indptr: [sequences + 1], int32.
         kv_lens: [sequences], int32.
-        rows: [rows], int64. Places among the batch's rows of those that see anything. None: all.
-        slots: [2, sequences, tokens], int64. For each slot of a sequence's pages the batch index
-            and the column of its key. None: every sequence is one of the batch, from column 0 on.
-        window: tokens that a row sees, if the mask hides earlier ones of its sequence.
+        rows: [rows], int64. Indices of the batch's rows that see any token. None: all rows.
+        slots: [2, sequences, tokens], int64. For each slot of a sequence's pages, the batch index
+            and the column of its key. None: each sequence is a batch entry, from column 0 on.
+        window: tokens that a row sees, if the mask hides earlier tokens of its sequence.
     """
 
     qo_indptr: Tensor
@@ -120,11 +122,14 @@ class StepMask:
     _page_tables: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
 
     def contiguous(self) -> "StepMask":
-        """Itself."""
+        """Return itself: transformers calls this on masks."""
         return self
 
     def page_table(self, num_pages: int) -> tuple[Tensor, Tensor]:
-        """The pages of sequences that have equally many, one after another; made once a step."""
+        """Return kv_indptr and kv_indices of consecutive pages, equally many per sequence.
+
+        They are computed once per step.
+        """
         if num_pages not in self._page_tables:
             count, device = len(self.kv_lens), self.kv_lens.device
             kv_indices = torch.arange(num_pages, dtype=torch.int32, device=device)
@@ -144,31 +149,32 @@ def make_mask(
     device: torch.device | str = "cpu",
     **options: Any,
 ) -> StepMask:
-    """Makes the mask of a step, as transformers' interface has it.
+    """Make the mask of a step; the arguments follow transformers' interface.
 
     Args:
-        batch_size: sequences of the batch.
-        q_length: rows of each.
-        kv_length: tokens of the keys; those of a static cache have room for more than there are.
+        batch_size: number of sequences in the batch.
+        q_length: rows per sequence.
+        kv_length: tokens of the keys, including the unused capacity of a static cache.
         q_offset: tokens before the rows.
-        kv_offset: tokens before the keys: those that a sliding cache has dropped.
-        mask_function: which tokens a row sees: all before it, a window, or its packed sequence.
+        kv_offset: tokens before the keys that a sliding cache has dropped.
+        mask_function: selects the tokens that a row sees: all before it, a window, or its packed
+            sequence.
         attention_mask: bool [batch, tokens], False for padding; None: no padding.
-        device: where the layers run.
+        device: device of the layers.
         options: passed on to transformers' own masks.
 
     Returns:
         The mask.
 
     Raises:
-        ValueError: rows are to see something else.
+        ValueError: the mask is of another kind.
     """
     if isinstance(attention_mask, StepMask):
         return attention_mask
     is_causal = mask_function is causal_mask_function
     if is_causal and attention_mask is None:
         return _causal(batch_size, q_length, q_offset - kv_offset + q_length, device)
-    end = int(q_offset) + q_length - kv_offset  # columns that there are, the rows' own included
+    end = int(q_offset) + q_length - kv_offset  # used columns, including those of the rows
     text = torch.ones(batch_size, end, dtype=torch.bool, device=device)
     if attention_mask is not None:
         padding = attention_mask[:, kv_offset : kv_offset + end]
@@ -194,19 +200,22 @@ def make_mask(
 
 
 def _causal(batch: int, rows: int, kv_len: int | Tensor, device: torch.device | str) -> StepMask:
-    """Every row sees all before it. Nothing is read from the device."""
+    """Return a mask in which every row sees all earlier tokens, without reading the device."""
     qo_indptr = torch.arange(batch + 1, dtype=torch.int32, device=device) * rows
     kv_lens = torch.zeros(batch, dtype=torch.int32, device=device) + kv_len
     return StepMask(qo_indptr, kv_lens)
 
 
 def _read(seen: Tensor, text: Tensor) -> StepMask:
-    """The mask of rows [batch, q_length, columns] that see the end of their sequence each."""
+    """Return the mask for `seen` [batch, q_length, columns].
+
+    Each row must see its sequence up to itself, from a window's begin on; others raise ValueError.
+    """
     q_length, end = seen.shape[1:]
     columns = torch.arange(end, device=seen.device)
     own = columns[end - q_length :]
     firsts, text_begins = seen.byte().argmax(2), text.byte().argmax(1)
-    # A row that sees itself alone begins a sequence. The first row may be the cache's next.
+    # A row that sees only itself begins a sequence. The first row may continue the cache's.
     begins = torch.where(firsts == own, own, text_begins[:, None])
     begins[:, 0] = text_begins
     begins = begins.cummax(1).values
@@ -231,11 +240,11 @@ def _read(seen: Tensor, text: Tensor) -> StepMask:
 
 
 def _gathered(text: Tensor, begins: Tensor) -> StepMask:
-    """The mask of rows whose sequences begin at columns [batch, q_length]."""
+    """Return the mask of rows with the begin column of each row's sequence [batch, q_length]."""
     device, (batch, end), q_length = text.device, text.shape, begins.shape[1]
     text, begins = text.cpu(), begins.cpu()
     rows = text[:, end - q_length :].flatten().nonzero()[:, 0]
-    # Columns of all the batch, one after another; their tokens likewise.
+    # Columns are numbered consecutively over the whole batch; so are tokens (`places`).
     of_batch = torch.arange(batch)[:, None] * end
     own = (of_batch + torch.arange(end - q_length, end)).flatten()[rows]
     begins = (of_batch + begins).flatten()[rows]
@@ -244,7 +253,7 @@ def _gathered(text: Tensor, begins: Tensor) -> StepMask:
     places = text.flatten().cumsum(0) - 1
     begin, last = places[firsts][:, None], places[own[qo_indptr[1:] - 1]][:, None]
     kv_lens = (last - begin + 1)[:, 0]
-    # Beyond its end nothing of a sequence is read: any key of its own will do.
+    # Slots past the end of a sequence are not read; they get its last key.
     slots = torch.arange(_whole_pages(max(kv_lens.tolist(), default=0)))
     columns = text.flatten().nonzero()[:, 0][torch.minimum(begin + slots, last)]
     return StepMask(
@@ -269,27 +278,28 @@ def attention(
     s_aux: Tensor | None = None,
     **options: Any,
 ) -> tuple[Tensor, None]:
-    """Attends causally from the last rows of each sequence, as transformers' interface has it.
+    """Compute causal attention from the last rows of each sequence, by transformers' interface.
 
     Args:
         module: the layer.
         query: [batch, num_qo_heads, rows, head_dim], of any dtype `append_attention` takes.
-        key: [batch, num_kv_heads, tokens, head_dim]; pages are made of it unless it is one of
+        key: [batch, num_kv_heads, tokens, head_dim]; copied into pages unless it comes from a
             `PagedCache`.
         value: as `key`.
-        attention_mask: of `make_mask`; None: every row sees all tokens before it.
+        attention_mask: made by `make_mask`; None: every row sees all tokens before it.
         dropout: 0.
-        scaling: of the scores. None: 1 / sqrt(head_dim).
+        scaling: scale of the scores. None: 1 / sqrt(head_dim).
         sliding_window: tokens a row sees. None: all.
-        is_causal: True. None: as the layer has it.
-        s_aux: [num_qo_heads], the sinks of gpt-oss. None: none.
+        is_causal: True. None: the layer's setting.
+        s_aux: [num_qo_heads], the sinks of gpt-oss. None: no sinks.
         options: arguments of other implementations.
 
     Returns:
-        [batch, rows, num_qo_heads, head_dim], zeros in rows of padding; and None, no weights.
+        [batch, rows, num_qo_heads, head_dim], zeros in rows of padding; and None for the weights.
 
     Raises:
-        ValueError: the model needs an option that `append_attention` lacks, or gradients.
+        ValueError: the model needs an option that `append_attention` does not support, or
+            gradients.
     """
     for name, asked in (("dropout", dropout), *options.items()):
         is_off = asked is None or (isinstance(asked, (bool, int, float)) and not asked)
@@ -340,7 +350,7 @@ def attention(
 
 
 def _pages(x: Tensor, slots: Tensor | None) -> Tensor:
-    """Keys or values as pages [pages, PAGE_SIZE, heads, head_dim]: copies, where they are none."""
+    """Return keys or values as pages [pages, PAGE_SIZE, heads, head_dim], copying if needed."""
     batch, heads, tokens, head_dim = x.shape
     if slots is not None:
         batch_indices, columns = slots

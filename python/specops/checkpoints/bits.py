@@ -8,7 +8,7 @@ from torch import Tensor
 
 
 def unpacked(words: Tensor, bits: int) -> Tensor:
-    """Returns the fields of words, lowest bits first.
+    """Return the fields of words, lowest bits first.
 
     Args:
         words: int32 [rows, count].
@@ -24,7 +24,7 @@ def unpacked(words: Tensor, bits: int) -> Tensor:
 
 
 def low_then_high(octets: Tensor) -> Tensor:
-    """Returns the low halves of the last dimension's bytes, then the high ones."""
+    """Return the low halves of the last dimension's bytes, then the high ones."""
     return torch.cat((octets & 15, octets >> 4), -1)
 
 
@@ -41,7 +41,7 @@ class Groups(NamedTuple):
 
 
 def groups_of(index: Tensor, count: int) -> Groups | None:
-    """Finds the groups of inputs.
+    """Find the groups of inputs.
 
     Args:
         index: [num_inputs], of each input the group.
@@ -63,7 +63,7 @@ def groups_of(index: Tensor, count: int) -> Groups | None:
 
 
 def even_groups(num_inputs: int, count: int, size: int | None = None) -> Groups | None:
-    """Finds the groups of inputs that lie in order.
+    """Find the groups of inputs that lie in order.
 
     Args:
         num_inputs: how many inputs there are.

@@ -24,7 +24,7 @@ class Checkpoint(ABC):
 
     @abstractmethod
     def names(self) -> Set[str]:
-        """Returns all names; a quantized weight has the one name that it would have otherwise."""
+        """Return all names; a quantized weight has the one name that it would have otherwise."""
 
     def dtype(self, name: str) -> str | None:
         """Return the dtype of a tensor of floats as torch calls it; None: it is of another kind."""
@@ -32,7 +32,7 @@ class Checkpoint(ABC):
 
     @abstractmethod
     def load(self, name: str) -> Tensor | QuantizedWeight:
-        """Reads a weight, or another tensor.
+        """Read a weight, or another tensor.
 
         Raises:
             ModelError: it is missing, or cannot be decoded.

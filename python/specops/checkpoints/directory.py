@@ -13,7 +13,7 @@ from specops.checkpoints.safetensors import SafetensorsCheckpoint, safetensors_f
 
 
 def open_checkpoint(directory: Path) -> Checkpoint:
-    """Opens the weights of a directory.
+    """Open the weights of a directory.
 
     Args:
         directory: with safetensors files, or one GGUF file.
@@ -26,7 +26,7 @@ def open_checkpoint(directory: Path) -> Checkpoint:
 
 
 def weight_files(directory: Path) -> list[str]:
-    """Returns the names of the files that hold a directory's weights, in order.
+    """Return the names of the files that hold a directory's weights, in order.
 
     Raises:
         ModelError: there are none, or one that the index names is missing.

@@ -20,7 +20,7 @@ _E8M0_BIAS, _E8M0_NAN = 127, 255
 
 
 def fp8(module: Module) -> QuantizedWeight:
-    """Decodes `weight` in e4m3 with scales `weight_scale_inv` or `weight_scale`.
+    """Decode `weight` in e4m3 with scales `weight_scale_inv` or `weight_scale`.
 
     Both are multiplied with: one scale; one for each output; or one for each block of 128 outputs
     and 128 inputs, of which those at the edges are cut off.
@@ -46,7 +46,7 @@ def fp8(module: Module) -> QuantizedWeight:
 
 
 def mxfp4(module: Module) -> QuantizedWeight:
-    """Decodes compressed-tensors' mxfp4-pack-quantized.
+    """Decode compressed-tensors' mxfp4-pack-quantized.
 
     weight_packed  uint8 [N, K / 2]: the low half of a byte is the even input, in e2m1
     weight_scale   uint8 [N, K / 32], E8M0: 2^(byte - 127), 255 is NaN
@@ -70,7 +70,7 @@ def of_e2m1(module: Module, packed: Tensor, scales: Tensor) -> QuantizedWeight:
 
 
 def halved_e8m0(scales: Tensor) -> Tensor:
-    """Returns half of what bytes stand for in E8M0, exact in float32."""
+    """Return half of what bytes stand for in E8M0, exact in float32."""
     exponents = scales.to(torch.int32) - (_E8M0_BIAS + 1)
     halves = torch.ldexp(torch.ones(scales.shape, dtype=torch.float64), exponents).float()
     return halves.masked_fill(scales == _E8M0_NAN, torch.nan)

@@ -14,7 +14,7 @@ from specops.quantization import FP8_BLOCK, QuantizedWeight
 def fused(
     weights: Sequence[Tensor | QuantizedWeight], names: Sequence[str]
 ) -> Tensor | QuantizedWeight:
-    """Returns weights of the same inputs as one weight.
+    """Return weights of the same inputs as one weight.
 
     Integers of several kinds become the narrowest kind that holds them all: codes of 8 bits, the
     largest common group, and offsets where one has them. No number changes.
@@ -57,7 +57,7 @@ def fused(
 
 
 def rows_of(weight: Tensor | QuantizedWeight, rows: Tensor) -> Tensor | QuantizedWeight:
-    """Returns some outputs of a weight, in any order.
+    """Return some outputs of a weight, in any order.
 
     Raises:
         ModelError: outputs that share the scales of a block would be told apart.

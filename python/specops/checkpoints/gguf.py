@@ -53,7 +53,7 @@ _LAYER = re.compile(r"blk\.(\d+)\.(\w+)\.(weight|bias)")
 
 
 def gguf_file(directory: Path) -> Path | None:
-    """Returns the GGUF file of a directory without safetensors files, if there is one.
+    """Return the GGUF file of a directory without safetensors files, if there is one.
 
     Raises:
         ModelError: there are several.
@@ -94,11 +94,11 @@ class GgufCheckpoint(Checkpoint):
             self._paired = {".self_attn.q_proj.": heads, ".self_attn.k_proj.": of_keys}
 
     def names(self) -> Set[str]:
-        """Returns all names."""
+        """Return all names."""
         return self._tensors.keys()
 
     def load(self, name: str) -> Tensor | QuantizedWeight:
-        """Reads a weight, or another tensor."""
+        """Read a weight, or another tensor."""
         if name not in self._tensors:
             raise ModelError(f"{self._path}: tensor {name} is missing from the file")
         weight = self._decoded(name, self._tensors[name])

@@ -23,7 +23,7 @@ ROPE_FACTORS = "rope_freqs.weight"  # what frequencies of RoPE are divided by; p
 
 
 def gguf_directory(path: Path) -> Path:
-    """Returns the directory of a GGUF file, in the user's cache; makes it if it is not there.
+    """Return the directory of a GGUF file, in the user's cache; makes it if it is not there.
 
     Args:
         path: of the file. The directory belongs to its place, its size and its time.
@@ -48,7 +48,7 @@ def gguf_directory(path: Path) -> Path:
 
 
 def _make(path: Path, directory: Path) -> None:
-    """Makes it under another name first: several processes may be at it."""
+    """Make it under another name first: several processes may be at it."""
     files = _files(read_gguf(path))
     directory.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=directory.parent, prefix=".") as parent:

@@ -102,7 +102,7 @@ class GgufFile:
     tensors: dict[str, GgufTensor]
 
     def floats(self, name: str) -> list[float]:
-        """Reads a tensor of type F32.
+        """Read a tensor of type F32.
 
         Raises:
             ModelError: it is of another type.
@@ -116,7 +116,7 @@ class GgufFile:
 
 
 def read_gguf(path: str | Path) -> GgufFile:
-    """Reads the header of a file.
+    """Read the header of a file.
 
     Raises:
         ModelError: it is no GGUF file, is cut off, or has a type of numbers that is not known.

@@ -146,7 +146,7 @@ def end_token_ids(metadata: Mapping[str, Any]) -> list[int]:
 
 
 def tokenizer_files(metadata: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """Returns what tokenizer.json and tokenizer_config.json hold, by their names.
+    """Return what tokenizer.json and tokenizer_config.json hold, by their names.
 
     Args:
         metadata: of a GGUF file.

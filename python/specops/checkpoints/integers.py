@@ -30,7 +30,7 @@ _AWQ_FIELD = torch.tensor(_AWQ_ORDER).argsort()
 
 
 def pack_quantized(module: Module) -> QuantizedWeight:
-    """Decodes compressed-tensors' pack-quantized.
+    """Decode compressed-tensors' pack-quantized.
 
         weight_packed      int32 [N, ceil(K * bits / 32)], fields along K
         weight_scale       [N, groups], [N, 1] or [1]
@@ -69,7 +69,7 @@ def pack_quantized(module: Module) -> QuantizedWeight:
 
 
 def plain_integers(module: Module) -> QuantizedWeight:
-    """Decodes compressed-tensors' int-quantized: int8 codes as they are."""
+    """Decode compressed-tensors' int-quantized: int8 codes as they are."""
     codes = module.take("weight", torch.int8, dims=2)
     scales = _scales_of_rows(module, len(codes))
     zeros = None
@@ -82,7 +82,7 @@ def plain_integers(module: Module) -> QuantizedWeight:
 
 
 def qweight(module: Module) -> QuantizedWeight:
-    """Decodes GPTQ or AWQ, told by the shape of qweight; of N outputs and K inputs:
+    """Decode GPTQ or AWQ, told by the shape of qweight; of N outputs and K inputs:
 
     scales   [groups, N]
     qzeros   int32 [groups, N * bits / 32]

@@ -51,7 +51,7 @@ class Module:
         return suffix in self._left
 
     def take(self, suffix: str, *dtypes: torch.dtype, dims: int | None = None) -> Tensor:
-        """Reads a tensor.
+        """Read a tensor.
 
         Args:
             suffix: of its name.
@@ -73,17 +73,17 @@ class Module:
         return tensor
 
     def take_scales(self, suffix: str) -> Tensor:
-        """Reads scales, and returns them in float32."""
+        """Read scales, and returns them in float32."""
         kinds = (torch.float32, torch.bfloat16, torch.float16, torch.float8_e8m0fnu)
         return self.take(suffix, *kinds).float()
 
     def check_shape(self, suffix: str, tensor: Tensor, *shape: int) -> None:
-        """Refuses a tensor of another shape."""
+        """Refuse a tensor of another shape."""
         if tuple(tensor.shape) != shape:
             self._refuse_tensor(suffix, str(list(shape)), str(list(tensor.shape)))
 
     def done(self) -> None:
-        """Refuses tensors that nothing has read."""
+        """Refuse tensors that nothing has read."""
         for suffix in sorted(self._left - ACTIVATION_SCALES - {"bias"}):
             self.refuse(f"tensor {self.name}.{suffix} has no place in a weight of this format")
 

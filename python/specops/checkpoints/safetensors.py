@@ -54,7 +54,7 @@ class _Rows(NamedTuple):
     takes_turns: bool
 
     def of(self, outputs: Tensor) -> Tensor:
-        """Returns them."""
+        """Return them."""
         if self.takes_turns:
             return outputs[self.part :: self.parts]
         return outputs.chunk(self.parts)[self.part]
@@ -101,7 +101,7 @@ class SafetensorsCheckpoint(Checkpoint):
             self._add_module(module, own)
 
     def names(self) -> Set[str]:
-        """Returns all names."""
+        """Return all names."""
         return self._readers.keys()
 
     def dtype(self, name: str) -> str | None:
@@ -109,7 +109,7 @@ class SafetensorsCheckpoint(Checkpoint):
         return _DTYPES.get(self._facts[name].dtype) if name in self._facts else None
 
     def load(self, name: str) -> Tensor | QuantizedWeight:
-        """Reads a weight, or another tensor."""
+        """Read a weight, or another tensor."""
         if name not in self._readers:
             tail = name.partition(".")[2]
             others = [one for one in self._readers if tail and one.partition(".")[2] == tail]
@@ -254,7 +254,7 @@ def _other_weights(directory: Path) -> str:
 
 
 def safetensors_files(directory: Path) -> list[str]:
-    """Returns the names of a checkpoint's safetensors files, in order.
+    """Return the names of a checkpoint's safetensors files, in order.
 
     Raises:
         ModelError: there are none, or one that the index names is missing.

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every op in plain PyTorch: the executable specification that tests and benches compare with.
+"""Every op in plain PyTorch: the executable specification for tests and benches.
 
-Nothing in the package imports this package, and it imports nothing but torch.
+Nothing else in specops imports this package, and it imports little but torch.
 """
 
 from specops.reference.attention import (

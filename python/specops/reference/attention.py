@@ -12,7 +12,7 @@ from torch import Tensor
 def rope_cos_sin(
     max_positions: int, rotary_dim: int, theta: float, scaling: Mapping[str, Any] | None = None
 ) -> Tensor:
-    """The table pair by pair in Python floats, from the published formulas."""
+    """Compute the table pair by pair in Python floats, from the published formulas."""
     options = dict(scaling or {})
     kind = options.get("rope_type", options.get("type", "default"))
     amplitude = 1.0
@@ -55,7 +55,7 @@ _LARGEST = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
 
 
 def quantized(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Heads [.., head_dim] as elements of an 8-bit cache, and their scales [..] in float32."""
+    """Quantize heads [.., head_dim] to an 8-bit dtype; return elements and float32 scales [..]."""
     scales = x.float().abs().amax(-1) / _LARGEST[dtype]
     scales = torch.where(scales < 2.0**-126, 0.0, scales)
     scales = torch.where(x.isfinite().all(-1), scales, torch.nan)
@@ -64,13 +64,13 @@ def quantized(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
 
 
 def _as_bits(cache: Tensor) -> Tensor:
-    """The slots of a cache; torch does not index those of float8_e4m3fn."""
+    """Return the slots of a cache, as uint8 if 8-bit: torch cannot index float8_e4m3fn."""
     flat = cache.flatten(0, 1)
     return flat.view(torch.uint8) if flat.element_size() == 1 else flat
 
 
 def _elements(cache: Tensor, slots: Tensor, wide: torch.dtype) -> Tensor:
-    """The elements in some slots. Those of float8_e4m3fn have no NaN: it reads as 480."""
+    """Return the elements in some slots; NaN of float8_e4m3fn is read as 480 or -480."""
     if cache.dtype != torch.float8_e4m3fn:
         return cache.flatten(0, 1)[slots].to(wide)
     bits = _as_bits(cache)[slots]
@@ -79,13 +79,13 @@ def _elements(cache: Tensor, slots: Tensor, wide: torch.dtype) -> Tensor:
 
 
 def _normalised(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """RMSNorm in fp32 (fp64 for fp64), rounded, times the weight, rounded."""
+    """Apply RMSNorm in fp32 (fp64 for fp64), rounded, then the weight, rounded."""
     y = x.to(torch.float64 if x.dtype == torch.float64 else torch.float32)
     return weight * (y * torch.rsqrt(y.square().mean(-1, keepdim=True) + eps)).to(x.dtype)
 
 
 def _turned(x: Tensor, positions: Tensor, cos_sin: Tensor, interleaved: bool) -> Tensor:
-    """Heads [rows, heads, head_dim] after RoPE in fp32 (fp64 for fp64)."""
+    """Apply RoPE to heads [rows, heads, head_dim] in fp32 (fp64 for fp64)."""
     y = x.to(torch.float64 if x.dtype == torch.float64 else torch.float32, copy=True)
     half = cos_sin.shape[1] // 2
     table = cos_sin.to(y.dtype)[positions.clamp(min=0).long(), None]
@@ -116,7 +116,7 @@ def rope_append_kv(
     k_scales: Tensor | None = None,
     v_scales: Tensor | None = None,
 ) -> Tensor:
-    """RMSNorm per head, RoPE in fp32 (fp64 for fp64), k and v scattered INTO THE CACHE."""
+    """Apply RMSNorm per head and RoPE in fp32 (fp64 for fp64); scatter k and v INTO THE CACHE."""
 
     def turn(x: Tensor, weight: Tensor | None) -> Tensor:
         x = x if weight is None else _normalised(x, weight, norm_eps)
@@ -137,7 +137,7 @@ def rope_append_kv(
     return turn(q, q_norm_weight) * (positions >= 0)[:, None, None]
 
 
-LATENT_DIM = 512  # elements of a token's key that are its value, too
+LATENT_DIM = 512  # elements of a token's key that are also its value
 
 
 def rope_append_latent(
@@ -152,7 +152,7 @@ def rope_append_latent(
     norm_weight: Tensor | None = None,
     norm_eps: float = 1e-6,
 ) -> Tensor:
-    """RMSNorm of the latents, RoPE of what follows them, both scattered INTO THE CACHE."""
+    """Apply RMSNorm to latents and RoPE to the other elements; scatter both INTO THE CACHE."""
     latents, heads = kv[:, None, :LATENT_DIM], torch.cat([q, kv[:, None]], 1)
     if norm_weight is not None:
         latents = _normalised(latents, norm_weight, norm_eps)
@@ -177,10 +177,10 @@ def expanded_attention(
     *,
     sm_scale: float,
 ) -> tuple[Tensor, Tensor]:
-    """Latent attention without absorption, as its models define it; and the lse.
+    """Compute latent attention without absorption, as its models define it; return out and lse.
 
-    Every head gets keys and values of its own, made of the latents: k = (w_uk latent, rotated key),
-    v = w_uv latent. q_nope: [rows, num_qo_heads, nope]; q_rope: [rows, num_qo_heads, 64], rotated;
+    Every head has its own keys and values, computed from the latents: k = (w_uk latent, rotated
+    key), v = w_uv latent. q_nope: [rows, num_qo_heads, nope]; q_rope: [rows, num_qo_heads, 64], rotated;
     w_uk: [num_qo_heads, nope, 512]; w_uv: [num_qo_heads, v_head_dim, 512]. Returns [rows,
     num_qo_heads, v_head_dim]. fp64 where `q_nope` is, else fp32.
     """
@@ -233,11 +233,12 @@ def append_attention(
     prefix_leaders: Tensor | None = None,
     prefix_lens: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Attention of each request in fp32 (fp64 for fp64), rounded once; and the lse.
+    """Compute attention of each request in fp32 (fp64 for fp64), rounded once; return out and lse.
 
-    A score takes the scale of its key and a probability that of its value. A sink is one more
-    score, whose probability is dropped. Shared prefixes change nothing. Without a `v_cache` values
-    are the first columns of the keys, as `expanded_attention` has it before absorption.
+    A score is multiplied by the scale of its key, and a probability by that of its value. A sink is
+    an extra score with a probability that is dropped. Shared prefixes change nothing. Without a
+    `v_cache` values are the first columns of the keys; `expanded_attention` is the same before
+    absorption.
     """
     if v_cache is None:
         v_cache = k_cache[..., :LATENT_DIM]
@@ -266,7 +267,7 @@ def append_attention(
             allowed = torch.nn.functional.pad(bits.flatten(1).bool(), (0, kv_len))
             place = column - start
             seen &= (place < 0) | allowed[:, place.clamp(0, allowed.shape[1] - 1)]
-        used = seen.any(0)  # pages before every window may not exist
+        used = seen.any(0)  # pages before all windows may not exist
         slots = pages[column // page_size] * page_size + column % page_size
         keys = _elements(k_cache, slots[used], wide).repeat_interleave(group, 1)
         values = _elements(v_cache, slots[used], wide).repeat_interleave(group, 1)
@@ -288,7 +289,7 @@ def append_attention(
 
 
 def merge_states(outs: Tensor, lses: Tensor) -> tuple[Tensor, Tensor]:
-    """`sum_i e^(lse_i - lse) * out_i` and `lse = log sum_i e^lse_i`, rounded once."""
+    """Return `sum_i e^(lse_i - lse) * out_i` and `lse = log sum_i e^lse_i`, rounded once."""
     wide = outs.to(torch.float64 if outs.dtype == torch.float64 else torch.float32)
     lse = lses.to(wide.dtype).logsumexp(0)
     weights = torch.where(lses == -torch.inf, 0.0, (lses - lse).exp())[..., None]
@@ -306,7 +307,7 @@ def compact_kv(
     kv_indptr: Tensor,
     kv_indices: Tensor,
 ) -> None:
-    """Gathers the slots of each accepted path and writes them behind the root, IN THE CACHES."""
+    """Gather the slots of each accepted path and write them after the root, IN THE CACHES."""
     page_size = k_cache.shape[1]
     for b, count in enumerate(num_accepted_tokens.tolist()):
         first = int(kv_lens[b]) - int(qo_indptr[b + 1] - qo_indptr[b]) + 1
@@ -322,7 +323,7 @@ def compact_kv(
 
 
 def copy_kv(k_cache: Tensor, v_cache: Tensor | None, from_slots: Tensor, to_slots: Tensor) -> None:
-    """Indexing, with a gather before any write, IN THE CACHES."""
+    """Copy slots by indexing, with a gather before any write, IN THE CACHES."""
     used = to_slots >= 0
     for cache in (k_cache, v_cache):
         if cache is None:

@@ -19,7 +19,7 @@ def prepare_batch(
     num_output_rows: int,
     max_seq_len: int | None = None,
 ) -> dict[str, Tensor]:
-    """The arrays of `batching.BatchIndices` by name, built row by row."""
+    """Return the arrays of `batching.BatchIndices` by name, built row by row."""
     row_to_request: list[int] = []
     positions: list[int] = []
     cache_slots: list[int] = []
@@ -76,7 +76,7 @@ def gather_input_ids(
     lens: Tensor,
     draft_token_ids: Tensor | None = None,
 ) -> Tensor:
-    """`(text + drafts)[position]` row by row, with 0 for padding."""
+    """Return `(text + drafts)[position]` row by row, with 0 for padding."""
     out = torch.zeros_like(positions)
     for row, request in enumerate(row_to_request.tolist()):
         if request < 0:
@@ -90,13 +90,13 @@ def gather_input_ids(
 
 
 def gather_output_rows(hidden: Tensor, output_rows: Tensor) -> Tensor:
-    """`hidden[output_rows]`, with zeros where the index is -1."""
+    """Return `hidden[output_rows]`, with zeros where the index is -1."""
     padded = torch.cat([hidden, hidden.new_zeros(1, hidden.shape[1])])
     return padded[output_rows.long()]
 
 
 def build_tree(parents: Tensor, num_draft_tokens: Tensor, positions: Tensor) -> dict[str, Tensor]:
-    """The arrays of `batching.DraftTree` by name, from each node's path to the root."""
+    """Return the arrays of `batching.DraftTree` by name, from each node's path to the root."""
     batch, nodes = parents.shape
     tree = {
         "depths": torch.full((batch, nodes + 1), -1),
@@ -133,15 +133,15 @@ def find_shared_prefixes(
     leaf_tokens: int,
     max_levels: int = 8,
 ) -> dict[str, Tensor]:
-    """What `batching.SharedPrefixes` has, by name: level by level, who goes on alike for a leaf."""
+    """Return the arrays of `batching.SharedPrefixes` by name, grouping by leaves level by level."""
     ends, per_leaf = kv_indptr.tolist(), leaf_tokens // page_size
     lists = [tuple(kv_indices[begin:end].tolist()) for begin, end in pairwise(ends)]
     order = sorted(range(len(lists)), key=lambda one: (lists[one], one))
-    # Of each, in this order: its pages up to the end of every leaf.
+    # For each request, in this order: its pages up to the end of every leaf.
     starts = [
         [lists[b][:end] for end in range(per_leaf, len(lists[b]) + 1, per_leaf)] for b in order
     ]
-    shared = [0] * len(order)  # leaves of the group that each is in
+    shared = [0] * len(order)  # leaves that each request's group shares
     leaders, lens, saved = [], [], 0
     for _ in range(max_levels):
         groups = [
@@ -173,7 +173,7 @@ def find_shared_prefixes(
 
 
 def preorder(parents: list[int]) -> tuple[list[int], list[int]]:
-    """`batching.Preorder` of all nodes: paths from the root, sorted."""
+    """Return `batching.Preorder` of all nodes, by sorting their paths from the root."""
     paths: list[list[int]] = []
     for node, parent in enumerate(parents):
         paths.append([*(paths[parent] if parent >= 0 else []), node])
@@ -192,7 +192,7 @@ def tree_chains(
     *,
     page_size: int,
 ) -> dict[str, Tensor]:
-    """The arrays of `batching.TreeChains` by name, from the path of every leaf."""
+    """Return the arrays of `batching.TreeChains` by name, from the path of every leaf."""
     spare = iter(spare_pages.tolist())
     chain_indptr, qo, kv, pages_of, copies = [0], [], [], [], []
     for b, nodes in enumerate(num_draft_tokens.tolist()):
@@ -242,7 +242,10 @@ def prepare_draft_batch(
     total_rows: int,
     window: int = 0,
 ) -> dict[str, Tensor]:
-    """The arrays of `batching.DraftIndices` by name: a row per position with a known next token."""
+    """Return the arrays of `batching.DraftIndices` by name.
+
+    There is a row for each position with a known next token.
+    """
     rows: list[tuple[int, int, int, int]] = []  # request, position, cache slot, source
     indptr, draft_kv_lens, last_rows, draft_positions = [0], [], [], []
     for b, slot in enumerate(slots.tolist()):
@@ -283,7 +286,7 @@ def advance_draft_batch(
     draft_token_ids: Tensor,
     num_draft_tokens: Tensor,
 ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-    """Returns (the drafts, their numbers, the next pass as `batching.DraftIndices` by name)."""
+    """Return (the drafts, their numbers, the next pass as `batching.DraftIndices` by name)."""
     drafts, counts = draft_token_ids.clone(), num_draft_tokens.clone()
     rows: list[tuple[int, int, int, int]] = []
     indptr, draft_kv_lens, next_last_rows, draft_positions = [0], [], [], []
@@ -334,7 +337,7 @@ def _draft_indices(
 def keep_hidden_rows(
     hidden: Tensor, slots: Tensor, qo_indptr: Tensor, kv_lens: Tensor, lens: Tensor, kept: Tensor
 ) -> Tensor:
-    """`kept` with the states of the positions whose next token is known, in their order."""
+    """Return `kept` updated, in order, with the states of positions with a known next token."""
     kept = kept.clone()
     for b, slot in enumerate(slots.tolist()):
         first_row = int(qo_indptr[b])

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The dense layers in plain PyTorch."""
+"""Dense layers in plain PyTorch."""
 
 import math
 
@@ -11,21 +11,21 @@ from specops.quantization import QuantizedWeight
 
 
 def silu_mul(gate_up: Tensor) -> Tensor:
-    """`silu(gate) * up` in fp32 (fp64 for fp64 input), rounded once."""
+    """Return `silu(gate) * up` in fp32 (fp64 for fp64 input), rounded once."""
     wide = gate_up if gate_up.dtype == torch.float64 else gate_up.float()
     gate, up = wide.chunk(2, dim=-1)
     return (F.silu(gate) * up).to(gate_up.dtype)
 
 
 def gelu_tanh_mul(gate_up: Tensor) -> Tensor:
-    """`gelu(gate) * up`, gelu by tanh, in fp32 (fp64 for fp64 input), rounded once."""
+    """Return `gelu(gate) * up` (tanh form) in fp32 (fp64 for fp64 input), rounded once."""
     wide = gate_up if gate_up.dtype == torch.float64 else gate_up.float()
     gate, up = wide.chunk(2, dim=-1)
     return (F.gelu(gate, approximate="tanh") * up).to(gate_up.dtype)
 
 
 def swiglu_oai_mul(gate_up: Tensor) -> Tensor:
-    """gpt-oss's gates, clamped, in fp32 (fp64 for fp64 input), rounded once."""
+    """Return the clamped gated activation of gpt-oss in fp32 (fp64 for fp64), rounded once."""
     wide = gate_up if gate_up.dtype == torch.float64 else gate_up.float()
     gate, up = wide.chunk(2, dim=-1)
     gate, up = gate.clamp(max=7.0), up.clamp(-7.0, 7.0)
@@ -43,9 +43,9 @@ def linear(
     *,
     activation: str | None = None,
 ) -> Tensor:
-    """`x @ weight.T + bias` in fp32 (fp64 for fp64 input), rounded once to out_dtype.
+    """Return `x @ weight.T + bias` in fp32 (fp64 for fp64 input), rounded once to out_dtype.
 
-    activation: then the op of `GATED` of that.
+    activation: name of an op in `GATED` to apply to the result, or None.
     """
     wide = torch.float64 if x.dtype == torch.float64 else torch.float32
     out = x.to(wide) @ weight.to(wide).T
@@ -59,13 +59,13 @@ _RANGES = {"int8": (-128, 127), "int4": (-8, 7)}
 
 
 def quantize_weight(weight: Tensor, *, kind: str = "int8", group: int = 0) -> QuantizedWeight:
-    """FastDeploy's WINT8 and WINT4: a scale for each output, or for each group of its inputs."""
+    """Quantize as FastDeploy's WINT8 and WINT4: one scale per output, or per group of inputs."""
     least, most = _RANGES[kind]
     wide = weight.float()
     if group == 0:
         peak = wide.abs().amax(1, keepdim=True)
         scaled = torch.where(peak > 0, wide / peak, 0) * most
-        values = scaled.double().abs().add(0.5).floor() * scaled.sign()  # in float64 0.5 is exact
+        values = scaled.double().abs().add(0.5).floor() * scaled.sign()  # adding 0.5 is exact
         scales = (peak / most).to(weight.dtype).float()
     else:
         groups = _in_groups(wide, group)
@@ -78,14 +78,14 @@ def quantize_weight(weight: Tensor, *, kind: str = "int8", group: int = 0) -> Qu
 
 
 def _code_values(weight: QuantizedWeight) -> Tensor:
-    """[num_outputs, num_inputs] in float32: what the codes stand for, before the scales."""
+    """Return the values of the codes before scaling: [num_outputs, num_inputs] in float32."""
     if weight.code_values is not None:
         return weight.code_values.float()[weight.codes.long()]
     return weight.codes.float() - 8 if weight.kind == "int4" else weight.codes.float()
 
 
 def _by_input(scales: Tensor, weight: QuantizedWeight) -> Tensor:
-    """[num_outputs, num_inputs]: the scale of each code."""
+    """Return the scale of each code: [num_outputs, num_inputs]."""
     num_outputs, num_inputs = weight.codes.shape
     if weight.kind == "fp8" and weight.group:
         scales = scales.repeat_interleave(128, 0)[:num_outputs]
@@ -93,7 +93,7 @@ def _by_input(scales: Tensor, weight: QuantizedWeight) -> Tensor:
 
 
 def dequantize_weight(weight: QuantizedWeight, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Value * scale + offset, each rounded to float32; columns in the order of a row's inputs."""
+    """Return value * scale + offset, each step in float32; columns in the order of the inputs."""
     out = _code_values(weight) * _by_input(weight.scales, weight)
     if weight.offsets is not None:
         out = out + _by_input(weight.offsets, weight)
@@ -103,16 +103,16 @@ def dequantize_weight(weight: QuantizedWeight, dtype: torch.dtype = torch.float3
 
 
 def _in_groups(rows: Tensor, group: int) -> Tensor:
-    """[rows, inputs] as [rows, groups, group], zeros behind the last input."""
+    """Reshape [rows, inputs] to [rows, groups, group], with zeros after the last input."""
     padded = F.pad(rows, (0, -rows.shape[1] % group))
     return padded.reshape(len(rows), padded.shape[1] // group, group)
 
 
 def integer_rows(x: Tensor, activations: str = "int16") -> tuple[Tensor, Tensor]:
-    """Returns (integers in float64 [rows, groups, 128 or 32], the step of each group).
+    """Return (integers in float64 [rows, groups, 128 or 32], the step of each group).
 
-    int16: a group's step is the power of two by which its largest magnitude lies in [2^14, 2^15).
-    int8: its largest magnitude over 127.
+    int16: a group's step is the power of two that scales its largest magnitude to [2^14, 2^15).
+    int8: a group's step is its largest magnitude over 127.
     """
     groups = _in_groups(x.float(), 128 if activations == "int16" else 32)
     peak = groups.abs().amax(2, keepdim=True)
@@ -130,10 +130,10 @@ def integer_rows(x: Tensor, activations: str = "int16") -> tuple[Tensor, Tensor]
 
 
 def fused_multiply_add(a: Tensor, b: Tensor, c: Tensor) -> Tensor:
-    """A * b + c of float32, rounded once.
+    """Return a * b + c of float32, rounded once.
 
-    In float64 the product is exact, and a sum that is rounded to odd is rounded to float32 as the
-    exact one would be (Boldo and Melquiond 2008).
+    In float64 the product is exact. A float64 sum rounded to odd gives the same float32 as the
+    exact sum (Boldo and Melquiond 2008).
     """
     product, c = a.double() * b.double(), c.double()
     sum = product + c
@@ -154,9 +154,9 @@ def quantized_linear(
     activation: str | None = None,
     activations: str | None = None,
 ) -> Tensor:
-    """`linear` of codes: of int8 and int4 bit for bit, of fp8 within rounding.
+    """Compute `linear` of a quantized weight: the exact bits for int8 and int4, rounded for fp8.
 
-    activations: to what rows are rounded, "int16" or "int8"; None: the kind's own.
+    activations: type to which rows are rounded, "int16" or "int8"; None: the kind's default.
     """
     if weight.input_order is not None:
         x = x[:, weight.input_order.long()]
@@ -172,7 +172,7 @@ def quantized_linear(
 
 
 def _in_pieces(x: Tensor, weight: QuantizedWeight, activations: str) -> Tensor:
-    """Exact sums of the inputs between two borders of any group, in one chain over the pieces."""
+    """Compute exact sums of pieces, within one group of weight and row, and chain them in order."""
     integers, step = integer_rows(x, activations)
     size = integers.shape[2]
     piece = math.gcd(weight.group, size)
@@ -181,7 +181,7 @@ def _in_pieces(x: Tensor, weight: QuantizedWeight, activations: str) -> Tensor:
     total = torch.zeros(len(x), len(values), device=x.device)
     by_output = weight.group == 0 and weight.offsets is None
     for p in range(values.shape[1]):
-        exact = (integers[:, p] @ values[:, p].T).float()  # below 2^29, so float64 has it whole
+        exact = (integers[:, p] @ values[:, p].T).float()  # below 2^29, so exact in float64
         row_step = step[:, p * piece // size]
         if by_output:
             total = fused_multiply_add(exact, row_step.expand_as(exact), total)
@@ -195,7 +195,7 @@ def _in_pieces(x: Tensor, weight: QuantizedWeight, activations: str) -> Tensor:
 
 
 def _in_blocks_of_128(x: Tensor, weight: QuantizedWeight) -> Tensor:
-    """Sums of 128 inputs times their scale, in fp32 (fp64 for fp64 input)."""
+    """Add up sums of 128 inputs times their scale, in fp32 (fp64 for fp64 input)."""
     wide = torch.float64 if x.dtype == torch.float64 else torch.float32
     rows, values = _in_groups(x.to(wide), 128), _in_groups(_code_values(weight).to(wide), 128)
     scales = _in_groups(_by_input(weight.scales, weight).to(wide), 128)
@@ -208,7 +208,7 @@ def _in_blocks_of_128(x: Tensor, weight: QuantizedWeight) -> Tensor:
 def rms_norm(
     x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Returns (the normalised rows, the new residual, which is x where there was none).
+    """Return (the normalised rows, the new residual, which is x without a residual).
 
     hidden = residual + x, in the dtype; hidden / sqrt(mean(hidden^2) + eps) in fp32 (fp64 for fp64
     input), rounded to the dtype, then times weight in the dtype.
@@ -227,7 +227,7 @@ def output_gate(
     norm_weight: Tensor | None = None,
     norm_eps: float = 1e-6,
 ) -> Tensor:
-    """`x`, or its norm as `rms_norm` rounds it, times sigmoid(gate) or silu(gate) in fp32."""
+    """Return `x`, optionally after `rms_norm`, times sigmoid(gate) or silu(gate) in fp32."""
     y = x if norm_weight is None else rms_norm(x, norm_weight, norm_eps)[0]
     wide = torch.float64 if x.dtype == torch.float64 else torch.float32
     share = F.silu(gate.to(wide)) if activation == "silu" else torch.sigmoid(gate.to(wide))
@@ -235,7 +235,7 @@ def output_gate(
 
 
 def embedding(token_ids: Tensor, weight: Tensor) -> Tensor:
-    """Row token_ids[i] of weight."""
+    """Return rows token_ids of weight."""
     return weight[token_ids.long()]
 
 
@@ -258,7 +258,7 @@ def mtp_input(
     hidden_first: bool = False,
     mask_first_position: bool = False,
 ) -> Tensor:
-    """norm(embedding of the token `ahead` of the row) beside norm(the state at the row)."""
+    """Return norm(embedding of the token `ahead` positions on) beside norm(state at the row)."""
     out = embedding.new_zeros(len(positions), 2, embedding.shape[1])
     for row, request in enumerate(row_to_request.tolist()):
         if request < 0:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What one row chooses from: random numbers, processed logits, filters."""
+"""Distribution of one row's token: random numbers, processed logits, filters."""
 
 import itertools
 from collections.abc import Callable, Mapping
@@ -8,14 +8,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-DRAFT, ACCEPT, RESIDUAL, TARGET = range(4)  # what a uniform decides: its purpose
+DRAFT, ACCEPT, RESIDUAL, TARGET = range(4)  # purposes of uniforms
 
-# (seed, position, purpose, choice_index, sub_index, anchor) -> [0, 1); a test may give another.
+# (seed, position, purpose, choice_index, sub_index, anchor) -> [0, 1); tests may replace it.
 Uniform = Callable[[int, int, int, int, int, int], float]
 
 
 def philox4x32(seed: int, counter: list[int]) -> list[int]:
-    """One block of Philox4x32-10: four 32-bit words from a 64-bit seed and four counter words."""
+    """Return a block of Philox4x32-10: four 32-bit words, from a 64-bit seed and four counters."""
     mask = 0xFFFFFFFF
     k0, k1 = seed & mask, seed >> 32 & mask
     c0, c1, c2, c3 = counter
@@ -34,13 +34,16 @@ def philox_uniform(
     sub_index: int = 0,
     anchor: int = 0,
 ) -> float:
-    """The uniform in [0, 1) of one decision. Purposes: 0 draft, 1 accept, 2 residual, 3 target."""
+    """Return the uniform in [0, 1) of a decision.
+
+    Purposes: 0 draft, 1 accept, 2 residual, 3 target.
+    """
     word = philox4x32(seed, [position, purpose | sub_index << 8, choice_index, anchor])[0]
     return (word >> 8) * 2.0**-24
 
 
 def _clean(x: Tensor) -> Tensor:
-    """NaN as -inf, +inf as the largest finite float32."""
+    """Replace NaN by -inf and +inf by the largest finite float32."""
     top = torch.finfo(torch.float32).max
     return x.nan_to_num(nan=-torch.inf, posinf=top, neginf=-torch.inf)
 
@@ -57,7 +60,7 @@ def kept_tokens(
     min_p: float,
     typical_p: float = 1.0,
 ) -> tuple[Tensor, Tensor]:
-    """The weights of one row (the largest is 1), and which tokens the filters keep."""
+    """Return the weights of one row (the largest is 1), and the mask of tokens the filters keep."""
     x = _clean_logits(row)
     order = torch.sort(x, descending=True, stable=True).indices
     weights = ((x - x.max()) / temperature).exp()
@@ -89,10 +92,10 @@ def target_probs(
     min_p: float = 0.0,
     typical_p: float = 1.0,
 ) -> Tensor:
-    """The distribution a row's token is drawn from, in float64.
+    """Return the distribution that a row's token is sampled from, in float64.
 
-    One-hot at the first of the largest logits under temperature 0, and at token 0 in a row without
-    a finite one.
+    It is one-hot at the first of the largest logits under temperature 0, and at token 0 if no
+    logit is finite.
     """
     x = _clean_logits(row)
     if temperature == 0 or x.max() == -torch.inf:
@@ -102,7 +105,7 @@ def target_probs(
 
 
 def _draw(weights: Tensor, u: float) -> int:
-    """Inverse CDF in token-id order: the first id at which the running weight exceeds u of all."""
+    """Sample by inverse CDF: return the first id where the running weight exceeds u * total."""
     running = weights.cumsum(0)
     return int((running > u * running[-1]).nonzero()[0])
 
@@ -116,7 +119,7 @@ def _log_softmax(row: Tensor) -> Tensor:
 
 
 def _log_probs(row: Tensor, filters: Mapping[str, Any]) -> Tensor:
-    """What processed_logprobs reports: log target_probs, log_softmax under temperature 0."""
+    """Return the processed logprobs: log target_probs, or log_softmax under temperature 0."""
     if filters["temperature"] == 0 or _clean_logits(row).max() == -torch.inf:
         return _log_softmax(row)
     return target_probs(row, **filters).log()
@@ -131,7 +134,7 @@ _FILTERS = {"temperature": 0.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "typical
 
 
 def _of(column: Tensor | float | None, i: int, default: float = 0) -> Any:
-    """Of row i: one number may serve all."""
+    """Return the value of row i; a number applies to all rows, and None means the default."""
     if column is None:
         return default
     return column[i].item() if isinstance(column, Tensor) else column
@@ -146,11 +149,11 @@ def process_logits(
     draft_token_ids: Tensor | None = None,
     parents: Tensor | None = None,
 ) -> Tensor:
-    """The logits after mask, bad words, min tokens, bias and penalties, in their own dtype.
+    """Return the logits after mask, bad words, min tokens, bias and penalties, in their own dtype.
 
     `processors` has the fields of `sampling.LogitsProcessors`, or is None. Without output_indptr
     every row is a request, as in `sample`; with it rows, drafts and parents are those of `verify`.
-    The drafts on the path to a row count as tokens of the output.
+    The drafts on the path to a row count as output tokens.
     """
     out = logits.clone()
     if processors is None:
@@ -172,9 +175,9 @@ def process_logits(
 
 
 def _path(row: int, parents: list[int] | None) -> list[int]:
-    """The nodes from the root (not a node) down to a row, itself included: row r > 0 is node r - 1.
+    """Return the nodes on the path from the root (not a node) to a row; row r > 0 is node r - 1.
 
-    A chain has no parents: node n hangs on node n - 1.
+    parents None is a chain: the parent of node n is node n - 1.
     """
     if parents is None:
         return list(range(row))
@@ -184,7 +187,7 @@ def _path(row: int, parents: list[int] | None) -> list[int]:
 def _process_row(
     row: Tensor, p: Any, slot: int, mask: int, position: int, in_flight: list[int]
 ) -> Tensor:
-    """One row, in float32 and rounded at every step as written."""
+    """Process one row in float32, rounding at every step as written."""
     x = _clean(row.float())
     if mask >= 0:
         ids = torch.arange(len(x))

@@ -11,7 +11,7 @@ from torch import Tensor
 def _requests(
     slots: Tensor, qo_indptr: Tensor, kv_lens: Tensor
 ) -> Iterator[tuple[int, range, range]]:
-    """The slot, rows and positions of each request that has a slot."""
+    """Yield the slot, rows and positions of each request that has a slot."""
     indptr = qo_indptr.tolist()
     for b, slot in enumerate(slots.tolist()):
         rows, end = range(indptr[b], indptr[b + 1]), int(kv_lens[b])
@@ -22,12 +22,12 @@ def _requests(
 def causal_conv1d(
     x: Tensor, weight: Tensor, states: Tensor, slots: Tensor, qo_indptr: Tensor, kv_lens: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Returns (silu of the convolution, the new states); rows without a slot are zeros."""
+    """Return (silu of the convolution, the new states); rows without a slot are zeros."""
     out, states = torch.zeros_like(x), states.clone()
     wide = torch.float64 if x.dtype == torch.float64 else torch.float32
     taps, window = len(weight), states.shape[1]
     for slot, rows, positions in _requests(slots, qo_indptr, kv_lens):
-        # What is kept of the positions before; zeros before the first one.
+        # Inputs of the previous positions from `states`; zeros before position 0.
         before = range(positions.start - taps + 1, positions.start)
         kept = [states[slot, i % window] * (i >= 0) for i in before]
         seen = torch.stack([*kept, *(x[row] for row in rows)]) if rows else x[:0]
@@ -55,7 +55,7 @@ def gated_delta_rule(
     qo_indptr: Tensor,
     kv_lens: Tensor,
 ) -> tuple[Tensor, Tensor]:
-    """Returns (what the states answer to q, the new states); rows without a slot are zeros."""
+    """Return (the outputs q @ state, the new states); rows without a slot are zeros."""
     out, states = torch.zeros_like(v), states.clone()
     wide = torch.float64 if v.dtype == torch.float64 else torch.float32
     window, repeats = states.shape[1], v.shape[1] // q.shape[1]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Mixtures of experts in plain PyTorch."""
+"""Mixture-of-experts ops in plain PyTorch."""
 
 from itertools import pairwise
 
@@ -20,10 +20,10 @@ def moe_route(
     min_sum: float | None = None,
     scale: float = 1.0,
 ) -> tuple[Tensor, Tensor]:
-    """Returns (expert ids in ascending order [rows, top_k], their weights).
+    """Return (expert ids in ascending order [rows, top_k], their weights).
 
-    The best by score + bias in the best groups, at equal ones the lowest number; the weights are
-    the scores alone.
+    The experts with the largest score + bias in the best groups are chosen; ties go to the lowest
+    id. The weights are the scores without the bias.
     """
     scores = logits.softmax(-1) if scoring == "softmax" else logits.sigmoid()
     keys = (scores if bias is None else scores + bias).nan_to_num(-torch.inf, torch.inf, -torch.inf)
@@ -33,7 +33,7 @@ def moe_route(
         best = _first(grouped.topk(2)[0].sum(-1), top_k_groups)
         is_in = torch.zeros(rows, num_groups, dtype=torch.bool, device=keys.device)
         is_in.scatter_(1, best, True)
-        # Behind all others, whatever these are.
+        # Experts outside the best groups come last, even if the others are -inf.
         order = _first(keys, experts)
         outside = (~is_in).repeat_interleave(experts // num_groups, 1).gather(1, order)
         ids = order.gather(1, outside.sort(dim=-1, stable=True)[1])[:, :top_k]
@@ -47,13 +47,13 @@ def moe_route(
 
 
 def _first(keys: Tensor, count: int) -> Tensor:
-    """The numbers of the largest; torch.topk orders equal ones as it happens."""
+    """Return the indices of the largest keys, in stable order; torch.topk has none for ties."""
     order: Tensor = keys.sort(dim=-1, descending=True, stable=True)[1]
     return order[:, :count]
 
 
 def moe_sort(expert_ids: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns (expert_indptr, row_indices, places); see `specops.moe.moe_sort`."""
+    """Return (expert_indptr, row_indices, places); see `specops.moe.moe_sort`."""
     ids = expert_ids.flatten().long()
     counts = torch.bincount(ids[ids >= 0], minlength=num_experts)
     order = torch.where(ids < 0, num_experts, ids).argsort(stable=True)[: int(counts.sum())]
@@ -74,7 +74,7 @@ def moe_linear(
     *,
     activation: str | None = None,
 ) -> Tensor:
-    """`linear` of each expert and its rows; weight [num_experts, num_outputs, num_inputs]."""
+    """Apply `linear` per expert to its rows; weight is [num_experts, num_outputs, num_inputs]."""
     parts = []
     rows = x if row_indices is None else x[row_indices.long()]
     ends = expert_indptr.tolist()
@@ -92,7 +92,7 @@ def moe_combine(
     shared: Tensor | None = None,
     out_dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """The weighted sum over each row's experts in order, then shared; rounded once to out_dtype."""
+    """Sum each row's weighted experts in order, then add shared; round once to out_dtype."""
     total = expert_out.new_zeros(len(places), expert_out.shape[1])
     for k in range(places.shape[1]):
         place = places[:, k].long()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Choosing, verifying and committing tokens in plain PyTorch."""
+"""Sampling, verification and commit of tokens in plain PyTorch."""
 
 import bisect
 import functools
@@ -48,9 +48,9 @@ def sample(
     probs: Tensor | None = None,
     uniform: Uniform = philox_uniform,
 ) -> Tensor:
-    """Filters, then inverse CDF in token-id order with the row's own uniform, in float64.
+    """Sample by filters, then inverse CDF in token-id order with the row's uniform, in float64.
 
-    logprobs, ranks and probs (the distribution itself) are written where given.
+    logprobs, ranks and probs (the distribution itself) are written if passed.
     """
     out = torch.zeros(logits.shape[0], dtype=torch.int32)
     columns = dict(zip(_FILTERS, (temperature, top_k, top_p, min_p, typical_p), strict=True))
@@ -75,7 +75,7 @@ NORMAL, ACCEPT_ALL, REJECT_ALL, SYNTHETIC = range(4)  # policies
 
 
 def _residual(target: Tensor, draft: Tensor) -> Tensor:
-    """normalise(max(target - draft, 0)); the target itself where rounding leaves nothing."""
+    """Return normalise(max(target - draft, 0)), or the target if rounding leaves only zeros."""
     rest = (target - draft).clamp(min=0)
     return target if rest.sum() == 0 else rest / rest.sum()
 
@@ -86,9 +86,9 @@ def _rejection_choice(
     draft: Tensor | None,
     coin: Callable[..., float],
 ) -> int:
-    """Accepts one of the tokens drawn from `draft` (None: each by itself), or draws what is left.
+    """Accept one of the children sampled from `draft`, or sample the residual.
 
-    coin(purpose, sub_index) is the row's uniform.
+    draft None: each child had probability 1. coin(purpose, sub_index) is the row's uniform.
     """
     for i, token_id in enumerate(children):
         given = torch.zeros_like(target) if draft is None else draft
@@ -106,9 +106,9 @@ def _block_choices(
     given: list[Tensor],
     coin: Callable[[int, int], float],
 ) -> list[int]:
-    """The tokens block verification emits: some of the drafts, and one more.
+    """Return the tokens that block verification emits: accepted drafts, and one more.
 
-    coin(purpose, row) is a uniform of this step alone.
+    coin(purpose, row) is a uniform that no other step uses.
     """
     n = len(drafts)
     weights, accepted = [1.0], 0
@@ -156,9 +156,9 @@ def verify(
     accepted_nodes: Tensor | None = None,
     uniform: Uniform = philox_uniform,
 ) -> tuple[Tensor, Tensor]:
-    """Per request: from the root to the first child that equals its row's choice, and so on.
+    """Verify each request: walk from the root to the first child that equals its row's choice.
 
-    Without parents drafts are a chain. logprobs, ranks and accepted_nodes are written where given.
+    Without parents drafts are a chain. logprobs, ranks and accepted_nodes are written if passed.
     """
     batch, k = draft_token_ids.shape
     output_token_ids = torch.full((batch, k + 1), -1, dtype=torch.int32)
@@ -217,7 +217,7 @@ def verify(
 
 
 def _draft_distribution(probs: Tensor, token_ids: Tensor | None, vocab_size: int) -> Tensor:
-    """Dense, in float64 and within [0, 1]; NaN is 0."""
+    """Return the distribution dense, in float64 and clamped to [0, 1]; NaN becomes 0."""
     probs = probs.double().nan_to_num(nan=0.0).clamp(0, 1)
     if token_ids is None:
         return probs
@@ -235,7 +235,7 @@ def _keyed(
     sub_index: int = 0,
     anchor: int = 0,
 ) -> float:
-    """A request's uniform."""
+    """Return a request's uniform; `functools.partial` binds its seed and choice index."""
     return uniform(seed, position, purpose, choice_index, sub_index, anchor)
 
 
@@ -250,16 +250,16 @@ def _walk(
     start: int,
     coin: Callable[..., float],
 ) -> list[tuple[int, int]]:
-    """What a request emits: (token, the node it is, or -1 for the last, which is none).
+    """Return the emitted tokens of a request as (token, node); the last token has node -1.
 
     Row r > 0 is node r - 1; targets are the rows' distributions, given[r] that of r's children.
     """
-    # a draft past the vocabulary is one more token, of which nothing has any
+    # Drafts past the vocabulary become one extra token of probability 0.
     vocab_size = len(targets[0])
     tokens = [min(token_id, vocab_size) for token_id in tokens]
     targets = [torch.nn.functional.pad(target, (0, 1)) for target in targets]
     given = [None if q is None else torch.nn.functional.pad(q, (0, 1)) for q in given]
-    # the drafts in reach: a -1 is never accepted, and nothing behind it among its siblings is
+    # The drafts that can be accepted: a -1 never is, nor are its later siblings.
     children: list[list[int]] = [[] for _ in targets]
     for r in range(len(targets)):
         for node, token_id in enumerate(tokens):
@@ -313,7 +313,7 @@ def _at(coin: Callable[..., float], position: int, purpose: int, sub_index: int 
 
 
 def _own(target: Tensor, coin: Callable[..., float], position: int) -> int:
-    """What `sample` chooses: the row's own token."""
+    """Return the token that `sample` chooses for the row."""
     return _draw(target, coin(TARGET, position))
 
 
@@ -334,11 +334,11 @@ def top_logprobs(
     processors: Any = None,
     ranks: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The first n tokens by (logit descending, id ascending), their log-softmax, and the LSE.
+    """Return the first n tokens by (logit descending, id ascending), their log-softmax and the LSE.
 
-    Processed: by processed logits, with the logarithm of what `sample` draws from; a token that the
-    filters drop keeps its place in the order. The LSE is always that of the untouched logits, and
-    so is everything in rows of no request.
+    With processed_logprobs, order by processed logits, and take the log of the distribution that
+    `sample` samples; a token that the filters drop keeps its place in the order. The LSE always
+    comes from the untouched logits, and so does everything in rows of no request.
     """
     rows = logits
     if processed_logprobs and processors is not None:
@@ -370,7 +370,7 @@ def top_logprobs(
 def commit(
     output_token_ids: Tensor, slots: Tensor, token_ids: Tensor, lens: Tensor, **options: Tensor
 ) -> dict[str, Tensor]:
-    """Token by token, on lists; returns all arguments by name, as the op would leave them."""
+    """Commit token by token, on lists; return all arguments by name, as the op would leave them."""
     after = {
         "output_token_ids": output_token_ids.clone(),
         "slots": slots,
@@ -469,5 +469,5 @@ def commit(
 
 
 def _before_padding(ids: list[int]) -> list[int]:
-    """Up to the first -1."""
+    """Return the ids before the first -1."""
     return ids[: ids.index(-1)] if -1 in ids else ids

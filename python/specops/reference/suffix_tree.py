@@ -22,9 +22,9 @@ def ngram_propose(
     num_given_drafts: Tensor | None = None,
     max_total_draft_tokens: int | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Every size, longest first, against every earlier start, latest (or leftmost) first.
+    """Try every size, longest first, at every earlier start, latest (or leftmost) first.
 
-    `given_token_ids` [batch, k] holds the given drafts; match_lens is written where given.
+    `given_token_ids` [batch, k] holds the existing drafts; match_lens is written if passed.
     """
 
     def of(value: int | Tensor, b: int) -> int:
@@ -62,7 +62,7 @@ def ngram_propose(
 
 
 def _shares(counts: list[int], given: list[int], total: int) -> list[int]:
-    """One draft each to all that can have one more, again and again, until nothing is left."""
+    """Distribute `total` drafts: one to each request that can take one more, round by round."""
     shares = list(given)
     left = total - sum(shares)
     for cap in range(1, max(counts, default=0) + 1):
@@ -74,21 +74,21 @@ def _shares(counts: list[int], given: list[int], total: int) -> list[int]:
 
 
 class _Sequence:
-    """Tokens of one sequence; those before `first` were given back after its removal."""
+    """Tokens of one sequence; those before `first` were freed after its removal."""
 
     def __init__(self) -> None:
         self.tokens: list[int] = []
         self.first = 0
 
 
-# Where a string occurs: the sequence, and the position behind the string.
+# An occurrence of a string: the sequence, and the position after the string.
 _Occurrence = tuple[_Sequence, int]
 # token_ids, parents, probs, score, match_len
 _Draft = tuple[list[int], list[int], list[float], float, int]
 
 
 def _occurrences(sequences: Iterable[_Sequence], string: list[int]) -> list[_Occurrence]:
-    """From the oldest to the youngest: by the order of sequences, then along each of them."""
+    """Return the occurrences, oldest first: by the order of sequences, then by position."""
     size = len(string)
     return [
         (sequence, start + size)
@@ -99,20 +99,20 @@ def _occurrences(sequences: Iterable[_Sequence], string: list[int]) -> list[_Occ
 
 
 def _float32(x: float) -> float:
-    """X rounded; for sums, products and quotients of two float32 this is float32 arithmetic."""
+    """Round x to float32, so that +, * and / of two float32 values are float32 arithmetic."""
     return ctypes.c_float(x).value
 
 
 class SuffixCache:
-    """`specops.SuffixCache` by brute force: lists of tokens, all looked at for every answer.
+    """`specops.SuffixCache` by brute force: lists of tokens, all searched for every draft.
 
-    Two trees, that is two sets of sequences, answer: the request's own (prompt and response in one
-    sequence) and the shared one (responses, in the order in which their requests were started).
-    What is taken out of the shared tree leaves it at once, unless it is the oldest there: then it
-    is given back from its first token on, two tokens for each one that a call adds, and until then
-    the rest is found as before.
+    Drafts come from two trees, which are sets of sequences here: the request's own (prompt and
+    response in one sequence) and the shared one (responses, in the order in which their requests
+    were started). A response removed from the shared tree leaves it at once unless it is the
+    oldest. The oldest is freed from its first token on, two tokens for each token that a call adds;
+    its remaining tokens are still found until then.
 
-    Differences: a batch of `step` is a list, budgets in bytes are not kept, nothing is saved.
+    Differences: a batch of `step` is a list, budgets in bytes and saving are not implemented.
     """
 
     def __init__(
@@ -133,8 +133,8 @@ class SuffixCache:
         self.read_on = read_on
         self.running: dict[Hashable, _Sequence] = {}  # prompt and response
         self.cached: dict[Hashable, _Sequence] = {}  # responses, oldest first
-        self.removed: list[_Sequence] = []  # not yet given back, in the order of their removal
-        self.shared: list[_Sequence] = []  # both of these, in the order of their start
+        self.removed: list[_Sequence] = []  # removed but not yet freed, in order of removal
+        self.shared: list[_Sequence] = []  # cached and removed ones, in the order of their start
 
     def start(self, request_id: Hashable, prompt: list[int]) -> None:
         self.running[request_id] = _Sequence()
@@ -169,9 +169,9 @@ class SuffixCache:
         *,
         use_tree: bool = False,
     ) -> list[_Draft]:
-        """Rows of request, new tokens, most draft tokens, and drafts that stand in the row already.
+        """Extend and draft for rows of (request, new tokens, maximum drafts, existing drafts).
 
-        Parents are places in the row, where the given drafts are a path.
+        Parents are indices in the row, where the existing drafts are a path.
         """
         added = sum(self._append(request_id, new) for request_id, new, _, _ in rows)
         self._give_back(2 * added)
@@ -193,7 +193,7 @@ class SuffixCache:
         min_token_prob: float | None = None,
         context: list[int] | None = None,
     ) -> _Draft:
-        """The better of two drafts; the request's own where the scores are equal."""
+        """Return the draft with the higher score; among equals that of the request's own tree."""
         own = self.running[request_id]
         factor = self.max_spec_factor if max_spec_factor is None else _float32(max_spec_factor)
         min_prob = self.min_token_prob if min_token_prob is None else _float32(min_token_prob)
@@ -211,14 +211,14 @@ class SuffixCache:
         return max(drafts, key=lambda draft: draft[3])
 
     def count(self, token_ids: list[int], request_id: Hashable | None = None) -> int:
-        """How often a string occurs; longer ones than the depth are not known."""
+        """Return how often a string occurs; 0 for strings longer than the depth."""
         if len(token_ids) > self.max_tree_depth:
             return 0
         sequences = self.shared if request_id is None else [self.running[request_id]]
         return len(_occurrences(sequences, token_ids))
 
     def _append(self, request_id: Hashable, token_ids: list[int]) -> int:
-        """How many tokens went into the shared tree."""
+        """Append to a request's sequences; return the number of tokens added to the shared tree."""
         self.running[request_id].tokens += token_ids
         if request_id not in self.cached:
             return 0
@@ -226,7 +226,7 @@ class SuffixCache:
         return len(token_ids)
 
     def _keep_budgets(self) -> None:
-        """Takes out what was started first, running or not."""
+        """Remove responses over the budgets, the first started first, running or not."""
         while 0 < self.max_cached_requests < len(self.cached) or (
             0 <= self.max_cached_tokens < sum(len(s.tokens) for s in self.cached.values())
         ):
@@ -261,7 +261,7 @@ class SuffixCache:
         min_prob: float,
         use_tree: bool,
     ) -> _Draft:
-        """Of the drafts after every suffix of the context; the longest where scores are equal."""
+        """Return the best draft over all suffixes of the context; of equals the longest match's."""
         best: _Draft = ([], [], [], 0.0, 0)
         for match_len in range(min(len(context), self.max_tree_depth), 0, -1):
             matches = _occurrences(sequences, context[-match_len:])
@@ -280,12 +280,12 @@ class SuffixCache:
         min_prob: float,
         use_tree: bool,
     ) -> _Draft:
-        """The likeliest path of continuations, or the likeliest continuations as a tree."""
+        """Return the likeliest path of continuations, or the likeliest continuations as a tree."""
         token_ids: list[int] = []
         parents: list[int] = []
         probs: list[float] = []
         score = 0.0
-        # Candidates in the order in which they were found: of equals the first is taken.
+        # Candidates stay in the order in which they were found: among equals the first wins.
         candidates = self._continuations(matches, match_len, -1, 1.0, min_prob)
         while candidates and len(token_ids) < budget:
             if not use_tree:
@@ -309,10 +309,10 @@ class SuffixCache:
         prob: float,
         min_prob: float,
     ) -> list[tuple[float, int, int, list[_Occurrence], int]]:
-        """What may come next, the most frequent first, of equals the youngest.
+        """Return possible next tokens, the most frequent first; among equals the youngest first.
 
-        Counts are known up to the depth of the tree; from there on only the text of the youngest
-        occurrence goes on.
+        Counts are known up to the depth of the tree; past it only the text of the youngest
+        occurrence continues.
         """
         if depth >= self.max_tree_depth:
             occurrences = occurrences[-1:] if self.read_on else []
