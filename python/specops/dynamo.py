@@ -62,8 +62,13 @@ _FIELDS = {
 _STOP_TOKENS = ("stop_token_ids", "stop_token_ids_visible", "stop_token_ids_hidden")
 # Fields that are handled separately below, or by the frontend.
 _OTHERS = {
-    *("n", "top_k", "guided_decoding", "include_stop_str_in_output"),
-    *("skip_special_tokens", "formatted_prompt", "return_tokens_as_token_ids"),
+    "n",
+    "top_k",
+    "guided_decoding",
+    "include_stop_str_in_output",
+    "skip_special_tokens",
+    "formatted_prompt",
+    "return_tokens_as_token_ids",
     *_STOP_TOKENS,
 }
 _FORMS = {"json": "json_schema"}  # forms of guided decoding that have another name here
@@ -241,8 +246,13 @@ class SpecopsBackend(LLMEngine):  # type: ignore[misc]
         except ValueError as error:
             raise InvalidArgument(str(error)) from None
         return Submit(
-            *(next(self._numbers), "", [list(request["token_ids"])], params, None),
-            *(self._role != "prefill", transfer),
+            next(self._numbers),
+            "",
+            [list(request["token_ids"])],
+            params,
+            None,
+            self._role != "prefill",
+            transfer,
         )
 
     def _chunk(self, output: Output, job: Submit) -> dict[str, Any]:

@@ -136,5 +136,5 @@ def gated_delta_rule(
     """
     if out is None:
         out = empty(lambda: (v.shape, None, v))
-    _C.gated_delta_rule(*(q, k, v, a, b, a_log, dt_bias, states, slots, qo_indptr, kv_lens), out)
+    _C.gated_delta_rule(q, k, v, a, b, a_log, dt_bias, states, slots, qo_indptr, kv_lens, out)
     return out

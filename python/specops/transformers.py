@@ -32,8 +32,15 @@ PAGE_SIZE = 64
 
 # Options of attention implementations in transformers that `append_attention` does not support.
 _UNSUPPORTED = (
-    *("dropout", "softcap", "position_bias", "output_attentions"),
-    *("cache", "cu_seq_lens_q", "cu_seq_lens_k", "indices", "block_indices"),
+    "dropout",
+    "softcap",
+    "position_bias",
+    "output_attentions",
+    "cache",
+    "cu_seq_lens_q",
+    "cu_seq_lens_k",
+    "indices",
+    "block_indices",
 )
 
 

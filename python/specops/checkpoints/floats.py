@@ -60,7 +60,7 @@ def mxfp4(module: Module) -> QuantizedWeight:
 
 
 def of_e2m1(module: Module, packed: Tensor, scales: Tensor) -> QuantizedWeight:
-    """A weight of bytes [N, K / 2] and scales in E8M0 [N, K / 32]."""
+    """Decode an MXFP4 weight from bytes [N, K / 2] and E8M0 scales [N, K / 32]."""
     inputs = 2 * packed.shape[1]
     module.check_shape("weight_scale", scales, len(packed), -(-inputs // MX_GROUP))
     codes = torch.stack((packed & 15, packed >> 4), -1).flatten(1)

@@ -95,7 +95,7 @@ def _joined(codes: Sequence[Tensor]) -> Tensor:
 
 
 def _alike(parts: Sequence[QuantizedWeight]) -> list[QuantizedWeight]:
-    """The same numbers in one kind, with one group."""
+    """Return the same weights in one kind, with one group size."""
     values = parts[0].code_values
     if any(one.kind != parts[0].kind or not _same(one.code_values, values) for one in parts):
         parts = [_in_bytes(one) for one in parts]
@@ -123,7 +123,7 @@ def _in_bytes(weight: QuantizedWeight) -> QuantizedWeight:
 
 
 def _regrouped(weight: QuantizedWeight, of_groups: Tensor, group: int) -> Tensor:
-    """What groups have, of smaller groups."""
+    """Expand values per group to the smaller groups of size `group`."""
     if weight.group == group:
         return of_groups
     inputs = weight.codes.shape[1]

@@ -151,7 +151,7 @@ def _unpaired(rows: int, heads: int) -> Tensor:
 
 
 def _split(octets: Tensor, width: int) -> Tensor:
-    """The last dimension in pieces."""
+    """Split the last dimension into pieces of `width`."""
     return octets.reshape(*octets.shape[:-1], -1, width)
 
 

@@ -65,7 +65,7 @@ def _make(path: Path, directory: Path) -> None:
 
 
 def _files(file: GgufFile) -> dict[str, dict[str, Any]]:
-    """What the directory's files hold, by their names."""
+    """Return the contents of the directory's JSON files, by file name."""
     metadata = file.metadata
     try:
         if metadata.get("split.count", 1) not in (0, 1):

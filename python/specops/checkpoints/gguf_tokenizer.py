@@ -101,8 +101,19 @@ _SPLITS = {
 # read here, such as </s>, which is a mark of HTML in Gemma's vocabulary.
 _END_TEXTS = frozenset(
     (
-        *("<|eot_id|>", "<|im_end|>", "<|end|>", "<|return|>", "<|call|>", "<end_of_turn>"),
-        *("<|endoftext|>", "<|eom_id|>", "<EOT>", "_<EOT>", "[EOT]", "[EOS]", "<|end_of_text|>"),
+        "<|eot_id|>",
+        "<|im_end|>",
+        "<|end|>",
+        "<|return|>",
+        "<|call|>",
+        "<end_of_turn>",
+        "<|endoftext|>",
+        "<|eom_id|>",
+        "<EOT>",
+        "_<EOT>",
+        "[EOT]",
+        "[EOS]",
+        "<|end_of_text|>",
         "<end_of_utterance>",
     )
 )
@@ -146,7 +157,7 @@ def end_token_ids(metadata: Mapping[str, Any]) -> list[int]:
 
 
 def tokenizer_files(metadata: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """Return what tokenizer.json and tokenizer_config.json hold, by their names.
+    """Return the contents of tokenizer.json and tokenizer_config.json, by file name.
 
     Args:
         metadata: of a GGUF file.
@@ -154,7 +165,6 @@ def tokenizer_files(metadata: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     Raises:
         ModelError: the tokenizer is missing, or of a kind that is not known.
     """
-
     kind, tokens = metadata.get("tokenizer.ggml.model"), _list(metadata, "tokens", "texts")
     if not tokens:
         raise ModelError("tokenizer.ggml.tokens is missing: the file has no tokenizer")
@@ -187,7 +197,7 @@ def tokenizer_files(metadata: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
 
 
 def _list(metadata: Mapping[str, Any], key: str, of: str) -> list[Any] | None:
-    """A list of the tokenizer's, of "texts" or "numbers"; None: the file has none."""
+    """Return a list of "texts" or "numbers" from the tokenizer's metadata, or None if absent."""
     found = metadata.get(f"tokenizer.ggml.{key}")
     kinds = (str,) if of == "texts" else (int, float)
     is_list = isinstance(found, list) and all(isinstance(one, kinds) for one in found)
@@ -197,7 +207,7 @@ def _list(metadata: Mapping[str, Any], key: str, of: str) -> list[Any] | None:
 
 
 def _special_tokens(metadata: Mapping[str, Any], tokens: Sequence[str]) -> dict[str, str]:
-    """The texts of special tokens, by what they are for."""
+    """Return the texts of special tokens, by role."""
     found = {}
     for name in _SPECIALS:
         token = _token_id(metadata, name, tokens)
@@ -304,7 +314,7 @@ def _around(
     tokens: Sequence[str],
     is_byte_level: bool,
 ) -> dict[str, Any] | None:
-    """What is put around a text."""
+    """Return the post-processor that adds tokens before and after a text, or None."""
     parts: list[dict[str, Any]] = [{"Sequence": {"id": "A", "type_id": 0}}]
     named = {}
     # Files of SentencePiece's that say nothing begin texts with a token, as do some others.

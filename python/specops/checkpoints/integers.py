@@ -82,7 +82,9 @@ def plain_integers(module: Module) -> QuantizedWeight:
 
 
 def qweight(module: Module) -> QuantizedWeight:
-    """Decode GPTQ or AWQ, told by the shape of qweight; of N outputs and K inputs:
+    """Decode a GPTQ or AWQ weight; the shape of qweight tells which.
+
+    The tensors of N outputs and K inputs are:
 
     scales   [groups, N]
     qzeros   int32 [groups, N * bits / 32]

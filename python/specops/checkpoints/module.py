@@ -14,9 +14,19 @@ from specops.checkpoints.errors import ModelError
 # AutoFP8, ModelOpt (k_proj.k_scale), Quark (output_scale) and FBGEMM (input_scale_ub).
 ACTIVATION_SCALES = frozenset(
     {
-        *("input_scale", "input_zero_point", "input_global_scale", "input_scale_ub"),
-        *("output_scale", "output_zero_point", "kv_scale", "q_scale", "prob_scale"),
-        *("k_scale", "k_zero_point", "v_scale", "v_zero_point"),
+        "input_scale",
+        "input_zero_point",
+        "input_global_scale",
+        "input_scale_ub",
+        "output_scale",
+        "output_zero_point",
+        "kv_scale",
+        "q_scale",
+        "prob_scale",
+        "k_scale",
+        "k_zero_point",
+        "v_scale",
+        "v_zero_point",
     }
 )
 

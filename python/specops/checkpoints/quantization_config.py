@@ -27,8 +27,13 @@ AUTO_ROUND_LAYOUTS = {
 }
 _GPTQ_FORMATS = ("gptq", "gptq_v2")
 _COMPRESSED = (
-    *("dense", "pack-quantized", "int-quantized", "float-quantized", "naive-quantized"),
-    *("mxfp4-pack-quantized", "mixed-precision"),
+    "dense",
+    "pack-quantized",
+    "int-quantized",
+    "float-quantized",
+    "naive-quantized",
+    "mxfp4-pack-quantized",
+    "mixed-precision",
 )
 # By quant_method, the fields that state a layout or a transformation, with the values that are
 # read; an absent field, null and an empty one are fine. A dot leads into a nested object.

@@ -136,7 +136,7 @@ class SafetensorsCheckpoint(Checkpoint):
         return name in self._facts and self._facts[name].dtype == "F8_E4M3"
 
     def _tensor(self, name: str, index: int | None = None) -> Tensor:
-        """A tensor, or one part of its first dimension."""
+        """Return a tensor, or one part of its first dimension."""
         with safe_open(self._where[name], framework="pt") as file:
             tensor: Tensor = file.get_tensor(name) if index is None else file.get_slice(name)[index]
         return tensor.clone() if tensor.nbytes <= _COPIED_BYTES else tensor

@@ -12,8 +12,11 @@ _COPIES = ("original/*", "metal/*", "consolidated*")
 _INDEX, _WEIGHTS = "model.safetensors.index.json", "model.safetensors"
 # Weights of draft heads, for repositories without a safetensors file.
 _HEADS = (
-    *("medusa_lm_head.safetensors", "hydra_lm_head.safetensors"),
-    *("pytorch_model.bin", "medusa_lm_head.pt", "hydra_lm_head.pt"),
+    "medusa_lm_head.safetensors",
+    "hydra_lm_head.safetensors",
+    "pytorch_model.bin",
+    "medusa_lm_head.pt",
+    "hydra_lm_head.pt",
 )
 _NAME = re.compile(r"[\w.-]+/[\w.-]+", re.ASCII)
 

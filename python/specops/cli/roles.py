@@ -22,12 +22,19 @@ _PEER_FORM = "HOST:PORT or HOST:FIRST-LAST, the other server's --kv-host and --k
 # Options that have no effect unless the key is set.
 _NEEDS = {
     "role": (
-        *("kv_transport", "kv_host", "kv_port", "kv_peers"),
-        *("kv_lease_seconds", "kv_lease_bytes"),
+        "kv_transport",
+        "kv_host",
+        "kv_port",
+        "kv_peers",
+        "kv_lease_seconds",
+        "kv_lease_bytes",
     ),
     "scheduler_name": (
-        *("scheduler_host", "scheduler_port", "scheduler_password"),
-        *("scheduler_topic", "scheduler_ttl"),
+        "scheduler_host",
+        "scheduler_port",
+        "scheduler_password",
+        "scheduler_topic",
+        "scheduler_ttl",
     ),
 }
 
@@ -244,7 +251,8 @@ def setups(args: argparse.Namespace, settings: dict[str, Any]) -> "list[Setup]":
     ranks = args.tensor_parallel_size or 1
     return [
         Setup(
-            *(settings, args.log_level),
+            settings,
+            args.log_level,
             role=_role_behind(role, rank * ranks),
             kv_events=_events_behind(events, rank),
             data_parallel_rank=rank,

@@ -393,8 +393,14 @@ def _check_limits(args: argparse.Namespace) -> None:
         ValueError: a limit is below 1.
     """
     for name in (
-        *("max_body_bytes", "drain_timeout", "max_connections", "max_unread_bytes"),
-        *("body_timeout", "header_timeout", "write_timeout", "engine_timeout"),
+        "max_body_bytes",
+        "drain_timeout",
+        "max_connections",
+        "max_unread_bytes",
+        "body_timeout",
+        "header_timeout",
+        "write_timeout",
+        "engine_timeout",
     ):
         if not getattr(args, name) >= 1:  # also refuses NaN
             raise ValueError(f"{name} must be at least 1, got {getattr(args, name)}")

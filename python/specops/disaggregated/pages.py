@@ -19,8 +19,20 @@ VERSION = 5
 
 # Header fields in the order in which `check` compares them.
 _CHECKED = [
-    *("version", "exact_across_tp", "contract", "num_ranks", "rank", "num_readers", "reader"),
-    *("page_size", "model", "token_ids", "owner", "lookahead", "draft", "states"),
+    "version",
+    "exact_across_tp",
+    "contract",
+    "num_ranks",
+    "rank",
+    "num_readers",
+    "reader",
+    "page_size",
+    "model",
+    "token_ids",
+    "owner",
+    "lookahead",
+    "draft",
+    "states",
 ]
 
 

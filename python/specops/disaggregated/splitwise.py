@@ -620,7 +620,9 @@ class SplitwiseClient(EngineClient):
                 await asyncio.sleep(0.02)
                 continue
             found = await client.xreadgroup(
-                *(_GROUP, self.node, dict.fromkeys(self._readable(), ">")),
+                _GROUP,
+                self.node,
+                dict.fromkeys(self._readable(), ">"),
                 count=min(room, 4),
                 block=_BLOCK_MILLISECONDS,
             )

@@ -181,7 +181,9 @@ class EngineConfig:
             if (value is not None or name in texts) and not (isinstance(value, str) and value):
                 raise ValueError(f"{name} must be a non-empty text, got {value!r}")
         flags = (
-            *("enforce_eager", "enable_prefix_caching", "enable_cascade_attention"),
+            "enforce_eager",
+            "enable_prefix_caching",
+            "enable_cascade_attention",
             "enable_expert_parallel",
         )
         for name in flags:
@@ -189,11 +191,18 @@ class EngineConfig:
             if not isinstance(value, bool):
                 raise ValueError(f"{name} must be True or False, got {value!r}")
         optional = (
-            *("num_pages", "max_model_len", "num_threads", "kv_cache_bytes"),
-            *("exact_across_tp", "state_cache_bytes"),
+            "num_pages",
+            "max_model_len",
+            "num_threads",
+            "kv_cache_bytes",
+            "exact_across_tp",
+            "state_cache_bytes",
         )
         needed = (
-            *("max_num_seqs", "max_num_batched_tokens", "max_waiting", "weight_cache_bytes"),
+            "max_num_seqs",
+            "max_num_batched_tokens",
+            "max_waiting",
+            "weight_cache_bytes",
             "tensor_parallel_size",
         )
         for name in (*optional, *needed):

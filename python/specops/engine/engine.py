@@ -123,7 +123,11 @@ class Engine:
 
     def _measure_steps(self, bytes_read: Callable[[int], float], ranks: Ranks) -> list[float]:
         return measure_steps(
-            *(self.tokenizer, self._runner, self._drafting, self._pool, self._device),
+            self.tokenizer,
+            self._runner,
+            self._drafting,
+            self._pool,
+            self._device,
             bytes_read,
             ranks=ranks,
             vocab_size=self.vocab_size,
@@ -144,7 +148,10 @@ class Engine:
 
         def measure() -> list[float]:
             return measure_row_costs(
-                *(self.tokenizer, self._runner, self._drafting, self._pool),
+                self.tokenizer,
+                self._runner,
+                self._drafting,
+                self._pool,
                 num_rows=num_rows,
                 num_before=num_before,
                 ranks=self._ranks,

@@ -180,8 +180,8 @@ def expanded_attention(
     """Compute latent attention without absorption, as its models define it; return out and lse.
 
     Every head has its own keys and values, computed from the latents: k = (w_uk latent, rotated
-    key), v = w_uv latent. q_nope: [rows, num_qo_heads, nope]; q_rope: [rows, num_qo_heads, 64], rotated;
-    w_uk: [num_qo_heads, nope, 512]; w_uv: [num_qo_heads, v_head_dim, 512]. Returns [rows,
+    key), v = w_uv latent. q_nope: [rows, num_qo_heads, nope]; q_rope: [rows, num_qo_heads, 64],
+    rotated; w_uk: [num_qo_heads, nope, 512]; w_uv: [num_qo_heads, v_head_dim, 512]. Returns [rows,
     num_qo_heads, v_head_dim]. fp64 where `q_nope` is, else fp32.
     """
     wide = torch.float64 if q_nope.dtype == torch.float64 else torch.float32

@@ -253,7 +253,9 @@ def connections_within_files(max_connections: int) -> int:
         logger.warning(
             "the limit of %d open files allows %d connections, fewer than max_connections=%d; "
             "raise it with ulimit -n",
-            *(files, allowed, max_connections),
+            files,
+            allowed,
+            max_connections,
         )
         return allowed
     return max_connections

@@ -105,8 +105,13 @@ class Dispatch:
             raise QueueFull("the engine has not taken the requests before this one yet")
         self._client.submit(
             Submit(
-                *(job.number, job.client, job.prompts, job.params),
-                *(job.speculative_config, job.streaming, job.kv_transfer),
+                job.number,
+                job.client,
+                job.prompts,
+                job.params,
+                job.speculative_config,
+                job.streaming,
+                job.kv_transfer,
             )
         )
         self._jobs[job.number] = job

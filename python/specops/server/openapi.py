@@ -53,8 +53,13 @@ _SCHEMAS = "#/components/schemas/"
 
 # Classes of the elements of a body's `messages` or `input`.
 _MESSAGES = (
-    *("Message", "AssistantMessage", "ToolMessage", "AnthropicMessage"),
-    *("InputMessage", "FunctionCall", "FunctionCallOutput"),
+    "Message",
+    "AssistantMessage",
+    "ToolMessage",
+    "AnthropicMessage",
+    "InputMessage",
+    "FunctionCall",
+    "FunctionCallOutput",
 )
 
 # There is no `schema` beside `itemSchema`: OpenAPI would read it as an array of all events.

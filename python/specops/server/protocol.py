@@ -51,8 +51,19 @@ _HALF_PAIR = re.compile(rb"\\u[dD][89a-fA-F]")
 
 # Pydantic's names of union branches, which are left out of the paths in error messages.
 _UNION_BRANCHES = (
-    *("str", "NamedTool", "ToolsAllowed", "NamedFunction", "FunctionsAllowed"),
-    *("system", "developer", "user", "assistant", "tool", "auto", "any", "none"),
+    "str",
+    "NamedTool",
+    "ToolsAllowed",
+    "NamedFunction",
+    "FunctionsAllowed",
+    "system",
+    "developer",
+    "user",
+    "assistant",
+    "tool",
+    "auto",
+    "any",
+    "none",
 )
 
 # JSON's names of the types that pydantic's errors require.

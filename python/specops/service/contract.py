@@ -26,9 +26,18 @@ from specops.engine.models.weight_cache import WeightCache, digest_of_bytes
 
 # The options of an engine's configuration that the contract depends on.
 OPTIONS = (
-    *("model", "device", "dtype", "kv_cache_dtype", "quantization", "quantize_head"),
-    *("tensor_parallel_size", "exact_across_tp", "enable_expert_parallel"),
-    *("load_format", "logprobs_mode", "json_whitespace"),
+    "model",
+    "device",
+    "dtype",
+    "kv_cache_dtype",
+    "quantization",
+    "quantize_head",
+    "tensor_parallel_size",
+    "exact_across_tp",
+    "enable_expert_parallel",
+    "load_format",
+    "logprobs_mode",
+    "json_whitespace",
 )
 
 # Sums over the vocabulary are made of partial sums over this many logits, for the engine's float32.

@@ -45,7 +45,9 @@ class FileLock:
         except OSError as error:  # such as a file system without locks
             logger.warning(
                 "%s: %s cannot be locked (%s): use the file for one server only",
-                *(option, path, error.strerror),
+                option,
+                path,
+                error.strerror,
             )
             os.close(number)
             return

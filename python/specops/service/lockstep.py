@@ -137,7 +137,10 @@ class Followers:
         self._processes = [
             EngineProcess(
                 Setup(
-                    *(of_rank(settings, first + rank), "error", rank, setup.store),
+                    of_rank(settings, first + rank),
+                    "error",
+                    rank,
+                    setup.store,
                     role=_role_of_rank(setup.role, rank),
                 )
             )

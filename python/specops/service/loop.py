@@ -472,7 +472,11 @@ class EngineLoop:
         if drafts is not None and (hidden := self._engine.drafters_of_common_text):
             drafts = without_rejected(drafts, hidden)
         told = Output(
-            *(job.job, index, output.token_ids, output.text, output.logprobs),
+            job.job,
+            index,
+            output.token_ids,
+            output.text,
+            output.logprobs,
             drafts=drafts,
             prompt_logprobs=output.prompt_logprobs,  # type: ignore[arg-type]
         )

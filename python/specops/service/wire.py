@@ -201,8 +201,13 @@ def encoded(message: ToProcess | FromProcess) -> bytes:
     """
     if isinstance(message, Submit):
         body: Any = _Submit(
-            *(message.job, message.client, message.prompts, _params_message(message.params)),
-            *(message.speculative_config, message.streaming, message.kv_transfer),
+            message.job,
+            message.client,
+            message.prompts,
+            _params_message(message.params),
+            message.speculative_config,
+            message.streaming,
+            message.kv_transfer,
         )
     else:
         body = message
@@ -217,8 +222,13 @@ def to_process(body: memoryview) -> Any:
     message = _to_process.decode(body)
     if isinstance(message, _Submit):
         return Submit(
-            *(message.job, message.client, message.prompts, _params(message.params)),
-            *(message.speculative_config, message.streaming, message.kv_transfer),
+            message.job,
+            message.client,
+            message.prompts,
+            _params(message.params),
+            message.speculative_config,
+            message.streaming,
+            message.kv_transfer,
         )
     return message
 

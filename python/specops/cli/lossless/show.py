@@ -11,8 +11,18 @@ from specops.cli.lossless.server import CHAT, COMPLETIONS
 from specops.cli.lossless.verdict import Comparison, Found
 
 _COLUMNS = (
-    *("decoding", "setting", "sampling", "compared", "texts", "tokens", "logprobs", "endings"),
-    *("largest gap", "drafts", "accepted", "failed"),
+    "decoding",
+    "setting",
+    "sampling",
+    "compared",
+    "texts",
+    "tokens",
+    "logprobs",
+    "endings",
+    "largest gap",
+    "drafts",
+    "accepted",
+    "failed",
 )
 
 
@@ -39,8 +49,15 @@ def _row(one: Comparison) -> list[str]:
         drafts, accepted = str(one.drafts.num_draft_tokens), str(one.drafts.num_accepted_tokens)
     gap = "-" if one.logprob_gap is None else f"{one.logprob_gap:.1e}"
     return [
-        *(one.mode, one.setting, one.sampling, str(one.num_compared)),
-        *(*counts, gap, drafts, accepted, str(one.failures.total())),
+        one.mode,
+        one.setting,
+        one.sampling,
+        str(one.num_compared),
+        *counts,
+        gap,
+        drafts,
+        accepted,
+        str(one.failures.total()),
     ]
 
 

@@ -363,7 +363,7 @@ class ExpertsConfig:
             router_bias=router_bias,
             bias=self._load_bias(loader, prefix),
             gate_up=source.experts(
-                *(experts, every, _GATE_UP, sizes, hidden), activation=self.activation, cut=cut
+                experts, every, _GATE_UP, sizes, hidden, activation=self.activation, cut=cut
             ),
             gate_up_bias=gate_up_bias,
             down=RowParallelLinear(down, down_bias, loader.ranks),
@@ -386,7 +386,7 @@ class ExpertsConfig:
             places = torch.full((self.num_experts,), -1, dtype=torch.int32)
             places[begin : begin + count] = torch.arange(count)
             gate_up = source.experts(
-                *(prefix, which, _GATE_UP, sizes, hidden), activation=self.activation
+                prefix, which, _GATE_UP, sizes, hidden, activation=self.activation
             )
             down = source.experts(prefix, which, ("down_proj",), (hidden,), self.width)
             places = places.to(gate_up.data.device)

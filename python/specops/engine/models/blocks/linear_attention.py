@@ -150,7 +150,13 @@ class LinearAttention(MixingBlock):
         requests = batch.slots, batch.qo_indptr, batch.kv_lens
         linear_attention.causal_conv1d(views.qkv, own.conv, cache.conv, *requests, out=views.mixed)
         linear_attention.gated_delta_rule(
-            *(views.q, views.k, views.v, views.a, views.b, own.a_log, own.dt_bias),
+            views.q,
+            views.k,
+            views.v,
+            views.a,
+            views.b,
+            own.a_log,
+            own.dt_bias,
             cache.states,
             *requests,
             out=views.attended,
@@ -233,7 +239,9 @@ class LinearAttentionConfig:
                 source,
                 f"{prefix}out_proj",
                 loader.hidden_size,
-                *(self.num_key_heads, _KEY_HEADS, self._widths[-1]),
+                self.num_key_heads,
+                _KEY_HEADS,
+                self._widths[-1],
                 has_bias=False,
                 ranks=loader.ranks,
             ),

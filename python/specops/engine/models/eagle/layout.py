@@ -31,8 +31,11 @@ _LEFT = ("target_layer_ids", "layer_ids")
 # enter (sglang's pull request 32334), but SpecForge by the layer that they leave: its default
 # begins with 1, which others call 2 (sglang's pull request 25454 uses this to distinguish them).
 _OF_MODELOPT = (
-    *("use_input_layernorm_in_first_layer", "use_last_layernorm", "use_mtp_layernorm"),
-    *("next_layer_regular", "parallel_draft_step"),
+    "use_input_layernorm_in_first_layer",
+    "use_last_layernorm",
+    "use_mtp_layernorm",
+    "next_layer_regular",
+    "parallel_draft_step",
 )
 # Fields of unsupported variants, with their allowed values; None: absent.
 _VARIANTS: Mapping[str, tuple[Any, ...]] = {
