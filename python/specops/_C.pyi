@@ -10,7 +10,7 @@ from specops.dense import PackedWeight
 from specops.suffix_tree import SuffixDraft, TokenIds
 
 Written = Tensor  # an argument that the op writes
-Size = int  # may be symbolic where a graph leaves shapes open
+Size = int  # may be symbolic in a graph with dynamic shapes
 
 # runtime
 def set_num_threads(num_threads: int) -> None: ...

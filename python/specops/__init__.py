@@ -14,7 +14,7 @@ runtime       threads, instruction sets, errors of CUDA ops
 name: `specops.reference` (all ops in plain PyTorch: the specification), `specops.transformers`
 (Hugging Face transformers) and `specops.torch_ops` (torch.compile).
 
-Every op takes torch tensors, runs on the device they live on, and keeps the row-identity contract
+Every op takes torch tensors, runs on their device, and keeps the row-identity contract
 of docs/exactness.md: the bits of an output row depend only on that row's own request.
 """
 

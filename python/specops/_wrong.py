@@ -27,8 +27,8 @@ def unless_wrong(look: Callable[[], T]) -> T | None:
 def empty(look: Callable[[], tuple[Sequence[int], torch.dtype | None, Tensor]]) -> Any:
     """Allocate a tensor for an op's output, with a shape and dtype read from its arguments.
 
-    `look` returns a shape, a dtype (None: that of the third value) and a tensor whose device is
-    used. Return None if `look` raises, as in `unless_wrong`: the op then reports the bad argument.
+    `look` returns a shape, a dtype (None: that of the third value) and a tensor on the device to
+    use. Return None if `look` raises, as in `unless_wrong`: the op then reports the bad argument.
     """
     try:
         shape, dtype, beside = look()

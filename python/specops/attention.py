@@ -243,9 +243,9 @@ def rope_append_kv(
         positions: [rows], int32. Absolute position of each row; -1 is a padding row, whose slot
             must be -1 as well: its q_out is zero.
         cos_sin: [max_positions, rotary_dim], float32, from `rope_cos_sin`.
-        interleaved: rotate neighbours (2i, 2i + 1) instead of halves (i, i + rotary_dim / 2).
-        q_norm_weight: [head_dim], dtype of `q`. None: q is not normalised.
-        k_norm_weight: [head_dim], dtype of `q`. None: k is not normalised.
+        interleaved: rotate neighbors (2i, 2i + 1) instead of halves (i, i + rotary_dim / 2).
+        q_norm_weight: [head_dim], dtype of `q`. None: q is not normalized.
+        k_norm_weight: [head_dim], dtype of `q`. None: k is not normalized.
         norm_eps: added to the mean square of a head; finite, at least 0.
         k_scales: [num_pages, page_size, num_kv_heads], float32: the scales of the elements of
             `k_cache`. Written. Required by 8-bit caches, None with others.
@@ -317,10 +317,10 @@ def rope_append_latent(
         positions: [rows], int32. Absolute position of each row; -1 is a padding row, whose slot
             must be -1 as well: its q_out is zero.
         cos_sin: [max_positions, 64], float32, from `rope_cos_sin`.
-        interleaved: rotate neighbours (2i, 2i + 1), as DeepSeek's checkpoints require, instead of
+        interleaved: rotate neighbors (2i, 2i + 1), as DeepSeek's checkpoints require, instead of
             halves (i, i + 32).
         norm_weight: [512], dtype of `q`: the weight of `kv_a_layernorm`. None: latents are not
-            normalised.
+            normalized.
         norm_eps: added to the mean square of a latent; finite, at least 0.
         q_out: [rows, num_qo_heads, 576], dtype of `q`. May be `q`. Allocated when absent.
 
@@ -532,7 +532,7 @@ def append_attention(
             others. To use one scale per head, repeat it in all slots.
         v_scales: as `k_scales`, for `v_cache`.
         prefix_leaders: [levels, batch], int32. Requests with the same value on a level are a group.
-            They are neighbours, and the value is the index of the first. A group lies within one
+            They are neighbors, and the value is the index of the first. A group lies within one
             group of the level before. None: no request shares anything.
         prefix_lens: [levels, batch], int32. Number of leading tokens that the group shares: the
             same value throughout the group, at least that of the level before and at most the
@@ -551,7 +551,7 @@ def append_attention(
             arrivals happen to even out go undetected.
 
     Returns:
-        `out`, or (`out`, `lse`) when `lse` is given or `return_lse` is set.
+        `out`, or (`out`, `lse`) if `lse` is passed or `return_lse` is set.
 
     Raises:
         ValueError: a shape, dtype, layout or device differs from the above; a length is below
@@ -623,7 +623,7 @@ def attention_workspace_size(
         cache_shape: shape of a cache: [num_pages, page_size, num_kv_heads, head_dim].
         num_pages: number of entries of `kv_indices`.
         batch: number of requests.
-        device: where the tensors of the call live.
+        device: device of the call's tensors.
 
     Returns:
         The size; 0 if no request is long enough to be split. It suffices for consecutive calls with

@@ -64,7 +64,7 @@ class BatchIndices:
         max_seq_len: int | None = None,
         device: torch.device | str = "cpu",
     ) -> "BatchIndices":
-        """Allocate the arrays, uninitialised, to be passed to `prepare_batch` as `out`.
+        """Allocate the arrays, uninitialized, to be passed to `prepare_batch` as `out`.
 
         Args:
             batch: number of requests.
@@ -118,7 +118,7 @@ class DraftTree:
 
     @classmethod
     def empty(cls, batch: int, nodes: int, *, device: torch.device | str = "cpu") -> "DraftTree":
-        """Allocate the arrays, uninitialised, to be passed to `build_tree` as `out`.
+        """Allocate the arrays, uninitialized, to be passed to `build_tree` as `out`.
 
         Args:
             batch: number of requests.
@@ -174,7 +174,7 @@ class DraftIndices:
     def empty(
         cls, batch: int, *, total_rows: int, device: torch.device | str = "cpu"
     ) -> "DraftIndices":
-        """Allocate the arrays, uninitialised, to be passed as `out`.
+        """Allocate the arrays, uninitialized, to be passed as `out`.
 
         Args:
             batch: number of requests.
@@ -239,7 +239,7 @@ class TreeChains:
 
     @classmethod
     def empty(cls, batch: int, *, chains: int, pages: int, copies: int) -> "TreeChains":
-        """Allocate the arrays, uninitialised, to be passed to `tree_chains` as `out`.
+        """Allocate the arrays, uninitialized, to be passed to `tree_chains` as `out`.
 
         Args:
             batch: number of requests.
@@ -262,12 +262,12 @@ class SharedPrefixes:
     """Groups of requests that begin with the same pages, found by `find_shared_prefixes`.
 
     Attributes:
-        order: [batch], int32. The requests, ordered so that members of a group are neighbours.
+        order: [batch], int32. The requests, ordered so that members of a group are neighbors.
         prefix_leaders: [levels, batch], int32, as `append_attention` takes it, for a batch in this
             order. No levels: no request shares.
         prefix_lens: [levels, batch], int32. Number of tokens that each request's group shares.
-        counts: [2], int64. Number of levels, and number of tokens whose keys and values a step need
-            not read again. Arrays that were passed as `out` may have more levels; those are unused.
+        counts: [2], int64. Number of levels, and number of tokens that a step need not read again
+            from the cache. Arrays passed as `out` may have more levels; those are unused.
     """
 
     order: Tensor
@@ -287,7 +287,7 @@ class SharedPrefixes:
 
     @classmethod
     def empty(cls, batch: int, *, max_levels: int) -> "SharedPrefixes":
-        """Allocate the arrays, uninitialised, to be passed to `find_shared_prefixes` as `out`.
+        """Allocate the arrays, uninitialized, to be passed to `find_shared_prefixes` as `out`.
 
         Args:
             batch: number of requests.
@@ -351,8 +351,8 @@ def prepare_batch(
             kv_lens[b] < qo_lens[b]; a capacity is too small; the page table is too short for
             kv_lens[b]; the page id of a row is negative. Nothing has been written then. On CUDA
             wrong values are reported by `specops.check_errors`: the rows of such a request are -1
-            and it has no output rows, rows past a capacity are omitted, and a row whose page id is
-            negative has no cache slot.
+            and it has no output rows, rows past a capacity are omitted, and a row with a negative
+            page id has no cache slot.
 
     Note:
         Deterministic. FastDeploy uses `LAST` for a request with one row or in prefill, and `ALL`
@@ -405,7 +405,7 @@ def pages_of_block_table(block_table: Tensor) -> tuple[Tensor, Tensor]:
 
     Args:
         block_table: [batch, max_pages], int32, contiguous. Page ids, in order of position. Rows may
-            be cut off (`table[:batch]`); columns need not be.
+            be omitted at the end (`table[:batch]`); columns must not be.
 
     Returns:
         kv_indptr: [batch + 1], int32: 0, max_pages, 2 * max_pages and so on.
@@ -447,7 +447,7 @@ def find_shared_prefixes(
 
     Same as `reference.find_shared_prefixes`. The page lists alone show the sharing: requests that
     share a page (of a system prompt, of examples, of a prompt with several choices) have it at the
-    same place in their lists. After sorting, lists with a common beginning are neighbours, and the
+    same place in their lists. After sorting, lists with a common beginning are neighbors, and the
     common beginnings form nested groups:
 
         pages 7 8 1     order 0 2 1     prefix_leaders [[0, 0, 0], [0, 0, 2]]

@@ -348,7 +348,7 @@ def rms_norm(
     residual: Tensor | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
-    """Normalise rows by their root mean square; with `residual`, first add `x` to it IN PLACE.
+    """Normalize rows by their root mean square; with `residual`, first add `x` to it IN PLACE.
 
     Same as `reference.rms_norm`, with the same roundings as Llama and Qwen3 in transformers:
 
@@ -596,7 +596,7 @@ def mtp_input(
             wrong values are reported by `specops.check_errors`; such a row is zeros.
 
     Note:
-        Deterministic; each half is normalised to the same bits as by `rms_norm`.
+        Deterministic; each half is normalized to the same bits as by `rms_norm`.
 
     Source: DeepSeek-AI 2024, "DeepSeek-V3 Technical Report", section 2.2, equation 21.
     """

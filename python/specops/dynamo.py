@@ -229,7 +229,7 @@ class SpecopsBackend(LLMEngine):  # type: ignore[misc]
                 self._client.abort(job.job)
 
     async def abort(self, context: Any) -> None:
-        """End a request whose client disconnected, without waiting for its next output."""
+        """End the request of a client that disconnected, without waiting for its next output."""
         if (job := self._running.get(context.id())) is not None:
             self._jobs[job].put_nowait(None)
 

@@ -10,7 +10,7 @@ A slot keeps the states after the last `window` positions of its request; that o
 i % window. Drafts therefore need no rollback: the next step starts from the state of the last
 accepted row, and later rows do not matter. The window must hold all rows that a step may reject,
 plus what each op reads in addition (see its docstring). A request whose first row has position 0
-starts from zeros, whatever its slot holds.
+starts from zeros, independent of its slot's content.
 """
 
 from torch import Tensor

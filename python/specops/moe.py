@@ -40,7 +40,7 @@ class ExpertOrder(NamedTuple):
     def empty(
         cls, rows: int, top_k: int, num_experts: int, device: torch.device | str = "cpu"
     ) -> "ExpertOrder":
-        """Allocate the arrays, uninitialised.
+        """Allocate the arrays, uninitialized.
 
         Args:
             rows: rows of `expert_ids`.
@@ -170,7 +170,7 @@ def stack_experts(weights: Iterable[PackedWeight], num_experts: int) -> PackedWe
         num_experts: number of experts, at least 1.
 
     Returns:
-        A packed weight whose tensors have an additional first dimension: [num_experts, ..].
+        A packed weight with an additional first dimension in its tensors: [num_experts, ..].
 
     Raises:
         ValueError: weights differ in anything but their values, or their number is not num_experts.
@@ -234,7 +234,7 @@ def moe_linear(
 
     Args:
         x: [rows, num_inputs], dtype as in `dense.linear`. Rows may be strided.
-        weight: made by `stack_experts`.
+        weight: packed weight made by `stack_experts`.
         expert_indptr: [num_experts + 1], int32, from an `ExpertOrder`.
         row_indices: [pairs], int32, from the same. None: row i of x belongs to pair i.
         bias: [num_experts, num_outputs], dtype of `x`; or None.

@@ -58,8 +58,8 @@ class Purpose(IntEnum):
 class LogitsProcessors(NamedTuple):
     """Changes of the logits before the filters. Every field may be None: off.
 
-    Tables have one row per slot, and stay in place while requests start and end. A row of logits
-    whose request is in slot s, with `drafts` between the known tokens and the row, becomes
+    Tables have one row per slot, and stay in place while requests start and end. For a request in
+    slot s, a row x of logits with `drafts` between the known tokens and the row becomes
 
         x = -inf                                        where the mask disallows the token
         x = -inf                                        where it completes a bad word
@@ -284,7 +284,7 @@ def verify(
         TOPP          choice = the child if target[row][child] > 0 else own[row]
         REJECTION     left = target[row], then for the i-th child with token x:
                           choice = x, done, if u(ACCEPT, i) * draft_probs[row][x] < left[x]
-                          left = max(left - draft_probs[row], 0), renormalised
+                          left = max(left - draft_probs[row], 0), renormalized
                       choice = a token sampled from left by u(RESIDUAL), if no child is accepted
                       choice = own[row] if the row has no child
         BLOCK         Sun et al. 2024, algorithm 2. It reads uniforms past the accepted prefix; the

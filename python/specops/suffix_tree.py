@@ -130,7 +130,7 @@ class SuffixCache:
         self.max_cached_requests = max_cached_requests
 
     def start(self, request_id: Hashable, prompt: TokenIds, *, scope: str = "") -> int:
-        """Begin a request whose text so far is `prompt`.
+        """Begin a request with the text `prompt`.
 
         Args:
             request_id: any hashable value but None; not the id of a running request. The cached
@@ -456,7 +456,7 @@ class SuffixDecodingCache:
 
     @property
     def cached_requests(self) -> list[Hashable | None]:
-        """Ids of the requests, running or not, whose responses are in the global tree."""
+        """Ids of the requests, running or not, that have a response in the global tree."""
         return self._cache.cached_requests
 
     def start_request(self, req_id: Hashable, prompt_token_ids: TokenIds) -> None:

@@ -56,7 +56,7 @@ class Tokenizer:
         self._special_ids = frozenset(
             i for i, token in added.items() if token.special and token.content not in _SHOWN
         )
-        # Only the decoder is serialised: JSON of a large vocabulary takes seconds.
+        # Only the decoder is serialized: JSON of a large vocabulary takes seconds.
         decoder = tokenizer.decoder
         state = None if decoder is None else json.loads(decoder.__getstate__())
         self._token_to_bytes = _bytes_of_tokens(state)
@@ -96,7 +96,7 @@ class Tokenizer:
             for name, value in read_json_object(path / file).items()
             if name.endswith("_token") and (text := _token_text(value)) is not None
         }
-        # End tokens stand in up to three files; chat models add theirs to generation_config.json.
+        # Up to three files list end tokens; chat models add theirs to generation_config.json.
         files = [path / name for name in ("generation_config.json", "config.json")]
         eos = _first(_ids(file, "eos_token_id") for file in files) or []
         if "eos_token" in specials:

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The weights of checkpoints, quantized or not, by the names that models know them by."""
+"""Readers of checkpoints: quantized and plain weights by the names that models use."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Small numbers in larger ones, and weights whose inputs are in groups of any order."""
+"""Unpacking of small integers from words, and groups of inputs in any order."""
 
 from typing import NamedTuple
 
@@ -8,23 +8,23 @@ from torch import Tensor
 
 
 def unpacked(words: Tensor, bits: int) -> Tensor:
-    """Return the fields of words, lowest bits first.
+    """Unpack the fields of words, lowest bits first.
 
     Args:
         words: int32 [rows, count].
-        bits: of a field: 4 or 8.
+        bits: size of a field: 4 or 8.
 
     Returns:
         uint8 [rows, count * 32 / bits].
     """
-    octets = words.contiguous().view(torch.uint8)  # lowest first, as on every machine that runs
+    octets = words.contiguous().view(torch.uint8)  # all supported machines are little-endian
     if bits == 8:
         return octets
     return torch.stack((octets & 15, octets >> 4), -1).flatten(1)
 
 
 def low_then_high(octets: Tensor) -> Tensor:
-    """Return the low halves of the last dimension's bytes, then the high ones."""
+    """Return the low four bits of the last dimension's bytes, then the high four bits."""
     return torch.cat((octets & 15, octets >> 4), -1)
 
 
@@ -32,8 +32,8 @@ class Groups(NamedTuple):
     """Groups of inputs that share a scale.
 
     Attributes:
-        size: inputs of each but the last, or 0: one group has them all.
-        order: int32: the inputs, group by group; None: they lie so already.
+        size: inputs of each group but the last, which may have fewer; 0: one group of all inputs.
+        order: int32: the inputs, group by group; None: they are already in this order.
     """
 
     size: int
@@ -41,14 +41,15 @@ class Groups(NamedTuple):
 
 
 def groups_of(index: Tensor, count: int) -> Groups | None:
-    """Find the groups of inputs.
+    """Find the groups of inputs from each input's group index.
 
     Args:
-        index: [num_inputs], of each input the group.
-        count: how many groups there are.
+        index: [num_inputs], the group of each input.
+        count: number of groups.
 
     Returns:
-        Them; None where they are not of one size, but for the last, or not in [0, count).
+        The groups; None if an index is outside [0, count), or if the groups differ in size (the
+        last one may be smaller).
     """
     index = index.long()
     if int(index.min()) < 0 or int(index.max()) >= count:
@@ -63,15 +64,15 @@ def groups_of(index: Tensor, count: int) -> Groups | None:
 
 
 def even_groups(num_inputs: int, count: int, size: int | None = None) -> Groups | None:
-    """Find the groups of inputs that lie in order.
+    """Find the groups of inputs that are stored in order.
 
     Args:
-        num_inputs: how many inputs there are.
-        count: how many groups.
-        size: of a group, where the last one may be smaller.
+        num_inputs: number of inputs.
+        count: number of groups.
+        size: size of a group, if known; the last group may then be smaller.
 
     Returns:
-        Them; None where `count` groups of one size do not make `num_inputs`.
+        The groups; None if `num_inputs` cannot be divided into `count` groups of one size.
     """
     if count == 1:
         return Groups(0, None)

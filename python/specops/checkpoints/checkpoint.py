@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a checkpoint is to those who load models."""
+"""Interface of checkpoints for model loaders."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Set
@@ -12,11 +12,12 @@ from specops.quantization import QuantizedWeight
 
 
 class Checkpoint(ABC):
-    """Tensors by the names that Hugging Face's models have for them, one for each weight.
+    """Tensors by the names that Hugging Face models use, one for each weight.
 
     Attributes:
-        is_one_model: whether it holds nothing else, such as a vision tower or MTP modules.
-        settings: what is said elsewhere of how weights are stored in its files.
+        is_one_model: whether the checkpoint holds one model and nothing else, such as a vision
+            tower or MTP modules.
+        settings: quantization settings that describe how weights are stored in its files.
     """
 
     is_one_model = False
@@ -24,16 +25,16 @@ class Checkpoint(ABC):
 
     @abstractmethod
     def names(self) -> Set[str]:
-        """Return all names; a quantized weight has the one name that it would have otherwise."""
+        """Return all names; a quantized weight has the name of the unquantized weight."""
 
     def dtype(self, name: str) -> str | None:
-        """Return the dtype of a tensor of floats as torch calls it; None: it is of another kind."""
+        """Return torch's name of a tensor's dtype; None if the tensor is not of plain floats."""
         return None
 
     @abstractmethod
     def load(self, name: str) -> Tensor | QuantizedWeight:
-        """Read a weight, or another tensor.
+        """Read a weight or another tensor.
 
         Raises:
-            ModelError: it is missing, or cannot be decoded.
+            ModelError: the tensor is missing, or cannot be decoded.
         """

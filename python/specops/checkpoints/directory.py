@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Finds the weights of a directory, whatever files hold them.
+"""Opens the weights of a directory, from safetensors or GGUF files.
 
-A weight is what its file says it is: which tensors a module has decides how it is read, whatever
-lists of modules a configuration has. Every tensor of a module that is read is used or refused.
+The tensors of a module decide how its weight is read; lists of modules in a configuration are
+ignored. Every tensor of a module that is read is either used or rejected.
 """
 
 from pathlib import Path
@@ -16,7 +16,7 @@ def open_checkpoint(directory: Path) -> Checkpoint:
     """Open the weights of a directory.
 
     Args:
-        directory: with safetensors files, or one GGUF file.
+        directory: directory with safetensors files, or one GGUF file.
 
     Raises:
         ModelError: a file is missing or damaged.
@@ -29,7 +29,7 @@ def weight_files(directory: Path) -> list[str]:
     """Return the names of the files that hold a directory's weights, in order.
 
     Raises:
-        ModelError: there are none, or one that the index names is missing.
+        ModelError: there are no such files, or a file that the index names is missing.
     """
     file = gguf_file(directory)
     return safetensors_files(directory) if file is None else [file.name]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Decodes floats of 8 and 4 bits: blocks and channels of FP8, and MXFP4.
+"""Decoders of 8-bit and 4-bit floats: FP8 by blocks or channels, and MXFP4.
 
 Sources: transformers 5.23 (integrations/finegrained_fp8.py, mxfp4.py), compressed-tensors 0.20
 (compressors/naive_quantized, mxfp4), OCP's Microscaling Formats 1.0.
@@ -12,7 +12,7 @@ from specops.checkpoints.module import Module
 from specops.quantization import FP8_BLOCK, QuantizedWeight
 
 MX_GROUP = 32
-# Twice what the codes of e2m1 stand for: integers. The scales are halved in return.
+# Doubled values of the e2m1 codes, so that they are integers. The scales are halved in return.
 E2M1_DOUBLED = torch.tensor([0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12]).to(
     torch.int8
 )
@@ -22,8 +22,8 @@ _E8M0_BIAS, _E8M0_NAN = 127, 255
 def fp8(module: Module) -> QuantizedWeight:
     """Decode `weight` in e4m3 with scales `weight_scale_inv` or `weight_scale`.
 
-    Both are multiplied with: one scale; one for each output; or one for each block of 128 outputs
-    and 128 inputs, of which those at the edges are cut off.
+    The weight is multiplied by either tensor: one scale; one for each output; or one for each block
+    of 128 outputs and 128 inputs, where blocks at the edges may be smaller.
     """
     codes = module.take("weight", torch.float8_e4m3fn, dims=2)
     suffix = "weight_scale_inv" if "weight_scale_inv" in module else "weight_scale"
@@ -48,7 +48,7 @@ def fp8(module: Module) -> QuantizedWeight:
 def mxfp4(module: Module) -> QuantizedWeight:
     """Decode compressed-tensors' mxfp4-pack-quantized.
 
-    weight_packed  uint8 [N, K / 2]: the low half of a byte is the even input, in e2m1
+    weight_packed  uint8 [N, K / 2]: two e2m1 values; the low half of a byte is the even input
     weight_scale   uint8 [N, K / 32], E8M0: 2^(byte - 127), 255 is NaN
     """
     for one in ("weight_global_scale", "weight_scale_2"):
@@ -60,7 +60,7 @@ def mxfp4(module: Module) -> QuantizedWeight:
 
 
 def of_e2m1(module: Module, packed: Tensor, scales: Tensor) -> QuantizedWeight:
-    """Decode an MXFP4 weight from bytes [N, K / 2] and E8M0 scales [N, K / 32]."""
+    """Return the weight of packed e2m1 bytes [N, K / 2] and E8M0 scales [N, K / 32]."""
     inputs = 2 * packed.shape[1]
     module.check_shape("weight_scale", scales, len(packed), -(-inputs // MX_GROUP))
     codes = torch.stack((packed & 15, packed >> 4), -1).flatten(1)
@@ -70,7 +70,7 @@ def of_e2m1(module: Module, packed: Tensor, scales: Tensor) -> QuantizedWeight:
 
 
 def halved_e8m0(scales: Tensor) -> Tensor:
-    """Return half of what bytes stand for in E8M0, exact in float32."""
+    """Return half the value of each E8M0 byte, exact in float32."""
     exponents = scales.to(torch.int32) - (_E8M0_BIAS + 1)
     halves = torch.ldexp(torch.ones(scales.shape, dtype=torch.float64), exponents).float()
     return halves.masked_fill(scales == _E8M0_NAN, torch.nan)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Weights whose outputs lie side by side as one, without rounding any."""
+"""Fusion of several weights along their outputs, without rounding."""
 
 import math
 from collections.abc import Sequence
@@ -14,18 +14,18 @@ from specops.quantization import FP8_BLOCK, QuantizedWeight
 def fused(
     weights: Sequence[Tensor | QuantizedWeight], names: Sequence[str]
 ) -> Tensor | QuantizedWeight:
-    """Return weights of the same inputs as one weight.
+    """Concatenate weights of the same inputs to one weight.
 
-    Integers of several kinds become the narrowest kind that holds them all: codes of 8 bits, the
-    largest common group, and offsets where one has them. No number changes.
+    Integer weights of several kinds are converted to one common kind: 8-bit codes, the largest
+    common group, and offsets if any part has them. No value changes.
 
     Args:
-        weights: of all parts.
-        names: of the parts, for messages.
+        weights: weights of all parts.
+        names: names of the parts, for messages.
 
     Raises:
-        ModelError: some are quantized and others are not, or are FP8; their inputs have different
-            orders; or the blocks of an FP8 weight do not end where another begins.
+        ModelError: only some parts are quantized, or only some are FP8; their inputs have different
+            orders; or the FP8 parts are not aligned to blocks.
     """
     if len(weights) == 1:
         return weights[0]
@@ -57,10 +57,10 @@ def fused(
 
 
 def rows_of(weight: Tensor | QuantizedWeight, rows: Tensor) -> Tensor | QuantizedWeight:
-    """Return some outputs of a weight, in any order.
+    """Select outputs of a weight, in any order.
 
     Raises:
-        ModelError: outputs that share the scales of a block would be told apart.
+        ModelError: the rows would split a block of outputs that share scales.
     """
     rows = rows.long()
     if isinstance(weight, Tensor):
@@ -90,16 +90,16 @@ def _same(one: Tensor | None, other: Tensor | None) -> bool:
 
 
 def _joined(codes: Sequence[Tensor]) -> Tensor:
-    """torch.cat, which has no float8."""
+    """Concatenate codes as bytes: torch.cat does not support float8."""
     return torch.cat([one.view(torch.uint8) for one in codes]).view(codes[0].dtype)
 
 
 def _alike(parts: Sequence[QuantizedWeight]) -> list[QuantizedWeight]:
-    """Return the same weights in one kind, with one group size."""
+    """Return the same values with one kind, one group size, and offsets in all parts or none."""
     values = parts[0].code_values
     if any(one.kind != parts[0].kind or not _same(one.code_values, values) for one in parts):
         parts = [_in_bytes(one) for one in parts]
-    group = math.gcd(*(one.group for one in parts))  # of 0 and g, it is g
+    group = math.gcd(*(one.group for one in parts))  # gcd(0, g) is g
     has_offsets = any(one.offsets is not None for one in parts)
     alike = []
     for one in parts:
@@ -123,7 +123,7 @@ def _in_bytes(weight: QuantizedWeight) -> QuantizedWeight:
 
 
 def _regrouped(weight: QuantizedWeight, of_groups: Tensor, group: int) -> Tensor:
-    """Expand values per group to the smaller groups of size `group`."""
+    """Repeat per-group values for smaller groups."""
     if weight.group == group:
         return of_groups
     inputs = weight.codes.shape[1]

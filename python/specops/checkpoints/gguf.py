@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""GGUF files: what they call tensors, and what their types of numbers are made of.
+"""GGUF checkpoints: names of tensors, and decoders of quantized types.
 
 Source: github.com/ggml-org/ggml (src/ggml-common.h, src/ggml-quants.c).
 """
@@ -26,9 +26,9 @@ _IQ4_NL = torch.tensor(
 )
 _PLAIN = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
-# Of the whole model.
+# Tensors of the whole model.
 _NAMES = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
-# Of a layer.
+# Tensors of a layer.
 _LAYER_NAMES = {
     "attn_norm": "input_layernorm",
     "attn_q": "self_attn.q_proj",
@@ -44,10 +44,10 @@ _LAYER_NAMES = {
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
 }
-# Where what attention gives is normed too, the norm before the MLP has another name.
+# In models that also normalize the output of attention, the norm before the MLP has another name.
 _MLP_NORM_OF_FOUR = "pre_feedforward_layernorm"
-# Architectures whose rows of queries and keys lie as RoPE pairs them there: elements i and
-# i + half of a head are neighbours. Here they are halves.
+# Architectures with interleaved RoPE rows in GGUF: elements i and i + half of a query or key head
+# are neighbors in the file. Here they are in two halves.
 _PAIRED = ("llama",)
 _LAYER = re.compile(r"blk\.(\d+)\.(\w+)\.(weight|bias)")
 
@@ -56,7 +56,7 @@ def gguf_file(directory: Path) -> Path | None:
     """Return the GGUF file of a directory without safetensors files, if there is one.
 
     Raises:
-        ModelError: there are several.
+        ModelError: there are several GGUF files.
     """
     if any(directory.glob("*.safetensors*")):
         return None
@@ -68,13 +68,13 @@ def gguf_file(directory: Path) -> Path | None:
 
 
 class GgufCheckpoint(Checkpoint):
-    """The tensors of a file, mapped into memory.
+    """The tensors of a GGUF file, mapped into memory.
 
     Args:
-        path: of the file.
+        path: path of the file.
 
     Raises:
-        ModelError: it is damaged, or has a tensor that no model here has.
+        ModelError: the file is damaged, or has a tensor that no supported model uses.
     """
 
     is_one_model = True
@@ -86,7 +86,7 @@ class GgufCheckpoint(Checkpoint):
             str(path), shared=False, size=path.stat().st_size, dtype=torch.uint8
         )
         self._tensors = dict(self._named(file.tensors))
-        self._paired: dict[str, int] = {}  # heads, of the projections with such rows
+        self._paired: dict[str, int] = {}  # number of heads of each projection with paired rows
         architecture = file.metadata.get("general.architecture")
         if architecture in _PAIRED:
             heads = file.metadata[f"{architecture}.attention.head_count"]
@@ -98,7 +98,7 @@ class GgufCheckpoint(Checkpoint):
         return self._tensors.keys()
 
     def load(self, name: str) -> Tensor | QuantizedWeight:
-        """Read a weight, or another tensor."""
+        """Read a weight or another tensor."""
         if name not in self._tensors:
             raise ModelError(f"{self._path}: tensor {name} is missing from the file")
         weight = self._decoded(name, self._tensors[name])
@@ -115,7 +115,7 @@ class GgufCheckpoint(Checkpoint):
     def _decoded(self, name: str, tensor: GgufTensor) -> Tensor | QuantizedWeight:
         data = self._data[tensor.offset : tensor.offset + tensor.num_bytes]
         if tensor.type in _PLAIN:
-            # A copy: the file has it at any address, and it may go.
+            # Copied: the data may be unaligned in the file, and the mapping may be released.
             return data.clone().view(_PLAIN[tensor.type]).view(tensor.shape)
         decode = _DECODERS.get(tensor.type)
         if decode is None or len(tensor.shape) != 2:
@@ -146,7 +146,7 @@ class GgufCheckpoint(Checkpoint):
 
 
 def _unpaired(rows: int, heads: int) -> Tensor:
-    """Where rows of neighbours are when they are brought into halves."""
+    """Return the order of rows that brings paired neighbors into halves."""
     return torch.arange(rows).view(heads, -1, 2).transpose(1, 2).flatten()
 
 
@@ -156,64 +156,65 @@ def _split(octets: Tensor, width: int) -> Tensor:
 
 
 def _halves(octets: Tensor) -> Tensor:
-    """Two bytes each, a float16, as float32."""
+    """Read pairs of bytes as float16, and convert them to float32."""
     return octets.contiguous().view(torch.float16).squeeze(-1).float()
 
 
 def _q4_0(blocks: Tensor) -> QuantizedWeight:
-    """float16 scale; 16 bytes: elements 0 to 15 in the low halves, 16 to 31 in the high ones."""
+    """Decode Q4_0: float16 scale; 16 bytes, elements 0 to 15 in low, 16 to 31 in high halves."""
     codes = low_then_high(blocks[..., 2:])
     return QuantizedWeight("int4", codes.flatten(1), _halves(blocks[..., :2]), None, 32)
 
 
 def _q4_1(blocks: Tensor) -> QuantizedWeight:
-    """float16 scale and minimum; bytes as in Q4_0."""
+    """Decode Q4_1: float16 scale and minimum; bytes as in Q4_0."""
     codes, least = low_then_high(blocks[..., 4:]), _halves(blocks[..., 2:4])
     scales = _halves(blocks[..., :2])
     return QuantizedWeight("int4", codes.flatten(1), scales, least, 32, _AS_THEY_ARE)
 
 
 def _iq4_nl(blocks: Tensor) -> QuantizedWeight:
-    """As Q4_0, but codes are places in a table."""
+    """Decode IQ4_NL: as Q4_0, but codes are indices into a table."""
     return _q4_0(blocks)._replace(code_values=_IQ4_NL)
 
 
 def _mxfp4(blocks: Tensor) -> QuantizedWeight:
-    """Scale in E8M0; 16 bytes of e2m1, in halves as in Q4_0."""
+    """Decode MXFP4: E8M0 scale; 16 bytes of e2m1, in halves as in Q4_0."""
     codes, scales = low_then_high(blocks[..., 1:]), halved_e8m0(blocks[..., 0])
     return QuantizedWeight("int4", codes.flatten(1), scales, None, MX_GROUP, E2M1_DOUBLED)
 
 
 def _five_bits(blocks: Tensor) -> Tensor:
-    """Codes of 4 bytes with the highest bits, element j at bit j, and 16 bytes as in Q4_0."""
+    """Read 5-bit codes: 4 bytes of highest bits, element j at bit j; 16 bytes as in Q4_0."""
     high = (blocks[..., :4, None] >> torch.arange(8, dtype=torch.uint8)) & 1
     return (low_then_high(blocks[..., 4:]) | high.flatten(-2) << 4).to(torch.int8)
 
 
 def _q5_0(blocks: Tensor) -> QuantizedWeight:
-    """float16 scale; codes of five bits, less 16."""
+    """Decode Q5_0: float16 scale; five-bit codes, minus 16."""
     codes = _five_bits(blocks[..., 2:]) - 16
     return QuantizedWeight("int8", codes.flatten(1), _halves(blocks[..., :2]), None, 32)
 
 
 def _q5_1(blocks: Tensor) -> QuantizedWeight:
-    """float16 scale and minimum; codes of five bits."""
+    """Decode Q5_1: float16 scale and minimum; five-bit codes."""
     codes, least = _five_bits(blocks[..., 4:]), _halves(blocks[..., 2:4])
     return QuantizedWeight("int8", codes.flatten(1), _halves(blocks[..., :2]), least, 32)
 
 
 def _q8_0(blocks: Tensor) -> QuantizedWeight:
-    """float16 scale; 32 codes of a byte."""
+    """Decode Q8_0: float16 scale; 32 one-byte codes."""
     codes = blocks[..., 2:].view(torch.int8)
     return QuantizedWeight("int8", codes.flatten(1), _halves(blocks[..., :2]), None, 32)
 
 
 def _scales_and_minimums(blocks: Tensor) -> tuple[Tensor, Tensor]:
-    """Scales and offsets [N, 8 for each block] of 256 elements.
+    """Return the scales and offsets [N, 8 for each block] of blocks of 256 elements.
 
-    float16 units of scales and minimums; then 12 bytes of eight scales and eight minimums, each a
-    number of 6 bits: the first four in the low six bits of bytes 0 to 3 and 4 to 7, of the others
-    the low four bits in halves of bytes 8 to 11, and the high two above the first four.
+    The block starts with float16 units of scales and minimums. 12 bytes with eight scales and
+    eight minimums of 6 bits follow. The first four scales are in the low six bits of bytes 0 to 3,
+    the first four minimums in those of bytes 4 to 7. The others have their low four bits in halves
+    of bytes 8 to 11, and their high two bits above the first four.
     """
     units = blocks[..., :4].contiguous().view(torch.float16).float()
     first, second, rest = blocks[..., 4:8], blocks[..., 8:12], blocks[..., 12:16]
@@ -223,14 +224,14 @@ def _scales_and_minimums(blocks: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _q4_k(blocks: Tensor) -> QuantizedWeight:
-    """Scales and minimums; 128 bytes: of each 32, 32 elements in the low halves, then 32."""
+    """Decode Q4_K: scales, minimums; 32 bytes hold 32 elements in low halves, then 32 in high."""
     scales, least = _scales_and_minimums(blocks)
     codes = low_then_high(_split(blocks[..., 16:], 32))
     return QuantizedWeight("int4", codes.flatten(1), scales, least, 32, _AS_THEY_ARE)
 
 
 def _q5_k(blocks: Tensor) -> QuantizedWeight:
-    """As Q4_K, but before the bytes 32 with the highest bits: of group i in bit i."""
+    """Decode Q5_K: as Q4_K after 32 bytes of highest bits, with those of group i in bit i."""
     scales, least = _scales_and_minimums(blocks)
     low = low_then_high(_split(blocks[..., 48:], 32))
     high = (blocks[..., None, 16:48] >> torch.arange(8, dtype=torch.uint8)[:, None]) & 1
@@ -239,10 +240,12 @@ def _q5_k(blocks: Tensor) -> QuantizedWeight:
 
 
 def _q6_k(blocks: Tensor) -> QuantizedWeight:
-    """128 bytes of low four bits, 64 of high two, 16 scales of a byte with sign, a float16 unit.
+    """Decode Q6_K.
 
-    Of each half of 128 elements: 64 bytes whose low halves are elements 0 to 63 and whose high ones
-    64 to 127; and 32 bytes with the high bits of elements j, j + 32, j + 64 and j + 96.
+    A block has 128 bytes of low four bits, 64 bytes of high two bits, 16 signed one-byte scales and
+    a float16 unit. For each half of 128 elements there are 64 bytes with elements 0 to 63 in the
+    low halves and 64 to 127 in the high halves; and 32 bytes with the high bits of elements j,
+    j + 32, j + 64 and j + 96.
     """
     low = low_then_high(_split(blocks[..., :128], 64))
     shifts = torch.tensor([0, 2, 4, 6], dtype=torch.uint8)[:, None]

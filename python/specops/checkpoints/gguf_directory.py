@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The directory of a model that is made from a GGUF file: all that an engine reads but the weights.
+"""Model directory made from a GGUF file: everything that an engine reads except the weights.
 
-Its files are those of a Hugging Face directory, and `model.gguf`, a link to the file. config.json
-has the file's metadata as they are, under "gguf": families of models read them.
+It contains the files of a Hugging Face directory, and `model.gguf`, a link to the GGUF file.
+config.json holds the file's metadata unchanged under "gguf", where model families read them.
 """
 
 import hashlib
@@ -17,20 +17,20 @@ from specops.checkpoints.gguf_file import GgufFile, read_gguf
 from specops.checkpoints.gguf_tokenizer import end_token_ids, tokenizer_files
 
 SUFFIX = ".gguf"
-_VERSION = 2  # of what is made: directories of another one are not found
+_VERSION = 2  # version of the directory format; part of the cache key
 _EMBEDDING, _HEAD = "token_embd.weight", "output.weight"
-ROPE_FACTORS = "rope_freqs.weight"  # what frequencies of RoPE are divided by; part of config.json
+ROPE_FACTORS = "rope_freqs.weight"  # divisors of the RoPE frequencies; copied to config.json
 
 
 def gguf_directory(path: Path) -> Path:
-    """Return the directory of a GGUF file, in the user's cache; makes it if it is not there.
+    """Return the directory of a GGUF file in the user's cache, creating it if necessary.
 
     Args:
-        path: of the file. The directory belongs to its place, its size and its time.
+        path: path of the file. The directory is keyed by its path, size and modification time.
 
     Raises:
-        ModelError: the file is missing or damaged, its tokenizer is of no known kind, or the
-            directory cannot be made.
+        ModelError: the file is missing or damaged, its tokenizer is of an unknown kind, or the
+            directory cannot be created.
     """
     if not path.is_file():
         raise ModelError(f"{path}: no such file")
@@ -48,7 +48,7 @@ def gguf_directory(path: Path) -> Path:
 
 
 def _make(path: Path, directory: Path) -> None:
-    """Make it under another name first: several processes may be at it."""
+    """Create the directory under a temporary name first: several processes may do so at once."""
     files = _files(read_gguf(path))
     directory.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=directory.parent, prefix=".") as parent:

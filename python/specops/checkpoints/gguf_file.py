@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reads what a GGUF file says of itself: its metadata, and where its tensors are.
+"""Reader of GGUF headers: metadata, and the location of tensors.
 
-The format is that of ggml/docs/gguf.md of github.com/ggml-org/ggml, versions 2 and 3: all numbers
-are little-endian, and the data begin at a multiple of `general.alignment` behind the header.
+The format is that of ggml/docs/gguf.md in github.com/ggml-org/ggml, versions 2 and 3: all numbers
+are little-endian, and the data begin at a multiple of `general.alignment` after the header.
 """
 
 import mmap
@@ -16,7 +16,7 @@ from specops.checkpoints.errors import ModelError
 
 _MAGIC = b"GGUF"
 _VERSIONS = (2, 3)
-# Kinds of values: struct's letter of each; the others are texts and arrays.
+# struct's format letter of each numeric value type; the other types are strings and arrays.
 _NUMBERS = {
     0: "B",
     1: "b",
@@ -31,9 +31,9 @@ _NUMBERS = {
     12: "d",
 }
 _TEXT, _ARRAY = 8, 9
-_MOST_SIZES = 4  # of a tensor
-_ALIGNMENT = 32  # of files that say none
-# Of types of tensors: the name, the numbers of a block and its bytes.
+_MOST_SIZES = 4  # maximum number of dimensions
+_ALIGNMENT = 32  # default alignment
+# Tensor types: name, elements per block, bytes per block.
 TYPES: dict[int, tuple[str, int, int]] = {
     0: ("F32", 1, 4),
     1: ("F16", 1, 2),
@@ -72,13 +72,13 @@ TYPES: dict[int, tuple[str, int, int]] = {
 
 @dataclass(frozen=True)
 class GgufTensor:
-    """Where a tensor is.
+    """Type, shape and location of a tensor.
 
     Attributes:
-        type: of its numbers, a name of `TYPES`.
+        type: type of its elements, a name in `TYPES`.
         shape: its sizes, outermost first: a matrix is [outputs, inputs].
-        offset: of its first byte in the file.
-        num_bytes: how many there are.
+        offset: offset of its first byte in the file.
+        num_bytes: size in bytes.
     """
 
     type: str
@@ -89,12 +89,12 @@ class GgufTensor:
 
 @dataclass(frozen=True)
 class GgufFile:
-    """What a file says of itself.
+    """Header of a GGUF file.
 
     Attributes:
-        path: of the file.
-        metadata: by key: numbers, texts, and lists of either.
-        tensors: by name.
+        path: path of the file.
+        metadata: numbers, strings, and lists of either, by key.
+        tensors: tensors by name.
     """
 
     path: Path
@@ -105,7 +105,7 @@ class GgufFile:
         """Read a tensor of type F32.
 
         Raises:
-            ModelError: it is of another type.
+            ModelError: the tensor is of another type.
         """
         tensor = self.tensors[name]
         if tensor.type != "F32":
@@ -119,7 +119,7 @@ def read_gguf(path: str | Path) -> GgufFile:
     """Read the header of a file.
 
     Raises:
-        ModelError: it is no GGUF file, is cut off, or has a type of numbers that is not known.
+        ModelError: the file is no GGUF file, is truncated, or has a tensor of unknown type.
     """
     path = Path(path)
     try:
@@ -132,7 +132,7 @@ def read_gguf(path: str | Path) -> GgufFile:
 
 
 class _Header:
-    """The bytes of a file, and how far they are read."""
+    """Parser of a header: the bytes of a file, and the current position."""
 
     def __init__(self, path: Path, data: mmap.mmap) -> None:
         self._path, self._data, self._at = path, data, 0

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A GGUF file's tokenizer as the tokenizer.json and tokenizer_config.json of Hugging Face.
+"""Conversion of a GGUF tokenizer to Hugging Face's tokenizer.json and tokenizer_config.json.
 
-Two kinds are known, by the names that ggml has for them: "llama", SentencePiece's BPE, whose tokens
-have scores; and "gpt2", byte-level BPE with merges. Sources: docs/gguf.md of
-github.com/ggml-org/ggml; the tokenizers library for the JSON.
+Two kinds are supported, with ggml's names: "llama", SentencePiece BPE with token scores; and
+"gpt2", byte-level BPE with merges. Sources: docs/gguf.md of github.com/ggml-org/ggml; the
+tokenizers library for the JSON.
 """
 
 from collections.abc import Mapping, Sequence
@@ -13,7 +13,7 @@ from specops.checkpoints.errors import ModelError
 
 # Types of tokens.
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _BYTE = 1, 2, 3, 4, 6
-_SPACE = "\u2581"  # SentencePiece's
+_SPACE = "\u2581"  # SentencePiece's space character
 _GGML = "tokenizer.ggml."
 _SPECIALS = ("bos", "eos", "unknown", "padding")
 _NAMES = {"unknown": "unk", "padding": "pad"}
@@ -45,13 +45,13 @@ _DEEPSEEK_CHINESE = "[\u4e00-\u9fa5\u0800-\u4e00\uac00-\ud7ff]+"
 
 
 class _Split(NamedTuple):
-    """Rules of a kind of byte-level BPE.
+    """Pre-tokenization rules of a kind of byte-level BPE.
 
     Attributes:
-        patterns: regular expressions that split a text, one after the other.
+        patterns: regular expressions that split a text, applied in order.
         like_gpt2: whether GPT-2's expression splits the parts further.
         ignores_merges: whether a part that is a token stays one, whatever the merges are.
-        adds_bos: whether texts begin with the BOS token in files that do not say so.
+        adds_bos: whether texts begin with the BOS token if the file does not specify it.
         is_normalized: whether texts are normalized to NFC.
     """
 
@@ -66,8 +66,8 @@ _GPT2 = _Split(like_gpt2=True)
 _QWEN2 = _Split((rf"{_CONTRACTIONS}|{_WORDS}|\p{{N}}|{_REST}",), is_normalized=True)
 _THREE_DIGITS = rf"{_CONTRACTIONS}|{_WORDS}|\p{{N}}{{1,3}}|{_REST}"
 _LLAMA3 = _Split((_THREE_DIGITS,), ignores_merges=True, adds_bos=True)
-# By tokenizer.ggml.pre. Source: llama.cpp (src/llama-vocab.cpp), which names for most kinds the
-# expression of the tokenizer.json that a file was converted from.
+# Rules by tokenizer.ggml.pre. Source: llama.cpp (src/llama-vocab.cpp), which for most kinds quotes
+# the expression of the original tokenizer.json.
 _SPLITS = {
     "default": _GPT2,
     "gpt-2": _GPT2,
@@ -96,9 +96,9 @@ _SPLITS = {
     "deepseek-coder": _Split((r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", _DEEPSEEK_CHINESE, r"\p{N}")),
 }
 
-# Texts of tokens that end an output in any file, as llama.cpp has them: files of chat models name
-# the end of a document as their end of sequence. Left out are ends of architectures that are not
-# read here, such as </s>, which is a mark of HTML in Gemma's vocabulary.
+# Texts of tokens that end an output in any file, from llama.cpp. They are needed because files of
+# chat models may name only the end of a document as their end of sequence. Ends of unsupported
+# architectures are omitted, such as </s>, which is an HTML tag in Gemma's vocabulary.
 _END_TEXTS = frozenset(
     (
         "<|eot_id|>",
@@ -117,26 +117,26 @@ _END_TEXTS = frozenset(
         "<end_of_utterance>",
     )
 )
-# The same of one token for each part of a request to fill in: the key, and its texts.
+# End tokens of fill-in-the-middle requests: the metadata key, and alternative texts of the token.
 _FILL_IN_ENDS = {
     "fim_pad": ("<|fim_pad|>", "<fim-pad>", "<fim_pad>", "<PAD>", "[PAD]"),
     "fim_rep": ("<|fim_repo|>", "<|repo_name|>", "<fim-repo>", "<REPO>", "<reponame>"),
     "fim_sep": ("<|file_sep|>",),
 }
-_HARMONY = frozenset(("<|return|>", "<|call|>", "<|end|>"))  # the last ends a message only
+_HARMONY = frozenset(("<|return|>", "<|call|>", "<|end|>"))  # here <|end|> ends a message only
 
 
 def end_token_ids(metadata: Mapping[str, Any]) -> list[int]:
     """Return the ids of the tokens that end an output, that of the key eos_token_id first.
 
-    The rules are those of llama.cpp (src/llama-vocab.cpp, special_eog_ids): the keys of ends of a
-    sequence, a turn and a message; texts that are ends in any file; and tokens that part files.
+    The rules are those of llama.cpp (src/llama-vocab.cpp, special_eog_ids): the keys for the end of
+    a sequence, a turn and a message; texts that are ends in any file; and tokens between files.
 
     Args:
         metadata: key-value pairs of a GGUF file.
 
     Raises:
-        ModelError: a key holds what is no token.
+        ModelError: a key holds an invalid token id.
     """
     tokens = _list(metadata, "tokens", "texts") or []
     ids = {text: i for i, text in enumerate(tokens)}
@@ -160,10 +160,10 @@ def tokenizer_files(metadata: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     """Return the contents of tokenizer.json and tokenizer_config.json, by file name.
 
     Args:
-        metadata: of a GGUF file.
+        metadata: key-value pairs of a GGUF file.
 
     Raises:
-        ModelError: the tokenizer is missing, or of a kind that is not known.
+        ModelError: the tokenizer is missing, or of an unknown kind.
     """
     kind, tokens = metadata.get("tokenizer.ggml.model"), _list(metadata, "tokens", "texts")
     if not tokens:
@@ -174,7 +174,7 @@ def tokenizer_files(metadata: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     if len(types) != len(tokens):
         raise ModelError(f"tokenizer.ggml.token_type has {len(types)} of {len(tokens)} tokens")
     specials = _special_tokens(metadata, tokens)
-    # An end is never text, even if the file has it as a common token.
+    # End tokens never appear in the text, even if the file declares them as normal tokens.
     ends = set(end_token_ids(metadata))
     types = [_CONTROL if i in ends else one for i, one in enumerate(types)]
     if kind == "llama":
@@ -197,7 +197,7 @@ def tokenizer_files(metadata: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
 
 
 def _list(metadata: Mapping[str, Any], key: str, of: str) -> list[Any] | None:
-    """Return a list of "texts" or "numbers" from the tokenizer's metadata, or None if absent."""
+    """Return a list of "texts" or "numbers" of the tokenizer, or None if the file has none."""
     found = metadata.get(f"tokenizer.ggml.{key}")
     kinds = (str,) if of == "texts" else (int, float)
     is_list = isinstance(found, list) and all(isinstance(one, kinds) for one in found)
@@ -207,7 +207,7 @@ def _list(metadata: Mapping[str, Any], key: str, of: str) -> list[Any] | None:
 
 
 def _special_tokens(metadata: Mapping[str, Any], tokens: Sequence[str]) -> dict[str, str]:
-    """Return the texts of special tokens, by role."""
+    """Return the texts of special tokens by role, such as "bos_token"."""
     found = {}
     for name in _SPECIALS:
         token = _token_id(metadata, name, tokens)
@@ -239,7 +239,7 @@ def _sentencepiece(
     types: Sequence[int],
     unknown: str | None,
 ) -> dict[str, Any]:
-    """BPE whose merges follow from the tokens' scores: of two pieces, the best token they make."""
+    """Return the parts of tokenizer.json for SentencePiece BPE, with merges from token scores."""
     scores = _list(metadata, "scores", "numbers")
     if scores is None or len(scores) != len(tokens):
         raise ModelError("tokenizer.ggml.scores must have a score for each token")
@@ -267,7 +267,7 @@ def _sentencepiece(
 
 
 def _merges(scores: Mapping[str, float]) -> list[tuple[str, str]]:
-    """Every pair of pieces that makes a token, the best token first."""
+    """Return every pair of pieces that forms a token, by descending score of the token."""
     merges = []
     for text in sorted(scores, key=lambda text: -scores[text]):
         pairs = ((text[:cut], text[cut:]) for cut in range(1, len(text)))
@@ -314,10 +314,10 @@ def _around(
     tokens: Sequence[str],
     is_byte_level: bool,
 ) -> dict[str, Any] | None:
-    """Return the post-processor that adds tokens before and after a text, or None."""
+    """Return the post-processor, which adds BOS and EOS around a text; None if it adds none."""
     parts: list[dict[str, Any]] = [{"Sequence": {"id": "A", "type_id": 0}}]
     named = {}
-    # Files of SentencePiece's that say nothing begin texts with a token, as do some others.
+    # Default if the file does not specify it: SentencePiece and some others add BOS.
     adds_bos = not is_byte_level or (_split_of(metadata).adds_bos and "bos_token" in specials)
     for name, default in (("bos", adds_bos), ("eos", False)):
         if metadata.get(f"tokenizer.ggml.add_{name}_token", default):

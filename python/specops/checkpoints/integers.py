@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Decodes integers: compressed-tensors' packed and plain ones, GPTQ's and AWQ's.
+"""Decoders of integer weights: compressed-tensors (packed and plain), GPTQ and AWQ.
 
 Sources: compressed-tensors 0.20 (compressors/pack_quantized, naive_quantized), gptqmodel 7.7
 (nn_modules/qlinear), AutoAWQ (modules/linear/gemm.py).
@@ -24,7 +24,7 @@ from specops.quantization import QuantizedWeight
 
 _INTEGERS = (torch.int32, torch.int64)
 _BITS = (4, 8)
-# Field i of a word of AWQ is output _AWQ_ORDER[i] of eight; and the reverse.
+# Field i of an AWQ word is output _AWQ_ORDER[i] of eight; _AWQ_FIELD is the inverse.
 _AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 _AWQ_FIELD = torch.tensor(_AWQ_ORDER).argsort()
 
@@ -36,9 +36,9 @@ def pack_quantized(module: Module) -> QuantizedWeight:
         weight_scale       [N, groups], [N, 1] or [1]
         weight_shape       int64 [2]: N, K
         weight_zero_point  int32 [ceil(N * bits / 32), groups], fields along N; if asymmetric
-        weight_g_idx       int32 [K], in older files: of each input the group
+        weight_g_idx       int32 [K], in older files: the group of each input
 
-    A field, of codes and zero points alike, is the number plus 2^(bits - 1).
+    Each field, of codes and of zero points, is the number plus 2^(bits - 1).
     """
     shape = module.take("weight_shape", *_INTEGERS, dims=1)
     module.check_shape("weight_shape", shape, 2)
@@ -63,13 +63,13 @@ def pack_quantized(module: Module) -> QuantizedWeight:
     if "weight_g_idx" in module:
         index = module.take("weight_g_idx", *_INTEGERS, dims=1)
         module.check_shape("weight_g_idx", index, inputs)
-        if bool((index != -1).any()):  # -1 everywhere: none was written
+        if bool((index != -1).any()):  # -1 everywhere: unused
             groups = groups_of(index, count)
     return _integers(module, bits, codes, scales, zeros, groups)
 
 
 def plain_integers(module: Module) -> QuantizedWeight:
-    """Decode compressed-tensors' int-quantized: int8 codes as they are."""
+    """Decode compressed-tensors' int-quantized: unpacked int8 codes."""
     codes = module.take("weight", torch.int8, dims=2)
     scales = _scales_of_rows(module, len(codes))
     zeros = None
@@ -82,16 +82,16 @@ def plain_integers(module: Module) -> QuantizedWeight:
 
 
 def qweight(module: Module) -> QuantizedWeight:
-    """Decode a GPTQ or AWQ weight; the shape of qweight tells which.
+    """Decode GPTQ or AWQ, distinguished by the shape of qweight.
 
-    The tensors of N outputs and K inputs are:
+    For N outputs and K inputs:
 
     scales   [groups, N]
     qzeros   int32 [groups, N * bits / 32]
-    g_idx    int32 [K], GPTQ's, if the file has it
+    g_idx    int32 [K], optional, GPTQ only
     qweight  int32, GPTQ: [K * bits / 32, N], fields along K; w = scale * (code - zero), where
              version 1 stores zero - 1
-             AWQ: [K, N / 8], eight outputs a word, in an order of their own
+             AWQ: [K, N / 8], eight outputs per word, in the order _AWQ_ORDER
     """
     scales = module.take_scales("scales")
     if scales.dim() != 2:
@@ -137,7 +137,7 @@ def qweight(module: Module) -> QuantizedWeight:
 
 
 def _layout_of(settings: Mapping[str, Any]) -> str | None:
-    """Return the layout that the settings name, GPTQ's or AWQ's; None: they name neither."""
+    """Return the layout that the settings name, GPTQ or AWQ; None if they name neither."""
     method = method_of(settings)
     if method == AUTO_ROUND:
         layout = AUTO_ROUND_LAYOUTS.get(settings.get("packing_format") or "")
@@ -149,9 +149,9 @@ def _gptq_version(module: Module, zeros: Tensor, bits: int) -> str:
     """Return the version of GPTQ's layout.
 
     Args:
-        module: with its settings.
-        zeros: zero points as they are stored.
-        bits: per weight.
+        module: module with its settings.
+        zeros: zero points as stored.
+        bits: bits per weight.
     """
     settings = module.settings
     if not settings:
@@ -163,7 +163,7 @@ def _gptq_version(module: Module, zeros: Tensor, bits: int) -> str:
         packing = settings.get("packing_format")
         if packing:
             return AUTO_ROUND_LAYOUTS[packing]
-        # Older files do not say it. Symmetric weights have the middle, in either version.
+        # Older files do not name it. Symmetric weights store the middle of the version's range.
         for version, middle in (("gptq", 2 ** (bits - 1) - 1), ("gptq_v2", 2 ** (bits - 1))):
             if bool((zeros == middle).all()):
                 return version
@@ -196,7 +196,7 @@ def _integers(
     zeros: Tensor | None,
     groups: Groups | None,
 ) -> QuantizedWeight:
-    """Codes [N, K], scales and zeros [N, groups]; codes and zeros from 0 to 2^bits - 1."""
+    """Return the weight of codes [N, K] and zeros [N, groups], both from 0 to 2^bits - 1."""
     if groups is None:
         module.refuse(
             f"the {codes.shape[1]} inputs of {module.name} are not {scales.shape[1]} groups of one "

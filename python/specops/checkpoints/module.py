@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The tensors of one module, as a decoder takes them."""
+"""Access of decoders to the tensors of one module."""
 
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NoReturn
@@ -9,8 +9,8 @@ from torch import Tensor
 
 from specops.checkpoints.errors import ModelError
 
-# Suffixes of tensors about activations and caches, which are ignored: activations are not rounded
-# as these say, and an 8-bit cache has scales of its own. The names are those of compressed-tensors,
+# Suffixes of scales for activations and caches, which are ignored: activations are not rounded with
+# these scales, and an 8-bit cache computes its own. The names are those of compressed-tensors,
 # AutoFP8, ModelOpt (k_proj.k_scale), Quark (output_scale) and FBGEMM (input_scale_ub).
 ACTIVATION_SCALES = frozenset(
     {
@@ -36,14 +36,14 @@ class Module:
 
     Args:
         where: the directory, for messages.
-        name: of the module.
-        suffixes: what its tensors' names have behind it.
+        name: name of the module.
+        suffixes: suffixes of its tensors' names, after the module's name.
         read: returns the tensor of a suffix.
-        settings: what the checkpoint says of its quantization.
+        settings: quantization settings of the checkpoint.
 
     Attributes:
-        name: of the module.
-        settings: likewise.
+        name: name of the module.
+        settings: quantization settings of the checkpoint.
     """
 
     def __init__(
@@ -64,12 +64,12 @@ class Module:
         """Read a tensor.
 
         Args:
-            suffix: of its name.
-            dtypes: of which it must have one.
-            dims: that it must have.
+            suffix: suffix of its name.
+            dtypes: allowed dtypes.
+            dims: required number of dimensions; None: any.
 
         Raises:
-            ModelError: it is missing, or has another dtype or another number of dimensions.
+            ModelError: the tensor is missing, or has another dtype or number of dimensions.
         """
         if suffix not in self._left:
             self.refuse(f"tensor {self.name}.{suffix} is missing")
@@ -83,22 +83,22 @@ class Module:
         return tensor
 
     def take_scales(self, suffix: str) -> Tensor:
-        """Read scales, and returns them in float32."""
+        """Read scales, and return them in float32."""
         kinds = (torch.float32, torch.bfloat16, torch.float16, torch.float8_e8m0fnu)
         return self.take(suffix, *kinds).float()
 
     def check_shape(self, suffix: str, tensor: Tensor, *shape: int) -> None:
-        """Refuse a tensor of another shape."""
+        """Raise a ModelError if a tensor has another shape."""
         if tuple(tensor.shape) != shape:
             self._refuse_tensor(suffix, str(list(shape)), str(list(tensor.shape)))
 
     def done(self) -> None:
-        """Refuse tensors that nothing has read."""
+        """Raise a ModelError if tensors are left that the decoder did not read."""
         for suffix in sorted(self._left - ACTIVATION_SCALES - {"bias"}):
             self.refuse(f"tensor {self.name}.{suffix} has no place in a weight of this format")
 
     def refuse(self, sentence: str) -> NoReturn:
-        """Raise a ModelError that names the directory and the method of quantization."""
+        """Raise a ModelError that names the directory and the quantization method."""
         method = self.settings.get("quant_method")
         by = "" if method is None else f" (quant_method {method})"
         raise ModelError(f"{self._where}: {sentence}{by}")

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reads what a directory says of how its weights are quantized, and refuses unknown layouts.
+"""Reader of a directory's quantization settings, which rejects unknown layouts.
 
 Tensors decide how a weight is read, but some layouts have the same names, dtypes and shapes. A
-field that tells such layouts apart must hold a known value.
+field that distinguishes such layouts must hold a known value.
 """
 
 import json
@@ -14,8 +14,8 @@ from specops.checkpoints.errors import ModelError
 
 GPTQ, AWQ, AUTO_ROUND = "gptq", "awq", "auto-round"
 _SPELLINGS = {"intel/auto-round": AUTO_ROUND, "auto_round": AUTO_ROUND}
-# Layouts of AutoRound: version 1 and 2 of GPTQ, and AWQ. Source: auto_round 0.16
-# (export/export_to_autoround), whose own packer stores zero points as they are.
+# Layouts of AutoRound: versions 1 and 2 of GPTQ, and AWQ. Source: auto_round 0.16
+# (export/export_to_autoround); its own packer stores zero points unchanged (version 2).
 AUTO_ROUND_LAYOUTS = {
     "auto_round:auto_gptq": "gptq",
     "auto_gptq": "gptq",
@@ -35,8 +35,8 @@ _COMPRESSED = (
     "mxfp4-pack-quantized",
     "mixed-precision",
 )
-# By quant_method, the fields that state a layout or a transformation, with the values that are
-# read; an absent field, null and an empty one are fine. A dot leads into a nested object.
+# By quant_method: the fields that state a layout or a transformation, with the supported values.
+# Absent, null and empty fields are accepted. A dot leads into a nested object.
 _FIELDS: Mapping[str, Mapping[str, tuple[Any, ...]]] = {
     GPTQ: {
         "checkpoint_format": _GPTQ_FORMATS,
@@ -47,7 +47,7 @@ _FIELDS: Mapping[str, Mapping[str, tuple[Any, ...]]] = {
         "rotation": (),
     },
     AWQ: {
-        "version": ("gemm", "exllama", "ipex"),  # the last two are other kernels for gemm
+        "version": ("gemm", "exllama", "ipex"),  # the last two are other kernels, same layout
         "checkpoint_format": ("gemm",),
         "format": ("gemm",),
         "pack_dtype": ("int32",),
@@ -75,13 +75,13 @@ _FIELDS: Mapping[str, Mapping[str, tuple[Any, ...]]] = {
 
 
 def quantization_settings(directory: Path) -> Mapping[str, Any]:
-    """Return what config.json, or else a file of its own, says of how weights are stored.
+    """Return the quantization settings of a directory; empty if there are none.
 
-    The files are config.json (quantization_config, or compression_config of older ones),
-    quantize_config.json (GPTQ) and hf_quant_config.json (ModelOpt).
+    They are read from config.json (quantization_config, or compression_config in older files),
+    else from quantize_config.json (GPTQ) or hf_quant_config.json (ModelOpt).
 
     Raises:
-        ModelError: a file is not a JSON object, the method is unknown, or a layout is.
+        ModelError: a file is not a JSON object, or the method or a layout is unknown.
     """
     for file, field, settings in _candidates(directory):
         if isinstance(settings, dict) and settings:
@@ -93,13 +93,13 @@ def quantization_settings(directory: Path) -> Mapping[str, Any]:
 
 
 def method_of(settings: Mapping[str, Any]) -> str | None:
-    """Return the quantization method in its usual spelling; None: no file names one."""
+    """Return the quantization method in its usual spelling; None if the settings name none."""
     method = settings.get("quant_method")
     return _SPELLINGS.get(method, method) if isinstance(method, str) else None
 
 
 def _candidates(directory: Path) -> Iterator[tuple[Path, str, Any]]:
-    """Yield the places of settings: the file, what leads to their fields, and their value."""
+    """Yield candidates for settings: the file, the prefix of their fields, and their value."""
     file = directory / "config.json"
     config = _object_of(file)
     nested = config.get("text_config")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Directories of safetensors files, whose modules may be quantized, each in a way of its own."""
+"""Directories of safetensors files with plain or quantized modules; formats may be mixed."""
 
 import json
 from collections.abc import Callable, Set
@@ -18,34 +18,34 @@ from specops.checkpoints.module import Module
 from specops.checkpoints.quantization_config import quantization_settings
 from specops.quantization import QuantizedWeight
 
-# Tensors that make a module a quantized one.
+# Tensors that identify a quantized module.
 _MARKS = frozenset(
     {"weight_packed", "qweight", "weight_scale", "weight_scale_inv", "weight_zero_point"}
 )
-# Codes: what they stand for nobody says.
+# Quantized values, which have no meaning without scales.
 _NO_NUMBERS = (torch.int8, torch.uint8, torch.float8_e5m2)
-# Experts in one tensor: the projections of each part, and in MXFP4 its two tensors.
+# All experts in one tensor: the projections of each part, and the suffixes of MXFP4's tensors.
 _STACKED = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
 _BLOCKS, _SCALES, _BIAS = "_blocks", "_scales", "_bias"
 _DTYPES = {"F64": "float64", "F32": "float32", "BF16": "bfloat16", "F16": "float16"}
-_LFS = b"version https://git-lfs"  # the beginning of a pointer
-_LONGEST_NAME = 255  # of a file, in characters
-_COPIED_BYTES = 1 << 20  # of tensors up to this no file is kept mapped
+_LFS = b"version https://git-lfs"  # the beginning of a git-lfs pointer file
+_LONGEST_NAME = 255  # characters of a file name
+_COPIED_BYTES = 1 << 20  # smaller tensors are copied, so that their file does not stay mapped
 
 
 class _Facts(NamedTuple):
-    """What a file says of a tensor: its dtype, by safetensors' name, and its shape."""
+    """Header entry of a tensor: its dtype, with safetensors' name, and its shape."""
 
     dtype: str
     shape: list[int]
 
 
 class _Rows(NamedTuple):
-    """Which outputs of a tensor of all experts are one projection's.
+    """Outputs of one projection in a tensor of all experts.
 
     There are two layouts. Experts with biases have weights [experts, inputs, outputs], or in MXFP4
-    [experts, outputs, inputs], and gates and ups take turns. Others have [experts, outputs,
-    inputs], all gates first.
+    [experts, outputs, inputs], with alternating gates and ups. Others have [experts, outputs,
+    inputs], with all gates first.
     """
 
     expert: int
@@ -54,7 +54,7 @@ class _Rows(NamedTuple):
     takes_turns: bool
 
     def of(self, outputs: Tensor) -> Tensor:
-        """Return them."""
+        """Return the projection's outputs."""
         if self.takes_turns:
             return outputs[self.part :: self.parts]
         return outputs.chunk(self.parts)[self.part]
@@ -63,11 +63,11 @@ class _Rows(NamedTuple):
 class SafetensorsCheckpoint(Checkpoint):
     """The tensors of a directory, read on demand from the files that hold them.
 
-    A file is mapped for each tensor anew: what was read of it is given back with the tensor. A
-    large tensor that stays as it is in the file, such as an embedding, takes what is read of it.
+    A file is mapped separately for each tensor, so that its memory is released with the tensor. A
+    large tensor that is used unchanged, such as an embedding, takes memory only for the parts read.
 
     Args:
-        directory: with safetensors files.
+        directory: directory with safetensors files.
 
     Raises:
         ModelError: a file is missing or damaged.
@@ -105,11 +105,11 @@ class SafetensorsCheckpoint(Checkpoint):
         return self._readers.keys()
 
     def dtype(self, name: str) -> str | None:
-        """Return the dtype of a tensor of floats as torch calls it; None: it is of another kind."""
+        """Return torch's name of a tensor's dtype; None if the tensor is not of plain floats."""
         return _DTYPES.get(self._facts[name].dtype) if name in self._facts else None
 
     def load(self, name: str) -> Tensor | QuantizedWeight:
-        """Read a weight, or another tensor."""
+        """Read a weight or another tensor."""
         if name not in self._readers:
             tail = name.partition(".")[2]
             others = [one for one in self._readers if tail and one.partition(".")[2] == tail]
@@ -136,7 +136,7 @@ class SafetensorsCheckpoint(Checkpoint):
         return name in self._facts and self._facts[name].dtype == "F8_E4M3"
 
     def _tensor(self, name: str, index: int | None = None) -> Tensor:
-        """Return a tensor, or one part of its first dimension."""
+        """Read a tensor, or one index of its first dimension."""
         with safe_open(self._where[name], framework="pt") as file:
             tensor: Tensor = file.get_tensor(name) if index is None else file.get_slice(name)[index]
         return tensor.clone() if tensor.nbytes <= _COPIED_BYTES else tensor
@@ -174,10 +174,10 @@ class SafetensorsCheckpoint(Checkpoint):
         return floats.fp8 if is_fp8 else integers.plain_integers
 
     def _add_experts(self, prefix: str, part: str, suffixes: set[str]) -> set[str]:
-        """Experts in one tensor: each gets the names of one of its own.
+        """Add names of single experts for a tensor that holds all experts.
 
         Returns:
-            The suffixes of tensors that are read so.
+            The suffixes of the tensors that are read this way.
         """
         blocks = {part + _BLOCKS, part + _SCALES}
         read: Callable[[str, _Rows], Tensor | QuantizedWeight]
@@ -227,13 +227,13 @@ class SafetensorsCheckpoint(Checkpoint):
 
 
 def is_lfs_pointer(path: Path) -> bool:
-    """Return whether a file only names another, as a clone without git-lfs leaves it."""
+    """Return whether a file is a git-lfs pointer, as left by a clone without git-lfs."""
     with open(path, "rb") as file:
         return file.read(len(_LFS)) == _LFS
 
 
 def _other_weights(directory: Path) -> str:
-    """Return what a message says of weights in files that are not read; "" if there are none."""
+    """Return the hint for weights in unsupported files, or "" if there are none."""
     found = sorted(
         path.name
         for pattern in (
@@ -257,7 +257,7 @@ def safetensors_files(directory: Path) -> list[str]:
     """Return the names of a checkpoint's safetensors files, in order.
 
     Raises:
-        ModelError: there are none, or one that the index names is missing.
+        ModelError: there are no such files, or a file that the index names is missing.
     """
     index = directory / "model.safetensors.index.json"
     if index.is_file():

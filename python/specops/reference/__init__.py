@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Every op in plain PyTorch: the executable specification for tests and benches.
 
-Nothing else in specops imports this package, and it imports little but torch.
+Nothing else in specops imports this package, and it uses nothing but torch and `QuantizedWeight`.
 """
 
 from specops.reference.attention import (

@@ -12,7 +12,7 @@ from torch import Tensor
 def rope_cos_sin(
     max_positions: int, rotary_dim: int, theta: float, scaling: Mapping[str, Any] | None = None
 ) -> Tensor:
-    """Compute the table pair by pair in Python floats, from the published formulas."""
+    """Return the RoPE table (cosines | sines) in float32, from the published formulas."""
     options = dict(scaling or {})
     kind = options.get("rope_type", options.get("type", "default"))
     amplitude = 1.0
@@ -50,7 +50,7 @@ def rope_cos_sin(
     return (amplitude * torch.cat([angles.cos(), angles.sin()], dim=1)).float()
 
 
-# The largest element of each dtype of 8-bit caches.
+# Largest finite value of each 8-bit cache dtype.
 _LARGEST = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
 
 
@@ -64,13 +64,13 @@ def quantized(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
 
 
 def _as_bits(cache: Tensor) -> Tensor:
-    """Return the slots of a cache, as uint8 if 8-bit: torch cannot index float8_e4m3fn."""
+    """Flatten a cache to slots, as uint8 if 8-bit: torch cannot index float8_e4m3fn."""
     flat = cache.flatten(0, 1)
     return flat.view(torch.uint8) if flat.element_size() == 1 else flat
 
 
 def _elements(cache: Tensor, slots: Tensor, wide: torch.dtype) -> Tensor:
-    """Return the elements in some slots; NaN of float8_e4m3fn is read as 480 or -480."""
+    """Return the elements in `slots`; a float8_e4m3fn NaN is read as 480 or -480."""
     if cache.dtype != torch.float8_e4m3fn:
         return cache.flatten(0, 1)[slots].to(wide)
     bits = _as_bits(cache)[slots]
@@ -79,7 +79,7 @@ def _elements(cache: Tensor, slots: Tensor, wide: torch.dtype) -> Tensor:
 
 
 def _normalised(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Apply RMSNorm in fp32 (fp64 for fp64), rounded, then the weight, rounded."""
+    """Apply RMSNorm in fp32 (fp64 for fp64) and round, then multiply by weight and round."""
     y = x.to(torch.float64 if x.dtype == torch.float64 else torch.float32)
     return weight * (y * torch.rsqrt(y.square().mean(-1, keepdim=True) + eps)).to(x.dtype)
 
@@ -116,7 +116,10 @@ def rope_append_kv(
     k_scales: Tensor | None = None,
     v_scales: Tensor | None = None,
 ) -> Tensor:
-    """Apply RMSNorm per head and RoPE in fp32 (fp64 for fp64); scatter k and v INTO THE CACHE."""
+    """Apply RMSNorm per head and RoPE to q and k; return q and write k and v to the caches.
+
+    Computed in fp32 (fp64 for fp64). Caches and scales are changed in place.
+    """
 
     def turn(x: Tensor, weight: Tensor | None) -> Tensor:
         x = x if weight is None else _normalised(x, weight, norm_eps)
@@ -152,7 +155,7 @@ def rope_append_latent(
     norm_weight: Tensor | None = None,
     norm_eps: float = 1e-6,
 ) -> Tensor:
-    """Apply RMSNorm to latents and RoPE to the other elements; scatter both INTO THE CACHE."""
+    """Apply RMSNorm to latents and RoPE to the rest; write kv to the cache in place, return q."""
     latents, heads = kv[:, None, :LATENT_DIM], torch.cat([q, kv[:, None]], 1)
     if norm_weight is not None:
         latents = _normalised(latents, norm_weight, norm_eps)
@@ -177,12 +180,12 @@ def expanded_attention(
     *,
     sm_scale: float,
 ) -> tuple[Tensor, Tensor]:
-    """Compute latent attention without absorption, as its models define it; return out and lse.
+    """Compute latent attention without absorption, as models define it; return out and lse.
 
     Every head has its own keys and values, computed from the latents: k = (w_uk latent, rotated
     key), v = w_uv latent. q_nope: [rows, num_qo_heads, nope]; q_rope: [rows, num_qo_heads, 64],
-    rotated; w_uk: [num_qo_heads, nope, 512]; w_uv: [num_qo_heads, v_head_dim, 512]. Returns [rows,
-    num_qo_heads, v_head_dim]. fp64 where `q_nope` is, else fp32.
+    rotated; w_uk: [num_qo_heads, nope, 512]; w_uv: [num_qo_heads, v_head_dim, 512]. The output is
+    [rows, num_qo_heads, v_head_dim]. Computed in fp64 if `q_nope` is fp64, else in fp32.
     """
     wide = torch.float64 if q_nope.dtype == torch.float64 else torch.float32
     out = q_nope.new_zeros(*q_nope.shape[:2], w_uv.shape[1])
@@ -235,10 +238,10 @@ def append_attention(
 ) -> tuple[Tensor, Tensor]:
     """Compute attention of each request in fp32 (fp64 for fp64), rounded once; return out and lse.
 
-    A score is multiplied by the scale of its key, and a probability by that of its value. A sink is
-    an extra score with a probability that is dropped. Shared prefixes change nothing. Without a
-    `v_cache` values are the first columns of the keys; `expanded_attention` is the same before
-    absorption.
+    A score is multiplied by the scale of its key, and a probability by the scale of its value. A
+    sink is an extra logit in the softmax denominator. `prefix_leaders` and `prefix_lens` are
+    ignored: shared prefixes change no result. Without `v_cache`, the values are the first
+    LATENT_DIM elements of the keys; `expanded_attention` computes that case without absorption.
     """
     if v_cache is None:
         v_cache = k_cache[..., :LATENT_DIM]
@@ -267,7 +270,7 @@ def append_attention(
             allowed = torch.nn.functional.pad(bits.flatten(1).bool(), (0, kv_len))
             place = column - start
             seen &= (place < 0) | allowed[:, place.clamp(0, allowed.shape[1] - 1)]
-        used = seen.any(0)  # pages before all windows may not exist
+        used = seen.any(0)  # pages before every window may not exist
         slots = pages[column // page_size] * page_size + column % page_size
         keys = _elements(k_cache, slots[used], wide).repeat_interleave(group, 1)
         values = _elements(v_cache, slots[used], wide).repeat_interleave(group, 1)
@@ -307,7 +310,7 @@ def compact_kv(
     kv_indptr: Tensor,
     kv_indices: Tensor,
 ) -> None:
-    """Gather the slots of each accepted path and write them after the root, IN THE CACHES."""
+    """Copy the KV of each accepted path to the slots after the root, in place in the caches."""
     page_size = k_cache.shape[1]
     for b, count in enumerate(num_accepted_tokens.tolist()):
         first = int(kv_lens[b]) - int(qo_indptr[b + 1] - qo_indptr[b]) + 1
@@ -323,7 +326,7 @@ def compact_kv(
 
 
 def copy_kv(k_cache: Tensor, v_cache: Tensor | None, from_slots: Tensor, to_slots: Tensor) -> None:
-    """Copy slots by indexing, with a gather before any write, IN THE CACHES."""
+    """Copy KV slots in place in the caches; read all of them before any write."""
     used = to_slots >= 0
     for cache in (k_cache, v_cache):
         if cache is None:

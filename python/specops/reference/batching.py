@@ -137,7 +137,7 @@ def find_shared_prefixes(
     ends, per_leaf = kv_indptr.tolist(), leaf_tokens // page_size
     lists = [tuple(kv_indices[begin:end].tolist()) for begin, end in pairwise(ends)]
     order = sorted(range(len(lists)), key=lambda one: (lists[one], one))
-    # For each request, in this order: its pages up to the end of every leaf.
+    # starts[i] holds the pages of request order[i] up to the end of each of its leaves.
     starts = [
         [lists[b][:end] for end in range(per_leaf, len(lists[b]) + 1, per_leaf)] for b in order
     ]
@@ -192,7 +192,7 @@ def tree_chains(
     *,
     page_size: int,
 ) -> dict[str, Tensor]:
-    """Return the arrays of `batching.TreeChains` by name, from the path of every leaf."""
+    """Return the arrays of `batching.TreeChains` by name, from the root-to-leaf paths."""
     spare = iter(spare_pages.tolist())
     chain_indptr, qo, kv, pages_of, copies = [0], [], [], [], []
     for b, nodes in enumerate(num_draft_tokens.tolist()):
@@ -244,7 +244,7 @@ def prepare_draft_batch(
 ) -> dict[str, Tensor]:
     """Return the arrays of `batching.DraftIndices` by name.
 
-    There is a row for each position with a known next token.
+    The batch has a row for each position with a known next token.
     """
     rows: list[tuple[int, int, int, int]] = []  # request, position, cache slot, source
     indptr, draft_kv_lens, last_rows, draft_positions = [0], [], [], []
@@ -286,7 +286,7 @@ def advance_draft_batch(
     draft_token_ids: Tensor,
     num_draft_tokens: Tensor,
 ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-    """Return (the drafts, their numbers, the next pass as `batching.DraftIndices` by name)."""
+    """Return (drafts, draft counts, arrays of `batching.DraftIndices` of the next pass by name)."""
     drafts, counts = draft_token_ids.clone(), num_draft_tokens.clone()
     rows: list[tuple[int, int, int, int]] = []
     indptr, draft_kv_lens, next_last_rows, draft_positions = [0], [], [], []
@@ -337,7 +337,7 @@ def _draft_indices(
 def keep_hidden_rows(
     hidden: Tensor, slots: Tensor, qo_indptr: Tensor, kv_lens: Tensor, lens: Tensor, kept: Tensor
 ) -> Tensor:
-    """Return `kept` updated, in order, with the states of positions with a known next token."""
+    """Return a copy of `kept` with the states of positions with a known next token written."""
     kept = kept.clone()
     for b, slot in enumerate(slots.tolist()):
         first_row = int(qo_indptr[b])

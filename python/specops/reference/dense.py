@@ -59,7 +59,7 @@ _RANGES = {"int8": (-128, 127), "int4": (-8, 7)}
 
 
 def quantize_weight(weight: Tensor, *, kind: str = "int8", group: int = 0) -> QuantizedWeight:
-    """Quantize as FastDeploy's WINT8 and WINT4: one scale per output, or per group of inputs."""
+    """Quantize like FastDeploy's WINT8 and WINT4: one scale per output or per group of inputs."""
     least, most = _RANGES[kind]
     wide = weight.float()
     if group == 0:
@@ -78,14 +78,14 @@ def quantize_weight(weight: Tensor, *, kind: str = "int8", group: int = 0) -> Qu
 
 
 def _code_values(weight: QuantizedWeight) -> Tensor:
-    """Return the values of the codes before scaling: [num_outputs, num_inputs] in float32."""
+    """Return the quantized values before scaling: [num_outputs, num_inputs] in float32."""
     if weight.code_values is not None:
         return weight.code_values.float()[weight.codes.long()]
     return weight.codes.float() - 8 if weight.kind == "int4" else weight.codes.float()
 
 
 def _by_input(scales: Tensor, weight: QuantizedWeight) -> Tensor:
-    """Return the scale of each code: [num_outputs, num_inputs]."""
+    """Return the scale of each quantized value: [num_outputs, num_inputs]."""
     num_outputs, num_inputs = weight.codes.shape
     if weight.kind == "fp8" and weight.group:
         scales = scales.repeat_interleave(128, 0)[:num_outputs]
@@ -93,7 +93,7 @@ def _by_input(scales: Tensor, weight: QuantizedWeight) -> Tensor:
 
 
 def dequantize_weight(weight: QuantizedWeight, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Return value * scale + offset, each step in float32; columns in the order of the inputs."""
+    """Return value * scale + offset, each step in float32, with columns in input order."""
     out = _code_values(weight) * _by_input(weight.scales, weight)
     if weight.offsets is not None:
         out = out + _by_input(weight.offsets, weight)
@@ -109,7 +109,7 @@ def _in_groups(rows: Tensor, group: int) -> Tensor:
 
 
 def integer_rows(x: Tensor, activations: str = "int16") -> tuple[Tensor, Tensor]:
-    """Return (integers in float64 [rows, groups, 128 or 32], the step of each group).
+    """Round rows to integers: return float64 [rows, groups, 128 or 32] and the step per group.
 
     int16: a group's step is the power of two that scales its largest magnitude to [2^14, 2^15).
     int8: a group's step is its largest magnitude over 127.
@@ -123,7 +123,8 @@ def integer_rows(x: Tensor, activations: str = "int16") -> tuple[Tensor, Tensor]
     else:
         counts, most = peak >= 2.0**-100, torch.full_like(peak, 127)
         step = torch.where(counts, peak / most, 0)
-        inverse = torch.where(counts, most / peak, 0)  # 127 / peak would be 127 * (1 / peak)
+        # `most` is a tensor because torch computes 127 / peak as 127 * (1 / peak).
+        inverse = torch.where(counts, most / peak, 0)
         integers = (groups * inverse).double().round()
     finite = peak.isfinite()
     return torch.where(finite, integers, 0), torch.where(finite, step, torch.nan)
@@ -154,9 +155,10 @@ def quantized_linear(
     activation: str | None = None,
     activations: str | None = None,
 ) -> Tensor:
-    """Compute `linear` of a quantized weight: the exact bits for int8 and int4, rounded for fp8.
+    """Compute `linear` of a quantized weight: the op's bits (int8, int4), or within rounding (fp8).
 
-    activations: type to which rows are rounded, "int16" or "int8"; None: the kind's default.
+    activations: type to which rows are rounded, "int16" or "int8". None means "int16" for int8
+    weights and "int8" for int4 weights.
     """
     if weight.input_order is not None:
         x = x[:, weight.input_order.long()]
@@ -172,7 +174,10 @@ def quantized_linear(
 
 
 def _in_pieces(x: Tensor, weight: QuantizedWeight, activations: str) -> Tensor:
-    """Compute exact sums of pieces, within one group of weight and row, and chain them in order."""
+    """Sum each piece exactly, then chain the sums in order by fused multiply-adds.
+
+    A piece lies in one scale group of the weight and in one group of the row.
+    """
     integers, step = integer_rows(x, activations)
     size = integers.shape[2]
     piece = math.gcd(weight.group, size)
@@ -195,7 +200,7 @@ def _in_pieces(x: Tensor, weight: QuantizedWeight, activations: str) -> Tensor:
 
 
 def _in_blocks_of_128(x: Tensor, weight: QuantizedWeight) -> Tensor:
-    """Add up sums of 128 inputs times their scale, in fp32 (fp64 for fp64 input)."""
+    """Sum each block of 128 inputs, scale it, and add the blocks in fp32 (fp64 for fp64 input)."""
     wide = torch.float64 if x.dtype == torch.float64 else torch.float32
     rows, values = _in_groups(x.to(wide), 128), _in_groups(_code_values(weight).to(wide), 128)
     scales = _in_groups(_by_input(weight.scales, weight).to(wide), 128)
@@ -208,10 +213,11 @@ def _in_blocks_of_128(x: Tensor, weight: QuantizedWeight) -> Tensor:
 def rms_norm(
     x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Return (the normalised rows, the new residual, which is x without a residual).
+    """Return (the normalized rows, the new residual); without `residual` the latter is x.
 
-    hidden = residual + x, in the dtype; hidden / sqrt(mean(hidden^2) + eps) in fp32 (fp64 for fp64
-    input), rounded to the dtype, then times weight in the dtype.
+    The new residual is hidden = residual + x in the dtype of x. Then hidden / sqrt(mean(hidden^2) +
+    eps) is computed in fp32 (fp64 for fp64 input), rounded to the dtype of x, and multiplied by
+    weight in that dtype.
     """
     hidden = x if residual is None else residual + x
     wide = hidden if hidden.dtype == torch.float64 else hidden.float()
@@ -235,7 +241,7 @@ def output_gate(
 
 
 def embedding(token_ids: Tensor, weight: Tensor) -> Tensor:
-    """Return rows token_ids of weight."""
+    """Return the row of `weight` for each token id."""
     return weight[token_ids.long()]
 
 
@@ -258,7 +264,12 @@ def mtp_input(
     hidden_first: bool = False,
     mask_first_position: bool = False,
 ) -> Tensor:
-    """Return norm(embedding of the token `ahead` positions on) beside norm(state at the row)."""
+    """Return [rows, 2 * width]: a normalized embedding beside a normalized hidden state.
+
+    The embedding is that of the token `ahead` positions after the row. It is zeros if there is no
+    such token, and at position 0 with mask_first_position. `source_rows` selects the hidden state.
+    Rows of no request are zeros.
+    """
     out = embedding.new_zeros(len(positions), 2, embedding.shape[1])
     for row, request in enumerate(row_to_request.tolist()):
         if request < 0:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Distribution of one row's token: random numbers, processed logits, filters."""
+"""Distribution that a row's token is sampled from: uniforms, processed logits, filters."""
 
 import itertools
 from collections.abc import Callable, Mapping
@@ -34,7 +34,7 @@ def philox_uniform(
     sub_index: int = 0,
     anchor: int = 0,
 ) -> float:
-    """Return the uniform in [0, 1) of a decision.
+    """Return the uniform in [0, 1) for one random decision.
 
     Purposes: 0 draft, 1 accept, 2 residual, 3 target.
     """
@@ -94,8 +94,8 @@ def target_probs(
 ) -> Tensor:
     """Return the distribution that a row's token is sampled from, in float64.
 
-    It is one-hot at the first of the largest logits under temperature 0, and at token 0 if no
-    logit is finite.
+    With temperature 0, it is one-hot at the first maximum. If every logit is NaN or -inf, it is
+    one-hot at token 0.
     """
     x = _clean_logits(row)
     if temperature == 0 or x.max() == -torch.inf:
@@ -149,10 +149,10 @@ def process_logits(
     draft_token_ids: Tensor | None = None,
     parents: Tensor | None = None,
 ) -> Tensor:
-    """Return the logits after mask, bad words, min tokens, bias and penalties, in their own dtype.
+    """Return the logits after mask, bad words, min tokens, bias and penalties, in the same dtype.
 
-    `processors` has the fields of `sampling.LogitsProcessors`, or is None. Without output_indptr
-    every row is a request, as in `sample`; with it rows, drafts and parents are those of `verify`.
+    `processors` has the fields of `sampling.LogitsProcessors`, or is None. Without output_indptr,
+    every row is a request, as in `sample`; with it, rows, drafts and parents are as in `verify`.
     The drafts on the path to a row count as output tokens.
     """
     out = logits.clone()
@@ -187,7 +187,7 @@ def _path(row: int, parents: list[int] | None) -> list[int]:
 def _process_row(
     row: Tensor, p: Any, slot: int, mask: int, position: int, in_flight: list[int]
 ) -> Tensor:
-    """Process one row in float32, rounding at every step as written."""
+    """Process one row in float32; every operation rounds, in the order written."""
     x = _clean(row.float())
     if mask >= 0:
         ids = torch.arange(len(x))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ops of linear attention in plain PyTorch."""
+"""Linear-attention ops in plain PyTorch."""
 
 from collections.abc import Iterator
 

@@ -47,7 +47,7 @@ def moe_route(
 
 
 def _first(keys: Tensor, count: int) -> Tensor:
-    """Return the indices of the largest keys, in stable order; torch.topk has none for ties."""
+    """Return the indices of the largest keys; unlike torch.topk, ties go to the lowest index."""
     order: Tensor = keys.sort(dim=-1, descending=True, stable=True)[1]
     return order[:, :count]
 
@@ -74,7 +74,7 @@ def moe_linear(
     *,
     activation: str | None = None,
 ) -> Tensor:
-    """Apply `linear` per expert to its rows; weight is [num_experts, num_outputs, num_inputs]."""
+    """Apply each expert to its rows; weight is [num_experts, num_outputs, num_inputs]."""
     parts = []
     rows = x if row_indices is None else x[row_indices.long()]
     ends = expert_indptr.tolist()
@@ -92,7 +92,7 @@ def moe_combine(
     shared: Tensor | None = None,
     out_dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """Sum each row's weighted experts in order, then add shared; round once to out_dtype."""
+    """Sum each row's weighted expert outputs in order, add `shared`, and round once."""
     total = expert_out.new_zeros(len(places), expert_out.shape[1])
     for k in range(places.shape[1]):
         place = places[:, k].long()

@@ -48,9 +48,10 @@ def sample(
     probs: Tensor | None = None,
     uniform: Uniform = philox_uniform,
 ) -> Tensor:
-    """Sample by filters, then inverse CDF in token-id order with the row's uniform, in float64.
+    """Sample a token per row in float64: filter, then invert the CDF with the row's uniform.
 
-    logprobs, ranks and probs (the distribution itself) are written if passed.
+    The CDF runs in token-id order. `logprobs`, `ranks` and `probs` (the sampled distribution) are
+    written if passed.
     """
     out = torch.zeros(logits.shape[0], dtype=torch.int32)
     columns = dict(zip(_FILTERS, (temperature, top_k, top_p, min_p, typical_p), strict=True))
@@ -75,7 +76,7 @@ NORMAL, ACCEPT_ALL, REJECT_ALL, SYNTHETIC = range(4)  # policies
 
 
 def _residual(target: Tensor, draft: Tensor) -> Tensor:
-    """Return normalise(max(target - draft, 0)), or the target if rounding leaves only zeros."""
+    """Return normalize(max(target - draft, 0)), or the target if rounding leaves only zeros."""
     rest = (target - draft).clamp(min=0)
     return target if rest.sum() == 0 else rest / rest.sum()
 
@@ -86,9 +87,10 @@ def _rejection_choice(
     draft: Tensor | None,
     coin: Callable[..., float],
 ) -> int:
-    """Accept one of the children sampled from `draft`, or sample the residual.
+    """Return the first accepted child, or a token sampled from the residual.
 
-    draft None: each child had probability 1. coin(purpose, sub_index) is the row's uniform.
+    The children were sampled from `draft`; if it is None, each child had probability 1.
+    coin(purpose, sub_index) returns a uniform of the row.
     """
     for i, token_id in enumerate(children):
         given = torch.zeros_like(target) if draft is None else draft
@@ -106,9 +108,9 @@ def _block_choices(
     given: list[Tensor],
     coin: Callable[[int, int], float],
 ) -> list[int]:
-    """Return the tokens that block verification emits: accepted drafts, and one more.
+    """Return the tokens that block verification emits: the accepted drafts and one more token.
 
-    coin(purpose, row) is a uniform that no other step uses.
+    coin(purpose, row) returns a uniform that no other step uses.
     """
     n = len(drafts)
     weights, accepted = [1.0], 0
@@ -156,9 +158,12 @@ def verify(
     accepted_nodes: Tensor | None = None,
     uniform: Uniform = philox_uniform,
 ) -> tuple[Tensor, Tensor]:
-    """Verify each request: walk from the root to the first child that equals its row's choice.
+    """Verify the drafts of each request by a walk through its tree; return tokens and counts.
 
-    Without parents drafts are a chain. logprobs, ranks and accepted_nodes are written if passed.
+    The walk starts at the root. It chooses a token for the current row, moves to the first child
+    with that token, and ends if no child has it. Without `parents`, the drafts are a chain.
+    `logprobs`, `ranks` and `accepted_nodes` are written if passed. Tokens are [batch, k + 1],
+    padded with -1; counts are the numbers of accepted drafts [batch]; both int32.
     """
     batch, k = draft_token_ids.shape
     output_token_ids = torch.full((batch, k + 1), -1, dtype=torch.int32)
@@ -217,7 +222,7 @@ def verify(
 
 
 def _draft_distribution(probs: Tensor, token_ids: Tensor | None, vocab_size: int) -> Tensor:
-    """Return the distribution dense, in float64 and clamped to [0, 1]; NaN becomes 0."""
+    """Return the dense draft distribution in float64, clamped to [0, 1]; NaN becomes 0."""
     probs = probs.double().nan_to_num(nan=0.0).clamp(0, 1)
     if token_ids is None:
         return probs
@@ -235,7 +240,7 @@ def _keyed(
     sub_index: int = 0,
     anchor: int = 0,
 ) -> float:
-    """Return a request's uniform; `functools.partial` binds its seed and choice index."""
+    """Return a uniform of a request; `functools.partial` binds the seed and choice index."""
     return uniform(seed, position, purpose, choice_index, sub_index, anchor)
 
 
@@ -252,14 +257,15 @@ def _walk(
 ) -> list[tuple[int, int]]:
     """Return the emitted tokens of a request as (token, node); the last token has node -1.
 
-    Row r > 0 is node r - 1; targets are the rows' distributions, given[r] that of r's children.
+    Row 0 is the root, and row r > 0 is node r - 1. targets[r] is the distribution of row r, and
+    given[r] the draft distribution of row r's children (None: one-hot at each child).
     """
     # Drafts past the vocabulary become one extra token of probability 0.
     vocab_size = len(targets[0])
     tokens = [min(token_id, vocab_size) for token_id in tokens]
     targets = [torch.nn.functional.pad(target, (0, 1)) for target in targets]
     given = [None if q is None else torch.nn.functional.pad(q, (0, 1)) for q in given]
-    # The drafts that can be accepted: a -1 never is, nor are its later siblings.
+    # children[r] holds the drafts that can be accepted. A -1 and its later siblings cannot.
     children: list[list[int]] = [[] for _ in targets]
     for r in range(len(targets)):
         for node, token_id in enumerate(tokens):
@@ -337,8 +343,8 @@ def top_logprobs(
     """Return the first n tokens by (logit descending, id ascending), their log-softmax and the LSE.
 
     With processed_logprobs, order by processed logits, and take the log of the distribution that
-    `sample` samples; a token that the filters drop keeps its place in the order. The LSE always
-    comes from the untouched logits, and so does everything in rows of no request.
+    `sample` samples; a token that the filters drop keeps its place in the order. The LSE, and all
+    results of rows that belong to no request, come from the unprocessed logits.
     """
     rows = logits
     if processed_logprobs and processors is not None:
@@ -370,7 +376,7 @@ def top_logprobs(
 def commit(
     output_token_ids: Tensor, slots: Tensor, token_ids: Tensor, lens: Tensor, **options: Tensor
 ) -> dict[str, Tensor]:
-    """Commit token by token, on lists; return all arguments by name, as the op would leave them."""
+    """Commit tokens one at a time; return all arguments by name, as the op would leave them."""
     after = {
         "output_token_ids": output_token_ids.clone(),
         "slots": slots,

@@ -22,9 +22,11 @@ def ngram_propose(
     num_given_drafts: Tensor | None = None,
     max_total_draft_tokens: int | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Try every size, longest first, at every earlier start, latest (or leftmost) first.
+    """Draft the tokens after an earlier occurrence of the n-gram that ends each text.
 
-    `given_token_ids` [batch, k] holds the existing drafts; match_lens is written if passed.
+    Sizes are tried from the longest on, and starts of a size from the latest (or leftmost) on.
+    `given_token_ids` [batch, k] holds existing drafts, which stay in front. `match_lens` is written
+    if passed. Return (drafts [batch, k] padded with -1, their counts [batch]), both int32.
     """
 
     def of(value: int | Tensor, b: int) -> int:
@@ -62,7 +64,7 @@ def ngram_propose(
 
 
 def _shares(counts: list[int], given: list[int], total: int) -> list[int]:
-    """Distribute `total` drafts: one to each request that can take one more, round by round."""
+    """Limit the counts to `total` drafts: in each round, every request with more gets one."""
     shares = list(given)
     left = total - sum(shares)
     for cap in range(1, max(counts, default=0) + 1):
@@ -74,7 +76,7 @@ def _shares(counts: list[int], given: list[int], total: int) -> list[int]:
 
 
 class _Sequence:
-    """Tokens of one sequence; those before `first` were freed after its removal."""
+    """Tokens of one sequence; tokens before `first` were freed after the sequence's removal."""
 
     def __init__(self) -> None:
         self.tokens: list[int] = []
@@ -88,7 +90,7 @@ _Draft = tuple[list[int], list[int], list[float], float, int]
 
 
 def _occurrences(sequences: Iterable[_Sequence], string: list[int]) -> list[_Occurrence]:
-    """Return the occurrences, oldest first: by the order of sequences, then by position."""
+    """Return where `string` occurs: in the order of `sequences`, then by position."""
     size = len(string)
     return [
         (sequence, start + size)
@@ -104,15 +106,16 @@ def _float32(x: float) -> float:
 
 
 class SuffixCache:
-    """`specops.SuffixCache` by brute force: lists of tokens, all searched for every draft.
+    """Brute-force `specops.SuffixCache`: token lists that every draft searches completely.
 
     Drafts come from two trees, which are sets of sequences here: the request's own (prompt and
     response in one sequence) and the shared one (responses, in the order in which their requests
     were started). A response removed from the shared tree leaves it at once unless it is the
-    oldest. The oldest is freed from its first token on, two tokens for each token that a call adds;
-    its remaining tokens are still found until then.
+    oldest. The oldest is freed gradually, from its first token on: two tokens for each token that a
+    call adds. Tokens that are not freed yet still match.
 
-    Differences: a batch of `step` is a list, budgets in bytes and saving are not implemented.
+    Differences from `specops.SuffixCache`: `step` takes a list, and there are no byte budgets and
+    no saving.
     """
 
     def __init__(
@@ -171,7 +174,7 @@ class SuffixCache:
     ) -> list[_Draft]:
         """Extend and draft for rows of (request, new tokens, maximum drafts, existing drafts).
 
-        Parents are indices in the row, where the existing drafts are a path.
+        Returned parents index the existing drafts, which are a path, followed by the new drafts.
         """
         added = sum(self._append(request_id, new) for request_id, new, _, _ in rows)
         self._give_back(2 * added)
@@ -193,7 +196,7 @@ class SuffixCache:
         min_token_prob: float | None = None,
         context: list[int] | None = None,
     ) -> _Draft:
-        """Return the draft with the higher score; among equals that of the request's own tree."""
+        """Return the better-scored draft of both trees; the request's own tree wins a tie."""
         own = self.running[request_id]
         factor = self.max_spec_factor if max_spec_factor is None else _float32(max_spec_factor)
         min_prob = self.min_token_prob if min_token_prob is None else _float32(min_token_prob)
@@ -211,7 +214,7 @@ class SuffixCache:
         return max(drafts, key=lambda draft: draft[3])
 
     def count(self, token_ids: list[int], request_id: Hashable | None = None) -> int:
-        """Return how often a string occurs; 0 for strings longer than the depth."""
+        """Return how often `token_ids` occurs; 0 if it is longer than max_tree_depth."""
         if len(token_ids) > self.max_tree_depth:
             return 0
         sequences = self.shared if request_id is None else [self.running[request_id]]
@@ -226,7 +229,7 @@ class SuffixCache:
         return len(token_ids)
 
     def _keep_budgets(self) -> None:
-        """Remove responses over the budgets, the first started first, running or not."""
+        """Remove the earliest started responses, running or not, until the budgets hold."""
         while 0 < self.max_cached_requests < len(self.cached) or (
             0 <= self.max_cached_tokens < sum(len(s.tokens) for s in self.cached.values())
         ):
@@ -261,7 +264,7 @@ class SuffixCache:
         min_prob: float,
         use_tree: bool,
     ) -> _Draft:
-        """Return the best draft over all suffixes of the context; of equals the longest match's."""
+        """Return the best draft over all suffixes of the context; the longest match wins a tie."""
         best: _Draft = ([], [], [], 0.0, 0)
         for match_len in range(min(len(context), self.max_tree_depth), 0, -1):
             matches = _occurrences(sequences, context[-match_len:])
@@ -280,12 +283,12 @@ class SuffixCache:
         min_prob: float,
         use_tree: bool,
     ) -> _Draft:
-        """Return the likeliest path of continuations, or the likeliest continuations as a tree."""
+        """Return up to `budget` drafts: a greedy path, or the most probable nodes as a tree."""
         token_ids: list[int] = []
         parents: list[int] = []
         probs: list[float] = []
         score = 0.0
-        # Candidates stay in the order in which they were found: among equals the first wins.
+        # Candidates stay in the order in which they were found: max() picks the first of equals.
         candidates = self._continuations(matches, match_len, -1, 1.0, min_prob)
         while candidates and len(token_ids) < budget:
             if not use_tree:
@@ -309,14 +312,15 @@ class SuffixCache:
         prob: float,
         min_prob: float,
     ) -> list[tuple[float, int, int, list[_Occurrence], int]]:
-        """Return possible next tokens, the most frequent first; among equals the youngest first.
+        """Return candidates for the next token, most frequent first; the most recent wins a tie.
 
-        Counts are known up to the depth of the tree; past it only the text of the youngest
-        occurrence continues.
+        A candidate is (probability, token id, parent, its occurrences, depth). The tree counts
+        occurrences up to max_tree_depth. Past it, only the most recent occurrence continues, and
+        only with `read_on`.
         """
         if depth >= self.max_tree_depth:
             occurrences = occurrences[-1:] if self.read_on else []
-        next_of: dict[int, list[_Occurrence]] = {}  # by token, the youngest first
+        next_of: dict[int, list[_Occurrence]] = {}  # by token, most recent first
         for sequence, end in reversed(occurrences):
             if end < len(sequence.tokens):
                 next_of.setdefault(sequence.tokens[end], []).append((sequence, end + 1))
