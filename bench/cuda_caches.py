@@ -37,7 +37,7 @@ class Load:
 
     @property
     def is_big(self) -> bool:
-        """Whether reading it takes long enough for bandwidth to matter most."""
+        """True if reading it takes long enough for bandwidth to matter most."""
         return self.num_bytes >= BIG_BYTES
 
 

@@ -17,18 +17,9 @@ import simt
 import skips
 import specops
 import torch
+from fake_gpu import OP_MODULES
 from rounding import assert_error_at_most, distance, rounding_errors
-from specops import (
-    _C,
-    attention,
-    batching,
-    dense,
-    linear_attention,
-    moe,
-    ngram,
-    runtime,
-    sampling,
-)
+from specops import _C
 from torch import Tensor
 
 # The references' torch ops: a barrier among threads that share a core costs more than they save.
@@ -70,8 +61,6 @@ def keep_smoke(config: pytest.Config, items: list[pytest.Item]) -> None:
 # Ops with separate kernels for instruction sets with bf16 products (SPECOPS_BF16_KERNELS in
 # CMakeLists.txt).
 BF16_OPS = frozenset({"append_attention", "linear", "moe_linear", "pack_weight"})
-
-OP_MODULES = [attention, batching, dense, linear_attention, moe, ngram, runtime, sampling]
 
 
 def split_cases(config: pytest.Config, items: list[pytest.Item]) -> None:

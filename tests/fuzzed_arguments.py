@@ -24,7 +24,7 @@ import numpy as np
 import simt
 import specops
 import torch
-from conftest import OP_MODULES
+from fake_gpu import OP_MODULES
 from specops import _C, attention, batching, dense, ngram, sampling
 from test_errors import GOOD_CALLS, OPS, public_call
 from torch import Tensor

@@ -38,7 +38,7 @@ SCHEDULES = [
 ]
 ACCUMULATIONS = ["fma", "hopper", "ampere"]
 WHOLE_CALLS = 2  # first calls of an op in a test, repeated under several schedules
-DAILY = (SCHEDULES[0], SCHEDULES[3])  # the schedules of those calls in `make test`; CI takes all
+DAILY = [SCHEDULES[0], SCHEDULES[3]]  # the schedules of those calls in `make test`; CI takes all
 
 # Calls that hold state outside their tensors, so that they cannot be repeated.
 _ONCE = {"take_error"}
@@ -77,7 +77,7 @@ class UnderEverySchedule:
         if schedules == "all":
             return SCHEDULES
         if BUILD == "plain" and number < WHOLE_CALLS:
-            return SCHEDULES if schedules == "first calls" else list(DAILY)
+            return SCHEDULES if schedules == "first calls" else DAILY
         return [SCHEDULES[number % len(SCHEDULES)]]
 
     def __getattr__(self, name: str) -> Any:

@@ -68,7 +68,12 @@ def skip_float32(on_cuda: bool, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("heads,page_size", [(1, 16), (16, 32), (20, 64), (128, 16)])
-@pytest.mark.fast("cpu-*-1-16-*", "cpu-*-16-32-*", "simt-16-32-*", ci=("cpu-*-20-64-*", "simt-*"))
+@pytest.mark.fast(
+    "cpu-*-1-16-*",
+    "cpu-*-16-32-*",
+    "simt-16-32-*",
+    ci=("cpu-*-20-64-*", "cpu-*-128-16-dtype1", "simt-*"),
+)
 def test_against_the_reference(
     device: str, isa: str, on_cuda: bool, dtype: torch.dtype, heads: int, page_size: int
 ) -> None:

@@ -150,7 +150,7 @@ def test_each_command_has_a_name() -> None:
 
 
 @pytest.mark.parametrize("command", COMMANDS, ids=NAMES)
-@pytest.mark.fast("mtp", "hybrid", ci=("ngram", "suffix", "greedy", "steps", "ranks"))
+@pytest.mark.fast("mtp", "hybrid", ci=("*",))
 def test_answers_are_those_of_one_process_without_speculation(
     command: str, paths: dict[str, str]
 ) -> None:

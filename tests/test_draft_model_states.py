@@ -246,7 +246,7 @@ TRAPS: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
 
 
 @pytest.mark.parametrize("trap", TRAPS)
-@pytest.mark.slow
+@pytest.mark.ci
 def test_traps_are_noticed(trap: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """By the drafts alone: no token depends on them."""
     TRAPS[trap](monkeypatch)

@@ -289,7 +289,7 @@ FAULTS: list[tuple[str, Fault]] = [
 @pytest.mark.parametrize(
     "family,fault", FAULTS, ids=[f"{family}-{i}" for i, (family, _) in enumerate(FAULTS)]
 )
-@pytest.mark.slow
+@pytest.mark.ci
 def test_a_rule_left_out_is_noticed(tmp_path: Path, family: str, fault: Fault) -> None:
     theirs = make_experts(tmp_path, family)
     ids = random_ids(40)

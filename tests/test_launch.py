@@ -114,7 +114,7 @@ def test_limits_of_shared_memory_and_overlap(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("planted", PLANTED)
 @pytest.mark.fast("set by*", "overlap of*", "room asked*")
-@pytest.mark.slow
+@pytest.mark.ci
 def test_a_planted_bug_is_noticed(planted: str, tmp_path: Path) -> None:
     line, other, said = PLANTED[planted]
     text = launch_header()

@@ -587,7 +587,7 @@ BUGS = [
 
 
 @pytest.mark.parametrize("bug", BUGS, ids=lambda bug: bug.name)
-@pytest.mark.slow
+@pytest.mark.ci
 def test_bugs_are_noticed(bug: Bug) -> None:
     with pytest.raises(AssertionError):
         CHECKS[bug.checks[0]](ReferenceOps((bug.old, bug.new)))
@@ -795,7 +795,7 @@ def test_a_few_trials(device: str, on_cuda: bool, strategy: VerifyStrategy, form
 
 
 @pytest.mark.parametrize("strategy", [REJECTION, BLOCK])
-@pytest.mark.slow
+@pytest.mark.ci
 def test_trials_notice_a_wrong_distribution(strategy: VerifyStrategy) -> None:
     with pytest.raises(AssertionError, match="chi-square"):
         check_trials("cpu", Trials(1, 1.0, strategy, {}, lie=True), 10 * VOCAB)

@@ -437,7 +437,7 @@ def cases(faults: Sequence[Fault]) -> list[Any]:
 
 
 @pytest.mark.parametrize(("fault", "trial"), cases(FAULTS))
-@pytest.mark.slow
+@pytest.mark.ci
 def test_faults_are_noticed(
     tinies: dict[int, Tiny], fault: Fault, trial: Trial, monkeypatch: pytest.MonkeyPatch
 ) -> None:

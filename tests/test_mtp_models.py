@@ -274,7 +274,7 @@ FAULTS = (
 
 
 @pytest.mark.parametrize("naming,base,bias", CASES)
-@pytest.mark.slow
+@pytest.mark.ci
 def test_the_comparison_catches_faults(
     tmp_path: Path, naming: str, base: tuple[str, dict[str, Any]], bias: bool
 ) -> None:

@@ -194,7 +194,6 @@ def test_approximate_functions_may_differ_and_nothing_else(monkeypatch: pytest.M
 # Faults of kernels
 
 
-@pytest.mark.slow
 def test_rows_that_depend_on_their_place_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     linear, append, sample = dense.linear, attention.append_attention, sampling.sample
 
@@ -218,7 +217,6 @@ def test_rows_that_depend_on_their_place_are_noticed(monkeypatch: pytest.MonkeyP
     assert not any(one.passed for one in found.values())
 
 
-@pytest.mark.slow
 def test_a_kernel_with_other_sums_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     """As one that cuts leaves elsewhere: only that kernel's rows differ."""
     force, linear, forced = dense.set_linear_kernel, dense.linear, [""]
@@ -303,7 +301,6 @@ def test_a_lost_arrival_is_noticed(monkeypatch: pytest.MonkeyPatch, op: str) -> 
 COUNTER_BYTES = {"append_attention": 512, "linear": 512, "sample": 4}
 
 
-@pytest.mark.slow
 def test_a_form_that_cannot_be_launched_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     append = attention.append_attention
 

@@ -100,7 +100,7 @@ __device__ inline int32_t extend_index(const NgramRequest& request,
         is_refused = true;
         is_waiting = false;
       }
-      // Of lanes that would write the same entry, one does and the others look again. Among lanes
+      // If several lanes would write the same entry, one writes and the others look again. Among lanes
       // with the same n-gram, the writer has the preferred end, so the others are done.
       unsigned place = is_writing ? static_cast<unsigned>(idx) : 0x80000000u | lane;
       unsigned rivals = __match_any_sync(kFullMask, place);

@@ -263,7 +263,7 @@ class EngineConfig:
 
     @property
     def wants_all_methods(self) -> bool:
-        """Whether to load every method that the model can run."""
+        """True to load every method that the model can run."""
         if self.methods is None:
             return self.model_dir == BUNDLED_MODEL
         return ALL_METHODS in self.methods

@@ -171,7 +171,7 @@ class Engine:
 
     @property
     def has_unsaved_drafters(self) -> bool:
-        """Whether drafters hold data that `save_drafters` has not written yet."""
+        """True if drafters hold data that `save_drafters` has not written yet."""
         return self._drafting.has_unsaved
 
     def save_drafters(self) -> None:

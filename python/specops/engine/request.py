@@ -92,7 +92,7 @@ class Request:
 
     @property
     def is_decoding(self) -> bool:
-        """Whether all tokens but the newest have been computed."""
+        """True if all tokens but the newest have been computed."""
         return self.num_computed == len(self.token_ids) - 1 and self.num_computed >= self.prompt_len
 
     @property
@@ -104,7 +104,7 @@ class Request:
 
     @property
     def has_no_output(self) -> bool:
-        """Whether the request generates no tokens."""
+        """True if the request generates no tokens."""
         return self.max_len == self.prompt_len
 
     @property

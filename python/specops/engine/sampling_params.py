@@ -261,7 +261,7 @@ class SamplingParams:
 
     @property
     def has_penalties(self) -> bool:
-        """Whether a token's logit depends on earlier tokens through a penalty."""
+        """True if a token's logit depends on earlier tokens through a penalty."""
         return (
             self.repetition_penalty != 1
             or self.presence_penalty != 0
@@ -270,7 +270,7 @@ class SamplingParams:
 
     @property
     def thinks(self) -> bool:
-        """Whether the length of the thinking, or of the reply after it, is limited."""
+        """True if the length of the thinking, or of the reply after it, is limited."""
         return self.reasoning_max_tokens is not None or self.response_max_tokens is not None
 
     def largest_token_id(self) -> tuple[str, int]:

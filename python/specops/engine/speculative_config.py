@@ -426,7 +426,7 @@ class SpeculativeConfig:
 
     @property
     def selects_drafts(self) -> bool:
-        """Whether the engine decides how many drafts are verified; no token depends on it."""
+        """True if the engine decides how many drafts are verified; no token depends on it."""
         return (
             self.adaptive_verification is True
             and self.method != NAIVE
@@ -436,7 +436,7 @@ class SpeculativeConfig:
 
     @property
     def verifies_trees(self) -> bool:
-        """Whether a step with a request of this configuration may verify trees."""
+        """True if a step with a request of this configuration may verify trees."""
         return self.verify_strategy in _TREE_STRATEGIES and self.accept_policy in _TREE_POLICIES
 
     @property
@@ -457,7 +457,7 @@ class SpeculativeConfig:
 
     @property
     def drafts_with_target_numbers(self) -> bool:
-        """Whether a draft is drawn with the random number that the target will use for its token.
+        """True if a draft is drawn with the random number that the target will use for its token.
 
         The closer the two distributions, the more often the two draws agree; they agree more often
         than the most likely token does with the target's draw.
@@ -466,7 +466,7 @@ class SpeculativeConfig:
 
     @property
     def draws_drafts(self) -> bool:
-        """Whether drafts are drawn with random numbers of their own.
+        """True if drafts are drawn with random numbers of their own.
 
         That pays if verification weighs a draft by both distributions. Drafts of a tree are the
         most likely tokens instead.

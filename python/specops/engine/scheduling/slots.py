@@ -62,12 +62,12 @@ class Slots:
 
     @property
     def has_free_slot(self) -> bool:
-        """Whether a slot is free without preempting a request."""
+        """True if a slot is free without preempting a request."""
         return bool(self._free_slots)
 
     @property
     def may_start(self) -> bool:
-        """Whether a waiting request may get a slot: something has changed since `settle`."""
+        """True if a waiting request may get a slot: something has changed since `settle`."""
         return bool(self.waiting) and self._settled_at != (self._num_changes, len(self.waiting))
 
     def settle(self) -> None:

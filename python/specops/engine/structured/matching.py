@@ -127,17 +127,17 @@ class GrammarState:
 
     @property
     def is_complete(self) -> bool:
-        """Whether the text is complete and cannot be extended."""
+        """True if the text is complete and cannot be extended."""
         return self.matcher.is_stopped() and not self.matcher.is_error()
 
     @property
     def may_end(self) -> bool:
-        """Whether the text is complete; it may still be extensible."""
+        """True if the text is complete; it may still be extensible."""
         return not self.matcher.is_error() and self.matcher.is_accepting()
 
     @property
     def is_dear(self) -> bool:
-        """Whether rows are slow enough that limits may be met."""
+        """True if rows are slow enough that limits may be met."""
         return self.row_seconds > _DEAR_SECONDS
 
     def judge(self, token_id: int, is_end: bool) -> tuple[bool, Ending | None]:
