@@ -350,7 +350,7 @@ docs: $(VENV)/lint-deps
 # `python3 build/specops.pyz verify-exactness --url URL`.
 pyz: build/specops.pyz
 
-build/specops.pyz: $(shell find python/specops/cli -name '*.py') python/specops/prompts.py
+build/specops.pyz: $(shell find python/specops/cli -name '*.py')
 	rm -rf build/pyz
 	mkdir -p build/pyz
 	cp python/specops/__main__.py build/pyz

@@ -14,10 +14,10 @@ from unittest import mock
 
 import torch
 from specops import attention, reference
+from specops.api.config import BUNDLED_MODEL
+from specops.api.tokenizer import Tokenizer
 from specops.engine import Engine, EngineConfig, SamplingParams, SpeculativeConfig
-from specops.engine.config import BUNDLED_MODEL
 from specops.engine.models import Transformer, load_model
-from specops.tokenizer import Tokenizer
 from torch import Tensor
 
 from bench.common import BENCH, Bench, Figure

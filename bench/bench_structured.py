@@ -15,10 +15,10 @@ from typing import Any, cast
 from unittest import mock
 
 import numpy as np
+from specops.api.tokenizer import Tokenizer
 from specops.engine import Engine, EngineConfig, SamplingParams, SpeculativeConfig, StructuredOutput
 from specops.engine.drafters.forced import ForcedDrafter
 from specops.engine.structured import GrammarCompiler, GrammarState, MaskFiller, MaskRows
-from specops.tokenizer import Tokenizer
 
 from bench.common import Bench, Figure
 

@@ -18,7 +18,7 @@ from typing import Any
 from unittest import mock
 
 from specops.engine import Engine, EngineConfig, SamplingParams, SpeculativeConfig
-from specops.vllm.decoding import Job, Run, decode
+from specops.integrations.vllm.decoding import Job, Run, decode
 
 from bench.bench_engine import prompt_token_ids
 from bench.common import ROOT, Bench, Figure
@@ -33,7 +33,10 @@ _DRAFTS = 4
 _SUFFIX = {"num_speculative_tokens": _DRAFTS}
 # vLLM's own suffix decoding needs a package that `make test-vllm` does not install.
 _OWN_SUFFIX = _SUFFIX | {"method": "suffix"}
-_OUR_SUFFIX = _SUFFIX | {"method": "custom_class", "model": "specops.vllm.SuffixProposer"}
+_OUR_SUFFIX = _SUFFIX | {
+    "method": "custom_class",
+    "model": "specops.integrations.vllm.SuffixProposer",
+}
 
 
 @dataclass

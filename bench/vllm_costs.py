@@ -15,8 +15,8 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from specops.vllm.decoding import Job, Run, decode
-from specops.vllm.settings import EXACT
+from specops.integrations.vllm.decoding import Job, Run, decode
+from specops.integrations.vllm.settings import EXACT
 
 ROOT = Path(__file__).resolve().parent.parent
 METHODS: dict[str, dict[str, Any]] = {

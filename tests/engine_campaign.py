@@ -28,9 +28,9 @@ import small_heads
 import specops
 from checkpoints import make_checkpoint, write_config, write_tokenizer
 from pages import check_pages
+from specops.api.structured import StructuredOutput
 from specops.engine import Completion, Engine, EngineConfig, SamplingParams, SpeculativeConfig
 from specops.engine.models import load_model
-from specops.engine.structured import StructuredOutput
 
 VOCAB = 64  # of the small model; with few tokens, texts repeat themselves
 REQUESTS, ENGINES = 12, 4  # per round

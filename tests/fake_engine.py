@@ -8,6 +8,8 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from specops.api.outputs import EngineStats, SpeculativeStats
+from specops.api.tokenizer import TextStream, Tokenizer
 from specops.engine import (
     Completion,
     ContextOverflow,
@@ -20,8 +22,6 @@ from specops.engine import (
     StepDrafts,
     TokenLogprob,
 )
-from specops.engine.outputs import EngineStats, SpeculativeStats
-from specops.tokenizer import TextStream, Tokenizer
 from tokenizers import AddedToken, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as HfTokenizer
 

@@ -23,8 +23,8 @@ from specops.cli.load.answers import Answer
 from specops.cli.load.arrivals import due_times, keep_busy, send_at
 from specops.cli.load.figures import DraftCounts, figures, request_records, spread
 from specops.cli.load.turns import Spread, compare, spread_of
+from specops.cli.prompts import PROMPTS
 from specops.engine import RequestOutput
-from specops.prompts import PROMPTS
 
 pytestmark = pytest.mark.ci
 

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from specops.vllm.decoding import Decoded, Job
+from specops.integrations.vllm.decoding import Decoded, Job
 
 from bench import bench_engine, checkpoints, common
 from bench.__main__ import FAMILIES, ON_REQUEST

@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from specops.api.errors import ModelError
 from specops.checkpoints.checkpoint import Checkpoint
 from specops.checkpoints.directory import open_checkpoint
 from specops.checkpoints.fused import fused, rows_of
 from specops.checkpoints.module import ACTIVATION_SCALES
-from specops.engine.errors import ModelError
 from specops.quantization import QuantizedWeight, dequantize_weight
 from torch import Tensor
 

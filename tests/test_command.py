@@ -349,7 +349,7 @@ def test_every_way_to_it_leads_to_it(tmp_path: Path) -> None:
 
 
 def test_prompts_of_a_file(tmp_path: Path) -> None:
-    from specops.prompts import read_prompts
+    from specops.cli.prompts import read_prompts
 
     file = tmp_path / "prompts"
     file.write_bytes(b"\xff\xfe")

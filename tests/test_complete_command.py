@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 from specops import sampling
+from specops.api.config import BUNDLED_MODEL
 from specops.cli import complete, main
 from specops.cli.tint import has_colours
 from specops.engine import Engine, EngineConfig, SamplingParams
-from specops.engine.config import BUNDLED_MODEL
 from specops.engine.drafters.mtp import MtpHead
 from specops.engine.steps import runner
 

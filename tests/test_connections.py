@@ -21,13 +21,13 @@ import httpx
 import uvicorn
 from fake_engine import FakeEngine
 from serving import hang_up_on, serving, wait_for
+from specops.api.messages import Output
 from specops.engine import EngineConfig
 from specops.server import connections
 from specops.server.clients import Clients
 from specops.server.connections import bounded_protocol, connections_within_files
 from specops.server.intake import _PIECE_BYTES, Intake, Turns
 from specops.server.unread import Unread, size_of
-from specops.service.messages import Output
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from uvicorn.server import ServerState
 

@@ -11,10 +11,10 @@ import pytest
 import specops
 from conftest import every_isa
 from serving import serving
+from specops.api.config import BUNDLED_MODEL
+from specops.api.errors import ModelError
 from specops.cli.serve import main
 from specops.engine import Engine, EngineConfig, SpeculativeConfig
-from specops.engine.config import BUNDLED_MODEL
-from specops.engine.errors import ModelError
 from specops.engine.machine import LEAF_TOKENS
 from specops.engine.models import weight_cache
 from specops.service import contract

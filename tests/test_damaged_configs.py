@@ -15,9 +15,9 @@ import pytest
 import torch
 from checkpoints import BASE, lasting_directory, write_tokenizer
 from safetensors.torch import save_file
+from specops.api.errors import ModelError
 from specops.checkpoints.directory import open_checkpoint
 from specops.engine import EngineConfig
-from specops.engine.errors import ModelError
 from specops.engine.machine import tokenizer_of
 from specops.engine.models import Transformer, load_model
 from specops.engine.models.dflash import load_dflash

@@ -22,13 +22,13 @@ from fake_engine import FakeEngine
 from msgspec import structs
 from server_pairs import ServerProcess, bodies, choices_of, options, servers, wait_until_idle
 from serving import Served, wait_for
+from specops.api.messages import Abort, Batch, Command, End, Failed, Output, Submit
+from specops.api.outputs import EngineStats, SpeculativeStats
 from specops.cli.roles import setups
 from specops.cli.serve import _parser, _read
 from specops.engine import SamplingParams
-from specops.engine.outputs import EngineStats, SpeculativeStats
 from specops.service.client import EngineClient
 from specops.service.data_parallel import DataParallelClient, Prefixes
-from specops.service.messages import Abort, Batch, Command, End, Failed, Output, Submit
 from specops.service.snapshot import capabilities_of, status_of
 from specops.service.wire import Peer
 

@@ -11,8 +11,8 @@ import pytest
 import torch
 from checkpoints import make_checkpoint, write_tokenizer
 from safetensors.torch import load_file, save_file
+from specops.api.errors import ModelError
 from specops.engine import Engine, EngineConfig, SamplingParams, SpeculativeConfig
-from specops.engine.errors import ModelError
 from test_draft_model import reported
 from test_lossless import bits, params
 from torch import Tensor

@@ -14,9 +14,9 @@ import torch
 from checkpoints import make_checkpoint, write_tokenizer
 from fake_gpu import FakeGpu
 from safetensors.torch import load_file, save_file
+from specops.api.config import BUNDLED_MODEL
+from specops.api.errors import ModelError
 from specops.engine import Completion, Engine, EngineConfig, SamplingParams, SpeculativeConfig
-from specops.engine.config import BUNDLED_MODEL
-from specops.engine.errors import ModelError
 from test_lossless import bits, params, prompts
 
 COUNT = 10

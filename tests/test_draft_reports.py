@@ -4,6 +4,7 @@
 from copy import deepcopy
 
 import pytest
+from specops.api.outputs import TARGET
 from specops.engine import (
     Engine,
     EngineConfig,
@@ -12,7 +13,6 @@ from specops.engine import (
     SpeculativeConfig,
     StructuredOutput,
 )
-from specops.engine.outputs import TARGET
 
 PROMPT = "def add(a, b):\n    return a + b\n\n\ndef sub(a, b):\n"
 # What followed `x =` before differs, so trees branch.

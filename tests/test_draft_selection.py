@@ -16,8 +16,8 @@ import numpy as np
 import pytest
 from checkpoints import write_tokenizer
 from mtp_checkpoints import make_mtp_checkpoint
+from specops.api import config as engine_config
 from specops.engine import Engine, EngineConfig, SamplingParams, SpeculativeConfig, step_costs
-from specops.engine import config as engine_config
 from specops.engine.drafters.acceptance import MethodAcceptance, RequestAcceptance
 from specops.engine.drafters.base import Scheduled
 from specops.engine.drafters.pass_reports import PassReports

@@ -19,8 +19,11 @@ from draft_lengths import RandomLengths
 from fake_gpu import FakeGpu
 from mtp_checkpoints import make_mtp_checkpoint
 from specops import sampling
+from specops.api.config import BUNDLED_MODEL
+from specops.api.errors import ModelError
+from specops.api.methods import METHODS, drafting_order, method_names
+from specops.api.tokenizer import Tokenizer
 from specops.engine import Completion, Engine, EngineConfig, SamplingParams, SpeculativeConfig
-from specops.engine.config import BUNDLED_MODEL
 from specops.engine.drafters.base import (
     Drafter,
     DrafterContext,
@@ -30,12 +33,9 @@ from specops.engine.drafters.base import (
     stage_limit,
 )
 from specops.engine.drafters.drafting import share_out
-from specops.engine.drafters.methods import METHODS, drafting_order, method_names
 from specops.engine.drafters.recurrent import RecurrentDrafter, RecurrentStep
-from specops.engine.errors import ModelError
 from specops.engine.memory.kv_cache import DraftKv
 from specops.engine.models import Transformer
-from specops.tokenizer import Tokenizer
 from test_lossless import bits, params, prompts
 from toy_drafter import ToyHead, write_weights
 

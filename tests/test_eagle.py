@@ -15,10 +15,10 @@ from eagle_oracle import attention as attended
 from eagle_oracle import norm as normed
 from fake_gpu import FakeGpu
 from safetensors.torch import save_file
+from specops.api.errors import ModelError
 from specops.engine import Engine
 from specops.engine.drafters.base import Scheduled
 from specops.engine.drafters.recurrent import RecurrentStep
-from specops.engine.errors import ModelError
 from test_draft_model import reported
 from test_eagle3 import TEXTS, change_tensors, told
 from test_eagle3 import make as make_eagle3

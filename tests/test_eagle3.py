@@ -14,8 +14,8 @@ from checkpoints import make_checkpoint, write_tokenizer
 from eagle_oracle import LAYERS, VOCAB, Head
 from fake_gpu import FakeGpu
 from safetensors.torch import load_file, save_file
+from specops.api.errors import ModelError
 from specops.engine import Engine, EngineConfig, SamplingParams, SpeculativeConfig
-from specops.engine.errors import ModelError
 from test_draft_model import reported
 from test_lossless import bits, params
 

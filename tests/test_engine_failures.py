@@ -18,6 +18,8 @@ import pytest
 from checkpoints import write_config
 from fake_gpu import FakeGpu
 from pages import check_pages
+from specops.api.outputs import PromptLogprobs
+from specops.api.tokenizer import TextStream
 from specops.engine import (
     Completion,
     Engine,
@@ -35,7 +37,6 @@ from specops.engine.drafters.ngram import _NgramStep
 from specops.engine.drafters.recurrent import RecurrentStep
 from specops.engine.drafters.suffix import SuffixDrafter
 from specops.engine.models import Transformer
-from specops.engine.outputs import PromptLogprobs
 from specops.engine.plan import Plan
 from specops.engine.prompt_logprobs import PromptScorer
 from specops.engine.request import Request
@@ -43,7 +44,6 @@ from specops.engine.scheduling.scheduler import Scheduler
 from specops.engine.steps.runner import Runner
 from specops.engine.steps.slot_tables import SlotTables
 from specops.engine.structured import GrammarState, masks
-from specops.tokenizer import TextStream
 from test_lossless import bits
 
 NO_DRAFTS: dict[str, Any] = {"method": "naive"}

@@ -12,6 +12,7 @@ import pytest
 from checkpoints import make_checkpoint, write_tokenizer
 from fake_engine import FakeEngine
 from serving import serving, wait_for
+from specops.api.methods.suffix import SuffixOptions
 from specops.cli.serve import main
 from specops.engine import (
     Completion,
@@ -22,7 +23,6 @@ from specops.engine import (
     SpeculativeConfig,
 )
 from specops.engine.drafters import suffix_store
-from specops.engine.drafters.methods.suffix import SuffixOptions
 from specops.engine.drafters.suffix_answers import EarlierAnswers
 from specops.suffix_tree import SuffixCache
 

@@ -20,8 +20,8 @@ from mtp_checkpoints import SlowModules, Tiny, make_mtp_checkpoint
 from rounding import assert_error_at_most, distance, rounding_errors
 from safetensors.torch import load_file, save_file
 from specops import moe
+from specops.api.errors import ModelError
 from specops.engine import Completion, Engine, EngineConfig, SamplingParams, SpeculativeConfig
-from specops.engine.errors import ModelError
 from specops.engine.models import load_model, load_mtp
 from specops.engine.models.blocks.attention import AttentionConfig
 from specops.engine.models.blocks.block import bytes_of

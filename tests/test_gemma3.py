@@ -11,12 +11,12 @@ import pytest
 import torch
 from checkpoints import BASE, lasting_directory, make_checkpoint, write_tokenizer
 from safetensors.torch import load_file, save_file
+from specops.api.errors import ModelError
+from specops.api.structured import StructuredOutput
 from specops.engine import Completion, Engine, EngineConfig, SamplingParams, SpeculativeConfig
-from specops.engine.errors import ModelError
 from specops.engine.models import load_model
 from specops.engine.models.dry_run import dry_run
 from specops.engine.models.families import read_model_config
-from specops.engine.structured import StructuredOutput
 from test_models import Runner, random_ids
 from tokenizers import Tokenizer as HfTokenizer
 

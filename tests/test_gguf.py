@@ -16,6 +16,8 @@ import torch
 from checkpoints import make_checkpoint
 from safetensors.torch import load_file
 from specops import attention, dense
+from specops.api.errors import ModelError
+from specops.api.tokenizer import Tokenizer
 from specops.checkpoints.checkpoint import Checkpoint
 from specops.checkpoints.directory import open_checkpoint
 from specops.checkpoints.fused import fused
@@ -23,11 +25,9 @@ from specops.checkpoints.gguf_directory import gguf_directory
 from specops.checkpoints.gguf_file import TYPES, read_gguf
 from specops.checkpoints.gguf_tokenizer import end_token_ids, tokenizer_files
 from specops.engine import Completion, Engine, EngineConfig, SamplingParams, SpeculativeConfig
-from specops.engine.errors import ModelError
 from specops.engine.models import WeightCache, load_model
 from specops.engine.models.families import read_model_config
 from specops.quantization import QuantizedWeight, dequantize_weight
-from specops.tokenizer import Tokenizer
 from test_models import Runner
 from test_tokenizer import byte_level
 from tokenizers import Tokenizer as HfTokenizer

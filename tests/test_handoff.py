@@ -26,17 +26,7 @@ from engine_campaign import FAMILIES
 from msgspec import structs
 from ranks import on_ranks
 from serving import wait_for
-from specops.disaggregated import transport as transports
-from specops.disaggregated.exchange import Exchange
-from specops.disaggregated.fair_threads import FairThreads
-from specops.disaggregated.handoff import PagesEngine
-from specops.disaggregated.pages import HandoffError, Header, Layout, Pages, cut, joined, sources
-from specops.disaggregated.peers import Peers
-from specops.disaggregated.transport import Address, Leases, TcpTransport
-from specops.engine import EngineConfig, SamplingParams
-from specops.engine.outputs import SpeculativeStats
-from specops.engine.parallel.ranks import Ranks
-from specops.service.messages import (
+from specops.api.messages import (
     Batch,
     Command,
     End,
@@ -45,6 +35,16 @@ from specops.service.messages import (
     Output,
     Submit,
 )
+from specops.api.outputs import SpeculativeStats
+from specops.disaggregated import transport as transports
+from specops.disaggregated.exchange import Exchange
+from specops.disaggregated.fair_threads import FairThreads
+from specops.disaggregated.handoff import PagesEngine
+from specops.disaggregated.pages import HandoffError, Header, Layout, Pages, cut, joined, sources
+from specops.disaggregated.peers import Peers
+from specops.disaggregated.transport import Address, Leases, TcpTransport
+from specops.engine import EngineConfig, SamplingParams
+from specops.engine.parallel.ranks import Ranks
 from specops.service.snapshot import status_of
 from specops.service.wire import Peer
 

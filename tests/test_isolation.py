@@ -18,9 +18,9 @@ import httpx
 from checkpoints import make_checkpoint, write_tokenizer
 from fake_engine import FakeEngine
 from serving import Served, serving
+from specops.api.outputs import HIDDEN, StepDrafts, without_rejected
 from specops.cli.serve import main
 from specops.engine import Engine, EngineConfig, SamplingParams, SpeculativeConfig
-from specops.engine.outputs import HIDDEN, StepDrafts, without_rejected
 from specops.server.clients import Clients, scoped_salt
 from specops.service.file_lock import FileLock
 

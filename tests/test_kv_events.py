@@ -18,10 +18,10 @@ zmq = pytest.importorskip("zmq")
 
 from checkpoints import write_config
 from msgspec import structs
+from specops.api.messages import Batch
 from specops.disaggregated import kv_events
 from specops.disaggregated.kv_events import BlockStored, KvEvents, TellingPool, telling
 from specops.engine import Engine, EngineConfig, SamplingParams
-from specops.service.messages import Batch
 from specops.service.snapshot import status_of
 from specops.service.wire import KvEventSettings
 from zmq.utils.monitor import parse_monitor_message

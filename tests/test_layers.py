@@ -30,12 +30,8 @@ FAMILIES = (
 SHARED = {"gemm": ("dense", "moe")}
 SERVER_STACK = ("fastapi", "uvicorn", "pydantic", "prometheus_client", "starlette", "jinja2")
 OPTIONAL = ("llguidance",)
-# All that a server imports of the engine: the door, what every process does alike, and data that
-# has no engine in it.
-DOOR = (
-    *(f"specops.service.{name}." for name in ("client", "garbage", "messages")),
-    *(f"specops.engine.{name}." for name in ("errors", "outputs", "sampling_params", "structured")),
-)
+# All that a server imports of the process that hosts its engine; the rest is plain data.
+FRONTEND = ("specops.service.client.", "specops.service.garbage.")
 # Who imports what hands prompts over, inside a function.
 TO_DISAGGREGATED = {"python/specops/service/child.py"}
 UNSAFE = {"pickle", "marshal", "shelve", "dill", "cloudpickle", "multiprocessing"}
@@ -50,18 +46,14 @@ CLI_WITH_ENGINE = {
     "serve.py",
 }
 
-# Modules of the engine, lowest first: a module imports from its own group and those before. What
-# drafters say of themselves lies below configurations, though they themselves lie above requests.
+# Modules of the engine, lowest first: a module imports from its own group and those before.
 ENGINE_GROUPS = (
-    {"device", "drafters.methods", "drafters.trees", "errors", "memory", "outputs"},
+    {"device", "drafters.trees", "features", "memory"},
     {"parallel"},
-    {"speculative_config"},
-    {"config"},
     {"models"},
     {"emitted", "prompt_logprobs"},
     {"plan"},
-    {"sampling_params", "structured"},
-    {"features"},
+    {"structured"},
     {"request"},
     {"drafters", "sharing"},
     {"scheduling"},
@@ -297,19 +289,24 @@ def test_imports(path: Path) -> None:
         assert top - set(sys.stdlib_module_names) <= {"torch", "specops"}
         return
     assert not any(name.startswith("specops.reference") for name in ours), "only tests and benches"
-    if inside.parts[0] == "vllm":
-        assert not any(name.startswith("specops._C") for name in ours), "nor does the plug-in"
+    if inside.parts[0] == "api":
+        below = ("specops.api", "specops.checkpoints")
+        assert all(name.startswith(below) for name in ours), "plain data knows no engine"
+        assert "torch" not in top
+        return
+    if inside.parts[:2] == ("integrations", "vllm"):
+        assert not any(name.startswith("specops._C") for name in ours), "the plug-in calls ops"
         of_engine = {name for name in ours if name.startswith("specops.engine")}
-        assert not of_engine, "it is no part of the engine"
+        assert not of_engine, "the plug-in is no part of the engine"
         return
     if inside.parts[0] == "cli":
         assert not any(name.startswith("specops._C") for name in ours), "nor do commands"
         heavy = {name for name in ours if name.startswith("specops.engine")} | (top & {"torch"})
         assert not heavy or inside.name in CLI_WITH_ENGINE, "what loads torch starts slowly"
         return
-    if inside.parts == ("dynamo.py",):
+    if inside.parts[0] == "integrations":
         above = {name for name in ours if name.startswith(("specops._C", "specops.server"))}
-        assert not above, "it is a door of its own, above the engine's"
+        assert not above, "a host's integration takes the place of a server"
         return
     if inside.name == "__main__.py" and len(inside.parts) == 1:
         assert ours == {"specops.cli.main"}
@@ -318,7 +315,7 @@ def test_imports(path: Path) -> None:
         assert ours == {"specops.cli.serve.main"}
         return
     assert not any(name.startswith("specops.cli") for name in ours), "the command stands above all"
-    assert "vllm" not in top and not any(name.startswith("specops.vllm") for name in ours)
+    assert "vllm" not in top and not any(name.startswith("specops.integrations") for name in ours)
     above_door = any(name.startswith("specops.disaggregated") for name in ours)
     is_door = relative(path) in TO_DISAGGREGATED or inside.parts[0] == "disaggregated"
     assert is_door or not above_door, "it is imported where a role asks for it"
@@ -336,11 +333,12 @@ def test_imports(path: Path) -> None:
                 name
                 for name in ours
                 if name.startswith(("specops.engine", "specops.service"))
-                and not name.startswith(DOOR)
+                and not name.startswith(FRONTEND)
             }
             assert not beyond, "a server knows its engine by a client, and plain data"
         return
-    assert not any(name.startswith("specops.engine") for name in ours), "ops do not know the engine"
+    above = ("specops.engine", "specops.api")
+    assert not any(name.startswith(above) for name in ours), "ops do not know the engine"
     is_reader = inside.parts[0] == "checkpoints"
     readers = {name for name in ours if name.startswith("specops.checkpoints")}
     assert is_reader or not readers, "nor do they know files"
@@ -386,8 +384,8 @@ def test_the_drafters_for_vllm_import_without_it() -> None:
     code = """
 import sys
 sys.modules["vllm"] = None  # an import of it now fails
-import specops.vllm, specops.vllm.plugin, specops.vllm.exactness
-specops.vllm.plugin.register()
+from specops.integrations.vllm import exactness, plugin
+plugin.register()
 """
     environment = {name: os.environ[name] for name in os.environ if name != "SPECOPS_VLLM"}
     command = [sys.executable, "-c", code]
@@ -396,8 +394,8 @@ specops.vllm.plugin.register()
 
 
 CONFIGURATION = [
-    PACKAGE / "engine" / "speculative_config.py",
-    *sources(PACKAGE / "engine" / "drafters" / "methods", ".py"),
+    PACKAGE / "api" / "speculative_config.py",
+    *sources(PACKAGE / "api" / "methods", ".py"),
 ]
 
 
@@ -405,7 +403,7 @@ CONFIGURATION = [
 def test_config_is_standard_library_only(path: Path) -> None:
     """Methods are described without torch: a command's --help names them."""
     for name in imports(path):
-        is_registry = name.startswith("specops.engine.drafters.methods")
+        is_registry = name.startswith("specops.api.methods")
         assert name.split(".")[0] in sys.stdlib_module_names or is_registry, name
 
 
@@ -415,7 +413,7 @@ METHOD_NAMES = re.compile(
     r"""["'`](mtp|ngram|suffix)\b|[Mm]tp|[Nn]gram|[Ss]uffix|PredictionDrafter|PredictedText|DraftModel|Eagle|Medusa|Hydra|Dflash"""
 )
 OF_METHODS = [
-    *sources(PACKAGE / "engine" / "drafters" / "methods", ".py"),
+    *sources(PACKAGE / "api" / "methods", ".py"),
     *(PACKAGE / "engine" / "drafters").glob("mtp*.py"),
     *(PACKAGE / "engine" / "drafters").glob("ngram*.py"),
     *(PACKAGE / "engine" / "drafters").glob("suffix*.py"),
@@ -439,7 +437,7 @@ OTHER_WORDS = re.compile(
 @of_every(
     [
         path
-        for folder in ("engine", "server")
+        for folder in ("api", "engine", "server")
         for path in sources(PACKAGE / folder, ".py", ".js", ".html")
         # Models have modules for MTP, tensors' names have suffixes, and prompts may have one.
         if path not in OF_METHODS
@@ -470,7 +468,7 @@ FORMATS = ("server/call_forms.py",)
 @of_every(
     [
         path
-        for folder in ("engine", "server")
+        for folder in ("api", "engine", "server")
         for path in sources(PACKAGE / folder, ".py", ".js", ".html")
         if path.parent != MODELS / "families" and not relative(path).endswith(FORMATS)
     ]

@@ -18,10 +18,10 @@ from unittest import mock
 
 import pytest
 from draft_lengths import RandomLengths
+from specops.api.tokenizer import Tokenizer
 from specops.engine import Completion, Engine, EngineConfig, SamplingParams, SpeculativeConfig
 from specops.engine.drafters.base import Drafter, StepResults, stage_limit
 from specops.ngram import NgramIndex
-from specops.tokenizer import Tokenizer
 
 PROMPTS = Path(__file__).resolve().parent.parent / "bench" / "prompts"
 NUM_PROMPTS, NUM_TOKENS = 50, 96

@@ -19,10 +19,10 @@ from checkpoints import write_tokenizer
 from draft_lengths import Lengths, NothingVerified, RandomRests
 from mtp_checkpoints import Tiny, make_mtp_checkpoint, save_checkpoint
 from pages import check_pages
+from specops.api.outputs import RequestOutput
 from specops.cli.exactness import PROMPTS as SHORT_PROMPTS
 from specops.engine import Completion, Engine, EngineConfig, SamplingParams, SpeculativeConfig
 from specops.engine.drafters.recurrent import RecurrentDrafter
-from specops.engine.outputs import RequestOutput
 from specops.engine.plan import Plan
 from specops.engine.request import Request
 from test_lossless import (

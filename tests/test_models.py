@@ -12,8 +12,8 @@ from conftest import every_isa
 from rounding import assert_error_at_most, distance, rounding_errors
 from safetensors.torch import load_file, save_file
 from specops import attention, batching
+from specops.api.errors import ModelError
 from specops.batching import OutputMode
-from specops.engine.errors import ModelError
 from specops.engine.models import KvCache, StepBatch, Transformer, load_model
 from specops.engine.models.dry_run import dry_run
 from specops.engine.models.families import FAMILIES as FAMILY_REGISTRY

@@ -18,11 +18,11 @@ from checkpoints import write_tokenizer
 from mtp_checkpoints import Tiny, make_mtp_checkpoint, save_checkpoint
 from safetensors.torch import load_file, save_file
 from serving import serving
+from specops.api.config import BUNDLED_MODEL
+from specops.api.errors import ModelError
 from specops.cli.serve import main
 from specops.engine import Engine, EngineConfig, SamplingParams, SpeculativeConfig
-from specops.engine.config import BUNDLED_MODEL
 from specops.engine.drafters import mtp as drafters_mtp
-from specops.engine.errors import ModelError
 
 LAYERS = 3  # of the target
 

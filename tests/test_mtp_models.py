@@ -22,8 +22,8 @@ from mtp_checkpoints import (
 from rounding import assert_error_at_most, distance, rounding_errors
 from safetensors.torch import save_file
 from specops import batching
+from specops.api.errors import ModelError
 from specops.batching import OutputMode
-from specops.engine.errors import ModelError
 from specops.engine.models import (
     CONVENTIONS,
     KvCache,

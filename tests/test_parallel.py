@@ -16,6 +16,7 @@ import torch
 from checkpoints import make_checkpoint, write_tokenizer
 from mtp_checkpoints import make_mtp_model
 from ranks import on_ranks
+from specops.api.errors import ModelError
 from specops.engine import (
     Completion,
     Engine,
@@ -25,7 +26,6 @@ from specops.engine import (
     StructuredOutput,
     step_costs,
 )
-from specops.engine.errors import ModelError
 from specops.engine.parallel.ranks import Ranks
 from test_experts import make_experts
 

@@ -21,10 +21,10 @@ for name in ("fastapi", "uvicorn", "pydantic", "msgspec", "prometheus_client", "
 from mtp_checkpoints import make_mtp_model
 from server_pairs import children_of
 from serving import Served, serving, wait_for
+from specops.api.messages import Abort, Overdue, Stop
 from specops.engine import Engine, EngineConfig
 from specops.service import lockstep
 from specops.service.lockstep import FollowInbox
-from specops.service.messages import Abort, Overdue, Stop
 from specops.service.process import ENGINE_TIMEOUT, EngineProcess
 from specops.service.wire import Frames, Setup, Taken, encoded
 from test_server_process import BODIES, STRUCTURED, Apart, is_running, serving_apart, told

@@ -8,8 +8,8 @@ from functools import cache
 from typing import Any
 
 import pytest
+from specops.api.methods import METHODS
 from specops.engine import Completion, Engine, EngineConfig, SamplingParams, SpeculativeConfig
-from specops.engine.drafters.methods import METHODS
 from test_lossless import bits, params, prompts
 
 COUNT = 12

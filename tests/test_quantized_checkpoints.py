@@ -10,8 +10,8 @@ import torch
 from checkpoints import make_checkpoint, write_tokenizer
 from mtp_checkpoints import make_mtp_checkpoint
 from safetensors.torch import load_file, save_file
+from specops.api.errors import ModelError
 from specops.engine import Completion, Engine, EngineConfig, SamplingParams, SpeculativeConfig
-from specops.engine.errors import ModelError
 from specops.engine.models import load_model
 from specops.quantization import quantize_weight
 from torch import Tensor

@@ -11,8 +11,8 @@ import torch
 from checkpoints import lasting_directory, make_checkpoint
 from mtp_checkpoints import make_mtp_model
 from safetensors.torch import load_file, save_file
+from specops.api.errors import ModelError
 from specops.engine import Completion, Engine, EngineConfig, SamplingParams, SpeculativeConfig
-from specops.engine.errors import ModelError
 from specops.engine.models import load_model, load_mtp, loader
 from specops.service.contract import contract_of
 from test_models import Runner, random_ids

@@ -22,8 +22,8 @@ from draft_lengths import Lengths, RandomLengths
 from mtp_checkpoints import make_mtp_checkpoint, save_checkpoint
 from safetensors.torch import load_file
 from specops import linear_attention
+from specops.api.errors import ModelError
 from specops.engine import Completion, Engine, EngineConfig, SamplingParams, SpeculativeConfig
-from specops.engine.errors import ModelError
 from specops.engine.machine import room_of
 from specops.engine.models import KvBytes, load_model
 from specops.engine.models.kv import CacheRoom, KvCache, StateSpec

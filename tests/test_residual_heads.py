@@ -13,9 +13,9 @@ import pytest
 import torch
 from checkpoints import BASE, make_checkpoint, write_tokenizer
 from safetensors.torch import save_file
+from specops.api.errors import ModelError
 from specops.engine import Engine, EngineConfig, SamplingParams, SpeculativeConfig
 from specops.engine.drafters.trees import joint_tree, static_tree
-from specops.engine.errors import ModelError
 from test_draft_model import reported
 from test_lossless import bits, params
 from torch import Tensor

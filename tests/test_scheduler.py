@@ -10,8 +10,8 @@ from typing import Any, cast
 import pytest
 import torch
 from pages import check_pages
+from specops.api.config import EngineConfig
 from specops.engine import SamplingParams, SpeculativeConfig
-from specops.engine.config import EngineConfig
 from specops.engine.machine import free_rows_of
 from specops.engine.memory.kv_cache import DraftKv, PagePool
 from specops.engine.models import CacheRoom, KeptStates

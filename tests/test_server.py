@@ -39,6 +39,8 @@ from fake_engine import FakeEngine, byte_tokenizer
 from mtp_checkpoints import make_mtp_model
 from prometheus_client.parser import text_string_to_metric_families
 from serving import HANG_SECONDS, Served, hang_up_on, serving, serving_app, wait_for
+from specops.api.config import BUNDLED_MODEL
+from specops.api.errors import ModelError
 from specops.cli.config_file import arguments_of
 from specops.cli.serve import _parser, main
 from specops.engine import (
@@ -49,8 +51,6 @@ from specops.engine import (
     SamplingParams,
     SpeculativeConfig,
 )
-from specops.engine.config import BUNDLED_MODEL
-from specops.engine.errors import ModelError
 from specops.engine.models import Transformer
 from specops.server import Access, make_app
 from specops.server.answers import TextAnswer

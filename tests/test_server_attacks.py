@@ -9,7 +9,7 @@ for name in ("fastapi", "uvicorn", "pydantic", "prometheus_client", "jinja2"):
 
 import server_attacks
 from attackers import ATTACKS, Sizes
-from specops.engine.config import BUNDLED_MODEL
+from specops.api.config import BUNDLED_MODEL
 
 pytestmark = pytest.mark.ci
 

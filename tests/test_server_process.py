@@ -31,16 +31,8 @@ from fake_engine import FakeEngine
 from mtp_checkpoints import make_mtp_model
 from server_pairs import children_of
 from serving import Served, serving, serving_app, wait_for
-from specops.engine import Engine, EngineConfig, SamplingParams, StructuredOutput
-from specops.engine.errors import QueueFull
-from specops.engine.outputs import EngineStats, PromptLogprobs
-from specops.server import make_app
-from specops.server.dispatch import Dispatch
-from specops.server.jobs import Job
-from specops.server.metrics import Metrics
-from specops.service import child, loop, process
-from specops.service.loop import Compiled, EngineLoop
-from specops.service.messages import (
+from specops.api.errors import QueueFull
+from specops.api.messages import (
     Abort,
     Batch,
     Begin,
@@ -51,9 +43,17 @@ from specops.service.messages import (
     Stop,
     Submit,
 )
+from specops.api.outputs import EngineStats, PromptLogprobs
+from specops.api.tokenizer import Tokenizer
+from specops.engine import Engine, EngineConfig, SamplingParams, StructuredOutput
+from specops.server import make_app
+from specops.server.dispatch import Dispatch
+from specops.server.jobs import Job
+from specops.server.metrics import Metrics
+from specops.service import child, loop, process
+from specops.service.loop import Compiled, EngineLoop
 from specops.service.process import EngineProcess, ProcessClient
 from specops.service.wire import Frames, Setup, encoded, from_process, to_process
-from specops.tokenizer import Tokenizer
 
 HTTP = httpx.Client(timeout=120)
 TEXT = "for i in range(3): for i in range"

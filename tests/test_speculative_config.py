@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from specops.engine.drafters.methods import method_names
-from specops.engine.speculative_config import (
+from specops.api.methods import method_names
+from specops.api.speculative_config import (
     REFUSED_FIELDS,
     SpeculativeConfig,
     request_fields,

@@ -43,20 +43,7 @@ from server_pairs import (
     servers,
 )
 from serving import Served, wait_for
-from specops.cli import main
-from specops.cli.roles import check_scheduler
-from specops.cli.serve import _parser, _read
-from specops.disaggregated import splitwise
-from specops.disaggregated.splitwise import Drop, SplitwiseClient, Ticket
-from specops.disaggregated.waiting import Told, Waiting
-from specops.engine import SamplingParams
-from specops.engine.outputs import SpeculativeStats, TokenLogprob
-from specops.engine.sampling_params import POSITIVE, REAL_RANGES, WHOLE_RANGES
-from specops.engine.structured import StructuredOutput
-from specops.server import listen, serve
-from specops.server.protocol import CompletionRequest
-from specops.service.client import EngineClient
-from specops.service.messages import (
+from specops.api.messages import (
     Abort,
     Accepted,
     Batch,
@@ -72,6 +59,19 @@ from specops.service.messages import (
     Stop,
     Submit,
 )
+from specops.api.outputs import SpeculativeStats, TokenLogprob
+from specops.api.sampling_params import POSITIVE, REAL_RANGES, WHOLE_RANGES
+from specops.api.structured import StructuredOutput
+from specops.cli import main
+from specops.cli.roles import check_scheduler
+from specops.cli.serve import _parser, _read
+from specops.disaggregated import splitwise
+from specops.disaggregated.splitwise import Drop, SplitwiseClient, Ticket
+from specops.disaggregated.waiting import Told, Waiting
+from specops.engine import SamplingParams
+from specops.server import listen, serve
+from specops.server.protocol import CompletionRequest
+from specops.service.client import EngineClient
 from specops.service.wire import encoded
 from test_data_parallel import FakeClient
 

@@ -8,8 +8,8 @@ import pytest
 
 pytest.importorskip("llguidance")
 
+from specops.api.structured.tags import grammar_of_tags
 from specops.engine import StructuredOutput
-from specops.engine.structured.tags import grammar_of_tags
 from test_structured import state_of, tokens_of
 
 

@@ -19,18 +19,12 @@ pytest.importorskip("llguidance")
 pytest.importorskip("jsonschema")
 
 from schemas import BY_HAND, record
-from specops.engine.config import BUNDLED_MODEL
-from specops.engine.structured import (
-    Grammar,
-    GrammarCompiler,
-    GrammarState,
-    MaskFiller,
-    MaskRows,
-    StructuredOutput,
-)
+from specops.api.config import BUNDLED_MODEL
+from specops.api.structured import StructuredOutput
+from specops.api.structured.output import MAX_CHOICES, MAX_DEPTH, MAX_REGEX, MAX_TEXT
+from specops.api.tokenizer import Tokenizer
+from specops.engine.structured import Grammar, GrammarCompiler, GrammarState, MaskFiller, MaskRows
 from specops.engine.structured.forcing import complete
-from specops.engine.structured.wanted import MAX_CHOICES, MAX_DEPTH, MAX_REGEX, MAX_TEXT
-from specops.tokenizer import Tokenizer
 from test_tokenizer import byte_fallback
 
 VOCAB, EOS = 4096, 0

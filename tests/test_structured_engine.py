@@ -21,6 +21,7 @@ pytest.importorskip("jsonschema")
 import jsonschema
 from fake_gpu import FakeGpu
 from schemas import BY_HAND, bounded, generated, record
+from specops.api.structured import StructuredOutput
 from specops.engine import (
     Completion,
     Engine,
@@ -29,7 +30,7 @@ from specops.engine import (
     SpeculativeConfig,
 )
 from specops.engine.sharing import grammar_turns
-from specops.engine.structured import GrammarCompiler, GrammarState, StructuredOutput
+from specops.engine.structured import GrammarCompiler, GrammarState
 
 NAIVE: dict[str, Any] = {"method": "naive"}
 METHODS: dict[str, dict[str, Any]] = {

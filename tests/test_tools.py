@@ -20,10 +20,12 @@ import openai
 from fake_engine import FakeEngine, byte_tokenizer
 from schemas import BY_HAND, record
 from serving import Served, serving
+from specops.api.config import BUNDLED_MODEL
+from specops.api.structured import StructuredOutput
+from specops.api.tokenizer import Tokenizer
 from specops.cli.serve import _parser
 from specops.engine import Engine, EngineConfig, SpeculativeConfig
-from specops.engine.config import BUNDLED_MODEL
-from specops.engine.structured import GrammarCompiler, GrammarState, StructuredOutput
+from specops.engine.structured import GrammarCompiler, GrammarState
 from specops.server import make_app
 from specops.server.call_forms import (
     CALL_FORMS,
@@ -37,7 +39,6 @@ from specops.server.call_forms import (
 from specops.server.chat import ChatFormat
 from specops.server.tools import Tool, calls_wanted
 from specops.service.thread import ThreadClient
-from specops.tokenizer import Tokenizer
 from tokenizers import AddedToken
 
 # As Qwen's: tools in the system's message, calls between tags, answers as the user's.

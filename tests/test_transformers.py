@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 transformers = pytest.importorskip("transformers")
 
-from specops import transformers as adapter  # noqa: E402
+from specops.integrations import transformers as adapter  # noqa: E402
 from transformers.masking_utils import (  # noqa: E402
     and_masks,
     bidirectional_mask_function,

@@ -9,6 +9,8 @@ from collections import Counter
 from typing import Any
 
 import pytest
+from specops.api.config import EngineConfig
+from specops.api.outputs import PromptLogprobs
 from specops.engine import (
     Completion,
     Engine,
@@ -16,9 +18,7 @@ from specops.engine import (
     SpeculativeConfig,
     step_costs,
 )
-from specops.engine.config import EngineConfig
 from specops.engine.memory.kv_cache import PagePool
-from specops.engine.outputs import PromptLogprobs
 from specops.engine.plan import Part, Plan
 from specops.engine.request import Request
 from specops.engine.scheduling.scheduler import Scheduler

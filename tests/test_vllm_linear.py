@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 from specops import dense
-from specops.vllm.packed_linear import pack_again, use_packed_linear
+from specops.integrations.vllm.packed_linear import pack_again, use_packed_linear
 from torch import Tensor, nn
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from specops.vllm.op_check import OpCheck, look_at
+from specops.integrations.vllm.op_check import OpCheck, look_at
 from torch import Tensor, nn
 from torch.nn import functional
 

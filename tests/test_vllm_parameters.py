@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 import torch
 from specops import sampling
-from specops.vllm.request_parameters import BatchParameters, refused, seed_of
-from specops.vllm.settings import PARTS, parts_of, strategy_of
-from specops.vllm.step_requests import Row
+from specops.integrations.vllm.request_parameters import BatchParameters, refused, seed_of
+from specops.integrations.vllm.settings import PARTS, parts_of, strategy_of
+from specops.integrations.vllm.step_requests import Row
 
 msgspec = pytest.importorskip("msgspec")
 

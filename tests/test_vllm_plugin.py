@@ -12,13 +12,13 @@ from typing import Any
 
 import pytest
 import torch
-from specops.vllm import compiled, exactness, plugin, support, threads
-from specops.vllm.decoding import Decoded, Job
-from specops.vllm.exactness import compare
-from specops.vllm.graph_check import GraphCheck
-from specops.vllm.hooks import HOOKS, Hook, HookError, check, fault_of, of_parts
-from specops.vllm.settings import PARTS
-from specops.vllm.threads import bound_cpus
+from specops.integrations.vllm import compiled, exactness, plugin, support, threads
+from specops.integrations.vllm.decoding import Decoded, Job
+from specops.integrations.vllm.exactness import compare
+from specops.integrations.vllm.graph_check import GraphCheck
+from specops.integrations.vllm.hooks import HOOKS, Hook, HookError, check, fault_of, of_parts
+from specops.integrations.vllm.settings import PARTS
+from specops.integrations.vllm.threads import bound_cpus
 from torch.fx.experimental.proxy_tensor import make_fx
 
 
@@ -188,7 +188,7 @@ def linear(
     name: str = "RowParallelLinear",
     module: str = LINEAR,
     quant_method: str = "UnquantizedLinearMethod",
-    product: str = "specops.vllm.packed_linear:PackedLinear",
+    product: str = "specops.integrations.vllm.packed_linear:PackedLinear",
 ) -> Any:
     of_product, _, product = product.partition(":")
     return layer(
@@ -201,7 +201,9 @@ def linear(
 
 def attention(impl: str) -> Any:
     return layer(
-        "Attention", f"{LAYERS}.attention.attention", impl=layer(impl, "specops.vllm.attention")
+        "Attention",
+        f"{LAYERS}.attention.attention",
+        impl=layer(impl, "specops.integrations.vllm.attention"),
     )
 
 
@@ -211,7 +213,7 @@ def attention(impl: str) -> Any:
         (layer("Qwen3MLP", "vllm.model_executor.models.qwen3"), None),
         (layer("ModuleList", "torch.nn.modules.container"), None),
         (layer("LayerNorm", "torch.nn.modules.normalization"), "torch.nn.LayerNorm, which"),
-        (layer("SpecopsRMSNorm", "specops.vllm.layers"), None),
+        (layer("SpecopsRMSNorm", "specops.integrations.vllm.layers"), None),
         (layer("RMSNorm", f"{LAYERS}.layernorm"), "RMSNorm of vLLM in place of specops'"),
         (layer("GeluAndMul", f"{LAYERS}.activation"), "GeluAndMul, which is not known to be row"),
         (layer("FusedMoE", f"{LAYERS}.fused_moe.layer"), "FusedMoE, which is not known"),
@@ -309,15 +311,15 @@ def test_hooks_that_moved(monkeypatch: pytest.MonkeyPatch) -> None:
 
     assert fault("good", "self", "x") is None
     assert fault("good", "self", "y") == (
-        "specops.vllm: stub_of_vllm:good must take (self, y), got (self, x)"
+        "specops: stub_of_vllm:good must take (self, y), got (self, x)"
     )
     assert fault("Kept", "a", "made", "asked") is None
-    assert fault("Kept", "a", "b", "c") == "specops.vllm: stub_of_vllm:Kept has no b, c"
+    assert fault("Kept", "a", "b", "c") == "specops: stub_of_vllm:Kept has no b, c"
     assert "vLLM has no stub_of_vllm:gone" in str(fault("gone"))
     called = Hook("linear", "stub_of_vllm:good", "called", ("x",))
     assert fault_of(called) is None
     assert fault_of(replace(called, names=("x", "y"))) == (
-        "specops.vllm: stub_of_vllm:good does not take y"
+        "specops: stub_of_vllm:good does not take y"
     )
     with pytest.raises(HookError, match="no_such_module_of_vllm"):
         check([Hook("", "no_such_module_of_vllm:a", "read", ())])
@@ -355,7 +357,7 @@ def test_threads_do_not_inherit_a_narrow_mask() -> None:
 import os, time
 import torch
 from specops import dense
-from specops.vllm import threads
+from specops.integrations.vllm import threads
 threads.remember_mask()
 whole = os.sched_getaffinity(0)
 os.sched_setaffinity(0, {min(whole)})

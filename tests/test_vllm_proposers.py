@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 import torch
 from specops import SuffixCache
+from specops.integrations.vllm import NgramProposer, PredictedOutputs, SuffixProposer, step_requests
+from specops.integrations.vllm.followed_texts import FollowedTexts
+from specops.integrations.vllm.proposers import SUFFIX_FILE, Proposer
 from specops.predicted_text import PredictedText
-from specops.vllm import NgramProposer, PredictedOutputs, SuffixProposer, step_requests
-from specops.vllm.followed_texts import FollowedTexts
-from specops.vllm.proposers import SUFFIX_FILE, Proposer
 
 MAX_LEN = 64
 

@@ -16,7 +16,8 @@ import torch
 from conftest import every_isa
 from mtp_checkpoints import make_mtp_model
 from safetensors.torch import save_file
-from specops import dense, tokenizer
+from specops import dense
+from specops.api import tokenizer
 from specops.checkpoints import safetensors
 from specops.dense import PackedWeight
 from specops.engine import Completion, Engine, EngineConfig, SamplingParams, SpeculativeConfig

@@ -29,10 +29,10 @@ import numpy as np
 import specops.engine.engine
 from dynamo._core import Context
 from server_pairs import MTP, children_of, free_port
-from specops.dynamo import SpecopsBackend, main, params_of
+from specops.api.structured import StructuredOutput
+from specops.api.tokenizer import Tokenizer
 from specops.engine import Engine, EngineConfig, SamplingParams
-from specops.engine.structured import StructuredOutput
-from specops.tokenizer import Tokenizer
+from specops.integrations.dynamo import SpecopsBackend, main, params_of
 
 ENVIRONMENT = {
     "DYN_TCP_RPC_HOST": "127.0.0.1",
@@ -84,7 +84,7 @@ class Deployment:
         first = low_port()
         self.ports = [first + number for number in range(len(workers))]
         self.workers = [
-            self._start({"DYN_SYSTEM_PORT": str(port)}, "specops.dynamo", *one)
+            self._start({"DYN_SYSTEM_PORT": str(port)}, "specops.integrations.dynamo", *one)
             for port, one in zip(self.ports, workers, strict=True)
         ]
         port = free_port()

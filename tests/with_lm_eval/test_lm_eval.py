@@ -18,8 +18,8 @@ import pytest
 pytest.importorskip("lm_eval", reason="lm-eval is not installed: make test-lm-eval")
 
 from serving import serving
+from specops.api.config import BUNDLED_MODEL
 from specops.engine import Engine, EngineConfig, SpeculativeConfig
-from specops.engine.config import BUNDLED_MODEL
 
 HERE = Path(__file__).resolve().parent
 TASKS = ("code_generate", "code_choose", "code_perplexity")

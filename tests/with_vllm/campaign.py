@@ -23,15 +23,18 @@ from pathlib import Path
 from typing import Any
 
 from models import VOCAB, write_bundled, write_random
-from specops.vllm.decoding import Decoded, Job, Run, decode
-from specops.vllm.exactness import Difference, compare
-from specops.vllm.settings import EXACT
+from specops.integrations.vllm.decoding import Decoded, Job, Run, decode
+from specops.integrations.vllm.exactness import Difference, compare
+from specops.integrations.vllm.settings import EXACT
 
 METHODS: dict[str, dict[str, Any]] = {
     "plain": {},
     "ngram": {"method": "ngram", "prompt_lookup_min": 2, "prompt_lookup_max": 4},
     "suffix": {"method": "suffix"},
-    "specops-suffix": {"method": "custom_class", "model": "specops.vllm.SuffixProposer"},
+    "specops-suffix": {
+        "method": "custom_class",
+        "model": "specops.integrations.vllm.SuffixProposer",
+    },
     "junk": {"method": "custom_class", "model": "junk.JunkProposer"},
 }
 # vLLM's own suffix decoding needs a package that `make test-vllm` does not install.

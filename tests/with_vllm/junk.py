@@ -5,7 +5,7 @@ import random
 from collections.abc import Sequence
 from typing import Any
 
-from specops.vllm.proposers import NgramProposer
+from specops.integrations.vllm.proposers import NgramProposer
 
 
 class JunkProposer(NgramProposer):

@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 from campaign import METHODS, joined, params_of, prompts_of, runs_of
 from models import write_config, write_random
-from specops.vllm.decoding import Decoded, DecodingError, Job, Run, decode
-from specops.vllm.exactness import compare
-from specops.vllm.settings import EXACT, PARTS
+from specops.integrations.vllm.decoding import Decoded, DecodingError, Job, Run, decode
+from specops.integrations.vllm.exactness import compare
+from specops.integrations.vllm.settings import EXACT, PARTS
 
 ENGINE = {"enforce_eager": True, "max_model_len": 512, "max_num_seqs": 32}
 
@@ -193,7 +193,7 @@ def test_predictions_are_accepted(bundled: str) -> None:
     ]
     config = {
         "method": "custom_class",
-        "model": "specops.vllm.PredictedOutputs",
+        "model": "specops.integrations.vllm.PredictedOutputs",
         "num_speculative_tokens": 8,
     }
     drafted = engine(bundled, speculative_config=config)
@@ -296,7 +296,7 @@ def test_what_a_model_computes_itself_is_refused_by_name(
     with pytest.raises(DecodingError) as error:
         decode(Job(engine(model, load_format="dummy", **more), runs, EXACT))
     refusals = [
-        line for line in str(error.value).splitlines() if "specops.vllm: cannot be exact" in line
+        line for line in str(error.value).splitlines() if "specops: cannot be exact" in line
     ]
     for fault in faults:
         assert any(fault in line for line in refusals), str(error.value)

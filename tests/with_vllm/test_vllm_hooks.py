@@ -6,8 +6,8 @@ import sys
 from typing import Any
 
 import pytest
-from specops.vllm import hooks
-from specops.vllm.hooks import HOOKS, Hook, HookError
+from specops.integrations.vllm import hooks
+from specops.integrations.vllm.hooks import HOOKS, Hook, HookError
 
 
 @pytest.mark.parametrize("hook", HOOKS, ids=lambda hook: f"{hook.part or 'all'}-{hook.target}")
@@ -60,11 +60,11 @@ def test_without_the_setting_nothing_is_touched() -> None:
 def test_with_it_all_parts_are_specops() -> None:
     done = in_vllm(WHO, "exact")
     assert done.stdout.split() == [
-        "specops.vllm.attention",
+        "specops.integrations.vllm.attention",
         "['RMSNorm',",
         "'SiluAndMul']",
-        "specops.vllm.packed_linear",
-        "specops.vllm.sample_step",
+        "specops.integrations.vllm.packed_linear",
+        "specops.integrations.vllm.sample_step",
     ], done.stderr
 
 
@@ -72,7 +72,7 @@ def test_a_list_switches_on_what_it_names() -> None:
     assert in_vllm(WHO, "linear,norm").stdout.split() == [
         "vllm.v1.attention.backends.cpu_attn",
         "['RMSNorm']",
-        "specops.vllm.packed_linear",
+        "specops.integrations.vllm.packed_linear",
         "vllm.v1.worker.gpu_model_runner",
     ]
 

@@ -43,7 +43,7 @@ def rows_that_differ(layer: Callable[..., Any], *inputs: Tensor) -> int:
 @pytest.mark.parametrize("width", [64, 1000, 40_000])
 @torch.inference_mode()  # as vLLM computes: elsewhere an op refuses weights that want gradients
 def test_norm(dtype: torch.dtype, width: int) -> None:
-    from specops.vllm.layers import SpecopsRMSNorm
+    from specops.integrations.vllm.layers import SpecopsRMSNorm
     from vllm.model_executor.layers.layernorm import RMSNorm
 
     ours, theirs = SpecopsRMSNorm(width, dtype=dtype), RMSNorm(width, dtype=dtype)
@@ -64,7 +64,7 @@ def test_norm(dtype: torch.dtype, width: int) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_activation(dtype: torch.dtype) -> None:
-    from specops.vllm.layers import SpecopsSiluAndMul
+    from specops.integrations.vllm.layers import SpecopsSiluAndMul
     from vllm.model_executor.layers.activation import SiluAndMul
 
     x = torch.randn(33, 2 * 1000).to(dtype)
@@ -85,7 +85,7 @@ def test_vllm_s_rotary_embedding_is_row_identical(dtype: torch.dtype, is_neox: b
 
 @pytest.mark.parametrize("remove_weight", [True, False])
 def test_linear(remove_weight: bool) -> None:
-    from specops.vllm.packed_linear import use_packed_linear
+    from specops.integrations.vllm.packed_linear import use_packed_linear
 
     weight, bias = torch.randn(96, 3072).bfloat16(), torch.randn(96).bfloat16()
     layer = torch.nn.Module()
@@ -124,7 +124,7 @@ def batch_of(begin: int, end: int, blocks: list[int], causal: bool = True) -> An
 
 def backend(dtype: torch.dtype) -> tuple[Any, Any, Tensor]:
     """What builds metadata, a layer's implementation, and an empty cache."""
-    from specops.vllm.attention import SpecopsAttentionImpl, SpecopsMetadataBuilder
+    from specops.integrations.vllm.attention import SpecopsAttentionImpl, SpecopsMetadataBuilder
 
     spec = SimpleNamespace(block_size=PAGE)
     builder = SpecopsMetadataBuilder(spec, [], None, torch.device("cpu"))
@@ -181,7 +181,7 @@ def test_attention_in_any_chunks_and_blocks() -> None:
 
 
 def test_attention_names_all_that_it_has_not() -> None:
-    from specops.vllm.attention import SpecopsAttentionImpl
+    from specops.integrations.vllm.attention import SpecopsAttentionImpl
 
     good = {"num_heads": 4, "head_size": 64, "scale": 1.0, "num_kv_heads": 2}
     assert SpecopsAttentionImpl(**good, logits_soft_cap=0.0).specops_faults == []
@@ -212,6 +212,6 @@ def test_attention_names_all_that_it_has_not() -> None:
     ],
 )
 def test_a_norm_names_what_it_has_not(more: dict[str, Any], faults: list[str]) -> None:
-    from specops.vllm.layers import SpecopsRMSNorm
+    from specops.integrations.vllm.layers import SpecopsRMSNorm
 
     assert SpecopsRMSNorm(64, **more).specops_faults == faults

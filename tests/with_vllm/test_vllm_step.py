@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from specops.vllm.hooks import HOOKS
+from specops.integrations.vllm.hooks import HOOKS
 from torch import Tensor
 
 VOCAB, LENGTH = 60, 12
@@ -86,7 +86,7 @@ def chosen(output: Any) -> tuple[list[list[int]], list[list[Any]]]:
 
 def plain_steps(texts: list[list[int]], logits: Tensor, mode: str) -> tuple[Any, Any]:
     """Three steps without drafts: tokens and logprobs of each request."""
-    from specops.vllm.sample_step import sample_step
+    from specops.integrations.vllm.sample_step import sample_step
 
     texts, every = [list(text) for text in texts], params()
     tokens: list[list[int]] = [[] for _ in texts]
@@ -109,7 +109,7 @@ TEXTS = [[5, 6, 7], [8, 9], [7, 7, 7, 3, 3], [1, 2, 3]]
 @pytest.mark.parametrize("mode", ["raw_logprobs", "processed_logprobs"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_drafts_change_no_token_and_no_bit(mode: str, dtype: torch.dtype) -> None:
-    from specops.vllm.sample_step import sample_step
+    from specops.integrations.vllm.sample_step import sample_step
 
     generator = torch.Generator().manual_seed(8)
     logits = (3 * torch.randn(12, VOCAB, generator=generator)).to(dtype)
@@ -125,7 +125,7 @@ def test_drafts_change_no_token_and_no_bit(mode: str, dtype: torch.dtype) -> Non
 
 
 def test_requests_without_drafts_ride_along() -> None:
-    from specops.vllm.sample_step import sample_step
+    from specops.integrations.vllm.sample_step import sample_step
 
     logits = torch.randn(6, VOCAB, generator=torch.Generator().manual_seed(2))
     alone = sample_step(runner(TEXTS, params(), "raw_logprobs", None), logits[[0, 1, 4, 5]], None)
@@ -152,7 +152,7 @@ def test_drafts_do_not_change_what_is_drawn_on_average(
 
     The law of both tokens together is the model's, filters and all.
     """
-    from specops.vllm.sample_step import sample_step
+    from specops.integrations.vllm.sample_step import sample_step
     from vllm import SamplingParams
 
     monkeypatch.setenv("SPECOPS_VLLM_VERIFY", strategy)
@@ -180,7 +180,7 @@ def test_drafts_do_not_change_what_is_drawn_on_average(
 def test_a_strategy_is_plain_decoding_where_nothing_is_drawn(
     strategy: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from specops.vllm.sample_step import sample_step
+    from specops.integrations.vllm.sample_step import sample_step
     from vllm import SamplingParams
 
     monkeypatch.setenv("SPECOPS_VLLM_VERIFY", strategy)
@@ -194,8 +194,8 @@ def test_a_strategy_is_plain_decoding_where_nothing_is_drawn(
 
 
 def test_a_batch_is_read_again_when_it_changes() -> None:
-    from specops.vllm import step_requests
-    from specops.vllm.sample_step import sample_step
+    from specops.integrations.vllm import step_requests
+    from specops.integrations.vllm.sample_step import sample_step
 
     every, logits = params(), torch.randn(4, VOCAB)
     one = runner(TEXTS, every, "raw_logprobs", None)

@@ -15,17 +15,17 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, TextIO
 
+from specops.api.config import ALL_METHODS, EngineConfig
+from specops.api.errors import EngineError
+from specops.api.methods import method_choices, method_of
+from specops.api.outputs import Completion, TokenLogprob
+from specops.api.sampling_params import SamplingParams
+from specops.api.speculative_config import SpeculativeConfig
 from specops.cli import Parser, fail, finite, require_writable
 from specops.cli.options import add_draft_lengths, add_model_options, engine_settings
 from specops.cli.progress import progress
-from specops.engine.config import ALL_METHODS, EngineConfig
-from specops.engine.drafters.methods import method_choices, method_of
+from specops.cli.prompts import PROMPTS, read_prompts
 from specops.engine.engine import Engine
-from specops.engine.errors import EngineError
-from specops.engine.outputs import Completion, TokenLogprob
-from specops.engine.sampling_params import SamplingParams
-from specops.engine.speculative_config import SpeculativeConfig
-from specops.prompts import PROMPTS, read_prompts
 from specops.service.contract import contract_of
 
 _SHOWN = 40  # characters of a prompt that are printed

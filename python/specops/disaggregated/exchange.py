@@ -21,6 +21,19 @@ from functools import partial
 
 from msgspec import structs
 
+from specops.api.messages import (
+    Abort,
+    Batch,
+    Command,
+    Failed,
+    Fetched,
+    KvTransfer,
+    Output,
+    Overdue,
+    Refused,
+    Stop,
+    Submit,
+)
 from specops.disaggregated.fair_threads import FairThreads
 from specops.disaggregated.handoff import PagesEngine
 from specops.disaggregated.pages import HandoffError, Header, Pages, joined, sources
@@ -35,19 +48,6 @@ from specops.disaggregated.transport import (
 from specops.engine.engine import Engine
 from specops.service.lockstep import RankEngine
 from specops.service.loop import Compiled, Inbox
-from specops.service.messages import (
-    Abort,
-    Batch,
-    Command,
-    Failed,
-    Fetched,
-    KvTransfer,
-    Output,
-    Overdue,
-    Refused,
-    Stop,
-    Submit,
-)
 from specops.service.wire import RoleSettings
 
 logger = logging.getLogger(__name__)

@@ -15,15 +15,15 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from specops.api.config import EngineConfig
+from specops.api.sampling_params import SamplingParams
+from specops.api.speculative_config import SpeculativeConfig
 from specops.disaggregated.pages import VERSION, HandoffError, Header, Layout, Pages, check
-from specops.engine.config import EngineConfig
 from specops.engine.engine import Engine
 from specops.engine.machine import one_rank
 from specops.engine.memory.kv_cache import DraftKv
 from specops.engine.models.kv import Share
 from specops.engine.parallel.ranks import Ranks
-from specops.engine.sampling_params import SamplingParams
-from specops.engine.speculative_config import SpeculativeConfig
 from specops.service.contract import contract_of
 
 

@@ -33,9 +33,9 @@ import zmq
 from msgspec import Struct
 from zmq.utils.monitor import parse_monitor_message
 
+from specops.api.messages import Batch
 from specops.engine.engine import Engine
 from specops.engine.memory.kv_cache import PagePool
-from specops.service.messages import Batch
 from specops.service.wire import KvEventSettings
 
 logger = logging.getLogger(__name__)

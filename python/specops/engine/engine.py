@@ -11,13 +11,17 @@ from typing import NoReturn
 import torch
 
 import specops
+from specops.api.config import EngineConfig
+from specops.api.errors import EngineError, QueueFull, described
+from specops.api.outputs import Completion, EngineStats, RequestOutput
+from specops.api.sampling_params import SamplingParams
+from specops.api.speculative_config import SpeculativeConfig
+from specops.api.structured import StructuredOutput
 from specops.engine.admission import Admission
-from specops.engine.config import EngineConfig
 from specops.engine.device import open_device
 from specops.engine.drafters.base import Drafter, DrafterContext
 from specops.engine.drafters.drafting import Drafting
 from specops.engine.emitted import Emitted
-from specops.engine.errors import EngineError, QueueFull, described
 from specops.engine.machine import (
     FREE_ROWS,
     ROW_COSTS,
@@ -29,18 +33,15 @@ from specops.engine.machine import (
 )
 from specops.engine.memory.kv_cache import PagePool
 from specops.engine.models import KeptStates, WeightCache, load_model
-from specops.engine.outputs import Completion, EngineStats, RequestOutput
 from specops.engine.parallel.ranks import Ranks
 from specops.engine.plan import Part, Plan
 from specops.engine.request import Request
-from specops.engine.sampling_params import SamplingParams
 from specops.engine.scheduling.prompt_rows import PROMPT_ROWS_BESIDE
 from specops.engine.scheduling.scheduler import Scheduler
 from specops.engine.sharing.row_costs import RowCosts
-from specops.engine.speculative_config import SpeculativeConfig
 from specops.engine.step_costs import known_steps, measure_row_costs, measure_steps
 from specops.engine.steps.runner import Runner
-from specops.engine.structured import Grammar, StructuredOutput
+from specops.engine.structured import Grammar
 
 logger = logging.getLogger(__name__)
 

@@ -18,8 +18,8 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
+from specops.api.messages import Batch, Command, Fetched, Hello, NoEngine, Overdue, Stop
 from specops.service.garbage import search_seldom
-from specops.service.messages import Batch, Command, Fetched, Hello, NoEngine, Overdue, Stop
 from specops.service.wire import Frames, Setup, encoded, receive, to_process
 
 if TYPE_CHECKING:
@@ -263,7 +263,7 @@ def main() -> None:
     def make(setup: Setup) -> "Engine":
         import torch
 
-        from specops.engine.config import EngineConfig
+        from specops.api.config import EngineConfig
         from specops.service.lockstep import of_rank
 
         kind, is_rank = _kind_of(setup)

@@ -28,13 +28,13 @@ from pathlib import Path
 from msgspec import structs
 
 import specops
-from specops.engine.config import EngineConfig
+from specops.api.config import EngineConfig
+from specops.api.messages import Command, Fetched, NoEngine, Overdue, Stop
+from specops.api.outputs import RequestOutput
 from specops.engine.device import open_device
 from specops.engine.engine import Engine
-from specops.engine.outputs import RequestOutput
 from specops.engine.parallel.group import Group
 from specops.service.loop import Compiled, Inbox
-from specops.service.messages import Command, Fetched, NoEngine, Overdue, Stop
 from specops.service.process import EngineProcess
 from specops.service.wire import (
     Frames,

@@ -15,13 +15,8 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Protocol
 
-from specops.engine.engine import Engine
-from specops.engine.errors import ContextOverflow, EngineError, QueueFull
-from specops.engine.outputs import RequestOutput, without_rejected
-from specops.engine.sampling_params import SamplingParams
-from specops.engine.speculative_config import SpeculativeConfig
-from specops.engine.structured import Grammar
-from specops.service.messages import (
+from specops.api.errors import ContextOverflow, EngineError, QueueFull
+from specops.api.messages import (
     Abort,
     Accepted,
     Batch,
@@ -39,6 +34,11 @@ from specops.service.messages import (
     Stop,
     Submit,
 )
+from specops.api.outputs import RequestOutput, without_rejected
+from specops.api.sampling_params import SamplingParams
+from specops.api.speculative_config import SpeculativeConfig
+from specops.engine.engine import Engine
+from specops.engine.structured import Grammar
 from specops.service.snapshot import status_of
 
 logger = logging.getLogger(__name__)
