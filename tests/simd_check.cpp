@@ -95,7 +95,7 @@ void of_one(const float* x) {
   }
 }
 
-// Pairs of bfloat16 whose product fits 16 bits.
+// Operations on pairs of bfloat16.
 void of_pairs(const float* x, const float* y, const float* z) {
   bfloat16 a[2 * kLanes], b[2 * kLanes];
   for (int i = 0; i < 2 * kLanes; ++i) {
