@@ -78,7 +78,7 @@ void kernels_and_devices_are_apart() {
   start(second_kernel, 40 << 10, 1);
   expect(limit_of(second_kernel, 0) == 100 << 10, "another kernel has its own limit");
   expect(limit_of(first_kernel, 1) == 100 << 10, "another device has its own limit");
-  expect(limit_of(second_kernel, 1) == 0, "up to 48 KiB nobody asks");
+  expect(limit_of(second_kernel, 1) == 0, "up to 48 KiB no limit is raised");
   expect(fake_cuda::current_device == 0, "the current device is put back");
 }
 

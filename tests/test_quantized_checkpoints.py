@@ -24,18 +24,18 @@ PARAMS = [
 ]
 
 
-def words_of(codes: Tensor) -> Tensor:
+def words_of(quantized: Tensor) -> Tensor:
     """Pack eight 4-bit values into each int32 word along the last dimension."""
-    shifted = codes.view(len(codes), -1, 8).to(torch.int64) << torch.arange(0, 32, 4)
+    shifted = quantized.view(len(quantized), -1, 8).to(torch.int64) << torch.arange(0, 32, 4)
     return shifted.sum(-1).to(torch.uint32).view(torch.int32)
 
 
 def packed(weight: Tensor) -> dict[str, Tensor]:
     """Return tensors in the pack-quantized format of compressed-tensors."""
-    codes = quantize_weight(weight, kind="int4", group=32)
+    quantized = quantize_weight(weight, kind="int4", group=32)
     return {
-        "weight_packed": words_of(codes.codes),
-        "weight_scale": codes.scales,
+        "weight_packed": words_of(quantized.codes),
+        "weight_scale": quantized.scales,
         "weight_shape": torch.tensor(weight.shape),
     }
 
@@ -43,24 +43,24 @@ def packed(weight: Tensor) -> dict[str, Tensor]:
 def gptq(weight: Tensor) -> dict[str, Tensor]:
     """Return tensors in GPTQ format with desc_act: groups have their own input order."""
     order = torch.randperm(weight.shape[1], generator=torch.Generator().manual_seed(3))
-    codes = quantize_weight(weight[:, order], kind="int4", group=32)
-    stored, index = torch.empty_like(codes.codes), torch.empty_like(order)
-    stored[:, order] = codes.codes
+    quantized = quantize_weight(weight[:, order], kind="int4", group=32)
+    stored, index = torch.empty_like(quantized.codes), torch.empty_like(order)
+    stored[:, order] = quantized.codes
     index[order] = torch.arange(len(order)) // 32
-    zeros = torch.full((codes.scales.shape[1], len(weight)), 7, dtype=torch.uint8)
+    zeros = torch.full((quantized.scales.shape[1], len(weight)), 7, dtype=torch.uint8)
     return {
         "qweight": words_of(stored).T.contiguous(),
         "qzeros": words_of(zeros),
-        "scales": codes.scales.T.half(),
+        "scales": quantized.scales.T.half(),
         "g_idx": index.to(torch.int32),
     }
 
 
 def fp8(weight: Tensor) -> dict[str, Tensor]:
     """Return an fp8 weight in blocks of 128 by 128, all with the same scale."""
-    codes = (weight * 64).to(torch.float8_e4m3fn)
+    quantized = (weight * 64).to(torch.float8_e4m3fn)
     scales = torch.full([-(-size // 128) for size in weight.shape], 1 / 64)
-    return {"weight": codes, "weight_scale_inv": scales}
+    return {"weight": quantized, "weight_scale_inv": scales}
 
 
 FORMATS: dict[str, tuple[Callable[[Tensor], dict[str, Tensor]], dict[str, Any]]] = {

@@ -196,7 +196,7 @@ class Histories(RuleBasedStateMachine):
     @precondition(has_shared)
     @rule()
     def save_and_load(self) -> None:
-        """Responses come back finished and in order. No request runs."""
+        """Save and load the cache: responses come back finished and in order, without requests."""
         path = Path(os.environ["SUFFIX_TREE_FILE"])
         self.cache.save(path)
         self.cache = SuffixCache(**self.options, background_tokens=self.background_tokens)

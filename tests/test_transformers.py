@@ -320,7 +320,7 @@ def test_unsupported_masks_are_refused(name: str, offset: int) -> None:
         adapter.make_mask(1, 9, 9 + offset, q_offset=offset, mask_function=UNSUPPORTED[name])
 
 
-def test_a_window_over_padding_between_turns_is_refused() -> None:
+def test_window_over_padding_between_turns_is_refused() -> None:
     """The window counts the padding, but `append_attention` has none to count."""
     mask = torch.ones(1, 30, dtype=torch.bool)
     mask[0, 12:15] = False
