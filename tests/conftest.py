@@ -368,6 +368,16 @@ def mtp_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
+def fake() -> Iterator[Any]:
+    """Serve an engine without a model."""
+    from fake_engine import FakeEngine
+    from serving import serving
+
+    with serving(FakeEngine(step_seconds=0.0005)) as served:
+        yield served
+
+
+@pytest.fixture(scope="module")
 def together(mtp_model: Path) -> Iterator[Any]:
     """Start one server of that model, the reference for the answers of several servers together."""
     from server_pairs import one_server

@@ -54,7 +54,7 @@ def test_a_pair_answers_as_one_server(
     router = Router(prefill.url, decode.url)
     hits = decode.gauge("prefix_cache_hits_total")
     assert router.run(asked) == choices_of(together, asked)
-    assert router.handed_over == count and set(router.answers.values()) == {1}
+    assert router.num_transfers == count and set(router.answers.values()) == {1}
     # Of each prompt all full pages came: nobody had sent it to this server before.
     pages = sum((len(body["prompt"]) - 1) // 16 for body in asked)
     assert decode.gauge("prefix_cache_hits_total") - hits >= 16 * pages

@@ -27,7 +27,7 @@ from specops.engine.machine import room_of
 from specops.engine.models import KeptStates, KvCache, load_model
 from test_lossless import bits
 from test_models import Runner
-from test_qwen3_next import CACHES, conversations, directory, live, plain, texts
+from test_qwen3_next import CACHES, conversations, directory, plain, run_all, texts
 from test_scheduler import check_entries
 from torch import Tensor
 
@@ -143,7 +143,7 @@ def converse(
     drafts = Drafts(monkeypatch)
     engine = RandomLengths().decide_for(make(similar(), target=target, **options))
     assert engine._runner.parts.cache.room.num_kept == num_kept
-    done = live(engine, talk)
+    done = run_all(engine, talk)
     if not target:
         assert list(map(bits, done)) == list(map(bits, talk.done))
     assert engine.num_free_pages == engine.num_pages and not engine._drafting.num_failures

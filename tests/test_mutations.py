@@ -33,7 +33,7 @@ class Mutation:
 
 LINEAR = "test_dense.py linear and not wide_output"
 LINEAR_RACE = "test_dense.py test_linear_rows_keep_their_bits or test_linear_kernels_keep"
-CODES = "test_quantized.py bits or gates or wild"
+CODES = "test_quantized.py bits or extreme"
 FP8 = "test_quantized.py fp8"
 RMS_NORM = "test_dense.py rms_norm"
 DRAFT_ROWS = "test_draft_batch.py prepare or advance or keep"

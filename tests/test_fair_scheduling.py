@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rows of a step are shared among owners; whoever rests goes on with the same tokens, to the bit.
+"""Fair scheduling: clients share the rows of a step, and a pause changes no bit.
 
 Rows are counted, not seconds.
 """
@@ -39,87 +39,89 @@ def owned(arrival: int, *owners: str, tokens: int = 3, max_tokens: int = 500) ->
 
 
 def asks(*given: tuple[int, Any]) -> list[Ask]:
-    """Of rows and owners, one request each."""
+    """Return asks with these rows and owners, one request each."""
     return [Ask(owned(i, *who), rows) for i, (rows, who) in enumerate(given)]
 
 
-def test_who_has_nothing_but_a_prompt_counts() -> None:
+def test_client_with_only_a_prompt_counts() -> None:
     many = asks(*[(1, ("a", "many"))] * 32)
 
-    def turns(*prompts: tuple[int, Any]) -> int | None:
+    def chosen(*prompts: tuple[int, Any]) -> int | None:
         found = take_turns(many, 512, FREE, asks(*prompts))
         return None if found is None else len(found)
 
-    assert turns((7, ("b", "one"))) == 7 + FREE
-    assert turns((7, ("b", "one")), (9, ("c", "one"))) == 7 + 2 * FREE
-    assert turns((300, ("b", "one"))) is None, "such a step is long in any case"
-    assert turns((7, ("a", "one"))) == 7 + FREE, "calls of the only client, too"
-    assert turns((7, ("a", "many"))) is None
+    assert chosen((7, ("b", "one"))) == 7 + FREE
+    assert chosen((7, ("b", "one")), (9, ("c", "one"))) == 7 + 2 * FREE
+    assert chosen((300, ("b", "one"))) is None, "such a step is long in any case"
+    assert chosen((7, ("a", "one"))) == 7 + FREE, "calls of a single client count, too"
+    assert chosen((7, ("a", "many"))) is None
     beside = asks((1, ("b", "one")), *[(1, ("a", "many"))] * 32)
     found = take_turns(beside, 512, FREE, asks((7, ("b", "two"))))
-    assert found is not None and len(found) == 2 + FREE, "who decodes counts with that"
+    assert found is not None and len(found) == 2 + FREE, (
+        "a decoding client counts with its decoding rows"
+    )
 
 
 def rows_by(given: list[Ask], free_rows: int = FREE, level: int = 0) -> dict[str, int]:
-    """Rows of those whose turn it is, by their owners."""
-    turns = take_turns(given, 512, free_rows)
-    assert turns is not None
+    """Return the rows of the chosen requests by owner."""
+    chosen = take_turns(given, 512, free_rows)
+    assert chosen is not None
     rows: Counter[str] = Counter()
     for one in given:
-        if one.request in turns:
+        if one.request in chosen:
             rows[one.request.owners[level]] += one.rows
     return dict(rows)
 
 
-# ---- shares ----
+# ---- division of rows ----
 
 
-def test_who_is_alone_has_everything() -> None:
+def test_single_client_gets_all_rows() -> None:
     many = [(5, ("a", "many"))] * 32
     assert take_turns(asks(*many), 512, FREE) is None
     assert take_turns(asks(*[(5, ())] * 32), 512, FREE) is None
     assert take_turns([], 512, FREE) is None
-    # So do equals, and those who fit into what a step computes in any case.
+    # So do equal clients, and those that fit into the free rows of a step.
     assert take_turns(asks(*[(5, ("a", f"call {i}")) for i in range(32)]), 512, FREE) is None
     assert take_turns(asks((1, ("a", "1")), (5, ("b", "1"))), 512, FREE) is None
     assert take_turns(asks(*many, (1, ("a", "one"))), 512, free_rows=160) is None
 
 
-def test_a_step_is_as_long_as_if_all_had_as_much_as_the_least() -> None:
+def test_step_is_as_long_as_if_all_had_the_rows_of_the_least() -> None:
     many = [(5, ("a", "many"))] * 32
     assert rows_by(asks(*many, (3, ("b", "one")))) == {"a": 5, "b": 3}
     assert rows_by(asks(*many, (6, ("b", "one")))) == {"a": 10, "b": 6}
     calls = rows_by(asks(*many, (6, ("a", "one"))), level=1)
-    assert calls == {"many": 10, "one": 6}, "calls of one client are told apart, too"
+    assert calls == {"many": 10, "one": 6}, "rows must be divided among calls, too"
     three = asks(*many, (1, ("b", "one")), *[(1, ("c", "some"))] * 8)
-    assert rows_by(three) == {"a": 5, "b": 1, "c": 5}  # of 3 * 1 + 2 * 4
+    assert rows_by(three) == {"a": 5, "b": 1, "c": 5}  # 3 * 1 + 2 * 4 rows
 
 
-def test_shares_are_those_of_owners_within_owners() -> None:
-    """A client's share goes to its calls, however many requests they have."""
+def test_rows_are_divided_among_clients_and_then_calls() -> None:
+    """A client's rows are divided among its calls, however many requests they have."""
     given = [(2, ("a", "many"))] * 30 + [(2, ("a", "few"))] * 2 + [(2, ("b", "one"))] * 6
-    wanted = asks(*given)
-    # Alone a would have 2 * 4 + 4 rows, as many as b asks for.
-    assert rows_by(wanted) == {"a": 12, "b": 12}
-    calls = rows_by(wanted, level=1)
+    requests = asks(*given)
+    # Alone, a would have 2 * 4 + 4 rows, as many as b requests.
+    assert rows_by(requests) == {"a": 12, "b": 12}
+    calls = rows_by(requests, level=1)
     assert calls == {"many": 8, "few": 4, "one": 12}
 
 
-def test_one_that_asks_for_more_than_a_share_has_its_turn() -> None:
+def test_request_larger_than_its_share_runs_at_times() -> None:
     given = asks((1, ("b", "one")), (17, ("a", "wide")), (1, ("a", "narrow")))
-    turns = Counter[int]()
+    chosen = Counter[int]()
     for step in range(1, 21):
-        shares = take_turns(given, 512, FREE)
-        assert shares is not None
-        assert given[0].request in shares
-        for request in shares:
+        granted = take_turns(given, 512, FREE)
+        assert granted is not None
+        assert given[0].request in granted
+        for request in granted:
             request.last_step = step
-            turns[request.arrival] += 1
-    assert turns == {0: 20, 1: 10, 2: 10}
+            chosen[request.arrival] += 1
+    assert chosen == {0: 20, 1: 10, 2: 10}
 
 
-def test_whatever_is_asked_for() -> None:
-    """No step is longer than it may be, nobody gets more than it asks for, nobody starves."""
+def test_random_requests_are_treated_fairly() -> None:
+    """No step is too long, no request gets more rows than it needs, and none starves."""
     draw, narrow = random.Random(0), 0
     for _ in range(200):
         clients = draw.randrange(1, 5)
@@ -132,11 +134,11 @@ def test_whatever_is_asked_for() -> None:
         ]
         waited = Counter[int]()
         for step in range(1, 60):
-            shares = take_turns(given, 256, FREE)
+            granted = take_turns(given, 256, FREE)
             got = {
-                one.request: one.rows for one in given if shares is None or one.request in shares
+                one.request: one.rows for one in given if granted is None or one.request in granted
             }
-            if shares is not None:
+            if granted is not None:
                 narrow += 1
                 owners = Counter(request.owners[0] for request in got)
                 assert {one.request.owners[0] for one in given} == set(owners)
@@ -160,7 +162,7 @@ def slots(num_slots: int, free_rows: int | None = FREE, costs: RowCosts | None =
 
 
 def run(scheduler: Scheduler, steps: int, drafts: int = 0) -> list[Plan]:
-    """Steps of requests that always have so many drafts, none of which is accepted."""
+    """Run steps of requests that always have `drafts` drafts, none of which is accepted."""
     plans = []
     for _ in range(steps):
         decoding, room = scheduler.decoding(lambda request: drafts)
@@ -187,8 +189,8 @@ def client_of(part: Part) -> str:
 
 
 @pytest.mark.parametrize("drafts", [0, 4])
-def test_a_greedy_client_cannot_make_steps_long(drafts: int) -> None:
-    """Once it decodes, a client with one request has half of the rows, or nearly so."""
+def test_greedy_client_cannot_make_steps_long(drafts: int) -> None:
+    """Once it decodes, a client with one request gets about half of the rows."""
     scheduler = slots(32)
     scheduler.waiting += [owned(i, "greedy", "many") for i in range(60)]
     alone = run(scheduler, 10, drafts)
@@ -201,31 +203,33 @@ def test_a_greedy_client_cannot_make_steps_long(drafts: int) -> None:
         assert rows_of(plan, "normal") == 1 + drafts
         assert 0 < rows_of(plan, "greedy") <= 1 + drafts + FREE
         assert len(plan.paused) + len(plan.parts) == 32
-    assert sum(len(plan.stopped) for plan in beside) == 1, "for the slot"
+    assert sum(len(plan.stopped) for plan in beside) == 1, (
+        "one request must be preempted for the slot"
+    )
     after = run(scheduler, 3, drafts)
     assert not after[-1].paused and rows_of(after[-1], "greedy") == 32 * (1 + drafts)
 
 
-def test_who_rests_takes_turns() -> None:
+def test_paused_requests_alternate() -> None:
     scheduler = slots(32)
     scheduler.waiting += [owned(i, "greedy", "many", tokens=1) for i in range(31)]
     scheduler.waiting.append(owned(31, "normal", "one", tokens=1))
     run(scheduler, 20)
     assert len(scheduler.running) == 32
     before = {request: len(request.token_ids) for request in scheduler.running}
-    run(scheduler, 62)  # five of 31 in a step
+    run(scheduler, 62)  # five of 31 per step
     grown = [len(one.token_ids) - count for one, count in before.items()]
     assert grown.pop() == 62 and sum(grown) == 310
-    assert min(grown) >= 62 // 7, "nobody waits for more than seven steps"
+    assert min(grown) >= 62 // 7, "a request waited for more than seven steps"
 
 
-def test_prompts_have_a_bounded_number_of_rows_beside_others() -> None:
+def test_prompts_beside_other_clients_have_bounded_rows() -> None:
     scheduler = slots(4)
     scheduler.waiting.append(owned(0, "normal", "one"))
     run(scheduler, 2)
     scheduler.waiting.append(owned(1, "other", "one", tokens=300))
     plans = run(scheduler, 61)
-    # As much time as a step of the other's row takes.
+    # They take as much time as a step of the other client's row.
     assert [rows_of(plan, "other") for plan in plans] == [1 + FREE] * 60 + [1]
     assert [rows_of(plan, "normal") for plan in plans] == [1] * 61
 
@@ -243,7 +247,7 @@ def test_prompts_have_a_bounded_number_of_rows_beside_others() -> None:
 def test_prompts_take_as_much_time_as_decoding_beside_them(
     drafts: int, is_scored: bool, costs: RowCosts
 ) -> None:
-    """Beside a decoding client, another one's prompts at most double the time of a step."""
+    """Prompts of another client at most double the time of a decoding client's step."""
     scheduler = slots(4, costs=costs)
     scheduler.waiting.append(owned(0, "normal", "one"))
     run(scheduler, 2)
@@ -258,9 +262,9 @@ def test_prompts_take_as_much_time_as_decoding_beside_them(
         rows.append(rows_of(plan, "greedy"))
         assert rows[-1] * row <= decoding + 1e-6
         assert rows[-1] * row <= 4 * FREE * costs.row
-        assert rows_of(plan, "normal") == 1 + drafts, "decoding never waits for a prompt"
+        assert rows_of(plan, "normal") == 1 + drafts, "decoding waited for a prompt"
     most = min(decoding, 4 * FREE * costs.row)
-    assert min(rows) == max(rows) == int(most / row + 1e-6) > 0, "prompts get all of their share"
+    assert min(rows) == max(rows) == int(most / row + 1e-6) > 0, "prompts must get their full share"
     # Alone, they get the rows of a step that costs as much as it may.
     alone = slots(4, costs=costs)
     prompt.num_computed, prompt.slot = 0, -1
@@ -278,7 +282,7 @@ def test_scored_rows_cost_more_until_they_are_scored() -> None:
     assert costs.of_prompt_row(prompt) == 1
 
 
-def test_prompts_beside_calls_of_the_same_client_have_all_rows_of_prompts() -> None:
+def test_prompts_beside_calls_of_the_same_client_get_all_prompt_rows() -> None:
     scheduler = slots(4)
     scheduler.waiting.append(owned(0, "normal", "one"))
     run(scheduler, 2)
@@ -287,17 +291,20 @@ def test_prompts_beside_calls_of_the_same_client_have_all_rows_of_prompts() -> N
     assert rows == [1 + 32 * FREE, 1 + 32 * FREE, 1 + 300 - 64 * FREE, 2]
 
 
-def test_short_prompts_are_not_behind_long_ones() -> None:
-    """Clients whose prompts wait have equal parts of a step; what one does not want, others get."""
+def test_short_prompts_do_not_wait_for_long_ones() -> None:
+    """Clients with waiting prompts get equal parts of a step.
+
+    Others get the rows that one leaves.
+    """
     scheduler = slots(8)
     scheduler.waiting += [owned(i, "greedy", f"call {i}", tokens=400) for i in range(4)]
     (alone,) = run(scheduler, 1)
-    assert rows_of(alone, "greedy") == 32 * FREE, "whoever comes now waits for no longer step"
+    assert rows_of(alone, "greedy") == 32 * FREE, "newcomers must not wait for a longer step"
     scheduler.waiting += [owned(4, "normal", "one", tokens=7), owned(5, "third", "one", tokens=30)]
     plans = run(scheduler, 2)
     expected = {"normal": 7, "third": 30, "greedy": 4 * FREE}
     assert {client: rows_of(plans[0], client) for client in expected} == expected
-    # Now the two decode.
+    # Then the other two clients decode.
     assert {client: rows_of(plans[1], client) for client in expected} == {
         "normal": 1,
         "third": 1,
@@ -305,20 +312,20 @@ def test_short_prompts_are_not_behind_long_ones() -> None:
     }
 
 
-def test_long_prompts_of_several_clients_share_the_rows_of_prompts() -> None:
+def test_long_prompts_of_several_clients_share_the_prompt_rows() -> None:
     scheduler = slots(8)
     scheduler.waiting += [owned(i, client, "one", tokens=400) for i, client in enumerate("ab")]
     (plan,) = run(scheduler, 1)
     assert [rows_of(plan, client) for client in "ab"] == [16 * FREE, 16 * FREE]
-    # Both end in one step: nobody's end is put off for the other's.
+    # Both end in one step: neither is postponed for the other.
     both = slots(8)
     both.waiting += [owned(i, client, "one", tokens=40) for i, client in enumerate("ab")]
     (plan,) = run(both, 1)
     assert [rows_of(plan, client) for client in "ab"] == [40, 40]
 
 
-def test_a_greedy_client_cannot_make_the_first_step_long() -> None:
-    """Beside a client who has nothing but a prompt of eight tokens, others are as short."""
+def test_greedy_client_cannot_make_the_first_step_long() -> None:
+    """A client with only a prompt of eight tokens limits the rows of the others."""
     scheduler = slots(32)
     scheduler.waiting += [owned(i, "greedy", "many") for i in range(60)]
     run(scheduler, 5)
@@ -327,7 +334,7 @@ def test_a_greedy_client_cannot_make_the_first_step_long() -> None:
     assert rows_of(plan, "normal") == 8
     assert rows_of(plan, "greedy") == 8 + FREE
     assert len(plan.paused) == 32 - 1 - (8 + FREE)
-    # Nobody rests for one who is refused a slot, since all clients have as many.
+    # No request pauses for one that gets no slot, since all clients have equally many slots.
     full = slots(2)
     full.waiting += [owned(i, client, "one") for i, client in enumerate("ab")]
     run(full, 2)
@@ -335,18 +342,18 @@ def test_a_greedy_client_cannot_make_the_first_step_long() -> None:
     assert [len(plan.parts) for plan in run(full, 5)] == [2] * 5
 
 
-def test_newcomers_of_others_come_a_few_at_a_time() -> None:
+def test_newcomers_of_other_clients_start_a_few_at_a_time() -> None:
     scheduler = slots(32)
     scheduler.waiting.append(owned(0, "normal", "one"))
     run(scheduler, 2)
     scheduler.waiting += [owned(i, "greedy", "many") for i in range(1, 60)]
     plans = run(scheduler, 3)
-    assert [len(plan.started) for plan in plans] == [2, 2, 1]  # of three tokens
+    assert [len(plan.started) for plan in plans] == [2, 2, 1]  # prompts of three tokens
     assert all(rows_of(plan, "greedy") <= 4 * FREE + FREE + 1 for plan in plans)
 
 
-def test_a_newcomer_is_let_in_beside_one_with_many_drafts() -> None:
-    """What has its turn is beyond the step's rows already, and the newcomer still gets its own."""
+def test_newcomer_starts_beside_a_request_with_many_drafts() -> None:
+    """The drafts alone exceed the step's rows, and the newcomer still gets its own."""
     scheduler = slots(4)
     scheduler.waiting.append(owned(0, "wide", "one"))
     run(scheduler, 2, drafts=16)
@@ -358,7 +365,7 @@ def test_a_newcomer_is_let_in_beside_one_with_many_drafts() -> None:
     }
 
 
-def test_without_free_rows_nobody_rests() -> None:
+def test_no_request_pauses_without_free_rows() -> None:
     scheduler = slots(32, free_rows=None)
     scheduler.waiting += [owned(i, "greedy", "many", tokens=1) for i in range(31)]
     scheduler.waiting.append(owned(31, "normal", "one", tokens=1))
@@ -386,7 +393,7 @@ def engine_of(name: str, **config: Any) -> Engine:
 
 
 def complete_owned(engine: Engine, count: int, **own: Any) -> list[Completion]:
-    """Most are one client's; another one's come one after the other."""
+    """Complete requests of one client, and a few of another client one after the other."""
     texts, each, _ = plain()
     names = [""] * count
     mine = [i for i in range(count) if i % 6 == 0]
@@ -419,7 +426,7 @@ def complete_owned(engine: Engine, count: int, **own: Any) -> list[Completion]:
 @pytest.mark.fast(
     "wide-suffix trees", "narrow-hybrid", ci=("wide-naive", "narrow-ngram", "wide-mtp")
 )
-def test_whoever_rests_goes_on_with_the_same_tokens(
+def test_paused_requests_continue_with_the_same_bits(
     name: str, limits: dict[str, Any], tmp_path: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
@@ -436,8 +443,8 @@ def test_whoever_rests_goes_on_with_the_same_tokens(
 
 
 @pytest.mark.parametrize("name", ["ngram", "suffix", "mtp"])
-def test_drafts_outlast_a_rest(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What there was to verify before a rest is verified after it."""
+def test_drafts_outlast_a_pause(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Drafts that were due before a pause are verified after it."""
     engine = engine_of(name)
     had: dict[Request, list[int]] = {}
     verified = 0
@@ -464,12 +471,12 @@ def test_drafts_outlast_a_rest(name: str, monkeypatch: pytest.MonkeyPatch) -> No
 
 
 @pytest.mark.parametrize("strategy", ["rejection", "block"])
-def test_drafts_without_what_they_were_drawn_from_are_gone(
+def test_sampled_drafts_are_dropped_after_a_pause(
     strategy: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Modules drew from probabilities of the last step; a request outside it drafts anew."""
+    """Modules sampled from probabilities of the last step; a request outside it drafts anew."""
     engine = engine_of("mtp")
-    rested, dropped, num_drafts = set[Request](), 0, 0
+    was_paused, dropped, num_drafts = set[Request](), 0, 0
     launch, at = engine._runner.launch, engine._scheduler.at
 
     def watched(plan: Plan, **options: Any) -> None:
@@ -477,11 +484,11 @@ def test_drafts_without_what_they_were_drawn_from_are_gone(
         for part in plan.parts:
             request = at[part.slot]
             num_drafts += part.num_drafts
-            if request in rested and request.params.temperature > 0:
-                rested.discard(request)
+            if request in was_paused and request.params.temperature > 0:
+                was_paused.discard(request)
                 assert part.num_drafts == 0
                 dropped += 1
-        rested.update(map(at.__getitem__, plan.paused))
+        was_paused.update(map(at.__getitem__, plan.paused))
         launch(plan, **options)
 
     monkeypatch.setattr(engine._runner, "launch", watched)
@@ -490,7 +497,7 @@ def test_drafts_without_what_they_were_drawn_from_are_gone(
     assert all(len(one.token_ids) == 96 for one in done)
 
 
-def test_who_alone_has_owners_never_rests() -> None:
+def test_requests_of_a_single_client_are_never_paused() -> None:
     engine = engine_of("ngram")
     for i in range(16):
         engine.add_request([1, 2, 3 + i], SamplingParams(max_tokens=8), owners=("a", "call"))
@@ -503,7 +510,7 @@ def test_who_alone_has_owners_never_rests() -> None:
 
 
 def test_costs_of_rows_are_measured_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By a clock that only steps move; afterwards the engine is as if nothing had run."""
+    """Only steps move the clock. Afterwards the engine is as if nothing had run."""
     engine = engine_of("ngram")
     clock, kinds = [0.0], list[tuple[int, bool, bool]]()
     launch = engine._runner.launch
@@ -512,7 +519,7 @@ def test_costs_of_rows_are_measured_once(monkeypatch: pytest.MonkeyPatch) -> Non
         (part,) = plan.parts
         is_scored = part.prompt_rows is not None
         kinds.append((part.num_rows, part.emits, is_scored))
-        # The first run of each kind, and all that other work disturbs, do not count.
+        # The first run of each kind and disturbed runs do not count.
         seen = kinds.count(kinds[-1])
         time = 4.0 if part.emits else 2.0 + 0.5 * part.num_rows + 0.25 * part.num_rows * is_scored
         clock[0] += time * (9 if seen == 1 else 1 if seen == 3 else 1.5) / 1000
