@@ -54,7 +54,7 @@ def streamed(chunks: Any) -> str:
 
 
 def _tokens(call: Callable[..., Any], method: str, **given: Any) -> list[str]:
-    """Return the tokens of an answer, each as text."""
+    """Return the text of each token of an answer."""
     if method == "completions.create":
         return list(call(logprobs=0, **given).choices[0].logprobs.tokens)
     return [one.token for one in call(logprobs=True, **given).choices[0].logprobs.content]
@@ -283,9 +283,11 @@ def _chat_rows() -> list[Row]:
         call = partial(call, extra_body={"speculative_config": {"method": "prediction"}})
         expected = text(call())
         parts = [{"type": "text", "text": expected[:9]}, {"type": "text", "text": expected[9:]}]
-        told = [call(prediction={"type": "content", "content": one}) for one in (expected, parts)]
-        is_same = [text(one) for one in told] == [expected] * 2
-        return is_same and accepted(call()) == 0 < min(map(accepted, told))
+        answers = [
+            call(prediction={"type": "content", "content": one}) for one in (expected, parts)
+        ]
+        is_same = [text(one) for one in answers] == [expected] * 2
+        return is_same and accepted(call()) == 0 < min(map(accepted, answers))
 
     return [
         refused(method, "audio", {"voice": "alloy", "format": "wav"}),
@@ -338,8 +340,7 @@ def rows() -> list[Row]:
     for method in ("completions.create", "chat.completions.create", "models.list"):
         found += _model_rows(method) + _transport_rows(method)
         if method.endswith("create"):
-            of_both = _sampling_rows(method)
-            found += of_both
+            found += _sampling_rows(method)
     found += _model_rows("models.retrieve") + _transport_rows("models.retrieve")
     places = {name: method.parameters for name, method in METHODS.items()}
     return sorted(
@@ -369,22 +370,22 @@ The model's chat template supports tools and `reasoning_effort`, except where a 
 """
 
 
-def table(method: str, told: list[tuple[Row, str]]) -> str:
+def table(method: str, results: list[tuple[Row, str]]) -> str:
     """Return the table of a method."""
     title = f"## `{METHODS[method].package}`: `client.{method}`"
     lines = [title, "", "| parameter | value | result | |", "| - | - | - | - |"]
-    for row, effect in told:
+    for row, effect in results:
         cells = (f"`{row.parameter}`", row.given, row.outcome, effect)
         lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
     return "\n".join(lines) + "\n"
 
 
-def document(clients: Clients, found: list[Row]) -> str:
-    """Return the whole page of all rows, by calling."""
-    told = [(row, clients.tell(row)) for row in found]
+def document(clients: Clients, all_rows: list[Row]) -> str:
+    """Return the page, after running every row."""
+    results = [(row, clients.result_of(row)) for row in all_rows]
     parts = [INTRODUCTION.format(openai=openai.__version__, anthropic=anthropic.__version__)]
     for method in METHODS:
-        parts.append(table(method, [one for one in told if one[0].method == method]))
+        parts.append(table(method, [one for one in results if one[0].method == method]))
     parts.append(routes_text(clients.whole))
     return "\n".join(parts)
 

@@ -35,7 +35,7 @@ Rows = Callable[[str, Any, str, Check], Row]
 def block_rows() -> list[Row]:
     """Return the rows of all methods."""
     count = "messages.count_tokens"
-    found = [*_responses_rows(), *_responses_neutral_rows(), *_kept_rows()]
+    found = [*_responses_rows(), *_responses_neutral_rows(), *_stored_rows()]
     found += [*_messages_rows(), *_count_rows()]
     for method in ("responses.create", "messages.create", count):
         found += _transport_rows(method)
@@ -54,20 +54,20 @@ def _uses(reply: Any) -> list[str]:
     found = []
     for one in blocks(reply):
         if one.type in ("function_call", "tool_use"):
-            given = json.loads(one.arguments) if one.type == "function_call" else one.input
-            assert one.name != "weather" or given["place"] in ("Bonn", "Rome")
+            inputs = json.loads(one.arguments) if one.type == "function_call" else one.input
+            assert one.name != "weather" or inputs["place"] in ("Bonn", "Rome")
             found.append(one.name)
     return found
 
 
 def _is_place(reply: Any) -> bool:
-    """Return whether the text is JSON of the schema."""
+    """Return whether the text is JSON that follows the schema."""
     return text(reply)[:1] == "{" and json.loads(text(reply))["place"] in ("Bonn", "Rome")
 
 
-def _seen(is_so: bool, told: str) -> str:
-    assert is_so
-    return told
+def _seen(holds: bool, effect: str) -> str:
+    assert holds
+    return effect
 
 
 # ---- OpenAI's responses ----
@@ -88,10 +88,10 @@ def _follows(call: Call) -> bool:
     first = call()
     again = {"role": "user", "content": "more"}
     whole = [ASK, {"role": "assistant", "content": text(first)}, again]
-    told = call(input=[again], previous_response_id=first.id)
-    other = call(input=[again])
-    return said(told) == said(call(input=whole)) and told.usage.input_tokens > (
-        other.usage.input_tokens
+    continued = call(input=[again], previous_response_id=first.id)
+    separate = call(input=[again])
+    return said(continued) == said(call(input=whole)) and continued.usage.input_tokens > (
+        separate.usage.input_tokens
     )
 
 
@@ -114,17 +114,17 @@ def _responses_rows() -> list[Row]:
     row = _of(method)
     form = {"type": "json_schema", "name": "place", "schema": WEATHER}
     image = [{"role": "user", "content": [{"type": "input_image", "image_url": "data:,"}]}]
-    wanted = ["message.output_text.logprobs"]
+    included = ["message.output_text.logprobs"]
 
     def tops(reply: Any) -> list[int]:
         return [len(one.top_logprobs) for one in reply.output[0].content[0].logprobs]
 
     return [
-        row("include", wanted, "log-probabilities of each token",
-            lambda call: len(tops(call(include=wanted))) == call().usage.output_tokens),
+        row("include", included, "log-probabilities of each token",
+            lambda call: len(tops(call(include=included))) == call().usage.output_tokens),
         without(method, "include", ["reasoning.encrypted_content"], "nothing is encrypted"),
         refused(method, "include", ["file_search_call.results"]),
-        refused(method, "include", wanted, tools=[FUNCTION]),
+        refused(method, "include", included, tools=[FUNCTION]),
         row("input", PROMPT, "a user message",
             lambda call: said(call(input=PROMPT)) == said(call(input=[ASK]))
             != said(call(input="x"))),
@@ -157,7 +157,7 @@ def _responses_rows() -> list[Row]:
             > call().usage.input_tokens),
         refused(method, "reasoning", {"effort": "low"}, bare=True),
         refused(method, "reasoning", {"summary": "auto"}),
-        row("store", False, "no later request can follow it", _is_not_kept),
+        row("store", False, "no later request can follow it", _is_not_stored),
         row("stream", True, "the answer arrives as events", _events),
         Row(method, "stream_options", shown({"include_obfuscation": False}), WITHOUT, _unpadded),
         refused(method, "stream_options", {"include_obfuscation": True}, stream=True),
@@ -193,11 +193,11 @@ def _responses_rows() -> list[Row]:
     ]  # fmt: skip
 
 
-def _is_not_kept(call: Call) -> bool:
-    kept, other = call(store=True), call(store=False)
-    call(previous_response_id=kept.id)
+def _is_not_stored(call: Call) -> bool:
+    stored, unstored = call(store=True), call(store=False)
+    call(previous_response_id=stored.id)
     try:
-        call(previous_response_id=other.id)
+        call(previous_response_id=unstored.id)
     except openai.BadRequestError as error:
         return error.code == "previous_response_not_found"
     return False
@@ -244,10 +244,10 @@ def _responses_neutral_rows() -> list[Row]:
     ]
 
 
-def _kept_rows() -> list[Row]:
+def _stored_rows() -> list[Row]:
     """Return the rows about stored responses."""
     get, delete, items = "responses.retrieve", "responses.delete", "responses.input_items.list"
-    wanted = ["message.output_text.logprobs"]
+    logprobs = ["message.output_text.logprobs"]
 
     def of_response(method: str, effect: str, check: Callable[[Call, Clients], bool]) -> Row:
         def see(clients: Clients) -> str:
@@ -260,15 +260,15 @@ def _kept_rows() -> list[Row]:
         return bool(call(response_id=made.id) == made)
 
     def is_gone(call: Call, clients: Clients) -> bool:
-        other = clients.keep()
-        call(response_id=other)
+        stored = clients.store_response()
+        call(response_id=stored)
         try:
-            clients.whole.responses.retrieve(other)
+            clients.whole.responses.retrieve(stored)
         except openai.NotFoundError as error:
             return error.code == "response_not_found"
         return False
 
-    def are_those(call: Call, clients: Clients) -> bool:
+    def are_the_inputs(call: Call, clients: Clients) -> bool:
         made = clients.whole.responses.create(
             **{**METHODS["responses.create"].base, "input": CALLED}
         )
@@ -283,7 +283,7 @@ def _kept_rows() -> list[Row]:
     rows = [
         of_response(get, "the stored response", is_the_answer),
         refused(get, "response_id", "resp_0", status=404),
-        refused(get, "include", wanted),
+        refused(get, "include", logprobs),
         without(get, "include_obfuscation", False, "there is no padding"),
         refused(get, "include_obfuscation", True),
         refused(get, "starting_after", 1),
@@ -291,7 +291,7 @@ def _kept_rows() -> list[Row]:
         refused(get, "stream", True),
         of_response(delete, "the response is deleted", is_gone),
         refused(delete, "response_id", "resp_0", status=404),
-        of_response(items, "the input items of its request", are_those),
+        of_response(items, "the input items of its request", are_the_inputs),
         refused(items, "response_id", "resp_0", status=404),
         row(
             "after",
@@ -300,7 +300,7 @@ def _kept_rows() -> list[Row]:
             lambda call: ids(call(after=ids(call())[0])) == ids(call())[1:],
         ),
         refused(items, "after", "msg_0"),
-        refused(items, "include", wanted),
+        refused(items, "include", logprobs),
         row(
             "limit",
             1,
@@ -458,14 +458,14 @@ def _messages_rows() -> list[Row]:
 def _count_rows() -> list[Row]:
     method = "messages.count_tokens"
 
-    def as_many(call: Call) -> bool:
-        """Check that a type, which the client turns into a schema, adds no token to the prompt."""
+    def same_count(call: Call) -> bool:
+        """Check that a type, which the client converts to a schema, adds no token to the prompt."""
         return bool(call(output_format=int).input_tokens == call().input_tokens)
 
     return [
         *_prompt_rows(method),
         Row(method, "output_format", "a type", WITHOUT, lambda clients: _seen(
-            as_many(METHODS[method].call(clients)), "the prompt does not depend on it")),
+            same_count(METHODS[method].call(clients)), "the prompt does not depend on it")),
     ]  # fmt: skip
 
 

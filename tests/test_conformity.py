@@ -50,7 +50,7 @@ def test_every_parameter_has_a_row(name: str) -> None:
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row.id)
 def test_what_the_table_says_happens(clients: Clients, row: Row) -> None:
-    assert clients.tell(row)
+    assert clients.result_of(row)
 
 
 DROPPABLE = sorted(

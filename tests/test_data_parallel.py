@@ -52,11 +52,11 @@ def statuses_and_choices(url: str, asked: list[dict[str, Any]], at_once: int = 8
 @pytest.mark.parametrize("count", [20, 500])
 @pytest.mark.ci
 def test_answers_do_not_depend_on_the_engine(
-    server: ServerProcess, together: Served, count: int
+    server: ServerProcess, reference_server: Served, count: int
 ) -> None:
     """Both engines work, and a prompt that comes again goes where its pages are."""
     asked = bodies(count, seed=count + 4)
-    expected = [(200, choices) for choices in choices_of(together, asked)]
+    expected = [(200, choices) for choices in choices_of(reference_server, asked)]
     assert len(server.engines) == 2
     assert statuses_and_choices(server.url, asked) == expected
     hits = server.gauge("prefix_cache_hits_total")
@@ -69,11 +69,11 @@ def test_answers_do_not_depend_on_the_engine(
 
 @pytest.mark.ci
 def test_an_engine_that_dies_ends_its_own_requests_alone(
-    server: ServerProcess, together: Served
+    server: ServerProcess, reference_server: Served
 ) -> None:
     """Each engine has a stream of hundreds of steps when one of them dies."""
     asked = [{**body, "max_tokens": 40, "ignore_eos": True} for body in bodies(40, seed=8)]
-    right = [(200, choices) for choices in choices_of(together, asked)]
+    right = [(200, choices) for choices in choices_of(reference_server, asked)]
     victim = server.engines[1]
     long = {"n": 64, "max_tokens": 200, "ignore_eos": True, "stream": True}
     long["speculative_config"] = {"method": "naive"}

@@ -47,13 +47,13 @@ def pair(mtp_model: Path) -> Iterator[list[ServerProcess]]:
 @pytest.mark.fast("20")
 @pytest.mark.parametrize("count", [20, 500])
 def test_a_pair_answers_as_one_server(
-    pair: list[ServerProcess], together: Served, count: int
+    pair: list[ServerProcess], reference_server: Served, count: int
 ) -> None:
     prefill, decode = pair
     asked = bodies(count, seed=count)
     router = Router(prefill.url, decode.url)
     hits = decode.gauge("prefix_cache_hits_total")
-    assert router.run(asked) == choices_of(together, asked)
+    assert router.run(asked) == choices_of(reference_server, asked)
     assert router.handed_over == count and set(router.answers.values()) == {1}
     # Of each prompt all full pages came: nobody had sent it to this server before.
     pages = sum((len(body["prompt"]) - 1) // 16 for body in asked)
@@ -67,14 +67,14 @@ def test_a_pair_answers_as_one_server(
 @pytest.mark.parametrize("count", [20, 200])
 @pytest.mark.ci
 def test_a_server_that_is_killed_loses_no_request(
-    pair: list[ServerProcess], together: Served, side: str, count: int
+    pair: list[ServerProcess], reference_server: Served, side: str, count: int
 ) -> None:
     """`kill -9` in the middle: every request is answered once, with the bits of one server."""
     prefill, decode = pair
     asked = bodies(count, seed=count + 1)
     router = Router(prefill.url, decode.url)
     answers = answers_with_a_kill(router, prefill if side == "prefill" else decode, asked)
-    assert answers == choices_of(together, asked)
+    assert answers == choices_of(reference_server, asked)
     assert [router.answers[place] for place in range(count)] == [1] * count
 
 
@@ -101,7 +101,7 @@ def answers_with_a_kill(
 @pytest.mark.slow
 @pytest.mark.parametrize("side", ["prefill", "decode"])
 def test_a_server_that_is_stopped_loses_no_request(
-    pair: list[ServerProcess], together: Served, side: str
+    pair: list[ServerProcess], reference_server: Served, side: str
 ) -> None:
     """For longer than pages are waited for and than a lease lasts: it then goes on."""
     prefill, decode = pair
@@ -118,7 +118,7 @@ def test_a_server_that_is_stopped_loses_no_request(
         stalled = pool.submit(stall)
         answers = router.run(asked, at_once=24)
         stalled.result()
-    assert answers == choices_of(together, asked)
+    assert answers == choices_of(reference_server, asked)
     assert [router.answers[place] for place in range(200)] == [1] * 200
 
 
@@ -179,13 +179,15 @@ def test_what_a_role_does_not_do_is_refused(
     assert answer.status_code == 400 and message in answer.json()["error"]["message"]
 
 
-def test_pages_that_cannot_be_had_are_computed(pair: list[ServerProcess], together: Served) -> None:
+def test_pages_that_cannot_be_had_are_computed(
+    pair: list[ServerProcess], reference_server: Served
+) -> None:
     """A lease that is over, a peer that is away, addresses that are not peers, and no name."""
     prefill, decode = pair
     (body,) = bodies(1, seed=9)
     first = {**body, "max_tokens": 1, "kv_transfer_params": {"do_remote_decode": True}}
     told = httpx.post(f"{prefill.url}/v1/completions", json=first).json()["kv_transfer_params"]
-    (expected,) = choices_of(together, [body])
+    (expected,) = choices_of(reference_server, [body])
     stranger = socket.create_server(("127.0.0.1", 0))
     stranger.setblocking(False)
     for change in (
@@ -246,7 +248,7 @@ def flipping(port: int, place: int) -> Iterator[None]:
 
 @pytest.mark.parametrize("place", [-40, 0, 1500])
 def test_a_bit_that_flips_on_the_way_changes_no_answer(
-    pair: list[ServerProcess], together: Served, place: int
+    pair: list[ServerProcess], reference_server: Served, place: int
 ) -> None:
     """In the header or in the pages: the request, and a later one, have the bits of one server."""
     prefill, decode = pair
@@ -254,7 +256,7 @@ def test_a_bit_that_flips_on_the_way_changes_no_answer(
     body = {"prompt": prompt, "max_tokens": 12, "temperature": 0.0, "logprobs": 2, "seed": 1}
     first = {**body, "max_tokens": 1, "kv_transfer_params": {"do_remote_decode": True}}
     told = httpx.post(f"{prefill.url}/v1/completions", json=first).json()["kv_transfer_params"]
-    (expected,) = choices_of(together, [body])
+    (expected,) = choices_of(reference_server, [body])
     damaged = decode.gauge("kv_transfer_corrupt_pages_total")
     asked = {**body, "kv_transfer_params": {**told, "remote_port": PROXY_PORT}}
     with flipping(told["remote_port"], place):
@@ -270,8 +272,8 @@ def test_a_bit_that_flips_on_the_way_changes_no_answer(
         wait_until_idle(one)
 
 
-def test_a_server_without_a_role_refuses(together: Served) -> None:
+def test_a_server_without_a_role_refuses(reference_server: Served) -> None:
     body = {"prompt": "a", "kv_transfer_params": {"do_remote_decode": True}}
-    answer = httpx.post(f"{together.url}/v1/completions", json=body)
+    answer = httpx.post(f"{reference_server.url}/v1/completions", json=body)
     assert answer.status_code == 400
     assert "--role prefill or mixed, got none" in answer.json()["error"]["message"]

@@ -142,10 +142,10 @@ def answers_of(door: ServerProcess, asked: list[dict[str, Any]], then: Any = Non
 @pytest.mark.fast("20")
 @pytest.mark.parametrize("count", [20, 500])
 def test_nodes_answer_as_one_server(
-    nodes: list[ServerProcess], together: Served, redis: Redis, count: int
+    nodes: list[ServerProcess], reference_server: Served, redis: Redis, count: int
 ) -> None:
     asked = bodies(count, seed=count)
-    assert answers_of(nodes[2], asked) == choices_of(together, asked)
+    assert answers_of(nodes[2], asked) == choices_of(reference_server, asked)
     # Streams are empty again, and nothing is read but not done.
     names = [name for name in redis.client().keys("*") if b":prefill" in name or b":decode" in name]
     end = time.monotonic() + 10
@@ -173,13 +173,15 @@ def events_of(url: str, body: dict[str, Any]) -> list[Any]:
     return sorted((index, text, tokens[index]) for index, text in texts.items())
 
 
-def test_streams_are_those_of_one_server(nodes: list[ServerProcess], together: Served) -> None:
+def test_streams_are_those_of_one_server(
+    nodes: list[ServerProcess], reference_server: Served
+) -> None:
     for body in bodies(6, seed=3):
-        assert events_of(nodes[2].url, body) == events_of(together.url, body)
+        assert events_of(nodes[2].url, body) == events_of(reference_server.url, body)
 
 
 def test_requests_are_refused_in_the_same_words(
-    nodes: list[ServerProcess], together: Served
+    nodes: list[ServerProcess], reference_server: Served
 ) -> None:
     for body in (
         {"prompt": "a", "max_tokens": 10**6},
@@ -188,7 +190,7 @@ def test_requests_are_refused_in_the_same_words(
     ):
         told = [
             httpx.post(f"{url}/v1/completions", json=body, timeout=30)
-            for url in (nodes[2].url, together.url)
+            for url in (nodes[2].url, reference_server.url)
         ]
         assert told[0].status_code == told[1].status_code == 400
         assert told[0].json() == told[1].json()
@@ -251,7 +253,7 @@ TOGETHER: list[dict[str, Any]] = [
 
 
 def test_requests_of_unusual_values_are_answered_as_by_one_server(
-    nodes: list[ServerProcess], together: Served
+    nodes: list[ServerProcess], reference_server: Served
 ) -> None:
     """None of them stops the queue, whose next ordinary request is answered, too."""
     assert not CompletionRequest.model_fields.keys() - UNUSUAL.keys(), "fields without values here"
@@ -268,13 +270,13 @@ def test_requests_of_unusual_values_are_answered_as_by_one_server(
 
     with ThreadPoolExecutor(8) as pool:
         found = list(pool.map(lambda body: answer(nodes[2].url, body), asked))
-        expected = list(pool.map(lambda body: answer(together.url, body), asked))
+        expected = list(pool.map(lambda body: answer(reference_server.url, body), asked))
     for body, one, right in zip(asked, found, expected, strict=True):
         if "seed" in body and body["seed"] is None:
             assert one[0] == right[0] == 200
         else:
             assert one == right, body
-    assert answer(nodes[2].url, {}) == answer(together.url, {})
+    assert answer(nodes[2].url, {}) == answer(reference_server.url, {})
     http.close()
 
 
@@ -282,7 +284,7 @@ def test_requests_of_unusual_values_are_answered_as_by_one_server(
 @pytest.mark.parametrize("victim", ["0", "1", "redis"])
 @pytest.mark.parametrize("count", [20, 200])
 def test_nothing_that_is_killed_loses_a_request(
-    nodes: list[ServerProcess], together: Served, redis: Redis, victim: str, count: int
+    nodes: list[ServerProcess], reference_server: Served, redis: Redis, victim: str, count: int
 ) -> None:
     """A node, or Redis with all that it knows, in the middle: all answers, each of them once."""
     one: Any = redis if victim == "redis" else nodes[int(victim)]
@@ -292,7 +294,7 @@ def test_nothing_that_is_killed_loses_a_request(
         one.start()
 
     asked = bodies(count, seed=count + 7)
-    assert answers_of(nodes[2], asked, kill) == choices_of(together, asked)
+    assert answers_of(nodes[2], asked, kill) == choices_of(reference_server, asked)
     if victim != "redis":
         one.wait()
 
@@ -300,11 +302,13 @@ def test_nothing_that_is_killed_loses_a_request(
 @pytest.mark.slow
 @pytest.mark.parametrize("victim", [0, 1])
 def test_a_node_that_is_terminated_loses_no_request(
-    nodes: list[ServerProcess], together: Served, victim: int
+    nodes: list[ServerProcess], reference_server: Served, victim: int
 ) -> None:
     asked = bodies(100, seed=12)
     try:
-        assert answers_of(nodes[2], asked, nodes[victim].stop) == choices_of(together, asked)
+        assert answers_of(nodes[2], asked, nodes[victim].stop) == choices_of(
+            reference_server, asked
+        )
     finally:
         nodes[victim].start()
         nodes[victim].wait()
@@ -315,7 +319,7 @@ def test_a_node_that_is_terminated_loses_no_request(
 @pytest.mark.parametrize("count,seconds", [(20, 4), (200, 12)])
 def test_nothing_that_is_stopped_loses_a_request(
     nodes: list[ServerProcess],
-    together: Served,
+    reference_server: Served,
     redis: Redis,
     victim: str,
     count: int,
@@ -331,13 +335,13 @@ def test_nothing_that_is_stopped_loses_a_request(
             list(pool.map(lambda one: one.stall(seconds), stopped))
 
     asked = bodies(count, seed=count + 8)
-    assert answers_of(nodes[2], asked, stall) == choices_of(together, asked)
+    assert answers_of(nodes[2], asked, stall) == choices_of(reference_server, asked)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("left", [0, 1])
 def test_one_node_is_enough(
-    nodes: list[ServerProcess], together: Served, redis: Redis, left: int
+    nodes: list[ServerProcess], reference_server: Served, redis: Redis, left: int
 ) -> None:
     """What was meant for nodes that are dead is done by one of another role."""
     dead = [one for one in nodes if one is not nodes[left]]
@@ -345,7 +349,7 @@ def test_one_node_is_enough(
     for one in dead:
         one.kill()
     try:
-        assert answers_of(nodes[left], asked) == choices_of(together, asked)
+        assert answers_of(nodes[left], asked) == choices_of(reference_server, asked)
     finally:
         for one in dead:
             one.start()
@@ -688,7 +692,7 @@ def test_work_that_always_fails_ends_the_server(
 @pytest.mark.parametrize("lost", ["all keys", "jobs", "messages", "heartbeats"])
 @pytest.mark.parametrize("count", [20, 200])
 def test_keys_that_are_lost_lose_no_request(
-    nodes: list[ServerProcess], together: Served, redis: Redis, lost: str, count: int
+    nodes: list[ServerProcess], reference_server: Served, redis: Redis, lost: str, count: int
 ) -> None:
     """Redis lives on: the keys were flushed, evicted or deleted."""
 
@@ -702,7 +706,7 @@ def test_keys_that_are_lost_lose_no_request(
                 client.delete(key)
 
     asked = bodies(count, seed=count + 9)
-    assert answers_of(nodes[2], asked, lose) == choices_of(together, asked)
+    assert answers_of(nodes[2], asked, lose) == choices_of(reference_server, asked)
 
 
 @pytest.mark.parametrize("lost", ["all keys", "jobs", "messages"])
@@ -846,7 +850,7 @@ def test_jobs_that_wait_for_redis_for_long_end(
 
 
 def test_requests_are_refused_while_redis_is_away(
-    nodes: list[ServerProcess], together: Served, redis: Redis
+    nodes: list[ServerProcess], reference_server: Served, redis: Redis
 ) -> None:
     def health() -> tuple[int, str]:
         answer = httpx.get(f"{nodes[2].url}/health", timeout=30)
@@ -862,7 +866,7 @@ def test_requests_are_refused_while_redis_is_away(
     finally:
         redis.start()
     wait_for(lambda: health() == (200, "ok"))
-    assert answers_of(nodes[2], [body]) == choices_of(together, [body])
+    assert answers_of(nodes[2], [body]) == choices_of(reference_server, [body])
 
 
 def test_a_redis_that_does_not_answer_is_a_mistake_in_the_arguments(
