@@ -371,7 +371,7 @@ def test_tree_nodes_equal_rows_of_plain_decoding(
         assert torch.equal(got, x[[*range(text + 1), *(text + 1 + node for node in path)]])
 
 
-@pytest.mark.parametrize("what", ["window", "noncausal", "sinks", "mask"])
+@pytest.mark.parametrize("option", ["window", "noncausal", "sinks", "mask"])
 def test_options_match_the_reference(device: str, isa: str, on_cuda: bool, option: str) -> None:
     dtype, heads = torch.bfloat16 if on_cuda else torch.float32, 6
     batch = random_latents([5, 90, 330], [5, 1, 4], dtype, heads)

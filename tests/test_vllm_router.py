@@ -104,12 +104,12 @@ def choices_at(url: str, path: str, asked: list[dict[str, Any]]) -> list[Any]:
 
 @pytest.mark.parametrize("count", [20, 200])
 def test_the_router_gives_the_answers_of_one_server(
-    router: str, pair: list[ServerProcess], together: Served, count: int
+    router: str, pair: list[ServerProcess], reference_server: Served, count: int
 ) -> None:
     asked = bodies(count, seed=count + 2)
     hits = pair[1].gauge("prefix_cache_hits_total")
     told = choices_at(router, "/v1/completions", asked)
-    assert told == choices_at(together.url, "/v1/completions", asked)
+    assert told == choices_at(reference_server.url, "/v1/completions", asked)
     # Of each prompt all full pages came: nobody had sent it to the decode server before.
     pages = sum((len(body["prompt"]) - 1) // 16 for body in asked)
     assert pair[1].gauge("prefix_cache_hits_total") - hits >= 16 * pages > 0
