@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Selection of the drafts to verify: optimality, learned acceptance, and use in the engine.
 
-Steps have scripted durations and drafters follow scripts: no test depends on the speed of a machine.
+Step times and drafters are scripted, so tests do not depend on the speed of the machine.
 """
 
 import itertools
