@@ -60,7 +60,7 @@ class Row:
 
     @property
     def failed(self) -> bool:
-        """Whether the attack had a result that is never acceptable."""
+        """True if the attack had an unacceptable result."""
         bad = self.outcomes["wrong"] + self.outcomes["lost"]
         return bool(bad or self.left or set(self.afterwards) - {"same"})
 

@@ -27,8 +27,8 @@ from conformity_base import (
     clients,
     honoured,
     refused,
-    said,
     shown,
+    stable,
     text,
     transport_rows,
     without,
@@ -53,29 +53,29 @@ def streamed(chunks: Any) -> str:
 # ---- shared by both generation methods ----
 
 
-def _tokens(call: Callable[..., Any], method: str, **given: Any) -> list[str]:
+def _tokens(call: Callable[..., Any], method: str, **arguments: Any) -> list[str]:
     """Return the text of each token of an answer."""
     if method == "completions.create":
-        return list(call(logprobs=0, **given).choices[0].logprobs.tokens)
-    return [one.token for one in call(logprobs=True, **given).choices[0].logprobs.content]
+        return list(call(logprobs=0, **arguments).choices[0].logprobs.tokens)
+    return [one.token for one in call(logprobs=True, **arguments).choices[0].logprobs.content]
 
 
-def _seeds_matter(call: Callable[..., Any], **given: Any) -> bool:
+def _seeds_matter(call: Callable[..., Any], **arguments: Any) -> bool:
     """Check that equal seeds give equal texts, and that some other seed differs."""
-    of_seeds = [text(call(**given, seed=seed)) for seed in (1, 1, 2, 3, 4)]
+    of_seeds = [text(call(**arguments, seed=seed)) for seed in (1, 1, 2, 3, 4)]
     return of_seeds[0] == of_seeds[1] and len(set(of_seeds)) > 1
 
 
 def _sampling_rows(method: str) -> list[Row]:
-    def row(parameter: str, given: Any, effect: str, check: Check) -> Row:
-        return honoured(method, parameter, shown(given), effect, check)
+    def row(parameter: str, value: Any, effect: str, check: Check) -> Row:
+        return honoured(method, parameter, shown(value), effect, check)
 
-    def repeats(call: Callable[..., Any], **given: Any) -> int:
+    def repeats(call: Callable[..., Any], **arguments: Any) -> int:
         """Return the count of the most frequent token."""
-        return max(Counter(_tokens(call, method, **given)).values())
+        return max(Counter(_tokens(call, method, **arguments)).values())
 
-    def kinds(call: Callable[..., Any], **given: Any) -> int:
-        return len(set(_tokens(call, method, **given)))
+    def kinds(call: Callable[..., Any], **arguments: Any) -> int:
+        return len(set(_tokens(call, method, **arguments)))
 
     return [
         row("frequency_penalty", 2.0, "tokens repeat less often",
@@ -101,8 +101,8 @@ def _sampling_rows(method: str) -> list[Row]:
         row("stop", [","], "the text ends before it",
             lambda call: text(call(stop=[","])) == text(call()).partition(",")[0] != text(call())),
         row("stop", ",", "a single text is a list of one",
-            lambda call: said(call(stop=",")) == said(call(stop=[","]))),
-        refused(method, "stop", ["a"] * 17, given="17 texts"),
+            lambda call: stable(call(stop=",")) == stable(call(stop=[","]))),
+        refused(method, "stop", ["a"] * 17, value_text="17 texts"),
         row("stream", True, "the answer arrives in chunks with the same text",
             lambda call: streamed(call(stream=True)) == text(call())),
         row("stream_options", {"include_usage": True}, "the last chunk has `usage`",
@@ -158,8 +158,8 @@ def _model_rows(method: str) -> list[Row]:
 def _completions_rows() -> list[Row]:
     method = "completions.create"
 
-    def row(parameter: str, given: Any, effect: str, check: Check) -> Row:
-        return honoured(method, parameter, shown(given), effect, check)
+    def row(parameter: str, value: Any, effect: str, check: Check) -> Row:
+        return honoured(method, parameter, shown(value), effect, check)
 
     return [
         row("prompt", "a", "a text", lambda call: bool(text(call(prompt="a")))),
@@ -195,18 +195,18 @@ def _message_rows() -> list[Row]:
     parts = [{"role": "user", "content": [{"type": "text", "text": PROMPT}]}]
     roles = [{"role": one, "content": "x"} for one in ("developer", "system", "assistant", "user")]
 
-    def row(parameter: str, given: Any, effect: str, check: Check) -> Row:
-        return honoured(method, parameter, shown(given), effect, check)
+    def row(parameter: str, value: Any, effect: str, check: Check) -> Row:
+        return honoured(method, parameter, shown(value), effect, check)
 
     return [
         row("messages", [ASK], "the chat template turns them into a prompt",
             lambda call: call().usage.prompt_tokens
             > call(messages=[{**ASK, "content": "x"}]).usage.prompt_tokens),
         row("messages", parts, "text parts count as text",
-            lambda call: said(call(messages=parts)) == said(call())),
+            lambda call: stable(call(messages=parts)) == stable(call())),
         row("messages", roles, "templates see `developer` as `system`",
-            lambda call: said(call(messages=roles))
-            == said(call(messages=[{"role": "system", "content": "x"}, *roles[1:]]))),
+            lambda call: stable(call(messages=roles))
+            == stable(call(messages=[{"role": "system", "content": "x"}, *roles[1:]]))),
         refused(method, "messages", picture),
         refused(method, "messages", []),
     ]  # fmt: skip
@@ -227,8 +227,8 @@ def _tool_rows() -> list[Row]:
             assert json.loads(one.function.arguments)["place"] in ("Bonn", "Rome")
         return list(found)
 
-    def row(parameter: str, given: Any, effect: str, check: Check) -> Row:
-        return honoured(method, parameter, shown(given), effect, check)
+    def row(parameter: str, value: Any, effect: str, check: Check) -> Row:
+        return honoured(method, parameter, shown(value), effect, check)
 
     return [
         row("tools", [TOOL], "the template lists them; arguments of calls follow the schema",
@@ -243,7 +243,7 @@ def _tool_rows() -> list[Row]:
         row("tool_choice", "none", "no function is called",
             lambda call: not calls(call(**tools, tool_choice="none"))),
         row("tool_choice", "auto", "the model chooses; the default",
-            lambda call: said(call(**tools, tool_choice="auto")) == said(call(**tools))),
+            lambda call: stable(call(**tools, tool_choice="auto")) == stable(call(**tools))),
         row("tool_choice", allowed, "only these tools are called",
             lambda call: {one.function.name for one in calls(
                 call(**{**tools, "tools": [TOOL, other]}, tool_choice=allowed))} == {"weather"}),
@@ -264,8 +264,8 @@ def _chat_rows() -> list[Row]:
     method = "chat.completions.create"
     json_schema = {"type": "json_schema", "json_schema": {"name": "place", "schema": WEATHER}}
 
-    def row(parameter: str, given: Any, effect: str, check: Check) -> Row:
-        return honoured(method, parameter, shown(given), effect, check)
+    def row(parameter: str, value: Any, effect: str, check: Check) -> Row:
+        return honoured(method, parameter, shown(value), effect, check)
 
     def places(reply: Any) -> int:
         """Return how many texts ended; some use up their limit on white space."""
@@ -375,7 +375,7 @@ def table(method: str, results: list[tuple[Row, str]]) -> str:
     title = f"## `{METHODS[method].package}`: `client.{method}`"
     lines = [title, "", "| parameter | value | result | |", "| - | - | - | - |"]
     for row, effect in results:
-        cells = (f"`{row.parameter}`", row.given, row.outcome, effect)
+        cells = (f"`{row.parameter}`", row.value_text, row.outcome, effect)
         lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
     return "\n".join(lines) + "\n"
 

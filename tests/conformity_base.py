@@ -131,7 +131,7 @@ class Method:
     def call(self, clients: Clients, *, raw: bool = False) -> Callable[..., Any]:
         """Return the method with its base arguments, which a caller can replace."""
         method, base = self.of(clients, raw=raw), self.arguments(clients)
-        return lambda **given: method(**{**base, **given})
+        return lambda **changes: method(**{**base, **changes})
 
     def connect(self, url: str) -> Any:
         """Return a client of another server."""
@@ -187,33 +187,33 @@ class Row:
     Attributes:
         method: a name of METHODS.
         parameter: parameter of the method.
-        given: the value, as the table shows it.
+        value_text: the value, as the table shows it.
         outcome: HONOURED, WITHOUT or REFUSED.
         see: function that makes the call, checks the outcome, and returns the table's text.
     """
 
     method: str
     parameter: str
-    given: str
+    value_text: str
     outcome: str
     see: Callable[[Clients], str]
 
     @property
     def id(self) -> str:
-        return f"{self.method}({self.parameter}={self.given})"
+        return f"{self.method}({self.parameter}={self.value_text})"
 
 
 Check = Callable[[Callable[..., Any]], bool]
 
 
-def honoured(method: str, parameter: str, given: str, effect: str, check: Check) -> Row:
+def honoured(method: str, parameter: str, value_text: str, effect: str, check: Check) -> Row:
     """Return a row of an effective parameter; `check` calls the method and checks the effect."""
 
     def see(clients: Clients) -> str:
         assert check(METHODS[method].call(clients)), effect
         return effect
 
-    return Row(method, parameter, given, HONOURED, see)
+    return Row(method, parameter, value_text, HONOURED, see)
 
 
 def without(method: str, parameter: str, value: Any, why: str) -> Row:
@@ -221,7 +221,7 @@ def without(method: str, parameter: str, value: Any, why: str) -> Row:
 
     def see(clients: Clients) -> str:
         with_it = METHODS[method].call(clients)(**{parameter: value})
-        assert said(with_it) == said(clients.method_answers[method])
+        assert stable(with_it) == stable(clients.method_answers[method])
         return why
 
     return Row(method, parameter, shown(value), WITHOUT, see)
@@ -235,7 +235,7 @@ def refused(
     named: str | None = None,
     bare: bool = False,
     status: int = 400,
-    given: str | None = None,
+    value_text: str | None = None,
     **more: Any,
 ) -> Row:
     """Return a row of a value that is refused.
@@ -245,7 +245,7 @@ def refused(
         named: name in the refusal, if not the parameter itself.
         bare: use a server whose model's chat template has neither tools nor variables.
         status: status of the refusal.
-        given: the value as the table shows it, if not as Python does.
+        value_text: the value as the table shows it, if not in the notation of `shown`.
         more: other arguments of the call.
     """
 
@@ -259,7 +259,7 @@ def refused(
             return f"{status}: {_message(error, named or parameter)}"
         raise AssertionError(f"{parameter} was not refused")
 
-    label = (given or shown(value)) + "".join(
+    label = (value_text or shown(value)) + "".join(
         f", {name}={shown(argument)}" for name, argument in more.items()
     )
     return Row(method, parameter, label + (", template without it" if bare else ""), REFUSED, see)
@@ -289,8 +289,8 @@ def blocks(reply: Any) -> list[Any]:
     return found
 
 
-def said(reply: Any) -> Any:
-    """Return an answer without the parts that differ from call to call."""
+def stable(reply: Any) -> Any:
+    """Return the parts of an answer that are the same in every call."""
     if reply is None:
         return None
     if hasattr(reply, "choices"):

@@ -21,8 +21,8 @@ from conformity_base import (
     blocks,
     honoured,
     refused,
-    said,
     shown,
+    stable,
     text,
     transport_rows,
     without,
@@ -43,8 +43,8 @@ def block_rows() -> list[Row]:
 
 
 def _of(method: str) -> Rows:
-    def row(parameter: str, given: Any, effect: str, check: Check) -> Row:
-        return honoured(method, parameter, shown(given), effect, check)
+    def row(parameter: str, value: Any, effect: str, check: Check) -> Row:
+        return honoured(method, parameter, shown(value), effect, check)
 
     return row
 
@@ -90,7 +90,7 @@ def _follows(call: Call) -> bool:
     whole = [ASK, {"role": "assistant", "content": text(first)}, again]
     continued = call(input=[again], previous_response_id=first.id)
     separate = call(input=[again])
-    return said(continued) == said(call(input=whole)) and continued.usage.input_tokens > (
+    return stable(continued) == stable(call(input=whole)) and continued.usage.input_tokens > (
         separate.usage.input_tokens
     )
 
@@ -103,7 +103,7 @@ def _events(call: Call) -> bool:
     grown = "".join(one.delta for one in events if one.type == "response.output_text.delta")
     items = [one.item for one in events if one.type == "response.output_item.done"]
     whole = call(**_TOOLS)
-    return grown == text(last) and items == last.output and said(last) == said(whole)
+    return grown == text(last) and items == last.output and stable(last) == stable(whole)
 
 
 _TOOLS: dict[str, Any] = {"tools": [FUNCTION, CLOCK], "max_output_tokens": 200}
@@ -126,8 +126,8 @@ def _responses_rows() -> list[Row]:
         refused(method, "include", ["file_search_call.results"]),
         refused(method, "include", included, tools=[FUNCTION]),
         row("input", PROMPT, "a user message",
-            lambda call: said(call(input=PROMPT)) == said(call(input=[ASK]))
-            != said(call(input="x"))),
+            lambda call: stable(call(input=PROMPT)) == stable(call(input=[ASK]))
+            != stable(call(input="x"))),
         row("input", CALLED, "messages, calls and their outputs, as in a chat",
             lambda call: call(input=CALLED).usage.input_tokens
             > call(input=CALLED[:1]).usage.input_tokens + 3),
@@ -135,8 +135,8 @@ def _responses_rows() -> list[Row]:
         refused(method, "input", [{"type": "item_reference", "id": "x"}]),
         refused(method, "input", []),
         row("instructions", "Be brief.", "a system message before the input",
-            lambda call: said(call(instructions="Be brief."))
-            == said(call(input=[{"role": "system", "content": "Be brief."}, ASK]))
+            lambda call: stable(call(instructions="Be brief."))
+            == stable(call(input=[{"role": "system", "content": "Be brief."}, ASK]))
             and call(instructions="Be brief.").usage.input_tokens > call().usage.input_tokens),
         row("max_output_tokens", 3, "the answer has this many tokens",
             lambda call: call(max_output_tokens=3).usage.output_tokens == 3
@@ -378,8 +378,8 @@ def _prompt_rows(method: str) -> list[Row]:
 
     return [
         row("messages", parts, "text blocks count as text",
-            lambda call: said(call(messages=parts)) == said(call())
-            != said(call(messages=[{**ASK, "content": "x"}]))),
+            lambda call: stable(call(messages=parts)) == stable(call())
+            != stable(call(messages=[{**ASK, "content": "x"}]))),
         row("messages", USED, "uses of tools and their results, as in a chat",
             lambda call: num(call(messages=USED)) > num(call(messages=USED[:1])) + 3),
         refused(method, "messages", pictures),
@@ -437,7 +437,7 @@ def _messages_rows() -> list[Row]:
             lambda call: text(call(stop_sequences=[","]))
             == text(call()).partition(",")[0] != text(call())
             and ends(call(stop_sequences=[","])) == ("stop_sequence", ",")),
-        refused(method, "stop_sequences", ["a"] * 17, given="17 texts"),
+        refused(method, "stop_sequences", ["a"] * 17, value_text="17 texts"),
         row("stream", True, "the answer arrives as events", _message_stream),
         row("tool_choice", {"type": "any"}, "a tool is used",
             lambda call: bool(_uses(call(**_USES, tool_choice={"type": "any"})))),

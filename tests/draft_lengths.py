@@ -36,8 +36,8 @@ class Lengths:
         """Replace the engine's decisions from now on."""
         select = engine._drafting.select
 
-        def selecting(requests: Sequence[Request], room: int) -> None:
-            select(requests, room)
+        def selecting(requests: Sequence[Request], max_rows: int) -> None:
+            select(requests, max_rows)
             self.begin_step()
             for request in requests:
                 request.num_drafts = min(request.num_drafts, self.verify(request))

@@ -225,9 +225,9 @@ def _rows(
             for name, one in tensors.items()
             if name.startswith(prefix)
         }
-        given = norm(residual if index else embedded, own["input_layernorm.weight"])
-        given = given if index else torch.cat([given, normed], -1)
-        residual = residual + attention(own, given, places)
+        attention_input = norm(residual if index else embedded, own["input_layernorm.weight"])
+        attention_input = attention_input if index else torch.cat([attention_input, normed], -1)
+        residual = residual + attention(own, attention_input, places)
         x = norm(residual, own["post_attention_layernorm.weight"])
         gate, up = (x @ own[f"mlp.{name}_proj.weight"].T for name in ("gate", "up"))
         residual = residual + (torch.nn.functional.silu(gate) * up) @ own["mlp.down_proj.weight"].T

@@ -17,7 +17,7 @@ DEVICES = ("cpu", "simt", "cuda") if HAS_GPU else ("cpu", "simt")
 
 # (file of the test, device) -> ops that were called and returned
 calls: dict[tuple[str, str], set[str]] = defaultdict(set)
-# Whether this process is a pytest-xdist worker, which runs only a part of the tests.
+# True in a pytest-xdist worker, which runs only a part of the tests.
 in_worker = False
 # Files whose tests all run in this session.
 whole_files: set[str] = set()

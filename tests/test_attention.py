@@ -191,6 +191,12 @@ def as_bits(x: Tensor) -> Tensor:
     return x.contiguous().view(torch.uint8)
 
 
+def attend_bits(batch: Batch, **options: Any) -> Tensor:
+    """Return the bits of out and lse, a row each."""
+    out, lse = attention.append_attention(*batch.tensors(), return_lse=True, **options)
+    return torch.cat([as_bits(out).flatten(1), as_bits(lse).flatten(1)], 1)
+
+
 def attend_one(
     k: Tensor, v: Tensor, q: Tensor, page_size: int, window: int | None = None
 ) -> tuple[Tensor, Tensor]:

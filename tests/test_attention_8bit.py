@@ -186,10 +186,10 @@ def test_quantization_error_is_at_most_half_a_step(cache_dtype: torch.dtype) -> 
     x = torch.randn(2000, 128)
     elements, scales = reference.quantized(x, cache_dtype)
     error = (elements.float() * scales[:, None] - x).abs() / scales[:, None]
-    share = (x / scales[:, None]).abs()
+    scaled = (x / scales[:, None]).abs()
     half = torch.full_like(x, 0.5)
     if cache_dtype == torch.float8_e4m3fn:
-        half = torch.maximum(2.0 ** share.log2().floor().clamp(min=-6) / 16, share * 0)
+        half = torch.maximum(2.0 ** scaled.log2().floor().clamp(min=-6) / 16, scaled * 0)
     assert (error <= half * (1 + 2**-10)).all()
 
 

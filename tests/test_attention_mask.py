@@ -11,8 +11,7 @@ from conftest import assert_close
 from specops import attention, batching, reference
 from test_attention import (
     DTYPES,
-    Batch,
-    as_bits,
+    attend_bits,
     make_batch,
     new_workspace,
     prefix_tree,
@@ -33,12 +32,6 @@ def packed(sees: Tensor) -> Tensor:
 
 def random_mask(rows: int, tokens: int) -> Tensor:
     return packed(torch.rand(rows, tokens) < 0.6)
-
-
-def attend(batch: Batch, **options: Any) -> Tensor:
-    """Return the bits of out and lse."""
-    out, lse = attention.append_attention(*batch.tensors(), return_lse=True, **options)
-    return torch.cat([as_bits(out).flatten(1), as_bits(lse).flatten(1)], 1)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -101,11 +94,11 @@ def test_mask_with_all_bits_set_has_no_effect(device: str, isa: str, dtype: torc
     batch = random_batch(KV_LENS, QO_LENS, dtype)
     mask = torch.full((sum(QO_LENS), 2), -1, dtype=torch.int32)
     for is_causal in (True, False):
-        expected = attend(batch, is_causal=is_causal)
-        assert torch.equal(attend(batch, is_causal=is_causal, mask=mask), expected)
+        expected = attend_bits(batch, is_causal=is_causal)
+        assert torch.equal(attend_bits(batch, is_causal=is_causal, mask=mask), expected)
     # A causal mask equals `is_causal`.
     tril = packed(torch.cat([torch.ones(n, 40).tril() for n in QO_LENS]).bool())
-    assert torch.equal(attend(batch, is_causal=False, mask=tril), attend(batch))
+    assert torch.equal(attend_bits(batch, is_causal=False, mask=tril), attend_bits(batch))
 
 
 def test_tree_mask_shows_each_node_its_path(device: str, isa: str) -> None:
@@ -159,7 +152,7 @@ def test_rows_do_not_depend_on_batch_or_chunks(
     def check(requests: list[int], rows: int, page_size: int, floats: int | None) -> None:
         of_each = [[x[b] for b in requests] for x in (keys, values)]
         batch = make_batch(*of_each, [queries[b][-rows:] for b in requests], page_size, True)
-        got = attend(
+        got = attend_bits(
             batch,
             is_causal=False,
             mask=torch.cat([masks[b][-rows:] for b in requests]),
@@ -190,10 +183,10 @@ def test_rows_do_not_depend_on_shared_prefixes(
     batch, tree = prefix_tree(seed + 300, DTYPES[seed % 3], (4, 2), 64, 900)
     mask = random_mask(len(batch.q), 64)
     for is_causal in (True, False):
-        expected = attend(batch, mask=mask, is_causal=is_causal)
+        expected = attend_bits(batch, mask=mask, is_causal=is_causal)
         for threads in (1, 3):
             specops.set_num_threads(threads)
-            got = attend(batch, mask=mask, is_causal=is_causal, **tree)
+            got = attend_bits(batch, mask=mask, is_causal=is_causal, **tree)
             assert torch.equal(got, expected)
 
 
@@ -209,16 +202,16 @@ def test_mask_may_begin_in_a_shared_prefix_on_cuda(device: str, on_cuda: bool) -
         "prefix_lens": torch.full((1, 2), shared // page_size * page_size, dtype=torch.int32),
     }
     options = {"mask": mask, "mask_starts": starts}
-    expected = attend(batch, **options)
+    expected = attend_bits(batch, **options)
     if on_cuda:
-        assert torch.equal(attend(batch, **options, **tree), expected)
+        assert torch.equal(attend_bits(batch, **options, **tree), expected)
     else:
         with pytest.raises(
             ValueError, match=r"prefix_lens\[0, 0\].* mask_starts\[0\]=800, got 896"
         ):
-            attend(batch, **options, **tree)
+            attend_bits(batch, **options, **tree)
     tree["prefix_lens"][:] = 700
-    assert torch.equal(attend(batch, **options, **tree), expected)
+    assert torch.equal(attend_bits(batch, **options, **tree), expected)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -250,11 +243,14 @@ def test_rows_without_visible_tokens_are_zero(
 
 
 @pytest.mark.parametrize("cache_dtype", [torch.int8, torch.float8_e4m3fn], ids=str)
-def test_8_bit_caches_are_supported(device: str, isa: str, cache_dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("has_mask", [True, False])
+def test_noncausal_attention_supports_8_bit_caches(
+    device: str, isa: str, cache_dtype: torch.dtype, has_mask: bool
+) -> None:
     batch, scales = quantized(
         random_batch([300, 40], [9, 3], torch.bfloat16, (4, 2), 128), cache_dtype
     )
-    options = {"mask": random_mask(12, 9), "is_causal": False, **scales}
+    options = {"mask": random_mask(12, 9) if has_mask else None, "is_causal": False, **scales}
     out = attention.append_attention(*batch.tensors(), **options)
     want = reference.append_attention(*batch.tensors(), **options)[0]
     torch.testing.assert_close(out, want, rtol=2e-2, atol=4e-3)

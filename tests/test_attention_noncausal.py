@@ -2,7 +2,7 @@
 """Attention without the causal mask: every row of a request sees all tokens of the request."""
 
 from collections.abc import Callable
-from typing import Any
+from functools import partial
 
 import pytest
 import specops
@@ -12,22 +12,15 @@ from specops import attention, reference
 from test_attention import (
     DTYPES,
     Batch,
-    as_bits,
+    attend_bits,
     make_batch,
     new_workspace,
     prefix_tree,
     random_batch,
 )
-from test_attention_8bit import quantized
 from torch import Tensor
 
-
-def attend(batch: Batch, **options: Any) -> Tensor:
-    """Return the bits of out and lse without the causal mask."""
-    out, lse = attention.append_attention(
-        *batch.tensors(), is_causal=False, return_lse=True, **options
-    )
-    return torch.cat([as_bits(out).flatten(1), as_bits(lse).flatten(1)], 1)
+attend = partial(attend_bits, is_causal=False)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -105,8 +98,7 @@ def test_rows_equal_decode_rows(
     for row in (0, 3, 16, 69):
         one = [b for b in all_requests if qo_lens[b] > row]
         batch = batch_of(one, slice(row, row + 1), 16)
-        last, lse = attention.append_attention(*batch.tensors(), sinks=sinks, return_lse=True)
-        decoded = torch.cat([as_bits(last).flatten(1), as_bits(lse).flatten(1)], 1)
+        decoded = attend_bits(batch, sinks=sinks)
         assert torch.equal(decoded, torch.stack([expected[b][row] for b in one]))
 
 
@@ -122,16 +114,6 @@ def test_rows_do_not_depend_on_shared_prefixes(
         for threads in (1, 3):
             specops.set_num_threads(threads)
             assert torch.equal(attend(batch, sliding_window=window, **tree), expected)
-
-
-@pytest.mark.parametrize("cache_dtype", [torch.int8, torch.float8_e4m3fn], ids=str)
-def test_8_bit_caches_are_supported(device: str, isa: str, cache_dtype: torch.dtype) -> None:
-    batch, scales = quantized(
-        random_batch([300, 40], [9, 3], torch.bfloat16, (4, 2), 128), cache_dtype
-    )
-    out = attention.append_attention(*batch.tensors(), is_causal=False, **scales)
-    want = reference.append_attention(*batch.tensors(), is_causal=False, **scales)[0]
-    torch.testing.assert_close(out, want, rtol=2e-2, atol=4e-3)
 
 
 def test_window_counts_back_from_the_row(device: str, isa: str) -> None:

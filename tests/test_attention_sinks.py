@@ -2,7 +2,6 @@
 """Attention sinks match the reference, and rows are batch-invariant."""
 
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import specops
@@ -13,6 +12,7 @@ from test_attention import (
     DTYPES,
     Batch,
     as_bits,
+    attend_bits,
     make_batch,
     new_workspace,
     prefix_tree,
@@ -28,12 +28,6 @@ def random_sinks(heads: int) -> Tensor:
     sinks[-1] = -torch.inf
     sinks[0] = 9.0
     return sinks
-
-
-def attend(batch: Batch, **options: Any) -> Tensor:
-    """Return the bits of out and lse."""
-    out, lse = attention.append_attention(*batch.tensors(), return_lse=True, **options)
-    return torch.cat([as_bits(out).flatten(1), as_bits(lse).flatten(1)], 1)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -74,18 +68,18 @@ def test_sinks_follow_the_formula(device: str, isa: str) -> None:
         got, both = attention.append_attention(*batch.tensors(), sinks=sinks, return_lse=True)
         total = torch.logaddexp(lse.double(), sinks.double())
         torch.testing.assert_close(both.double(), total, rtol=1e-6, atol=1e-6)
-        share = (lse.double() - total).exp()[..., None]
-        torch.testing.assert_close(got.double(), out.double() * share, rtol=1e-5, atol=1e-7)
+        fraction = (lse.double() - total).exp()[..., None]
+        torch.testing.assert_close(got.double(), out.double() * fraction, rtol=1e-5, atol=1e-7)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_non_finite_sinks_affect_only_their_head(device: str, isa: str, dtype: torch.dtype) -> None:
     batch = random_batch([1, 40, 1200], [1, 5, 3], dtype, (4, 2), 128)
-    expected = attend(batch)
+    expected = attend_bits(batch)
     no_sinks = torch.full((4,), -torch.inf)
     for threads in (1, 3):
         specops.set_num_threads(threads)
-        assert torch.equal(attend(batch, sinks=no_sinks), expected)
+        assert torch.equal(attend_bits(batch, sinks=no_sinks), expected)
     # A sink affects no other head.
     sinks = torch.tensor([-torch.inf, 1.0, torch.inf, torch.nan])
     out, lse = attention.append_attention(*batch.tensors(), sinks=sinks, return_lse=True)
@@ -131,7 +125,7 @@ def test_rows_do_not_depend_on_the_number_of_sms(
             [keys[b] for b in requests], [values[b] for b in requests], feed, page_size, True
         )
         workspace = None if floats is None else new_workspace(floats, on_cuda, device)
-        got = attend(batch, sliding_window=window, sinks=sinks, workspace=workspace)
+        got = attend_bits(batch, sliding_window=window, sinks=sinks, workspace=workspace)
         if not expected:
             expected.extend(got.split([x.shape[0] for x in feed]))
         assert torch.equal(got, torch.cat([expected[b][-rows:] for b in requests]))
@@ -156,10 +150,10 @@ def test_rows_do_not_depend_on_shared_prefixes(
     batch, tree = prefix_tree(seed + 100, DTYPES[seed % 3], (4, 2), 64, 900)
     sinks = random_sinks(4)
     for window in (None, 300):
-        expected = attend(batch, sliding_window=window, sinks=sinks)
+        expected = attend_bits(batch, sliding_window=window, sinks=sinks)
         for threads in (1, 3):
             specops.set_num_threads(threads)
-            got = attend(batch, sliding_window=window, sinks=sinks, **tree)
+            got = attend_bits(batch, sliding_window=window, sinks=sinks, **tree)
             assert torch.equal(got, expected)
 
 
@@ -173,7 +167,7 @@ def test_8_bit_caches_are_supported(device: str, isa: str, cache_dtype: torch.dt
     want = reference.append_attention(*batch.tensors(), sinks=sinks, **scales)[0]
     torch.testing.assert_close(out, want, rtol=2e-2, atol=4e-3)
     no_sinks = torch.full((4,), -torch.inf)
-    assert torch.equal(attend(batch, sinks=no_sinks, **scales), attend(batch, **scales))
+    assert torch.equal(attend_bits(batch, sinks=no_sinks, **scales), attend_bits(batch, **scales))
 
 
 def test_merge_states_accepts_sinks_in_one_state(device: str, isa: str) -> None:

@@ -242,8 +242,8 @@ def test_stored_responses_are_bounded_per_client() -> None:
     conversations = Conversations(max_bytes=1 << 20)
 
     def keep(client: str, response_id: str, length: int) -> None:
-        said = [Message(role="user", content="x" * length)]
-        conversations.keep(client, {"id": response_id}, [{"id": "i"}], said)
+        stored_messages = [Message(role="user", content="x" * length)]
+        conversations.keep(client, {"id": response_id}, [{"id": "i"}], stored_messages)
 
     keep("small", "s", 1000)
     for number in range(100):

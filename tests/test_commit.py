@@ -592,8 +592,8 @@ def generate(
     while int(state["finish_reasons"]) == 0 and int(state["lens"]) < len(prompt) + 16:
         history = state["token_ids"][0, : int(state["lens"])].tolist()
         emitted: list[int] = []
-        room = len(prompt) + 16 - len(history)
-        for _ in range(min(step_sizes[step % len(step_sizes)], room)):
+        left = len(prompt) + 16 - len(history)
+        for _ in range(min(step_sizes[step % len(step_sizes)], left)):
             emitted.append(next_token(history + emitted, salt))
         padded = emitted + [-1] * (most - len(emitted))
         state = commit(device, {"output_token_ids": ints([padded]), **state})

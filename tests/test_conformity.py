@@ -71,7 +71,7 @@ def test_ignored_parameter_fails_its_row(
 
     def without(method: Method, both: Clients, *, raw: bool = False) -> Callable[..., Any]:
         call = whole(method, both, raw=raw)
-        return lambda **given: call(**{k: v for k, v in given.items() if k != parameter})
+        return lambda **options: call(**{k: v for k, v in options.items() if k != parameter})
 
     monkeypatch.setattr(Method, "call", without)
     rows_of_parameter = [row for row in ROWS if (row.method, row.parameter) == (name, parameter)]

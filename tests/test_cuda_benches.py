@@ -229,9 +229,9 @@ def test_phases_are_measured_by_stamps(monkeypatch: pytest.MonkeyPatch) -> None:
     found = {figure.id.removeprefix(f"{id}."): figure for figure in bench.figures}
     assert set(found) - of_verify == {*bench_ablations.WHAT, *attention_phases.SHARES}
     assert set(attention_phases.SHARES) == set(held_back.PHASES)
-    shares = {phase: found[phase].ratio for phase in attention_phases.SHARES}
-    assert sum(shares.values()) == pytest.approx(1.0) and min(shares.values()) >= 0.0
-    assert shares["plan"] > 0 and shares["stream"] > 0
+    fractions = {phase: found[phase].ratio for phase in attention_phases.SHARES}
+    assert sum(fractions.values()) == pytest.approx(1.0) and min(fractions.values()) >= 0.0
+    assert fractions["plan"] > 0 and fractions["stream"] > 0
 
 
 class FakeCuda:
@@ -300,10 +300,10 @@ def test_phase_fractions_are_computed_from_stamps() -> None:
     stamps = torch.zeros(4, attention_phases.WORDS, dtype=torch.int64)
     stamps[0] = torch.tensor([1000, 1400, 80, 20, 100, 400, 200, 9999])
     stamps[2] = torch.tensor([1100, 1300, 100, 0, 100, 200, 0, 7777])
-    us, shares = attention_phases.shares_of(stamps)
+    us, fractions = attention_phases.shares_of(stamps)
     assert us == pytest.approx(0.4)
     expected = {"plan": 45, "item": 5, "load": 50, "stream": 150, "merge": 50, "idle": 100}
-    assert shares == pytest.approx({phase: ns / 400 for phase, ns in expected.items()})
+    assert fractions == pytest.approx({phase: ns / 400 for phase, ns in expected.items()})
 
 
 def test_allocation_recorder_detects_a_missing_workspace(nonzero_workspaces: None) -> None:

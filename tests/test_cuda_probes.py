@@ -149,8 +149,8 @@ class Kernels(facts.Probes):
         if self._planted == "a product less" and rounds > 1:
             sums[-1] -= 1.0
 
-    def _wgmma(self, counts: Tensor, outputs: int, turns: int, numbers: int, blocks: int) -> None:
-        tiles = turns * blocks * 4 * (outputs // 8)
+    def _wgmma(self, counts: Tensor, outputs: int, rounds: int, numbers: int, blocks: int) -> None:
+        tiles = rounds * blocks * 4 * (outputs // 8)
         differing = {facts.RANDOM: 5, facts.EXACT: 0, facts.UNLIKE: tiles}[numbers]
         left = {
             "a tile less": [tiles - 1, differing, tiles],

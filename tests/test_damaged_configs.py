@@ -314,10 +314,13 @@ KINDS = (
 )
 
 
-def check(folder: Path, seeds: range) -> None:
+@pytest.mark.parametrize(
+    "seeds", [range(100), pytest.param(range(100, 1000), marks=pytest.mark.slow)], ids=str
+)
+def test_damaged_configurations_are_refused_by_name(tmp_path: Path, seeds: range) -> None:
     refused = 0
     for seed in seeds:
-        directory = folder / str(seed)
+        directory = tmp_path / str(seed)
         directory.mkdir()
         generator = random.Random(seed)
         read = generator.choice(KINDS)
@@ -331,12 +334,3 @@ def check(folder: Path, seeds: range) -> None:
         except BaseException as error:
             raise AssertionError(f"seed {seed}: {read.__name__}: {error!r}") from error
     assert len(seeds) > refused > len(seeds) // 3
-
-
-def test_damaged_configurations_are_refused_by_name(tmp_path: Path) -> None:
-    check(tmp_path, range(100))
-
-
-@pytest.mark.slow
-def test_more_damaged_configurations_are_refused_by_name(tmp_path: Path) -> None:
-    check(tmp_path, range(100, 1000))

@@ -175,7 +175,7 @@ def test_restarting_or_full_engine_gets_no_requests() -> None:
     frontend.engines[0].health = "restarting"
     frontend.submit(0, [1])
     frontend.submit(1, [1])
-    frontend.engines[0].health, frontend.engines[1].full = "ok", {"": "no room"}
+    frontend.engines[0].health, frontend.engines[1].full = "ok", {"": "queue full"}
     frontend.submit(2, [1])
     assert [one.jobs for one in frontend.engines] == [[2], [0, 1]]
     assert frontend.client.health == "ok" and frontend.client.full == {}

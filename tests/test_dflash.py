@@ -209,8 +209,8 @@ class Block:
             before = [text[-1], *drafted][-1]
             scores = logits[row]
             if self.rank:
-                given = tensors["markov_head.markov_w1.weight"][before]
-                scores = scores + tensors["markov_head.markov_w2.weight"] @ given
+                before_state = tensors["markov_head.markov_w1.weight"][before]
+                scores = scores + tensors["markov_head.markov_w2.weight"] @ before_state
             if self.second is not None and mistake != "no selector":
                 scores = self._of_candidates(tensors, scores, x[row], before)
             best = int(scores.argmax())
@@ -256,19 +256,19 @@ class Block:
     ) -> Tensor:
         assert self.second is not None
         book, cap = "candidate_selector.", self.second.get("final_logit_softcapping")
-        kept = scores.topk(self.second["selector_top_k"]).indices
-        values = scores[kept] * self.second.get("output_multiplier", 1.0)
+        candidates = scores.topk(self.second["selector_top_k"]).indices
+        values = scores[candidates] * self.second.get("output_multiplier", 1.0)
         if cap:
             values = cap * (values / cap).tanh()
         pair = tensors[f"{book}hidden_projection.weight"] @ state
         pair = pair * tensors[f"{book}predecessor_codebook"][before]
-        values = values + tensors[f"{book}successor_codebook"][kept] @ pair
-        return torch.full_like(scores, -torch.inf).scatter(0, kept, values)
+        values = values + tensors[f"{book}successor_codebook"][candidates] @ pair
+        return torch.full_like(scores, -torch.inf).scatter(0, candidates, values)
 
 
 def _attention(own: dict[str, Tensor], x: Tensor, context: Tensor, seen: Tensor) -> Tensor:
-    def heads(given: Tensor, name: str) -> Tensor:
-        made = (given @ own[f"self_attn.{name}_proj.weight"].T).view(len(given), -1, DIM)
+    def heads(rows: Tensor, name: str) -> Tensor:
+        made = (rows @ own[f"self_attn.{name}_proj.weight"].T).view(len(rows), -1, DIM)
         if name == "v":
             return made.transpose(0, 1)
         return _norm(made, own[f"self_attn.{name}_norm.weight"]).transpose(0, 1)

@@ -254,7 +254,7 @@ def test_planted_bugs_are_detected(bug: str, monkeypatch: pytest.MonkeyPatch) ->
     assert converse("all kept", monkeypatch)[1] > 0
 
 
-@pytest.mark.parametrize("waits", [True, False], ids=["kept", "kept too early"])
+@pytest.mark.parametrize("waits", [True, False], ids=["waits", "too early"])
 def test_prefix_states_wait_for_the_drafter(waits: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """The drafter pauses while the target ends a page, and has no states there."""
     keep = KeptStates.keep

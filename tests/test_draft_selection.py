@@ -68,7 +68,7 @@ def test_selection_is_optimal_among_closed_sets(is_tree: bool) -> None:
             for own in confidences
         ]
         total = sum(map(len, confidences))
-        others, room = rng.randint(0, 2), rng.randint(0, total)
+        others, max_drafts = rng.randint(0, 2), rng.randint(0, total)
         seconds = [1.0]
         for _ in range(batch + others + total):
             seconds.append(seconds[-1] + rng.choice([0.0, 0.05, 0.2, 0.5]))
@@ -88,17 +88,17 @@ def test_selection_is_optimal_among_closed_sets(is_tree: bool) -> None:
             [selector.start("m") for _ in range(batch)],
             confidences,
             parents if is_tree else [None] * batch,
-            room,
+            max_drafts,
             others,
         )
         for nodes, tree in zip(chosen, parents, strict=True):
             assert nodes == sorted(nodes)
             assert all(tree[node] in (-1, *nodes) for node in nodes)
-        assert sum(map(len, chosen)) <= room
+        assert sum(map(len, chosen)) <= max_drafts
         best = max(
             rate(sets)
             for sets in itertools.product(*map(list, map(closed_sets, parents)))
-            if sum(map(len, sets)) <= room
+            if sum(map(len, sets)) <= max_drafts
         )
         assert rate(chosen) == pytest.approx(best)
         sizes.append(sum(map(len, chosen)))
@@ -290,12 +290,14 @@ def test_trial_drafts_fit_the_limit() -> None:
     selector = DraftSelector([SECONDS["compute"](rows) for rows in range(9)])
     states = [selector.start("m") for _ in range(3)]
     counts = set()
-    for room in (1, 3) * 300:
-        chosen = selector.select(states, [[0.4, 0.4]] * 3, [None] * 3, room, 0)
-        counts.add((room, sum(map(len, chosen))))
+    for max_drafts in (1, 3) * 300:
+        chosen = selector.select(states, [[0.4, 0.4]] * 3, [None] * 3, max_drafts, 0)
+        counts.add((max_drafts, sum(map(len, chosen))))
         verified = [[0.4] * len(nodes) for nodes in chosen]
         selector.observe(states, verified, [[] for _ in states], [None] * 3)
-    assert {(3, 0), (3, 3)} <= counts and max(count for room, count in counts if room == 1) <= 1
+    assert {(3, 0), (3, 3)} <= counts and max(
+        count for max_drafts, count in counts if max_drafts == 1
+    ) <= 1
 
 
 def test_selection_is_deterministic() -> None:

@@ -153,8 +153,8 @@ def drafter_of(engine: Engine) -> RecurrentDrafter:
 def module_shapes(engine: Engine, captured: bool = False) -> list[RecurrentShape | None]:
     """Return the shapes of the MTP modules in the cached steps."""
     steps = engine._runner.memory._steps.values()
-    kept = [dict(one.shape.drafters) for one in steps if one.replay or not captured]
-    shapes = [one.get("mtp") for one in kept]
+    shapes_by_drafter = [dict(one.shape.drafters) for one in steps if one.replay or not captured]
+    shapes = [one.get("mtp") for one in shapes_by_drafter]
     assert all(one is None or isinstance(one, RecurrentShape) for one in shapes)
     return shapes  # type: ignore[return-value]
 

@@ -514,7 +514,7 @@ def test_masks_are_computed_separately_after_an_error(
     model_dir: Path, plain: list[Completion], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = make(model_dir, NAIVE)
-    fill = Planted(masks.MaskFiller.fill, lambda _, wanted, out: len(wanted) > 1, times=10**9)
+    fill = Planted(masks.MaskFiller.fill, lambda _, matchers, out: len(matchers) > 1, times=10**9)
     monkeypatch.setattr(masks.MaskFiller, "fill", fill)
     assert_equal(run(engine, lambda index: METHODS["suffix"]).done, plain)
     assert fill.num_raised > 0
