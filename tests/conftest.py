@@ -35,27 +35,27 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Configure a worker: it uses one core, as other workers do. test_threads.py uses more."""
+    """Limit a worker to one thread, since other workers use the other cores."""
     exercised.in_worker = hasattr(config, "workerinput")
     if exercised.in_worker:
         specops.set_num_threads(1)
 
 
 def keep_smoke(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Apply --smoke: few enough cases for tools that slow every kernel down a hundred times."""
+    """Apply --smoke: keep few cases, for tools that slow every kernel a hundred times."""
     if not config.getoption("--smoke"):
         return
-    wanted, _, which = config.getoption("--smoke").partition(":")
+    device_name, _, which = config.getoption("--smoke").partition(":")
     ends = {"first": (0,), "last": (-1,), "": (0, -1)}[which]
     cases: dict[str, list[pytest.Item]] = {}
     for item in items:
         callspec = getattr(item, "callspec", None)
-        on_device = callspec is not None and callspec.params.get("device") == wanted
+        on_device = callspec is not None and callspec.params.get("device") == device_name
         if on_device and item.get_closest_marker("slow") is None:
             cases.setdefault(item.nodeid.split("[")[0], []).append(item)
-    kept = {id(of_test[end]) for of_test in cases.values() for end in ends}
-    config.hook.pytest_deselected(items=[item for item in items if id(item) not in kept])
-    items[:] = [item for item in items if id(item) in kept]
+    kept_ids = {id(of_test[end]) for of_test in cases.values() for end in ends}
+    config.hook.pytest_deselected(items=[item for item in items if id(item) not in kept_ids])
+    items[:] = [item for item in items if id(item) in kept_ids]
 
 
 # Ops with separate kernels for instruction sets with bf16 products (SPECOPS_BF16_KERNELS in
@@ -75,9 +75,9 @@ def split_cases(config: pytest.Config, items: list[pytest.Item]) -> None:
         if marker is None or callspec is None:
             continue
         test = item.nodeid.split("[")[0]
-        of_ci = marker.kwargs.get("ci", ())
-        matched = {one for one in (*marker.args, *of_ci) if fnmatchcase(callspec.id, one)}
-        unmatched[test] = unmatched.get(test, {*marker.args, *of_ci}) - matched
+        ci_patterns = marker.kwargs.get("ci", ())
+        matched = {one for one in (*marker.args, *ci_patterns) if fnmatchcase(callspec.id, one)}
+        unmatched[test] = unmatched.get(test, {*marker.args, *ci_patterns}) - matched
         # A GPU has time for all cases.
         if matched.isdisjoint(marker.args) and callspec.params.get("device") != "cuda":
             item.add_marker("ci" if matched else "slow")
@@ -86,29 +86,29 @@ def split_cases(config: pytest.Config, items: list[pytest.Item]) -> None:
             raise pytest.UsageError(f"{test}: no case is called {', '.join(sorted(patterns))}")
 
 
-def pairs(cases: list[tuple[int, ...]]) -> set[tuple[int, ...]]:
-    """Return some of the cases that together contain every pair of values found in any case.
+def pairwise_cases(cases: list[tuple[int, ...]]) -> set[tuple[int, ...]]:
+    """Return a subset of the cases that contains every pair of values found in any case.
 
     A case is one index per parameter. The result is small, but not minimal: a greedy selection in a
     fixed random order.
     """
-    two = list(combinations_with_replacement(range(len(cases[0])), 2))
-    left = {(i, case[i], j, case[j]) for case in cases for i, j in two}
-    mixed, kept = random.Random(0).sample(cases, len(cases)), set()
-    for least in range(len(two), 0, -1):
-        for case in mixed:
-            new = {(i, case[i], j, case[j]) for i, j in two} & left
-            if len(new) >= least:
-                kept.add(case)
-                left -= new
-    return kept
+    index_pairs = list(combinations_with_replacement(range(len(cases[0])), 2))
+    uncovered = {(i, case[i], j, case[j]) for case in cases for i, j in index_pairs}
+    shuffled, chosen = random.Random(0).sample(cases, len(cases)), set()
+    for required in range(len(index_pairs), 0, -1):
+        for case in shuffled:
+            new = {(i, case[i], j, case[j]) for i, j in index_pairs} & uncovered
+            if len(new) >= required:
+                chosen.add(case)
+                uncovered -= new
+    return chosen
 
 
-def keep_pairs(items: list[pytest.Item]) -> None:
+def mark_pairwise(items: list[pytest.Item]) -> None:
     """Mark as `slow` the cases that `pairwise` drops, for each device separately.
 
-    Cases that are `slow` anyway do not count. The marker's arguments are patterns of case ids that
-    the test skips: those stay unmarked, and do not count, either.
+    Cases that are `slow` for another reason do not count. The marker's arguments are patterns of
+    case ids that the test skips; such cases stay unmarked and do not count either.
     """
     found: dict[tuple[str, str], list[Any]] = {}
     for item in items:
@@ -120,13 +120,13 @@ def keep_pairs(items: list[pytest.Item]) -> None:
             key = item.nodeid.split("[")[0], str(callspec.params.get("device"))
             found.setdefault(key, []).append(item)
     for of_test in found.values():
-        # Parameters that are parametrized together, and the device, count as one.
+        # Parameters of one `parametrize`, and the device, count as one.
         values = zip(*([repr(x) for x in i.callspec.params.values()] for i in of_test), strict=True)
         columns = dict.fromkeys(tuple(map(column.index, column)) for column in values)
         cases = list(zip(*columns, strict=True))
-        kept = pairs(cases)
+        chosen = pairwise_cases(cases)
         for item, case in zip(of_test, cases, strict=True):
-            if case not in kept:
+            if case not in chosen:
                 item.add_marker(pytest.mark.slow)
 
 
@@ -154,10 +154,10 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Iterator[None]:
-    """Collect the tests with the garbage collector off: they are millions of permanent objects.
+    """Disable the garbage collector during collection, which creates millions of permanent objects.
 
-    Repeated collections would take a quarter of the time, and a tenth of the tests' own time at the
-    default threshold of 700 objects.
+    Garbage collections would take a quarter of the time of test collection. At the default
+    threshold of 700 objects, they would also take a tenth of the time of the tests.
     """
     gc.disable()
     try:
@@ -173,18 +173,18 @@ def pytest_collection_modifyitems(
     config: pytest.Config, items: list[pytest.Item]
 ) -> Iterator[None]:
     """Select the tests, note which files run whole, and move `at_the_end` tests to the end."""
-    everything = list(items)
+    collected = list(items)
     split_cases(config, items)
-    keep_pairs(items)
+    mark_pairwise(items)
     keep_smoke(config, items)
     yield
     chosen = set(items)
-    for item in everything:
+    for item in collected:
         exercised.whole_files.add(item.path.name)
-    for item in everything:
-        in_part = any("::" in arg and item.path.name in arg for arg in config.args)
-        is_left = any(item.get_closest_marker(mark) for mark in ("slow", "ci"))
-        if in_part or (item not in chosen and not is_left):
+    for item in collected:
+        is_partial = any("::" in arg and item.path.name in arg for arg in config.args)
+        is_deferred = any(item.get_closest_marker(mark) for mark in ("slow", "ci"))
+        if is_partial or (item not in chosen and not is_deferred):
             exercised.whole_files.discard(item.path.name)
     items.sort(key=lambda item: item.get_closest_marker("at_the_end") is not None)
 
@@ -194,7 +194,7 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
     if exercised.in_worker:
         session.config.workeroutput["exercised"] = exercised.packed()  # type: ignore[attr-defined]
         return
-    if not _told:
+    if not _ended_workers:
         return
     from test_devices import lacking
 
@@ -203,16 +203,16 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
         session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
 
-_told: list[str] = []  # workers that have ended
+_ended_workers: list[str] = []  # workers that have ended
 _lacking: list[str] = []
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_testnodedown(node: Any, error: object) -> None:
     """Merge the report of an ended worker; a crashed one reports nothing, but its tests failed."""
-    if told := getattr(node, "workeroutput", {}).get("exercised"):
-        _told.append(node.gateway.id)
-        exercised.merge(told)
+    if report := getattr(node, "workeroutput", {}).get("exercised"):
+        _ended_workers.append(node.gateway.id)
+        exercised.merge(report)
 
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:
@@ -378,8 +378,8 @@ def fake() -> Iterator[Any]:
 
 
 @pytest.fixture(scope="module")
-def together(mtp_model: Path) -> Iterator[Any]:
-    """Start one server of that model, the reference for the answers of several servers together."""
+def reference_server(mtp_model: Path) -> Iterator[Any]:
+    """Start one server of `mtp_model`, the reference for the answers of several servers."""
     from server_pairs import one_server
 
     with one_server(mtp_model) as one:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every family of `make bench` runs at tiny sizes, so that none rots: its figures mean nothing.
+"""Every family of `make bench` runs at tiny sizes, where its figures are meaningless.
 
-The families of a GPU are rehearsed in test_gpu_check.py.
+The families that need a GPU are tested in test_gpu_check.py.
 """
 
 import importlib
@@ -24,7 +24,7 @@ from tools.train import corpus
 
 pytestmark = pytest.mark.ci
 
-# What makes each module's cases small: constants of the module, by name.
+# Small values for the constants of each module.
 SMALL: dict[str, dict[str, Any]] = {
     "binding": {},
     "dense": {
@@ -104,15 +104,15 @@ SMALL: dict[str, dict[str, Any]] = {
 
 
 def two_layers() -> dict[str, Any]:
-    """What makes a shape one of two small layers."""
+    """Return the configuration of two small layers."""
     small = {"vocab_size": 4096, "hidden_size": 64, "num_hidden_layers": 2, "head_dim": 64}
     heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "intermediate_size": 64}
     return {**small, **heads, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
 
 
 @pytest.fixture
-def tiny(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Small sizes everywhere, and no file of a real run is touched."""
+def tiny_sizes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Set small sizes in all benches, and keep files out of the real work folder."""
     from bench import suffix_streams
 
     for module in (common, checkpoints, suffix_streams):
@@ -146,15 +146,15 @@ def tiny(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(mistakes, "Sizes", lambda: sizes)
 
 
-# Built from a corpus of megabytes; test_bench_suffix_tree.py runs it on streams of its own.
-ELSEWHERE = ("suffix_tree",)
+# Needs a large corpus; test_bench_suffix_tree.py runs it on small streams.
+OWN_TESTS = ("suffix_tree",)
 
 
-@pytest.mark.parametrize("family", [name for name in FAMILIES if name not in ELSEWHERE])
+@pytest.mark.parametrize("family", [name for name in FAMILIES if name not in OWN_TESTS])
 @pytest.mark.fast(
     "machine", "mixture", "head_mistakes", "structured", "serving", "cascade", "kv_cache"
 )
-def test_a_family_runs(tiny: None, family: str) -> None:
+def test_family_runs_at_tiny_sizes(tiny_sizes: None, family: str) -> None:
     if family == "structured":
         pytest.importorskip("llguidance")
     module = importlib.import_module(f"bench.bench_{FAMILIES[family]}")
@@ -166,11 +166,11 @@ def test_a_family_runs(tiny: None, family: str) -> None:
     for figure in bench.figures:
         assert figure.id.startswith(f"{family}.") and math.isfinite(figure.value)
         if figure.id.endswith(".differ") or "lossless" in family:
-            assert figure.value == 0, figure.id  # speculation changes no text, at any size
+            assert figure.value == 0, figure.id
 
 
-def test_a_llama_of_several_files_becomes_one_gguf_file(tiny: None, tmp_path: Path) -> None:
-    """Rows of queries and keys take turns: llama.cpp rotates neighbours, not halves of heads."""
+def test_sharded_llama_converts_to_one_gguf_file(tiny_sizes: None, tmp_path: Path) -> None:
+    """Query and key rows are interleaved, since llama.cpp's RoPE rotates adjacent elements."""
     gguf = pytest.importorskip("gguf")
     write_gguf = importlib.import_module("bench.peers.write_gguf")
     source, file = checkpoints.llama3().path, tmp_path / "it.gguf"
@@ -193,10 +193,10 @@ def test_a_llama_of_several_files_becomes_one_gguf_file(tiny: None, tmp_path: Pa
         assert torch.equal(found[f"blk.0.{theirs}.weight"], want)
 
 
-def test_vllm_is_measured_with_specops_and_without(
+def test_vllm_is_measured_with_and_without_specops(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Engines that are twice as fast with specops; with vLLM's kernels a drafted text changes."""
+    """The fake engine is twice as fast with specops; vLLM's kernels change a drafted text."""
     bench_vllm = importlib.import_module("bench.bench_vllm")
     jobs: list[Job] = []
 
@@ -232,7 +232,7 @@ def test_vllm_is_measured_with_specops_and_without(
     ]
 
 
-def test_families_on_request_are_targets_of_their_own() -> None:
+def test_optional_families_have_make_targets() -> None:
     makefile = (common.ROOT / "Makefile").read_text()
     targets = {
         target
@@ -244,7 +244,7 @@ def test_families_on_request_are_targets_of_their_own() -> None:
         assert f"bench-{family.replace('_', '-')}" in targets
 
 
-def test_results_are_kept_by_kind_of_machine(tmp_path: Path) -> None:
+def test_results_are_stored_per_cpu_model(tmp_path: Path) -> None:
     def name(cpu: str) -> str:
         return common.cpu_results(cpu).name
 

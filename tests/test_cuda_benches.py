@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The benches for a GPU, rehearsed: their cases, their peers, and that no timed call allocates."""
+"""Rehearsal of the GPU benches: their cases, their peers, and no allocation in a timed call."""
 
 import dataclasses
 import importlib
@@ -41,7 +41,7 @@ ROOT = Path(__file__).resolve().parent.parent
 
 @pytest.fixture
 def flashinfer(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict]:
-    """The fake package, installed."""
+    """Install the fake FlashInfer package."""
     modules = fake_flashinfer.modules()
     for name, module in modules.items():
         monkeypatch.setitem(sys.modules, name, module)
@@ -50,18 +50,18 @@ def flashinfer(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict]:
     flashinfer_peer.module.cache_clear()
 
 
-def rehearsed(family: str) -> CudaBench:
+def rehearse(family: str) -> CudaBench:
     bench = CudaBench("cpu")
     module = importlib.import_module(f"bench.bench_{CUDA_FAMILIES[family]}")
     getattr(module, f"run_{family}_cuda")(bench)
     return bench
 
 
-def test_every_path_is_a_peer_and_what_does_not_run_has_its_reason(flashinfer: dict) -> None:
-    timed = rehearsed_cases("attention_peers")
+def test_every_path_is_timed_or_has_a_reason(flashinfer: dict) -> None:
+    timed = rehearse_cases("attention_peers")
     paths = set(flashinfer_attention.PATHS) - {"fa3"}
     assert {"ours", *paths} == set().union(*timed.cases)
-    # One row: every path but fa3; more: the decode wrapper is left out as well, with its reason.
+    # One row: every path but fa3. More rows: not the decode wrapper either, with a reason.
     rows = [figure.id.rsplit(".q", 1)[1] for figure in timed.bench.figures]
     assert set(rows) == {"1", "2", "5", "8"}
     for figure, cases in zip(timed.bench.figures, timed.cases, strict=True):
@@ -69,15 +69,15 @@ def test_every_path_is_a_peer_and_what_does_not_run_has_its_reason(flashinfer: d
         assert cases == {"ours", *(paths if one_row else paths - {"decode TC"})}
         assert timed.bench.notes[f"{figure.id}.fa3"] == "RuntimeError: fa3 needs Hopper"
         assert (f"{figure.id}.decode TC" in timed.bench.notes) is not one_row
-    timed = rehearsed_cases("cascade")
+    timed = rehearse_cases("cascade")
     assert timed.cases == [{"flat", "ours", "MultiLevelCascade", "two levels fa2"}] * 2
     assert all(id.endswith("two levels fa3") for id in timed.bench.notes)
 
 
-def test_a_peer_with_another_result_is_refused(
+def test_peer_with_a_wrong_result_is_not_timed(
     flashinfer: dict, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As one that let every row see the rows behind it."""
+    """The planted peer ignores the causal mask."""
     package = flashinfer["flashinfer"]
 
     class Careless(fake_flashinfer.Prefill):
@@ -85,36 +85,36 @@ def test_a_peer_with_another_result_is_refused(
             super().plan(*args, causal=False, **types)
 
     monkeypatch.setattr(package, "BatchPrefillWithPagedKVCacheWrapper", Careless)
-    timed = rehearsed_cases("attention_peers")
+    timed = rehearse_cases("attention_peers")
     refused = {id: note for id, note in timed.bench.notes.items() if id.endswith(".fa2")}
     assert refused and all("its result differs from ours by" in note for note in refused.values())
-    assert all(".q1." not in id for id in refused)  # a row alone sees the same
+    assert all(".q1." not in id for id in refused)  # a single row has no later rows
 
 
-@pytest.mark.parametrize("gone", ["BatchAttention", "decode.xqa_batch_decode_with_kv_cache"])
-def test_another_version_of_the_peer(
-    flashinfer: dict, gone: str, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("missing", ["BatchAttention", "decode.xqa_batch_decode_with_kv_cache"])
+def test_missing_functions_of_the_peer_are_named(
+    flashinfer: dict, missing: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    *folder, name = gone.split(".")
+    *folder, name = missing.split(".")
     monkeypatch.delattr(flashinfer[".".join(["flashinfer", *folder])], name)
-    with pytest.raises(flashinfer_peer.Refused, match=f"this FlashInfer has no {gone}"):
-        flashinfer_peer.named(gone)
+    with pytest.raises(flashinfer_peer.Refused, match=f"this FlashInfer has no {missing}"):
+        flashinfer_peer.named(missing)
     assert flashinfer_peer.given(lambda q, out: None, out=1, lse=2) == {"out": 1}
     assert flashinfer_peer.given(lambda **rest: None, out=1, lse=2) == {"out": 1, "lse": 2}
 
 
-def test_without_flashinfer_nothing_is_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_benches_run_without_flashinfer(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "flashinfer", None)
     flashinfer_peer.module.cache_clear()
     for family in ("attention_peers", "cascade", "sampling_peers"):
-        bench = rehearsed(family)
+        bench = rehearse(family)
         assert bench.figures and all("no FlashInfer" in note for note in bench.notes.values())
         assert not any((figure.peer or "").startswith("FlashInfer") for figure in bench.figures)
     flashinfer_peer.module.cache_clear()
 
 
-class MakesMemory(TorchDispatchMode):
-    """Takes down the operators that make or fill memory."""
+class AllocationRecorder(TorchDispatchMode):
+    """Record of the operators that allocate or fill memory."""
 
     WORDS = (
         "empty",
@@ -141,14 +141,14 @@ class MakesMemory(TorchDispatchMode):
 
 @dataclasses.dataclass
 class Timed:
-    """What a family timed: the names of each group of cases, and what made memory in a call."""
+    """Timed cases of a family: their names by group, and the operators that allocate."""
 
     bench: CudaBench
     cases: list[set[str]]
     made: dict[str, set[str]]
 
 
-def rehearsed_cases(family: str) -> Timed:
+def rehearse_cases(family: str) -> Timed:
     cases: list[set[str]] = []
     made: dict[str, set[str]] = defaultdict(set)
     time = CudaBench.time
@@ -156,20 +156,20 @@ def rehearsed_cases(family: str) -> Timed:
     def watched(self: CudaBench, groups: Mapping[str, Sequence[Call]]) -> list[common.Timing]:
         cases.append(set(groups))
         for case, calls in groups.items():
-            with MakesMemory() as memory:
+            with AllocationRecorder() as memory:
                 calls[0]()
             made[case] |= memory.seen
         return time(self, groups)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(CudaBench, "time", watched)
-        bench = rehearsed(family)
+        bench = rehearse(family)
     return Timed(bench, cases, made)
 
 
 @pytest.fixture
-def asks_for_workspaces(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Lets the ops want workspaces on the CPU, as they do on CUDA: without one they make it."""
+def nonzero_workspaces(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make the ops need workspaces on the CPU, as on CUDA, and allocate them if missing."""
     monkeypatch.setattr(attention, "_workspace_size", lambda *_: (256, 16))
     monkeypatch.setattr(_C, "sampling_workspace_bytes", lambda *_: 64)
     pack = dense.pack_weight
@@ -180,15 +180,17 @@ def asks_for_workspaces(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bench_dense, "pack_weight", split)
 
 
-# What these time is measured with a host clock, or is a whole engine.
+# These families use a host clock or time a whole engine.
 UNTIMED = {"binding", "bundled", "qwen8"}
 THEIRS = {"peer", *flashinfer_attention.PATHS, *flashinfer_cascade.CASCADES}
 
 
 @pytest.mark.parametrize("family", CUDA_FAMILIES)
-def test_benches_on_the_cpu(family: str, flashinfer: dict, asks_for_workspaces: None) -> None:
-    """Its figures; and no timed call of ours makes memory: a graph would hold what fills it."""
-    timed = rehearsed_cases(family)
+def test_bench_runs_on_cpu_without_allocating(
+    family: str, flashinfer: dict, nonzero_workspaces: None
+) -> None:
+    """A CUDA graph would repeat every allocation of a timed call."""
+    timed = rehearse_cases(family)
     ids = [figure.id for figure in timed.bench.figures]
     assert ids and len(set(ids)) == len(ids)
     for figure in timed.bench.figures:
@@ -202,13 +204,13 @@ def test_benches_on_the_cpu(family: str, flashinfer: dict, asks_for_workspaces: 
     assert not made
 
 
-@pytest.mark.skipif(simt.BUILD == "race", reason="the detector knows a call's tensors alone")
-def test_phases_are_stamped(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The ablations over CUDA's own kernels, in the interpreter; the cpu's have no phases."""
+@pytest.mark.skipif(simt.BUILD == "race", reason="the race detector knows only an op's arguments")
+def test_phases_are_measured_by_stamps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """CUDA kernels have phases, also in the interpreter; CPU kernels have none."""
     for name, few in {"LOADS": ("b1.4k",), "GROUPS": (4,), "ROWS": (1,)}.items():
         monkeypatch.setattr(bench_ablations, name, few)
     id = "ablations.b1.4k.g4.q1"
-    without = rehearsed("ablations")
+    without = rehearse("ablations")
     assert "stamps must be on cuda, got a tensor on cpu" in without.notes[f"{id}.phases"]
     assert "stamps must be on cuda, got" in without.notes["ablations.verify.phases"]
     of_verify = {f"ablations.verify.{case}" for case in bench_ablations.WHAT_OF_VERIFY}
@@ -219,7 +221,7 @@ def test_phases_are_stamped(monkeypatch: pytest.MonkeyPatch) -> None:
     module.set_regions([])
     monkeypatch.setattr(attention, "_C", module)
     monkeypatch.setattr(sampling, "_C", module)
-    bench = rehearsed("ablations")
+    bench = rehearse("ablations")
     assert not bench.notes
     blocks = {f"ablations.verify.blocks.{phase}" for phase in held_back.PHASES_OF_VERIFY}
     assert sum(f.ratio for f in bench.figures if f.id in blocks) == pytest.approx(1.0)
@@ -227,13 +229,13 @@ def test_phases_are_stamped(monkeypatch: pytest.MonkeyPatch) -> None:
     found = {figure.id.removeprefix(f"{id}."): figure for figure in bench.figures}
     assert set(found) - of_verify == {*bench_ablations.WHAT, *attention_phases.SHARES}
     assert set(attention_phases.SHARES) == set(held_back.PHASES)
-    shares = {phase: found[phase].ratio for phase in attention_phases.SHARES}
-    assert sum(shares.values()) == pytest.approx(1.0) and min(shares.values()) >= 0.0
-    assert shares["plan"] > 0 and shares["stream"] > 0
+    fractions = {phase: found[phase].ratio for phase in attention_phases.SHARES}
+    assert sum(fractions.values()) == pytest.approx(1.0) and min(fractions.values()) >= 0.0
+    assert fractions["plan"] > 0 and fractions["stream"] > 0
 
 
 class FakeCuda:
-    """The driver's functions, over two kernels that each of its binaries holds."""
+    """Functions of a CUDA driver whose binaries each have two kernels."""
 
     NAMES = (
         b"_ZN7specops20rms_norm_kernel_fakeEv",
@@ -267,20 +269,20 @@ class FakeCuda:
         self, value, function, threads, smem_bytes
     ) -> int:
         if self.blocks is None:
-            return 500  # not found: of an older driver
+            return 500  # "not found", as an older driver returns
         value._obj.value = self.blocks
         return 0
 
 
 @pytest.mark.parametrize(("blocks", "fewer", "noted"), [(16, 0, 0), (8, 2, 2), (None, None, 1)])
-def test_what_the_driver_says_of_occupancy(
+def test_occupancy_of_the_driver_is_reported(
     blocks: int | None, fewer: int | None, noted: int, tmp_path: Path
 ) -> None:
-    """Two kernels of 128 threads: 16 blocks of them are an SM's 2,048 threads."""
+    """With 128 threads per block, 16 blocks fill an SM's 2,048 threads."""
     body = b"machine code"
     head = occupancy.HEAD.pack(0xBA55ED50, 1, occupancy.HEAD.size, len(body))
     module = tmp_path / "_C.so"
-    # What only looks like a fat binary is none: it would reach beyond the file.
+    # A header whose size exceeds the file is not a fat binary.
     module.write_bytes(
         b"elf" + head + body + b"between" + occupancy.MAGIC + b"\1\0\x10\0" + b"\xff" * 9
     )
@@ -293,47 +295,47 @@ def test_what_the_driver_says_of_occupancy(
         assert "8 blocks an SM, 16 by the gates" in note or "CUDA error 500" in note
 
 
-def test_shares_of_stamps() -> None:
-    """Two blocks at 2 cycles a nanosecond; the second begins 100 ns late and waits for nobody."""
+def test_phase_fractions_are_computed_from_stamps() -> None:
+    """Two blocks run at 2 cycles per ns; the second starts 100 ns late and does not wait."""
     stamps = torch.zeros(4, attention_phases.WORDS, dtype=torch.int64)
     stamps[0] = torch.tensor([1000, 1400, 80, 20, 100, 400, 200, 9999])
     stamps[2] = torch.tensor([1100, 1300, 100, 0, 100, 200, 0, 7777])
-    us, shares = attention_phases.shares_of(stamps)
+    us, fractions = attention_phases.shares_of(stamps)
     assert us == pytest.approx(0.4)
-    wanted = {"plan": 45, "item": 5, "load": 50, "stream": 150, "merge": 50, "idle": 100}
-    assert shares == pytest.approx({phase: ns / 400 for phase, ns in wanted.items()})
+    expected = {"plan": 45, "item": 5, "load": 50, "stream": 150, "merge": 50, "idle": 100}
+    assert fractions == pytest.approx({phase: ns / 400 for phase, ns in expected.items()})
 
 
-def test_the_watch_on_memory_sees_a_missing_workspace(asks_for_workspaces: None) -> None:
+def test_allocation_recorder_detects_a_missing_workspace(nonzero_workspaces: None) -> None:
     bench = CudaBench("cpu")
     cache = Cache(bench, loads(bench)["b1.4k"])
     q, qo_indptr = cache.queries(bench, 1, 4)
-    given = cache.ours(q, qo_indptr)[0]
-    keywords = {**given.keywords, "workspace": None}
-    with MakesMemory() as memory:
-        given.func(*given.args, **keywords)
+    call = cache.ours(q, qo_indptr)[0]
+    keywords = {**call.keywords, "workspace": None}
+    with AllocationRecorder() as memory:
+        call.func(*call.args, **keywords)
     assert {"empty.memory_format", "fill_.Tensor"} <= memory.seen
     logits = torch.randn(2, 64)
-    with MakesMemory() as memory:
+    with AllocationRecorder() as memory:
         sampling.sample(logits, torch.zeros(2, dtype=torch.int32))
     assert "zeros.default" in memory.seen
     packed = bench_dense.pack_weight(torch.randn(32, 32))
     x, out = torch.randn(32, 32), torch.empty(32, 32)
-    with MakesMemory() as memory:
+    with AllocationRecorder() as memory:
         dense.linear(x, packed, out=out)
     assert "empty.memory_format" in memory.seen
 
 
-def test_the_cases_that_goals_are_about() -> None:
-    ids = {figure.id for figure in rehearsed("attention").figures}
+def test_cases_of_the_goals_are_timed() -> None:
+    ids = {figure.id for figure in rehearse("attention").figures}
     for name in ("b1.4k", "b1.32k", "b8.4k", "b32.4k"):
         for group in (4, 8):
             assert {f"attention.{name}.g{group}.q{q_len}" for q_len in (1, 2, 5, 8)} <= ids
-    rows = {figure.id for figure in rehearsed("linear").figures}
+    rows = {figure.id for figure in rehearse("linear").figures}
     assert {f"linear.layer.m{2**i}.vs_torch" for i in range(12)} <= rows
 
 
-def test_a_shared_prefix_is_one_set_of_pages() -> None:
+def test_shared_prefix_uses_one_set_of_pages() -> None:
     bench = CudaBench("cpu")
     shared = bench_attention_peers.shared_loads(bench)[0]
     cache = bench_attention_peers.SharedCache(bench, shared)
@@ -346,10 +348,10 @@ def test_a_shared_prefix_is_one_set_of_pages() -> None:
     assert torch.equal(flat(), declared())
 
 
-def test_recorded_logits_are_the_models_own() -> None:
+def test_recorded_logits_come_from_the_model() -> None:
     recorded = record(torch.device("cpu"), 50, 40)
     assert recorded.logits.shape == (50, 4096) and recorded.next_token_ids.shape == (50,)
-    # A trained model knows the next token far more often than one in 4,096.
+    # A trained model predicts the next token far more often than 1 in 4,096.
     assert (recorded.logits.argmax(-1) == recorded.next_token_ids).float().mean() > 0.2
     rolled = recorded.rolled(5)
     assert torch.equal(rolled.logits[0], recorded.logits[5])
@@ -358,13 +360,13 @@ def test_recorded_logits_are_the_models_own() -> None:
         record(torch.device("cpu"), 200, 1)
 
 
-def test_figures_are_kept_as_they_come(tmp_path: Path) -> None:
-    """A family that ends early leaves what it has measured, and why the rest is missing."""
+def test_figures_are_saved_immediately(tmp_path: Path) -> None:
+    """A family that ends early leaves its figures, and reasons for missing ones."""
     path = tmp_path / "results.json"
-    kept: list[tuple[int, int]] = []
+    saved_counts: list[tuple[int, int]] = []
 
-    def keep(bench: CudaBench) -> None:
-        kept.append((len(bench.figures), len(bench.notes)))
+    def on_change(bench: CudaBench) -> None:
+        saved_counts.append((len(bench.figures), len(bench.notes)))
         common.save(
             bench.figures,
             family="x",
@@ -375,10 +377,10 @@ def test_figures_are_kept_as_they_come(tmp_path: Path) -> None:
             notes=bench.notes,
         )
 
-    bench = CudaBench("cpu", keep)
+    bench = CudaBench("cpu", on_change)
     bench.add(common.Figure("x.a", "a", 1.0, "us"))
     bench.note("x.b", "not here")
-    assert kept == [(1, 0), (1, 1)]
+    assert saved_counts == [(1, 0), (1, 1)]
     saved = json.loads(path.read_text())
     assert [row["id"] for row in saved["figures"]] == ["x.a"]
     assert saved["notes"] == {"x.b": "not here"}
@@ -388,7 +390,7 @@ def test_figures_are_kept_as_they_come(tmp_path: Path) -> None:
     assert json.loads(path.read_text())["notes"] == {"y.c": "no"}
 
 
-def test_the_program_keeps_what_a_killed_family_measured(tmp_path: Path) -> None:
+def test_killed_bench_keeps_its_figures(tmp_path: Path) -> None:
     path = tmp_path / "results.json"
     command = [sys.executable, "-m", "bench", "--device", "rehearsal", "--only", "facts,sweeps"]
     process = subprocess.Popen(
@@ -405,7 +407,7 @@ def test_the_program_keeps_what_a_killed_family_measured(tmp_path: Path) -> None
     assert families == {"facts", "sweeps"} and set(saved["runs"]) == families
 
 
-def test_the_arithmetic_of_figures() -> None:
+def test_figures_are_computed_from_timings() -> None:
     timings = [
         common.Timing(
             {"ours": [1e-6 * f] * 3, "slow": [4e-6] * 3, "fast": [2e-6] * 3},
@@ -422,12 +424,12 @@ def test_the_arithmetic_of_figures() -> None:
     assert figure.ratio == pytest.approx((2.0 + 2.0 / 1.1) / 2) and common.judged(figure).met
     figure = time_figure(timings, "fast", "x.y", "what", over=("ours", "Ours"), bar="ratio <= 1.5")
     assert figure.ratio == pytest.approx((2.0 + 2.0 / 1.1) / 2) and not common.judged(figure).met
-    # A bar on a ratio says nothing where there is nothing to compare with.
+    # A bar on a ratio does not apply without a peer.
     assert time_figure(timings, "ours", "x.y", "what", {}, "ratio >= 1").bar is None
     assert time_figure(timings, "ours", "x.y", "what", {}, "value <= 1").bar == "value <= 1"
 
 
-def test_a_variant_differs_in_its_constants_alone(tmp_path: Path) -> None:
+def test_variant_changes_only_its_constants(tmp_path: Path) -> None:
     edits = variants.constants(kGatedMulThreads=64)
     variants.write_overlay(tmp_path, "dense/gated_mul.cuh", edits)
     ours = (ROOT / "csrc/dense/gated_mul.cuh").read_text().splitlines()
@@ -440,17 +442,19 @@ def test_a_variant_differs_in_its_constants_alone(tmp_path: Path) -> None:
         variants.write_overlay(tmp_path, bench_attention_cuda.SPLITS_HEADER, edits)
 
 
-def test_a_kernel_without_tensor_cores_is_the_same_but_for_them(tmp_path: Path) -> None:
+def test_kernel_without_tensor_cores_keeps_other_instructions(tmp_path: Path) -> None:
     header = "common/ptx.cuh"
     variants.write_overlay(tmp_path, header, bench_ablations.NO_MMA)
     ours, other = ((folder / header).read_text() for folder in (ROOT / "csrc", tmp_path))
     assert ours.count("mma.sync.aligned.m16n8k16") > 0 == other.count("mma.sync.aligned.m16n8k16")
-    for kept in ("ldmatrix.sync", "cp.async.cg", "ex2.approx", "mma_m16n8k16("):
-        assert ours.count(kept) == other.count(kept) > 0
+    for instruction in ("ldmatrix.sync", "cp.async.cg", "ex2.approx", "mma_m16n8k16("):
+        assert ours.count(instruction) == other.count(instruction) > 0
 
 
-def test_variants_are_one_object_each(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of the package's own build, where that is one with CUDA; else one build is made for all."""
+def test_variants_are_built_as_one_object_each(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The package's own CUDA build is used if it exists, else one build for all variants."""
     commands: list[list[str]] = []
 
     def run(command: list[str], **_: object) -> subprocess.CompletedProcess[str]:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The probes of a GPU's facts: each does what its figure says, or its figure is not kept."""
+"""Probes of GPU properties: a probe that does not do its work gives no figure."""
 
 import subprocess
 from collections import Counter
@@ -32,7 +32,7 @@ TIMED = {name: f"facts.{name}" for name in facts.ARRIVALS} | {
 def compiled_to(folder: Path, source: str, arch: str) -> Path:
     nvcc = cuda_toolkit.find_nvcc()
     if nvcc is None:
-        pytest.skip("no nvcc here: make gates fetches it")
+        pytest.skip("nvcc is missing; `make gates` fetches it")
     text, cubin = folder / "probes.cu", folder / "probes.cubin"
     text.write_text(source)
     code = f"-gencode=arch=compute_{arch},code=sm_{arch}"
@@ -44,11 +44,11 @@ def compiled_to(folder: Path, source: str, arch: str) -> Path:
     return cubin
 
 
-def looped(cubin: Path) -> dict[str, Counter[str]]:
-    """The opcodes in the loops of each probe."""
+def loop_opcodes(cubin: Path) -> dict[str, Counter[str]]:
+    """Return the opcodes in the loops of each probe."""
     nvdisasm = cuda_toolkit.find_nvdisasm()
     if nvdisasm is None:
-        pytest.skip("no nvdisasm here: make gates fetches it")
+        pytest.skip("nvdisasm is missing; `make gates` fetches it")
     command = [str(nvdisasm), "-c", "-hex", str(cubin)]
     text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     found: dict[str, Counter[str]] = {}
@@ -59,8 +59,8 @@ def looped(cubin: Path) -> dict[str, Counter[str]]:
     return found
 
 
-def idle(opcodes: dict[str, Counter[str]]) -> set[str]:
-    """The probes whose loops lack the instructions that their figures are about."""
+def probes_without_work(opcodes: dict[str, Counter[str]]) -> set[str]:
+    """Return the probes whose loops lack the timed instructions."""
 
     def of(kernel: str) -> Counter[str]:
         (name,) = [name for name in opcodes if kernel in name]
@@ -89,11 +89,11 @@ def idle(opcodes: dict[str, Counter[str]]) -> set[str]:
     return {name for name, has in works.items() if not has}
 
 
-def test_the_probes_of_facts_compile(tmp_path: Path) -> None:
+def test_probes_compile(tmp_path: Path) -> None:
     compiled_to(tmp_path, SOURCE.read_text(), "80")
 
 
-# By what a probe no longer does: each still compiles, ends, and would have given a good figure.
+# Source with a planted fault: each still compiles, ends, and would give a plausible figure.
 PLANTED = {
     "(kArrival == kFenceAtomic) __threadfence();": "(kArrival == kAtomicAlone) __threadfence();",
     '(kArrival == kAcqRelFence) asm volatile("fence.acq_rel.gpu;" ::: "memory");': "(false) {}",
@@ -105,18 +105,18 @@ PLANTED = {
 }
 
 
-def test_the_machine_code_of_every_probe_has_what_it_times(tmp_path: Path) -> None:
+def test_machine_code_of_probes_has_the_timed_instructions(tmp_path: Path) -> None:
     source = SOURCE.read_text()
-    assert idle(looped(compiled_to(tmp_path, source, "90a"))) == set()
+    assert probes_without_work(loop_opcodes(compiled_to(tmp_path, source, "90a"))) == set()
     for right, wrong in PLANTED.items():
         assert source.count(right) == 1, right
         source = source.replace(right, wrong)
-    found = idle(looped(compiled_to(tmp_path, source, "90a")))
+    found = probes_without_work(loop_opcodes(compiled_to(tmp_path, source, "90a")))
     assert found == set(TIMED) - {"clock"}
 
 
 class Kernels(facts.Probes):
-    """What gpu_facts.cu does, on a CPU, with a fault planted or none."""
+    """CPU version of gpu_facts.cu with an optional planted fault."""
 
     def __init__(self, bench: CudaBench, planted: str = "") -> None:
         super().__init__(bench)
@@ -149,8 +149,8 @@ class Kernels(facts.Probes):
         if self._planted == "a product less" and rounds > 1:
             sums[-1] -= 1.0
 
-    def _wgmma(self, counts: Tensor, outputs: int, turns: int, numbers: int, blocks: int) -> None:
-        tiles = turns * blocks * 4 * (outputs // 8)
+    def _wgmma(self, counts: Tensor, outputs: int, rounds: int, numbers: int, blocks: int) -> None:
+        tiles = rounds * blocks * 4 * (outputs // 8)
         differing = {facts.RANDOM: 5, facts.EXACT: 0, facts.UNLIKE: tiles}[numbers]
         left = {
             "a tile less": [tiles - 1, differing, tiles],
@@ -164,8 +164,8 @@ class Kernels(facts.Probes):
         passed[:] = torch.tensor([1755 * nanoseconds // 1000, nanoseconds + 32])
 
 
-def kept(planted: str, monkeypatch: pytest.MonkeyPatch) -> tuple[set[str], dict[str, str]]:
-    """The figures that a run keeps, and its notes."""
+def measure(planted: str, monkeypatch: pytest.MonkeyPatch) -> tuple[set[str], dict[str, str]]:
+    """Run all probes and return the ids of the figures, and the notes."""
     bench = CudaBench("cpu")
     monkeypatch.setattr(bench, "pick", lambda real, rehearsed: max(rehearsed, 2))
     probes = Kernels(bench, planted)
@@ -197,10 +197,10 @@ def kept(planted: str, monkeypatch: pytest.MonkeyPatch) -> tuple[set[str], dict[
         ("another product", {"wgmma_n8", "wgmma_n64"}),
     ],
 )
-def test_a_probe_that_does_nothing_or_less_leaves_no_figure(
+def test_probe_with_a_fault_has_no_figure(
     planted: str, lost: set[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    figures, notes = kept(planted, monkeypatch)
+    figures, notes = measure(planted, monkeypatch)
     assert figures == {id for name, id in TIMED.items() if name not in lost}
     assert set(notes) == {TIMED[name] for name in lost}
     assert all(note.startswith("the probe is wrong: ") for note in notes.values())

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every op is tested on every device, and wrong data on a device is told once."""
+"""Every op is tested on every device, and invalid data on a device is reported once."""
 
 import re
 from collections import defaultdict
@@ -52,13 +52,13 @@ OWN_TESTS = {
 
 
 def file_of(op: str) -> str:
-    """The file in which an op is tested."""
+    """Return the file that tests an op."""
     (file,) = [OWN_TESTS.get(op, file) for module, file in TESTS_OF.items() if hasattr(module, op)]
     return file
 
 
 def lacking() -> list[str]:
-    """What `test_every_op_is_tested_on_every_device` would say, for the controller of workers."""
+    """Return the failures of `test_every_op_is_tested_on_every_device` for a controller."""
     return [
         f"{file_of(op)} does not call {op} on {', '.join(missing(op, file_of(op)))}"
         for op in sorted(TENSOR_OPS)
@@ -69,16 +69,16 @@ def lacking() -> list[str]:
 @pytest.mark.at_the_end
 @pytest.mark.parametrize("op", sorted(TENSOR_OPS))
 def test_every_op_is_tested_on_every_device(op: str) -> None:
-    """By what the tests of its file have called in this very run."""
+    """The calls of this run's tests are checked."""
     if exercised.in_worker:
-        pytest.skip("the controller looks at what all workers called")
+        pytest.skip("the controller checks the calls of all workers")
     file = file_of(op)
     if file not in whole_files:
-        pytest.skip("the file of the op does not run whole in this session")
+        pytest.skip("this session runs only a part of the op's file")
     assert missing(op, file) == [], f"{file} does not call {op} there"
 
 
-def test_workers_tell_what_they_called(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_workers_report_their_calls(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(exercised, "DEVICES", ("cpu", "simt"))
     monkeypatch.setattr(exercised, "calls", {("test_x.py", "cpu"): {"works"}})
     monkeypatch.setattr(exercised, "whole_files", {"test_x.py"})
@@ -92,7 +92,7 @@ def test_workers_tell_what_they_called(monkeypatch: pytest.MonkeyPatch) -> None:
     assert missing("another", "test_x.py") == ["cpu", "simt"]
 
 
-def test_an_op_without_a_test_would_be_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_untested_op_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
     class Module:
         def works(self) -> None: ...
         def raises(self) -> None:
@@ -110,8 +110,8 @@ def test_an_op_without_a_test_would_be_noticed(monkeypatch: pytest.MonkeyPatch) 
     assert missing("works", "test_x.py") == ["cuda"]
 
 
-def test_take_error(device: str, on_cuda: bool) -> None:
-    """The first fault stays until it is taken, and is taken in the order of the stream."""
+def test_take_error_returns_the_first_fault_once(device: str, on_cuda: bool) -> None:
+    """The fault stays until a call takes it, in stream order."""
     code = ints(7).to(device)
     assert runtime.take_error(code) is code and code.item() == 0
     if not on_cuda:

@@ -464,7 +464,7 @@ def test_what_costs_drafts_at_most(
 
 
 def test_a_text_does_not_depend_on_company(tinies: dict[int, Tiny]) -> None:
-    """As `test_a_strategy_is_a_function_of_the_request`, of drafts that are drawn."""
+    """As `test_seeded_text_does_not_depend_on_the_batch`, of drafts that are drawn."""
 
     def own(index: int) -> dict[str, Any]:
         return {

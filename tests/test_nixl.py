@@ -48,12 +48,12 @@ def transport(kind: type[TcpTransport]) -> TcpTransport:
     return kind("127.0.0.1", 0, Leases(60, 1 << 30), [Peer("127.0.0.1", 1, 65535)])
 
 
-def test_a_pair_answers_as_one_server(mtp_model: Path, together: Served) -> None:
+def test_a_pair_answers_as_one_server(mtp_model: Path, reference_server: Served) -> None:
     roles = pair_options(mtp_model, "--kv-transport", "nixl")
     asked = bodies(20, seed=37)
     with servers(*roles) as (prefill, decode):
         router = Router(prefill.url, decode.url)
-        assert router.run(asked) == choices_of(together, asked)
+        assert router.run(asked) == choices_of(reference_server, asked)
         pages = sum((len(body["prompt"]) - 1) // 16 for body in asked)
         assert decode.gauge("prefix_cache_hits_total") >= 16 * pages
         wait_until_idle(prefill)

@@ -145,10 +145,10 @@ def answers_of(
 @pytest.mark.fast("20")
 @pytest.mark.parametrize("count", [20, 500])
 def test_nodes_answer_like_one_server(
-    nodes: list[ServerProcess], together: Served, redis: Redis, count: int
+    nodes: list[ServerProcess], reference_server: Served, redis: Redis, count: int
 ) -> None:
     requests = bodies(count, seed=count)
-    assert answers_of(nodes[2], requests) == choices_of(together, requests)
+    assert answers_of(nodes[2], requests) == choices_of(reference_server, requests)
     # Streams are empty again, and no job is read but unfinished.
     names = [name for name in redis.client().keys("*") if b":prefill" in name or b":decode" in name]
     end = time.monotonic() + 10
@@ -176,13 +176,15 @@ def events_of(url: str, body: dict[str, Any]) -> list[Any]:
     return sorted((index, text, tokens[index]) for index, text in texts.items())
 
 
-def test_streams_equal_those_of_one_server(nodes: list[ServerProcess], together: Served) -> None:
+def test_streams_equal_those_of_one_server(
+    nodes: list[ServerProcess], reference_server: Served
+) -> None:
     for body in bodies(6, seed=3):
-        assert events_of(nodes[2].url, body) == events_of(together.url, body)
+        assert events_of(nodes[2].url, body) == events_of(reference_server.url, body)
 
 
 def test_requests_are_refused_with_the_same_errors(
-    nodes: list[ServerProcess], together: Served
+    nodes: list[ServerProcess], reference_server: Served
 ) -> None:
     for body in (
         {"prompt": "a", "max_tokens": 10**6},
@@ -191,7 +193,7 @@ def test_requests_are_refused_with_the_same_errors(
     ):
         answers = [
             httpx.post(f"{url}/v1/completions", json=body, timeout=30)
-            for url in (nodes[2].url, together.url)
+            for url in (nodes[2].url, reference_server.url)
         ]
         assert answers[0].status_code == answers[1].status_code == 400
         assert answers[0].json() == answers[1].json()
@@ -254,7 +256,7 @@ TOGETHER: list[dict[str, Any]] = [
 
 
 def test_unusual_requests_get_the_answers_of_one_server(
-    nodes: list[ServerProcess], together: Served
+    nodes: list[ServerProcess], reference_server: Served
 ) -> None:
     """None of them stops the queue: an ordinary request after them is answered, too."""
     assert not CompletionRequest.model_fields.keys() - UNUSUAL.keys(), "fields without values here"
@@ -271,13 +273,13 @@ def test_unusual_requests_get_the_answers_of_one_server(
 
     with ThreadPoolExecutor(8) as pool:
         found = list(pool.map(lambda body: answer(nodes[2].url, body), requests))
-        expected = list(pool.map(lambda body: answer(together.url, body), requests))
+        expected = list(pool.map(lambda body: answer(reference_server.url, body), requests))
     for body, one, right in zip(requests, found, expected, strict=True):
         if "seed" in body and body["seed"] is None:
             assert one[0] == right[0] == 200
         else:
             assert one == right, body
-    assert answer(nodes[2].url, {}) == answer(together.url, {})
+    assert answer(nodes[2].url, {}) == answer(reference_server.url, {})
     http.close()
 
 
@@ -285,7 +287,7 @@ def test_unusual_requests_get_the_answers_of_one_server(
 @pytest.mark.parametrize("victim", ["0", "1", "redis"])
 @pytest.mark.parametrize("count", [20, 200])
 def test_killing_a_node_or_redis_loses_no_request(
-    nodes: list[ServerProcess], together: Served, redis: Redis, victim: str, count: int
+    nodes: list[ServerProcess], reference_server: Served, redis: Redis, victim: str, count: int
 ) -> None:
     """Kill a node, or Redis with all its data, in the middle. Every answer arrives once."""
     one: Any = redis if victim == "redis" else nodes[int(victim)]
@@ -295,7 +297,7 @@ def test_killing_a_node_or_redis_loses_no_request(
         one.start()
 
     requests = bodies(count, seed=count + 7)
-    assert answers_of(nodes[2], requests, kill) == choices_of(together, requests)
+    assert answers_of(nodes[2], requests, kill) == choices_of(reference_server, requests)
     if victim != "redis":
         one.wait()
 
@@ -303,11 +305,13 @@ def test_killing_a_node_or_redis_loses_no_request(
 @pytest.mark.slow
 @pytest.mark.parametrize("victim", [0, 1])
 def test_terminating_a_node_loses_no_request(
-    nodes: list[ServerProcess], together: Served, victim: int
+    nodes: list[ServerProcess], reference_server: Served, victim: int
 ) -> None:
     requests = bodies(100, seed=12)
     try:
-        assert answers_of(nodes[2], requests, nodes[victim].stop) == choices_of(together, requests)
+        assert answers_of(nodes[2], requests, nodes[victim].stop) == choices_of(
+            reference_server, requests
+        )
     finally:
         nodes[victim].start()
         nodes[victim].wait()
@@ -318,7 +322,7 @@ def test_terminating_a_node_loses_no_request(
 @pytest.mark.parametrize("count,seconds", [(20, 4), (200, 12)])
 def test_pausing_a_process_loses_no_request(
     nodes: list[ServerProcess],
-    together: Served,
+    reference_server: Served,
     redis: Redis,
     victim: str,
     count: int,
@@ -334,13 +338,13 @@ def test_pausing_a_process_loses_no_request(
             list(pool.map(lambda one: one.stall(seconds), stopped))
 
     requests = bodies(count, seed=count + 8)
-    assert answers_of(nodes[2], requests, stall) == choices_of(together, requests)
+    assert answers_of(nodes[2], requests, stall) == choices_of(reference_server, requests)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("left", [0, 1])
 def test_one_node_is_enough(
-    nodes: list[ServerProcess], together: Served, redis: Redis, left: int
+    nodes: list[ServerProcess], reference_server: Served, redis: Redis, left: int
 ) -> None:
     """It also does the work of dead nodes of other roles."""
     dead = [one for one in nodes if one is not nodes[left]]
@@ -348,7 +352,7 @@ def test_one_node_is_enough(
     for one in dead:
         one.kill()
     try:
-        assert answers_of(nodes[left], requests) == choices_of(together, requests)
+        assert answers_of(nodes[left], requests) == choices_of(reference_server, requests)
     finally:
         for one in dead:
             one.start()
@@ -695,7 +699,7 @@ def test_work_that_always_fails_ends_the_server(
 @pytest.mark.parametrize("lost", ["all keys", "jobs", "messages", "heartbeats"])
 @pytest.mark.parametrize("count", [20, 200])
 def test_lost_keys_lose_no_request(
-    nodes: list[ServerProcess], together: Served, redis: Redis, lost: str, count: int
+    nodes: list[ServerProcess], reference_server: Served, redis: Redis, lost: str, count: int
 ) -> None:
     """Redis stays up, but keys were flushed, evicted or deleted."""
 
@@ -709,7 +713,7 @@ def test_lost_keys_lose_no_request(
                 client.delete(key)
 
     requests = bodies(count, seed=count + 9)
-    assert answers_of(nodes[2], requests, lose) == choices_of(together, requests)
+    assert answers_of(nodes[2], requests, lose) == choices_of(reference_server, requests)
 
 
 @pytest.mark.parametrize("lost", ["all keys", "jobs", "messages"])
@@ -853,7 +857,7 @@ def test_jobs_fail_after_a_long_redis_outage(redis: Redis, monkeypatch: pytest.M
 
 
 def test_requests_are_refused_while_redis_is_away(
-    nodes: list[ServerProcess], together: Served, redis: Redis
+    nodes: list[ServerProcess], reference_server: Served, redis: Redis
 ) -> None:
     def health() -> tuple[int, str]:
         answer = httpx.get(f"{nodes[2].url}/health", timeout=30)
@@ -869,7 +873,7 @@ def test_requests_are_refused_while_redis_is_away(
     finally:
         redis.start()
     wait_for(lambda: health() == (200, "ok"))
-    assert answers_of(nodes[2], [body]) == choices_of(together, [body])
+    assert answers_of(nodes[2], [body]) == choices_of(reference_server, [body])
 
 
 def test_unreachable_redis_is_an_error_in_the_arguments(

@@ -104,12 +104,12 @@ def choices_at(url: str, path: str, requests: list[dict[str, Any]]) -> list[Any]
 
 @pytest.mark.parametrize("count", [20, 200])
 def test_router_gives_the_answers_of_one_server(
-    router: str, pair: list[ServerProcess], together: Served, count: int
+    router: str, pair: list[ServerProcess], reference_server: Served, count: int
 ) -> None:
     requests = bodies(count, seed=count + 2)
     hits = pair[1].gauge("prefix_cache_hits_total")
     found = choices_at(router, "/v1/completions", requests)
-    assert found == choices_at(together.url, "/v1/completions", requests)
+    assert found == choices_at(reference_server.url, "/v1/completions", requests)
     # All full pages of the prompts were transferred, since the decode server had none of them.
     pages = sum((len(body["prompt"]) - 1) // 16 for body in requests)
     assert pair[1].gauge("prefix_cache_hits_total") - hits >= 16 * pages > 0
