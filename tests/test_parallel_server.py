@@ -27,7 +27,7 @@ from specops.service import lockstep
 from specops.service.lockstep import FollowInbox
 from specops.service.process import ENGINE_TIMEOUT, EngineProcess
 from specops.service.wire import Frames, Setup, Taken, encoded
-from test_server_process import BODIES, STRUCTURED, Apart, is_running, serving_apart, told
+from test_server_process import BODIES, STRUCTURED, Apart, answer_of, is_running, serving_apart
 
 pytestmark = pytest.mark.ci
 
@@ -61,7 +61,7 @@ def together(settings: dict[str, Any]) -> Iterator[Served]:
 def test_answers_are_those_of_one_engine(apart: Apart, together: Served) -> None:
     """Those without a seed as well: both were given the seed of their seeds."""
     for body in BODIES + [{"seed": None}] * 3:
-        assert told(apart.url, body) == told(together.url, body), body
+        assert answer_of(apart.url, body) == answer_of(together.url, body), body
     apart.wait_until_idle()
 
 
@@ -69,7 +69,7 @@ def test_constrained_answers_are_the_same(apart: Apart, together: Served) -> Non
     """Each rank compiles the grammar; the job is added where all have it."""
     pytest.importorskip("llguidance")
     for body in STRUCTURED:
-        assert told(apart.url, body) == told(together.url, body), body
+        assert answer_of(apart.url, body) == answer_of(together.url, body), body
 
 
 def test_the_first_rank_alone_decides_that_a_grammar_takes_too_long() -> None:
@@ -85,13 +85,13 @@ def test_the_first_rank_alone_decides_that_a_grammar_takes_too_long() -> None:
 def test_a_rank_that_is_killed_ends_all_and_all_are_started_again(
     apart: Apart, together: Served
 ) -> None:
-    _, expected = told(together.url, BODIES[0])
+    _, expected = answer_of(together.url, BODIES[0])
     first = apart.client.pid
     (follower,) = children_of(first)
     os.kill(follower, signal.SIGKILL)
     wait_for(lambda: not is_running(first) and not is_alive(follower))
     wait_for(lambda: apart.health() == (200, "ok"), 60)
-    assert told(apart.url, BODIES[0])[1]["choices"] == expected["choices"]
+    assert answer_of(apart.url, BODIES[0])[1]["choices"] == expected["choices"]
     second = apart.client.pid
     (follower,) = children_of(second)
     assert second is not None
@@ -166,8 +166,8 @@ def test_a_rank_that_hangs_is_noticed_without_any_request(apart: Apart, together
     wait_for(lambda: not is_running(first) and not is_alive(follower))
     apart.client._timeout = ENGINE_TIMEOUT
     wait_for(lambda: apart.health() == (200, "ok"), 60)
-    _, expected = told(together.url, BODIES[0])
-    assert told(apart.url, BODIES[0])[1]["choices"] == expected["choices"]
+    _, expected = answer_of(together.url, BODIES[0])
+    assert answer_of(apart.url, BODIES[0])[1]["choices"] == expected["choices"]
 
 
 def is_alive(pid: int) -> bool:
