@@ -37,13 +37,13 @@ from specops.api.messages import (
 )
 from specops.api.outputs import SpeculativeStats
 from specops.disaggregated import transport as transports
-from specops.disaggregated.exchange import Exchange
 from specops.disaggregated.fair_threads import FairThreads
-from specops.disaggregated.handoff import PagesEngine
-from specops.disaggregated.pages import HandoffError, Header, Layout, Pages, cut, joined, sources
+from specops.disaggregated.page_transfer import PageTransfer
+from specops.disaggregated.pages import Header, KvTransferError, Layout, Pages, cut, joined, sources
 from specops.disaggregated.peers import Peers
+from specops.disaggregated.transfer_inbox import KvTransferInbox
 from specops.disaggregated.transport import Address, Leases, TcpTransport
-from specops.engine import EngineConfig, SamplingParams
+from specops.engine import Engine, EngineConfig, SamplingParams
 from specops.engine.parallel.ranks import Ranks
 from specops.service.snapshot import status_of
 from specops.service.wire import Peer
@@ -87,7 +87,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     }
 
 
-def make(method: dict[str, Any], ranks: Ranks | None = None, **more: Any) -> PagesEngine:
+def make(method: dict[str, Any], ranks: Ranks | None = None, **more: Any) -> Engine:
     settings: dict[str, Any] = {
         "device": "cpu",
         "load_format": "dummy",
@@ -97,10 +97,10 @@ def make(method: dict[str, Any], ranks: Ranks | None = None, **more: Any) -> Pag
         "num_threads": 1,
         "seed": 3,
     }
-    return PagesEngine(EngineConfig.from_plain(settings | more), ranks)
+    return Engine(EngineConfig.from_plain(settings | more), ranks)
 
 
-def run(engine: PagesEngine, params: SamplingParams = GREEDY) -> list[Any]:
+def run(engine: Engine, params: SamplingParams = GREEDY) -> list[Any]:
     """Tokens, logprobs and texts of all prompts together."""
     done = engine.generate(PROMPTS, params)
     return [(one.token_ids, one.logprobs, one.text) for one in done]
@@ -112,14 +112,14 @@ def method_of(models: dict[str, Path], method: str) -> dict[str, Any]:
     return METHODS[method] | own
 
 
-def hand_over(prefill: PagesEngine, decode: PagesEngine, params: SamplingParams) -> list[int]:
+def hand_over(prefill: Engine, decode: Engine, params: SamplingParams) -> list[int]:
     """Computes all prompts on one engine and gives their pages to another; pages of each."""
     prefill.generate(PROMPTS, replace(params, max_tokens=1))
     moved = []
     for prompt in PROMPTS:
-        pages = prefill.take_pages(prompt, params)
-        expected = decode.expected(prompt, params)
-        moved.append(decode.give_pages(pages, expected, params.cache_salt))
+        pages = PageTransfer(prefill).take(prompt, params)
+        expected = PageTransfer(decode).expected(prompt, params)
+        moved.append(PageTransfer(decode).give(pages, expected, params.cache_salt))
     return moved
 
 
@@ -132,7 +132,7 @@ def test_pages_are_found_with_the_salt_of_their_request_alone(
     moved = hand_over(prefill, decode, salted)
     assert sum(moved) > 0
     for other in (GREEDY, replace(GREEDY, cache_salt="b")):
-        assert prefill.take_pages(PROMPTS[-1], other).header.num_pages == 0
+        assert PageTransfer(prefill).take(PROMPTS[-1], other).header.num_pages == 0
         found = decode.generate(PROMPTS[-1:], other)[0]
         assert found.num_cached_tokens == 0
         assert found.token_ids == decode.generate(PROMPTS[-1:], salted)[0].token_ids
@@ -183,19 +183,19 @@ def test_pages_without_draft_kv_serve_requests_without_drafts(models: dict[str, 
     prompt = PROMPTS[-1]
     prefill, decode = make(METHODS["mtp"], **settings), make(NAIVE, **settings)
     prefill.generate([prompt], replace(GREEDY, max_tokens=1))
-    pages = prefill.take_pages(prompt, GREEDY)
-    with pytest.raises(HandoffError, match="owner must be '', got 'mtp'"):
-        decode.give_pages(pages, decode.expected(prompt, GREEDY))
-    plain = prefill.take_pages(prompt, GREEDY, NAIVE)
-    assert decode.give_pages(plain, decode.expected(prompt, GREEDY)) == 4
+    pages = PageTransfer(prefill).take(prompt, GREEDY)
+    with pytest.raises(KvTransferError, match="owner must be '', got 'mtp'"):
+        PageTransfer(decode).give(pages, PageTransfer(decode).expected(prompt, GREEDY))
+    plain = PageTransfer(prefill).take(prompt, GREEDY, NAIVE)
+    assert PageTransfer(decode).give(plain, PageTransfer(decode).expected(prompt, GREEDY)) == 4
 
 
 @pytest.fixture(scope="module")
-def pair(models: dict[str, Path]) -> tuple[PagesEngine, PagesEngine, Pages]:
+def pair(models: dict[str, Path]) -> tuple[Engine, Engine, Pages]:
     settings = {"model": str(models["heads"])}
     prefill, decode = make(NAIVE, **settings), make(NAIVE, **settings)
     prefill.generate([PROMPTS[-1]], replace(GREEDY, max_tokens=1))
-    return prefill, decode, prefill.take_pages(PROMPTS[-1], GREEDY)
+    return prefill, decode, PageTransfer(prefill).take(PROMPTS[-1], GREEDY)
 
 
 WRONG: dict[str, tuple[dict[str, Any], str]] = {
@@ -217,21 +217,21 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
 
 @pytest.mark.parametrize("name", WRONG)
 def test_pages_of_something_else_are_refused_by_name(
-    pair: tuple[PagesEngine, PagesEngine, Pages], name: str
+    pair: tuple[Engine, Engine, Pages], name: str
 ) -> None:
     _, decode, pages = pair
     changes, message = WRONG[name]
     wrong = Pages(structs.replace(pages.header, **changes), pages.data)
-    with pytest.raises(HandoffError, match=message):
-        decode.give_pages(wrong, decode.expected(PROMPTS[-1], GREEDY))
+    with pytest.raises(KvTransferError, match=message):
+        PageTransfer(decode).give(wrong, PageTransfer(decode).expected(PROMPTS[-1], GREEDY))
     assert decode.num_free_pages == decode.num_pages
 
 
-def test_wrong_bytes_would_be_noticed(pair: tuple[PagesEngine, PagesEngine, Pages]) -> None:
+def test_wrong_bytes_would_be_noticed(pair: tuple[Engine, Engine, Pages]) -> None:
     """The pages are really read: others than the prompt's give another text."""
     prefill, decode, pages = pair
     zeros = Pages(pages.header, bytearray(len(pages.data)))
-    decode.give_pages(zeros, decode.expected(PROMPTS[-1], GREEDY))
+    PageTransfer(decode).give(zeros, PageTransfer(decode).expected(PROMPTS[-1], GREEDY))
     (right,), (wrong,) = (one.generate([PROMPTS[-1]], GREEDY) for one in (prefill, decode))
     assert right.logprobs != wrong.logprobs
 
@@ -241,13 +241,13 @@ def test_without_room_nothing_is_put_in(models: dict[str, Path]) -> None:
     prefill = make(NAIVE, **settings)
     prefill.generate([PROMPTS[-1]], replace(GREEDY, max_tokens=1))
     decode = make(NAIVE, **settings, num_pages=3, max_model_len=48)
-    pages = prefill.take_pages(PROMPTS[-1][:40], GREEDY)
-    short = decode.expected(PROMPTS[-1][:40], replace(GREEDY, max_tokens=8))
+    pages = PageTransfer(prefill).take(PROMPTS[-1][:40], GREEDY)
+    short = PageTransfer(decode).expected(PROMPTS[-1][:40], replace(GREEDY, max_tokens=8))
     assert pages.header.num_pages == 2
     held = decode._pool.allocate(2)
-    assert held is not None and decode.give_pages(pages, short) == 0
+    assert held is not None and PageTransfer(decode).give(pages, short) == 0
     decode._pool.release(held)
-    assert decode.give_pages(pages, short) == 2 and decode.num_free_pages == 3
+    assert PageTransfer(decode).give(pages, short) == 2 and decode.num_free_pages == 3
 
 
 def test_states_that_find_no_room_are_computed(models: dict[str, Path]) -> None:
@@ -258,18 +258,21 @@ def test_states_that_find_no_room_are_computed(models: dict[str, Path]) -> None:
     assert decode._runner.parts.cache.room.num_kept == 1
     for has_room, prompt in zip((True, True, False), PROMPTS[3:], strict=True):
         (want,) = prefill.generate([prompt], GREEDY)
-        pages, expected = prefill.take_pages(prompt, GREEDY), decode.expected(prompt, GREEDY)
+        pages, expected = (
+            PageTransfer(prefill).take(prompt, GREEDY),
+            PageTransfer(decode).expected(prompt, GREEDY),
+        )
         if not has_room:
             states._entry_of.clear()
         count = (len(prompt) - 1) // 16 if has_room else 0
-        assert decode.give_pages(pages, expected) == count
+        assert PageTransfer(decode).give(pages, expected) == count
         (done,) = decode.generate([prompt], GREEDY)
         assert done.logprobs == want.logprobs and done.num_cached_tokens == 16 * count
 
 
 def test_a_role_needs_a_prefix_cache(models: dict[str, Path]) -> None:
     with pytest.raises(ValueError, match="enable_prefix_caching must be on for a role"):
-        make(NAIVE, model=str(models["heads"]), enable_prefix_caching=False)
+        PageTransfer(make(NAIVE, model=str(models["heads"]), enable_prefix_caching=False))
 
 
 # ---- ranks ----
@@ -295,13 +298,13 @@ LEASING = structs.replace(JOB, kv_transfer=KvTransfer(do_remote_decode=True))
 ENDED = Output(4, 0, [1], "", [], end=End("length", None, 1, 1, 0, 0.0, SpeculativeStats()))
 
 
-def exchange(engine: PagesEngine, *commands: Command) -> tuple[Exchange, Commands, Leases]:
+def exchange(engine: Engine, *commands: Command) -> tuple[KvTransferInbox, Commands, Leases]:
     leases, inbox = Leases(60, 1 << 30), Commands(*commands)
     transport = TcpTransport("127.0.0.1", 0, leases, [Peer("127.0.0.1", 1, 65535)])
-    return Exchange(engine, transport, inbox, lambda batch: None), inbox, leases
+    return KvTransferInbox(engine, transport, inbox, lambda batch: None), inbox, leases
 
 
-def offered(engine: PagesEngine) -> tuple[Exchange, Leases, KvTransfer]:
+def offered(engine: Engine) -> tuple[KvTransferInbox, Leases, KvTransfer]:
     """The pages of `JOB` on one rank, and what it says of them."""
     leasing, _, leases = exchange(engine, LEASING)
     leasing.take(0.0)
@@ -318,9 +321,9 @@ def offered(engine: PagesEngine) -> tuple[Exchange, Leases, KvTransfer]:
 class Stream:
     """Messages of another engine on their way: bytes that were recorded, and may be changed."""
 
-    def __init__(self, engine: PagesEngine, prompt: list[int]) -> None:
+    def __init__(self, engine: Engine, prompt: list[int]) -> None:
         leases = Leases(60, 1 << 30)
-        leases.add(LEASE, engine.take_pages(prompt, GREEDY))
+        leases.add(LEASE, PageTransfer(engine).take(prompt, GREEDY))
         there = TcpTransport("127.0.0.1", 0, leases, [])
         asked, limit = transports.Fetch(LEASE, "tcp", 1, 0), transports.Deadline(60)
         with socket.create_connection((there.host, there.port), timeout=60) as reader:
@@ -377,8 +380,8 @@ def test_damaged_messages_are_never_used(
     (alone,) = prefill.generate([prompt], GREEDY)
     prefill.generate([similar], GREEDY)
     stream, other = Stream(prefill, prompt), Stream(prefill, similar)
-    right, given = prefill.take_pages(prompt, GREEDY).data, list[bytearray]()
-    monkeypatch.setattr(decode, "give_pages", lambda pages, *_: given.append(pages.data))
+    right, given = PageTransfer(prefill).take(prompt, GREEDY).data, list[bytearray]()
+    monkeypatch.setattr(PageTransfer, "give", lambda self, pages, *_: given.append(pages.data))
     seconds, on_the_wire = iter(range(0, 10_000_000, 1000)), stream.data
 
     def connect(address: Any, timeout: float) -> socket.socket:
@@ -398,7 +401,7 @@ def test_damaged_messages_are_never_used(
     transport = TcpTransport("127.0.0.1", 0, Leases(60, 1), peers, lambda: next(seconds))
     inbox = Commands()
     draw = random.Random(1)
-    with Exchange(decode, transport, inbox, lambda batch: None) as fetching:
+    with KvTransferInbox(decode, transport, inbox, lambda batch: None) as fetching:
 
         def fetch(data: bytes) -> int:
             nonlocal on_the_wire
@@ -454,12 +457,12 @@ def test_a_message_has_one_time_limit_for_all_its_bytes(monkeypatch: pytest.Monk
 
 
 def test_strangers_do_not_take_the_place_of_readers(
-    pair: tuple[PagesEngine, PagesEngine, Pages], monkeypatch: pytest.MonkeyPatch
+    pair: tuple[Engine, Engine, Pages], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of four places, one is a reader's that has named a lease; the others' oldest ends."""
     monkeypatch.setattr(transports, "_MOST_CONNECTIONS", 4)
     _, decode, pages = pair
-    leases, expected = Leases(60, 1 << 30), decode.expected(PROMPTS[-1], GREEDY)
+    leases, expected = Leases(60, 1 << 30), PageTransfer(decode).expected(PROMPTS[-1], GREEDY)
     leases.add(LEASE, pages)
     leases.add("f" * 32, pages)
     there = TcpTransport("127.0.0.1", 0, leases, [Peer("127.0.0.1", 1, 65535)])
@@ -516,7 +519,7 @@ def test_a_peer_that_does_not_answer_is_tried_again_later(fault: type[OSError]) 
                 now[0] += seconds
                 if error is not None:
                     raise error
-        except (HandoffError, OSError) as found:
+        except (KvTransferError, OSError) as found:
             return str(found)
         return "answered"
 
@@ -525,7 +528,7 @@ def test_a_peer_that_does_not_answer_is_tried_again_later(fault: type[OSError]) 
         for pause in (1, 2, 4, 8, 16, 30, 30):
             assert (
                 attempt()
-                == f"handoff: a:5 did not answer lately, and is tried again in {pause}.0 s"
+                == f"KV transfer: a:5 did not answer lately, and is tried again in {pause}.0 s"
             )
             assert attempt(port=6) == "answered"
             now[0] += pause
@@ -533,7 +536,7 @@ def test_a_peer_that_does_not_answer_is_tried_again_later(fault: type[OSError]) 
                 assert "did not answer lately" in attempt()
                 raise fault("away")
         now[0] += 30
-        assert attempt(error=HandoffError("the lease is over")) == "the lease is over"
+        assert attempt(error=KvTransferError("the lease is over")) == "the lease is over"
         assert attempt() == "answered"
     assert attempt() == "answered"
     with contextlib.ExitStack() as stack:  # what fails at the same time is one failure
@@ -549,7 +552,9 @@ def test_a_peer_that_does_not_answer_is_tried_again_later(fault: type[OSError]) 
 
 @pytest.mark.parametrize("host,port", [("b", 5), ("a", 4), ("a", 7), ("A", 5), ("", 5)])
 def test_other_addresses_than_peers_are_refused(host: str, port: int) -> None:
-    with pytest.raises(HandoffError, match="remote_host and remote_port must be one of kv_peers"):
+    with pytest.raises(
+        KvTransferError, match="remote_host and remote_port must be one of kv_peers"
+    ):
         Peers([Peer("a", 5, 6)], 10.0).require(host, port)
 
 
@@ -588,7 +593,7 @@ def test_ranks_fetch_their_shares(
     settings = {"model": str(models[kind]), "exact_across_tp": 2}
     (alone,) = make(NAIVE, **settings).generate([PROMPTS[-1]], GREEDY)
 
-    def engine(ranks: Ranks) -> PagesEngine:
+    def engine(ranks: Ranks) -> Engine:
         return make(METHODS["mtp"], ranks, **settings, tensor_parallel_size=ranks.size)
 
     def go_on(ranks: Ranks) -> Any:
@@ -619,7 +624,7 @@ def test_ranks_fetch_their_shares(
                 wait_for(lambda leases=leases: not leases.num_bytes)  # type: ignore[misc]
 
 
-def test_a_lease_ends_with_its_last_reader(pair: tuple[PagesEngine, PagesEngine, Pages]) -> None:
+def test_a_lease_ends_with_its_last_reader(pair: tuple[Engine, Engine, Pages]) -> None:
     leases = Leases(60, 1 << 30)
     leases.add("a", pair[2])
     for reader in (0, 2, 2, 1):
@@ -678,22 +683,22 @@ def test_any_numbers_of_ranks_go_on_with_the_bits_of_one(
     settings = {**CACHES[cache], "model": str(models[kind]), "exact_across_tp": summands}
     lookahead = 1 if method == "mtp" else 0
 
-    def engine(ranks: Ranks) -> PagesEngine:
+    def engine(ranks: Ranks) -> Engine:
         own = method_of(models, method)
         return make(own, ranks, **settings, tensor_parallel_size=ranks.size)
 
     def compute(ranks: Ranks) -> list[Pages]:
         prefill = engine(ranks)
         prefill.generate(PROMPTS, replace(SEEDED, max_tokens=1))
-        return [prefill.take_pages(prompt, SEEDED) for prompt in PROMPTS]
+        return [PageTransfer(prefill).take(prompt, SEEDED) for prompt in PROMPTS]
 
     def go_on(ranks: Ranks) -> Any:
         decode, moved = engine(ranks), []
         own = [computed[one] for one in sources(computing, ranks.size, ranks.rank)]
         for prompt, *parts in zip(PROMPTS, *own, strict=True):
-            expected = decode.expected(prompt, SEEDED)
+            expected = PageTransfer(decode).expected(prompt, SEEDED)
             parts = [cut(part, ranks.size, ranks.rank) for part in parts]
-            moved.append(decode.give_pages(joined(parts, expected), expected))
+            moved.append(PageTransfer(decode).give(joined(parts, expected), expected))
         assert moved == [(length - max(1, lookahead)) // 16 for length in LENGTHS]
         said = run(decode, SEEDED)
         assert decode.stats.prefix_cache_hits >= 16 * sum(moved)
@@ -714,9 +719,10 @@ def test_pages_of_other_summands_are_refused_by_name(models: dict[str, Path]) ->
     settings = {"model": str(models["heads"])}
     prefill, decode = make(NAIVE, **settings, exact_across_tp=2), make(NAIVE, **settings)
     prefill.generate([PROMPTS[-1]], replace(GREEDY, max_tokens=1))
-    pages, expected = (one(PROMPTS[-1], GREEDY) for one in (prefill.take_pages, decode.expected))
-    with pytest.raises(HandoffError, match="exact_across_tp must be 1, got 2"):
-        decode.give_pages(pages, expected)
+    pages = PageTransfer(prefill).take(PROMPTS[-1], GREEDY)
+    expected = PageTransfer(decode).expected(PROMPTS[-1], GREEDY)
+    with pytest.raises(KvTransferError, match="exact_across_tp must be 1, got 2"):
+        PageTransfer(decode).give(pages, expected)
 
 
 COUNTS = (1, 2, 4, 8)
@@ -770,7 +776,7 @@ def test_every_head_comes_once(computing: int, going_on: int) -> None:
         assert sum(len(part.data) for part in parts) == expected.num_bytes
         assert joined(parts, expected) == pages(expected)
         for rank in set(range(computing)) - set(ranks):
-            with pytest.raises(HandoffError, match=f"nothing to read of rank {rank} of"):
+            with pytest.raises(KvTransferError, match=f"nothing to read of rank {rank} of"):
                 cut(given[rank], going_on, reader)
     assert {one for i in range(going_on) for one in sources(computing, going_on, i)} == set(
         range(computing)

@@ -20,7 +20,7 @@ from checkpoints import write_config
 from msgspec import structs
 from specops.api.messages import Batch
 from specops.disaggregated import kv_events
-from specops.disaggregated.kv_events import BlockStored, KvEvents, TellingPool, telling
+from specops.disaggregated.kv_events import BlockStored, KvEvents, PrefixEvents
 from specops.engine import Engine, EngineConfig, SamplingParams
 from specops.service.snapshot import status_of
 from specops.service.wire import KvEventSettings
@@ -92,7 +92,12 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def engine(model: Path) -> Engine:
+def recorder() -> PrefixEvents:
+    return PrefixEvents()
+
+
+@pytest.fixture
+def engine(model: Path, recorder: PrefixEvents) -> Engine:
     settings = {
         "model": str(model),
         "load_format": "dummy",
@@ -103,8 +108,7 @@ def engine(model: Path) -> Engine:
         "max_model_len": 160,
         "num_threads": 1,
     }
-    made: Engine = telling(Engine)(EngineConfig.from_plain(settings))
-    return made
+    return Engine(EngineConfig.from_plain(settings), on_prefix=recorder)
 
 
 def batch_of(engine: Engine) -> Batch:
@@ -117,8 +121,8 @@ def settings(tmp_path: Path) -> KvEventSettings:
 
 
 @pytest.fixture
-def events(engine: Engine, settings: KvEventSettings) -> Iterator[KvEvents]:
-    with KvEvents(engine, settings, 1, lambda batch: None) as made:
+def events(recorder: PrefixEvents, settings: KvEventSettings) -> Iterator[KvEvents]:
+    with KvEvents(recorder, settings, 1, lambda batch: None) as made:
         yield made
 
 
@@ -185,6 +189,7 @@ def test_a_subscriber_rebuilds_the_set_of_cached_blocks(
 
 def test_events_that_cannot_be_published_end_the_publisher_alone(
     engine: Engine,
+    recorder: PrefixEvents,
     settings: KvEventSettings,
     caplog: pytest.LogCaptureFixture,
     monkeypatch: pytest.MonkeyPatch,
@@ -196,7 +201,7 @@ def test_events_that_cannot_be_published_end_the_publisher_alone(
 
     monkeypatch.setattr(kv_events, "_number", failing)
     batches: list[Batch] = []
-    with KvEvents(engine, settings, 1, batches.append) as events:
+    with KvEvents(recorder, settings, 1, batches.append) as events:
         events.send(batch_of(engine))  # all blocks are cleared
         events._thread.join(60)
         assert not events._thread.is_alive()
@@ -205,54 +210,55 @@ def test_events_that_cannot_be_published_end_the_publisher_alone(
     assert [record.levelname for record in caplog.records] == ["ERROR"]
 
 
-def test_pages_from_another_engine_are_told_as_well(engine: Engine) -> None:
-    """Whoever registers a page: the pool tells."""
+def test_pages_from_another_engine_are_published(engine: Engine, recorder: PrefixEvents) -> None:
     pool = engine._pool
     pages = pool.allocate(2)
-    assert pages is not None and isinstance(pool, TellingPool)
+    assert pages is not None
     first = pool.register(pages[0], None, range(SIZE), b"a")
     pool.register(pages[1], first, range(SIZE), b"b")
     twin = pool.allocate(1)
     assert twin is not None
     pool.register(twin[0], None, range(SIZE), b"c")  # of the first prefix again
-    assert [type(one).__name__ for one in pool.events] == [
+    assert [type(one).__name__ for one in recorder.events] == [
         "AllBlocksCleared",
         "BlockStored",
         "BlockStored",
     ]
-    one, other = pool.events[1:]
+    one, other = recorder.events[1:]
     assert isinstance(one, BlockStored) and isinstance(other, BlockStored)
     assert other.parent_block_hash == one.block_hashes[0] != other.block_hashes[0]
 
 
-def test_hashes_depend_on_the_salt(engine: Engine) -> None:
+def test_hashes_depend_on_the_salt(engine: Engine, recorder: PrefixEvents) -> None:
     """A block of equal tokens has another hash under another salt, and so have all behind it."""
     pool = engine._pool
-    assert isinstance(pool, TellingPool)
-    before = len(pool.events)
+    before = len(recorder.events)
     for salt in (None, "a", "b"):
         pages = pool.allocate(2)
         assert pages is not None
         first = pool.register(pages[0], None, range(SIZE), None, salt)
         pool.register(pages[1], first, range(SIZE), None, salt)
         pool.release(pages)
-    stored = pool.events[before:]
+    stored = recorder.events[before:]
     hashes = [one.block_hashes[0] for one in stored if isinstance(one, BlockStored)]
     assert len(stored) == 6 == len(set(hashes))
 
 
 @pytest.mark.parametrize("name", ["endpoint", "replay"])
 def test_an_endpoint_that_is_none_is_refused(
-    engine: Engine, settings: KvEventSettings, name: str
+    recorder: PrefixEvents, engine: Engine, settings: KvEventSettings, name: str
 ) -> None:
     wrong = structs.replace(settings, **{name: "tcp://nowhere"})
     with pytest.raises(ValueError, match=f"kv_events_{name} must be an endpoint to bind"):
-        KvEvents(engine, wrong, 1, lambda batch: None)
+        KvEvents(recorder, wrong, 1, lambda batch: None)
 
 
 @pytest.fixture
 def talkative(
-    engine: Engine, settings: KvEventSettings, monkeypatch: pytest.MonkeyPatch
+    recorder: PrefixEvents,
+    engine: Engine,
+    settings: KvEventSettings,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> Iterator[KvEvents]:
     """One that has sent 400 messages, each of as many tokens as there can be in it."""
     are_there, add = threading.Event(), kv_events._Kept.add
@@ -263,9 +269,9 @@ def talkative(
         return number
 
     monkeypatch.setattr(kv_events._Kept, "add", noted)
-    with KvEvents(engine, settings, 1, lambda batch: None) as made:
+    with KvEvents(recorder, settings, 1, lambda batch: None) as made:
         block = BlockStored([1 << 63], 1 << 63, [(1 << 31) - 1] * 64, 64, None, "GPU", None)
-        made._pool.events = [block] * (32 * 399 + 1)
+        recorder.events = [block] * (32 * 399 + 1)
         made.send(batch_of(engine))
         assert are_there.wait(60)
         yield made
@@ -315,7 +321,10 @@ def test_clients_that_do_not_read_replays_hold_up_no_other_one(
 
 
 def test_an_endpoint_has_a_most_of_clients(
-    engine: Engine, settings: KvEventSettings, monkeypatch: pytest.MonkeyPatch
+    recorder: PrefixEvents,
+    engine: Engine,
+    settings: KvEventSettings,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A host has half of what others leave free; connections that say nothing do not count.
 
@@ -324,7 +333,7 @@ def test_an_endpoint_has_a_most_of_clients(
     monkeypatch.setattr(kv_events, "_MOST_CLIENTS", 6)
     monkeypatch.setattr(kv_events, "_HANDSHAKE_SECONDS", 1)
     with (
-        KvEvents(engine, settings, 1, lambda batch: None),
+        KvEvents(recorder, settings, 1, lambda batch: None),
         contextlib.ExitStack() as stack,
         zmq.Context() as context,
     ):

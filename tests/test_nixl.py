@@ -27,7 +27,7 @@ from server_pairs import (
 )
 from serving import Served
 from specops.disaggregated.nixl import NixlTransport, Place
-from specops.disaggregated.pages import HandoffError, Header, Layout, Pages, cut
+from specops.disaggregated.pages import Header, KvTransferError, Layout, Pages, cut
 from specops.disaggregated.transport import (
     Address,
     DamagedError,
@@ -139,7 +139,7 @@ def test_another_transport_is_refused(kinds: tuple[type[TcpTransport], type[TcpT
     here, there = (transport(kind) for kind in kinds)
     there.lease("a", Pages(HEADER, bytearray(HEADER.num_bytes)))
     message = f"kv_transport must be {there.name} as the other engine's, got {here.name}"
-    with pytest.raises(HandoffError, match=message):
+    with pytest.raises(KvTransferError, match=message):
         here.fetch(Address("a", there.host, there.port), HEADER)
     here.close()
     there.close()

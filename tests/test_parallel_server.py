@@ -90,7 +90,7 @@ def test_a_rank_that_is_killed_ends_all_and_all_are_started_again(
     (follower,) = children_of(first)
     os.kill(follower, signal.SIGKILL)
     wait_for(lambda: not is_running(first) and not is_alive(follower))
-    wait_for(lambda: apart.health() == (200, "ok"), 60)
+    wait_for(lambda: apart.health() == (200, "ok"))
     assert answer_of(apart.url, BODIES[0])[1]["choices"] == expected["choices"]
     second = apart.client.pid
     (follower,) = children_of(second)
@@ -157,7 +157,7 @@ def test_a_rank_that_ends_as_it_was_told_is_not_lost(
 
 def test_a_rank_that_hangs_is_noticed_without_any_request(apart: Apart, together: Served) -> None:
     """The others wait for it, and so give no sign of life either."""
-    wait_for(lambda: apart.health() == (200, "ok"), 60)
+    wait_for(lambda: apart.health() == (200, "ok"))
     first, apart.client._num_deaths = apart.client.pid, 0
     (follower,) = children_of(first)
     os.kill(follower, signal.SIGSTOP)
@@ -165,7 +165,7 @@ def test_a_rank_that_hangs_is_noticed_without_any_request(apart: Apart, together
     apart.client._timeout = 0.1
     wait_for(lambda: not is_running(first) and not is_alive(follower))
     apart.client._timeout = ENGINE_TIMEOUT
-    wait_for(lambda: apart.health() == (200, "ok"), 60)
+    wait_for(lambda: apart.health() == (200, "ok"))
     _, expected = answer_of(together.url, BODIES[0])
     assert answer_of(apart.url, BODIES[0])[1]["choices"] == expected["choices"]
 

@@ -649,7 +649,7 @@ import sys, time
 sys.path[:] = {path!r}
 import socket
 from specops.service import child
-child.run(socket.socket(fileno=int(sys.argv[-1])), lambda setup: time.sleep(60))
+child.run(socket.socket(fileno=int(sys.argv[-1])), lambda setup, on_prefix: time.sleep(60))
 """
     started = EngineProcess(Setup({}, "warning"), code.format(path=sys.path))
     assert is_running(started.pid)

@@ -35,8 +35,8 @@ from specops.api.messages import (
     Submit,
 )
 from specops.disaggregated.fair_threads import FairThreads
-from specops.disaggregated.handoff import PagesEngine
-from specops.disaggregated.pages import HandoffError, Header, Pages, joined, sources
+from specops.disaggregated.page_transfer import PageTransfer
+from specops.disaggregated.pages import Header, KvTransferError, Pages, joined, sources
 from specops.disaggregated.transport import (
     SECONDS,
     Address,
@@ -46,7 +46,6 @@ from specops.disaggregated.transport import (
     Transport,
 )
 from specops.engine.engine import Engine
-from specops.service.lockstep import RankEngine
 from specops.service.loop import Compiled, Inbox
 from specops.service.wire import RoleSettings
 
@@ -58,10 +57,6 @@ _MOST_REASON = 300  # characters of a peer's or a client's text that a line of t
 _SECRET_BITS = 53  # width of an integer that ranks can exchange exactly, as a float64
 
 
-class PagesRankEngine(RankEngine, PagesEngine):
-    """The engine of one rank with a role: it transfers its own shard of the pages."""
-
-
 @dataclass(frozen=True)
 class _Fetching:
     """A job that waits for its pages."""
@@ -71,10 +66,10 @@ class _Fetching:
     pages: "Future[Pages]"
 
 
-class Exchange(Inbox):
+class KvTransferInbox(Inbox):
     """The inbox of the loop of an engine with a role, and the last stage of its batches.
 
-    With several ranks, each has an exchange, and all receive the same commands. Each rank leases
+    With several ranks, each has such an inbox, and all receive the same commands. Each rank leases
     its own shard of a prompt's pages, and fetches its shard from the ranks of the other engine that
     hold it. If one rank lacks its shard, no rank uses its own.
 
@@ -90,14 +85,15 @@ class Exchange(Inbox):
 
     def __init__(
         self,
-        engine: PagesEngine,
+        engine: Engine,
         transport: Transport,
         inbox: Inbox,
         deliver: Callable[[Batch], None],
     ) -> None:
         self._engine, self._transport = engine, transport
         self._inbox, self._deliver = inbox, deliver
-        self._ranks, self.contract = engine.ranks, engine.contract
+        self._pages = PageTransfer(engine)
+        self._ranks, self.contract = engine.ranks, self._pages.contract
         self._threads = FairThreads[Pages](_FETCHING_THREADS, "specops-fetches")
         self._fetching: dict[int, _Fetching] = {}  # by job
         self._leasing: dict[int, Submit] = {}  # jobs with pages for another engine
@@ -110,7 +106,7 @@ class Exchange(Inbox):
         self._secret = struct.pack("<4d", *secret)
         self._num_leases = 0
 
-    def __enter__(self) -> "Exchange":
+    def __enter__(self) -> "KvTransferInbox":
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -167,7 +163,7 @@ class Exchange(Inbox):
             return False
         try:
             addresses = self._addresses_of(wanted)
-            expected = self._engine.expected(job.prompts[0], job.params, speculative_of(job))
+            expected = self._pages.expected(job.prompts[0], job.params, speculative_of(job))
         except ValueError as error:  # the request is invalid: the engine refuses it with a message
             _log_computed(error)
             return False
@@ -181,7 +177,7 @@ class Exchange(Inbox):
     def _fetch(self, addresses: Sequence[Address], expected: Header, latest: float) -> Pages:
         """Fetch pages unless the deadline is over: fetches queued behind a peer that hangs fail."""
         if time.monotonic() > latest:
-            raise HandoffError(f"handoff: those before it took more than {SECONDS:g} s")
+            raise KvTransferError(f"KV transfer: those before it took more than {SECONDS:g} s")
         parts = []
         for rank in sources(len(addresses), self._ranks.size, self._ranks.rank):
             part = structs.replace(expected, num_ranks=len(addresses), rank=rank)
@@ -194,16 +190,16 @@ class Exchange(Inbox):
         All ranks of this engine come to the same decision here.
 
         Raises:
-            HandoffError: an address is missing or not configured, the lease's name is malformed, or
-                neither engine's number of ranks divides the other's.
+            KvTransferError: an address is missing or not configured, the lease's name is malformed,
+                or neither engine's number of ranks divides the other's.
         """
         name, host, port = wanted.remote_request_id, wanted.remote_host, wanted.remote_port
         if name is None or host is None or port is None:
-            raise HandoffError(
-                "handoff: remote_request_id, remote_host and remote_port must be given"
+            raise KvTransferError(
+                "KV transfer: remote_request_id, remote_host and remote_port must be given"
             )
         if not _LEASE_NAME.fullmatch(name):
-            raise HandoffError("handoff: remote_request_id must be 32 hexadecimal digits")
+            raise KvTransferError("KV transfer: remote_request_id must be 32 hexadecimal digits")
         ports = wanted.remote_ports or [port]
         sources(len(ports), self._ranks.size, self._ranks.rank)
         addresses = [Address(name, host, one) for one in ports]
@@ -219,7 +215,7 @@ class Exchange(Inbox):
             pages = fetching.pages.result()
         except DamagedError as error:
             why, num_damaged = error, max(fetching.expected.num_pages, 1)
-        except (HandoffError, OSError) as error:
+        except (KvTransferError, OSError) as error:
             why = error
         except Exception:
             logger.exception("pages could not be fetched")
@@ -228,7 +224,7 @@ class Exchange(Inbox):
         if pages is None or not is_whole:
             self._engine.stats.num_damaged_kv_pages -= self._ranks.least(-num_damaged)
             return _log_computed(why)
-        self._engine.give_pages(pages, fetching.expected, fetching.job.params.cache_salt)
+        self._pages.give(pages, fetching.expected, fetching.job.params.cache_salt)
 
     def _leased(self, job: Submit) -> KvTransfer | None:
         """Lease a prompt's pages; return where another engine finds them, or None if it failed."""
@@ -237,7 +233,7 @@ class Exchange(Inbox):
         number = str(self._num_leases).encode()
         name = hashlib.blake2b(number, key=self._secret, digest_size=16).hexdigest()
         try:
-            pages = self._engine.take_pages(job.prompts[0], job.params, speculative_of(job))
+            pages = self._pages.take(job.prompts[0], job.params, speculative_of(job))
             count = pages.header.num_pages
             self._transport.lease(name, pages)
         except Exception:
@@ -269,15 +265,14 @@ def speculative_of(job: Submit) -> dict[str, object] | None:
     return None if job.speculative_config is None else json.loads(job.speculative_config)
 
 
-def exchange_of(
+def transfer_inbox_of(
     engine: Engine, role: RoleSettings, inbox: Inbox, deliver: Callable[[Batch], None]
-) -> Exchange:
-    """Return the exchange of an engine process, or of one rank.
+) -> KvTransferInbox:
+    """Return the inbox of an engine process, or of one rank, that has a role.
 
     Raises:
         ValueError: its transport cannot listen at the configured address.
     """
-    assert isinstance(engine, PagesEngine)
     leases = Leases(role.lease_seconds, role.lease_bytes)
     make: type[TcpTransport] = TcpTransport
     if role.transport == "nixl":
@@ -291,4 +286,4 @@ def exchange_of(
             f"kv_host and kv_port must be an address to listen on, got {role.host}:{role.port}: "
             f"{error}"
         ) from None
-    return Exchange(engine, transport, inbox, deliver)
+    return KvTransferInbox(engine, transport, inbox, deliver)
