@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Drafters with weights of their own through the CUDA kernels, eager and replayed."""
+"""Drafters with weights of their own on the CUDA kernels, eager and replayed."""
 
 import shutil
 from collections.abc import Callable
@@ -31,7 +31,7 @@ def write_dflash2(directory: Path) -> None:
     test_dflash.KINDS["dflash2"].write(directory, num_target_layers=4)
 
 
-# Of layouts that nothing here trains: method, and how a random head is written.
+# Layouts that tools/train does not train: the method, and a function that writes a random head.
 RANDOM: dict[str, tuple[str, Callable[[Path], None]]] = {
     "peagle": (
         "eagle3",
@@ -44,7 +44,7 @@ RANDOM: dict[str, tuple[str, Callable[[Path], None]]] = {
 
 @pytest.mark.fast("eagle*", "dflash", "hydra", "medusa", "draft_model", "dflash2")
 @pytest.mark.parametrize("name", [*HEADS, *RANDOM])
-def test_every_bit_is_plain_decoding_s_in_the_interpreter(
+def test_heads_keep_the_bits_of_plain_decoding_in_the_interpreter(
     target: tuple[Path, Model],
     tmp_path: Path,
     interpreter: None,
@@ -86,10 +86,10 @@ def test_merged_trees_are_verified_in_the_interpreter(
 def check_in_the_interpreter(
     directory: Path, own: dict[str, Any], twin: Callable[..., FakeGpu]
 ) -> list[int]:
-    """Two requests, eager and replayed: every bit is plain decoding's.
+    """Check that two requests, eager and replayed, have the bits of plain decoding.
 
     Returns:
-        Of every replayed step, how many chains it has more than requests.
+        Number of chains beyond the number of requests, of every replayed step.
     """
     results = []
     for config, captures in (({"method": "naive"}, False), (own, False), (own, True)):
