@@ -28,7 +28,9 @@ class Mutation:
     old: str  # stands in the file once
     new: str
     tests: str  # file of tests, and what to select there
-    build: str = "plain"  # or race: in which the bug shows; or scripted: for exact distributions; or program
+    build: str = (
+        "plain"  # or race: in which the bug shows; or scripted: exact distributions; or program
+    )
 
 
 LINEAR = "test_dense.py linear and not wide_output"
