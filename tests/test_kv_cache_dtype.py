@@ -6,9 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import simt
 from checkpoints import write_config
-from fake_gpu import OP_MODULES, FakeGpu
+from fake_gpu import FakeGpu
 from specops.cli.serve import main
 from specops.engine import EngineConfig, SpeculativeConfig
 from test_trees import (
@@ -86,18 +85,6 @@ def test_cache_dtypes_give_different_logprobs(expected: dict[str, list[Any]]) ->
     assert all(logprobs[a] != logprobs[b] for a, b in ((0, 1), (0, 2), (1, 2)))
 
 
-@pytest.fixture
-def use_fake_gpu(monkeypatch: pytest.MonkeyPatch) -> Callable[..., FakeGpu]:
-    """Replace the device of later engines by a fake GPU."""
-
-    def make_fake(**arguments: Any) -> FakeGpu:
-        device = FakeGpu(**arguments)
-        monkeypatch.setattr("specops.engine.engine.open_device", lambda *_, **__: device)
-        return device
-
-    return make_fake
-
-
 @pytest.mark.parametrize("method", ["mtp+ngram", "suffix tree", "mtp tree"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_captured_steps_keep_the_bits(
@@ -118,10 +105,7 @@ def test_captured_steps_keep_the_bits(
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.fast("fp8_e4m3", ci=("int8",))
 def test_cuda_kernels_keep_the_bits(
-    tmp_path: Path,
-    use_fake_gpu: Callable[..., FakeGpu],
-    monkeypatch: pytest.MonkeyPatch,
-    kind: str,
+    tmp_path: Path, use_fake_gpu: Callable[..., FakeGpu], interpreter: None, kind: str
 ) -> None:
 
     model_dir = write_config(
@@ -133,11 +117,7 @@ def test_cuda_kernels_keep_the_bits(
         max_position_embeddings=96,
         num_nextn_predict_layers=1,
     )
-    module = simt.load()
-    module.set_schedule("in_order", 0)
-    module.set_landing("late")
-    for op_module in OP_MODULES:
-        monkeypatch.setattr(op_module, "_C", module)
+
     use_fake_gpu()
     want = run(make(model_dir, NAIVE, max_num_seqs=1, kv_cache_dtype=kind), count=2)
     for captures, speculative in ((True, MTP_TREE), (False, METHODS["ngram"])):

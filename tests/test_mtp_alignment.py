@@ -9,15 +9,12 @@ import torch
 from mtp_checkpoints import BASES, GLM, SlowModules, Tiny, make_mtp_checkpoint
 from mtp_oracle import oracle_drafts
 from specops.engine.models import MtpModules, Transformer, load_model, load_mtp
+from test_models import random_ids
 
 from bench import bench_mtp_mistakes, common
 from bench.mtp_decoding import Drafting, Mistake, Text, decode, drafts_along
 
 PROMPT, DRAFTS = 41, 4
-
-
-def random_ids(length: int) -> list[int]:
-    return torch.randint(0, 160, (length,)).tolist()
 
 
 def models(tmp_path: Path, count: int, **changes: Any) -> tuple[Tiny, Transformer, MtpModules]:

@@ -589,10 +589,10 @@ PLANTS_OF_SEVERAL: dict[str, Plant] = {
 }
 
 
-def check_planted(directory: Path, name: str | None, plants: dict[str, Plant]) -> None:
+def check_planted(directory: Path, name: str | None) -> None:
     with pytest.MonkeyPatch.context() as monkeypatch:
         if name is not None:
-            plants[name](monkeypatch)
+            PLANTS_OF_SEVERAL[name](monkeypatch)
         made = watch(monkeypatch)
         exercise(directory, naive_first=name in (None, "prefix without drafts"))
     Oracle(directory).check(made)
@@ -601,17 +601,17 @@ def check_planted(directory: Path, name: str | None, plants: dict[str, Plant]) -
 def test_engine_without_planted_mistakes_equals_the_oracle(
     one_module: Path, three_modules: Path
 ) -> None:
-    check_planted(one_module, None, PLANTS)
-    check_planted(three_modules, None, PLANTS)
+    check_planted(one_module, None)
+    check_planted(three_modules, None)
 
 
 @pytest.mark.parametrize("name", PLANTS)
 def test_every_mistake_in_the_engine_is_noticed(one_module: Path, name: str) -> None:
     with pytest.raises(AssertionError, match=NOTICED):
-        check_planted(one_module, name, PLANTS)
+        check_planted(one_module, name)
 
 
 @pytest.mark.parametrize("name", PLANTS_OF_SEVERAL)
 def test_every_mistake_with_three_modules_is_noticed(three_modules: Path, name: str) -> None:
     with pytest.raises(AssertionError, match=NOTICED):
-        check_planted(three_modules, name, PLANTS_OF_SEVERAL)
+        check_planted(three_modules, name)

@@ -35,6 +35,7 @@ from specops.engine.models import (
     load_model,
     load_mtp,
 )
+from test_models import random_ids
 from torch import Tensor
 
 PAGE_SIZE = 16
@@ -43,10 +44,6 @@ CASES: list[tuple[str, tuple[str, dict[str, Any]], bool]] = [
     ("ernie4_5", BASES["ernie4_5"], True),
     ("deepseek_v3", GLM, False),
 ]
-
-
-def random_ids(length: int) -> list[int]:
-    return torch.randint(0, 160, (length,)).tolist()
 
 
 def step_of(token_ids: list[int], begin: int) -> StepBatch:

@@ -2,7 +2,6 @@
 """Tensor-parallel models: the bits of one rank, with and without speculation."""
 
 import json
-import struct
 import subprocess
 import sys
 import threading
@@ -17,7 +16,6 @@ from checkpoints import make_checkpoint, write_tokenizer
 from mtp_checkpoints import make_mtp_model
 from ranks import on_ranks
 from specops.engine import (
-    Completion,
     Engine,
     EngineConfig,
     SamplingParams,
@@ -28,6 +26,7 @@ from specops.engine import (
 from specops.engine.errors import ModelError
 from specops.engine.parallel.ranks import Ranks
 from test_experts import make_experts
+from test_lossless import bits
 
 # Dense models: the family, and changes of its tiny checkpoint.
 DENSE: dict[str, tuple[str, dict[str, Any]]] = {
@@ -91,23 +90,10 @@ def requests(count: int) -> tuple[list[list[int]], list[SamplingParams]]:
     ]
 
 
-def bits(done: list[Completion]) -> list[Any]:
-    def pack(value: float) -> bytes:
-        return struct.pack("<f", value)
-
-    return [
-        [
-            (o.token_id, pack(o.logprob), [(i, pack(p)) for i, p in o.alternatives])
-            for o in one.logprobs
-        ]
-        for one in done
-    ]
-
-
 def generate(engine: Engine, count: int) -> list[Any]:
     done = engine.generate(*requests(count))
     assert engine.num_free_pages == engine.num_pages
-    return bits(done)
+    return list(map(bits, done))
 
 
 def on_all_ranks(size: int, count: int, model: Path, method: str, **changes: Any) -> list[Any]:
@@ -208,7 +194,7 @@ def test_virtual_tp_ranks_change_only_the_rounding(name: str, directory_of: Any)
         for one, two in zip(ours, other, strict=True)
         for a, b in zip(one.logprobs[:1], two.logprobs[:1], strict=True)
     ]
-    assert bits(ours) != bits(other)
+    assert list(map(bits, ours)) != list(map(bits, other))
     for a, b in pairs:
         assert a == pytest.approx(b, abs=2e-4)
 
@@ -265,12 +251,30 @@ def test_exact_across_tp_must_fit_the_ranks(slices: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("size", "changes", "message"),
+    ("name", "size", "changes", "message"),
     [
-        (3, {}, "tensor_parallel_size must divide the 4 heads of queries, got 3"),
-        (8, {}, "tensor_parallel_size must divide the 4 heads of queries, got 8"),
-        (1, {"exact_across_tp": 8}, "exact_across_tp must divide the 4 heads of queries, got 8"),
+        ("llama", 3, {}, "tensor_parallel_size must divide the 4 heads of queries, got 3"),
+        ("llama", 8, {}, "tensor_parallel_size must divide the 4 heads of queries, got 8"),
         (
+            "llama",
+            1,
+            {"exact_across_tp": 8},
+            "exact_across_tp must divide the 4 heads of queries, got 8",
+        ),
+        (
+            "llama",
+            2,
+            {"enable_expert_parallel": True},
+            "enable_expert_parallel must be off for a model without experts, got on",
+        ),
+        (
+            "qwen3_steps",
+            4,
+            {"enable_expert_parallel": True},
+            "tensor_parallel_size must divide the 6 experts, got 4",
+        ),
+        (
+            "llama",
             4,
             {"quantization": "wint4"},
             "model.layers.0.mlp.down_proj.weight cannot be shared out: 64 of its 96 inputs have a "
@@ -279,26 +283,12 @@ def test_exact_across_tp_must_fit_the_ranks(slices: int) -> None:
     ],
 )
 def test_models_that_cannot_be_sharded_are_refused(
-    size: int, changes: dict[str, Any], message: str, directory_of: Any
+    name: str, size: int, changes: dict[str, Any], message: str, directory_of: Any
 ) -> None:
-    settings = config(directory_of("llama"), tensor_parallel_size=size, **changes)
+    settings = config(directory_of(name), tensor_parallel_size=size, **changes)
+    kind = settings.num_slices, settings.enable_expert_parallel
     with pytest.raises(ModelError, match=message):
-        on_ranks(size, lambda ranks: Engine(settings, ranks), settings.num_slices)
-
-
-@pytest.mark.parametrize(
-    ("name", "size", "message"),
-    [
-        ("llama", 2, "enable_expert_parallel must be off for a model without experts, got on"),
-        ("qwen3_steps", 4, "tensor_parallel_size must divide the 6 experts, got 4"),
-    ],
-)
-def test_experts_that_cannot_be_sharded_are_refused(
-    name: str, size: int, message: str, directory_of: Any
-) -> None:
-    settings = config(directory_of(name), tensor_parallel_size=size, enable_expert_parallel=True)
-    with pytest.raises(ModelError, match=message):
-        on_ranks(size, lambda ranks: Engine(settings, ranks), size, has_whole_experts=True)
+        on_ranks(size, lambda ranks: Engine(settings, ranks), *kind)
 
 
 def test_expert_parallelism_requires_several_ranks() -> None:

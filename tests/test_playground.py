@@ -54,6 +54,13 @@ def bundled() -> Iterator[Served]:
         yield served
 
 
+def sent_by(page: Page) -> list[Any]:
+    """Return a list that receives the bodies of the page's further requests."""
+    sent: list[Any] = []
+    page.on("request", lambda one: sent.extend([one.post_data_json] * bool(one.post_data)))
+    return sent
+
+
 # ---- the race ----
 
 
@@ -155,11 +162,7 @@ def test_both_runs_of_a_race_share_time_and_seed(browser: Browser) -> None:
     engine = Watched(step_seconds=0.003)
     with serving(engine) as served, opened(browser, served) as page:
         connected(page)
-        sent: list[Any] = []
-        page.on(
-            "request",
-            lambda request: sent.extend([request.post_data_json] * bool(request.post_data)),
-        )
+        sent = sent_by(page)
         fill(page, prompt="abc", tokens="40")
         page.locator("#alone").evaluate("box => { box.checked = false; }")
         with served.holding(20):
@@ -449,11 +452,7 @@ def test_mtp_and_its_hybrids_can_be_chosen(browser: Browser) -> None:
         opened(browser, served, expects=("400",)) as page,
     ):
         connected(page)
-        sent: list[Any] = []
-        page.on(
-            "request",
-            lambda request: sent.extend([request.post_data_json] * bool(request.post_data)),
-        )
+        sent = sent_by(page)
         assert page.locator("#method option").all_inner_texts() == every
         own = [page.locator(f"#{name}").input_value() for name in ("method", "k", "steps")]
         assert own == ["mtp + ngram", "5", "2"], "the server's own"
@@ -489,10 +488,7 @@ def test_mtp_and_its_hybrids_can_be_chosen(browser: Browser) -> None:
 
 @needs_chromium
 def test_chat_continues_and_is_stored(page: Page) -> None:
-    sent: list[Any] = []
-    page.on(
-        "request", lambda request: sent.extend([request.post_data_json] * bool(request.post_data))
-    )
+    sent = sent_by(page)
     choose(page, "chat")
     fill(page, tokens="20")
     page.locator(".more summary").click()
@@ -606,10 +602,7 @@ def test_settings_history_and_links_restore_a_run(browser: Browser) -> None:
 @needs_chromium
 @pytest.mark.parametrize("mode", ["race", "write", "compare"])
 def test_link_carries_the_drawn_seed(page: Page, mode: str) -> None:
-    sent: list[Any] = []
-    page.on(
-        "request", lambda request: sent.extend([request.post_data_json] * bool(request.post_data))
-    )
+    sent = sent_by(page)
     choose(page, mode)
     fill(page, prompt="abc", tokens="5")
     run(page)
@@ -706,10 +699,7 @@ def test_stopped_timing_shows_what_was_timed(page: Page, served: Served) -> None
 
 @needs_chromium
 def test_empty_fields_mean_their_placeholders(page: Page) -> None:
-    sent: list[Any] = []
-    page.on(
-        "request", lambda request: sent.extend([request.post_data_json] * bool(request.post_data))
-    )
+    sent = sent_by(page)
     choose(page, "write")
     page.locator(".more summary").click()
     shown = {"k": "3", "tokens": "160", "temperature": "0.5", "top_p": "1"}

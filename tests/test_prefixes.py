@@ -2,7 +2,6 @@
 """Shared prefixes found in page lists: groups, saved bytes, and unchanged bits."""
 
 import random
-import struct
 from array import array
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -15,12 +14,13 @@ import simt
 import specops
 import torch
 from checkpoints import BASE, write_config
-from fake_gpu import OP_MODULES, FakeGpu
+from fake_gpu import FakeGpu
 from specops import attention, batching, reference
-from specops.engine import Completion, Engine, EngineConfig, SamplingParams, SpeculativeConfig
+from specops.engine import Engine, EngineConfig, SamplingParams, SpeculativeConfig
 from specops.engine.memory.kv_cache import PagePool
 from specops.engine.plan import Part, Plan
 from specops.engine.sharing.prefixes import PrefixFinder
+from test_lossless import bits
 from torch import Tensor
 
 Lists = list[list[int]]
@@ -275,10 +275,6 @@ def params(index: int, max_tokens: int = 24) -> SamplingParams:
     )
 
 
-def bits(done: list[Completion]) -> list[Any]:
-    return [(one.token_ids, [struct.pack("<f", p.logprob) for p in one.logprobs]) for one in done]
-
-
 class Watched:
     """An engine and its plans."""
 
@@ -299,7 +295,7 @@ class Watched:
         many = [params(index) for index in range(len(PROMPTS))]
         done = engine.generate(PROMPTS, many) + engine.generate(PROMPTS, many)
         assert engine.num_free_pages == engine.num_pages
-        return bits(done)
+        return list(map(bits, done))
 
     @property
     def shared(self) -> list[Plan]:
@@ -414,18 +410,6 @@ def test_saved_bytes_are_those_of_layers_with_full_attention(tmp_path: Path) -> 
     assert float(line.split()[-1]) == num_bytes
 
 
-@pytest.fixture
-def use_fake_gpu(monkeypatch: pytest.MonkeyPatch) -> Callable[..., FakeGpu]:
-    """Replace the device of later engines by a fake GPU."""
-
-    def make(**arguments: Any) -> FakeGpu:
-        device = FakeGpu(**arguments)
-        monkeypatch.setattr("specops.engine.engine.open_device", lambda *_, **__: device)
-        return device
-
-    return make
-
-
 @pytest.mark.parametrize("method", METHODS)
 def test_captured_steps_share_prefixes(
     model_dir: Path, expected: list[Any], use_fake_gpu: Callable[..., FakeGpu], method: str
@@ -446,7 +430,7 @@ def test_captured_steps_share_prefixes(
 
 
 def test_cuda_kernels_share_prefixes(
-    tmp_path: Path, use_fake_gpu: Callable[..., FakeGpu], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, use_fake_gpu: Callable[..., FakeGpu], interpreter: None
 ) -> None:
     """They share leaves of 256 tokens."""
     model_dir = write_config(
@@ -457,12 +441,7 @@ def test_cuda_kernels_share_prefixes(
         num_key_value_heads=1,
         max_position_embeddings=320,
     )
-    module = simt.load()
-    module.set_schedule("in_order", 0)
-    module.set_landing("late")
-    for op_module in OP_MODULES:
-        monkeypatch.setattr(op_module, "_C", module)
-    results = []
+    module, results = simt.load(), []
     for cascade in (True, False):
         use_fake_gpu()
         watched = make(model_dir, METHODS["ngram"], enable_cascade_attention=cascade)
@@ -474,6 +453,6 @@ def test_cuda_kernels_share_prefixes(
         done = engine.generate(prompts, [params(1), params(2)])
         read = module.counters()["copied_bytes"]
         assert engine.num_captures > 0 and bool(watched.shared) == cascade
-        results.append((bits(done), read))
+        results.append((list(map(bits, done)), read))
     assert results[0][0] == results[1][0]
     assert results[0][1] < 0.9 * results[1][1]  # weights are read in both

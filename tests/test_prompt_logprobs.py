@@ -3,7 +3,7 @@
 """Log-probabilities of prompts: the bits of plain decoding in any steps."""
 
 import struct
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -172,13 +172,12 @@ def test_few_rows_at_a_time_change_no_bit(model_dir: Path, monkeypatch: pytest.M
 
 @pytest.mark.parametrize("captures", [False, True])
 def test_prompt_logprobs_are_the_same_on_a_fake_gpu(
-    model_dir: Path, monkeypatch: pytest.MonkeyPatch, captures: bool
+    model_dir: Path, use_fake_gpu: Callable[..., FakeGpu], captures: bool
 ) -> None:
     plain = make(model_dir)
     done = texts(plain, temperature=0)
     expected = [bits(found(one)) for one in scores(plain, done)]
-    device = FakeGpu(captures=captures)
-    monkeypatch.setattr("specops.engine.engine.open_device", lambda *_, **__: device)
+    use_fake_gpu(captures=captures)
     engine = make(model_dir, NGRAM, max_num_seqs=3, max_num_batched_tokens=32)
     texts(engine, temperature=0)
     again = scores(engine, done, max_tokens=9, ignore_eos=True)
