@@ -84,7 +84,7 @@ def test_processors_equal_edits_in_place(
     check_as_if_edited(logits, positions, with_typical(mixed_params(rows)), processors)
 
 
-def test_every_combination_of_processors_equals_edits_in_place(
+def test_every_combination_of_processors_equals_edited_logits(
     device: str, isa: str, on_cuda: bool
 ) -> None:
     rows, vocab = 8, 67
